@@ -70,6 +70,7 @@ void release_waiting(Cta& cta, NamedBarrier& barrier) {
 
 void barrier(int id, int threads, bool wait, bool aligned) {
     ENTER();
+    current->polled = nullptr;  // no loop that only reads
     if (id < 0 || id > 15) fatal("named barrier", me() + ": there is no barrier " + std::to_string(id));
     if (threads % 32)
         fatal("named barrier", me() + ": " + std::to_string(threads) + " threads are no whole warps");

@@ -217,6 +217,7 @@ u32 atomic_add(u32* to, u32 value) {
     // own addition.
     global.acquire(u64(to), thread.order, cluster);
     if (thread.fenced) global.release(u64(to), *thread.fenced, cluster);
+    thread.polled = nullptr;
     machine->progress = machine->step;
     const u32 old = *to;
     *to += value;
@@ -224,7 +225,8 @@ u32 atomic_add(u32* to, u32 value) {
     return old;
 }
 
-// A loop that reads the same value again waits for the word to change.
+// A loop that reads the same value again, without an addition or a barrier in between, waits for the word to
+// change.
 u32 load_acquire(const u32* from) {
     ENTER();
     Thread& thread = *current;

@@ -244,6 +244,9 @@ struct Sm90BwdConfig {
     TileOrder tile_order;
     // Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
     bool deterministic;
+    // One CTA per SM, and tiles are drawn from a counter: the next tile's loads run under the end of the
+    // last one, whose dK and dV leave through the room of dS.
+    bool persistent;
     // The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added
     // to zeros (NB-082). Of uniform lengths the tile of keys that does so was drawn before the others: the
     // first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with

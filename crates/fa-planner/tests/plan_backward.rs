@@ -3,6 +3,7 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, Pass, Problem};
 use fa_planner::account::smem;
+use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanOptions, explore, plan};
 
 mod sm80 {
@@ -79,6 +80,26 @@ mod sm90 {
             (96, 512, Mask::CAUSAL, (2, 2, 2)),
         ] {
             assert_eq!(stages(head_dim, seqlen, mask), expected, "{head_dim} {seqlen} {mask}");
+        }
+    }
+
+    /// Measured (NB-101): 1.115, 1.067 and 1.04 of the time with a tile a CTA.
+    #[test]
+    fn ctas_that_draw_tiles_are_faster_where_tiles_are_short() {
+        for (problem, least, most) in [
+            (Problem::square(32, 512, 16, 64, Mask::FULL, Dtype::Bf16), 1.05, 1.13),
+            (Problem::square(32, 512, 32, 64, Mask::CAUSAL, Dtype::Bf16), 1.02, 1.12),
+            (Problem::square(32, 512, 16, 128, Mask::CAUSAL, Dtype::Bf16), 1.02, 1.12),
+        ] {
+            let seconds = |persistent| {
+                let first = plan(&problem, Arch::Sm90, &options(false)).expect("plans").swap_remove(0).spec;
+                let Kernel::Sm90Bwd(own) = &first.kernel else { panic!("an SM90 kernel") };
+                let kernel = Kernel::Sm90Bwd(fa_core::Sm90Bwd { persistent, ..own.clone() });
+                predict(&problem, &KernelSpec { kernel, ..first }, Arch::Sm90, &CostConstants::of(Arch::Sm90))
+                    .seconds
+            };
+            let gain = seconds(false) / seconds(true);
+            assert!((least..most).contains(&gain), "{problem:?}: {gain}");
         }
     }
 

@@ -48,6 +48,10 @@ kernel_params! {
         tile_order: TileOrder = TileOrder::Natural,
         /// Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
         deterministic: bool = false,
+        /// One CTA per SM, and tiles are drawn from a counter: the next tile's loads run under the end of the
+        /// last one, whose dK and dV leave through the room of dS.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        persistent: bool = false,
     }
 }
 
@@ -109,6 +113,20 @@ impl Sm90Bwd {
                     .into(),
             ));
         }
+        if self.persistent && self.num_wg != 2 {
+            return Err(SpecError::Conflict(format!(
+                "persistent needs num_wg = 2: beside num_wg = {} no warp of the producers is left to draw \
+                 tiles",
+                self.num_wg
+            )));
+        }
+        let (rows, dim) = (self.pds_stages * self.tile_m, head_dim.max(head_dim_v));
+        if self.persistent && rows < dim {
+            return Err(SpecError::Conflict(format!(
+                "persistent needs room in dS for dK and for dV, one after the other: pds_stages * tile_m = \
+                 {rows} is below the head dim {dim}; use larger ones or persistent = false"
+            )));
+        }
         Ok(())
     }
 
@@ -131,7 +149,7 @@ impl Sm90Bwd {
             threads: self.num_wg.saturating_add(1).saturating_mul(128),
             blocks_per_sm: 1,
             cluster: 1,
-            scheduler: Scheduler::PerTile,
+            scheduler: if self.persistent { Scheduler::Dynamic } else { Scheduler::PerTile },
             tile_order: self.tile_order,
             packs_gqa: false,
         }
@@ -157,6 +175,7 @@ impl Sm90Bwd {
             dq_slices,
             tile_order,
             deterministic,
+            persistent,
         } = self;
         let swaps = [(sdp_swap_ab, "S"), (dkv_swap_ab, "K"), (dq_swap_ab, "Q")];
         let swaps: String = swaps.into_iter().filter(|(on, _)| **on).map(|(_, name)| name).collect();
@@ -170,6 +189,7 @@ impl Sm90Bwd {
             (*dq_slices > 1, format!("sl{dq_slices}")),
             (*tile_order == TileOrder::LongestFirst, "lpt".into()),
             (*deterministic, "det".into()),
+            (*persistent, "pt".into()),
         ]
     }
 }

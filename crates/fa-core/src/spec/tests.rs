@@ -47,6 +47,7 @@ fn backward() -> KernelSpec {
             dq_slices: 1,
             tile_order: TileOrder::LongestFirst,
             deterministic: false,
+            persistent: false,
         }),
         ..sm80()
     }
@@ -68,6 +69,22 @@ fn backward_shapes_follow_the_tensor_cores() {
     refused(|k| k.dq_slices = 2, "dq_slices = 2");
     refused(|k| k.q_stages = 3, "q_stages = 3");
     refused(|k| k.tile_n = 144, "tile_n = 144");
+    let room = "pds_stages * tile_m = 64 is below the head dim 128";
+    refused(|k| (k.persistent, k.pds_stages) = (true, 1), room);
+}
+
+#[test]
+fn persistence_is_left_out_of_texts_where_it_is_off() {
+    let with = |persistent| {
+        let mut spec = backward();
+        let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+        kernel.persistent = persistent;
+        assert_eq!(spec.check(), Ok(()));
+        (spec.to_ron(), spec.to_string())
+    };
+    let ((off, name), (on, name_on)) = (with(false), with(true));
+    assert!(!off.contains("persistent") && name_on == format!("{name}-pt"));
+    assert!(KernelSpec::from_ron(&on).is_ok_and(|read| read.to_ron() == on));
 }
 
 fn backward_sm80() -> KernelSpec {
@@ -217,6 +234,7 @@ fn parameters_are_those_of_the_text_in_its_order() {
         let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
         later.extend(matches!(spec.kernel, Kernel::Sm80Fwd(_)).then_some("pack_gqa"));
         later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
+        later.extend(matches!(spec.kernel, Kernel::Sm90Bwd(_)).then_some("persistent"));
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
         let params: Vec<Param> = spec.params().into_iter().filter(written).collect();
         assert_eq!(params.len(), spec.params().len() - later.len());

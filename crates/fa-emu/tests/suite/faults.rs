@@ -179,8 +179,8 @@ faults! {
         "named_barrier_arrive(kBarrierPRead, L::kThreads);" => "named_barrier_arrive(kBarrierPRead, \
             L::kGroupThreads);", ["named barrier", "128 of 256 threads have arrived"];
     "statistics of the other stage are read": "sm90_bwd" &[], 600, SM90_BWD, "",
-        "load_stats(smem.lse[do_state.stage], b, i, lse);" => "load_stats(smem.lse[do_state.stage ^ 1], \
-            b, i, lse);",
+        "load_stats(smem.lse[places.dout.stage], b, i, lse);" => "load_stats(smem.lse[places.dout.stage ^ \
+            1], b, i, lse);",
         ["uninitialised read", "data race"];
     "the next turn is given to another tile": "sm90_bwd" &[("deterministic", "true")], 600, SM90_DQ,
         "bulk_wait();",

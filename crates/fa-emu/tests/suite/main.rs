@@ -3,6 +3,7 @@
 
 mod append;
 mod deterministic;
+mod drawn;
 mod faults;
 mod known;
 mod merge;

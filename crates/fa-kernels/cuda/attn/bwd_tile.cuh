@@ -109,6 +109,22 @@ __device__ __forceinline__ bool sees_nothing(const Visibility<Mask, Varied>& vis
     return key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1).empty();
 }
 
+// Of uniform lengths: the end of the tiles of queries whose first sums this tile of keys stores, if any tile
+// does. It is the only one, or the first under a full mask, or the last that they see under a causal one.
+template <auto C, class Visible>
+__device__ __forceinline__ int stored_queries(const BwdParams& params, const Visible& visible,
+                                              const BwdTile& tile, const BlockRange& range) {
+    if (params.n_blocks == 1) return range.end;
+    if (C.mask == MaskKind::Full) return tile.n_block == 0 ? range.end : 0;
+    int end = range.begin;
+#pragma unroll 1
+    for (; end < range.end; ++end) {
+        const int first = end * C.tile_m, last = min(first + C.tile_m, visible.seqlen.q()) - 1;
+        if (key_blocks<C.tile_n>(visible, first, last).end - 1 != tile.n_block) break;
+    }
+    return end;
+}
+
 // The tile of queries that a tile of keys visits at step `step` of a head; steps count through `range`.
 __device__ __forceinline__ int query_block(const BlockRange& range, bool descending, int step) {
     return descending ? range.begin + range.end - 1 - step : step;

@@ -46,17 +46,12 @@ __device__ __forceinline__ void store_output(const FwdParams& params, const Seql
 }
 
 // The sinks of those rows: of the head that each belongs to, in natural units. A division for each costs as
-// much as the sink itself: groups of a power of two need none.
+// much as the sink itself.
 template <bool PackGqa>
 __device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int head, float (&sink)[2]) {
     const Rows<PackGqa> rows(params.shape);
-    const bool masks = (rows.group & (rows.group - 1)) == 0;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int own = row + 8 * r;
-        const int of = PackGqa && masks ? head * rows.group + (own & (rows.group - 1)) : rows.head(own, head);
-        sink[r] = params.mods.sinks[of];
-    }
+    for (int r = 0; r < 2; ++r) sink[r] = params.mods.sinks[rows.head_alone(row + 8 * r, head)];
 }
 
 // Completes the rows' softmax, with sinks where there are some.

@@ -33,6 +33,13 @@ struct Rows {
     __device__ __forceinline__ int head(int row, int head) const {
         return PackGqa ? head * group + row % group : head;
     }
+
+    // The same without a division where the group is a power of two, for code that has no use of the
+    // quotient.
+    __device__ __forceinline__ int head_alone(int row, int head) const {
+        const bool masks = (group & (group - 1)) == 0;
+        return PackGqa && masks ? head * group + (row & (group - 1)) : this->head(row, head);
+    }
 };
 
 // Queries of a tile of `TileM` rows. With packed heads it has as many as fit it with all heads of a group:

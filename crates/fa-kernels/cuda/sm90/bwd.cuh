@@ -23,6 +23,7 @@
 #include "sm90/bwd_dq.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "sm90/bwd_producer.cuh"
+#include "sm90/bwd_tiles.cuh"
 
 namespace fa {
 
@@ -46,43 +47,61 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
         mbarrier_init(smem.v_full, 1);
         smem.q_bars.init(T::kConsumerWarps);
         smem.do_bars.init(T::kConsumers);
-        if constexpr (C.deterministic) smem.ticket = atomic_add(params.tile_counter, 1u);
+        if constexpr (C.persistent) {
+            mbarrier_init(smem.draws.k_empty, T::kConsumerWarps);
+            mbarrier_init(smem.draws.v_empty, T::kConsumerWarps);
+            smem.draws.bars.init(T::kConsumerWarps + 1 + (C.dq_via_smem ? C.num_wg : 0));
+        } else if constexpr (C.deterministic) {
+            smem.ticket = atomic_add(params.tile_counter, 1u);
+        }
         mbarrier_init_fence();
     }
     cta_sync();
-    const int index = C.deterministic ? smem.ticket : cta_index();
-    if (C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads) return;
-    auto tile = bwd_tile_at<C>(params, index);
-    const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
-    if constexpr (C.varied) {
-        tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, tile.batch);
-        tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, tile.batch);
-    }
-    const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
-    const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
-    const bool has_work = !range.empty() && tile.first_head < tile.end_head;
-    const int walk = query_walk<C>(params, tile, seqlen.k(), range);
+    const bool elected = elect_one();
+    sm90::BwdTiles<C> tiles(params, smem, elected);
+    if (tiles.none()) return;
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if (has_work && warp == 0) {
-            if (elect_one()) {
-                sm90::bwd_producer<C>(smem, params, seqlen, tile, range, walk, map_q, map_k, map_v, map_do);
+        if (warp == 0) {
+            if (elected) {
+                sm90::BwdLoads<C> loads;
+                auto load = [&](const sm90::BwdWork<C>& work, const auto& visible) {
+                    if (!work.empty())
+                        sm90::bwd_producer<C>(smem, params, visible.seqlen, work, loads, map_q, map_k, map_v,
+                                              map_do);
+                };
+                tiles.template for_each<true>(load);
             }
-        } else if (has_work && warp <= C.num_wg) {
-            if constexpr (C.dq_via_smem)
-                sm90::bwd_add_dq<C>(smem, params, visible, tile, range, walk, warp - 1);
+        } else if (warp <= C.num_wg) {
+            if constexpr (C.dq_via_smem) {
+                bool is_first = true;
+                tiles.for_each([&](const sm90::BwdWork<C>& work, const auto& visible) {
+                    if (work.empty()) return;
+                    if (is_first) named_barrier_arrive(sm90::kDqFree + warp - 1, 128 + 32);
+                    is_first = false;
+                    sm90::bwd_add_dq<C>(smem, params, visible, work, warp - 1);
+                });
+            }
+        } else if (C.persistent && warp == 3) {
+            tiles.draw();
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
-        if (has_work) {
-            sm90::BwdConsumer<C> consumer{smem, params,       visible,  tile,         range,
-                                          walk, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+        sm90::BwdPlaces<C> places;
+        tiles.for_each([&](const sm90::BwdWork<C>& work, const auto& visible) {
+            if (work.empty()) {
+                store_zero_gradients(params, visible.seqlen, work.tile, C.tile_n, thread_index() - 128,
+                                     T::kConsumers);
+                return;
+            }
+            sm90::BwdConsumer<C> consumer{smem,         params,    visible,      work.tile,
+                                          work.range,   work.walk, warp / 4 - 1, warp % 4,
+                                          lane_index(), elected,   places};
             consumer.main_loop();
             consumer.finish();
-        } else {
-            store_zero_gradients(params, seqlen, tile, C.tile_n, thread_index() - 128, T::kConsumers);
-        }
+            places = consumer.places;
+        });
     }
 }
 

@@ -23,6 +23,15 @@
 
 namespace fa::sm90 {
 
+// A consumer's places in the rings, kept from tile to tile.
+template <Sm90BwdConfig C>
+struct BwdPlaces {
+    PipelineState<C.q_stages> q;
+    PipelineState<C.do_stages> dout;
+    int pds_stage = 0;
+    u32 keys_phase = 0;
+};
+
 // A warpgroup's share of the products of a step.
 template <Sm90BwdConfig C>
 struct BwdConsumer {
@@ -43,9 +52,7 @@ struct BwdConsumer {
     const int wg, warp, lane;
     const bool elected;
 
-    PipelineState<C.q_stages> q_state;
-    PipelineState<C.do_stages> do_state;
-    int pds_stage = 0;
+    BwdPlaces<C> places;
     bool accumulate = false;
 
     float s[S::kBlocks][S::kRegisters];
@@ -68,13 +75,13 @@ struct BwdConsumer {
     __device__ __forceinline__ int column_of_s() const { return T::CutS::first_n(wg); }
 
     __device__ __forceinline__ void issue_s() {
-        const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
+        const u32 q = smem_address(smem.q[0]) + places.q.stage * T::Q::kBytes;
         issue<S, C.sdp_swap_ab>(
             s, T::QRows::descriptor(q, C.sdp_swap_ab ? column_of_s() : row_of_s()),
             T::KRows::descriptor(smem_address(smem.k), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
     }
     __device__ __forceinline__ void issue_dp() {
-        const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
+        const u32 dout = smem_address(smem.dout[0]) + places.dout.stage * T::Do::kBytes;
         issue<Dp, C.sdp_swap_ab>(
             dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
             T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
@@ -82,28 +89,28 @@ struct BwdConsumer {
     // dV += P^T dO and dK += dS^T Q.
     __device__ __forceinline__ void issue_dv() {
         const int m = T::CutDv::first_m(wg), n = T::CutDv::first_n(wg);
-        const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
+        const u32 dout = smem_address(smem.dout[0]) + places.dout.stage * T::Do::kBytes;
         const Descriptor second = T::DoColumns::descriptor(dout, C.dkv_swap_ab ? m : n);
         if constexpr (C.mma_dkv_is_rs) {
             wgmma::fence();
             Dv::issue_rs(dv, p_words, second, accumulate);
             wgmma::commit();
         } else {
-            const u32 p = smem_address(smem.p.tiles[0]) + pds_stage * T::Pds::kBytes;
+            const u32 p = smem_address(smem.p.tiles[0]) + places.pds_stage * T::Pds::kBytes;
             issue<Dv, C.dkv_swap_ab>(dv, T::PdsByKeys::descriptor(p, C.dkv_swap_ab ? n : m), second,
                                      accumulate);
         }
     }
     __device__ __forceinline__ void issue_dk() {
         const int m = T::CutDk::first_m(wg), n = T::CutDk::first_n(wg);
-        const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
+        const u32 q = smem_address(smem.q[0]) + places.q.stage * T::Q::kBytes;
         const Descriptor second = T::QColumns::descriptor(q, C.dkv_swap_ab ? m : n);
         if constexpr (C.mma_dkv_is_rs) {
             wgmma::fence();
             Dk::issue_rs(dk, ds_words, second, accumulate);
             wgmma::commit();
         } else {
-            const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
+            const u32 ds = smem_address(smem.ds[0]) + places.pds_stage * T::Pds::kBytes;
             issue<Dk, C.dkv_swap_ab>(dk, T::PdsByKeys::descriptor(ds, C.dkv_swap_ab ? n : m), second,
                                      accumulate);
         }
@@ -112,22 +119,22 @@ struct BwdConsumer {
     template <int Slice>
     __device__ __forceinline__ void issue_dq(float (&dq)[T::kDqBlocks][Dq::kRegisters]) {
         const int m = T::CutDq::first_m(wg), n = T::CutDq::first_n(wg);
-        const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
+        const u32 ds = smem_address(smem.ds[0]) + places.pds_stage * T::Pds::kBytes;
         issue<Dq, C.dq_swap_ab, Slice * T::kDqBlocks>(
             dq, T::PdsByQueries::descriptor(ds, C.dq_swap_ab ? n : m),
             T::KColumns::descriptor(smem_address(smem.k), C.dq_swap_ab ? m : n), false);
     }
 
     __device__ __forceinline__ void release_q() {
-        smem.q_bars.release(q_state, elected);
-        q_state.advance();
+        smem.q_bars.release(places.q, elected);
+        places.q.advance();
     }
     // Every thread announces its own reads of the statistics, which TMA overwrites next. One thread of a warp
     // would do, as a named barrier follows the reads, but compute-sanitizer's racecheck does not relate the
     // two kinds of barriers.
     __device__ __forceinline__ void release_do() {
-        smem.do_bars.release(do_state, true);
-        do_state.advance();
+        smem.do_bars.release(places.dout, true);
+        places.dout.advance();
     }
 
     // The statistics of the queries that registers 4 i to 4 i + 3 of block `b` belong to.
@@ -187,7 +194,7 @@ struct BwdConsumer {
 #pragma unroll
             for (int i = 0; i < S::kRegisters / 4; ++i) {
                 float lse[4];
-                load_stats(smem.lse[do_state.stage], b, i, lse);
+                load_stats(smem.lse[places.dout.stage], b, i, lse);
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
@@ -205,8 +212,8 @@ struct BwdConsumer {
 #pragma unroll
             for (int i = 0; i < S::kRegisters / 4; ++i) {
                 float dpsum[4], lse[4];
-                load_stats(smem.dpsum[do_state.stage], b, i, dpsum);
-                if constexpr (C.softcap) load_stats(smem.lse[do_state.stage], b, i, lse);
+                load_stats(smem.dpsum[places.dout.stage], b, i, dpsum);
+                if constexpr (C.softcap) load_stats(smem.lse[places.dout.stage], b, i, lse);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const float p = s[b][4 * i + j];
@@ -233,9 +240,9 @@ struct BwdConsumer {
     __device__ __forceinline__ void store_words(u32 address, const u32 (&words)[S::kBlocks][kWords]) const {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
-            store_fragment<typename T::Pds, T::kPdsTransposed>(address + pds_stage * T::Pds::kBytes, words[b],
-                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(),
-                                                               lane);
+            store_fragment<typename T::Pds, T::kPdsTransposed>(address + places.pds_stage * T::Pds::kBytes,
+                                                               words[b], row_of_s() + 64 * b + 16 * warp,
+                                                               column_of_s(), lane);
         }
     }
     // All consumers' P and dS of this step are in shared memory; those of the step before have been read.
@@ -295,9 +302,9 @@ struct BwdConsumer {
 
     // One tile of queries. P and dS are ready before dV is issued.
     __device__ __forceinline__ void step(int head, int m_block, float slope) {
-        smem.q_bars.wait_full(q_state);
+        smem.q_bars.wait_full(places.q);
         issue_s();
-        smem.do_bars.wait_full(do_state);
+        smem.do_bars.wait_full(places.dout);
         issue_dp();
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
@@ -333,19 +340,26 @@ struct BwdConsumer {
         wgmma::wait<0>();
         release_q();
         accumulate = true;
-        pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
+        places.pds_stage = C.pds_stages > 1 ? places.pds_stage ^ 1 : 0;
     }
 
     // Over the query heads and the tiles of queries.
     __device__ __forceinline__ void main_loop() {
-        mbarrier_wait(smem.k_full, 0);
-        mbarrier_wait(smem.v_full, 0);
+        mbarrier_wait(smem.k_full, places.keys_phase);
+        mbarrier_wait(smem.v_full, places.keys_phase);
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
             for (int i = range.begin; i < range.end; ++i) step(head, query_block<C>(range, walk, i), slope);
         }
         if (T::kDqAhead && accumulate) announce_dq();
+        if constexpr (C.persistent) {
+            if (elected) {
+                mbarrier_arrive(smem.draws.k_empty);
+                mbarrier_arrive(smem.draws.v_empty);
+            }
+            places.keys_phase ^= 1;
+        }
     }
 
     // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write a row,
@@ -421,11 +435,27 @@ struct BwdConsumer {
         const int first = visible.seqlen.k_offset() + tile.n_block * C.tile_n;
         u16* out_k = view(params.dk).row(tile.batch, first, tile.kv_head);
         u16* out_v = view(params.dv).row(tile.batch, first, tile.kv_head);
-        // All warpgroups have read K and V.
         named_barrier_sync(kPdsReady, T::kConsumers);
-        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq,
+        if constexpr (C.persistent) {
+            // All warpgroups have read dS. K's and V's room is being filled for the next tile.
+            constexpr bool kBoth = T::V::kBytes + T::K::kBytes <= C.pds_stages * T::Pds::kBytes;
+            store_dv(smem.ds[0], out_v);
+            if constexpr (!kBoth) named_barrier_sync(kPdsReady, T::kConsumers);
+            store_dk(smem.ds[0] + (kBoth ? T::V::kBytes : 0), out_k);
+            // The next tile's dS may come.
+            named_barrier_sync(kPdsReady, T::kConsumers);
+        } else {
+            // All warpgroups have read K and V.
+            store_dv(smem.v, out_v);
+            store_dk(smem.k, out_k);
+        }
+    }
+    __device__ __forceinline__ void store_dv(u8* room, u16* out) const {
+        store_through<typename T::CutDv, typename T::V>(room, dv, out, params.dv.strides.seq,
                                                         params.shape.head_dim_v, 1.f);
-        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq,
+    }
+    __device__ __forceinline__ void store_dk(u8* room, u16* out) const {
+        store_through<typename T::CutDk, typename T::K>(room, dk, out, params.dk.strides.seq,
                                                         params.shape.head_dim, params.score.scale);
     }
 };

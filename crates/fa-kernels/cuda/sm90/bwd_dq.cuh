@@ -26,9 +26,12 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const Tile<C
 // Adds what warpgroup `wg` leaves in shared memory to global memory; the first sums of a tile are stored.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
-                                           const Visibility<C.mask, C.varied>& visible, const Tile<C>& tile,
-                                           const BlockRange& range, int walk, int wg) {
+                                           const Visibility<C.mask, C.varied>& visible,
+                                           const BwdWork<C>& work, int wg) {
     using T = BwdTraits<C>;
+    const auto& tile = work.tile;
+    const BlockRange& range = work.range;
+    const int walk = work.walk;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
     const bool first_is_stored =
@@ -36,8 +39,10 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             ? stores_dq<C>(params)
             : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits +
                                        tile.split);
-    named_barrier_arrive(kDqFree + wg, 128 + 32);
+    const int stored_end = first_is_stored ? stored_queries<C>(params, visible, tile, range) : 0;
+#pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {
+#pragma unroll 1
         for (int step = range.begin; step < range.end; ++step) {
             const int m_block = query_block<C>(range, walk, step);
             bool stores = first_is_stored, claims = false;
@@ -51,20 +56,10 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 if (claims_dq<C>() && first_is_stored && elected) claims = load_acquire(semaphore(1)) == 0;
                 warp_sync();
             } else if constexpr (may_store_dq<C>()) {
-                const int first = m_block * C.tile_m;
-                if (first_is_stored && params.n_blocks > 1) {
-                    const int storing =
-                        C.mask == MaskKind::Full
-                            ? 0
-                            : key_blocks<C.tile_n>(visible, first,
-                                                   min(first + C.tile_m, visible.seqlen.q()) - 1)
-                                      .end -
-                                  1;
-                    stores = tile.n_block == storing;
-                    // That tile was drawn before this one.
-                    if (!C.deterministic && !stores && elected)
-                        wait_for_parts(dq_semaphore<1>(params, tile, head, m_block, 0), C.num_wg);
-                }
+                stores = m_block < stored_end;
+                // The tile of keys that stores was drawn before this one.
+                if (!C.deterministic && first_is_stored && !stores && elected)
+                    wait_for_parts(dq_semaphore<1>(params, tile, head, m_block, 0), C.num_wg);
                 warp_sync();
             }
 #pragma unroll

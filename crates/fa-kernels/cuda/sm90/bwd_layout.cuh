@@ -2,8 +2,14 @@
 // barriers and shared memory.
 #pragma once
 #include "attn/bwd_tile.cuh"
+#include "attn/query_range.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/visibility.cuh"
+#include "bwd_params.cuh"
 #include "config.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/warp.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/product.cuh"
 
@@ -149,6 +155,44 @@ struct TileStages {
 };
 struct NoTile {};
 
+template <Sm90BwdConfig C>
+using Tile = BwdTileOf<C.varied>;
+
+// What all roles know of a tile.
+template <Sm90BwdConfig C>
+struct BwdWork {
+    Tile<C> tile;
+    BlockRange range;  // tiles of queries
+    int walk;          // as query_block takes it
+
+    __device__ __forceinline__ static BwdWork of(const BwdParams& params, int index) {
+        BwdWork work;
+        work.tile = bwd_tile_at<C>(params, index);
+        const auto seqlen = Seqlen<C.varied>::of(params, work.tile.batch);
+        if constexpr (C.varied) {
+            work.tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, work.tile.batch);
+            work.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, work.tile.batch);
+        }
+        const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
+        work.range = query_blocks<C.tile_m, C.tile_n>(visible, work.tile.n_block * C.tile_n);
+        work.walk = query_walk<C>(params, work.tile, seqlen.k(), work.range);
+        return work;
+    }
+
+    __device__ __forceinline__ bool empty() const {
+        return range.empty() || tile.first_head >= tile.end_head;
+    }
+};
+
+// Of CTAs that draw their tiles: when all have read K, and V; and the tile drawn next, or none.
+template <Sm90BwdConfig C>
+struct BwdDraws {
+    Mbarrier k_empty, v_empty;
+    PipelineBarriers<1> bars;
+    BwdWork<C> work;
+    int is_last;
+};
+
 // The planner's account names the same buffers in the same order; the generated unit asserts the size.
 template <Sm90BwdConfig C>
 struct alignas(1024) BwdStorage {
@@ -166,10 +210,8 @@ struct alignas(1024) BwdStorage {
     Mbarrier v_full;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.do_stages> do_bars;
+    [[no_unique_address]] Either<C.persistent, BwdDraws<C>, NoTile> draws;
     int ticket;
 };
-
-template <Sm90BwdConfig C>
-using Tile = BwdTileOf<C.varied>;
 
 }  // namespace fa::sm90

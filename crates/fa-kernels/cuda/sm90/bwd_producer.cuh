@@ -14,13 +14,25 @@
 
 namespace fa::sm90 {
 
+// The places in the rings, kept from tile to tile.
+template <Sm90BwdConfig C>
+struct BwdLoads {
+    PipelineState<C.q_stages> q_state;
+    PipelineState<C.do_stages> do_state;
+    u32 keys_phase = 0;
+};
+
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
-                                             const Seqlen<C.varied>& seqlen, const Tile<C>& tile,
-                                             const BlockRange& range, int walk, const TensorMap& map_q,
+                                             const Seqlen<C.varied>& seqlen, const BwdWork<C>& work,
+                                             BwdLoads<C>& loads, const TensorMap& map_q,
                                              const TensorMap& map_k, const TensorMap& map_v,
                                              const TensorMap& map_do) {
     using T = BwdTraits<C>;
+    const auto& tile = work.tile;
+    const BlockRange& range = work.range;
+    auto& q_state = loads.q_state;
+    auto& do_state = loads.do_state;
     // Rows from `row` on of a head: `len` rows from row `offset` on of a sequence that starts anywhere.
     auto load = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, const TmaStrides& strides,
                     int offset, int len, int row, int head, L2Policy policy) {
@@ -46,26 +58,27 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
         load(tile_type, dst, map, full, strides, seqlen.q_offset(), seqlen.q(), row, head,
              L2Policy::EvictLast);
     };
-    PipelineState<C.q_stages> q_state;
-    PipelineState<C.do_stages> do_state;
+    auto load_k = [&] {
+        mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
+        load_keys(typename T::K{}, smem.k, map_k, smem.k_full, params.varlen.tma_k);
+    };
+    auto load_v = [&] {
+        mbarrier_arrive_expect(smem.v_full, T::V::kBytes);
+        load_keys(typename T::V{}, smem.v, map_v, smem.v_full, params.varlen.tma_v);
+    };
     bool first = true;
+#pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         const i64 stats = dq_tile(params, tile, head, 0) * C.tile_m;
+#pragma unroll 1
         for (int step = range.begin; step < range.end; ++step) {
-            const int row = query_block<C>(range, walk, step) * C.tile_m;
-            if (first) {
-                mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
-                load_keys(typename T::K{}, smem.k, map_k, smem.k_full, params.varlen.tma_k);
-            }
+            const int row = query_block<C>(range, work.walk, step) * C.tile_m;
+            if (!C.persistent && first) load_k();
             smem.q_bars.acquire(q_state, T::Q::kBytes);
             load_queries(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage],
                          params.varlen.tma_q, row, head);
             q_state.advance();
-            if (first) {
-                mbarrier_arrive_expect(smem.v_full, T::V::kBytes);
-                load_keys(typename T::V{}, smem.v, map_v, smem.v_full, params.varlen.tma_v);
-                first = false;
-            }
+            if (!C.persistent && first) load_v();
             smem.do_bars.acquire(do_state, T::Do::kBytes + 2 * T::kStatBytes);
             load_queries(typename T::Do{}, smem.dout[do_state.stage], map_do,
                          smem.do_bars.full[do_state.stage], params.varlen.tma_do, row, head);
@@ -74,6 +87,17 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
             bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes,
                       smem.do_bars.full[do_state.stage]);
             do_state.advance();
+            if constexpr (C.persistent) {
+                // The keys' room is free when the tile before is done: later than the first queries'.
+                if (first) {
+                    mbarrier_wait(smem.draws.k_empty, loads.keys_phase ^ 1);
+                    load_k();
+                    mbarrier_wait(smem.draws.v_empty, loads.keys_phase ^ 1);
+                    load_v();
+                    loads.keys_phase ^= 1;
+                }
+            }
+            first = false;
         }
     }
 }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use fa_core::spec::{TileOrder, Traits};
+use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
 use fa_planner::account::panels::BwdPanels;
 use fa_planner::account::{head_bytes, head_splits, heads_side_by_side, storing_heads};
@@ -181,6 +181,10 @@ impl Launches {
             Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
         workspace.add_plan(plan_bytes)?;
+        let is_persistent = traits.scheduler != Scheduler::PerTile;
+        if is_persistent {
+            workspace.add_tile_counter()?;
+        }
         let (m_tiles, n_tiles) = process_tiles(spec, &traits, problem)?;
 
         let process = |entry, grid| {
@@ -195,7 +199,7 @@ impl Launches {
         };
         let main = Step::Launch(Launch {
             entry: ENTRY,
-            grid: params.num_tiles as u32,
+            grid: if is_persistent { (params.num_tiles as u32).min(sms) } else { params.num_tiles as u32 },
             threads: traits.threads,
             smem: smem_bytes(spec),
             cluster: 1,

@@ -113,17 +113,31 @@ impl Workspace {
     /// # Errors
     /// [`Error::TooLong`] when it is then larger than the address space.
     pub(crate) fn add_plan(&mut self, bytes: usize) -> Result<(), Error> {
-        if bytes == 0 {
-            return Ok(());
+        if bytes > 0 {
+            self.plan = Some(self.add(bytes)?);
         }
+        Ok(())
+    }
+
+    /// Adds the counter that a backward's tiles are drawn from, unless it has one.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when it is then larger than the address space.
+    pub(crate) fn add_tile_counter(&mut self) -> Result<(), Error> {
+        if self.tile_counter.is_none() {
+            self.tile_counter = Some(self.add(4)?);
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, bytes: usize) -> Result<Part, Error> {
         let too_long =
             Error::TooLong { name: "bytes of workspace", value: usize::MAX, limit: isize::MAX as usize };
         let offset = self.bytes.checked_next_multiple_of(PART_ALIGN);
         let end = offset.and_then(|offset| Some((offset, offset.checked_add(bytes)?)));
         let (offset, end) = end.ok_or(too_long)?;
-        self.plan = Some(Part { offset, bytes });
         self.bytes = end;
-        Ok(())
+        Ok(Part { offset, bytes })
     }
 
     /// Of a backward whose head dims are padded to `head_dims`, with `turns` semaphores a tile of dQ;

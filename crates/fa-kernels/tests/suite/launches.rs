@@ -145,6 +145,36 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
 }
 
 #[test]
+fn a_persistent_backward_has_a_cta_for_each_sm_and_a_counter() {
+    let spec = |deterministic| {
+        let mut spec = backward_spec(deterministic);
+        let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+        kernel.persistent = true;
+        spec
+    };
+    let tiles = 3 * 2 * 1000u32.div_ceil(128);
+    for deterministic in [false, true] {
+        for (sms, expected) in [(4, 4), (tiles + 1, tiles)] {
+            let launches = Launches::of(&spec(deterministic), &problem(), Arch::Sm90, sms).unwrap();
+            let main = entries(&launches)[1];
+            assert_eq!(main.0, "fa_kernel");
+            let Params::Backward(params) = launches.params(&Addresses {
+                tensors: &tensors(&launches),
+                lse: Some(1 << 41),
+                workspace: Some(1 << 40),
+                extras: RawExtras::default(),
+            }) else {
+                panic!("a backward")
+            };
+            assert_eq!(main.1, (expected * params.head_splits as u32).min(sms));
+            let counter = launches.workspace.tile_counter.expect("tiles are drawn");
+            assert_eq!(params.tile_counter.0, (1 << 40) + counter.offset as u64);
+            assert!(counter.offset + counter.bytes <= launches.workspace.bytes);
+        }
+    }
+}
+
+#[test]
 fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
     let none = Problem {
         lengths: Lengths::uniform(problem().lengths.sequences(), 0, problem().lengths.max_k()),

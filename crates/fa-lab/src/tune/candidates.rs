@@ -136,6 +136,7 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
             add(&|k| k.mma_dkv_is_rs = !k.mma_dkv_is_rs);
             add(&|k| k.dq_via_smem = !k.dq_via_smem);
             add(&|k| k.dq_slices = 3 - k.dq_slices);
+            add(&|k| k.persistent = !k.persistent);
             add(&|k| k.tile_order = other(k.tile_order));
         }
     }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Sm80Fwd};
+use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Sm80Fwd, Sm90Bwd};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
 use fa_planner::plan::{PlanOptions, plan};
 use serde::{Deserialize, Serialize};
@@ -80,8 +80,8 @@ pub struct Judged {
     pub first_choice_predicted_ms: f64,
     /// Whether this very kernel was measured.
     pub is_measured: bool,
-    /// It, or the first of the planner's order that was measured, launch bounds aside; where the planner
-    /// lists none of them any more, the one predicted to be the fastest.
+    /// It, or the first of the planner's order that was measured, launch bounds and who draws tiles aside;
+    /// where the planner lists none of them any more, the one predicted to be the fastest.
     pub judged: Tried,
     /// The fastest.
     pub best: Tried,
@@ -215,11 +215,12 @@ impl Entry {
     }
 }
 
-/// The kernel without what its launch bounds promise.
+/// The kernel without what its launch bounds promise, and without a switch that is newer than most records.
 fn unbound(spec: &KernelSpec) -> KernelSpec {
     let kernel = match &spec.kernel {
         Kernel::Sm80Fwd(own) => Kernel::Sm80Fwd(Sm80Fwd { blocks_per_sm: 1, ..own.clone() }),
-        other @ (Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_)) => other.clone(),
+        Kernel::Sm90Bwd(own) => Kernel::Sm90Bwd(Sm90Bwd { persistent: false, ..own.clone() }),
+        other @ (Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_)) => other.clone(),
     };
     KernelSpec { kernel, ..spec.clone() }
 }

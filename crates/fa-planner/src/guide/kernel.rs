@@ -37,6 +37,7 @@ pub fn kernel_of_spec(spec: &BwdSpec) -> Sm90Bwd {
         dq_slices: 1,
         tile_order: TileOrder::Natural,
         deterministic: false,
+        persistent: false,
     }
 }
 

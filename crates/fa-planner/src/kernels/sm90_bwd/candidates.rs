@@ -33,10 +33,11 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = tile_order(mask, deterministic);
+    let queries = problem.lengths.max_q();
     let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     let spec_of = move |kernel: Sm90Bwd| {
-        let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, ..kernel });
-        KernelSpec {
+        let kernel = Sm90Bwd { tile_order, deterministic, ..kernel };
+        let spec = KernelSpec {
             types: Types::same(dtype),
             head_dim,
             head_dim_v,
@@ -44,8 +45,10 @@ pub fn candidates(
             score,
             reads,
             split: false,
-            kernel,
-        }
+            kernel: Kernel::Sm90Bwd(kernel.clone()),
+        };
+        let kernel = Sm90Bwd { persistent: persists(&spec, &kernel, queries), ..kernel };
+        KernelSpec { kernel: Kernel::Sm90Bwd(kernel), ..spec }
     };
     let dims = HeadDims { head_dim, head_dim_v };
     let guide = search(dims, Mode::Bwd, &Tiles::default()).map_or_else(|_| Vec::new(), |found| found.bwd);
@@ -64,6 +67,29 @@ pub fn candidates(
             .collect::<Vec<_>>()
     };
     kernels.into_iter().map(spec_of).filter(fits_at_all)
+}
+
+/// The most queries for which CTAs draw tiles, up to head dim 64 and to 128: in longer sequences a tile's
+/// start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101).
+const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
+
+/// Whether CTAs draw tiles for problems of so many queries a sequence. Windows and deterministic kernels gain
+/// nothing by it.
+fn persists(spec: &KernelSpec, kernel: &Sm90Bwd, queries: usize) -> bool {
+    let drawn = KernelSpec {
+        kernel: Kernel::Sm90Bwd(Sm90Bwd { persistent: true, ..kernel.clone() }),
+        ..spec.clone()
+    };
+    let dim = spec.head_dim.max(spec.head_dim_v);
+    dim <= 128
+        && queries <= DRAWN_QUERIES[usize::from(dim > 64)]
+        && spec.mask != MaskKind::Window
+        && spec.score == ScoreKind::NONE
+        && !spec.reads.varied
+        && !kernel.deterministic
+        && kernel.mma_dkv_is_rs
+        && kernel.dq_via_smem
+        && drawn.check().is_ok()
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask.

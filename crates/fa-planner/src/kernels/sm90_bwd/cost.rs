@@ -60,10 +60,11 @@ pub(crate) fn predict(
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
-    // A CTA computes nothing until its first Q and dO are there (NB-107).
-    let outside = c.block + loads / constants.first_bytes;
-
     let (split, work) = cuts.of_keys(problem, spec, arch);
+    // A CTA computes nothing until its first Q and dO are there (NB-107). One that draws tiles loads those of
+    // the next tile under the end of this one (NB-109).
+    let waiting = if kernel.persistent { (sms / work.tiles.max(1.0)).min(1.0) } else { 1.0 };
+    let outside = c.block + waiting * loads / constants.first_bytes;
     // The products hide the test of a mask.
     let added = split.added / c.atomic_bytes;
     let length = |class: &TileClass| outside + added + class.steps * step;

@@ -1,0 +1,97 @@
+// The tiles that a CTA of the SM90 backward works on: one, or those that a warp without other work draws from
+// a counter and tells the other roles of.
+#pragma once
+#include "attn/bwd_tile.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/visibility.cuh"
+#include "bwd_params.cuh"
+#include "config.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "sm90/bwd_layout.cuh"
+#include "tile/pipeline.cuh"
+
+namespace fa::sm90 {
+
+template <Sm90BwdConfig C, bool Persistent = C.persistent>
+struct BwdTiles {
+    const BwdParams& params;
+    BwdStorage<C>& smem;
+    BwdWork<C> work;
+    int index;
+
+    __device__ __forceinline__ BwdTiles(const BwdParams& params, BwdStorage<C>& smem, bool)
+        : params(params), smem(smem), index(C.deterministic ? smem.ticket : cta_index()) {
+        if (!none()) work = BwdWork<C>::of(params, index);
+    }
+    // A grid is sized by a bound where lengths are on the device.
+    __device__ __forceinline__ bool none() const {
+        return C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads;
+    }
+    // Calls `body` with each tile of the CTA and what is visible in its sequence.
+    template <bool Alone = false, class Body>
+    __device__ __forceinline__ void for_each(const Body& body) const {
+        body(work, Visibility<C.mask, C.varied>{params.shape, Seqlen<C.varied>::of(params, work.tile.batch)});
+    }
+    __device__ __forceinline__ void draw() const {}
+};
+
+template <Sm90BwdConfig C>
+struct BwdTiles<C, true> {
+    const BwdParams& params;
+    BwdStorage<C>& smem;
+    bool elected;
+
+    __device__ __forceinline__ BwdTiles(const BwdParams& params, BwdStorage<C>& smem, bool elected)
+        : params(params), smem(smem), elected(elected) {}
+    __device__ __forceinline__ bool none() const { return false; }
+
+    // A whole warp, or the producer's thread alone.
+    template <bool Alone = false, class Body>
+    __device__ __forceinline__ void for_each(const Body& body) const {
+        PipelineState<1> state;
+        while (true) {
+            smem.draws.bars.wait_full(state);
+            if (smem.draws.is_last) break;
+            const BwdWork<C> work = smem.draws.work;
+            auto release = [&] {
+                smem.draws.bars.release(state, elected);
+                state.advance();
+            };
+            if constexpr (!Alone) {
+                warp_sync();
+                release();
+            }
+            body(work,
+                 Visibility<C.mask, C.varied>{params.shape, Seqlen<C.varied>::of(params, work.tile.batch)});
+            // The next tile is drawn when this one's loads are under way, not earlier: another CTA may come
+            // to it first.
+            if constexpr (Alone) release();
+        }
+    }
+
+    __device__ __forceinline__ int count() const {
+        return C.varied ? bwd_blocks<C.varied>(params) * params.plan.heads : params.num_tiles;
+    }
+
+    // One warp, which has no other work.
+    __device__ __forceinline__ void draw() const {
+        if (!elected) return;
+        PipelineState<1> state;
+        while (true) {
+            smem.draws.bars.wait_empty(state);
+            const int index = atomic_add(params.tile_counter, 1u);
+            const bool is_last = index >= count();
+            const BwdWork<C> work = is_last ? BwdWork<C>{} : BwdWork<C>::of(params, index);
+            smem.draws.work = work;
+            smem.draws.is_last = is_last;
+            mbarrier_arrive(smem.draws.bars.full[0]);
+            state.advance();
+            if (is_last) break;
+        }
+    }
+};
+
+}  // namespace fa::sm90
