@@ -2,4 +2,5 @@
 
 mod engine;
 mod packed;
+mod shared;
 mod train;
