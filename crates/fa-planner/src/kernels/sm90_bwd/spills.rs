@@ -14,9 +14,10 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
         return true;
     }
-    // Lengths on the device at head dim 256, dQ in slices by two warpgroups: 8 to 28 bytes.
+    // Lengths on the device at head dim 256, dQ in slices by two warpgroups, under a mask by one, too: 8 to 28
+    // bytes.
     if spec.reads.varied && (kernel.tile_m, kernel.tile_n) == (64, 80) && kernel.dq_slices == 2 {
-        return spec.head_dim == 256 && kernel.atom_layout_m_dq == 2;
+        return spec.head_dim == 256 && (masked || kernel.atom_layout_m_dq == 2);
     }
     // ALiBi in a window, P and dS from registers: 8 bytes stored, 44 loaded.
     if spec.score.alibi && spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs {
