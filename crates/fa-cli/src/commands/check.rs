@@ -91,9 +91,10 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
         .collect::<Result<_, _>>()?;
     let given = args.atol.is_some() || args.rtol.is_some();
     let separate = args.inputs.as_deref().map(TensorFile::open).transpose()?;
-    let holds_inputs = |file: &&TensorFile| ["q", "k", "v"].iter().all(|name| file.has(name));
-    let inputs =
-        separate.as_ref().or_else(|| outputs.iter().rev().copied().find(holds_inputs)).filter(|_| !given);
+    let inputs = separate
+        .as_ref()
+        .or_else(|| outputs.iter().rev().copied().find(|file| holds_inputs(file)))
+        .filter(|_| !given);
     if inputs.is_none() && b.is_none() {
         let message = "one output is judged by its inputs: give --inputs FILE with q, k and v, or a second \
                        output to compare it with";
@@ -139,6 +140,10 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     Ok(if passed { Verdict::Good } else { Verdict::Bad })
 }
 
+fn holds_inputs(file: &TensorFile) -> bool {
+    ["q", "k", "v"].iter().all(|name| file.has(name))
+}
+
 /// The tensors to compare.
 fn names(args: &CheckArgs, files: &[&TensorFile]) -> Result<Vec<String>, InputError> {
     if !args.tensors.is_empty() {
@@ -153,7 +158,7 @@ fn names(args: &CheckArgs, files: &[&TensorFile]) -> Result<Vec<String>, InputEr
     let outputs = OUTPUTS.join(", ");
     Err(InputError::Usage(match files {
         [a, b] => {
-            let inputs = files.iter().find(|file| ["q", "k", "v"].iter().all(|name| file.has(name)));
+            let inputs = files.iter().find(|file| holds_inputs(file));
             let advice = inputs.map_or(String::new(), |inputs| {
                 let path = inputs.path().display();
                 format!("; to judge one output by q, k and v of {path} give --inputs {path} and no B")

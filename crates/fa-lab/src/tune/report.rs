@@ -15,7 +15,7 @@ use super::wanted::Wanted;
 pub const NEAR: f64 = 1.03;
 
 /// and within this for all.
-pub const FAR: f64 = 1.08;
+const FAR: f64 = 1.08;
 
 /// A run of `fa tune`.
 #[derive(Debug, Serialize)]
