@@ -8,6 +8,10 @@ use crate::Error;
 /// Parts start on multiples of this: TMA asks for 16, cache lines for 128.
 const PART_ALIGN: usize = 256;
 
+/// A workspace that is larger than the address space.
+const TOO_LONG: Error =
+    Error::TooLong { name: "bytes of workspace", value: usize::MAX, limit: isize::MAX as usize };
+
 /// A range of the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
@@ -71,11 +75,7 @@ impl Workspace {
     /// # Errors
     /// [`Error::TooLong`] when it is larger than the address space.
     pub(crate) fn forward(parts: ForwardParts) -> Result<Workspace, Error> {
-        Workspace::forward_parts(parts).ok_or(Error::TooLong {
-            name: "bytes of workspace",
-            value: usize::MAX,
-            limit: isize::MAX as usize,
-        })
+        Workspace::forward_parts(parts).ok_or(TOO_LONG)
     }
 
     fn forward_parts(parts: ForwardParts) -> Option<Workspace> {
@@ -131,11 +131,9 @@ impl Workspace {
     }
 
     fn add(&mut self, bytes: usize) -> Result<Part, Error> {
-        let too_long =
-            Error::TooLong { name: "bytes of workspace", value: usize::MAX, limit: isize::MAX as usize };
         let offset = self.bytes.checked_next_multiple_of(PART_ALIGN);
         let end = offset.and_then(|offset| Some((offset, offset.checked_add(bytes)?)));
-        let (offset, end) = end.ok_or(too_long)?;
+        let (offset, end) = end.ok_or(TOO_LONG)?;
         self.bytes = end;
         Ok(Part { offset, bytes })
     }
@@ -155,9 +153,7 @@ impl Workspace {
     ) -> Result<Workspace, Error> {
         let tiles = (tile_m as usize, tile_n as usize);
         let head_dims = (head_dims.0 as usize, head_dims.1 as usize);
-        Workspace::backward_parts(problem, head_dims, tiles, turns, deterministic, splits).ok_or(
-            Error::TooLong { name: "bytes of workspace", value: usize::MAX, limit: isize::MAX as usize },
-        )
+        Workspace::backward_parts(problem, head_dims, tiles, turns, deterministic, splits).ok_or(TOO_LONG)
     }
 
     fn backward_parts(

@@ -36,8 +36,7 @@ pub fn candidates(
     let queries = problem.lengths.max_q();
     let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     let spec_of = move |kernel: Sm90Bwd| {
-        let kernel = Sm90Bwd { tile_order, deterministic, ..kernel };
-        let spec = KernelSpec {
+        let spec = |persistent| KernelSpec {
             types: Types::same(dtype),
             head_dim,
             head_dim_v,
@@ -45,10 +44,10 @@ pub fn candidates(
             score,
             reads,
             split: false,
-            kernel: Kernel::Sm90Bwd(kernel.clone()),
+            kernel: Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, persistent, ..kernel.clone() }),
         };
-        let kernel = Sm90Bwd { persistent: persists(&spec, &kernel, queries), ..kernel };
-        KernelSpec { kernel: Kernel::Sm90Bwd(kernel), ..spec }
+        let drawn = spec(true);
+        if gains_by_drawing(&drawn, &kernel, queries) { drawn } else { spec(false) }
     };
     let dims = HeadDims { head_dim, head_dim_v };
     let guide = search(dims, Mode::Bwd, &Tiles::default()).map_or_else(|_| Vec::new(), |found| found.bwd);
@@ -73,20 +72,16 @@ pub fn candidates(
 /// start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101).
 const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 
-/// Whether CTAs draw tiles for problems of so many queries a sequence. Windows and deterministic kernels gain
-/// nothing by it.
-fn persists(spec: &KernelSpec, kernel: &Sm90Bwd, queries: usize) -> bool {
-    let drawn = KernelSpec {
-        kernel: Kernel::Sm90Bwd(Sm90Bwd { persistent: true, ..kernel.clone() }),
-        ..spec.clone()
-    };
-    let dim = spec.head_dim.max(spec.head_dim_v);
+/// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
+/// not, for problems of so many queries a sequence. Windows and deterministic kernels gain nothing by it.
+fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, queries: usize) -> bool {
+    let dim = drawn.head_dim.max(drawn.head_dim_v);
     dim <= 128
         && queries <= DRAWN_QUERIES[usize::from(dim > 64)]
-        && spec.mask != MaskKind::Window
-        && spec.score == ScoreKind::NONE
-        && !spec.reads.varied
-        && !kernel.deterministic
+        && drawn.mask != MaskKind::Window
+        && drawn.score == ScoreKind::NONE
+        && !drawn.reads.varied
+        && !drawn.traits().pass.deterministic()
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()

@@ -14,8 +14,8 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
         return true;
     }
-    // Lengths on the device at head dim 256, dQ in slices by two warpgroups, under a mask by one, too: 8 to 28
-    // bytes.
+    // Lengths on the device at head dim 256, dQ in slices by two warpgroups, under a mask by one, too:
+    // 8 to 28 bytes.
     if spec.reads.varied && (kernel.tile_m, kernel.tile_n) == (64, 80) && kernel.dq_slices == 2 {
         return spec.head_dim == 256 && (masked || kernel.atom_layout_m_dq == 2);
     }
