@@ -6,7 +6,6 @@
 //! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
-use fa_core::spec::TileOrder;
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, ScoreKind, Sm90Bwd, Types};
 
 use crate::guide::candidates::{self, BWD_TILES};
@@ -14,14 +13,9 @@ use crate::guide::kernel::{kernel_of, kernel_of_spec};
 use crate::guide::mode::Mode;
 use crate::guide::search::{Tiles, search};
 use crate::head_dims::HeadDims;
+use crate::kernels::backward_order;
 
 use super::account::{registers, smem};
-
-/// The order of a backward's tiles under `mask`: longest first where lengths differ, natural for a
-/// deterministic backward, whose tiles add to dQ in the order of their numbers.
-pub(crate) fn tile_order(mask: MaskKind, deterministic: bool) -> TileOrder {
-    if mask == MaskKind::Full || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
-}
 
 /// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant
 /// with two buffers of P and dS; beyond the guide's head dims those without a buffer of dQ.
@@ -32,7 +26,7 @@ pub fn candidates(
     deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = tile_order(mask, deterministic);
+    let tile_order = backward_order(mask, deterministic);
     let queries = problem.lengths.max_q();
     let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     let spec_of = move |kernel: Sm90Bwd| {
