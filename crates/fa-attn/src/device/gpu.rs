@@ -141,8 +141,8 @@ impl Gpu {
 
     /// The kernel that merges partial results in this GPU's memory, O and LSE over different keys of the same
     /// queries: a shared prefix and each request's suffix, a speculative tree and the cache before it, parts
-    /// of a long cache. One launch, which a CUDA graph can hold, by [`BoundMerge::run`]; tensors in host memory are
-    /// merged by [`crate::merge`].
+    /// of a long cache. One launch, which a CUDA graph can capture, by [`BoundMerge::run`]; tensors in host
+    /// memory are merged by [`crate::merge`].
     ///
     /// # Errors
     /// A merge that contradicts itself, and the errors of compiling and loading.
