@@ -1,17 +1,18 @@
-//! How many CTAs share the keys of a tile's rows in the forward: launch and cost model take the same number.
+//! The number of CTAs that share the keys of a tile's rows in the forward, the same for launch and cost
+//! model.
 
 use fa_core::spec::MAX_COUNT;
-use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Lengths, Problem};
+use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, Launch};
 use crate::cost::schedule::Work;
-use crate::kernels::{sm80_fwd, sm90_fwd};
+use crate::kernels::planned::{self, Forward, Time};
 
 /// The most CTAs that share the keys of a tile's rows: the combine kernel holds their LSEs.
 pub const MAX_SPLITS: usize = 256;
 
-/// Fewer splits are kept unless more are faster by this factor: they take less workspace.
+/// More splits are taken only if they are faster by this factor: they need more workspace.
 const GAIN: f64 = 1.01;
 
 /// CTAs that share the keys of each tile's rows (splits): 1 to [`MAX_SPLITS`], and no more than a tile has
@@ -22,8 +23,8 @@ const GAIN: f64 = 1.01;
 /// the one with the least predicted time on a GPU of `arch` with `sms` SMs: whole waves of parts as long as
 /// the SMs take for them, or the time of K and V through device memory, and the combine kernel.
 ///
-/// Where lengths are on the device, the plan kernel divides each sequence by its share of all work; this is
-/// then the most that one may have, as if it were alone with the most queries and keys.
+/// With lengths on the device, the plan kernel divides each sequence by its share of all work. The result is
+/// then an upper bound: the number for a batch of one with the most queries and keys.
 pub fn kv_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
     let lengths = &problem.lengths;
     let alone = if lengths.is_uniform() {
@@ -49,21 +50,16 @@ pub(crate) fn best_split(
     let (tile_m, tile_n) = spec.tile();
     let own_cut = cut.is_none().then(|| Work::of(problem, tile_m, tile_n, spec.traits().packs_gqa));
     let work = cut.or(own_cut.as_ref())?;
-    match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => {
-            let launch = sm80_fwd::cost::launch(problem, work, (spec, kernel), limits, constants);
-            best_of(&launch, spec.split, below)
+    match planned::of(&spec.kernel).time() {
+        Time::Forward(kernel) => {
+            kernel.best_split(&Forward { problem, spec, work, limits, constants }, below)
         }
-        Kernel::Sm90Fwd(kernel) => {
-            let launch = sm90_fwd::cost::launch(problem, work, (spec, kernel), limits, constants);
-            best_of(&launch, spec.split, below)
-        }
-        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => None,
+        Time::Backward(_) => None,
     }
 }
 
-/// What the forward of `problem` by `spec` takes at least with the keys of a tile undivided; 0 for a
-/// backward. `work` are its tiles, or what these are at least.
+/// A lower bound in seconds on the forward of `problem` by `spec` with the keys of a tile undivided; 0 for a
+/// backward. `work`: its tiles, or a lower bound on them.
 pub(crate) fn least_seconds(
     problem: &Problem,
     spec: &KernelSpec,
@@ -71,20 +67,15 @@ pub(crate) fn least_seconds(
     constants: &CostConstants,
     work: &Work,
 ) -> f64 {
-    match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => {
-            sm80_fwd::cost::launch(problem, work, (spec, kernel), limits, constants).at_least(1)
-        }
-        Kernel::Sm90Fwd(kernel) => {
-            sm90_fwd::cost::launch(problem, work, (spec, kernel), limits, constants).at_least(1)
-        }
-        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => 0.0,
+    match planned::of(&spec.kernel).time() {
+        Time::Forward(kernel) => kernel.least_seconds(&Forward { problem, spec, work, limits, constants }),
+        Time::Backward(_) => 0.0,
     }
 }
 
 /// The launch with the number of splits that takes the least time; `None` where none can take less than
 /// `below` seconds.
-fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -> Option<Cost> {
+pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -> Option<Cost> {
     let steps = if split && launch.work.tiles > 0.0 { launch.work.longest.steps as usize } else { 0 };
     // A launch counts the parts of all tiles in 32 bits.
     let most = MAX_COUNT as f64 / launch.work.tiles.max(1.0);
@@ -109,8 +100,8 @@ fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -
     Some(launch.cost(best))
 }
 
-/// The numbers of parts above 1 that are worth a look for tiles of up to `steps` steps: for each length of a
-/// part the fewest, in ascending order.
+/// The numbers of parts above 1 worth trying for tiles of up to `steps` steps, in ascending order: the fewest
+/// parts for each length of a part.
 fn part_counts(steps: usize) -> impl Iterator<Item = usize> {
     let most = steps.min(MAX_SPLITS);
     let mut parts = 1;
@@ -126,9 +117,10 @@ fn part_counts(steps: usize) -> impl Iterator<Item = usize> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Kernel, Mask};
 
     use super::*;
+    use crate::kernels::sm90_fwd;
     use crate::plan::{PlanOptions, explore};
 
     /// What [`best_of`] must be: every number of splits in turn.
@@ -157,7 +149,10 @@ mod tests {
                 let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };
                 let (tile_m, tile_n) = spec.tile();
                 let work = Work::of(&problem, tile_m, tile_n, kernel.pack_gqa);
-                let launch = sm90_fwd::cost::launch(&problem, &work, (&spec, kernel), limits, &constants);
+                let launch = sm90_fwd::cost::launch(
+                    kernel,
+                    &Forward { problem: &problem, spec: &spec, work: &work, limits, constants: &constants },
+                );
                 for parts in std::iter::once(1).chain(part_counts(work.longest.steps as usize)) {
                     assert!(launch.at_least(parts) <= launch.seconds(parts), "{spec}: {parts} parts");
                 }
