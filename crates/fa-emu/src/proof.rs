@@ -11,6 +11,7 @@ use fa_cpu::{Element, OwnedExtras, TensorRef, reference};
 use half::{bf16, f16};
 
 use crate::call::{Call, Given};
+use crate::case::Case;
 use crate::compiler::hash;
 use crate::error::Error;
 use crate::extras::with_mods;
@@ -25,11 +26,51 @@ pub struct Placing {
     pub layout: TensorLayout,
     /// Elements between a row's end and the next row's start, a multiple of 8. They are NaN before and after.
     pub gap: usize,
+    /// The axis along which K and V are broadcast: its stride is 0.
+    pub shared: Option<Shared>,
+}
+
+/// An axis of K and V along which all indices are one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shared {
+    /// One K and V for the whole batch.
+    Batch,
+    /// One key and value for all positions.
+    Rows,
+    /// One K and V for all heads.
+    Heads,
+}
+
+impl Shared {
+    /// As records have it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Shared::Batch => "batch",
+            Shared::Rows => "rows",
+            Shared::Heads => "heads",
+        }
+    }
 }
 
 impl Placing {
     /// Packed `[batch, seqlen, heads, dim]`.
-    pub const PACKED: Placing = Placing { layout: TensorLayout::Bshd, gap: 0 };
+    pub const PACKED: Placing = Placing::of(TensorLayout::Bshd, 0);
+
+    /// Axes in this order, with so many elements between rows.
+    pub const fn of(layout: TensorLayout, gap: usize) -> Placing {
+        Placing { layout, gap, shared: None }
+    }
+
+    /// Of an input: of K and V where they are broadcast.
+    pub(crate) fn input_strides(self, is_of_keys: bool, shape: [usize; 4]) -> Strides {
+        let strides = self.strides(shape);
+        match self.shared.filter(|_| is_of_keys) {
+            None => strides,
+            Some(Shared::Batch) => Strides { batch: 0, ..strides },
+            Some(Shared::Rows) => Strides { seq: 0, ..strides },
+            Some(Shared::Heads) => Strides { head: 0, ..strides },
+        }
+    }
 
     pub(crate) fn strides(self, [_, seqlen, heads, dim]: [usize; 4]) -> Strides {
         self.layout.strides(seqlen, heads, dim + self.gap)
@@ -158,6 +199,17 @@ impl Trial {
         }
     }
 
+    /// A case of the list that GPUs are validated on, or drawn at random: the same values in the same places.
+    /// `None` for tensors that are far apart, and for a dtype that kernels do not take.
+    ///
+    /// # Panics
+    /// Where the case's sequences are not what its problem asks for.
+    pub fn of_case(case: &fa_lab::grid::Case) -> Option<Trial> {
+        let (values, extras) = case.bits()?;
+        let placing = Case::of_grid(case)?.placing;
+        Some(Trial::of_values(&case.problem, case.pass, placing, &extras, &values))
+    }
+
     fn of<T: Half>(
         problem: &Problem,
         pass: Pass,
@@ -177,7 +229,7 @@ impl Trial {
         let low = reference::low_precision::forward_extras(problem, &of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
-            place(values, shapes[i], placing, &rows[usize::from(of_keys)])
+            place(values, (shapes[i], of_keys), placing, &rows[usize::from(of_keys)])
         };
         let bits = |values: &[T]| values.iter().map(|value| value.bits()).collect();
         let expected =
@@ -233,9 +285,10 @@ impl Trial {
             let [q, k, v, out] = [q_shape, k_shape, v_shape, out_shape].map(|of| of(&self.problem));
             if self.pass == Pass::Forward { vec![q, k, v] } else { vec![q, k, v, out, out] }
         };
-        let inputs = self.inputs.iter().zip(shapes);
+        let inputs = self.inputs.iter().zip(shapes).enumerate();
+        let strides = |i: usize, shape| self.placing.input_strides(matches!(i, 1 | 2), shape);
         let mut tensors: Vec<Given> =
-            inputs.map(|(values, shape)| Given::Input(values, self.placing.strides(shape))).collect();
+            inputs.map(|(i, (values, shape))| Given::Input(values, strides(i, shape))).collect();
         let outputs = self.expected.iter().map(|own| own.shape);
         tensors
             .extend(outputs.map(|shape| Given::Output(self.placing.len(shape), self.placing.strides(shape))));
@@ -366,8 +419,13 @@ fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [u
 const POISON: u16 = 0xffff;
 
 /// Values at their places; NaN between rows, and in rows that no sequence has.
-fn place<T: Half>(values: &[T], shape: [usize; 4], placing: Placing, rows: &[bool]) -> Vec<u16> {
-    let strides = placing.strides(shape);
+fn place<T: Half>(
+    values: &[T],
+    (shape, of_keys): ([usize; 4], bool),
+    placing: Placing,
+    rows: &[bool],
+) -> Vec<u16> {
+    let strides = placing.input_strides(of_keys, shape);
     let mut placed = vec![POISON; placing.len(shape)];
     for ([b, s, h, d], value) in positions(shape).zip(values) {
         if rows.get(b * shape[1] + s).is_none_or(|&own| own) {

@@ -16,7 +16,7 @@ mod turns;
 use fa_core::{Arch, Kernel, KernelSpec};
 use serde::Serialize;
 
-use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
+use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd, spilled::spilled};
 use crate::occupancy::register_ceiling;
 
 pub use crate::occupancy::Occupancy;
@@ -83,7 +83,7 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
         Kernel::Sm80Bwd(kernel) => sm80_bwd::spills::known(spec, kernel, arch),
         Kernel::Sm80Fwd(kernel) => sm80_fwd::spills::known(spec, kernel),
     };
-    if spills {
+    if spills || spilled(spec, arch) {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });
     }
     let smem = smem(spec);

@@ -16,6 +16,7 @@ use crate::guide::search::{Tiles, search};
 use crate::head_dims::HeadDims;
 
 use super::account::{registers, smem};
+use super::spills;
 
 /// The order of a backward's tiles under `mask`: longest first where lengths differ, natural for a
 /// deterministic backward, whose tiles add to dQ in the order of their numbers.
@@ -73,7 +74,8 @@ pub fn candidates(
 const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 
 /// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
-/// not, for problems of so many queries a sequence. Windows and deterministic kernels gain nothing by it.
+/// not, for problems of so many queries a sequence. Windows and deterministic kernels gain nothing by it, and
+/// some that the compiler spills do not when their CTAs have one tile each.
 fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, queries: usize) -> bool {
     let dim = drawn.head_dim.max(drawn.head_dim_v);
     dim <= 128
@@ -85,6 +87,7 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, queries: usize) -> boo
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
+        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own))
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask.
