@@ -6,8 +6,9 @@
 
 use std::time::Instant;
 
+use fa_core::lengths::SideRows;
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem};
+use fa_core::{Arch, Family, Kernel, KernelSpec, Lengths, Pass, Problem, Side};
 use fa_cpu::check::q_shape;
 use fa_kernels::Headers;
 use fa_lab::grid::{self, small};
@@ -141,13 +142,21 @@ pub fn draw(seed: u64, turn: u64) -> Option<Drawn> {
 
 /// The same kind of problem of a size that large tiles are listed for.
 fn longer(problem: &Problem, random: &mut Random) -> Problem {
-    if !problem.lengths.is_uniform() {
-        return *problem;
-    }
-    let (q, k) = (problem.lengths.max_q(), problem.lengths.max_k());
-    let times = random.of(&[4, 16, 64]);
-    let queries = if q > 16 { q * times } else { q };
-    Problem { lengths: fa_core::Lengths::uniform(4, queries, k * times), ..*problem }
+    let (times, lengths) = (random.of(&[4, 16, 64]), problem.lengths);
+    let stretched = |side: Side| {
+        let rows = match side.rows {
+            SideRows::Padded { len } => SideRows::Padded { len: times * len },
+            SideRows::Packed { total, max } => SideRows::Packed { total: times * total, max: times * max },
+            SideRows::Paged { page, pages, max } => {
+                SideRows::Paged { page, pages: times * pages, max: times * max }
+            }
+        };
+        Side { rows, ..side }
+    };
+    let (q, k) = (lengths.q(), lengths.k());
+    // A few tokens stay a few.
+    let q = if q.max() > 16 { stretched(q) } else { q };
+    Problem { lengths: Lengths::of(lengths.sequences(), q, stretched(k)), ..*problem }
 }
 
 /// The kernel with one switch turned, and which. It may contradict itself.

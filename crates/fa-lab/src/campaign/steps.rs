@@ -42,8 +42,13 @@ const RATES: [(&str, &str, bool, u64); 16] = [
     ("marks-held-out-bwd", "--marks held-out --mode bwd", true, 90),
     ("marks-packed", "--marks packed", true, 40),
     ("marks-packed-bwd", "--marks packed-bwd --mode bwd", false, 20),
-    ("marks-packed-bwd-drawn", "--marks packed-bwd --mode bwd --change persistent=true", false, 30),
-    ("marks-deterministic-bwd", "--marks models --mode bwd --deterministic --peer fa4", true, 90),
+    (
+        "marks-packed-bwd-drawn",
+        "--marks packed-bwd --mode bwd --change persistent=true --change persistent=false",
+        false,
+        30,
+    ),
+    ("marks-models-bwd-deterministic", "--marks models --mode bwd --deterministic --peer fa4", true, 90),
     ("marks-sm80-bwd", "--marks sm80-bwd --mode bwd", true, 60),
     ("marks-sm80", "--marks sm80", true, 60),
     ("marks-decode", "--marks decode", false, 20),
@@ -81,7 +86,7 @@ pub fn steps(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
     }
     for (name, flags, has_peers, seconds) in RATES {
         // Compared with one peer only, it says nothing without.
-        if name == "marks-deterministic-bwd" && !wanted.peers {
+        if name == "marks-models-bwd-deterministic" && !wanted.peers {
             continue;
         }
         let (base, peer) = flags.split_once(" --peer ").unwrap_or((flags, ""));
@@ -161,7 +166,7 @@ mod tests {
             assert_eq!(here.contains(&format!("validate-{}", kernel.replace('_', "-"))), is_old, "{kernel}");
         }
         assert_eq!(names(&records(), true, true), all);
-        assert!(!names(&records(), true, false).contains(&"marks-deterministic-bwd".to_owned()));
+        assert!(!names(&records(), true, false).contains(&"marks-models-bwd-deterministic".to_owned()));
     }
 
     #[test]
@@ -181,7 +186,8 @@ mod tests {
         for marks in Marks::ALL {
             assert!(measured.contains(marks.name()) || marks == Marks::Sm90, "{}", marks.name());
         }
-        let deterministic = steps.iter().find(|step| step.name == "marks-deterministic-bwd").expect("one");
+        let deterministic =
+            steps.iter().find(|step| step.name == "marks-models-bwd-deterministic").expect("one");
         assert!(deterministic.arguments.join(" ").contains("--peers --peer fa4"), "{deterministic:?}");
     }
 }
