@@ -7,7 +7,7 @@ use fa_lab::sequences::Sequences;
 use serde_json::{Value, json};
 
 use crate::extras::with_mods;
-use crate::proof::{Placing, Shared};
+use crate::placing::{Placing, Shared};
 
 /// A problem in a layout.
 #[derive(Clone, Debug, PartialEq)]

@@ -3,7 +3,7 @@
 //!
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
-use fa_core::{Dtype, Pass, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
@@ -17,69 +17,8 @@ use crate::error::Error;
 use crate::extras::with_mods;
 use crate::options::Options;
 use crate::outcome::Outcome;
+use crate::placing::Placing;
 use crate::unit::Unit;
-
-/// How the tensors of a call lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placing {
-    /// The order of the axes.
-    pub layout: TensorLayout,
-    /// Elements between a row's end and the next row's start, a multiple of 8. They are NaN before and after.
-    pub gap: usize,
-    /// The axis along which K and V are broadcast: its stride is 0.
-    pub shared: Option<Shared>,
-}
-
-/// An axis of K and V along which all indices are one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shared {
-    /// One K and V for the whole batch.
-    Batch,
-    /// One key and value for all positions.
-    Rows,
-    /// One K and V for all heads.
-    Heads,
-}
-
-impl Shared {
-    /// As records have it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Shared::Batch => "batch",
-            Shared::Rows => "rows",
-            Shared::Heads => "heads",
-        }
-    }
-}
-
-impl Placing {
-    /// Packed `[batch, seqlen, heads, dim]`.
-    pub const PACKED: Placing = Placing::of(TensorLayout::Bshd, 0);
-
-    /// Axes in this order, with so many elements between rows.
-    pub const fn of(layout: TensorLayout, gap: usize) -> Placing {
-        Placing { layout, gap, shared: None }
-    }
-
-    /// Of an input: of K and V where they are broadcast.
-    pub(crate) fn input_strides(self, is_of_keys: bool, shape: [usize; 4]) -> Strides {
-        let strides = self.strides(shape);
-        match self.shared.filter(|_| is_of_keys) {
-            None => strides,
-            Some(Shared::Batch) => Strides { batch: 0, ..strides },
-            Some(Shared::Rows) => Strides { seq: 0, ..strides },
-            Some(Shared::Heads) => Strides { head: 0, ..strides },
-        }
-    }
-
-    pub(crate) fn strides(self, [_, seqlen, heads, dim]: [usize; 4]) -> Strides {
-        self.layout.strides(seqlen, heads, dim + self.gap)
-    }
-
-    fn len(self, [batch, seqlen, heads, dim]: [usize; 4]) -> usize {
-        batch * seqlen * heads * (dim + self.gap)
-    }
-}
 
 /// A problem with inputs and the oracle's results: made once, compared with many runs.
 #[derive(Clone, Debug)]

@@ -18,7 +18,7 @@ use crate::error::{Context, Error, Result};
 use crate::progress::{Progress, Step as Shown};
 use crate::worker::Program;
 
-pub use steps::{Wanted, steps};
+pub use steps::{Wanted, steps_for};
 
 /// One command.
 #[derive(Clone, Debug, PartialEq, Eq)]

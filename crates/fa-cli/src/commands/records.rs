@@ -61,7 +61,7 @@ limit. Exit code 1 when a step failed or is left.";
 /// Records that cannot be read, a folder that cannot be written, a filter that no step passes.
 pub fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
     let wanted = Wanted { results: &args.results, gpu: &args.gpu, all: args.all, peers: !args.no_peers };
-    let mut steps = campaign::steps(&wanted)?;
+    let mut steps = campaign::steps_for(&wanted)?;
     let names: Vec<String> = steps.iter().map(|step| step.name.clone()).collect();
     let is_wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|part| name.contains(part));
     steps.retain(|step| is_wanted(&step.name));

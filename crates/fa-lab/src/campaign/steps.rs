@@ -63,7 +63,7 @@ const RATES: [(&str, &str, bool, u64); 16] = [
 ///
 /// # Errors
 /// Records that cannot be read.
-pub fn steps(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
+pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
     let changed = changed(wanted)?;
     let of =
         |(family, pass): &(Family, Pass)| format!("--arch {} --mode {}", family.name(), pass.short_name());
@@ -141,7 +141,7 @@ mod tests {
 
     fn names(results: &Path, all: bool, peers: bool) -> Vec<String> {
         let wanted = Wanted { results, gpu: "h100", all, peers };
-        steps(&wanted).expect("steps").into_iter().map(|step| step.name).collect()
+        steps_for(&wanted).expect("steps").into_iter().map(|step| step.name).collect()
     }
 
     fn records() -> std::path::PathBuf {
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn steps_are_named_once_and_measure_every_list_but_the_largest() {
         let wanted = Wanted { results: &records(), gpu: "h100", all: true, peers: true };
-        let steps = steps(&wanted).expect("steps");
+        let steps = steps_for(&wanted).expect("steps");
         let names: BTreeSet<&str> = steps.iter().map(|step| step.name.as_str()).collect();
         assert_eq!(names.len(), steps.len());
         assert!(steps.iter().all(|step| step.limit > step.expected));
