@@ -128,6 +128,31 @@ def test_padding_between_tokens_and_windows(name):
         model(input_ids=tokens, attention_mask=keys)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_one_graph_for_models(name):
+    """Prompts and steps on a cache, with padding and without: no part of the model is left out of the graph."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (3, 20))
+    keys = torch.ones_like(tokens)
+    keys[1, :6] = 0
+    eager = models.model_of(name, "eager", "cpu", torch.float32).eval()
+    ours = models.model_of(name, NAME, "cpu", torch.float32).eval()
+    torch.compiler.reset()
+    graph = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)
+    with torch.no_grad():
+        for mask in (None, keys):
+            one, other = (model(input_ids=tokens, attention_mask=mask).logits for model in (eager, graph))
+            assert ((one - other).abs() * keys[..., None]).max() < 1e-5
+        found = [in_parts(model, tokens, keys, (19, 1), 32) for model in (eager, graph)]
+        assert ((found[0] - found[1]).abs() * keys[..., None]).max() < 1e-5
+    # Of rows that may be packed the graph ends where the mask is made.
+    torch.compiler.reset()
+    whole = torch.compile(ours.train(), backend="aot_eager")
+    losses = [model(input_ids=tokens, labels=tokens, use_cache=False).loss for model in (eager.train(), whole)]
+    assert (losses[0] - losses[1]).abs() < 1e-5
+    torch.compiler.reset()
+
+
 def test_more_rows_than_keys_and_masks_of_four_axes_raise():
     x, y = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 5, 16)
     module = torch.nn.Module()
