@@ -338,7 +338,10 @@ mod tests {
         for (append, part) in [
             (Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8"),
             (Append { head_dim_v: 4, ..good }, "head_dim_v = 4: must be a multiple of 8"),
-            (Append { rotary: turned(24), ..good }, "rotary.dim = 24: must be a multiple of 16 from 16 to 128"),
+            (
+                Append { rotary: turned(24), ..good },
+                "rotary.dim = 24: must be a multiple of 16 from 16 to 128",
+            ),
             (Append { head_dim: 8, rotary: turned(8), ..good }, "head_dim = 8: must be at least 16"),
             (Append { dtype: Dtype::F32, ..good }, "dtype is f32: must be f16 or bf16 on a GPU"),
         ] {

@@ -41,7 +41,8 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     let new = Side::packed(total, 64);
     let of_cache = page.map_or(Side::padded(ROOM), |page| Side::paged(page, pages, ROOM));
     let queries = RotaryQueries { rows: new, heads: HEADS[0], positions: QueryPositions::Following };
-    let rotary = Rotary { dim: turned_dim, pairs, positions: ROOM, table: Dtype::F32, queries: Some(queries) };
+    let rotary =
+        Rotary { dim: turned_dim, pairs, positions: ROOM, table: Dtype::F32, queries: Some(queries) };
     let what = Append {
         sequences: batch,
         new,
@@ -121,7 +122,9 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
         tables: Some([Table::F32(&cos), Table::F32(&sin)]),
     };
     assert_eq!(append::append(&what, &mut extras, &mut tensors), Ok(0));
-    let name = format!("page {page:?}, {pairs:?}, order {order:?}, step {step}, twice {twice}, dims {head_dim} {turned_dim}");
+    let name = format!(
+        "page {page:?}, {pairs:?}, order {order:?}, step {step}, twice {twice}, dims {head_dim} {turned_dim}"
+    );
     assert!(keys == want[0], "keys, {name}");
     assert!(cached == want[1], "values, {name}");
     assert!(got_q == want_q, "queries, {name}");
