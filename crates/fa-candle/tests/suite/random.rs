@@ -204,9 +204,7 @@ fn check(seed: u64) -> Result<()> {
     let softcap = random.one_of(&[None, None, Some(0.0f32), Some(2.0)]);
     let scale = random.one_of(&[0.1f32, 0.3, 1.0]);
 
-    let vars = [&q, &k, &v].map(|x| Var::from_tensor(x));
-    let [var_q, var_k, var_v] = vars;
-    let (var_q, var_k, var_v) = (var_q?, var_k?, var_v?);
+    let (var_q, var_k, var_v) = (Var::from_tensor(&q)?, Var::from_tensor(&k)?, Var::from_tensor(&v)?);
     let var_sinks = sinks.as_ref().map(Var::from_tensor).transpose()?;
     let [laid_q, laid_k, laid_v] = [random.laid(&var_q)?, random.laid(&var_k)?, random.laid(&var_v)?];
     let words = |values: &[usize]| {
