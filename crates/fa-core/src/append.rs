@@ -1,22 +1,22 @@
 //! New keys and values for a cache, and rotary embedding of keys and queries: what is appended, as data.
 //!
 //! Row `t` of a sequence's new keys goes to position `len + t` of its cache, where `len` is the cache's
-//! length before (`used_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding K is turned by
-//! that position on its way, and Q by the positions of its rows. Rows that have no place (beyond the cache's
-//! room, in a page that does not exist, at a position beyond the tables) are left out and counted.
+//! length before (`used_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding, K is rotated by
+//! that position as it is copied, and Q by the positions of its rows. Rows without a slot (beyond the cache's
+//! capacity, in a page that does not exist, at a position beyond the tables) are skipped and counted.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Dtype, Side, SideRows};
 
-/// What is appended, and how it is turned.
+/// New rows for a cache, and how they are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Append {
     /// Sequences.
     pub sequences: usize,
     /// Rows of new keys and values, `[batch, rows, heads_kv, dim]` or packed.
     pub new: Side,
-    /// The cache: `[batch, room, heads_kv, dim]`, or pages. Its lengths are on the device.
+    /// The cache: `[batch, capacity, heads_kv, dim]`, or pages. Its lengths are on the device.
     pub cache: Side,
     /// Heads of K and V.
     pub heads_kv: usize,
@@ -24,30 +24,30 @@ pub struct Append {
     pub head_dim: usize,
     /// Elements of a value; on a GPU a multiple of 8.
     pub head_dim_v: usize,
-    /// Type of all of them: f16 or bf16, on the CPU also f32.
+    /// Element type of all tensors but the tables: f16 or bf16, on the CPU also f32.
     pub dtype: Dtype,
-    /// How keys and queries are turned; `None` for not at all.
+    /// Rotary embedding of keys and queries; `None` for none.
     pub rotary: Option<Rotary>,
 }
 
-/// Rotary embedding: element pairs of the first `dim` elements of a row are turned by the angle of the row's
+/// Rotary embedding: pairs among the first `dim` elements of a row are rotated by the angle of the row's
 /// position, whose cosine and sine are in tables `[positions, dim / 2]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rotary {
-    /// Elements that are turned: an even number up to the head dim, on a GPU a multiple of 16; those after
-    /// them stay.
+    /// Elements that are rotated: an even number up to the head dim, on a GPU a multiple of 16; the rest are
+    /// copied unchanged.
     pub dim: usize,
-    /// Which elements are a pair.
+    /// How elements are paired.
     pub pairs: RotaryPairs,
     /// Rows of the tables.
     pub positions: usize,
     /// Type of the tables: f32, or that of the tensors.
     pub table: Dtype,
-    /// Queries that are turned as well; `None` for keys alone.
+    /// Queries that are rotated as well; `None` for keys alone.
     pub queries: Option<RotaryQueries>,
 }
 
-/// Which elements rotary embedding turns together.
+/// How rotary embedding pairs the elements of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RotaryPairs {
@@ -57,7 +57,7 @@ pub enum RotaryPairs {
     Neighbours,
 }
 
-/// Queries that rotary embedding turns.
+/// Queries that rotary embedding rotates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RotaryQueries {
     /// Their rows, `[batch, rows, heads, head_dim]` or packed.
@@ -68,7 +68,7 @@ pub struct RotaryQueries {
     pub positions: QueryPositions,
 }
 
-/// At which position a query is turned.
+/// The position by which a query is rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QueryPositions {
@@ -81,7 +81,7 @@ pub enum QueryPositions {
 /// Why an append is not valid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum AppendError {
-    /// A number is not what it must be.
+    /// A number is out of range, or not a multiple of what it must be.
     #[error("{name} = {value}: must be {need}")]
     BadValue {
         /// The field.
@@ -91,7 +91,7 @@ pub enum AppendError {
         /// What it must be.
         need: String,
     },
-    /// A type that nothing is appended in.
+    /// An element type that appending does not support.
     #[error("{name} is {dtype}: must be {need}")]
     Dtype {
         /// The field.
@@ -101,25 +101,25 @@ pub enum AppendError {
         /// What it must be.
         need: String,
     },
-    /// Rows that lie where they cannot.
+    /// A layout of rows that appending does not support.
     #[error("{name} is {rows}: {need}")]
     Rows {
         /// The side.
         name: &'static str,
-        /// How its rows lie.
+        /// The layout of its rows.
         rows: &'static str,
-        /// How they must.
+        /// The layout that it needs.
         need: &'static str,
     },
 }
 
-/// Elements of 16 bytes, of which every copy on a GPU is.
+/// 16-bit elements of a copy, which moves 16 bytes on a GPU.
 const CHUNK: usize = 8;
 
 /// The most elements of a row.
 const WIDEST: usize = 1 << 16;
 
-/// Elements of two halves' chunks.
+/// Elements of two chunks, one in each half of a rotated row.
 const ROTARY_CHUNK: usize = 16;
 
 /// Counts are 32-bit integers on the device, with room for sums.
@@ -145,7 +145,7 @@ fn name_of(rows: &SideRows) -> &'static str {
 }
 
 impl Append {
-    /// Checks types, head dims, the rotary embedding and where rows lie.
+    /// Checks types, head dims, the rotary embedding and the layouts.
     ///
     /// # Errors
     /// The first [`AppendError`] found.
@@ -228,7 +228,7 @@ impl Append {
         multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)
     }
 
-    /// The queries that are turned.
+    /// The queries that are rotated.
     pub fn queries(&self) -> Option<RotaryQueries> {
         self.rotary.and_then(|rotary| rotary.queries)
     }
@@ -253,7 +253,7 @@ impl Append {
         [batch, rows, self.heads_kv, dim]
     }
 
-    /// The same of the queries; nothing where none are turned.
+    /// The same of the queries; all 0 where none are rotated.
     pub fn query_shape(&self) -> [usize; 4] {
         let Some(queries) = self.queries() else { return [0; 4] };
         let [batch, rows] = outer(queries.rows, self.sequences);
