@@ -82,8 +82,11 @@ def mask(
 
 
 def _keys(attention_mask, begin, count):
-    """So many keys from one on: which of them are no padding."""
-    keys = attention_mask.to(torch.bool)[:, begin : begin + count]
+    """So many keys from one on: which of them are no padding. `generate` makes masks that models give to
+    `mask` once more: one of so many keys is of these."""
+    keys = attention_mask.to(torch.bool)
+    if keys.shape[1] != count:
+        keys = keys[:, begin : begin + count]
     return torch.nn.functional.pad(keys, (0, count - keys.shape[1])) if keys.shape[1] < count else keys
 
 

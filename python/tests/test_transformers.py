@@ -111,6 +111,23 @@ def test_padding_in_any_place_of_a_cache(room, sizes):
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
+def test_padding_in_the_windows_of_a_static_cache(name):
+    """Windows begin behind the first key there, and masks are made twice: by generate and by the model."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (2, 33))
+    keys = torch.ones_like(tokens)
+    keys[1, :25] = 0
+    options = dict(attention_mask=keys, max_new_tokens=8, do_sample=False, cache_implementation="static")
+    for parts in (None, 13):
+        found = []
+        for by in ("eager", NAME):
+            model = models.model_of(name, by, "cpu", torch.float32).eval()
+            with torch.no_grad():
+                found.append(model.generate(tokens, prefill_chunk_size=parts, **options))
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
 def test_padding_between_tokens_and_windows(name):
     """A window counts the padding in it: computed where it is as long as the row, else refused."""
     torch.manual_seed(0)
