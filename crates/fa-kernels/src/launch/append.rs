@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream};
-use fa_core::{Append, AppendError, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
+use fa_core::{Append, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
 
 use crate::Error;
 use crate::jit::append_params::AppendParams;
@@ -86,11 +86,7 @@ impl AppendLaunch {
     /// # Errors
     /// [`Error::Append`].
     pub fn new(append: &Append, sms: u32) -> Result<AppendLaunch, Error> {
-        append.check()?;
-        if !append.dtype.is_half() {
-            let need = "f16 or bf16 on a GPU (the CPU appends f32 too)".to_owned();
-            return Err(AppendError::Dtype { name: "dtype", dtype: append.dtype, need }.into());
-        }
+        append.check_on_gpu()?;
         let queries = append.queries();
         let batch = append.sequences;
         let none = Side::padded(0);
