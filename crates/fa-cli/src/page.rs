@@ -13,14 +13,14 @@ mod view;
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Pass};
+use fa_core::{Arch, Family, Pass, counted};
 use fa_lab::record;
 
 use crate::attention;
 use crate::draw::diagram::escape;
 use crate::plan::splits;
 use crate::plan::tried::{Fit, Shape, bytes, kib};
-use crate::term::output::si;
+use crate::term::output::{plain, si};
 use fa_planner::report::{LimitReport, Planned, Tried};
 
 pub use events::Emulated;
@@ -206,7 +206,11 @@ fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &B
     let about = format!("Registers of a thread that computes, against its budget. {}", best.roles);
     let mut registers = memory::registers(view, best);
     if let Some((regs, spills)) = records.and_then(|r| r.compiled(&best.name, view.planned.arch)) {
-        let line = format!("Compiled, by a record: {regs} registers as launched, {spills} bytes spilled.");
+        let launched = match best.shape {
+            Shape::Kernel(spec) if spec.kernel.family() == Family::Sm90 => " as launched, before setmaxnreg",
+            Shape::Kernel(_) | Shape::Sm100(_) => "",
+        };
+        let line = format!("Compiled, by a record: {regs} registers{launched}, {spills} bytes spilled.");
         writeln!(registers, "<p>{line}</p>")?;
     }
     section(&mut grid, "Register budget", about.trim_end(), &registers, false);
@@ -244,12 +248,12 @@ fn cards(view: &View, best: &Fit) -> String {
     let exact = if view.unit == Unit::Bytes { cost.bytes_per_s } else { cost.tflops };
     let what = if view.unit == Unit::Bytes { "memory's bandwidth" } else { "board's peak" };
     cards.push((
-        data(exact, &format!("{rate:.0} {}", view.unit_name())),
-        format!("predicted, {of_peak:.0} % of the {what}"),
+        data(exact, &format!("{} {}", plain(rate), view.unit_name())),
+        format!("predicted, {} % of the {what}", plain(of_peak)),
     ));
     cards.push((escape(rates::resource(cost.bottleneck)), "what it waits for most".to_owned()));
     if let Some((rows, of)) = rates::rows_in_use(view, best) {
-        cards.push((data(rows, &format!("{rows:.0} of {of}")), "rows of a tile in use".to_owned()));
+        cards.push((data(rows, &format!("{} of {of}", plain(rows))), "rows of a tile in use".to_owned()));
     }
     if view.unit == Unit::Bytes || cost.splits > 1 {
         cards.push((data(cost.splits, &cost.splits.to_string()), "splits: CTAs to a tile's keys".to_owned()));
@@ -263,7 +267,7 @@ fn cards(view: &View, best: &Fit) -> String {
     }
     cards.push((
         data(cost.tiles, &format!("{:.2}", cost.tiles / cost.slots)),
-        format!("waves: {:.0} tiles on {:.0} slots", cost.tiles, cost.slots),
+        format!("waves: {} on {:.0} slots", counted(cost.tiles as usize, "tile"), cost.slots),
     ));
     let cards: String = cards
         .iter()
@@ -319,7 +323,7 @@ fn ranking(view: &View) -> String {
         writeln!(
             rows,
             "<tr><td class=\"n\">{}</td><td class=\"n\">{} x {}</td><td class=\"w\">{}</td><td \
-             class=\"n\">{}</td><td class=\"n\">{rate:.0}</td><td class=\"n\">{:.0} %</td><td>{}</td><td \
+             class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{} %</td><td>{}</td><td \
              class=\"n\">{regs}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
              class=\"n\">{}</td></tr>",
             rank + 1,
@@ -327,7 +331,8 @@ fn ranking(view: &View) -> String {
             fit.tile_n,
             escape(&fit.knobs),
             data(fit.cost.seconds, &si(fit.cost.seconds, "s")),
-            100.0 * rate / view.peak(),
+            plain(rate),
+            plain(100.0 * rate / view.peak()),
             rates::resource(fit.cost.bottleneck),
             data(fit.smem.total, &bytes(fit.smem.total)),
             fit.blocks_per_sm,

@@ -58,10 +58,13 @@ impl Axis {
     }
 }
 
-/// `16k` for 16384, `0.5`, `1000`.
+/// `16k` for 16384, `0.5`, `1000`, `1e-6`.
 fn short(value: f64) -> String {
     if value >= 1024.0 && value % 1024.0 == 0.0 {
         return format!("{}k", value / 1024.0);
+    }
+    if value != 0.0 && value.abs() < 1e-3 {
+        return format!("{value:.0e}");
     }
     ((value * 1e6).round() / 1e6).to_string()
 }
@@ -181,7 +184,9 @@ pub fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) ->
             )
             .expect(INTO_STRING);
         }
-        write!(legend, "<span><i class=\"stroke c{color}{dashed}\"></i>{}</span>", escape(&line.name))
+        // As its marks are: a line, or a dot.
+        let sample = if line.joined { "stroke" } else { "dot" };
+        write!(legend, "<span><i class=\"{sample} c{color}{dashed}\"></i>{}</span>", escape(&line.name))
             .expect(INTO_STRING);
     }
     format!("{svg}</svg>\n<div class=\"legend\">{legend}</div>\n")
@@ -201,5 +206,7 @@ mod tests {
         let single = Axis::log("x", 64.0, 64.0, 2.0);
         assert!(single.high > single.low);
         assert!(Axis::linear("y", 0.0).high > 0.0);
+        let wide = Axis::log("y", 1e-6, 1000.0, 10.0);
+        assert!(wide.ticks.iter().all(|(_, text)| text.len() <= 5), "{:?}", wide.ticks);
     }
 }

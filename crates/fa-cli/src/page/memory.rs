@@ -82,7 +82,7 @@ fn lanes(items: &[(Item, bool)], limit: u32, text: fn(u32) -> String, unit: &str
 
 /// The buffers of a block against `limit` bytes, as a drawing and a table.
 pub fn smem(plan: &SmemPlan, limit: u32) -> String {
-    let items: Vec<(Item, bool)> = plan
+    let mut items: Vec<(Item, bool)> = plan
         .buffers
         .iter()
         .map(|b| {
@@ -91,6 +91,13 @@ pub fn smem(plan: &SmemPlan, limit: u32) -> String {
             (Item { name: b.name.to_string(), begin: b.offset, size: b.size, tip }, b.alias_of.is_some())
         })
         .collect();
+    // The end of the last buffer, up to what is asked for in whole.
+    let used = items.iter().map(|(item, _)| item.begin + item.size).max().unwrap_or(0);
+    let rest = plan.total.saturating_sub(used);
+    if rest > 0 {
+        let tip = format!("{} to the multiple that a block asks for", bytes(rest));
+        items.push((Item { name: "rounding".to_owned(), begin: used, size: rest, tip }, false));
+    }
     lanes(&items, limit, bytes_short, "shared memory") + &smem_table(plan)
 }
 

@@ -32,8 +32,8 @@ fn class(activity: Activity) -> &'static str {
 pub fn steps(view: &View, fit: &Fit) -> String {
     let arch = view.planned.arch;
     let timeline = match fit.shape {
-        Shape::Kernel(spec) => of_kernel(spec, arch, &fit.cost.step),
-        Shape::Sm100(plan) => of_sm100(&plan.tile, arch, &fit.cost.step),
+        Shape::Kernel(spec) => of_kernel(spec, arch, fit.cost),
+        Shape::Sm100(plan) => of_sm100(&plan.tile, arch, fit.cost),
     };
     let mut html = String::from("<div class=\"legend\">");
     for (activity, words) in [
@@ -60,17 +60,30 @@ pub fn steps(view: &View, fit: &Fit) -> String {
         lane.spans.iter().for_each(|own| span(&mut html, own, &timeline));
         html += "</div></div>\n";
     }
-    let ticks: String =
-        (0..=4).map(|tick| format!("<span>{:.0}</span>", timeline.clocks * f64::from(tick) / 4.0)).collect();
+    let ticks: String = (0..=4)
+        .map(|tick| {
+            let unit = if tick == 4 { " clocks" } else { "" };
+            format!("<span>{:.0}{unit}</span>", timeline.clocks * f64::from(tick) / 4.0)
+        })
+        .collect();
     let clocks = &fit.cost.step;
+    // By the model, what the SM itself needs.
+    let memory = if timeline.memory > clocks.total {
+        format!(
+            " Device memory delivers a step's data to each SM in {:.0} clocks, and the copies are drawn at \
+             that pace.",
+            timeline.memory
+        )
+    } else {
+        String::new()
+    };
     write!(
         html,
         "<div class=\"ticks\">{ticks}</div>\n<p class=\"note\">In this order a step takes {:.0} clocks, \
          with the \
-         tensor cores busy {:.0} % of them. The calibrated model says {:.0}: tensor cores {:.0}, softmax \
-         {:.0}, \
-         shared memory {:.0}, not hidden {:.0}, of {} on the SM. The difference is what the order alone \
-         does not \
+         tensor cores busy {:.0} % of them.{memory} For the SM alone the calibrated model says {:.0}: \
+         tensor cores {:.0}, softmax {:.0}, \
+         shared memory {:.0}, not hidden {:.0}, of {} on the SM. It counts what the order does not \
          show: pipes that are not filled, and strained registers.</p>\n",
         timeline.step,
         100.0 * timeline.tensor_busy,

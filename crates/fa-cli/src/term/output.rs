@@ -70,9 +70,44 @@ pub fn si(value: f64, unit: &str) -> String {
     format!("{scaled:.digits$} {prefix}{unit}")
 }
 
+/// A number without fraction, but small ones with two significant digits: `694`, `8.2`, `0.018`, `2e-6`.
+pub fn plain(value: f64) -> String {
+    // What rounds to two digits before the point has no fraction.
+    match value.abs() {
+        0.0 => "0".to_owned(),
+        x if x >= 9.95 || !x.is_finite() => format!("{value:.0}"),
+        x if x < 0.000_995 => format!("{value:.0e}"),
+        x => {
+            let digits = if x >= 0.995 { 1.0 } else { 1.0 - (x * 1.005).log10().floor() };
+            let text = format!("{value:.*}", digits as usize);
+            text.strip_suffix(".0").unwrap_or(&text).to_owned()
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn plain_numbers_are_short_and_never_zero_by_rounding() {
+        for (value, text) in [
+            (0.0, "0"),
+            (-0.0, "0"),
+            (694.4, "694"),
+            (9.96, "10"),
+            (8.0, "8"),
+            (8.24, "8.2"),
+            (0.999, "1"),
+            (0.5, "0.50"),
+            (0.0181, "0.018"),
+            (8.1e-6, "8e-6"),
+            (-3.21, "-3.2"),
+            (f64::INFINITY, "inf"),
+        ] {
+            assert_eq!(plain(value), text, "{value}");
+        }
+    }
 
     #[test]
     fn numbers_have_three_digits_and_a_prefix() {

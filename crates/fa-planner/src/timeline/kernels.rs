@@ -4,22 +4,42 @@ use fa_core::{Arch, Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 
 use super::lanes::{Activity, Timeline};
 use super::schedule::{STEPS, Schedule, Unit};
-use crate::cost::{CostConstants, StepClocks};
+use crate::cost::{Cost, CostConstants, StepClocks};
 use crate::kernels::sm100_fwd::Sm100Tile;
 
 /// Most lanes of warps that are drawn; more take turns as these do.
 const LANES: f64 = 4.0;
 
-/// The timeline of a kernel whose step takes `clocks` on `arch`.
-pub fn of_kernel(spec: &KernelSpec, arch: Arch, clocks: &StepClocks) -> Timeline {
-    let bytes_per_clock = CostConstants::of(arch).sm_bytes_per_clock;
-    let copy = |elements: u32| f64::from(elements * spec.elem_bytes()) / bytes_per_clock;
+/// The timeline of a kernel whose launch costs `cost` on `arch`.
+pub fn of_kernel(spec: &KernelSpec, arch: Arch, cost: &Cost) -> Timeline {
+    let clocks = &cost.step;
+    let bytes = |elements: u32| f64::from(elements * spec.elem_bytes());
+    // A step's K and V, of all CTAs whose copies are drawn.
+    let tile = |tile_n: u32, ctas: usize| ctas as f64 * bytes(tile_n * (spec.head_dim + spec.head_dim_v));
+    let rate = |step_bytes: f64| copy_rate(arch, cost, step_bytes);
+    let copy = |rate: f64| move |elements: u32| bytes(elements) / rate;
+    // What a backward reads and writes in device memory beside its loop is more than what the loop loads.
+    let own = CostConstants::of(arch).sm_bytes_per_clock;
     match &spec.kernel {
-        Kernel::Sm90Fwd(k) => sm90_fwd(spec, k, copy, clocks),
-        Kernel::Sm80Fwd(k) => sm80_fwd(spec, k, copy, clocks),
-        Kernel::Sm90Bwd(k) => sm90_bwd(spec, k, copy, clocks),
-        Kernel::Sm80Bwd(k) => sm80_bwd(spec, k, copy, clocks),
+        Kernel::Sm90Fwd(k) => sm90_fwd(spec, k, copy(rate(tile(k.tile_n, 1))), clocks),
+        Kernel::Sm80Fwd(k) => sm80_fwd(spec, k, copy(rate(tile(k.tile_n, sm80_ctas(clocks)))), clocks),
+        Kernel::Sm90Bwd(k) => sm90_bwd(spec, k, copy(own), clocks),
+        Kernel::Sm80Bwd(k) => sm80_bwd(spec, k, copy(own), clocks),
     }
+    .fed(cost.memory_clocks(arch))
+}
+
+/// Bytes a clock at which an SM's copies come, of which a step has so many: what the SM takes, or less where
+/// device memory has less for each SM.
+fn copy_rate(arch: Arch, cost: &Cost, step_bytes: f64) -> f64 {
+    let own = CostConstants::of(arch).sm_bytes_per_clock;
+    let memory = cost.memory_clocks(arch);
+    if memory > 0.0 { own.min(step_bytes / memory) } else { own }
+}
+
+/// CTAs of an SM whose lanes are drawn.
+fn sm80_ctas(clocks: &StepClocks) -> usize {
+    clocks.resident.min(LANES) as usize
 }
 
 /// Shares of a forward's products: S, and P V.
@@ -99,7 +119,7 @@ fn sm90_fwd(spec: &KernelSpec, k: &Sm90Fwd, copy: impl Fn(u32) -> f64, clocks: &
 }
 
 fn sm80_fwd(spec: &KernelSpec, k: &Sm80Fwd, copy: impl Fn(u32) -> f64, clocks: &StepClocks) -> Timeline {
-    let ctas = clocks.resident.min(LANES) as usize;
+    let ctas = sm80_ctas(clocks);
     let warps = (f64::from(k.num_warps) / 4.0).clamp(1.0, (LANES / ctas as f64).max(1.0)) as usize;
     let (s_share, v_share) = shares(spec.head_dim, spec.head_dim_v);
     let count = (ctas * warps) as f64;
@@ -250,9 +270,11 @@ fn sm80_bwd(spec: &KernelSpec, k: &Sm80Bwd, copy: impl Fn(u32) -> f64, clocks: &
     plan.timeline(anchor, clocks)
 }
 
-/// The timeline of a shape for tcgen05.
-pub fn of_sm100(tile: &Sm100Tile, arch: Arch, clocks: &StepClocks) -> Timeline {
-    let bytes_per_clock = CostConstants::of(arch).sm_bytes_per_clock;
+/// The timeline of a shape for tcgen05 whose launch would cost `cost`.
+pub fn of_sm100(tile: &Sm100Tile, arch: Arch, cost: &Cost) -> Timeline {
+    let clocks = &cost.step;
+    let step_bytes = f64::from(2 * tile.tile_n * (tile.head_dim + tile.head_dim_v));
+    let bytes_per_clock = copy_rate(arch, cost, step_bytes);
     // Tiles of queries on the SM, of one CTA or two.
     let tiles = (f64::from(tile.q_tiles) * clocks.resident).min(LANES) as usize;
     let (s_share, v_share) = shares(tile.head_dim, tile.head_dim_v);
@@ -299,7 +321,7 @@ pub fn of_sm100(tile: &Sm100Tile, arch: Arch, clocks: &StepClocks) -> Timeline {
         let v = (Activity::Load, "V", step);
         v_before = Some(plan.task(load, Unit::Copy, v, bytes(tile.head_dim_v), free(2 * step + 1, &uses)));
     }
-    plan.timeline(mma, clocks)
+    plan.timeline(mma, clocks).fed(cost.memory_clocks(arch))
 }
 
 #[cfg(test)]
@@ -346,7 +368,7 @@ mod tests {
                     let options = PlanOptions { pass, ..PlanOptions::default() };
                     let set = explore(&problem(head_dim, mask), arch, &options).expect("plans");
                     for plan in &set.plans {
-                        let timeline = of_kernel(&plan.spec, arch, &plan.cost.step);
+                        let timeline = of_kernel(&plan.spec, arch, &plan.cost);
                         check(&plan.spec.to_string(), &timeline, &plan.cost.step);
                     }
                 }
@@ -354,7 +376,7 @@ mod tests {
         }
         let set = sm100_fwd::explore(&problem(128, Mask::CAUSAL), Arch::Sm100, None).expect("plans");
         for plan in &set.plans {
-            check("sm100", &of_sm100(&plan.tile, Arch::Sm100, &plan.cost.step), &plan.cost.step);
+            check("sm100", &of_sm100(&plan.tile, Arch::Sm100, &plan.cost), &plan.cost.step);
         }
     }
 
@@ -367,14 +389,38 @@ mod tests {
                 (k.tile_n, k.num_wg, k.pv_is_rs, k.overlap_wg) == (64, 2, true, overlap)
             });
             let plan = plan.expect("both fit");
-            of_kernel(&plan.spec, Arch::Sm90, &plan.cost.step)
+            of_kernel(&plan.spec, Arch::Sm90, &plan.cost)
         };
         let (with, without) = (of(true), of(false));
         assert!(with.step < without.step && with.tensor_busy > without.tensor_busy, "{with:?} {without:?}");
         let best = &set.plans[0];
-        let timeline = of_kernel(&best.spec, Arch::Sm90, &best.cost.step);
+        let timeline = of_kernel(&best.spec, Arch::Sm90, &best.cost);
         let names: Vec<&str> = timeline.lanes.iter().map(|lane| &*lane.name).collect();
         assert_eq!(names[..3], ["producer: TMA", "warpgroup 0: wgmma", "warpgroup 0: softmax"]);
         assert!(timeline.tensor_busy > 0.5 && timeline.tensor_busy <= 1.0 + 1e-9, "{timeline:?}");
+    }
+    /// A query on many keys: the loop goes at the pace of device memory, and the whole of it takes the time
+    /// that is predicted.
+    #[test]
+    fn copies_of_decode_come_at_the_pace_of_device_memory() {
+        let lengths = fa_core::Lengths::uniform(64, 1, 8192);
+        let decode = Problem { lengths, heads_kv: 8, ..problem(128, Mask::FULL) };
+        let check = |name: &str, timeline: Timeline, cost: &Cost| {
+            let clock = Arch::Sm90.limits().clock_ghz * 1e9;
+            let memory = cost.memory_clocks(Arch::Sm90);
+            assert!(memory > 2.0 * cost.step.total, "{name}: {memory} beside {:?}", cost.step);
+            assert_eq!(timeline.memory, memory);
+            assert!((timeline.step / memory - 1.0).abs() < 0.05, "{name}: {} of {memory}", timeline.step);
+            assert!(timeline.lanes[0].busy > 0.95 && timeline.tensor_busy < 0.5, "{name}: {timeline:?}");
+            let all = timeline.step * cost.steps / cost.slots.min(cost.tiles) / clock;
+            assert!((0.8..1.1).contains(&(all / cost.seconds)), "{name}: {all} of {}", cost.seconds);
+        };
+        let set = explore(&decode, Arch::Sm90, &PlanOptions::default()).expect("plans");
+        let best = &set.plans[0];
+        check("sm90", of_kernel(&best.spec, Arch::Sm90, &best.cost), &best.cost);
+        // Prefill is not held up.
+        let set = explore(&problem(128, Mask::CAUSAL), Arch::Sm90, &PlanOptions::default()).expect("plans");
+        let cost = &set.plans[0].cost;
+        assert!(cost.memory_clocks(Arch::Sm90) < 0.5 * cost.step.total, "{cost:?}");
     }
 }
