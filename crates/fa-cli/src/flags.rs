@@ -5,7 +5,7 @@ pub mod lengths;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PathBufValueParser, PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::simd::Isa;
@@ -16,6 +16,11 @@ use fa_planner::report::PlanFamily;
 
 use crate::flags::lengths::{LengthsArgs, ScoreArgs};
 use crate::term::failure::InputError;
+
+/// The flags of [`ShapeArgs`]. What cannot stand beside a flag of these cannot require another that
+/// cannot either: clap asks for no flag that another rules out, and would ignore the first.
+pub const OF_SHAPES: [&str; 10] =
+    ["batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap"];
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -359,6 +364,41 @@ pub fn page_file(text: &str) -> Result<PathBuf, String> {
         "-" => Err("a page goes to a file, not to standard output: name a file, as in x.html".to_owned()),
         _ => file_of("a page", &["html", "htm"], text),
     }
+}
+
+/// Parses a file for results: any path but `-`, which would be a file of that name.
+pub fn results() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| match path.to_str() {
+        Some("-") => Err("results go to a file, not to standard output: name a file (./- is one called -)"),
+        _ => Ok(path),
+    })
+}
+
+/// A day of the calendar.
+///
+/// # Errors
+/// Any text but `YYYY-MM-DD` of a day that there is.
+pub fn day(text: &str) -> Result<String, String> {
+    let number = |range: std::ops::Range<usize>| text.get(range)?.parse::<u32>().ok();
+    let dashes = text.bytes().enumerate().all(|(at, byte)| match at {
+        4 | 7 => byte == b'-',
+        _ => byte.is_ascii_digit(),
+    });
+    let there_is = || {
+        let (year, month, day) = (number(0..4)?, number(5..7)?, number(8..10)?);
+        let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+        let days = match month {
+            2 => 28 + u32::from(leap),
+            4 | 6 | 9 | 11 => 30,
+            1..=12 => 31,
+            _ => 0,
+        };
+        (1..=days).contains(&day).then_some(())
+    };
+    if dashes && text.len() == 10 && there_is().is_some() {
+        return Ok(text.to_owned());
+    }
+    Err("no day: use YYYY-MM-DD, as in 2026-02-28".to_owned())
 }
 
 /// A file for a drawing.

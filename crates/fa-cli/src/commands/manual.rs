@@ -73,7 +73,9 @@ pub fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
 
 fn page_of(command: Command) -> std::io::Result<Vec<u8>> {
     let mut page = Vec::new();
-    clap_mangen::Man::new(command).render(&mut page)?;
+    // A command has no version of its own, and its page would name none.
+    let man = clap_mangen::Man::new(command).source(concat!("fa ", env!("CARGO_PKG_VERSION")));
+    man.render(&mut page)?;
     Ok(page)
 }
 

@@ -16,7 +16,7 @@ use self::report::{AppendReport, CpuPlan, Difference, Report, Timing, Tuned, tex
 use crate::append::Appended;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{self, Calls, Outputs};
-use crate::flags::{AttentionArgs, Backend, CpuArgs};
+use crate::flags::{self, AttentionArgs, Backend, CpuArgs};
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::sequences::blank;
 use crate::term::failure::{InputError, Verdict};
@@ -34,7 +34,7 @@ pub struct RunArgs {
     pub input: PathBuf,
     /// Where to write out and lse (with --backward also dq, dk, dv, and dsinks where there are sinks; the
     /// grown cache where keys were appended); replaced in one step when all is computed
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", value_parser = flags::results())]
     pub output: Option<PathBuf>,
     #[command(flatten)]
     pub attention: AttentionArgs,

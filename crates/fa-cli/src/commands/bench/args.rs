@@ -8,7 +8,7 @@ use fa_lab::runner::Turns;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
-use crate::flags::{self, Backend, CpuArgs, ShapeArgs};
+use crate::flags::{self, Backend, CpuArgs, OF_SHAPES, ShapeArgs};
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -24,9 +24,8 @@ pub struct BenchArgs {
     pub shapes: ShapeArgs,
     /// Measure appending to a cache instead, of a fixed list: one token and prefill, in pages and in one
     /// piece, with rotary embedding and without, by the bytes that are read and written
-    #[arg(long, conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "softcap", "specs",
-        "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
+    #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"), conflicts_with_all = [
+        "specs", "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
     ])]
     pub append: bool,
     /// Which pass to measure
@@ -46,8 +45,10 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE.svg", value_parser = crate::flags::plot_file)]
     pub plot: Option<PathBuf>,
     /// Draw the plot of this record, which --json wrote before; nothing is measured
-    #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = [
-        "json", "backend", "seconds", "marks", "peers"
+    #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = [
+        "json", "backend", "seconds", "marks", "peers", "filter", "mode", "threads", "isa", "specs", "family",
+        "deterministic", "tune", "reps"
     ])]
     pub draw: Option<PathBuf>,
 }
@@ -89,14 +90,12 @@ pub struct GpuArgs {
     #[arg(value_parser = ["fa2", "cudnn", "fa3", "fa4"])]
     pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
-    #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap",
-        "family"
-    ])]
+    #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
     pub marks: Option<Marks>,
     /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
     /// prefill
-    #[arg(long, value_name = "TEXT", requires = "marks")]
+    #[arg(long, value_name = "TEXT", requires = "marks", conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = ["append", "family"])]
     pub filter: Option<String>,
     /// Measure gradients that have the same bits in every run
     #[arg(long, conflicts_with = "specs")]

@@ -123,6 +123,7 @@ pub struct EmulateArgs {
     pub report: Option<PathBuf>,
     /// The CTA of the timeline
     #[arg(long, value_name = "N", default_value_t = 0, requires = "report", value_parser = whole::<u32>)]
+    #[arg(conflicts_with_all = ["mutate", "grid"])]
     pub cta: u32,
     /// Device sources in place of the built-in ones, as in crates/fa-kernels/cuda: a kernel that is being
     /// written, or a fault put in by hand
@@ -140,7 +141,8 @@ pub struct EmulateArgs {
     #[arg(conflicts_with_all = OF_ONE, value_parser = whole::<usize>)]
     pub sample: Option<usize>,
     /// The day of the sample [default: today]
-    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with = "spec")]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with_all = ["spec", "mutate", "shipped"])]
+    #[arg(value_parser = crate::flags::day)]
     pub day: Option<String>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
@@ -151,7 +153,7 @@ pub struct EmulateArgs {
     #[arg(long)]
     pub mutate: bool,
     /// Of --mutate: only statements whose place contains this, as in sm90/fwd.cuh:120
-    #[arg(long, value_name = "TEXT", requires = "mutate")]
+    #[arg(long, value_name = "TEXT", requires = "mutate", conflicts_with = "grid")]
     pub statement: Option<String>,
     /// Removals that nothing misses, with the reasons: others make a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
@@ -160,7 +162,7 @@ pub struct EmulateArgs {
     /// Of --mutate: removals that have been tried. Those of the same code are not tried again, others are
     /// added one by one, so that a run that was stopped goes on [default, unless SPEC is named:
     /// docs/results/removals.ron]
-    #[arg(long, value_name = "FILE", requires = "mutate")]
+    #[arg(long, value_name = "FILE", requires = "mutate", conflicts_with_all = ["shipped", "sample", "grid"])]
     pub tried: Option<PathBuf>,
     /// Threads for --shipped, --sample and --mutate [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
