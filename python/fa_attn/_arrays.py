@@ -20,6 +20,12 @@ class _Numpy:
             return array.view(self.np.uint16)
         if type(array).__module__.startswith("numpy.ma"):
             raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
+        if getattr(array, "requires_grad", False):
+            kind = type(array).__name__
+            raise InputTypeError(
+                f"a {kind} that requires a gradient is beside arrays that have none: give all as {kind}, or "
+                "detach it"
+            )
         return array
 
     def half(self, q):
@@ -260,9 +266,9 @@ class Arrays:
         table or None)."""
         np = self.library.np
         leftpad = np.asarray(leftpad)
-        paddings(leftpad)
-        used = np.maximum(np.asarray(used) - leftpad, 0)
         rows, room = k_cache.shape[:2]
+        paddings(leftpad, room * (1 if table is None else table.shape[1]))
+        used = np.maximum(np.asarray(used) - leftpad, 0)
         # Copied where the cache does not lie end to end.
         flat = [np.asarray(x).reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
         if table is None:

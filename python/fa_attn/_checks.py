@@ -123,12 +123,14 @@ def apart(out, inputs, overlap):
             raise InputError(f"out lies in the memory of {name}, which is still read: give room of its own")
 
 
-def paddings(leftpad):
-    """`cache_leftpad` in host memory: no entry is below 0."""
-    below = leftpad < 0
-    if below.any():
-        entry = int(below.nonzero()[0][0])
-        raise InputError(f"cache_leftpad[{entry}] is {int(leftpad[entry])}: it must be at least 0")
+def paddings(leftpad, room):
+    """`cache_leftpad` in host memory: each entry is within the cache's room."""
+    outside = (leftpad < 0) | (leftpad > room)
+    if outside.any():
+        entry = int(outside.nonzero()[0][0])
+        raise InputError(
+            f"cache_leftpad[{entry}] is {int(leftpad[entry])}: it must be from 0 to {room}, the cache's room"
+        )
 
 
 def is_neutral(value, neutral):

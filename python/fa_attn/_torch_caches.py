@@ -114,10 +114,10 @@ def _merged(outs, lses, sinks, dtype):
 def without_padding(k_cache, v_cache, leftpad, used, table):
     """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
     table or None)."""
-    if leftpad.device.type == "cpu" and not torch.compiler.is_compiling():
-        paddings(leftpad)
-    used = (used - leftpad).clamp(min=0).to(torch.int32)
     rows, room = k_cache.shape[:2]
+    if leftpad.device.type == "cpu" and not torch.compiler.is_compiling():
+        paddings(leftpad, room * (1 if table is None else table.shape[1]))
+    used = (used - leftpad).clamp(min=0).to(torch.int32)
     # Copied where the cache does not lie end to end.
     flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
     there = dict(dtype=torch.int32, device=used.device)

@@ -4,6 +4,7 @@ addresses that kernels read."""
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from ._core import InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
@@ -123,7 +124,7 @@ def pad(x, columns):
 
 
 def goes_by_operator(*tensors):
-    if is_compiling() or is_transforming() or tensors[0].is_meta:
+    if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
         return True
     for x in tensors:
         if type(x) not in PLAIN:

@@ -5,6 +5,7 @@ one by one."""
 from typing import Optional, Tuple
 
 import torch
+from torch.autograd import forward_ad
 
 from ._core import UnsupportedError
 from ._torch_caches import run_append
@@ -18,7 +19,7 @@ from ._torch_memory import (
     room_for_gradients,
     rows_of,
 )
-from ._torch_passes import run_backward, run_forward
+from ._torch_passes import no_tangents, run_backward, run_forward
 
 
 @torch.library.custom_op("fa_attn::forward", mutates_args=())
@@ -106,7 +107,7 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras):
     left, right = window
     scale = None if scale is None else float(scale)
     operator = torch.ops.fa_attn.forward
-    if not is_compiling() and is_transforming():
+    if not is_compiling() and (is_transforming() or forward_ad._current_level >= 0):
         operator = _Transformed.apply
     return operator(
         q,
@@ -186,6 +187,7 @@ class _Transformed(torch.autograd.Function):
 
     setup_context = staticmethod(_setup)
     backward = staticmethod(_differentiate)
+    jvp = staticmethod(no_tangents)
 
     @staticmethod
     def vmap(info, in_dims, *arguments):

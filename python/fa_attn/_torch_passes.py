@@ -57,17 +57,25 @@ def run_backward(
 
 
 class _Final(torch.autograd.Function):
-    """Gradients as they are, of which no further ones are made."""
+    """The first `count` tensors as they are, which depend on all others and have no gradients."""
 
     @staticmethod
-    def forward(ctx, *gradients):
-        return tuple(x.view_as(x) for x in gradients)
+    def forward(ctx, count, *tensors):
+        return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx, *gradients):
         raise _core.UnsupportedError(
             "second derivatives: gradients are differentiated no further, detach them"
         )
+
+
+def no_tangents(ctx, *tangents):
+    """What stands for the forward mode of a function that has none."""
+    raise _core.UnsupportedError(
+        "forward-mode derivatives are not computed: use reverse mode (backward, torch.autograd.grad, "
+        "torch.func.vjp, jacrev)"
+    )
 
 
 def _once(backward):
@@ -80,8 +88,9 @@ def _once(backward):
             return backward(ctx, *gradients)
         with torch.no_grad():
             made = backward(ctx, *gradients)
-        tensors = [x.requires_grad_() for x in made if isinstance(x, torch.Tensor)]
-        final = iter(_Final.apply(*tensors) if tensors else ())
+        tensors = [x for x in made if isinstance(x, torch.Tensor)]
+        sources = [x for x in (*gradients, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        final = iter(_Final.apply(len(tensors), *tensors, *sources) if tensors else ())
         return tuple(next(final) if isinstance(x, torch.Tensor) else x for x in made)
 
     return run

@@ -177,6 +177,10 @@ def flash_attn_with_kvcache(
             k_cache, v_cache, cache_leftpad, used, table
         )
         rows = 0 if starts is None else k_cache.shape[0]
+    if face.has_autograd:
+        # What is written in place has no gradients, so that those of the other arrays would not be all.
+        q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
+        sinks = None if sinks is None else array("sinks", sinks).detach()
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
     out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out)
     return (out, lse) if wants_lse else out
@@ -314,6 +318,10 @@ def merge(outs, lses, sinks=None, dtype=None):
             f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
         )
     lses = [masses("a part of lses", lse, out) for lse, out in zip(lses, outs)]
+    need = tuple(outs[0].shape)
+    for index, part in enumerate(outs):
+        if tuple(part.shape) != need:
+            raise InputError(f"part {index} of outs has the shape {tuple(part.shape)}: the first has {need}")
     face = face_of(outs[0])
     dtype = outs[0].dtype if dtype is None else dtype
     # What is merged again stays in float32, and alone since a call's parts are of one type.

@@ -44,7 +44,8 @@ def mask(
     **others,
 ):
     """What `attention` needs of a mask: None where its options say everything, bool (batch, keys) where keys
-    are padding, int64 (batch, rows) with a number for each of several sequences packed in a row."""
+    are padding or fewer than the cache has room for, int64 (batch, rows) with a number for each of several
+    sequences packed in a row."""
     _check_model(others.get("config"))
     segments, causal = None, mask_function is None
     for kind, values in _parts(mask_function):
@@ -60,18 +61,17 @@ def mask(
         if attention_mask is not None and not attention_mask.all():
             raise UnsupportedError("packed sequences with padding: leave the padding out")
         return segments.expand(batch_size, -1).to(torch.int64)
-    # Of a cache with room for more, the keys that are there; an encoder's are.
+    # Of a cache with room for more, the keys that are there, which end with the queries' own; all of an
+    # encoder's are.
     present = min(int(q_offset) + q_length - kv_offset, kv_length) if causal else kv_length
     keys = None
     if attention_mask is not None:
-        keys = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
-        if keys.shape[1] < kv_length:
-            keys = torch.nn.functional.pad(keys, (0, kv_length - keys.shape[1]))
-        if present == kv_length and keys.all():
-            keys = None
-    if present < kv_length:
-        there = torch.arange(kv_length, device=others.get("device")) < present
-        keys = there.expand(batch_size, -1) if keys is None else keys & there.to(keys.device)
+        keys = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + present]
+        if keys.shape[1] < present:
+            keys = torch.nn.functional.pad(keys, (0, present - keys.shape[1]))
+        keys = None if keys.all() else keys.contiguous()
+    if keys is None and present < kv_length:
+        keys = torch.ones((1, 1), dtype=torch.bool, device=others.get("device")).expand(batch_size, present)
     return keys
 
 
@@ -172,8 +172,16 @@ def attention(
     if attention_mask.dtype != torch.bool or attention_mask.dim() != 2:
         raise UnsupportedError(
             f"a mask of {attention_mask.dtype} and the shape {tuple(attention_mask.shape)}: computed are "
-            "causal masks and windows, with padding as bool (batch, keys)"
+            "causal masks and windows, with padding as (batch, keys); use attn_implementation='sdpa' for "
+            "others"
         )
+    keys = attention_mask.shape[1]
+    k, v = k[:, :keys], v[:, :keys]
+    if attention_mask.numel() > 1 and not any(
+        stride for size, stride in zip(attention_mask.shape, attention_mask.stride()) if size > 1
+    ):
+        # One value for all of them, as `mask` makes it: none is padding.
+        return interface.flash_attn_func(q, k, v, **options), None
     return _padded(q, k, v, attention_mask, options), None
 
 
@@ -200,12 +208,15 @@ def _padded(q, k, v, keys, options):
     if not options["causal"] and options["window_size"] == (-1, -1):
         # Of a decoder on an encoder's keys all rows are queries, whatever is padding there.
         queries = torch.ones(batch, rows, dtype=torch.bool, device=q.device)
-    elif rows == k.shape[1]:
-        # Queries are the last of the keys that are there.
-        queries = keys
+    elif rows <= keys.shape[1]:
+        # Queries are the last of the keys.
+        queries = keys[:, keys.shape[1] - rows :]
+        _check_window(keys, used_k, options["window_size"])
     else:
-        here = keys.flip(1).cumsum(1).flip(1)
-        queries = torch.arange(rows, 0, -1, device=q.device)[None] <= here.amax(1, keepdim=True)
+        raise UnsupportedError(
+            f"{rows} queries on {keys.shape[1]} keys by a causal mask or a window: each query needs a key of "
+            "its own, use attn_implementation='sdpa' for this model"
+        )
     used_q = queries.sum(1, dtype=torch.int32)
     of_k, of_q = (x.reshape(-1).nonzero().reshape(-1) for x in (keys, queries))
     starts = [torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)) for used in (used_q, used_k)]
@@ -214,3 +225,21 @@ def _padded(q, k, v, keys, options):
     out = interface.flash_attn_varlen_func(*flat, *starts, *longest, **options)
     whole = out.new_zeros(batch * rows, *out.shape[1:]).index_copy(0, of_q, out)
     return whole.reshape(batch, rows, *out.shape[1:])
+
+
+def _check_window(keys, used, window):
+    """Refuses padding between the tokens of a row that is longer than its window: without it the window would
+    reach keys that it does not count."""
+    widest = max(window) + 1
+    if widest <= 0 or keys.shape[1] <= widest:
+        return
+    places = torch.arange(keys.shape[1], device=keys.device)
+    last = torch.where(keys, places, -1).amax(1)
+    first = torch.where(keys, places, keys.shape[1]).amin(1)
+    length = last - first + 1
+    gaps = (length > used) & (length > widest)
+    if gaps.any():
+        raise UnsupportedError(
+            f"padding between the tokens of row {int(gaps.nonzero()[0])} of the batch, in a sliding window of "
+            f"{widest}: move it to the row's left, or use attn_implementation='sdpa'"
+        )

@@ -278,6 +278,34 @@ def test_second_derivatives_raise():
             assert torch.equal(grad, plain)
             with pytest.raises(fa_attn.UnsupportedError, match="second derivatives"):
                 (out.sum() + grad.square().sum()).backward(retain_graph=True)
+            # Asked for one leaf alone, autograd goes no way that does not lead there.
+            with pytest.raises(fa_attn.UnsupportedError, match="second derivatives"):
+                torch.autograd.grad(out.sum() + grad.square().sum(), x, retain_graph=True)
+
+
+def test_forward_mode_raises():
+    from torch.autograd import forward_ad
+
+    q, k, v = (torch.randn(1, 8, 2, 32) for _ in range(3))
+    want = fa_attn.flash_attn_func(q, k, v)
+    with forward_ad.dual_level():
+        assert torch.equal(fa_attn.flash_attn_func(q, k, v), want)
+        for leaf in (q, q.clone().requires_grad_()):
+            dual = forward_ad.make_dual(leaf, torch.ones_like(q))
+            with pytest.raises(fa_attn.UnsupportedError, match="forward-mode derivatives"):
+                fa_attn.flash_attn_func(dual, k, v)
+            with pytest.raises(fa_attn.UnsupportedError, match="forward-mode derivatives"):
+                fa_attn.flash_attn_qkvpacked_func(torch.stack([k, dual, v], 2))
+    with pytest.raises(fa_attn.UnsupportedError, match="forward-mode derivatives"):
+        torch.func.jvp(lambda q: fa_attn.flash_attn_func(q, k, v), (q,), (q,))
+
+
+def test_a_tensor_that_requires_a_gradient_beside_numpy_arrays_raises():
+    q = torch.randn(1, 8, 2, 32)
+    lent = fa_attn.flash_attn_func(q.numpy(), q, q)
+    assert (lent == fa_attn.flash_attn_func(q, q, q).numpy()).all()
+    with pytest.raises(fa_attn.InputTypeError, match="requires a gradient"):
+        fa_attn.flash_attn_func(q.numpy(), q.clone().requires_grad_(), q)
 
 
 def test_gradients_are_what_finite_differences_say():

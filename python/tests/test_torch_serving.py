@@ -269,3 +269,29 @@ def test_the_work_of_a_step_is_planned_once(device, dtype):
     got = compiled(q, k, v, scheduler_metadata=metadata, **options)
     close(got, want, dtype)
     torch.compiler.reset()
+
+
+@on
+def test_a_cache_gives_no_gradients(device, dtype):
+    """New keys are written in place, where autograd does not see them: without theirs the others are wrong."""
+    q, new_k, new_v = tensors(device, dtype, (2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64))
+    k, v = tensors(device, dtype, (2, 50, 2, 64), (2, 50, 2, 64), seed=1)
+    (sinks,) = tensors(device, torch.float32, (4,))
+    used = torch.tensor([5, 9], dtype=torch.int32, device=device)
+    for options in (dict(), dict(k=new_k, v=new_v)):
+        out, lse = fa_attn.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=used, sinks=sinks, return_softmax_lse=True, **options
+        )
+        assert not out.requires_grad and not lse.requires_grad
+
+
+def test_paddings_and_parts_are_checked():
+    q, k, v = tensors("cpu", torch.float32, (2, 3, 4, 64), (2, 20, 4, 64), (2, 20, 4, 64), grad=False)
+    used = torch.tensor([5, 9], dtype=torch.int32)
+    for entry in (21, -1):
+        leftpad = torch.tensor([2, entry], dtype=torch.int32)
+        with pytest.raises(fa_attn.InputError, match=rf"cache_leftpad\[1\] is {entry}: .* from 0 to 20"):
+            fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=leftpad)
+    out, lse = fa_attn.flash_attn_func(q.requires_grad_(), k, v, return_lse=True)
+    with pytest.raises(fa_attn.InputError, match=r"part 1 of outs has the shape \(1, 3, 4, 64\)"):
+        fa_attn.merge([out, out[:1]], [lse, lse[:1]])

@@ -80,6 +80,70 @@ def test_a_static_cache():
     assert torch.equal(*found)
 
 
+def in_parts(model, tokens, keys, sizes, room=None):
+    """Logits of a text that comes in parts of these sizes, by a cache that grows, or has room for so many."""
+    config = model.config
+    cache = transformers.StaticCache(config=config, max_cache_len=room) if room else None
+    cache = cache or transformers.DynamicCache(config=config)
+    found, begin = [], 0
+    for size in sizes:
+        part, seen = tokens[:, begin : begin + size], keys[:, : begin + size]
+        found.append(model(input_ids=part, attention_mask=seen, past_key_values=cache).logits)
+        begin += size
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("room", [None, 20, 32])
+@pytest.mark.parametrize("sizes", [(19, 1), (7, 5, 1, 6, 1)], ids=str)
+def test_padding_in_any_place_of_a_cache(room, sizes):
+    """Rows behind padding that a cache holds, and rows that are padding themselves."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (4, 20))
+    keys = torch.ones_like(tokens)
+    keys[1, 14:], keys[2, :6], keys[3, 5:9] = 0, 0, 0
+    found = []
+    for by in ("eager", NAME):
+        model = models.model_of("llama", by, "cpu", torch.float32).eval()
+        with torch.no_grad():
+            found.append(in_parts(model, tokens, keys, sizes, room))
+    eager, ours = found
+    assert ((eager - ours).abs() * keys[..., None]).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
+def test_padding_between_tokens_and_windows(name):
+    """A window counts the padding in it: computed where it is as long as the row, else refused."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (2, 40))
+    keys = torch.ones_like(tokens)
+    keys[1, 5:9] = 0
+    found = []
+    for by in ("eager", NAME):
+        model = models.model_of(name, by, "cpu", torch.float32).eval()
+        with torch.no_grad():
+            found.append(model(input_ids=tokens[:, :24], attention_mask=keys[:, :24]).logits)
+    eager, ours = found
+    assert ((eager - ours).abs() * keys[:, :24, None]).max() < 1e-5
+    with pytest.raises(fa_attn.UnsupportedError, match="row 1 of the batch, in a sliding window of 24"):
+        model(input_ids=tokens, attention_mask=keys)
+
+
+def test_more_rows_than_keys_and_masks_of_four_axes_raise():
+    x, y = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 5, 16)
+    module = torch.nn.Module()
+    keys = torch.ones(2, 5, dtype=torch.bool)
+    keys[1, 0] = False
+    with pytest.raises(fa_attn.UnsupportedError, match="8 queries on 5 keys"):
+        fa_attn.transformers.attention(module, x, y, y, keys, is_causal=True)
+    with pytest.raises(fa_attn.UnsupportedError, match=r"\(2, 1, 8, 8\).*attn_implementation='sdpa'"):
+        mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
+        fa_attn.transformers.attention(module, x, x, x, mask, is_causal=True)
+    # One key that is padding is not all keys that are none.
+    keys = torch.zeros(1, 1, dtype=torch.bool)
+    one = torch.randn(1, 2, 1, 16)
+    assert not fa_attn.transformers.attention(module, one, one, one, keys, is_causal=True)[0].any()
+
+
 def both_ways(model, **inputs):
     """First results by eager attention and by this package."""
     found = []

@@ -2,7 +2,7 @@
 
 pub mod backward;
 pub mod guide;
-pub mod knobs;
+pub mod kernels;
 pub mod splits;
 pub mod tried;
 pub mod why;

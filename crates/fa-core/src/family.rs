@@ -43,6 +43,15 @@ impl Family {
         }
     }
 
+    /// Whether code of the family runs on the one architecture that it is compiled for (`sm_90a`), and on no
+    /// later one.
+    pub const fn is_arch_specific(self) -> bool {
+        match self {
+            Family::Sm80 => false,
+            Family::Sm90 => true,
+        }
+    }
+
     /// Whether `arch` has the family's instructions.
     pub fn runs_on(self, arch: Arch) -> bool {
         self.archs().contains(&arch)

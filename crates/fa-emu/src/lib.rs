@@ -35,6 +35,7 @@ mod emulator;
 mod error;
 mod extras;
 mod handed;
+mod kernels;
 mod machine;
 mod memory;
 pub mod merge;

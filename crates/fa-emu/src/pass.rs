@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::fmt::Write;
 
-use fa_core::{Dtype, Family, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Problem, Strides, TensorLayout};
 use fa_kernels::launch::{Launches, Params, Shape, Step, TensorMap};
 use serde::Deserialize;
 
@@ -106,7 +106,7 @@ impl Unit {
                             cluster: launch.cluster,
                             resident: options.resident,
                             smem_bytes: launch.smem,
-                            cp_async: self.spec.kernel.family() == Family::Sm80 || self.spec.gathers_pages(),
+                            cp_async: self.spec.traits().copies_rows(),
                         })
                     };
                     if !finished {

@@ -1,10 +1,12 @@
 //! What a pass did, beside what the planner takes it to do: products, bytes brought to shared memory, bank
 //! conflicts.
 
-use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
+use fa_core::spec::Traits;
+use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_planner::account::head_splits;
 use fa_planner::cost::Work;
 
+use crate::kernels;
 use crate::outcome::Counters;
 
 /// What the planner's numbers come to for a pass, summed over its steps.
@@ -38,21 +40,9 @@ impl Planned {
         let exact = |of_qk: f64, of_v: f64| {
             2.0 * pairs * (of_qk * problem.head_dim as f64 + of_v * problem.head_dim_v as f64)
         };
-        let (conflict_free, whole_steps) = match &spec.kernel {
-            Kernel::Sm80Fwd(own) => (own.swizzle && own.ldmatrix, !own.loop_split || problem.mask.is_full()),
-            // Rows of 128 bytes spread over all banks.
-            Kernel::Sm90Fwd(own) => {
-                let passes = tile_n < tile_m && own.kv_stages >= 2 && !problem.mask.is_full();
-                (own.pv_is_rs || tile_n.is_multiple_of(64), !passes)
-            }
-            Kernel::Sm80Bwd(_) => (true, true),
-            Kernel::Sm90Bwd(_) => (tile_m.is_multiple_of(64) && tile_n.is_multiple_of(64), true),
-        };
-        let (cluster, packed) = match &spec.kernel {
-            Kernel::Sm90Fwd(own) => (own.cluster_m, own.pack_gqa),
-            Kernel::Sm80Fwd(own) => (1, own.pack_gqa),
-            Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => (1, false),
-        };
+        let kernel = kernels::of(&spec.kernel);
+        let (conflict_free, whole_steps) = (kernel.is_conflict_free(), kernel.computes_whole_steps(problem));
+        let Traits { cluster, packs_gqa: packed, .. } = spec.traits();
         if cluster > 1 {
             return None;
         }
@@ -104,11 +94,8 @@ impl Planned {
                 self.tile_flops, self.problem_flops
             ));
         }
-        let by_tma = match &spec.kernel {
-            Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => true,
-            // What lies beyond a tensor is not read, so that there are fewer bytes.
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => false,
-        };
+        // cp.async does not read what lies beyond a tensor, so that there are fewer bytes.
+        let by_tma = spec.traits().uses_tma();
         let (tiles, stats) = (counters.tma_bytes as f64, counters.bulk_bytes as f64);
         if by_tma && (tiles != self.tile_bytes || stats != self.stat_bytes) {
             faults.push(format!(

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fa_core::{Arch, Kernel, KernelSpec, Problem};
+use fa_core::{Arch, KernelSpec, Problem};
 use fa_lab::grid::{Extent, of_spec};
 
 pub use crate::case::Case;
 use crate::error::Error;
+use crate::kernels;
 use crate::options::Options;
 use crate::planned::Planned;
 use crate::proof::{Proof, Trial};
@@ -100,16 +101,12 @@ fn beside_the_plan(unit: &Unit, problem: &Problem, proof: &Proof) -> Vec<String>
     main.map_or_else(Vec::new, |launch| planned.faults(spec, &launch.counters))
 }
 
-/// The architectures of `archs` for which a kernel's unit differs: SM80-class backwards add vectors from 9.0
-/// on.
+/// The architectures of `archs` for which a kernel's unit differs, the first of each kind.
 pub fn distinct(spec: &KernelSpec, archs: &[Arch]) -> Vec<Arch> {
-    let vector = |arch: &Arch| match &spec.kernel {
-        Kernel::Sm80Bwd(_) => arch.compute_capability().0 >= 9,
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => false,
-    };
+    let variant = |arch: Arch| kernels::of(&spec.kernel).variant(arch);
     let mut found: Vec<Arch> = Vec::new();
     for &arch in archs {
-        if !found.iter().any(|own| vector(own) == vector(&arch)) {
+        if !found.iter().any(|own| variant(*own) == variant(arch)) {
             found.push(arch);
         }
     }

@@ -33,6 +33,7 @@ pub mod device;
 mod error;
 pub mod grid;
 pub mod judge;
+mod kernels;
 pub mod ladder;
 pub mod machine;
 pub mod marks;

@@ -3,13 +3,13 @@
 //! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
 //! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError, Unserved};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError, Unserved};
 use serde::Serialize;
 
 use crate::account::reason::Reason;
 use crate::account::{Account, account, missing_code};
 use crate::cost::{Cost, CostConstants, Cuts, at_least, predict_below};
-use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
+use crate::kernels::planned::{self, Wanted};
 use crate::occupancy::Occupancy;
 use crate::registers::Registers;
 use crate::smem::SmemPlan;
@@ -52,20 +52,17 @@ pub struct PlanSet {
     pub rejected: Vec<RejectedSpec>,
 }
 
-/// The head dim extents of a family's tiles, in ascending order.
-pub const fn head_dims(family: Family) -> &'static [u32] {
-    match family {
-        Family::Sm80 => &sm80_fwd::account::HEAD_DIMS,
-        Family::Sm90 => &sm90_fwd::account::HEAD_DIMS,
-    }
+/// The head dim extents of a family's forward tiles, in ascending order.
+pub fn head_dims(family: Family) -> &'static [u32] {
+    Kernel::of(family, Pass::Forward).map_or(&[], |kernel| planned::of(&kernel).head_dims())
 }
 
-/// The smallest tile extent of a family that holds `head_dim`.
+/// The smallest tile extent that holds `head_dim`.
 ///
 /// # Errors
 /// [`PlanError::HeadDim`] where none does, or the kernels cannot load such rows.
-pub fn padded(family: Family, name: &'static str, head_dim: usize) -> Result<u32, PlanError> {
-    let extent = head_dims(family).iter().copied().find(|&extent| extent as usize >= head_dim);
+fn padded(extents: &[u32], name: &'static str, head_dim: usize) -> Result<u32, PlanError> {
+    let extent = extents.iter().copied().find(|&extent| extent as usize >= head_dim);
     extent
         .filter(|_| head_dim > 0 && head_dim.is_multiple_of(8))
         .ok_or(PlanError::HeadDim { name, value: head_dim })
@@ -119,6 +116,14 @@ pub enum PlanError {
         family: Family,
         /// The architecture.
         arch: Arch,
+    },
+    /// The family has no kernel for the pass.
+    #[error("there is no {family} kernel for the {pass}: use those of the sm80 family")]
+    NoKernel {
+        /// The family asked for.
+        family: Family,
+        /// `forward` or `backward`.
+        pass: &'static str,
     },
     /// Gradients of keys in pages.
     #[error("keys in pages of {page} rows have no backward: pack or pad them")]
@@ -268,23 +273,17 @@ fn for_each(
     if !family.runs_on(arch) {
         return Err(PlanError::Family { family, arch });
     }
-    let head_dim = padded(family, "head_dim", problem.head_dim)?;
-    let head_dim_v = padded(family, "head_dim_v", problem.head_dim_v)?;
-    match (family, options.pass) {
-        (Family::Sm80, Pass::Forward) => {
-            sm80_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(judge);
-        }
-        (Family::Sm80, Pass::Backward { deterministic }) => {
-            sm80_bwd::candidates::candidates(problem, head_dim, head_dim_v, arch, deterministic)
-                .for_each(judge);
-        }
-        (Family::Sm90, Pass::Forward) => {
-            sm90_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(judge);
-        }
-        (Family::Sm90, Pass::Backward { deterministic }) => {
-            sm90_bwd::candidates::candidates(problem, head_dim, head_dim_v, deterministic).for_each(judge);
-        }
-    }
+    let kernel = Kernel::of(family, options.pass)
+        .ok_or_else(|| PlanError::NoKernel { family, pass: options.pass.name() })?;
+    let kernel = planned::of(&kernel);
+    let wanted = Wanted {
+        problem,
+        head_dim: padded(kernel.head_dims(), "head_dim", problem.head_dim)?,
+        head_dim_v: padded(kernel.head_dims(), "head_dim_v", problem.head_dim_v)?,
+        arch,
+        deterministic: options.pass.deterministic(),
+    };
+    kernel.candidates(wanted).for_each(judge);
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! Plans of the backward, of both families.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, Pass, Problem};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem};
 use fa_planner::account::smem;
 use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanOptions, explore, plan};
@@ -101,6 +101,22 @@ mod sm90 {
             let gain = seconds(false) / seconds(true);
             assert!((least..most).contains(&gain), "{problem:?}: {gain}");
         }
+    }
+
+    /// Measured at 1024 and at lengths of 77 to 8192: 1.04 and 1.02; at 100 to 513: 0.99 (NB-114).
+    #[test]
+    fn ctas_draw_tiles_of_packed_sequences_that_are_not_short() {
+        let draws = |total, max, mask| {
+            let mut problem = Problem::square(1, 1, 32, 128, mask, Dtype::Bf16);
+            problem.lengths = Lengths::packed(16, total, total, max, max);
+            let first = plan(&problem, Arch::Sm90, &options(false)).expect("plans").swap_remove(0).spec;
+            let Kernel::Sm90Bwd(kernel) = first.kernel else { panic!("an SM90 kernel") };
+            kernel.persistent
+        };
+        assert!(draws(16 * 1024, 1024, Mask::CAUSAL) && draws(27_213, 8192, Mask::CAUSAL));
+        assert!(!draws(16 * 306, 513, Mask::CAUSAL), "short");
+        assert!(!draws(16 * 8192, 8192, Mask::CAUSAL), "long");
+        assert!(!draws(16 * 1024, 1024, Mask::window(255, 0)), "a window");
     }
 
     #[test]

@@ -2,10 +2,11 @@
 
 use std::fmt::Write;
 
-use fa_core::{Kernel, KernelSpec};
+use fa_core::KernelSpec;
 use fa_planner::banks::{self, Access, BANK_BYTES, BANKS, Conflicts, SmemLayout};
 
 use crate::draw::diagram::escape;
+use crate::plan::kernels::{self, Issued};
 
 /// What the section shows.
 pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank \
@@ -16,70 +17,14 @@ pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want 
 /// Bytes of an element: GPU kernels hold 16-bit types.
 const ELEMENT: u64 = 2;
 
-/// An access of a kernel: what it is for, the tile's rows and columns, and how its lanes lie.
-struct Issued {
-    what: String,
-    tile: (u32, u32),
-    access: Access,
-}
-
-/// wgmma's descriptors read core matrices of 8 rows x 16 bytes, as ldmatrix does.
-fn issued(spec: &KernelSpec) -> Vec<Issued> {
-    let (tile_m, tile_n) = spec.tile();
-    let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
-    let of = |what: &str, tile: (u32, u32), access| Issued { what: what.to_owned(), tile, access };
-    let cp_async = |hd: u32| Access::cp_async_for(u64::from(hd) * ELEMENT);
-    match &spec.kernel {
-        Kernel::Sm90Fwd(k) => {
-            let mut list = vec![
-                of("wgmma reads Q (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
-                of("wgmma reads K (8 rows x 16 B)", (tile_n, hd), Access::Ldmatrix),
-                of("wgmma reads V transposed", (tile_n, hdv), Access::LdmatrixTrans),
-            ];
-            if !k.pv_is_rs {
-                list.push(of("stmatrix of P", (tile_m, tile_n), Access::Stmatrix));
-            }
-            list.push(of("stmatrix of O", (tile_m, hdv), Access::Stmatrix));
-            list
-        }
-        Kernel::Sm80Fwd(k) => {
-            let (a, b, v) = if k.ldmatrix {
-                (Access::Ldmatrix, Access::Ldmatrix, Access::LdmatrixTrans)
-            } else {
-                (Access::FragmentA, Access::FragmentB, Access::FragmentBTrans)
-            };
-            vec![
-                of("cp.async of K", (tile_n, hd), cp_async(hd)),
-                of(&format!("Q by {a}"), (tile_m, hd), a),
-                of(&format!("K by {b}"), (tile_n, hd), b),
-                of(&format!("V by {v}"), (tile_n, hdv), v),
-                of("O, pairs of accumulators", (tile_m, hdv), Access::FragmentC),
-            ]
-        }
-        Kernel::Sm90Bwd(_) => vec![
-            of("wgmma reads Q and K (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
-            of("wgmma reads Q and K transposed", (tile_m, hd), Access::LdmatrixTrans),
-            of("wgmma reads dO transposed", (tile_m, hdv), Access::LdmatrixTrans),
-            of("stmatrix of dS", (tile_m, tile_n), Access::Stmatrix),
-            of("wgmma reads dS transposed", (tile_m, tile_n), Access::LdmatrixTrans),
-        ],
-        Kernel::Sm80Bwd(_) => vec![
-            of("cp.async of Q", (tile_m, hd), cp_async(hd)),
-            of("Q, K, dO and V by ldmatrix.x4", (tile_m, hd), Access::Ldmatrix),
-            of("Q, K and dO by ldmatrix.x4.trans", (tile_m, hd), Access::LdmatrixTrans),
-            of("stores of P and dS, pairs of accumulators", (tile_m, tile_n), Access::FragmentC),
-            of("P and dS by ldmatrix.x4.trans", (tile_m, tile_n), Access::LdmatrixTrans),
-        ],
-    }
-}
-
 /// The section's content for a kernel.
 ///
 /// # Errors
 /// When a tile has no layout, which a plan has ruled out.
 pub fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
     let mut table = String::new();
-    for Issued { what, tile, access } in issued(spec) {
+    let kernel = kernels::of(&spec.kernel);
+    for Issued { what, tile, access } in kernel.accesses(spec) {
         let (rows, columns) = (u64::from(tile.0), u64::from(tile.1));
         let plain = banks::conflicts(&SmemLayout::row_major(rows, columns, ELEMENT)?, access);
         let swizzled = SmemLayout::swizzled(rows, columns, ELEMENT).map(|own| banks::conflicts(&own, access));
@@ -93,12 +38,8 @@ pub fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
             count(&after)
         )?;
     }
-    let used = match &spec.kernel {
-        Kernel::Sm80Fwd(k) if !k.swizzle => "This kernel keeps plain rows.",
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => {
-            "This kernel uses the swizzle."
-        }
-    };
+    let used =
+        if kernel.swizzles() { "This kernel uses the swizzle." } else { "This kernel keeps plain rows." };
     let (rows, columns) = (u64::from(spec.tile().1), u64::from(spec.head_dim));
     let plain = picture("plain rows", &SmemLayout::row_major(rows, columns, ELEMENT)?)?;
     let swizzled = picture("swizzled", &SmemLayout::swizzled(rows, columns, ELEMENT)?)?;

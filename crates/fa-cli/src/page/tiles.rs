@@ -8,7 +8,8 @@ use fa_core::counted;
 use crate::draw::diagram::escape;
 use crate::page::rates::resource;
 use crate::page::view::{Missed, View};
-use crate::plan::tried::{Fit, Group, kib};
+use crate::plan::kernels::Group;
+use crate::plan::tried::{Fit, kib};
 use crate::term::output::{plain, si};
 
 /// A rejected cell's limit, as a colour and in words, so that neither has to be read alone.

@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use fa_planner::timeline::{Activity, Span, Timeline, of_kernel, of_sm100};
+use fa_planner::kernels::sm100_fwd;
+use fa_planner::timeline::{Activity, Span, Timeline, of_kernel};
 
 use crate::draw::diagram::escape;
 use crate::page::view::View;
@@ -12,10 +13,8 @@ const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the lanes show.
 pub const ABOUT: &str = "Two steady steps of one SM in the order of the kernel's main loop, each part as \
-long as \
-    the cost model says and the tensor cores and softmax pipes doing one thing at a time. Numbers behind \
-    names \
-    count steps; hatched: waiting, and for what.";
+    long as the cost model says and the tensor cores and softmax pipes doing one thing at a time. Numbers \
+    behind names count steps; hatched: waiting, and for what.";
 
 fn class(activity: Activity) -> &'static str {
     match activity {
@@ -33,7 +32,7 @@ pub fn steps(view: &View, fit: &Fit) -> String {
     let arch = view.planned.arch;
     let timeline = match fit.shape {
         Shape::Kernel(spec) => of_kernel(spec, arch, fit.cost),
-        Shape::Sm100(plan) => of_sm100(&plan.tile, arch, fit.cost),
+        Shape::Sm100(plan) => sm100_fwd::timeline::timeline(&plan.tile, arch, fit.cost),
     };
     let mut html = String::from("<div class=\"legend\">");
     for (activity, words) in [

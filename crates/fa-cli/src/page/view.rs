@@ -8,8 +8,9 @@ use fa_planner::report::{Planned, Tried};
 use fa_planner::{HeadDims, Mode};
 
 use crate::draw::diagram::escape;
+use crate::plan::kernels::Group;
 use crate::plan::splits;
-use crate::plan::tried::{Fit, Group, Shown, backward_group};
+use crate::plan::tried::{Fit, Shown};
 
 /// One pass of a plan.
 pub struct View<'a> {
@@ -155,7 +156,7 @@ fn guide_misses(problem: &Problem) -> anyhow::Result<Vec<Missed>> {
         };
         Missed {
             name: miss.spec.to_string(),
-            group: backward_group(miss.spec.tile_m, miss.spec.num_wg),
+            group: Group::of_backward(miss.spec.tile_m, miss.spec.num_wg),
             tile_n: miss.spec.tile_n,
             kind,
             short,

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, counted};
+use fa_core::{Arch, KernelSpec, Pass, Problem, counted};
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
 use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Tile};
@@ -11,7 +11,8 @@ use fa_planner::plan::{Plan, PlanSet};
 use fa_planner::report::{LimitReport, Tried};
 use fa_planner::smem::SmemPlan;
 
-use crate::plan::{knobs, splits};
+use crate::plan::kernels::Group;
+use crate::plan::{kernels, splits};
 use crate::term::output::{self, si};
 
 /// A candidate that fits, whatever its family.
@@ -69,14 +70,6 @@ pub struct Miss<'a> {
     pub reason: &'a Reason,
 }
 
-/// A row of the tile map: an ordering key and a label.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Group {
-    key: [u32; 3],
-    /// What the row's candidates have in common.
-    pub label: String,
-}
-
 /// What was tried, for people.
 pub trait Shown {
     /// What fits, best first.
@@ -115,7 +108,7 @@ impl Shown for Tried {
                 .iter()
                 .map(|miss| Miss {
                     name: miss.spec.to_string(),
-                    group: group_of_spec(&miss.spec),
+                    group: kernels::of(&miss.spec.kernel).group(),
                     tile_n: miss.spec.tile().1,
                     reason: &miss.reason,
                 })
@@ -285,6 +278,7 @@ pub fn bytes(bytes: u32) -> String {
 
 fn fit_of_plan(plan: &Plan) -> Fit<'_> {
     let (tile_m, tile_n) = plan.spec.tile();
+    let kernel = kernels::of(&plan.spec.kernel);
     let r = &plan.regs;
     let parts = if plan.spec.kernel.is_backward() {
         // dQ's accumulators come and go where S and dP were; the rest is what else is live at the peak.
@@ -296,8 +290,8 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
     };
     Fit {
         name: plan.spec.to_string(),
-        knobs: knobs::of_spec(&plan.spec),
-        group: group_of_spec(&plan.spec),
+        knobs: kernel.knobs(&plan.spec).join(", "),
+        group: kernel.group(),
         tile_m,
         tile_n,
         shape: Shape::Kernel(&plan.spec),
@@ -341,35 +335,10 @@ fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
     }
 }
 
-fn group_of_spec(spec: &KernelSpec) -> Group {
-    match &spec.kernel {
-        Kernel::Sm80Fwd(Sm80Fwd { tile_m, num_warps, .. }) => {
-            Group { key: [*tile_m, *num_warps, 0], label: format!("tile_m {tile_m}, {num_warps} warps") }
-        }
-        Kernel::Sm90Fwd(Sm90Fwd { tile_m, num_wg, pv_is_rs, overlap_wg, .. }) => Group {
-            key: [*num_wg, u32::from(!pv_is_rs), u32::from(!overlap_wg)],
-            label: format!(
-                "tile_m {tile_m} ({num_wg} wg), P in {}{}",
-                if *pv_is_rs { "regs" } else { "smem" },
-                if *overlap_wg { ", overlap" } else { "" }
-            ),
-        },
-        Kernel::Sm80Bwd(Sm80Bwd { tile_m, num_warps, .. }) => {
-            Group { key: [*tile_m, *num_warps, 0], label: format!("tile_m {tile_m}, {num_warps} warps") }
-        }
-        Kernel::Sm90Bwd(Sm90Bwd { tile_m, num_wg, .. }) => backward_group(*tile_m, *num_wg),
-    }
-}
-
-/// The row of a backward's tiles.
-pub fn backward_group(tile_m: u32, num_wg: u32) -> Group {
-    Group { key: [tile_m, num_wg, 0], label: format!("tile_m {tile_m} queries per step, {num_wg} wg") }
-}
-
 fn group_of_shape(tile: &Sm100Tile) -> Group {
     let (rows, blocks) = (tile.q_tiles * sm100::Q_ROWS, tile.blocks_per_sm);
-    Group {
-        key: [rows, blocks, 0],
-        label: format!("tile_m {rows}, {blocks} {} per SM", if blocks == 1 { "block" } else { "blocks" }),
-    }
+    Group::new(
+        [rows, blocks, 0],
+        format!("tile_m {rows}, {blocks} {} per SM", if blocks == 1 { "CTA" } else { "CTAs" }),
+    )
 }

@@ -3,7 +3,21 @@
 
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
-use super::{Kernel, KernelSpec, Sm90Bwd, Sm90Fwd};
+use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use crate::each_kernel;
+
+/// What follows from the parameters of a backward beside its traits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardTraits {
+    /// Whether the kernel can store the first of the sums that come to a tile of dQ, by bulk copies, in place
+    /// of adding them to zeros (NB-082): an SM90 backward. With uniform lengths, the key tile that stores is
+    /// drawn before the others: the first one under a full mask; under a causal one the last that the queries
+    /// see, since tiles are drawn with the last keys first. With lengths on the device it is the first to
+    /// arrive, or in deterministic kernels the one whose turn is first (NB-093).
+    pub may_store_dq: bool,
+    /// Semaphores of a tile of dQ in a launch that orders the sums: `dq_turns` in `cuda/attn/bwd_tile.cuh`.
+    pub dq_semaphores: usize,
+}
 
 /// Registers per thread for a soft cap's two ways beside S, P and O: by consumer warpgroups (one or two, or
 /// three), fewer with lengths on the device.
@@ -22,60 +36,79 @@ impl Sm90Fwd {
     pub const fn lazy_max(&self) -> bool {
         self.overlap_wg && self.pv_is_rs && self.rescale_threshold > 0
     }
+
+    /// Whether tiles whose scores are all at most half a soft cap take it as a polynomial, on the FMA units
+    /// alone (NB-080). Both ways need registers beside S, P and O.
+    pub const fn near_cap(&self, spec: &KernelSpec) -> bool {
+        let need = self.tile_n / 4 * 3 + spec.head_dim_v / 2;
+        let fits = need <= near_cap_registers(self.num_wg, spec.reads.varied);
+        spec.score.softcap && !spec.score.alibi && self.lazy_max() && fits
+    }
+
+    fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
+        vec![switch("lazy_max", LAZY_MAX, self.lazy_max()), switch("near_cap", NEAR_CAP, self.near_cap(spec))]
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        None
+    }
+}
+
+impl Sm80Fwd {
+    fn derived(&self, _: &KernelSpec) -> Vec<Param> {
+        Vec::new()
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        None
+    }
+}
+
+impl Sm90Bwd {
+    const fn may_store_dq(&self, spec: &KernelSpec) -> bool {
+        let is_drawn_first = match spec.mask {
+            MaskKind::Full => true,
+            MaskKind::Causal => self.deterministic || matches!(self.tile_order, TileOrder::LongestFirst),
+            MaskKind::Window => false,
+        };
+        self.dq_via_smem && (spec.reads.varied || is_drawn_first)
+    }
+
+    fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
+        vec![switch("may_store_dq", MAY_STORE_DQ, self.may_store_dq(spec))]
+    }
+
+    const fn backward(&self, spec: &KernelSpec) -> Option<BackwardTraits> {
+        let by_warpgroup = spec.reads.varied && !self.deterministic;
+        let dq_semaphores = if by_warpgroup { 2 * self.num_wg as usize } else { 1 };
+        Some(BackwardTraits { may_store_dq: self.may_store_dq(spec), dq_semaphores })
+    }
+}
+
+impl Sm80Bwd {
+    fn derived(&self, _: &KernelSpec) -> Vec<Param> {
+        Vec::new()
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        let dq_semaphores = if self.dq_first > 0 { 2 } else { 1 };
+        Some(BackwardTraits { may_store_dq: false, dq_semaphores })
+    }
+}
+
+fn switch(name: &'static str, doc: &'static [&'static str], on: bool) -> Param {
+    Param { name, doc, value: on.into() }
 }
 
 impl KernelSpec {
-    /// Whether tiles whose scores are all at most half a soft cap take it as a polynomial, on the FMA units
-    /// alone (NB-080): an SM90 forward with registers for both ways.
-    pub const fn near_cap(&self) -> bool {
-        match &self.kernel {
-            Kernel::Sm90Fwd(kernel) => self.near_cap_of(kernel),
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => false,
-        }
-    }
-
-    const fn near_cap_of(&self, kernel: &Sm90Fwd) -> bool {
-        let need = kernel.tile_n / 4 * 3 + self.head_dim_v / 2;
-        let fits = need <= near_cap_registers(kernel.num_wg, self.reads.varied);
-        self.score.softcap && !self.score.alibi && kernel.lazy_max() && fits
-    }
-
-    /// Whether the kernel can store the first of the sums that come to a tile of dQ, by bulk copies, in place
-    /// of adding them to zeros (NB-082): an SM90 backward. Of uniform lengths the tile of keys that does so
-    /// was drawn before the others: the first one under a full mask; under a causal one the last that the
-    /// queries see, as tiles are drawn with the last keys first. Of other lengths it is the first to come, or
-    /// in deterministic kernels the one whose turn is the first (NB-093).
-    pub const fn may_store_dq(&self) -> bool {
-        match &self.kernel {
-            Kernel::Sm90Bwd(kernel) => self.may_store_dq_of(kernel),
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) => false,
-        }
-    }
-
-    const fn may_store_dq_of(&self, kernel: &Sm90Bwd) -> bool {
-        let is_drawn_first = match self.mask {
-            MaskKind::Full => true,
-            MaskKind::Causal => kernel.deterministic || matches!(kernel.tile_order, TileOrder::LongestFirst),
-            MaskKind::Window => false,
-        };
-        kernel.dq_via_smem && (self.reads.varied || is_drawn_first)
+    /// What follows from the parameters of a backward; `None` for a forward.
+    pub const fn backward(&self) -> Option<BackwardTraits> {
+        each_kernel!(&self.kernel, kernel => kernel.backward(self))
     }
 
     /// What CUDA's config of this kernel has beside [`KernelSpec::params`], in the order of declaration.
     pub fn derived(&self) -> Vec<Param> {
-        let param = |name, doc, on: bool| Param { name, doc, value: on.into() };
-        match &self.kernel {
-            Kernel::Sm90Fwd(kernel) => {
-                vec![
-                    param("lazy_max", LAZY_MAX, kernel.lazy_max()),
-                    param("near_cap", NEAR_CAP, self.near_cap_of(kernel)),
-                ]
-            }
-            Kernel::Sm90Bwd(kernel) => {
-                vec![param("may_store_dq", MAY_STORE_DQ, self.may_store_dq_of(kernel))]
-            }
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => Vec::new(),
-        }
+        each_kernel!(&self.kernel, kernel => kernel.derived(self))
     }
 }
 
@@ -99,7 +132,7 @@ const MAY_STORE_DQ: &[&str] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Reads, ScoreKind, Types};
+    use crate::{Dtype, Kernel, Reads, ScoreKind, Types};
 
     fn spec(kernel: Kernel) -> KernelSpec {
         KernelSpec {
@@ -117,25 +150,29 @@ mod tests {
     #[test]
     fn a_soft_cap_by_polynomial_needs_registers_and_a_lazy_maximum() {
         let lazy = Sm90Fwd { rescale_threshold: 8, ..Sm90Fwd::default() };
-        let of = |kernel: &Sm90Fwd| spec(Kernel::Sm90Fwd(kernel.clone()));
-        assert!(of(&lazy).near_cap());
-        assert!(!of(&Sm90Fwd { rescale_threshold: 0, ..lazy.clone() }).near_cap());
-        assert!(!of(&Sm90Fwd { num_wg: 3, tile_m: 192, ..lazy.clone() }).near_cap());
-        let uncapped = KernelSpec { score: ScoreKind::NONE, ..of(&lazy) };
-        let score = ScoreKind { alibi: true, ..of(&lazy).score };
-        let sloped = KernelSpec { score, ..of(&lazy) };
-        assert!(!uncapped.near_cap() && !sloped.near_cap());
+        let capped = spec(Kernel::Sm90Fwd(lazy.clone()));
+        assert!(lazy.near_cap(&capped));
+        assert!(!Sm90Fwd { rescale_threshold: 0, ..lazy.clone() }.near_cap(&capped));
+        assert!(!Sm90Fwd { num_wg: 3, tile_m: 192, ..lazy.clone() }.near_cap(&capped));
+        let uncapped = KernelSpec { score: ScoreKind::NONE, ..capped.clone() };
+        let score = ScoreKind { alibi: true, ..capped.score };
+        let sloped = KernelSpec { score, ..capped.clone() };
+        assert!(!lazy.near_cap(&uncapped) && !lazy.near_cap(&sloped));
         // 128 keys and values of 256 take 96 + 128 registers: too many beside lengths on the device.
-        let wide = KernelSpec { head_dim_v: 256, ..of(&lazy) };
+        let wide = KernelSpec { head_dim_v: 256, ..capped };
         let varied = KernelSpec { reads: Reads { varied: true, paged: false }, ..wide.clone() };
-        assert!(wide.near_cap() && !varied.near_cap());
+        assert!(lazy.near_cap(&wide) && !lazy.near_cap(&varied));
+    }
+
+    fn stores(spec: &KernelSpec) -> bool {
+        spec.backward().expect("a backward").may_store_dq
     }
 
     #[test]
     fn first_sums_are_stored_where_their_tile_is_drawn_first() {
         let of = |mask, tile_order, deterministic| {
             let kernel = Sm90Bwd { tile_order, deterministic, ..Sm90Bwd::default() };
-            KernelSpec { mask, ..spec(Kernel::Sm90Bwd(kernel)) }.may_store_dq()
+            stores(&KernelSpec { mask, ..spec(Kernel::Sm90Bwd(kernel)) })
         };
         let (natural, longest) = (TileOrder::Natural, TileOrder::LongestFirst);
         assert!(of(MaskKind::Full, natural, false) && of(MaskKind::Causal, longest, false));
@@ -144,8 +181,28 @@ mod tests {
         // Of lengths on the device whoever comes first stores.
         let packed = spec(Kernel::Sm90Bwd(Sm90Bwd::default()));
         let reads = Reads { varied: true, paged: false };
-        assert!(KernelSpec { mask: MaskKind::Window, reads, ..packed }.may_store_dq());
+        assert!(stores(&KernelSpec { mask: MaskKind::Window, reads, ..packed }));
         let red = Sm90Bwd { dq_via_smem: false, ..Sm90Bwd::default() };
-        assert!(!KernelSpec { mask: MaskKind::Full, ..spec(Kernel::Sm90Bwd(red)) }.may_store_dq());
+        assert!(!stores(&KernelSpec { mask: MaskKind::Full, ..spec(Kernel::Sm90Bwd(red)) }));
+    }
+
+    #[test]
+    fn a_dq_tile_has_a_semaphore_for_each_group_that_adds_to_it() {
+        let of = |kernel, varied| {
+            let reads = Reads { varied, paged: false };
+            KernelSpec { reads, ..spec(kernel) }.backward().map(|traits| traits.dq_semaphores)
+        };
+        let deterministic = Sm90Bwd { deterministic: true, ..Sm90Bwd::default() };
+        for (kernel, varied, semaphores) in [
+            (Kernel::Sm90Bwd(Sm90Bwd { num_wg: 2, ..Sm90Bwd::default() }), true, Some(4)),
+            (Kernel::Sm90Bwd(Sm90Bwd::default()), false, Some(1)),
+            (Kernel::Sm90Bwd(deterministic), true, Some(1)),
+            (Kernel::Sm80Bwd(Sm80Bwd { dq_first: 32, ..Sm80Bwd::default() }), false, Some(2)),
+            (Kernel::Sm80Bwd(Sm80Bwd { dq_first: 0, ..Sm80Bwd::default() }), true, Some(1)),
+            (Kernel::Sm80Fwd(Sm80Fwd::default()), true, None),
+            (Kernel::Sm90Fwd(Sm90Fwd::default()), true, None),
+        ] {
+            assert_eq!(of(kernel.clone(), varied), semaphores, "{kernel:?}");
+        }
     }
 }

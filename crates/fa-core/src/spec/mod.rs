@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Arch, Family, Pass, ScoreKind, Types};
 
+pub use derived::BackwardTraits;
 pub use error::{Mismatch, SpecError, Unserved};
 pub use pages::{boxes_need, page_part, panel};
 pub use params::{Param, ParamValue};
@@ -73,19 +74,53 @@ pub enum Kernel {
     Sm80Bwd(Sm80Bwd),
 }
 
-/// The same expression for whichever kernel it is.
-macro_rules! of_each {
-    ($value:expr, $kernel:ident => $result:expr) => {
-        match $value {
-            Kernel::Sm80Fwd($kernel) => $result,
-            Kernel::Sm90Fwd($kernel) => $result,
-            Kernel::Sm90Bwd($kernel) => $result,
-            Kernel::Sm80Bwd($kernel) => $result,
-        }
+macro_rules! from_params {
+    ($($kernel:ident),+) => {
+        $(impl From<$kernel> for Kernel {
+            fn from(params: $kernel) -> Kernel {
+                Kernel::$kernel(params)
+            }
+        })+
     };
 }
 
-use of_each;
+from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd);
+
+/// The same expression for whichever kernel a [`Kernel`] is, with its parameters bound to a name: the one
+/// match that names every kernel. A crate that treats kernels differently declares a trait, implements it for
+/// the parameters of each, and calls it through this macro: a kernel without an implementation does not
+/// compile.
+///
+/// ```
+/// use fa_core::{Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+///
+/// trait Warps {
+///     fn warps(&self) -> u32;
+/// }
+/// # impl Warps for Sm90Fwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
+/// # impl Warps for Sm80Bwd { fn warps(&self) -> u32 { self.num_warps } }
+/// # impl Warps for Sm90Bwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
+/// impl Warps for Sm80Fwd {
+///     fn warps(&self) -> u32 {
+///         self.num_warps
+///     }
+/// }
+///
+/// for kernel in Kernel::defaults() {
+///     assert_eq!(each_kernel!(&kernel, params => params.warps()) * 32, kernel.traits().threads);
+/// }
+/// ```
+#[macro_export]
+macro_rules! each_kernel {
+    ($value:expr, $params:ident => $result:expr) => {
+        match $value {
+            $crate::Kernel::Sm80Fwd($params) => $result,
+            $crate::Kernel::Sm90Fwd($params) => $result,
+            $crate::Kernel::Sm90Bwd($params) => $result,
+            $crate::Kernel::Sm80Bwd($params) => $result,
+        }
+    };
+}
 
 impl Kernel {
     /// Each kernel with its defaults: small tiles and valid for a head dim of 64, to be changed field by
@@ -101,12 +136,12 @@ impl Kernel {
 
     /// What the kernel has in common with the others.
     pub const fn traits(&self) -> Traits {
-        of_each!(self, kernel => kernel.traits())
+        each_kernel!(self, kernel => kernel.traits())
     }
 
     /// The kernel's own parameters, in the order of declaration.
     pub fn params(&self) -> Vec<Param> {
-        of_each!(self, kernel => kernel.params())
+        each_kernel!(self, kernel => kernel.params())
     }
 
     /// One of [`Kernel::params`] by its name; `None` where the kernel has no such parameter.
@@ -117,12 +152,14 @@ impl Kernel {
     /// What the kernel's parameters describe: the lines of their documentation, each with the space that it
     /// starts with.
     pub const fn doc(&self) -> &'static [&'static str] {
-        match self {
-            Kernel::Sm80Fwd(_) => Sm80Fwd::DOC,
-            Kernel::Sm90Fwd(_) => Sm90Fwd::DOC,
-            Kernel::Sm90Bwd(_) => Sm90Bwd::DOC,
-            Kernel::Sm80Bwd(_) => Sm80Bwd::DOC,
-        }
+        each_kernel!(self, kernel => kernel.doc())
+    }
+
+    /// The family's kernel for `pass` with its default parameters; `None` where the family has none.
+    pub fn of(family: Family, pass: Pass) -> Option<Kernel> {
+        let is_asked =
+            |kernel: &Kernel| kernel.family() == family && kernel.is_backward() == pass.is_backward();
+        Kernel::defaults().into_iter().find(is_asked)
     }
 
     /// The kernel's name, as in source files and tables.
@@ -166,7 +203,7 @@ impl KernelSpec {
         params::multiple("head_dim_v", self.head_dim_v, 16, MAX_HEAD_DIM)?;
         self.check_reads()?;
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
-        of_each!(&self.kernel, kernel => kernel.check(head_dims, mask))
+        each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))
     }
 
     /// What finds rows, splits keys and shares loads goes together.
@@ -183,7 +220,7 @@ impl KernelSpec {
         if self.split && self.kernel.is_backward() {
             return conflict(format!("split: {name} is a backward; split is for forward kernels"));
         }
-        if self.gathers_pages() && !paged {
+        if self.traits().gathers && !paged {
             let why = "gather needs paged: keys in one piece are loaded by TMA; use gather = false";
             return conflict(why.into());
         }
@@ -201,15 +238,6 @@ impl KernelSpec {
             ));
         }
         Ok(())
-    }
-
-    /// Whether threads of an SM90 forward copy the rows of pages. TMA does otherwise; SM80-class kernels,
-    /// which copy all rows so, are not meant.
-    pub const fn gathers_pages(&self) -> bool {
-        match &self.kernel {
-            Kernel::Sm90Fwd(kernel) => kernel.gather,
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => false,
-        }
     }
 
     /// Checks that the kernel runs on `arch`.

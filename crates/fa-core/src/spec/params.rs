@@ -94,7 +94,9 @@ macro_rules! kernel_params {
 
         impl $kernel {
             /// What the kernel is: the lines of its documentation.
-            pub const DOC: &'static [&'static str] = &[$($doc),+];
+            pub(super) const fn doc(&self) -> &'static [&'static str] {
+                &[$($doc),+]
+            }
 
             /// Every parameter in the order of declaration, which is also that of the text and of CUDA's
             /// config.

@@ -3,7 +3,7 @@
 
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
-use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, Reads, Traits};
+use super::{KernelSpec, MAX_COUNT, MAX_SOFTCAP, Reads, Traits};
 use crate::{Problem, SideRows};
 
 /// CTAs that a GPU computes at once, at the most: more than any has.
@@ -147,10 +147,9 @@ impl KernelSpec {
 
     /// Pages are what the kernel's loads take.
     fn check_pages(&self, problem: &Problem) -> Result<(), Unserved> {
-        // The SM80 class copies all rows one by one, as a gather does.
-        let by_boxes = matches!(&self.kernel, Kernel::Sm90Fwd(kernel) if !kernel.gather);
-        let Some(page) = problem.lengths.page().filter(|_| by_boxes) else { return Ok(()) };
-        let (_, tile_n) = self.tile();
+        let traits = self.traits();
+        let (_, tile_n) = traits.tile;
+        let Some(page) = problem.lengths.page().filter(|_| !traits.copies_rows()) else { return Ok(()) };
         for head_dim in [self.head_dim, self.head_dim_v] {
             if let Some(multiple) = boxes_need(page, tile_n, head_dim) {
                 return Err(Unserved::Page { page, tile_n, head_dim, multiple });
@@ -164,7 +163,7 @@ impl KernelSpec {
 mod tests {
     use super::*;
     use crate::spec::{Sm80Fwd, Sm90Bwd, Sm90Fwd};
-    use crate::{Dtype, Lengths, Mask, MaskKind, ScoreKind, ScoreMod, Side, Types};
+    use crate::{Dtype, Kernel, Lengths, Mask, MaskKind, ScoreKind, ScoreMod, Side, Types};
 
     const BASE: Problem = Problem::square(2, 300, 5, 64, Mask::FULL, Dtype::Bf16);
 

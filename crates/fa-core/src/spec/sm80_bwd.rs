@@ -84,6 +84,8 @@ impl Sm80Bwd {
             scheduler: Scheduler::PerTile,
             tile_order: self.tile_order,
             packs_gqa: false,
+            tensor_maps: &[],
+            gathers: false,
         }
     }
 

@@ -58,6 +58,8 @@ impl Sm80Fwd {
             scheduler: Scheduler::PerTile,
             tile_order: if self.reverse_blocks { TileOrder::LongestFirst } else { TileOrder::Natural },
             packs_gqa: self.pack_gqa,
+            tensor_maps: &[],
+            gathers: false,
         }
     }
 

@@ -152,6 +152,8 @@ impl Sm90Bwd {
             scheduler: if self.persistent { Scheduler::Dynamic } else { Scheduler::PerTile },
             tile_order: self.tile_order,
             packs_gqa: false,
+            tensor_maps: &["q", "k", "v", "do"],
+            gathers: false,
         }
     }
 

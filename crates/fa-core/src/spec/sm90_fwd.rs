@@ -97,6 +97,8 @@ impl Sm90Fwd {
             scheduler: self.scheduler,
             tile_order: self.tile_order,
             packs_gqa: self.pack_gqa,
+            tensor_maps: &["q", "k", "v"],
+            gathers: self.gather,
         }
     }
 

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "ron")]
 use super::SpecError;
-use super::{Kernel, KernelSpec, MaskKind, Reads, of_each};
-use crate::{Dtype, ScoreKind, Types};
+use super::{Kernel, KernelSpec, MaskKind, Reads};
+use crate::{Dtype, ScoreKind, Types, each_kernel};
 
 /// A spec as text.
 #[derive(Serialize, Deserialize)]
@@ -114,7 +114,7 @@ impl fmt::Display for KernelSpec {
             f.write_str(if on { name } else { "" })?;
         }
         write!(f, "-{tile_m}x{tile_n}")?;
-        let parts = of_each!(&self.kernel, kernel => kernel.name_parts());
+        let parts = each_kernel!(&self.kernel, kernel => kernel.name_parts());
         parts.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, "-{name}"))
     }
 }

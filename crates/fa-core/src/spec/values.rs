@@ -118,12 +118,28 @@ pub struct Traits {
     pub tile_order: TileOrder,
     /// Whether the query heads of a K/V head are folded into the rows of a tile.
     pub packs_gqa: bool,
+    /// The tensors that it loads by TMA, in the order in which its entry takes their maps; empty for kernels
+    /// whose threads copy all rows (cp.async).
+    pub tensor_maps: &'static [&'static str],
+    /// Whether a kernel that loads by TMA leaves the rows of pages to its threads.
+    pub gathers: bool,
 }
 
 impl Traits {
     /// Queries of a tile, with `group` query heads per K/V head: see [`tile_queries`].
     pub const fn tile_queries(&self, group: usize) -> usize {
         tile_queries(self.tile.0, self.packs_gqa, group)
+    }
+
+    /// Whether it loads by TMA.
+    pub const fn uses_tma(&self) -> bool {
+        !self.tensor_maps.is_empty()
+    }
+
+    /// Whether its threads copy rows of keys one by one, wherever they lie: for want of TMA, or those of
+    /// pages.
+    pub const fn copies_rows(&self) -> bool {
+        !self.uses_tma() || self.gathers
     }
 }
 

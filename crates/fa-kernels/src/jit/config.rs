@@ -75,14 +75,13 @@ pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
     spec.params().into_iter().chain(spec.derived()).map(ConfigField::of).collect()
 }
 
-/// The name of a kernel's config struct.
-pub(crate) fn struct_name(kernel: &Kernel) -> &'static str {
-    match kernel {
-        Kernel::Sm80Fwd(_) => "Sm80FwdConfig",
-        Kernel::Sm90Fwd(_) => "Sm90FwdConfig",
-        Kernel::Sm80Bwd(_) => "Sm80BwdConfig",
-        Kernel::Sm90Bwd(_) => "Sm90BwdConfig",
-    }
+/// The name of a kernel's config struct: `Sm90FwdConfig` of `sm90_fwd`.
+pub(crate) fn struct_name(kernel: &Kernel) -> String {
+    let capitalised = |word: &str| {
+        let (first, rest) = word.split_at(1);
+        first.to_ascii_uppercase() + rest
+    };
+    kernel.name().split('_').map(capitalised).chain(["Config".to_owned()]).collect()
 }
 
 /// A spec of every kernel, in the order in which `config.cuh` declares them. Only the fields' types are read.

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, Family, Kernel, KernelSpec, Traits};
+use fa_core::{Arch, KernelSpec, Traits};
 
 use crate::jit::code;
 use crate::jit::config;
@@ -179,22 +179,16 @@ impl Source {
 /// architecture.
 fn target(spec: &KernelSpec, arch: Arch) -> String {
     let (major, minor) = arch.compute_capability();
-    let suffix = match spec.traits().family {
-        Family::Sm80 => "",
-        Family::Sm90 => "a",
-    };
+    let suffix = if spec.kernel.family().is_arch_specific() { "a" } else { "" };
     format!("sm_{major}{minor}{suffix}")
 }
 
 fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let name = spec.kernel.name();
-    let (header, maps): (_, &[&str]) = match &spec.kernel {
-        Kernel::Sm80Fwd(_) => ("sm80/fwd.cuh", &[]),
-        Kernel::Sm90Fwd(_) => ("sm90/fwd.cuh", &["tma_q", "tma_k", "tma_v"]),
-        Kernel::Sm80Bwd(_) => ("sm80/bwd.cuh", &[]),
-        Kernel::Sm90Bwd(_) => ("sm90/bwd.cuh", &["tma_q", "tma_k", "tma_v", "tma_do"]),
-    };
-    let Traits { blocks_per_sm, cluster, .. } = spec.traits();
+    // As in the folders: `sm90_fwd` is `sm90/fwd.cuh`.
+    let header = format!("{}.cuh", name.replace('_', "/"));
+    let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
+    let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
     let mut text = format!("// {spec}\n#include \"{header}\"\n");
     if spec.reads.varied {
@@ -225,7 +219,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         text,
         "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {params} params"
     );
-    for map in maps {
+    for map in &maps {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
@@ -262,7 +256,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         text.push_str(&body(COMBINE, COMBINE_THREADS, function));
     }
     if spec.kernel.is_backward() {
-        let layout = format!("{}::BwdLayout<config>", &name[..4]);
+        let layout = format!("{}::BwdLayout<config>", spec.kernel.family());
         text.push_str(&body(PREPROCESS, PROCESS_THREADS, "bwd_preprocess<config>".into()));
         text.push_str(&body(POSTPROCESS, PROCESS_THREADS, format!("bwd_postprocess<config, {layout}>")));
         text.push_str(&body(

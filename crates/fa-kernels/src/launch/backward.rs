@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
-use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
+use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::account::panels::BwdPanels;
-use fa_planner::account::{head_bytes, head_splits, heads_side_by_side, storing_heads};
+use fa_planner::account::{head_bytes, head_splits, heads_side_by_side, panels_of, storing_heads};
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
@@ -163,11 +163,12 @@ impl Launches {
         spec.serves(problem)?;
         check_code(spec)?;
         let traits = spec.traits();
-        let Pass::Backward { deterministic } = traits.pass else {
+        let Some(own) = spec.backward() else {
             let (kernel, problem) = ("the forward".into(), "the backward".into());
             return Err(Error::Mismatch { what: "pass", kernel, problem });
         };
-        let panels = panels(spec);
+        let deterministic = traits.pass.deterministic();
+        let panels = panels_of(spec);
         // Without queries no launch would zero the accumulators of parts.
         let is_empty = problem.lengths.reach_q() == 0 || problem.lengths.reach_k() == 0;
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
@@ -176,7 +177,7 @@ impl Launches {
         // Of several tiles of keys the others have to know when the first one's sums are stored.
         let several = spec.reads.varied || params.n_blocks > 1;
         let takes_turns = deterministic || (params.stores_dq != 0 && several);
-        let turns = if takes_turns { dq_turns(spec) } else { 0 };
+        let turns = if takes_turns { own.dq_semaphores } else { 0 };
         let mut workspace =
             Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
@@ -252,23 +253,6 @@ impl Launches {
 /// CTAs of a head that may run at once in a deterministic backward under a mask that moves with the keys. By
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
-
-/// Semaphores that a tile of dQ has where there are some: `dq_turns` in cuda/attn/bwd_tile.cuh.
-fn dq_turns(spec: &KernelSpec) -> usize {
-    match &spec.kernel {
-        Kernel::Sm80Bwd(kernel) if kernel.dq_first > 0 => 2,
-        Kernel::Sm90Bwd(kernel) if spec.reads.varied && !kernel.deterministic => 2 * kernel.num_wg as usize,
-        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => 1,
-    }
-}
-
-/// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
-fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
-    match &spec.kernel {
-        Kernel::Sm90Bwd(kernel) => Some(BwdPanels::of(spec, kernel)),
-        Kernel::Sm80Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
-    }
-}
 
 /// q, k, v, out, dout, dq, dk and dv.
 fn tensors(problem: &Problem) -> Vec<Tensor> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
-use fa_core::{Arch, Family, KernelSpec, Problem};
+use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::account::panels::widest;
 use fa_planner::account::{kv_splits, page_part};
 
@@ -144,10 +144,7 @@ impl Launches {
             let (kernel, problem) = ("the backward".into(), "the forward".into());
             return Err(Error::Mismatch { what: "pass", kernel, problem });
         }
-        let uses_tma = match traits.family {
-            Family::Sm80 => false,
-            Family::Sm90 => true,
-        };
+        let uses_tma = traits.uses_tma();
         let work = Work::of(spec, &traits, problem, (arch, sms));
         let params = params(spec, &traits, problem, &work, (arch, sms))?;
         // Of sequences whose lengths are on the device, the most tiles that there can be.
@@ -285,7 +282,7 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
     // CTAs of a cluster load an equal share of each K and V tile.
     let mut share = tile_n / traits.cluster;
     if let Some(page) = problem.lengths.page() {
-        share = if spec.gathers_pages() { tile_n / 2 } else { page_part(page, tile_n) as u32 };
+        share = if traits.gathers { tile_n / 2 } else { page_part(page, tile_n) as u32 };
     }
     let is_ragged = spec.reads.varied;
     vec![

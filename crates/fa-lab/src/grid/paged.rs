@@ -1,6 +1,6 @@
 //! Keys in pages, and decoding: few queries with many keys, which several CTAs share.
 
-use fa_core::{Family, KernelSpec, Mask, Problem, ScoreMod};
+use fa_core::{KernelSpec, Mask, Problem, ScoreMod};
 
 use super::case::{Action, Arrangement, Case, Extent, MASKS, case, case_of};
 use super::varied::{ALL_MASKS, lengths, turned};
@@ -12,7 +12,7 @@ pub(super) const PAGES: [usize; 8] = [1, 3, 8, 16, 24, 64, 128, 256];
 
 /// Whether a kernel loads pages of so many keys: boxes of TMA hold eight keys and more, a gather any number.
 pub(super) fn loads_pages(spec: &KernelSpec, page: usize) -> bool {
-    spec.kernel.family() != Family::Sm90 || spec.gathers_pages() || page.is_multiple_of(8)
+    spec.traits().copies_rows() || page.is_multiple_of(8)
 }
 
 /// Keys of `lens` in shuffled pages, a few more than needed, behind a bound that is not tight.

@@ -1,10 +1,11 @@
 //! What is tried for a problem: the planner's best tiles, and the best of these with other knobs.
 
-use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem};
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_planner::account::account;
 use fa_planner::plan::{PlanError, PlanOptions, plan, plan_spec};
 use serde::{Deserialize, Serialize};
+
+use crate::kernels;
 
 /// A kernel to measure.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -67,80 +68,10 @@ fn block(spec: &KernelSpec) -> (u32, u32, u32) {
     (tile_m, tile_n, spec.threads())
 }
 
-fn other(order: TileOrder) -> TileOrder {
-    match order {
-        TileOrder::Natural => TileOrder::LongestFirst,
-        TileOrder::LongestFirst => TileOrder::Natural,
-    }
-}
-
 /// `spec` with one knob changed, the most telling first; also those that break a rule.
 fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
-    let mut list = Vec::new();
-    match &spec.kernel {
-        Kernel::Sm80Fwd(own) => {
-            let mut add = |change: &dyn Fn(&mut fa_core::Sm80Fwd)| {
-                let mut own = own.clone();
-                change(&mut own);
-                list.push(KernelSpec { kernel: Kernel::Sm80Fwd(own), ..spec.clone() });
-            };
-            add(&|k| k.q_in_regs = !k.q_in_regs);
-            add(&|k| k.stages += 1);
-            add(&|k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1));
-            add(&|k| k.blocks_per_sm += 1);
-            add(&|k| k.tile_n += 16);
-            add(&|k| k.tile_n = k.tile_n.saturating_sub(16));
-            add(&|k| k.stages = k.stages.saturating_sub(1));
-            add(&|k| k.reverse_blocks = !k.reverse_blocks);
-        }
-        Kernel::Sm80Bwd(own) => {
-            let mut add = |change: &dyn Fn(&mut fa_core::Sm80Bwd)| {
-                let mut own = own.clone();
-                change(&mut own);
-                list.push(KernelSpec { kernel: Kernel::Sm80Bwd(own), ..spec.clone() });
-            };
-            add(&|k| k.q_stages = 5 - k.q_stages);
-            add(&|k| k.do_stages = 3 - k.do_stages);
-            add(&|k| k.tile_order = other(k.tile_order));
-            add(&|k| k.blocks_per_sm += 1);
-            add(&|k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1));
-        }
-        Kernel::Sm90Fwd(own) => {
-            let mut add = |change: &dyn Fn(&mut fa_core::Sm90Fwd)| {
-                let mut own = own.clone();
-                change(&mut own);
-                list.push(KernelSpec { kernel: Kernel::Sm90Fwd(own), ..spec.clone() });
-            };
-            add(&|k| k.ping_pong = !k.ping_pong);
-            add(&|k| k.q_stages = 3 - k.q_stages);
-            add(&|k| {
-                k.scheduler =
-                    if k.scheduler == Scheduler::Dynamic { Scheduler::Static } else { Scheduler::Dynamic };
-            });
-            add(&|k| k.tile_order = other(k.tile_order));
-            add(&|k| k.tile_n += 16);
-            add(&|k| k.tile_n = k.tile_n.saturating_sub(16));
-            add(&|k| k.kv_stages += 1);
-            add(&|k| k.cluster_m = 3 - k.cluster_m);
-            add(&|k| k.scheduler = Scheduler::PerTile);
-        }
-        Kernel::Sm90Bwd(own) => {
-            let mut add = |change: &dyn Fn(&mut fa_core::Sm90Bwd)| {
-                let mut own = own.clone();
-                change(&mut own);
-                list.push(KernelSpec { kernel: Kernel::Sm90Bwd(own), ..spec.clone() });
-            };
-            add(&|k| k.pds_stages = 3 - k.pds_stages);
-            add(&|k| k.do_stages = 3 - k.do_stages);
-            add(&|k| k.q_stages = 3 - k.q_stages);
-            add(&|k| k.mma_dkv_is_rs = !k.mma_dkv_is_rs);
-            add(&|k| k.dq_via_smem = !k.dq_via_smem);
-            add(&|k| k.dq_slices = 3 - k.dq_slices);
-            add(&|k| k.persistent = !k.persistent);
-            add(&|k| k.tile_order = other(k.tile_order));
-        }
-    }
-    list
+    let variants = kernels::of(&spec.kernel).variants();
+    variants.into_iter().map(|kernel| KernelSpec { kernel, ..spec.clone() }).collect()
 }
 
 #[cfg(test)]

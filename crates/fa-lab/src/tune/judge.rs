@@ -3,13 +3,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Sm80Fwd, Sm90Bwd};
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
 use fa_planner::plan::{PlanOptions, plan};
 use serde::{Deserialize, Serialize};
 
 use super::report::Distribution;
 use crate::error::{Error, Result};
+use crate::kernels;
 
 /// What a record (`fa tune --json`) says of its measurements.
 #[derive(Debug, Deserialize)]
@@ -181,6 +182,10 @@ impl Entry {
         for Measured { spec, ms, again_ms } in &self.kernels {
             let Some(ms) = *ms else { continue };
             let exact = plans.iter().position(|plan| plan.spec == *spec);
+            let unbound = |spec: &KernelSpec| {
+                let kernel = kernels::of(&spec.kernel).unbound();
+                KernelSpec { kernel, ..spec.clone() }
+            };
             let alike = || plans.iter().position(|plan| unbound(&plan.spec) == unbound(spec));
             let place = (exact.or_else(alike).unwrap_or(usize::MAX), exact.is_none());
             let predicted_ms = 1e3 * predict(problem, spec, arch, &constants).seconds;
@@ -213,16 +218,6 @@ impl Entry {
             rank_correlation: rank_correlation(&pairs),
         }))
     }
-}
-
-/// The kernel without what its launch bounds promise, and without a switch that is newer than most records.
-fn unbound(spec: &KernelSpec) -> KernelSpec {
-    let kernel = match &spec.kernel {
-        Kernel::Sm80Fwd(own) => Kernel::Sm80Fwd(Sm80Fwd { blocks_per_sm: 1, ..own.clone() }),
-        Kernel::Sm90Bwd(own) => Kernel::Sm90Bwd(Sm90Bwd { persistent: false, ..own.clone() }),
-        other @ (Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_)) => other.clone(),
-    };
-    KernelSpec { kernel, ..spec.clone() }
 }
 
 #[cfg(test)]

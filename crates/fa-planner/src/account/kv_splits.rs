@@ -1,12 +1,12 @@
 //! How many CTAs share the keys of a tile's rows in the forward: launch and cost model take the same number.
 
 use fa_core::spec::MAX_COUNT;
-use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Lengths, Problem};
+use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, Launch};
 use crate::cost::schedule::Work;
-use crate::kernels::{sm80_fwd, sm90_fwd};
+use crate::kernels::planned::{self, Forward, Time};
 
 /// The most CTAs that share the keys of a tile's rows: the combine kernel holds their LSEs.
 pub const MAX_SPLITS: usize = 256;
@@ -49,16 +49,11 @@ pub(crate) fn best_split(
     let (tile_m, tile_n) = spec.tile();
     let own_cut = cut.is_none().then(|| Work::of(problem, tile_m, tile_n, spec.traits().packs_gqa));
     let work = cut.or(own_cut.as_ref())?;
-    match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => {
-            let launch = sm80_fwd::cost::launch(problem, work, (spec, kernel), limits, constants);
-            best_of(&launch, spec.split, below)
+    match planned::of(&spec.kernel).time() {
+        Time::Forward(kernel) => {
+            kernel.best_split(&Forward { problem, spec, work, limits, constants }, below)
         }
-        Kernel::Sm90Fwd(kernel) => {
-            let launch = sm90_fwd::cost::launch(problem, work, (spec, kernel), limits, constants);
-            best_of(&launch, spec.split, below)
-        }
-        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => None,
+        Time::Backward(_) => None,
     }
 }
 
@@ -71,20 +66,15 @@ pub(crate) fn least_seconds(
     constants: &CostConstants,
     work: &Work,
 ) -> f64 {
-    match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => {
-            sm80_fwd::cost::launch(problem, work, (spec, kernel), limits, constants).at_least(1)
-        }
-        Kernel::Sm90Fwd(kernel) => {
-            sm90_fwd::cost::launch(problem, work, (spec, kernel), limits, constants).at_least(1)
-        }
-        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => 0.0,
+    match planned::of(&spec.kernel).time() {
+        Time::Forward(kernel) => kernel.least_seconds(&Forward { problem, spec, work, limits, constants }),
+        Time::Backward(_) => 0.0,
     }
 }
 
 /// The launch with the number of splits that takes the least time; `None` where none can take less than
 /// `below` seconds.
-fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -> Option<Cost> {
+pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -> Option<Cost> {
     let steps = if split && launch.work.tiles > 0.0 { launch.work.longest.steps as usize } else { 0 };
     // A launch counts the parts of all tiles in 32 bits.
     let most = MAX_COUNT as f64 / launch.work.tiles.max(1.0);
@@ -126,9 +116,10 @@ fn part_counts(steps: usize) -> impl Iterator<Item = usize> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Kernel, Mask};
 
     use super::*;
+    use crate::kernels::sm90_fwd;
     use crate::plan::{PlanOptions, explore};
 
     /// What [`best_of`] must be: every number of splits in turn.
@@ -157,7 +148,10 @@ mod tests {
                 let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };
                 let (tile_m, tile_n) = spec.tile();
                 let work = Work::of(&problem, tile_m, tile_n, kernel.pack_gqa);
-                let launch = sm90_fwd::cost::launch(&problem, &work, (&spec, kernel), limits, &constants);
+                let launch = sm90_fwd::cost::launch(
+                    kernel,
+                    &Forward { problem: &problem, spec: &spec, work: &work, limits, constants: &constants },
+                );
                 for parts in std::iter::once(1).chain(part_counts(work.longest.steps as usize)) {
                     assert!(launch.at_least(parts) <= launch.seconds(parts), "{spec}: {parts} parts");
                 }

@@ -13,21 +13,22 @@ pub(crate) mod splits;
 pub(crate) mod stored;
 mod turns;
 
-use fa_core::{Arch, Kernel, KernelSpec};
+use fa_core::{Arch, KernelSpec, Problem};
 use serde::Serialize;
 
-use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
+use crate::cost::constants::CostConstants;
+use crate::kernels::planned::{self, Time};
 use crate::occupancy::register_ceiling;
 
 pub use crate::occupancy::Occupancy;
 pub use crate::registers::{Registers, SetMaxNReg};
 pub use crate::smem::SmemPlan;
-pub use code::missing_code;
 pub use kv_splits::{MAX_SPLITS, kv_splits};
 pub use pages::{boxes_need, page_part};
 pub use panels::BwdPanels;
 pub use reason::Reason;
-pub use splits::head_splits;
+use splits::Split;
+
 pub use stored::{head_bytes, storing_heads};
 pub use turns::heads_side_by_side;
 
@@ -56,37 +57,22 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     spec.check_arch(arch).map_err(|e| Reason::Rule(e.to_string()))?;
     let limits = arch.limits();
     let threads = spec.threads();
-    let (regs, launch_regs, blocks_per_sm) = match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => {
-            let regs = sm80_fwd::account::registers(spec, kernel, limits);
-            (regs, regs.total, kernel.blocks_per_sm)
-        }
-        // The launch gives every thread an even share and setmaxnreg redistributes it: a CTA takes all
-        // registers of the SM.
-        Kernel::Sm90Fwd(kernel) => {
-            (sm90_fwd::account::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
-        }
-        Kernel::Sm80Bwd(kernel) => {
-            let regs = sm80_bwd::account::registers(spec, kernel, arch);
-            (regs, regs.total, kernel.blocks_per_sm)
-        }
-        Kernel::Sm90Bwd(kernel) => {
-            (sm90_bwd::account::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
-        }
+    let blocks_per_sm = spec.traits().blocks_per_sm;
+    let kernel = planned::of(&spec.kernel);
+    let regs = kernel.registers(spec, arch);
+    // With setmaxnreg the launch gives every thread an even share, to be redistributed: a CTA takes all
+    // registers of the SM.
+    let launch_regs = match regs.setmaxnreg {
+        Some(_) => register_ceiling(limits, threads, 1),
+        None => regs.total,
     };
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
     }
-    let spills = match &spec.kernel {
-        Kernel::Sm90Fwd(kernel) => sm90_fwd::spills::known(spec, kernel),
-        Kernel::Sm90Bwd(kernel) => sm90_bwd::spills::known(spec, kernel),
-        Kernel::Sm80Bwd(kernel) => sm80_bwd::spills::known(spec, kernel, arch),
-        Kernel::Sm80Fwd(kernel) => sm80_fwd::spills::known(spec, kernel),
-    };
-    if spills {
+    if kernel.is_known_to_spill(spec, arch) {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });
     }
-    let smem = smem(spec);
+    let smem = kernel.smem(spec);
     if smem.total > limits.smem_per_block {
         return Err(Reason::Smem { need: smem.total, have: limits.smem_per_block });
     }
@@ -100,10 +86,39 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
 
 /// The shared memory of any kernel, buffer by buffer: `total` is its `sizeof(SharedStorage)`.
 pub fn smem(spec: &KernelSpec) -> SmemPlan {
-    match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => sm80_fwd::account::smem(spec, kernel),
-        Kernel::Sm90Fwd(kernel) => sm90_fwd::account::smem(spec, kernel),
-        Kernel::Sm80Bwd(kernel) => sm80_bwd::account::smem(spec, kernel),
-        Kernel::Sm90Bwd(kernel) => sm90_bwd::account::smem(spec, kernel),
+    planned::of(&spec.kernel).smem(spec)
+}
+
+/// The first thing that `spec` asks for and its kernel has no device code for; `None` where it has all.
+pub fn missing_code(spec: &KernelSpec) -> Option<&'static str> {
+    planned::of(&spec.kernel).code().missing(spec)
+}
+
+/// The panels of a backward's tiles; `None` for a forward, and where threads copy rows instead of TMA.
+pub fn panels_of(spec: &KernelSpec) -> Option<BwdPanels> {
+    match planned::of(&spec.kernel).time() {
+        Time::Backward(kernel) => kernel.panels(spec),
+        Time::Forward(_) => None,
+    }
+}
+
+/// Parts into which the query heads of a K/V head are divided, each with a CTA per tile of keys: 1 to the
+/// group's size; 1 for a forward.
+///
+/// Without parts the CTAs of a K/V head's tiles step through all its query heads. Under a mask they see
+/// different numbers of queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer
+/// holds what is in use (NB-052). Parts keep them together and fill the GPU, but dK and dV are then summed up
+/// in f32 in device memory. The number with the least estimated time is taken; the constants reproduce the
+/// measured choice (`tests/splits.rs`), not the rates.
+///
+/// 1 where there is nothing to sum. In a deterministic backward the parts add in turn. `sms` is the number of
+/// SMs of the GPU at hand.
+pub fn head_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
+    match planned::of(&spec.kernel).time() {
+        Time::Backward(kernel) => {
+            let rates = kernel.rates(arch.limits(), &CostConstants::of(arch));
+            Split::choose(problem, spec, rates, arch, sms).parts
+        }
+        Time::Forward(_) => 1,
     }
 }

@@ -1,17 +1,12 @@
 //! How many CTAs share the query heads of a K/V head in the backward: launch and cost model take the same
 //! number.
 
-use fa_core::{Arch, ArchLimits, Family, KernelSpec, Problem};
+use fa_core::{Arch, ArchLimits, KernelSpec, Problem};
 
-use crate::cost::constants::CostConstants;
 use crate::cost::schedule::{Queue, TileClass, Work};
 
 /// Bytes per clock that an SM adds to f32 accumulators in the L2.
 const ADDED_BYTES: f64 = 32.0;
-
-/// Share of the tensor cores' peak (of mma.sync's, for the SM80 class) that a step reaches, by [`Family`]:
-/// the SM80 class is at 320 TFLOP/s of 613 where all heads have their own K and V (head dim 128).
-const TENSOR_EFFICIENCY: [f64; 2] = [0.52, 0.75];
 
 /// Share of the L2 that holds what the CTAs of a head read and add to, before parts of it are evicted between
 /// two uses.
@@ -23,19 +18,13 @@ const BANDWIDTH: [f64; 2] = [0.93, 0.4];
 /// Fewer parts are kept unless more are faster by this factor: parts take a workspace of dK and dV in f32.
 const GAIN: f64 = 1.01;
 
-/// Parts into which the query heads of a K/V head are divided, each with a CTA per tile of keys: 1 to the
-/// group's size.
-///
-/// Without parts the CTAs of a K/V head's tiles step through all its query heads. Under a mask they see
-/// different numbers of queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer
-/// holds what is in use (NB-052). Parts keep them together and fill the GPU, but dK and dV are then summed up
-/// in f32 in device memory. The number with the least estimated time is taken; the constants reproduce the
-/// measured choice (`tests/splits.rs`), not the rates.
-///
-/// 1 where there is nothing to sum. In a deterministic backward the parts add in turn. `sms` is the number of
-/// SMs of the GPU at hand.
-pub fn head_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
-    Split::choose(problem, spec, arch, sms).parts
+/// Rates of a backward's main kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct BackwardRates {
+    /// Floating-point operations per clock and SM that its steps reach.
+    pub tensor_flops: f64,
+    /// Clocks of a CTA outside its steps.
+    pub cta: f64,
 }
 
 /// A number of parts and what it costs in memory traffic.
@@ -53,8 +42,14 @@ pub(crate) struct Split {
 }
 
 impl Split {
-    /// The split with the least estimated time: see [`head_splits`].
-    pub(crate) fn choose(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Split {
+    /// The split with the least estimated time: see [`crate::account::head_splits`].
+    pub(crate) fn choose(
+        problem: &Problem,
+        spec: &KernelSpec,
+        rates: BackwardRates,
+        arch: Arch,
+        sms: u32,
+    ) -> Split {
         let group = problem.group_size().max(1);
         let is_empty = problem.lengths.sequences() == 0
             || problem.lengths.mean_q() == 0
@@ -62,11 +57,8 @@ impl Split {
         if group == 1 || is_empty {
             return Split { parts: 1, added: 0.0, sums: 0.0, missed: 0.0 };
         }
-        let model = Model::new(problem, spec, arch, sms);
+        let model = Model::new(problem, spec, rates, arch, sms);
         let mut best = model.split(1);
-        if !spec.kernel.is_backward() {
-            return best;
-        }
         let mut least = model.seconds(&best);
         let mut heads = group;
         while heads > 1 {
@@ -102,29 +94,27 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    fn new<'a>(problem: &'a Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Model<'a> {
+    fn new<'a>(
+        problem: &'a Problem,
+        spec: &KernelSpec,
+        rates: BackwardRates,
+        arch: Arch,
+        sms: u32,
+    ) -> Model<'a> {
         let limits = arch.limits();
         let traits = spec.traits();
         let (tile_m, tile_n) = traits.tile;
         let tile = [tile_m, tile_n].map(f64::from);
         let head_dims = [spec.head_dim, spec.head_dim_v].map(f64::from);
         let resident = f64::from(traits.blocks_per_sm);
-        let constants = CostConstants::of(arch);
-        let (rate, cta) = match traits.family {
-            Family::Sm90 => (limits.tensor_flops * TENSOR_EFFICIENCY[1], constants.sm90_bwd.block),
-            Family::Sm80 => (
-                limits.tensor_flops * constants.mma_sync_rate * TENSOR_EFFICIENCY[0],
-                constants.sm80_bwd_block,
-            ),
-        };
         let products = 2.0 * tile[0] * tile[1] * (3.0 * head_dims[0] + 2.0 * head_dims[1]);
         Model {
             problem,
             limits,
             single_heads: Work::of_keys(problem, tile_m, tile_n, problem.group_size()),
             slots: f64::from(sms) * resident,
-            step: resident * products / rate,
-            cta,
+            step: resident * products / rates.tensor_flops,
+            cta: rates.cta,
             head_dims,
             tile,
         }

@@ -7,7 +7,7 @@ use fa_core::{Arch, KernelSpec, MaskKind, Problem};
 /// natural order of tiles; `None` where all sums are added to zeros, which are then written before. Of
 /// uniform lengths every query has to see a key. `sms` are the SMs of the GPU at hand.
 pub fn storing_heads(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
-    if !spec.may_store_dq() {
+    if !spec.backward().is_some_and(|traits| traits.may_store_dq) {
         return None;
     }
     let traits = spec.traits();

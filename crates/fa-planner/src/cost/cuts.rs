@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use fa_core::{Arch, KernelSpec, Problem};
 
-use crate::account::splits::Split;
+use crate::account::splits::{BackwardRates, Split};
 
 use super::schedule::Work;
 
@@ -26,11 +26,17 @@ impl Cuts {
     }
 
     /// The parts into which the backward by `spec` divides query heads, and the tiles of keys of these.
-    pub(crate) fn of_keys(&mut self, problem: &Problem, spec: &KernelSpec, arch: Arch) -> (Split, &Work) {
+    pub(crate) fn of_keys(
+        &mut self,
+        problem: &Problem,
+        spec: &KernelSpec,
+        rates: BackwardRates,
+        arch: Arch,
+    ) -> (Split, &Work) {
         let traits = spec.traits();
         let (tile_m, tile_n) = traits.tile;
         let (split, work) = self.keys.entry((tile_m, tile_n, traits.blocks_per_sm)).or_insert_with(|| {
-            let split = Split::choose(problem, spec, arch, arch.limits().sms);
+            let split = Split::choose(problem, spec, rates, arch, arch.limits().sms);
             (split, Work::of_keys(problem, tile_m, tile_n, split.parts))
         });
         (*split, work)

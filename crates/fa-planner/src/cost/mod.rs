@@ -14,10 +14,10 @@ mod correlation;
 pub(crate) mod cuts;
 pub(crate) mod schedule;
 
-use fa_core::{Arch, Kernel, KernelSpec, Problem};
+use fa_core::{Arch, KernelSpec, Problem};
 
 use crate::account::kv_splits::{best_split, least_seconds};
-use crate::kernels::{sm80_bwd, sm90_bwd};
+use crate::kernels::planned::{self, Time};
 
 pub use constants::{CostConstants, Sm90BwdConstants};
 pub use core::{Bottleneck, Cost, StepClocks, Terms};
@@ -63,17 +63,12 @@ pub(crate) fn predict_below(
     arch: Arch,
     (constants, below): (&CostConstants, f64),
 ) -> Option<Cost> {
-    match &spec.kernel {
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => {
+    match planned::of(&spec.kernel).time() {
+        Time::Forward(_) => {
             let (tile_m, tile_n) = spec.tile();
             let work = cuts.of_queries(problem, tile_m, tile_n, spec.traits().packs_gqa);
             best_split(problem, spec, arch.limits(), constants, (Some(work), below))
         }
-        Kernel::Sm80Bwd(kernel) => {
-            Some(sm80_bwd::cost::predict(problem, spec, kernel, arch, (constants, cuts)))
-        }
-        Kernel::Sm90Bwd(kernel) => {
-            Some(sm90_bwd::cost::predict(problem, spec, kernel, arch, (constants, cuts)))
-        }
+        Time::Backward(kernel) => Some(kernel.predict(problem, spec, arch, constants, cuts)),
     }
 }

@@ -4,15 +4,20 @@
 //! - `account` adds up shared memory and registers;
 //! - `spills` lists configurations that the compiler is known to spill although the account has room
 //!   (`sm100_fwd` has no kernel to compile);
-//! - `cost` predicts the time.
+//! - `cost` predicts the time;
+//! - `timeline` draws the order of its main loop.
+//!
+//! A folder implements `planned::PlannedKernel` with these; the rest of the planner asks through that trait
+//! and names no kernel.
 
+pub(crate) mod planned;
 pub mod sm100_fwd;
 pub mod sm80_bwd;
 pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
 
-use fa_core::spec::tile_queries;
+use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{MaskKind, Problem};
 
 /// Tiles up to which splits of the keys are tried: some four for each SM of a large GPU. More tiles fill it.
@@ -37,6 +42,12 @@ fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &
     } else {
         &[false, true]
     }
+}
+
+/// The order of a backward's tiles under `mask`: longest first where lengths differ, natural for a
+/// deterministic backward, whose tiles add to dQ in the order of their numbers.
+fn backward_order(mask: MaskKind, deterministic: bool) -> TileOrder {
+    if mask == MaskKind::Full || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
 }
 
 /// Whether a tile of `tile_m` rows, a multiple of 64, has no queries in its last 64 in any sequence, where a

@@ -63,7 +63,7 @@ pub struct Timeline {
 
 impl Timeline {
     /// With a step's data from device memory in so many clocks.
-    pub(super) fn fed(self, memory: f64) -> Timeline {
+    pub(crate) fn fed(self, memory: f64) -> Timeline {
         Timeline { memory, ..self }
     }
 }

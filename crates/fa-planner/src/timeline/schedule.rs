@@ -5,7 +5,7 @@ use crate::cost::StepClocks;
 
 /// What does one thing at a time, for all lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unit {
+pub(crate) enum Unit {
     Tensor,
     Softmax,
     Copy,
@@ -21,7 +21,7 @@ const FULL: usize = 4;
 /// Steps after them, whose loads run ahead.
 const AFTER: usize = 4;
 /// Steps in all.
-pub(super) const STEPS: usize = WARM + SHOWN + AFTER;
+pub(crate) const STEPS: usize = WARM + SHOWN + AFTER;
 
 #[derive(Clone, Debug)]
 struct Task {
@@ -40,19 +40,19 @@ struct Task {
 
 /// Lanes and their tasks.
 #[derive(Debug, Default)]
-pub(super) struct Schedule {
+pub(crate) struct Schedule {
     lanes: Vec<String>,
     tasks: Vec<Task>,
 }
 
 impl Schedule {
-    pub(super) fn lane(&mut self, name: impl Into<String>) -> usize {
+    pub(crate) fn lane(&mut self, name: impl Into<String>) -> usize {
         self.lanes.push(name.into());
         self.lanes.len() - 1
     }
 
     /// Appends a task to a lane. `needs` are tasks that have to end first.
-    pub(super) fn task(
+    pub(crate) fn task(
         &mut self,
         lane: usize,
         unit: Unit,
@@ -135,7 +135,7 @@ impl Schedule {
     }
 
     /// Two steps, from where the first task of `anchor` of step `WARM` begins.
-    pub(super) fn timeline(mut self, anchor: usize, clocks: &StepClocks) -> Timeline {
+    pub(crate) fn timeline(mut self, anchor: usize, clocks: &StepClocks) -> Timeline {
         self.run();
         let starts = |step: usize| {
             let own = self.tasks.iter().find(|task| task.lane == anchor && task.step == step);

@@ -32,11 +32,7 @@ pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpe
     let shipped =
         std::fs::read_to_string(path).ok().and_then(|text| fa_core::ShippedSpec::from_ron(&text).ok());
     let named = shipped.and_then(|shipped| shipped.archs.first().copied());
-    let own = match spec.kernel.family() {
-        fa_core::Family::Sm80 => Arch::Sm80,
-        fa_core::Family::Sm90 => Arch::Sm90,
-    };
-    let arch = args.arch.or(named).unwrap_or(own);
+    let arch = args.arch.or(named).unwrap_or(spec.kernel.family().archs()[0]);
     Ok((spec, arch))
 }
 

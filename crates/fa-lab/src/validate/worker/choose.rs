@@ -2,11 +2,12 @@
 
 use std::collections::{HashMap, HashSet};
 
-use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Reads};
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem, Reads};
 use fa_planner::account::account;
 use fa_planner::plan::{PlanOptions, plan};
 
 use crate::grid::{Action, Case, is_serving};
+use crate::kernels;
 
 /// Kernels chosen for many cases together: the planner's favourites differ from problem to problem by a few
 /// percent of time, and each takes seconds to compile.
@@ -120,12 +121,8 @@ pub(super) fn splitting(case: &Case, arch: Arch, family: Family) -> Result<Kerne
 
 /// The same kernel for rows that are found otherwise: what loads pages only is left out where there are none.
 pub(super) fn with_reads(of: &KernelSpec, reads: Reads) -> KernelSpec {
-    let mut spec = KernelSpec { reads, ..of.clone() };
-    match &mut spec.kernel {
-        Kernel::Sm90Fwd(kernel) => kernel.gather &= reads.paged,
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {}
-    }
-    spec
+    let kernel = if reads.paged { of.kernel.clone() } else { kernels::of(&of.kernel).without_pages() };
+    KernelSpec { reads, kernel, ..of.clone() }
 }
 
 /// How the kernel of a case's twin finds rows; `None` where the case has none.

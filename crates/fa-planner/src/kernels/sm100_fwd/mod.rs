@@ -8,6 +8,7 @@
 pub mod account;
 pub mod candidates;
 mod cost;
+pub mod timeline;
 
 use fa_core::{Arch, Problem};
 use serde::Serialize;

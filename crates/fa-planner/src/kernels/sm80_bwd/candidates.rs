@@ -6,7 +6,7 @@ use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Bwd, Types
 
 use crate::occupancy::WARP;
 
-use crate::kernels::sm90_bwd::candidates::tile_order;
+use crate::kernels::backward_order;
 
 use super::account::{blocks_read, smem};
 
@@ -77,7 +77,7 @@ pub fn candidates(
     deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = tile_order(mask, deterministic);
+    let tile_order = backward_order(mask, deterministic);
     let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     TILE_M
         .into_iter()

@@ -4,7 +4,7 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
-use crate::account::splits::Split;
+use crate::account::splits::{BackwardRates, Split};
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::cuts::Cuts;
@@ -30,6 +30,18 @@ fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
     Occupancy::of(arch.limits(), bytes, taken, WARP * kernel.num_warps).blocks().max(kernel.blocks_per_sm)
 }
 
+/// Share of mma.sync's peak that a step reaches: 320 TFLOP/s of 613 where all heads have their own K and V
+/// (head dim 128).
+const TENSOR_EFFICIENCY: f64 = 0.52;
+
+/// What the number of CTAs that share a group's heads is chosen by.
+pub(crate) fn rates(limits: &ArchLimits, c: &CostConstants) -> BackwardRates {
+    BackwardRates {
+        tensor_flops: limits.tensor_flops * c.mma_sync_rate * TENSOR_EFFICIENCY,
+        cta: c.sm80_bwd_block,
+    }
+}
+
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included. The clocks of a step
 /// are those in which every CTA on an SM makes one step.
 pub(crate) fn predict(
@@ -37,14 +49,15 @@ pub(crate) fn predict(
     spec: &KernelSpec,
     kernel: &Sm80Bwd,
     arch: Arch,
-    (c, cuts): (&CostConstants, &mut Cuts),
+    c: &CostConstants,
+    cuts: &mut Cuts,
 ) -> Cost {
     let limits = arch.limits();
     let [tile_m, tile_n, warps] = [kernel.tile_m, kernel.tile_n, kernel.num_warps].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
-    let (split, work) = cuts.of_keys(problem, spec, arch);
+    let (split, work) = cuts.of_keys(problem, spec, rates(limits, c), arch);
     let resident = resident_blocks(work, blocks(spec, kernel, arch), limits);
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;

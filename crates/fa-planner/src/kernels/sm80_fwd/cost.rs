@@ -9,19 +9,18 @@ use crate::cost::constants::CostConstants;
 use crate::cost::core::{
     KernelModel, Launch, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
 };
-use crate::cost::schedule::{Queue, Work};
+use crate::cost::schedule::Queue;
+use crate::kernels::planned::Forward;
 use crate::occupancy::{Occupancy, WARP};
 
 use super::account::{registers, smem};
 
 /// The forward of `problem`, cut into the tiles of `kernel`.
 pub(crate) fn launch<'a>(
-    problem: &'a Problem,
-    work: &'a Work,
-    (spec, kernel): (&'a KernelSpec, &'a Sm80Fwd),
-    limits: &'a ArchLimits,
-    constants: &'a CostConstants,
-) -> Launch<'a, impl Fn(f64) -> f64> {
+    kernel: &'a Sm80Fwd,
+    forward: &Forward<'a>,
+) -> Launch<'a, impl Fn(f64) -> f64 + use<'a>> {
+    let Forward { problem, spec, work, limits, constants } = *forward;
     let resident = resident_blocks(work, blocks(spec, kernel, limits), limits);
     let (model, full) = model(problem, spec, kernel, limits, constants, resident);
     // A last wave's emptier SMs have the same few numbers of CTAs for every number of splits.

@@ -6,22 +6,16 @@
 //! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
-use fa_core::spec::TileOrder;
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, ScoreKind, Sm90Bwd, Types};
+use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, Reads, ScoreKind, Sm90Bwd, Types};
 
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
 use crate::guide::mode::Mode;
 use crate::guide::search::{Tiles, search};
 use crate::head_dims::HeadDims;
+use crate::kernels::backward_order;
 
 use super::account::{registers, smem};
-
-/// The order of a backward's tiles under `mask`: longest first where lengths differ, natural for a
-/// deterministic backward, whose tiles add to dQ in the order of their numbers.
-pub(crate) fn tile_order(mask: MaskKind, deterministic: bool) -> TileOrder {
-    if mask == MaskKind::Full || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
-}
 
 /// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant
 /// with two buffers of P and dS; beyond the guide's head dims those without a buffer of dQ.
@@ -32,8 +26,8 @@ pub fn candidates(
     deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = tile_order(mask, deterministic);
-    let queries = problem.lengths.max_q();
+    let tile_order = backward_order(mask, deterministic);
+    let lengths = problem.lengths;
     let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     let spec_of = move |kernel: Sm90Bwd| {
         let spec = |persistent| KernelSpec {
@@ -47,7 +41,7 @@ pub fn candidates(
             kernel: Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, persistent, ..kernel.clone() }),
         };
         let drawn = spec(true);
-        if gains_by_drawing(&drawn, &kernel, queries) { drawn } else { spec(false) }
+        if gains_by_drawing(&drawn, &kernel, &lengths) { drawn } else { spec(false) }
     };
     let dims = HeadDims { head_dim, head_dim_v };
     let guide = search(dims, Mode::Bwd, &Tiles::default()).map_or_else(|_| Vec::new(), |found| found.bwd);
@@ -72,15 +66,19 @@ pub fn candidates(
 /// start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101).
 const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 
+/// The fewest queries in the mean for which CTAs draw tiles of packed sequences, whose first sums are claimed
+/// and not stored by the tiles drawn first: 24 of 1024 gain 4 %, 60 of 100 to 513 lose 1 % (NB-114).
+const DRAWN_PACKED_QUERIES: usize = 768;
+
 /// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
-/// not, for problems of so many queries a sequence. Windows and deterministic kernels gain nothing by it.
-fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, queries: usize) -> bool {
-    let dim = drawn.head_dim.max(drawn.head_dim_v);
+/// not, for sequences of such `lengths`. Windows and deterministic kernels gain nothing by it.
+fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> bool {
+    let (dim, queries) = (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q());
     dim <= 128
         && queries <= DRAWN_QUERIES[usize::from(dim > 64)]
+        && (lengths.is_uniform() || queries >= DRAWN_PACKED_QUERIES)
         && drawn.mask != MaskKind::Window
         && drawn.score == ScoreKind::NONE
-        && !drawn.reads.varied
         && !drawn.traits().pass.deterministic()
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem

@@ -6,9 +6,10 @@
 //! time.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
+use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
+use crate::account::splits::BackwardRates;
 use crate::account::stored::storing_heads;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
@@ -19,13 +20,22 @@ use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
+/// Share of the tensor cores' peak that a step reaches.
+const TENSOR_EFFICIENCY: f64 = 0.75;
+
+/// What the number of CTAs that share a group's heads is chosen by.
+pub(crate) fn rates(limits: &ArchLimits, constants: &CostConstants) -> BackwardRates {
+    BackwardRates { tensor_flops: limits.tensor_flops * TENSOR_EFFICIENCY, cta: constants.sm90_bwd.block }
+}
+
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
 pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
     kernel: &Sm90Bwd,
     arch: Arch,
-    (constants, cuts): (&CostConstants, &mut Cuts),
+    constants: &CostConstants,
+    cuts: &mut Cuts,
 ) -> Cost {
     let limits = arch.limits();
     let c = &constants.sm90_bwd;
@@ -60,7 +70,7 @@ pub(crate) fn predict(
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
-    let (split, work) = cuts.of_keys(problem, spec, arch);
+    let (split, work) = cuts.of_keys(problem, spec, rates(limits, constants), arch);
     // A CTA computes nothing until its first Q and dO are there (NB-107). One that draws tiles loads those of
     // the next tile under the end of this one (NB-109).
     let waiting = if kernel.persistent { (sms / work.tiles.max(1.0)).min(1.0) } else { 1.0 };

@@ -78,7 +78,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 pack_gqa,
                 gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
-            with_room(KernelSpec {
+            with_room(kernel, reads.paged, |kernel| KernelSpec {
                 types: Types::same(dtype),
                 head_dim,
                 head_dim_v,
@@ -86,7 +86,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 score,
                 reads,
                 split,
-                kernel: Kernel::Sm90Fwd(kernel),
+                kernel: Kernel::Sm90Fwd(kernel.clone()),
             })
         })
 }
@@ -112,31 +112,23 @@ fn shares_loads(problem: &Problem, mask: MaskKind, tile_m: u32) -> bool {
     alike && slow_rows(problem) && tiles > 0 && tiles.is_multiple_of(2)
 }
 
-/// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads during
-/// this one. Keys in pages arrive later than those in one piece: several warpgroups, which are through a tile
-/// in a microsecond or two, have up to four buffers of them where there is room beside Q's.
-fn with_room(mut spec: KernelSpec) -> KernelSpec {
+/// The spec of `kernel`, with one Q buffer where shared memory has no room for a second, into which the next
+/// tile's Q is loaded during this one. Keys in pages (`paged`) arrive later than those in one piece: several
+/// warpgroups, which are through a tile in a microsecond or two, have up to four buffers of them where there
+/// is room beside Q's.
+fn with_room(mut kernel: Sm90Fwd, paged: bool, spec_of: impl Fn(&Sm90Fwd) -> KernelSpec) -> KernelSpec {
     let limit = Arch::Sm90.limits().smem_per_block;
-    let fits = |spec: &KernelSpec| match &spec.kernel {
-        Kernel::Sm90Fwd(kernel) => smem(spec, kernel).total <= limit,
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => false,
-    };
-    if spec.reads.paged && fits(&spec) {
-        for stages in 3..=4 {
-            let mut deeper = spec.clone();
-            match &mut deeper.kernel {
-                Kernel::Sm90Fwd(kernel) if kernel.num_wg > 1 => kernel.kv_stages = stages,
-                Kernel::Sm90Fwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {}
-            }
+    let fits = |kernel: &Sm90Fwd| smem(&spec_of(kernel), kernel).total <= limit;
+    if paged && kernel.num_wg > 1 && fits(&kernel) {
+        for kv_stages in 3..=4 {
+            let deeper = Sm90Fwd { kv_stages, ..kernel.clone() };
             if fits(&deeper) {
-                spec = deeper;
+                kernel = deeper;
             }
         }
     }
-    if !fits(&spec)
-        && let Kernel::Sm90Fwd(kernel) = &mut spec.kernel
-    {
+    if !fits(&kernel) {
         kernel.q_stages = 1;
     }
-    spec
+    spec_of(&kernel)
 }

@@ -7,18 +7,17 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 use crate::account::pages::page_part;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{KernelModel, Launch, f32_lanes, overlap, score_costs, softmax_clocks};
-use crate::cost::schedule::{Queue, Work};
+use crate::cost::schedule::Queue;
+use crate::kernels::planned::Forward;
 
 use super::account::accumulators;
 
 /// The forward of `problem`, cut into the tiles of `kernel`.
 pub(crate) fn launch<'a>(
-    problem: &'a Problem,
-    work: &'a Work,
-    (spec, kernel): (&KernelSpec, &Sm90Fwd),
-    limits: &'a ArchLimits,
-    constants: &'a CostConstants,
-) -> Launch<'a, impl Fn(f64) -> f64> {
+    kernel: &'a Sm90Fwd,
+    forward: &Forward<'a>,
+) -> Launch<'a, impl Fn(f64) -> f64 + use<'a>> {
+    let Forward { problem, spec, work, limits, constants } = *forward;
     let (mut model, step) = model(problem, spec, kernel, limits, constants);
     if kernel.scheduler == Scheduler::Static && work.tiles > 0.0 {
         let waiting = 1.0 - (f64::from(limits.sms) / work.tiles).min(1.0);
@@ -98,7 +97,7 @@ fn model(
     let rescale = hdv / tile_n * if lazy { c.rescale_left } else { 1.0 };
     let (mut cap_mufu, mut cap_ops) = score_costs(spec.score, c);
     if spec.score.softcap {
-        (cap_mufu, cap_ops) = if spec.near_cap() { (0.0, NEAR_CAP_OPS) } else { (2.0, cap_ops) };
+        (cap_mufu, cap_ops) = if k.near_cap(spec) { (0.0, NEAR_CAP_OPS) } else { (2.0, cap_ops) };
     }
     let ops = c.sm90_softmax_ops[usize::from(lazy)] + rescale + poly * c.poly_ops + cap_ops;
     let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);

@@ -1,0 +1,144 @@
+//! What tests and measurements vary in a kernel: [`of`] takes a spec to its kernel.
+
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+
+/// A kernel as the lab sees it.
+pub(crate) trait LabKernel {
+    /// The kernel with one knob changed, the most telling first; also those that break a rule.
+    fn variants(&self) -> Vec<Kernel>;
+
+    /// The kernel without what its launch bounds promise, and without a switch that is newer than most
+    /// records: the same to whoever looks for it in a record.
+    fn unbound(&self) -> Kernel;
+
+    /// The kernel for rows that do not lie in pages: without the code that only loads pages.
+    fn without_pages(&self) -> Kernel;
+}
+
+/// The kernel of a spec.
+pub(crate) fn of(kernel: &Kernel) -> &dyn LabKernel {
+    each_kernel!(kernel, params => params)
+}
+
+/// `kernel` with each of `changes` alone.
+fn changed<K: Clone + Into<Kernel>>(kernel: &K, changes: &[fn(&mut K)]) -> Vec<Kernel> {
+    let with = |change: &fn(&mut K)| {
+        let mut kernel = kernel.clone();
+        change(&mut kernel);
+        kernel.into()
+    };
+    changes.iter().map(with).collect()
+}
+
+fn other(order: TileOrder) -> TileOrder {
+    match order {
+        TileOrder::Natural => TileOrder::LongestFirst,
+        TileOrder::LongestFirst => TileOrder::Natural,
+    }
+}
+
+impl LabKernel for Sm80Fwd {
+    fn variants(&self) -> Vec<Kernel> {
+        changed(
+            self,
+            &[
+                |k| k.q_in_regs = !k.q_in_regs,
+                |k| k.stages += 1,
+                |k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1),
+                |k| k.blocks_per_sm += 1,
+                |k| k.tile_n += 16,
+                |k| k.tile_n = k.tile_n.saturating_sub(16),
+                |k| k.stages = k.stages.saturating_sub(1),
+                |k| k.reverse_blocks = !k.reverse_blocks,
+            ],
+        )
+    }
+
+    fn unbound(&self) -> Kernel {
+        Sm80Fwd { blocks_per_sm: 1, ..self.clone() }.into()
+    }
+
+    fn without_pages(&self) -> Kernel {
+        self.clone().into()
+    }
+}
+
+impl LabKernel for Sm80Bwd {
+    fn variants(&self) -> Vec<Kernel> {
+        changed(
+            self,
+            &[
+                |k| k.q_stages = 5 - k.q_stages,
+                |k| k.do_stages = 3 - k.do_stages,
+                |k| k.tile_order = other(k.tile_order),
+                |k| k.blocks_per_sm += 1,
+                |k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1),
+            ],
+        )
+    }
+
+    fn unbound(&self) -> Kernel {
+        self.clone().into()
+    }
+
+    fn without_pages(&self) -> Kernel {
+        self.clone().into()
+    }
+}
+
+impl LabKernel for Sm90Fwd {
+    fn variants(&self) -> Vec<Kernel> {
+        changed(
+            self,
+            &[
+                |k| k.ping_pong = !k.ping_pong,
+                |k| k.q_stages = 3 - k.q_stages,
+                |k| {
+                    let drawn = k.scheduler == Scheduler::Dynamic;
+                    k.scheduler = if drawn { Scheduler::Static } else { Scheduler::Dynamic };
+                },
+                |k| k.tile_order = other(k.tile_order),
+                |k| k.tile_n += 16,
+                |k| k.tile_n = k.tile_n.saturating_sub(16),
+                |k| k.kv_stages += 1,
+                |k| k.cluster_m = 3 - k.cluster_m,
+                |k| k.scheduler = Scheduler::PerTile,
+            ],
+        )
+    }
+
+    fn unbound(&self) -> Kernel {
+        self.clone().into()
+    }
+
+    fn without_pages(&self) -> Kernel {
+        Sm90Fwd { gather: false, ..self.clone() }.into()
+    }
+}
+
+impl LabKernel for Sm90Bwd {
+    fn variants(&self) -> Vec<Kernel> {
+        changed(
+            self,
+            &[
+                |k| k.pds_stages = 3 - k.pds_stages,
+                |k| k.do_stages = 3 - k.do_stages,
+                |k| k.q_stages = 3 - k.q_stages,
+                |k| k.mma_dkv_is_rs = !k.mma_dkv_is_rs,
+                |k| k.dq_via_smem = !k.dq_via_smem,
+                |k| k.dq_slices = 3 - k.dq_slices,
+                |k| k.persistent = !k.persistent,
+                |k| k.tile_order = other(k.tile_order),
+            ],
+        )
+    }
+
+    fn unbound(&self) -> Kernel {
+        Sm90Bwd { persistent: false, ..self.clone() }.into()
+    }
+
+    fn without_pages(&self) -> Kernel {
+        self.clone().into()
+    }
+}
