@@ -117,8 +117,8 @@ impl Map<'_> {
         write!(
             html,
             "<div class=\"pane\" id=\"pane-{id}\" style=\"--n:{}\">\n<div>\n<div class=\"maprow \
-             columns\"><div class=\"rowname note\">{across}<span class=\"narrow\"> (upper number)</span></div><div \
-             class=\"cells head\">",
+             columns\"><div class=\"rowname note\">{across}<span class=\"narrow\"> (upper \
+             number)</span></div><div class=\"cells head\">",
             self.columns.len()
         )
         .expect(INTO_STRING);

@@ -24,7 +24,8 @@ pub struct BenchArgs {
     pub shapes: ShapeArgs,
     /// Measure appending to a cache instead, of a fixed list: one token and prefill, in pages and in one
     /// piece, with rotary embedding and without, by the bytes that are read and written
-    #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"), conflicts_with_all = [
+    #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"))]
+    #[arg(conflicts_with_all = [
         "specs", "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
     ])]
     pub append: bool,

@@ -141,8 +141,8 @@ pub struct EmulateArgs {
     #[arg(conflicts_with_all = OF_ONE, value_parser = whole::<usize>)]
     pub sample: Option<usize>,
     /// The day of the sample [default: today]
-    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with_all = ["spec", "mutate", "shipped"])]
-    #[arg(value_parser = crate::flags::day)]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
+    #[arg(conflicts_with_all = ["spec", "mutate", "shipped"], value_parser = crate::flags::day)]
     pub day: Option<String>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
