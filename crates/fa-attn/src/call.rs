@@ -1,4 +1,4 @@
-//! A pass bound to a problem: run as often as wanted, on host tensors.
+//! A pass bound to a problem, to be run any number of times on host tensors.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::extras::check_dsinks;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
 
-/// A pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
+/// One pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
 #[derive(Debug)]
 pub struct Call {
     problem: Problem,
@@ -59,7 +59,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// The backend with its machine, in a line; without the kernel and why the GPU is passed over.
+    /// The backend and its hardware in one line, without the kernel and the reason for not using the GPU.
     pub fn text(&self) -> String {
         let threads = self.threads.map(|threads| counted(threads, "thread"));
         let parts = [Some(self.backend.to_owned()), self.gpu.clone(), self.isa.map(str::to_owned), threads];
@@ -146,14 +146,14 @@ impl Call {
     /// copied there and back; for tensors that stay there, see [`crate::device`].
     ///
     /// # Errors
-    /// [`Error::Pass`] and [`Error::Dtype`] for tensors that the call is not bound to, shapes that are not
-    /// the problem's, and what the GPU reports. Nothing is written to the outputs then.
+    /// [`Error::Pass`] and [`Error::Dtype`] for tensors of another pass or type, errors for shapes that are
+    /// not the problem's, and what the GPU reports. The outputs are then unchanged.
     pub fn run<'a, T: Element>(&self, tensors: impl Into<Tensors<'a, T>>) -> Result<(), Error> {
         self.execute(tensors.into(), 1).map(drop)
     }
 
-    /// [`Call::run`], and the time of the computation alone. On the GPU that of a second launch: the first
-    /// loads code.
+    /// [`Call::run`], and the time of the computation without copies. On the GPU it is the time of a second
+    /// launch, because the first one loads code.
     ///
     /// # Errors
     /// As [`Call::run`].
@@ -261,7 +261,7 @@ impl Call {
     }
 }
 
-/// Rounds the rows of `spans` of a packed BSHD tensor into `to`; the others are left as they are.
+/// Rounds the rows of `spans` of a packed BSHD tensor into `to`; other rows keep their values.
 fn round_rows<T: Element>(values: &[f64], to: &mut TensorMut<'_, T>, spans: impl Iterator<Item = Span>) {
     let [_, seqlen, heads, dim] = to.shape();
     let strides = to.strides();

@@ -1,4 +1,4 @@
-//! Which kernel computes a problem: remembered, tuned, planned, or of the built-in bundle.
+//! The choice of the kernel for a problem: remembered, tuned, planned, or from the built-in bundle.
 
 use std::collections::HashMap;
 use std::iter::{once, once_with};
@@ -18,8 +18,7 @@ use crate::error::Error;
 use crate::tune::{Tables, TuneKey, TunedEntry};
 use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidates, search, winner};
 
-/// Choices that are remembered at the most, some 4 MB: lengths that never come again must not fill the memory
-/// of a server.
+/// Choices that are remembered at most, some 4 MB: lengths that never recur must not fill a server's memory.
 const REMEMBERED: usize = 4096;
 
 /// The GPU that kernels are chosen for.
@@ -27,7 +26,7 @@ pub(crate) trait Seat {
     /// Its architecture.
     fn arch(&self) -> Arch;
 
-    /// Its name, by which tables of tuned kernels go.
+    /// Its name, the key of tables of tuned kernels.
     ///
     /// # Errors
     /// What the driver reports.
@@ -51,13 +50,13 @@ pub(crate) struct Chooser {
     tuner: Mutex<Option<Arc<Tuner>>>,
 }
 
-/// What is remembered, by the caller's threads and the one that measures.
+/// What is remembered, shared by the callers' threads and the one that measures.
 #[derive(Debug, Default)]
 struct Memory {
     choices: Mutex<Choices>,
     /// The tables of tuned kernels, read when the first choice is made.
     tables: Mutex<Option<Tables>>,
-    /// Winners that came into them.
+    /// Winners added to them.
     winners: AtomicU64,
 }
 
@@ -71,7 +70,7 @@ impl Memory {
         ask(lock(&self.tables).get_or_insert_with(Tables::read))
     }
 
-    /// Leaves out the entries of a kernel, until the tables are read again. Whether there were any.
+    /// Drops the entries of a kernel until the tables are read again; returns whether there were any.
     fn forget(&self, gpu: &str, spec: &KernelSpec) -> bool {
         lock(&self.tables).get_or_insert_with(Tables::read).forget(gpu, spec)
     }
@@ -132,7 +131,7 @@ impl Chooser {
         Ok(bound)
     }
 
-    /// Gives the problem to the thread that measures, where tuning is on and it has not been measured.
+    /// Queues the problem for the thread that measures, if tuning is on and it has not been measured.
     fn offer(
         &self,
         kernels: &impl Seat,
@@ -169,7 +168,7 @@ impl Chooser {
         self.tune_by(kernels, budget, path, measure)
     }
 
-    /// Has problems measured by `measure`, which knows the number of candidates and keeps the budget.
+    /// Starts measuring problems with `measure`, which knows the number of candidates and the budget.
     fn tune_by(
         &self,
         seat: &impl Seat,
@@ -186,13 +185,13 @@ impl Chooser {
         Ok(())
     }
 
-    /// Takes `tuner` in place of the one before, which ends outside of the lock.
+    /// Replaces the tuner; the previous one is dropped after the lock is released.
     fn replace(&self, tuner: Option<Arc<Tuner>>) {
         let before = std::mem::replace(&mut *lock(&self.tuner), tuner);
         drop(before);
     }
 
-    /// Waits for what is being measured; what came of it.
+    /// Waits until all queued problems are measured, and returns the outcomes.
     pub(crate) fn finish_tuning(&self) -> Vec<TuningOutcome> {
         let tuner = lock(&self.tuner).clone();
         tuner.map_or_else(Vec::new, |tuner| tuner.finish())
@@ -386,13 +385,12 @@ fn compiled_ahead<'a, P>(
     Some(bind(spec).map(|bound| (bound, spec.clone())).map_err(Error::from))
 }
 
-/// All that a choice depends on, as RON text: plain data, looked up when a problem is bound and not in a
-/// launch.
+/// Everything that a choice depends on, as RON text; looked up when a problem is bound, never in a launch.
 fn key(problem: &Problem, family: Option<Family>, pass: Pass) -> String {
     ron::to_string(&(problem, family, pass)).expect("plain structs of numbers and names always serialise")
 }
 
-/// Kernels by the key of a problem: what a caller prefers for good, what was chosen as long as there is room.
+/// Kernels by the key of a problem: a caller's preferences are kept for good, choices while there is room.
 #[derive(Debug, Default)]
 struct Choices {
     preferred: HashMap<String, KernelSpec>,

@@ -3,13 +3,13 @@
 use fa_core::KernelSpec;
 use fa_kernels::Error;
 
-/// How many tiles are tried where kernels do not compile cleanly.
+/// Tiles that are tried when kernels do not compile cleanly.
 const TRIES: usize = 8;
 
 /// A kernel that compiles cleanly, and those before it in its list that do not.
 #[derive(Debug)]
 pub struct Clean<P> {
-    /// What binding it gave.
+    /// What `bind` returned for it.
     pub bound: P,
     /// The kernel.
     pub spec: KernelSpec,
@@ -17,12 +17,12 @@ pub struct Clean<P> {
     pub refused: Vec<Error>,
 }
 
-/// The first of `specs`, best first, that `bind` takes. A kernel that spills, or whose wgmma is serialised,
-/// is passed over with the others of its tile, which mostly spill as well; after eight tiles the search ends.
-/// [`crate::device::Gpu::bind`] chooses among the planner's kernels by it. `None` where `specs` is empty.
+/// The first of `specs` (best first) that `bind` accepts; `None` where `specs` is empty. A kernel that
+/// spills, or whose wgmma is serialised, is skipped together with the others of its tile, most of which spill
+/// as well; the search ends after eight tiles. [`crate::device::Gpu::bind`] uses it on the planner's kernels.
 ///
 /// # Errors
-/// The first refusal where no kernel is taken; anything else that `bind` says ends the search.
+/// The first refusal if no kernel is accepted; any other error of `bind` ends the search.
 pub fn first_clean<P>(
     specs: impl IntoIterator<Item = KernelSpec>,
     bind: impl Fn(&KernelSpec) -> Result<P, Error>,

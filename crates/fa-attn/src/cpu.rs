@@ -14,14 +14,14 @@ use crate::error::Error;
 #[derive(Clone, Debug)]
 pub(crate) struct Cpu {
     pub(crate) isa: Isa,
-    /// At most so many threads; `None` for those of the current rayon pool.
+    /// The most threads; `None` for those of the current rayon pool.
     limit: Option<usize>,
-    /// Threads of its own, where the limit is not what rayon's pool has anyway.
+    /// Its own thread pool, where the limit differs from the size of rayon's.
     pool: Option<Arc<ThreadPool>>,
 }
 
 impl Cpu {
-    /// As many threads as are of use at the most, where a number is given.
+    /// With `threads` threads at most, or those of the current rayon pool.
     pub(crate) fn new(isa: Isa, threads: Option<NonZeroUsize>) -> Result<Cpu, Error> {
         let limit = threads.map(|threads| threads.get().min(most()));
         let own = limit.filter(|&limit| limit != rayon::current_num_threads());
@@ -36,12 +36,12 @@ impl Cpu {
         }
     }
 
-    /// Runs `work`, which keeps to [`Cpu::options`]: one thread is the caller's, which need not wake another.
+    /// Runs `work`, which respects [`Cpu::options`]; a single thread is the caller's, so that none is woken.
     pub(crate) fn install_tiled<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
         if self.limit == Some(1) { work() } else { self.install(work) }
     }
 
-    /// How many threads there are.
+    /// The number of threads.
     pub(crate) fn threads(&self) -> usize {
         self.pool.as_ref().map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads())
     }

@@ -3,7 +3,7 @@
 use fa_core::Dtype;
 use half::{bf16, f16};
 
-/// An element type of calls: f32, which only the CPU computes in, f16 and bf16.
+/// An element type of calls: f16, bf16, and f32, which only the CPU computes in.
 pub trait Element: fa_cpu::Element + Default + PartialEq + std::fmt::Debug + private::OnGpu {
     /// Its name in problems.
     fn dtype() -> Dtype;

@@ -1,4 +1,4 @@
-//! What computes attention on this machine, and the calls that it is bound into.
+//! The engine: computes attention on this machine, and binds problems into calls.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub enum Backend {
     Auto,
     /// The tiled kernels of the CPU.
     Cpu(CpuOptions),
-    /// The CPU's naive f64 formulas, made to be compared with.
+    /// The CPU's naive formulas in f64, the reference that others are compared with.
     Reference {
         /// Threads; `None` for those of the current rayon pool.
         threads: Option<NonZeroUsize>,
@@ -35,7 +35,7 @@ pub enum Backend {
     Gpu,
 }
 
-/// How the CPU computes; the default is the best that it has.
+/// How the CPU computes; by default with its best instruction set and all threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuOptions {
     /// Instruction set; `None` for the best that the CPU has.
@@ -44,7 +44,7 @@ pub struct CpuOptions {
     pub threads: Option<NonZeroUsize>,
 }
 
-/// Attention on this machine: made once, shared by threads.
+/// Computes attention on this machine. Made once, shared by threads.
 #[derive(Debug)]
 pub struct Engine {
     backend: Backend,
@@ -267,10 +267,10 @@ impl Engine {
         self.backward(&problem_of(q, k, v, mask)?, [q, k, v], &Extras::NONE, output, dout)
     }
 
-    /// Appends new keys and values to a cache and turns keys and queries by their positions
-    /// ([`fa_core::Append`] says what that means): tensors in host memory, changed in place; returns how many
-    /// rows of keys and queries had no place and were left out. The bits are the same on GPU and CPU. The GPU
-    /// gets a copy of the whole cache: for a cache that stays in its memory, [`Gpu::append`].
+    /// Appends new keys and values to a cache, with rotary embedding of keys and queries (see
+    /// [`fa_core::Append`]): tensors in host memory, changed in place. Returns how many rows of keys and
+    /// queries were skipped for want of a slot. GPU and CPU give equal bits. The GPU gets a copy of the whole
+    /// cache; for a cache that stays in its memory, see [`Gpu::append`].
     ///
     /// # Errors
     /// [`Error::Cpu`] for an append that contradicts itself, and shapes, types and lengths that are not what
@@ -298,8 +298,8 @@ impl Engine {
         }
     }
 
-    /// Operations per second that the CPU's f32 products reach on all of its threads together; `None` where
-    /// no kernel of the CPU computes. Takes about a tenth of a second.
+    /// The CPU's f32 multiply-add rate in operations per second, all threads together; `None` where no kernel
+    /// of the CPU computes. Takes about a tenth of a second.
     pub fn fma_peak(&self) -> Option<f64> {
         self.peak(Dtype::F32)
     }

@@ -15,7 +15,7 @@ pub enum Error {
     /// The problem contradicts itself.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// The CPU implementation refuses.
+    /// The CPU implementation refuses the call.
     #[error(transparent)]
     Cpu(#[from] CpuError),
     /// Compiling, loading or launching a kernel fails.
@@ -33,7 +33,7 @@ pub enum Error {
         pass: Pass,
         /// Kernels compiled ahead for it.
         have: usize,
-        /// What is the matter with the compiler.
+        /// Why the compiler does not work.
         compiler: Box<fa_kernels::Error>,
     },
     /// The CPU lacks an instruction set that was asked for.
@@ -52,7 +52,7 @@ pub enum Error {
         /// The system's answer.
         reason: String,
     },
-    /// A call got the tensors of the other pass.
+    /// A call was given tensors of the other pass.
     #[error("the call computes the {}, its tensors are those of the {}", bound.name(), given.name())]
     Pass {
         /// What the call is bound to.
@@ -60,7 +60,7 @@ pub enum Error {
         /// What the tensors are of.
         given: Pass,
     },
-    /// A call got tensors of another type than it is bound to.
+    /// A call was given tensors of a type that it is not bound to.
     #[error("the call computes in {need}, its tensors hold {got}")]
     Dtype {
         /// The tensors' type.
@@ -110,7 +110,7 @@ pub enum Error {
         /// What it must be.
         need: &'static str,
     },
-    /// Tuning has no place for its winners.
+    /// There is no path for the table of winners.
     #[error("tuning has no place for its winners: set FA_TUNED to a file, or HOME for the default")]
     NoTunedTable,
     /// The budget of tuning was spent before there was anything to compare.

@@ -1,4 +1,4 @@
-//! Checks of what a call is given beside its tensors.
+//! Checks of a call's extras.
 
 use fa_core::Problem;
 use fa_cpu::{CpuError, check};

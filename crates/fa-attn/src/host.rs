@@ -35,7 +35,7 @@ pub(crate) fn run<T: Half>(
     }
 }
 
-/// O's placement: that of the host where it is packed, so that it is copied as it is.
+/// O's placement: the host's if it is packed, so that one copy moves it.
 fn out_placement(shape: [usize; 4], strides: Strides) -> Placement {
     let given = Placement { shape, strides };
     if given.is_packed() { given } else { Placement::packed(shape, TensorLayout::Bshd) }

@@ -21,7 +21,7 @@
 //! # Ok::<(), fa_attn::Error>(())
 //! ```
 //!
-//! A problem that comes again is bound once and run as often as wanted:
+//! A problem that recurs is bound once and run any number of times:
 //!
 //! ```
 //! use fa_attn::{Dtype, Engine, Extras, ForwardTensors, Mask, Output, Pass, Problem, Tensor, TensorLayout};
@@ -70,7 +70,7 @@
 //!
 //! Results over different keys of the same queries are combined by [`merge`].
 //!
-//! A cache grows in place, keys and queries turned by their positions on the way ([`Append`], [`Rotary`]):
+//! A cache grows in place, with rotary embedding of keys and queries ([`Append`], [`Rotary`]):
 //!
 //! ```
 //! use fa_attn::{Append, AppendExtras, AppendTensors, Dtype, Engine, Side, Tensor, TensorLayout, bf16};

@@ -10,8 +10,8 @@ use crate::tensors::{Output, Tensor};
 /// Merges results over different keys of the same queries: a shared prefix and each request's own suffix
 /// (cascade), the tokens of a speculative tree and the cache before them, or parts of a long cache.
 ///
-/// Computed in f32, rounded once. `(O = 0, LSE = -inf)`, the result of a row that sees no key, changes
-/// nothing. Parts leave sinks out; `sinks`, `[heads_q]`, joins the merged result once. The layout is the
+/// Computed in f32, rounded once. A part whose row sees no key (`O = 0`, `LSE = -inf`) does not change the
+/// result. Parts leave sinks out; `sinks`, `[heads_q]`, joins the merged result once. The layout is the
 /// first part's.
 ///
 /// # Errors

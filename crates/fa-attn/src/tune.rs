@@ -119,10 +119,9 @@ impl Tuned {
         Ok(atomic_file::write(path, self.to_ron().as_bytes())?)
     }
 
-    /// Changes the table at `path` by `change`, and returns it with what came of writing it: read,
-    /// changed and replaced while no other process does the same. What is locked meanwhile is the folder;
-    /// where that cannot be, or stays locked for two seconds, the change is made all the same, and the
-    /// later of two at once stays.
+    /// Applies `change` to the table at `path`, and returns it with the result of writing it. The folder is
+    /// locked meanwhile, so that no other process changes the table; if it cannot be locked within two
+    /// seconds, the change is made all the same, and the later of two writers wins.
     ///
     /// # Errors
     /// As [`Tuned::read`], after which nothing is changed. [`Error::Write`] stands beside the table.
@@ -135,7 +134,7 @@ impl Tuned {
         Ok((table, written))
     }
 
-    /// Leaves out the entries of `spec` for `gpu`; whether there were any.
+    /// Drops the entries of `spec` for `gpu`; returns whether there were any.
     fn forget(&mut self, gpu: &str, spec: &KernelSpec) -> bool {
         let mut found = false;
         for known in self.gpus.iter_mut().filter(|known| known.gpu == gpu) {
@@ -200,8 +199,7 @@ fn of_type(entry: &TunedEntry, problem: &Problem) -> KernelSpec {
     KernelSpec { types: Types::same(problem.types.qkv), ..entry.spec.clone() }
 }
 
-/// The lock of the folder of the table at `path`, held until it is dropped; `None` where there is none to be
-/// had.
+/// A lock on the folder of the table at `path`, held until it is dropped; `None` where it cannot be locked.
 fn lock_folder(path: &Path) -> Option<File> {
     let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
     fs::create_dir_all(folder).ok()?;
@@ -221,8 +219,8 @@ fn lock_folder(path: &Path) -> Option<File> {
     }
 }
 
-/// Where the user's table lies: FA_TUNED, or `tuned.ron` beside the kernel cache; `None` where there is no
-/// place for it.
+/// The path of the user's table: FA_TUNED, or `tuned.ron` beside the kernel cache; `None` where neither is
+/// known.
 pub fn user_table() -> Option<PathBuf> {
     let named = std::env::var_os(TUNED_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
@@ -266,7 +264,7 @@ impl Tables {
         written
     }
 
-    /// Leaves out the entries of `spec`; whether there were any.
+    /// Drops the entries of `spec`; returns whether there were any.
     pub(crate) fn forget(&mut self, gpu: &str, spec: &KernelSpec) -> bool {
         self.own.forget(gpu, spec) | self.shipped.forget(gpu, spec)
     }

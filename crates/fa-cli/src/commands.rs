@@ -8,6 +8,7 @@ pub mod emulate;
 pub mod ladder;
 pub mod manual;
 pub mod plan;
+pub mod records;
 pub mod run;
 pub mod tune;
 pub mod validate;

@@ -1,52 +1,53 @@
 //! New keys and values for a cache, and rotary embedding of keys and queries: what is appended, as data.
 //!
 //! Row `t` of a sequence's new keys goes to position `len + t` of its cache, where `len` is the cache's
-//! length before (`used_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding K is turned by
-//! that position on its way, and Q by the positions of its rows. Rows that have no place (beyond the cache's
-//! room, in a page that does not exist, at a position beyond the tables) are left out and counted.
+//! length before (`used_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding, K is rotated by
+//! that position as it is copied, and Q by the positions of its rows. Rows without a slot (beyond the cache's
+//! capacity, in a page that does not exist, at a position beyond the tables) are skipped and counted.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Dtype, Side, SideRows};
 
-/// What is appended, and how it is turned.
+/// New rows for a cache, and how they are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Append {
     /// Sequences.
     pub sequences: usize,
     /// Rows of new keys and values, `[batch, rows, heads_kv, dim]` or packed.
     pub new: Side,
-    /// The cache: `[batch, room, heads_kv, dim]`, or pages. Its lengths are on the device.
+    /// The cache: `[batch, capacity, heads_kv, dim]`, or pages. Its lengths are on the device.
     pub cache: Side,
     /// Heads of K and V.
     pub heads_kv: usize,
-    /// Elements of a key (and a query), a multiple of 8.
+    /// Elements of a key (and a query); on a GPU a multiple of 8.
     pub head_dim: usize,
-    /// Elements of a value, a multiple of 8.
+    /// Elements of a value; on a GPU a multiple of 8.
     pub head_dim_v: usize,
-    /// Type of all of them: f16 or bf16, on the CPU also f32.
+    /// Element type of all tensors but the tables: f16 or bf16, on the CPU also f32.
     pub dtype: Dtype,
-    /// How keys and queries are turned; `None` for not at all.
+    /// Rotary embedding of keys and queries; `None` for none.
     pub rotary: Option<Rotary>,
 }
 
-/// Rotary embedding: element pairs of the first `dim` elements of a row are turned by the angle of the row's
+/// Rotary embedding: pairs among the first `dim` elements of a row are rotated by the angle of the row's
 /// position, whose cosine and sine are in tables `[positions, dim / 2]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rotary {
-    /// Elements that are turned: a multiple of 16 up to the head dim; those after them stay.
+    /// Elements that are rotated: an even number up to the head dim, on a GPU a multiple of 16; the rest are
+    /// copied unchanged.
     pub dim: usize,
-    /// Which elements are a pair.
+    /// How elements are paired.
     pub pairs: RotaryPairs,
     /// Rows of the tables.
     pub positions: usize,
     /// Type of the tables: f32, or that of the tensors.
     pub table: Dtype,
-    /// Queries that are turned as well; `None` for keys alone.
+    /// Queries that are rotated as well; `None` for keys alone.
     pub queries: Option<RotaryQueries>,
 }
 
-/// Which elements rotary embedding turns together.
+/// How rotary embedding pairs the elements of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RotaryPairs {
@@ -56,7 +57,7 @@ pub enum RotaryPairs {
     Neighbours,
 }
 
-/// Queries that rotary embedding turns.
+/// Queries that rotary embedding rotates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RotaryQueries {
     /// Their rows, `[batch, rows, heads, head_dim]` or packed.
@@ -67,7 +68,7 @@ pub struct RotaryQueries {
     pub positions: QueryPositions,
 }
 
-/// At which position a query is turned.
+/// The position by which a query is rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QueryPositions {
@@ -80,7 +81,7 @@ pub enum QueryPositions {
 /// Why an append is not valid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum AppendError {
-    /// A number is not what it must be.
+    /// A number is out of range, or not a multiple of what it must be.
     #[error("{name} = {value}: must be {need}")]
     BadValue {
         /// The field.
@@ -90,7 +91,7 @@ pub enum AppendError {
         /// What it must be.
         need: String,
     },
-    /// A type that nothing is appended in.
+    /// An element type that appending does not support.
     #[error("{name} is {dtype}: must be {need}")]
     Dtype {
         /// The field.
@@ -100,22 +101,25 @@ pub enum AppendError {
         /// What it must be.
         need: String,
     },
-    /// Rows that lie where they cannot.
+    /// A layout of rows that appending does not support.
     #[error("{name} is {rows}: {need}")]
     Rows {
         /// The side.
         name: &'static str,
-        /// How its rows lie.
+        /// The layout of its rows.
         rows: &'static str,
-        /// How they must.
+        /// The layout that it needs.
         need: &'static str,
     },
 }
 
-/// Elements of 16 bytes, of which every copy is.
+/// 16-bit elements of a copy, which moves 16 bytes on a GPU.
 const CHUNK: usize = 8;
 
-/// Elements of two halves' chunks.
+/// The most elements of a row.
+const WIDEST: usize = 1 << 16;
+
+/// Elements of two chunks, one in each half of a rotated row.
 const ROTARY_CHUNK: usize = 16;
 
 /// Counts are 32-bit integers on the device, with room for sums.
@@ -125,7 +129,11 @@ fn multiple(name: &'static str, value: usize, of: usize, most: usize) -> Result<
     if value > 0 && value.is_multiple_of(of) && value <= most {
         return Ok(());
     }
-    Err(AppendError::BadValue { name, value, need: format!("a multiple of {of} from {of} to {most}") })
+    let need = match of {
+        1 => format!("from 1 to {most}"),
+        _ => format!("a multiple of {of} from {of} to {}", most / of * of),
+    };
+    Err(AppendError::BadValue { name, value, need })
 }
 
 fn name_of(rows: &SideRows) -> &'static str {
@@ -137,7 +145,7 @@ fn name_of(rows: &SideRows) -> &'static str {
 }
 
 impl Append {
-    /// Checks types, head dims, the rotary embedding and where rows lie.
+    /// Checks types, head dims, the rotary embedding and the layouts.
     ///
     /// # Errors
     /// The first [`AppendError`] found.
@@ -146,8 +154,8 @@ impl Append {
             let need = "f32, f16 or bf16".into();
             return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
         }
-        multiple("head_dim", self.head_dim, CHUNK, 1 << 16)?;
-        multiple("head_dim_v", self.head_dim_v, CHUNK, 1 << 16)?;
+        multiple("head_dim", self.head_dim, 1, WIDEST)?;
+        multiple("head_dim_v", self.head_dim_v, 1, WIDEST)?;
         if self.heads_kv == 0 {
             return Err(AppendError::BadValue { name: "heads_kv", value: 0, need: "at least 1".into() });
         }
@@ -163,11 +171,7 @@ impl Append {
         }
         let mut sides = vec![("new", self.new)];
         if let Some(rotary) = &self.rotary {
-            if self.head_dim < ROTARY_CHUNK {
-                let need = format!("at least {ROTARY_CHUNK} for a rotary embedding");
-                return Err(AppendError::BadValue { name: "head_dim", value: self.head_dim, need });
-            }
-            multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)?;
+            multiple("rotary.dim", rotary.dim, 2, self.head_dim)?;
             if rotary.table != Dtype::F32 && rotary.table != self.dtype {
                 let need = format!("f32 or {}", self.dtype);
                 return Err(AppendError::Dtype { name: "rotary.table", dtype: rotary.table, need });
@@ -203,7 +207,28 @@ impl Append {
         Ok(())
     }
 
-    /// The queries that are turned.
+    /// [`Append::check`], and what a GPU's kernel asks for beside: it copies 16 bytes at a time, of f16 or
+    /// bf16.
+    ///
+    /// # Errors
+    /// The first [`AppendError`] found.
+    pub fn check_on_gpu(&self) -> Result<(), AppendError> {
+        self.check()?;
+        if !self.dtype.is_half() {
+            let need = "f16 or bf16 on a GPU (the CPU appends f32 too)".to_owned();
+            return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
+        }
+        multiple("head_dim", self.head_dim, CHUNK, WIDEST)?;
+        multiple("head_dim_v", self.head_dim_v, CHUNK, WIDEST)?;
+        let Some(rotary) = &self.rotary else { return Ok(()) };
+        if self.head_dim < ROTARY_CHUNK {
+            let need = format!("at least {ROTARY_CHUNK} for a rotary embedding");
+            return Err(AppendError::BadValue { name: "head_dim", value: self.head_dim, need });
+        }
+        multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)
+    }
+
+    /// The queries that are rotated.
     pub fn queries(&self) -> Option<RotaryQueries> {
         self.rotary.and_then(|rotary| rotary.queries)
     }
@@ -228,7 +253,7 @@ impl Append {
         [batch, rows, self.heads_kv, dim]
     }
 
-    /// The same of the queries; nothing where none are turned.
+    /// The same of the queries; all 0 where none are rotated.
     pub fn query_shape(&self) -> [usize; 4] {
         let Some(queries) = self.queries() else { return [0; 4] };
         let [batch, rows] = outer(queries.rows, self.sequences);
@@ -290,21 +315,39 @@ mod tests {
             assert!(text.contains(part), "{text} does not say {part}");
         };
         refused(Append { dtype: Dtype::E4m3, ..good }, "dtype is e4m3: must be f32, f16 or bf16");
-        refused(Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8");
+        refused(Append { head_dim_v: 0, ..good }, "head_dim_v = 0: must be from 1 to 65536");
         refused(Append { cache: Side::packed(100, 100), ..good }, "a cache needs room");
         refused(Append { new: Side::paged(16, 4, 16), ..good }, "new is in pages");
         refused(
-            Append { rotary: Some(Rotary { dim: 24, ..rotary }), ..good },
-            "rotary.dim = 24: must be a multiple of 16 from 16 to 128",
-        );
-        refused(
-            Append { head_dim: 8, rotary: Some(Rotary { dim: 8, ..rotary }), ..good },
-            "head_dim = 8: must be at least 16 for a rotary embedding",
+            Append { head_dim: 101, rotary: Some(Rotary { dim: 102, ..rotary }), ..good },
+            "rotary.dim = 102: must be a multiple of 2 from 2 to 100",
         );
         refused(
             Append { rotary: Some(Rotary { table: Dtype::F16, ..rotary }), ..good },
             "rotary.table is f16: must be f32 or bf16",
         );
         refused(Append { new: Side::packed(1 << 31, 4), ..good }, "rows of new keys");
+    }
+
+    #[test]
+    fn a_gpu_asks_for_whole_chunks() {
+        let good = append();
+        good.check_on_gpu().unwrap();
+        let rotary = good.rotary.unwrap();
+        let turned = |dim| Some(Rotary { dim, ..rotary });
+        for (append, part) in [
+            (Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8"),
+            (Append { head_dim_v: 4, ..good }, "head_dim_v = 4: must be a multiple of 8"),
+            (
+                Append { rotary: turned(24), ..good },
+                "rotary.dim = 24: must be a multiple of 16 from 16 to 128",
+            ),
+            (Append { head_dim: 8, rotary: turned(8), ..good }, "head_dim = 8: must be at least 16"),
+            (Append { dtype: Dtype::F32, ..good }, "dtype is f32: must be f16 or bf16 on a GPU"),
+        ] {
+            append.check().unwrap();
+            let text = append.check_on_gpu().expect_err("must be refused").to_string();
+            assert!(text.contains(part), "{text} does not say {part}");
+        }
     }
 }

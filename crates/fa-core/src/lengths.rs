@@ -15,9 +15,10 @@ pub struct Lengths {
 /// The rows of one side of a batch: queries, or keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Side {
-    /// Where the rows of a sequence lie.
+    /// Layout of the rows.
     pub rows: SideRows,
-    /// Whether i32 `[batch]` on the device (`seqused`, `cache_seqlens`) shortens each sequence.
+    /// Whether a tensor of lengths on the device, i32 `[batch]` (`seqused`, `cache_seqlens`), shortens each
+    /// sequence.
     pub used: bool,
 }
 
@@ -65,7 +66,7 @@ impl Side {
         Side { rows: SideRows::Paged { page, pages, max }, used: true }
     }
 
-    /// The same rows, of which each sequence uses the first few: how many, the device says.
+    /// The same rows, of which each sequence uses a prefix; its length is on the device.
     pub const fn with_used(self) -> Side {
         Side { rows: self.rows, used: true }
     }
@@ -158,13 +159,13 @@ impl Lengths {
         self.k.max()
     }
 
-    /// Rows of Q's tensor: the queries of all sequences together where nothing is used in part; at most
+    /// Rows of Q's tensor: the queries of all sequences together where no row is unused; at most
     /// `usize::MAX`.
     pub const fn total_q(&self) -> usize {
         self.q.total(self.sequences)
     }
 
-    /// Rows of K's tensor: the keys of all sequences together where nothing is used in part, and `pages *
+    /// Rows of K's tensor: the keys of all sequences together where no row is unused, and `pages *
     /// page` for a cache in pages; at most `usize::MAX`.
     pub const fn total_k(&self) -> usize {
         self.k.total(self.sequences)

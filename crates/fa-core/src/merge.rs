@@ -5,9 +5,9 @@ use crate::Dtype;
 /// What is merged: parts of one shape and type, each with its LSE `[batch, heads, seqlen]` (`[heads, total]`
 /// of packed sequences, with a batch of 1).
 ///
-/// A row of the result is the mean of the parts' rows by weights proportional to `exp(LSE)`, computed in f32
-/// and rounded once; its LSE is the logarithm of the weights' sum. `(O = 0, LSE = -inf)`, a row that sees no
-/// key, changes nothing. Parts leave sinks out; the merged result may have them, once.
+/// A row of the result is the average of the parts' rows, weighted by `exp(LSE)`, computed in f32 and rounded
+/// once; its LSE is the logarithm of the sum of `exp(LSE)`. A part whose row sees no key (`O = 0`, `LSE =
+/// -inf`) does not change it. Parts leave sinks out; the merged result may have them, once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Merge {
     /// Parts, from 1 to [`Merge::MAX_PARTS`].
@@ -31,7 +31,7 @@ pub struct Merge {
 /// Why a merge is not valid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum MergeError {
-    /// A number is not what it must be.
+    /// A number is out of range, or not a multiple of what it must be.
     #[error("{name} = {value}: must be {need}")]
     BadValue {
         /// The field.
@@ -41,7 +41,7 @@ pub enum MergeError {
         /// What it must be.
         need: &'static str,
     },
-    /// A type that nothing is merged in.
+    /// An element type that merging does not support.
     #[error("{name} is {dtype}: must be f32, f16 or bf16")]
     Dtype {
         /// The field.

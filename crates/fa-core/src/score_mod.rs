@@ -21,7 +21,7 @@ pub struct ScoreMod {
     pub sinks: bool,
 }
 
-/// Which slopes ALiBi has.
+/// The shape of the tensor of slopes of ALiBi.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Alibi {

@@ -1,4 +1,4 @@
-//! Appends new keys and values to a cache in place, and turns keys and queries (rotary embedding):
+//! Appends new keys and values to a cache in place, and rotates keys and queries (rotary embedding):
 //! [`fa_core::Append`] says what that means. The bits are those of the GPU's kernel.
 
 mod rows;
@@ -23,7 +23,7 @@ pub struct AppendTensors<'a, T> {
     pub k_cache: TensorMut<'a, T>,
     /// The cache of values.
     pub v_cache: TensorMut<'a, T>,
-    /// Queries, turned in place; `None` where none are.
+    /// Queries, rotated in place; `None` where none are.
     pub q: Option<TensorMut<'a, T>>,
     /// Cosines and sines; `None` without rotary embedding.
     pub tables: Option<[Table<'a, T>; 2]>,

@@ -13,8 +13,7 @@ use crate::jit::compile::{Compiled, Compiler, CompilerKind};
 use crate::jit::source::{APPEND, MERGE, Source};
 use crate::launch::Launches;
 use crate::launch::append::{AppendKernel, BoundAppend};
-use crate::launch::backward::Backward;
-use crate::launch::forward::Forward;
+use crate::launch::call::{Backward, Forward};
 use crate::launch::merge::{BoundMerge, MergeKernel};
 use crate::launch::module::LoadedKernel;
 use crate::{Error, Headers, driver, smem_bytes};
@@ -121,7 +120,7 @@ impl Kernels {
     /// # Errors
     /// [`Error::Append`], and those of compiling and loading.
     pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
-        append.check()?;
+        append.check_on_gpu()?;
         if let Some(kernel) = self.append.get() {
             return kernel.bind(append);
         }

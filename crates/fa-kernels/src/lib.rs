@@ -104,9 +104,8 @@ pub use launch::append_call::{AppendArgs, AppendQueries, AppendTable};
 pub use launch::args::{
     BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };
-pub use launch::backward::Backward;
+pub use launch::call::{Backward, BackwardPass, Bound, Forward, ForwardPass};
 pub use launch::extras::{Extras, RawExtras};
-pub use launch::forward::Forward;
 pub use launch::merge::{
     BoundMerge, MergeArgs, MergeKernel, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult,
 };

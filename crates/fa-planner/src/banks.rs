@@ -240,8 +240,8 @@ pub fn conflicts(layout: &SmemLayout, access: Access) -> Result<Conflicts, BankE
     })
 }
 
-/// Counts every kind of access on one tile: for a report. What does not apply to the tile is there with the
-/// reason.
+/// Counts every kind of access on one tile, for reports. Kinds that do not apply to the tile are listed with
+/// the reason.
 pub fn survey(layout: &SmemLayout) -> Vec<(Access, Result<Conflicts, BankError>)> {
     let row_bytes = layout.cols().saturating_mul(layout.elem_bytes);
     [

@@ -12,8 +12,8 @@ use super::forward::capture;
 use super::half::Half;
 use super::tensor::{DeviceTensor, doing};
 
-/// New keys and values, the cache, and what else an append names. The caches and lengths may be those of a
-/// [`super::DeviceForward`]: swap them in and out, or append by [`BoundAppend::run`] on the tensors there.
+/// New keys and values, the cache, and the other tensors of an append. Caches and lengths may belong to a
+/// [`super::DeviceForward`]: swap them in and out, or run [`BoundAppend::run`] on the tensors there.
 #[derive(Debug)]
 pub struct DeviceAppend<T> {
     /// New keys, `[batch, rows, heads_kv, head_dim]` or packed.
@@ -24,7 +24,7 @@ pub struct DeviceAppend<T> {
     pub k_cache: DeviceTensor<T>,
     /// The cache of values.
     pub v_cache: DeviceTensor<T>,
-    /// Queries, turned in place.
+    /// Queries, rotated in place.
     pub q: Option<DeviceTensor<T>>,
     /// Cosines and sines, `[positions, dim / 2]`.
     pub tables: Option<[DeviceTable<T>; 2]>,
@@ -42,7 +42,7 @@ pub struct DeviceAppend<T> {
     pub used_q: Option<CudaSlice<i32>>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<CudaSlice<i32>>,
-    /// `[1]`: rows without a place, of all runs.
+    /// `[1]`: rows skipped for want of a slot, summed over all runs.
     pub dropped: CudaSlice<u32>,
 }
 
@@ -174,8 +174,8 @@ impl<T: Half> DeviceAppend<T> {
         capture(stream, || unsafe { append.run_raw(stream, &args) })
     }
 
-    /// Copies the caches, the queries and the lengths afterwards to the host; returns how many rows had no
-    /// place. Waits for the stream.
+    /// Copies the caches, the queries and the new lengths to the host; returns how many rows were skipped
+    /// for want of a slot. Waits for the stream.
     ///
     /// # Errors
     /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.

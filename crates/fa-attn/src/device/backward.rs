@@ -33,12 +33,12 @@ pub struct DeviceBackward<T> {
 pub struct DeviceGradients<T> {
     /// dQ, dK and dV, packed `[batch, seqlen, heads, dim]`.
     pub values: [Vec<T>; 3],
-    /// Elements between the rows that are no longer NaN.
+    /// Elements in the gaps between rows that are not NaN any more: stray writes.
     pub strays: usize,
 }
 
 impl<T: Half> DeviceGradients<T> {
-    /// Whether every bit is the same.
+    /// Whether both are equal bit by bit.
     pub fn same_bits(&self, other: &DeviceGradients<T>) -> bool {
         self.values.iter().zip(&other.values).all(|(a, b)| T::bits(a) == T::bits(b))
     }
@@ -73,7 +73,7 @@ impl<T: Half> DeviceBackward<T> {
         Ok(made)
     }
 
-    /// Makes room for the workspace of another kernel.
+    /// Grows the workspace to what another kernel needs.
     ///
     /// # Errors
     /// [`Error::Driver`].

@@ -1,4 +1,4 @@
-//! What a launch is given beside its tensors, in device memory.
+//! The other inputs of a launch in device memory: lengths, page table, slopes, sinks.
 
 use std::sync::Arc;
 
@@ -8,9 +8,8 @@ use fa_kernels::{Backward, Error, Forward, RawExtras};
 
 use super::tensor::doing;
 
-/// Starts and lengths of sequences, page table, slopes and sinks in device memory: those that the problem
-/// names. Kernels read them there when they run, so that one captured graph serves whatever they hold then,
-/// within the problem's bounds.
+/// Starts and lengths of sequences, page table, slopes and sinks in device memory, as far as the problem has
+/// them. Kernels read them when they run: one captured graph serves any values within the problem's bounds.
 #[derive(Debug, Default)]
 pub struct DeviceExtras {
     /// `[batch + 1]`.
@@ -56,12 +55,12 @@ impl DeviceExtras {
         })
     }
 
-    /// Copies other values into the same memory, as between replays of a captured graph. The host's slices
-    /// are read before this returns.
+    /// Copies new values into the same memory, for instance between replays of a captured graph. The host
+    /// slices are read before this returns.
     ///
     /// # Errors
-    /// [`Error::MissingExtra`] and [`Error::UnusedExtra`] for values that are not of those uploaded,
-    /// [`Error::TooShort`] for too few or too many of them, [`Error::Driver`].
+    /// [`Error::MissingExtra`] and [`Error::UnusedExtra`] where the set of tensors differs from the uploaded
+    /// one, [`Error::TooShort`] where a length does, [`Error::Driver`].
     pub fn update(&mut self, stream: &Arc<CudaStream>, extras: &Extras<'_>) -> Result<(), Error> {
         replace(stream, "cu_q", &mut self.cu_q, extras.cu_q)?;
         replace(stream, "cu_k", &mut self.cu_k, extras.cu_k)?;
@@ -155,7 +154,7 @@ impl DeviceExtras {
     }
 }
 
-/// Memory of `bytes` bytes: what is there, where it is long enough; none for none.
+/// Makes `memory` at least `bytes` bytes long, reusing what is long enough; `None` for 0 bytes.
 fn room(
     stream: &Arc<CudaStream>,
     have: Option<CudaSlice<u8>>,
@@ -188,7 +187,7 @@ fn replace<T: DeviceRepr>(
     }
 }
 
-/// CUDA rejects allocations of zero bytes: an empty one has an element.
+/// A device copy; CUDA rejects allocations of zero bytes, so that an empty slice takes one element.
 pub(super) fn copy<T: DeviceRepr + Default + Clone>(
     stream: &Arc<CudaStream>,
     values: Option<&[T]>,

@@ -45,12 +45,12 @@ pub struct DeviceOutput<T> {
     pub out: Vec<T>,
     /// LSE, `[batch, heads_q, seqlen_q]`.
     pub lse: Vec<f32>,
-    /// Elements between the rows of O that are no longer NaN.
+    /// Elements in the gaps between rows of O that are not NaN any more: stray writes.
     pub strays: usize,
 }
 
 impl<T: Half> DeviceOutput<T> {
-    /// Whether every bit is the same.
+    /// Whether both are equal bit by bit.
     pub fn same_bits(&self, other: &DeviceOutput<T>) -> bool {
         let lse = |output: &DeviceOutput<T>| output.lse.iter().map(|lse| lse.to_bits()).collect::<Vec<_>>();
         T::bits(&self.out) == T::bits(&other.out) && lse(self) == lse(other)
@@ -77,8 +77,8 @@ impl<T: Half> DeviceForward<T> {
         DeviceForward::of(stream, problem, workspace_bytes, inputs, DeviceTensor::nan(stream, out)?)
     }
 
-    /// Q, K and V of `values`, packed `[batch, seqlen, heads, dim]`, and O, placed as `placements` say: NaN
-    /// in the gaps and in O and LSE.
+    /// Q, K and V from `values`, packed `[batch, seqlen, heads, dim]`, and O, with the strides of
+    /// `placements`; the gaps, O and LSE hold NaN.
     ///
     /// # Errors
     /// [`Error::Driver`], above all for want of memory.
@@ -111,7 +111,7 @@ impl<T: Half> DeviceForward<T> {
         Ok(DeviceForward { q, k, v, out, lse, workspace, rows, extras, page_faults: None })
     }
 
-    /// Where Q, K, V and O lie.
+    /// Shapes and strides of Q, K, V and O.
     pub fn placements(&self) -> [Placement; 4] {
         [self.q.placement, self.k.placement, self.v.placement, self.out.placement]
     }
@@ -162,7 +162,7 @@ impl<T: Half> DeviceForward<T> {
         )
     }
 
-    /// Counts page faults from now on, from 0: see [`DeviceForward::page_faults`].
+    /// Starts counting page faults at 0: see [`DeviceForward::page_faults`].
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -171,8 +171,8 @@ impl<T: Half> DeviceForward<T> {
         Ok(())
     }
 
-    /// Entries of the page table that named no page, over all launches since they are counted; 0 where they
-    /// are not. Waits for the stream.
+    /// Entries of the page table that named no page, summed over all launches since counting started; 0 if
+    /// it has not. Waits for the stream.
     ///
     /// # Errors
     /// [`Error::Driver`].

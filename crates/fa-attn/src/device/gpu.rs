@@ -84,9 +84,9 @@ impl Gpu {
         self.bind_of(problem, pass, None)
     }
 
-    /// [`Gpu::bind`] by the choice for lengths rounded up: the keys of up to 16 queries to 128, the rows of
-    /// packed batches to 1,024. For callers whose lengths are new with every call, as those of a cache that
-    /// grows: choosing takes longer than a launch, and tuning would measure every length.
+    /// [`Gpu::bind`] with the kernel chosen for rounded-up lengths: keys to multiples of 128 for up to 16
+    /// queries, rows of packed batches to multiples of 1,024. Meant for lengths that change with every call,
+    /// as with a growing cache: choosing takes longer than a launch, and tuning would measure every length.
     ///
     /// # Errors
     /// As [`Gpu::bind`].
@@ -129,23 +129,23 @@ impl Gpu {
         self.choose(problem, family, Pass::Forward, |spec| self.kernels.forward_with(problem, spec))
     }
 
-    /// What appends new keys and values to a cache in this GPU's memory, and turns keys and queries by their
-    /// positions: one launch, which a CUDA graph can hold, by [`super::DeviceAppend::run`] or
-    /// [`BoundAppend::run`].
+    /// The kernel that appends new keys and values to a cache in this GPU's memory and applies rotary
+    /// embedding to keys and queries: one launch, which a CUDA graph can capture, by
+    /// [`super::DeviceAppend::run`] or [`BoundAppend::run`].
     ///
     /// # Errors
-    /// What the append contradicts itself in, and those of compiling and loading.
+    /// An append that contradicts itself, and the errors of compiling and loading.
     pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
         Ok(self.kernels.append(append)?)
     }
 
-    /// What merges partial results in this GPU's memory, O and LSE over different keys of the same queries: a
-    /// shared prefix and each request's suffix, a speculative tree and the cache before it, parts of a long
-    /// cache. One launch, which a CUDA graph can hold, by [`BoundMerge::run`]; tensors in host memory are
-    /// merged by [`crate::merge`].
+    /// The kernel that merges partial results in this GPU's memory, O and LSE over different keys of the same
+    /// queries: a shared prefix and each request's suffix, a speculative tree and the cache before it, parts
+    /// of a long cache. One launch, which a CUDA graph can capture, by [`BoundMerge::run`]; tensors in host
+    /// memory are merged by [`crate::merge`].
     ///
     /// # Errors
-    /// What the merge contradicts itself in, and those of compiling and loading.
+    /// A merge that contradicts itself, and the errors of compiling and loading.
     pub fn merge(&self, merge: &Merge) -> Result<BoundMerge, Error> {
         Ok(self.kernels.merge(merge)?)
     }
@@ -202,14 +202,14 @@ impl Gpu {
         self.chooser.set_tuning(&self.kernels, tuning, table)
     }
 
-    /// Waits until no problem is left to be measured; what came of those since the last call, the newest
-    /// thousand at the most. Nothing, at once, where tuning is off.
+    /// Waits until every queued problem is measured; returns the outcomes since the last call, the newest
+    /// thousand at most. Returns an empty list at once where tuning is off.
     pub fn finish_tuning(&self) -> Vec<TuningOutcome> {
         self.chooser.finish_tuning()
     }
 
-    /// How many winners tuning has kept since the GPU was opened: who keeps bound kernels binds them again
-    /// once there are more.
+    /// Winners that tuning has kept since the GPU was opened. Callers that keep bound kernels should bind
+    /// again when it grows.
     pub fn tuned_winners(&self) -> u64 {
         self.chooser.winners()
     }
@@ -227,7 +227,7 @@ impl Gpu {
         })
     }
 
-    /// Makes [`Gpu::bind`] use `spec` for its pass of exactly this problem from now on.
+    /// Makes [`Gpu::bind`] choose `spec` for its pass of exactly this problem from now on.
     ///
     /// # Errors
     /// [`Error::Problem`] for a problem that contradicts itself, [`fa_kernels::Error::Mismatch`] when the
@@ -259,7 +259,7 @@ impl Gpu {
     /// Waits until the stream is idle.
     ///
     /// # Errors
-    /// What went wrong on the GPU meanwhile.
+    /// Asynchronous errors of the work before.
     pub fn synchronize(&self) -> Result<(), Error> {
         self.stream.synchronize().map_err(Error::driver("waiting for the GPU"))
     }

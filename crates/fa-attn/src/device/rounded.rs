@@ -1,15 +1,15 @@
-//! Problems whose lengths are near each other, by one of them.
+//! One representative for problems of similar lengths, so that they share a choice of kernel.
 
 use fa_core::{Lengths, Problem, Side, SideRows};
 
-/// Up to so many queries of a sequence are a step of decoding, whose keys grow from step to step.
+/// The most queries of a sequence in a decoding step, where keys grow from step to step.
 const DECODE: usize = 16;
 
 /// Lengths are rounded up to these.
 const KEYS: usize = 128;
 const ROWS: usize = 1024;
 
-/// A problem like this one, whose kernel is as good for this.
+/// The problem with its lengths rounded up: a kernel chosen for it serves this one as well.
 pub(super) fn rounded(problem: &Problem) -> Problem {
     let lengths = &problem.lengths;
     let side = |side: Side, grows: bool| {

@@ -12,12 +12,12 @@ use fa_kernels::{Error, Input, Output, RawTensor};
 
 use super::half::Half;
 
-/// Where a tensor's elements lie in device memory.
+/// A tensor's shape and strides in device memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Placement {
     /// `[batch, seqlen, heads, dim]`.
     pub shape: [usize; 4],
-    /// In elements; those of axes that are broadcast are 0.
+    /// In elements; 0 along axes that are broadcast.
     pub strides: Strides,
 }
 
@@ -51,7 +51,7 @@ impl Placement {
         self.shape.iter().product()
     }
 
-    /// The packed layout that it has, if it has one.
+    /// Its layout, if it is packed.
     fn layout(&self) -> Option<TensorLayout> {
         let packed = |layout: &TensorLayout| *self == Placement::packed(self.shape, *layout);
         [TensorLayout::Bshd, TensorLayout::Bhsd].into_iter().find(packed)
@@ -97,7 +97,7 @@ pub struct DeviceTensor<T> {
 const WHOLE_LIMIT: usize = 1 << 28;
 
 impl<T: Half> DeviceTensor<T> {
-    /// Room for a tensor, all NaN: what a kernel forgets to write shows.
+    /// A tensor filled with NaN, so that elements which a kernel fails to write show.
     ///
     /// # Errors
     /// [`Error::Driver`], above all for want of memory.
@@ -128,7 +128,7 @@ impl<T: Half> DeviceTensor<T> {
         }
     }
 
-    /// A copy of `elements`, which are in memory's order already.
+    /// A copy of `elements`, which are in memory order.
     fn of_elements(
         stream: &Arc<CudaStream>,
         elements: &[T],
@@ -225,8 +225,8 @@ impl<T: Half> DeviceTensor<T> {
         Ok(())
     }
 
-    /// The tensor packed `[batch, seqlen, heads, dim]`, and how many elements between its rows are not NaN:
-    /// written, though they are no part of it. Waits for the stream.
+    /// The tensor packed `[batch, seqlen, heads, dim]`, and how many elements of the gaps between its rows
+    /// are not NaN any more: stray writes. Waits for the stream.
     ///
     /// # Errors
     /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
@@ -281,7 +281,7 @@ impl<T: Half> DeviceTensor<T> {
         Output { data: &mut self.data, strides: self.placement.strides }
     }
 
-    /// By its address; the memory is this tensor's still.
+    /// Its address and strides; the tensor keeps the memory.
     pub fn raw(&self, stream: &CudaStream) -> RawTensor {
         RawTensor { address: self.data.device_ptr(stream).0, strides: self.placement.strides }
     }

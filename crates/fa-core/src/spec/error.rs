@@ -70,9 +70,9 @@ pub enum Unserved {
     /// A length or a count exceeds the kernels' 32-bit counters.
     #[error("{name} = {value} is above {limit}: split the problem")]
     TooLong {
-        /// What.
+        /// What is counted.
         name: &'static str,
-        /// Its value; `usize::MAX` beyond.
+        /// Its value; `usize::MAX` where it overflows.
         value: usize,
         /// The largest.
         limit: usize,

@@ -25,8 +25,8 @@ const LANES: usize = 32;
 /// Bytes that boxes start on in shared memory.
 const BOX_ALIGN: usize = 128;
 
-/// What a page's parts have to be a multiple of for boxes to load tiles of `tile_n` rows with `columns`
-/// columns, where they are not.
+/// The number of which pages must be a multiple, so that TMA boxes can load tiles of `tile_n` rows and
+/// `columns` columns; `None` for pages that they can load.
 pub const fn boxes_need(page: usize, tile_n: u32, columns: u32) -> Option<usize> {
     let part = page_part(page, tile_n);
     let aligned = BOX_ALIGN / (2 * panel(columns) as usize);

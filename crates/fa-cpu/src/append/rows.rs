@@ -1,4 +1,4 @@
-//! The rows of an append: how they are written, by all threads, and turned, by the CPU's instructions.
+//! The rows of an append: how they are written, by all threads, and rotated, by the CPU's instructions.
 
 use std::cmp::Reverse;
 

@@ -1,4 +1,4 @@
-// Appends new rows of K and V to a cache, contiguous or in pages, and turns K and Q by their positions
+// Appends new rows of K and V to a cache, contiguous or in pages, and rotates K and Q by their positions
 // (rotary embedding). Positions are the cache's lengths, which are read on the device.
 #pragma once
 #include "append/append_params.cuh"
@@ -74,7 +74,7 @@ __device__ __forceinline__ AppendRow append_row(const AppendParams& params, bool
     AppendRow row{packed ? 0 : sequence, from, packed ? 0 : sequence, from, -1};
     if (within < 0 || within >= side.count(sequence)) return row;
 
-    // Rows that have no place, or no row in the tables, are left out and counted.
+    // Rows without a slot, or without a row in the tables, are skipped and counted.
     const i64 position = i64(cached_keys(params, sequence)) + (queries && params.q_fixed ? 0 : within);
     bool fits = params.rotary_dim == 0 || position < params.positions;
     if (!queries) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ AppendRow append_row(const AppendParams& params, bool
 
 // ---- Rotation -----------------------------------------------------------------------------------
 
-// Turns the pair (a, b); every step is rounded, as the CPU's reference does.
+// Rotates the pair (a, b); every step is rounded, as the CPU's reference does.
 __device__ __forceinline__ void rotate(float& a, float& b, float cos, float sin) {
     const float turned = subtract_rounded(multiply_rounded(a, cos), multiply_rounded(b, sin));
     b = subtract_rounded(multiply_rounded(b, cos), -multiply_rounded(a, sin));
@@ -124,8 +124,8 @@ __device__ __forceinline__ void read_table(const void* table, i64 at, bool is_f3
     }
 }
 
-// Items of a row of `columns` elements, of which the first `rotary` are turned. An item is 8 elements, or 16
-// where halves are turned: 8 of each half.
+// Items of a row of `columns` elements, of which the first `rotary` are rotated. An item is 8 elements, or 16
+// where halves are rotated: 8 of each half.
 __device__ __forceinline__ int items_of(const AppendParams& params, int columns, int rotary) {
     return columns / 8 - (params.interleaved ? 0 : rotary / 16);
 }

@@ -23,7 +23,7 @@ struct AppendParams {
     MutTensor v_cache;
     // Queries, `[batch, rows_q, heads_q, head_dim]`, or packed `[rows_q, ...]`.
     ConstTensor q;
-    // Where turned queries go; may be `q`.
+    // Where rotated queries go; may be `q`.
     MutTensor q_out;
     // Cosines, `[positions, rotary_dim / 2]`.
     const void* cos;
@@ -67,13 +67,13 @@ struct AppendParams {
     int pages;
     // Entries of a row of the page table.
     int table_stride;
-    // Elements of a row that are turned; 0 for none.
+    // Elements of a row that are rotated; 0 for none.
     int rotary_dim;
     // Rows of the tables.
     int positions;
-    // Elements of a query that are written: the turned ones where `q_out` is `q`, else all.
+    // Elements of a query that are written: the rotated ones where `q_out` is `q`, else all.
     int q_columns;
-    // Whether neighbours are turned together, not halves.
+    // Whether neighbours are rotated together, not halves.
     int interleaved;
     // Whether the tables are f32, not in the tensors' type.
     int table_f32;

@@ -48,15 +48,15 @@ __device__ __forceinline__ void add_alibi_transposed(float (&s)[N], float to_exp
     }
 }
 
-// A forward's: the slopes and diagonals of a thread's two rows of a work tile, `row` and 8 below. With packed
-// heads rows are of different heads. Without ALiBi, nothing.
+// The forward's slopes and diagonals of a thread's two rows of a work tile, `row` and `row` + 8. With packed
+// heads the two rows belong to different heads. Empty without ALiBi.
 template <bool Alibi, MaskKind Mask, bool PackGqa>
 struct AlibiRows {
     static constexpr int kHeld = PackGqa ? 2 : 1;
     float slope[kHeld];
     int diagonal[kHeld];
 
-    // `unit` is what one natural unit is in exponents.
+    // `unit`: exponents per natural unit.
     template <bool Varied>
     __device__ __forceinline__ AlibiRows(const FwdParams& params, const Seqlen<Varied>& seqlen, int row,
                                          int head, int batch, float unit) {

@@ -9,7 +9,7 @@
 
 namespace fa {
 
-// Zeros for dK and dV of the tile's `tile_n` keys, by `threads` threads of which this is number `thread`.
+// Writes zeros to dK and dV of the tile's `tile_n` keys; this is thread `thread` of `threads`.
 // (The f32 accumulators of split heads are zero already.)
 template <bool Varied>
 __device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen<Varied>& seqlen,

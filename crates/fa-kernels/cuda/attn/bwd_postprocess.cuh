@@ -14,8 +14,8 @@
 namespace fa {
 
 // Scales and rounds the first `rows` rows and `columns` columns (a multiple of 8) of a tile of Columns
-// columns, by all threads of the CTA. Order::offset says where element (row, column) is; rows of `out` are
-// `stride` elements apart.
+// columns, by all threads of the CTA. Order::offset gives the offset of element (row, column); `stride` is
+// the row stride of `out` in elements.
 template <Dtype T, int Columns, class Order>
 __device__ __forceinline__ void convert_rows(const float* accum, u16* out, i64 stride, int rows, int columns,
                                              float factor) {

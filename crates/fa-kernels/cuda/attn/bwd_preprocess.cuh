@@ -1,4 +1,4 @@
-// The backward's preprocess: the statistics of every query, and accumulators set to zero.
+// The backward's preprocess: computes the statistics of every query and zeroes the accumulators.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/scheduler.cuh"
@@ -15,7 +15,7 @@
 
 namespace fa {
 
-// Sets `count` values, a multiple of 4, to zero, by `threads` threads of which this is number `thread`.
+// Zeroes `count` values, a multiple of 4; this is thread `thread` of `threads`.
 __device__ __forceinline__ void clear_f32(float* values, i64 count, i64 thread, i64 threads) {
     for (i64 i = thread * 4; i < count; i += threads * 4) *reinterpret_cast<Vec16*>(values + i) = Vec16{};
 }
@@ -36,9 +36,9 @@ __device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int col
     return sum;
 }
 
-// The tile of queries of a CTA before and after the main kernel: one for each tile, query head and sequence.
-// CTAs run in reverse tile order: the main kernel starts with what was read and written last and is likely
-// still in L2, and what comes after it with what was accumulated last.
+// The tile of queries of a preprocess or postprocess CTA: one CTA per tile, query head and sequence. CTAs run
+// in reverse tile order: the main kernel starts with what preprocess touched last, postprocess with what the
+// main kernel accumulated last, which is likely still in the L2.
 struct QueryTile {
     int m_block, batch, head;
     i64 index;  // in the workspace
@@ -62,8 +62,8 @@ __device__ __forceinline__ bool planned_query_tile(const BwdParams& params, Quer
     return true;
 }
 
-// Sets the f32 accumulators of dK and dV to zero. Their tiles are not the grid's: all threads of the grid
-// take part.
+// Zeroes the f32 accumulators of dK and dV. Their tiles do not match the grid, so that a grid-stride loop
+// covers them.
 template <auto C>
 __device__ __forceinline__ void clear_key_gradients(const BwdParams& params) {
     // Packed sequences are one entry.
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
 #pragma unroll
         for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
         if (lane != 0) continue;
-        // Probabilities of rows past the end become 2^-inf. A row that saw no key has hidden scores only: any
+        // P of rows past the end becomes 2^-inf. A row that saw no key has hidden scores only: any
         // finite LSE keeps them 0, and it has no LSE to differentiate.
         float lse_log2 = -minus_infinity();
         if (inside) {

@@ -1,5 +1,5 @@
-// The work tiles of a backward, their positions in the workspace, and the semaphores by which deterministic
-// ones take turns at adding to dQ.
+// The work tiles of a backward, their positions in the workspace, and the semaphores that order the additions
+// to dQ of deterministic kernels.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/scheduler.cuh"
@@ -18,8 +18,8 @@ struct BwdTile {
     int n_block, kv_head, batch, split, first_head, end_head;
 };
 
-// Where a sequence's tiles are in the workspace `[entries, heads, tiles, ...]`. Padded sequences are entries;
-// packed ones are one entry, in which each starts on a tile of its own.
+// Position of a sequence's tiles in the workspace `[entries, heads, tiles, ...]`. Each padded sequence is an
+// entry; packed ones share one entry, in which each starts on a tile boundary.
 struct WorkspacePlace {
     int entry, first;
 
@@ -49,7 +49,7 @@ template <bool Varied>
 using BwdTileOf = Either<Varied, VariedBwdTile, BwdTile>;
 
 // Deterministic tiles are drawn in an order in which each finds its turns at dQ as it comes to them (NB-055).
-// Where the mask moves with the keys the last keys come first: each tile starts where the one before it is at
+// Under a mask that moves with the keys the last keys come first: a tile starts when the one before it is at
 // its second step.
 template <MaskKind Mask, bool Deterministic>
 __device__ __forceinline__ constexpr bool last_keys_first() {
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile&
     return head >= params.sections * params.heads_per_section;
 }
 
-// Whether the first of the sums that come to a tile of dQ is stored (see may_store_dq in config.cuh).
+// Whether the first sum of a tile of dQ is stored instead of added (see may_store_dq in config.cuh).
 template <auto C>
 constexpr bool may_store_dq() {
     if constexpr (requires { C.may_store_dq; }) {
@@ -93,10 +93,10 @@ __device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
                                     head < params.sections * params.heads_per_section);
 }
 
-// Of sequences of different lengths the first to come stores: it claims the tile of dQ by a semaphore, and
-// counts another when its sums are there, for which those that come meanwhile wait (NB-093). It has its sums
-// when it claims, so that they wait for a store under way, whatever order tiles are drawn in. Deterministic
-// kernels know it by their turns.
+// With lengths on the device, the first tile of keys to arrive stores: it claims the tile of dQ by one
+// semaphore and increments another when its sums are stored, for which later arrivals wait (NB-093). A tile
+// claims when it has its sums, so that others only ever wait for a store under way, in whatever order tiles
+// are drawn. In deterministic kernels the semaphore of the order tells who is first.
 template <auto C>
 constexpr bool claims_dq() {
     return may_store_dq<C>() && C.varied && !C.deterministic;
@@ -109,8 +109,9 @@ __device__ __forceinline__ bool sees_nothing(const Visibility<Mask, Varied>& vis
     return key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1).empty();
 }
 
-// Of uniform lengths: the end of the tiles of queries whose first sums this tile of keys stores, if any tile
-// does. It is the only one, or the first under a full mask, or the last that they see under a causal one.
+// With uniform lengths: one past the last tile of queries whose first sums this tile of keys stores, if any
+// tile does. It is the only tile of keys, or the first under a full mask, or the last visible one under a
+// causal mask.
 template <auto C, class Visible>
 __device__ __forceinline__ int stored_queries(const BwdParams& params, const Visible& visible,
                                               const BwdTile& tile, const BlockRange& range) {
@@ -130,13 +131,13 @@ __device__ __forceinline__ int query_block(const BlockRange& range, bool descend
     return descending ? range.begin + range.end - 1 - step : step;
 }
 
-// Under a full mask tiles of keys that claim start elsewhere each, in a ring, so that they do not come to the
-// same queries at once.
+// Tiles of keys that claim start at different queries under a full mask, in a ring, so that they do not reach
+// the same queries at once.
 template <auto C>
 constexpr bool walks_in_ring() {
     return claims_dq<C>() && C.mask == MaskKind::Full;
 }
-// How a tile of keys walks: where it starts, or whether it descends.
+// The order in which a tile of keys visits its queries: where it starts, or whether it descends.
 template <auto C>
 __device__ __forceinline__ int query_walk(const BwdParams& params, const BwdTile& tile, int keys,
                                           const BlockRange& range) {
@@ -250,8 +251,8 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwd
            (tile.n_block + tile.keys.first);
 }
 
-// Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all;
-// of kernels that claim, two for each warpgroup's share.
+// Semaphores of a tile of dQ: one per share that warps add independently, or one that counts all of them; in
+// kernels that claim, two per warpgroup's share.
 template <auto C>
 constexpr int dq_turns() {
     if constexpr (requires { C.dq_first; }) {

@@ -12,7 +12,7 @@
 
 namespace fa {
 
-// Where one row of O and its LSE go. The tile's rows end at `end`.
+// Destination of one row of O and its LSE. The tile's rows end at `end`.
 template <bool PackGqa>
 struct OutputRow {
     bool inside;
@@ -31,7 +31,7 @@ struct OutputRow {
     }
 };
 
-// The thread's two rows, `row` and 8 below, where they are before `end`: O scaled by `factor`, and LSE.
+// Stores the thread's two rows, `row` and `row` + 8, if they are before `end`: O scaled by `factor`, and LSE.
 template <Dtype T, bool PackGqa, bool Varied, int N>
 __device__ __forceinline__ void store_output(const FwdParams& params, const Seqlen<Varied>& seqlen,
                                              const float (&o)[N], const float (&factor)[2],
@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_output(const FwdParams& params, const Seql
     }
 }
 
-// The sinks of those rows: of the head that each belongs to, in natural units. A division for each costs as
-// much as the sink itself.
+// The sinks of those rows, by the head that each belongs to, in natural units. A division per row costs as
+// much as the load of the sink itself.
 template <bool PackGqa>
 __device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int head, float (&sink)[2]) {
     const Rows<PackGqa> rows(params.shape);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int
     for (int r = 0; r < 2; ++r) sink[r] = params.mods.sinks[rows.head_alone(row + 8 * r, head)];
 }
 
-// Completes the rows' softmax, with sinks where there are some.
+// Completes the softmax of the rows, with sinks if the config has them.
 template <bool PackGqa, bool Sinks, class RowState>
 __device__ __forceinline__ void finish_rows(const FwdParams& params, RowState& softmax, int row, int head,
                                             float (&factor)[2], float (&lse)[2]) {

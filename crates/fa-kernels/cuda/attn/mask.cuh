@@ -38,8 +38,8 @@ __device__ __forceinline__ void mask_tile(float (&s)[N], const Visibility<Mask, 
     mask_scores<Mask == MaskKind::Window, true>(s, limits);
 }
 
-// Masks S^T: the thread's row r is key `first_key` + 8 r, its first column query `first_query`. Of keys past
-// the end of the sequence all `TileM` queries are hidden.
+// Masks S^T: the thread's row r is key `first_key` + 8 r, its first column query `first_query`. Keys past the
+// end of the sequence are hidden from all `TileM` queries.
 template <int TileM, MaskKind Mask, bool Varied, int N>
 __device__ __forceinline__ void mask_tile_transposed(float (&s)[N], const Visibility<Mask, Varied>& visible,
                                                      int first_key, int first_query) {

@@ -22,7 +22,7 @@ struct QueryCopy : TileCopy<Tile, Threads> {
     }
 };
 
-// Of packed heads: rows are queries of the heads of K/V head `head`'s group in turn.
+// For packed heads: rows alternate between the query heads of the group of K/V head `head`.
 template <class Tile, int Threads>
 struct QueryCopy<true, Tile, Threads> {
     using Copy = TileCopy<Tile, Threads>;

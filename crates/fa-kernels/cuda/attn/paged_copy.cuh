@@ -22,8 +22,8 @@ struct KeyCopy : TileCopy<Tile, Threads> {
     }
 };
 
-// Keys in pages of any size: every row's page is looked up. Rows beyond the end become zeros, and so do those
-// whose entry of the table names no page of the cache.
+// Keys in pages of any size: the page of every row is looked up. Rows beyond the end become zeros, and so do
+// rows whose table entry names no page of the cache.
 template <class Tile, int Threads>
 struct KeyCopy<true, Tile, Threads> {
     using Rows = TileCopy<Tile, Threads>;

@@ -15,7 +15,7 @@ __device__ __forceinline__ int page_slot(const VarlenParams& varlen, int key) {
     return int(u32(u64(2 * u32(key)) * varlen.page_factor >> 32) >> varlen.page_shift);
 }
 
-// Keys of one sequence and head in pages: boxes of `page_part` keys, one of each lane of a warp. (The launch
+// Keys of one sequence and head in pages: boxes of `page_part` keys, one per lane of a warp. (The launch
 // divides no tile into more than 32.)
 template <int TileN>
 struct PagedKeys {
@@ -23,7 +23,7 @@ struct PagedKeys {
     const int* table;  // the sequence's row
     int keys, head;
 
-    // The first row of the lane's part. (The lane is read again at each call: registers are scarce.)
+    // The first row of the lane's part. (The lane index is reread at each call: registers are scarce.)
     __device__ __forceinline__ int row() const {
         return u32(thread_index_volatile()) % 32 * varlen.page_part;
     }

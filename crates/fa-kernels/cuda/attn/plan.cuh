@@ -1,10 +1,10 @@
 // The plan kernel: lists the work of sequences whose lengths only the device knows, longest first. One CTA,
 // any number of sequences, no host read; all layers of a step can share what it writes (attn/scheduler.cuh).
 //
-// A thread has every 1024th sequence and keeps what it has found out about it in shared memory. Where tiles
-// are more than sequences and every one is looked at, sequences are taken 1024 at a time, and a scan of their
-// tiles gives every tile a number, by which threads find theirs again. Tiles are sorted by counting: the
-// length of a tile is the number of tiles of keys (of queries, in the backward) that it visits.
+// Each thread handles every 1024th sequence and caches what it computed for it in shared memory. Lists of all
+// tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles, and threads
+// find their tile by its number. Tiles are sorted by counting: the length of a tile is the number of tiles of
+// keys (of queries, in the backward) that it visits.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/rows.cuh"
@@ -25,11 +25,11 @@ namespace fa {
 
 constexpr int kPlanThreads = 1024;
 
-// Sequences that are remembered: the others are looked up again. And up to how many are spread over the
-// warps: a warp then writes the lists of fewer.
+// Sequences that are cached; others are recomputed. And the number up to which sequences are spread over the
+// warps, so that each warp writes the lists of fewer.
 constexpr int kPlanKept = 9 * kPlanThreads, kPlanSpread = 256;
 
-// What a sequence, or a tile, takes of a list: how many entries, and by which length they are sorted.
+// The entries of a sequence, or a tile, in a list: their number, and the length that they are sorted by.
 struct PlanShare {
     int count, length;
 };
@@ -45,7 +45,7 @@ struct PlanStorage {
 };
 constexpr int plan_smem_bytes = sizeof(PlanStorage);
 
-// How a kernel divides its work: what decides which tiles there are and how long they take.
+// How a kernel divides its work: everything that determines the tiles and their lengths.
 struct PlanRules {
     MaskKind mask;
     int tile_m, tile_n;

@@ -1,4 +1,4 @@
-// Which query a row of a tile is.
+// The mapping from rows of a tile to queries and heads.
 #pragma once
 #include "attn/seqlen.cuh"
 #include "fwd_params.cuh"

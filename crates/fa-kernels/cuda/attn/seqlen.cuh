@@ -6,12 +6,12 @@
 
 namespace fa {
 
-// Made once per work tile, for its sequence `batch`.
+// Made once per work tile, for the tile's sequence `batch`.
 template <bool Varied = false>
 struct Seqlen;
 
-// All sequences of a batch have equal lengths. It reads the parameters, which cost no registers, wherever it
-// is asked.
+// Equal lengths for all sequences of a batch. It rereads the parameters at each use, which costs no
+// registers.
 template <>
 struct Seqlen<false> {
     const ShapeParams& shape;

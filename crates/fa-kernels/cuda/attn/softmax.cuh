@@ -21,7 +21,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 enum class Exponential { Base2Approx, Base2, NaturalApprox, Natural };
 
 // The state of a thread's two rows. `max` is the largest exponent so far, scale times the largest score, and
-// finite even when nothing was seen, so that no difference of infinities arises; `sum` is this thread's share
+// finite even when no key was seen, so that no difference of infinities arises; `sum` is this thread's share
 // until finish(). `scale` turns scores into exponents: of 2 (scale * log2 e) or, for the natural kinds, of e.
 // ExpPolyOf16 of every 16 exponentials run on the FMA units; RescaleThreshold > 0 leaves the maximum (and
 // with it O and the sum) as it is until it has grown by more than that many powers.
@@ -45,7 +45,7 @@ struct Softmax {
 
     // With sinks, one more logit in natural units for each row that joins the sum but no output: the first
     // tile's maximum starts from them, and stays below one that is far above every score, so that P is not
-    // lost to it. A sink of -inf is none.
+    // lost to it. A sink of -inf counts as no sink.
     __device__ __forceinline__ void begin(const float (&sink)[2]) {
         static_assert(!kNatural);
         constexpr float kSinkAbove = 64.f;
@@ -73,7 +73,7 @@ struct Softmax {
     // The first half of step(): the maximum alone.
     template <bool First, int N>
     __device__ __forceinline__ void take_max(const float (&s)[N], float scale, float (&rescale)[2]) {
-        // Two chains a row: one alone would be bound by the latency of its dependent steps.
+        // Two chains per row: a single one would be bound by the latency of its dependent steps.
         float tile_max[2] = {fmaxf(s[0], s[1]), fmaxf(s[2], s[3])};
         float other_max[2] = {fmaxf(s[4], s[5]), fmaxf(s[6], s[7])};
 #pragma unroll

@@ -64,8 +64,8 @@ struct CombineStorage {
 };
 constexpr int combine_smem_bytes = sizeof(CombineStorage);
 
-// O and LSE of the rows whose keys were divided, from the parts' results: a CTA a row at a time, its warps
-// share the parts.
+// O and LSE of the rows whose keys were divided, from the parts' results: a CTA takes one row at a time, and
+// its warps share the parts.
 template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
 __device__ __forceinline__ void combine(const FwdParams& params) {
     auto& smem = shared_memory<CombineStorage>();
@@ -103,7 +103,7 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
         float sink = minus_infinity();
         if constexpr (Sinks) sink = params.mods.sinks[Rows<PackGqa>(params.shape).head(tile_row, head)];
         top = fmaxf(top, sink);
-        // Without a finite LSE there is nothing to weigh.
+        // Without a finite LSE the row saw no key.
         const float base = top == minus_infinity() ? 0.f : top;
         float sum = 0.f;
         for (int split = lane; split < splits; split += 32)

@@ -1,4 +1,4 @@
-// Writes rows of accumulator fragments to device memory without shared memory: the lanes of a quad trade
+// Writes rows of accumulator fragments to device memory without shared memory: the lanes of a quad exchange
 // registers until each holds 8 neighbouring elements, so that a store is 16 bytes and a quad's stores are 64
 // contiguous bytes.
 #pragma once
@@ -30,9 +30,9 @@ __device__ __forceinline__ void quad_transpose(u32 (&w)[4], int lane) {
     }
 }
 
-// Stores row `row` (0 or 1, known at compile time) of the thread's two in an accumulator fragment of N / 2
-// columns of every 8, scaled by `factor`, to columns [column, columns) of the row at `out`. Lane t of a quad
-// holds columns 2t, 2t + 1 of each 8; all lanes take part, `inside` says whether the row exists.
+// Stores row `row` (0 or 1, known at compile time) of the thread's two rows of an accumulator fragment,
+// scaled by `factor`, to columns [column, columns) of the row at `out`. Lane t of a quad holds columns 2t,
+// 2t + 1 of each 8. All lanes take part; `inside` says whether the row exists.
 template <Dtype T, int N>
 __device__ __forceinline__ void store_fragment_row(int row, u16* out, bool inside, const float (&acc)[N],
                                                    float factor, int column, int columns) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_fragment_row(int row, u16* out, bool insid
         const int within = 32 * block + 8 * lane;
         if (inside && within < 2 * N && column + within < columns)
             *reinterpret_cast<Vec16*>(out + column + within) = vec;
-        // Finish one block before the next: all at once would need more registers than are left.
+        // One block after the other: all at once would need more registers than are left.
         compiler_fence();
     }
 }

@@ -1,4 +1,4 @@
-// Tensors of 16-bit elements by their parameters: where a row starts.
+// Row addresses of tensors of 16-bit elements, from their parameters.
 #pragma once
 #include "params.cuh"
 #include "types.cuh"

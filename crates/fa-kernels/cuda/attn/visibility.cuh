@@ -6,7 +6,7 @@
 
 namespace fa {
 
-// Of one sequence. Ranges are [begin, end); a begin is not yet clamped to 0.
+// The visibility within one sequence. Ranges are [begin, end); `begin` is not clamped to 0.
 template <MaskKind Mask, bool Varied = false>
 struct Visibility {
     const ShapeParams& shape;

@@ -1,5 +1,5 @@
-// Partial results over different keys of the same queries, combined: a warp a row. Each part's O and LSE are
-// all that is needed.
+// Combines partial results over different keys of the same queries, a warp per row, from each part's O and
+// LSE alone.
 #pragma once
 #include "attn/store_rows.cuh"
 #include "config.cuh"

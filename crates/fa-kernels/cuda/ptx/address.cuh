@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// smem_address(), computed again at each call: the address does not stay in a register across a loop.
+// smem_address(), recomputed at each call: the address does not stay in a register across a loop.
 __device__ __forceinline__ u32 smem_address_volatile(const void* pointer) {
     u32 address;
     asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(smem_address(pointer)));

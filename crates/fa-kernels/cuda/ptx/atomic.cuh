@@ -7,7 +7,7 @@ namespace fa {
 // Whether the target has red.global.add.v4.f32: compute capability 9.0 and later.
 constexpr bool kVectorRed = __CUDA_ARCH__ >= 900;
 
-// Adds `value` to `*counter`; returns what was there before.
+// Adds `value` to `*counter`; returns the old value.
 __device__ __forceinline__ u32 atomic_add(u32* counter, u32 value) { return atomicAdd(counter, value); }
 
 // Adds `value` to `*dst`.

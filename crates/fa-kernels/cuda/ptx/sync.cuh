@@ -31,7 +31,8 @@ __device__ __forceinline__ void cluster_sync() {
 // Orders this thread's memory accesses before and after it, for all threads of the GPU.
 __device__ __forceinline__ void fence_gpu() { __threadfence(); }
 
-// Orders this thread's ordinary shared-memory accesses before later ones of the async proxy: wgmma and TMA.
+// Orders this thread's generic-proxy accesses to shared memory before later ones of the async proxy (wgmma,
+// TMA).
 __device__ __forceinline__ void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// Where a thread is: within its warp, its CTA and the grid, all one-dimensional.
+// Indices of a thread within its warp, its CTA and the grid, all one-dimensional.
 #pragma once
 #include "types.cuh"
 
@@ -23,14 +23,15 @@ __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 // whole warp executes together.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
-// thread_index(), read again at each call: no register holds it, or what follows from it, across a loop.
+// thread_index(), reread at each call: neither it nor anything derived from it stays in a register across a
+// loop.
 __device__ __forceinline__ int thread_index_volatile() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// cta_index(), read again at each call.
+// cta_index(), reread at each call.
 __device__ __forceinline__ int cta_index_volatile() {
     int cta;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));

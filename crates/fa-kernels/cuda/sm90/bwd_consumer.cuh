@@ -23,7 +23,7 @@
 
 namespace fa::sm90 {
 
-// A consumer's places in the rings, kept from tile to tile.
+// A consumer's positions in the rings, kept from tile to tile.
 template <Sm90BwdConfig C>
 struct BwdPlaces {
     PipelineState<C.q_stages> q;
@@ -137,7 +137,7 @@ struct BwdConsumer {
         places.dout.advance();
     }
 
-    // The statistics of the queries that registers 4 i to 4 i + 3 of block `b` belong to.
+    // The statistics of the queries of registers 4 i to 4 i + 3 of block `b`.
     __device__ __forceinline__ void load_stats(const float* stats, int b, int i, float (&of)[4]) const {
         if constexpr (C.sdp_swap_ab) {
             const float2 pair =
@@ -206,7 +206,7 @@ struct BwdConsumer {
     __device__ __forceinline__ void differentiate(int m_block, float slope) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
-            // What P keeps of a capped score has ALiBi's bias in it.
+            // P includes ALiBi's bias, so that the capped score cannot be recovered from it.
             float bias[S::kRegisters] = {};
             if constexpr (C.softcap && C.alibi) add_bias(bias, b, m_block, 0.f, slope);
 #pragma unroll

@@ -1,5 +1,5 @@
-// dQ of the SM90 backward: its accumulators' shares in global memory, and the warps, one for each consumer
-// warpgroup, that add to them what the warpgroup leaves in shared memory.
+// dQ of the SM90 backward: its f32 accumulators in global memory, and the warps, one per consumer warpgroup,
+// that add to them the sums which the warpgroup leaves in shared memory.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
@@ -23,7 +23,8 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const Tile<C
            slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
-// Adds what warpgroup `wg` leaves in shared memory to global memory; the first sums of a tile are stored.
+// Adds the sums that warpgroup `wg` leaves in shared memory to global memory, or stores the first ones of a
+// tile.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
                                            const Visibility<C.mask, C.varied>& visible,

@@ -15,7 +15,7 @@
 
 namespace fa::sm90 {
 
-// A product's output [Rows, Columns] cut among warpgroups, as the tensor cores see it: transposed if swapped.
+// A product's output [Rows, Columns] divided among warpgroups, as wgmma sees it: transposed if swapped.
 template <int Rows, int Columns, int NumWg, int AtomRows, bool Swap>
 struct Cut {
     static constexpr int kAtomM = Swap ? NumWg / AtomRows : AtomRows;
@@ -23,7 +23,7 @@ struct Cut {
     static constexpr int kM = (Swap ? Columns : Rows) / kAtomM;  // a warpgroup's share
     static constexpr int kN = (Swap ? Rows : Columns) / kAtomN;
 
-    // Where a warpgroup's share starts; warpgroups lie along one of the sides.
+    // Start of a warpgroup's share; warpgroups are arranged along one of the sides.
     __device__ __forceinline__ static int first_m(int wg) { return kAtomM > 1 ? wg * kM : 0; }
     __device__ __forceinline__ static int first_n(int wg) { return kAtomN > 1 ? wg * kN : 0; }
 };
@@ -33,15 +33,15 @@ __host__ __device__ constexpr int shared_panel(int columns, int share) {
     return min_of(widest_panel(columns), widest_panel(share));
 }
 
-// Accumulators of a product in device memory, in the order in which threads hold them, so that every access
-// is of 16 neighbouring bytes a thread: [slice][warpgroup][register / 4][thread][register % 4].
+// Accumulators of a product in device memory, in the order of the threads' registers, so that every access is
+// 16 contiguous bytes per thread: [slice][warpgroup][register / 4][thread][register % 4].
 template <class Cut, int NumWg, int Slices, bool Swap>
 struct AccumulatorOrder {
     static constexpr int kSlice = Cut::kM * Cut::kN * NumWg / Slices;  // elements
     static constexpr int kShare = kSlice / NumWg;
     static constexpr int kBlocks = Cut::kM / 64 / Slices;
 
-    // Where element (row, column) of the product as it is meant (not as it is swapped) is.
+    // Offset of element (row, column) of the product, counted before any swap.
     __device__ __forceinline__ static int offset(int row, int column) {
         const int m = Swap ? column : row, n = Swap ? row : column;
         const int wg = Cut::kAtomM > 1 ? m / Cut::kM : n / Cut::kN;
@@ -158,7 +158,7 @@ struct NoTile {};
 template <Sm90BwdConfig C>
 using Tile = BwdTileOf<C.varied>;
 
-// What all roles know of a tile.
+// A tile, as all roles see it.
 template <Sm90BwdConfig C>
 struct BwdWork {
     Tile<C> tile;

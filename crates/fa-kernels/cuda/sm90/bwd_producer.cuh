@@ -14,7 +14,7 @@
 
 namespace fa::sm90 {
 
-// The places in the rings, kept from tile to tile.
+// The positions in the rings, kept from tile to tile.
 template <Sm90BwdConfig C>
 struct BwdLoads {
     PipelineState<C.q_stages> q_state;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
                       smem.do_bars.full[do_state.stage]);
             do_state.advance();
             if constexpr (C.persistent) {
-                // The keys' room is free when the tile before is done: later than the first queries'.
+                // The buffers of K and V become free when the previous tile is done, later than those of Q.
                 if (first) {
                     mbarrier_wait(smem.draws.k_empty, loads.keys_phase ^ 1);
                     load_k();

@@ -1,5 +1,5 @@
-// The tiles that a CTA of the SM90 backward works on: one, or those that a warp without other work draws from
-// a counter and tells the other roles of.
+// The tiles of a CTA of the SM90 backward: one, or those that an otherwise idle warp draws from a counter and
+// publishes to the other roles.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/seqlen.cuh"
@@ -76,7 +76,7 @@ struct BwdTiles<C, true> {
         return C.varied ? bwd_blocks<C.varied>(params) * params.plan.heads : params.num_tiles;
     }
 
-    // One warp, which has no other work.
+    // One warp, which is otherwise idle.
     __device__ __forceinline__ void draw() const {
         if (!elected) return;
         PipelineState<1> state;

@@ -47,7 +47,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         smem.q_bars.init(T::kConsumerWarps);
         smem.k_bars.init(T::kConsumerWarps, T::kLoadingWarps);
         smem.v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
-        // All but the producer's first warp take tickets.
+        // All warps but the producer's first receive the tiles that it draws.
         if constexpr (C.scheduler == Scheduler::Dynamic)
             smem.ticket.bars.init(T::kConsumerWarps + T::kProducerWarps - 1);
         mbarrier_init_fence();

@@ -1,4 +1,4 @@
-// The consumers of the SM90 forward: each warpgroup multiplies 64 query rows by the keys that they see.
+// The consumers of the SM90 forward: each warpgroup computes 64 query rows against the keys that they see.
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
@@ -43,8 +43,8 @@ __device__ __forceinline__ void softmax_under_pv(Softmax& softmax, float (&s)[C.
 }
 
 // The same against the current maximum, with P packed and, where the scores have outgrown it, O rescaled.
-// `as_products`: s holds products still, which are taken for scores of at most half the soft cap. Where one
-// is not, `near` is made false, and P is computed again as if the maximum had been outgrown.
+// `as_products`: s still holds products, taken to be scores of at most half the soft cap. If one is not,
+// `near` becomes false, and P is recomputed as if the maximum had been outgrown.
 template <Sm90FwdConfig C, class Softmax, class Hold, class Release, class PackP>
 __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const ScoreMod<C.softcap>& score_mod,
                                                       bool as_products, bool& near, float (&s)[C.tile_n / 2],
@@ -222,7 +222,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const int skipped = all.end - range.end;
         const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
         const int row = tile.m_block * tile_rows + own_row;
-        // The end of the tile's rows, where it is needed: no register holds it.
+        // The end of the tile's rows, recomputed at each use: no register holds it.
         auto end = [&] { return rows.end(seqlen, tile.m_block, tile_rows); };
         Softmax<C.exp_poly_of_16, C.lazy_max ? 0 : C.rescale_threshold> softmax;
 
@@ -243,7 +243,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         };
 
         if (!range.empty()) {
-            // Of parts of the keys the sinks join the combined result.
+            // With split keys the sinks join in the combine kernel.
             float sink[2] = {minus_infinity(), minus_infinity()};
             if constexpr (C.sinks) {
                 if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);

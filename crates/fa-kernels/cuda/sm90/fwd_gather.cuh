@@ -1,5 +1,5 @@
 // The producer of the SM90 forward for keys in small pages: two warps copy rows of K and two those of V, 16
-// bytes at a time, to where TMA would put them. Rows that follow one another in the cache come by TMA.
+// bytes at a time, into the layout that TMA would write. Rows that are contiguous in the cache come by TMA.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
@@ -66,7 +66,7 @@ struct GatheredKeys {
         return max(0, min(keys - n_block * TileN - first_row(), kHalf));
     }
 
-    // Whether the warp's rows follow one another in the cache, so that one box loads them: page after page of
+    // Whether the warp's rows are contiguous in the cache, so that one box loads them: page after page of
     // a cache without gaps between pages.
     __device__ __forceinline__ bool in_one_piece(const TmaStrides& strides, int n_block,
                                                  const Entries& entries) const {
@@ -165,7 +165,7 @@ struct CopiedTiles {
         for (int& stage : stages) stage = -1;
     }
 
-    // The warp has started the copies of a tile to `stage`; or a load that tells of itself, to none (-1).
+    // The warp has started the copies of a tile to `stage`; -1 for a load that signals its own arrival.
     template <class Bars>
     __device__ __forceinline__ void started(Bars& bars, int stage) {
         cp_async_commit();

@@ -1,6 +1,6 @@
-// The producer of the SM90 forward for keys in pages: the lanes of a warp issue a box of TMA each. A box
-// takes its warp some 65 clocks, and a tile of keys can be twenty: K and V have warps of their own, two where
-// a row has several panels (NB-076).
+// The producer of the SM90 forward for keys in pages: each lane of a warp issues a TMA box. A box takes its
+// warp some 65 clocks, and a tile of keys can take twenty: K and V have separate warps, two each where a row
+// has several panels (NB-076).
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"

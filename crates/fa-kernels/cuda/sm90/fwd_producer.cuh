@@ -13,7 +13,7 @@
 
 namespace fa::sm90 {
 
-// Zeros to the rows of Q's buffers that no tile of packed heads fills. All threads, before their first
+// Zeroes the rows of Q's buffers that no tile of packed heads fills. All threads call it, before their first
 // barrier.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void clear_idle_rows(SharedStorage<C>& smem, const FwdParams& params) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& 
                                        const TensorMap& map_q, PipelineState<C.q_stages>& state,
                                        const WorkTile& tile, const Seqlen<C.varied>& seqlen) {
     using Q = typename Traits<C>::Q;
-    // Of packed heads no more rows than whole groups fill: the others stay as clear_idle_rows left them.
+    // With packed heads, only the rows of whole groups: the others stay as clear_idle_rows left them.
     const int bytes =
         C.pack_gqa ? tile_rows<C.pack_gqa, C.tile_m>(params) * (Q::kBytes / C.tile_m) : Q::kBytes;
     smem.q_bars.acquire(state, bytes);

@@ -32,8 +32,8 @@ template <Sm90FwdConfig C>
 struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
     static constexpr bool kReadsAhead = kDynamic && C.varied;
-    // The number of no tile. Where a warp loads pages, no register holds how many tiles there are: the plan
-    // is asked with every tile that is read.
+    // Marks the end of the tiles. Where a warp loads pages, no register holds the number of tiles: it is
+    // reread from the plan with every tile.
     static constexpr int kNone = 0x7fffffff;
     static constexpr bool kAsksAgain = kReadsAhead && C.paged;
     int varied_tiles = kAsksAgain ? kNone : 0;  // of a plan; without one they are a parameter
@@ -53,7 +53,7 @@ struct TileSource {
         return first;
     }
 
-    // Reads what tile `index` is; returns its number, or kNone.
+    // Reads tile `index`; returns its number, or kNone.
     __device__ __forceinline__ int read(const FwdParams& params, int index, int heads) {
         if constexpr (kReadsAhead) {
             if constexpr (kAsksAgain) {
@@ -94,7 +94,7 @@ struct TileSource {
         return C.varied ? varied_tiles : params.num_tiles;
     }
 
-    // Producer: draws the tile after this one, some loads before it is needed: the counter is far away.
+    // Producer: draws the tile after this one, some loads before it is needed: the atomic takes long.
     __device__ __forceinline__ int draw(const FwdParams& params, int tile) {
         if constexpr (C.scheduler == Scheduler::PerTile) return count(params);
         if constexpr (C.scheduler == Scheduler::Static) return tile + cta_count();
@@ -178,7 +178,7 @@ __device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const
     return all;
 }
 
-// What a producer knows of a work tile.
+// A work tile, as a producer sees it.
 template <Sm90FwdConfig C>
 struct LoadTile {
     WorkTile tile;

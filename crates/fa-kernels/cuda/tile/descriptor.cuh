@@ -10,7 +10,7 @@ namespace fa {
 struct Descriptor {
     u32 low, high;
 
-    // The operand `bytes` (a multiple of 16) further on.
+    // The operand `bytes` (a multiple of 16) after this one.
     __device__ __forceinline__ u64 at(u32 bytes) const {
         return static_cast<u64>(high) << 32 | (low + (bytes >> 4));
     }
@@ -43,7 +43,8 @@ __device__ __forceinline__ Descriptor descriptor_k_major(u32 address) {
     return {descriptor_address(address) | 1u << 16, descriptor_high<Tile::kRowBytes>()};
 }
 
-// Operand whose M or N axis is contiguous: its panels lie kPanelBytes apart, groups of 8 k are adjacent.
+// Operand whose M or N axis is contiguous: panels are kPanelBytes in size and follow one another, groups of 8
+// k are adjacent.
 template <class Tile>
 __device__ __forceinline__ Descriptor descriptor_mn_major(u32 address) {
     static_assert(Tile::kPanelBytes >> 4 < 1 << 14);

@@ -36,7 +36,7 @@ struct FragmentReader {
         }
     }
 
-    // Where the block at (row, column), both multiples of 16, lies for this lane, `half` 8 columns to the
+    // This lane's address of the block at (row, column), both multiples of 16, `half` 8 columns to the
     // right. Chunk numbers are alone in the low bits of an address: tiles are aligned to 128 bytes.
     __device__ __forceinline__ u32 locate(u32 address, int row, int column, int half) const {
         const u32 chunk = (Tile::chunk(column) + half) << 4;

@@ -1,4 +1,4 @@
-// Accumulators of 16 rows a warp, rounded to 16 bits and stored in a panel tile as they lie or transposed.
+// Accumulators of 16 rows per warp, rounded to 16 bits and stored in a panel tile, straight or transposed.
 #pragma once
 #include "ptx/stmatrix.cuh"
 #include "tile/panel.cuh"

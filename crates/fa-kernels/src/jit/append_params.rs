@@ -18,7 +18,7 @@ param_struct! {
         pub v_cache: MutTensor,
         /// Queries, `[batch, rows_q, heads_q, head_dim]`, or packed `[rows_q, ...]`.
         pub q: ConstTensor,
-        /// Where turned queries go; may be `q`.
+        /// Where rotated queries go; may be `q`.
         pub q_out: MutTensor,
         /// Cosines, `[positions, rotary_dim / 2]`.
         pub cos: ConstPtr,
@@ -62,13 +62,13 @@ param_struct! {
         pub pages: i32,
         /// Entries of a row of the page table.
         pub table_stride: i32,
-        /// Elements of a row that are turned; 0 for none.
+        /// Elements of a row that are rotated; 0 for none.
         pub rotary_dim: i32,
         /// Rows of the tables.
         pub positions: i32,
-        /// Elements of a query that are written: the turned ones where `q_out` is `q`, else all.
+        /// Elements of a query that are written: the rotated ones where `q_out` is `q`, else all.
         pub q_columns: i32,
-        /// Whether neighbours are turned together, not halves.
+        /// Whether neighbours are rotated together, not halves.
         pub interleaved: i32,
         /// Whether the tables are f32, not in the tensors' type.
         pub table_f32: i32,

@@ -1,11 +1,11 @@
-//! The append kernel: new keys and values into a cache in place, keys and queries turned by their positions
+//! The append kernel: new keys and values into a cache in place, keys and queries rotated by their positions
 //! ([`fa_core::Append`]). One kernel for all problems, one launch.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream};
-use fa_core::{Append, AppendError, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
+use fa_core::{Append, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
 
 use crate::Error;
 use crate::jit::append_params::AppendParams;
@@ -32,7 +32,7 @@ pub struct RawAppendArgs {
     pub v_cache: RawTensor,
     /// Queries.
     pub q: Option<RawTensor>,
-    /// Where turned queries go; `None` for in place.
+    /// Where rotated queries go; `None` for in place.
     pub q_out: Option<RawTensor>,
     /// Cosines and sines, `[positions, dim / 2]`, each on a multiple of 16 bytes.
     pub tables: Option<[u64; 2]>,
@@ -86,11 +86,7 @@ impl AppendLaunch {
     /// # Errors
     /// [`Error::Append`].
     pub fn new(append: &Append, sms: u32) -> Result<AppendLaunch, Error> {
-        append.check()?;
-        if !append.dtype.is_half() {
-            let need = "f16 or bf16 on a GPU (the CPU appends f32 too)".to_owned();
-            return Err(AppendError::Dtype { name: "dtype", dtype: append.dtype, need }.into());
-        }
+        append.check_on_gpu()?;
         let queries = append.queries();
         let batch = append.sequences;
         let none = Side::padded(0);
@@ -319,7 +315,7 @@ impl BoundAppend {
     /// Every element of the shapes of [`AppendLaunch::tensors`] under the given strides, and the arrays
     /// beside them, lie in device memory that the stream's context can access, and stay there, untouched by
     /// others, until the stream has run the kernel. What is written shares no memory with what is read,
-    /// except that queries may be turned in place. No two sequences that are appended to share a page.
+    /// except that queries may be rotated in place. No two sequences that are appended to share a page.
     ///
     /// # Errors
     /// Those of [`AppendLaunch::check`], [`Error::Context`] and [`Error::Driver`].

@@ -18,7 +18,7 @@ pub enum AppendTable<'a, T> {
     Same(&'a dyn DevicePtr<T>),
 }
 
-/// Queries that are turned, `[batch, rows, heads, head_dim]` or packed.
+/// Queries that are rotated, `[batch, rows, heads, head_dim]` or packed.
 pub enum AppendQueries<'a, T> {
     /// Where they are.
     InPlace(Output<'a, T>),
@@ -26,7 +26,7 @@ pub enum AppendQueries<'a, T> {
     Into {
         /// The queries.
         from: Input<'a, T>,
-        /// The turned ones, in the same shape.
+        /// The rotated ones, in the same shape.
         to: Output<'a, T>,
     },
 }

@@ -1,7 +1,8 @@
 //! The tensors of a call: addresses with strides, and what kernels demand of them.
 
 use cudarc::driver::{DevicePtr, DevicePtrMut};
-use fa_core::{Dtype, Strides};
+use fa_core::lengths::SideRows;
+use fa_core::{Dtype, Side, Strides};
 
 use crate::Error;
 use crate::launch::checks::check_address;
@@ -170,6 +171,16 @@ const ALIGN_ELEMENTS: i64 = 8;
 const MAX_STRIDE: i64 = (1 << 39) - 1;
 
 impl Shape {
+    /// The tensor of one side of a batch: packed rows are one entry, and pages are the entries of a cache.
+    pub(crate) fn of(name: &'static str, side: Side, sequences: usize, heads: usize, dim: usize) -> Shape {
+        let (batch, seqlen) = match side.rows {
+            SideRows::Padded { len } => (sequences, len),
+            SideRows::Packed { total, .. } => (1, total),
+            SideRows::Paged { page, pages, .. } => (pages, page),
+        };
+        Shape { name, batch, seqlen, heads, dim }
+    }
+
     /// Whether it has no elements.
     pub(crate) fn is_empty(&self) -> bool {
         self.batch == 0 || self.seqlen == 0

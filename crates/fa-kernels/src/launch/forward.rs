@@ -1,9 +1,5 @@
-//! A forward kernel bound to a problem: what is computed once, and a call that checks, encodes and launches.
-#![allow(unsafe_code)]
+//! The launches of a forward as data: parameters, tensor maps, workspace and the order of its kernels.
 
-use std::sync::Arc;
-
-use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::account::panels::widest;
@@ -11,124 +7,15 @@ use fa_planner::account::{kv_splits, page_part};
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
-use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, ENTRY};
-use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor};
+use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
-use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, check_code, score_params, shape_params,
-};
-use crate::launch::module::LoadedKernel;
-use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
+use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
+use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
-use crate::launch::varied::{PlanBounds, plan_step, shape_of};
+use crate::launch::varied::{PlanBounds, plan_step};
 use crate::launch::workspace::{ForwardParts, Workspace};
-use crate::smem_bytes;
-
-/// A forward pass ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
-#[derive(Debug)]
-pub struct Forward {
-    kernel: Arc<LoadedKernel>,
-    problem: Problem,
-    launches: Launches,
-}
-
-impl Forward {
-    /// Binds `kernel` to `problem`.
-    ///
-    /// # Errors
-    /// As [`Launches::forward`].
-    pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Forward, Error> {
-        let launches = Launches::forward(&kernel.spec, problem, kernel.arch, kernel.sms)?;
-        Ok(Forward::of(kernel, problem, launches))
-    }
-
-    /// Binds `kernel` to `problem`, for which it makes `launches`.
-    pub(crate) fn of(kernel: Arc<LoadedKernel>, problem: &Problem, launches: Launches) -> Forward {
-        Forward { kernel, problem: *problem, launches }
-    }
-
-    /// The problem.
-    pub fn problem(&self) -> &Problem {
-        &self.problem
-    }
-
-    /// The kernel that computes it.
-    pub fn kernel(&self) -> &LoadedKernel {
-        &self.kernel
-    }
-
-    /// What a call launches.
-    pub fn launches(&self) -> &Launches {
-        &self.launches
-    }
-
-    /// Bytes of workspace that a call needs, often 0. Zero before the first call; each call leaves them zero.
-    pub fn workspace_bytes(&self) -> usize {
-        self.launches.workspace.bytes
-    }
-
-    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
-    /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
-    /// a capture).
-    ///
-    /// # Errors
-    /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a
-    /// tensor of another context; [`Error::Driver`].
-    pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
-        let ForwardArgs { q, k, v, out, lse, workspace, mut extras } = args;
-        check_element::<T>(&self.problem)?;
-        let buffers = [
-            Buffer::of(&q.strides, q.data.len(), q.data.stream()),
-            Buffer::of(&k.strides, k.data.len(), k.data.stream()),
-            Buffer::of(&v.strides, v.data.len(), v.data.stream()),
-            Buffer::of(&out.strides, out.data.len(), out.data.stream()),
-        ];
-        let lse_buffer = lse.as_ref().map(|lse| (lse.len(), lse.stream()));
-        let workspace_buffer = workspace.as_ref().map(|workspace| (workspace.len(), workspace.stream()));
-        check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
-        let (extras, _extras) = extras
-            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
-        // Each guard tells cudarc, when it is dropped after the launch, that the stream has used its tensor.
-        let raw = |address, strides| RawTensor { address, strides };
-        let (q_address, _q) = q.data.device_ptr(stream);
-        let (k_address, _k) = k.data.device_ptr(stream);
-        let (v_address, _v) = v.data.device_ptr(stream);
-        let (out_address, _out) = out.data.device_ptr_mut(stream);
-        let lse = lse.map(|lse| lse.device_ptr_mut(stream));
-        let workspace = workspace.map(|workspace| workspace.device_ptr_mut(stream));
-        let args = RawForwardArgs {
-            q: raw(q_address, q.strides),
-            k: raw(k_address, k.strides),
-            v: raw(v_address, v.strides),
-            out: raw(out_address, out.strides),
-            lse: lse.as_ref().map(|(address, _)| *address),
-            workspace: workspace.as_ref().map(|(address, _)| *address),
-            extras,
-        };
-        // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the
-        // launch is enqueued, and cudarc orders the stream before any later use or release of them.
-        unsafe { self.run_raw(stream, &args) }
-    }
-
-    /// [`Forward::run`] on addresses alone.
-    ///
-    /// # Safety
-    /// Every element of the problem's shapes under the given strides lies in device memory that the stream's
-    /// context can access, and stays there, untouched by others, until the stream has run the kernel. Outputs
-    /// share no memory with inputs. The workspace is zero.
-    ///
-    /// # Errors
-    /// As [`Forward::run`], except that lengths are the caller's responsibility.
-    pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawForwardArgs) -> Result<(), Error> {
-        let tensors = [args.q, args.k, args.v, args.out];
-        let at =
-            Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace, extras: args.extras };
-        // SAFETY: the launches are of this kernel; the caller vouches for the memory.
-        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
-    }
-}
 
 impl Launches {
     /// The launches of a forward kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
@@ -136,36 +23,16 @@ impl Launches {
     /// # Errors
     /// As [`Launches::of`]; [`Error::Mismatch`] for a backward.
     pub fn forward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
-        problem.check()?;
-        spec.serves(problem)?;
-        check_code(spec)?;
-        let traits = spec.traits();
-        if traits.pass.is_backward() {
-            let (kernel, problem) = ("the backward".into(), "the forward".into());
-            return Err(Error::Mismatch { what: "pass", kernel, problem });
-        }
+        let traits = check(spec, problem, false)?;
         let uses_tma = traits.uses_tma();
         let work = Work::of(spec, &traits, problem, (arch, sms));
         let params = params(spec, &traits, problem, &work, (arch, sms))?;
         // Of sequences whose lengths are on the device, the most tiles that there can be.
         let tiles = params.num_tiles as u32;
-        // Persistent CTAs compute tiles until none is left.
-        let resident = sms / traits.cluster * traits.cluster;
-        let (grid, draws_tiles) = match traits.scheduler {
-            Scheduler::PerTile => (tiles, false),
-            Scheduler::Static => (tiles.min(resident), false),
-            Scheduler::Dynamic => (tiles.min(resident), true),
-        };
-        let launch = Launch {
-            entry: ENTRY,
-            grid,
-            threads: traits.threads,
-            smem: smem_bytes(spec),
-            cluster: traits.cluster,
-            takes_maps: uses_tma,
-        };
-        let has_work = grid > 0 && problem.lengths.total_q() > 0;
-        let tensors = tensors(problem);
+        let main = Launch::main(spec, tiles, sms);
+        let draws_tiles = traits.scheduler == Scheduler::Dynamic;
+        let has_work = main.grid > 0 && problem.lengths.total_q() > 0;
+        let tensors = Tensor::of_pass(problem, false);
         let plan_bytes = if spec.reads.varied { work.bounds.bytes() } else { 0 };
         let rows = work.slots.saturating_mul(work.heads).saturating_mul(work.slot_rows);
         let workspace = Workspace::forward(ForwardParts {
@@ -179,19 +46,13 @@ impl Launches {
             steps.push(plan_step());
         }
         if has_work {
-            steps.push(Step::Launch(launch));
+            steps.push(Step::Launch(main));
         }
         if has_work && rows > 0 {
             // A CTA a row at a time; of what a plan divides, the most rows that there can be.
             let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
-            steps.push(Step::Launch(Launch {
-                entry: COMBINE,
-                grid: rows.min(COMBINE_CTAS * sms as usize) as u32,
-                threads: COMBINE_THREADS,
-                smem: COMBINE_SMEM,
-                cluster: 1,
-                takes_maps: false,
-            }));
+            let grid = rows.min(COMBINE_CTAS * sms as usize) as u32;
+            steps.push(Step::Launch(Launch::plain(COMBINE, grid, COMBINE_THREADS, COMBINE_SMEM)));
         }
         let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors) } else { Vec::new() };
         Ok(Launches {
@@ -254,19 +115,6 @@ impl Work {
         }
         work
     }
-}
-
-/// q, k, v and out.
-fn tensors(problem: &Problem) -> Vec<Tensor> {
-    let Problem { heads_q, heads_kv, head_dim, head_dim_v, lengths, .. } = *problem;
-    let queries = |name, dim| shape_of(name, lengths.q(), lengths.sequences(), heads_q, dim);
-    let keys = |name, dim| shape_of(name, lengths.k(), lengths.sequences(), heads_kv, dim);
-    vec![
-        Tensor { shape: queries("q", head_dim), is_output: false },
-        Tensor { shape: keys("k", head_dim), is_output: false },
-        Tensor { shape: keys("v", head_dim_v), is_output: false },
-        Tensor { shape: queries("out", head_dim_v), is_output: true },
-    ]
 }
 
 /// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them. Of

@@ -1,20 +1,23 @@
 //! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so
 //! that the driver and an emulation run the same launches.
 
+use fa_core::spec::{Scheduler, Traits};
 use fa_core::{Arch, KernelSpec, Problem, Strides};
 use fa_planner::account::missing_code;
 
 use crate::Error;
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{
-    BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, ScoreParams, ShapeParams,
-    SplitParams, TmaStrides, VarlenParams,
+    BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
+    VarlenParams,
 };
+use crate::jit::source::ENTRY;
 use crate::launch::args::{RawTensor, Shape};
-use crate::launch::checks::{check_address, count};
+use crate::launch::checks::check_address;
 use crate::launch::extras::{Extra, RawExtras};
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
+use crate::smem_bytes;
 
 /// LSE is read and written word by word.
 const WORD_BYTES: u64 = 4;
@@ -55,6 +58,25 @@ pub struct Launch {
     pub takes_maps: bool,
 }
 
+impl Launch {
+    /// The launch of the main kernel of `spec`, for `tiles` tiles on `sms` SMs: a CTA for each tile, or for
+    /// each SM where CTAs compute tiles until none is left.
+    pub(crate) fn main(spec: &KernelSpec, tiles: u32, sms: u32) -> Launch {
+        let Traits { threads, cluster, scheduler, .. } = spec.traits();
+        let grid = match scheduler {
+            Scheduler::PerTile => tiles,
+            Scheduler::Static | Scheduler::Dynamic => tiles.min(sms / cluster * cluster),
+        };
+        let (smem, takes_maps) = (smem_bytes(spec), spec.traits().uses_tma());
+        Launch { entry: ENTRY, grid, threads, smem, cluster, takes_maps }
+    }
+
+    /// A launch of another kernel: without clusters, and without tensor maps.
+    pub(crate) const fn plain(entry: &'static str, grid: u32, threads: u32, smem: u32) -> Launch {
+        Launch { entry, grid, threads, smem, cluster: 1, takes_maps: false }
+    }
+}
+
 /// One operation on the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
@@ -74,6 +96,36 @@ pub struct Tensor {
     pub shape: Shape,
     /// Whether the pass writes it.
     pub is_output: bool,
+}
+
+impl Tensor {
+    /// The tensors of a pass in the order of a call: q, k, v, out; of a backward also dout, dq, dk, dv.
+    pub(crate) fn of_pass(problem: &Problem, backward: bool) -> Vec<Tensor> {
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, lengths, .. } = *problem;
+        let queries = |name, dim, is_output| {
+            let shape = Shape::of(name, lengths.q(), lengths.sequences(), heads_q, dim);
+            Tensor { shape, is_output }
+        };
+        let keys = |name, dim, is_output| {
+            let shape = Shape::of(name, lengths.k(), lengths.sequences(), heads_kv, dim);
+            Tensor { shape, is_output }
+        };
+        let mut tensors = vec![
+            queries("q", head_dim, false),
+            keys("k", head_dim, false),
+            keys("v", head_dim_v, false),
+            queries("out", head_dim_v, !backward),
+        ];
+        if backward {
+            tensors.extend([
+                queries("dout", head_dim_v, false),
+                queries("dq", head_dim, true),
+                keys("dk", head_dim, true),
+                keys("dv", head_dim_v, true),
+            ]);
+        }
+        tensors
+    }
 }
 
 /// Device addresses of a call's memory.
@@ -241,156 +293,28 @@ impl Launches {
     }
 }
 
-/// The kernel of `spec` has device code for all that the spec asks for.
+/// Checks that a kernel of `spec` computes the forward of `problem`, or its backward, and has device code for
+/// all that the spec asks for.
 ///
 /// # Errors
-/// [`Error::NoCode`] for the first thing that it lacks.
-pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
-    let kernel = spec.kernel.name();
-    missing_code(spec).map_or(Ok(()), |what| Err(Error::NoCode { kernel, what }))
+/// As [`Launches::of`]; [`Error::NoCode`] for the first thing that the kernel lacks; [`Error::Mismatch`] for
+/// a kernel of the other pass.
+pub(crate) fn check(spec: &KernelSpec, problem: &Problem, backward: bool) -> Result<Traits, Error> {
+    problem.check()?;
+    spec.serves(problem)?;
+    if let Some(what) = missing_code(spec) {
+        return Err(Error::NoCode { kernel: spec.kernel.name(), what });
+    }
+    let traits = spec.traits();
+    if traits.pass.is_backward() != backward {
+        let name = |backward| if backward { "the backward" } else { "the forward" }.to_owned();
+        return Err(Error::Mismatch { what: "pass", kernel: name(!backward), problem: name(backward) });
+    }
+    Ok(traits)
 }
 
 /// Packed sequences are one entry whose rows are counted through: no sequence steps along the batch.
 fn row_strides(shape: &Shape, strides: &Strides) -> RowStrides {
     let batch = if shape.batch > 1 { strides.batch } else { 0 };
     RowStrides { batch, seq: strides.seq, head: strides.head }
-}
-
-/// The lengths, counts and window of `problem`.
-pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
-    Ok(ShapeParams {
-        batch: count("batch", problem.lengths.sequences())?,
-        heads_q: count("heads_q", problem.heads_q)?,
-        heads_kv: count("heads_kv", problem.heads_kv)?,
-        group_size: count("heads_q / heads_kv", problem.group_size())?,
-        seqlen_q: count("seqlen_q", problem.lengths.max_q())?,
-        seqlen_k: count("seqlen_k", problem.lengths.max_k())?,
-        head_dim: count("head_dim", problem.head_dim)?,
-        head_dim_v: count("head_dim_v", problem.head_dim_v)?,
-        window_left: side(problem.mask.left, problem.lengths.max_k()),
-        window_right: side(problem.mask.right, problem.lengths.max_q()),
-    })
-}
-
-/// A side of the window for the kernel: -1 for a side that hides no key of any query, so that the sum of a
-/// diagonal and a side fits 32 bits.
-fn side(side: Option<u32>, len: usize) -> i32 {
-    side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
-}
-
-/// The factors between products and scores, as f32.
-///
-/// # Errors
-/// As [`Problem::check_gpu`], which says what the factors may be.
-pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
-    problem.check_gpu()?;
-    let scale = problem.scale();
-    let scale_log2 = scale * std::f64::consts::LOG2_E;
-    let params = ScoreParams { scale: scale as f32, scale_log2: scale_log2 as f32, ..ScoreParams::default() };
-    let Some(softcap) = problem.score.softcap else { return Ok(params) };
-    let cap = softcap as f32;
-    let (near, terms) = softcap_polynomial(scale, softcap);
-    Ok(ScoreParams {
-        softcap: cap,
-        softcap_exponent: 2.0 * std::f32::consts::LOG2_E * params.scale / cap,
-        softcap_log2: cap * std::f32::consts::LOG2_E,
-        softcap_share: std::f32::consts::LN_2 / cap,
-        softcap_near: near,
-        softcap_term_0: terms[0],
-        softcap_term_1: terms[1],
-        softcap_term_2: terms[2],
-        softcap_term_3: terms[3],
-        ..params
-    })
-}
-
-/// The soft cap of scores up to half of it as a polynomial: the square of the largest such product and the
-/// terms of `f`, with which `log2(e) * cap * tanh(x)` is `product * f(near - product^2)`, x the score over
-/// the cap. No product is near (-1) where a term would leave f32's normal numbers.
-fn softcap_polynomial(scale: f64, cap: f64) -> (f32, [f32; 4]) {
-    const NEAR: f64 = 0.5;
-    // tanh(x) / x in NEAR^2 - x^2: minimax of x f - tanh x (Remez), within 1.3e-7.
-    const TERMS: [f64; 4] = [0.924_234_059_1, 0.275_613_164_4, 0.098_922_098_19, 0.043_372_464_1];
-    let per_cap = scale / cap;
-    let mut factor = std::f64::consts::LOG2_E * scale;
-    let terms = TERMS.map(|term| {
-        let of_product = term * factor;
-        factor *= per_cap * per_cap;
-        of_product as f32
-    });
-    let near = (NEAR * NEAR / (per_cap * per_cap)) as f32;
-    if near.is_normal() && terms.iter().all(|term| term.is_normal()) {
-        (near, terms)
-    } else {
-        (-1.0, [0.0; 4])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use fa_core::spec::MAX_SOFTCAP;
-    use fa_core::{Dtype, Mask, ScoreMod};
-
-    use super::*;
-
-    /// As `ScoreMod::near_exponent` does it in f32, without the row's maximum.
-    fn near_exponent(params: &ScoreParams, product: f32) -> Option<f32> {
-        let v = (-product).mul_add(product, params.softcap_near);
-        let factor = params.softcap_term_3.mul_add(v, params.softcap_term_2);
-        let factor = factor.mul_add(v, params.softcap_term_1).mul_add(v, params.softcap_term_0);
-        (v >= 0.0).then_some(product * factor)
-    }
-
-    #[test]
-    fn the_polynomial_of_scores_far_below_the_cap_is_the_cap_of_them() {
-        // The last scale's terms don't fit f32.
-        for softmax_scale in [None, Some(1.0), Some(0.0625), Some(1e-9)] {
-            for cap in [1.0, 15.0, 30.0, 50.0, MAX_SOFTCAP] {
-                let problem = Problem::square(1, 16, 1, 128, Mask::FULL, Dtype::F16);
-                let problem = Problem { softmax_scale, score: ScoreMod::softcap(cap), ..problem };
-                let params = score_params(&problem).unwrap();
-                let per_cap = problem.scale() / cap;
-                let (mut near, mut worst) = (0, 0f64);
-                for step in -100_000..=100_000 {
-                    // Twice the cap to both sides.
-                    let product = (f64::from(step) * 2e-5 / per_cap) as f32;
-                    let x = f64::from(product) * per_cap;
-                    let Some(exponent) = near_exponent(&params, product) else {
-                        assert!(x.abs() > 0.499_999 || per_cap < 1e-8, "{x} of {cap}");
-                        continue;
-                    };
-                    assert!(x.abs() < 0.500_001);
-                    near += 1;
-                    let exact = std::f64::consts::LOG2_E * cap * x.tanh();
-                    worst = worst.max((f64::from(exponent) - exact).abs() / cap);
-                }
-                assert_eq!(near > 0, per_cap > 1e-8, "{cap}");
-                // 1.5e-5 of an exponent of 2 at a cap of 50, a twentieth of half a step of f16.
-                assert!(worst < 3e-7, "{worst} of {cap}, scale {}", problem.scale());
-            }
-        }
-    }
-
-    #[test]
-    fn scales_and_soft_caps_that_spoil_scores_are_refused() {
-        let check = |softmax_scale, softcap| {
-            let problem = Problem::square(1, 16, 1, 64, Mask::FULL, Dtype::F16);
-            score_params(&Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..problem })
-        };
-        assert_eq!(check(None, None).unwrap().scale, 0.125);
-        for softcap in [1e-3, 30.0, MAX_SOFTCAP] {
-            let params = check(None, Some(softcap)).unwrap();
-            let exponent = 2.0 * std::f64::consts::LOG2_E * 0.125 / softcap;
-            assert!((f64::from(params.softcap_exponent) / exponent - 1.0).abs() < 1e-6, "{params:?}");
-            let share = std::f64::consts::LN_2 / softcap;
-            assert!((f64::from(params.softcap_share) / share - 1.0).abs() < 1e-6, "{params:?}");
-        }
-        for softcap in [1e-39, MAX_SOFTCAP * 1.001, 1e300] {
-            assert!(matches!(check(None, Some(softcap)), Err(Error::Softcap { .. })), "{softcap}");
-        }
-        assert!(matches!(check(Some(1e30), Some(1e-30)), Err(Error::Softcap { .. })));
-        for scale in [0.0, -1.0, 1e-39, 1e39] {
-            assert!(matches!(check(Some(scale), None), Err(Error::Scale { .. })), "{scale}");
-        }
-    }
 }

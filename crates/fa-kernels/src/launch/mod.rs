@@ -4,14 +4,16 @@
 pub(crate) mod append;
 pub(crate) mod append_call;
 pub(crate) mod args;
-pub(crate) mod backward;
+mod backward;
+pub(crate) mod call;
 mod checks;
 pub(crate) mod extras;
-pub(crate) mod forward;
+mod forward;
 mod launches;
 pub(crate) mod merge;
 pub(crate) mod module;
 mod plan;
+mod problem_params;
 mod run;
 mod sections;
 mod single;

@@ -7,54 +7,46 @@ use fa_core::TensorLayout;
 
 use crate::Error;
 use crate::launch::args::RawTensor;
-use crate::launch::backward::Backward;
+use crate::launch::call::Bound;
 use crate::launch::extras::{Extras, RawExtras};
-use crate::launch::forward::Forward;
 use crate::launch::launches::{Addresses, Launches, Step};
 use crate::launch::module::LoadedKernel;
 
-macro_rules! plans {
-    ($pass:ident) => {
-        impl $pass {
-            /// Bytes of a work plan; 0 where lengths are uniform, which needs none.
-            pub fn plan_bytes(&self) -> usize {
-                self.launches().plan_bytes
-            }
+impl<P> Bound<P> {
+    /// Bytes of a work plan; 0 where lengths are uniform, which needs none.
+    pub fn plan_bytes(&self) -> usize {
+        self.launches().plan_bytes
+    }
 
-            /// Writes the work plan of the lengths in `extras` to `plan`, of [`Self::plan_bytes`] bytes: for
-            /// calls of this kernel and problem with the same lengths, which get it as [`Extras::plan`].
-            /// Waits for nothing and can be captured. Nothing where lengths are uniform.
-            ///
-            /// # Errors
-            /// Extras that are missing, not the problem's or too short; a plan that is too short; a stream or
-            /// a tensor of another context; [`Error::Driver`].
-            pub fn plan(
-                &self,
-                stream: &CudaStream,
-                extras: Extras<'_>,
-                plan: &mut dyn DevicePtrMut<u8>,
-            ) -> Result<(), Error> {
-                write_plan(self.kernel(), self.launches(), stream, extras, plan)
-            }
+    /// Writes the work plan of the lengths in `extras` to `plan`, of [`Bound::plan_bytes`] bytes: for
+    /// calls of this kernel and problem with the same lengths, which get it as [`Extras::plan`].
+    /// Waits for nothing and can be captured. Nothing where lengths are uniform.
+    ///
+    /// # Errors
+    /// Extras that are missing, not the problem's or too short; a plan that is too short; a stream or
+    /// a tensor of another context; [`Error::Driver`].
+    pub fn plan(
+        &self,
+        stream: &CudaStream,
+        extras: Extras<'_>,
+        plan: &mut dyn DevicePtrMut<u8>,
+    ) -> Result<(), Error> {
+        write_plan(self.kernel(), self.launches(), stream, extras, plan)
+    }
 
-            /// [`Self::plan`] on addresses alone; [`RawExtras::plan`] is where the plan goes.
-            ///
-            /// # Safety
-            /// The extras are as long as the problem says, the plan has [`Self::plan_bytes`] bytes, and both
-            /// stay, untouched by others, until the stream has run the kernel.
-            ///
-            /// # Errors
-            /// As [`Self::plan`], except that lengths are the caller's responsibility.
-            pub unsafe fn plan_raw(&self, stream: &CudaStream, extras: &RawExtras) -> Result<(), Error> {
-                // SAFETY: the caller vouches for the memory.
-                unsafe { enqueue_plan(self.kernel(), self.launches(), stream, extras) }
-            }
-        }
-    };
+    /// [`Bound::plan`] on addresses alone; [`RawExtras::plan`] is where the plan goes.
+    ///
+    /// # Safety
+    /// The extras are as long as the problem says, the plan has [`Bound::plan_bytes`] bytes, and both
+    /// stay, untouched by others, until the stream has run the kernel.
+    ///
+    /// # Errors
+    /// As [`Bound::plan`], except that lengths are the caller's responsibility.
+    pub unsafe fn plan_raw(&self, stream: &CudaStream, extras: &RawExtras) -> Result<(), Error> {
+        // SAFETY: the caller vouches for the memory.
+        unsafe { enqueue_plan(self.kernel(), self.launches(), stream, extras) }
+    }
 }
-
-plans!(Forward);
-plans!(Backward);
 
 fn write_plan(
     kernel: &LoadedKernel,
@@ -79,7 +71,7 @@ fn write_plan(
 /// Puts the plan kernel alone on the stream.
 ///
 /// # Safety
-/// As [`Forward::plan_raw`].
+/// As [`Bound::plan_raw`].
 unsafe fn enqueue_plan(
     kernel: &LoadedKernel,
     launches: &Launches,

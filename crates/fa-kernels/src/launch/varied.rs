@@ -1,13 +1,11 @@
 //! Work whose amount only the device knows: bounds on it, by which grids and lists are sized.
 
-use fa_core::lengths::SideRows;
+use fa_core::Problem;
 use fa_core::spec::Traits;
-use fa_core::{Problem, Side};
 
 use crate::Error;
 use crate::jit::params::PlanParams;
 use crate::jit::source::{PLAN, PLAN_SMEM, PLAN_THREADS};
-use crate::launch::args::Shape;
 use crate::launch::checks::count;
 use crate::launch::launches::{Launch, Step};
 
@@ -20,24 +18,7 @@ const PLAN_BINS: usize = 1024;
 
 /// The launch of the plan kernel.
 pub(crate) fn plan_step() -> Step {
-    Step::Plan(Launch {
-        entry: PLAN,
-        grid: 1,
-        threads: PLAN_THREADS,
-        smem: PLAN_SMEM,
-        cluster: 1,
-        takes_maps: false,
-    })
-}
-
-/// The tensor of one side of a batch.
-pub(crate) fn shape_of(name: &'static str, side: Side, sequences: usize, heads: usize, dim: usize) -> Shape {
-    let (batch, seqlen) = match side.rows {
-        SideRows::Padded { len } => (sequences, len),
-        SideRows::Packed { total, .. } => (1, total),
-        SideRows::Paged { page, pages, .. } => (pages, page),
-    };
-    Shape { name, batch, seqlen, heads, dim }
+    Step::Plan(Launch::plain(PLAN, 1, PLAN_THREADS, PLAN_SMEM))
 }
 
 /// Bounds on the lists of a work plan.

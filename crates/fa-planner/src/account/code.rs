@@ -1,8 +1,8 @@
-//! What the kernels' device code has: one list, which planner and launch both ask.
+//! What device code a kernel has: planner and launch both ask.
 
 use fa_core::KernelSpec;
 
-/// What a kernel can be compiled with beyond dense tiles of uniform problems.
+/// The options that a kernel's device code honours, beyond dense tiles of uniform problems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Code {
     pub varied: bool,

@@ -1,4 +1,5 @@
-//! How many CTAs share the keys of a tile's rows in the forward: launch and cost model take the same number.
+//! The number of CTAs that share the keys of a tile's rows in the forward, the same for launch and cost
+//! model.
 
 use fa_core::spec::MAX_COUNT;
 use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
@@ -11,7 +12,7 @@ use crate::kernels::planned::{self, Forward, Time};
 /// The most CTAs that share the keys of a tile's rows: the combine kernel holds their LSEs.
 pub const MAX_SPLITS: usize = 256;
 
-/// Fewer splits are kept unless more are faster by this factor: they take less workspace.
+/// More splits are taken only if they are faster by this factor: they need more workspace.
 const GAIN: f64 = 1.01;
 
 /// CTAs that share the keys of each tile's rows (splits): 1 to [`MAX_SPLITS`], and no more than a tile has
@@ -22,8 +23,8 @@ const GAIN: f64 = 1.01;
 /// the one with the least predicted time on a GPU of `arch` with `sms` SMs: whole waves of parts as long as
 /// the SMs take for them, or the time of K and V through device memory, and the combine kernel.
 ///
-/// Where lengths are on the device, the plan kernel divides each sequence by its share of all work; this is
-/// then the most that one may have, as if it were alone with the most queries and keys.
+/// With lengths on the device, the plan kernel divides each sequence by its share of all work. The result is
+/// then an upper bound: the number for a batch of one with the most queries and keys.
 pub fn kv_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
     let lengths = &problem.lengths;
     let alone = if lengths.is_uniform() {
@@ -57,8 +58,8 @@ pub(crate) fn best_split(
     }
 }
 
-/// What the forward of `problem` by `spec` takes at least with the keys of a tile undivided; 0 for a
-/// backward. `work` are its tiles, or what these are at least.
+/// A lower bound in seconds on the forward of `problem` by `spec` with the keys of a tile undivided; 0 for a
+/// backward. `work`: its tiles, or a lower bound on them.
 pub(crate) fn least_seconds(
     problem: &Problem,
     spec: &KernelSpec,
@@ -99,8 +100,8 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
     Some(launch.cost(best))
 }
 
-/// The numbers of parts above 1 that are worth a look for tiles of up to `steps` steps: for each length of a
-/// part the fewest, in ascending order.
+/// The numbers of parts above 1 worth trying for tiles of up to `steps` steps, in ascending order: the fewest
+/// parts for each length of a part.
 fn part_counts(steps: usize) -> impl Iterator<Item = usize> {
     let most = steps.min(MAX_SPLITS);
     let mut parts = 1;

@@ -1,8 +1,8 @@
-//! What a kernel takes of an SM: shared memory and registers, counted exactly, and the limit that it breaks.
+//! The resources of an SM that a kernel takes, shared memory and registers, and the limit that it breaks.
 //!
 //! This is the part of the planner that launching needs: the layout of shared memory, the panels of the
-//! operands, and the numbers of CTAs that share a K/V head (backward) or the keys of a tile (forward). It
-//! knows no problem but for those numbers, and ranks nothing.
+//! operands, and the numbers of CTAs that share a K/V head (backward) or the keys of a tile (forward). Only
+//! those numbers depend on a problem; nothing is ranked.
 
 pub(crate) mod code;
 pub(crate) mod kv_splits;
@@ -18,6 +18,7 @@ use serde::Serialize;
 
 use crate::cost::constants::CostConstants;
 use crate::kernels::planned::{self, Time};
+use crate::kernels::spilled::spilled;
 use crate::occupancy::register_ceiling;
 
 pub use crate::occupancy::Occupancy;
@@ -32,7 +33,7 @@ use splits::Split;
 pub use stored::{head_bytes, storing_heads};
 pub use turns::heads_side_by_side;
 
-/// What a CTA of a kernel takes of an SM.
+/// The resources of an SM that a CTA of a kernel takes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Account {
     /// Shared memory, buffer by buffer.
@@ -43,15 +44,15 @@ pub struct Account {
     pub threads: u32,
     /// CTAs per SM by each resource.
     pub occupancy: Occupancy,
-    /// CTAs per SM that the kernel is planned for: what its launch bounds ask.
+    /// CTAs per SM that the kernel is planned for: those of its launch bounds.
     pub blocks_per_sm: u32,
 }
 
-/// Accounts for `spec` on `arch`, or says which limit it breaks first: its rules, registers, shared memory,
-/// occupancy.
+/// Accounts for `spec` on `arch`.
 ///
 /// # Errors
-/// The [`Reason`].
+/// The [`Reason`] for the first limit that it breaks, in the order: its rules, registers, known spills,
+/// shared memory, occupancy.
 pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     spec.check().map_err(|e| Reason::Rule(e.to_string()))?;
     spec.check_arch(arch).map_err(|e| Reason::Rule(e.to_string()))?;
@@ -69,7 +70,7 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
     }
-    if kernel.is_known_to_spill(spec, arch) {
+    if kernel.is_known_to_spill(spec, arch) || spilled(spec, arch) {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });
     }
     let smem = kernel.smem(spec);

@@ -22,10 +22,10 @@ pub enum Reason {
         /// The problem's value.
         need: String,
     },
-    /// A launch of it does not hold the problem.
+    /// The problem exceeds what a launch of it can hold.
     #[error("{0}")]
     Launch(Unserved),
-    /// Its kernel has no device code for it.
+    /// Its device code lacks an option.
     #[error("{kernel} has no device code for {what}")]
     Code {
         /// The kernel.

@@ -1,5 +1,5 @@
-//! How many CTAs share the query heads of a K/V head in the backward: launch and cost model take the same
-//! number.
+//! The number of CTAs that share the query heads of a K/V head in the backward, the same for launch and cost
+//! model.
 
 use fa_core::{Arch, ArchLimits, KernelSpec, Problem};
 
@@ -15,7 +15,7 @@ const L2_SHARE: f64 = 0.3;
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
 const BANDWIDTH: [f64; 2] = [0.93, 0.4];
 
-/// Fewer parts are kept unless more are faster by this factor: parts take a workspace of dK and dV in f32.
+/// More parts are taken only if they are faster by this factor: parts need a workspace of dK and dV in f32.
 const GAIN: f64 = 1.01;
 
 /// Rates of a backward's main kernel.
@@ -36,8 +36,8 @@ pub(crate) struct Split {
     pub added: f64,
     /// Bytes of the f32 accumulators of dK and dV.
     pub sums: f64,
-    /// Bytes of Q, dO and dQ that are read from device memory again, or written there, because the L2 has
-    /// lost them.
+    /// Bytes of Q, dO and dQ that are read from device memory again, or written there, because the L2
+    /// evicted them.
     pub missed: f64,
 }
 

@@ -1,11 +1,11 @@
-//! Whether the first of the sums that come to a tile of dQ are stored in place of being added to zeros: the
-//! launch orders its tiles by it, and preprocess writes no zeros.
+//! Whether the first sums of a tile of dQ are stored instead of being added to zeros: the launch orders its
+//! tiles accordingly, and preprocess writes no zeros.
 
 use fa_core::{Arch, KernelSpec, MaskKind, Problem};
 
-/// Where one tile of keys stores its sums of dQ for the others to add to, the heads of a section in the
-/// natural order of tiles; `None` where all sums are added to zeros, which are then written before. Of
-/// uniform lengths every query has to see a key. `sms` are the SMs of the GPU at hand.
+/// The heads of a section in the natural order of tiles, if one tile of keys stores its sums of dQ for the
+/// others to add to; `None` if all sums are added to zeros that preprocess writes. With uniform lengths,
+/// storing requires that every query sees a key. `sms`: SMs of the GPU at hand.
 pub fn storing_heads(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
     if !spec.backward().is_some_and(|traits| traits.may_store_dq) {
         return None;
@@ -44,8 +44,7 @@ fn full_storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> 
     (heads >= 2 * own && head_bytes(problem, 1).saturating_mul(own as u64) <= room).then_some(own)
 }
 
-/// What the CTAs of `heads` query heads read or add to together: their queries, the gradients and dQ's
-/// accumulators.
+/// Bytes that the CTAs of `heads` query heads share: Q, dO and dQ's accumulators.
 pub fn head_bytes(problem: &Problem, heads: usize) -> u64 {
     let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
     (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)

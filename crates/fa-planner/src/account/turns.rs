@@ -1,14 +1,14 @@
-//! How many heads a deterministic backward computes side by side: the launch orders its tiles by it.
+//! The number of heads that a deterministic backward computes side by side, by which the launch orders tiles.
 
 use fa_core::{KernelSpec, Problem};
 
 use crate::cost::schedule::Work;
 
-/// Steps from a tile's turn at dQ to the next tile's: an addition, and the way of its semaphore through the
-/// L2.
+/// Steps between one tile's addition to dQ and the next tile's: the addition, and the latency of its
+/// semaphore through the L2.
 const TURN: f64 = 1.0;
 
-/// So many times the heads that fill the GPU where a head has more turns than a tile has steps (NB-061).
+/// Multiple of the heads that fill the GPU, where a head has more turns than a tile has steps (NB-061).
 const WAITING_HEADS: f64 = 4.0;
 
 /// Heads (parts of a K/V head's query heads each count as one) whose tiles of keys are drawn side by side, so

@@ -1,4 +1,4 @@
-//! How a warp goes over a tile, and why that is refused.
+//! The patterns in which a warp accesses a tile, and the errors of patterns that do not fit.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 /// Lanes of a warp.
 pub const WARP: u64 = 32;
-/// Largest tile accepted, in bytes; no architecture has as much shared memory per block.
+/// Largest tile accepted, in bytes; no architecture has as much shared memory per CTA.
 pub const MAX_TILE_BYTES: u64 = 256 * 1024;
 
 /// Why a conflict count was refused.
@@ -98,16 +98,16 @@ pub enum BankError {
         row: u64,
         /// Its first column.
         col: u64,
-        /// Where it lies.
+        /// Its byte offset.
         byte: u64,
         /// Bytes that the instruction moves per lane.
         width: u64,
     },
 }
 
-/// How the lanes of a warp go over a tile of `rows x cols` elements. Fragments are those of `mma.m16n8k16`
-/// (PTX ISA, "Matrix Fragments for mma.m16n8k16"): lane `l` has group `g = l / 4` and thread-in-group `t = l
-/// mod 4`.
+/// The pattern in which the lanes of a warp access a tile of `rows x cols` elements. Fragments are those of
+/// `mma.m16n8k16` (PTX ISA, "Matrix Fragments for mma.m16n8k16"): lane `l` has group `g = l / 4` and
+/// thread-in-group `t = l mod 4`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub enum Access {

@@ -16,6 +16,7 @@ use crate::head_dims::HeadDims;
 use crate::kernels::backward_order;
 
 use super::account::{registers, smem};
+use super::spills;
 
 /// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant
 /// with two buffers of P and dS; beyond the guide's head dims those without a buffer of dQ.
@@ -71,7 +72,8 @@ const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 const DRAWN_PACKED_QUERIES: usize = 768;
 
 /// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
-/// not, for sequences of such `lengths`. Windows and deterministic kernels gain nothing by it.
+/// not, for sequences of such `lengths`. Windows and deterministic kernels gain nothing by it, and some that
+/// the compiler spills do not when their CTAs have one tile each.
 fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> bool {
     let (dim, queries) = (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q());
     dim <= 128
@@ -83,6 +85,7 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> 
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
+        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own))
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask.

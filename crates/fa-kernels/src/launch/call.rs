@@ -1,0 +1,238 @@
+//! A kernel bound to a problem: what is computed once, and calls that check, encode and launch.
+#![allow(unsafe_code)]
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use fa_core::Problem;
+
+use crate::Error;
+use crate::launch::args::{BackwardArgs, Element, ForwardArgs, RawBackwardArgs, RawForwardArgs, RawTensor};
+use crate::launch::launches::{Addresses, Launches};
+use crate::launch::module::LoadedKernel;
+use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
+
+/// A kernel bound to a problem, ready to run: a [`Forward`] or a [`Backward`]. Cheap to make from a loaded
+/// kernel, cheap to run; shared by threads.
+#[derive(Debug)]
+pub struct Bound<P> {
+    kernel: Arc<LoadedKernel>,
+    problem: Problem,
+    launches: Launches,
+    pass: PhantomData<fn() -> P>,
+}
+
+/// The pass of a [`Forward`].
+#[derive(Debug)]
+pub enum ForwardPass {}
+
+/// The pass of a [`Backward`].
+#[derive(Debug)]
+pub enum BackwardPass {}
+
+/// A forward ready to run: O and LSE from Q, K and V.
+pub type Forward = Bound<ForwardPass>;
+
+/// A backward ready to run: dQ, dK and dV from Q, K, V, O, LSE and dO.
+///
+/// Three launches on the caller's stream, and a fourth where several CTAs share a tile of dK and dV:
+/// preprocess (row statistics, zeroed accumulators), the products, postprocess (dQ from its accumulators),
+/// and the same for dK and dV. With sinks, one more: their gradient from the row statistics.
+pub type Backward = Bound<BackwardPass>;
+
+impl<P> Bound<P> {
+    /// Binds `kernel` to `problem`, for which it makes `launches`.
+    pub(crate) fn of(kernel: Arc<LoadedKernel>, problem: &Problem, launches: Launches) -> Bound<P> {
+        Bound { kernel, problem: *problem, launches, pass: PhantomData }
+    }
+
+    /// The problem.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The kernel that computes it.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// What a call launches.
+    pub fn launches(&self) -> &Launches {
+        &self.launches
+    }
+
+    /// Bytes of workspace that a call needs, 0 for most forwards. A forward's workspace is zero before the
+    /// first call, and each call leaves it zero; a backward's needs no initialisation.
+    pub fn workspace_bytes(&self) -> usize {
+        self.launches.workspace.bytes
+    }
+
+    /// Encodes and launches.
+    ///
+    /// # Safety
+    /// As [`Forward::run_raw`] and [`Backward::run_raw`].
+    unsafe fn enqueue(&self, stream: &CudaStream, at: &Addresses<'_>) -> Result<(), Error> {
+        // SAFETY: the launches are of this kernel; the caller vouches for the memory.
+        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, at) }
+    }
+}
+
+impl Forward {
+    /// Binds `kernel` to `problem`.
+    ///
+    /// # Errors
+    /// As [`Launches::forward`].
+    pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Forward, Error> {
+        let launches = Launches::forward(&kernel.spec, problem, kernel.arch, kernel.sms)?;
+        Ok(Bound::of(kernel, problem, launches))
+    }
+
+    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
+    /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
+    /// a capture).
+    ///
+    /// # Errors
+    /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a
+    /// tensor of another context; [`Error::Driver`].
+    pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
+        let ForwardArgs { q, k, v, out, lse, workspace, mut extras } = args;
+        check_element::<T>(&self.problem)?;
+        let buffers = [
+            Buffer::of(&q.strides, q.data.len(), q.data.stream()),
+            Buffer::of(&k.strides, k.data.len(), k.data.stream()),
+            Buffer::of(&v.strides, v.data.len(), v.data.stream()),
+            Buffer::of(&out.strides, out.data.len(), out.data.stream()),
+        ];
+        let lse_buffer = lse.as_ref().map(|lse| (lse.len(), lse.stream()));
+        let workspace_buffer = workspace.as_ref().map(|workspace| (workspace.len(), workspace.stream()));
+        check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
+        let (extras, _extras) = extras
+            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
+        // Dropped after the launch, each guard notes in cudarc that the stream has used its tensor.
+        let raw = |address, strides| RawTensor { address, strides };
+        let (q_address, _q) = q.data.device_ptr(stream);
+        let (k_address, _k) = k.data.device_ptr(stream);
+        let (v_address, _v) = v.data.device_ptr(stream);
+        let (out_address, _out) = out.data.device_ptr_mut(stream);
+        let lse = lse.map(|lse| lse.device_ptr_mut(stream));
+        let workspace = workspace.map(|workspace| workspace.device_ptr_mut(stream));
+        let args = RawForwardArgs {
+            q: raw(q_address, q.strides),
+            k: raw(k_address, k.strides),
+            v: raw(v_address, v.strides),
+            out: raw(out_address, out.strides),
+            lse: lse.as_ref().map(|(address, _)| *address),
+            workspace: workspace.as_ref().map(|(address, _)| *address),
+            extras,
+        };
+        // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the
+        // launch is enqueued, and cudarc orders the stream before any later use or release of them.
+        unsafe { self.run_raw(stream, &args) }
+    }
+
+    /// [`Forward::run`] on addresses alone.
+    ///
+    /// # Safety
+    /// Every element of the problem's shapes under the given strides lies in device memory that the stream's
+    /// context can access, and stays there, untouched by others, until the stream has run the kernel. Outputs
+    /// share no memory with inputs. The workspace is zero.
+    ///
+    /// # Errors
+    /// As [`Forward::run`], except that lengths are the caller's responsibility.
+    pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawForwardArgs) -> Result<(), Error> {
+        let tensors = [args.q, args.k, args.v, args.out];
+        let at =
+            Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace, extras: args.extras };
+        // SAFETY: the caller vouches for the memory.
+        unsafe { self.enqueue(stream, &at) }
+    }
+}
+
+impl Backward {
+    /// Binds `kernel` to `problem`.
+    ///
+    /// # Errors
+    /// As [`Launches::backward`].
+    pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Backward, Error> {
+        let launches = Launches::backward(&kernel.spec, problem, kernel.arch, kernel.sms)?;
+        Ok(Bound::of(kernel, problem, launches))
+    }
+
+    /// Launches the kernels on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
+    /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
+    /// a capture).
+    ///
+    /// # Errors
+    /// The dtype, a stride, an alignment or a length that does not fit; a stream or a tensor of another
+    /// context; [`Error::Driver`].
+    pub fn run<T: Element>(&self, stream: &CudaStream, args: BackwardArgs<'_, T>) -> Result<(), Error> {
+        let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, mut extras } = args;
+        check_element::<T>(&self.problem)?;
+        let buffers = [
+            Buffer::of(&q.strides, q.data.len(), q.data.stream()),
+            Buffer::of(&k.strides, k.data.len(), k.data.stream()),
+            Buffer::of(&v.strides, v.data.len(), v.data.stream()),
+            Buffer::of(&out.strides, out.data.len(), out.data.stream()),
+            Buffer::of(&dout.strides, dout.data.len(), dout.data.stream()),
+            Buffer::of(&dq.strides, dq.data.len(), dq.data.stream()),
+            Buffer::of(&dk.strides, dk.data.len(), dk.data.stream()),
+            Buffer::of(&dv.strides, dv.data.len(), dv.data.stream()),
+        ];
+        let lse_buffer = Some((lse.len(), lse.stream()));
+        let workspace_buffer = Some((workspace.len(), workspace.stream()));
+        check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
+        let (extras, _extras) = extras
+            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
+        // Dropped after the launches, each guard notes in cudarc that the stream has used its tensor.
+        let raw = |address, strides| RawTensor { address, strides };
+        let (q_address, _q) = q.data.device_ptr(stream);
+        let (k_address, _k) = k.data.device_ptr(stream);
+        let (v_address, _v) = v.data.device_ptr(stream);
+        let (out_address, _out) = out.data.device_ptr(stream);
+        let (lse_address, _lse) = lse.device_ptr(stream);
+        let (dout_address, _dout) = dout.data.device_ptr(stream);
+        let (dq_address, _dq) = dq.data.device_ptr_mut(stream);
+        let (dk_address, _dk) = dk.data.device_ptr_mut(stream);
+        let (dv_address, _dv) = dv.data.device_ptr_mut(stream);
+        let (workspace_address, _workspace) = workspace.device_ptr_mut(stream);
+        let args = RawBackwardArgs {
+            q: raw(q_address, q.strides),
+            k: raw(k_address, k.strides),
+            v: raw(v_address, v.strides),
+            out: raw(out_address, out.strides),
+            lse: lse_address,
+            dout: raw(dout_address, dout.strides),
+            dq: raw(dq_address, dq.strides),
+            dk: raw(dk_address, dk.strides),
+            dv: raw(dv_address, dv.strides),
+            workspace: workspace_address,
+            extras,
+        };
+        // SAFETY: the lengths cover the shapes under the strides, and the guards keep the memory until the
+        // launches are in the stream.
+        unsafe { self.run_raw(stream, &args) }
+    }
+
+    /// [`Backward::run`] on addresses alone.
+    ///
+    /// # Safety
+    /// Every element of the problem's shapes under the given strides, the LSE and
+    /// [`Backward::workspace_bytes`] bytes of workspace lie in device memory that the stream's context can
+    /// access, and stay there, untouched by others, until the stream has run the kernels. Gradients and
+    /// workspace share no memory with one another and the inputs.
+    ///
+    /// # Errors
+    /// As [`Backward::run`], except that lengths are the caller's responsibility.
+    pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawBackwardArgs) -> Result<(), Error> {
+        let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
+        let at = Addresses {
+            tensors: &tensors,
+            lse: Some(args.lse),
+            workspace: Some(args.workspace),
+            extras: args.extras,
+        };
+        // SAFETY: the caller vouches for the memory.
+        unsafe { self.enqueue(stream, &at) }
+    }
+}
