@@ -31,8 +31,8 @@ fn class(activity: Activity) -> &'static str {
 pub fn steps(view: &View, fit: &Fit) -> String {
     let arch = view.planned.arch;
     let timeline = match fit.shape {
-        Shape::Kernel(spec) => of_kernel(spec, arch, fit.cost),
-        Shape::Sm100(plan) => sm100_fwd::timeline::timeline(&plan.tile, arch, fit.cost),
+        Shape::Kernel(spec) => of_kernel(spec, arch, &fit.cost.step),
+        Shape::Sm100(plan) => sm100_fwd::timeline::timeline(&plan.tile, arch, &fit.cost.step),
     };
     let mut html = String::from("<div class=\"legend\">");
     for (activity, words) in [
@@ -66,12 +66,14 @@ pub fn steps(view: &View, fit: &Fit) -> String {
         })
         .collect();
     let clocks = &fit.cost.step;
-    // By the model, what the SM itself needs.
-    let memory = if timeline.memory > clocks.total {
+    // Clocks in which device memory delivers what the CTAs of an SM read and write for a step of each.
+    let cost = fit.cost;
+    let memory_clocks =
+        cost.terms.hbm * view.limits().clock_ghz * 1e9 * cost.slots.min(cost.tiles) / cost.steps.max(1.0);
+    let memory = if memory_clocks > clocks.total {
         format!(
-            " Device memory delivers a step's data to each SM in {:.0} clocks, and the copies are drawn at \
-             that pace.",
-            timeline.memory
+            " Device memory delivers a step's data to each SM in {memory_clocks:.0} clocks, and so long a \
+             step takes: copies are drawn as the L2 would deliver them."
         )
     } else {
         String::new()

@@ -1,7 +1,7 @@
 //! The part of the model that all kernels share: the resources that a step keeps busy, and how steps add up
 //! to a launch.
 
-use fa_core::{Arch, ArchLimits, Pass, Problem, ScoreKind};
+use fa_core::{ArchLimits, Pass, Problem, ScoreKind};
 use serde::Serialize;
 
 use super::constants::CostConstants;
@@ -132,12 +132,6 @@ impl Cost {
             splits,
             step,
         }
-    }
-
-    /// Clocks in which device memory delivers what the CTAs of an SM read and write for a step of each.
-    pub fn memory_clocks(&self, arch: Arch) -> f64 {
-        let at_once = self.slots.min(self.tiles);
-        self.terms.hbm * arch.limits().clock_ghz * 1e9 * at_once / self.steps.max(1.0)
     }
 }
 

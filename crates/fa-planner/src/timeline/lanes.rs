@@ -57,13 +57,4 @@ pub struct Timeline {
     pub predicted: f64,
     /// Share of a step that the tensor cores are busy in this order.
     pub tensor_busy: f64,
-    /// Clocks in which device memory delivers what an SM reads for a step.
-    pub memory: f64,
-}
-
-impl Timeline {
-    /// With a step's data from device memory in so many clocks.
-    pub(crate) fn fed(self, memory: f64) -> Timeline {
-        Timeline { memory, ..self }
-    }
 }

@@ -9,42 +9,19 @@ pub(crate) mod lanes;
 pub(crate) mod parts;
 pub(crate) mod schedule;
 
-use std::cell::Cell;
-
 use fa_core::{Arch, KernelSpec};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::Cost;
+use crate::cost::core::StepClocks;
 use crate::kernels::planned;
 
 pub use lanes::{Activity, Lane, Span, Timeline};
-use schedule::STEPS;
 
-/// The timeline of a kernel whose launch costs `cost` on `arch`.
-pub fn of_kernel(spec: &KernelSpec, arch: Arch, cost: &Cost) -> Timeline {
-    let kernel = planned::of(&spec.kernel);
-    let loaded = Cell::new(0.0);
-    let at = |bytes_per_clock: f64| {
-        let copy = |elements: u32| {
-            let bytes = f64::from(elements * spec.elem_bytes());
-            loaded.set(loaded.get() + bytes);
-            bytes / bytes_per_clock
-        };
-        kernel.timeline(spec, &copy, &cost.step)
-    };
-    let timeline = at(CostConstants::of(arch).sm_bytes_per_clock);
-    let rate = copy_rate(arch, cost, loaded.get() / STEPS as f64);
-    // Of what a backward reads and writes in device memory its loop loads the smaller part.
-    let timeline = if spec.kernel.is_backward() { timeline } else { at(rate) };
-    timeline.fed(cost.memory_clocks(arch))
-}
-
-/// Bytes a clock at which an SM's copies come, of which a step has so many: what the SM takes, or less where
-/// device memory has less for each SM.
-pub(crate) fn copy_rate(arch: Arch, cost: &Cost, step_bytes: f64) -> f64 {
-    let own = CostConstants::of(arch).sm_bytes_per_clock;
-    let memory = cost.memory_clocks(arch);
-    if memory > 0.0 { own.min(step_bytes / memory) } else { own }
+/// The timeline of a kernel whose step takes `clocks` on `arch`.
+pub fn of_kernel(spec: &KernelSpec, arch: Arch, clocks: &StepClocks) -> Timeline {
+    let bytes_per_clock = CostConstants::of(arch).sm_bytes_per_clock;
+    let copy = |elements: u32| f64::from(elements * spec.elem_bytes()) / bytes_per_clock;
+    planned::of(&spec.kernel).timeline(spec, &copy, clocks)
 }
 
 #[cfg(test)]
@@ -54,7 +31,6 @@ mod tests {
     use super::lanes::Activity;
     use super::parts::products;
     use super::*;
-    use crate::cost::core::StepClocks;
     use crate::kernels::sm100_fwd;
     use crate::plan::{PlanOptions, explore};
 
@@ -93,7 +69,7 @@ mod tests {
                     let options = PlanOptions { pass, ..PlanOptions::default() };
                     let set = explore(&problem(head_dim, mask), arch, &options).expect("plans");
                     for plan in &set.plans {
-                        let timeline = of_kernel(&plan.spec, arch, &plan.cost);
+                        let timeline = of_kernel(&plan.spec, arch, &plan.cost.step);
                         check(&plan.spec.to_string(), &timeline, &plan.cost.step);
                     }
                 }
@@ -103,7 +79,7 @@ mod tests {
         for plan in &set.plans {
             check(
                 "sm100",
-                &sm100_fwd::timeline::timeline(&plan.tile, Arch::Sm100, &plan.cost),
+                &sm100_fwd::timeline::timeline(&plan.tile, Arch::Sm100, &plan.cost.step),
                 &plan.cost.step,
             );
         }
@@ -118,38 +94,14 @@ mod tests {
                 (k.tile_n, k.num_wg, k.pv_is_rs, k.overlap_wg) == (64, 2, true, overlap)
             });
             let plan = plan.expect("both fit");
-            of_kernel(&plan.spec, Arch::Sm90, &plan.cost)
+            of_kernel(&plan.spec, Arch::Sm90, &plan.cost.step)
         };
         let (with, without) = (of(true), of(false));
         assert!(with.step < without.step && with.tensor_busy > without.tensor_busy, "{with:?} {without:?}");
         let best = &set.plans[0];
-        let timeline = of_kernel(&best.spec, Arch::Sm90, &best.cost);
+        let timeline = of_kernel(&best.spec, Arch::Sm90, &best.cost.step);
         let names: Vec<&str> = timeline.lanes.iter().map(|lane| &*lane.name).collect();
         assert_eq!(names[..3], ["producer: TMA", "warpgroup 0: wgmma", "warpgroup 0: softmax"]);
         assert!(timeline.tensor_busy > 0.5 && timeline.tensor_busy <= 1.0 + 1e-9, "{timeline:?}");
-    }
-    /// A query on many keys: the loop goes at the pace of device memory, and the whole of it takes the time
-    /// that is predicted.
-    #[test]
-    fn copies_of_decode_come_at_the_pace_of_device_memory() {
-        let lengths = fa_core::Lengths::uniform(64, 1, 8192);
-        let decode = Problem { lengths, heads_kv: 8, ..problem(128, Mask::FULL) };
-        for arch in [Arch::Sm80, Arch::Sm90] {
-            let set = explore(&decode, arch, &PlanOptions::default()).expect("plans");
-            let (spec, cost) = (&set.plans[0].spec, &set.plans[0].cost);
-            let timeline = of_kernel(spec, arch, cost);
-            let memory = cost.memory_clocks(arch);
-            assert!(memory > 1.5 * cost.step.total, "{spec}: {memory} beside {:?}", cost.step);
-            assert_eq!(timeline.memory, memory);
-            assert!((timeline.step / memory - 1.0).abs() < 0.1, "{spec}: {} of {memory}", timeline.step);
-            assert!(timeline.tensor_busy < 0.6, "{spec}: {timeline:?}");
-            let clock = arch.limits().clock_ghz * 1e9;
-            let all = timeline.step * cost.steps / cost.slots.min(cost.tiles) / clock;
-            assert!((0.75..1.1).contains(&(all / cost.seconds)), "{spec}: {all} of {}", cost.seconds);
-        }
-        // Prefill is not held up.
-        let set = explore(&problem(128, Mask::CAUSAL), Arch::Sm90, &PlanOptions::default()).expect("plans");
-        let cost = &set.plans[0].cost;
-        assert!(cost.memory_clocks(Arch::Sm90) < 0.5 * cost.step.total, "{cost:?}");
     }
 }

@@ -151,7 +151,6 @@ impl Schedule {
             step: (end - starts(FULL)) / (WARM + SHOWN - FULL) as f64,
             predicted: clocks.total,
             tensor_busy: tensor / (end - begin),
-            memory: 0.0,
         }
     }
 

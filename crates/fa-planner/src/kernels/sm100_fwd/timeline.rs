@@ -3,17 +3,15 @@
 use fa_core::Arch;
 
 use super::candidates::Sm100Tile;
-use crate::cost::core::Cost;
-use crate::timeline::copy_rate;
+use crate::cost::constants::CostConstants;
+use crate::cost::core::StepClocks;
 use crate::timeline::lanes::{Activity, Timeline};
 use crate::timeline::parts::{MOST_LANES, products, shares};
 use crate::timeline::schedule::{STEPS, Schedule, Unit};
 
-/// The timeline of a tile whose launch would cost `cost` on `arch`.
-pub fn timeline(tile: &Sm100Tile, arch: Arch, cost: &Cost) -> Timeline {
-    let clocks = &cost.step;
-    let step_bytes = f64::from(2 * tile.tile_n * (tile.head_dim + tile.head_dim_v));
-    let bytes_per_clock = copy_rate(arch, cost, step_bytes);
+/// The timeline of a tile whose step takes `clocks` on `arch`.
+pub fn timeline(tile: &Sm100Tile, arch: Arch, clocks: &StepClocks) -> Timeline {
+    let bytes_per_clock = CostConstants::of(arch).sm_bytes_per_clock;
     // Tiles of queries on the SM, of one CTA or two.
     let tiles = (f64::from(tile.q_tiles) * clocks.resident).min(MOST_LANES) as usize;
     let (s_share, v_share) = shares(tile.head_dim, tile.head_dim_v);
@@ -60,5 +58,5 @@ pub fn timeline(tile: &Sm100Tile, arch: Arch, cost: &Cost) -> Timeline {
         let v = (Activity::Load, "V", step);
         v_before = Some(plan.task(load, Unit::Copy, v, bytes(tile.head_dim_v), free(2 * step + 1, &uses)));
     }
-    plan.timeline(mma, clocks).fed(cost.memory_clocks(arch))
+    plan.timeline(mma, clocks)
 }
