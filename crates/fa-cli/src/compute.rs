@@ -19,7 +19,7 @@ use crate::term::failure::InputError;
 /// # Errors
 /// [`InputError::Usage`] for an instruction set that the CPU lacks and for flags that the backend does not
 /// know; what the GPU reports; when the system gives no threads.
-pub fn engine(backend: Backend, cpu: &CpuArgs) -> anyhow::Result<Engine> {
+pub(crate) fn engine(backend: Backend, cpu: &CpuArgs) -> anyhow::Result<Engine> {
     let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
     let threads = cpu.threads.and_then(|threads| NonZeroUsize::new(threads.into()));
     let of_the_cpu = cpu.isa.is_some() || threads.is_some();
@@ -51,7 +51,7 @@ fn check_isa(isa: Option<Isa>) -> Result<(), InputError> {
 
 /// The bound passes of a problem.
 #[derive(Debug)]
-pub struct Calls {
+pub(crate) struct Calls {
     /// O and LSE.
     pub forward: Call,
     /// dQ, dK and dV.
@@ -63,7 +63,7 @@ impl Calls {
     ///
     /// # Errors
     /// As [`Engine::bind`].
-    pub fn bind(engine: &Engine, problem: &Problem, backward: Option<Pass>) -> anyhow::Result<Calls> {
+    pub(crate) fn bind(engine: &Engine, problem: &Problem, backward: Option<Pass>) -> anyhow::Result<Calls> {
         Ok(match backward {
             None => Calls { forward: engine.bind(problem, Pass::Forward)?, backward: None },
             Some(pass) => {
@@ -78,7 +78,7 @@ impl Calls {
     ///
     /// # Errors
     /// What the backend reports.
-    pub fn forward<T: Element + Stored>(
+    pub(crate) fn forward<T: Element + Stored>(
         &self,
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
@@ -99,7 +99,7 @@ impl Calls {
     ///
     /// # Errors
     /// What the backend reports.
-    pub fn backward<T: Element + Stored>(
+    pub(crate) fn backward<T: Element + Stored>(
         &self,
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
@@ -126,7 +126,7 @@ impl Calls {
 
 /// What an implementation gave, packed in the inputs' layout; NaN until it is computed.
 #[derive(Debug)]
-pub struct Outputs<T> {
+pub(crate) struct Outputs<T> {
     /// O and LSE.
     pub output: Output<T>,
     /// dQ, dK and dV; `None` without a dO.
@@ -135,7 +135,7 @@ pub struct Outputs<T> {
 
 impl<T: Element + Stored> Outputs<T> {
     /// Room for the results.
-    pub fn new(inputs: &Inputs<T>) -> Outputs<T> {
+    pub(crate) fn new(inputs: &Inputs<T>) -> Outputs<T> {
         let (problem, layout) = (&inputs.problem, inputs.layout);
         Outputs {
             output: Output::new(problem, layout),
@@ -144,7 +144,7 @@ impl<T: Element + Stored> Outputs<T> {
     }
 
     /// Gives rows that no sequence has, which nothing computes, the values of rows that see nothing.
-    pub fn settle(&mut self, inputs: &Inputs<T>) {
+    pub(crate) fn settle(&mut self, inputs: &Inputs<T>) {
         let Sequences { q_rows, k_rows, .. } = &inputs.sequences;
         let Output { out, lse } = &mut self.output;
         let zero = T::from_f32(0.0);
@@ -163,7 +163,7 @@ impl<T: Element + Stored> Outputs<T> {
     }
 
     /// The tensors to write to a file.
-    pub fn tensors(&self, problem: &Problem) -> Vec<NewTensor> {
+    pub(crate) fn tensors(&self, problem: &Problem) -> Vec<NewTensor> {
         let Output { out, lse } = &self.output;
         let packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
         let [q, k] = [packed(problem.lengths.q()), packed(problem.lengths.k())];

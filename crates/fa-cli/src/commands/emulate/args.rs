@@ -44,7 +44,7 @@ const OF_ONE: [&str; 26] = [
 /// `fa emulate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct EmulateArgs {
+pub(crate) struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format spec` prints it, or a shipped one
     #[arg(required_unless_present_any = ["shipped", "sample", "mutate"])]
     pub spec: Option<PathBuf>,
@@ -187,7 +187,7 @@ Exit code 1 when anything is found.";
 
 /// How the rows of one side lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Rows {
+pub(crate) enum Rows {
     /// End to end
     Packed,
     /// End to end, in rooms of which a part is used
