@@ -83,15 +83,8 @@ impl Calls {
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Duration> {
-        let Output { out, lse } = &mut outputs.output;
-        Ok(self.forward.time(ForwardTensors {
-            q: inputs.q.view("q")?,
-            k: inputs.k.view("k")?,
-            v: inputs.v.view("v")?,
-            out: out.view_mut("out")?,
-            lse,
-            extras: inputs.sides.extras(),
-        })?)
+        let tensors = ForwardTensors::of(inputs.views()?, &mut outputs.output, inputs.sides.extras())?;
+        Ok(self.forward.time(tensors)?)
     }
 
     /// Computes the gradients from a finished forward; `None` where no backward is bound. The time is that of
@@ -108,19 +101,9 @@ impl Calls {
         let (Some(call), Some(dout), Some(gradients)) = (&self.backward, &inputs.dout, gradients) else {
             return Ok(None);
         };
-        Ok(Some(call.time(BackwardTensors {
-            q: inputs.q.view("q")?,
-            k: inputs.k.view("k")?,
-            v: inputs.v.view("v")?,
-            out: output.out.view("out")?,
-            lse: &output.lse,
-            dout: dout.view("dout")?,
-            dq: gradients.dq.view_mut("dq")?,
-            dk: gradients.dk.view_mut("dk")?,
-            dv: gradients.dv.view_mut("dv")?,
-            dsinks: gradients.dsinks.as_deref_mut(),
-            extras: inputs.sides.extras(),
-        })?))
+        let extras = inputs.sides.extras();
+        let tensors = BackwardTensors::of(inputs.views()?, output, dout, gradients, extras)?;
+        Ok(Some(call.time(tensors)?))
     }
 }
 
