@@ -50,7 +50,7 @@ pub struct RawAppendArgs {
     pub used_q: Option<u64>,
     /// `[batch]` i32, written: keys in the cache afterwards. Not `used_k`, which other CTAs still read.
     pub used_out: Option<u64>,
-    /// u32, to which the number of rows without a place is added.
+    /// u32, to which the number of rows without a slot is added.
     pub dropped: Option<u64>,
 }
 
@@ -137,7 +137,7 @@ impl AppendLaunch {
         })
     }
 
-    /// What is appended.
+    /// The append.
     pub fn append(&self) -> &Append {
         &self.append
     }
