@@ -218,11 +218,12 @@ class Arrays:
         if append.cos is not None:
             turned = lib.copy(q)
         arrays = map(lib.read, (append.k, append.v, append.k_cache, append.v_cache))
+        tables = (None if x is None else lib.read(lib.contiguous(x)) for x in (append.cos, append.sin))
         queries = (None, None) if turned is None else (lib.read(q), lib.read(turned))
         dropped = _core.append(
             *arrays,
             *queries,
-            *map(lib.read, (append.cos, append.sin)),
+            *tables,
             append.interleaved,
             append.following,
             append.cu_new,

@@ -6,7 +6,7 @@ import torch
 
 from . import _core
 from ._checks import paddings
-from ._torch_memory import FLOAT, check_tensor, goes_by_operator, rows_of, stream_of
+from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, rows_of, stream_of
 
 
 def append(append):
@@ -37,6 +37,9 @@ def run_append(
     max_q,
 ):
     """(q turned, or nothing without tables, lengths afterwards)."""
+    if k_cache.is_cuda and (k_cache.shape[-1] % 8 or v_cache.shape[-1] % 8):
+        others = (cos, sin, interleaved, following, cu_new, max_new, used_k, page_table, cu_q, max_q)
+        return append_padded(k, v, k_cache, v_cache, q, *others)
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
     page_table = None if page_table is None else page_table.contiguous()
     after = torch.empty_like(used_k)
@@ -72,6 +75,18 @@ def run_append(
             "at a position beyond rotary_cos; the others are written"
         )
     return turned, after
+
+
+def append_padded(k, v, k_cache, v_cache, q, *others):
+    """The same by copies of the caches with rows of multiples of 8 elements, which a GPU's kernel copies;
+    FlashAttention does so too."""
+    dim, dim_v = k_cache.shape[-1], v_cache.shape[-1]
+    columns, columns_v = -(-dim // 8) * 8, -(-dim_v // 8) * 8
+    k_copy, v_copy = pad(k_cache.detach(), columns), pad(v_cache.detach(), columns_v)
+    turned, after = run_append(pad(k, columns), pad(v, columns_v), k_copy, v_copy, pad(q, columns), *others)
+    k_cache.detach().copy_(k_copy[..., :dim])
+    v_cache.detach().copy_(v_copy[..., :dim_v])
+    return (turned[..., :dim].contiguous() if turned.dim() > 1 else turned), after
 
 
 def merge(outs, lses, sinks, dtype):

@@ -43,41 +43,68 @@ def mask(
     attention_mask=None,
     **others,
 ):
-    """What `attention` needs of a mask: None where its options say everything, bool (batch, keys) where keys
-    are padding or fewer than the cache has room for, int64 (batch, rows) with a number for each of several
-    sequences packed in a row."""
+    """What `attention` needs of a mask: None where its options say everything; bool (batch, keys) where keys
+    are padding or fewer than the cache has room for; int64 (batch, rows) with a number for each of several
+    sequences packed in a row. Where a graph reads how full its cache is: int32 (batch,), the keys that are
+    there, or int8 (batch, keys), 1 for a key that is no padding, and 2 more for the place of a query."""
     _check_model(others.get("config"))
-    segments, causal = None, mask_function is None
-    for kind, values in _parts(mask_function):
-        causal = causal or kind == "causal_mask_function"
-        if kind == "packed_sequence_mask_function":
-            segments = values["packed_sequence_mask"]
-        elif kind not in _KNOWN:
+    kinds = _kinds(mask_function, _begins(q_length, kv_length, q_offset), others)
+    for kind in kinds:
+        if kind not in _KNOWN:
             raise UnsupportedError(
                 f"a mask by {kind}: computed are causal and bidirectional masks, sliding windows, padding "
                 "and packed sequences; use attn_implementation='sdpa' for this model"
             )
-    if segments is not None:
+    if _PACKED in kinds:
         if attention_mask is not None and not attention_mask.all():
             raise UnsupportedError("packed sequences with padding: leave the padding out")
-        return segments.expand(batch_size, -1).to(torch.int64)
+        return _segments(mask_function).expand(batch_size, -1).to(torch.int64)
+    causal = mask_function is None or "causal_mask_function" in kinds
+    compiling, device = torch.compiler.is_compiling(), others.get("device")
     # Of a cache with room for more, the keys that are there, which end with the queries' own; all of an
     # encoder's are.
-    present = min(int(q_offset) + q_length - kv_offset, kv_length) if causal else kv_length
+    present = kv_length
+    if causal:
+        if isinstance(q_offset, torch.Tensor):
+            if compiling:
+                return _within_graph(
+                    batch_size, q_length, kv_length, q_offset.to(device), kv_offset, attention_mask
+                )
+            q_offset = int(q_offset)
+        present = min(q_offset + q_length - kv_offset, kv_length)
     keys = None
     if attention_mask is not None:
-        keys = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + present]
-        if keys.shape[1] < present:
-            keys = torch.nn.functional.pad(keys, (0, present - keys.shape[1]))
-        keys = None if keys.all() else keys.contiguous()
+        keys = _keys(attention_mask, kv_offset, present)
+        keys = None if not compiling and keys.all() else keys.contiguous()
     if keys is None and present < kv_length:
-        keys = torch.ones((1, 1), dtype=torch.bool, device=others.get("device")).expand(batch_size, present)
+        keys = torch.ones((1, 1), dtype=torch.bool, device=device).expand(batch_size, present)
     return keys
+
+
+def _keys(attention_mask, begin, count):
+    """So many keys from one on: which of them are no padding. `generate` makes masks that models give to
+    `mask` once more: one of so many keys is of these."""
+    keys = attention_mask.to(torch.bool)
+    if keys.shape[1] != count:
+        keys = keys[:, begin : begin + count]
+    return torch.nn.functional.pad(keys, (0, count - keys.shape[1])) if keys.shape[1] < count else keys
+
+
+def _within_graph(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask):
+    """The mask of a cache that is filled as far as a tensor says, which is not read."""
+    first = q_offset - kv_offset
+    if attention_mask is None:
+        present = (first + q_length).clamp(max=kv_length)
+        return present.to(torch.int32).reshape(1).repeat(batch_size)
+    places = torch.arange(kv_length, device=attention_mask.device)
+    keys = _keys(attention_mask, kv_offset, kv_length) & (places < first + q_length)
+    own = (places >= first) & (places < first + q_length)
+    return keys.to(torch.int8) + 2 * own.to(torch.int8)
 
 
 def _check_model(config):
     """Refuses a model that computes attention in its own code: it would take this mask for one of scores."""
-    if config is not None and _has_own(type(config)):
+    if config is not None and _is_apart(type(config)):
         raise UnsupportedError(
             f"{type(config).__name__}: this model computes attention in its own code, whatever "
             "attn_implementation says; use attn_implementation='eager'"
@@ -94,12 +121,18 @@ def _has_own(config):
     return any("Attention" in x.__name__ for x in own)
 
 
+# A cache of functools is nothing that torch.compile looks into.
+_is_apart = torch.compiler.assume_constant_result(lambda config: _has_own(config))
+
+_PACKED = "packed_sequence_mask_function"
+
 _KNOWN = {
     "causal_mask_function",
     "bidirectional_mask_function",
     "sliding_window_overlay",
     "sliding_window_bidirectional_overlay",
     "padding_mask_function",
+    _PACKED,
 }
 
 
@@ -119,6 +152,36 @@ def _parts(function):
         yield from _parts(closed["mask_function"])
     else:
         yield name, closed
+
+
+def _kinds(function, begins, others):
+    """The names of a mask function's parts. Of one that is made of constants torch.compile sees them as one;
+    another, of tensors, ends its graph: of chunks, of a caller's own, and of packed sequences, which
+    transformers finds in every graph that `begins` with the first key and caches nothing."""
+    if not torch.compiler.is_compiling():
+        return _names(function)
+    constant = others.get("allow_is_causal_skip") or others.get("allow_is_bidirectional_skip") or not begins
+    if others.get("use_vmap") or getattr(others.get("config"), "attention_chunk_size", None):
+        constant = False
+    return _constant_names(function) if constant else _names_apart(function)
+
+
+def _begins(q_length, kv_length, q_offset):
+    return not isinstance(q_offset, torch.Tensor) and q_offset == 0 and q_length == kv_length
+
+
+def _names(function):
+    return tuple(kind for kind, _ in _parts(function))
+
+
+_constant_names = torch.compiler.assume_constant_result(lambda function: _names(function))
+_names_apart = torch.compiler.disable(_names)
+
+
+@torch.compiler.disable
+def _segments(function):
+    """The number of each row's sequence, of a mask function for several in a row."""
+    return next(made["packed_sequence_mask"] for kind, made in _parts(function) if kind == _PACKED)
 
 
 def attention(
@@ -169,20 +232,36 @@ def attention(
     if attention_mask.dtype == torch.int64:
         starts, longest = _starts(attention_mask)
         return _packed(q, k, v, [starts, starts], (longest, longest), options), None
+    if attention_mask.dtype == torch.int32 and attention_mask.dim() == 1:
+        return interface.flash_attn_varlen_func(q, k, v, seqused_k=attention_mask, **options), None
+    if attention_mask.dtype == torch.int8 and attention_mask.dim() == 2:
+        places = (attention_mask >= 2).to(torch.int8).argmax(1, keepdim=True)
+        places = places + torch.arange(q.shape[1], device=q.device)
+        keys = attention_mask % 2 == 1
+        return _padded(q, k, v, keys, keys.gather(1, places), options), None
     if attention_mask.dtype != torch.bool or attention_mask.dim() != 2:
         raise UnsupportedError(
             f"a mask of {attention_mask.dtype} and the shape {tuple(attention_mask.shape)}: computed are "
             "causal masks and windows, with padding as (batch, keys); use attn_implementation='sdpa' for "
             "others"
         )
-    keys = attention_mask.shape[1]
+    rows, keys = q.shape[1], attention_mask.shape[1]
     k, v = k[:, :keys], v[:, :keys]
     if attention_mask.numel() > 1 and not any(
         stride for size, stride in zip(attention_mask.shape, attention_mask.stride()) if size > 1
     ):
         # One value for all of them, as `mask` makes it: none is padding.
         return interface.flash_attn_func(q, k, v, **options), None
-    return _padded(q, k, v, attention_mask, options), None
+    if not options["causal"] and options["window_size"] == (-1, -1):
+        # Of a decoder on an encoder's keys all rows are queries, whatever is padding there.
+        return _padded(q, k, v, attention_mask, None, options), None
+    if rows > keys:
+        raise UnsupportedError(
+            f"{rows} queries on {keys} keys by a causal mask or a window: each query needs a key of its own, "
+            "use attn_implementation='sdpa' for this model"
+        )
+    # Queries are the last of the keys.
+    return _padded(q, k, v, attention_mask, attention_mask[:, keys - rows :], options), None
 
 
 def _packed(q, k, v, starts, longest, options):
@@ -201,30 +280,25 @@ def _starts(segments):
     return starts, int((starts[1:] - starts[:-1]).max())
 
 
-def _padded(q, k, v, keys, options):
-    """Without the padding: rows that are none are left out and come back as 0."""
-    batch, rows = q.shape[:2]
-    used_k = keys.sum(1, dtype=torch.int32)
-    if not options["causal"] and options["window_size"] == (-1, -1):
-        # Of a decoder on an encoder's keys all rows are queries, whatever is padding there.
-        queries = torch.ones(batch, rows, dtype=torch.bool, device=q.device)
-    elif rows <= keys.shape[1]:
-        # Queries are the last of the keys.
-        queries = keys[:, keys.shape[1] - rows :]
-        _check_window(keys, used_k, options["window_size"])
-    else:
-        raise UnsupportedError(
-            f"{rows} queries on {keys.shape[1]} keys by a causal mask or a window: each query needs a key of "
-            "its own, use attn_implementation='sdpa' for this model"
-        )
-    used_q = queries.sum(1, dtype=torch.int32)
-    of_k, of_q = (x.reshape(-1).nonzero().reshape(-1) for x in (keys, queries))
-    starts = [torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)) for used in (used_q, used_k)]
-    longest = [int(used.max()) for used in (used_q, used_k)]
-    flat = [x.flatten(0, 1)[index] for x, index in ((q, of_q), (k, of_k), (v, of_k))]
-    out = interface.flash_attn_varlen_func(*flat, *starts, *longest, **options)
-    whole = out.new_zeros(batch * rows, *out.shape[1:]).index_copy(0, of_q, out)
-    return whole.reshape(batch, rows, *out.shape[1:])
+def _padded(q, k, v, keys, queries, options):
+    """Without the padding: `keys` and `queries` (batch, rows) are those that are none, queries all of them
+    where None. Other rows come back as 0. Nothing waits for a GPU but the check of a window."""
+    used_k, used_q, order = keys.sum(1, dtype=torch.int32), None, None
+    _check_window(keys, used_k, options["window_size"])
+    in_front = _in_front(keys)
+    k, v = (x.gather(1, in_front.expand(-1, -1, *x.shape[2:])) for x in (k, v))
+    if queries is not None:
+        used_q, order = queries.sum(1, dtype=torch.int32), _in_front(queries)
+        q = q.gather(1, order.expand(-1, -1, *q.shape[2:]))
+    out = interface.flash_attn_varlen_func(q, k, v, seqused_q=used_q, seqused_k=used_k, **options)
+    if order is None:
+        return out
+    return torch.zeros_like(out).scatter(1, order.expand(-1, -1, *out.shape[2:]), out)
+
+
+def _in_front(rows):
+    """The order in which those of bool (batch, rows) come first, (batch, rows, 1, 1)."""
+    return (~rows).to(torch.int8).argsort(dim=1, stable=True)[:, :, None, None]
 
 
 def _check_window(keys, used, window):
@@ -238,8 +312,10 @@ def _check_window(keys, used, window):
     first = torch.where(keys, places, keys.shape[1]).amin(1)
     length = last - first + 1
     gaps = (length > used) & (length > widest)
-    if gaps.any():
+    if torch.compiler.is_compiling():
+        torch._assert_async(~gaps.any(), "padding between the tokens of a row, in a sliding window")
+    elif gaps.any():
         raise UnsupportedError(
-            f"padding between the tokens of row {int(gaps.nonzero()[0])} of the batch, in a sliding window of "
-            f"{widest}: move it to the row's left, or use attn_implementation='sdpa'"
+            f"padding between the tokens of row {int(gaps.nonzero()[0])} of the batch, in a sliding window "
+            f"of {widest}: move it to the row's left, or use attn_implementation='sdpa'"
         )

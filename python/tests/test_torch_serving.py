@@ -295,3 +295,30 @@ def test_paddings_and_parts_are_checked():
     out, lse = fa_attn.flash_attn_func(q.requires_grad_(), k, v, return_lse=True)
     with pytest.raises(fa_attn.InputError, match=r"part 1 of outs has the shape \(1, 3, 4, 64\)"):
         fa_attn.merge([out, out[:1]], [lse, lse[:1]])
+
+
+@on
+def test_rows_of_no_whole_chunks_are_appended(device, dtype):
+    """Head dims that are no multiple of 8, with and without rotary embedding; on a GPU by copies."""
+    from fa_attn import _torch_caches
+
+    for dim, dim_v, turned in ((59, 59, 16), (20, 3, 0), (9, 40, 0)):
+        q, new_k, new_v = tensors(
+            device, dtype, (2, 3, 4, dim), (2, 3, 2, dim), (2, 3, 2, dim_v), grad=False
+        )
+        k, v = tensors(device, dtype, (2, 50, 2, dim), (2, 50, 2, dim_v), seed=1, grad=False)
+        used = torch.tensor([5, 9], dtype=torch.int32, device=device)
+        tables = [torch.rand(60, turned // 2, device=device) for _ in range(2)] if turned else [None, None]
+        others = (*tables, False, True, None, 3, used, None, None, 3)
+        caches = [(k.clone(), v.clone()) for _ in range(2)]
+        found = [
+            way(new_k, new_v, *cache, q, *others)
+            for way, cache in zip((_torch_caches.run_append, _torch_caches.append_padded), caches)
+        ]
+        for one, other in zip((*found[0], *caches[0]), (*found[1], *caches[1])):
+            assert one.shape == other.shape and torch.equal(one, other)
+        assert torch.equal(caches[0][1][1, 9:12], new_v[1]) and torch.equal(caches[0][1][:, 13:], v[:, 13:])
+        out = fa_attn.flash_attn_with_kvcache(
+            q, k, v, new_k, new_v, *tables, cache_seqlens=used, causal=True, rotary_interleaved=False
+        )
+        assert out.shape == (2, 3, 4, dim_v) and torch.equal(k, caches[0][0])

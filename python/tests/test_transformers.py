@@ -111,6 +111,23 @@ def test_padding_in_any_place_of_a_cache(room, sizes):
 
 
 @pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
+def test_padding_in_the_windows_of_a_static_cache(name):
+    """Windows begin behind the first key there, and masks are made twice: by generate and by the model."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (2, 33))
+    keys = torch.ones_like(tokens)
+    keys[1, :25] = 0
+    options = dict(attention_mask=keys, max_new_tokens=8, do_sample=False, cache_implementation="static")
+    for parts in (None, 13):
+        found = []
+        for by in ("eager", NAME):
+            model = models.model_of(name, by, "cpu", torch.float32).eval()
+            with torch.no_grad():
+                found.append(model.generate(tokens, prefill_chunk_size=parts, **options))
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["qwen", "gpt-oss"])
 def test_padding_between_tokens_and_windows(name):
     """A window counts the padding in it: computed where it is as long as the row, else refused."""
     torch.manual_seed(0)
@@ -126,6 +143,31 @@ def test_padding_between_tokens_and_windows(name):
     assert ((eager - ours).abs() * keys[:, :24, None]).max() < 1e-5
     with pytest.raises(fa_attn.UnsupportedError, match="row 1 of the batch, in a sliding window of 24"):
         model(input_ids=tokens, attention_mask=keys)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_one_graph_for_models(name):
+    """Prompts and steps on a cache, with padding and without: no part of the model is left out of the graph."""
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (3, 20))
+    keys = torch.ones_like(tokens)
+    keys[1, :6] = 0
+    eager = models.model_of(name, "eager", "cpu", torch.float32).eval()
+    ours = models.model_of(name, NAME, "cpu", torch.float32).eval()
+    torch.compiler.reset()
+    graph = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)
+    with torch.no_grad():
+        for mask in (None, keys):
+            one, other = (model(input_ids=tokens, attention_mask=mask).logits for model in (eager, graph))
+            assert ((one - other).abs() * keys[..., None]).max() < 1e-5
+        found = [in_parts(model, tokens, keys, (19, 1), 32) for model in (eager, graph)]
+        assert ((found[0] - found[1]).abs() * keys[..., None]).max() < 1e-5
+    # Of rows that may be packed the graph ends where the mask is made.
+    torch.compiler.reset()
+    whole = torch.compile(ours.train(), backend="aot_eager")
+    losses = [model(input_ids=tokens, labels=tokens, use_cache=False).loss for model in (eager.train(), whole)]
+    assert (losses[0] - losses[1]).abs() < 1e-5
+    torch.compiler.reset()
 
 
 def test_more_rows_than_keys_and_masks_of_four_axes_raise():

@@ -10,6 +10,7 @@ use crate::commands::emulate::EmulateArgs;
 use crate::commands::ladder::LadderArgs;
 use crate::commands::manual::{CompletionsArgs, ManArgs};
 use crate::commands::plan::PlanArgs;
+use crate::commands::records::RecordsArgs;
 use crate::commands::run::RunArgs;
 use crate::commands::tune::TuneArgs;
 use crate::commands::validate::args::ValidateArgs;
@@ -72,6 +73,8 @@ pub(crate) enum Command {
     Tune(TuneArgs),
     /// Measure the kernels' optimisation steps one after the other
     Ladder(LadderArgs),
+    /// Run all that a machine with a GPU has to run when kernels have changed, in order
+    Records(RecordsArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
     /// Do the job on standard input: the part of `fa validate` and `fa tune` that works on the GPU

@@ -20,9 +20,9 @@ pub struct Append {
     pub cache: Side,
     /// Heads of K and V.
     pub heads_kv: usize,
-    /// Elements of a key (and a query), a multiple of 8.
+    /// Elements of a key (and a query); on a GPU a multiple of 8.
     pub head_dim: usize,
-    /// Elements of a value, a multiple of 8.
+    /// Elements of a value; on a GPU a multiple of 8.
     pub head_dim_v: usize,
     /// Element type of all tensors but the tables: f16 or bf16, on the CPU also f32.
     pub dtype: Dtype,
@@ -34,7 +34,8 @@ pub struct Append {
 /// position, whose cosine and sine are in tables `[positions, dim / 2]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rotary {
-    /// Elements that are rotated: a multiple of 16 up to the head dim; the rest are copied unchanged.
+    /// Elements that are rotated: an even number up to the head dim, on a GPU a multiple of 16; the rest are
+    /// copied unchanged.
     pub dim: usize,
     /// How elements are paired.
     pub pairs: RotaryPairs,
@@ -112,8 +113,11 @@ pub enum AppendError {
     },
 }
 
-/// 16-bit elements of a copy, which moves 16 bytes.
+/// 16-bit elements of a copy, which moves 16 bytes on a GPU.
 const CHUNK: usize = 8;
+
+/// The most elements of a row.
+const WIDEST: usize = 1 << 16;
 
 /// Elements of two chunks, one in each half of a rotated row.
 const ROTARY_CHUNK: usize = 16;
@@ -125,7 +129,11 @@ fn multiple(name: &'static str, value: usize, of: usize, most: usize) -> Result<
     if value > 0 && value.is_multiple_of(of) && value <= most {
         return Ok(());
     }
-    Err(AppendError::BadValue { name, value, need: format!("a multiple of {of} from {of} to {most}") })
+    let need = match of {
+        1 => format!("from 1 to {most}"),
+        _ => format!("a multiple of {of} from {of} to {}", most / of * of),
+    };
+    Err(AppendError::BadValue { name, value, need })
 }
 
 fn name_of(rows: &SideRows) -> &'static str {
@@ -146,8 +154,8 @@ impl Append {
             let need = "f32, f16 or bf16".into();
             return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
         }
-        multiple("head_dim", self.head_dim, CHUNK, 1 << 16)?;
-        multiple("head_dim_v", self.head_dim_v, CHUNK, 1 << 16)?;
+        multiple("head_dim", self.head_dim, 1, WIDEST)?;
+        multiple("head_dim_v", self.head_dim_v, 1, WIDEST)?;
         if self.heads_kv == 0 {
             return Err(AppendError::BadValue { name: "heads_kv", value: 0, need: "at least 1".into() });
         }
@@ -163,11 +171,7 @@ impl Append {
         }
         let mut sides = vec![("new", self.new)];
         if let Some(rotary) = &self.rotary {
-            if self.head_dim < ROTARY_CHUNK {
-                let need = format!("at least {ROTARY_CHUNK} for a rotary embedding");
-                return Err(AppendError::BadValue { name: "head_dim", value: self.head_dim, need });
-            }
-            multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)?;
+            multiple("rotary.dim", rotary.dim, 2, self.head_dim)?;
             if rotary.table != Dtype::F32 && rotary.table != self.dtype {
                 let need = format!("f32 or {}", self.dtype);
                 return Err(AppendError::Dtype { name: "rotary.table", dtype: rotary.table, need });
@@ -201,6 +205,27 @@ impl Append {
             }
         }
         Ok(())
+    }
+
+    /// [`Append::check`], and what a GPU's kernel asks for beside: it copies 16 bytes at a time, of f16 or
+    /// bf16.
+    ///
+    /// # Errors
+    /// The first [`AppendError`] found.
+    pub fn check_on_gpu(&self) -> Result<(), AppendError> {
+        self.check()?;
+        if !self.dtype.is_half() {
+            let need = "f16 or bf16 on a GPU (the CPU appends f32 too)".to_owned();
+            return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
+        }
+        multiple("head_dim", self.head_dim, CHUNK, WIDEST)?;
+        multiple("head_dim_v", self.head_dim_v, CHUNK, WIDEST)?;
+        let Some(rotary) = &self.rotary else { return Ok(()) };
+        if self.head_dim < ROTARY_CHUNK {
+            let need = format!("at least {ROTARY_CHUNK} for a rotary embedding");
+            return Err(AppendError::BadValue { name: "head_dim", value: self.head_dim, need });
+        }
+        multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)
     }
 
     /// The queries that are rotated.
@@ -290,21 +315,39 @@ mod tests {
             assert!(text.contains(part), "{text} does not say {part}");
         };
         refused(Append { dtype: Dtype::E4m3, ..good }, "dtype is e4m3: must be f32, f16 or bf16");
-        refused(Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8");
+        refused(Append { head_dim_v: 0, ..good }, "head_dim_v = 0: must be from 1 to 65536");
         refused(Append { cache: Side::packed(100, 100), ..good }, "a cache needs room");
         refused(Append { new: Side::paged(16, 4, 16), ..good }, "new is in pages");
         refused(
-            Append { rotary: Some(Rotary { dim: 24, ..rotary }), ..good },
-            "rotary.dim = 24: must be a multiple of 16 from 16 to 128",
-        );
-        refused(
-            Append { head_dim: 8, rotary: Some(Rotary { dim: 8, ..rotary }), ..good },
-            "head_dim = 8: must be at least 16 for a rotary embedding",
+            Append { head_dim: 101, rotary: Some(Rotary { dim: 102, ..rotary }), ..good },
+            "rotary.dim = 102: must be a multiple of 2 from 2 to 100",
         );
         refused(
             Append { rotary: Some(Rotary { table: Dtype::F16, ..rotary }), ..good },
             "rotary.table is f16: must be f32 or bf16",
         );
         refused(Append { new: Side::packed(1 << 31, 4), ..good }, "rows of new keys");
+    }
+
+    #[test]
+    fn a_gpu_asks_for_whole_chunks() {
+        let good = append();
+        good.check_on_gpu().unwrap();
+        let rotary = good.rotary.unwrap();
+        let turned = |dim| Some(Rotary { dim, ..rotary });
+        for (append, part) in [
+            (Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8"),
+            (Append { head_dim_v: 4, ..good }, "head_dim_v = 4: must be a multiple of 8"),
+            (
+                Append { rotary: turned(24), ..good },
+                "rotary.dim = 24: must be a multiple of 16 from 16 to 128",
+            ),
+            (Append { head_dim: 8, rotary: turned(8), ..good }, "head_dim = 8: must be at least 16"),
+            (Append { dtype: Dtype::F32, ..good }, "dtype is f32: must be f16 or bf16 on a GPU"),
+        ] {
+            append.check().unwrap();
+            let text = append.check_on_gpu().expect_err("must be refused").to_string();
+            assert!(text.contains(part), "{text} does not say {part}");
+        }
     }
 }

@@ -40,6 +40,8 @@
 //! # Ok::<(), fa_cpu::CpuError>(())
 //! ```
 
+#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
+
 pub mod append;
 pub mod batch;
 pub mod check;

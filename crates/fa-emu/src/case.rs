@@ -7,7 +7,7 @@ use fa_lab::sequences::Sequences;
 use serde_json::{Value, json};
 
 use crate::extras::with_mods;
-use crate::proof::Placing;
+use crate::placing::{Placing, Shared};
 
 /// A problem in a layout.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,32 +27,33 @@ impl Case {
     }
 
     /// A case of the list that GPUs are validated on, with slopes and sinks of its own; `None` for tensors
-    /// that are broadcast or far apart, which are nothing to a kernel but strides.
+    /// that are far apart, which are nothing to a kernel but strides.
     pub fn of_grid(case: &fa_lab::grid::Case) -> Option<Case> {
-        let (layout, gap) = match case.arrangement {
-            Arrangement::Bshd => (TensorLayout::Bshd, 0),
-            Arrangement::Bhsd => (TensorLayout::Bhsd, 0),
-            Arrangement::Gap(gap) => (TensorLayout::Bshd, gap),
-            Arrangement::BhsdGap(gap) => (TensorLayout::Bhsd, gap),
-            Arrangement::SharedBatch
-            | Arrangement::SharedHeads
-            | Arrangement::SharedRows
-            | Arrangement::FarBatch
-            | Arrangement::FarKeys => return None,
+        let shared = |axis| Placing { shared: Some(axis), ..Placing::PACKED };
+        let placing = match case.arrangement {
+            Arrangement::Bshd => Placing::PACKED,
+            Arrangement::Bhsd => Placing::of(TensorLayout::Bhsd, 0),
+            Arrangement::Gap(gap) => Placing::of(TensorLayout::Bshd, gap),
+            Arrangement::BhsdGap(gap) => Placing::of(TensorLayout::Bhsd, gap),
+            Arrangement::SharedBatch => shared(Shared::Batch),
+            Arrangement::SharedHeads => shared(Shared::Heads),
+            Arrangement::SharedRows => shared(Shared::Rows),
+            Arrangement::FarBatch | Arrangement::FarKeys => return None,
         };
         let rows = case.sequences.as_ref().map_or(OwnedExtras::NONE, Sequences::arrays);
         let extras = with_mods(rows, &case.problem);
-        Some(Case { problem: case.problem, placing: Placing { layout, gap }, extras })
+        Some(Case { problem: case.problem, placing, extras })
     }
 
     /// The case as data, for a record's key: it names no Rust type, and what a case has not is left out.
     pub(crate) fn data(&self) -> Value {
-        let Case { problem, placing: Placing { layout, gap }, extras } = self;
+        let Case { problem, placing: Placing { layout, gap, shared }, extras } = self;
         let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dlse } = extras;
         sorted(json!({
             "problem": problem,
             "layout": layout,
             "gap": gap,
+            "shared": shared.map(Shared::name),
             "cu_q": cu_q,
             "cu_k": cu_k,
             "used_q": used_q,

@@ -32,7 +32,8 @@ fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
         .zip(1..)
         .map(|(tensor, i)| {
             let shape = &tensor.shape;
-            let strides = case.placing.strides([shape.batch, shape.seqlen, shape.heads, shape.dim]);
+            let extents = [shape.batch, shape.seqlen, shape.heads, shape.dim];
+            let strides = case.placing.input_strides(matches!(shape.name, "k" | "v"), extents);
             RawTensor { address: 64 * APART + i * APART, strides }
         })
         .collect();

@@ -25,6 +25,8 @@
 //! What it cannot find: speed, spills, the rounding within a tensor core, and what another reading of the PTX
 //! ISA's memory model would allow.
 
+#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
+
 pub mod append;
 mod call;
 mod case;
@@ -41,8 +43,10 @@ pub mod mutate;
 mod options;
 mod outcome;
 mod pass;
+mod placing;
 mod planned;
 mod proof;
+pub mod random;
 pub mod record;
 pub mod removals;
 pub mod sample;
@@ -64,6 +68,7 @@ pub use extras::{Batch, Lie, with_mods};
 pub use machine::version;
 pub use options::{Options, Pace, Progress};
 pub use outcome::{Counters, Finding, Frame, LaunchOutcome, Outcome, Party, Span};
+pub use placing::{Placing, Shared};
 pub use planned::Planned;
-pub use proof::{Placing, Proof, Trial};
+pub use proof::{Proof, Trial};
 pub use unit::Unit;

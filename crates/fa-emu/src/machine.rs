@@ -9,7 +9,7 @@ use libloading::Library;
 
 use crate::compiler::{Compiler, hash};
 use crate::error::Error;
-use crate::options::{Options, Pace, Progress};
+use crate::options::{Pace, Progress};
 
 /// Sources of the machine and the host's side of the kernels' headers.
 static SOURCES: &[(&str, &str)] = &sources::ALL;
@@ -188,24 +188,6 @@ pub(crate) struct SessionOptions<'a> {
     pub trace_cta: Option<u32>,
     pub step_limit: u64,
     pub progress: Option<Progress<'a>>,
-}
-
-impl<'a> SessionOptions<'a> {
-    /// Those of a run, whose additions may come in any order.
-    pub(crate) fn of(options: &Options<'a>) -> SessionOptions<'a> {
-        let Options { seed, pace, order, poison, hazards, trace_cta, step_limit, progress, .. } = *options;
-        SessionOptions {
-            seed,
-            pace,
-            order,
-            poison,
-            hazards,
-            ordered_additions: false,
-            trace_cta,
-            step_limit,
-            progress,
-        }
-    }
 }
 
 /// One launch.

@@ -72,8 +72,15 @@ impl Unit {
         let addresses = memory.addresses();
         launches.check(&addresses)?;
         let session = self.machine.session(&SessionOptions {
+            seed: options.seed,
+            pace: options.pace,
+            order: options.order,
+            poison: options.poison,
+            hazards: options.hazards,
             ordered_additions: self.spec.kernel.pass().deterministic(),
-            ..SessionOptions::of(options)
+            trace_cta: options.trace_cta,
+            step_limit: options.step_limit,
+            progress: options.progress,
         });
         memory.name_regions(&session, &launches);
         let mut params = launches.params(&addresses);

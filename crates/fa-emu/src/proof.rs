@@ -3,7 +3,7 @@
 //!
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
-use fa_core::{Dtype, Pass, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
@@ -11,34 +11,14 @@ use fa_cpu::{Element, OwnedExtras, TensorRef, reference};
 use half::{bf16, f16};
 
 use crate::call::{Call, Given};
+use crate::case::Case;
 use crate::compiler::hash;
 use crate::error::Error;
 use crate::extras::with_mods;
 use crate::options::Options;
 use crate::outcome::Outcome;
+use crate::placing::Placing;
 use crate::unit::Unit;
-
-/// How the tensors of a call lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placing {
-    /// The order of the axes.
-    pub layout: TensorLayout,
-    /// Elements between a row's end and the next row's start, a multiple of 8. They are NaN before and after.
-    pub gap: usize,
-}
-
-impl Placing {
-    /// Packed `[batch, seqlen, heads, dim]`.
-    pub const PACKED: Placing = Placing { layout: TensorLayout::Bshd, gap: 0 };
-
-    pub(crate) fn strides(self, [_, seqlen, heads, dim]: [usize; 4]) -> Strides {
-        self.layout.strides(seqlen, heads, dim + self.gap)
-    }
-
-    fn len(self, [batch, seqlen, heads, dim]: [usize; 4]) -> usize {
-        batch * seqlen * heads * (dim + self.gap)
-    }
-}
 
 /// A problem with inputs and the oracle's results: made once, compared with many runs.
 #[derive(Clone, Debug)]
@@ -158,6 +138,17 @@ impl Trial {
         }
     }
 
+    /// A case of the list that GPUs are validated on, or drawn at random: the same values in the same places.
+    /// `None` for tensors that are far apart, and for a dtype that kernels do not take.
+    ///
+    /// # Panics
+    /// Where the case's sequences are not what its problem asks for.
+    pub fn of_case(case: &fa_lab::grid::Case) -> Option<Trial> {
+        let (values, extras) = case.bits()?;
+        let placing = Case::of_grid(case)?.placing;
+        Some(Trial::of_values(&case.problem, case.pass, placing, &extras, &values))
+    }
+
     fn of<T: Half>(
         problem: &Problem,
         pass: Pass,
@@ -177,7 +168,7 @@ impl Trial {
         let low = reference::low_precision::forward_extras(problem, &of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
-            place(values, shapes[i], placing, &rows[usize::from(of_keys)])
+            place(values, (shapes[i], of_keys), placing, &rows[usize::from(of_keys)])
         };
         let bits = |values: &[T]| values.iter().map(|value| value.bits()).collect();
         let expected =
@@ -233,9 +224,10 @@ impl Trial {
             let [q, k, v, out] = [q_shape, k_shape, v_shape, out_shape].map(|of| of(&self.problem));
             if self.pass == Pass::Forward { vec![q, k, v] } else { vec![q, k, v, out, out] }
         };
-        let inputs = self.inputs.iter().zip(shapes);
+        let inputs = self.inputs.iter().zip(shapes).enumerate();
+        let strides = |i: usize, shape| self.placing.input_strides(matches!(i, 1 | 2), shape);
         let mut tensors: Vec<Given> =
-            inputs.map(|(values, shape)| Given::Input(values, self.placing.strides(shape))).collect();
+            inputs.map(|(i, (values, shape))| Given::Input(values, strides(i, shape))).collect();
         let outputs = self.expected.iter().map(|own| own.shape);
         tensors
             .extend(outputs.map(|shape| Given::Output(self.placing.len(shape), self.placing.strides(shape))));
@@ -366,8 +358,13 @@ fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [u
 const POISON: u16 = 0xffff;
 
 /// Values at their places; NaN between rows, and in rows that no sequence has.
-fn place<T: Half>(values: &[T], shape: [usize; 4], placing: Placing, rows: &[bool]) -> Vec<u16> {
-    let strides = placing.strides(shape);
+fn place<T: Half>(
+    values: &[T],
+    (shape, of_keys): ([usize; 4], bool),
+    placing: Placing,
+    rows: &[bool],
+) -> Vec<u16> {
+    let strides = placing.input_strides(of_keys, shape);
     let mut placed = vec![POISON; placing.len(shape)];
     for ([b, s, h, d], value) in positions(shape).zip(values) {
         if rows.get(b * shape[1] + s).is_none_or(|&own| own) {

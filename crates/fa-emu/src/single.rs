@@ -51,9 +51,15 @@ impl Single {
 
     pub(crate) fn start(&self, options: &Options<'_>) -> Run<'_> {
         let session = self.machine.session(&SessionOptions {
+            seed: options.seed,
+            pace: options.pace,
+            order: options.order,
+            poison: options.poison,
+            hazards: options.hazards,
+            ordered_additions: false,
             trace_cta: None,
+            step_limit: options.step_limit,
             progress: None,
-            ..SessionOptions::of(options)
         });
         Run { unit: self, session, resident: options.resident }
     }

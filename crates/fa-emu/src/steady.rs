@@ -13,7 +13,8 @@ use crate::error::Error;
 use crate::extras::{Batch, Lie, with_mods};
 use crate::options::{Options, Pace};
 use crate::outcome::Span;
-use crate::proof::{Placing, Trial};
+use crate::placing::Placing;
+use crate::proof::Trial;
 use fa_kernels::Headers;
 
 /// Steps that are shown.

@@ -6,7 +6,7 @@ use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 use crate::case::{Case, problem};
 use crate::extras::{Batch, Lie};
 use crate::mutate::Subject;
-use crate::proof::Placing;
+use crate::placing::Placing;
 use crate::shipped::forms;
 
 /// Kernel parameters, head dim and mask, and `(queries, query heads, K/V heads)`.

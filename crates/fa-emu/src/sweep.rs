@@ -64,38 +64,56 @@ pub fn sweep(unit: &Unit, cases: &[Case], seeds: &[u64], trials: &Trials) -> Res
     let mut verdict = Verdict::default();
     for case in cases {
         let trial = trials.get(case, unit.spec());
-        let mut bits: Option<String> = None;
-        for &seed in seeds {
-            let proof = trial.run(unit, &Options::of(unit.spec(), seed))?;
-            verdict.runs += 1;
-            let mut faults = proof.faults();
-            if faults.is_empty() && seed == seeds[0] {
-                faults.extend(beside_the_plan(unit, &case.problem, &proof));
-            }
-            if unit.spec().kernel.pass().deterministic() && faults.is_empty() {
-                let first = bits.get_or_insert_with(|| proof.bits.clone());
-                if *first != proof.bits {
-                    faults.push("not deterministic: other bits than under the first seed".into());
-                }
-            }
-            if !faults.is_empty() {
-                let problem = &case.problem;
-                verdict.faults.push(format!(
-                    "{problem:?}, {:?}, seed {seed}:\n{}",
-                    case.placing,
-                    faults.join("\n")
-                ));
-                break;
-            }
+        let schedules: Vec<Options> = seeds.iter().map(|&seed| Options::of(unit.spec(), seed)).collect();
+        let Attempts { runs, faults } = try_all(unit, &trial, &schedules)?;
+        verdict.runs += runs;
+        if let Some((seed, faults)) = faults {
+            let problem = &case.problem;
+            let faults = faults.join("\n");
+            verdict.faults.push(format!("{problem:?}, {:?}, seed {seed}:\n{faults}", case.placing));
         }
     }
     Ok(verdict)
 }
 
+/// What came of a trial under several schedules.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Attempts {
+    /// How many runs there were.
+    pub(crate) runs: usize,
+    /// The seed of the schedule under which something was wrong, and what.
+    pub(crate) faults: Option<(u64, Vec<String>)>,
+}
+
+/// Runs a kernel on a trial under every schedule, up to the first under which something is wrong. A
+/// deterministic kernel's outputs must be the same bits in all of them.
+///
+/// # Errors
+/// Those of [`Unit::run`].
+pub(crate) fn try_all(unit: &Unit, trial: &Trial, schedules: &[Options]) -> Result<Attempts, Error> {
+    let mut bits: Option<String> = None;
+    for (turn, options) in schedules.iter().enumerate() {
+        let proof = trial.run(unit, options)?;
+        let mut faults = proof.faults();
+        if faults.is_empty() && turn == 0 {
+            faults.extend(beside_the_plan(unit, trial.problem(), options.sms, &proof));
+        }
+        if unit.spec().kernel.pass().deterministic() && faults.is_empty() {
+            let first = bits.get_or_insert_with(|| proof.bits.clone());
+            if *first != proof.bits {
+                faults.push("not deterministic: other bits than under the first seed".into());
+            }
+        }
+        if !faults.is_empty() {
+            return Ok(Attempts { runs: turn + 1, faults: Some((options.seed, faults)) });
+        }
+    }
+    Ok(Attempts { runs: schedules.len(), faults: None })
+}
+
 /// What the main kernel did that the planner does not count on.
-fn beside_the_plan(unit: &Unit, problem: &Problem, proof: &Proof) -> Vec<String> {
+fn beside_the_plan(unit: &Unit, problem: &Problem, sms: u32, proof: &Proof) -> Vec<String> {
     let spec = unit.spec();
-    let sms = Options::sms_of(spec);
     let Some(planned) = Planned::of(spec, problem, unit.arch(), sms) else { return Vec::new() };
     let main = proof.outcome.launches.iter().find(|launch| launch.entry == fa_kernels::ENTRY);
     main.map_or_else(Vec::new, |launch| planned.faults(spec, &launch.counters))

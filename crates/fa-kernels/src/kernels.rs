@@ -120,7 +120,7 @@ impl Kernels {
     /// # Errors
     /// [`Error::Append`], and those of compiling and loading.
     pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
-        append.check()?;
+        append.check_on_gpu()?;
         if let Some(kernel) = self.append.get() {
             return kernel.bind(append);
         }

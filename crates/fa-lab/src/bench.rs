@@ -1,6 +1,7 @@
 //! Our kernels' rates on the GPU, and those of other libraries in the same run.
 
 pub mod append;
+mod change;
 pub mod report;
 
 use std::collections::BTreeMap;
@@ -19,6 +20,7 @@ use crate::record::{KernelRecord, Provenance};
 use crate::runner::{Outcome, Runner, Turns};
 use crate::tensors::with_half;
 
+pub use change::Change;
 use report::{PeersRecord, Report, Row};
 
 /// What is measured.
@@ -28,6 +30,10 @@ pub struct Options {
     pub shapes: Vec<Wanted>,
     /// The kernels; where there are none, the library's choice for each shape.
     pub specs: Vec<KernelSpec>,
+    /// Whether the library's choice is measured beside the kernels that are given.
+    pub beside_choice: bool,
+    /// Beside the library's choice for each shape the same kernel with these changes, in turns.
+    pub changes: Vec<Change>,
     /// The family that the library chooses from, be it the fastest here or not.
     pub family: Option<Family>,
     /// The pass.
@@ -79,11 +85,17 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         )));
         let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
         let rows = match bound(&gpu, problem, options) {
-            Ok(bound) => with_half!(
-                problem.types.qkv,
-                T => measure_shape::<T>(&gpu, wanted, bound, peers, options.turns, &mut report.kernels),
-                else unreachable!("no kernel is found for other types")
-            )?,
+            Ok(Found { bound, refused }) => {
+                let mut rows = with_half!(
+                    problem.types.qkv,
+                    T => measure_shape::<T>(&gpu, wanted, bound, peers, options.turns, &mut report.kernels),
+                    else unreachable!("no kernel is found for other types")
+                )?;
+                rows.extend(
+                    refused.into_iter().map(|(kernel, why)| Row::failed(wanted, &kernel, options.pass, why)),
+                );
+                rows
+            }
             Err(error) if error_is_fatal(&error) => return Err(error.into()),
             Err(error) => vec![Row::failed(wanted, "none", options.pass, error.to_string())],
         };
@@ -116,14 +128,25 @@ fn error_is_fatal(error: &fa_attn::Error) -> bool {
     !matches!(error, Plan(_) | Kernels(Mismatch { .. } | Refused { .. } | SharedMemory { .. }))
 }
 
-/// The kernels for a shape: those given that compute it, or the library's choice.
-fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Vec<Bound>, fa_attn::Error> {
-    if options.specs.is_empty() {
-        return Ok(vec![gpu.bind_of(problem, options.pass, options.family)?]);
+/// What is measured for a shape.
+struct Found {
+    /// The kernels.
+    bound: Vec<Bound>,
+    /// Changes of the library's choice that are not to be had: what would have been measured, and why not.
+    refused: Vec<(String, String)>,
+}
+
+/// The kernels for a shape: those given that compute it, or the library's choice and changes of it.
+fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_attn::Error> {
+    let (mut found, mut refused) = (Vec::<Bound>::new(), Vec::new());
+    if options.specs.is_empty() || options.beside_choice || !options.changes.is_empty() {
+        found.push(gpu.bind_of(problem, options.pass, options.family)?);
     }
-    let mut found = Vec::new();
     let mut mismatch = None;
     for spec in &options.specs {
+        if found.iter().any(|known| known.spec() == spec) {
+            continue;
+        }
         match bind_spec(gpu, problem, spec, options.pass) {
             Ok(pass) => found.push(pass),
             Err(error @ fa_attn::Error::Kernels(fa_kernels::Error::Mismatch { .. })) => {
@@ -132,9 +155,27 @@ fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Vec<Bound>, 
             Err(error) => return Err(error),
         }
     }
+    for change in &options.changes {
+        let choice = found[0].spec().clone();
+        let changed = match change.of(&choice) {
+            Ok(changed) => changed,
+            Err(error) => {
+                refused.push((format!("{choice}, {change}"), error.to_string()));
+                continue;
+            }
+        };
+        if found.iter().any(|known| *known.spec() == changed) {
+            continue;
+        }
+        match bind_spec(gpu, problem, &changed, options.pass) {
+            Ok(pass) => found.push(pass),
+            Err(error) if error_is_fatal(&error) => return Err(error),
+            Err(error) => refused.push((changed.to_string(), error.to_string())),
+        }
+    }
     match mismatch {
         Some(error) if found.is_empty() => Err(error),
-        _ => Ok(found),
+        _ => Ok(Found { bound: found, refused }),
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod append;
 mod awkward;
+mod bits;
 mod case;
 mod gradients;
 mod groups;
@@ -13,6 +14,7 @@ mod of_spec;
 mod paged;
 mod scores;
 mod serving;
+mod small;
 pub mod soak;
 mod varied;
 
@@ -23,3 +25,4 @@ pub use groups::{GROUPS, check_group, is_serving};
 pub use library::library;
 pub use of_spec::of_spec;
 pub use serving::{serving, serving_gradients};
+pub use small::small;

@@ -26,6 +26,8 @@
 
 pub mod append;
 pub mod bench;
+pub mod best;
+pub mod campaign;
 pub mod configs;
 pub mod device;
 mod error;

@@ -7,4 +7,5 @@ mod gradients;
 mod inputs;
 mod lse;
 mod materialised;
+mod random;
 mod rows;

@@ -2,6 +2,7 @@
 //! against actual.
 
 mod args;
+mod best;
 mod every;
 
 use std::fmt::Write;
@@ -25,6 +26,9 @@ pub(crate) use args::BuildArgs;
 pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     if args.all_configs {
         return every::command(args);
+    }
+    if let Some(count) = args.best {
+        return best::command(args, usize::from(count));
     }
     let shipped = match &args.specs {
         Some(folder) => read_folder(folder)?,

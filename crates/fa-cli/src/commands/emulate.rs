@@ -5,6 +5,7 @@ mod case;
 mod grid;
 mod mutations;
 mod one;
+mod random;
 mod report;
 mod shipped;
 
@@ -21,13 +22,15 @@ use crate::term::progress;
 /// Bad input, and a machine that cannot emulate; findings are a verdict, not an error.
 pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     if args.threads.is_some() && args.spec.is_some() && !args.mutate {
-        let message = "--threads is for --shipped, --sample and --mutate: one kernel takes one thread";
+        let message =
+            "--threads is for --shipped, --sample, --random and --mutate: one kernel takes one thread";
         return Err(InputError::Usage(message.into()).into());
     }
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped::shipped(args, &emulator),
         _ if args.sample.is_some() => shipped::sampled(args, &emulator),
+        _ if args.random.is_some() => random::random(args, &emulator),
         None => mutations::mutations(args, &emulator, fa_emu::subjects::subjects()),
         Some(path) => {
             let (spec, arch) = case::read(args, path)?;

@@ -126,9 +126,9 @@ fn appends_that_do_not_fit_are_refused_by_name_limit_and_value() {
             &["sequence 0 has rows up to position 31", "20 positions"],
         ),
         (
-            vec![table("rotary_cos", &[48, 5]), table("rotary_sin", &[48, 5])],
+            vec![table("rotary_cos", &[48, 17]), table("rotary_sin", &[48, 17])],
             "",
-            &["rotary.dim = 10", "a multiple of 16 from 16 to 32"],
+            &["rotary.dim = 34", "a multiple of 2 from 2 to 32"],
         ),
         (
             vec![("page_table", "I32", &[3, 3], vec![4.0, 99.0, 3.0, 1.0, 2.0, 5.0, 6.0, 7.0, 8.0])],

@@ -20,6 +20,11 @@ fn flags_of_one_kernel_and_of_many_do_not_mix() {
         ("emulate --shipped --survivors x.ron", "--survivors"),
         ("emulate --mutate --record x.ron", "--record"),
         ("emulate --threads 3 y.ron", "--threads"),
+        ("emulate --random 2 --shipped", "--shipped"),
+        ("emulate --random 2 --heads 4", "--heads"),
+        ("emulate --random 2 --kernels sm70_fwd", "sm90_bwd"),
+        ("emulate --sample 1 --log x.jsonl", "--random"),
+        ("emulate --shipped --from 3", "--random"),
     ] {
         let outcome = fa(line);
         assert_eq!(outcome.code, 2, "{line}: {outcome:?}");

@@ -65,3 +65,34 @@ fn todays_first_choices_are_judged_by_records_without_a_gpu() {
     let none = fa_args(&["tune", "--judge", text(&repository("README.md"))]);
     assert!(none.code == 2 && none.stderr.contains("not a record of fa tune --json FILE"), "{}", none.stderr);
 }
+
+#[test]
+fn what_a_gpu_has_to_run_is_listed_and_kept() {
+    let (results, state) = (repository("docs/results"), Dir::new());
+    let records = |more: &[&str]| {
+        let base = ["records", "--results", text(&results), "--state", text(state.root())];
+        fa_args(&[&base, more].concat())
+    };
+    let all = records(&["--list", "--all"]).good();
+    let order = ["validate-sm90-fwd", "marks-models-fwd", "marks-packed-bwd-drawn", "soak-", "sanitize-"];
+    let places: Vec<_> = order.iter().map(|part| all.find(part).expect(part)).collect();
+    assert!(places.is_sorted(), "{all}");
+    assert!(all.contains("--change persistent=true") && all.contains("--peers"), "{all}");
+    assert!(!records(&["--list", "--no-peers"]).good().contains("--peers"));
+    let none = records(&["--only", "nothing"]);
+    assert!(none.code == 2 && none.stderr.contains("marks-decode"), "{none:?}");
+    let driver = fa("doctor --json").json()["checks"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .any(|check| check["name"] == "driver" && check["status"] == "ok");
+    if !driver {
+        let decode = ["--only", "marks-decode"];
+        let done = records(&decode);
+        assert!(done.code == 1 && done.stdout.contains("FAILED") && done.stdout.contains("no CUDA driver"));
+        let listed = records(&["--list", "--only", "marks-decode,marks-step"]).good();
+        assert!(listed.contains("1 failed") && listed.contains("1 left"), "{listed}");
+        // No rate was written for one that was not measured.
+        assert!(state.path("marks-decode.err").exists() && state.path("done.jsonl").exists());
+    }
+}

@@ -18,7 +18,7 @@ mod values;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Family, Pass, Problem, ScoreKind, Types};
+use crate::{Arch, Family, Pass, ScoreKind, Types};
 
 pub use derived::BackwardTraits;
 pub use error::{Mismatch, SpecError, Unserved};
@@ -184,21 +184,6 @@ impl Kernel {
 }
 
 impl KernelSpec {
-    /// The spec by which `kernel`, with tiles of these head dims, computes problems like `problem`: in its
-    /// type, with its kind of mask and changes of scores, finding rows as it does; without splits.
-    pub fn for_problem(problem: &Problem, (head_dim, head_dim_v): (u32, u32), kernel: Kernel) -> KernelSpec {
-        KernelSpec {
-            types: Types::same(problem.types.qkv),
-            head_dim,
-            head_dim_v,
-            mask: MaskKind::of(&problem.mask),
-            score: problem.score.kind(),
-            reads: Reads::of(problem),
-            split: false,
-            kernel,
-        }
-    }
-
     /// Checks every field against the kernel's rules. Whether the kernel fits a GPU is the planner's
     /// question.
     ///

@@ -7,8 +7,8 @@ use half::bf16;
 
 const ROOM: usize = 96;
 const HEADS: [usize; 2] = [4, 2];
-const DIM: usize = 64;
-const TURNED: usize = 32;
+/// Elements of a key, and how many of them are turned.
+const DIMS: [usize; 2] = [64, 32];
 
 fn values<T: Element>(count: usize, seed: usize) -> Vec<T> {
     (0..count).map(|i| T::from_f32(((i * 7919 + seed * 101) % 509) as f32 / 128.0 - 2.0)).collect()
@@ -31,6 +31,7 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     pairs: RotaryPairs,
     (order, step): ([usize; 4], usize),
     twice: bool,
+    [head_dim, turned_dim]: [usize; 2],
 ) {
     let (before, lens) = ([3, 0, 40, 17], [50usize, 30, 0, 60]);
     let batch = before.len();
@@ -40,24 +41,25 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     let new = Side::packed(total, 64);
     let of_cache = page.map_or(Side::padded(ROOM), |page| Side::paged(page, pages, ROOM));
     let queries = RotaryQueries { rows: new, heads: HEADS[0], positions: QueryPositions::Following };
-    let rotary = Rotary { dim: TURNED, pairs, positions: ROOM, table: Dtype::F32, queries: Some(queries) };
+    let rotary =
+        Rotary { dim: turned_dim, pairs, positions: ROOM, table: Dtype::F32, queries: Some(queries) };
     let what = Append {
         sequences: batch,
         new,
         cache: Side { used: false, ..of_cache },
         heads_kv: HEADS[1],
-        head_dim: DIM,
-        head_dim_v: DIM,
+        head_dim,
+        head_dim_v: head_dim,
         dtype: T::DTYPE.unwrap(),
         rotary: Some(rotary),
     };
-    let shapes = [what.new_shape(DIM), what.cache_shape(DIM), what.query_shape()];
+    let shapes = [what.new_shape(head_dim), what.cache_shape(head_dim), what.query_shape()];
     let [(of_new, room_new), (of_cached, room_cached), (of_q, room_q)] =
         shapes.map(|shape| strides(shape, order, step));
     let news = [1, 2].map(|seed| values::<T>(room_new, seed));
     let caches = [3, 4].map(|seed| values::<T>(room_cached, seed));
     let q = values::<T>(room_q, 5);
-    let [cos, sin] = [6, 7].map(|seed| values::<f32>(ROOM * TURNED / 2, seed));
+    let [cos, sin] = [6, 7].map(|seed| values::<f32>(ROOM * turned_dim / 2, seed));
     let cu: Vec<i32> = (0..=batch).map(|b| lens[..b].iter().sum::<usize>() as i32).collect();
     // Pages in disorder; `twice`: the last sequence's are the first's.
     let mut table: Vec<i32> = (0..pages).map(|i| (i * 5 % pages.max(1)) as i32).collect();
@@ -67,12 +69,12 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
 
     let (mut want, mut want_q) = (caches.clone(), q.clone());
     let turned = |row: &dyn Fn(usize) -> f32, position: usize, dim: usize| {
-        let half = TURNED / 2;
+        let half = turned_dim / 2;
         let (pair, upper, other) = match pairs {
-            RotaryPairs::Halves => (dim % half, dim >= half, (dim + half) % TURNED),
+            RotaryPairs::Halves => (dim % half, dim >= half, (dim + half) % turned_dim),
             RotaryPairs::Neighbours => (dim / 2, dim % 2 == 1, dim ^ 1),
         };
-        if dim >= TURNED {
+        if dim >= turned_dim {
             return T::from_f32(row(dim));
         }
         let (cos, sin) = (cos[position * half + pair], sin[position * half + pair]);
@@ -86,7 +88,7 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
                 Some(page) => (table[sequence * columns + position / page] as usize, position % page),
                 None => (sequence, position),
             };
-            for dim in 0..DIM {
+            for dim in 0..head_dim {
                 for head in 0..HEADS[1] {
                     let at = |dim| of_new.offset(0, from, head, dim) as usize;
                     let to = of_cached.offset(block, row, head, dim) as usize;
@@ -120,7 +122,9 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
         tables: Some([Table::F32(&cos), Table::F32(&sin)]),
     };
     assert_eq!(append::append(&what, &mut extras, &mut tensors), Ok(0));
-    let name = format!("page {page:?}, {pairs:?}, order {order:?}, step {step}, twice {twice}");
+    let name = format!(
+        "page {page:?}, {pairs:?}, order {order:?}, step {step}, twice {twice}, dims {head_dim} {turned_dim}"
+    );
     assert!(keys == want[0], "keys, {name}");
     assert!(cached == want[1], "values, {name}");
     assert!(got_q == want_q, "queries, {name}");
@@ -134,8 +138,8 @@ fn every_element_is_where_a_loop_puts_it() {
         for pairs in [RotaryPairs::Halves, RotaryPairs::Neighbours] {
             // Rows before heads, heads before rows, rows innermost, and gaps between elements.
             for order in [([0, 1, 2, 3], 1), ([0, 2, 1, 3], 1), ([0, 2, 3, 1], 1), ([0, 1, 2, 3], 2)] {
-                check::<bf16>(page, pairs, order, false);
-                check::<f32>(page, pairs, order, false);
+                check::<bf16>(page, pairs, order, false, DIMS);
+                check::<f32>(page, pairs, order, false, DIMS);
             }
         }
     }
@@ -144,6 +148,18 @@ fn every_element_is_where_a_loop_puts_it() {
 #[test]
 fn of_rows_with_one_place_the_last_stays() {
     for order in [[0, 1, 2, 3], [0, 2, 1, 3], [0, 2, 3, 1]] {
-        check::<bf16>(Some(8), RotaryPairs::Halves, (order, 1), true);
+        check::<bf16>(Some(8), RotaryPairs::Halves, (order, 1), true, DIMS);
+    }
+}
+
+#[test]
+fn rows_of_any_length_are_turned() {
+    for dims in [[2, 2], [7, 6], [59, 20], [300, 300]] {
+        for order in [([0, 1, 2, 3], 1), ([0, 2, 3, 1], 1)] {
+            for pairs in [RotaryPairs::Halves, RotaryPairs::Neighbours] {
+                check::<bf16>(Some(7), pairs, order, false, dims);
+                check::<f32>(None, pairs, order, false, dims);
+            }
+        }
     }
 }

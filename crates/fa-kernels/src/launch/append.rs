@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream};
-use fa_core::{Append, AppendError, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
+use fa_core::{Append, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
 
 use crate::Error;
 use crate::jit::append_params::AppendParams;
@@ -50,7 +50,7 @@ pub struct RawAppendArgs {
     pub used_q: Option<u64>,
     /// `[batch]` i32, written: keys in the cache afterwards. Not `used_k`, which other CTAs still read.
     pub used_out: Option<u64>,
-    /// u32, to which the number of rows without a slot is added.
+    /// u32, to which the number of rows without a place is added.
     pub dropped: Option<u64>,
 }
 
@@ -86,11 +86,7 @@ impl AppendLaunch {
     /// # Errors
     /// [`Error::Append`].
     pub fn new(append: &Append, sms: u32) -> Result<AppendLaunch, Error> {
-        append.check()?;
-        if !append.dtype.is_half() {
-            let need = "f16 or bf16 on a GPU (the CPU appends f32 too)".to_owned();
-            return Err(AppendError::Dtype { name: "dtype", dtype: append.dtype, need }.into());
-        }
+        append.check_on_gpu()?;
         let queries = append.queries();
         let batch = append.sequences;
         let none = Side::padded(0);
@@ -137,7 +133,7 @@ impl AppendLaunch {
         })
     }
 
-    /// The append.
+    /// What is appended.
     pub fn append(&self) -> &Append {
         &self.append
     }

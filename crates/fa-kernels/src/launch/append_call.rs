@@ -60,11 +60,12 @@ pub struct AppendArgs<'a, T> {
     pub used_q: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<&'a mut dyn DevicePtrMut<i32>>,
-    /// `[1]`, to which the number of rows without a slot is added.
+    /// `[1]`, to which the number of rows without a place is added.
     pub dropped: Option<&'a mut dyn DevicePtrMut<u32>>,
 }
 
-/// Takes addresses. Dropped after the launch, each guard notes in cudarc that the stream has used its memory.
+/// Takes addresses; each guard tells cudarc, when it is dropped after the launch, that the stream has used
+/// its memory.
 struct Taker<'s, 'b> {
     stream: &'s CudaStream,
     bound: &'b BoundAppend,
@@ -128,7 +129,7 @@ impl BoundAppend {
     /// Launches the kernel on `stream`: one launch that allocates nothing and waits for nothing, so it can be
     /// captured in a CUDA graph, whose replays append at the lengths that are in device memory then.
     ///
-    /// Rows without a slot are skipped and counted in `dropped`. Of two sequences that append to the same
+    /// Rows that have no place are left out and added to `dropped`. Of two sequences that append to the same
     /// row of one page, either may win.
     ///
     /// # Errors

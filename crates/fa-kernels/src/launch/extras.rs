@@ -9,8 +9,8 @@ use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
 use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
 
-/// Inputs that only some problems have in addition to Q, K, V and O, in device memory of cudarc. A call gives
-/// exactly those that its problem names.
+/// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
+/// asks for and nothing else.
 #[derive(Default)]
 pub struct Extras<'a> {
     /// `[batch + 1]`: the first row of each sequence of packed queries, then the end of the last.

@@ -66,7 +66,7 @@ pub enum Reason {
         have: u32,
     },
     /// Fewer CTAs than asked for are resident.
-    #[error("occupancy: asks for {need} CTAs per SM, {have} fit by {limiter}")]
+    #[error("occupancy: asks for {need} blocks per SM, {have} fit by {limiter}")]
     Occupancy {
         /// CTAs asked for.
         need: u32,

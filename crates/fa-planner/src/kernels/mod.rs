@@ -3,7 +3,7 @@
 //! - `candidates` enumerates the configurations that are tried for a problem, without judging them;
 //! - `account` adds up shared memory and registers;
 //! - `spills` lists configurations that the compiler is known to spill although the account has room
-//!   (`sm100_fwd` has no kernel to compile);
+//!   (`sm100_fwd` has no kernel to compile), by rules; `spilled` those that fit none;
 //! - `cost` predicts the time;
 //! - `timeline` draws the order of its main loop.
 //!
@@ -16,6 +16,7 @@ pub mod sm80_bwd;
 pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
+pub(crate) mod spilled;
 
 use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{MaskKind, Problem};

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use fa_lab::bench::Change;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
 use fa_planner::Mode;
@@ -61,6 +62,7 @@ Examples:
   fa bench --backend cuda --marks sm90 --peers --json marks.json
   fa bench --backend cuda --marks models --mode bwd --peers
   fa bench --backend cuda --marks models --filter Gemma --spec kernel.ron
+  fa bench --backend cuda --marks packed-bwd --mode bwd --change persistent=true
   fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
   fa bench --backend cuda --marks plan
@@ -77,6 +79,13 @@ pub(crate) struct GpuArgs {
     /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
+    /// Measure the library's choice for each shape beside --spec's kernels, in turns
+    #[arg(long, requires = "specs")]
+    pub beside_choice: bool,
+    /// Measure beside the library's choice for each shape, in turns, the same kernel with these parameters,
+    /// as in persistent=true or tile_order=Natural,do_stages=1 (may be repeated)
+    #[arg(long = "change", value_name = "FIELD=VALUE,..", conflicts_with_all = ["specs", "tune"])]
+    pub changes: Vec<Change>,
     /// Choose among these kernels, be they the fastest here or not
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
@@ -115,6 +124,7 @@ impl GpuArgs {
     pub(crate) fn given(&self) -> Option<&'static str> {
         [
             (!self.specs.is_empty(), "--spec"),
+            (!self.changes.is_empty(), "--change"),
             (self.family.is_some(), "--family"),
             (self.peers, "--peers"),
             (self.marks.is_some(), "--marks"),

@@ -56,6 +56,8 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
         return Ok(Options {
             shapes,
             specs: args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?,
+            beside_choice: args.gpu.beside_choice,
+            changes: args.gpu.changes.clone(),
             family: marks.family(),
             pass,
             tune: args.gpu.tune,
@@ -71,7 +73,9 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
     let (peers, turns) = (args.gpu.peers, args.gpu.turns());
     let peer_names = args.gpu.peer_names.clone();
-    Ok(Options { shapes, specs, family, pass, tune: args.gpu.tune, peers, peer_names, turns })
+    let (beside_choice, changes) = (args.gpu.beside_choice, args.gpu.changes.clone());
+    let tune = args.gpu.tune;
+    Ok(Options { shapes, specs, beside_choice, changes, family, pass, tune, peers, peer_names, turns })
 }
 
 /// The rows of `marks` that contain `text`.

@@ -11,9 +11,10 @@ use fa_planner::report::PlanFamily;
 
 use crate::flags;
 
-/// What is built of specs; flags of --all-configs name these, for clap asks for no flag that another rules
-/// out.
-const OF_SPECS: [&str; 2] = ["specs", "out"];
+/// What is built of specs; flags of --all-configs and --best name these, for clap asks for no flag that
+/// another rules out.
+const OF_SPECS: [&str; 3] = ["specs", "out", "arch"];
+const OF_LISTED: [&str; 2] = ["specs", "out"];
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]
@@ -23,10 +24,11 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "ARCH", value_delimiter = ',')]
     pub arch: Vec<Arch>,
     /// Folder of the cubins and their manifest
-    #[arg(short, long, value_name = "DIR", default_value = "dist", conflicts_with = "all_configs")]
+    #[arg(short, long, value_name = "DIR", default_value = "dist")]
+    #[arg(conflicts_with_all = ["all_configs", "best"])]
     pub out: PathBuf,
     /// Folder of specs in RON (default: those that ship with this program)
-    #[arg(long, value_name = "DIR", conflicts_with = "all_configs")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["all_configs", "best"])]
     pub specs: Option<PathBuf>,
     /// Compile instead every configuration that the planner lists, beside those that miss its register limit
     /// by little, and say what it predicts and what comes out; nothing is written
@@ -34,23 +36,40 @@ pub(crate) struct BuildArgs {
     pub all_configs: bool,
     /// Head dims of --all-configs, each D or D-DV
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',')]
-    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS, default_value = HEAD_DIMS)]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED, default_value = HEAD_DIMS)]
     pub headdim: Vec<HeadDim>,
     /// The pass of --all-configs
     #[arg(long, value_parser = flags::passes(), default_value = "both")]
-    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS)]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub mode: Mode,
     /// Of the backward's configurations those whose gradients have the same bits in every run
-    #[arg(long, requires = "all_configs", conflicts_with_all = OF_SPECS)]
+    #[arg(long, requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub deterministic: bool,
     /// Kernels of --all-configs [default: the fastest that each architecture runs]
     #[arg(long, value_parser = flags::plan_family())]
-    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS)]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub family: Option<PlanFamily>,
     /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
-    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS)]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub json: Option<PathBuf>,
+    /// Compile instead the planner's best N kernels for every kind of problem (passes, families, head dims,
+    /// masks, types, packed, paged, decoding, soft caps, slopes, sinks), but those that the file of an
+    /// earlier run has; a line for each is added to it
+    #[arg(long, value_name = "N", conflicts_with_all = ["all_configs", "arch"])]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..))]
+    pub best: Option<u16>,
+    /// Of --best: only kernels whose names contain this, as in sm90_bwd or varlen
+    #[arg(long, value_name = "TEXT", requires = "best", conflicts_with_all = OF_SPECS)]
+    pub filter: Option<String>,
+    /// Of --best: the folder of results, in which configs/best-COMPILER.txt is written
+    #[arg(long, value_name = "DIR", default_value = "docs/results")]
+    #[arg(requires = "best", conflicts_with_all = OF_SPECS)]
+    pub results: PathBuf,
+    /// Threads of --best [default: all cores]
+    #[arg(long, value_name = "N", requires = "best", conflicts_with_all = OF_SPECS)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub threads: Option<u16>,
     /// Compile by nvcc instead of NVRTC
     #[arg(long)]
     pub nvcc: bool,
@@ -71,6 +90,7 @@ Examples:
   fa build --out dist
   fa build --arch sm90 --specs my-specs/
   fa build --all-configs --headdim 128 --mode bwd
+  fa build --best 10                            what spills among the planner's best ten
 
 Exit code 1 when a kernel that should does not compile cleanly: without spills, serialised wgmma and ignored \
 setmaxnreg.";

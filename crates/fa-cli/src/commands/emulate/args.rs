@@ -12,7 +12,10 @@ use crate::flags::{Heads, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
 /// What makes the one problem, or the one run, of a given kernel.
-const OF_ONE: [&str; 26] = [
+const OF_ONE: [&str; 26] = with(OF_ONE_UNSEEDED, "seeds");
+
+/// The same but for what is drawn by it elsewhere.
+const OF_ONE_UNSEEDED: [&str; 25] = [
     "arch",
     "seqlen",
     "batch",
@@ -32,7 +35,6 @@ const OF_ONE: [&str; 26] = [
     "softcap",
     "layout",
     "gap",
-    "seeds",
     "sms",
     "steps",
     "json",
@@ -41,12 +43,23 @@ const OF_ONE: [&str; 26] = [
     "statement",
 ];
 
+/// `names` and one more.
+const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 26] {
+    let mut all = [more; 26];
+    let mut at = 0;
+    while at < names.len() {
+        all[at] = names[at];
+        at += 1;
+    }
+    all
+}
+
 /// `fa emulate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format spec` prints it, or a shipped one
-    #[arg(required_unless_present_any = ["shipped", "sample", "mutate"])]
+    #[arg(required_unless_present_any = ["shipped", "sample", "mutate", "random"])]
     pub spec: Option<PathBuf>,
     /// Architecture to compile for [default: the first that the file names, else the kernel's own]
     #[arg(long)]
@@ -105,7 +118,7 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>)]
     pub gap: usize,
     /// Seed of the schedule: 0 finishes operations at once, 1 as late as it can, others by chance (may be
-    /// repeated) [default: 0, 1, 2]
+    /// repeated) [default: 0, 1, 2]; of --random: of what is drawn [default: 1]
     #[arg(long = "seed", value_name = "N", value_parser = whole::<u64>)]
     pub seeds: Vec<u64>,
     /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs idle]
@@ -142,6 +155,23 @@ pub(crate) struct EmulateArgs {
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with = "spec")]
     pub day: Option<String>,
+    /// So many kernels drawn at random (the planner's first choices, its other candidates, some with a switch
+    /// turned), each on problems drawn at random that it serves
+    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped", "sample", "record"])]
+    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = whole::<u64>)]
+    pub random: Option<u64>,
+    /// Of --random: the first of the seed's kernels, as a report numbers them
+    #[arg(long, value_name = "TURN", default_value_t = 0, requires = "random", conflicts_with = "spec")]
+    #[arg(value_parser = whole::<u64>)]
+    pub from: u64,
+    /// Of --random: only these kernels, as in sm90_bwd
+    #[arg(long, value_name = "KERNEL,..", value_delimiter = ',', requires = "random")]
+    #[arg(conflicts_with = "spec", value_parser = fa_emu::random::KERNELS)]
+    pub kernels: Vec<String>,
+    /// Of --random: a line of JSON for each kernel is added to this file, and those that it has are not run
+    /// again, so that a run that was stopped goes on
+    #[arg(long, value_name = "FILE", requires = "random", conflicts_with = "spec")]
+    pub log: Option<PathBuf>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
     #[arg(requires = "shipped", conflicts_with_all = ["spec", "mutate", "sample"])]
@@ -162,7 +192,7 @@ pub(crate) struct EmulateArgs {
     /// docs/results/removals.ron]
     #[arg(long, value_name = "FILE", requires = "mutate")]
     pub tried: Option<PathBuf>,
-    /// Threads for --shipped, --sample and --mutate [default: all cores]
+    /// Threads for --shipped, --sample, --random and --mutate [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
 }
@@ -176,6 +206,7 @@ Examples:
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
   fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
   fa emulate --shipped                                     all shipped kernels that have changed
+  fa emulate --random 200 --seed 7 --log random.jsonl      kernels and problems drawn at random
   fa emulate --mutate                                      is every barrier missed when it is gone?
 
 Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. What it

@@ -47,7 +47,7 @@ pub(super) fn case(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Case
         }
     };
     let problem = problem(args, spec, lengths)?;
-    let placing = Placing { layout: args.layout, gap: args.gap };
+    let placing = Placing::of(args.layout, args.gap);
     let extras = batch.map_or_else(|| with_mods(OwnedExtras::NONE, &problem), |batch| batch.extras(&problem));
     Ok(Case { problem, placing, extras })
 }

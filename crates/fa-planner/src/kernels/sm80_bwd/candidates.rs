@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Bwd, Types};
 
 use crate::occupancy::WARP;
 
@@ -76,8 +76,9 @@ pub fn candidates(
     arch: Arch,
     deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
-    let tile_order = backward_order(MaskKind::of(&problem.mask), deterministic);
-    let problem = *problem;
+    let mask = MaskKind::of(&problem.mask);
+    let tile_order = backward_order(mask, deterministic);
+    let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     TILE_M
         .into_iter()
         .flat_map(|tile_m| TILE_N.into_iter().map(move |tile_n| (tile_m, tile_n)))
@@ -105,7 +106,16 @@ pub fn candidates(
                 tile_order,
                 deterministic,
             });
-            Some(KernelSpec::for_problem(&problem, (head_dim, head_dim_v), kernel))
+            Some(KernelSpec {
+                types: Types::same(dtype),
+                head_dim,
+                head_dim_v,
+                mask,
+                score,
+                reads,
+                split: false,
+                kernel,
+            })
         })
         .filter(move |spec| {
             let Kernel::Sm80Bwd(kernel) = &spec.kernel else { return false };

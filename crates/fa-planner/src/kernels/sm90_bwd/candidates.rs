@@ -6,7 +6,7 @@
 //! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
-use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, ScoreKind, Sm90Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, Reads, ScoreKind, Sm90Bwd, Types};
 
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
@@ -16,6 +16,7 @@ use crate::head_dims::HeadDims;
 use crate::kernels::backward_order;
 
 use super::account::{registers, smem};
+use super::spills;
 
 /// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant
 /// with two buffers of P and dS; beyond the guide's head dims those without a buffer of dQ.
@@ -25,12 +26,20 @@ pub fn candidates(
     head_dim_v: u32,
     deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
-    let tile_order = backward_order(MaskKind::of(&problem.mask), deterministic);
+    let mask = MaskKind::of(&problem.mask);
+    let tile_order = backward_order(mask, deterministic);
     let lengths = problem.lengths;
+    let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     let spec_of = move |kernel: Sm90Bwd| {
-        let spec = |persistent| {
-            let kernel = Sm90Bwd { tile_order, deterministic, persistent, ..kernel.clone() };
-            KernelSpec::for_problem(problem, (head_dim, head_dim_v), kernel.into())
+        let spec = |persistent| KernelSpec {
+            types: Types::same(dtype),
+            head_dim,
+            head_dim_v,
+            mask,
+            score,
+            reads,
+            split: false,
+            kernel: Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, persistent, ..kernel.clone() }),
         };
         let drawn = spec(true);
         if gains_by_drawing(&drawn, &kernel, &lengths) { drawn } else { spec(false) }
@@ -63,7 +72,8 @@ const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 const DRAWN_PACKED_QUERIES: usize = 768;
 
 /// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
-/// not, for sequences of such `lengths`. Windows and deterministic kernels gain nothing by it.
+/// not, for sequences of such `lengths`. Windows and deterministic kernels gain nothing by it, and some that
+/// the compiler spills do not when their CTAs have one tile each.
 fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> bool {
     let (dim, queries) = (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q());
     dim <= 128
@@ -75,6 +85,7 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> 
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
+        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own))
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask.

@@ -1,14 +1,16 @@
 //! Configurations of the SM90 backward that the compiler is known to spill although the register account has
 //! room.
 //!
-//! Taken from `fa build --all-configs --mode bwd` with NVRTC 13.0, compiled for bf16 without a soft cap,
-//! which stands for the others.
+//! Taken from `fa build --all-configs --mode bwd` and `fa build --best` with NVRTC 13.0.
 
 use fa_core::{KernelSpec, MaskKind, Sm90Bwd};
 
 /// Whether the compiler is known to spill the kernel.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
+    if kernel.persistent && drawn(spec, kernel) {
+        return true;
+    }
     // dQ in slices, one Q buffer, under a mask: 16 to 96 bytes at head dim 256, which stands for all that the
     // guide lacks.
     if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
@@ -61,6 +63,22 @@ fn spills_beside_one_q_buffer(kernel: &Sm90Bwd, masked: bool) -> bool {
         (96 | 112, false) => kernel.dkv_swap_ab,
         (128, false) => {
             kernel.dkv_swap_ab && !kernel.sdp_swap_ab && kernel.atom_layout_m_sdp != kernel.atom_layout_n_dkv
+        }
+        _ => false,
+    }
+}
+
+/// CTAs that draw tiles, up to head dim 128, whatever the mask and the type: 64 to 188 bytes. With one tile
+/// a CTA none of these spills.
+fn drawn(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
+    let rows_of_dq_cut = kernel.atom_layout_m_dq > 1;
+    match ((spec.head_dim, spec.head_dim_v), (kernel.tile_m, kernel.tile_n)) {
+        // Lengths on the device: 8 to 48 bytes.
+        ((96, 96), (64, 128)) => spec.reads.varied,
+        ((128, 64), (80, 128)) => spec.reads.varied && kernel.dq_swap_ab && rows_of_dq_cut,
+        ((64, 64), (128, 128)) => !kernel.dq_swap_ab && !rows_of_dq_cut,
+        ((128, 128), (64 | 80, 128)) | ((64, 128), (112, 128)) | ((128, 64), (96, 128)) => {
+            kernel.dq_swap_ab && rows_of_dq_cut
         }
         _ => false,
     }

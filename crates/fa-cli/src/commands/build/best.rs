@@ -1,0 +1,78 @@
+//! `fa build --best`: the planner's best few kernels for every kind of problem, and what the compiler makes
+//! of them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use anyhow::Context;
+use fa_core::{Arch, KernelSpec, counted};
+use fa_kernels::Headers;
+use fa_lab::best::{self, Said};
+
+use super::args::BuildArgs;
+use crate::term::failure::Verdict;
+use crate::term::output;
+use crate::term::progress::Steps;
+
+/// Runs the command: a bad verdict when one of the kernels does not compile cleanly.
+///
+/// # Errors
+/// Without a compiler, and for a file that cannot be read or written.
+pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict> {
+    let compiler = args.compiler()?;
+    let path = best::file(&args.results, &compiler)?;
+    let known = best::read(&path)?;
+    let names: BTreeSet<&str> = known.iter().map(|own| own.kernel.as_str()).collect();
+    let named = |own: &(Arch, KernelSpec)| best::name(own.0, &own.1);
+    let wanted = |name: &str| args.filter.as_deref().is_none_or(|part| name.contains(part));
+    let all: Vec<_> =
+        best::best(&best::kinds(), count).into_iter().filter(|own| wanted(&named(own))).collect();
+    let left: Vec<_> = all.iter().filter(|own| !names.contains(named(own).as_str())).collect();
+    let file = std::fs::File::options().append(true).create(true).open(&path);
+    let file = file.with_context(|| format!("{}: results cannot be written there", path.display()))?;
+    let shared = Mutex::new((Steps::new(left.len()), file, Vec::new()));
+    let (next, headers) = (AtomicUsize::new(0), Headers::embedded());
+    let work = || -> anyhow::Result<()> {
+        while let Some(spec) = left.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if let Ok(mut shared) = shared.lock() {
+                shared.0.begin(named(spec));
+            }
+            let said = best::compile(&compiler, spec, &headers)?;
+            let Ok(mut shared) = shared.lock() else { return Ok(()) };
+            let (steps, file, new) = &mut *shared;
+            writeln!(file, "{said}").with_context(|| path.display().to_string())?;
+            new.push(said);
+            steps.advance();
+        }
+        Ok(())
+    };
+    let cores = std::thread::available_parallelism().map_or(1, |count| count.get());
+    std::thread::scope(|scope| {
+        let workers = args.threads.map_or(cores, usize::from);
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
+    })?;
+    let (_, _, new) = shared.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let of: BTreeMap<&str, &Said> = known.iter().chain(&new).map(|own| (own.kernel.as_str(), own)).collect();
+    let said: Vec<&Said> = all.iter().filter_map(|own| of.get(named(own).as_str()).copied()).collect();
+    let faulty: Vec<&&Said> = said.iter().filter(|own| own.verdict != best::Verdict::Clean).collect();
+    let mut text = String::new();
+    for own in &faulty {
+        let _ = writeln!(text, "{own}");
+    }
+    let _ = writeln!(
+        text,
+        "{} among the best {count} of {} kinds of problems by {}, {} compiled now, {} not clean; {}",
+        counted(said.len(), "kernel"),
+        best::kinds().len(),
+        compiler.version()?,
+        new.len(),
+        faulty.len(),
+        path.display()
+    );
+    output::print(&text)?;
+    Ok(if faulty.is_empty() { Verdict::Good } else { Verdict::Bad })
+}

@@ -1,0 +1,65 @@
+//! How the tensors of a call lie.
+
+use fa_core::{Strides, TensorLayout};
+
+/// How the tensors of a call lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placing {
+    /// The order of the axes.
+    pub layout: TensorLayout,
+    /// Elements between a row's end and the next row's start, a multiple of 8. They are NaN before and after.
+    pub gap: usize,
+    /// The axis along which K and V are broadcast: its stride is 0.
+    pub shared: Option<Shared>,
+}
+
+/// An axis of K and V along which all indices are one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shared {
+    /// One K and V for the whole batch.
+    Batch,
+    /// One key and value for all positions.
+    Rows,
+    /// One K and V for all heads.
+    Heads,
+}
+
+impl Shared {
+    /// As records have it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Shared::Batch => "batch",
+            Shared::Rows => "rows",
+            Shared::Heads => "heads",
+        }
+    }
+}
+
+impl Placing {
+    /// Packed `[batch, seqlen, heads, dim]`.
+    pub const PACKED: Placing = Placing::of(TensorLayout::Bshd, 0);
+
+    /// Axes in this order, with so many elements between rows.
+    pub const fn of(layout: TensorLayout, gap: usize) -> Placing {
+        Placing { layout, gap, shared: None }
+    }
+
+    /// Of an input: of K and V where they are broadcast.
+    pub(crate) fn input_strides(self, is_of_keys: bool, shape: [usize; 4]) -> Strides {
+        let strides = self.strides(shape);
+        match self.shared.filter(|_| is_of_keys) {
+            None => strides,
+            Some(Shared::Batch) => Strides { batch: 0, ..strides },
+            Some(Shared::Rows) => Strides { seq: 0, ..strides },
+            Some(Shared::Heads) => Strides { head: 0, ..strides },
+        }
+    }
+
+    pub(crate) fn strides(self, [_, seqlen, heads, dim]: [usize; 4]) -> Strides {
+        self.layout.strides(seqlen, heads, dim + self.gap)
+    }
+
+    pub(crate) fn len(self, [batch, seqlen, heads, dim]: [usize; 4]) -> usize {
+        batch * seqlen * heads * (dim + self.gap)
+    }
+}

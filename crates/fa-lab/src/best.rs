@@ -1,0 +1,274 @@
+//! The planner's best few kernels for every kind of problem, and what the compiler makes of them: no kernel
+//! that it spills should be among them.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use fa_core::{Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Side};
+use fa_kernels::{CompileFailure, Compiler, Headers, Source, smem_bytes};
+use fa_planner::plan::{PlanOptions, PlanSet, explore};
+use rayon::prelude::*;
+
+use crate::error::{Error, Result, read_text};
+
+/// How many of the best none of which may spill.
+pub const BEST: usize = 10;
+
+/// A problem that stands for others like it, and what computes it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Kind {
+    /// The problem.
+    pub problem: Problem,
+    /// The pass.
+    pub pass: Pass,
+    /// The kernels.
+    pub family: Family,
+    /// The architecture that they are compiled for.
+    pub arch: Arch,
+}
+
+/// Families with the architectures for which theirs are compiled: what spills differs.
+const KERNELS: [(Family, Arch); 3] =
+    [(Family::Sm90, Arch::Sm90), (Family::Sm80, Arch::Sm80), (Family::Sm80, Arch::Sm90)];
+
+const HEAD_DIMS: [(usize, usize); 8] =
+    [(128, 128), (64, 64), (96, 96), (256, 256), (192, 128), (192, 192), (128, 64), (64, 128)];
+
+const MASKS: [Mask; 3] = [Mask::CAUSAL, Mask::FULL, Mask::causal_window(512)];
+
+const PASSES: [Pass; 3] =
+    [Pass::Forward, Pass::Backward { deterministic: false }, Pass::Backward { deterministic: true }];
+
+/// Every kind of problem: passes, families, head dims, masks; short and long sequences of both types; lengths
+/// on the device, pages, decoding; soft caps, slopes and sinks, each and some together.
+pub fn kinds() -> Vec<Kind> {
+    let mut kinds = Vec::new();
+    for pass in PASSES {
+        for (family, arch) in KERNELS {
+            for (head_dim, head_dim_v) in HEAD_DIMS {
+                for mask in MASKS {
+                    let square = Problem::square(2, 8192, 32, head_dim, mask, Dtype::Bf16);
+                    let long = Problem { head_dim_v, heads_kv: 8, ..square };
+                    kinds.extend(of(&long, pass).into_iter().map(|problem| Kind {
+                        problem,
+                        pass,
+                        family,
+                        arch,
+                    }));
+                }
+            }
+        }
+    }
+    kinds
+}
+
+fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
+    let alike = |batch, q, k| Problem { lengths: Lengths::uniform(batch, q, k), ..*long };
+    let of_lengths = |q, k| Problem { lengths: Lengths::of(16, q, k), ..*long };
+    let of_score = |problem: &Problem, score| Problem { score, ..*problem };
+    let f16 = |problem: &Problem| Problem { types: fa_core::Types::same(Dtype::F16), ..*problem };
+    let alone = |problem: &Problem| Problem { heads_kv: problem.heads_q, ..*problem };
+    let [short, middle] = [alike(16, 1024, 1024), alike(4, 4096, 4096)];
+    let packed = of_lengths(Side::packed(16_384, 2048), Side::packed(16_384, 2048));
+    let (capped, sunk) = (ScoreMod::softcap(30.0), ScoreMod { sinks: true, ..ScoreMod::NONE });
+    let sloped = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    let capped_and_sloped = ScoreMod { alibi: sloped.alibi, ..capped };
+    let mut all = vec![*long, short, middle, alone(&short), f16(long), f16(&short), packed, f16(&packed)];
+    for score in [capped, sloped, sunk, capped_and_sloped] {
+        all.extend([of_score(&middle, score), of_score(&packed, score)]);
+    }
+    all.push(f16(&of_score(&middle, capped)));
+    if pass == Pass::Forward {
+        let pages = |page: usize| Side::paged(page, 16 * 4096 / page, 4096);
+        let prefill = |page| of_lengths(Side::packed(8192, 512), pages(page));
+        let token = |page| of_lengths(Side::padded(1), pages(page));
+        let decode = alike(16, 1, 8192);
+        all.extend([prefill(64), prefill(1), token(16), token(1), decode, f16(&decode)]);
+        all.extend([capped, sloped, sunk].map(|score| of_score(&prefill(16), score)));
+        all.extend([capped, sloped, sunk].map(|score| of_score(&token(64), score)));
+    }
+    all
+}
+
+impl Kind {
+    /// All that the planner tries for it; `None` for kernels that do not compute it.
+    pub fn explored(&self) -> Option<PlanSet> {
+        let options = PlanOptions { family: Some(self.family), pass: self.pass, ..PlanOptions::default() };
+        explore(&self.problem, self.arch, &options).ok()
+    }
+}
+
+/// From one kind to the next that is looked at: a prime, so that a few are of all passes and forms already.
+const STRIDE: usize = 1009;
+
+/// The best `count` kernels of every kind, each once: all first choices, then all second ones, and so on.
+pub fn best(kinds: &[Kind], count: usize) -> Vec<(Arch, KernelSpec)> {
+    let of_kind = |kind: &Kind| -> Vec<(Arch, KernelSpec)> {
+        let plans = kind.explored().map_or_else(Vec::new, |set| set.plans);
+        plans.into_iter().take(count).map(|plan| (kind.arch, plan.spec)).collect()
+    };
+    let strided = (0..kinds.len()).map(|at| &kinds[at * STRIDE % kinds.len()]);
+    let kinds: Vec<&Kind> = strided.collect();
+    let of_kinds: Vec<Vec<(Arch, KernelSpec)>> = kinds.par_iter().map(|kind| of_kind(kind)).collect();
+    let mut seen = BTreeSet::new();
+    let ranks = (0..count).flat_map(|rank| of_kinds.iter().filter_map(move |own| own.get(rank)));
+    ranks.filter(|(arch, spec)| seen.insert(name(*arch, spec))).cloned().collect()
+}
+
+/// A kernel for an architecture as lines have it: `sm90 sm90_bwd-bf16-..`.
+pub fn name(arch: Arch, spec: &KernelSpec) -> String {
+    format!("{arch} {spec}")
+}
+
+/// What the compiler said of a kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Said {
+    /// [`name`] of the kernel.
+    pub kernel: String,
+    /// What is against it, in a word.
+    pub verdict: Verdict,
+}
+
+/// What is against a kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Nothing.
+    Clean,
+    /// Bytes of spills, stores and loads.
+    Spills(u32),
+    /// Another fault, as ptxas numbers it, or the compiler's error.
+    Fault(String),
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.verdict {
+            Verdict::Clean => write!(f, "0 {}", self.kernel),
+            Verdict::Spills(bytes) => write!(f, "{bytes} {}", self.kernel),
+            Verdict::Fault(fault) => write!(f, "{fault} {}", self.kernel),
+        }
+    }
+}
+
+impl FromStr for Said {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Said, String> {
+        let (verdict, kernel) =
+            line.split_once(' ').ok_or_else(|| format!("'{line}' is not `VERDICT ARCH KERNEL`"))?;
+        let verdict = match verdict.parse() {
+            Ok(0) => Verdict::Clean,
+            Ok(bytes) => Verdict::Spills(bytes),
+            Err(_) => Verdict::Fault(verdict.to_owned()),
+        };
+        Ok(Said { kernel: kernel.to_owned(), verdict })
+    }
+}
+
+/// The file of what `compiler` said, below the folder of results: `configs/best-nvrtc-13.0.txt`.
+///
+/// # Errors
+/// Those of the compiler.
+pub fn file(results: &Path, compiler: &Compiler) -> Result<PathBuf> {
+    let version = compiler.version()?.replace(' ', "-");
+    Ok(results.join("configs").join(format!("best-{version}.txt")))
+}
+
+/// What a file has: a line for each kernel, and comments. None where there is no such file.
+///
+/// # Errors
+/// What cannot be read, and a line that is none.
+pub fn read(path: &Path) -> Result<Vec<Said>> {
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let text = read_text(path)?;
+    let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
+    let said = lines.map(|line| line.parse().map_err(|e| Error::Request(format!("{}: {e}", path.display()))));
+    said.collect()
+}
+
+/// Compiles a kernel; nothing is kept.
+///
+/// # Errors
+/// Those of the compiler itself; what it says against the kernel is a verdict.
+pub fn compile(compiler: &Compiler, (arch, spec): &(Arch, KernelSpec), headers: &Headers) -> Result<Said> {
+    let source = Source::new(spec, *arch, Some(smem_bytes(spec)), headers)?;
+    let verdict = match compiler.compile(&source) {
+        Ok(compiled) => {
+            let report = compiled.report;
+            let coded = |fault: String| {
+                let codes = fault.split(['(', ')']).find(|part| part.starts_with("C7"));
+                codes.map_or_else(|| "fault".to_owned(), str::to_owned)
+            };
+            match (report.spill_stores + report.spill_loads, report.fault()) {
+                (0, None) => Verdict::Clean,
+                (0, Some(fault)) => Verdict::Fault(coded(fault.to_string())),
+                (bytes, _) => Verdict::Spills(bytes),
+            }
+        }
+        Err(CompileFailure::Log(_)) => Verdict::Fault("error".to_owned()),
+        Err(CompileFailure::Compiler(error)) => return Err(error.into()),
+    };
+    Ok(Said { kernel: name(*arch, spec), verdict })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use fa_planner::account::Reason;
+
+    use super::*;
+
+    fn known() -> BTreeMap<String, Verdict> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results/configs");
+        let said = read(&folder.join("best-nvrtc-13.0.txt")).expect("lines");
+        assert!(said.len() > 300, "{}", said.len());
+        said.into_iter().map(|own| (own.kernel, own.verdict)).collect()
+    }
+
+    #[test]
+    fn none_of_the_best_ten_is_known_to_spill_and_none_that_does_not_is_rejected() {
+        let known = known();
+        let wrong = |kind: &Kind| -> Vec<String> {
+            let Some(set) = kind.explored() else { return Vec::new() };
+            let of = |spec: &KernelSpec| known.get(&name(kind.arch, spec));
+            let best = set.plans.iter().take(BEST).filter_map(|plan| match of(&plan.spec)? {
+                Verdict::Clean => None,
+                verdict => Some(format!("{} is among the best ten: {verdict:?}", plan.spec)),
+            });
+            let rejected = set.rejected.iter().filter_map(|own| match (&own.reason, of(&own.spec)?) {
+                (Reason::Spills { .. }, Verdict::Clean) => Some(format!("{} is rejected", own.spec)),
+                _ => None,
+            });
+            best.chain(rejected).collect()
+        };
+        let wrong: BTreeSet<String> = kinds().par_iter().flat_map_iter(wrong).collect();
+        assert!(wrong.is_empty(), "{}: {wrong:#?}", wrong.len());
+    }
+
+    #[test]
+    fn lines_are_read_as_they_are_written() {
+        for (verdict, line) in [
+            (Verdict::Clean, "0 sm90 kernel"),
+            (Verdict::Spills(24), "24 sm90 kernel"),
+            (Verdict::Fault("C7512".into()), "C7512 sm90 kernel"),
+        ] {
+            let said = Said { kernel: "sm90 kernel".into(), verdict };
+            assert_eq!((said.to_string().as_str(), line.parse()), (line, Ok(said)));
+        }
+        assert!("kernel".parse::<Said>().expect_err("no verdict").contains("VERDICT ARCH KERNEL"));
+    }
+
+    #[test]
+    fn first_choices_come_first_and_each_kernel_once() {
+        let kinds: Vec<Kind> = kinds().into_iter().step_by(97).collect();
+        let (one, three) = (best(&kinds, 1), best(&kinds, 3));
+        assert!(one.len() > 5 && three.len() > one.len() && three[..one.len()] == one[..]);
+        let names: BTreeSet<String> = three.iter().map(|(arch, spec)| name(*arch, spec)).collect();
+        assert_eq!(names.len(), three.len());
+    }
+}

@@ -1,0 +1,193 @@
+//! The steps: what is not known to be right first, then rates beside peers, then what takes longest.
+
+use std::path::Path;
+
+use fa_core::{Family, Pass, counted};
+
+use super::Step;
+use crate::error::Result;
+use crate::record::{State, standings};
+
+/// What is wanted of a GPU.
+#[derive(Clone, Debug)]
+pub struct Wanted<'a> {
+    /// The folder of the records.
+    pub results: &'a Path,
+    /// The GPU, as names of records of rates have it: `h100`.
+    pub gpu: &'a str,
+    /// Whether kernels are validated whose records are of these sources.
+    pub all: bool,
+    /// Whether other libraries are measured in the same runs.
+    pub peers: bool,
+}
+
+const KERNELS: [(Family, Pass); 4] = [
+    (Family::Sm90, Pass::Forward),
+    (Family::Sm80, Pass::Forward),
+    (Family::Sm80, Pass::BACKWARD),
+    (Family::Sm90, Pass::BACKWARD),
+];
+
+/// Seconds of each kernel's grid on an H100, by its records.
+const GRID: [u64; 4] = [270, 230, 240, 420];
+
+/// Seconds of random problems for each kernel.
+const SOAK: u64 = 300;
+
+/// Rates: name, arguments behind `bench --backend cuda`, whether peers have anything beside them, seconds.
+const RATES: [(&str, &str, bool, u64); 16] = [
+    ("marks-models-fwd", "--marks models --mode fwd", true, 60),
+    ("marks-models-bwd", "--marks models --mode bwd", true, 90),
+    ("marks-held-out-fwd", "--marks held-out --mode fwd", true, 60),
+    ("marks-held-out-bwd", "--marks held-out --mode bwd", true, 90),
+    ("marks-packed", "--marks packed", true, 40),
+    ("marks-packed-bwd", "--marks packed-bwd --mode bwd", false, 20),
+    (
+        "marks-packed-bwd-drawn",
+        "--marks packed-bwd --mode bwd --change persistent=true --change persistent=false",
+        false,
+        30,
+    ),
+    ("marks-models-bwd-deterministic", "--marks models --mode bwd --deterministic --peer fa4", true, 90),
+    ("marks-sm80-bwd", "--marks sm80-bwd --mode bwd", true, 60),
+    ("marks-sm80", "--marks sm80", true, 60),
+    ("marks-decode", "--marks decode", false, 20),
+    ("marks-step", "--marks step", false, 10),
+    ("marks-paged", "--marks paged", false, 20),
+    ("marks-plan", "--marks plan", false, 10),
+    ("marks-sinks", "--marks sinks", true, 40),
+    ("marks-sm90-bwd", "--marks sm90-bwd --mode bwd", true, 120),
+];
+
+/// The steps, in order.
+///
+/// # Errors
+/// Records that cannot be read.
+pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
+    let changed = changed(wanted)?;
+    let of =
+        |(family, pass): &(Family, Pass)| format!("--arch {} --mode {}", family.name(), pass.short_name());
+    let name = |what: &str, (family, pass): &(Family, Pass)| {
+        format!("{what}-{}-{}", family.name(), pass.short_name())
+    };
+    let folder = wanted.results.display().to_string();
+    let mut steps = Vec::new();
+    let mut add = |name: String, flags: &str, paths: &[(&str, String)], (expected, limit): (u64, u64)| {
+        let mut arguments: Vec<String> = flags.split_whitespace().map(str::to_owned).collect();
+        for (flag, path) in paths {
+            arguments.extend([(*flag).to_owned(), path.clone()]);
+        }
+        steps.push(Step { name, arguments, expected, limit });
+    };
+    let results = [("--results", folder.clone())];
+    for (kernel, seconds) in KERNELS.iter().zip(GRID).filter(|(kernel, _)| changed.contains(kernel)) {
+        let flags = format!("validate --record {}", of(kernel));
+        add(name("validate", kernel), &flags, &results, (seconds, 3 * seconds));
+    }
+    for (name, flags, has_peers, seconds) in RATES {
+        // Compared with one peer only, it says nothing without.
+        if name == "marks-models-bwd-deterministic" && !wanted.peers {
+            continue;
+        }
+        let (base, peer) = flags.split_once(" --peer ").unwrap_or((flags, ""));
+        let mut flags = format!("bench --backend cuda {base}");
+        if has_peers && wanted.peers {
+            flags += " --peers";
+            if !peer.is_empty() {
+                flags += &format!(" --peer {peer}");
+            }
+        }
+        let file = wanted.results.join(format!("{name}-{}.json", wanted.gpu)).display().to_string();
+        // Where nothing has been compiled, that comes before the first rate.
+        add(name.to_owned(), &flags, &[("--json", file)], (seconds, 5 * seconds + 120));
+    }
+    for kernel in &KERNELS {
+        let flags = format!("validate --soak {SOAK} --watchdog 240 --seed 21 --record {}", of(kernel));
+        add(name("soak", kernel), &flags, &results, (SOAK + 20, 2 * SOAK));
+    }
+    for kernel in &KERNELS {
+        let flags = format!("validate --sanitize --record {}", of(kernel));
+        add(name("sanitize", kernel), &flags, &results, (120, 900));
+    }
+    Ok(steps)
+}
+
+/// The kernels of which a shipped one is in no record with these sources.
+fn changed(wanted: &Wanted<'_>) -> Result<Vec<(Family, Pass)>> {
+    if wanted.all {
+        return Ok(KERNELS.to_vec());
+    }
+    let mut changed = Vec::new();
+    for standing in standings(wanted.results)? {
+        if matches!(standing.state, State::Validated { .. }) {
+            continue;
+        }
+        let name = &standing.kernel.name;
+        let own = KERNELS
+            .iter()
+            .find(|(family, pass)| name.starts_with(&format!("{}_{}", family.name(), pass.short_name())));
+        changed.extend(own.copied().filter(|own| !changed.contains(own)));
+    }
+    tracing::info!("{} to validate", counted(changed.len(), "kernel"));
+    Ok(changed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::marks::Marks;
+
+    fn names(results: &Path, all: bool, peers: bool) -> Vec<String> {
+        let wanted = Wanted { results, gpu: "h100", all, peers };
+        steps_for(&wanted).expect("steps").into_iter().map(|step| step.name).collect()
+    }
+
+    fn records() -> std::path::PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results")
+    }
+
+    #[test]
+    fn what_is_not_validated_comes_first_and_nothing_that_is() {
+        let none = tempfile::tempdir().expect("a folder");
+        let all = names(none.path(), false, true);
+        assert_eq!(
+            all[..4],
+            ["validate-sm90-fwd", "validate-sm80-fwd", "validate-sm80-bwd", "validate-sm90-bwd"]
+        );
+        let here = names(&records(), false, true);
+        let standings = standings(&records()).expect("records");
+        for (family, pass) in KERNELS {
+            let kernel = format!("{}_{}", family.name(), pass.short_name());
+            let of_kernel = |own: &&crate::record::Standing| own.kernel.name.starts_with(&kernel);
+            let is_old =
+                standings.iter().filter(of_kernel).any(|own| !matches!(own.state, State::Validated { .. }));
+            assert_eq!(here.contains(&format!("validate-{}", kernel.replace('_', "-"))), is_old, "{kernel}");
+        }
+        assert_eq!(names(&records(), true, true), all);
+        assert!(!names(&records(), true, false).contains(&"marks-models-bwd-deterministic".to_owned()));
+    }
+
+    #[test]
+    fn steps_are_named_once_and_measure_every_list_but_the_largest() {
+        let wanted = Wanted { results: &records(), gpu: "h100", all: true, peers: true };
+        let steps = steps_for(&wanted).expect("steps");
+        let names: BTreeSet<&str> = steps.iter().map(|step| step.name.as_str()).collect();
+        assert_eq!(names.len(), steps.len());
+        assert!(steps.iter().all(|step| step.limit > step.expected));
+        let measured: BTreeSet<&str> = steps
+            .iter()
+            .filter_map(|step| {
+                let at = step.arguments.iter().position(|own| own == "--marks")?;
+                Some(step.arguments[at + 1].as_str())
+            })
+            .collect();
+        for marks in Marks::ALL {
+            assert!(measured.contains(marks.name()) || marks == Marks::Sm90, "{}", marks.name());
+        }
+        let deterministic =
+            steps.iter().find(|step| step.name == "marks-models-bwd-deterministic").expect("one");
+        assert!(deterministic.arguments.join(" ").contains("--peers --peer fa4"), "{deterministic:?}");
+    }
+}
