@@ -8,7 +8,7 @@ use crate::draw::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Pa
 
 /// Bars that belong together.
 #[derive(Clone, Debug)]
-pub struct Group {
+pub(crate) struct Group {
     /// Left of the bars.
     pub label: String,
     /// One per series; none where a series has no value here.
@@ -17,7 +17,7 @@ pub struct Group {
 
 /// Groups of bars from zero.
 #[derive(Clone, Debug)]
-pub struct Bars {
+pub(crate) struct Bars {
     /// Above the chart; may be empty.
     pub title: String,
     /// Below the horizontal axis: what is over what.
@@ -32,7 +32,7 @@ pub struct Bars {
 
 /// What the values of bars are.
 #[derive(Clone, Debug)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// Ratios: there is a line at 1, and a legend.
     Ratios,
     /// Rates or times on a sheet that has the legend, with the colours of the series in the palette.

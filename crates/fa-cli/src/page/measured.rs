@@ -16,7 +16,7 @@ use crate::term::output::plain;
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the table shows.
-pub const ABOUT: &str = "Rows of the records with this pass, head dim, mask and type. The error is the \
+pub(crate) const ABOUT: &str = "Rows of the records with this pass, head dim, mask and type. The error is the \
     model's: its time for the very kernel that was measured, against the median that was measured. Where a \
     record has not the length of every sequence, or its pages, nothing is predicted.";
 
@@ -64,7 +64,7 @@ struct RecordRow {
 }
 
 /// A measured row with the prediction for its kernel.
-pub struct Measured {
+pub(crate) struct Measured {
     /// The problem; of sequences of different lengths, or keys in pages, one of as many of the longest.
     pub problem: Problem,
     pass: Pass,
@@ -85,11 +85,11 @@ pub struct Measured {
 
 impl Measured {
     /// Operations in a second, in 10^12.
-    pub fn tflops(&self) -> f64 {
+    pub(crate) fn tflops(&self) -> f64 {
         self.rates[0]
     }
 
-    pub fn rate(&self, unit: Unit) -> f64 {
+    pub(crate) fn rate(&self, unit: Unit) -> f64 {
         match unit {
             Unit::Tflops => self.tflops(),
             Unit::Bytes => self.rates[1],
@@ -97,17 +97,17 @@ impl Measured {
     }
 
     /// The model's error: above 0 where it is too slow.
-    pub fn error(&self) -> Option<f64> {
+    pub(crate) fn error(&self) -> Option<f64> {
         Some(self.predicted? / self.seconds - 1.0)
     }
 
     /// Whether it is this problem.
-    pub fn exact(&self, problem: &Problem) -> bool {
+    pub(crate) fn exact(&self, problem: &Problem) -> bool {
         self.predicted.is_some() && self.problem == *problem
     }
 
     /// Whether it is this problem at some length.
-    pub fn same_but_for_length(&self, problem: &Problem) -> bool {
+    pub(crate) fn same_but_for_length(&self, problem: &Problem) -> bool {
         let (own, square) = (&self.problem, |p: &Problem| p.lengths.max_q() == p.lengths.max_k());
         // Whatever the record has not said may differ.
         self.predicted.is_some()
@@ -121,7 +121,7 @@ impl Measured {
 
 /// All rows of the records below a folder that the model can predict.
 #[derive(Default)]
-pub struct Records {
+pub(crate) struct Records {
     rows: Vec<Measured>,
     /// Names of kernels that ran, by architecture.
     ran: Vec<(Arch, String)>,
@@ -208,7 +208,7 @@ impl Records {
     ///
     /// # Errors
     /// [`InputError`] when the folder cannot be read, or a file in it is not a record.
-    pub fn read(folder: &Path) -> Result<Records, InputError> {
+    pub(crate) fn read(folder: &Path) -> Result<Records, InputError> {
         let mut records = Records::default();
         for path in json_files(folder, "marks")? {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -231,7 +231,7 @@ impl Records {
     }
 
     /// Registers of a thread and bytes spilled of a compiled kernel.
-    pub fn compiled(&self, kernel: &str, arch: Arch) -> Option<(u32, u32)> {
+    pub(crate) fn compiled(&self, kernel: &str, arch: Arch) -> Option<(u32, u32)> {
         let found = self.compiled.iter().find(|(on, name, ..)| *on == arch && name == kernel);
         found.map(|&(_, _, registers, spills)| (registers, spills))
     }
@@ -280,13 +280,13 @@ impl Records {
     }
 
     /// Whether some record has a kernel on an architecture.
-    pub fn ran(&self, kernel: &str, arch: Arch) -> bool {
+    pub(crate) fn ran(&self, kernel: &str, arch: Arch) -> bool {
         self.ran.iter().any(|(on, name)| *on == arch && name == kernel)
     }
 
     /// Takes the rows with the view's pass, architecture, head dims, mask and type, exact ones first, then by
     /// length.
-    pub fn of<'a>(&'a self, view: &View) -> Vec<&'a Measured> {
+    pub(crate) fn of<'a>(&'a self, view: &View) -> Vec<&'a Measured> {
         let problem = view.problem();
         let family = view.fits.first().map_or("", |fit| fit.name.split('_').next().unwrap_or(""));
         let (varied, paged) = match view.fits.first().map(|fit| fit.shape) {
@@ -325,7 +325,7 @@ impl Records {
     }
 
     /// The table, and what the records say of the model as a whole.
-    pub fn table(&self, view: &View) -> String {
+    pub(crate) fn table(&self, view: &View) -> String {
         const SHOWN: usize = 14;
         let rows = self.of(view);
         let mut html = String::new();

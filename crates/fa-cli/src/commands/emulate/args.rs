@@ -60,7 +60,7 @@ const BESIDE_RANDOM: [&str; 4] = ["spec", "mutate", "shipped", "sample"];
 /// `fa emulate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct EmulateArgs {
+pub(crate) struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format spec` prints it, or a shipped one
     #[arg(required_unless_present_any = ["shipped", "sample", "mutate", "random"])]
     pub spec: Option<PathBuf>,
@@ -223,7 +223,7 @@ Exit code 1 when anything is found.";
 
 /// How the rows of one side lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Rows {
+pub(crate) enum Rows {
     /// End to end
     Packed,
     /// End to end, in rooms of which a part is used
