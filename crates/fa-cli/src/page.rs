@@ -23,8 +23,8 @@ use crate::plan::tried::{Fit, Shape, bytes, kib};
 use crate::term::output::si;
 use fa_planner::report::{LimitReport, Planned, Tried};
 
-pub use events::Emulated;
-pub use measured::Records;
+pub(crate) use events::Emulated;
+pub(crate) use measured::Records;
 use view::{Unit, View, data};
 
 const STYLE: &str = include_str!("page/style.css");
@@ -33,7 +33,7 @@ const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What a page shows beside the plan.
 #[derive(Default)]
-pub struct Beside {
+pub(crate) struct Beside {
     /// Measurements to compare with.
     pub records: Option<Records>,
     /// The answer to `--why`.
@@ -46,7 +46,7 @@ pub struct Beside {
 ///
 /// # Errors
 /// When the planner cannot predict the other sequence lengths.
-pub fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
+pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
     let limits = planned.arch.limits();
     let title = format!("Attention plan: head dim {} on {}", head_dims(planned), planned.arch);
     let mut body = String::new();
@@ -272,11 +272,10 @@ fn cards(view: &View, best: &Fit) -> String {
         })
         .collect();
     let splits = match view.tried {
-        Tried::Kernels(set) if !view.backward() => {
-            set.plans.first().and_then(|plan| splits::reason(plan, view.problem(), view.planned.arch))
-        }
-        _ => None,
+        Tried::Kernels(set) => set.plans.first().filter(|_| !view.backward()),
+        Tried::Sm100(_) => None,
     };
+    let splits = splits.and_then(|plan| splits::reason(plan, view.problem(), view.planned.arch));
     let splits = splits.map_or(String::new(), |reason| format!("<br>Splits: {}.", escape(&reason)));
     format!(
         "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\">{}: \

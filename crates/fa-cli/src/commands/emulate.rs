@@ -11,7 +11,7 @@ mod shipped;
 
 use fa_emu::{Emulator, mutate};
 
-pub use args::EmulateArgs;
+pub(crate) use args::EmulateArgs;
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::progress;
@@ -20,7 +20,7 @@ use crate::term::progress;
 ///
 /// # Errors
 /// Bad input, and a machine that cannot emulate; findings are a verdict, not an error.
-pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     if args.threads.is_some() && args.spec.is_some() && !args.mutate {
         let message =
             "--threads is for --shipped, --sample, --random and --mutate: one kernel takes one thread";

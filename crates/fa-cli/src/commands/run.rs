@@ -27,7 +27,7 @@ use clap::Args;
 /// `fa run`.
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES)]
-pub struct RunArgs {
+pub(crate) struct RunArgs {
     /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16; cu_seqlens_q,
     /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged, k_new and
     /// v_new are appended first
@@ -124,7 +124,7 @@ fn warm(
 ///
 /// # Errors
 /// Bad input, an unwritable target, or what the backend reports.
-pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
     if let Some(arch) = &args.arch {
         let message =
             format!("fa run shows the kernel that runs here: `fa plan --arch {arch}` shows one for {arch}");

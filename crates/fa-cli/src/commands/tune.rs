@@ -43,7 +43,7 @@ const OF_SHAPES: [&str; 11] = [
 /// `fa tune`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct TuneArgs {
+pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub shapes: ShapeArgs,
     /// Which pass to tune; both with --random only
@@ -119,7 +119,7 @@ all sequences rounded up to powers of two. Interrupted, it goes on where it was.
 ///
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
-pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     if !args.judge.is_empty() {
         let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
         let judgement = judge(&args.judge)?;

@@ -7,7 +7,7 @@ use crate::draw::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Pa
 
 /// Bars that belong together.
 #[derive(Clone, Debug)]
-pub struct Group {
+pub(crate) struct Group {
     /// Left of the bars.
     pub label: String,
     /// One per series; none where a series has no value here.
@@ -16,7 +16,7 @@ pub struct Group {
 
 /// Groups of bars from zero, with a line at 1: values are ratios.
 #[derive(Clone, Debug)]
-pub struct Ratios {
+pub(crate) struct Ratios {
     /// Above the chart; may be empty.
     pub title: String,
     /// Below the horizontal axis: what is over what.

@@ -14,9 +14,8 @@ use crate::term::failure::InputError;
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the table shows.
-pub const ABOUT: &str = "Rows of the records with this pass, head dim, mask and type. The error is the \
-model's: \
-    its time for the very kernel that was measured, against the median that was measured.";
+pub(crate) const ABOUT: &str = "Rows of the records with this pass, head dim, mask and type. The error is \
+    the model's: its time for the very kernel that was measured, against the median that was measured.";
 
 /// A record of `fa bench --marks`, as far as it is needed here.
 #[derive(Deserialize)]
@@ -58,7 +57,7 @@ struct RecordRow {
 }
 
 /// A measured row with the prediction for its kernel.
-pub struct Measured {
+pub(crate) struct Measured {
     pub problem: Problem,
     pass: Pass,
     name: Option<String>,
@@ -74,11 +73,11 @@ pub struct Measured {
 
 impl Measured {
     /// Operations in a second, in 10^12.
-    pub fn tflops(&self) -> f64 {
+    pub(crate) fn tflops(&self) -> f64 {
         self.problem.flops(self.pass) / self.seconds / 1e12
     }
 
-    pub fn rate(&self, unit: Unit) -> f64 {
+    pub(crate) fn rate(&self, unit: Unit) -> f64 {
         match unit {
             Unit::Tflops => self.tflops(),
             Unit::Bytes => self.problem.bytes(self.pass) / self.seconds / 1e9,
@@ -86,17 +85,17 @@ impl Measured {
     }
 
     /// The model's error: above 0 where it is too slow.
-    pub fn error(&self) -> f64 {
+    pub(crate) fn error(&self) -> f64 {
         self.predicted / self.seconds - 1.0
     }
 
     /// Whether it is this problem.
-    pub fn exact(&self, problem: &Problem) -> bool {
+    pub(crate) fn exact(&self, problem: &Problem) -> bool {
         self.problem == *problem
     }
 
     /// Whether it is this problem at some length.
-    pub fn same_but_for_length(&self, problem: &Problem) -> bool {
+    pub(crate) fn same_but_for_length(&self, problem: &Problem) -> bool {
         let (own, square) = (&self.problem, |p: &Problem| p.lengths.max_q() == p.lengths.max_k());
         own.lengths.sequences() == problem.lengths.sequences()
             && square(own) == square(problem)
@@ -107,7 +106,7 @@ impl Measured {
 
 /// All rows of the records below a folder that the model can predict.
 #[derive(Default)]
-pub struct Records {
+pub(crate) struct Records {
     rows: Vec<Measured>,
     /// Names of kernels that ran, by architecture.
     ran: Vec<(Arch, String)>,
@@ -187,7 +186,7 @@ impl Records {
     ///
     /// # Errors
     /// [`InputError`] when the folder cannot be read, or a file in it is not a record.
-    pub fn read(folder: &Path) -> Result<Records, InputError> {
+    pub(crate) fn read(folder: &Path) -> Result<Records, InputError> {
         let mut records = Records::default();
         for path in json_files(folder, "marks")? {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -210,7 +209,7 @@ impl Records {
     }
 
     /// Registers of a thread and bytes spilled of a compiled kernel.
-    pub fn compiled(&self, kernel: &str, arch: Arch) -> Option<(u32, u32)> {
+    pub(crate) fn compiled(&self, kernel: &str, arch: Arch) -> Option<(u32, u32)> {
         let found = self.compiled.iter().find(|(on, name, ..)| *on == arch && name == kernel);
         found.map(|&(_, _, registers, spills)| (registers, spills))
     }
@@ -248,13 +247,13 @@ impl Records {
     }
 
     /// Whether some record has a kernel on an architecture.
-    pub fn ran(&self, kernel: &str, arch: Arch) -> bool {
+    pub(crate) fn ran(&self, kernel: &str, arch: Arch) -> bool {
         self.ran.iter().any(|(on, name)| *on == arch && name == kernel)
     }
 
     /// Takes the rows with the view's pass, architecture, head dims, mask and type, exact ones first, then by
     /// length.
-    pub fn of<'a>(&'a self, view: &View) -> Vec<&'a Measured> {
+    pub(crate) fn of<'a>(&'a self, view: &View) -> Vec<&'a Measured> {
         let problem = view.problem();
         let family = view.fits.first().map_or("", |fit| fit.name.split('_').next().unwrap_or(""));
         let like = |row: &&Measured| {
@@ -284,7 +283,7 @@ impl Records {
     }
 
     /// The table, and what the records say of the model as a whole.
-    pub fn table(&self, view: &View) -> String {
+    pub(crate) fn table(&self, view: &View) -> String {
         const SHOWN: usize = 14;
         let rows = self.of(view);
         let mut html = String::new();

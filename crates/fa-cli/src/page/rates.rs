@@ -15,24 +15,23 @@ use crate::term::output::si;
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the bars show.
-pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes \
-    longer than the longest of them and less than their sum; the longest is what it waits for.";
+pub(crate) const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel \
+    takes longer than the longest of them and less than their sum; the longest is what it waits for.";
 
 /// What the lines show.
-pub const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this problem at \
-    every length; the other dimensions stay as they are. Measured rates are those of records with the same \
-    shape but for the length.";
+pub(crate) const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this \
+    problem at every length; the other dimensions stay as they are. Measured rates are those of records \
+    with the same shape but for the length.";
 
 /// What the roofline shows.
-pub const ABOUT_ROOFLINE: &str = "Rate over compulsory work for each byte of device memory: the bandwidth, \
-the \
-    tensor cores' peak, and what the power limit sustains. Along the line the length grows.";
+pub(crate) const ABOUT_ROOFLINE: &str = "Rate over compulsory work for each byte of device memory: the \
+    bandwidth, the tensor cores' peak, and what the power limit sustains. Along the line the length grows.";
 
 /// Lengths of the sweep: powers of two around what models use.
 const SEQLENS: [usize; 8] = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768];
 
 /// A resource in words.
-pub fn resource(term: Bottleneck) -> &'static str {
+pub(crate) fn resource(term: Bottleneck) -> &'static str {
     match term {
         Bottleneck::Tensor => "tensor cores",
         Bottleneck::Exp => "softmax",
@@ -45,7 +44,7 @@ pub fn resource(term: Bottleneck) -> &'static str {
 }
 
 /// Bars of a cost's terms.
-pub fn terms(cost: &Cost) -> String {
+pub(crate) fn terms(cost: &Cost) -> String {
     let longest = cost.terms.named().into_iter().map(|(_, s)| s).fold(cost.seconds, f64::max);
     let mut html = String::from("<div class=\"terms\">\n");
     let mut row = |name: &str, seconds: f64, class: &str| {
@@ -66,7 +65,7 @@ pub fn terms(cost: &Cost) -> String {
 }
 
 /// A problem of another length with the best plan there, and the first choice's cost.
-pub struct At {
+pub(crate) struct At {
     seqlen: usize,
     problem: Problem,
     best: Cost,
@@ -82,7 +81,7 @@ fn is_square(problem: &Problem) -> bool {
 ///
 /// # Errors
 /// When a length has no plan although this problem has, which would be the planner's fault.
-pub fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
+pub(crate) fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
     let problem = view.problem();
     let mut lengths: Vec<usize> = SEQLENS.into();
     lengths.push(problem.lengths.max_k().max(1));
@@ -120,7 +119,7 @@ fn family(tried: &Tried) -> Option<PlanFamily> {
 }
 
 /// The rate by length, predicted and measured.
-pub fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> String {
+pub(crate) fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> String {
     let unit = view.unit_name();
     let point = |at: &At, cost: &Cost| {
         let rate = view.rate(cost);
@@ -192,7 +191,7 @@ fn sweep_table(view: &View, sweep: &[At]) -> String {
 }
 
 /// The roofline: this problem, the same at other lengths, and what was measured.
-pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -> String {
+pub(crate) fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -> String {
     let limits = view.limits();
     let (peak, bandwidth) = (limits.peak_tensor_flops() / 1e12, limits.hbm_bytes_per_s / 1e12);
     let sustained = peak * CostConstants::of(view.planned.arch).power_cap;
@@ -253,7 +252,7 @@ pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -
 const DRAWN: f64 = 700.0;
 
 /// Full waves and the last one.
-pub fn waves(cost: &Cost) -> String {
+pub(crate) fn waves(cost: &Cost) -> String {
     let (tiles, slots) = (cost.tiles.round(), cost.slots.round().max(1.0));
     let full = (tiles / slots).floor();
     let rest = tiles - full * slots;
@@ -302,7 +301,7 @@ pub fn waves(cost: &Cost) -> String {
 }
 
 /// Query rows of a tile that a problem's mean sequence fills, of how many; nothing for a backward.
-pub fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
+pub(crate) fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
     use crate::plan::tried::Shape;
     if view.backward() {
         return None;

@@ -29,7 +29,7 @@ fn style(kind: &str) -> &'static str {
 const SHADES: usize = 6;
 
 /// What the map shows.
-pub fn about(view: &View) -> String {
+pub(crate) fn about(view: &View) -> String {
     let across = if view.backward() {
         "key rows of a block across, queries per step down"
     } else {
@@ -60,7 +60,7 @@ struct Map<'a> {
 }
 
 /// The map with the accounts; and the styles that show the account of the chosen cell.
-pub fn map(view: &View) -> (String, String) {
+pub(crate) fn map(view: &View) -> (String, String) {
     let mut rows: Vec<Group> = view.fits.iter().map(|fit| fit.group.clone()).collect();
     rows.extend(view.missed.iter().map(|miss| miss.group.clone()));
     rows.sort();

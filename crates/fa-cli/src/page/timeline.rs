@@ -12,9 +12,9 @@ use crate::plan::tried::{Fit, Shape};
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the lanes show.
-pub const ABOUT: &str = "Two steady steps of one SM in the order of the kernel's main loop, each part as \
-    long as the cost model says and the tensor cores and softmax pipes doing one thing at a time. Numbers \
-    behind names count steps; hatched: waiting, and for what.";
+pub(crate) const ABOUT: &str = "Two steady steps of one SM in the order of the kernel's main loop, each \
+    part as long as the cost model says and the tensor cores and softmax pipes doing one thing at a time. \
+    Numbers behind names count steps; hatched: waiting, and for what.";
 
 fn class(activity: Activity) -> &'static str {
     match activity {
@@ -28,7 +28,7 @@ fn class(activity: Activity) -> &'static str {
 }
 
 /// The lanes of a kernel.
-pub fn steps(view: &View, fit: &Fit) -> String {
+pub(crate) fn steps(view: &View, fit: &Fit) -> String {
     let arch = view.planned.arch;
     let timeline = match fit.shape {
         Shape::Kernel(spec) => of_kernel(spec, arch, &fit.cost.step),

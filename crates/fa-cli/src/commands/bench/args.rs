@@ -17,7 +17,7 @@ const REPS: usize = 24;
 /// `fa bench`.
 #[derive(Debug, Args)]
 #[command(after_help = BENCH_EXAMPLES)]
-pub struct BenchArgs {
+pub(crate) struct BenchArgs {
     /// Which implementation to measure (auto: the GPU for 16-bit types where there is one)
     #[arg(long, value_enum, default_value = "auto")]
     pub backend: Backend,
@@ -75,7 +75,7 @@ and of peers.";
 
 /// Flags of `fa bench` that only the GPU has.
 #[derive(Clone, Debug, Default, Args)]
-pub struct GpuArgs {
+pub(crate) struct GpuArgs {
     /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
@@ -121,7 +121,7 @@ pub struct GpuArgs {
 
 impl GpuArgs {
     /// The first flag that is given, for a refusal where there is no GPU to use it on.
-    pub fn given(&self) -> Option<&'static str> {
+    pub(crate) fn given(&self) -> Option<&'static str> {
         [
             (!self.specs.is_empty(), "--spec"),
             (!self.changes.is_empty(), "--change"),
@@ -137,7 +137,7 @@ impl GpuArgs {
     }
 
     /// How often each kernel runs.
-    pub fn turns(&self) -> Turns {
+    pub(crate) fn turns(&self) -> Turns {
         Turns::of(self.reps.map_or(REPS, usize::from))
     }
 }

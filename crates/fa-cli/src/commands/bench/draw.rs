@@ -17,7 +17,7 @@ const COLUMNS: usize = 2;
 
 /// A record as `--json` writes it, as far as it is drawn.
 #[derive(Deserialize)]
-pub struct Record {
+pub(crate) struct Record {
     /// `None` in records of the CPU.
     gpu: Option<String>,
     machine: Option<Machine>,
@@ -70,7 +70,7 @@ impl Record {
     ///
     /// # Errors
     /// [`InputError`] for a file that is not a record.
-    pub fn read(path: &Path) -> anyhow::Result<Record> {
+    pub(crate) fn read(path: &Path) -> anyhow::Result<Record> {
         let none = |e| InputError::Usage(format!("{} is no record of fa bench: {e}", path.display()));
         Ok(serde_json::from_str(&read_text(path)?).map_err(none)?)
     }
@@ -79,7 +79,7 @@ impl Record {
     ///
     /// # Errors
     /// None that a report can cause.
-    pub fn of(report: &Report) -> anyhow::Result<Record> {
+    pub(crate) fn of(report: &Report) -> anyhow::Result<Record> {
         Ok(serde_json::from_value(serde_json::to_value(report)?)?)
     }
 
@@ -87,7 +87,7 @@ impl Record {
     ///
     /// # Errors
     /// What the drawing library reports.
-    pub fn draw(&self) -> anyhow::Result<String> {
+    pub(crate) fn draw(&self) -> anyhow::Result<String> {
         let rows: Vec<&Row> = self.rows.iter().filter(|row| row.error.is_none()).collect();
         let mut titles: Vec<String> = Vec::new();
         for row in &rows {

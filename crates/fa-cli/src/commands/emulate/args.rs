@@ -57,7 +57,7 @@ const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 2
 /// `fa emulate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct EmulateArgs {
+pub(crate) struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format spec` prints it, or a shipped one
     #[arg(required_unless_present_any = ["shipped", "sample", "mutate", "random"])]
     pub spec: Option<PathBuf>,
@@ -218,7 +218,7 @@ Exit code 1 when anything is found.";
 
 /// How the rows of one side lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Rows {
+pub(crate) enum Rows {
     /// End to end
     Packed,
     /// End to end, in rooms of which a part is used

@@ -16,7 +16,7 @@ fn ladders(report: &Report) -> Vec<&[Row]> {
 }
 
 /// For a terminal.
-pub fn table(report: &Report) -> String {
+pub(crate) fn table(report: &Report) -> String {
     let device = &report.provenance.device;
     let driver = device.driver.as_deref().unwrap_or("unknown");
     let mut text = format!("{}, driver {driver}; medians of {} launches\n", device.gpu, report.reps);
@@ -54,7 +54,7 @@ pub fn table(report: &Report) -> String {
 ///
 /// # Errors
 /// What the drawing library reports.
-pub fn draw(report: &Report) -> anyhow::Result<String> {
+pub(crate) fn draw(report: &Report) -> anyhow::Result<String> {
     let mut panels: Vec<Box<dyn Panel>> = Vec::new();
     match report.family {
         Family::Sm80 => {
