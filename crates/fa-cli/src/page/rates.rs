@@ -19,8 +19,8 @@ pub(crate) const ABOUT_TERMS: &str = "Time that each resource alone would take. 
     takes longer than the longest of them and less than their sum; the longest is what it waits for.";
 
 /// What the lines show.
-pub(crate) const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this problem at \
-    every length; the other dimensions stay as they are, and packed rows and pages grow with the length. \
+pub(crate) const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this \
+    problem at every length; the other dimensions stay as they are, and packed rows and pages grow with the length. \
     Measured rates are those of records with the same shape but for the length.";
 
 /// What the roofline shows.
