@@ -17,8 +17,8 @@ const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the table shows.
 pub(crate) const ABOUT: &str = "Rows of the records with this pass, head dim, mask and type. The error is \
-    the model's: its time for the very kernel that was measured, against the median that was measured. Where a \
-    record has not the length of every sequence, or its pages, nothing is predicted.";
+    the model's: its time for the very kernel that was measured, against the median that was measured. \
+    Where a record has not the length of every sequence, or its pages, nothing is predicted.";
 
 /// A record of `fa bench --marks`, as far as it is needed here.
 #[derive(Deserialize)]

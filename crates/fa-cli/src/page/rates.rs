@@ -20,8 +20,8 @@ pub(crate) const ABOUT_TERMS: &str = "Time that each resource alone would take. 
 
 /// What the lines show.
 pub(crate) const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this \
-    problem at every length; the other dimensions stay as they are, and packed rows and pages grow with the length. \
-    Measured rates are those of records with the same shape but for the length.";
+    problem at every length; the other dimensions stay as they are, and packed rows and pages grow with the \
+    length. Measured rates are those of records with the same shape but for the length.";
 
 /// What the roofline shows.
 pub(crate) const ABOUT_ROOFLINE: &str = "Rate over compulsory work for each byte of device memory: the \
