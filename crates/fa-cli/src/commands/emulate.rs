@@ -26,6 +26,15 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
             "--threads is for --shipped, --sample, --random and --mutate: one kernel takes one thread";
         return Err(InputError::Usage(message.into()).into());
     }
+    // Not asked of clap, which requires no flag that another one rules out.
+    let of_random = [
+        ("--log", args.log.is_some()),
+        ("--from", args.from.is_some()),
+        ("--kernels", !args.kernels.is_empty()),
+    ];
+    if let Some((flag, _)) = of_random.into_iter().find(|(_, given)| *given && args.random.is_none()) {
+        return Err(InputError::Usage(format!("{flag} is for --random: give --random N too")).into());
+    }
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped::shipped(args, &emulator),

@@ -54,9 +54,6 @@ const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 2
     all
 }
 
-/// What --random is not given with, nor what belongs to it: clap asks for no flag that another rules out.
-const BESIDE_RANDOM: [&str; 4] = ["spec", "mutate", "shipped", "sample"];
-
 /// `fa emulate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -166,16 +163,16 @@ pub(crate) struct EmulateArgs {
     #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = whole::<u64>)]
     pub random: Option<u64>,
     /// Of --random: the first of the seed's kernels, as a report numbers them
-    #[arg(long, value_name = "TURN", default_value_t = 0, requires = "random")]
-    #[arg(conflicts_with_all = BESIDE_RANDOM, value_parser = whole::<u64>)]
-    pub from: u64,
+    /// [default: 0]
+    #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = whole::<u64>)]
+    pub from: Option<u64>,
     /// Of --random: only these kernels, as in sm90_bwd
-    #[arg(long, value_name = "KERNEL,..", value_delimiter = ',', requires = "random")]
-    #[arg(conflicts_with_all = BESIDE_RANDOM, value_parser = fa_emu::random::KERNELS)]
+    #[arg(long, value_name = "KERNEL,..", value_delimiter = ',')]
+    #[arg(conflicts_with = "spec", value_parser = fa_emu::random::KERNELS)]
     pub kernels: Vec<String>,
     /// Of --random: a line of JSON for each kernel is added to this file, and those that it has are not run
     /// again, so that a run that was stopped goes on
-    #[arg(long, value_name = "FILE", requires = "random", conflicts_with_all = BESIDE_RANDOM)]
+    #[arg(long, value_name = "FILE", conflicts_with = "spec")]
     pub log: Option<PathBuf>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
