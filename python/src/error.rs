@@ -43,7 +43,10 @@ pub(crate) fn of_another_type(py: Python<'_>, message: String) -> PyErr {
 /// The exception of an error, with its message.
 pub(crate) fn raised(error: Error) -> PyErr {
     use fa_kernels::Error as Kernels;
-    let text = error.to_string();
+    let mut text = error.to_string();
+    if matches!(error, Error::Cpu(_)) {
+        text = as_arguments(&text);
+    }
     match error {
         Error::Plan(PlanError::Unserved(Unserved::Scale { .. } | Unserved::Softcap { .. })) => {
             InputError::new_err(text)
@@ -90,4 +93,21 @@ pub(crate) fn raised(error: Error) -> PyErr {
         | Error::Read { .. }
         | Error::Write(_) => DeviceError::new_err(text),
     }
+}
+
+/// A message with the names that its arguments have in Python.
+fn as_arguments(text: &str) -> String {
+    const NAMES: [(&str, &str); 6] = [
+        ("cu_q", "cu_seqlens_q"),
+        ("cu_k", "cu_seqlens_k"),
+        ("used_q", "seqused_q"),
+        ("used_k", "seqused_k (cache_seqlens)"),
+        ("cu_new", "cu_seqlens_k_new"),
+        ("the problem's bound", "max_seqlen"),
+    ];
+    let mut text = text.to_owned();
+    for (name, argument) in NAMES {
+        text = text.replace(name, argument);
+    }
+    text
 }
