@@ -40,8 +40,6 @@
 //! # Ok::<(), fa_cpu::CpuError>(())
 //! ```
 
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
-
 pub mod append;
 pub mod batch;
 pub mod check;

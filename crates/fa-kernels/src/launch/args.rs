@@ -1,6 +1,6 @@
 //! The tensors of a call: addresses with strides, and what kernels demand of them.
 
-use cudarc::driver::{DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fa_core::lengths::SideRows;
 use fa_core::{Dtype, Side, Strides};
 
@@ -45,6 +45,45 @@ pub struct Output<'a, T> {
     /// Strides as in [`Input::strides`], with no two rows in the same memory. Memory between rows is left as
     /// it is.
     pub strides: Strides,
+}
+
+impl<'a, T> Input<'a, T> {
+    /// What is checked of it.
+    pub(crate) fn buffer(&self) -> Buffer<'_> {
+        Buffer { strides: &self.strides, len: self.data.len(), stream: self.data.stream() }
+    }
+
+    /// Its address for `stream`, with the guard to keep until the launch.
+    pub(crate) fn raw<'s>(&self, stream: &'s CudaStream) -> (RawTensor, SyncOnDrop<'s>)
+    where
+        'a: 's,
+    {
+        let (address, guard) = self.data.device_ptr(stream);
+        (RawTensor { address, strides: self.strides }, guard)
+    }
+}
+
+impl<'a, T> Output<'a, T> {
+    /// What is checked of it.
+    pub(crate) fn buffer(&self) -> Buffer<'_> {
+        Buffer { strides: &self.strides, len: self.data.len(), stream: self.data.stream() }
+    }
+
+    /// Its address for `stream`, with the guard to keep until the launch.
+    pub(crate) fn raw<'s>(self, stream: &'s CudaStream) -> (RawTensor, SyncOnDrop<'s>)
+    where
+        'a: 's,
+    {
+        let (address, guard) = self.data.device_ptr_mut(stream);
+        (RawTensor { address, strides: self.strides }, guard)
+    }
+}
+
+/// A tensor of a call, before its device address is taken.
+pub(crate) struct Buffer<'a> {
+    pub strides: &'a Strides,
+    pub len: usize,
+    pub stream: &'a CudaStream,
 }
 
 /// The arguments of a forward call. Shapes are the problem's, by each tensor's strides.

@@ -259,30 +259,28 @@ impl Extras<'_> {
             let (address, guard) = from.device_ptr(stream);
             Ok((Some(address), Some(guard)))
         }
+        fn write<'g, T>(
+            to: Option<&'g mut (dyn DevicePtrMut<T> + '_)>,
+            name: &'static str,
+            stream: &'g CudaStream,
+            check: &impl Fn(&'static str, usize, &CudaStream) -> Result<(), Error>,
+        ) -> Result<(Option<u64>, Option<SyncOnDrop<'g>>), Error> {
+            let Some(to) = to else { return Ok((None, None)) };
+            check(name, to.len(), to.stream())?;
+            let (address, guard) = to.device_ptr_mut(stream);
+            Ok((Some(address), Some(guard)))
+        }
         let (cu_q, cu_q_guard) = read(self.cu_q, "cu_q", stream, &check)?;
         let (cu_k, cu_k_guard) = read(self.cu_k, "cu_k", stream, &check)?;
         let (used_q, used_q_guard) = read(self.used_q, "used_q", stream, &check)?;
         let (used_k, used_k_guard) = read(self.used_k, "used_k", stream, &check)?;
         let (page_table, page_table_guard) = read(self.page_table, "page_table", stream, &check)?;
         let (plan, plan_guard) = read(self.plan, "plan", stream, &check)?;
-        let (page_faults, faults_guard) = match self.page_faults.as_deref_mut() {
-            Some(to) => {
-                check("page_faults", to.len(), to.stream())?;
-                let (address, guard) = to.device_ptr_mut(stream);
-                (Some(address), Some(guard))
-            }
-            None => (None, None),
-        };
+        let (page_faults, faults_guard) =
+            write(self.page_faults.as_deref_mut(), "page_faults", stream, &check)?;
         let (alibi_slopes, slopes_guard) = read(self.alibi_slopes, "alibi_slopes", stream, &check)?;
         let (sinks, sinks_guard) = read(self.sinks, "sinks", stream, &check)?;
-        let (dsinks, dsinks_guard) = match self.dsinks.as_deref_mut() {
-            Some(to) => {
-                check("dsinks", to.len(), to.stream())?;
-                let (address, guard) = to.device_ptr_mut(stream);
-                (Some(address), Some(guard))
-            }
-            None => (None, None),
-        };
+        let (dsinks, dsinks_guard) = write(self.dsinks.as_deref_mut(), "dsinks", stream, &check)?;
         let (dlse, dlse_guard) = read(self.dlse, "dlse", stream, &check)?;
         let raw = RawExtras {
             cu_q,

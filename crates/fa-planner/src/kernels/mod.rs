@@ -18,6 +18,8 @@ pub mod sm90_bwd;
 pub mod sm90_fwd;
 pub(crate) mod spilled;
 
+pub use planned::unbound;
+
 use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{MaskKind, Problem};
 
