@@ -134,7 +134,7 @@ impl Posed {
     }
 }
 
-/// A layout's strides; packed tensors and caches in pages are told apart by the problem.
+/// The strides of a layout; the problem says whether a tensor is packed or a cache in pages.
 pub(crate) fn strides(layout: &Layout) -> Strides {
     let at = |from_last: usize| {
         let strides = layout.stride();

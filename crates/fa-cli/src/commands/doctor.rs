@@ -245,7 +245,7 @@ fn cache_check() -> Check {
         return Check::missing(
             "cache",
             "no cache folder",
-            format!("kernels are compiled anew by every process: set {CACHE_VARIABLE}, or HOME"),
+            format!("kernels are compiled again by every process: set {CACHE_VARIABLE}, or HOME"),
         );
     };
     // The cache creates its folder when it stores a kernel, so the nearest existing folder must be writable.
@@ -257,7 +257,7 @@ fn cache_check() -> Check {
         Check::ok("cache", found)
     } else {
         let advice =
-            format!("kernels are compiled anew by every process: set {CACHE_VARIABLE} to a writable folder");
+            format!("kernels are compiled again by every process: set {CACHE_VARIABLE} to a writable folder");
         Check::missing("cache", format!("{found}: not writable"), advice)
     }
 }

@@ -1,4 +1,4 @@
-//! The tensors of a call: addresses with strides, and what kernels demand of them.
+//! The tensors of a call: addresses with strides, and the kernels' requirements.
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fa_core::lengths::SideRows;
@@ -14,7 +14,7 @@ pub trait Element: 'static {
     const DTYPE: Dtype;
 }
 
-/// Of partial results and their merging; no attention kernel computes in it.
+/// For partial results and their merging; no attention kernel computes in it.
 impl Element for f32 {
     const DTYPE: Dtype = Dtype::F32;
 }
@@ -48,7 +48,7 @@ pub struct Output<'a, T> {
 }
 
 impl<'a, T> Input<'a, T> {
-    /// What is checked of it.
+    /// Its strides, length and stream, for checks.
     pub(crate) fn buffer(&self) -> Buffer<'_> {
         Buffer { strides: &self.strides, len: self.data.len(), stream: self.data.stream() }
     }
@@ -64,7 +64,7 @@ impl<'a, T> Input<'a, T> {
 }
 
 impl<'a, T> Output<'a, T> {
-    /// What is checked of it.
+    /// Its strides, length and stream, for checks.
     pub(crate) fn buffer(&self) -> Buffer<'_> {
         Buffer { strides: &self.strides, len: self.data.len(), stream: self.data.stream() }
     }
@@ -101,7 +101,7 @@ pub struct ForwardArgs<'a, T> {
     /// At least `Forward::workspace_bytes` bytes, zero before their first use; a call leaves them zero. Calls
     /// that may run at the same time need one each. `None` where no workspace is needed.
     pub workspace: Option<&'a mut dyn DevicePtrMut<u8>>,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: Extras<'a>,
 }
 
@@ -128,7 +128,7 @@ pub struct BackwardArgs<'a, T> {
     /// At least `Backward::workspace_bytes` bytes, whatever is in them. Calls that may run at the same time
     /// need one each.
     pub workspace: &'a mut dyn DevicePtrMut<u8>,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: Extras<'a>,
 }
 
@@ -156,7 +156,7 @@ pub struct RawForwardArgs {
     pub lse: Option<u64>,
     /// Workspace; `None` where none is needed.
     pub workspace: Option<u64>,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: RawExtras,
 }
 
@@ -183,7 +183,7 @@ pub struct RawBackwardArgs {
     pub dv: RawTensor,
     /// Workspace, a multiple of 16.
     pub workspace: u64,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: RawExtras,
 }
 

@@ -84,7 +84,7 @@ impl<P> Bound<P> {
         check_buffers(&self.kernel, &self.launches, tensors, lse, workspace)
     }
 
-    /// The addresses of what the problem has beside its tensors, with the guards to keep until the launch.
+    /// The addresses of the extras, with the guards to keep until the launch.
     ///
     /// # Errors
     /// Those of [`Extras::raw`].

@@ -9,8 +9,8 @@ use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
 use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
 
-/// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
-/// asks for and nothing else.
+/// Arguments besides Q, K, V and O, in device memory of cudarc. A call takes exactly those that its problem
+/// has.
 #[derive(Default)]
 pub struct Extras<'a> {
     /// `[batch + 1]`: the first row of each sequence of packed queries, then the end of the last.
@@ -85,7 +85,7 @@ const WORD_BYTES: u64 = 4;
 const PLAN_ALIGN: u64 = 16;
 
 impl Extra {
-    /// What calls of `problem` take.
+    /// The extras of calls of `problem`.
     pub(crate) fn of(problem: &Problem, is_backward: bool, plan_bytes: usize) -> Vec<Extra> {
         let (lengths, heads) = (&problem.lengths, problem.heads_q);
         let batch = lengths.sequences();
@@ -137,7 +137,7 @@ impl RawExtras {
         ]
     }
 
-    /// Checks that what `needs` lists is there, on a word, and nothing else.
+    /// Checks that exactly the extras in `needs` are given, aligned to a word.
     ///
     /// # Errors
     /// [`Error::MissingExtra`], [`Error::UnusedExtra`] and [`Error::Address`].
@@ -149,7 +149,7 @@ impl RawExtras {
                 (Some(need), None) if !need.is_optional => {
                     return Err(Error::MissingExtra { name, need: need.len });
                 }
-                // Of a batch of nothing there may be no memory.
+                // An empty batch may have no memory.
                 (Some(need), Some(address)) if need.len > 0 => {
                     check_address(name, address, if name == "plan" { PLAN_ALIGN } else { WORD_BYTES })?;
                 }
@@ -159,7 +159,7 @@ impl RawExtras {
         Ok(())
     }
 
-    /// The lengths' addresses, beside what the problem decides.
+    /// The parameters of lengths: addresses, and what the problem decides.
     pub(crate) fn varlen(&self, params: VarlenParams) -> VarlenParams {
         let words = |address: Option<u64>| ConstI32Ptr(address.unwrap_or(0));
         VarlenParams {
@@ -173,7 +173,7 @@ impl RawExtras {
         }
     }
 
-    /// The addresses of what changes scores, beside what the problem decides.
+    /// The parameters of score changes: addresses, and what the problem decides.
     pub(crate) fn mods(&self, params: ModParams) -> ModParams {
         ModParams {
             alibi_slopes: ConstF32Ptr(self.alibi_slopes.unwrap_or(0)),
@@ -184,7 +184,7 @@ impl RawExtras {
     }
 }
 
-/// What the problem decides of how its lengths are read.
+/// The parameters of lengths that the problem decides.
 pub(crate) fn varlen_params(lengths: &Lengths) -> Result<VarlenParams, Error> {
     let (page, pages) = match lengths.k().rows {
         SideRows::Paged { page, pages, .. } => (page, pages),
@@ -220,7 +220,7 @@ fn page_division(page: usize) -> (u32, i32) {
     (factor as u32, shift as i32)
 }
 
-/// What the problem decides of how scores change.
+/// The parameters of score changes that the problem decides.
 pub(crate) fn mod_params(problem: &Problem) -> ModParams {
     use fa_core::Alibi;
     let per_sequence = problem.score.alibi == Some(Alibi::PerSequenceHead);
