@@ -10,6 +10,7 @@
 //! A folder implements `planned::PlannedKernel` with these; the rest of the planner asks through that trait
 //! and names no kernel.
 
+pub(crate) mod folder;
 pub(crate) mod planned;
 pub mod sm100_fwd;
 pub mod sm80_bwd;

@@ -10,9 +10,8 @@ use fa_core::{Arch, KernelSpec, Sm80Bwd};
 
 use crate::account::code::Code;
 use crate::account::panels::BwdPanels;
-use crate::kernels::planned::{
-    BackwardTime, PlannedKernel, Time, Wanted, functions_of_the_backwards_cost, functions_of_the_folder,
-};
+use crate::kernels::folder::{functions_of_the_backwards_cost, functions_of_the_folder};
+use crate::kernels::planned::{BackwardTime, PlannedKernel, Time, Wanted};
 use crate::registers::Registers;
 
 impl PlannedKernel for Sm80Bwd {

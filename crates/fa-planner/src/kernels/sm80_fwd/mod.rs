@@ -9,7 +9,8 @@ pub(crate) mod timeline;
 use fa_core::{Arch, Kernel, KernelSpec, Sm80Fwd};
 
 use crate::account::code::Code;
-use crate::kernels::planned::{PlannedKernel, Time, Wanted, forward_time, functions_of_the_folder};
+use crate::kernels::folder::{forward_time, functions_of_the_folder};
+use crate::kernels::planned::{PlannedKernel, Time, Wanted};
 use crate::registers::Registers;
 
 impl PlannedKernel for Sm80Fwd {
