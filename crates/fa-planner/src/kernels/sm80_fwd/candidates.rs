@@ -1,6 +1,6 @@
 //! The SM80-class forwards that are tried for a problem.
 
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Fwd, Types};
+use fa_core::{KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::kernels::{has_idle_warps, packings, split_choices};
 
@@ -26,8 +26,7 @@ const MASKED_BLOCKS_PER_SM: [u32; 4] = [2, 1, 3, 4];
 /// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, heads of a group
 /// packed or not, keys in one piece or shared by several CTAs.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
-    let (score, reads) = (problem.score.kind(), Reads::of(problem));
+    let mask = MaskKind::of(&problem.mask);
     let problem = *problem;
     TILE_M
         .into_iter()
@@ -68,15 +67,6 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 reverse_blocks: mask != MaskKind::Full,
                 pack_gqa,
             };
-            KernelSpec {
-                types: Types::same(dtype),
-                head_dim,
-                head_dim_v,
-                mask,
-                score,
-                reads,
-                split,
-                kernel: Kernel::Sm80Fwd(kernel),
-            }
+            KernelSpec { split, ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel) }
         })
 }

@@ -1,7 +1,7 @@
 //! The SM90 forwards that are tried for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder, tile_queries};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
+use fa_core::{Arch, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
 use super::cost::slow_rows;
@@ -21,8 +21,7 @@ pub const RESCALE_THRESHOLD: u32 = 8;
 /// In order: warpgroups, keys per step, P from registers or not, intra-warpgroup overlap or not, heads of a
 /// group packed or not, keys in one piece or shared by several CTAs, loads of K and V shared or not.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
-    let (score, reads) = (problem.score.kind(), Reads::of(problem));
+    let (mask, reads) = (MaskKind::of(&problem.mask), Reads::of(problem));
     let problem = *problem;
     // Tiles of equal length and many steps are assigned statically; others are drawn, the longest first.
     // Where loads are slow, a tile of fewer rows is shorter than the others even without a mask.
@@ -79,14 +78,8 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
             with_room(kernel, reads.paged, |kernel| KernelSpec {
-                types: Types::same(dtype),
-                head_dim,
-                head_dim_v,
-                mask,
-                score,
-                reads,
                 split,
-                kernel: Kernel::Sm90Fwd(kernel.clone()),
+                ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel.clone())
             })
         })
 }
