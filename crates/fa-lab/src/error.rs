@@ -166,9 +166,9 @@ pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
 /// Whether the engine refuses what it is given, rather than failing at it.
 pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     use fa_attn::Error::{
-        BadTuned, Cpu, Dtype, Isa, Kernels, Length, NoTunedTable, NoneAhead, NothingToMerge, NothingToTune,
-        Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed, TuningMemory, TuningOption,
-        Write,
+        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Memory, NoTunedTable, NoneAhead, NothingToMerge,
+        NothingToTune, Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed, TuningMemory,
+        TuningOption, Write,
     };
     match error {
         BadTuned { .. }
@@ -176,6 +176,7 @@ pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
         | Dtype { .. }
         | Isa { .. }
         | Length { .. }
+        | Memory { .. }
         | NoTunedTable
         | NothingToMerge
         | NothingToTune { .. }
