@@ -2,9 +2,9 @@
 
 import json
 import os
-
 import pickle
 
+import numpy as np
 import pytest
 import reference
 from reference import arrays, close
