@@ -136,7 +136,20 @@ class Arrays:
         self.library = library
 
     def attention(
-        self, q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None, *, out=None, division=None
+        self,
+        q,
+        k,
+        v,
+        scale,
+        causal,
+        window,
+        softcap,
+        deterministic,
+        extras,
+        plans=None,
+        *,
+        out=None,
+        division=None,
     ):
         """(out, lse); `deterministic` is about gradients, which a library with autograd computes. `plans`: of
         work, those that calls have made and this one's. `out`: what the result is written to. `division`: how

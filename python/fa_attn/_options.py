@@ -44,8 +44,8 @@ _MOST_SPLITS = 256
 
 
 def division_of(num_splits, pack_gqa):
-    """How a GPU's kernel divides a forward's work, where the caller decides it: (parts of the keys, whether the
-    heads of a group share a tile), either None for the planner's choice. None where both are."""
+    """How a GPU's kernel divides a forward's work, where the caller decides it: (parts of the keys, whether
+    the heads of a group share a tile), either None for the planner's choice. None where both are."""
     splits = None if num_splits is None else count("num_splits", num_splits, most=_MOST_SPLITS)
     packs = None if pack_gqa is None else flag("pack_gqa", pack_gqa)
     return (splits or None, packs) if splits or packs is not None else None

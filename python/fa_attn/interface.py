@@ -11,11 +11,11 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 
 - `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
-- `num_splits`: parts of the keys of a tile of queries, each computed by a CTA of its own; 1 for undivided keys,
-  0 or None for the planner's choice, 256 at most. No more than there are steps; where lengths are read on the
-  GPU the most parts of a tile. `pack_gqa`: whether the query heads of a K/V head share a tile, None for the
-  planner's choice. Both are about the forward on a GPU, where they decide which kernel computes; on the CPU the
-  cores divide the work. Results are equal but for the order of sums.
+- `num_splits`: parts of the keys of a tile of queries, each computed by a CTA of its own; 1 for undivided
+  keys, 0 or None for the planner's choice, 256 at most. No more than there are steps; where lengths are read
+  on the GPU, the most parts of a tile. `pack_gqa`: whether the query heads of a K/V head share a tile, None
+  for the planner's choice. Both are about the forward on a GPU, where they decide which kernel computes; on
+  the CPU the cores divide the work. Results are equal but for the order of sums.
 - what is not computed at its neutral value: `sm_margin` 0, `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
   `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
   `seqlen_k_per_split`, `num_heads_q`, `q_v`, `cp_tot_seqused_k` None, `cp_world_size` 1,
@@ -183,7 +183,7 @@ def flash_attn_varlen_func(
     sequence has are not written.
     """
     no_dropout(dropout_p)
-    sinks, wants_lse, division = others_of("flash_attn_varlen_func", others) if others else (None, False, None)
+    sinks, wants_lse, division = others_of("flash_attn_varlen_func", others)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     table = block_table if block_table is not None else page_table

@@ -206,7 +206,7 @@ class Kernels:
         given = self.problem
         for name, value in zip(_BESIDE, beside):
             if (value is not None) != _names(given, name):
-                fault = "given, but the problem has none" if value is not None else "missing: the problem has them"
+                fault = "missing: the problem has them" if value is None else "given, but the problem has none"
                 raise _core.InputError(f"{name}: {fault}")
         outer_q = [given["batch"], given["seqlen_q"]] if "total_q" not in given else [given["total_q"]]
         outer_k = [given["batch"], given["seqlen_k"]] if "total_k" not in given else [given["total_k"]]
@@ -235,7 +235,8 @@ class Kernels:
 
     def forward(self, q, k, v, **beside):
         """(out, lse)."""
-        return face_of(q).attention(q, k, v, *self._options, self.deterministic, self._extras(q, k, v, beside))
+        extras = self._extras(q, k, v, beside)
+        return face_of(q).attention(q, k, v, *self._options, self.deterministic, extras)
 
     def backward(self, dout, q, k, v, out, lse, **beside):
         """(dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""

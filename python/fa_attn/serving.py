@@ -77,7 +77,8 @@ def flash_attn_with_kvcache(
     `scheduler_metadata`: what `get_scheduler_metadata` gave for these lengths.
     """
     metadata = others.pop("scheduler_metadata", None)
-    sinks, wants_lse, division = others_of("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
+    others["num_splits"] = num_splits
+    sinks, wants_lse, division = others_of("flash_attn_with_kvcache", others)
     wants_lse = flag("return_softmax_lse", return_softmax_lse) or wants_lse
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
@@ -232,8 +233,8 @@ class SchedulerMetadata:
         """How the call's work is divided: as it says, or the metadata."""
         if None not in (division, self.division) and division != self.division:
             raise InputError(
-                f"scheduler_metadata is of (num_splits, pack_gqa) = {self.division}, the call has {division}: "
-                "make one for the call"
+                f"scheduler_metadata is of (num_splits, pack_gqa) = {self.division}, the call has "
+                f"{division}: make one for the call"
             )
         return division or self.division
 
@@ -277,8 +278,8 @@ def get_scheduler_metadata(
     the plan; later calls on the same stream leave planning out. So it is for the lengths of one step: make
     another when they change. It is needed nowhere: without it each call plans its own work, as calls do that
     are captured in a graph or by torch.compile. Where nothing is planned (on the CPU, for lengths that do not
-    differ) it changes nothing. `num_splits` and `pack_gqa` are those of calls that have none of their own. A call
-    that contradicts the arguments raises.
+    differ) it changes nothing. `num_splits` and `pack_gqa` are those of calls that have none of their own. A
+    call that contradicts the arguments raises.
     """
     others_of("get_scheduler_metadata", {"attention_chunk": attention_chunk, "sm_margin": sm_margin})
     division = division_of(num_splits, pack_gqa)

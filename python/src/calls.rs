@@ -12,8 +12,8 @@ use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu};
 
-/// Where a call runs: the caller's stream, what gives it memory, the plans of work that calls share, and how the
-/// caller has work divided.
+/// Where a call runs: the caller's stream, what gives it memory, the plans of work that calls share, and
+/// how the caller has work divided.
 #[derive(Clone, Copy)]
 struct On<'a, 'py> {
     stream: Option<u64>,

@@ -450,8 +450,8 @@ fn capsule_of<'py>(
     Ok(capsule.map_err(|error| unlent(name, object, error))?.cast_into::<PyCapsule>()?)
 }
 
-/// The refusal of an array that its library does not lend: a byte order or a type that DLPack has no name for, no
-/// memory (torch's meta tensors).
+/// The refusal of an array that its library does not lend: a byte order or a type that DLPack has no name
+/// for, no memory (torch's meta tensors).
 fn unlent(name: &str, object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     use pyo3::exceptions::{PyBufferError, PyRuntimeError};
     let py = object.py();

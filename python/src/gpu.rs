@@ -96,8 +96,8 @@ impl Device {
         self.gpu.name()
     }
 
-    /// The kernel for a pass of `problem`, chosen for lengths rounded up, and of a forward so that it divides the
-    /// work as the caller says.
+    /// The kernel for a pass of `problem`, chosen for lengths rounded up, and of a forward so that it
+    /// divides the work as the caller says.
     ///
     /// # Errors
     /// As [`Gpu::bind_rounded`].

@@ -317,12 +317,13 @@ def test_the_work_of_a_step_is_planned_once(device, dtype):
         fa_attn.flash_attn_with_kvcache(q[:, :, :2], k, v, scheduler_metadata=metadata, **options)
     with pytest.raises(fa_attn.InputTypeError, match="get_scheduler_metadata gives"):
         fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=lengths, **options)
-    divided = fa_attn.get_scheduler_metadata(3, 2, 300, 4, 2, 64, lengths, dtype, causal=True, num_splits=4)
+    about = (3, 2, 300, 4, 2, 64, lengths, dtype)
+    divided = fa_attn.get_scheduler_metadata(*about, causal=True, num_splits=4)
     for given in (dict(), dict(num_splits=4)):
         got = fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=divided, **given, **options)
         close(got, want, dtype)
     assert len(divided.plans) == (1 if device == "cuda" else 0)
-    with pytest.raises(fa_attn.InputError, match=r"scheduler_metadata is of .* = \(4, None\), the call has \(2"):
+    with pytest.raises(fa_attn.InputError, match=r"is of .* = \(4, None\), the call has \(2"):
         fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=divided, num_splits=2, **options)
     with pytest.raises(fa_attn.InputError, match="batch_size"):
         fa_attn.get_scheduler_metadata(2, 2, 300, 4, 2, 64, lengths, dtype)

@@ -97,8 +97,8 @@ fn minilm() -> Result<()> {
 const MODELS: (&str, &str) = ("candle-transformers", "0.11.1");
 const FLASH: &str = "flash-attn";
 
-/// Runs the models of candle-transformers where its feature `flash-attn` does without `cuda`, which is all that
-/// is changed, and where a patch puts fa-candle in the place of candle-flash-attn.
+/// Runs the models of candle-transformers where its feature `flash-attn` does without `cuda`, which is all
+/// that is changed, and where a patch puts fa-candle in the place of candle-flash-attn.
 fn models() -> Result<()> {
     let folder = workspace::target_dir().join("candle-models");
     let (from, to) = (source(MODELS)?, folder.join(MODELS.0));

@@ -130,8 +130,8 @@ fn nan<T: Element>(
     Ok(Tensor { data: room(tensor, elements(shape), T::from_f32(f32::NAN))?, shape, layout })
 }
 
-/// `len` values, where memory holds them: an input may be small, or claim rows of any width and have none, and
-/// its result take more than there is.
+/// `len` values, where memory holds them: an input may be small, or claim rows of any width and have none,
+/// and its result take more than there is.
 fn room<T: Clone>(tensor: &'static str, len: usize, value: T) -> Result<Vec<T>, Error> {
     let mut data = Vec::new();
     let bytes = len.saturating_mul(size_of::<T>());

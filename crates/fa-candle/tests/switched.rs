@@ -1,5 +1,6 @@
-//! candle-transformers' own models, as they stand, with their `use_flash_attn` on this crate: `[patch.crates-io]` has
-//! put it in the place of candle-flash-attn. The same weights without flash attention give the same tokens.
+//! candle-transformers' own models, as they stand, with their `use_flash_attn` on this crate:
+//! `[patch.crates-io]` has put it in the place of candle-flash-attn. The same weights without flash
+//! attention give the same tokens.
 //!
 //! `cargo xtask candle models` on the CPU; with a CUDA toolkit, `--features cuda,switched` and the patch.
 
@@ -186,7 +187,8 @@ fn stable_lm_and_helium() -> Result<()> {
     })
 }
 
-/// A step of a small UNet: self-attention over the picture, cross-attention to the text, in f16 by its own casts.
+/// A step of a small UNet: self-attention over the picture, cross-attention to the text, in f16 by its own
+/// casts.
 #[test]
 fn stable_diffusion() -> Result<()> {
     let block =

@@ -7,8 +7,8 @@ use crate::{KernelSpec, Problem};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Division {
     /// Parts of the keys of a tile's rows, a CTA each: 1 for undivided keys, more for so many, but no more
-    /// than a tile takes steps. Where lengths are on the device, the most parts of a tile: each has its share of
-    /// all work.
+    /// than a tile takes steps. Where lengths are on the device, the most parts of a tile: each has its
+    /// share of all work.
     pub splits: Option<usize>,
     /// Whether the query heads of a K/V head share a tile; of no matter where there is one.
     pub pack_gqa: Option<bool>,

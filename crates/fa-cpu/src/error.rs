@@ -122,8 +122,8 @@ pub enum CpuError {
         /// Pages of the cache.
         pages: usize,
     },
-    /// Memory does not hold the list of the sequences: of a broadcast tensor there may be more than its memory
-    /// says.
+    /// Memory does not hold the list of the sequences: of a broadcast tensor there may be more than its
+    /// memory says.
     #[error(
         "{sequences} sequences are listed in {bytes} bytes, which the system does not give: split the batch"
     )]

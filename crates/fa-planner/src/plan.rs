@@ -80,8 +80,8 @@ pub struct PlanOptions {
     pub constants: Option<CostConstants>,
     /// What the kernels are to compute.
     pub pass: Pass,
-    /// What the caller decides of a forward's division among CTAs. Kernels are ranked by their time with as many
-    /// splits as the model would take.
+    /// What the caller decides of a forward's division among CTAs. Kernels are ranked by their time with as
+    /// many splits as the model would take.
     pub division: Division,
 }
 

@@ -1,5 +1,5 @@
-//! Problems of absurd sizes: computed, or refused by an error that names the limit. None panics, allocates what
-//! no tensor of the problem holds, or goes through rows that do not exist.
+//! Problems of absurd sizes: computed, or refused by an error that names the limit. None panics, allocates
+//! what no tensor of the problem holds, or goes through rows that do not exist.
 
 use fa_attn::{
     Backend, BackwardTensors, CpuOptions, Dtype, Engine, Error, Extras, Gradients, Lengths, Mask, Output,

@@ -10,8 +10,8 @@ const MAX_I32: usize = i32::MAX as usize;
 /// A tensor may have at most `2^ELEMENT_BITS - 1` elements, so that byte offsets fit a signed 64-bit number.
 pub const ELEMENT_BITS: u32 = 48;
 
-/// The most heads. A tensor without rows takes no memory whatever its shape, but what is computed head by head
-/// does.
+/// The most heads. A tensor without rows takes no memory whatever its shape, but what is computed head by
+/// head does.
 const MOST_HEADS: usize = 1 << 20;
 
 /// The most columns of a head: likewise, and of V's the output has as many although V may have no rows.

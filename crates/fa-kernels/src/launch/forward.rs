@@ -26,7 +26,8 @@ impl Launches {
         Launches::forward_split(spec, problem, arch, sms, None)
     }
 
-    /// [`Launches::forward`] with the keys of a tile in `splits` parts, as [`fa_core::Division::splits`] says;
+    /// [`Launches::forward`] with the keys of a tile in `splits` parts, as [`fa_core::Division::splits`]
+    /// says;
     /// `None` for as many as the planner takes. Without meaning for a kernel without splits.
     ///
     /// # Errors

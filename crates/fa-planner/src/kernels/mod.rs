@@ -31,8 +31,8 @@ const SPLIT_TILES: usize = 512;
 /// tile's keys (`split`): with and without where a sequence's queries fit a tile (decode), there are few
 /// tiles, and they take more than one step. Longer queries lose by it: 512 on 16k keys measured 0.81.
 ///
-/// A caller's `division` leaves no choice. Where keys are counted on the device, splits come first and win ties: at any time one sequence may have
-/// most of the keys, and only splits then keep the SMs busy.
+/// A caller's `division` leaves no choice. Where keys are counted on the device, splits come first and win
+/// ties: at any time one sequence may have most of the keys, and only splits then keep the SMs busy.
 fn split_choices(
     problem: &Problem,
     tile_m: u32,
