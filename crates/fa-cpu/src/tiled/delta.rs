@@ -10,7 +10,7 @@ use super::pack::{KeyRows, row_stride};
 use super::scores::Scores;
 use super::work::Unit;
 use crate::element::Element;
-use crate::simd::rows::Ahead;
+use crate::simd::ahead::Ahead;
 
 /// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
 /// of the row's.
