@@ -3,19 +3,18 @@
 
 use super::vector::Vector;
 
-/// What comes into a cache while something else is computed.
+/// What to prefetch during a computation.
 #[derive(Clone, Copy)]
 pub(crate) enum Ahead<'a, T> {
     /// Nothing is fetched.
     Nothing,
     /// The rows to come, into the second-level cache: each is a few cache lines, which the hardware's own
     /// prefetching follows too late. (To the first level are fewer lines under way at once.)
-    /// Of rows whose successors lie as the second does behind the first; elsewhere what is fetched is of no
-    /// use.
+    /// For rows at a constant stride; elsewhere the fetches are useless.
     Follow,
-    /// So many values from each of these rows on, in the order of their addresses, into the second-level
-    /// cache. Where the heads of a key lie side by side and are computed one by one, a head's rows are a few
-    /// cache lines each, far apart, which the hardware follows at a third of its rate.
+    /// This many values of each of these rows, in the order of their addresses, into the second-level cache.
+    /// Where the heads of a key are adjacent and computed one by one, a head's rows are a few cache lines
+    /// each at a large stride, which the hardware prefetcher follows at a third of its rate.
     Rows(&'a [&'a [T]], usize),
 }
 
@@ -39,7 +38,8 @@ impl<T> Ahead<'_, T> {
         }
     }
 
-    /// [`Ahead::Rows`] in equal parts, one for each of so many steps: a few lines at a time wait for nothing.
+    /// [`Ahead::Rows`] in equal parts, one for each of this many steps: fetching a few lines at a time does
+    /// not stall.
     #[inline(always)]
     pub(super) fn parts(&self, steps: usize) -> Parts<'_, T> {
         let (rows, values): (&[&[T]], usize) = match *self {
@@ -51,7 +51,7 @@ impl<T> Ahead<'_, T> {
     }
 }
 
-/// How far [`Ahead::Rows`] has come.
+/// Progress of [`Ahead::Rows`].
 pub(super) struct Parts<'a, T> {
     rows: &'a [&'a [T]],
     /// Lines of a row, and of a part.

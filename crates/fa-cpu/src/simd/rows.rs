@@ -219,10 +219,10 @@ unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize,
     }
 }
 
-/// Keys of a block at a time: their addresses stay in registers.
+/// Keys of a block at a time, whose addresses stay in registers.
 const ROWS: usize = 8;
 
-/// One block. Behind the last key its row is taken again, and the result dropped.
+/// One block. Beyond the last key its row is read again, and the result dropped.
 #[inline(always)]
 unsafe fn dots_block<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize, const SUMS: usize>(
     call: &RawDots<'_, T>,
@@ -412,7 +412,7 @@ unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REG
         let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
         let mut sums: [[V; REGISTERS]; QUERIES] =
             core::array::from_fn(|i| core::array::from_fn(|r| V::load(o.add(i * call.ldo + r * V::LANES))));
-        // Rows to follow lie in each column anew; others are fetched once.
+        // With `Follow` each column block fetches; otherwise rows are fetched once.
         let of_columns = column == 0 || matches!(call.ahead, Ahead::Follow);
         let ahead = if query == 0 && of_columns { call.ahead } else { Ahead::Nothing };
         let (distance, mut parts) = (ahead.distance(call.values, call.dims), ahead.parts(call.values.len()));
