@@ -294,7 +294,7 @@ impl<V: Vector, const KEYS: usize, const QUERIES: usize, const FIRST: usize>
         }
     }
 
-    /// Adds the products of `REGISTERS` registers of each row from `d` on, and fetches what lies at `distance`.
+    /// Adds the products of `REGISTERS` registers of each row from `d` on, and fetches what is at `distance`.
     #[inline(always)]
     unsafe fn add<T: Stored, const REGISTERS: usize>(
         &mut self,
