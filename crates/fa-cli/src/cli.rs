@@ -85,3 +85,102 @@ pub(crate) enum Command {
     /// Print the manual page (roff), of one command if named
     Man(ManArgs),
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::error::{ContextKind, ErrorKind};
+    use clap::{Arg, CommandFactory};
+
+    use super::*;
+
+    /// Something that each flag takes: the first of these that it accepts.
+    const VALUES: [&str; 23] = [
+        "1",
+        "64",
+        "bf16",
+        "sm90",
+        "fwd",
+        "x.svg",
+        "x.html",
+        "x.md",
+        "x.json",
+        "cpu",
+        "full",
+        "bshd",
+        "avx2",
+        "tile_n=64",
+        "fa3",
+        "1,1",
+        "2026-01-01",
+        "per-sequence-head",
+        "windows",
+        "per_head",
+        "sm80_fwd",
+        "h100",
+        "1x1",
+    ];
+
+    /// What clap says of a command line.
+    fn parse(line: &[String]) -> Result<(), clap::Error> {
+        Cli::command().try_get_matches_from(line).map(drop)
+    }
+
+    /// `fa COMMAND`, with something for each position where it asks for one.
+    fn start(command: &clap::Command) -> Vec<String> {
+        let bare = vec!["fa".to_owned(), command.get_name().to_owned()];
+        match parse(&bare) {
+            Ok(()) => bare,
+            Err(_) => bare.into_iter().chain(command.get_positionals().map(|_| "x".to_owned())).collect(),
+        }
+    }
+
+    /// A flag as it is written, with a value where it takes one.
+    fn given(start: &[String], flag: &Arg) -> String {
+        let name = format!("--{}", flag.get_long().expect("a flag has a name"));
+        if !flag.get_action().takes_values() {
+            return name;
+        }
+        let possible = flag.get_possible_values();
+        let possible = possible.iter().map(|value| value.get_name());
+        let mut written = possible.chain(VALUES).map(|value| format!("{name}={value}"));
+        let wrong = [ErrorKind::InvalidValue, ErrorKind::ValueValidation];
+        let accepted = written.find(|flag| {
+            let line = [start, std::slice::from_ref(flag)].concat();
+            parse(&line).err().is_none_or(|error| !wrong.contains(&error.kind()))
+        });
+        accepted.unwrap_or_else(|| panic!("{name} takes none of {VALUES:?}"))
+    }
+
+    /// clap asks for no flag that another one rules out: what belongs to it would be read and ignored. So
+    /// whoever is refused alone is refused beside every other flag, but the one that is asked for.
+    #[test]
+    fn what_belongs_to_an_absent_flag_is_refused_beside_any_other() {
+        let mut ignored = Vec::new();
+        for command in Cli::command().get_subcommands() {
+            let start = start(command);
+            let flags: Vec<&Arg> = command.get_arguments().filter(|arg| arg.get_long().is_some()).collect();
+            let written: Vec<String> = flags.iter().map(|flag| given(&start, flag)).collect();
+            for flag in &written {
+                let alone = [start.as_slice(), std::slice::from_ref(flag)].concat();
+                let Err(error) = parse(&alone) else { continue };
+                if error.kind() != ErrorKind::MissingRequiredArgument {
+                    continue;
+                }
+                let asked = format!("{:?}", error.get(ContextKind::InvalidArg));
+                for (other, arg) in written.iter().zip(&flags) {
+                    let name = arg.get_long().expect("a flag has a name");
+                    let is_asked =
+                        [" ", "\"", "|", ">"].iter().any(|end| asked.contains(&format!("--{name}{end}")));
+                    if other == flag || is_asked {
+                        continue;
+                    }
+                    let beside = [alone.as_slice(), std::slice::from_ref(other)].concat();
+                    if parse(&beside).is_ok() {
+                        ignored.push(beside.join(" "));
+                    }
+                }
+            }
+        }
+        assert!(ignored.is_empty(), "{ignored:#?}");
+    }
+}

@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::marks::Wanted;
 use crate::peers::Peers;
 use crate::progress::{Progress, Step};
-use crate::record::{KernelRecord, Provenance};
+use crate::record::{KernelRecord, Provenance, without_logs};
 use crate::runner::{Outcome, Runner, Turns};
 use crate::tensors::with_half;
 
@@ -97,7 +97,7 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
                 rows
             }
             Err(error) if error_is_fatal(&error) => return Err(error.into()),
-            Err(error) => vec![Row::failed(wanted, "none", options.pass, error.to_string())],
+            Err(error) => vec![Row::failed(wanted, "none", options.pass, without_logs(&error.to_string()))],
         };
         report.rows.extend(rows);
         progress(Step::Done);
@@ -160,7 +160,7 @@ fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_at
         let changed = match change.of(&choice) {
             Ok(changed) => changed,
             Err(error) => {
-                refused.push((format!("{choice}, {change}"), error.to_string()));
+                refused.push((format!("{choice}, {change}"), without_logs(&error.to_string())));
                 continue;
             }
         };
@@ -170,7 +170,7 @@ fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_at
         match bind_spec(gpu, problem, &changed, options.pass) {
             Ok(pass) => found.push(pass),
             Err(error) if error_is_fatal(&error) => return Err(error),
-            Err(error) => refused.push((changed.to_string(), error.to_string())),
+            Err(error) => refused.push((changed.to_string(), without_logs(&error.to_string()))),
         }
     }
     match mismatch {

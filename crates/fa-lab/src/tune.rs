@@ -25,7 +25,7 @@ use rayon::prelude::*;
 use crate::device;
 use crate::error::Result;
 use crate::progress::{Progress, Step};
-use crate::record::{Provenance, fingerprint};
+use crate::record::{Provenance, fingerprint, without_logs};
 use crate::runner::Turns;
 use crate::worker::Program;
 
@@ -156,7 +156,7 @@ fn compile(
         }
         let source = Source::new(spec, arch, Some(smem_bytes(spec)), &headers);
         let error = source.and_then(|source| cache.get(&compiler, spec, &source)).err()?;
-        Some(((*spec).clone(), error.to_string()))
+        Some(((*spec).clone(), without_logs(&error.to_string())))
     };
     Ok(specs.par_iter().filter_map(compile).collect())
 }

@@ -35,6 +35,14 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     if let Some((flag, _)) = of_random.into_iter().find(|(_, given)| *given && args.random.is_none()) {
         return Err(InputError::Usage(format!("{flag} is for --random: give --random N too")).into());
     }
+    // Flags that other commands have as well.
+    let of_one = [("--causal", args.mask.causal), ("--window", args.mask.window.is_some())];
+    if let (true, None, Some((flag, _))) =
+        (args.mutate, &args.spec, of_one.into_iter().find(|(_, given)| *given))
+    {
+        let message = format!("--mutate without SPEC has its own problems: name a SPEC, or leave out {flag}");
+        return Err(InputError::Usage(message).into());
+    }
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped::shipped(args, &emulator),

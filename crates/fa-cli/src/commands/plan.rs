@@ -79,7 +79,7 @@ pub(crate) struct PlanArgs {
     pub records: Option<PathBuf>,
     /// Emulate the first choice and show the events of its loop on the page, too (needs a C++ compiler and
     /// some seconds)
-    #[arg(long, requires = "report")]
+    #[arg(long, requires = "report", conflicts_with_all = ["guide", "tile_m", "tile_n", "explain"])]
     pub emulate: bool,
     /// How to print
     #[arg(long, value_enum, default_value = "table")]

@@ -13,7 +13,7 @@ use fa_planner::smem::SmemPlan;
 
 use crate::plan::kernels::Group;
 use crate::plan::{kernels, splits};
-use crate::term::output::{self, si};
+use crate::term::output::{self, plain, si, tenths};
 
 /// A candidate that fits, whatever its family.
 #[derive(Clone, Debug)]
@@ -186,11 +186,11 @@ fn table(fits: &[Fit], arch: Arch, bytes: Option<f64>) -> String {
             format!("{:.1}", kib(fit.smem.total)),
             fit.blocks_per_sm.to_string(),
             si(fit.cost.seconds, "s"),
-            format!("{:.1}", fit.cost.tflops),
-            format!("{:.0} %", 100.0 * fit.cost.tflops / peak),
+            tenths(fit.cost.tflops),
+            format!("{} %", plain(100.0 * fit.cost.tflops / peak)),
             fit.cost.bottleneck.name().to_owned(),
         ];
-        row.extend(bytes.map(|bytes| format!("{:.0}", bytes / fit.cost.seconds / 1e9)));
+        row.extend(bytes.map(|bytes| plain(bytes / fit.cost.seconds / 1e9)));
         row.extend(has_splits.then(|| fit.cost.splits.to_string()));
         table.add_row(row);
     }
@@ -205,11 +205,11 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
     // Of an empty problem nothing is moved.
     let flops = problem.flops(pass);
     let intensity = flops / problem.bytes(pass).max(1.0);
-    line(&mut text, "work", &format!("{}, {intensity:.0} FLOP per byte", si(flops, "FLOP")));
+    line(&mut text, "work", &format!("{}, {} FLOP per byte", si(flops, "FLOP"), plain(intensity)));
     if pass == Pass::Forward && splits::moves_bytes(problem) {
         let (rate, most) = (problem.bytes(pass) / best.cost.seconds, limits.hbm_bytes_per_s);
-        let share = 100.0 * rate / most;
-        let rate = format!("{:.0} GB/s, {share:.0} % of the memory's {:.0}", rate / 1e9, most / 1e9);
+        let share = plain(100.0 * rate / most);
+        let rate = format!("{} GB/s, {share} % of the memory's {:.0}", plain(rate / 1e9), most / 1e9);
         line(&mut text, "bandwidth", &rate);
     }
     if !best.regs.is_empty() {
@@ -257,9 +257,9 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
 /// A cost in a line.
 pub(crate) fn prediction(cost: &Cost) -> String {
     format!(
-        "{}, {:.0} TFLOP/s, waits for {}; {} on {}",
+        "{}, {} TFLOP/s, waits for {}; {} on {}",
         si(cost.seconds, "s"),
-        cost.tflops,
+        plain(cost.tflops),
         cost.bottleneck.name(),
         counted(cost.tiles as usize, "tile"),
         counted(cost.slots as usize, "slot")

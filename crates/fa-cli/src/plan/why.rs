@@ -4,6 +4,8 @@ use std::fmt::Write;
 
 use fa_planner::why::{Ranked, Why};
 
+use crate::term::output::plain;
+
 fn line(text: &mut String, name: &str, value: &str) {
     writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
 }
@@ -28,7 +30,7 @@ pub(crate) fn why_lines(query: &str, feasible: &[Ranked], rejected: usize) -> St
         } else {
             format!("rank {}, {:.2} times the best's time", ranked.rank, ranked.slowdown)
         };
-        let about = format!("{place}, {:.0} TFLOP/s, waits for {}", cost.tflops, cost.bottleneck.name());
+        let about = format!("{place}, {} TFLOP/s, waits for {}", plain(cost.tflops), cost.bottleneck.name());
         line(&mut text, "fits", &format!("{}: {about}", ranked.plan.spec));
     }
     text

@@ -85,6 +85,11 @@ pub(crate) fn plain(value: f64) -> String {
     }
 }
 
+/// A number with one digit after the point, but small ones as [`plain`] has them: `693.9`, `0.018`.
+pub(crate) fn tenths(value: f64) -> String {
+    if value.abs() >= 0.995 { format!("{value:.1}") } else { plain(value) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -106,6 +111,11 @@ mod tests {
             (f64::INFINITY, "inf"),
         ] {
             assert_eq!(plain(value), text, "{value}");
+        }
+        for (value, text) in
+            [(693.94, "693.9"), (1.0, "1.0"), (0.0181, "0.018"), (0.0, "0"), (8e-12, "8e-12")]
+        {
+            assert_eq!(tenths(value), text, "{value}");
         }
     }
 

@@ -389,3 +389,24 @@ fn what_no_launch_holds_is_said_with_limit_and_value() {
         assert!(parts.iter().all(|part| refused.stderr.contains(part)), "{flags}: {}", refused.stderr);
     }
 }
+
+/// Rates far below those of a large problem have digits, too.
+#[test]
+fn small_rates_are_not_rounded_to_zero() {
+    for flags in [
+        "--seqlen 1x1",
+        "--seqlen 2x3 --mode bwd",
+        "--seqlen 1x1 --arch sm100",
+        "--seqlen 1x1 --why tile_n=64",
+    ] {
+        let text = fa(&format!("plan --batch 1 --heads 1 --headdim 8 {flags}")).good();
+        let numbers = ["0 TFLOP/s", "0 GB/s", " 0 %", " 0.0 ", "0 FLOP per byte"];
+        let zero = text.lines().find(|line| {
+            numbers.iter().any(|number| {
+                let at = line.find(number);
+                at.is_some_and(|at| !line[..at].ends_with(|c: char| c.is_ascii_digit()))
+            })
+        });
+        assert!(zero.is_none(), "{flags}: {zero:?}");
+    }
+}

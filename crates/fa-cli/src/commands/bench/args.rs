@@ -27,7 +27,8 @@ pub(crate) struct BenchArgs {
     /// with and without rotary embedding, in bytes read and written per second
     #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"))]
     #[arg(conflicts_with_all = [
-        "specs", "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
+        "specs", "beside_choice", "changes", "family", "marks", "deterministic", "tune", "peers", "plot",
+        "draw", "mode", "threads", "isa"
     ])]
     pub append: bool,
     /// Which pass to measure
@@ -82,7 +83,7 @@ pub(crate) struct GpuArgs {
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
     /// Measure the library's choice for each shape beside --spec's kernels, in turns
-    #[arg(long, requires = "specs")]
+    #[arg(long, requires = "specs", conflicts_with_all = ["changes", "family", "deterministic", "tune"])]
     pub beside_choice: bool,
     /// Measure the library's choice for each shape with these parameters changed, too, alternating with it,
     /// as in persistent=true or tile_order=Natural,do_stages=1 (may be repeated)
@@ -97,7 +98,7 @@ pub(crate) struct GpuArgs {
     pub peers: bool,
     /// Time only these peers, as in fa3,cudnn (fa2, cudnn, fa3, fa4)
     #[arg(long = "peer", value_name = "PEER,..", value_delimiter = ',', requires = "peers")]
-    #[arg(value_parser = ["fa2", "cudnn", "fa3", "fa4"])]
+    #[arg(conflicts_with_all = ["append", "draw"], value_parser = ["fa2", "cudnn", "fa3", "fa4"])]
     pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]

@@ -13,8 +13,9 @@ use crate::flags;
 
 /// What is built from specs. Flags of --all-configs and --best name these as well: clap does not require a
 /// flag that conflicts with another.
-const OF_SPECS: [&str; 3] = ["specs", "out", "arch"];
-const OF_LISTED: [&str; 2] = ["specs", "out"];
+const OF_BEST: [&str; 9] =
+    ["specs", "out", "arch", "all_configs", "headdim", "mode", "deterministic", "family", "json"];
+const OF_LISTED: [&str; 3] = ["specs", "out", "best"];
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]
@@ -60,14 +61,14 @@ pub(crate) struct BuildArgs {
     #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub best: Option<u16>,
     /// With --best: only kernels whose names contain this, as in sm90_bwd or varlen
-    #[arg(long, value_name = "TEXT", requires = "best", conflicts_with_all = OF_SPECS)]
+    #[arg(long, value_name = "TEXT", requires = "best", conflicts_with_all = OF_BEST)]
     pub filter: Option<String>,
     /// With --best: the results folder, where configs/best-COMPILER.txt is written
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
-    #[arg(requires = "best", conflicts_with_all = OF_SPECS)]
+    #[arg(requires = "best", conflicts_with_all = OF_BEST)]
     pub results: PathBuf,
     /// Threads for --best [default: all cores]
-    #[arg(long, value_name = "N", requires = "best", conflicts_with_all = OF_SPECS)]
+    #[arg(long, value_name = "N", requires = "best", conflicts_with_all = OF_BEST)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
     /// Compile by nvcc instead of NVRTC

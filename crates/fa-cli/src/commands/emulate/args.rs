@@ -43,6 +43,15 @@ const OF_ONE_UNSEEDED: [&str; 25] = [
     "statement",
 ];
 
+/// Flags that describe the problem alone.
+const OF_PROBLEM: [&str; 18] = [
+    "seqlen", "batch", "lengths", "rows_q", "rows_k", "page", "slack", "split", "alibi", "sinks", "heads",
+    "headdim", "causal", "window", "scale", "softcap", "layout", "gap",
+];
+
+/// Flags that --mutate rules out; its own name them as well, for clap asks for no flag that another rules out.
+const OF_NO_REMOVAL: [&str; 7] = ["seeds", "sms", "steps", "json", "report", "headers", "grid"];
+
 /// `names` and one more.
 const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 26] {
     let mut all = [more; 26];
@@ -63,72 +72,93 @@ pub(crate) struct EmulateArgs {
     pub spec: Option<PathBuf>,
     /// Architecture to compile for [default: the first that the file names, else the kernel's own]
     #[arg(long)]
+    #[arg(requires = "spec")]
     pub arch: Option<Arch>,
     /// Sequence length, or queries x keys as in 1x4096 [default: 300, or as --lengths]
     #[arg(long, value_name = "N[xM]")]
+    #[arg(requires = "spec")]
     pub seqlen: Option<Seqlen>,
     /// Independent sequences [default: 1, or as --lengths]
     #[arg(long, value_parser = whole::<usize>)]
+    #[arg(requires = "spec")]
     pub batch: Option<usize>,
     /// Sequences of these lengths instead of equal ones, using the kernel's variable-length form [default for
     /// kernels of that form: 300,77,0,129,1x300,40x0,200x513]
     #[arg(long, value_name = "N[xM],...", value_delimiter = ',', conflicts_with_all = ["seqlen", "batch"])]
+    #[arg(requires = "spec")]
     pub lengths: Vec<Seqlen>,
     /// How the queries of sequences of different lengths lie [default: packed]
     #[arg(long, value_name = "ROWS")]
+    #[arg(requires = "spec")]
     pub rows_q: Option<Rows>,
     /// How their keys lie, unless in pages [default: packed]
     #[arg(long, value_name = "ROWS")]
+    #[arg(requires = "spec")]
     pub rows_k: Option<Rows>,
     /// Keys in pages of this many, using the kernel's paged form [default for kernels of that form: 16]
     #[arg(long, value_name = "N", conflicts_with = "rows_k")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(requires = "spec")]
     pub page: Option<u32>,
     /// Spare rows behind sequences of different lengths, in tensors and bounds; a kernel must not touch them
     /// [default: 5]
     #[arg(long, value_name = "N", value_parser = whole::<usize>)]
+    #[arg(requires = "spec")]
     pub slack: Option<usize>,
     /// Divide the keys of each row among CTAs, using the kernel's split form
     #[arg(long)]
+    #[arg(requires = "spec")]
     pub split: bool,
     /// ALiBi slopes, per_head or per_sequence_head, using the kernel's form with slopes
     #[arg(long, value_name = "SLOPES", value_parser = parse_alibi)]
+    #[arg(requires = "spec")]
     pub alibi: Option<Alibi>,
     /// A sink for each head, using the kernel's form with sinks
     #[arg(long)]
+    #[arg(requires = "spec")]
     pub sinks: bool,
     /// Query heads, and key/value heads if fewer
     #[arg(long, value_name = "Q[:KV]", default_value = "2")]
+    #[arg(requires = "spec")]
     pub heads: Heads,
     /// Head dim, and the values' if different, as in 192-128 [default: the kernel's]
     #[arg(long, value_name = "D[-DV]")]
+    #[arg(requires = "spec")]
     pub headdim: Option<HeadDim>,
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Factor on Q K^T [default: 1/sqrt(head_dim)]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(requires = "spec")]
     pub scale: Option<f64>,
     /// Soft cap [default for kernels that have one: 15]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    #[arg(requires = "spec")]
     pub softcap: Option<f64>,
     /// Order of the tensors' axes
     #[arg(long, default_value = "bshd", value_parser = crate::flags::parse_layout)]
+    #[arg(requires = "spec")]
     pub layout: TensorLayout,
     /// Elements between rows, a multiple of 8
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>)]
+    #[arg(requires = "spec")]
     pub gap: usize,
     /// Seed of the schedule: 0 completes asynchronous operations at once, 1 as late as possible, others at
     /// random times (may be repeated) [default: 0, 1, 2]; with --random: seed of what is drawn [default: 1]
     #[arg(long = "seed", value_name = "N", value_parser = whole::<u64>)]
+    #[arg(conflicts_with = "mutate")]
     pub seeds: Vec<u64>,
     /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs idle]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(requires = "spec", conflicts_with = "mutate")]
     pub sms: Option<u32>,
     /// Give up after this many steps of the scheduler
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
+    #[arg(requires = "spec", conflicts_with = "mutate")]
     pub steps: u64,
     /// Print one JSON object
     #[arg(long)]
+    #[arg(requires = "spec", conflicts_with = "mutate")]
     pub json: bool,
     /// Write a page with the timeline of one CTA
     #[arg(long, value_name = "FILE.html", conflicts_with_all = ["shipped", "mutate"])]
@@ -140,10 +170,11 @@ pub(crate) struct EmulateArgs {
     pub cta: u32,
     /// Device sources instead of the built-in ones, laid out as crates/fa-kernels/cuda: a kernel under
     /// development, or one with an injected fault
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["shipped", "sample", "mutate"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["shipped", "sample", "mutate", "random"])]
     pub headers: Option<PathBuf>,
     /// Run the cases that `fa validate` has for a configuration instead of one problem
-    #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
+    #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "random"])]
+    #[arg(conflicts_with_all = OF_PROBLEM)]
     pub grid: bool,
     /// Run every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
     /// except those that --record has already; the record is updated
@@ -155,7 +186,7 @@ pub(crate) struct EmulateArgs {
     pub sample: Option<usize>,
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
-    #[arg(conflicts_with_all = ["spec", "mutate", "shipped"], value_parser = crate::flags::day)]
+    #[arg(conflicts_with_all = ["spec", "mutate", "shipped", "random"], value_parser = crate::flags::day)]
     pub day: Option<String>,
     /// Run this many kernels drawn at random (the planner's first choices, its other candidates, some with a
     /// switch changed), each on random problems that it computes
@@ -182,16 +213,18 @@ pub(crate) struct EmulateArgs {
     #[arg(long)]
     pub mutate: bool,
     /// With --mutate: only statements whose location contains this, as in sm90/fwd.cuh:120
-    #[arg(long, value_name = "TEXT", requires = "mutate", conflicts_with = "grid")]
+    #[arg(long, value_name = "TEXT", requires = "mutate", conflicts_with_all = OF_NO_REMOVAL)]
     pub statement: Option<String>,
     /// Removals known to go unnoticed, with the reasons; any other is a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
-    #[arg(requires = "mutate", conflicts_with_all = ["shipped", "sample"])]
+    #[arg(requires = "mutate", conflicts_with_all = ["shipped", "sample", "random"])]
+    #[arg(conflicts_with_all = OF_NO_REMOVAL)]
     pub survivors: PathBuf,
     /// With --mutate: the removals tried so far. Removals from unchanged code are not tried again, others are
     /// added one by one, so that a stopped run can be resumed [default, unless SPEC is named:
     /// docs/results/removals.ron]
-    #[arg(long, value_name = "FILE", requires = "mutate", conflicts_with_all = ["shipped", "sample", "grid"])]
+    #[arg(long, value_name = "FILE", requires = "mutate")]
+    #[arg(conflicts_with_all = ["shipped", "sample", "random"], conflicts_with_all = OF_NO_REMOVAL)]
     pub tried: Option<PathBuf>,
     /// Threads for --shipped, --sample, --random and --mutate [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]

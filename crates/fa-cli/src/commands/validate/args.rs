@@ -53,7 +53,7 @@ pub(crate) struct ValidateArgs {
     pub soak: Option<u32>,
     /// Seed of the random problems
     #[arg(long, default_value_t = 1, requires = "soak", conflicts_with_all = OF_GRID)]
-    #[arg(conflicts_with = "all_configs", value_parser = whole::<u64>)]
+    #[arg(conflicts_with_all = ["all_configs", "deterministic", "headdim"], value_parser = whole::<u64>)]
     pub seed: u64,
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
     #[arg(long, conflicts_with_all = ["soak", "full", "spec", "all_configs", "watchdog"])]
