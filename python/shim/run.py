@@ -145,6 +145,15 @@ def tests_of(suite, copy):
     return {name: f for name, f in sorted(vars(tests).items()) if name.startswith("test_") and callable(f)}
 
 
+def work_of(arguments):
+    """About how long a case takes, by what tests call their lengths."""
+    longest = [arguments.get(name, 1) for name in ("seqlen_q", "seqlen_k", "seqlen", "max_seq_len", "d")]
+    work = 1
+    for value in longest:
+        work *= max(value, 1) if isinstance(value, int) else 1
+    return work
+
+
 def drawn_of(suites, options):
     """(cases, functions): each case (suite, name, index, function, what makes its arguments), each function
     what its line in the record begins with."""
@@ -158,7 +167,9 @@ def drawn_of(suites, options):
             picks = []
             if why is None:
                 rng = random.Random(f"{options.seed} {name}")
-                picks = rng.sample(range(count), min(count, options.cases))
+                picks = rng.sample(range(count), min(count, options.cases * options.small))
+                if options.small > 1:
+                    picks = sorted(picks, key=lambda index: work_of(make(index)))[: options.cases]
             line = {"suite": suite, "function": name, "cases": count, "why": why, "drawn": len(picks)}
             functions.append(line)
             drawn += [(place, suite, name, index, function, make) for place, index in enumerate(picks)]
@@ -321,6 +332,9 @@ def main():
     parser.add_argument("copy", type=pathlib.Path, help="a copy of Dao-AILab/flash-attention")
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES))
     parser.add_argument("--cases", type=int, default=40, help="cases drawn of each test function")
+    parser.add_argument(
+        "--small", type=int, default=1, help="draw so many times as many, and run the shortest (for a CPU)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=120, help="seconds for all suites together")
     parser.add_argument("--jobs", type=int, default=8, help="processes")
@@ -341,6 +355,7 @@ def main():
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "seed": options.seed,
         "cases_of_a_function": options.cases,
+        "drawn_for_a_case": options.small,
         "settings": {name: SUITES[name][2] for name in options.suite if SUITES[name][2]},
         "suites": suites,
     }

@@ -19,7 +19,7 @@ struct On<'a, 'py> {
 }
 
 /// The type of 16 bits without a meaning, by its name.
-pub fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
+pub(crate) fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
     half.map(|name| name.parse().map_err(|error| InputError::new_err(format!("half: {error}")))).transpose()
 }
 
@@ -112,7 +112,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
     half=None, plans=None
 ))]
 #[allow(clippy::too_many_arguments)]
-pub fn forward<'py>(
+pub(crate) fn forward<'py>(
     py: Python<'py>,
     q: &Bound<'py, PyAny>,
     k: &Bound<'py, PyAny>,
@@ -143,7 +143,7 @@ pub fn forward<'py>(
     extras=None, stream=None, allocate=None, half=None, dlse=None
 ))]
 #[allow(clippy::too_many_arguments)]
-pub fn backward<'py>(
+pub(crate) fn backward<'py>(
     py: Python<'py>,
     dout: &Bound<'py, PyAny>,
     q: &Bound<'py, PyAny>,
@@ -199,7 +199,7 @@ pub fn backward<'py>(
     half=None
 ))]
 #[allow(clippy::too_many_arguments)]
-pub fn report<'py>(
+pub(crate) fn report<'py>(
     py: Python<'py>,
     q: &Bound<'py, PyAny>,
     k: &Bound<'py, PyAny>,
@@ -220,7 +220,7 @@ pub fn report<'py>(
 }
 
 /// The report on a pass of `problem` at a place, as JSON.
-pub fn report_of(py: Python<'_>, problem: &Problem, pass: Pass, place: Place) -> PyResult<String> {
+pub(crate) fn report_of(py: Python<'_>, problem: &Problem, pass: Pass, place: Place) -> PyResult<String> {
     problem.check().map_err(|error| raised(error.into()))?;
     let report = match place {
         Place::Cpu => serde_json::to_string(&host::engine()?.bind(problem, pass).map_err(raised)?.report()),
@@ -249,7 +249,7 @@ pub fn report_of(py: Python<'_>, problem: &Problem, pass: Pass, place: Place) ->
     page_table, cu_q, max_q, used_out, stream=None, half=None
 ))]
 #[allow(clippy::too_many_arguments)]
-pub fn append<'py>(
+pub(crate) fn append<'py>(
     py: Python<'py>,
     k: &Bound<'py, PyAny>,
     v: &Bound<'py, PyAny>,

@@ -19,11 +19,11 @@ static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
 static TUNING: Mutex<Tuning> = Mutex::new(Tuning::Off);
 
 /// The thread's current context, put back when this is dropped: other libraries count on their device.
-pub struct Current(Option<CUcontext>);
+pub(crate) struct Current(Option<CUcontext>);
 
 impl Current {
     /// Remembers the context; nothing where there is no driver.
-    pub fn keep() -> Current {
+    pub(crate) fn keep() -> Current {
         let there = fa_kernels::driver::probe().is_ok();
         Current(if there { result::ctx::get_current().ok().flatten() } else { None })
     }
@@ -45,7 +45,7 @@ impl Drop for Current {
 ///
 /// # Errors
 /// Without a driver, a GPU, or one that kernels run on.
-pub fn device(ordinal: i32) -> PyResult<&'static Device> {
+pub(crate) fn device(ordinal: i32) -> PyResult<&'static Device> {
     let index = usize::try_from(ordinal).ok().filter(|index| *index < MOST);
     let Some(index) = index else {
         return Err(InputError::new_err(format!("there is no GPU {ordinal}")));
@@ -65,7 +65,7 @@ pub fn device(ordinal: i32) -> PyResult<&'static Device> {
 ///
 /// # Errors
 /// Numbers that tune nothing, a machine without a GPU, a table of winners that cannot be read.
-pub fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
+pub(crate) fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
     tuning.check().map_err(raised)?;
     if tuning != Tuning::Off && fa_kernels::driver::probe().is_err() {
         return Err(raised(Error::NothingToTune { backend: "CPU" }));
@@ -84,6 +84,6 @@ pub fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
 }
 
 /// Waits for what is being measured on any GPU; what came of it.
-pub fn finish_tuning(py: Python<'_>) -> Vec<TuningOutcome> {
+pub(crate) fn finish_tuning(py: Python<'_>) -> Vec<TuningOutcome> {
     py.detach(|| DEVICES.iter().filter_map(OnceLock::get).flat_map(Device::finish_tuning).collect())
 }

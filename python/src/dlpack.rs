@@ -14,7 +14,7 @@ use pyo3::{ffi, intern};
 use crate::error::{InputError, of_another_type};
 
 /// The most axes of an array that a call takes.
-pub const MAX_AXES: usize = 5;
+pub(crate) const MAX_AXES: usize = 5;
 
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
@@ -106,7 +106,7 @@ const FLOAT8: [&str; 8] = [
 
 /// Where an array lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
+pub(crate) enum Place {
     /// Memory of the host.
     Cpu,
     /// A GPU, in the driver's order.
@@ -115,7 +115,7 @@ pub enum Place {
 
 /// What an array holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Type {
+pub(crate) enum Type {
     F32,
     F16,
     Bf16,
@@ -127,7 +127,7 @@ pub enum Type {
 }
 
 /// An array as it lies, borrowed from a Python object for a call.
-pub struct View<'py> {
+pub(crate) struct View<'py> {
     /// The first element; null where there is none.
     pub data: *mut u8,
     pub place: Place,
@@ -178,7 +178,7 @@ impl<'py> View<'py> {
     ///
     /// # Errors
     /// What the object's library refuses, more than five axes, and devices other than the CPU and CUDA.
-    pub fn of(name: &str, object: &Bound<'py, PyAny>, stream: Option<u64>) -> PyResult<View<'py>> {
+    pub(crate) fn of(name: &str, object: &Bound<'py, PyAny>, stream: Option<u64>) -> PyResult<View<'py>> {
         if let Some(exchange) = exchange_of(object)? {
             return View::exchanged(name, object, exchange);
         }
@@ -291,24 +291,24 @@ impl<'py> View<'py> {
         Ok(view)
     }
 
-    pub fn shape(&self) -> &[usize] {
+    pub(crate) fn shape(&self) -> &[usize] {
         &self.shape[..self.ndim]
     }
 
-    pub fn strides(&self) -> &[i64] {
+    pub(crate) fn strides(&self) -> &[i64] {
         &self.strides[..self.ndim]
     }
 
-    pub fn elements(&self) -> usize {
+    pub(crate) fn elements(&self) -> usize {
         self.shape().iter().product()
     }
 
-    pub fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.data as u64
     }
 
     /// The type as the array's library names it.
-    pub fn type_name(&self) -> String {
+    pub(crate) fn type_name(&self) -> String {
         let (code, bits) = self.code;
         let kind = match code {
             0 => "int",
@@ -324,7 +324,7 @@ impl<'py> View<'py> {
     }
 
     /// Whether elements lie end to end, in order.
-    pub fn is_contiguous(&self) -> bool {
+    pub(crate) fn is_contiguous(&self) -> bool {
         if self.elements() == 0 {
             return true;
         }
@@ -337,7 +337,7 @@ impl<'py> View<'py> {
     }
 
     /// Elements from the first to the end of the last; `None` where a stride is negative.
-    pub fn span(&self) -> Option<usize> {
+    pub(crate) fn span(&self) -> Option<usize> {
         if self.elements() == 0 {
             return Some(0);
         }
@@ -406,7 +406,7 @@ unsafe impl Send for Table {}
 unsafe impl Sync for Table {}
 
 /// The stream on which the object's library works now, where it says so.
-pub fn current_stream(object: &Bound<'_, PyAny>, device: i32) -> PyResult<Option<u64>> {
+pub(crate) fn current_stream(object: &Bound<'_, PyAny>, device: i32) -> PyResult<Option<u64>> {
     let Some(Exchange { current_stream: Some(ask), .. }) = exchange_of(object)? else { return Ok(None) };
     let mut stream = std::ptr::null_mut();
     // SAFETY: the argument points at a local.

@@ -19,7 +19,7 @@ create_exception!(
 create_exception!(fa_attn, DeviceError, PyRuntimeError, "The GPU, its driver or its compiler refuses.");
 
 /// The class `InputTypeError`, an `InputError` that is a `TypeError` as well.
-pub fn input_type_error(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
+pub(crate) fn input_type_error(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = CLASS.get_or_try_init(py, || {
         let bases = (py.get_type::<InputError>(), py.get_type::<PyTypeError>());
@@ -33,7 +33,7 @@ pub fn input_type_error(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
 }
 
 /// An `InputTypeError`.
-pub fn of_another_type(py: Python<'_>, message: String) -> PyErr {
+pub(crate) fn of_another_type(py: Python<'_>, message: String) -> PyErr {
     match input_type_error(py) {
         Ok(class) => PyErr::from_type(class.clone(), message),
         Err(error) => error,
@@ -41,9 +41,12 @@ pub fn of_another_type(py: Python<'_>, message: String) -> PyErr {
 }
 
 /// The exception of an error, with its message.
-pub fn raised(error: Error) -> PyErr {
+pub(crate) fn raised(error: Error) -> PyErr {
     use fa_kernels::Error as Kernels;
-    let text = error.to_string();
+    let mut text = error.to_string();
+    if matches!(error, Error::Cpu(_)) {
+        text = as_arguments(&text);
+    }
     match error {
         Error::Plan(PlanError::Unserved(Unserved::Scale { .. } | Unserved::Softcap { .. })) => {
             InputError::new_err(text)
@@ -77,6 +80,34 @@ pub fn raised(error: Error) -> PyErr {
         | Error::Dtype { .. }
         | Error::Pass { .. }
         | Error::TuningOption { .. } => InputError::new_err(text),
-        _ => DeviceError::new_err(text),
+        Error::Kernels(_)
+        | Error::NoneAhead { .. }
+        | Error::Threads { .. }
+        | Error::NothingToMerge
+        | Error::NothingToTune { .. }
+        | Error::NoTunedTable
+        | Error::TuningBudget { .. }
+        | Error::TuningFailed { .. }
+        | Error::TuningMemory { .. }
+        | Error::BadTuned { .. }
+        | Error::Read { .. }
+        | Error::Write(_) => DeviceError::new_err(text),
     }
+}
+
+/// A message with the names that its arguments have in Python.
+fn as_arguments(text: &str) -> String {
+    const NAMES: [(&str, &str); 6] = [
+        ("cu_q", "cu_seqlens_q"),
+        ("cu_k", "cu_seqlens_k"),
+        ("used_q", "seqused_q"),
+        ("used_k", "seqused_k (cache_seqlens)"),
+        ("cu_new", "cu_seqlens_k_new"),
+        ("the problem's bound", "max_seqlen"),
+    ];
+    let mut text = text.to_owned();
+    for (name, argument) in NAMES {
+        text = text.replace(name, argument);
+    }
+    text
 }

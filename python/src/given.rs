@@ -8,7 +8,7 @@ use crate::error::{InputError, UnsupportedError};
 
 /// The options of a call that are numbers.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub(crate) struct Options {
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
     pub causal: bool,
@@ -19,7 +19,7 @@ pub struct Options {
 }
 
 /// `cu_q`, `cu_k`, `used_q`, `used_k`, `page_table`, `alibi_slopes`, `sinks`, `max_q`, `max_k`.
-pub type ExtraObjects<'py> = (
+pub(crate) type ExtraObjects<'py> = (
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
@@ -33,7 +33,7 @@ pub type ExtraObjects<'py> = (
 
 /// What a call has beside Q, K and V.
 #[derive(Default)]
-pub struct Beside<'py> {
+pub(crate) struct Beside<'py> {
     pub cu_q: Option<View<'py>>,
     pub cu_k: Option<View<'py>>,
     pub used_q: Option<View<'py>>,
@@ -48,7 +48,7 @@ pub struct Beside<'py> {
 }
 
 impl<'py> Beside<'py> {
-    pub fn of(objects: Option<&ExtraObjects<'py>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
+    pub(crate) fn of(objects: Option<&ExtraObjects<'py>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
         let Some((cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k)) = objects else {
             return Ok(Beside::default());
         };
@@ -75,7 +75,7 @@ impl<'py> Beside<'py> {
 }
 
 /// What the arguments are called, in the order of [`Beside::views`].
-pub const BESIDE: [&str; 7] = [
+pub(crate) const BESIDE: [&str; 7] = [
     "cu_seqlens_q",
     "cu_seqlens_k",
     "seqused_q",
@@ -86,7 +86,7 @@ pub const BESIDE: [&str; 7] = [
 ];
 
 /// An array of one type whose elements lie end to end.
-pub fn words<'py>(
+pub(crate) fn words<'py>(
     name: &str,
     object: &Bound<'py, PyAny>,
     stream: Option<u64>,
@@ -111,7 +111,7 @@ pub fn words<'py>(
 }
 
 /// Q, K and V of a call, with what is beside them.
-pub struct Given<'py> {
+pub(crate) struct Given<'py> {
     pub q: View<'py>,
     pub k: View<'py>,
     pub v: View<'py>,
@@ -120,7 +120,7 @@ pub struct Given<'py> {
 }
 
 /// The element type of an array; of 16 bits without a meaning that of `half`.
-pub fn dtype_of(name: &str, view: &View<'_>, half: Option<Dtype>) -> PyResult<Dtype> {
+pub(crate) fn dtype_of(name: &str, view: &View<'_>, half: Option<Dtype>) -> PyResult<Dtype> {
     match (view.dtype, half) {
         (Type::F32, _) => Ok(Dtype::F32),
         (Type::F16, _) => Ok(Dtype::F16),
@@ -141,7 +141,7 @@ impl<'py> Given<'py> {
     ///
     /// # Errors
     /// Arrays of different places or types, and types that nothing computes in.
-    pub fn of(
+    pub(crate) fn of(
         [q, k, v]: [&Bound<'py, PyAny>; 3],
         extras: Option<&ExtraObjects<'py>>,
         stream: Option<u64>,
@@ -167,7 +167,7 @@ impl<'py> Given<'py> {
         Ok(given)
     }
 
-    pub fn place(&self) -> Place {
+    pub(crate) fn place(&self) -> Place {
         self.q.place
     }
 
@@ -175,7 +175,7 @@ impl<'py> Given<'py> {
     ///
     /// # Errors
     /// Shapes that contradict each other.
-    pub fn problem(&self, options: &Options) -> PyResult<Problem> {
+    pub(crate) fn problem(&self, options: &Options) -> PyResult<Problem> {
         let Given { q, k, v, beside, dtype } = self;
         let (max_q, max_k) = beside.max;
         let axes = |name: &str, view: &View<'_>, need: usize, what: &str| {
@@ -301,7 +301,7 @@ impl<'py> Given<'py> {
 }
 
 /// The refusal of an array that lies elsewhere than Q.
-pub fn elsewhere(name: &str, place: Place) -> PyErr {
+pub(crate) fn elsewhere(name: &str, place: Place) -> PyErr {
     let place = match place {
         Place::Cpu => "in the memory of the CPU".to_owned(),
         Place::Cuda(device) => format!("on GPU {device}"),

@@ -27,7 +27,7 @@ use crate::raw::{extras, floats, on_device, raw};
 const KEPT: usize = 4096;
 
 /// A GPU with the kernels that were bound for its problems.
-pub struct Device {
+pub(crate) struct Device {
     gpu: Gpu,
     bound: Mutex<Kept>,
     streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
@@ -55,7 +55,7 @@ struct Kept {
 }
 
 /// A bound kernel.
-pub struct Entry {
+pub(crate) struct Entry {
     pub kernel: Kernel,
     /// What its plans of work are kept under.
     number: u64,
@@ -64,7 +64,7 @@ pub struct Entry {
 /// Whom a call is for: a stream's handle, `allocate(bytes, zero)` for device memory of the caller's library,
 /// and the plans of work that calls of the same lengths share.
 #[derive(Clone, Copy)]
-pub struct Caller<'a, 'py> {
+pub(crate) struct Caller<'a, 'py> {
     pub stream: u64,
     pub allocate: Option<&'a Bound<'py, PyAny>>,
     pub plans: Option<&'a Bound<'py, PyDict>>,
@@ -74,7 +74,7 @@ pub struct Caller<'a, 'py> {
 static ENTRIES: AtomicU64 = AtomicU64::new(0);
 
 impl Device {
-    pub fn new(gpu: Gpu) -> Device {
+    pub(crate) fn new(gpu: Gpu) -> Device {
         Device { gpu, bound: Mutex::default(), streams: Mutex::default(), workspaces: Mutex::default() }
     }
 
@@ -82,17 +82,17 @@ impl Device {
     ///
     /// # Errors
     /// As [`Gpu::set_tuning`].
-    pub fn set_tuning(&self, tuning: Tuning) -> Result<(), Error> {
+    pub(crate) fn set_tuning(&self, tuning: Tuning) -> Result<(), Error> {
         self.gpu.set_tuning(tuning)?;
         lock(&self.bound).entries.clear();
         Ok(())
     }
 
-    pub fn finish_tuning(&self) -> Vec<TuningOutcome> {
+    pub(crate) fn finish_tuning(&self) -> Vec<TuningOutcome> {
         self.gpu.finish_tuning()
     }
 
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         self.gpu.name()
     }
 
@@ -100,7 +100,7 @@ impl Device {
     ///
     /// # Errors
     /// As [`Gpu::bind_rounded`].
-    pub fn bind(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> PyResult<Arc<Entry>> {
+    pub(crate) fn bind(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> PyResult<Arc<Entry>> {
         let key = (ProblemKey::from(problem), pass);
         let winners = self.gpu.tuned_winners();
         {
@@ -135,7 +135,7 @@ impl Device {
     ///
     /// # Errors
     /// What the launch refuses, and arrays that lie elsewhere.
-    pub fn run(
+    pub(crate) fn run(
         &self,
         py: Python<'_>,
         entry: &Entry,
@@ -233,7 +233,7 @@ impl Device {
     ///
     /// # Errors
     /// What the append refuses.
-    pub fn append(
+    pub(crate) fn append(
         &self,
         py: Python<'_>,
         append: &Append,
@@ -278,7 +278,13 @@ impl Device {
     ///
     /// # Errors
     /// What the merge refuses.
-    pub fn merge(&self, py: Python<'_>, merge: &Merge, arrays: &Merged<'_>, handle: u64) -> PyResult<()> {
+    pub(crate) fn merge(
+        &self,
+        py: Python<'_>,
+        merge: &Merge,
+        arrays: &Merged<'_>,
+        handle: u64,
+    ) -> PyResult<()> {
         let bound = py.detach(|| self.gpu.merge(merge)).map_err(raised)?;
         let stream = self.stream(handle);
         let place = arrays.out.place;
@@ -347,7 +353,7 @@ fn launched(error: fa_kernels::Error) -> PyErr {
     raised(Error::Kernels(error))
 }
 
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // The maps are whole whatever a panicking thread was doing.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

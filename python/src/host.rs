@@ -17,7 +17,7 @@ use crate::given::{Beside, Given};
 use crate::threads;
 
 /// The CPU's engine, made at the first call.
-pub fn engine() -> PyResult<&'static Engine> {
+pub(crate) fn engine() -> PyResult<&'static Engine> {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     if let Some(engine) = ENGINE.get() {
         return Ok(engine);
@@ -27,13 +27,13 @@ pub fn engine() -> PyResult<&'static Engine> {
 }
 
 /// The arrays that a pass writes.
-pub enum Written<'a, 'py> {
+pub(crate) enum Written<'a, 'py> {
     Forward { out: &'a View<'py>, lse: &'a View<'py> },
     Backward(Backward<'a, 'py>),
 }
 
 /// The arrays of a backward beside Q, K and V.
-pub struct Backward<'a, 'py> {
+pub(crate) struct Backward<'a, 'py> {
     pub dout: &'a View<'py>,
     pub out: &'a View<'py>,
     pub lse: &'a View<'py>,
@@ -47,7 +47,7 @@ pub struct Backward<'a, 'py> {
 ///
 /// # Errors
 /// What the engine refuses, and arrays that cannot be written.
-pub fn run(
+pub(crate) fn run(
     py: Python<'_>,
     given: &Given<'_>,
     problem: &Problem,
@@ -104,7 +104,7 @@ fn run_in<T: fa_attn::Element>(
 }
 
 /// The arrays of an append, in the order of [`fa_attn::AppendTensors`] and [`fa_attn::AppendExtras`].
-pub struct Appended<'py> {
+pub(crate) struct Appended<'py> {
     pub k_new: View<'py>,
     pub v_new: View<'py>,
     pub k_cache: View<'py>,
@@ -124,7 +124,7 @@ pub struct Appended<'py> {
 ///
 /// # Errors
 /// What [`fa_attn::append`] refuses, and arrays that cannot be written.
-pub fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> PyResult<usize> {
+pub(crate) fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> PyResult<usize> {
     match append.dtype {
         Dtype::F32 => append_in::<f32>(py, append, arrays),
         Dtype::F16 => append_in::<f16>(py, append, arrays),
@@ -162,7 +162,7 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
 }
 
 /// The arrays of a merge: each part's O and LSE, the result, and sinks.
-pub struct Merged<'py> {
+pub(crate) struct Merged<'py> {
     pub outs: Vec<View<'py>>,
     pub lses: Vec<View<'py>>,
     pub out: View<'py>,
@@ -176,15 +176,16 @@ fn table<'a, T>(name: &str, view: &'a View<'_>) -> PyResult<Table<'a, T>> {
     }
     // SAFETY: the array is that long, and holds what the append's check says: f32 or the tensors' type.
     Ok(unsafe {
-        match view.dtype {
-            Type::F32 => Table::F32(elements(view.data.cast(), view.elements())),
-            _ => Table::Same(elements(view.data.cast(), view.elements())),
+        if view.dtype == Type::F32 {
+            Table::F32(elements(view.data.cast(), view.elements()))
+        } else {
+            Table::Same(elements(view.data.cast(), view.elements()))
         }
     })
 }
 
 /// `[batch, rows, heads, dim]` of an array of three axes (packed, a batch of 1) or four, with its strides.
-pub fn placement(view: &View<'_>) -> Option<([usize; 4], Strides)> {
+pub(crate) fn placement(view: &View<'_>) -> Option<([usize; 4], Strides)> {
     match (view.shape(), view.strides()) {
         (&[s, h, d], &[seq, head, dim]) => Some(([1, s, h, d], Strides { batch: 0, seq, head, dim })),
         (&[b, s, h, d], &[batch, seq, head, dim]) => Some(([b, s, h, d], Strides { batch, seq, head, dim })),
@@ -209,20 +210,20 @@ fn span(name: &str, view: &View<'_>) -> PyResult<usize> {
     })
 }
 
-pub fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorRef<'a, T>> {
+pub(crate) fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorRef<'a, T>> {
     let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
     // SAFETY: the array has that many elements of the type, which the caller has checked; it is borrowed.
     let data = unsafe { elements(view.data.cast::<T>(), span(name, view)?) };
     TensorRef::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-pub fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {
+pub(crate) fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {
     let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
     let data = slice_mut_of(name, view, span(name, view)?)?;
     TensorMut::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-pub fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
+pub(crate) fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
     check_floats(name, view)?;
     // SAFETY: the array holds that many f32 end to end.
     Ok(unsafe { elements(view.data.cast(), view.elements()) })
@@ -230,7 +231,7 @@ pub fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
 
 // The memory is another library's: a view borrows the object, not what is in it.
 #[allow(clippy::mut_from_ref)]
-pub fn floats_mut<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [f32]> {
+pub(crate) fn floats_mut<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [f32]> {
     check_floats(name, view)?;
     slice_mut(name, view)
 }

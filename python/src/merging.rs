@@ -17,7 +17,7 @@ use crate::host::{Merged, floats, floats_mut, placement, tensor, tensor_mut};
 #[pyfunction]
 #[pyo3(signature = (outs, lses, out, lse, sinks=None, stream=None, half=None))]
 #[allow(clippy::too_many_arguments)]
-pub fn merge<'py>(
+pub(crate) fn merge<'py>(
     py: Python<'py>,
     outs: Vec<Bound<'py, PyAny>>,
     lses: Vec<Bound<'py, PyAny>>,

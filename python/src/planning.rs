@@ -15,12 +15,12 @@ use crate::{devices, threads};
 
 /// The package's version.
 #[pyfunction]
-pub fn version() -> &'static str {
+pub(crate) fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
 /// A problem from its JSON, checked.
-pub fn problem_of(json: &str) -> PyResult<Problem> {
+pub(crate) fn problem_of(json: &str) -> PyResult<Problem> {
     let problem: Problem = serde_json::from_str(json)
         .map_err(|error| InputError::new_err(format!("this is not a problem: {error}")))?;
     problem.check().map_err(|error| InputError::new_err(error.to_string()))?;
@@ -29,14 +29,14 @@ pub fn problem_of(json: &str) -> PyResult<Problem> {
 
 /// A problem, checked, with all its fields, as JSON.
 #[pyfunction]
-pub fn problem(json: &str) -> PyResult<String> {
+pub(crate) fn problem(json: &str) -> PyResult<String> {
     serde_json::to_string(&problem_of(json)?).map_err(|error| InputError::new_err(error.to_string()))
 }
 
 /// Binds a pass of a problem on the CPU (`device` None) or a GPU, and says what runs it, as JSON.
 #[pyfunction]
 #[pyo3(signature = (problem, backward, deterministic, device=None))]
-pub fn bind(
+pub(crate) fn bind(
     py: Python<'_>,
     problem: &str,
     backward: bool,
@@ -52,7 +52,7 @@ pub fn bind(
 #[pyfunction]
 #[pyo3(signature = (problem, arch, family, forward, backward, deterministic, limit=None))]
 #[allow(clippy::too_many_arguments)]
-pub fn plan(
+pub(crate) fn plan(
     py: Python<'_>,
     problem: &str,
     arch: &str,
@@ -74,7 +74,7 @@ pub fn plan(
 #[pyfunction]
 #[pyo3(signature = (problem, query, arch, family, forward, backward, deterministic))]
 #[allow(clippy::too_many_arguments)]
-pub fn explain(
+pub(crate) fn explain(
     py: Python<'_>,
     problem: &str,
     query: &str,
@@ -92,7 +92,7 @@ pub fn explain(
 /// Switches tuning on, with `candidates` kernels and `budget` seconds for each problem and pass, or off.
 #[pyfunction]
 #[pyo3(signature = (candidates=None, budget=0.0))]
-pub fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResult<()> {
+pub(crate) fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResult<()> {
     let tuning = match candidates {
         None => Tuning::Off,
         Some(candidates) => {
@@ -107,7 +107,7 @@ pub fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResul
 
 /// Waits for what is being measured; what came of it, as JSON.
 #[pyfunction]
-pub fn finish_tuning(py: Python<'_>) -> PyResult<String> {
+pub(crate) fn finish_tuning(py: Python<'_>) -> PyResult<String> {
     let outcomes = devices::finish_tuning(py);
     text(&outcomes.iter().map(outcome_of).collect::<Vec<_>>())
 }
@@ -155,7 +155,12 @@ fn refused(error: ReportError) -> PyErr {
     let message = error.to_string();
     match error {
         ReportError::Plan(_) | ReportError::Sm100Backward => UnsupportedError::new_err(message),
-        _ => InputError::new_err(message),
+        ReportError::Sm100Why
+        | ReportError::NoSpec
+        | ReportError::Why(_)
+        | ReportError::HeadDims(_)
+        | ReportError::HeadDim(_)
+        | ReportError::Search(_) => InputError::new_err(message),
     }
 }
 

@@ -9,11 +9,11 @@ use crate::error::InputError;
 use crate::given::{Beside, elsewhere};
 use crate::host::placement;
 
-pub fn on_device(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
+pub(crate) fn on_device(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
     if view.place == place { Ok(view.address()) } else { Err(elsewhere(name, place)) }
 }
 
-pub fn raw(name: &str, view: &View<'_>, place: Place) -> PyResult<RawTensor> {
+pub(crate) fn raw(name: &str, view: &View<'_>, place: Place) -> PyResult<RawTensor> {
     let address = on_device(name, view, place)?;
     let Some((_, strides)) = placement(view) else {
         return Err(InputError::new_err(format!(
@@ -27,14 +27,14 @@ pub fn raw(name: &str, view: &View<'_>, place: Place) -> PyResult<RawTensor> {
     Ok(RawTensor { address, strides: Strides { batch, ..strides } })
 }
 
-pub fn floats(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
+pub(crate) fn floats(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
     if view.dtype != Type::F32 || !view.is_contiguous() {
         return Err(InputError::new_err(format!("{name} must be float32 and contiguous")));
     }
     on_device(name, view, place)
 }
 
-pub fn extras(beside: &Beside<'_>) -> RawExtras {
+pub(crate) fn extras(beside: &Beside<'_>) -> RawExtras {
     let at = |view: &Option<View<'_>>| view.as_ref().map(View::address);
     RawExtras {
         cu_q: at(&beside.cu_q),

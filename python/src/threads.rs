@@ -16,7 +16,7 @@ static FORKED: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
 ///
 /// # Errors
 /// A system that gives no threads.
-pub fn detached<R: Send>(py: Python<'_>, work: impl FnOnce() -> R + Send) -> PyResult<R> {
+pub(crate) fn detached<R: Send>(py: Python<'_>, work: impl FnOnce() -> R + Send) -> PyResult<R> {
     static FIRST: OnceLock<u32> = OnceLock::new();
     let own = process::id();
     let first = FIRST.get_or_init(|| {

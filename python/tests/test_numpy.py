@@ -495,3 +495,20 @@ def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise
     for name in sorted(set(neutral) - {"learnable_sink", "min_seqlen_k"}):
         with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
+
+
+def test_refusals_name_the_arguments():
+    x = np.zeros((9, 2, 8), np.float32)
+    ints = lambda *values: np.array(values, np.int32)  # noqa: E731
+
+    def refused(match, starts_q, starts_k, most=9, **others):
+        with pytest.raises(fa_attn.InputError, match=match):
+            fa_attn.flash_attn_varlen_func(x, x, x, starts_q, starts_k, most, most, **others)
+
+    good = ints(0, 4, 9)
+    refused(r"^cu_seqlens_q gives sequence 1 5 rows, max_seqlen is 4$", good, good, 4)
+    refused(r"^cu_seqlens_k\[2\] = 12: it must be from 0 to 9$", good, good + 3)
+    refused(r"^cu_seqlens_q\[0\] = 9 and cu_seqlens_q\[1\] = 4: ", good[::-1].copy(), good)
+    used = ints(5, 1)
+    refused(r"^seqused_k \(cache_seqlens\)\[0\] = 5: it must be from 0 to 4$", good, good, seqused_k=used)
+    refused(r"^seqused_q\[1\] = -1: ", good, good, seqused_q=ints(1, -1))

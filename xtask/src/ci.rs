@@ -10,7 +10,7 @@ use crate::{candle, device, python, toolkit, workspace};
 
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Compile every shipped kernel for every architecture and run every test of the emulation, whatever
     /// docs/results/compiled*.ron and emulation-tests.ron list, and write those lists.
     #[arg(long)]
@@ -65,7 +65,7 @@ impl Tally {
     }
 }
 
-pub fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
     let mut tally = Tally::default();
     for (i, step) in STEPS.iter().enumerate() {

@@ -7,8 +7,8 @@ use crate::workspace;
 
 /// Write the generated CUDA headers (config.cuh, params.cuh and those of each launch) from the Rust types.
 #[derive(clap::Args)]
-pub struct Args {}
+pub(crate) struct Args {}
 
-pub fn run(Args {}: &Args) -> Result<()> {
+pub(crate) fn run(Args {}: &Args) -> Result<()> {
     workspace::cargo(&["run", "--quiet", "-p", "fa-kernels", "--example", "codegen"])
 }

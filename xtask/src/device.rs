@@ -9,19 +9,19 @@ use crate::{toolkit, workspace};
 
 /// Format the CUDA sources by .clang-format, with the clang-format of `cargo xtask toolkit`.
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Change nothing, fail where a file is not formatted.
     #[arg(long)]
     check: bool,
 }
 
-pub fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     toolkit::install(false)?;
     format(args.check)
 }
 
 /// Formats the headers of every crate's `cuda` folder, or checks that they are formatted.
-pub fn format(check: bool) -> Result<()> {
+pub(crate) fn format(check: bool) -> Result<()> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(workspace::root().join("crates"))? {
         let folder = entry?.path().join("cuda");

@@ -11,7 +11,7 @@ use crate::workspace;
 
 /// Build the Python package's wheel, install it in a fresh environment and run its tests with numpy.
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Build the wheel that is shipped, optimised and with the bundle of `cargo xtask build` in it, and leave
     /// it in target/wheels
     #[arg(long)]
@@ -25,7 +25,7 @@ const TESTS: [&str; 2] = ["numpy>=2,<3", "pytest>=8,<10"];
 /// Names what was installed, so that a second call is free.
 const STAMP: &str = "packages.txt";
 
-pub fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     let folder = workspace::target_dir().join("python");
     let tools = tools(&folder)?;
     let wheels = if args.release { workspace::target_dir().join("wheels") } else { folder.join("wheels") };
@@ -37,7 +37,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// The wheel of a development build, tested: a step of `cargo xtask ci`.
-pub fn check() -> Result<()> {
+pub(crate) fn check() -> Result<()> {
     run(&Args { release: false })
 }
 
@@ -107,12 +107,12 @@ fn build(tools: &Path, wheels: &Path, release: bool) -> Result<PathBuf> {
 }
 
 /// Where this is set, xtask stands for cargo, which is the variable's value: see [`stand_for_cargo`].
-pub const CARGO_BEHIND: &str = "FA_XTASK_CARGO";
+pub(crate) const CARGO_BEHIND: &str = "FA_XTASK_CARGO";
 
 /// Runs cargo with the arguments that xtask was called with, by maturin. What builds the library alone builds
 /// it as a part of the workspace: what the other members ask of the crates below counts, and these are there
 /// from the tests' build. Alone, cargo builds 46 of them once more.
-pub fn stand_for_cargo(cargo: &OsStr) -> ExitCode {
+pub(crate) fn stand_for_cargo(cargo: &OsStr) -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let mut command = Command::new(cargo);
     command.args(in_workspace(&arguments).unwrap_or(arguments)).env("CARGO", cargo).env_remove(CARGO_BEHIND);

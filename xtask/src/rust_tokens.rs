@@ -2,7 +2,7 @@
 
 /// A word or a mark. Literals are left out, but for numbers, which are words.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Token<'a> {
+pub(crate) struct Token<'a> {
     pub text: &'a str,
     /// An identifier, a keyword or a number.
     pub is_word: bool,
@@ -10,7 +10,7 @@ pub struct Token<'a> {
 
 /// The tokens of `text` without comments, strings and characters. `::` is one token, every other mark stands
 /// alone.
-pub fn tokens(text: &str) -> Vec<Token<'_>> {
+pub(crate) fn tokens(text: &str) -> Vec<Token<'_>> {
     let mut tokens = Vec::new();
     let mut rest = text;
     while let Some(first) = rest.chars().next() {

@@ -17,7 +17,7 @@ use crate::workspace::BadInput;
   cargo xtask search --headdim 192-128 --mode bwd --explain
   cargo xtask search --headdim 128 --arch sm80
   cargo xtask search --headdim 192 --mode bwd --tile-m 64,80 --tile-n 64,96 --format json")]
-pub struct Args {
+pub(crate) struct Args {
     /// Head dim, or those of Q/K and of V as in 192-128; 1 to 512, planned as the next multiple of 32.
     #[arg(long, value_name = "H[-HV]")]
     headdim: HeadDims,
@@ -54,7 +54,7 @@ enum Format {
     Ron,
 }
 
-pub fn run(args: Args) -> Result<()> {
+pub(crate) fn run(args: Args) -> Result<()> {
     let Args { headdim: head_dims, mode, tile_m, tile_n, n, arch, format, explain } = args;
     let limit = n.map(|n| n as usize);
     let query = Query { head_dims, mode, arch, tile_m, tile_n, limit, explain };

@@ -8,12 +8,12 @@ use crate::workspace;
 
 /// Build the release program and check that it is under 10 MB stripped, as `strip` of binutils leaves it.
 #[derive(clap::Args)]
-pub struct Args {}
+pub(crate) struct Args {}
 
 /// Bytes.
 const LIMIT: u64 = 10_000_000;
 
-pub fn run(_: &Args) -> Result<()> {
+pub(crate) fn run(_: &Args) -> Result<()> {
     workspace::cargo(&["build", "--quiet", "--release", "-p", "fa-cli"])?;
     let program = workspace::target_dir().join("release").join(format!("fa{}", std::env::consts::EXE_SUFFIX));
     let stripped = program.with_extension("stripped");

@@ -10,7 +10,7 @@ use crate::workspace;
 
 /// Install NVRTC, nvdisasm, cuobjdump and clang-format from PyPI into target/toolkit.
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Install again even if the versions wanted are there.
     #[arg(long)]
     force: bool,
@@ -28,17 +28,17 @@ const PACKAGES: [&str; 4] = [
 /// Names what was installed, so that a second call is free.
 const STAMP: &str = "packages.txt";
 
-pub fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     install(args.force)
 }
 
 /// Installs the packages unless they are there; with `force`, in any case.
-pub fn install(force: bool) -> Result<()> {
+pub(crate) fn install(force: bool) -> Result<()> {
     packages(&folder(), &PACKAGES, force)
 }
 
 /// Installs packages of PyPI in `folder` unless they are there; with `force`, in any case.
-pub fn packages(folder: &Path, packages: &[&str], force: bool) -> Result<()> {
+pub(crate) fn packages(folder: &Path, packages: &[&str], force: bool) -> Result<()> {
     if !force && is_current(folder, packages) {
         println!("{} is up to date", folder.display());
         return Ok(());
@@ -64,7 +64,7 @@ fn folder() -> PathBuf {
 }
 
 /// clang-format, once installed.
-pub fn clang_format() -> PathBuf {
+pub(crate) fn clang_format() -> PathBuf {
     folder().join(format!("clang_format/data/bin/clang-format{}", std::env::consts::EXE_SUFFIX))
 }
 

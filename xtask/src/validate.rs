@@ -6,7 +6,7 @@ use crate::workspace;
 
 /// Validate the GPU kernels on the GPU at hand: builds and runs `fa validate`.
 #[derive(clap::Args)]
-pub struct Args {
+pub(crate) struct Args {
     /// Kernels to validate, sm80 or sm90 [default: the fastest that the GPU runs].
     #[arg(long)]
     arch: Option<String>,
@@ -15,7 +15,7 @@ pub struct Args {
     flags: Vec<String>,
 }
 
-pub fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     let mut flags = args.flags.clone();
     if let Some(arch) = &args.arch {
         flags.extend(["--arch".to_owned(), arch.clone()]);

@@ -6,17 +6,17 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 
 /// The workspace's root.
-pub fn root() -> &'static Path {
+pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace")
 }
 
 /// Cargo's target folder.
-pub fn target_dir() -> PathBuf {
+pub(crate) fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
 /// This program's file; where cargo has built it again since it started, the new one.
-pub fn program() -> Result<PathBuf> {
+pub(crate) fn program() -> Result<PathBuf> {
     Ok(standing(std::env::current_exe().context("this program does not find itself")?))
 }
 
@@ -29,14 +29,14 @@ fn standing(program: PathBuf) -> PathBuf {
 }
 
 /// Cargo with these arguments, in the workspace's root.
-pub fn cargo_command(args: &[&str]) -> Command {
+pub(crate) fn cargo_command(args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args).current_dir(root());
     command
 }
 
 /// Runs cargo in the workspace's root.
-pub fn cargo(args: &[&str]) -> Result<()> {
+pub(crate) fn cargo(args: &[&str]) -> Result<()> {
     let status = cargo_command(args).status().context("cargo does not start")?;
     ensure!(status.success(), "cargo {} failed ({status})", args.join(" "));
     Ok(())
@@ -46,13 +46,13 @@ pub fn cargo(args: &[&str]) -> Result<()> {
 /// not parse.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct BadInput(pub String);
+pub(crate) struct BadInput(pub String);
 
 /// `fa` has said what is wrong and ended with this code: 1 for what did not pass, 2 for input that makes no
 /// sense.
 #[derive(Debug, thiserror::Error)]
 #[error("fa {command} ended with exit code {code}")]
-pub struct FaEnded {
+pub(crate) struct FaEnded {
     command: String,
     pub code: u8,
 }
@@ -61,7 +61,7 @@ pub struct FaEnded {
 ///
 /// # Errors
 /// [`FaEnded`] when it ends by itself with another code than 0.
-pub fn fa(command: &str, flags: &[String]) -> Result<()> {
+pub(crate) fn fa(command: &str, flags: &[String]) -> Result<()> {
     cargo(&["build", "--quiet", "--release", "-p", "fa-cli"])?;
     let mut args = vec!["run", "--quiet", "--release", "-p", "fa-cli", "--", command];
     args.extend(flags.iter().map(String::as_str));
@@ -76,7 +76,7 @@ pub fn fa(command: &str, flags: &[String]) -> Result<()> {
 /// Texts of the files below `folder` with this extension, by their paths from it, in order; build outputs are
 /// left out.
 #[cfg(test)]
-pub fn sources(folder: &Path, extension: &str) -> Vec<(String, String)> {
+pub(crate) fn sources(folder: &Path, extension: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut folders = vec![folder.to_owned()];
     while let Some(at) = folders.pop() {

@@ -12,7 +12,7 @@ use fa_attn::{
 ///
 /// # Errors
 /// What the engine refuses.
-pub fn step() -> Result<Tensor<bf16>, Error> {
+pub(crate) fn step() -> Result<Tensor<bf16>, Error> {
     // 3 requests of at most 64 keys; 12 pages of 16 keys; 8 query heads on 2 key/value heads of 64.
     let (requests, page, pages, most) = (3, 16, 12, 64);
     let problem = Problem {

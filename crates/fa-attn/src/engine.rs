@@ -206,16 +206,9 @@ impl Engine {
     ) -> Result<Output<T>, Error> {
         let call = self.bind(problem, Pass::Forward)?;
         let layout = q.layout;
-        let [q, k, v] = inputs_of(problem, [q, k, v])?;
+        let inputs = inputs_of(problem, [q, k, v])?;
         let mut output = Output::new(problem, layout);
-        call.run(ForwardTensors {
-            q,
-            k,
-            v,
-            out: output.out.view_mut("out")?,
-            lse: &mut output.lse,
-            extras: *extras,
-        })?;
+        call.run(ForwardTensors::of(inputs, &mut output, *extras)?)?;
         Ok(output)
     }
 
@@ -234,21 +227,9 @@ impl Engine {
     ) -> Result<Gradients<T>, Error> {
         let call = self.bind(problem, Pass::BACKWARD)?;
         let layout = q.layout;
-        let [q, k, v] = inputs_of(problem, [q, k, v])?;
+        let inputs = inputs_of(problem, [q, k, v])?;
         let mut gradients = Gradients::new(problem, layout);
-        call.run(BackwardTensors {
-            q,
-            k,
-            v,
-            out: output.out.view("out")?,
-            lse: &output.lse,
-            dout: dout.view("dout")?,
-            dq: gradients.dq.view_mut("dq")?,
-            dk: gradients.dk.view_mut("dk")?,
-            dv: gradients.dv.view_mut("dv")?,
-            dsinks: gradients.dsinks.as_deref_mut(),
-            extras: *extras,
-        })?;
+        call.run(BackwardTensors::of(inputs, output, dout, &mut gradients, *extras)?)?;
         Ok(gradients)
     }
 

@@ -111,7 +111,7 @@ pub enum Error {
         need: &'static str,
     },
     /// There is no path for the table of winners.
-    #[error("tuning has no place for its winners: set FA_TUNED to a file, or HOME for the default")]
+    #[error("tuning has no file for its winners: set FA_TUNED to a path, or HOME for the default")]
     NoTunedTable,
     /// The budget of tuning was spent before there was anything to compare.
     #[error(

@@ -137,6 +137,20 @@ pub struct ForwardTensors<'a, T> {
     pub extras: Extras<'a>,
 }
 
+impl<'a, T: Element> ForwardTensors<'a, T> {
+    /// Those of `inputs` (Q, K and V), written to `output`.
+    ///
+    /// # Errors
+    /// As [`Tensor::view_mut`].
+    pub fn of(
+        [q, k, v]: [TensorRef<'a, T>; 3],
+        output: &'a mut Output<T>,
+        extras: Extras<'a>,
+    ) -> Result<ForwardTensors<'a, T>, Error> {
+        Ok(ForwardTensors { q, k, v, out: output.out.view_mut("out")?, lse: &mut output.lse, extras })
+    }
+}
+
 /// The host tensors of a backward, in shapes as those of [`ForwardTensors`]. Strides are free.
 #[derive(Debug)]
 pub struct BackwardTensors<'a, T> {
@@ -163,6 +177,34 @@ pub struct BackwardTensors<'a, T> {
     pub dsinks: Option<&'a mut [f32]>,
     /// As the forward's.
     pub extras: Extras<'a>,
+}
+
+impl<'a, T: Element> BackwardTensors<'a, T> {
+    /// Those of `inputs` (Q, K and V), their `output` and its gradient `dout`, written to `gradients`.
+    ///
+    /// # Errors
+    /// As [`Tensor::view`] and [`Tensor::view_mut`].
+    pub fn of(
+        [q, k, v]: [TensorRef<'a, T>; 3],
+        output: &'a Output<T>,
+        dout: &'a Tensor<T>,
+        gradients: &'a mut Gradients<T>,
+        extras: Extras<'a>,
+    ) -> Result<BackwardTensors<'a, T>, Error> {
+        Ok(BackwardTensors {
+            q,
+            k,
+            v,
+            out: output.out.view("out")?,
+            lse: &output.lse,
+            dout: dout.view("dout")?,
+            dq: gradients.dq.view_mut("dq")?,
+            dk: gradients.dk.view_mut("dk")?,
+            dv: gradients.dv.view_mut("dv")?,
+            dsinks: gradients.dsinks.as_deref_mut(),
+            extras,
+        })
+    }
 }
 
 /// The host tensors of a call.

@@ -130,7 +130,7 @@ impl Device {
 pub fn set_tuning(device: &candle_core::Device, tuning: Tuning) -> Result<()> {
     match device {
         candle_core::Device::Cuda(cuda) => Device::of(cuda.cuda_stream().context())?.set_tuning(tuning),
-        _ if tuning == Tuning::Off => Ok(()),
+        candle_core::Device::Cpu | candle_core::Device::Metal(_) if tuning == Tuning::Off => Ok(()),
         candle_core::Device::Cpu => Err(refused(fa_attn::Error::NothingToTune { backend: "CPU" })),
         candle_core::Device::Metal(_) => Err(refused(fa_attn::Error::NothingToTune { backend: "Metal" })),
     }

@@ -3,20 +3,20 @@
 
 /// Their crate.
 mod candle_flash_attn {
-    pub use fa_candle::*;
+    pub(crate) use fa_candle::*;
 }
 
 /// What they import as `candle`.
 mod candle {
-    pub use candle_core::*;
+    pub(crate) use candle_core::*;
 
     /// On the CPU their tensors are made by this.
     #[cfg(not(feature = "cuda"))]
-    pub struct Device;
+    pub(crate) struct Device;
 
     #[cfg(not(feature = "cuda"))]
     impl Device {
-        pub fn new_cuda(_: usize) -> Result<candle_core::Device> {
+        pub(crate) fn new_cuda(_: usize) -> Result<candle_core::Device> {
             Ok(candle_core::Device::Cpu)
         }
     }

@@ -34,7 +34,7 @@ type Tables<T> = (Rotary, [Values<T>; 2]);
 
 /// What is appended.
 #[derive(Debug)]
-pub struct NewRows<T> {
+pub(crate) struct NewRows<T> {
     append: Append,
     /// `[batch, rows, heads_kv, head_dim]`, or `[1, total, ...]` where they are packed.
     k: Tensor<T>,
@@ -50,7 +50,7 @@ pub struct NewRows<T> {
 
 /// What an append did.
 #[derive(Clone, Copy, Debug)]
-pub struct Appended {
+pub(crate) struct Appended {
     /// New keys of all sequences.
     pub rows: usize,
     /// Elements of a row that were turned; `None` without rotary tables.
@@ -64,7 +64,7 @@ impl NewRows<()> {
     ///
     /// # Errors
     /// [`InputError`] for parts of an append without the others.
-    pub fn are_in(file: &TensorFile, is_interleaved: bool) -> Result<bool, InputError> {
+    pub(crate) fn are_in(file: &TensorFile, is_interleaved: bool) -> Result<bool, InputError> {
         let usage = |message: String| Err(InputError::Usage(message));
         let has = |names: [&'static str; 2]| names.map(|name| file.has(name));
         let lone = |names: [&'static str; 2]| match has(names) {
@@ -100,7 +100,7 @@ impl<T: Element + Stored> NewRows<T> {
     /// # Errors
     /// [`InputError`] for tensors of wrong types and shapes, for rows that the cache has no room for, and for
     /// positions that the rotary tables do not have.
-    pub fn read(
+    pub(crate) fn read(
         file: &TensorFile,
         problem: &Problem,
         sides: &mut SideTensors,
@@ -179,7 +179,7 @@ impl<T: Element + Stored> NewRows<T> {
     }
 
     /// What is appended, as data.
-    pub fn append(&self) -> Append {
+    pub(crate) fn append(&self) -> Append {
         self.append
     }
 
@@ -187,7 +187,7 @@ impl<T: Element + Stored> NewRows<T> {
     ///
     /// # Errors
     /// What `act` says.
-    pub fn apply(
+    pub(crate) fn apply(
         &self,
         [q, k, v]: [&mut Tensor<T>; 3],
         sides: &SideTensors,

@@ -18,7 +18,7 @@ use crate::term::output::si;
 /// Q, K, V and perhaps dO of one problem, in `layout`, and the tensors beside them. Of packed sequences the
 /// tensors are `[1, total, heads, head_dim]`; a cache in pages is `[pages, page, heads, head_dim]`.
 #[derive(Debug)]
-pub struct Inputs<T> {
+pub(crate) struct Inputs<T> {
     /// The problem, checked.
     pub problem: Problem,
     /// The order of every tensor's axes.
@@ -43,7 +43,7 @@ pub struct Inputs<T> {
 
 /// [`Inputs`] of whichever type the file holds.
 #[derive(Debug)]
-pub enum AnyInputs {
+pub(crate) enum AnyInputs {
     /// f32.
     F32(Inputs<f32>),
     /// f16.
@@ -69,7 +69,7 @@ impl AnyInputs {
     ///
     /// # Errors
     /// [`InputError`] or [`fa_core::ProblemError`].
-    pub fn read(file: &TensorFile, args: &AttentionArgs, backward: bool) -> anyhow::Result<AnyInputs> {
+    pub(crate) fn read(file: &TensorFile, args: &AttentionArgs, backward: bool) -> anyhow::Result<AnyInputs> {
         let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
         let sides = SideTensors::read(file)?;
         let is_new = NewRows::are_in(file, args.rotary_interleaved)?;
@@ -96,7 +96,7 @@ impl AnyInputs {
     ///
     /// # Errors
     /// What the backend refuses.
-    pub fn append(&mut self, engine: Option<&Engine>) -> anyhow::Result<Option<Appended>> {
+    pub(crate) fn append(&mut self, engine: Option<&Engine>) -> anyhow::Result<Option<Appended>> {
         match (self, engine) {
             // No GPU kernel appends f32.
             (AnyInputs::F32(inputs), _) => inputs.grow_on_cpu(),
@@ -139,7 +139,7 @@ impl<T: Element + Stored> Inputs<T> {
 
     /// The cache with the new keys, its lengths and pages, and the queries as they were turned, for an output
     /// file; nothing where nothing was appended.
-    pub fn grown_tensors(&self) -> Vec<NewTensor> {
+    pub(crate) fn grown_tensors(&self) -> Vec<NewTensor> {
         let Inputs { q, k, v, sides, grown, .. } = self;
         if !grown {
             return Vec::new();
@@ -190,7 +190,7 @@ impl<T: Element + Stored> Inputs<T> {
     ///
     /// # Errors
     /// When a tensor is shorter than the problem says.
-    pub fn views(&self) -> Result<[TensorRef<'_, T>; 3], fa_attn::Error> {
+    pub(crate) fn views(&self) -> Result<[TensorRef<'_, T>; 3], fa_attn::Error> {
         Ok([self.q.view("q")?, self.k.view("k")?, self.v.view("v")?])
     }
 
@@ -198,7 +198,7 @@ impl<T: Element + Stored> Inputs<T> {
     ///
     /// # Errors
     /// When it is shorter than the problem says.
-    pub fn dout_view(&self) -> Result<Option<TensorRef<'_, T>>, fa_attn::Error> {
+    pub(crate) fn dout_view(&self) -> Result<Option<TensorRef<'_, T>>, fa_attn::Error> {
         self.dout.as_ref().map(|dout| dout.view("dout")).transpose()
     }
 }
@@ -207,7 +207,7 @@ impl<T: Element + Stored> Inputs<T> {
 ///
 /// # Errors
 /// [`InputError::Usage`] with what is needed and what there is.
-pub fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError> {
+pub(crate) fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError> {
     use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
     let elements = |shape: [usize; 4]| shape.iter().map(|&n| n as u64).product::<u64>();
     // The problem's check bounds every tensor to 2^48 elements, so that the sum stays far below 2^64.
@@ -222,7 +222,7 @@ pub fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError>
 ///
 /// # Errors
 /// As [`check_memory`].
-pub fn check_free(need: u64, what: &str, advice: &str) -> Result<(), InputError> {
+pub(crate) fn check_free(need: u64, what: &str, advice: &str) -> Result<(), InputError> {
     match machine::available_memory() {
         Some(have) if need > have => Err(InputError::Usage(format!(
             "{what} take {}, {} of memory are free: {advice}",
@@ -310,7 +310,7 @@ fn common_dtype(file: &TensorFile, backward: bool) -> Result<Dtype, InputError> 
 }
 
 /// Packs a tensor of `layout` as BSHD; `shape` is `[batch, seqlen, heads, dim]`.
-pub fn to_bshd<T: Copy>(values: &[T], shape: [usize; 4], layout: TensorLayout) -> Vec<T> {
+pub(crate) fn to_bshd<T: Copy>(values: &[T], shape: [usize; 4], layout: TensorLayout) -> Vec<T> {
     let [batch, seqlen, heads, dim] = shape;
     match layout {
         TensorLayout::Bshd => values.to_vec(),
@@ -319,7 +319,7 @@ pub fn to_bshd<T: Copy>(values: &[T], shape: [usize; 4], layout: TensorLayout) -
 }
 
 /// `[a, b, c, d]` to `[a, c, b, d]`.
-pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usize; 4]) -> Vec<T> {
+pub(crate) fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usize; 4]) -> Vec<T> {
     let mut swapped = Vec::with_capacity(values.len());
     for a in 0..first {
         for c in 0..third {
@@ -341,7 +341,7 @@ fn scale_text(scale: f64) -> String {
 }
 
 /// A problem in a line.
-pub fn describe(p: &Problem) -> String {
+pub(crate) fn describe(p: &Problem) -> String {
     let mut text = format!(
         "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {}",
         p.lengths.sequences(),
@@ -386,7 +386,7 @@ fn rows(lengths: &Lengths) -> String {
 
 /// A note when the file's metadata speaks of another mask, scale or cap than the problem has, or of another
 /// layout than `--layout`: flags alone decide, and a forgotten flag gives a plausible wrong answer.
-pub fn metadata_hint(
+pub(crate) fn metadata_hint(
     file: &TensorFile,
     problem: &Problem,
     layout_flag: Option<TensorLayout>,

@@ -22,7 +22,7 @@ use crate::commands::validate::args::ValidateArgs;
 #[derive(Debug, Parser)]
 #[command(name = "fa", version, arg_required_else_help = true)]
 #[command(max_term_width = 110, after_help = TOP_EXAMPLES)]
-pub struct Cli {
+pub(crate) struct Cli {
     /// Show what is going on, on standard error (-v info, -vv debug, -vvv trace)
     #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 900)]
     pub verbose: u8,
@@ -54,7 +54,7 @@ Exit codes: 0 done; 1 a negative verdict or a failure; 2 bad input or usage.";
 
 /// The commands.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub(crate) enum Command {
     /// Compute attention on the tensors of a safetensors file
     Run(RunArgs),
     /// Plan kernels for a problem and a GPU architecture

@@ -1,15 +1,15 @@
 //! The commands: one file each, with its flags, and what runs it.
 
-pub mod bench;
-pub mod build;
-pub mod check;
-pub mod doctor;
-pub mod emulate;
-pub mod ladder;
-pub mod manual;
-pub mod plan;
-pub mod records;
-pub mod run;
-pub mod tune;
-pub mod validate;
-pub mod worker;
+pub(crate) mod bench;
+pub(crate) mod build;
+pub(crate) mod check;
+pub(crate) mod doctor;
+pub(crate) mod emulate;
+pub(crate) mod ladder;
+pub(crate) mod manual;
+pub(crate) mod plan;
+pub(crate) mod records;
+pub(crate) mod run;
+pub(crate) mod tune;
+pub(crate) mod validate;
+pub(crate) mod worker;

@@ -19,7 +19,7 @@ use crate::term::failure::InputError;
 /// # Errors
 /// [`InputError::Usage`] for an instruction set that the CPU lacks and for flags that the backend does not
 /// know; what the GPU reports; when the system gives no threads.
-pub fn engine(backend: Backend, cpu: &CpuArgs) -> anyhow::Result<Engine> {
+pub(crate) fn engine(backend: Backend, cpu: &CpuArgs) -> anyhow::Result<Engine> {
     let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
     let threads = cpu.threads.and_then(|threads| NonZeroUsize::new(threads.into()));
     let of_the_cpu = cpu.isa.is_some() || threads.is_some();
@@ -51,7 +51,7 @@ fn check_isa(isa: Option<Isa>) -> Result<(), InputError> {
 
 /// The bound passes of a problem.
 #[derive(Debug)]
-pub struct Calls {
+pub(crate) struct Calls {
     /// O and LSE.
     pub forward: Call,
     /// dQ, dK and dV.
@@ -63,7 +63,7 @@ impl Calls {
     ///
     /// # Errors
     /// As [`Engine::bind`].
-    pub fn bind(engine: &Engine, problem: &Problem, backward: Option<Pass>) -> anyhow::Result<Calls> {
+    pub(crate) fn bind(engine: &Engine, problem: &Problem, backward: Option<Pass>) -> anyhow::Result<Calls> {
         Ok(match backward {
             None => Calls { forward: engine.bind(problem, Pass::Forward)?, backward: None },
             Some(pass) => {
@@ -78,20 +78,13 @@ impl Calls {
     ///
     /// # Errors
     /// What the backend reports.
-    pub fn forward<T: Element + Stored>(
+    pub(crate) fn forward<T: Element + Stored>(
         &self,
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Duration> {
-        let Output { out, lse } = &mut outputs.output;
-        Ok(self.forward.time(ForwardTensors {
-            q: inputs.q.view("q")?,
-            k: inputs.k.view("k")?,
-            v: inputs.v.view("v")?,
-            out: out.view_mut("out")?,
-            lse,
-            extras: inputs.sides.extras(),
-        })?)
+        let tensors = ForwardTensors::of(inputs.views()?, &mut outputs.output, inputs.sides.extras())?;
+        Ok(self.forward.time(tensors)?)
     }
 
     /// Computes the gradients from a finished forward; `None` where no backward is bound. The time is that of
@@ -99,7 +92,7 @@ impl Calls {
     ///
     /// # Errors
     /// What the backend reports.
-    pub fn backward<T: Element + Stored>(
+    pub(crate) fn backward<T: Element + Stored>(
         &self,
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
@@ -108,25 +101,15 @@ impl Calls {
         let (Some(call), Some(dout), Some(gradients)) = (&self.backward, &inputs.dout, gradients) else {
             return Ok(None);
         };
-        Ok(Some(call.time(BackwardTensors {
-            q: inputs.q.view("q")?,
-            k: inputs.k.view("k")?,
-            v: inputs.v.view("v")?,
-            out: output.out.view("out")?,
-            lse: &output.lse,
-            dout: dout.view("dout")?,
-            dq: gradients.dq.view_mut("dq")?,
-            dk: gradients.dk.view_mut("dk")?,
-            dv: gradients.dv.view_mut("dv")?,
-            dsinks: gradients.dsinks.as_deref_mut(),
-            extras: inputs.sides.extras(),
-        })?))
+        let extras = inputs.sides.extras();
+        let tensors = BackwardTensors::of(inputs.views()?, output, dout, gradients, extras)?;
+        Ok(Some(call.time(tensors)?))
     }
 }
 
 /// What an implementation gave, packed in the inputs' layout; NaN until it is computed.
 #[derive(Debug)]
-pub struct Outputs<T> {
+pub(crate) struct Outputs<T> {
     /// O and LSE.
     pub output: Output<T>,
     /// dQ, dK and dV; `None` without a dO.
@@ -135,7 +118,7 @@ pub struct Outputs<T> {
 
 impl<T: Element + Stored> Outputs<T> {
     /// Room for the results.
-    pub fn new(inputs: &Inputs<T>) -> Outputs<T> {
+    pub(crate) fn new(inputs: &Inputs<T>) -> Outputs<T> {
         let (problem, layout) = (&inputs.problem, inputs.layout);
         Outputs {
             output: Output::new(problem, layout),
@@ -144,7 +127,7 @@ impl<T: Element + Stored> Outputs<T> {
     }
 
     /// Gives rows that no sequence has, which nothing computes, the values of rows that see nothing.
-    pub fn settle(&mut self, inputs: &Inputs<T>) {
+    pub(crate) fn settle(&mut self, inputs: &Inputs<T>) {
         let Sequences { q_rows, k_rows, .. } = &inputs.sequences;
         let Output { out, lse } = &mut self.output;
         let zero = T::from_f32(0.0);
@@ -163,7 +146,7 @@ impl<T: Element + Stored> Outputs<T> {
     }
 
     /// The tensors to write to a file.
-    pub fn tensors(&self, problem: &Problem) -> Vec<NewTensor> {
+    pub(crate) fn tensors(&self, problem: &Problem) -> Vec<NewTensor> {
         let Output { out, lse } = &self.output;
         let packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
         let [q, k] = [packed(problem.lengths.q()), packed(problem.lengths.k())];

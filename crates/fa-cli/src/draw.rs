@@ -1,6 +1,6 @@
 //! Drawings as SVG: plots, bars and diagrams.
 
-pub mod bars;
-pub mod chart;
-pub mod diagram;
-pub mod plot;
+pub(crate) mod bars;
+pub(crate) mod chart;
+pub(crate) mod diagram;
+pub(crate) mod plot;

@@ -1,11 +1,11 @@
 //! Flags that commands share, parsed once into resolved values. No command is imported here.
 
-pub mod lengths;
+pub(crate) mod lengths;
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PathBufValueParser, PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::simd::Isa;
@@ -17,9 +17,14 @@ use fa_planner::report::PlanFamily;
 use crate::flags::lengths::{LengthsArgs, ScoreArgs};
 use crate::term::failure::InputError;
 
+/// The flags of [`ShapeArgs`]. What cannot stand beside a flag of these cannot require another that
+/// cannot either: clap asks for no flag that another rules out, and would ignore the first.
+pub(crate) const OF_SHAPES: [&str; 10] =
+    ["batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap"];
+
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Backend {
+pub(crate) enum Backend {
     /// The fastest that works here
     Auto,
     /// Tiled, multi-threaded, SIMD
@@ -32,7 +37,7 @@ pub enum Backend {
 
 /// What the tensors of a file do not say about the problem.
 #[derive(Clone, Debug, Default, Args)]
-pub struct AttentionArgs {
+pub(crate) struct AttentionArgs {
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Factor on Q K^T [default: 1/sqrt(head_dim)]
@@ -51,7 +56,7 @@ pub struct AttentionArgs {
 
 /// Mask flags.
 #[derive(Clone, Copy, Debug, Default, Args)]
-pub struct MaskArgs {
+pub(crate) struct MaskArgs {
     /// No query sees a key after its own
     #[arg(long)]
     pub causal: bool,
@@ -62,7 +67,7 @@ pub struct MaskArgs {
 
 impl MaskArgs {
     /// The mask: causal cuts the window's right side off.
-    pub fn mask(&self) -> Mask {
+    pub(crate) fn mask(&self) -> Mask {
         let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
         Mask { left, right: if self.causal { Some(0) } else { right } }
     }
@@ -70,7 +75,7 @@ impl MaskArgs {
 
 /// Flags of the CPU implementation.
 #[derive(Clone, Debug, Default, Args)]
-pub struct CpuArgs {
+pub(crate) struct CpuArgs {
     /// CPU threads, at most 64 or 4 a core [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
@@ -82,7 +87,7 @@ pub struct CpuArgs {
 
 /// Problem flags of `fa plan`.
 #[derive(Clone, Debug, Args)]
-pub struct ProblemArgs {
+pub(crate) struct ProblemArgs {
     /// Independent sequences
     #[arg(long, default_value_t = 4, value_parser = whole::<usize>)]
     pub batch: usize,
@@ -120,7 +125,7 @@ impl ProblemArgs {
     ///
     /// # Errors
     /// What [`Problem::check`] finds, and [`InputError::Usage`] for flags that contradict each other.
-    pub fn problem(&self) -> anyhow::Result<Problem> {
+    pub(crate) fn problem(&self) -> anyhow::Result<Problem> {
         let seqlen = match (self.seqlen_q, self.seqlen_k) {
             (Some(q), Some(k)) => Seqlen { q, k },
             _ => self.seqlen,
@@ -146,13 +151,13 @@ fn pass_values() -> [PossibleValue; 2] {
 }
 
 /// Parses `fwd` or `bwd`; whether a backward is deterministic is a flag of its own, which [`pass_of`] adds.
-pub fn one_pass() -> impl TypedValueParser<Value = Pass> {
+pub(crate) fn one_pass() -> impl TypedValueParser<Value = Pass> {
     PossibleValuesParser::new(pass_values())
         .map(|name| if name == "bwd" { Pass::BACKWARD } else { Pass::Forward })
 }
 
 /// Parses `fwd`, `bwd` or `both`.
-pub fn passes() -> impl TypedValueParser<Value = Mode> {
+pub(crate) fn passes() -> impl TypedValueParser<Value = Mode> {
     let both = PossibleValue::new("both").help("Forward, then backward");
     PossibleValuesParser::new(pass_values().into_iter().chain([both])).try_map(|name| name.parse::<Mode>())
 }
@@ -161,7 +166,7 @@ pub fn passes() -> impl TypedValueParser<Value = Mode> {
 ///
 /// # Errors
 /// [`InputError::Usage`] for a deterministic forward: every forward is.
-pub fn pass_of(mode: Pass, deterministic: bool) -> Result<Pass, InputError> {
+pub(crate) fn pass_of(mode: Pass, deterministic: bool) -> Result<Pass, InputError> {
     match mode {
         Pass::Backward { .. } => Ok(Pass::Backward { deterministic }),
         Pass::Forward if deterministic => {
@@ -183,24 +188,24 @@ fn family_values() -> [PossibleValue; 3] {
 }
 
 /// Parses the name of a family that has kernels.
-pub fn family() -> impl TypedValueParser<Value = Family> {
+pub(crate) fn family() -> impl TypedValueParser<Value = Family> {
     PossibleValuesParser::new(family_values()).try_map(|name| name.parse::<Family>())
 }
 
 /// Parses the name of a fixed list of shapes.
-pub fn marks() -> impl TypedValueParser<Value = Marks> {
+pub(crate) fn marks() -> impl TypedValueParser<Value = Marks> {
     let values = Marks::ALL.map(|marks| PossibleValue::new(marks.name()).help(marks.about()));
     PossibleValuesParser::new(values).try_map(|name| name.parse::<Marks>())
 }
 
 /// Parses what can be planned with: `sm80`, `sm90` or `sm100`.
-pub fn plan_family() -> impl TypedValueParser<Value = PlanFamily> {
+pub(crate) fn plan_family() -> impl TypedValueParser<Value = PlanFamily> {
     PossibleValuesParser::new(family_values()).try_map(|name| name.parse().map(PlanFamily::of))
 }
 
 /// Problem flags of `fa bench` and `fa tune`: every head dim with every mask and length.
 #[derive(Clone, Debug, Args)]
-pub struct ShapeArgs {
+pub(crate) struct ShapeArgs {
     /// Independent sequences [default: 1]
     #[arg(long, conflicts_with = "tokens", value_parser = whole::<usize>)]
     pub batch: Option<usize>,
@@ -234,7 +239,7 @@ impl ShapeArgs {
     ///
     /// # Errors
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
-    pub fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
+    pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
         if dtype == Dtype::E4m3 {
             return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
@@ -271,7 +276,7 @@ impl ShapeArgs {
     ///
     /// # Errors
     /// As [`ShapeArgs::problems`], and [`InputError::Usage`] for f32.
-    pub fn problems_of_halves(&self) -> anyhow::Result<Vec<Problem>> {
+    pub(crate) fn problems_of_halves(&self) -> anyhow::Result<Vec<Problem>> {
         if self.dtype == Some(Dtype::F32) {
             let message = "no GPU kernel computes in f32: use bf16 or f16".to_owned();
             return Err(InputError::Usage(message).into());
@@ -282,7 +287,7 @@ impl ShapeArgs {
 
 /// Visible keys before and after a query's own; `None` is no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Window {
+pub(crate) struct Window {
     /// Before.
     pub left: Option<u32>,
     /// After.
@@ -306,7 +311,7 @@ impl FromStr for Window {
 
 /// Queries and keys per sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seqlen {
+pub(crate) struct Seqlen {
     /// Queries.
     pub q: usize,
     /// Keys.
@@ -315,7 +320,7 @@ pub struct Seqlen {
 
 /// Query heads and key/value heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Heads {
+pub(crate) struct Heads {
     /// Query heads.
     pub q: usize,
     /// Key/value heads.
@@ -340,7 +345,7 @@ impl FromStr for Heads {
 ///
 /// # Errors
 /// Any other text.
-pub fn parse_layout(text: &str) -> Result<TensorLayout, String> {
+pub(crate) fn parse_layout(text: &str) -> Result<TensorLayout, String> {
     match text.to_ascii_lowercase().as_str() {
         "bshd" => Ok(TensorLayout::Bshd),
         "bhsd" => Ok(TensorLayout::Bhsd),
@@ -352,18 +357,53 @@ pub fn parse_layout(text: &str) -> Result<TensorLayout, String> {
 ///
 /// # Errors
 /// `-`, and a name of another kind of file.
-pub fn page_file(text: &str) -> Result<PathBuf, String> {
+pub(crate) fn page_file(text: &str) -> Result<PathBuf, String> {
     match text {
         "-" => Err("a page goes to a file, not to standard output: name a file, as in x.html".to_owned()),
         _ => file_of("a page", &["html", "htm"], text),
     }
 }
 
+/// Parses a file for results: any path but `-`, which would be a file of that name.
+pub(crate) fn results() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| match path.to_str() {
+        Some("-") => Err("results go to a file, not to standard output: name a file (./- is one called -)"),
+        _ => Ok(path),
+    })
+}
+
+/// A day of the calendar.
+///
+/// # Errors
+/// Any text but `YYYY-MM-DD` of a day that there is.
+pub(crate) fn day(text: &str) -> Result<String, String> {
+    let number = |range: std::ops::Range<usize>| text.get(range)?.parse::<u32>().ok();
+    let dashes = text.bytes().enumerate().all(|(at, byte)| match at {
+        4 | 7 => byte == b'-',
+        _ => byte.is_ascii_digit(),
+    });
+    let there_is = || {
+        let (year, month, day) = (number(0..4)?, number(5..7)?, number(8..10)?);
+        let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+        let days = match month {
+            2 => 28 + u32::from(leap),
+            4 | 6 | 9 | 11 => 30,
+            1..=12 => 31,
+            _ => 0,
+        };
+        (1..=days).contains(&day).then_some(())
+    };
+    if dashes && text.len() == 10 && there_is().is_some() {
+        return Ok(text.to_owned());
+    }
+    Err("no day: use YYYY-MM-DD, as in 2026-02-28".to_owned())
+}
+
 /// A file for a drawing.
 ///
 /// # Errors
 /// A name of another kind of file.
-pub fn plot_file(text: &str) -> Result<PathBuf, String> {
+pub(crate) fn plot_file(text: &str) -> Result<PathBuf, String> {
     file_of("a plot", &["svg"], text)
 }
 
@@ -371,7 +411,7 @@ pub fn plot_file(text: &str) -> Result<PathBuf, String> {
 ///
 /// # Errors
 /// A name of another kind of file.
-pub fn markdown_file(text: &str) -> Result<PathBuf, String> {
+pub(crate) fn markdown_file(text: &str) -> Result<PathBuf, String> {
     file_of("a report", &["md", "markdown"], text)
 }
 
@@ -389,7 +429,7 @@ fn file_of(what: &str, kinds: &[&str], text: &str) -> Result<PathBuf, String> {
 
 impl AttentionArgs {
     /// Whether any flag but the layout is given.
-    pub fn describes_a_problem(&self) -> bool {
+    pub(crate) fn describes_a_problem(&self) -> bool {
         self.mask.causal || self.mask.window.is_some() || self.scale.is_some() || self.softcap.is_some()
     }
 
@@ -397,7 +437,7 @@ impl AttentionArgs {
     ///
     /// # Errors
     /// [`InputError::Usage`] when the metadata names a layout that does not exist.
-    pub fn layout(&self, from_file: Option<&str>) -> Result<TensorLayout, InputError> {
+    pub(crate) fn layout(&self, from_file: Option<&str>) -> Result<TensorLayout, InputError> {
         match (self.layout, from_file) {
             (Some(layout), _) => Ok(layout),
             (None, Some(text)) => parse_layout(text)

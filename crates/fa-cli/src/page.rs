@@ -13,18 +13,18 @@ mod view;
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Pass};
+use fa_core::{Arch, Family, Pass, counted};
 use fa_lab::record;
 
 use crate::attention;
 use crate::draw::diagram::escape;
 use crate::plan::splits;
 use crate::plan::tried::{Fit, Shape, bytes, kib};
-use crate::term::output::si;
+use crate::term::output::{plain, si};
 use fa_planner::report::{LimitReport, Planned, Tried};
 
-pub use events::Emulated;
-pub use measured::Records;
+pub(crate) use events::Emulated;
+pub(crate) use measured::Records;
 use view::{Unit, View, data};
 
 const STYLE: &str = include_str!("page/style.css");
@@ -33,7 +33,7 @@ const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What a page shows beside the plan.
 #[derive(Default)]
-pub struct Beside {
+pub(crate) struct Beside {
     /// Measurements to compare with.
     pub records: Option<Records>,
     /// The answer to `--why`.
@@ -46,7 +46,7 @@ pub struct Beside {
 ///
 /// # Errors
 /// When the planner cannot predict the other sequence lengths.
-pub fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
+pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
     let limits = planned.arch.limits();
     let title = format!("Attention plan: head dim {} on {}", head_dims(planned), planned.arch);
     let mut body = String::new();
@@ -206,7 +206,11 @@ fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &B
     let about = format!("Registers of a thread that computes, against its budget. {}", best.roles);
     let mut registers = memory::registers(view, best);
     if let Some((regs, spills)) = records.and_then(|r| r.compiled(&best.name, view.planned.arch)) {
-        let line = format!("Compiled, by a record: {regs} registers as launched, {spills} bytes spilled.");
+        let launched = match best.shape {
+            Shape::Kernel(spec) if spec.kernel.family() == Family::Sm90 => " as launched, before setmaxnreg",
+            Shape::Kernel(_) | Shape::Sm100(_) => "",
+        };
+        let line = format!("Compiled, by a record: {regs} registers{launched}, {spills} bytes spilled.");
         writeln!(registers, "<p>{line}</p>")?;
     }
     section(&mut grid, "Register budget", about.trim_end(), &registers, false);
@@ -244,12 +248,12 @@ fn cards(view: &View, best: &Fit) -> String {
     let exact = if view.unit == Unit::Bytes { cost.bytes_per_s } else { cost.tflops };
     let what = if view.unit == Unit::Bytes { "memory's bandwidth" } else { "board's peak" };
     cards.push((
-        data(exact, &format!("{rate:.0} {}", view.unit_name())),
-        format!("predicted, {of_peak:.0} % of the {what}"),
+        data(exact, &format!("{} {}", plain(rate), view.unit_name())),
+        format!("predicted, {} % of the {what}", plain(of_peak)),
     ));
     cards.push((escape(rates::resource(cost.bottleneck)), "what it waits for most".to_owned()));
     if let Some((rows, of)) = rates::rows_in_use(view, best) {
-        cards.push((data(rows, &format!("{rows:.0} of {of}")), "rows of a tile in use".to_owned()));
+        cards.push((data(rows, &format!("{} of {of}", plain(rows))), "rows of a tile in use".to_owned()));
     }
     if view.unit == Unit::Bytes || cost.splits > 1 {
         cards.push((data(cost.splits, &cost.splits.to_string()), "splits: CTAs to a tile's keys".to_owned()));
@@ -263,7 +267,7 @@ fn cards(view: &View, best: &Fit) -> String {
     }
     cards.push((
         data(cost.tiles, &format!("{:.2}", cost.tiles / cost.slots)),
-        format!("waves: {:.0} tiles on {:.0} slots", cost.tiles, cost.slots),
+        format!("waves: {} on {:.0} slots", counted(cost.tiles as usize, "tile"), cost.slots),
     ));
     let cards: String = cards
         .iter()
@@ -272,11 +276,10 @@ fn cards(view: &View, best: &Fit) -> String {
         })
         .collect();
     let splits = match view.tried {
-        Tried::Kernels(set) if !view.backward() => {
-            set.plans.first().and_then(|plan| splits::reason(plan, view.problem(), view.planned.arch))
-        }
-        _ => None,
+        Tried::Kernels(set) => set.plans.first().filter(|_| !view.backward()),
+        Tried::Sm100(_) => None,
     };
+    let splits = splits.and_then(|plan| splits::reason(plan, view.problem(), view.planned.arch));
     let splits = splits.map_or(String::new(), |reason| format!("<br>Splits: {}.", escape(&reason)));
     format!(
         "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\">{}: \
@@ -319,7 +322,7 @@ fn ranking(view: &View) -> String {
         writeln!(
             rows,
             "<tr><td class=\"n\">{}</td><td class=\"n\">{} x {}</td><td class=\"w\">{}</td><td \
-             class=\"n\">{}</td><td class=\"n\">{rate:.0}</td><td class=\"n\">{:.0} %</td><td>{}</td><td \
+             class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{} %</td><td>{}</td><td \
              class=\"n\">{regs}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
              class=\"n\">{}</td></tr>",
             rank + 1,
@@ -327,7 +330,8 @@ fn ranking(view: &View) -> String {
             fit.tile_n,
             escape(&fit.knobs),
             data(fit.cost.seconds, &si(fit.cost.seconds, "s")),
-            100.0 * rate / view.peak(),
+            plain(rate),
+            plain(100.0 * rate / view.peak()),
             rates::resource(fit.cost.bottleneck),
             data(fit.smem.total, &bytes(fit.smem.total)),
             fit.blocks_per_sm,

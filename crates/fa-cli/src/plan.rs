@@ -1,8 +1,8 @@
 //! What `fa plan` found, and its presentation.
 
-pub mod backward;
-pub mod guide;
-pub mod kernels;
-pub mod splits;
-pub mod tried;
-pub mod why;
+pub(crate) mod backward;
+pub(crate) mod guide;
+pub(crate) mod kernels;
+pub(crate) mod splits;
+pub(crate) mod tried;
+pub(crate) mod why;

@@ -29,7 +29,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 const METADATA_KEY: &str = "__metadata__";
 
 /// A number that tensors hold.
-pub trait Plain: Copy {
+pub(crate) trait Plain: Copy {
     /// The format's type.
     const STORED: Dtype;
     /// One element from its little-endian bytes, of which there are as many as the type has.
@@ -39,7 +39,7 @@ pub trait Plain: Copy {
 }
 
 /// An element type that tensors are read into and written from.
-pub trait Stored: Plain + Element {}
+pub(crate) trait Stored: Plain + Element {}
 
 impl<T: Plain + Element> Stored for T {}
 
@@ -67,7 +67,7 @@ stored!(bf16, BF16);
 
 /// An open safetensors file with a checked header.
 #[derive(Debug)]
-pub struct TensorFile {
+pub(crate) struct TensorFile {
     path: PathBuf,
     file: File,
     data_start: u64,
@@ -81,7 +81,7 @@ impl TensorFile {
     /// # Errors
     /// [`InputError::Read`], or [`InputError::Format`] when the header is too long, no JSON, or contradicts
     /// itself or the file's length.
-    pub fn open(path: &Path) -> Result<TensorFile, InputError> {
+    pub(crate) fn open(path: &Path) -> Result<TensorFile, InputError> {
         // Asked before it is opened: opening a named pipe waits for its writer.
         let about = fs::metadata(path).map_err(InputError::read(path))?;
         if !about.is_file() {
@@ -118,22 +118,22 @@ impl TensorFile {
     }
 
     /// Where the file lies.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// The header's free-text entries.
-    pub fn metadata(&self) -> &BTreeMap<String, String> {
+    pub(crate) fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 
     /// Whether the tensor is there.
-    pub fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.entries.contains_key(name)
     }
 
     /// The names of all tensors, sorted.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.entries.keys().map(String::as_str)
     }
 
@@ -141,7 +141,7 @@ impl TensorFile {
     ///
     /// # Errors
     /// [`InputError::MissingTensor`].
-    pub fn entry(&self, name: &str) -> Result<&TensorInfo, InputError> {
+    pub(crate) fn entry(&self, name: &str) -> Result<&TensorInfo, InputError> {
         self.entries.get(name).ok_or_else(|| InputError::MissingTensor {
             path: self.path.clone(),
             name: name.to_owned(),
@@ -153,7 +153,7 @@ impl TensorFile {
     ///
     /// # Errors
     /// [`InputError::MissingTensor`], [`InputError::Dtype`], [`InputError::Read`].
-    pub fn read<T: Plain>(&self, name: &str) -> Result<Vec<T>, InputError> {
+    pub(crate) fn read<T: Plain>(&self, name: &str) -> Result<Vec<T>, InputError> {
         let entry = self.entry(name)?;
         if entry.dtype != T::STORED {
             let need = format!("it must hold {}", T::STORED);
@@ -167,7 +167,7 @@ impl TensorFile {
     /// # Errors
     /// [`InputError::MissingTensor`], [`InputError::Dtype`] for a type that is no supported float,
     /// [`InputError::Read`].
-    pub fn read_f64(&self, name: &str) -> Result<Vec<f64>, InputError> {
+    pub(crate) fn read_f64(&self, name: &str) -> Result<Vec<f64>, InputError> {
         fn widen<T: Stored>(values: Vec<T>) -> Vec<f64> {
             values.into_iter().map(T::to_f64).collect()
         }
@@ -352,7 +352,7 @@ fn check_cover(entries: &BTreeMap<String, TensorInfo>, data_len: u64) -> Result<
 
 /// A tensor to be written.
 #[derive(Debug)]
-pub struct NewTensor {
+pub(crate) struct NewTensor {
     name: &'static str,
     dtype: Dtype,
     shape: Vec<usize>,
@@ -361,7 +361,7 @@ pub struct NewTensor {
 
 impl NewTensor {
     /// A tensor with `values` in the order of `shape`, slowest first.
-    pub fn new<T: Plain>(name: &'static str, shape: &[usize], values: &[T]) -> NewTensor {
+    pub(crate) fn new<T: Plain>(name: &'static str, shape: &[usize], values: &[T]) -> NewTensor {
         debug_assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
         let mut bytes = Vec::with_capacity(size_of_val(values));
         values.iter().for_each(|&value| value.push_bytes(&mut bytes));
@@ -369,7 +369,7 @@ impl NewTensor {
     }
 
     /// A tensor of attention, its axes in its own order; of packed sequences without the batch.
-    pub fn of<T: Stored>(name: &'static str, tensor: &Tensor<T>, packed: bool) -> NewTensor {
+    pub(crate) fn of<T: Stored>(name: &'static str, tensor: &Tensor<T>, packed: bool) -> NewTensor {
         let [batch, seqlen, heads, dim] = tensor.shape;
         let shape = tensor.layout.shape(batch, seqlen, heads, dim);
         NewTensor::new(name, &shape[usize::from(packed)..], &tensor.data)
@@ -381,7 +381,7 @@ impl NewTensor {
 ///
 /// # Errors
 /// What `writer` reports.
-pub fn write(
+pub(crate) fn write(
     writer: &mut impl Write,
     tensors: &[NewTensor],
     metadata: &BTreeMap<String, String>,

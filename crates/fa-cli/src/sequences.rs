@@ -9,7 +9,7 @@ use crate::term::failure::InputError;
 
 /// The tensors beside q, k and v, as the file has them.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct SideTensors {
+pub(crate) struct SideTensors {
     /// Lengths, pages, slopes and sinks; `used_k` is `seqused_k` or `cache_seqlens`.
     pub values: OwnedExtras,
     /// Which of the two names it has.
@@ -28,7 +28,7 @@ impl SideTensors {
     ///
     /// # Errors
     /// [`InputError`] for a tensor of a wrong type or rank, and for tensors that do not go together.
-    pub fn read(file: &TensorFile) -> Result<SideTensors, InputError> {
+    pub(crate) fn read(file: &TensorFile) -> Result<SideTensors, InputError> {
         let used_k = match USED_K.map(|name| file.has(name)) {
             [true, true] => {
                 return Err(InputError::Usage(
@@ -74,12 +74,12 @@ impl SideTensors {
     }
 
     /// As arguments of a call.
-    pub fn extras(&self) -> Extras<'_> {
+    pub(crate) fn extras(&self) -> Extras<'_> {
         self.values.view()
     }
 
     /// Starts of the queries, lengths of the keys and their pages, as tensors of a file.
-    pub fn lengths_and_pages(&self) -> Vec<NewTensor> {
+    pub(crate) fn lengths_and_pages(&self) -> Vec<NewTensor> {
         let row = |name, values: &Option<Vec<i32>>| {
             values.as_ref().map(|values| NewTensor::new(name, &[values.len()], values))
         };
@@ -95,7 +95,7 @@ impl SideTensors {
     }
 
     /// Whether queries and keys are `[batch, seqlen, heads, head_dim]`.
-    pub fn are_padded(&self) -> bool {
+    pub(crate) fn are_padded(&self) -> bool {
         self.values.cu_q.is_none() && self.values.cu_k.is_none() && self.values.page_table.is_none()
     }
 
@@ -103,7 +103,7 @@ impl SideTensors {
     ///
     /// # Errors
     /// [`InputError::Shape`].
-    pub fn check_heads(&self, heads_q: usize) -> Result<(), InputError> {
+    pub(crate) fn check_heads(&self, heads_q: usize) -> Result<(), InputError> {
         let sinks: Vec<usize> = self.values.sinks.iter().map(Vec::len).collect();
         for (name, shape) in [("alibi_slopes", &self.slopes), ("sinks", &sinks)] {
             if shape.last().is_some_and(|&heads| heads != heads_q) {
@@ -115,7 +115,7 @@ impl SideTensors {
     }
 
     /// The changes of scores that the tensors ask for, beside a soft cap.
-    pub fn score(&self, softcap: Option<f64>) -> ScoreMod {
+    pub(crate) fn score(&self, softcap: Option<f64>) -> ScoreMod {
         let alibi = self.values.alibi_slopes.as_ref().map(|_| match self.slopes.len() {
             1 => Alibi::PerHead,
             _ => Alibi::PerSequenceHead,
@@ -127,7 +127,7 @@ impl SideTensors {
     ///
     /// # Errors
     /// [`InputError::Shape`] for tensors that contradict each other about the batch.
-    pub fn lengths(&self, q: [usize; 4], k: [usize; 4]) -> Result<Lengths, InputError> {
+    pub(crate) fn lengths(&self, q: [usize; 4], k: [usize; 4]) -> Result<Lengths, InputError> {
         let refuse =
             |name: &str, got: Vec<usize>, need| Err(InputError::Shape { name: name.to_owned(), got, need });
         // The batch, and the tensor that says so.
@@ -181,7 +181,7 @@ impl SideTensors {
     ///
     /// # Errors
     /// [`InputError::Usage`] for starts, lengths and pages that point outside the tensors.
-    pub fn sequences(&self, problem: &Problem) -> Result<Sequences, InputError> {
+    pub(crate) fn sequences(&self, problem: &Problem) -> Result<Sequences, InputError> {
         let batch = Batch::new(problem, &self.extras()).map_err(|error| self.named(&error))?;
         let lengths = &problem.lengths;
         Ok(Sequences {
@@ -200,7 +200,15 @@ impl SideTensors {
             | CpuError::Extra { name, .. } => name,
             CpuError::Length { buffer, .. } => buffer,
             CpuError::Page { .. } => "page_table",
-            _ => return InputError::Usage(error.to_string()),
+            CpuError::Problem(_)
+            | CpuError::Append(_)
+            | CpuError::Shape { .. }
+            | CpuError::Dtype { .. }
+            | CpuError::OutOfBounds { .. }
+            | CpuError::Overlap { .. }
+            | CpuError::PagedBackward
+            | CpuError::Range { .. }
+            | CpuError::Isa { .. } => return InputError::Usage(error.to_string()),
         };
         let tensor = match argument {
             "cu_q" => "cu_seqlens_q",
@@ -215,7 +223,7 @@ impl SideTensors {
 
 /// The sequences of a file's problem; the default is that of a batch of equal lengths.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Sequences {
+pub(crate) struct Sequences {
     /// Queries and keys of each.
     pub counts: Vec<[usize; 2]>,
     /// Of the rows of the tensor of queries, which belong to a sequence; `None` where all do.
@@ -226,7 +234,7 @@ pub struct Sequences {
 
 impl Sequences {
     /// `work` of the problem, which is that of its sequences one by one.
-    pub fn sum(&self, problem: &Problem, work: fn(&Problem) -> f64) -> f64 {
+    pub(crate) fn sum(&self, problem: &Problem, work: fn(&Problem) -> f64) -> f64 {
         if problem.lengths.is_uniform() {
             return work(problem);
         }
@@ -259,7 +267,7 @@ fn in_use(batch: usize, side: Side, spans: impl Iterator<Item = Span>) -> Option
 
 /// Writes `value` over the rows of a tensor that are not in use. `shape` is `[batch, seqlen, heads, dim]`,
 /// whatever the layout; `rows` are those of `[batch, seqlen]`.
-pub fn blank<T: Copy>(
+pub(crate) fn blank<T: Copy>(
     values: &mut [T],
     shape: [usize; 4],
     layout: TensorLayout,
@@ -302,7 +310,7 @@ fn read_ranked<T: Plain>(
 ///
 /// # Errors
 /// [`InputError::Shape`] for a tensor of another rank.
-pub fn shape_of(
+pub(crate) fn shape_of(
     file: &TensorFile,
     name: &str,
     layout: TensorLayout,

@@ -1,7 +1,7 @@
 //! What the program says and where it says it: tables, progress, destinations of results, failures.
 
-pub mod destinations;
-pub mod failure;
-pub mod output;
-pub mod progress;
-pub mod stop;
+pub(crate) mod destinations;
+pub(crate) mod failure;
+pub(crate) mod output;
+pub(crate) mod progress;
+pub(crate) mod stop;

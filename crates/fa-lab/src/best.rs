@@ -240,9 +240,10 @@ mod tests {
                 Verdict::Clean => None,
                 verdict => Some(format!("{} is among the best ten: {verdict:?}", plan.spec)),
             });
-            let rejected = set.rejected.iter().filter_map(|own| match (&own.reason, of(&own.spec)?) {
-                (Reason::Spills { .. }, Verdict::Clean) => Some(format!("{} is rejected", own.spec)),
-                _ => None,
+            let spilled = set.rejected.iter().filter(|own| matches!(own.reason, Reason::Spills { .. }));
+            let rejected = spilled.filter_map(|own| match of(&own.spec)? {
+                Verdict::Clean => Some(format!("{} is rejected", own.spec)),
+                Verdict::Spills(_) | Verdict::Fault(_) => None,
             });
             best.chain(rejected).collect()
         };

@@ -24,8 +24,6 @@
 //! # Ok::<(), String>(())
 //! ```
 
-#![warn(unreachable_pub)]
-
 pub mod append;
 pub mod bench;
 pub mod best;

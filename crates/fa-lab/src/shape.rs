@@ -37,11 +37,12 @@ impl FromStr for HeadDim {
 /// # Errors
 /// What is no number, and a number above the largest that `T` holds, with that.
 pub fn whole<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|error: ParseIntError| match error.kind() {
-        IntErrorKind::PosOverflow => {
+    text.parse().map_err(|error: ParseIntError| {
+        if *error.kind() == IntErrorKind::PosOverflow {
             format!("'{text}' is above {}, the most", u128::MAX >> (128 - 8 * size_of::<T>()))
+        } else {
+            format!("'{text}' is no whole number")
         }
-        _ => format!("'{text}' is no whole number"),
     })
 }
 

@@ -177,9 +177,9 @@ mod rules {
     }
 
     /// One feasible configuration, fields in the order of the JSON description.
-    pub type Row = Vec<i64>;
+    pub(crate) type Row = Vec<i64>;
 
-    pub fn fwd(hd: i64, hdv: i64, tile_ns: &[i64]) -> Vec<Row> {
+    pub(crate) fn fwd(hd: i64, hdv: i64, tile_ns: &[i64]) -> Vec<Row> {
         let mut rows = Vec::new();
         for wg in [2, 3] {
             let (tm, limit) = (64 * wg, if wg == 2 { 216 } else { 128 });
@@ -216,7 +216,7 @@ mod rules {
         rows
     }
 
-    pub fn bwd(hd: i64, hdv: i64, tile_ms: &[i64], tile_ns: &[i64]) -> Vec<Row> {
+    pub(crate) fn bwd(hd: i64, hdv: i64, tile_ms: &[i64], tile_ns: &[i64]) -> Vec<Row> {
         let mut rows = Vec::new();
         for wg in [2, 3] {
             for &tm in tile_ms {

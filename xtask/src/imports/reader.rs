@@ -48,7 +48,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Up to the brace that closes `module`, or to the end.
-    pub fn read(&mut self, module: &str) {
+    pub(crate) fn read(&mut self, module: &str) {
         let mut depth = 0;
         while self.at < self.tokens.len() {
             let is_path = self.at == 0 || self.tokens[self.at - 1].text != "::";

@@ -3,11 +3,11 @@
 use fa_attn::{Backend, CpuOptions, Element, Engine, Mask, Output, Tensor, TensorLayout, bf16};
 
 /// Any error of either backend.
-pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+pub(crate) type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// `[batch, seqlen, heads, head_dim]`, packed, of Q, K, V and all that has their shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shape {
+pub(crate) struct Shape {
     /// Sequences.
     pub batch: usize,
     /// Tokens of a sequence.
@@ -19,7 +19,7 @@ pub struct Shape {
 }
 
 /// What computes attention.
-pub enum Attention {
+pub(crate) enum Attention {
     /// The CPU, in f32.
     Cpu(Engine),
     /// A GPU; inputs and outputs are rounded to bf16.
@@ -27,7 +27,7 @@ pub enum Attention {
 }
 
 /// Gradients of Q, K and V.
-pub struct Gradients {
+pub(crate) struct Gradients {
     /// Of Q.
     pub dq: Vec<f32>,
     /// Of K.
@@ -52,7 +52,7 @@ impl Attention {
     ///
     /// # Errors
     /// None on any CPU today.
-    pub fn cpu() -> Result<Attention> {
+    pub(crate) fn cpu() -> Result<Attention> {
         Ok(Attention::Cpu(Engine::with(Backend::Cpu(CpuOptions::default()))?))
     }
 
@@ -60,7 +60,7 @@ impl Attention {
     ///
     /// # Errors
     /// Without a driver or a GPU.
-    pub fn gpu() -> Result<Attention> {
+    pub(crate) fn gpu() -> Result<Attention> {
         Ok(Attention::Gpu(Engine::with(Backend::Gpu)?))
     }
 
@@ -68,7 +68,13 @@ impl Attention {
     ///
     /// # Errors
     /// Those of the backend.
-    pub fn forward(&self, shape: Shape, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<f32>)> {
+    pub(crate) fn forward(
+        &self,
+        shape: Shape,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
         match self {
             Attention::Cpu(engine) => forward::<f32>(engine, shape, [q, k, v]),
             Attention::Gpu(engine) => forward::<bf16>(engine, shape, [q, k, v]),
@@ -79,7 +85,7 @@ impl Attention {
     ///
     /// # Errors
     /// Those of the backend.
-    pub fn backward(
+    pub(crate) fn backward(
         &self,
         shape: Shape,
         qkv: [&[f32]; 3],

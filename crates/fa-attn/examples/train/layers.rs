@@ -2,7 +2,7 @@
 //! tokens.
 
 /// A parameter with its gradient and Adam's two moments.
-pub struct Param {
+pub(crate) struct Param {
     /// The values.
     pub value: Vec<f32>,
     /// Sum of gradients since the last step.
@@ -18,13 +18,13 @@ const EPSILON: f32 = 1e-8;
 
 impl Param {
     /// A parameter that starts as `value`.
-    pub fn new(value: Vec<f32>) -> Param {
+    pub(crate) fn new(value: Vec<f32>) -> Param {
         let zeros = vec![0.0; value.len()];
         Param { grad: zeros.clone(), mean: zeros.clone(), square: zeros, value }
     }
 
     /// The `step`-th step of Adam (from 1 on); clears the gradient.
-    pub fn step(&mut self, step: i32) {
+    pub(crate) fn step(&mut self, step: i32) {
         let correct = (1.0 - DECAYS.0.powi(step), 1.0 - DECAYS.1.powi(step));
         for i in 0..self.value.len() {
             let grad = std::mem::take(&mut self.grad[i]);
@@ -37,7 +37,7 @@ impl Param {
 }
 
 /// `x [rows, n_in] w [n_in, n_out]`.
-pub fn matmul(x: &[f32], w: &[f32], n_in: usize, n_out: usize) -> Vec<f32> {
+pub(crate) fn matmul(x: &[f32], w: &[f32], n_in: usize, n_out: usize) -> Vec<f32> {
     let mut y = vec![0.0; x.len() / n_in * n_out];
     for (x, y) in x.chunks_exact(n_in).zip(y.chunks_exact_mut(n_out)) {
         for (x, w) in x.iter().zip(w.chunks_exact(n_out)) {
@@ -50,7 +50,7 @@ pub fn matmul(x: &[f32], w: &[f32], n_in: usize, n_out: usize) -> Vec<f32> {
 }
 
 /// The gradient of [`matmul`]: that of `x` is returned, that of `w` is added to `w.grad`.
-pub fn matmul_backward(x: &[f32], w: &mut Param, dy: &[f32], n_in: usize, n_out: usize) -> Vec<f32> {
+pub(crate) fn matmul_backward(x: &[f32], w: &mut Param, dy: &[f32], n_in: usize, n_out: usize) -> Vec<f32> {
     let mut dx = vec![0.0; x.len()];
     for ((x, dx), dy) in x.chunks_exact(n_in).zip(dx.chunks_exact_mut(n_in)).zip(dy.chunks_exact(n_out)) {
         for (i, (x, dx)) in x.iter().zip(dx).enumerate() {
@@ -68,7 +68,7 @@ pub fn matmul_backward(x: &[f32], w: &mut Param, dy: &[f32], n_in: usize, n_out:
 const NORM_EPSILON: f32 = 1e-5;
 
 /// Rows to mean 0 and variance 1, without scale and shift; and what each row was multiplied with.
-pub fn norm(x: &[f32], width: usize) -> (Vec<f32>, Vec<f32>) {
+pub(crate) fn norm(x: &[f32], width: usize) -> (Vec<f32>, Vec<f32>) {
     let mut y = x.to_vec();
     let factors = y.chunks_exact_mut(width).map(|row| {
         let mean = row.iter().sum::<f32>() / width as f32;
@@ -83,7 +83,7 @@ pub fn norm(x: &[f32], width: usize) -> (Vec<f32>, Vec<f32>) {
 }
 
 /// The gradient of [`norm`], from its outputs.
-pub fn norm_backward(y: &[f32], factors: &[f32], dy: &[f32], width: usize) -> Vec<f32> {
+pub(crate) fn norm_backward(y: &[f32], factors: &[f32], dy: &[f32], width: usize) -> Vec<f32> {
     let mut dx = dy.to_vec();
     for ((y, dx), factor) in y.chunks_exact(width).zip(dx.chunks_exact_mut(width)).zip(factors) {
         let mean = dx.iter().sum::<f32>() / width as f32;
@@ -99,18 +99,18 @@ pub fn norm_backward(y: &[f32], factors: &[f32], dy: &[f32], width: usize) -> Ve
 const GELU: (f32, f32) = (0.797_884_6, 0.044_715);
 
 /// GELU in its tanh form.
-pub fn gelu(x: f32) -> f32 {
+pub(crate) fn gelu(x: f32) -> f32 {
     0.5 * x * (1.0 + (GELU.0 * (x + GELU.1 * x * x * x)).tanh())
 }
 
 /// The slope of [`gelu`].
-pub fn gelu_slope(x: f32) -> f32 {
+pub(crate) fn gelu_slope(x: f32) -> f32 {
     let t = (GELU.0 * (x + GELU.1 * x * x * x)).tanh();
     0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU.0 * (1.0 + 3.0 * GELU.1 * x * x)
 }
 
 /// Mean cross-entropy of `logits [rows, classes]`, which become its gradient.
-pub fn cross_entropy(logits: &mut [f32], targets: &[usize], classes: usize) -> f64 {
+pub(crate) fn cross_entropy(logits: &mut [f32], targets: &[usize], classes: usize) -> f64 {
     let rows = targets.len();
     let mut loss = 0.0;
     for (row, &target) in logits.chunks_exact_mut(classes).zip(targets) {

@@ -47,7 +47,7 @@ struct Trace {
 }
 
 /// The model and its text.
-pub struct Model {
+pub(crate) struct Model {
     tokens: Vec<usize>,
     targets: Vec<usize>,
     classes: usize,
@@ -77,7 +77,7 @@ const SHAPE: Shape = Shape { batch: BATCH, seqlen: CONTEXT, heads: HEADS, head_d
 
 impl Model {
     /// The untrained model.
-    pub fn new() -> Model {
+    pub(crate) fn new() -> Model {
         let bytes = TEXT.as_bytes();
         let mut alphabet: Vec<u8> = bytes.to_vec();
         alphabet.sort_unstable();
@@ -115,7 +115,7 @@ impl Model {
     ///
     /// # Errors
     /// Those of `attention`.
-    pub fn train(&mut self, attention: &Attention) -> Result<f64> {
+    pub(crate) fn train(&mut self, attention: &Attention) -> Result<f64> {
         let mut x = vec![0.0; self.tokens.len() * WIDTH];
         for (i, (row, &token)) in x.chunks_exact_mut(WIDTH).zip(&self.tokens).enumerate() {
             let (token, position) = (token * WIDTH, i % CONTEXT * WIDTH);

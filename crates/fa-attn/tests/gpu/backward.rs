@@ -42,7 +42,7 @@ impl<T: Half> Tensors<T> {
     }
 }
 
-pub fn verify<T: Half>(case: &Case, results: &DeviceGradients<T>) {
+pub(crate) fn verify<T: Half>(case: &Case, results: &DeviceGradients<T>) {
     verify_with(case, results, &Extras::NONE);
 }
 

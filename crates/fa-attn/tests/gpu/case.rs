@@ -8,13 +8,13 @@ use fa_kernels::cudarc::driver::CudaStream;
 use std::sync::Arc;
 
 /// What other problems differ from in a field or two.
-pub const BASE: Problem = Problem::square(2, 300, 4, 128, Mask::CAUSAL, Dtype::Bf16);
+pub(crate) const BASE: Problem = Problem::square(2, 300, 4, 128, Mask::CAUSAL, Dtype::Bf16);
 
 /// [`BASE`] with three query heads on each K/V head.
-pub const GQA: Problem = Problem { heads_q: 6, heads_kv: 2, ..BASE };
+pub(crate) const GQA: Problem = Problem { heads_q: 6, heads_kv: 2, ..BASE };
 
 /// What both passes are tried on: every field that decides which kernel runs and how.
-pub const PROBLEMS: [Problem; 12] = [
+pub(crate) const PROBLEMS: [Problem; 12] = [
     BASE,
     Problem { mask: Mask::FULL, ..BASE },
     GQA,
@@ -31,7 +31,7 @@ pub const PROBLEMS: [Problem; 12] = [
 
 /// A problem, how its tensors lie, and how many elements stand between their rows.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
+pub(crate) struct Case {
     pub problem: Problem,
     pub layout: TensorLayout,
     pub pad: usize,
@@ -39,7 +39,7 @@ pub struct Case {
 
 impl Case {
     /// Runs the problem on NaN-poisoned outputs and compares with the oracle.
-    pub fn check<T: Half>(&self, gpu: &Gpu) {
+    pub(crate) fn check<T: Half>(&self, gpu: &Gpu) {
         let forward = gpu.forward(&self.problem, None).unwrap_or_else(|error| panic!("{self:?}: {error}"));
         let mut tensors = self.tensors::<T>(&forward, &gpu.stream);
         tensors.run(&forward, &gpu.stream).unwrap_or_else(|error| panic!("{self:?}: {error}"));
@@ -48,7 +48,7 @@ impl Case {
 
     /// Q, K and V of [`Case::values`] on the GPU, NaN between their rows (nobody may read it), and poisoned
     /// outputs.
-    pub fn tensors<T: Half>(&self, forward: &Forward, stream: &Arc<CudaStream>) -> DeviceForward<T> {
+    pub(crate) fn tensors<T: Half>(&self, forward: &Forward, stream: &Arc<CudaStream>) -> DeviceForward<T> {
         let host = [0, 1, 2].map(|i| self.values::<T>(i));
         let values = host.each_ref().map(Vec::as_slice);
         let bytes = forward.workspace_bytes();
@@ -56,7 +56,7 @@ impl Case {
     }
 
     /// Reproducible values, roughly normal, for Q, K, V or O, packed `[batch, seqlen, heads, dim]`.
-    pub fn values<T: Half>(&self, i: usize) -> Vec<T> {
+    pub(crate) fn values<T: Half>(&self, i: usize) -> Vec<T> {
         let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1);
         let mut normal = || {
             let mut sum = 0.0;
@@ -70,22 +70,22 @@ impl Case {
     }
 
     /// Shapes of Q, K, V and O.
-    pub fn shapes(&self) -> [[usize; 4]; 4] {
+    pub(crate) fn shapes(&self) -> [[usize; 4]; 4] {
         shapes(&self.problem)
     }
 
     /// Where Q, K, V and O lie: `pad` elements after each row.
-    pub fn placements(&self) -> [Placement; 4] {
+    pub(crate) fn placements(&self) -> [Placement; 4] {
         self.shapes().map(|shape| Placement::padded(shape, self.layout, self.pad))
     }
 
     /// A view of values of [`Case::values`].
-    pub fn view<'a, T>(&self, name: &'static str, values: &'a [T], i: usize) -> TensorRef<'a, T> {
+    pub(crate) fn view<'a, T>(&self, name: &'static str, values: &'a [T], i: usize) -> TensorRef<'a, T> {
         TensorRef::packed(name, values, self.shapes()[i], TensorLayout::Bshd).unwrap()
     }
 
     /// Compares the outputs with the oracle.
-    pub fn verify<T: Half>(&self, output: &DeviceOutput<T>) {
+    pub(crate) fn verify<T: Half>(&self, output: &DeviceOutput<T>) {
         let problem = &self.problem;
         let host = [0, 1, 2].map(|i| self.values::<T>(i));
         let [q, k, v] =

@@ -106,15 +106,8 @@ fn a_call_says_what_runs_and_runs_again() {
     let [q, k, v, _] = tensors::<f32>(TensorLayout::Bshd);
     let run = || {
         let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd);
-        call.run(ForwardTensors {
-            q: q.view("q").unwrap(),
-            k: k.view("k").unwrap(),
-            v: v.view("v").unwrap(),
-            out: output.out.view_mut("out").unwrap(),
-            lse: &mut output.lse,
-            extras: Extras::NONE,
-        })
-        .unwrap();
+        let inputs = [q.view("q").unwrap(), k.view("k").unwrap(), v.view("v").unwrap()];
+        call.run(ForwardTensors::of(inputs, &mut output, Extras::NONE).unwrap()).unwrap();
         output
     };
     assert_eq!(run(), run());
@@ -164,14 +157,8 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     };
     refused(forward(&mut output).unwrap_err(), "the call computes the backward");
     let halves = engine.bind(&Problem { types: Types::same(Dtype::F16), ..PROBLEM }, Pass::Forward).unwrap();
-    let error = halves.run(ForwardTensors {
-        q: q.view("q").unwrap(),
-        k: k.view("k").unwrap(),
-        v: v.view("v").unwrap(),
-        out: output.out.view_mut("out").unwrap(),
-        lse: &mut output.lse,
-        extras: Extras::NONE,
-    });
+    let inputs = [q.view("q").unwrap(), k.view("k").unwrap(), v.view("v").unwrap()];
+    let error = halves.run(ForwardTensors::of(inputs, &mut output, Extras::NONE).unwrap());
     refused(error.unwrap_err(), "computes in f16, its tensors hold f32");
     assert!(output.out.data.iter().all(|value| value.is_nan()), "nothing is written on a refusal");
     refused(engine.bind(&Problem { heads_kv: 3, ..PROBLEM }, Pass::Forward).unwrap_err(), "heads_kv = 3");

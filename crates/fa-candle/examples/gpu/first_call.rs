@@ -7,10 +7,10 @@ use candle_core::{DType, Device, Result, Tensor};
 use fa_candle::flash_attn;
 
 /// The argument of the process that is timed.
-pub const FLAG: &str = "--first-call";
+pub(crate) const FLAG: &str = "--first-call";
 
 /// Times the first calls of this process.
-pub fn here(device: &Device) -> Result<()> {
+pub(crate) fn here(device: &Device) -> Result<()> {
     let x = Tensor::zeros((2, 1024, 16, 128), DType::BF16, device)?;
     device.synchronize()?;
     let mut times = Vec::new();
@@ -27,7 +27,7 @@ pub fn here(device: &Device) -> Result<()> {
 }
 
 /// Runs this program twice, with a cache of its own.
-pub fn report() {
+pub(crate) fn report() {
     let cache = std::env::temp_dir().join(format!("fa-candle-cache-{}", std::process::id()));
     for state in ["empty", "filled"] {
         let program = std::env::current_exe()

@@ -210,7 +210,7 @@ const CASES: [Case; 17] = [
 ];
 
 /// Runs all cases; how many failed.
-pub fn check(device: &Device) -> Result<usize> {
+pub(crate) fn check(device: &Device) -> Result<usize> {
     let mut failed = 0;
     for (heads_kv, dim, dtype) in [(8, 64, DType::F16), (2, 128, DType::BF16), (1, 256, DType::BF16)] {
         let given = Given::new(heads_kv, dim, dtype)?;

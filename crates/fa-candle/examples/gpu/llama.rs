@@ -15,7 +15,7 @@ use crate::weights::Random;
 const BOUND: f32 = 2e-2;
 
 /// Greedy tokens of a small model, step by step after the same ones; 1 where they differ by more than a tie.
-pub fn check(device: &Device) -> Result<usize> {
+pub(crate) fn check(device: &Device) -> Result<usize> {
     const STEPS: usize = 64;
     let config = Config {
         vocab: 1000,
@@ -68,7 +68,7 @@ fn equal(a: &Tensor, b: &Tensor) -> Result<Vec<bool>> {
 }
 
 /// Tokens per second of a model of 1.2 billion weights.
-pub fn rates(device: &Device) -> Result<()> {
+pub(crate) fn rates(device: &Device) -> Result<()> {
     let config = Config {
         vocab: 32_000,
         hidden: 2048,

@@ -8,7 +8,7 @@ use candle_transformers::models::llama;
 use fa_candle::flash_attn_windowed;
 
 #[derive(Clone, Copy)]
-pub struct Config {
+pub(crate) struct Config {
     pub vocab: usize,
     pub hidden: usize,
     pub intermediate: usize,
@@ -26,7 +26,7 @@ pub struct Config {
 
 impl Config {
     /// The same model to candle-transformers.
-    pub fn llama(&self) -> llama::Config {
+    pub(crate) fn llama(&self) -> llama::Config {
         llama::Config {
             hidden_size: self.hidden,
             intermediate_size: self.intermediate,
@@ -50,7 +50,7 @@ impl Config {
     }
 
     /// Names and shapes of all weights.
-    pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
+    pub(crate) fn shapes(&self) -> Vec<(String, Vec<usize>)> {
         let Config { vocab, hidden, intermediate, .. } = *self;
         let kv = self.heads_kv * self.head_dim();
         let mut shapes = vec![
@@ -89,7 +89,7 @@ struct Layer {
     cache: KvCache,
 }
 
-pub struct Decoder {
+pub(crate) struct Decoder {
     config: Config,
     embedding: Embedding,
     layers: Vec<Layer>,
@@ -100,7 +100,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    pub fn load(vb: VarBuilder<'_>, config: Config) -> Result<Decoder> {
+    pub(crate) fn load(vb: VarBuilder<'_>, config: Config) -> Result<Decoder> {
         let Config { vocab, hidden, intermediate, max_positions, eps, .. } = config;
         let kv = config.heads_kv * config.head_dim();
         let model = vb.pp("model");
@@ -139,7 +139,7 @@ impl Decoder {
     }
 
     /// Logits `(batch, vocab)` of the token after `ids` `(batch, seqlen)`, which follow what the cache holds.
-    pub fn forward(&mut self, ids: &Tensor) -> Result<Tensor> {
+    pub(crate) fn forward(&mut self, ids: &Tensor) -> Result<Tensor> {
         let (batch, seqlen) = ids.dims2()?;
         let Config { heads, heads_kv, window, .. } = self.config;
         let dim = self.config.head_dim();

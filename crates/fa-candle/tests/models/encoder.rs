@@ -6,7 +6,7 @@ use candle_transformers::models::bert::Config;
 use fa_candle::flash_attn_varlen;
 
 /// Names and shapes of all weights.
-pub fn shapes(config: &Config) -> Vec<(String, Vec<usize>)> {
+pub(crate) fn shapes(config: &Config) -> Vec<(String, Vec<usize>)> {
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let mut shapes = Vec::new();
     let mut add = |name: String, shape: &[usize]| shapes.push((name, shape.to_vec()));
@@ -49,7 +49,7 @@ struct Layer {
     norms: [LayerNorm; 2],
 }
 
-pub struct Encoder {
+pub(crate) struct Encoder {
     heads: usize,
     word: Embedding,
     position: Embedding,
@@ -59,7 +59,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    pub fn load(vb: VarBuilder<'_>, config: &Config) -> Result<Encoder> {
+    pub(crate) fn load(vb: VarBuilder<'_>, config: &Config) -> Result<Encoder> {
         let (hidden, inner, eps) = (config.hidden_size, config.intermediate_size, config.layer_norm_eps);
         let embeddings = vb.pp("embeddings");
         let norm = |vb: &VarBuilder<'_>| candle_nn::layer_norm(hidden, eps, vb.pp("LayerNorm"));
@@ -91,7 +91,7 @@ impl Encoder {
     }
 
     /// The last layer's rows `(total, hidden)` of sentences end to end.
-    pub fn forward(&self, sentences: &[Vec<u32>], device: &Device) -> Result<Tensor> {
+    pub(crate) fn forward(&self, sentences: &[Vec<u32>], device: &Device) -> Result<Tensor> {
         let (mut starts, mut longest) = (vec![0u32], 0);
         for sentence in sentences {
             longest = longest.max(sentence.len());

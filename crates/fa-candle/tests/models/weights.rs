@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use candle_core::{Device, Result, Tensor};
 
 /// Numbers of an xorshift generator.
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    pub fn new(seed: u64) -> Random {
+    pub(crate) fn new(seed: u64) -> Random {
         Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
@@ -20,14 +20,20 @@ impl Random {
     }
 
     /// Token ids `(batch, len)` below `vocab`.
-    pub fn tokens(&mut self, batch: usize, len: usize, vocab: usize, device: &Device) -> Result<Tensor> {
+    pub(crate) fn tokens(
+        &mut self,
+        batch: usize,
+        len: usize,
+        vocab: usize,
+        device: &Device,
+    ) -> Result<Tensor> {
         let ids: Vec<u32> = (0..batch * len).map(|_| (self.next() % vocab as u64) as u32).collect();
         Tensor::from_vec(ids, (batch, len), device)
     }
 
     /// Matrices whose products keep the size of what they multiply, vectors near 1 where they scale (names
     /// that end in `norm.weight` or `LayerNorm.weight`) and near 0 elsewhere.
-    pub fn weights(&mut self, shapes: Vec<(String, Vec<usize>)>) -> Result<HashMap<String, Tensor>> {
+    pub(crate) fn weights(&mut self, shapes: Vec<(String, Vec<usize>)>) -> Result<HashMap<String, Tensor>> {
         let mut made = HashMap::new();
         for (name, shape) in shapes {
             let (center, width) = match shape[..] {

@@ -5,7 +5,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 
 /// What changes scores, beside the scale.
 #[derive(Clone, Copy, Default)]
-pub struct Scores<'a> {
+pub(crate) struct Scores<'a> {
     pub left: Option<usize>,
     pub right: Option<usize>,
     pub softcap: Option<f32>,
@@ -14,12 +14,12 @@ pub struct Scores<'a> {
 }
 
 impl Scores<'_> {
-    pub const CAUSAL: Scores<'static> =
+    pub(crate) const CAUSAL: Scores<'static> =
         Scores { left: None, right: Some(0), softcap: None, slopes: None, sinks: None };
 }
 
 /// O `(batch, seqlen_q, heads, dim)` and LSE `(batch, heads, seqlen_q)` of f32 tensors.
-pub fn attention(
+pub(crate) fn attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -82,7 +82,7 @@ pub fn attention(
 }
 
 /// Values between -1 and 1 that depend on `seed`.
-pub fn values(shape: impl Into<candle_core::Shape>, seed: u64) -> Tensor {
+pub(crate) fn values(shape: impl Into<candle_core::Shape>, seed: u64) -> Tensor {
     let shape = shape.into();
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = || {
@@ -96,7 +96,7 @@ pub fn values(shape: impl Into<candle_core::Shape>, seed: u64) -> Tensor {
 }
 
 /// The largest difference, which is NaN where either has a NaN.
-pub fn difference(a: &Tensor, b: &Tensor) -> f32 {
+pub(crate) fn difference(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
     let flat = |x: &Tensor| x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let pairs = flat(a).into_iter().zip(flat(b));
@@ -108,7 +108,7 @@ pub fn difference(a: &Tensor, b: &Tensor) -> f32 {
 
 /// The tensors differ by no more than `bound`.
 #[track_caller]
-pub fn assert_close(what: &str, got: &Tensor, need: &Tensor, bound: f32) {
+pub(crate) fn assert_close(what: &str, got: &Tensor, need: &Tensor, bound: f32) {
     let difference = difference(got, need);
     assert!(difference <= bound, "{what}: differs by {difference}, at most {bound} is expected");
 }

@@ -1,7 +1,7 @@
 //! `fa bench`: attention's rate on this machine.
 
 mod append;
-pub mod args;
+pub(crate) mod args;
 mod draw;
 mod gpu;
 mod table;
@@ -81,7 +81,7 @@ const SECONDS: f64 = 0.5;
 ///
 /// # Errors
 /// Bad input or an unwritable target; both are found before anything is measured.
-pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if let Some(record) = &args.draw {
         let target = args.plot.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
         let target = target.context("--draw needs --plot")?;

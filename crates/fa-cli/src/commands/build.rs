@@ -17,13 +17,13 @@ use fa_lab::read_text;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
-pub use args::BuildArgs;
+pub(crate) use args::BuildArgs;
 
 /// Runs the command: a bad verdict when a kernel does not compile cleanly within its plan.
 ///
 /// # Errors
 /// When there is no compiler, a spec cannot be read, or the bundle cannot be written.
-pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     if args.all_configs {
         return every::command(args);
     }

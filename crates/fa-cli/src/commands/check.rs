@@ -24,7 +24,7 @@ use clap::Args;
 /// `fa check`.
 #[derive(Debug, Args)]
 #[command(after_help = CHECK_EXAMPLES)]
-pub struct CheckArgs {
+pub(crate) struct CheckArgs {
     /// The output to judge
     pub a: PathBuf,
     /// The output to judge it by; without it A is judged by its inputs alone
@@ -72,7 +72,7 @@ const OUTPUTS: [&str; 6] = ["out", "lse", "dq", "dk", "dv", "dsinks"];
 ///
 /// # Errors
 /// Bad input; a difference is a verdict, not an error.
-pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     let a = TensorFile::open(&args.a)?;
     let b = args.b.as_deref().map(TensorFile::open).transpose()?;
     let outputs: Vec<&TensorFile> = [&a].into_iter().chain(&b).collect();

@@ -19,7 +19,7 @@ use clap::Args;
 /// `fa doctor`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json\n  fa doctor --time")]
-pub struct DoctorArgs {
+pub(crate) struct DoctorArgs {
     /// Measure instead what starting up and a call cost on the GPU: with a warm cache, with an empty one, and
     /// of the host
     #[arg(long)]
@@ -80,7 +80,7 @@ impl Check {
 ///
 /// # Errors
 /// When standard output is closed; with `--time` also for want of a GPU.
-pub fn command(args: &DoctorArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &DoctorArgs) -> anyhow::Result<Verdict> {
     if args.start {
         return time::start();
     }

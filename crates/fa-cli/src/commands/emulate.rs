@@ -11,7 +11,7 @@ mod shipped;
 
 use fa_emu::{Emulator, mutate};
 
-pub use args::EmulateArgs;
+pub(crate) use args::EmulateArgs;
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::progress;
@@ -20,11 +20,20 @@ use crate::term::progress;
 ///
 /// # Errors
 /// Bad input, and a machine that cannot emulate; findings are a verdict, not an error.
-pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     if args.threads.is_some() && args.spec.is_some() && !args.mutate {
         let message =
             "--threads is for --shipped, --sample, --random and --mutate: one kernel takes one thread";
         return Err(InputError::Usage(message.into()).into());
+    }
+    // Not asked of clap, which requires no flag that another one rules out.
+    let of_random = [
+        ("--log", args.log.is_some()),
+        ("--from", args.from.is_some()),
+        ("--kernels", !args.kernels.is_empty()),
+    ];
+    if let Some((flag, _)) = of_random.into_iter().find(|(_, given)| *given && args.random.is_none()) {
+        return Err(InputError::Usage(format!("{flag} is for --random: give --random N too")).into());
     }
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {

@@ -17,7 +17,7 @@ use crate::term::progress;
 /// `fa ladder`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct LadderArgs {
+pub(crate) struct LadderArgs {
     /// The kernels whose steps are measured
     #[arg(long, value_parser = family(), default_value = "sm80")]
     pub arch: Family,
@@ -65,7 +65,7 @@ fn family() -> impl TypedValueParser<Value = Family> {
 ///
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU.
-pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
     if args.arch == Family::Sm80 && !args.headdim.is_empty() {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());

@@ -13,7 +13,7 @@ use clap::Args;
 /// `fa completions`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  fa completions bash > ~/.local/share/bash-completion/completions/fa")]
-pub struct CompletionsArgs {
+pub(crate) struct CompletionsArgs {
     /// The shell
     pub shell: clap_complete::Shell,
 }
@@ -21,7 +21,7 @@ pub struct CompletionsArgs {
 /// `fa man`.
 #[derive(Debug, Args)]
 #[command(after_help = MAN_EXAMPLES)]
-pub struct ManArgs {
+pub(crate) struct ManArgs {
     /// A command, such as plan
     pub command: Option<String>,
     /// Write every page, fa.1, fa-run.1, .., into this folder, which is made if it is missing
@@ -39,7 +39,7 @@ Examples:
 ///
 /// # Errors
 /// When standard output is closed.
-pub fn completions(args: &CompletionsArgs, mut program: Command) -> anyhow::Result<Verdict> {
+pub(crate) fn completions(args: &CompletionsArgs, mut program: Command) -> anyhow::Result<Verdict> {
     let mut script = Vec::new();
     // Into memory first: the generator panics when it cannot write.
     clap_complete::generate(args.shell, &mut program, "fa", &mut script);
@@ -52,7 +52,7 @@ pub fn completions(args: &CompletionsArgs, mut program: Command) -> anyhow::Resu
 /// # Errors
 /// [`InputError::Usage`] for a command that does not exist, [`InputError::Target`] for a folder that cannot
 /// be written.
-pub fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
+pub(crate) fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
     program.build();
     if let Some(folder) = &args.out {
         return write_pages(folder, program);
@@ -73,7 +73,9 @@ pub fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
 
 fn page_of(command: Command) -> std::io::Result<Vec<u8>> {
     let mut page = Vec::new();
-    clap_mangen::Man::new(command).render(&mut page)?;
+    // A command has no version of its own, and its page would name none.
+    let man = clap_mangen::Man::new(command).source(concat!("fa ", env!("CARGO_PKG_VERSION")));
+    man.render(&mut page)?;
     Ok(page)
 }
 

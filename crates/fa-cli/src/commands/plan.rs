@@ -27,7 +27,7 @@ use std::path::PathBuf;
 
 /// How a result is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Format {
+pub(crate) enum Format {
     /// For people
     Table,
     /// One JSON object
@@ -41,7 +41,7 @@ pub enum Format {
 /// `fa plan`.
 #[derive(Debug, Args)]
 #[command(after_help = PLAN_EXAMPLES)]
-pub struct PlanArgs {
+pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub problem: ProblemArgs,
     /// Read the problem from a RON file instead
@@ -117,7 +117,7 @@ const TABLE_ROWS: usize = 10;
 ///
 /// # Errors
 /// Bad input or an unwritable report.
-pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let format = if args.json { Format::Json } else { args.format };
     let other = [("--guide", args.guide.guide), ("--why", args.why.is_some()), ("-n", args.limit.is_some())];
     if let (Format::Spec, Some((flag, _))) = (format, other.iter().find(|(_, given)| *given)) {

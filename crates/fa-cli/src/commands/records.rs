@@ -14,7 +14,7 @@ use crate::term::{output, progress};
 /// `fa records`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct RecordsArgs {
+pub(crate) struct RecordsArgs {
     /// Where records lie and are written
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
     pub results: PathBuf,
@@ -59,7 +59,7 @@ limit. Exit code 1 when a step failed or is left.";
 ///
 /// # Errors
 /// Records that cannot be read, a folder that cannot be written, a filter that no step passes.
-pub fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
     let wanted = Wanted { results: &args.results, gpu: &args.gpu, all: args.all, peers: !args.no_peers };
     let mut steps = campaign::steps_for(&wanted)?;
     let names: Vec<String> = steps.iter().map(|step| step.name.clone()).collect();

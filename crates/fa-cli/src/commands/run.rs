@@ -16,7 +16,7 @@ use self::report::{AppendReport, CpuPlan, Difference, Report, Timing, Tuned, tex
 use crate::append::Appended;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{self, Calls, Outputs};
-use crate::flags::{AttentionArgs, Backend, CpuArgs};
+use crate::flags::{self, AttentionArgs, Backend, CpuArgs};
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::sequences::blank;
 use crate::term::failure::{InputError, Verdict};
@@ -27,14 +27,14 @@ use clap::Args;
 /// `fa run`.
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES)]
-pub struct RunArgs {
+pub(crate) struct RunArgs {
     /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16; cu_seqlens_q,
     /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged, k_new and
     /// v_new are appended first
     pub input: PathBuf,
     /// Where to write out and lse (with --backward also dq, dk, dv, and dsinks where there are sinks; the
     /// grown cache where keys were appended); replaced in one step when all is computed
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", value_parser = flags::results())]
     pub output: Option<PathBuf>,
     #[command(flatten)]
     pub attention: AttentionArgs,
@@ -124,7 +124,7 @@ fn warm(
 ///
 /// # Errors
 /// Bad input, an unwritable target, or what the backend reports.
-pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
     if let Some(arch) = &args.arch {
         let message =
             format!("fa run shows the kernel that runs here: `fa plan --arch {arch}` shows one for {arch}");

@@ -19,31 +19,15 @@ use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::commands::worker;
-use crate::flags::{self, ShapeArgs, pass_of};
+use crate::flags::{self, OF_SHAPES, ShapeArgs, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
 
-/// What names the shapes that are tuned; flags of random ones name these, for clap asks for no flag that
-/// another rules out.
-const OF_SHAPES: [&str; 11] = [
-    "batch",
-    "tokens",
-    "seqlen",
-    "heads",
-    "headdim",
-    "causal",
-    "window",
-    "both_masks",
-    "dtype",
-    "softcap",
-    "marks",
-];
-
 /// `fa tune`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
-pub struct TuneArgs {
+pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub shapes: ShapeArgs,
     /// Which pass to tune; both with --random only
@@ -53,24 +37,21 @@ pub struct TuneArgs {
     #[arg(long)]
     pub deterministic: bool,
     /// Tune for a fixed list of shapes
-    #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap",
-        "family"
-    ])]
+    #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
     pub marks: Option<Marks>,
     /// Tune for this many problems drawn at random, and say how far the planner's first choices are behind
     /// the best
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    #[arg(conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
     pub random: Option<u16>,
     /// The same seed draws the same problems [default: 0]
     #[arg(long, value_name = "S", requires = "random", conflicts_with_all = OF_SHAPES)]
-    #[arg(value_parser = whole::<u64>)]
+    #[arg(conflicts_with = "marks", value_parser = whole::<u64>)]
     pub seed: Option<u64>,
     /// Measure nothing: say how far today's first choices are behind the best of these records (--json of
     /// earlier runs); needs no GPU
     #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
-        "random", "seed", "mode", "deterministic", "family", "candidates", "reps", "fresh", "output"
+        "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "reps", "fresh", "output"
     ])]
     pub judge: Vec<PathBuf>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
@@ -89,7 +70,7 @@ pub struct TuneArgs {
     pub fresh: bool,
     /// Where the winners go [default: FA_TUNED, or tuned.ron beside the kernel cache, where the library
     /// looks]
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", value_parser = flags::results())]
     pub output: Option<PathBuf>,
     /// Write everything measured beside its prediction as JSON, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
@@ -119,7 +100,7 @@ all sequences rounded up to powers of two. Interrupted, it goes on where it was.
 ///
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
-pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     if !args.judge.is_empty() {
         let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
         let judgement = judge(&args.judge)?;

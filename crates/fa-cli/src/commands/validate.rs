@@ -1,6 +1,6 @@
 //! `fa validate`: is what the GPU computes right?
 
-pub mod args;
+pub(crate) mod args;
 mod configs;
 mod sanitize;
 
@@ -20,7 +20,7 @@ use args::ValidateArgs;
 ///
 /// # Errors
 /// Without a driver, a GPU or a compiler, and for bad input.
-pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     if args.check_records {
         return check_records(args);
     }

@@ -12,7 +12,7 @@ const NAME: &str = "worker";
 ///
 /// # Errors
 /// When the system does not say where this program is.
-pub fn program() -> anyhow::Result<Program> {
+pub(crate) fn program() -> anyhow::Result<Program> {
     let executable = std::env::current_exe().context("cannot find this program to start it again")?;
     Ok(Program { executable, arguments: vec![NAME.to_owned()] })
 }
@@ -21,7 +21,7 @@ pub fn program() -> anyhow::Result<Program> {
 ///
 /// # Errors
 /// No job, no usable GPU, and what the GPU reports.
-pub fn command() -> anyhow::Result<Verdict> {
+pub(crate) fn command() -> anyhow::Result<Verdict> {
     fa_lab::serve(std::io::stdin().lock())?;
     Ok(Verdict::Good)
 }

@@ -1,4 +1,5 @@
-//! A chart of horizontal bars in groups: what a step or a switch does to a rate.
+//! A chart of horizontal bars in groups: what a step or a switch does to a rate, or rates of shapes that are
+//! no series.
 
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -7,16 +8,16 @@ use crate::draw::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Pa
 
 /// Bars that belong together.
 #[derive(Clone, Debug)]
-pub struct Group {
+pub(crate) struct Group {
     /// Left of the bars.
     pub label: String,
     /// One per series; none where a series has no value here.
     pub values: Vec<Option<f64>>,
 }
 
-/// Groups of bars from zero, with a line at 1: values are ratios.
+/// Groups of bars from zero.
 #[derive(Clone, Debug)]
-pub struct Ratios {
+pub(crate) struct Bars {
     /// Above the chart; may be empty.
     pub title: String,
     /// Below the horizontal axis: what is over what.
@@ -25,15 +26,49 @@ pub struct Ratios {
     pub series: Vec<String>,
     /// From the top down.
     pub groups: Vec<Group>,
+    /// What the values are.
+    pub kind: Kind,
 }
 
-/// Width between the axes.
+/// What the values of bars are.
+#[derive(Clone, Debug)]
+pub(crate) enum Kind {
+    /// Ratios: there is a line at 1, and a legend.
+    Ratios,
+    /// Rates or times on a sheet that has the legend, with the colours of the series in the palette.
+    Values(Vec<usize>),
+}
+
+/// Width between the axes, and of one of several on a sheet.
 const PLOT: u32 = 460;
+const SMALL: u32 = 300;
 /// Height of a bar, with what parts it from the next one, and of what parts groups.
 const BAR: i32 = 14;
 const GAP: i32 = 10;
 
-impl Ratios {
+impl Bars {
+    fn plot(&self) -> u32 {
+        match self.kind {
+            Kind::Ratios => PLOT,
+            Kind::Values(_) => SMALL,
+        }
+    }
+
+    /// The names of a legend of its own.
+    fn legend(&self) -> Vec<&str> {
+        match self.kind {
+            Kind::Ratios => self.series.iter().map(|name| &**name).collect(),
+            Kind::Values(_) => Vec::new(),
+        }
+    }
+
+    fn color(&self, series: usize) -> usize {
+        match &self.kind {
+            Kind::Ratios => series,
+            Kind::Values(colors) => colors.get(series).copied().unwrap_or(series),
+        }
+    }
+
     /// Heights of a group and of all.
     fn heights(&self) -> anyhow::Result<(i32, i32)> {
         let group = BAR * i32::try_from(self.series.len())? + GAP;
@@ -56,11 +91,14 @@ impl Ratios {
     }
 }
 
-impl Panel for Ratios {
+impl Panel for Bars {
     fn size(&self) -> anyhow::Result<(u32, u32)> {
-        let names: Vec<&str> = self.series.iter().map(|name| &**name).collect();
-        let (title, legend) = (plot::title_size(&self.title)?, plot::legend_size(&names)?);
-        let width = MARGIN + self.left()? + PLOT + MARGIN + legend.0;
+        let names = self.legend();
+        let (title, mut legend) = (plot::title_size(&self.title)?, plot::legend_size(&names)?);
+        if names.is_empty() {
+            legend = (0, 0);
+        }
+        let width = MARGIN + self.left()? + self.plot() + MARGIN + legend.0;
         let height = (self.heights()?.1.unsigned_abs() + BELOW).max(legend.1);
         Ok((width.max(title.0), title.1 + MARGIN + height + MARGIN))
     }
@@ -68,9 +106,13 @@ impl Panel for Ratios {
     fn draw(&self, area: &Area) -> anyhow::Result<()> {
         let area = plot::titled(area, &self.title)?;
         let (left, (group_height, bars)) = (self.left()?, self.heights()?);
-        let (area, legend) = area.margin(MARGIN, MARGIN, MARGIN, 0).split_horizontally(left + PLOT + MARGIN);
+        let (area, legend) =
+            area.margin(MARGIN, MARGIN, MARGIN, 0).split_horizontally(left + self.plot() + MARGIN);
         let (_, height) = area.dim_in_pixel();
-        let highest = (0..self.series.len()).flat_map(|s| self.values(s)).map(|(_, v)| v).fold(1.0, f64::max);
+        let is_ratio = matches!(self.kind, Kind::Ratios);
+        let values = (0..self.series.len()).flat_map(|s| self.values(s)).map(|(_, value)| value);
+        let highest = values.fold(if is_ratio { 1.0 } else { 0.0 }, f64::max);
+        let highest = if highest > 0.0 { highest } else { 1.0 };
         // The vertical axis counts pixels from the top.
         let top_of = |group: usize| group_height * group as i32;
         let middles = (0..self.groups.len()).map(|group| top_of(group) + group_height / 2).collect();
@@ -81,7 +123,10 @@ impl Panel for Ratios {
             .y_label_area_size(left)
             .x_label_area_size(BELOW)
             // Room for the value behind the longest bar.
-            .build_cartesian_2d(0.0..1.12 * highest, (bars..0).with_key_points(middles))?;
+            .build_cartesian_2d(
+                0.0..if is_ratio { 1.12 } else { 1.2 } * highest,
+                (bars..0).with_key_points(middles),
+            )?;
         chart
             .configure_mesh()
             .disable_y_mesh()
@@ -92,7 +137,7 @@ impl Panel for Ratios {
             .x_label_style(plot::text(TEXT, MUTED))
             .y_label_style(plot::text(TEXT, INK))
             .axis_desc_style(plot::text(TEXT, MUTED))
-            .x_labels(7)
+            .x_labels(if is_ratio { 7 } else { 5 })
             .x_label_formatter(&|ratio| plot::number(*ratio))
             .y_label_formatter(&label)
             .x_desc(&self.x_label)
@@ -102,19 +147,24 @@ impl Panel for Ratios {
                 .map(move |(group, value)| (top_of(group) + GAP / 2 + BAR * index as i32, value))
         };
         for (index, name) in self.series.iter().enumerate() {
-            let fill = OkabeIto::pick(index).filled();
+            let fill = OkabeIto::pick(self.color(index)).filled();
             chart.draw_series(
                 pieces(index).map(|(y, value)| Rectangle::new([(0.0, y), (value, y + BAR - 2)], fill)),
             )?;
-            plot::legend_row(&legend, index, name, |(x, y)| {
-                Rectangle::new([(x + KEY - 12, y - 6), (x + KEY, y + 6)], fill)
-            })?;
+            if is_ratio {
+                plot::legend_row(&legend, index, name, |(x, y)| {
+                    Rectangle::new([(x + KEY - 12, y - 6), (x + KEY, y + 6)], fill)
+                })?;
+            }
         }
-        chart.draw_series(DashedLineSeries::new([(1.0, 0), (1.0, bars)], 3, 3, INK.stroke_width(1)))?;
+        if is_ratio {
+            chart.draw_series(DashedLineSeries::new([(1.0, 0), (1.0, bars)], 3, 3, INK.stroke_width(1)))?;
+        }
         // Numbers stand on white, so that the line at 1 does not strike them out.
         let style = plot::text(TEXT - 1.0, INK).pos(Pos::new(HPos::Left, VPos::Center));
         for (y, value) in (0..self.series.len()).flat_map(pieces) {
-            let number = format!("{value:.2}");
+            let digits = if value >= 99.95 { 0 } else { 2 - usize::from(value >= 9.995) };
+            let number = format!("{value:.digits$}");
             let right = 5 + i32::try_from(plot::width_of(&number, TEXT - 1.0)?)?;
             let ground = Rectangle::new([(3, -5), (right, 5)], WHITE.filled());
             let at = EmptyElement::at((value, y + BAR / 2 - 1));
@@ -134,11 +184,12 @@ mod tests {
             label: (*label).to_owned(),
             values: values.to_vec(),
         };
-        let ratios = Ratios {
+        let ratios = Bars {
             title: "what <it> does".to_owned(),
             x_label: "over the first".to_owned(),
             series: vec!["ours".to_owned(), "theirs & others".to_owned()],
             groups: groups.iter().map(group).collect(),
+            kind: Kind::Ratios,
         };
         plot::sheet("", 1, &[Box::new(ratios)]).unwrap()
     }

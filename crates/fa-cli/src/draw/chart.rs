@@ -7,7 +7,7 @@ use crate::draw::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Pa
 
 /// One line of a chart.
 #[derive(Clone, Debug)]
-pub struct Series {
+pub(crate) struct Series {
     /// Name in the legend.
     pub label: String,
     /// Sizes (above 0, ascending) and rates; what is not finite is left out.
@@ -20,7 +20,7 @@ pub struct Series {
 
 /// A chart: its lines and what it says around them.
 #[derive(Clone, Debug)]
-pub struct Chart {
+pub(crate) struct Chart {
     /// Above the chart; may be empty.
     pub title: String,
     /// Below the horizontal axis.
@@ -57,7 +57,7 @@ impl Chart {
     ///
     /// # Errors
     /// What the drawing library reports.
-    pub fn into_svg(self) -> anyhow::Result<String> {
+    pub(crate) fn into_svg(self) -> anyhow::Result<String> {
         plot::sheet("", 1, &[Box::new(self)])
     }
 
@@ -85,7 +85,7 @@ impl Chart {
     }
 
     /// The end of the vertical axis.
-    pub fn top(&self) -> f64 {
+    pub(crate) fn top(&self) -> f64 {
         if let Some(top) = self.shared {
             return top;
         }

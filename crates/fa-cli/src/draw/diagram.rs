@@ -1,14 +1,14 @@
 //! What pages and plots share: colours, and texts that markup cannot mistake.
 
 /// Text and lines.
-pub const INK: &str = "#1f2430";
+pub(crate) const INK: &str = "#1f2430";
 /// Secondary text.
-pub const MUTED: &str = "#5b6372";
+pub(crate) const MUTED: &str = "#5b6372";
 /// Grid lines and outlines.
-pub const RULE: &str = "#d8dce3";
+pub(crate) const RULE: &str = "#d8dce3";
 
 /// Text as part of a page, attributes included: what markup reserves is written as entities.
-pub fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

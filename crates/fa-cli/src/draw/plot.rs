@@ -7,12 +7,12 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use crate::draw::diagram;
 
 /// Where a plot is drawn.
-pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Text and marks, secondary text, and grid lines, as in diagrams.
-pub const INK: RGBColor = rgb(diagram::INK);
-pub const MUTED: RGBColor = rgb(diagram::MUTED);
-pub const RULE: RGBColor = rgb(diagram::RULE);
+pub(crate) const INK: RGBColor = rgb(diagram::INK);
+pub(crate) const MUTED: RGBColor = rgb(diagram::MUTED);
+pub(crate) const RULE: RGBColor = rgb(diagram::RULE);
 
 /// `#rrggbb` as the drawing library has it.
 const fn rgb(hex: &str) -> RGBColor {
@@ -22,7 +22,7 @@ const fn rgb(hex: &str) -> RGBColor {
 }
 
 /// Colours of series, distinguishable with any common colour vision: Okabe and Ito's set, darkest first.
-pub struct OkabeIto;
+pub(crate) struct OkabeIto;
 
 impl Palette for OkabeIto {
     const COLORS: &'static [(u8, u8, u8)] = &[
@@ -37,7 +37,7 @@ impl Palette for OkabeIto {
 }
 
 /// Sizes of texts in pixels.
-pub const TEXT: f64 = 12.0;
+pub(crate) const TEXT: f64 = 12.0;
 const TITLE: f64 = 15.0;
 const HEADING: f64 = 17.0;
 /// Left of titles.
@@ -46,24 +46,24 @@ const INDENT: i32 = 16;
 const HEADING_ROOM: u32 = 40;
 const TITLE_ROOM: u32 = 36;
 /// Around a plot with its labels, and between it and the legend.
-pub const MARGIN: u32 = 10;
+pub(crate) const MARGIN: u32 = 10;
 /// Below a plot, with the horizontal axis's labels.
-pub const BELOW: u32 = 46;
+pub(crate) const BELOW: u32 = 46;
 /// Width of the line or mark before a name in the legend.
-pub const KEY: i32 = 26;
+pub(crate) const KEY: i32 = 26;
 /// Between that and the name.
 const KEY_GAP: u32 = 8;
 /// Height of a legend's row.
 const ROW: u32 = 19;
 
 /// The label of an axis: a number without the digits that only rounding errors fill.
-pub fn number(value: f64) -> String {
+pub(crate) fn number(value: f64) -> String {
     const PRECISION: f64 = 1e9;
     ((value * PRECISION).round() / PRECISION).to_string()
 }
 
 /// A plot that knows the room it needs.
-pub trait Panel {
+pub(crate) trait Panel {
     /// Width and height in pixels.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ fn font(pixels: f64, style: FontStyle) -> FontDesc<'static> {
 }
 
 /// The style of texts of a height in pixels.
-pub fn text(pixels: f64, color: RGBColor) -> TextStyle<'static> {
+pub(crate) fn text(pixels: f64, color: RGBColor) -> TextStyle<'static> {
     font(pixels, FontStyle::Normal).color(&color)
 }
 
@@ -94,7 +94,7 @@ pub fn text(pixels: f64, color: RGBColor) -> TextStyle<'static> {
 ///
 /// # Errors
 /// What the drawing library reports.
-pub fn width_of(text: &str, pixels: f64) -> anyhow::Result<u32> {
+pub(crate) fn width_of(text: &str, pixels: f64) -> anyhow::Result<u32> {
     let (width, _) = font(pixels, FontStyle::Normal).box_size(text)?;
     Ok(width + width / 6)
 }
@@ -103,7 +103,7 @@ pub fn width_of(text: &str, pixels: f64) -> anyhow::Result<u32> {
 ///
 /// # Errors
 /// As [`width_of`].
-pub fn widest(texts: &[&str]) -> anyhow::Result<u32> {
+pub(crate) fn widest(texts: &[&str]) -> anyhow::Result<u32> {
     texts.iter().map(|text| width_of(text, TEXT)).try_fold(0, |widest, width| Ok(widest.max(width?)))
 }
 
@@ -111,7 +111,7 @@ pub fn widest(texts: &[&str]) -> anyhow::Result<u32> {
 ///
 /// # Errors
 /// As [`width_of`].
-pub fn legend_size(names: &[&str]) -> anyhow::Result<(u32, u32)> {
+pub(crate) fn legend_size(names: &[&str]) -> anyhow::Result<(u32, u32)> {
     Ok((KEY.unsigned_abs() + KEY_GAP + widest(names)? + MARGIN, ROW * u32::try_from(names.len())?))
 }
 
@@ -121,7 +121,7 @@ pub fn legend_size(names: &[&str]) -> anyhow::Result<(u32, u32)> {
 ///
 /// # Errors
 /// What the drawing library reports.
-pub fn legend_row<'a, E: IntoDynElement<'a, SVGBackend<'a>, (i32, i32)>>(
+pub(crate) fn legend_row<'a, E: IntoDynElement<'a, SVGBackend<'a>, (i32, i32)>>(
     area: &Area<'a>,
     row: usize,
     name: &str,
@@ -138,7 +138,7 @@ pub fn legend_row<'a, E: IntoDynElement<'a, SVGBackend<'a>, (i32, i32)>>(
 ///
 /// # Errors
 /// As [`width_of`].
-pub fn title_size(title: &str) -> anyhow::Result<(u32, u32)> {
+pub(crate) fn title_size(title: &str) -> anyhow::Result<(u32, u32)> {
     if title.is_empty() {
         return Ok((0, 0));
     }
@@ -149,7 +149,7 @@ pub fn title_size(title: &str) -> anyhow::Result<(u32, u32)> {
 ///
 /// # Errors
 /// What the drawing library reports.
-pub fn titled<'a>(area: &Area<'a>, title: &str) -> anyhow::Result<Area<'a>> {
+pub(crate) fn titled<'a>(area: &Area<'a>, title: &str) -> anyhow::Result<Area<'a>> {
     let (_, height) = title_size(title)?;
     headed(area, title, TITLE, height)
 }
@@ -167,13 +167,13 @@ fn headed<'a>(area: &Area<'a>, text: &str, pixels: f64, height: u32) -> anyhow::
 ///
 /// # Errors
 /// What the panels and the drawing library report.
-pub fn sheet(heading: &str, columns: usize, panels: &[Box<dyn Panel>]) -> anyhow::Result<String> {
+pub(crate) fn sheet(heading: &str, columns: usize, panels: &[Box<dyn Panel>]) -> anyhow::Result<String> {
     sheet_with_legend(heading, &[], columns, panels)
 }
 
 /// A line of a sheet's legend.
 #[derive(Clone, Debug)]
-pub struct Key {
+pub(crate) struct Key {
     /// What the line is.
     pub name: String,
     /// Index into the palette.
@@ -186,7 +186,7 @@ pub struct Key {
 ///
 /// # Errors
 /// What the panels and the drawing library report.
-pub fn sheet_with_legend(
+pub(crate) fn sheet_with_legend(
     heading: &str,
     legend: &[Key],
     columns: usize,
@@ -264,7 +264,7 @@ fn draw_key(area: &Area, key: &Key, x: u32, y: u32) -> anyhow::Result<()> {
 /// The texts of an SVG document, which has to be well-formed, with finite numbers and no text outside of its
 /// view.
 #[cfg(test)]
-pub fn texts_of(svg: &str) -> Vec<String> {
+pub(crate) fn texts_of(svg: &str) -> Vec<String> {
     let document = roxmltree::Document::parse(svg).unwrap();
     let whole = document.root_element();
     assert!(whole.has_tag_name(("http://www.w3.org/2000/svg", "svg")), "{svg}");

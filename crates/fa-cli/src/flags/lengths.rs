@@ -8,7 +8,7 @@ use fa_lab::shape::parse_pair;
 
 /// How the sequences of a batch lie in memory. The lengths that other flags give are then upper bounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
-pub struct LengthsArgs {
+pub(crate) struct LengthsArgs {
     /// Sequences lie end to end (cu_seqlens), this many queries and keys in all, as in 16384 or 64,16384;
     /// --seqlen is then the most that a sequence has
     #[arg(long, value_name = "Q[,K]")]
@@ -26,7 +26,7 @@ pub struct LengthsArgs {
 
 /// What joins the scores beside mask and soft cap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
-pub struct ScoreArgs {
+pub(crate) struct ScoreArgs {
     /// ALiBi: slope times distance is subtracted from scores; slopes for each head, or with
     /// --alibi=per-sequence-head for each sequence and head
     #[arg(long, value_name = "SLOPES", num_args = 0..=1, require_equals = true,
@@ -39,7 +39,7 @@ pub struct ScoreArgs {
 
 /// Rows of packed tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Packed {
+pub(crate) struct Packed {
     /// Queries of all sequences.
     pub q: usize,
     /// Keys of all sequences; `None` for as many as queries.
@@ -48,7 +48,7 @@ pub struct Packed {
 
 /// A cache in pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Page {
+pub(crate) struct Page {
     /// Keys of a page.
     pub page: usize,
     /// Pages; `None` for as many as the batch can fill.
@@ -94,7 +94,7 @@ impl LengthsArgs {
     ///
     /// # Errors
     /// Flags that contradict each other.
-    pub fn lengths(&self, batch: usize, q: usize, k: usize) -> Result<Lengths, String> {
+    pub(crate) fn lengths(&self, batch: usize, q: usize, k: usize) -> Result<Lengths, String> {
         let side_q = self.packed.map_or(Side::padded(q), |packed| Side::packed(packed.q, q));
         let side_k = match (self.page, self.packed) {
             (Some(_), Some(Packed { k: Some(total), .. })) => {
@@ -117,7 +117,7 @@ impl LengthsArgs {
 
 impl ScoreArgs {
     /// The changes of scores, with a soft cap or without.
-    pub fn score(&self, softcap: Option<f64>) -> ScoreMod {
+    pub(crate) fn score(&self, softcap: Option<f64>) -> ScoreMod {
         ScoreMod { softcap, alibi: self.alibi, sinks: self.sinks }
     }
 }

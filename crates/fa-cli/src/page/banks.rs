@@ -9,10 +9,9 @@ use crate::draw::diagram::escape;
 use crate::plan::kernels::{self, Issued};
 
 /// What the section shows.
-pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank \
-                         wait for each other. Counted over whole tiles for what this kernel issues, as plain \
-                         rows and with the swizzle. Copies by TMA and cp.async of whole rows have no \
-                         conflicts of their own.";
+pub(crate) const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of \
+    one bank wait for each other. Counted over whole tiles for what this kernel issues, as plain rows and \
+    with the swizzle. Copies by TMA and cp.async of whole rows have no conflicts of their own.";
 
 /// Bytes of an element: GPU kernels hold 16-bit types.
 const ELEMENT: u64 = 2;
@@ -21,7 +20,7 @@ const ELEMENT: u64 = 2;
 ///
 /// # Errors
 /// When a tile has no layout, which a plan has ruled out.
-pub fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
+pub(crate) fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
     let mut table = String::new();
     let kernel = kernels::of(&spec.kernel);
     for Issued { what, tile, access } in kernel.accesses(spec) {

@@ -14,7 +14,7 @@ const TOP: f64 = 24.0;
 const BOTTOM: f64 = 40.0;
 
 /// An axis.
-pub struct Axis {
+pub(crate) struct Axis {
     /// What it counts, with the unit.
     pub label: String,
     pub low: f64,
@@ -26,7 +26,7 @@ pub struct Axis {
 
 impl Axis {
     /// From `low` to `high` in powers of `base`.
-    pub fn log(label: &str, low: f64, high: f64, base: f64) -> Axis {
+    pub(crate) fn log(label: &str, low: f64, high: f64, base: f64) -> Axis {
         let (first, last) = (low.log(base).floor(), high.log(base).ceil().max(low.log(base).floor() + 1.0));
         let every = ((last - first) / 8.0).ceil().max(1.0);
         let ticks = (0..)
@@ -38,7 +38,7 @@ impl Axis {
     }
 
     /// From zero to a round number above `high`.
-    pub fn linear(label: &str, high: f64) -> Axis {
+    pub(crate) fn linear(label: &str, high: f64) -> Axis {
         let high = if high > 0.0 { high } else { 1.0 };
         let decade = 10f64.powf((high / 5.0).log10().floor());
         let steps = [1.0, 2.0, 5.0, 10.0].map(|step| step * decade);
@@ -58,16 +58,19 @@ impl Axis {
     }
 }
 
-/// `16k` for 16384, `0.5`, `1000`.
+/// `16k` for 16384, `0.5`, `1000`, `1e-6`.
 fn short(value: f64) -> String {
     if value >= 1024.0 && value % 1024.0 == 0.0 {
         return format!("{}k", value / 1024.0);
+    }
+    if value != 0.0 && value.abs() < 1e-3 {
+        return format!("{value:.0e}");
     }
     ((value * 1e6).round() / 1e6).to_string()
 }
 
 /// A line with marks, or either.
-pub struct Line {
+pub(crate) struct Line {
     pub name: String,
     /// 0 to 3.
     pub color: usize,
@@ -80,13 +83,13 @@ pub struct Line {
 }
 
 /// A limit: a polyline without marks, with its name.
-pub struct Roof {
+pub(crate) struct Roof {
     pub name: String,
     pub points: Vec<(f64, f64)>,
 }
 
 /// The chart with its legend.
-pub fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) -> String {
+pub(crate) fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) -> String {
     let place = |px: f64, py: f64| {
         let at_x = LEFT + (SIZE.0 - LEFT - RIGHT) * x.share(px);
         let at_y = TOP + (SIZE.1 - TOP - BOTTOM) * (1.0 - y.share(py));
@@ -181,7 +184,9 @@ pub fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) ->
             )
             .expect(INTO_STRING);
         }
-        write!(legend, "<span><i class=\"stroke c{color}{dashed}\"></i>{}</span>", escape(&line.name))
+        // As its marks are: a line, or a dot.
+        let sample = if line.joined { "stroke" } else { "dot" };
+        write!(legend, "<span><i class=\"{sample} c{color}{dashed}\"></i>{}</span>", escape(&line.name))
             .expect(INTO_STRING);
     }
     format!("{svg}</svg>\n<div class=\"legend\">{legend}</div>\n")
@@ -201,5 +206,7 @@ mod tests {
         let single = Axis::log("x", 64.0, 64.0, 2.0);
         assert!(single.high > single.low);
         assert!(Axis::linear("y", 0.0).high > 0.0);
+        let wide = Axis::log("y", 1e-6, 1000.0, 10.0);
+        assert!(wide.ticks.iter().all(|(_, text)| text.len() <= 5), "{:?}", wide.ticks);
     }
 }

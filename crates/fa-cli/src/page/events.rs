@@ -14,17 +14,16 @@ use crate::term::progress;
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the lanes show.
-pub const ABOUT: &str = "The same loop as `fa emulate` ran it on a CPU: what was in flight and what warps \
-waited \
-for, with its line in the sources. Lengths are an order of events under one schedule in which operations \
-take a time of the size that they take on a GPU; they are no clocks.";
+pub(crate) const ABOUT: &str = "The same loop as `fa emulate` ran it on a CPU: what was in flight and what \
+    warps waited for, with its line in the sources. Lengths are an order of events under one schedule in \
+    which operations take a time of the size that they take on a GPU; they are no clocks.";
 
 /// What is said where the emulation was not asked for.
-pub const HOW: &str = "With --emulate the page shows the loop's events by the emulation, too.";
+pub(crate) const HOW: &str = "With --emulate the page shows the loop's events by the emulation, too.";
 
 /// Emulated steps of the first choice of each pass: forward and backward.
 #[derive(Default)]
-pub struct Emulated {
+pub(crate) struct Emulated {
     /// Of the forward, where there is one.
     pub forward: Option<Steady>,
     /// Of the backward.
@@ -36,7 +35,7 @@ impl Emulated {
     ///
     /// # Errors
     /// Where this machine cannot emulate, and for SM100 kernels, whose roles the page has no lanes for.
-    pub fn of(planned: &Planned) -> anyhow::Result<Emulated> {
+    pub(crate) fn of(planned: &Planned) -> anyhow::Result<Emulated> {
         let emulator = progress::spinner("compiling the machine", Emulator::new)?;
         let steady = |tried: &Tried| {
             let Some(Fit { shape, name, .. }) = tried.best() else { return Ok(None) };
@@ -57,7 +56,7 @@ impl Emulated {
 }
 
 /// The lanes.
-pub fn steps(steady: &Steady) -> String {
+pub(crate) fn steps(steady: &Steady) -> String {
     let mut html = String::from("<div class=\"legend\">");
     for (class, words) in [
         ("load", "copy in flight"),

@@ -3,20 +3,22 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Pass, Problem, ScoreKind};
+use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreKind};
 use fa_planner::cost::{CostConstants, predict};
 use serde::Deserialize;
 
 use crate::draw::diagram::escape;
 use crate::page::view::{Unit, View};
+use crate::plan::tried::Shape;
 use crate::term::failure::InputError;
+use crate::term::output::plain;
 
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the table shows.
-pub const ABOUT: &str = "Rows of the records with this pass, head dim, mask and type. The error is the \
-model's: \
-    its time for the very kernel that was measured, against the median that was measured.";
+pub(crate) const ABOUT: &str = "Rows of the records with this pass, head dim, mask and type. The error is \
+    the model's: its time for the very kernel that was measured, against the median that was measured. \
+    Where a record has not the length of every sequence, or its pages, nothing is predicted.";
 
 /// A record of `fa bench --marks`, as far as it is needed here.
 #[derive(Deserialize)]
@@ -51,6 +53,10 @@ struct RecordRow {
     dtype: Dtype,
     spec: String,
     ms_median: f64,
+    tflops: Option<f64>,
+    rate: Option<f64>,
+    #[serde(default)]
+    unit: String,
     #[serde(default)]
     error: Option<String>,
     #[serde(default)]
@@ -58,13 +64,18 @@ struct RecordRow {
 }
 
 /// A measured row with the prediction for its kernel.
-pub struct Measured {
+pub(crate) struct Measured {
+    /// The problem; of sequences of different lengths, or keys in pages, one of as many of the longest.
     pub problem: Problem,
     pass: Pass,
     name: Option<String>,
     kernel: String,
+    reads: Reads,
     seconds: f64,
-    predicted: f64,
+    /// By the model, in seconds; nothing where the row does not say all of its problem.
+    predicted: Option<f64>,
+    /// As the row has it: 10^12 operations a second, 10^9 bytes a second.
+    rates: [f64; 2],
     /// The fastest other library, and its TFLOP/s.
     peer: Option<(String, f64)>,
     /// The record: file, commit, day, GPU.
@@ -74,31 +85,34 @@ pub struct Measured {
 
 impl Measured {
     /// Operations in a second, in 10^12.
-    pub fn tflops(&self) -> f64 {
-        self.problem.flops(self.pass) / self.seconds / 1e12
+    pub(crate) fn tflops(&self) -> f64 {
+        self.rates[0]
     }
 
-    pub fn rate(&self, unit: Unit) -> f64 {
+    pub(crate) fn rate(&self, unit: Unit) -> f64 {
         match unit {
             Unit::Tflops => self.tflops(),
-            Unit::Bytes => self.problem.bytes(self.pass) / self.seconds / 1e9,
+            Unit::Bytes => self.rates[1],
         }
     }
 
     /// The model's error: above 0 where it is too slow.
-    pub fn error(&self) -> f64 {
-        self.predicted / self.seconds - 1.0
+    pub(crate) fn error(&self) -> Option<f64> {
+        Some(self.predicted? / self.seconds - 1.0)
     }
 
     /// Whether it is this problem.
-    pub fn exact(&self, problem: &Problem) -> bool {
-        self.problem == *problem
+    pub(crate) fn exact(&self, problem: &Problem) -> bool {
+        self.predicted.is_some() && self.problem == *problem
     }
 
     /// Whether it is this problem at some length.
-    pub fn same_but_for_length(&self, problem: &Problem) -> bool {
+    pub(crate) fn same_but_for_length(&self, problem: &Problem) -> bool {
         let (own, square) = (&self.problem, |p: &Problem| p.lengths.max_q() == p.lengths.max_k());
-        own.lengths.sequences() == problem.lengths.sequences()
+        // Whatever the record has not said may differ.
+        self.predicted.is_some()
+            && problem.lengths.is_uniform()
+            && own.lengths.sequences() == problem.lengths.sequences()
             && square(own) == square(problem)
             && (square(own) || own.lengths.max_q() == problem.lengths.max_q())
             && (Problem { lengths: problem.lengths, ..*own }) == *problem
@@ -107,7 +121,7 @@ impl Measured {
 
 /// All rows of the records below a folder that the model can predict.
 #[derive(Default)]
-pub struct Records {
+pub(crate) struct Records {
     rows: Vec<Measured>,
     /// Names of kernels that ran, by architecture.
     ran: Vec<(Arch, String)>,
@@ -137,7 +151,8 @@ struct Shipped {
     name: String,
 }
 
-/// The problem of a row, where the row says all of it.
+/// The problem of a row, taken to be of equal lengths; nothing where it has changes of scores that the row
+/// does not say.
 fn problem_of(row: &RecordRow, spec: &KernelSpec) -> Option<Problem> {
     let mask = match row.mask.as_str() {
         "full" => Mask::FULL,
@@ -146,7 +161,7 @@ fn problem_of(row: &RecordRow, spec: &KernelSpec) -> Option<Problem> {
             Mask::causal_window(window.strip_prefix("causal+window(")?.strip_suffix(')')?.parse().ok()?)
         }
     };
-    if spec.reads.varied || spec.reads.paged || spec.score != ScoreKind::default() {
+    if spec.score != ScoreKind::default() {
         return None;
     }
     let square = Problem::square(row.batch, 1, row.heads_q, row.head_dim, mask, row.dtype);
@@ -157,6 +172,12 @@ fn problem_of(row: &RecordRow, spec: &KernelSpec) -> Option<Problem> {
         ..square
     };
     problem.check().is_ok().then_some(problem)
+}
+
+/// The mask as far as it hides anything: from a single query, the last, no key is hidden as a later one.
+fn visible(problem: &Problem) -> Mask {
+    let right = problem.mask.right.filter(|_| problem.lengths.max_q() > 1);
+    Mask { right, ..problem.mask }
 }
 
 /// The files of a folder with this beginning that are JSON, by name.
@@ -187,7 +208,7 @@ impl Records {
     ///
     /// # Errors
     /// [`InputError`] when the folder cannot be read, or a file in it is not a record.
-    pub fn read(folder: &Path) -> Result<Records, InputError> {
+    pub(crate) fn read(folder: &Path) -> Result<Records, InputError> {
         let mut records = Records::default();
         for path in json_files(folder, "marks")? {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -210,7 +231,7 @@ impl Records {
     }
 
     /// Registers of a thread and bytes spilled of a compiled kernel.
-    pub fn compiled(&self, kernel: &str, arch: Arch) -> Option<(u32, u32)> {
+    pub(crate) fn compiled(&self, kernel: &str, arch: Arch) -> Option<(u32, u32)> {
         let found = self.compiled.iter().find(|(on, name, ..)| *on == arch && name == kernel);
         found.map(|&(_, _, registers, spills)| (registers, spills))
     }
@@ -232,14 +253,25 @@ impl Records {
                 kernel.and_then(|kernel| serde_json::from_value::<KernelSpec>(kernel.spec.clone()).ok());
             let Some(spec) = spec else { continue };
             let Some(problem) = problem_of(row, &spec) else { continue };
+            // What a kernel reads on the device no row says.
+            let whole = !spec.reads.varied && !spec.reads.paged;
+            let seconds = row.ms_median / 1e3;
+            let bytes = row.rate.filter(|_| row.unit == "TB/s").map(|rate| 1e3 * rate);
+            let rates = if whole {
+                [problem.flops(pass) / seconds / 1e12, problem.bytes(pass) / seconds / 1e9]
+            } else {
+                [row.tflops.unwrap_or(f64::NAN), bytes.unwrap_or(f64::NAN)]
+            };
             let faster = row.peers.iter().max_by(|a, b| a.1.total_cmp(b.1));
             self.rows.push(Measured {
                 problem,
                 pass,
                 name: row.name.clone(),
                 kernel: row.spec.clone(),
-                seconds: row.ms_median / 1e3,
-                predicted: predict(&problem, &spec, record.arch, &constants).seconds,
+                reads: spec.reads,
+                seconds,
+                predicted: whole.then(|| predict(&problem, &spec, record.arch, &constants).seconds),
+                rates,
                 peer: faster.map(|(name, rate)| (name.clone(), *rate)),
                 source: source.clone(),
                 arch: record.arch,
@@ -248,28 +280,36 @@ impl Records {
     }
 
     /// Whether some record has a kernel on an architecture.
-    pub fn ran(&self, kernel: &str, arch: Arch) -> bool {
+    pub(crate) fn ran(&self, kernel: &str, arch: Arch) -> bool {
         self.ran.iter().any(|(on, name)| *on == arch && name == kernel)
     }
 
     /// Takes the rows with the view's pass, architecture, head dims, mask and type, exact ones first, then by
     /// length.
-    pub fn of<'a>(&'a self, view: &View) -> Vec<&'a Measured> {
+    pub(crate) fn of<'a>(&'a self, view: &View) -> Vec<&'a Measured> {
         let problem = view.problem();
         let family = view.fits.first().map_or("", |fit| fit.name.split('_').next().unwrap_or(""));
+        let (varied, paged) = match view.fits.first().map(|fit| fit.shape) {
+            Some(Shape::Kernel(spec)) => (spec.reads.varied, spec.reads.paged),
+            Some(Shape::Sm100(_)) | None => (false, false),
+        };
         let like = |row: &&Measured| {
             let own = &row.problem;
             row.pass.is_backward() == view.backward()
                 && row.arch == view.planned.arch
                 && row.kernel.starts_with(family)
                 && (own.head_dim, own.head_dim_v) == (problem.head_dim, problem.head_dim_v)
-                && own.mask == problem.mask
+                && visible(own) == visible(problem)
                 && own.types == problem.types
                 && (own.lengths.max_q() == 1) == (problem.lengths.max_q() == 1)
+                && row.rate(view.unit).is_finite()
+                && (row.predicted.is_some() || row.reads.varied == varied && row.reads.paged == paged)
         };
         let mut rows: Vec<&Measured> = self.rows.iter().filter(like).collect();
         rows.sort_by_key(|row| {
-            (!row.exact(problem), row.problem.lengths.max_k(), row.problem.lengths.sequences())
+            let own = &row.problem.lengths;
+            let other_form = (row.reads.varied, row.reads.paged) != (varied, paged);
+            (!row.exact(problem), other_form, own.max_k(), own.sequences())
         });
         rows
     }
@@ -278,20 +318,22 @@ impl Records {
     fn errors(&self, view: &View) -> Vec<f64> {
         let family = view.fits.first().map_or("", |fit| fit.name.split('-').next().unwrap_or(""));
         let like = |row: &&Measured| row.arch == view.planned.arch && row.kernel.starts_with(family);
-        let mut errors: Vec<f64> = self.rows.iter().filter(like).map(|row| row.error().abs()).collect();
+        let errors = self.rows.iter().filter(like).filter_map(|row| Some(row.error()?.abs()));
+        let mut errors: Vec<f64> = errors.collect();
         errors.sort_by(f64::total_cmp);
         errors
     }
 
     /// The table, and what the records say of the model as a whole.
-    pub fn table(&self, view: &View) -> String {
+    pub(crate) fn table(&self, view: &View) -> String {
         const SHOWN: usize = 14;
         let rows = self.of(view);
         let mut html = String::new();
         let mut sources: Vec<&str> = Vec::new();
         for row in rows.iter().take(SHOWN) {
+            let most = if row.reads.varied || row.reads.paged { "at most " } else { "" };
             let shape = format!(
-                "{} of {}, heads {}",
+                "{} of {most}{}, heads {}",
                 row.problem.lengths.sequences(),
                 fa_lab::shape::pair(row.problem.lengths.max_q(), row.problem.lengths.max_k(), 'x'),
                 fa_lab::shape::pair(row.problem.heads_q, row.problem.heads_kv, ':')
@@ -305,14 +347,14 @@ impl Records {
             });
             writeln!(
                 html,
-                "<tr{}><td>{shape}{}</td><td class=\"n\">{:.0}</td><td class=\"n\">{:.0}</td><td \
-                 class=\"n\">{:+.1} %</td><td>{}</td><td class=\"w\"><code>{}</code></td><td \
+                "<tr{}><td>{shape}{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
+                 class=\"n\">{}</td><td>{}</td><td class=\"w\"><code>{}</code></td><td \
                  class=\"n\">[{}]</td></tr>",
                 if row.exact(view.problem()) { " class=\"here\"" } else { "" },
                 row.name.as_ref().map_or(String::new(), |name| format!(" ({})", escape(name))),
-                row.rate(view.unit),
-                row.rate(view.unit) * row.seconds / row.predicted,
-                100.0 * row.error(),
+                plain(row.rate(view.unit)),
+                row.predicted.map_or("-".to_owned(), |time| plain(row.rate(view.unit) * row.seconds / time)),
+                row.error().map_or("-".to_owned(), |error| format!("{:+.1} %", 100.0 * error)),
                 escape(&peer),
                 escape(&row.kernel),
                 source + 1
@@ -326,6 +368,10 @@ impl Records {
             if !rows[0].exact(view.problem()) {
                 out += "<p>No record has this very shape; the nearest:</p>\n";
             }
+            let more = match rows.len().saturating_sub(SHOWN) {
+                0 => String::new(),
+                more => format!("And {more} more, of longer sequences. "),
+            };
             let sources: String = sources
                 .iter()
                 .enumerate()
@@ -337,7 +383,7 @@ impl Records {
                  class=\"sorts\">\n<tr><th>Shape</th><th class=\"n\">Measured, \
                  {0}</th><th class=\"n\">Predicted</th><th class=\"n\">Error of time</th><th>Best \
                  peer, ratio</th><th class=\"w\">Kernel</th><th></th></tr>\n{html}</table></div>\n<p \
-                 class=\"note\">{sources}</p>\n",
+                 class=\"note\">{more}{sources}</p>\n",
                 view.unit_name()
             )
             .expect(INTO_STRING);

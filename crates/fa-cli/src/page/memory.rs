@@ -23,7 +23,7 @@ struct Item {
 }
 
 /// A part of a bar, with the longest of some labels that its width has room for.
-pub fn part(class: &str, width: f64, labels: &[&str], tip: &str) -> String {
+pub(crate) fn part(class: &str, width: f64, labels: &[&str], tip: &str) -> String {
     let mut inner = String::new();
     // Labels by the room that they need, as the style has it.
     const ROOM: [usize; 5] = [4, 9, 14, 22, 36];
@@ -81,8 +81,8 @@ fn lanes(items: &[(Item, bool)], limit: u32, text: fn(u32) -> String, unit: &str
 }
 
 /// The buffers of a block against `limit` bytes, as a drawing and a table.
-pub fn smem(plan: &SmemPlan, limit: u32) -> String {
-    let items: Vec<(Item, bool)> = plan
+pub(crate) fn smem(plan: &SmemPlan, limit: u32) -> String {
+    let mut items: Vec<(Item, bool)> = plan
         .buffers
         .iter()
         .map(|b| {
@@ -91,6 +91,13 @@ pub fn smem(plan: &SmemPlan, limit: u32) -> String {
             (Item { name: b.name.to_string(), begin: b.offset, size: b.size, tip }, b.alias_of.is_some())
         })
         .collect();
+    // The end of the last buffer, up to what is asked for in whole.
+    let used = items.iter().map(|(item, _)| item.begin + item.size).max().unwrap_or(0);
+    let rest = plan.total.saturating_sub(used);
+    if rest > 0 {
+        let tip = format!("{} to the multiple that a block asks for", bytes(rest));
+        items.push((Item { name: "rounding".to_owned(), begin: used, size: rest, tip }, false));
+    }
     lanes(&items, limit, bytes_short, "shared memory") + &smem_table(plan)
 }
 
@@ -106,7 +113,7 @@ fn bytes_short(n: u32) -> String {
 }
 
 /// The tensor memory of a block.
-pub fn tmem(plan: &TmemPlan, columns: u32) -> String {
+pub(crate) fn tmem(plan: &TmemPlan, columns: u32) -> String {
     let items: Vec<(Item, bool)> = plan
         .regions
         .iter()
@@ -146,7 +153,7 @@ fn smem_table(plan: &SmemPlan) -> String {
 }
 
 /// Registers by use against what a thread may have, and the register file by role.
-pub fn registers(view: &View, fit: &Fit) -> String {
+pub(crate) fn registers(view: &View, fit: &Fit) -> String {
     let mut html = String::new();
     if !fit.regs.is_empty() {
         let total: u32 = fit.regs.iter().map(|(_, n)| n).sum();

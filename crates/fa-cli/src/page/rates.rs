@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Lengths, Problem};
+use fa_core::{Lengths, Problem, Side, SideRows, counted};
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
 use fa_planner::report::{PlanFamily, Tried};
 
@@ -10,29 +10,31 @@ use crate::page::chart::{Axis, Line, Roof, chart};
 use crate::page::measured::Measured;
 use crate::page::view::{View, data};
 use crate::plan::tried::{Fit, Shown};
-use crate::term::output::si;
+use crate::term::output::{plain, si};
 
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the bars show.
-pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes \
-    longer than the longest of them and less than their sum; the longest is what it waits for.";
+pub(crate) const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel \
+    takes longer than the longest of them and less than their sum; the longest is what it waits for.";
 
 /// What the lines show.
-pub const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this problem at \
-    every length; the other dimensions stay as they are. Measured rates are those of records with the same \
-    shape but for the length.";
+pub(crate) const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this \
+    problem at every length; the other dimensions stay as they are, and packed rows and pages grow with the \
+    length. Measured rates are those of records with the same shape but for the length.";
 
 /// What the roofline shows.
-pub const ABOUT_ROOFLINE: &str = "Rate over compulsory work for each byte of device memory: the bandwidth, \
-the \
-    tensor cores' peak, and what the power limit sustains. Along the line the length grows.";
+pub(crate) const ABOUT_ROOFLINE: &str = "Rate over compulsory work for each byte of device memory: the \
+    bandwidth, the tensor cores' peak, and what the power limit sustains. Along the line the length grows.";
+
+/// Share of the peak from which on a chart shows it.
+const NEAR_PEAK: f64 = 0.1;
 
 /// Lengths of the sweep: powers of two around what models use.
 const SEQLENS: [usize; 8] = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768];
 
 /// A resource in words.
-pub fn resource(term: Bottleneck) -> &'static str {
+pub(crate) fn resource(term: Bottleneck) -> &'static str {
     match term {
         Bottleneck::Tensor => "tensor cores",
         Bottleneck::Exp => "softmax",
@@ -45,7 +47,7 @@ pub fn resource(term: Bottleneck) -> &'static str {
 }
 
 /// Bars of a cost's terms.
-pub fn terms(cost: &Cost) -> String {
+pub(crate) fn terms(cost: &Cost) -> String {
     let longest = cost.terms.named().into_iter().map(|(_, s)| s).fold(cost.seconds, f64::max);
     let mut html = String::from("<div class=\"terms\">\n");
     let mut row = |name: &str, seconds: f64, class: &str| {
@@ -66,7 +68,7 @@ pub fn terms(cost: &Cost) -> String {
 }
 
 /// A problem of another length with the best plan there, and the first choice's cost.
-pub struct At {
+pub(crate) struct At {
     seqlen: usize,
     problem: Problem,
     best: Cost,
@@ -78,11 +80,33 @@ fn is_square(problem: &Problem) -> bool {
     problem.lengths.max_q() == problem.lengths.max_k()
 }
 
+/// The lengths of a problem whose longest sequence has `seqlen` keys, and as many queries where it is
+/// `square`. Rows lie as they do, packed ones and pages in proportion.
+fn at_length(lengths: &Lengths, seqlen: usize, square: bool) -> Lengths {
+    let grown = |side: Side| {
+        let grow = |rows: usize| {
+            let rows = rows as u128 * seqlen as u128 / side.max().max(1) as u128;
+            usize::try_from(rows).unwrap_or(usize::MAX).max(1)
+        };
+        let rows = match side.rows {
+            SideRows::Padded { .. } => SideRows::Padded { len: seqlen },
+            SideRows::Packed { total, .. } => SideRows::Packed { total: grow(total), max: seqlen },
+            SideRows::Paged { page, pages, .. } => {
+                let pages = grow(pages).max(seqlen.div_ceil(page.max(1)));
+                SideRows::Paged { page, pages, max: seqlen }
+            }
+        };
+        Side { rows, used: side.used }
+    };
+    let q = if square { grown(lengths.q()) } else { lengths.q() };
+    Lengths::of(lengths.sequences(), q, grown(lengths.k()))
+}
+
 /// The plans at other lengths.
 ///
 /// # Errors
 /// When a length has no plan although this problem has, which would be the planner's fault.
-pub fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
+pub(crate) fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
     let problem = view.problem();
     let mut lengths: Vec<usize> = SEQLENS.into();
     lengths.push(problem.lengths.max_k().max(1));
@@ -95,8 +119,7 @@ pub fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
     };
     let mut found = Vec::new();
     for seqlen in lengths {
-        let queries = if is_square(problem) { seqlen } else { problem.lengths.max_q() };
-        let lengths = Lengths::uniform(problem.lengths.sequences(), queries, seqlen);
+        let lengths = at_length(&problem.lengths, seqlen, is_square(problem));
         let other = Problem { lengths, ..*problem };
         // Past the addressable sizes there is nothing to predict.
         if other.check().is_err() {
@@ -120,11 +143,11 @@ fn family(tried: &Tried) -> Option<PlanFamily> {
 }
 
 /// The rate by length, predicted and measured.
-pub fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> String {
+pub(crate) fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> String {
     let unit = view.unit_name();
     let point = |at: &At, cost: &Cost| {
         let rate = view.rate(cost);
-        (at.seqlen as f64, rate, format!("{}: {rate:.0} {unit}, {}", at.seqlen, si(cost.seconds, "s")))
+        (at.seqlen as f64, rate, format!("{}: {} {unit}, {}", at.seqlen, plain(rate), si(cost.seconds, "s")))
     };
     let line = |name: &str, color, dashed, points| Line {
         name: name.to_owned(),
@@ -146,7 +169,7 @@ pub fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> String {
     let along = measured.iter().filter(|row| row.same_but_for_length(view.problem()));
     let points = along.map(|row| {
         let rate = row.rate(view.unit);
-        (row.problem.lengths.max_k() as f64, rate, format!("measured: {rate:.0} {unit}"))
+        (row.problem.lengths.max_k() as f64, rate, format!("measured: {} {unit}", plain(rate)))
     });
     lines.push(Line {
         name: "measured".to_owned(),
@@ -162,22 +185,26 @@ pub fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> String {
     let square = is_square(view.problem());
     let x_label = if square { "queries and keys per sequence" } else { "keys per sequence" };
     let x = Axis::log(x_label, low.min(high), high, 2.0);
-    let y = Axis::linear(unit, 1.02 * peak);
+    // Far below the peak lines are only seen without it.
+    let most = lines.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max);
+    let near = most > NEAR_PEAK * peak;
+    let y = Axis::linear(unit, 1.02 * if near { peak } else { most });
     let roof = Roof { name: format!("peak {peak:.0} {unit}"), points: vec![(x.low, peak), (x.high, peak)] };
+    let roofs = if near { vec![roof] } else { Vec::new() };
     let about = if view.backward() { "Backward rate" } else { "Forward rate" };
-    chart(&format!("{about} by sequence length"), &x, &y, &[roof], &lines) + &sweep_table(view, sweep)
+    chart(&format!("{about} by sequence length"), &x, &y, &roofs, &lines) + &sweep_table(view, sweep)
 }
 
 fn sweep_table(view: &View, sweep: &[At]) -> String {
     let mut rows = String::new();
     for at in sweep {
-        let this = at.this.as_ref().map_or(String::from("-"), |cost| format!("{:.0}", view.rate(cost)));
+        let this = at.this.as_ref().map_or(String::from("-"), |cost| plain(view.rate(cost)));
         writeln!(
             rows,
-            "<tr><td class=\"n\">{}</td><td class=\"n\">{:.0}</td><td class=\"n\">{this}</td><td \
+            "<tr><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{this}</td><td \
              class=\"n\">{}</td></tr>",
             at.seqlen,
-            view.rate(&at.best),
+            plain(view.rate(&at.best)),
             data(at.best.seconds, &si(at.best.seconds, "s"))
         )
         .expect(INTO_STRING);
@@ -192,7 +219,7 @@ fn sweep_table(view: &View, sweep: &[At]) -> String {
 }
 
 /// The roofline: this problem, the same at other lengths, and what was measured.
-pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -> String {
+pub(crate) fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -> String {
     let limits = view.limits();
     let (peak, bandwidth) = (limits.peak_tensor_flops() / 1e12, limits.hbm_bytes_per_s / 1e12);
     let sustained = peak * CostConstants::of(view.planned.arch).power_cap;
@@ -200,7 +227,7 @@ pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -
     let point = |problem: &Problem, tflops: f64, what: &str| {
         let at = intensity(problem);
         (at > 0.0 && tflops > 0.0)
-            .then(|| (at, tflops, format!("{what}: {at:.0} FLOP/B, {tflops:.0} TFLOP/s")))
+            .then(|| (at, tflops, format!("{what}: {} FLOP/B, {} TFLOP/s", plain(at), plain(tflops))))
     };
     let others =
         sweep.iter().filter_map(|at| point(&at.problem, at.best.tflops, &format!("{} keys", at.seqlen)));
@@ -233,7 +260,7 @@ pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -
     };
     let roofs = [
         Roof {
-            name: format!("{} and peak {peak:.0}", si(limits.hbm_bytes_per_s, "B/s")),
+            name: format!("{} and {peak:.0} TFLOP/s", si(limits.hbm_bytes_per_s, "B/s")),
             points: corner(peak),
         },
         Roof { name: String::new(), points: vec![(sustained / bandwidth, sustained), (x.high, sustained)] },
@@ -241,11 +268,12 @@ pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -
     let at = intensity(view.problem());
     let bound = if at < ridge { "below" } else { "above" };
     format!(
-        "{}<p class=\"note\">{at:.0} FLOP per byte, {bound} the ridge at {ridge:.0}: the roof there is {:.0} \
-         TFLOP/s, of which {:.0} % are predicted. Of the peak the power limit sustains {sustained:.0}.</p>\n",
+        "{}<p class=\"note\">{} FLOP per byte, {bound} the ridge at {ridge:.0}: the roof there is {} \
+         TFLOP/s, of which {} % are predicted. Of the peak the power limit sustains {sustained:.0}.</p>\n",
         chart("Roofline", &x, &y, &roofs, &lines),
-        (at * bandwidth).min(peak),
-        100.0 * best.cost.tflops / (at * bandwidth).min(peak).max(1e-9)
+        plain(at),
+        plain((at * bandwidth).min(peak)),
+        plain(100.0 * best.cost.tflops / (at * bandwidth).min(peak).max(1e-9))
     )
 }
 
@@ -253,7 +281,7 @@ pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -
 const DRAWN: f64 = 700.0;
 
 /// Full waves and the last one.
-pub fn waves(cost: &Cost) -> String {
+pub(crate) fn waves(cost: &Cost) -> String {
     let (tiles, slots) = (cost.tiles.round(), cost.slots.round().max(1.0));
     let full = (tiles / slots).floor();
     let rest = tiles - full * slots;
@@ -263,9 +291,11 @@ pub fn waves(cost: &Cost) -> String {
     let per_tile = cost.steps / cost.tiles.max(1.0);
     writeln!(
         html,
-        "<p>{tiles:.0} tiles on {slots:.0} slots: {full:.0} full waves, then {last:.0} of {slots:.0} \
-         ({:.0} %). \
-         {per_tile:.1} steps a tile on average.</p>",
+        "<p>{} on {}: {}, then {last:.0} of {slots:.0} ({:.0} %). {per_tile:.1} steps a tile on \
+         average.</p>",
+        counted(tiles as usize, "tile"),
+        counted(slots as usize, "slot"),
+        counted(full as usize, "full wave"),
         100.0 * last / slots
     )
     .expect(INTO_STRING);
@@ -302,7 +332,7 @@ pub fn waves(cost: &Cost) -> String {
 }
 
 /// Query rows of a tile that a problem's mean sequence fills, of how many; nothing for a backward.
-pub fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
+pub(crate) fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
     use crate::plan::tried::Shape;
     if view.backward() {
         return None;

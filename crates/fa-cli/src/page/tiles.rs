@@ -10,7 +10,7 @@ use crate::page::rates::resource;
 use crate::page::view::{Missed, View};
 use crate::plan::kernels::Group;
 use crate::plan::tried::{Fit, kib};
-use crate::term::output::si;
+use crate::term::output::{plain, si};
 
 /// A rejected cell's limit, as a colour and in words, so that neither has to be read alone.
 const LIMITS: [(&str, &str); 5] = [
@@ -29,7 +29,7 @@ fn style(kind: &str) -> &'static str {
 const SHADES: usize = 6;
 
 /// What the map shows.
-pub fn about(view: &View) -> String {
+pub(crate) fn about(view: &View) -> String {
     let across = if view.backward() {
         "key rows of a block across, queries per step down"
     } else {
@@ -60,7 +60,7 @@ struct Map<'a> {
 }
 
 /// The map with the accounts; and the styles that show the account of the chosen cell.
-pub fn map(view: &View) -> (String, String) {
+pub(crate) fn map(view: &View) -> (String, String) {
     let mut rows: Vec<Group> = view.fits.iter().map(|fit| fit.group.clone()).collect();
     rows.extend(view.missed.iter().map(|miss| miss.group.clone()));
     rows.sort();
@@ -117,7 +117,8 @@ impl Map<'_> {
         write!(
             html,
             "<div class=\"pane\" id=\"pane-{id}\" style=\"--n:{}\">\n<div>\n<div class=\"maprow \
-             columns\"><div class=\"rowname note\">{across}</div><div class=\"cells head\">",
+             columns\"><div class=\"rowname note\">{across}<span class=\"narrow\"> (upper \
+             number)</span></div><div class=\"cells head\">",
             self.columns.len()
         )
         .expect(INTO_STRING);
@@ -140,7 +141,7 @@ impl Map<'_> {
                 };
                 let cell = &self.cells[index];
                 let (class, text) = match (self.rate_of(cell), self.nearest(cell)) {
-                    (Some(rate), _) => (format!("s{}", shade(rate)), format!("{rate:.0}")),
+                    (Some(rate), _) => (format!("s{}", shade(rate)), plain(rate)),
                     (None, Some(nearest)) => {
                         let limit = style(nearest.kind);
                         if !limits.contains(&limit) {
@@ -194,9 +195,10 @@ impl Map<'_> {
                     own.map_or(String::new(), |own| format!(", {:+.1} %", 100.0 * (rate / own - 1.0)));
                 write!(
                     html,
-                    "<label for=\"{id}{neighbour}\">{}, tile_n {}: {rate:.0} {}{against}</label>",
+                    "<label for=\"{id}{neighbour}\">{}, tile_n {}: {} {}{against}</label>",
                     escape(&self.rows[other.row].label),
                     self.columns[other.column],
+                    plain(rate),
                     view.unit_name()
                 )
                 .expect(INTO_STRING);
@@ -205,7 +207,7 @@ impl Map<'_> {
         }
         let rest: Vec<String> = (cell.fits.iter().skip(1).take(5).map(|&rank| {
             let fit = &view.fits[rank];
-            format!("{}: {:.0} {}", fit.knobs, view.rate(fit.cost), view.unit_name())
+            format!("{}: {} {}", fit.knobs, plain(view.rate(fit.cost)), view.unit_name())
         }))
         .chain(self.rejected_by(cell))
         .collect();
@@ -278,14 +280,14 @@ fn fit_account(view: &View, rank: usize, fit: &Fit) -> String {
         .map(|(term, seconds)| format!("{} {}", resource(term), si(seconds, "s")))
         .collect();
     format!(
-        "<h3>#{} of {}: <code>{}</code></h3>\n<p>{}. {} at {:.0} {}, waits for {}.</p>\n<ul \
+        "<h3>#{} of {}: <code>{}</code></h3>\n<p>{}. {} at {} {}, waits for {}.</p>\n<ul \
          class=\"checks\">{checks}</ul>\n<p class=\"note\">Alone: {}.</p>\n",
         rank + 1,
         view.fits.len(),
         escape(&fit.name),
         escape(&fit.knobs),
         si(fit.cost.seconds, "s"),
-        view.rate(fit.cost),
+        plain(view.rate(fit.cost)),
         view.unit_name(),
         resource(fit.cost.bottleneck),
         escape(&terms.join(", "))
@@ -334,8 +336,10 @@ fn legend(view: &View, (low, high): (f64, f64), limits: &[&str]) -> String {
         let shades: String = (0..SHADES).map(|shade| format!("<i class=\"s{shade}\"></i>")).collect();
         write!(
             html,
-            "<span class=\"shades\">{shades}fits, {low:.0} to {high:.0} {}</span><span><i style=\"border:2px \
+            "<span class=\"shades\">{shades}fits, {} to {} {}</span><span><i style=\"border:2px \
              solid var(--ink)\"></i>first choice</span>",
+            plain(low),
+            plain(high),
             view.unit_name()
         )
         .expect(INTO_STRING);

@@ -12,9 +12,9 @@ use crate::plan::tried::{Fit, Shape};
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the lanes show.
-pub const ABOUT: &str = "Two steady steps of one SM in the order of the kernel's main loop, each part as \
-    long as the cost model says and the tensor cores and softmax pipes doing one thing at a time. Numbers \
-    behind names count steps; hatched: waiting, and for what.";
+pub(crate) const ABOUT: &str = "Two steady steps of one SM in the order of the kernel's main loop, each \
+    part as long as the cost model says and the tensor cores and softmax pipes doing one thing at a time. \
+    Numbers behind names count steps; hatched: waiting, and for what.";
 
 fn class(activity: Activity) -> &'static str {
     match activity {
@@ -28,7 +28,7 @@ fn class(activity: Activity) -> &'static str {
 }
 
 /// The lanes of a kernel.
-pub fn steps(view: &View, fit: &Fit) -> String {
+pub(crate) fn steps(view: &View, fit: &Fit) -> String {
     let arch = view.planned.arch;
     let timeline = match fit.shape {
         Shape::Kernel(spec) => of_kernel(spec, arch, &fit.cost.step),
@@ -59,17 +59,32 @@ pub fn steps(view: &View, fit: &Fit) -> String {
         lane.spans.iter().for_each(|own| span(&mut html, own, &timeline));
         html += "</div></div>\n";
     }
-    let ticks: String =
-        (0..=4).map(|tick| format!("<span>{:.0}</span>", timeline.clocks * f64::from(tick) / 4.0)).collect();
+    let ticks: String = (0..=4)
+        .map(|tick| {
+            let unit = if tick == 4 { " clocks" } else { "" };
+            format!("<span>{:.0}{unit}</span>", timeline.clocks * f64::from(tick) / 4.0)
+        })
+        .collect();
     let clocks = &fit.cost.step;
+    // Clocks in which device memory delivers what the CTAs of an SM read and write for a step of each.
+    let cost = fit.cost;
+    let memory_clocks =
+        cost.terms.hbm * view.limits().clock_ghz * 1e9 * cost.slots.min(cost.tiles) / cost.steps.max(1.0);
+    let memory = if memory_clocks > clocks.total {
+        format!(
+            " Device memory delivers a step's data to each SM in {memory_clocks:.0} clocks, and so long a \
+             step takes: copies are drawn as the L2 would deliver them."
+        )
+    } else {
+        String::new()
+    };
     write!(
         html,
         "<div class=\"ticks\">{ticks}</div>\n<p class=\"note\">In this order a step takes {:.0} clocks, \
          with the \
-         tensor cores busy {:.0} % of them. The calibrated model says {:.0}: tensor cores {:.0}, softmax \
-         {:.0}, \
-         shared memory {:.0}, not hidden {:.0}, of {} on the SM. The difference is what the order alone \
-         does not \
+         tensor cores busy {:.0} % of them.{memory} For the SM alone the calibrated model says {:.0}: \
+         tensor cores {:.0}, softmax {:.0}, \
+         shared memory {:.0}, not hidden {:.0}, of {} on the SM. It counts what the order does not \
          show: pipes that are not filled, and strained registers.</p>\n",
         timeline.step,
         100.0 * timeline.tensor_busy,

@@ -13,7 +13,7 @@ use crate::plan::splits;
 use crate::plan::tried::{Fit, Shown};
 
 /// One pass of a plan.
-pub struct View<'a> {
+pub(crate) struct View<'a> {
     /// All that was planned.
     pub planned: &'a Planned,
     /// The pass.
@@ -30,7 +30,7 @@ pub struct View<'a> {
 
 /// The rate that counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
+pub(crate) enum Unit {
     /// Operations.
     Tflops,
     /// Bytes: few operations are done for each, as in decode.
@@ -38,7 +38,7 @@ pub enum Unit {
 }
 
 /// A candidate that does not fit.
-pub struct Missed {
+pub(crate) struct Missed {
     pub name: String,
     pub group: Group,
     pub tile_n: u32,
@@ -57,7 +57,7 @@ impl<'a> View<'a> {
     ///
     /// # Errors
     /// Head dims out of the guide's range, which the plan before has refused already.
-    pub fn new(
+    pub(crate) fn new(
         planned: &'a Planned,
         pass: Pass,
         tried: &'a Tried,
@@ -91,31 +91,31 @@ impl<'a> View<'a> {
     }
 
     /// Of names that a page has once for each pass.
-    pub const fn id(&self) -> &'static str {
+    pub(crate) const fn id(&self) -> &'static str {
         if self.backward() { "b" } else { "f" }
     }
 
-    pub const fn backward(&self) -> bool {
+    pub(crate) const fn backward(&self) -> bool {
         self.pass.is_backward()
     }
 
-    pub fn limits(&self) -> &'static ArchLimits {
+    pub(crate) fn limits(&self) -> &'static ArchLimits {
         self.planned.arch.limits()
     }
 
-    pub fn problem(&self) -> &'a Problem {
+    pub(crate) fn problem(&self) -> &'a Problem {
         &self.planned.problem
     }
 
     /// The rate in the unit that counts.
-    pub fn rate(&self, cost: &Cost) -> f64 {
+    pub(crate) fn rate(&self, cost: &Cost) -> f64 {
         match self.unit {
             Unit::Tflops => cost.tflops,
             Unit::Bytes => cost.bytes_per_s / 1e9,
         }
     }
 
-    pub const fn unit_name(&self) -> &'static str {
+    pub(crate) const fn unit_name(&self) -> &'static str {
         match self.unit {
             Unit::Tflops => "TFLOP/s",
             Unit::Bytes => "GB/s",
@@ -123,7 +123,7 @@ impl<'a> View<'a> {
     }
 
     /// What the rate cannot exceed.
-    pub fn peak(&self) -> f64 {
+    pub(crate) fn peak(&self) -> f64 {
         match self.unit {
             Unit::Tflops => self.limits().peak_tensor_flops() / 1e12,
             Unit::Bytes => self.limits().hbm_bytes_per_s / 1e9,
@@ -132,7 +132,7 @@ impl<'a> View<'a> {
 }
 
 /// A number for people, with what it is exactly for programs.
-pub fn data(exact: impl std::fmt::Display, text: &str) -> String {
+pub(crate) fn data(exact: impl std::fmt::Display, text: &str) -> String {
     format!("<data value=\"{exact}\">{}</data>", escape(text))
 }
 

@@ -10,7 +10,7 @@ use crate::plan::tried::Shown;
 use crate::plan::why::why_lines;
 
 /// A backward's plans, for people.
-pub fn text(backward: &Backward, problem: &Problem, arch: Arch, limit: usize) -> String {
+pub(crate) fn text(backward: &Backward, problem: &Problem, arch: Arch, limit: usize) -> String {
     let mut text = backward.tried.text(problem, Pass::BACKWARD, arch, limit);
     let Some(guide) = &backward.guide else { return text };
     let mut line = |name: &str, value: String| {
@@ -26,7 +26,7 @@ pub fn text(backward: &Backward, problem: &Problem, arch: Arch, limit: usize) ->
 }
 
 /// The answer to `--why`, for people.
-pub fn why_text(why: &BackwardWhy) -> String {
+pub(crate) fn why_text(why: &BackwardWhy) -> String {
     let mut text = why_lines(&why.query, &why.feasible, why.rejected.len());
     for Rejected { spec, reason } in &why.rejected {
         writeln!(text, "rejected  {spec}: {reason}").expect("writing to a string cannot fail");

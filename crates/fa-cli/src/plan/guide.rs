@@ -38,7 +38,7 @@ const OF_PROBLEMS: [&str; 22] = [
 
 /// Flags of the search.
 #[derive(Debug, Args)]
-pub struct GuideArgs {
+pub(crate) struct GuideArgs {
     /// List the feasible tiles for the head dims instead of planning a problem: on sm90 by the model of the
     /// block size tuning guide, elsewhere by the planner's own
     #[arg(long, conflicts_with_all = OF_PROBLEMS)]
@@ -64,7 +64,7 @@ impl GuideArgs {
     ///
     /// # Errors
     /// [`InputError::Usage`] for head dims, tile sides and a limit out of range.
-    pub fn search(
+    pub(crate) fn search(
         &self,
         head_dim: HeadDim,
         mode: Mode,

@@ -7,7 +7,7 @@ use fa_planner::banks::Access;
 const ELEMENT: u64 = 2;
 
 /// A kernel as plans and pages show it.
-pub trait ShownKernel {
+pub(crate) trait ShownKernel {
     /// Its parameters beside the tile, in words.
     fn knobs(&self, spec: &KernelSpec) -> Vec<String>;
 
@@ -22,13 +22,13 @@ pub trait ShownKernel {
 }
 
 /// The kernel of a spec.
-pub fn of(kernel: &Kernel) -> &dyn ShownKernel {
+pub(crate) fn of(kernel: &Kernel) -> &dyn ShownKernel {
     each_kernel!(kernel, params => params)
 }
 
 /// A row of the tile map: an ordering key and a label.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Group {
+pub(crate) struct Group {
     key: [u32; 3],
     /// What the row's candidates have in common.
     pub label: String,
@@ -36,7 +36,7 @@ pub struct Group {
 
 impl Group {
     /// Rows are ordered by `key`.
-    pub fn new(key: [u32; 3], label: String) -> Group {
+    pub(crate) fn new(key: [u32; 3], label: String) -> Group {
         Group { key, label }
     }
 
@@ -51,13 +51,13 @@ impl Group {
     }
 
     /// The tiles of an SM90 backward, by the queries of a step and the warpgroups.
-    pub fn of_backward(tile_m: u32, num_wg: u32) -> Group {
+    pub(crate) fn of_backward(tile_m: u32, num_wg: u32) -> Group {
         Group::new([tile_m, num_wg, 0], format!("tile_m {tile_m} queries per step, {num_wg} wg"))
     }
 }
 
 /// An access of a kernel: what it is for, the tile's rows and columns, and how its lanes lie.
-pub struct Issued {
+pub(crate) struct Issued {
     pub what: String,
     pub tile: (u32, u32),
     pub access: Access,

@@ -11,13 +11,13 @@ use crate::term::output::si;
 const FEW_FLOPS: f64 = 128.0;
 
 /// Whether what counts is how fast keys and values are read: the forward does few operations for each byte.
-pub fn moves_bytes(problem: &Problem) -> bool {
+pub(crate) fn moves_bytes(problem: &Problem) -> bool {
     problem.flops_forward() < FEW_FLOPS * problem.bytes_forward()
 }
 
 /// The number of splits of a forward's plan and the reason for it, in a line; nothing where splits are no
 /// question.
-pub fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<String> {
+pub(crate) fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<String> {
     let sms = arch.limits().sms;
     let cost = &plan.cost;
     let many = |count: f64, noun: &str| format!("{count:.0} {noun}{}", if count == 1.0 { "" } else { "s" });

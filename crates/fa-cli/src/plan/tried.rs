@@ -17,7 +17,7 @@ use crate::term::output::{self, si};
 
 /// A candidate that fits, whatever its family.
 #[derive(Clone, Debug)]
-pub struct Fit<'a> {
+pub(crate) struct Fit<'a> {
     /// The spec's name, or the shape's.
     pub name: String,
     /// What it has beside the tile.
@@ -50,7 +50,7 @@ pub struct Fit<'a> {
 
 /// What a candidate is made of.
 #[derive(Clone, Copy, Debug)]
-pub enum Shape<'a> {
+pub(crate) enum Shape<'a> {
     /// A kernel.
     Kernel(&'a KernelSpec),
     /// A shape for tcgen05.
@@ -59,7 +59,7 @@ pub enum Shape<'a> {
 
 /// A candidate that does not fit.
 #[derive(Clone, Debug)]
-pub struct Miss<'a> {
+pub(crate) struct Miss<'a> {
     /// The spec's name, or the shape's.
     pub name: String,
     /// The row of the tile map.
@@ -71,7 +71,7 @@ pub struct Miss<'a> {
 }
 
 /// What was tried, for people.
-pub trait Shown {
+pub(crate) trait Shown {
     /// What fits, best first.
     fn fits(&self) -> Vec<Fit<'_>>;
 
@@ -255,7 +255,7 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
 }
 
 /// A cost in a line.
-pub fn prediction(cost: &Cost) -> String {
+pub(crate) fn prediction(cost: &Cost) -> String {
     format!(
         "{}, {:.0} TFLOP/s, waits for {}; {} on {}",
         si(cost.seconds, "s"),
@@ -267,12 +267,12 @@ pub fn prediction(cost: &Cost) -> String {
 }
 
 /// Bytes as KiB.
-pub fn kib(bytes: u32) -> f64 {
+pub(crate) fn kib(bytes: u32) -> f64 {
     f64::from(bytes) / 1024.0
 }
 
 /// Bytes with the unit that suits them.
-pub fn bytes(bytes: u32) -> String {
+pub(crate) fn bytes(bytes: u32) -> String {
     if bytes >= 1024 { format!("{} KiB", kib(bytes)) } else { format!("{bytes} B") }
 }
 

@@ -9,7 +9,7 @@ fn line(text: &mut String, name: &str, value: &str) {
 }
 
 /// Answers to `--why` in lines.
-pub fn why_text(why: &Why) -> String {
+pub(crate) fn why_text(why: &Why) -> String {
     let mut text = why_lines(&why.query, &why.feasible, why.rejected.len());
     for miss in &why.rejected {
         line(&mut text, "rejected", &format!("{}: {}", miss.spec, miss.reason));
@@ -18,7 +18,7 @@ pub fn why_text(why: &Why) -> String {
 }
 
 /// How many fit and how many do not, and the place of each that does.
-pub fn why_lines(query: &str, feasible: &[Ranked], rejected: usize) -> String {
+pub(crate) fn why_lines(query: &str, feasible: &[Ranked], rejected: usize) -> String {
     let mut text = String::new();
     line(&mut text, "why", &format!("{query}: {} fit, {rejected} do not", feasible.len()));
     for ranked in feasible {

@@ -11,7 +11,7 @@ use crate::term::output;
 
 /// The files that `--json` and its companion name, probed before any work is done.
 #[derive(Debug)]
-pub struct Destinations {
+pub(crate) struct Destinations {
     json: Option<AtomicFile>,
     page: Option<AtomicFile>,
     /// JSON takes the place of the table.
@@ -23,7 +23,7 @@ impl Destinations {
     ///
     /// # Errors
     /// [`InputError::Target`] for what cannot be written.
-    pub fn probe(json: Option<&Path>, page: Option<&Path>) -> Result<Destinations, InputError> {
+    pub(crate) fn probe(json: Option<&Path>, page: Option<&Path>) -> Result<Destinations, InputError> {
         let stdout = Path::new("-");
         let refuse = |path: &Path, reason: &str| {
             Err(InputError::Target { path: path.to_owned(), reason: reason.to_owned() })
@@ -47,7 +47,7 @@ impl Destinations {
     ///
     /// # Errors
     /// What the page, the file system and standard output report.
-    pub fn write(
+    pub(crate) fn write(
         self,
         report: &impl Serialize,
         page: impl FnOnce() -> anyhow::Result<String>,

@@ -13,7 +13,7 @@ use fa_planner::report::ReportError;
 
 /// How a command that ran to its end judges what it saw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// Exit code 0.
     Good,
     /// Exit code 1: outputs differ, no plan exists, and the like.
@@ -21,13 +21,13 @@ pub enum Verdict {
 }
 
 /// Exit code of a failure that is not the user's, and of a negative verdict.
-pub const EXIT_FAILURE: u8 = 1;
+pub(crate) const EXIT_FAILURE: u8 = 1;
 /// Exit code of bad input and bad usage.
-pub const EXIT_BAD_INPUT: u8 = 2;
+pub(crate) const EXIT_BAD_INPUT: u8 = 2;
 
 /// Input or usage that the user has to mend; exit code 2.
 #[derive(Debug, thiserror::Error)]
-pub enum InputError {
+pub(crate) enum InputError {
     /// A file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
@@ -95,13 +95,13 @@ impl From<WriteError> for InputError {
 
 impl InputError {
     /// A [`InputError::Read`] about `path`, for `map_err`.
-    pub fn read(path: &Path) -> impl FnOnce(io::Error) -> InputError + '_ {
+    pub(crate) fn read(path: &Path) -> impl FnOnce(io::Error) -> InputError + '_ {
         move |source| InputError::Read { path: path.to_owned(), source }
     }
 }
 
 /// The exit code for an error: 2 when anything in its chain is the user's to mend, otherwise 1.
-pub fn exit_code(error: &anyhow::Error) -> u8 {
+pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     let bad_input = error.chain().any(|cause| {
         cause.downcast_ref().is_some_and(asks_too_much)
             || cause.downcast_ref().is_some_and(fa_lab::Error::is_request)
@@ -118,7 +118,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
 }
 
 /// Whether the reader of our standard output went away (`fa plan | head`): no failure of ours.
-pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
+pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     let broken = |cause: &(dyn std::error::Error + 'static)| {
         cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
     };
@@ -126,7 +126,7 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 }
 
 /// An error and its causes in one line; a cause that its effect already quotes is not said twice.
-pub fn message(error: &anyhow::Error) -> String {
+pub(crate) fn message(error: &anyhow::Error) -> String {
     fa_lab::message(error.as_ref())
 }
 

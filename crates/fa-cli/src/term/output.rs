@@ -9,13 +9,13 @@ use serde::Serialize;
 ///
 /// # Errors
 /// When standard output is closed or full.
-pub fn print(text: &str) -> anyhow::Result<()> {
+pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("cannot write to standard output")
 }
 
 /// Tells people something beside the result, on standard error; where that is closed there is nobody to tell.
-pub fn note(text: &str) {
+pub(crate) fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "note: {text}");
 }
 
@@ -23,7 +23,7 @@ pub fn note(text: &str) {
 ///
 /// # Errors
 /// As [`print()`].
-pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     print(&json_text(value)?)
 }
 
@@ -31,12 +31,12 @@ pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// When the value has no JSON form.
-pub fn json_text(value: &impl Serialize) -> anyhow::Result<String> {
+pub(crate) fn json_text(value: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(value)? + "\n")
 }
 
 /// A borderless table whose cells keep their natural width.
-pub fn table(header: &[&str]) -> comfy_table::Table {
+pub(crate) fn table(header: &[&str]) -> comfy_table::Table {
     let mut table = comfy_table::Table::new();
     table.load_preset(comfy_table::presets::NOTHING);
     table.set_header(header.iter().map(comfy_table::Cell::new));
@@ -44,12 +44,12 @@ pub fn table(header: &[&str]) -> comfy_table::Table {
 }
 
 /// A table as text without trailing blanks.
-pub fn table_text(table: &comfy_table::Table) -> String {
+pub(crate) fn table_text(table: &comfy_table::Table) -> String {
     table.trim_fmt() + "\n"
 }
 
 /// `1234567890.0` as `1.23 G`, with `unit` behind the prefix; three significant digits.
-pub fn si(value: f64, unit: &str) -> String {
+pub(crate) fn si(value: f64, unit: &str) -> String {
     const PREFIXES: [(f64, &str); 7] =
         [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")];
     if value == 0.0 {
@@ -70,9 +70,44 @@ pub fn si(value: f64, unit: &str) -> String {
     format!("{scaled:.digits$} {prefix}{unit}")
 }
 
+/// A number without fraction, but small ones with two significant digits: `694`, `8.2`, `0.018`, `2e-6`.
+pub(crate) fn plain(value: f64) -> String {
+    // What rounds to two digits before the point has no fraction.
+    match value.abs() {
+        0.0 => "0".to_owned(),
+        x if x >= 9.95 || !x.is_finite() => format!("{value:.0}"),
+        x if x < 0.000_995 => format!("{value:.0e}"),
+        x => {
+            let digits = if x >= 0.995 { 1.0 } else { 1.0 - (x * 1.005).log10().floor() };
+            let text = format!("{value:.*}", digits as usize);
+            text.strip_suffix(".0").unwrap_or(&text).to_owned()
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn plain_numbers_are_short_and_never_zero_by_rounding() {
+        for (value, text) in [
+            (0.0, "0"),
+            (-0.0, "0"),
+            (694.4, "694"),
+            (9.96, "10"),
+            (8.0, "8"),
+            (8.24, "8.2"),
+            (0.999, "1"),
+            (0.5, "0.50"),
+            (0.0181, "0.018"),
+            (8.1e-6, "8e-6"),
+            (-3.21, "-3.2"),
+            (f64::INFINITY, "inf"),
+        ] {
+            assert_eq!(plain(value), text, "{value}");
+        }
+    }
 
     #[test]
     fn numbers_have_three_digits_and_a_prefix() {

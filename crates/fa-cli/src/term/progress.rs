@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const LINE: Duration = Duration::from_secs(30);
 
 /// Runs `work`, with a spinner and a clock once it has taken over a second.
-pub fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
+pub(crate) fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
     if !std::io::stderr().is_terminal() {
         return work();
     }
@@ -40,7 +40,7 @@ pub fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
 
 /// A bar over a known number of steps.
 #[derive(Debug)]
-pub struct Steps {
+pub(crate) struct Steps {
     bar: ProgressBar,
     started: Instant,
     said: Instant,
@@ -49,7 +49,7 @@ pub struct Steps {
 
 impl Steps {
     /// A bar of `len` steps, not shown yet.
-    pub fn new(len: usize) -> Steps {
+    pub(crate) fn new(len: usize) -> Steps {
         let bar = ProgressBar::with_draw_target(Some(len as u64), indicatif::ProgressDrawTarget::hidden());
         bar.set_style(style("{bar:30} {pos}/{len} {msg} (left: {eta})"));
         let started = Instant::now();
@@ -57,7 +57,7 @@ impl Steps {
     }
 
     /// Says what the step under way is.
-    pub fn begin(&mut self, message: String) {
+    pub(crate) fn begin(&mut self, message: String) {
         if self.started.elapsed() > PATIENCE && self.bar.is_hidden() && std::io::stderr().is_terminal() {
             self.bar.set_draw_target(indicatif::ProgressDrawTarget::stderr());
         }
@@ -81,7 +81,7 @@ impl Steps {
     }
 
     /// One step is done.
-    pub fn advance(&mut self) {
+    pub(crate) fn advance(&mut self) {
         self.done += 1;
         self.bar.set_position(self.done);
     }
@@ -94,7 +94,7 @@ impl Drop for Steps {
 }
 
 /// Shows the steps of the lab's work, and what its workers say.
-pub fn steps() -> impl FnMut(Step) + Send {
+pub(crate) fn steps() -> impl FnMut(Step) + Send {
     let mut steps: Option<Steps> = None;
     move |step| match (step, &mut steps) {
         (Step::Total(len), steps) => *steps = Some(Steps::new(len)),

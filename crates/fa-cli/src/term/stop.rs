@@ -3,7 +3,7 @@
 /// Removes what is being written when the terminal, a user or a system asks the program to stop, which then
 /// ends by the signal as it would have. Where files are written without a name there is nothing to remove.
 #[cfg(unix)]
-pub fn clean_up_when_told_to() {
+pub(crate) fn clean_up_when_told_to() {
     use fa_attn::atomic_file;
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     use signal_hook::iterator::Signals;
@@ -32,4 +32,4 @@ fn ignored_signals() -> u64 {
 
 /// Elsewhere a program that is stopped has no last word.
 #[cfg(not(unix))]
-pub fn clean_up_when_told_to() {}
+pub(crate) fn clean_up_when_told_to() {}

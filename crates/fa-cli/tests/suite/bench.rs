@@ -186,6 +186,24 @@ fn plots_of_records_are_drawn_again_from_them() {
             );
         }
     }
+    // Shapes that are no series are bars, each with its name, in the record's own unit.
+    for (name, parts, without) in [
+        ("models-bwd", ["Phi-3 mini", "TFLOP/s", "fa (this project)"], "sm90_bwd-"),
+        ("decode", ["8 x 1x8192, 32:8, hd 128 full", "TB/s", "fa (this project)"], "TFLOP/s"),
+        ("plan", ["256 decodes", "us per plan", "fa (this project)"], "TFLOP/s"),
+        ("step", ["ms per step", "Forward, a step, bf16", "fa (this project)"], "TFLOP/s"),
+    ] {
+        let record = repository(&format!("docs/results/marks-{name}-h100.json"));
+        fa(&format!("bench --draw {} --plot {}", text(&record), text(&plot))).good();
+        let drawn = std::fs::read_to_string(&plot).unwrap();
+        let drawn = roxmltree::Document::parse(&drawn).unwrap();
+        let texts = drawn.descendants().filter(|node| node.tag_name().name() == "text");
+        let texts: Vec<&str> = texts.filter_map(|node| node.text().map(str::trim)).collect();
+        for part in parts {
+            assert!(texts.contains(&part), "{name}: '{part}' is not in {texts:?}");
+        }
+        assert!(!texts.iter().any(|text| text.contains(without)), "{name}: {without} in {texts:?}");
+    }
     // A record of the CPU, and a file that is no record.
     let json = folder.path().join("cpu.json");
     let line = "bench --headdim 16 --seqlen 32,64 --heads 2 --backend reference --seconds 0.001 --json";

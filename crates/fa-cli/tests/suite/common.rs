@@ -9,7 +9,7 @@ use safetensors::tensor::{Dtype, TensorView};
 
 /// What the program did.
 #[derive(Debug)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     pub code: i32,
     pub stdout: String,
     pub stderr: String,
@@ -18,20 +18,20 @@ pub struct Outcome {
 impl Outcome {
     /// Asserts success and gives standard output.
     #[track_caller]
-    pub fn good(self) -> String {
+    pub(crate) fn good(self) -> String {
         assert_eq!(self.code, 0, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
         self.stdout
     }
 
     /// Asserts success and gives standard output as JSON.
     #[track_caller]
-    pub fn json(self) -> serde_json::Value {
+    pub(crate) fn json(self) -> serde_json::Value {
         let text = self.good();
         serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e} in\n{text}"))
     }
 }
 
-pub fn command(args: &[&str]) -> Command {
+pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_fa"));
     command.args(args).stdin(Stdio::null());
     command
@@ -39,17 +39,17 @@ pub fn command(args: &[&str]) -> Command {
 
 /// Runs the program with arguments split at blanks.
 #[track_caller]
-pub fn fa(line: &str) -> Outcome {
+pub(crate) fn fa(line: &str) -> Outcome {
     fa_args(&line.split_whitespace().collect::<Vec<_>>())
 }
 
 #[track_caller]
-pub fn fa_args(args: &[&str]) -> Outcome {
+pub(crate) fn fa_args(args: &[&str]) -> Outcome {
     fa_with(args, &[])
 }
 
 /// Runs `fa` with these arguments and environment variables.
-pub fn fa_with(args: &[&str], variables: &[(&str, &str)]) -> Outcome {
+pub(crate) fn fa_with(args: &[&str], variables: &[(&str, &str)]) -> Outcome {
     let done = command(args).envs(variables.iter().copied()).output().expect("the program starts");
     Outcome {
         code: done.status.code().unwrap_or_else(|| panic!("{args:?} was killed: {}", done.status)),
@@ -59,52 +59,52 @@ pub fn fa_with(args: &[&str], variables: &[(&str, &str)]) -> Outcome {
 }
 
 /// A folder of a test's own, which goes with it.
-pub struct Dir(tempfile::TempDir);
+pub(crate) struct Dir(tempfile::TempDir);
 
 impl Dir {
-    pub fn new() -> Dir {
+    pub(crate) fn new() -> Dir {
         Dir(tempfile::tempdir().expect("a folder for temporary files"))
     }
 
-    pub fn root(&self) -> &Path {
+    pub(crate) fn root(&self) -> &Path {
         self.0.path()
     }
 
-    pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
+    pub(crate) fn path(&self, name: impl AsRef<Path>) -> PathBuf {
         self.root().join(name)
     }
 
     /// A path as an argument of the program.
-    pub fn file(&self, name: impl AsRef<Path>) -> String {
+    pub(crate) fn file(&self, name: impl AsRef<Path>) -> String {
         text(&self.path(name)).to_owned()
     }
 
     /// Writes a file of tensors; its path as an argument.
-    pub fn write(&self, name: &str, tensors: &[Tensor]) -> String {
+    pub(crate) fn write(&self, name: &str, tensors: &[Tensor]) -> String {
         write(&self.path(name), tensors, &[]);
         self.file(name)
     }
 
     /// The names of its files, hidden ones too.
-    pub fn listing(&self) -> Vec<String> {
+    pub(crate) fn listing(&self) -> Vec<String> {
         listing(self.root())
     }
 }
 
 /// A file of this repository.
-pub fn repository(path: &str) -> PathBuf {
+pub(crate) fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
-pub fn text(path: &Path) -> &str {
+pub(crate) fn text(path: &Path) -> &str {
     path.to_str().expect("paths here are text")
 }
 
 /// A tensor to write: name, type as the format spells it, shape, values.
-pub type Tensor<'a> = (&'a str, &'a str, &'a [usize], Vec<f64>);
+pub(crate) type Tensor<'a> = (&'a str, &'a str, &'a [usize], Vec<f64>);
 
 /// Writes a file with the format's own library, so that ours is not tested against itself.
-pub fn write(path: &Path, tensors: &[Tensor], metadata: &[(&str, &str)]) {
+pub(crate) fn write(path: &Path, tensors: &[Tensor], metadata: &[(&str, &str)]) {
     let bytes: Vec<Vec<u8>> = tensors.iter().map(|(_, dtype, _, values)| encode(dtype, values)).collect();
     let views = tensors.iter().zip(&bytes).map(|((name, dtype, shape, _), bytes)| {
         let dtype = match *dtype {
@@ -138,7 +138,7 @@ fn encode(dtype: &str, values: &[f64]) -> Vec<u8> {
 }
 
 /// Reads a file with the format's own library: name to (type, shape, values).
-pub fn read(path: &Path) -> HashMap<String, (String, Vec<usize>, Vec<f64>)> {
+pub(crate) fn read(path: &Path) -> HashMap<String, (String, Vec<usize>, Vec<f64>)> {
     let bytes = std::fs::read(path).expect("a file");
     let file = safetensors::SafeTensors::deserialize(&bytes).expect("a valid file");
     let tensor = |(name, view): (String, TensorView)| {
@@ -157,14 +157,14 @@ pub fn read(path: &Path) -> HashMap<String, (String, Vec<usize>, Vec<f64>)> {
 }
 
 /// The header's text entries of a file.
-pub fn metadata(path: &Path) -> HashMap<String, String> {
+pub(crate) fn metadata(path: &Path) -> HashMap<String, String> {
     let bytes = std::fs::read(path).expect("a file");
     let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).expect("a valid file");
     metadata.metadata().clone().unwrap_or_default()
 }
 
 /// Numbers without a pattern, between -1 and 1.
-pub fn noise(seed: u64, len: usize) -> Vec<f64> {
+pub(crate) fn noise(seed: u64, len: usize) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -176,7 +176,7 @@ pub fn noise(seed: u64, len: usize) -> Vec<f64> {
 }
 
 /// The names of a folder's files, hidden ones too.
-pub fn listing(folder: &Path) -> Vec<String> {
+pub(crate) fn listing(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).expect("a folder");
     let mut names: Vec<String> =
         entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
@@ -186,7 +186,7 @@ pub fn listing(folder: &Path) -> Vec<String> {
 
 /// Asserts a refusal that names every part.
 #[track_caller]
-pub fn refused(outcome: &Outcome, parts: &[&str], what: &str) {
+pub(crate) fn refused(outcome: &Outcome, parts: &[&str], what: &str) {
     let Outcome { code, stdout, stderr } = outcome;
     assert_eq!(*code, 2, "{what}\nstdout: {stdout}\nstderr: {stderr}");
     assert_eq!(stdout, "", "{what}");

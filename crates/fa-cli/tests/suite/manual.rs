@@ -14,6 +14,9 @@ fn every_command_has_help_with_examples_and_a_manual_page() {
         assert!(help.contains("Examples:") && help.contains(&format!("fa {name}")), "{help}");
         let page = fa_args(&["man", name]).good();
         assert!(page.contains(".TH") && page.contains(&format!("fa\\-{name}")), "{page}");
+        let version = fa("--version").good();
+        let title = page.lines().find(|line| line.starts_with(".TH")).unwrap();
+        assert!(title.contains(version.trim()), "{title}");
     }
     assert!(fa("man").good().contains(".SH DESCRIPTION"));
     assert!(fa("--version").good().starts_with("fa "));

@@ -148,6 +148,7 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
         ("--arch sm80 --headdim 64 --causal --softcap 30", "forward"),
         ("--arch sm80 --headdim 64 --mode bwd", "backward"),
         ("--arch sm100", "forward"),
+        ("--batch 1 --seqlen 1x1 --heads 1 --headdim 8", "forward"),
     ]
     .into_iter()
     .enumerate()
@@ -167,6 +168,21 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
             let near = numbers.iter().any(|shown| (shown - number).abs() <= 1e-9 * number.abs());
             assert!(near, "{flags}: {number} is not in {numbers:?}");
         }
+        // By sequence length too: this problem at its own length, packed and in pages as it is.
+        let length = json["problem"]["seqlen_k"].as_u64().expect("a length");
+        let row = page.split("<tr>").find(|row| row.starts_with(&format!("<td class=\"n\">{length}</td>")));
+        let row = row.unwrap_or_else(|| panic!("{flags}: no row of {length}"));
+        let seconds = cost["seconds"].as_f64().unwrap();
+        let exact =
+            row.split("<data value=\"").skip(1).filter_map(|rest| rest.split('"').next()?.parse().ok());
+        let near = |shown: f64| (shown - seconds).abs() <= 1e-9 * seconds;
+        assert!(exact.into_iter().any(near), "{flags}: {row} has not {seconds}");
+        // Nothing is rounded to zero; paper is light.
+        assert!(!page.contains(">0 GB/s") && !page.contains(">0 TFLOP/s"), "{flags}");
+        assert!(!page.contains("@media (prefers-color-scheme: dark)"), "{flags}");
+        if flags.contains(" 1x4096") {
+            assert!(page.contains("Device memory delivers a step's data"), "{flags}");
+        }
     }
 }
 
@@ -185,6 +201,13 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
         assert!(decode.contains(part), "'{part}' is not in the page");
     }
     assert!(!decode.contains("class=\"warning\""));
+    // Rows of kernels that read lengths or pages, by what the record says of them.
+    let paged = page("--batch 64 --seqlen 1x4096 --heads 32:8 --page 16");
+    assert!(paged.contains("64 of at most 1x4096, heads 32:8 (pages of 16"), "no row of the record");
+    let dense = page("--batch 64 --seqlen 1x4096 --heads 32:8 --causal");
+    assert!(!dense.contains("of at most"));
+    let many = page("--headdim 128 --causal --mode bwd");
+    assert!(many.contains("more, of longer sequences."));
     let other = page("--arch sm86 --headdim 64");
     assert!(other.contains("no record has sm80_fwd-bf16-hd64") && other.contains("on sm86"));
     // Without records nothing is said of them.

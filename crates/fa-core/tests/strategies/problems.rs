@@ -57,7 +57,7 @@ fn of(
 }
 
 /// Problems of uniform lengths, with a soft cap or without.
-pub fn uniform() -> impl Strategy<Value = Problem> {
+pub(crate) fn uniform() -> impl Strategy<Value = Problem> {
     let lengths =
         (0usize..5, 0usize..20_000, 0usize..20_000).prop_map(|(batch, q, k)| Lengths::uniform(batch, q, k));
     let cap = prop_oneof![Just(None), Just(Some(30.0))];
@@ -65,7 +65,7 @@ pub fn uniform() -> impl Strategy<Value = Problem> {
 }
 
 /// Problems of every kind that a launch holds.
-pub fn every_kind() -> impl Strategy<Value = Problem> {
+pub(crate) fn every_kind() -> impl Strategy<Value = Problem> {
     let len = prop_oneof![0usize..3, 0usize..300, 0usize..200_000];
     let batch = prop_oneof![0usize..5, 1usize..9000];
     let lengths =
@@ -75,7 +75,7 @@ pub fn every_kind() -> impl Strategy<Value = Problem> {
 }
 
 /// The same, and now and then a length, page, count of heads, soft cap or scale that no launch holds.
-pub fn beyond_launches() -> impl Strategy<Value = Problem> {
+pub(crate) fn beyond_launches() -> impl Strategy<Value = Problem> {
     let len = prop_oneof![
         6 => 0usize..5,
         10 => 1usize..20_000,

@@ -9,14 +9,14 @@ use half::{bf16, f16};
 use safetensors::{Dtype as FileDtype, SafeTensors};
 
 /// A file, held whole.
-pub struct File {
+pub(crate) struct File {
     pub name: String,
     bytes: Vec<u8>,
     metadata: HashMap<String, String>,
 }
 
 /// Files in a folder of the repository, sorted by name.
-pub fn folder(path: &str) -> Vec<PathBuf> {
+pub(crate) fn folder(path: &str) -> Vec<PathBuf> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
     let mut files: Vec<PathBuf> = std::fs::read_dir(&path)
         .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
@@ -28,7 +28,7 @@ pub fn folder(path: &str) -> Vec<PathBuf> {
 }
 
 impl File {
-    pub fn read(path: &Path) -> Self {
+    pub(crate) fn read(path: &Path) -> Self {
         let bytes = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let (_, header) = SafeTensors::read_metadata(&bytes).expect("a valid header");
         let metadata = header.metadata().clone().unwrap_or_default();
@@ -42,12 +42,12 @@ impl File {
     }
 
     /// The shape of a tensor.
-    pub fn shape<const RANK: usize>(&self, name: &str) -> [usize; RANK] {
+    pub(crate) fn shape<const RANK: usize>(&self, name: &str) -> [usize; RANK] {
         self.tensor(name).1.try_into().expect("the rank asked for")
     }
 
     /// The type of `q`.
-    pub fn dtype(&self) -> Dtype {
+    pub(crate) fn dtype(&self) -> Dtype {
         match self.tensor("q").0 {
             FileDtype::F32 => Dtype::F32,
             FileDtype::F16 => Dtype::F16,
@@ -57,7 +57,7 @@ impl File {
     }
 
     /// A tensor's values, which must lie in the file as `T`.
-    pub fn values<T: Element>(&self, name: &str) -> Vec<T> {
+    pub(crate) fn values<T: Element>(&self, name: &str) -> Vec<T> {
         let (dtype, _, data) = self.tensor(name);
         let expected = match T::DTYPE {
             None => FileDtype::F64,
@@ -77,7 +77,7 @@ impl File {
     }
 
     /// A golden file's problem, as its metadata says it.
-    pub fn problem(&self) -> Problem {
+    pub(crate) fn problem(&self) -> Problem {
         let number = |key: &str| self.text(key).parse().unwrap_or_else(|_| panic!("{}: {key}", self.name));
         let optional = |key: &str| (self.text(key) != "none").then(|| self.text(key));
         let side = |key: &str| optional(key).map(|text| text.parse::<u32>().unwrap());

@@ -45,7 +45,7 @@ fn differences_of(
     (0..count).map(slope).collect()
 }
 
-pub fn masks() -> impl Strategy<Value = Mask> {
+pub(crate) fn masks() -> impl Strategy<Value = Mask> {
     let side = || prop_oneof![Just(None), (0u32..6).prop_map(Some)];
     (side(), side()).prop_map(|(left, right)| Mask { left, right })
 }

@@ -6,7 +6,7 @@ use fa_cpu::{Element, TensorRef};
 
 /// Q, K, V and dO of one problem, packed BSHD.
 #[derive(Clone, Debug)]
-pub struct Inputs<T> {
+pub(crate) struct Inputs<T> {
     pub q: Vec<T>,
     pub k: Vec<T>,
     pub v: Vec<T>,
@@ -15,7 +15,7 @@ pub struct Inputs<T> {
 
 /// Views of [`Inputs`].
 #[derive(Clone, Copy)]
-pub struct Views<'a, T> {
+pub(crate) struct Views<'a, T> {
     pub q: TensorRef<'a, T>,
     pub k: TensorRef<'a, T>,
     pub v: TensorRef<'a, T>,
@@ -24,7 +24,7 @@ pub struct Views<'a, T> {
 
 impl<T: Element> Inputs<T> {
     /// Normally distributed and rounded to `T`; the same for the same seed.
-    pub fn random(problem: &Problem, seed: u64) -> Self {
+    pub(crate) fn random(problem: &Problem, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let mut draw = |shape: [usize; 4]| -> Vec<T> {
             (0..shape.iter().product()).map(|_| T::from_f64(random.normal())).collect()
@@ -37,7 +37,7 @@ impl<T: Element> Inputs<T> {
         }
     }
 
-    pub fn views(&self, problem: &Problem) -> Views<'_, T> {
+    pub(crate) fn views(&self, problem: &Problem) -> Views<'_, T> {
         Views {
             q: bshd("q", &self.q, q_shape(problem)),
             k: bshd("k", &self.k, k_shape(problem)),
@@ -48,19 +48,19 @@ impl<T: Element> Inputs<T> {
 }
 
 /// A view of a packed BSHD tensor.
-pub fn bshd<'a, T>(name: &'static str, data: &'a [T], shape: [usize; 4]) -> TensorRef<'a, T> {
+pub(crate) fn bshd<'a, T>(name: &'static str, data: &'a [T], shape: [usize; 4]) -> TensorRef<'a, T> {
     TensorRef::packed(name, data, shape, TensorLayout::Bshd).expect("the data has the shape's length")
 }
 
 /// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): enough for test data, and the same everywhere.
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Random(seed)
     }
 
-    pub fn bits(&mut self) -> u64 {
+    pub(crate) fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -69,12 +69,12 @@ impl Random {
     }
 
     /// Uniform in (0, 1).
-    pub fn uniform(&mut self) -> f64 {
+    pub(crate) fn uniform(&mut self) -> f64 {
         ((self.bits() >> 12) as f64 + 0.5) / (1u64 << 52) as f64
     }
 
     /// Normal with mean 0 and variance 1, by Box and Muller.
-    pub fn normal(&mut self) -> f64 {
+    pub(crate) fn normal(&mut self) -> f64 {
         let radius = (-2.0 * self.uniform().ln()).sqrt();
         radius * (std::f64::consts::TAU * self.uniform()).cos()
     }
@@ -82,7 +82,7 @@ impl Random {
 
 /// Asserts that two slices agree within `tolerance * (1 + largest magnitude expected)`, infinities and NaN
 /// exactly.
-pub fn assert_close(name: &str, got: &[f64], expected: &[f64], tolerance: f64) {
+pub(crate) fn assert_close(name: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{name}: length");
     let largest = expected.iter().filter(|value| value.is_finite()).fold(0.0, |max: f64, v| max.max(v.abs()));
     for (index, (&got, &expected)) in got.iter().zip(expected).enumerate() {

@@ -15,14 +15,14 @@ use crate::tiled::{
     Case, Expected, Results, check, check_against, check_all, describe, isas, one_rounding_from_f64,
 };
 
-pub const SMALL: Problem = Problem {
+pub(crate) const SMALL: Problem = Problem {
     heads_kv: 2,
     lengths: Lengths::uniform(2, 37, 45),
     head_dim_v: 9,
     ..Problem::square(2, 37, 4, 13, Mask::CAUSAL, Dtype::F32)
 };
 
-pub fn exact(values: &[f32]) -> Vec<f64> {
+pub(crate) fn exact(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&value| f64::from(value)).collect()
 }
 

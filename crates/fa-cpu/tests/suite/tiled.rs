@@ -12,14 +12,14 @@ use half::{bf16, f16};
 use crate::inputs::{Inputs, Views, bshd};
 
 /// What an implementation is measured by: the exact results and the low-precision ones.
-pub struct Expected<T> {
+pub(crate) struct Expected<T> {
     pub forward: Forward,
     pub low: low_precision::LowForward<T>,
     pub backward: Option<(Gradients, low_precision::LowGradients<T>)>,
 }
 
 impl<T: Element> Expected<T> {
-    pub fn compute(problem: &Problem, inputs: &Inputs<T>, with_backward: bool) -> Self {
+    pub(crate) fn compute(problem: &Problem, inputs: &Inputs<T>, with_backward: bool) -> Self {
         let Views { q, k, v, dout } = inputs.views(problem);
         let backward = || {
             let exact = reference::backward(problem, &q, &k, &v, &dout).unwrap();
@@ -35,7 +35,7 @@ impl<T: Element> Expected<T> {
 
 /// What the tiled implementation makes of a problem, packed BSHD.
 #[derive(Clone, Debug)]
-pub struct Results<T> {
+pub(crate) struct Results<T> {
     pub out: Vec<T>,
     pub lse: Vec<f32>,
     pub dq: Vec<T>,
@@ -45,7 +45,12 @@ pub struct Results<T> {
 
 impl<T: Element> Results<T> {
     /// Every output is NaN before it is written. Without a backward the gradients are empty.
-    pub fn compute(options: Options, problem: &Problem, inputs: &Inputs<T>, with_backward: bool) -> Self {
+    pub(crate) fn compute(
+        options: Options,
+        problem: &Problem,
+        inputs: &Inputs<T>,
+        with_backward: bool,
+    ) -> Self {
         let Views { q, k, v, dout } = inputs.views(problem);
         let poisoned = |shape: [usize; 4]| vec![T::from_f64(f64::NAN); shape.iter().product()];
         fn writable<'a, T: Element>(data: &'a mut [T], shape: [usize; 4]) -> TensorMut<'a, T> {
@@ -74,14 +79,14 @@ impl<T: Element> Results<T> {
     }
 
     /// The bits of everything, to compare runs.
-    pub fn bits(&self) -> Vec<u64> {
+    pub(crate) fn bits(&self) -> Vec<u64> {
         let tensors = [&self.out, &self.dq, &self.dk, &self.dv].into_iter().flatten();
         let tensors = tensors.map(|value| value.to_f64().to_bits());
         tensors.chain(self.lse.iter().map(|lse| u64::from(lse.to_bits()))).collect()
     }
 
     /// One line for each tensor that breaks the rule: gradients, that of the worst of all draws.
-    pub fn failures(
+    pub(crate) fn failures(
         &self,
         name: &str,
         problem: &Problem,
@@ -98,7 +103,7 @@ impl<T: Element> Results<T> {
     }
 
     /// The same by the low-precision gradients as they stand.
-    pub fn by_one_draw(&self, name: &str, problem: &Problem, expected: &Expected<T>) -> Vec<String> {
+    pub(crate) fn by_one_draw(&self, name: &str, problem: &Problem, expected: &Expected<T>) -> Vec<String> {
         let dtype = problem.types.qkv;
         let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
         let of = |shape, ours: &[T], exact: &[f64], low: &[T], noise: f64| {
@@ -122,12 +127,12 @@ impl<T: Element> Results<T> {
 }
 
 /// Instruction sets of this CPU.
-pub fn isas() -> impl Iterator<Item = Isa> {
+pub(crate) fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())
 }
 
 /// The rule, for given expectations, with one instruction set.
-pub fn check_against<T: Element>(
+pub(crate) fn check_against<T: Element>(
     name: &str,
     problem: &Problem,
     inputs: &Inputs<T>,
@@ -141,7 +146,7 @@ pub fn check_against<T: Element>(
 
 /// One problem on random inputs: the rule for every tensor, the exact zeros of rows that see nothing with it.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
+pub(crate) struct Case {
     pub problem: Problem,
     pub with_backward: bool,
     /// Every instruction set that the CPU has, or only the best.
@@ -149,7 +154,7 @@ pub struct Case {
 }
 
 /// Runs the case in its dtype; one line for each broken tensor.
-pub fn check(case: &Case) -> Vec<String> {
+pub(crate) fn check(case: &Case) -> Vec<String> {
     fn typed<T: Element>(case: &Case) -> Vec<String> {
         let problem = &case.problem;
         let name = describe(problem);
@@ -168,7 +173,7 @@ pub fn check(case: &Case) -> Vec<String> {
 }
 
 /// Runs all cases and fails with every broken one.
-pub fn check_all(cases: impl IntoIterator<Item = Case>) {
+pub(crate) fn check_all(cases: impl IntoIterator<Item = Case>) {
     let (mut count, mut failures) = (0, Vec::new());
     for case in cases {
         count += 1;
@@ -178,7 +183,7 @@ pub fn check_all(cases: impl IntoIterator<Item = Case>) {
     assert!(count > 0);
 }
 
-pub fn describe(problem: &Problem) -> String {
+pub(crate) fn describe(problem: &Problem) -> String {
     let Problem { heads_q, heads_kv, head_dim, head_dim_v, mask, .. } = problem;
     let (batch, seqlen_q, seqlen_k, dtype) =
         (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k(), problem.types.qkv);
@@ -197,7 +202,7 @@ fn rounds_p(isa: Isa, dtype: Dtype) -> bool {
 
 /// Every 16-bit output is the f64 result with one rounding: of itself, and of each probability where these
 /// are rounded. f32 sums of values up to 4 leave a little of their own.
-pub fn one_rounding_from_f64<T: Element>(problem: &Problem, inputs: &Inputs<T>) -> Vec<String> {
+pub(crate) fn one_rounding_from_f64<T: Element>(problem: &Problem, inputs: &Inputs<T>) -> Vec<String> {
     let dtype = problem.types.qkv;
     let Views { q, k, v, .. } = inputs.views(problem);
     let exact = reference::forward(problem, &q, &k, &v).unwrap().out;

@@ -15,7 +15,7 @@ use crate::inputs::{Inputs, Random, Views, bshd};
 
 /// How the rows of a side lie.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Lie {
+pub(crate) enum Lie {
     /// As long as the longest, shortened by used lengths.
     Padded,
     /// End to end, with a gap before and behind.
@@ -68,7 +68,12 @@ fn side(lens: &[usize], lie: Lie, random: &mut Random) -> (Side, [Option<Vec<i32
 }
 
 /// A problem over sequences of `(queries, keys)`.
-pub fn problem(base: Problem, lens: &[(usize, usize)], lies: [Lie; 2], seed: u64) -> (Problem, OwnedExtras) {
+pub(crate) fn problem(
+    base: Problem,
+    lens: &[(usize, usize)],
+    lies: [Lie; 2],
+    seed: u64,
+) -> (Problem, OwnedExtras) {
     let mut random = Random::new(seed);
     let (q_lens, k_lens): (Vec<_>, Vec<_>) = lens.iter().copied().unzip();
     let (q, [cu_q, used_q, _]) = side(&q_lens, lies[0], &mut random);
@@ -97,7 +102,7 @@ fn owned_rows(spans: impl Iterator<Item = Span>, [outer, inner]: [usize; 2]) -> 
 }
 
 /// Which rows of Q and of K belong to a sequence.
-pub fn rows_of(problem: &Problem, extras: &Extras<'_>) -> [Vec<bool>; 2] {
+pub(crate) fn rows_of(problem: &Problem, extras: &Extras<'_>) -> [Vec<bool>; 2] {
     let batch = Batch::new(problem, extras).unwrap();
     let outer = |shape: [usize; 4]| [shape[0], shape[1]];
     let q = owned_rows(batch.sequences.iter().map(|sequence| sequence.q), outer(q_shape(problem)));
@@ -113,7 +118,7 @@ pub fn rows_of(problem: &Problem, extras: &Extras<'_>) -> [Vec<bool>; 2] {
 }
 
 /// Random tensors, NaN where no sequence has a row.
-pub fn inputs<T: Element>(problem: &Problem, extras: &Extras<'_>, seed: u64) -> Inputs<T> {
+pub(crate) fn inputs<T: Element>(problem: &Problem, extras: &Extras<'_>, seed: u64) -> Inputs<T> {
     let mut inputs = Inputs::<T>::random(problem, seed);
     let [q, k] = rows_of(problem, extras);
     let poison = |data: &mut [T], owned: &[bool], shape: [usize; 4]| {
@@ -130,7 +135,7 @@ pub fn inputs<T: Element>(problem: &Problem, extras: &Extras<'_>, seed: u64) -> 
 
 /// What the tiled implementation gives; every output is NaN before it is written.
 #[derive(Clone, Debug)]
-pub struct Results<T> {
+pub(crate) struct Results<T> {
     pub out: Vec<T>,
     pub lse: Vec<f32>,
     pub dq: Vec<T>,
@@ -140,7 +145,7 @@ pub struct Results<T> {
 }
 
 impl<T: Element> Results<T> {
-    pub fn compute(
+    pub(crate) fn compute(
         options: Options,
         problem: &Problem,
         extras: &Extras<'_>,
@@ -272,7 +277,7 @@ fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: 
     }
 }
 
-pub const MASKS: [Mask; 5] = [
+pub(crate) const MASKS: [Mask; 5] = [
     Mask::FULL,
     Mask::CAUSAL,
     Mask::window(9, 4),

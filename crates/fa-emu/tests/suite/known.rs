@@ -19,7 +19,7 @@ use crate::emulator;
 const RECORD: &str = "FA_EMU_RECORD";
 
 /// Of what a test tries, only that whose name contains this: it says nothing of the test as a whole.
-pub const ONLY: &str = "FA_EMU_ONLY";
+pub(crate) const ONLY: &str = "FA_EMU_ONLY";
 
 const COMMITTED: &str = "docs/results/emulation-tests.ron";
 
@@ -125,7 +125,7 @@ fn is_drawn(test: &str) -> bool {
 }
 
 /// The emulator for a test that runs; it has passed once this is dropped.
-pub struct Running {
+pub(crate) struct Running {
     test: String,
     emulator: &'static Emulator,
 }
@@ -159,7 +159,7 @@ impl Drop for Running {
 }
 
 /// The emulator, unless `test` has passed on these sources, or there is no C++ compiler; both are said.
-pub fn unless_known(test: &str) -> Option<Running> {
+pub(crate) fn unless_known(test: &str) -> Option<Running> {
     let here = Known::read(&stamps()).passed.contains(test);
     let committed = || !is_drawn(test) && Known::read(&root().join(COMMITTED)).passed.contains(test);
     if !is_set(RECORD) && !is_set(ONLY) && (here || committed()) {

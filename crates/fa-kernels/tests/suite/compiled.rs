@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 use crate::{serving, shipped};
 
 /// Compiles every kernel of the lists for all of its architectures, and writes the lists of what compiled.
-pub const ALL_ARCHS: &str = "FA_ALL_ARCHS";
+pub(crate) const ALL_ARCHS: &str = "FA_ALL_ARCHS";
 
 /// In so many days every listed kernel is compiled once.
-pub const TURNS: usize = 6;
+pub(crate) const TURNS: usize = 6;
 
 /// A file of the workspace with a list.
-pub struct List {
+pub(crate) struct List {
     pub path: &'static str,
     /// What its kernels are.
     pub of: &'static str,
@@ -35,7 +35,7 @@ that compile within their plans: no spill, no forbidden warning, no local memory
 
 /// What a list holds.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Compiled {
+pub(crate) struct Compiled {
     /// Name and version of the compiler.
     compiler: String,
     /// Its flags, but for the target.
@@ -46,7 +46,7 @@ pub struct Compiled {
 
 /// One spec.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub struct Kernel {
+pub(crate) struct Kernel {
     /// [`Source::fingerprint`].
     code: String,
     /// Registers of a thread on each architecture that it was compiled for.
@@ -54,7 +54,7 @@ pub struct Kernel {
 }
 
 /// A kernel that a list may hold.
-pub struct Wanted {
+pub(crate) struct Wanted {
     pub name: String,
     pub shipped: ShippedSpec,
 }
@@ -79,7 +79,7 @@ impl List {
     }
 
     /// What it holds if that is by this compiler with these flags, else nothing.
-    pub fn read(&self, compiler: &Compiler) -> Compiled {
+    pub(crate) fn read(&self, compiler: &Compiler) -> Compiled {
         let empty = Compiled::empty(compiler);
         let same = |held: &Compiled| (&held.compiler, &held.flags) == (&empty.compiler, &empty.flags);
         self.held().filter(same).unwrap_or(empty)
@@ -88,7 +88,7 @@ impl List {
     /// What is compiled today: each kernel for the architectures for which the list does not hold it with
     /// these very sources, and of those that it holds every [`TURNS`]th, others each day, for its first one.
     /// With [`ALL_ARCHS`], all.
-    pub fn today(&self, compiler: &Compiler, kernels: &[Wanted]) -> Vec<ShippedSpec> {
+    pub(crate) fn today(&self, compiler: &Compiler, kernels: &[Wanted]) -> Vec<ShippedSpec> {
         let all = std::env::var_os(ALL_ARCHS).is_some();
         let held = self.read(compiler);
         let day =
@@ -120,7 +120,7 @@ impl List {
     }
 
     /// With [`ALL_ARCHS`], writes what came of compiling all of `kernels`, one a line.
-    pub fn write(&self, compiler: &Compiler, kernels: &[Wanted], rows: &[Row]) {
+    pub(crate) fn write(&self, compiler: &Compiler, kernels: &[Wanted], rows: &[Row]) {
         if std::env::var_os(ALL_ARCHS).is_none() {
             return;
         }
@@ -158,7 +158,7 @@ impl Compiled {
     }
 
     /// The entry of a kernel, if its sources are the same.
-    pub fn find(&self, kernel: &Wanted) -> Option<&Kernel> {
+    pub(crate) fn find(&self, kernel: &Wanted) -> Option<&Kernel> {
         self.kernels.get(&kernel.name).filter(|own| own.code == kernel.code())
     }
 }

@@ -56,10 +56,10 @@ fn near_the_register_limit() -> Vec<(Problem, Family, Pass)> {
 }
 
 /// First choices that are known to compile.
-pub const LIST: List = List { path: "docs/results/compiled-choices.ron", of: "First choices" };
+pub(crate) const LIST: List = List { path: "docs/results/compiled-choices.ron", of: "First choices" };
 
 /// The first choices, each once, by the names of their specs.
-pub fn kernels() -> Vec<Wanted> {
+pub(crate) fn kernels() -> Vec<Wanted> {
     let mut wanted: Vec<Wanted> = Vec::new();
     let mut add = |name: &str, problem: &Problem, options: &PlanOptions| {
         let plans = plan(problem, Arch::Sm90, options).unwrap_or_else(|error| panic!("{name}: {error}"));

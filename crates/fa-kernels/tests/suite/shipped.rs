@@ -14,10 +14,10 @@ use crate::compiled::{List, Wanted};
 use crate::nvrtc;
 
 /// Shipped kernels that are known to compile.
-pub const LIST: List = List { path: "docs/results/compiled.ron", of: "Shipped kernels" };
+pub(crate) const LIST: List = List { path: "docs/results/compiled.ron", of: "Shipped kernels" };
 
 /// The shipped kernels by their files.
-pub fn kernels() -> Vec<Wanted> {
+pub(crate) fn kernels() -> Vec<Wanted> {
     let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
     files.into_iter().map(|file| Wanted { name: file.path.to_owned(), shipped: file.shipped }).collect()
 }

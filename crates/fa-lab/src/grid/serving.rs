@@ -112,9 +112,10 @@ mod tests {
     fn tables_are_shuffled_and_their_rest_is_garbage() {
         let tables: Vec<(Vec<i32>, usize)> = serving(Extent::Full, 10)
             .iter()
-            .filter_map(|case| match case.sequences().k.store() {
-                Store::Paged { table, pages, .. } => Some((table.clone(), *pages)),
-                _ => None,
+            .filter_map(|case| {
+                let sequences = case.sequences();
+                let Store::Paged { table, pages, .. } = sequences.k.store() else { return None };
+                Some((table.clone(), *pages))
             })
             .collect();
         let shuffled =

@@ -70,12 +70,12 @@ fn varied(case: Case, random: &mut Random) -> Case {
             Ragged::paged(&k_lens, page, spare, random)
         }
     };
-    let looser = |rows: Ragged, random: &mut Random| match rows.store() {
-        Store::Padded { .. } => rows,
-        _ => {
-            let max = rows.side().max();
-            rows.bounded(max + random.below(3) * random.below(300))
+    let looser = |rows: Ragged, random: &mut Random| {
+        if matches!(rows.store(), Store::Padded { .. }) {
+            return rows;
         }
+        let max = rows.side().max();
+        rows.bounded(max + random.below(3) * random.below(300))
     };
     let sequences = Sequences { q: looser(q, random), k: looser(k, random) };
     let score = ScoreMod {
@@ -154,10 +154,11 @@ fn dense(seed: u64, turn: u64, family: Family) -> Case {
         score: ScoreMod::softcap_or_none(softcap),
         softmax_scale,
     };
-    let values = match arrangement {
-        // Broadcast tensors hold what their one row, head or entry holds.
-        Arrangement::SharedBatch | Arrangement::SharedHeads => Values::Normal,
-        _ => random.of(&[Values::Normal, Values::Normal, Values::Rising, Values::Falling, Values::Spikes]),
+    // Broadcast tensors hold what their one row, head or entry holds.
+    let values = if matches!(arrangement, Arrangement::SharedBatch | Arrangement::SharedHeads) {
+        Values::Normal
+    } else {
+        random.of(&[Values::Normal, Values::Normal, Values::Rising, Values::Falling, Values::Spikes])
     };
     let action = if random.below(16) == 0 { Action::Repeat(20) } else { Action::Once };
     Case { arrangement, values, action, ..case::case("soak", problem) }

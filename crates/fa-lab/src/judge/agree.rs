@@ -1,8 +1,8 @@
 //! The oracles judge sequence by sequence; fa-cpu's own passes over whole batches, given the
 //! arrays that a kernel gets and reading the memory that a kernel reads, must pass them.
 
-use fa_attn::device::DeviceOutput;
-use fa_core::{Dtype, Pass, Problem};
+use fa_attn::device::{DeviceOutput, shapes};
+use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::reference::low_precision;
 use fa_cpu::{OwnedExtras, TensorRef};
 use half::bf16;
@@ -13,6 +13,21 @@ use crate::grid::{Arrangement, Case, Extent, is_serving, serving, serving_gradie
 use crate::memory::{Gradients, load, load_lse, store};
 use crate::sequences::Sequences;
 use crate::tensors::{Inputs, dout_placement, random_dout};
+
+/// The gradients that fa-cpu computes with the roundings of a 16-bit kernel, from tensors packed BSHD.
+pub(super) fn low_precision_gradients(inputs: &Inputs<bf16>, dout: &[bf16]) -> Gradients<bf16> {
+    let [q, k, v, out] = shapes(&inputs.problem);
+    let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
+    let low = low_precision::backward(
+        &inputs.problem,
+        &view("q", &inputs.values[0], q),
+        &view("k", &inputs.values[1], k),
+        &view("v", &inputs.values[2], v),
+        &view("dout", dout, out),
+    )
+    .unwrap();
+    Gradients { values: [low.dq, low.dk, low.dv], strays: 0, dsinks: Vec::new() }
+}
 
 /// Cases that a test can afford, of every group.
 fn affordable(cases: Vec<Case>, most: f64) -> Vec<Case> {

@@ -304,6 +304,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::judge::agree::low_precision_gradients;
     use crate::tensors::random_dout;
 
     #[test]
@@ -322,18 +323,7 @@ mod tests {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let dout = random_dout::<bf16>(&inputs, 5);
             let oracle = GradientOracle::new(&inputs, &dout, 1).unwrap();
-            let [q, k, v, out] = fa_attn::device::shapes(&problem);
-            let view =
-                |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
-            let low = low_precision::backward(
-                &problem,
-                &view("q", &inputs.values[0], q),
-                &view("k", &inputs.values[1], k),
-                &view("v", &inputs.values[2], v),
-                &view("dout", &dout, out),
-            )
-            .unwrap();
-            let good = Gradients { values: [low.dq, low.dk, low.dv], strays: 0, dsinks: Vec::new() };
+            let good = low_precision_gradients(&inputs, &dout);
             let found = oracle.judge(&inputs, &dout, &good).unwrap();
             assert!(found.passed, "{problem:?}: {}", found.detail);
             assert!(oracle.worst.get().is_none(), "the first draw is enough for itself");

@@ -148,6 +148,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
+    use crate::judge::agree::low_precision_gradients;
     use crate::tensors::random_dout;
 
     #[test]
@@ -155,18 +156,8 @@ mod tests {
         let problem = Problem { heads_kv: 2, ..Problem::square(2, 70, 4, 32, Mask::CAUSAL, Dtype::Bf16) };
         let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
         let dout = random_dout::<bf16>(&inputs, 3);
-        let [q, k, v, out] = shapes(&problem);
-        let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
-        let low = fa_cpu::reference::low_precision::backward(
-            &problem,
-            &view("q", &inputs.values[0], q),
-            &view("k", &inputs.values[1], k),
-            &view("v", &inputs.values[2], v),
-            &view("dout", &dout, out),
-        )
-        .unwrap();
         let head = SampleHead::new(&inputs, &dout).unwrap();
-        let good = Gradients { values: [low.dq, low.dk, low.dv], strays: 0, dsinks: Vec::new() };
+        let good = low_precision_gradients(&inputs, &dout);
         let judged = head.judge(&good).unwrap();
         assert!(judged.passed, "{judged:?}");
         for tensor in 0..3 {

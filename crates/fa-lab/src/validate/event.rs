@@ -49,12 +49,8 @@ pub struct PassedOver {
 impl PassedOver {
     /// What a refusal says; `None` for other errors.
     pub(super) fn of(error: &fa_kernels::Error) -> Option<PassedOver> {
-        match error {
-            fa_kernels::Error::Refused { name, fault, .. } => {
-                Some(PassedOver { kernel: name.clone(), fault: fault.clone() })
-            }
-            _ => None,
-        }
+        let fa_kernels::Error::Refused { name, fault, .. } = error else { return None };
+        Some(PassedOver { kernel: name.clone(), fault: fault.clone() })
     }
 }
 

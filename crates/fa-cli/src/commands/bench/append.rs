@@ -30,7 +30,7 @@ const SECONDS: f64 = 0.2;
 ///
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU where one is asked for.
-pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
     if args.shapes.dtype.is_some_and(|dtype| dtype != Dtype::Bf16) {
         return Err(usage("--append measures a fixed list in bf16: leave out --dtype"));

@@ -9,7 +9,7 @@ use fa_lab::runner::Turns;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
-use crate::flags::{self, Backend, CpuArgs, ShapeArgs};
+use crate::flags::{self, Backend, CpuArgs, OF_SHAPES, ShapeArgs};
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -17,7 +17,7 @@ const REPS: usize = 24;
 /// `fa bench`.
 #[derive(Debug, Args)]
 #[command(after_help = BENCH_EXAMPLES)]
-pub struct BenchArgs {
+pub(crate) struct BenchArgs {
     /// Which implementation to measure (auto: the GPU for 16-bit types where there is one)
     #[arg(long, value_enum, default_value = "auto")]
     pub backend: Backend,
@@ -25,9 +25,9 @@ pub struct BenchArgs {
     pub shapes: ShapeArgs,
     /// Measure appending to a cache instead, of a fixed list: one token and prefill, in pages and in one
     /// piece, with rotary embedding and without, by the bytes that are read and written
-    #[arg(long, conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "softcap", "specs",
-        "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
+    #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"))]
+    #[arg(conflicts_with_all = [
+        "specs", "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
     ])]
     pub append: bool,
     /// Which pass to measure
@@ -47,8 +47,10 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE.svg", value_parser = crate::flags::plot_file)]
     pub plot: Option<PathBuf>,
     /// Draw the plot of this record, which --json wrote before; nothing is measured
-    #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = [
-        "json", "backend", "seconds", "marks", "peers"
+    #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = [
+        "json", "backend", "seconds", "marks", "peers", "filter", "mode", "threads", "isa", "specs", "family",
+        "deterministic", "tune", "reps"
     ])]
     pub draw: Option<PathBuf>,
 }
@@ -75,7 +77,7 @@ and of peers.";
 
 /// Flags of `fa bench` that only the GPU has.
 #[derive(Clone, Debug, Default, Args)]
-pub struct GpuArgs {
+pub(crate) struct GpuArgs {
     /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
@@ -98,14 +100,12 @@ pub struct GpuArgs {
     #[arg(value_parser = ["fa2", "cudnn", "fa3", "fa4"])]
     pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
-    #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap",
-        "family"
-    ])]
+    #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
     pub marks: Option<Marks>,
     /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
     /// prefill
-    #[arg(long, value_name = "TEXT", requires = "marks")]
+    #[arg(long, value_name = "TEXT", requires = "marks", conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = ["append", "family"])]
     pub filter: Option<String>,
     /// Measure gradients that have the same bits in every run
     #[arg(long, conflicts_with = "specs")]
@@ -121,7 +121,7 @@ pub struct GpuArgs {
 
 impl GpuArgs {
     /// The first flag that is given, for a refusal where there is no GPU to use it on.
-    pub fn given(&self) -> Option<&'static str> {
+    pub(crate) fn given(&self) -> Option<&'static str> {
         [
             (!self.specs.is_empty(), "--spec"),
             (!self.changes.is_empty(), "--change"),
@@ -137,7 +137,7 @@ impl GpuArgs {
     }
 
     /// How often each kernel runs.
-    pub fn turns(&self) -> Turns {
+    pub(crate) fn turns(&self) -> Turns {
         Turns::of(self.reps.map_or(REPS, usize::from))
     }
 }

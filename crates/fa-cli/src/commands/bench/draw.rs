@@ -1,6 +1,7 @@
-//! The plot: one panel per head dim, mask and type, our rate and the others' over sequence length.
+//! The plot: one panel per head dim, mask and type, our rate and the others' over sequence length; shapes
+//! that are no series as bars, each beside its name.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use fa_lab::bench::report::Report;
@@ -8,6 +9,7 @@ use fa_lab::read_text;
 use fa_lab::shape::pair;
 use serde::Deserialize;
 
+use crate::draw::bars::{Bars, Group, Kind};
 use crate::draw::chart::{Chart, Series};
 use crate::draw::plot::{self, Panel};
 use crate::term::failure::InputError;
@@ -17,7 +19,7 @@ const COLUMNS: usize = 2;
 
 /// A record as `--json` writes it, as far as it is drawn.
 #[derive(Deserialize)]
-pub struct Record {
+pub(crate) struct Record {
     /// `None` in records of the CPU.
     gpu: Option<String>,
     machine: Option<Machine>,
@@ -33,7 +35,16 @@ struct Machine {
 #[derive(Deserialize)]
 struct Row {
     kind: String,
+    name: Option<String>,
     group: Option<String>,
+    #[serde(default)]
+    batch: usize,
+    #[serde(default)]
+    heads_q: usize,
+    #[serde(default)]
+    heads_kv: usize,
+    #[serde(default)]
+    seqlen_q: usize,
     seqlen_k: usize,
     head_dim: usize,
     head_dim_v: usize,
@@ -56,12 +67,73 @@ impl Row {
         self.rate.unwrap_or(self.tflops)
     }
 
+    fn pass(&self) -> &str {
+        if self.kind == "bwd" { "Backward" } else { "Forward" }
+    }
+
+    /// The groups of the marks name their type.
+    fn shapes(&self) -> &str {
+        self.group.as_deref().filter(|group| *group != "all").unwrap_or(&self.dtype)
+    }
+
     fn title(&self) -> String {
-        let pass = if self.kind == "bwd" { "Backward" } else { "Forward" };
-        // The groups of the marks name their type.
-        let shapes = self.group.as_ref().filter(|group| *group != "all").unwrap_or(&self.dtype);
         let head_dims = pair(self.head_dim, self.head_dim_v, '-');
-        format!("{pass}, head dim {head_dims}, {}, {shapes}", self.mask)
+        format!("{}, head dim {head_dims}, {}, {}", self.pass(), self.mask, self.shapes())
+    }
+
+    /// Its name, or else its shape.
+    fn label(&self) -> String {
+        self.name.clone().unwrap_or_else(|| {
+            let lengths = pair(self.seqlen_q, self.seqlen_k, 'x');
+            let heads = pair(self.heads_q, self.heads_kv, ':');
+            let head_dims = pair(self.head_dim, self.head_dim_v, '-');
+            format!("{} x {lengths}, {heads}, hd {head_dims} {}", self.batch, self.mask)
+        })
+    }
+
+    fn unit(&self) -> &str {
+        self.unit.as_deref().unwrap_or("TFLOP/s")
+    }
+}
+
+/// What a panel shows.
+enum Shown {
+    Lines(Chart),
+    Bars(Bars),
+}
+
+/// Whether rows differ in their lengths alone, or in the kernel: lines join what can be joined.
+fn are_series(rows: &[&Row]) -> bool {
+    let heads = |row: &Row| (row.heads_q, row.heads_kv);
+    let one_each = || {
+        let points: BTreeSet<(&str, usize)> = rows.iter().map(|row| (&*row.spec, row.seqlen_k)).collect();
+        points.len() == rows.len()
+    };
+    let rate = |unit: &str| ["TFLOP/s", "TB/s"].contains(&unit);
+    rows.iter().all(|row| row.name.is_none() && heads(row) == heads(rows[0]) && rate(row.unit()))
+        && one_each()
+}
+
+/// Bars of rows, and of their peers.
+fn bars(title: String, rows: &[&Row], colors: &mut Colors) -> Bars {
+    let mut names = vec![OURS];
+    for name in rows.iter().flat_map(|row| row.peers.keys()) {
+        if !names.contains(&&**name) {
+            names.push(name);
+        }
+    }
+    let group = |row: &&Row| Group {
+        label: row.label(),
+        values: std::iter::once(Some(row.rate()))
+            .chain(names[1..].iter().map(|name| row.peers.get(*name).copied()))
+            .collect(),
+    };
+    Bars {
+        title,
+        x_label: rows.first().map_or("", |row| row.unit()).to_owned(),
+        groups: rows.iter().map(group).collect(),
+        kind: Kind::Values(names.iter().map(|name| colors.of(name, *name != OURS)).collect()),
+        series: names.into_iter().map(str::to_owned).collect(),
     }
 }
 
@@ -70,7 +142,7 @@ impl Record {
     ///
     /// # Errors
     /// [`InputError`] for a file that is not a record.
-    pub fn read(path: &Path) -> anyhow::Result<Record> {
+    pub(crate) fn read(path: &Path) -> anyhow::Result<Record> {
         let none = |e| InputError::Usage(format!("{} is no record of fa bench: {e}", path.display()));
         Ok(serde_json::from_str(&read_text(path)?).map_err(none)?)
     }
@@ -79,7 +151,7 @@ impl Record {
     ///
     /// # Errors
     /// None that a report can cause.
-    pub fn of(report: &Report) -> anyhow::Result<Record> {
+    pub(crate) fn of(report: &Report) -> anyhow::Result<Record> {
         Ok(serde_json::from_value(serde_json::to_value(report)?)?)
     }
 
@@ -87,39 +159,51 @@ impl Record {
     ///
     /// # Errors
     /// What the drawing library reports.
-    pub fn draw(&self) -> anyhow::Result<String> {
+    pub(crate) fn draw(&self) -> anyhow::Result<String> {
         let rows: Vec<&Row> = self.rows.iter().filter(|row| row.error.is_none()).collect();
-        let mut titles: Vec<String> = Vec::new();
-        for row in &rows {
-            if !titles.contains(&row.title()) {
-                titles.push(row.title());
+        // Of a group either all panels are lines, or it is one of bars.
+        let group = |row: &Row| (row.pass().to_owned(), row.shapes().to_owned(), row.unit().to_owned());
+        let mut colors = Colors::default();
+        let mut panels: Vec<Shown> = Vec::new();
+        for of_group in firsts(&rows, group) {
+            let by_title = firsts(&of_group, Row::title);
+            if by_title.iter().all(|own| are_series(own)) {
+                panels.extend(by_title.into_iter().map(|own| {
+                    let y_label = if own[0].unit() == "TB/s" { "TB/s" } else { "TFLOP/s" };
+                    let series = lines(&own, &mut colors);
+                    let (title, x_label) = (own[0].title(), "keys per sequence");
+                    Shown::Lines(Chart { title, x_label, y_label, ceiling: None, series, shared: None })
+                }));
+            } else {
+                let title = format!("{}, {}", of_group[0].pass(), of_group[0].shapes());
+                panels.push(Shown::Bars(bars(title, &of_group, &mut colors)));
             }
         }
-        let mut colors = Colors::default();
-        let mut charts: Vec<Chart> = Vec::new();
-        for title in titles {
-            let own: Vec<&Row> = rows.iter().copied().filter(|row| row.title() == title).collect();
-            let unit = own.first().and_then(|row| row.unit.as_deref());
-            let y_label = if unit == Some("TB/s") { "TB/s" } else { "TFLOP/s" };
-            let series = lines(&own, &mut colors);
-            let x_label = "keys per sequence";
-            charts.push(Chart { title, x_label, y_label, ceiling: None, series, shared: None });
-        }
-        for row in charts.chunks_mut(COLUMNS) {
+        for row in panels.chunks_mut(COLUMNS) {
             let mut tops: BTreeMap<&str, f64> = BTreeMap::new();
-            for chart in row.iter() {
+            let charts = |row: &mut [Shown], each: &mut dyn FnMut(&mut Chart)| {
+                row.iter_mut().for_each(|panel| {
+                    if let Shown::Lines(chart) = panel {
+                        each(chart)
+                    }
+                });
+            };
+            charts(row, &mut |chart| {
                 let top = tops.entry(chart.y_label).or_insert(0.0);
                 *top = top.max(chart.top());
-            }
-            for chart in row {
-                chart.shared = Some(tops[chart.y_label]);
-            }
+            });
+            charts(row, &mut |chart| chart.shared = Some(tops[chart.y_label]));
         }
         let machine = self.gpu.as_ref().or(self.machine.as_ref().map(|machine| &machine.cpu));
         let medians = self.reps.map_or("medians".to_owned(), |reps| format!("medians of {reps} launches"));
         let heading = format!("{}, {medians}", machine.map_or("a machine", |name| name));
-        let panels: Vec<Box<dyn Panel>> =
-            charts.into_iter().map(|chart| Box::new(chart) as Box<dyn Panel>).collect();
+        let boxed = |panel| -> Box<dyn Panel> {
+            match panel {
+                Shown::Lines(chart) => Box::new(chart),
+                Shown::Bars(bars) => Box::new(bars),
+            }
+        };
+        let panels: Vec<Box<dyn Panel>> = panels.into_iter().map(boxed).collect();
         plot::sheet_with_legend(&heading, &colors.legend(), COLUMNS, &panels)
     }
 }
@@ -152,6 +236,19 @@ impl Colors {
         let key = |(name, color, dashed)| plot::Key { name, color, dashed };
         keys.into_iter().map(key).collect()
     }
+}
+
+/// Rows with equal keys, in the order of their first ones.
+fn firsts<'a, K: PartialEq>(rows: &[&'a Row], key: impl Fn(&Row) -> K) -> Vec<Vec<&'a Row>> {
+    let mut found: Vec<(K, Vec<&Row>)> = Vec::new();
+    for row in rows {
+        let own = key(row);
+        match found.iter_mut().find(|(known, _)| *known == own) {
+            Some((_, rows)) => rows.push(row),
+            None => found.push((own, vec![row])),
+        }
+    }
+    found.into_iter().map(|(_, rows)| rows).collect()
 }
 
 fn lines(rows: &[&Row], colors: &mut Colors) -> Vec<Series> {

@@ -20,7 +20,7 @@ use crate::term::progress;
 ///
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
-pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let options = options(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let report = bench::run(&options, &mut progress::steps())?;

@@ -14,7 +14,7 @@ fn unit(report: &Report) -> Option<&'static str> {
 }
 
 /// For people: the rows, then the summary.
-pub fn table(report: &Report) -> String {
+pub(crate) fn table(report: &Report) -> String {
     let names = report.peer_names();
     let with_name = report.rows.iter().any(|row| row.name.is_some());
     let mut header = if with_name { vec!["what"] } else { Vec::new() };

@@ -19,7 +19,7 @@ const OF_LISTED: [&str; 2] = ["specs", "out"];
 /// `fa build`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = BUILD_EXAMPLES)]
-pub struct BuildArgs {
+pub(crate) struct BuildArgs {
     /// Only for these architectures [default: all that each spec names; sm90 with --all-configs]
     #[arg(long, value_name = "ARCH", value_delimiter = ',')]
     pub arch: Vec<Arch>,
@@ -80,7 +80,7 @@ impl BuildArgs {
     ///
     /// # Errors
     /// Where it is not found.
-    pub fn compiler(&self) -> Result<Compiler, fa_kernels::Error> {
+    pub(crate) fn compiler(&self) -> Result<Compiler, fa_kernels::Error> {
         Compiler::find(if self.nvcc { CompilerKind::Nvcc } else { CompilerKind::Nvrtc })
     }
 }

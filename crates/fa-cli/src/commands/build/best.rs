@@ -21,7 +21,7 @@ use crate::term::progress::Steps;
 ///
 /// # Errors
 /// Without a compiler, and for a file that cannot be read or written.
-pub fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict> {
     let compiler = args.compiler()?;
     let path = best::file(&args.results, &compiler)?;
     let known = best::read(&path)?;

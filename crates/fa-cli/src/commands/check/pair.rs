@@ -25,7 +25,7 @@ pub(super) struct Pair {
 }
 
 impl Pair {
-    pub fn read(
+    pub(crate) fn read(
         args: &AttentionArgs,
         a: &TensorFile,
         b: Option<&TensorFile>,
@@ -48,16 +48,16 @@ impl Pair {
     }
 
     /// The values of B, which every rule but that of the inputs compares A with.
-    pub fn b(&self) -> &[f64] {
+    pub(crate) fn b(&self) -> &[f64] {
         self.b.as_deref().expect("without B, A is judged by its inputs")
     }
 
-    pub fn is_lse(&self) -> bool {
+    pub(crate) fn is_lse(&self) -> bool {
         self.name == "lse"
     }
 
     /// A or B against the other or the oracle.
-    pub fn compare(
+    pub(crate) fn compare(
         &self,
         dtype: Dtype,
         values: &[f64],
@@ -72,7 +72,7 @@ impl Pair {
         }
     }
 
-    pub fn row(&self, compared: &'static str, found: Comparison) -> Row {
+    pub(crate) fn row(&self, compared: &'static str, found: Comparison) -> Row {
         Row { tensor: self.name.clone(), compared, found }
     }
 }
@@ -108,10 +108,13 @@ fn read_bshd(
 
 /// The type whose rounding a stored tensor has; f64 counts as f32, the widest type outputs are written in.
 pub(super) fn stored_dtype(file: &TensorFile, name: &str) -> Result<Dtype, InputError> {
-    Ok(match file.entry(name)?.dtype {
-        StoredDtype::BF16 => Dtype::Bf16,
-        StoredDtype::F16 => Dtype::F16,
-        _ => Dtype::F32,
+    let stored = file.entry(name)?.dtype;
+    Ok(if stored == StoredDtype::BF16 {
+        Dtype::Bf16
+    } else if stored == StoredDtype::F16 {
+        Dtype::F16
+    } else {
+        Dtype::F32
     })
 }
 

@@ -9,11 +9,11 @@ use crate::attention::Inputs;
 use crate::safetensors::Stored;
 
 /// By name of the output.
-pub type References = BTreeMap<&'static str, Reference>;
+pub(crate) type References = BTreeMap<&'static str, Reference>;
 
 /// The f64 result and the same in the inputs' precision, packed BSHD (LSE: `[batch, heads, seqlen_q]`, a
 /// batch of 1 for packed sequences).
-pub struct Reference {
+pub(crate) struct Reference {
     pub exact: Vec<f64>,
     pub low: Vec<f64>,
     /// What f32 arithmetic may leave whatever the rule says.
@@ -24,7 +24,7 @@ pub struct Reference {
 ///
 /// # Errors
 /// Inputs that do not fit their problem.
-pub fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<References, fa_attn::Error> {
+pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<References, fa_attn::Error> {
     let (problem, extras) = (&inputs.problem, &inputs.sides.extras());
     let [q, k, v] = inputs.views()?;
     let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
@@ -51,7 +51,7 @@ pub fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<References,
 ///
 /// # Errors
 /// As [`references`].
-pub fn hold_to_worst<T: Element + Stored>(
+pub(crate) fn hold_to_worst<T: Element + Stored>(
     inputs: &Inputs<T>,
     references: &mut References,
 ) -> Result<(), fa_attn::Error> {

@@ -76,7 +76,7 @@ fn problem() -> Problem {
 ///
 /// # Errors
 /// No usable GPU, or no compiler.
-pub fn command(json: bool) -> anyhow::Result<Verdict> {
+pub(crate) fn command(json: bool) -> anyhow::Result<Verdict> {
     // What is missing is better said here than by a child.
     let info = DeviceInfo::of(&device::open()?)?;
     let cache = tempfile::tempdir().context("no place for a cache")?;
@@ -149,7 +149,7 @@ fn child(cache: &Path) -> anyhow::Result<Start> {
 ///
 /// # Errors
 /// What the GPU reports.
-pub fn start() -> anyhow::Result<Verdict> {
+pub(crate) fn start() -> anyhow::Result<Verdict> {
     let ms = |from: Instant| from.elapsed().as_secs_f64() * 1e3;
     let began = Instant::now();
     let context = driver::context(0)?;

@@ -57,7 +57,7 @@ const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 2
 /// `fa emulate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct EmulateArgs {
+pub(crate) struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format spec` prints it, or a shipped one
     #[arg(required_unless_present_any = ["shipped", "sample", "mutate", "random"])]
     pub spec: Option<PathBuf>,
@@ -136,6 +136,7 @@ pub struct EmulateArgs {
     pub report: Option<PathBuf>,
     /// The CTA of the timeline
     #[arg(long, value_name = "N", default_value_t = 0, requires = "report", value_parser = whole::<u32>)]
+    #[arg(conflicts_with_all = ["mutate", "grid"])]
     pub cta: u32,
     /// Device sources in place of the built-in ones, as in crates/fa-kernels/cuda: a kernel that is being
     /// written, or a fault put in by hand
@@ -153,7 +154,8 @@ pub struct EmulateArgs {
     #[arg(conflicts_with_all = OF_ONE, value_parser = whole::<usize>)]
     pub sample: Option<usize>,
     /// The day of the sample [default: today]
-    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with = "spec")]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
+    #[arg(conflicts_with_all = ["spec", "mutate", "shipped"], value_parser = crate::flags::day)]
     pub day: Option<String>,
     /// So many kernels drawn at random (the planner's first choices, its other candidates, some with a switch
     /// turned), each on problems drawn at random that it serves
@@ -161,16 +163,16 @@ pub struct EmulateArgs {
     #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = whole::<u64>)]
     pub random: Option<u64>,
     /// Of --random: the first of the seed's kernels, as a report numbers them
-    #[arg(long, value_name = "TURN", default_value_t = 0, requires = "random", conflicts_with = "spec")]
-    #[arg(value_parser = whole::<u64>)]
-    pub from: u64,
+    /// [default: 0]
+    #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = whole::<u64>)]
+    pub from: Option<u64>,
     /// Of --random: only these kernels, as in sm90_bwd
-    #[arg(long, value_name = "KERNEL,..", value_delimiter = ',', requires = "random")]
+    #[arg(long, value_name = "KERNEL,..", value_delimiter = ',')]
     #[arg(conflicts_with = "spec", value_parser = fa_emu::random::KERNELS)]
     pub kernels: Vec<String>,
     /// Of --random: a line of JSON for each kernel is added to this file, and those that it has are not run
     /// again, so that a run that was stopped goes on
-    #[arg(long, value_name = "FILE", requires = "random", conflicts_with = "spec")]
+    #[arg(long, value_name = "FILE", conflicts_with = "spec")]
     pub log: Option<PathBuf>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
@@ -181,7 +183,7 @@ pub struct EmulateArgs {
     #[arg(long)]
     pub mutate: bool,
     /// Of --mutate: only statements whose place contains this, as in sm90/fwd.cuh:120
-    #[arg(long, value_name = "TEXT", requires = "mutate")]
+    #[arg(long, value_name = "TEXT", requires = "mutate", conflicts_with = "grid")]
     pub statement: Option<String>,
     /// Removals that nothing misses, with the reasons: others make a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
@@ -190,7 +192,7 @@ pub struct EmulateArgs {
     /// Of --mutate: removals that have been tried. Those of the same code are not tried again, others are
     /// added one by one, so that a run that was stopped goes on [default, unless SPEC is named:
     /// docs/results/removals.ron]
-    #[arg(long, value_name = "FILE", requires = "mutate")]
+    #[arg(long, value_name = "FILE", requires = "mutate", conflicts_with_all = ["shipped", "sample", "grid"])]
     pub tried: Option<PathBuf>,
     /// Threads for --shipped, --sample, --random and --mutate [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
@@ -218,7 +220,7 @@ Exit code 1 when anything is found.";
 
 /// How the rows of one side lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Rows {
+pub(crate) enum Rows {
     /// End to end
     Packed,
     /// End to end, in rooms of which a part is used

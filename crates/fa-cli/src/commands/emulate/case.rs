@@ -84,12 +84,12 @@ fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Result<Option<Batch>, InputEr
 
 fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::Result<Problem> {
     let given = args.mask.mask();
-    let mask = match spec.mask {
-        _ if !given.is_full() => given,
+    let of_spec = match spec.mask {
         MaskKind::Full => Mask::FULL,
         MaskKind::Causal => Mask::CAUSAL,
         MaskKind::Window => Mask::window(40, 7),
     };
+    let mask = if given.is_full() { of_spec } else { given };
     let (head_dim, head_dim_v) =
         args.headdim.map_or((spec.head_dim as usize, spec.head_dim_v as usize), |dims| (dims.qk, dims.v));
     let problem = Problem {

@@ -31,7 +31,7 @@ pub(super) fn random(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<
     let named = |turn: &u64| args.kernels.iter().any(|own| own == kernel_of(*turn));
     let wanted = |turn: &u64| args.kernels.is_empty() || named(turn);
     let count = usize::try_from(args.random.unwrap_or(1)).unwrap_or(usize::MAX);
-    let turns: Vec<u64> = (args.from..).filter(wanted).take(count).collect();
+    let turns: Vec<u64> = (args.from.unwrap_or(0)..).filter(wanted).take(count).collect();
     let mut known = args.log.as_deref().map_or_else(|| Ok(Vec::new()), known)?;
     known.retain(|tried| tried.seed == seed && turns.contains(&tried.turn));
     let done: BTreeSet<u64> = known.iter().map(|tried| tried.turn).collect();

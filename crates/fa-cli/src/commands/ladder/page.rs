@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use fa_core::Family;
 use fa_lab::ladder::report::{Report, Row};
 
-use crate::draw::bars::{Group, Ratios};
+use crate::draw::bars::{Bars, Group, Kind};
 use crate::draw::chart::{Chart, Series};
 use crate::draw::plot::{self, Panel};
 use crate::term::output;
@@ -16,7 +16,7 @@ fn ladders(report: &Report) -> Vec<&[Row]> {
 }
 
 /// For a terminal.
-pub fn table(report: &Report) -> String {
+pub(crate) fn table(report: &Report) -> String {
     let device = &report.provenance.device;
     let driver = device.driver.as_deref().unwrap_or("unknown");
     let mut text = format!("{}, driver {driver}; medians of {} launches\n", device.gpu, report.reps);
@@ -54,18 +54,19 @@ pub fn table(report: &Report) -> String {
 ///
 /// # Errors
 /// What the drawing library reports.
-pub fn draw(report: &Report) -> anyhow::Result<String> {
+pub(crate) fn draw(report: &Report) -> anyhow::Result<String> {
     let mut panels: Vec<Box<dyn Panel>> = Vec::new();
     match report.family {
         Family::Sm80 => {
             let of = |name: &str| -> Vec<Vec<Row>> {
                 ladders(report).into_iter().filter(|c| c[0].ladder == name).map(<[Row]>::to_vec).collect()
             };
-            let ratios = |title: String, published_on: &str, climbs: &[Vec<Row>]| Ratios {
+            let ratios = |title: String, published_on: &str, climbs: &[Vec<Row>]| Bars {
                 title,
                 x_label: "rate over the first step's".to_owned(),
                 series: vec!["this project".to_owned(), format!("published ({published_on})")],
                 groups: groups(climbs),
+                kind: Kind::Ratios,
             };
             let (memory, tiles) = (of("memory"), of("tiles"));
             if let Some(rows) = memory.first() {
@@ -88,11 +89,12 @@ pub fn draw(report: &Report) -> anyhow::Result<String> {
         Family::Sm90 | Family::Sm100 => {
             for rows in ladders(report) {
                 let rate = rows[0].tflops.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
-                panels.push(Box::new(Ratios {
+                panels.push(Box::new(Bars {
                     title: format!("One knob turned, {}", rows[0].name()),
                     x_label: format!("rate over the base's {rate} TFLOP/s"),
                     series: vec!["this project".to_owned()],
                     groups: groups(&[rows.to_vec()]),
+                    kind: Kind::Ratios,
                 }));
             }
         }

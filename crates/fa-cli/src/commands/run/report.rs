@@ -79,7 +79,7 @@ pub(super) struct Tried {
 }
 
 impl Tuned {
-    pub fn of(outcome: &TuningOutcome) -> Tuned {
+    pub(crate) fn of(outcome: &TuningOutcome) -> Tuned {
         let tried = |tried: &fa_attn::Tried| Tried {
             kernel: tried.spec.to_string(),
             ms: tried.ms,
@@ -114,7 +114,7 @@ pub(super) struct Difference {
 }
 
 impl Difference {
-    pub fn of(found: &Comparison) -> Difference {
+    pub(crate) fn of(found: &Comparison) -> Difference {
         let Comparison { max_abs, rms, cosine, worst, mismatches, .. } = *found;
         Difference { max_abs, rms, cosine, worst, mismatches }
     }
@@ -127,7 +127,7 @@ pub(super) struct Timing {
 }
 
 impl Timing {
-    pub fn new(time: Duration, flops: f64) -> Timing {
+    pub(crate) fn new(time: Duration, flops: f64) -> Timing {
         let seconds = time.as_secs_f64();
         Timing { ms: seconds * 1e3, gflops: if seconds > 0.0 { flops / seconds * 1e-9 } else { 0.0 } }
     }

@@ -82,7 +82,7 @@ fn of_misses(judgement: &Judgement) -> Vec<[String; 7]> {
 }
 
 /// For a terminal: the problems that are not known to be within 3 %, then the shares.
-pub fn table(judgement: &Judgement) -> String {
+pub(crate) fn table(judgement: &Judgement) -> String {
     let mut text = String::new();
     let misses = of_misses(judgement);
     if !misses.is_empty() {
@@ -100,7 +100,7 @@ pub fn table(judgement: &Judgement) -> String {
 }
 
 /// For a document: the same.
-pub fn markdown(judgement: &Judgement) -> String {
+pub(crate) fn markdown(judgement: &Judgement) -> String {
     let table = |header: &[&str], rows: Vec<Vec<String>>| {
         let lines = rows.into_iter().map(|row| format!("| {} |\n", row.join(" | "))).collect::<String>();
         format!("| {} |\n|{}\n{lines}", header.join(" | "), "---|".repeat(header.len()))

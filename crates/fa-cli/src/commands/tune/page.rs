@@ -84,7 +84,7 @@ fn distribution(of: &Distribution) -> String {
 }
 
 /// For a terminal.
-pub fn table(report: &Report) -> String {
+pub(crate) fn table(report: &Report) -> String {
     let mut table = output::table(&HEADER);
     rows(report).into_iter().for_each(|row| {
         table.add_row(row);
@@ -93,7 +93,7 @@ pub fn table(report: &Report) -> String {
 }
 
 /// For a document.
-pub fn markdown(report: &Report) -> String {
+pub(crate) fn markdown(report: &Report) -> String {
     let Provenance { device, compiler, commit, command, date, .. } = &report.provenance;
     let driver = device.driver.as_deref().unwrap_or("unknown");
     let mut text = format!(

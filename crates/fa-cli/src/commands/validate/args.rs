@@ -20,7 +20,7 @@ const OF_GRID: [&str; 8] =
 /// `fa validate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
-pub struct ValidateArgs {
+pub(crate) struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
     #[arg(long, value_parser = flags::family())]
     pub arch: Option<Family>,
@@ -123,7 +123,7 @@ impl ValidateArgs {
     ///
     /// # Errors
     /// A deterministic forward, and a spec that cannot be read or is for the other pass.
-    pub fn options(&self) -> anyhow::Result<Options> {
+    pub(crate) fn options(&self) -> anyhow::Result<Options> {
         let pass = pass_of(self.mode, self.deterministic)?;
         let (extent, repeats) =
             if self.full || self.record { (Extent::Full, 1000) } else { (Extent::Quick, 100) };
@@ -140,7 +140,7 @@ impl ValidateArgs {
     }
 
     /// What the names of records say about the pass.
-    pub fn suffix(&self) -> &'static str {
+    pub(crate) fn suffix(&self) -> &'static str {
         match (self.mode, self.deterministic) {
             (Pass::Forward, _) => "",
             (Pass::Backward { .. }, false) => "-bwd",

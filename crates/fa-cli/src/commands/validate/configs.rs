@@ -22,7 +22,7 @@ const MOST_LINES: usize = 12;
 ///
 /// # Errors
 /// When there is no GPU or compiler, or the workers cannot go on.
-pub fn command(args: &ValidateArgs, options: &Options, program: &Program) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &ValidateArgs, options: &Options, program: &Program) -> anyhow::Result<Verdict> {
     let record = configs::run(options, &args.headdim, program, &mut progress::steps())?;
     if args.record {
         let kernels = format!("{}{}", record.family, args.suffix());

@@ -13,7 +13,7 @@ use crate::term::output;
 ///
 /// # Errors
 /// Without a GPU or compute-sanitizer.
-pub fn command(args: &ValidateArgs, options: &Options, program: &Program) -> anyhow::Result<Verdict> {
+pub(crate) fn command(args: &ValidateArgs, options: &Options, program: &Program) -> anyhow::Result<Verdict> {
     let report = sanitize::run(options, program)?;
     if args.record {
         let name = format!("{}{}-{}.json", report.family, args.suffix(), report.provenance.gpu_slug());

@@ -124,9 +124,10 @@ pub(super) fn examine<T: Half>(
         }
     };
     let job = Job { forward: &forward, backward: &backward, made, deterministic };
-    let twin = match case.action {
-        Action::AsDense => Some(twin::of(case, &made.inputs)?.bind(session, &forward, &backward)?),
-        _ => None,
+    let twin = if case.action == Action::AsDense {
+        Some(twin::of(case, &made.inputs)?.bind(session, &forward, &backward)?)
+    } else {
+        None
     };
     let runs = {
         let _gpu = session.begin(case);

@@ -130,7 +130,14 @@ pub(super) fn twin_reads(case: &Case) -> Option<Reads> {
     match case.action {
         Action::AsDense => Some(Reads::UNIFORM),
         Action::AsContiguous => Some(Reads { varied: true, paged: false }),
-        _ => None,
+        Action::Once
+        | Action::Repeat(_)
+        | Action::Graph
+        | Action::OwnStream
+        | Action::Threads
+        | Action::Relength
+        | Action::BadPages
+        | Action::Measure => None,
     }
 }
 

@@ -53,11 +53,10 @@ pub(super) fn examine<T: Half>(session: &Session, case: &Case, forward: Forward)
     if case.action == Action::Relength {
         return relength(session, case, &forward, made);
     }
-    let twin = match case.action {
-        Action::AsDense | Action::AsContiguous => {
-            Some(twin::of(case, &made.inputs)?.bind_forward(session, &forward)?)
-        }
-        _ => None,
+    let twin = if matches!(case.action, Action::AsDense | Action::AsContiguous) {
+        Some(twin::of(case, &made.inputs)?.bind_forward(session, &forward)?)
+    } else {
+        None
     };
     let runs = {
         let _gpu = session.begin(case);

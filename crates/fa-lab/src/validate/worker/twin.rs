@@ -24,14 +24,12 @@ pub(super) struct Twin<T> {
 /// A case of several sequences that has no dense twin.
 pub(super) fn of<T: Half>(case: &Case, inputs: &Inputs<T>) -> Result<Twin<T>> {
     let Sequences { q, k } = &inputs.sequences;
-    let (what, sequences) = match case.action {
-        Action::AsDense if inputs.sequences.count() == 1 => {
-            ("dense", Sequences::uniform(&Lengths::uniform(1, q.len(0), k.len(0))))
-        }
-        Action::AsDense => {
-            return Err(Error::NotTried("several sequences have no dense twin".to_owned()));
-        }
-        _ => ("contiguous", Sequences { q: q.clone(), k: k.contiguous() }),
+    let (what, sequences) = if case.action != Action::AsDense {
+        ("contiguous", Sequences { q: q.clone(), k: k.contiguous() })
+    } else if inputs.sequences.count() == 1 {
+        ("dense", Sequences::uniform(&Lengths::uniform(1, q.len(0), k.len(0))))
+    } else {
+        return Err(Error::NotTried("several sequences have no dense twin".to_owned()));
     };
     let problem = Problem { lengths: sequences.lengths(), ..case.problem };
     let packed = |shape| Placement::packed(shape, TensorLayout::Bshd);
