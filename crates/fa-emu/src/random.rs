@@ -189,6 +189,28 @@ fn turned(spec: &KernelSpec, random: &mut Random) -> (&'static str, KernelSpec) 
                 "tile_order"
             }
         },
+        Kernel::Sm100Fwd(own) => match random.below(5) {
+            0 => {
+                own.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static]);
+                "scheduler"
+            }
+            1 => {
+                own.tile_order = order(own.tile_order);
+                "tile_order"
+            }
+            2 => {
+                own.kv_stages = random.of(&[2, 3, 5]);
+                "kv_stages"
+            }
+            3 => {
+                own.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16]);
+                "exp_poly_of_16"
+            }
+            _ => {
+                own.rescale_threshold = random.of(&[0, 1, 8, 15]);
+                "rescale_threshold"
+            }
+        },
         Kernel::Sm90Fwd(own) => match random.below(9) {
             0 => {
                 own.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static, Scheduler::Dynamic]);
