@@ -10,7 +10,8 @@ torch runs scaled_dot_product_attention on its flash path (nothing else is allow
 [batch, heads, seqlen, head_dim] tensors; backward is torch.autograd.grad alone on a retained graph. FLOPs are
 4 * batch * heads * pairs * head_dim forward, with queries * keys pairs or N(N+1)/2 causal, and 2.5 times that
 backward. --sets chooses among the squares (which the other options describe) and the shapes off them: one query
-against many keys, 5 to 16 of them, batches of short sequences, lengths of vision models, few queries against many keys.
+against many keys, 5 to 16 of them, batches of short sequences, lengths of vision models, few queries against many keys,
+other head dims, prompts of one sequence, causal training with grouped heads.
 
 Standard output is a JSON list, one row a shape: kind, dtype, batch, heads, heads_kv, seqlen, seqlen_k, head_dim,
 causal, ms_median, ms_min, gflops (torch's, by the median), and with --fa also fa_ms_median, fa_ms_min, fa_gflops, ratio
@@ -58,6 +59,10 @@ OFF_SQUARES = {
             Shape(1, 32, 32, 1, 4096, 128, False),
             Shape(1, 32, 8, 1, 32768, 128, False),
             Shape(64, 8, 8, 1, 512, 64, False),
+            Shape(1, 1, 1, 1, 8192, 128, False),
+            Shape(1, 32, 1, 1, 4096, 128, False),
+            Shape(1, 12, 12, 1, 100, 64, False),
+            Shape(4, 28, 4, 1, 1500, 128, False),
         ],
     ),
     "few": (
@@ -80,6 +85,29 @@ OFF_SQUARES = {
     "cross": (
         MODES,
         [Shape(1, 8, 8, 64, 4096, 64, False), Shape(1, 8, 8, 1024, 77, 40, False)],
+    ),
+    "dims": (
+        MODES,
+        [
+            Shape(1, 8, 8, 700, 700, 80, True),
+            Shape(1, 8, 8, 1024, 1024, 96, True),
+            Shape(1, 4, 4, 1024, 1024, 256, True),
+            Shape(1, 12, 12, 512, 512, 32, False),
+        ],
+    ),
+    "prefill": (
+        ("fwd",),
+        [
+            Shape(1, 32, 8, 100, 100, 128, True),
+            Shape(1, 32, 8, 500, 500, 128, True),
+            Shape(1, 14, 2, 2000, 2000, 64, True),
+            Shape(1, 8, 1, 300, 300, 256, True),
+            Shape(1, 32, 8, 64, 2048, 128, False),
+        ],
+    ),
+    "grouped": (
+        MODES,
+        [Shape(1, 16, 4, 1024, 1024, 128, True), Shape(1, 16, 4, 4096, 4096, 64, True)],
     ),
 }
 

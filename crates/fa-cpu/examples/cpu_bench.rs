@@ -1,6 +1,6 @@
 //! Quick rates of the tiled implementation:
 //! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N[xM],..]
-//! [full|causal|both] [threads] [isa] [heads[:kv]]`
+//! [full|causal|both] [threads] [isa] [heads[:kv]] [batch] [bshd|bhsd]`
 
 use std::time::Instant;
 
@@ -20,6 +20,11 @@ fn main() {
     let heads = argument(7, "8");
     let (heads, heads_kv) = heads.split_once(':').unwrap_or((&heads, &heads));
     let [heads, heads_kv]: [usize; 2] = [heads, heads_kv].map(|n| n.parse().expect("a number of heads"));
+    let batch: usize = argument(8, "1").parse().expect("a number of sequences");
+    let layout = match argument(9, "bshd").as_str() {
+        "bhsd" => TensorLayout::Bhsd,
+        _ => TensorLayout::Bshd,
+    };
     let options = Options { isa: Some(isa), threads: Some(threads) };
     let dtype: Dtype = argument(1, "f32").parse().expect("a dtype");
     let peak =
@@ -39,12 +44,12 @@ fn main() {
                 for lengths in argument(3, "512,1024,2048,4096").split(',') {
                     let (q, k) = lengths.split_once('x').unwrap_or((lengths, lengths));
                     let [q, k] = [q, k].map(|n| n.parse().expect("a length"));
-                    let square = Problem::square(1, q, heads, hd, mask, dtype);
-                    let problem = Problem { lengths: Lengths::uniform(1, q, k), heads_kv, ..square };
+                    let square = Problem::square(batch, q, heads, hd, mask, dtype);
+                    let problem = Problem { lengths: Lengths::uniform(batch, q, k), heads_kv, ..square };
                     let seconds = match dtype {
-                        Dtype::F16 => time::<f16>(options, &problem, mode),
-                        Dtype::Bf16 => time::<bf16>(options, &problem, mode),
-                        Dtype::F32 => time::<f32>(options, &problem, mode),
+                        Dtype::F16 => time::<f16>(options, &problem, mode, layout),
+                        Dtype::Bf16 => time::<bf16>(options, &problem, mode, layout),
+                        Dtype::F32 => time::<f32>(options, &problem, mode, layout),
                         Dtype::E4m3 => panic!("nothing computes in e4m3: use f32, f16 or bf16"),
                     };
                     let flops =
@@ -74,7 +79,7 @@ fn cpu_seconds() -> f64 {
 }
 
 /// Best and median seconds of a call, and the mean CPU seconds.
-fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3] {
+fn time<T: Element>(options: Options, problem: &Problem, mode: &str, layout: TensorLayout) -> [f64; 3] {
     let noise = |seed: u64, shape: [usize; 4]| -> Vec<T> {
         let mut state = seed;
         let mut next = || {
@@ -86,20 +91,22 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3]
     let (shape, of_keys) = (check::q_shape(problem), check::k_shape(problem));
     let [q, dout] = [1, 4].map(|seed| noise(seed, shape));
     let [k, v] = [2, 3].map(|seed| noise(seed, of_keys));
-    fn read<T>(data: &[T], shape: [usize; 4]) -> TensorRef<'_, T> {
-        TensorRef::packed("input", data, shape, TensorLayout::Bshd).unwrap()
+    fn read<T>(data: &[T], shape: [usize; 4], layout: TensorLayout) -> TensorRef<'_, T> {
+        TensorRef::packed("input", data, shape, layout).unwrap()
     }
-    let [q, dout] = [&q, &dout].map(|data| read(data, shape));
-    let [k, v] = [&k, &v].map(|data| read(data, of_keys));
+    let [q, dout] = [&q, &dout].map(|data| read(data, shape, layout));
+    let [k, v] = [&k, &v].map(|data| read(data, of_keys, layout));
     let mut out = vec![T::from_f32(0.0); shape.iter().product()];
     let mut dq = out.clone();
     let [mut dk, mut dv] = [(); 2].map(|()| vec![T::from_f32(0.0); of_keys.iter().product()]);
     let mut lse = vec![0f32; check::lse_len(problem)];
-    fn view<T>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
-        TensorMut::packed("output", data, shape, TensorLayout::Bshd).unwrap()
+    fn view<T>(data: &mut [T], shape: [usize; 4], layout: TensorLayout) -> TensorMut<'_, T> {
+        TensorMut::packed("output", data, shape, layout).unwrap()
     }
-    let mut run_forward =
-        || forward_with(options, problem, &q, &k, &v, &mut view(&mut out, shape), Some(&mut lse)).unwrap();
+    let mut run_forward = || {
+        let out = &mut view(&mut out, shape, layout);
+        forward_with(options, problem, &q, &k, &v, out, Some(&mut lse)).unwrap();
+    };
     run_forward();
     let (mut times, mut busy) = (Vec::new(), 0.0);
     let mut timed = |run: &mut dyn FnMut()| {
@@ -114,12 +121,12 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3]
     if mode == "fwd" {
         timed(&mut run_forward);
     } else {
-        let out = read(&out, shape);
+        let out = read(&out, shape, layout);
         let inputs = BackwardInputs { q, k, v, out, lse: &lse, dout };
         timed(&mut || {
-            let (dq, dk, dv) =
-                (&mut view(&mut dq, shape), &mut view(&mut dk, of_keys), &mut view(&mut dv, of_keys));
-            backward_with(options, problem, &inputs, dq, dk, dv).unwrap();
+            let dq = &mut view(&mut dq, shape, layout);
+            let [mut dk, mut dv] = [&mut dk, &mut dv].map(|data| view(data, of_keys, layout));
+            backward_with(options, problem, &inputs, dq, &mut dk, &mut dv).unwrap();
         });
     }
     let busy = busy / times.len() as f64;

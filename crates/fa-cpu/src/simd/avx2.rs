@@ -20,6 +20,10 @@ impl Vector for F32x8 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
     #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
         unsafe { F32x8(_mm256_loadu_ps(from)) }
     }

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::kernels::Kernels;
-use super::rows::{RawAccumulate, RawDots, RawRow, Stored};
+use super::rows::{Ahead, RawAccumulate, RawDots, RawRow, Stored};
 use super::tile::extent;
 
 impl Kernels {
@@ -27,7 +27,8 @@ impl Kernels {
         unsafe { narrow(from.as_ptr(), factor, to.as_mut_ptr(), to.len()) }
     }
 
-    /// `s[query][key] = keys[key] . q[query]` for rows of `dims` values, `q` at stride `ldq`, `s` at `lds`.
+    /// `s[query][key] = keys[key] . q[query]` for rows of `dims` values, `q` at stride `ldq`, `s` at `lds`,
+    /// while what lies `ahead` comes into the cache.
     ///
     /// # Panics
     /// If a row or a buffer is shorter than that.
@@ -35,6 +36,7 @@ impl Kernels {
     pub(crate) fn dots<T: Stored>(
         &self,
         keys: &[&[T]],
+        ahead: Ahead<'_, T>,
         dims: usize,
         queries: usize,
         q: &[f32],
@@ -46,13 +48,13 @@ impl Kernels {
         assert!(ldq >= dims && lds >= keys.len(), "strides {ldq} and {lds}");
         assert!(q.len() >= extent(queries, dims, ldq), "Q is too short");
         assert!(s.len() >= extent(queries, keys.len(), lds), "scores are too short");
-        let raw = RawDots { keys, dims, queries, q: q.as_ptr(), ldq, s: s.as_mut_ptr(), lds };
+        let raw = RawDots { keys, ahead, dims, queries, q: q.as_ptr(), ldq, s: s.as_mut_ptr(), lds };
         // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
         unsafe { (T::kernels(&self.table.rows_of).dots)(&raw) }
     }
 
     /// `o[query] += sum of p[query][key] * values[key]` for rows of `dims` values, `p` at stride `ldp`, `o`
-    /// at `ldo`.
+    /// at `ldo`, while what lies `ahead` comes into the cache.
     ///
     /// # Panics
     /// If a row or a buffer is shorter than that.
@@ -60,6 +62,7 @@ impl Kernels {
     pub(crate) fn accumulate<T: Stored>(
         &self,
         values: &[&[T]],
+        ahead: Ahead<'_, T>,
         dims: usize,
         queries: usize,
         p: &[f32],
@@ -71,7 +74,7 @@ impl Kernels {
         assert!(ldp >= values.len() && ldo >= dims, "strides {ldp} and {ldo}");
         assert!(p.len() >= extent(queries, values.len(), ldp), "P is too short");
         assert!(o.len() >= extent(queries, dims, ldo), "O is too short");
-        let raw = RawAccumulate { values, dims, queries, p: p.as_ptr(), ldp, o: o.as_mut_ptr(), ldo };
+        let raw = RawAccumulate { values, ahead, dims, queries, p: p.as_ptr(), ldp, o: o.as_mut_ptr(), ldo };
         // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
         unsafe { (T::kernels(&self.table.rows_of).accumulate)(&raw) }
     }

@@ -100,6 +100,7 @@ stored!(f64, |value| value as f32, f64::from, load_f64, load_part_f64, store_f64
 /// `keys.len()` at stride `lds`.
 pub(super) struct RawDots<'a, T> {
     pub keys: &'a [&'a [T]],
+    pub ahead: Ahead<'a, T>,
     pub dims: usize,
     pub queries: usize,
     pub q: *const f32,
@@ -115,6 +116,7 @@ pub(super) struct RawDots<'a, T> {
 /// of `dims` at stride `ldo`.
 pub(super) struct RawAccumulate<'a, T> {
     pub values: &'a [&'a [T]],
+    pub ahead: Ahead<'a, T>,
     pub dims: usize,
     pub queries: usize,
     pub p: *const f32,
@@ -201,50 +203,100 @@ unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize,
     query: usize,
 ) {
     const { assert!(SUMS == KEYS * QUERIES) }
-    let ahead = Ahead::of(call.keys);
+    let ahead = if query == 0 { call.ahead } else { Ahead::Nothing };
+    let (distance, mut parts) = (ahead.distance(call.keys), ahead.parts(call.keys.len().div_ceil(KEYS)));
     for key in (0..call.keys.len()).step_by(KEYS) {
         // SAFETY: `RawDots`'s contract; blocks begin within the keys.
         unsafe {
-            if query == 0 {
+            if let Some(distance) = distance {
                 for row in &call.keys[key..call.keys.len().min(key + KEYS)] {
-                    ahead.fetch::<V, T>(row.as_ptr(), call.dims);
+                    follow::<V, T>(row.as_ptr(), distance, call.dims);
                 }
             }
+            parts.fetch::<V>();
             dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query);
         }
     }
 }
 
-/// Rows to come, fetched while others are computed: each is a few cache lines, which the hardware's own
-/// prefetching follows too late.
+/// What comes into a cache while something else is computed.
 #[derive(Clone, Copy)]
-struct Ahead {
-    bytes: isize,
-}
-
-impl Ahead {
-    /// Rows between the one that is computed and the one that is fetched.
-    const ROWS: isize = 16;
-
+pub(crate) enum Ahead<'a, T> {
+    /// Nothing is fetched.
+    Nothing,
+    /// The rows to come: each is a few cache lines, which the hardware's own prefetching follows too late.
     /// Of rows whose successors lie as the second does behind the first; elsewhere what is fetched is of no
     /// use.
+    Follow,
+    /// So many values from each of these rows on, in the order of their addresses, into the second-level
+    /// cache. Where the heads of a key lie side by side and are computed one by one, a head's rows are a few
+    /// cache lines each, far apart, which the hardware follows at a third of its rate.
+    Rows(&'a [&'a [T]], usize),
+}
+
+/// Rows between the one that is computed and the one that [`Ahead::Follow`] fetches.
+const FOLLOW: isize = 16;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+impl<T> Ahead<'_, T> {
+    /// Bytes from a row of `rows` to the one that [`Ahead::Follow`] fetches.
     #[inline(always)]
-    fn of<T>(rows: &[&[T]]) -> Ahead {
-        let stride = match rows {
-            [first, second, ..] => (second.as_ptr() as isize).wrapping_sub(first.as_ptr() as isize),
-            _ => 0,
-        };
-        Ahead { bytes: stride.wrapping_mul(Self::ROWS) }
+    fn distance(self, rows: &[&[T]]) -> Option<isize> {
+        match (self, rows) {
+            (Ahead::Follow, [first, second, ..]) => {
+                let stride = (second.as_ptr() as isize).wrapping_sub(first.as_ptr() as isize);
+                Some(stride.wrapping_mul(FOLLOW))
+            }
+            (Ahead::Nothing | Ahead::Follow | Ahead::Rows(..), _) => None,
+        }
     }
 
+    /// [`Ahead::Rows`] in equal parts, one for each of so many steps: a few lines at a time wait for nothing.
     #[inline(always)]
-    unsafe fn fetch<V: Vector, T>(self, row: *const T, count: usize) {
-        const LINE: usize = 64;
-        let at = row.cast::<u8>().wrapping_offset(self.bytes);
-        for line in (0..count * size_of::<T>()).step_by(LINE) {
+    fn parts(&self, steps: usize) -> Parts<'_, T> {
+        let (rows, values): (&[&[T]], usize) = match *self {
+            Ahead::Rows(rows, values) => (rows, values),
+            Ahead::Nothing | Ahead::Follow => (&[], 0),
+        };
+        let lines = (values * size_of::<T>()).div_ceil(LINE);
+        Parts { rows, lines, each: (lines * rows.len()).div_ceil(steps.max(1)), row: 0, line: 0 }
+    }
+}
+
+/// How far [`Ahead::Rows`] has come.
+struct Parts<'a, T> {
+    rows: &'a [&'a [T]],
+    /// Lines of a row, and of a part.
+    lines: usize,
+    each: usize,
+    /// The next line.
+    row: usize,
+    line: usize,
+}
+
+impl<T> Parts<'_, T> {
+    #[inline(always)]
+    unsafe fn fetch<V: Vector>(&mut self) {
+        for _ in 0..self.each {
+            let Some(row) = self.rows.get(self.row) else { return };
             // SAFETY: nothing is read.
-            unsafe { V::prefetch(at.wrapping_add(line)) };
+            unsafe { V::prefetch_far(row.as_ptr().cast::<u8>().wrapping_add(self.line * LINE)) };
+            self.line += 1;
+            if self.line == self.lines {
+                (self.row, self.line) = (self.row + 1, 0);
+            }
         }
+    }
+}
+
+/// Fetches `count` values at a distance from others.
+#[inline(always)]
+unsafe fn follow<V: Vector, T>(from: *const T, distance: isize, count: usize) {
+    let start = from.cast::<u8>().wrapping_offset(distance);
+    for byte in (0..count * size_of::<T>()).step_by(LINE) {
+        // SAFETY: nothing is read.
+        unsafe { V::prefetch(start.wrapping_add(byte)) };
     }
 }
 
@@ -362,12 +414,16 @@ unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REG
         let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
         let mut sums: [[V; REGISTERS]; QUERIES] =
             core::array::from_fn(|i| core::array::from_fn(|r| V::load(o.add(i * call.ldo + r * V::LANES))));
-        let ahead = Ahead::of(call.values);
+        // Rows to follow lie in each column anew; others are fetched once.
+        let of_columns = column == 0 || matches!(call.ahead, Ahead::Follow);
+        let ahead = if query == 0 && of_columns { call.ahead } else { Ahead::Nothing };
+        let (distance, mut parts) = (ahead.distance(call.values), ahead.parts(call.values.len()));
         for (key, row) in call.values.iter().enumerate() {
             let row = row.as_ptr().add(column);
-            if query == 0 {
-                ahead.fetch::<V, T>(row, REGISTERS * V::LANES);
+            if let Some(distance) = distance {
+                follow::<V, T>(row, distance, REGISTERS * V::LANES);
             }
+            parts.fetch::<V>();
             let values: [V; REGISTERS] = core::array::from_fn(|r| T::load::<V>(row.add(r * V::LANES)));
             for (i, sums) in sums.iter_mut().enumerate() {
                 let p = V::splat(*p.add(i * call.ldp + key));

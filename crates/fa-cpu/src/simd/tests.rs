@@ -3,6 +3,7 @@
 use super::*;
 
 use crate::simd::bf16::{GRAIN, Gradient16, Product16};
+use crate::simd::rows::Ahead;
 
 fn every_isa(check: impl Fn(Kernels)) {
     for isa in Isa::ALL {
@@ -193,10 +194,16 @@ fn rows_of_keys_are_multiplied_and_added_as_they_lie() {
             let (rows, q) = (noise(1, keys * dims), noise(2, queries * dims));
             let rows: Vec<&[f32]> = rows.chunks(dims).collect();
             let (mut s, lds) = (vec![f32::NAN; queries * (keys + 3)], keys + 3);
-            kernels.dots(&rows, dims, queries, &q, dims, &mut s, lds);
+            // What is fetched may be more or less than what is computed, and end anywhere.
+            let ahead = match keys % 3 {
+                0 => Ahead::Nothing,
+                1 => Ahead::Follow,
+                _ => Ahead::Rows(&rows[keys / 3..], 3 * dims),
+            };
+            kernels.dots(&rows, ahead, dims, queries, &q, dims, &mut s, lds);
             let mut o = noise(3, queries * dims);
             let before = o.clone();
-            kernels.accumulate(&rows, dims, queries, &s, lds, &mut o, dims);
+            kernels.accumulate(&rows, ahead, dims, queries, &s, lds, &mut o, dims);
             for query in 0..queries {
                 let dot = |key: usize| -> f64 {
                     let terms = rows[key].iter().zip(&q[query * dims..]);

@@ -38,6 +38,9 @@ pub(super) trait Vector: Copy {
     /// Asks for the cache line at an address, which may be any.
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
+    /// The same, into the second-level cache.
+    #[inline(always)]
+    unsafe fn prefetch_far(_at: *const u8) {}
     /// The sum of all lanes.
     #[inline(always)]
     unsafe fn sum(self) -> f32 {

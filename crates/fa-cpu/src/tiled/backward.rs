@@ -11,6 +11,7 @@ use super::cut::{Cut, Sizes, TILE_N, cuts, items, partials};
 use super::delta::ExactDelta;
 use super::dq::DqWriter;
 use super::inputs::{Backward, Gradients};
+use super::long::{self, STRETCH, Sums};
 use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
 use super::schedule;
 use super::scores::Scores;
@@ -103,6 +104,7 @@ pub(super) fn run<T: Element>(
                     debug_assert!(empty, "an item runs once");
                 }
             }
+            long::finish_both(&mut scratch.before, [&mut scratch.dk, &mut scratch.dv]);
             if !keys.is_empty() {
                 let scale = problem.scale() as f32;
                 let mut dk = dk.take(sequence, kv_head, part);
@@ -209,13 +211,22 @@ impl<T: Element> Job<'_, T> {
         dq: &mut [f32],
     ) {
         let (Backward { problem, .. }, sizes, band) = (self.call, self.sizes, &cut.band);
-        for key in keys.clone().step_by(GROUP * TILE_N) {
+        let (mut before_dq, all) = (Sums::default(), 0..dq.len());
+        for (count, key) in keys.clone().step_by(GROUP * TILE_N).enumerate() {
+            if count > 0 && count % (STRETCH / GROUP) == 0 {
+                before_dq.add(dq, all.clone());
+            }
             let group = key..keys.end.min(key + GROUP * TILE_N);
             let seen = band.queries(group.start).start..band.queries(group.end - 1).end;
             if seen.is_empty() {
                 continue;
             }
-            for m_tile in seen.start / sizes.tile_m..seen.end.div_ceil(sizes.tile_m) {
+            for (count, m_tile) in (seen.start / sizes.tile_m..seen.end.div_ceil(sizes.tile_m)).enumerate() {
+                if count > 0 && count % STRETCH == 0 {
+                    let rows = group.start - keys.start..group.end - keys.start;
+                    let sums = [&mut scratch.dk[..], &mut scratch.dv[..]];
+                    long::add_both(&mut scratch.before, sums, rows, [sizes.ldq, sizes.ldo]);
+                }
                 let queries = self.rows(cut, m_tile);
                 let visible = band.visible_keys(&queries);
                 let dq = &mut dq[m_tile * problem.head_dim * sizes.tile_m..];
@@ -227,6 +238,7 @@ impl<T: Element> Job<'_, T> {
                 }
             }
         }
+        before_dq.finish(dq);
         // 0 times an infinity of K is NaN, but a row without probabilities has no gradient.
         let tiles = scratch.queries[..cut.m_tiles].iter();
         for (tile, dq) in tiles.zip(dq.chunks_mut(problem.head_dim * sizes.tile_m)) {

@@ -12,6 +12,7 @@ use super::cut::{Cut, TILE_N, cuts, items, partials};
 use super::delta::{ExactDelta, FEW_KEYS};
 use super::dq::DqWriter;
 use super::inputs::{Backward, Gradients};
+use super::long::{self, STRETCH, Sums};
 use super::pack::{dot, read_row, row_stride};
 use super::pack16::{grain, is_finite_row, pair_rows, read_rows};
 use super::schedule;
@@ -54,6 +55,8 @@ struct Scratch {
     /// dK `[keys of the item][head_dim]`, dV the same.
     dk: Buffer,
     dv: Buffer,
+    /// What was added to dK and dV before, of many queries.
+    before: [Sums; 2],
     /// St and dPt `[TILE_N][TILE_M]`.
     s: Buffer,
     dp: Buffer,
@@ -154,6 +157,7 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
                     debug_assert!(empty, "an item runs once");
                 }
             }
+            long::finish_both(&mut scratch.before, [&mut scratch.dk, &mut scratch.dv]);
             if !keys.is_empty() {
                 let mut dk = dk.take(sequence, kv_head, part);
                 let mut dv = dv.take(sequence, kv_head, part);
@@ -221,6 +225,7 @@ impl Job<'_> {
             kt: Buffer::new(n_tiles * q * TILE_N / 2),
             dk: Buffer::new(keys * q),
             dv: Buffer::new(keys * v),
+            before: <[Sums; 2]>::default(),
             s: Buffer::new(TILE_N * TILE_M),
             dp: Buffer::new(TILE_N * TILE_M),
             p: Buffer::new(TILE_N * TILE_M / 2),
@@ -312,13 +317,22 @@ impl Job<'_> {
     /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and
     /// to dQt.
     fn main_loop(&self, scratch: &mut Scratch, cut: &Cut, head: usize, keys: &Range<usize>, dq: &mut [f32]) {
+        let (mut before_dq, all) = (Sums::default(), 0..dq.len());
         for (n_tile, first) in keys.clone().step_by(TILE_N).enumerate() {
+            if n_tile > 0 && n_tile % STRETCH == 0 {
+                before_dq.add(dq, all.clone());
+            }
             let of_tile = first..keys.end.min(first + TILE_N);
             let seen = cut.band.queries(of_tile.start).start..cut.band.queries(of_tile.end - 1).end;
             if seen.is_empty() {
                 continue;
             }
-            for m_tile in seen.start / TILE_M..seen.end.div_ceil(TILE_M) {
+            for (count, m_tile) in (seen.start / TILE_M..seen.end.div_ceil(TILE_M)).enumerate() {
+                if count > 0 && count % STRETCH == 0 {
+                    let rows = of_tile.start - keys.start..grain(of_tile.end - keys.start);
+                    let sums = [&mut scratch.dk[..], &mut scratch.dv[..]];
+                    long::add_both(&mut scratch.before, sums, rows, [self.sizes.q, self.sizes.v]);
+                }
                 let queries = self.rows(cut, m_tile);
                 let visible = cut.band.visible_keys(&queries);
                 let seen = visible.start.max(of_tile.start)..visible.end.min(of_tile.end);
@@ -337,6 +351,7 @@ impl Job<'_> {
                 }
             }
         }
+        before_dq.finish(dq);
     }
 
     /// One tile: `seen` of its keys `of_tile`.

@@ -18,6 +18,7 @@ use super::scores::{Scores, finish};
 use super::work::{Forward, Unit};
 use crate::batch::Sequence;
 use crate::element::Element;
+use crate::simd::rows::Ahead;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;
@@ -51,6 +52,10 @@ struct Scratch<'a, T> {
     units: Vec<Rows>,
     s: Buffer,
     slices: Vec<&'a [T]>,
+    /// Where the next tile's rows of K and V begin, of several units.
+    next: [Vec<&'a [T]>; 2],
+    /// A row of O, where parts are merged.
+    sums: Buffer<f64>,
 }
 
 /// The queries of a unit, and what has been accumulated for them.
@@ -158,6 +163,8 @@ pub(super) fn run<T: Element>(
                 .collect(),
             s: Buffer::new(rows * TILE_N),
             slices: Vec::with_capacity(TILE_N),
+            next: [(); 2].map(|()| Vec::with_capacity(TILE_N)),
+            sums: Buffer::new(if parts > 0 { ldo } else { 0 }),
         },
         |scratch, item| {
             let Item { units: of_item, keys, split } = &items[item];
@@ -180,7 +187,7 @@ pub(super) fn run<T: Element>(
                     }
                     let (_, splits) = seen(&units[index]);
                     let parts = partial[*first..].iter().map_while(OnceLock::get).take(splits);
-                    widest(Merge { to: state, parts, rows, ldo });
+                    widest(Merge { to: state, parts, rows, ldo, sums: &mut scratch.sums });
                 }
                 for member in 0..group {
                     let head = units[index].kv_head * group + member;
@@ -200,12 +207,15 @@ pub(super) fn run<T: Element>(
     );
 }
 
-/// Merges the results over parts of the keys, in order.
+/// Merges the results over parts of the keys, in order. Parts are added up in f64: of millions of keys there
+/// are so many that an f32 sum of them would keep three digits.
 struct Merge<'a, P> {
     to: &'a mut State,
     parts: P,
     rows: usize,
     ldo: usize,
+    /// Of a row, `ldo` values.
+    sums: &'a mut [f64],
 }
 
 impl<'a, P: Iterator<Item = &'a State> + Clone> Work for Merge<'_, P> {
@@ -213,21 +223,22 @@ impl<'a, P: Iterator<Item = &'a State> + Clone> Work for Merge<'_, P> {
 
     #[inline(always)]
     fn run(self) {
-        let Merge { to, parts, rows, ldo } = self;
+        let Merge { to, parts, rows, ldo, sums } = self;
         for row in 0..rows {
             let max = parts.clone().fold(f32::NEG_INFINITY, |max, part| max.max(part.max[row]));
             // -inf - (-inf) would be NaN.
             let origin = if max == f32::NEG_INFINITY { 0.0 } else { max };
-            let o = &mut to.o[row * ldo..][..ldo];
-            o.fill(0.0);
-            (to.max[row], to.sum[row]) = (max, 0.0);
+            sums.fill(0.0);
+            let mut sum = 0.0;
             for part in parts.clone() {
-                let factor = (part.max[row] - origin).exp2();
-                to.sum[row] += part.sum[row] * factor;
-                for (o, part) in o.iter_mut().zip(&part.o[row * ldo..]) {
-                    *o += part * factor;
+                let factor = f64::from((part.max[row] - origin).exp2());
+                sum += f64::from(part.sum[row]) * factor;
+                for (sum, &part) in sums.iter_mut().zip(&part.o[row * ldo..]) {
+                    *sum += f64::from(part) * factor;
                 }
             }
+            (to.max[row], to.sum[row]) = (max, sum as f32);
+            to.o[row * ldo..].iter_mut().zip(&*sums).for_each(|(o, &sum)| *o = sum as f32);
         }
     }
 }
@@ -243,7 +254,7 @@ impl<'a, T: Element> Job<'a, T> {
     /// One split of units of a sequence: the scratch's states become their results.
     fn split(&self, scratch: &mut Scratch<'a, T>, units: &[Unit], band: &Band, keys: &Range<usize>) {
         let Forward { kernels, problem, batch, q, .. } = *self.call;
-        let Scratch { units: of_units, s, slices } = scratch;
+        let Scratch { units: of_units, s, slices, next, .. } = scratch;
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
@@ -258,20 +269,34 @@ impl<'a, T: Element> Job<'a, T> {
             state.max[..rows].fill(f32::NEG_INFINITY);
             state.sum[..rows].fill(0.0);
         }
+        let tile = |first: usize| first.max(keys.start)..keys.end.min(first + TILE_N);
         for first in (keys.start / TILE_N * TILE_N..keys.end).step_by(TILE_N) {
-            let tile = first.max(keys.start)..keys.end.min(first + TILE_N);
-            for (&unit, of_unit) in units.iter().zip(&mut *of_units) {
-                self.tile(unit, band, &tile, of_unit, s, slices);
+            for (rows, next) in [&self.k, &self.v].into_iter().zip(&mut *next) {
+                next.clear();
+                if units.len() > 1 {
+                    rows.slices(units[0], tile(first + TILE_N), next);
+                }
+            }
+            for (index, (&unit, of_unit)) in units.iter().zip(&mut *of_units).enumerate() {
+                // With each of several units a share of the next tile's keys, of all units.
+                let [from, to] = [index, index + 1].map(|index| index * next[0].len() / units.len());
+                let ahead = [(&self.k, &next[0]), (&self.v, &next[1])].map(|(rows, next)| match units {
+                    [_] => Ahead::Follow,
+                    _ => Ahead::Rows(&next[from..to], rows.across(units.len())),
+                });
+                self.tile(unit, band, &tile(first), ahead, of_unit, s, slices);
             }
         }
     }
 
     /// One tile of keys of a unit.
+    #[allow(clippy::too_many_arguments)]
     fn tile(
         &self,
         unit: Unit,
         band: &Band,
         tile: &Range<usize>,
+        [ahead_k, ahead_v]: [Ahead<'_, T>; 2],
         Rows { q, state }: &mut Rows,
         s: &mut [f32],
         slices: &mut Vec<&'a [T]>,
@@ -281,7 +306,7 @@ impl<'a, T: Element> Job<'a, T> {
         let group = problem.group_size();
         let rows = group * band.q;
         self.k.slices(unit, tile.clone(), slices);
-        kernels.dots(slices, problem.head_dim, rows, q, ldq, s, TILE_N);
+        kernels.dots(slices, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
         // Whole registers of scores; what is behind the last key is hidden with what the mask hides.
         let columns = tile.len().next_multiple_of(kernels.lanes());
         for (row, s) in s.chunks_mut(TILE_N).take(rows).enumerate() {
@@ -307,14 +332,15 @@ impl<'a, T: Element> Job<'a, T> {
         self.v.slices(unit, tile.clone(), slices);
         let dims = problem.head_dim_v;
         if band.sees_all(&(0..band.q), tile) {
-            kernels.accumulate(slices, dims, rows, s, TILE_N, &mut state.o, ldo);
+            kernels.accumulate(slices, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
             return;
         }
         // A hidden value may be anything, and 0 times infinity is NaN.
         for row in 0..rows {
             let seen = clip(&band.keys(row % band.q), tile);
             let (s, o) = (&s[row * TILE_N + seen.start..], &mut state.o[row * ldo..]);
-            kernels.accumulate(&slices[seen], dims, 1, s, TILE_N, o, ldo);
+            let ahead = if row == 0 { ahead_v } else { Ahead::Nothing };
+            kernels.accumulate(&slices[seen], ahead, dims, 1, s, TILE_N, o, ldo);
         }
     }
 }

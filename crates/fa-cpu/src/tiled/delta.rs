@@ -10,6 +10,7 @@ use super::pack::{KeyRows, row_stride};
 use super::scores::Scores;
 use super::work::Unit;
 use crate::element::Element;
+use crate::simd::rows::Ahead;
 
 /// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
 /// of the row's.
@@ -64,12 +65,12 @@ impl<'a, T: Element> ExactDelta<'a, T> {
             let dims = rows.dims();
             if rows.has_slices() {
                 rows.slices(unit, keys.clone(), &mut self.slices);
-                kernels.dots(&self.slices, dims, 1, with, dims, to, FEW_KEYS);
+                kernels.dots(&self.slices, Ahead::Nothing, dims, 1, with, dims, to, FEW_KEYS);
             } else {
                 let ld = row_stride(dims);
                 rows.read(kernels, unit, keys.clone(), &mut self.rows, ld);
                 let slices: Vec<&[f32]> = self.rows.chunks(ld).take(keys.len()).collect();
-                kernels.dots(&slices, dims, 1, with, dims, to, FEW_KEYS);
+                kernels.dots(&slices, Ahead::Nothing, dims, 1, with, dims, to, FEW_KEYS);
             }
         }
         let sink = batch.sink(head).map_or(0.0, |sink| (sink * std::f32::consts::LOG2_E - lse).exp2());

@@ -6,6 +6,7 @@ use fa_core::Strides;
 
 use super::band::Band;
 use super::buffer::Buffer;
+use super::long::{Accumulated, STRETCH, Stretches};
 use super::pack::{KeyRows, Shared, all_finite, is_finite, read_rows, row_stride};
 use super::schedule;
 use super::scores::{Scores, finish};
@@ -34,6 +35,15 @@ struct Panel {
     sum: Buffer,
     /// Whether `o` holds anything yet.
     started: bool,
+    /// What came before, of many keys.
+    before: Stretches,
+}
+
+impl Panel {
+    fn parts(&mut self) -> (&mut Stretches, Accumulated<'_>) {
+        let Panel { o, max, sum, started, before, .. } = self;
+        (before, Accumulated { o, max, sum, started })
+    }
 }
 
 struct Scratch {
@@ -153,6 +163,7 @@ impl<T: Element> Job<'_, T> {
             max: Buffer::new(width),
             sum: Buffer::new(width),
             started: false,
+            before: Stretches::default(),
         };
         Scratch {
             panels: (0..panels).map(|_| panel()).collect(),
@@ -173,7 +184,13 @@ impl<T: Element> Job<'_, T> {
         let panels = &mut panels[..item.panels.len()];
         let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
         let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        for key in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N) {
+        for (count, key) in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N).enumerate() {
+            if count > 0 && count % STRETCH == 0 {
+                for panel in panels.iter_mut() {
+                    let (before, stretch) = panel.parts();
+                    before.add(stretch);
+                }
+            }
             let tile = key.max(seen.start)..seen.end.min(key + TILE_N);
             let (k, ldk) = self.k.tile(kernels, item.unit, unit, tile.clone(), k);
             let (v, ldv) = self.v.tile(kernels, item.unit, unit, tile.clone(), v);
@@ -247,6 +264,10 @@ impl<T: Element> Job<'_, T> {
                 }
                 panel.started = true;
             }
+        }
+        for panel in panels {
+            let (before, last) = panel.parts();
+            before.finish(last);
         }
     }
 }

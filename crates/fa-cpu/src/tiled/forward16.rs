@@ -13,6 +13,7 @@ use half::bf16;
 use super::band::Band;
 use super::buffer::Buffer;
 use super::forward::lse_tensor;
+use super::long::{Accumulated, STRETCH, Stretches};
 use super::pack16::{Packed, TILE_N, TileBuffer, grain, read_rows};
 use super::schedule;
 use super::scores::{Scores, finish};
@@ -40,6 +41,15 @@ struct Panel {
     sum: [f32; PANEL],
     /// Whether `o` holds anything yet.
     started: bool,
+    /// What came before, of many keys.
+    before: Stretches,
+}
+
+impl Panel {
+    fn parts(&mut self) -> (&mut Stretches, Accumulated<'_>) {
+        let Panel { o, max, sum, started, before, .. } = self;
+        (before, Accumulated { o, max, sum, started })
+    }
 }
 
 struct Scratch {
@@ -105,6 +115,8 @@ pub(super) fn run(
                 panel.max.fill(f32::NEG_INFINITY);
                 panel.sum.fill(0.0);
                 panel.started = false;
+                // A unit that was left to the other path may have left something.
+                panel.before = Stretches::default();
             }
             if !job.main_loop(scratch, item, &band) {
                 left.lock().unwrap_or_else(PoisonError::into_inner).push(item.unit);
@@ -156,6 +168,7 @@ impl Job<'_> {
             max: [0.0; PANEL],
             sum: [0.0; PANEL],
             started: false,
+            before: Stretches::default(),
         };
         Scratch {
             tiles: self.call.kernels.bf16().expect("the caller asked whether there are such kernels"),
@@ -178,7 +191,13 @@ impl Job<'_> {
         let panels = &mut panels[..item.panels.len()];
         let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
         let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        for index in seen.start / TILE_N..seen.end.div_ceil(TILE_N) {
+        for (count, index) in (seen.start / TILE_N..seen.end.div_ceil(TILE_N)).enumerate() {
+            if count > 0 && count % STRETCH == 0 {
+                for panel in panels.iter_mut() {
+                    let (before, stretch) = panel.parts();
+                    before.add(stretch);
+                }
+            }
             let first_key = index * TILE_N;
             let tile = kv.tile(kernels, item.unit, unit, index, buffer);
             if tile.wild && !band.mask.is_full() {
@@ -245,6 +264,10 @@ impl Job<'_> {
                 });
                 panel.started = true;
             }
+        }
+        for panel in panels {
+            let (before, last) = panel.parts();
+            before.finish(last);
         }
         true
     }

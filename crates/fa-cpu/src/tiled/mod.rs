@@ -17,6 +17,7 @@ mod dq;
 mod forward;
 mod forward16;
 mod inputs;
+mod long;
 mod pack;
 mod pack16;
 mod schedule;

@@ -49,6 +49,13 @@ impl<'a, T: Element> KeyRows<'a, T> {
         self.tensor.strides().dim == 1
     }
 
+    /// Values from the start of a head's row to the end of those of so many heads, where they lie behind it.
+    pub(super) fn across(&self, heads: usize) -> usize {
+        let next = self.tensor.strides().head;
+        let side_by_side = next >= 0 && next < self.tensor.strides().seq;
+        if side_by_side { (heads - 1) * next as usize + self.dims() } else { self.dims() }
+    }
+
     /// Some rows of one head as f32, and the distance between them: as they lie, or converted into `scratch`.
     pub(super) fn tile<'s>(
         &'s self,

@@ -4,6 +4,7 @@ use fa_core::Problem;
 
 use super::buffer::Buffer;
 use super::cut::{Cut, Sizes, TILE_N};
+use super::long::Sums;
 
 /// A tile of queries, in the forms that the five products read.
 pub(super) struct QueryTile {
@@ -35,6 +36,8 @@ pub(super) struct Scratch {
     /// dK `[keys of the item][ldq]`, dV the same.
     pub dk: Buffer,
     pub dv: Buffer,
+    /// What was added to dK and dV before, of many queries.
+    pub before: [Sums; 2],
     /// St then Pt, and dPt then dSt: `[TILE_N][tile_m]`.
     pub s: Buffer,
     pub ds: Buffer,
@@ -66,6 +69,7 @@ impl Scratch {
             v: Buffer::new(converted * ldo),
             dk: Buffer::new(keys * ldq),
             dv: Buffer::new(keys * ldo),
+            before: <[Sums; 2]>::default(),
             s: Buffer::new(TILE_N * tile_m),
             ds: Buffer::new(TILE_N * tile_m),
             rows: Buffer::new(tile_m * ldq.max(ldo)),

@@ -3,12 +3,14 @@
 
 mod append;
 mod cases;
+mod extremes;
 mod files;
 mod golden;
 mod gradients;
 mod inputs;
 mod laws;
 mod layers;
+mod millions;
 mod parts;
 mod pitfalls;
 mod strides;

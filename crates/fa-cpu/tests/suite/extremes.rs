@@ -1,0 +1,152 @@
+//! Values at the ends of each type's range, on every path: few queries and panels, f32 and 16 bits, every
+//! instruction set.
+
+use fa_core::{Dtype, Lengths, Mask, Problem, Types};
+use fa_cpu::{Element, reference};
+use half::{bf16, f16};
+
+use crate::inputs::{Inputs, Views};
+use crate::tiled::{Expected, Results, check_against, describe, isas};
+use fa_cpu::tiled::Options;
+
+/// One query, few, a panel and more, against fewer and more keys than a split has.
+const LENGTHS: [(usize, usize); 5] = [(1, 40), (1, 700), (3, 600), (40, 130), (130, 70)];
+const MASKS: [Mask; 4] = [Mask::FULL, Mask::CAUSAL, Mask::window(20, 3), Mask::causal_window(600)];
+
+fn problem((queries, keys): (usize, usize), mask: Mask, dtype: Dtype) -> Problem {
+    let square = Problem::square(1, 1, 4, 24, mask, dtype);
+    Problem { lengths: Lengths::uniform(1, queries, keys), heads_kv: 2, head_dim_v: 16, ..square }
+}
+
+fn all<T: Element>(
+    dtype: Dtype,
+    with_backward: bool,
+    mut change: impl FnMut(&str, &mut Inputs<T>, &Problem) -> bool,
+    names: &[&str],
+) {
+    let mut failures = vec![];
+    for (turn, (lengths, mask)) in LENGTHS.into_iter().flat_map(|l| MASKS.map(|mask| (l, mask))).enumerate() {
+        for name in names {
+            let problem = problem(lengths, mask, dtype);
+            let mut inputs = Inputs::<T>::random(&problem, turn as u64);
+            if !change(name, &mut inputs, &problem) {
+                continue;
+            }
+            let expected = Expected::compute(&problem, &inputs, with_backward);
+            for isa in isas() {
+                let name = format!("{name}: {}", describe(&problem));
+                failures.extend(check_against(&name, &problem, &inputs, &expected, isa));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+/// Infinities and NaN, seen or hidden, at the first, a middle and the last key.
+fn not_finite<T: Element>(dtype: Dtype) {
+    let names =
+        ["k inf first", "k -inf mid", "k nan last", "v inf first", "v nan mid", "v -inf last", "q nan mid"];
+    all::<T>(
+        dtype,
+        false,
+        |name, inputs, problem| {
+            let value = match name {
+                _ if name.contains("nan") => f64::NAN,
+                _ if name.contains("-inf") => f64::NEG_INFINITY,
+                _ => f64::INFINITY,
+            };
+            let (values, row) = match &name[..1] {
+                "k" => (&mut inputs.k, 2 * problem.head_dim),
+                "v" => (&mut inputs.v, 2 * problem.head_dim_v),
+                _ => (&mut inputs.q, 4 * problem.head_dim),
+            };
+            let rows = values.len() / row;
+            let at = if name.ends_with("first") {
+                0
+            } else if name.ends_with("mid") {
+                rows / 2
+            } else {
+                rows - 1
+            };
+            values[at * row + 5] = T::from_f64(value);
+            true
+        },
+        &names,
+    );
+}
+
+#[test]
+fn infinities_and_nan_are_where_the_oracle_has_them_in_every_type() {
+    not_finite::<f32>(Dtype::F32);
+    not_finite::<f16>(Dtype::F16);
+    not_finite::<bf16>(Dtype::Bf16);
+}
+
+/// Keys that hold -inf and queries that are positive: every score is -inf, no key is seen.
+#[test]
+fn rows_whose_scores_are_all_minus_infinity_are_rows_without_keys() {
+    fn check<T: Element>(dtype: Dtype) {
+        for lengths in LENGTHS {
+            let problem = problem(lengths, Mask::FULL, dtype);
+            let mut inputs = Inputs::<T>::random(&problem, 3);
+            inputs.q.iter_mut().for_each(|value| *value = T::from_f64(value.to_f64().abs() + 0.1));
+            inputs.k.iter_mut().for_each(|value| *value = T::from_f64(f64::NEG_INFINITY));
+            let Views { q, k, v, .. } = inputs.views(&problem);
+            let exact = reference::forward(&problem, &q, &k, &v).unwrap();
+            assert!(exact.lse.iter().all(|&lse| lse == f64::NEG_INFINITY));
+            for isa in isas() {
+                let options = Options { isa: Some(isa), threads: None };
+                let results = Results::compute(options, &problem, &inputs, false);
+                let name = format!("{isa}: {}", describe(&problem));
+                assert!(results.lse.iter().all(|&lse| lse == f32::NEG_INFINITY), "LSE of {name}");
+                assert!(results.out.iter().all(|value| value.to_f64() == 0.0), "O of {name}");
+            }
+        }
+    }
+    check::<f32>(Dtype::F32);
+    check::<f16>(Dtype::F16);
+    check::<bf16>(Dtype::Bf16);
+}
+
+/// Tensors of the type's largest and smallest numbers, one of them at a time.
+#[test]
+fn large_and_tiny_values_keep_the_rule() {
+    fn check<T: Element>(dtype: Dtype, large: f64, tiny: f64) {
+        all::<T>(
+            dtype,
+            true,
+            |name, inputs, _| {
+                let scale = if name.ends_with("large") { large } else { tiny };
+                let values = match name.split(' ').next() {
+                    Some("q") => &mut inputs.q,
+                    Some("k") => &mut inputs.k,
+                    Some("v") => &mut inputs.v,
+                    _ => &mut inputs.dout,
+                };
+                values.iter_mut().for_each(|value| *value = T::from_f64(value.to_f64() * scale));
+                true
+            },
+            &["q tiny", "k tiny", "v large", "v tiny", "dout large", "dout tiny"],
+        );
+    }
+    check::<f32>(Dtype::F32, 1e15, 1e-20);
+    check::<f16>(Dtype::F16, 1e3, 1e-3);
+    check::<bf16>(Dtype::Bf16, 1e15, 1e-20);
+}
+
+/// V of subnormal numbers: nothing is flushed to 0 where sums are f32.
+#[test]
+fn subnormal_values_survive_f32_sums() {
+    for lengths in LENGTHS {
+        let problem = problem(lengths, Mask::FULL, Dtype::F32);
+        let problem = Problem { types: Types::same(Dtype::F32), ..problem };
+        let mut inputs = Inputs::<f32>::random(&problem, 9);
+        inputs.v.fill(3e-41);
+        for isa in isas() {
+            let options = Options { isa: Some(isa), threads: None };
+            let out = Results::compute(options, &problem, &inputs, false).out;
+            // Sums of P up to 1 times one number that has 14 bits left.
+            assert!(out.iter().all(|&value| (value - 3e-41).abs() < 1e-42), "{isa}: {}", describe(&problem));
+        }
+    }
+}
