@@ -124,8 +124,6 @@
 //! What this crate does not know: how kernels are written (fa-kernels), accounted for and ranked
 //! (fa-planner), and what a result should be (fa-cpu).
 
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
-
 mod call;
 mod choose;
 mod clean;

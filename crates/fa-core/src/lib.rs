@@ -33,8 +33,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
-
 pub mod append;
 pub mod arch;
 pub mod dtype;

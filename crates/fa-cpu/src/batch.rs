@@ -1,4 +1,4 @@
-//! Where the rows of each sequence lie: lengths, starts and page table of a call, checked once.
+//! The location of each sequence's rows: lengths, starts and page table of a call, checked once.
 
 use fa_core::{Alibi, Problem, Side, SideRows};
 
@@ -9,7 +9,7 @@ use crate::extras::Extras;
 /// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// First index of the tensor: the sequence, 0 where sequences are packed. Of no meaning in pages.
+    /// First index of the tensor: the sequence, 0 where sequences are packed. Unused for pages.
     pub batch: usize,
     /// Second index of the sequence's first row.
     pub first: usize,

@@ -86,7 +86,7 @@ impl PlanOptions {
     }
 }
 
-/// Why there is no plan.
+/// The error where there is no plan.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanError {
     /// The problem contradicts itself.
@@ -191,12 +191,12 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
         }
         number += 1;
     })?;
-    // The most promising first: what takes longer at least than one before it is not looked at.
+    // The most promising first: a kernel whose lower bound exceeds the time of one before it is skipped.
     fitting.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     let (mut cuts, mut best) = (Cuts::default(), None::<(Plan, usize)>);
     for (least, number, spec, account) in fitting {
         let known = best.as_ref().map_or(f64::INFINITY, |(best, _)| best.cost.seconds);
-        // None is known to take as long as it takes at least where keys are divided.
+        // With divided keys no lower bound is known.
         if !spec.split && least > known {
             continue;
         }
@@ -208,7 +208,7 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
             best = Some((plan, number));
         }
     }
-    // All that was tried says why nothing fits.
+    // The error lists why nothing fits.
     best.map_or_else(
         || plan(problem, arch, options).map(|mut plans| plans.swap_remove(0)),
         |(best, _)| Ok(best),

@@ -2,10 +2,9 @@
 //! `cargo test -p fa-planner --test random_rates -- --nocapture` prints the table, and for each problem whose
 //! first choice is behind by more than 3 % the chosen and the best kernel.
 
-use fa_core::{
-    Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Sm80Fwd, Sm90Bwd,
-};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
+use fa_planner::kernels::unbound;
 use fa_planner::plan::{PlanOptions, explore};
 use serde_json::Value;
 
@@ -95,16 +94,6 @@ fn shape(problem: &Problem) -> String {
     let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, .. } = problem;
     let (batch, queries, keys) = (lengths.sequences(), lengths.max_q(), lengths.max_k());
     format!("{batch}x{heads_q}:{heads_kv}x{queries},{keys} hd {head_dim}-{head_dim_v} {mask}")
-}
-
-/// The kernel without what its launch bounds promise, and without a switch that is newer than the records.
-fn unbound(spec: &KernelSpec) -> KernelSpec {
-    let kernel = match &spec.kernel {
-        Kernel::Sm80Fwd(own) => Kernel::Sm80Fwd(Sm80Fwd { blocks_per_sm: 1, ..own.clone() }),
-        Kernel::Sm90Bwd(own) => Kernel::Sm90Bwd(Sm90Bwd { persistent: false, ..own.clone() }),
-        other => other.clone(),
-    };
-    KernelSpec { kernel, ..spec.clone() }
 }
 
 fn measured(record: &str) -> Vec<Measured> {

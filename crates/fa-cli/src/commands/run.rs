@@ -41,7 +41,7 @@ pub(crate) struct RunArgs {
     /// Also compute the gradients dq, dk, dv of dout
     #[arg(long)]
     pub backward: bool,
-    /// Gradients with the same bits in every run, which on the GPU costs some speed
+    /// Deterministic gradients, with the same bits in every run; somewhat slower on the GPU
     #[arg(long, requires = "backward")]
     pub deterministic: bool,
     /// Which implementation computes
@@ -97,11 +97,11 @@ Rows that belong to no sequence are written as out = 0, lse = -inf and gradients
 /// Time for passes after the first one.
 const WARM: Duration = Duration::from_millis(6);
 
-/// Operations of a pass that is short however long the first one was kept waiting.
+/// Operations below which a pass counts as short, however long the first one took.
 const SMALL: f64 = 1e8;
 
-/// The fastest of the passes that some milliseconds have room for, after a `first` one that took no longer or
-/// of few operations.
+/// The fastest of the passes that fit into some milliseconds, after a `first` one that took no longer or has
+/// few operations.
 fn warm(
     first: Duration,
     flops: f64,

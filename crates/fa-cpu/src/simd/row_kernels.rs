@@ -28,7 +28,7 @@ impl Kernels {
     }
 
     /// `s[query][key] = keys[key] . q[query]` for rows of `dims` values, `q` at stride `ldq`, `s` at `lds`,
-    /// while what lies `ahead` comes into the cache.
+    /// while `ahead` is prefetched.
     ///
     /// # Panics
     /// If a row or a buffer is shorter than that.
@@ -54,7 +54,7 @@ impl Kernels {
     }
 
     /// `o[query] += sum of p[query][key] * values[key]` for rows of `dims` values, `p` at stride `ldp`, `o`
-    /// at `ldo`, while what lies `ahead` comes into the cache.
+    /// at `ldo`, while `ahead` is prefetched.
     ///
     /// # Panics
     /// If a row or a buffer is shorter than that.

@@ -219,18 +219,17 @@ unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize,
     }
 }
 
-/// What comes into a cache while something else is computed.
+/// What to prefetch during a computation.
 #[derive(Clone, Copy)]
 pub(crate) enum Ahead<'a, T> {
     /// Nothing is fetched.
     Nothing,
     /// The rows to come: each is a few cache lines, which the hardware's own prefetching follows too late.
-    /// Of rows whose successors lie as the second does behind the first; elsewhere what is fetched is of no
-    /// use.
+    /// For rows at a constant stride; elsewhere the fetches are useless.
     Follow,
-    /// So many values from each of these rows on, in the order of their addresses, into the second-level
-    /// cache. Where the heads of a key lie side by side and are computed one by one, a head's rows are a few
-    /// cache lines each, far apart, which the hardware follows at a third of its rate.
+    /// This many values of each of these rows, in the order of their addresses, into the second-level cache.
+    /// Where the heads of a key are adjacent and computed one by one, a head's rows are a few cache lines
+    /// each at a large stride, which the hardware prefetcher follows at a third of its rate.
     Rows(&'a [&'a [T]], usize),
 }
 
@@ -252,7 +251,8 @@ impl<T> Ahead<'_, T> {
         }
     }
 
-    /// [`Ahead::Rows`] in equal parts, one for each of so many steps: a few lines at a time wait for nothing.
+    /// [`Ahead::Rows`] in equal parts, one for each of this many steps: fetching a few lines at a time does
+    /// not stall.
     #[inline(always)]
     fn parts(&self, steps: usize) -> Parts<'_, T> {
         let (rows, values): (&[&[T]], usize) = match *self {
@@ -264,7 +264,7 @@ impl<T> Ahead<'_, T> {
     }
 }
 
-/// How far [`Ahead::Rows`] has come.
+/// Progress of [`Ahead::Rows`].
 struct Parts<'a, T> {
     rows: &'a [&'a [T]],
     /// Lines of a row, and of a part.
@@ -300,14 +300,14 @@ unsafe fn follow<V: Vector, T>(from: *const T, distance: isize, count: usize) {
     }
 }
 
-/// One block. Behind the last key its row is taken again, and the result dropped.
+/// One block. Beyond the last key its row is read again, and the result dropped.
 #[inline(always)]
 unsafe fn dots_block<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize, const SUMS: usize>(
     call: &RawDots<'_, T>,
     key: usize,
     query: usize,
 ) {
-    /// Keys at a time: their addresses stay in registers.
+    /// Keys per step, whose addresses stay in registers.
     const ROWS: usize = 8;
     // SAFETY: `RawDots`'s contract; the block lies within keys and queries.
     unsafe {
@@ -414,7 +414,7 @@ unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REG
         let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
         let mut sums: [[V; REGISTERS]; QUERIES] =
             core::array::from_fn(|i| core::array::from_fn(|r| V::load(o.add(i * call.ldo + r * V::LANES))));
-        // Rows to follow lie in each column anew; others are fetched once.
+        // With `Follow` each column block fetches; otherwise rows are fetched once.
         let of_columns = column == 0 || matches!(call.ahead, Ahead::Follow);
         let ahead = if query == 0 && of_columns { call.ahead } else { Ahead::Nothing };
         let (distance, mut parts) = (ahead.distance(call.values), ahead.parts(call.values.len()));

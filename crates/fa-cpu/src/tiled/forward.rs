@@ -35,7 +35,7 @@ struct Panel {
     sum: Buffer,
     /// Whether `o` holds anything yet.
     started: bool,
-    /// What came before, of many keys.
+    /// Sums over earlier stretches, for many keys.
     before: Stretches,
 }
 
@@ -51,7 +51,7 @@ struct Scratch {
     /// St, then Pt: `[TILE_N][panel]`.
     s: Buffer,
     factor: Buffer,
-    /// Rows of Q on their way in, rows of O on their way out.
+    /// Rows of Q before they are transposed, rows of O after.
     rows: Buffer,
     /// A tile of K and one of V, where they have to be converted.
     k: Buffer,
@@ -106,8 +106,7 @@ pub(super) fn run<T: Element>(
                 let at = [span.batch, span.first + first, panel.head];
                 let count = panel.queries.len();
                 read_rows(kernels, &q, at, count, scores.scale, &mut scratch.rows, ld);
-                // Columns past the last query keep what an earlier tile left there: nobody looks at their
-                // results.
+                // Columns past the last query keep old values: their results are not used.
                 kernels.transpose([count, problem.head_dim], &scratch.rows, ld, &mut panel.q, width);
                 panel.max.fill(f32::NEG_INFINITY);
                 panel.sum.fill(0.0);
@@ -234,8 +233,8 @@ impl<T: Element> Job<'_, T> {
                     (true, false) => Init::Add,
                     (true, true) => Init::Scale(factor),
                 };
-                // A probability of 0 times a value that is not finite is NaN: where a tile hides something,
-                // such values come in by themselves, for those who see them.
+                // A probability of 0 times a non-finite value is NaN: where a tile is masked in part, such
+                // values are added separately, only where they are visible.
                 let value = |key: usize| &v[(key - tile.start) * ldv..][..problem.head_dim_v];
                 let wild = hiding
                     && !*finite_v.get_or_insert_with(|| all_finite(v, tile.len(), problem.head_dim_v, ldv));
@@ -272,7 +271,7 @@ impl<T: Element> Job<'_, T> {
     }
 }
 
-/// Queries of a tile of the longest sequence, for who asks how a forward will be computed.
+/// Queries of a tile of the longest sequence, for [`super::plan`].
 pub(super) fn tile_m(problem: &fa_core::Problem, width: usize, most: usize, workers: usize) -> usize {
     let panels = problem.lengths.max_q().div_ceil(width).max(1);
     let heads = (problem.lengths.sequences() * problem.heads_q).max(1);

@@ -44,12 +44,12 @@ impl<'a, T: Element> KeyRows<'a, T> {
         self.in_place.is_none()
     }
 
-    /// Whether rows are slices of the tensor.
+    /// Whether rows are contiguous in the tensor.
     pub(super) fn has_slices(&self) -> bool {
         self.tensor.strides().dim == 1
     }
 
-    /// Values from the start of a head's row to the end of those of so many heads, where they lie behind it.
+    /// Values of the rows of this many consecutive heads, where they are contiguous.
     pub(super) fn across(&self, heads: usize) -> usize {
         let next = self.tensor.strides().head;
         let side_by_side = next >= 0 && next < self.tensor.strides().seq;
@@ -125,7 +125,7 @@ impl<'a, T: Element> Shared<'a, T> {
         units: &[Unit],
         shared: &[bool],
     ) -> Self {
-        /// A few hundred kilobytes a piece: small enough to share out, large enough not to matter.
+        /// A few hundred kilobytes per piece: small enough to distribute, large enough to hide the overhead.
         const ROWS: usize = 512;
         let (ld, mut len) = (row_stride(rows.dims()), 0);
         let mut pieces = Vec::new();

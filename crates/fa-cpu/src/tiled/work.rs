@@ -63,8 +63,8 @@ pub(super) struct Items {
 
 /// Cuts units into items of at most `most` panels of `width` queries.
 ///
-/// A unit whose panels fit one item is one, if that leaves every thread something to do: its keys are then
-/// converted by the one who needs them. Others are cut head by head into tiles that are about equally long.
+/// A unit whose panels fit one item is one, if that leaves every thread work: its keys are then converted by
+/// the thread that needs them. Others are cut head by head into tiles of about equal length.
 pub(super) fn items(
     problem: &Problem,
     batch: &Batch<'_>,

@@ -27,7 +27,7 @@ impl Launches {
         let uses_tma = traits.uses_tma();
         let work = Work::of(spec, &traits, problem, (arch, sms));
         let params = params(spec, &traits, problem, &work, (arch, sms))?;
-        // Of sequences whose lengths are on the device, the most tiles that there can be.
+        // For lengths on the device, the upper bound on tiles.
         let tiles = params.num_tiles as u32;
         let main = Launch::main(spec, tiles, sms);
         let draws_tiles = traits.scheduler == Scheduler::Dynamic;
@@ -49,7 +49,7 @@ impl Launches {
             steps.push(Step::Launch(main));
         }
         if has_work && rows > 0 {
-            // A CTA a row at a time; of what a plan divides, the most rows that there can be.
+            // One row per CTA at a time; with a plan, the upper bound on divided rows.
             let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
             let grid = rows.min(COMBINE_CTAS * sms as usize) as u32;
             steps.push(Step::Launch(Launch::plain(COMBINE, grid, COMBINE_THREADS, COMBINE_SMEM)));
@@ -77,7 +77,7 @@ struct Work {
     /// Tiles that an entry of the plan stands for, and CTAs that compute at once.
     heads: usize,
     ctas: usize,
-    /// Parts of the keys of every row, or the most of them.
+    /// Parts of the keys of every row, or an upper bound.
     splits: usize,
     /// Partial results of a head, and tiles that they belong to; 0 where no keys are divided.
     slots: usize,
@@ -117,8 +117,8 @@ impl Work {
     }
 }
 
-/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them. Of
-/// rows that threads copy, half a tile's: boxes load those that follow one another.
+/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them.
+/// Where threads copy rows, half a tile's: boxes load those that are contiguous.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (_, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));

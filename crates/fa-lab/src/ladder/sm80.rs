@@ -55,7 +55,7 @@ fn step(name: &str, change: &'static str, problem: &Problem, kernel: &Sm80Fwd) -
     Rung { name: name.to_owned(), change, specs: Ok(vec![spec(problem, kernel)]) }
 }
 
-/// How operands come from shared memory; arithmetic and tile stay.
+/// Ways of loading operands from shared memory, with the same arithmetic and tile.
 fn memory() -> Ladder {
     let problem = Problem::square(2, 1024, 8, 128, Mask::FULL, Dtype::F16);
     let naive = Sm80Fwd {
@@ -89,7 +89,7 @@ fn memory() -> Ladder {
     }
 }
 
-/// What tiles cost and bring.
+/// The effect of tiles.
 ///
 /// The published large tile is 256 x 128, which tensor memory holds. 128 x 128 over eight warps is the
 /// largest that mma.sync holds in registers with every step off: 256 x 64 spills until the loop is split.

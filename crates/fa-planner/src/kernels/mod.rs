@@ -10,6 +10,7 @@
 //! A folder implements `planned::PlannedKernel` with these; the rest of the planner asks through that trait
 //! and names no kernel.
 
+pub(crate) mod folder;
 pub(crate) mod planned;
 pub mod sm100_fwd;
 pub mod sm80_bwd;
@@ -17,6 +18,8 @@ pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
 pub(crate) mod spilled;
+
+pub use planned::unbound;
 
 use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{MaskKind, Problem};

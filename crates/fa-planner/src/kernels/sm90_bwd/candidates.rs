@@ -85,7 +85,7 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> 
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
-        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own))
+        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own, Arch::Sm90))
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask.
