@@ -118,12 +118,10 @@ pub(crate) struct Outputs<T> {
 
 impl<T: Element + Stored> Outputs<T> {
     /// Allocates the results.
-    pub(crate) fn new(inputs: &Inputs<T>) -> Outputs<T> {
+    pub(crate) fn new(inputs: &Inputs<T>) -> anyhow::Result<Outputs<T>> {
         let (problem, layout) = (&inputs.problem, inputs.layout);
-        Outputs {
-            output: Output::new(problem, layout),
-            gradients: inputs.dout.is_some().then(|| Gradients::new(problem, layout)),
-        }
+        let gradients = inputs.dout.is_some().then(|| Gradients::new(problem, layout)).transpose()?;
+        Ok(Outputs { output: Output::new(problem, layout)?, gradients })
     }
 
     /// Sets rows that belong to no sequence, which nothing computes, to the values of rows that see no key.

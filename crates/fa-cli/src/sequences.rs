@@ -206,6 +206,7 @@ impl SideTensors {
             | CpuError::Dtype { .. }
             | CpuError::OutOfBounds { .. }
             | CpuError::Overlap { .. }
+            | CpuError::Memory { .. }
             | CpuError::PagedBackward
             | CpuError::Range { .. }
             | CpuError::Isa { .. } => return InputError::Usage(error.to_string()),

@@ -122,6 +122,17 @@ pub enum CpuError {
         /// Pages of the cache.
         pages: usize,
     },
+    /// Memory does not hold the list of the sequences: of a broadcast tensor there may be more than its
+    /// memory says.
+    #[error(
+        "{sequences} sequences are listed in {bytes} bytes, which the system does not give: split the batch"
+    )]
+    Memory {
+        /// How many there are.
+        sequences: usize,
+        /// What their list takes; `usize::MAX` beyond.
+        bytes: usize,
+    },
     /// Gradients of keys that lie in pages were asked for.
     #[error("keys and values lie in pages, which the backward does not take: pack or pad them")]
     PagedBackward,

@@ -110,7 +110,20 @@ impl Kernels {
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem, and those of compiling and loading.
     pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
-        let launches = Launches::forward(spec, problem, self.arch, self.sms)?;
+        self.forward_split(problem, spec, None)
+    }
+
+    /// [`Kernels::forward_with`] with the keys of a tile in `splits` parts: see [`Launches::forward_split`].
+    ///
+    /// # Errors
+    /// As [`Kernels::forward_with`].
+    pub fn forward_split(
+        &self,
+        problem: &Problem,
+        spec: &KernelSpec,
+        splits: Option<usize>,
+    ) -> Result<Forward, Error> {
+        let launches = Launches::forward_split(spec, problem, self.arch, self.sms, splits)?;
         Ok(Forward::of(self.load(spec)?, problem, launches))
     }
 

@@ -174,9 +174,9 @@ pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
 /// Whether the engine refuses its arguments, rather than failing to run them.
 pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     use fa_attn::Error::{
-        BadTuned, Cpu, Dtype, Isa, Kernels, Length, NoTunedTable, NoneAhead, NothingToMerge, NothingToTune,
-        Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed, TuningMemory, TuningOption,
-        Write,
+        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Memory, NoTunedTable, NoneAhead, NothingToMerge,
+        NothingToTune, Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed, TuningMemory,
+        TuningOption, Write,
     };
     match error {
         BadTuned { .. }
@@ -184,6 +184,7 @@ pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
         | Dtype { .. }
         | Isa { .. }
         | Length { .. }
+        | Memory { .. }
         | NoTunedTable
         | NothingToMerge
         | NothingToTune { .. }

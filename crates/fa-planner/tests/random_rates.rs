@@ -107,7 +107,7 @@ fn measured(record: &str) -> Vec<Measured> {
         let text = |name: &str| entry[name].as_str().expect("a name");
         let family = Family::ALL.into_iter().find(|family| family.name() == text("family"));
         let pass = if text("kind") == "fwd" { Pass::Forward } else { Pass::BACKWARD };
-        let options = PlanOptions { family, pass, constants: None };
+        let options = PlanOptions { family, pass, ..PlanOptions::default() };
         let plans = explore(&problem, Arch::Sm90, &options).expect("a supported problem").plans;
         let kernel = |of: &Value| {
             let spec: KernelSpec = serde_json::from_value(of["spec"].clone()).expect("a spec");

@@ -187,7 +187,7 @@ fn measure<T: Element + Stored>(
     let calls = Calls::bind(engine, problem, backward)?;
     let about = calls.forward.report();
     let spec = about.isa.map_or(about.backend.to_owned(), |isa| format!("{}-{isa}", about.backend));
-    let mut outputs = Outputs::new(&inputs);
+    let mut outputs = Outputs::new(&inputs)?;
     let mut measured = Vec::new();
     // The forward runs once in any case: the backward needs its results.
     let warm_up = calls.forward(&inputs, &mut outputs)?;

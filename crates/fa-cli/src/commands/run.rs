@@ -171,7 +171,7 @@ fn compute<T: Element + Stored>(
     tracing::info!(?problem, layout = %inputs.layout, "computing");
     let backward = args.backward.then_some(Pass::Backward { deterministic: args.deterministic });
     let calls = progress::spinner("getting ready", || Calls::bind(&engine, &problem, backward))?;
-    let mut outputs = Outputs::new(inputs);
+    let mut outputs = Outputs::new(inputs)?;
     let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&problem, work);
     let (forward_time, warm_time, backward_time) = progress::spinner("computing attention", || {
         let forward_time = calls.forward(inputs, &mut outputs)?;

@@ -176,7 +176,7 @@ impl Entry {
             other => return Err(Error::Request(format!("{record}: a pass '{other}': fwd or bwd"))),
         };
         let family = family.unwrap_or(Family::native(arch));
-        let options = PlanOptions { family: Some(family), pass, constants: None };
+        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
         let plans = plan(problem, arch, &options)?;
         let constants = CostConstants::of(arch);
         // Place in the planner's order, whether its launch bounds are others, and its times.

@@ -1,6 +1,6 @@
 //! What the planner asks of a kernel, whichever it is: [`of`] takes a spec to its kernel's folder.
 
-use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Problem, each_kernel};
+use fa_core::{Arch, ArchLimits, Division, Kernel, KernelSpec, Problem, each_kernel};
 
 use crate::account::code::Code;
 use crate::account::panels::BwdPanels;
@@ -57,6 +57,8 @@ pub(crate) struct Wanted<'a> {
     pub arch: Arch,
     /// Of a backward: whether equal inputs give equal bits.
     pub deterministic: bool,
+    /// Of a forward: what the caller decides.
+    pub division: Division,
 }
 
 /// A kernel's time model, by its pass.

@@ -26,7 +26,7 @@ impl PlannedKernel for Sm80Bwd {
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
-        let Wanted { problem, head_dim, head_dim_v, arch, deterministic } = wanted;
+        let Wanted { problem, head_dim, head_dim_v, arch, deterministic, .. } = wanted;
         Box::new(candidates::candidates(problem, head_dim, head_dim_v, arch, deterministic))
     }
 

@@ -25,8 +25,8 @@ impl PlannedKernel for Sm90Fwd {
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
-        let Wanted { problem, head_dim, head_dim_v, .. } = wanted;
-        Box::new(candidates::candidates(problem, head_dim, head_dim_v))
+        let Wanted { problem, head_dim, head_dim_v, division, .. } = wanted;
+        Box::new(candidates::candidates(problem, head_dim, head_dim_v, division))
     }
 
     fn registers(&self, spec: &KernelSpec, _: Arch) -> Registers {
