@@ -119,10 +119,6 @@ impl LabKernel for Sm100Fwd {
         )
     }
 
-    fn unbound(&self) -> Kernel {
-        self.clone().into()
-    }
-
     fn without_pages(&self) -> Kernel {
         self.clone().into()
     }

@@ -46,7 +46,7 @@ impl Group {
     }
 
     /// Tiles of an SM100 forward, by their rows.
-    pub fn of_tensor_memory(tile_m: u32) -> Group {
+    pub(crate) fn of_tensor_memory(tile_m: u32) -> Group {
         Group::new([tile_m, 0, 0], format!("tile_m {tile_m}"))
     }
 
