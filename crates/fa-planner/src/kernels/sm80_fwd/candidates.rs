@@ -1,6 +1,6 @@
 //! The SM80-class forwards that are tried for a problem.
 
-use fa_core::{Division, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Fwd, Types};
+use fa_core::{Division, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::kernels::{has_idle_warps, packings, split_choices};
 
@@ -31,8 +31,7 @@ pub fn candidates(
     head_dim_v: u32,
     division: Division,
 ) -> impl Iterator<Item = KernelSpec> {
-    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
-    let (score, reads) = (problem.score.kind(), Reads::of(problem));
+    let mask = MaskKind::of(&problem.mask);
     let problem = *problem;
     TILE_M
         .into_iter()
@@ -74,15 +73,6 @@ pub fn candidates(
                 reverse_blocks: mask != MaskKind::Full,
                 pack_gqa,
             };
-            KernelSpec {
-                types: Types::same(dtype),
-                head_dim,
-                head_dim_v,
-                mask,
-                score,
-                reads,
-                split,
-                kernel: Kernel::Sm80Fwd(kernel),
-            }
+            KernelSpec { split, ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel) }
         })
 }

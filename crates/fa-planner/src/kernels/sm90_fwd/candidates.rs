@@ -1,7 +1,7 @@
 //! The SM90 forwards that are tried for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder, tile_queries};
-use fa_core::{Arch, Division, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
+use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
 use super::cost::slow_rows;
@@ -26,8 +26,7 @@ pub fn candidates(
     head_dim_v: u32,
     division: Division,
 ) -> impl Iterator<Item = KernelSpec> {
-    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
-    let (score, reads) = (problem.score.kind(), Reads::of(problem));
+    let (mask, reads) = (MaskKind::of(&problem.mask), Reads::of(problem));
     let problem = *problem;
     // Tiles of equal length and many steps are assigned statically; others are drawn, the longest first.
     // Where loads are slow, a tile of fewer rows is shorter than the others even without a mask.
@@ -84,14 +83,8 @@ pub fn candidates(
                 gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
             with_room(kernel, reads.paged, |kernel| KernelSpec {
-                types: Types::same(dtype),
-                head_dim,
-                head_dim_v,
-                mask,
-                score,
-                reads,
                 split,
-                kernel: Kernel::Sm90Fwd(kernel.clone()),
+                ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel.clone())
             })
         })
 }
