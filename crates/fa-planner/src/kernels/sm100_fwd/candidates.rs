@@ -1,7 +1,7 @@
 //! The shapes of SM100 forwards that are tried.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Reads, Sm100Fwd, Types};
+use fa_core::{KernelSpec, MaskKind, Problem, Reads, Sm100Fwd};
 use serde::Serialize;
 
 use crate::head_dims::HeadDims;
@@ -53,9 +53,7 @@ impl Sm100Tile {
     /// The kernel of this shape for `problem`: one CTA per SM under the full mask, else the longest tiles
     /// first.
     pub fn spec(&self, problem: &Problem) -> KernelSpec {
-        let mask = MaskKind::of(&problem.mask);
-        let reads = Reads::of(problem);
-        let equal = mask == MaskKind::Full && !reads.varied;
+        let equal = MaskKind::of(&problem.mask) == MaskKind::Full && !Reads::of(problem).varied;
         let kernel = Sm100Fwd {
             tile_m: self.tile_m(),
             tile_n: self.tile_n,
@@ -67,16 +65,7 @@ impl Sm100Tile {
             exp_poly_of_16: 2,
             ..Sm100Fwd::default()
         };
-        KernelSpec {
-            types: Types::same(problem.types.qkv),
-            head_dim: self.head_dim,
-            head_dim_v: self.head_dim_v,
-            mask,
-            score: problem.score.kind(),
-            reads,
-            split: false,
-            kernel: Kernel::Sm100Fwd(kernel),
-        }
+        KernelSpec::for_problem(problem, [self.head_dim, self.head_dim_v], kernel)
     }
 }
 
