@@ -136,10 +136,24 @@ class Arrays:
         self.library = library
 
     def attention(
-        self, q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None, *, out=None
+        self,
+        q,
+        k,
+        v,
+        scale,
+        causal,
+        window,
+        softcap,
+        deterministic,
+        extras,
+        plans=None,
+        *,
+        out=None,
+        division=None,
     ):
         """(out, lse); `deterministic` is about gradients, which a library with autograd computes. `plans`: of
-        work, those that calls have made and this one's. `out`: what the result is written to."""
+        work, those that calls have made and this one's. `out`: what the result is written to. `division`: how
+        the work is divided, where the caller decides it."""
         del deterministic
         lib = self.library
         array("k", k), array("v", v)
@@ -167,6 +181,7 @@ class Arrays:
             lib.allocate,
             lib.half(q),
             plans,
+            division,
         )
         return lib.give(out), lib.give(lse)
 
@@ -176,9 +191,9 @@ class Arrays:
         table = None if table is None else self.library.contiguous(table)
         return (*map(self.library.read, (*arrays, table, slopes, sinks)), max_q, max_k)
 
-    def packed_attention(self, qkv, axis, *options):
+    def packed_attention(self, qkv, axis, *options, division=None):
         """`attention` of q, k and v in one array along `axis`."""
-        return self.attention(*self.unstack(qkv, axis), *options)
+        return self.attention(*self.unstack(qkv, axis), *options, division=division)
 
     def backward(
         self, dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None
@@ -305,12 +320,12 @@ class Arrays:
 class _LentArrays(Arrays):
     """Arrays of other libraries in the CPU's memory, read as numpy's; results are numpy's."""
 
-    def attention(self, q, k, v, *options, out=None):
+    def attention(self, q, k, v, *options, out=None, division=None):
         out = None if out is None else self._lent(out)
-        return super().attention(*map(self._lent, (q, k, v, *options)), out=out)
+        return super().attention(*map(self._lent, (q, k, v, *options)), out=out, division=division)
 
-    def packed_attention(self, stacked, *options):
-        return super().packed_attention(self._lent(stacked), *options)
+    def packed_attention(self, stacked, *options, division=None):
+        return super().packed_attention(self._lent(stacked), *options, division=division)
 
     def unstack(self, stacked, axis):
         return super().unstack(self._lent(stacked), axis)
@@ -352,12 +367,12 @@ class _JaxArrays(Arrays):
     """jax lets nobody write its memory and names no stream. Arrays on a GPU are lent to torch and results
     handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
 
-    def attention(self, q, *others, out=None):
+    def attention(self, q, *others, out=None, division=None):
         if out is not None:
             raise UnsupportedError(_UNWRITTEN)
         if _is_on_gpu(q):
-            return self._by_torch("attention", q, *others)
-        return super().attention(q, *others)
+            return self._by_torch("attention", q, *others, division=division)
+        return super().attention(q, *others, division=division)
 
     def backward(self, dout, *others):
         if _is_on_gpu(dout):
@@ -376,7 +391,7 @@ class _JaxArrays(Arrays):
     def append(self, append):
         raise UnsupportedError("jax arrays cannot be appended to in place: use numpy or torch for the cache")
 
-    def _by_torch(self, name, *arguments):
+    def _by_torch(self, name, *arguments, **options):
         try:
             torch = importlib.import_module("torch")
         except ImportError:
@@ -403,7 +418,7 @@ class _JaxArrays(Arrays):
             return None if value is None else jax.dlpack.from_dlpack(value.contiguous())
 
         with torch.no_grad():
-            return tuple(map(handed, getattr(face, name)(*map(lent, arguments))))
+            return tuple(map(handed, getattr(face, name)(*map(lent, arguments), **options)))
 
 
 _UNWRITTEN = "out: jax arrays cannot be written, leave it out"

@@ -64,7 +64,7 @@ def most(name, value):
     return min(rows, _FAR)
 
 
-def count(name, value, least=0):
+def count(name, value, least=0, most=_FAR):
     """A whole number of a problem."""
     try:
         if isinstance(value, bool):
@@ -72,8 +72,8 @@ def count(name, value, least=0):
         number = index(value)
     except TypeError:
         raise InputTypeError(f"{name} is {short(value)}: it must be a whole number") from None
-    if not least <= number <= _FAR:
-        raise InputError(f"{name} is {number}: it must be from {least} to {_FAR}")
+    if not least <= number <= most:
+        raise InputError(f"{name} is {number}: it must be from {least} to {most}")
     return number
 
 

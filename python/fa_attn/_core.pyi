@@ -18,6 +18,7 @@ BESIDE: Tuple[str, ...]
 """Arguments for the words beside Q, K and V, in the order of `Extras`."""
 
 Extras = Tuple[Any, Any, Any, Any, Any, Any, Any, int, int]
+Division = Tuple[Optional[int], Optional[bool]]
 Allocate = Callable[[int, bool], Any]
 
 def version() -> str: ...
@@ -58,6 +59,7 @@ def forward(
     allocate: Optional[Allocate] = None,
     half: Optional[str] = None,
     plans: Optional[Dict[Tuple[int, int], Any]] = None,
+    division: Optional[Division] = None,
 ) -> None: ...
 def backward(
     dout: Any,
@@ -93,6 +95,7 @@ def report(
     backward: bool = False,
     deterministic: bool = False,
     half: Optional[str] = None,
+    division: Optional[Division] = None,
 ) -> str: ...
 def append(*arguments: Any) -> int: ...
 def merge(

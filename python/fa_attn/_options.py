@@ -2,13 +2,11 @@
 
 from reprlib import repr as short
 
-from ._checks import array, flag, is_neutral, most, number, window
+from ._checks import array, count, flag, is_neutral, most, number, window
 from ._core import BESIDE, InputError, UnsupportedError
 
 # Names of FlashAttention's that are taken at these values, and what would work otherwise.
 _NEUTRAL = {
-    "num_splits": ((0, 1, None), "how often keys are divided is the planner's choice, leave it at 0"),
-    "pack_gqa": ((None,), "whether heads share a tile is the planner's choice, leave it at None"),
     "sm_margin": ((0, None), "kernels use all SMs, leave it at 0"),
     "attention_chunk": ((0, None), "use window_size, or pack each chunk as a sequence of its own"),
     "qv": ((None,), "a second query on the values is not computed: join q and qv along the head dim"),
@@ -38,12 +36,29 @@ _NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag, "fa_versi
 
 _SINKS = ("sinks", "learnable_sink", "s_aux")
 _LSE = ("return_softmax_lse", "return_lse")
+_DIVISION = ("num_splits", "pack_gqa")
+
+
+# Parts of a tile's keys at the most.
+_MOST_SPLITS = 256
+
+
+def division_of(num_splits, pack_gqa):
+    """How a GPU's kernel divides a forward's work, where the caller decides it: (parts of the keys, whether
+    the heads of a group share a tile), either None for the planner's choice. None where both are."""
+    splits = None if num_splits is None else count("num_splits", num_splits, most=_MOST_SPLITS)
+    packs = None if pack_gqa is None else flag("pack_gqa", pack_gqa)
+    return (splits or None, packs) if splits or packs is not None else None
 
 
 def others_of(function, others):
-    """(sinks, whether LSE is wanted) of the arguments by name; refuses what is not computed."""
+    """(sinks, whether LSE is wanted, division of the work) of the arguments by name; refuses what is not
+    computed."""
     sinks, wants_lse = None, False
+    division = division_of(others.get("num_splits"), others.get("pack_gqa"))
     for name, value in others.items():
+        if name in _DIVISION:
+            continue
         if name in _SINKS:
             if value is not None and sinks is not None:
                 raise InputError("sinks are given twice: by one of the names sinks, learnable_sink and s_aux")
@@ -59,7 +74,7 @@ def others_of(function, others):
                 _NEEDLESS[name](name, value)
         else:
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
-    return sinks, wants_lse
+    return sinks, wants_lse, division
 
 
 def extras_of(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):

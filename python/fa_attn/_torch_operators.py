@@ -42,11 +42,14 @@ def _forward_operator(
     right: int,
     softcap: float,
     deterministic: bool,
+    num_splits: int = 0,
+    pack_gqa: Optional[bool] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     del deterministic
     extras = _flat(cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
-    return run_forward(q, k, v, scale, causal, (left, right), softcap, extras)
+    division = (num_splits or None, pack_gqa) if num_splits or pack_gqa is not None else None
+    return run_forward(q, k, v, scale, causal, (left, right), softcap, extras, division=division)
 
 
 @_forward_operator.register_fake
@@ -99,13 +102,14 @@ def _flat(*extras):
     return None if all(x is None for x in extras[:7]) else detached(extras)
 
 
-def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras):
+def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division=None):
     beside = extras if extras is not None else (None,) * 7 + (0, 0)
     cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside
     if sinks is not None and sinks.dtype != FLOAT:
         sinks = sinks.to(FLOAT)
     left, right = window
     scale = None if scale is None else float(scale)
+    splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
     if not is_compiling() and (is_transforming() or forward_ad._current_level >= 0):
         operator = _Transformed.apply
@@ -128,11 +132,13 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras):
         right,
         float(softcap),
         bool(deterministic),
+        splits or 0,
+        packs,
     )
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, cu_q, cu_k, used_q, used_k, page_table, slopes, sinks, *options = inputs
+    q, k, v, cu_q, cu_k, used_q, used_k, page_table, slopes, sinks, *options, _, _ = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks)
     ctx.is_paged, ctx.options = page_table is not None, options
@@ -143,7 +149,7 @@ def _differentiate(ctx, dout, dlse):
     if ctx.is_paged:
         raise UnsupportedError("keys in pages have no gradients: pack or pad them")
     if dout is None and dlse is None:
-        return (None,) * 18
+        return (None,) * 20
     q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     operator = torch.ops.fa_attn.backward
@@ -152,7 +158,7 @@ def _differentiate(ctx, dout, dlse):
     dq, dk, dv, dsinks = operator(
         dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks, *ctx.options
     )
-    return (dq, dk, dv, *(None,) * 6, None if sinks is None else dsinks, *(None,) * 8)
+    return (dq, dk, dv, *(None,) * 6, None if sinks is None else dsinks, *(None,) * 10)
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)

@@ -12,10 +12,10 @@ from ._torch_memory import FLOAT, aligned, allocator_of, fresh, room_for_gradien
 _empty = torch.empty
 
 
-def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None, given=None):
-    """(out, lse); `given`: what out is written to."""
+def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None, given=None, division=None):
+    """(out, lse); `given`: what out is written to; `division`: how the work is divided, by the caller."""
     out, lse = fresh(q, v, extras, given)
-    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), None, plans)
+    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), None, plans, division)
     _core.forward(q, k, v, out, lse, *options)
     return out, lse
 
@@ -100,8 +100,8 @@ class Attention(torch.autograd.Function):
     """out and LSE of q, k, v and sinks."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras):
-        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras)
+    def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras, division):
+        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras, division=division)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = (scale, causal, window, softcap, deterministic)
         ctx.extras = extras
@@ -112,20 +112,20 @@ class Attention(torch.autograd.Function):
     @_once
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 11
         q, k, v, out, lse = ctx.saved_tensors
         grads = room_for_gradients(q, k, v, ctx.extras)
         dsinks = run_backward(dout, q, k, v, out, lse, grads, *ctx.options, ctx.extras, dlse)
-        return (*grads, dsinks, *(None,) * 6)
+        return (*grads, dsinks, *(None,) * 7)
 
 
 class PackedAttention(torch.autograd.Function):
     """The same of q, k and v in one tensor, whose gradients are written in one."""
 
     @staticmethod
-    def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras):
+    def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras, division):
         q, k, v = qkv.unbind(axis)
-        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras)
+        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras, division=division)
         ctx.save_for_backward(qkv, out, lse)
         ctx.options = (scale, causal, window, softcap, deterministic)
         ctx.extras, ctx.axis = extras, axis
@@ -136,11 +136,11 @@ class PackedAttention(torch.autograd.Function):
     @_once
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 9
+            return (None,) * 10
         qkv, out, lse = ctx.saved_tensors
         varied = ctx.extras is not None and any(x is not None for x in ctx.extras[:4])
         make = torch.zeros if varied else torch.empty
         dqkv = make(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         q, k, v = qkv.unbind(ctx.axis)
         dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, ctx.extras, dlse)
-        return (dqkv, None, dsinks, *(None,) * 6)
+        return (dqkv, None, dsinks, *(None,) * 7)

@@ -11,8 +11,12 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 
 - `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
-- what is a hint or not computed at its neutral value: `num_splits` 0 or 1, `pack_gqa` None, `sm_margin` 0,
-  `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
+- `num_splits`: parts of the keys of a tile of queries, each computed by a CTA of its own; 1 for undivided
+  keys, 0 or None for the planner's choice, 256 at most. No more than there are steps; where lengths are read
+  on the GPU, the most parts of a tile. `pack_gqa`: whether the query heads of a K/V head share a tile, None
+  for the planner's choice. Both are about the forward on a GPU, where they decide which kernel computes; on
+  the CPU the cores divide the work. Results are equal but for the order of sums.
+- what is not computed at its neutral value: `sm_margin` 0, `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
   `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
   `seqlen_k_per_split`, `num_heads_q`, `q_v`, `cp_tot_seqused_k` None, `cp_world_size` 1,
   `cp_rank` 0. Anything else raises.
@@ -67,13 +71,13 @@ def flash_attn_func(
     (out, softmax_lse, None). `others`: see the module.
     """
     no_dropout(dropout_p)
-    sinks, wants_lse = others_of("flash_attn_func", others) if others else (None, False)
+    sinks, wants_lse, division = others_of("flash_attn_func", others) if others else (None, False, None)
     if alibi_slopes is None and sinks is None:
         extras = None
     else:
         extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-    out, lse = face_of(q).attention(q, k, v, *options, extras, out=out)
+    out, lse = face_of(q).attention(q, k, v, *options, extras, out=out, division=division)
     if return_attn_probs or wants_lse:
         return returned(out, lse, wants_lse, return_attn_probs)
     return out
@@ -94,11 +98,11 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
     no_dropout(dropout_p)
-    sinks, wants_lse = others_of("flash_attn_qkvpacked_func", others)
+    sinks, wants_lse, division = others_of("flash_attn_qkvpacked_func", others)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-    out, lse = face.packed_attention(qkv, 2, *options, extras)
+    out, lse = face.packed_attention(qkv, 2, *options, extras, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -179,7 +183,7 @@ def flash_attn_varlen_func(
     sequence has are not written.
     """
     no_dropout(dropout_p)
-    sinks, wants_lse = others_of("flash_attn_varlen_func", others) if others else (None, False)
+    sinks, wants_lse, division = others_of("flash_attn_varlen_func", others)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     table = block_table if block_table is not None else page_table
@@ -205,7 +209,7 @@ def flash_attn_varlen_func(
         0 if max_seqlen_k is None else max_seqlen_k,
     )
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-    out, lse = face.attention(q, k, v, *options, extras, out=out)
+    out, lse = face.attention(q, k, v, *options, extras, out=out, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -225,14 +229,14 @@ def flash_attn_varlen_qkvpacked_func(
 ):
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
     no_dropout(dropout_p)
-    sinks, wants_lse = others_of("flash_attn_varlen_qkvpacked_func", others)
+    sinks, wants_lse, division = others_of("flash_attn_varlen_qkvpacked_func", others)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if max_seqlen is None:
         raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
     max_seqlen = most("max_seqlen", max_seqlen)
     extras = extras_of(cu_seqlens, cu_seqlens, None, None, None, alibi_slopes, sinks, max_seqlen, max_seqlen)
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-    out, lse = face.packed_attention(qkv, 1, *options, extras)
+    out, lse = face.packed_attention(qkv, 1, *options, extras, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
 
 

@@ -197,39 +197,74 @@ class Kernels:
             raise _core.InputError(f"device is {self.device!r}: it must be 'cpu', 'cuda' or 'cuda:0'")
         return int(index or 0)
 
-    def _extras(self, q, k, named):
-        array("q", q), array("k", k)
+    def _extras(self, q, k, v, named):
+        array("q", q), array("k", k), array("v", v)
         for name in named:
             if name not in _BESIDE:
                 raise TypeError(f"unexpected keyword argument '{name}': {', '.join(_BESIDE)} are known")
         beside = tuple(named.get(name) for name in _BESIDE)
         given = self.problem
+        for name, value in zip(_BESIDE, beside):
+            if (value is not None) != _names(given, name):
+                fault = "missing: the problem has them" if value is None else "given, but the problem has none"
+                raise _core.InputError(f"{name}: {fault}")
         outer_q = [given["batch"], given["seqlen_q"]] if "total_q" not in given else [given["total_q"]]
         outer_k = [given["batch"], given["seqlen_k"]] if "total_k" not in given else [given["total_k"]]
         if "page" in given:
             outer_k = [given["pages"], given["page"]]
-        need = (
-            (*outer_q, given["heads_q"], given["head_dim"]),
-            (*outer_k, given["heads_kv"], given["head_dim"]),
-        )
-        have = (tuple(q.shape), tuple(k.shape))
-        if have != need:
-            raise _core.InputError(f"q is {have[0]} and k {have[1]}, bound are {need[0]} and {need[1]}")
+        need = {
+            "q": (*outer_q, given["heads_q"], given["head_dim"]),
+            "k": (*outer_k, given["heads_kv"], given["head_dim"]),
+            "v": (*outer_k, given["heads_kv"], given["head_dim_v"]),
+        }
+        for name, have in (("q", q), ("k", k), ("v", v)):
+            if tuple(have.shape) != need[name]:
+                raise _core.InputError(f"{name} has the shape {tuple(have.shape)}: bound is {need[name]}")
+        dtype = _DTYPES.get(str(q.dtype).rpartition(".")[2])
+        if dtype != given["dtype"]:
+            raise _core.InputError(f"q holds {q.dtype}: bound is {given['dtype']}")
+        if hasattr(q, "__dlpack_device__"):
+            kind, index = q.__dlpack_device__()
+            at = None if int(kind) == _CPU else index
+            if at != self._ordinal():
+                place = "in the memory of the CPU" if at is None else f"on GPU {at}"
+                raise _core.InputError(f"q lies {place}: bound is {self.device!r}")
         if all(x is None for x in beside):
             return None
         return (*beside, given["seqlen_q"], given["seqlen_k"])
 
     def forward(self, q, k, v, **beside):
         """(out, lse)."""
-        return face_of(q).attention(q, k, v, *self._options, self.deterministic, self._extras(q, k, beside))
+        extras = self._extras(q, k, v, beside)
+        return face_of(q).attention(q, k, v, *self._options, self.deterministic, extras)
 
     def backward(self, dout, q, k, v, out, lse, **beside):
         """(dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
-        extras = self._extras(q, k, beside)
+        extras = self._extras(q, k, v, beside)
         *grads, dsinks = face_of(q).backward(
             dout, q, k, v, out, lse, *self._options, self.deterministic, extras
         )
         return tuple(grads) if dsinks is None else (*grads, dsinks)
+
+
+# DLPack's number of the CPU.
+_CPU = 1
+
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+def _names(problem, beside):
+    """Whether a problem has what an argument of `Kernels` is."""
+    is_paged = problem.get("page") is not None
+    return {
+        "cu_seqlens_q": problem.get("total_q") is not None,
+        "cu_seqlens_k": problem.get("total_k") is not None,
+        "seqused_q": bool(problem.get("used_q")),
+        "seqused_k": bool(problem.get("used_k")) or is_paged,
+        "page_table": is_paged,
+        "alibi_slopes": problem.get("alibi") is not None,
+        "sinks": bool(problem.get("sinks")),
+    }[beside]
 
 
 _BESIDE = (

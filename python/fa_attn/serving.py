@@ -8,7 +8,7 @@ from typing import Any
 from ._checks import LARGEST, array, count, flag, masses, most
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
-from ._options import extras_of, options_of, others_of
+from ._options import division_of, extras_of, options_of, others_of
 
 
 @dataclass
@@ -73,12 +73,12 @@ def flash_attn_with_kvcache(
     (batch, seqlen_new, heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
     (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
     cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
-    out; with `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are
-    divided: `num_splits` is 0 or 1. `out`: an array in the shape and type of the result to write it to.
+    out; with `return_softmax_lse` (out, lse). There are no gradients. `out`: an array in the shape and type of the result to write it to.
     `scheduler_metadata`: what `get_scheduler_metadata` gave for these lengths.
     """
     metadata = others.pop("scheduler_metadata", None)
-    sinks, wants_lse = others_of("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
+    others["num_splits"] = num_splits
+    sinks, wants_lse, division = others_of("flash_attn_with_kvcache", others)
     wants_lse = flag("return_softmax_lse", return_softmax_lse) or wants_lse
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
@@ -127,8 +127,9 @@ def flash_attn_with_kvcache(
     if metadata is not None:
         plans = _plans_of(metadata)
         metadata.check(q, k_cache, v_cache, options, batch, longest or q.shape[-3], table is not None)
+        division = metadata.divided(division)
     used = cache_seqlens
-    if isinstance(used, Integral):
+    if isinstance(used, Integral) and not isinstance(used, bool):
         if not 0 <= used <= LARGEST:
             raise InputError(f"cache_seqlens is {used}: it must be from 0 to {LARGEST}")
         used = face.ints(int(used), batch, q)
@@ -182,7 +183,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
         sinks = None if sinks is None else array("sinks", sinks).detach()
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
-    out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out)
+    out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out, division=division)
     return (out, lse) if wants_lse else out
 
 
@@ -201,6 +202,7 @@ class SchedulerMetadata:
     causal: bool
     window_size: Any
     has_softcap: bool
+    division: Any
     plans: dict = field(default_factory=dict, repr=False)
 
     def check(self, q, k_cache, v_cache, options, batch, longest, is_paged):
@@ -225,6 +227,16 @@ class SchedulerMetadata:
                 raise InputError(
                     f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
                 )
+
+
+    def divided(self, division):
+        """How the call's work is divided: as it says, or the metadata."""
+        if None not in (division, self.division) and division != self.division:
+            raise InputError(
+                f"scheduler_metadata is of (num_splits, pack_gqa) = {self.division}, the call has "
+                f"{division}: make one for the call"
+            )
+        return division or self.division
 
 
 def _plans_of(metadata):
@@ -266,10 +278,11 @@ def get_scheduler_metadata(
     the plan; later calls on the same stream leave planning out. So it is for the lengths of one step: make
     another when they change. It is needed nowhere: without it each call plans its own work, as calls do that
     are captured in a graph or by torch.compile. Where nothing is planned (on the CPU, for lengths that do not
-    differ) it changes nothing. A call that contradicts the arguments raises.
+    differ) it changes nothing. `num_splits` and `pack_gqa` are those of calls that have none of their own. A
+    call that contradicts the arguments raises.
     """
-    others = {"attention_chunk": attention_chunk, "num_splits": num_splits, "pack_gqa": pack_gqa}
-    others_of("get_scheduler_metadata", {**others, "sm_margin": sm_margin})
+    others_of("get_scheduler_metadata", {"attention_chunk": attention_chunk, "sm_margin": sm_margin})
+    division = division_of(num_splits, pack_gqa)
     lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     lengths.update(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad)
     for name, value in lengths.items():
@@ -295,6 +308,7 @@ def get_scheduler_metadata(
         causal=causal,
         window_size=window,
         has_softcap=flag("has_softcap", has_softcap),
+        division=division,
     )
 
 

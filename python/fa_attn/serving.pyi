@@ -34,7 +34,7 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Optional[Array] = None,
-    num_splits: int = 0,
+    num_splits: Optional[int] = 0,
     return_softmax_lse: bool = False,
     *,
     page_table: Optional[Array] = None,
@@ -81,7 +81,7 @@ def get_scheduler_metadata(
     window_size: Window = (-1, -1),
     attention_chunk: int = 0,
     has_softcap: bool = False,
-    num_splits: int = 0,
+    num_splits: Optional[int] = 0,
     pack_gqa: Optional[bool] = None,
     sm_margin: int = 0,
 ) -> SchedulerMetadata: ...

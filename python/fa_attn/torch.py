@@ -49,10 +49,24 @@ __all__ = [
 has_autograd = True
 
 
-def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None, *, out=None):
+def attention(
+    q,
+    k,
+    v,
+    scale,
+    causal,
+    window,
+    softcap,
+    deterministic,
+    extras,
+    plans=None,
+    *,
+    out=None,
+    division=None,
+):
     """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: of calls without gradients, plans
     of work that others have made, to which this adds its own. `out`: what the result is written to, without
-    gradients."""
+    gradients. `division`: how the forward's work is divided, where the caller decides it."""
     as_operator = goes_by_operator(q, k, v)
     if q.dim() < 3 or v.dim() < 3:
         raise _core.InputError(
@@ -66,7 +80,8 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, pl
     if out is not None:
         _check_out(out, q, k, v, extras)
         if as_operator or not is_aligned(out) or (q.is_cuda and (head_dim % 8 or head_dim_v % 8)):
-            made, lse = attention(q, k, v, scale, causal, window, softcap, deterministic, extras, plans)
+            options = (scale, causal, window, softcap, deterministic, extras, plans)
+            made, lse = attention(q, k, v, *options, division=division)
             return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads the same way.
@@ -83,10 +98,11 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, pl
             deterministic,
             extras,
             plans,
+            division=division,
         )
         return out[..., :head_dim_v], lse
     if as_operator:
-        return by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras)
+        return by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division)
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = rows_of(q), rows_of(k), rows_of(v)
     if q.is_neg() or k.is_neg() or v.is_neg():
@@ -100,9 +116,10 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, pl
     ):
         if extras is not None:
             extras = detached(extras)
-        return Attention.apply(q, k, v, sinks, scale, causal, window, softcap, deterministic, extras)
+        options = (scale, causal, window, softcap, deterministic)
+        return Attention.apply(q, k, v, sinks, *options, extras, division)
     extras = None if extras is None else detached(extras)
-    return run_forward(q, k, v, scale, causal, window, softcap, extras, plans, out)
+    return run_forward(q, k, v, scale, causal, window, softcap, extras, plans, out, division)
 
 
 def _check_out(out, q, k, v, extras):
@@ -117,7 +134,7 @@ def _check_out(out, q, k, v, extras):
         )
 
 
-def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras):
+def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras, *, division=None):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     sinks = None if extras is None else extras[6]
     check_tensor("sinks", sinks)
@@ -126,9 +143,10 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():
         extras = None if extras is None else detached(extras)
-        return PackedAttention.apply(qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras)
+        options = (scale, causal, window, softcap, deterministic)
+        return PackedAttention.apply(qkv, axis, sinks, *options, extras, division)
     q, k, v = qkv.unbind(axis)
-    return attention(q, k, v, scale, causal, window, softcap, deterministic, extras)
+    return attention(q, k, v, scale, causal, window, softcap, deterministic, extras, division=division)
 
 
 def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None):

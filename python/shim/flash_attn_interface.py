@@ -1,5 +1,4 @@
-"""Stands in for FlashAttention-3's module `flash_attn_interface`. Hints on speed (`num_splits`, `pack_gqa`,
-`sm_margin`) are the planner's here and are left out."""
+"""Stands in for FlashAttention-3's module `flash_attn_interface`."""
 
 import fa_attn
 from fa_attn import InputError, UnsupportedError
@@ -33,7 +32,12 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     _refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
     )
     return fa_attn.flash_attn_func(
         q,
@@ -45,6 +49,8 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=deterministic,
         return_softmax_lse=return_attn_probs,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
     )
 
 
@@ -65,7 +71,8 @@ def flash_attn_qkvpacked_func(
 ):
     """Of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim) with
     `num_heads_q`."""
-    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(attention_chunk=attention_chunk, sm_margin=sm_margin, **descales)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -110,7 +117,12 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
 ):
     _refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
     )
     return fa_attn.flash_attn_varlen_func(
         q,
@@ -128,6 +140,8 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         return_softmax_lse=return_attn_probs,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
     )
 
 
@@ -169,6 +183,7 @@ def flash_attn_with_kvcache(
         k_descale=k_descale,
         v_descale=v_descale,
         attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
     )
     return fa_attn.flash_attn_with_kvcache(
         q,
@@ -192,14 +207,13 @@ def flash_attn_with_kvcache(
         max_seqlen_q=max_seqlen_q,
         rotary_seqlens=rotary_seqlens,
         scheduler_metadata=scheduler_metadata,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
         return_softmax_lse=return_softmax_lse,
     )
 
 
-def get_scheduler_metadata(*arguments, num_splits=0, pack_gqa=None, sm_margin=0, **options):
-    return fa_attn.get_scheduler_metadata(*arguments, **options)
-
-
+get_scheduler_metadata = fa_attn.get_scheduler_metadata
 flash_attn_combine = fa_attn.flash_attn_combine
 
 
@@ -227,6 +241,7 @@ def _flash_attn_backward(
     sm_margin=0,
 ):
     """(dq, dk, dv, rowsum(O * dO)), as their test of the same bits calls it."""
+    _refuse(sm_margin=sm_margin)
     options = (softmax_scale, is_causal, window_size, softcap)
     grads = fa_attn.flash_attn_varlen_backward(
         dout,

@@ -40,6 +40,9 @@ def flash_attn_func(
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
         return_attn_probs=True,
     )
 
@@ -86,6 +89,9 @@ def flash_attn_varlen_func(
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
         return_attn_probs=True,
     )
 
@@ -143,5 +149,8 @@ def flash_attn_with_kvcache(
         window_size=window_size,
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
         return_softmax_lse=return_softmax_lse,
     )

@@ -1,6 +1,8 @@
 //! The functions that the package's Python calls: a pass on arrays as they lie, on the device where they lie.
 
-use fa_attn::{Append, Dtype, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side};
+use fa_attn::{
+    Append, Division, Dtype, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side,
+};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -10,12 +12,14 @@ use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu};
 
-/// Where a call runs: the caller's stream, what gives it memory, and the plans of work that calls share.
+/// Where a call runs: the caller's stream, what gives it memory, the plans of work that calls share, and
+/// how the caller has work divided.
 #[derive(Clone, Copy)]
 struct On<'a, 'py> {
     stream: Option<u64>,
     allocate: Option<&'a Bound<'py, PyAny>>,
     plans: Option<&'a Bound<'py, PyDict>>,
+    division: Division,
 }
 
 /// The type of 16 bits without a meaning, by its name.
@@ -39,7 +43,7 @@ fn run(
         Place::Cuda(ordinal) => {
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
-            let entry = device.bind(py, problem, pass)?;
+            let entry = device.bind(py, problem, pass, on.division)?;
             let stream = match on.stream {
                 Some(stream) => stream,
                 None => current_stream(q, ordinal)?.unwrap_or(0),
@@ -106,10 +110,11 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
 }
 
 /// Writes O to `out` and LSE to `lse`. `plans` has plans of work for the same lengths, and gets this call's.
+/// `division`: [`Division`], which is a GPU's.
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, scale, causal, window, softcap, extras=None, stream=None, allocate=None,
-    half=None, plans=None
+    half=None, plans=None, division=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<'py>(
@@ -128,12 +133,15 @@ pub(crate) fn forward<'py>(
     allocate: Option<&Bound<'py, PyAny>>,
     half: Option<&str>,
     plans: Option<&Bound<'py, PyDict>>,
+    division: Option<(Option<usize>, Option<bool>)>,
 ) -> PyResult<()> {
     let given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let (out, lse) = (View::of("out", out, stream)?, View::of("softmax_lse", lse, stream)?);
     let to = Written::Forward { out: &out, lse: &lse };
-    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate, plans })
+    let (splits, pack_gqa) = division.unwrap_or_default();
+    let division = Division { splits, pack_gqa };
+    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate, plans, division })
 }
 
 /// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
@@ -188,7 +196,7 @@ pub(crate) fn backward<'py>(
         (&problem, Pass::Backward { deterministic }),
         &to,
         q,
-        On { stream, allocate, plans: None },
+        On { stream, allocate, plans: None, division: Division::PLANNED },
     )
 }
 
@@ -196,7 +204,7 @@ pub(crate) fn backward<'py>(
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, scale, causal, window, softcap, extras=None, backward=false, deterministic=false,
-    half=None
+    half=None, division=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn report<'py>(
@@ -212,22 +220,30 @@ pub(crate) fn report<'py>(
     backward: bool,
     deterministic: bool,
     half: Option<&str>,
+    division: Option<(Option<usize>, Option<bool>)>,
 ) -> PyResult<String> {
     let given = Given::of([q, k, v], extras.as_ref(), None, half_of(half)?)?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
-    report_of(py, &problem, pass, given.place())
+    let (splits, pack_gqa) = division.unwrap_or_default();
+    report_of(py, &problem, pass, Division { splits, pack_gqa }, given.place())
 }
 
 /// The report on a pass of `problem` at a place, as JSON.
-pub(crate) fn report_of(py: Python<'_>, problem: &Problem, pass: Pass, place: Place) -> PyResult<String> {
+pub(crate) fn report_of(
+    py: Python<'_>,
+    problem: &Problem,
+    pass: Pass,
+    division: Division,
+    place: Place,
+) -> PyResult<String> {
     problem.check().map_err(|error| raised(error.into()))?;
     let report = match place {
         Place::Cpu => serde_json::to_string(&host::engine()?.bind(problem, pass).map_err(raised)?.report()),
         Place::Cuda(ordinal) => {
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
-            let entry = device.bind(py, problem, pass)?;
+            let entry = device.bind(py, problem, pass, division)?;
             serde_json::to_string(&serde_json::json!({
                 "backend": "cuda",
                 "kernel": entry.kernel.spec().to_string(),

@@ -194,9 +194,10 @@ impl<'py> View<'py> {
         // SAFETY: the table is of the object's type; the tensor is filled where 0 is returned.
         let status = unsafe { of(object.as_ptr().cast(), tensor.as_mut_ptr()) };
         if status != 0 {
-            return Err(PyErr::take(object.py()).unwrap_or_else(|| {
-                InputError::new_err(format!("{name}: its library gives no tensor for it"))
-            }));
+            return Err(PyErr::take(object.py()).map_or_else(
+                || InputError::new_err(format!("{name}: its library gives no tensor for it")),
+                |error| unlent(name, object, error),
+            ));
         }
         // SAFETY: filled, and its shape and strides live as long as the object.
         unsafe { View::read(name, &tensor.assume_init(), Owner::Object, false) }
@@ -446,13 +447,19 @@ fn capsule_of<'py>(
         }
         capsule => capsule,
     };
-    // A byte order or a type that DLPack has no name for.
-    let capsule = capsule.map_err(|error| {
-        if !error.is_instance_of::<pyo3::exceptions::PyBufferError>(py) {
-            return error;
-        }
-        let of = object.getattr(intern!(py, "dtype")).map_or_else(|_| String::new(), |of| format!(" ({of})"));
-        InputError::new_err(format!("{name}{of} cannot be lent: {}; convert it", error.value(py)))
-    })?;
-    Ok(capsule.cast_into::<PyCapsule>()?)
+    Ok(capsule.map_err(|error| unlent(name, object, error))?.cast_into::<PyCapsule>()?)
+}
+
+/// The refusal of an array that its library does not lend: a byte order or a type that DLPack has no name
+/// for, no memory (torch's meta tensors).
+fn unlent(name: &str, object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    use pyo3::exceptions::{PyBufferError, PyRuntimeError};
+    let py = object.py();
+    if !error.is_instance_of::<PyBufferError>(py) && !error.is_instance_of::<PyRuntimeError>(py) {
+        return error;
+    }
+    let of = object.getattr(intern!(py, "dtype")).map_or_else(|_| String::new(), |of| format!(" ({of})"));
+    let text = error.value(py).to_string();
+    let line = text.lines().next().unwrap_or_default().trim_end_matches('.');
+    InputError::new_err(format!("{name}{of} cannot be lent: {line}; convert it"))
 }

@@ -76,6 +76,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
         | Error::Problem(_)
         | Error::Cpu(_)
         | Error::Length { .. }
+        | Error::Memory { .. }
         | Error::Shape { .. }
         | Error::Dtype { .. }
         | Error::Pass { .. }

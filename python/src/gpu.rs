@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
-use fa_attn::{Append, Error, Pass, Problem, ProblemKey, Tuning, TuningOutcome};
+use fa_attn::{Append, Division, Error, Pass, Problem, ProblemKey, Tuning, TuningOutcome};
 use fa_core::Merge;
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
@@ -50,7 +50,7 @@ const WORKSPACES: usize = 64;
 /// Bound kernels, and how many winners of tuning there were when the first of them was bound.
 #[derive(Default)]
 struct Kept {
-    entries: HashMap<(ProblemKey, Pass), Arc<Entry>>,
+    entries: HashMap<(ProblemKey, Pass, Division), Arc<Entry>>,
     winners: u64,
 }
 
@@ -96,12 +96,19 @@ impl Device {
         self.gpu.name()
     }
 
-    /// The kernel for a pass of `problem`, chosen for lengths rounded up.
+    /// The kernel for a pass of `problem`, chosen for lengths rounded up, and of a forward so that it
+    /// divides the work as the caller says.
     ///
     /// # Errors
     /// As [`Gpu::bind_rounded`].
-    pub(crate) fn bind(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> PyResult<Arc<Entry>> {
-        let key = (ProblemKey::from(problem), pass);
+    pub(crate) fn bind(
+        &self,
+        py: Python<'_>,
+        problem: &Problem,
+        pass: Pass,
+        division: Division,
+    ) -> PyResult<Arc<Entry>> {
+        let key = (ProblemKey::from(problem), pass, division);
         let winners = self.gpu.tuned_winners();
         {
             let mut bound = lock(&self.bound);
@@ -112,7 +119,11 @@ impl Device {
             }
         }
         // Compiling takes a second; other threads go on meanwhile.
-        let kernel = py.detach(|| self.gpu.bind_rounded(problem, pass)).map_err(raised)?;
+        let bind = || match division {
+            Division::PLANNED => self.gpu.bind_rounded(problem, pass),
+            _ => self.gpu.forward_divided(problem, division).map(Kernel::Forward),
+        };
+        let kernel = py.detach(bind).map_err(raised)?;
         let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
         let entry = Arc::new(Entry { kernel, number });
         let mut bound = lock(&self.bound);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use fa_attn::{Pass, Problem, Tried, Tuning, TuningOutcome};
+use fa_attn::{Division, Pass, Problem, Tried, Tuning, TuningOutcome};
 use fa_core::{Arch, KernelSpec};
 use fa_planner::report::{PlanFamily, Planned, ReportError};
 use pyo3::prelude::*;
@@ -44,7 +44,7 @@ pub(crate) fn bind(
     device: Option<i32>,
 ) -> PyResult<String> {
     let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
-    report_of(py, &problem_of(problem)?, pass, device.map_or(Place::Cpu, Place::Cuda))
+    report_of(py, &problem_of(problem)?, pass, Division::PLANNED, device.map_or(Place::Cpu, Place::Cuda))
 }
 
 /// Everything that is tried for a problem on an architecture, as `fa plan --json` prints it; at most `limit`

@@ -301,8 +301,11 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
 
     unsupported, wrong = fa_attn.UnsupportedError, fa_attn.InputError
     refused(unsupported, "without dropout", call, q, k, v, dropout_p=0.1)
-    refused(unsupported, "planner's choice", call, q, k, v, num_splits=3)
-    refused(unsupported, "planner's choice", call, q, k, v, pack_gqa=True)
+    refused(wrong, "num_splits is -1: it must be from 0 to 256", call, q, k, v, num_splits=-1)
+    refused(wrong, "num_splits is 257: it must be from 0 to 256", call, q, k, v, num_splits=257)
+    refused(wrong, "num_splits is 1.5: it must be a whole number", call, q, k, v, num_splits=1.5)
+    refused(wrong, "pack_gqa is 2: it must be True or False", call, q, k, v, pack_gqa=2)
+    refused(unsupported, "sm_margin = 8", call, q, k, v, sm_margin=8)
     refused(unsupported, "bfloat16", call, q, k, v, q_descale=np.ones(1))
     refused(unsupported, "window_size", call, q, k, v, attention_chunk=128)
     refused(unsupported, "head dim", call, q, k, v, qv=q)
@@ -492,9 +495,40 @@ def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise
     used = np.array([4], np.int32)
     out = fa_attn.flash_attn_varlen_func(Q, Q, Q, seqused_k=used, causal=True, **others)
     assert np.array_equal(out, want)
-    for name in sorted(set(neutral) - {"learnable_sink", "min_seqlen_k"}):
+    for name in sorted(set(neutral) - {"learnable_sink", "min_seqlen_k", "pack_gqa"}):
         with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
+
+
+def test_how_a_gpu_divides_the_work_changes_nothing_on_the_cpu():
+    q, k, v = arrays(11, (2, 3, 4, 32), (2, 40, 2, 32), (2, 40, 2, 32))
+    starts = [np.arange(3, dtype=np.int32) * rows for rows in (3, 40)]
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    qkv = np.stack([k, k, v], 2)
+    for given in (dict(num_splits=3), dict(num_splits=1, pack_gqa=False), dict(num_splits=0, pack_gqa=True)):
+        for call in (
+            lambda **some: fa_attn.flash_attn_func(q, k, v, causal=True, **some),
+            lambda **some: fa_attn.flash_attn_varlen_func(*flat, *starts, 3, 40, causal=True, **some),
+            lambda **some: fa_attn.flash_attn_qkvpacked_func(qkv, **some),
+            lambda **some: fa_attn.flash_attn_kvpacked_func(q, np.stack([k, v], 2), **some),
+            lambda **some: fa_attn.flash_attn_with_kvcache(q, k, v, causal=True, **some),
+        ):
+            assert np.array_equal(call(**given), call())
+
+
+def test_absurd_sizes_are_refused_and_not_allocated():
+    """A broadcast array of any number of sequences takes the memory of one row."""
+    q = np.zeros((1 << 43, 0, 1, 8), np.float32)
+    k = np.broadcast_to(np.float32(1), (1 << 43, 3, 1, 8))
+    with pytest.raises(fa_attn.InputError, match="8796093022208 sequences are listed in .* bytes"):
+        fa_attn.flash_attn_func(q, k, k)
+    assert fa_attn.flash_attn_func(q, q, q).shape == q.shape
+    rows = np.zeros((1, 1, 1, 8), np.float32)
+    wide = np.zeros((1, 0, 1, 1 << 20), np.float32)
+    with pytest.raises(fa_attn.InputError, match="head_dim_v = 1048576: at most 65536"):
+        fa_attn.flash_attn_func(rows, rows[:, :0], wide)
+    with pytest.raises(fa_attn.InputError, match="cache_seqlens"):
+        fa_attn.flash_attn_with_kvcache(rows, rows, rows, cache_seqlens=True)
 
 
 def test_refusals_name_the_arguments():

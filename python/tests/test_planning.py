@@ -2,7 +2,9 @@
 
 import json
 import os
+import pickle
 
+import numpy as np
 import pytest
 import reference
 from reference import arrays, close
@@ -60,8 +62,17 @@ def test_kernels_are_bound_once():
     for got, grad in zip(grads, wanted):
         close(got[0], grad, factor=8)
     close(dsinks, of_sinks, factor=8)
-    with pytest.raises(fa_attn.InputError, match="bound are"):
-        kernels.forward(q[:, :20], k, v, sinks=sinks)
+    # Nothing else is computed than what is bound.
+    for fault, arguments, beside in (
+        (r"^q has the shape \(1, 20, 4, 32\): bound is", (q[:, :20], k, v), dict(sinks=sinks)),
+        (r"^v has the shape \(1, 40, 2, 24\): bound is", (q, k, v[..., :24]), dict(sinks=sinks)),
+        ("^q holds float16: bound is f32", [x.astype("f2") for x in (q, k, v)], dict(sinks=sinks)),
+        ("^sinks: missing", (q, k, v), dict()),
+        ("^seqused_k: given, but", (q, k, v), dict(sinks=sinks, seqused_k=np.array([3], np.int32))),
+    ):
+        with pytest.raises(fa_attn.InputError, match=fault):
+            kernels.forward(*arguments, **beside)
+    assert np.array_equal(pickle.loads(pickle.dumps(kernels)).forward(q, k, v, sinks=sinks)[0], out)
     with pytest.raises(fa_attn.InputError, match="device"):
         fa_attn.Kernels(problem, "gpu")
 

@@ -414,3 +414,11 @@ def test_inductor_compiles_on_a_gpu():
     dout = torch.randn_like(want)
     for one, other in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (got, want))):
         close(one, other, torch.bfloat16, factor=2)
+
+
+def test_tensors_that_are_not_lent_are_refused_by_name():
+    q = torch.zeros(1, 3, 2, 8)
+    quantised = torch.quantize_per_tensor(q, 0.1, 0, torch.qint8)
+    for at, other in enumerate((quantised, q.to("meta"))):
+        with pytest.raises(fa_attn.InputError, match=f"^{'qk'[at]} .torch.* cannot be lent: .*; convert it$"):
+            fa_attn.flash_attn_func(*((other, q, q), (q, other, q))[at])

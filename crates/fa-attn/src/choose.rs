@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use fa_core::{Arch, Dtype, Family, KernelSpec, Pass, Problem};
+use fa_core::{Arch, Division, Dtype, Family, KernelSpec, Pass, Problem};
 use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
 use fa_planner::cost::{CostConstants, predict};
@@ -85,19 +85,46 @@ impl Memory {
     }
 }
 
+/// What a kernel is chosen for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Asked<'a> {
+    pub problem: &'a Problem,
+    /// `None` for the fastest that the GPU has.
+    pub family: Option<Family>,
+    pub pass: Pass,
+    /// What the caller decides of a forward.
+    pub division: Division,
+}
+
+impl<'a> Asked<'a> {
+    pub(crate) fn of(problem: &'a Problem, pass: Pass) -> Asked<'a> {
+        Asked { problem, family: None, pass, division: Division::PLANNED }
+    }
+
+    /// Everything that a choice depends on, as RON text; looked up when a problem is bound, never in a
+    /// launch.
+    fn key(&self) -> String {
+        let Asked { problem, family, pass, division: Division { splits, pack_gqa } } = *self;
+        // Of how many parts there are only the launch takes notice.
+        let split = splits.map(|parts| parts > 1);
+        ron::to_string(&(problem, family, pass, split, pack_gqa))
+            .expect("plain structs of numbers and names always serialise")
+    }
+}
+
 impl Chooser {
     /// The first kernel that `bind` takes. Where tuning is on, the problem is measured later, unless
-    /// `is_capturing`.
+    /// `is_capturing`, or the caller has decided.
     pub(crate) fn choose<P>(
         &self,
         kernels: &impl Seat,
-        problem: &Problem,
-        family: Option<Family>,
-        pass: Pass,
+        asked: Asked<'_>,
         is_capturing: impl Fn() -> bool,
         bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Result<P, Error> {
-        let key = key(problem, family, pass);
+        let Asked { problem, family, pass, division } = asked;
+        let is_measured = division == Division::PLANNED;
+        let key = asked.key();
         let (remembered, is_preferred, age) = {
             let choices = self.memory.choices();
             (choices.get(&key).cloned(), choices.preferred.contains_key(&key), choices.age)
@@ -106,7 +133,7 @@ impl Chooser {
         let wanted = family.unwrap_or(native);
         if let Some(spec) = remembered {
             let bound = bind(&spec)?;
-            if !is_preferred {
+            if !is_preferred && is_measured {
                 self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
             }
             return Ok(bound);
@@ -118,16 +145,18 @@ impl Chooser {
             None if native == Family::Sm80 => vec![native],
             None => vec![native, Family::Sm80],
         };
-        let tuned = self.tuned(kernels, problem, wanted, pass, &bind);
+        let tuned = if is_measured { self.tuned(kernels, problem, wanted, pass, &bind) } else { None };
         let (bound, spec) = match tuned {
             Some(tuned) => tuned,
             None => {
                 let ahead = || Bundle::embedded().specs(kernels.arch());
-                planned_or_ahead((problem, kernels.arch(), pass), &families, ahead, &bind)?
+                planned_or_ahead((asked, kernels.arch()), &families, ahead, &bind)?
             }
         };
         self.memory.choices().remember(age, key, spec.clone());
-        self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
+        if is_measured {
+            self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
+        }
         Ok(bound)
     }
 
@@ -206,8 +235,8 @@ impl Chooser {
     pub(crate) fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
         problem.check()?;
         spec.serves(problem).map_err(fa_kernels::Error::from)?;
-        let pass = spec.kernel.pass();
-        self.memory.choices().prefer(key(problem, None, pass), spec);
+        let key = Asked::of(problem, spec.kernel.pass()).key();
+        self.memory.choices().prefer(key, spec);
         Ok(())
     }
 
@@ -314,7 +343,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The best of the planner's kernels that compiles cleanly; where there is no compiler that works, the best
 /// of those that were compiled `ahead`.
 fn planned_or_ahead<'a, P, A: Iterator<Item = &'a KernelSpec>>(
-    asked: (&Problem, Arch, Pass),
+    asked: (Asked<'_>, Arch),
     families: &[Family],
     ahead: impl Fn() -> A,
     bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
@@ -322,7 +351,7 @@ fn planned_or_ahead<'a, P, A: Iterator<Item = &'a KernelSpec>>(
     use fa_kernels::Error::{BadCompiler, NoCompiler};
     match planned(asked, families, &bind) {
         Err(Error::Kernels(error @ (NoCompiler { .. } | BadCompiler { .. }))) => {
-            let (_, arch, pass) = asked;
+            let (Asked { pass, .. }, arch) = asked;
             tracing::warn!(%error, "only kernels that were compiled ahead run");
             compiled_ahead(asked, families, ahead(), bind).ok_or_else(|| match ahead().count() {
                 0 => Error::Kernels(error),
@@ -335,13 +364,13 @@ fn planned_or_ahead<'a, P, A: Iterator<Item = &'a KernelSpec>>(
 
 /// The best of the planner's kernels that compiles cleanly, of the first family that has one.
 fn planned<P>(
-    (problem, arch, pass): (&Problem, Arch, Pass),
+    (Asked { problem, pass, division, .. }, arch): (Asked<'_>, Arch),
     families: &[Family],
     bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
 ) -> Result<(P, KernelSpec), Error> {
     let mut first_error = None;
     for &family in families {
-        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+        let options = PlanOptions { family: Some(family), pass, division, ..PlanOptions::default() };
         let best = match best(problem, arch, &options) {
             Ok(best) => best.spec,
             Err(error) => {
@@ -368,14 +397,15 @@ fn planned<P>(
 /// The kernel that is predicted to be fastest of those compiled `ahead`; `None` when none computes the
 /// problem.
 fn compiled_ahead<'a, P>(
-    (problem, arch, pass): (&Problem, Arch, Pass),
+    (Asked { problem, pass, division, .. }, arch): (Asked<'_>, Arch),
     families: &[Family],
     ahead: impl Iterator<Item = &'a KernelSpec>,
     bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
 ) -> Option<Result<(P, KernelSpec), Error>> {
     let constants = CostConstants::of(arch);
     let suits = |spec: &&KernelSpec| {
-        families.contains(&spec.kernel.family()) && spec.kernel.pass() == pass && spec.serves(problem).is_ok()
+        let serves = spec.serves(problem).is_ok() && division.admits(spec, problem);
+        families.contains(&spec.kernel.family()) && spec.kernel.pass() == pass && serves
     };
     let spec = ahead
         .filter(suits)
@@ -383,11 +413,6 @@ fn compiled_ahead<'a, P>(
         .min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.to_string().cmp(&b.1.to_string())))?
         .1;
     Some(bind(spec).map(|bound| (bound, spec.clone())).map_err(Error::from))
-}
-
-/// Everything that a choice depends on, as RON text; looked up when a problem is bound, never in a launch.
-fn key(problem: &Problem, family: Option<Family>, pass: Pass) -> String {
-    ron::to_string(&(problem, family, pass)).expect("plain structs of numbers and names always serialise")
 }
 
 /// Kernels by the key of a problem: a caller's preferences are kept for good, choices while there is room.

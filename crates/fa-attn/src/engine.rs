@@ -197,7 +197,7 @@ impl Engine {
     /// rows that no sequence has hold NaN.
     ///
     /// # Errors
-    /// Tensors and extras that are not the problem's, and those of [`Engine::bind`].
+    /// Tensors and extras that are not the problem's, [`Error::Memory`], and those of [`Engine::bind`].
     pub fn forward<T: Element>(
         &self,
         problem: &Problem,
@@ -207,7 +207,7 @@ impl Engine {
         let call = self.bind(problem, Pass::Forward)?;
         let layout = q.layout;
         let inputs = inputs_of(problem, [q, k, v])?;
-        let mut output = Output::new(problem, layout);
+        let mut output = Output::new(problem, layout)?;
         call.run(ForwardTensors::of(inputs, &mut output, *extras)?)?;
         Ok(output)
     }
@@ -228,7 +228,7 @@ impl Engine {
         let call = self.bind(problem, Pass::BACKWARD)?;
         let layout = q.layout;
         let inputs = inputs_of(problem, [q, k, v])?;
-        let mut gradients = Gradients::new(problem, layout);
+        let mut gradients = Gradients::new(problem, layout)?;
         call.run(BackwardTensors::of(inputs, output, dout, &mut gradients, *extras)?)?;
         Ok(gradients)
     }

@@ -78,6 +78,14 @@ pub enum Error {
         /// Elements given.
         have: usize,
     },
+    /// Memory does not hold a result.
+    #[error("{tensor} takes {bytes} bytes, which the system does not give: split the batch")]
+    Memory {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its size; `usize::MAX` beyond.
+        bytes: usize,
+    },
     /// A tensor's shape contradicts another's.
     #[error("{tensor} is [batch, seqlen, heads, dim] = {got:?}: {need}")]
     Shape {

@@ -1,10 +1,12 @@
 //! A call on host tensors: copies to the GPU, launches, copies back.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use fa_core::{Pass, Problem, Strides, TensorLayout};
 use fa_cpu::batch::Batch;
-use fa_cpu::{AppendExtras, AppendTensors};
+use fa_cpu::{AppendExtras, AppendTensors, Extras, TensorRef};
+use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{BoundAppend, Error as KernelError};
 
 use crate::device::{
@@ -41,6 +43,22 @@ fn out_placement(shape: [usize; 4], strides: Strides) -> Placement {
     if given.is_packed() { given } else { Placement::packed(shape, TensorLayout::Bshd) }
 }
 
+/// Checks the extras and copies Q, K, V and them to the GPU, with room for O and a workspace of `bytes`.
+fn uploaded<T: Half>(
+    stream: &Arc<CudaStream>,
+    problem: &Problem,
+    bytes: usize,
+    tensors: [&TensorRef<'_, T>; 3],
+    out: Placement,
+    extras: &Extras<'_>,
+) -> Result<DeviceForward<T>, Error> {
+    // Kernels trust starts, lengths and pages: those that point outside the tensors are found here.
+    Batch::new(problem, extras)?;
+    let mut device = DeviceForward::upload(stream, problem, bytes, tensors, out)?;
+    device.extras = DeviceExtras::upload(stream, extras)?;
+    Ok(device)
+}
+
 fn forward<T: Half>(
     gpu: &Gpu,
     bound: &fa_kernels::Forward,
@@ -53,13 +71,10 @@ fn forward<T: Half>(
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::check::check_no_dlse(&extras)?;
-    // Starts, lengths and pages that point outside the tensors are found here; kernels trust them.
-    Batch::new(problem, &extras)?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let bytes = bound.workspace_bytes();
-    let mut device = DeviceForward::upload(stream, problem, bytes, [&q, &k, &v], placement)?;
-    device.extras = DeviceExtras::upload(stream, &extras)?;
+    let mut device = uploaded(stream, problem, bytes, [&q, &k, &v], placement, &extras)?;
     if !problem.lengths.is_uniform() {
         // Rows that no sequence has are not written, here as on the CPU.
         device.out = DeviceTensor::upload(stream, &out.as_ref())?;
@@ -93,11 +108,9 @@ fn backward<T: Half>(
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
     check_dsinks(problem, dsinks.as_deref())?;
-    Batch::new(problem, &extras)?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
-    let mut forward = DeviceForward::upload(stream, problem, 0, [&q, &k, &v], placement)?;
-    forward.extras = DeviceExtras::upload(stream, &extras)?;
+    let mut forward = uploaded(stream, problem, 0, [&q, &k, &v], placement, &extras)?;
     forward.out = DeviceTensor::upload(stream, &out)?;
     if !lse.is_empty() {
         forward.lse = stream.clone_htod(lse).map_err(doing("copying to the GPU"))?;

@@ -83,8 +83,12 @@ pub struct Output<T> {
 
 impl<T: Element> Output<T> {
     /// Room for the output of `problem`, filled with NaN.
-    pub fn new(problem: &Problem, layout: TensorLayout) -> Output<T> {
-        Output { out: nan(out_shape(problem), layout), lse: vec![f32::NAN; lse_len(problem)] }
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn new(problem: &Problem, layout: TensorLayout) -> Result<Output<T>, Error> {
+        let out = nan("out", out_shape(problem), layout)?;
+        Ok(Output { out, lse: room("lse", lse_len(problem), f32::NAN)? })
     }
 }
 
@@ -103,19 +107,37 @@ pub struct Gradients<T> {
 
 impl<T: Element> Gradients<T> {
     /// Room for the gradients of `problem`, filled with NaN.
-    pub fn new(problem: &Problem, layout: TensorLayout) -> Gradients<T> {
-        Gradients {
-            dq: nan(q_shape(problem), layout),
-            dk: nan(k_shape(problem), layout),
-            dv: nan(v_shape(problem), layout),
-            dsinks: problem.score.sinks.then(|| vec![f32::NAN; problem.heads_q]),
-        }
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn new(problem: &Problem, layout: TensorLayout) -> Result<Gradients<T>, Error> {
+        let dsinks = problem.score.sinks.then(|| room("dsinks", problem.heads_q, f32::NAN)).transpose()?;
+        Ok(Gradients {
+            dq: nan("dq", q_shape(problem), layout)?,
+            dk: nan("dk", k_shape(problem), layout)?,
+            dv: nan("dv", v_shape(problem), layout)?,
+            dsinks,
+        })
     }
 }
 
 /// NaN shows what an implementation forgets to write, and touching the pages keeps that out of timings.
-fn nan<T: Element>(shape: [usize; 4], layout: TensorLayout) -> Tensor<T> {
-    Tensor::filled(shape, layout, T::from_f32(f32::NAN))
+fn nan<T: Element>(
+    tensor: &'static str,
+    shape: [usize; 4],
+    layout: TensorLayout,
+) -> Result<Tensor<T>, Error> {
+    Ok(Tensor { data: room(tensor, elements(shape), T::from_f32(f32::NAN))?, shape, layout })
+}
+
+/// `len` values, where memory holds them: an input may be small, or claim rows of any width and have none,
+/// and its result take more than there is.
+fn room<T: Clone>(tensor: &'static str, len: usize, value: T) -> Result<Vec<T>, Error> {
+    let mut data = Vec::new();
+    let bytes = len.saturating_mul(size_of::<T>());
+    data.try_reserve_exact(len).map_err(|_| Error::Memory { tensor, bytes })?;
+    data.resize(len, value);
+    Ok(data)
 }
 
 /// The host tensors of a forward, in the shapes that the problem's lengths give ([`fa_core::SideRows`]):

@@ -2,7 +2,7 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType};
-use fa_core::{Problem, TensorLayout};
+use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
 use fa_cpu::{Element, OwnedExtras, TensorMut, TensorRef};
@@ -33,11 +33,11 @@ pub(crate) fn forward(
     let q = inputs[0].1.dims();
     let mut lse = with_lse.then(|| vec![0f32; lse_len(&posed.problem)]);
     let to = lse.as_deref_mut();
-    let storage = match inputs[0].0 {
-        CpuStorage::F32(_) => CpuStorage::F32(output(posed, inputs, to)?),
-        CpuStorage::F16(_) => CpuStorage::F16(output(posed, inputs, to)?),
-        CpuStorage::BF16(_) => CpuStorage::BF16(output(posed, inputs, to)?),
-        other => return Err(unknown(other.dtype())),
+    let storage = match posed.problem.types.qkv {
+        Dtype::F32 => CpuStorage::F32(output(posed, inputs, to)?),
+        Dtype::F16 => CpuStorage::F16(output(posed, inputs, to)?),
+        Dtype::Bf16 => CpuStorage::BF16(output(posed, inputs, to)?),
+        Dtype::E4m3 => return Err(unknown(inputs[0].0.dtype())),
     };
     let lse = lse.map(|lse| Tensor::from_vec(lse, posed.lse_shape(q), &Device::Cpu)).transpose()?;
     Ok((storage, Shape::from(posed.out_shape(q)), lse))
@@ -63,11 +63,11 @@ pub(crate) fn backward(
     dlse: Option<&Tensor>,
 ) -> Result<Gradients> {
     let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
-    match inputs[0].dtype() {
-        DType::F32 => gradients::<f32>(posed, all, dlse),
-        DType::F16 => gradients::<f16>(posed, all, dlse),
-        DType::BF16 => gradients::<bf16>(posed, all, dlse),
-        other => Err(unknown(other)),
+    match posed.problem.types.qkv {
+        Dtype::F32 => gradients::<f32>(posed, all, dlse),
+        Dtype::F16 => gradients::<f16>(posed, all, dlse),
+        Dtype::Bf16 => gradients::<bf16>(posed, all, dlse),
+        Dtype::E4m3 => Err(unknown(inputs[0].dtype())),
     }
 }
 

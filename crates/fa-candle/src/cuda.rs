@@ -36,10 +36,10 @@ pub(crate) fn forward(
     with_lse: bool,
 ) -> Result<(CudaStorage, Shape, Option<Tensor>)> {
     let q = inputs[0].1.dims();
-    let (storage, lse) = match inputs[0].0.dtype() {
-        DType::F16 => output::<f16>(posed, inputs, with_lse)?,
-        DType::BF16 => output::<bf16>(posed, inputs, with_lse)?,
-        other => return Err(unknown(other)),
+    let (storage, lse) = match posed.problem.types.qkv {
+        Dtype::F16 => output::<f16>(posed, inputs, with_lse)?,
+        Dtype::Bf16 => output::<bf16>(posed, inputs, with_lse)?,
+        Dtype::F32 | Dtype::E4m3 => return Err(unknown(inputs[0].0.dtype())),
     };
     let device = inputs[0].0.device();
     let lse = lse.map(|lse| tensor(lse, posed.lse_shape(q), device));
@@ -87,10 +87,10 @@ pub(crate) fn backward(
     dlse: Option<&Tensor>,
 ) -> Result<Gradients> {
     let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
-    match inputs[0].dtype() {
-        DType::F16 => gradients::<f16>(posed, all, dlse),
-        DType::BF16 => gradients::<bf16>(posed, all, dlse),
-        other => Err(unknown(other)),
+    match posed.problem.types.qkv {
+        Dtype::F16 => gradients::<f16>(posed, all, dlse),
+        Dtype::Bf16 => gradients::<bf16>(posed, all, dlse),
+        Dtype::F32 | Dtype::E4m3 => Err(unknown(inputs[0].dtype())),
     }
 }
 

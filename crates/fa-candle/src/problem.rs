@@ -134,7 +134,7 @@ impl Posed {
     }
 }
 
-/// A layout's strides; packed tensors and caches in pages are told apart by the problem.
+/// The strides of a layout; the problem says whether a tensor is packed or a cache in pages.
 pub(crate) fn strides(layout: &Layout) -> Strides {
     let at = |from_last: usize| {
         let strides = layout.stride();
@@ -145,15 +145,13 @@ pub(crate) fn strides(layout: &Layout) -> Strides {
 
 /// The type of Q, K and V.
 fn dtype_of(q: &Tensor) -> Result<Dtype> {
-    match q.dtype() {
-        DType::F32 => Ok(Dtype::F32),
-        DType::F16 => Ok(Dtype::F16),
-        DType::BF16 => Ok(Dtype::Bf16),
-        got => {
-            let need = "f16 or bf16, on the CPU also f32: convert by `to_dtype`".to_owned();
-            Err(Error::Dtype { tensor: "q", got, need }.into())
-        }
-    }
+    let computed = [(DType::F32, Dtype::F32), (DType::F16, Dtype::F16), (DType::BF16, Dtype::Bf16)];
+    let got = q.dtype();
+    let found = computed.into_iter().find(|(theirs, _)| *theirs == got).map(|(_, ours)| ours);
+    Ok(found.ok_or_else(|| {
+        let need = "f16 or bf16, on the CPU also f32: convert by `to_dtype`".to_owned();
+        Error::Dtype { tensor: "q", got, need }
+    })?)
 }
 
 /// A window at least as wide as the sequence hides nothing.
@@ -199,21 +197,22 @@ fn same_device(name: &'static str, tensor: &Tensor, q: &Tensor) -> Result<()> {
 fn integers(name: &'static str, tensor: &Tensor, shape: &[usize], q: &Tensor) -> Result<Tensor> {
     same_device(name, tensor, q)?;
     fits(name, tensor, shape)?;
-    match tensor.dtype() {
-        DType::U32 | DType::I32 => tensor.contiguous(),
-        got => Err(Error::Dtype { tensor: name, got, need: "u32 or i32".to_owned() }.into()),
+    let got = tensor.dtype();
+    if !matches!(got, DType::U32 | DType::I32) {
+        return Err(Error::Dtype { tensor: name, got, need: "u32 or i32".to_owned() }.into());
     }
+    tensor.contiguous()
 }
 
 /// Slopes or sinks as kernels read them; those of another float type are converted.
 fn floats(name: &'static str, tensor: &Tensor, shape: &[usize], q: &Tensor) -> Result<Tensor> {
     same_device(name, tensor, q)?;
     fits(name, tensor, shape)?;
-    match tensor.dtype() {
-        DType::F32 => tensor.contiguous(),
-        DType::F16 | DType::BF16 | DType::F64 => tensor.to_dtype(DType::F32)?.contiguous(),
-        got => Err(Error::Dtype { tensor: name, got, need: "f32".to_owned() }.into()),
+    let got = tensor.dtype();
+    if !matches!(got, DType::F32 | DType::F16 | DType::BF16 | DType::F64) {
+        return Err(Error::Dtype { tensor: name, got, need: "f32".to_owned() }.into());
     }
+    tensor.to_dtype(DType::F32)?.contiguous()
 }
 
 /// The first `columns` of a page table.

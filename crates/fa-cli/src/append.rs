@@ -1,5 +1,5 @@
-//! New keys and values that a file has beside its cache: appended, and turned by their positions where it has
-//! rotary tables, before attention is computed on what the cache then holds.
+//! New keys and values that a file has beside its cache: appended, and rotated by their positions where it
+//! has rotary tables, before attention is computed on the grown cache.
 
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ enum Values<T> {
     Same(Vec<T>),
 }
 
-/// How rows are turned, and by what.
+/// The rotary embedding and its tables.
 type Tables<T> = (Rotary, [Values<T>; 2]);
 
 /// What is appended.
@@ -53,9 +53,9 @@ pub(crate) struct NewRows<T> {
 pub(crate) struct Appended {
     /// New keys of all sequences.
     pub rows: usize,
-    /// Elements of a row that were turned; `None` without rotary tables.
+    /// Elements of a row that were rotated; `None` without rotary tables.
     pub rotary_dim: Option<usize>,
-    /// How long it took; on a GPU with the copies of the cache.
+    /// Time taken, including the copies of the cache on a GPU.
     pub time: Duration,
 }
 
@@ -183,10 +183,10 @@ impl<T: Element + Stored> NewRows<T> {
         self.append
     }
 
-    /// Appends to the cache `k` and `v` by `act`, and turns the queries `q`.
+    /// Appends to the cache `k` and `v` by `act`, and rotates the queries `q`.
     ///
     /// # Errors
-    /// What `act` says.
+    /// Those of `act`.
     pub(crate) fn apply(
         &self,
         [q, k, v]: [&mut Tensor<T>; 3],
@@ -273,8 +273,8 @@ fn queries(problem: &Problem, sides: &SideTensors) -> Vec<usize> {
         .collect()
 }
 
-/// The rotary embedding of the file's tables, which also turns the queries: by the positions of the new keys
-/// under a mask that moves with them, all by the first of these without one.
+/// The rotary embedding of the file's tables, which also rotates the queries: each by the position of its new
+/// key under a causal mask or window, all by the first new position otherwise.
 fn rotary<T: Stored>(
     file: &TensorFile,
     problem: &Problem,
@@ -317,7 +317,7 @@ fn rotary<T: Stored>(
     Ok(Some((rotary, [read(TABLES[0])?, read(TABLES[1])?])))
 }
 
-/// Every new key has a place in the cache, and every row that is turned a position in the tables.
+/// Checks that the cache has room for every new key, and the tables a position for every rotated row.
 fn check_room(
     append: &Append,
     before: &[i32],

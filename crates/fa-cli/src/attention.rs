@@ -10,7 +10,7 @@ use safetensors::Dtype as StoredDtype;
 
 use crate::append::{Appended, NewRows};
 use crate::flags::{AttentionArgs, parse_layout};
-use crate::safetensors::{NewTensor, Stored, TensorFile};
+use crate::safetensors::{NewTensor, Stored, TensorFile, dtype_of};
 use crate::sequences::{Sequences, SideTensors, shape_of};
 use crate::term::failure::InputError;
 use crate::term::output::si;
@@ -33,7 +33,7 @@ pub(crate) struct Inputs<T> {
     pub dout: Option<Tensor<T>>,
     /// Starts, lengths, pages, slopes and sinks.
     pub sides: SideTensors,
-    /// What these make of the problem.
+    /// The sequences that these describe.
     pub sequences: Sequences,
     /// New keys and values, until they are appended; lengths and sequences count them already.
     pub new: Option<NewRows<T>>,
@@ -137,8 +137,8 @@ impl<T: Element + Stored> Inputs<T> {
         self.grow(|append, extras, tensors| Ok(fa_attn::append(append, extras, tensors)?))
     }
 
-    /// The cache with the new keys, its lengths and pages, and the queries as they were turned, for an output
-    /// file; nothing where nothing was appended.
+    /// The cache with the new keys, its lengths and pages, and the rotated queries, for an output file;
+    /// nothing where nothing was appended.
     pub(crate) fn grown_tensors(&self) -> Vec<NewTensor> {
         let Inputs { q, k, v, sides, grown, .. } = self;
         if !grown {
@@ -203,7 +203,8 @@ impl<T: Element + Stored> Inputs<T> {
     }
 }
 
-/// Refuses a problem whose tensors do not fit into memory: the system would kill the program without a word.
+/// Refuses a problem whose tensors do not fit into memory: the system would kill the program without a
+/// message.
 ///
 /// # Errors
 /// [`InputError::Usage`] with what is needed and what there is.
@@ -294,11 +295,8 @@ fn common_dtype(file: &TensorFile, backward: bool) -> Result<Dtype, InputError> 
     let wrong = |name: &str, got: StoredDtype, need: String| {
         Err(InputError::Dtype { name: name.to_owned(), got: got.to_string(), need })
     };
-    let dtype = match first {
-        StoredDtype::F32 => Dtype::F32,
-        StoredDtype::F16 => Dtype::F16,
-        StoredDtype::BF16 => Dtype::Bf16,
-        other => return wrong("q", other, "attention is computed on F32, F16 and BF16".to_owned()),
+    let Some(dtype) = dtype_of(first) else {
+        return wrong("q", first, "attention is computed on F32, F16 and BF16".to_owned());
     };
     for name in ["k", "v"].into_iter().chain(backward.then_some("dout")) {
         let got = file.entry(name)?.dtype;
@@ -384,8 +382,8 @@ fn rows(lengths: &Lengths) -> String {
     format!(" at most ({})", sides.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
-/// A note when the file's metadata speaks of another mask, scale or cap than the problem has, or of another
-/// layout than `--layout`: flags alone decide, and a forgotten flag gives a plausible wrong answer.
+/// A note when the file's metadata names another mask, scale or cap than the problem has, or another layout
+/// than `--layout`: only flags count, and a forgotten flag gives a plausible wrong answer.
 pub(crate) fn metadata_hint(
     file: &TensorFile,
     problem: &Problem,

@@ -67,13 +67,13 @@ pub(crate) enum Command {
     Build(BuildArgs),
     /// Validate the GPU kernels against the CPU oracle
     Validate(ValidateArgs),
-    /// Run kernels on the host, without a GPU, and say what is wrong in them
+    /// Run kernels on the CPU, without a GPU, and report races, deadlocks and wrong values
     Emulate(EmulateArgs),
     /// Measure kernels for a problem on this GPU; the library uses the winner from then on
     Tune(TuneArgs),
     /// Measure the kernels' optimisation steps one after the other
     Ladder(LadderArgs),
-    /// Run all that a machine with a GPU has to run when kernels have changed, in order
+    /// Run everything that needs a GPU after kernels have changed, in order
     Records(RecordsArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),

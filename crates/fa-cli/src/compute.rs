@@ -107,7 +107,7 @@ impl Calls {
     }
 }
 
-/// What an implementation gave, packed in the inputs' layout; NaN until it is computed.
+/// The results, packed in the inputs' layout; NaN until they are computed.
 #[derive(Debug)]
 pub(crate) struct Outputs<T> {
     /// O and LSE.
@@ -117,16 +117,14 @@ pub(crate) struct Outputs<T> {
 }
 
 impl<T: Element + Stored> Outputs<T> {
-    /// Room for the results.
-    pub(crate) fn new(inputs: &Inputs<T>) -> Outputs<T> {
+    /// Allocates the results.
+    pub(crate) fn new(inputs: &Inputs<T>) -> anyhow::Result<Outputs<T>> {
         let (problem, layout) = (&inputs.problem, inputs.layout);
-        Outputs {
-            output: Output::new(problem, layout),
-            gradients: inputs.dout.is_some().then(|| Gradients::new(problem, layout)),
-        }
+        let gradients = inputs.dout.is_some().then(|| Gradients::new(problem, layout)).transpose()?;
+        Ok(Outputs { output: Output::new(problem, layout)?, gradients })
     }
 
-    /// Gives rows that no sequence has, which nothing computes, the values of rows that see nothing.
+    /// Sets rows that belong to no sequence, which nothing computes, to the values of rows that see no key.
     pub(crate) fn settle(&mut self, inputs: &Inputs<T>) {
         let Sequences { q_rows, k_rows, .. } = &inputs.sequences;
         let Output { out, lse } = &mut self.output;

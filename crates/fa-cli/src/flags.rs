@@ -17,8 +17,8 @@ use fa_planner::report::PlanFamily;
 use crate::flags::lengths::{LengthsArgs, ScoreArgs};
 use crate::term::failure::InputError;
 
-/// The flags of [`ShapeArgs`]. What cannot stand beside a flag of these cannot require another that
-/// cannot either: clap asks for no flag that another rules out, and would ignore the first.
+/// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
+/// with them as well: clap does not require a flag that conflicts with another, and would ignore the first.
 pub(crate) const OF_SHAPES: [&str; 10] =
     ["batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap"];
 
@@ -35,7 +35,7 @@ pub(crate) enum Backend {
     Cuda,
 }
 
-/// What the tensors of a file do not say about the problem.
+/// The parts of a problem that the tensors of a file do not determine.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct AttentionArgs {
     #[command(flatten)]
@@ -49,7 +49,8 @@ pub(crate) struct AttentionArgs {
     /// Order of the tensors' axes [default: the file's metadata entry 'layout', else bshd]
     #[arg(long, value_parser = parse_layout)]
     pub layout: Option<TensorLayout>,
-    /// Rotary tables turn neighbouring elements together (GPT-J) instead of those of two halves (Llama)
+    /// Rotary embedding rotates pairs of neighbouring elements (GPT-J) instead of pairs from two halves
+    /// (Llama)
     #[arg(long)]
     pub rotary_interleaved: bool,
 }
@@ -211,7 +212,7 @@ pub(crate) struct ShapeArgs {
     /// Independent sequences [default: 1]
     #[arg(long, conflicts_with = "tokens", value_parser = whole::<usize>)]
     pub batch: Option<usize>,
-    /// As many sequences as make this many positions, at least one, instead of --batch
+    /// As many sequences as have this many positions in all, at least one, instead of --batch
     #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     pub tokens: Option<usize>,
     /// Sequence lengths, each N or queries x keys
@@ -374,10 +375,10 @@ pub(crate) fn results() -> impl TypedValueParser<Value = PathBuf> {
     })
 }
 
-/// A day of the calendar.
+/// Parses a date.
 ///
 /// # Errors
-/// Any text but `YYYY-MM-DD` of a day that there is.
+/// Any text but the `YYYY-MM-DD` of an existing day.
 pub(crate) fn day(text: &str) -> Result<String, String> {
     let number = |range: std::ops::Range<usize>| text.get(range)?.parse::<u32>().ok();
     let dashes = text.bytes().enumerate().all(|(at, byte)| match at {
@@ -417,7 +418,7 @@ pub(crate) fn markdown_file(text: &str) -> Result<PathBuf, String> {
     file_of("a report", &["md", "markdown"], text)
 }
 
-/// A name that ends as what is written there is called, or in nothing.
+/// Accepts a path with this extension, or with none.
 fn file_of(what: &str, kinds: &[&str], text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);
     let extension = path.extension().map(|own| own.to_string_lossy().to_ascii_lowercase());

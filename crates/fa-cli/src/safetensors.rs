@@ -171,15 +171,17 @@ impl TensorFile {
         fn widen<T: Stored>(values: Vec<T>) -> Vec<f64> {
             values.into_iter().map(T::to_f64).collect()
         }
-        let entry = self.entry(name)?;
-        match entry.dtype {
-            f64::STORED => self.read::<f64>(name),
-            f32::STORED => self.read::<f32>(name).map(widen),
-            f16::STORED => self.read::<f16>(name).map(widen),
-            bf16::STORED => self.read::<bf16>(name).map(widen),
-            other => Err(InputError::Dtype {
+        let stored = self.entry(name)?.dtype;
+        if stored == f64::STORED {
+            return self.read::<f64>(name);
+        }
+        match dtype_of(stored) {
+            Some(fa_core::Dtype::F32) => self.read::<f32>(name).map(widen),
+            Some(fa_core::Dtype::F16) => self.read::<f16>(name).map(widen),
+            Some(fa_core::Dtype::Bf16) => self.read::<bf16>(name).map(widen),
+            Some(fa_core::Dtype::E4m3) | None => Err(InputError::Dtype {
                 name: name.to_owned(),
-                got: other.to_string(),
+                got: stored.to_string(),
                 need: "F64, F32, F16 and BF16 can be compared".to_owned(),
             }),
         }
@@ -193,6 +195,16 @@ impl TensorFile {
         file.read_exact(&mut bytes).map_err(InputError::read(&self.path))?;
         Ok(bytes)
     }
+}
+
+/// The element type that attention is computed on for a stored type; `None` for all others.
+pub(crate) fn dtype_of(stored: Dtype) -> Option<fa_core::Dtype> {
+    let computed = [
+        (f32::STORED, fa_core::Dtype::F32),
+        (f16::STORED, fa_core::Dtype::F16),
+        (bf16::STORED, fa_core::Dtype::Bf16),
+    ];
+    computed.into_iter().find(|(own, _)| *own == stored).map(|(_, dtype)| dtype)
 }
 
 /// Names for a message: all of a few, the first of many.

@@ -1,4 +1,4 @@
-//! What a file's tensors beside q, k and v say: packed sequences, lengths in use, pages, slopes and sinks.
+//! A file's tensors besides q, k and v: packed sequences, lengths in use, pages, slopes and sinks.
 
 use fa_core::{Alibi, Lengths, Problem, ScoreMod, Side, SideRows, TensorLayout};
 use fa_cpu::batch::{Batch, Span};
@@ -206,6 +206,7 @@ impl SideTensors {
             | CpuError::Dtype { .. }
             | CpuError::OutOfBounds { .. }
             | CpuError::Overlap { .. }
+            | CpuError::Memory { .. }
             | CpuError::PagedBackward
             | CpuError::Range { .. }
             | CpuError::Isa { .. } => return InputError::Usage(error.to_string()),
@@ -226,20 +227,20 @@ impl SideTensors {
 pub(crate) struct Sequences {
     /// Queries and keys of each.
     pub counts: Vec<[usize; 2]>,
-    /// Of the rows of the tensor of queries, which belong to a sequence; `None` where all do.
+    /// For each row of the tensor of queries, whether it belongs to a sequence; `None` where all do.
     pub q_rows: Option<Vec<bool>>,
     /// The same of keys; `None` for a cache in pages as well.
     pub k_rows: Option<Vec<bool>>,
 }
 
 impl Sequences {
-    /// `work` of the problem, which is that of its sequences one by one.
+    /// The sum of `work` over the sequences.
     pub(crate) fn sum(&self, problem: &Problem, work: fn(&Problem) -> f64) -> f64 {
         if problem.lengths.is_uniform() {
             return work(problem);
         }
         let one = |&[q, k]: &[usize; 2]| work(&Problem { lengths: Lengths::uniform(1, q, k), ..*problem });
-        // Not `sum`, which is -0 of nothing.
+        // Not `sum`, which is -0 for an empty iterator.
         self.counts.iter().map(one).fold(0.0, |all, one| all + one)
     }
 }

@@ -33,10 +33,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
-
 pub mod append;
 pub mod arch;
+pub mod division;
 pub mod dtype;
 pub mod family;
 pub mod key;
@@ -54,6 +53,7 @@ pub mod words;
 
 pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
 pub use arch::{Arch, ArchLimits};
+pub use division::Division;
 pub use dtype::{Dtype, Types};
 pub use family::Family;
 pub use key::ProblemKey;

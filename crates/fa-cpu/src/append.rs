@@ -57,7 +57,7 @@ fn check_shape<T: Copy>(
     if got == need { Ok(()) } else { Err(CpuError::Shape { tensor, got, need }) }
 }
 
-/// Checks that what the append names is there, as long as it must be, and nothing else.
+/// Checks that exactly the arrays that the append names are given, with the right lengths.
 fn check_words(
     name: &'static str,
     given: Option<&[i32]>,
@@ -139,8 +139,8 @@ pub fn check<T: Element>(
     Ok(())
 }
 
-/// The rows of a side, sequence by sequence: where sequence `sequence` begins (entry and row of its tensor)
-/// and how many rows it uses.
+/// The rows of a side for sequence `sequence`: its first row (entry and row of its tensor) and the number of
+/// rows in use.
 fn rows_of(side: Side, cu: Option<&[i32]>, used: Option<&[i32]>, sequence: usize) -> (usize, usize, usize) {
     let (entry, begin, all) = match (side.rows, cu) {
         (SideRows::Packed { total, .. }, Some(cu)) => {
@@ -154,7 +154,7 @@ fn rows_of(side: Side, cu: Option<&[i32]>, used: Option<&[i32]>, sequence: usize
     (entry, begin, all.min(used))
 }
 
-/// Appends; returns how many rows of keys and queries had no place and were left out.
+/// Appends; returns how many rows of keys and queries the cache had no room for.
 ///
 /// # Errors
 /// [`CpuError::Append`], and shapes, types and lengths that are not what the append says; nothing has been
@@ -212,7 +212,7 @@ pub fn append<T: Element>(
     Ok(dropped)
 }
 
-/// Where a position of the cache lies: sequence or page, and row; `None` where there is no room.
+/// The location of a position of the cache: sequence or page, and row; `None` where there is no room.
 fn place(append: &Append, table: Option<&[i32]>, sequence: usize, position: usize) -> Option<(usize, usize)> {
     if position >= append.cache.max() {
         return None;

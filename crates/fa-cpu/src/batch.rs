@@ -1,4 +1,4 @@
-//! Where the rows of each sequence lie: lengths, starts and page table of a call, checked once.
+//! The location of each sequence's rows: lengths, starts and page table of a call, checked once.
 
 use fa_core::{Alibi, Problem, Side, SideRows};
 
@@ -9,7 +9,7 @@ use crate::extras::Extras;
 /// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// First index of the tensor: the sequence, 0 where sequences are packed. Of no meaning in pages.
+    /// First index of the tensor: the sequence, 0 where sequences are packed. Unused for pages.
     pub batch: usize,
     /// Second index of the sequence's first row.
     pub first: usize,
@@ -62,7 +62,7 @@ impl<'a> Batch<'a> {
     /// # Errors
     /// [`CpuError::Extra`] when something is missing that the problem names or given that it does not,
     /// [`CpuError::Length`] for a wrong number of values, [`CpuError::Descending`], [`CpuError::Beyond`] and
-    /// [`CpuError::Page`] for values that point outside the tensors.
+    /// [`CpuError::Page`] for values that point outside the tensors, [`CpuError::Memory`].
     pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
         let (lengths, score) = (&problem.lengths, &problem.score);
         let count = lengths.sequences();
@@ -97,7 +97,8 @@ impl<'a> Batch<'a> {
         }
         let [_, seqlen, heads, _] = q_shape(problem);
         let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
-        let sequences = q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }).collect();
+        let mut sequences = room(q.len())?;
+        sequences.extend(q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }));
         Ok(Batch { sequences, pages, slopes: slopes.map(|slopes| (slopes, stride)), sinks, dlse })
     }
 
@@ -171,6 +172,14 @@ fn wanted<'a, T>(
     }
 }
 
+/// An empty list with room for `count` entries.
+fn room<T>(count: usize) -> Result<Vec<T>, CpuError> {
+    let mut list = Vec::new();
+    let bytes = count.saturating_mul(size_of::<T>());
+    list.try_reserve_exact(count).map_err(|_| CpuError::Memory { sequences: count, bytes })?;
+    Ok(list)
+}
+
 /// The rows of every sequence on one side.
 fn spans(
     side: Side,
@@ -186,7 +195,7 @@ fn spans(
             if cu[0] < 0 {
                 return Err(beyond(0, total));
             }
-            let mut spans = Vec::with_capacity(count);
+            let mut spans = room(count)?;
             for (index, pair) in cu.windows(2).enumerate() {
                 let (first, end) = (pair[0] as usize, pair[1] as usize);
                 if pair[1] < pair[0] {
@@ -206,7 +215,11 @@ fn spans(
             }
             spans
         }
-        _ => (0..count).map(|batch| Span { batch, first: 0, len: side.max() }).collect(),
+        _ => {
+            let mut spans = room(count)?;
+            spans.extend((0..count).map(|batch| Span { batch, first: 0, len: side.max() }));
+            spans
+        }
     };
     if let Some(used) = wanted(used_name, side.used, used)? {
         check_len(used_name, used.len(), count)?;

@@ -9,10 +9,10 @@
 //!
 //! where the reference is [`crate::reference`] on the same (rounded) inputs, low is
 //! [`crate::reference::low_precision`], and atol is one rounding step of the output type at the largest
-//! magnitude in the reference. With f32 tensors, low makes no other errors than an implementation does: both
-//! are draws of the same noise, which sums in another order, scores in base 2 or an LSE rounded in between
+//! magnitude in the reference. With f32 tensors, low has the same kind of error as an implementation: both
+//! are samples of the same noise, which another order of sums, scores in base 2 or an LSE rounded in between
 //! make larger or smaller. There the error of low counts as no less than [`assumed_low_error`]. Gradients
-//! that are beyond the tolerance of one low-precision computation are held to the worst of three
+//! that are beyond the tolerance of one low-precision computation are judged by the worst of three
 //! ([`crate::reference::low_precision::backward_worst`]). LSEs have a rule of their own.
 
 use std::fmt;

@@ -1,4 +1,4 @@
-//! What the CPU implementations refuse.
+//! Errors of the CPU implementations.
 
 use fa_core::{AppendError, Dtype, ProblemError, counted};
 
@@ -60,7 +60,7 @@ pub enum CpuError {
         /// The length needed.
         need: usize,
     },
-    /// Something beside the tensors is missing, or the problem does not name it.
+    /// One of the extras is missing, or was given although the problem does not name it.
     #[error(
         "{name} {}",
         if *asked { "is missing: the problem names it" } else { "is given, but the problem does not name it" }
@@ -71,7 +71,7 @@ pub enum CpuError {
         /// Whether the problem names it.
         asked: bool,
     },
-    /// Starts of packed sequences go back.
+    /// Starts of packed sequences descend.
     #[error("{name}[{index}] = {before} and {name}[{}] = {after}: starts must not descend", index + 1)]
     Descending {
         /// The field of [`crate::Extras`].
@@ -121,6 +121,17 @@ pub enum CpuError {
         page: i32,
         /// Pages of the cache.
         pages: usize,
+    },
+    /// Memory does not hold the list of the sequences: of a broadcast tensor there may be more than its
+    /// memory says.
+    #[error(
+        "{sequences} sequences are listed in {bytes} bytes, which the system does not give: split the batch"
+    )]
+    Memory {
+        /// How many there are.
+        sequences: usize,
+        /// What their list takes; `usize::MAX` beyond.
+        bytes: usize,
     },
     /// Gradients of keys that lie in pages were asked for.
     #[error("keys and values lie in pages, which the backward does not take: pack or pad them")]

@@ -1,18 +1,18 @@
-//! What a call is given beside its tensors: lengths and starts of sequences, page table, slopes, sinks.
+//! The arguments of a call besides its tensors: lengths and starts of sequences, page table, slopes, sinks.
 
 use fa_core::{Problem, Side, SideRows};
 
-/// Host tensors beside Q, K and V, with the meaning that a GPU's have: a problem asks for exactly the ones it
-/// names ([`fa_core::Lengths`], [`fa_core::ScoreMod`]), and a call refuses others.
+/// Host arrays besides Q, K and V, with the same meaning as on a GPU: a call takes exactly those that its
+/// problem names ([`fa_core::Lengths`], [`fa_core::ScoreMod`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Extras<'a> {
     /// Row of Q at which each packed sequence starts, and where the last one ends: `[batch + 1]`, ascending.
     pub cu_q: Option<&'a [i32]>,
     /// The same of K and V.
     pub cu_k: Option<&'a [i32]>,
-    /// Queries that each sequence uses of those it has: `[batch]`.
+    /// Queries in use of each sequence: `[batch]`.
     pub used_q: Option<&'a [i32]>,
-    /// The same of keys; compulsory where they lie in pages.
+    /// Keys in use of each sequence: `[batch]`; required where keys lie in pages.
     pub used_k: Option<&'a [i32]>,
     /// Pages of each sequence, in order: `[batch, ceil(max_k / page)]`. Entries behind a sequence's last page
     /// may hold anything.
@@ -21,13 +21,13 @@ pub struct Extras<'a> {
     pub alibi_slopes: Option<&'a [f32]>,
     /// A logit per query head: `[heads_q]`.
     pub sinks: Option<&'a [f32]>,
-    /// Gradient of the LSE, in its shape, `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`: a backward's,
-    /// which no problem names and any may have. Rows with an LSE of -inf have none.
+    /// Gradient of the LSE, in its shape, `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`: for a
+    /// backward, optional for every problem. Rows with an LSE of -inf have none.
     pub dlse: Option<&'a [f32]>,
 }
 
 impl Extras<'_> {
-    /// Nothing: what a problem of equal lengths without slopes and sinks takes.
+    /// No extras, for a problem of equal lengths without slopes and sinks.
     pub const NONE: Extras<'static> = Extras {
         cu_q: None,
         cu_k: None,
@@ -88,7 +88,7 @@ impl OwnedExtras {
         }
     }
 
-    /// Those that `problem` names, for timing: sequences as long as each other within the problem's bounds,
+    /// The extras that `problem` names, for timing: sequences of equal length within the problem's bounds,
     /// pages in order, slopes from 1/2 down, sinks of 0.
     pub fn even(problem: &Problem) -> OwnedExtras {
         let lengths = &problem.lengths;
@@ -124,7 +124,7 @@ impl OwnedExtras {
     }
 }
 
-/// Rows of each sequence where all have as many.
+/// Rows of each sequence, if all have the same number.
 fn even_len(side: Side, batch: usize) -> usize {
     match side.rows {
         SideRows::Padded { len } => len,

@@ -1,4 +1,4 @@
-//! What an attention implementation is to be tried on: lengths, head dims, heads and batches, among them the
+//! Test problems for attention implementations: lengths, head dims, heads and batches, among them the
 //! problems on which known implementations failed. Crossed with masks and types they make a suite's cases, as
 //! they do `fa validate`'s.
 

@@ -2,12 +2,11 @@
 //!
 //! - [`tiled`]: online softmax over tiles, all cores, SIMD chosen at run time; the default where there is no
 //!   GPU.
-//! - [`reference`](mod@reference): by the formula and in f64, made to be read; the oracle for everything
-//!   else.
+//! - [`reference`](mod@reference): the formula in f64, written to be read; the oracle for everything else.
 //! - [`compare`]: how far an output is from the oracle, and whether that is within tolerance.
-//! - [`grid`]: the shapes, head dims and heads that an implementation is to be tried on.
+//! - [`grid`]: the shapes, head dims and heads of test problems.
 //! - [`mod@append`]: new keys and values for a cache, with rotary embedding.
-//! - [`threads`]: how many are of use.
+//! - [`threads`]: how many are useful.
 //! - [`softmax`], [`merge`]: the online softmax of one row; results over parts of the keys combined into one.
 //!
 //! Sequences of different lengths, keys in pages, ALiBi slopes and sinks come with a call's [`Extras`];
@@ -39,8 +38,6 @@
 //! assert!(verdict.passed(), "{verdict}");
 //! # Ok::<(), fa_cpu::CpuError>(())
 //! ```
-
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
 
 pub mod append;
 pub mod batch;

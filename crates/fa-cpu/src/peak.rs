@@ -12,8 +12,8 @@ use crate::threads::cores;
 /// How long each kind of loop is measured.
 const TIME: Duration = Duration::from_millis(60);
 
-/// Operations of one timed stretch, some tens of microseconds: short enough that other programs leave some
-/// of them alone.
+/// Operations of one timed stretch, some tens of microseconds: short enough that some of them are not
+/// disturbed by other programs.
 const STRETCH: f64 = 2e6;
 
 /// Measured peak of attention's products on `threads` threads at once, in operations per second (2 for each
@@ -21,9 +21,9 @@ const STRETCH: f64 = 2e6;
 ///
 /// Tensors of f32 and f16 are multiplied in f32: the faster of independent chains of multiply-adds in
 /// registers and of the kernels' own product of tiles that lie in the first-level cache. bf16 is multiplied
-/// in bf16 where `isa` has products of it (AVX512-BF16, AMX), by such a product of tiles. Attention is these
-/// products and more, so no run is faster. Takes a tenth of a second; the best of many short stretches
-/// counts, so that other load on the machine disturbs it little.
+/// in bf16 where `isa` has products of it (AVX512-BF16, AMX), by such a product of tiles. Attention consists
+/// of these products and more, so no run is faster. Takes a tenth of a second; the best of many short
+/// stretches counts, so that other load on the machine disturbs it little.
 pub fn measure(isa: Isa, dtype: Dtype, threads: usize) -> Option<f64> {
     let kernels = Kernels::for_isa(isa)?;
     let threads = threads.clamp(1, cores());
@@ -126,7 +126,7 @@ mod tests {
         }
     }
 
-    /// As many threads as one likes do not make a peak that nothing reaches.
+    /// More threads than cores do not raise the peak beyond what can be reached.
     #[test]
     fn threads_beyond_the_cores_add_nothing() {
         let [all, more] = [cores(), 16 * cores()].map(|n| measure(Isa::Portable, Dtype::F32, n).unwrap());

@@ -3,12 +3,11 @@
 
 use crate::real::Real;
 
-/// What has to be kept of the scores seen so far.
+/// The state of an online softmax.
 ///
-/// With the scores `s_j` seen so far, `max` is their maximum and `sum` is the sum of `exp(s_j - max)`.
-/// Whoever keeps an accumulator `sum of exp(s_j - max) * v_j` with it multiplies it by the factor that
-/// [`absorb`](Self::absorb) returns before the new probabilities are added, and by
-/// [`normaliser`](Self::normaliser) in the end.
+/// With the scores `s_j` seen so far, `max` is their maximum and `sum` is the sum of `exp(s_j - max)`. An
+/// accumulator `sum of exp(s_j - max) * v_j` is multiplied by the factor that [`absorb`](Self::absorb)
+/// returns before the new probabilities are added, and by [`normaliser`](Self::normaliser) at the end.
 ///
 /// A score of -inf is a key that is not seen: as long as there are only such scores the sum is 0, the LSE
 /// -inf and the normaliser 0. A NaN or +inf among the scores makes sum and LSE NaN, as IEEE arithmetic has
@@ -49,7 +48,7 @@ impl<R: Real> OnlineSoftmax<R> {
         *self = OnlineSoftmax { max, sum };
     }
 
-    /// What normalises accumulated probabilities: `1 / sum`, or 0 for a row that has seen no key.
+    /// The factor that normalises accumulated probabilities: `1 / sum`, or 0 for a row that has seen no key.
     pub fn normaliser(&self) -> R {
         if self.sum == R::ZERO { R::ZERO } else { R::ONE / self.sum }
     }
@@ -60,7 +59,7 @@ impl<R: Real> OnlineSoftmax<R> {
     }
 }
 
-/// What scores are measured from: their maximum, or 0 where that is -inf and `-inf - (-inf)` would be NaN.
+/// The maximum that scores are relative to, or 0 where it is -inf and `-inf - (-inf)` would be NaN.
 pub(crate) fn origin<R: Real>(max: R) -> R {
     if max == R::NEG_INFINITY { R::ZERO } else { max }
 }

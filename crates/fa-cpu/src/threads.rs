@@ -1,5 +1,5 @@
-//! How many threads are of use. An idle thread of a rayon pool looks for work at every other thread, so that
-//! a pool's start takes time by the square of its size: half a minute with 4,000 threads.
+//! How many threads are useful. An idle thread of a rayon pool looks for work at every other thread, so that
+//! starting a pool takes time quadratic in its size: half a minute with 4,000 threads.
 
 use std::num::NonZeroUsize;
 use std::sync::OnceLock;

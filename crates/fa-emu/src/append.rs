@@ -1,4 +1,4 @@
-//! The append kernel on the host: its unit, and calls whose tensors lie packed.
+//! The append kernel on the host: its unit, and calls with packed tensors.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub struct AppendUnit(Single);
 /// A call: tensors packed `[batch, rows, heads, dim]`, as bits. What is written is changed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AppendCall {
-    /// New keys, new values, the caches of keys and values, and queries (turned in place; empty for none).
+    /// New keys, new values, the caches of keys and values, and queries (rotated in place; empty for none).
     pub tensors: [Vec<u16>; 5],
     /// Cosines and sines, bytes of their type; empty for none.
     pub tables: [Vec<u8>; 2],
@@ -27,7 +27,7 @@ pub struct AppendCall {
     pub words: [Option<Vec<i32>>; 6],
     /// Lengths afterwards, `[batch]`.
     pub used_out: Vec<i32>,
-    /// Rows that had no place.
+    /// Rows that the cache had no room for.
     pub dropped: u32,
 }
 
@@ -45,10 +45,10 @@ impl AppendUnit {
         Ok(AppendUnit(Single::load(compiler, machine, arch, &source, APPEND)?))
     }
 
-    /// Runs a call; returns what was found wrong on the way (races, accesses out of bounds, ...).
+    /// Runs a call; returns the findings (races, accesses out of bounds, ...).
     ///
     /// # Errors
-    /// What [`AppendLaunch::check`] refuses, and [`Error::Memory`].
+    /// Those of [`AppendLaunch::check`], and [`Error::Memory`].
     ///
     /// # Panics
     /// On tensors that are shorter than their shapes.

@@ -8,7 +8,7 @@ use fa_cpu::OwnedExtras;
 pub enum Given<'a> {
     /// An input.
     Input(&'a [u16], Strides),
-    /// An output of so many elements.
+    /// An output of this many elements.
     Output(usize, Strides),
 }
 
@@ -17,17 +17,17 @@ pub enum Given<'a> {
 pub struct Call<'a> {
     /// In the order of the library's arguments: q, k, v, out; of a backward also dout, dq, dk, dv.
     pub tensors: Vec<Given<'a>>,
-    /// LSE, an input of a backward. A forward writes one of its own.
+    /// LSE, an input of a backward.
     pub lse: Option<&'a [f32]>,
-    /// What the problem asks for beside them.
+    /// The extras that the problem needs.
     pub extras: &'a OwnedExtras,
-    /// Of the tensors of queries and of those of keys: for each row `[batch, seqlen]` whether a sequence has
-    /// it. Others may not be touched. Empty where all rows are some sequence's.
+    /// For the tensors of queries and for those of keys: whether each row `[batch, seqlen]` belongs to a
+    /// sequence. Other rows must not be touched. Empty where all rows belong to one.
     pub rows: [&'a [bool]; 2],
 }
 
 impl<'a> Call<'a> {
-    /// Of a batch of equal lengths, without slopes and sinks.
+    /// A call of a batch of equal lengths, without slopes and sinks.
     pub(crate) fn dense(tensors: Vec<Given<'a>>, lse: Option<&'a [f32]>) -> Call<'a> {
         Call { tensors, lse, extras: &OwnedExtras::NONE, rows: [&[], &[]] }
     }

@@ -14,20 +14,20 @@ use crate::placing::{Placing, Shared};
 pub struct Case {
     /// The problem.
     pub problem: Problem,
-    /// How its tensors lie.
+    /// The layout of its tensors.
     pub placing: Placing,
-    /// What it asks for beside them.
+    /// Its extras.
     pub extras: OwnedExtras,
 }
 
 impl Case {
-    /// Of sequences of equal lengths.
+    /// A case of sequences of equal lengths.
     pub fn of(problem: &Problem, placing: Placing) -> Case {
         Case { problem: *problem, placing, extras: with_mods(OwnedExtras::NONE, problem) }
     }
 
-    /// A case of the list that GPUs are validated on, with slopes and sinks of its own; `None` for tensors
-    /// that are far apart, which are nothing to a kernel but strides.
+    /// A case of the list that GPUs are validated on, with its slopes and sinks; `None` for tensors with huge
+    /// strides, which only a GPU has the memory for.
     pub fn of_grid(case: &fa_lab::grid::Case) -> Option<Case> {
         let shared = |axis| Placing { shared: Some(axis), ..Placing::PACKED };
         let placing = match case.arrangement {
@@ -45,7 +45,7 @@ impl Case {
         Some(Case { problem: case.problem, placing, extras })
     }
 
-    /// The case as data, for a record's key: it names no Rust type, and what a case has not is left out.
+    /// The case as data, for a record's key: it names no Rust type and omits empty fields.
     pub(crate) fn data(&self) -> Value {
         let Case { problem, placing: Placing { layout, gap, shared }, extras } = self;
         let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dlse } = extras;
@@ -66,7 +66,7 @@ impl Case {
     }
 }
 
-/// What a kernel of `spec` computes, with these heads.
+/// A problem that a kernel of `spec` computes, with these heads.
 pub(crate) fn problem(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usize, usize)) -> Problem {
     let mask = match spec.mask {
         MaskKind::Full => Mask::FULL,

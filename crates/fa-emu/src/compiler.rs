@@ -1,5 +1,4 @@
-//! The machine's own C++ compiler, and what it has compiled: the machine once, a unit for each kernel. Kept
-//! by content, so that what has not changed costs nothing.
+//! The host's C++ compiler and its results: the machine, and a unit for each kernel, cached by content.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,10 +8,10 @@ use sha2::{Digest, Sha256};
 
 use crate::error::Error;
 
-/// Environment variable of the compiler's path.
+/// Environment variable for the compiler's path.
 pub const COMPILER_VARIABLE: &str = "CXX";
 
-/// Environment variable of the folder in which compiled machines and units are kept.
+/// Environment variable for the cache folder of compiled machines and units.
 pub const CACHE_VARIABLE: &str = "FA_EMULATOR_CACHE";
 
 /// Compilers that are tried, in this order.
@@ -21,7 +20,7 @@ const NAMES: [&str; 4] = ["g++", "c++", "clang++", "g++-12"];
 /// Digits of a key: 128 bits.
 const KEY_DIGITS: usize = 32;
 
-/// A C++ compiler and a folder of what it has compiled.
+/// A C++ compiler and the cache folder of its results.
 #[derive(Clone, Debug)]
 pub struct Compiler {
     program: PathBuf,
@@ -56,18 +55,18 @@ impl Compiler {
         Err(Error::NoCompiler { tried: tried.join(", ") })
     }
 
-    /// The first line that the compiler says about itself.
+    /// The first line of the compiler's version.
     pub fn version(&self) -> &str {
         &self.version
     }
 
-    /// The folder of what it has compiled.
+    /// The cache folder.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
     /// The shared library `name-KEY.so` of the sources `(name, text)`, of which `main` is compiled; from the
-    /// folder, or compiled now. It appears whole or not at all.
+    /// cache, or compiled now. It appears whole or not at all.
     ///
     /// # Errors
     /// [`Error::Compile`] and [`Error::Io`].
@@ -138,7 +137,7 @@ pub(crate) fn hash(parts: &[&str]) -> String {
     hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The widest vectors that this CPU has; the conversions of f16 need F16C to be fast.
+/// Flags for the widest vectors of this CPU: f16 conversions need F16C to be fast.
 #[cfg(target_arch = "x86_64")]
 fn march() -> &'static str {
     if std::is_x86_feature_detected!("avx512vl") && std::is_x86_feature_detected!("avx512bw") {

@@ -1,4 +1,4 @@
-//! The way in: a compiler, the machine, and kernels compiled for it.
+//! The entry point: a compiler, the machine, and kernels compiled for it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,17 +21,17 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    /// With the host's C++ compiler ([`crate::COMPILER_VARIABLE`]) and what it compiles in the user's cache
-    /// folder ([`crate::CACHE_VARIABLE`]).
+    /// An emulator with the host's C++ compiler ([`crate::COMPILER_VARIABLE`]), which caches its results in
+    /// the user's cache folder ([`crate::CACHE_VARIABLE`]).
     ///
     /// # Errors
-    /// [`Error::NoCompiler`], [`Error::Host`], and the compiler's.
+    /// [`Error::NoCompiler`], [`Error::Host`], and those of compiling.
     pub fn new() -> Result<Emulator, Error> {
         let root = default_root().unwrap_or_else(|| std::env::temp_dir().join("fa-emulator"));
         Emulator::at(&root)
     }
 
-    /// With what is compiled in `root`.
+    /// An emulator that caches its results in `root`.
     ///
     /// # Errors
     /// As [`Emulator::new`].
@@ -70,7 +70,7 @@ impl Emulator {
         MergeUnit::load(&self.compiler, self.machine.clone(), arch, headers)
     }
 
-    /// The kernel of a source that may differ from the spec's own: a fault put in, say.
+    /// The kernel of a source that may differ from the spec's, such as one with an injected fault.
     ///
     /// # Errors
     /// As [`Emulator::unit`].
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn a_folder_that_cannot_be_made_comes_with_the_variable_for_another() {
         match Emulator::at(Path::new("/proc/self/none")) {
-            // Without a compiler there is nothing to keep.
+            // Without a compiler there is nothing to cache.
             Err(Error::NoCompiler { .. } | Error::Host { .. }) => {}
             other => {
                 let error = other.map(drop).expect_err("no folder can be made there").to_string();

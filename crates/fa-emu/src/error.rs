@@ -1,8 +1,8 @@
-//! What can go wrong before a kernel runs. What goes wrong in a kernel is a [`crate::Finding`], not an error.
+//! Errors before a kernel runs. What goes wrong in a kernel is a [`crate::Finding`], not an error.
 
 use std::path::{Path, PathBuf};
 
-/// Why a kernel could not be emulated.
+/// An error that keeps a kernel from being emulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No C++ compiler.
@@ -11,7 +11,7 @@ pub enum Error {
          install one, or name it in the variable CXX"
     )]
     NoCompiler {
-        /// What was looked for.
+        /// The compilers that were looked for.
         tried: String,
     },
     /// A host that the machine has no fibers for.
@@ -27,7 +27,7 @@ pub enum Error {
         compiler: String,
         /// The machine, or the kernel by its spec.
         what: String,
-        /// What it wrote.
+        /// Its output.
         log: String,
     },
     /// A header of `cuda/ptx` without a twin.
@@ -49,7 +49,7 @@ pub enum Error {
         /// Elements that it needs.
         need: usize,
     },
-    /// The folder of what was compiled cannot be made or written.
+    /// The cache folder cannot be created or written.
     #[error(
         "cannot keep compiled kernels in {path}: {source}; name a writable folder in the variable {variable}",
         path = path.display()
@@ -57,9 +57,9 @@ pub enum Error {
     Folder {
         /// The folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
-        /// The variable that names another.
+        /// The variable that sets another folder.
         variable: &'static str,
     },
     /// A file or folder.
@@ -67,7 +67,7 @@ pub enum Error {
     Io {
         /// Which one.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A library that was compiled but does not load.
@@ -75,7 +75,7 @@ pub enum Error {
     Load {
         /// Its path.
         path: PathBuf,
-        /// What the loader said.
+        /// The loader's error.
         source: libloading::Error,
     },
     /// Host memory for a tensor.

@@ -1,10 +1,11 @@
-//! What a call is given beside its tensors, and batches of sequences of different lengths to try kernels on.
+//! The extras of a call, and batches of sequences of different lengths to try kernels on.
 
 use fa_core::{Lengths, Problem, Side};
 use fa_cpu::OwnedExtras;
+use fa_lab::random::Random;
 
-/// `extras` with slopes and sinks of a problem that has them: slopes of a published model's form, and sinks
-/// of which some outweigh the keys.
+/// `extras` with slopes and sinks for a problem that has them: slopes as published models have them, and
+/// sinks of which some outweigh the keys.
 #[must_use]
 pub fn with_mods(mut extras: OwnedExtras, problem: &Problem) -> OwnedExtras {
     let heads = problem.heads_q;
@@ -19,16 +20,16 @@ pub fn with_mods(mut extras: OwnedExtras, problem: &Problem) -> OwnedExtras {
     extras
 }
 
-/// How the rows of one side of a batch lie.
+/// The layout of one side of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lie {
-    /// A room of as many rows for each sequence, of which it uses its length.
+    /// In slots of equal size, of which each sequence uses its length.
     Padded,
-    /// End to end, each as long as the distance of starts.
+    /// End to end.
     Packed,
-    /// End to end in rooms of a few rows more than are used.
+    /// In slots end to end, each with a few more rows than are used.
     PackedUsed,
-    /// In pages of so many rows. Keys only.
+    /// In pages of this many rows; keys only.
     Paged(usize),
 }
 
@@ -41,15 +42,15 @@ pub struct Batch {
     pub q: Lie,
     /// The keys' rows.
     pub k: Lie,
-    /// By how much the upper bounds exceed the longest sequence, and the tensors the last one's end.
+    /// Rows by which the upper bounds exceed the longest sequence, and the tensors the end of the last one.
     pub slack: usize,
 }
 
-/// Rows of a room beyond those that are used.
+/// Unused rows of a slot.
 const ROOM: usize = 3;
 
 impl Batch {
-    /// As a problem names it.
+    /// The lengths of a problem of this batch.
     pub fn lengths(&self) -> Lengths {
         let (queries, keys) = self.sides();
         let side = |lie: Lie, lens: &[usize]| {
@@ -77,7 +78,7 @@ impl Batch {
     }
 
     /// Starts, lengths and the page table, with slopes and sinks where `problem`, whose lengths are this
-    /// batch's, has them. Pages lie in no order, and table entries that no key needs are no pages.
+    /// batch's, has them. Pages are in random order, and table entries that no key needs are invalid.
     pub fn extras(&self, problem: &Problem) -> OwnedExtras {
         let (queries, keys) = self.sides();
         let starts = |lie: Lie, lens: &[usize]| {
@@ -112,13 +113,12 @@ impl Batch {
 
     fn table(&self, page: usize, columns: usize) -> Vec<i32> {
         let mut free: Vec<i32> = (0..self.pages(page) as i32).collect();
-        let mut state = 0x9e37_79b9_7f4a_7c15u64;
+        let mut random = Random::new(0);
         let mut table = Vec::new();
         for &(_, keys) in &self.sequences {
             for column in 0..columns {
                 if column * page < keys {
-                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                    table.push(free.swap_remove((state >> 33) as usize % free.len()));
+                    table.push(free.swap_remove(random.below(free.len())));
                 } else {
                     table.push([-1, i32::MAX, self.pages(page) as i32, i32::MIN][column % 4]);
                 }

@@ -1,5 +1,5 @@
-//! What the host hands to a kernel, as text: launches, workspace, parameters and tensor maps, with addresses
-//! that stand for those of a call. Two libraries that launch alike give the same text.
+//! What the host passes to a kernel, as text: launches, workspace, parameters and tensor maps, with
+//! placeholder addresses. Versions of the library that launch alike give the same text.
 
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::launch::{Addresses, Launches};
@@ -19,7 +19,7 @@ pub(crate) fn handed(spec: &KernelSpec, arch: Arch, cases: &[Case]) -> Result<St
     Ok(hash(&texts?.iter().map(String::as_str).collect::<Vec<_>>()))
 }
 
-/// Tensors, extras and workspace lie this far from each other.
+/// Distance between the placeholder addresses of tensors, extras and workspace.
 const APART: u64 = 1 << 40;
 
 fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
@@ -60,7 +60,7 @@ fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
     Ok(values_of(&format!("{launches:?} {:?} {maps:?}", launches.params(&at))))
 }
 
-/// Debug text without the names of types and fields, which change where nothing else does.
+/// Debug text without the names of types and fields, which may change on their own.
 fn values_of(text: &str) -> String {
     const KEPT: [&str; 6] = ["true", "false", "None", "Some", "NaN", "inf"];
     let mut values = String::new();

@@ -1,10 +1,11 @@
 //! Runs the CUDA attention kernels on the host, without a GPU.
 //!
 //! The kernels' own sources are compiled by the host's C++ compiler, unchanged but for `cuda/ptx`, whose
-//! headers have a twin each in `host/ptx`. The twins call a machine (`machine/`): threads are fibers, what a
-//! warp does at once is a rendezvous of its lanes, and what the hardware does on its own (TMA, cp.async,
-//! wgmma) is done by a seeded scheduler some time between its issue and the wait that needs it. Vector clocks
-//! and a shadow of shared and global memory find what is not ordered, whatever the schedule was.
+//! headers have a twin each in `host/ptx`. The twins call a machine (`machine/`): threads are fibers, an
+//! instruction of a whole warp is a rendezvous of its lanes, and asynchronous operations (TMA, cp.async,
+//! wgmma) are executed by a seeded scheduler some time between their issue and the wait that needs them.
+//! Vector clocks and a shadow of shared and global memory find accesses that are not ordered, whatever the
+//! schedule was.
 //!
 //! ```no_run
 //! use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
@@ -24,8 +25,6 @@
 //!
 //! What it cannot find: speed, spills, the rounding within a tensor core, and what another reading of the PTX
 //! ISA's memory model would allow.
-
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
 
 pub mod append;
 mod call;

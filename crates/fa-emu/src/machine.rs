@@ -73,7 +73,7 @@ pub(crate) fn sources_of(folder: &str) -> impl Iterator<Item = (&'static str, &'
     SOURCES.iter().filter_map(move |(name, text)| Some((name.strip_prefix(folder)?, *text)))
 }
 
-/// A hash of the machine and the twins: what an emulated proof was made by.
+/// A hash of the machine and the twins, which identifies the emulation that a proof was made by.
 pub fn version() -> String {
     let parts: Vec<&str> = SOURCES.iter().flat_map(|(name, text)| [*name, *text]).collect();
     hash(&parts)[..16].to_owned()
@@ -129,7 +129,7 @@ macro_rules! function {
 }
 
 impl Machine {
-    /// Compiles the machine where that has not been done, and loads it.
+    /// Loads the machine, after compiling it if necessary.
     pub(crate) fn load(compiler: &Compiler) -> Result<Machine, Error> {
         let files: Vec<(String, String)> =
             sources_of("machine/").map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
@@ -213,11 +213,11 @@ pub(crate) struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Names device memory. `around`: bytes before and after it that belong to no tensor.
+    /// Registers device memory. `around`: guard bytes before and after it.
     pub(crate) fn region(&self, name: &str, begin: u64, bytes: u64, around: (u64, u64), access: Access) {
         let name = CString::new(name).expect("names of tensors have no NUL");
         let (writable, initialised) = (access != Access::Input, access != Access::Unwritten);
-        // SAFETY: the name is copied; memory is only named here.
+        // SAFETY: the name is copied; the memory is not accessed.
         unsafe {
             let region = self.machine.emu_region();
             region(
@@ -233,9 +233,9 @@ impl Session<'_> {
         }
     }
 
-    /// Bytes of named memory that no access may touch: rows that no sequence has.
+    /// Forbids access to bytes of registered memory: rows that belong to no sequence.
     pub(crate) fn forbid(&self, begin: u64, bytes: u64) {
-        // SAFETY: memory is only named here.
+        // SAFETY: the memory is not accessed.
         unsafe { self.machine.emu_forbid()(self.handle, begin, bytes) }
     }
 
@@ -261,7 +261,7 @@ impl Session<'_> {
         unsafe { self.machine.emu_launch()(self.handle, &raw) != 0 }
     }
 
-    /// All that was found, as the machine's JSON.
+    /// All findings, as the machine's JSON.
     pub(crate) fn result(&self) -> String {
         // SAFETY: the text is valid until the next call, and copied.
         unsafe {
@@ -278,18 +278,18 @@ impl Drop for Session<'_> {
     }
 }
 
-/// What kernels may do with device memory.
+/// The access of kernels to device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     /// Read only.
     Input,
-    /// Written; holds something already.
+    /// Written; initialised.
     Written,
-    /// Written; whoever reads it before reads nothing.
+    /// Written; uninitialised.
     Unwritten,
 }
 
-/// Bytes against a page that no access may touch, with another one before them.
+/// Memory between two guard pages, its end at the second one.
 pub(crate) struct Memory<'a> {
     machine: &'a Machine,
     begin: *mut u8,

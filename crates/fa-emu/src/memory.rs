@@ -1,4 +1,5 @@
-//! Device memory of a call: tensors, extras and workspace, guarded, poisoned, and named to the machine.
+//! Device memory of a call: tensors, extras and workspace, guarded, poisoned, and registered with the
+//! machine.
 #![allow(unsafe_code)]
 
 use fa_core::{Pass, Problem, Strides};
@@ -21,7 +22,7 @@ pub(crate) struct DeviceMemory<'a> {
     extras: Vec<(&'static str, Memory<'a>)>,
     dsinks: Option<Memory<'a>>,
     page_faults: Option<Memory<'a>>,
-    /// Rows that no sequence has: address and bytes.
+    /// Rows that belong to no sequence: address and bytes.
     foreign: Vec<(u64, u64)>,
 }
 
@@ -186,15 +187,15 @@ impl<'a> DeviceMemory<'a> {
         }
     }
 
-    /// Sets a part of the workspace to zero, as the stream would.
+    /// Zeroes a part of the workspace, as the stream would.
     pub(crate) fn clear(&self, session: &Session, part: &Part) {
         let begin = self.workspace.address() + part.offset as u64;
-        // SAFETY: the part lies within the workspace, which nothing else looks at between launches.
+        // SAFETY: the part lies within the workspace, which nothing else accesses between launches.
         unsafe { std::ptr::write_bytes(begin as *mut u8, 0, part.bytes) };
         session.region("workspace, cleared", begin, part.bytes as u64, (0, 0), Access::Written);
     }
 
-    /// What is left in a workspace that a call finds zero and leaves zero.
+    /// Nonzero words left in the part of the workspace that a call finds zero and must leave zero.
     pub(crate) fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
         let part = lasting(workspace)?;
         let bytes = &self.workspace.bytes()[part.offset..part.offset + part.bytes];
@@ -231,7 +232,7 @@ impl<'a> DeviceMemory<'a> {
         floats(&self.lse)
     }
 
-    /// Entries of the page table that were taken for no pages.
+    /// Entries of the page table that the kernel counted as invalid.
     pub(crate) fn page_faults(&self) -> u32 {
         let memory = self.page_faults.as_ref();
         memory.map_or(0, |own| u32::from_ne_bytes(own.bytes().try_into().expect("a word")))
@@ -248,7 +249,7 @@ fn floats(memory: &Memory) -> Vec<f32> {
     memory.bytes().chunks_exact(4).map(word).collect()
 }
 
-/// What a call finds zero and leaves zero.
+/// The part of the workspace that a call finds zero and leaves zero.
 fn lasting(workspace: &Workspace) -> Option<Part> {
     workspace.tile_counter.filter(|_| workspace.starts_zero)
 }

@@ -1,4 +1,4 @@
-//! The merge kernel on the host: its unit, and calls whose tensors lie packed.
+//! The merge kernel on the host: its unit, and calls with packed tensors.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct MergeUnit(Single);
 pub struct MergeCall {
     /// Of each part O, and LSE `[batch, heads, seqlen]`.
     pub parts: Vec<(Vec<u8>, Vec<f32>)>,
-    /// Where rows lie, in the parts and in the result.
+    /// The layout of the parts and the result.
     pub layout: TensorLayout,
     /// `[heads]`.
     pub sinks: Option<Vec<f32>>,
@@ -42,10 +42,10 @@ impl MergeUnit {
         Ok(MergeUnit(Single::load(compiler, machine, arch, &source, MERGE)?))
     }
 
-    /// Runs a call; returns what was found wrong on the way (races, accesses out of bounds, ...).
+    /// Runs a call; returns the findings (races, accesses out of bounds, ...).
     ///
     /// # Errors
-    /// What [`MergeLaunch::check`] refuses, and [`Error::Memory`].
+    /// Those of [`MergeLaunch::check`], and [`Error::Memory`].
     pub fn run(
         &self,
         launch: &MergeLaunch,

@@ -1,5 +1,5 @@
-//! The emulation's own proof: every synchronising statement of a kernel removed, one at a time. A removal
-//! that nothing notices is a statement that is redundant, that did not run, or that is outside what the
+//! Mutation testing of the emulation: every synchronising statement of a kernel is removed, one at a time. A
+//! removal that goes unnoticed means that the statement is redundant, did not run, or is outside of what the
 //! emulation models.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::options::Options;
 use crate::sweep::{Case, SEEDS, Trials};
 
-/// Functions whose calls order something: those of `ptx/`, and those of the kernels that wrap them.
+/// Functions that synchronise: those of `ptx/`, and those of the kernels that wrap them.
 const SYNCHRONISING: &[&str] = &[
     "acquire",
     "add_dq",
@@ -68,7 +68,7 @@ const SYNCHRONISING: &[&str] = &[
     "warp_sync",
 ];
 
-/// Steps after which a mutant is given up: many times what a whole kernel takes.
+/// Steps after which a mutant is given up: many times those of a whole kernel.
 pub(crate) const STEP_LIMIT: u64 = 3_000_000;
 
 /// A statement that can be removed.
@@ -80,14 +80,14 @@ pub struct Statement {
     pub line: usize,
     /// Its text, on one line.
     pub text: String,
-    /// Which of those of the same text in its header, from 1.
+    /// Its number among statements of the same text in its header, from 1.
     pub occurrence: usize,
     begin: usize,
     end: usize,
 }
 
 impl Statement {
-    /// Whether it is this one, of whatever sources.
+    /// Whether it is this statement, in any version of the sources.
     pub(crate) fn is(&self, file: &str, text: &str, occurrence: usize) -> bool {
         (&*self.file, &*self.text, self.occurrence) == (file, text, occurrence)
     }
@@ -123,12 +123,12 @@ pub fn statements(source: &Source) -> Vec<Statement> {
     found
 }
 
-/// Where in `text` the call lies that the statement in its first line, `line`, consists of, if it
-/// synchronises. What stands before it on the line (`if (...)`, a lambda's `{`) stays.
+/// The range in `text` of the call that the statement starting on `line` consists of, if it synchronises.
+/// What precedes it on the line (`if (...)`, a lambda's `{`) is kept.
 fn call_in(text: &str, line: &str) -> Option<(usize, usize)> {
     let code = line.split("//").next().unwrap_or(line);
     for (at, _) in code.match_indices('(') {
-        // A name in front of the bracket, with template arguments perhaps.
+        // A name before the bracket, possibly with template arguments.
         let head = code[..at].trim_end();
         let named = match head.strip_suffix('>') {
             Some(inner) => &inner[..inner.rfind('<')?],
@@ -180,10 +180,10 @@ pub struct Subject {
     pub case: Case,
 }
 
-/// What noticed that a statement was missing: the subject, and the first line of what was found; or `None`.
+/// What noticed the removal of a statement: the subject, and the first line of the finding; or `None`.
 ///
 /// # Errors
-/// Those of the emulation, but for mutants that do not compile, which counts as noticed.
+/// Those of the emulation. A mutant that does not compile counts as noticed.
 pub fn noticed(
     emulator: &Emulator,
     subjects: &[Subject],

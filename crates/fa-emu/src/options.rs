@@ -1,28 +1,28 @@
-//! How a pass is scheduled and what is checked.
+//! Schedule and checks of a run.
 
 use fa_core::KernelSpec;
 
-/// Called with the number of CTAs that are done, and of all.
+/// Called with the number of finished CTAs, and of all.
 pub type Progress<'a> = &'a (dyn Fn(u32, u32) + 'a);
 
 /// When asynchronous operations finish and who runs next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Pace {
-    /// Operations finish at once, warps take turns.
+    /// Operations complete at once, warps take turns.
     Eager = 0,
-    /// Operations finish only when no thread can go on.
+    /// Operations complete only when no thread can go on.
     Lazy = 1,
-    /// By chance, from the seed.
+    /// Random, from the seed.
     Random = 2,
-    /// Operations take a time of the size that they take on a GPU: for a timeline that looks like one.
+    /// Operations take about as long as on a GPU, for a realistic timeline.
     Paced = 3,
 }
 
-/// How a pass is run and what is checked.
+/// Schedule and checks of a run.
 #[derive(Clone, Copy)]
 pub struct Options<'a> {
-    /// The seed of all that is left to chance.
+    /// The seed of all random choices.
     pub seed: u64,
     /// The schedule.
     pub pace: Pace,
@@ -30,11 +30,11 @@ pub struct Options<'a> {
     pub sms: u32,
     /// CTAs that run at a time.
     pub resident: u32,
-    /// Whether order is checked: races, proxy fences, reads of what was never written.
+    /// Whether order is checked: races, proxy fences, reads of uninitialised memory.
     pub order: bool,
-    /// Whether what is on its way is NaN until it is there.
+    /// Whether the destination of a copy in flight is NaN until it completes.
     pub poison: bool,
-    /// Whether registers of products in flight are watched.
+    /// Whether registers of products in flight are checked for hazards.
     pub hazards: bool,
     /// A CTA whose timeline is recorded.
     pub trace_cta: Option<u32>,
@@ -45,18 +45,18 @@ pub struct Options<'a> {
 }
 
 impl Options<'_> {
-    /// [`Options::seed`] with the SMs that a kernel of `spec` is tried on: keys are divided where there are
-    /// SMs without work.
+    /// [`Options::seed`] with the default number of SMs for a kernel of `spec`: keys are divided where SMs
+    /// would be idle.
     pub fn of(spec: &KernelSpec, seed: u64) -> Options<'static> {
         Options { sms: Options::sms_of(spec), ..Options::seed(seed) }
     }
 
-    /// SMs that a kernel of `spec` is tried on.
+    /// Default number of SMs for a kernel of `spec`.
     pub fn sms_of(spec: &KernelSpec) -> u32 {
         if spec.split { 64 } else { 2 }
     }
 
-    /// All checks, two SMs, two CTAs at a time. Seed 0 is eager, 1 lazy, all others draw.
+    /// All checks, two SMs, two CTAs at a time. Seed 0 is eager, 1 lazy, all others are random.
     pub fn seed(seed: u64) -> Options<'static> {
         let pace = match seed {
             0 => Pace::Eager,

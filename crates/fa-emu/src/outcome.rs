@@ -1,17 +1,18 @@
-//! What an emulated pass gave: outputs, findings with their places in the kernel's source, and counters.
+//! The outcome of an emulated pass: outputs, findings with their locations in the kernel's source, and
+//! counters.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A place in the sources of a kernel.
+/// A location in the sources of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Frame {
     /// The function, without its template arguments.
     pub function: String,
     /// The header, as it is included: `sm90/fwd.cuh`; of the unit itself `kernel.cu`.
     pub file: String,
-    /// The line, from 1; 0 when it is not known.
+    /// The line, from 1; 0 when unknown.
     pub line: u32,
 }
 
@@ -24,30 +25,30 @@ impl fmt::Display for Frame {
 /// Another thread or operation that a finding is about.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Party {
-    /// Who, and what it did or waits for.
+    /// The thread or operation, and what it did or waits for.
     pub who: String,
-    /// Threads in the same place.
+    /// Threads at the same location.
     pub threads: u32,
     /// Where, innermost first.
     pub stack: Vec<Frame>,
 }
 
-/// What must not happen in a kernel, and did.
+/// A fault of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// `data race`, `deadlock`, `missing proxy fence`, ...
     pub kind: String,
-    /// Who did what, in which memory.
+    /// The thread, its access, and the memory.
     pub text: String,
-    /// The CTA that it was found in.
+    /// The CTA in which it was found.
     pub cta: Option<u32>,
     /// The thread within that CTA.
     pub thread: Option<u32>,
-    /// How often it was found at this place.
+    /// How often it was found at this location.
     pub count: u64,
     /// Where, innermost first; the functions of `ptx/` are left out.
     pub stack: Vec<Frame>,
-    /// Who else is concerned: the other side of a race, everybody who waits in a deadlock.
+    /// Other parties: the other side of a race, all that wait in a deadlock.
     pub others: Vec<Party>,
 }
 
@@ -77,15 +78,15 @@ fn write_stack(f: &mut fmt::Formatter<'_>, stack: &[Frame], indent: &str) -> fmt
     Ok(())
 }
 
-/// What a launch did, over all CTAs.
+/// Counters of a launch, over all CTAs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Counters {
-    /// Turns of the scheduler: a warp that goes on to its next wait, or an operation that finishes.
+    /// Steps of the scheduler: a warp runs to its next wait, or an operation completes.
     pub steps: u64,
-    /// Threads switched to.
+    /// Switches between threads.
     pub switches: u64,
-    /// Instructions that a warp executed as one.
+    /// Instructions executed by a whole warp.
     pub collectives: u64,
     /// Asynchronous operations.
     pub agents: u64,
@@ -124,20 +125,20 @@ pub struct Counters {
 pub struct LaunchOutcome {
     /// The entry function.
     pub entry: String,
-    /// Whether every CTA came to its end.
+    /// Whether every CTA finished.
     pub finished: bool,
-    /// What it did.
+    /// Its counters.
     pub counters: Counters,
     /// Ranges of shared memory that some CTA wrote, in bytes, ascending.
     pub touched: Vec<(u32, u32)>,
 }
 
-/// Something that took time in the traced CTA.
+/// An interval of the traced CTA.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Span {
     /// A warp, TMA, a warpgroup's tensor core.
     pub track: String,
-    /// What it waited for or did.
+    /// The wait or the operation.
     pub what: String,
     /// First step.
     pub begin: u64,
@@ -147,12 +148,12 @@ pub struct Span {
     pub stack: Vec<Frame>,
 }
 
-/// All that came of an emulated pass.
+/// The outcome of an emulated pass.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
-    /// What was found; empty for a kernel without a fault that the emulation knows.
+    /// The findings; empty for a kernel without a fault that the emulation detects.
     pub findings: Vec<Finding>,
-    /// The launches, as far as they were made.
+    /// The launches that were made.
     pub launches: Vec<LaunchOutcome>,
     /// The timeline of the traced CTA.
     pub spans: Vec<Span>,
@@ -166,12 +167,12 @@ pub struct Outcome {
     /// Gradients of the sinks, of a backward that has them.
     #[serde(skip)]
     pub dsinks: Vec<f32>,
-    /// Entries of the page table that were taken for no pages.
+    /// Entries of the page table that the kernel counted as invalid.
     pub page_faults: u32,
 }
 
 impl Outcome {
-    /// Whether all launches ended and nothing was found.
+    /// Whether all launches finished without a finding.
     pub fn clean(&self) -> bool {
         self.findings.is_empty() && self.launches.iter().all(|launch| launch.finished)
     }
@@ -187,7 +188,7 @@ impl Outcome {
 }
 
 impl Counters {
-    /// Adds another launch's.
+    /// Adds the counters of another launch.
     pub fn add(&mut self, other: &Counters) {
         self.steps += other.steps;
         self.switches += other.switches;

@@ -1,4 +1,4 @@
-//! A pass on the host: tensors in guarded memory, the library's own list of launches, and what came of it.
+//! A pass on the host: tensors in guarded memory, the library's list of launches, and the outcome.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeSet;
@@ -54,7 +54,7 @@ impl Unit {
         self.run(problem, &Call::dense(tensors, Some(lse)), options)
     }
 
-    /// What the pass launches on as many SMs as the options say.
+    /// The launches of the pass on the number of SMs of the options.
     ///
     /// # Errors
     /// Those of the library for a problem that the kernel does not compute.
@@ -136,7 +136,7 @@ impl Unit {
         } else {
             symbols::resolve(&self.path, addresses.into_iter())
         };
-        // Of the twins and of how a unit is called, nothing is of interest to a reader.
+        // Frames of the twins and of calling a unit are left out.
         let stack = |addresses: &[u64]| -> Vec<Frame> {
             let frames = addresses.iter().filter_map(|address| symbols.get(address)).flatten();
             let own = |frame: &&Frame| {
@@ -144,7 +144,7 @@ impl Unit {
             };
             frames.filter(own).cloned().collect()
         };
-        // The planner's buffers are the main kernel's.
+        // The planner accounts for the main kernel's buffers only.
         let named = |entry: &str, text: String| {
             if entry == fa_kernels::ENTRY { self.name_buffers(&text) } else { text }
         };
@@ -157,7 +157,7 @@ impl Unit {
         for raw in raw.findings {
             let others = raw.others.into_iter().map(|other| party(&raw.entry, other));
             let (own, others): (_, Vec<Party>) = (stack(&raw.stack), others.collect());
-            // Lanes in two copies of one line, as compilers make them, have not diverged.
+            // Lanes at two copies of one line, which compilers may make, have not diverged.
             let kind = match raw.kind.strip_suffix('?') {
                 Some(_) if others.iter().all(|other| same_line(&other.stack, &own)) => continue,
                 Some(kind) => kind.to_owned(),
@@ -196,7 +196,7 @@ impl Unit {
         }
     }
 
-    /// Says which buffer `shared memory +N` lies in.
+    /// Adds the buffer's name to `shared memory +N`.
     fn name_buffers(&self, text: &str) -> String {
         const MARK: &str = "shared memory +";
         let mut out = String::new();
@@ -218,7 +218,7 @@ impl Unit {
         out + rest
     }
 
-    /// What the main kernel wrote between the planner's buffers.
+    /// Writes of the main kernel between the planner's buffers.
     fn outside_buffers(&self, launches: &[LaunchOutcome]) -> Vec<Finding> {
         let named = |begin: u32| {
             let own =

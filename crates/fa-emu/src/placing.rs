@@ -1,8 +1,8 @@
-//! How the tensors of a call lie.
+//! The layout of the tensors of a call.
 
 use fa_core::{Strides, TensorLayout};
 
-/// How the tensors of a call lie.
+/// The layout of the tensors of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placing {
     /// The order of the axes.
@@ -25,7 +25,7 @@ pub enum Shared {
 }
 
 impl Shared {
-    /// As records have it.
+    /// Its name in records.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Shared::Batch => "batch",
@@ -39,12 +39,12 @@ impl Placing {
     /// Packed `[batch, seqlen, heads, dim]`.
     pub const PACKED: Placing = Placing::of(TensorLayout::Bshd, 0);
 
-    /// Axes in this order, with so many elements between rows.
+    /// Axes in this order, with this many elements between rows.
     pub const fn of(layout: TensorLayout, gap: usize) -> Placing {
         Placing { layout, gap, shared: None }
     }
 
-    /// Of an input: of K and V where they are broadcast.
+    /// Strides of an input; those of K and V may be broadcast.
     pub(crate) fn input_strides(self, is_of_keys: bool, shape: [usize; 4]) -> Strides {
         let strides = self.strides(shape);
         match self.shared.filter(|_| is_of_keys) {

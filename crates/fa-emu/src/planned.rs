@@ -1,4 +1,4 @@
-//! What a pass did, beside what the planner takes it to do: products, bytes brought to shared memory, bank
+//! Compares the counters of a pass with the planner's numbers: products, bytes loaded to shared memory, bank
 //! conflicts.
 
 use fa_core::spec::Traits;
@@ -9,20 +9,20 @@ use fa_planner::cost::Work;
 use crate::kernels;
 use crate::outcome::Counters;
 
-/// What the planner's numbers come to for a pass, summed over its steps.
+/// The planner's numbers for a pass, summed over its steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Planned {
     /// Floating-point operations of whole tiles.
     pub tile_flops: f64,
-    /// Those of the pairs that the mask leaves, by the exact count of each product.
+    /// Those of the visible pairs, by the exact count of each product.
     pub problem_flops: f64,
     /// Bytes of Q, K, V and dO tiles, padding included.
     pub tile_bytes: f64,
-    /// Bytes of statistics that a backward brings by bulk copies.
+    /// Bytes of statistics that a backward loads by bulk copies.
     pub stat_bytes: f64,
-    /// Whether the layout of shared memory is one that matrix loads and stores find without conflicts.
+    /// Whether matrix loads and stores have no bank conflicts in this layout of shared memory.
     pub conflict_free: bool,
-    /// Whether every warp computes every step of its tile: none passes over those that its rows do not see.
+    /// Whether every warp computes every step of its tile: none skips those that its rows do not see.
     pub whole_steps: bool,
 }
 
@@ -80,7 +80,7 @@ impl Planned {
         })
     }
 
-    /// Where the counters of a pass that ended say something else.
+    /// Differences of the counters of a finished pass.
     pub fn faults(&self, spec: &KernelSpec, counters: &Counters) -> Vec<String> {
         let mut faults = Vec::new();
         let flops = counters.flops as f64;
@@ -94,7 +94,7 @@ impl Planned {
                 self.tile_flops, self.problem_flops
             ));
         }
-        // cp.async does not read what lies beyond a tensor, so that there are fewer bytes.
+        // cp.async does not read beyond a tensor, so there are fewer bytes.
         let by_tma = spec.traits().uses_tma();
         let (tiles, stats) = (counters.tma_bytes as f64, counters.bulk_bytes as f64);
         if by_tma && (tiles != self.tile_bytes || stats != self.stat_bytes) {

@@ -1,5 +1,4 @@
-//! A kernel proven on a problem: inputs, what the oracle makes of them, and what an emulated pass gave, side
-//! by side.
+//! Proofs of kernels on problems: inputs, the oracle's results, and the outcome of an emulated pass.
 //!
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
@@ -8,6 +7,7 @@ use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
 use fa_cpu::{Element, OwnedExtras, TensorRef, reference};
+use fa_lab::random::Random;
 use half::{bf16, f16};
 
 use crate::call::{Call, Given};
@@ -27,7 +27,7 @@ pub struct Trial {
     pass: Pass,
     placing: Placing,
     extras: OwnedExtras,
-    /// Of queries and of keys: the rows that sequences have; empty where they have all.
+    /// Of queries and of keys: whether each row belongs to a sequence; empty where all do.
     rows: [Vec<bool>; 2],
     /// q, k, v and, of a backward, out and dout.
     inputs: Vec<Vec<u16>>,
@@ -37,7 +37,7 @@ pub struct Trial {
     expected_dsinks: Option<ExpectedSinks>,
 }
 
-/// What the gradients of the sinks should be.
+/// Expected gradients of the sinks.
 #[derive(Clone, Debug)]
 struct ExpectedSinks {
     exact: Vec<f64>,
@@ -45,37 +45,37 @@ struct ExpectedSinks {
     noise: f64,
 }
 
-/// What an output should be.
+/// An expected output.
 #[derive(Clone, Debug)]
 struct Expected {
     name: &'static str,
     shape: [usize; 4],
     exact: Vec<f64>,
     low: Vec<u16>,
-    /// What f32 arithmetic may leave where terms cancel.
+    /// Noise of f32 arithmetic where terms cancel.
     noise: f64,
 }
 
-/// What a run gave, judged.
+/// The judged outcome of a run.
 #[derive(Clone, Debug)]
 pub struct Proof {
     /// Findings, counters, outputs.
     pub outcome: Outcome,
     /// Each output by name against the oracle; none when the pass did not end.
     pub values: Vec<(&'static str, Comparison)>,
-    /// Outputs that were written between rows.
+    /// Outputs with writes between rows.
     pub stray: Vec<&'static str>,
     /// A hash of the outputs' bits.
     pub bits: String,
 }
 
 impl Proof {
-    /// Whether nothing was found and all values are near enough.
+    /// Whether there are no findings and all values are within tolerance.
     pub fn passed(&self) -> bool {
         self.faults().is_empty()
     }
 
-    /// All that is wrong, as text.
+    /// All faults, as text.
     pub fn faults(&self) -> Vec<String> {
         let mut faults: Vec<String> = self.outcome.findings.iter().map(ToString::to_string).collect();
         if let Some(launch) = self.outcome.launches.iter().find(|launch| !launch.finished)
@@ -97,8 +97,8 @@ impl Proof {
 }
 
 impl Trial {
-    /// Inputs of `problem`, whose sequences have equal lengths, roughly normal and always the same, and what
-    /// the oracle makes of them.
+    /// Reproducible, roughly normal inputs of `problem`, whose sequences have equal lengths, with the
+    /// oracle's results.
     ///
     /// # Panics
     /// On a dtype that kernels do not take.
@@ -109,7 +109,7 @@ impl Trial {
     /// The same with lengths, pages, slopes and sinks.
     ///
     /// # Panics
-    /// On a dtype that kernels do not take, and on extras that are not what the problem asks for.
+    /// On a dtype that kernels do not take, and on extras that do not fit the problem.
     pub fn with(problem: &Problem, pass: Pass, placing: Placing, extras: &OwnedExtras) -> Trial {
         match problem.types.qkv {
             Dtype::F16 => Trial::of(problem, pass, placing, extras, &normal::<f16>(problem)),
@@ -122,7 +122,7 @@ impl Trial {
     /// reads no dout.)
     ///
     /// # Panics
-    /// On a dtype that kernels do not take, and on values and extras that are not what the problem asks for.
+    /// On a dtype that kernels do not take, and on values and extras that do not fit the problem.
     pub fn of_values(
         problem: &Problem,
         pass: Pass,
@@ -138,11 +138,11 @@ impl Trial {
         }
     }
 
-    /// A case of the list that GPUs are validated on, or drawn at random: the same values in the same places.
-    /// `None` for tensors that are far apart, and for a dtype that kernels do not take.
+    /// A case of the list that GPUs are validated on, or a random one, with the same values in the same
+    /// layout. `None` for tensors with huge strides, and for a dtype that kernels do not take.
     ///
     /// # Panics
-    /// Where the case's sequences are not what its problem asks for.
+    /// Where the case's sequences do not fit its problem.
     pub fn of_case(case: &fa_lab::grid::Case) -> Option<Trial> {
         let (values, extras) = case.bits()?;
         let placing = Case::of_grid(case)?.placing;
@@ -215,7 +215,7 @@ impl Trial {
         &self.problem
     }
 
-    /// Runs `unit` on the inputs and judges what it gives.
+    /// Runs `unit` on the inputs and judges its outputs.
     ///
     /// # Errors
     /// Those of [`Unit::run`].
@@ -305,7 +305,7 @@ fn shapes(problem: &Problem) -> [[usize; 4]; 4] {
     [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)]
 }
 
-/// Of queries and of keys, the rows `[batch, seqlen]` that sequences have; empty where they have all.
+/// Of queries and of keys, whether each row `[batch, seqlen]` belongs to a sequence; empty where all do.
 fn rows(problem: &Problem, extras: &fa_cpu::Extras<'_>) -> [Vec<bool>; 2] {
     if problem.lengths.is_uniform() {
         return [Vec::new(), Vec::new()];
@@ -336,16 +336,8 @@ fn normal<T: Half>(problem: &Problem) -> [Vec<T>; 4] {
 
 /// Reproducible values, roughly normal, for tensor number `i`.
 fn values<T: Element>(i: usize, shape: [usize; 4]) -> Vec<T> {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1);
-    let mut normal = || {
-        let mut sum = 0.0;
-        for _ in 0..4 {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
-        }
-        sum * 3f64.sqrt()
-    };
-    (0..shape.iter().product()).map(|_| T::from_f64(normal())).collect()
+    let mut random = Random::new(i as u64 + 1);
+    (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect()
 }
 
 /// Indices into a shape, in packed order.
@@ -357,7 +349,7 @@ fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [u
 /// NaN in every 16-bit type.
 const POISON: u16 = 0xffff;
 
-/// Values at their places; NaN between rows, and in rows that no sequence has.
+/// Values in their layout; NaN between rows, and in rows that belong to no sequence.
 fn place<T: Half>(
     values: &[T],
     (shape, of_keys): ([usize; 4], bool),
@@ -374,7 +366,7 @@ fn place<T: Half>(
     placed
 }
 
-/// An output, packed, and whether what lies between its rows is as it was.
+/// An output, packed, and whether the memory between its rows is unchanged.
 fn gather<T: Half>(bits: &[u16], shape: [usize; 4], placing: Placing) -> (Vec<T>, bool) {
     let strides = placing.strides(shape);
     let mut inside = vec![false; bits.len()];

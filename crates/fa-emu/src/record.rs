@@ -1,5 +1,5 @@
-//! Which kernels have been proven by emulation: remembered by the hash of all that a proof depends on, so
-//! that an unchanged kernel costs nothing.
+//! Records of kernels proven by emulation, by the hash of all that a proof depends on, so that an unchanged
+//! kernel is not run again.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -22,7 +22,7 @@ use crate::sweep::{SEEDS, Trials, cases, sweep};
 /// A kernel to be proven.
 #[derive(Clone, Debug)]
 pub struct Candidate {
-    /// What it is called: a shipped file, a spec.
+    /// Its name: a shipped file, a spec.
     pub name: String,
     /// The kernel.
     pub spec: KernelSpec,
@@ -33,7 +33,7 @@ pub struct Candidate {
 /// A kernel that has been proven.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Proven {
-    /// What it is called.
+    /// Its name.
     pub kernel: String,
     /// The architecture that it was compiled for.
     pub arch: Arch,
@@ -57,7 +57,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record in a file; an empty one where there is none, or none that can be read.
+    /// The record in a file; empty where there is none that can be read.
     pub fn read(path: &Path) -> Record {
         std::fs::read_to_string(path).ok().and_then(|text| ron::from_str(&text).ok()).unwrap_or_default()
     }
@@ -86,23 +86,23 @@ impl Record {
     }
 }
 
-/// What became of one candidate.
+/// The result of one candidate.
 #[derive(Clone, Debug)]
 pub struct Attempt {
     /// The candidate.
     pub candidate: Candidate,
-    /// Its proof; `None` when there were faults.
+    /// Its proof; `None` if there were faults.
     pub proven: Option<Proven>,
-    /// Whether it was known from a record.
+    /// Whether a record had it already.
     pub known: bool,
-    /// What was wrong.
+    /// Its faults.
     pub faults: Vec<String>,
-    /// How long it took to compile and to run.
+    /// Time to compile and to run it.
     pub took: (Duration, Duration),
 }
 
-/// Proves the candidates that no record knows, on as many threads as `workers`; `told` hears of each as it is
-/// done.
+/// Proves the candidates that the record does not have, on `workers` threads; `report` is called with each
+/// result.
 ///
 /// # Errors
 /// The first [`Error`] of a candidate.
@@ -111,7 +111,7 @@ pub fn prove(
     candidates: Vec<Candidate>,
     records: &[Record],
     workers: usize,
-    told: &(dyn Fn(&Attempt) + Sync),
+    report: &(dyn Fn(&Attempt) + Sync),
 ) -> Result<Vec<Attempt>, Error> {
     let trials = Trials::default();
     let waiting = Mutex::new(candidates.into_iter().rev().collect::<Vec<_>>());
@@ -125,7 +125,7 @@ pub fn prove(
                     let Some(candidate) = next else { break };
                     match prove_one(emulator, candidate, records, &trials) {
                         Ok(result) => {
-                            told(&result);
+                            report(&result);
                             done.lock().unwrap_or_else(PoisonError::into_inner).push(result);
                         }
                         Err(error) => {
@@ -183,7 +183,7 @@ fn key([fingerprint, machine, handed]: [&str; 3], arch: Arch, cases: &[Case], se
     hash(&[fingerprint, machine, handed, &tried])[..32].to_owned()
 }
 
-/// The day, UTC, as `2026-11-22`.
+/// Today's date, UTC, as `2026-11-22`.
 pub fn today() -> String {
     let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
     date_of_day(seconds / 86400)
@@ -191,7 +191,7 @@ pub fn today() -> String {
 
 /// The Gregorian date of a day counted from 1970-01-01.
 fn date_of_day(day: u64) -> String {
-    // Years from March on, so that leap days end them; eras of 400 years have equal lengths.
+    // Years start in March, so that leap days end them; eras of 400 years have equal lengths.
     let day = day + 719_468;
     let (era, day) = (day / 146_097, day % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

@@ -1,5 +1,5 @@
-//! Which removals of synchronising statements have been tried, and what noticed them: kept by the hash of
-//! all that the answer depends on, so that a run that was stopped goes on where it was.
+//! Removals of synchronising statements that have been tried, and what noticed them, by the hash of all that
+//! the result depends on, so that a stopped run can be resumed.
 
 use std::path::Path;
 
@@ -23,20 +23,20 @@ pub struct Removal {
     pub text: String,
     /// Which of those of this text in the header, from 1.
     pub occurrence: usize,
-    /// [`Keys`] of the subject that noticed it, or of all where none did.
+    /// The key of the subject that noticed it, or of all subjects where none did.
     pub key: String,
-    /// The first line of what noticed it; `None` where nothing did.
+    /// The first line of the finding; `None` where nothing noticed it.
     pub noticed: Option<String>,
 }
 
 impl Removal {
-    /// Whether it is the removal of this statement, of whatever sources.
+    /// Whether it is the removal of this statement, in any version of the sources.
     pub fn is_of(&self, statement: &Statement) -> bool {
         statement.is(&self.file, &self.text, self.occurrence)
     }
 }
 
-/// A removal that nothing notices, and why.
+/// A removal that goes unnoticed, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Survivor {
     /// The header.
@@ -45,12 +45,12 @@ pub struct Survivor {
     pub text: String,
     /// Which of those of this text in the header, from 1.
     pub occurrence: usize,
-    /// Why nothing notices its removal.
+    /// Why its removal goes unnoticed.
     pub reason: String,
 }
 
 impl Survivor {
-    /// Whether it is the removal of this statement, of whatever sources.
+    /// Whether it is the removal of this statement, in any version of the sources.
     pub fn is_of(&self, statement: &Statement) -> bool {
         statement.is(&self.file, &self.text, self.occurrence)
     }
@@ -67,7 +67,7 @@ impl Removals {
     /// Those of a file; none where there is no file.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that cannot be read or is no list of removals.
+    /// [`Error::Io`] for a file that cannot be read or is not a list of removals.
     pub fn read(path: &Path) -> Result<Removals, Error> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -110,7 +110,7 @@ impl Removals {
     }
 }
 
-/// Hashes of all that decides what notices the removal of a statement.
+/// Hashes of all that decides whether the removal of a statement is noticed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Keys {
     /// Of each subject: the code that is left of it, its problem, the machine, the seeds; `None` for one
@@ -190,7 +190,7 @@ mod tests {
         let noticed = own(keys.subjects[0].clone().unwrap(), Some("deadlock"));
         assert!(noticed.of(one, &keys).is_some() && noticed.of(one, &fewer).is_some());
         assert!(noticed.of(one, &others).is_none() && noticed.of(other, &keys).is_none());
-        // What nothing noticed may be noticed by another subject.
+        // A new subject may notice what no other did.
         let survived = own(fewer.all(), None);
         assert!(survived.of(one, &fewer).is_some() && survived.of(one, &keys).is_none());
     }

@@ -1,4 +1,4 @@
-//! A sample of the configurations that the planner offers and no spec ships with, another one each day.
+//! A sample, different each day, of the planner's configurations that no spec ships with.
 
 use std::collections::BTreeMap;
 
@@ -8,8 +8,8 @@ use fa_planner::plan::{PlanOptions, plan};
 use crate::compiler::hash;
 use crate::record::Candidate;
 
-/// `count` of the planner's configurations, from as many kernels in turn, drawn by `day`: any text gives a
-/// sample of its own.
+/// `count` of the planner's configurations, from as many kernels in turn, drawn by `day`: each text gives a
+/// different sample.
 pub fn sample(day: &str, count: usize) -> Vec<Candidate> {
     let mut pools: Vec<Vec<(String, Candidate)>> = Vec::new();
     for (family, arch) in [(Family::Sm90, Arch::Sm90), (Family::Sm80, Arch::Sm80)] {
@@ -30,7 +30,7 @@ pub fn sample(day: &str, count: usize) -> Vec<Candidate> {
             pools.push(drawn);
         }
     }
-    // A day begins with a kernel of its own choice, so that few a day still come to all of them.
+    // Days start with different kernels, so that small samples reach all of them over time.
     let first = usize::from_str_radix(&hash(&[day])[..4], 16).unwrap_or(0);
     let mut sample = Vec::new();
     let mut turn = 0;
@@ -42,7 +42,7 @@ pub fn sample(day: &str, count: usize) -> Vec<Candidate> {
     sample
 }
 
-/// What the configurations are planned for: head dims with every mask, groups of heads, a soft cap.
+/// The problems to plan for: head dims with every mask, groups of heads, a soft cap.
 fn problems() -> Vec<Problem> {
     let mut problems = Vec::new();
     for (turn, (head_dim, head_dim_v)) in

@@ -1,5 +1,5 @@
-//! What CI runs: shipped kernels, and forms of them that read lengths and pages, share keys, and add slopes
-//! and sinks.
+//! The kernels that CI runs: shipped ones, and forms of them with variable lengths, pages, splits, slopes and
+//! sinks.
 
 use fa_core::{KernelSpec, Reads, SpecError};
 use fa_planner::account::missing_code;
@@ -7,7 +7,7 @@ use fa_planner::account::missing_code;
 use crate::record::Candidate;
 use crate::sweep::distinct;
 
-/// Shipped files whose forms are run as well: every kernel, all masks, turns of deterministic kernels.
+/// Shipped files whose forms are run as well: every kernel, all masks, deterministic ones.
 const BASES: [&str; 9] = [
     "sm90/hd64-causal-bf16.ron",
     "sm90/hd128-full-f16.ron",
@@ -23,7 +23,7 @@ const BASES: [&str; 9] = [
 /// Shipped kernels by their files, with the architectures for which their units differ; then the forms.
 ///
 /// # Errors
-/// A file that is no spec, with its path.
+/// A file that is not a spec, with its path.
 pub fn shipped() -> Result<Vec<Candidate>, (&'static str, SpecError)> {
     let (mut all, mut of_bases) = (Vec::new(), Vec::new());
     for file in fa_kernels::specs::shipped()? {
@@ -42,7 +42,7 @@ pub fn shipped() -> Result<Vec<Candidate>, (&'static str, SpecError)> {
     Ok(all)
 }
 
-/// The forms of a kernel that there is device code for, by name.
+/// The forms of a kernel that have device code, by name.
 pub(crate) fn forms(spec: &KernelSpec) -> Vec<(&'static str, KernelSpec)> {
     // varied, paged, split, slopes and sinks
     let all = [
@@ -55,7 +55,7 @@ pub(crate) fn forms(spec: &KernelSpec) -> Vec<(&'static str, KernelSpec)> {
     ];
     let is_backward = spec.kernel.is_backward();
     let form = |(name, [varied, paged, split, mods]): (&'static str, [bool; 4])| {
-        // What a forward does with slopes and sinks of varied sequences is in its last form.
+        // The last form of a forward covers slopes and sinks with varied lengths.
         let is_extra = varied && mods && paged == is_backward;
         let mut spec = spec.clone();
         spec.reads = Reads { varied, paged };

@@ -1,4 +1,4 @@
-//! A unit of one entry, and what a launch of it left behind.
+//! A unit of one entry, and the memory of its launch.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -66,7 +66,7 @@ impl Single {
 }
 
 impl<'a> Run<'a> {
-    /// Guarded memory of these bytes.
+    /// Guarded memory with these bytes.
     pub(crate) fn memory(&self, name: &str, bytes: &[u8], access: Access) -> Result<Memory<'a>, Error> {
         let mut memory = Memory::new(&self.unit.machine, name, bytes.len())?;
         memory.bytes_mut().copy_from_slice(bytes);
@@ -74,10 +74,10 @@ impl<'a> Run<'a> {
         Ok(memory)
     }
 
-    /// Launches the unit; what was found wrong on the way.
+    /// Launches the unit; returns the findings.
     ///
     /// # Safety
-    /// `params` is what the entry takes, and all that it points at is of [`Run::memory`] and lives.
+    /// `params` is the entry's argument, and all that it points at is live memory of [`Run::memory`].
     pub(crate) unsafe fn launch<P>(&self, params: &P, shape: &Shape) -> Vec<String> {
         let arguments = [(&raw const *params).cast::<c_void>()];
         let name = format!("emu_{}", self.unit.name);
@@ -112,10 +112,10 @@ struct FoundOne {
     text: String,
 }
 
-/// What a session's `result` says against a launch, a line each.
+/// The findings of a session's `result`, a line each.
 ///
 /// # Panics
-/// On text that is no JSON of the machine's.
+/// On text that is not the machine's JSON.
 fn faults(result: &str, finished: bool) -> Vec<String> {
     let found: Found = serde_json::from_str(result).expect("the machine writes JSON");
     let mut faults: Vec<String> =

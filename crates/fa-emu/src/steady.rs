@@ -1,5 +1,4 @@
-//! A few steady steps of a kernel's main loop out of an emulated CTA's events, and a problem that is small
-//! enough to be emulated for them.
+//! A few steady steps of a kernel's main loop, from the events of an emulated CTA on a small problem.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -17,7 +16,7 @@ use crate::placing::Placing;
 use crate::proof::Trial;
 use fa_kernels::Headers;
 
-/// Steps that are shown.
+/// Number of steps.
 pub const STEPS: usize = 2;
 /// Tiles of the loop that are emulated: enough that those in the middle are steady.
 const TILES: usize = 14;
@@ -33,25 +32,26 @@ pub struct Steady {
     pub lanes: Vec<Lane>,
     /// Length in emulated steps.
     pub length: u64,
-    /// What was wrong with the run; empty for a kernel without a fault that the emulation knows.
+    /// Faults of the run; empty for a kernel without a fault that the emulation detects.
     pub faults: Vec<String>,
 }
 
-/// What one unit did.
+/// The events of one unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lane {
     /// A warp, TMA, a warpgroup's tensor core.
     pub name: String,
-    /// Ascending, without overlap: what is in flight at the same time is in lanes of the same name.
+    /// In order, without overlap: operations in flight at the same time are in several lanes of the same
+    /// name.
     pub events: Vec<Event>,
 }
 
-/// What took time.
+/// An event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What a warp waited for, or what was in flight.
+    /// The wait of a warp, or the operation in flight.
     pub what: String,
-    /// Operations, where several were issued at once at the same place.
+    /// Number of operations, where several were issued together at the same location.
     pub count: usize,
     /// First step, counted from the beginning.
     pub begin: u64,
@@ -83,7 +83,7 @@ pub fn emulate(
     Ok(found.map(|(lanes, length)| Steady { problem: case.problem, lanes, length, faults: proof.faults() }))
 }
 
-/// One head (or group) of one sequence with as many tiles along the kernel's loop as are needed.
+/// One head (or group) of one sequence, with enough tiles along the kernel's loop.
 fn small(spec: &KernelSpec, problem: &Problem) -> Case {
     let traits = spec.traits();
     let (tile_m, tile_n) = (traits.tile.0 as usize, traits.tile.1 as usize);
@@ -109,7 +109,7 @@ fn small(spec: &KernelSpec, problem: &Problem) -> Case {
     Case { extras: batch.extras(&small), problem: small, placing: Placing::PACKED }
 }
 
-/// The lanes of [`STEPS`] steady steps, and how long those are.
+/// The lanes of [`STEPS`] steady steps, and their length.
 fn lanes(spans: &[Span]) -> Option<(Vec<Lane>, u64)> {
     let mut tracks: BTreeMap<(u8, u32, &str), Vec<&Span>> = BTreeMap::new();
     for span in spans.iter().filter(|span| span.end > span.begin) {
@@ -141,16 +141,15 @@ fn lanes(spans: &[Span]) -> Option<(Vec<Lane>, u64)> {
     Some((lanes, end - begin))
 }
 
-/// Where steady steps begin and end: between marks that come once a step, those of a tensor core's first
-/// product or, where there is none, of a warp's most frequent wait. Of all stretches of [`STEPS`] steps, the
-/// one whose length is the median.
+/// Start and end of the steady steps. A mark comes once a step: a tensor core's first product or, without
+/// one, a warp's most frequent wait. Of all ranges of [`STEPS`] steps, the one of median length is taken.
 fn window(tracks: &BTreeMap<(u8, u32, &str), Vec<&Span>>) -> Option<(u64, u64)> {
     let by_core = tracks.iter().find(|((group, ..), _)| *group == 1);
     let (_, marked) = by_core.or_else(|| tracks.iter().max_by_key(|(_, own)| own.len()))?;
     let mut places: BTreeMap<String, Vec<u64>> = BTreeMap::new();
     for span in marked {
         let starts = places.entry(format!("{} {}", span.what, place(span))).or_default();
-        // Lanes of a warp that begin together are one mark.
+        // Lanes of a warp that start together are one mark.
         if starts.last().is_none_or(|last| span.begin > last + 1) {
             starts.push(span.begin);
         }
@@ -159,7 +158,7 @@ fn window(tracks: &BTreeMap<(u8, u32, &str), Vec<&Span>>) -> Option<(u64, u64)> 
     let often = |marks: &Vec<u64>| (marks.len(), Reverse(marks.first().copied()));
     let marks = places.into_values().max_by_key(often).filter(|marks| marks.len() > STEPS + 1)?;
     let mut stretches: Vec<(u64, u64)> = marks.windows(STEPS + 1).map(|own| (own[0], own[STEPS])).collect();
-    // Without what leads in and out.
+    // Without the first and last steps.
     let edge = stretches.len() / 4;
     let steady = &mut stretches[edge..];
     let count = steady.len() - edge;
@@ -168,7 +167,7 @@ fn window(tracks: &BTreeMap<(u8, u32, &str), Vec<&Span>>) -> Option<(u64, u64)> 
     steady.get(steady.len() / 2).copied()
 }
 
-/// Spans that were issued at once at one place, or waits that follow each other there, as one.
+/// Merges spans that were issued together at one location, and consecutive waits there.
 fn merged<'a>(spans: impl Iterator<Item = &'a Span>, waits: bool) -> Vec<Event> {
     let mut events: Vec<Event> = Vec::new();
     for span in spans {
@@ -193,7 +192,7 @@ fn merged<'a>(spans: impl Iterator<Item = &'a Span>, waits: bool) -> Vec<Event> 
     events
 }
 
-/// The innermost line, and those that called it: they distinguish products of one function.
+/// The innermost line and its callers, which distinguish products of one function.
 fn place(span: &Span) -> String {
     let lines: Vec<String> = span.stack.iter().map(|frame| format!("{frame} ({})", frame.function)).collect();
     lines.join(", from ")

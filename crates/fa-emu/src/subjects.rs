@@ -1,5 +1,4 @@
-//! What the four kernels are run on where their code is to be run as a whole: configurations that between
-//! them reach every branch.
+//! Configurations of the kernels that together reach every branch of their code.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 
@@ -126,7 +125,7 @@ const SM90_BWD: Texts = &[
     ),
 ];
 
-/// The four kernels with their configurations, on an SM90 target.
+/// The kernels with their configurations, on an SM90 target.
 ///
 /// # Panics
 /// When a configuration is no valid spec any more.
@@ -136,7 +135,8 @@ pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
         .map(|(name, texts)| {
             let of_text = texts.iter().map(|(kernel, kind, lengths)| subject(kernel, *kind, *lengths));
             let mut subjects: Vec<Subject> = of_text.collect();
-            // The last form has all there is; keys of the others are not divided, so that stages come round.
+            // The last form has every feature; keys of the others are not divided, so that stages wrap
+            // around.
             let mut of_first = forms(&subjects[0].spec);
             let last = of_first.pop();
             of_first.retain(|(_, spec)| spec.reads.varied);
@@ -146,7 +146,7 @@ pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
         .collect()
 }
 
-/// A form that reads lengths, pages, slopes and sinks, and shares keys, as far as its kernel does.
+/// A form with variable lengths, pages, slopes, sinks and splits, as far as its kernel has them.
 fn varied(spec: KernelSpec) -> Subject {
     let sequences = vec![(300, 300), (77, 140), (0, 9), (1, 600), (40, 0), (129, 129)];
     let k = if spec.reads.paged { Lie::Paged(16) } else { Lie::Packed };

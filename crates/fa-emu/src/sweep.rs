@@ -14,7 +14,7 @@ use crate::planned::Planned;
 use crate::proof::{Proof, Trial};
 use crate::unit::Unit;
 
-/// Seeds of a sweep: an eager schedule, a lazy one, and one by chance.
+/// Seeds of a sweep: an eager schedule, a lazy one, and a random one.
 pub const SEEDS: [u64; 3] = [0, 1, 2];
 
 /// The cases of a kernel: those of [`fa_lab::grid::of_spec`] that an emulation runs in seconds. A GPU runs
@@ -24,7 +24,7 @@ pub fn cases(spec: &KernelSpec) -> Vec<Case> {
     cases.iter().map(|case| Case::of_grid(case).expect("no tensor is broadcast or far")).collect()
 }
 
-/// Trials that have been made, for specs that share them.
+/// Trials computed so far, for specs that share them.
 #[derive(Debug, Default)]
 pub struct Trials(Mutex<BTreeMap<String, Arc<Trial>>>);
 
@@ -46,12 +46,12 @@ impl Trials {
     }
 }
 
-/// What a sweep of one kernel gave.
+/// The result of a sweep of one kernel.
 #[derive(Clone, Debug, Default)]
 pub struct Verdict {
     /// Passes that were run.
     pub runs: usize,
-    /// What was wrong, with the case and the seed.
+    /// The faults, with the case and the seed.
     pub faults: Vec<String>,
 }
 
@@ -76,17 +76,17 @@ pub fn sweep(unit: &Unit, cases: &[Case], seeds: &[u64], trials: &Trials) -> Res
     Ok(verdict)
 }
 
-/// What came of a trial under several schedules.
+/// The result of a trial under several schedules.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Attempts {
     /// How many runs there were.
     pub(crate) runs: usize,
-    /// The seed of the schedule under which something was wrong, and what.
+    /// The seed of the schedule with faults, and the faults.
     pub(crate) faults: Option<(u64, Vec<String>)>,
 }
 
-/// Runs a kernel on a trial under every schedule, up to the first under which something is wrong. A
-/// deterministic kernel's outputs must be the same bits in all of them.
+/// Runs a kernel on a trial under every schedule, up to the first one with faults. A deterministic kernel's
+/// outputs must be the same bits in all of them.
 ///
 /// # Errors
 /// Those of [`Unit::run`].
@@ -111,7 +111,7 @@ pub(crate) fn try_all(unit: &Unit, trial: &Trial, schedules: &[Options]) -> Resu
     Ok(Attempts { runs: schedules.len(), faults: None })
 }
 
-/// What the main kernel did that the planner does not count on.
+/// Differences of the main kernel from the plan.
 fn beside_the_plan(unit: &Unit, problem: &Problem, sms: u32, proof: &Proof) -> Vec<String> {
     let spec = unit.spec();
     let Some(planned) = Planned::of(spec, problem, unit.arch(), sms) else { return Vec::new() };

@@ -1,5 +1,5 @@
-//! From addresses in a unit to lines of the kernel's source, inlined calls included, by the binutils'
-//! addr2line.
+//! Resolves addresses in a unit to lines of the kernel's source, inlined calls included, by addr2line of
+//! binutils.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::outcome::Frame;
 /// Frames by address, innermost first.
 pub(crate) type Symbols = BTreeMap<u64, Vec<Frame>>;
 
-/// Addresses that one call is given.
+/// Addresses per call of addr2line.
 const AT_ONCE: usize = 500;
 
 /// Resolves addresses of the library at `unit`. Without an addr2line, frames are the addresses.
@@ -78,7 +78,7 @@ fn short(function: &str) -> String {
         }
     }
     let out = out.replace(" const", "").replace("fa::", "");
-    // A return type may stand in front.
+    // A return type may precede it.
     let out = out.trim().trim_end_matches("::");
     out.rsplit(' ').next().unwrap_or(out).to_owned()
 }

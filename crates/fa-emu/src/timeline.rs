@@ -28,7 +28,7 @@ const ROW: f64 = 22.0;
 /// Rows of operations in flight at once, per track.
 const DEPTH: usize = 6;
 
-/// What a span is, as colour and as words.
+/// Kinds of spans, with colour and description.
 const KINDS: [(&str, &str, &str); 6] = [
     ("mbarrier", "#e8a33d", "waits for an mbarrier"),
     ("bar.", "#c85b7d", "waits for a named barrier"),
@@ -89,7 +89,7 @@ fn picture(spans: &[&Span]) -> String {
     let mut y = 24.0;
     for ((_, _, name), mut own) in tracks {
         own.sort_by_key(|span| span.begin);
-        // What is in flight at the same time lies in rows below each other.
+        // Operations in flight at the same time are in rows below each other.
         let mut free = [0u64; DEPTH];
         let mut rows = 1;
         let mut bars = String::new();

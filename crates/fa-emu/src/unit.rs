@@ -15,7 +15,7 @@ use crate::compiler::Compiler;
 use crate::error::Error;
 use crate::machine::{Machine, open, sources_of};
 
-/// A kernel that can be emulated. Shared by threads: each run is a machine of its own.
+/// A kernel that can be emulated. Shared by threads: each run has a session of its own.
 #[derive(Debug)]
 pub struct Unit {
     pub(crate) machine: Arc<Machine>,
@@ -73,7 +73,7 @@ impl Unit {
     }
 }
 
-/// How units for `arch` are compiled.
+/// Compiler flags of units for `arch`.
 pub(crate) fn flags(arch: Arch) -> [String; 8] {
     let (major, minor) = arch.compute_capability();
     [
@@ -89,7 +89,7 @@ pub(crate) fn flags(arch: Arch) -> [String; 8] {
     .map(str::to_owned)
 }
 
-/// The unit, the twins, and the headers that are the same on both sides.
+/// The unit, the twins, and the headers shared with the device.
 pub(crate) fn files(source: &Source) -> Result<Vec<(String, String)>, Error> {
     let own = |(name, text): (&str, &str)| (name.to_owned(), text.to_owned());
     let mut files: Vec<_> = sources_of("host/").map(own).collect();

@@ -18,7 +18,7 @@ pub struct WriteError {
 
 /// A file to be written, probed before any work is done for it.
 ///
-/// A file that is there keeps its permissions; a symbolic link stays, and what it points at is replaced.
+/// An existing file keeps its permissions; a symbolic link stays, and its target is replaced.
 #[derive(Debug)]
 pub struct AtomicFile {
     path: PathBuf,
@@ -30,12 +30,12 @@ pub struct AtomicFile {
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
-    // A list of paths is whole whatever became of who held it.
+    // A list of paths is valid even if another thread panicked.
     UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Removes what is being written under temporary names: for a program that gets a signal to stop, which must
-/// end then. A thread that is about to make another such file waits for that.
+/// Removes unfinished files with temporary names: for a program that gets a signal to stop, which must end
+/// then. A thread that is about to create another such file waits for that.
 pub fn remove_unfinished() {
     let mut files = unfinished();
     for file in files.drain(..) {
@@ -48,7 +48,7 @@ pub fn remove_unfinished() {
 struct Listed(PathBuf);
 
 impl Listed {
-    /// Makes a file and lists it, with nobody between.
+    /// Creates a file and lists it, atomically.
     fn make<T>(path: &Path, make: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<(T, Listed)> {
         let mut files = unfinished();
         let made = make(path)?;
@@ -158,7 +158,7 @@ impl AtomicFile {
                 return temporary.persist(&self.target).map_err(|e| e.error).map(drop);
             }
         }
-        // A name can be given, not taken over: it has another one for the moment before it is renamed.
+        // Linking cannot replace an existing file: the new file gets a temporary name first and is renamed.
         let named = |path: &Path| Listed::make(path, |path| name(&file, path));
         let temporary = tempfile::Builder::new().prefix(".fa-").make_in(self.folder(), named)?;
         temporary.persist(&self.target).map_err(|e| e.error).map(drop)
@@ -170,7 +170,7 @@ impl AtomicFile {
 
     fn temporary(&self) -> io::Result<Temporary> {
         let mut options = fs::OpenOptions::new();
-        // As any file that is made: it becomes the user's, so their umask decides who may read it.
+        // The default mode: the user's umask decides who may read it.
         options.read(true).write(true).create_new(true);
         let make = |path: &Path| Listed::make(path, |path| options.open(path));
         // The whole error quotes the temporary name, which says nothing to anyone.
@@ -187,7 +187,7 @@ impl AtomicFile {
 #[cfg(target_os = "linux")]
 fn unnamed(folder: &Path) -> io::Result<fs::File> {
     use rustix::fs::{Mode, OFlags, open};
-    // As any file that is made, with what the user's umask leaves.
+    // The default mode, less the user's umask.
     let mode = Mode::from_raw_mode(0o666);
     Ok(fs::File::from(open(folder, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode)?))
 }
@@ -221,7 +221,7 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
     AtomicFile::at(path)?.write(|writer| writer.write_all(bytes))
 }
 
-/// What `path` names when links in its last component are followed, whether it is there or not.
+/// The target of `path` when links in its last component are followed, whether it exists or not.
 fn follow_links(path: &Path) -> Option<PathBuf> {
     let mut path = path.to_owned();
     for _ in 0..=MAX_LINKS {
@@ -246,7 +246,7 @@ mod tests {
         names
     }
 
-    /// Whoever is stopped while it writes leaves nothing.
+    /// A writer that is stopped leaves nothing.
     #[cfg(target_os = "linux")]
     #[test]
     fn what_is_being_written_has_no_name() {
@@ -267,7 +267,7 @@ mod tests {
         }
     }
 
-    /// Under a temporary name a file is on the list of those that a stopped program removes, and no longer.
+    /// A file is on the list of those that a stopped program removes as long as it has a temporary name.
     #[test]
     fn what_has_a_temporary_name_is_listed() {
         let folder = tempfile::tempdir().unwrap();
@@ -283,7 +283,7 @@ mod tests {
         drop(other);
         assert!(listed().is_empty());
         assert_eq!(names(folder.path()), ["target"]);
-        // Over a file that is there, a file without a name has one for a moment.
+        // When it replaces a file, an unnamed file has a temporary name for a moment.
         write(&folder.path().join("target"), b"new").unwrap();
         assert!(listed().is_empty() && names(folder.path()) == ["target"]);
     }
@@ -323,7 +323,7 @@ mod tests {
         for link in ["first", "second"] {
             assert!(fs::symlink_metadata(at(link)).unwrap().is_symlink(), "{link}");
         }
-        // What a link points at need not be there yet.
+        // The target of a link need not exist yet.
         symlink("real/later", at("dangling")).unwrap();
         write(&at("dangling"), b"made").unwrap();
         assert_eq!(fs::read(at("real/later")).unwrap(), b"made");
@@ -346,7 +346,7 @@ mod tests {
         refused("/tmp", "a directory");
         refused("/no-such-folder/file", "there is no folder /no-such-folder");
         refused("..", "a directory");
-        // A folder in which nobody makes files, root neither.
+        // A folder in which nobody, not even root, creates files.
         refused("/proc/self/file", "not found");
     }
 }

@@ -1,4 +1,4 @@
-//! What can go wrong between a spec and a launch.
+//! Errors between a spec and a launch.
 
 use std::path::{Path, PathBuf};
 
@@ -35,7 +35,7 @@ pub enum Error {
          install nvidia-cuda-nvrtc`, or set {variable} to it"
     )]
     NoCompiler {
-        /// What was looked for.
+        /// The library or program that was looked for.
         library: &'static str,
         /// Where.
         tried: String,
@@ -255,7 +255,7 @@ pub enum Error {
         /// Parts of the merge.
         need: usize,
     },
-    /// Two arrays that must not share memory are one.
+    /// An output and an input share memory.
     #[error("{tensor} is {with}, which others still read: give memory of its own")]
     SameMemory {
         /// What is written.

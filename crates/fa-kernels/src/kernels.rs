@@ -110,7 +110,20 @@ impl Kernels {
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem, and those of compiling and loading.
     pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
-        let launches = Launches::forward(spec, problem, self.arch, self.sms)?;
+        self.forward_split(problem, spec, None)
+    }
+
+    /// [`Kernels::forward_with`] with the keys of a tile in `splits` parts: see [`Launches::forward_split`].
+    ///
+    /// # Errors
+    /// As [`Kernels::forward_with`].
+    pub fn forward_split(
+        &self,
+        problem: &Problem,
+        spec: &KernelSpec,
+        splits: Option<usize>,
+    ) -> Result<Forward, Error> {
+        let launches = Launches::forward_split(spec, problem, self.arch, self.sms, splits)?;
         Ok(Forward::of(self.load(spec)?, problem, launches))
     }
 
@@ -144,7 +157,7 @@ impl Kernels {
         self.merge.get_or_init(|| Arc::new(kernel)).bind(merge)
     }
 
-    /// A unit that is no spec's, compiled now or before.
+    /// A unit without a spec, compiled now or before.
     fn unit(&self, name: &str, source: &Source) -> Result<Arc<Compiled>, Error> {
         let named = Named { name: name.to_owned(), ron: String::new() };
         self.cache.get_unit(&*self.compiler()?, &named, source)
@@ -177,7 +190,7 @@ impl Kernels {
                 LoadedKernel::load(&self.context, spec, device, &compiled.cubin)?
             }
         };
-        // Of two threads that loaded the same kernel, the first to be here wins; both loads were good.
+        // If two threads load the same kernel, the first one wins; both loads are valid.
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
     }
 
@@ -192,7 +205,7 @@ impl Kernels {
     }
 }
 
-/// Checks what the compiler would not notice. Registers are the compiler's to say.
+/// Checks limits that the compiler does not check. It checks registers itself.
 fn check_fit(spec: &KernelSpec, arch: Arch) -> Result<(), Error> {
     spec.check()?;
     spec.check_arch(arch)?;
@@ -208,7 +221,7 @@ fn key_of(spec: &KernelSpec) -> String {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The maps are whole whatever a panicking thread was doing.
+    // The maps are valid even if another thread panicked.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

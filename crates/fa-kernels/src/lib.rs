@@ -80,8 +80,6 @@
 //! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and
 //! any CUDA library but the driver and NVRTC, both loaded at run time.
 
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
-
 pub mod atomic_file;
 pub mod driver;
 mod error;

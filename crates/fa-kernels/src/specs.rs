@@ -9,7 +9,7 @@ static FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/specs.rs"));
 pub struct ShippedFile {
     /// The file.
     pub path: &'static str,
-    /// What it holds.
+    /// Its contents.
     pub shipped: ShippedSpec,
 }
 

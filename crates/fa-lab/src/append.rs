@@ -17,7 +17,7 @@ pub struct AppendInputs<T> {
     pub tensors: [Vec<T>; 5],
     /// Cosines and sines in f32.
     exact: [Vec<f32>; 2],
-    /// The same in the tensors' type.
+    /// The same, rounded to the tensors' type.
     same: [Vec<T>; 2],
     /// Starts of packed new keys, and of queries that follow them.
     cu: Option<Vec<i32>>,
@@ -28,7 +28,7 @@ pub struct AppendInputs<T> {
     page_table: Option<Vec<i32>>,
     /// Keys in the cache afterwards.
     pub used_out: Vec<i32>,
-    /// Rows that had no place.
+    /// Rows that the cache had no room for.
     pub dropped: usize,
 }
 
@@ -43,8 +43,8 @@ fn shapes(append: &Append) -> [[usize; 4]; 5] {
 }
 
 impl<T: Half> AppendInputs<T> {
-    /// Random rows. Of the caches some are empty and some nearly full, pages are in no order, and one page in
-    /// some forty names none.
+    /// Random rows. Some caches are empty and some nearly full, pages are in random order, and about one
+    /// table entry in forty names no page.
     pub fn random(append: &Append, seed: u64) -> AppendInputs<T> {
         let mut random = Random::new(seed);
         let count = |shape: [usize; 4]| shape.iter().product::<usize>();
@@ -66,7 +66,7 @@ impl<T: Half> AppendInputs<T> {
                 let mut starts: Vec<i32> = (0..batch).map(|_| random.below(total + 1) as i32).collect();
                 starts.sort_unstable();
                 starts[0] = 0;
-                // No sequence above the bound, and some rows behind the last.
+                // No sequence is longer than the bound; some rows follow the last one.
                 for i in 1..batch {
                     starts[i] = starts[i].min(starts[i - 1] + most as i32);
                 }
@@ -109,8 +109,8 @@ impl<T: Half> AppendInputs<T> {
         }
     }
 
-    /// Random rows that all have a place: equal packed sequences, room behind each cache's keys, every page
-    /// named once.
+    /// Random rows that all fit: equal packed sequences, room behind each cache's keys, every page named
+    /// once.
     pub fn fitting(append: &Append, seed: u64) -> AppendInputs<T> {
         let mut inputs = AppendInputs::random(append, seed);
         let mut random = Random::new(!seed);
@@ -128,10 +128,10 @@ impl<T: Half> AppendInputs<T> {
         inputs
     }
 
-    /// Calls `act` on views of it, and keeps the number of dropped rows that it counts.
+    /// Calls `act` on views of the tensors, and keeps the number of dropped rows that it returns.
     ///
     /// # Errors
-    /// What `act` says, and tensors that are not of their shapes.
+    /// Those of `act`, and tensors that are not of their shapes.
     pub fn with(
         &mut self,
         act: impl FnOnce(&mut AppendExtras<'_>, &mut AppendTensors<'_, T>) -> Result<usize>,
@@ -176,7 +176,7 @@ impl<T: Half> AppendInputs<T> {
         self.with(|extras, tensors| Ok(fa_attn::append(&append, extras, tensors)?))
     }
 
-    /// Where the results of another run differ by a bit, in words.
+    /// The first bit difference from the results of another run, in words.
     pub fn difference(&self, other: &AppendInputs<T>) -> Option<String> {
         for (index, name) in [(2, "k_cache"), (3, "v_cache"), (4, "q")] {
             let (have, need) = (T::bits(&other.tensors[index]), T::bits(&self.tensors[index]));

@@ -30,11 +30,11 @@ pub struct Options {
     pub shapes: Vec<Wanted>,
     /// The kernels; where there are none, the library's choice for each shape.
     pub specs: Vec<KernelSpec>,
-    /// Whether the library's choice is measured beside the kernels that are given.
+    /// Whether the library's choice is measured as well as the given kernels.
     pub beside_choice: bool,
-    /// Beside the library's choice for each shape the same kernel with these changes, in turns.
+    /// Changes of the library's choice, measured alternately with it for each shape.
     pub changes: Vec<Change>,
-    /// The family that the library chooses from, be it the fastest here or not.
+    /// The family that the library chooses from, even if another is faster here.
     pub family: Option<Family>,
     /// The pass.
     pub pass: Pass,
@@ -64,7 +64,7 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         rows: Vec::new(),
         summary: Vec::new(),
     };
-    // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
+    // Compiled in parallel, a second or so each; errors are reported when the kernels are bound below.
     options.shapes.par_iter().for_each(|wanted| drop(bound(&gpu, &wanted.problem, options)));
     if options.tune {
         progress(Step::Begin("tuning".to_owned()));
@@ -110,7 +110,7 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
 fn tune(gpu: &Gpu, options: &Options) -> Result<()> {
     gpu.set_tuning(Tuning::ON_FIRST_USE)?;
     for wanted in &options.shapes {
-        // What goes wrong shows again where the shape is measured.
+        // Errors are reported where the shape is measured.
         drop(bound(gpu, &wanted.problem, options));
     }
     for outcome in gpu.finish_tuning() {
@@ -121,7 +121,7 @@ fn tune(gpu: &Gpu, options: &Options) -> Result<()> {
     Ok(gpu.set_tuning(Tuning::Off)?)
 }
 
-/// Where no shape can be measured, as against one that no kernel computes.
+/// Whether no shape can be measured after this error, as opposed to this one.
 fn error_is_fatal(error: &fa_attn::Error) -> bool {
     use fa_attn::Error::{Kernels, Plan};
     use fa_kernels::Error::{Mismatch, Refused, SharedMemory};
@@ -132,7 +132,7 @@ fn error_is_fatal(error: &fa_attn::Error) -> bool {
 struct Found {
     /// The kernels.
     bound: Vec<Bound>,
-    /// Changes of the library's choice that are not to be had: what would have been measured, and why not.
+    /// Changes of the library's choice that cannot be made: what would have been measured, and why not.
     refused: Vec<(String, String)>,
 }
 

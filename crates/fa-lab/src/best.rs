@@ -13,10 +13,10 @@ use rayon::prelude::*;
 
 use crate::error::{Error, Result, read_text};
 
-/// How many of the best none of which may spill.
+/// The number of best kernels of which none may spill.
 pub const BEST: usize = 10;
 
-/// A problem that stands for others like it, and what computes it.
+/// A kind of problem, by an example, and the kernels for it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Kind {
     /// The problem.
@@ -100,7 +100,7 @@ impl Kind {
     }
 }
 
-/// From one kind to the next that is looked at: a prime, so that a few are of all passes and forms already.
+/// Step between the kinds that are visited: a prime, so that the first few cover all passes and forms.
 const STRIDE: usize = 1009;
 
 /// The best `count` kernels of every kind, each once: all first choices, then all second ones, and so on.
@@ -127,11 +127,11 @@ pub fn name(arch: Arch, spec: &KernelSpec) -> String {
 pub struct Said {
     /// [`name`] of the kernel.
     pub kernel: String,
-    /// What is against it, in a word.
+    /// What the compiler has against it.
     pub verdict: Verdict,
 }
 
-/// What is against a kernel.
+/// What the compiler has against a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Nothing.
@@ -176,10 +176,10 @@ pub fn file(results: &Path, compiler: &Compiler) -> Result<PathBuf> {
     Ok(results.join("configs").join(format!("best-{version}.txt")))
 }
 
-/// What a file has: a line for each kernel, and comments. None where there is no such file.
+/// Reads a file of a line for each kernel, and comments; empty where there is no file.
 ///
 /// # Errors
-/// What cannot be read, and a line that is none.
+/// A file that cannot be read, or an invalid line.
 pub fn read(path: &Path) -> Result<Vec<Said>> {
     if !path.exists() {
         return Ok(Vec::new());
@@ -190,7 +190,7 @@ pub fn read(path: &Path) -> Result<Vec<Said>> {
     said.collect()
 }
 
-/// Compiles a kernel; nothing is kept.
+/// Compiles a kernel without storing it.
 ///
 /// # Errors
 /// Those of the compiler itself; what it says against the kernel is a verdict.
@@ -238,7 +238,9 @@ mod tests {
             let of = |spec: &KernelSpec| known.get(&name(kind.arch, spec));
             let best = set.plans.iter().take(BEST).filter_map(|plan| match of(&plan.spec)? {
                 Verdict::Clean => None,
-                verdict => Some(format!("{} is among the best ten: {verdict:?}", plan.spec)),
+                verdict @ (Verdict::Spills(_) | Verdict::Fault(_)) => {
+                    Some(format!("{} is among the best ten: {verdict:?}", plan.spec))
+                }
             });
             let spilled = set.rejected.iter().filter(|own| matches!(own.reason, Reason::Spills { .. }));
             let rejected = spilled.filter_map(|own| match of(&own.spec)? {

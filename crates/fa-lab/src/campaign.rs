@@ -1,8 +1,8 @@
-//! What a machine with a GPU has to run when kernels have changed: a list of commands of this program, in
-//! order, each within a time limit, taken up again where it stopped.
+//! The runs that a machine with a GPU has to make when kernels have changed: a list of commands of this
+//! program, in order, each with a time limit, resumed where it was stopped.
 //!
 //! Every step is a process of its own, whose output goes to a file; what became of it is a line in a list. A
-//! step that has ended, well or not, is not run again by the same build of the program.
+//! step that has ended, successfully or not, is not run again by the same build of the program.
 
 mod steps;
 
@@ -23,24 +23,24 @@ pub use steps::{Wanted, steps_for};
 /// One command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// What it is called, once in a list.
+    /// Its name, unique in a list.
     pub name: String,
     /// The arguments of this program.
     pub arguments: Vec<String>,
-    /// Seconds that it took before, on an H100: it is begun only where as much is left.
+    /// Seconds that it took before, on an H100: it is started only if that much time is left.
     pub expected: u64,
     /// Seconds after which it is stopped.
     pub limit: u64,
 }
 
-/// How a list is run.
+/// How to run a list.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The folder of the list of what was done, and of what each step printed.
+    /// The folder of the list of finished steps and of each step's output.
     pub folder: PathBuf,
-    /// Which build of the program runs: what another one did is done again.
+    /// The build of the program: steps finished by another build are run again.
     pub build: String,
-    /// Seconds for all steps together: the rest is left for the next time.
+    /// Seconds for all steps together; the rest is left for the next run.
     pub budget: Option<u64>,
     /// Whether steps that failed or were too slow are run again.
     pub again: bool,
@@ -54,11 +54,11 @@ pub enum End {
     Good,
     /// With a bad verdict or an error.
     Bad,
-    /// It was stopped at its limit.
+    /// Stopped at its time limit.
     Slow,
 }
 
-/// What became of a step: a line of the list.
+/// The result of a step: a line of the list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Done {
     /// The step's name.
@@ -75,16 +75,16 @@ pub struct Done {
     pub said: String,
 }
 
-/// A step with what became of it; nothing where it has not been run, or was cut short by the budget.
+/// A step and its result; `None` where it has not been run, or was cut short by the budget.
 pub type Row = (Step, Option<Done>);
 
-/// The list of what was done, in the folder.
+/// File name of the list of finished steps.
 const LIST: &str = "done.jsonl";
 
-/// Between the request to end and the end of a step that does not heed it.
+/// Time between the request to end and killing a step that ignores it.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Runs what is left of `steps`, in order, and says what became of all.
+/// Runs the unfinished `steps` in order; returns the results of all.
 ///
 /// # Errors
 /// A folder that cannot be written, and a program that does not start.
@@ -120,7 +120,7 @@ pub fn run(
     Ok(rows)
 }
 
-/// What is known of the steps.
+/// The results so far.
 ///
 /// # Errors
 /// A list that cannot be read.
@@ -131,7 +131,7 @@ pub fn known(steps: &[Step], options: &Options) -> Result<Vec<Row>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
         Err(error) => return Err(Error::read(&path)(error)),
     };
-    // A last line that was not finished is of a step that was not.
+    // An incomplete last line belongs to an unfinished step.
     let done: Vec<Done> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let of = |step: &Step| {
         let same = |done: &&Done| {
@@ -142,7 +142,7 @@ pub fn known(steps: &[Step], options: &Options) -> Result<Vec<Row>> {
     Ok(steps.iter().map(|step| (step.clone(), of(step))).collect())
 }
 
-/// Runs a step; `None` where it had to stop because no time was left, as against its own limit.
+/// Runs a step; `None` where the budget ended it, not its own limit.
 fn run_one(
     step: &Step,
     program: &Program,
@@ -182,7 +182,7 @@ fn wait(child: &mut Child, deadline: Instant) -> Result<Option<ExitStatus>> {
     if let Some(status) = ends_before(child, deadline)? {
         return Ok(Some(status));
     }
-    // It removes what it was writing, where it still heeds anything.
+    // It removes unfinished files, if it still responds.
     #[cfg(unix)]
     if let Some(pid) = i32::try_from(child.id()).ok().and_then(rustix::process::Pid::from_raw) {
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -217,7 +217,7 @@ fn append(path: &Path, done: &Done) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A program that adds its first argument to a list and does what the others say.
+    /// A program that appends its first argument to a list and acts on the others.
     struct Stub {
         folder: tempfile::TempDir,
     }
@@ -287,7 +287,7 @@ mod tests {
         let stub = Stub::new();
         let steps = [step("a", "true"), Step { expected: 50, ..step("b", "true") }, step("c", "true")];
         let options = Options { budget: Some(20), ..stub.options() };
-        // No step is passed over: the order says what matters most.
+        // No step is skipped: the most important ones come first.
         assert_eq!(stub.run(&steps, &options), [Some(Good), None, None]);
         assert_eq!(stub.run(&steps, &stub.options()), [Some(Good); 3]);
         assert_eq!(stub.order(), "abc");

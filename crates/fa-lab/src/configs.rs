@@ -28,7 +28,7 @@ pub const HEAD_DIMS: &str = "64,96,128,192,256,192-128,128-64,64-128";
 /// A configuration for a problem.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What it is ranked by and measured on.
+    /// The problem that it is ranked by and measured on.
     pub problem: Problem,
     /// The kernel.
     pub spec: KernelSpec,
@@ -36,14 +36,14 @@ pub struct Config {
     pub planned: Planned,
 }
 
-/// What the planner says of a configuration.
+/// The planner's figures for a configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Planned {
     /// Whether it fits.
     pub fits: bool,
     /// Registers of a computing thread.
     pub registers: u32,
-    /// How many one may have.
+    /// The limit on them.
     pub limit: u32,
     /// 10^12 operations per second.
     pub tflops: f64,
@@ -66,14 +66,14 @@ pub struct Built {
     pub registers: Option<u32>,
     /// Bytes spilled, stores and loads.
     pub spills: Option<u32>,
-    /// What else the compiler says against it.
+    /// Another fault that the compiler reports.
     pub fault: Option<String>,
     /// Bytes of shared memory: the unit asserts that plan and kernel agree.
     pub smem: u32,
 }
 
-/// Every configuration of `pass` for the problems of `head_dims`: those that fit, and
-/// those that miss the register limit by little.
+/// Every configuration of `pass` for the problems of `head_dims`: those that fit, and those that exceed the
+/// register limit by little.
 ///
 /// # Errors
 /// Head dims or a family that `arch` has no kernels for.
@@ -120,7 +120,7 @@ impl Config {
         format!("hd{} {}", head_dims(&self.problem), self.problem.mask)
     }
 
-    /// The configuration with what compiling said about it.
+    /// The configuration with the compiler's report.
     pub fn built(&self, report: &Result<Report, String>) -> Built {
         let spills = |report: &Report| report.spill_stores + report.spill_loads;
         Built {
@@ -141,7 +141,7 @@ impl Config {
 }
 
 impl Built {
-    /// Why it is of no use, in a few words; empty where it is clean.
+    /// Why it cannot be used, in a few words; empty where it is clean.
     pub fn verdict(&self) -> String {
         match (&self.fault, self.spills) {
             (None, _) => String::new(),
@@ -151,7 +151,7 @@ impl Built {
     }
 }
 
-/// What compiling says about each configuration, on all cores; `Err` holds why there is no report.
+/// Compiles every configuration, on all cores; `Err` holds why there is no report.
 pub fn compile(
     configs: &[Config],
     arch: Arch,

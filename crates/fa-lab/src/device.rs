@@ -1,4 +1,4 @@
-//! The GPU at hand: what it is, tensors of calls that are timed in turn, and times of launches.
+//! The GPU: its description, tensors of calls that are timed in turn, and times of launches.
 
 mod call;
 mod placed;
@@ -17,7 +17,7 @@ pub use call::{Captured, PassCall, Plans, capture_calls};
 pub use placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
 pub use timer::{Timing, median, time_each};
 
-/// What a GPU is, for records of measurements.
+/// A GPU's description, for records of measurements.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DeviceInfo {
     /// The product's name.
@@ -28,14 +28,14 @@ pub struct DeviceInfo {
     pub sms: u32,
     /// Bytes of device memory.
     pub memory_bytes: usize,
-    /// Version of the kernel module, where it says so.
+    /// Version of the kernel module, where it is known.
     pub driver: Option<String>,
     /// CUDA version that the driver supports, such as `13.0`.
     pub cuda: String,
 }
 
 impl DeviceInfo {
-    /// What `gpu` is.
+    /// The description of `gpu`.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -58,7 +58,7 @@ impl DeviceInfo {
 /// The first GPU, for work that nothing else can do.
 ///
 /// # Errors
-/// Without a driver, a GPU, or one that kernels run on: each says what to do.
+/// Without a driver, a GPU, or one that kernels run on, with what to do.
 pub fn open() -> Result<Gpu, error::Error> {
     Gpu::open().map_err(gpu_only)
 }
@@ -82,11 +82,11 @@ pub fn bind_spec(
     gpu.bind_spec(problem, spec)
 }
 
-/// Copies of one call, and of that of its backward with a dO, so many that together they exceed the L2 twice:
-/// timed in turn, none finds its inputs there.
+/// Copies of one call, and of its backward with a dO, of more than twice the L2's size together: timed in
+/// turn, none finds its inputs in the L2.
 ///
 /// # Errors
-/// [`Error::Driver`], above all for want of memory.
+/// [`Error::Driver`], most often for lack of memory.
 pub fn calls<T: Half>(
     gpu: &Gpu,
     forward: &Forward,

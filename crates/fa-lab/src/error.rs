@@ -1,4 +1,4 @@
-//! What can go wrong in the lab.
+//! Errors of the lab.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,7 +14,7 @@ use fa_planner::plan::PlanError;
 /// A result of the lab.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why the lab could not do what it was asked for.
+/// An error of the lab.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Options that contradict each other or ask for what is not there; the text says what would work.
@@ -34,12 +34,12 @@ pub enum Error {
     /// Compiling, loading or launching a kernel, or the driver itself.
     #[error(transparent)]
     Kernels(#[from] fa_kernels::Error),
-    /// There is no CUDA driver, where nothing but a GPU will do.
+    /// There is no CUDA driver, for work that needs a GPU.
     #[error(
         "no CUDA driver (libcuda) found: install NVIDIA's driver on a machine with a GPU of 8.0 or newer"
     )]
     NoDriver,
-    /// No kernel runs on the GPU, and nothing but a GPU will do.
+    /// No kernel runs on the GPU, for work that needs one.
     #[error("compute capability {major}.{minor} is not supported: use a GPU of 8.0 or newer")]
     OldGpu {
         /// Major part.
@@ -65,7 +65,7 @@ pub enum Error {
     /// The file system, or a process's standard streams.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// The engine, as far as it is not one of the above.
+    /// Any other error of the engine.
     #[error(transparent)]
     Engine(fa_attn::Error),
     /// A value without a JSON form, or text that is not what it should be.
@@ -74,7 +74,8 @@ pub enum Error {
     /// A case that cannot be tried on this GPU.
     #[error("{0}")]
     NotTried(String),
-    /// A worker process that cannot be started or is lost; the text has its last words.
+    /// A worker process that cannot be started or is lost; the text ends with its last lines of standard
+    /// error.
     #[error("{0}")]
     Worker(String),
     /// The helper that times other libraries.
@@ -83,12 +84,12 @@ pub enum Error {
     /// A record or a shipped spec that cannot be used.
     #[error("{0}")]
     Record(String),
-    /// What was being done when `source` happened.
+    /// An error with what was being done.
     #[error("{doing}")]
     While {
         /// What was being done.
         doing: String,
-        /// What happened.
+        /// The error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
@@ -99,7 +100,7 @@ impl Error {
         move |source| Error::Read { path: path.to_owned(), source }
     }
 
-    /// Whether the caller asked for what cannot be done, as against a failure at doing it.
+    /// Whether the request was at fault, rather than its execution.
     pub fn is_request(&self) -> bool {
         match self {
             Error::Request(_)
@@ -126,6 +127,10 @@ impl Error {
 }
 
 impl From<fa_attn::Error> for Error {
+    #[expect(
+        clippy::wildcard_enum_match_arm,
+        reason = "all errors are the engine's but those with a variant here"
+    )]
     fn from(error: fa_attn::Error) -> Error {
         match error {
             fa_attn::Error::Kernels(error) => Error::Kernels(error),
@@ -137,16 +142,19 @@ impl From<fa_attn::Error> for Error {
     }
 }
 
-/// `error` without advice to use the CPU instead, for work that is about GPUs.
+/// `error` without the advice to use the CPU instead, for work that needs a GPU.
 pub(crate) fn gpu_only(error: fa_attn::Error) -> Error {
-    match error {
-        fa_attn::Error::Kernels(fa_kernels::Error::NoDriver) => Error::NoDriver,
-        fa_attn::Error::Kernels(fa_kernels::Error::Device { major, minor }) => Error::OldGpu { major, minor },
-        other => other.into(),
+    use fa_kernels::Error::{Device, NoDriver};
+    if let fa_attn::Error::Kernels(NoDriver) = error {
+        Error::NoDriver
+    } else if let fa_attn::Error::Kernels(Device { major, minor }) = error {
+        Error::OldGpu { major, minor }
+    } else {
+        error.into()
     }
 }
 
-/// Whether the GPU's library refuses what it is given, rather than failing at it.
+/// Whether fa-kernels refuses its arguments, rather than failing to run them.
 pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
     use fa_kernels::Error::{Mismatch, NoCode, Page, Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
     matches!(
@@ -163,12 +171,12 @@ pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
     )
 }
 
-/// Whether the engine refuses what it is given, rather than failing at it.
+/// Whether the engine refuses its arguments, rather than failing to run them.
 pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     use fa_attn::Error::{
-        BadTuned, Cpu, Dtype, Isa, Kernels, Length, NoTunedTable, NoneAhead, NothingToMerge, NothingToTune,
-        Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed, TuningMemory, TuningOption,
-        Write,
+        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Memory, NoTunedTable, NoneAhead, NothingToMerge,
+        NothingToTune, Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed, TuningMemory,
+        TuningOption, Write,
     };
     match error {
         BadTuned { .. }
@@ -176,6 +184,7 @@ pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
         | Dtype { .. }
         | Isa { .. }
         | Length { .. }
+        | Memory { .. }
         | NoTunedTable
         | NothingToMerge
         | NothingToTune { .. }
@@ -195,8 +204,8 @@ pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     }
 }
 
-/// An error and its causes in one line; a cause that its effect already quotes is not said twice. Control
-/// characters, which names and layouts from a file may hold, are escaped.
+/// An error and its causes in one line; a cause that is already quoted is not repeated. Control characters,
+/// which names and layouts from a file may hold, are escaped.
 pub fn message(error: &(dyn std::error::Error + 'static)) -> String {
     let mut message = String::new();
     let mut next = Some(error);
@@ -216,7 +225,7 @@ pub fn message(error: &(dyn std::error::Error + 'static)) -> String {
 /// The longest text file that is read: a spec or a problem takes a thousandth of it.
 const MAX_TEXT_BYTES: u64 = 1 << 20;
 
-/// Reads a spec, a problem or a list, which a person could have written: text of at most 1 MiB.
+/// Reads a spec, a problem or a list: text of at most 1 MiB.
 ///
 /// # Errors
 /// [`Error::Read`].
@@ -232,7 +241,7 @@ pub fn read_text(path: &Path) -> Result<String> {
     read().map_err(Error::read(path))
 }
 
-/// Says what was being done when something went wrong.
+/// Adds what was being done to an error.
 pub(crate) trait Context<T> {
     /// Wraps an error in [`Error::While`].
     fn context(self, doing: impl Into<String>) -> Result<T>;

@@ -1,4 +1,5 @@
-//! The cases: shapes, head dims, heads, masks and placements, and where known implementations failed.
+//! The cases: shapes, head dims, heads, masks and placements, among them those on which known implementations
+//! failed.
 
 mod append;
 mod awkward;

@@ -1,4 +1,4 @@
-//! Is a result right? Against the oracle on the CPU.
+//! Judging results against the oracle on the CPU.
 
 #[cfg(test)]
 mod agree;

@@ -1,18 +1,14 @@
-//! What tests and measurements vary in a kernel: [`of`] takes a spec to its kernel.
+//! What tests and measurements vary in a kernel.
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
 
 /// A kernel as the lab sees it.
 pub(crate) trait LabKernel {
-    /// The kernel with one knob changed, the most telling first; also those that break a rule.
+    /// The kernel with one knob changed, the most influential first; some may break a rule.
     fn variants(&self) -> Vec<Kernel>;
 
-    /// The kernel without what its launch bounds promise, and without a switch that is newer than most
-    /// records: the same to whoever looks for it in a record.
-    fn unbound(&self) -> Kernel;
-
-    /// The kernel for rows that do not lie in pages: without the code that only loads pages.
+    /// The kernel for keys that are not paged: without the code that only loads pages.
     fn without_pages(&self) -> Kernel;
 }
 
@@ -55,10 +51,6 @@ impl LabKernel for Sm80Fwd {
         )
     }
 
-    fn unbound(&self) -> Kernel {
-        Sm80Fwd { blocks_per_sm: 1, ..self.clone() }.into()
-    }
-
     fn without_pages(&self) -> Kernel {
         self.clone().into()
     }
@@ -76,10 +68,6 @@ impl LabKernel for Sm80Bwd {
                 |k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1),
             ],
         )
-    }
-
-    fn unbound(&self) -> Kernel {
-        self.clone().into()
     }
 
     fn without_pages(&self) -> Kernel {
@@ -108,10 +96,6 @@ impl LabKernel for Sm90Fwd {
         )
     }
 
-    fn unbound(&self) -> Kernel {
-        self.clone().into()
-    }
-
     fn without_pages(&self) -> Kernel {
         Sm90Fwd { gather: false, ..self.clone() }.into()
     }
@@ -132,10 +116,6 @@ impl LabKernel for Sm90Bwd {
                 |k| k.tile_order = other(k.tile_order),
             ],
         )
-    }
-
-    fn unbound(&self) -> Kernel {
-        Sm90Bwd { persistent: false, ..self.clone() }.into()
     }
 
     fn without_pages(&self) -> Kernel {

@@ -1,4 +1,4 @@
-//! What each optimisation step brings on the GPU at hand.
+//! The gain of each optimisation step on this GPU.
 
 pub mod report;
 mod rungs;
@@ -50,7 +50,7 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         .flat_map(|ladder| ladder.steps.iter().map(move |step| (&ladder.problem, step)))
         .flat_map(|(problem, step)| step.specs.iter().flatten().map(move |spec| (problem, spec)))
         .collect();
-    // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
+    // Compiled in parallel, a second or so each; errors are reported when the kernels are bound below.
     specs.par_iter().for_each(|(problem, spec)| drop(gpu.kernels.forward_with(problem, spec)));
     let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
     progress(Step::Total(ladders.len()));

@@ -1,4 +1,4 @@
-//! The lab: is what the kernels compute right, and how fast are they?
+//! The lab: validates the kernels' results and measures their speed.
 //!
 //! - `judge`: results and gradients against the f64 oracle of `fa-cpu`, on all rows or on a sample of them.
 //! - `grid`: the cases, from lengths of 0 to offsets beyond 2^31.
@@ -7,9 +7,9 @@
 //! - `tune`: candidates measured, the winner kept; `ladder`: what each optimisation step brings.
 //! - `record`: which kernels were validated where, by the hash of their sources.
 //!
-//! Functions take plain options, show their [`Step`]s and return reports that serialize. What may hang or
-//! break its GPU context runs in a [`worker`] process: the program that is started again hands its standard
-//! input to [`serve()`].
+//! Functions take plain options, report their [`Step`]s and return reports that serialize. Work that may hang
+//! or break its GPU context runs in a [`worker`] process: the program, started again, which passes its
+//! standard input to [`serve()`].
 //!
 //! ```
 //! use fa_core::Pass;

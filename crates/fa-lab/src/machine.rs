@@ -1,4 +1,4 @@
-//! What this machine is.
+//! A description of this machine.
 
 pub mod gpu;
 
@@ -7,12 +7,11 @@ use serde::Serialize;
 /// The CPU.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cpu {
-    /// Its name as the system gives it.
+    /// Its name, as the system reports it.
     pub name: String,
     /// Logical cores available to this process.
     pub threads: usize,
-    /// Instruction set extensions that matter here and exist on this kind of CPU, and whether this one has
-    /// them.
+    /// The instruction set extensions of this kind of CPU that matter here, and whether this one has them.
     pub features: Vec<Feature>,
 }
 
@@ -25,7 +24,7 @@ pub struct Feature {
     pub present: bool,
 }
 
-/// Looks at the CPU.
+/// Describes the CPU.
 pub fn cpu() -> Cpu {
     Cpu {
         name: cpu_name().unwrap_or_else(|| format!("unknown {} CPU", std::env::consts::ARCH)),
@@ -34,7 +33,7 @@ pub fn cpu() -> Cpu {
     }
 }
 
-/// Bytes of memory that a program may still take, where the system says.
+/// Bytes of memory that a program may still allocate, where the system reports it.
 pub fn available_memory() -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = info.lines().find(|line| line.starts_with("MemAvailable:"))?;

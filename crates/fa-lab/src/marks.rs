@@ -15,7 +15,7 @@ pub use wanted::{Unit, Wanted};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
     /// mma.sync kernels next to FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long; and
-    /// grouped heads and real shapes, summed up separately
+    /// grouped heads and models' shapes, summarised separately
     Sm80,
     /// wgmma kernels next to all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long;
     /// and f16 causal
@@ -26,7 +26,7 @@ pub enum Marks {
     Sm90Bwd,
     /// Layers of released models, either pass, by the fastest kernels that the GPU runs
     Models,
-    /// Layers of models that nothing was tuned to, either pass
+    /// Layers of models that no kernel was tuned for, either pass
     HeldOut,
     /// Packed batches of uneven, equal and short sequences
     Packed,
@@ -40,7 +40,7 @@ pub enum Marks {
     Sinks,
     /// The attention of one step of a served model, as a CUDA graph
     Step,
-    /// The kernel that plans the work of a batch whose lengths are on the device, alone
+    /// The plan kernel alone, for batches whose lengths are on the device
     Plan,
 }
 
@@ -53,7 +53,7 @@ const HEADS: [(usize, usize, usize); 4] = [(64, 64, 32), (128, 128, 16), (256, 2
 /// Batch, length, query and K/V heads, head dim, mask.
 type Square = (usize, usize, (usize, usize), usize, Mask);
 
-/// Grouped heads and real shapes that the SM80 class is measured by besides.
+/// Grouped heads and models' shapes that the SM80 class is also measured by.
 const SM80_OTHERS: [Square; 9] = [
     (1, 4096, (64, 8), 128, Mask::FULL),
     (1, 4096, (64, 8), 128, Mask::CAUSAL),
@@ -108,7 +108,7 @@ impl Marks {
         }
     }
 
-    /// What is measured, in a line.
+    /// A description in one line.
     pub const fn about(self) -> &'static str {
         match self {
             Marks::Sm80 => {
@@ -189,7 +189,7 @@ impl Marks {
     /// The peers that are asked; all, if empty.
     pub fn peers(self) -> Vec<String> {
         match self {
-            // Also made of mma.sync; the others use what only newer GPUs have.
+            // FlashAttention 2 is made of mma.sync as well; the others need newer GPUs.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
             Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::HeldOut | Marks::Plan => Vec::new(),
             // torch's own kernels take neither packed batches nor pages nor sinks.

@@ -1,4 +1,4 @@
-//! Tensors as they lie in device memory: rows of the sequences where they belong, NaN everywhere else.
+//! Tensors as laid out in device memory: rows of the sequences at their positions, NaN everywhere else.
 
 use fa_attn::device::{DeviceGradients, Half, Placement};
 use fa_cpu::OwnedExtras;
@@ -6,12 +6,12 @@ use fa_cpu::OwnedExtras;
 use crate::sequences::{Ragged, Sequences};
 use crate::tensors::Inputs;
 
-/// What a backward wrote.
+/// The gradients of a backward.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gradients<T> {
     /// dQ, dK and dV, rows of the sequences end to end, `[rows, heads, dim]`.
     pub values: [Vec<T>; 3],
-    /// Elements that are no row's and no longer NaN.
+    /// Elements outside all rows that are no longer NaN.
     pub strays: usize,
     /// Gradients of the sinks, `[heads_q]`; empty where there are none.
     pub dsinks: Vec<f32>,
@@ -43,14 +43,14 @@ impl<T: Half> Inputs<T> {
         }
     }
 
-    /// Q, K and V as they lie in memory.
+    /// Q, K and V as laid out in memory.
     pub fn stored(&self) -> [Vec<T>; 3] {
         let Sequences { q, k } = &self.sequences;
         let [of_q, of_k, of_v, _] = &self.placements;
         [store(&self.values[0], q, of_q), store(&self.values[1], k, of_k), store(&self.values[2], k, of_v)]
     }
 
-    /// Whether lengths, pages, slopes or sinks have to be given with the tensors.
+    /// Whether there are no lengths, pages, slopes or sinks to pass with the tensors.
     pub fn is_plain(&self) -> bool {
         self.arrays() == OwnedExtras::default()
     }
@@ -70,7 +70,7 @@ fn each_row(rows: &Ragged, placement: &Placement, mut row: impl FnMut(usize, usi
     }
 }
 
-/// `values`, `[rows, heads, dim]` end to end, in their places; NaN everywhere else.
+/// `values`, `[rows, heads, dim]` end to end, at their positions in memory; NaN everywhere else.
 pub fn store<T: Half>(values: &[T], rows: &Ragged, placement: &Placement) -> Vec<T> {
     let dim = placement.shape[3];
     let mut memory = vec![T::from_f32(f32::NAN); placement.span()];
@@ -80,8 +80,7 @@ pub fn store<T: Half>(values: &[T], rows: &Ragged, placement: &Placement) -> Vec
     memory
 }
 
-/// The rows in `memory` end to end, and how many other elements are no longer NaN: written, though they are
-/// nobody's.
+/// The rows in `memory` end to end, and how many elements outside of them are no longer NaN: stray writes.
 pub fn load<T: Half>(mut memory: Vec<T>, rows: &Ragged, placement: &Placement) -> (Vec<T>, usize) {
     let [_, _, heads, dim] = placement.shape;
     let mut values = vec![T::default(); rows.total() * heads * dim];

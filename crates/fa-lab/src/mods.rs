@@ -1,4 +1,4 @@
-//! What changes scores beside a mask: slopes and sinks of a problem.
+//! Changes of scores besides the mask: a problem's slopes and sinks.
 
 use fa_core::{Alibi, Problem};
 
@@ -14,8 +14,8 @@ pub struct Mods {
 }
 
 impl Mods {
-    /// Slopes as ALiBi has them, halved from head to head, which differ from sequence to sequence where the
-    /// problem wants so; sinks of a size that scores have. The same for the same seed.
+    /// ALiBi's slopes, halved from head to head, different for each sequence where the problem has slopes per
+    /// sequence; sinks of the magnitude of scores. The same for the same seed.
     pub fn random(problem: &Problem, seed: u64) -> Mods {
         let mut random = Random::new(seed ^ 0x2545_f491_4f6c_dd1d);
         random.bits();

@@ -21,27 +21,27 @@ use request::request;
 
 pub use helper::{Hello, PYTHON_VARIABLE};
 
-/// Readying the peers for one shape takes this long at the most. FlashAttention 4 compiles its kernels then,
-/// which has taken more than two minutes, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 had it keep them
-/// from a run before.
+/// Time limit for preparing the peers for one shape. FlashAttention 4 compiles its kernels then, which has
+/// taken more than two minutes, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 kept them from an earlier
+/// run.
 const READY: Duration = Duration::from_secs(900);
 
-/// Timing a peer takes this long at the most.
+/// Time limit for timing a peer.
 const ANSWER: Duration = Duration::from_secs(120);
 
-/// Ending takes this long at the most.
+/// Time limit for ending.
 const END: Duration = Duration::from_secs(5);
 
-/// The peers that compute a problem, ready to be timed.
+/// The peers that compute a problem, prepared for timing.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Opened {
     /// Their names.
     pub peers: Vec<String>,
-    /// Why the others do not.
+    /// The errors of the others.
     pub errors: BTreeMap<String, String>,
 }
 
-/// What the GPU does in the same run at most: the rates that attention can be compared with.
+/// Rates of the GPU in the same run that attention can be compared with.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Ceilings {
     /// torch's bf16 product of two 8192 x 8192 matrices of random normal numbers, TFLOP/s.
@@ -50,32 +50,32 @@ pub struct Ceilings {
     pub copy_gb_per_s: f64,
 }
 
-/// An answer of the helper's.
+/// An answer of the helper.
 enum Reply<R> {
-    /// What was asked for.
+    /// The result.
     Answer(R),
     /// The GPU context was lost to a peer.
     Lost {
         /// The peer, where it is known.
         to: Option<String>,
-        /// What it said.
+        /// Its message.
         why: String,
     },
 }
 
-/// The helper's process. It ends with this value.
+/// The helper process, which ends when this is dropped.
 #[derive(Debug)]
 pub struct Peers {
-    /// What it has.
+    /// Its first line: versions and peers.
     pub hello: Hello,
     worker: Worker,
-    /// Starts the helper, again where one peer took the GPU context with it.
+    /// Starts the helper, and again when a peer has broken the GPU context.
     helper: Helper,
-    /// What is open, as it was asked for.
+    /// The shape that is open.
     open: Option<serde_json::Value>,
-    /// Peers that failed at what is open, and why.
+    /// Peers that failed on the open shape, with the errors.
     failed: BTreeMap<String, String>,
-    /// Removes the helper's files in the end.
+    /// Removes the helper's files when dropped.
     _files: tempfile::TempDir,
 }
 
@@ -84,7 +84,7 @@ impl Peers {
     /// line.
     ///
     /// # Errors
-    /// Where there is no such interpreter, or no peer at all, with the reasons.
+    /// Without such an interpreter, or without any peer, with the reasons.
     pub fn start() -> Result<Peers> {
         let named = std::env::var_os(PYTHON_VARIABLE).filter(|name| !name.is_empty());
         let python = named.unwrap_or_else(|| "python3".into());
@@ -108,7 +108,7 @@ impl Peers {
         Ok(Peers { hello, worker, helper, open, failed, _files: files })
     }
 
-    /// What is open without the peers that have failed, in a helper of its own again.
+    /// Opens the shape again in a new helper, without the peers that have failed.
     fn open_again(&mut self, mut request: serde_json::Value) -> Result<Opened> {
         loop {
             let mut names: Vec<String> = match request["peers"].as_array() {
@@ -131,7 +131,7 @@ impl Peers {
         }
     }
 
-    /// Starts another helper in place of one that `to` has taken the GPU context from.
+    /// Replaces a helper whose GPU context the peer `to` has broken.
     fn lost(&mut self, to: Option<String>, why: String) -> Result<()> {
         let Some(name) = to else { return Err(Error::Peers(format!("the peers refuse: {why}"))) };
         tracing::warn!(name, why, "a peer lost its GPU context; the helper is started again");
@@ -168,8 +168,8 @@ impl Peers {
         Ok(Reply::Answer(serde_json::from_value(reply).context("the peers answer oddly")?))
     }
 
-    /// Compiles the kernels that FlashAttention 4 would compile at its first calls, side by side, where it is
-    /// among `names` (all, if empty); how many kinds of calls there are.
+    /// Compiles in parallel the kernels that FlashAttention 4 would compile at its first calls, if it is
+    /// among `names` (all, if empty); returns the number of kinds of calls.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
@@ -187,8 +187,8 @@ impl Peers {
         Ok(self.ask::<Warmed>(&json!({ "cmd": "warm", "requests": requests }), READY)?.compiled)
     }
 
-    /// Readies `names` of peers (all, if empty) for the forward of `wanted`, or its backward alone. Those
-    /// that do not compute it (a window, a soft cap, packed sequences, pages, sinks) say so in the errors.
+    /// Prepares the peers `names` (all, if empty) for the forward of `wanted`, or its backward alone. Peers
+    /// that do not compute it (a window, a soft cap, packed sequences, pages, sinks) are among the errors.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
@@ -201,13 +201,13 @@ impl Peers {
         self.open_again(request)
     }
 
-    /// Peers that failed at what is open since, and why: they are not timed any more.
+    /// Peers that have failed on the open shape since, with the errors: they are not timed any more.
     pub fn failed(&self) -> &BTreeMap<String, String> {
         &self.failed
     }
 
-    /// Milliseconds of `reps` calls of one peer of what is open; none when it fails or has failed. One that
-    /// takes the GPU context with it is left out, and the others go on in another helper.
+    /// Milliseconds of `reps` calls of one peer on the open shape; none when it fails or has failed. A peer
+    /// that breaks the GPU context is left out, and the others go on in another helper.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
@@ -239,7 +239,7 @@ impl Peers {
     /// Measures the ceilings.
     ///
     /// # Errors
-    /// When the helper is gone, does not answer or fails at it.
+    /// When the helper is gone, does not answer or fails.
     pub fn ceilings(&mut self) -> Result<Ceilings> {
         #[derive(Deserialize)]
         struct Matmul {
@@ -254,7 +254,7 @@ impl Peers {
         Ok(Ceilings { matmul_tflops, copy_gb_per_s })
     }
 
-    /// Gives back the memory of what is open.
+    /// Frees the memory of the open shape.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
@@ -265,7 +265,7 @@ impl Peers {
 
 impl Drop for Peers {
     fn drop(&mut self) {
-        // It ends by itself when it is asked to; one that hangs is killed with its worker.
+        // The helper exits on request; one that hangs is killed with its worker.
         let _ = self.worker.send(&json!({"cmd": "quit"}));
         self.worker.ends_within(END);
     }
@@ -283,7 +283,7 @@ mod tests {
         command
     }
 
-    /// A helper of fixed replies, one a request.
+    /// A helper with fixed replies, one per request.
     #[cfg(unix)]
     fn stand_in(hello: &str, replies: &[&str]) -> Result<Peers> {
         let replies: String = replies.iter().map(|reply| format!("read line; echo '{reply}'; ")).collect();
@@ -307,7 +307,7 @@ mod tests {
         assert_eq!((found.peers, found.errors["cudnn"].as_str()), (vec!["fa3".to_owned()], "no pages"));
         assert_eq!(peers.round("fa3", 2).expect("timed"), [0.5, 0.25]);
         assert!(peers.round("fa3", 2).expect("an answer").is_empty());
-        // None of them compiles at its first call: it is not asked to.
+        // None of these compiles at its first call, so none is asked to.
         assert_eq!(peers.warm(&Marks::Paged.shapes(), &[], Pass::Forward).expect("nothing to do"), 0);
     }
 

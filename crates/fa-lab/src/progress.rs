@@ -1,11 +1,11 @@
-//! What long work says while it runs.
+//! Progress of long work.
 
-/// Something to show to a person who waits.
+/// An event to show to the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// So many steps lie ahead; whatever was shown before is replaced.
+    /// The number of steps ahead; replaces what was shown before.
     Total(usize),
-    /// The step under way.
+    /// The current step.
     Begin(String),
     /// A step is done.
     Done,
@@ -13,5 +13,5 @@ pub enum Step {
     Said(String),
 }
 
-/// Takes the steps; must be callable from any thread, though one at a time.
+/// Receives the steps; must be callable from any thread, one call at a time.
 pub type Progress<'a> = dyn FnMut(Step) + Send + 'a;

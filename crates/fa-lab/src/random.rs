@@ -6,7 +6,7 @@
 pub struct Random(u64);
 
 impl Random {
-    /// A generator; every seed gives another sequence.
+    /// A generator; each seed gives a different sequence.
     pub fn new(seed: u64) -> Random {
         Random(seed)
     }

@@ -1,4 +1,4 @@
-//! Records of what was validated where: which kernels, by the hash of their sources and spec, on which GPU.
+//! Records of validation: which kernels, by the hash of their sources and spec, on which GPU.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -52,7 +52,7 @@ impl Provenance {
     /// Of this process on `gpu`.
     ///
     /// # Errors
-    /// What the driver and the compiler report.
+    /// Errors of the driver and the compiler.
     pub fn new(gpu: &Gpu) -> Result<Provenance> {
         Ok(Provenance {
             command: command_line(),
@@ -75,7 +75,7 @@ impl Provenance {
     }
 }
 
-/// A shipped kernel and the hash of all that it is made of.
+/// A shipped kernel and the hash of its sources and spec.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// The spec's file below `specs/`.
@@ -116,7 +116,7 @@ pub fn fingerprint(spec: &KernelSpec, arch: Arch) -> Result<String, fa_kernels::
     Ok(Source::new(spec, arch, Some(smem_bytes(spec)), &Headers::embedded())?.fingerprint())
 }
 
-/// A kernel of ours.
+/// A kernel, by its sources.
 #[derive(Debug, Serialize)]
 pub struct KernelRecord {
     /// The kernel's short name.
@@ -128,7 +128,7 @@ pub struct KernelRecord {
 }
 
 impl KernelRecord {
-    /// Adds the kernel of `spec` to `kernels` unless it is there.
+    /// Adds the kernel of `spec` to `kernels` unless it is there already.
     ///
     /// # Errors
     /// An invalid spec, or one that is not for `arch`.
@@ -156,21 +156,21 @@ struct Unvalidated {
     kernels: BTreeMap<String, String>,
 }
 
-/// What became of a shipped kernel since its last validation.
+/// The validation state of a shipped kernel.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Standing {
     /// The kernel.
     #[serde(flatten)]
     pub kernel: Fingerprint,
-    /// How it stands.
+    /// Its state.
     pub state: State,
 }
 
-/// How a kernel stands.
+/// The validation state of a kernel.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// A record holds these very sources.
+    /// A record holds the current sources.
     Validated {
         /// The record's file name.
         record: String,
@@ -180,7 +180,7 @@ pub enum State {
         /// Why.
         reason: String,
     },
-    /// No record does, and no reason is given.
+    /// No record does, without a reason.
     Unknown,
 }
 
@@ -254,7 +254,7 @@ fn here(argument: &str) -> String {
     name.map_or_else(|| argument.to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-/// `text` without the paths of compilation logs, which lead nowhere on another machine.
+/// `text` without the paths of compilation logs, which mean nothing on another machine.
 pub fn without_logs(text: &str) -> String {
     let mut parts = text.split(" (log: ");
     let first = parts.next().unwrap_or_default();
@@ -262,7 +262,7 @@ pub fn without_logs(text: &str) -> String {
     std::iter::once(first).chain(rest).collect()
 }
 
-/// Writes a record's `text` to `results/folder/name`, making the folders; paths of logs are left out.
+/// Writes a record's `text` to `results/folder/name`, creating the folders; paths of logs are left out.
 ///
 /// # Errors
 /// When that cannot be written.

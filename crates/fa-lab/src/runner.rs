@@ -1,12 +1,12 @@
-//! The benchmark runner: kernels timed against one another on one problem, in turns, in another order each
-//! time, on the same inputs.
+//! The benchmark runner: kernels timed against one another on one problem, in rounds, each in another order,
+//! on the same inputs.
 //!
 //! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the
-//! next. So every turn begins with launches that do not count, every launch that counts stands between two
-//! events, and what is compared are medians over turns that are spread over the run.
+//! next. So every turn begins with warm-up launches, every launch that counts is between two events, and
+//! medians over turns spread over the run are compared.
 //!
-//! Calls of a few microseconds are captured as one CUDA graph, of us and of peers alike: what is timed is
-//! then the GPU and not the host.
+//! Calls of a few microseconds are captured as one CUDA graph, ours and those of peers alike, to time the GPU
+//! and not the host.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::peers::Peers;
 use crate::random::Random;
 use crate::tensors::{Inputs, random_dout};
 
-/// Launches at the head of a turn that do not count.
+/// Warm-up launches at the start of a turn.
 const LEAD: usize = 3;
 
 /// Milliseconds of launches before a kernel's first turn.
@@ -37,7 +37,7 @@ const WARM_UP_MS: f64 = 10.0;
 pub struct Turns {
     /// Turns of each candidate.
     pub rounds: usize,
-    /// Launches that count in a turn.
+    /// Launches in a turn that count.
     pub reps: usize,
 }
 
@@ -49,7 +49,7 @@ impl Turns {
     }
 }
 
-/// A problem's tensors on the GPU, shared by all kernels that are tried on it, and what they must compute.
+/// A problem's tensors on the GPU, shared by all kernels that are timed on it, and the expected results.
 pub struct Runner<'d, T> {
     gpu: &'d Gpu,
     wanted: Wanted,
@@ -57,7 +57,7 @@ pub struct Runner<'d, T> {
     calls: Vec<PassCall<T>>,
     turn: usize,
     rows: SampleRows,
-    /// Of the gradients, where they are timed.
+    /// The expected gradients of a head, where gradients are timed.
     head: Option<SampleHead>,
 }
 
@@ -80,18 +80,18 @@ impl Times {
     }
 }
 
-/// What came of a run.
+/// The results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Of our kernels, in the order given.
     pub ours: Vec<Times>,
     /// Of the peers that ran.
     pub peers: BTreeMap<String, Times>,
-    /// Why the others did not.
+    /// The errors of the others.
     pub peer_errors: BTreeMap<String, String>,
 }
 
-/// What is timed: launches one by one, or a graph's replays.
+/// What is timed: single launches, or replays of a graph.
 enum Candidate<'b> {
     Launches(&'b Bound),
     Replays(Graph),
@@ -104,11 +104,11 @@ struct Graph {
 }
 
 impl<'d, T: Half> Runner<'d, T> {
-    /// Random inputs for `wanted`, as many copies as it takes for none to be found in the L2, and some exact
-    /// rows. `any` is one of the kernels; each gets room for its workspace when it is checked.
+    /// Random inputs for `wanted`, in enough copies that none stays in the L2, and some exact rows. `any` is
+    /// one of the kernels; each gets its workspace when it is checked.
     ///
     /// # Errors
-    /// Above all for want of device memory.
+    /// Most often for lack of device memory.
     pub fn of(gpu: &'d Gpu, wanted: &Wanted, any: &Bound) -> Result<Runner<'d, T>> {
         let problem = &wanted.problem;
         let inputs = Inputs::<T>::of(problem, wanted.sequences(), TensorLayout::Bshd, 1);
@@ -135,11 +135,11 @@ impl<'d, T: Half> Runner<'d, T> {
         Runner::of(gpu, &Wanted::new(*problem, ""), any)
     }
 
-    /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed:
-    /// all calls get room for its workspace here.
+    /// Runs `pass` once on poisoned outputs and judges them. A pass must be checked before it is timed: all
+    /// calls get its workspace here.
     ///
     /// # Errors
-    /// What the GPU reports.
+    /// Errors of the GPU.
     pub fn check(&mut self, pass: &Bound) -> Result<Judged> {
         let stream = &self.gpu.stream;
         self.calls.iter_mut().try_for_each(|call| call.ready(pass, stream))?;
@@ -154,11 +154,11 @@ impl<'d, T: Half> Runner<'d, T> {
     /// Runs `pass` until clocks have settled.
     ///
     /// # Errors
-    /// What the GPU reports.
+    /// Errors of the GPU.
     pub fn warm_up(&mut self, pass: &Bound) -> Result<(), Error> {
         let mut spent = 0.0;
         while spent < WARM_UP_MS {
-            // At least something where events are too coarse.
+            // Above 0 even where events are too coarse.
             spent += self.sample(pass, LEAD)?.iter().sum::<f64>().max(0.1);
         }
         Ok(())
@@ -167,7 +167,7 @@ impl<'d, T: Half> Runner<'d, T> {
     /// Milliseconds of `reps` launches of `pass`, each between two events.
     ///
     /// # Errors
-    /// What the GPU reports.
+    /// Errors of the GPU.
     pub fn sample(&mut self, pass: &Bound, reps: usize) -> Result<Vec<f64>, Error> {
         let (stream, copies) = (&self.gpu.stream, self.calls.len());
         time_each(stream, LEAD, reps, || {
@@ -177,7 +177,7 @@ impl<'d, T: Half> Runner<'d, T> {
         })
     }
 
-    /// The calls of a graph on all copies of the tensors in turn, captured on a stream of its own.
+    /// Captures the calls of a graph on all copies of the tensors in turn, on a separate stream.
     fn graph(&mut self, pass: &Bound) -> Result<Graph> {
         let stream = self.gpu.context().new_stream()?;
         self.gpu.synchronize()?;
@@ -204,10 +204,10 @@ impl<'d, T: Half> Runner<'d, T> {
         }
     }
 
-    /// Times `ours` and the peers in turns; all are warm first. Kernels are to be checked before.
+    /// Times `ours` and the peers in rounds, after a warm-up of all. Kernels must have been checked.
     ///
     /// # Errors
-    /// What the GPU reports of our kernels; peers that fail are named in the outcome.
+    /// Errors of our kernels on the GPU; peers that fail are in the outcome.
     pub fn run(
         &mut self,
         ours: &[Bound],
@@ -245,7 +245,7 @@ impl<'d, T: Half> Runner<'d, T> {
             }
         }
         if let Some((peers, _)) = &mut peers {
-            // What a peer did before it failed is not compared with.
+            // The times of a peer that failed later are dropped.
             outcome.peers.retain(|name, _| !peers.failed().contains_key(name));
             outcome.peer_errors.extend(peers.failed().clone());
             peers.close()?;

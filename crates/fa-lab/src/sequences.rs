@@ -1,4 +1,5 @@
-//! The sequences of a batch: how many rows each has, where they lie, and the arrays that say so to a kernel.
+//! The sequences of a batch: the number of rows of each, their layout, and the arrays that describe them to a
+//! kernel.
 
 mod ragged;
 
@@ -39,12 +40,12 @@ impl Sequences {
         Sequences { q: Ragged::packed(lens, 0), k: Ragged::packed(lens, 0) }
     }
 
-    /// What the host knows.
+    /// The lengths as the host knows them.
     pub fn lengths(&self) -> Lengths {
         Lengths::of(self.q.sequences(), self.q.side(), self.k.side())
     }
 
-    /// Shapes of Q, K, V and O as they lie: see [`Ragged::shape`].
+    /// Shapes of Q, K, V and O in memory: see [`Ragged::shape`].
     pub fn shapes(&self, problem: &Problem) -> [[usize; 4]; 4] {
         let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
         [
@@ -55,7 +56,7 @@ impl Sequences {
         ]
     }
 
-    /// Starts, lengths and the page table, where they come in arrays; no slopes and no sinks.
+    /// Starts, lengths and the page table, where there are any; no slopes and no sinks.
     pub fn arrays(&self) -> OwnedExtras {
         let Sequences { q, k } = self;
         OwnedExtras {

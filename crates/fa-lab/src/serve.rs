@@ -1,4 +1,4 @@
-//! What a worker process does: the job on its standard input.
+//! The worker process, which does the job on its standard input.
 
 use std::io::BufRead;
 
@@ -7,7 +7,7 @@ use serde::Deserialize;
 use crate::error::{Context, Result};
 use crate::{tune, validate};
 
-/// A job, by who gave it.
+/// A job, by the command that gave it.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Job {
@@ -15,12 +15,12 @@ enum Job {
     Tune(tune::worker::Job),
 }
 
-/// Does the job that `input` holds as one line of JSON, and says on standard output what comes of it: the
-/// whole life of a process that [`crate::Program`] starts. It ends the process when its GPU context is lost
-/// or its parent is gone.
+/// Does the job that `input` holds as one line of JSON, and writes its events to standard output: the whole
+/// life of a process that [`crate::Program`] starts. It ends the process when its GPU context is lost or its
+/// parent is gone.
 ///
 /// # Errors
-/// No job, no usable GPU, and what the GPU reports.
+/// No job, no usable GPU, and errors of the GPU.
 pub fn serve(mut input: impl BufRead) -> Result<()> {
     let mut line = String::new();
     input.read_line(&mut line)?;

@@ -1,4 +1,4 @@
-//! A problem's shape, in the words of flags and as the rows of results have it.
+//! A problem's shape, as flags and rows of results write it.
 
 use std::num::{IntErrorKind, ParseIntError};
 use std::str::FromStr;
@@ -35,7 +35,7 @@ impl FromStr for HeadDim {
 /// Parses a whole number.
 ///
 /// # Errors
-/// What is no number, and a number above the largest that `T` holds, with that.
+/// Text that is not a number, or a number above the largest of `T`.
 pub fn whole<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
     text.parse().map_err(|error: ParseIntError| {
         if *error.kind() == IntErrorKind::PosOverflow {
@@ -49,7 +49,7 @@ pub fn whole<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
 /// Parses `N` or `N<separator>M`; one number stands for both.
 ///
 /// # Errors
-/// What is no number, with the `form` that would be one.
+/// Text that is not a number, with the expected `form`.
 pub fn parse_pair(text: &str, separator: char, form: &str) -> Result<(usize, usize), String> {
     let number = |part: &str| whole(part.trim()).map_err(|error| format!("{error}: use {form}"));
     match text.split_once(separator) {
@@ -58,7 +58,7 @@ pub fn parse_pair(text: &str, separator: char, form: &str) -> Result<(usize, usi
     }
 }
 
-/// What a row of results says about its problem.
+/// The problem of a row of results.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Shape {
     /// Independent sequences.
@@ -75,7 +75,7 @@ pub struct Shape {
     pub head_dim: usize,
     /// Of V and O.
     pub head_dim_v: usize,
-    /// Whether the mask is the causal one and nothing more.
+    /// Whether the mask is causal, without a window.
     pub causal: bool,
     /// The mask's name.
     pub mask: String,

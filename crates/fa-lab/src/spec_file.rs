@@ -9,7 +9,7 @@ use crate::error::{Error, Result, read_text};
 /// Reads a kernel's spec from a file.
 ///
 /// # Errors
-/// [`Error::Read`] and [`Error::Request`] when it cannot be read or holds no valid spec.
+/// [`Error::Read`] and [`Error::Request`] when the file cannot be read or holds no valid spec.
 pub fn read_spec(path: &Path) -> Result<KernelSpec> {
     let text = read_text(path)?;
     // Files under specs/ name their architectures next to the spec; `fa plan --format spec` gives the

@@ -1,4 +1,4 @@
-//! A problem's tensors on the host: values, and how they are to lie on the GPU.
+//! A problem's tensors on the host: values, and their layout on the GPU.
 
 use fa_attn::device::{Half, Placement};
 use fa_core::{Problem, Strides, TensorLayout};
@@ -28,24 +28,24 @@ macro_rules! with_half {
 pub(crate) use with_half;
 
 /// Q, K and V of a problem: values of the sequences end to end, `[rows, heads, dim]` (of sequences of one
-/// length that is packed `[batch, seqlen, heads, dim]`), and where they are to lie.
+/// length that is packed `[batch, seqlen, heads, dim]`), and their layout on the GPU.
 #[derive(Clone, Debug)]
 pub struct Inputs<T> {
     /// The problem.
     pub problem: Problem,
     /// Q, K and V, rows end to end.
     pub values: [Vec<T>; 3],
-    /// Where Q, K, V and O lie on the GPU.
+    /// Placement of Q, K, V and O on the GPU.
     pub placements: [Placement; 4],
-    /// How long each sequence is.
+    /// The sequences.
     pub sequences: Sequences,
-    /// The slopes and sinks, where scores are changed by any.
+    /// The slopes and sinks; may be empty.
     pub mods: Mods,
 }
 
 impl<T: Half> Inputs<T> {
-    /// Values as a layer has them (independent, unit variance), the same for the same seed, all packed in
-    /// `layout`; sequences as long as the problem's bounds allow.
+    /// Random values (independent, unit variance), the same for the same seed, packed in `layout`; sequences
+    /// as long as the problem's bounds allow.
     pub fn random(problem: &Problem, layout: TensorLayout, seed: u64) -> Inputs<T> {
         Inputs::of(problem, Sequences::filling(&problem.lengths), layout, seed)
     }
@@ -56,7 +56,7 @@ impl<T: Half> Inputs<T> {
         Inputs::placed(problem, sequences, placements, seed)
     }
 
-    /// Values as of [`Inputs::random`] for tensors that lie anywhere; along broadcast axes they repeat.
+    /// Values as those of [`Inputs::random`] for tensors in any layout; along broadcast axes they repeat.
     pub fn placed(
         problem: &Problem,
         sequences: Sequences,
@@ -86,7 +86,7 @@ fn normal<T: Half>(len: usize, seed: u64) -> Vec<T> {
     values
 }
 
-/// Copies index 0 along the axes of stride 0 to the other indices: what a kernel reads there.
+/// Copies index 0 to the other indices along axes of stride 0, as a kernel reads them.
 fn repeat_broadcast<T: Copy>(values: &mut [T], placement: &Placement) {
     let [batch, seqlen, heads, dim] = placement.shape;
     let Strides { batch: sb, seq: ss, head: sh, .. } = placement.strides;
@@ -117,7 +117,7 @@ pub fn random_dout<T: Half>(inputs: &Inputs<T>, seed: u64) -> Vec<T> {
 
 /// The placement of dO: that of O, but broadcast along the axes that K is, as the gradient of a sum is.
 pub(crate) fn dout_placement([_, k, _, out]: &[Placement; 4]) -> Placement {
-    // Strides of a K without rows say nothing.
+    // The strides of a K without rows are meaningless.
     let is_empty = k.shape.contains(&0);
     let like_k = |of_k: i64, own: i64| if of_k == 0 && !is_empty { 0 } else { own };
     let strides = Strides {

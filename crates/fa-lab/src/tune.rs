@@ -1,7 +1,7 @@
-//! Kernels measured for a problem, and the winner kept where the library finds it.
+//! Measures kernels for a problem, and stores the winner where the library finds it.
 //!
-//! Workers do the measuring, so that a kernel that breaks its context breaks nothing else. What has been
-//! measured is written down as it comes, and not measured again while the kernels' sources stay as they are.
+//! Workers measure, so that a kernel that breaks its context breaks nothing else. Measurements are written as
+//! they come, and not repeated as long as the kernels' sources are unchanged.
 
 pub mod candidates;
 pub mod draw;
@@ -40,22 +40,22 @@ pub use wanted::Wanted;
 pub enum Problems {
     /// The caller names them.
     Given(Vec<Wanted>),
-    /// They are drawn for the GPU at hand.
+    /// Drawn at random for this GPU.
     Drawn(draw::Drawing),
 }
 
-/// What is tuned.
+/// What to tune.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The problems.
     pub problems: Problems,
-    /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again.
+    /// Number of tiles to try, the planner's best first; as many variants of the best ones are tried as well.
     pub candidates: usize,
     /// How often each kernel runs.
     pub turns: Turns,
     /// Whether to measure again what has been measured.
     pub fresh: bool,
-    /// Where the winners go; what was measured goes into a file next to it.
+    /// The table for the winners; measurements go to a file next to it.
     pub table: PathBuf,
 }
 
@@ -66,7 +66,7 @@ pub struct Options {
 /// cannot be started.
 pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> Result<Report> {
     let Options { turns, table, .. } = options;
-    // A table that cannot be read is no place for winners.
+    // A table that cannot be read is not overwritten.
     Tuned::read(table)?;
     let gpu = device::open()?;
     let provenance = Provenance::new(&gpu)?;
@@ -112,7 +112,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
             });
         }
         if found.iter().any(|found| found.ms.is_none() && found.error.is_none()) {
-            // Times of one run are compared with one another, so all that can run do.
+            // Only times of the same run are compared, so all candidates run.
             supervise::measure(&problem, &candidates, &mut found, *turns, worker)?;
             notebook.add(&name, &problem, &candidates, &found)?;
         }
@@ -123,7 +123,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
                 spec: spec.clone(),
                 tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
             };
-            // Engines that tune add their own meanwhile.
+            // Engines that tune may have added winners meanwhile.
             Tuned::change(table, |tuned| tuned.set(&name, entry))?.1?;
         }
         results.push(result);
@@ -132,7 +132,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
     Ok(Report::new(provenance, *turns, seed, &results))
 }
 
-/// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile
+/// Compiles every candidate into the cache, on all cores; returns the faults of those that do not compile
 /// cleanly.
 fn compile(
     gpu: &Gpu,

@@ -1,4 +1,4 @@
-//! Is what the GPU computes right? The cases run in a worker process, against the CPU oracle.
+//! Validates the GPU's results: the cases run in a worker process and are compared with the CPU oracle.
 
 pub mod configs;
 mod event;
@@ -24,7 +24,7 @@ pub use event::{CaseResult, PassedOver, Status};
 pub(crate) use options::Job;
 pub use options::{Cases, Options};
 
-/// What a validation found.
+/// The result of a validation.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// `validate` or `soak`.
@@ -44,18 +44,18 @@ pub struct Report {
     pub failed: Vec<CaseResult>,
     /// Cases that could not be tried here.
     pub skipped: Vec<CaseResult>,
-    /// Kernels that the planner ranks above those that ran and that do not compile cleanly, and of how many
-    /// cases.
+    /// Kernels that the planner ranks above those that ran but that do not compile cleanly, with the number
+    /// of cases.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub passed_over: Vec<(PassedOver, usize)>,
     /// Shipped kernels that passed, by the hash of their sources.
     pub kernels: Vec<Fingerprint>,
 }
 
-/// The cases of one kind.
+/// A group of cases.
 #[derive(Debug, Serialize)]
 pub struct Group {
-    /// Their kind: the first part of their names.
+    /// Their group: the first part of their names.
     pub group: String,
     /// How many there are.
     pub cases: usize,
@@ -76,7 +76,7 @@ pub struct Group {
 /// # Errors
 /// Without a driver, a GPU or a compiler, when no case is chosen, and when workers are lost again and again.
 pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) -> Result<Report> {
-    // A machine without a GPU says so at once; the context is given back before a worker opens its own.
+    // Fails at once without a GPU; the context is released before a worker opens its own.
     let arch = device::open()?.arch();
     let family = options.family.unwrap_or(Family::native(arch));
     let start = Instant::now();
@@ -97,7 +97,7 @@ pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) ->
 
 fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Duration) -> Result<Report> {
     let passed = results.iter().all(|result| result.status != Status::Failed);
-    // A filter leaves out cases that a kernel would have to pass, as the other ways to choose cases do.
+    // With a filter or another choice of cases, cases that a kernel would have to pass are left out.
     let whole =
         options.filter.is_none() && options.groups.is_empty() && matches!(options.cases, Cases::Grid { .. });
     let kernels = if whole { passed_kernels(&results)? } else { Vec::new() };

@@ -1,5 +1,5 @@
-//! Worker processes: the GPU work that may hang or break its context runs in a child, which takes a job as
-//! one line of JSON on its standard input and answers in lines of JSON on its standard output.
+//! Worker processes: GPU work that may hang or break its context runs in a child process, which takes a job
+//! as one line of JSON on its standard input and answers in lines of JSON on its standard output.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -15,8 +15,7 @@ use crate::error::{Context, Error, Result};
 /// Exit code of a worker whose GPU context is lost.
 pub const EXIT_LOST: i32 = 3;
 
-/// Lines of a worker's standard error that are kept: the last ones say why it ended, warnings before them are
-/// many.
+/// Lines of a worker's standard error that are kept: the last ones give the reason of its end.
 const KEPT_LINES: usize = 5;
 
 /// How a worker is started: a program and the arguments that make it call `serve()`.
@@ -37,27 +36,27 @@ impl Program {
     }
 }
 
-/// What becomes of a child's standard error.
+/// Where a child's standard error goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StandardError {
     /// Read line by line; the last lines are kept.
     Read,
     /// Passed through to ours.
     Inherit,
-    /// Thrown away.
+    /// Discarded.
     Discard,
 }
 
-/// What comes from a child.
+/// What is received from a child.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Received {
     /// A line of its standard output.
     Line(String),
     /// A line of its standard error.
     Said(String),
-    /// Nothing within the time.
+    /// Nothing within the time limit.
     Nothing,
-    /// Nothing more: all its streams are closed.
+    /// The end: all its streams are closed.
     End,
 }
 
@@ -67,13 +66,13 @@ struct Guard(Child);
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        // It has ended already where all went well.
+        // Normally, it has ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// A child process that is spoken to in lines. It is killed when this value is dropped.
+/// A child process with line-based input and output. It is killed when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Worker {
     child: Guard,
@@ -203,7 +202,7 @@ mod tests {
             match worker.receive(soon()) {
                 Received::Line(line) => lines.push(line),
                 Received::Said(_) => {}
-                end => break assert_eq!(end, Received::End),
+                end @ (Received::Nothing | Received::End) => break assert_eq!(end, Received::End),
             }
         }
         assert_eq!(lines, ["\"work\""]);

@@ -28,8 +28,6 @@
 //! # Ok::<(), fa_planner::plan::PlanError>(())
 //! ```
 
-#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
-
 pub mod account;
 pub mod banks;
 pub mod cost;

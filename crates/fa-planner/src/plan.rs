@@ -3,7 +3,9 @@
 //! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
 //! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError, Unserved};
+use fa_core::{
+    Arch, Division, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError, Unserved,
+};
 use serde::Serialize;
 
 use crate::account::reason::Reason;
@@ -78,6 +80,9 @@ pub struct PlanOptions {
     pub constants: Option<CostConstants>,
     /// What the kernels are to compute.
     pub pass: Pass,
+    /// What the caller decides of a forward's division among CTAs. Kernels are ranked by their time with as
+    /// many splits as the model would take.
+    pub division: Division,
 }
 
 impl PlanOptions {
@@ -86,7 +91,7 @@ impl PlanOptions {
     }
 }
 
-/// Why there is no plan.
+/// The error where there is no plan.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PlanError {
     /// The problem contradicts itself.
@@ -131,6 +136,12 @@ pub enum PlanError {
         /// Rows of a page.
         page: usize,
     },
+    /// Query heads are to share a tile that holds not as many.
+    #[error("pack_gqa: no tile holds the {group} query heads of a K/V head, leave it to the planner")]
+    Packing {
+        /// Query heads of a K/V head.
+        group: usize,
+    },
     /// SM100 planned for an architecture without tensor memory.
     #[error("{arch} has no tensor memory: SM100 plans are for sm100 and sm103")]
     NoTensorMemory {
@@ -167,6 +178,9 @@ impl PlanSet {
 /// As [`explore`], and [`PlanError::NoneFits`] with the nearest misses.
 pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<Plan>, PlanError> {
     let set = explore(problem, arch, options)?;
+    if set.plans.is_empty() && set.rejected.is_empty() && options.division.pack_gqa == Some(true) {
+        return Err(PlanError::Packing { group: problem.group_size() });
+    }
     if set.plans.is_empty() {
         let nearest = set.nearest().into_iter().map(|limit| limit.nearest.clone()).collect();
         return Err(PlanError::NoneFits { arch, tried: set.rejected.len(), nearest });
@@ -191,12 +205,12 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
         }
         number += 1;
     })?;
-    // The most promising first: what takes longer at least than one before it is not looked at.
+    // The most promising first: a kernel whose lower bound exceeds the time of one before it is skipped.
     fitting.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     let (mut cuts, mut best) = (Cuts::default(), None::<(Plan, usize)>);
     for (least, number, spec, account) in fitting {
         let known = best.as_ref().map_or(f64::INFINITY, |(best, _)| best.cost.seconds);
-        // None is known to take as long as it takes at least where keys are divided.
+        // With divided keys no lower bound is known.
         if !spec.split && least > known {
             continue;
         }
@@ -204,11 +218,11 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
         let Some(plan) = predicted(problem, spec, arch, account, below, &mut cuts) else { continue };
         // Of equals the first in the order of enumeration.
         let is_before = best.as_ref().is_none_or(|(_, first)| plan.cost.seconds < known || number < *first);
-        if plan.cost.seconds <= known && is_before && !is_whole(problem, &plan) {
+        if plan.cost.seconds <= known && is_before && !is_whole(problem, &plan, options) {
             best = Some((plan, number));
         }
     }
-    // All that was tried says why nothing fits.
+    // The error lists why nothing fits.
     best.map_or_else(
         || plan(problem, arch, options).map(|mut plans| plans.swap_remove(0)),
         |(best, _)| Ok(best),
@@ -238,7 +252,7 @@ fn explore_native(problem: &Problem, arch: Arch, options: &PlanOptions) -> Resul
     let mut cuts = Cuts::default();
     for_each(problem, arch, options, |spec| {
         match judge(problem, spec.clone(), arch, (&constants, f64::INFINITY), &mut cuts) {
-            Ok(plan) => set.plans.extend(plan.filter(|plan| !is_whole(problem, plan))),
+            Ok(plan) => set.plans.extend(plan.filter(|plan| !is_whole(problem, plan, options))),
             Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
         }
     })?;
@@ -249,8 +263,11 @@ fn explore_native(problem: &Problem, arch: Arch, options: &PlanOptions) -> Resul
 
 /// Whether a kernel with splits does without: with one CTA for each tile's keys the same kernel without
 /// splits does as well.
-fn is_whole(problem: &Problem, plan: &Plan) -> bool {
-    plan.spec.split && plan.cost.splits == 1 && problem.lengths.is_uniform()
+fn is_whole(problem: &Problem, plan: &Plan, options: &PlanOptions) -> bool {
+    options.division.splits.is_none()
+        && plan.spec.split
+        && plan.cost.splits == 1
+        && problem.lengths.is_uniform()
 }
 
 /// Gives every candidate of the family asked for, or of the architecture's own, to `judge`, in the order of
@@ -282,6 +299,7 @@ fn for_each(
         head_dim_v: padded(kernel.head_dims(), "head_dim_v", problem.head_dim_v)?,
         arch,
         deterministic: options.pass.deterministic(),
+        division: options.division,
     };
     kernel.candidates(wanted).for_each(judge);
     Ok(())

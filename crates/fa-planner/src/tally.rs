@@ -1,4 +1,4 @@
-//! What the limits did to candidates: how many each rejected, and which of those it rejected by least.
+//! Rejections by limit: how many candidates each rejected, and which of those it rejected by least.
 
 /// What one limit rejected. `K` names the limit, `T` is a rejected candidate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

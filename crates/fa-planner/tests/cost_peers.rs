@@ -149,24 +149,16 @@ const FA2: [(Fa2Tile, usize, usize, bool, [f64; 6]); 6] = [
 ];
 
 fn fa2_spec(problem: &Problem, (tile_m, tile_n, num_warps, blocks_per_sm): Fa2Tile) -> KernelSpec {
-    KernelSpec {
-        types: Types::same(problem.types.qkv),
-        head_dim: problem.head_dim as u32,
-        head_dim_v: problem.head_dim_v as u32,
-        mask: MaskKind::of(&problem.mask),
-        score: ScoreKind::NONE,
-        reads: Reads::UNIFORM,
-        split: false,
-        kernel: Kernel::Sm80Fwd(Sm80Fwd {
-            tile_m,
-            tile_n,
-            num_warps,
-            stages: 1,
-            blocks_per_sm,
-            reverse_blocks: false,
-            ..Sm80Fwd::default()
-        }),
-    }
+    let kernel = Sm80Fwd {
+        tile_m,
+        tile_n,
+        num_warps,
+        stages: 1,
+        blocks_per_sm,
+        reverse_blocks: false,
+        ..Sm80Fwd::default()
+    };
+    KernelSpec::for_problem(problem, [problem.head_dim as u32, problem.head_dim_v as u32], kernel)
 }
 
 #[test]

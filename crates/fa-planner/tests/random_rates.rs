@@ -2,10 +2,9 @@
 //! `cargo test -p fa-planner --test random_rates -- --nocapture` prints the table, and for each problem whose
 //! first choice is behind by more than 3 % the chosen and the best kernel.
 
-use fa_core::{
-    Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Sm80Fwd, Sm90Bwd,
-};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
+use fa_planner::kernels::unbound;
 use fa_planner::plan::{PlanOptions, explore};
 use serde_json::Value;
 
@@ -97,16 +96,6 @@ fn shape(problem: &Problem) -> String {
     format!("{batch}x{heads_q}:{heads_kv}x{queries},{keys} hd {head_dim}-{head_dim_v} {mask}")
 }
 
-/// The kernel without what its launch bounds promise, and without a switch that is newer than the records.
-fn unbound(spec: &KernelSpec) -> KernelSpec {
-    let kernel = match &spec.kernel {
-        Kernel::Sm80Fwd(own) => Kernel::Sm80Fwd(Sm80Fwd { blocks_per_sm: 1, ..own.clone() }),
-        Kernel::Sm90Bwd(own) => Kernel::Sm90Bwd(Sm90Bwd { persistent: false, ..own.clone() }),
-        other => other.clone(),
-    };
-    KernelSpec { kernel, ..spec.clone() }
-}
-
 fn measured(record: &str) -> Vec<Measured> {
     let path = format!("{}/../../docs/results/tune/{record}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
@@ -118,7 +107,7 @@ fn measured(record: &str) -> Vec<Measured> {
         let text = |name: &str| entry[name].as_str().expect("a name");
         let family = Family::ALL.into_iter().find(|family| family.name() == text("family"));
         let pass = if text("kind") == "fwd" { Pass::Forward } else { Pass::BACKWARD };
-        let options = PlanOptions { family, pass, constants: None };
+        let options = PlanOptions { family, pass, ..PlanOptions::default() };
         let plans = explore(&problem, Arch::Sm90, &options).expect("a supported problem").plans;
         let kernel = |of: &Value| {
             let spec: KernelSpec = serde_json::from_value(of["spec"].clone()).expect("a spec");

@@ -1,4 +1,4 @@
-use fa_core::{Arch, Dtype, Mask, Problem};
+use fa_core::{Arch, Dtype, Lengths, Mask, Problem};
 use fa_planner::plan::{PlanOptions, plan};
 
 use super::*;
@@ -6,7 +6,7 @@ use super::*;
 #[test]
 fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-    let asked = (&problem, Arch::Sm90, Pass::Forward);
+    let asked = (Asked::of(&problem, Pass::Forward), Arch::Sm90);
     let plans = |family| {
         let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
         plan(&problem, Arch::Sm90, &options).expect("there are plans").into_iter().map(|plan| plan.spec)
@@ -24,7 +24,7 @@ fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     // Nothing is compiled ahead for the problem, or at all.
     let bind = |_: &KernelSpec| Err::<(), _>(none());
     let wide = Problem { head_dim: 192, head_dim_v: 192, ..problem };
-    let asked = (&wide, Arch::Sm90, Pass::Forward);
+    let asked = (Asked::of(&wide, Pass::Forward), Arch::Sm90);
     let error = planned_or_ahead(asked, &families, || specs.iter(), bind).expect_err("another head dim");
     let text = error.to_string();
     assert!(text.contains("none of the 4 kernels compiled ahead for sm90 computes this forward"), "{text}");
@@ -114,7 +114,7 @@ fn bind(chooser: &Chooser, problem: &Problem, refused: Option<&KernelSpec>) -> R
         }
         Ok(spec.clone())
     };
-    chooser.choose(&Fake, problem, None, Pass::Forward, || false, bind)
+    chooser.choose(&Fake, Asked::of(problem, Pass::Forward), || false, bind)
 }
 
 /// The candidates' times: the bound kernel takes 1 ms, each further one a tenth less.
@@ -148,7 +148,7 @@ fn a_winner_that_comes_while_a_kernel_is_bound_is_used_from_the_next_bind_on() {
         Ok((spec.clone(), outcome.winner.expect("a winner")))
     };
     let (bound, winner) =
-        chooser.choose(&Fake, &PROBLEM, None, Pass::Forward, || false, bind_slowly).expect("bound");
+        chooser.choose(&Fake, Asked::of(&PROBLEM, Pass::Forward), || false, bind_slowly).expect("bound");
     assert_ne!(bound, winner);
     assert_eq!(bind(&chooser, &PROBLEM, None).expect("bound"), winner);
 }
@@ -260,4 +260,34 @@ fn any_number_of_candidates_from_two_on_is_taken() {
         let checked = Tuning::OnFirstUse { candidates, budget }.check();
         assert_eq!(matches!(checked, Err(Error::TuningOption { .. })), fails, "{candidates} {budget:?}");
     }
+}
+
+/// What a caller decides is chosen for by itself, and neither measured nor taken from what was.
+#[test]
+fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
+    let chooser = Chooser::default();
+    let decode = Problem { lengths: Lengths::uniform(2, 1, 4096), heads_kv: 2, ..PROBLEM };
+    let decode = Problem { heads_q: 8, mask: Mask::CAUSAL, ..decode };
+    let of = |problem: &Problem, splits, pack_gqa| {
+        let division = Division { splits, pack_gqa };
+        let asked = Asked { division, ..Asked::of(problem, Pass::Forward) };
+        let spec = chooser.choose(&Fake, asked, || false, |spec| Ok(spec.clone()));
+        spec.inspect(|spec| assert!(division.admits(spec, problem), "{spec}"))
+    };
+    let planned = of(&decode, None, None).expect("planned");
+    assert!(planned.split && planned.traits().packs_gqa, "{planned}");
+    assert!(!of(&decode, Some(1), None).expect("whole").split);
+    assert!(!of(&decode, None, Some(false)).expect("unpacked").traits().packs_gqa);
+    // The planner would not divide a long prefill, and packs this one.
+    let prefill = Problem { lengths: Lengths::uniform(2, 4096, 4096), ..decode };
+    let planned = of(&prefill, None, None).expect("planned");
+    assert!(!planned.split && planned.traits().packs_gqa, "{planned}");
+    let neither = of(&prefill, Some(3), Some(false)).expect("divided and not packed");
+    assert!(neither.split && !neither.traits().packs_gqa, "{neither}");
+    // One key is one step, and one head has none to share with.
+    let short = Problem { lengths: Lengths::uniform(2, 1, 1), heads_kv: 8, ..decode };
+    assert!(of(&short, Some(4), Some(true)).is_ok());
+    let wide = Problem { heads_q: 512, heads_kv: 1, ..decode };
+    let error = of(&wide, None, Some(true)).expect_err("512 heads").to_string();
+    assert!(error.contains("no tile holds the 512 query heads"), "{error}");
 }

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fa_core::{Append, Arch, Family, KernelSpec, Merge, Pass, Problem};
+use fa_core::{Append, Arch, Division, Family, KernelSpec, Merge, Pass, Problem};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
 use fa_kernels::{Backward, BoundAppend, BoundMerge, Forward, Kernels, driver};
 
-use crate::choose::Chooser;
+use crate::choose::{Asked, Chooser};
 use crate::error::Error;
 use crate::tune::user_table;
 use crate::tuning::{Tuning, TuningOutcome};
@@ -96,13 +96,14 @@ impl Gpu {
             return self.bind(problem, pass);
         }
         // Chosen for the one, bound to the other: what it costs to bind is the time of a new length.
+        let asked = Asked::of(&like, pass);
         let bound = match pass {
-            Pass::Forward => self
-                .choose(&like, None, pass, |spec| self.kernels.forward_with(problem, spec))
-                .map(Bound::Forward),
-            Pass::Backward { .. } => self
-                .choose(&like, None, pass, |spec| self.kernels.backward_with(problem, spec))
-                .map(Bound::Backward),
+            Pass::Forward => {
+                self.choose(asked, |spec| self.kernels.forward_with(problem, spec)).map(Bound::Forward)
+            }
+            Pass::Backward { .. } => {
+                self.choose(asked, |spec| self.kernels.backward_with(problem, spec)).map(Bound::Backward)
+            }
         };
         // What kernels of those lengths refuse is chosen for as it is.
         bound.or_else(|_| self.bind(problem, pass))
@@ -126,7 +127,21 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::bind_of`].
     pub fn forward(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
-        self.choose(problem, family, Pass::Forward, |spec| self.kernels.forward_with(problem, spec))
+        let asked = Asked { family, ..Asked::of(problem, Pass::Forward) };
+        self.choose(asked, |spec| self.kernels.forward_with(problem, spec))
+    }
+
+    /// The forward of `problem` whose work is divided among CTAs as the caller says; else as
+    /// [`Gpu::bind_rounded`]. Such choices are not tuned.
+    ///
+    /// # Errors
+    /// As [`Gpu::bind`], and where no kernel divides it so.
+    pub fn forward_divided(&self, problem: &Problem, division: Division) -> Result<Forward, Error> {
+        let like = rounded(problem);
+        let like = if like.check().is_ok() { &like } else { problem };
+        let bind = |spec: &KernelSpec| self.kernels.forward_split(problem, spec, division.splits);
+        self.choose(Asked { division, ..Asked::of(like, Pass::Forward) }, bind)
+            .or_else(|_| self.choose(Asked { division, ..Asked::of(problem, Pass::Forward) }, bind))
     }
 
     /// The kernel that appends new keys and values to a cache in this GPU's memory and applies rotary
@@ -161,14 +176,13 @@ impl Gpu {
         family: Option<Family>,
     ) -> Result<Backward, Error> {
         let pass = Pass::Backward { deterministic };
-        self.choose(problem, family, pass, |spec| self.kernels.backward_with(problem, spec))
+        let asked = Asked { family, ..Asked::of(problem, pass) };
+        self.choose(asked, |spec| self.kernels.backward_with(problem, spec))
     }
 
     fn choose<P>(
         &self,
-        problem: &Problem,
-        family: Option<Family>,
-        pass: Pass,
+        asked: Asked<'_>,
         bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Result<P, Error> {
         // The default stream gives an error where another one that waits for it is being captured.
@@ -176,7 +190,7 @@ impl Gpu {
             let status = self.stream.capture_status();
             !matches!(status, Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE))
         };
-        self.chooser.choose(&self.kernels, problem, family, pass, is_capturing, bind)
+        self.chooser.choose(&self.kernels, asked, is_capturing, bind)
     }
 
     /// Switches tuning on or off, for binds from now on: see [`Tuning`]. Winners go into the user's table

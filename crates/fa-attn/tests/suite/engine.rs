@@ -105,7 +105,7 @@ fn a_call_says_what_runs_and_runs_again() {
     );
     let [q, k, v, _] = tensors::<f32>(TensorLayout::Bshd);
     let run = || {
-        let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd);
+        let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd).unwrap();
         let inputs = [q.view("q").unwrap(), k.view("k").unwrap(), v.view("v").unwrap()];
         call.run(ForwardTensors::of(inputs, &mut output, Extras::NONE).unwrap()).unwrap();
         output
@@ -135,7 +135,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     huge.check().unwrap();
     let forward = engine.forward(&huge, [&q, &k, &v], &Extras::NONE);
     refused(forward.unwrap_err(), "q is [batch, seqlen, heads, dim]");
-    let small = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd);
+    let small = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd).unwrap();
     let backward = engine.backward(&huge, [&q, &k, &v], &Extras::NONE, &small, &small.out);
     refused(backward.unwrap_err(), "q is [batch, seqlen, heads, dim]");
 
@@ -144,7 +144,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     refused(paged.unwrap_err(), "pages");
 
     let call = engine.bind(&PROBLEM, Pass::BACKWARD).unwrap();
-    let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd);
+    let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd).unwrap();
     let forward = |output: &mut Output<f32>| {
         call.run(ForwardTensors {
             q: q.view("q")?,

@@ -189,8 +189,8 @@ fn parts_of_the_keys_merge_into_the_whole() {
         close(&merged.out.data, &expected.out.data, "out with sinks");
         close(&merged.lse, &expected.lse, "lse with sinks");
     }
-    let output = Output::<f32>::new(&whole, TensorLayout::Bshd);
-    let other = Output::<f32>::new(&SQUARE, TensorLayout::Bshd);
+    let output = Output::<f32>::new(&whole, TensorLayout::Bshd).unwrap();
+    let other = Output::<f32>::new(&SQUARE, TensorLayout::Bshd).unwrap();
     assert!(matches!(merge::<f32>(&[], None), Err(Error::NothingToMerge)));
     let error = merge(&[&output, &other], None).unwrap_err().to_string();
     assert!(error.contains("[1, 1, 4, 16]") && error.contains("[2, 5, 4, 16]"), "{error}");

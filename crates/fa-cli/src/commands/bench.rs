@@ -32,7 +32,7 @@ use crate::term::output::si;
 use crate::term::progress::Steps;
 use args::BenchArgs;
 
-/// Runs of a row, however little time they take.
+/// The least number of runs of a row, whatever they take.
 const LEAST_RUNS: usize = 3;
 
 /// What is printed.
@@ -129,7 +129,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         steps.advance();
     }
     drop(steps);
-    // On a machine that is busy at the one time and not at the other, rates would exceed their peak.
+    // Measured at another time, on a machine that is busy then, the peak could be lower than a rate.
     let higher = |before: Option<f64>, dtype| before.zip(gigaflops(dtype)).map(|(a, b)| a.max(b));
     machine.fma_peak_gflops = higher(machine.fma_peak_gflops, Dtype::F32);
     machine.peak_gflops = higher(machine.peak_gflops, machine.dtype);
@@ -154,7 +154,7 @@ fn on_gpu(args: &BenchArgs) -> bool {
 }
 
 impl Machine {
-    /// What rates are held against.
+    /// The peak that rates are compared with.
     fn peak_gflops(&self) -> f64 {
         self.peak_gflops.unwrap_or(f64::NAN)
     }
@@ -187,7 +187,7 @@ fn measure<T: Element + Stored>(
     let calls = Calls::bind(engine, problem, backward)?;
     let about = calls.forward.report();
     let spec = about.isa.map_or(about.backend.to_owned(), |isa| format!("{}-{isa}", about.backend));
-    let mut outputs = Outputs::new(&inputs);
+    let mut outputs = Outputs::new(&inputs)?;
     let mut measured = Vec::new();
     // The forward runs once in any case: the backward needs its results.
     let warm_up = calls.forward(&inputs, &mut outputs)?;

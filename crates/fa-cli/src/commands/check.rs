@@ -188,7 +188,8 @@ fn judge_by_inputs(
     let mut inputs = AnyInputs::read(file, args, backward)?;
     inputs.append(None)?;
     let posed = with_inputs!(&inputs, inputs => inputs.problem);
-    // Outputs say what they were computed with, inputs what they were made for.
+    // An output's metadata names the options that it was computed with, an input's those that it was made
+    // for.
     let mut asked: Vec<&TensorFile> = Vec::new();
     for one in outputs.iter().copied().chain([file]) {
         if asked.iter().all(|other| other.path() != one.path()) {
@@ -217,7 +218,7 @@ fn judge_by_inputs(
     let (problem, sequences) = with_inputs!(&inputs, inputs => (inputs.problem, &inputs.sequences));
     let mut references =
         progress::spinner("computing in f64", || with_inputs!(&inputs, inputs => references(inputs)))?;
-    // What the rows hold that no sequence has is nobody's business.
+    // The contents of rows that belong to no sequence do not count.
     for pair in pairs.iter_mut() {
         for values in [&mut pair.a].into_iter().chain(&mut pair.b) {
             blank_unused(&pair.name, values, pair.shape, sequences);

@@ -20,11 +20,10 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json\n  fa doctor --time")]
 pub(crate) struct DoctorArgs {
-    /// Measure instead what starting up and a call cost on the GPU: with a warm cache, with an empty one, and
-    /// of the host
+    /// Measure start-up on the GPU instead, with a warm and with an empty cache, and the host time of a call
     #[arg(long)]
     pub time: bool,
-    /// Start up once and say how long it took: the part of --time that runs in a process of its own
+    /// Start up once and report how long it took: what --time runs in a separate process
     #[arg(long, hide = true, requires = "time")]
     pub start: bool,
     /// Print one JSON object
@@ -50,7 +49,7 @@ struct Check {
     advice: Option<String>,
 }
 
-/// How a thing is.
+/// The state of a component.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Status {
@@ -246,11 +245,10 @@ fn cache_check() -> Check {
         return Check::missing(
             "cache",
             "no cache folder",
-            format!("kernels are compiled anew by every process: set {CACHE_VARIABLE}, or HOME"),
+            format!("kernels are compiled again by every process: set {CACHE_VARIABLE}, or HOME"),
         );
     };
-    // The cache makes its folder when it stores a kernel, so the nearest folder that is there must be
-    // writable.
+    // The cache creates its folder when it stores a kernel, so the nearest existing folder must be writable.
     let nearest = root.ancestors().find(|folder| folder.exists());
     let writable = nearest.is_some_and(|folder| tempfile::tempfile_in(folder).is_ok());
     let (mib, most) = (cache.size() as f64 / f64::from(1 << 20), DEFAULT_LIMIT >> 20);
@@ -259,7 +257,7 @@ fn cache_check() -> Check {
         Check::ok("cache", found)
     } else {
         let advice =
-            format!("kernels are compiled anew by every process: set {CACHE_VARIABLE} to a writable folder");
+            format!("kernels are compiled again by every process: set {CACHE_VARIABLE} to a writable folder");
         Check::missing("cache", format!("{found}: not writable"), advice)
     }
 }

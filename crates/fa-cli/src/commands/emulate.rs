@@ -26,7 +26,7 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
             "--threads is for --shipped, --sample, --random and --mutate: one kernel takes one thread";
         return Err(InputError::Usage(message.into()).into());
     }
-    // Not asked of clap, which requires no flag that another one rules out.
+    // Checked here: clap does not require a flag that conflicts with another.
     let of_random = [
         ("--log", args.log.is_some()),
         ("--from", args.from.is_some()),

@@ -62,13 +62,13 @@ pub(crate) struct PlanArgs {
     /// Which pass to plan [default: fwd; with --guide both]
     #[arg(long, value_parser = passes())]
     pub mode: Option<Mode>,
-    /// Plan a backward whose gradients have the same bits in every run
+    /// Plan a deterministic backward, whose gradients have the same bits in every run
     #[arg(long)]
     pub deterministic: bool,
     /// List at most this many plans (tables default to 10, JSON and RON to all)
     #[arg(short = 'n', long = "num-results", value_name = "N", value_parser = whole::<usize>)]
     pub limit: Option<usize>,
-    /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
+    /// Show what became of the candidates with these fields, as in tile_n=192,num_wg=2
     #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["limit"])]
     pub why: Option<String>,
     /// Write one self-contained HTML page about the plan
@@ -77,8 +77,8 @@ pub(crate) struct PlanArgs {
     /// Records of `fa bench --marks` to compare with on the page [default: docs/results, where there is one]
     #[arg(long, value_name = "DIR", requires = "report")]
     pub records: Option<PathBuf>,
-    /// Run the first choice in the emulation and show the events of its loop on the page, too (needs a C++
-    /// compiler and some seconds)
+    /// Emulate the first choice and show the events of its loop on the page, too (needs a C++ compiler and
+    /// some seconds)
     #[arg(long, requires = "report")]
     pub emulate: bool,
     /// How to print

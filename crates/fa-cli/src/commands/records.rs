@@ -15,31 +15,31 @@ use crate::term::{output, progress};
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct RecordsArgs {
-    /// Where records lie and are written
+    /// Folder of the records
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
     pub results: PathBuf,
     /// The GPU, as names of records of rates have it
     #[arg(long, value_name = "NAME", default_value = "h100")]
     pub gpu: String,
-    /// Where what was done is kept, and what each step printed: a run that was stopped goes on
+    /// Folder for the progress and each step's output, from which a stopped run is resumed
     #[arg(long, value_name = "DIR", default_value = "target/records")]
     pub state: PathBuf,
-    /// Leave for the next time what would take longer than this, all steps together
+    /// Time for all steps together; steps that would exceed it are left for the next run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     pub budget: Option<u64>,
     /// Only steps whose names contain one of these, as in validate,marks-models
     #[arg(long, value_name = "TEXT,..", value_delimiter = ',')]
     pub only: Vec<String>,
-    /// Validate every kernel, those too whose records are of these sources
+    /// Validate every kernel, even those whose records match the current sources
     #[arg(long)]
     pub all: bool,
-    /// Measure no other library
+    /// Do not time other libraries
     #[arg(long)]
     pub no_peers: bool,
-    /// Run steps again that failed or were too slow
+    /// Rerun steps that failed or were too slow
     #[arg(long, conflicts_with = "list")]
     pub again: bool,
-    /// Say what would run and what has run, and run nothing
+    /// List what would run and what has run, and run nothing
     #[arg(long)]
     pub list: bool,
 }

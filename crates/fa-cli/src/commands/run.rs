@@ -41,7 +41,7 @@ pub(crate) struct RunArgs {
     /// Also compute the gradients dq, dk, dv of dout
     #[arg(long)]
     pub backward: bool,
-    /// Gradients with the same bits in every run, which on the GPU costs some speed
+    /// Deterministic gradients, with the same bits in every run; somewhat slower on the GPU
     #[arg(long, requires = "backward")]
     pub deterministic: bool,
     /// Which implementation computes
@@ -97,11 +97,11 @@ Rows that belong to no sequence are written as out = 0, lse = -inf and gradients
 /// Time for passes after the first one.
 const WARM: Duration = Duration::from_millis(6);
 
-/// Operations of a pass that is short however long the first one was kept waiting.
+/// Operations below which a pass counts as short, however long the first one took.
 const SMALL: f64 = 1e8;
 
-/// The fastest of the passes that some milliseconds have room for, after a `first` one that took no longer or
-/// of few operations.
+/// The fastest of the passes that fit into some milliseconds, after a `first` one that took no longer or has
+/// few operations.
 fn warm(
     first: Duration,
     flops: f64,
@@ -171,7 +171,7 @@ fn compute<T: Element + Stored>(
     tracing::info!(?problem, layout = %inputs.layout, "computing");
     let backward = args.backward.then_some(Pass::Backward { deterministic: args.deterministic });
     let calls = progress::spinner("getting ready", || Calls::bind(&engine, &problem, backward))?;
-    let mut outputs = Outputs::new(inputs);
+    let mut outputs = Outputs::new(inputs)?;
     let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&problem, work);
     let (forward_time, warm_time, backward_time) = progress::spinner("computing attention", || {
         let forward_time = calls.forward(inputs, &mut outputs)?;

@@ -33,13 +33,13 @@ pub(crate) struct TuneArgs {
     /// Which pass to tune; both with --random only
     #[arg(long, value_parser = flags::passes(), default_value = "fwd")]
     pub mode: Mode,
-    /// Tune gradients that have the same bits in every run
+    /// Tune deterministic gradients, which have the same bits in every run
     #[arg(long)]
     pub deterministic: bool,
     /// Tune for a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
     pub marks: Option<Marks>,
-    /// Tune for this many problems drawn at random, and say how far the planner's first choices are behind
+    /// Tune for this many problems drawn at random, and show how far the planner's first choices are behind
     /// the best
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
@@ -48,7 +48,7 @@ pub(crate) struct TuneArgs {
     #[arg(long, value_name = "S", requires = "random", conflicts_with_all = OF_SHAPES)]
     #[arg(conflicts_with = "marks", value_parser = whole::<u64>)]
     pub seed: Option<u64>,
-    /// Measure nothing: say how far today's first choices are behind the best of these records (--json of
+    /// Measure nothing: show how far today's first choices are behind the best of these records (--json of
     /// earlier runs); needs no GPU
     #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
         "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "reps", "fresh", "output"
@@ -57,7 +57,7 @@ pub(crate) struct TuneArgs {
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
-    /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
+    /// Number of tiles to try, the planner's best first; as many variants of the best ones are tried as well
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
     pub candidates: u16,
@@ -72,7 +72,7 @@ pub(crate) struct TuneArgs {
     /// looks]
     #[arg(short, long, value_name = "FILE", value_parser = flags::results())]
     pub output: Option<PathBuf>,
-    /// Write everything measured beside its prediction as JSON, '-' for standard output instead of the table
+    /// Write every measurement with its prediction as JSON, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
     /// Write how well predictions rank the kernels as Markdown

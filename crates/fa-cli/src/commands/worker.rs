@@ -11,7 +11,7 @@ const NAME: &str = "worker";
 /// This program as a worker.
 ///
 /// # Errors
-/// When the system does not say where this program is.
+/// When the system does not report the path of this program.
 pub(crate) fn program() -> anyhow::Result<Program> {
     let executable = std::env::current_exe().context("cannot find this program to start it again")?;
     Ok(Program { executable, arguments: vec![NAME.to_owned()] })

@@ -40,7 +40,7 @@ struct RecordKernel {
 #[derive(Deserialize)]
 struct RecordRow {
     kind: String,
-    /// Of rows whose shape is not all that they say.
+    /// Set for rows that a shape alone does not describe.
     name: Option<String>,
     batch: usize,
     heads_q: usize,
@@ -253,7 +253,7 @@ impl Records {
                 kernel.and_then(|kernel| serde_json::from_value::<KernelSpec>(kernel.spec.clone()).ok());
             let Some(spec) = spec else { continue };
             let Some(problem) = problem_of(row, &spec) else { continue };
-            // What a kernel reads on the device no row says.
+            // Rows do not record which lengths a kernel reads on the device.
             let whole = !spec.reads.varied && !spec.reads.paged;
             let seconds = row.ms_median / 1e3;
             let bytes = row.rate.filter(|_| row.unit == "TB/s").map(|rate| 1e3 * rate);

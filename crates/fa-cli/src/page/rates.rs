@@ -185,7 +185,7 @@ pub(crate) fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> St
     let square = is_square(view.problem());
     let x_label = if square { "queries and keys per sequence" } else { "keys per sequence" };
     let x = Axis::log(x_label, low.min(high), high, 2.0);
-    // Far below the peak lines are only seen without it.
+    // A peak far above the lines would flatten them.
     let most = lines.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max);
     let near = most > NEAR_PEAK * peak;
     let y = Axis::linear(unit, 1.02 * if near { peak } else { most });

@@ -189,7 +189,7 @@ impl Map<'_> {
             for neighbour in neighbours {
                 let other = &self.cells[neighbour];
                 let rate = self.rate_of(other).unwrap_or(0.0);
-                // Where there is no work no rate is a share of another.
+                // Without work there is no rate to compare.
                 let own = self.rate_of(cell).filter(|own| *own > 0.0);
                 let against =
                     own.map_or(String::new(), |own| format!(", {:+.1} %", 100.0 * (rate / own - 1.0)));

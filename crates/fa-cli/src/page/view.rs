@@ -90,7 +90,7 @@ impl<'a> View<'a> {
         Ok(view)
     }
 
-    /// Of names that a page has once for each pass.
+    /// Makes an id that a page has once for each pass unique.
     pub(crate) const fn id(&self) -> &'static str {
         if self.backward() { "b" } else { "f" }
     }
@@ -131,7 +131,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// A number for people, with what it is exactly for programs.
+/// A rounded number for people, with the exact one for programs.
 pub(crate) fn data(exact: impl std::fmt::Display, text: &str) -> String {
     format!("<data value=\"{exact}\">{}</data>", escape(text))
 }

@@ -1,4 +1,4 @@
-//! What plans and pages show of a kernel beside its tile: [`of`] takes a spec to its kernel.
+//! What plans and pages show of a kernel besides its tile.
 
 use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
 use fa_planner::banks::Access;

@@ -7,16 +7,16 @@ use fa_planner::plan::Plan;
 
 use crate::term::output::si;
 
-/// FLOPs per byte below which a problem is one of moving keys and values, as decode is.
+/// FLOPs per byte below which moving keys and values limits a problem, as in decode.
 const FEW_FLOPS: f64 = 128.0;
 
-/// Whether what counts is how fast keys and values are read: the forward does few operations for each byte.
+/// Whether the forward is limited by reading keys and values: few operations for each byte.
 pub(crate) fn moves_bytes(problem: &Problem) -> bool {
     problem.flops_forward() < FEW_FLOPS * problem.bytes_forward()
 }
 
-/// The number of splits of a forward's plan and the reason for it, in a line; nothing where splits are no
-/// question.
+/// The number of splits of a forward's plan and the reason for it, in a line; nothing where splitting does
+/// not apply.
 pub(crate) fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<String> {
     let sms = arch.limits().sms;
     let cost = &plan.cost;

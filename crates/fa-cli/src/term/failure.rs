@@ -1,4 +1,4 @@
-//! What ends the program, and with which exit code.
+//! Errors and verdicts that end the program, with their exit codes.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -117,7 +117,7 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     if bad_input { EXIT_BAD_INPUT } else { EXIT_FAILURE }
 }
 
-/// Whether the reader of our standard output went away (`fa plan | head`): no failure of ours.
+/// Whether the reader of our standard output has closed it (`fa plan | head`), which is no failure.
 pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     let broken = |cause: &(dyn std::error::Error + 'static)| {
         cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)

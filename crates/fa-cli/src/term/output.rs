@@ -14,7 +14,7 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("cannot write to standard output")
 }
 
-/// Tells people something beside the result, on standard error; where that is closed there is nobody to tell.
+/// Prints a note on standard error; ignores that it may be closed.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "note: {text}");
 }

@@ -56,7 +56,7 @@ impl Steps {
         Steps { bar, started, said: started, done: 0 }
     }
 
-    /// Says what the step under way is.
+    /// Shows the name of the current step.
     pub(crate) fn begin(&mut self, message: String) {
         if self.started.elapsed() > PATIENCE && self.bar.is_hidden() && std::io::stderr().is_terminal() {
             self.bar.set_draw_target(indicatif::ProgressDrawTarget::stderr());
@@ -93,7 +93,7 @@ impl Drop for Steps {
     }
 }
 
-/// Shows the steps of the lab's work, and what its workers say.
+/// Shows the steps of the lab's work, and messages of its workers.
 pub(crate) fn steps() -> impl FnMut(Step) + Send {
     let mut steps: Option<Steps> = None;
     move |step| match (step, &mut steps) {

@@ -1,7 +1,7 @@
-//! A program that is told to stop leaves no half-written file behind, and ends as one that was stopped.
+//! On a signal to stop, the program leaves no half-written file behind, and ends by that signal.
 
-/// Removes what is being written when the terminal, a user or a system asks the program to stop, which then
-/// ends by the signal as it would have. Where files are written without a name there is nothing to remove.
+/// Removes unfinished files on SIGINT, SIGTERM and SIGHUP, then lets the signal end the program. Where files
+/// are written without a name there is nothing to remove.
 #[cfg(unix)]
 pub(crate) fn clean_up_when_told_to() {
     use fa_attn::atomic_file;
@@ -18,11 +18,11 @@ pub(crate) fn clean_up_when_told_to() {
             let _ = emulate_default_handler(signal);
         }
     };
-    // Without the thread signals do what they did.
+    // Without the thread, signals keep their default action.
     let _ = std::thread::Builder::new().name("signals".to_owned()).spawn(wait);
 }
 
-/// Signals that whoever started the program wants ignored, as `nohup` does: a bit for each, from 1.
+/// Signals that the parent process set to be ignored, as `nohup` does: a bit for each, from 1.
 #[cfg(unix)]
 fn ignored_signals() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -30,6 +30,6 @@ fn ignored_signals() -> u64 {
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// Elsewhere a program that is stopped has no last word.
+/// Other systems give a program that is stopped no chance to clean up.
 #[cfg(not(unix))]
 pub(crate) fn clean_up_when_told_to() {}

@@ -143,15 +143,16 @@ pub(crate) fn read(path: &Path) -> HashMap<String, (String, Vec<usize>, Vec<f64>
     let file = safetensors::SafeTensors::deserialize(&bytes).expect("a valid file");
     let tensor = |(name, view): (String, TensorView)| {
         let data = view.data();
-        let values: Vec<f64> = match view.dtype() {
-            Dtype::F64 => data.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
-            Dtype::F32 => data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect(),
-            Dtype::F16 => data.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f64()).collect(),
-            Dtype::BF16 => data.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f64()).collect(),
-            Dtype::I32 => data.as_chunks().0.iter().map(|b| i32::from_le_bytes(*b).into()).collect(),
-            other => panic!("{name} is {other:?}"),
+        let dtype = format!("{:?}", view.dtype());
+        let values: Vec<f64> = match dtype.as_str() {
+            "F64" => data.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
+            "F32" => data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect(),
+            "F16" => data.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f64()).collect(),
+            "BF16" => data.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f64()).collect(),
+            "I32" => data.as_chunks().0.iter().map(|b| i32::from_le_bytes(*b).into()).collect(),
+            other => panic!("{name} is {other}"),
         };
-        (name, (format!("{:?}", view.dtype()), view.shape().to_vec(), values))
+        (name, (dtype, view.shape().to_vec(), values))
     };
     file.tensors().into_iter().map(tensor).collect()
 }

@@ -13,5 +13,6 @@ mod no_gpu;
 mod packed;
 mod page;
 mod plan;
+mod readme;
 mod records;
 mod run;

@@ -2,8 +2,21 @@
 
 use crate::common::{Dir, fa, fa_args, fa_with, listing, text};
 
-const COMMANDS: [&str; 11] =
-    ["run", "plan", "check", "bench", "build", "validate", "tune", "ladder", "doctor", "completions", "man"];
+const COMMANDS: [&str; 13] = [
+    "run",
+    "plan",
+    "check",
+    "bench",
+    "build",
+    "validate",
+    "emulate",
+    "tune",
+    "ladder",
+    "records",
+    "doctor",
+    "completions",
+    "man",
+];
 
 #[test]
 fn every_command_has_help_with_examples_and_a_manual_page() {

@@ -10,6 +10,13 @@ const MAX_I32: usize = i32::MAX as usize;
 /// A tensor may have at most `2^ELEMENT_BITS - 1` elements, so that byte offsets fit a signed 64-bit number.
 pub const ELEMENT_BITS: u32 = 48;
 
+/// The most heads. A tensor without rows takes no memory whatever its shape, but what is computed head by
+/// head does.
+const MOST_HEADS: usize = 1 << 20;
+
+/// The most columns of a head: likewise, and of V's the output has as many although V may have no rows.
+const MOST_HEAD_DIM: usize = 1 << 16;
+
 impl Problem {
     /// Checks the relations between the fields. An empty batch and empty sequences are valid and give empty
     /// or zero outputs; in the limit on elements a length of 0 counts as 1.
@@ -18,13 +25,17 @@ impl Problem {
     /// The first [`ProblemError`] found.
     pub fn check(&self) -> Result<(), ProblemError> {
         let lengths = [
-            ("heads_q", self.heads_q),
-            ("heads_kv", self.heads_kv),
-            ("head_dim", self.head_dim),
-            ("head_dim_v", self.head_dim_v),
+            ("heads_q", self.heads_q, MOST_HEADS),
+            ("heads_kv", self.heads_kv, MOST_HEADS),
+            ("head_dim", self.head_dim, MOST_HEAD_DIM),
+            ("head_dim_v", self.head_dim_v, MOST_HEAD_DIM),
         ];
-        if let Some(&(name, _)) = lengths.iter().find(|(_, value)| *value == 0) {
-            return Err(ProblemError::Zero { name });
+        for (name, value, limit) in lengths {
+            match value {
+                0 => return Err(ProblemError::Zero { name }),
+                _ if value > limit => return Err(ProblemError::TooMany { name, value, limit }),
+                _ => {}
+            }
         }
         if !self.heads_q.is_multiple_of(self.heads_kv) {
             return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
@@ -122,6 +133,15 @@ mod tests {
         refused(Problem { heads_kv: 3, ..BASE }, "heads_kv = 3");
         refused(Problem { heads_kv: 0, ..BASE }, "heads_kv is 0");
         assert_eq!(Problem { heads_kv: 0, ..BASE }.group_size(), 0);
+        refused(Problem { head_dim: MOST_HEAD_DIM + 1, ..BASE }, "head_dim = 65537: at most 65536");
+        // V without a row takes no memory, the output would take 2^40 columns a row.
+        let empty = Problem { lengths: Lengths::uniform(2, 1024, 0), ..BASE };
+        refused(Problem { head_dim_v: 1 << 40, ..empty }, "head_dim_v = 1099511627776: at most 65536");
+        assert_eq!(Problem { head_dim_v: MOST_HEAD_DIM, ..empty }.check(), Ok(()));
+        let rowless = Problem { lengths: Lengths::uniform(1, 0, 0), ..BASE };
+        refused(Problem { heads_q: 1 << 40, ..rowless }, "heads_q = 1099511627776: at most 1048576");
+        refused(Problem { heads_kv: usize::MAX, ..rowless }, "heads_kv = 18446744073709551615");
+        assert_eq!(Problem { heads_q: MOST_HEADS, ..rowless }.check(), Ok(()));
         refused(Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..BASE }, "out_dtype is f32");
         refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
         refused(Problem { score: ScoreMod::softcap(0.0), ..BASE }, "softcap is 0");

@@ -11,6 +11,16 @@ pub enum ProblemError {
         /// The field.
         name: &'static str,
     },
+    /// There are more heads, or columns of a head, than anything computes.
+    #[error("{name} = {value}: at most {limit} are computed, as no model has more")]
+    TooMany {
+        /// The field.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+        /// The most that there may be.
+        limit: usize,
+    },
     /// The number of query heads is not a multiple of the number of K/V heads.
     #[error(
         "heads_q = {heads_q} is not a multiple of heads_kv = {heads_kv}: each K/V head serves \

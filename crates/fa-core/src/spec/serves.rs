@@ -3,8 +3,8 @@
 
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
-use super::{KernelSpec, MAX_COUNT, MAX_SOFTCAP, Reads, Traits};
-use crate::{Problem, SideRows};
+use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
+use crate::{Problem, SideRows, Types};
 
 /// CTAs that a GPU computes at once, at the most: more than any has.
 const MOST_CTAS: usize = 1 << 16;
@@ -63,6 +63,24 @@ fn count(name: &'static str, value: usize) -> Result<(), Unserved> {
 }
 
 impl KernelSpec {
+    /// `kernel` for problems like `problem`, on tiles of these head dims (Q's and K's, V's), without splits.
+    pub fn for_problem(
+        problem: &Problem,
+        [head_dim, head_dim_v]: [u32; 2],
+        kernel: impl Into<Kernel>,
+    ) -> Self {
+        KernelSpec {
+            types: Types::same(problem.types.qkv),
+            head_dim,
+            head_dim_v,
+            mask: MaskKind::of(&problem.mask),
+            score: problem.score.kind(),
+            reads: Reads::of(problem),
+            split: false,
+            kernel: kernel.into(),
+        }
+    }
+
     /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of
     /// heads and how rows are found; and that a launch holds it: its counts and factors
     /// ([`Problem::check_gpu`]), the tiles of all heads, its pages. A kernel is compiled without lengths, and

@@ -17,11 +17,11 @@ pub(super) struct Row {
     pub position: usize,
 }
 
-/// Elements that a thread should have to write at least: fewer take less time than waking it.
+/// Least number of elements per thread: fewer take less time than waking the thread.
 const ELEMENTS: usize = 16 << 10;
 
-/// Calls `fill(row, head, elements, scratch)` for every head of all `rows`, with the elements of `to` there
-/// as they stand. Where several rows have one place the last one is written.
+/// Calls `fill(row, head, elements, scratch)` for every head of all `rows`, with the current elements of
+/// `to`. Of several rows with the same destination the last one is written.
 pub(super) fn write<T: Element>(
     to: &mut TensorMut<'_, T>,
     rows: &[Row],
@@ -43,7 +43,7 @@ pub(super) fn write<T: Element>(
         }
         return;
     }
-    // Pieces that one thread writes: all heads of a row where they lie together, else one.
+    // Pieces that one thread writes: all heads of a row where they are contiguous, else one.
     let together = if heads == 1 || strides.head == dim as i64 { heads } else { 1 };
     let pieces = rows.iter().enumerate().flat_map(|(i, row)| {
         (0..heads / together).map(move |piece| (offset(row, piece * together), i, piece * together))
@@ -88,7 +88,7 @@ pub(super) fn copy<T: Copy>(
     }
 }
 
-/// What a thread works in: a row, and the cosines and sines of a position.
+/// Scratch memory of a thread: a row, and the cosines and sines of a position.
 #[derive(Default)]
 pub(super) struct Scratch {
     values: Vec<f32>,
@@ -127,7 +127,7 @@ impl<'a, T: Element> Turns<'a, T> {
         Turns { rotary, tables, kernels }
     }
 
-    /// Turns the first elements of a row, as a GPU rounds: products and sums in f32, the result once more.
+    /// Rotates the first elements of a row with a GPU's roundings: products and sums in f32, then the result.
     pub(super) fn apply(&self, row: &mut [T], position: usize, scratch: &mut Scratch) {
         let (dim, half) = (self.rotary.dim, self.rotary.dim / 2);
         let Scratch { values, angles, position: known } = scratch;

@@ -1,6 +1,6 @@
-//! The formula itself, in any precision: `R` is the type that is computed in. What enters a second product is
-//! rounded by a function, and heads are read by one, so that the formula is compiled once for f64 and once
-//! for f32, in this crate, whatever the tensors' type.
+//! The formula itself, in any precision: `R` is the type that is computed in. Operands of a second product
+//! are rounded by a function, and heads are read by another, so that the formula is compiled once for f64 and
+//! once for f32, in this crate, whatever the tensors' type.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use crate::softmax::origin;
 /// Reads one head of a tensor, `(sequence, head)`, packed `[rows of the sequence, dim]`.
 pub(super) type Rows<'a, R> = &'a (dyn Fn(usize, usize) -> Vec<R> + Sync);
 
-/// Q, K and V, and what becomes of a number that enters a second product.
+/// Q, K and V, and the rounding of operands of a second product.
 pub(super) struct Tensors<'a, R> {
     /// Where the sequences lie, with their slopes and sinks.
     pub batch: &'a Batch<'a>,
@@ -61,7 +61,7 @@ struct Row<R> {
     lse: R,
 }
 
-/// Queries that meet a block of keys together,
+/// Queries that visit a block of keys together,
 const QUERIES: usize = 16;
 
 /// and the keys of a step, whose rows of K, V, dK and dV stay in a core's own cache meanwhile.
@@ -72,8 +72,8 @@ fn blocks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
     range.clone().step_by(step).map(move |first| first..(first + step).min(range.end))
 }
 
-/// The blocks that the keys of some rows lie in. Where these are the outer loop, each row meets its keys in
-/// their order, and each key the rows in theirs, so that no sum depends on the blocks.
+/// The blocks that the keys of some rows lie in. With these as the outer loop, each row visits its keys in
+/// order, and each key its rows in order, so that no sum depends on the blocks.
 fn key_blocks<'a>(
     keys: impl Iterator<Item = &'a Range<usize>> + Clone,
 ) -> impl Iterator<Item = Range<usize>> {
@@ -83,7 +83,7 @@ fn key_blocks<'a>(
     blocks(first..last, KEYS)
 }
 
-/// What is in both.
+/// The intersection.
 fn within(keys: &Range<usize>, block: &Range<usize>) -> Range<usize> {
     keys.start.max(block.start)..keys.end.min(block.end)
 }

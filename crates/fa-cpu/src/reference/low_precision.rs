@@ -18,9 +18,9 @@ use crate::extras::Extras;
 use crate::real::Real;
 use crate::view::TensorRef;
 
-/// Where a forward may hold the probabilities, against `exp(S - max)`, when it rounds them: the draws that
-/// gradients are judged by ([`crate::compare`]). A factor of two changes nothing. Nearly every implementation
-/// is within the tolerance of the first.
+/// Scales, relative to `exp(S - max)`, at which a forward may hold the probabilities when it rounds them: the
+/// draws that gradients are judged by ([`crate::compare`]). A factor of two changes nothing. Nearly every
+/// implementation is within the tolerance of the first.
 pub const HELD_AT: [f32; 3] = [1.0, 1.26, 1.587];
 
 /// Output in the tensors' type and LSE in f32; shapes as in [`super::Forward`].
@@ -105,9 +105,9 @@ pub fn backward_extras<T: Element>(
 }
 
 /// The same where the forward holds its probabilities at `held` times `exp(S - max)` when it rounds them, as
-/// one does that follows the maximum only now and then. At 1 the largest probability of a row is exact,
-/// elsewhere its rounding is in O and so in `dO . O`: in steep rows most of the error of dQ and dK, and
-/// several times as large as at 1.
+/// a forward does that does not always update the maximum. At 1 the largest probability of a row is exact; at
+/// other scales its rounding enters O and so `dO . O`, which for rows dominated by one key is most of the
+/// error of dQ and dK, several times that at 1.
 ///
 /// # Errors
 /// As [`super::backward`].

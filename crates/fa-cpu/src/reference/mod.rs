@@ -18,15 +18,15 @@
 //! dsink = -sum_i exp(sink - LSE_i) D_i      for each query head, over all sequences
 //! ```
 //!
-//! A key that the mask hides takes no part, whatever it and its value hold. A query that sees no key, or
-//! whose scores are all -inf, has `O = 0`, `LSE = -inf` (or the sink) and gives no gradient. Any other NaN or
-//! infinity goes where IEEE arithmetic takes it.
+//! A masked key has no influence, whatever it and its value hold. A query that sees no key, or whose scores
+//! are all -inf, has `O = 0`, `LSE = -inf` (or the sink) and gives no gradient. Any other NaN or infinity
+//! goes where IEEE arithmetic takes it.
 //!
 //! Where sequences are packed or used in part, rows of no sequence are never read, and hold NaN in the
 //! results, which marks an output that was never written.
 //!
 //! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of
-//! [`crate::compare`] measures an implementation's error by its.
+//! [`crate::compare`] is based on its error.
 
 mod formula;
 mod heads;
@@ -49,7 +49,7 @@ pub struct Forward {
     pub out: Vec<f64>,
     /// Natural logarithm of the sum of exponentials, `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]`.
     pub lse: Vec<f64>,
-    /// How much of O may be noise of f32 arithmetic: see [`Gradients::dq_noise`].
+    /// Bound of the noise of f32 arithmetic in O: see [`Gradients::dq_noise`].
     pub out_noise: f64,
 }
 
@@ -64,7 +64,7 @@ pub struct Gradients {
     pub dv: Vec<f64>,
     /// `[heads_q]`; empty without sinks.
     pub dsinks: Vec<f64>,
-    /// How much of dQ may be noise of f32 arithmetic.
+    /// Bound of the noise of f32 arithmetic in dQ.
     ///
     /// The roundings of a computation are relative to the terms that make a result, not to the result: scores
     /// in the hundreds leave fewer digits to their exponentials, and a row that sees one key has

@@ -1,4 +1,4 @@
-//! The most multiply-adds that the registers allow: what a share of peak is a share of.
+//! The peak rate of multiply-adds in registers.
 #![allow(unsafe_code)]
 
 use super::vector::Vector;

@@ -124,7 +124,7 @@ mod tests {
         let kernels = Kernels::for_isa(Isa::Portable).unwrap();
         let mut data = [0f32; 16];
         let mut tensor = TensorMut::packed("t", &mut data, [1, 4, 2, 2], TensorLayout::Bshd).unwrap();
-        // Row 0 is nobody's; three rows are one sequence's, no row another's.
+        // Row 0 belongs to no sequence; three rows to the first, none to the second.
         let spans = [(1, 3), (4, 0)].map(|(first, len)| (Span { batch: 0, first, len }, 2));
         let scatter = Scatter::new(&mut tensor, spans.into_iter());
         let mut rows = scatter.take(0, 1, 0);

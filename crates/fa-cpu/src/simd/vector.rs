@@ -11,7 +11,7 @@ pub(super) trait Vector: Copy {
     /// f32 values in a register.
     const LANES: usize;
     /// Rows of the largest register block of a product, 4, 6 or 8: `ROWS * COLUMNS + COLUMNS + 1` registers
-    /// are live. Where that is all there are, the compiler moves sums about and keeps some in memory.
+    /// are live. With no register to spare, the compiler moves sums around and spills some.
     const ROWS: usize;
     /// Registers across the largest register block.
     const COLUMNS: usize;
@@ -35,12 +35,9 @@ pub(super) trait Vector: Copy {
     unsafe fn select_greater(self, limit: Self, yes: Self, no: Self) -> Self;
     /// Whether `self > limit` in any lane.
     unsafe fn any_greater(self, limit: Self) -> bool;
-    /// Asks for the cache line at an address, which may be any.
+    /// Prefetches the cache line at any address into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
-    /// The same, into the second-level cache.
-    #[inline(always)]
-    unsafe fn prefetch_far(_at: *const u8) {}
     /// The sum of all lanes.
     #[inline(always)]
     unsafe fn sum(self) -> f32 {

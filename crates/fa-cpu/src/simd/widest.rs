@@ -1,19 +1,19 @@
-//! Plain Rust compiled for the widest vectors of the CPU at hand. Nothing is fused and no sum is taken in
-//! another order for it, so that a result has the same bits on every CPU.
+//! Plain Rust compiled for the widest vectors of the CPU at hand. No operation is fused and no sum reordered,
+//! so results have the same bits on every CPU.
 
 #[cfg(target_arch = "x86_64")]
 use super::isa::Isa;
 
-/// What is to be compiled more than once.
+/// A function to compile for several instruction sets.
 pub(crate) trait Work {
-    /// What it gives.
+    /// Its result.
     type Output;
 
-    /// Does it. What is to use the vectors must be inlined into it, itself included: `#[inline(always)]`.
+    /// Runs it. It and all that should use the vectors must be `#[inline(always)]`.
     fn run(self) -> Self::Output;
 }
 
-/// Does the work with the widest vectors that the CPU has.
+/// Runs the work with the widest vectors of the CPU.
 pub(crate) fn widest<W: Work>(work: W) -> W::Output {
     #[cfg(target_arch = "x86_64")]
     {

@@ -172,7 +172,7 @@ impl<T: Element> Job<'_, T> {
                 to.wild.push(i);
             }
             read_row(kernels, &inputs.out, [span.batch, span.first + query, head], &mut row[..hdv]);
-            // O is 0 where no key is seen and there is a sink; dO may be anything.
+            // With a sink, O is 0 where no key is seen; dO may be anything.
             to.delta[i] = if cut.band.keys(query).is_empty() { 0.0 } else { dot(&row[..hdv], dout) };
             to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
         }
@@ -297,8 +297,8 @@ impl<T: Element> Job<'_, T> {
             }
         }
 
-        // 0 times what is not finite is NaN too: where a tile hides something, such rows of Q, dO and K come
-        // in by themselves, for those who see them.
+        // 0 times a non-finite value is NaN as well: where a tile is masked in part, such rows of Q, dO and K
+        // are added separately, only where they are visible.
         let seen = |query: usize, key: usize| band.visible(queries.start + query, keys.start + key);
         let (dv, dk) = (&mut dv[first * ldo..], &mut dk[first * ldq..]);
         let mut from = 0;

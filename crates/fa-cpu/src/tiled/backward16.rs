@@ -55,7 +55,7 @@ struct Scratch {
     /// dK `[keys of the item][head_dim]`, dV the same.
     dk: Buffer,
     dv: Buffer,
-    /// What was added to dK and dV before, of many queries.
+    /// Sums of dK and dV over earlier stretches, for many queries.
     before: [Sums; 2],
     /// St and dPt `[TILE_N][TILE_M]`.
     s: Buffer,
@@ -83,7 +83,7 @@ struct Sizes {
 pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     let Scores { scale, cap } = Scores::new(problem);
     let in_range = scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE);
-    // The cap's derivative is taken with its value, which ALiBi's bias would come after.
+    // The cap's derivative is computed from its value, to which ALiBi's bias would be added afterwards.
     kernels.has_bf16() && in_range && !(cap.is_some() && problem.score.alibi.is_some())
 }
 
@@ -177,8 +177,8 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
     (left, dsinks.by_head(&cuts))
 }
 
-/// Whether all that a unit reads is finite: 0 times infinity is NaN, and hidden rows need the care that only
-/// the f32 path takes.
+/// Whether all inputs of a unit are finite: 0 times infinity is NaN, and only the f32 path handles masked
+/// rows with such values.
 fn is_finite(call: &Backward<'_, bf16>, cut: &Cut) -> bool {
     let Backward { problem, batch, ref inputs, .. } = *call;
     let Unit { sequence, kv_head } = cut.unit;
@@ -291,7 +291,7 @@ impl Job<'_> {
         let dout = &mut dout[..problem.head_dim_v];
         let own = queries.clone();
         for (i, query) in queries.enumerate() {
-            // Rows without any probability: with an LSE of +inf they stay without.
+            // Rows without any probability keep none with an LSE of +inf.
             if lse[query] == f32::NEG_INFINITY {
                 continue;
             }
@@ -372,7 +372,7 @@ impl Job<'_> {
         let Scratch { kernels, queries: tiles, k, v: rows_v, kt, dk, dv, s, dp, p, ds, ds_pairs, .. } =
             scratch;
         let tile = &tiles[m_tile];
-        // Whole grains around what is seen; what that adds is hidden.
+        // Whole grains around the visible range; what they add is masked.
         let begin = (seen.start - of_tile.start) / GRAIN * GRAIN;
         let (rows, columns) = (grain(seen.end - of_tile.start) - begin, grain(queries.len()));
         let first = of_tile.start + begin;

@@ -13,8 +13,8 @@ pub(super) struct Buffer<T: Copy + Default + 'static = f32> {
 
 /// Bytes of a cache line (and of an AVX-512 register).
 const LINE: usize = 64;
-/// Bytes that a thread keeps for its next call: fresh memory costs a page fault every 4 KiB, which short
-/// sequences feel.
+/// Bytes that a thread keeps for its next call: fresh memory costs a page fault every 4 KiB, which matters
+/// for short sequences.
 const KEEP: usize = 32 << 20;
 /// Fewer bytes are not kept: the allocator has them at hand.
 const LEAST: usize = 1 << 10;
@@ -26,8 +26,8 @@ thread_local! {
 /// Storage of dropped buffers.
 #[derive(Default)]
 struct Kept {
-    /// `Vec<T>`s by their type and length, so that none is looked at that does not fit: of a process that has
-    /// computed problems of many sizes there are thousands.
+    /// `Vec<T>`s by their type and length, so that only fitting ones are searched: a process that has
+    /// computed problems of many sizes keeps thousands.
     storage: HashMap<(TypeId, usize), Vec<Storage>>,
     bytes: usize,
 }
@@ -45,7 +45,7 @@ impl Kept {
         values.downcast().ok().map(|values| *values)
     }
 
-    /// Keeps a storage, in the place of those of other sizes where there is no room.
+    /// Keeps a storage, replacing those of other sizes where there is no room.
     fn put<T: 'static>(&mut self, storage: Vec<T>) {
         let size = storage.len() * size_of::<T>();
         let key = (TypeId::of::<T>(), storage.len());
@@ -100,7 +100,7 @@ impl<T: Copy + Default + 'static> Drop for Buffer<T> {
         if storage.is_empty() {
             return;
         }
-        // When the thread is going away there is nothing to keep it for.
+        // A thread that ends keeps nothing.
         let _ = KEPT.try_with(|kept| {
             if let Ok(mut kept) = kept.try_borrow_mut() {
                 kept.put(storage);
@@ -145,7 +145,7 @@ mod tests {
         drop((0..5).map(|_| Buffer::<f32>::new(KEEP / 12)).collect::<Vec<_>>());
         let bytes = KEPT.with_borrow(|kept| kept.bytes);
         assert!(bytes > KEEP / 2 && bytes <= KEEP, "{bytes} bytes");
-        // Of another problem: what is kept makes room.
+        // A buffer of another problem replaces what is kept.
         drop(Buffer::<f32>::new(KEEP / 5));
         let bytes = KEPT.with_borrow(|kept| kept.bytes);
         assert!((4 * (KEEP / 5)..=KEEP).contains(&bytes), "{bytes} bytes");

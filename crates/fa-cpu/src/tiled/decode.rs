@@ -1,8 +1,8 @@
 //! The forward of few queries: the query heads of a group read their keys together, as they lie, and the keys
 //! are split over threads. All sums are f32, whatever the instruction set.
 //!
-//! Where the splits are follows from the keys alone, so that the result depends neither on the number of
-//! threads nor on what else is in the batch.
+//! The splits depend on the keys alone, so that the result depends neither on the number of threads nor on
+//! the rest of the batch.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -18,16 +18,17 @@ use super::scores::{Scores, finish};
 use super::work::{Forward, Unit};
 use crate::batch::Sequence;
 use crate::element::Element;
-use crate::simd::rows::Ahead;
+use crate::simd::ahead::Ahead;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;
 
-/// So many queries of a sequence, or so many rows of a group together: more fill enough of a panel's columns.
+/// The most queries of a sequence, or rows of a group together, for this path: more fill enough of a panel's
+/// columns.
 const QUERIES: usize = 4;
 const ROWS: usize = 16;
-/// Against many keys queries that fill no more than this part of a panel, in groups of any size: the panel's
-/// path takes as long for them as for a whole panel.
+/// With many keys, queries that fill no more than this part of a panel take this path, in groups of any size:
+/// the panel path takes as long for them as for a whole panel.
 const PART: usize = 6;
 /// Keys of a tile: its scores stay in the first-level cache.
 const TILE_N: usize = 128;
@@ -47,7 +48,7 @@ struct Item {
     split: Option<usize>,
 }
 
-/// What a thread keeps.
+/// Scratch memory of a thread.
 struct Scratch<'a, T> {
     units: Vec<Rows>,
     s: Buffer,
@@ -89,7 +90,7 @@ pub(super) fn suits<T: Element>(call: &Forward<'_, T>, sequence: &Sequence) -> b
 
 /// Queries of a sequence that this path takes whatever the group.
 fn most_queries<T: Element>(call: &Forward<'_, T>) -> usize {
-    // Not in place of AMX's tiles, whose products cost next to nothing.
+    // Not instead of AMX tiles, whose products cost next to nothing.
     let by_tiles = call.kernels.isa() == Isa::Amx && forward16::applies(call.kernels, call.problem);
     if by_tiles { QUERIES } else { (call.kernels.panel() / PART).max(QUERIES) }
 }
@@ -127,8 +128,8 @@ pub(super) fn run<T: Element>(
     let group = problem.group_size();
     let rows = ROWS.max(group * most_queries(call));
     let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
-    // Where a key's heads lie side by side, a thread reads several of them: one by one they would be a page
-    // each time for a few cache lines.
+    // Where a key's heads are adjacent, a thread reads several of them: one by one, each would touch another
+    // page for a few cache lines.
     let strides = call.k.strides();
     let side_by_side = strides.head.abs() < strides.seq.abs();
     let fair = all / (4 * schedule::workers(threads));
@@ -181,7 +182,7 @@ pub(super) fn run<T: Element>(
                     own.sum.copy_from_slice(&state.sum[..rows]);
                     let empty = partial[first + split].set(own).is_ok();
                     debug_assert!(empty, "an item runs once");
-                    // Whoever is last finds the results of all.
+                    // The last thread merges the results of all.
                     if left.fetch_sub(1, Ordering::AcqRel) > 1 {
                         continue;
                     }
@@ -207,8 +208,8 @@ pub(super) fn run<T: Element>(
     );
 }
 
-/// Merges the results over parts of the keys, in order. Parts are added up in f64: of millions of keys there
-/// are so many that an f32 sum of them would keep three digits.
+/// Merges the results over parts of the keys, in order. Parts are added in f64: millions of keys have so many
+/// parts that an f32 sum would keep three digits.
 struct Merge<'a, P> {
     to: &'a mut State,
     parts: P,
@@ -278,7 +279,7 @@ impl<'a, T: Element> Job<'a, T> {
                 }
             }
             for (index, (&unit, of_unit)) in units.iter().zip(&mut *of_units).enumerate() {
-                // With each of several units a share of the next tile's keys, of all units.
+                // With several units, each prefetches a share of the next tile's keys of all units.
                 let [from, to] = [index, index + 1].map(|index| index * next[0].len() / units.len());
                 let ahead = [(&self.k, &next[0]), (&self.v, &next[1])].map(|(rows, next)| match units {
                     [_] => Ahead::Follow,
@@ -307,7 +308,7 @@ impl<'a, T: Element> Job<'a, T> {
         let rows = group * band.q;
         self.k.slices(unit, tile.clone(), slices);
         kernels.dots(slices, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
-        // Whole registers of scores; what is behind the last key is hidden with what the mask hides.
+        // Whole registers of scores; those beyond the last key are masked like the others.
         let columns = tile.len().next_multiple_of(kernels.lanes());
         for (row, s) in s.chunks_mut(TILE_N).take(rows).enumerate() {
             let (head, query) = (unit.kv_head * group + row / band.q, row % band.q);
@@ -335,7 +336,7 @@ impl<'a, T: Element> Job<'a, T> {
             kernels.accumulate(slices, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
             return;
         }
-        // A hidden value may be anything, and 0 times infinity is NaN.
+        // A masked value may be anything, and 0 times infinity is NaN.
         for row in 0..rows {
             let seen = clip(&band.keys(row % band.q), tile);
             let (s, o) = (&s[row * TILE_N + seen.start..], &mut state.o[row * ldo..]);

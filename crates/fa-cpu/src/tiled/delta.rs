@@ -1,7 +1,6 @@
-//! Row sums of dO * O, exactly. `sum_j P dP = dO . O` holds for the exact O; an O of 16 bits is off by its
-//! rounding, all of which is an error of dS where few terms cancel: there they are taken from P and dP.
-//! Where O and LSE are of more keys than K and V are (a step of ring attention), P does not sum to 1, and
-//! delta is O's.
+//! Row sums of dO * O, exactly. `sum_j P dP = dO . O` holds for the exact O; the rounding of a 16-bit O is an
+//! error of dS where few terms cancel it: there they are computed from P and dP. Where O and LSE are of more
+//! keys than K and V (a step of ring attention), P does not sum to 1, and delta is computed from O.
 
 use super::band::Band;
 use super::buffer::Buffer;
@@ -10,13 +9,12 @@ use super::pack::{KeyRows, row_stride};
 use super::scores::Scores;
 use super::work::Unit;
 use crate::element::Element;
-use crate::simd::rows::Ahead;
+use crate::simd::ahead::Ahead;
 
-/// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
-/// of the row's.
+/// Rows that see at most this many keys compute delta from P and dP, in a few percent of the row's time.
 pub(super) const FEW_KEYS: usize = 16;
 
-/// What takes deltas from P and dP.
+/// Computes deltas from P and dP.
 pub(super) struct ExactDelta<'a, T> {
     call: &'a Backward<'a, T>,
     scores: Scores,
@@ -84,7 +82,7 @@ impl<'a, T: Element> ExactDelta<'a, T> {
             sum += p;
             delta += p * dp;
         }
-        // How far rounding of scores and LSE takes the sum from 1.
+        // Bound of the sum's distance from 1 by rounding of scores and LSE.
         let rounding = 2f32.powi(-10) + 2f32.powi(-20) * lse.abs();
         (sum > 0.0 && (sum - 1.0).abs() <= rounding).then(|| delta / sum)
     }

@@ -1,4 +1,4 @@
-//! dQ on its way out: from transposed tiles, and from the parts of a head's keys.
+//! Writing dQ, from transposed tiles and from the parts of a head's keys.
 
 use std::sync::OnceLock;
 
@@ -23,7 +23,7 @@ pub(super) struct DqWriter<'a, T> {
 }
 
 impl<T: Element> DqWriter<'_, T> {
-    /// Writes one tile of a head from dQt `[head_dim][tile_m]`, by way of `rows`, of a row for each query.
+    /// Writes one tile of a head from dQt `[head_dim][tile_m]`, transposed into `rows`, a row per query.
     pub(super) fn write(&self, cut: &Cut, [head, tile]: [usize; 2], dqt: &[f32], rows: &mut [f32]) {
         let (tile_m, ld) = (self.tile_m, row_stride(self.head_dim));
         let queries = tile * tile_m..cut.band.q.min((tile + 1) * tile_m);

@@ -41,7 +41,7 @@ struct Panel {
     sum: [f32; PANEL],
     /// Whether `o` holds anything yet.
     started: bool,
-    /// What came before, of many keys.
+    /// Sums over earlier stretches, for many keys.
     before: Stretches,
 }
 
@@ -76,8 +76,8 @@ pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
 }
 
-/// Computes O and LSE of the given units; returns those that are left to the f32 path. Hidden values that are
-/// not finite need the care that only that one takes.
+/// Computes O and LSE of the given units; returns those that are left to the f32 path, which alone handles
+/// masked values that are not finite.
 pub(super) fn run(
     call: &Forward<'_, bf16>,
     units: &[Unit],
@@ -85,7 +85,7 @@ pub(super) fn run(
     lse: Option<&mut [f32]>,
 ) -> Vec<Unit> {
     let Forward { kernels, threads, problem, batch, q, .. } = *call;
-    let cut = items(problem, batch, units, [PANEL, PANELS], schedule::workers(threads));
+    let cut = items(problem, batch, units, |_| PANEL, PANELS, schedule::workers(threads));
     if cut.items.is_empty() {
         return vec![];
     }
@@ -115,7 +115,7 @@ pub(super) fn run(
                 panel.max.fill(f32::NEG_INFINITY);
                 panel.sum.fill(0.0);
                 panel.started = false;
-                // A unit that was left to the other path may have left something.
+                // A unit that was left to the other path may have left values.
                 panel.before = Stretches::default();
             }
             if !job.main_loop(scratch, item, &band) {
@@ -181,8 +181,8 @@ impl Job<'_> {
         }
     }
 
-    /// All tiles of keys that the item's panels see, each for every panel. Returns whether all of the unit's
-    /// values allow it: without a mask they do.
+    /// All tiles of keys that the item's panels see, each for every panel. Returns whether the unit's values
+    /// allow this path: without a mask they do.
     fn main_loop(&self, scratch: &mut Scratch, item: &Item, band: &Band) -> bool {
         let Job { call, scores, kv, words, dims_v, .. } = *self;
         let Forward { kernels, batch, .. } = *call;
@@ -210,7 +210,7 @@ impl Job<'_> {
                 if keys.is_empty() {
                     continue;
                 }
-                // Whole grains around what is seen; what that adds is hidden.
+                // Whole grains around the visible range; what they add is masked.
                 let keys = keys.start / GRAIN * GRAIN..grain(keys.end);
                 let within = keys.start - first_key..keys.end - first_key;
                 tiles.product(Product16 {

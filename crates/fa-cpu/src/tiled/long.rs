@@ -1,5 +1,5 @@
-//! Sums over more keys than f32 can count: panels that see a long range of them are added up in f64, stretch
-//! by stretch.
+//! Sums over very many keys: panels that see a long range of them are added up in f64, stretch by stretch,
+//! where f32 would lose digits.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub(super) struct Accumulated<'a> {
     pub started: &'a mut bool,
 }
 
-/// The stretches of a panel before the present one; nothing where there is one.
+/// The earlier stretches of a panel; empty where there is only one.
 #[derive(Default)]
 pub(super) struct Stretches {
     o: Vec<f64>,
@@ -26,7 +26,7 @@ pub(super) struct Stretches {
 }
 
 impl Stretches {
-    /// Adds a stretch, which begins anew.
+    /// Adds a stretch and resets it.
     pub(super) fn add(&mut self, stretch: Accumulated<'_>) {
         let Accumulated { o, max, sum, started } = stretch;
         if !*started {
@@ -38,7 +38,7 @@ impl Stretches {
             self.sum = vec![0.0; width];
             self.o = vec![0.0; o.len()];
         }
-        // Factors of what was there and of what is new, under the larger maximum. -inf - (-inf) would be NaN.
+        // Factors of the old and the new sums under the larger maximum. -inf - (-inf) would be NaN.
         let factors: Vec<[f64; 2]> = (0..width)
             .map(|i| {
                 let top = max[i].max(self.max[i]);
@@ -74,12 +74,12 @@ impl Stretches {
     }
 }
 
-/// Sums of a backward before their present stretch; nothing where there is one.
+/// The earlier stretches of a backward's sums; empty where there is only one.
 #[derive(Default)]
 pub(super) struct Sums(Vec<f64>);
 
 impl Sums {
-    /// Adds a stretch of `sums`, of which `range` begins anew.
+    /// Adds `range` of a stretch of `sums` and resets it.
     pub(super) fn add(&mut self, sums: &mut [f32], range: Range<usize>) {
         if self.0.is_empty() {
             self.0 = vec![0.0; sums.len()];
@@ -99,7 +99,7 @@ impl Sums {
     }
 }
 
-/// Adds a stretch of dK and dV, of which these rows begin anew, at their row strides.
+/// Adds these rows of a stretch of dK and dV, at their row strides, and resets them.
 pub(super) fn add_both(
     before: &mut [Sums; 2],
     sums: [&mut [f32]; 2],

@@ -37,16 +37,16 @@ use crate::extras::Extras;
 use crate::simd::{Isa, Kernels};
 use crate::view::{TensorMut, TensorRef};
 
-/// How to run; the default is the best that the machine has.
+/// Options of a run; the default is the fastest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// Instruction set; `None` for the best that the CPU has.
     pub isa: Option<Isa>,
-    /// At most so many threads of the current rayon pool; `None` for all of them.
+    /// Most threads of the current rayon pool to use; `None` for all of them.
     pub threads: Option<usize>,
 }
 
-/// How a forward will be computed.
+/// The execution plan of a forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// Instruction set.
@@ -59,7 +59,7 @@ pub struct Plan {
     pub tile_n: usize,
 }
 
-/// How [`forward_with`] computes `problem` with these options on the current rayon pool.
+/// The execution plan of [`forward_with`] for `problem` with these options on the current rayon pool.
 ///
 /// # Errors
 /// [`CpuError::Isa`] when the CPU lacks the instruction set.
@@ -68,7 +68,7 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
     let workers = schedule::workers(options.threads);
     let (width, most) = match forward16::applies(kernels, problem) {
         true => (forward16::PANEL, forward16::PANELS),
-        false => (kernels.panel(), forward::PANELS),
+        false => (forward::panel_of(kernels, problem.lengths.max_q()), forward::PANELS),
     };
     let tile_m = forward::tile_m(problem, width, most, workers);
     Ok(Plan { isa: kernels.isa(), threads: workers, tile_m, tile_n: forward::TILE_N })
@@ -229,7 +229,7 @@ pub fn backward_extras<T: Element>(
     Ok(())
 }
 
-/// f64 is the oracle's ([`crate::reference`]): nothing here is compiled for it.
+/// f64 is for the oracle ([`crate::reference`]): nothing here is compiled for it.
 fn check_type<T: Element>(problem: &Problem) -> Result<(), CpuError> {
     match T::DTYPE {
         Some(_) => Ok(()),

@@ -44,12 +44,12 @@ impl<'a, T: Element> KeyRows<'a, T> {
         self.in_place.is_none()
     }
 
-    /// Whether rows are slices of the tensor.
+    /// Whether rows are contiguous in the tensor.
     pub(super) fn has_slices(&self) -> bool {
         self.tensor.strides().dim == 1
     }
 
-    /// Values from the start of a head's row to the end of those of so many heads, where they lie behind it.
+    /// Values of the rows of this many consecutive heads, where they are contiguous.
     pub(super) fn across(&self, heads: usize) -> usize {
         let next = self.tensor.strides().head;
         let side_by_side = next >= 0 && next < self.tensor.strides().seq;
@@ -96,6 +96,13 @@ impl<'a, T: Element> KeyRows<'a, T> {
         if !self.batch.is_paged() {
             let Span { batch, first, .. } = self.batch.sequences[sequence].k;
             let start = strides.offset(batch, first + keys.start, kv_head, 0);
+            if let Ok(step) = usize::try_from(strides.seq)
+                && step >= dims.max(1)
+                && !keys.is_empty()
+            {
+                return to
+                    .extend(data[start as usize..].chunks(step).take(keys.len()).map(|row| &row[..dims]));
+            }
             let row = |i: usize| (start + i as i64 * strides.seq) as usize;
             return to.extend((0..keys.len()).map(|i| &data[row(i)..row(i) + dims]));
         }
@@ -125,7 +132,7 @@ impl<'a, T: Element> Shared<'a, T> {
         units: &[Unit],
         shared: &[bool],
     ) -> Self {
-        /// A few hundred kilobytes a piece: small enough to share out, large enough not to matter.
+        /// A few hundred kilobytes per piece: small enough to distribute, large enough to hide the overhead.
         const ROWS: usize = 512;
         let (ld, mut len) = (row_stride(rows.dims()), 0);
         let mut pieces = Vec::new();

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use crate::threads;
 
-/// How long a thread that is done looks whether the others are, before it goes to sleep: to be woken takes
-/// tens of microseconds, most of a short problem's last item less.
+/// How long a finished thread spins for the others before it sleeps: waking takes tens of microseconds,
+/// longer than the last item of a short problem.
 const PATIENCE: Duration = Duration::from_micros(50);
 
 /// Runs `work` on the items `0..count`, in order of their start, on at most `threads` threads: this one,
-/// which begins at once, and others of the current rayon pool as they wake. Each worker makes its scratch
-/// once.
+/// which starts at once, and others of the current rayon pool as they wake. Each worker allocates its scratch
+/// memory once.
 pub(super) fn run<S>(
     count: usize,
     threads: Option<usize>,
@@ -34,7 +34,7 @@ pub(super) fn run<S>(
         0 => {}
         1 => worker(),
         _ => {
-            // Those that have begun and not ended.
+            // Threads that have started and not finished.
             let at_work = AtomicUsize::new(0);
             rayon::in_place_scope(|scope| {
                 for _ in 1..workers {
@@ -54,8 +54,8 @@ pub(super) fn run<S>(
     }
 }
 
-/// Threads that a call may use: of more than there are cores, each would have its scratch and its share of
-/// the work, and they would take turns.
+/// Threads that a call may use: more threads than cores would only take turns, each with scratch memory of
+/// its own.
 pub(super) fn workers(limit: Option<usize>) -> usize {
     let pool = rayon::current_num_threads().min(cores());
     limit.map_or(pool, |limit| limit.clamp(1, pool))
@@ -78,11 +78,11 @@ pub(super) mod tests {
     use super::*;
 
     thread_local! {
-        /// Cores that this thread takes the machine to have.
+        /// Cores that this thread assumes.
         pub(super) static PRETENDED: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    /// Runs `work` on this thread as on a machine of so many cores.
+    /// Runs `work` on this thread as if the machine had this many cores.
     pub(in crate::tiled) fn with_cores(cores: usize, work: impl FnOnce()) {
         let before = PRETENDED.replace(Some(cores));
         work();

@@ -1,11 +1,11 @@
-//! What a product becomes on its way to a probability, in base 2, and what becomes of a row in the end.
+//! Score modifiers in base 2, and the final normalisation of a row.
 
 use fa_core::Problem;
 
 use crate::error::CpuError;
 
-/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range
-/// is for both. Beyond it a query that overflows would give NaN with a key of 0.
+/// The largest factor on products: queries are scaled before the products, and both need the rest of f32's
+/// range. Beyond it a query that overflows would give NaN with a key of 0.
 const MAX_FACTOR: f32 = 1e30;
 
 /// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).

@@ -1,4 +1,4 @@
-//! What a worker of the backward keeps.
+//! Scratch memory of a worker of the backward.
 
 use fa_core::Problem;
 
@@ -23,11 +23,11 @@ pub(super) struct QueryTile {
     /// Rows without any probability: they see no key, or all their scores are -inf. Q and dO hold zeros for
     /// them.
     pub dead: Vec<usize>,
-    /// Rows where Q or dO holds infinities or NaN, as far as that matters: where the mask hides something.
+    /// Rows where Q or dO holds infinities or NaN; only found where the mask hides something.
     pub wild: Vec<usize>,
 }
 
-/// What one worker keeps.
+/// Scratch memory of one worker.
 pub(super) struct Scratch {
     pub queries: Vec<QueryTile>,
     /// K and V of the item's keys, where they have to be converted.
@@ -36,12 +36,12 @@ pub(super) struct Scratch {
     /// dK `[keys of the item][ldq]`, dV the same.
     pub dk: Buffer,
     pub dv: Buffer,
-    /// What was added to dK and dV before, of many queries.
+    /// Sums of dK and dV over earlier stretches, for many queries.
     pub before: [Sums; 2],
     /// St then Pt, and dPt then dSt: `[TILE_N][tile_m]`.
     pub s: Buffer,
     pub ds: Buffer,
-    /// Rows of O on their way in, rows of dQ on their way out: `[tile_m][ldq or ldo]`.
+    /// Rows of O that are read, rows of dQ that are written: `[tile_m][ldq or ldo]`.
     pub rows: Buffer,
     /// dQt of one head, where no other thread adds to it.
     pub dq: Buffer,

@@ -1,4 +1,4 @@
-//! What the heads of a backward's units add to the gradients of their sinks.
+//! The terms that the heads of a backward's units add to the gradients of their sinks.
 
 use std::sync::OnceLock;
 

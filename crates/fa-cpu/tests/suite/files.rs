@@ -48,32 +48,30 @@ impl File {
 
     /// The type of `q`.
     pub(crate) fn dtype(&self) -> Dtype {
-        match self.tensor("q").0 {
-            FileDtype::F32 => Dtype::F32,
-            FileDtype::F16 => Dtype::F16,
-            FileDtype::BF16 => Dtype::Bf16,
-            other => panic!("{}: unexpected dtype {other:?}", self.name),
-        }
+        let stored = self.tensor("q").0;
+        let known =
+            [(FileDtype::F32, Dtype::F32), (FileDtype::F16, Dtype::F16), (FileDtype::BF16, Dtype::Bf16)];
+        let found = known.into_iter().find(|(own, _)| *own == stored);
+        found.unwrap_or_else(|| panic!("{}: unexpected dtype {stored:?}", self.name)).1
     }
 
     /// A tensor's values, which must lie in the file as `T`.
     pub(crate) fn values<T: Element>(&self, name: &str) -> Vec<T> {
         let (dtype, _, data) = self.tensor(name);
-        let expected = match T::DTYPE {
-            None => FileDtype::F64,
-            Some(Dtype::F32) => FileDtype::F32,
-            Some(Dtype::F16) => FileDtype::F16,
-            Some(Dtype::Bf16) => FileDtype::BF16,
+        let bytes = data.as_slice();
+        let (expected, values) = match T::DTYPE {
+            None => (FileDtype::F64, read(bytes, |b| T::from_f64(f64::from_le_bytes(b)))),
+            Some(Dtype::F32) => (FileDtype::F32, read(bytes, |b| T::from_f32(f32::from_le_bytes(b)))),
+            Some(Dtype::F16) => {
+                (FileDtype::F16, read(bytes, |b| T::from_f32(f16::from_le_bytes(b).to_f32())))
+            }
+            Some(Dtype::Bf16) => {
+                (FileDtype::BF16, read(bytes, |b| T::from_f32(bf16::from_le_bytes(b).to_f32())))
+            }
             Some(Dtype::E4m3) => panic!("no 8-bit files"),
         };
         assert_eq!(dtype, expected, "{}: {name}", self.name);
-        let bytes = data.as_slice();
-        match dtype {
-            FileDtype::F64 => read(bytes, |b| T::from_f64(f64::from_le_bytes(b))),
-            FileDtype::F32 => read(bytes, |b| T::from_f32(f32::from_le_bytes(b))),
-            FileDtype::F16 => read(bytes, |b| T::from_f32(f16::from_le_bytes(b).to_f32())),
-            _ => read(bytes, |b| T::from_f32(bf16::from_le_bytes(b).to_f32())),
-        }
+        values
     }
 
     /// A golden file's problem, as its metadata says it.

@@ -3,7 +3,6 @@
 use fa_core::{Dtype, Mask, Problem};
 use fa_cpu::Element;
 use fa_cpu::reference;
-use half::bf16;
 
 use crate::files::{File, folder};
 use crate::inputs::{Inputs, bshd};
@@ -60,9 +59,6 @@ fn the_oracle_agrees_with_the_model_and_tiled_with_the_oracle() {
     let layers = layers();
     assert_eq!(layers.len(), 3);
     for (file, problem) in &layers {
-        match problem.types.qkv {
-            Dtype::F32 => check::<f32>(file, problem),
-            _ => check::<bf16>(file, problem),
-        }
+        in_dtype!(problem.types.qkv, T => check::<T>(file, problem));
     }
 }

@@ -1,6 +1,27 @@
 //! The proof of this crate: golden vectors, real layers, laws, gradients against finite differences, and the
 //! cases that attention implementations get wrong.
 
+/// An expression with the element type of a [`fa_core::Dtype`] bound to a name.
+macro_rules! in_dtype {
+    ($dtype:expr, $type:ident => $result:expr) => {
+        match $dtype {
+            fa_core::Dtype::F32 => {
+                type $type = f32;
+                $result
+            }
+            fa_core::Dtype::F16 => {
+                type $type = half::f16;
+                $result
+            }
+            fa_core::Dtype::Bf16 => {
+                type $type = half::bf16;
+                $result
+            }
+            fa_core::Dtype::E4m3 => panic!("nothing computes in e4m3"),
+        }
+    };
+}
+
 mod append;
 mod cases;
 mod extremes;

@@ -183,10 +183,7 @@ fn steep_scales_and_soft_caps_give_no_nan() {
         {
             let score = ScoreMod::softcap_or_none(softcap);
             let problem = Problem { types: Types::same(dtype), softmax_scale: Some(scale), score, ..SMALL };
-            let finite = match dtype {
-                Dtype::Bf16 => all_finite::<bf16>(&problem),
-                Dtype::F32 | Dtype::F16 | Dtype::E4m3 => all_finite::<f32>(&problem),
-            };
+            let finite = in_dtype!(dtype, T => all_finite::<T>(&problem));
             assert!(finite, "{dtype}: scale {scale}, cap {softcap:?}");
         }
     }
@@ -366,12 +363,11 @@ proptest! {
 
     #[test]
     fn sixteen_bit_outputs_are_one_rounding_from_f64_of_f64(problem in problems(), seed: u64) {
-        let failures = match problem.types.qkv {
-            Dtype::F16 => one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, seed)),
-            _ => {
-                let problem = Problem { types: Types::same(Dtype::Bf16), ..problem };
-                one_rounding_from_f64(&problem, &Inputs::<bf16>::random(&problem, seed))
-            }
+        let failures = if problem.types.qkv == Dtype::F16 {
+            one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, seed))
+        } else {
+            let problem = Problem { types: Types::same(Dtype::Bf16), ..problem };
+            one_rounding_from_f64(&problem, &Inputs::<bf16>::random(&problem, seed))
         };
         prop_assert!(failures.is_empty(), "{}", failures.join("\n"));
     }

@@ -7,7 +7,6 @@ use fa_cpu::reference::{self, Forward, Gradients, low_precision};
 use fa_cpu::simd::Isa;
 use fa_cpu::tiled::{BackwardInputs, Options, backward_with, forward_with};
 use fa_cpu::{Element, Extras, TensorMut};
-use half::{bf16, f16};
 
 use crate::inputs::{Inputs, Views, bshd};
 
@@ -164,12 +163,7 @@ pub(crate) fn check(case: &Case) -> Vec<String> {
         let isas: Vec<Isa> = if case.all_isas { isas().collect() } else { vec![Isa::detect()] };
         isas.iter().flat_map(|&isa| check_against(&name, problem, &inputs, &expected, isa)).collect()
     }
-    match case.problem.types.qkv {
-        Dtype::F32 => typed::<f32>(case),
-        Dtype::F16 => typed::<f16>(case),
-        Dtype::Bf16 => typed::<bf16>(case),
-        Dtype::E4m3 => panic!("no 8-bit tensors"),
-    }
+    in_dtype!(case.problem.types.qkv, T => typed::<T>(case))
 }
 
 /// Runs all cases and fails with every broken one.

@@ -270,11 +270,7 @@ fn gradients_of_blind_rows_do_not_leak_into_sinks() {
 }
 
 fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: bool) {
-    match problem.types.qkv {
-        Dtype::F16 => check::<f16>(problem, extras, seed, with_backward),
-        Dtype::Bf16 => check::<bf16>(problem, extras, seed, with_backward),
-        _ => check::<f32>(problem, extras, seed, with_backward),
-    }
+    in_dtype!(problem.types.qkv, T => check::<T>(problem, extras, seed, with_backward));
 }
 
 pub(crate) const MASKS: [Mask; 5] = [

@@ -8,7 +8,6 @@ use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::merge::{add_sinks, merge};
 use fa_cpu::tiled::Options;
 use fa_cpu::{Element, Extras, OwnedExtras, TensorMut, reference};
-use half::{bf16, f16};
 use proptest::prelude::*;
 
 use crate::gradients::masks;
@@ -124,11 +123,7 @@ proptest! {
         base in bases(), lens in lens(), q in lies(), k in lies(), seed: u64, with_backward: bool,
     ) {
         let (problem, owned) = problem(base, &lens, [q, k], seed);
-        match base.types.qkv {
-            Dtype::F16 => same_alone::<f16>(&problem, &owned, seed, with_backward),
-            Dtype::Bf16 => same_alone::<bf16>(&problem, &owned, seed, with_backward),
-            _ => same_alone::<f32>(&problem, &owned, seed, with_backward),
-        }
+        in_dtype!(base.types.qkv, T => same_alone::<T>(&problem, &owned, seed, with_backward));
     }
 
     #[test]
@@ -137,11 +132,7 @@ proptest! {
         page in prop_oneof![Just(1usize), Just(16), Just(64), 1usize..40, Just(256)], seed: u64,
     ) {
         let (problem, owned) = problem(base, &lens, [q, Lie::Paged(page)], seed);
-        match base.types.qkv {
-            Dtype::F16 => same_alone::<f16>(&problem, &owned, seed, false),
-            Dtype::Bf16 => same_alone::<bf16>(&problem, &owned, seed, false),
-            _ => same_alone::<f32>(&problem, &owned, seed, false),
-        }
+        in_dtype!(base.types.qkv, T => same_alone::<T>(&problem, &owned, seed, false));
     }
 
     /// Packed sequences of equal lengths are the dense batch, gradients on all threads included.
@@ -166,11 +157,7 @@ proptest! {
             }
             assert_eq!(a.dsinks, b.dsinks);
         }
-        match base.types.qkv {
-            Dtype::F16 => check::<f16>(base, [batch, q, k], seed),
-            Dtype::Bf16 => check::<bf16>(base, [batch, q, k], seed),
-            _ => check::<f32>(base, [batch, q, k], seed),
-        }
+        in_dtype!(base.types.qkv, T => check::<T>(base, [batch, q, k], seed));
     }
 
     /// Neither the number of threads nor that of splits on them is in the forward's bits.

@@ -35,7 +35,7 @@ const FORMAT: &str = "fa-kernels cache 1";
 /// Temporary folders of processes that died are removed after this long.
 const STALE: Duration = Duration::from_secs(3600);
 
-/// A cache of compiled kernels. Shared by threads and by processes.
+/// A cache of compiled kernels, shared by threads and by processes.
 #[derive(Debug)]
 pub struct Cache {
     root: Option<PathBuf>,
@@ -43,7 +43,7 @@ pub struct Cache {
     memory: Mutex<HashMap<String, Arc<Compiled>>>,
 }
 
-/// What `entry.ron` says.
+/// The contents of `entry.ron`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
@@ -53,7 +53,7 @@ struct Entry {
     report: Report,
 }
 
-/// What a unit was made from, as it is kept beside its cubin.
+/// What a unit was made from, as stored next to its cubin.
 pub(crate) struct Named {
     pub name: String,
     pub ron: String,
@@ -92,7 +92,7 @@ impl Cache {
         self.get_unit(compiler, &Named { name: spec.to_string(), ron: spec.to_ron() }, source)
     }
 
-    /// The same of a unit that is no spec's.
+    /// The same for a unit without a spec.
     pub(crate) fn get_unit(
         &self,
         compiler: &Compiler,
@@ -102,7 +102,7 @@ impl Cache {
         let flags = compiler.flags(&source.target);
         let name = self.compiler_name(compiler)?;
         let key = key(&name, &flags, source);
-        // Refused code is kept too: a plan that spills is skipped at once the next time.
+        // Refused code is cached too: a plan that spills is skipped at once the next time.
         let remembered = self.memory().get(&key).cloned();
         let kernel = match remembered {
             Some(kernel) => kernel,

@@ -11,7 +11,7 @@ use crate::jit::report::Report;
 use crate::jit::source::Source;
 use crate::{Error, toolchain};
 
-/// Which program compiles.
+/// Kinds of compilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompilerKind {
     /// The run-time compiler: one library, no CUDA headers, no host compiler.
@@ -34,11 +34,11 @@ pub struct Compiled {
     pub cubin: Vec<u8>,
     /// The compiler's messages.
     pub log: String,
-    /// What they say.
+    /// The report in them.
     pub report: Report,
 }
 
-/// Why a source gave no cubin.
+/// Why a source did not compile.
 #[derive(Debug)]
 pub enum CompileFailure {
     /// Errors in the source; the compiler's messages.

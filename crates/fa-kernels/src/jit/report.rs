@@ -1,4 +1,4 @@
-//! What a compiler says about a kernel: registers, spills, stack, shared memory and warnings.
+//! The compiler's report on a kernel: registers, spills, stack, shared memory and warnings.
 
 use std::fmt;
 

@@ -54,7 +54,7 @@ pub struct Failure {
 pub struct Built {
     /// Specs that compiled without a fault and within their plan, in order.
     pub rows: Vec<Row>,
-    /// What did not.
+    /// Specs that failed.
     pub failures: Vec<Failure>,
     /// The kernels, for [`write_bundle`]; in the order of `rows`.
     kernels: Vec<(BundledKernel, Vec<u8>)>,

@@ -136,7 +136,7 @@ impl Source {
         Source::of(unit, arch, headers)
     }
 
-    /// A unit that is no spec's, for any GPU of `arch`.
+    /// A unit without a spec, for any GPU of `arch`.
     fn of(unit: String, arch: Arch, headers: &Headers) -> Result<Source, Error> {
         let headers = headers
             .reachable(&unit)?

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Names the NVRTC library (or its folder) to use; takes precedence over every other location. Empty, it is
-/// as if unset; `none` is for no compiler: only kernels that were compiled ahead run.
+/// Names the NVRTC library (or its folder) to use, before every other location. An empty value counts as
+/// unset; `none` means no compiler: only kernels that were compiled ahead run.
 pub const NVRTC_VARIABLE: &str = "FA_NVRTC";
 
 /// Names the nvcc program to use.

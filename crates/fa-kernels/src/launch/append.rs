@@ -54,7 +54,7 @@ pub struct RawAppendArgs {
     pub dropped: Option<u64>,
 }
 
-/// What an append launches, as data: nothing here calls CUDA.
+/// The launch of an append, as data: nothing here calls CUDA.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AppendLaunch {
     /// CTAs; 0 where there is nothing to do.
@@ -92,7 +92,7 @@ impl AppendLaunch {
         let none = Side::padded(0);
         let of_q = queries.map_or(none, |queries| queries.rows);
         let (new, q) = (append.new.total(batch), of_q.total(batch));
-        // A row a CTA while all of them are resident; else several, which share one look-up.
+        // One row per CTA while all CTAs are resident; otherwise several, which share one look-up.
         let rows_per_cta = ((new + q) / (8 * sms.max(1) as usize)).clamp(1, MAX_ROWS);
         let (ctas_new, ctas_q) = (new.div_ceil(rows_per_cta), q.div_ceil(rows_per_cta));
         let (page, pages) = match append.cache.rows {

@@ -1,6 +1,6 @@
-//! The tensors of a call: addresses with strides, and what kernels demand of them.
+//! The tensors of a call: addresses with strides, and the kernels' requirements.
 
-use cudarc::driver::{DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fa_core::lengths::SideRows;
 use fa_core::{Dtype, Side, Strides};
 
@@ -14,7 +14,7 @@ pub trait Element: 'static {
     const DTYPE: Dtype;
 }
 
-/// Of partial results and their merging; no attention kernel computes in it.
+/// For partial results and their merging; no attention kernel computes in it.
 impl Element for f32 {
     const DTYPE: Dtype = Dtype::F32;
 }
@@ -47,6 +47,45 @@ pub struct Output<'a, T> {
     pub strides: Strides,
 }
 
+impl<'a, T> Input<'a, T> {
+    /// Its strides, length and stream, for checks.
+    pub(crate) fn buffer(&self) -> Buffer<'_> {
+        Buffer { strides: &self.strides, len: self.data.len(), stream: self.data.stream() }
+    }
+
+    /// Its address for `stream`, with the guard to keep until the launch.
+    pub(crate) fn raw<'s>(&self, stream: &'s CudaStream) -> (RawTensor, SyncOnDrop<'s>)
+    where
+        'a: 's,
+    {
+        let (address, guard) = self.data.device_ptr(stream);
+        (RawTensor { address, strides: self.strides }, guard)
+    }
+}
+
+impl<'a, T> Output<'a, T> {
+    /// Its strides, length and stream, for checks.
+    pub(crate) fn buffer(&self) -> Buffer<'_> {
+        Buffer { strides: &self.strides, len: self.data.len(), stream: self.data.stream() }
+    }
+
+    /// Its address for `stream`, with the guard to keep until the launch.
+    pub(crate) fn raw<'s>(self, stream: &'s CudaStream) -> (RawTensor, SyncOnDrop<'s>)
+    where
+        'a: 's,
+    {
+        let (address, guard) = self.data.device_ptr_mut(stream);
+        (RawTensor { address, strides: self.strides }, guard)
+    }
+}
+
+/// A tensor of a call, before its device address is taken.
+pub(crate) struct Buffer<'a> {
+    pub strides: &'a Strides,
+    pub len: usize,
+    pub stream: &'a CudaStream,
+}
+
 /// The arguments of a forward call. Shapes are the problem's, by each tensor's strides.
 pub struct ForwardArgs<'a, T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
@@ -62,7 +101,7 @@ pub struct ForwardArgs<'a, T> {
     /// At least `Forward::workspace_bytes` bytes, zero before their first use; a call leaves them zero. Calls
     /// that may run at the same time need one each. `None` where no workspace is needed.
     pub workspace: Option<&'a mut dyn DevicePtrMut<u8>>,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: Extras<'a>,
 }
 
@@ -89,7 +128,7 @@ pub struct BackwardArgs<'a, T> {
     /// At least `Backward::workspace_bytes` bytes, whatever is in them. Calls that may run at the same time
     /// need one each.
     pub workspace: &'a mut dyn DevicePtrMut<u8>,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: Extras<'a>,
 }
 
@@ -117,7 +156,7 @@ pub struct RawForwardArgs {
     pub lse: Option<u64>,
     /// Workspace; `None` where none is needed.
     pub workspace: Option<u64>,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: RawExtras,
 }
 
@@ -144,7 +183,7 @@ pub struct RawBackwardArgs {
     pub dv: RawTensor,
     /// Workspace, a multiple of 16.
     pub workspace: u64,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: RawExtras,
 }
 

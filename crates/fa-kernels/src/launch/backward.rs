@@ -25,12 +25,12 @@ impl Launches {
     pub fn backward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         let traits = check(spec, problem, true)?;
         let deterministic = traits.pass.deterministic();
-        // Without queries no launch would zero the accumulators of parts.
+        // Without queries no launch would zero the parts' accumulators.
         let is_empty = problem.lengths.reach_q() == 0 || problem.lengths.reach_k() == 0;
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        // Of several tiles of keys the others have to know when the first one's sums are stored.
+        // With several tiles of keys, the others have to know when the first one's sums are stored.
         let several = spec.reads.varied || params.n_blocks > 1;
         let takes_turns = deterministic || (params.stores_dq != 0 && several);
         let dq_semaphores = spec.backward().map_or(0, |backward| backward.dq_semaphores);
@@ -54,7 +54,7 @@ impl Launches {
         if m_tiles > 0 {
             steps.push(process(PREPROCESS, m_tiles));
         } else if let Some(counter) = workspace.tile_counter {
-            // Without queries there is nothing to preprocess, but tiles of keys are drawn all the same.
+            // Without queries there is nothing to preprocess, but tiles of keys are still drawn.
             steps.push(Step::Clear(counter));
         }
         if n_tiles > 0 {
@@ -142,8 +142,7 @@ fn params(
     let (tile_m, tile_n) = traits.tile;
     let lengths = &problem.lengths;
     let longest = lengths.max_q().div_ceil(tile_m as usize);
-    // Of sequences whose lengths are on the device, the workspace has room for tiles, and the plan lists
-    // those of all sequences.
+    // For lengths on the device, the workspace has room for tiles, and the plan lists those of all sequences.
     let (m_blocks, n_blocks, planned, sequences) = if spec.reads.varied {
         let tiles = |side, tile: u32| room(side, lengths.sequences(), tile as usize).1;
         let planned = PlanBounds::backward(problem, traits).n_tiles;

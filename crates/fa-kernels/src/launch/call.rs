@@ -8,10 +8,11 @@ use cudarc::driver::CudaStream;
 use fa_core::Problem;
 
 use crate::Error;
-use crate::launch::args::{BackwardArgs, Element, ForwardArgs, RawBackwardArgs, RawForwardArgs, RawTensor};
+use crate::launch::args::{BackwardArgs, Buffer, Element, ForwardArgs, RawBackwardArgs, RawForwardArgs};
+use crate::launch::extras::{Extras, Guards, RawExtras};
 use crate::launch::launches::{Addresses, Launches};
 use crate::launch::module::LoadedKernel;
-use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
+use crate::launch::run::{check_buffers, check_element, enqueue};
 
 /// A kernel bound to a problem, ready to run: a [`Forward`] or a [`Backward`]. Cheap to make from a loaded
 /// kernel, cheap to run; shared by threads.
@@ -68,6 +69,33 @@ impl<P> Bound<P> {
         self.launches.workspace.bytes
     }
 
+    /// Checks a typed call's tensors, in the order of the launches, and its LSE and workspace by length and
+    /// stream.
+    ///
+    /// # Errors
+    /// Those of [`check_element`] and [`check_buffers`].
+    fn check<T: Element>(
+        &self,
+        tensors: &[Buffer<'_>],
+        lse: Option<(usize, &Arc<CudaStream>)>,
+        workspace: Option<(usize, &Arc<CudaStream>)>,
+    ) -> Result<(), Error> {
+        check_element::<T>(&self.problem)?;
+        check_buffers(&self.kernel, &self.launches, tensors, lse, workspace)
+    }
+
+    /// The addresses of the extras, with the guards to keep until the launch.
+    ///
+    /// # Errors
+    /// Those of [`Extras::raw`].
+    fn raw_extras<'a>(
+        &self,
+        extras: &'a mut Extras<'_>,
+        stream: &'a CudaStream,
+    ) -> Result<(RawExtras, Guards<'a>), Error> {
+        extras.raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))
+    }
+
     /// Encodes and launches.
     ///
     /// # Safety
@@ -97,35 +125,18 @@ impl Forward {
     /// tensor of another context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
         let ForwardArgs { q, k, v, out, lse, workspace, mut extras } = args;
-        check_element::<T>(&self.problem)?;
-        let buffers = [
-            Buffer::of(&q.strides, q.data.len(), q.data.stream()),
-            Buffer::of(&k.strides, k.data.len(), k.data.stream()),
-            Buffer::of(&v.strides, v.data.len(), v.data.stream()),
-            Buffer::of(&out.strides, out.data.len(), out.data.stream()),
-        ];
+        let tensors = [q.buffer(), k.buffer(), v.buffer(), out.buffer()];
         let lse_buffer = lse.as_ref().map(|lse| (lse.len(), lse.stream()));
         let workspace_buffer = workspace.as_ref().map(|workspace| (workspace.len(), workspace.stream()));
-        check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
-        let (extras, _extras) = extras
-            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
+        self.check::<T>(&tensors, lse_buffer, workspace_buffer)?;
         // Dropped after the launch, each guard notes in cudarc that the stream has used its tensor.
-        let raw = |address, strides| RawTensor { address, strides };
-        let (q_address, _q) = q.data.device_ptr(stream);
-        let (k_address, _k) = k.data.device_ptr(stream);
-        let (v_address, _v) = v.data.device_ptr(stream);
-        let (out_address, _out) = out.data.device_ptr_mut(stream);
+        let (extras, _extras) = self.raw_extras(&mut extras, stream)?;
+        let ((q, _q), (k, _k), (v, _v)) = (q.raw(stream), k.raw(stream), v.raw(stream));
+        let (out, _out) = out.raw(stream);
         let lse = lse.map(|lse| lse.device_ptr_mut(stream));
         let workspace = workspace.map(|workspace| workspace.device_ptr_mut(stream));
-        let args = RawForwardArgs {
-            q: raw(q_address, q.strides),
-            k: raw(k_address, k.strides),
-            v: raw(v_address, v.strides),
-            out: raw(out_address, out.strides),
-            lse: lse.as_ref().map(|(address, _)| *address),
-            workspace: workspace.as_ref().map(|(address, _)| *address),
-            extras,
-        };
+        let (lse, workspace) = (lse.as_ref().map(|raw| raw.0), workspace.as_ref().map(|raw| raw.0));
+        let args = RawForwardArgs { q, k, v, out, lse, workspace, extras };
         // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the
         // launch is enqueued, and cudarc orders the stream before any later use or release of them.
         unsafe { self.run_raw(stream, &args) }
@@ -168,47 +179,22 @@ impl Backward {
     /// context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: BackwardArgs<'_, T>) -> Result<(), Error> {
         let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, mut extras } = args;
-        check_element::<T>(&self.problem)?;
-        let buffers = [
-            Buffer::of(&q.strides, q.data.len(), q.data.stream()),
-            Buffer::of(&k.strides, k.data.len(), k.data.stream()),
-            Buffer::of(&v.strides, v.data.len(), v.data.stream()),
-            Buffer::of(&out.strides, out.data.len(), out.data.stream()),
-            Buffer::of(&dout.strides, dout.data.len(), dout.data.stream()),
-            Buffer::of(&dq.strides, dq.data.len(), dq.data.stream()),
-            Buffer::of(&dk.strides, dk.data.len(), dk.data.stream()),
-            Buffer::of(&dv.strides, dv.data.len(), dv.data.stream()),
-        ];
-        let lse_buffer = Some((lse.len(), lse.stream()));
-        let workspace_buffer = Some((workspace.len(), workspace.stream()));
-        check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
-        let (extras, _extras) = extras
-            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
+        let inputs = [q.buffer(), k.buffer(), v.buffer(), out.buffer(), dout.buffer()];
+        let tensors: Vec<Buffer<'_>> =
+            inputs.into_iter().chain([dq.buffer(), dk.buffer(), dv.buffer()]).collect();
+        self.check::<T>(
+            &tensors,
+            Some((lse.len(), lse.stream())),
+            Some((workspace.len(), workspace.stream())),
+        )?;
         // Dropped after the launches, each guard notes in cudarc that the stream has used its tensor.
-        let raw = |address, strides| RawTensor { address, strides };
-        let (q_address, _q) = q.data.device_ptr(stream);
-        let (k_address, _k) = k.data.device_ptr(stream);
-        let (v_address, _v) = v.data.device_ptr(stream);
-        let (out_address, _out) = out.data.device_ptr(stream);
-        let (lse_address, _lse) = lse.device_ptr(stream);
-        let (dout_address, _dout) = dout.data.device_ptr(stream);
-        let (dq_address, _dq) = dq.data.device_ptr_mut(stream);
-        let (dk_address, _dk) = dk.data.device_ptr_mut(stream);
-        let (dv_address, _dv) = dv.data.device_ptr_mut(stream);
-        let (workspace_address, _workspace) = workspace.device_ptr_mut(stream);
-        let args = RawBackwardArgs {
-            q: raw(q_address, q.strides),
-            k: raw(k_address, k.strides),
-            v: raw(v_address, v.strides),
-            out: raw(out_address, out.strides),
-            lse: lse_address,
-            dout: raw(dout_address, dout.strides),
-            dq: raw(dq_address, dq.strides),
-            dk: raw(dk_address, dk.strides),
-            dv: raw(dv_address, dv.strides),
-            workspace: workspace_address,
-            extras,
-        };
+        let (extras, _extras) = self.raw_extras(&mut extras, stream)?;
+        let ((q, _q), (k, _k), (v, _v)) = (q.raw(stream), k.raw(stream), v.raw(stream));
+        let ((out, _out), (lse, _lse), (dout, _dout)) =
+            (out.raw(stream), lse.device_ptr(stream), dout.raw(stream));
+        let ((dq, _dq), (dk, _dk), (dv, _dv)) = (dq.raw(stream), dk.raw(stream), dv.raw(stream));
+        let (workspace, _workspace) = workspace.device_ptr_mut(stream);
+        let args = RawBackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, extras };
         // SAFETY: the lengths cover the shapes under the strides, and the guards keep the memory until the
         // launches are in the stream.
         unsafe { self.run_raw(stream, &args) }

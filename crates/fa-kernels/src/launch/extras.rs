@@ -9,8 +9,8 @@ use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
 use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
 
-/// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
-/// asks for and nothing else.
+/// Arguments besides Q, K, V and O, in device memory of cudarc. A call takes exactly those that its problem
+/// has.
 #[derive(Default)]
 pub struct Extras<'a> {
     /// `[batch + 1]`: the first row of each sequence of packed queries, then the end of the last.
@@ -85,7 +85,7 @@ const WORD_BYTES: u64 = 4;
 const PLAN_ALIGN: u64 = 16;
 
 impl Extra {
-    /// What calls of `problem` take.
+    /// The extras of calls of `problem`.
     pub(crate) fn of(problem: &Problem, is_backward: bool, plan_bytes: usize) -> Vec<Extra> {
         let (lengths, heads) = (&problem.lengths, problem.heads_q);
         let batch = lengths.sequences();
@@ -137,7 +137,7 @@ impl RawExtras {
         ]
     }
 
-    /// Checks that what `needs` lists is there, on a word, and nothing else.
+    /// Checks that exactly the extras in `needs` are given, aligned to a word.
     ///
     /// # Errors
     /// [`Error::MissingExtra`], [`Error::UnusedExtra`] and [`Error::Address`].
@@ -149,7 +149,7 @@ impl RawExtras {
                 (Some(need), None) if !need.is_optional => {
                     return Err(Error::MissingExtra { name, need: need.len });
                 }
-                // Of a batch of nothing there may be no memory.
+                // An empty batch may have no memory.
                 (Some(need), Some(address)) if need.len > 0 => {
                     check_address(name, address, if name == "plan" { PLAN_ALIGN } else { WORD_BYTES })?;
                 }
@@ -159,7 +159,7 @@ impl RawExtras {
         Ok(())
     }
 
-    /// The lengths' addresses, beside what the problem decides.
+    /// The parameters of lengths: addresses, and what the problem decides.
     pub(crate) fn varlen(&self, params: VarlenParams) -> VarlenParams {
         let words = |address: Option<u64>| ConstI32Ptr(address.unwrap_or(0));
         VarlenParams {
@@ -173,7 +173,7 @@ impl RawExtras {
         }
     }
 
-    /// The addresses of what changes scores, beside what the problem decides.
+    /// The parameters of score changes: addresses, and what the problem decides.
     pub(crate) fn mods(&self, params: ModParams) -> ModParams {
         ModParams {
             alibi_slopes: ConstF32Ptr(self.alibi_slopes.unwrap_or(0)),
@@ -184,7 +184,7 @@ impl RawExtras {
     }
 }
 
-/// What the problem decides of how its lengths are read.
+/// The parameters of lengths that the problem decides.
 pub(crate) fn varlen_params(lengths: &Lengths) -> Result<VarlenParams, Error> {
     let (page, pages) = match lengths.k().rows {
         SideRows::Paged { page, pages, .. } => (page, pages),
@@ -220,7 +220,7 @@ fn page_division(page: usize) -> (u32, i32) {
     (factor as u32, shift as i32)
 }
 
-/// What the problem decides of how scores change.
+/// The parameters of score changes that the problem decides.
 pub(crate) fn mod_params(problem: &Problem) -> ModParams {
     use fa_core::Alibi;
     let per_sequence = problem.score.alibi == Some(Alibi::PerSequenceHead);
@@ -259,30 +259,28 @@ impl Extras<'_> {
             let (address, guard) = from.device_ptr(stream);
             Ok((Some(address), Some(guard)))
         }
+        fn write<'g, T>(
+            to: Option<&'g mut (dyn DevicePtrMut<T> + '_)>,
+            name: &'static str,
+            stream: &'g CudaStream,
+            check: &impl Fn(&'static str, usize, &CudaStream) -> Result<(), Error>,
+        ) -> Result<(Option<u64>, Option<SyncOnDrop<'g>>), Error> {
+            let Some(to) = to else { return Ok((None, None)) };
+            check(name, to.len(), to.stream())?;
+            let (address, guard) = to.device_ptr_mut(stream);
+            Ok((Some(address), Some(guard)))
+        }
         let (cu_q, cu_q_guard) = read(self.cu_q, "cu_q", stream, &check)?;
         let (cu_k, cu_k_guard) = read(self.cu_k, "cu_k", stream, &check)?;
         let (used_q, used_q_guard) = read(self.used_q, "used_q", stream, &check)?;
         let (used_k, used_k_guard) = read(self.used_k, "used_k", stream, &check)?;
         let (page_table, page_table_guard) = read(self.page_table, "page_table", stream, &check)?;
         let (plan, plan_guard) = read(self.plan, "plan", stream, &check)?;
-        let (page_faults, faults_guard) = match self.page_faults.as_deref_mut() {
-            Some(to) => {
-                check("page_faults", to.len(), to.stream())?;
-                let (address, guard) = to.device_ptr_mut(stream);
-                (Some(address), Some(guard))
-            }
-            None => (None, None),
-        };
+        let (page_faults, faults_guard) =
+            write(self.page_faults.as_deref_mut(), "page_faults", stream, &check)?;
         let (alibi_slopes, slopes_guard) = read(self.alibi_slopes, "alibi_slopes", stream, &check)?;
         let (sinks, sinks_guard) = read(self.sinks, "sinks", stream, &check)?;
-        let (dsinks, dsinks_guard) = match self.dsinks.as_deref_mut() {
-            Some(to) => {
-                check("dsinks", to.len(), to.stream())?;
-                let (address, guard) = to.device_ptr_mut(stream);
-                (Some(address), Some(guard))
-            }
-            None => (None, None),
-        };
+        let (dsinks, dsinks_guard) = write(self.dsinks.as_deref_mut(), "dsinks", stream, &check)?;
         let (dlse, dlse_guard) = read(self.dlse, "dlse", stream, &check)?;
         let raw = RawExtras {
             cu_q,

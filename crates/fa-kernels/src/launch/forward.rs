@@ -3,7 +3,7 @@
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::account::panels::widest;
-use fa_planner::account::{kv_splits, page_part};
+use fa_planner::account::{MAX_SPLITS, kv_splits, page_part};
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
@@ -23,11 +23,27 @@ impl Launches {
     /// # Errors
     /// As [`Launches::of`]; [`Error::Mismatch`] for a backward.
     pub fn forward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+        Launches::forward_split(spec, problem, arch, sms, None)
+    }
+
+    /// [`Launches::forward`] with the keys of a tile in `splits` parts, as [`fa_core::Division::splits`]
+    /// says;
+    /// `None` for as many as the planner takes. Without meaning for a kernel without splits.
+    ///
+    /// # Errors
+    /// As [`Launches::forward`].
+    pub fn forward_split(
+        spec: &KernelSpec,
+        problem: &Problem,
+        arch: Arch,
+        sms: u32,
+        splits: Option<usize>,
+    ) -> Result<Launches, Error> {
         let traits = check(spec, problem, false)?;
         let uses_tma = traits.uses_tma();
-        let work = Work::of(spec, &traits, problem, (arch, sms));
+        let work = Work::of(spec, &traits, problem, (arch, sms), splits);
         let params = params(spec, &traits, problem, &work, (arch, sms))?;
-        // Of sequences whose lengths are on the device, the most tiles that there can be.
+        // For lengths on the device, the upper bound on tiles.
         let tiles = params.num_tiles as u32;
         let main = Launch::main(spec, tiles, sms);
         let draws_tiles = traits.scheduler == Scheduler::Dynamic;
@@ -49,7 +65,7 @@ impl Launches {
             steps.push(Step::Launch(main));
         }
         if has_work && rows > 0 {
-            // A CTA a row at a time; of what a plan divides, the most rows that there can be.
+            // One row per CTA at a time; with a plan, the upper bound on divided rows.
             let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
             let grid = rows.min(COMBINE_CTAS * sms as usize) as u32;
             steps.push(Step::Launch(Launch::plain(COMBINE, grid, COMBINE_THREADS, COMBINE_SMEM)));
@@ -77,7 +93,7 @@ struct Work {
     /// Tiles that an entry of the plan stands for, and CTAs that compute at once.
     heads: usize,
     ctas: usize,
-    /// Parts of the keys of every row, or the most of them.
+    /// Parts of the keys of every row, or an upper bound.
     splits: usize,
     /// Partial results of a head, and tiles that they belong to; 0 where no keys are divided.
     slots: usize,
@@ -87,7 +103,13 @@ struct Work {
 }
 
 impl Work {
-    fn of(spec: &KernelSpec, traits: &Traits, problem: &Problem, (arch, sms): (Arch, u32)) -> Work {
+    fn of(
+        spec: &KernelSpec,
+        traits: &Traits,
+        problem: &Problem,
+        (arch, sms): (Arch, u32),
+        splits: Option<usize>,
+    ) -> Work {
         let (group, heads) =
             if traits.packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
         let queries = traits.tile_queries(problem.group_size()).max(1);
@@ -104,11 +126,15 @@ impl Work {
         };
         if spec.reads.varied {
             work.bounds = PlanBounds::forward(problem, traits, spec.split, (heads, ctas));
-            (work.splits, work.slots, work.divided) =
-                (work.bounds.slots.max(1), work.bounds.slots, work.bounds.split_items);
+            let most = splits.unwrap_or(usize::MAX).clamp(1, work.bounds.slots.max(1));
+            (work.splits, work.slots, work.divided) = (most, work.bounds.slots, work.bounds.split_items);
         } else if spec.split {
             let tiles = max_q.div_ceil(queries).saturating_mul(problem.lengths.sequences());
-            work.splits = kv_splits(problem, spec, arch, sms);
+            let steps = problem.lengths.max_k().div_ceil(traits.tile.1 as usize).max(1);
+            work.splits = match splits {
+                Some(parts) => parts.clamp(1, steps.min(MAX_SPLITS)),
+                None => kv_splits(problem, spec, arch, sms),
+            };
             if work.splits > 1 {
                 (work.slots, work.divided) = (tiles.saturating_mul(work.splits), tiles);
             }
@@ -117,8 +143,8 @@ impl Work {
     }
 }
 
-/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them. Of
-/// rows that threads copy, half a tile's: boxes load those that follow one another.
+/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them.
+/// Where threads copy rows, half a tile's: boxes load those that are contiguous.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (tile_m, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));

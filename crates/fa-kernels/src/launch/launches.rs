@@ -137,22 +137,22 @@ pub struct Addresses<'a> {
     pub lse: Option<u64>,
     /// At least [`Workspace::bytes`] bytes; `None` where those are 0.
     pub workspace: Option<u64>,
-    /// What only some problems have.
+    /// Arguments that only some problems have.
     pub extras: RawExtras,
 }
 
-/// What a pass launches for one problem.
+/// The launches of a pass for one problem.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launches {
     /// The tensors, in the order of a call: q, k, v, out; of a backward also dout, dq, dk, dv.
     pub tensors: Vec<Tensor>,
-    /// What else calls take.
+    /// The extras that calls take.
     pub extras: Vec<Extra>,
     /// The memory that the launches share.
     pub workspace: Workspace,
     /// What is enqueued, in this order; empty for a problem without work.
     pub steps: Vec<Step>,
-    /// All but addresses and strides.
+    /// The parameters, without addresses and strides.
     pub(crate) params: Params,
     pub(crate) maps: Vec<MapTemplate>,
     /// Bytes of a work plan; 0 where there is none.

@@ -61,7 +61,7 @@ pub struct RawMergeArgs<'a> {
     pub sinks: Option<u64>,
 }
 
-/// What a merge launches, as data: nothing here calls CUDA.
+/// The launch of a merge, as data: nothing here calls CUDA.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MergeLaunch {
     /// CTAs; 0 where there is nothing to do.
@@ -71,7 +71,7 @@ pub struct MergeLaunch {
     merge: Merge,
 }
 
-/// The number by which the kernel knows a type.
+/// The kernel's number for a type.
 const fn type_of(dtype: Dtype) -> i32 {
     match dtype {
         Dtype::F32 => 0,

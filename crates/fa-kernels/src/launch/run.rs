@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUtensorMap;
 use cudarc::driver::{CudaStream, result};
-use fa_core::{Dtype, Problem, Strides};
+use fa_core::{Dtype, Problem};
 
 use crate::Error;
-use crate::launch::args::Element;
+use crate::launch::args::{Buffer, Element};
 use crate::launch::launches::{Addresses, Launches, Step};
 use crate::launch::module::LoadedKernel;
 use crate::launch::tma;
@@ -72,19 +72,6 @@ pub(crate) unsafe fn enqueue(
         }
     }
     Ok(())
-}
-
-/// A tensor of a call, before its device address is taken.
-pub(crate) struct Buffer<'a> {
-    strides: &'a Strides,
-    len: usize,
-    stream: &'a CudaStream,
-}
-
-impl<'a> Buffer<'a> {
-    pub(super) fn of(strides: &'a Strides, len: usize, stream: &'a CudaStream) -> Buffer<'a> {
-        Buffer { strides, len, stream }
-    }
 }
 
 /// Checks that T is the type of the problem's tensors.

@@ -1,4 +1,4 @@
-//! Tensor maps: how TMA sees tensors.
+//! Tensor maps, which describe tensors to TMA.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
@@ -43,7 +43,7 @@ pub(crate) struct MapTemplate {
     pub rows: u32,
     /// With packed heads: query heads of a group. A box then holds `rows / group` positions of all of them.
     pub group: Option<u32>,
-    /// Whether rows start and end anywhere: sequences that the device knows, pages.
+    /// Whether rows start and end anywhere: sequences with lengths on the device, pages.
     pub is_ragged: bool,
 }
 
@@ -245,7 +245,7 @@ mod tests {
 
     use super::*;
 
-    /// Where the coordinates of `attn/ragged.cuh` lead, in bytes modulo 2^64.
+    /// The address at coordinates of `attn/ragged.cuh`, in bytes modulo 2^64.
     fn address(map: &MapShape, [x, y, z]: [u64; 3]) -> u64 {
         let at = |axis: usize, index: u64| index.wrapping_mul(2 * map.strides[axis]);
         let first = map.rank - 3;

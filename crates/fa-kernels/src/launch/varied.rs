@@ -1,4 +1,4 @@
-//! Work whose amount only the device knows: bounds on it, by which grids and lists are sized.
+//! Bounds on work whose amount only the device knows, by which grids and lists are sized.
 
 use fa_core::Problem;
 use fa_core::spec::Traits;
@@ -37,7 +37,7 @@ pub(crate) struct PlanBounds {
 }
 
 impl PlanBounds {
-    /// Of a forward on `ctas` CTAs at once, for `heads` tiles an entry.
+    /// Bounds of a forward on `ctas` CTAs at once, for `heads` tiles per entry.
     pub(crate) fn forward(
         problem: &Problem,
         traits: &Traits,
@@ -55,7 +55,7 @@ impl PlanBounds {
         }
     }
 
-    /// Of a backward.
+    /// Bounds of a backward.
     pub(crate) fn backward(problem: &Problem, traits: &Traits) -> PlanBounds {
         let lengths = &problem.lengths;
         let (tile_m, tile_n) = traits.tile;

@@ -56,7 +56,7 @@ pub struct Workspace {
     pub lse_partial: Option<Part>,
 }
 
-/// What a forward needs beside its tensors.
+/// Memory that a forward needs besides its tensors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ForwardParts {
     /// Whether tiles are drawn from a counter.
@@ -70,7 +70,8 @@ pub(crate) struct ForwardParts {
 }
 
 impl Workspace {
-    /// Of a forward: the counters of a dynamic scheduler, a work plan, partial results; or nothing.
+    /// The workspace of a forward: the counters of a dynamic scheduler, a work plan, partial results; may be
+    /// empty.
     ///
     /// # Errors
     /// [`Error::TooLong`] when it is larger than the address space.
@@ -81,7 +82,7 @@ impl Workspace {
     fn forward_parts(parts: ForwardParts) -> Option<Workspace> {
         let ForwardParts { draws_tiles, plan, rows, columns } = parts;
         let tile_counter = draws_tiles.then_some(Part { offset: 0, bytes: 8 });
-        // The counters' place is nobody else's, with or without counters: kernels may take turns at one
+        // The space of the counters is reserved, with or without counters: kernels may take turns at one
         // workspace.
         let mut end = if draws_tiles || plan > 0 || rows > 0 { 8usize } else { 0 };
         let mut part = |bytes: usize| -> Option<Option<Part>> {

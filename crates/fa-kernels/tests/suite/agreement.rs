@@ -56,7 +56,7 @@ proptest! {
     fn what_is_planned_can_be_launched(problem in beyond_launches(), target in 0usize..4, pass in 0usize..3) {
         prop_assume!(problem.check().is_ok());
         let ((arch, family, sms), pass) = (TARGETS[target], PASSES[pass]);
-        let options = PlanOptions { family: Some(family), pass, constants: None };
+        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
         let set = match explore(&problem, arch, &options) {
             Ok(set) => set,
             Err(PlanError::Unserved(unserved)) => {

@@ -378,6 +378,37 @@ fn divided_keys_are_combined() {
 }
 
 #[test]
+fn keys_are_divided_as_the_caller_says() {
+    use fa_core::{Dtype, Lengths, Mask, Side};
+    let spec = sm90_forward("split: true,", DECODE);
+    let base = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let of = |spec: &KernelSpec, lengths, splits| {
+        Launches::forward_split(spec, &Problem { lengths, ..base }, Arch::Sm90, 132, splits).unwrap()
+    };
+    let (_, tile_n) = spec.tile();
+    let parts = |launches: &Launches| launches.workspace.lse_partial.map_or(1, |part| part.bytes / (4 * 32));
+    for splits in [1, 2, 3, 7] {
+        assert_eq!(parts(&of(&spec, Lengths::uniform(1, 1, 8192), Some(splits))), splits);
+    }
+    // No more than there are steps, nor than the combine kernel holds.
+    assert_eq!(parts(&of(&spec, Lengths::uniform(1, 1, 3 * tile_n as usize), Some(99))), 3);
+    assert_eq!(parts(&of(&spec, Lengths::uniform(1, 1, 1 << 20), Some(999))), 256);
+    assert_eq!(parts(&of(&spec, Lengths::uniform(1, 1, 0), Some(4))), 1);
+    // Tiles of many queries are divided as well: 32 heads, 8 of them at a time.
+    let long = of(&spec, Lengths::uniform(2, 999, 8192), Some(3));
+    assert_eq!(entries(&long)[1].0, "fa_combine");
+    // Of lengths on the device it is the most parts of a tile; the plan's room stays.
+    let paged = sm90_forward("varied: true, paged: true, split: true,", DECODE);
+    let lengths = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 1 << 20, 1 << 20));
+    let (planned, bounded) = (of(&paged, lengths, None), of(&paged, lengths, Some(5)));
+    assert_eq!((planned.workspace, planned.plan_bytes), (bounded.workspace, bounded.plan_bytes));
+    let tensors = tensors(&bounded);
+    let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras: RawExtras::default() };
+    let Params::Forward(params) = bounded.params(&at) else { panic!("a forward") };
+    assert_eq!(params.split.splits, 5);
+}
+
+#[test]
 fn parts_of_pages_that_no_box_places_are_refused() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     let text = sm90_forward("varied: true, paged: true,", DECODE).to_ron().replace("dim: 128", "dim: 96");

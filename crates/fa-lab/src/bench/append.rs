@@ -1,4 +1,4 @@
-//! Appending to a cache, timed: bytes of the rows that are read and written, a second.
+//! Appending to a cache, timed: bytes read and written per second.
 #![allow(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::runner::Turns;
 /// Launches in a CUDA graph.
 const GRAPH: usize = 16;
 
-/// Replays that do not count.
+/// Warm-up replays, which do not count.
 const LEAD: usize = 3;
 
 /// An append to measure.
@@ -42,8 +42,8 @@ impl AppendMark {
     }
 }
 
-/// The appends of a step of decoding and of prefill: bf16, 32 query heads on 8 of K and V, head dim 128, with
-/// rotary embedding of halves by tables in f32, and without.
+/// The appends of a decoding step and of prefill: bf16, 32 query heads on 8 K/V heads, head dim 128, with
+/// rotary embedding (Llama's halves, f32 tables) and without.
 pub fn marks() -> Vec<AppendMark> {
     let of = |name, sequences: usize, new: Side, page: Option<usize>, room: usize, rotary: bool| {
         let queries = RotaryQueries { rows: new, heads: 32, positions: QueryPositions::Following };
@@ -90,7 +90,7 @@ pub struct AppendRow {
     pub rows: usize,
     /// Keys of a page, where the cache lies in pages.
     pub page: Option<usize>,
-    /// Elements of a row that were turned.
+    /// Elements of a row that were rotated.
     pub rotary_dim: Option<usize>,
     /// Runs that counted.
     pub runs: usize,
@@ -137,8 +137,8 @@ pub struct AppendReport {
     pub rows: Vec<AppendRow>,
 }
 
-/// Times `marks` on the CPU by the current rayon pool, for `least` each, once at least after a run that does
-/// not count.
+/// Times `marks` on the CPU by the current rayon pool, for `least` each and at least once, after a warm-up
+/// run.
 ///
 /// # Errors
 /// None: the inputs are those of the marks.

@@ -40,8 +40,8 @@ impl Change {
     /// `spec` with these values.
     ///
     /// # Errors
-    /// [`Error::Request`] for a field that the kernel has not, a value that is none of it, and a kernel that
-    /// contradicts itself then.
+    /// [`Error::Request`] for a field that the kernel does not have, a value that the field cannot take, and
+    /// an invalid resulting kernel.
     pub fn of(&self, spec: &KernelSpec) -> Result<KernelSpec> {
         let refused = |why: String| Error::Request(format!("{self} of {spec}: {why}"));
         let mut kernel = serde_json::to_value(&spec.kernel)?;
@@ -55,7 +55,7 @@ impl Change {
         }
         let kernel = serde_json::from_value(kernel).map_err(|e| refused(e.to_string()))?;
         let changed = KernelSpec { kernel, ..spec.clone() };
-        // A field that is left out where it is off is there where it is on.
+        // A field that is omitted when off can still be set.
         let now = fields(&mut serde_json::to_value(&changed.kernel)?).unwrap_or_default();
         let missed = |(name, value): &&(String, Value)| now.get(name).unwrap_or(&Value::Bool(false)) != value;
         if let Some((name, _)) = self.0.iter().find(missed) {

@@ -21,7 +21,7 @@ pub struct Report {
     pub provenance: Provenance,
     /// Launches of each kernel that counted.
     pub reps: usize,
-    /// Turns that they came in.
+    /// Rounds in which they were launched.
     pub rounds: usize,
     /// The other libraries, where they were asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -41,7 +41,7 @@ pub struct PeersRecord {
     pub torch: Option<String>,
     /// Those that could be loaded.
     pub names: Vec<String>,
-    /// What they are, by name.
+    /// Versions, by name.
     pub versions: BTreeMap<String, String>,
     /// Why others did not.
     pub errors: BTreeMap<String, String>,
@@ -82,7 +82,7 @@ pub struct Row {
     pub ms_min: f64,
     /// TFLOP/s of visible pairs at the median.
     pub tflops: f64,
-    /// What `rate` and `peers` are in: what bounds the shape.
+    /// Unit of `rate` and `peers`, by what bounds the shape.
     pub unit: Unit,
     /// The rate at the median, in the row's unit.
     pub rate: f64,
@@ -94,10 +94,10 @@ pub struct Row {
     /// Why the other peers did not run.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub peer_errors: BTreeMap<String, String>,
-    /// TFLOP/s that others were measured at elsewhere.
+    /// TFLOP/s published or measured elsewhere for others.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub recorded: BTreeMap<String, f64>,
-    /// How often our rate is that of the best peer of this run.
+    /// Our rate over that of the best peer of this run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ratio: Option<f64>,
     /// How far the output is from the oracle's, where it was compared.

@@ -1,4 +1,4 @@
-//! The steps: what is not known to be right first, then rates beside peers, then what takes longest.
+//! The steps: unvalidated kernels first, then rates next to peers, then what takes longest.
 
 use std::path::Path;
 
@@ -8,14 +8,14 @@ use super::Step;
 use crate::error::Result;
 use crate::record::{State, standings};
 
-/// What is wanted of a GPU.
+/// Which steps to list.
 #[derive(Clone, Debug)]
 pub struct Wanted<'a> {
     /// The folder of the records.
     pub results: &'a Path,
     /// The GPU, as names of records of rates have it: `h100`.
     pub gpu: &'a str,
-    /// Whether kernels are validated whose records are of these sources.
+    /// Whether to validate kernels whose records match the current sources.
     pub all: bool,
     /// Whether other libraries are measured in the same runs.
     pub peers: bool,
@@ -34,7 +34,7 @@ const GRID: [u64; 4] = [270, 230, 240, 420];
 /// Seconds of random problems for each kernel.
 const SOAK: u64 = 300;
 
-/// Rates: name, arguments behind `bench --backend cuda`, whether peers have anything beside them, seconds.
+/// Rates: name, arguments after `bench --backend cuda`, whether peers can be timed, seconds.
 const RATES: [(&str, &str, bool, u64); 16] = [
     ("marks-models-fwd", "--marks models --mode fwd", true, 60),
     ("marks-models-bwd", "--marks models --mode bwd", true, 90),
@@ -85,7 +85,7 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
         add(name("validate", kernel), &flags, &results, (seconds, 3 * seconds));
     }
     for (name, flags, has_peers, seconds) in RATES {
-        // Compared with one peer only, it says nothing without.
+        // It compares with one peer, and is useless without it.
         if name == "marks-models-bwd-deterministic" && !wanted.peers {
             continue;
         }
@@ -98,7 +98,7 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
             }
         }
         let file = wanted.results.join(format!("{name}-{}.json", wanted.gpu)).display().to_string();
-        // Where nothing has been compiled, that comes before the first rate.
+        // Kernels that have not been compiled are compiled before the first rate.
         add(name.to_owned(), &flags, &[("--json", file)], (seconds, 5 * seconds + 120));
     }
     for kernel in &KERNELS {
@@ -112,7 +112,7 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// The kernels of which a shipped one is in no record with these sources.
+/// The kernels with a shipped spec that no record has with the current sources.
 fn changed(wanted: &Wanted<'_>) -> Result<Vec<(Family, Pass)>> {
     if wanted.all {
         return Ok(KERNELS.to_vec());

@@ -16,7 +16,7 @@ pub struct PassCall<T> {
     backward: Option<PlacedBackward<T>>,
 }
 
-/// The refusal of a pass that has no tensors.
+/// The error for a pass that has no tensors.
 fn no_tensors() -> Error {
     let (kernel, problem) = ("the backward".to_owned(), "the forward".to_owned());
     Error::Mismatch { what: "pass", kernel, problem }
@@ -44,7 +44,7 @@ impl<T: Half> PassCall<T> {
         Ok(PassCall { forward: tensors, backward })
     }
 
-    /// Fills with NaN what the pass writes; makes room for its workspace.
+    /// Fills the pass's outputs with NaN; allocates its workspace.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -91,7 +91,7 @@ impl<T: Half> PassCall<T> {
     }
 }
 
-/// Launches that were captured as one CUDA graph, and what they need beside the calls' tensors.
+/// Launches captured as one CUDA graph, and the memory that they need besides the calls' tensors.
 pub struct Captured {
     /// The graph.
     pub graph: CudaGraph,
@@ -104,7 +104,7 @@ pub struct Captured {
 pub enum Plans {
     /// In every call.
     EachCall,
-    /// Once, at the head of the graph, as the layers of a step may.
+    /// Once, at the head of the graph, shared by the layers of a step.
     Once,
     /// In every call, which does nothing else.
     Alone,

@@ -1,5 +1,4 @@
-//! Inputs in device memory: rows of the sequences where they belong, NaN everywhere else; and what is written
-//! next to them.
+//! Inputs in device memory: rows of the sequences at their positions, NaN everywhere else; and the outputs.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -19,7 +18,7 @@ use crate::tensors::{Inputs, dout_placement};
 /// Tensors of a forward.
 pub struct PlacedForward<T> {
     tensors: DeviceForward<T>,
-    /// The sequences, where lengths, pages, slopes or sinks go with the tensors.
+    /// The sequences, where lengths, pages, slopes or sinks are passed with the tensors.
     sequences: Option<Sequences>,
     heads_q: usize,
 }
@@ -50,10 +49,10 @@ fn tensor<T: Half>(
     Ok(DeviceTensor { data, placement })
 }
 
-/// `inputs` on the GPU, what is no row's filled with NaN, and outputs that hold NaN.
+/// Copies `inputs` to the GPU, with NaN in elements of no row and in the outputs.
 ///
 /// # Errors
-/// [`Error::Driver`], above all for want of memory.
+/// [`Error::Driver`], most often for lack of memory.
 pub fn place_forward<T: Half>(
     stream: &Arc<CudaStream>,
     forward: &Forward,
@@ -68,7 +67,7 @@ pub fn place_forward<T: Half>(
     let [q, k, v] = inputs.stored();
     let [of_q, of_k, of_v, of_out] = inputs.placements;
     let rows = inputs.sequences.q.lse_len(heads_q);
-    // Zero before its first use, as kernels ask.
+    // Zero before its first use, as kernels require.
     let zeroed = stream.alloc_zeros(workspace.max(16)).map_err(doing("allocating device memory"))?;
     let tensors = DeviceForward {
         q: tensor(stream, &q, of_q)?,
@@ -87,7 +86,7 @@ pub fn place_forward<T: Half>(
 /// `dout`, rows end to end, on the GPU next to the tensors of its forward, and gradients that hold NaN.
 ///
 /// # Errors
-/// [`Error::Driver`], above all for want of memory.
+/// [`Error::Driver`], most often for lack of memory.
 pub fn place_backward<T: Half>(
     stream: &Arc<CudaStream>,
     backward: &Backward,
@@ -107,7 +106,7 @@ pub fn place_backward<T: Half>(
 }
 
 impl<T: Half> PlacedForward<T> {
-    /// Launches `forward`: allocates nothing, waits for nothing.
+    /// Launches `forward` without allocating or waiting.
     ///
     /// # Errors
     /// What the kernel refuses.
@@ -115,15 +114,15 @@ impl<T: Half> PlacedForward<T> {
         self.tensors.run(forward, stream)
     }
 
-    /// A launch by addresses, which are taken before a capture begins: taking them orders streams by events.
+    /// A launch by addresses, taken before a capture begins: taking them orders streams by events.
     pub(super) fn launch<'f>(
         &mut self,
         forward: &'f Forward,
         stream: &CudaStream,
     ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
         let args = self.tensors.raw(stream);
-        // SAFETY: the addresses are those of tensors that lie and are as long as the problem says, which the
-        // caller keeps for the graph.
+        // SAFETY: the addresses are those of tensors with the problem's shapes and strides, which the caller
+        // keeps for the graph.
         move |stream| unsafe { forward.run_raw(stream, &args) }
     }
 
@@ -140,7 +139,7 @@ impl<T: Half> PlacedForward<T> {
         move |stream| unsafe { forward.run_raw(stream, &args) }
     }
 
-    /// What writes the work plan of these lengths to `plan`.
+    /// A launch that writes the work plan of these lengths to `plan`.
     pub(super) fn plan<'f>(
         &mut self,
         forward: &'f Forward,
@@ -169,7 +168,7 @@ impl<T: Half> PlacedForward<T> {
     /// [`Error::Driver`].
     ///
     /// # Panics
-    /// If the inputs do not lie as those before did.
+    /// If the inputs are not laid out as those before.
     pub fn write(&mut self, stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<(), Error> {
         assert_eq!(self.tensors.placements(), inputs.placements, "other inputs lie as those before");
         let DeviceForward { q, k, v, extras, .. } = &mut self.tensors;
@@ -181,7 +180,7 @@ impl<T: Half> PlacedForward<T> {
         Ok(())
     }
 
-    /// Another page table, whose faults are counted from now on.
+    /// Writes another page table and restarts the count of its faults.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -190,7 +189,7 @@ impl<T: Half> PlacedForward<T> {
         self.tensors.count_page_faults(stream)
     }
 
-    /// Page faults since they are counted; waits for the stream.
+    /// Page faults counted so far; waits for the stream.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -198,7 +197,7 @@ impl<T: Half> PlacedForward<T> {
         self.tensors.page_faults(stream)
     }
 
-    /// Fills what is written, gaps included, with NaN.
+    /// Fills the outputs, gaps included, with NaN.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -206,7 +205,7 @@ impl<T: Half> PlacedForward<T> {
         self.tensors.poison(stream)
     }
 
-    /// Makes room for the workspace of another kernel.
+    /// Allocates the workspace of another kernel.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -218,10 +217,10 @@ impl<T: Half> PlacedForward<T> {
         Ok(())
     }
 
-    /// Waits for the stream and reads what was written.
+    /// Waits for the stream and reads the outputs.
     ///
     /// # Errors
-    /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
+    /// [`Error::Driver`], also for errors on the GPU meanwhile.
     pub fn read(&self, stream: &Arc<CudaStream>) -> Result<DeviceOutput<T>, Error> {
         let Some(sequences) = &self.sequences else { return self.tensors.read(stream) };
         let read = doing("copying from the GPU");
@@ -234,7 +233,7 @@ impl<T: Half> PlacedForward<T> {
 }
 
 impl<T: Half> PlacedBackward<T> {
-    /// Launches `backward` on what `forward` holds: allocates nothing, waits for nothing.
+    /// Launches `backward` on the tensors of `forward`, without allocating or waiting.
     ///
     /// # Errors
     /// What the kernel refuses.
@@ -285,7 +284,7 @@ impl<T: Half> PlacedBackward<T> {
         self.tensors.poison(stream)
     }
 
-    /// Makes room for the workspace of another kernel.
+    /// Allocates the workspace of another kernel.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -293,10 +292,10 @@ impl<T: Half> PlacedBackward<T> {
         self.tensors.fit(stream, backward)
     }
 
-    /// Waits for the stream and reads what was written.
+    /// Waits for the stream and reads the outputs.
     ///
     /// # Errors
-    /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
+    /// [`Error::Driver`], also for errors on the GPU meanwhile.
     pub fn read(&self, forward: &PlacedForward<T>, stream: &Arc<CudaStream>) -> Result<Gradients<T>, Error> {
         let Some(Sequences { q, k }) = &forward.sequences else {
             return self.tensors.read(stream).map(Gradients::from);

@@ -4,10 +4,10 @@ use fa_kernels::Error;
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
 use fa_kernels::cudarc::driver::{CudaStream, DriverError};
 
-/// How `time` measures.
+/// How to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Timing {
-    /// Milliseconds of launches before anything counts.
+    /// Milliseconds of warm-up launches.
     pub warm_up_ms: f64,
     /// Samples, each between two events.
     pub samples: usize,
@@ -25,8 +25,8 @@ fn doing(doing: &'static str) -> impl Fn(DriverError) -> Error {
     move |source| Error::Driver { doing, source }
 }
 
-/// Milliseconds of `count` calls of `work`, each between two events on `stream`, after `lead` calls that do
-/// not count. All are enqueued before the first time is read, so that the host stays ahead of the GPU.
+/// Milliseconds of `count` calls of `work`, each between two events on `stream`, after `lead` warm-up calls.
+/// All are enqueued before the first time is read, so that the host stays ahead of the GPU.
 ///
 /// # Errors
 /// [`Error::Driver`], and what `work` reports.

@@ -1,13 +1,13 @@
-//! New keys and values for a cache, keys and queries turned by their positions.
+//! New keys and values for a cache, keys and queries rotated by their positions.
 
 use fa_core::{Append, Dtype, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side, Types};
 
 use super::case::{Action, BASE, Case, Extent, case};
 
-/// Positions of the tables: fewer than the longest caches hold, so that some rows have no angle.
+/// Positions of the tables: fewer than the longest caches hold, so that some rows have no rotation.
 const POSITIONS: usize = 700;
 
-/// Sequences that are appended to.
+/// Sequences of an append.
 const SEQUENCES: usize = 5;
 
 /// The most new keys, and queries, of a sequence.

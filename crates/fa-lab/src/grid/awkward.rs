@@ -1,5 +1,5 @@
-//! The problems of a kernel that an emulation runs in seconds: short rows and few heads, and every trap all
-//! the same. A GPU runs them with the rest of the list.
+//! The problems of a kernel that the emulation runs in seconds: short rows and few heads, but every edge
+//! case. A GPU runs them with the rest of the list.
 
 use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, Types};
 
@@ -33,25 +33,25 @@ const DECODES: [(usize, usize, usize, usize); 2] = [(1, 700, 4, 1), (5, 1030, 2,
 pub const LENGTHS: [(usize, usize); 7] =
     [(300, 300), (77, 77), (0, 0), (129, 129), (1, 300), (40, 0), (200, 513)];
 
-/// How the rows of one side of a batch lie.
+/// The layout of one side of a batch.
 #[derive(Clone, Copy)]
 enum Rows {
-    /// In a room of equal size for each sequence, of which a part is used.
+    /// In a slot of equal size for each sequence, of which a part is used.
     Padded,
     /// End to end.
     Packed,
-    /// End to end, in rooms of [`ROOM`] rows more than are used.
+    /// End to end, in slots with [`ROOM`] more rows than are used.
     PackedUsed,
-    /// In pages of so many.
+    /// In pages of this many keys.
     Paged(usize),
-    /// The same, with [`RUN`] keys of each draw in pages that follow one another.
+    /// The same, with [`RUN`] keys at a time in consecutive pages.
     Runs(usize),
 }
 
-/// Keys in pages that follow one another in a cache: tiles in one piece, in two, and neither.
+/// Keys in consecutive pages of a cache: some tiles are contiguous, some in two pieces, some in more.
 const RUN: usize = 320;
 
-/// Rows of a room beyond those that are used.
+/// Unused rows of a slot.
 const ROOM: usize = 3;
 
 /// A batch of sequences with lengths of their own.
@@ -62,12 +62,12 @@ struct Batch {
     k: Rows,
     /// Rows of a page where the kernel reads pages.
     page: usize,
-    /// By how much bounds exceed the longest sequence, and tensors the last one's end.
+    /// Rows by which bounds exceed the longest sequence, and tensors the end of the last one.
     slack: usize,
 }
 
-/// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head
-/// dims that the kernel pads; for a kernel that reads lengths on the device its batches.
+/// The cases of a kernel: every shape, one of them with two sequences, one with gaps between rows, one with
+/// head dims that the kernel pads; and batches, for a kernel that reads lengths on the device.
 pub(super) fn awkward(group: &'static str, name: &str, spec: &KernelSpec) -> Vec<Case> {
     let all = if spec.reads.varied { of_batches(group, spec) } else { of_shapes(group, spec) };
     let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
@@ -122,7 +122,7 @@ fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
         let own = case_of(group, "", problem, batch.sequences(spec, turn as u64));
         Case { arrangement, ..own }
     };
-    // Only pages lie in an order.
+    // Only pages have an order.
     let runs = Batch { k: Rows::Runs(1), ..plain(LENGTHS.to_vec(), (2, 1), Rows::Packed, 1, 5) };
     let runs = spec.reads.paged.then_some(runs);
     batches.iter().chain(&groups).chain(&runs).enumerate().map(of_batch).collect()
@@ -156,7 +156,7 @@ impl Batch {
     }
 }
 
-/// What the kernel computes; lengths are the caller's.
+/// A problem for the kernel, with the caller's lengths.
 fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bool) -> Problem {
     let narrower = if is_narrow { 8 } else { 0 };
     let mask = match spec.mask {

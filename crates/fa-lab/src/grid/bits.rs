@@ -1,4 +1,4 @@
-//! A case's tensors as bits, for whoever runs kernels elsewhere than on a GPU.
+//! A case's tensors as bits, for the emulation.
 
 use fa_attn::device::Half;
 use fa_core::{Dtype, Problem};
@@ -10,8 +10,8 @@ use crate::tensors::{Inputs, random_dout};
 
 impl Case {
     /// Q, K, V and dO as `fa validate` gives them to a GPU, each as bits in the order of its tensor's packed
-    /// `[batch, seqlen, heads, dim]`, rows of no sequence zero; and what comes beside them. `None` for a type
-    /// that no kernel takes.
+    /// `[batch, seqlen, heads, dim]`, rows of no sequence zero; and the extras. `None` for a type that no
+    /// kernel takes.
     pub fn bits(&self) -> Option<([Vec<u16>; 4], OwnedExtras)> {
         match self.problem.types.qkv {
             Dtype::F16 => Some(bits_of::<half::f16>(self)),

@@ -8,28 +8,28 @@ use crate::sequences::Sequences;
 use crate::shape::{append_name, head_dims, merge_name, pair};
 use crate::tensors::Inputs;
 
-/// One thing to be right about.
+/// One test case.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What the case is about; the first part of its name.
+    /// The group of the case; the first part of its name.
     pub group: &'static str,
-    /// What is special in it, for its name; empty where the group says all.
+    /// What distinguishes it within the group, for its name; may be empty.
     pub what: &'static str,
     /// The problem.
     pub problem: Problem,
-    /// The lengths of its sequences, where the problem has bounds only.
+    /// The lengths of its sequences, where the problem only has bounds.
     pub sequences: Option<Sequences>,
-    /// Where its tensors lie.
+    /// The layout of its tensors.
     pub arrangement: Arrangement,
-    /// What they hold.
+    /// Their values.
     pub values: Values,
-    /// What is done with it.
+    /// What to do with it.
     pub action: Action,
-    /// What is appended to a cache, where the case is about that; of the problem its types count.
+    /// What is appended to a cache, for a case of appending; only the types of the problem count then.
     pub append: Option<Append>,
-    /// What is merged, where the case is about that; of the problem nothing counts.
+    /// What is merged, for a case of merging; the problem does not count then.
     pub merge: Option<Merge>,
-    /// The kernel, where not the library chooses.
+    /// The kernel, where the library does not choose it.
     pub kernel: Option<NamedSpec>,
     /// Whether the library has to choose a kernel whose CTAs share a row's keys.
     pub split: bool,
@@ -46,7 +46,7 @@ pub struct NamedSpec {
     pub spec: fa_core::KernelSpec,
 }
 
-/// Where tensors lie.
+/// The layout of tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrangement {
     /// Packed `[batch, seqlen, heads, dim]`.
@@ -69,8 +69,7 @@ pub enum Arrangement {
     FarKeys,
 }
 
-/// What Q, K and V hold. Where maxima are tracked, guessed or left behind, the course of scores along the
-/// keys matters.
+/// The values of Q, K and V. A kernel's running maximum depends on how scores change along the keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
     /// Independent, of unit variance.
@@ -79,15 +78,15 @@ pub enum Values {
     Rising,
     /// Keys shrink along the sequence: the same for a loop from the back.
     Falling,
-    /// Every 97th key is 30 times as large.
+    /// Every 97th key is scaled by 30.
     Spikes,
-    /// All keys are 0: every probability is the same.
+    /// All keys are 0: all probabilities are equal.
     Equal,
-    /// Queries and keys are 8 times as large: nearly all probability is on one key.
+    /// Queries and keys are scaled by 8: one key has nearly all of the probability.
     Sharp,
 }
 
-/// What is done with a case.
+/// What to do with a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// One run.
@@ -96,26 +95,27 @@ pub enum Action {
     Repeat(usize),
     /// A run captured as a CUDA graph and replayed.
     Graph,
-    /// A run on a stream of the caller's.
+    /// A run on a stream of the caller.
     OwnStream,
     /// Two threads at once, each with a stream, tensors and many runs.
     Threads,
     /// A run captured as a CUDA graph and replayed on other lengths, pages and values in the same memory.
     Relength,
-    /// A run, and one of the same kernel for lengths that the host knows on the same rows: the same bits.
+    /// A run, and one of the same kernel on the same rows with lengths that the host knows: the bits must be
+    /// equal.
     AsDense,
-    /// A run, and one of the same kernel on keys that lie end to end: the same bits.
+    /// A run, and one of the same kernel on contiguous keys: the bits must be equal.
     AsContiguous,
-    /// A run with entries of the page table that name no page: their keys are zeros, and they are counted.
+    /// A run with entries of the page table that name no page: their keys read as zeros, and are counted.
     BadPages,
     /// Timed runs, whose outputs are not compared.
     Measure,
 }
 
-/// How much is tried.
+/// How many cases to try.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Extent {
-    /// What an emulation on a CPU runs in seconds, and a GPU as well.
+    /// Cases that an emulation on a CPU runs in seconds; a GPU runs them too.
     Emulated,
     /// Below a minute.
     Quick,
@@ -126,7 +126,7 @@ pub enum Extent {
 pub(super) const DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F16];
 pub(super) const MASKS: [Mask; 2] = [Mask::CAUSAL, Mask::FULL];
 
-/// A problem that cases differ from by what they are about.
+/// The problem that cases vary.
 pub const BASE: Problem = Problem::square(2, 256, 4, 128, Mask::CAUSAL, Dtype::Bf16);
 
 /// A case of one run on packed BSHD tensors of normal values by the library's kernel.
@@ -147,7 +147,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
     }
 }
 
-/// The same of sequences with lengths of their own.
+/// The same for sequences of different lengths.
 pub fn case_of(group: &'static str, what: &'static str, problem: Problem, sequences: Sequences) -> Case {
     let problem = Problem { lengths: sequences.lengths(), ..problem };
     Case { what, sequences: Some(sequences), ..case(group, problem) }
@@ -218,7 +218,7 @@ impl Case {
         name
     }
 
-    /// Whether attention is computed, as against appends and merges.
+    /// Whether attention is computed, not an append or a merge.
     pub fn is_attention(&self) -> bool {
         self.append.is_none() && self.merge.is_none()
     }
@@ -228,7 +228,7 @@ impl Case {
         self.sequences.clone().unwrap_or_else(|| Sequences::filling(&self.problem.lengths))
     }
 
-    /// Where Q, K, V and O lie.
+    /// The placement of Q, K, V and O.
     pub fn placements(&self) -> [Placement; 4] {
         let shapes = self.sequences().shapes(&self.problem);
         let all =
@@ -258,7 +258,7 @@ impl Case {
         }
     }
 
-    /// The seed of the inputs, another for every problem.
+    /// The seed of the inputs, different for every problem.
     pub fn seed(&self) -> u64 {
         // FNV-1a.
         self.problem_name()

@@ -7,10 +7,10 @@ use fa_core::{Dtype, Lengths, Mask, Pass, Problem, Types};
 use super::case::{Action, BASE, Case, Extent, MASKS, case};
 use super::library::library;
 
-/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where
-/// they are long and fewer columns where they are longest, for a head's gradients take the oracle seconds
-/// there. What is repeated is deterministic, and so are two of seven others: of no list here do mask, head
-/// dims, heads or lengths repeat after seven.
+/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads for
+/// long sequences and fewer columns for the longest, where the oracle takes seconds for the gradients of a
+/// head. Repeated cases are deterministic, and so are two of seven others: no list of masks, head dims, heads
+/// or lengths repeats after seven.
 pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     const LONG: usize = 1 << 19;
     const LONGEST: usize = 1 << 22;
@@ -46,7 +46,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
             ..one
         }));
     }
-    // Other head dims have other ways to add to dQ.
+    // Head dims differ in how they add to dQ.
     let ragged = Problem { lengths: Lengths::uniform(one.lengths.sequences(), 1111, 1111), ..one };
     repeated.push(Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged });
     repeated.push(Problem { head_dim: 256, head_dim_v: 256, types: Types::same(Dtype::F16), ..ragged });

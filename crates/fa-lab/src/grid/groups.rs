@@ -61,7 +61,7 @@ mod tests {
             assert!(check_group(group).is_ok(), "{group}");
         }
         for group in GROUPS {
-            // Those of kernels by name are made for a GPU.
+            // Groups of named kernels need a GPU.
             assert!(found.contains(group) || ["shipped", "knobs"].contains(&group), "{group}");
         }
         assert!(check_group("pages").is_err_and(|why| why.contains("paged, split")));

@@ -17,8 +17,8 @@ pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {
     all.into_iter().filter(|named| account(&named.spec, arch).is_ok()).collect()
 }
 
-/// Changes that meet lengths of their own, pages and splits: what differs in the order of tiles, in who loads
-/// and in who stores.
+/// Changes that are combined with varied lengths, pages and splits: those of tile order, of loads and of
+/// stores.
 const SERVED: [&str; 17] = [
     "the base",
     "num_wg 1",
@@ -39,8 +39,8 @@ const SERVED: [&str; 17] = [
     "Q in registers",
 ];
 
-/// Some of the kernels, each once for every way to find rows and every change of scores. Combinations that
-/// contradict themselves are left out.
+/// Some of the kernels, each once for every way to read rows and every change of scores. Invalid combinations
+/// are left out.
 fn serving(all: &[NamedSpec]) -> Vec<NamedSpec> {
     let varied = Reads { varied: true, paged: false };
     let paged = Reads { varied: true, paged: true };
@@ -114,7 +114,7 @@ fn sm90() -> Vec<NamedSpec> {
         change(&name, Sm90Fwd { rescale_threshold, ..base.clone() });
     }
     change("pack_gqa", Sm90Fwd { pack_gqa: true, ..base.clone() });
-    // Of keys in pages only.
+    // For keys in pages only.
     change("gather", Sm90Fwd { gather: true, ..base.clone() });
     change("gather kv_stages 1", Sm90Fwd { gather: true, kv_stages: 1, ..base.clone() });
     let three = Sm90Fwd { num_wg: 3, tile_m: 192, tile_n: 64, ping_pong: true, ..base.clone() };

@@ -13,7 +13,7 @@ fn packed(what: &'static str, problem: Problem, q: &[usize], k: &[usize]) -> Cas
     case_of("known", what, problem, sequences)
 }
 
-/// The problems whose gradients are at fault as well as those of the forward alone.
+/// Problems of the forward, and problems whose gradients failed as well.
 pub(super) fn known() -> Vec<Case> {
     let grouped = Problem { heads_q: 8, heads_kv: 2, ..BASE };
     let wide = Problem { head_dim: 256, head_dim_v: 256, heads_q: 2, heads_kv: 2, ..BASE };
@@ -51,7 +51,7 @@ pub(super) fn known() -> Vec<Case> {
     let lens = [65, 129, 1, 191, 64, 127];
     cases.push(packed("tiles of the preprocess: offsets of later sequences", BASE, &lens, &lens));
     cases.push(packed("tiles of the preprocess, grouped heads", grouped, &lens, &lens));
-    // The problem states bounds, not lengths: a kernel is bound once for all of them.
+    // The problem has bounds, not lengths: a kernel is bound once for all of them.
     for max in [300, 301, 4096] {
         let rows = || Ragged::packed(&[300, 20], 0).bounded(max);
         let sequences = Sequences { q: rows(), k: rows() };
@@ -63,7 +63,7 @@ pub(super) fn known() -> Vec<Case> {
     cases.push(Case { split: true, ..case_of("known", "2550: packed, paged and split", grouped, paged) });
     let plain = Sequences { q: q(), k: Ragged::padded(&lens, 1000) };
     cases.push(Case { split: true, ..case_of("known", "2793: packed queries on a cache", grouped, plain) });
-    // Counts of tiles times heads beyond 2^31 where a bound is taken for a length.
+    // Tiles times heads exceed 2^31 if a bound is taken for a length.
     let bound = |lens: &[usize]| Ragged::packed(lens, 0).bounded(1 << 24);
     let long = Sequences { q: bound(&[70, 3]), k: bound(&[70, 300]) };
     cases.push(case_of("known", "2662: a bound of 2^24 rows", grouped, long));

@@ -21,12 +21,12 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases
 }
 
-/// Every shape with every mask; what else varies goes round so that all of it meets all shapes' kinds.
+/// Every shape with every mask; the other parameters cycle, so that all of them meet all kinds of shapes.
 fn shapes_and_dims(full: bool) -> Vec<Case> {
     let mut cases = Vec::new();
     let mut turn = 0usize;
     for (index, (seqlen_q, seqlen_k)) in SHAPES.into_iter().enumerate() {
-        // Quick takes two of the head dims for each shape, others for its neighbours.
+        // Quick takes two head dims for each shape, different ones for neighbouring shapes.
         let dims: Vec<(usize, usize)> =
             if full { HEAD_DIMS.into() } else { [0, 1].map(|i| HEAD_DIMS[(3 * index + 4 * i) % 8]).into() };
         for (head_dim, head_dim_v) in dims {
@@ -215,7 +215,7 @@ fn arrangements(full: bool) -> Vec<Case> {
     cases
 }
 
-/// What may be empty is; what may be one is.
+/// Lengths and counts of 0 and of 1.
 fn empties() -> Vec<Case> {
     let mut cases = Vec::new();
     for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(3, 3)] {

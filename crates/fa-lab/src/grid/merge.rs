@@ -13,7 +13,7 @@ pub(super) fn merge() -> Vec<Case> {
         for (of, &parts) in [1, 2, 3, 16].iter().enumerate() {
             let (part, out) = (types[(turn + of) % 3], types[(turn + of / 2) % 3]);
             let merge = Merge { parts, batch, seqlen, heads, dim, part, out, sinks: (turn + of) % 2 == 1 };
-            // The tensors' type is of no matter: they are f32 on the host.
+            // The problem's type does not matter: the parts are f32 on the host.
             let problem = Problem { heads_q: heads, heads_kv: heads, ..BASE };
             let problem = Problem { types: Types::same(Dtype::Bf16), ..problem };
             cases.push(Case { merge: Some(merge), ..case("merge", problem) });

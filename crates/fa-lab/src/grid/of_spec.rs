@@ -11,8 +11,8 @@ use crate::sequences::{Ragged, Sequences};
 
 const ALIBIS: [Alibi; 2] = [Alibi::PerHead, Alibi::PerSequenceHead];
 
-/// What a kernel of a given spec is tried on: every trap that its fields let it meet. Every extent is a
-/// selection of one list, whatever runs it: [`Extent::Full`] is all of it.
+/// The cases of a kernel of a given spec: every edge case that its fields allow. Extents select from one
+/// list, of which [`Extent::Full`] is all.
 pub fn of_spec(group: &'static str, name: &str, spec: &KernelSpec, extent: Extent) -> Vec<Case> {
     match extent {
         Extent::Emulated => awkward(group, name, spec),
@@ -25,8 +25,8 @@ pub fn of_spec(group: &'static str, name: &str, spec: &KernelSpec, extent: Exten
     }
 }
 
-/// Problems of these lengths, under every mask of the kernel's kind; heads, layouts and what sequences are
-/// like take turns.
+/// Problems of these lengths, under every mask of the kernel's kind; heads, layouts and kinds of sequences
+/// alternate.
 fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(usize, usize)]) -> Vec<Case> {
     let masks: &[Mask] = match spec.mask {
         MaskKind::Full => &[Mask::FULL],
@@ -92,7 +92,7 @@ fn varied(spec: &KernelSpec, turn: usize, (q, k): (usize, usize)) -> Sequences {
     let keys = match (turn % 3, reads.paged) {
         (_, true) => {
             let pages = PAGES.into_iter().filter(|&page| loads_pages(spec, page));
-            // Another step each round: problems that differ in their queries alone have other pages.
+            // The step changes each round, so that problems that only differ in queries have different pages.
             let page = pages.cycle().nth(turn + turn / 6).expect("pages of a multiple of 8");
             pages_of(&of_k, page, turn as u64)
         }

@@ -10,12 +10,12 @@ use crate::sequences::{Ragged, Sequences};
 /// Rows of a page: below, of and above what TMA boxes and tiles have.
 pub(super) const PAGES: [usize; 8] = [1, 3, 8, 16, 24, 64, 128, 256];
 
-/// Whether a kernel loads pages of so many keys: boxes of TMA hold eight keys and more, a gather any number.
+/// Whether a kernel loads pages of this many keys: TMA boxes hold at least eight keys, a gather any number.
 pub(super) fn loads_pages(spec: &KernelSpec, page: usize) -> bool {
     spec.traits().copies_rows() || page.is_multiple_of(8)
 }
 
-/// Keys of `lens` in shuffled pages, a few more than needed, behind a bound that is not tight.
+/// Keys of `lens` in shuffled pages, a few more than needed, with a bound that is not tight.
 pub(super) fn pages_of(lens: &[usize], page: usize, seed: u64) -> Ragged {
     let mut random = Random::new(seed.wrapping_mul(31) + page as u64);
     let rows = Ragged::paged(lens, page, 3, &mut random);
@@ -41,7 +41,7 @@ pub(super) fn paged(extent: Extent, repeat: usize) -> Vec<Case> {
             let mask = ALL_MASKS[(index + turn) % 4];
             let sequences = Sequences { q: Ragged::packed(q, turn % 3), k: pages_of(k, page, turn as u64) };
             let case = case_of("paged", what, turned(index + turn, mask), sequences);
-            // Heads before the rows of a page, and gaps, are strides.
+            // Pages with heads before rows, and gaps: only strides differ.
             let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][(index + turn) % 3];
             cases.push(Case { arrangement, ..case });
         }

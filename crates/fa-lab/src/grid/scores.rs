@@ -1,4 +1,4 @@
-//! What engines pass beside a mask: ALiBi and sinks, alone and with all that they go with.
+//! Changes of scores besides a mask: ALiBi and sinks, alone and combined with everything else.
 
 use fa_core::{Alibi, Lengths, Mask, Problem, ScoreMod};
 
@@ -7,7 +7,7 @@ use super::paged::pages_of;
 use super::varied::{ALL_MASKS, packed_of, turned};
 use crate::sequences::{Ragged, Sequences};
 
-/// One lot of slopes, or one a sequence.
+/// Slopes for all sequences, or for each.
 const ALIBIS: [Alibi; 2] = [Alibi::PerHead, Alibi::PerSequenceHead];
 
 const NONE: ScoreMod = ScoreMod::NONE;
@@ -75,7 +75,7 @@ const MIXES: [ScoreMod; 6] = [
     ScoreMod { softcap: Some(20.0), alibi: Some(Alibi::PerHead), sinks: true },
 ];
 
-/// All of it together: changes of scores on packed batches, caches and pages, split and not.
+/// Everything combined: changes of scores on packed batches, caches and pages, split and not.
 pub(super) fn mixed(extent: Extent) -> Vec<Case> {
     let mut cases = Vec::new();
     let (q, k) = ([300, 1, 0, 130, 64, 7], [300, 515, 40, 130, 0, 777]);

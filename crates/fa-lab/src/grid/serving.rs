@@ -1,5 +1,4 @@
-//! The cases of attention as models are served: sequences of lengths of their own, pages, decoding, and what
-//! is passed beside a mask.
+//! The cases of attention in serving: sequences of different lengths, pages, decoding, ALiBi and sinks.
 
 use fa_core::{Pass, SideRows};
 
@@ -29,8 +28,8 @@ pub fn serving(extent: Extent, repeat: usize) -> Vec<Case> {
 /// Pairs of one head beyond which a head's gradients take the oracle seconds.
 const LONG: f64 = (1 << 20) as f64;
 
-/// The cases of gradients: those of the forward that have any, fewer heads where they are long. What is
-/// repeated is deterministic, and so is every other one.
+/// The cases of gradients: those of the forward that have gradients, with fewer heads where sequences are
+/// long. Repeated cases are deterministic, and so is every second of the others.
 pub fn serving_gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let of_forward = serving(extent, repeat).into_iter().filter(|case| {

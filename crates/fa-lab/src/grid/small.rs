@@ -1,4 +1,4 @@
-//! Random problems that an emulation runs in seconds: all that a problem may have, in short rows.
+//! Random problems that an emulation runs in seconds: every feature, with short rows.
 
 use fa_core::{Alibi, Dtype, Family, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Types};
 use fa_planner::plan::head_dims;
@@ -14,7 +14,7 @@ const MOST_FLOPS: [f64; 2] = [3e8, 2e9];
 /// Drawn until one is within the bounds and the kernel's.
 const ATTEMPTS: usize = 400;
 
-/// Rows of a page that are drawn more often: below, of and above what TMA boxes and tiles have.
+/// Rows of a page that are drawn more often: fewer than, as many as and more than TMA boxes and tiles have.
 const PAGES: [usize; 16] = [1, 2, 3, 5, 7, 8, 16, 17, 24, 40, 48, 64, 100, 128, 200, 256];
 
 /// Query heads of a K/V head.
@@ -40,7 +40,7 @@ fn most_flops(case: &Case) -> f64 {
     MOST_FLOPS[usize::from(case.problem.lengths.sequences() > 1000)]
 }
 
-/// Operations of whole tiles: what the emulation's time goes by.
+/// Operations of whole tiles, which determine the emulation's time.
 fn flops(case: &Case) -> f64 {
     let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = case.problem;
     let sequences = case.sequences();
@@ -77,7 +77,7 @@ fn draw(random: &mut Random, family: Family, pass: Pass, spec: Option<&KernelSpe
         Values::Equal,
         Values::Sharp,
     ]);
-    // LSEs are compared within 1e-3: a few roundings of scores in the thousands are more.
+    // LSEs are compared within 1e-3: a few roundings of scores in the thousands exceed that.
     let is_large = matches!(values, Values::Rising | Values::Falling | Values::Spikes | Values::Sharp);
     let scales: &[f64] = if is_large { &[0.01, 0.05] } else { &[0.01, 0.2, 1.0, 2.0] };
     let problem = Problem {
@@ -123,7 +123,7 @@ fn draw(random: &mut Random, family: Family, pass: Pass, spec: Option<&KernelSpe
     Case { arrangement, values, ..case::case("small", Problem { lengths, ..problem }) }
 }
 
-/// Head dims: those of models, any multiples of 8, one of its own for the values; of a kernel's, as wide as
+/// Head dims: those of models, any multiples of 8, different ones for values; for a given kernel, as wide as
 /// its tiles and narrower.
 fn dims(random: &mut Random, family: Family, spec: Option<&KernelSpec>) -> (usize, usize) {
     let any = |random: &mut Random, most: u32| 8 * (1 + random.below(most as usize / 8));
@@ -182,8 +182,8 @@ fn lengths(random: &mut Random, pass: Pass) -> (usize, usize) {
     (if random.below(3) == 0 { k } else { length(random) }, k)
 }
 
-/// Sequences of lengths of their own: few or over a thousand, alike or one much longer than the others, and
-/// some without any row.
+/// Sequences of different lengths: few or over a thousand, similar or one much longer than the others, some
+/// of them empty.
 fn sequences(random: &mut Random, pass: Pass, paged: bool) -> Sequences {
     let is_crowd = random.below(30) == 0;
     let batch = if is_crowd { 1001 + random.below(300) } else { random.of(&[1, 2, 3, 5, 9, 17, 40]) };

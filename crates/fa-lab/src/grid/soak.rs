@@ -1,4 +1,4 @@
-//! Random problems, the same for the same seed.
+//! Random problems, reproducible by their seed.
 
 use fa_core::{Alibi, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_planner::plan::head_dims;
@@ -14,7 +14,7 @@ pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
     let mut case = case(seed, turn, family);
     let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
     (case.problem.heads_q, case.problem.heads_kv) = (group * heads_kv, heads_kv);
-    // Keys in pages have no gradients, and other lengths are the forward's.
+    // Keys in pages have no gradients.
     if case.problem.lengths.page().is_some() {
         let k = case.sequences().k.contiguous();
         let sequences = Sequences { k, ..case.sequences() };
@@ -28,8 +28,8 @@ pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
     Case { pass: Pass::Backward { deterministic }, ..case }
 }
 
-/// Problem number `turn` of the sequence of `seed`, for kernels of `family`: every other one with lengths of
-/// its own, pages, slopes or sinks, or several of these.
+/// Problem number `turn` of the sequence of `seed`, for kernels of `family`: every second one has different
+/// lengths, pages, slopes or sinks, or several of these.
 pub fn case(seed: u64, turn: u64, family: Family) -> Case {
     if turn.is_multiple_of(2) {
         return dense(seed, turn / 2, family);
@@ -37,7 +37,7 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
     varied(dense(seed, turn, family), &mut Random::new(seed.wrapping_mul(0x85eb_ca6b) ^ turn))
 }
 
-/// `case` with lengths and places of its own for each sequence.
+/// `case` with different lengths and layouts of its sequences.
 fn varied(case: Case, random: &mut Random) -> Case {
     random.bits();
     let most_sequences = random.of(&[1, 4, 12, 40, 300]);
@@ -83,10 +83,8 @@ fn varied(case: Case, random: &mut Random) -> Case {
         sinks: random.below(3) == 0,
         ..case.problem.score
     };
-    let arrangement = match case.arrangement {
-        Arrangement::SharedBatch | Arrangement::SharedHeads => Arrangement::Gap(8),
-        other => other,
-    };
+    let is_shared = matches!(case.arrangement, Arrangement::SharedBatch | Arrangement::SharedHeads);
+    let arrangement = if is_shared { Arrangement::Gap(8) } else { case.arrangement };
     let values = if arrangement == case.arrangement { case.values } else { Values::Normal };
     let action = match (case.action, random.below(12)) {
         (Action::Once, 0) => Action::Relength,
@@ -96,7 +94,7 @@ fn varied(case: Case, random: &mut Random) -> Case {
     Case { arrangement, values, action, ..case_of("soak", "", problem, sequences) }
 }
 
-/// Room for each sequence, now and then more than it has.
+/// Slots for sequences, some of them larger than the sequence.
 fn slots(lens: &[usize], random: &mut Random) -> Vec<usize> {
     lens.iter().map(|len| len + random.below(3) * random.below(30)).collect()
 }
@@ -154,7 +152,7 @@ fn dense(seed: u64, turn: u64, family: Family) -> Case {
         score: ScoreMod::softcap_or_none(softcap),
         softmax_scale,
     };
-    // Broadcast tensors hold what their one row, head or entry holds.
+    // Broadcast tensors repeat their one row, head or entry.
     let values = if matches!(arrangement, Arrangement::SharedBatch | Arrangement::SharedHeads) {
         Values::Normal
     } else {
@@ -232,7 +230,7 @@ mod tests {
                 assert!(found, "{group} on {heads_kv}, {deterministic}");
             }
         }
-        // What is not deterministic has no bits to repeat.
+        // Only deterministic gradients repeat their bits.
         let repeats = cases.iter().filter(|case| case.action != Action::Once);
         assert!(repeats.clone().count() > 10);
         assert!(repeats.clone().all(|case| case.pass == Pass::Backward { deterministic: true }));

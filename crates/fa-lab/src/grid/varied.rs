@@ -1,4 +1,4 @@
-//! Sequences of lengths of their own: packed end to end, and used in part.
+//! Sequences of different lengths: packed end to end, and used in part.
 
 use fa_core::{Dtype, Mask, Problem, Types};
 
@@ -9,8 +9,9 @@ use crate::sequences::{Ragged, Sequences};
 /// Head dims, query and K/V heads, type.
 type Width = ((usize, usize), (usize, usize), Dtype);
 
-/// Head dims, heads and types that go round: tiles of every width, groups that are packed into rows and not.
-/// A width has one type: each pair of the two is a kernel to compile for every mask and way to find rows.
+/// Head dims, heads and types that cases cycle through: tiles of every width, groups that are packed into
+/// rows and not. Each width has one type, since each pair is a kernel to compile for every mask and way to
+/// read rows.
 const WIDTHS: [Width; 8] = [
     ((128, 128), (4, 4), Dtype::Bf16),
     ((64, 64), (8, 1), Dtype::Bf16),
@@ -22,11 +23,11 @@ const WIDTHS: [Width; 8] = [
     ((64, 64), (4, 2), Dtype::Bf16),
 ];
 
-/// The masks that go round.
+/// The masks that cases cycle through.
 pub(super) const ALL_MASKS: [Mask; 4] =
     [Mask::CAUSAL, Mask::FULL, Mask::causal_window(70), Mask { left: Some(40), right: Some(11) }];
 
-/// A problem of turn `turn`: width, heads and type; lengths come with the sequences.
+/// The problem of turn `turn`: width, heads and type; its lengths are those of the sequences.
 pub(super) fn turned(turn: usize, mask: Mask) -> Problem {
     let ((head_dim, head_dim_v), (heads_q, heads_kv), dtype) = WIDTHS[turn % WIDTHS.len()];
     let types = Types::same(dtype);
@@ -128,7 +129,7 @@ fn many(extent: Extent) -> Vec<Case> {
     cases
 }
 
-/// Sequences that use a part of their room: padded batches, and slots of packed ones.
+/// Sequences that use a part of their slots: padded batches, and packed slots.
 pub(super) fn used(extent: Extent) -> Vec<Case> {
     let room = |lens: &[usize]| lens.iter().copied().max().unwrap_or(0) + 19;
     let slots = |lens: &[usize]| lens.iter().map(|len| len + len % 23).collect::<Vec<usize>>();

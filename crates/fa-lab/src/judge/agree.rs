@@ -1,5 +1,5 @@
-//! The oracles judge sequence by sequence; fa-cpu's own passes over whole batches, given the
-//! arrays that a kernel gets and reading the memory that a kernel reads, must pass them.
+//! The oracles judge sequence by sequence; fa-cpu's passes over whole batches, on the arrays and memory that
+//! a kernel gets, must agree with them.
 
 use fa_attn::device::{DeviceOutput, shapes};
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
@@ -41,7 +41,7 @@ fn affordable(cases: Vec<Case>, most: f64) -> Vec<Case> {
     cases.into_iter().filter(of).filter(|case| seen.insert(case.problem_name())).collect()
 }
 
-/// Q, K and V where a kernel finds them, and the arrays that it gets.
+/// Q, K and V as laid out for a kernel, and the arrays that it gets.
 struct Memory {
     tensors: [Vec<bf16>; 3],
     arrays: OwnedExtras,
@@ -73,7 +73,7 @@ fn whole_batches_pass_the_oracles_of_single_sequences() {
             .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
         let Sequences { q: of_q, .. } = &inputs.sequences;
         let packed = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements()[3];
-        // What is nobody's may hold anything here.
+        // Memory that belongs to no row may hold anything here.
         let (out, _) = load(found.out, of_q, &packed);
         let (lse, _) = load_lse(found.lse, of_q, case.problem.heads_q);
         let oracle = Oracle::new(&inputs, case.seed()).expect("inputs that fit");

@@ -1,5 +1,5 @@
-//! What a result should be, and whether it is: the f64 oracle and its low-precision twin on all rows, or,
-//! where that would take long, on rows chosen from everywhere.
+//! Judges outputs: by the f64 oracle and its low-precision twin on all rows, or, where that would take long,
+//! on rows sampled from everywhere.
 
 use fa_attn::device::{DeviceOutput, Half};
 use fa_core::Problem;
@@ -31,7 +31,7 @@ pub struct Oracle<T> {
     noise: f64,
 }
 
-/// How a result compares.
+/// The verdict on a result.
 #[derive(Clone, Debug)]
 pub struct Judgement {
     /// Whether it is right.
@@ -61,8 +61,8 @@ impl<T: Half> Oracle<T> {
         Ok(oracle)
     }
 
-    /// Compares what a call wrote: the chosen rows by the rule of [`compare`], and of all others that they
-    /// are written and that those without a key are 0 and -inf.
+    /// Compares the output of a call: the chosen rows by the rule of [`compare`]. All other rows must be
+    /// written, and be 0 and -inf where they see no key.
     ///
     /// # Errors
     /// Outputs that do not fit the problem.
@@ -160,7 +160,7 @@ fn choose(problem: &Problem, sequences: &Sequences, budget: f64, seed: u64) -> V
     if of_q.total() == 0 {
         return Vec::new();
     }
-    // ALiBi's rows go to the end: see `expected`.
+    // With ALiBi, blocks extend to the end of the sequence: see `expected`.
     let (whole, some) =
         if problem.score.alibi.is_some() { (usize::MAX, usize::MAX) } else { (BLOCK, CHOSEN_BLOCK) };
     let block = |batch: usize, head: usize, first: usize, most: usize| Rows {
@@ -181,7 +181,7 @@ fn choose(problem: &Problem, sequences: &Sequences, budget: f64, seed: u64) -> V
             .map(|(batch, head, first)| block(batch, head, first, whole))
             .collect();
     }
-    // Sequences are drawn by their rows; those of one row count.
+    // Sequences are drawn in proportion to their rows.
     let chosen = |batch: usize, head: usize, first: usize| {
         let last = of_q.len(batch).saturating_sub(some);
         block(batch, head, first.min(last), some)

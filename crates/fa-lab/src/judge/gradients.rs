@@ -1,6 +1,5 @@
-//! What gradients should be, and whether they are: the f64 oracle and its low-precision twin, a K/V head with
-//! all of its query heads at a time; all of them, or, where that would take long, the first, the last and
-//! some between.
+//! Judges gradients: by the f64 oracle and its low-precision twin, one K/V head with all of its query heads
+//! at a time; all heads, or, where that would take long, the first, the last and some between.
 
 use std::sync::OnceLock;
 
@@ -34,7 +33,7 @@ pub struct GradientOracle<T> {
     /// Batch entry and K/V head.
     heads: Vec<(usize, usize)>,
     exact: [Vec<f64>; 3],
-    /// The first draw of [`HELD_AT`], which nearly every kernel is within the tolerance of.
+    /// The first draw of [`HELD_AT`], within whose tolerance nearly every kernel is.
     low: [Vec<T>; 3],
     /// The worst of all draws, where the first has not been enough.
     worst: OnceLock<[Vec<T>; 3]>,
@@ -125,9 +124,9 @@ impl<T: Half> GradientOracle<T> {
         Ok(self.worst.get_or_init(|| worst))
     }
 
-    /// Compares what a backward wrote: the chosen heads by the rule of [`compare`], and of all others that
-    /// they are written and that queries without a key and keys without a query have the gradient 0. `inputs`
-    /// and `dout` are those of [`GradientOracle::new`].
+    /// Compares the gradients of a backward: the chosen heads by the rule of [`compare`]. All others must be
+    /// written, and be 0 for queries without a key and keys without a query. `inputs` and `dout` are those of
+    /// [`GradientOracle::new`].
     ///
     /// # Errors
     /// Gradients that do not fit the problem.
@@ -230,7 +229,7 @@ fn choose(problem: &Problem, sequences: &Sequences, seed: u64) -> Vec<(usize, us
     if (0..sequences.count()).map(cost).sum::<f64>() * heads_kv as f64 <= BUDGET {
         return (0..all).map(|i| (i / heads_kv, i % heads_kv)).collect();
     }
-    // The first and the last, and random ones while they are affordable; the last alone where it is all.
+    // The first and the last, and random ones while they are affordable; the last alone where only one is.
     let mut chosen = vec![all - 1];
     let mut left = BUDGET - cost((all - 1) / heads_kv);
     let mut random = Random::new(seed);
@@ -293,7 +292,7 @@ impl<'a, T: Half> Head<'a, T> {
     }
 }
 
-/// What is behind an element; nothing where the tensor is empty.
+/// The location of an element; `None` where the tensor is empty.
 fn from_of<T>(values: &[T], from: usize) -> &[T] {
     &values[from.min(values.len())..]
 }
@@ -341,8 +340,8 @@ mod tests {
         }
     }
 
-    /// What failed was held to the worst of all draws, which is nowhere nearer than the first; somewhere
-    /// farther, but in dV, which does not depend on O.
+    /// Failures are judged by the worst of all draws, which is never nearer than the first, and somewhere
+    /// farther except in dV, which does not depend on O.
     fn assert_farther(oracle: &GradientOracle<bf16>, tensor: usize) {
         let worst = &oracle.worst.get().expect("it failed by the first draw")[tensor];
         let off = |value: bf16, exact: f64| (value.to_f64() - exact).abs();

@@ -4,8 +4,8 @@ use fa_core::{Lengths, Problem};
 
 use super::rows::per_head;
 
-/// One K/V head with its query heads by itself, of sequences of lengths that the host knows: gradients of K
-/// and V sum over the group.
+/// The problem of one K/V head with its query heads, for sequences of equal lengths: gradients of K and V sum
+/// over the group.
 pub(super) fn part(problem: &Problem) -> Problem {
     part_of(problem, problem.lengths.max_q(), problem.lengths.max_k())
 }

@@ -25,8 +25,8 @@ pub(super) fn per_head(score: ScoreMod) -> ScoreMod {
     ScoreMod { alibi: score.alibi.map(|_| Alibi::PerHead), ..score }
 }
 
-/// The problem of some rows of one head by itself: trailing keys that none of them sees are cut off, and the
-/// mask is moved so that the rows keep their positions on the diagonal.
+/// The problem of some rows of one head: trailing keys that none of them sees are cut off, and the mask is
+/// shifted so that the rows keep their position relative to the diagonal.
 fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
     let behind = problem.lengths.max_q() - rows.end;
     let (seqlen_k, moved) = match problem.mask.right {
@@ -55,8 +55,8 @@ fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
 /// The f64 result of some rows, and the same formula in the kernels' precision.
 pub(super) type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
 
-/// Computes what some rows of `inputs` should give. ALiBi's distances do not survive the move of the mask:
-/// with it, rows go to their sequence's end.
+/// Computes the expected results of some rows of `inputs`. Shifting the mask would change ALiBi's distances:
+/// with ALiBi, rows extend to their sequence's end.
 ///
 /// # Errors
 /// Inputs that do not fit their problem.

@@ -1,5 +1,4 @@
-//! Are gradients right? Judged on one head, so that a large problem is checked in a moment before it is
-//! timed.
+//! Judges gradients by one head, so that a large problem is checked quickly before it is timed.
 
 use fa_attn::device::{Half, shapes};
 use fa_core::{Dtype, Problem, ScoreMod, TensorLayout, Types};
@@ -14,9 +13,9 @@ use crate::memory::Gradients;
 use crate::sequences::{Ragged, Sequences};
 use crate::tensors::Inputs;
 
-/// What gradients in a 16-bit type may be off by, as a share of their tensor's largest: probabilities and
-/// their gradients are rounded to 16 bits before they are summed. `fa validate` holds kernels to the exact
-/// rule; this is to find wrong ones.
+/// Tolerance of gradients in a 16-bit type, as a share of their tensor's largest: probabilities and their
+/// gradients are rounded to 16 bits before they are summed. `fa validate` applies the exact rule; this one
+/// finds kernels that are plainly wrong.
 const SHARE: f64 = 1.0 / 64.0;
 
 /// The last K/V head of the last sequence that has rows, with its query heads, and its gradients in f32.
@@ -55,7 +54,7 @@ impl SampleHead {
         let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = problem;
         let group = problem.group_size();
         let whole = part_of(&problem, of_q.len(batch), of_k.len(batch));
-        // Gradients follow from an LSE that has the sinks in it.
+        // The LSE that gradients are computed from includes the sinks.
         let score = ScoreMod { sinks: false, ..whole.score };
         let own = Problem { types: Types::same(Dtype::F32), score, ..whole };
         let f32_of = |values: &[T], rows, width, heads| {
@@ -90,7 +89,7 @@ impl SampleHead {
         Ok(SampleHead { problem, sequences, batch, gradients })
     }
 
-    /// Judges whole gradients by this head, and by whether every element was written.
+    /// Judges gradients by this head, and checks that every element was written.
     ///
     /// # Errors
     /// [`CpuError`] when the gradients do not have the problem's size.

@@ -1,5 +1,4 @@
-//! Is an output right? Judged on a few rows, so that a large problem is checked in a moment before it is
-//! timed.
+//! Judges an output by a few rows, so that a large problem is checked quickly before it is timed.
 
 use fa_attn::device::{DeviceOutput, Half};
 use fa_core::Problem;
@@ -32,7 +31,7 @@ struct Block {
     lse: Vec<f64>,
 }
 
-/// What an output of one problem must be on some rows.
+/// The exact output of one problem on some rows.
 pub struct SampleRows {
     problem: Problem,
     /// The sequences' queries.
@@ -40,14 +39,14 @@ pub struct SampleRows {
     blocks: Vec<Block>,
 }
 
-/// How far an output is from what it must be, at its worst.
+/// The largest error of an output.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Judged {
     /// Rows compared.
     pub rows: usize,
     /// Largest difference.
     pub max_abs: f64,
-    /// What it may be.
+    /// The tolerance of that.
     pub tolerance: f64,
     /// Whether all rows are near enough, their LSEs too, and every element of the whole output was written.
     pub passed: bool,
@@ -65,7 +64,7 @@ impl SampleRows {
             return Ok(SampleRows { problem, of_q, blocks: Vec::new() });
         }
         let mut random = Random::new(seed);
-        // Sequences are drawn by their rows: one without any has nothing to be judged by.
+        // Sequences are drawn in proportion to their rows, so never an empty one.
         let (first, last) = (of_q.sequence_of(0), of_q.sequence_of(of_q.total() - 1));
         let mut heads = vec![(first, 0), (last, heads_q - 1)];
         heads.extend(
@@ -82,12 +81,12 @@ impl SampleRows {
         Ok(SampleRows { problem, of_q, blocks })
     }
 
-    /// No rows: nothing but that outputs are written is judged.
+    /// No rows: only checks that outputs are written.
     pub fn none<T>(inputs: &Inputs<T>) -> SampleRows {
         SampleRows { problem: inputs.problem, of_q: inputs.sequences.q.clone(), blocks: Vec::new() }
     }
 
-    /// Judges a whole output by these rows.
+    /// Judges an output by these rows.
     ///
     /// # Errors
     /// [`CpuError`] when the output does not have the problem's size.

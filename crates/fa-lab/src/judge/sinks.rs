@@ -1,4 +1,4 @@
-//! What gradients of sinks should be: `dsink_h = -sum over rows of exp(sink_h - LSE) (O . dO)`.
+//! Exact gradients of sinks: `dsink_h = -sum over rows of exp(sink_h - LSE) (O . dO)`.
 
 use fa_attn::device::Half;
 use fa_cpu::CpuError;
@@ -10,7 +10,7 @@ use crate::tensors::Inputs;
 /// Roundings of a row's O that its term may carry, each of half a step of the type.
 const ROUNDINGS: f64 = 4.0;
 
-/// Each head's exact gradient, and what it may be off by.
+/// Each head's exact gradient, and its tolerance.
 pub(super) struct SinkGradients {
     exact: Vec<f64>,
     tolerance: Vec<f64>,
@@ -31,7 +31,7 @@ impl SinkGradients {
                 low -= one.low;
                 squares += one.squares;
             }
-            // Rows' roundings are independent; a low-precision sum is one draw of them.
+            // The roundings of rows are independent; a low-precision sum is one sample of them.
             let step = fa_cpu::compare::rounding_step(inputs.problem.types.qkv, 1.0) / 2.0;
             let drawn = 2.0 * f64::abs(low - exact);
             Ok((exact, drawn.max(ROUNDINGS * step * f64::sqrt(squares)).max(1e-5)))
@@ -41,7 +41,7 @@ impl SinkGradients {
         Ok(SinkGradients { exact, tolerance })
     }
 
-    /// The largest error as a share of its tolerance, and what to say of it.
+    /// The largest error as a share of its tolerance, with a description.
     pub(super) fn judge(&self, found: &[f32]) -> (f64, String) {
         if found.len() != self.exact.len() {
             let text = format!("dsinks: {} values for {} heads", found.len(), self.exact.len());
@@ -67,7 +67,7 @@ impl SinkGradients {
 struct Terms {
     exact: f64,
     low: f64,
-    /// Of the rows' terms by magnitude.
+    /// Sum of the squares of the rows' terms.
     squares: f64,
 }
 

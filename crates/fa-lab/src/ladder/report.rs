@@ -1,4 +1,4 @@
-//! What was measured of the ladders.
+//! The report of the ladders.
 
 use fa_core::{Arch, Family, KernelSpec};
 use serde::Serialize;
@@ -47,7 +47,7 @@ pub struct Row {
     pub tflops: Option<f64>,
     /// Our rate over that of the first step.
     pub ratio: Option<f64>,
-    /// The same of the published ladder.
+    /// The same for the published ladder.
     pub published_ratio: Option<f64>,
     /// Why nothing was timed, or what is wrong.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -56,7 +56,7 @@ pub struct Row {
     pub wrong: bool,
 }
 
-/// The rows of a ladder; `timed` are (step, kernel, milliseconds), of a step with several the fastest counts.
+/// The rows of a ladder; `timed` are (step, kernel, milliseconds), of which the fastest of a step counts.
 pub fn rows(
     ladder: &Ladder,
     timed: &[(usize, &KernelSpec, f64)],

@@ -1,4 +1,4 @@
-//! What a ladder is made of.
+//! The steps of a ladder.
 
 use fa_core::{KernelSpec, Problem};
 
@@ -20,7 +20,7 @@ pub struct Ladder {
     pub name: String,
     /// The shape.
     pub problem: Problem,
-    /// The steps, the one that others are held against first.
+    /// The steps; the first is the baseline.
     pub steps: Vec<Rung>,
     /// Rates of a published ladder in TFLOP/s, by step; none for steps that it does not have.
     pub published: Vec<Option<f64>>,

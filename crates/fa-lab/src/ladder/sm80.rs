@@ -1,8 +1,6 @@
 //! The two published ladders, step by step with the mma.sync kernel's switches.
 
-use fa_core::{
-    Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, Reads, ScoreKind, Sm80Fwd, Types,
-};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Mask, Pass, Problem, Sm80Fwd};
 use fa_planner::plan::PlanError;
 
 use super::rungs::{Ladder, Rung};
@@ -39,23 +37,14 @@ pub(super) fn ladders(arch: Arch, seqlens: &[usize]) -> Result<Vec<Ladder>, Plan
 }
 
 fn spec(problem: &Problem, kernel: &Sm80Fwd) -> KernelSpec {
-    KernelSpec {
-        types: Types::same(problem.types.qkv),
-        head_dim: problem.head_dim as u32,
-        head_dim_v: problem.head_dim_v as u32,
-        mask: MaskKind::of(&problem.mask),
-        score: ScoreKind::NONE,
-        reads: Reads::UNIFORM,
-        split: false,
-        kernel: Kernel::Sm80Fwd(kernel.clone()),
-    }
+    KernelSpec::for_problem(problem, [problem.head_dim as u32, problem.head_dim_v as u32], kernel.clone())
 }
 
 fn step(name: &str, change: &'static str, problem: &Problem, kernel: &Sm80Fwd) -> Rung {
     Rung { name: name.to_owned(), change, specs: Ok(vec![spec(problem, kernel)]) }
 }
 
-/// How operands come from shared memory; arithmetic and tile stay.
+/// Ways of loading operands from shared memory, with the same arithmetic and tile.
 fn memory() -> Ladder {
     let problem = Problem::square(2, 1024, 8, 128, Mask::FULL, Dtype::F16);
     let naive = Sm80Fwd {
@@ -89,7 +78,7 @@ fn memory() -> Ladder {
     }
 }
 
-/// What tiles cost and bring.
+/// The effect of tiles.
 ///
 /// The published large tile is 256 x 128, which tensor memory holds. 128 x 128 over eight warps is the
 /// largest that mma.sync holds in registers with every step off: 256 x 64 spills until the loop is split.

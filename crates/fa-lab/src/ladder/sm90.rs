@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::marks::TOKENS;
 use crate::shape::HeadDim;
 
-/// A length at which tiles are many and long enough for every knob to show.
+/// A length with enough tiles, long enough, for every knob to matter.
 const SEQLEN: usize = 4096;
 
 /// A ladder for each head dim, mask and length, and one with grouped heads for packing.
@@ -109,7 +109,7 @@ fn knobs(arch: Arch, problem: Problem) -> Result<Ladder> {
     Ok(Ladder { name: "knobs".to_owned(), problem, steps, published })
 }
 
-/// Sixteen queries of eight heads per K/V head: one by one they fill an eighth of a tile.
+/// Sixteen queries, eight heads per K/V head: without packing they fill an eighth of a tile.
 fn grouped(arch: Arch, head_dim: usize, head_dim_v: usize) -> Result<Ladder> {
     let square = Problem::square(16, 16, 64, head_dim, Mask::CAUSAL, Dtype::Bf16);
     let problem = Problem {

@@ -1,4 +1,4 @@
-//! NVIDIA GPUs and their driver, looked for without loading anything.
+//! NVIDIA GPUs and their driver, found without loading a library.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,12 +6,12 @@ use std::process::Command;
 use fa_core::Arch;
 use serde::Serialize;
 
-/// One GPU as the driver describes it.
+/// A GPU, as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Gpu {
     /// The product's name.
     pub name: String,
-    /// Compute capability, such as `9.0`; `None` when the driver did not say.
+    /// Compute capability, such as `9.0`; `None` when the driver does not report it.
     pub compute_capability: Option<String>,
     /// The architecture whose kernels it runs, if there are any.
     pub arch: Option<Arch>,
@@ -22,7 +22,7 @@ pub struct Gpu {
 /// The driver.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Driver {
-    /// Its version, where the kernel module says it.
+    /// Its version, where the kernel module reports it.
     pub version: Option<String>,
     /// The library that programs load.
     pub library: Option<PathBuf>,
@@ -66,7 +66,7 @@ fn parse_tool_output(text: &str) -> Vec<Gpu> {
     text.lines().filter_map(parse).collect()
 }
 
-/// What the kernel module says where there is no nvidia-smi.
+/// The GPUs by the kernel module, where there is no nvidia-smi.
 fn gpus_of_module() -> Vec<Gpu> {
     let Ok(entries) = std::fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
     let mut folders: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();

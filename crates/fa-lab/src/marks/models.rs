@@ -1,5 +1,5 @@
-//! Attention as released models compute it: heads, head dims and masks from their public cards or
-//! configurations, at the lengths that they are trained and served at.
+//! Attention layers of released models: heads, head dims and masks from their public cards or configurations,
+//! at lengths of their training and serving.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 
@@ -58,8 +58,8 @@ const LAYERS: [Layer; 24] = [
     layer("Wan 2.1 14B at 480p", 1, (32760, 32760), (40, 40), 128, FULL),
 ];
 
-/// Layers of other models, which no kernel, constant of the planner or default was tuned to: how we do on
-/// what we have not looked at. A row that a change is tuned to moves to [`LAYERS`].
+/// Layers of other models, which no kernel, constant of the planner or default was tuned for: a held-out
+/// test. A row that a change is tuned for moves to [`LAYERS`].
 const HELD_OUT: [Layer; 16] = [
     layer("Llama 3 405B", 1, (6000, 6000), (128, 8), 128, CAUSAL),
     layer("Qwen2.5 14B", 2, (3000, 3000), (40, 8), 128, CAUSAL),
@@ -90,7 +90,7 @@ pub(super) fn held_out() -> Vec<Wanted> {
 }
 
 impl Layer {
-    /// The problem, summed up with the rows of `group`.
+    /// The problem, summarised with the rows of `group`.
     fn wanted(&self, group: &'static str) -> Wanted {
         let (seqlen_q, seqlen_k) = self.seqlens;
         let (heads_q, heads_kv) = self.heads;

@@ -1,5 +1,4 @@
-//! Attention as engines call it: packed batches, decoding, keys in pages, sinks, and a step of a served
-//! model.
+//! Attention in serving: packed batches, decoding, keys in pages, sinks, and a step of a served model.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 
@@ -63,7 +62,7 @@ pub(super) fn decode() -> Vec<Wanted> {
 /// Batch and keys of the rows of pages.
 const CACHE: (usize, usize) = (64, 4096);
 
-/// A cache of 64 x 4k keys, in one piece and in pages without order, then in order: one query token, and 512.
+/// A cache of 64 x 4k keys, contiguous, in shuffled pages and in pages in order: one query token, and 512.
 pub(super) fn paged() -> Vec<Wanted> {
     let (batch, keys) = CACHE;
     let lens = vec![keys; batch];
@@ -80,7 +79,7 @@ pub(super) fn paged() -> Vec<Wanted> {
         {
             row(name, Ragged::paged(&lens, page, 0, &mut Random::new(page as u64)));
         }
-        // As an allocator that has not lost its order gives them.
+        // As an unfragmented allocator gives them.
         for (name, page) in [("pages of 16 in order", 16), ("pages of 1 in order", 1)] {
             row(name, Ragged::paged_in_runs(&lens, page, usize::MAX, 0, &mut Random::new(1)));
         }
@@ -116,7 +115,7 @@ pub(super) fn step() -> Vec<Wanted> {
     vec![Wanted { name, unit: Unit::StepMs, graph: LAYERS, ..Wanted::of(GROUPED, sequences, "a step, bf16") }]
 }
 
-/// Sequences of the decoding batches that are planned: up to what a batch of embeddings has.
+/// Sequences of the decoding batches that are planned, up to the size of an embedding batch.
 const PLANNED: [(&str, usize); 5] = [
     ("1 decode", 1),
     ("32 decodes", 32),
@@ -125,8 +124,8 @@ const PLANNED: [(&str, usize); 5] = [
     ("8300 decodes", 8300),
 ];
 
-/// The kernel that plans a batch's work, alone: of decoding batches in pages of 16, few sequences with long
-/// caches and many with short ones, and of packed batches.
+/// The plan kernel alone: for decoding batches in pages of 16, few sequences with long caches and many with
+/// short ones, and for packed batches.
 pub(super) fn plan() -> Vec<Wanted> {
     let of = |name, sequences| Wanted {
         name: Some(name),

@@ -11,23 +11,23 @@ use crate::shape::Shape;
 /// A shape to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wanted {
-    /// The model that it is of, or what it is, for tables.
+    /// The model that it is from, or a description, for tables.
     pub name: Option<&'static str>,
     /// The problem.
     pub problem: Problem,
-    /// How long its sequences are, where the problem has bounds only.
+    /// The lengths of its sequences, where the problem only has bounds.
     pub sequences: Option<Sequences>,
-    /// Rows are summed up by this.
+    /// The group that its rows are summarised with.
     pub group: &'static str,
-    /// What bounds it, and its rates are in.
+    /// The unit of its rates, by what bounds it.
     pub unit: Unit,
-    /// Calls that are captured as one CUDA graph, whose replays are timed; 0 for launches one by one.
+    /// Calls captured as one CUDA graph, whose replays are timed; 0 for single launches.
     pub graph: usize,
-    /// Rates that others published or measured for this shape on an H100, in TFLOP/s.
+    /// Published or measured rates of others for this shape on an H100, in TFLOP/s.
     pub recorded: BTreeMap<String, f64>,
 }
 
-/// What a rate counts.
+/// The unit of a rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Unit {
     /// 10^12 operations on visible pairs, a second.
@@ -55,7 +55,7 @@ impl Unit {
         }
     }
 
-    /// How often a figure is as good as another.
+    /// The ratio of a figure to another, above 1 if it is better.
     pub fn ratio(self, ours: f64, other: f64) -> f64 {
         match self {
             Unit::Flops | Unit::KvBytes => ours / other,
@@ -63,7 +63,7 @@ impl Unit {
         }
     }
 
-    /// Of two figures the better.
+    /// The better of two figures.
     pub fn better(self, a: f64, b: f64) -> f64 {
         match self {
             Unit::Flops | Unit::KvBytes => a.max(b),
@@ -73,7 +73,7 @@ impl Unit {
 }
 
 impl Wanted {
-    /// A shape with nothing to go with it.
+    /// A shape of a problem of uniform lengths.
     pub fn new(problem: Problem, group: &'static str) -> Wanted {
         Wanted {
             name: None,
@@ -95,7 +95,7 @@ impl Wanted {
         format!("{name}{group}: {} x {seqlens}, {heads}, hd {head_dims}, {}", shape.batch, shape.mask)
     }
 
-    /// A shape of sequences with lengths of their own.
+    /// A shape of sequences of different lengths.
     pub fn of(problem: Problem, sequences: Sequences, group: &'static str) -> Wanted {
         let problem = Problem { lengths: sequences.lengths(), ..problem };
         Wanted { sequences: Some(sequences), ..Wanted::new(problem, group) }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Context, Error, Result};
 use crate::worker::{Received, StandardError, Worker};
 
-/// The helper's files, which are written to a temporary folder: the program is then whole by itself.
+/// The helper's files, which are written to a temporary folder, so that the program needs no other files.
 const FILES: [(&str, &str); 8] = [
     (SCRIPT, include_str!("../../../../bench/peers.py")),
     ("fa_peers/__init__.py", include_str!("../../../../bench/fa_peers/__init__.py")),
@@ -21,16 +21,16 @@ const FILES: [(&str, &str); 8] = [
     ("fa_peers/timing.py", include_str!("../../../../bench/fa_peers/timing.py")),
 ];
 
-/// The one that is run.
+/// The script that is run.
 pub(super) const SCRIPT: &str = "peers.py";
 
 /// Names the Python interpreter that has torch.
 pub const PYTHON_VARIABLE: &str = "FA_PYTHON";
 
-/// Importing torch and the peers takes this long at the most.
+/// Time limit for importing torch and the peers.
 const START: Duration = Duration::from_secs(180);
 
-/// What the helper has, by its first line.
+/// The helper's first line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hello {
     /// torch's version.
@@ -41,10 +41,10 @@ pub struct Hello {
     pub driver: Option<String>,
     /// Names of the peers that could be loaded.
     pub peers: Vec<String>,
-    /// What they are, by name.
+    /// Their versions, by name.
     #[serde(default)]
     pub versions: BTreeMap<String, String>,
-    /// Why the others could not.
+    /// The errors of the others.
     pub errors: BTreeMap<String, String>,
 }
 
@@ -122,7 +122,7 @@ mod tests {
         modules.sort();
         let names: Vec<&str> = FILES.iter().map(|(name, _)| *name).filter(|name| *name != SCRIPT).collect();
         assert_eq!(names, modules);
-        // Out of its folder it says hello, with or without torch.
+        // From its folder the helper prints its first line, with or without torch.
         let files = files().expect("they can be written");
         let mut python = Command::new("python3");
         python.arg(files.path().join(SCRIPT)).stdin(std::process::Stdio::null());

@@ -1,4 +1,4 @@
-//! What the helper is asked for.
+//! Requests to the helper.
 
 use fa_core::Pass;
 use serde_json::json;
@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::marks::Wanted;
 use crate::sequences::Store;
 
-/// What the helper is asked for `wanted`.
+/// The request for `wanted`.
 pub(super) fn request(wanted: &Wanted, pass: Pass) -> serde_json::Value {
     let problem = &wanted.problem;
     let mask = &problem.mask;

@@ -1,22 +1,22 @@
-//! One side of a batch: the rows of each sequence and where they lie, padded, end to end or in pages.
+//! One side of a batch: the rows of each sequence and their layout: padded, end to end or in pages.
 
 use fa_core::{Side, SideRows};
 
 use crate::random::Random;
 
-/// One side of a batch: the rows of each sequence, and where they lie.
+/// One side of a batch: the rows of each sequence, and their layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ragged {
     /// Rows before each sequence's first where sequences stand end to end, and of all.
     starts: Vec<usize>,
     /// The bound on a sequence's rows that the host knows.
     max: usize,
-    /// Whether lengths come in an array of their own (`seqused`).
+    /// Whether there is an array of lengths (`seqused`).
     used: bool,
     store: Store,
 }
 
-/// Where rows lie.
+/// The layout of rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Store {
     /// `[batch, len, heads, dim]`.
@@ -44,7 +44,7 @@ pub enum Store {
     },
 }
 
-/// What unused entries of a page table hold: no kernel may follow them.
+/// Values of unused entries of a page table, which no kernel may follow.
 pub const GARBAGE: [i32; 4] = [-1, i32::MAX, i32::MIN, 0x7f7f_7f7f];
 
 fn starts(lens: &[usize]) -> Vec<usize> {
@@ -66,7 +66,7 @@ impl Ragged {
         Ragged { starts, max: len, used: false, store: Store::Padded { len } }
     }
 
-    /// Sequences of `lens` rows, each in room for `len`; what lies behind belongs to no sequence.
+    /// Sequences of `lens` rows, each padded to `len`; the padding belongs to no sequence.
     pub fn padded(lens: &[usize], len: usize) -> Ragged {
         assert!(lens.iter().all(|&own| own <= len), "{lens:?} in room for {len}");
         Ragged { starts: starts(lens), max: len, used: true, store: Store::Padded { len } }
@@ -88,13 +88,13 @@ impl Ragged {
         Ragged { starts: starts(lens), used: true, ..of_slots }
     }
 
-    /// Sequences of `lens` rows in pages of `page`, drawn without order from a cache that has `spare` pages
-    /// more than they need.
+    /// Sequences of `lens` rows in pages of `page`, drawn at random from a cache that has `spare` more pages
+    /// than they need.
     pub fn paged(lens: &[usize], page: usize, spare: usize, random: &mut Random) -> Ragged {
         Ragged::paged_in_runs(lens, page, 1, spare, random)
     }
 
-    /// The same with `run` pages of each draw one behind another, as allocators give them.
+    /// The same with `run` consecutive pages at a time, as allocators give them.
     pub fn paged_in_runs(
         lens: &[usize],
         page: usize,
@@ -165,13 +165,12 @@ impl Ragged {
                 let table = if columns == 0 { none } else { rows.collect() };
                 Store::Paged { page, pages, columns: wider, table }
             }
-            store => store,
+            store @ (Store::Padded { .. } | Store::Packed { .. }) => store,
         };
         Ragged { max, store, ..self }
     }
 
-    /// The same memory with other lengths, as far as there is room: what a captured graph may find when it
-    /// is replayed.
+    /// The same memory with other lengths that fit: what a captured graph may find when it is replayed.
     #[must_use]
     pub fn drawn_again(&self, random: &mut Random) -> Ragged {
         let batch = self.sequences();
@@ -213,8 +212,8 @@ impl Ragged {
         }
     }
 
-    /// The page table with entries in use that name no page, and the rows, end to end, that are lost so: of
-    /// every other sequence the first page's.
+    /// The page table with some used entries that name no page, and the rows, end to end, that are lost by
+    /// it: those of the first page of every second sequence.
     pub fn bad_pages(&self) -> (Vec<i32>, Vec<std::ops::Range<usize>>) {
         let Store::Paged { page, pages, columns, table } = &self.store else { return Default::default() };
         let mut table = table.clone();
@@ -258,7 +257,7 @@ impl Ragged {
         self.starts.partition_point(|&start| start <= row) - 1
     }
 
-    /// Where rows lie.
+    /// The layout of rows.
     pub fn store(&self) -> &Store {
         &self.store
     }
@@ -314,7 +313,7 @@ impl Ragged {
         }
     }
 
-    /// The lengths in an array of their own, where they come in one.
+    /// The array of lengths (`seqused`), where there is one.
     pub fn used(&self) -> Option<Vec<i32>> {
         self.used.then(|| (0..self.sequences()).map(|b| index(self.len(b))).collect())
     }
@@ -327,7 +326,7 @@ impl Ragged {
         }
     }
 
-    /// What cases call it: `1024`, `packed 4000/1500`, `pages of 16`.
+    /// Its name in cases: `1024`, `packed 4000/1500`, `pages of 16`.
     pub(super) fn name(&self) -> String {
         let used = if self.used { " used" } else { "" };
         match self.store {

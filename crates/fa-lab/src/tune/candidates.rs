@@ -1,4 +1,4 @@
-//! What is tried for a problem: the planner's best tiles, and the best of these with other knobs.
+//! The candidates for a problem: the planner's best tiles, and variants of the best of them.
 
 use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_planner::account::account;
@@ -45,7 +45,7 @@ pub fn of(
     }
     let best: Vec<KernelSpec> = found.iter().take(VARIED).map(|known| known.spec.clone()).collect();
     let most = 2 * found.len();
-    // One knob of each tile in turn, so that a small number of variants is spread over the tiles.
+    // One variant of each tile in turn, so that a small number of variants is spread over the tiles.
     let lists: Vec<Vec<KernelSpec>> = best.iter().map(variants).collect();
     for knob in 0..lists.iter().map(Vec::len).max().unwrap_or(0) {
         for spec in lists.iter().filter_map(|list| list.get(knob)) {
@@ -62,13 +62,13 @@ pub fn of(
     Ok(found)
 }
 
-/// What makes a tile: its extents and the warps on it.
+/// A tile: its extents and number of warps.
 fn block(spec: &KernelSpec) -> (u32, u32, u32) {
     let (tile_m, tile_n) = spec.tile();
     (tile_m, tile_n, spec.threads())
 }
 
-/// `spec` with one knob changed, the most telling first; also those that break a rule.
+/// `spec` with one knob changed, the most influential first; some may break a rule.
 fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
     let variants = kernels::of(&spec.kernel).variants();
     variants.into_iter().map(|kernel| KernelSpec { kernel, ..spec.clone() }).collect()

@@ -1,5 +1,4 @@
-//! Problems drawn at random: what the planner's choices are judged by, as its constants were not fitted to
-//! them.
+//! Problems drawn at random, to judge the planner's choices by: its constants were not fitted to them.
 //!
 //! The same seed, number and architecture give the same problem. Passes and families take turns in such a way
 //! that the even- and the odd-numbered problems have as many of each.
@@ -16,7 +15,7 @@ use crate::random::Random;
 pub struct Drawing {
     /// How many.
     pub count: usize,
-    /// Every seed gives other problems.
+    /// Each seed gives different problems.
     pub seed: u64,
     /// The passes, which take turns.
     pub passes: Vec<Pass>,
@@ -34,7 +33,7 @@ const MOST_BYTES: f64 = (1u64 << 30) as f64;
 /// The most scores of a head: gradients are judged by an exact head, which the CPU computes.
 const MOST_PAIRS: usize = 1 << 26;
 
-/// Drawn until one is within the bounds and planned.
+/// Attempts to draw a problem that is within the bounds and has a plan.
 const ATTEMPTS: usize = 10_000;
 
 const HEAD_DIMS: [(usize, usize); 16] = [
@@ -92,7 +91,7 @@ impl Drawing {
     }
 }
 
-/// Whether the problem is valid and of a size that is soon measured.
+/// Whether the problem is valid and of a size that is quickly measured.
 fn within(problem: &Problem, pass: Pass) -> bool {
     let flops = problem.flops(pass);
     problem.check().is_ok()
@@ -120,7 +119,7 @@ fn problem(random: &mut Random, pass: Pass) -> Problem {
     let seqlen_q = match random.below(8) {
         // Chunks of a prompt, and cross attention.
         0 => length(random, 64, seqlen_k.max(65)),
-        // A token or a few: no gradients are taken of these.
+        // One token or a few, for the forward only.
         1 if !pass.is_backward() => 1 + random.below(16),
         _ => seqlen_k,
     };

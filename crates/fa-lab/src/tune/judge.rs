@@ -1,18 +1,19 @@
-//! Today's planner over records of `fa tune`: how far its first choices are behind the best measured. No GPU.
+//! Judges today's planner by records of `fa tune`, without a GPU: how far its first choices are behind the
+//! best measured kernels.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
+use fa_planner::kernels::unbound;
 use fa_planner::plan::{PlanOptions, plan};
 use serde::{Deserialize, Serialize};
 
 use super::report::Distribution;
 use crate::error::{Error, Result};
-use crate::kernels;
 
-/// What a record (`fa tune --json`) says of its measurements.
+/// The measurements of a record (`fa tune --json`).
 #[derive(Debug, Deserialize)]
 struct Record {
     arch: Arch,
@@ -38,12 +39,12 @@ struct Measured {
     again_ms: Option<f64>,
 }
 
-/// The planner's first choices over some records.
+/// The planner's first choices for the problems of some records.
 #[derive(Debug, Serialize)]
 pub struct Judgement {
     /// By problem, in the order of the records.
     pub problems: Vec<Judged>,
-    /// By pass and family (`bwd sm90`), then by record, then of all.
+    /// By pass and family (`bwd sm90`), then by record, then all together.
     pub groups: Vec<Group>,
 }
 
@@ -54,11 +55,12 @@ pub struct Group {
     pub name: String,
     /// How many.
     pub problems: usize,
-    /// Of these, those whose first choice was never measured: how near it is to the best is unknown.
+    /// Those of them whose first choice was never measured.
     pub unmeasured: usize,
     /// The first choices that were measured.
     pub measured: Distribution,
-    /// All, an unmeasured first choice replaced by the first of the planner's order that was measured.
+    /// All of them, with an unmeasured first choice replaced by the first one in the planner's order that was
+    /// measured.
     pub with_stand_ins: Distribution,
 }
 
@@ -81,8 +83,8 @@ pub struct Judged {
     pub first_choice_predicted_ms: f64,
     /// Whether this very kernel was measured.
     pub is_measured: bool,
-    /// It, or the first of the planner's order that was measured, launch bounds and who draws tiles aside;
-    /// where the planner lists none of them any more, the one predicted to be the fastest.
+    /// The first choice, or else the first measured one in the planner's order, ignoring launch bounds and
+    /// `persistent`; where the planner lists none of them any more, the one predicted to be the fastest.
     pub judged: Tried,
     /// The fastest.
     pub best: Tried,
@@ -174,7 +176,7 @@ impl Entry {
             other => return Err(Error::Request(format!("{record}: a pass '{other}': fwd or bwd"))),
         };
         let family = family.unwrap_or(Family::native(arch));
-        let options = PlanOptions { family: Some(family), pass, constants: None };
+        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
         let plans = plan(problem, arch, &options)?;
         let constants = CostConstants::of(arch);
         // Place in the planner's order, whether its launch bounds are others, and its times.
@@ -182,10 +184,6 @@ impl Entry {
         for Measured { spec, ms, again_ms } in &self.kernels {
             let Some(ms) = *ms else { continue };
             let exact = plans.iter().position(|plan| plan.spec == *spec);
-            let unbound = |spec: &KernelSpec| {
-                let kernel = kernels::of(&spec.kernel).unbound();
-                KernelSpec { kernel, ..spec.clone() }
-            };
             let alike = || plans.iter().position(|plan| unbound(&plan.spec) == unbound(spec));
             let place = (exact.or_else(alike).unwrap_or(usize::MAX), exact.is_none());
             let predicted_ms = 1e3 * predict(problem, spec, arch, &constants).seconds;
@@ -195,7 +193,7 @@ impl Entry {
             a.0.cmp(&b.0).then(a.1.predicted_ms.total_cmp(&b.1.predicted_ms))
         };
         let Some((place, judged, again)) = tried.iter().min_by(order) else { return Ok(None) };
-        // The least of a first measurement is the least by luck as well: what was measured again counts.
+        // The least of many measurements is biased by luck, so the second measurement counts.
         let twice = |entry: &((usize, bool), Tried, Option<f64>)| match again {
             Some(_) => entry.2,
             None => Some(entry.1.ms),

@@ -1,4 +1,4 @@
-//! What was measured: in memory, and in a file that outlives an interruption.
+//! Measurements, in memory and in a file that survives an interruption.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -11,32 +11,32 @@ use super::candidates::Candidate;
 use super::wanted::Wanted;
 use crate::error::{Context, Result};
 
-/// What became of one candidate.
+/// The measurement of one candidate.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outcome {
     /// Median milliseconds of a launch.
     pub ms: Option<f64>,
-    /// The same measured again: of the fastest, and of the planner's first choice.
+    /// A second measurement, for the fastest and the planner's first choice.
     pub again_ms: Option<f64>,
-    /// Why nothing was measured.
+    /// The error, if nothing was measured.
     pub error: Option<String>,
     /// Hash of the kernel's sources.
     pub sources: String,
 }
 
-/// A problem's candidates and what became of them, in the same order.
+/// A problem's candidates and their measurements, in the same order.
 #[derive(Clone, Debug)]
 pub struct Measured {
     /// The problem, with its pass and family.
     pub wanted: Wanted,
-    /// What was tried.
+    /// The candidates.
     pub candidates: Vec<Candidate>,
-    /// What became of it.
+    /// Their measurements.
     pub found: Vec<Outcome>,
 }
 
 impl Measured {
-    /// Whether the fastest were measured again, which is then what kernels are compared by.
+    /// Whether the fastest were measured again, in which case the second measurements are compared.
     fn is_again(&self) -> bool {
         self.found.iter().any(|found| found.again_ms.is_some())
     }
@@ -67,11 +67,11 @@ pub struct Note {
     /// The same measured again.
     #[serde(default)]
     pub again_ms: Option<f64>,
-    /// Why nothing was measured.
+    /// The error, if nothing was measured.
     pub error: Option<String>,
 }
 
-/// The file of everything measured, a line of JSON each.
+/// The file of all measurements, a line of JSON each.
 #[derive(Debug)]
 pub struct Notebook {
     notes: Vec<Note>,
@@ -98,14 +98,14 @@ impl Notebook {
         Ok(Notebook { notes, path: path.to_owned(), file })
     }
 
-    /// The newest note on this kernel, from these sources, for this problem.
+    /// The newest measurement of this kernel, with these sources, on this problem.
     pub fn find(&self, gpu: &str, problem: &Problem, spec: &KernelSpec, sources: &str) -> Option<&Note> {
         self.notes.iter().rev().find(|note| {
             note.gpu == gpu && note.problem == *problem && note.spec == *spec && note.sources == sources
         })
     }
 
-    /// Notes what became of a problem's candidates.
+    /// Adds the measurements of a problem's candidates.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -170,7 +170,7 @@ mod tests {
         let wanted = Wanted { problem, family: Some(Family::Sm90), pass: Pass::Forward };
         let mut measured = Measured { wanted, candidates: all.clone(), found };
         assert_eq!(measured.best(), Some((&all[0].spec, 1.5)));
-        // The least of the first measurement was a lucky draw.
+        // The fastest of the first measurement was so by chance.
         (measured.found[0].again_ms, measured.found[2].again_ms) = (Some(3.75), Some(3.5));
         assert_eq!(measured.best(), Some((&all[2].spec, 3.5)));
     }

@@ -11,10 +11,10 @@ use crate::runner::Turns;
 use super::measured::Measured;
 use super::wanted::Wanted;
 
-/// The planner's first choice is to be within this of the best measured for nine problems in ten,
+/// The planner's first choice should be within this factor of the best measured for nine problems in ten,
 pub const NEAR: f64 = 1.03;
 
-/// and within this for all.
+/// and within this factor for all.
 const FAR: f64 = 1.08;
 
 /// A run of `fa tune`.
@@ -64,9 +64,9 @@ pub struct Distribution {
 /// The two halves of drawn problems.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Halves {
-    /// Numbers 0, 2, 4, ...
+    /// Even numbers.
     pub even: Distribution,
-    /// Numbers 1, 3, 5, ...
+    /// Odd numbers.
     pub odd: Distribution,
 }
 
@@ -99,7 +99,7 @@ fn mean(values: &[f64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
-/// What was measured for one problem.
+/// The measurements for one problem.
 #[derive(Debug, Serialize)]
 pub struct OfProblem {
     /// Its number among those of the run, from 0.
@@ -130,7 +130,7 @@ pub struct OfProblem {
     pub kernels: Vec<OfKernel>,
 }
 
-/// What became of one kernel.
+/// The measurement of one kernel.
 #[derive(Debug, Serialize)]
 pub struct OfKernel {
     /// The kernel's short name.
@@ -148,12 +148,12 @@ pub struct OfKernel {
     /// The same measured again, of the fastest and of the planner's first choice: what these are compared by.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub again_ms: Option<f64>,
-    /// Why nothing was timed, or what is wrong.
+    /// The error, if nothing was timed or the result is wrong.
     pub error: Option<String>,
 }
 
 impl Report {
-    /// Of all problems, which were drawn by `seed` if there is one.
+    /// The report of all problems, which were drawn by `seed` if there is one.
     pub fn new(provenance: Provenance, turns: Turns, seed: Option<u64>, results: &[Measured]) -> Report {
         let problems: Vec<OfProblem> = results.iter().enumerate().map(of_problem).collect();
         let rates = |(measured, p): (&Measured, &OfProblem)| -> Vec<(f64, f64)> {

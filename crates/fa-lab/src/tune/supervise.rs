@@ -1,5 +1,5 @@
-//! Watches over the process that measures: a kernel that hangs or crashes costs its worker, and the others go
-//! on without it.
+//! Supervises the process that measures: a kernel that hangs or crashes ends its worker, and another worker
+//! goes on with the remaining kernels.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +13,10 @@ use crate::error::{Context, Error, Result};
 use crate::runner::Turns;
 use crate::worker::{Program, Received, StandardError, Worker};
 
-/// A worker that says nothing for this long hangs.
+/// A worker that is silent for this long counts as hung.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// Has workers measure all candidates that have no error; one that is lost is noted as the fault of the
+/// Has workers measure all candidates that have no error; the loss of a worker is recorded as an error of the
 /// kernel that ran.
 ///
 /// # Errors
@@ -52,7 +52,7 @@ pub(super) fn measure(
 
 enum End {
     Through,
-    /// It ended early: the kernel that it began last, and why.
+    /// It ended early: the kernel that it had started last, and the reason.
     Lost {
         begun: Option<usize>,
         why: String,
@@ -63,7 +63,7 @@ enum End {
 fn watch(job: &Job, live: &[usize], found: &mut [Outcome], program: &Program) -> Result<End> {
     let mut worker =
         Worker::start(program.command(), StandardError::Read).context("cannot start a worker")?;
-    // A worker that is already gone says why below.
+    // The loss of a worker is reported below.
     let _ = worker.send(&json!({ "tune": job }));
     worker.close_input();
     let mut begun = None;

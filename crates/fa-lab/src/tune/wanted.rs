@@ -7,7 +7,7 @@ use fa_core::{Family, Pass, Problem};
 pub struct Wanted {
     /// The problem, of a 16-bit type.
     pub problem: Problem,
-    /// Kernels to choose from; where none is given, the fastest that the GPU runs.
+    /// Kernels to choose from; `None` for the fastest family that the GPU runs.
     pub family: Option<Family>,
     /// The pass.
     pub pass: Pass,

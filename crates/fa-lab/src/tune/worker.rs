@@ -1,4 +1,4 @@
-//! The process that measures: it gets a problem and kernels, and says what it does before it does it.
+//! The process that measures: it gets a problem and kernels, and announces each kernel before running it.
 
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{KernelSpec, Problem};
@@ -16,16 +16,16 @@ use crate::worker::say;
 pub(crate) struct Job {
     pub problem: Problem,
     pub specs: Vec<KernelSpec>,
-    /// The first of these that is good is measured again, however slow: the planner's choice.
+    /// The first of these that is right is measured again, however slow: the planner's choice.
     pub ranked: Vec<usize>,
     pub turns: Turns,
 }
 
-/// What it says, a line of JSON each.
+/// Its messages, a line of JSON each.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Event {
-    /// This kernel runs from now on; a worker that is lost now was lost to it.
+    /// This kernel starts: the loss of the worker is its fault from now on.
     Begin(usize),
     /// This kernel cannot be used.
     Bad(usize, String),
@@ -38,14 +38,14 @@ pub(crate) enum Event {
 /// The most kernels that are measured again.
 const FINALISTS: usize = 5;
 
-/// What is measured again is within this of the fastest.
+/// Kernels within this factor of the fastest are measured again.
 const CLOSE: f64 = 1.05;
 
-/// Turns of a finalist for each that it had before.
+/// Turns of a finalist per turn of the first measurement.
 const AGAIN: usize = 3;
 
 /// The kernels to measure again, by number: the fastest of `times`, and `first`. The least of many medians is
-/// as much a lucky draw as a fast kernel; of a second measurement it is not the least because it was chosen.
+/// biased by luck; a second measurement is not.
 fn finalists(times: &[(usize, f64)], first: Option<usize>) -> Vec<usize> {
     let mut order = times.to_vec();
     order.sort_by(|a, b| a.1.total_cmp(&b.1));
@@ -60,7 +60,7 @@ fn finalists(times: &[(usize, f64)], first: Option<usize>) -> Vec<usize> {
     chosen
 }
 
-/// Measures the kernels of a job: the worker's whole life.
+/// Measures the kernels of a job: the whole life of the worker.
 ///
 /// # Errors
 /// What the GPU reports.

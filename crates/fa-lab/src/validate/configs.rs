@@ -1,5 +1,5 @@
-//! Every configuration that the planner lists, compiled, validated and measured, and how good
-//! the planner's predictions are.
+//! Every configuration that the planner lists, compiled, validated and measured, to judge the planner's
+//! predictions.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::record::Provenance;
 use crate::shape::HeadDim;
 use crate::worker::Program;
 
-/// What became of a configuration.
+/// The results of a configuration.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// As planned and as compiled.
@@ -44,7 +44,7 @@ pub struct Summary {
     pub fit: usize,
     /// Of those, how many compile cleanly.
     pub clean: usize,
-    /// Configurations that the planner rejects for registers by little, and the compiler builds cleanly.
+    /// Configurations that narrowly exceed the planner's register limit, but compile cleanly.
     pub clean_though_rejected: usize,
     /// Right ones among those run.
     pub right: usize,
@@ -58,7 +58,7 @@ pub struct Summary {
     pub best: Option<(String, f64)>,
 }
 
-/// What became of every configuration.
+/// The results of all configurations.
 #[derive(Debug, Serialize)]
 pub struct Record {
     /// `configs`.
@@ -77,12 +77,12 @@ pub struct Record {
     /// The family of the kernels.
     #[serde(skip)]
     pub family: Family,
-    /// What became of the cases.
+    /// The results of the cases.
     #[serde(skip)]
     pub cases: Vec<CaseResult>,
 }
 
-/// The numerics and the measurement of a configuration.
+/// The cases of a configuration: its numerics and its measurement.
 fn cases_of(config: &Config) -> Vec<Case> {
     let name = config.spec.to_string();
     let mut cases = of_spec("configs", &name, &config.spec, Extent::Quick);
@@ -111,7 +111,7 @@ pub fn run(
     let family = options.family.unwrap_or(Family::native(arch));
     let configs = configs::list(head_dims, options.pass, family, arch)?;
     let reports = configs::compile(&configs, arch, &Compiler::find(CompilerKind::Nvrtc)?, progress);
-    // The worker passes over what is finished.
+    // The worker skips finished cases.
     let unclean = configs.iter().zip(&reports).filter(|(_, report)| !is_clean(report));
     let skipped = unclean.flat_map(|(config, _)| cases_of(config)).map(|case| CaseResult {
         name: case.name(),
@@ -178,7 +178,7 @@ fn summary(problem: &str, rows: &[Row]) -> Summary {
         right: own.iter().filter(|row| row.right == Some(true)).count(),
         wrong: own.iter().filter(|row| row.right == Some(false)).count(),
         rank_correlation: rank_correlation(&measured),
-        // Rows stand in the planner's order.
+        // Rows are in the planner's order.
         first_choice: fit.iter().find(|row| row.built.fault.is_none()).and_then(rate),
         best: own.iter().filter_map(rate).max_by(|a, b| a.1.total_cmp(&b.1)),
     }

@@ -1,29 +1,29 @@
-//! What a worker says: which case is on the GPU, and what became of it.
+//! A worker's messages: which case is on the GPU, and its result.
 
 use serde::{Deserialize, Serialize};
 
 use crate::worker::{EXIT_LOST, say};
 
-/// What a worker says to its supervisor, a line of JSON each.
+/// A message of a worker to its supervisor, a line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Event {
-    /// So many cases lie ahead.
+    /// The number of cases ahead.
     Cases(usize),
-    /// This case is on the GPU from now on.
+    /// This case starts on the GPU.
     Begin(String),
-    /// This case is through.
+    /// This case is finished.
     Done(CaseResult),
 }
 
-/// What became of a case.
+/// The result of a case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CaseResult {
     /// The case.
     pub name: String,
     /// The kernel.
     pub kernel: String,
-    /// Its fate.
+    /// Its status.
     pub status: Status,
     /// The largest error as a share of its tolerance.
     pub ratio: f64,
@@ -37,24 +37,24 @@ pub struct CaseResult {
     pub passed_over: Vec<PassedOver>,
 }
 
-/// A kernel of the planner's that does not compile cleanly.
+/// A kernel of the planner that does not compile cleanly.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PassedOver {
     /// The kernel.
     pub kernel: String,
-    /// What the compiler says against it.
+    /// The fault that the compiler reports.
     pub fault: String,
 }
 
 impl PassedOver {
-    /// What a refusal says; `None` for other errors.
+    /// The kernel of [`fa_kernels::Error::Refused`]; `None` for other errors.
     pub(super) fn of(error: &fa_kernels::Error) -> Option<PassedOver> {
         let fa_kernels::Error::Refused { name, fault, .. } = error else { return None };
         Some(PassedOver { kernel: name.clone(), fault: fault.clone() })
     }
 }
 
-/// The fate of a case.
+/// The status of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
@@ -67,7 +67,7 @@ pub enum Status {
 }
 
 pub(super) fn tell(event: &Event) {
-    // Without a supervisor there is nobody to work for.
+    // A worker without a supervisor ends.
     if say(event).is_err() {
         std::process::exit(EXIT_LOST);
     }

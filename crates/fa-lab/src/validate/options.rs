@@ -1,4 +1,4 @@
-//! What is validated.
+//! What to validate.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use crate::grid::Extent;
 use crate::shape::HeadDim;
 
-/// What is validated, and how.
+/// What to validate, and how.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Options {
-    /// The kernels; where none are named, the fastest that the GPU runs.
+    /// The family of kernels; `None` for the fastest that the GPU runs.
     pub family: Option<Family>,
     /// The pass; gradients are taken after the forward.
     pub pass: Pass,
@@ -22,7 +22,7 @@ pub struct Options {
     pub groups: Vec<String>,
     /// Only cases whose names contain this.
     pub filter: Option<String>,
-    /// Seconds after which a case that is on the GPU hangs.
+    /// Seconds after which a case on the GPU counts as hung.
     pub watchdog: u32,
 }
 
@@ -46,9 +46,9 @@ pub enum Cases {
     },
     /// Random problems.
     Soak {
-        /// For so long.
+        /// For this many seconds.
         seconds: u32,
-        /// The start of their sequence.
+        /// Their seed.
         seed: u64,
     },
     /// The small cases that run under compute-sanitizer.
@@ -61,7 +61,7 @@ pub enum Cases {
 }
 
 impl Options {
-    /// How long random problems are tried, where they are.
+    /// How long random problems run, if they do.
     pub fn soak_time(&self) -> Option<Duration> {
         match self.cases {
             Cases::Soak { seconds, .. } => Some(Duration::from_secs(u64::from(seconds))),
@@ -70,11 +70,11 @@ impl Options {
     }
 }
 
-/// What a worker does.
+/// A worker's job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Job {
     /// The cases.
     pub options: Options,
-    /// Names of cases that are not to be run again.
+    /// Names of finished cases.
     pub finished: Vec<String>,
 }

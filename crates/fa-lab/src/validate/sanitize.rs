@@ -20,10 +20,10 @@ use crate::worker::Program;
 
 const TOOLS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 
-/// A tool that takes longer is stopped; the cases are small, so it hangs.
+/// Time after which a tool is stopped: the cases are small, so it has hung.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// What a tool found.
+/// The result of a tool.
 #[derive(Debug, Serialize)]
 pub struct Finding {
     /// The tool.
@@ -32,7 +32,7 @@ pub struct Finding {
     pub clean: bool,
     /// Its summary line.
     pub summary: String,
-    /// The first lines about what it found.
+    /// The first lines of its findings.
     pub first: Vec<String>,
     /// Seconds that it took.
     pub seconds: f64,
@@ -77,7 +77,7 @@ pub fn cases(pass: Pass) -> Vec<Case> {
         Pass::Forward => grid::serving(Extent::Quick, 2),
         Pass::Backward { .. } => grid::serving_gradients(Extent::Quick, 2),
     };
-    // A few of every group: a tool makes a kernel a hundred times as slow.
+    // A few of every group: the tools slow kernels down a hundredfold.
     let mut taken = std::collections::HashMap::new();
     cases.extend(all.into_iter().filter(small).filter(|case| {
         let count: &mut usize = taken.entry(case.group).or_default();
@@ -87,7 +87,7 @@ pub fn cases(pass: Pass) -> Vec<Case> {
     cases
 }
 
-/// What the tools found.
+/// The results of the tools.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// `sanitize`.
@@ -99,7 +99,7 @@ pub struct Report {
     pub provenance: Provenance,
     /// The family of the kernels.
     pub family: String,
-    /// What each tool found.
+    /// The result of each tool.
     pub tools: Vec<Finding>,
 }
 
@@ -207,7 +207,7 @@ mod tests {
                     ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n";
         let found = judge("racecheck", &format!("{done}{race}"), true, 1.0);
         assert!(!found.clean && found.first[0].contains("Race reported"));
-        // Nothing ran: nothing is clean.
+        // A tool that ran nothing is not clean.
         assert!(!judge("memcheck", "========= ERROR SUMMARY: 0 errors\n", true, 1.0).clean);
     }
 }

@@ -1,4 +1,4 @@
-//! The cases that are asked for.
+//! The selection of cases.
 
 use fa_core::{Arch, Family, Pass};
 use fa_planner::account::account;
@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::grid::{self, Action, Case, Extent, knobs};
 use crate::record;
 
-/// The cases of `options` but for a soak, which makes its own, for kernels of `family` on `arch`.
+/// The cases of `options` for kernels of `family` on `arch`; none for a soak, which draws its own.
 ///
 /// # Errors
 /// A shipped spec that is not valid, and configurations of head dims that the family has no kernels for.
@@ -51,7 +51,7 @@ fn of_grid(pass: Pass, extent: Extent, repeat: usize, arch: Arch, family: Family
             cases.extend(grid::of_spec("shipped", &kernel.file, &spec, extent));
         }
     }
-    // A backward's switches are all configurations of the planner's: [`Cases::Configs`].
+    // The switches of a backward are covered by the planner's configurations: [`Cases::Configs`].
     let knobs = if pass.is_backward() { Vec::new() } else { knobs::specs(family, arch) };
     for knob in knobs {
         cases.extend(grid::of_spec("knobs", &knob.name, &knob.spec, Extent::Quick));

@@ -1,4 +1,4 @@
-//! Watches over a worker: a case that hangs or crashes is reported, and a new worker goes on with the others.
+//! Supervises a worker: a case that hangs or crashes is reported, and a new worker goes on with the others.
 
 use std::time::{Duration, Instant};
 
@@ -10,14 +10,14 @@ use crate::error::{Context, Error, Result};
 use crate::progress::{Progress, Step};
 use crate::worker::{Program, Received, StandardError, Worker};
 
-/// After so many lost workers the GPU or the driver is in a state where nothing can be learnt.
+/// Lost workers after which the GPU or the driver is assumed to be broken.
 const MOST_LOST: usize = 8;
 
-/// How often it is looked whether a case is on the GPU for too long.
+/// How often to check whether a case has been on the GPU for too long.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Runs a worker on `job`, and others after it where it is lost, until all cases are through. Cases in `done`
-/// are not run.
+/// Runs a worker on `job`, and others when it is lost, until all cases are finished. Cases in `done` are not
+/// run.
 ///
 /// # Errors
 /// When no worker starts, or the first ends before its first case, with what it says.
@@ -75,7 +75,7 @@ fn watch(
 ) -> Result<End> {
     let mut worker =
         Worker::start(program.command(), StandardError::Read).context("cannot start a worker")?;
-    // A worker that is already gone says why below.
+    // The loss of a worker is reported below.
     let _ = worker.send(&json!({ "validate": job }));
     worker.close_input();
     let mut on_gpu: Option<(String, Instant)> = None;
@@ -107,7 +107,7 @@ fn watch(
             let reason = format!("hangs: on the GPU for over {} s", watchdog.as_secs());
             return Ok(End::Lost { case: Some(name.clone()), reason });
         }
-        // A soak's worker ends by itself; one that does not is stuck somewhere else than in a case.
+        // The worker of a soak ends by itself; one that does not is stuck outside of a case.
         if deadline.is_some_and(|deadline| Instant::now() > deadline + 2 * watchdog) {
             return Ok(End::Lost { case: None, reason: "did not end when its time was up".to_owned() });
         }
@@ -179,7 +179,7 @@ mod tests {
     fn a_worker_that_cannot_begin_says_why() {
         let error = run_script("echo 'no driver here' >&2; exit 1", Duration::from_secs(10));
         assert!(error.unwrap_err().to_string().contains("no driver here"));
-        // One that ends between cases again and again is given up.
+        // A worker that ends between cases repeatedly is given up.
         let script = format!("cat >/dev/null; echo '{DONE}'; exit 3");
         assert!(run_script(&script, Duration::from_secs(10)).unwrap_err().to_string().contains("8 workers"));
     }

@@ -10,6 +10,7 @@ mod twin;
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_attn::device::Half;
@@ -27,7 +28,8 @@ use crate::worker::EXIT_LOST;
 use choose::Chosen;
 use session::{Found, Session};
 
-/// Runs the cases of a job: the worker's whole life. The process ends early when its GPU context is lost.
+/// Runs the cases of a job: the whole life of the worker. The process ends early when its GPU context is
+/// lost.
 ///
 /// # Errors
 /// When there is no GPU. What happens to a case is an event.
@@ -67,7 +69,7 @@ fn run_soak(session: &Session, seed: u64, time: Duration, pass: Pass, first: usi
     }
 }
 
-/// Compiles the cases' kernels, all cores at once. Failures show up when the cases are run.
+/// Compiles the cases' kernels on all cores. Failures are reported when the cases run.
 fn compile(session: &Session, cases: &[Case]) {
     let mut seen = HashSet::new();
     let new: Vec<_> = cases
@@ -80,7 +82,7 @@ fn compile(session: &Session, cases: &[Case]) {
 }
 
 /// Computes inputs and oracles that several cases share.
-fn shared(cases: &[Case]) -> Result<HashMap<String, Box<dyn Any + Send + Sync>>> {
+fn shared(cases: &[Case]) -> Result<HashMap<String, Arc<dyn Any + Send + Sync>>> {
     let mut users: HashMap<String, (usize, &Case)> = HashMap::new();
     let keeps_own =
         |case: &&Case| !case.is_attention() || matches!(case.action, Action::Measure | Action::Repeat(_));
@@ -88,16 +90,16 @@ fn shared(cases: &[Case]) -> Result<HashMap<String, Box<dyn Any + Send + Sync>>>
         users.entry(case.problem_name()).or_insert((0, case)).0 += 1;
     }
     let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
-    let made = several.par_iter().with_max_len(1).map(|case| {
-        let made = with_half!(case.problem.types.qkv, T => {
+    let prepared = several.par_iter().with_max_len(1).map(|case| {
+        let inputs = with_half!(case.problem.types.qkv, T => {
             match case.pass {
-                Pass::Forward => Box::new(forward::made::<T>(case)?) as Box<dyn Any + Send + Sync>,
-                Pass::Backward { .. } => Box::new(backward::made::<T>(case)?),
+                Pass::Forward => Arc::new(forward::prepare::<T>(case)?) as Arc<dyn Any + Send + Sync>,
+                Pass::Backward { .. } => Arc::new(backward::prepare::<T>(case)?),
             }
-        }, else Box::new(()));
-        Ok((case.problem_name(), made))
+        }, else Arc::new(()));
+        Ok((case.problem_name(), inputs))
     });
-    made.collect()
+    prepared.collect()
 }
 
 fn run_case(session: &Session, case: &Case) {
@@ -119,7 +121,7 @@ fn run_case(session: &Session, case: &Case) {
             CaseResult { kernel, ratio, ms, passed_over, ..fate(status, detail) }
         }
         Err(Error::NotTried(why)) => fate(Status::Skipped, why),
-        // What the planner has no kernel for is refused by the library with the same words.
+        // The library refuses problems without a kernel with the same error.
         Err(error) if is_serving(case.group) && is_unplanned(&error) => {
             fate(Status::Skipped, message(&error))
         }
@@ -127,7 +129,7 @@ fn run_case(session: &Session, case: &Case) {
         Err(error) if case.group == "knobs" && is_refused(&error) => fate(Status::Skipped, message(&error)),
         Err(error) => fate(Status::Failed, message(&error)),
     }));
-    // After an illegal access nothing works in this process any more.
+    // After an illegal access, the context is unusable in this process.
     if session.gpu.synchronize().is_err() {
         std::process::exit(EXIT_LOST);
     }

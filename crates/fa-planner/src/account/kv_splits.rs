@@ -123,7 +123,7 @@ mod tests {
     use crate::kernels::sm90_fwd;
     use crate::plan::{PlanOptions, explore};
 
-    /// What [`best_of`] must be: every number of splits in turn.
+    /// The reference for [`best_of`]: every number of splits in turn.
     fn tried_in_turn<F: Fn(f64) -> f64>(launch: &Launch<'_, F>) -> Cost {
         let mut best = launch.cost(1);
         for parts in part_counts(launch.work.longest.steps as usize) {

@@ -13,8 +13,8 @@ pub fn storing_heads(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32)
     let traits = spec.traits();
     let (max_q, max_k) = (problem.lengths.max_q(), problem.lengths.max_k());
     if spec.reads.varied {
-        // Under a full mask the tiles of a head start at different queries: what all heads share that run at
-        // once has to stay in the L2.
+        // Under a full mask the tiles of a head start at different queries: what all concurrent heads share
+        // has to stay in the L2.
         let at_once = (sms as usize).div_ceil(max_k.div_ceil(traits.tile.1 as usize).max(1));
         let fits = head_bytes(problem, at_once) <= arch.limits().l2_bytes * 2 / 5;
         let stores = spec.mask != MaskKind::Full || traits.pass.deterministic() || fits;

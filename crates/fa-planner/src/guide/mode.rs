@@ -17,7 +17,7 @@ pub enum Mode {
     Both,
 }
 
-/// The name of no [`Mode`].
+/// Not the name of a [`Mode`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown mode '{0}': use fwd, bwd or both")]
 pub struct ParseModeError(pub String);

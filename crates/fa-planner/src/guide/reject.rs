@@ -1,4 +1,4 @@
-//! Infeasible is data: what a candidate breaks, by how much, and which of many comes nearest.
+//! Rejections as data: the limit that a candidate breaks, by how much, and which of many comes nearest.
 
 use std::fmt;
 
@@ -72,7 +72,7 @@ pub struct Rejected<S> {
     pub reason: Reason,
 }
 
-/// What one limit did to the candidates of a search.
+/// The rejections by one limit in a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Limit<S> {
@@ -122,7 +122,7 @@ impl Reason {
         match *self {
             Reason::MmaShape { need, have, .. } => {
                 let above = have % need;
-                // Below one multiple there is only the way up.
+                // Below one multiple the nearest one is above.
                 if have < need || need - above < above { need - above } else { above }
             }
             Reason::RegOverflow { need, have } | Reason::SmemOverflow { need, have } => need - have,

@@ -48,7 +48,7 @@ pub enum QueryError {
     Plan(#[from] PlanError),
 }
 
-/// What was found. It serializes as a [`SearchResult`] on sm90 and as a [`Found`] elsewhere, cut to what the
+/// The result. It serializes as a [`SearchResult`] on sm90 and as a [`Found`] elsewhere, cut to what the
 /// query lists.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
@@ -63,7 +63,7 @@ enum Searched {
 }
 
 impl Query {
-    /// What the query asks for but the search does not read, in words.
+    /// Options of the query that the search does not use, in words.
     pub fn unused(&self) -> Option<&'static str> {
         (self.arch == Arch::Sm90 && self.mode == Mode::Fwd && self.tile_m.is_some())
             .then_some("--tile-m lists the backward's tile_m; the forward's is 64 per MMA warpgroup")
@@ -85,8 +85,8 @@ impl Query {
 }
 
 impl Report {
-    /// For people: a table of each direction, with the nearest misses where nothing fits or the query asks
-    /// for them.
+    /// As text: a table of each direction, with the nearest misses where nothing fits or the query asks for
+    /// them.
     pub fn text(&self) -> String {
         let (n, explain) = (self.query.limit.unwrap_or(TABLE_ROWS), self.query.explain);
         match &self.result {

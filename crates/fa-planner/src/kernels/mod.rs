@@ -10,6 +10,7 @@
 //! A folder implements `planned::PlannedKernel` with these; the rest of the planner asks through that trait
 //! and names no kernel.
 
+pub(crate) mod folder;
 pub(crate) mod planned;
 pub mod sm100_fwd;
 pub mod sm80_bwd;
@@ -18,8 +19,10 @@ pub mod sm90_bwd;
 pub mod sm90_fwd;
 pub(crate) mod spilled;
 
+pub use planned::unbound;
+
 use fa_core::spec::{TileOrder, tile_queries};
-use fa_core::{MaskKind, Problem};
+use fa_core::{Division, MaskKind, Problem};
 
 /// Tiles up to which splits of the keys are tried: some four for each SM of a large GPU. More tiles fill it.
 const SPLIT_TILES: usize = 512;
@@ -28,14 +31,25 @@ const SPLIT_TILES: usize = 512;
 /// tile's keys (`split`): with and without where a sequence's queries fit a tile (decode), there are few
 /// tiles, and they take more than one step. Longer queries lose by it: 512 on 16k keys measured 0.81.
 ///
-/// Where keys are counted on the device, splits come first and win ties: at any time one sequence may have
-/// most of the keys, and only splits then keep the SMs busy.
-fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &'static [bool] {
+/// A caller's `division` leaves no choice. Where keys are counted on the device, splits come first and win
+/// ties: at any time one sequence may have most of the keys, and only splits then keep the SMs busy.
+fn split_choices(
+    problem: &Problem,
+    tile_m: u32,
+    tile_n: u32,
+    packed: bool,
+    division: Division,
+) -> &'static [bool] {
     let lengths = &problem.lengths;
     let group = if packed { problem.group_size().max(1) } else { 1 };
     let blocks = |queries: usize| queries.div_ceil(tile_queries(tile_m, packed, group).max(1));
     let heads = lengths.sequences().saturating_mul(problem.heads_q / group);
     let steps = lengths.max_k().div_ceil(tile_n.max(1) as usize);
+    match division.splits {
+        Some(parts) if steps > 1 && parts > 1 => return &[true],
+        Some(_) => return &[false],
+        None => {}
+    }
     if steps <= 1 || blocks(lengths.max_q()) > 1 || heads > SPLIT_TILES {
         &[false]
     } else if !lengths.k().is_uniform() {
@@ -64,11 +78,21 @@ fn has_idle_warps(problem: &Problem, tile_m: u32, packed: bool) -> bool {
 /// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it
 /// needs fewer tiles. In a window both ways are tried: a packed tile has fewer queries, which see fewer keys.
 /// A packed tile holds whole groups: TMA loads a box of (group, queries), and rows behind it stay idle.
-fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
+/// A caller's `division` leaves no choice.
+fn packings(problem: &Problem, tile_m: u32, division: Division) -> &'static [bool] {
     let group = problem.group_size();
     let packed = tile_queries(tile_m, true, group);
     let tiles = |queries: usize| problem.lengths.mean_q().div_ceil(queries);
-    if group <= 1 || packed == 0 {
+    if group <= 1 {
+        return &[false];
+    }
+    match division.pack_gqa {
+        Some(true) if packed == 0 => return &[],
+        Some(true) => return &[true],
+        Some(false) => return &[false],
+        None => {}
+    }
+    if packed == 0 {
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]

@@ -1,6 +1,6 @@
 //! What the planner asks of a kernel, whichever it is: [`of`] takes a spec to its kernel's folder.
 
-use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Problem, each_kernel};
+use fa_core::{Arch, ArchLimits, Division, Kernel, KernelSpec, Problem, each_kernel};
 
 use crate::account::code::Code;
 use crate::account::panels::BwdPanels;
@@ -13,15 +13,15 @@ use crate::registers::Registers;
 use crate::smem::SmemPlan;
 use crate::timeline::lanes::Timeline;
 
-/// A kernel as the planner sees it, implemented for its parameters in the kernel's folder.
+/// A kernel's part of the planner, implemented for its parameters in the kernel's folder.
 pub(crate) trait PlannedKernel {
     /// Extents of the head dims of its tiles, in ascending order.
     fn head_dims(&self) -> &'static [u32];
 
-    /// What its device code has.
+    /// The features of its device code.
     fn code(&self) -> Code;
 
-    /// Every kernel of its kind that is tried, whatever the parameters of this one.
+    /// Every candidate of its kind, whatever the parameters of this one.
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a>;
 
     /// Shared memory of a CTA, buffer by buffer.
@@ -33,10 +33,17 @@ pub(crate) trait PlannedKernel {
     /// Whether the compiler is known to spill although the account has room.
     fn is_known_to_spill(&self, spec: &KernelSpec, arch: Arch) -> bool;
 
-    /// Its model of time.
+    /// The kernel without what its launch bounds promise, and without a switch that is newer than most
+    /// records of measurements: one of several kernels that count as the same there. `None` where it is that
+    /// already.
+    fn unbound(&self) -> Option<Kernel> {
+        None
+    }
+
+    /// Its time model.
     fn time(&self) -> Time<'_>;
 
-    /// The order of its main loop; `copy` gives the clocks in which an SM loads so many elements.
+    /// The order of its main loop; `copy` gives the clocks in which an SM loads this many elements.
     fn timeline(&self, spec: &KernelSpec, copy: &dyn Fn(u32) -> f64, clocks: &StepClocks) -> Timeline;
 }
 
@@ -50,9 +57,11 @@ pub(crate) struct Wanted<'a> {
     pub arch: Arch,
     /// Of a backward: whether equal inputs give equal bits.
     pub deterministic: bool,
+    /// Of a forward: what the caller decides.
+    pub division: Division,
 }
 
-/// A kernel's model of time, by what it computes.
+/// A kernel's time model, by its pass.
 pub(crate) enum Time<'a> {
     Forward(&'a dyn ForwardTime),
     Backward(&'a dyn BackwardTime),
@@ -60,11 +69,11 @@ pub(crate) enum Time<'a> {
 
 /// How long a forward takes.
 pub(crate) trait ForwardTime {
-    /// With the number of splits that takes the least time; `None` where no number of splits can take less
-    /// than `below` seconds.
+    /// The cost with the best number of splits; `None` where no number of splits can take less than `below`
+    /// seconds.
     fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost>;
 
-    /// Seconds that it takes at least with the keys of a tile undivided.
+    /// A lower bound in seconds with the keys of a tile undivided.
     fn least_seconds(&self, forward: &Forward<'_>) -> f64;
 }
 
@@ -73,7 +82,7 @@ pub(crate) trait ForwardTime {
 pub(crate) struct Forward<'a> {
     pub problem: &'a Problem,
     pub spec: &'a KernelSpec,
-    /// The problem in the kernel's tiles, or what these are at least.
+    /// The problem in the kernel's tiles, or a lower bound on them.
     pub work: &'a Work,
     pub limits: &'a ArchLimits,
     pub constants: &'a CostConstants,
@@ -91,11 +100,18 @@ pub(crate) trait BackwardTime {
         cuts: &mut Cuts,
     ) -> Cost;
 
-    /// What the number of CTAs that share a group's heads is chosen by.
+    /// The rates by which the number of CTAs that share a group's heads is chosen.
     fn rates(&self, limits: &ArchLimits, constants: &CostConstants) -> BackwardRates;
 
     /// Panels of the tiles that it loads by TMA; `None` where threads copy them.
     fn panels(&self, spec: &KernelSpec) -> Option<BwdPanels>;
+}
+
+/// `spec` without what its launch bounds promise, and without a switch that is newer than most records: specs
+/// for which this is equal count as one kernel in records of measurements.
+pub fn unbound(spec: &KernelSpec) -> KernelSpec {
+    let kernel = of(&spec.kernel).unbound().unwrap_or_else(|| spec.kernel.clone());
+    KernelSpec { kernel, ..spec.clone() }
 }
 
 /// The kernel of a spec.

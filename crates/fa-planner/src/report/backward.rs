@@ -1,4 +1,4 @@
-//! The backward's plans, beside what the SM90 block size guide's model says of its candidates.
+//! The backward's plans, next to the verdict of the SM90 block size guide's model on its candidates.
 
 use fa_core::{Arch, Family, Pass, Problem};
 use serde::Serialize;
@@ -17,11 +17,11 @@ use crate::why::{Ranked, why as why_planned};
 pub struct Backward {
     /// Kernels, by predicted time.
     pub tried: Tried,
-    /// What became of the guide's candidates, where SM90 kernels were tried.
+    /// The verdict on the guide's candidates, where SM90 kernels were tried.
     pub guide: Option<Explain<BwdSpec>>,
 }
 
-/// For JSON and RON.
+/// The report as JSON and RON.
 #[derive(Debug, Serialize)]
 pub struct BackwardReport<'a> {
     /// The kernels.

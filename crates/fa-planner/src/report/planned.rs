@@ -29,7 +29,7 @@ pub struct Report<'a> {
     pub board: &'static str,
     /// The problem.
     pub problem: &'a Problem,
-    /// That no kernel computes the forward's plans, where that is so.
+    /// A note where no kernel computes the forward's plans.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_kernel: Option<String>,
     /// The forward.
@@ -47,10 +47,10 @@ pub struct WhyReport {
     pub arch: Arch,
     /// The problem.
     pub problem: Problem,
-    /// Of the forward's.
+    /// The forward's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub forward: Option<Why>,
-    /// Of the backward's.
+    /// The backward's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backward: Option<BackwardWhy>,
 }

@@ -1,11 +1,11 @@
-"""Stands in for flash_attn.cute.interface. Hints on speed are the planner's here and are left out."""
+"""Stands in for flash_attn.cute.interface. Hints on its scheduler are left out."""
 
 import fa_attn
 from fa_attn import UnsupportedError
 
-# On what the planner decides, and nothing else.
+# On how its scheduler goes about the work, and nothing else.
 _HINTS = (
-    "num_splits",
+    "num_splits",  # of a backward, and `pack_gqa`: forwards take them
     "pack_gqa",
     "min_seqlen_k",
     "scheduler_metadata",
@@ -51,6 +51,8 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=deterministic,
         sinks=learnable_sink,
+        num_splits=num_splits if num_splits > 0 else 0,
+        pack_gqa=pack_gqa,
         return_softmax_lse=True,
     )
 
@@ -102,6 +104,8 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         sinks=learnable_sink,
+        num_splits=num_splits if num_splits > 0 else 0,
+        pack_gqa=pack_gqa,
         return_softmax_lse=True,
     )
 

@@ -23,8 +23,8 @@ pub(crate) struct BenchArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub shapes: ShapeArgs,
-    /// Measure appending to a cache instead, of a fixed list: one token and prefill, in pages and in one
-    /// piece, with rotary embedding and without, by the bytes that are read and written
+    /// Measure appending to a cache instead, for a fixed list: one token and prefill, paged and contiguous,
+    /// with and without rotary embedding, in bytes read and written per second
     #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"))]
     #[arg(conflicts_with_all = [
         "specs", "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
@@ -75,7 +75,7 @@ Rates count 4 operations per visible (query, key) pair and element of the head d
 times that. Decoding is measured by the bytes of K and V, as replays of a CUDA graph of several calls, of us \
 and of peers.";
 
-/// Flags of `fa bench` that only the GPU has.
+/// Flags of `fa bench` that apply to the GPU only.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct GpuArgs {
     /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
@@ -84,18 +84,18 @@ pub(crate) struct GpuArgs {
     /// Measure the library's choice for each shape beside --spec's kernels, in turns
     #[arg(long, requires = "specs")]
     pub beside_choice: bool,
-    /// Measure beside the library's choice for each shape, in turns, the same kernel with these parameters,
+    /// Measure the library's choice for each shape with these parameters changed, too, alternating with it,
     /// as in persistent=true or tile_order=Natural,do_stages=1 (may be repeated)
     #[arg(long = "change", value_name = "FIELD=VALUE,..", conflicts_with_all = ["specs", "tune"])]
     pub changes: Vec<Change>,
-    /// Choose among these kernels, be they the fastest here or not
+    /// Choose among the kernels of this family, even if others are faster here
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
     /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON)
     /// has them
     #[arg(long)]
     pub peers: bool,
-    /// Time only these of the peers, as in fa3,cudnn (fa2, cudnn, fa3, fa4)
+    /// Time only these peers, as in fa3,cudnn (fa2, cudnn, fa3, fa4)
     #[arg(long = "peer", value_name = "PEER,..", value_delimiter = ',', requires = "peers")]
     #[arg(value_parser = ["fa2", "cudnn", "fa3", "fa4"])]
     pub peer_names: Vec<String>,
@@ -107,7 +107,7 @@ pub(crate) struct GpuArgs {
     #[arg(long, value_name = "TEXT", requires = "marks", conflicts_with_all = OF_SHAPES)]
     #[arg(conflicts_with_all = ["append", "family"])]
     pub filter: Option<String>,
-    /// Measure gradients that have the same bits in every run
+    /// Measure deterministic gradients, which have the same bits in every run
     #[arg(long, conflicts_with = "specs")]
     pub deterministic: bool,
     /// Have the library measure its best few kernels for each shape first, within half a minute each, and
@@ -120,7 +120,7 @@ pub(crate) struct GpuArgs {
 }
 
 impl GpuArgs {
-    /// The first flag that is given, for a refusal where there is no GPU to use it on.
+    /// The first flag that is given, for the error where there is no GPU.
     pub(crate) fn given(&self) -> Option<&'static str> {
         [
             (!self.specs.is_empty(), "--spec"),

@@ -11,8 +11,8 @@ use fa_planner::report::PlanFamily;
 
 use crate::flags;
 
-/// What is built of specs; flags of --all-configs and --best name these, for clap asks for no flag that
-/// another rules out.
+/// What is built from specs. Flags of --all-configs and --best name these as well: clap does not require a
+/// flag that conflicts with another.
 const OF_SPECS: [&str; 3] = ["specs", "out", "arch"];
 const OF_LISTED: [&str; 2] = ["specs", "out"];
 
@@ -30,43 +30,43 @@ pub(crate) struct BuildArgs {
     /// Folder of specs in RON (default: those that ship with this program)
     #[arg(long, value_name = "DIR", conflicts_with_all = ["all_configs", "best"])]
     pub specs: Option<PathBuf>,
-    /// Compile instead every configuration that the planner lists, beside those that miss its register limit
-    /// by little, and say what it predicts and what comes out; nothing is written
+    /// Compile every configuration that the planner lists instead, and those that exceed its register limit
+    /// by little, and show prediction and result side by side; nothing is written
     #[arg(long)]
     pub all_configs: bool,
-    /// Head dims of --all-configs, each D or D-DV
+    /// Head dims for --all-configs, each D or D-DV
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',')]
     #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED, default_value = HEAD_DIMS)]
     pub headdim: Vec<HeadDim>,
-    /// The pass of --all-configs
+    /// The pass for --all-configs
     #[arg(long, value_parser = flags::passes(), default_value = "both")]
     #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub mode: Mode,
-    /// Of the backward's configurations those whose gradients have the same bits in every run
+    /// Only backward configurations whose gradients have the same bits in every run
     #[arg(long, requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub deterministic: bool,
-    /// Kernels of --all-configs [default: the fastest that each architecture runs]
+    /// Kernel family for --all-configs [default: the fastest that each architecture runs]
     #[arg(long, value_parser = flags::plan_family())]
     #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub family: Option<PlanFamily>,
-    /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
+    /// With --all-configs: write the table as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub json: Option<PathBuf>,
-    /// Compile instead the planner's best N kernels for every kind of problem (passes, families, head dims,
-    /// masks, types, packed, paged, decoding, soft caps, slopes, sinks), but those that the file of an
-    /// earlier run has; a line for each is added to it
+    /// Compile the planner's best N kernels instead for every kind of problem (passes, families, head dims,
+    /// masks, types, packed, paged, decoding, soft caps, slopes, sinks), except those in the file of an
+    /// earlier run; a line for each is appended to it
     #[arg(long, value_name = "N", conflicts_with_all = ["all_configs", "arch"])]
     #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub best: Option<u16>,
-    /// Of --best: only kernels whose names contain this, as in sm90_bwd or varlen
+    /// With --best: only kernels whose names contain this, as in sm90_bwd or varlen
     #[arg(long, value_name = "TEXT", requires = "best", conflicts_with_all = OF_SPECS)]
     pub filter: Option<String>,
-    /// Of --best: the folder of results, in which configs/best-COMPILER.txt is written
+    /// With --best: the results folder, where configs/best-COMPILER.txt is written
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
     #[arg(requires = "best", conflicts_with_all = OF_SPECS)]
     pub results: PathBuf,
-    /// Threads of --best [default: all cores]
+    /// Threads for --best [default: all cores]
     #[arg(long, value_name = "N", requires = "best", conflicts_with_all = OF_SPECS)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,

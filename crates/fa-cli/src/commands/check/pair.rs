@@ -2,12 +2,11 @@
 
 use fa_core::{Dtype, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
-use safetensors::Dtype as StoredDtype;
 
 use super::report::Row;
 use crate::attention;
 use crate::flags::AttentionArgs;
-use crate::safetensors::TensorFile;
+use crate::safetensors::{TensorFile, dtype_of};
 use crate::term::failure::InputError;
 
 /// The outputs that have rows of heads: of rank 3 where sequences are packed.
@@ -108,14 +107,7 @@ fn read_bshd(
 
 /// The type whose rounding a stored tensor has; f64 counts as f32, the widest type outputs are written in.
 pub(super) fn stored_dtype(file: &TensorFile, name: &str) -> Result<Dtype, InputError> {
-    let stored = file.entry(name)?.dtype;
-    Ok(if stored == StoredDtype::BF16 {
-        Dtype::Bf16
-    } else if stored == StoredDtype::F16 {
-        Dtype::F16
-    } else {
-        Dtype::F32
-    })
+    Ok(dtype_of(file.entry(name)?.dtype).unwrap_or(Dtype::F32))
 }
 
 pub(super) fn coarser(a: Dtype, b: Dtype) -> Dtype {

@@ -11,10 +11,10 @@ use fa_lab::shape::{HeadDim, whole};
 use crate::flags::{Heads, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
-/// What makes the one problem, or the one run, of a given kernel.
+/// Flags that describe the one problem, or the one run, of a given kernel.
 const OF_ONE: [&str; 26] = with(OF_ONE_UNSEEDED, "seeds");
 
-/// The same but for what is drawn by it elsewhere.
+/// The same without the seed, which other modes use as well.
 const OF_ONE_UNSEEDED: [&str; 25] = [
     "arch",
     "seqlen",
@@ -70,8 +70,8 @@ pub(crate) struct EmulateArgs {
     /// Independent sequences [default: 1, or as --lengths]
     #[arg(long, value_parser = whole::<usize>)]
     pub batch: Option<usize>,
-    /// Sequences of these lengths in place of equal ones, by the kernel's form that reads lengths
-    /// [default for kernels that do: 300,77,0,129,1x300,40x0,200x513]
+    /// Sequences of these lengths instead of equal ones, using the kernel's variable-length form [default for
+    /// kernels of that form: 300,77,0,129,1x300,40x0,200x513]
     #[arg(long, value_name = "N[xM],...", value_delimiter = ',', conflicts_with_all = ["seqlen", "batch"])]
     pub lengths: Vec<Seqlen>,
     /// How the queries of sequences of different lengths lie [default: packed]
@@ -80,21 +80,21 @@ pub(crate) struct EmulateArgs {
     /// How their keys lie, unless in pages [default: packed]
     #[arg(long, value_name = "ROWS")]
     pub rows_k: Option<Rows>,
-    /// Keys in pages of so many, by the kernel's form that reads pages [default for kernels that do: 16]
+    /// Keys in pages of this many, using the kernel's paged form [default for kernels of that form: 16]
     #[arg(long, value_name = "N", conflicts_with = "rows_k")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub page: Option<u32>,
-    /// By how many rows tensors and bounds exceed sequences of different lengths; a kernel must not touch
-    /// those rows [default: 5]
+    /// Spare rows behind sequences of different lengths, in tensors and bounds; a kernel must not touch them
+    /// [default: 5]
     #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     pub slack: Option<usize>,
-    /// Several CTAs share a row's keys: the kernel's split form
+    /// Divide the keys of each row among CTAs, using the kernel's split form
     #[arg(long)]
     pub split: bool,
-    /// ALiBi slopes, per_head or per_sequence_head: the kernel's form that has them
+    /// ALiBi slopes, per_head or per_sequence_head, using the kernel's form with slopes
     #[arg(long, value_name = "SLOPES", value_parser = parse_alibi)]
     pub alibi: Option<Alibi>,
-    /// A sink for each head: the kernel's form that has them
+    /// A sink for each head, using the kernel's form with sinks
     #[arg(long)]
     pub sinks: bool,
     /// Query heads, and key/value heads if fewer
@@ -117,8 +117,8 @@ pub(crate) struct EmulateArgs {
     /// Elements between rows, a multiple of 8
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>)]
     pub gap: usize,
-    /// Seed of the schedule: 0 finishes operations at once, 1 as late as it can, others by chance (may be
-    /// repeated) [default: 0, 1, 2]; of --random: of what is drawn [default: 1]
+    /// Seed of the schedule: 0 completes asynchronous operations at once, 1 as late as possible, others at
+    /// random times (may be repeated) [default: 0, 1, 2]; with --random: seed of what is drawn [default: 1]
     #[arg(long = "seed", value_name = "N", value_parser = whole::<u64>)]
     pub seeds: Vec<u64>,
     /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs idle]
@@ -138,18 +138,18 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "N", default_value_t = 0, requires = "report", value_parser = whole::<u32>)]
     #[arg(conflicts_with_all = ["mutate", "grid"])]
     pub cta: u32,
-    /// Device sources in place of the built-in ones, as in crates/fa-kernels/cuda: a kernel that is being
-    /// written, or a fault put in by hand
+    /// Device sources instead of the built-in ones, laid out as crates/fa-kernels/cuda: a kernel under
+    /// development, or one with an injected fault
     #[arg(long, value_name = "DIR", conflicts_with_all = ["shipped", "sample", "mutate"])]
     pub headers: Option<PathBuf>,
-    /// The cases that `fa validate` tries a configuration on, in place of one problem
+    /// Run the cases that `fa validate` has for a configuration instead of one problem
     #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
     pub grid: bool,
-    /// Every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
-    /// but those that the record knows; it is written
+    /// Run every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
+    /// except those that --record has already; the record is updated
     #[arg(long, conflicts_with_all = ["spec", "mutate"], conflicts_with_all = OF_ONE)]
     pub shipped: bool,
-    /// So many of the planner's other configurations at awkward shapes: others each day
+    /// Run this many of the planner's other configurations at awkward shapes, a different sample each day
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
     #[arg(conflicts_with_all = OF_ONE, value_parser = whole::<usize>)]
     pub sample: Option<usize>,
@@ -157,21 +157,20 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
     #[arg(conflicts_with_all = ["spec", "mutate", "shipped"], value_parser = crate::flags::day)]
     pub day: Option<String>,
-    /// So many kernels drawn at random (the planner's first choices, its other candidates, some with a switch
-    /// turned), each on problems drawn at random that it serves
+    /// Run this many kernels drawn at random (the planner's first choices, its other candidates, some with a
+    /// switch changed), each on random problems that it computes
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped", "sample", "record"])]
     #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = whole::<u64>)]
     pub random: Option<u64>,
-    /// Of --random: the first of the seed's kernels, as a report numbers them
-    /// [default: 0]
+    /// With --random: the number of the first kernel to draw, as a report counts them [default: 0]
     #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = whole::<u64>)]
     pub from: Option<u64>,
-    /// Of --random: only these kernels, as in sm90_bwd
+    /// With --random: only these kernels, as in sm90_bwd
     #[arg(long, value_name = "KERNEL,..", value_delimiter = ',')]
     #[arg(conflicts_with = "spec", value_parser = fa_emu::random::KERNELS)]
     pub kernels: Vec<String>,
-    /// Of --random: a line of JSON for each kernel is added to this file, and those that it has are not run
-    /// again, so that a run that was stopped goes on
+    /// With --random: append a line of JSON for each kernel to this file and skip the kernels that it has, so
+    /// that a stopped run can be resumed
     #[arg(long, value_name = "FILE", conflicts_with = "spec")]
     pub log: Option<PathBuf>,
     /// The record of proven kernels
@@ -179,18 +178,18 @@ pub(crate) struct EmulateArgs {
     #[arg(requires = "shipped", conflicts_with_all = ["spec", "mutate", "sample"])]
     pub record: PathBuf,
     /// Remove every synchronising statement of the four kernels (or of SPEC), one at a time, and list those
-    /// that nothing misses
+    /// whose removal nothing notices
     #[arg(long)]
     pub mutate: bool,
-    /// Of --mutate: only statements whose place contains this, as in sm90/fwd.cuh:120
+    /// With --mutate: only statements whose location contains this, as in sm90/fwd.cuh:120
     #[arg(long, value_name = "TEXT", requires = "mutate", conflicts_with = "grid")]
     pub statement: Option<String>,
-    /// Removals that nothing misses, with the reasons: others make a negative verdict
+    /// Removals known to go unnoticed, with the reasons; any other is a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
     #[arg(requires = "mutate", conflicts_with_all = ["shipped", "sample"])]
     pub survivors: PathBuf,
-    /// Of --mutate: removals that have been tried. Those of the same code are not tried again, others are
-    /// added one by one, so that a run that was stopped goes on [default, unless SPEC is named:
+    /// With --mutate: the removals tried so far. Removals from unchanged code are not tried again, others are
+    /// added one by one, so that a stopped run can be resumed [default, unless SPEC is named:
     /// docs/results/removals.ron]
     #[arg(long, value_name = "FILE", requires = "mutate", conflicts_with_all = ["shipped", "sample", "grid"])]
     pub tried: Option<PathBuf>,
@@ -223,9 +222,9 @@ Exit code 1 when anything is found.";
 pub(crate) enum Rows {
     /// End to end
     Packed,
-    /// End to end, in rooms of which a part is used
+    /// In slots end to end, of which each sequence uses a part
     PackedUsed,
-    /// In a room of equal size for each sequence, of which a part is used
+    /// In slots of equal size, of which each sequence uses a part
     Padded,
 }
 

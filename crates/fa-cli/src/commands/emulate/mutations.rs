@@ -1,4 +1,4 @@
-//! Synchronising statements removed one at a time, and those that nothing misses.
+//! Synchronising statements removed one at a time, and those whose removal nothing notices.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
 
-/// Where removals are kept that have been tried: of the four kernels, unless another file is named.
+/// The file of removals tried so far: those of all kernels, unless another file is named.
 const TRIED: &str = "docs/results/removals.ron";
 
 pub(super) fn mutations(

@@ -69,7 +69,7 @@ pub(super) fn one(
 /// A run, and the CTAs of its largest launch.
 fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<(Proof, u32)> {
     let (steps, ctas) = (Mutex::new(Steps::new(0)), AtomicU32::new(0));
-    let told = |done: u32, all: u32| {
+    let report = |done: u32, all: u32| {
         ctas.fetch_max(all, Ordering::Relaxed);
         if let Ok(mut steps) = steps.lock() {
             steps.begin(format!("CTA {done} of {all}"));
@@ -79,7 +79,7 @@ fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> any
         sms: args.sms_for(unit.spec()),
         resident: 2,
         step_limit: args.steps,
-        progress: Some(&told),
+        progress: Some(&report),
         ..*options
     };
     let proof = trial.run(unit, &options)?;

@@ -73,7 +73,7 @@ pub(super) fn random(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<
     Ok(if tried.iter().all(|own| own.faults.is_empty()) { Verdict::Good } else { Verdict::Bad })
 }
 
-/// What a log has; a last line that was not finished is none.
+/// The entries of a log; an incomplete last line is left out.
 fn known(path: &Path) -> anyhow::Result<Vec<Tried>> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,

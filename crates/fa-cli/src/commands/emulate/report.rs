@@ -1,4 +1,4 @@
-//! What is said of a run: findings, values beside the oracle's, work beside the plan's.
+//! The report of a run: findings, values next to the oracle's, work next to the plan's.
 
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_emu::{Counters, Finding, Planned, Proof, Unit};

@@ -38,13 +38,13 @@ fn attempts(
     records: &[Record],
 ) -> anyhow::Result<Vec<Attempt>> {
     let steps = Mutex::new(Steps::new(candidates.len()));
-    let told = |attempt: &Attempt| {
+    let report = |attempt: &Attempt| {
         if let Ok(mut steps) = steps.lock() {
             steps.begin(format!("{} {}", attempt.candidate.name, attempt.candidate.arch));
             steps.advance();
         }
     };
-    Ok(prove(emulator, candidates, records, args.workers(), &told)?)
+    Ok(prove(emulator, candidates, records, args.workers(), &report)?)
 }
 
 /// Says what was found in each kernel, and how many there were.

@@ -12,8 +12,8 @@ use fa_lab::validate::{Cases, Options};
 
 use crate::flags::{self, pass_of};
 
-/// What validates a grid or a kernel; flags of other validations name these, for clap asks for no flag that
-/// another rules out.
+/// Flags that validate a grid or a kernel. Flags of other validations name these as well: clap does not
+/// require a flag that conflicts with another.
 const OF_GRID: [&str; 8] =
     ["quick", "full", "filter", "groups", "spec", "repeat", "sanitize", "check_records"];
 
@@ -24,13 +24,13 @@ pub(crate) struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
     #[arg(long, value_parser = flags::family())]
     pub arch: Option<Family>,
-    /// Which pass to validate; gradients are taken behind the forward
+    /// Which pass to validate; gradients are computed after a forward
     #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
     pub mode: Pass,
-    /// A part of the grid that takes below a minute (the default without --record)
+    /// Run a part of the grid, in less than a minute (the default without --record)
     #[arg(long, conflicts_with_all = ["spec", "soak", "sanitize", "all_configs"])]
     pub quick: bool,
-    /// The whole grid
+    /// Run the whole grid
     #[arg(long, conflicts_with = "quick")]
     pub full: bool,
     /// Only cases whose names contain this, as in 'windows/' or 'hd256'
@@ -47,22 +47,22 @@ pub(crate) struct ValidateArgs {
     #[arg(long, value_name = "N", conflicts_with_all = ["soak", "sanitize", "all_configs"])]
     #[arg(value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
     pub repeat: Option<u32>,
-    /// Random problems for so long, instead of the grid
+    /// Run random problems for this long instead of the grid
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "spec", "filter"],
           value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub soak: Option<u32>,
-    /// Start of the random problems' sequence
+    /// Seed of the random problems
     #[arg(long, default_value_t = 1, requires = "soak", conflicts_with_all = OF_GRID)]
     #[arg(conflicts_with = "all_configs", value_parser = whole::<u64>)]
     pub seed: u64,
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
     #[arg(long, conflicts_with_all = ["soak", "full", "spec", "all_configs", "watchdog"])]
     pub sanitize: bool,
-    /// Compile, validate and measure every configuration that the planner lists, and hold its predictions
-    /// against that
+    /// Compile, validate and measure every configuration that the planner lists, and compare with its
+    /// predictions
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
     pub all_configs: bool,
-    /// Of the backward's configurations those whose gradients have the same bits in every run
+    /// Only backward configurations whose gradients have the same bits in every run
     #[arg(long, requires = "all_configs", conflicts_with_all = OF_GRID)]
     #[arg(conflicts_with = "soak")]
     pub deterministic: bool,
@@ -77,7 +77,7 @@ pub(crate) struct ValidateArgs {
         default_value = HEAD_DIMS
     )]
     pub headdim: Vec<HeadDim>,
-    /// Write a record below the results folder; of the grid, the whole is validated for it
+    /// Write a record to the results folder; a record of the grid is of the whole grid
     #[arg(long, group = "records", conflicts_with_all = ["quick", "filter", "spec"])]
     pub record: bool,
     /// Compare the shipped kernels with the records instead; needs no GPU
@@ -86,10 +86,10 @@ pub(crate) struct ValidateArgs {
         "all_configs", "record", "watchdog"
     ])]
     pub check_records: bool,
-    /// Where records lie
+    /// Folder of the records
     #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "records")]
     pub results: PathBuf,
-    /// A case that is on the GPU for longer hangs: it is reported, and the others go on without it
+    /// Time after which a case on the GPU counts as hung: it is reported, and the others go on
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub watchdog: u32,

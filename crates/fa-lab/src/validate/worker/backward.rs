@@ -16,47 +16,48 @@ use crate::judge::gradients::GradientOracle;
 use crate::memory::Gradients;
 use crate::tensors::{Inputs, random_dout};
 
-/// Inputs, dO and what must come of them.
-pub(super) struct Made<T> {
+/// Inputs, dO and the oracles of a case.
+pub(super) struct Prepared<T> {
     inputs: Inputs<T>,
     dout: Vec<T>,
     forward: Oracle<T>,
     gradients: GradientOracle<T>,
 }
 
-/// Makes inputs and oracles of a case.
+/// Computes inputs and oracles of a case.
 ///
 /// # Errors
 /// Inputs that do not fit their problem.
-pub(super) fn made<T: Half>(case: &Case) -> Result<Made<T>> {
+pub(super) fn prepare<T: Half>(case: &Case) -> Result<Prepared<T>> {
     let inputs = case.inputs::<T>();
     let dout = random_dout(&inputs, case.seed());
     let forward = Oracle::new(&inputs, case.seed())?;
     let gradients = GradientOracle::new(&inputs, &dout, case.seed())?;
-    Ok(Made { inputs, dout, forward, gradients })
+    Ok(Prepared { inputs, dout, forward, gradients })
 }
 
-/// What a case wrote.
+/// The results of a case.
 struct Runs<T> {
     outputs: DeviceOutput<T>,
     gradients: Vec<Gradients<T>>,
     fault: Option<String>,
 }
 
-/// Both kernels of a case and its data.
+/// Both kernels of a case and its inputs.
 struct Job<'a, T> {
     forward: &'a Forward,
     backward: &'a Backward,
-    made: &'a Made<T>,
+    prepared: &'a Prepared<T>,
     deterministic: bool,
 }
 
 impl<T: Half> Job<'_, T> {
-    /// Tensors of both passes on `stream`, the forward run.
+    /// Tensors of both passes on `stream`, after the forward has run.
     fn calls(&self, stream: &Arc<CudaStream>) -> Result<(PlacedForward<T>, PlacedBackward<T>), Error> {
-        let mut call = place_forward(stream, self.forward, &self.made.inputs)?;
+        let mut call = place_forward(stream, self.forward, &self.prepared.inputs)?;
         call.run(self.forward, stream)?;
-        let gradients = place_backward(stream, self.backward, &call, &self.made.inputs, &self.made.dout)?;
+        let gradients =
+            place_backward(stream, self.backward, &call, &self.prepared.inputs, &self.prepared.dout)?;
         Ok((call, gradients))
     }
 
@@ -101,10 +102,10 @@ impl<T: Half> Job<'_, T> {
     }
 }
 
-/// Runs and judges `backward` on a case; `forward` goes before.
+/// Runs and judges `backward` on a case, after `forward`.
 ///
 /// # Errors
-/// What the GPU reports.
+/// Errors of the GPU.
 pub(super) fn examine<T: Half>(
     session: &Session,
     case: &Case,
@@ -115,17 +116,10 @@ pub(super) fn examine<T: Half>(
     if case.action == Action::Measure {
         return session.measure(case, &Bound::Backward(backward), Some(&forward));
     }
-    let own;
-    let made = match session.shared::<Made<T>>(case) {
-        Some(shared) => shared,
-        None => {
-            own = made::<T>(case)?;
-            &own
-        }
-    };
-    let job = Job { forward: &forward, backward: &backward, made, deterministic };
+    let prepared = session.prepared(case, prepare::<T>)?;
+    let job = Job { forward: &forward, backward: &backward, prepared: &prepared, deterministic };
     let twin = if case.action == Action::AsDense {
-        Some(twin::of(case, &made.inputs)?.bind(session, &forward, &backward)?)
+        Some(twin::of(case, &prepared.inputs)?.bind(session, &forward, &backward)?)
     } else {
         None
     };
@@ -133,22 +127,22 @@ pub(super) fn examine<T: Half>(
         let _gpu = session.begin(case);
         let mut runs = act(session, case.action, &job)?;
         if let Some((twin, forward, backward)) = &twin {
-            let made = (&twin.inputs, made.dout.as_slice());
-            let theirs = run_twin(&session.gpu.stream, forward, backward, made)?;
+            let inputs = (&twin.inputs, prepared.dout.as_slice());
+            let theirs = run_twin(&session.gpu.stream, forward, backward, inputs)?;
             if !theirs.same_bits(&runs.gradients[0]) {
                 runs.fault = Some(twin.fault());
             }
         }
         runs
     };
-    let of_out = made.forward.judge(&made.inputs, &runs.outputs)?;
+    let of_out = prepared.forward.judge(&prepared.inputs, &runs.outputs)?;
     let mut found = Found {
         passed: of_out.passed,
         detail: if of_out.passed { String::new() } else { format!("the forward: {}", of_out.detail) },
         ..Found::of(&backward.kernel().spec)
     };
     for gradients in &runs.gradients {
-        let judged = made.gradients.judge(&made.inputs, &made.dout, gradients)?;
+        let judged = prepared.gradients.judge(&prepared.inputs, &prepared.dout, gradients)?;
         found.ratio = found.ratio.max(judged.ratio);
         if found.detail.is_empty() || found.passed && !judged.passed {
             found.detail = judged.detail;

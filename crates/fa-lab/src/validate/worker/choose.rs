@@ -9,19 +9,19 @@ use fa_planner::plan::{PlanOptions, plan};
 use crate::grid::{Action, Case, is_serving};
 use crate::kernels;
 
-/// Kernels chosen for many cases together: the planner's favourites differ from problem to problem by a few
-/// percent of time, and each takes seconds to compile.
+/// Kernels chosen for many cases together: the planner's first choices differ from problem to problem for a
+/// few percent of time, and each takes seconds to compile.
 #[derive(Default)]
 pub(super) struct Chosen {
     forward: HashMap<String, KernelSpec>,
     backward: HashMap<String, KernelSpec>,
 }
 
-/// Of so many of the planner's best, one that another case has been given is taken.
+/// Number of the planner's best kernels among which one that another case uses is preferred.
 const AMONG: usize = 40;
 
 impl Chosen {
-    /// Kernels for the cases of attention as models are served, as few as [`AMONG`] allows.
+    /// Kernels for the serving cases, as few as [`AMONG`] allows.
     pub(super) fn few(cases: &[Case], arch: Arch, family: Family) -> Chosen {
         let mut chosen = Chosen::default();
         let (mut forwards, mut backwards) = (HashSet::new(), HashSet::new());
@@ -49,7 +49,7 @@ impl Chosen {
     }
 }
 
-/// A known one of the best, or the best, which is known from then on.
+/// One of the best that is used already, or else the best.
 fn one_of(listed: Vec<KernelSpec>, known: &mut HashSet<String>) -> Option<KernelSpec> {
     let found = listed.iter().take(AMONG).find(|spec| known.contains(&spec.to_ron()));
     let found = found.or(listed.first())?.clone();
@@ -90,11 +90,11 @@ fn listed(problem: &Problem, pass: Pass, arch: Arch, family: Family, split: bool
     if !own.is_empty() {
         return own;
     }
-    // Of short problems the planner lists none that split: then the others with it.
+    // For short problems the planner lists none with splits: then the others, with splits turned on.
     dividing(specs, arch)
 }
 
-/// The kernels that have room for dividing keys among CTAs, and do.
+/// The kernels with splits turned on, where they fit.
 fn dividing(specs: Vec<KernelSpec>, arch: Arch) -> Vec<KernelSpec> {
     let fits = |spec: &KernelSpec| spec.check().is_ok() && account(spec, arch).is_ok();
     specs.into_iter().map(|spec| KernelSpec { split: true, ..spec }).filter(fits).collect()
@@ -119,7 +119,7 @@ pub(super) fn splitting(case: &Case, arch: Arch, family: Family) -> Result<Kerne
     Ok(first(case, arch, family).ok_or_else(none)?)
 }
 
-/// The same kernel for rows that are found otherwise: what loads pages only is left out where there are none.
+/// The same kernel for rows that are read in another way; without the code for pages where there are none.
 pub(super) fn with_reads(of: &KernelSpec, reads: Reads) -> KernelSpec {
     let kernel = if reads.paged { of.kernel.clone() } else { kernels::of(&of.kernel).without_pages() };
     KernelSpec { reads, kernel, ..of.clone() }
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
     use crate::grid::{Extent, case, serving, serving_gradients};
 
-    /// Windows over short caches: few tiles gain by dividing keys, and the large ones spill.
+    /// Windows over short caches: few tiles gain from splits, and the large ones spill.
     #[test]
     fn kernels_that_divide_keys_by_force_follow_those_that_gain_by_it() {
         let base = Problem::square(2, 1, 8, 64, Mask::window(40, 11), Dtype::Bf16);
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn cases_share_kernels_that_compute_them() {
-        // Pages that are gathered take kernels of their own.
+        // Gathered pages need other kernels.
         for (cases, most) in [(serving(Extent::Quick, 2), 195), (serving_gradients(Extent::Quick, 2), 190)] {
             let chosen = Chosen::few(&cases, Arch::Sm90, Family::Sm90);
             let mut kernels = HashSet::new();

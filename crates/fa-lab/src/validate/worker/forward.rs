@@ -16,51 +16,44 @@ use crate::judge::forward::Oracle;
 use crate::tensors::Inputs;
 
 /// Inputs and oracle of a case.
-pub(super) struct Made<T> {
+pub(super) struct Prepared<T> {
     inputs: Inputs<T>,
     oracle: Oracle<T>,
 }
 
-/// Makes inputs and oracle of a case.
+/// Computes inputs and oracle of a case.
 ///
 /// # Errors
 /// Inputs that do not fit their problem.
-pub(super) fn made<T: Half>(case: &Case) -> Result<Made<T>> {
+pub(super) fn prepare<T: Half>(case: &Case) -> Result<Prepared<T>> {
     let inputs = case.inputs::<T>();
     let oracle = Oracle::new(&inputs, case.seed())?;
-    Ok(Made { inputs, oracle })
+    Ok(Prepared { inputs, oracle })
 }
 
 /// Runs and judges a case.
 ///
 /// # Errors
-/// What the GPU reports.
+/// Errors of the GPU.
 pub(super) fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Result<Found> {
     if case.action == Action::Measure {
         return session.measure(case, &Bound::Forward(forward), None);
     }
-    let own;
-    let made = match session.shared::<Made<T>>(case) {
-        Some(shared) => shared,
-        None => {
-            own = made::<T>(case)?;
-            &own
-        }
-    };
+    let prepared = session.prepared(case, prepare::<T>)?;
     if case.action == Action::BadPages {
-        return bad_pages(session, case, &forward, &made.inputs);
+        return bad_pages(session, case, &forward, &prepared.inputs);
     }
     if case.action == Action::Relength {
-        return relength(session, case, &forward, made);
+        return relength(session, case, &forward, &prepared);
     }
     let twin = if matches!(case.action, Action::AsDense | Action::AsContiguous) {
-        Some(twin::of(case, &made.inputs)?.bind_forward(session, &forward)?)
+        Some(twin::of(case, &prepared.inputs)?.bind_forward(session, &forward)?)
     } else {
         None
     };
     let runs = {
         let _gpu = session.begin(case);
-        let mut runs = act(session, case, &forward, &made.inputs)?;
+        let mut runs = act(session, case, &forward, &prepared.inputs)?;
         if let Some((twin, forward)) = &twin {
             let theirs = once(&session.gpu.stream, forward, &twin.inputs)?;
             if !theirs.same_bits(&runs.outputs[0]) {
@@ -71,7 +64,7 @@ pub(super) fn examine<T: Half>(session: &Session, case: &Case, forward: Forward)
     };
     let mut found = Found::of(&forward.kernel().spec);
     for outputs in &runs.outputs {
-        let judged = made.oracle.judge(&made.inputs, outputs)?;
+        let judged = prepared.oracle.judge(&prepared.inputs, outputs)?;
         found.passed &= judged.passed;
         found.ratio = found.ratio.max(judged.ratio);
         if found.detail.is_empty() || !judged.passed {
@@ -160,12 +153,17 @@ fn bad_pages<T: Half>(
 }
 
 /// A run captured on the case's inputs and replayed on others in the same memory, each result judged.
-fn relength<T: Half>(session: &Session, case: &Case, forward: &Forward, made: &Made<T>) -> Result<Found> {
+fn relength<T: Half>(
+    session: &Session,
+    case: &Case,
+    forward: &Forward,
+    prepared: &Prepared<T>,
+) -> Result<Found> {
     const OTHERS: u64 = 3;
     let others: Vec<(Inputs<T>, Oracle<T>)> = (1..=OTHERS)
         .map(|turn| {
-            let sequences = made.inputs.sequences.drawn_again(case.seed() ^ turn);
-            let inputs = Inputs::placed(&case.problem, sequences, made.inputs.placements, turn);
+            let sequences = prepared.inputs.sequences.drawn_again(case.seed() ^ turn);
+            let inputs = Inputs::placed(&case.problem, sequences, prepared.inputs.placements, turn);
             let oracle = Oracle::new(&inputs, turn)?;
             Ok((inputs, oracle))
         })
@@ -174,7 +172,7 @@ fn relength<T: Half>(session: &Session, case: &Case, forward: &Forward, made: &M
     let mut outputs = Vec::new();
     {
         let _gpu = session.begin(case);
-        let mut call = place_forward(&stream, forward, &made.inputs)?;
+        let mut call = place_forward(&stream, forward, &prepared.inputs)?;
         call.run(forward, &stream)?;
         outputs.push(call.read(&stream)?);
         let graph = call.capture(forward, &stream)?;
@@ -186,7 +184,7 @@ fn relength<T: Half>(session: &Session, case: &Case, forward: &Forward, made: &M
         }
     }
     let mut found = Found::of(&forward.kernel().spec);
-    let first = std::iter::once((&made.inputs, &made.oracle));
+    let first = std::iter::once((&prepared.inputs, &prepared.oracle));
     let all = first.chain(others.iter().map(|(inputs, oracle)| (inputs, oracle)));
     for (turn, ((inputs, oracle), outputs)) in all.zip(&outputs).enumerate() {
         let judged = oracle.judge(inputs, outputs)?;

@@ -101,7 +101,7 @@ fn into<P: Value>(session: &Session, case: &Case, merge: &Merge) -> Result<Found
 fn judged<P: Value, O: Value>(session: &Session, case: &Case, merge: &Merge) -> Result<Found> {
     let bound = session.gpu.kernels.merge(merge)?;
     let mut given = random(merge, case.seed());
-    // What the GPU gets is what the CPU merges.
+    // The CPU merges the same parts as the GPU.
     for (out, _) in &mut given.parts {
         out.iter_mut().for_each(|value| *value = P::of(*value).value());
     }
@@ -134,7 +134,7 @@ fn judged<P: Value, O: Value>(session: &Session, case: &Case, merge: &Merge) -> 
             .zip(&row_of)
             .map(|(have, need)| (f64::from(have.value()) - f64::from(*need)).abs() / tolerance(*need));
         for ratio in errors.chain([of_lse]) {
-            // NaN is worse than anything.
+            // NaN counts as the largest error.
             if ratio.is_nan() || ratio > worst {
                 worst = if ratio.is_nan() { f64::INFINITY } else { ratio };
                 detail = format!("row {row}: {worst:.2} of the tolerance, LSE {} for {need}", lse[at]);

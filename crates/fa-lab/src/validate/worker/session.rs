@@ -1,8 +1,8 @@
-//! A worker's GPU, and what its cases share.
+//! A worker's GPU, and what cases share.
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fa_attn::device::{Bound, Clean, Gpu, first_clean};
 use fa_core::{Family, KernelSpec, Pass, TensorLayout};
@@ -20,19 +20,19 @@ use crate::validate::event::{Event, PassedOver, tell};
 pub(super) struct Session {
     pub gpu: Gpu,
     pub family: Family,
-    /// One case at a time is on the GPU. Whoever holds it must not start work in rayon: that could take up
-    /// another case, which would wait for the same lock.
+    /// One case at a time is on the GPU. The holder must not start work in rayon: that could run another
+    /// case, which would wait for the same lock.
     timed: Mutex<Timed>,
     /// Kernels that were chosen for cases together, by [`Case::name`].
     chosen: Chosen,
-    /// Inputs and oracles of problems that several cases have, by [`Case::problem_name`].
-    shared: HashMap<String, Box<dyn Any + Send + Sync>>,
+    /// Inputs and oracles of problems that several cases share, by [`Case::problem_name`].
+    shared: HashMap<String, Arc<dyn Any + Send + Sync>>,
 }
 
 /// Tensors of problems that several kernels are timed on.
 type Timed = HashMap<String, Vec<PassCall<bf16>>>;
 
-/// What came of a case.
+/// The result of a case.
 pub(super) struct Found {
     pub kernel: String,
     pub passed: bool,
@@ -43,7 +43,7 @@ pub(super) struct Found {
 }
 
 impl Found {
-    /// Of a kernel that nothing is wrong with yet.
+    /// The result of a kernel without an error so far.
     pub(super) fn of(kernel: &fa_core::KernelSpec) -> Found {
         Found::by(&kernel.to_string())
     }
@@ -83,24 +83,35 @@ impl Session {
         })
     }
 
-    /// Keeps what several cases share, by [`Case::problem_name`].
-    pub(super) fn share(&mut self, shared: HashMap<String, Box<dyn Any + Send + Sync>>) {
+    /// Keeps inputs and oracles that several cases share, by [`Case::problem_name`].
+    pub(super) fn share(&mut self, shared: HashMap<String, Arc<dyn Any + Send + Sync>>) {
         self.shared = shared;
     }
 
-    /// What was shared of a case's problem.
-    pub(super) fn shared<M: 'static>(&self, case: &Case) -> Option<&M> {
-        self.shared.get(&case.problem_name())?.downcast_ref()
+    /// Inputs and oracles of a case: those that are shared for its problem, or those that `prepare` computes.
+    ///
+    /// # Errors
+    /// Those of `prepare`.
+    pub(super) fn prepared<P: Any + Send + Sync>(
+        &self,
+        case: &Case,
+        prepare: impl FnOnce(&Case) -> Result<P>,
+    ) -> Result<Arc<P>> {
+        let shared = self.shared.get(&case.problem_name()).cloned();
+        match shared.and_then(|shared| shared.downcast().ok()) {
+            Some(shared) => Ok(shared),
+            None => Ok(Arc::new(prepare(case)?)),
+        }
     }
 
-    /// Puts a case on the GPU: the only one until the guard is dropped.
+    /// Starts a case on the GPU, the only one until the guard is dropped.
     pub(super) fn begin(&self, case: &Case) -> impl Drop + '_ {
         let guard: MutexGuard<'_, Timed> = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
         tell(&Event::Begin(case.name()));
         guard
     }
 
-    /// The forward of a case, and what was passed over for it.
+    /// The forward of a case, and the kernels that were skipped for it.
     ///
     /// # Errors
     /// Those of planning, compiling and loading.
@@ -113,7 +124,7 @@ impl Session {
             (None, Some(spec)) => Ok(self.first_clean(case, Pass::Forward, spec, bind)?),
             (None, None) if case.split => match choose::splitting(case, self.gpu.arch(), self.family) {
                 Ok(spec) => Ok(self.first_clean(case, Pass::Forward, &spec, bind)?),
-                // Pages that none of the family loads: the library goes on to the next family.
+                // No kernel of the family loads these pages: the library goes on to the next family.
                 Err(fa_attn::Error::Plan(PlanError::NoneFits { .. })) => self.own_forward(case),
                 Err(error) => Err(error),
             },
@@ -158,7 +169,7 @@ impl Session {
         self.chosen = chosen;
     }
 
-    /// The backward of a case, and what was passed over for it.
+    /// The backward of a case, and the kernels that were skipped for it.
     ///
     /// # Errors
     /// Those of planning, compiling and loading.
@@ -178,7 +189,7 @@ impl Session {
         }
     }
 
-    /// The kernel that is compiled for a case before its turn, as far as it is known.
+    /// The kernel to compile for a case ahead of time, if it is known.
     pub(super) fn first_choice(&self, case: &Case) -> Option<KernelSpec> {
         let chosen =
             if case.pass.is_backward() { self.chosen.backward(case) } else { self.chosen.forward(case) };
@@ -196,8 +207,7 @@ impl Session {
 
     /// Times the kernel on tensors that stay on the GPU for the next one.
     pub(super) fn measure(&self, case: &Case, pass: &Bound, forward: Option<&Forward>) -> Result<Found> {
-        // A thousand and more are measured one after the other: launches of milliseconds need no more samples
-        // than this.
+        // Over a thousand kernels are measured, with launches of milliseconds: few samples are enough.
         const TIMING: Timing = Timing { warm_up_ms: 3.0, samples: 5, sample_ms: 0.5 };
         let key = case.problem_name();
         let inputs = {

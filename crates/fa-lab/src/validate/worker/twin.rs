@@ -1,4 +1,4 @@
-//! The same rows for the same kernel without one of its ways to find them: it must compute the same bits.
+//! The same rows for the same kernel, read in a simpler way: the bits must be equal.
 
 use fa_attn::device::{Half, Placement};
 use fa_core::{KernelSpec, Lengths, Problem, Reads, TensorLayout};
@@ -11,7 +11,7 @@ use crate::grid::{Action, Case};
 use crate::sequences::Sequences;
 use crate::tensors::Inputs;
 
-/// Inputs that hold the same rows otherwise.
+/// The same rows in another layout.
 pub(super) struct Twin<T> {
     pub inputs: Inputs<T>,
     what: &'static str,
@@ -39,7 +39,7 @@ pub(super) fn of<T: Half>(case: &Case, inputs: &Inputs<T>) -> Result<Twin<T>> {
 }
 
 impl<T: Half> Twin<T> {
-    /// What to say where the bits differ.
+    /// The error where the bits differ.
     pub(super) fn fault(&self) -> String {
         format!("not the bits of the {} run", self.what)
     }

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Bwd, Types};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
 use crate::occupancy::WARP;
 
@@ -78,7 +78,7 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = backward_order(mask, deterministic);
-    let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
+    let problem = *problem;
     TILE_M
         .into_iter()
         .flat_map(|tile_m| TILE_N.into_iter().map(move |tile_n| (tile_m, tile_n)))
@@ -87,7 +87,7 @@ pub fn candidates(
         .filter_map(move |(((tile_m, tile_n), num_warps), (q_stages, do_stages))| {
             let group = num_warps / 2;
             let (dq_first, atom_layout_m_dq) = share_dq(tile_m, head_dim, group)?;
-            let kernel = Kernel::Sm80Bwd(Sm80Bwd {
+            let kernel = Sm80Bwd {
                 tile_m,
                 tile_n,
                 num_warps,
@@ -105,17 +105,8 @@ pub fn candidates(
                 blocks_per_sm: 1,
                 tile_order,
                 deterministic,
-            });
-            Some(KernelSpec {
-                types: Types::same(dtype),
-                head_dim,
-                head_dim_v,
-                mask,
-                score,
-                reads,
-                split: false,
-                kernel,
-            })
+            };
+            Some(KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel))
         })
         .filter(move |spec| {
             let Kernel::Sm80Bwd(kernel) = &spec.kernel else { return false };

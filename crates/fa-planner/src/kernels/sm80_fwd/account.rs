@@ -93,7 +93,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Fwd, limits: &ArchLimits) -> Re
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Arch, Dtype, Kernel, Mask, Problem};
+    use fa_core::{Arch, Division, Dtype, Kernel, Mask, Problem};
 
     use super::super::candidates::candidates;
     use super::*;
@@ -106,7 +106,9 @@ mod tests {
         q_in_regs: bool,
     ) -> KernelSpec {
         let problem = Problem::square(1, 1024, 1, 64, Mask::FULL, Dtype::F16);
-        let mut spec = candidates(&problem, head_dims.0, head_dims.1).next().expect("there are candidates");
+        let mut spec = candidates(&problem, head_dims.0, head_dims.1, Division::PLANNED)
+            .next()
+            .expect("there are candidates");
         let Kernel::Sm80Fwd(kernel) = &mut spec.kernel else { panic!("an SM80 kernel") };
         (kernel.tile_m, kernel.tile_n) = tile;
         (kernel.num_warps, kernel.stages, kernel.q_in_regs) = (num_warps, stages, q_in_regs);
@@ -141,7 +143,7 @@ mod tests {
     fn buffers_that_live_together_do_not_meet() {
         let problem = Problem::square(1, 1024, 1, 64, Mask::FULL, Dtype::F16);
         for (hd, hdv) in [(32, 256), (64, 64), (192, 128), (256, 256)] {
-            for spec in candidates(&problem, hd, hdv) {
+            for spec in candidates(&problem, hd, hdv, Division::PLANNED) {
                 let plan = smem(&spec, kernel(&spec));
                 let own: Vec<_> = plan.buffers.iter().filter(|b| b.alias_of.is_none()).collect();
                 for pair in own.windows(2) {

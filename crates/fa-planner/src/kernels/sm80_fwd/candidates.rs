@@ -1,6 +1,6 @@
 //! The SM80-class forwards that are tried for a problem.
 
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Fwd, Types};
+use fa_core::{Division, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::kernels::{has_idle_warps, packings, split_choices};
 
@@ -25,9 +25,13 @@ const MASKED_BLOCKS_PER_SM: [u32; 4] = [2, 1, 3, 4];
 ///
 /// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, heads of a group
 /// packed or not, keys in one piece or shared by several CTAs.
-pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
-    let (score, reads) = (problem.score.kind(), Reads::of(problem));
+pub fn candidates(
+    problem: &Problem,
+    head_dim: u32,
+    head_dim_v: u32,
+    division: Division,
+) -> impl Iterator<Item = KernelSpec> {
+    let mask = MaskKind::of(&problem.mask);
     let problem = *problem;
     TILE_M
         .into_iter()
@@ -43,11 +47,12 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
         .flat_map(move |candidate| {
             let ((((rows, tile_n), _), _), _) = candidate;
             // Whole tiles of one head stay in question: packed rows are gathered.
-            let both: &[bool] =
-                if packings(&problem, rows.0).contains(&true) { &[false, true] } else { &[false] };
+            let packings = packings(&problem, rows.0, division);
+            let is_open = division.pack_gqa.is_none() && packings.contains(&true);
+            let both: &[bool] = if is_open { &[false, true] } else { packings };
             let has_rows = move |pack_gqa: &&bool| !has_idle_warps(&problem, rows.0, **pack_gqa);
             both.iter().filter(has_rows).flat_map(move |&pack_gqa| {
-                let choices = split_choices(&problem, rows.0, tile_n, pack_gqa);
+                let choices = split_choices(&problem, rows.0, tile_n, pack_gqa, division);
                 choices.iter().map(move |&split| (candidate, pack_gqa, split))
             })
         })
@@ -68,15 +73,6 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 reverse_blocks: mask != MaskKind::Full,
                 pack_gqa,
             };
-            KernelSpec {
-                types: Types::same(dtype),
-                head_dim,
-                head_dim_v,
-                mask,
-                score,
-                reads,
-                split,
-                kernel: Kernel::Sm80Fwd(kernel),
-            }
+            KernelSpec { split, ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel) }
         })
 }

@@ -6,17 +6,16 @@ pub mod cost;
 pub mod spills;
 pub(crate) mod timeline;
 
-use fa_core::{Arch, KernelSpec, Sm80Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, Sm80Fwd};
 
 use crate::account::code::Code;
-use crate::account::kv_splits::best_of;
-use crate::cost::core::{Cost, StepClocks};
-use crate::kernels::planned::{Forward, ForwardTime, PlannedKernel, Time, Wanted};
+use crate::kernels::folder::{forward_time, functions_of_the_folder};
+use crate::kernels::planned::{PlannedKernel, Time, Wanted};
 use crate::registers::Registers;
-use crate::smem::SmemPlan;
-use crate::timeline::lanes::Timeline;
 
 impl PlannedKernel for Sm80Fwd {
+    functions_of_the_folder!();
+
     fn head_dims(&self) -> &'static [u32] {
         &account::HEAD_DIMS
     }
@@ -26,37 +25,21 @@ impl PlannedKernel for Sm80Fwd {
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
-        let Wanted { problem, head_dim, head_dim_v, .. } = wanted;
-        Box::new(candidates::candidates(problem, head_dim, head_dim_v))
-    }
-
-    fn smem(&self, spec: &KernelSpec) -> SmemPlan {
-        account::smem(spec, self)
+        let Wanted { problem, head_dim, head_dim_v, division, .. } = wanted;
+        Box::new(candidates::candidates(problem, head_dim, head_dim_v, division))
     }
 
     fn registers(&self, spec: &KernelSpec, arch: Arch) -> Registers {
         account::registers(spec, self, arch.limits())
     }
 
-    fn is_known_to_spill(&self, spec: &KernelSpec, _: Arch) -> bool {
-        spills::known(spec, self)
+    fn unbound(&self) -> Option<Kernel> {
+        Some(Sm80Fwd { blocks_per_sm: 1, ..self.clone() }.into())
     }
 
     fn time(&self) -> Time<'_> {
         Time::Forward(self)
     }
-
-    fn timeline(&self, spec: &KernelSpec, copy: &dyn Fn(u32) -> f64, clocks: &StepClocks) -> Timeline {
-        timeline::timeline(spec, self, copy, clocks)
-    }
 }
 
-impl ForwardTime for Sm80Fwd {
-    fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
-        best_of(&cost::launch(self, forward), forward.spec.split, below)
-    }
-
-    fn least_seconds(&self, forward: &Forward<'_>) -> f64 {
-        cost::launch(self, forward).at_least(1)
-    }
-}
+forward_time!(Sm80Fwd);

@@ -4,10 +4,10 @@
 //! Taken from 174 first choices with a soft cap, and with ALiBi beside it, at head dims 64 to 256, compiled
 //! for sm_90 by NVRTC 13.0 (NB-108).
 
-use fa_core::{KernelSpec, MaskKind, Sm80Fwd};
+use fa_core::{Arch, KernelSpec, MaskKind, Sm80Fwd};
 
 /// Whether the compiler is known to spill the kernel.
-pub fn known(spec: &KernelSpec, kernel: &Sm80Fwd) -> bool {
+pub fn known(spec: &KernelSpec, kernel: &Sm80Fwd, _: Arch) -> bool {
     if !spec.score.softcap {
         return false;
     }

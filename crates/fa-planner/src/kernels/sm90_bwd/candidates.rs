@@ -6,7 +6,7 @@
 //! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
-use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, Reads, ScoreKind, Sm90Bwd, Types};
+use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, ScoreKind, Sm90Bwd};
 
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
@@ -29,17 +29,11 @@ pub fn candidates(
     let mask = MaskKind::of(&problem.mask);
     let tile_order = backward_order(mask, deterministic);
     let lengths = problem.lengths;
-    let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
+    let posed = *problem;
     let spec_of = move |kernel: Sm90Bwd| {
-        let spec = |persistent| KernelSpec {
-            types: Types::same(dtype),
-            head_dim,
-            head_dim_v,
-            mask,
-            score,
-            reads,
-            split: false,
-            kernel: Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, persistent, ..kernel.clone() }),
+        let spec = |persistent| {
+            let kernel = Sm90Bwd { tile_order, deterministic, persistent, ..kernel.clone() };
+            KernelSpec::for_problem(&posed, [head_dim, head_dim_v], kernel)
         };
         let drawn = spec(true);
         if gains_by_drawing(&drawn, &kernel, &lengths) { drawn } else { spec(false) }
@@ -85,7 +79,7 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> 
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
-        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own))
+        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own, Arch::Sm90))
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask.

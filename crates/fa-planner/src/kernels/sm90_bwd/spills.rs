@@ -3,10 +3,10 @@
 //!
 //! Taken from `fa build --all-configs --mode bwd` and `fa build --best` with NVRTC 13.0.
 
-use fa_core::{KernelSpec, MaskKind, Sm90Bwd};
+use fa_core::{Arch, KernelSpec, MaskKind, Sm90Bwd};
 
 /// Whether the compiler is known to spill the kernel.
-pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
+pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd, _: Arch) -> bool {
     let masked = spec.mask != MaskKind::Full;
     if kernel.persistent && drawn(spec, kernel) {
         return true;

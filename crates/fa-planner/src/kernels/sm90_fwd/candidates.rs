@@ -1,7 +1,7 @@
 //! The SM90 forwards that are tried for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder, tile_queries};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
+use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
 use super::cost::slow_rows;
@@ -20,9 +20,13 @@ pub const RESCALE_THRESHOLD: u32 = 8;
 ///
 /// In order: warpgroups, keys per step, P from registers or not, intra-warpgroup overlap or not, heads of a
 /// group packed or not, keys in one piece or shared by several CTAs, loads of K and V shared or not.
-pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
-    let (score, reads) = (problem.score.kind(), Reads::of(problem));
+pub fn candidates(
+    problem: &Problem,
+    head_dim: u32,
+    head_dim_v: u32,
+    division: Division,
+) -> impl Iterator<Item = KernelSpec> {
+    let (mask, reads) = (MaskKind::of(&problem.mask), Reads::of(problem));
     let problem = *problem;
     // Tiles of equal length and many steps are assigned statically; others are drawn, the longest first.
     // Where loads are slow, a tile of fewer rows is shorter than the others even without a mask.
@@ -41,12 +45,12 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
         .flat_map(move |tile| switches.into_iter().map(move |switch| (tile, switch)))
         .flat_map(move |(tile, switch)| {
             let has_rows = move |pack_gqa: &&bool| !has_idle_warps(&problem, 64 * tile.0, **pack_gqa);
-            let packings = packings(&problem, 64 * tile.0).iter().filter(has_rows);
+            let packings = packings(&problem, 64 * tile.0, division).iter().filter(has_rows);
             packings.map(move |&pack_gqa| (tile, switch, pack_gqa))
         })
         .flat_map(move |(tile, switch, pack_gqa)| {
             let rows = 64 * tile.0;
-            split_choices(&problem, rows, tile.1, pack_gqa)
+            split_choices(&problem, rows, tile.1, pack_gqa, division)
                 .iter()
                 .map(move |&split| (tile, switch, pack_gqa, split))
         })
@@ -79,14 +83,8 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
             with_room(kernel, reads.paged, |kernel| KernelSpec {
-                types: Types::same(dtype),
-                head_dim,
-                head_dim_v,
-                mask,
-                score,
-                reads,
                 split,
-                kernel: Kernel::Sm90Fwd(kernel.clone()),
+                ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel.clone())
             })
         })
 }

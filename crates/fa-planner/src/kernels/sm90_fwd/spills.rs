@@ -6,7 +6,7 @@
 //! --all-configs` also compiles the configurations listed here, and reports those that a newer compiler no
 //! longer spills.
 
-use fa_core::{KernelSpec, MaskKind, Sm90Fwd};
+use fa_core::{Arch, KernelSpec, MaskKind, Sm90Fwd};
 
 /// Configurations of a pair of head dims that spill under NVRTC 13.0, by `tile_n`.
 struct Refused {
@@ -124,7 +124,7 @@ fn known_softcap(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
 
 /// Whether the compiler is known to spill the kernel. The list was compiled for bf16 without a soft cap,
 /// which stands for the others.
-pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd, _: Arch) -> bool {
     if (spec.reads.paged && known_paged(spec, kernel))
         || (kernel.gather && known_gather(spec, kernel))
         || (spec.split && known_split(spec, kernel))

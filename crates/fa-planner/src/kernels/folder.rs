@@ -1,0 +1,72 @@
+//! What kernels' folders implement in the same way: the traits of [`super::planned`] by functions of the
+//! folder, which have the same names in each.
+
+/// The methods of [`super::planned::PlannedKernel`] that are functions of the kernel's folder, with the same
+/// names in each.
+macro_rules! functions_of_the_folder {
+    () => {
+        fn smem(&self, spec: &fa_core::KernelSpec) -> crate::smem::SmemPlan {
+            account::smem(spec, self)
+        }
+
+        fn is_known_to_spill(&self, spec: &fa_core::KernelSpec, arch: fa_core::Arch) -> bool {
+            spills::known(spec, self, arch)
+        }
+
+        fn timeline(
+            &self,
+            spec: &fa_core::KernelSpec,
+            copy: &dyn Fn(u32) -> f64,
+            clocks: &crate::cost::core::StepClocks,
+        ) -> crate::timeline::lanes::Timeline {
+            timeline::timeline(spec, self, copy, clocks)
+        }
+    };
+}
+
+/// [`super::planned::ForwardTime`] of a kernel by its folder's `cost::launch`.
+macro_rules! forward_time {
+    ($kernel:ty) => {
+        impl crate::kernels::planned::ForwardTime for $kernel {
+            fn best_split(
+                &self,
+                forward: &crate::kernels::planned::Forward<'_>,
+                below: f64,
+            ) -> Option<crate::cost::core::Cost> {
+                let launch = cost::launch(self, forward);
+                crate::account::kv_splits::best_of(&launch, forward.spec.split, below)
+            }
+
+            fn least_seconds(&self, forward: &crate::kernels::planned::Forward<'_>) -> f64 {
+                cost::launch(self, forward).at_least(1)
+            }
+        }
+    };
+}
+
+/// The methods of [`super::planned::BackwardTime`] that are functions of the kernel's folder, with the same
+/// names in each.
+macro_rules! functions_of_the_backwards_cost {
+    () => {
+        fn predict(
+            &self,
+            problem: &fa_core::Problem,
+            spec: &fa_core::KernelSpec,
+            arch: fa_core::Arch,
+            constants: &crate::cost::constants::CostConstants,
+            cuts: &mut crate::cost::cuts::Cuts,
+        ) -> crate::cost::core::Cost {
+            cost::predict(problem, spec, self, arch, constants, cuts)
+        }
+
+        fn rates(
+            &self,
+            limits: &fa_core::ArchLimits,
+            constants: &crate::cost::constants::CostConstants,
+        ) -> crate::account::splits::BackwardRates {
+            cost::rates(limits, constants)
+        }
+    };
+}
+
+pub(crate) use {forward_time, functions_of_the_backwards_cost, functions_of_the_folder};
