@@ -153,8 +153,8 @@ struct GatheredKeys {
     }
 
     // Starts the copy of a tile's rows of a head, whose first row of the cache is `first`, from units of
-    // `unit` bytes on. If not all exist: `columns` of the tensor's elements, and zeros behind them and for rows
-    // that are nowhere.
+    // `unit` bytes on. If not all exist: `columns` of the tensor's elements, and zeros behind them and for
+    // rows that are nowhere.
     template <class Kv, bool AllExist>
     __device__ __forceinline__ void start(u32 address, const u16* first, u32 unit, int columns,
                                           const Rows& rows) const {
@@ -248,8 +248,8 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     const TmaStrides& strides = Values ? params.varlen.tma_v : params.varlen.tma_k;
     const int columns = Values ? params.shape.head_dim_v : params.shape.head_dim;
     const u32 unit = stride_unit(strides, tensor.strides);
-    const bool one_key = params.varlen.page == 1 && strides.entry == strides.row &&
-                         columns == Kv::kPanel * Kv::kPanels;
+    const bool one_key =
+        params.varlen.page == 1 && strides.entry == strides.row && columns == Kv::kPanel * Kv::kPanels;
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
@@ -298,7 +298,8 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                                                entry);
                     }
                 } else if (direct) {
-                    keys.template start<Kv, true>(smem_address(dst), first, unit * strides.entry, columns, rows);
+                    keys.template start<Kv, true>(smem_address(dst), first, unit * strides.entry, columns,
+                                                  rows);
                 } else {
                     keys.template start<Kv, false>(smem_address(dst), first, unit, columns, rows);
                 }
