@@ -1,6 +1,6 @@
 //! What the emulation expects of a kernel beyond the planner's numbers: [`of`] takes a spec to its kernel.
 
-use fa_core::{Arch, Kernel, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+use fa_core::{Arch, Kernel, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 
 /// A kernel as the emulation sees it.
 pub(crate) trait EmulatedKernel {
@@ -9,6 +9,11 @@ pub(crate) trait EmulatedKernel {
 
     /// Whether every warp computes every step of its tile: none skips those that its rows do not see.
     fn computes_whole_steps(&self, problem: &Problem) -> bool;
+
+    /// Whether it loads every tile of queries of a CTA, also those that no sequence has or that see no key.
+    fn loads_whole_tiles(&self) -> bool {
+        true
+    }
 
     /// Which code `arch` compiles: architectures with equal values run the same unit.
     fn variant(&self, arch: Arch) -> u32;
@@ -37,6 +42,26 @@ impl EmulatedKernel for Sm90Fwd {
     fn computes_whole_steps(&self, problem: &Problem) -> bool {
         let skips = self.tile_n < self.tile_m && self.kv_stages >= 2 && !problem.mask.is_full();
         !skips
+    }
+
+    fn variant(&self, _: Arch) -> u32 {
+        0
+    }
+}
+
+impl EmulatedKernel for Sm100Fwd {
+    /// It has no matrix loads and stores by warps.
+    fn is_conflict_free(&self) -> bool {
+        true
+    }
+
+    /// Of two tiles of queries one may see fewer keys, or have no queries.
+    fn computes_whole_steps(&self, _: &Problem) -> bool {
+        self.q_tiles == 1
+    }
+
+    fn loads_whole_tiles(&self) -> bool {
+        self.q_tiles == 1
     }
 
     fn variant(&self, _: Arch) -> u32 {

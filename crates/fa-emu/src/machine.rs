@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 42] = files![
+    pub(super) static ALL: [(&str, &str); 46] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -33,8 +33,10 @@ mod sources {
         "host/ptx/mbarrier.cuh",
         "host/ptx/mma_sync.cuh",
         "host/ptx/registers.cuh",
+        "host/ptx/segment.cuh",
         "host/ptx/stmatrix.cuh",
         "host/ptx/sync.cuh",
+        "host/ptx/tcgen05.cuh",
         "host/ptx/thread.cuh",
         "host/ptx/tma.cuh",
         "host/ptx/warp.cuh",
@@ -54,12 +56,14 @@ mod sources {
         "machine/matrix.cpp",
         "machine/mbarrier.cpp",
         "machine/memory.cpp",
+        "machine/operand.h",
         "machine/report.cpp",
         "machine/report.h",
         "machine/scheduler.cpp",
         "machine/shadow.cpp",
         "machine/shadow.h",
         "machine/shared.cpp",
+        "machine/tensor_memory.cpp",
         "machine/tma.cpp",
         "machine/trace.h",
         "machine/warp.cpp",
@@ -87,6 +91,7 @@ struct RawOptions {
     hazards: u32,
     trace_cta: c_int,
     ordered_additions: u32,
+    products_in_order: u32,
     step_limit: u64,
     progress: Option<unsafe extern "C" fn(*mut c_void, u32, u32)>,
     context: *mut c_void,
@@ -159,6 +164,7 @@ impl Machine {
             hazards: options.hazards.into(),
             trace_cta: options.trace_cta.map_or(-1, |cta| cta as c_int),
             ordered_additions: options.ordered_additions.into(),
+            products_in_order: options.products_in_order.into(),
             step_limit: options.step_limit,
             progress: progress.as_ref().map(|_| call_progress as _),
             context,
@@ -185,6 +191,7 @@ pub(crate) struct SessionOptions<'a> {
     pub poison: bool,
     pub hazards: bool,
     pub ordered_additions: bool,
+    pub products_in_order: bool,
     pub trace_cta: Option<u32>,
     pub step_limit: u64,
     pub progress: Option<Progress<'a>>,

@@ -78,6 +78,7 @@ impl Unit {
             poison: options.poison,
             hazards: options.hazards,
             ordered_additions: self.spec.kernel.pass().deterministic(),
+            products_in_order: options.products_in_order,
             trace_cta: options.trace_cta,
             step_limit: options.step_limit,
             progress: options.progress,

@@ -57,6 +57,7 @@ impl Single {
             poison: options.poison,
             hazards: options.hazards,
             ordered_additions: false,
+            products_in_order: options.products_in_order,
             trace_cta: None,
             step_limit: options.step_limit,
             progress: None,

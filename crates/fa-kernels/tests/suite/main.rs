@@ -4,6 +4,7 @@ mod agreement;
 mod cache;
 mod compiled;
 mod device_sources;
+mod divided;
 mod errors;
 mod generated;
 mod launches;
@@ -11,6 +12,7 @@ mod launches_beside;
 mod package;
 mod serving;
 mod shipped;
+mod tensor_memory;
 mod toolchain;
 
 #[path = "../../../fa-core/tests/strategies/problems.rs"]

@@ -50,7 +50,7 @@ const OF_PROBLEM: [&str; 18] = [
 ];
 
 /// Flags that --mutate rules out; its own name them as well, for clap asks for no flag that another rules out.
-const OF_NO_REMOVAL: [&str; 7] = ["seeds", "sms", "steps", "json", "report", "headers", "grid"];
+const OF_NO_REMOVAL: [&str; 8] = ["seeds", "sms", "steps", "json", "report", "cta", "headers", "grid"];
 
 /// `names` and one more.
 const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 26] {
@@ -208,7 +208,7 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
     #[arg(requires = "shipped", conflicts_with_all = ["spec", "mutate", "sample"])]
     pub record: PathBuf,
-    /// Remove every synchronising statement of the four kernels (or of SPEC), one at a time, and list those
+    /// Remove every synchronising statement of the kernels (or of SPEC), one at a time, and list those
     /// whose removal nothing notices
     #[arg(long)]
     pub mutate: bool,
