@@ -5,11 +5,12 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
 
+use fa_kernels::canonical;
 use libloading::Library;
 
 use crate::compiler::{Compiler, hash};
 use crate::error::Error;
-use crate::options::{Pace, Progress};
+use crate::options::{Options, Progress};
 
 /// Sources of the machine and the host's side of the kernels' headers.
 static SOURCES: &[(&str, &str)] = &sources::ALL;
@@ -72,10 +73,12 @@ pub(crate) fn sources_of(folder: &str) -> impl Iterator<Item = (&'static str, &'
     SOURCES.iter().filter_map(move |(name, text)| Some((name.strip_prefix(folder)?, *text)))
 }
 
-/// A hash of the machine and the twins, which identifies the emulation that a proof was made by.
+/// A hash of the code of the machine and the twins, without comments, which identifies the emulation that a
+/// proof was made by.
 pub fn version() -> String {
-    let parts: Vec<&str> = SOURCES.iter().flat_map(|(name, text)| [*name, *text]).collect();
-    hash(&parts)[..16].to_owned()
+    let code: Vec<String> =
+        SOURCES.iter().flat_map(|(name, text)| [(*name).to_owned(), canonical(text)]).collect();
+    hash(&code.iter().map(String::as_str).collect::<Vec<_>>())[..16].to_owned()
 }
 
 #[repr(C)]
@@ -146,8 +149,9 @@ impl Machine {
     function!(emu_map: fn(u64) -> *mut u8);
     function!(emu_unmap: fn(*mut u8, u64));
 
-    /// A session on this machine.
-    pub(crate) fn session<'a>(&'a self, options: &SessionOptions<'a>) -> Session<'a> {
+    /// A session on this machine. `ordered_additions`: whether the order of f32 additions is checked, as
+    /// deterministic kernels promise one.
+    pub(crate) fn session<'a>(&'a self, options: &Options<'a>, ordered_additions: bool) -> Session<'a> {
         let progress = options.progress.map(Box::new);
         let context =
             progress.as_ref().map_or(null_mut(), |own| (&raw const **own).cast_mut().cast::<c_void>());
@@ -158,7 +162,7 @@ impl Machine {
             poison: options.poison.into(),
             hazards: options.hazards.into(),
             trace_cta: options.trace_cta.map_or(-1, |cta| cta as c_int),
-            ordered_additions: options.ordered_additions.into(),
+            ordered_additions: ordered_additions.into(),
             step_limit: options.step_limit,
             progress: progress.as_ref().map(|_| call_progress as _),
             context,
@@ -175,19 +179,6 @@ unsafe extern "C" fn call_progress(context: *mut c_void, done: u32, all: u32) {
     // SAFETY: the caller's promise.
     let progress = unsafe { *context.cast::<Progress<'_>>() };
     progress(done, all);
-}
-
-/// How a session schedules and what it checks.
-pub(crate) struct SessionOptions<'a> {
-    pub seed: u64,
-    pub pace: Pace,
-    pub order: bool,
-    pub poison: bool,
-    pub hazards: bool,
-    pub ordered_additions: bool,
-    pub trace_cta: Option<u32>,
-    pub step_limit: u64,
-    pub progress: Option<Progress<'a>>,
 }
 
 /// One launch.
