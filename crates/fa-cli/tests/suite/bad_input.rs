@@ -55,11 +55,21 @@ fn tensors_that_do_not_fit_are_named() {
         ),
         (with(tensor("v", "F32", &[1, 6, 2, 0])), "", &["head_dim_v is 0"]),
         (
-            // No bytes at all, and an output beyond any memory.
+            // No bytes at all.
             vec![
                 tensor("q", "F32", Q),
                 tensor("k", "F32", &[1, 0, 1, 8]),
                 tensor("v", "F32", &[1, 0, 1, 1 << 44]),
+            ],
+            "",
+            &["head_dim_v = 17592186044416", "at most 65536"],
+        ),
+        (
+            // Few bytes, and an output beyond any memory.
+            vec![
+                tensor("q", "F32", &[1, 1 << 22, 1, 1]),
+                tensor("k", "F32", &[1, 0, 1, 1]),
+                tensor("v", "F32", &[1, 0, 1, 1 << 16]),
             ],
             "",
             &["memory are free"],

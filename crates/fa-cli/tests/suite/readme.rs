@@ -25,7 +25,8 @@ fn commands_of_the_readme_have_the_flags_that_it_gives_them() {
     assert!(flags > 20, "{flags}");
 }
 
-/// To the field "ragged" means packed batches, which a README of kernels for uniform lengths called supported.
+/// To the field "ragged" means packed batches, which a README of kernels for uniform lengths called
+/// supported.
 #[test]
 fn the_support_matrix_names_packed_batches_and_other_lengths_apart() {
     let readme = readme();

@@ -17,10 +17,6 @@ impl Vector for F32x8 {
 
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn prefetch_far(at: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]

@@ -3,6 +3,7 @@
 //! [`Isa`] names what a CPU can do, [`Kernels`] is the table of what runs on it.
 #![allow(unsafe_code)]
 
+pub(crate) mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 #[cfg(target_arch = "x86_64")]

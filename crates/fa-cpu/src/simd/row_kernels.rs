@@ -1,9 +1,15 @@
 //! The kernels of [`super::rows`] behind methods that check every length.
 #![allow(unsafe_code)]
 
+use super::ahead::Ahead;
 use super::kernels::Kernels;
-use super::rows::{Ahead, RawAccumulate, RawDots, RawRow, Stored};
+use super::rows::{RawAccumulate, RawDots, RawRow, Stored};
 use super::tile::extent;
+
+/// Whether each row has `dims` values; no branch for each, which took a tenth of a product's time.
+fn all_reach<T>(rows: &[&[T]], dims: usize) -> bool {
+    rows.iter().fold(true, |all, row| all & (row.len() >= dims))
+}
 
 impl Kernels {
     /// Numbers as f32.
@@ -44,7 +50,7 @@ impl Kernels {
         s: &mut [f32],
         lds: usize,
     ) {
-        assert!(keys.iter().all(|key| key.len() >= dims), "a key is too short");
+        assert!(all_reach(keys, dims), "a key is too short");
         assert!(ldq >= dims && lds >= keys.len(), "strides {ldq} and {lds}");
         assert!(q.len() >= extent(queries, dims, ldq), "Q is too short");
         assert!(s.len() >= extent(queries, keys.len(), lds), "scores are too short");
@@ -70,7 +76,7 @@ impl Kernels {
         o: &mut [f32],
         ldo: usize,
     ) {
-        assert!(values.iter().all(|value| value.len() >= dims), "a value is too short");
+        assert!(all_reach(values, dims), "a value is too short");
         assert!(ldp >= values.len() && ldo >= dims, "strides {ldp} and {ldo}");
         assert!(p.len() >= extent(queries, values.len(), ldp), "P is too short");
         assert!(o.len() >= extent(queries, dims, ldo), "O is too short");

@@ -4,6 +4,7 @@
 
 use half::{bf16, f16};
 
+use super::ahead::{Ahead, follow};
 use super::vector::{Vector, exp2};
 
 /// A number type as it lies in memory, read and written a register at a time.
@@ -204,101 +205,22 @@ unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize,
 ) {
     const { assert!(SUMS == KEYS * QUERIES) }
     let ahead = if query == 0 { call.ahead } else { Ahead::Nothing };
-    let (distance, mut parts) = (ahead.distance(call.keys), ahead.parts(call.keys.len().div_ceil(KEYS)));
+    let (distance, mut parts) =
+        (ahead.distance(call.keys, call.dims), ahead.parts(call.keys.len().div_ceil(KEYS)));
     for key in (0..call.keys.len()).step_by(KEYS) {
         // SAFETY: `RawDots`'s contract; blocks begin within the keys.
         unsafe {
-            if let Some(distance) = distance {
-                for row in &call.keys[key..call.keys.len().min(key + KEYS)] {
-                    follow::<V, T>(row.as_ptr(), distance, call.dims);
-                }
-            }
             parts.fetch::<V>();
-            dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query);
-        }
-    }
-}
-
-/// What to prefetch during a computation.
-#[derive(Clone, Copy)]
-pub(crate) enum Ahead<'a, T> {
-    /// Nothing is fetched.
-    Nothing,
-    /// The rows to come: each is a few cache lines, which the hardware's own prefetching follows too late.
-    /// For rows at a constant stride; elsewhere the fetches are useless.
-    Follow,
-    /// This many values of each of these rows, in the order of their addresses, into the second-level cache.
-    /// Where the heads of a key are adjacent and computed one by one, a head's rows are a few cache lines
-    /// each at a large stride, which the hardware prefetcher follows at a third of its rate.
-    Rows(&'a [&'a [T]], usize),
-}
-
-/// Rows between the one that is computed and the one that [`Ahead::Follow`] fetches.
-const FOLLOW: isize = 16;
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
-impl<T> Ahead<'_, T> {
-    /// Bytes from a row of `rows` to the one that [`Ahead::Follow`] fetches.
-    #[inline(always)]
-    fn distance(self, rows: &[&[T]]) -> Option<isize> {
-        match (self, rows) {
-            (Ahead::Follow, [first, second, ..]) => {
-                let stride = (second.as_ptr() as isize).wrapping_sub(first.as_ptr() as isize);
-                Some(stride.wrapping_mul(FOLLOW))
-            }
-            (Ahead::Nothing | Ahead::Follow | Ahead::Rows(..), _) => None,
-        }
-    }
-
-    /// [`Ahead::Rows`] in equal parts, one for each of this many steps: fetching a few lines at a time does
-    /// not stall.
-    #[inline(always)]
-    fn parts(&self, steps: usize) -> Parts<'_, T> {
-        let (rows, values): (&[&[T]], usize) = match *self {
-            Ahead::Rows(rows, values) => (rows, values),
-            Ahead::Nothing | Ahead::Follow => (&[], 0),
-        };
-        let lines = (values * size_of::<T>()).div_ceil(LINE);
-        Parts { rows, lines, each: (lines * rows.len()).div_ceil(steps.max(1)), row: 0, line: 0 }
-    }
-}
-
-/// Progress of [`Ahead::Rows`].
-struct Parts<'a, T> {
-    rows: &'a [&'a [T]],
-    /// Lines of a row, and of a part.
-    lines: usize,
-    each: usize,
-    /// The next line.
-    row: usize,
-    line: usize,
-}
-
-impl<T> Parts<'_, T> {
-    #[inline(always)]
-    unsafe fn fetch<V: Vector>(&mut self) {
-        for _ in 0..self.each {
-            let Some(row) = self.rows.get(self.row) else { return };
-            // SAFETY: nothing is read.
-            unsafe { V::prefetch_far(row.as_ptr().cast::<u8>().wrapping_add(self.line * LINE)) };
-            self.line += 1;
-            if self.line == self.lines {
-                (self.row, self.line) = (self.row + 1, 0);
+            match distance {
+                None => dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query, None),
+                distance => dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query, distance),
             }
         }
     }
 }
 
-/// Fetches `count` values at a distance from others.
-#[inline(always)]
-unsafe fn follow<V: Vector, T>(from: *const T, distance: isize, count: usize) {
-    let start = from.cast::<u8>().wrapping_offset(distance);
-    for byte in (0..count * size_of::<T>()).step_by(LINE) {
-        // SAFETY: nothing is read.
-        unsafe { V::prefetch(start.wrapping_add(byte)) };
-    }
-}
+/// Keys of a block at a time, whose addresses stay in registers.
+const ROWS: usize = 8;
 
 /// One block. Beyond the last key its row is read again, and the result dropped.
 #[inline(always)]
@@ -306,47 +228,123 @@ unsafe fn dots_block<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usi
     call: &RawDots<'_, T>,
     key: usize,
     query: usize,
+    distance: Option<isize>,
 ) {
-    /// Keys per step, whose addresses stay in registers.
-    const ROWS: usize = 8;
+    const { assert!(KEYS <= 2 * ROWS) }
     // SAFETY: `RawDots`'s contract; the block lies within keys and queries.
     unsafe {
-        let (count, last) = (KEYS.min(call.keys.len() - key), call.keys.len() - 1);
-        let q = call.q.add(query * call.ldq);
-        let whole = call.dims / V::LANES * V::LANES;
+        let count = KEYS.min(call.keys.len() - key);
         let mut sums = [V::splat(0.0); SUMS];
-        for first in (0..KEYS).step_by(ROWS) {
-            let rows: [*const T; ROWS] = core::array::from_fn(|i| {
-                call.keys.get_unchecked((key + first + i.min(KEYS - 1)).min(last)).as_ptr()
-            });
-            let rows = &rows[..ROWS.min(KEYS)];
-            for d in (0..whole).step_by(V::LANES) {
-                let q: [V; QUERIES] = core::array::from_fn(|j| V::load(q.add(j * call.ldq + d)));
-                for (i, row) in rows.iter().enumerate() {
-                    let k = T::load::<V>(row.add(d));
-                    for (j, &q) in q.iter().enumerate() {
-                        let sum = &mut sums[j * KEYS + first + i];
-                        *sum = k.mul_add(q, *sum);
-                    }
-                }
-            }
-            if whole < call.dims {
-                let rest = call.dims - whole;
-                let q: [V; QUERIES] =
-                    core::array::from_fn(|j| V::load_part(q.add(j * call.ldq + whole), rest));
-                for (i, row) in rows.iter().enumerate() {
-                    let k = T::load_part::<V>(row.add(whole), rest);
-                    for (j, &q) in q.iter().enumerate() {
-                        let sum = &mut sums[j * KEYS + first + i];
-                        *sum = k.mul_add(q, *sum);
-                    }
-                }
-            }
+        // One after the other, no loop: the sums stay in registers.
+        Sums::<V, KEYS, QUERIES, 0> { sums: &mut sums }.rows(call, key, query, distance);
+        if KEYS > ROWS {
+            Sums::<V, KEYS, QUERIES, ROWS> { sums: &mut sums }.rows(call, key, query, distance);
         }
         let sums = V::sums(sums);
         for (j, sums) in sums.chunks(KEYS).enumerate() {
             let to = call.s.add((query + j) * call.lds + key);
             core::ptr::copy_nonoverlapping(sums.as_ptr(), to, count);
+        }
+    }
+}
+
+/// Sums of a block of keys and queries, of which the keys from `FIRST` on are at hand.
+struct Sums<'a, V, const KEYS: usize, const QUERIES: usize, const FIRST: usize> {
+    sums: &'a mut [V],
+}
+
+impl<V: Vector, const KEYS: usize, const QUERIES: usize, const FIRST: usize>
+    Sums<'_, V, KEYS, QUERIES, FIRST>
+{
+    /// Adds the products of [`ROWS`] keys along their whole rows.
+    #[inline(always)]
+    unsafe fn rows<T: Stored>(
+        &mut self,
+        call: &RawDots<'_, T>,
+        key: usize,
+        query: usize,
+        distance: Option<isize>,
+    ) {
+        // SAFETY: the caller's: the block lies within keys and queries.
+        unsafe {
+            let last = call.keys.len() - 1;
+            let rows: [*const T; ROWS] = core::array::from_fn(|i| {
+                call.keys.get_unchecked((key + FIRST + i.min(KEYS - 1)).min(last)).as_ptr()
+            });
+            let rows = &rows[..ROWS.min(KEYS)];
+            let (q, ldq) = (call.q.add(query * call.ldq), call.ldq);
+            let whole = call.dims / V::LANES * V::LANES;
+            // Along each row as far as Q fits the registers: memory is read in the order of its addresses.
+            let mut d = 0;
+            while QUERIES == 1 && whole - d >= 4 * V::LANES {
+                self.add::<T, 4>(rows, q, ldq, d, distance);
+                d += 4 * V::LANES;
+            }
+            while QUERIES <= 2 && whole - d >= 2 * V::LANES {
+                self.add::<T, 2>(rows, q, ldq, d, distance);
+                d += 2 * V::LANES;
+            }
+            while d < whole {
+                self.add::<T, 1>(rows, q, ldq, d, distance);
+                d += V::LANES;
+            }
+            if whole < call.dims {
+                self.add_rest::<T>(rows, q, ldq, whole, call.dims - whole);
+            }
+        }
+    }
+
+    /// Adds the products of `REGISTERS` registers of each row from `d` on, and fetches what is at `distance`.
+    #[inline(always)]
+    unsafe fn add<T: Stored, const REGISTERS: usize>(
+        &mut self,
+        rows: &[*const T],
+        q: *const f32,
+        ldq: usize,
+        d: usize,
+        distance: Option<isize>,
+    ) {
+        // SAFETY: the caller's: rows and queries reach as far.
+        unsafe {
+            let q: [[V; REGISTERS]; QUERIES] = core::array::from_fn(|j| {
+                core::array::from_fn(|r| V::load(q.add(j * ldq + d + r * V::LANES)))
+            });
+            for (i, row) in rows.iter().enumerate() {
+                let row = row.add(d);
+                if let Some(distance) = distance {
+                    follow::<V, T>(row, distance, REGISTERS * V::LANES);
+                }
+                for r in 0..REGISTERS {
+                    let k = T::load::<V>(row.add(r * V::LANES));
+                    for (j, q) in q.iter().enumerate() {
+                        let sum = &mut self.sums[j * KEYS + FIRST + i];
+                        *sum = k.mul_add(q[r], *sum);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The same for the `rest` columns from `d` on, which do not fill a register.
+    #[inline(always)]
+    unsafe fn add_rest<T: Stored>(
+        &mut self,
+        rows: &[*const T],
+        q: *const f32,
+        ldq: usize,
+        d: usize,
+        rest: usize,
+    ) {
+        // SAFETY: the caller's: rows and queries reach as far.
+        unsafe {
+            let q: [V; QUERIES] = core::array::from_fn(|j| V::load_part(q.add(j * ldq + d), rest));
+            for (i, row) in rows.iter().enumerate() {
+                let k = T::load_part::<V>(row.add(d), rest);
+                for (j, &q) in q.iter().enumerate() {
+                    let sum = &mut self.sums[j * KEYS + FIRST + i];
+                    *sum = k.mul_add(q, *sum);
+                }
+            }
         }
     }
 }
@@ -417,7 +415,7 @@ unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REG
         // With `Follow` each column block fetches; otherwise rows are fetched once.
         let of_columns = column == 0 || matches!(call.ahead, Ahead::Follow);
         let ahead = if query == 0 && of_columns { call.ahead } else { Ahead::Nothing };
-        let (distance, mut parts) = (ahead.distance(call.values), ahead.parts(call.values.len()));
+        let (distance, mut parts) = (ahead.distance(call.values, call.dims), ahead.parts(call.values.len()));
         for (key, row) in call.values.iter().enumerate() {
             let row = row.as_ptr().add(column);
             if let Some(distance) = distance {

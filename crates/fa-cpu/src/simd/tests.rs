@@ -2,8 +2,8 @@
 
 use super::*;
 
+use crate::simd::ahead::Ahead;
 use crate::simd::bf16::{GRAIN, Gradient16, Product16};
-use crate::simd::rows::Ahead;
 
 fn every_isa(check: impl Fn(Kernels)) {
     for isa in Isa::ALL {

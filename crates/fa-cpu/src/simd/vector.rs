@@ -35,12 +35,9 @@ pub(super) trait Vector: Copy {
     unsafe fn select_greater(self, limit: Self, yes: Self, no: Self) -> Self;
     /// Whether `self > limit` in any lane.
     unsafe fn any_greater(self, limit: Self) -> bool;
-    /// Prefetches the cache line at any address.
+    /// Prefetches the cache line at any address into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
-    /// The same, into the second-level cache.
-    #[inline(always)]
-    unsafe fn prefetch_far(_at: *const u8) {}
     /// The sum of all lanes.
     #[inline(always)]
     unsafe fn sum(self) -> f32 {

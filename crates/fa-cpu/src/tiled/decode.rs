@@ -18,7 +18,7 @@ use super::scores::{Scores, finish};
 use super::work::{Forward, Unit};
 use crate::batch::Sequence;
 use crate::element::Element;
-use crate::simd::rows::Ahead;
+use crate::simd::ahead::Ahead;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;

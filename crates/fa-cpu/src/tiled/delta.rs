@@ -9,7 +9,7 @@ use super::pack::{KeyRows, row_stride};
 use super::scores::Scores;
 use super::work::Unit;
 use crate::element::Element;
-use crate::simd::rows::Ahead;
+use crate::simd::ahead::Ahead;
 
 /// Rows that see at most this many keys compute delta from P and dP, in a few percent of the row's time.
 pub(super) const FEW_KEYS: usize = 16;

@@ -13,7 +13,7 @@ use super::scores::{Scores, finish};
 use super::work::{Forward, Item, Unit, items};
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
-use crate::simd::{Init, Order, Product, TileShape};
+use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::TensorMut;
 
 /// Keys of a tile: a panel of probabilities (`tile_n x panel`) and one of queries stay in the first-level
@@ -78,13 +78,20 @@ pub(super) fn run<T: Element>(
 ) {
     let Forward { kernels, threads, problem, batch, q, .. } = *call;
     let width = kernels.panel();
-    let cut = items(problem, batch, units, [width, PANELS], schedule::workers(threads));
+    let cut = items(
+        problem,
+        batch,
+        units,
+        |queries| panel_of(kernels, queries),
+        PANELS,
+        schedule::workers(threads),
+    );
     if cut.items.is_empty() {
         return;
     }
     let shared = |tensor| Shared::new(kernels, threads, KeyRows::new(tensor, batch), units, &cut.shared);
     let (k, v) = (shared(&call.k), shared(&call.v));
-    let spans = || batch.sequences.iter().map(|sequence| (sequence.q, width));
+    let spans = || batch.sequences.iter().map(|sequence| (sequence.q, panel_of(kernels, sequence.q.len)));
     let mut lse = lse.map(|lse| lse_tensor(q.shape(), lse));
     let (out, lse) = (Scatter::new(out, spans()), lse.as_mut().map(|lse| Scatter::new(lse, spans())));
     let scores = Scores::new(problem);
@@ -98,11 +105,12 @@ pub(super) fn run<T: Element>(
             let item = &cut.items[item];
             let Unit { sequence, kv_head } = units[item.unit];
             let band = call.band(sequence);
-            let (span, panels) = (batch.sequences[sequence].q, band.q.div_ceil(width));
+            let (span, queries) = (batch.sequences[sequence].q, panel_of(kernels, band.q));
+            let panels = band.q.div_ceil(queries);
             for (panel, index) in scratch.panels.iter_mut().zip(item.panels.clone()) {
-                let first = index % panels * width;
+                let first = index % panels * queries;
                 panel.head = kv_head * problem.group_size() + index / panels;
-                panel.queries = first..band.q.min(first + width);
+                panel.queries = first..band.q.min(first + queries);
                 let at = [span.batch, span.first + first, panel.head];
                 let count = panel.queries.len();
                 read_rows(kernels, &q, at, count, scores.scale, &mut scratch.rows, ld);
@@ -118,7 +126,7 @@ pub(super) fn run<T: Element>(
                 if !panel.started {
                     panel.o.fill(0.0);
                 }
-                let tile = panel.queries.start / width;
+                let tile = panel.queries.start / queries;
                 let mut out_rows = out.take(sequence, panel.head, tile);
                 let mut lse_rows = lse.as_ref().map(|lse| lse.take(sequence, panel.head, tile));
                 let shape = [problem.head_dim_v, panel.queries.len()];
@@ -133,6 +141,14 @@ pub(super) fn run<T: Element>(
             }
         },
     );
+}
+
+/// Queries of each panel of a sequence: panels are as many as of the full width, and nearly equal. It follows
+/// from the sequence alone, so that its bits do.
+pub(super) fn panel_of(kernels: Kernels, queries: usize) -> usize {
+    let registers = queries.div_ceil(kernels.lanes()).max(1);
+    let panels = registers.div_ceil(kernels.panel() / kernels.lanes());
+    registers.div_ceil(panels) * kernels.lanes()
 }
 
 /// The LSE buffer of queries `[batch, seqlen, heads, _]` as a tensor of head dim 1.

@@ -85,7 +85,7 @@ pub(super) fn run(
     lse: Option<&mut [f32]>,
 ) -> Vec<Unit> {
     let Forward { kernels, threads, problem, batch, q, .. } = *call;
-    let cut = items(problem, batch, units, [PANEL, PANELS], schedule::workers(threads));
+    let cut = items(problem, batch, units, |_| PANEL, PANELS, schedule::workers(threads));
     if cut.items.is_empty() {
         return vec![];
     }

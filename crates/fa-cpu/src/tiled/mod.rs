@@ -68,7 +68,7 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
     let workers = schedule::workers(options.threads);
     let (width, most) = match forward16::applies(kernels, problem) {
         true => (forward16::PANEL, forward16::PANELS),
-        false => (kernels.panel(), forward::PANELS),
+        false => (forward::panel_of(kernels, problem.lengths.max_q()), forward::PANELS),
     };
     let tile_m = forward::tile_m(problem, width, most, workers);
     Ok(Plan { isa: kernels.isa(), threads: workers, tile_m, tile_n: forward::TILE_N })

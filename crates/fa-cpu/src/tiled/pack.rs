@@ -96,6 +96,13 @@ impl<'a, T: Element> KeyRows<'a, T> {
         if !self.batch.is_paged() {
             let Span { batch, first, .. } = self.batch.sequences[sequence].k;
             let start = strides.offset(batch, first + keys.start, kv_head, 0);
+            if let Ok(step) = usize::try_from(strides.seq)
+                && step >= dims.max(1)
+                && !keys.is_empty()
+            {
+                return to
+                    .extend(data[start as usize..].chunks(step).take(keys.len()).map(|row| &row[..dims]));
+            }
             let row = |i: usize| (start + i as i64 * strides.seq) as usize;
             return to.extend((0..keys.len()).map(|i| &data[row(i)..row(i) + dims]));
         }

@@ -109,6 +109,27 @@ fn lengths_and_masks() {
 }
 
 #[test]
+fn panels_fit_the_count_of_queries() {
+    every_isa(|options| {
+        let kernels = super::kernels(options).unwrap();
+        let (lanes, most) = (kernels.lanes(), kernels.panel());
+        for queries in 1..5 * most {
+            let panel = super::forward::panel_of(kernels, queries);
+            assert!(panel <= most && panel.is_multiple_of(lanes));
+            assert_eq!(queries.div_ceil(panel), queries.div_ceil(lanes).div_ceil(most / lanes), "{queries}");
+        }
+        // The last panel is as full as the first, where there are as few as two.
+        let two = (most / lanes + 1) * lanes;
+        assert_eq!(super::forward::panel_of(kernels, two), two.div_ceil(2).next_multiple_of(lanes));
+        for queries in [two - 1, two, two + 1, 100] {
+            for mask in [Mask::FULL, Mask::CAUSAL] {
+                check::<f32>(&base(queries, 300, mask), options);
+            }
+        }
+    });
+}
+
+#[test]
 fn head_dims_and_groups() {
     every_isa(|options| {
         for (hd, hdv) in [(1, 1), (8, 5), (33, 17), (64, 64), (72, 128), (192, 128), (128, 256)] {

@@ -61,7 +61,7 @@ pub(super) struct Items {
     pub most: usize,
 }
 
-/// Cuts units into items of at most `most` panels of `width` queries.
+/// Cuts units into items of at most `most` panels of `width(queries of the sequence)` queries.
 ///
 /// A unit whose panels fit one item is one, if that leaves every thread work: its keys are then converted by
 /// the thread that needs them. Others are cut head by head into tiles of about equal length.
@@ -69,7 +69,8 @@ pub(super) fn items(
     problem: &Problem,
     batch: &Batch<'_>,
     units: &[Unit],
-    [width, most]: [usize; 2],
+    width: impl Fn(usize) -> usize,
+    most: usize,
     workers: usize,
 ) -> Items {
     let band = |unit: &Unit| Band::new(problem.mask, &batch.sequences[unit.sequence]);
@@ -86,7 +87,8 @@ pub(super) fn items(
     let (mut found, mut largest) = (Vec::with_capacity(units.len()), 1);
     let mut shared = Vec::with_capacity(units.len());
     for (index, (unit, &cost)) in units.iter().zip(&costs).enumerate() {
-        let panels = batch.sequences[unit.sequence].q.len.div_ceil(width);
+        let queries = batch.sequences[unit.sequence].q.len;
+        let panels = queries.div_ceil(width(queries));
         let whole = panels * group <= most && (even || cost * (2 * workers) as f64 <= total);
         shared.push(!whole);
         if whole {
@@ -108,6 +110,7 @@ pub(super) fn items(
     if !(problem.mask.is_full() && is_even) {
         let weight = |item: &Item| {
             let band = band(&units[item.unit]);
+            let width = width(band.q);
             let panels = band.q.div_ceil(width);
             let keys = if item.panels.len() > panels {
                 band.visible_keys(&(0..band.q))
@@ -143,7 +146,7 @@ mod tests {
                     let cu = cu.as_ref().map(|cu| &cu[..]);
                     let batch = Batch::new(&problem, &Extras { cu_q: cu, cu_k: cu, ..Extras::NONE }).unwrap();
                     let units = units(&problem, &batch);
-                    let items = items(&problem, &batch, &units, [32, 16], workers);
+                    let items = items(&problem, &batch, &units, |_| 32, 16, workers);
                     let mut seen: Vec<(usize, usize)> = vec![];
                     for item in &items.items {
                         assert!(item.panels.len() <= items.most && items.most <= 16);
