@@ -244,6 +244,8 @@ DIVISIONS = [(1, None), (2, None), (5, True), (3, False), (0, True), (0, False),
 @pytest.mark.parametrize("splits,packs", DIVISIONS)
 def test_the_caller_divides_the_work(device, dtype, splits, packs):
     """Of decode and of long queries; padded, packed, in a cache with lengths, with gradients, compiled."""
+    if dtype == torch.float16:
+        pytest.skip("on a GPU each takes six kernels, which are compiled; bfloat16 has the same")
     given = dict(num_splits=splits, pack_gqa=packs)
     for rows, keys, dim in ((1, 700, 64), (130, 700, 128), (4, 4, 64)):
         q, k, v = tensors(device, dtype, (2, rows, 8, dim), (2, keys, 2, dim), (2, keys, 2, dim))

@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::buffer::Buffer;
 use super::cut::{Cut, Sizes, TILE_N, cuts, items, partials};
 use super::delta::ExactDelta;
-use super::dq::DqWriter;
+use super::dq::Writers;
 use super::inputs::{Backward, Gradients};
 use super::long::{self, STRETCH, Sums};
 use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
@@ -19,7 +19,6 @@ use super::scratch::{QueryTile, Scratch};
 use super::sink_terms::SinkTerms;
 use super::work::Unit;
 use crate::element::Element;
-use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
@@ -43,19 +42,8 @@ pub(super) fn run<T: Element>(
     let group = problem.group_size();
     let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
     let job = Job { call, scores: &Scores::new(problem), sizes };
-    let sequences = &batch.sequences;
-    let dq = DqWriter {
-        kernels,
-        scale: problem.scale() as f32,
-        head_dim: problem.head_dim,
-        tile_m: sizes.tile_m,
-        len: problem.head_dim * sizes.tile_m,
-        to: Scatter::new(&mut to.dq, sequences.iter().map(|sequence| (sequence.q, sizes.tile_m))),
-    };
-    let mut tiles = vec![TILE_N; sequences.len()];
-    cuts.iter().for_each(|cut| tiles[cut.unit.sequence] = cut.keys);
-    let of_keys = || sequences.iter().zip(&tiles).map(|(sequence, &tile)| (sequence.k, tile));
-    let (dk, dv) = (Scatter::new(&mut to.dk, of_keys()), Scatter::new(&mut to.dv, of_keys()));
+    let tile = [sizes.tile_m, problem.head_dim * sizes.tile_m];
+    let writers = Writers::new(call, &cuts, [&mut to.dq, &mut to.dk, &mut to.dv], tile);
 
     let items = items(&cuts, batch, |_| true);
     let partial = partials(&cuts, group);
@@ -95,7 +83,7 @@ pub(super) fn run<T: Element>(
                     job.main_loop(scratch, cut, head, &keys, [k, v], own_dq);
                     for tile in 0..cut.m_tiles {
                         let dqt = &own_dq[tile * problem.head_dim * sizes.tile_m..];
-                        dq.write(cut, [head, tile], dqt, &mut scratch.rows);
+                        writers.dq.write(cut, [head, tile], dqt, &mut scratch.rows);
                     }
                 } else {
                     let mut own = Buffer::new(cut.dq_len);
@@ -105,20 +93,13 @@ pub(super) fn run<T: Element>(
                 }
             }
             long::finish_both(&mut scratch.before, [&mut scratch.dk, &mut scratch.dv]);
-            if !keys.is_empty() {
-                let scale = problem.scale() as f32;
-                let mut dk = dk.take(sequence, kv_head, part);
-                let mut dv = dv.take(sequence, kv_head, part);
-                for (i, key) in keys.enumerate() {
-                    dk.write(kernels, key, &scratch.dk[i * sizes.ldq..], scale);
-                    dv.write(kernels, key, &scratch.dv[i * sizes.ldo..], 1.0);
-                }
-            }
+            let sums = [(&scratch.dk[..], sizes.ldq), (&scratch.dv[..], sizes.ldo)];
+            writers.write_keys(cut.unit, part, keys, sums);
             (scratch.k, scratch.v, scratch.dq) = (k_rows, v_rows, own_dq);
         },
     );
     if !partial.is_empty() {
-        dq.add_partial(threads, group, &cuts, &partial);
+        writers.dq.add_partial(threads, group, &cuts, &partial);
     }
     dsinks.by_head(&cuts)
 }

@@ -10,7 +10,7 @@ use half::bf16;
 use super::buffer::Buffer;
 use super::cut::{Cut, TILE_N, cuts, items, partials};
 use super::delta::{ExactDelta, FEW_KEYS};
-use super::dq::DqWriter;
+use super::dq::Writers;
 use super::inputs::{Backward, Gradients};
 use super::long::{self, STRETCH, Sums};
 use super::pack::{dot, read_row, row_stride};
@@ -20,7 +20,6 @@ use super::scores::Scores;
 use super::sink_terms::SinkTerms;
 use super::work::Unit;
 use crate::simd::bf16::{Bf16Kernels, GRAIN, Gradient16, Product16};
-use crate::simd::scatter::Scatter;
 use crate::simd::{Kernels, TileShape};
 
 /// Queries of a tile.
@@ -90,7 +89,7 @@ pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
 /// Computes the gradients of all units whose inputs are finite; returns the others, and what every unit's
 /// heads add to the gradients of their sinks.
 pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (Vec<Unit>, Vec<(usize, f64)>) {
-    let Backward { kernels, threads, problem, batch, .. } = *call;
+    let Backward { threads, problem, batch, .. } = *call;
     let sizes = Sizes { q: grain(problem.head_dim), v: grain(problem.head_dim_v) };
     let mut cuts = cuts(problem, batch, TILE_M, schedule::workers(threads));
     for cut in &mut cuts {
@@ -106,19 +105,8 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
     );
     let finite: Vec<bool> = finite.into_iter().map(AtomicBool::into_inner).collect();
     let job = Job { call, scores: &Scores::new(problem), sizes };
-    let sequences = &batch.sequences;
-    let dq = DqWriter {
-        kernels,
-        scale: problem.scale() as f32,
-        head_dim: problem.head_dim,
-        tile_m: TILE_M,
-        len: sizes.q * TILE_M,
-        to: Scatter::new(&mut to.dq, sequences.iter().map(|sequence| (sequence.q, TILE_M))),
-    };
-    let mut tiles = vec![TILE_N; sequences.len()];
-    cuts.iter().for_each(|cut| tiles[cut.unit.sequence] = cut.keys);
-    let of_keys = || sequences.iter().zip(&tiles).map(|(sequence, &tile)| (sequence.k, tile));
-    let (dk, dv) = (Scatter::new(&mut to.dk, of_keys()), Scatter::new(&mut to.dv, of_keys()));
+    let tile = [TILE_M, sizes.q * TILE_M];
+    let writers = Writers::new(call, &cuts, [&mut to.dq, &mut to.dk, &mut to.dv], tile);
 
     let items = items(&cuts, batch, |index| finite[index]);
     let partial = partials(&cuts, group);
@@ -147,7 +135,7 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
                     own[..cut.dq_len].fill(0.0);
                     job.main_loop(scratch, cut, head, &keys, &mut own);
                     for tile in 0..cut.m_tiles {
-                        dq.write(cut, [head, tile], &own[tile * dq.len..], &mut scratch.rows);
+                        writers.dq.write(cut, [head, tile], &own[tile * writers.dq.len..], &mut scratch.rows);
                     }
                     scratch.dq = own;
                 } else {
@@ -158,20 +146,14 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
                 }
             }
             long::finish_both(&mut scratch.before, [&mut scratch.dk, &mut scratch.dv]);
-            if !keys.is_empty() {
-                let mut dk = dk.take(sequence, kv_head, part);
-                let mut dv = dv.take(sequence, kv_head, part);
-                for (i, key) in keys.enumerate() {
-                    dk.write(kernels, key, &scratch.dk[i * sizes.q..], problem.scale() as f32);
-                    dv.write(kernels, key, &scratch.dv[i * sizes.v..], 1.0);
-                }
-            }
+            let sums = [(&scratch.dk[..], sizes.q), (&scratch.dv[..], sizes.v)];
+            writers.write_keys(cut.unit, part, keys, sums);
         },
     );
     let done: Vec<Cut> =
         cuts.iter().zip(&finite).filter(|(_, finite)| **finite).map(|(cut, _)| *cut).collect();
     if !partial.is_empty() {
-        dq.add_partial(threads, group, &done, &partial);
+        writers.dq.add_partial(threads, group, &done, &partial);
     }
     let left = cuts.iter().zip(&finite).filter(|(_, finite)| !**finite).map(|(cut, _)| cut.unit).collect();
     (left, dsinks.by_head(&cuts))

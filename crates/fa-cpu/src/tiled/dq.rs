@@ -1,14 +1,68 @@
-//! Writing dQ, from transposed tiles and from the parts of a head's keys.
+//! Writing gradients: dQ from transposed tiles and from the parts of a head's keys, dK and dV by items of
+//! keys.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::buffer::Buffer;
-use super::cut::Cut;
+use super::cut::{Cut, TILE_N};
+use super::inputs::Backward;
 use super::pack::row_stride;
 use super::schedule;
+use super::work::Unit;
 use crate::element::Element;
 use crate::simd::Kernels;
 use crate::simd::scatter::Scatter;
+use crate::view::TensorMut;
+
+/// The writers of a backward's gradients.
+pub(super) struct Writers<'a, T> {
+    pub dq: DqWriter<'a, T>,
+    /// In pieces of an item's keys.
+    dk: Scatter<'a, T>,
+    dv: Scatter<'a, T>,
+}
+
+impl<'a, T: Element> Writers<'a, T> {
+    /// For `call` with the items of `cuts`: dQ in tiles of `tile_m` queries, whose dQt has `len` values.
+    pub(super) fn new(
+        call: &Backward<'_, T>,
+        cuts: &[Cut],
+        [dq, dk, dv]: [&'a mut TensorMut<'_, T>; 3],
+        [tile_m, len]: [usize; 2],
+    ) -> Self {
+        let Backward { kernels, problem, batch, .. } = *call;
+        let sequences = &batch.sequences;
+        let to = Scatter::new(dq, sequences.iter().map(|sequence| (sequence.q, tile_m)));
+        let (scale, head_dim) = (problem.scale() as f32, problem.head_dim);
+        let mut tiles = vec![TILE_N; sequences.len()];
+        cuts.iter().for_each(|cut| tiles[cut.unit.sequence] = cut.keys);
+        let of_keys = || sequences.iter().zip(&tiles).map(|(sequence, &tile)| (sequence.k, tile));
+        let (dk, dv) = (Scatter::new(dk, of_keys()), Scatter::new(dv, of_keys()));
+        Writers { dq: DqWriter { kernels, scale, head_dim, tile_m, len, to }, dk, dv }
+    }
+
+    /// Writes the sums of dK and dV over all queries for `keys`, item `part` of `unit`, each with its row
+    /// stride.
+    pub(super) fn write_keys(
+        &self,
+        unit: Unit,
+        part: usize,
+        keys: Range<usize>,
+        [(dk, ldk), (dv, ldv)]: [(&[f32], usize); 2],
+    ) {
+        if keys.is_empty() {
+            return;
+        }
+        let DqWriter { kernels, scale, .. } = self.dq;
+        let mut to_dk = self.dk.take(unit.sequence, unit.kv_head, part);
+        let mut to_dv = self.dv.take(unit.sequence, unit.kv_head, part);
+        for (i, key) in keys.enumerate() {
+            to_dk.write(kernels, key, &dk[i * ldk..], scale);
+            to_dv.write(kernels, key, &dv[i * ldv..], 1.0);
+        }
+    }
+}
 
 /// Writes dQ.
 pub(super) struct DqWriter<'a, T> {
