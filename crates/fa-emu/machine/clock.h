@@ -1,5 +1,5 @@
-// What happened before a point in time: a vector clock over the actors of a cluster, and what is known of
-// other clusters.
+// What happened before a point: a vector clock over the actors of a cluster, and what is known of other
+// clusters.
 #pragma once
 #include <algorithm>
 #include <map>

@@ -111,7 +111,7 @@ EMU_EXPORT void* emu_open(const EmuOptions* options) {
     return session;
 }
 
-// Device memory [begin, begin + bytes), with guard bytes before and after it.
+// Device memory [begin, begin + bytes); so many bytes before and after it are nobody's.
 EMU_EXPORT void emu_region(void* session, const char* name, u64 begin, u64 bytes, u64 before, u64 after,
                            int writable, int initialised) {
     static_cast<Session*>(session)->machine.global.add(
@@ -123,7 +123,7 @@ EMU_EXPORT void emu_forbid(void* session, u64 begin, u64 bytes) {
     static_cast<Session*>(session)->machine.global.forbid(begin, bytes);
 }
 
-// 1 when the launch finished.
+// 1 when the launch came to its end.
 EMU_EXPORT int emu_launch(void* session_, const EmuLaunch* launch) {
     catch_faults();
     Session& session = *static_cast<Session*>(session_);
@@ -163,7 +163,7 @@ EMU_EXPORT int emu_launch(void* session_, const EmuLaunch* launch) {
     return through;
 }
 
-// All findings so far; valid until the next call.
+// All that was found so far; valid until the next call.
 EMU_EXPORT const char* emu_result(void* session_) {
     Session& session = *static_cast<Session*>(session_);
     std::string out = "{\"findings\":[";

@@ -8,7 +8,7 @@
 
 namespace emu {
 
-// A tensor or a part of a workspace, with guard bytes before and after it.
+// A tensor or a part of a workspace. So many bytes before and after it belong to nobody.
 struct Region {
     u64 begin, bytes, before, after;
     std::string name;
@@ -26,7 +26,7 @@ struct Region {
     };
     std::vector<Cell> cells;  // of writable ones
 
-    // For each 16 bytes, whether they belong to no sequence's row. Empty where all belong to one.
+    // 16 bytes each: whether they are of no row that a sequence has. Empty where all are of some row.
     std::vector<bool> foreign;
 
     bool holds(u64 address, u64 count) const { return address >= begin && address + count <= begin + bytes; }

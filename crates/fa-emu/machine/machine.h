@@ -19,10 +19,10 @@
 
 namespace emu {
 
-// Shared memory starts here in its window, so that address 0 is invalid.
+// Shared memory starts here in its window, so that address 0 is nobody's.
 constexpr u32 kSharedBase = 1024;
 
-// Guard bytes behind a CTA's shared memory, to recognise an access beyond it.
+// So many bytes beyond a CTA's shared memory are nobody's, so that an access there is known for what it is.
 constexpr u32 kBeyondShared = 64 << 10;
 
 struct Cta;
@@ -95,7 +95,7 @@ struct Warp {
     int wgmma_slot = -1, bulk_read_slot = -1, bulk_slot = -1;
     int registers, wants = 0;
 
-    // For the timeline: groups of products in flight, and the wait that was reported last.
+    // For the timeline: groups of products in flight, and the wait that was told last.
     struct Started {
         u32 group;
         u64 step;
@@ -255,11 +255,11 @@ std::string actor_name(const Cta& cta, const Actor& actor);
 
 // ---- Shared between instructions ----
 
-// Shared memory at an address in the window, checked for bounds and alignment.
+// A place in shared memory by its address in the window, checked for bounds and alignment.
 u8* shared(u32 address, u32 bytes, u32 align);
 u32 offset_of(const void* pointer, u32 bytes, u32 align);
 void generic_access(u32 offset, u32 bytes, bool write);
-// An atomic of the word at `offset`: ordered after the word's other atomics, without acquiring anything else.
+// An atomic of the word at `offset`: ordered after the other atomics of it, which tells it of nothing else.
 void atomic_access(u32 offset);
 void poison(u8* to, u32 bytes);
 void complete_phases(Mbarrier& bar);

@@ -136,7 +136,7 @@ void mbarrier_arrive_remote(void* place, u32 rank) {
     arrive(mbarrier_at(cta, place, false), 0);
 }
 
-// A test acquires nothing: what follows has to wait as well.
+// Nothing is learnt from it: what follows has to wait all the same.
 bool mbarrier_test(void* place, u32 parity) {
     ENTER();
     return (mbarrier_at(*current->cta, place, false).phase & 1) != parity;
@@ -147,7 +147,7 @@ void mbarrier_wait(void* place, u32 parity) {
     Mbarrier& bar = mbarrier_at(*current->cta, place, false);
     wait_until("mbarrier.try_wait", &bar, [&] { return (bar.phase & 1) != parity; });
     Thread& thread = *current;
-    // The clock of the wait itself, before it learns what the phase makes known.
+    // Of the wait, not of what comes after: a release has to be told of it.
     bar.seen[parity].push_back(
         {thread.slot, thread.clock(), thread.warp_of_cluster(), thread.warp->generation, site_of(pc)});
     thread.order.learn(bar.done[parity]);

@@ -16,9 +16,9 @@ constinit thread_local void* pc EMU_TLS = nullptr;
 
 namespace {
 
-// Steps without progress of a thread or an operation after which spinning threads are taken to be deadlocked.
+// Without a thread going on or an operation finishing for so long, what spins will spin for ever.
 constexpr u64 kLivelockSteps = 400000;
-// Steps without progress after which a spinning thread may be waiting for a warp of lower priority or for an
+// When nothing has gone on for so long, who spins may be waiting for a warp of lower priority or for an
 // operation in flight.
 constexpr u64 kStarvedSteps = 1000;
 constexpr u32 kRegisterFile = 65536;
@@ -118,7 +118,7 @@ void retire(Machine& machine, Cluster& cluster) {
     }
 }
 
-// What a barrier that threads wait on still needs.
+// What a barrier that threads wait on has not got yet.
 std::string still_missing(Cta& cta, const void* on) {
     for (const NamedBarrier& barrier : cta.named) {
         if (on == &barrier) {
@@ -138,7 +138,7 @@ std::string still_missing(Cta& cta, const void* on) {
 }
 
 void report_stuck(Machine& machine, const char* kind) {
-    // Threads of a CTA that wait at one location, by their warps.
+    // Threads of a CTA that wait at one place, by their warps.
     struct Waiting {
         u32 cta;
         std::string what;

@@ -5,7 +5,6 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
 
-use fa_kernels::canonical;
 use libloading::Library;
 
 use crate::compiler::{Compiler, hash};
@@ -73,12 +72,10 @@ pub(crate) fn sources_of(folder: &str) -> impl Iterator<Item = (&'static str, &'
     SOURCES.iter().filter_map(move |(name, text)| Some((name.strip_prefix(folder)?, *text)))
 }
 
-/// A hash of the code of the machine and the twins, without comments, which identifies the emulation that a
-/// proof was made by.
+/// A hash of the machine and the twins, which identifies the emulation that a proof was made by.
 pub fn version() -> String {
-    let code: Vec<String> =
-        SOURCES.iter().flat_map(|(name, text)| [(*name).to_owned(), canonical(text)]).collect();
-    hash(&code.iter().map(String::as_str).collect::<Vec<_>>())[..16].to_owned()
+    let parts: Vec<&str> = SOURCES.iter().flat_map(|(name, text)| [*name, *text]).collect();
+    hash(&parts)[..16].to_owned()
 }
 
 #[repr(C)]

@@ -90,7 +90,6 @@ pub mod specs;
 
 pub use cudarc;
 pub use error::Error;
-pub use jit::code::canonical;
 pub use jit::codegen::{Generated, generated};
 pub use jit::compile::{CompileFailure, Compiled, Compiler, CompilerKind};
 pub use jit::headers::Headers;

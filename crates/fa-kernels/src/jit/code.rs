@@ -13,7 +13,7 @@ const LONG: [&str; 26] = [
 ///
 /// A macro that turns its argument into a string (`#x`) could still distinguish `a+b` from `a + b`: the
 /// kernels have none.
-pub fn canonical(text: &str) -> String {
+pub(super) fn canonical(text: &str) -> String {
     Lexer { rest: text, out: String::with_capacity(text.len()), directive: Directive::None, fresh: true }
         .run()
 }

@@ -4,7 +4,7 @@
 pub(crate) mod append_params;
 pub mod bundle;
 pub mod cache;
-pub(crate) mod code;
+mod code;
 pub(crate) mod codegen;
 pub(crate) mod compile;
 pub(crate) mod config;
