@@ -139,10 +139,9 @@ fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {
     let arch = arch.parse().map_err(|error| InputError::new_err(format!("arch: {error}")))?;
     let family = match family {
         None => None,
-        Some("sm100") => Some(PlanFamily::Sm100),
         Some(name) => {
             let family = name.parse().map_err(|error| InputError::new_err(format!("family: {error}")))?;
-            Some(PlanFamily::Kernels(family))
+            Some(PlanFamily::of(family))
         }
     };
     Ok((problem_of(problem)?, arch, family))
@@ -155,9 +154,7 @@ fn explore((problem, arch, family): &Asked, forward: bool, backward: Option<Pass
 fn refused(error: ReportError) -> PyErr {
     let message = error.to_string();
     match error {
-        ReportError::Plan(_) | ReportError::Sm100Backward | ReportError::NoSm100 => {
-            UnsupportedError::new_err(message)
-        }
+        ReportError::Plan(_) | ReportError::Sm100Backward => UnsupportedError::new_err(message),
         ReportError::Sm100Why
         | ReportError::NoSpec
         | ReportError::Why(_)

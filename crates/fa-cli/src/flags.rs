@@ -178,11 +178,12 @@ pub(crate) fn pass_of(mode: Pass, deterministic: bool) -> Result<Pass, InputErro
     }
 }
 
-fn family_values() -> [PossibleValue; 2] {
+fn family_values() -> [PossibleValue; 3] {
     Family::ALL.map(|family| {
         PossibleValue::new(family.name()).help(match family {
             Family::Sm80 => "mma.sync and cp.async: every architecture from 8.0 on",
             Family::Sm90 => "wgmma and TMA: 9.0",
+            Family::Sm100 => "tcgen05: 10.0 and 10.3; assembled and emulated, never run on a GPU",
         })
     })
 }
@@ -200,10 +201,7 @@ pub(crate) fn marks() -> impl TypedValueParser<Value = Marks> {
 
 /// Parses what can be planned with: `sm80`, `sm90` or `sm100`.
 pub(crate) fn plan_family() -> impl TypedValueParser<Value = PlanFamily> {
-    let sm100 =
-        PossibleValue::new("sm100").help("tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)");
-    PossibleValuesParser::new(family_values().into_iter().chain([sm100]))
-        .map(|name| name.parse().map_or(PlanFamily::Sm100, PlanFamily::Kernels))
+    PossibleValuesParser::new(family_values()).try_map(|name| name.parse().map(PlanFamily::of))
 }
 
 /// Problem flags of `fa bench` and `fa tune`: every head dim with every mask and length.

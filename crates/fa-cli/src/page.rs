@@ -73,7 +73,7 @@ pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String>
     if let Some(backward) = &planned.backward {
         views.push(View::new(planned, Pass::BACKWARD, &backward.tried, backward.guide.is_some())?);
     }
-    let mut notes: Vec<String> = planned.no_kernel().into_iter().collect();
+    let mut notes: Vec<String> = planned.never_run().into_iter().collect();
     notes.extend(views.iter().filter_map(|view| never_ran(view, beside.records.as_ref())));
     for note in notes {
         writeln!(body, "<p class=\"warning\"><b>Note:</b> {}.</p>", escape(&note))?;
@@ -167,7 +167,7 @@ fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &B
     let steps = timeline::steps(view, best);
     match &beside.emulated {
         None => {
-            // What has no kernel has nothing to be emulated.
+            // There are no lanes for the roles of an SM100 kernel.
             let how = match best.shape {
                 Shape::Kernel(_) => format!("<p class=\"note\">{}</p>\n", escape(events::HOW)),
                 Shape::Sm100(_) => String::new(),

@@ -15,22 +15,26 @@ pub enum Family {
     Sm80,
     /// wgmma, TMA and setmaxnreg: 9.0 only.
     Sm90,
+    /// tcgen05, tensor memory and TMA: 10.0 and 10.3. Its kernels were assembled and emulated, never run on a
+    /// GPU.
+    Sm100,
 }
 
 impl Family {
     /// Every family, oldest first.
-    pub const ALL: [Family; 2] = [Family::Sm80, Family::Sm90];
+    pub const ALL: [Family; 3] = [Family::Sm80, Family::Sm90, Family::Sm100];
 
     /// The name on the command line and in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Family::Sm80 => "sm80",
             Family::Sm90 => "sm90",
+            Family::Sm100 => "sm100",
         }
     }
 
-    /// The family of the fastest kernels on `arch`. (There are no tcgen05 kernels: SM100 runs those of
-    /// [`Family::Sm80`].)
+    /// The family that is chosen for `arch` where none is named: the fastest whose kernels have been run on a
+    /// GPU. (Those of [`Family::Sm100`] have not: until then SM100 runs those of [`Family::Sm80`].)
     pub fn native(arch: Arch) -> Family {
         if Family::Sm90.runs_on(arch) { Family::Sm90 } else { Family::Sm80 }
     }
@@ -40,15 +44,17 @@ impl Family {
         match self {
             Family::Sm80 => &Arch::ALL,
             Family::Sm90 => &[Arch::Sm90],
+            Family::Sm100 => &[Arch::Sm100, Arch::Sm103],
         }
     }
 
-    /// Whether code of the family runs on the one architecture that it is compiled for (`sm_90a`), and on no
-    /// later one.
-    pub const fn is_arch_specific(self) -> bool {
+    /// What ends the name of a target that code of the family is compiled for: `a` where it runs on that one
+    /// architecture (`sm_90a`), `f` where it runs on later ones of the same major number too (`sm_100f`).
+    pub const fn target_suffix(self) -> &'static str {
         match self {
-            Family::Sm80 => false,
-            Family::Sm90 => true,
+            Family::Sm80 => "",
+            Family::Sm90 => "a",
+            Family::Sm100 => "f",
         }
     }
 
@@ -62,6 +68,7 @@ impl Family {
         match self {
             Family::Sm80 => "mma.sync and cp.async, which sm80 and later have",
             Family::Sm90 => "wgmma, which only sm90 has",
+            Family::Sm100 => "tcgen05, which sm100 and sm103 have",
         }
     }
 }
@@ -74,7 +81,7 @@ impl fmt::Display for Family {
 
 /// Not the name of a [`Family`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown kernel family '{0}': use sm80 or sm90")]
+#[error("unknown kernel family '{0}': use sm80, sm90 or sm100")]
 pub struct ParseFamilyError(pub String);
 
 impl FromStr for Family {
@@ -96,7 +103,7 @@ mod tests {
             assert_eq!(family.name().parse(), Ok(family));
             assert_eq!(serde_json::to_string(&family).unwrap(), format!("\"{family}\""));
         }
-        assert_eq!("sm100".parse::<Family>(), Err(ParseFamilyError("sm100".into())));
+        assert_eq!("sm120".parse::<Family>(), Err(ParseFamilyError("sm120".into())));
     }
 
     #[test]
@@ -104,6 +111,7 @@ mod tests {
         for arch in Arch::ALL {
             assert!(Family::native(arch).runs_on(arch));
             assert_eq!(Family::Sm90.runs_on(arch), arch.has_wgmma());
+            assert_eq!(Family::Sm100.runs_on(arch), arch.has_tcgen05());
             assert_eq!(Family::native(arch) == Family::Sm90, arch == Arch::Sm90);
         }
     }

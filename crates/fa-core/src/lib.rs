@@ -65,7 +65,7 @@ pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
 pub use score_mod::{Alibi, ScoreKind, ScoreMod};
 pub use spec::{
-    Kernel, KernelSpec, MaskKind, Mismatch, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd,
+    Kernel, KernelSpec, MaskKind, Mismatch, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd,
     SpecError, Traits, Unserved,
 };
 pub use swizzle::{Swizzle, SwizzleMode};

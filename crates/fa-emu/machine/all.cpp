@@ -12,6 +12,7 @@
 #include "scheduler.cpp"
 #include "shadow.cpp"
 #include "shared.cpp"
+#include "tensor_memory.cpp"
 #include "tma.cpp"
 #include "warp.cpp"
 #include "wgmma.cpp"

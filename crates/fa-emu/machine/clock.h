@@ -11,8 +11,9 @@
 namespace emu {
 
 // Actors of a cluster are numbered by slots: its threads; of each thread the cp.async groups; of each warp
-// the wgmma and the bulk groups; of each mbarrier the bytes that count on it. A slot's clock is an epoch of a
-// thread, the number of a group, or of a phase.
+// the wgmma and the bulk groups, and its loads and stores of tensor memory; of each accumulator there its
+// products; of each mbarrier the bytes that count on it. A slot's clock is an epoch of a thread, the number
+// of a group, of an operation, or of a phase.
 using Slot = u16;
 
 // Clocks of other clusters' slots, learnt by acquiring what they released in device memory.
@@ -28,7 +29,9 @@ inline void join(std::vector<u32>& to, const std::vector<u32>& from) {
 struct Order {
     std::vector<u32> before;   // accesses up to these clocks happened before
     std::vector<u32> visible;  // generic accesses up to these clocks are visible to the async proxy as well
-    std::vector<u32> rounds;   // of each warp: instructions that its lanes have executed as one before
+    // What has been executed before, beside `before`: it says nothing of memory. Empty for nothing.
+    std::vector<u32> executed;
+    std::vector<u32> rounds;  // of each warp: instructions that its lanes have executed as one before
     std::shared_ptr<const Remote> remote;
 
     explicit Order(size_t slots = 0) : before(slots), visible(slots) {}
@@ -43,6 +46,11 @@ struct Order {
     void learn_rounds(const Order& other) {
         if (rounds.size() < other.rounds.size()) rounds.resize(other.rounds.size());
         join(rounds, other.rounds);
+        learn_executed(other.executed);
+    }
+    void learn_executed(const std::vector<u32>& other) {
+        if (executed.size() < other.size()) executed.resize(other.size());
+        join(executed, other);
     }
     void learn(const std::shared_ptr<const Remote>& other) {
         if (!other || other == remote) return;
@@ -58,6 +66,10 @@ struct Order {
         }
         remote = both;
     }
+    // Whether the thread of this slot has come so far.
+    bool past(Slot slot, u32 clock) const {
+        return clock <= before[slot] || (slot < executed.size() && clock <= executed[slot]);
+    }
     // Whether the warp has executed an instruction as one after its `count` first ones.
     bool beyond(u32 warp, u32 count) const { return warp < rounds.size() && rounds[warp] > count; }
     void reach_round(u32 warp, u32 count) {
@@ -68,6 +80,7 @@ struct Order {
     void forget() {
         std::fill(before.begin(), before.end(), 0);
         std::fill(visible.begin(), visible.end(), 0);
+        std::fill(executed.begin(), executed.end(), 0);
         std::fill(rounds.begin(), rounds.end(), 0);
         remote.reset();
     }

@@ -16,7 +16,7 @@ struct EmuOptions {
     u32 pace;  // of emu::Pace
     u32 order, poison, hazards;
     int trace_cta;
-    u32 ordered_additions;
+    u32 ordered_additions, products_in_order;
     u64 step_limit;
     void (*progress)(void* context, u32 done, u32 all);
     void* context;
@@ -79,6 +79,7 @@ std::string json(const Counters& c) {
                                                {"plain_accesses", c.plain},
                                                {"mma_sync", c.mma_sync},
                                                {"wgmma", c.wgmma},
+                                               {"tcgen05", c.tcgen05},
                                                {"flops", c.flops},
                                                {"tma_boxes", c.tma_boxes},
                                                {"tma_bytes", c.tma_bytes},
@@ -104,9 +105,16 @@ extern "C" {
 
 EMU_EXPORT void* emu_open(const EmuOptions* options) {
     auto* session = new Session;
-    session->machine.options = {options->seed,        Pace(options->pace),   options->order != 0,
-                                options->poison != 0, options->hazards != 0, options->ordered_additions != 0,
-                                options->trace_cta,   options->step_limit,   options->progress,
+    session->machine.options = {options->seed,
+                                Pace(options->pace),
+                                options->order != 0,
+                                options->poison != 0,
+                                options->hazards != 0,
+                                options->products_in_order != 0,
+                                options->ordered_additions != 0,
+                                options->trace_cta,
+                                options->step_limit,
+                                options->progress,
                                 options->context};
     return session;
 }

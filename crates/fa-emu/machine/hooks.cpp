@@ -18,6 +18,14 @@ void check_registers(Thread& thread, const char* begin, u32 bytes, bool write) {
     }
 }
 
+void check_loads(Thread& thread, const char* begin, u32 bytes, bool write) {
+    for (const Load& load : thread.loads) {
+        if (begin >= load.end || begin + bytes <= load.begin || !machine->options.hazards) continue;
+        report("register hazard", me() + (write ? " writes " : " reads ") +
+                                      "registers of a tcgen05.ld that has not been waited for");
+    }
+}
+
 void plain(const void* place, u32 bytes, bool write, void* from) {
     Thread* thread = current;
     if (!thread) return;
@@ -27,6 +35,10 @@ void plain(const void* place, u32 bytes, bool write, void* from) {
         if (!thread->operands.empty()) {
             pc = from;
             check_registers(*thread, at, bytes, write);
+        }
+        if (!thread->loads.empty()) {
+            pc = from;
+            check_loads(*thread, at, bytes, write);
         }
         return;
     }

@@ -86,6 +86,30 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);
 
+// ---- Tensor memory ----
+
+// By a whole warp. The address goes to shared memory at `holder`.
+void tensor_alloc(void* holder, u32 columns);
+void tensor_dealloc(u32 address, u32 columns);
+void tensor_relinquish();
+// 32 lanes by 32 bits, so many columns: registers of the whole warp, a lane of tensor memory a thread.
+void tensor_load(u32* to, u32 columns, u32 address);
+void tensor_store(u32 address, const u32* from, u32 columns);
+void tensor_wait_load();
+void tensor_wait_store();
+// By a thread.
+void tensor_fence_before();
+void tensor_fence_after();
+struct TensorProduct {
+    u32 d;
+    bool a_in_tensor_memory;
+    u64 a, b;  // matrix descriptors, or for a the address
+    u32 instruction;
+    bool accumulate;
+};
+void tensor_product(const TensorProduct& op);
+void tensor_commit(void* bar);
+
 // ---- Device memory ----
 
 void add_global(float* to, const float* values, int count);

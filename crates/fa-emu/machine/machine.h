@@ -28,6 +28,7 @@ constexpr u32 kBeyondShared = 64 << 10;
 struct Cta;
 struct Warp;
 struct Cluster;
+struct TensorMemory;
 
 enum class State : u8 { Ready, Blocked, Done };
 
@@ -38,6 +39,11 @@ struct Operand {
     bool in_flight;
     bool touched;  // accessed since the last wgmma.fence
     u32 group;
+};
+
+// Registers that a tcgen05.ld writes until it is waited for.
+struct Load {
+    const char *begin, *end;
 };
 
 struct Thread {
@@ -56,6 +62,8 @@ struct Thread {
     Groups bulk_reads, bulk;  // bulk reductions whose shared memory has been read, that are done
     int copies_slot = -1;
     std::vector<Operand> operands;
+    Order tensor;                // what its next tcgen05 operations come after; empty until there is one
+    std::vector<Load> loads;     // tcgen05.ld that have not been waited for
     const u32* polled = nullptr;  // the word that ld.acquire read last, and what it held
     u32 polled_value = 0;
     u64 blocked_at = 0;
@@ -93,6 +101,11 @@ struct Warp {
     std::vector<u64> issued;  // a word for each product, to compare with the other warps of the group
     bool fenced = false;
     int wgmma_slot = -1, bulk_read_slot = -1, bulk_slot = -1;
+    // tcgen05.ld [0] and .st [1]: how many were issued, and how many of them are done.
+    struct {
+        int slot = -1;
+        u32 issued = 0, done = 0;
+    } tensor[2];
     int registers, wants = 0;
 
     // For the timeline: groups of products in flight, and the wait that was told last.
@@ -140,6 +153,7 @@ struct Cta {
     std::vector<Warp> warps;
     NamedBarrier named[16];
     std::map<u32, std::unique_ptr<Mbarrier>> mbarriers;
+    std::shared_ptr<TensorMemory> tensor;  // from its first allocation on
     std::unordered_map<u32, std::vector<std::pair<Slot, u32>>> atomics;  // of a word since it was written
     int alive;
     int agents = 0;
@@ -154,6 +168,7 @@ struct Cluster {
     u32 id;
     std::vector<std::unique_ptr<Cta>> ctas;
     std::vector<std::string> slots;  // names of those beyond the threads'
+    std::vector<Slot> tensor_slots;  // of them, those of operations on tensor memory
     int arrived = 0;
     u32 generation = 0;
     Order order;
@@ -179,6 +194,9 @@ struct Options {
     bool order = true;               // happens-before, uninitialised reads and proxy fences
     bool poison = true;              // NaN where something is on its way
     bool hazards = true;             // registers of products in flight
+    // Whether all products of a thread run in the order of their issue, as the matrix pipe is built. The PTX
+    // ISA promises it of those with one accumulator alone.
+    bool products_in_order = false;
     bool ordered_additions = false;  // of floating-point numbers in device memory: of a deterministic kernel
     int trace_cta = -1;
     u64 step_limit = 0;  // 0 for none
@@ -197,7 +215,7 @@ struct Launch {
 
 struct Counters {
     u64 switches = 0, collectives = 0, agents = 0, steps = 0, plain = 0;
-    u64 mma_sync = 0, wgmma = 0, flops = 0;
+    u64 mma_sync = 0, wgmma = 0, tcgen05 = 0, flops = 0;
     u64 tma_boxes = 0, tma_bytes = 0, tma_bytes_inside = 0, bulk_bytes = 0, cp_async_bytes = 0, red_bytes = 0;
     u64 load_phases = 0, load_wavefronts = 0, store_phases = 0, store_wavefronts = 0;
 };
@@ -264,6 +282,8 @@ void atomic_access(u32 offset);
 void poison(u8* to, u32 bytes);
 void complete_phases(Mbarrier& bar);
 Mbarrier& mbarrier_at(Cta& cta, const void* bar, bool async);
+// All threads of the CTA have ended: its tensor memory must have been given back.
+void check_tensor_memory(Cta& cta);
 // A thread has ended: barriers that count it as arrived may open.
 void barriers_after_exit(Cta& cta);
 

@@ -9,7 +9,7 @@ namespace {
 void check_seen(Mbarrier& bar, const Order& done) {
     std::vector<Seen>& all = bar.seen[(bar.phase + 1) & 1];
     for (const Seen& seen : all) {
-        if (seen.clock <= done.before[seen.slot] || done.beyond(seen.warp, seen.round)) continue;
+        if (done.past(seen.slot, seen.clock) || done.beyond(seen.warp, seen.round)) continue;
         Finding& found = report("phase overrun",
                                 "the mbarrier at shared memory +" + std::to_string(bar.offset) +
                                     " ends a phase, and nothing says that all who wait for the phase before "

@@ -49,6 +49,7 @@ void thread_main() {
         report("exit in flight", "CTA " + std::to_string(cta.index) + " ends with " +
                                      std::to_string(cta.agents) + " asynchronous operations in flight");
     }
+    if (cta.alive == 0) check_tensor_memory(cta);
     barriers_after_exit(cta);
     leave();
 }

@@ -11,17 +11,31 @@ namespace {
 
 u8 byte_mask(u32 begin, u32 end) { return u8((1u << end) - (1u << begin)); }
 
-std::string place(u32 index) { return " shared memory +" + std::to_string(4 * index); }
+}  // namespace
+
+std::string Shadow::shared_place(u32 index) { return " shared memory +" + std::to_string(4 * index); }
 
 // `did`: "read" or "write".
-void race(Cta& cta, u32 index, const Actor& actor, const Access& other, const char* did) {
+void Shadow::race(Cta& cta, u32 index, const Actor& actor, const Access& other, const char* did) const {
     const std::string by = std::string("the ") + did + " by " + slot_name(cta, other.slot);
-    Finding& found = report("data race", actor_name(cta, actor) + " " + actor.doing + place(index) +
-                                             "; nothing orders it after " + by);
+    const bool unfenced = actor.synchronised && other.clock <= actor.synchronised->before[other.slot];
+    const char* const lacks =
+        unfenced ? "; no tcgen05.fence::after_thread_sync orders it after " : "; nothing orders it after ";
+    Finding& found = report(unfenced ? "missing tcgen05.fence" : "data race",
+                            actor_name(cta, actor) + " " + actor.doing + place_(index) + lacks + by);
     if (found.others.empty()) found.others.push_back({by, site_stack(other.site), 1});
 }
 
-}  // namespace
+void Shadow::reset(u32 begin, u32 end) {
+    for (u32 index = begin; index < end; ++index) {
+        Cell& cell = cells_[index];
+        if (cell.more) {
+            more_[cell.more - 1].clear();
+            free_.push_back(cell.more);
+        }
+        cell = Cell{};
+    }
+}
 
 template <class F>
 void Shadow::for_reads(Cell& cell, F each) {
@@ -76,13 +90,13 @@ void Shadow::word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor) 
     const auto& before = actor.order->before;
     if (cell.proxy == Proxy::Barrier) {
         report("mbarrier overwritten",
-               actor_name(cta, actor) + " " + actor.doing + place(index) + ", where an mbarrier lives");
+               actor_name(cta, actor) + " " + actor.doing + place_(index) + ", where an mbarrier lives");
         return;
     }
     if (cell.proxy == Proxy::None) {
         if (!write) {
             report("uninitialised read",
-                   actor_name(cta, actor) + " " + actor.doing + place(index) + ", which nobody has written");
+                   actor_name(cta, actor) + " " + actor.doing + place_(index) + ", which nobody has written");
         }
     } else if ((cell.bytes & mask) != 0) {
         const bool own = actor.in_order && cell.write.slot == actor.slot;
@@ -93,7 +107,7 @@ void Shadow::word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor) 
             const std::string by = "the write by " + slot_name(cta, cell.write.slot);
             Finding& found =
                 report("missing proxy fence",
-                       actor_name(cta, actor) + " " + actor.doing + place(index) +
+                       actor_name(cta, actor) + " " + actor.doing + place_(index) +
                            " through the async proxy; no fence.proxy.async has made visible to it " + by);
             if (found.others.empty()) found.others.push_back({by, site_stack(cell.write.site), 1});
         }

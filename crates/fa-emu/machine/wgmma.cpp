@@ -1,59 +1,14 @@
 // wgmma: products of four warps that run while the warps go on, each warp its 16 rows of the 64.
-#include <cstring>
-
 #include "machine.h"
+#include "operand.h"
 
 namespace emu {
 
 namespace {
 
-// A matrix descriptor (PTX ISA, "Matrix descriptor"), in bytes.
-struct Descriptor {
-    u32 start, leading, stride, swizzle;
-};
-
-Descriptor decoded(u64 bits) {
+MatrixDescriptor decoded(u64 bits) {
     const u32 swizzles[4] = {16, 128, 64, 32};
-    auto field = [&](int shift) { return u32(bits >> shift & 0x3fff) << 4; };
-    return {field(0), field(16), field(32), swizzles[bits >> 62]};
-}
-
-// Where in shared memory each 16 bytes of rows [first, first + rows) x 16 of an operand lie. `each(offset,
-// row, k)`: eight elements along k, or along the rows when those are contiguous.
-template <class F>
-void for_chunks(const Descriptor& d, bool mn_major, int first, int rows, F each) {
-    const u32 mask = d.swizzle / 16 - 1;
-    auto emit = [&](u32 at, int row, int k) {
-        each((at ^ (at >> 7 & mask) << 4) - kSharedBase, row - first, k);
-    };
-    if (mn_major) {
-        const int panel = int(d.swizzle) / 2;
-        for (int row = first; row < first + rows; row += 8) {
-            for (int k = 0; k < 16; ++k) {
-                emit(d.start + u32(row / panel) * d.leading + u32(k / 8) * d.stride + u32(k % 8) * d.swizzle +
-                         u32(row % panel) * 2,
-                     row, k);
-            }
-        }
-    } else {
-        for (int row = first; row < first + rows; ++row) {
-            for (int k = 0; k < 16; k += 8)
-                emit(d.start + u32(row / 8) * d.stride + u32(row % 8) * d.swizzle + u32(k) * 2, row, k);
-        }
-    }
-}
-
-void read_operand(const Cta& cta, bool bf16, u64 desc, bool mn_major, int first, int rows, float* out,
-                  int row_stride, int k_stride) {
-    const u32 limit = machine->launch.smem_bytes;
-    for_chunks(decoded(desc), mn_major, first, rows, [&](u32 offset, int row, int k) {
-        if (offset + 16 > limit) return;  // reported when it was issued
-        u16 bits[8];
-        memcpy(bits, cta.memory + offset, 16);
-        float* to = out + row * row_stride + k * k_stride;
-        const int step = mn_major ? row_stride : k_stride;
-        for (int i = 0; i < 8; ++i) to[i * step] = from16(bf16, bits[i]);
-    });
+    return MatrixDescriptor::of(bits, swizzles[bits >> 62]);
 }
 
 // Tells the timeline of the groups that are done, by the first warp of each warpgroup.
@@ -72,7 +27,7 @@ void multiply(Warp& warp) {
     const Wgmma& op = own.op;
     const int n = op.n;
     alignas(64) float a[16][16], b[16][256], d[16][256];
-    read_operand(*warp.cta, op.bf16, op.desc_b, op.b_mn_major, 0, n, &b[0][0], 1, 256);
+    read_operand(*warp.cta, op.bf16, decoded(op.desc_b), op.b_mn_major, 0, n, &b[0][0], 1, 256);
     if (own.a[0]) {
         for (int lane = 0; lane < 32; ++lane) {
             for (int i = 0; i < 8; ++i) {
@@ -81,7 +36,8 @@ void multiply(Warp& warp) {
             }
         }
     } else {
-        read_operand(*warp.cta, op.bf16, op.desc_a, op.a_mn_major, warp.id % 4 * 16, 16, &a[0][0], 16, 1);
+        read_operand(*warp.cta, op.bf16, decoded(op.desc_a), op.a_mn_major, warp.id % 4 * 16, 16, &a[0][0],
+                     16, 1);
     }
     // Register i of a lane: rows lane / 4 and 8 further, columns in pairs of every eight.
     auto row_of = [](int lane, int i) { return lane / 4 + 8 * (i / 2 & 1); };
@@ -131,26 +87,6 @@ void use_registers(Thread& thread, const void* registers, u32 bytes, bool accumu
     thread.operands.push_back({begin, begin + bytes, accumulator, true, false, group});
 }
 
-void check_operand(Warp& warp, u64 desc, bool mn_major, int first, int rows, const Actor& actor) {
-    const Descriptor d = decoded(desc);
-    if (d.swizzle == 16) {
-        report("bad descriptor",
-               me() + " issues a wgmma by a descriptor without swizzle, which no tile here is laid out for");
-    }
-    const u32 limit = machine->launch.smem_bytes;
-    bool beyond = false;
-    for_chunks(d, mn_major, first, rows, [&](u32 offset, int, int) {
-        if (offset + 16 > limit) {
-            if (!beyond)
-                report("bad descriptor", me() + " issues a wgmma whose operand reaches shared memory +" +
-                                             std::to_string(int(offset)) + " of " + std::to_string(limit));
-            beyond = true;
-        } else if (machine->options.order) {
-            warp.cta->shadow.access(*warp.cta, offset, 16, false, actor);
-        }
-    });
-}
-
 }  // namespace
 
 void wgmma(const Wgmma& op) {
@@ -188,8 +124,10 @@ void wgmma(const Wgmma& op) {
         }
         const Actor actor{Slot(warp.wgmma_slot), own.group, Proxy::Async, false, &order,
                           site_of(pc),           "reads"};
-        check_operand(warp, op.desc_b, op.b_mn_major, 0, op.n, actor);
-        if (!op.a) check_operand(warp, op.desc_a, op.a_mn_major, warp.id % 4 * 16, 16, actor);
+        access_operand(cta, "wgmma", decoded(op.desc_b), op.b_mn_major, 0, op.n, actor);
+        if (!op.a) {
+            access_operand(cta, "wgmma", decoded(op.desc_a), op.a_mn_major, warp.id % 4 * 16, 16, actor);
+        }
         if (!op.accumulate) {
             for (float* d : own.d) poison(reinterpret_cast<u8*>(d), u32(op.n) * 2);
         }

@@ -1,7 +1,7 @@
 //! What the emulation knows of each kernel beyond the planner's numbers.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+use fa_core::{Arch, Kernel, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 use fa_lab::random::Random;
 
 /// A kernel as the emulation sees it.
@@ -11,6 +11,11 @@ pub(crate) trait EmulatedKernel {
 
     /// Whether every warp computes every step of its tile: none skips those that its rows do not see.
     fn computes_whole_steps(&self, problem: &Problem) -> bool;
+
+    /// Whether it loads every tile of queries of a CTA, also those that no sequence has or that see no key.
+    fn loads_whole_tiles(&self) -> bool {
+        true
+    }
 
     /// Which code `arch` compiles: architectures with equal values run the same unit.
     fn variant(&self, arch: Arch) -> u32;
@@ -111,6 +116,41 @@ impl EmulatedKernel for Sm90Fwd {
                 ("gather", |k, _| k.gather = !k.gather),
             ],
             true,
+            random,
+        )
+    }
+}
+
+impl EmulatedKernel for Sm100Fwd {
+    /// It has no matrix loads and stores by warps.
+    fn is_conflict_free(&self) -> bool {
+        true
+    }
+
+    /// Of two tiles of queries one may see fewer keys, or have no queries.
+    fn computes_whole_steps(&self, _: &Problem) -> bool {
+        self.q_tiles == 1
+    }
+
+    fn loads_whole_tiles(&self) -> bool {
+        self.q_tiles == 1
+    }
+
+    fn variant(&self, _: Arch) -> u32 {
+        0
+    }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                ("scheduler", |k, random| k.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static])),
+                ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+                ("kv_stages", |k, random| k.kv_stages = random.of(&[2, 3, 5])),
+                ("exp_poly_of_16", |k, random| k.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16])),
+                ("rescale_threshold", |k, random| k.rescale_threshold = random.of(&[0, 1, 8, 15])),
+            ],
+            false,
             random,
         )
     }

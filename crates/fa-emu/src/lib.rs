@@ -55,6 +55,8 @@ pub mod steady;
 pub mod subjects;
 pub mod sweep;
 mod symbols;
+#[cfg(test)]
+mod tensor_memory;
 pub mod timeline;
 mod unit;
 

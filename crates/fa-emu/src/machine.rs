@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 42] = files![
+    pub(super) static ALL: [(&str, &str); 45] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -35,6 +35,7 @@ mod sources {
         "host/ptx/registers.cuh",
         "host/ptx/stmatrix.cuh",
         "host/ptx/sync.cuh",
+        "host/ptx/tcgen05.cuh",
         "host/ptx/thread.cuh",
         "host/ptx/tma.cuh",
         "host/ptx/warp.cuh",
@@ -54,12 +55,14 @@ mod sources {
         "machine/matrix.cpp",
         "machine/mbarrier.cpp",
         "machine/memory.cpp",
+        "machine/operand.h",
         "machine/report.cpp",
         "machine/report.h",
         "machine/scheduler.cpp",
         "machine/shadow.cpp",
         "machine/shadow.h",
         "machine/shared.cpp",
+        "machine/tensor_memory.cpp",
         "machine/tma.cpp",
         "machine/trace.h",
         "machine/warp.cpp",
@@ -87,6 +90,7 @@ struct RawOptions {
     hazards: u32,
     trace_cta: c_int,
     ordered_additions: u32,
+    products_in_order: u32,
     step_limit: u64,
     progress: Option<unsafe extern "C" fn(*mut c_void, u32, u32)>,
     context: *mut c_void,
@@ -160,6 +164,7 @@ impl Machine {
             hazards: options.hazards.into(),
             trace_cta: options.trace_cta.map_or(-1, |cta| cta as c_int),
             ordered_additions: ordered_additions.into(),
+            products_in_order: options.products_in_order.into(),
             step_limit: options.step_limit,
             progress: progress.as_ref().map(|_| call_progress as _),
             context,

@@ -36,6 +36,10 @@ pub struct Options<'a> {
     pub poison: bool,
     /// Whether registers of products in flight are checked for hazards.
     pub hazards: bool,
+    /// Whether the products of a thread in tensor memory run in the order of their issue, as the matrix pipe
+    /// is built. Without it those alone do that have one accumulator, as the PTX ISA promises: what is right
+    /// so is right either way.
+    pub products_in_order: bool,
     /// A CTA whose timeline is recorded.
     pub trace_cta: Option<u32>,
     /// Steps after which a launch is given up; 0 for none.
@@ -71,6 +75,7 @@ impl Options<'_> {
             order: true,
             poison: true,
             hazards: true,
+            products_in_order: false,
             trace_cta: None,
             step_limit: 0,
             progress: None,

@@ -96,7 +96,9 @@ pub struct Counters {
     pub mma_sync: u64,
     /// wgmma of a warp: a quarter of a warpgroup's.
     pub wgmma: u64,
-    /// Floating-point operations of both.
+    /// tcgen05.mma.
+    pub tcgen05: u64,
+    /// Floating-point operations of all three.
     pub flops: u64,
     /// Boxes that TMA loaded.
     pub tma_boxes: u64,
@@ -197,6 +199,7 @@ impl Counters {
         self.plain_accesses += other.plain_accesses;
         self.mma_sync += other.mma_sync;
         self.wgmma += other.wgmma;
+        self.tcgen05 += other.tcgen05;
         self.flops += other.flops;
         self.tma_boxes += other.tma_boxes;
         self.tma_bytes += other.tma_bytes;

@@ -24,7 +24,7 @@ use crate::proof::Trial;
 use crate::sweep::{Attempts, try_all};
 
 /// The kernels that are drawn, in turns.
-pub const KERNELS: [&str; 4] = ["sm80_fwd", "sm80_bwd", "sm90_fwd", "sm90_bwd"];
+pub const KERNELS: [&str; 5] = ["sm80_fwd", "sm80_bwd", "sm90_fwd", "sm90_bwd", "sm100_fwd"];
 
 /// Problems of a kernel: what it is planned for, and others that it serves.
 const PROBLEMS: usize = 4;
@@ -98,8 +98,12 @@ pub fn draw(seed: u64, turn: u64) -> Option<Drawn> {
     // The first bits of neighbouring seeds depend on one another.
     random.bits();
     let kernel = kernel_of(turn);
-    let family = if kernel.starts_with("sm80") { Family::Sm80 } else { Family::Sm90 };
-    let arch = if family == Family::Sm80 && random.below(2) == 0 { Arch::Sm80 } else { Arch::Sm90 };
+    let family = Family::ALL.into_iter().find(|family| kernel.starts_with(family.name()))?;
+    let arch = match family {
+        Family::Sm80 if random.below(2) == 0 => Arch::Sm80,
+        Family::Sm80 | Family::Sm90 => Arch::Sm90,
+        Family::Sm100 => Arch::Sm100,
+    };
     let pass = match kernel.ends_with("bwd") {
         true => Pass::Backward { deterministic: random.below(3) == 0 },
         false => Pass::Forward,

@@ -12,7 +12,9 @@ use crate::record::Candidate;
 /// different sample.
 pub fn sample(day: &str, count: usize) -> Vec<Candidate> {
     let mut pools: Vec<Vec<(String, Candidate)>> = Vec::new();
-    for (family, arch) in [(Family::Sm90, Arch::Sm90), (Family::Sm80, Arch::Sm80)] {
+    for (family, arch) in
+        [(Family::Sm90, Arch::Sm90), (Family::Sm80, Arch::Sm80), (Family::Sm100, Arch::Sm100)]
+    {
         for pass in
             [Pass::Forward, Pass::Backward { deterministic: false }, Pass::Backward { deterministic: true }]
         {
@@ -70,7 +72,7 @@ mod tests {
         assert_eq!(first.len(), 12);
         assert_eq!(first, names("2026-11-22"));
         assert!(first.iter().all(|name| !second.contains(name)), "{first:?} {second:?}");
-        for kernel in ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd"] {
+        for kernel in ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd"] {
             assert!(first.iter().any(|name| name.starts_with(kernel)), "{kernel}: {first:?}");
         }
     }

@@ -8,7 +8,8 @@ use crate::record::Candidate;
 use crate::sweep::distinct;
 
 /// Shipped files whose forms are run as well: every kernel, all masks, deterministic ones.
-const BASES: [&str; 9] = [
+const BASES: [&str; 10] = [
+    "sm100/hd128-causal-bf16.ron",
     "sm90/hd64-causal-bf16.ron",
     "sm90/hd128-full-f16.ron",
     "sm90/hd128-window-bf16.ron",

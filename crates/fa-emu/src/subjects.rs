@@ -125,13 +125,34 @@ const SM90_BWD: Texts = &[
     ),
 ];
 
-/// The kernels with their configurations, on an SM90 target.
+const SM100_FWD: Texts = &[
+    (
+        "Sm100Fwd((tile_m: 256, tile_n: 128, q_tiles: 2, kv_stages: 4, scheduler: Static, tile_order: \
+         LongestFirst, exp_poly_of_16: 2, rescale_threshold: 0))",
+        (64, "causal"),
+        (900, 2, 2),
+    ),
+    (
+        "Sm100Fwd((tile_m: 128, tile_n: 64, q_tiles: 1, kv_stages: 2, scheduler: PerTile, tile_order: \
+         Natural, exp_poly_of_16: 0, rescale_threshold: 8))",
+        (64, "full"),
+        (400, 2, 1),
+    ),
+];
+
+/// The kernels with their configurations, on an SM90 target where they run there.
 ///
 /// # Panics
 /// When a configuration is no valid spec any more.
 pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
-    [("sm80_fwd", SM80_FWD), ("sm90_fwd", SM90_FWD), ("sm80_bwd", SM80_BWD), ("sm90_bwd", SM90_BWD)]
-        .into_iter()
+    let all = [
+        ("sm80_fwd", SM80_FWD),
+        ("sm90_fwd", SM90_FWD),
+        ("sm80_bwd", SM80_BWD),
+        ("sm90_bwd", SM90_BWD),
+        ("sm100_fwd", SM100_FWD),
+    ];
+    all.into_iter()
         .map(|(name, texts)| {
             let of_text = texts.iter().map(|(kernel, kind, lengths)| subject(kernel, *kind, *lengths));
             let mut subjects: Vec<Subject> = of_text.collect();
@@ -158,7 +179,7 @@ fn varied(spec: KernelSpec) -> Subject {
     } else {
         Case::of(&problem, Placement::PACKED)
     };
-    Subject { spec, arch: Arch::Sm90, case }
+    Subject { arch: arch_of(&spec), spec, case }
 }
 
 fn subject(
@@ -184,5 +205,11 @@ fn subject(
             spec.types.qkv,
         )
     };
-    Subject { spec, arch: Arch::Sm90, case: Case::of(&problem, Placement::PACKED) }
+    Subject { arch: arch_of(&spec), spec, case: Case::of(&problem, Placement::PACKED) }
+}
+
+/// SM90, or where the kernel does not run there the first architecture that it runs on.
+fn arch_of(spec: &KernelSpec) -> Arch {
+    let family = spec.kernel.family();
+    if family.runs_on(Arch::Sm90) { Arch::Sm90 } else { family.archs()[0] }
 }

@@ -29,10 +29,11 @@ const ROW: f64 = 22.0;
 const DEPTH: usize = 6;
 
 /// Kinds of spans, with colour and description.
-const KINDS: [(&str, &str, &str); 6] = [
+const KINDS: [(&str, &str, &str); 7] = [
     ("mbarrier", "#e8a33d", "waits for an mbarrier"),
     ("bar.", "#c85b7d", "waits for a named barrier"),
     ("wgmma", "#3f7fca", "wgmma: in flight, or waited for"),
+    ("tcgen05", "#2c5f99", "tcgen05: in flight, or waited for"),
     ("TMA", "#3aa676", "TMA box in flight"),
     ("bulk", "#7a6bd1", "bulk copy or addition"),
     ("", "#8d97a8", "other waits"),

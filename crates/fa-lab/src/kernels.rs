@@ -1,7 +1,7 @@
 //! What tests and measurements vary in a kernel.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+use fa_core::{Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 
 /// A kernel as the lab sees it.
 pub(crate) trait LabKernel {
@@ -98,6 +98,29 @@ impl LabKernel for Sm90Fwd {
 
     fn without_pages(&self) -> Kernel {
         Sm90Fwd { gather: false, ..self.clone() }.into()
+    }
+}
+
+impl LabKernel for Sm100Fwd {
+    fn variants(&self) -> Vec<Kernel> {
+        changed(
+            self,
+            &[
+                |k| k.tile_order = other(k.tile_order),
+                |k| {
+                    let fixed = k.scheduler == Scheduler::Static;
+                    k.scheduler = if fixed { Scheduler::PerTile } else { Scheduler::Static };
+                },
+                |k| k.exp_poly_of_16 += 1,
+                |k| k.exp_poly_of_16 = k.exp_poly_of_16.saturating_sub(1),
+                |k| k.kv_stages += 1,
+                |k| k.tile_n = k.tile_n.saturating_sub(32),
+            ],
+        )
+    }
+
+    fn without_pages(&self) -> Kernel {
+        self.clone().into()
     }
 }
 

@@ -10,7 +10,7 @@ use fa_core::{Family, KernelSpec, Problem};
 use rayon::prelude::*;
 
 use crate::device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::progress::{Progress, Step};
 use crate::record::{Provenance, without_logs};
 use crate::runner::{Runner, Turns};
@@ -44,6 +44,10 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     let ladders = match options.family {
         Family::Sm80 => sm80::ladders(arch, &options.seqlens)?,
         Family::Sm90 => sm90::ladders(arch, &options.head_dims, &options.seqlens)?,
+        Family::Sm100 => {
+            let text = "sm100 kernels have no ladder, since no GPU has run them: use sm80 or sm90";
+            return Err(Error::Request(text.to_owned()));
+        }
     };
     let specs: Vec<(&Problem, &KernelSpec)> = ladders
         .iter()

@@ -50,14 +50,14 @@ compared, as a ratio to the first step, not their rates. Every step's output is 
 and all steps on a shape take turns.";
 
 fn family() -> impl TypedValueParser<Value = Family> {
-    let values = Family::ALL.map(|family| {
-        PossibleValue::new(family.name()).help(match family {
-            Family::Sm80 => {
-                "mma.sync: from a naive kernel to ldmatrix and a pipeline, and from small tiles to tuned ones"
-            }
-            Family::Sm90 => "wgmma: each knob alone, beside the same kernel without the change",
-        })
-    });
+    let values = [
+        (
+            Family::Sm80,
+            "mma.sync: from a naive kernel to ldmatrix and a pipeline, and from small tiles to tuned ones",
+        ),
+        (Family::Sm90, "wgmma: each knob alone, beside the same kernel without the change"),
+    ]
+    .map(|(family, about)| PossibleValue::new(family.name()).help(about));
     PossibleValuesParser::new(values).try_map(|name| name.parse::<Family>())
 }
 

@@ -163,7 +163,7 @@ fn best_spec(planned: &Planned) -> anyhow::Result<KernelSpec> {
     };
     match tried.best().map(|best| (best.shape, best.name)) {
         Some((Shape::Kernel(spec), _)) => Ok(spec.clone()),
-        Some((Shape::Sm100(_), name)) => Err(refused(format!("{name} is planned only")).into()),
+        Some((Shape::Sm100(plan), _)) => Ok(plan.spec.clone()),
         None => Err(refused("none fits, see the table".to_owned()).into()),
     }
 }
@@ -255,8 +255,8 @@ fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<(Tri
 
 fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
-    if let Some(no_kernel) = planned.no_kernel() {
-        writeln!(text, "note      {no_kernel}").expect("writing to a string cannot fail");
+    if let Some(never_run) = planned.never_run() {
+        writeln!(text, "note      {never_run}").expect("writing to a string cannot fail");
     }
     if let Some(forward) = &planned.forward {
         text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);

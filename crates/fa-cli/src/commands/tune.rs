@@ -150,7 +150,7 @@ fn pass(args: &TuneArgs) -> Result<Pass, InputError> {
 }
 
 fn problems(args: &TuneArgs) -> anyhow::Result<Problems> {
-    let family = args.family.map(PlanFamily::kernels).transpose()?;
+    let family = args.family.map(PlanFamily::kernels);
     if let Some(count) = args.random {
         let backward = pass_of(Pass::BACKWARD, args.deterministic)?;
         let passes = match args.mode {

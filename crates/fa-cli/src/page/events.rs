@@ -34,13 +34,16 @@ impl Emulated {
     /// Emulates the first choices; they need a C++ compiler and some seconds.
     ///
     /// # Errors
-    /// Where this machine cannot emulate, and for SM100 shapes, which are planned only.
+    /// Where this machine cannot emulate, and for SM100 kernels, whose roles the page has no lanes for.
     pub(crate) fn of(planned: &Planned) -> anyhow::Result<Emulated> {
         let emulator = progress::spinner("compiling the machine", Emulator::new)?;
         let steady = |tried: &Tried| {
             let Some(Fit { shape, name, .. }) = tried.best() else { return Ok(None) };
             let Shape::Kernel(spec) = shape else {
-                let why = format!("--emulate runs kernels, and {name} is planned only: leave it out");
+                let why = format!(
+                    "--emulate has no lanes for the roles of {name}: leave it out, and use --format spec and \
+                     `fa emulate SPEC --report` for its timeline"
+                );
                 return Err(InputError::Usage(why).into());
             };
             let run = || emulate(&emulator, spec, planned.arch, &planned.problem);

@@ -1,6 +1,6 @@
 //! What plans and pages show of a kernel besides its tile.
 
-use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 use fa_planner::banks::Access;
 
 /// Bytes of an element: GPU kernels hold 16-bit types.
@@ -43,6 +43,11 @@ impl Group {
     /// SM80-class tiles, by their rows and warps.
     fn of_warps(tile_m: u32, num_warps: u32) -> Group {
         Group::new([tile_m, num_warps, 0], format!("tile_m {tile_m}, {num_warps} warps"))
+    }
+
+    /// Tiles of an SM100 forward, by their rows.
+    pub(crate) fn of_tensor_memory(tile_m: u32) -> Group {
+        Group::new([tile_m, 0, 0], format!("tile_m {tile_m}"))
     }
 
     /// The tiles of an SM90 backward, by the queries of a step and the warpgroups.
@@ -152,6 +157,33 @@ impl ShownKernel for Sm90Fwd {
         }
         list.push(issued("stmatrix of O", (tile_m, hdv), Access::Stmatrix));
         list
+    }
+
+    fn swizzles(&self) -> bool {
+        true
+    }
+}
+
+impl ShownKernel for Sm100Fwd {
+    fn knobs(&self, _: &KernelSpec) -> Vec<String> {
+        let tiles =
+            if self.q_tiles == 1 { "1 Q tile".to_owned() } else { format!("{} Q tiles", self.q_tiles) };
+        vec![tiles, stages(self.kv_stages), format!("{:?}", self.scheduler)]
+    }
+
+    fn group(&self) -> Group {
+        Group::of_tensor_memory(self.tile_m)
+    }
+
+    /// Descriptors of tcgen05.mma read core matrices of 8 rows x 16 bytes, as ldmatrix does.
+    fn accesses(&self, spec: &KernelSpec) -> Vec<Issued> {
+        let Sm100Fwd { tile_m, tile_n, .. } = *self;
+        let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
+        vec![
+            issued("tcgen05.mma reads Q (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
+            issued("tcgen05.mma reads K (8 rows x 16 B)", (tile_n, hd), Access::Ldmatrix),
+            issued("tcgen05.mma reads V transposed", (tile_n, hdv), Access::LdmatrixTrans),
+        ]
     }
 
     fn swizzles(&self) -> bool {

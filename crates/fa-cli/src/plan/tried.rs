@@ -5,7 +5,7 @@ use std::fmt::Write;
 use fa_core::{Arch, KernelSpec, Pass, Problem, counted};
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
-use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Tile};
+use fa_planner::kernels::sm100_fwd::Sm100Plan;
 use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{Plan, PlanSet};
 use fa_planner::report::{LimitReport, Tried};
@@ -118,7 +118,7 @@ impl Shown for Tried {
                 .iter()
                 .map(|miss| Miss {
                     name: miss.tile.name(),
-                    group: group_of_shape(&miss.tile),
+                    group: Group::of_tensor_memory(miss.tile.tile_m()),
                     tile_n: miss.tile.tile_n,
                     reason: &miss.reason,
                 })
@@ -320,7 +320,7 @@ fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
             "{} q tiles, {} K/V buffers, {} of 512 TMEM columns",
             plan.tile.q_tiles, plan.tile.kv_stages, plan.tmem.used
         ),
-        group: group_of_shape(&plan.tile),
+        group: Group::of_tensor_memory(plan.tile_m),
         tile_m: plan.tile_m,
         tile_n: plan.tile.tile_n,
         shape: Shape::Sm100(plan),
@@ -329,16 +329,8 @@ fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
         reg_limit: 0,
         roles: format!("registers by role: {}", roles.join(", ")),
         threads: plan.threads,
-        blocks_per_sm: plan.tile.blocks_per_sm,
+        blocks_per_sm: 1,
         occupancy: &plan.occupancy,
         cost: &plan.cost,
     }
-}
-
-fn group_of_shape(tile: &Sm100Tile) -> Group {
-    let (rows, blocks) = (tile.q_tiles * sm100::Q_ROWS, tile.blocks_per_sm);
-    Group::new(
-        [rows, blocks, 0],
-        format!("tile_m {rows}, {blocks} {} per SM", if blocks == 1 { "CTA" } else { "CTAs" }),
-    )
 }

@@ -23,7 +23,7 @@ fn planning_and_measuring_refuse_what_they_cannot_do() {
         ("validate --all-configs --deterministic", "--mode bwd"),
         ("plan --arch sm80 --family sm90", "sm90 kernels do not run on sm80"),
         ("bench --backend cuda --dtype f32", "use bf16 or f16"),
-        ("build --all-configs --family sm100", "--family sm80"),
+        ("build --all-configs --family sm100", "sm100 kernels do not run on sm90"),
         ("build --all-configs --headdim 7", "multiples of 8"),
         ("build --all-configs --json no/such/folder/x.json", "no folder"),
         ("validate --check-records --results no/such/folder", "no folder no/such/folder"),

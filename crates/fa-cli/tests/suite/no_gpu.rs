@@ -66,6 +66,5 @@ fn what_only_a_gpu_can_measure_says_so() {
     assert!(done.status.code() == Some(1) && said.contains("no job of a worker"), "{said}");
     refused(&fa("ladder --headdim 64"), &["head dim 128", "leave --headdim out"], "ladder --headdim");
     refused(&fa("tune --dtype f32"), &["use bf16 or f16"], "tune --dtype f32");
-    refused(&fa("tune --family sm100"), &["--family sm80"], "tune --family sm100");
     refused(&fa("ladder --plot no/such/folder.svg"), &["no folder"], "ladder --plot");
 }

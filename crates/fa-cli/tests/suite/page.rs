@@ -234,7 +234,7 @@ fn a_page_shows_the_loop_by_the_emulation() {
         eprintln!("skipped: {}", planned.stderr);
         return;
     }
-    assert!(planned.code == 2 && planned.stderr.contains("is planned only"), "{planned:?}");
+    assert!(planned.code == 2 && planned.stderr.contains("fa emulate SPEC --report"), "{planned:?}");
     fa(&format!("plan --headdim 64 --seqlen 1024 --emulate --report {}", text(&path))).good();
     let page = std::fs::read_to_string(&path).unwrap();
     for part in ["A steady step, emulated", "products, warpgroup 1", "TMA box", "sm90/fwd_consumer.cuh:"] {

@@ -21,7 +21,7 @@ fn kernels_without_record_and_reason_are_a_bad_verdict() {
     std::fs::write(
         &list,
         "(kernels: {\"sm90_fwd\": \"new\", \"sm90_bwd\": \"new\", \"sm80_fwd\": \"no GPU at \
-         hand\", \"sm80_bwd\": \"new\"})",
+         hand\", \"sm80_bwd\": \"new\", \"sm100_fwd\": \"new\"})",
     )
     .unwrap();
     let done = check();

@@ -3,7 +3,7 @@
 
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
-use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd};
 use crate::each_kernel;
 
 /// What follows from the parameters of a backward beside its traits.
@@ -55,6 +55,16 @@ impl Sm90Fwd {
 }
 
 impl Sm80Fwd {
+    fn derived(&self, _: &KernelSpec) -> Vec<Param> {
+        Vec::new()
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        None
+    }
+}
+
+impl Sm100Fwd {
     fn derived(&self, _: &KernelSpec) -> Vec<Param> {
         Vec::new()
     }

@@ -7,6 +7,7 @@ mod pages;
 mod params;
 mod serves;
 mod shipped;
+mod sm100_fwd;
 mod sm80_bwd;
 mod sm80_fwd;
 mod sm90_bwd;
@@ -29,6 +30,7 @@ pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
+pub use sm100_fwd::Sm100Fwd;
 pub use values::{
     MAX_COUNT, MAX_HEAD_DIM, MAX_SOFTCAP, MaskKind, Reads, Scheduler, TileOrder, Traits, tile_queries,
 };
@@ -72,6 +74,9 @@ pub enum Kernel {
     Sm90Bwd(Sm90Bwd),
     /// Backward by mma.sync and cp.async; runs on every architecture from 8.0 on.
     Sm80Bwd(Sm80Bwd),
+    /// Forward by tcgen05 and TMA in tensor memory, on 10.0 and 10.3. Assembled and emulated, never run on a
+    /// GPU.
+    Sm100Fwd(Sm100Fwd),
 }
 
 macro_rules! from_params {
@@ -84,7 +89,7 @@ macro_rules! from_params {
     };
 }
 
-from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd);
+from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd);
 
 /// The same expression for whichever kernel a [`Kernel`] is, with its parameters bound to a name: the one
 /// match that names every kernel. A crate that treats kernels differently declares a trait, implements it for
@@ -92,12 +97,13 @@ from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd);
 /// compile.
 ///
 /// ```
-/// use fa_core::{Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+/// use fa_core::{Kernel, Sm100Fwd, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
 ///
 /// trait Warps {
 ///     fn warps(&self) -> u32;
 /// }
 /// # impl Warps for Sm90Fwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
+/// # impl Warps for Sm100Fwd { fn warps(&self) -> u32 { 4 * (self.q_tiles + 2) } }
 /// # impl Warps for Sm80Bwd { fn warps(&self) -> u32 { self.num_warps } }
 /// # impl Warps for Sm90Bwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
 /// impl Warps for Sm80Fwd {
@@ -118,6 +124,7 @@ macro_rules! each_kernel {
             $crate::Kernel::Sm90Fwd($params) => $result,
             $crate::Kernel::Sm90Bwd($params) => $result,
             $crate::Kernel::Sm80Bwd($params) => $result,
+            $crate::Kernel::Sm100Fwd($params) => $result,
         }
     };
 }
@@ -125,12 +132,13 @@ macro_rules! each_kernel {
 impl Kernel {
     /// Each kernel with its defaults: small tiles and valid for a head dim of 64, to be changed field by
     /// field.
-    pub fn defaults() -> [Kernel; 4] {
+    pub fn defaults() -> [Kernel; 5] {
         [
             Kernel::Sm80Fwd(Sm80Fwd::default()),
             Kernel::Sm90Fwd(Sm90Fwd::default()),
             Kernel::Sm80Bwd(Sm80Bwd::default()),
             Kernel::Sm90Bwd(Sm90Bwd::default()),
+            Kernel::Sm100Fwd(Sm100Fwd::default()),
         ]
     }
 

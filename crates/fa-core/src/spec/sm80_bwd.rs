@@ -85,6 +85,7 @@ impl Sm80Bwd {
             tile_order: self.tile_order,
             packs_gqa: false,
             tensor_maps: &[],
+            query_box: self.tile_m,
             gathers: false,
         }
     }

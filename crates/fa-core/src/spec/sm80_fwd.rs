@@ -59,6 +59,7 @@ impl Sm80Fwd {
             tile_order: if self.reverse_blocks { TileOrder::LongestFirst } else { TileOrder::Natural },
             packs_gqa: self.pack_gqa,
             tensor_maps: &[],
+            query_box: self.tile_m,
             gathers: false,
         }
     }

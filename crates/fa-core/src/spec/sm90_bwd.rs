@@ -153,6 +153,7 @@ impl Sm90Bwd {
             tile_order: self.tile_order,
             packs_gqa: false,
             tensor_maps: &["q", "k", "v", "do"],
+            query_box: self.tile_m,
             gathers: false,
         }
     }

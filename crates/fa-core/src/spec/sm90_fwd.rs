@@ -98,6 +98,7 @@ impl Sm90Fwd {
             tile_order: self.tile_order,
             packs_gqa: self.pack_gqa,
             tensor_maps: &["q", "k", "v"],
+            query_box: self.tile_m,
             gathers: self.gather,
         }
     }

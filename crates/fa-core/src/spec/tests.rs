@@ -218,7 +218,7 @@ fn names_tell_the_switches() {
 #[test]
 fn every_default_is_valid() {
     let ordered = Kernel::defaults().map(|kernel| kernel.name());
-    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd"]);
+    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd"]);
     for kernel in Kernel::defaults() {
         let spec = KernelSpec { mask: MaskKind::Causal, head_dim: 64, head_dim_v: 64, kernel, ..sm80() };
         assert_eq!(spec.check(), Ok(()), "{spec}");
@@ -393,9 +393,32 @@ fn numbers_out_of_range_are_refused_and_no_panic() {
             Kernel::Sm80Fwd(Sm80Fwd { num_warps: many, .. })
             | Kernel::Sm80Bwd(Sm80Bwd { num_warps: many, .. })
             | Kernel::Sm90Fwd(Sm90Fwd { num_wg: many, .. })
-            | Kernel::Sm90Bwd(Sm90Bwd { num_wg: many, .. }) => *many = u32::MAX,
+            | Kernel::Sm90Bwd(Sm90Bwd { num_wg: many, .. })
+            | Kernel::Sm100Fwd(Sm100Fwd { q_tiles: many, .. }) => *many = u32::MAX,
         }
         assert_eq!(spec.threads(), u32::MAX);
         assert!(spec.check().is_err() && !spec.to_string().is_empty());
+    }
+}
+
+#[test]
+fn sm100_tiles_fit_tensor_memory_and_are_of_128_queries() {
+    let of = |head_dims: (u32, u32), kernel: Sm100Fwd| {
+        let (head_dim, head_dim_v) = head_dims;
+        KernelSpec { head_dim, head_dim_v, kernel: Kernel::Sm100Fwd(kernel), ..sm80() }.check()
+    };
+    let base = Sm100Fwd::default();
+    assert_eq!(of((192, 128), base.clone()), Ok(()));
+    let single = Sm100Fwd { q_tiles: 1, tile_m: 128, ..base.clone() };
+    assert_eq!(of((256, 256), single), Ok(()));
+    for (head_dims, kernel, part) in [
+        ((256, 256), base.clone(), "768 columns of tensor memory"),
+        ((64, 64), Sm100Fwd { tile_m: 128, ..base.clone() }, "128 * q_tiles = 256"),
+        ((80, 64), base.clone(), "a multiple of 32"),
+        ((64, 64), Sm100Fwd { tile_n: 160, ..base.clone() }, "from 32 to 128"),
+        ((64, 64), Sm100Fwd { scheduler: Scheduler::Dynamic, ..base }, "use PerTile or Static"),
+    ] {
+        let error = of(head_dims, kernel).expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
     }
 }

@@ -121,6 +121,8 @@ pub struct Traits {
     /// The tensors that it loads by TMA, in the order in which its entry takes their maps; empty for kernels
     /// whose threads copy all rows (cp.async).
     pub tensor_maps: &'static [&'static str],
+    /// Query rows of a box, where it loads by TMA: those of a tile, or of one of its tiles in tensor memory.
+    pub query_box: u32,
     /// Whether a kernel that loads by TMA leaves the rows of pages to its threads.
     pub gathers: bool,
 }

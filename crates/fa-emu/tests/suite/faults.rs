@@ -28,7 +28,7 @@ struct Fault {
 }
 
 /// A configuration of each kernel in which most of its code runs.
-const BASES: [(&str, &str); 4] = [
+const BASES: [(&str, &str); 5] = [
     (
         "sm80_fwd",
         "Sm80Fwd((tile_m: 128, tile_n: 96, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1, \
@@ -54,6 +54,11 @@ const BASES: [(&str, &str); 4] = [
          2, atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: \
          LongestFirst, deterministic: false))",
     ),
+    (
+        "sm100_fwd",
+        "Sm100Fwd((tile_m: 256, tile_n: 128, q_tiles: 2, kv_stages: 4, scheduler: PerTile, tile_order: \
+         LongestFirst, exp_poly_of_16: 2, rescale_threshold: 0))",
+    ),
 ];
 
 /// P through shared memory, no lazy maximum.
@@ -69,6 +74,11 @@ const SM80_P_WARPS: &str = "sm80/bwd_p_warps.cuh";
 const SM80_DS_WARPS: &str = "sm80/bwd_ds_warps.cuh";
 const SM90_DQ: &str = "sm90/bwd_dq.cuh";
 const SM90_BWD: &str = "sm90/bwd_consumer.cuh";
+const SM100: &str = "sm100/fwd.cuh";
+const SM100_LOAD: &str = "sm100/fwd_load.cuh";
+const SM100_PRODUCTS: &str = "sm100/fwd_products.cuh";
+const SM100_SOFTMAX: &str = "sm100/fwd_softmax.cuh";
+const SM100_CORRECTION: &str = "sm100/fwd_correction.cuh";
 const PIPELINE: &str = "tile/pipeline.cuh";
 
 macro_rules! faults {
@@ -170,6 +180,47 @@ faults! {
         "void await_turn(",
         "if constexpr (C.deterministic) {" => "if constexpr (false) {", ["unordered addition"];
 
+    // ---- SM100 forward ----
+    "S overwrites P before P V is done": "sm100_fwd" &[], 600, SM100_PRODUCTS, "",
+        "if (pv_runs[t]) o_full[t].wait(smem.o_full[t]);" => "", ["data race"];
+    "no fence after P": "sm100_fwd" &[], 600, SM100_PRODUCTS, "p_full[t].wait(smem.p_full[t]);",
+        "tcgen05::fence_after();" => "", ["missing tcgen05.fence"];
+    "P V is added to what nobody has written": "sm100_fwd" &[], 600, SM100_PRODUCTS, "",
+        "const bool accumulate = !work.is_first(t, block);" => "const bool accumulate = true;",
+        ["uninitialised read"];
+    "a slot is released before its products are done": "sm100_fwd" &[("kv_stages", "2")], 600, SM100_PRODUCTS,
+        "scores(work, t, work.end - 1, keys);", "tcgen05::commit(" => "mbarrier_arrive(", ["data race"];
+    "Q is released before its last S is done": "sm100_fwd" &[("scheduler", "Static")], 1100, SM100_PRODUCTS,
+        "", "tcgen05::commit(smem.q_empty[t]);" => "mbarrier_arrive(smem.q_empty[t]);", ["data race"];
+    "S is read before it is done": "sm100_fwd" &[], 600, SM100_SOFTMAX, "",
+        "s_full.wait(smem.s_full[t]);" => "", ["data race", "uninitialised read"];
+    "scores are used before they are loaded": "sm100_fwd" &[], 600, SM100_SOFTMAX, "",
+        "tcgen05::wait_load();" => "", ["register hazard"];
+    "P is told of before it is stored": "sm100_fwd" &[], 600, SM100_SOFTMAX, "",
+        "tcgen05::wait_store();" => "", ["data race"];
+    "P is told of without a fence": "sm100_fwd" &[], 600, SM100_SOFTMAX, "tcgen05::wait_store();",
+        "tcgen05::fence_before();" => "", ["data race"];
+    "the scale is written before it was read": "sm100_fwd" &[], 900, SM100_SOFTMAX, "",
+        "scale_empty.wait_free(smem.scale_empty[t]);" => "", ["data race"];
+    "the scale is told of before all lanes have written it": "sm100_fwd" &[], 600, SM100_SOFTMAX,
+        "smem.scale[t][own_row] = scale;", "warp_sync();" => "", ["data race"];
+    "O is stored before the last product": "sm100_fwd" &[], 600, SM100_CORRECTION, "",
+        "mbarrier_wait(smem.o_full[t], (outputs[t] - 1) & 1);" => "", ["data race", "missing tcgen05.fence"];
+    "O is told of before it is stored": "sm100_fwd" &[], 600, SM100_CORRECTION, "",
+        "tcgen05::wait_store();" => "", ["data race"];
+    "no fence before O is rescaled": "sm100_fwd" &[], 600, SM100_CORRECTION,
+        "const float scale = receive(t);", "tcgen05::fence_after();" => "", ["missing tcgen05.fence"];
+    "O is not rescaled": "sm100_fwd" &[], 600, SM100_CORRECTION, "",
+        "if (warp_any(scale != 1.f))" => "if (false)", ["wrong values"];
+    "half of Q is expected": "sm100_fwd" &[], 300, SM100_LOAD, "mbarrier_arrive_expect(",
+        "T::Q::kBytes" => "T::Q::kBytes / 2", ["deadlock"];
+    "tensor memory is not freed": "sm100_fwd" &[], 300, SM100, "",
+        "tcgen05::dealloc(base, T::kColumns);" => "{}", ["leaked tensor memory"];
+    "tensor memory is freed while others use it": "sm100_fwd" &[], 600, SM100, "tcgen05::fence_before();",
+        "cta_sync();" => "", ["data race", "missing tcgen05.fence"];
+    "more registers than there are": "sm100_fwd" &[], 300, "sm100/fwd_layout.cuh", "",
+        "kSoftmaxRegs = 184" => "kSoftmaxRegs = 192", ["deadlock"];
+
     // ---- Tried once to see where the message leads, and kept ----
     "a row beyond the end is stored": "sm90_fwd" &[], 300, "attn/epilogue.cuh", "",
         "inside = row < end;" => "inside = row <= end;", ["out of bounds"];
@@ -220,9 +271,10 @@ pub(crate) fn inject(source: &mut Source, [file, after, old, new]: [&str; 4]) ->
 fn find(fault: &Fault) -> Result<Vec<String>, String> {
     let emulator = emulator("faults").expect("asked before");
     let spec = spec(fault.kernel, fault.fields);
-    let mut source = source(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+    let arch = if fault.kernel == "sm100_fwd" { Arch::Sm100 } else { Arch::Sm90 };
+    let mut source = source(&spec, arch, &Headers::embedded()).unwrap();
     inject(&mut source, [fault.file, fault.after, fault.old, fault.new])?;
-    let unit = emulator.unit_of(&spec, Arch::Sm90, &source).map_err(|error| error.to_string())?;
+    let unit = emulator.unit_of(&spec, arch, &source).map_err(|error| error.to_string())?;
     let problem = Problem::square(1, fault.seqlen, 1, 64, Mask::CAUSAL, Dtype::Bf16);
     let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
     let mut all = Vec::new();
@@ -274,4 +326,9 @@ fn faults_of_the_sm80_backward_are_found() {
 #[test]
 fn faults_of_the_sm90_backward_are_found() {
     check("sm90_bwd");
+}
+
+#[test]
+fn faults_of_the_sm100_forward_are_found() {
+    check("sm100_fwd");
 }

@@ -1,4 +1,4 @@
-//! ALiBi and sinks in all four kernels: with soft caps and every mask, slopes that outgrow every maximum,
+//! ALiBi and sinks in all kernels: with soft caps and every mask, slopes that outgrow every maximum,
 //! slopes below zero, sinks far above the scores and none at all; in backwards with a gradient of the LSE.
 
 use fa_core::{Alibi, Arch, KernelSpec, Lengths};
@@ -8,7 +8,7 @@ use fa_kernels::Headers;
 
 use crate::known::unless_known;
 
-const KERNELS: [&str; 11] = [
+const KERNELS: [&str; 13] = [
     // P from the current maximum until its sum shows that the scores have outgrown it.
     "Sm90Fwd((tile_m: 128, tile_n: 64, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, kv_stages: \
      2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, cluster_m: 1, exp_poly_of_16: 4, \
@@ -43,6 +43,10 @@ const KERNELS: [&str; 11] = [
      rescale_threshold: 0, pack_gqa: false))",
     "Sm80Fwd((tile_m: 64, tile_n: 64, num_warps: 4, stages: 3, q_in_regs: true, blocks_per_sm: 1, swizzle: \
      true, ldmatrix: true, exp2: false, fast_math: true, loop_split: true, reverse_blocks: true))",
+    "Sm100Fwd((tile_m: 256, tile_n: 128, q_tiles: 2, kv_stages: 3, scheduler: Static, tile_order: \
+     LongestFirst, exp_poly_of_16: 2, rescale_threshold: 8))",
+    "Sm100Fwd((tile_m: 128, tile_n: 64, q_tiles: 1, kv_stages: 2, scheduler: PerTile, tile_order: Natural, \
+     exp_poly_of_16: 0, rescale_threshold: 0))",
 ];
 
 fn spec(kernel: &str, mask: &str, [softcap, alibi, sinks]: [bool; 3]) -> KernelSpec {
@@ -98,7 +102,11 @@ fn slopes_and_sinks_are_right_in_every_kernel() {
                 continue;
             }
             let spec = spec(kernel, mask, score);
-            let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+            let unit = {
+                let family = spec.kernel.family();
+                let arch = if family.runs_on(Arch::Sm90) { Arch::Sm90 } else { family.archs()[0] };
+                emulator.unit(&spec, arch, &Headers::embedded()).unwrap()
+            };
             let verdict = sweep(&unit, &cases(&spec), &[2], &trials).unwrap();
             faults.extend(verdict.faults.into_iter().map(|fault| format!("{spec}\n{fault}")));
         }

@@ -1,4 +1,4 @@
-//! Values of the four kernels by the oracle's rule, under an eager, a lazy and a random schedule.
+//! Values of the kernels by the oracle's rule, under an eager, a lazy and a random schedule.
 
 use fa_core::Problem;
 use fa_emu::{Options, Placement, Trial};

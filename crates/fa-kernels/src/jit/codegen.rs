@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use fa_core::{Family, KernelSpec};
+
 use crate::jit::append_params::AppendParams;
 use crate::jit::config::{self, ConfigField};
 use crate::jit::declare::ParamStruct;
@@ -21,6 +23,7 @@ pub struct Generated {
 pub fn generated() -> Vec<Generated> {
     vec![
         Generated { path: "config.cuh", text: config_cuh() },
+        Generated { path: "sm100/configs.cuh", text: config_of_family_cuh(Family::Sm100) },
         Generated { path: "params.cuh", text: params_cuh() },
         Generated {
             path: "fwd_params.cuh",
@@ -60,17 +63,34 @@ fn config_cuh() -> String {
     for item in config::ENUMS {
         let _ = write!(text, "\nenum class {} {{ {} }};\n", item.name, item.variants.join(", "));
     }
-    for spec in config::samples() {
-        text.push('\n');
-        comment(&mut text, "", spec.kernel.doc());
-        let _ = writeln!(text, "struct {} {{", config::struct_name(&spec.kernel));
-        for ConfigField { name, cuda_type, doc, .. } in config::fields_of(&spec) {
-            comment(&mut text, "    ", doc);
-            let _ = writeln!(text, "    {cuda_type} {name};");
-        }
-        text.push_str("};\n");
+    for spec in config::samples().filter(|spec| spec.kernel.family() != Family::Sm100) {
+        config_struct(&mut text, &spec);
     }
     text + "\n}  // namespace fa\n"
+}
+
+/// The configs of a family that is newer than records of others: `config.cuh` belongs to every kernel's
+/// fingerprint.
+fn config_of_family_cuh(family: Family) -> String {
+    let mut text = format!(
+        "{NOTE}\n// The compile-time parameters of {family} kernels.\n#pragma once\n#include \
+         \"config.cuh\"\n\nnamespace fa {{\n"
+    );
+    for spec in config::samples().filter(|spec| spec.kernel.family() == family) {
+        config_struct(&mut text, &spec);
+    }
+    text + "\n}  // namespace fa\n"
+}
+
+fn config_struct(text: &mut String, spec: &KernelSpec) {
+    text.push('\n');
+    comment(text, "", spec.kernel.doc());
+    let _ = writeln!(text, "struct {} {{", config::struct_name(&spec.kernel));
+    for ConfigField { name, cuda_type, doc, .. } in config::fields_of(spec) {
+        comment(text, "    ", doc);
+        let _ = writeln!(text, "    {cuda_type} {name};");
+    }
+    text.push_str("};\n");
 }
 
 /// What the parameters of launches are made of.

@@ -179,7 +179,7 @@ impl Source {
 /// architecture.
 fn target(spec: &KernelSpec, arch: Arch) -> String {
     let (major, minor) = arch.compute_capability();
-    let suffix = if spec.kernel.family().is_arch_specific() { "a" } else { "" };
+    let suffix = spec.kernel.family().target_suffix();
     format!("sm_{major}{minor}{suffix}")
 }
 

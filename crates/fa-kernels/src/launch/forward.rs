@@ -146,7 +146,7 @@ impl Work {
 /// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them.
 /// Where threads copy rows, half a tile's: boxes load those that are contiguous.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
-    let (tile_m, tile_n) = traits.tile;
+    let (_, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
@@ -160,7 +160,7 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
     }
     let is_ragged = spec.reads.varied;
     vec![
-        MapTemplate { name: "q", tensor: 0, panel, rows: tile_m, group, is_ragged },
+        MapTemplate { name: "q", tensor: 0, panel, rows: traits.query_box, group, is_ragged },
         MapTemplate { name: "k", tensor: k, panel, rows: share, group: None, is_ragged },
         MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None, is_ragged },
     ]

@@ -11,6 +11,7 @@ mod launches_beside;
 mod package;
 mod serving;
 mod shipped;
+mod tensor_memory;
 mod toolchain;
 
 #[path = "../../../fa-core/tests/strategies/problems.rs"]

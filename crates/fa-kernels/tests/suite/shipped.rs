@@ -105,6 +105,7 @@ fn check_machine_code(cubin: &Path, kernel: &BundledKernel) -> Vec<String> {
     let wanted: &[&str] = match kernel.spec.kernel.family() {
         Family::Sm80 => &["HMMA", "LDSM", "LDGSTS"],
         Family::Sm90 => &["HGMMA", "UTMALDG", "USETMAXREG"],
+        Family::Sm100 => &["UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "USETMAXREG"],
     };
     let missing =
         wanted.iter().filter(|word| !words.contains(*word)).map(|word| format!("{name}: no {word}"));

@@ -2,7 +2,9 @@
 //! it.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
+use fa_core::{
+    Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Sm100Fwd, Types,
+};
 use fa_planner::account::account;
 
 use super::case::NamedSpec;
@@ -12,6 +14,7 @@ pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {
     let mut all = match family {
         Family::Sm80 => sm80(),
         Family::Sm90 => sm90(),
+        Family::Sm100 => sm100(),
     };
     all.extend(serving(&all));
     all.into_iter().filter(|named| account(&named.spec, arch).is_ok()).collect()
@@ -77,6 +80,36 @@ fn spec(head_dim: u32, mask: MaskKind, kernel: Kernel) -> KernelSpec {
         split: false,
         kernel,
     }
+}
+
+fn sm100() -> Vec<NamedSpec> {
+    let base = Sm100Fwd::default();
+    let mut changed: Vec<(String, Sm100Fwd)> = vec![("the base".into(), base.clone())];
+    let mut change = |name: &str, kernel: Sm100Fwd| changed.push((name.to_owned(), kernel));
+    change("q_tiles 1", Sm100Fwd { q_tiles: 1, tile_m: 128, ..base.clone() });
+    for tile_n in [32, 64, 96] {
+        change(&format!("tile_n {tile_n}"), Sm100Fwd { tile_n, ..base.clone() });
+    }
+    for kv_stages in [2, 5] {
+        change(&format!("kv_stages {kv_stages}"), Sm100Fwd { kv_stages, ..base.clone() });
+    }
+    for (scheduler, tile_order) in [
+        (Scheduler::PerTile, TileOrder::LongestFirst),
+        (Scheduler::Static, TileOrder::Natural),
+        (Scheduler::Static, TileOrder::LongestFirst),
+    ] {
+        let name = format!("{scheduler:?} {tile_order:?}");
+        change(&name, Sm100Fwd { scheduler, tile_order, ..base.clone() });
+    }
+    for exp_poly_of_16 in [2, 16] {
+        change(&format!("exp_poly_of_16 {exp_poly_of_16}"), Sm100Fwd { exp_poly_of_16, ..base.clone() });
+    }
+    change("rescale_threshold 0", Sm100Fwd { rescale_threshold: 0, ..base.clone() });
+    let named = |(name, kernel)| {
+        let spec = spec(128, MaskKind::Causal, Kernel::Sm100Fwd(kernel));
+        NamedSpec { name, spec }
+    };
+    changed.into_iter().map(named).collect()
 }
 
 fn sm90() -> Vec<NamedSpec> {

@@ -179,7 +179,7 @@ mod tests {
         let drawn = drawing(80, 3).draw(Arch::Sm90).expect("drawn");
         for odd in [0, 1] {
             let half: Vec<&Wanted> = drawn.iter().skip(odd).step_by(2).collect();
-            for family in Family::ALL {
+            for family in [Family::Sm80, Family::Sm90] {
                 for pass in [Pass::Forward, Pass::BACKWARD] {
                     let same = |wanted: &&&Wanted| (wanted.family, wanted.pass) == (Some(family), pass);
                     assert_eq!(half.iter().filter(same).count(), 10, "{family:?} {pass:?}");

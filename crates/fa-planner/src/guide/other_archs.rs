@@ -199,7 +199,7 @@ fn sm100_row(plan: &sm100::Sm100Plan) -> Row {
         num_warps: plan.threads / 32,
         stages: plan.tile.kv_stages,
         q_in_regs: false,
-        blocks_per_sm: plan.tile.blocks_per_sm,
+        blocks_per_sm: 1,
         regs: plan.roles.iter().find(|role| role.name == "softmax").map_or(0, |role| role.regs),
         smem_bytes: plan.smem.total,
         tmem_columns: plan.tmem.allocated,
@@ -221,8 +221,7 @@ fn listed_specs(
 
 fn shape_name(miss: &Sm100Rejected) -> String {
     let tile = &miss.tile;
-    let (stages, blocks) = (tile.kv_stages, tile.blocks_per_sm);
-    format!("{}x{}, {stages} stages, {blocks} blocks per SM", tile.tile_m(), tile.tile_n)
+    format!("{}x{}, {} stages", tile.tile_m(), tile.tile_n, tile.kv_stages)
 }
 
 /// What each limit rejected, with the name of the nearest miss.

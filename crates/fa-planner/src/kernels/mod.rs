@@ -2,8 +2,8 @@
 //!
 //! - `candidates` enumerates the configurations that are tried for a problem, without judging them;
 //! - `account` adds up shared memory and registers;
-//! - `spills` lists configurations that the compiler is known to spill although the account has room
-//!   (`sm100_fwd` has no kernel to compile), by rules; `spilled` those that fit none;
+//! - `spills` lists configurations that the compiler is known to spill although the account has room (none of
+//!   `sm100_fwd`), by rules; `spilled` those that fit none;
 //! - `cost` predicts the time;
 //! - `timeline` draws the order of its main loop.
 //!

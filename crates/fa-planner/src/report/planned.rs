@@ -31,7 +31,7 @@ pub struct Report<'a> {
     pub problem: &'a Problem,
     /// A note where no kernel computes the forward's plans.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub no_kernel: Option<String>,
+    pub never_run: Option<String>,
     /// The forward.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub forward: Option<TriedReport<'a>>,
@@ -74,14 +74,14 @@ impl Planned {
         Ok(Planned { arch, problem: *problem, forward, backward })
     }
 
-    /// That no kernel computes the forward's plans, where that is so, and what to plan instead.
-    pub fn no_kernel(&self) -> Option<String> {
+    /// That the forward's kernels were never run on a GPU, where that is so, and what is chosen instead.
+    pub fn never_run(&self) -> Option<String> {
         let arch = self.arch;
         matches!(self.forward, Some(Tried::Sm100(_))).then(|| {
             format!(
-                "no kernel computes these forwards yet, and none has been measured: they are shapes for \
-                 tcgen05 that would fit, with predicted rates; --family sm80 plans the kernels that run on \
-                 {arch} today"
+                "these forwards by tcgen05 were assembled and emulated, never run on a GPU: their rates are \
+                 predicted by assumptions, and they run where a spec names them (--format spec); --family \
+                 sm80 plans the kernels that are chosen on {arch}"
             )
         })
     }
@@ -92,7 +92,7 @@ impl Planned {
             arch: self.arch,
             board: self.arch.limits().board,
             problem: &self.problem,
-            no_kernel: self.no_kernel(),
+            never_run: self.never_run(),
             forward: self.forward.as_ref().map(|forward| forward.report(limit)),
             backward: self.backward.as_ref().map(|backward| backward.report(limit)),
         }

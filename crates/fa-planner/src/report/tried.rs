@@ -16,16 +16,17 @@ use crate::why::WhyError;
 pub enum Tried {
     /// Kernels with a spec.
     Kernels(PlanSet),
-    /// Shapes for tcgen05 and tensor memory, which have no kernel yet.
+    /// Kernels for tcgen05 by their shapes, with tensor memory and warps by role. Assembled and emulated,
+    /// never run on a GPU.
     Sm100(Sm100Set),
 }
 
 /// What can be planned with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanFamily {
-    /// Kernels that exist.
+    /// Kernels that have been run on a GPU.
     Kernels(Family),
-    /// Shapes for tcgen05 and tensor memory, which no kernel computes yet.
+    /// Kernels for tcgen05 and tensor memory: assembled and emulated, never run on a GPU.
     Sm100,
 }
 
@@ -72,15 +73,12 @@ pub enum ReportError {
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// SM100 shapes for gradients.
-    #[error("no shapes for tcgen05 are planned for the backward: leave out --family sm100")]
+    #[error("there is no tcgen05 kernel for the backward: leave out --family sm100")]
     Sm100Backward,
-    /// SM100 shapes where kernels are compiled or run.
-    #[error("SM100 kernels are planned for, but do not exist: use --family sm80")]
-    NoSm100,
     /// A question about SM100 shapes.
     #[error(
-        "--why looks at kernels with a spec, which sm100 shapes do not have yet: the JSON lists them all; \
-         --family sm80 has specs"
+        "--why does not look at sm100 kernels, which are planned by their shapes: the JSON lists them all; \
+         --family sm80 plans what is chosen there"
     )]
     Sm100Why,
     /// A question about gradients' shapes without a spec.
@@ -101,14 +99,19 @@ pub enum ReportError {
 }
 
 impl PlanFamily {
-    /// The family of kernels, for what compiles or runs them.
-    ///
-    /// # Errors
-    /// [`ReportError::NoSm100`] for what is only planned.
-    pub fn kernels(self) -> Result<Family, ReportError> {
+    /// What plans the kernels of `family`.
+    pub const fn of(family: Family) -> PlanFamily {
+        match family {
+            Family::Sm100 => PlanFamily::Sm100,
+            Family::Sm80 | Family::Sm90 => PlanFamily::Kernels(family),
+        }
+    }
+
+    /// The family of kernels.
+    pub const fn kernels(self) -> Family {
         match self {
-            PlanFamily::Kernels(family) => Ok(family),
-            PlanFamily::Sm100 => Err(ReportError::NoSm100),
+            PlanFamily::Kernels(family) => family,
+            PlanFamily::Sm100 => Family::Sm100,
         }
     }
 }

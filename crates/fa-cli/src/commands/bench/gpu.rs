@@ -66,7 +66,7 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
             turns: args.gpu.turns(),
         });
     }
-    let family = args.gpu.family.map(PlanFamily::kernels).transpose()?;
+    let family = args.gpu.family.map(PlanFamily::kernels);
     let shapes = args.shapes.problems_of_halves()?;
     let spec = |path: &PathBuf| spec_for(path, pass, &shapes);
     let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;

@@ -61,7 +61,7 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     };
     let mut lists = Vec::new();
     for &arch in archs {
-        let family = args.family.map_or(Ok(Family::native(arch)), PlanFamily::kernels)?;
+        let family = args.family.map_or(Family::native(arch), PlanFamily::kernels);
         for &pass in &passes {
             lists.push((arch, pass.short_name(), configs::list(&args.headdim, pass, family, arch)?));
         }

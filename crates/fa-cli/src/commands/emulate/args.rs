@@ -177,7 +177,7 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
     #[arg(requires = "shipped", conflicts_with_all = ["spec", "mutate", "sample"])]
     pub record: PathBuf,
-    /// Remove every synchronising statement of the four kernels (or of SPEC), one at a time, and list those
+    /// Remove every synchronising statement of the kernels (or of SPEC), one at a time, and list those
     /// whose removal nothing notices
     #[arg(long)]
     pub mutate: bool,

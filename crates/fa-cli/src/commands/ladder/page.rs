@@ -86,7 +86,7 @@ pub(crate) fn draw(report: &Report) -> anyhow::Result<String> {
                 panels.push(Box::new(ratios(title, "B200", &tiles)));
             }
         }
-        Family::Sm90 => {
+        Family::Sm90 | Family::Sm100 => {
             for rows in ladders(report) {
                 let rate = rows[0].tflops.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
                 panels.push(Box::new(Bars {

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use crate::account::reason::Reason;
 use crate::occupancy::{Occupancy, WARP, register_ceiling};
+use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
 use super::candidates::{Q_ROWS, Sm100Tile};
@@ -15,11 +16,8 @@ pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 /// Registers of a softmax thread in addition to the scores that it holds.
 const SOFTMAX_OVERHEAD: u32 = 40;
 
-/// A softmax thread reads scores in pieces of at most this many columns.
-const LARGEST_CHUNK: u32 = 128;
-
-/// The smallest piece that still hides tensor memory's latency.
-const SMALLEST_CHUNK: u32 = 32;
+/// Scores that a softmax thread turns into P at a time.
+const PIECE: u32 = 32;
 
 /// A range of tensor memory columns.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -82,40 +80,53 @@ pub fn tmem(tile: &Sm100Tile) -> TmemPlan {
     TmemPlan { regions, used, allocated: used.next_power_of_two().max(32) }
 }
 
-/// Shared memory of a CTA (16-bit elements): Q tiles, whose memory O reuses in the epilogue; one ring of K
-/// and V tiles; row maxima and sums, passed from softmax to correction; mbarriers; the tensor memory address.
+/// The forward's `SharedStorage`, in declaration order: Q tiles; one ring of K and V tiles; what softmax
+/// tells the correction to multiply rows with; mbarriers; the address of tensor memory. O goes from tensor
+/// memory straight to device memory.
 pub fn smem(tile: &Sm100Tile) -> SmemPlan {
     let rows = tile.q_tiles * Q_ROWS;
     let mut plan = SmemPlan::default();
     plan.push("q", rows * tile.head_dim * 2, TILE_ALIGN);
-    plan.alias_last("o", rows * tile.head_dim_v * 2);
     plan.push("kv", tile.kv_stages * tile.tile_n * tile.head_dim.max(tile.head_dim_v) * 2, TILE_ALIGN);
-    plan.push("scale", rows * 4 * 2, 128);
+    plan.push("scale", rows * 4, 128);
     for name in ["q_full", "q_empty", "s_full", "p_full", "o_full", "scale_full", "scale_empty"] {
         plan.push_mbarriers(name, tile.q_tiles);
     }
     plan.push_mbarriers("kv_full", tile.kv_stages);
     plan.push_mbarriers("kv_empty", tile.kv_stages);
-    plan.push("tmem_base", 4, 16);
+    plan.push("tensor", 4, 16);
     plan.round_up(TILE_ALIGN)
 }
 
-/// Warps by role; softmax has the registers that the other roles leave.
-fn roles(tile: &Sm100Tile, limits: &ArchLimits) -> Vec<Role> {
-    let softmax_warps = 4 * tile.q_tiles;
-    let warps = softmax_warps + 8;
-    let launch = register_ceiling(limits, warps * WARP, tile.blocks_per_sm);
-    // One CTA of two query tiles has 128 registers a thread on average, a larger launch fewer.
-    let (correction, other) = if launch >= 128 { (80, 48) } else { (64, 24) };
-    let left = (launch * warps).saturating_sub(4 * correction + 4 * other) / softmax_warps;
+/// Registers of a softmax thread, a correction thread and the others, after setmaxnreg.
+const REGISTERS: [u32; 3] = [184, 80, 64];
+
+/// Warps by role.
+fn roles(tile: &Sm100Tile) -> Vec<Role> {
+    let [softmax, correction, other] = REGISTERS;
     vec![
-        Role { name: "softmax", warps: softmax_warps, regs: (left / 8 * 8).min(192) },
+        Role { name: "softmax", warps: 4 * tile.q_tiles, regs: softmax },
         Role { name: "correction", warps: 4, regs: correction },
-        Role { name: "mma", warps: 1, regs: other },
-        Role { name: "epilogue", warps: 1, regs: other },
+        Role { name: "products", warps: 1, regs: other },
         Role { name: "load", warps: 1, regs: other },
-        Role { name: "spare", warps: 1, regs: other },
+        Role { name: "spare", warps: 2, regs: other },
     ]
+}
+
+/// Predicted registers of a softmax thread: a row of S, and the piece of P that it is packing.
+pub fn registers(tile: &Sm100Tile) -> Registers {
+    let (s, p) = (tile.tile_n, PIECE / 2);
+    let [softmax, _, other] = REGISTERS;
+    Registers {
+        s,
+        p,
+        o: 0,
+        q: 0,
+        other: SOFTMAX_OVERHEAD,
+        total: s + p + SOFTMAX_OVERHEAD,
+        limit: softmax,
+        setmaxnreg: Some(SetMaxNReg { mma: softmax, producer: other }),
+    }
 }
 
 pub(super) struct Sm100Account {
@@ -137,22 +148,15 @@ pub(super) fn account(tile: Sm100Tile, limits: &ArchLimits) -> Result<Sm100Accou
     if smem.total > limits.smem_per_block {
         return Err(Reason::Smem { need: smem.total, have: limits.smem_per_block });
     }
-    let roles = roles(&tile, limits);
-    let softmax = roles[0].regs;
-    let mut softmax_chunk = tile.tile_n.min(LARGEST_CHUNK);
-    while softmax_chunk > SMALLEST_CHUNK && softmax_chunk + SOFTMAX_OVERHEAD > softmax {
-        softmax_chunk /= 2;
-    }
-    if softmax_chunk + SOFTMAX_OVERHEAD > softmax {
-        return Err(Reason::Registers { need: softmax_chunk + SOFTMAX_OVERHEAD, have: softmax });
+    let roles = roles(&tile);
+    let regs = registers(&tile);
+    if regs.total > regs.limit {
+        return Err(Reason::Registers { need: regs.total, have: regs.limit });
     }
     let threads = WARP * roles.iter().map(|role| role.warps).sum::<u32>();
-    let launch = register_ceiling(limits, threads, tile.blocks_per_sm);
+    let launch = register_ceiling(limits, threads, 1);
     let occupancy = Occupancy::of(limits, smem.total, launch, threads).with_tmem(limits, tmem.allocated);
-    let (limiter, have) = occupancy.tightest();
-    if have < tile.blocks_per_sm {
-        return Err(Reason::Occupancy { need: tile.blocks_per_sm, have, limiter });
-    }
+    let softmax_chunk = tile.tile_n;
     Ok(Sm100Account { tile, tmem, smem, roles, softmax_chunk, threads, occupancy })
 }
 
@@ -162,22 +166,14 @@ mod tests {
 
     use super::super::candidates::candidates;
     use super::*;
-    use crate::occupancy::Limiter;
 
-    fn tile(
-        head_dims: (u32, u32),
-        q_tiles: u32,
-        tile_n: u32,
-        kv_stages: u32,
-        blocks_per_sm: u32,
-    ) -> Sm100Tile {
-        let (head_dim, head_dim_v) = head_dims;
-        Sm100Tile { head_dim, head_dim_v, q_tiles, tile_n, kv_stages, blocks_per_sm }
+    fn tile((head_dim, head_dim_v): (u32, u32), q_tiles: u32, tile_n: u32, kv_stages: u32) -> Sm100Tile {
+        Sm100Tile { head_dim, head_dim_v, q_tiles, tile_n, kv_stages }
     }
 
     #[test]
     fn the_published_tensor_memory_map() {
-        let map = tmem(&tile((128, 128), 2, 128, 3, 1));
+        let map = tmem(&tile((128, 128), 2, 128, 3));
         let found: Vec<_> = map.regions.iter().map(|r| (r.name, r.begin, r.begin + r.columns - 1)).collect();
         let expected = [
             ("s0", 0, 127),
@@ -189,34 +185,22 @@ mod tests {
         ];
         assert_eq!(found, expected);
         assert_eq!((map.used, map.allocated), (512, 512));
-        assert_eq!(tmem(&tile((64, 64), 1, 96, 3, 1)).allocated, 256);
+        assert_eq!(tmem(&tile((64, 64), 1, 96, 3)).allocated, 256);
     }
 
     #[test]
     fn limits_reject_with_need_and_have() {
         let limits = Arch::Sm100.limits();
         let reason = |tile| account(tile, limits).map(|a| a.threads).expect_err("must not fit");
-        assert_eq!(reason(tile((256, 256), 2, 128, 2, 1)), Reason::Tmem { need: 768, have: 512 });
-        assert_eq!(
-            reason(tile((128, 128), 1, 128, 3, 2)),
-            Reason::Occupancy { need: 2, have: 1, limiter: Limiter::Smem }
-        );
-        assert!(matches!(reason(tile((128, 128), 2, 128, 6, 1)), Reason::Smem { .. }));
-        assert_eq!(
-            reason(tile((64, 64), 2, 128, 2, 2)),
-            Reason::Occupancy { need: 2, have: 1, limiter: Limiter::Tmem }
-        );
+        assert_eq!(reason(tile((256, 256), 2, 128, 2)), Reason::Tmem { need: 768, have: 512 });
+        assert!(matches!(reason(tile((128, 128), 2, 128, 6)), Reason::Smem { .. }));
     }
 
     #[test]
-    fn published_choices_fit() {
-        let limits = Arch::Sm100.limits();
-        // 256 x 128 at one CTA per SM, 128 x 128 at two.
-        let one = account(tile((128, 128), 2, 128, 3, 1), limits).expect("256x128");
-        assert_eq!((one.threads, one.roles[0].regs, one.softmax_chunk), (512, 192, 128));
-        let two = account(tile((128, 128), 1, 128, 2, 2), limits).expect("128x128 twice");
-        assert_eq!((two.threads, two.occupancy.blocks()), (384, 2));
-        assert!((176..=192).contains(&one.roles[0].regs) && (64..=88).contains(&one.roles[1].regs));
+    fn the_published_choice_fits() {
+        let one = account(tile((128, 128), 2, 128, 5), Arch::Sm100.limits()).expect("256x128");
+        assert_eq!((one.threads, one.roles[0].regs, one.softmax_chunk), (512, 184, 128));
+        assert_eq!(one.smem.total, 2 * 32768 + 5 * 32768 + 2048);
     }
 
     #[test]
@@ -225,7 +209,7 @@ mod tests {
         for shape in candidates(128, 128) {
             if let Ok(account) = account(shape, limits) {
                 let held: u32 = account.roles.iter().map(|r| r.warps * WARP * r.regs).sum();
-                assert!(held * shape.blocks_per_sm <= limits.regs_per_sm, "{shape:?}");
+                assert!(held <= limits.regs_per_sm, "{shape:?}");
             }
         }
     }

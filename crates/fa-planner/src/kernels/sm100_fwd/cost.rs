@@ -1,4 +1,4 @@
-//! The time of the SM100 forward. The constants are assumptions: no kernel exists to measure.
+//! The time of the SM100 forward. The constants are assumptions: the kernel was never run on a GPU.
 
 use fa_core::{Arch, ArchLimits, MaskKind, Problem};
 
@@ -16,13 +16,23 @@ pub(super) fn predict(
     arch: Arch,
     constants: &CostConstants,
 ) -> Cost {
+    let work = Work::of(problem, account.tile.tile_m(), account.tile.tile_n, false);
+    cost(problem, account, &work, arch.limits(), constants)
+}
+
+/// The same with the tiles that `problem` is cut into.
+pub(super) fn cost(
+    problem: &Problem,
+    account: &Sm100Account,
+    work: &Work,
+    limits: &ArchLimits,
+    constants: &CostConstants,
+) -> Cost {
     let (tile_m, tile_n) = (account.tile.tile_m(), account.tile.tile_n);
-    let work = Work::of(problem, tile_m, tile_n, false);
-    let limits = arch.limits();
-    let resident = resident_blocks(&work, account.tile.blocks_per_sm, limits);
+    let resident = resident_blocks(work, 1, limits);
     let (model, _) = model(account, problem, resident, limits, constants);
     let step = |on_sm: f64| self::model(account, problem, on_sm, limits, constants).1;
-    Launch { problem, tile: (tile_m, tile_n), work: &work, model, step, limits, constants }.cost(1)
+    Launch { problem, tile: (tile_m, tile_n), work, model, step, limits, constants }.cost(1)
 }
 
 /// The kernel with `resident` CTAs on an SM, and the clocks of a step, overlap and latency included.

@@ -1,23 +1,28 @@
-//! The SM100 forward (tcgen05, tensor memory), for SM100 and SM103. No kernel exists yet, so a plan is a
-//! shape, not a spec.
+//! The SM100 forward (tcgen05, tensor memory), for SM100 and SM103: assembled and emulated, never run on a
+//! GPU. `fa plan` shows it by its shape ([`explore`]); the kernel of a shape is [`Sm100Tile::spec`].
 //!
 //! The shape is that of the published Blackwell forwards: one or two query tiles of 128 rows per CTA, scores
-//! and outputs in tensor memory, one softmax thread per row, and warps that rescale O, issue the products,
-//! load and store. P is packed into the upper half of the columns of S.
+//! and outputs in tensor memory, one softmax thread per row, and warps that rescale O and store it, issue the
+//! products, and load. P is packed into the upper half of the columns of S.
 
 pub mod account;
 pub mod candidates;
 mod cost;
 pub mod timeline;
 
-use fa_core::{Arch, Problem};
+use fa_core::{Arch, KernelSpec, Problem, Sm100Fwd};
 use serde::Serialize;
 
+use crate::account::code::Code;
 use crate::account::reason::Reason;
+use crate::cost::core::StepClocks;
 use crate::cost::{Cost, CostConstants};
+use crate::kernels::planned::{Forward, ForwardTime, PlannedKernel, Time, Wanted};
 use crate::occupancy::Occupancy;
 use crate::plan::PlanError;
+use crate::registers::Registers;
 use crate::smem::SmemPlan;
+use crate::timeline::lanes::Timeline;
 
 pub use account::{HEAD_DIMS, Role, TmemPlan, TmemRegion};
 pub use candidates::{Q_ROWS, Sm100Tile};
@@ -29,6 +34,8 @@ use account::Sm100Account;
 pub struct Sm100Plan {
     /// The shape.
     pub tile: Sm100Tile,
+    /// The kernel.
+    pub spec: KernelSpec,
     /// Query rows of a CTA.
     pub tile_m: u32,
     /// Tensor memory.
@@ -43,7 +50,7 @@ pub struct Sm100Plan {
     pub threads: u32,
     /// CTAs per SM by each resource.
     pub occupancy: Occupancy,
-    /// Predicted time. The model's SM100 constants are assumptions: no kernel has been measured against them.
+    /// Predicted time. The model's SM100 constants are assumptions: the kernel was never run on a GPU.
     pub cost: Cost,
 }
 
@@ -89,7 +96,7 @@ pub fn explore(
         match account::account(tile, arch.limits()) {
             Ok(account) => {
                 let cost = cost::predict(problem, &account, arch, &constants);
-                set.plans.push(Sm100Plan::of(account, cost));
+                set.plans.push(Sm100Plan::of(problem, account, cost));
             }
             Err(reason) => set.rejected.push(Sm100Rejected { tile, reason }),
         }
@@ -98,15 +105,64 @@ pub fn explore(
     Ok(set)
 }
 
+impl PlannedKernel for Sm100Fwd {
+    fn head_dims(&self) -> &'static [u32] {
+        &HEAD_DIMS
+    }
+
+    fn code(&self) -> Code {
+        Code { varied: true, ..Code::DENSE }
+    }
+
+    fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
+        let Wanted { problem, head_dim, head_dim_v, .. } = wanted;
+        Box::new(candidates::candidates(head_dim, head_dim_v).map(|tile| tile.spec(problem)))
+    }
+
+    fn smem(&self, spec: &KernelSpec) -> SmemPlan {
+        account::smem(&Sm100Tile::of(spec, self))
+    }
+
+    fn registers(&self, spec: &KernelSpec, _: Arch) -> Registers {
+        account::registers(&Sm100Tile::of(spec, self))
+    }
+
+    fn is_known_to_spill(&self, _: &KernelSpec, _: Arch) -> bool {
+        false
+    }
+
+    fn time(&self) -> Time<'_> {
+        Time::Forward(self)
+    }
+
+    fn timeline(&self, spec: &KernelSpec, copy: &dyn Fn(u32) -> f64, clocks: &StepClocks) -> Timeline {
+        timeline::of_loads(&Sm100Tile::of(spec, self), copy, clocks)
+    }
+}
+
+impl ForwardTime for Sm100Fwd {
+    fn best_split(&self, forward: &Forward<'_>, _: f64) -> Option<Cost> {
+        let Forward { problem, spec, work, limits, constants } = *forward;
+        let account = account::account(Sm100Tile::of(spec, self), limits).ok()?;
+        Some(cost::cost(problem, &account, work, limits, constants))
+    }
+
+    /// No bound is known.
+    fn least_seconds(&self, _: &Forward<'_>) -> f64 {
+        0.0
+    }
+}
+
 fn padded(name: &'static str, value: usize) -> Result<u32, PlanError> {
     let extent = HEAD_DIMS.into_iter().find(|&extent| extent as usize >= value);
     extent.filter(|_| value.is_multiple_of(8)).ok_or(PlanError::HeadDim { name, value })
 }
 
 impl Sm100Plan {
-    fn of(account: Sm100Account, cost: Cost) -> Sm100Plan {
+    fn of(problem: &Problem, account: Sm100Account, cost: Cost) -> Sm100Plan {
         let Sm100Account { tile, tmem, smem, roles, softmax_chunk, threads, occupancy } = account;
-        Sm100Plan { tile, tile_m: tile.tile_m(), tmem, smem, roles, softmax_chunk, threads, occupancy, cost }
+        let (spec, tile_m) = (tile.spec(problem), tile.tile_m());
+        Sm100Plan { tile, spec, tile_m, tmem, smem, roles, softmax_chunk, threads, occupancy, cost }
     }
 }
 

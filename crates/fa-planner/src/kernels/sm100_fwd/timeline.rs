@@ -12,6 +12,11 @@ use crate::timeline::schedule::{STEPS, Schedule, Unit};
 /// The timeline of a tile whose step takes `clocks` on `arch`.
 pub fn timeline(tile: &Sm100Tile, arch: Arch, clocks: &StepClocks) -> Timeline {
     let bytes_per_clock = CostConstants::of(arch).sm_bytes_per_clock;
+    of_loads(tile, &|elements| f64::from(2 * elements) / bytes_per_clock, clocks)
+}
+
+/// The same where `copy` gives the clocks in which an SM loads so many elements.
+pub(super) fn of_loads(tile: &Sm100Tile, copy: &dyn Fn(u32) -> f64, clocks: &StepClocks) -> Timeline {
     // Tiles of queries on the SM, of one CTA or two.
     let tiles = (f64::from(tile.q_tiles) * clocks.resident).min(MOST_LANES) as usize;
     let (s_share, v_share) = shares(tile.head_dim, tile.head_dim_v);
@@ -20,7 +25,7 @@ pub fn timeline(tile: &Sm100Tile, arch: Arch, clocks: &StepClocks) -> Timeline {
     let mma = plan.lane("MMA warp: tcgen05");
     let pipes: Vec<usize> = (0..tiles).map(|t| plan.lane(format!("softmax warps {t}"))).collect();
     let of_tile = |clocks: f64| clocks / tiles as f64;
-    let bytes = |dim: u32| f64::from(2 * tile.tile_n * dim) / bytes_per_clock;
+    let bytes = |dim: u32| copy(tile.tile_n * dim);
     // K and V share a ring: `kv_stages` tiles of either.
     let mut uses: Vec<Vec<usize>> = Vec::new();
     let mut softmax: Vec<Vec<usize>> = Vec::new();
