@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 45] = files![
+    pub(super) static ALL: [(&str, &str); 46] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -33,6 +33,7 @@ mod sources {
         "host/ptx/mbarrier.cuh",
         "host/ptx/mma_sync.cuh",
         "host/ptx/registers.cuh",
+        "host/ptx/segment.cuh",
         "host/ptx/stmatrix.cuh",
         "host/ptx/sync.cuh",
         "host/ptx/tcgen05.cuh",

@@ -11,6 +11,7 @@
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/segment.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
@@ -22,19 +23,32 @@
 
 namespace fa::sm90 {
 
+// The unit of a cache's TmaStrides, in bytes. (The launch keeps it below 2^32; with one page of one row none
+// is needed.)
+__device__ __forceinline__ u32 stride_unit(const TmaStrides& in_units, const RowStrides& strides) {
+    const i64 stride = in_units.entry != 0 ? strides.batch : strides.seq;
+    const u32 units = in_units.entry != 0 ? in_units.entry : in_units.row;
+    return u32(u64(stride) * sizeof(u16) / max(units, 1u));
+}
+
 // Keys of one sequence and head in pages, copied row by row. Neighbouring lanes take the chunks of a panel's
-// row; a warp has one half of a tile's rows, `kRows` of them a sweep. Each lane looks up where some of them
-// lie, and the lanes that copy them take that by a shuffle: little is left to do for each copy, of which a
-// warp starts one in 30 clocks.
+// row; a warp has one half of a tile's rows, `kRows` of them a sweep. Of the rows that its group of lanes
+// copies each lane looks some up, and the group takes that by a shuffle. A warp alone takes some nine clocks
+// an instruction beside the consumers, so that few instructions are what makes it fast.
 template <int TileN, int Lanes>
 struct GatheredKeys {
     static constexpr int kRows = 32 / Lanes;
     static constexpr int kHalf = TileN / 2;
-    static constexpr int kSweeps = ceil_div(kHalf, kRows);
-    static constexpr int kLookups = ceil_div(kHalf, 32);
+    static constexpr int kSweeps = kHalf / kRows;
+    static constexpr int kLookups = ceil_div(kSweeps, Lanes);
     static_assert(kHalf % 8 == 0, "the swizzle repeats after eight rows: a box may start at each half");
+    static_assert(kHalf % kRows == 0);
+
+    // Of a row that is not there. Those of a cache are below 2^31.
+    static constexpr u32 kNowhere = ~0u;
 
     const VarlenParams& varlen;
+    const TmaStrides& strides;
     const int* table;  // the sequence's row
     int keys;
 
@@ -49,16 +63,29 @@ struct GatheredKeys {
     __device__ __forceinline__ static int first_row() {
         return u32(thread_index_volatile()) / 32 % 2 * kHalf;
     }
+    // Of the warp's rows the first that the lane copies, and those that it looks up, below kHalf or not.
+    __device__ __forceinline__ static int own_row() { return lane() / Lanes; }
+    __device__ __forceinline__ static int looked_up(int i) {
+        return own_row() + kRows * (lane() % Lanes + Lanes * i);
+    }
 
     __device__ __forceinline__ Entries entries_of(int n_block) const {
         Entries entries;
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            const int own = min(32 * i + lane(), kHalf - 1);
+            const int own = min(looked_up(i), kHalf - 1);
             const int key = min(n_block * TileN + first_row() + own, keys - 1);
             entries.of[i] = table[page_slot(varlen, key)];
         }
         return entries;
+    }
+
+    // Whether all entries name pages of the cache.
+    __device__ __forceinline__ bool are_valid(const Entries& entries) const {
+        bool valid = true;
+#pragma unroll
+        for (int entry : entries.of) valid = valid && u32(entry) < u32(varlen.pages);
+        return !warp_any(!valid);
     }
 
     // Keys of the warp's half of a tile.
@@ -66,26 +93,25 @@ struct GatheredKeys {
         return max(0, min(keys - n_block * TileN - first_row(), kHalf));
     }
 
-    // Whether the warp's rows are contiguous in the cache, so that one box loads them: page after page of
-    // a cache without gaps between pages.
-    __device__ __forceinline__ bool in_one_piece(const TmaStrides& strides, int n_block,
-                                                 const Entries& entries) const {
+    // Whether the warp's rows, whose entries are valid, are contiguous in the cache, so that one box loads
+    // them: page after page of a cache without gaps between pages.
+    __device__ __forceinline__ bool in_one_piece(int n_block, const Entries& entries) const {
         bool apart = strides.entry != u32(varlen.page) * strides.row;
         int from_slot = 0;  // to a page from its number in the sequence
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            const int own = min(32 * i + lane(), kHalf - 1), entry = entries.of[i];
+            const int own = min(looked_up(i), kHalf - 1);
             const int slot = page_slot(varlen, min(n_block * TileN + first_row() + own, keys - 1));
-            if (i == 0) from_slot = shuffle_from(entry - slot, 0);
-            apart = apart || u32(entry) >= u32(varlen.pages) || entry - slot != from_slot;
+            if (i == 0) from_slot = shuffle_from(entries.of[0] - slot, 0);
+            apart = apart || entries.of[i] - slot != from_slot;
         }
         return !warp_any(apart);
     }
 
     // Loads those rows. One lane.
     template <class Kv>
-    __device__ __forceinline__ void load(u8* dst, const TensorMap& map, const TmaStrides& strides,
-                                         Mbarrier& full, int head, int n_block, int entry) const {
+    __device__ __forceinline__ void load(u8* dst, const TensorMap& map, Mbarrier& full, int head, int n_block,
+                                         int entry) const {
         const int key = n_block * TileN + first_row();
         const int first = key - page_slot(varlen, key) * varlen.page;
         const int count = half_keys(n_block);
@@ -98,52 +124,59 @@ struct GatheredKeys {
         }
     }
 
-    // Starts the copy of a tile's rows of `head`, whose entries are known: `columns` of the tensor's
-    // elements, and zeros behind them, where there is no key and where the entry names no page of the cache,
-    // which is counted if `Counts`.
-    template <class Kv, bool Counts>
-    __device__ __forceinline__ void start(u32 address, const ConstTensor& tensor, int head, int columns,
-                                          int n_block, const Entries& entries) const {
-        static_assert(Kv::kPanel == 8 * Lanes);
-        using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
-        const int column = lane() % Lanes * 8, own_row = lane() / Lanes;
-        const u16* const cache = view(tensor).row(0, 0, head) + column;
-        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(own_row, column);
-        // Sweeps of four rows, of 128 bytes each, have two swizzles in turn.
-        static_assert(kRows % 8 == 0 || (kRows == 4 && Tile::kRowBytes == 128));
-        constexpr u32 kTurn = kRows == 4 ? 4 << 4 : 0;
+    // Where the rows that a lane looks up start, in units of the strides from the head's first; of pages of
+    // one key, their entries.
+    struct Rows {
+        u32 at[kLookups];
+    };
+
+    // Those rows: kNowhere where there is no key and where the entry names no page of the cache, which is
+    // counted if `Counts`.
+    template <bool Counts>
+    __device__ __forceinline__ Rows rows_of(int n_block, const Entries& entries) const {
+        Rows rows;
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            // Where the lane's row starts, in elements from the head's first: a multiple of 8, or odd where
-            // nothing is.
-            u32 low = 1, high = 0;
-            const int own = 32 * i + lane(), key = n_block * TileN + first_row() + own;
+            const int own = looked_up(i), key = n_block * TileN + first_row() + own;
             const int entry = entries.of[i];
+            rows.at[i] = kNowhere;
             if (own < kHalf && key < keys) {
                 if (u32(entry) < u32(varlen.pages)) {
                     const int first = key - page_slot(varlen, key) * varlen.page;
-                    const i64 at = entry * tensor.strides.batch + first * tensor.strides.seq;
-                    low = u32(at);
-                    high = u32(u64(at) >> 32);
+                    rows.at[i] = u32(entry) * strides.entry + u32(first) * strides.row;
                 } else if (Counts && varlen.page_faults != nullptr) {
                     atomic_add(varlen.page_faults, 1u);
                 }
             }
-            constexpr int kSweepsOfLookup = 32 / kRows;
+        }
+        return rows;
+    }
+
+    // Starts the copy of a tile's rows of a head, whose first row of the cache is `first`, from units of
+    // `unit` bytes on. If not all exist: `columns` of the tensor's elements, and zeros behind them and for
+    // rows that are nowhere.
+    template <class Kv, bool AllExist>
+    __device__ __forceinline__ void start(u32 address, const u16* first, u32 unit, int columns,
+                                          const Rows& rows) const {
+        static_assert(Kv::kPanel == 8 * Lanes);
+        using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
+        const int column = lane() % Lanes * 8;
+        const u8* const cache = reinterpret_cast<const u8*>(first + column);
+        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(own_row(), column);
+        // Sweeps of four rows, of 128 bytes each, have two swizzles in turn.
+        static_assert(kRows % 8 == 0 || (kRows == 4 && Tile::kRowBytes == 128));
+        constexpr u32 kTurn = kRows == 4 ? 4 << 4 : 0;
 #pragma unroll
-            for (int j = 0; j < min_of(kSweepsOfLookup, kSweeps - i * kSweepsOfLookup); ++j) {
-                const int sweep = i * kSweepsOfLookup + j;
-                const u32 from_low = shuffle_from(low, j * kRows + own_row);
-                const u32 from_high = shuffle_from(high, j * kRows + own_row);
-                // The other half is the other warp's.
-                if (kHalf % kRows != 0 && sweep * kRows + own_row >= kHalf) break;
-                const u32 row = (sweep % 2 == 0 ? to : to ^ kTurn) + sweep * kRows * Tile::kRowBytes;
-                const u16* const from = cache + i64(u64(from_high) << 32 | (from_low & ~7u));
+        for (int sweep = 0; sweep < kSweeps; ++sweep) {
+            const u32 at = shuffle_within<Lanes>(rows.at[sweep / Lanes], sweep % Lanes);
+            const bool exists = AllExist || at != kNowhere;
+            const u8* const from = cache + u64(exists ? at : 0) * unit;
+            const u32 row = (sweep % 2 == 0 ? to : to ^ kTurn) + sweep * kRows * Tile::kRowBytes;
 #pragma unroll
-                for (int panel = 0; panel < Kv::kPanels; ++panel) {
-                    const bool copied = (from_low & 1) == 0 && panel * Kv::kPanel + column < columns;
-                    cp_async_16(row + panel * Kv::kPanelBytes, from + panel * Kv::kPanel, copied ? 16 : 0);
-                }
+            for (int panel = 0; panel < Kv::kPanels; ++panel) {
+                const bool copied = AllExist || (exists && panel * Kv::kPanel + column < columns);
+                cp_async_16(row + panel * Kv::kPanelBytes, from + panel * Kv::kPanel * sizeof(u16),
+                            copied ? 16 : 0);
             }
         }
     }
@@ -203,6 +236,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     using Kv = Either<Values, typename T::V, typename T::K>;
     using Keys = GatheredKeys<C.tile_n, Kv::kPanel / 8>;
     using Entries = typename Keys::Entries;
+    using Rows = typename Keys::Rows;
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> state;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
@@ -210,37 +244,19 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     TileSource<C> tiles(params, cta_index(), heads);
     auto& bars = kv_bars<Values>(smem);
     CopiedTiles<kUntold<C>> copied;
+    const ConstTensor& tensor = Values ? params.v : params.k;
+    const TmaStrides& strides = Values ? params.varlen.tma_v : params.varlen.tma_k;
+    const int columns = Values ? params.shape.head_dim_v : params.shape.head_dim;
+    const u32 unit = stride_unit(strides, tensor.strides);
+    const bool one_key =
+        params.varlen.page == 1 && strides.entry == strides.row && columns == Kv::kPanel * Kv::kPanels;
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const Keys keys{params.varlen, work.table(params), work.seqlen.k()};
+        const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k()};
+        const u16* const first = view(tensor).row(0, 0, work.kv_head);
 
-        auto load = [&](int n_block, const Entries& entries) {
-            // Where products are the limit, the ring is full as a rule: time to tell of what is there. (Where
-            // memory is, a new copy is not to wait for an older one.)
-            if constexpr (C.num_wg > 1) {
-                if (warp_any(!bars.is_empty(state))) copied.finish(bars);
-            }
-            bars.wait_empty(state);
-            u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
-            const TmaStrides& strides = Values ? params.varlen.tma_v : params.varlen.tma_k;
-            if (keys.in_one_piece(strides, n_block, entries)) {
-                // The phase ends only after all lanes have seen the one before end.
-                warp_sync();
-                if (lane_index() == 0) {
-                    keys.template load<Kv>(dst, map, strides, bars.full[state.stage], work.kv_head, n_block,
-                                           entries.of[0]);
-                }
-                copied.started(bars, -1);
-            } else {
-                keys.template start<Kv, !Values>(
-                    smem_address(dst), Values ? params.v : params.k, work.kv_head,
-                    Values ? params.shape.head_dim_v : params.shape.head_dim, n_block, entries);
-                copied.started(bars, state.stage);
-            }
-            state.advance();
-        };
         // A tile's ticket is taken, and its only Q buffer free, when the consumers have seen all keys of the
         // tile before: among them some that are not yet signalled, if this tile is short.
         if ((Values && C.q_stages == 1) || work.range.end - work.range.begin <= kUntold<C>)
@@ -251,14 +267,45 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                 load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen);
             Entries entries = keys.entries_of(work.range.end - 1);
 #pragma unroll 1
-            for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
-                // On their way while a stage is waited for.
-                const Entries before = keys.entries_of(n_block - 1);
-                load(n_block, entries);
-                entries = before;
+            for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+                const bool valid = keys.are_valid(entries);
+                const bool contiguous = valid && keys.in_one_piece(n_block, entries);
+                const bool direct = one_key && valid && keys.half_keys(n_block) == Keys::kHalf;
+                const int entry = entries.of[0];
+                Rows rows{};
+                if (direct) {
+#pragma unroll
+                    for (int i = 0; i < Keys::kLookups; ++i) rows.at[i] = entries.of[i];
+                } else if (!contiguous) {
+                    rows = keys.template rows_of<!Values>(n_block, entries);
+                }
+                if (draws && n_block == work.range.begin) next = draw_tile<C>(tiles, params, index);
+                // Where products are the limit, the ring is full as a rule: time to tell of what is there.
+                // (Where memory is, a new copy is not to wait for an older one.)
+                if constexpr (C.num_wg > 1) {
+                    if (warp_any(!bars.is_empty(state))) copied.finish(bars);
+                }
+                // The next tile's are on their way while this one is waited for and copied, in the registers
+                // of this one's: a move would wait for them.
+                entries = keys.entries_of(max(n_block - 1, work.range.begin));
+                bars.wait_empty(state);
+                u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
+                if (contiguous) {
+                    // The phase ends only after all lanes have seen the one before end.
+                    warp_sync();
+                    if (lane_index() == 0) {
+                        keys.template load<Kv>(dst, map, bars.full[state.stage], work.kv_head, n_block,
+                                               entry);
+                    }
+                } else if (direct) {
+                    keys.template start<Kv, true>(smem_address(dst), first, unit * strides.entry, columns,
+                                                  rows);
+                } else {
+                    keys.template start<Kv, false>(smem_address(dst), first, unit, columns, rows);
+                }
+                copied.started(bars, contiguous ? -1 : state.stage);
+                state.advance();
             }
-            if (draws) next = draw_tile<C>(tiles, params, index);
-            load(work.range.begin, entries);
         } else {
             if (draws) next = draw_tile<C>(tiles, params, index);
         }

@@ -90,6 +90,9 @@ impl MapShape {
 /// The extent of a ragged map's axis of rows: a range of rows ends there.
 const RAGGED_ROWS: u64 = 1 << 30;
 
+/// Where the distance of two rows ends, in elements: kernels that copy rows count bytes of a unit in 32 bits.
+const RAGGED_STRIDE: u64 = 1 << 31;
+
 /// The extent of its axis of units.
 const RAGGED_UNITS: u64 = 1 << 31;
 
@@ -119,10 +122,15 @@ impl Ragged {
         }
         let Shape { batch, seqlen, heads, dim, .. } = *shape;
         let along = |len: usize, stride: i64| if len > 1 { stride.max(0) as u64 } else { 0 };
-        let row = if seqlen > 1 { strides.seq.max(0) as u64 } else { (dim as u64).next_multiple_of(UNIT) };
         let group = group.unwrap_or(1) as usize;
         let head = along(heads / group, strides.head) * group as u64;
         let entry = along(batch, strides.batch);
+        // Of entries of one position (pages of one key) the next row is the next entry.
+        let row = match (seqlen > 1, entry) {
+            (true, _) => strides.seq.max(0) as u64,
+            (false, 1..RAGGED_STRIDE) => entry,
+            (false, _) => (dim as u64).next_multiple_of(UNIT),
+        };
         let last = |len: usize, stride: u64| (len.max(1) as u64 - 1).saturating_mul(stride);
         let span = (seqlen as u64)
             .saturating_mul(row)
@@ -138,8 +146,8 @@ impl Ragged {
     /// # Errors
     /// [`Error::Stride`] and [`Error::TooLong`].
     pub(super) fn check(&self, tensor: &'static str) -> Result<(), Error> {
-        if self.row >= RAGGED_ROWS * UNIT {
-            let need = "below 2^33 elements where lengths are on the device";
+        if self.row >= RAGGED_STRIDE {
+            let need = "below 2^31 elements where lengths are on the device";
             return Err(Error::Stride { tensor, axis: "seq", stride: self.row as i64, need });
         }
         let units = self.span / self.unit;
@@ -292,8 +300,20 @@ mod tests {
         // An odd stride leaves units of 16 bytes, of which 2^31 are 32 GB.
         let odd = Strides { batch: 16 * 1024 + 8, ..strides };
         assert!(matches!(Ragged::of(&shape, &odd, None).check("k"), Err(Error::TooLong { .. })));
-        let far = Strides { seq: 1 << 34, ..strides };
+        let far = Strides { seq: 1 << 31, ..strides };
         assert!(matches!(Ragged::of(&shape, &far, None).check("k"), Err(Error::Stride { axis: "seq", .. })));
+    }
+
+    /// Pages of one key: a box of several rows steps from page to page.
+    #[test]
+    fn entries_of_one_position_are_rows() {
+        let shape = Shape { name: "k", batch: 4096, seqlen: 1, heads: 8, dim: 128 };
+        let of = |strides: Strides| Ragged::of(&shape, &strides, None);
+        let pages = of(TensorLayout::Bshd.strides(1, 8, 128));
+        assert_eq!((pages.row, pages.unit), (8 * 128, 128));
+        assert_eq!(pages.params(), TmaStrides { row: 8, head: 1, entry: 8 });
+        let far = of(Strides { batch: 1 << 40, seq: 0, head: 128, dim: 1 });
+        assert_eq!((far.row, far.unit), (128, 128));
     }
 
     #[test]
