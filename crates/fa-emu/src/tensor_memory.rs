@@ -89,7 +89,13 @@ const FAULTS: &[Fault] = &[
         "kInstruction,\n true",
         &["uninitialised read"],
     ),
-    ("P over S that another warp reads", "kP = 64", "kP = 32", &["wrong values", "data race"]),
+    (
+        "S is overwritten while it is loaded",
+        "tcgen05::wait_load();  // of the scores",
+        "tcgen05::store(own + kS, p); tcgen05::wait_load();",
+        &["data race"],
+    ),
+    ("O over the P that it is made of", "kO = 128", "kO = 64", &["wrong values"]),
     (
         "registers of a load in flight",
         "tcgen05::wait_load();  // of the scores",
@@ -171,11 +177,14 @@ fn run(unit: &Single, options: &Options<'_>) -> Vec<String> {
 #[test]
 fn the_order_that_the_isa_asks_for_is_clean() {
     let Some(compiler) = compiler("tensor memory") else { return };
-    let unit = load(&compiler, UNIT);
-    for seed in 0..12 {
-        for products_in_order in [false, true] {
-            let options = Options { products_in_order, ..Options::seed(seed) };
-            assert_eq!(run(&unit, &options), [""; 0], "seed {seed}");
+    // P beside S, and over the half of S that the warp has loaded before.
+    for unit in [UNIT.to_owned(), UNIT.replace("kP = 64", "kP = 32")] {
+        let unit = load(&compiler, &unit);
+        for seed in 0..12 {
+            for products_in_order in [false, true] {
+                let options = Options { products_in_order, ..Options::seed(seed) };
+                assert_eq!(run(&unit, &options), [""; 0], "seed {seed}");
+            }
         }
     }
 }
