@@ -4,6 +4,7 @@ mod agreement;
 mod cache;
 mod compiled;
 mod device_sources;
+mod divided;
 mod errors;
 mod generated;
 mod launches;
