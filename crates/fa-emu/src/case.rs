@@ -7,7 +7,7 @@ use fa_lab::sequences::Sequences;
 use serde_json::{Value, json};
 
 use crate::extras::with_mods;
-use crate::placing::{Placing, Shared};
+use crate::placement::{Placement, Shared};
 
 /// A problem in a layout.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,26 +15,26 @@ pub struct Case {
     /// The problem.
     pub problem: Problem,
     /// The layout of its tensors.
-    pub placing: Placing,
+    pub placement: Placement,
     /// Its extras.
     pub extras: OwnedExtras,
 }
 
 impl Case {
     /// A case of sequences of equal lengths.
-    pub fn of(problem: &Problem, placing: Placing) -> Case {
-        Case { problem: *problem, placing, extras: with_mods(OwnedExtras::NONE, problem) }
+    pub fn of(problem: &Problem, placement: Placement) -> Case {
+        Case { problem: *problem, placement, extras: with_mods(OwnedExtras::NONE, problem) }
     }
 
     /// A case of the list that GPUs are validated on, with its slopes and sinks; `None` for tensors with huge
     /// strides, which only a GPU has the memory for.
     pub fn of_grid(case: &fa_lab::grid::Case) -> Option<Case> {
-        let shared = |axis| Placing { shared: Some(axis), ..Placing::PACKED };
-        let placing = match case.arrangement {
-            Arrangement::Bshd => Placing::PACKED,
-            Arrangement::Bhsd => Placing::of(TensorLayout::Bhsd, 0),
-            Arrangement::Gap(gap) => Placing::of(TensorLayout::Bshd, gap),
-            Arrangement::BhsdGap(gap) => Placing::of(TensorLayout::Bhsd, gap),
+        let shared = |axis| Placement { shared: Some(axis), ..Placement::PACKED };
+        let placement = match case.arrangement {
+            Arrangement::Bshd => Placement::PACKED,
+            Arrangement::Bhsd => Placement::of(TensorLayout::Bhsd, 0),
+            Arrangement::Gap(gap) => Placement::of(TensorLayout::Bshd, gap),
+            Arrangement::BhsdGap(gap) => Placement::of(TensorLayout::Bhsd, gap),
             Arrangement::SharedBatch => shared(Shared::Batch),
             Arrangement::SharedHeads => shared(Shared::Heads),
             Arrangement::SharedRows => shared(Shared::Rows),
@@ -42,12 +42,12 @@ impl Case {
         };
         let rows = case.sequences.as_ref().map_or(OwnedExtras::NONE, Sequences::arrays);
         let extras = with_mods(rows, &case.problem);
-        Some(Case { problem: case.problem, placing, extras })
+        Some(Case { problem: case.problem, placement, extras })
     }
 
     /// The case as data, for a record's key: it names no Rust type and omits empty fields.
     pub(crate) fn data(&self) -> Value {
-        let Case { problem, placing: Placing { layout, gap, shared }, extras } = self;
+        let Case { problem, placement: Placement { layout, gap, shared }, extras } = self;
         let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dlse } = extras;
         sorted(json!({
             "problem": problem,
@@ -118,7 +118,7 @@ mod tests {
         problem.lengths = Lengths::of(2, Side::packed(9, 5), Side::padded(6).with_used());
         problem.score.sinks = true;
         let extras = OwnedExtras { cu_q: Some(vec![0, 4, 9]), used_k: Some(vec![6, 1]), ..OwnedExtras::NONE };
-        let case = Case { problem, placing: Placing::PACKED, extras: with_mods(extras, &problem) };
+        let case = Case { problem, placement: Placement::PACKED, extras: with_mods(extras, &problem) };
         let expected = concat!(
             r#"{"cu_q":[0,4,9],"gap":0,"layout":"bshd","problem":{"batch":2,"dtype":"bf16","head_dim":64,"#,
             r#""head_dim_v":64,"heads_kv":4,"heads_q":4,"mask":{"left":40,"right":7},"seqlen_k":6,"#,

@@ -33,7 +33,7 @@ fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
         .map(|(tensor, i)| {
             let shape = &tensor.shape;
             let extents = [shape.batch, shape.seqlen, shape.heads, shape.dim];
-            let strides = case.placing.input_strides(matches!(shape.name, "k" | "v"), extents);
+            let strides = case.placement.input_strides(matches!(shape.name, "k" | "v"), extents);
             RawTensor { address: 64 * APART + i * APART, strides }
         })
         .collect();

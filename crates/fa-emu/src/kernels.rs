@@ -1,6 +1,8 @@
-//! What the emulation expects of a kernel beyond the planner's numbers: [`of`] takes a spec to its kernel.
+//! What the emulation knows of each kernel beyond the planner's numbers.
 
+use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_lab::random::Random;
 
 /// A kernel as the emulation sees it.
 pub(crate) trait EmulatedKernel {
@@ -17,6 +19,38 @@ pub(crate) trait EmulatedKernel {
 
     /// Which code `arch` compiles: architectures with equal values run the same unit.
     fn variant(&self, arch: Arch) -> u32;
+
+    /// The name of a random switch, and the kernel with it changed, which may contradict itself; `None` for
+    /// the switch of the spec, `split`.
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)>;
+}
+
+/// A switch that random kernels change: its name, and the change.
+type Switch<K> = (&'static str, fn(&mut K, &mut Random));
+
+/// `kernel` with one of `switches` changed; `None` as often as each of them where it `splits` keys.
+fn changed<K: Clone + Into<Kernel>>(
+    kernel: &K,
+    switches: &[Switch<K>],
+    splits: bool,
+    random: &mut Random,
+) -> Option<(&'static str, Kernel)> {
+    let &(name, change) = switches.get(random.below(switches.len() + usize::from(splits)))?;
+    let mut kernel = kernel.clone();
+    change(&mut kernel, random);
+    Some((name, kernel.into()))
+}
+
+const fn other(order: TileOrder) -> TileOrder {
+    match order {
+        TileOrder::Natural => TileOrder::LongestFirst,
+        TileOrder::LongestFirst => TileOrder::Natural,
+    }
+}
+
+/// 2 for 1, 1 for 2 and more.
+fn other_of_two(count: u32) -> u32 {
+    3 - count.clamp(1, 2)
 }
 
 impl EmulatedKernel for Sm80Fwd {
@@ -30,6 +64,21 @@ impl EmulatedKernel for Sm80Fwd {
 
     fn variant(&self, _: Arch) -> u32 {
         0
+    }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                ("stages", |k, random| k.stages = 1 + random.below(4) as u32),
+                ("q_in_regs", |k, _| k.q_in_regs = !k.q_in_regs),
+                ("loop_split", |k, _| k.loop_split = !k.loop_split),
+                ("reverse_blocks", |k, _| k.reverse_blocks = !k.reverse_blocks),
+                ("pack_gqa", |k, _| k.pack_gqa = !k.pack_gqa),
+            ],
+            true,
+            random,
+        )
     }
 }
 
@@ -46,6 +95,29 @@ impl EmulatedKernel for Sm90Fwd {
 
     fn variant(&self, _: Arch) -> u32 {
         0
+    }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                ("scheduler", |k, random| {
+                    k.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static, Scheduler::Dynamic]);
+                }),
+                ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+                ("ping_pong", |k, _| k.ping_pong = !k.ping_pong),
+                ("cluster_m", |k, _| {
+                    k.cluster_m = other_of_two(k.cluster_m);
+                    k.scheduler = Scheduler::Static;
+                }),
+                ("exp_poly_of_16", |k, random| k.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16])),
+                ("rescale_threshold", |k, random| k.rescale_threshold = random.of(&[0, 1, 8, 15])),
+                ("kv_stages", |k, random| k.kv_stages = 1 + random.below(4) as u32),
+                ("gather", |k, _| k.gather = !k.gather),
+            ],
+            true,
+            random,
+        )
     }
 }
 
@@ -67,6 +139,21 @@ impl EmulatedKernel for Sm100Fwd {
     fn variant(&self, _: Arch) -> u32 {
         0
     }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                ("scheduler", |k, random| k.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static])),
+                ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+                ("kv_stages", |k, random| k.kv_stages = random.of(&[2, 3, 5])),
+                ("exp_poly_of_16", |k, random| k.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16])),
+                ("rescale_threshold", |k, random| k.rescale_threshold = random.of(&[0, 1, 8, 15])),
+            ],
+            false,
+            random,
+        )
+    }
 }
 
 impl EmulatedKernel for Sm80Bwd {
@@ -82,6 +169,18 @@ impl EmulatedKernel for Sm80Bwd {
     fn variant(&self, arch: Arch) -> u32 {
         u32::from(arch.compute_capability().0 >= 9)
     }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+                ("blocks_per_sm", |k, random| k.blocks_per_sm = 1 + random.below(2) as u32),
+            ],
+            false,
+            random,
+        )
+    }
 }
 
 impl EmulatedKernel for Sm90Bwd {
@@ -95,6 +194,23 @@ impl EmulatedKernel for Sm90Bwd {
 
     fn variant(&self, _: Arch) -> u32 {
         0
+    }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                // Twice, for it changes the most.
+                ("persistent", |k, _| k.persistent = !k.persistent),
+                ("persistent", |k, _| k.persistent = !k.persistent),
+                ("do_stages", |k, _| k.do_stages = other_of_two(k.do_stages)),
+                ("q_stages", |k, _| k.q_stages = other_of_two(k.q_stages)),
+                ("pds_stages", |k, _| k.pds_stages = other_of_two(k.pds_stages)),
+                ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+            ],
+            false,
+            random,
+        )
     }
 }
 

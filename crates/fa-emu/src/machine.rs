@@ -9,7 +9,7 @@ use libloading::Library;
 
 use crate::compiler::{Compiler, hash};
 use crate::error::Error;
-use crate::options::{Pace, Progress};
+use crate::options::{Options, Progress};
 
 /// Sources of the machine and the host's side of the kernels' headers.
 static SOURCES: &[(&str, &str)] = &sources::ALL;
@@ -151,8 +151,9 @@ impl Machine {
     function!(emu_map: fn(u64) -> *mut u8);
     function!(emu_unmap: fn(*mut u8, u64));
 
-    /// A session on this machine.
-    pub(crate) fn session<'a>(&'a self, options: &SessionOptions<'a>) -> Session<'a> {
+    /// A session on this machine. `ordered_additions`: whether the order of f32 additions is checked, as
+    /// deterministic kernels promise one.
+    pub(crate) fn session<'a>(&'a self, options: &Options<'a>, ordered_additions: bool) -> Session<'a> {
         let progress = options.progress.map(Box::new);
         let context =
             progress.as_ref().map_or(null_mut(), |own| (&raw const **own).cast_mut().cast::<c_void>());
@@ -163,7 +164,7 @@ impl Machine {
             poison: options.poison.into(),
             hazards: options.hazards.into(),
             trace_cta: options.trace_cta.map_or(-1, |cta| cta as c_int),
-            ordered_additions: options.ordered_additions.into(),
+            ordered_additions: ordered_additions.into(),
             products_in_order: options.products_in_order.into(),
             step_limit: options.step_limit,
             progress: progress.as_ref().map(|_| call_progress as _),
@@ -181,20 +182,6 @@ unsafe extern "C" fn call_progress(context: *mut c_void, done: u32, all: u32) {
     // SAFETY: the caller's promise.
     let progress = unsafe { *context.cast::<Progress<'_>>() };
     progress(done, all);
-}
-
-/// How a session schedules and what it checks.
-pub(crate) struct SessionOptions<'a> {
-    pub seed: u64,
-    pub pace: Pace,
-    pub order: bool,
-    pub poison: bool,
-    pub hazards: bool,
-    pub ordered_additions: bool,
-    pub products_in_order: bool,
-    pub trace_cta: Option<u32>,
-    pub step_limit: u64,
-    pub progress: Option<Progress<'a>>,
 }
 
 /// One launch.

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::call::{Call, Given};
 use crate::error::Error;
-use crate::machine::{Launch, SessionOptions};
+use crate::machine::Launch;
 use crate::memory::DeviceMemory;
 use crate::options::Options;
 use crate::outcome::{Finding, Frame, LaunchOutcome, Outcome, Party, Span};
@@ -71,18 +71,7 @@ impl Unit {
         let memory = DeviceMemory::new(self, problem, &launches, call)?;
         let addresses = memory.addresses();
         launches.check(&addresses)?;
-        let session = self.machine.session(&SessionOptions {
-            seed: options.seed,
-            pace: options.pace,
-            order: options.order,
-            poison: options.poison,
-            hazards: options.hazards,
-            ordered_additions: self.spec.kernel.pass().deterministic(),
-            products_in_order: options.products_in_order,
-            trace_cta: options.trace_cta,
-            step_limit: options.step_limit,
-            progress: options.progress,
-        });
+        let session = self.machine.session(options, self.spec.kernel.pass().deterministic());
         memory.name_regions(&session, &launches);
         let mut params = launches.params(&addresses);
         let maps: Vec<EmulatedMap> =

@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::extras::with_mods;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::placing::Placing;
+use crate::placement::Placement;
 use crate::unit::Unit;
 
 /// A problem with inputs and the oracle's results: made once, compared with many runs.
@@ -25,7 +25,7 @@ use crate::unit::Unit;
 pub struct Trial {
     problem: Problem,
     pass: Pass,
-    placing: Placing,
+    placement: Placement,
     extras: OwnedExtras,
     /// Of queries and of keys: whether each row belongs to a sequence; empty where all do.
     rows: [Vec<bool>; 2],
@@ -102,18 +102,18 @@ impl Trial {
     ///
     /// # Panics
     /// On a dtype that kernels do not take.
-    pub fn new(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
-        Trial::with(problem, pass, placing, &with_mods(OwnedExtras::NONE, problem))
+    pub fn new(problem: &Problem, pass: Pass, placement: Placement) -> Trial {
+        Trial::with(problem, pass, placement, &with_mods(OwnedExtras::NONE, problem))
     }
 
     /// The same with lengths, pages, slopes and sinks.
     ///
     /// # Panics
     /// On a dtype that kernels do not take, and on extras that do not fit the problem.
-    pub fn with(problem: &Problem, pass: Pass, placing: Placing, extras: &OwnedExtras) -> Trial {
+    pub fn with(problem: &Problem, pass: Pass, placement: Placement, extras: &OwnedExtras) -> Trial {
         match problem.types.qkv {
-            Dtype::F16 => Trial::of(problem, pass, placing, extras, &normal::<f16>(problem)),
-            Dtype::Bf16 => Trial::of(problem, pass, placing, extras, &normal::<bf16>(problem)),
+            Dtype::F16 => Trial::of(problem, pass, placement, extras, &normal::<f16>(problem)),
+            Dtype::Bf16 => Trial::of(problem, pass, placement, extras, &normal::<bf16>(problem)),
             Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
         }
     }
@@ -126,14 +126,16 @@ impl Trial {
     pub fn of_values(
         problem: &Problem,
         pass: Pass,
-        placing: Placing,
+        placement: Placement,
         extras: &OwnedExtras,
         values: &[Vec<u16>; 4],
     ) -> Trial {
         let values = values.each_ref();
         match problem.types.qkv {
-            Dtype::F16 => Trial::of(problem, pass, placing, extras, &values.map(|own| of_bits::<f16>(own))),
-            Dtype::Bf16 => Trial::of(problem, pass, placing, extras, &values.map(|own| of_bits::<bf16>(own))),
+            Dtype::F16 => Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<f16>(own))),
+            Dtype::Bf16 => {
+                Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<bf16>(own)))
+            }
             Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
         }
     }
@@ -145,14 +147,14 @@ impl Trial {
     /// Where the case's sequences do not fit its problem.
     pub fn of_case(case: &fa_lab::grid::Case) -> Option<Trial> {
         let (values, extras) = case.bits()?;
-        let placing = Case::of_grid(case)?.placing;
-        Some(Trial::of_values(&case.problem, case.pass, placing, &extras, &values))
+        let placement = Case::of_grid(case)?.placement;
+        Some(Trial::of_values(&case.problem, case.pass, placement, &extras, &values))
     }
 
     fn of<T: Half>(
         problem: &Problem,
         pass: Pass,
-        placing: Placing,
+        placement: Placement,
         extras: &OwnedExtras,
         host: &[Vec<T>; 4],
     ) -> Trial {
@@ -168,7 +170,7 @@ impl Trial {
         let low = reference::low_precision::forward_extras(problem, &of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
-            place(values, (shapes[i], of_keys), placing, &rows[usize::from(of_keys)])
+            place(values, (shapes[i], of_keys), placement, &rows[usize::from(of_keys)])
         };
         let bits = |values: &[T]| values.iter().map(|value| value.bits()).collect();
         let expected =
@@ -176,7 +178,7 @@ impl Trial {
         let mut trial = Trial {
             problem: *problem,
             pass,
-            placing,
+            placement,
             extras: extras.clone(),
             inputs: (0..3).map(|i| placed(&host[i], i)).collect(),
             lse: Vec::new(),
@@ -225,12 +227,13 @@ impl Trial {
             if self.pass == Pass::Forward { vec![q, k, v] } else { vec![q, k, v, out, out] }
         };
         let inputs = self.inputs.iter().zip(shapes).enumerate();
-        let strides = |i: usize, shape| self.placing.input_strides(matches!(i, 1 | 2), shape);
+        let strides = |i: usize, shape| self.placement.input_strides(matches!(i, 1 | 2), shape);
         let mut tensors: Vec<Given> =
             inputs.map(|(i, (values, shape))| Given::Input(values, strides(i, shape))).collect();
         let outputs = self.expected.iter().map(|own| own.shape);
-        tensors
-            .extend(outputs.map(|shape| Given::Output(self.placing.len(shape), self.placing.strides(shape))));
+        tensors.extend(
+            outputs.map(|shape| Given::Output(self.placement.len(shape), self.placement.strides(shape))),
+        );
         let lse = (self.pass != Pass::Forward).then_some(&self.lse[..]);
         let rows = [&self.rows[0][..], &self.rows[1][..]];
         let call = Call { tensors, lse, extras: &self.extras, rows };
@@ -246,7 +249,7 @@ impl Trial {
         let (mut values, mut stray) = (Vec::new(), Vec::new());
         let finished = outcome.launches.iter().all(|launch| launch.finished);
         for (own, bits) in self.expected.iter().zip(&outcome.outputs).filter(|_| finished) {
-            let (packed, clean) = gather::<T>(bits, own.shape, self.placing);
+            let (packed, clean) = gather::<T>(bits, own.shape, self.placement);
             if !clean {
                 stray.push(own.name);
             }
@@ -353,11 +356,11 @@ const POISON: u16 = 0xffff;
 fn place<T: Half>(
     values: &[T],
     (shape, of_keys): ([usize; 4], bool),
-    placing: Placing,
+    placement: Placement,
     rows: &[bool],
 ) -> Vec<u16> {
-    let strides = placing.input_strides(of_keys, shape);
-    let mut placed = vec![POISON; placing.len(shape)];
+    let strides = placement.input_strides(of_keys, shape);
+    let mut placed = vec![POISON; placement.len(shape)];
     for ([b, s, h, d], value) in positions(shape).zip(values) {
         if rows.get(b * shape[1] + s).is_none_or(|&own| own) {
             placed[strides.offset(b, s, h, d) as usize] = value.bits();
@@ -367,8 +370,8 @@ fn place<T: Half>(
 }
 
 /// An output, packed, and whether the memory between its rows is unchanged.
-fn gather<T: Half>(bits: &[u16], shape: [usize; 4], placing: Placing) -> (Vec<T>, bool) {
-    let strides = placing.strides(shape);
+fn gather<T: Half>(bits: &[u16], shape: [usize; 4], placement: Placement) -> (Vec<T>, bool) {
+    let strides = placement.strides(shape);
     let mut inside = vec![false; bits.len()];
     let packed = positions(shape).map(|[b, s, h, d]| {
         let at = strides.offset(b, s, h, d) as usize;

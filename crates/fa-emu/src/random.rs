@@ -7,8 +7,7 @@
 use std::time::Instant;
 
 use fa_core::lengths::SideRows;
-use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Family, Kernel, KernelSpec, Lengths, Pass, Problem, Side};
+use fa_core::{Arch, Family, KernelSpec, Lengths, Pass, Problem, Side};
 use fa_cpu::check::q_shape;
 use fa_kernels::Headers;
 use fa_lab::grid::{self, small};
@@ -19,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::case::Case;
 use crate::emulator::Emulator;
 use crate::error::Error;
+use crate::kernels;
 use crate::options::Options;
 use crate::proof::Trial;
 use crate::sweep::{Attempts, try_all};
@@ -122,7 +122,7 @@ pub fn draw(seed: u64, turn: u64) -> Option<Drawn> {
     let mut origin =
         if best { "first choice".to_owned() } else { format!("candidate {number} of {}", plans.len()) };
     for _ in 0..random.below(3) {
-        let (what, other) = turned(&spec, random);
+        let (what, other) = changed(&spec, random);
         if other != spec && plan_spec(&first.problem, &other, arch, &options).is_ok() {
             origin += &format!(", {what}");
             spec = other;
@@ -163,135 +163,12 @@ fn longer(problem: &Problem, random: &mut Random) -> Problem {
     Problem { lengths: Lengths::of(lengths.sequences(), q, stretched(k)), ..*problem }
 }
 
-/// The kernel with one switch turned, and which. It may contradict itself.
-fn turned(spec: &KernelSpec, random: &mut Random) -> (&'static str, KernelSpec) {
-    let mut spec = spec.clone();
-    let order = |order: TileOrder| match order {
-        TileOrder::Natural => TileOrder::LongestFirst,
-        TileOrder::LongestFirst => TileOrder::Natural,
-    };
-    let what = match &mut spec.kernel {
-        Kernel::Sm90Bwd(own) => match random.below(6) {
-            0 | 1 => {
-                own.persistent = !own.persistent;
-                "persistent"
-            }
-            2 => {
-                own.do_stages = 3 - own.do_stages.clamp(1, 2);
-                "do_stages"
-            }
-            3 => {
-                own.q_stages = 3 - own.q_stages.clamp(1, 2);
-                "q_stages"
-            }
-            4 => {
-                own.pds_stages = 3 - own.pds_stages.clamp(1, 2);
-                "pds_stages"
-            }
-            _ => {
-                own.tile_order = order(own.tile_order);
-                "tile_order"
-            }
-        },
-        Kernel::Sm100Fwd(own) => match random.below(5) {
-            0 => {
-                own.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static]);
-                "scheduler"
-            }
-            1 => {
-                own.tile_order = order(own.tile_order);
-                "tile_order"
-            }
-            2 => {
-                own.kv_stages = random.of(&[2, 3, 5]);
-                "kv_stages"
-            }
-            3 => {
-                own.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16]);
-                "exp_poly_of_16"
-            }
-            _ => {
-                own.rescale_threshold = random.of(&[0, 1, 8, 15]);
-                "rescale_threshold"
-            }
-        },
-        Kernel::Sm90Fwd(own) => match random.below(9) {
-            0 => {
-                own.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static, Scheduler::Dynamic]);
-                "scheduler"
-            }
-            1 => {
-                own.tile_order = order(own.tile_order);
-                "tile_order"
-            }
-            2 => {
-                own.ping_pong = !own.ping_pong;
-                "ping_pong"
-            }
-            3 => {
-                own.cluster_m = 3 - own.cluster_m.clamp(1, 2);
-                own.scheduler = Scheduler::Static;
-                "cluster_m"
-            }
-            4 => {
-                own.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16]);
-                "exp_poly_of_16"
-            }
-            5 => {
-                own.rescale_threshold = random.of(&[0, 1, 8, 15]);
-                "rescale_threshold"
-            }
-            6 => {
-                own.kv_stages = 1 + random.below(4) as u32;
-                "kv_stages"
-            }
-            7 => {
-                own.gather = !own.gather;
-                "gather"
-            }
-            _ => {
-                spec.split = !spec.split;
-                "split"
-            }
-        },
-        Kernel::Sm80Fwd(own) => match random.below(6) {
-            0 => {
-                own.stages = 1 + random.below(4) as u32;
-                "stages"
-            }
-            1 => {
-                own.q_in_regs = !own.q_in_regs;
-                "q_in_regs"
-            }
-            2 => {
-                own.loop_split = !own.loop_split;
-                "loop_split"
-            }
-            3 => {
-                own.reverse_blocks = !own.reverse_blocks;
-                "reverse_blocks"
-            }
-            4 => {
-                own.pack_gqa = !own.pack_gqa;
-                "pack_gqa"
-            }
-            _ => {
-                spec.split = !spec.split;
-                "split"
-            }
-        },
-        Kernel::Sm80Bwd(own) => match random.below(2) {
-            0 => {
-                own.tile_order = order(own.tile_order);
-                "tile_order"
-            }
-            _ => {
-                own.blocks_per_sm = 1 + random.below(2) as u32;
-                "blocks_per_sm"
-            }
-        },
-    };
-    (what, spec)
+/// The name of a random switch, and the kernel with it changed, which may contradict itself.
+fn changed(spec: &KernelSpec, random: &mut Random) -> (&'static str, KernelSpec) {
+    match kernels::of(&spec.kernel).changed(random) {
+        Some((name, kernel)) => (name, KernelSpec { kernel, ..spec.clone() }),
+        None => ("split", KernelSpec { split: !spec.split, ..spec.clone() }),
+    }
 }
 
 /// Compiles the kernel and runs all its problems.
@@ -345,8 +222,8 @@ fn trial(case: &grid::Case, has_dlse: bool) -> Trial {
         let of = |row: usize| (row % 13) as f32 / 4.0 - 1.5;
         extras.dlse = Some((0..batch * seqlen * heads).map(of).collect());
     }
-    let placing = Case::of_grid(case).expect("no tensor is drawn far apart").placing;
-    Trial::of_values(&case.problem, case.pass, placing, &extras, &values)
+    let placement = Case::of_grid(case).expect("no tensor is drawn far apart").placement;
+    Trial::of_values(&case.problem, case.pass, placement, &extras, &values)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use crate::compiler::Compiler;
 use crate::error::Error;
-use crate::machine::{Access, Launch, Machine, Memory, PAGE, Session, SessionOptions, open};
+use crate::machine::{Access, Launch, Machine, Memory, PAGE, Session, open};
 use crate::options::Options;
 use crate::unit::{files, flags};
 
@@ -49,19 +49,8 @@ impl Single {
         Ok(Single { machine, library: open(&path, false)?, name })
     }
 
-    pub(crate) fn start(&self, options: &Options<'_>) -> Run<'_> {
-        let session = self.machine.session(&SessionOptions {
-            seed: options.seed,
-            pace: options.pace,
-            order: options.order,
-            poison: options.poison,
-            hazards: options.hazards,
-            ordered_additions: false,
-            products_in_order: options.products_in_order,
-            trace_cta: None,
-            step_limit: options.step_limit,
-            progress: None,
-        });
+    pub(crate) fn start<'a>(&'a self, options: &Options<'a>) -> Run<'a> {
+        let session = self.machine.session(&Options { trace_cta: None, progress: None, ..*options }, false);
         Run { unit: self, session, resident: options.resident }
     }
 }

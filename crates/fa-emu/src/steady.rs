@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::extras::{Batch, Lie, with_mods};
 use crate::options::{Options, Pace};
 use crate::outcome::Span;
-use crate::placing::Placing;
+use crate::placement::Placement;
 use crate::proof::Trial;
 use fa_kernels::Headers;
 
@@ -76,7 +76,7 @@ pub fn emulate(
 ) -> Result<Option<Steady>, Error> {
     let case = small(spec, problem);
     let unit = emulator.unit(spec, arch, &Headers::embedded())?;
-    let trial = Trial::with(&case.problem, spec.kernel.pass(), case.placing, &case.extras);
+    let trial = Trial::with(&case.problem, spec.kernel.pass(), case.placement, &case.extras);
     let options = Options { pace: Pace::Paced, trace_cta: Some(0), sms: 1, ..Options::seed(2) };
     let proof = trial.run(&unit, &options)?;
     let found = lanes(&proof.outcome.spans);
@@ -100,13 +100,13 @@ fn small(spec: &KernelSpec, problem: &Problem) -> Case {
         return Case {
             extras: with_mods(OwnedExtras::NONE, &small),
             problem: small,
-            placing: Placing::PACKED,
+            placement: Placement::PACKED,
         };
     }
     let keys = if spec.reads.paged { Lie::Paged(problem.lengths.page().unwrap_or(16)) } else { Lie::Packed };
     let batch = Batch { sequences: vec![(q, k)], q: Lie::Packed, k: keys, slack: 0 };
     let small = Problem { lengths: batch.lengths(), ..small };
-    Case { extras: batch.extras(&small), problem: small, placing: Placing::PACKED }
+    Case { extras: batch.extras(&small), problem: small, placement: Placement::PACKED }
 }
 
 /// The lanes of [`STEPS`] steady steps, and their length.

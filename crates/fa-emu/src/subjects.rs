@@ -5,7 +5,7 @@ use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 use crate::case::{Case, problem};
 use crate::extras::{Batch, Lie};
 use crate::mutate::Subject;
-use crate::placing::Placing;
+use crate::placement::Placement;
 use crate::shipped::forms;
 
 /// Kernel parameters, head dim and mask, and `(queries, query heads, K/V heads)`.
@@ -175,9 +175,9 @@ fn varied(spec: KernelSpec) -> Subject {
     let lengths = if spec.reads.varied { batch.lengths() } else { Lengths::uniform(1, 300, 300) };
     let problem = problem(&spec, lengths, (2, 1));
     let case = if spec.reads.varied {
-        Case { problem, placing: Placing::PACKED, extras: batch.extras(&problem) }
+        Case { problem, placement: Placement::PACKED, extras: batch.extras(&problem) }
     } else {
-        Case::of(&problem, Placing::PACKED)
+        Case::of(&problem, Placement::PACKED)
     };
     Subject { arch: arch_of(&spec), spec, case }
 }
@@ -205,7 +205,7 @@ fn subject(
             spec.types.qkv,
         )
     };
-    Subject { arch: arch_of(&spec), spec, case: Case::of(&problem, Placing::PACKED) }
+    Subject { arch: arch_of(&spec), spec, case: Case::of(&problem, Placement::PACKED) }
 }
 
 /// SM90, or where the kernel does not run there the first architecture that it runs on.

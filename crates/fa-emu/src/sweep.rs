@@ -39,7 +39,7 @@ impl Trials {
         let key = format!("{case:?} {pass:?}");
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         known.unwrap_or_else(|| {
-            let trial = Arc::new(Trial::with(&case.problem, pass, case.placing, &case.extras));
+            let trial = Arc::new(Trial::with(&case.problem, pass, case.placement, &case.extras));
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, trial.clone());
             trial
         })
@@ -70,7 +70,7 @@ pub fn sweep(unit: &Unit, cases: &[Case], seeds: &[u64], trials: &Trials) -> Res
         if let Some((seed, faults)) = faults {
             let problem = &case.problem;
             let faults = faults.join("\n");
-            verdict.faults.push(format!("{problem:?}, {:?}, seed {seed}:\n{faults}", case.placing));
+            verdict.faults.push(format!("{problem:?}, {:?}, seed {seed}:\n{faults}", case.placement));
         }
     }
     Ok(verdict)

@@ -2,7 +2,7 @@
 //! the same bits under every schedule, and no CTA waits for one that may never run.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem, TensorLayout};
-use fa_emu::{Options, Placing, Trial};
+use fa_emu::{Options, Placement, Trial};
 use fa_kernels::launch::{Addresses, Launches, Params};
 use fa_kernels::{Headers, RawTensor};
 
@@ -81,7 +81,7 @@ fn sections_and_parts_give_the_same_bits_under_every_schedule() {
             let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };
             let is = (params.sections > 0, params.head_splits > 1);
             assert_eq!(is, (case.sections, case.parts), "{problem:?}: {params:?}");
-            let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);
+            let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
             let mut bits = None;
             for seed in fa_emu::sweep::SEEDS {
                 let options = Options { sms: case.sms, resident: case.resident, ..Options::seed(seed) };

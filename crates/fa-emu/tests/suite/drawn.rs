@@ -3,7 +3,7 @@
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 use fa_emu::sweep::{Trials, cases};
-use fa_emu::{Options, Placing, Trial};
+use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 
 use crate::known::unless_known;
@@ -49,7 +49,7 @@ fn tiles_are_drawn_by_ctas_that_persist() {
                 heads_kv,
                 ..Problem::square(1, 1, 2, head_dim as usize, mask, spec.types.qkv)
             };
-            let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);
+            let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
             for (seed, sms) in [(0, 2), (1, 3)] {
                 let options = Options { sms, resident: sms, ..Options::seed(seed) };
                 let proof = trial.run(&unit, &options).unwrap();

@@ -5,7 +5,7 @@
 //! there, the fault is written again for the new text: its place is said by the test.
 
 use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
-use fa_emu::{Options, Placing, Trial, source};
+use fa_emu::{Options, Placement, Trial, source};
 use fa_kernels::{Headers, Source};
 
 use crate::emulator;
@@ -276,7 +276,7 @@ fn find(fault: &Fault) -> Result<Vec<String>, String> {
     inject(&mut source, [fault.file, fault.after, fault.old, fault.new])?;
     let unit = emulator.unit_of(&spec, arch, &source).map_err(|error| error.to_string())?;
     let problem = Problem::square(1, fault.seqlen, 1, 64, Mask::CAUSAL, Dtype::Bf16);
-    let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);
+    let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
     let mut all = Vec::new();
     for seed in 0..3 {
         let proof = trial.run(&unit, &Options { step_limit: 20_000_000, ..Options::seed(seed) }).unwrap();

@@ -3,7 +3,7 @@
 
 use fa_core::{Alibi, Arch, KernelSpec, Lengths};
 use fa_emu::sweep::{Case, Trials, sweep};
-use fa_emu::{Placing, sweep};
+use fa_emu::{Placement, sweep};
 use fa_kernels::Headers;
 
 use crate::known::unless_known;
@@ -65,7 +65,7 @@ fn cases(spec: &KernelSpec) -> Vec<Case> {
     let mut problem = cases[4].problem;
     problem.lengths = Lengths::uniform(2, 150, 270);
     problem.score.alibi = problem.score.alibi.map(|_| Alibi::PerSequenceHead);
-    let mut strange = Case::of(&problem, Placing::PACKED);
+    let mut strange = Case::of(&problem, Placement::PACKED);
     if let Some(slopes) = &mut strange.extras.alibi_slopes {
         let values = [2.0, -0.25, 0.0, 1e-4, -1.0, 0.5, 8.0, 1.0];
         slopes.iter_mut().zip(values.iter().cycle()).for_each(|(slope, &value)| *slope = value);

@@ -2,7 +2,7 @@
 //! lists, of tiles with and without divided keys, and of a backward.
 
 use fa_core::{Arch, Mask, Problem, Reads};
-use fa_emu::{Batch, Lie, Options, Placing, Trial};
+use fa_emu::{Batch, Lie, Options, Placement, Trial};
 use fa_kernels::Headers;
 
 use crate::faults::spec;
@@ -40,7 +40,7 @@ fn more_sequences_than_threads_of_the_plan_are_listed() {
             ..Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv)
         };
         let extras = batch.extras(&problem);
-        let trial = Trial::with(&problem, spec.kernel.pass(), Placing::PACKED, &extras);
+        let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &extras);
         for seed in 0..3 {
             let proof = trial.run(&unit, &Options::of(&spec, seed)).unwrap();
             assert!(proof.passed(), "{spec} seed {seed}:\n{}", proof.faults().join("\n"));

@@ -1,7 +1,7 @@
 //! Soft caps of the SM90 forward: scores all small beside the cap, some not, and all beyond.
 
 use fa_core::{Arch, KernelSpec, Mask, Problem, ScoreMod};
-use fa_emu::{Options, Placing, Trial};
+use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 
 use crate::known::unless_known;
@@ -50,7 +50,7 @@ fn soft_caps_are_right_for_scores_of_any_size() {
                 heads_kv: 1,
                 ..Problem::square(1, 400, 2, 64, mask, spec.types.qkv)
             };
-            let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);
+            let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
             let proof = trial.run(&unit, &Options::seed(1)).unwrap();
             assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));
         }

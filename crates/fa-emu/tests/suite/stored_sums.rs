@@ -2,7 +2,7 @@
 //! first, under causal ones the last that the queries see. The others add theirs once it has.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
-use fa_emu::{Options, Placing, Trial};
+use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 
 use crate::known::unless_known;
@@ -40,7 +40,7 @@ fn the_first_keys_sums_of_dq_are_stored() {
                     heads_kv,
                     ..Problem::square(1, 1, 3, 64, mask, spec.types.qkv)
                 };
-                let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);
+                let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
                 for seed in 0..2 {
                     let options = Options { sms: 4, resident: 2, ..Options::seed(seed) };
                     let proof = trial.run(&unit, &options).unwrap();
@@ -74,7 +74,7 @@ fn causal_sums_of_dq_are_stored_but_in_the_last_section_of_heads() {
                 lengths: Lengths::uniform(1, queries, 150),
                 ..Problem::square(1, 1, heads, 64, Mask::CAUSAL, spec.types.qkv)
             };
-            let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);
+            let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
             let options = Options { sms: 8, resident: 4, ..Options::seed(1) };
             let proof = trial.run(&unit, &options).unwrap();
             assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));

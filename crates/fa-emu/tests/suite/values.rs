@@ -1,7 +1,7 @@
 //! Values of the kernels by the oracle's rule, under an eager, a lazy and a random schedule.
 
 use fa_core::Problem;
-use fa_emu::{Options, Placing, Trial};
+use fa_emu::{Options, Placement, Trial};
 use fa_kernels::Headers;
 
 use crate::known::unless_known;
@@ -21,7 +21,7 @@ fn check(test: &str, part: &str) {
         let problem =
             Problem { heads_kv: 2, ..Problem::square(1, 300, 4, 64, fa_core::Mask::CAUSAL, spec.types.qkv) };
         let pass = spec.kernel.pass();
-        let trial = Trial::new(&problem, pass, Placing::PACKED);
+        let trial = Trial::new(&problem, pass, Placement::PACKED);
         for seed in 0..3 {
             let started = std::time::Instant::now();
             let proof = trial.run(&unit, &Options::seed(seed)).unwrap();

@@ -58,7 +58,7 @@ fn check_of_dims(
         emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap_or_else(|error| panic!("{error}"));
     let mut launched = Vec::new();
     for (number, case) in cases(&spec).iter().enumerate() {
-        let trial = Trial::with(&case.problem, spec.kernel.pass(), case.placing, &case.extras);
+        let trial = Trial::with(&case.problem, spec.kernel.pass(), case.placement, &case.extras);
         let seeds = if number < count { &SEEDS[..] } else { &SEEDS[2..] };
         for &seed in seeds {
             let proof = trial.run(&unit, &Options { sms, ..Options::seed(seed) }).unwrap();

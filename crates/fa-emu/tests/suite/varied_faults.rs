@@ -2,7 +2,7 @@
 //! and without it nothing is.
 
 use fa_core::{Alibi, Arch, Dtype, Kernel, Mask, Problem, Reads, ScoreMod};
-use fa_emu::{Batch, Lie, Options, Placing, Trial, source};
+use fa_emu::{Batch, Lie, Options, Placement, Trial, source};
 use fa_kernels::Headers;
 
 use crate::emulator;
@@ -104,7 +104,7 @@ fn find((keys, split): Form, fault: Option<[&str; 4]>) -> Result<Vec<String>, St
     let lengths = batch.lengths();
     let one = Problem::square(1, 1, 2, 64, Mask::CAUSAL, Dtype::Bf16);
     let problem = Problem { lengths, heads_kv: 1, score, ..one };
-    let trial = Trial::with(&problem, spec.kernel.pass(), Placing::PACKED, &batch.extras(&problem));
+    let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &batch.extras(&problem));
     let run = |seed| {
         let options = Options { step_limit: 20_000_000, ..Options::of(&spec, seed) };
         trial.run(&unit, &options).map(|proof| proof.faults().join("\n")).map_err(|error| error.to_string())

@@ -5,7 +5,7 @@ use std::path::Path;
 use fa_core::{Alibi, Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
 use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
-use fa_emu::{Batch, Lie, Placing, with_mods};
+use fa_emu::{Batch, Lie, Placement, with_mods};
 
 use super::args::{EmulateArgs, Rows};
 use crate::attention::check_memory;
@@ -47,9 +47,9 @@ pub(super) fn case(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Case
         }
     };
     let problem = problem(args, spec, lengths)?;
-    let placing = Placing::of(args.layout, args.gap);
+    let placement = Placement::of(args.layout, args.gap);
     let extras = batch.map_or_else(|| with_mods(OwnedExtras::NONE, &problem), |batch| batch.extras(&problem));
-    Ok(Case { problem, placing, extras })
+    Ok(Case { problem, placement, extras })
 }
 
 /// The sequences that were asked for, for a kernel that reads their lengths.

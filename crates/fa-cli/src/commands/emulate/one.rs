@@ -26,7 +26,7 @@ pub(super) fn one(
     let headers = args.headers()?;
     let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &headers))?;
     let trial = progress::spinner("computing in f64", || {
-        Trial::with(&problem, spec.kernel.pass(), case.placing, &case.extras)
+        Trial::with(&problem, spec.kernel.pass(), case.placement, &case.extras)
     });
     let seeds = if args.seeds.is_empty() { &SEEDS[..] } else { &args.seeds };
     let mut runs = Vec::new();

@@ -4,7 +4,7 @@ use fa_core::{Strides, TensorLayout};
 
 /// The layout of the tensors of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Placing {
+pub struct Placement {
     /// The order of the axes.
     pub layout: TensorLayout,
     /// Elements between a row's end and the next row's start, a multiple of 8. They are NaN before and after.
@@ -35,13 +35,13 @@ impl Shared {
     }
 }
 
-impl Placing {
+impl Placement {
     /// Packed `[batch, seqlen, heads, dim]`.
-    pub const PACKED: Placing = Placing::of(TensorLayout::Bshd, 0);
+    pub const PACKED: Placement = Placement::of(TensorLayout::Bshd, 0);
 
     /// Axes in this order, with this many elements between rows.
-    pub const fn of(layout: TensorLayout, gap: usize) -> Placing {
-        Placing { layout, gap, shared: None }
+    pub const fn of(layout: TensorLayout, gap: usize) -> Placement {
+        Placement { layout, gap, shared: None }
     }
 
     /// Strides of an input; those of K and V may be broadcast.
