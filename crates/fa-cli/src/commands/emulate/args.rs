@@ -49,7 +49,7 @@ const OF_PROBLEM: [&str; 18] = [
     "headdim", "causal", "window", "scale", "softcap", "layout", "gap",
 ];
 
-/// Flags that --mutate rules out; its own name them as well, for clap asks for no flag that another rules out.
+/// Flags that --mutate rules out; its own name them too: clap asks for no flag that another rules out.
 const OF_NO_REMOVAL: [&str; 8] = ["seeds", "sms", "steps", "json", "report", "cta", "headers", "grid"];
 
 /// `names` and one more.
