@@ -7,7 +7,7 @@ use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, StorageRef, Tensor};
 use fa_attn::device::Bound;
-use fa_core::{Pass, TensorLayout};
+use fa_core::{Dtype, Pass, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_kernels::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
 use fa_kernels::{BackwardArgs, Element, Extras, ForwardArgs, Input, Output};
