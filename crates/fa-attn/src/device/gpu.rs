@@ -91,22 +91,15 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::bind`].
     pub fn bind_rounded(&self, problem: &Problem, pass: Pass) -> Result<Bound, Error> {
-        let like = rounded(problem);
-        if like == *problem || like.check().is_err() {
-            return self.bind(problem, pass);
+        let asked = Asked::of(problem, pass);
+        match pass {
+            Pass::Forward => self
+                .choose_rounded(asked, |spec| self.kernels.forward_with(problem, spec))
+                .map(Bound::Forward),
+            Pass::Backward { .. } => self
+                .choose_rounded(asked, |spec| self.kernels.backward_with(problem, spec))
+                .map(Bound::Backward),
         }
-        // Chosen for the one, bound to the other: what it costs to bind is the time of a new length.
-        let asked = Asked::of(&like, pass);
-        let bound = match pass {
-            Pass::Forward => {
-                self.choose(asked, |spec| self.kernels.forward_with(problem, spec)).map(Bound::Forward)
-            }
-            Pass::Backward { .. } => {
-                self.choose(asked, |spec| self.kernels.backward_with(problem, spec)).map(Bound::Backward)
-            }
-        };
-        // What kernels of those lengths refuse is chosen for as it is.
-        bound.or_else(|_| self.bind(problem, pass))
     }
 
     /// [`Gpu::bind`] with a kernel of `family`, whether or not it is the fastest here.
@@ -137,11 +130,8 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::bind`], and where no kernel divides it so.
     pub fn forward_divided(&self, problem: &Problem, division: Division) -> Result<Forward, Error> {
-        let like = rounded(problem);
-        let like = if like.check().is_ok() { &like } else { problem };
-        let bind = |spec: &KernelSpec| self.kernels.forward_split(problem, spec, division.splits);
-        self.choose(Asked { division, ..Asked::of(like, Pass::Forward) }, bind)
-            .or_else(|_| self.choose(Asked { division, ..Asked::of(problem, Pass::Forward) }, bind))
+        let asked = Asked { division, ..Asked::of(problem, Pass::Forward) };
+        self.choose_rounded(asked, |spec| self.kernels.forward_split(problem, spec, division.splits))
     }
 
     /// The kernel that appends new keys and values to a cache in this GPU's memory and applies rotary
@@ -178,6 +168,23 @@ impl Gpu {
         let pass = Pass::Backward { deterministic };
         let asked = Asked { family, ..Asked::of(problem, pass) };
         self.choose(asked, |spec| self.kernels.backward_with(problem, spec))
+    }
+
+    /// [`Gpu::choose`] for rounded-up lengths; what is chosen is bound to the problem itself, so that a new
+    /// length costs no more than binding. What kernels of those lengths refuse is chosen for as it is.
+    fn choose_rounded<P>(
+        &self,
+        asked: Asked<'_>,
+        bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
+    ) -> Result<P, Error> {
+        let like = rounded(asked.problem);
+        if like != *asked.problem
+            && like.check().is_ok()
+            && let Ok(bound) = self.choose(Asked { problem: &like, ..asked }, &bind)
+        {
+            return Ok(bound);
+        }
+        self.choose(asked, bind)
     }
 
     fn choose<P>(
