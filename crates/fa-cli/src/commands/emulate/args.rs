@@ -8,6 +8,7 @@ use fa_emu::{Lie, Options};
 use fa_kernels::Headers;
 use fa_lab::shape::{HeadDim, whole};
 
+use crate::flags::lengths::parse_alibi;
 use crate::flags::{Heads, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
@@ -109,8 +110,10 @@ pub(crate) struct EmulateArgs {
     #[arg(long)]
     #[arg(requires = "spec")]
     pub split: bool,
-    /// ALiBi slopes, per_head or per_sequence_head, using the kernel's form with slopes
-    #[arg(long, value_name = "SLOPES", value_parser = parse_alibi)]
+    /// ALiBi slopes per query head, or with --alibi=per_sequence_head per sequence and query head, using the
+    /// kernel's form with slopes
+    #[arg(long, value_name = "SLOPES", num_args = 0..=1, require_equals = true)]
+    #[arg(default_missing_value = Alibi::PerHead.name(), value_parser = parse_alibi)]
     #[arg(requires = "spec")]
     pub alibi: Option<Alibi>,
     /// A sink for each head, using the kernel's form with sinks
@@ -269,14 +272,6 @@ impl Rows {
             Rows::Padded => Lie::Padded,
         }
     }
-}
-
-fn parse_alibi(text: &str) -> Result<Alibi, String> {
-    let all = [Alibi::PerHead, Alibi::PerSequenceHead];
-    all.into_iter().find(|own| own.name() == text).ok_or_else(|| {
-        let names = all.map(Alibi::name).join(" or ");
-        format!("slopes are {names}")
-    })
 }
 
 impl EmulateArgs {
