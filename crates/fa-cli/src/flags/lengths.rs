@@ -16,10 +16,10 @@ pub(crate) struct LengthsArgs {
     /// Keys lie in pages of N keys [of a cache of this many pages; default: as many as the batch can fill]
     #[arg(long, value_name = "N[,PAGES]")]
     pub page: Option<Page>,
-    /// The device says how many of its queries each sequence uses (seqused_q)
+    /// Each sequence uses a part of its queries; how many is read on the device (seqused_q)
     #[arg(long)]
     pub used_q: bool,
-    /// The device says how many of its keys each sequence uses (seqused_k, cache_seqlens)
+    /// Each sequence uses a part of its keys; how many is read on the device (seqused_k, cache_seqlens)
     #[arg(long)]
     pub used_k: bool,
 }
@@ -32,7 +32,7 @@ pub(crate) struct ScoreArgs {
     #[arg(long, value_name = "SLOPES", num_args = 0..=1, require_equals = true,
           default_missing_value = Alibi::PerHead.name(), value_parser = parse_alibi)]
     pub alibi: Option<Alibi>,
-    /// A logit for each query head joins the denominator
+    /// Attention sinks: one more logit per query head joins the softmax denominator
     #[arg(long)]
     pub sinks: bool,
 }
