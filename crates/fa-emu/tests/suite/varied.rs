@@ -101,6 +101,18 @@ fn pages_with_one_panel_of_v() {
     check_of_dims("pages_with_one_panel_of_v", (128, 64), "full", flags, PREFILL, (2, 0));
 }
 
+/// Rows of 80 columns end in half a panel: in one piece, in pages, copied by threads.
+#[test]
+fn half_a_panel_at_the_end_of_a_row() {
+    for (flags, kernel) in [
+        ("softcap: false, varied: true", PREFILL),
+        ("softcap: false, varied: true, paged: true", PREFILL),
+        ("softcap: false, varied: true, paged: true, split: true", GATHERED_IN_TURN),
+    ] {
+        check_of_dims("half_a_panel_at_the_end_of_a_row", (80, 80), "causal", flags, kernel, (2, 0));
+    }
+}
+
 #[test]
 fn gathered_pages() {
     check("gathered_pages", "causal", "softcap: false, varied: true, paged: true", GATHERED, (2, 1));

@@ -1,8 +1,8 @@
 //! The launches of a forward as data: parameters, tensor maps, workspace and the order of its kernels.
 
+use fa_core::spec::operand_panel;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, Problem};
-use fa_core::spec::operand_panel;
 use fa_planner::account::{MAX_SPLITS, kv_splits, page_part};
 
 use crate::Error;
