@@ -101,16 +101,24 @@ fn pages_with_one_panel_of_v() {
     check_of_dims("pages_with_one_panel_of_v", (128, 64), "full", flags, PREFILL, (2, 0));
 }
 
-/// Rows of 80 columns end in half a panel: in one piece, in pages, copied by threads.
+/// Rows of 80 columns end in half a panel.
 #[test]
-fn half_a_panel_at_the_end_of_a_row() {
-    for (flags, kernel) in [
-        ("softcap: false, varied: true", PREFILL),
-        ("softcap: false, varied: true, paged: true", PREFILL),
-        ("softcap: false, varied: true, paged: true, split: true", GATHERED_IN_TURN),
-    ] {
-        check_of_dims("half_a_panel_at_the_end_of_a_row", (80, 80), "causal", flags, kernel, (2, 0));
-    }
+fn half_panels_of_packed_sequences() {
+    let flags = "softcap: false, varied: true";
+    check_of_dims("half_panels_of_packed_sequences", (80, 80), "causal", flags, PREFILL, (2, 0));
+}
+
+#[test]
+fn half_panels_of_pages() {
+    let flags = "softcap: false, varied: true, paged: true";
+    check_of_dims("half_panels_of_pages", (80, 80), "full", flags, PREFILL, (2, 0));
+}
+
+#[test]
+fn half_panels_of_gathered_pages() {
+    let (test, flags) =
+        ("half_panels_of_gathered_pages", "softcap: false, varied: true, paged: true, split: true");
+    check_of_dims(test, (80, 80), "causal", flags, GATHERED_IN_TURN, (8, 0));
 }
 
 #[test]
