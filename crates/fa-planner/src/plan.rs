@@ -59,8 +59,8 @@ pub fn head_dims(family: Family) -> &'static [u32] {
     Kernel::of(family, Pass::Forward).map_or(&[], |kernel| planned::of(&kernel).head_dims())
 }
 
-/// The smallest tile extent that holds `head_dim`, and one to try beside it: the next one where the smallest is
-/// no multiple of 32, whose columns cannot be divided among warpgroups in every tile; else the same.
+/// The smallest tile extent that holds `head_dim`, and one to try beside it: the next one where the smallest
+/// is no multiple of 32, whose columns cannot be divided among warpgroups in every tile; else the same.
 ///
 /// # Errors
 /// [`PlanError::HeadDim`] where none does, or the kernels cannot load such rows.

@@ -98,8 +98,8 @@ impl Sm90Bwd {
             let share = self.share(*m, *n, *atoms, *swap).filter(|_| !swap);
             if let Some(Share { columns, .. }) = share.filter(|share| !share.columns.is_multiple_of(16)) {
                 return Err(SpecError::Conflict(format!(
-                    "{name}: each of {} warpgroups takes {columns} of {n} columns, which have to be a multiple \
-                     of 16; divide its rows (atom layout {}) or use a wider head dim",
+                    "{name}: each of {} warpgroups takes {columns} of {n} columns, which have to be a \
+                     multiple of 16; divide its rows (atom layout {}) or use a wider head dim",
                     self.num_wg, self.num_wg
                 )));
             }

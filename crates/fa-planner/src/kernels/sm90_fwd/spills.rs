@@ -90,7 +90,8 @@ fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
         let widths = entry.map(|entry| if spec.score.alibi { entry.alibi } else { entry.plain });
         widths.is_some_and(|widths| widths.contains(&kernel.tile_n))
     };
-    let (rs, width) = (kernel.pv_is_rs && kernel.overlap_wg, (spec.head_dim, spec.head_dim_v, kernel.tile_n));
+    let rs = kernel.pv_is_rs && kernel.overlap_wg;
+    let width = (spec.head_dim, spec.head_dim_v, kernel.tile_n);
     let with_sinks = spec.score.sinks && width == (80, 80, 224);
     rs && !kernel.gather && if kernel.num_wg == 1 { listed() || with_sinks } else { width == (80, 80, 112) }
 }
