@@ -81,8 +81,8 @@ fn columns_of_a_head_dim_are_divided_in_blocks_of_16() {
         change(kernel);
         spec.check().map_err(|error| error.to_string())
     };
-    let divided = "dQ: each of 2 warpgroups takes 40 of 80 columns, which have to be a multiple of 16; divide \
-                   its rows (atom layout 2) or use a wider head dim";
+    let divided = "dQ: each of 2 warpgroups takes 40 of 80 columns, which have to be a multiple of 16; \
+                   divide its rows (atom layout 2) or use a wider head dim";
     assert_eq!(of(|_| ()), Err(divided.to_owned()));
     assert_eq!(of(|k| (k.tile_m, k.atom_layout_m_dq) = (128, 2)), Ok(()));
 }

@@ -82,8 +82,8 @@ struct Paged {
     alibi: &'static [u32],
 }
 
-/// Whether a kernel for keys in pages, loaded by TMA, is known to spill: those of [`PAGED`], and by 8 bytes one
-/// of three warpgroups.
+/// Whether a kernel for keys in pages, loaded by TMA, is known to spill: those of [`PAGED`], and by 8 bytes
+/// one of three warpgroups.
 fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let listed = || {
         let entry = PAGED.iter().find(|entry| entry.head_dims == (spec.head_dim, spec.head_dim_v));
