@@ -1,5 +1,5 @@
 //! The tables of docs/performance.md against the records in docs/results: every number that a record holds is
-//! that number, rounded as the table rounds it, and every record that a command writes has its date beside it.
+//! that number, rounded as the table rounds it, and every record that is named has its date beside it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -212,7 +212,8 @@ fn figures_in_the_text_are_their_records() {
     shows(&format!("{deterministic:.2} times FlashAttention-4's deterministic kernels"));
     let forward = |against| mean("sm90", "bf16", against);
     shows(&format!(
-        "{:.2} times the best peer in geometric mean (cuDNN {:.2}, FlashAttention-4 {:.2}, FlashAttention-3 {:.2})",
+        "{:.2} times the best peer in geometric mean (cuDNN {:.2}, FlashAttention-4 {:.2}, FlashAttention-3 \
+         {:.2})",
         forward("best peer"),
         forward("cudnn"),
         forward("fa4"),
