@@ -113,11 +113,12 @@ fn layers_of_models_are_their_records() {
 fn square_shapes_are_their_records() {
     let records = Records::read();
     let find = |name: &str, row: &[String], seqlen: u32| {
-        let (head_dim, head_dim_v) = row[0].split_once(", ").unwrap_or((&row[0], &row[0]));
+        let head_dims = row[0].split_once(", ").unwrap_or((&row[0], &row[0]));
+        let [head_dim, head_dim_v] = [head_dims.0, head_dims.1].map(|dim| dim.parse::<u32>().expect("a dim"));
         let of = |record: &&Value| {
             record["dtype"] == "bf16"
-                && record["head_dim"].to_string() == head_dim
-                && record["head_dim_v"].to_string() == head_dim_v
+                && record["head_dim"] == head_dim
+                && record["head_dim_v"] == head_dim_v
                 && record["mask"] == *row[1]
                 && record["seqlen_q"] == seqlen
         };
