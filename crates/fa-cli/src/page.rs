@@ -19,7 +19,7 @@ use fa_lab::record;
 use crate::attention;
 use crate::draw::diagram::escape;
 use crate::plan::splits;
-use crate::plan::tried::{Fit, Shape, bytes, kib};
+use crate::plan::tried::{Fit, Shape, Shown, bytes, kib};
 use crate::term::output::{plain, si};
 use fa_planner::report::{LimitReport, Planned, Tried};
 
@@ -76,7 +76,12 @@ pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String>
         views.push(View::new(planned, Pass::Forward, forward, false)?);
     }
     if let Some(backward) = &planned.backward {
-        views.push(View::new(planned, Pass::BACKWARD, &backward.tried, backward.guide.is_some())?);
+        // As deterministic as what was asked for: so are the kernels.
+        let pass = match backward.tried.best().map(|best| best.shape) {
+            Some(Shape::Kernel(spec)) => spec.kernel.pass(),
+            Some(Shape::Sm100(_)) | None => Pass::BACKWARD,
+        };
+        views.push(View::new(planned, pass, &backward.tried, backward.guide.is_some())?);
     }
     let mut notes: Vec<String> = planned.never_run().into_iter().collect();
     notes.extend(views.iter().filter_map(|view| never_ran(view, beside.records.as_ref())));

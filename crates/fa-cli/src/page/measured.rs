@@ -39,7 +39,6 @@ struct RecordKernel {
 
 #[derive(Deserialize)]
 struct RecordRow {
-    kind: String,
     /// Set for rows that a shape alone does not describe.
     name: Option<String>,
     batch: usize,
@@ -257,12 +256,12 @@ impl Records {
             record.commit.get(..7).unwrap_or(&record.commit)
         );
         for row in record.rows.iter().filter(|row| row.error.is_none() && row.ms_median > 0.0) {
-            let pass = if row.kind == "bwd" { Pass::BACKWARD } else { Pass::Forward };
             let kernel = record.kernels.iter().find(|kernel| kernel.name == row.spec);
             // Specs of older versions may have other fields.
             let spec =
                 kernel.and_then(|kernel| serde_json::from_value::<KernelSpec>(kernel.spec.clone()).ok());
             let Some(spec) = spec else { continue };
+            let pass = spec.kernel.pass();
             let Some(problem) = problem_of(row, &spec) else { continue };
             // Rows do not record which lengths a kernel reads on the device.
             let whole = !spec.reads.varied && !spec.reads.paged;
@@ -306,7 +305,7 @@ impl Records {
         };
         let like = |row: &&Measured| {
             let own = &row.problem;
-            row.pass.is_backward() == view.backward()
+            row.pass == view.pass
                 && row.arch == view.planned.arch
                 && row.kernel.starts_with(family)
                 && (own.head_dim, own.head_dim_v) == (problem.head_dim, problem.head_dim_v)

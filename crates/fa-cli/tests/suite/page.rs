@@ -155,7 +155,13 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
     let dense = page("--batch 64 --seqlen 1x4096 --heads 32:8 --causal");
     assert!(!dense.contains("of at most"));
     let many = page("--headdim 128 --causal --mode bwd");
-    assert!(many.contains("more, of longer sequences."));
+    assert!(many.contains("more, farther away."));
+    // Of kernels as deterministic as those that are planned.
+    let same_bits = page("--headdim 128 --causal --mode bwd --deterministic");
+    let table =
+        same_bits.split("<h2>Predicted and measured").nth(1).and_then(|rest| rest.split("</table>").next());
+    let kernels = table.expect("a table").matches("<td class=\"w\"><code>").count();
+    assert!(kernels > 0 && table.expect("a table").matches("-det</code>").count() == kernels);
     let other = page("--arch sm86 --headdim 64");
     assert!(other.contains("no record has sm80_fwd-bf16-hd64") && other.contains("on sm86"));
     // Without records nothing is said of them.
