@@ -107,12 +107,16 @@ pub(crate) fn steps(Loop { spec, steady }: &Loop) -> String {
     html
 }
 
-/// A lane's name; of a warp with its role, where warps have roles.
+/// A lane's name; of a warp with its role, where warps have roles. Warpgroups that multiply are counted from
+/// 0, as in the other drawing: the producer's is none of them.
 fn title(name: &str, spec: &KernelSpec) -> String {
-    let warp = name.strip_prefix("warp ").and_then(|warp| warp.parse::<u32>().ok());
-    match warp.and_then(|warp| role(spec, warp)) {
+    let number = |prefix: &str| name.strip_prefix(prefix).and_then(|rest| rest.parse::<u32>().ok());
+    if let Some(warpgroup) = number("tensor core of warpgroup ") {
+        return format!("products, warpgroup {}", warpgroup.saturating_sub(1));
+    }
+    match number("warp ").and_then(|warp| role(spec, warp)) {
         Some(role) => format!("{name}, {role}"),
-        None => name.replace("tensor core of warpgroup", "products, warpgroup"),
+        None => name.to_owned(),
     }
 }
 
@@ -120,7 +124,7 @@ fn title(name: &str, spec: &KernelSpec) -> String {
 fn role(spec: &KernelSpec, warp: u32) -> Option<String> {
     match &spec.kernel {
         Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) if warp < 4 => Some("producer".to_owned()),
-        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Some(format!("warpgroup {}", warp / 4)),
+        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Some(format!("warpgroup {}", warp / 4 - 1)),
         Kernel::Sm100Fwd(own) => {
             let mut end = 0;
             let roles = account::roles(&Sm100Tile::of(spec, own));

@@ -115,10 +115,8 @@ fn span(html: &mut String, span: &Span, timeline: &Timeline) {
     let clocks = span.end - span.begin;
     let what = if span.label.is_empty() { "waits" } else { &*span.label };
     let tip = format!("{what}: clock {:.0} to {:.0} ({clocks:.0})", span.begin, span.end);
-    let labels = match span.activity {
-        Activity::Wait => wait_labels(&span.label),
-        _ => bar_labels(&[&span.label]),
-    };
+    let waits = span.activity == Activity::Wait;
+    let labels = if waits { wait_labels(&span.label) } else { bar_labels(&[&span.label]) };
     write!(
         html,
         "<span class=\"sp {}\" style=\"left:{:.2}%;width:{:.2}%\" tabindex=\"0\" \
