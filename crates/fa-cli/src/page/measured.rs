@@ -358,7 +358,7 @@ impl Records {
             writeln!(
                 html,
                 "<tr{}><td class=\"about\">{shape}{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
-                 class=\"n\">{}</td><td>{}</td><td class=\"w\"><code>{}</code></td><td \
+                 class=\"n\">{}</td><td class=\"peer\">{}</td><td class=\"w\"><code>{}</code></td><td \
                  class=\"n\">[{}]</td></tr>",
                 if row.exact(view.problem()) { " class=\"here\"" } else { "" },
                 row.name.as_ref().map_or(String::new(), |name| format!(" ({})", escape(name))),
