@@ -33,9 +33,10 @@ const STEPS: [Step; 7] = [
         name: "lint",
         run: |_, _| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
     },
+    // `--tests` are those of libraries and programs too, but for the Python package's library, which has none.
     Step {
         name: "build of tests",
-        run: |_, _| workspace::cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-run"]),
+        run: |_, _| workspace::cargo(&["test", "--workspace", "--tests", "--no-run"]),
     },
     Step { name: "test, documentation, candle, python", run: tests },
     Step { name: "test of docs", run: |args, tally| cargo_test(&["--doc"], args, tally) },
@@ -89,7 +90,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
     std::thread::scope(|scope| {
         let rest = scope.spawn(|| docs().and_then(|()| candle::check()).and_then(|()| python::check()));
-        let tests = cargo_test(&["--lib", "--bins", "--tests"], args, tally);
+        let tests = cargo_test(&["--tests"], args, tally);
         let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         tests.and(rest)
     })
