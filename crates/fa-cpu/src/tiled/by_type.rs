@@ -53,7 +53,11 @@ passes! {
 }
 
 /// Sequences of few queries one way, the others another.
-fn forward_of<T: Element + Factor>(call: &Forward<'_, T>, out: &mut TensorMut<'_, T>, mut lse: Option<&mut [f32]>) {
+fn forward_of<T: Element + Factor>(
+    call: &Forward<'_, T>,
+    out: &mut TensorMut<'_, T>,
+    mut lse: Option<&mut [f32]>,
+) {
     let decodes = decode::applies(call);
     let few = |unit: &Unit| decodes && decode::suits(call, &call.batch.sequences[unit.sequence]);
     let (few, mut many): (Vec<_>, Vec<_>) = units(call.problem, call.batch).into_iter().partition(few);
