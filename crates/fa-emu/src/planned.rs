@@ -1,7 +1,7 @@
 //! Compares the counters of a pass with the planner's numbers: products, bytes loaded to shared memory, bank
 //! conflicts.
 
-use fa_core::spec::Traits;
+use fa_core::spec::{Traits, operand_columns};
 use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_planner::account::head_splits;
 use fa_planner::cost::Work;
@@ -36,6 +36,10 @@ impl Planned {
         let (tile_m, tile_n) = spec.tile();
         let (m, n) = (f64::from(tile_m), f64::from(tile_n));
         let (hd, hdv) = (f64::from(spec.head_dim), f64::from(spec.head_dim_v));
+        // TMA writes whole panels.
+        let by_tma = spec.traits().uses_tma();
+        let stored = |dim| f64::from(if by_tma { operand_columns(dim) } else { dim });
+        let (row, row_v) = (stored(spec.head_dim), stored(spec.head_dim_v));
         let pairs = problem.flops_forward() / (2.0 * (problem.head_dim + problem.head_dim_v) as f64);
         let exact = |of_qk: f64, of_v: f64| {
             2.0 * pairs * (of_qk * problem.head_dim as f64 + of_v * problem.head_dim_v as f64)
@@ -59,7 +63,7 @@ impl Planned {
                 Planned {
                     tile_flops: steps * 2.0 * m * n * (hd + hdv),
                     problem_flops: exact(1.0, 1.0),
-                    tile_bytes: 2.0 * (steps * n * (hd + hdv) + tiles * rows * hd),
+                    tile_bytes: 2.0 * (steps * n * (row + row_v) + tiles * rows * row),
                     stat_bytes: 0.0,
                     conflict_free,
                     whole_steps,
@@ -71,7 +75,7 @@ impl Planned {
                 Planned {
                     tile_flops: steps * 2.0 * m * n * (3.0 * hd + 2.0 * hdv),
                     problem_flops: exact(3.0, 2.0),
-                    tile_bytes: 2.0 * (steps * m * (hd + hdv) + tiles * n * (hd + hdv)),
+                    tile_bytes: 2.0 * (steps * m + tiles * n) * (row + row_v),
                     stat_bytes: steps * 2.0 * m * 4.0,
                     conflict_free,
                     whole_steps,

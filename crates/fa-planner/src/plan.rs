@@ -59,15 +59,19 @@ pub fn head_dims(family: Family) -> &'static [u32] {
     Kernel::of(family, Pass::Forward).map_or(&[], |kernel| planned::of(&kernel).head_dims())
 }
 
-/// The smallest tile extent that holds `head_dim`.
+/// The smallest tile extent that holds `head_dim`, and one to try beside it: the next one where the smallest
+/// is no multiple of 32, whose columns cannot be divided among warpgroups in every tile; else the same.
 ///
 /// # Errors
 /// [`PlanError::HeadDim`] where none does, or the kernels cannot load such rows.
-fn padded(extents: &[u32], name: &'static str, head_dim: usize) -> Result<u32, PlanError> {
-    let extent = extents.iter().copied().find(|&extent| extent as usize >= head_dim);
-    extent
+fn padded(extents: &[u32], name: &'static str, head_dim: usize) -> Result<[u32; 2], PlanError> {
+    let mut holding = extents.iter().copied().filter(|&extent| extent as usize >= head_dim);
+    let least = holding
+        .next()
         .filter(|_| head_dim > 0 && head_dim.is_multiple_of(8))
-        .ok_or(PlanError::HeadDim { name, value: head_dim })
+        .ok_or(PlanError::HeadDim { name, value: head_dim })?;
+    let beside = if least.is_multiple_of(32) { least } else { holding.next().unwrap_or(least) };
+    Ok([least, beside])
 }
 
 /// What to plan for.
@@ -276,7 +280,7 @@ fn for_each(
     problem: &Problem,
     arch: Arch,
     options: &PlanOptions,
-    judge: impl FnMut(KernelSpec),
+    mut judge: impl FnMut(KernelSpec),
 ) -> Result<(), PlanError> {
     problem.check()?;
     if !problem.types.qkv.is_half() {
@@ -293,15 +297,20 @@ fn for_each(
     let kernel = Kernel::of(family, options.pass)
         .ok_or_else(|| PlanError::NoKernel { family, pass: options.pass.name() })?;
     let kernel = planned::of(&kernel);
+    let [head_dim, wider] = padded(kernel.head_dims(), "head_dim", problem.head_dim)?;
+    let [head_dim_v, wider_v] = padded(kernel.head_dims(), "head_dim_v", problem.head_dim_v)?;
     let wanted = Wanted {
         problem,
-        head_dim: padded(kernel.head_dims(), "head_dim", problem.head_dim)?,
-        head_dim_v: padded(kernel.head_dims(), "head_dim_v", problem.head_dim_v)?,
+        head_dim,
+        head_dim_v,
         arch,
         deterministic: options.pass.deterministic(),
         division: options.division,
     };
-    kernel.candidates(wanted).for_each(judge);
+    kernel.candidates(wanted).for_each(&mut judge);
+    if (wider, wider_v) != (head_dim, head_dim_v) {
+        kernel.candidates(Wanted { head_dim: wider, head_dim_v: wider_v, ..wanted }).for_each(judge);
+    }
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! Plans of the backward, of both families.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::account::smem;
 use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanOptions, explore, plan};
@@ -140,6 +140,27 @@ mod sm90 {
             assert!(set.rejected.iter().all(|rejected| rejected.reason.kind() == "spills"));
             assert_eq!(set.rejected.len(), spilling);
         }
+    }
+
+    /// One tile of 80 columns divides its products among two warpgroups, and spills where scores are capped:
+    /// tiles of 96 are tried beside it.
+    #[test]
+    fn head_dims_up_to_80_have_a_tile_of_their_own() {
+        let best = |head_dim, score| {
+            let square = Problem::square(4, 2048, 32, head_dim, Mask::CAUSAL, Dtype::Bf16);
+            let set = explore(&Problem { score, ..square }, Arch::Sm90, &options(false)).expect("plans");
+            let extents = |dim| set.plans.iter().any(|plan| plan.spec.head_dim == dim);
+            assert!(extents(96), "{head_dim}");
+            (set.plans[0].spec.head_dim, set.plans[0].spec.tile(), extents(80))
+        };
+        for head_dim in [72, 80] {
+            assert_eq!(best(head_dim, ScoreMod::NONE), (80, (128, 128), true));
+            let (extent, _, narrow) = best(head_dim, ScoreMod::softcap(30.0));
+            assert_eq!((extent, narrow), (96, false));
+        }
+        let wider = Problem::square(4, 2048, 32, 88, Mask::CAUSAL, Dtype::Bf16);
+        let set = explore(&wider, Arch::Sm90, &options(false)).expect("plans");
+        assert!(set.plans.iter().all(|plan| plan.spec.head_dim == 96));
     }
 
     #[test]

@@ -11,10 +11,11 @@ mod tuning;
 use fa_attn::device::{DeviceForward, DeviceGradients, DeviceOutput, Gpu};
 use fa_attn::{Backend, Engine, Error, Output, Tensor, problem_of};
 use fa_core::spec::Scheduler;
-use fa_core::{Dtype, Kernel, Lengths, Mask, Pass, Problem, TensorLayout, Types};
+use fa_core::{Dtype, Kernel, Lengths, Mask, Pass, Problem, TensorLayout, Types, Unserved};
 use fa_kernels::{
     Cache, Error as KernelError, ForwardArgs, Headers, Input, Kernels, RawForwardArgs, RawTensor, driver,
 };
+use fa_planner::plan::PlanError;
 use half::{bf16, f16};
 
 use case::{BASE, Case, GQA, PROBLEMS};
@@ -147,7 +148,10 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
     let wide = Problem { head_dim: 264, ..BASE };
     assert!(gpu.forward(&wide, None).unwrap_err().to_string().contains("head_dim = 264"));
     let negative = Problem { softmax_scale: Some(-1.0), ..BASE };
-    assert!(matches!(gpu.forward(&negative, None), Err(Error::Kernels(KernelError::Scale { .. }))));
+    assert!(matches!(
+        gpu.forward(&negative, None),
+        Err(Error::Plan(PlanError::Unserved(Unserved::Scale { scale: -1.0 })))
+    ));
     let spec = forward.kernel().spec.clone();
     let headless = Problem { heads_kv: 0, ..BASE };
     assert!(matches!(gpu.prefer(&headless, spec.clone()), Err(Error::Problem(_))));

@@ -23,7 +23,7 @@ use crate::{Arch, Family, Pass, ScoreKind, Types};
 
 pub use derived::BackwardTraits;
 pub use error::{Mismatch, SpecError, Unserved};
-pub use pages::{boxes_need, page_part, panel};
+pub use pages::{boxes_need, operand_columns, operand_panel, page_part, panel};
 pub use params::{Param, ParamValue};
 pub use shipped::ShippedSpec;
 pub use sm80_bwd::Sm80Bwd;

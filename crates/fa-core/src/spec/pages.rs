@@ -10,6 +10,18 @@ pub const fn panel(columns: u32) -> u32 {
     }
 }
 
+/// Columns that rows of Q, K, V and dO take in shared memory where TMA loads a head dim of `columns`, a
+/// multiple of 16: panels of at least 32 columns, of which the last one may be half empty. TMA takes a row of
+/// a panel at a time, and narrower ones take it longer.
+pub const fn operand_columns(columns: u32) -> u32 {
+    columns.next_multiple_of(32)
+}
+
+/// Columns of their panels, where no two warpgroups share the columns.
+pub const fn operand_panel(columns: u32) -> u32 {
+    panel(operand_columns(columns))
+}
+
 /// Rows of a page that one box of TMA loads: the largest number that divides both page and tile.
 pub const fn page_part(page: usize, tile_n: u32) -> usize {
     let (mut a, mut b) = (page, tile_n as usize);
@@ -29,7 +41,7 @@ const BOX_ALIGN: usize = 128;
 /// `columns` columns; `None` for pages that they can load.
 pub const fn boxes_need(page: usize, tile_n: u32, columns: u32) -> Option<usize> {
     let part = page_part(page, tile_n);
-    let aligned = BOX_ALIGN / (2 * panel(columns) as usize);
+    let aligned = BOX_ALIGN / (2 * operand_panel(columns) as usize);
     if aligned > 1 && !part.is_multiple_of(aligned) {
         return Some(aligned);
     }
@@ -55,6 +67,13 @@ mod tests {
         assert_eq!(boxes_need(4, 80, 128), None);
         // Rows of 64 bytes: boxes of an odd number would start within 128 bytes.
         assert_eq!((boxes_need(9, 144, 96), boxes_need(9, 144, 128)), (Some(2), None));
+        assert_eq!((boxes_need(9, 144, 80), boxes_need(8, 144, 80)), (Some(2), None));
         assert_eq!([64, 128, 192, 256, 96, 32, 80].map(panel), [64, 64, 64, 64, 32, 32, 16]);
+    }
+
+    #[test]
+    fn rows_of_operands_have_panels_of_32_columns_at_least() {
+        assert_eq!([64, 80, 96, 112, 256, 16].map(operand_columns), [64, 96, 96, 128, 256, 32]);
+        assert_eq!([64, 80, 96, 112, 256, 16].map(operand_panel), [64, 32, 32, 64, 64, 32]);
     }
 }

@@ -1,8 +1,9 @@
 //! The SM90 backward: wgmma and TMA, with warpgroups that load or compute.
 
 use super::error::SpecError;
-use super::params::{kernel_params, multiple};
-use super::values::{MAX_HEAD_DIM, MaskKind, Scheduler, TileOrder, Traits};
+use super::pages::operand_columns;
+use super::params::kernel_params;
+use super::values::{MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -65,8 +66,6 @@ impl Sm90Bwd {
     /// Checks the fields against the kernel's rules, for the tile extents of the head dims.
     pub(super) fn check(&self, (head_dim, head_dim_v): (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
-        multiple("head_dim", head_dim, 32, MAX_HEAD_DIM)?;
-        multiple("head_dim_v", head_dim_v, 32, MAX_HEAD_DIM)?;
         for (field, atoms) in [
             ("atom_layout_m_sdp", self.atom_layout_m_sdp),
             ("atom_layout_n_dkv", self.atom_layout_n_dkv),
@@ -91,6 +90,17 @@ impl Sm90Bwd {
                     "{name}: {swapped}[{m}, {n}] cannot be divided among {} warpgroups with atom layout \
                      {atoms}: each takes rows in multiples of 64 and columns in multiples of 8",
                     self.num_wg
+                )));
+            }
+        }
+        // What is divided are columns of Q, dO and K, whose panels have 16 columns at least.
+        for (name, m, n, atoms, swap) in &products[1..] {
+            let share = self.share(*m, *n, *atoms, *swap).filter(|_| !swap);
+            if let Some(Share { columns, .. }) = share.filter(|share| !share.columns.is_multiple_of(16)) {
+                return Err(SpecError::Conflict(format!(
+                    "{name}: each of {} warpgroups takes {columns} of {n} columns, which have to be a \
+                     multiple of 16; divide its rows (atom layout {}) or use a wider head dim",
+                    self.num_wg, self.num_wg
                 )));
             }
         }
@@ -120,7 +130,7 @@ impl Sm90Bwd {
                 self.num_wg
             )));
         }
-        let (rows, dim) = (self.pds_stages * self.tile_m, head_dim.max(head_dim_v));
+        let (rows, dim) = (self.pds_stages * self.tile_m, operand_columns(head_dim.max(head_dim_v)));
         if self.persistent && rows < dim {
             return Err(SpecError::Conflict(format!(
                 "persistent needs room in dS for dK and for dV, one after the other: pds_stages * tile_m = \

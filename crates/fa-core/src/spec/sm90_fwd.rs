@@ -1,7 +1,7 @@
 //! The SM90 forward: wgmma and TMA, with warpgroups that load or compute.
 
 use super::error::SpecError;
-use super::pages::panel;
+use super::pages::operand_panel;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};
@@ -74,12 +74,12 @@ impl Sm90Fwd {
                 "ping_pong needs num_wg of 2 or 3: a single warpgroup has no partner".into(),
             ));
         }
-        if self.gather && panel(head_dim) != panel(head_dim_v) {
+        if self.gather && operand_panel(head_dim) != operand_panel(head_dim_v) {
             return Err(SpecError::Conflict(format!(
                 "gather needs panels of equal width: K has {} columns at head_dim = {head_dim}, V {} at \
                  head_dim_v = {head_dim_v}; use gather = false",
-                panel(head_dim),
-                panel(head_dim_v)
+                operand_panel(head_dim),
+                operand_panel(head_dim_v)
             )));
         }
         Ok(())

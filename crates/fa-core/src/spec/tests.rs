@@ -74,6 +74,20 @@ fn backward_shapes_follow_the_tensor_cores() {
 }
 
 #[test]
+fn columns_of_a_head_dim_are_divided_in_blocks_of_16() {
+    let of = |change: fn(&mut Sm90Bwd)| {
+        let mut spec = KernelSpec { head_dim: 80, head_dim_v: 80, ..backward() };
+        let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+        change(kernel);
+        spec.check().map_err(|error| error.to_string())
+    };
+    let divided = "dQ: each of 2 warpgroups takes 40 of 80 columns, which have to be a multiple of 16; \
+                   divide its rows (atom layout 2) or use a wider head dim";
+    assert_eq!(of(|_| ()), Err(divided.to_owned()));
+    assert_eq!(of(|k| (k.tile_m, k.atom_layout_m_dq) = (128, 2)), Ok(()));
+}
+
+#[test]
 fn persistence_is_left_out_of_texts_where_it_is_off() {
     let with = |persistent| {
         let mut spec = backward();

@@ -101,6 +101,26 @@ fn pages_with_one_panel_of_v() {
     check_of_dims("pages_with_one_panel_of_v", (128, 64), "full", flags, PREFILL, (2, 0));
 }
 
+/// Rows of 80 columns end in half a panel.
+#[test]
+fn half_panels_of_packed_sequences() {
+    let flags = "softcap: false, varied: true";
+    check_of_dims("half_panels_of_packed_sequences", (80, 80), "causal", flags, PREFILL, (2, 0));
+}
+
+#[test]
+fn half_panels_of_pages() {
+    let flags = "softcap: false, varied: true, paged: true";
+    check_of_dims("half_panels_of_pages", (80, 80), "full", flags, PREFILL, (2, 0));
+}
+
+#[test]
+fn half_panels_of_gathered_pages() {
+    let (test, flags) =
+        ("half_panels_of_gathered_pages", "softcap: false, varied: true, paged: true, split: true");
+    check_of_dims(test, (80, 80), "causal", flags, GATHERED_IN_TURN, (8, 0));
+}
+
 #[test]
 fn gathered_pages() {
     check("gathered_pages", "causal", "softcap: false, varied: true, paged: true", GATHERED, (2, 1));

@@ -10,6 +10,7 @@
 #include "ptx/atomic.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warp.cuh"
+#include "sm90/operand.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/product.cuh"
 
@@ -28,7 +29,7 @@ struct Cut {
     __device__ __forceinline__ static int first_n(int wg) { return kAtomN > 1 ? wg * kN : 0; }
 };
 
-// The widest panel that divides both a tile's rows and a warpgroup's share of them, if read in shares.
+// The widest panel that divides both a row of P or dS and a warpgroup's share of it, if read in shares.
 __host__ __device__ constexpr int shared_panel(int columns, int share) {
     return min_of(widest_panel(columns), widest_panel(share));
 }
@@ -55,7 +56,7 @@ struct AccumulatorOrder {
 
 template <Sm90BwdConfig C>
 struct BwdLayout {
-    static_assert(C.tile_m % 16 == 0 && C.tile_n % 16 == 0 && C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0);
+    static_assert(C.tile_m % 16 == 0 && C.tile_n % 16 == 0 && C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0);
     static_assert(C.num_wg == 2 || C.num_wg == 3);
 
     using CutS = Cut<C.tile_m, C.tile_n, C.num_wg, C.atom_layout_m_sdp, C.sdp_swap_ab>;
@@ -63,17 +64,17 @@ struct BwdLayout {
     using CutDv = Cut<C.tile_n, C.head_dim_v, C.num_wg, C.atom_layout_n_dkv, C.dkv_swap_ab>;
     using CutDq = Cut<C.tile_m, C.head_dim, C.num_wg, C.atom_layout_m_dq, C.dq_swap_ab>;
 
-    // Panels that are read across must not straddle two warpgroups' shares.
-    static constexpr int kPanelQ =
-        C.dkv_swap_ab ? widest_panel(C.head_dim) : shared_panel(C.head_dim, CutDk::kN);
-    static constexpr int kPanelDo =
-        C.dkv_swap_ab ? widest_panel(C.head_dim_v) : shared_panel(C.head_dim_v, CutDv::kN);
-    static constexpr int kPanelK =
-        C.dq_swap_ab ? widest_panel(C.head_dim) : shared_panel(C.head_dim, CutDq::kN);
-    using Q = PanelTile<C.tile_m, C.head_dim, kPanelQ>;
-    using K = PanelTile<C.tile_n, C.head_dim, kPanelK>;
-    using V = PanelTile<C.tile_n, C.head_dim_v>;
-    using Do = PanelTile<C.tile_m, C.head_dim_v, kPanelDo>;
+    // Columns of Q, dO and K are divided among warpgroups in dK, dV and dQ, unless those are transposed.
+    static constexpr int kPanelQ = operand_panel(C.head_dim, C.dkv_swap_ab ? C.head_dim : CutDk::kN);
+    static constexpr int kPanelDo = operand_panel(C.head_dim_v, C.dkv_swap_ab ? C.head_dim_v : CutDv::kN);
+    static constexpr int kPanelK = operand_panel(C.head_dim, C.dq_swap_ab ? C.head_dim : CutDq::kN);
+    static_assert((C.dkv_swap_ab || (CutDk::kN % 16 == 0 && CutDv::kN % 16 == 0)) &&
+                      (C.dq_swap_ab || CutDq::kN % 16 == 0),
+                  "a share of columns is whole panels");
+    using Q = OperandTile<C.tile_m, C.head_dim, kPanelQ>;
+    using K = OperandTile<C.tile_n, C.head_dim, kPanelK>;
+    using V = OperandTile<C.tile_n, C.head_dim_v>;
+    using Do = OperandTile<C.tile_m, C.head_dim_v, kPanelDo>;
 
     // P and dS are stored as [tile_n][tile_m] or as [tile_m][tile_n], whichever way the panels are wider
     // (wgmma reads narrow ones slower, and stores to them collide); as the accumulators lie, if both are. One

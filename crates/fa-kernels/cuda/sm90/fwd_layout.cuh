@@ -2,6 +2,7 @@
 #pragma once
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/operand.cuh"
 #include "tile/panel.cuh"
 #include "tile/pipeline.cuh"
 
@@ -11,7 +12,7 @@ template <Sm90FwdConfig C>
 struct Traits {
     static_assert(C.tile_m == 64 * C.num_wg, "one warpgroup per 64 rows: the m64 of wgmma");
     static_assert(C.tile_n % 16 == 0 && C.tile_n <= 256, "the n of wgmma and the k16 steps of P V");
-    static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
+    static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0 && C.head_dim_v <= 256);
     static_assert(C.cluster_m == 1 || C.mask == MaskKind::Full, "CTAs of a cluster share their keys");
     static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic,
                   "CTAs of a cluster take neighbouring tiles");
@@ -40,9 +41,9 @@ struct Traits {
                                          C.num_wg * kMoreRegs;
     static constexpr int kConsumerRegs = (C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160) - kMoreRegs;
 
-    using Q = PanelTile<C.tile_m, C.head_dim>;
-    using K = PanelTile<C.tile_n, C.head_dim>;
-    using V = PanelTile<C.tile_n, C.head_dim_v>;
+    using Q = OperandTile<C.tile_m, C.head_dim>;
+    using K = OperandTile<C.tile_n, C.head_dim>;
+    using V = OperandTile<C.tile_n, C.head_dim_v>;
     using P = PanelTile<64, C.tile_n>;  // one per warpgroup
 
     // Of keys in pages, warps that load K, and as many V; all warps that load; and those that say when a tile

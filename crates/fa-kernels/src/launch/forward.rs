@@ -1,8 +1,8 @@
 //! The launches of a forward as data: parameters, tensor maps, workspace and the order of its kernels.
 
+use fa_core::spec::operand_panel;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, Problem};
-use fa_planner::account::panels::widest;
 use fa_planner::account::{MAX_SPLITS, kv_splits, page_part};
 
 use crate::Error;
@@ -147,7 +147,7 @@ impl Work {
 /// Where threads copy rows, half a tile's: boxes load those that are contiguous.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (_, tile_n) = traits.tile;
-    let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
+    let (panel, panel_v) = (operand_panel(spec.head_dim), operand_panel(spec.head_dim_v));
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.

@@ -241,7 +241,7 @@ pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error
 #[cfg(test)]
 mod tests {
     use fa_core::TensorLayout;
-    use fa_planner::account::panels::widest;
+    use fa_core::spec::operand_panel;
 
     use super::*;
 
@@ -318,9 +318,9 @@ mod tests {
 
     #[test]
     fn panels_divide_the_row() {
-        for (head_dim, expected) in [(64, 64), (128, 64), (192, 64), (256, 64), (96, 32), (32, 32), (80, 16)]
+        for (head_dim, expected) in [(64, 64), (128, 64), (192, 64), (256, 64), (96, 32), (32, 32), (80, 32)]
         {
-            assert_eq!(widest(head_dim), expected);
+            assert_eq!(operand_panel(head_dim), expected);
         }
     }
 }

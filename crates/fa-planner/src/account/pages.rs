@@ -2,8 +2,7 @@
 //! threads.
 
 use fa_core::Problem;
-
-use super::panels::widest;
+use fa_core::spec::operand_panel;
 
 pub use fa_core::spec::{boxes_need, page_part};
 
@@ -16,7 +15,7 @@ const BOX_ROWS: usize = 8;
 pub(crate) fn gathers(problem: &Problem, tile_n: u32, (head_dim, head_dim_v): (u32, u32)) -> bool {
     let Some(page) = problem.lengths.page() else { return false };
     let boxes = [head_dim, head_dim_v].into_iter().all(|columns| boxes_need(page, tile_n, columns).is_none());
-    widest(head_dim) == widest(head_dim_v) && (!boxes || page_part(page, tile_n) < BOX_ROWS)
+    operand_panel(head_dim) == operand_panel(head_dim_v) && (!boxes || page_part(page, tile_n) < BOX_ROWS)
 }
 
 #[cfg(test)]

@@ -1,15 +1,15 @@
 //! The panels of the backward's operands in shared memory.
 //!
 //! A tile of 16-bit elements is stored in panels of 64, 32 or 16 columns, swizzled over 128, 64 or 32 bytes.
-//! Where a product splits the columns of a tile among warpgroups, a panel belongs to one warpgroup. TMA
+//! Rows of a head dim that is no multiple of 32 have a panel at the end that is half empty. Where a product
+//! splits the columns of a tile among warpgroups, a panel belongs to one warpgroup. TMA
 //! copies a panel row by row, so narrow panels take longer: layouts with the same count of bytes differ by up
 //! to a fifth.
 
+use fa_core::spec::{operand_panel, panel as widest};
 use fa_core::{KernelSpec, Sm90Bwd};
 
 use crate::head_dims::HeadDims;
-
-pub use fa_core::spec::panel as widest;
 
 /// Columns of a panel of each operand, as in the kernel's `BwdLayout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,13 +35,13 @@ impl BwdPanels {
         // Warpgroups that do not split the rows of a product split these columns, unless it is transposed.
         let across = |columns: u32, swap: bool, atoms: u32| {
             let share = if swap { columns } else { columns * atoms / kernel.num_wg };
-            widest(columns).min(widest(share))
+            if share == columns { operand_panel(columns) } else { widest(columns).min(widest(share)) }
         };
         let dkv = |columns| across(columns, kernel.dkv_swap_ab, kernel.atom_layout_n_dkv);
         BwdPanels {
             q: dkv(head_dim),
             k: across(head_dim, kernel.dq_swap_ab, kernel.atom_layout_m_dq),
-            v: widest(head_dim_v),
+            v: operand_panel(head_dim_v),
             dout: dkv(head_dim_v),
         }
     }
@@ -78,5 +78,9 @@ mod tests {
         assert_eq!(panels(hd128, &plain), BwdPanels { q: 64, k: 64, v: 64, dout: 64 });
         let by_rows = BwdSpec { atom_layout_n_dkv: 2, ..plain };
         assert_eq!(panels(hd96, &by_rows), BwdPanels { q: 32, k: 16, v: 32, dout: 32 });
+        // The third panel of 80 columns is half empty.
+        let hd80 = HeadDims { head_dim: 80, head_dim_v: 80 };
+        let whole = BwdSpec { tile_m: 128, atom_layout_m_sdp: 2, atom_layout_m_dq: 2, ..by_rows };
+        assert_eq!(panels(hd80, &whole), BwdPanels { q: 32, k: 32, v: 32, dout: 32 });
     }
 }

@@ -79,7 +79,7 @@ impl BwdConfig {
     }
 }
 
-/// Checks a candidate for head dims in multiples of 32 against shapes, registers and shared memory, in that
+/// Checks a candidate for the head dims of a tile against shapes, registers and shared memory, in that
 /// order.
 ///
 /// # Errors

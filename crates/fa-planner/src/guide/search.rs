@@ -171,17 +171,26 @@ pub(super) fn fwd_where(
     outcome
 }
 
+/// The guide's backward tiles that fit the extents of a kernel's head dims, which are not rounded up, best
+/// first.
+pub(crate) fn bwd_of_extents(extents: HeadDims) -> Vec<BwdConfig> {
+    bwd_of(extents, candidates::bwd(&BWD_TILES, &BWD_TILES)).feasible
+}
+
+fn bwd_of(dims: HeadDims, specs: Vec<BwdSpec>) -> Outcome<BwdConfig, BwdSpec> {
+    let mut outcome = Outcome::of(specs, |spec| bwd::check(dims, spec));
+    rank::bwd(&mut outcome.feasible);
+    outcome
+}
+
 /// The backward candidates that `keep` lets through, checked and ranked.
 pub(super) fn bwd_where(
     dims: HeadDims,
     tiles: &Tiles,
     keep: impl Fn(&BwdSpec) -> bool,
 ) -> Outcome<BwdConfig, BwdSpec> {
-    let dims = dims.padded(HEAD_DIM_GRANULE);
     let specs = candidates::bwd(&tiles.bwd_m, &tiles.bwd_n).into_iter().filter(keep).collect();
-    let mut outcome = Outcome::of(specs, |spec| bwd::check(dims, spec));
-    rank::bwd(&mut outcome.feasible);
-    outcome
+    bwd_of(dims.padded(HEAD_DIM_GRANULE), specs)
 }
 
 /// Searches the directions that `mode` names. The result always carries its explanation.

@@ -1,5 +1,6 @@
 //! What the SM90 backward takes of an SM: its shared memory, buffer by buffer, and its registers.
 
+use fa_core::spec::operand_columns;
 use fa_core::{KernelSpec, Sm90Bwd};
 
 use crate::guide::kernel::guide_spec;
@@ -9,10 +10,14 @@ use crate::head_dims::HeadDims;
 use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
+/// Tile extents of the head dims for which the products of some tile can be divided among warpgroups.
+pub const HEAD_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
+
 /// Alignment of row statistics: a 128-byte line, more than the 16 bytes that bulk copies need.
 const ROW_STAT_ALIGN: u32 = 128;
 
-/// The backward's `BwdStorage`, in declaration order (T is the 16-bit type):
+/// The backward's `BwdStorage`, in declaration order (T is the 16-bit type; of operands, `hd` and `hdv` are
+/// [`operand_columns`]):
 ///
 /// - `q` `[q_stages][tile_m, hd]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T, whose memory transposed dK
 ///   and dV reuse in the epilogue;
@@ -26,7 +31,7 @@ const ROW_STAT_ALIGN: u32 = 128;
 ///   `drawn`; and a `ticket`, the number of a deterministic CTA's tile. Warpgroups synchronise with each
 ///   other and with the warps that add dQ by named barriers, which take no memory.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
-    let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
+    let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(operand_columns);
     let Sm90Bwd { tile_m, tile_n, q_stages, do_stages, pds_stages, .. } = *kernel;
     let bytes = spec.elem_bytes();
     let mut plan = SmemPlan::default();
@@ -44,7 +49,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     }
     plan.push("ds", scores, TILE_ALIGN);
     if kernel.dq_via_smem {
-        plan.push("dq", tile_m * hd * 4 / kernel.dq_slices.max(1), TILE_ALIGN);
+        plan.push("dq", tile_m * spec.head_dim * 4 / kernel.dq_slices.max(1), TILE_ALIGN);
     }
     plan.push("lse", do_stages * tile_m * 4, ROW_STAT_ALIGN);
     plan.push("dpsum", do_stages * tile_m * 4, ROW_STAT_ALIGN);

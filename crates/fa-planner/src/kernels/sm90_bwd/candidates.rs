@@ -10,8 +10,7 @@ use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, ScoreKind, S
 
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
-use crate::guide::mode::Mode;
-use crate::guide::search::{Tiles, search};
+use crate::guide::search::bwd_of_extents;
 use crate::head_dims::HeadDims;
 use crate::kernels::backward_order;
 
@@ -38,8 +37,7 @@ pub fn candidates(
         let drawn = spec(true);
         if gains_by_drawing(&drawn, &kernel, &lengths) { drawn } else { spec(false) }
     };
-    let dims = HeadDims { head_dim, head_dim_v };
-    let guide = search(dims, Mode::Bwd, &Tiles::default()).map_or_else(|_| Vec::new(), |found| found.bwd);
+    let guide = bwd_of_extents(HeadDims { head_dim, head_dim_v });
     let kernels = if guide.is_empty() {
         beyond_the_guide().collect()
     } else {
@@ -48,7 +46,8 @@ pub fn candidates(
             .map(kernel_of)
             .flat_map(|kernel| {
                 let both = Sm90Bwd { pds_stages: 2, ..kernel.clone() };
-                let one = gains_by_one_dout(&both, problem, deterministic)
+                let has_room = |kernel: &Sm90Bwd| fits_at_all(&spec_of(kernel.clone()));
+                let one = (gains_by_one_dout(&both, problem, deterministic) || !has_room(&both))
                     .then(|| Sm90Bwd { do_stages: 1, ..both.clone() });
                 [Some(kernel), one, Some(both)].into_iter().flatten()
             })

@@ -5,7 +5,7 @@
 //! through device memory: at lengths below 2,000 they and the main kernel's own traffic take half of the
 //! time.
 
-use fa_core::spec::TileOrder;
+use fa_core::spec::{TileOrder, operand_columns};
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
@@ -54,7 +54,9 @@ pub(crate) fn predict(
     let panels = BwdPanels::of(spec, kernel);
     let bytes = f64::from(spec.elem_bytes());
     let loads = tile_m * (hd + hdv) * bytes;
-    let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + loads) / limits.smem_bytes;
+    let [stored, stored_v] = [spec.head_dim, spec.head_dim_v].map(|dim| f64::from(operand_columns(dim)));
+    let written = tile_m * (stored + stored_v) * bytes;
+    let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + written) / limits.smem_bytes;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
     let (cap_mufu, cap_ops) =
         if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
@@ -68,7 +70,7 @@ pub(crate) fn predict(
         + if kernel.q_stages == 1 { c.q_latency + q_load } else { 0.0 }
         + if kernel.dq_via_smem { 0.0 } else { dq_tile / c.atomic_bytes }
         + if kernel.deterministic { c.turn } else { 0.0 };
-    let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
+    let copies = c.copied_row * tile_m * (stored / f64::from(panels.q) + stored_v / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
     let (split, work) = cuts.of_keys(problem, spec, rates(limits, constants), arch);
     // A CTA computes nothing until its first Q and dO are there (NB-107). One that draws tiles loads those of

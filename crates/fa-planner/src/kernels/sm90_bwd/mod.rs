@@ -18,7 +18,7 @@ impl PlannedKernel for Sm90Bwd {
     functions_of_the_folder!();
 
     fn head_dims(&self) -> &'static [u32] {
-        &super::sm90_fwd::account::HEAD_DIMS
+        &account::HEAD_DIMS
     }
 
     fn code(&self) -> Code {

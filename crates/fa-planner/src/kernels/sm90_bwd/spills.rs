@@ -26,6 +26,11 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd, _: Arch) -> bool {
         return spec.head_dim == 64 && (kernel.tile_m, kernel.tile_n) == (128, 128);
     }
     match (spec.head_dim, spec.head_dim_v) {
+        // 208 accumulators in the one tile that there is: 8 to 1,524 bytes.
+        (80, 80) => {
+            let turns = kernel.deterministic && spec.mask == MaskKind::Window;
+            spec.score.softcap || (spec.reads.varied && (spec.score.alibi || turns))
+        }
         (256, 256) if kernel.q_stages == 1 => spills_beside_one_q_buffer(kernel, masked),
         // 208 accumulators, S and dQ transposed, P through shared memory: 20 to 28 bytes. Without a mask two
         // that also transpose dK do not spill.

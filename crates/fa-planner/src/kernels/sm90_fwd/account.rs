@@ -1,16 +1,16 @@
 //! What the SM90 forward takes of an SM: its shared memory, buffer by buffer, and its registers.
 
-use fa_core::spec::Scheduler;
+use fa_core::spec::{Scheduler, operand_columns};
 use fa_core::{KernelSpec, Sm90Fwd};
 
 use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
-/// Tile extents of the head dims: whole 128- or 64-byte swizzle rows.
-pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+/// Tile extents of the head dims: multiples of the k16 steps of wgmma.
+pub const HEAD_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
 
 /// The forward's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]`
-/// panels):
+/// panels, `hd` and `hdv` are [`operand_columns`]):
 ///
 /// - `q` `[q_stages][tile_m, hd]` T (O goes from registers straight to device memory);
 /// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P
@@ -25,9 +25,10 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     let bytes = spec.elem_bytes();
     let Sm90Fwd { tile_m, tile_n, q_stages, kv_stages, .. } = *kernel;
     let mut plan = SmemPlan::default();
-    plan.push("q", q_stages * tile_m * spec.head_dim * bytes, TILE_ALIGN);
-    plan.push("k", kv_stages * tile_n * spec.head_dim * bytes, TILE_ALIGN);
-    plan.push("v", kv_stages * tile_n * spec.head_dim_v * bytes, TILE_ALIGN);
+    let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(operand_columns);
+    plan.push("q", q_stages * tile_m * hd * bytes, TILE_ALIGN);
+    plan.push("k", kv_stages * tile_n * hd * bytes, TILE_ALIGN);
+    plan.push("v", kv_stages * tile_n * hdv * bytes, TILE_ALIGN);
     if !kernel.pv_is_rs {
         plan.push("p", tile_m * tile_n * bytes, TILE_ALIGN);
     }

@@ -1,7 +1,7 @@
 //! The time of an SM90 forward: wgmma fed from shared memory, overlapped by softmax of other warpgroups
 //! (ping-pong) or of the same one (the next step's products).
 
-use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::spec::{Scheduler, TileOrder, operand_columns};
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
 use crate::account::pages::page_part;
@@ -89,7 +89,8 @@ fn model(
     let bytes = f64::from(spec.elem_bytes());
     let p_bytes = if k.pv_is_rs { 0.0 } else { scores * bytes };
     let reads = num_wg * ((64.0 + tile_n) * hd + tile_n * hdv) * bytes + p_bytes;
-    let writes = tile_n * (hd + hdv) * bytes + p_bytes;
+    let stored = f64::from(operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
+    let writes = tile_n * stored * bytes + p_bytes;
     let smem = (reads + writes) / limits.smem_bytes;
 
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
