@@ -3,8 +3,8 @@
 
 use super::ahead::Ahead;
 use super::kernels::Kernels;
-use super::row_products::{RawAccumulate, RawDots};
-use super::rows::{Factor, RawRow, Stored};
+use super::row_products::{Factor, RawAccumulate, RawDots};
+use super::rows::{RawRow, Stored};
 use super::tile::extent;
 
 /// Whether each row has `dims` values; no branch for each, which took a tenth of a product's time.
@@ -57,7 +57,7 @@ impl Kernels {
         assert!(s.len() >= extent(queries, keys.len(), lds), "scores are too short");
         let raw = RawDots { keys, ahead, dims, queries, q: q.as_ptr(), ldq, s: s.as_mut_ptr(), lds };
         // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
-        unsafe { (T::products(&self.table.rows_of).dots)(&raw) }
+        unsafe { (T::products(&self.table.products_of).dots)(&raw) }
     }
 
     /// `o[query] += sum of p[query][key] * values[key]` for rows of `dims` values, `p` at stride `ldp`, `o`
@@ -83,7 +83,7 @@ impl Kernels {
         assert!(o.len() >= extent(queries, dims, ldo), "O is too short");
         let raw = RawAccumulate { values, ahead, dims, queries, p: p.as_ptr(), ldp, o: o.as_mut_ptr(), ldo };
         // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
-        unsafe { (T::products(&self.table.rows_of).accumulate)(&raw) }
+        unsafe { (T::products(&self.table.products_of).accumulate)(&raw) }
     }
 
     /// Online softmax (base 2) of one row: scores become probabilities `2^(score - max)`; returns the new

@@ -1,13 +1,58 @@
-//! The two products of attention for a few queries, which read K and V as they lie, in any element type: lanes
-//! lie along the head dim.
+//! The two products of attention for a few queries, which read K and V as they lie, in any element type:
+//! lanes lie along the head dim.
 //!
-//! Arrays of registers are filled in loops: of `core::array::from_fn` the compiler makes a dozen functions for
-//! each use in each block, two thirds of the time that this crate took.
+//! Arrays of registers are filled in loops: of `core::array::from_fn` the compiler makes a dozen functions
+//! for each use in each block.
 #![allow(unsafe_code)]
 
+use half::{bf16, f16};
+
 use super::ahead::{Ahead, follow};
-use super::rows::Factor;
+use super::rows::{Lanes, Stored};
 use super::vector::Vector;
+
+/// A number type whose rows are factors of products. f64 is not: the oracle's tensors alone have it.
+pub(crate) trait Factor: Stored {
+    /// `count` numbers, at most `LANES`, and zeros.
+    ///
+    /// # Safety
+    /// As [`Stored::load`], for so many.
+    unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V;
+    /// The products for this type.
+    fn products(table: &ProductTables) -> &ProductTable<Self>;
+}
+
+/// The products of one instruction set and element type.
+pub(crate) struct ProductTable<T> {
+    pub(super) dots: unsafe fn(&RawDots<'_, T>),
+    pub(super) accumulate: unsafe fn(&RawAccumulate<'_, T>),
+}
+
+/// The products of one instruction set.
+pub(crate) struct ProductTables {
+    pub(super) f32: ProductTable<f32>,
+    pub(super) bf16: ProductTable<bf16>,
+    pub(super) f16: ProductTable<f16>,
+}
+
+macro_rules! factor {
+    ($type:ident, $part:ident) => {
+        impl Factor for $type {
+            #[inline(always)]
+            unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V {
+                // SAFETY: the caller's.
+                unsafe { V::$part(from.cast(), count) }
+            }
+            fn products(table: &ProductTables) -> &ProductTable<Self> {
+                &table.$type
+            }
+        }
+    };
+}
+
+factor!(f32, load_part);
+factor!(bf16, load_part_bf16);
+factor!(f16, load_part_f16);
 
 /// `S[query][key] = K[key] . Q[query]`.
 ///

@@ -4,7 +4,6 @@
 
 use half::{bf16, f16};
 
-use super::row_products::{RawAccumulate, RawDots};
 use super::vector::{Vector, exp2};
 
 /// A number type as it lies in memory, read and written a register at a time.
@@ -28,17 +27,6 @@ pub trait Stored: Copy {
     fn kernels(table: &RowTables) -> &RowTable<Self>;
 }
 
-/// A number type whose rows are factors of products. f64 is not: the oracle's tensors alone have it.
-pub trait Factor: Stored {
-    /// `count` numbers, at most `LANES`, and zeros.
-    ///
-    /// # Safety
-    /// As [`Stored::load`], for so many.
-    unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V;
-    /// The products for this type.
-    fn products(table: &RowTables) -> &ProductTable<Self>;
-}
-
 /// [`Vector`] under a name that a public trait may mention.
 #[allow(private_bounds)]
 pub trait Lanes: Vector {}
@@ -51,21 +39,12 @@ pub struct RowTable<T> {
     pub(super) narrow: unsafe fn(*const f32, f32, *mut T, usize),
 }
 
-/// The products of one instruction set and element type.
-pub struct ProductTable<T> {
-    pub(super) dots: unsafe fn(&RawDots<'_, T>),
-    pub(super) accumulate: unsafe fn(&RawAccumulate<'_, T>),
-}
-
 /// The kernels of one instruction set.
 pub struct RowTables {
     pub(super) f32: RowTable<f32>,
     pub(super) bf16: RowTable<bf16>,
     pub(super) f16: RowTable<f16>,
     pub(super) f64: RowTable<f64>,
-    pub(super) products_f32: ProductTable<f32>,
-    pub(super) products_bf16: ProductTable<bf16>,
-    pub(super) products_f16: ProductTable<f16>,
     pub(super) softmax: unsafe fn(&RawRow) -> [f32; 3],
 }
 
@@ -97,28 +76,10 @@ macro_rules! stored {
     };
 }
 
-macro_rules! factor {
-    ($type:ident, $part:ident, $products:ident) => {
-        impl Factor for $type {
-            #[inline(always)]
-            unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V {
-                // SAFETY: the caller's.
-                unsafe { V::$part(from.cast(), count) }
-            }
-            fn products(table: &RowTables) -> &ProductTable<Self> {
-                &table.$products
-            }
-        }
-    };
-}
-
 stored!(f32, |value| value, |value| value, load, store);
 stored!(bf16, bf16::to_f32, bf16::from_f32, load_bf16, store_bf16);
 stored!(f16, f16::to_f32, f16::from_f32, load_f16, store_f16);
 stored!(f64, |value| value as f32, f64::from, load_f64, store_f64);
-factor!(f32, load_part, products_f32);
-factor!(bf16, load_part_bf16, products_bf16);
-factor!(f16, load_part_f16, products_f16);
 
 /// One row of scores in base 2 for the online softmax.
 ///

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use super::product::RawProduct;
+use super::row_products::ProductTables;
 use super::rows::RowTables;
 use super::softmax::{RawAlibi, RawGradient, RawSoftmax};
 use super::transpose::RawTranspose;
@@ -23,6 +24,7 @@ pub(super) struct Table {
     pub gradient: unsafe fn(&RawGradient),
     pub alibi: unsafe fn(&RawAlibi),
     pub rows_of: RowTables,
+    pub products_of: ProductTables,
     pub softcap: unsafe fn(*mut f32, usize, f32),
     pub exp2: unsafe fn(*mut f32, usize),
     pub transpose: unsafe fn(&RawTranspose),
@@ -89,7 +91,7 @@ macro_rules! table {
                         // SAFETY: the caller keeps the contract of `RawAccumulate`.
                         unsafe { row_products::accumulate::<$vector, $type>(call) }
                     }
-                    rows::ProductTable { dots, accumulate }
+                    row_products::ProductTable { dots, accumulate }
                 }};
             }
             $(#[target_feature(enable = $features)])?
@@ -125,10 +127,12 @@ macro_rules! table {
                     bf16: row_table!(half::bf16),
                     f16: row_table!(half::f16),
                     f64: row_table!(f64),
-                    products_f32: product_table!(f32),
-                    products_bf16: product_table!(half::bf16),
-                    products_f16: product_table!(half::f16),
                     softmax: row_softmax,
+                },
+                products_of: row_products::ProductTables {
+                    f32: product_table!(f32),
+                    bf16: product_table!(half::bf16),
+                    f16: product_table!(half::f16),
                 },
                 softcap,
                 exp2,

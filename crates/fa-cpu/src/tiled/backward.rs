@@ -19,7 +19,7 @@ use super::scratch::{QueryTile, Scratch};
 use super::sink_terms::SinkTerms;
 use super::work::Unit;
 use crate::element::Element;
-use crate::simd::rows::Factor;
+use crate::simd::row_products::Factor;
 use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.

@@ -9,7 +9,7 @@ use super::work::{Forward, Unit, units};
 use super::{backward, backward16, decode, forward, forward16};
 use crate::element::Element;
 use crate::simd::cast;
-use crate::simd::rows::Factor;
+use crate::simd::row_products::Factor;
 use crate::view::TensorMut;
 
 macro_rules! passes {

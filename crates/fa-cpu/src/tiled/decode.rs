@@ -19,7 +19,7 @@ use super::work::{Forward, Unit};
 use crate::batch::Sequence;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
-use crate::simd::rows::Factor;
+use crate::simd::row_products::Factor;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;
