@@ -3,7 +3,7 @@
 import importlib
 
 from . import _core
-from ._checks import apart, array, paddings, room
+from ._checks import apart, array, cache_rows, paddings, room
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 
@@ -310,11 +310,15 @@ class Arrays:
         out[...] = values
         return out
 
-    def select(self, table, rows):
-        return table[rows]
+    def table_of_rows(self, index, rows, table):
+        """The page table of the sequences whose rows of the cache (of `rows` rows), or of `table`, `index`
+        has. Without a table each row of the cache is a page."""
+        if self.is_in_host_memory(index):
+            cache_rows(self.library.np.asarray(index), rows, table)
+        return index.reshape(-1, 1) if table is None else table[index]
 
-    def as_column(self, array):
-        return array.reshape(-1, 1)
+    def is_in_host_memory(self, array):
+        return array.__dlpack_device__()[0] == 1
 
 
 class _LentArrays(Arrays):
@@ -349,6 +353,9 @@ class _LentArrays(Arrays):
 
     def without_padding(self, *arrays):
         return super().without_padding(*map(self._lent, arrays))
+
+    def table_of_rows(self, *arguments):
+        return super().table_of_rows(*map(self._lent, arguments))
 
     def _lent(self, value):
         if isinstance(value, tuple):
@@ -387,6 +394,9 @@ class _JaxArrays(Arrays):
 
     def stored(self, values, out):
         raise UnsupportedError(_UNWRITTEN)
+
+    def is_in_host_memory(self, array):
+        return not _is_on_gpu(array)
 
     def append(self, append):
         raise UnsupportedError("jax arrays cannot be appended to in place: use numpy or torch for the cache")

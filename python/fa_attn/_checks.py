@@ -133,6 +133,18 @@ def paddings(leftpad, room):
         )
 
 
+def cache_rows(index, rows, table):
+    """`cache_batch_idx` in host memory: each entry is one of the cache's `rows`, or a row of the table."""
+    rows, of = (rows, "the cache") if table is None else (len(table), "the page table")
+    outside = (index < 0) | (index >= rows)
+    if outside.any():
+        entry = int(outside.nonzero()[0][0])
+        raise InputError(
+            f"cache_batch_idx[{entry}] is {int(index[entry])}: {of} has {rows} rows, so it must be from 0 to "
+            f"{rows - 1}"
+        )
+
+
 def is_neutral(value, neutral):
     """Whether an argument has one of these values; arrays never do."""
     return any(

@@ -117,11 +117,12 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
     longest = 0 if max_seqlen_q is None else most("max_seqlen_q", max_seqlen_q)
-    if cache_batch_idx is not None:
-        # Without pages a row of the cache is a page of its own.
-        rows = face.as_column(cache_batch_idx)
-        table = rows if table is None else face.select(table, cache_batch_idx)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if cache_batch_idx is not None:
+        shape = tuple(cache_batch_idx.shape)
+        if shape != (batch,):
+            raise InputError(f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence")
+        table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
     options = options_of(softmax_scale, causal, window_size, softcap, False)
     plans = None
     if metadata is not None:

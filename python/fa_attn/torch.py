@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import apart, array, room
+from ._checks import apart, array, cache_rows, room
 from ._torch_caches import append, merge, without_padding
 from ._torch_memory import (
     FLOAT,
@@ -31,7 +31,6 @@ from ._torch_passes import Attention, PackedAttention, run_backward, run_forward
 
 __all__ = [
     "append",
-    "as_column",
     "attention",
     "backward",
     "differences",
@@ -39,9 +38,9 @@ __all__ = [
     "ints",
     "merge",
     "packed_attention",
-    "select",
     "stored",
     "swapped",
+    "table_of_rows",
     "unstack",
     "without_padding",
 ]
@@ -184,9 +183,9 @@ def unstack(tensor, axis):
     return tensor.unbind(axis)
 
 
-def select(table, rows):
-    return table.index_select(0, rows)
-
-
-def as_column(tensor):
-    return tensor.reshape(-1, 1)
+def table_of_rows(index, rows, table):
+    """The page table of the sequences whose rows of the cache (of `rows` rows), or of `table`, `index` has.
+    Without a table each row of the cache is a page."""
+    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+        cache_rows(index, rows, table)
+    return index.reshape(-1, 1) if table is None else table.index_select(0, index)

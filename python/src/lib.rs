@@ -1,5 +1,5 @@
-//! `fa_attn._core`: what the Python package calls. Arrays come as their libraries have them, by DLPack, and
-//! stay where they lie; [`fa_attn`] computes.
+//! `fa_attn._core`, the extension module of the Python package. Arrays are exchanged by DLPack without
+//! copies; [`fa_attn`] computes.
 //!
 //! - `dlpack`: arrays of other libraries as views.
 //! - `given`: arrays and options as a problem.

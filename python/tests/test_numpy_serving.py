@@ -105,6 +105,23 @@ def test_a_row_of_the_cache_for_each_sequence():
         close(eleven[b], reference.attention(q[b], k[b, :11], v[b, :11])[0])
 
 
+def test_rows_that_the_cache_lacks_are_named_as_the_caller_named_them():
+    q, k, v = arrays(9, (2, 1, 4, 32), (5, 30, 2, 32), (5, 30, 2, 32))
+    pages = [x.reshape(10, 15, 2, 32) for x in (k, v)]
+    table = np.arange(6, dtype=np.int32).reshape(3, 2)
+    ints = lambda *values: np.array(values, np.int32)  # noqa: E731
+    for index, cache, options, said in (
+        (ints(4, 5), (k, v), {}, "cache_batch_idx[1] is 5: the cache has 5 rows, so it must be from 0 to 4"),
+        (ints(-1, 0), (k, v), {}, "cache_batch_idx[0] is -1: the cache has 5 rows"),
+        (ints(2, 3), pages, dict(page_table=table), "cache_batch_idx[1] is 3: the page table has 3 rows"),
+        (ints(-1, 2), pages, dict(page_table=table), "cache_batch_idx[0] is -1: the page table has 3 rows"),
+        (ints(0, 1, 2), (k, v), {}, "cache_batch_idx has the shape (3,): it must be (2,)"),
+    ):
+        with pytest.raises(fa_attn.InputError) as error:
+            fa_attn.flash_attn_with_kvcache(q, *cache, cache_batch_idx=index, **options)
+        assert said in str(error.value)
+
+
 def test_a_cache_with_padding_before_its_keys():
     q, k, v = arrays(20, (3, 2, 4, 32), (3, 20, 2, 32), (3, 20, 2, 32))
     used, left = np.array([20, 7, 12], np.int32), np.array([3, 0, 12], np.int32)

@@ -122,6 +122,9 @@ def test_a_cache_with_padding_before_its_keys(device, dtype):
     with pytest.raises(fa_attn.InputError, match="give cache_batch_idx"):
         fa_attn.flash_attn_with_kvcache(q[:2], k, v, cache_leftpad=left[:2])
     if device == "cpu":
+        for options, rows in ((dict(), 3), (dict(page_table=table[:, :1]), 3)):
+            with pytest.raises(fa_attn.InputError, match=rf"cache_batch_idx\[1\] is 3: .* has {rows} rows"):
+                fa_attn.flash_attn_with_kvcache(q, k, v, cache_batch_idx=ints(0, 3, 1), **options)
         with pytest.raises(fa_attn.InputError, match=r"cache_leftpad\[2\] is -1"):
             fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=ints(0, 0, -1))
 

@@ -13,6 +13,8 @@ mod lines;
 mod map;
 #[cfg(test)]
 mod notebook;
+#[cfg(test)]
+mod performance;
 mod python;
 #[cfg(test)]
 mod rust_tokens;

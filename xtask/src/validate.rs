@@ -8,8 +8,8 @@ use crate::workspace;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Kernels to validate, sm80 or sm90 [default: the fastest that the GPU runs].
-    #[arg(long)]
-    arch: Option<String>,
+    #[arg(long, alias = "arch")]
+    family: Option<String>,
     /// Flags of `fa validate`, such as --full, --all-configs or --record.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     flags: Vec<String>,
@@ -17,8 +17,8 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let mut flags = args.flags.clone();
-    if let Some(arch) = &args.arch {
-        flags.extend(["--arch".to_owned(), arch.clone()]);
+    if let Some(family) = &args.family {
+        flags.extend(["--family".to_owned(), family.clone()]);
     }
     workspace::fa("validate", &flags)
 }

@@ -192,9 +192,9 @@ impl Engine {
         self.forward(&problem_of(q, k, v, mask)?, [q, k, v], &Extras::NONE)
     }
 
-    /// The forward of `problem` on `q`, `k` and `v` with what the problem names beside them: packed
-    /// sequences, lengths in use, keys in pages, slopes, sinks. Allocates the output, in the layout of `q`;
-    /// rows that no sequence has hold NaN.
+    /// The forward of `problem` on `q`, `k` and `v`, with the extras that the problem names: starts of packed
+    /// sequences, lengths in use, page table, slopes, sinks. Allocates the output, in the layout of `q`; rows
+    /// that belong to no sequence hold NaN.
     ///
     /// # Errors
     /// Tensors and extras that are not the problem's, [`Error::Memory`], and those of [`Engine::bind`].

@@ -46,8 +46,8 @@
 //! # Ok::<(), fa_attn::Error>(())
 //! ```
 //!
-//! Sequences of different lengths are packed end to end, [`Extras`] say where each starts; lengths in use, a
-//! cache in pages, ALiBi slopes and sinks come the same way:
+//! Sequences of different lengths are packed end to end, and [`Extras`] says where each starts. Lengths in
+//! use, a paged cache, ALiBi slopes and sinks are passed in the same way:
 //!
 //! ```
 //! use fa_attn::{Dtype, Engine, Extras, Lengths, Mask, Problem, Tensor, TensorLayout};
@@ -110,8 +110,8 @@
 //! # Ok::<(), fa_attn::Error>(())
 //! ```
 //!
-//! Tensors that stay on the GPU are [`device`]'s: a [`device::Gpu`] binds a kernel, and its launches allocate
-//! nothing and wait for nothing.
+//! For tensors that stay on the GPU see [`device`]: a [`device::Gpu`] binds a kernel, whose launches neither
+//! allocate nor wait.
 //!
 //! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back.
 //! - `merge`: partial results into one; those in a GPU's memory [`device::Gpu::merge`].

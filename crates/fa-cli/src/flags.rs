@@ -77,7 +77,7 @@ impl MaskArgs {
 /// Flags of the CPU implementation.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct CpuArgs {
-    /// CPU threads, at most 64 or 4 a core [default: all cores]
+    /// CPU threads, at most 64 or, if that is more, 4 per core [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
     /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the
@@ -112,7 +112,7 @@ pub(crate) struct ProblemArgs {
     /// Element type: bf16, f16, f32
     #[arg(long, default_value = "bf16")]
     pub dtype: Dtype,
-    /// Scores pass through a soft cap
+    /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
     #[command(flatten)]
@@ -230,7 +230,7 @@ pub(crate) struct ShapeArgs {
     /// Element type: f32, f16, bf16 [default: bf16 on the GPU, f32 on the CPU]
     #[arg(long)]
     pub dtype: Option<Dtype>,
-    /// Scores pass through a soft cap
+    /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
 }

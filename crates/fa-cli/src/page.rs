@@ -19,7 +19,7 @@ use fa_lab::record;
 use crate::attention;
 use crate::draw::diagram::escape;
 use crate::plan::splits;
-use crate::plan::tried::{Fit, Shape, bytes, kib};
+use crate::plan::tried::{Fit, Shape, Shown, bytes, kib};
 use crate::term::output::{plain, si};
 use fa_planner::report::{LimitReport, Planned, Tried};
 
@@ -48,7 +48,12 @@ pub(crate) struct Beside {
 /// When the planner cannot predict the other sequence lengths.
 pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
     let limits = planned.arch.limits();
-    let title = format!("Attention plan: head dim {} on {}", head_dims(planned), planned.arch);
+    let passes = match (&planned.forward, &planned.backward) {
+        (Some(_), Some(_)) => "forward and backward, ",
+        (None, Some(_)) => "backward, ",
+        (_, None) => "forward, ",
+    };
+    let title = format!("Attention plan: {passes}head dim {} on {}", head_dims(planned), planned.arch);
     let mut body = String::new();
     write!(
         body,
@@ -71,12 +76,24 @@ pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String>
         views.push(View::new(planned, Pass::Forward, forward, false)?);
     }
     if let Some(backward) = &planned.backward {
-        views.push(View::new(planned, Pass::BACKWARD, &backward.tried, backward.guide.is_some())?);
+        // As deterministic as what was asked for: so are the kernels.
+        let pass = match backward.tried.best().map(|best| best.shape) {
+            Some(Shape::Kernel(spec)) => spec.kernel.pass(),
+            Some(Shape::Sm100(_)) | None => Pass::BACKWARD,
+        };
+        views.push(View::new(planned, pass, &backward.tried, backward.guide.is_some())?);
     }
     let mut notes: Vec<String> = planned.never_run().into_iter().collect();
     notes.extend(views.iter().filter_map(|view| never_ran(view, beside.records.as_ref())));
     for note in notes {
         writeln!(body, "<p class=\"warning\"><b>Note:</b> {}.</p>", escape(&note))?;
+    }
+    if let Some(why) = &beside.why {
+        let mut grid = String::new();
+        let text =
+            format!("<pre style=\"white-space:pre-wrap;overflow-wrap:anywhere\">{}</pre>", escape(why));
+        section(&mut grid, "Why", "What became of the candidates that --why asks about.", &text, true);
+        write!(body, "<div class=\"grid\">{grid}</div>")?;
     }
     let mut styles = String::new();
     for view in &views {
@@ -85,13 +102,6 @@ pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String>
             writeln!(body, "<h2 class=\"part\">{part}</h2>")?;
         }
         pass_sections(&mut body, &mut styles, view, beside)?;
-    }
-    if let Some(why) = &beside.why {
-        let mut grid = String::new();
-        let text =
-            format!("<pre style=\"white-space:pre-wrap;overflow-wrap:anywhere\">{}</pre>", escape(why));
-        section(&mut grid, "Why", "What became of the candidates that were asked about.", &text, true);
-        write!(body, "<div class=\"grid\">{grid}</div>")?;
     }
     Ok(format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
@@ -129,7 +139,7 @@ fn never_ran(view: &View, records: Option<&Records>) -> Option<String> {
         .find(|file| file.shipped.spec == *spec && file.shipped.archs.contains(&arch))
         .map(|file| format!(", ships as {} (compiled and emulated)", file.path));
     let ran =
-        if others.is_empty() { String::new() } else { format!(", but has run on {}", others.join(", ")) };
+        if others.is_empty() { String::new() } else { format!("; it has run on {}", others.join(", ")) };
     Some(format!(
         "no record has {} on {arch}: it is planned{}, and nothing here shows that it has run on such a \
          GPU{ran}",
@@ -167,11 +177,7 @@ fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &B
     let steps = timeline::steps(view, best);
     match &beside.emulated {
         None => {
-            // There are no lanes for the roles of an SM100 kernel.
-            let how = match best.shape {
-                Shape::Kernel(_) => format!("<p class=\"note\">{}</p>\n", escape(events::HOW)),
-                Shape::Sm100(_) => String::new(),
-            };
+            let how = format!("<p class=\"note\">{}</p>\n", escape(events::HOW));
             section(&mut grid, "A steady step", timeline::ABOUT, &(steps + &how), true);
         }
         Some(emulated) => {
@@ -239,7 +245,7 @@ fn cards(view: &View, best: &Fit) -> String {
     let rate = view.rate(cost);
     let of_peak = 100.0 * rate / view.peak();
     let (across, tile) = if view.backward() {
-        ("tile: queries x keys of a step", format!("{} x {}", best.tile_m, best.tile_n))
+        ("tile: queries of a step x keys of a block", format!("{} x {}", best.tile_m, best.tile_n))
     } else {
         ("tile: queries x keys", format!("{} x {}", best.tile_m, best.tile_n))
     };
@@ -296,8 +302,8 @@ fn misses(tried: &Tried) -> String {
     }
     let row = |LimitReport { limit, count, nearest, reason }: &LimitReport| {
         format!(
-            "<tr><td>{}</td><td class=\"n\">{count}</td><td class=\"w\"><code>{}</code></td><td \
-             class=\"w\">{}</td></tr>\n",
+            "<tr><td class=\"about\">{}</td><td class=\"n\">{count}</td><td \
+             class=\"w\"><code>{}</code></td><td class=\"w\">{}</td></tr>\n",
             escape(limit),
             escape(nearest),
             escape(&reason.to_string())
@@ -305,7 +311,7 @@ fn misses(tried: &Tried) -> String {
     };
     let rows: String = limits.iter().map(row).collect();
     format!(
-        "<div class=\"scroll\" tabindex=\"0\"><table class=\"sorts\" \
+        "<div class=\"scroll\" tabindex=\"0\"><table class=\"sorts stacks\" \
          style=\"margin-top:12px\">\n<tr><th>Limit</th><th \
          class=\"n\">Rejected</th><th class=\"w\">Nearest miss</th><th class=\"w\">Why</th></tr>\n\
          {rows}</table></div>\n"
@@ -343,7 +349,7 @@ fn ranking(view: &View) -> String {
     let more =
         if more > 0 { format!("<p class=\"note\">and {more} more that fit</p>\n") } else { String::new() };
     format!(
-        "<div class=\"scroll\" tabindex=\"0\"><table class=\"sorts\">\n<tr><th class=\"n\">#</th><th \
+        "<div class=\"scroll\" tabindex=\"0\"><table class=\"sorts stacks\">\n<tr><th class=\"n\">#</th><th \
          class=\"n\">Tile</th><th class=\"w\">Knobs</th><th class=\"n\">Time</th><th class=\"n\">{}</th><th \
          class=\"n\">Of peak</th><th>Waits for</th><th class=\"n\">Registers</th><th \
          class=\"n\">SMEM</th><th \

@@ -1,5 +1,5 @@
-//! The nouns of the workspace: what is to be computed ([`Problem`], [`Mask`], [`Dtype`]), on what ([`Arch`]),
-//! where elements lie ([`TensorLayout`], [`layout`], [`swizzle`]) and by which kernel ([`KernelSpec`]).
+//! The workspace's vocabulary: what is to be computed ([`Problem`], [`Mask`], [`Dtype`]), on what ([`Arch`]),
+//! how tensors are laid out ([`TensorLayout`], [`layout`], [`swizzle`]) and by which kernel ([`KernelSpec`]).
 //!
 //! Plain data without I/O and without CUDA. Conventions that hold everywhere:
 //!

@@ -1,11 +1,10 @@
 //! Runs the CUDA attention kernels on the host, without a GPU.
 //!
-//! The kernels' own sources are compiled by the host's C++ compiler, unchanged but for `cuda/ptx`, whose
-//! headers have a twin each in `host/ptx`. The twins call a machine (`machine/`): threads are fibers, an
-//! instruction of a whole warp is a rendezvous of its lanes, and asynchronous operations (TMA, cp.async,
+//! The kernels' own sources are compiled by the host's C++ compiler, unchanged except for `cuda/ptx`:
+//! `host/ptx` implements each of its headers by calls into a machine (`machine/`). Threads are fibers, a
+//! warp-wide instruction is a rendezvous of the warp's lanes, and asynchronous operations (TMA, cp.async,
 //! wgmma) are executed by a seeded scheduler some time between their issue and the wait that needs them.
-//! Vector clocks and a shadow of shared and global memory find accesses that are not ordered, whatever the
-//! schedule was.
+//! Vector clocks and a shadow of shared and global memory find unordered accesses, whatever the schedule was.
 //!
 //! ```no_run
 //! use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
@@ -23,8 +22,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! What it cannot find: speed, spills, the rounding within a tensor core, and what another reading of the PTX
-//! ISA's memory model would allow.
+//! It cannot show speed, spills, the rounding within a tensor core, or what another reading of the PTX ISA's
+//! memory model would allow.
 
 pub mod append;
 mod call;

@@ -44,10 +44,10 @@ struct BwdParams {
     float* dk_accum;
     // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
     float* dv_accum;
-    // Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
-    // or to each of two shares that warps add on their own; where the first to come stores its sums, for
-    // each warpgroup's share how many have claimed it, and whether the sums are there. Null unless
-    // deterministic or, of several tiles of keys, the first sums are stored.
+    // Workspace `[batch, heads_q, m_blocks, turns]`: the additions made so far to each tile of dQ, or to
+    // each of the two parts that warps add independently. Where the first to arrive stores its sums: for
+    // each warpgroup's part how many have claimed it, and whether the sums are stored. Null unless the
+    // kernel is deterministic or, with several tiles of keys, first sums are stored.
     unsigned* dq_semaphores;
     // Workspace: the next tile to be drawn; null unless deterministic.
     unsigned* tile_counter;
@@ -64,13 +64,13 @@ struct BwdParams {
     int head_splits;
     // Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
     int num_tiles;
-    // K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2
-    // cache together: the sections of `LongestFirst`.
+    // K/V heads (times `head_splits`), counted over all sequences, whose Q, dO and dQ fit L2 together:
+    // the size of the sections of `LongestFirst`.
     int heads_per_section;
-    // Sections of `heads_per_section` heads; the last section is the heads after them.
+    // Number of whole sections; the last section has the heads after them.
     int sections;
-    // 1 where the first sums of a tile of dQ are stored, the others added to them; of uniform lengths
-    // every query sees a key then. 0 where all are added to zeros.
+    // 1 where the first sums of a tile of dQ are stored and the others added to them (with equal lengths
+    // every query then sees a key); 0 where all are added to zeros.
     int stores_dq;
     // Sequences of different lengths; kernels with `varied` only.
     VarlenParams varlen;
@@ -78,8 +78,8 @@ struct BwdParams {
     ModParams mods;
     // Kernels with `varied` only.
     PlanParams plan;
-    // Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
-    // and of dK so far; null unless deterministic with head_splits > 1.
+    // Workspace `[batch, heads_kv, n_blocks, 2]`: the head splits that have added to each tile of dV and
+    // of dK so far; null unless deterministic with head_splits > 1.
     unsigned* dkv_semaphores;
     // The gradient of the LSE, in its shape; null for none.
     const float* dlse;

@@ -20,23 +20,23 @@ struct Sm80FwdConfig {
     int head_dim;
     // Tile extent of the head dim of V and O.
     int head_dim_v;
-    // Masking code.
+    // The mask that there is code for.
     MaskKind mask;
-    // Scores pass through cap * tanh(s / cap).
+    // Scores become cap * tanh(s / cap).
     bool softcap;
     // Lengths and starts of sequences are read on the device.
     bool varied;
-    // K and V lie in pages, found through a table.
+    // K and V are in pages, found through a page table.
     bool paged;
     // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
     bool alibi;
-    // A logit per query head joins the denominator.
+    // A logit per query head joins the softmax denominator.
     bool sinks;
-    // Several CTAs share the keys of a tile's rows.
+    // Split keys: several CTAs share the keys of a tile.
     bool split;
     // Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
     int tile_m;
-    // Keys of a step; a multiple of 16 up to 256.
+    // Keys per step; a multiple of 16 up to 256.
     int tile_n;
     // Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows.
     int num_warps;
@@ -58,8 +58,8 @@ struct Sm80FwdConfig {
     bool loop_split;
     // Last query tiles first, so that the causal mask's longest tiles start earliest.
     bool reverse_blocks;
-    // Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
-    // their heads.
+    // Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
+    // with all of their heads.
     bool pack_gqa;
 };
 
@@ -71,25 +71,25 @@ struct Sm90FwdConfig {
     int head_dim;
     // Tile extent of the head dim of V and O.
     int head_dim_v;
-    // Masking code.
+    // The mask that there is code for.
     MaskKind mask;
-    // Scores pass through cap * tanh(s / cap).
+    // Scores become cap * tanh(s / cap).
     bool softcap;
     // Lengths and starts of sequences are read on the device.
     bool varied;
-    // K and V lie in pages, found through a table.
+    // K and V are in pages, found through a page table.
     bool paged;
     // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
     bool alibi;
-    // A logit per query head joins the denominator.
+    // A logit per query head joins the softmax denominator.
     bool sinks;
-    // Several CTAs share the keys of a tile's rows.
+    // Split keys: several CTAs share the keys of a tile.
     bool split;
-    // Query rows of a CTA: `64 * num_wg`.
+    // Query rows per CTA: `64 * num_wg`.
     int tile_m;
-    // Keys of a step; a multiple of 16 up to 256.
+    // Keys per step; a multiple of 16 up to 256.
     int tile_n;
-    // Warpgroups that compute, 1 to 3; one more loads.
+    // Consumer warpgroups, 1 to 3; one more is the producer.
     int num_wg;
     // P as a register operand of P V instead of through shared memory.
     bool pv_is_rs;
@@ -101,31 +101,31 @@ struct Sm90FwdConfig {
     int kv_stages;
     // Warpgroups take turns at the tensor cores: the softmax of one runs under the products of another.
     bool ping_pong;
-    // How tiles are given to CTAs.
+    // How tiles are assigned to CTAs.
     Scheduler scheduler;
     // The order of tiles.
     TileOrder tile_order;
-    // CTAs of a cluster, which share K/V loads by multicast: 1 or 2 (2 under the full mask only, where
+    // CTAs per cluster, which share K/V loads by multicast: 1 or 2 (2 under the full mask only, where
     // neighbours load the same keys).
     int cluster_m;
-    // Of 16 exponentials, how many are polynomials on the FMA units: 0 to 16.
+    // How many of every 16 exponentials are polynomials on the FMA units: 0 to 16.
     int exp_poly_of_16;
     // Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
     // rescales whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a
     // tile's probabilities P shows that it grew that far. Beyond 15, P would leave f16.
     int rescale_threshold;
-    // Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
-    // their heads.
+    // Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
+    // with all of their heads.
     bool pack_gqa;
-    // Rows of keys in pages are copied by the producer's threads, for pages of any size, instead of by
-    // TMA, a box for each part of a page. K and V have equal panels then.
+    // Rows of paged keys are copied by the producer's threads, for pages of any size, instead of by TMA
+    // with a box for each part of a page. Requires equal panels of K and V.
     bool gather;
     // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
-    // the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference
-    // within 2^rescale_threshold of the maximum gives the same relative precision.
+    // tiles where they have not (nearly all) no maximum is taken and O is not rescaled. Any reference within
+    // 2^rescale_threshold of the maximum gives the same relative precision.
     bool lazy_max;
-    // Tiles whose scores are all at most half the soft cap take it as a polynomial, on the FMA units alone
-    // (NB-080). Both ways need registers beside S, P and O.
+    // In tiles whose scores are all at most half the soft cap, the cap is a polynomial, on the FMA units
+    // alone (NB-080). Both paths need registers beside S, P and O.
     bool near_cap;
 };
 
@@ -141,38 +141,37 @@ struct Sm80BwdConfig {
     int head_dim;
     // Tile extent of the head dim of V and O.
     int head_dim_v;
-    // Masking code.
+    // The mask that there is code for.
     MaskKind mask;
-    // Scores pass through cap * tanh(s / cap).
+    // Scores become cap * tanh(s / cap).
     bool softcap;
     // Lengths and starts of sequences are read on the device.
     bool varied;
-    // K and V lie in pages, found through a table.
+    // K and V are in pages, found through a page table.
     bool paged;
     // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
     bool alibi;
-    // A logit per query head joins the denominator.
+    // A logit per query head joins the softmax denominator.
     bool sinks;
-    // Several CTAs share the keys of a tile's rows.
+    // Split keys: several CTAs share the keys of a tile.
     bool split;
-    // Queries of a step; a multiple of 16 up to 128.
+    // Queries per step; a multiple of 16 up to 128.
     int tile_m;
-    // Keys of a CTA; a multiple of 16 up to 128.
+    // Keys per CTA; a multiple of 16 up to 128.
     int tile_n;
-    // Warps, an even number from 2 to 8: half of them compute P and dV, half dS and dK.
+    // Warps, an even number from 2 to 8: half are P warps (P, dV), half are dS warps (dS, dK).
     int num_warps;
-    // Q buffers, 2 or 3: P is a step ahead. With 2 the next Q arrives during the step that needs it.
+    // Q buffers, 2 or 3: P is one step ahead. With 2, the next Q arrives during the step that needs it.
     int q_stages;
     // dO buffers, 1 or 2.
     int do_stages;
-    // Warps of a half along `tile_m` in S and dP; divides `num_warps / 2`.
+    // Warps of a group along `tile_m` in S and dP; divides `num_warps / 2`.
     int atom_layout_m_sdp;
-    // Warps of a half along `tile_n` in dK and dV; divides `num_warps / 2`.
+    // Warps of a group along `tile_n` in dK and dV; divides `num_warps / 2`.
     int atom_layout_n_dkv;
-    // Warps of a half along `tile_m` in dQ; divides `num_warps / 2`.
+    // Warps of a group along `tile_m` in dQ; divides `num_warps / 2`.
     int atom_layout_m_dq;
-    // Columns of dQ that the first half of the warps computes, fewer than the head dim; the second half
-    // computes the others.
+    // Columns of dQ that the P warps compute, fewer than the head dim; the dS warps compute the others.
     int dq_first;
     // Resident CTAs per SM that the register budget is set for, 1 to 4.
     int blocks_per_sm;
@@ -195,25 +194,25 @@ struct Sm90BwdConfig {
     int head_dim;
     // Tile extent of the head dim of V and O.
     int head_dim_v;
-    // Masking code.
+    // The mask that there is code for.
     MaskKind mask;
-    // Scores pass through cap * tanh(s / cap).
+    // Scores become cap * tanh(s / cap).
     bool softcap;
     // Lengths and starts of sequences are read on the device.
     bool varied;
-    // K and V lie in pages, found through a table.
+    // K and V are in pages, found through a page table.
     bool paged;
     // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
     bool alibi;
-    // A logit per query head joins the denominator.
+    // A logit per query head joins the softmax denominator.
     bool sinks;
-    // Several CTAs share the keys of a tile's rows.
+    // Split keys: several CTAs share the keys of a tile.
     bool split;
-    // Queries of a step; a multiple of 16 up to 128.
+    // Queries per step; a multiple of 16 up to 128.
     int tile_m;
-    // Keys of a CTA; a multiple of 16 up to 128.
+    // Keys per CTA; a multiple of 16 up to 128.
     int tile_n;
-    // Warpgroups that compute, 2 or 3; one more loads, and adds dQ to device memory.
+    // Consumer warpgroups, 2 or 3; one more is the producer, which also adds dQ to device memory.
     int num_wg;
     // Q buffers, 1 or 2.
     int q_stages;
@@ -244,14 +243,14 @@ struct Sm90BwdConfig {
     TileOrder tile_order;
     // Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
     bool deterministic;
-    // One CTA per SM, and tiles are drawn from a counter: the next tile's loads run under the end of the
-    // last one, whose dK and dV leave through the room of dS.
+    // One CTA per SM, which draws tiles from a counter: the next tile's loads run under the end of the
+    // current one, whose dK and dV are stored through the buffer of dS.
     bool persistent;
-    // The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added
-    // to zeros (NB-082). Of uniform lengths the tile of keys that does so was drawn before the others: the
-    // first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with
-    // the last keys first. Of other lengths it is the first to come, or in deterministic kernels the one
-    // whose turn is the first (NB-093).
+    // The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With
+    // equal lengths the tile of keys that stores was drawn before the others: the first one under a full
+    // mask; under a causal mask the last one that the queries see, as tiles are drawn with the last keys
+    // first. With lengths on the device it is the first to arrive, or in deterministic kernels the one whose
+    // turn comes first (NB-093).
     bool may_store_dq;
 };
 

@@ -32,14 +32,14 @@ struct FwdParams {
     // Tiles of `tile_queries` queries of a head (of a group's heads with `pack_gqa`), rounded up to
     // `cluster_m`.
     int m_blocks;
-    // Queries of a tile: `tile_m`, or with `pack_gqa` as many as fit it with all heads of a group.
+    // Queries of a tile: `tile_m`, or with `pack_gqa` as many as fit with all heads of a group.
     int tile_queries;
     // Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
     int num_tiles;
-    // Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of
+    // Heads, counted over all sequences, whose K and V fit L2 together: the size of the sections of
     // `LongestFirst`.
     int heads_per_section;
-    // Sections of `heads_per_section` heads; the last section is the heads after them.
+    // Number of whole sections; the last section has the heads after them.
     int sections;
     // Sequences of different lengths; kernels with `varied` only.
     VarlenParams varlen;

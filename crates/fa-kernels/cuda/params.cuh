@@ -1,5 +1,5 @@
 // Written by `cargo xtask codegen` from the Rust types; do not edit.
-// What the parameters of launches are made of.
+// Structs of the launch parameters.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -83,7 +83,7 @@ static_assert(FA_OFFSETOF(ShapeParams, head_dim_v) == 28);
 static_assert(FA_OFFSETOF(ShapeParams, window_left) == 32);
 static_assert(FA_OFFSETOF(ShapeParams, window_right) == 36);
 
-// How products of queries and keys become scores.
+// How products Q K^T become scores.
 struct ScoreParams {
     // Factor on Q K^T.
     float scale;
@@ -99,14 +99,14 @@ struct ScoreParams {
     float softcap_share;
     // The square of the product whose score is half the cap; -1 where the terms below don't fit f32.
     float softcap_near;
-    // Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to
-    // give its capped score as an exponent of 2: the constant term.
+    // Constant term of the polynomial in `softcap_near - product^2` by which a product below that bound
+    // is multiplied to give its capped score as an exponent of 2.
     float softcap_term_0;
-    // The linear one.
+    // Its linear term.
     float softcap_term_1;
-    // The square one.
+    // Its quadratic term.
     float softcap_term_2;
-    // The cube.
+    // Its cubic term.
     float softcap_term_3;
 };
 static_assert(sizeof(ScoreParams) == 44 && alignof(ScoreParams) == 4);
@@ -126,7 +126,7 @@ static_assert(FA_OFFSETOF(ScoreParams, softcap_term_3) == 40);
 struct TmaStrides {
     // Between positions.
     unsigned row;
-    // Between heads; of packed heads, between groups.
+    // Between heads; between groups with `pack_gqa`.
     unsigned head;
     // Between batch entries, or pages; 0 for packed sequences.
     unsigned entry;
@@ -136,20 +136,20 @@ static_assert(FA_OFFSETOF(TmaStrides, row) == 0);
 static_assert(FA_OFFSETOF(TmaStrides, head) == 4);
 static_assert(FA_OFFSETOF(TmaStrides, entry) == 8);
 
-// Where sequences begin and end, known to the device alone. A null pointer is of no meaning for the
-// problem: a sequence is then as long as `ShapeParams` says.
+// Starts and lengths of sequences, which only the device knows. A pointer is null where the problem has
+// no such tensor: the lengths are then those of `ShapeParams`.
 struct VarlenParams {
     // `[batch + 1]`: the sequences' first rows in packed Q.
     const int* cu_q;
     // `[batch + 1]`: the sequences' first rows in packed K and V.
     const int* cu_k;
-    // `[batch]`: queries that are used, of those that a sequence has room for.
+    // `[batch]`: queries in use of each sequence.
     const int* used_q;
-    // `[batch]`: keys that are used.
+    // `[batch]`: keys in use of each sequence.
     const int* used_k;
     // `[batch, table_stride]`: the pages of each sequence's keys.
     const int* page_table;
-    // Counts entries of the page table that name no page; their keys read as zeros. Null for no count.
+    // Counts page table entries that are not a page of the cache; their keys read as zeros. May be null.
     unsigned* page_faults;
     // Keys of a page.
     int page;
@@ -159,8 +159,8 @@ struct VarlenParams {
     int table_stride;
     // Keys of a page that one TMA box loads: the largest that divides both page and `tile_n`.
     int page_part;
-    // Number of a key's page among its sequence's: the upper half of `2 key page_factor`, shifted right
-    // by `page_shift`.
+    // Index of a key's page in its sequence: the upper half of `2 key page_factor`, shifted right by
+    // `page_shift`.
     unsigned page_factor;
     // See `page_factor`.
     int page_shift;
@@ -168,13 +168,13 @@ struct VarlenParams {
     int total_q;
     // Rows of packed K and V; 0 where sequences are padded or paged.
     int total_k;
-    // Of Q's map.
+    // Strides of Q's map.
     TmaStrides tma_q;
-    // Of K's map.
+    // Strides of K's map.
     TmaStrides tma_k;
-    // Of V's map.
+    // Strides of V's map.
     TmaStrides tma_v;
-    // Of dO's map; backward only.
+    // Strides of dO's map; backward only.
     TmaStrides tma_do;
 };
 static_assert(sizeof(VarlenParams) == 128 && alignof(VarlenParams) == 8);
@@ -197,13 +197,13 @@ static_assert(FA_OFFSETOF(VarlenParams, tma_k) == 92);
 static_assert(FA_OFFSETOF(VarlenParams, tma_v) == 104);
 static_assert(FA_OFFSETOF(VarlenParams, tma_do) == 116);
 
-// What joins the scores beside the mask. Null where the problem has none.
+// Tensors that change the scores. A pointer is null where the problem has no such tensor.
 struct ModParams {
     // ALiBi slopes, `[heads_q]` or `[batch, heads_q]`.
     const float* alibi_slopes;
-    // From a sequence's slopes to the next one's; 0 for slopes per head.
+    // Distance between the slopes of two sequences; 0 for slopes per head.
     long long alibi_stride;
-    // Sinks, `[heads_q]`: a logit of each head that joins the denominator.
+    // Sinks, `[heads_q]`: one more logit per head that joins the softmax denominator.
     const float* sinks;
     // Gradients of the sinks, `[heads_q]`; backward only.
     float* dsinks;
@@ -214,16 +214,16 @@ static_assert(FA_OFFSETOF(ModParams, alibi_stride) == 8);
 static_assert(FA_OFFSETOF(ModParams, sinks) == 16);
 static_assert(FA_OFFSETOF(ModParams, dsinks) == 24);
 
-// Keys of a row divided among CTAs: their partial results, and how many.
+// Split keys: the partial results, and the number of splits.
 struct SplitParams {
     // Workspace `[slots, heads, slot_rows, head_dim_v]`: O of a part of the keys, normalised.
     float* out_partial;
     // Workspace `[slots, heads, slot_rows]`: LSE of a part of the keys without the sink, natural
     // logarithm.
     float* lse_partial;
-    // Parts of the keys of every row; with a work plan the most parts, of which the plan decides.
+    // Splits of every tile; with a work plan an upper bound, since the plan decides.
     int splits;
-    // Rows of a slot: those of a tile that can exist.
+    // Rows per slot: the most that a tile can have.
     int slot_rows;
 };
 static_assert(sizeof(SplitParams) == 24 && alignof(SplitParams) == 8);
@@ -236,19 +236,19 @@ static_assert(FA_OFFSETOF(SplitParams, slot_rows) == 20);
 struct PlanParams {
     // The buffer, on a multiple of 16 bytes; null without a plan.
     int* buffer;
-    // The most entries of the list of tiles of queries and parts of keys, longest first.
+    // Capacity of the list of tiles of queries with their parts of the keys, longest first.
     int items;
-    // The most entries of the list of tiles whose keys are divided.
+    // Capacity of the list of tiles whose keys are split.
     int split_items;
-    // The most entries of the list of tiles of queries; 0 for no such list.
+    // Capacity of the list of tiles of queries; 0 for no such list.
     int m_tiles;
-    // The most entries of the list of tiles of keys; 0 for no such list.
+    // Capacity of the list of tiles of keys; 0 for no such list.
     int n_tiles;
-    // Tiles that an entry stands for: the heads.
+    // Tiles that an entry stands for: one per head.
     int heads;
-    // CTAs that compute at once.
+    // CTAs that are resident at once.
     int slots;
-    // By how many bits lengths, in tiles, are shifted to be sorted.
+    // Bits by which lengths, in tiles, are shifted right before they are sorted.
     int shift;
 };
 static_assert(sizeof(PlanParams) == 40 && alignof(PlanParams) == 8);

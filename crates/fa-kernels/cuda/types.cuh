@@ -1,4 +1,5 @@
-// Fixed-width names and the few values that every header needs. No CUDA toolkit header is included.
+// Fixed-width integer names and the constants and helpers that every header uses. Includes no CUDA toolkit
+// header.
 #pragma once
 
 namespace fa {
@@ -27,7 +28,7 @@ __host__ __device__ constexpr T max_of(T a, T b) {
     return a > b ? a : b;
 }
 
-// A or B, by Which.
+// Either<Which, A, B> is A if Which, else B.
 template <bool Which, class A, class B>
 struct Conditional {
     using Type = A;

@@ -21,7 +21,7 @@
 //!
 //! let best = &set.plans[0];
 //! assert!(best.smem.total <= 232_448);
-//! println!("{}: {:.0} us, waits for {:?}", best.spec, best.cost.seconds * 1e6, best.cost.bottleneck);
+//! println!("{}: {:.0} us, bound by {:?}", best.spec, best.cost.seconds * 1e6, best.cost.bottleneck);
 //! for rejected in &set.rejected {
 //!     println!("{}: {}", rejected.spec, rejected.reason);
 //! }

@@ -265,6 +265,19 @@ fn the_shared_memory_of_the_part_decides_the_tile() {
 }
 
 #[test]
+fn head_dims_between_powers_of_two_have_tiles_of_their_own() {
+    for (head_dim, sm90, sm80) in [(72, 80, 80), (80, 80, 80), (88, 96, 96), (104, 112, 128), (152, 160, 160)]
+    {
+        let problem = Problem::square(4, 4096, 16, head_dim, Mask::FULL, Dtype::Bf16);
+        for (family, extent) in [(Family::Sm90, sm90), (Family::Sm80, sm80)] {
+            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+            let first = best(&problem, Arch::Sm90, &options).expect("a plan");
+            assert_eq!((first.spec.head_dim, first.spec.head_dim_v), (extent, extent), "{head_dim} {family}");
+        }
+    }
+}
+
+#[test]
 fn sweeps_keep_a_decode_problems_query() {
     let lengths = [512, 2048, 8192];
     let square = sweep(&BASE, Arch::Sm90, &PlanOptions::default(), &lengths).expect("plans");

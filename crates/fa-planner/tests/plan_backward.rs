@@ -25,13 +25,24 @@ mod sm80 {
     #[test]
     fn every_head_dim_has_a_plan_wherever_the_kernel_runs() {
         for arch in [Arch::Sm80, Arch::Sm86, Arch::Sm89, Arch::Sm90, Arch::Sm100, Arch::Sm120] {
-            for head_dim in [64, 96, 128, 192, 256] {
+            for head_dim in [64, 80, 96, 128, 192, 256] {
                 for deterministic in [false, true] {
                     let spec = best(head_dim, arch, deterministic);
                     assert_eq!(spec.check(), Ok(()));
                     assert!(smem(&spec).total <= arch.limits().smem_per_block, "{spec}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn head_dims_up_to_80_have_a_tile_of_their_own() {
+        for arch in [Arch::Sm80, Arch::Sm89, Arch::Sm90] {
+            assert_eq!(
+                [72, 80, 88].map(|head_dim| best(head_dim, arch, false).head_dim),
+                [80, 80, 96],
+                "{arch}"
+            );
         }
     }
 

@@ -63,6 +63,7 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
         },
     )?;
     drop(steps);
+    std::fs::create_dir_all(&args.out).map_err(|e| unwritable(&args.out, &e))?;
     let manifest = ship::write_bundle(&built, &compiler, &args.out)?;
     output::print(&text(&built)?)?;
     output::print(&format!(
@@ -74,10 +75,22 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     Ok(if built.failures.is_empty() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// Makes the bundle's folder and sees that files can be made in it, before minutes of compiling.
+/// Checks, before minutes of compiling, that the bundle's folder can be made and written to. Folders that it
+/// makes for this are removed again, so that nothing is left behind where nothing is compiled.
 fn probe(folder: &Path) -> Result<(), InputError> {
+    let missing: Vec<&Path> =
+        folder.ancestors().take_while(|own| !own.as_os_str().is_empty() && !own.exists()).collect();
     let made = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
-    made.map(drop).map_err(|e| InputError::Target { path: folder.to_owned(), reason: e.to_string() })
+    let probed = made.map(drop).map_err(|e| unwritable(folder, &e));
+    for own in missing {
+        // Never one with files in it: another program may have begun to use the folder.
+        let _ = std::fs::remove_dir(own);
+    }
+    probed
+}
+
+fn unwritable(folder: &Path, error: &std::io::Error) -> InputError {
+    InputError::Target { path: folder.to_owned(), reason: error.to_string() }
 }
 
 /// Every `.ron` file in a folder and its subfolders.

@@ -19,8 +19,8 @@ use crate::term::progress;
 #[command(after_help = EXAMPLES)]
 pub(crate) struct LadderArgs {
     /// The kernels whose steps are measured
-    #[arg(long, value_parser = family(), default_value = "sm80")]
-    pub arch: Family,
+    #[arg(long, alias = "arch", value_parser = family(), default_value = "sm80")]
+    pub family: Family,
     /// Sequence lengths [default: 1k to 16k for sm80, 4096 for sm90]
     #[arg(long, value_name = "N,..", value_delimiter = ',')]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=65536))]
@@ -28,7 +28,7 @@ pub(crate) struct LadderArgs {
     /// Head dims of the sm90 kernels [default: 128]
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',')]
     pub headdim: Vec<HeadDim>,
-    /// Launches of each step that count, in turns of about six
+    /// Timed launches of each step, in rounds of about six
     #[arg(long, value_name = "N", default_value_t = 24)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: u16,
@@ -43,7 +43,7 @@ pub(crate) struct LadderArgs {
 const EXAMPLES: &str = "\
 Examples:
   fa ladder --plot ladder.svg
-  fa ladder --arch sm90 --headdim 64,128 --seqlen 1024,8192 --json ladder.json
+  fa ladder --family sm90 --headdim 64,128 --seqlen 1024,8192 --json ladder.json
 
 The published ladders beside ours are other GPUs' (an A10G and a B200) and other kernels': their shape is \
 compared, as a ratio to the first step, not their rates. Every step's output is checked before it is timed, \
@@ -66,13 +66,13 @@ fn family() -> impl TypedValueParser<Value = Family> {
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU.
 pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
-    if args.arch == Family::Sm80 && !args.headdim.is_empty() {
+    if args.family == Family::Sm80 && !args.headdim.is_empty() {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());
     }
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let options = Options {
-        family: args.arch,
+        family: args.family,
         seqlens: args.seqlen.iter().map(|&n| n as usize).collect(),
         head_dims: args.headdim.clone(),
         turns: Turns::of(usize::from(args.reps)),

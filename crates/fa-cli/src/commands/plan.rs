@@ -68,7 +68,7 @@ pub(crate) struct PlanArgs {
     /// List at most this many plans (tables default to 10, JSON and RON to all)
     #[arg(short = 'n', long = "num-results", value_name = "N", value_parser = whole::<usize>)]
     pub limit: Option<usize>,
-    /// Show what became of the candidates with these fields, as in tile_n=192,num_wg=2
+    /// Show why the candidates with these fields fit or do not, as in tile_n=192,num_wg=2
     #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["limit"])]
     pub why: Option<String>,
     /// Write one self-contained HTML page about the plan

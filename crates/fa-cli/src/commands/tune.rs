@@ -61,7 +61,7 @@ pub(crate) struct TuneArgs {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
     pub candidates: u16,
-    /// Launches of each kernel that count, in turns of about six
+    /// Timed launches of each kernel, in rounds of about six
     #[arg(long, value_name = "N", default_value_t = 24)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: u16,
@@ -93,8 +93,9 @@ Random problems differ in length, batch, group, head dims, mask and soft cap, pa
 below 0.8 TFLOP and 1 GiB. Constants are fitted to those with an even number and judged by those with an odd \
 one.
 
-A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over \
-all sequences rounded up to powers of two. Interrupted, it goes on where it was.";
+Problems share a winner where head dims, mask, soft cap and query heads per K/V head are equal, and so are \
+lengths and heads over all sequences, rounded up to powers of two. An interrupted run resumes where it \
+stopped.";
 
 /// Runs the command.
 ///

@@ -16,10 +16,10 @@ pub(crate) struct LengthsArgs {
     /// Keys lie in pages of N keys [of a cache of this many pages; default: as many as the batch can fill]
     #[arg(long, value_name = "N[,PAGES]")]
     pub page: Option<Page>,
-    /// The device says how many of its queries each sequence uses (seqused_q)
+    /// Each sequence uses a part of its queries; how many is read on the device (seqused_q)
     #[arg(long)]
     pub used_q: bool,
-    /// The device says how many of its keys each sequence uses (seqused_k, cache_seqlens)
+    /// Each sequence uses a part of its keys; how many is read on the device (seqused_k, cache_seqlens)
     #[arg(long)]
     pub used_k: bool,
 }
@@ -27,12 +27,12 @@ pub(crate) struct LengthsArgs {
 /// What joins the scores beside mask and soft cap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct ScoreArgs {
-    /// ALiBi: slope times distance is subtracted from scores; slopes for each head, or with
-    /// --alibi=per-sequence-head for each sequence and head
+    /// ALiBi: slope * |distance| is subtracted from the scores; a slope per query head, or with
+    /// --alibi=per_sequence_head one per sequence and query head
     #[arg(long, value_name = "SLOPES", num_args = 0..=1, require_equals = true,
-          default_missing_value = "per-head", value_parser = parse_alibi)]
+          default_missing_value = Alibi::PerHead.name(), value_parser = parse_alibi)]
     pub alibi: Option<Alibi>,
-    /// A logit for each query head joins the denominator
+    /// Attention sinks: one more logit per query head joins the softmax denominator
     #[arg(long)]
     pub sinks: bool,
 }
@@ -81,12 +81,13 @@ fn one_or_two(text: &str, form: &str) -> Result<(usize, Option<usize>), String> 
     Ok((first, text.contains(',').then_some(second)))
 }
 
-fn parse_alibi(text: &str) -> Result<Alibi, String> {
-    match text {
-        "per-head" => Ok(Alibi::PerHead),
-        "per-sequence-head" => Ok(Alibi::PerSequenceHead),
-        _ => Err(format!("no slopes '{text}': use per-head or per-sequence-head")),
-    }
+/// The slopes that `--alibi` names, as RON, JSON and Python do.
+pub(crate) fn parse_alibi(text: &str) -> Result<Alibi, String> {
+    let all = [Alibi::PerHead, Alibi::PerSequenceHead];
+    all.into_iter().find(|alibi| alibi.name() == text).ok_or_else(|| {
+        let names = all.map(Alibi::name).join(" or ");
+        format!("no slopes '{text}': use {names}")
+    })
 }
 
 impl LengthsArgs {
@@ -143,6 +144,6 @@ mod tests {
         let both = LengthsArgs { packed: packed.packed, ..fixed };
         assert!(both.lengths(2, 1, 100).is_err_and(|e| e.contains("--page and 20 packed keys")));
         assert!("0".parse::<Page>().is_err() && "x".parse::<Packed>().is_err());
-        assert_eq!(parse_alibi("per-sequence-head"), Ok(Alibi::PerSequenceHead));
+        assert_eq!(parse_alibi("per_sequence_head"), Ok(Alibi::PerSequenceHead));
     }
 }

@@ -31,7 +31,7 @@ pub(crate) fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
         let (Ok(before), Ok(Ok(after))) = (plain, swizzled) else { continue };
         writeln!(
             table,
-            "<tr><td class=\"w\">{}</td><td>{rows} x {columns}</td>{}{}</tr>",
+            "<tr><td class=\"about\">{}</td><td class=\"n\">{rows} x {columns}</td>{}{}</tr>",
             escape(&what),
             count(&before),
             count(&after)
@@ -43,17 +43,18 @@ pub(crate) fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
     let plain = picture("plain rows", &SmemLayout::row_major(rows, columns, ELEMENT)?)?;
     let swizzled = picture("swizzled", &SmemLayout::swizzled(rows, columns, ELEMENT)?)?;
     Ok(format!(
-        "<p>{used}</p>\n<div class=\"scroll\" tabindex=\"0\"><table>\n<tr><th class=\"w\" \
-         rowspan=\"2\">Access</th><th rowspan=\"2\">Tile</th><th colspan=\"2\">Plain rows</th><th \
-         colspan=\"2\">Swizzled</th></tr>\n<tr><th class=\"n\">worst</th><th class=\"n\">slowdown</th><th \
-         class=\"n\">worst</th><th class=\"n\">slowdown</th></tr>\n{table}</table></div>\n\
+        "<p>{used} The worst access of each, and how much longer all of them take:</p>\n<div \
+         class=\"scroll\" tabindex=\"0\"><table class=\"sorts stacks\">\n<tr><th>Access</th><th \
+         class=\"n\">Tile</th><th>Plain rows</th><th>Swizzled</th></tr>\n{table}</table></div>\n\
          <details><summary>Banks that 8 rows of K lie in</summary>\n{plain}{swizzled}</details>\n"
     ))
 }
 
 fn count(found: &Conflicts) -> String {
-    let ways = if found.is_free() { "free".to_owned() } else { format!("<b>{}-way</b>", found.ways) };
-    format!("<td class=\"n\">{ways}</td><td class=\"n\">{:.1}x</td>", found.slowdown())
+    if found.is_free() {
+        return "<td>free</td>".to_owned();
+    }
+    format!("<td><b>{}-way</b>, {:.1}x</td>", found.ways, found.slowdown())
 }
 
 /// Which banks the 16 bytes of each of 8 rows lie in, at the tile's first columns.

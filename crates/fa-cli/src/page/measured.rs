@@ -39,7 +39,6 @@ struct RecordKernel {
 
 #[derive(Deserialize)]
 struct RecordRow {
-    kind: String,
     /// Set for rows that a shape alone does not describe.
     name: Option<String>,
     batch: usize,
@@ -180,6 +179,17 @@ fn visible(problem: &Problem) -> Mask {
     Mask { right, ..problem.mask }
 }
 
+/// How far apart two problems are: the factor between their lengths, which the rate depends on most, and a
+/// quarter of that between their heads and sequences; in hundredths of an octave.
+fn distance(one: &Problem, other: &Problem) -> u64 {
+    let octaves = |a: usize, b: usize| (a.max(1) as f64 / b.max(1) as f64).log2().abs();
+    let lengths = octaves(one.lengths.max_k(), other.lengths.max_k());
+    let queries = octaves(one.lengths.max_q(), other.lengths.max_q());
+    let heads = |p: &Problem| p.lengths.sequences().saturating_mul(p.heads_q);
+    let rest = octaves(heads(one), heads(other)) + octaves(one.group_size(), other.group_size());
+    (100.0 * (lengths.max(queries) + rest / 4.0)) as u64
+}
+
 /// The files of a folder with this beginning that are JSON, by name.
 fn json_files(folder: &Path, begin: &str) -> Result<Vec<PathBuf>, InputError> {
     let unreadable =
@@ -246,12 +256,12 @@ impl Records {
             record.commit.get(..7).unwrap_or(&record.commit)
         );
         for row in record.rows.iter().filter(|row| row.error.is_none() && row.ms_median > 0.0) {
-            let pass = if row.kind == "bwd" { Pass::BACKWARD } else { Pass::Forward };
             let kernel = record.kernels.iter().find(|kernel| kernel.name == row.spec);
             // Specs of older versions may have other fields.
             let spec =
                 kernel.and_then(|kernel| serde_json::from_value::<KernelSpec>(kernel.spec.clone()).ok());
             let Some(spec) = spec else { continue };
+            let pass = spec.kernel.pass();
             let Some(problem) = problem_of(row, &spec) else { continue };
             // Rows do not record which lengths a kernel reads on the device.
             let whole = !spec.reads.varied && !spec.reads.paged;
@@ -284,8 +294,8 @@ impl Records {
         self.ran.iter().any(|(on, name)| *on == arch && name == kernel)
     }
 
-    /// Takes the rows with the view's pass, architecture, head dims, mask and type, exact ones first, then by
-    /// length.
+    /// Takes the rows with the view's pass, architecture, head dims, mask and type, exact ones first, then
+    /// the nearest.
     pub(crate) fn of<'a>(&'a self, view: &View) -> Vec<&'a Measured> {
         let problem = view.problem();
         let family = view.fits.first().map_or("", |fit| fit.name.split('_').next().unwrap_or(""));
@@ -295,7 +305,7 @@ impl Records {
         };
         let like = |row: &&Measured| {
             let own = &row.problem;
-            row.pass.is_backward() == view.backward()
+            row.pass == view.pass
                 && row.arch == view.planned.arch
                 && row.kernel.starts_with(family)
                 && (own.head_dim, own.head_dim_v) == (problem.head_dim, problem.head_dim_v)
@@ -309,7 +319,7 @@ impl Records {
         rows.sort_by_key(|row| {
             let own = &row.problem.lengths;
             let other_form = (row.reads.varied, row.reads.paged) != (varied, paged);
-            (!row.exact(problem), other_form, own.max_k(), own.sequences())
+            (!row.exact(problem), other_form, distance(&row.problem, problem), own.max_k(), own.sequences())
         });
         rows
     }
@@ -347,8 +357,8 @@ impl Records {
             });
             writeln!(
                 html,
-                "<tr{}><td>{shape}{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
-                 class=\"n\">{}</td><td>{}</td><td class=\"w\"><code>{}</code></td><td \
+                "<tr{}><td class=\"about\">{shape}{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
+                 class=\"n\">{}</td><td class=\"peer\">{}</td><td class=\"w\"><code>{}</code></td><td \
                  class=\"n\">[{}]</td></tr>",
                 if row.exact(view.problem()) { " class=\"here\"" } else { "" },
                 row.name.as_ref().map_or(String::new(), |name| format!(" ({})", escape(name))),
@@ -370,7 +380,7 @@ impl Records {
             }
             let more = match rows.len().saturating_sub(SHOWN) {
                 0 => String::new(),
-                more => format!("And {more} more, of longer sequences. "),
+                more => format!("And {more} more, farther away. "),
             };
             let sources: String = sources
                 .iter()
@@ -380,10 +390,10 @@ impl Records {
             write!(
                 out,
                 "<div class=\"scroll\" tabindex=\"0\"><table \
-                 class=\"sorts\">\n<tr><th>Shape</th><th class=\"n\">Measured, \
+                 class=\"sorts stacks\">\n<tr><th>Shape</th><th class=\"n\">Measured, \
                  {0}</th><th class=\"n\">Predicted</th><th class=\"n\">Error of time</th><th>Best \
-                 peer, ratio</th><th class=\"w\">Kernel</th><th></th></tr>\n{html}</table></div>\n<p \
-                 class=\"note\">{more}{sources}</p>\n",
+                 peer, ratio</th><th class=\"w\">Kernel</th><th \
+                 class=\"n\">Record</th></tr>\n{html}</table></div>\n<p class=\"note\">{more}{sources}</p>\n",
                 view.unit_name()
             )
             .expect(INTO_STRING);

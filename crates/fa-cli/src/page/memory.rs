@@ -2,11 +2,13 @@
 
 use std::fmt::Write;
 
-use fa_planner::kernels::sm100_fwd::TmemPlan;
+use fa_core::Kernel;
+use fa_planner::kernels::sm100_fwd::{Sm100Tile, TmemPlan, account};
 use fa_planner::report::Tried;
 use fa_planner::smem::SmemPlan;
 
 use crate::draw::diagram::escape;
+use crate::page::timeline::bar_labels;
 use crate::page::view::View;
 use crate::plan::tried::{Fit, Shape, bytes, kib};
 
@@ -22,25 +24,14 @@ struct Item {
     tip: String,
 }
 
-/// A part of a bar, with the longest of some labels that its width has room for.
+/// A part of a bar, with the longest of some labels that its width has room for; labels from long to short.
 pub(crate) fn part(class: &str, width: f64, labels: &[&str], tip: &str) -> String {
-    let mut inner = String::new();
-    // Labels by the room that they need, as the style has it.
-    const ROOM: [usize; 5] = [4, 9, 14, 22, 36];
-    if let Some(label) = labels.iter().find(|label| fits(label, width)).or(labels.last()) {
-        let room = ROOM.iter().position(|&most| label.chars().count() <= most).unwrap_or(ROOM.len() - 1);
-        write!(inner, "<b class=\"l{room}\">{}</b>", escape(label)).expect(INTO_STRING);
-    }
+    let labels: Vec<&str> = labels.iter().rev().copied().collect();
     format!(
-        "<span class=\"{class}\" style=\"width:{width:.3}%\" tabindex=\"0\" data-tip=\"{}\">{inner}</span>",
-        escape(tip)
+        "<span class=\"{class}\" style=\"width:{width:.3}%\" tabindex=\"0\" data-tip=\"{}\">{}</span>",
+        escape(tip),
+        bar_labels(&labels)
     )
-}
-
-/// Whether a label fits a share of a bar of usual width, in percent.
-fn fits(label: &str, width: f64) -> bool {
-    const PERCENT_PER_CHARACTER: f64 = 1.35;
-    PERCENT_PER_CHARACTER * label.chars().count() as f64 <= width
 }
 
 /// Items to scale in one lane, those that reuse memory in lanes below.
@@ -132,7 +123,7 @@ fn smem_table(plan: &SmemPlan) -> String {
         let alias = b.alias_of.as_deref().map_or(String::new(), |owner| format!("reuses {}", escape(owner)));
         writeln!(
             rows,
-            "<tr><td><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
+            "<tr><td class=\"about\"><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
              class=\"n\">{}</td><td>{alias}</td></tr>",
             escape(&b.name),
             b.offset,
@@ -143,7 +134,7 @@ fn smem_table(plan: &SmemPlan) -> String {
     }
     format!(
         "<details><summary>Buffers, offsets and alignment</summary>\n<div class=\"scroll\" \
-         tabindex=\"0\"><table class=\"sorts\">\n<tr><th>Buffer</th>\
+         tabindex=\"0\"><table class=\"sorts stacks\">\n<tr><th>Buffer</th>\
          <th class=\"n\">Offset (B)</th><th class=\"n\">Size \
          (B)</th><th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}\
          <tfoot><tr><td>total</td><td></td><td \
@@ -186,11 +177,19 @@ pub(crate) fn registers(view: &View, fit: &Fit) -> String {
 /// The registers of an SM by role: threads times registers.
 fn register_file(view: &View, fit: &Fit) -> String {
     let all = view.limits().regs_per_sm;
-    let roles: Vec<(String, u32, u32)> = match fit.shape {
-        Shape::Sm100(plan) => {
-            plan.roles.iter().map(|role| (role.name.to_owned(), 32 * role.warps, role.regs)).collect()
+    let own = match fit.shape {
+        Shape::Kernel(spec) => match &spec.kernel {
+            Kernel::Sm100Fwd(own) => Some(account::roles(&Sm100Tile::of(spec, own))),
+            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => None,
+        },
+        Shape::Sm100(plan) => Some(plan.roles.clone()),
+    };
+    let roles: Vec<(String, u32, u32)> = match (own, fit.shape) {
+        (Some(roles), _) => {
+            roles.iter().map(|role| (role.name.to_owned(), 32 * role.warps, role.regs)).collect()
         }
-        Shape::Kernel(spec) => {
+        (None, Shape::Sm100(_)) => Vec::new(),
+        (None, Shape::Kernel(spec)) => {
             let Tried::Kernels(set) = view.tried else { return String::new() };
             let Some(plan) = set.plans.iter().find(|plan| plan.spec == *spec) else { return String::new() };
             match plan.regs.setmaxnreg {

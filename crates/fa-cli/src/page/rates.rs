@@ -243,7 +243,7 @@ pub(crate) fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measu
         points,
     };
     let lines = [
-        line("other lengths, predicted", 0, true, false, others.collect()),
+        line("predicted, by length", 0, true, false, others.collect()),
         line("this problem, predicted", 1, false, true, here.into_iter().collect()),
         line("measured", 2, false, true, rows.collect()),
     ];
@@ -260,7 +260,10 @@ pub(crate) fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measu
     };
     let roofs = [
         Roof {
-            name: format!("{} and {peak:.0} TFLOP/s", si(limits.hbm_bytes_per_s, "B/s")),
+            name: format!(
+                "{}, {peak:.0} TFLOP/s ({sustained:.0} sustained)",
+                si(limits.hbm_bytes_per_s, "B/s")
+            ),
             points: corner(peak),
         },
         Roof { name: String::new(), points: vec![(sustained / bandwidth, sustained), (x.high, sustained)] },
@@ -302,9 +305,11 @@ pub(crate) fn waves(cost: &Cost) -> String {
     if slots <= DRAWN {
         write!(
             html,
-            "<div class=\"slots\" role=\"img\" aria-label=\"The last wave: {last:.0} of {slots:.0} slots \
+            "<div class=\"slots\" style=\"--n:{}\" role=\"img\" aria-label=\"The last wave: {last:.0} of \
+             {slots:.0} slots \
              have a \
-             tile\">"
+             tile\">",
+            squares_in_a_row(slots as usize)
         )
         .expect(INTO_STRING);
         for slot in 0..slots as usize {
@@ -329,6 +334,12 @@ pub(crate) fn waves(cost: &Cost) -> String {
     )
     .expect(INTO_STRING);
     html
+}
+
+/// Squares in a row of the drawing: full rows where the slots have a divisor of a good size.
+fn squares_in_a_row(slots: usize) -> usize {
+    const MOST: usize = 24;
+    (MOST / 2..=MOST).rev().find(|n| slots.is_multiple_of(*n)).unwrap_or(MOST)
 }
 
 /// Query rows of a tile that a problem's mean sequence fills, of how many; nothing for a backward.

@@ -1,6 +1,8 @@
 // A table is sorted by the column whose heading is pressed, the other way round by the same again.
 for (const table of document.querySelectorAll('table.sorts')) {
   const body = table.tBodies[0], [head, ...rows] = body.rows;
+  // On a narrow screen each value stands behind its heading.
+  for (const row of rows) [...row.cells].forEach((cell, at) => { cell.dataset.label = head.cells[at].textContent; });
   // Numbers as they are written, or as <data> has them exactly; what has none comes last.
   const numbers = (cell) => {
     const exact = cell.querySelector('data');

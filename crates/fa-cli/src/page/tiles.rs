@@ -55,6 +55,8 @@ struct Cell {
 struct Map<'a> {
     view: &'a View<'a>,
     rows: Vec<Group>,
+    /// Rows without a tile that is made of whole instructions.
+    shapeless: Vec<Group>,
     columns: Vec<u32>,
     cells: Vec<Cell>,
 }
@@ -65,11 +67,15 @@ pub(crate) fn map(view: &View) -> (String, String) {
     rows.extend(view.missed.iter().map(|miss| miss.group.clone()));
     rows.sort();
     rows.dedup();
+    let (rows, shapeless) = rows.into_iter().partition(|row| {
+        let of_row = |miss: &&Missed| miss.group == *row && miss.excess.is_finite();
+        view.fits.iter().any(|fit| fit.group == *row) || view.missed.iter().any(|miss| of_row(&miss))
+    });
     let mut columns: Vec<u32> = view.fits.iter().map(|fit| fit.tile_n).collect();
     columns.extend(view.missed.iter().map(|miss| miss.tile_n));
     columns.sort_unstable();
     columns.dedup();
-    let mut map = Map { view, rows, columns, cells: Vec::new() };
+    let mut map = Map { view, rows, shapeless, columns, cells: Vec::new() };
     for (row, group) in map.rows.iter().enumerate() {
         for (column, tile_n) in map.columns.iter().enumerate() {
             let fits = view.fits.iter().enumerate().filter(|(_, f)| f.group == *group && f.tile_n == *tile_n);
@@ -169,6 +175,12 @@ impl Map<'_> {
             html.push_str("</div></div>\n");
         }
         html.push_str(&legend(view, (low, high), &limits));
+        if !self.shapeless.is_empty() {
+            let rows: Vec<&str> = self.shapeless.iter().map(|group| &*group.label).collect();
+            let rows = escape(&rows.join("; "));
+            writeln!(html, "<p class=\"note\">No tile of these is made of whole instructions: {rows}.</p>")
+                .expect(INTO_STRING);
+        }
         write!(html, "</div>\n<div aria-live=\"polite\">\n{accounts}</div>\n</div>\n").expect(INTO_STRING);
         (html, styles)
     }
@@ -336,10 +348,9 @@ fn legend(view: &View, (low, high): (f64, f64), limits: &[&str]) -> String {
         let shades: String = (0..SHADES).map(|shade| format!("<i class=\"s{shade}\"></i>")).collect();
         write!(
             html,
-            "<span class=\"shades\">{shades}fits, {} to {} {}</span><span><i style=\"border:2px \
+            "<span class=\"shades\">{shades}fits, {} {}</span><span><i style=\"border:2px \
              solid var(--ink)\"></i>first choice</span>",
-            plain(low),
-            plain(high),
+            if low < high { format!("{} to {}", plain(low), plain(high)) } else { plain(high) },
             view.unit_name()
         )
         .expect(INTO_STRING);

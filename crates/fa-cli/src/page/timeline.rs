@@ -47,7 +47,7 @@ pub(crate) fn steps(view: &View, fit: &Fit) -> String {
             write!(html, "<span><i class=\"{}\"></i>{words}</span>", class(activity)).expect(INTO_STRING);
         }
     }
-    html += "</div>\n";
+    html += "</div>\n<div class=\"scroll\" tabindex=\"0\"><div class=\"lanes\">\n";
     for lane in &timeline.lanes {
         write!(
             html,
@@ -78,11 +78,22 @@ pub(crate) fn steps(view: &View, fit: &Fit) -> String {
     } else {
         String::new()
     };
+    let steps = cost.steps / cost.tiles.max(1.0);
+    let short = if steps < 2.0 {
+        format!(
+            "<b>This problem has {} a tile, so that none of its steps is steady</b>: the lanes are those of \
+             longer rows. ",
+            if steps <= 1.0 { "one step".to_owned() } else { format!("{steps:.1} steps") }
+        )
+    } else {
+        String::new()
+    };
     write!(
         html,
-        "<div class=\"ticks\">{ticks}</div>\n<p class=\"note\">In this order a step takes {:.0} clocks, \
-         with the \
-         tensor cores busy {:.0} % of them.{memory} For the SM alone the calibrated model says {:.0}: \
+        "<div class=\"ticks\">{ticks}</div>\n</div></div>\n<p class=\"note\">{short}In this order a step \
+         takes \
+         {:.0} clocks, with the tensor cores busy {:.0} % of them.{memory} For the SM alone the calibrated \
+         model says {:.0}: \
          tensor cores {:.0}, softmax {:.0}, \
          shared memory {:.0}, not hidden {:.0}, of {} on the SM. It counts what the order does not \
          show: pipes that are not filled, and strained registers.</p>\n",
@@ -101,24 +112,55 @@ pub(crate) fn steps(view: &View, fit: &Fit) -> String {
 
 fn span(html: &mut String, span: &Span, timeline: &Timeline) {
     let share = |clocks: f64| 100.0 * clocks / timeline.clocks;
-    let label = if span.activity == Activity::Wait { "" } else { &*span.label };
-    let room = match label.chars().count() {
-        0..=4 => 0,
-        5..=9 => 1,
-        _ => 2,
-    };
     let clocks = span.end - span.begin;
     let what = if span.label.is_empty() { "waits" } else { &*span.label };
     let tip = format!("{what}: clock {:.0} to {:.0} ({clocks:.0})", span.begin, span.end);
+    let waits = span.activity == Activity::Wait;
+    let labels = if waits { wait_labels(&span.label) } else { bar_labels(&[&span.label]) };
     write!(
         html,
-        "<span class=\"sp {}\" style=\"left:{:.2}%;width:{:.2}%\" tabindex=\"0\" data-tip=\"{}\"><b \
-         class=\"l{room}\">{}</b></span>",
+        "<span class=\"sp {}\" style=\"left:{:.2}%;width:{:.2}%\" tabindex=\"0\" \
+         data-tip=\"{}\">{labels}</span>",
         class(span.activity),
         share(span.begin),
         share(clocks),
         escape(&tip),
-        escape(label)
     )
     .expect(INTO_STRING);
+}
+
+/// What a wait is for, in a word and with its lane, as far as its bar has room: `for S`, `for S of
+/// warpgroup 0`.
+fn wait_labels(because: &str) -> String {
+    let (verb, what) = match because.split_once(" are busy with ") {
+        Some((unit, what)) => (unit.trim_start_matches("the ").to_owned() + ":", what),
+        None => ("for".to_owned(), because.trim_start_matches("waits for ")),
+    };
+    let lane = what.split(": ").next().unwrap_or(what);
+    let long = format!("{verb} {lane}");
+    let short = format!("for {}", what.split(" of ").next().unwrap_or(what));
+    if because.is_empty() { String::new() } else { bar_labels(&[&short, &long]) }
+}
+
+/// Room of a label in a bar: most characters, and the class that shows it from so much width on.
+const ROOM: [usize; 6] = [4, 6, 9, 14, 22, 38];
+
+/// Labels from short to long, of which the longest shows that its bar has room for.
+pub(crate) fn bar_labels(labels: &[&str]) -> String {
+    let mut html = String::new();
+    let room =
+        |label: &str| ROOM.iter().position(|&most| label.chars().count() <= most).unwrap_or(ROOM.len() - 1);
+    for (index, label) in labels.iter().enumerate() {
+        // Hidden where the next one has room.
+        let until = labels.get(index + 1).map(|next| room(next));
+        match until {
+            Some(longer) if longer == room(label) => {}
+            Some(longer) => {
+                write!(html, "<b class=\"l{} u{longer}\">{}</b>", room(label), escape(label))
+                    .expect(INTO_STRING);
+            }
+            None => write!(html, "<b class=\"l{}\">{}</b>", room(label), escape(label)).expect(INTO_STRING),
+        }
+    }
+    html
 }

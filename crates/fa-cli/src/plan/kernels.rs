@@ -1,5 +1,6 @@
 //! What plans and pages show of a kernel besides its tile.
 
+use fa_core::spec::Scheduler;
 use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 use fa_planner::banks::Access;
 
@@ -168,7 +169,12 @@ impl ShownKernel for Sm100Fwd {
     fn knobs(&self, _: &KernelSpec) -> Vec<String> {
         let tiles =
             if self.q_tiles == 1 { "1 Q tile".to_owned() } else { format!("{} Q tiles", self.q_tiles) };
-        vec![tiles, stages(self.kv_stages), format!("{:?}", self.scheduler)]
+        let scheduler = match self.scheduler {
+            Scheduler::PerTile => "a CTA for each tile",
+            Scheduler::Static => "a CTA for each SM",
+            Scheduler::Dynamic => "tiles drawn from a counter",
+        };
+        vec![tiles, stages(self.kv_stages), scheduler.to_owned()]
     }
 
     fn group(&self) -> Group {

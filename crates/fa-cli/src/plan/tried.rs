@@ -257,12 +257,12 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
 /// A cost in a line.
 pub(crate) fn prediction(cost: &Cost) -> String {
     format!(
-        "{}, {} TFLOP/s, waits for {}; {} on {}",
+        "{}, {} TFLOP/s, bound by {}; {} on {} at once",
         si(cost.seconds, "s"),
         plain(cost.tflops),
         cost.bottleneck.name(),
         counted(cost.tiles as usize, "tile"),
-        counted(cost.slots as usize, "slot")
+        counted(cost.slots as usize, "CTA")
     )
 }
 
@@ -300,7 +300,7 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
         reg_limit: r.limit,
         roles: r.setmaxnreg.map_or(String::new(), |split| {
             format!(
-                "setmaxnreg {} for the warpgroups that compute, {} for the one that loads",
+                "setmaxnreg {} for the consumer warpgroups, {} for the producer",
                 split.mma, split.producer
             )
         }),

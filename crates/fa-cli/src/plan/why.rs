@@ -30,7 +30,7 @@ pub(crate) fn why_lines(query: &str, feasible: &[Ranked], rejected: usize) -> St
         } else {
             format!("rank {}, {:.2} times the best's time", ranked.rank, ranked.slowdown)
         };
-        let about = format!("{place}, {} TFLOP/s, waits for {}", plain(cost.tflops), cost.bottleneck.name());
+        let about = format!("{place}, {} TFLOP/s, bound by {}", plain(cost.tflops), cost.bottleneck.name());
         line(&mut text, "fits", &format!("{}: {about}", ranked.plan.spec));
     }
     text

@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 use std::process::Stdio;
 
-use crate::common::{Dir, Tensor, command, fa, fa_args, noise, refused, repository, text, write};
+use crate::common::{Dir, Tensor, command, fa, fa_args, fa_with, noise, refused, repository, text, write};
 
 const Q: &[usize] = &[1, 4, 2, 8];
 const KV: &[usize] = &[1, 6, 2, 8];
@@ -240,6 +240,14 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
     refused(&fa_args(&["build", "--specs", specs]), &["none of the 0 specs", specs], "an empty folder");
     if cfg!(target_os = "linux") {
         refused(&fa("build --out /proc/x --arch sm90"), &["cannot write /proc/x"], "build --out");
+    }
+    // Without a compiler no folder is left behind, nor are its parents; a folder that was there stays.
+    std::fs::create_dir(folder.path("there")).expect("a folder");
+    for out in ["bundle", "new/bundle", "there", "there/bundle"] {
+        let outcome = fa_with(&["build", "--out", &folder.file(out)], &[("FA_NVRTC", "none")]);
+        assert!(outcome.code == 1 && outcome.stderr.contains("no NVRTC found"), "{out}: {outcome:?}");
+        assert_eq!(folder.listing(), ["in", "there"], "{out}");
+        assert_eq!(std::fs::read_dir(folder.path("there")).expect("a folder").count(), 0, "{out}");
     }
     for line in ["plan --report", "bench --seqlen 16 --plot", "bench --seqlen 16 --json"] {
         let outcome = fa(&format!("{line} {}", text(&missing)));

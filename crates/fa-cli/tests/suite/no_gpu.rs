@@ -35,7 +35,7 @@ fn what_only_a_gpu_can_measure_says_so() {
         .any(|check| check["name"] == "driver" && check["status"] == "ok");
     for (line, has_a_cpu_backend) in [
         ("ladder", false),
-        ("ladder --arch sm90", false),
+        ("ladder --family sm90", false),
         ("tune --headdim 128", false),
         ("validate", false),
         ("validate --sanitize", false),

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::LazyLock;
 
 use crate::common::{Dir, fa, repository, text};
 
@@ -15,105 +16,21 @@ fn chromium() -> Option<PathBuf> {
     names.iter().find_map(|name| folders.iter().map(|folder| folder.join(name)).find(|path| path.is_file()))
 }
 
-/// Looks at a page in frames of some widths, light, dark and printed, and says what is wrong with it.
-const INSPECT: &str = r"
-const found = [], numbers = [];
-const say = (frame, what) => found.push(`${frame.id} ${frame.width}${frame.dark ? ' dark' : ''}: ${what}`);
-function look(frame, view) {
-  const doc = view.document, root = doc.documentElement;
-  if (root.scrollWidth > frame.width) say(frame, `the page is ${root.scrollWidth} wide`);
-  const loads = view.performance.getEntriesByType('resource');
-  if (loads.length) say(frame, `loads ${loads[0].name}`);
-  for (const element of doc.querySelectorAll('main *')) {
-    const style = view.getComputedStyle(element), own = element.getBoundingClientRect();
-    if (!own.width || style.display === 'none') continue;
-    const text = element.textContent.slice(0, 40);
-    const name = `${element.tagName} ${element.getAttribute('class') || ''} '${text}'`;
-    // What scrolls may be wider; texts that have no room in a bar are in its tip.
-    const scrolls = element.closest('.scroll'), bar = element.closest('.bar, .sp, .cell input');
-    if (!scrolls && !bar && own.right > frame.width + 1) say(frame, `ends at ${own.right}: ${name}`);
-    if (own.left < -1) say(frame, `begins at ${own.left}: ${name}`);
-    if (!bar && style.overflowX === 'hidden' && element.scrollWidth > element.clientWidth + 1)
-      say(frame, `cut: ${name}`);
-    if (element.matches('.cell') && element.scrollWidth > element.clientWidth + 1)
-      say(frame, `too narrow: ${name}`);
-    if (element.matches('svg text')) {
-      const drawing = element.ownerSVGElement.getBoundingClientRect();
-      if (own.left < drawing.left - 1 || own.right > drawing.right + 1 || own.top < drawing.top - 1)
-        say(frame, `leaves its drawing: ${name}`);
-    }
-    if (element.matches('b') && element.closest('.sp, .bar') && element.offsetWidth &&
-        element.scrollWidth > element.parentElement.clientWidth + 1) say(frame, `cut in its bar: ${name}`);
-  }
-  // An account is shown by its cell, and only then.
-  const inputs = frame.dark ? [...doc.querySelectorAll('.cell input')] : [];
-  for (const input of inputs.filter((_, index) => index % 9 === 0)) {
-    const account = doc.getElementById('a' + input.id);
-    input.checked = true;
-    const shown = [...account.parentElement.children].filter((one) => one.offsetHeight > 0);
-    if (shown.length !== 1 || shown[0] !== account) say(frame, `${input.id} shows ${shown.length} accounts`);
-  }
-  for (const table of frame.dark ? doc.querySelectorAll('table.sorts') : []) sort(frame, table);
-  const light = view.getComputedStyle(doc.body).backgroundColor.match(/\d+/g)[0] > 128;
-  if (light === frame.dark) say(frame, 'has the other mode');
-  for (const tip of doc.querySelectorAll('[data-tip], .pt'))
-    if (tip.tabIndex < 0) say(frame, 'a tip without focus');
-  if (!numbers.length) doc.querySelectorAll('data').forEach((one) => numbers.push(Number(one.value)));
-}
-// Each heading is a button that sorts by its column, both ways, and loses no row.
-function sort(frame, table) {
-  const order = () => [...table.tBodies[0].rows].slice(1), before = order();
-  if (before.length < 2) return;
-  if (table.closest('details')) table.closest('details').open = true;
-  for (const [column, cell] of [...table.rows[0].cells].entries()) {
-    const button = cell.querySelector('button');
-    if (!button) { if (cell.textContent) say(frame, `no button: ${cell.textContent}`); continue; }
-    for (const way of ['ascending', 'descending']) {
-      button.focus();
-      if (cell.ownerDocument.activeElement !== button) say(frame, `no focus: ${cell.textContent}`);
-      button.click();
-      const sorted = order();
-      if (cell.getAttribute('aria-sort') !== way) say(frame, `${cell.textContent} is not ${way}`);
-      if (new Set(sorted).size !== before.length) say(frame, `rows are lost by ${cell.textContent}`);
-      const exact = sorted.map((row) => row.cells[column].querySelector('data')?.value).map(Number);
-      if (!exact.every((one, i) => !i || !(way === 'ascending' ? exact[i - 1] > one : exact[i - 1] < one)))
-        say(frame, `${cell.textContent} ${way}: ${exact}`);
-    }
-    if (table.querySelectorAll('[aria-sort]').length !== 1) say(frame, 'sorted by several columns');
-  }
-}
-window.onerror = (message) => { found.push(`error: ${message}`); };
-window.onload = () => {
-  for (const frame of frames_of_page) look(frame, document.getElementById(frame.id).contentWindow);
-  document.body.textContent = 'RESULT' + JSON.stringify({ found, numbers }) + 'END';
-};
-";
+/// Looks at pages, each in a frame, at several widths, light, dark and printed, and says what is wrong.
+const INSPECT: &str = include_str!("page.js");
 
-/// What begins the style of the printed page.
-const PRINT: &str = "@media print";
-
-/// What a browser finds wrong with a page, and the numbers on it.
-fn inspect(browser: &Path, page: &str, folder: &Path) -> (Vec<String>, Vec<f64>) {
-    assert!(page.contains(PRINT), "no style for print");
-    let printed = page.replace(PRINT, "@media all");
-    let quoted = [page, &printed].map(|page| page.replace('&', "&amp;").replace('"', "&quot;"));
+/// What a browser, started once, finds wrong with each of some pages, and the numbers on it.
+fn inspect(browser: &Path, pages: &[String], folder: &Path) -> Vec<(Vec<String>, Vec<f64>)> {
     let mut frames = String::new();
-    let mut listed = Vec::new();
-    for (id, width, dark) in
-        [("a", 390, false), ("b", 768, false), ("c", 1600, false), ("d", 1100, true), ("print", 720, false)]
-    {
-        let quoted = &quoted[usize::from(id == "print")];
-        let scheme = if dark { "dark" } else { "light" };
-        frames += &format!(
-            "<iframe id=\"{id}\" style=\"border:0;width:{width}px;height:9000px;color-scheme:{scheme}\" \
-             srcdoc=\"{quoted}\"></iframe>\n"
-        );
-        listed.push(format!("{{id: '{id}', width: {width}, dark: {dark}}}"));
+    for page in pages {
+        assert!(page.contains("@media print") && page.contains("@media screen"), "no style for print");
+        let quoted = page.replace('&', "&amp;").replace('"', "&quot;");
+        frames += &format!("<iframe style=\"border:0;height:9000px\" srcdoc=\"{quoted}\"></iframe>\n");
     }
-    let script = format!("<script>const frames_of_page = [{}];{INSPECT}</script>", listed.join(", "));
     let path = folder.join("inspect.html");
-    std::fs::write(&path, format!("<!doctype html><meta charset=\"utf-8\">{script}<body>{frames}</body>"))
-        .expect("a writable folder");
+    let document =
+        format!("<!doctype html><meta charset=\"utf-8\"><script>{INSPECT}</script><body>{frames}</body>");
+    std::fs::write(&path, document).expect("a writable folder");
     let done = Command::new(browser)
         .args(["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=1700,1000"])
         .args(["--disable-dev-shm-usage", "--no-first-run"])
@@ -126,11 +43,35 @@ fn inspect(browser: &Path, page: &str, folder: &Path) -> (Vec<String>, Vec<f64>)
     let result = result.unwrap_or_else(|| panic!("{shown}\n{}", String::from_utf8_lossy(&done.stderr)));
     let result = result.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">");
     let result: serde_json::Value = serde_json::from_str(&result).expect("JSON");
-    let found = result["found"].as_array().expect("a list").iter().map(|one| one.to_string()).collect();
-    let numbers =
-        result["numbers"].as_array().expect("a list").iter().filter_map(|one| one.as_f64()).collect();
-    (found, numbers)
+    assert_eq!(result["errors"], serde_json::json!([]), "a script fails");
+    let texts = |value: &serde_json::Value| -> Vec<String> {
+        value.as_array().expect("a list").iter().map(ToString::to_string).collect()
+    };
+    let numbers = |value: &serde_json::Value| -> Vec<f64> {
+        value.as_array().expect("a list").iter().filter_map(serde_json::Value::as_f64).collect()
+    };
+    let results = result["results"].as_array().expect("a list");
+    assert_eq!(results.len(), pages.len());
+    results.iter().map(|one| (texts(&one["found"]), numbers(&one["numbers"]))).collect()
 }
+
+/// Every kernel, and problems of every form.
+const PAGES: [(&str, &str); 14] = [
+    ("--headdim 128 --causal --seqlen 8192", "forward"),
+    ("--headdim 192-128 --causal --mode bwd", "backward"),
+    ("--headdim 64 --mode bwd --deterministic", "backward"),
+    ("--batch 64 --seqlen 1x4096 --heads 32:8", "forward"),
+    ("--batch 1 --seqlen 1x65536 --heads 8:1", "forward"),
+    ("--batch 32 --heads 32:8 --seqlen 8192 --packed 65536 --causal --sinks --alibi", "forward"),
+    ("--batch 64 --heads 32:8 --seqlen 1x8192 --packed 64 --page 16", "forward"),
+    ("--arch sm80 --headdim 64 --causal --softcap 30", "forward"),
+    ("--arch sm80 --headdim 64 --mode bwd", "backward"),
+    ("--arch sm100", "forward"),
+    ("--batch 1 --seqlen 1x1 --heads 1 --headdim 8", "forward"),
+    ("--causal --spec SPECS/sm90/hd128-causal-bf16.ron", "forward"),
+    ("--causal --spec SPECS/sm90/hd128-causal-bf16-bwd.ron", "backward"),
+    ("--causal --arch sm100 --spec SPECS/sm100/hd128-causal-bf16.ron", "forward"),
+];
 
 #[test]
 fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
@@ -139,27 +80,32 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
         return;
     };
     let folder = Dir::new();
-    for (index, (flags, pass)) in [
-        ("--headdim 128 --causal --seqlen 8192", "forward"),
-        ("--headdim 192-128 --causal --mode bwd", "backward"),
-        ("--batch 64 --seqlen 1x4096 --heads 32:8", "forward"),
-        ("--batch 32 --heads 32:8 --seqlen 8192 --packed 65536 --causal --sinks", "forward"),
-        ("--batch 64 --heads 32:8 --seqlen 1x8192 --packed 64 --page 16", "forward"),
-        ("--arch sm80 --headdim 64 --causal --softcap 30", "forward"),
-        ("--arch sm80 --headdim 64 --mode bwd", "backward"),
-        ("--arch sm100", "forward"),
-        ("--batch 1 --seqlen 1x1 --heads 1 --headdim 8", "forward"),
-    ]
-    .into_iter()
-    .enumerate()
+    let path = folder.path("page.html");
+    let (records, specs) = (repository("docs/results"), repository("crates/fa-kernels/specs"));
+    let written = |flags: &str| {
+        let flags = flags.replace("SPECS", text(&specs));
+        let done = fa(&format!("plan {flags} --report {} --records {}", text(&path), text(&records)));
+        (done, std::fs::read_to_string(&path).unwrap())
+    };
+    let (plans, mut pages): (Vec<serde_json::Value>, Vec<String>) = PAGES
+        .iter()
+        .map(|(flags, _)| {
+            let (done, page) = written(&format!("{flags} --json -n 1"));
+            (done.json(), page)
+        })
+        .unzip();
+    // What nothing fits, what is asked about, and both passes with the loops of the emulation.
+    pages.push(written("--headdim 64 --spec SPECS/sm90/hd128-causal-bf16.ron").1);
+    pages.push(written("--headdim 256 --why tile_n=192").1);
+    pages.extend(emulated().ok().cloned());
+    let results = inspect(&browser, &pages, folder.root());
+    for (index, (found, _)) in results.iter().enumerate() {
+        let flags = PAGES.get(index).map_or("other", |(flags, _)| flags);
+        assert!(found.is_empty(), "{index}, {flags}: {found:#?}");
+    }
+    for (((flags, pass), json), (page, (_, numbers))) in
+        PAGES.iter().zip(&plans).zip(pages.iter().zip(&results))
     {
-        let path = folder.path(format!("{index}.html"));
-        let records = repository("docs/results");
-        let line = format!("plan {flags} --json -n 1 --report {} --records {}", text(&path), text(&records));
-        let json = fa(&line).json();
-        let page = std::fs::read_to_string(&path).unwrap();
-        let (found, numbers) = inspect(&browser, &page, folder.root());
-        assert!(found.is_empty(), "{flags}: {found:#?}");
         let best = &json[pass]["plans"][0];
         let cost = &best["cost"];
         let rate = if flags.contains(" 1x") { "bytes_per_s" } else { "tflops" };
@@ -168,7 +114,8 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
             let near = numbers.iter().any(|shown| (shown - number).abs() <= 1e-9 * number.abs());
             assert!(near, "{flags}: {number} is not in {numbers:?}");
         }
-        // By sequence length too: this problem at its own length, packed and in pages as it is.
+        // By sequence length too: this problem at its own length, packed and in pages as it is. A kernel that
+        // was asked for is beside the best there.
         let length = json["problem"]["seqlen_k"].as_u64().expect("a length");
         let row = page.split("<tr>").find(|row| row.starts_with(&format!("<td class=\"n\">{length}</td>")));
         let row = row.unwrap_or_else(|| panic!("{flags}: no row of {length}"));
@@ -176,13 +123,14 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
         let exact =
             row.split("<data value=\"").skip(1).filter_map(|rest| rest.split('"').next()?.parse().ok());
         let near = |shown: f64| (shown - seconds).abs() <= 1e-9 * seconds;
-        assert!(exact.into_iter().any(near), "{flags}: {row} has not {seconds}");
+        assert!(flags.contains("--spec") || exact.into_iter().any(near), "{flags}: {row} has not {seconds}");
         // Nothing is rounded to zero; paper is light.
         assert!(!page.contains(">0 GB/s") && !page.contains(">0 TFLOP/s"), "{flags}");
         assert!(!page.contains("@media (prefers-color-scheme: dark)"), "{flags}");
         if flags.contains(" 1x4096") {
             assert!(page.contains("Device memory delivers a step's data"), "{flags}");
         }
+        assert_eq!(flags.contains("1x1 "), page.contains("none of its steps is steady"), "{flags}");
     }
 }
 
@@ -207,7 +155,13 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
     let dense = page("--batch 64 --seqlen 1x4096 --heads 32:8 --causal");
     assert!(!dense.contains("of at most"));
     let many = page("--headdim 128 --causal --mode bwd");
-    assert!(many.contains("more, of longer sequences."));
+    assert!(many.contains("more, farther away."));
+    // Of kernels as deterministic as those that are planned.
+    let same_bits = page("--headdim 128 --causal --mode bwd --deterministic");
+    let table =
+        same_bits.split("<h2>Predicted and measured").nth(1).and_then(|rest| rest.split("</table>").next());
+    let kernels = table.expect("a table").matches("<td class=\"w\"><code>").count();
+    assert!(kernels > 0 && table.expect("a table").matches("-det</code>").count() == kernels);
     let other = page("--arch sm86 --headdim 64");
     assert!(other.contains("no record has sm80_fwd-bf16-hd64") && other.contains("on sm86"));
     // Without records nothing is said of them.
@@ -222,6 +176,22 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
     assert!(broken.code == 2 && broken.stderr.contains("marks-x.json"), "{broken:?}");
 }
 
+/// A page of both passes with their loops by the emulation, or why there is none.
+fn emulated() -> Result<&'static String, &'static str> {
+    static PAGE: LazyLock<Result<String, String>> = LazyLock::new(|| {
+        let folder = Dir::new();
+        let path = folder.path("page.html");
+        let flags = "--headdim 64 --seqlen 1024 --mode both --emulate";
+        let planned = fa(&format!("plan {flags} --report {}", text(&path)));
+        if planned.stderr.contains("compiler") {
+            return Err(planned.stderr);
+        }
+        planned.good();
+        Ok(std::fs::read_to_string(&path).unwrap())
+    });
+    PAGE.as_ref().map_err(|why| &**why)
+}
+
 /// Where there is a C++ compiler.
 #[test]
 fn a_page_shows_the_loop_by_the_emulation() {
@@ -229,20 +199,26 @@ fn a_page_shows_the_loop_by_the_emulation() {
     let path = folder.path("page.html");
     let refused = fa("plan --emulate");
     assert!(refused.code == 2 && refused.stderr.contains("--report"), "{refused:?}");
-    let planned = fa(&format!("plan --arch sm100 --emulate --report {}", text(&path)));
-    if planned.stderr.contains("compiler") {
-        eprintln!("skipped: {}", planned.stderr);
-        return;
-    }
-    assert!(planned.code == 2 && planned.stderr.contains("fa emulate SPEC --report"), "{planned:?}");
-    fa(&format!("plan --headdim 64 --seqlen 1024 --emulate --report {}", text(&path))).good();
-    let page = std::fs::read_to_string(&path).unwrap();
-    for part in ["A steady step, emulated", "products, warpgroup 1", "TMA box", "sm90/fwd_consumer.cuh:"] {
+    let page = match emulated() {
+        Ok(page) => page,
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            return;
+        }
+    };
+    for part in [
+        "A steady step, emulated",
+        "products, warpgroup 1",
+        "TMA box",
+        "sm90/fwd_consumer.cuh:",
+        "warp 0, producer",
+    ] {
         assert!(page.contains(part), "'{part}' is not on the page");
     }
-    if let Some(browser) = chromium() {
-        let (found, _) = inspect(&browser, &page, folder.root());
-        assert!(found.is_empty(), "{found:#?}");
+    fa(&format!("plan --arch sm100 --emulate --report {}", text(&path))).good();
+    let page = std::fs::read_to_string(&path).unwrap();
+    for part in ["class=\"sp product\"", "tcgen05.mma", "warp 8, correction", "warp 12, products"] {
+        assert!(page.contains(part), "'{part}' is not on the page of SM100");
     }
     // Too short to have steady steps.
     fa(&format!("plan --headdim 64 --seqlen 64 --emulate --report {}", text(&path))).good();

@@ -358,7 +358,7 @@ fn packed_and_paged_problems_have_flags() {
         assert_eq!(packed[field], value, "{packed}");
     }
     assert!(packed["used_k"] == true && packed["alibi"] == "per_head" && packed["sinks"] == true, "{packed}");
-    let paged = problem("--batch 8 --seqlen 1x1000 --packed 8 --page 16 --alibi=per-sequence-head");
+    let paged = problem("--batch 8 --seqlen 1x1000 --packed 8 --page 16 --alibi=per_sequence_head");
     for (field, value) in [("total_q", 8), ("page", 16), ("pages", 8 * 63), ("seqlen_k", 1000)] {
         assert_eq!(paged[field], value, "{paged}");
     }
@@ -366,7 +366,7 @@ fn packed_and_paged_problems_have_flags() {
     for (flags, part) in [
         ("--page 16 --packed 4,64", "--page and 64 packed keys"),
         ("--page 0", "page of 0 keys"),
-        ("--alibi=both", "per-head or per-sequence-head"),
+        ("--alibi=both", "per_head or per_sequence_head"),
         ("--page 16 --mode bwd", "keys in pages of 16 rows have no backward"),
     ] {
         let out = fa(&format!("plan {flags}"));

@@ -124,19 +124,19 @@ impl KernelSpec {
 
 const LAZY_MAX: &[&str] = &[
     " P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In",
-    " the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference",
-    " within 2^rescale_threshold of the maximum gives the same relative precision.",
+    " tiles where they have not (nearly all) no maximum is taken and O is not rescaled. Any reference within",
+    " 2^rescale_threshold of the maximum gives the same relative precision.",
 ];
 const NEAR_CAP: &[&str] = &[
-    " Tiles whose scores are all at most half the soft cap take it as a polynomial, on the FMA units alone",
-    " (NB-080). Both ways need registers beside S, P and O.",
+    " In tiles whose scores are all at most half the soft cap, the cap is a polynomial, on the FMA units",
+    " alone (NB-080). Both paths need registers beside S, P and O.",
 ];
 const MAY_STORE_DQ: &[&str] = &[
-    " The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added",
-    " to zeros (NB-082). Of uniform lengths the tile of keys that does so was drawn before the others: the",
-    " first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with",
-    " the last keys first. Of other lengths it is the first to come, or in deterministic kernels the one",
-    " whose turn is the first (NB-093).",
+    " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
+    " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",
+    " mask; under a causal mask the last one that the queries see, as tiles are drawn with the last keys",
+    " first. With lengths on the device it is the first to arrive, or in deterministic kernels the one whose",
+    " turn comes first (NB-093).",
 ];
 
 #[cfg(test)]

@@ -273,21 +273,21 @@ impl KernelSpec {
             param("dtype", &[" Type of Q, K, V and O."] as &[_], types.qkv.into()),
             param("head_dim", &[" Tile extent of the head dim of Q and K."], (*head_dim).into()),
             param("head_dim_v", &[" Tile extent of the head dim of V and O."], (*head_dim_v).into()),
-            param("mask", &[" Masking code."], (*mask).into()),
-            param("softcap", &[" Scores pass through cap * tanh(s / cap)."], score.softcap.into()),
+            param("mask", &[" The mask that there is code for."], (*mask).into()),
+            param("softcap", &[" Scores become cap * tanh(s / cap)."], score.softcap.into()),
             param(
                 "varied",
                 &[" Lengths and starts of sequences are read on the device."],
                 reads.varied.into(),
             ),
-            param("paged", &[" K and V lie in pages, found through a table."], reads.paged.into()),
+            param("paged", &[" K and V are in pages, found through a page table."], reads.paged.into()),
             param(
                 "alibi",
                 &[" slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores."],
                 score.alibi.into(),
             ),
-            param("sinks", &[" A logit per query head joins the denominator."], score.sinks.into()),
-            param("split", &[" Several CTAs share the keys of a tile's rows."], (*split).into()),
+            param("sinks", &[" A logit per query head joins the softmax denominator."], score.sinks.into()),
+            param("split", &[" Split keys: several CTAs share the keys of a tile."], (*split).into()),
         ];
         all.extend(kernel.params());
         all

@@ -29,7 +29,7 @@ pub enum ParamValue {
     Dtype(Dtype),
     /// Masking code.
     Mask(MaskKind),
-    /// How tiles are given to CTAs.
+    /// How tiles are assigned to CTAs.
     Scheduler(Scheduler),
     /// The order of tiles.
     TileOrder(TileOrder),

@@ -11,18 +11,18 @@ kernel_params! {
     pub struct Sm100Fwd {
         /// Query rows of a CTA: `128 * q_tiles`.
         tile_m: u32 = 256,
-        /// Keys of a step; a multiple of 32 up to 128.
+        /// Keys per step; a multiple of 32 up to 128.
         tile_n: u32 = 128 => multiple(32, 128),
         /// Tiles of 128 queries that share K and V, 1 or 2: with 2, the softmax of one runs under the
         /// products of the other.
         q_tiles: u32 = 2 => range(1, 2),
-        /// Slots for tiles of K and V, which take turns in one ring, 2 to 12.
+        /// Slots of the ring that tiles of K and V use in turn, 2 to 12.
         kv_stages: u32 = 3 => range(2, 12),
-        /// How tiles are given to CTAs: `PerTile` or `Static`.
+        /// How tiles are assigned to CTAs: `PerTile` or `Static`.
         scheduler: Scheduler = Scheduler::PerTile,
         /// The order of tiles.
         tile_order: TileOrder = TileOrder::Natural,
-        /// Of 16 exponentials, how many are polynomials on the FMA units: 0 to 16.
+        /// How many of every 16 exponentials are polynomials on the FMA units: 0 to 16.
         exp_poly_of_16: u32 = 0 => range(0, 16),
         /// Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
         /// rescales whenever it grew. Beyond 15, P would leave f16.

@@ -12,24 +12,23 @@ kernel_params! {
     /// Each of the five products of a step (see `Sm90Bwd`) is divided among the warps into whole 16 x 16
     /// blocks.
     pub struct Sm80Bwd {
-        /// Queries of a step; a multiple of 16 up to 128.
+        /// Queries per step; a multiple of 16 up to 128.
         tile_m: u32 = 64 => multiple(16, 128),
-        /// Keys of a CTA; a multiple of 16 up to 128.
+        /// Keys per CTA; a multiple of 16 up to 128.
         tile_n: u32 = 64 => multiple(16, 128),
-        /// Warps, an even number from 2 to 8: half of them compute P and dV, half dS and dK.
+        /// Warps, an even number from 2 to 8: half are P warps (P, dV), half are dS warps (dS, dK).
         num_warps: u32 = 4 => multiple(2, 8),
-        /// Q buffers, 2 or 3: P is a step ahead. With 2 the next Q arrives during the step that needs it.
+        /// Q buffers, 2 or 3: P is one step ahead. With 2, the next Q arrives during the step that needs it.
         q_stages: u32 = 2 => range(2, 3),
         /// dO buffers, 1 or 2.
         do_stages: u32 = 1 => range(1, 2),
-        /// Warps of a half along `tile_m` in S and dP; divides `num_warps / 2`.
+        /// Warps of a group along `tile_m` in S and dP; divides `num_warps / 2`.
         atom_layout_m_sdp: u32 = 2,
-        /// Warps of a half along `tile_n` in dK and dV; divides `num_warps / 2`.
+        /// Warps of a group along `tile_n` in dK and dV; divides `num_warps / 2`.
         atom_layout_n_dkv: u32 = 2,
-        /// Warps of a half along `tile_m` in dQ; divides `num_warps / 2`.
+        /// Warps of a group along `tile_m` in dQ; divides `num_warps / 2`.
         atom_layout_m_dq: u32 = 2,
-        /// Columns of dQ that the first half of the warps computes, fewer than the head dim; the second half
-        /// computes the others.
+        /// Columns of dQ that the P warps compute, fewer than the head dim; the dS warps compute the others.
         dq_first: u32 = 32,
         /// Resident CTAs per SM that the register budget is set for, 1 to 4.
         blocks_per_sm: u32 = 1 => range(1, 4),

@@ -10,7 +10,7 @@ kernel_params! {
     pub struct Sm80Fwd {
         /// Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
         tile_m: u32 = 64,
-        /// Keys of a step; a multiple of 16 up to 256.
+        /// Keys per step; a multiple of 16 up to 256.
         tile_n: u32 = 64 => multiple(16, 256),
         /// Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows.
         num_warps: u32 = 4 => range(1, 16),
@@ -32,8 +32,8 @@ kernel_params! {
         loop_split: bool = true,
         /// Last query tiles first, so that the causal mask's longest tiles start earliest.
         reverse_blocks: bool = true,
-        /// Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
-        /// their heads.
+        /// Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
+        /// with all of their heads.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         pack_gqa: bool = false,
     }

@@ -14,11 +14,11 @@ kernel_params! {
     /// (`[tile_m, head dim]`). Each can be computed transposed (swap_ab), and its rows or its columns are
     /// divided among the warpgroups (atom layout).
     pub struct Sm90Bwd {
-        /// Queries of a step; a multiple of 16 up to 128.
+        /// Queries per step; a multiple of 16 up to 128.
         tile_m: u32 = 128 => multiple(16, 128),
-        /// Keys of a CTA; a multiple of 16 up to 128.
+        /// Keys per CTA; a multiple of 16 up to 128.
         tile_n: u32 = 128 => multiple(16, 128),
-        /// Warpgroups that compute, 2 or 3; one more loads, and adds dQ to device memory.
+        /// Consumer warpgroups, 2 or 3; one more is the producer, which also adds dQ to device memory.
         num_wg: u32 = 2 => range(2, 3),
         /// Q buffers, 1 or 2.
         q_stages: u32 = 1 => range(1, 2),
@@ -49,8 +49,8 @@ kernel_params! {
         tile_order: TileOrder = TileOrder::Natural,
         /// Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
         deterministic: bool = false,
-        /// One CTA per SM, and tiles are drawn from a counter: the next tile's loads run under the end of the
-        /// last one, whose dK and dV leave through the room of dS.
+        /// One CTA per SM, which draws tiles from a counter: the next tile's loads run under the end of the
+        /// current one, whose dK and dV are stored through the buffer of dS.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         persistent: bool = false,
     }

@@ -9,11 +9,11 @@ use crate::{Family, Pass};
 kernel_params! {
     /// Parameters of the SM90 forward.
     pub struct Sm90Fwd {
-        /// Query rows of a CTA: `64 * num_wg`.
+        /// Query rows per CTA: `64 * num_wg`.
         tile_m: u32 = 128,
-        /// Keys of a step; a multiple of 16 up to 256.
+        /// Keys per step; a multiple of 16 up to 256.
         tile_n: u32 = 128 => multiple(16, 256),
-        /// Warpgroups that compute, 1 to 3; one more loads.
+        /// Consumer warpgroups, 1 to 3; one more is the producer.
         num_wg: u32 = 2 => range(1, 3),
         /// P as a register operand of P V instead of through shared memory.
         pv_is_rs: bool = true,
@@ -25,24 +25,24 @@ kernel_params! {
         kv_stages: u32 = 2 => range(1, 4),
         /// Warpgroups take turns at the tensor cores: the softmax of one runs under the products of another.
         ping_pong: bool = false,
-        /// How tiles are given to CTAs.
+        /// How tiles are assigned to CTAs.
         scheduler: Scheduler = Scheduler::PerTile,
         /// The order of tiles.
         tile_order: TileOrder = TileOrder::Natural,
-        /// CTAs of a cluster, which share K/V loads by multicast: 1 or 2 (2 under the full mask only, where
+        /// CTAs per cluster, which share K/V loads by multicast: 1 or 2 (2 under the full mask only, where
         /// neighbours load the same keys).
         cluster_m: u32 = 1 => range(1, 2),
-        /// Of 16 exponentials, how many are polynomials on the FMA units: 0 to 16.
+        /// How many of every 16 exponentials are polynomials on the FMA units: 0 to 16.
         exp_poly_of_16: u32 = 0 => range(0, 16),
         /// Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
         /// rescales whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a
         /// tile's probabilities P shows that it grew that far. Beyond 15, P would leave f16.
         rescale_threshold: u32 = 0 => range(0, 15),
-        /// Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
-        /// their heads.
+        /// Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
+        /// with all of their heads.
         pack_gqa: bool = false,
-        /// Rows of keys in pages are copied by the producer's threads, for pages of any size, instead of by
-        /// TMA, a box for each part of a page. K and V have equal panels then.
+        /// Rows of paged keys are copied by the producer's threads, for pages of any size, instead of by TMA
+        /// with a box for each part of a page. Requires equal panels of K and V.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         gather: bool = false,
     }

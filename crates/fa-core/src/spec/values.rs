@@ -74,7 +74,7 @@ impl Reads {
     }
 }
 
-/// How tiles are given to CTAs.
+/// How tiles are assigned to CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Scheduler {
     /// One CTA per tile.
@@ -112,7 +112,7 @@ pub struct Traits {
     pub blocks_per_sm: u32,
     /// CTAs of a cluster.
     pub cluster: u32,
-    /// How tiles are given to CTAs.
+    /// How tiles are assigned to CTAs.
     pub scheduler: Scheduler,
     /// The order of tiles.
     pub tile_order: TileOrder,

@@ -1,5 +1,5 @@
-// Appends new rows of K and V to a cache, contiguous or in pages, and rotates K and Q by their positions
-// (rotary embedding). Positions are the cache's lengths, which are read on the device.
+// The append kernel: writes new rows of K and V to a cache, contiguous or in pages, and applies rotary
+// embedding to the new K and to Q. Positions start at the cache's lengths, which are read on the device.
 #pragma once
 #include "append/append_params.cuh"
 #include "attn/store_rows.cuh"
@@ -14,24 +14,24 @@
 
 namespace fa {
 
-// The most rows of a CTA.
+// The most rows per CTA.
 constexpr int kAppendRows = 32;
 
 // ---- Which row goes where -----------------------------------------------------------------------
 
-// Rows of one side, new keys or queries: `[batch, rows]`, or packed with starts in `cu`; `used` shortens
+// The rows of one side, new keys or queries: `[batch, rows]`, or packed with starts in `cu`; `used` limits
 // them.
 struct AppendSide {
     const int* cu;
     const int* used;
-    int rows;  // of each sequence, or of all
+    int rows;  // per sequence, or of all sequences if packed
 
     __device__ __forceinline__ int begin(int sequence) const { return cu == nullptr ? 0 : cu[sequence]; }
     __device__ __forceinline__ int count(int sequence) const {
         const int all = cu == nullptr ? rows : cu[sequence + 1] - cu[sequence];
         return max(0, used == nullptr ? all : min(all, used[sequence]));
     }
-    // The sequence of row `index`, counted through all: the last one that begins at or before it.
+    // The sequence of row `index` of all rows: the last one that begins at or before it.
     __device__ __forceinline__ int sequence(int index, int batch) const {
         if (cu == nullptr) return index / rows;
         int low = 0, high = batch;
@@ -47,8 +47,8 @@ struct AppendSide {
     }
 };
 
-// A row of a CTA: row `from` of sequence `sequence` of its tensor (0 if packed) goes to row `to` of `block`,
-// a sequence or a page. Nothing is done where `position` is negative.
+// One row to process: row `from` of sequence `sequence` of its tensor (0 if packed) goes to row `to` of
+// `block`, a sequence or a page. A row with a negative `position` is skipped.
 struct AppendRow {
     int sequence, from, block, to, position;
 };
@@ -63,7 +63,7 @@ __device__ __forceinline__ int cached_keys(const AppendParams& params, int seque
     return params.used_k == nullptr ? 0 : max(0, params.used_k[sequence]);
 }
 
-// Row `index` of the new keys (`queries` false) or the queries.
+// Resolves row `index` of the queries, or of the new keys if not `queries`.
 __device__ __forceinline__ AppendRow append_row(const AppendParams& params, bool queries, int index) {
     const AppendSide side = queries ? AppendSide{params.cu_q, params.used_q, params.rows_q}
                                     : AppendSide{params.cu_new, params.used_new, params.rows_new};
@@ -74,7 +74,7 @@ __device__ __forceinline__ AppendRow append_row(const AppendParams& params, bool
     AppendRow row{packed ? 0 : sequence, from, packed ? 0 : sequence, from, -1};
     if (within < 0 || within >= side.count(sequence)) return row;
 
-    // Rows without a slot, or without a row in the tables, are skipped and counted.
+    // Rows beyond the cache's capacity, or beyond the rotary tables, are skipped and counted.
     const i64 position = i64(cached_keys(params, sequence)) + (queries && params.q_fixed ? 0 : within);
     bool fits = params.rotary_dim == 0 || position < params.positions;
     if (!queries) {
@@ -97,14 +97,14 @@ __device__ __forceinline__ AppendRow append_row(const AppendParams& params, bool
 
 // ---- Rotation -----------------------------------------------------------------------------------
 
-// Rotates the pair (a, b); every step is rounded, as the CPU's reference does.
+// Rotates the pair (a, b). Every operation is rounded separately, as in the CPU's reference.
 __device__ __forceinline__ void rotate(float& a, float& b, float cos, float sin) {
     const float turned = subtract_rounded(multiply_rounded(a, cos), multiply_rounded(b, sin));
     b = subtract_rounded(multiply_rounded(b, cos), -multiply_rounded(a, sin));
     a = turned;
 }
 
-// `Count` (4 or 8) neighbouring entries of a table in f32 or in the tensors' type.
+// Loads `Count` (4 or 8) consecutive entries of a rotary table, in f32 or in the tensors' type.
 template <Dtype T, int Count>
 __device__ __forceinline__ void read_table(const void* table, i64 at, bool is_f32, float (&of)[Count]) {
     if (is_f32) {
@@ -124,13 +124,13 @@ __device__ __forceinline__ void read_table(const void* table, i64 at, bool is_f3
     }
 }
 
-// Items of a row of `columns` elements, of which the first `rotary` are rotated. An item is 8 elements, or 16
-// where halves are rotated: 8 of each half.
+// Number of work items in a row of `columns` elements, of which the first `rotary` are rotated. An item has 8
+// elements, or 16 where halves are rotated: 8 of each half.
 __device__ __forceinline__ int items_of(const AppendParams& params, int columns, int rotary) {
     return columns / 8 - (params.interleaved ? 0 : rotary / 16);
 }
 
-// Moves item `item` of a row.
+// Copies item `item` of a row, rotated where it belongs to the rotary part.
 template <Dtype T>
 __device__ __forceinline__ void move_item(const AppendParams& params, const u16* from, u16* to, int item,
                                           int position, int rotary) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void move_item(const AppendParams& params, const u16*
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-// The CTA's rows, which stand in shared memory, head by head.
+// Processes the CTA's rows, listed in shared memory, head by head.
 template <Dtype T>
 __device__ __forceinline__ void move_rows(const AppendParams& params, const AppendRows& smem, int rows,
                                           bool queries) {
@@ -199,8 +199,8 @@ __device__ __forceinline__ void move_rows(const AppendParams& params, const Appe
     }
 }
 
-// The first `ctas_new` CTAs take `rows_per_cta` new rows each, the others as many queries. The cache's new
-// lengths are written beside them.
+// The kernel's body. The first `ctas_new` CTAs process `rows_per_cta` new keys each, the others as many
+// queries. The cache's new lengths are written too.
 __device__ __forceinline__ void append(const AppendParams& params) {
     auto& smem = shared_memory<AppendRows>();
     const int cta = cta_index(), thread = thread_index();

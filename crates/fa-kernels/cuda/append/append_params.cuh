@@ -43,7 +43,7 @@ struct AppendParams {
     const int* used_q;
     // `[batch]`: keys in the cache afterwards.
     int* used_out;
-    // Counts rows that have no place.
+    // Counts rows that are skipped for want of a slot.
     unsigned* dropped;
     // Sequences.
     int batch;
@@ -59,7 +59,7 @@ struct AppendParams {
     int rows_new;
     // Queries of each sequence, or of all where they are packed.
     int rows_q;
-    // Keys that a sequence of the cache has room for.
+    // Most keys that a sequence can have in the cache.
     int capacity;
     // Keys of a page.
     int page;
@@ -81,9 +81,9 @@ struct AppendParams {
     int is_f16;
     // Whether all queries of a sequence are at its first new position.
     int q_fixed;
-    // Rows of a CTA.
+    // Rows per CTA.
     int rows_per_cta;
-    // CTAs that take new keys; those after them take queries.
+    // CTAs that process new keys; those after them process queries.
     int ctas_new;
 };
 static_assert(sizeof(AppendParams) == 352 && alignof(AppendParams) == 8);

@@ -1,5 +1,5 @@
-// ALiBi: scores fall with the distance between query and key, by -slope * |distance|. The diagonal of a query
-// is at the key in line with it, bottom right: distance = query + seqlen_k - seqlen_q - key.
+// ALiBi: adds -slope * |distance| to the scores, with distance = query + seqlen_k - seqlen_q - key. A query's
+// diagonal is the key at distance 0 (bottom-right aligned).
 #pragma once
 #include "attn/rows.cuh"
 #include "attn/seqlen.cuh"
@@ -9,21 +9,21 @@
 
 namespace fa {
 
-// The slope of a query head, in natural units.
+// The slope of a query head of sequence `batch`, in natural units.
 __device__ __forceinline__ float alibi_slope(const ModParams& mods, int batch, int head) {
     return mods.alibi_slopes[batch * mods.alibi_stride + head];
 }
 
-// The bias at `distance` + `Step` times `column`. Under a causal mask no visible key is right of the
-// diagonal: the distance needs no absolute value, and -slope * distance is one for all columns.
+// The bias at distance `distance + Step * column`. Under a causal mask no visible key is right of the
+// diagonal: the distance needs no absolute value, and -slope * distance is the same for all columns.
 template <MaskKind Mask, int Step>
 __device__ __forceinline__ float alibi_bias(float slope, float distance, int column) {
     if constexpr (Mask == MaskKind::Causal) return fmaf(slope, float(-Step * column), -slope * distance);
     return -slope * fabsf(distance + float(Step * column));
 }
 
-// S: the thread's row r has its diagonal at key diagonal[r], its first column is key `first_key`. The
-// products, or capped scores, become exponents, biased: times `to_exponent`, with slopes in the same units.
+// Turns S (products, or capped scores) into biased exponents, s * to_exponent + bias, with slopes in the same
+// units. The thread's row r has its diagonal at key diagonal[r]; its first column is key `first_key`.
 template <MaskKind Mask, int N>
 __device__ __forceinline__ void add_alibi(float (&s)[N], float to_exponent, const float (&slope)[2],
                                           const int (&diagonal)[2], int first_key) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void add_alibi(float (&s)[N], float to_exponent, cons
     }
 }
 
-// S^T: the thread's row r is key `first_key` + 8 r, its first column a query whose diagonal is at key
-// `diagonal`.
+// The same for S^T: the thread's row r is key `first_key` + 8 r, its first column the query whose diagonal is
+// at key `diagonal`.
 template <MaskKind Mask, int N>
 __device__ __forceinline__ void add_alibi_transposed(float (&s)[N], float to_exponent, float slope,
                                                      int diagonal, int first_key) {
@@ -48,15 +48,15 @@ __device__ __forceinline__ void add_alibi_transposed(float (&s)[N], float to_exp
     }
 }
 
-// The forward's slopes and diagonals of a thread's two rows of a work tile, `row` and `row` + 8. With packed
-// heads the two rows belong to different heads. Empty without ALiBi.
+// The forward's slopes and diagonals of a thread's two rows of a work tile, `row` and `row` + 8, which belong
+// to different heads with PackGqa. Empty without ALiBi.
 template <bool Alibi, MaskKind Mask, bool PackGqa>
 struct AlibiRows {
     static constexpr int kHeld = PackGqa ? 2 : 1;
     float slope[kHeld];
     int diagonal[kHeld];
 
-    // `unit`: exponents per natural unit.
+    // `unit` is the factor from natural units to exponents.
     template <bool Varied>
     __device__ __forceinline__ AlibiRows(const FwdParams& params, const Seqlen<Varied>& seqlen, int row,
                                          int head, int batch, float unit) {

@@ -1,4 +1,4 @@
-// The tiles of keys that a tile of queries visits: fa_core::Mask::n_blocks on the device.
+// The range of key tiles that a tile of queries visits: fa_core::Mask::n_blocks on the device.
 #pragma once
 #include "attn/visibility.cuh"
 #include "config.cuh"
@@ -6,7 +6,7 @@
 
 namespace fa {
 
-// Visit the tiles [begin, end); those in [full_begin, full_end) need no mask.
+// The tiles to visit are [begin, end); those in [full_begin, full_end) need no mask.
 struct BlockRange {
     int begin, end, full_begin, full_end;
 
@@ -16,7 +16,7 @@ struct BlockRange {
     }
 };
 
-// For the queries [first, last], both within the sequence.
+// The range for the queries [first, last], both within the sequence.
 template <int TileN, MaskKind Mask, bool Varied>
 __device__ __forceinline__ BlockRange key_blocks(const Visibility<Mask, Varied>& visible, int first,
                                                  int last) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ BlockRange key_blocks(const Visibility<Mask, Varied>&
     return range;
 }
 
-// Part `split` of `splits` of the tiles, as equal as they can be.
+// Part `split` of `splits` of a range. Parts differ by at most one tile.
 __device__ __forceinline__ BlockRange part_of(const BlockRange& all, int split, int splits) {
     const int count = max(all.end - all.begin, 0), each = count / splits, more = count % splits;
     BlockRange range = all;

@@ -1,4 +1,4 @@
-// The gradient of the sinks: dsink = -sum over the head's rows of exp(sink - LSE) * dPsum.
+// The backward's dsinks kernel: dsink = -sum over the head's rows of exp(sink - LSE) * dPsum.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/scheduler.cuh"
@@ -13,9 +13,9 @@
 
 namespace fa {
 
-// One CTA per query head, after the preprocess, from the rows' statistics in the workspace. Every thread adds
-// its rows in order and the threads' sums are added in one order: equal inputs give equal bits. Rows beyond
-// the end have an LSE of +inf and add nothing. C is a backward's config.
+// One CTA per query head, launched after the preprocess, reads the rows' statistics from the workspace.
+// Threads add their rows, and the CTA adds the threads' sums, in a fixed order: equal inputs give equal bits.
+// Rows past the end have an LSE of +inf and add nothing. C is the config of a backward kernel.
 template <auto C>
 __device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
     struct Sums {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) sum += shuffle_xor(sum, distance);
     auto& smem = shared_memory<Sums>();
-    const int own_warp = warp_index();  // by the whole warp: it is a shuffle
+    const int own_warp = warp_index();  // a shuffle, so all lanes call it
     if (lane_index() == 0) smem.of_warp[own_warp] = sum;
     cta_sync();
     if (thread_index() != 0) return;

@@ -1,4 +1,4 @@
-// Gradients of keys that no query sees.
+// The backward's epilogue for tiles of keys that no query sees.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/seqlen.cuh"
@@ -9,8 +9,8 @@
 
 namespace fa {
 
-// Writes zeros to dK and dV of the tile's `tile_n` keys; this is thread `thread` of `threads`.
-// (The f32 accumulators of split heads are zero already.)
+// Writes zeros to dK and dV of the tile's `tile_n` keys, as thread `thread` of `threads`. With split heads
+// the preprocess has zeroed their f32 accumulators instead.
 template <bool Varied>
 __device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen<Varied>& seqlen,
                                                      const BwdTile& tile, int tile_n, int thread,

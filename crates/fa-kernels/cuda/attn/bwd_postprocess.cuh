@@ -1,4 +1,5 @@
-// The backward's postprocess: gradients from their f32 accumulators.
+// The backward's postprocess kernels: scale and round the f32 accumulators to dQ, and with split heads to dK
+// and dV.
 #pragma once
 #include "attn/bwd_preprocess.cuh"
 #include "attn/scheduler.cuh"
@@ -13,9 +14,9 @@
 
 namespace fa {
 
-// Scales and rounds the first `rows` rows and `columns` columns (a multiple of 8) of a tile of Columns
-// columns, by all threads of the CTA. Order::offset gives the offset of element (row, column); `stride` is
-// the row stride of `out` in elements.
+// Writes the first `rows` rows and `columns` columns (a multiple of 8) of a tile of Columns columns, times
+// `factor`, rounded to T. All threads of the CTA call it. Order::offset(row, column) is the element's offset
+// in `accum`; `stride` is the row stride of `out` in elements.
 template <Dtype T, int Columns, class Order>
 __device__ __forceinline__ void convert_rows(const float* accum, u16* out, i64 stride, int rows, int columns,
                                              float factor) {
@@ -34,7 +35,8 @@ __device__ __forceinline__ void convert_rows(const float* accum, u16* out, i64 s
     }
 }
 
-// dQ: one CTA per tile of queries. C is an Sm80BwdConfig or Sm90BwdConfig, Layout its BwdLayout.
+// Writes dQ, one CTA per tile of queries and query head. C is an Sm80BwdConfig or Sm90BwdConfig, Layout its
+// BwdLayout.
 template <auto C, class Layout>
 __device__ __forceinline__ void bwd_postprocess(const BwdParams& params) {
     QueryTile own;
@@ -55,7 +57,7 @@ __device__ __forceinline__ void bwd_postprocess(const BwdParams& params) {
         min(C.tile_m, seqlen.q() - row), params.shape.head_dim, params.score.scale);
 }
 
-// dK and dV: one CTA per tile of keys, K/V head and sequence.
+// Writes dK and dV, one CTA per tile of keys, K/V head and sequence. Launched with split heads only.
 template <auto C, class Layout>
 __device__ __forceinline__ void bwd_postprocess_kv(const BwdParams& params) {
     int n_block, batch, head;

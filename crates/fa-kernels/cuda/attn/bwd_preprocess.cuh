@@ -1,4 +1,5 @@
-// The backward's preprocess: computes the statistics of every query and zeroes the accumulators.
+// The backward's preprocess kernel: computes dPsum and the base-2 LSE of every query row, and zeroes the f32
+// accumulators, the semaphores and the tile counter.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/scheduler.cuh"
@@ -15,12 +16,12 @@
 
 namespace fa {
 
-// Zeroes `count` values, a multiple of 4; this is thread `thread` of `threads`.
+// Zeroes `count` values, a multiple of 4, as thread `thread` of `threads`.
 __device__ __forceinline__ void clear_f32(float* values, i64 count, i64 thread, i64 threads) {
     for (i64 i = thread * 4; i < count; i += threads * 4) *reinterpret_cast<Vec16*>(values + i) = Vec16{};
 }
 
-// Lane `lane`'s part of the dot product of two rows that eight neighbouring lanes compute.
+// The part of lane `lane` in the dot product of two rows, which eight neighbouring lanes compute.
 template <Dtype T>
 __device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int columns, int lane) {
     float sum = 0.f;
@@ -36,15 +37,15 @@ __device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int col
     return sum;
 }
 
-// The tile of queries of a preprocess or postprocess CTA: one CTA per tile, query head and sequence. CTAs run
-// in reverse tile order: the main kernel starts with what preprocess touched last, postprocess with what the
-// main kernel accumulated last, which is likely still in the L2.
+// The tile of queries of a preprocess or postprocess CTA; there is one CTA per tile, query head and sequence.
+// CTAs take the tiles in reverse order: the main kernel starts with what the preprocess touched last, and the
+// postprocess with what the main kernel accumulated last, which is likely still in L2.
 struct QueryTile {
     int m_block, batch, head;
     i64 index;  // in the workspace
 };
 
-// Of sequences of different lengths; false for CTAs beyond what there is.
+// The CTA's tile from the work plan (lengths on the device); false for CTAs beyond the plan's last tile.
 template <int TileM>
 __device__ __forceinline__ bool planned_query_tile(const BwdParams& params, QueryTile& tile) {
     const WorkPlan plan{params.plan};
@@ -62,11 +63,11 @@ __device__ __forceinline__ bool planned_query_tile(const BwdParams& params, Quer
     return true;
 }
 
-// Zeroes the f32 accumulators of dK and dV. Their tiles do not match the grid, so that a grid-stride loop
-// covers them.
+// Zeroes the f32 accumulators of dK and dV by a grid-stride loop: the grid counts tiles of queries, not of
+// keys.
 template <auto C>
 __device__ __forceinline__ void clear_key_gradients(const BwdParams& params) {
-    // Packed sequences are one entry.
+    // Packed sequences share one entry of the workspace.
     const i64 sequences = C.varied && params.varlen.total_k > 0 ? 1 : params.shape.batch;
     const i64 keys = sequences * params.shape.heads_kv * params.n_blocks * C.tile_n;
     const i64 thread = i64(cta_index()) * cta_threads() + thread_index(),
@@ -78,16 +79,16 @@ __device__ __forceinline__ void clear_key_gradients(const BwdParams& params) {
     }
 }
 
-// No CTA has added to tile `tile` of dQ.
+// Resets the semaphores of tile `tile` of dQ.
 template <auto C>
 __device__ __forceinline__ void clear_turns(const BwdParams& params, i64 tile) {
 #pragma unroll
     for (int of = 0; of < dq_turns<C>(); ++of) params.dq_semaphores[tile * dq_turns<C>() + of] = 0;
 }
 
-// The statistics of a tile of queries. The forward's LSE of query i, and its gradient where there is one, are
-// at lse_row(i); dPsum and LSE in base 2 go to element row(i) of the workspace. With a gradient of the LSE
-// dS = P (dP - (dPsum - dLSE)).
+// Stores the statistics of a tile of queries: dPsum and the LSE in base 2 go to element workspace_row(i) of
+// the workspace. The forward's LSE of query i, and its gradient if given, are at lse_row(i). With a gradient
+// of the LSE, dS = P (dP - (dPsum - dLSE)): dPsum is stored less dLSE.
 template <auto C, class LseRow, class Row>
 __device__ __forceinline__ void store_statistics(const BwdParams& params, const Seqlen<C.varied>& seqlen,
                                                  int m_block, int batch, int head, const LseRow& lse_row,
@@ -95,7 +96,7 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
     const u16* out = view(params.out).row(batch, seqlen.q_offset(), head);
     const u16* dout = view(params.dout).row(batch, seqlen.q_offset(), head);
     const int lane = thread_index() % 8;
-    // The sum over lanes needs whole warps: tile_m is a multiple of 4, the rows of a warp.
+    // A warp computes 4 rows, and the shuffles need whole warps.
     static_assert(C.tile_m % 4 == 0);
     for (int row = thread_index() / 8; row < C.tile_m; row += cta_threads() / 8) {
         const int query = m_block * C.tile_m + row;
@@ -108,8 +109,8 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
 #pragma unroll
         for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
         if (lane != 0) continue;
-        // P of rows past the end becomes 2^-inf. A row that saw no key has hidden scores only: any
-        // finite LSE keeps them 0, and it has no LSE to differentiate.
+        // An LSE of +inf makes P = 2^-inf = 0 in rows past the end. A row that saw no key has masked scores
+        // only: any finite LSE makes its P 0, and its LSE has no gradient.
         float lse_log2 = -minus_infinity();
         if (inside) {
             const float lse = params.lse[lse_row(query)];
@@ -123,7 +124,7 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
     }
 }
 
-// One CTA per tile of queries. C is a backward's config.
+// The kernel's body, one CTA per tile of queries and query head. C is the config of a backward kernel.
 template <auto C>
 __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     constexpr int kDqTile = C.tile_m * C.head_dim;

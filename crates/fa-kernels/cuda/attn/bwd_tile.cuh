@@ -1,5 +1,5 @@
-// The work tiles of a backward, their positions in the workspace, and the semaphores that order the additions
-// to dQ of deterministic kernels.
+// The backward's work tiles, their positions in the workspace, and the semaphores that order the additions to
+// dQ in deterministic kernels.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/scheduler.cuh"
@@ -13,13 +13,14 @@
 
 namespace fa {
 
-// One tile: keys [n_block * tile_n, ...) of a K/V head, for its query heads [first_head, end_head).
+// A work tile: keys [n_block * tile_n, (n_block + 1) * tile_n) of a K/V head, for its query heads
+// [first_head, end_head).
 struct BwdTile {
     int n_block, kv_head, batch, split, first_head, end_head;
 };
 
 // Position of a sequence's tiles in the workspace `[entries, heads, tiles, ...]`. Each padded sequence is an
-// entry; packed ones share one entry, in which each starts on a tile boundary.
+// entry; packed sequences share one entry, in which each starts on a tile boundary.
 struct WorkspacePlace {
     int entry, first;
 
@@ -28,7 +29,7 @@ struct WorkspacePlace {
         if (packed) return {0, first_row / Tile + batch};
         return {batch, 0};
     }
-    // Of its tiles of queries, and of keys.
+    // The position of the sequence's tiles of queries, and of keys.
     template <int TileM>
     __device__ __forceinline__ static WorkspacePlace of_queries(const BwdParams& params,
                                                                 const Seqlen<true>& seqlen, int batch) {
@@ -41,25 +42,26 @@ struct WorkspacePlace {
     }
 };
 
-// Of sequences of different lengths.
+// A work tile where lengths are on the device.
 struct VariedBwdTile : BwdTile {
     WorkspacePlace queries, keys;
 };
 template <bool Varied>
 using BwdTileOf = Either<Varied, VariedBwdTile, BwdTile>;
 
-// Deterministic tiles are drawn in an order in which each finds its turns at dQ as it comes to them (NB-055).
-// Under a mask that moves with the keys the last keys come first: a tile starts when the one before it is at
-// its second step.
+// Deterministic kernels draw tiles in an order in which each tile's turn to add to dQ comes up as the tile
+// reaches that step (NB-055). Under causal and window masks the last keys come first: a tile then starts
+// while the tile before it is at its second step.
 template <MaskKind Mask, bool Deterministic>
 __device__ __forceinline__ constexpr bool last_keys_first() {
     return Deterministic && Mask != MaskKind::Full;
 }
 
-// Under a causal mask that order starts with the shortest tiles. At the end of the run, in the last section
-// of heads, it is the reverse: the first keys first, and the queries from the last down, so that all tiles of
-// a head start at the same queries. Sequences of different lengths end with the shortest as they are; one
-// alone adds in the order, and so has the bits, of the same lengths on the host.
+// Under a causal mask that order starts with the shortest tiles. The last section of heads reverses it, so
+// that the launch ends with short tiles: the first keys come first, and queries are visited in descending
+// order, so that all tiles of a head start at the same queries. With lengths on the device the plan ends with
+// the shortest tiles anyway. A single sequence is reversed all the same: its sums are then added in the same
+// order, and have the same bits, as with the length on the host.
 template <MaskKind Mask, bool Deterministic>
 __device__ __forceinline__ constexpr bool can_descend() {
     return Deterministic && Mask == MaskKind::Causal;
@@ -85,33 +87,33 @@ __device__ __forceinline__ bool stores_dq(const BwdParams& params) {
     return may_store_dq<C>() && params.stores_dq != 0;
 }
 
-// The same of a head, counted through splits, K/V heads and sequences: under a causal mask the last section
-// of heads is drawn with the first keys first.
+// The same for one head, `head` being counted over splits, K/V heads and sequences. Under a causal mask the
+// last section of heads is excluded: it is drawn with the first keys first.
 template <auto C>
 __device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
     return stores_dq<C>(params) && (C.mask == MaskKind::Full || params.n_blocks == 1 ||
                                     head < params.sections * params.heads_per_section);
 }
 
-// With lengths on the device, the first tile of keys to arrive stores: it claims the tile of dQ by one
-// semaphore and increments another when its sums are stored, for which later arrivals wait (NB-093). A tile
-// claims when it has its sums, so that others only ever wait for a store under way, in whatever order tiles
-// are drawn. In deterministic kernels the semaphore of the order tells who is first.
+// Whether tiles of keys claim tiles of dQ. With lengths on the device the first tile of keys to arrive stores
+// its sums: it claims the tile of dQ by one semaphore and increments another once its sums are stored, for
+// which later arrivals wait (NB-093). A tile claims only when its sums are ready, so that others never wait
+// for more than a store in flight, whatever the order of tiles. Deterministic kernels know the first tile
+// from their ordering semaphore.
 template <auto C>
 constexpr bool claims_dq() {
     return may_store_dq<C>() && C.varied && !C.deterministic;
 }
 
-// Whether tile `m_block` of queries is seen by no key: nobody stores dQ there.
+// Whether no query of tile `m_block` sees a key, so that no tile of keys stores its dQ.
 template <int TileM, int TileN, MaskKind Mask, bool Varied>
 __device__ __forceinline__ bool sees_nothing(const Visibility<Mask, Varied>& visible, int m_block) {
     const int first = m_block * TileM;
     return key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1).empty();
 }
 
-// With uniform lengths: one past the last tile of queries whose first sums this tile of keys stores, if any
-// tile does. It is the only tile of keys, or the first under a full mask, or the last visible one under a
-// causal mask.
+// For equal lengths: one past the last tile of queries whose first sums this tile of keys stores. The storing
+// tile is the only tile of keys, or the first under a full mask, or the last visible one under a causal mask.
 template <auto C, class Visible>
 __device__ __forceinline__ int stored_queries(const BwdParams& params, const Visible& visible,
                                               const BwdTile& tile, const BlockRange& range) {
@@ -126,18 +128,18 @@ __device__ __forceinline__ int stored_queries(const BwdParams& params, const Vis
     return end;
 }
 
-// The tile of queries that a tile of keys visits at step `step` of a head; steps count through `range`.
+// The tile of queries that a tile of keys visits at step `step`; steps run over [range.begin, range.end).
 __device__ __forceinline__ int query_block(const BlockRange& range, bool descending, int step) {
     return descending ? range.begin + range.end - 1 - step : step;
 }
 
-// Tiles of keys that claim start at different queries under a full mask, in a ring, so that they do not reach
-// the same queries at once.
+// Whether tiles of keys visit the queries in a ring, each starting elsewhere: claiming tiles under a full
+// mask do so, in order not to reach the same queries at once.
 template <auto C>
 constexpr bool walks_in_ring() {
     return claims_dq<C>() && C.mask == MaskKind::Full;
 }
-// The order in which a tile of keys visits its queries: where it starts, or whether it descends.
+// The order in which a tile of keys visits its queries: its start in the ring, or else whether it descends.
 template <auto C>
 __device__ __forceinline__ int query_walk(const BwdParams& params, const BwdTile& tile, int keys,
                                           const BlockRange& range) {
@@ -158,7 +160,7 @@ __device__ __forceinline__ int query_block(const BlockRange& range, int walk, in
     }
 }
 
-// Tiles of keys of a head; of a plan those of all sequences.
+// Tiles of keys per head; with a work plan, the tiles of all sequences.
 template <bool Varied>
 __device__ __forceinline__ int bwd_blocks(const BwdParams& params) {
     if constexpr (Varied) {
@@ -168,7 +170,7 @@ __device__ __forceinline__ int bwd_blocks(const BwdParams& params) {
     }
 }
 
-// The tile among those of a plan: the sections of heads are those of equal lengths, over the tiles of all
+// Tile `index` of a work plan. Heads form sections as with equal lengths, each over the tiles of all
 // sequences.
 __device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& params, int index) {
     const int blocks = bwd_blocks<true>(params);
@@ -176,7 +178,7 @@ __device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& param
     const int first = section * params.heads_per_section, rest = index - first * blocks;
     const int in_section = section < params.sections ? params.heads_per_section : params.plan.heads - first;
     const int head = first + rest % in_section;
-    // A sequence's tiles are listed in the order in which they are to be drawn.
+    // The plan lists a sequence's tiles in the order in which they are drawn.
     const PlanItem item = WorkPlan{params.plan}.n_tiles()[rest / in_section];
     VariedBwdTile tile;
     tile.n_block = item.block;
@@ -186,16 +188,17 @@ __device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& param
     return tile;
 }
 
+// Work tile `index` of the launch.
 template <auto C>
 __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& params, int index) {
     constexpr MaskKind Mask = C.mask;
     constexpr bool Deterministic = C.deterministic, Varied = C.varied;
     const ShapeParams& shape = params.shape;
     BwdTileOf<Varied> tile;
-    int head;  // counted through splits, K/V heads and sequences
+    int head;  // counted over splits, K/V heads and sequences
     if constexpr (Varied) {
         tile = planned_bwd_tile(params, index);
-        // The only sequence's tiles are all that the plan lists, the last keys first.
+        // The plan lists the tiles of the only sequence, the last keys first.
         if (descends<Mask, Deterministic, true>(params, tile)) {
             tile.n_block = bwd_blocks<true>(params) - 1 - tile.n_block;
         }
@@ -204,9 +207,9 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
             tile.n_block = index % params.n_blocks;
             head = index / params.n_blocks;
         } else {
-            // Sections of heads whose Q, dO and dQ fit the L2 together; within one, the first keys of all
-            // heads first: under a causal mask they are seen by the most queries. The last section has the
-            // heads that are left, and enough tiles to even out.
+            // Heads form sections whose Q, dO and dQ fit L2 together. Within a section the first keys of all
+            // heads come first: under a causal mask they have the most queries. The last section has the
+            // remaining heads, with enough tiles to balance the load.
             const int section = min(index / (params.heads_per_section * params.n_blocks), params.sections);
             const int first = section * params.heads_per_section;
             const int rest = index - first * params.n_blocks;
@@ -231,7 +234,7 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
     return tile;
 }
 
-// Index of tile `m_block` of queries of `head` in the workspace, counted through all heads and sequences.
+// Index in the workspace of tile `m_block` of the queries of `head`, over all heads and sequences.
 __device__ __forceinline__ i64 dq_tile(const BwdParams& params, const BwdTile& tile, int head, int m_block) {
     return (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks + m_block;
 }
@@ -251,8 +254,8 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwd
            (tile.n_block + tile.keys.first);
 }
 
-// Semaphores of a tile of dQ: one per share that warps add independently, or one that counts all of them; in
-// kernels that claim, two per warpgroup's share.
+// Semaphores per tile of dQ: one for each part that warps add independently (1 or 2), or two for each
+// warpgroup's part in kernels that claim.
 template <auto C>
 constexpr int dq_turns() {
     if constexpr (requires { C.dq_first; }) {
@@ -262,27 +265,27 @@ constexpr int dq_turns() {
     }
 }
 
-// Counts what has been added to share `of` of tile `m_block` of dQ, which has `Turns` semaphores.
+// The semaphore that counts the additions to part `of` of tile `m_block` of dQ, which has `Turns` semaphores.
 template <int Turns, class Tile>
 __device__ __forceinline__ unsigned* dq_semaphore(const BwdParams& params, const Tile& tile, int head,
                                                   int m_block, int of) {
     return params.dq_semaphores + dq_tile(params, tile, head, m_block) * Turns + of;
 }
 
-// Waits until `semaphore` counts `parts`.
+// Waits until `semaphore` has reached `parts`.
 __device__ __forceinline__ void wait_for_parts(const unsigned* semaphore, unsigned parts) {
     while (load_acquire(semaphore) < parts) {
     }
 }
 
-// Counts this thread's part as added.
+// Increments the semaphore after this thread's additions.
 __device__ __forceinline__ void count_part(unsigned* semaphore) {
     fence_gpu();
     red_release_increment(semaphore);
 }
 
-// Waits until every tile of keys before this one has added its `parts` parts to share `of` of tile `m_block`
-// of dQ, and returns whether there is one. They were drawn before it and are running.
+// Waits until every tile of keys before this one has made its `parts` additions to part `of` of tile
+// `m_block` of dQ; returns whether there is such a tile. Those tiles were drawn earlier, so they are running.
 template <int TileM, int TileN, int Turns = 1, MaskKind Mask, bool Varied>
 __device__ __forceinline__ bool wait_for_turn(const BwdParams& params,
                                               const Visibility<Mask, Varied>& visible,
@@ -296,15 +299,15 @@ __device__ __forceinline__ bool wait_for_turn(const BwdParams& params,
     return before > 0;
 }
 
-// Counts this thread's part as added.
+// Ends this tile's turn at tile `m_block` of dQ: the next tile of keys may add.
 template <class Tile>
 __device__ __forceinline__ void signal_next(const BwdParams& params, const Tile& tile, int head,
                                             int m_block) {
     count_part(dq_semaphore<1>(params, tile, head, m_block, 0));
 }
 
-// Counts the parts of a K/V head's query heads that have been added to a tile of dV (`of` = 0) or dK (1): the
-// parts take turns as well.
+// The semaphore that counts the splits of a K/V head's query heads that have added to a tile of dV (`of` = 0)
+// or dK (`of` = 1): splits take turns as well.
 template <class Tile>
 __device__ __forceinline__ unsigned* dkv_semaphore(const BwdParams& params, const Tile& tile, int of) {
     return params.dkv_semaphores + 2 * dkv_tile(params, tile) + of;

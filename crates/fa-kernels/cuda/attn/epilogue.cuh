@@ -1,4 +1,4 @@
-// Writes O and LSE straight from accumulator fragments.
+// The forward's epilogue: writes O and LSE from accumulator fragments.
 #pragma once
 #include "attn/rows.cuh"
 #include "attn/seqlen.cuh"
@@ -12,7 +12,7 @@
 
 namespace fa {
 
-// Destination of one row of O and its LSE. The tile's rows end at `end`.
+// Where a row of the work tile goes: its row of O, and its index in LSE. The tile's rows end at `end`.
 template <bool PackGqa>
 struct OutputRow {
     bool inside;
@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_output(const FwdParams& params, const Seql
     }
 }
 
-// The sinks of those rows, by the head that each belongs to, in natural units. A division per row costs as
-// much as the load of the sink itself.
+// Loads the sinks of those rows' heads, in natural units. The division by the group per row costs as much as
+// the load itself.
 template <bool PackGqa>
 __device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int head, float (&sink)[2]) {
     const Rows<PackGqa> rows(params.shape);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int
     for (int r = 0; r < 2; ++r) sink[r] = params.mods.sinks[rows.head_alone(row + 8 * r, head)];
 }
 
-// Completes the softmax of the rows, with sinks if the config has them.
+// Finishes the softmax of the thread's two rows, with sinks if the config has them.
 template <bool PackGqa, bool Sinks, class RowState>
 __device__ __forceinline__ void finish_rows(const FwdParams& params, RowState& softmax, int row, int head,
                                             float (&factor)[2], float (&lse)[2]) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void finish_rows(const FwdParams& params, RowState& s
     }
 }
 
-// The same rows where no query of the tile sees a key: O = 0, and LSE = -inf or the sink.
+// Stores the same rows where no query of the tile sees a key: O = 0, and LSE = -inf or the sink.
 template <bool PackGqa, bool Sinks, bool Varied>
 __device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen<Varied>& seqlen,
                                                    int row, int end, int head, int batch) {

@@ -1,4 +1,4 @@
-// Hides scores of keys that a query does not see.
+// Masks scores: sets those of keys that a query does not see to -inf.
 #pragma once
 #include "attn/visibility.cuh"
 #include "config.cuh"
@@ -11,8 +11,9 @@ struct ColumnLimits {
     int begin[2], end[2];
 };
 
-// Accumulator register i holds row (i / 2) % 2 of the thread's two and column 8 * (i / 4) + i % 2 from its
-// first (PTX ISA, wgmma "Matrix fragments for D"; mma.m16n8k16 has the same order).
+// Masks an accumulator fragment. Register i holds row (i / 2) % 2 of the thread's two rows, and column 8 * (i
+// / 4) + i % 2 relative to its first (PTX ISA, wgmma "Matrix fragments for D"; mma.m16n8k16 has the same
+// order).
 template <bool CheckBegin, bool CheckEnd, int N>
 __device__ __forceinline__ void mask_scores(float (&s)[N], const ColumnLimits& limits) {
 #pragma unroll
@@ -25,7 +26,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const ColumnLimits& l
     }
 }
 
-// Masks S: the thread's row r is query query_of(r), its first column key `first_key`.
+// Masks a tile of S: the thread's row r is query query_of(r), its first column key `first_key`.
 template <MaskKind Mask, bool Varied, int N, class QueryOf>
 __device__ __forceinline__ void mask_tile(float (&s)[N], const Visibility<Mask, Varied>& visible,
                                           const QueryOf& query_of, int first_key) {
@@ -38,8 +39,8 @@ __device__ __forceinline__ void mask_tile(float (&s)[N], const Visibility<Mask, 
     mask_scores<Mask == MaskKind::Window, true>(s, limits);
 }
 
-// Masks S^T: the thread's row r is key `first_key` + 8 r, its first column query `first_query`. Keys past the
-// end of the sequence are hidden from all `TileM` queries.
+// Masks a tile of S^T: the thread's row r is key `first_key` + 8 r, its first column query `first_query`.
+// Keys past the end of the sequence are masked for all `TileM` queries.
 template <int TileM, MaskKind Mask, bool Varied, int N>
 __device__ __forceinline__ void mask_tile_transposed(float (&s)[N], const Visibility<Mask, Varied>& visible,
                                                      int first_key, int first_query) {

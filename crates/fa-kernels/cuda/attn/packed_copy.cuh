@@ -1,4 +1,4 @@
-// Copies of tiles of queries to shared memory by threads of the CTA: of one head, or of all heads of a group.
+// Copies tiles of Q to shared memory by cp.async: of one head, or with PackGqa of all query heads of a group.
 #pragma once
 #include "attn/rows.cuh"
 #include "attn/seqlen.cuh"
@@ -11,7 +11,7 @@
 
 namespace fa {
 
-// Queries of one sequence and head: tile/copy_tile.cuh from the sequence's first row on.
+// The queries of one sequence and head: TileCopy from the sequence's first row on.
 template <bool PackGqa, class Tile, int Threads>
 struct QueryCopy : TileCopy<Tile, Threads> {
     template <bool Varied>
@@ -22,7 +22,7 @@ struct QueryCopy : TileCopy<Tile, Threads> {
     }
 };
 
-// For packed heads: rows alternate between the query heads of the group of K/V head `head`.
+// With PackGqa, rows alternate between the query heads that share K/V head `head`.
 template <class Tile, int Threads>
 struct QueryCopy<true, Tile, Threads> {
     using Copy = TileCopy<Tile, Threads>;

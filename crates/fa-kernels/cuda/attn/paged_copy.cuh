@@ -1,4 +1,4 @@
-// Copies of tiles of keys to shared memory by threads of the CTA, from a tensor or from the pages of a cache.
+// Copies tiles of K or V to shared memory by cp.async, from a tensor or from the pages of a cache.
 #pragma once
 #include "attn/seqlen.cuh"
 #include "attn/tensor_view.cuh"
@@ -11,7 +11,7 @@
 
 namespace fa {
 
-// Keys of one sequence and head in one piece: tile/copy_tile.cuh from the sequence's first row on.
+// The keys of one sequence and head in a contiguous tensor: TileCopy from the sequence's first row on.
 template <bool Paged, class Tile, int Threads>
 struct KeyCopy : TileCopy<Tile, Threads> {
     template <bool Varied>
@@ -22,8 +22,8 @@ struct KeyCopy : TileCopy<Tile, Threads> {
     }
 };
 
-// Keys in pages of any size: the page of every row is looked up. Rows beyond the end become zeros, and so do
-// rows whose table entry names no page of the cache.
+// Keys in pages of any size: the page of every row is looked up. Rows past the end become zeros, and so do
+// rows whose table entry is not a page of the cache, which are counted in page_faults.
 template <class Tile, int Threads>
 struct KeyCopy<true, Tile, Threads> {
     using Rows = TileCopy<Tile, Threads>;

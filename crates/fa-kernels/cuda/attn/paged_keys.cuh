@@ -1,4 +1,4 @@
-// Keys in pages, loaded by the lanes of a warp: a box of TMA for each part of a page.
+// Loads tiles of keys from pages by TMA: each lane of a warp issues the box of one part of a page.
 #pragma once
 #include "attn/ragged.cuh"
 #include "params.cuh"
@@ -10,34 +10,35 @@
 
 namespace fa {
 
-// Number of a key's page among its sequence's.
+// Index of key `key`'s page in the sequence's row of the page table.
 __device__ __forceinline__ int page_slot(const VarlenParams& varlen, int key) {
     return int(u32(u64(2 * u32(key)) * varlen.page_factor >> 32) >> varlen.page_shift);
 }
 
-// Keys of one sequence and head in pages: boxes of `page_part` keys, one per lane of a warp. (The launch
-// divides no tile into more than 32.)
+// The keys of one sequence and head in pages, loaded in boxes of `page_part` keys, one per lane. (The launch
+// never divides a tile into more than 32.)
 template <int TileN>
 struct PagedKeys {
     const VarlenParams& varlen;
     const int* table;  // the sequence's row
     int keys, head;
 
-    // The first row of the lane's part. (The lane index is reread at each call: registers are scarce.)
+    // The first row, within the tile, of the lane's part. (The lane index is reread at each call: registers
+    // are scarce.)
     __device__ __forceinline__ int row() const {
         return u32(thread_index_volatile()) % 32 * varlen.page_part;
     }
 
-    // The table's entry for the lane's part of a tile, as it stands there: it is looked at only by load, so
-    // that it is on its way meanwhile. Behind the end it is the last key's.
+    // The table entry of the lane's part of tile `n_block`, unchecked: only load() inspects it, so that the
+    // read is in flight until then. Past the end it is the last key's entry.
     __device__ __forceinline__ int entry_of(int n_block) const {
         const int key = min(n_block * TileN + row(), keys - 1);
         return table[page_slot(varlen, key)];
     }
 
-    // Loads the lane's part of a tile, whose entry is known: of `Members` warps' panels those of `member`. A
-    // part without keys has no rows: zeros; nor has one whose entry names no page of the cache, which is
-    // counted if `counts`.
+    // Loads the lane's part of a tile, given its table entry: the panels of warp `member` of `Members`. A
+    // part without keys reads as zeros, and so does one whose entry is not a page of the cache, which is
+    // counted in page_faults if `counts`.
     template <class Kv, int Members>
     __device__ __forceinline__ void load(u8* dst, const TensorMap& map, const TmaStrides& strides,
                                          Mbarrier& full, int n_block, int entry, int member,

@@ -1,10 +1,11 @@
-// The plan kernel: lists the work of sequences whose lengths only the device knows, longest first. One CTA,
-// any number of sequences, no host read; all layers of a step can share what it writes (attn/scheduler.cuh).
+// The plan kernel: lists the work tiles of sequences whose lengths are on the device, longest first. It runs
+// as one CTA for any number of sequences and needs no host read; all layers of a step can share its output
+// (WorkPlan, attn/scheduler.cuh).
 //
 // Each thread handles every 1024th sequence and caches what it computed for it in shared memory. Lists of all
-// tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles, and threads
-// find their tile by its number. Tiles are sorted by counting: the length of a tile is the number of tiles of
-// keys (of queries, in the backward) that it visits.
+// tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles, and a thread
+// finds its tile by binary search. Tiles are sorted by a counting sort on their length, which is the number
+// of tiles of keys (in the backward, of queries) that they visit.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/rows.cuh"
@@ -25,19 +26,19 @@ namespace fa {
 
 constexpr int kPlanThreads = 1024;
 
-// Sequences that are cached; others are recomputed. And the number up to which sequences are spread over the
-// warps, so that each warp writes the lists of fewer.
+// kPlanKept: the number of sequences that are cached; the rest is recomputed. kPlanSpread: up to this number
+// of sequences they are spread over all warps, so that each warp writes fewer lists.
 constexpr int kPlanKept = 9 * kPlanThreads, kPlanSpread = 256;
 
-// The entries of a sequence, or a tile, in a list: their number, and the length that they are sorted by.
+// The list entries of a sequence or a tile: their number, and the length by which they are sorted.
 struct PlanShare {
     int count, length;
 };
 
 struct PlanStorage {
     PlanShare kept[kPlanKept];
-    int bins[kPlanThreads];    // by length, longest first: how many, then where the next one goes
-    int starts[kPlanThreads];  // tiles of the sequences before, of those taken together
+    int bins[kPlanThreads];    // by length, longest first: first counts, then the next free index
+    int starts[kPlanThreads];  // tiles before each of the 1024 sequences at hand
     int queries[kPlanThreads], keys[kPlanThreads];
     int warp_sums[kPlanThreads / 32];
     float warp_work[kPlanThreads / 32];
@@ -45,14 +46,14 @@ struct PlanStorage {
 };
 constexpr int plan_smem_bytes = sizeof(PlanStorage);
 
-// How a kernel divides its work: everything that determines the tiles and their lengths.
+// The parts of a kernel's config that determine its tiles and their lengths.
 struct PlanRules {
     MaskKind mask;
     int tile_m, tile_n;
     bool pack_gqa, split;
 };
 
-// Sums over the lanes before this one.
+// Exclusive prefix sum over the lanes of a warp.
 __device__ __forceinline__ int warp_scan(int value) {
     const int lane = lane_index();
     int sum = value;
@@ -64,8 +65,8 @@ __device__ __forceinline__ int warp_scan(int value) {
     return sum - value;
 }
 
-// Sums over the threads before this one, and over all. The caller has a barrier before the next scan, which
-// writes the warps' sums again.
+// Exclusive prefix sum over the threads of the CTA; `total` receives the sum. The caller has a barrier before
+// its next scan, which overwrites warp_sums.
 __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total) {
     const int lane = lane_index(), warp = warp_index();
     const int before = warp_scan(value);
@@ -77,8 +78,8 @@ __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total
     return shuffle_from(warps_before, warp) + before;
 }
 
-// Takes `count` slots of bin `bin`, if that is any; returns the first. A warp executes it together. Lanes of
-// one bin, as of sequences alike, take theirs together.
+// Reserves `count` indices (possibly 0) in bin `bin` and returns the first. The whole warp executes it; lanes
+// that all have the same bin, as similar sequences do, share one atomic.
 __device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count) {
     int some_bin = count > 0 ? bin : -1;
     if (shuffle_from(some_bin, 0) < 0) {
@@ -106,9 +107,9 @@ struct Planner {
     int tile_queries;
 
     // Calls each(sequence, seqlen, block, number, valid) for every tile: blocks [0, blocks_of(seqlen)) of
-    // each sequence, numbered in this order. Whole warps call it; the tiles of lanes that are not valid do
-    // not exist. Returns how many there are. A barrier stands before the first call of `each`, and one after
-    // the last.
+    // each sequence, numbered in this order. Whole warps make the calls; lanes with `valid` false have no
+    // tile. Returns the number of tiles. There is a barrier before the first call of `each` and one after the
+    // last.
     template <class BlocksOf, class Each>
     __device__ __forceinline__ int for_tiles(const BlocksOf& blocks_of, const Each& each) const {
         const int thread = thread_index();
@@ -130,8 +131,8 @@ struct Planner {
             for (int base = thread - lane_index(); base < total; base += kPlanThreads) {
                 const int number = base + lane_index();
                 const bool valid = number < total;
-                // The last sequence that starts at the number or before: those before it without tiles start
-                // there too.
+                // Finds the last sequence whose start is at most `number`; sequences without tiles before it
+                // have the same start.
                 int own = 0;
                 for (int step = kPlanThreads / 2; step > 0; step /= 2) {
                     if (own + step < sequences && smem.starts[own + step] <= number) own += step;
@@ -145,7 +146,7 @@ struct Planner {
         return all;
     }
 
-    // The sequences of a warp in a round: neighbours, or every 32nd where there are few.
+    // The sequence of each lane in a round: a warp takes 32 consecutive ones, or every 32nd if there are few.
     struct OwnSequences {
         int of_lane, of_lane_0;
     };
@@ -156,9 +157,9 @@ struct Planner {
         return {32 * warp + lane, 32 * warp};
     }
 
-    // Calls each(sequence, share) for every sequence, with share = share_of(seqlen). Whole warps call it,
-    // those of lanes without a sequence with nothing. What `each` leaves in share is kept for for_kept. A
-    // barrier stands behind the last call.
+    // Calls each(sequence, share) for every sequence, with share = share_of(seqlen). Whole warps make the
+    // calls; a lane without a sequence has an empty share. What `each` leaves in `share` is cached for
+    // for_kept(). There is a barrier after the last call.
     template <class ShareOf, class Each>
     __device__ __forceinline__ void for_sequences(const ShareOf& share_of, const Each& each) const {
         if (shape.batch <= kPlanThreads) {
@@ -169,7 +170,7 @@ struct Planner {
         cta_sync();
     }
 
-    // `Rounds` at a time: their lengths are on their way together.
+    // Reads the lengths of `Rounds` rounds at once, so that the loads overlap.
     template <int Rounds, class ShareOf, class Each>
     __device__ __forceinline__ void take_rounds(const ShareOf& share_of, const Each& each) const {
         const OwnSequences own = own_sequences();
@@ -193,7 +194,7 @@ struct Planner {
         }
     }
 
-    // The same of what was kept; share_of is what it was computed by.
+    // The same with the cached shares; share_of() recomputes those that are not cached.
     template <class ShareOf, class Each>
     __device__ __forceinline__ void for_kept(const ShareOf& share_of, const Each& each) const {
         const OwnSequences own = own_sequences();
@@ -216,10 +217,9 @@ struct Planner {
         return kPlanThreads - 1 - min(length >> shift, kPlanThreads - 1);
     }
 
-    // Before entries are counted; a barrier stands between.
+    // Zeroes the bins. A barrier must follow before entries are counted.
     __device__ __forceinline__ void clear_bins() const { smem.bins[thread_index()] = 0; }
-    // From how many entries a bin has, once all are counted, to where its first one goes; returns how many
-    // there are in all.
+    // Turns the bins' counts into the index of each bin's first entry; returns the number of entries.
     __device__ __forceinline__ int place_bins() const {
         int total;
         const int begin = cta_scan(smem, smem.bins[thread_index()], total);
@@ -232,7 +232,7 @@ struct Planner {
         return ceil_div(seqlen.q(), tile_queries);
     }
 
-    // Tiles of keys that a tile of queries visits.
+    // Number of tiles of keys that tile `block` of queries visits.
     __device__ __forceinline__ int key_tiles(const Seqlen<true>& seqlen, int block) const {
         const QueryEnds queries(seqlen, block, tile_queries);
         const auto range =
@@ -240,12 +240,12 @@ struct Planner {
         return max(range.end - range.begin, 0);
     }
 
-    // How many tiles of keys a part has, so that parts are about equal shares of what all SMs do: one each
-    // where that is little, else four, for an even end. `own`: tiles of keys that the thread has seen.
+    // Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is
+    // little work, else four, for a balanced end. `own`: the tiles of keys that this thread has counted.
     __device__ __forceinline__ int part_length(float own) const {
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) own += shuffle_xor(own, step);
-        const int warp = warp_index();  // by the whole warp: it is a shuffle
+        const int warp = warp_index();  // a shuffle, so all lanes call it
         if (lane_index() == 0) smem.warp_work[warp] = own;
         cta_sync();
         float all = 0.f;
@@ -255,11 +255,12 @@ struct Planner {
         return max(1, int(fminf(length, 1e9f) + 0.999f));
     }
 
-    // Tiles of queries with parts of their keys, longest first, and those that are divided.
+    // Lists the tiles of queries with their parts of the keys, longest first, and the tiles whose keys are
+    // split.
     __device__ __forceinline__ void list_items(int most_splits) const {
         const WorkPlan plan{params};
         int chunk = 1;
-        // From a tile to its parts, sorted by the longest of them.
+        // The parts of a tile: their number, and the length of the longest.
         auto cut = [&](const PlanShare& tile) -> PlanShare {
             const int length = tile.length;
             const int splits = max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
@@ -286,7 +287,7 @@ struct Planner {
         int items;
         float own = 0.f;
         if (shape.seqlen_q <= tile_queries) {
-            // A sequence is a tile.
+            // Each sequence is one tile.
             auto tile_of = [&](const Seqlen<true>& seqlen) -> PlanShare {
                 if (seqlen.q() == 0) return {0, 0};
                 return {1, key_tiles(seqlen, 0)};
@@ -325,7 +326,7 @@ struct Planner {
         }
     }
 
-    // Tiles of queries in the order of the sequences.
+    // Lists the tiles of queries in sequence order.
     __device__ __forceinline__ void list_m_tiles() const {
         const WorkPlan plan{params};
         const int tiles =
@@ -337,8 +338,8 @@ struct Planner {
         if (thread_index() == 0) plan.count(PlanCount::MTiles) = min(tiles, params.m_tiles);
     }
 
-    // Lists the tiles of each sequence one after another, the first first, or the last with `LastFirst`;
-    // sequences of the greatest length_of(seqlen) come first. Returns how many there are.
+    // Lists tiles grouped by sequence, in ascending order or, with `LastFirst`, descending; sequences with
+    // the greatest length_of(seqlen) come first. Returns the number of tiles.
     template <bool LastFirst, class BlocksOf, class LengthOf>
     __device__ __forceinline__ int list_by_sequence(PlanItem* list, int room, const BlocksOf& blocks_of,
                                                     const LengthOf& length_of) const {
@@ -359,7 +360,7 @@ struct Planner {
             auto write = [&](int own, int begin, int count, int i) {
                 if (begin + i < room) list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
             };
-            // Short sequences are written by a thread each, others by the warp one after another.
+            // A thread writes a short sequence; the warp writes long ones together, one after another.
             if (!warp_any(blocks > 4)) {
                 for (int i = 0; i < blocks; ++i) write(sequence, place, blocks, i);
                 return;
@@ -374,8 +375,8 @@ struct Planner {
         return min(tiles, room);
     }
 
-    // Tiles of queries whose keys are not divided: the tiles of a sequence share its keys, which stay in the
-    // L2 while they run. Long sequences come first, and of each its last tiles.
+    // Lists the tiles of queries where no keys are split. A sequence's tiles are adjacent, since they share
+    // its keys, which stay in L2 while they run. Long sequences come first, each with its last tile first.
     __device__ __forceinline__ void list_whole_items() const {
         const WorkPlan plan{params};
         const int items = list_by_sequence<true>(
@@ -388,7 +389,7 @@ struct Planner {
         }
     }
 
-    // Tiles of keys; sequences with the most queries come first.
+    // Lists the tiles of keys; sequences with the most queries come first.
     template <bool LastFirst>
     __device__ __forceinline__ void list_n_tiles() const {
         const WorkPlan plan{params};
@@ -400,7 +401,7 @@ struct Planner {
     }
 };
 
-// The entry `fa_plan` of a forward's unit.
+// The body of a forward unit's entry `fa_plan`.
 template <PlanRules R>
 __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();
@@ -413,8 +414,8 @@ __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     }
 }
 
-// The entry `fa_plan` of a backward's unit. A deterministic kernel's turns go by the order of the tiles of a
-// sequence.
+// The body of a backward unit's entry `fa_plan`. In deterministic kernels turns follow the order of a
+// sequence's tiles.
 template <PlanRules R, bool LastFirst>
 __device__ __forceinline__ void plan_backward(const BwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();

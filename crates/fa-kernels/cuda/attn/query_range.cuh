@@ -7,8 +7,8 @@
 
 namespace fa {
 
-// For the keys [first, first + TileN), of which those before the sequence's end exist. In the tiles
-// [full_begin, full_end) every query sees every key; queries past the end are hidden by their LSE.
+// The range for the keys [first, first + TileN), some of which may lie past the sequence's end. In the tiles
+// [full_begin, full_end) every query sees every key; queries past the end are masked by their LSE.
 template <int TileM, int TileN, MaskKind Mask, bool Varied>
 __device__ __forceinline__ BlockRange query_blocks(const Visibility<Mask, Varied>& visible, int first) {
     const Seqlen<Varied>& seqlen = visible.seqlen;
@@ -22,7 +22,7 @@ __device__ __forceinline__ BlockRange query_blocks(const Visibility<Mask, Varied
     range.end = begin < end ? ceil_div(end, TileM) : range.begin;
     range.full_begin = ceil_div(full_begin, TileM);
     range.full_end = full_end == seqlen.q() ? ceil_div(full_end, TileM) : full_end / TileM;
-    // Keys past the end of the sequence must be hidden everywhere.
+    // Keys past the end of the sequence must be masked in every tile.
     if (first + TileN > seqlen.k()) range.full_end = range.full_begin;
     return range;
 }

@@ -6,11 +6,11 @@
 
 namespace fa {
 
-// With packing, a row is (query, head within the K/V head's group), the head running fastest; without, a row
-// is a query.
+// The mapping of one launch. With PackGqa a row is (query, head within the K/V head's group), the head
+// fastest; without it a row is a query.
 template <bool PackGqa>
 struct Rows {
-    int group;  // heads that share the tile: the group size with packing, else 1
+    int group;  // heads that share a tile: the group size with PackGqa, else 1
 
     __device__ __forceinline__ explicit Rows(const ShapeParams& shape)
         : group(PackGqa ? shape.group_size : 1) {}
@@ -20,8 +20,8 @@ struct Rows {
         return seqlen.q() * group;
     }
 
-    // The end of a tile's rows: of `rows` rows a tile, fewer than tile_m where packed groups leave some
-    // unused.
+    // One past the last row of a tile. A tile has `rows` rows, fewer than tile_m where the packed groups
+    // leave some unused.
     template <bool Varied>
     __device__ __forceinline__ int end(const Seqlen<Varied>& seqlen, int m_block, int rows) const {
         return PackGqa ? min((m_block + 1) * rows, count(seqlen)) : count(seqlen);
@@ -29,12 +29,12 @@ struct Rows {
 
     __device__ __forceinline__ int query(int row) const { return PackGqa ? row / group : row; }
 
-    // Query head of the row, where `head` is the tile's K/V head with packing, its query head without.
+    // The row's query head. `head` is the tile's K/V head with PackGqa, else its query head.
     __device__ __forceinline__ int head(int row, int head) const {
         return PackGqa ? head * group + row % group : head;
     }
 
-    // The same without a division where the group is a power of two, for code that has no use of the
+    // The same without a division where the group is a power of two, for code that does not need the
     // quotient.
     __device__ __forceinline__ int head_alone(int row, int head) const {
         const bool masks = (group & (group - 1)) == 0;
@@ -42,20 +42,20 @@ struct Rows {
     }
 };
 
-// Queries of a tile of `TileM` rows. With packed heads it has as many as fit it with all heads of a group:
-// rows behind them, if tile_m is no multiple of the group, are of no query.
+// Queries per tile of `TileM` rows. With PackGqa these are as many as fit with all heads of the group; if
+// tile_m is not a multiple of the group, the rows after them are unused.
 template <bool PackGqa, int TileM>
 __device__ __forceinline__ int tile_queries(const FwdParams& params) {
     return PackGqa ? params.tile_queries : TileM;
 }
 
-// Rows of these queries.
+// Rows that these queries use.
 template <bool PackGqa, int TileM>
 __device__ __forceinline__ int tile_rows(const FwdParams& params) {
     return PackGqa ? params.tile_queries * params.shape.group_size : TileM;
 }
 
-// Of a tile's queries the first and the last.
+// The first and the last query of a tile.
 struct QueryEnds {
     int first, last;
 

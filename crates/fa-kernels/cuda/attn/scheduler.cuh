@@ -1,4 +1,5 @@
-// Numbers the tiles of a launch: by arithmetic where lengths are equal, by the work plan where they are not.
+// Maps tile numbers to work tiles: by arithmetic for equal lengths, by the work plan for lengths on the
+// device.
 #pragma once
 #include "config.cuh"
 #include "fwd_params.cuh"
@@ -6,7 +7,7 @@
 
 namespace fa {
 
-// One tile: rows [m_block * tile_m, ...) of `head` (a K/V head under GQA packing) of sequence `batch`.
+// A tile of queries: rows from m_block * tile_m on of `head` (a K/V head with PackGqa) of sequence `batch`.
 struct Tile {
     int m_block, head, batch;
 };
@@ -19,9 +20,8 @@ __device__ __forceinline__ Tile tile_at(const FwdParams& params, int index, int 
         tile.m_block = index % params.m_blocks;
         batch_head = index / params.m_blocks;
     } else {
-        // Sections of heads whose K and V fit the L2 together; within one, the last (longest) rows of all
-        // heads first. The run ends with the last section: it has the heads that are left, and enough tiles
-        // to even out.
+        // Heads form sections whose K and V fit L2 together. Within a section the last (longest) rows of all
+        // heads come first. The last section has the remaining heads, with enough tiles to balance the load.
         const int section = min(index / (params.heads_per_section * params.m_blocks), params.sections);
         const int first_head = section * params.heads_per_section;
         const int rest = index - first_head * params.m_blocks;
@@ -37,44 +37,45 @@ __device__ __forceinline__ Tile tile_at(const FwdParams& params, int index, int 
 
 // ---- The work plan ------------------------------------------------------------------------------
 
-// What a plan counts; its first ints, in this order.
+// What a plan counts: the first ints of its buffer, in this order.
 enum class PlanCount { Items, SplitItems, MTiles, NTiles, Slots, Chunk };
 constexpr int kPlanHeader = 16;  // ints
 
-// An entry of a plan's lists: a tile of queries or of keys of a sequence, for every head.
+// An entry of a plan's lists: a tile of queries, or of keys, of one sequence. It stands for all heads.
 struct alignas(16) PlanItem {
     int sequence, block;
-    int part;  // items: which part of the keys, and of how many, split | splits << 16; split items: splits
-    int slot;  // of the partial result; split items: of the first one
+    int part;  // items: the part of the keys, split | splits << 16; split items: splits
+    int slot;  // the slot of the partial result; split items: the first of its slots
 };
 
-// A plan's buffer: header and lists, as attn/plan.cuh writes them and all kernels of a step read them.
+// A plan's buffer: the header and the lists that attn/plan.cuh writes and all kernels of a step read.
 struct WorkPlan {
     const PlanParams& params;
 
     __device__ __forceinline__ int& count(PlanCount which) const {
         return params.buffer[static_cast<int>(which)];
     }
-    // Tiles of queries with parts of their keys, longest first; where none are divided, long sequences first.
+    // Tiles of queries, each with a part of its keys, longest first; if no keys are split, long sequences
+    // first.
     __device__ __forceinline__ PlanItem* items() const {
         return reinterpret_cast<PlanItem*>(params.buffer + kPlanHeader);
     }
-    // Tiles of queries whose keys are divided.
+    // Tiles of queries whose keys are split.
     __device__ __forceinline__ PlanItem* split_items() const { return items() + params.items; }
-    // Tiles of queries in the order of the sequences.
+    // Tiles of queries, in sequence order.
     __device__ __forceinline__ PlanItem* m_tiles() const { return split_items() + params.split_items; }
-    // Tiles of keys: those of a sequence one after another, sequences with the most queries first.
+    // Tiles of keys, grouped by sequence; sequences with the most queries come first.
     __device__ __forceinline__ PlanItem* n_tiles() const { return m_tiles() + params.m_tiles; }
 };
 
-// ---- Tiles whose keys CTAs may share ------------------------------------------------------------
+// ---- Work tiles, whose keys may be split among CTAs ---------------------------------------------
 
-// A tile and its part of the keys: number `split` of `splits`, whose result goes to `slot`.
+// A tile and its part of the keys, number `split` of `splits`. A partial result goes to `slot`.
 struct WorkTile : Tile {
     int split, splits, slot;
 };
 
-// Tiles of a launch.
+// The number of work tiles of the launch.
 template <bool Varied>
 __device__ __forceinline__ int work_tiles(const FwdParams& params) {
     return Varied ? WorkPlan{params.plan}.count(PlanCount::Items) * params.plan.heads : params.num_tiles;

@@ -1,4 +1,4 @@
-// Modifiers of scores, between Q K^T and the mask: the soft cap, cap * tanh(scale * s / cap), or none.
+// Score modifiers, applied between Q K^T and the mask: the soft cap, cap * tanh(scale * s / cap), or none.
 #pragma once
 #include "params.cuh"
 #include "ptx/math.cuh"
@@ -10,11 +10,12 @@ template <bool Softcap>
 struct ScoreMod {
     const ScoreParams& params;
 
-    // From modified scores to exponents of 2, and of e.
+    // The factor from modified scores to exponents of 2, and of e.
     __device__ __forceinline__ float to_log2() const { return Softcap ? kLog2e : params.scale_log2; }
     __device__ __forceinline__ float to_natural() const { return Softcap ? 1.f : params.scale; }
 
-    // Products to scores, in place. tanh(x) is 1 - 2 / (1 + e^2x): tanh.approx is too coarse for f16.
+    // Turns products into scores, in place. tanh(x) = 1 - 2 / (1 + e^2x): tanh.approx is too inaccurate for
+    // f16.
     template <int N>
     __device__ __forceinline__ void apply(float (&s)[N]) const {
         if constexpr (Softcap) {
@@ -26,8 +27,9 @@ struct ScoreMod {
         }
     }
 
-    // A product's exponent of 2, less `max`, where its score is at most half the cap: else the sign bit of
-    // `beyond` is set and the result is meaningless. By FMA units alone, within 1.5e-5 at a cap of 50.
+    // A product's capped exponent of 2, less `max`, where its score is at most half the cap; otherwise it
+    // sets the sign bit of `beyond` and the result is meaningless. Uses the FMA units alone; accurate to
+    // 1.5e-5 at a cap of 50.
     __device__ __forceinline__ float near_exponent(float s, float max, u32& beyond) const {
         const float v = fmaf(-s, s, params.softcap_near);
         beyond |= bits_of_float(v);
@@ -37,7 +39,7 @@ struct ScoreMod {
         return fmaf(s, factor, -max);
     }
 
-    // Products to scores as shares of the cap, tanh(scale * s / cap), in place.
+    // Turns products into shares of the cap, tanh(scale * s / cap), in place.
     template <int N>
     __device__ __forceinline__ void apply_as_shares(float (&s)[N]) const {
         if constexpr (Softcap) {
@@ -47,18 +49,19 @@ struct ScoreMod {
             }
         }
     }
-    // From shares to exponents of 2.
+    // The factor from shares of the cap to exponents of 2.
     __device__ __forceinline__ float shares_to_log2() const {
         return Softcap ? params.softcap_log2 : params.scale_log2;
     }
 
-    // The cap's slope, by which dS is multiplied, at a share; 0 at the share -inf of a hidden score.
+    // The derivative of the cap at a share, by which dS is multiplied; 0 at -inf, the share of a masked
+    // score.
     __device__ __forceinline__ static float slope(float share) {
         return fmaxf(fmaf(-share, share, 1.f), 0.f);
     }
 
-    // The same where the probability `p` of the score and the row's LSE in base 2 are what is left of it; `p`
-    // is not 0.
+    // The same from the probability `p`, which is not 0, and the row's LSE in base 2, where the score itself
+    // is gone.
     __device__ __forceinline__ float slope(float p, float lse_log2) const {
         const float share = (log2_approx(p) + lse_log2) * params.softcap_share;
         return fmaf(-share, share, 1.f);

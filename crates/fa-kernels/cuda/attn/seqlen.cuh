@@ -1,5 +1,4 @@
-// The lengths of one sequence and where its rows start. Every header asks a Seqlen for them, never the
-// parameters.
+// The lengths of one sequence and the offsets of its rows. Every header asks a Seqlen, never the parameters.
 #pragma once
 #include "params.cuh"
 #include "types.cuh"
@@ -10,8 +9,7 @@ namespace fa {
 template <bool Varied = false>
 struct Seqlen;
 
-// Equal lengths for all sequences of a batch. It rereads the parameters at each use, which costs no
-// registers.
+// Equal lengths for all sequences of a batch. Each use rereads the parameters, which costs no registers.
 template <>
 struct Seqlen<false> {
     const ShapeParams& shape;
@@ -26,24 +24,24 @@ struct Seqlen<false> {
     __device__ __forceinline__ int q() const { return shape.seqlen_q; }
     __device__ __forceinline__ int k() const { return shape.seqlen_k; }
 
-    // Rows of the tensors before the sequence's first.
+    // Rows of the tensors before the sequence's first row.
     __device__ __forceinline__ int q_offset() const { return 0; }
     __device__ __forceinline__ int k_offset() const { return 0; }
 
-    // The LSE of the first query of `head`; the next query's is the next one.
+    // Index of the LSE of the first query of `head`; the following queries follow it.
     __device__ __forceinline__ i64 lse_row(int batch, int head, int heads) const {
         return (i64(batch) * heads + head) * q();
     }
 };
 
-// Lengths that only the device knows: packed sequences, of which starts are given, and padded ones and pages,
-// of which the used rows are.
+// Lengths on the device: packed sequences, given by their starts, and padded or paged ones, given by the
+// number of rows in use.
 template <>
 struct Seqlen<true> {
     int queries, keys, first_query, first_key;
-    int total_q, room_q;  // rows of packed queries, or of each padded sequence's
+    int total_q, room_q;  // rows of all packed queries; rows allocated to each padded sequence's
 
-    // Rows of one side: `room` of a padded sequence.
+    // Offset and length of one side, queries or keys; `room` is a padded sequence's allocated rows.
     struct Side {
         int rows, first;
 
@@ -75,7 +73,7 @@ struct Seqlen<true> {
     __device__ __forceinline__ int q_offset() const { return first_query; }
     __device__ __forceinline__ int k_offset() const { return first_key; }
 
-    // Of packed queries LSE is `[heads, total_q]`, of padded ones `[batch, heads, seqlen_q]`.
+    // LSE is `[heads, total_q]` for packed queries, `[batch, heads, seqlen_q]` for padded ones.
     __device__ __forceinline__ i64 lse_row(int batch, int head, int heads) const {
         return total_q > 0 ? i64(head) * total_q + first_query : (i64(batch) * heads + head) * room_q;
     }

@@ -1,4 +1,5 @@
-// Rows whose keys several CTAs share: partial results in f32, and the kernel that combines them.
+// Split keys: several CTAs share the keys of a tile and store partial results in f32; the combine kernel
+// reduces them.
 #pragma once
 #include "attn/epilogue.cuh"
 #include "attn/rows.cuh"
@@ -15,13 +16,13 @@
 
 namespace fa {
 
-// The partial result of row `row` of a slot's tile.
+// Index of the partial result of row `row` of the tile in `slot`.
 __device__ __forceinline__ i64 partial_row(const FwdParams& params, int slot, int heads, int head, int row) {
     return (i64(slot) * heads + head) * params.split.slot_rows + row;
 }
 
-// As store_output for a part of the keys: O in f32 and LSE go to the tile's slot. `row_in_tile`: the thread's
-// first row within its tile; the lanes of a quad store 32 contiguous bytes at a time.
+// store_output() for a part of the keys: O in f32, and LSE, go to the tile's slot. `row_in_tile` is the
+// thread's first row within its tile. The lanes of a quad store 32 contiguous bytes at a time.
 template <int N>
 __device__ __forceinline__ void store_partial(const FwdParams& params, const float (&o)[N],
                                               const float (&factor)[2], const float (&lse)[2], int row,
@@ -42,7 +43,7 @@ __device__ __forceinline__ void store_partial(const FwdParams& params, const flo
     }
 }
 
-// The same where no query of the tile sees a key of the part: LSE = -inf, and O is never read.
+// The same where no query of the tile sees a key of the part: LSE = -inf, so that O is never read.
 __device__ __forceinline__ void store_nothing_partial(const FwdParams& params, int row, int end,
                                                       int row_in_tile, const WorkTile& tile, int heads) {
     if (thread_index() % 4 != 0) return;
@@ -64,8 +65,7 @@ struct CombineStorage {
 };
 constexpr int combine_smem_bytes = sizeof(CombineStorage);
 
-// O and LSE of the rows whose keys were divided, from the parts' results: a CTA takes one row at a time, and
-// its warps share the parts.
+// Combines the parts' results into O and LSE. A CTA processes one row at a time; its warps share the parts.
 template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
 __device__ __forceinline__ void combine(const FwdParams& params) {
     auto& smem = shared_memory<CombineStorage>();

@@ -1,6 +1,6 @@
-// Writes rows of accumulator fragments to device memory without shared memory: the lanes of a quad exchange
-// registers until each holds 8 neighbouring elements, so that a store is 16 bytes and a quad's stores are 64
-// contiguous bytes.
+// Stores rows of accumulator fragments to global memory without shared memory: the lanes of a quad exchange
+// registers until each holds 8 consecutive elements, so that a store has 16 bytes and a quad's stores cover
+// 64 contiguous bytes.
 #pragma once
 #include "config.cuh"
 #include "ptx/compiler.cuh"
@@ -30,9 +30,9 @@ __device__ __forceinline__ void quad_transpose(u32 (&w)[4], int lane) {
     }
 }
 
-// Stores row `row` (0 or 1, known at compile time) of the thread's two rows of an accumulator fragment,
-// scaled by `factor`, to columns [column, columns) of the row at `out`. Lane t of a quad holds columns 2t,
-// 2t + 1 of each 8. All lanes take part; `inside` says whether the row exists.
+// Stores row `row` (0 or 1, a compile-time constant) of the thread's two rows of an accumulator fragment,
+// times `factor`, to columns [column, columns) of the row at `out`. Lane t of a quad holds columns 2t and 2t
+// + 1 of each 8. All lanes take part; `inside` says whether the row exists.
 template <Dtype T, int N>
 __device__ __forceinline__ void store_fragment_row(int row, u16* out, bool inside, const float (&acc)[N],
                                                    float factor, int column, int columns) {
@@ -44,14 +44,14 @@ __device__ __forceinline__ void store_fragment_row(int row, u16* out, bool insid
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int at = 16 * block + 4 * i + 2 * row;
-            // The last 16 columns may stand alone: the other two lanes then have nothing to store.
+            // The last block may have 16 columns only: two lanes then have nothing to store.
             vec.words[i] = at < N ? pack<T>(acc[at] * factor, acc[at + 1] * factor) : 0;
         }
         quad_transpose(vec.words, lane);
         const int within = 32 * block + 8 * lane;
         if (inside && within < 2 * N && column + within < columns)
             *reinterpret_cast<Vec16*>(out + column + within) = vec;
-        // One block after the other: all at once would need more registers than are left.
+        // One block after another: all at once would need more registers than are free.
         compiler_fence();
     }
 }

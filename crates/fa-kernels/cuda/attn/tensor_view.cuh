@@ -1,4 +1,4 @@
-// Row addresses of tensors of 16-bit elements, from their parameters.
+// Views of 16-bit tensors in global memory: row addresses from a pointer and strides.
 #pragma once
 #include "params.cuh"
 #include "types.cuh"
@@ -8,7 +8,7 @@ namespace fa {
 template <class Element>
 struct TensorView {
     Element* data;
-    const RowStrides& strides;  // of the parameters
+    const RowStrides& strides;  // in the kernel's parameters
 
     // The row of `head` at `position` of sequence `batch`; the next position is strides.seq elements on.
     __device__ __forceinline__ Element* row(int batch, int position, int head) const {

@@ -1,4 +1,4 @@
-// Which keys a query sees, and which queries see a key.
+// The mask as ranges: the keys that a query sees, and the queries that see a key.
 #pragma once
 #include "attn/seqlen.cuh"
 #include "config.cuh"
@@ -6,13 +6,13 @@
 
 namespace fa {
 
-// The visibility within one sequence. Ranges are [begin, end); `begin` is not clamped to 0.
+// The ranges within one sequence, [begin, end). `begin` is not clamped to 0.
 template <MaskKind Mask, bool Varied = false>
 struct Visibility {
     const ShapeParams& shape;
     Seqlen<Varied> seqlen;
 
-    // Keys left and right of the diagonal; -1 for all.
+    // Visible keys left and right of the diagonal; -1 for all.
     __device__ __forceinline__ int left() const { return shape.window_left; }
     __device__ __forceinline__ int right() const { return Mask == MaskKind::Causal ? 0 : shape.window_right; }
 

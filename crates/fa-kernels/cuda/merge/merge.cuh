@@ -1,5 +1,5 @@
-// Combines partial results over different keys of the same queries, a warp per row, from each part's O and
-// LSE alone.
+// The merge kernel: combines partial results for the same queries over different keys, from each part's O and
+// LSE alone. One warp per row.
 #pragma once
 #include "attn/store_rows.cuh"
 #include "config.cuh"
@@ -12,7 +12,7 @@
 
 namespace fa {
 
-// Element types of a tensor, by the numbers of MergeParams.
+// The numbers of element types in MergeParams; any other is bf16.
 constexpr int kMergeF32 = 0, kMergeF16 = 1;
 
 __device__ __forceinline__ i64 merge_offset(const RowStrides& strides, int batch, int position, int head) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void unpack_eight(const Vec16& vec, float (&to)[8]) {
     }
 }
 
-// 8 neighbouring elements, the first `at` elements behind `data`.
+// Reads 8 consecutive elements of type `type` from element `at` of `data`.
 __device__ __forceinline__ void read_eight(const void* data, i64 at, int type, float (&to)[8]) {
     if (type == kMergeF32) {
         const float* from = static_cast<const float*>(data) + at;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void write_eight(void* data, i64 at, int type, const 
     *reinterpret_cast<Vec16*>(static_cast<u16*>(data) + at) = vec;
 }
 
-// Lane p computes the weight of part p: exp(LSE_p) over their sum, to which a sink adds its own. A part whose
-// LSE is -inf is not read, whatever it holds; where all are, O is 0 and LSE -inf, or the sink.
+// The kernel's body. Lane p computes the factor of part p, exp(LSE_p) over the sum of all parts' (and the
+// sink's). A part whose LSE is -inf is not read; if all are, O is 0 and LSE is -inf, or the sink.
 __device__ __forceinline__ void merge(const MergeParams& params) {
     const int lane = lane_index(), warp = warp_index(), warps = cta_threads() / 32;
     const i64 rows = i64(params.batch) * params.seqlen * params.heads;

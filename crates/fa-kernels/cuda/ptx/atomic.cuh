@@ -1,4 +1,5 @@
-// Atomics in global memory; acquire and release for semaphores (PTX ISA, "atom", "red", "ld.acquire").
+// Atomics on global memory, and acquire/release accesses for semaphores (PTX ISA, "atom", "red",
+// "ld.acquire").
 #pragma once
 #include "types.cuh"
 
@@ -15,20 +16,20 @@ __device__ __forceinline__ void red_add_f32(float* dst, float value) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(dst), "f"(value) : "memory");
 }
 
-// Adds four neighbours at once; `dst` is a multiple of 16 bytes. Only with kVectorRed.
+// Adds to four consecutive values at once; `dst` is 16-byte aligned. Requires kVectorRed.
 __device__ __forceinline__ void red_add_f32x4(float* dst, float a, float b, float c, float d) {
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d)
                  : "memory");
 }
 
-// Reads `*semaphore`; what its last red_release_increment() released is visible afterwards.
+// Reads `*semaphore`; writes released by the increments that it observes are visible afterwards.
 __device__ __forceinline__ u32 load_acquire(const u32* semaphore) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
     return value;
 }
 
-// Adds 1 to `*semaphore`, after all that this thread wrote before.
+// Adds 1 to `*semaphore`; this thread's earlier writes become visible first.
 __device__ __forceinline__ void red_release_increment(u32* semaphore) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(semaphore) : "memory");
 }

@@ -4,7 +4,7 @@
 
 namespace fa {
 
-// Memory accesses are not moved across it.
+// Keeps the compiler from moving memory accesses across this point.
 __device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 // Makes `value` unknown to the compiler: nothing that depends on it is hoisted above this point.

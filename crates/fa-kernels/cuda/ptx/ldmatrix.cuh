@@ -1,26 +1,27 @@
-// Loading matrix fragments from shared memory (PTX ISA, "ldmatrix"). Volatile, so that they stay between the
-// barriers that they stand between; the kernels that use them read shared memory in no other way.
+// Loads of matrix fragments from shared memory (PTX ISA, "ldmatrix"). They are volatile, which keeps them
+// between the barriers around them. They need no memory clobber: the kernels that use them read shared memory
+// in no other way.
 #pragma once
 #include "types.cuh"
 
 namespace fa {
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Of each
-// matrix, lane l gets row l / 4, columns 2 (l % 4) and the next.
+// Loads four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8; of each
+// matrix lane l receives row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&m)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(address));
 }
 
-// The same, each matrix transposed: lane l gets rows 2 (l % 4) and the next of column l / 4.
+// The same, each matrix transposed: lane l receives rows 2 (l % 4) and 2 (l % 4) + 1 of column l / 4.
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(address));
 }
 
-// Plain loads of one element and of two neighbours.
+// Plain accesses of a 16-bit element, of a 32-bit word and of two consecutive words.
 __device__ __forceinline__ u32 load_shared_u16(u32 address) {
     u16 value;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));

@@ -5,13 +5,13 @@
 
 namespace fa {
 
-// The f32 of these bits, and the bits of an f32.
+// Bit casts between u32 and f32.
 __device__ __forceinline__ float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 bits_of_float(float x) { return __float_as_uint(x); }
 
 __device__ __forceinline__ float minus_infinity() { return float_of_bits(0xff800000); }
 
-// a b and a - b, rounded each: never contracted into a multiply-add.
+// a * b and a - b, each rounded: never contracted into an FMA.
 __device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ float subtract_rounded(float a, float b) { return __fsub_rn(a, b); }
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// Two f32 rounded to nearest even into one register, `low` in the low half.
+// Rounds two f32 to 16 bits (nearest even) and packs them in one register, `low` in the low half.
 template <Dtype T>
 __device__ __forceinline__ u32 pack(float low, float high) {
     static_assert(T == Dtype::F16 || T == Dtype::Bf16);
@@ -47,7 +47,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return packed;
 }
 
-// The halves of such a register.
+// The low, and the high, element of a packed register as f32.
 template <Dtype T>
 __device__ __forceinline__ float unpack_low(u32 packed) {
     static_assert(T == Dtype::F16 || T == Dtype::Bf16);

@@ -1,32 +1,33 @@
-// Barriers in shared memory that count arrivals and bytes (PTX ISA, "mbarrier").
+// mbarriers: barriers in shared memory that count arrivals and TMA's bytes (PTX ISA, "mbarrier").
 #pragma once
 #include "ptx/address.cuh"
 #include "types.cuh"
 
 namespace fa {
 
-// A 64-bit barrier object; one phase completes when all expected arrivals and bytes are in.
+// The 64-bit barrier object. A phase completes when all its expected arrivals and bytes are in.
 struct alignas(8) Mbarrier {
     u64 state;
 };
 
-// Expects `arrivals` per phase. One thread, before any other use.
+// Initialises the barrier for `arrivals` per phase. One thread calls it, before any other use.
 __device__ __forceinline__ void mbarrier_init(Mbarrier& bar, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&bar)), "r"(arrivals)
                  : "memory");
 }
 
-// Makes initialised barriers visible to TMA; by the thread that initialised them.
+// Makes initialised barriers visible to TMA. Called by the thread that initialised them.
 __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// Arrives once, releasing this thread's earlier writes.
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier& bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&bar)) : "memory");
 }
 
-// Arrives at the same barrier of CTA `rank` of the cluster. It releases nothing that this thread wrote: it
-// announces finished reads of data that only TMA overwrites.
+// Arrives at the same barrier in CTA `rank` of the cluster. It does not release this thread's writes: it
+// signals only that reads are done of data that TMA overwrites.
 __device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier& bar, u32 rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
@@ -36,14 +37,14 @@ __device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier& bar, u32 rank) 
         : "memory");
 }
 
-// Arrives and announces `bytes` that TMA will deliver in this phase.
+// Arrives once and adds `bytes`, which TMA will deliver, to what this phase expects.
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier& bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&bar)),
                  "r"(bytes)
                  : "memory");
 }
 
-// Whether the phase of this parity has completed: a hint, nothing is ordered by it.
+// Whether the phase of this parity has completed. A hint only: it orders nothing.
 __device__ __forceinline__ bool mbarrier_test(Mbarrier& bar, u32 parity) {
     u32 done;
     asm volatile(

@@ -1,8 +1,8 @@
-// Matrix multiply-accumulate of one warp, m16n8k16, f32 += 16-bit x 16-bit (PTX ISA, "mma.sync").
+// Warp-wide matrix multiply-accumulate, m16n8k16, f32 += 16-bit x 16-bit (PTX ISA, "mma.sync").
 //
-// Lane l, with g = l / 4 and t = l % 4, holds of the accumulator (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1); of
-// A the pairs from (g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8); of B the pairs down column g from rows 2t and
-// 2t+8.
+// With g = l / 4 and t = l % 4, lane l holds: of the accumulator (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1); of
+// A the pairs that start at (g, 2t), (g+8, 2t), (g, 2t+8), (g+8, 2t+8); of B the pairs down column g that
+// start at rows 2t and 2t+8.
 #pragma once
 #include "config.cuh"
 #include "types.cuh"

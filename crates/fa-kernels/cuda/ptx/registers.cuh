@@ -1,17 +1,17 @@
-// Moving registers between warpgroups (PTX ISA, "setmaxnreg"). Every warp of the warpgroup executes it, in
-// one branch of the if/else over roles; the sum over the CTA must fit the register file.
+// Reallocation of registers between warpgroups (PTX ISA, "setmaxnreg"). All warps of a warpgroup execute it,
+// in the branch of their role; the CTA's total must fit the register file.
 #pragma once
 
 namespace fa {
 
-// Returns registers to the CTA's pool: `Count` remain per thread.
+// Returns registers to the CTA's pool, keeping `Count` per thread.
 template <int Count>
 __device__ __forceinline__ void setmaxnreg_dec() {
     static_assert(Count >= 24 && Count <= 256 && Count % 8 == 0);
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
-// Takes registers from the pool, waiting until it has them: `Count` per thread.
+// Raises the warpgroup to `Count` registers per thread, waiting until the pool has them.
 template <int Count>
 __device__ __forceinline__ void setmaxnreg_inc() {
     static_assert(Count >= 24 && Count <= 256 && Count % 8 == 0);

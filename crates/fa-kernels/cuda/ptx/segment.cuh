@@ -4,7 +4,7 @@
 
 namespace fa {
 
-// The value of lane `lane` of each lane's own segment of `Width` lanes, a power of two.
+// Broadcasts the value of lane `lane` within each segment of `Width` lanes, a power of two.
 template <int Width, typename T>
 __device__ __forceinline__ T shuffle_within(T value, int lane) {
     return __shfl_sync(0xffffffff, value, lane, Width);

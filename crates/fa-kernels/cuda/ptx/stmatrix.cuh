@@ -1,24 +1,24 @@
-// Storing accumulator-shaped fragments to shared memory (PTX ISA, "stmatrix").
+// Stores of accumulator-shaped fragments to shared memory (PTX ISA, "stmatrix").
 #pragma once
 #include "types.cuh"
 
 namespace fa {
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+// Stores four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
                  "r"(m1), "r"(m2), "r"(m3)
                  : "memory");
 }
 
-// Two matrices; lanes 0 to 15 give the addresses.
+// Stores two matrices. Lanes 0 to 15 give the addresses.
 __device__ __forceinline__ void stmatrix_x2(u32 address, u32 m0, u32 m1) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(m0), "r"(m1)
                  : "memory");
 }
 
-// The same two, each matrix stored transposed: what lane l holds, row l / 4 and columns 2 (l % 4) and the
-// next, become column l / 4 and those rows.
+// The same, each matrix stored transposed: the elements that lane l holds, at row l / 4 and columns 2 (l % 4)
+// and 2 (l % 4) + 1, go to column l / 4 and those rows.
 __device__ __forceinline__ void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(m0), "r"(m1), "r"(m2), "r"(m3)

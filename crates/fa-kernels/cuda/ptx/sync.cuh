@@ -1,4 +1,4 @@
-// Barriers of a CTA and of a cluster, and fences (PTX ISA, "barrier", "barrier.cluster", "fence.proxy").
+// CTA and cluster barriers, and fences (PTX ISA, "barrier", "barrier.cluster", "fence.proxy").
 #pragma once
 #include "types.cuh"
 
@@ -7,12 +7,12 @@ namespace fa {
 // Waits for all threads of the CTA: barrier 0.
 __device__ __forceinline__ void cta_sync() { __syncthreads(); }
 
-// Waits until `threads` threads have arrived at barrier `id`, 1 to 15. The warp executes it together.
+// Waits until `threads` threads have arrived at barrier `id`, 1 to 15. Warps execute it converged.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// named_barrier_sync() for warps that reach the barrier at different instructions of the program.
+// named_barrier_sync() for threads that reach the barrier from different instructions of the program.
 __device__ __forceinline__ void named_barrier_sync_unaligned(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -22,16 +22,17 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Waits for all threads of the cluster; shared-memory accesses before it are visible to all after it.
+// Waits for all threads of the cluster; shared-memory writes before it are visible to all after it.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
 
-// Orders this thread's memory accesses before and after it, for all threads of the GPU.
+// Orders this thread's memory accesses before it ahead of those after it, as every thread of the GPU sees
+// them.
 __device__ __forceinline__ void fence_gpu() { __threadfence(); }
 
-// Orders this thread's generic-proxy accesses to shared memory before later ones of the async proxy (wgmma,
+// Orders this thread's generic-proxy accesses to shared memory before later async-proxy accesses (wgmma,
 // TMA).
 __device__ __forceinline__ void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,8 +1,8 @@
 // The fifth-generation tensor core and its tensor memory (PTX ISA, "tcgen05"): cta_group::1, kind::f16.
 //
-// Tensor memory is 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. A warp reaches the
-// 32 lanes from 32 * (warp % 4) on. Products, loads and stores are asynchronous; between threads they are
-// ordered by fence_before(), a barrier or mbarrier, and fence_after().
+// Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. A warp accesses
+// the 32 lanes that start at 32 * (warp % 4). MMAs, loads and stores are asynchronous; across threads they
+// are ordered by fence_before(), a barrier or mbarrier, and fence_after().
 #pragma once
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
@@ -10,9 +10,10 @@
 
 namespace fa::tcgen05 {
 
-// ---- Allocation: a whole warp, always the same one ----
+// ---- Allocation: executed by one whole warp, always the same one ----
 
-// Waits for `columns` free columns, a power of two from 32 to 512, and writes their address to shared memory.
+// Allocates `columns` columns (a power of two from 32 to 512), waiting until they are free, and writes their
+// address to shared memory.
 __device__ __forceinline__ void alloc(u32& holder, u32 columns) {
     asm volatile(
         "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_address(&holder)),
@@ -20,12 +21,12 @@ __device__ __forceinline__ void alloc(u32& holder, u32 columns) {
         : "memory");
 }
 
-// Gives up the right to allocate, for other CTAs of the SM.
+// Gives up the right to allocate, so that other CTAs of the SM may.
 __device__ __forceinline__ void relinquish() {
     asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
 }
 
-// Frees what alloc() gave. Every allocation, before the CTA ends.
+// Frees columns from alloc(). A CTA frees every allocation before it exits.
 __device__ __forceinline__ void dealloc(u32 address, u32 columns) {
     asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns)
                  : "memory");
@@ -33,23 +34,24 @@ __device__ __forceinline__ void dealloc(u32 address, u32 columns) {
 
 // ---- Order between threads ----
 
-// This thread's earlier tcgen05 operations (loads and stores that have been waited for) come before what
-// others do after the barrier that it arrives at next.
+// Orders this thread's earlier tcgen05 operations (loads and stores once waited for) before what other
+// threads do after the barrier at which it arrives next.
 __device__ __forceinline__ void fence_before() {
     asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
 }
 
-// This thread's later tcgen05 operations come after what others did before the barrier that it has waited at.
+// Orders this thread's later tcgen05 operations after what other threads did before the barrier on which it
+// has waited.
 __device__ __forceinline__ void fence_after() {
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
-// ---- Loads and stores: a whole warp, one address in all lanes ----
+// ---- Loads and stores: executed by a whole warp, with one address in all lanes ----
 
-// Waits for this thread's loads. Their registers may be read behind pin().
+// Waits for this thread's loads. pin() must follow before their registers are used.
 __device__ __forceinline__ void wait_load() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 
-// Keeps the compiler from moving uses of loaded registers above this point, behind wait_load().
+// Keeps the compiler from moving uses of loaded registers above this point; stands after wait_load().
 template <int N>
 __device__ __forceinline__ void pin(u32 (&r)[N]) {
 #pragma unroll
@@ -59,7 +61,7 @@ __device__ __forceinline__ void pin(u32 (&r)[N]) {
 // Waits for this thread's stores.
 __device__ __forceinline__ void wait_store() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
 
-// load(r, address): of the thread's lane, N neighbouring columns. store(address, r): likewise.
+// load(r, address) and store(address, r): N consecutive columns of the thread's own lane.
 #define FA_OUT8(i)                                                                              \
     "=r"(r[i]), "=r"(r[i + 1]), "=r"(r[i + 2]), "=r"(r[i + 3]), "=r"(r[i + 4]), "=r"(r[i + 5]), \
         "=r"(r[i + 6]), "=r"(r[i + 7])
@@ -93,10 +95,11 @@ FA_TRANSFER(32)
 #undef FA_OUT8
 #undef FA_IN8
 
-// ---- Products: one thread ----
+// ---- MMA: issued by one thread ----
 
-// D (+)= A B of K = 16, f32 sums of 16-bit operands. `d`: D's first column; `instruction`: types, M, N and
-// which operands are transposed; A and B by shared-memory descriptors, with the constant 1 at bit 46.
+// D (+)= A B for K = 16, f32 accumulators of 16-bit operands. `d` is D's first column, `instruction` the
+// instruction descriptor (types, M, N, transposition); `a` and `b` are shared-memory descriptors
+// (tile/tensor_operand.cuh).
 __device__ __forceinline__ void mma_ss(u32 d, u64 a, u64 b, u32 instruction, bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n"
@@ -105,7 +108,7 @@ __device__ __forceinline__ void mma_ss(u32 d, u64 a, u64 b, u32 instruction, boo
         : "memory");
 }
 
-// The same with A in tensor memory, two elements a cell: from column `a`, 8 columns.
+// The same with A in tensor memory: 8 columns from column `a` on, two elements per cell.
 __device__ __forceinline__ void mma_ts(u32 d, u32 a, u64 b, u32 instruction, bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n"
@@ -114,7 +117,7 @@ __device__ __forceinline__ void mma_ts(u32 d, u32 a, u64 b, u32 instruction, boo
         : "memory");
 }
 
-// Arrives at `bar` once all products that this thread has issued before are done; as fence_before() is.
+// Arrives at `bar` once all MMAs that this thread has issued are done. Implies fence_before().
 __device__ __forceinline__ void commit(Mbarrier& bar) {
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
                      smem_address(&bar))

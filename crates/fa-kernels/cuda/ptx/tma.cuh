@@ -1,4 +1,4 @@
-// Bulk tensor copies by the tensor memory accelerator, TMA (PTX ISA, "cp.async.bulk.tensor").
+// Tensor loads by TMA, the tensor memory accelerator (PTX ISA, "cp.async.bulk.tensor").
 #pragma once
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -13,11 +13,13 @@ enum class L2Policy : u64 {
     EvictLast = 0x14f0000000000000ull,
 };
 
+// Prefetches a tensor map into the descriptor cache.
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Loads the box at (c0, c1, c2, c3), innermost first, to `dst`; its bytes count on `bar`. One thread.
+// Loads the box at coordinates (c0, c1, c2, c3), innermost first, to `dst`, and counts its bytes on `bar`.
+// One thread issues.
 __device__ __forceinline__ void tma_load_4d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1,
                                             int c2, int c3, L2Policy policy) {
     asm volatile(
@@ -27,8 +29,8 @@ __device__ __forceinline__ void tma_load_4d(void* dst, const TensorMap& map, Mba
         : "memory");
 }
 
-// As tma_load_4d, to the same address in every CTA of the cluster in the mask `ctas`, counting on the same
-// barrier of each.
+// tma_load_4d() to the same address in every CTA of the mask `ctas`, counting the bytes on the same barrier
+// of each.
 __device__ __forceinline__ void tma_load_4d_multicast(void* dst, const TensorMap& map, Mbarrier& bar, int c0,
                                                       int c1, int c2, int c3, L2Policy policy, u16 ctas) {
     asm volatile(
@@ -40,7 +42,7 @@ __device__ __forceinline__ void tma_load_4d_multicast(void* dst, const TensorMap
         : "memory");
 }
 
-// As tma_load_4d with one more, outermost, coordinate.
+// tma_load_4d() with a fifth, outermost coordinate.
 __device__ __forceinline__ void tma_load_5d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1,
                                             int c2, int c3, int c4, L2Policy policy) {
     asm volatile(

@@ -1,26 +1,26 @@
 // Warpgroup matrix multiply-accumulate, m64 nN k16, f32 += 16-bit x 16-bit (PTX ISA, "wgmma.mma_async").
 //
-// D is 64 x N in registers, B comes from shared memory, A from shared memory (ss) or registers (rs). All four
-// warps of a warpgroup issue together; results may be read after commit() and wait<>().
+// D is 64 x N in registers; B is in shared memory, A in shared memory (ss) or in registers (rs). All four
+// warps of a warpgroup execute it; results may be read after commit() and wait<>().
 #pragma once
 #include "config.cuh"
 #include "types.cuh"
 
 namespace fa::wgmma {
 
-// Orders earlier register and shared-memory accesses of this warp before the wgmma that follow.
+// Orders this warp's earlier accesses to registers and shared memory before the wgmma that follow.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes the group of the wgmma issued since the last commit.
+// Commits the wgmma issued since the last commit as one group.
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most `Pending` groups are unfinished.
+// Waits until at most the newest `Pending` groups are still in flight.
 template <int Pending>
 __device__ __forceinline__ void wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Keeps the compiler from moving accesses of the accumulators across this point.
+// Keeps the compiler from moving accesses to the accumulators across this point.
 template <int N>
 __device__ __forceinline__ void pin(float (&regs)[N]) {
 #pragma unroll

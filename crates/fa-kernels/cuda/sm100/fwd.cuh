@@ -1,5 +1,5 @@
-// Attention forward for SM100: tcgen05 multiplies one or two tiles of 128 queries into tensor memory; warps
-// for softmax, correction, products and loads.
+// Attention forward for SM100: tcgen05 multiplies one or two tiles of 128 queries into tensor memory. Warps
+// have the roles softmax, correction, products (MMA) and loads.
 #pragma once
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ void sm100_fwd(const FwdParams& params, const TensorM
         }
         warp_sync();
     }
-    // Nobody uses tensor memory any more.
+    // No role uses tensor memory from here on.
     tcgen05::fence_before();
     cta_sync();
     tcgen05::fence_after();

@@ -1,5 +1,5 @@
-// The correction of the SM100 forward: a warpgroup that rescales the rows of O where the softmax has taken a
-// new maximum, and stores them at the end. It is off the way from S to P.
+// The correction warpgroup of the SM100 forward: rescales the rows of O when the softmax has taken a new
+// maximum, and stores O at the end. This takes the work off the path from S to P.
 #pragma once
 #include "attn/epilogue.cuh"
 #include "attn/store_rows.cuh"
@@ -15,9 +15,9 @@
 
 namespace fa::sm100 {
 
-constexpr int kPiece = 32;  // columns of O that a thread holds
+constexpr int kPiece = 32;  // columns of O that a thread holds at a time
 
-// Multiplies the thread's row of O, `columns` from `at` on.
+// Multiplies `columns` columns of the thread's row of O, from `at` on, by `scale`.
 __device__ __forceinline__ void rescale_row(u32 at, int columns, float scale) {
 #pragma unroll 1
     for (int column = 0; column < columns; column += kPiece) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void rescale_row(u32 at, int columns, float scale) {
     tcgen05::wait_store();
 }
 
-// Stores the thread's row of O in 16 bits, times `factor`.
+// Stores the thread's row of O, times `factor`, rounded to 16 bits.
 template <Dtype T>
 __device__ __forceinline__ void store_row(const FwdParams& params, const OutputRow<false>& target, u32 at,
                                           int columns, float factor) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void correct(SharedStorage<C>& smem, const FwdParams&
     const int warp = warp_index() % 4, own_row = 32 * warp + lane_index();
     const u32 lanes = base + (static_cast<u32>(32 * warp) << 16);
     Turn scale_full[T::kTiles];
-    u32 outputs[T::kTiles];  // P V of each tile so far
+    u32 outputs[T::kTiles];  // number of P V products of each tile so far
 #pragma unroll
     for (int t = 0; t < T::kTiles; ++t) outputs[t] = 0;
 
@@ -84,11 +84,11 @@ __device__ __forceinline__ void correct(SharedStorage<C>& smem, const FwdParams&
                 if (!work.visits(t, block)) continue;
                 if (!work.is_first(t, block)) {
                     const float scale = receive(t);
-                    // The softmax has seen an S that came after P V.
+                    // The scale was sent after an S that was issued after P V, so P V is done.
                     tcgen05::fence_after();
                     if (warp_any(scale != 1.f)) rescale_row(lanes + T::o(t), C.head_dim_v, scale);
                 }
-                // Of the first tile of keys: the rows before have been read.
+                // First tile of keys: the previous work tile's O has been read.
                 tcgen05::fence_before();
                 warp_sync();
                 if (elected) mbarrier_arrive(smem.p_full[t]);

@@ -1,4 +1,4 @@
-// The SM100 forward's warps, tensor memory and shared memory.
+// The SM100 forward's layout: warp roles, tensor memory and shared memory.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "sm100/configs.cuh"
@@ -16,7 +16,7 @@ __host__ __device__ constexpr int power_of_two_from(int n) {
 
 template <Sm100FwdConfig C>
 struct Traits {
-    static constexpr int kRows = 128;  // of a tile of queries: the lanes of tensor memory
+    static constexpr int kRows = 128;  // rows of a tile of queries: the lanes of tensor memory
     static constexpr int kTiles = C.q_tiles;
     static_assert(C.tile_m == kRows * kTiles, "tiles of 128 queries");
     static_assert(C.tile_n % 32 == 0 && C.tile_n <= 128, "a thread holds its row of S in pieces of 32");
@@ -25,7 +25,8 @@ struct Traits {
     static_assert(C.scheduler != Scheduler::Dynamic);
     static_assert(!C.paged && !C.split);
 
-    // Warps: softmax, a warpgroup for each tile; correction, a warpgroup; products; loads; two that idle.
+    // Warps by role: softmax, a warpgroup per tile; correction, a warpgroup; products, one; loads, one; two
+    // idle.
     static constexpr int kSoftmaxWarps = 4 * kTiles;
     static constexpr int kProductWarp = kSoftmaxWarps + 4;
     static constexpr int kLoadWarp = kSoftmaxWarps + 5;
@@ -36,7 +37,7 @@ struct Traits {
     using V = PanelTile<C.tile_n, C.head_dim_v>;
     static constexpr int kSlotBytes = max_of(K::kBytes, V::kBytes);
 
-    // Columns of tensor memory: S of each tile, with P in its upper half, then O of each.
+    // Columns of tensor memory: S of each tile, with P in its upper half, then O of each tile.
     __host__ __device__ static constexpr u32 s(int tile) { return tile * C.tile_n; }
     __host__ __device__ static constexpr u32 p(int tile) { return s(tile) + C.tile_n / 2; }
     __host__ __device__ static constexpr u32 o(int tile) { return kTiles * C.tile_n + tile * C.head_dim_v; }
@@ -53,11 +54,11 @@ struct alignas(1024) SharedStorage {
     using T = Traits<C>;
     alignas(1024) u8 q[T::kTiles][T::Q::kBytes];
     alignas(1024) u8 kv[C.kv_stages][T::kSlotBytes];  // K and V of a step, in turn
-    // From softmax to correction: what a row of O is multiplied with.
+    // From softmax to correction: the factor of each row of O.
     alignas(128) float scale[T::kTiles][T::kRows];
-    // TMA's bytes are in; the last S that reads Q is done.
+    // Q has arrived; the last S that reads Q is done.
     Mbarrier q_full[T::kTiles], q_empty[T::kTiles];
-    // S is done, and all products before it; P is stored and O rescaled; P V is done, and all before it.
+    // S and all earlier products are done; P is stored and O rescaled; P V and all earlier products are done.
     Mbarrier s_full[T::kTiles], p_full[T::kTiles], o_full[T::kTiles];
     Mbarrier scale_full[T::kTiles], scale_empty[T::kTiles];
     PipelineBarriers<C.kv_stages> kv_bars;
@@ -78,7 +79,7 @@ struct alignas(1024) SharedStorage {
     }
 };
 
-// A barrier that is used once a step: the parity of the phase that comes next.
+// A role's position at a barrier that is used once per step: the parity of its next phase.
 struct Turn {
     u32 phase = 0;
 
@@ -86,7 +87,7 @@ struct Turn {
         mbarrier_wait(bar, phase);
         phase ^= 1;
     }
-    // The same where the first round does not wait: of room that is free at first.
+    // Waits until a buffer is free; the first round does not wait, since buffers start free.
     __device__ __forceinline__ void wait_free(Mbarrier& bar) {
         mbarrier_wait(bar, phase ^ 1);
         phase ^= 1;

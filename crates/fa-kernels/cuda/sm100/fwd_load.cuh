@@ -1,4 +1,4 @@
-// The loads of the SM100 forward: one thread issues them all, by TMA.
+// The load warp of the SM100 forward: one thread issues all TMA loads.
 #pragma once
 #include "attn/ragged.cuh"
 #include "fwd_params.cuh"
@@ -11,8 +11,8 @@
 
 namespace fa::sm100 {
 
-// The rows from `row` on of a head, as a tile of panels. Of sequences that start anywhere, `strides` and
-// where the sequence's `len` rows start lead there.
+// Loads rows from `row` on of a head as a tile of panels. With lengths on the device the sequence's `len`
+// rows are found by `strides` and their offset.
 template <class Tile, bool Varied>
 __device__ __forceinline__ void load_tile(u8* dst, const TensorMap& map, Mbarrier& full, int row, int head,
                                           int batch, const TmaStrides& strides, int first, int len,
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load(SharedStorage<C>& smem, const FwdParams& pa
 #pragma unroll 1
         for (int block = work.end - 1; block >= work.begin; --block) {
             load_keys(typename T::K{}, map_k, params.varlen.tma_k, block);
-            // A slot for K is free before the last S of the work tile before has read Q.
+            // A slot for K becomes free before the previous work tile's last S has read Q.
             if (block == work.end - 1) {
 #pragma unroll
                 for (int t = 0; t < T::kTiles; ++t) {

@@ -1,8 +1,8 @@
-// The products of the SM100 forward: one thread issues them all. S of a tile of queries follows its P V, so
-// that while one tile's softmax runs, the other's products do.
+// The MMA warp of the SM100 forward: one thread issues all products. S of a tile of queries follows its P V,
+// so that one tile's products run under the other tile's softmax.
 //
-// S overwrites the P of the step before, which P V reads. The matrix pipe runs products in order, but the PTX
-// ISA promises that of products with one accumulator alone: here S waits for P V's commit.
+// S overwrites the P of the previous step, which P V reads. The tensor core executes products in order, but
+// the PTX ISA guarantees this only for products with the same accumulator; so S waits for P V's commit.
 #pragma once
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
@@ -26,17 +26,17 @@ struct Products {
     static constexpr u32 kInstructionO = tensor_instruction<C.dtype>(C.head_dim_v, true);
 
     SharedStorage<C>& smem;
-    u32 base;  // of tensor memory
+    u32 base;  // tensor memory's address
     PipelineState<C.kv_stages> slot;
     Turn q_full[T::kTiles], p_full[T::kTiles], o_full[T::kTiles];
-    bool pv_runs[T::kTiles];  // P V of the tile has been issued and not been waited for
+    bool pv_runs[T::kTiles];  // P V of the tile has been issued and not waited for
 
     __device__ __forceinline__ Products(SharedStorage<C>& smem, u32 base) : smem(smem), base(base) {
 #pragma unroll
         for (int t = 0; t < T::kTiles; ++t) pv_runs[t] = false;
     }
 
-    // S of tile `t` and the keys in slot `stage`.
+    // Issues S of tile `t` with the keys in slot `stage`.
     __device__ __forceinline__ void scores(const QueryTiles<C>& work, int t, int block, int stage) {
         if (work.is_first(t, block)) q_full[t].wait(smem.q_full[t]);
         if (pv_runs[t]) o_full[t].wait(smem.o_full[t]);
@@ -53,7 +53,7 @@ struct Products {
         if (work.is_last(t, block)) tcgen05::commit(smem.q_empty[t]);
     }
 
-    // O of tile `t` += P V, by the values in slot `stage`.
+    // Issues O += P V of tile `t` with the values in slot `stage`.
     __device__ __forceinline__ void outputs(const QueryTiles<C>& work, int t, int block, int stage) {
         p_full[t].wait(smem.p_full[t]);
         tcgen05::fence_after();

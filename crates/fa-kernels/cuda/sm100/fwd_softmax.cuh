@@ -1,4 +1,4 @@
-// The softmax of the SM100 forward: a warpgroup for each tile of queries, a thread for each row.
+// The softmax warpgroups of the SM100 forward: one per tile of queries, one thread per row.
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/epilogue.cuh"
@@ -17,7 +17,8 @@
 
 namespace fa::sm100 {
 
-// The online softmax of one row: attn/softmax.cuh for a thread that holds all of it.
+// The online softmax of one row, all of which a thread holds; attn/softmax.cuh is its counterpart for
+// fragments.
 template <int ExpPolyOf16, int RescaleThreshold>
 struct RowSoftmax {
     static constexpr float kNothing = -1e38f;  // below every exponent
@@ -26,14 +27,15 @@ struct RowSoftmax {
     float max = kNothing;
     float sum = 0.f;
 
-    // A logit in natural units that joins the sum but no output: before the first tile of keys, and after it.
+    // A sink is a logit, in natural units, that joins the sum but not the output: begin() comes before the
+    // first tile of keys, add_sink() after it.
     __device__ __forceinline__ void begin(float sink) { max = fmaxf(kNothing, sink * kLog2e - kSinkAbove); }
     __device__ __forceinline__ void add_sink(float sink) { sum += exp2_approx(fmaf(sink, kLog2e, -max)); }
 
-    // Takes the maximum of a tile of scores; returns what earlier results are multiplied with.
+    // Updates the maximum by a tile of scores; returns the factor for earlier results.
     template <int N>
     __device__ __forceinline__ float take_max(const float (&s)[N], float scale, bool is_first) {
-        // Chains that do not wait for each other.
+        // Four independent chains, to hide latency.
         float chain[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
         for (int i = 4; i < N; ++i) chain[i % 4] = fmaxf(chain[i % 4], s[i]);
@@ -46,7 +48,7 @@ struct RowSoftmax {
         return rescale;
     }
 
-    // P of the 2 * Words scores from `first` on, packed, which join the sum.
+    // Computes P, packed, of the 2 * Words scores from `first` on, and adds it to the sum.
     template <Dtype T, int Words, int N>
     __device__ __forceinline__ void exponentiate(const float (&s)[N], int first, float scale,
                                                  u32 (&p)[Words]) {
@@ -68,17 +70,18 @@ struct RowSoftmax {
         sum += part[0] + part[1];
     }
 
-    // What O is multiplied with, and the natural logarithm of the sum: 0 and -inf for a row that saw nothing.
+    // The factor that normalises O, and the LSE (natural logarithm): 0 and -inf for a row that saw no key.
     __device__ __forceinline__ float factor() const { return is_empty() ? 0.f : 1.f / sum; }
     __device__ __forceinline__ float lse() const {
         return is_empty() ? minus_infinity() : (max + log2f(sum)) * kLn2;
     }
-    // Hidden keys add at most 2^-126 each (the polynomial); a visible one 2^-RescaleThreshold at least.
+    // Masked keys add at most 2^-126 each (by the polynomial); a visible one adds at least
+    // 2^-RescaleThreshold.
     __device__ __forceinline__ bool is_empty() const { return sum < 1e-30f; }
 };
 
-// Products of the row of query `query` and the keys from `first_key` on become masked scores; with ALiBi,
-// exponents.
+// Turns the products of the row of query `query` with the keys from `first_key` on into masked scores; with
+// ALiBi, into exponents.
 template <Sm100FwdConfig C>
 __device__ __forceinline__ void modify(float (&s)[C.tile_n], const FwdParams& params,
                                        const Seqlen<C.varied>& seqlen, float slope, int query, int first_key,
@@ -101,7 +104,7 @@ __device__ __forceinline__ void modify(float (&s)[C.tile_n], const FwdParams& pa
     }
 }
 
-// The row of a thread where no query of its tile sees a key: O = 0, and LSE = -inf or the sink.
+// Stores a thread's row where no query of its tile sees a key: O = 0, and LSE = -inf or the sink.
 template <Sm100FwdConfig C>
 __device__ __forceinline__ void store_empty_row(const FwdParams& params, const OutputRow<false>& target,
                                                 int head) {
@@ -111,7 +114,7 @@ __device__ __forceinline__ void store_empty_row(const FwdParams& params, const O
     if (params.lse != nullptr) params.lse[target.lse] = C.sinks ? params.mods.sinks[head] : minus_infinity();
 }
 
-// Warpgroup `t`: the rows of tile `t`.
+// The loop of softmax warpgroup `t`, for the rows of tile `t`.
 template <Sm100FwdConfig C>
 __device__ __forceinline__ void softmax(SharedStorage<C>& smem, const FwdParams& params, u32 base, int t) {
     using T = Traits<C>;
@@ -122,7 +125,7 @@ __device__ __forceinline__ void softmax(SharedStorage<C>& smem, const FwdParams&
     const float scale_log2 = C.alibi ? 1.f : ScoreMod<C.softcap>{params.score}.to_log2();
     Turn s_full, scale_empty;
 
-    // Tells the correction what to multiply the rows of O with.
+    // Sends the row's factor for O to the correction warpgroup.
     auto send = [&](float scale) {
         scale_empty.wait_free(smem.scale_empty[t]);
         smem.scale[t][own_row] = scale;

@@ -1,5 +1,5 @@
-// The work tiles of an SM100 forward's CTA: one or two tiles of 128 queries, and the tiles of keys that each
-// of them visits. Every role computes the same.
+// The work tiles of a CTA of the SM100 forward: one or two tiles of 128 queries, and the tiles of keys that
+// each of them visits. Every role computes them by itself.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/scheduler.cuh"
@@ -18,8 +18,8 @@ struct QueryTiles {
     using T = Traits<C>;
     WorkTile tile;
     Seqlen<C.varied> seqlen;
-    BlockRange own[T::kTiles];  // the tiles of keys of each tile of queries; none where it has no queries
-    int begin, end;             // of all of them together, from the last to the first
+    BlockRange own[T::kTiles];  // key tiles of each tile of queries; empty if it has no queries
+    int begin, end;             // their union, visited from the last to the first
 
     __device__ __forceinline__ QueryTiles(const FwdParams& params, int index)
         : tile(work_tile_at<C.tile_order, C.varied, false>(params, index, params.shape.heads_q)),
@@ -43,7 +43,7 @@ struct QueryTiles {
     __device__ __forceinline__ bool is_last(int t, int block) const { return block == own[t].begin; }
 };
 
-// Runs `each` for the numbers of the CTA's work tiles, in order.
+// Calls `each` with the number of each of the CTA's work tiles, in order.
 template <Sm100FwdConfig C, class Each>
 __device__ __forceinline__ void for_each_tile(const FwdParams& params, const Each& each) {
     const int count = work_tiles<C.varied>(params);

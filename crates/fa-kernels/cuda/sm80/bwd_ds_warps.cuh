@@ -22,7 +22,8 @@ struct DsWarps : BwdGroup<C> {
     using typename Base::Stats;
     static constexpr int kFirstThread = L::kGroupThreads;
 
-    // dS from dP - dPsum and P, which the same thread of the P warps has written; both are rounded.
+    // Computes dS = P (dP - dPsum). P was written, rounded, by the thread at the same position of the P
+    // warps.
     __device__ __forceinline__ void differentiate(const typename CutS::Accumulators& dp, BwdStep step) const {
         const Here place(step.m_block);
         constexpr int kRounds = CutS::kRegisters / 4;
@@ -74,8 +75,8 @@ struct DsWarps : BwdGroup<C> {
                 differentiate(dp, step());
             }
             named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);
-            // Not where P has been read: racecheck takes a thread's reads as finished when it has waited, not
-            // when it arrives.
+            // Arrives here and not right after reading P: compute-sanitizer's racecheck takes a thread's
+            // reads as finished when it waits at a barrier, not when it arrives.
             named_barrier_arrive(kBarrierPRead, L::kThreads);
             if constexpr (C.do_stages == 1) {
                 const BwdStep next = step().next(range);

@@ -1,5 +1,5 @@
-// What both groups of warps of the SM80-class backward do: copies, products, their parts of dQ, turns, and
-// the stores of gradients.
+// The code that both warp groups of the SM80-class backward share: copies, products, their parts of dQ,
+// deterministic turns, and the stores of gradients.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
@@ -19,12 +19,13 @@
 
 namespace fa::sm80 {
 
-// A thread's warp and lane in its group, computed again at each use: registers are scarcer than instructions.
+// A thread's warp and lane within its group, recomputed at each use: registers are scarcer than instructions.
 template <int GroupWarps>
 struct Place {
     int warp, lane;
 
-    // `m_block` is not negative, which the compiler does not know: it cannot hoist this above the main loop.
+    // `m_block` is never negative. The compiler does not know that, so it cannot hoist this out of the
+    // mainloop.
     __device__ __forceinline__ explicit Place(int m_block = 0) {
         const int thread = thread_index_volatile() + (u32(m_block) >> 31);
         warp = thread / 32 % GroupWarps;
@@ -45,18 +46,18 @@ struct BwdGroup {
     const BwdTileOf<C.varied>& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    // Warps with many fragments of A in S and dP have no registers for those of two contraction steps.
+    // Warps with many A fragments in S and dP have no registers for two contraction steps of them.
     static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
     // ---- Copies ---------------------------------------------------------------------------------
 
-    // The address of a buffer that all steps share, computed again wherever it is needed.
+    // The address of a buffer, recomputed at each use.
     __device__ __forceinline__ u32 buffer(const void* within) const {
         const u8* first = reinterpret_cast<const u8*>(&smem);
         return smem_address_volatile(first) + u32(static_cast<const u8*>(within) - first);
     }
 
-    // Lengths that the parameters do not have are read from shared memory at each use.
+    // Lengths on the device are reread from shared memory at each use.
     __device__ __forceinline__ int length(const int Seqlen<true>::* of) const {
         return int(load_shared_u32(buffer(&(smem.seqlen.*of))));
     }
@@ -84,7 +85,8 @@ struct BwdGroup {
         }
     }
 
-    // Steps count the tiles of queries from the first to the last; this is the one that a step visits.
+    // The tile of queries that step `m_block` visits; steps ascend even where tiles are visited in descending
+    // order.
     __device__ __forceinline__ int block(int m_block) const {
         return query_block(range, descending(), m_block);
     }
@@ -93,7 +95,7 @@ struct BwdGroup {
         return false;
     }
 
-    // The buffers of a step, from its number.
+    // A step's number, from which its buffers follow.
     __device__ __forceinline__ int number(BwdStep step) const {
         return (step.head - tile.first_head) * (range.end - range.begin) + step.m_block - range.begin;
     }
@@ -123,7 +125,7 @@ struct BwdGroup {
         TileCopy<Tile, Threads, FirstThread>{from, tensor.strides.seq, columns}.template start<true>(to, row,
                                                                                                      end);
     }
-    // Statistics of a tile of queries, which exist beyond the end of the sequence.
+    // Copies a tile's statistics, which the workspace has for rows past the sequence's end too.
     template <int FirstThread>
     __device__ __forceinline__ void load_stats(u32 to, const float* stats, BwdStep step) const {
         const int thread = thread_index_volatile() - FirstThread;
@@ -147,7 +149,7 @@ struct BwdGroup {
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
-    // K, V and the first tiles of queries, by all threads.
+    // Starts the copies of K, V and the first tiles of queries. All threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
         const int key = first_key() + tile.n_block * C.tile_n, end = first_key() + keys();
         load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key,
@@ -162,7 +164,7 @@ struct BwdGroup {
         step_barrier();
     }
 
-    // The thread's copies are in; past the barrier all are, and what was read before may be overwritten.
+    // Begins a step: all threads' copies have arrived, and buffers that were read before may be overwritten.
     __device__ __forceinline__ void step_barrier() const {
         cp_async_wait<0>();
         named_barrier_sync_unaligned(kBarrierBlock, L::kThreads);
@@ -194,7 +196,7 @@ struct BwdGroup {
         }
     }
 
-    // D += A B, cut among the group's warps.
+    // D += A B, divided among the group's warps.
     template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB,
               class Interleave = NoInterleave>
     __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int m_block,
@@ -218,8 +220,8 @@ struct BwdGroup {
             dq, this->buffer(smem.ds), this->buffer(smem.k), m_block, Group * L::kDqFirst);
     }
 
-    // Adds it to its accumulator bit by bit between the rounds of another product: at once, it would block
-    // the load and store units.
+    // Interleaves the additions of dQ to its f32 accumulator with the rounds of another product: all at once
+    // they would stall the load/store units.
     template <int Group>
     struct DqAdder {
         using Cut = typename L::template CutDq<Group>;
@@ -242,7 +244,8 @@ struct BwdGroup {
         return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
     }
 
-    // Deterministic tiles add in turn; each group has turns of its own, for its part.
+    // Deterministic kernels: waits for the tile's turn to add to dQ. Each group has its own turns, for its
+    // part.
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             if (thread_index() == group * L::kGroupThreads)
@@ -251,8 +254,8 @@ struct BwdGroup {
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
-    // Half a step after the additions, when the L2 has made them: the release waits for that. It is one
-    // thread's, for the whole group.
+    // Ends the turn, half a step after the additions: by then L2 has made them, for which the release waits.
+    // One thread releases for the whole group.
     __device__ __forceinline__ void end_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
@@ -264,9 +267,10 @@ struct BwdGroup {
 
     // ---- P and dS in shared memory --------------------------------------------------------------
 
-    // Where registers i to i + 3 of a fragment of S or dP lie in the tile of P or dS at `address`, rounded: a
-    // word of fragment 0's upper half; its lower half and the other fragments follow. Eight rows of four
-    // words at a time, which the swizzle spreads over all banks.
+    // The address in the tile of P or dS at `address` of registers i to i + 3, rounded, of a fragment of S or
+    // dP: that of the word in fragment 0's upper half, from which the lower half and the other fragments are
+    // at fixed distances. A warp accesses eight rows of four words at a time, which the swizzle spreads over
+    // all banks.
     static constexpr u32 kFragmentBytes = 16 * L::Pds::kRowBytes, kLowerBytes = 8 * L::Pds::kRowBytes;
     __device__ __forceinline__ static u32 words_at(u32 address, int i, const Here& place) {
         using Tile = typename L::Pds;
@@ -276,8 +280,8 @@ struct BwdGroup {
                ((Tile::chunk(column) ^ Tile::twist(row)) << 4);
     }
 
-    // Stores a warp's share of the gradient of group `group`, or adds it to its accumulator, where
-    // deterministic parts of a K/V head's query heads take turns.
+    // Stores a warp's part of group `group`'s gradient (dV or dK) or, with split heads, adds it to the f32
+    // accumulator; in deterministic kernels the splits take turns.
     template <class Cut>
     __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, int group, float* accum,
                                            const MutTensor& gradient, int tile_columns, int columns,

@@ -1,5 +1,5 @@
-// The SM80-class backward's products, their shares of a warp, tiles, the order of accumulators in device
-// memory, barriers and shared memory.
+// The SM80-class backward's layout: warps' parts of the products, tiles, the order of accumulators in device
+// memory, shared memory and named barriers.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
@@ -12,12 +12,12 @@
 
 namespace fa::sm80 {
 
-// A product's output [Rows, Columns] cut among warps, AtomRows of them along the rows.
+// A product's output [Rows, Columns] divided among warps, AtomRows of them along the rows.
 template <int Rows, int Columns, int NumWarps, int AtomRows>
 struct WarpCut {
     static_assert(NumWarps % AtomRows == 0);
     static constexpr int kAtomN = NumWarps / AtomRows;
-    static constexpr int kM = Rows / AtomRows;  // a warp's share
+    static constexpr int kM = Rows / AtomRows;  // a warp's part
     static constexpr int kN = Columns / kAtomN;
     static_assert(kM % 16 == 0 && kN % 16 == 0 && kM * AtomRows == Rows && kN * kAtomN == Columns,
                   "a warp owns whole blocks of 16");
@@ -28,12 +28,12 @@ struct WarpCut {
     __device__ __forceinline__ static int first_m(int warp) { return warp % AtomRows * kM; }
     __device__ __forceinline__ static int first_n(int warp) { return warp / AtomRows * kN; }
 
-    // In device memory accumulators lie as threads hold them, so that a warp adds to neighbouring elements:
-    // four of a thread side by side where there are vector atomics, else one of each lane.
+    // In device memory accumulators are in the order in which threads hold them, so that a warp adds to
+    // adjacent elements: four per thread where there are vector atomics, else one per lane.
     static constexpr int kVector = kVectorRed ? 4 : 1;
     static constexpr int kShare = kM * kN;
 
-    // Where element (row, column) is.
+    // Offset of element (row, column).
     __device__ __forceinline__ static int offset(int row, int column) {
         const int warp = column / kN * AtomRows + row / kM;
         const int lane = row % 8 * 4 + column % 8 / 2;
@@ -41,7 +41,8 @@ struct WarpCut {
         return warp * kShare + reg / kVector * (32 * kVector) + lane * kVector + reg % kVector;
     }
 
-    // A lane's first element of a warp's share of the tile at `accum`, and adding the share in kParts parts.
+    // place(): a lane's first element in the warp's part of the tile at `accum`. add_part(): adds one of the
+    // kParts pieces of it.
     static constexpr int kParts = kFragments * kRegisters / 4;
     __device__ __forceinline__ static float* place(float* accum, int warp, int lane) {
         return accum + warp * kShare + lane * kVector;
@@ -99,8 +100,8 @@ struct BwdLayout {
 
     using DkOrder = CutDk;
     using DvOrder = CutDv;
-    // Where an element of dQ is among a tile's accumulators in device memory: first one group's part, then
-    // the other's.
+    // Offset of an element of dQ among a tile's accumulators in device memory: the first group's part, then
+    // the second's.
     struct DqOrder {
         __device__ __forceinline__ static int offset(int row, int column) {
             if constexpr (kDqFirst > 0) {
@@ -125,7 +126,7 @@ struct BwdLayout {
     using KOfDq = WarpOperand<K, Operand::BStoredKN, CutDq<Group>::kN>;
 };
 
-// One tile of queries of one query head.
+// A step: one tile of queries of one query head.
 struct alignas(8) BwdStep {
     int head, m_block;
 
@@ -152,14 +153,14 @@ struct alignas(128) BwdStorage {
     // P, and with a soft cap P times the cap's slope.
     alignas(128) u8 p[C.softcap ? 2 : 1][L::Pds::kBytes];
     alignas(128) u8 ds[L::Pds::kBytes];
-    // LSE in base 2 with each Q, dPsum with each dO.
+    // The base-2 LSE belongs to each Q buffer, dPsum to each dO buffer.
     alignas(128) float lse[C.q_stages][C.tile_m];
     alignas(128) float dpsum[C.do_stages][C.tile_m];
-    // The CTA's work: registers are scarcer than reads of shared memory.
+    // The CTA's work tile, in shared memory because registers are scarcer than reads.
     BwdTileOf<C.varied> tile;
     BlockRange range;
     BwdStep step[2];  // the current one of each group
-    int descending;   // see descends(); kernels that can only
+    int descending;   // see descends(); used only if can_descend()
     [[no_unique_address]] Either<C.varied, Seqlen<true>, NoSeqlen> seqlen;
 };
 

@@ -24,9 +24,9 @@ struct PWarps : BwdGroup<C> {
     using typename Base::Here;
     using typename Base::Stats;
 
-    // P in the form in which it is kept until it is stored. With a soft cap: P, and P times the cap's slope 1
-    // - share^2, rounded each. The dS warps could not recover the slope from the rounded P: where the cap
-    // saturates, the slope is far below that rounding. The share of a hidden score is -inf, its P 0.
+    // P as it is kept until it is stored. With a soft cap this packs P and P times the cap's derivative, 1 -
+    // share^2, each rounded. The dS warps could not recover the derivative from the rounded P: where the cap
+    // saturates, it is far below that rounding. A masked score has the share -inf and P 0.
     __device__ __forceinline__ static float kept(float p, float share) {
         if constexpr (!C.softcap) return p;
         return float_of_bits(pack<C.dtype>(p, p * ScoreMod<C.softcap>::slope(share)));
@@ -41,7 +41,7 @@ struct PWarps : BwdGroup<C> {
         }
     }
 
-    // P of a step.
+    // Turns S of a step into P, in place.
     __device__ __forceinline__ void probabilities(typename CutS::Accumulators& s, BwdStep step) const {
         float slope = 0.f;
         if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, step.head);
@@ -100,7 +100,7 @@ struct PWarps : BwdGroup<C> {
         }
     }
 
-    // Starts the copies of what follows `step`: with three Q buffers the Q after the next one.
+    // Starts the copies for later steps: with three Q buffers, the Q two steps after `step`.
     __device__ __forceinline__ void load_ahead(BwdStep step) const {
         const BwdStep next = step.next(range);
         if constexpr (C.q_stages > 2) {
@@ -136,7 +136,7 @@ struct PWarps : BwdGroup<C> {
         do {
             load_ahead(step());
             if constexpr (L::kDqFirst > 0) {
-                // dQ of the step before this one; in the first step zeros are added.
+                // dQ of the previous step; the first step adds zeros.
                 typename CutDq::Accumulators dq;
                 const bool first = this->number(step()) == 0;
                 if (first) {

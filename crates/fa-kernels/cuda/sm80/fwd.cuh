@@ -1,5 +1,5 @@
-// Attention forward for SM80 and later: all warps load by cp.async and multiply by mma.sync, each for its
-// rows.
+// Attention forward for SM80 and later, by cp.async and mma.sync: all warps load, and each computes its own
+// query rows.
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
@@ -43,7 +43,7 @@ struct Traits {
     static constexpr int kThreads = 32 * C.num_warps;
     static constexpr int kWarpRows = C.tile_m / C.num_warps;
     static constexpr int kFragments =
-        kWarpRows / 16;  // m16 fragments of a warp; they share what is read of K and V
+        kWarpRows / 16;  // m16 fragments per warp; they share the fragments of K and V
 
     using Q = SmemTile<C.tile_m, C.head_dim, C.swizzle>;
     using K = SmemTile<C.tile_n, C.head_dim, C.swizzle>;
@@ -53,21 +53,21 @@ struct Traits {
         C.exp2        ? C.fast_math ? Exponential::Base2Approx : Exponential::Base2
         : C.fast_math ? Exponential::NaturalApprox
                       : Exponential::Natural;
-    // O and the sums keep their scale until the maximum has grown by more than this many powers.
+    // O and the sums are rescaled only when the maximum has grown by more than this many powers.
     static constexpr int kRescaleThreshold = 8;
     using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math>;
 
     static constexpr TileOrder kOrder = C.reverse_blocks ? TileOrder::LongestFirst : TileOrder::Natural;
 
-    // Blocks of 16 x 16 of K or V that are read ahead of the products that use them.
+    // 16 x 16 blocks of K or V read ahead of the products that use them.
     static constexpr int kAhead = 2;
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
 // The planner's account has the same buffers at the same offsets; the generated unit asserts the size. With Q
-// in registers, Q shares memory with K and V: it is read before the stages under it are filled, and lies at
-// the end, so that the first K is usually clear of it.
+// in registers, Q shares memory with K and V: it is read before the stages it overlaps are filled, and it is
+// at the end, so that the first K usually does not overlap it.
 template <Sm80FwdConfig C>
 struct alignas(128) SharedStorage {
     using T = Traits<C>;
@@ -80,7 +80,7 @@ struct alignas(128) SharedStorage {
                     kK + kKeyValueBytes)];  // [tile_m, head_dim]; [stages][tile_n, head_dim(_v)]
 };
 
-// Row of the tile that a thread's first accumulators belong to.
+// The tile's row of a thread's first accumulator.
 template <Sm80FwdConfig C>
 __device__ __forceinline__ int own_row(int thread) {
     return thread / 32 * Traits<C>::kWarpRows + thread % 32 / 4;
@@ -88,7 +88,7 @@ __device__ __forceinline__ int own_row(int thread) {
 
 // ---- Operands of the products, as warp_multiply() reads them ------------------------------------
 
-// Q, from shared memory, or from registers into which read_all() has put it.
+// Q, from shared memory, or from registers filled by read_all().
 template <Sm80FwdConfig C>
 struct QOperand {
     using T = Traits<C>;
@@ -158,8 +158,8 @@ struct POperand {
     }
 };
 
-// The exponentials of the next 16 keys, between the products of these: the special-function units and the
-// tensor cores work at the same time.
+// Computes the exponentials of the next 16 keys between the products of the current 16, so that
+// special-function units and tensor cores work at the same time.
 template <Sm80FwdConfig C>
 struct Exponentials {
     using T = Traits<C>;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const u32 smem_q = smem + Smem::kQ;
 
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
-    // The grid has room for the most tiles that sequences of unknown lengths may have.
+    // The grid is sized for the most tiles that sequences of unknown lengths can have.
     if constexpr (C.varied) {
         if (cta_index() >= work_tiles<true>(params)) return;
     }
@@ -235,7 +235,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // With ALiBi the scores are exponents already.
     const float to_exponent = C.exp2 ? score_mod.to_log2() : score_mod.to_natural();
     const float scale = C.alibi ? 1.f : to_exponent;
-    const float unit = C.exp2 ? kLog2e : 1.f;  // one natural unit in exponents
+    const float unit = C.exp2 ? kLog2e : 1.f;  // exponents per natural unit
     float slope = 0.f;
     if constexpr (C.alibi && !C.pack_gqa) slope = unit * alibi_slope(params.mods, tile.batch, tile.head);
 
@@ -295,7 +295,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- One tile of keys -----------------------------------------------------------------------
 
-    // Products to masked scores.
+    // Turns products into masked scores.
     auto modify = [&](int n_block, bool mask) {
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
@@ -322,7 +322,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             }
         }
     };
-    // The copy of a later tile into the stage that the tile before this one has left.
+    // Starts the copy of a later tile into the stage that the previous tile has released.
     auto load_ahead = [&](int n_block, int stage) {
         if constexpr (C.stages > 1) {
             const int ahead = n_block - (C.stages - 1);
@@ -332,7 +332,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     };
     auto compute = [&](int n_block, int stage, bool mask) {
         multiply_s(stage_k(stage));
-        // Only now: the products' first reads come before the copy's instructions.
+        // Issued here, so that the products' first reads precede the copy's instructions.
         load_ahead(n_block, stage);
         modify(n_block, mask);
         float rescale[T::kFragments][2];
@@ -342,14 +342,14 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             rows[f].template take_max<false>(s[f], scale, rescale[f]);
             grown = grown || rescale[f][0] != 1.f || rescale[f][1] != 1.f;
         }
-        // The maxima of all of a warp's rows mostly stand.
+        // Usually no maximum of the warp's rows has grown.
         if (warp_any(grown)) {
 #pragma unroll
             for (int f = 0; f < T::kFragments; ++f) scale_rows(o[f], rescale[f]);
         }
         multiply_o(stage_v(stage));
     };
-    // Whether the warp's rows see nothing of a tile of keys.
+    // Whether the warp's rows see no key of the tile.
     auto hidden = [&](int n_block) {
         const int first = queries.query(first_row + warp_row);
         const int last = queries.query(first_row + warp_row + T::kWarpRows - 1);
@@ -370,11 +370,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cp_async_wait<0>();
             cta_sync();
         } else {
-            // All but the newest groups are in; past the barrier the stage before this one is free.
+            // All but the newest groups have arrived; after the barrier the previous stage is free.
             cp_async_wait<C.stages - 2>();
             cta_sync();
         }
-        // The last tiles of keys may be seen by the work tile's last rows only.
+        // The last tiles of keys may be visible to the work tile's last rows only.
         if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(n_block)) {
             compute(n_block, stage, mask);
         } else {
@@ -384,7 +384,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     };
 
     if constexpr (C.q_in_regs) {
-        constexpr bool kClear = Smem::kQ >= T::K::kBytes;  // the first K does not touch Q
+        constexpr bool kClear = Smem::kQ >= T::K::kBytes;  // the first K does not overlap Q
         load_q();
         cp_async_commit();
         if constexpr (kClear) {
@@ -421,7 +421,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- Epilogue -------------------------------------------------------------------------------
 
-    // The work tile is computed a second time: the main loop has no registers to keep it in.
+    // The work tile is recomputed: the mainloop has no registers to keep it in.
     const WorkTile output = work_tile_at<T::kOrder, C.varied, C.split>(params, cta_index_volatile(), heads);
     const auto output_len = Seqlen<C.varied>::of(params, output.batch);
     const int own_row = sm80::own_row<C>(thread_index_volatile());

@@ -1,4 +1,4 @@
-// The consumers of the SM90 backward: each warpgroup computes its share of the five products of a step.
+// The consumers of the SM90 backward: each warpgroup computes its part of the five products of a step.
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/bwd_tile.cuh"
@@ -32,7 +32,7 @@ struct BwdPlaces {
     u32 keys_phase = 0;
 };
 
-// A warpgroup's share of the products of a step.
+// A consumer warpgroup: its accumulators, and its part of a step's products.
 template <Sm90BwdConfig C>
 struct BwdConsumer {
     using T = BwdTraits<C>;
@@ -41,7 +41,7 @@ struct BwdConsumer {
     using Dk = typename T::Dk;
     using Dv = typename T::Dv;
     using Dq = typename T::Dq;
-    static constexpr int kWords = S::kRegisters / 2;  // P and dS, packed, of a block of 64 rows
+    static constexpr int kWords = S::kRegisters / 2;  // registers of P or dS, packed, per block of 64 rows
 
     BwdStorage<C>& smem;
     const BwdParams& params;
@@ -62,7 +62,7 @@ struct BwdConsumer {
     u32 p_words[S::kBlocks][kWords];
     u32 ds_words[S::kBlocks][kWords];
 
-    // Issues D = First Second^T or, swapped, its transpose, as one wgmma group.
+    // Issues D = First Second^T, or its transpose with Swap, as one wgmma group.
     template <class P, bool Swap, int Begin = 0, int Count>
     __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first,
                                           const Descriptor& second, bool add) {
@@ -86,7 +86,7 @@ struct BwdConsumer {
             dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
             T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
     }
-    // dV += P^T dO and dK += dS^T Q.
+    // Issues dV += P^T dO; issue_dk() issues dK += dS^T Q.
     __device__ __forceinline__ void issue_dv() {
         const int m = T::CutDv::first_m(wg), n = T::CutDv::first_n(wg);
         const u32 dout = smem_address(smem.dout[0]) + places.dout.stage * T::Do::kBytes;
@@ -115,7 +115,7 @@ struct BwdConsumer {
                                      accumulate);
         }
     }
-    // A slice of dQ = dS K.
+    // Issues one slice of dQ = dS K.
     template <int Slice>
     __device__ __forceinline__ void issue_dq(float (&dq)[T::kDqBlocks][Dq::kRegisters]) {
         const int m = T::CutDq::first_m(wg), n = T::CutDq::first_n(wg);
@@ -129,15 +129,15 @@ struct BwdConsumer {
         smem.q_bars.release(places.q, elected);
         places.q.advance();
     }
-    // Every thread announces its own reads of the statistics, which TMA overwrites next. One thread of a warp
-    // would do, as a named barrier follows the reads, but compute-sanitizer's racecheck does not relate the
-    // two kinds of barriers.
+    // Every thread signals its own reads of the statistics, which TMA overwrites next. One thread per warp
+    // would suffice, as a named barrier follows the reads, but compute-sanitizer's racecheck does not connect
+    // the two kinds of barriers.
     __device__ __forceinline__ void release_do() {
         smem.do_bars.release(places.dout, true);
         places.dout.advance();
     }
 
-    // The statistics of the queries of registers 4 i to 4 i + 3 of block `b`.
+    // Loads the statistics of the queries of registers 4i to 4i + 3 of block `b`.
     __device__ __forceinline__ void load_stats(const float* stats, int b, int i, float (&of)[4]) const {
         if constexpr (C.sdp_swap_ab) {
             const float2 pair =
@@ -151,7 +151,7 @@ struct BwdConsumer {
         }
     }
 
-    // Scores of block `b` of a tile of queries to exponents, biased by ALiBi, in place.
+    // Turns the scores of block `b` of a tile of queries into exponents biased by ALiBi, in place.
     __device__ __forceinline__ void add_bias(float (&scores)[S::kRegisters], int b, int m_block,
                                              float to_log2, float slope) const {
         const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
@@ -166,7 +166,8 @@ struct BwdConsumer {
         }
     }
 
-    // Products to probabilities P of a tile of queries, in place. `slope` is ALiBi's, in exponents of 2.
+    // Turns products into probabilities P of a tile of queries, in place. `slope` is ALiBi's, in exponents of
+    // 2.
     __device__ __forceinline__ void to_probabilities(int m_block, float slope) {
         const ScoreMod<C.softcap> score_mod{params.score};
 #pragma unroll
@@ -202,11 +203,11 @@ struct BwdConsumer {
         }
     }
 
-    // dS = P (dP - dPsum), overwriting dP.
+    // Computes dS = P (dP - dPsum), overwriting dP.
     __device__ __forceinline__ void differentiate(int m_block, float slope) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
-            // P includes ALiBi's bias, so that the capped score cannot be recovered from it.
+            // P includes ALiBi's bias, which must be known to recover the capped score from it.
             float bias[S::kRegisters] = {};
             if constexpr (C.softcap && C.alibi) add_bias(bias, b, m_block, 0.f, slope);
 #pragma unroll
@@ -245,25 +246,25 @@ struct BwdConsumer {
                                                                column_of_s(), lane);
         }
     }
-    // All consumers' P and dS of this step are in shared memory; those of the step before have been read.
+    // Waits until all consumers have stored P and dS of this step, and have read those of the previous step.
     __device__ __forceinline__ void exchange() {
         fence_async_shared();
         named_barrier_sync(kPdsReady, T::kConsumers);
     }
     __device__ __forceinline__ void wait_pds_free() {
-        // With two buffers the exchange of the step in between ensures it.
+        // With two buffers the previous step's exchange ensures the latter.
         if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
     }
 
-    // dQ's buffer has been read and may be written again.
+    // Waits until the dQ buffer has been read and may be written again.
     __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
-    // dQ's buffer is full: its warp may add it.
+    // Signals that the dQ buffer is full, for its warp to add.
     __device__ __forceinline__ void announce_dq() const {
         fence_async_shared();
         named_barrier_arrive(kDqReady + wg, 128 + 32);
     }
 
-    // Adds a slice of dQ, by the buffer and its warp or straight to global memory.
+    // Adds a slice of dQ: through the buffer and its warp, or straight to global memory.
     template <int Slice>
     __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head,
                                            int m_block) {
@@ -300,7 +301,7 @@ struct BwdConsumer {
         }
     }
 
-    // One tile of queries. P and dS are ready before dV is issued.
+    // One step of the mainloop, a tile of queries. P and dS are ready before dV is issued.
     __device__ __forceinline__ void step(int head, int m_block, float slope) {
         smem.q_bars.wait_full(places.q);
         issue_s();
@@ -323,7 +324,7 @@ struct BwdConsumer {
         if constexpr (T::kStoreFirst) issue_dv();
         exchange();
         if constexpr (!C.mma_dkv_is_rs) issue_dv();
-        // dV is all but done; its operand's registers become dQ's.
+        // dV is almost done; the registers of its operand are reused for dQ.
         wgmma::wait<0>();
         release_do();
         if constexpr (T::kDqAhead) wait_dq_free();
@@ -343,7 +344,7 @@ struct BwdConsumer {
         places.pds_stage = C.pds_stages > 1 ? places.pds_stage ^ 1 : 0;
     }
 
-    // Over the query heads and the tiles of queries.
+    // The mainloop over the tile's query heads and tiles of queries.
     __device__ __forceinline__ void main_loop() {
         mbarrier_wait(smem.k_full, places.keys_phase);
         mbarrier_wait(smem.v_full, places.keys_phase);
@@ -362,12 +363,12 @@ struct BwdConsumer {
         }
     }
 
-    // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write a row,
-    // 16 bytes each.
+    // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write 16
+    // bytes each of one row.
     template <class Cut, class Tile, int Blocks, int Registers>
     __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out,
                                                   i64 stride, int columns, float factor) const {
-        // With a soft cap registers are scarcest: the lane is computed again rather than kept over the steps.
+        // With a soft cap registers are scarcest: the lane is recomputed here, not kept through the mainloop.
         const int store_lane = C.softcap ? thread_index_volatile() % 32 : lane;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
@@ -406,7 +407,8 @@ struct BwdConsumer {
         }
     }
 
-    // Deterministic parts of a K/V head's query heads add to dV (`of` = 0) and dK (1) in turn.
+    // Deterministic kernels with split heads: waits for the split's turn to add to dV (`of` = 0) or dK (`of`
+    // = 1).
     __device__ __forceinline__ void await_turn(int of) const {
         if constexpr (C.deterministic) {
             if (thread_index() == 128) wait_for_parts(dkv_semaphore(params, tile, of), tile.split);
@@ -437,12 +439,13 @@ struct BwdConsumer {
         u16* out_v = view(params.dv).row(tile.batch, first, tile.kv_head);
         named_barrier_sync(kPdsReady, T::kConsumers);
         if constexpr (C.persistent) {
-            // All warpgroups have read dS. K's and V's room is being filled for the next tile.
+            // All warpgroups have read dS, whose buffer is free; K's and V's are being filled for the next
+            // tile.
             constexpr bool kBoth = T::V::kBytes + T::K::kBytes <= C.pds_stages * T::Pds::kBytes;
             store_dv(smem.ds[0], out_v);
             if constexpr (!kBoth) named_barrier_sync(kPdsReady, T::kConsumers);
             store_dk(smem.ds[0] + (kBoth ? T::V::kBytes : 0), out_k);
-            // The next tile's dS may come.
+            // The next work tile's dS may be written.
             named_barrier_sync(kPdsReady, T::kConsumers);
         } else {
             // All warpgroups have read K and V.

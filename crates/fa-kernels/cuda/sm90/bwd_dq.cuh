@@ -1,5 +1,5 @@
-// dQ of the SM90 backward: its f32 accumulators in global memory, and the warps, one per consumer warpgroup,
-// that add to them the sums which the warpgroup leaves in shared memory.
+// dQ in the SM90 backward: its f32 accumulators in global memory, and the dQ warps, one per consumer
+// warpgroup, which add to them what the warpgroup leaves in shared memory.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
@@ -23,8 +23,8 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const Tile<C
            slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
-// Adds the sums that warpgroup `wg` leaves in shared memory to global memory, or stores the first ones of a
-// tile.
+// The loop of warpgroup `wg`'s dQ warp: adds the sums in shared memory to global memory, or stores the first
+// sums of a tile (may_store_dq).
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
                                            const Visibility<C.mask, C.varied>& visible,
@@ -47,8 +47,8 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
         for (int step = range.begin; step < range.end; ++step) {
             const int m_block = query_block<C>(range, walk, step);
             bool stores = first_is_stored, claims = false;
-            // Of this warpgroup's share: how many have claimed it, and whether the sums are there. All but
-            // the first to come read that before they have theirs.
+            // Semaphores of this warpgroup's part of the tile: 0 counts the claims, 1 says that the first
+            // sums are stored. All but the first to arrive read the latter before their own sums are ready.
             auto semaphore = [&](int of) {
                 return dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg + of);
             };
@@ -58,7 +58,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 warp_sync();
             } else if constexpr (may_store_dq<C>()) {
                 stores = m_block < stored_end;
-                // The tile of keys that stores was drawn before this one.
+                // Waits for the storing tile of keys, which was drawn before this one.
                 if (!C.deterministic && first_is_stored && !stores && elected)
                     wait_for_parts(dq_semaphore<1>(params, tile, head, m_block, 0), C.num_wg);
                 warp_sync();

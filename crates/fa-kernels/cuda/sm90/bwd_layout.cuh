@@ -1,5 +1,5 @@
-// The SM90 backward's products, warpgroups' shares of them, tiles, the order of dQ's accumulators, registers,
-// barriers and shared memory.
+// The SM90 backward's layout: warpgroups' parts of the products, tiles, the order of dQ's accumulators,
+// registers, named barriers and shared memory.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
@@ -16,26 +16,27 @@
 
 namespace fa::sm90 {
 
-// A product's output [Rows, Columns] divided among warpgroups, as wgmma sees it: transposed if swapped.
+// A product's output [Rows, Columns] divided among warpgroups, as wgmma computes it: transposed with Swap.
 template <int Rows, int Columns, int NumWg, int AtomRows, bool Swap>
 struct Cut {
     static constexpr int kAtomM = Swap ? NumWg / AtomRows : AtomRows;
     static constexpr int kAtomN = NumWg / kAtomM;
-    static constexpr int kM = (Swap ? Columns : Rows) / kAtomM;  // a warpgroup's share
+    static constexpr int kM = (Swap ? Columns : Rows) / kAtomM;  // a warpgroup's part
     static constexpr int kN = (Swap ? Rows : Columns) / kAtomN;
 
-    // Start of a warpgroup's share; warpgroups are arranged along one of the sides.
+    // Start of a warpgroup's part; warpgroups are arranged along one of the two sides.
     __device__ __forceinline__ static int first_m(int wg) { return kAtomM > 1 ? wg * kM : 0; }
     __device__ __forceinline__ static int first_n(int wg) { return kAtomN > 1 ? wg * kN : 0; }
 };
 
-// The widest panel that divides both a row of P or dS and a warpgroup's share of it, if read in shares.
+// The widest panel that divides both a row of P or dS and, if warpgroups read parts of it, a warpgroup's
+// part.
 __host__ __device__ constexpr int shared_panel(int columns, int share) {
     return min_of(widest_panel(columns), widest_panel(share));
 }
 
-// Accumulators of a product in device memory, in the order of the threads' registers, so that every access is
-// 16 contiguous bytes per thread: [slice][warpgroup][register / 4][thread][register % 4].
+// The order of a product's accumulators in device memory: that of the threads' registers, so that every
+// access has 16 contiguous bytes per thread: [slice][warpgroup][register / 4][thread][register % 4].
 template <class Cut, int NumWg, int Slices, bool Swap>
 struct AccumulatorOrder {
     static constexpr int kSlice = Cut::kM * Cut::kN * NumWg / Slices;  // elements
@@ -76,10 +77,11 @@ struct BwdLayout {
     using V = OperandTile<C.tile_n, C.head_dim_v>;
     using Do = OperandTile<C.tile_m, C.head_dim_v, kPanelDo>;
 
-    // P and dS are stored as [tile_n][tile_m] or as [tile_m][tile_n], whichever way the panels are wider
-    // (wgmma reads narrow ones slower, and stores to them collide); as the accumulators lie, if both are. One
-    // product reads them across: dQ the first form, dK and dV the second. Panels must not straddle its
-    // warpgroups' shares, which have to be multiples of 16 for that.
+    // P and dS are stored as [tile_n][tile_m] or [tile_m][tile_n], whichever has the wider panels (wgmma
+    // reads narrow ones slower, and stores to them have bank conflicts); if they are equal, in the
+    // accumulators' order. One product reads them along the rows: dQ in the first form, dK and dV in the
+    // second. Panels must not straddle the parts of that product's warpgroups, which therefore have to be
+    // multiples of 16.
     __host__ __device__ static constexpr int pds_panel(bool rows_are_keys) {
         const int columns = rows_are_keys ? C.tile_m : C.tile_n;
         const int share =
@@ -103,7 +105,7 @@ struct BwdLayout {
     using PdsByKeys = OperandView<Pds, kByKeys>;
     using PdsByQueries = OperandView<Pds, kByQueries>;
 
-    // D = First Second^T, or its transpose.
+    // The product D = First Second^T, or its transpose with Swap.
     template <class Cut, int K, bool Swap, class First, class Second>
     using Swapped =
         Product<C.dtype, Cut::kM, Cut::kN, K, Either<Swap, Second, First>, Either<Swap, First, Second>>;
@@ -113,7 +115,7 @@ struct BwdLayout {
     using Dv = Swapped<CutDv, C.tile_m, C.dkv_swap_ab, PdsByKeys, DoColumns>;
     using Dq = Swapped<CutDq, C.tile_n, C.dq_swap_ab, PdsByQueries, KColumns>;
 
-    // dQ is computed in slices of its blocks of 64 rows, one after another.
+    // dQ is computed in slices of its 64-row blocks, one after another.
     static constexpr int kDqBlocks = Dq::kBlocks / C.dq_slices;
     static_assert(Dq::kBlocks % C.dq_slices == 0, "dQ is sliced between blocks of 64 rows");
     using DqOrder = AccumulatorOrder<CutDq, C.num_wg, C.dq_slices, C.dq_swap_ab>;
@@ -125,17 +127,18 @@ template <Sm90BwdConfig C>
 struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumers = 128 * C.num_wg;
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8.
-    // Coordinates of sequences that start anywhere spill wide panels' addresses.
+    // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
+    // of 8. With lengths on the device and direct additions of dQ, the producer would spill at 24.
     static constexpr bool kWideProducer = C.varied && !C.dq_via_smem;
     static constexpr int kProducerRegs = C.num_wg == 2 ? (kWideProducer ? 40 : 24) : 32;
     static constexpr int kConsumerRegs = C.num_wg == 2 ? (kWideProducer ? 232 : 240) : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
 
-    // The order of a step, as measured on an H100. Where products leave shared memory idle, dQ's buffer is
-    // waited for before dQ's product and announced during the next step's; with tiles of 64 rows at head dim
-    // 128, or P in shared memory, they do not. A short dV is issued after dS is stored: before, it would
-    // delay what the other warpgroups wait for.
+    // The order within a step, chosen by measurement on an H100. kDqAhead: where shared memory has bandwidth
+    // to spare, the wait for the dQ buffer comes before dQ's product, and the buffer is announced during the
+    // next step's products; it has none with 64-row tiles at head dim 128, or with P in shared memory.
+    // kStoreFirst: a short dV is issued after dS is stored; before, it would delay what the other warpgroups
+    // wait for.
     static constexpr bool kShortDv = C.head_dim_v < 128;
     static constexpr bool kDqAhead = C.mma_dkv_is_rs && C.dq_via_smem && (kShortDv || C.tile_m > 64);
     static constexpr bool kStoreFirst = C.mma_dkv_is_rs && kShortDv;
@@ -159,7 +162,7 @@ struct NoTile {};
 template <Sm90BwdConfig C>
 using Tile = BwdTileOf<C.varied>;
 
-// A tile, as all roles see it.
+// A work tile as all roles see it.
 template <Sm90BwdConfig C>
 struct BwdWork {
     Tile<C> tile;
@@ -185,7 +188,7 @@ struct BwdWork {
     }
 };
 
-// Of CTAs that draw their tiles: when all have read K, and V; and the tile drawn next, or none.
+// Persistent kernels, which draw their tiles: barriers for K and V having been read, and the next tile.
 template <Sm90BwdConfig C>
 struct BwdDraws {
     Mbarrier k_empty, v_empty;

@@ -14,7 +14,7 @@
 
 namespace fa::sm90 {
 
-// The positions in the rings, kept from tile to tile.
+// The producer's positions in the rings, kept from tile to tile.
 template <Sm90BwdConfig C>
 struct BwdLoads {
     PipelineState<C.q_stages> q_state;
@@ -33,7 +33,8 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     const BlockRange& range = work.range;
     auto& q_state = loads.q_state;
     auto& do_state = loads.do_state;
-    // Rows from `row` on of a head: `len` rows from row `offset` on of a sequence that starts anywhere.
+    // Loads rows from `row` on of a head. With lengths on the device the sequence has `len` rows and starts
+    // at row `offset`.
     auto load = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, const TmaStrides& strides,
                     int offset, int len, int row, int head, L2Policy policy) {
         using Part = decltype(tile_type);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
                       smem.do_bars.full[do_state.stage]);
             do_state.advance();
             if constexpr (C.persistent) {
-                // The buffers of K and V become free when the previous tile is done, later than those of Q.
+                // K's and V's buffers become free when the previous work tile is done, later than Q's.
                 if (first) {
                     mbarrier_wait(smem.draws.k_empty, loads.keys_phase ^ 1);
                     load_k();

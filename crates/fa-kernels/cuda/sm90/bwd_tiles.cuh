@@ -1,5 +1,5 @@
-// The tiles of a CTA of the SM90 backward: one, or those that an otherwise idle warp draws from a counter and
-// publishes to the other roles.
+// The work tiles of a CTA of the SM90 backward: one, or in persistent kernels those that an otherwise idle
+// warp draws from a counter and publishes to the other roles.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/seqlen.cuh"
@@ -26,11 +26,11 @@ struct BwdTiles {
         : params(params), smem(smem), index(C.deterministic ? smem.ticket : cta_index()) {
         if (!none()) work = BwdWork<C>::of(params, index);
     }
-    // A grid is sized by a bound where lengths are on the device.
+    // Whether the CTA has no tile: with lengths on the device the grid is sized by an upper bound.
     __device__ __forceinline__ bool none() const {
         return C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads;
     }
-    // Calls `body` with each tile of the CTA and what is visible in its sequence.
+    // Calls `body` with each work tile of the CTA and its sequence's Visibility.
     template <bool Alone = false, class Body>
     __device__ __forceinline__ void for_each(const Body& body) const {
         body(work, Visibility<C.mask, C.varied>{params.shape, Seqlen<C.varied>::of(params, work.tile.batch)});
@@ -48,7 +48,7 @@ struct BwdTiles<C, true> {
         : params(params), smem(smem), elected(elected) {}
     __device__ __forceinline__ bool none() const { return false; }
 
-    // A whole warp, or the producer's thread alone.
+    // Executed by whole warps or, with `Alone`, by the producer's thread alone.
     template <bool Alone = false, class Body>
     __device__ __forceinline__ void for_each(const Body& body) const {
         PipelineState<1> state;
@@ -66,8 +66,8 @@ struct BwdTiles<C, true> {
             }
             body(work,
                  Visibility<C.mask, C.varied>{params.shape, Seqlen<C.varied>::of(params, work.tile.batch)});
-            // The next tile is drawn when this one's loads are under way, not earlier: another CTA may come
-            // to it first.
+            // The next tile is drawn once this one's loads are in flight, not earlier: another CTA may get to
+            // it sooner.
             if constexpr (Alone) release();
         }
     }
@@ -76,7 +76,7 @@ struct BwdTiles<C, true> {
         return C.varied ? bwd_blocks<C.varied>(params) * params.plan.heads : params.num_tiles;
     }
 
-    // One warp, which is otherwise idle.
+    // The loop of the drawing warp, which has no other role.
     __device__ __forceinline__ void draw() const {
         if (!elected) return;
         PipelineState<1> state;

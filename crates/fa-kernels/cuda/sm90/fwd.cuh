@@ -1,4 +1,5 @@
-// Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma, 64 query rows each.
+// Attention forward for SM90, warp-specialised: a producer warpgroup loads by TMA, and consumer warpgroups
+// multiply by wgmma, 64 query rows each.
 #pragma once
 #include "config.cuh"
 #include "fwd_params.cuh"
@@ -17,7 +18,7 @@
 namespace fa {
 namespace sm90 {
 
-// Loads K, or Q and V, of keys in pages.
+// The producer for keys in pages: loads K, or with `Values` Q and V.
 template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void load_pages(SharedStorage<C>& smem, const FwdParams& params,
                                            const TensorMap& map_q, const TensorMap& map, int member) {
@@ -47,7 +48,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         smem.q_bars.init(T::kConsumerWarps);
         smem.k_bars.init(T::kConsumerWarps, T::kLoadingWarps);
         smem.v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
-        // All warps but the producer's first receive the tiles that it draws.
+        // The producer's first warp draws tiles; all other warps receive them.
         if constexpr (C.scheduler == Scheduler::Dynamic)
             smem.ticket.bars.init(T::kConsumerWarps + T::kProducerWarps - 1);
         mbarrier_init_fence();
@@ -74,7 +75,8 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);
-        // The other CTAs' consumers may still arrive at this CTA's barriers. (Exited warps count as arrived.)
+        // A CTA must not exit while consumers of other CTAs may arrive at its barriers. (Exited warps count
+        // as arrived.)
         if constexpr (C.cluster_m > 1) cluster_sync();
     }
 }

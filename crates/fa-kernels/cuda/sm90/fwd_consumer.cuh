@@ -1,4 +1,4 @@
-// The consumers of the SM90 forward: each warpgroup computes 64 query rows against the keys that they see.
+// The consumers of the SM90 forward: each warpgroup computes 64 query rows over the keys that they see.
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
@@ -24,12 +24,13 @@
 
 namespace fa::sm90 {
 
-// The softmax of S while P V runs. P V is done by about the time that the maximum and the first exponentials
-// are: waiting for it there lets the other exponentials hide the conversion of P and the rescaling of O. (A
-// quarter, in steps of 8 registers; with three warpgroups no registers are left for more than 8.)
+// The number of exponentials computed before the wait for P V. P V finishes at about the time of the maximum
+// and these first exponentials; the remaining ones then run under the conversion of P and the rescaling of O.
+// It is a quarter of them, in steps of 8 registers; with three warpgroups there are registers for 8 only.
 template <Sm90FwdConfig C>
 constexpr int kEarly = C.lazy_max && C.num_wg == 3 ? 8 : max_of(8, C.tile_n / 2 / 4 / 8 * 8);
 
+// The softmax of S while P V of the previous tile runs; releases the V stage once that is done.
 template <Sm90FwdConfig C, class Softmax, class Hold, class Release>
 __device__ __forceinline__ void softmax_under_pv(Softmax& softmax, float (&s)[C.tile_n / 2], float scale_log2,
                                                  float (&rescale)[2], const Hold& hold,
@@ -42,9 +43,9 @@ __device__ __forceinline__ void softmax_under_pv(Softmax& softmax, float (&s)[C.
     softmax.template exponentiate<C.tile_n / 2 - kEarly<C>>(s, kEarly<C>, scale_log2);
 }
 
-// The same against the current maximum, with P packed and, where the scores have outgrown it, O rescaled.
-// `as_products`: s still holds products, taken to be scores of at most half the soft cap. If one is not,
-// `near` becomes false, and P is recomputed as if the maximum had been outgrown.
+// The same against the current maximum; also packs P and, where the scores have outgrown the maximum,
+// rescales O. `as_products`: `s` still holds products, assumed to give scores of at most half the soft cap.
+// If one does not, `near` becomes false and P is recomputed as if the maximum had been outgrown.
 template <Sm90FwdConfig C, class Softmax, class Hold, class Release, class PackP>
 __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const ScoreMod<C.softcap>& score_mod,
                                                       bool as_products, bool& near, float (&s)[C.tile_n / 2],
@@ -70,7 +71,7 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
     wgmma::wait<0>();
     release_v();
     exponentials(late, kEarly<C>);
-    // p is an operand of the running product until the wait: it is packed only now.
+    // `p` is an operand of the running product until the wait, so it is packed only now.
 #pragma unroll
     for (int i = 0; i < kEarly<C> / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
 #pragma unroll
@@ -119,7 +120,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     const float to_log2 = score_mod.to_log2();
     const float scale_log2 = C.alibi ? 1.f : to_log2;
 
-    // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals
+    // Ping-pong: warpgroups issue products in turn. Warpgroup i waits at named barrier 1 + i, then signals
     // the next one.
     auto wait_turn = [&] {
         if constexpr (C.ping_pong) named_barrier_sync(1 + wg, 256);
@@ -134,7 +135,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     u32 p[C.pv_is_rs ? C.tile_n / 4 : 1];
     float rescale[2];
 
-    // S = Q K^T for the current K stage, as one wgmma group.
+    // Issues S = Q K^T for the current K stage, as one wgmma group.
     auto issue_s = [&] {
         const Descriptor a = desc_q.recomputed();
         const Descriptor b = desc_k.recomputed();
@@ -148,7 +149,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         }
         wgmma::commit();
     };
-    // O += P V for the current V stage, as one wgmma group.
+    // Issues O += P V for the current V stage, as one wgmma group.
     auto issue_pv = [&](bool accumulate) {
         const Descriptor b = desc_v.recomputed();
         const u32 stage = v_state.stage * T::V::kBytes;
@@ -164,8 +165,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         }
         wgmma::commit();
     };
-    // P as the A operand of P V: packed in registers, where S has A's order already (PTX ISA, wgmma
-    // fragments), or in shared memory.
+    // Makes P the A operand of P V: packs it in registers, where S is in A's order already (PTX ISA, wgmma
+    // fragments), or stores it to shared memory.
     auto pack_p = [&] {
         if constexpr (C.pv_is_rs) {
 #pragma unroll
@@ -185,9 +186,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         v_state.advance();
     };
 
-    // Skipped tiles are released unread, and their turns go to the next warpgroup. No product keeps the lanes
-    // together: one that releases before another has seen the tile lets the stage be filled again, and the
-    // other waits for a phase that has passed.
+    // Skipped tiles are released unread, and their turns pass to the next warpgroup. No wgmma keeps the lanes
+    // converged here, hence warp_sync(): if one lane released before another has seen the phase, the stage
+    // could be refilled, and the other lane would wait for a phase that is over.
     auto skip_k = [&] {
         smem.k_bars.wait_full(k_state);
         warp_sync();
@@ -203,9 +204,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         signal_next();
     };
 
-    // Holds the exponentials before what follows. The assembler would move the wait for a running product up
-    // to the start of the softmax, which the product is meant to hide; it cannot move it across a branch on
-    // the sums (never taken: P is not negative).
+    // Keeps the exponentials ahead of what follows. ptxas would move the wait for a running product up to the
+    // start of the softmax that is meant to overlap it; it cannot move it across a branch on the sums (never
+    // taken: P is not negative).
     auto hold = [&](const float(&sum)[2]) {
         if (sum[0] + sum[1] < 0.f) pause();
     };
@@ -222,17 +223,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const int skipped = all.end - range.end;
         const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
         const int row = tile.m_block * tile_rows + own_row;
-        // The end of the tile's rows, recomputed at each use: no register holds it.
+        // The end of the tile's rows, recomputed at each use to save a register.
         auto end = [&] { return rows.end(seqlen, tile.m_block, tile_rows); };
         Softmax<C.exp_poly_of_16, C.lazy_max ? 0 : C.rescale_threshold> softmax;
 
         const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
                                                            kLog2e);
 
-        // Whether no score of the warp's rows has been beyond half the soft cap: see near_exponent.
+        // Whether no score of the warp's rows has exceeded half the soft cap so far: see near_exponent().
         bool near = C.near_cap;
 
-        // Products to masked scores.
+        // Turns products into masked scores.
         auto modify = [&](int n_block) {
             score_mod.apply(s);
             alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
@@ -243,7 +244,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         };
 
         if (!range.empty()) {
-            // With split keys the sinks join in the combine kernel.
+            // With split keys the combine kernel adds the sinks.
             float sink[2] = {minus_infinity(), minus_infinity()};
             if constexpr (C.sinks) {
                 if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
@@ -254,7 +255,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 #pragma unroll 1
                 for (int i = 0; i < skipped; ++i) skip_k();
             }
-            // The first tile of keys: nothing to rescale.
+            // The first tile of keys: there is nothing to rescale.
             int n_block = range.end - 1;
             smem.k_bars.wait_full(k_state);
             issue_s();
@@ -274,7 +275,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
             bool accumulate = false;
             if constexpr (C.overlap_wg) {
-                // The next S runs under this tile's P V, the softmax under both.
+                // Overlap: the softmax runs under the next tile's S and this tile's P V.
                 while (--n_block >= range.begin) {
                     smem.k_bars.wait_full(k_state);
                     wait_turn();
@@ -307,8 +308,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 smem.v_bars.wait_full(v_state);
                 issue_pv(accumulate);
             } else {
-                // One product after the other; with ping-pong another warpgroup's products run under this
-                // one's softmax.
+                // No overlap: one product after the other. With ping-pong another warpgroup's products run
+                // under this one's softmax.
                 smem.v_bars.wait_full(v_state);
                 issue_pv(false);
                 while (--n_block >= range.begin) {

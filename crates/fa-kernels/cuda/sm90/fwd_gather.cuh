@@ -1,5 +1,6 @@
-// The producer of the SM90 forward for keys in small pages: two warps copy rows of K and two those of V, 16
-// bytes at a time, into the layout that TMA would write. Rows that are contiguous in the cache come by TMA.
+// The producer of the SM90 forward for keys in small pages: two warps copy rows of K, and two copy rows of V,
+// by cp.async, 16 bytes at a time, into the layout that TMA would write. Rows that are contiguous in the
+// cache are loaded by TMA.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
@@ -23,18 +24,18 @@
 
 namespace fa::sm90 {
 
-// The unit of a cache's TmaStrides, in bytes. (The launch keeps it below 2^32; with one page of one row none
-// is needed.)
+// The unit of a cache's TmaStrides, in bytes. (The launch keeps it below 2^32. A cache of one page of one row
+// needs none.)
 __device__ __forceinline__ u32 stride_unit(const TmaStrides& in_units, const RowStrides& strides) {
     const i64 stride = in_units.entry != 0 ? strides.batch : strides.seq;
     const u32 units = in_units.entry != 0 ? in_units.entry : in_units.row;
     return u32(u64(stride) * sizeof(u16) / max(units, 1u));
 }
 
-// Keys of one sequence and head in pages, copied row by row. Neighbouring lanes take the chunks of a panel's
-// row; a warp has one half of a tile's rows, `kRows` of them a sweep. Of the rows that its group of lanes
-// copies each lane looks some up, and the group takes that by a shuffle. A warp alone takes some nine clocks
-// an instruction beside the consumers, so that few instructions are what makes it fast.
+// The keys of one sequence and head in pages, copied row by row. A warp copies one half of a tile's rows,
+// `kRows` per sweep; `Lanes` neighbouring lanes copy the chunks of one panel row. The lanes of such a group
+// share the page lookups of its rows and exchange the results by shuffles. Beside the consumers a producer
+// warp takes about nine clocks per instruction, so the code minimises instructions.
 template <int TileN, int Lanes>
 struct GatheredKeys {
     static constexpr int kRows = 32 / Lanes;
@@ -44,16 +45,15 @@ struct GatheredKeys {
     static_assert(kHalf % 8 == 0, "the swizzle repeats after eight rows: a box may start at each half");
     static_assert(kHalf % kRows == 0);
 
-    // Of a row that is not there. Those of a cache are below 2^31.
+    // Marks a row that does not exist. Positions in a cache are below 2^31.
     static constexpr u32 kNowhere = ~0u;
 
     const VarlenParams& varlen;
     const TmaStrides& strides;
-    const int* table;  // the sequence's row
+    const int* table;  // the sequence's row of the page table
     int keys;
 
-    // The table's entries for the rows that a lane looks up, as they stand there; behind the end, those of
-    // the last key.
+    // The table entries, unchecked, of the rows that a lane looks up; past the end, that of the last key.
     struct Entries {
         int of[kLookups];
     };
@@ -63,7 +63,8 @@ struct GatheredKeys {
     __device__ __forceinline__ static int first_row() {
         return u32(thread_index_volatile()) / 32 % 2 * kHalf;
     }
-    // Of the warp's rows the first that the lane copies, and those that it looks up, below kHalf or not.
+    // Within the warp's half: the first row that the lane copies, and the i-th that it looks up, which may be
+    // kHalf or more.
     __device__ __forceinline__ static int own_row() { return lane() / Lanes; }
     __device__ __forceinline__ static int looked_up(int i) {
         return own_row() + kRows * (lane() % Lanes + Lanes * i);
@@ -80,7 +81,7 @@ struct GatheredKeys {
         return entries;
     }
 
-    // Whether all entries name pages of the cache.
+    // Whether all of the warp's entries are pages of the cache.
     __device__ __forceinline__ bool are_valid(const Entries& entries) const {
         bool valid = true;
 #pragma unroll
@@ -88,16 +89,16 @@ struct GatheredKeys {
         return !warp_any(!valid);
     }
 
-    // Keys of the warp's half of a tile.
+    // Number of keys in the warp's half of a tile.
     __device__ __forceinline__ int half_keys(int n_block) const {
         return max(0, min(keys - n_block * TileN - first_row(), kHalf));
     }
 
-    // Whether the warp's rows, whose entries are valid, are contiguous in the cache, so that one box loads
-    // them: page after page of a cache without gaps between pages.
+    // Whether the warp's rows are contiguous in the cache, so that one TMA box loads them: consecutive pages
+    // of a cache without gaps between pages. All entries are valid.
     __device__ __forceinline__ bool in_one_piece(int n_block, const Entries& entries) const {
         bool apart = strides.entry != u32(varlen.page) * strides.row;
-        int from_slot = 0;  // to a page from its number in the sequence
+        int from_slot = 0;  // page in the cache less its index in the sequence
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
             const int own = min(looked_up(i), kHalf - 1);
@@ -108,7 +109,7 @@ struct GatheredKeys {
         return !warp_any(apart);
     }
 
-    // Loads those rows. One lane.
+    // Loads those rows by one TMA box. One lane calls it.
     template <class Kv>
     __device__ __forceinline__ void load(u8* dst, const TensorMap& map, Mbarrier& full, int head, int n_block,
                                          int entry) const {
@@ -124,14 +125,14 @@ struct GatheredKeys {
         }
     }
 
-    // Where the rows that a lane looks up start, in units of the strides from the head's first; of pages of
-    // one key, their entries.
+    // Positions of the rows that a lane looks up, in units of the strides, relative to the head's first row;
+    // with pages of one key, their table entries.
     struct Rows {
         u32 at[kLookups];
     };
 
-    // Those rows: kNowhere where there is no key and where the entry names no page of the cache, which is
-    // counted if `Counts`.
+    // Computes those positions: kNowhere past the end, and where the entry is not a page of the cache, which
+    // is counted in page_faults if `Counts`.
     template <bool Counts>
     __device__ __forceinline__ Rows rows_of(int n_block, const Entries& entries) const {
         Rows rows;
@@ -152,9 +153,9 @@ struct GatheredKeys {
         return rows;
     }
 
-    // Starts the copy of a tile's rows of a head, whose first row of the cache is `first`, from units of
-    // `unit` bytes on. If not all exist: `columns` of the tensor's elements, and zeros behind them and for
-    // rows that are nowhere.
+    // Starts to copy the warp's half of a tile of a head. `first` is the head's first row in the cache;
+    // positions are in units of `unit` bytes. Unless AllExist, columns from `columns` on and rows at kNowhere
+    // become zeros.
     template <class Kv, bool AllExist>
     __device__ __forceinline__ void start(u32 address, const u16* first, u32 unit, int columns,
                                           const Rows& rows) const {
@@ -163,7 +164,7 @@ struct GatheredKeys {
         const int column = lane() % Lanes * 8;
         const u8* const cache = reinterpret_cast<const u8*>(first + column);
         const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(own_row(), column);
-        // Sweeps of four rows, of 128 bytes each, have two swizzles in turn.
+        // Sweeps of four rows of 128 bytes alternate between two swizzles.
         static_assert(kRows % 8 == 0 || (kRows == 4 && Tile::kRowBytes == 128));
         constexpr u32 kTurn = kRows == 4 ? 4 << 4 : 0;
 #pragma unroll
@@ -182,23 +183,23 @@ struct GatheredKeys {
     }
 };
 
-// Tiles whose copies a warp has started, but the last one, and not yet signalled to the consumers. A
-// stage that it waits for may be free only when consumers have seen what came before: the only stage; and
-// with warpgroups that take turns, of which one may skip a tile, the tile after it.
+// How many tiles before the newest a warp may have in flight without having signalled them to the consumers.
+// It must not hold back a tile whose consumption frees the stage that it waits for next: with one stage that
+// is every tile; with ping-pong, where a warpgroup may skip a tile, also the one after it.
 template <Sm90FwdConfig C>
 constexpr int kUntold = max_of(0, min_of(2, C.kv_stages - (C.ping_pong ? 2 : 1)));
 
-// The tiles that a warp copies, in order: it signals one, by the barrier of its stage, when it has started
+// The tiles that a warp copies, in order. It signals a tile, on its stage's full barrier, once it has started
 // the copies of `Untold` more.
 template <int Untold>
 struct CopiedTiles {
-    int stages[Untold + 1];  // of the tiles not yet signalled, the oldest first; -1 for none
+    int stages[Untold + 1];  // stages of the tiles not yet signalled, oldest first; -1 for none
 
     __device__ __forceinline__ CopiedTiles() {
         for (int& stage : stages) stage = -1;
     }
 
-    // The warp has started the copies of a tile to `stage`; -1 for a load that signals its own arrival.
+    // Records that the copies of a tile to `stage` have started; -1 for a TMA load, which signals by itself.
     template <class Bars>
     __device__ __forceinline__ void started(Bars& bars, int stage) {
         cp_async_commit();
@@ -206,14 +207,14 @@ struct CopiedTiles {
         tell<Untold>(bars);
     }
 
-    // Signals all.
+    // Waits for all tiles and signals them.
     template <class Bars>
     __device__ __forceinline__ void finish(Bars& bars) {
 #pragma unroll
         for (int i = 0; i < Untold; ++i) tell<0>(bars);
     }
 
-    // Signals the oldest, if there is one, when all but the `Newer` newest tiles are there.
+    // Waits until all but the newest `Newer` tiles have arrived, and signals the oldest, if any.
     template <int Newer, class Bars>
     __device__ __forceinline__ void tell(Bars& bars) {
         if (stages[0] >= 0) {
@@ -228,7 +229,8 @@ struct CopiedTiles {
     }
 };
 
-// Loads K, or Q and V, by two warps. The first of K's draws dynamic tiles, and the others take its tickets.
+// The producer's loop: loads K, or with `Values` Q and V, by two warps, of which this is warp `member`. K's
+// first warp draws the work tiles of a dynamic scheduler; the other warps receive them.
 template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdParams& params,
                                              const TensorMap& map_q, const TensorMap& map, int member) {
@@ -257,8 +259,8 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
         const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k()};
         const u16* const first = view(tensor).row(0, 0, work.kv_head);
 
-        // A tile's ticket is taken, and its only Q buffer free, when the consumers have seen all keys of the
-        // tile before: among them some that are not yet signalled, if this tile is short.
+        // The consumers free the ticket, and the only Q buffer, once they have used all keys of the previous
+        // work tile. If this work tile is short, some of those are not signalled yet.
         if ((Values && C.q_stages == 1) || work.range.end - work.range.begin <= kUntold<C>)
             copied.finish(bars);
         int next = 0;
@@ -280,18 +282,18 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                     rows = keys.template rows_of<!Values>(n_block, entries);
                 }
                 if (draws && n_block == work.range.begin) next = draw_tile<C>(tiles, params, index);
-                // Where products are the limit, the ring is full as a rule: time to tell of what is there.
-                // (Where memory is, a new copy is not to wait for an older one.)
+                // If the kernel is bound by products, the ring is usually full: then signal all that has
+                // arrived. (If it is bound by memory, a new copy must not wait for an older one.)
                 if constexpr (C.num_wg > 1) {
                     if (warp_any(!bars.is_empty(state))) copied.finish(bars);
                 }
-                // The next tile's are on their way while this one is waited for and copied, in the registers
-                // of this one's: a move would wait for them.
+                // Prefetch the next tile's entries, in flight while this tile is copied. They are loaded into
+                // the registers of this tile's, since a move would wait for them.
                 entries = keys.entries_of(max(n_block - 1, work.range.begin));
                 bars.wait_empty(state);
                 u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
                 if (contiguous) {
-                    // The phase ends only after all lanes have seen the one before end.
+                    // No lane may start the next phase before all lanes have seen the previous one end.
                     warp_sync();
                     if (lane_index() == 0) {
                         keys.template load<Kv>(dst, map, bars.full[state.stage], work.kv_head, n_block,

@@ -1,4 +1,4 @@
-// The SM90 forward's tiles, products, registers, and shared memory.
+// The SM90 forward's layout: tiles, wgmma shapes, registers, producer warps and shared memory.
 #pragma once
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
@@ -20,17 +20,18 @@ struct Traits {
     static_assert(C.cluster_m == 1 || (!C.varied && !C.split), "CTAs of a cluster load the same keys");
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
 
-    // Wide rows of O are rescaled before P V is issued, while S runs.
+    // A wide O is rescaled before P V is issued, while S runs.
     static constexpr bool kRescaleFirst = C.head_dim_v > 128;
 
-    // Whether a warpgroup skips tiles of keys that only rows further down see: tiles narrower than tile_m. It
-    // releases all their K before it waits for the first V: of two tiles at most, and with two stages.
+    // Whether a warpgroup skips tiles of keys that only rows of later warpgroups see, which needs tile_n <
+    // tile_m. It releases the K of all skipped tiles, at most two, before it waits for the first V; this
+    // needs two stages.
     static constexpr bool kSkipsBlocks =
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths of
-    // the device and copies of rows take some more.
+    // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
+    // of 8. Producers need more with lengths on the device and with the gather.
     static constexpr int kMoreRegs = C.num_wg == 1               ? 0
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
@@ -46,8 +47,8 @@ struct Traits {
     using V = OperandTile<C.tile_n, C.head_dim_v>;
     using P = PanelTile<64, C.tile_n>;  // one per warpgroup
 
-    // Of keys in pages, warps that load K, and as many V; all warps that load; and those that say when a tile
-    // of K or of V is there.
+    // With keys in pages: warps that load K, and as many that load V; all producer warps; and warps that
+    // signal that a tile of K, or of V, has arrived.
     static constexpr int kPageWarps = C.gather || max_of(K::kPanels, V::kPanels) > 1 ? 2 : 1;
     static constexpr int kProducerWarps = C.paged ? 2 * kPageWarps : 1;
     static constexpr int kLoadingWarps = C.gather ? kPageWarps : 1;
@@ -58,7 +59,7 @@ struct Traits {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
-// What only some configs have takes no space in the others.
+// Optional buffers take no space in configs without them.
 template <int Bytes, int Groups>
 struct PTiles {
     alignas(1024) u8 tiles[Groups][Bytes];
@@ -67,7 +68,7 @@ struct NoPTiles {};
 template <bool Varied>
 struct TileTicket {
     PipelineBarriers<1> bars;
-    alignas(16) int next[Varied ? 12 : 4];  // its number; of a varied batch also what and how long it is
+    alignas(16) int next[Varied ? 12 : 4];  // its number; with device lengths also the tile itself
 };
 struct NoTileTicket {};
 
@@ -86,7 +87,7 @@ struct alignas(1024) SharedStorage {
         ticket;
 };
 
-// The barriers of V's stages, or of K's.
+// The barriers of V's stages if `Values`, else of K's.
 template <bool Values, Sm90FwdConfig C>
 __device__ __forceinline__ auto& kv_bars(SharedStorage<C>& smem) {
     if constexpr (Values) {

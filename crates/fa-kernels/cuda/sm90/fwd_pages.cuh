@@ -1,6 +1,6 @@
-// The producer of the SM90 forward for keys in pages: each lane of a warp issues a TMA box. A box takes its
-// warp some 65 clocks, and a tile of keys can take twenty: K and V have separate warps, two each where a row
-// has several panels (NB-076).
+// The producer of the SM90 forward for keys in pages: each lane of a warp issues a TMA box. A box costs its
+// warp about 65 clocks, and a tile of keys can need twenty boxes; so K and V have separate warps, two each
+// where a row has several panels (NB-076).
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
@@ -16,8 +16,9 @@
 
 namespace fa::sm90 {
 
-// Loads K, or Q and V, by the warps `member` of each: panels in turn. The first of K's draws dynamic tiles,
-// and the others take its tickets. (Q comes before V in any case, and K does not wait for Q's only buffer.)
+// The producer's loop: loads K, or with `Values` Q and V, as warp `member` of each; the warps divide the
+// panels. K's first warp draws the work tiles of a dynamic scheduler; the other warps receive them. (V's
+// warps load Q, since Q always precedes V, and K then does not wait for the only Q buffer.)
 template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdParams& params,
                                               const TensorMap& map_q, const TensorMap& map, int member) {
@@ -30,8 +31,8 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
     auto& bars = kv_bars<Values>(smem);
     const bool first_lane = lane_index() == 0, leads = first_lane && member == 0;
     const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && member == 0);
-    // Where only the other side's rows have several panels, the second warp has none. It waits for no stage:
-    // none waits for it, and it could sleep through a phase and the next.
+    // The second warp has no panels where only the other tensor's rows have several. It must not wait for
+    // stages: nothing waits for it, so it could miss a whole phase.
     const bool loads = Kv::kPanels >= T::kPageWarps || member < Kv::kPanels;
 
     int index = tiles.begin(params, cta_index());
@@ -43,8 +44,8 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
             if (!loads) return;
             u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
             bars.wait_empty(state);
-            // The phase ends only after all lanes have seen the one before end. Boxes may come before they
-            // are announced, by another warp as well.
+            // No lane may start the next phase before all lanes have seen the previous one end. Boxes may
+            // arrive before their bytes are announced, from the other warp too.
             warp_sync();
             if (leads) bars.announce(state, Kv::kBytes);
             keys.template load<Kv, T::kPageWarps>(
@@ -58,7 +59,7 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
             int entry = keys.entry_of(work.range.end - 1);
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
-                // On its way while a stage is waited for.
+                // In flight while the warp waits for a stage.
                 const int before = keys.entry_of(n_block - 1);
                 load(n_block, entry);
                 entry = before;

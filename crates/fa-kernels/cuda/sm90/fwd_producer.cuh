@@ -13,7 +13,7 @@
 
 namespace fa::sm90 {
 
-// Zeroes the rows of Q's buffers that no tile of packed heads fills. All threads call it, before their first
+// Zeroes the rows of the Q buffers that no tile fills with PackGqa. All threads call it, before their first
 // barrier.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void clear_idle_rows(SharedStorage<C>& smem, const FwdParams& params) {
@@ -31,18 +31,18 @@ __device__ __forceinline__ void clear_idle_rows(SharedStorage<C>& smem, const Fw
     fence_async_shared();
 }
 
-// Loads the queries of a tile. One thread.
+// Loads a work tile's queries into the next Q buffer. One thread calls it.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& params,
                                        const TensorMap& map_q, PipelineState<C.q_stages>& state,
                                        const WorkTile& tile, const Seqlen<C.varied>& seqlen) {
     using Q = typename Traits<C>::Q;
-    // With packed heads, only the rows of whole groups: the others stay as clear_idle_rows left them.
+    // With PackGqa only rows of whole groups are loaded: the others stay zero (clear_idle_rows).
     const int bytes =
         C.pack_gqa ? tile_rows<C.pack_gqa, C.tile_m>(params) * (Q::kBytes / C.tile_m) : Q::kBytes;
     smem.q_bars.acquire(state, bytes);
     Mbarrier& full = smem.q_bars.full[state.stage];
-    // Of packed heads, positions; of varied sequences, within the sequence.
+    // In queries, not rows, with PackGqa; relative to the sequence's start with lengths on the device.
     const int first = tile.m_block * tile_queries<C.pack_gqa, C.tile_m>(params);
     const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
 #pragma unroll
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.kv_stages> k_state, v_state;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     TileSource<C> tiles(params, cta_index(), heads);
-    // Each CTA of a cluster loads a share of every K and V tile, to all of them.
+    // Each CTA of a cluster loads a part of every K and V tile and multicasts it to all of them.
     const int share = C.cluster_m > 1 ? cluster_cta_rank() : 0;
 
     int index = tiles.begin(params, cta_index());
@@ -95,7 +95,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 }
             }
         };
-        // Keys of sequences that start anywhere.
+        // Loads keys where sequences start at any row.
         auto load_varied = [&](auto tile_type, u8* dst, const TensorMap& map, const TmaStrides& strides,
                                auto& bars, auto& state, int n_block) {
             using Kv = decltype(tile_type);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
         };
         int next;
         if (!work.range.empty()) {
-            // A second Q buffer is free before the next K stage is; a single one is not.
+            // A second Q buffer becomes free before the next K stage does; a single one does not.
             if constexpr (C.q_stages > 1) q();
             load_k(work.range.end - 1);
             if constexpr (C.q_stages == 1) q();

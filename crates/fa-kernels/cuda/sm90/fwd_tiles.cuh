@@ -1,4 +1,4 @@
-// The work tiles of an SM90 forward's CTA, and the tiles of keys that each of them visits.
+// The work tiles of a CTA of the SM90 forward, and the tiles of keys that each of them visits.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/rows.cuh"
@@ -18,25 +18,26 @@
 
 namespace fa::sm90 {
 
-// A tile of a varied batch and the lengths of its sequence, as the producer read them.
+// A work tile and its sequence's lengths, read ahead by the producer where lengths are on the device.
 struct VariedTile {
     WorkTile tile;
     int queries, keys, first_query, first_key;
 };
 struct NoVariedTile {};
 
-// The work tiles of a CTA. Static and per-tile orders are arithmetic; dynamic tiles are drawn by the producer
-// and reach the consumers through shared memory, one tile ahead: of varied batches with what the plan and the
-// sequence's starts say of them, which are far away too.
+// The source of a CTA's work tiles, for producer and consumers. Static and per-tile schedules are arithmetic.
+// Tiles of the dynamic scheduler are drawn by the producer, which passes them to the consumers through shared
+// memory one tile ahead; with lengths on the device it passes the plan's entry and the lengths too, whose
+// loads are as slow.
 template <Sm90FwdConfig C>
 struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
     static constexpr bool kReadsAhead = kDynamic && C.varied;
-    // Marks the end of the tiles. Where a warp loads pages, no register holds the number of tiles: it is
-    // reread from the plan with every tile.
+    // kNone marks the end of the tiles. kAsksAgain: producers of pages have no register for the number of
+    // tiles and reread it from the plan with every tile.
     static constexpr int kNone = 0x7fffffff;
     static constexpr bool kAsksAgain = kReadsAhead && C.paged;
-    int varied_tiles = kAsksAgain ? kNone : 0;  // of a plan; without one they are a parameter
+    int varied_tiles = kAsksAgain ? kNone : 0;  // number of tiles of a plan; else it is a parameter
     [[no_unique_address]] Either<kReadsAhead, VariedTile, NoVariedTile> own;
     PipelineState<1> state;
 
@@ -57,7 +58,7 @@ struct TileSource {
     __device__ __forceinline__ int read(const FwdParams& params, int index, int heads) {
         if constexpr (kReadsAhead) {
             if constexpr (kAsksAgain) {
-                own = {};  // what it was is not kept for the tile that is not there
+                own = {};  // no tile: frees the registers of the previous one
                 if (index >= work_tiles<true>(params)) return kNone;
             } else {
                 if (index >= varied_tiles) return index;
@@ -89,12 +90,12 @@ struct TileSource {
         }
     }
 
-    // Tiles of the launch.
+    // The number of work tiles of the launch.
     __device__ __forceinline__ int count(const FwdParams& params) const {
         return C.varied ? varied_tiles : params.num_tiles;
     }
 
-    // Producer: draws the tile after this one, some loads before it is needed: the atomic takes long.
+    // Producer: draws the next tile, some loads before it is needed, to hide the atomic's latency.
     __device__ __forceinline__ int draw(const FwdParams& params, int tile) {
         if constexpr (C.scheduler == Scheduler::PerTile) return count(params);
         if constexpr (C.scheduler == Scheduler::Static) return tile + cta_count();
@@ -123,7 +124,7 @@ struct TileSource {
         }
     }
 
-    // Consumers: the tile after this one.
+    // Consumers: waits for the next tile and returns its number.
     __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile,
                                         bool elected) {
         if constexpr (kDynamic) {
@@ -147,7 +148,7 @@ struct TileSource {
     }
 };
 
-// A warp's draw: one lane's.
+// The draw of a whole warp: one lane draws for all.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ int draw_tile(TileSource<C>& tiles, const FwdParams& params, int tile) {
     if constexpr (C.scheduler == Scheduler::Dynamic) {
@@ -178,7 +179,7 @@ __device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const
     return all;
 }
 
-// A work tile, as a producer sees it.
+// A work tile with what a producer needs of it.
 template <Sm90FwdConfig C>
 struct LoadTile {
     WorkTile tile;
@@ -198,8 +199,8 @@ struct LoadTile {
     }
 };
 
-// Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
-// their own diagonal. Tiles left of a window are visited by all rows.
+// The part of a work tile's range of key tiles that its 64 rows from `first` on visit: it ends at their own
+// diagonal. Its beginning is the work tile's, so that tiles left of a window are visited by all rows.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ BlockRange warpgroup_blocks(const FwdParams& params, const VisibleKeys<C>& visible,
                                                        const Rows<C.pack_gqa>& rows, const WorkTile& tile,
@@ -210,7 +211,7 @@ __device__ __forceinline__ BlockRange warpgroup_blocks(const FwdParams& params, 
     BlockRange range = key_blocks<C.tile_n>(visible, rows.query(begin), rows.query(last));
     range.begin = all.begin;
     range.end = begin > last ? all.begin : min(range.end, all.end);
-    // A part may lie right of the diagonal of some rows.
+    // With split keys, a part may lie entirely right of these rows' diagonal.
     if constexpr (C.split) range.end = max(range.end, all.begin);
     return range;
 }

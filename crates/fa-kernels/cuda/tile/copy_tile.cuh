@@ -1,4 +1,4 @@
-// Copies of tiles from global to shared memory by threads of the CTA, 16 bytes at a time.
+// Copies tiles from global to shared memory by cp.async, 16 bytes per thread and instruction.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/thread.cuh"
@@ -7,9 +7,9 @@
 
 namespace fa {
 
-// Tiles of one tensor, copied by `Threads` threads from number `FirstThread` on. Neighbouring lanes take
+// Copies tiles of one tensor by the threads [FirstThread, FirstThread + Threads). Neighbouring lanes copy
 // neighbouring chunks of a row, up to 128 bytes of it, so that a quarter warp reads whole cache lines and
-// writes all banks once.
+// writes every bank once.
 template <class Tile, int Threads, int FirstThread = 0>
 struct TileCopy {
     static constexpr int kRowChunks = Tile::kColumns / 8;
@@ -18,17 +18,17 @@ struct TileCopy {
     static constexpr int kSweeps = ceil_div(Tile::kRows, kSweep);
     static constexpr int kPieces = kRowChunks / kLanes;
     static constexpr int kPieceBytes =
-        Tile::kSwizzled ? Tile::kPanelBytes : kLanes * 16;  // from piece to piece
+        Tile::kSwizzled ? Tile::kPanelBytes : kLanes * 16;  // distance between pieces
 
     const u16* tensor;  // row 0
     i64 row_stride;     // elements
     int columns;        // of the tensor: a multiple of 8 up to the tile's
 
-    // Starts the copy of the rows from `row` on to the tile at `address`; columns beyond the tensor's and
-    // rows from `end` on become zeros. With `Ragged` false all rows lie before `end`.
+    // Starts to copy the tensor's rows from `row` on to the tile at `address`. Columns beyond the tensor's,
+    // and rows from `end` on, become zeros; with `Ragged` false all rows lie before `end`.
     template <bool Ragged>
     __device__ __forceinline__ void start(u32 address, int row, int end) const {
-        // Lane and row are computed again at each call: registers are scarcer than instructions.
+        // Lane and row are recomputed at each call: registers are scarcer than instructions.
         const int thread = thread_index_volatile() - FirstThread;
         const int lane = thread % kLanes, first_row = thread / kLanes;
         const u16* from = tensor + row * row_stride + (first_row * row_stride + lane * 8);
@@ -37,7 +37,7 @@ struct TileCopy {
         for (int sweep = 0; sweep < kSweeps; ++sweep) {
             const int tile_row = first_row + sweep * kSweep;
             if (Tile::kRows % kSweep != 0 && tile_row >= Tile::kRows) break;
-            // The XOR repeats every 8 rows.
+            // The swizzle repeats every 8 rows.
             const u32 sweep_to = kSweep % 8 == 0 ? to + sweep * kSweep * Tile::kRowBytes
                                                  : address + Tile::offset(tile_row, lane * 8);
             const bool inside = !Ragged || row + tile_row < end;

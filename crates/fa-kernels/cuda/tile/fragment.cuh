@@ -10,16 +10,17 @@
 
 namespace fa {
 
-// The operand that a block becomes, and how it is stored. AStoredKM is a transposed A: its blocks are
+// Which operand a block becomes, and how it is stored. AStoredKM is a transposed A: its blocks are
 // (contraction, rows of A).
 enum class Operand { A, AStoredKM, BStoredNK, BStoredKN };
 
-// A lane's view of tiles of one kind. For ldmatrix, the matrix at whose rows lanes 8 i to 8 i + 7 point
-// becomes register i: the two registers of an n8 block of B must be neighbours, so K's matrices run along its
-// columns first, Q's and V's down the rows; those of a transposed A run along the columns of the stored tile.
+// A lane's reader of tiles of one kind. ldmatrix puts into register i the matrix whose rows are addressed by
+// lanes 8i to 8i + 7. The two registers of an n8 block of B must be adjacent, so K's matrices run along its
+// columns first, and Q's and V's down the rows; those of a transposed A run along the columns of the stored
+// tile.
 template <class Tile, Operand O, bool Ldmatrix>
 struct FragmentReader {
-    // Byte offset of the lane's row, plus what its chunk numbers are XORed with, at the chunk number's bits.
+    // Byte offset of the lane's row, with the swizzle that its chunk numbers are XORed with in their bits.
     u32 lane_offset;
 
     static_assert(Ldmatrix || O != Operand::AStoredKM, "only ldmatrix transposes an A");
@@ -36,8 +37,9 @@ struct FragmentReader {
         }
     }
 
-    // This lane's address of the block at (row, column), both multiples of 16, `half` 8 columns to the
-    // right. Chunk numbers are alone in the low bits of an address: tiles are aligned to 128 bytes.
+    // The lane's address in the block at (row, column), both multiples of 16, shifted right by 8 columns if
+    // `half` is 1. Tiles are 128-byte aligned, so that the chunk number has the low bits of an address to
+    // itself.
     __device__ __forceinline__ u32 locate(u32 address, int row, int column, int half) const {
         const u32 chunk = (Tile::chunk(column) + half) << 4;
         const u32 at = address + lane_offset;
@@ -45,8 +47,8 @@ struct FragmentReader {
                Tile::panel_offset(column);
     }
 
-    // The block at (row, column) of the tile at `address`. A: the four registers of the operand; B: two of
-    // the first n8 block, two of the second.
+    // Reads the block at (row, column) of the tile at `address`. Of A, all four registers of the operand; of
+    // B, two registers of the first n8 block and two of the second.
     __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int row, int column) const {
         if constexpr (Ldmatrix) {
             const u32 at = locate(address, row, column, 0);
@@ -56,7 +58,7 @@ struct FragmentReader {
                 ldmatrix_x4(regs, at);
             }
         } else if constexpr (O == Operand::BStoredKN) {
-            // Rows 2t and 2t + 1 of column g of an n8 block; then 8 rows, then 8 columns on.
+            // Rows 2t and 2t + 1 of column g of an n8 block; then 8 rows further, then 8 columns further.
             const u32 within = lane_index() / 4 * 2;
             const int t2 = lane_index() % 4 * 2;
             const u32 next_row = Tile::kRowBytes;
@@ -69,7 +71,7 @@ struct FragmentReader {
                 regs[i] = first | second << 16;
             }
         } else {
-            // A: rows g and g + 8, then 8 columns on. B: the columns first, then the rows.
+            // A: rows g and g + 8, then the same 8 columns further. B: the columns first, then the rows.
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int down = O == Operand::A ? i % 2 : i / 2;

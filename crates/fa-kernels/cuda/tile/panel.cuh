@@ -1,5 +1,5 @@
-// Shared-memory tiles of 16-bit elements as TMA writes them and wgmma reads them: panels of at most 64
-// columns, [columns / panel][rows][panel], each row of a panel swizzled over its own width.
+// Shared-memory tiles of 16-bit elements in the layout that TMA writes and wgmma reads: panels of at most 64
+// columns, [columns / panel][rows][panel], swizzled over the width of a panel's row.
 #pragma once
 #include "types.cuh"
 
@@ -19,13 +19,13 @@ struct PanelTile {
     static constexpr int kPanelBytes = Rows * kRowBytes;
     static constexpr int kBytes = kPanels * kPanelBytes;
 
-    // Byte offset of column `column` (a multiple of 16) in row 0: where a K-major k16 step starts.
+    // Byte offset of column `column` (a multiple of 16) in row 0: the start of a K-major k16 step.
     __host__ __device__ static constexpr int column_offset(int column) {
         return column / kPanel * kPanelBytes + column % kPanel * 2;
     }
 
-    // Byte offset of row `row` (a multiple of 8) in panel 0: where an MN-major k16 step or a warpgroup
-    // starts.
+    // Byte offset of row `row` (a multiple of 8) in panel 0: the start of an MN-major k16 step, or of a
+    // warpgroup's rows.
     __host__ __device__ static constexpr int row_offset(int row) { return row * kRowBytes; }
 };
 

@@ -19,9 +19,9 @@ struct PipelineState {
     }
 };
 
-// full: TMA's bytes, or each producer warp's copies, are in; empty: every consumer warp has read them. With
-// Ctas > 1 a stage is filled by all CTAs of a cluster, so that it is free only when the consumers of all of
-// them have read theirs.
+// The barriers of a ring. full[i]: TMA's bytes, or all producer warps' copies, have arrived in stage i.
+// empty[i]: every consumer warp has read it. With Ctas > 1 all CTAs of a cluster fill each stage by
+// multicast, so that it is empty only when the consumers of all of them have read theirs.
 template <int Stages, int Ctas = 1>
 struct PipelineBarriers {
     Mbarrier full[Stages];
@@ -34,13 +34,13 @@ struct PipelineBarriers {
         }
     }
 
-    // Producer: waits for a free stage and announces the bytes to come.
+    // Producer: waits until the stage is empty and announces the bytes to come.
     __device__ __forceinline__ void acquire(const PipelineState<Stages>& state, u32 bytes) {
         mbarrier_wait(empty[state.stage], state.phase ^ 1);
         mbarrier_arrive_expect(full[state.stage], bytes);
     }
 
-    // The same in two steps, for several threads that load: all wait, and one announces.
+    // acquire() in two steps, for several threads that load: all of them wait, and one announces the bytes.
     __device__ __forceinline__ void wait_empty(const PipelineState<Stages>& state) {
         mbarrier_wait(empty[state.stage], state.phase ^ 1);
     }
@@ -51,11 +51,12 @@ struct PipelineBarriers {
         mbarrier_arrive_expect(full[state.stage], bytes);
     }
 
+    // Consumer: waits for the stage's data.
     __device__ __forceinline__ void wait_full(const PipelineState<Stages>& state) {
         mbarrier_wait(full[state.stage], state.phase);
     }
 
-    // Consumer: the whole warp, once its reads are done; `elected` in one lane.
+    // Consumer: releases the stage after its reads. The whole warp calls it, with `elected` true in one lane.
     __device__ __forceinline__ void release(const PipelineState<Stages>& state, bool elected) {
         if (!elected) return;
         if constexpr (Ctas == 1) {

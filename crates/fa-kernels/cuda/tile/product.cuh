@@ -1,4 +1,4 @@
-// A warpgroup's share of a matrix product of panel tiles in shared memory, in either orientation.
+// A warpgroup's share of a matrix product by wgmma, from panel tiles stored in either orientation.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "tile/descriptor.cuh"
@@ -6,16 +6,17 @@
 
 namespace fa {
 
-// How an operand lies: its rows along the tile's rows, the contraction running along the panels (Rows), or
-// its rows along the panels, the contraction running down the tile's rows (Columns).
+// How an operand is stored. Rows: its rows are the tile's rows, and the contraction runs along the panels
+// (K-major). Columns: its rows run along the panels, and the contraction down the tile's rows (MN-major).
 enum class Along { Rows, Columns };
 
-// An operand: the tile, and which of its sides are the operand's rows.
+// An operand: a tile, and the side of it along which the operand's rows run.
 template <class Tile, Along A>
 struct OperandView {
     static constexpr int kTranspose = A == Along::Columns;
 
-    // Bytes from the tile to row `row` (of 8, or of a panel) and contraction step `k` (of 16).
+    // Byte offset in the tile of row `row` (a multiple of 8, or of a panel's width) at contraction index `k`
+    // (a multiple of 16).
     __host__ __device__ static constexpr u32 offset(int row, int k) {
         return A == Along::Rows ? Tile::row_offset(row) + Tile::column_offset(k)
                                 : Tile::column_offset(row) + Tile::row_offset(k);
@@ -23,7 +24,7 @@ struct OperandView {
 
     // The operand from its row `row` on.
     __device__ __forceinline__ static Descriptor descriptor(u32 address, int row) {
-        // Whole panels down or along: the address of a warpgroup's share is computed at run time.
+        // A warpgroup's share starts on a whole panel: its address is computed at run time.
         if constexpr (A == Along::Rows) {
             return descriptor_k_major<Tile>(address + row * Tile::kRowBytes);
         } else {
@@ -43,7 +44,7 @@ struct Product {
     using Accumulators = float[kBlocks][kRegisters];
     using Instruction = wgmma::Mma<T, N>;
 
-    // Issues the blocks from First on; the caller fences and commits.
+    // Issues `Count` blocks from block First on; the caller fences and commits.
     template <int First = 0, int Count = kBlocks>
     __device__ __forceinline__ static void issue(float (&d)[Count][kRegisters], const Descriptor& a,
                                                  const Descriptor& b, bool accumulate) {

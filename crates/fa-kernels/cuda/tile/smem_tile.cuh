@@ -1,5 +1,5 @@
-// Shared-memory tiles of 16-bit elements that threads write by cp.async and read by ldmatrix: the swizzled
-// panels of tile/panel.cuh, or plain rows one after another.
+// Shared-memory tiles of 16-bit elements, written by cp.async and read by ldmatrix: the swizzled panels of
+// tile/panel.cuh, or plain row-major rows.
 #pragma once
 #include "tile/panel.cuh"
 #include "types.cuh"
@@ -17,13 +17,14 @@ struct SmemTile {
     static constexpr int kBytes = Rows * Columns * 2;
     static constexpr int kChunks = kPanel / 8;  // 16-byte chunks of a panel's row
 
-    // What a chunk's number within its panel is XORed with. It repeats every 8 rows, so that a thread whose
-    // rows all have one remainder by 8 computes it once.
+    // The swizzle: a chunk's number within its panel is XORed with it. It repeats every 8 rows, so that a
+    // thread whose rows are all congruent modulo 8 computes it once.
     __device__ __forceinline__ static u32 twist(int row) {
         return Swizzled ? row * kRowBytes / 128 % kChunks : 0;
     }
 
-    // Byte offset of the panel of column `column` (a multiple of 8), and its chunk there before the XOR.
+    // Byte offset of the panel that holds column `column` (a multiple of 8), and the column's chunk number in
+    // it before the swizzle.
     __host__ __device__ static constexpr u32 panel_offset(int column) {
         return column / kPanel * kPanelBytes;
     }

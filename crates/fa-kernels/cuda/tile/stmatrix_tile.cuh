@@ -1,4 +1,4 @@
-// Accumulators of a 64-row tile, rounded to 16 bits and stored as a panel tile: an A operand of wgmma.
+// Stores the accumulators of a 64-row tile, rounded to 16 bits, as a panel tile: an A operand of wgmma.
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
@@ -6,16 +6,15 @@
 
 namespace fa {
 
-// Byte offset within a tile whose rows are swizzled over their width: 16-byte chunks are XORed with the row
-// of the atom. (Swizzle of B = log2(row bytes / 16) bits at 16-byte granularity, source bits at 128 bytes, as
-// TMA and wgmma define it.)
+// Swizzles a byte offset within a panel: chunks of 16 bytes are XORed with the row within the swizzle atom,
+// as TMA and wgmma define it (log2(RowBytes / 16) bits, taken from bit 7 up and XORed in from bit 4 up).
 template <int RowBytes>
 __device__ __forceinline__ u32 swizzled(u32 offset) {
     constexpr u32 kChunks = RowBytes / 16;
     return offset ^ ((offset >> 7) % kChunks << 4);
 }
 
-// Warp `warp` of the warpgroup stores its 16 rows; N = 2 * registers columns.
+// Stores the 16 rows of warp `warp` of the warpgroup: 2 * Registers columns.
 template <Dtype T, class Tile, int Registers>
 __device__ __forceinline__ void store_accumulator_tile(u32 base, const float (&s)[Registers], int warp,
                                                        int lane) {

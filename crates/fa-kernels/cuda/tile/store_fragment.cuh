@@ -1,4 +1,4 @@
-// Accumulators of 16 rows per warp, rounded to 16 bits and stored in a panel tile, straight or transposed.
+// Stores a warp's accumulator fragments, 16 rows packed to 16 bits, in a panel tile, straight or transposed.
 #pragma once
 #include "ptx/stmatrix.cuh"
 #include "tile/panel.cuh"
@@ -7,8 +7,8 @@
 
 namespace fa {
 
-// Stores 16 x (4 * Words) elements, packed in the order of the accumulators, at (row, column) of the tile:
-// (column, row) of the stored one with Transposed.
+// Stores 16 x (4 * Words) elements, packed in accumulator order, at (row, column) of the tile; with
+// Transposed at (column, row) of the stored tile.
 template <class Tile, bool Transposed, int Words>
 __device__ __forceinline__ void store_fragment(u32 base, const u32 (&packed)[Words], int row, int column,
                                                int lane) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_fragment(u32 base, const u32 (&packed)[Wor
 #pragma unroll
     for (int i = 0; i < Words; i += 4) {
         // Matrices (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); the last two may be
-        // missing. A lane points at a row of a matrix as it is stored: a column of it if transposed.
+        // missing. A lane addresses a row of a matrix as it is stored, which is a column of it if transposed.
         const int c = column + 4 * i;
         const int r_lane = Transposed ? row + lane / 8 % 2 * 8 : row + lane % 16;
         const int c_lane = Transposed ? c + lane % 8 + lane / 16 * 8 : c + lane / 16 * 8;

@@ -1,5 +1,5 @@
-// What tcgen05's products take: operands in shared memory by descriptors, and what they multiply by an
-// instruction descriptor (PTX ISA, "tcgen05", "Matrix descriptors", "Instruction descriptor").
+// tcgen05.mma's shared-memory descriptors and instruction descriptor (PTX ISA, "tcgen05", "Matrix
+// descriptors", "Instruction descriptor").
 #pragma once
 #include "config.cuh"
 #include "tile/descriptor.cuh"
@@ -7,7 +7,7 @@
 
 namespace fa {
 
-// wgmma's descriptors with the constant 1 at bit 46: the codes of the swizzles are the same bits.
+// Bit 46, always 1, in which they differ from wgmma's: the swizzle modes are encoded in the same bits.
 constexpr u32 kTensorDescriptor = 1u << 14;
 
 template <class Tile>
@@ -24,7 +24,8 @@ __device__ __forceinline__ Descriptor tensor_mn_major(u32 address) {
     return descriptor;
 }
 
-// f32 sums of 128 rows and `n` columns by operands of type T; A is K-major, B K-major or N-major.
+// Instruction descriptor for M = 128 and N = `n`, operands of type T, f32 accumulators. A is K-major; B is
+// N-major if `b_n_major`, else K-major.
 template <Dtype T>
 __host__ __device__ constexpr u32 tensor_instruction(int n, bool b_n_major) {
     static_assert(T == Dtype::F16 || T == Dtype::Bf16);

@@ -1,4 +1,4 @@
-// A warp's share of a matrix product whose operands lie in shared memory, by ldmatrix and mma.sync.
+// A warp's share of a matrix product by ldmatrix and mma.sync, with both operands in shared memory.
 #pragma once
 #include "config.cuh"
 #include "ptx/mma_sync.cuh"
@@ -7,11 +7,11 @@
 
 namespace fa {
 
-// One operand: `Span` of its rows (A) or columns (B), from `first` on, both multiples of 16.
+// A warp's share of one operand: `Span` of its rows (A) or columns (B) from `first` on, both multiples of 16.
 template <class Tile, Operand O, int Span>
 struct WarpOperand {
-    // Whether the share runs along the tile's columns. Its offset can then be folded into the lane's unless
-    // shares straddle panels.
+    // Whether the share runs along the tile's columns. Its offset is folded into the lane's, unless a share
+    // can straddle panels.
     static constexpr bool kAcross = O == Operand::AStoredKM || O == Operand::BStoredKN;
     static constexpr bool kFolded = !kAcross || Tile::kPanel % Span == 0 || Span % Tile::kPanel == 0;
     static constexpr int kBlocks = Span / 16;
@@ -37,15 +37,15 @@ struct WarpOperand {
     }
 };
 
-// Nothing runs between the products.
+// The default Interleave: nothing runs between the products.
 struct NoInterleave {
     template <int Rounds>
     __device__ __forceinline__ void round(int) const {}
 };
 
-// D += A B over `Steps` contraction steps of 16; accumulators by m16 fragment. Operands are read ahead of the
-// products that use them: A by `AheadA` steps (0 or 1), B by `AheadB` blocks. After each of the Rounds =
-// Steps * B::kBlocks rounds of products runs `interleave.round<Rounds>(number)`.
+// D += A B over `Steps` contraction steps of 16, accumulators by m16 fragment. Operands are read ahead of
+// their use: A by `AheadA` steps (0 or 1), B by `AheadB` blocks. `interleave.round<Rounds>(number)` runs
+// after each of the Rounds = Steps * B::kBlocks rounds of products.
 template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B, class Interleave = NoInterleave>
 __device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlocks], const A& a,
                                               u32 address_a, const B& b, u32 address_b,

@@ -38,7 +38,7 @@ param_struct! {
         pub used_q: ConstI32Ptr,
         /// `[batch]`: keys in the cache afterwards.
         pub used_out: MutI32Ptr,
-        /// Counts rows that have no place.
+        /// Counts rows that are skipped for want of a slot.
         pub dropped: MutU32Ptr,
         /// Sequences.
         pub batch: i32,
@@ -54,7 +54,7 @@ param_struct! {
         pub rows_new: i32,
         /// Queries of each sequence, or of all where they are packed.
         pub rows_q: i32,
-        /// Keys that a sequence of the cache has room for.
+        /// Most keys that a sequence can have in the cache.
         pub capacity: i32,
         /// Keys of a page.
         pub page: i32,
@@ -76,9 +76,9 @@ param_struct! {
         pub is_f16: i32,
         /// Whether all queries of a sequence are at its first new position.
         pub q_fixed: i32,
-        /// Rows of a CTA.
+        /// Rows per CTA.
         pub rows_per_cta: i32,
-        /// CTAs that take new keys; those after them take queries.
+        /// CTAs that process new keys; those after them process queries.
         pub ctas_new: i32,
     }
 }

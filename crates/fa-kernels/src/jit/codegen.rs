@@ -93,11 +93,10 @@ fn config_struct(text: &mut String, spec: &KernelSpec) {
     text.push_str("};\n");
 }
 
-/// What the parameters of launches are made of.
+/// Structs of the launch parameters.
 fn params_cuh() -> String {
-    let mut text = format!(
-        "{NOTE}\n// What the parameters of launches are made of.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n"
-    );
+    let mut text =
+        format!("{NOTE}\n// Structs of the launch parameters.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
     structs(&mut text, params::declarations());
     text.push_str(
         "\n// A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.\n\

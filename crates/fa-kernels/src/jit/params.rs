@@ -67,7 +67,7 @@ param_struct! {
 }
 
 param_struct! {
-    /// How products of queries and keys become scores.
+    /// How products Q K^T become scores.
     pub struct ScoreParams {
         /// Factor on Q K^T.
         pub scale: f32,
@@ -83,14 +83,14 @@ param_struct! {
         pub softcap_share: f32,
         /// The square of the product whose score is half the cap; -1 where the terms below don't fit f32.
         pub softcap_near: f32,
-        /// Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to
-        /// give its capped score as an exponent of 2: the constant term.
+        /// Constant term of the polynomial in `softcap_near - product^2` by which a product below that bound
+        /// is multiplied to give its capped score as an exponent of 2.
         pub softcap_term_0: f32,
-        /// The linear one.
+        /// Its linear term.
         pub softcap_term_1: f32,
-        /// The square one.
+        /// Its quadratic term.
         pub softcap_term_2: f32,
-        /// The cube.
+        /// Its cubic term.
         pub softcap_term_3: f32,
     }
 }
@@ -100,7 +100,7 @@ param_struct! {
     pub struct TmaStrides {
         /// Between positions.
         pub row: u32,
-        /// Between heads; of packed heads, between groups.
+        /// Between heads; between groups with `pack_gqa`.
         pub head: u32,
         /// Between batch entries, or pages; 0 for packed sequences.
         pub entry: u32,
@@ -108,20 +108,20 @@ param_struct! {
 }
 
 param_struct! {
-    /// Where sequences begin and end, known to the device alone. A null pointer is of no meaning for the
-    /// problem: a sequence is then as long as `ShapeParams` says.
+    /// Starts and lengths of sequences, which only the device knows. A pointer is null where the problem has
+    /// no such tensor: the lengths are then those of `ShapeParams`.
     pub struct VarlenParams {
         /// `[batch + 1]`: the sequences' first rows in packed Q.
         pub cu_q: ConstI32Ptr,
         /// `[batch + 1]`: the sequences' first rows in packed K and V.
         pub cu_k: ConstI32Ptr,
-        /// `[batch]`: queries that are used, of those that a sequence has room for.
+        /// `[batch]`: queries in use of each sequence.
         pub used_q: ConstI32Ptr,
-        /// `[batch]`: keys that are used.
+        /// `[batch]`: keys in use of each sequence.
         pub used_k: ConstI32Ptr,
         /// `[batch, table_stride]`: the pages of each sequence's keys.
         pub page_table: ConstI32Ptr,
-        /// Counts entries of the page table that name no page; their keys read as zeros. Null for no count.
+        /// Counts page table entries that are not a page of the cache; their keys read as zeros. May be null.
         pub page_faults: MutU32Ptr,
         /// Keys of a page.
         pub page: i32,
@@ -131,8 +131,8 @@ param_struct! {
         pub table_stride: i32,
         /// Keys of a page that one TMA box loads: the largest that divides both page and `tile_n`.
         pub page_part: i32,
-        /// Number of a key's page among its sequence's: the upper half of `2 key page_factor`, shifted right
-        /// by `page_shift`.
+        /// Index of a key's page in its sequence: the upper half of `2 key page_factor`, shifted right by
+        /// `page_shift`.
         pub page_factor: u32,
         /// See `page_factor`.
         pub page_shift: i32,
@@ -140,25 +140,25 @@ param_struct! {
         pub total_q: i32,
         /// Rows of packed K and V; 0 where sequences are padded or paged.
         pub total_k: i32,
-        /// Of Q's map.
+        /// Strides of Q's map.
         pub tma_q: TmaStrides,
-        /// Of K's map.
+        /// Strides of K's map.
         pub tma_k: TmaStrides,
-        /// Of V's map.
+        /// Strides of V's map.
         pub tma_v: TmaStrides,
-        /// Of dO's map; backward only.
+        /// Strides of dO's map; backward only.
         pub tma_do: TmaStrides,
     }
 }
 
 param_struct! {
-    /// What joins the scores beside the mask. Null where the problem has none.
+    /// Tensors that change the scores. A pointer is null where the problem has no such tensor.
     pub struct ModParams {
         /// ALiBi slopes, `[heads_q]` or `[batch, heads_q]`.
         pub alibi_slopes: ConstF32Ptr,
-        /// From a sequence's slopes to the next one's; 0 for slopes per head.
+        /// Distance between the slopes of two sequences; 0 for slopes per head.
         pub alibi_stride: i64,
-        /// Sinks, `[heads_q]`: a logit of each head that joins the denominator.
+        /// Sinks, `[heads_q]`: one more logit per head that joins the softmax denominator.
         pub sinks: ConstF32Ptr,
         /// Gradients of the sinks, `[heads_q]`; backward only.
         pub dsinks: MutF32Ptr,
@@ -166,16 +166,16 @@ param_struct! {
 }
 
 param_struct! {
-    /// Keys of a row divided among CTAs: their partial results, and how many.
+    /// Split keys: the partial results, and the number of splits.
     pub struct SplitParams {
         /// Workspace `[slots, heads, slot_rows, head_dim_v]`: O of a part of the keys, normalised.
         pub out_partial: MutF32Ptr,
         /// Workspace `[slots, heads, slot_rows]`: LSE of a part of the keys without the sink, natural
         /// logarithm.
         pub lse_partial: MutF32Ptr,
-        /// Parts of the keys of every row; with a work plan the most parts, of which the plan decides.
+        /// Splits of every tile; with a work plan an upper bound, since the plan decides.
         pub splits: i32,
-        /// Rows of a slot: those of a tile that can exist.
+        /// Rows per slot: the most that a tile can have.
         pub slot_rows: i32,
     }
 }
@@ -185,19 +185,19 @@ param_struct! {
     pub struct PlanParams {
         /// The buffer, on a multiple of 16 bytes; null without a plan.
         pub buffer: MutI32Ptr,
-        /// The most entries of the list of tiles of queries and parts of keys, longest first.
+        /// Capacity of the list of tiles of queries with their parts of the keys, longest first.
         pub items: i32,
-        /// The most entries of the list of tiles whose keys are divided.
+        /// Capacity of the list of tiles whose keys are split.
         pub split_items: i32,
-        /// The most entries of the list of tiles of queries; 0 for no such list.
+        /// Capacity of the list of tiles of queries; 0 for no such list.
         pub m_tiles: i32,
-        /// The most entries of the list of tiles of keys; 0 for no such list.
+        /// Capacity of the list of tiles of keys; 0 for no such list.
         pub n_tiles: i32,
-        /// Tiles that an entry stands for: the heads.
+        /// Tiles that an entry stands for: one per head.
         pub heads: i32,
-        /// CTAs that compute at once.
+        /// CTAs that are resident at once.
         pub slots: i32,
-        /// By how many bits lengths, in tiles, are shifted to be sorted.
+        /// Bits by which lengths, in tiles, are shifted right before they are sorted.
         pub shift: i32,
     }
 }
@@ -224,14 +224,14 @@ param_struct! {
         /// Tiles of `tile_queries` queries of a head (of a group's heads with `pack_gqa`), rounded up to
         /// `cluster_m`.
         pub m_blocks: i32,
-        /// Queries of a tile: `tile_m`, or with `pack_gqa` as many as fit it with all heads of a group.
+        /// Queries of a tile: `tile_m`, or with `pack_gqa` as many as fit with all heads of a group.
         pub tile_queries: i32,
         /// Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
         pub num_tiles: i32,
-        /// Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of
+        /// Heads, counted over all sequences, whose K and V fit L2 together: the size of the sections of
         /// `LongestFirst`.
         pub heads_per_section: i32,
-        /// Sections of `heads_per_section` heads; the last section is the heads after them.
+        /// Number of whole sections; the last section has the heads after them.
         pub sections: i32,
         /// Sequences of different lengths; kernels with `varied` only.
         pub varlen: VarlenParams,
@@ -278,10 +278,10 @@ param_struct! {
         pub dk_accum: MutF32Ptr,
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
         pub dv_accum: MutF32Ptr,
-        /// Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
-        /// or to each of two shares that warps add on their own; where the first to come stores its sums, for
-        /// each warpgroup's share how many have claimed it, and whether the sums are there. Null unless
-        /// deterministic or, of several tiles of keys, the first sums are stored.
+        /// Workspace `[batch, heads_q, m_blocks, turns]`: the additions made so far to each tile of dQ, or to
+        /// each of the two parts that warps add independently. Where the first to arrive stores its sums: for
+        /// each warpgroup's part how many have claimed it, and whether the sums are stored. Null unless the
+        /// kernel is deterministic or, with several tiles of keys, first sums are stored.
         pub dq_semaphores: MutU32Ptr,
         /// Workspace: the next tile to be drawn; null unless deterministic.
         pub tile_counter: MutU32Ptr,
@@ -298,13 +298,13 @@ param_struct! {
         pub head_splits: i32,
         /// Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
         pub num_tiles: i32,
-        /// K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2
-        /// cache together: the sections of `LongestFirst`.
+        /// K/V heads (times `head_splits`), counted over all sequences, whose Q, dO and dQ fit L2 together:
+        /// the size of the sections of `LongestFirst`.
         pub heads_per_section: i32,
-        /// Sections of `heads_per_section` heads; the last section is the heads after them.
+        /// Number of whole sections; the last section has the heads after them.
         pub sections: i32,
-        /// 1 where the first sums of a tile of dQ are stored, the others added to them; of uniform lengths
-        /// every query sees a key then. 0 where all are added to zeros.
+        /// 1 where the first sums of a tile of dQ are stored and the others added to them (with equal lengths
+        /// every query then sees a key); 0 where all are added to zeros.
         pub stores_dq: i32,
         /// Sequences of different lengths; kernels with `varied` only.
         pub varlen: VarlenParams,
@@ -312,8 +312,8 @@ param_struct! {
         pub mods: ModParams,
         /// Kernels with `varied` only.
         pub plan: PlanParams,
-        /// Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
-        /// and of dK so far; null unless deterministic with head_splits > 1.
+        /// Workspace `[batch, heads_kv, n_blocks, 2]`: the head splits that have added to each tile of dV and
+        /// of dK so far; null unless deterministic with head_splits > 1.
         pub dkv_semaphores: MutU32Ptr,
         /// The gradient of the LSE, in its shape; null for none.
         pub dlse: ConstF32Ptr,
@@ -326,7 +326,7 @@ const _: () = assert!(size_of::<BwdParams>() == 648);
 const _: () = assert!(size_of::<VarlenParams>() == 128 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 44);
 
-/// What the parameters of launches are made of, in the order in which `params.cuh` declares it.
+/// The structs that launch parameters are made of, in the order in which `params.cuh` declares it.
 pub(crate) fn declarations() -> Vec<ParamStruct> {
     vec![
         RowStrides::declaration(),

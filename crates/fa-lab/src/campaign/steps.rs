@@ -66,7 +66,7 @@ const RATES: [(&str, &str, bool, u64); 16] = [
 pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
     let changed = changed(wanted)?;
     let of =
-        |(family, pass): &(Family, Pass)| format!("--arch {} --mode {}", family.name(), pass.short_name());
+        |(family, pass): &(Family, Pass)| format!("--family {} --mode {}", family.name(), pass.short_name());
     let name = |what: &str, (family, pass): &(Family, Pass)| {
         format!("{what}-{}-{}", family.name(), pass.short_name())
     };

@@ -19,7 +19,7 @@ const SEQLEN: usize = 4096;
 /// On an architecture without wgmma, and for head dims that no kernel has.
 pub(super) fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> Result<Vec<Ladder>> {
     if !arch.has_wgmma() {
-        return Err(Error::Request(format!("{arch} has no wgmma: use --arch sm80")));
+        return Err(Error::Request(format!("{arch} has no wgmma: use --family sm80")));
     }
     let default = [HeadDim { qk: 128, v: 128 }];
     let head_dims = if head_dims.is_empty() { &default } else { head_dims };

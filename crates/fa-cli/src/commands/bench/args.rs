@@ -115,7 +115,7 @@ pub(crate) struct GpuArgs {
     /// keep the winners
     #[arg(long, conflicts_with_all = ["specs", "family"])]
     pub tune: bool,
-    /// Launches of each kernel that count, in turns of about six [default: 24]
+    /// Timed launches of each kernel, in rounds of about six [default: 24]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: Option<u16>,
 }

@@ -93,5 +93,5 @@ Examples:
   fa build --all-configs --headdim 128 --mode bwd
   fa build --best 10                            what spills among the planner's best ten
 
-Exit code 1 when a kernel that should does not compile cleanly: without spills, serialised wgmma and ignored \
+Exit code 1 when a kernel fails to compile, or compiles with spills, serialised wgmma or an ignored \
 setmaxnreg.";

@@ -8,6 +8,7 @@ use fa_emu::{Lie, Options};
 use fa_kernels::Headers;
 use fa_lab::shape::{HeadDim, whole};
 
+use crate::flags::lengths::parse_alibi;
 use crate::flags::{Heads, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
@@ -109,8 +110,10 @@ pub(crate) struct EmulateArgs {
     #[arg(long)]
     #[arg(requires = "spec")]
     pub split: bool,
-    /// ALiBi slopes, per_head or per_sequence_head, using the kernel's form with slopes
-    #[arg(long, value_name = "SLOPES", value_parser = parse_alibi)]
+    /// ALiBi slopes per query head, or with --alibi=per_sequence_head per sequence and query head, using the
+    /// kernel's form with slopes
+    #[arg(long, value_name = "SLOPES", num_args = 0..=1, require_equals = true)]
+    #[arg(default_missing_value = Alibi::PerHead.name(), value_parser = parse_alibi)]
     #[arg(requires = "spec")]
     pub alibi: Option<Alibi>,
     /// A sink for each head, using the kernel's form with sinks
@@ -152,7 +155,7 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     #[arg(requires = "spec", conflicts_with = "mutate")]
     pub sms: Option<u32>,
-    /// Give up after this many steps of the scheduler
+    /// Give up after this many steps of the scheduler; 0 for no limit
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
     #[arg(requires = "spec", conflicts_with = "mutate")]
     pub steps: u64,
@@ -241,13 +244,12 @@ Examples:
   fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
   fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --random 200 --seed 7 --log random.jsonl      kernels and problems drawn at random
-  fa emulate --mutate                                      is every barrier missed when it is gone?
+  fa emulate --mutate                                      is the removal of each barrier noticed?
 
 Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. What it
 compiles is kept in fa/emulator in the user's cache folder, or in FA_EMULATOR_CACHE. Finds data
-races, missing fences, reads of what nobody wrote, accesses out of bounds, deadlocks and wrong
-values, with the line of the kernel. It says nothing about speed, spills, and the rounding within a
-tensor core.
+races, missing fences, uninitialised reads, accesses out of bounds, deadlocks and wrong values, with
+the line of the kernel. It says nothing about speed, spills, or the rounding within a tensor core.
 Exit code 1 when anything is found.";
 
 /// How the rows of one side lie.
@@ -269,14 +271,6 @@ impl Rows {
             Rows::Padded => Lie::Padded,
         }
     }
-}
-
-fn parse_alibi(text: &str) -> Result<Alibi, String> {
-    let all = [Alibi::PerHead, Alibi::PerSequenceHead];
-    all.into_iter().find(|own| own.name() == text).ok_or_else(|| {
-        let names = all.map(Alibi::name).join(" or ");
-        format!("slopes are {names}")
-    })
 }
 
 impl EmulateArgs {

@@ -177,9 +177,9 @@ pub(super) fn text(report: &Report) -> String {
             String::new()
         };
         line(
-            "own out",
+            "compared",
             format!(
-                "differs from the file's 'out' by at most {:.3e}, rms {:.3e}, cosine {:.9}{place}",
+                "out differs from the input file's 'out' by at most {:.3e}, rms {:.3e}, cosine {:.9}{place}",
                 found.max_abs, found.rms, found.cosine
             ),
         );

@@ -22,8 +22,8 @@ const OF_GRID: [&str; 8] =
 #[command(after_help = EXAMPLES)]
 pub(crate) struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
-    #[arg(long, value_parser = flags::family())]
-    pub arch: Option<Family>,
+    #[arg(long, alias = "arch", value_parser = flags::family())]
+    pub family: Option<Family>,
     /// Which pass to validate; gradients are computed after a forward
     #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
     pub mode: Pass,
@@ -82,7 +82,7 @@ pub(crate) struct ValidateArgs {
     pub record: bool,
     /// Compare the shipped kernels with the records instead; needs no GPU
     #[arg(long, group = "records", conflicts_with_all = [
-        "arch", "mode", "quick", "full", "filter", "groups", "spec", "repeat", "soak", "sanitize",
+        "family", "mode", "quick", "full", "filter", "groups", "spec", "repeat", "soak", "sanitize",
         "all_configs", "record", "watchdog"
     ])]
     pub check_records: bool,
@@ -102,9 +102,9 @@ const EXAMPLES: &str = "\
 Examples:
   fa validate                                   numerics, strides, streams, graphs: below a minute
   fa validate --record                          all of it, with a record for docs/results
-  fa validate --arch sm80 --filter windows/     the kernels for every GPU, one group of cases
+  fa validate --family sm80 --filter windows/   the kernels for every GPU, one group of cases
   fa validate --spec kernel.ron                 one kernel
-  fa validate --mode bwd --arch sm90            gradients
+  fa validate --mode bwd --family sm90          gradients
   fa validate --group packed,used,paged,split   packed batches, caches, pages, keys split over CTAs
   fa validate --group known --mode bwd          problems on which other libraries failed
   fa validate --soak 600 --seed 7               random problems for ten minutes
@@ -136,7 +136,7 @@ impl ValidateArgs {
             (None, None) => Cases::Grid { extent, repeat },
         };
         let (filter, watchdog) = (self.filter.clone(), self.watchdog);
-        Ok(Options { family: self.arch, pass, cases, groups: self.groups.clone(), filter, watchdog })
+        Ok(Options { family: self.family, pass, cases, groups: self.groups.clone(), filter, watchdog })
     }
 
     /// What the names of records say about the pass.

@@ -71,7 +71,7 @@ impl Session {
         let family = family.unwrap_or(Family::native(gpu.arch()));
         if !family.runs_on(gpu.arch()) {
             let arch = gpu.arch();
-            let message = format!("{arch} has no wgmma: use --arch sm80, whose kernels run there");
+            let message = format!("{arch} has no wgmma: use --family sm80, whose kernels run there");
             return Err(Error::Request(message));
         }
         Ok(Session {

@@ -101,8 +101,8 @@ pub fn smem(tile: &Sm100Tile) -> SmemPlan {
 /// Registers of a softmax thread, a correction thread and the others, after setmaxnreg.
 const REGISTERS: [u32; 3] = [184, 80, 64];
 
-/// Warps by role.
-fn roles(tile: &Sm100Tile) -> Vec<Role> {
+/// Warps by role, in the order of their numbers.
+pub fn roles(tile: &Sm100Tile) -> Vec<Role> {
     let [softmax, correction, other] = REGISTERS;
     vec![
         Role { name: "softmax", warps: 4 * tile.q_tiles, regs: softmax },

@@ -7,7 +7,7 @@ use crate::registers::Registers;
 use crate::smem::{SmemBuffer, SmemPlan};
 
 /// Tile extents of the head dims; a problem's are padded to the next.
-pub const HEAD_DIMS: [u32; 8] = [32, 64, 96, 128, 160, 192, 224, 256];
+pub const HEAD_DIMS: [u32; 9] = [32, 64, 80, 96, 128, 160, 192, 224, 256];
 
 /// Alignment of every buffer: a full sweep over the 32 banks.
 pub const ALIGN: u32 = 128;

@@ -1,15 +1,16 @@
 //! Configurations of the SM80-class forward that the compiler is known to spill although the register account
-//! has room: some of those with a soft cap, 4 to 40 bytes, by no rule in their parameters.
+//! has room: some of those with a soft cap, 4 to 40 bytes, by no rule in their parameters, and some of head
+//! dim 80.
 //!
 //! Taken from 174 first choices with a soft cap, and with ALiBi beside it, at head dims 64 to 256, compiled
 //! for sm_90 by NVRTC 13.0 (NB-108).
 
-use fa_core::{Arch, KernelSpec, MaskKind, Sm80Fwd};
+use fa_core::{Arch, KernelSpec, MaskKind, Reads, Sm80Fwd};
 
 /// Whether the compiler is known to spill the kernel.
-pub fn known(spec: &KernelSpec, kernel: &Sm80Fwd, _: Arch) -> bool {
+pub fn known(spec: &KernelSpec, kernel: &Sm80Fwd, arch: Arch) -> bool {
     if !spec.score.softcap {
-        return false;
+        return known_uncapped(spec, kernel, arch);
     }
     let (mask, alibi) = (spec.mask, spec.score.alibi);
     let masked = mask != MaskKind::Full;
@@ -27,6 +28,21 @@ pub fn known(spec: &KernelSpec, kernel: &Sm80Fwd, _: Arch) -> bool {
         (256, (16, 112), 8) => masked,
         _ => false,
     }
+}
+
+/// Head dim 80 by four warps of 32 rows, 20 to 180 bytes: 96 scores and 80 outputs of a thread, on 9.0 with
+/// pages too; and there Q in registers beside a window and equal lengths.
+fn known_uncapped(spec: &KernelSpec, kernel: &Sm80Fwd, arch: Arch) -> bool {
+    let on_sm90 = arch == Arch::Sm90;
+    let Reads { varied, paged } = spec.reads;
+    let alibi = spec.score.alibi;
+    let spills = match kernel.tile_n {
+        96 if paged => on_sm90,
+        96 => !alibi,
+        64 => on_sm90 && kernel.q_in_regs && spec.mask == MaskKind::Window && !alibi && !varied,
+        _ => false,
+    };
+    spills && spec.head_dim.max(spec.head_dim_v) == 80 && (kernel.tile_m, kernel.num_warps) == (128, 4)
 }
 
 #[cfg(test)]

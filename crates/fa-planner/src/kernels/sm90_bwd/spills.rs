@@ -22,8 +22,8 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd, _: Arch) -> bool {
         return spec.head_dim == 256 && (masked || kernel.atom_layout_m_dq == 2);
     }
     // ALiBi in a window, P and dS from registers: 8 bytes stored, 44 loaded.
-    if spec.score.alibi && spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs {
-        return spec.head_dim == 64 && (kernel.tile_m, kernel.tile_n) == (128, 128);
+    if spec.score.alibi && spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs && spec.head_dim == 64 {
+        return (kernel.tile_m, kernel.tile_n) == (128, 128);
     }
     match (spec.head_dim, spec.head_dim_v) {
         // 208 accumulators in the one tile that there is: 8 to 1,524 bytes.

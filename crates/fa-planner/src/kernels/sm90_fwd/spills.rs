@@ -36,14 +36,17 @@ const REFUSED: &[Refused] = &[
     refused(1, true, true, (64, 64), &[176, 192, 208, 224, 240, 256], &[176, 192, 208, 224, 240, 256]),
     refused(1, true, true, (80, 80), &[176, 192, 240], &[176, 192, 208, 224, 240]),
     refused(1, true, true, (96, 96), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
+    refused(1, true, true, (112, 112), &[176, 208], &[160, 176, 192, 208]),
     refused(1, true, true, (128, 128), &[160, 176, 208], &[160, 176, 208]),
     refused(1, true, true, (128, 64), &[176, 192, 208, 224, 240, 256], &[176, 192, 208, 224, 240, 256]),
     refused(1, true, true, (64, 128), &[160, 208], &[160, 176, 208]),
+    refused(1, true, true, (160, 160), &[144], &[144]),
     refused(1, true, true, (192, 128), &[160], &[160]),
     refused(1, true, true, (192, 192), &[128], &[128]),
     refused(2, true, true, (64, 64), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
     refused(2, true, true, (80, 80), &[176, 208, 224], &[176, 192, 208, 224]),
     refused(2, true, true, (96, 96), &[160, 176, 208, 224], &[160, 176, 208, 224]),
+    refused(2, true, true, (112, 112), &[160, 192], &[160, 176, 192]),
     refused(2, true, true, (128, 128), &[144, 192], &[160, 192]),
     refused(2, true, true, (128, 64), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
     refused(2, true, true, (64, 128), &[144, 192], &[160, 192]),
@@ -51,6 +54,7 @@ const REFUSED: &[Refused] = &[
     refused(3, true, true, (64, 64), &[112], &[96, 112]),
     refused(3, true, true, (80, 80), &[96], &[96, 112]),
     refused(3, true, true, (128, 64), &[], &[96, 112]),
+    refused(3, true, true, (160, 160), &[], &[64]),
     refused(3, true, true, (64, 128), &[], &[80]),
     refused(3, false, true, (64, 64), &[192], &[160, 192]),
     refused(3, false, true, (96, 96), &[160], &[]),
@@ -60,6 +64,8 @@ const REFUSED: &[Refused] = &[
     refused(3, false, false, (64, 64), &[160, 176, 192], &[176, 192]),
     refused(3, false, false, (80, 80), &[160], &[]),
     refused(3, false, false, (96, 96), &[128, 144, 160], &[160]),
+    refused(3, false, false, (112, 112), &[128], &[]),
+    refused(3, false, false, (160, 160), &[96], &[]),
     refused(3, false, false, (128, 128), &[128], &[]),
     refused(3, false, false, (64, 128), &[128], &[]),
     refused(3, false, false, (192, 192), &[64], &[]),
@@ -67,9 +73,8 @@ const REFUSED: &[Refused] = &[
 
 /// Kernels for keys in pages that spill under NVRTC 13.0 although those for keys in one piece do not: one
 /// warpgroup, P from registers, overlap, with a mask; by head dims, without ALiBi and with it.
-const PAGED: [Paged; 5] = [
+const PAGED: [Paged; 4] = [
     Paged { head_dims: (64, 64), plain: &[], alibi: &[160] },
-    Paged { head_dims: (80, 80), plain: &[], alibi: &[160, 224] },
     Paged { head_dims: (96, 96), plain: &[160], alibi: &[160] },
     Paged { head_dims: (128, 128), plain: &[144], alibi: &[144, 192] },
     Paged { head_dims: (192, 192), plain: &[], alibi: &[112] },
@@ -82,18 +87,14 @@ struct Paged {
     alibi: &'static [u32],
 }
 
-/// Whether a kernel for keys in pages, loaded by TMA, is known to spill: those of [`PAGED`], and by 8 bytes
-/// one of three warpgroups.
+/// Whether a kernel for keys in pages, loaded by TMA, is known to spill.
 fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let listed = || {
         let entry = PAGED.iter().find(|entry| entry.head_dims == (spec.head_dim, spec.head_dim_v));
         let widths = entry.map(|entry| if spec.score.alibi { entry.alibi } else { entry.plain });
         widths.is_some_and(|widths| widths.contains(&kernel.tile_n))
     };
-    let rs = kernel.pv_is_rs && kernel.overlap_wg;
-    let width = (spec.head_dim, spec.head_dim_v, kernel.tile_n);
-    let with_sinks = spec.score.sinks && width == (80, 80, 224);
-    rs && !kernel.gather && if kernel.num_wg == 1 { listed() || with_sinks } else { width == (80, 80, 112) }
+    kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && !kernel.gather && listed()
 }
 
 /// Kernels that copy the rows of pages and spill under NVRTC 13.0, 16 to 80 bytes: P from registers, overlap;
@@ -101,8 +102,8 @@ fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
 fn known_gather(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
     let spills = match (kernel.num_wg, (spec.head_dim, spec.head_dim_v), kernel.tile_n) {
-        (1, (80 | 96, 80 | 96), 160) => masked,
-        (2, (128, 128), 176) | (3, (80, 80), 112) => true,
+        (1, (96, 96), 160) => masked,
+        (2, (128, 128), 176) => true,
         _ => false,
     };
     kernel.pv_is_rs && kernel.overlap_wg && spills

@@ -1,0 +1,262 @@
+//! The tables of docs/performance.md against the records in docs/results: every number that a record holds is
+//! that number, rounded as the table rounds it, and every record that is named has its date beside it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+
+const PAGE: &str = "docs/performance.md";
+
+/// The page and the records, by file name.
+struct Records {
+    page: String,
+    files: BTreeMap<String, Value>,
+}
+
+/// A table's rows below its head, cells trimmed.
+type Table = Vec<Vec<String>>;
+
+impl Records {
+    fn read() -> Records {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let page = std::fs::read_to_string(root.join(PAGE)).expect("the page");
+        let folder = std::fs::read_dir(root.join("docs/results")).expect("the records' folder");
+        let mut files = BTreeMap::new();
+        for entry in folder {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+            if name.starts_with("marks-") && name.ends_with(".json") {
+                let text = std::fs::read_to_string(&path).expect("a record");
+                files.insert(name, serde_json::from_str(&text).expect("JSON"));
+            }
+        }
+        Records { page, files }
+    }
+
+    /// The record `marks-NAME-h100.json`.
+    fn of(&self, name: &str) -> &Value {
+        let file = format!("marks-{name}-h100.json");
+        self.files.get(&file).unwrap_or_else(|| panic!("no record {file}"))
+    }
+
+    fn rows(&self, name: &str) -> &[Value] {
+        self.of(name)["rows"].as_array().expect("rows")
+    }
+
+    /// The first table below a heading, which is a whole line.
+    fn table(&self, heading: &str) -> Table {
+        let below =
+            self.page.split_once(&format!("\n{heading}\n")).unwrap_or_else(|| panic!("no {heading}")).1;
+        let lines = below.lines().skip_while(|line| !line.starts_with('|'));
+        let cells =
+            |line: &str| line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect();
+        let rows: Table = lines.take_while(|line| line.starts_with('|')).skip(2).map(cells).collect();
+        assert!(rows.len() > 1, "{heading} has no table");
+        rows
+    }
+}
+
+/// The rate that a row of a record is shown by.
+fn rate(row: &Value) -> f64 {
+    row["rate"].as_f64().or_else(|| row["tflops"].as_f64()).expect("a rate")
+}
+
+/// Asserts that a number of the page is `value`, with as many digits as the page gives.
+#[track_caller]
+fn same(what: &str, shown: &str, value: f64) {
+    let digits = shown.split_once('.').map_or(0, |(_, fraction)| fraction.len());
+    assert_eq!(shown, format!("{value:.digits$}"), "{what}: the record has {value}");
+}
+
+/// The numbers of a cell, in order.
+fn numbers(cell: &str) -> Vec<&str> {
+    let is_number = |word: &&str| word.starts_with(|c: char| c.is_ascii_digit());
+    cell.split(|c: char| !(c.is_ascii_alphanumeric() || c == '.')).filter(is_number).collect()
+}
+
+fn best_peer(row: &Value) -> (&str, f64) {
+    let peers = row["peers"].as_object().expect("peers").iter();
+    let rates = peers.map(|(name, rate)| (name.as_str(), rate.as_f64().expect("a rate")));
+    rates.max_by(|a, b| a.1.total_cmp(&b.1)).expect("a peer")
+}
+
+#[test]
+fn layers_of_models_are_their_records() {
+    let records = Records::read();
+    for (heading, list) in [("## Layers of released models", "models"), ("### Held out", "held-out")] {
+        let named = |pass: &str, name: &str| {
+            let rows = records.rows(&format!("{list}-{pass}"));
+            rows.iter().find(|row| row["name"] == name).unwrap_or_else(|| panic!("no row {name}")).clone()
+        };
+        let table = records.table(heading);
+        assert_eq!(table.len(), records.rows(&format!("{list}-fwd")).len(), "{heading}");
+        for row in &table {
+            let [name, _, forward, backward] = row.as_slice() else { panic!("{row:?}") };
+            let record = named("fwd", name);
+            let (peer, peer_rate) = best_peer(&record);
+            assert!(forward.contains(&format!(" {peer} = ")), "{name}: the best peer is {peer}");
+            let [ours, theirs, ratio] = numbers(forward)[..] else { panic!("{name}: {forward}") };
+            same(name, ours, rate(&record));
+            same(name, theirs, peer_rate);
+            same(name, ratio, record["ratio"].as_f64().expect("a ratio"));
+            let record = named("bwd", name);
+            let [ours, theirs, ratio] = numbers(backward)[..] else { panic!("{name}: {backward}") };
+            same(name, ours, rate(&record));
+            same(name, theirs, record["peers"]["fa4"].as_f64().expect("a rate"));
+            same(name, ratio, record["ratio"].as_f64().expect("a ratio"));
+        }
+    }
+}
+
+#[test]
+fn square_shapes_are_their_records() {
+    let records = Records::read();
+    let find = |name: &str, row: &[String], seqlen: u32| {
+        let head_dims = row[0].split_once(", ").unwrap_or((&row[0], &row[0]));
+        let [head_dim, head_dim_v] = [head_dims.0, head_dims.1].map(|dim| dim.parse::<u32>().expect("a dim"));
+        let of = |record: &&Value| {
+            record["dtype"] == "bf16"
+                && record["head_dim"] == head_dim
+                && record["head_dim_v"] == head_dim_v
+                && record["mask"] == *row[1]
+                && record["seqlen_q"] == seqlen
+        };
+        let found = records.rows(name).iter().find(of);
+        found.unwrap_or_else(|| panic!("{name} lacks {row:?} at {seqlen}")).clone()
+    };
+    for (heading, name) in [("## SM90 forward", "sm90"), ("## SM90 backward", "sm90-bwd")] {
+        let table = records.table(heading);
+        assert_eq!(table.len(), 8, "{heading}");
+        for row in &table {
+            for (cell, seqlen) in row[2..].iter().zip([512, 1024, 2048, 4096, 8192, 16384]) {
+                let what = format!("{name} {} {} {seqlen}", row[0], row[1]);
+                let record = find(name, row, seqlen);
+                let shown = numbers(cell);
+                same(&what, shown[0], rate(&record));
+                if name == "sm90" {
+                    same(&what, shown[1], best_peer(&record).1);
+                } else {
+                    same(&what, shown[1], record["peers"]["cudnn"].as_f64().expect("a rate"));
+                    let earlier = find("sm90-bwd-fa4", row, seqlen);
+                    same(&what, shown[2], earlier["peers"]["fa4"].as_f64().expect("a rate"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn decode_packed_and_paged_batches_are_their_records() {
+    let records = Records::read();
+    let decode = records.table("### Decode");
+    assert_eq!(decode.len(), records.rows("decode").len());
+    for (row, record) in decode.iter().zip(records.rows("decode")) {
+        same(&row[0], &row[1], record["ms_median"].as_f64().expect("a time"));
+        same(&row[0], &row[2], rate(record));
+    }
+    let packed = records.table("### Packed batches");
+    for (column, name, peer) in [(1, "packed", "fa3"), (2, "packed-bwd", "fa4")] {
+        let rows = records.rows(name);
+        let of = |row: &Value| (rate(row), row["peers"][peer].as_f64().expect("a rate"));
+        assert_eq!((packed.len(), rows.len()), (3, 4), "{name}");
+        for (row, record) in packed.iter().zip(rows) {
+            let (ours, theirs) = of(record);
+            let shown = numbers(&row[column]);
+            same(&row[0], shown[0], ours);
+            same(&row[0], shown[1], theirs);
+            same(&row[0], shown[2], ours / theirs);
+        }
+        let dense = numbers(&packed[1][column]);
+        same("dense", dense[3], of(&rows[3]).0);
+        same("dense", dense[4], of(&rows[3]).1);
+    }
+    let paged = records.table("### Keys in pages");
+    let forms =
+        ["in one piece", "pages of 128", "pages of 64", "pages of 16", "pages of 16 in order", "pages of 1"];
+    for (at, form) in forms.into_iter().chain(["pages of 1 in order"]).enumerate() {
+        let record = |queries: u32| {
+            let is_it = |row: &&Value| row["name"] == form && row["seqlen_q"] == queries;
+            records.rows("paged").iter().find(is_it).unwrap_or_else(|| panic!("no row {form}"))
+        };
+        same(form, &paged[0][at + 1], rate(record(1)));
+        same(form, &paged[1][at + 1], rate(record(512)));
+        same(form, &paged[2][at + 1], record(512)["ms_min"].as_f64().expect("a time"));
+    }
+}
+
+#[test]
+fn figures_in_the_text_are_their_records() {
+    let records = Records::read();
+    let shows = |text: &str| assert!(records.page.contains(text), "the page does not say '{text}'");
+    let mean = |name: &str, group: &str, against: &str| {
+        let all = records.of(name)["summary"].as_array().expect("a summary");
+        let of =
+            |s: &&Value| s["group"].as_str().is_some_and(|g| g.contains(group)) && s["against"] == against;
+        let found = all.iter().find(of).unwrap_or_else(|| panic!("{name}: no {group} against {against}"));
+        found["geometric_mean"].as_f64().expect("a mean")
+    };
+    for (list, group) in [("models", "models"), ("held-out", "held out")] {
+        let of = |against| mean(&format!("{list}-fwd"), group, against);
+        shows(&format!(
+            "Forward: {:.2} times the best peer in geometric mean (cuDNN {:.2}, FlashAttention-3 {:.2}, \
+             FlashAttention-4 {:.2})",
+            of("best peer"),
+            of("cudnn"),
+            of("fa3"),
+            of("fa4")
+        ));
+        shows(&format!("Backward: {:.2} times FlashAttention-4", mean(&format!("{list}-bwd"), group, "fa4")));
+        shows(&format!("{:.2} times cuDNN over", mean(&format!("{list}-bwd-cudnn"), group, "cudnn")));
+    }
+    let deterministic = mean("models-bwd-deterministic", "models", "fa4");
+    shows(&format!("{deterministic:.2} times FlashAttention-4's deterministic kernels"));
+    let forward = |against| mean("sm90", "bf16", against);
+    shows(&format!(
+        "{:.2} times the best peer in geometric mean (cuDNN {:.2}, FlashAttention-4 {:.2}, FlashAttention-3 \
+         {:.2})",
+        forward("best peer"),
+        forward("cudnn"),
+        forward("fa4"),
+        forward("fa3")
+    ));
+    let backward = |against| mean("sm90-bwd", "bf16", against);
+    shows(&format!("{:.2} times cuDNN in geometric mean", backward("cudnn")));
+    shows(&format!("{:.2} times FlashAttention-2", backward("fa2")));
+    shows(&format!("The forward is {:.2} times FlashAttention-2", mean("sm80", "16k tokens", "fa2")));
+    shows(&format!("The backward is {:.2} times FlashAttention-2's", mean("sm80-bwd", "16k tokens", "fa2")));
+    shows(&format!("takes {:.2} ms", rate(&records.rows("step")[0])));
+    let sinks = |name: &str| {
+        let row = records.rows("sinks").iter().find(|row| row["name"] == name);
+        1000.0 * row.expect("a row")["ms_median"].as_f64().expect("a time")
+    };
+    let (with, without) = (sinks("sinks, window 128"), sinks("no sinks, window 128"));
+    let more = 100.0 * (with / without - 1.0);
+    shows(&format!("sinks take {with:.1} us beside {without:.1} without, {more:.1} % more"));
+}
+
+/// Every record of rates that the page names exists, and the page has its date; commands that write one name
+/// one that is there.
+#[test]
+fn records_are_named_with_their_dates() {
+    let records = Records::read();
+    let flat = records.page.replace('\n', " ");
+    let named: Vec<&str> = flat
+        .match_indices("docs/results/marks-")
+        .filter_map(|(at, _)| flat[at + "docs/results/".len()..].split_inclusive(".json").next())
+        .filter(|name| !name.contains(' '))
+        .collect();
+    assert!(named.len() > 15, "{named:?}");
+    for (name, record) in &records.files {
+        assert!(named.contains(&name.as_str()), "the page does not name {name}");
+        let date = &record["date"].as_str().expect("a date")[..10];
+        let at = flat.find(name.as_str()).expect("named");
+        let from =
+            flat[..at].rfind(" # ").map_or(0, |start| start).max(flat[..at].rfind(" ## ").unwrap_or(0));
+        let until = flat[at..].find(" ## ").map_or(flat.len(), |end| at + end);
+        assert!(flat[from..until].contains(date), "{name} is of {date}: its section does not say so");
+    }
+    for name in named {
+        assert!(records.files.contains_key(name), "there is no record {name}");
+    }
+}
