@@ -182,12 +182,14 @@ mod tests {
         let mut lines = Vec::new();
         run(&good, &[("FA_TEST_VALUE", "7")], |line| lines.push(line.to_owned())).unwrap();
         assert_eq!(lines, vec![format!("7 {}", folder.display()); 5]);
-        let mut suites = vec![script("bad", "echo wrong; exit 1"), script("slow", "sleep 1; echo slow")];
+        let bad = "while [ ! -e begun ]; do sleep 0.01; done; echo wrong; exit 1";
+        let mut suites = vec![script("bad", bad), script("slow", "touch begun; sleep 0.1; echo slow")];
         suites.extend(good);
         let mut lines = Vec::new();
         let error = run(&suites, &[], |line| lines.push(line.to_owned())).unwrap_err();
         assert_eq!(error.to_string(), "tests fail: bad");
-        assert_eq!(lines, ["wrong", "slow"]);
+        lines.sort();
+        assert_eq!(lines, ["slow", "wrong"]);
         std::fs::remove_dir_all(folder).unwrap();
     }
 
