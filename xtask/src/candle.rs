@@ -107,7 +107,8 @@ fn models() -> Result<()> {
     // By the way on which the workspace here finds fa-candle: else there would be two.
     let stand_in = folder.join("crates/fa-candle/stand-in");
     stand_for_workspace(&folder, &[(MODELS.0, to), (PEER.0, stand_in)])?;
-    let mut cargo = workspace::cargo_command(&["test", "-p", "fa-candle", "--test", "switched"]);
+    // Of the whole workspace, so that crates are built as they are for the other tests.
+    let mut cargo = workspace::cargo_command(&["test", "--workspace", "--test", "switched"]);
     cargo.args(["--features", "fa-candle/switched", "--manifest-path"]).arg(folder.join("Cargo.toml"));
     cargo.arg("--target-dir").arg(workspace::target_dir());
     finish(&mut cargo, "candle-transformers' models on fa-candle")

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::suites::{self, Suite};
 use crate::{candle, device, python, toolkit, workspace};
 
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
@@ -20,7 +21,15 @@ pub(crate) struct Args {
 /// A check by name.
 struct Step {
     name: &'static str,
-    run: fn(&Args, &mut Tally) -> Result<()>,
+    run: fn(&Args, &mut Found) -> Result<()>,
+}
+
+/// What the steps find.
+#[derive(Default)]
+struct Found {
+    /// The test programs, once they are built.
+    suites: Vec<Suite>,
+    tally: Tally,
 }
 
 const STEPS: [Step; 7] = [
@@ -35,10 +44,13 @@ const STEPS: [Step; 7] = [
     },
     Step {
         name: "build of tests",
-        run: |_, _| workspace::cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-run"]),
+        run: |_, found| {
+            found.suites = suites::build()?;
+            Ok(())
+        },
     },
     Step { name: "test, documentation, candle, python", run: tests },
-    Step { name: "test of docs", run: |args, tally| cargo_test(&["--doc"], args, tally) },
+    Step { name: "test of docs", run: |_, found| doc_tests(&mut found.tally) },
 ];
 
 /// Sum of cargo's "test result:" lines.
@@ -67,14 +79,14 @@ impl Tally {
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
-    let mut tally = Tally::default();
+    let mut found = Found::default();
     for (i, step) in STEPS.iter().enumerate() {
         let step_start = Instant::now();
         println!("ci [{}/{}] {}", i + 1, STEPS.len(), step.name);
-        (step.run)(args, &mut tally).with_context(|| format!("ci stopped at {}", step.name))?;
+        (step.run)(args, &mut found).with_context(|| format!("ci stopped at {}", step.name))?;
         println!("ci [{}/{}] {} ok, {:.0?}", i + 1, STEPS.len(), step.name, step_start.elapsed());
     }
-    let Tally { suites, passed, failed, ignored } = tally;
+    let Tally { suites, passed, failed, ignored } = found.tally;
     println!(
         "ci: all {} checks ok; {passed} tests passed, {failed} failed, {ignored} ignored in {suites} suites; \
          {:.0?}",
@@ -86,13 +98,24 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Runs the tests. Documentation and what stands on crates that are built by now, candle's side and the
 /// Python package, come meanwhile: neither that nor the tests fill the cores alone.
-fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
+fn tests(args: &Args, found: &mut Found) -> Result<()> {
+    // The same random problems in every run, so that what fails is the change's; `cargo test` draws others.
+    let mut variables = vec![];
+    if std::env::var_os(RANDOM_SEED).is_none() {
+        variables.push((RANDOM_SEED, "1"));
+    }
+    if args.all_archs {
+        variables.extend([("FA_ALL_ARCHS", "1"), ("FA_EMU_RECORD", "1")]);
+    }
+    let Found { suites, tally } = found;
     std::thread::scope(|scope| {
         let rest = scope.spawn(|| docs().and_then(|()| candle::check()).and_then(|()| python::check()));
-        let tests = cargo_test(&["--lib", "--bins", "--tests"], args, tally);
+        let tests = suites::run(suites, &variables, |line| tally.add(line));
         let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         tests.and(rest)
-    })
+    })?;
+    ensure!(found.tally.passed > 0, "the test programs ran no test");
+    Ok(())
 }
 
 /// Builds the documentation; a link that leads nowhere is an error.
@@ -111,18 +134,11 @@ fn docs() -> Result<()> {
 /// Where proptest reads the seed of its random cases.
 const RANDOM_SEED: &str = "PROPTEST_RNG_SEED";
 
-/// Runs the workspace's tests of these targets, shows their output and counts their results.
-fn cargo_test(targets: &[&str], args: &Args, tally: &mut Tally) -> Result<()> {
-    let mut command = workspace::cargo_command(&["test", "--workspace"]);
-    command.args(targets).stdout(Stdio::piped());
-    // The same random problems in every run, so that what fails is the change's; `cargo test` draws others.
-    if std::env::var_os(RANDOM_SEED).is_none() {
-        command.env(RANDOM_SEED, "1");
-    }
-    if args.all_archs {
-        command.env("FA_ALL_ARCHS", "1").env("FA_EMU_RECORD", "1");
-    }
-    let mut child = command.spawn().context("cargo does not start")?;
+/// Runs the examples in the documentation, shows their output and counts their results.
+fn doc_tests(tally: &mut Tally) -> Result<()> {
+    let before = tally.passed;
+    let mut command = workspace::cargo_command(&["test", "--workspace", "--doc"]);
+    let mut child = command.stdout(Stdio::piped()).spawn().context("cargo does not start")?;
     let stdout = child.stdout.take().context("cargo's output is not piped")?;
     for line in BufReader::new(stdout).split(b'\n') {
         let line = line.context("cargo's output breaks off")?;
@@ -131,8 +147,8 @@ fn cargo_test(targets: &[&str], args: &Args, tally: &mut Tally) -> Result<()> {
         tally.add(&line);
     }
     let status = child.wait().context("cargo does not end")?;
-    ensure!(status.success(), "cargo test {} failed ({status})", targets.join(" "));
-    ensure!(tally.passed > 0, "cargo test {} ran no test", targets.join(" "));
+    ensure!(status.success(), "cargo test --doc failed ({status})");
+    ensure!(tally.passed > before, "cargo test --doc ran no test");
     Ok(())
 }
 

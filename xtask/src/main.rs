@@ -20,6 +20,7 @@ mod python;
 mod rust_tokens;
 mod search;
 mod size;
+mod suites;
 mod toolkit;
 mod validate;
 mod workspace;

@@ -14,6 +14,7 @@ impl Vector for F32x8 {
     const LANES: usize = 8;
     const ROWS: usize = 6;
     const COLUMNS: usize = 2;
+    const PREFETCHES: bool = true;
 
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {

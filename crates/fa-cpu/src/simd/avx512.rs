@@ -53,6 +53,7 @@ impl Vector for F32x16 {
     const LANES: usize = 16;
     const ROWS: usize = 8;
     const COLUMNS: usize = 3;
+    const PREFETCHES: bool = true;
 
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {

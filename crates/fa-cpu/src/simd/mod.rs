@@ -22,6 +22,7 @@ mod peak;
 mod portable;
 mod product;
 mod row_kernels;
+pub(crate) mod row_products;
 pub(crate) mod rows;
 pub(crate) mod scatter;
 mod softmax;

@@ -10,7 +10,8 @@ pub(super) struct Lanes4([f32; 4]);
 impl Lanes4 {
     #[inline(always)]
     fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
-        Lanes4(core::array::from_fn(|i| f(self.0[i], other.0[i])))
+        let (a, b) = (self.0, other.0);
+        Lanes4([f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])])
     }
 }
 
@@ -52,7 +53,7 @@ impl Vector for Lanes4 {
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
         // Not f32::mul_add: without FMA hardware that is a library call per lane.
-        Lanes4(core::array::from_fn(|i| self.0[i] * factor.0[i] + addend.0[i]))
+        self.zip(factor, |a, b| a * b).zip(addend, |a, b| a + b)
     }
     #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {

@@ -1,9 +1,10 @@
-//! The kernels of [`super::rows`] behind methods that check every length.
+//! The kernels of [`super::rows`] and [`super::row_products`] behind methods that check every length.
 #![allow(unsafe_code)]
 
 use super::ahead::Ahead;
 use super::kernels::Kernels;
-use super::rows::{RawAccumulate, RawDots, RawRow, Stored};
+use super::row_products::{Factor, RawAccumulate, RawDots};
+use super::rows::{RawRow, Stored};
 use super::tile::extent;
 
 /// Whether each row has `dims` values; no branch for each, which took a tenth of a product's time.
@@ -39,7 +40,7 @@ impl Kernels {
     /// # Panics
     /// If a row or a buffer is shorter than that.
     #[allow(clippy::too_many_arguments)]
-    pub(crate) fn dots<T: Stored>(
+    pub(crate) fn dots<T: Factor>(
         &self,
         keys: &[&[T]],
         ahead: Ahead<'_, T>,
@@ -56,7 +57,7 @@ impl Kernels {
         assert!(s.len() >= extent(queries, keys.len(), lds), "scores are too short");
         let raw = RawDots { keys, ahead, dims, queries, q: q.as_ptr(), ldq, s: s.as_mut_ptr(), lds };
         // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
-        unsafe { (T::kernels(&self.table.rows_of).dots)(&raw) }
+        unsafe { (T::products(&self.table.products_of).dots)(&raw) }
     }
 
     /// `o[query] += sum of p[query][key] * values[key]` for rows of `dims` values, `p` at stride `ldp`, `o`
@@ -65,7 +66,7 @@ impl Kernels {
     /// # Panics
     /// If a row or a buffer is shorter than that.
     #[allow(clippy::too_many_arguments)]
-    pub(crate) fn accumulate<T: Stored>(
+    pub(crate) fn accumulate<T: Factor>(
         &self,
         values: &[&[T]],
         ahead: Ahead<'_, T>,
@@ -82,7 +83,7 @@ impl Kernels {
         assert!(o.len() >= extent(queries, dims, ldo), "O is too short");
         let raw = RawAccumulate { values, ahead, dims, queries, p: p.as_ptr(), ldp, o: o.as_mut_ptr(), ldo };
         // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
-        unsafe { (T::kernels(&self.table.rows_of).accumulate)(&raw) }
+        unsafe { (T::products(&self.table.products_of).accumulate)(&raw) }
     }
 
     /// Online softmax (base 2) of one row: scores become probabilities `2^(score - max)`; returns the new

@@ -1,10 +1,9 @@
-//! Kernels whose lanes lie along the head dim: conversions of rows, and the two products of attention for a
-//! few queries, which read K and V as they lie, in any element type.
+//! Kernels whose lanes lie along a row: conversions between element types, and the softmax. Products are in
+//! [`super::row_products`].
 #![allow(unsafe_code)]
 
 use half::{bf16, f16};
 
-use super::ahead::{Ahead, follow};
 use super::vector::{Vector, exp2};
 
 /// A number type as it lies in memory, read and written a register at a time.
@@ -19,11 +18,6 @@ pub trait Stored: Copy {
     /// # Safety
     /// They must be valid, and the CPU must have the instructions of `V`.
     unsafe fn load<V: Lanes>(from: *const Self) -> V;
-    /// `count` numbers, at most `LANES`, and zeros.
-    ///
-    /// # Safety
-    /// As [`Stored::load`], for so many.
-    unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V;
     /// Writes `LANES` numbers, rounded to nearest even.
     ///
     /// # Safety
@@ -43,8 +37,6 @@ impl<V: Vector> Lanes for V {}
 pub struct RowTable<T> {
     pub(super) widen: unsafe fn(*const T, *mut f32, usize),
     pub(super) narrow: unsafe fn(*const f32, f32, *mut T, usize),
-    pub(super) dots: unsafe fn(&RawDots<'_, T>),
-    pub(super) accumulate: unsafe fn(&RawAccumulate<'_, T>),
 }
 
 /// The kernels of one instruction set.
@@ -57,7 +49,7 @@ pub struct RowTables {
 }
 
 macro_rules! stored {
-    ($type:ident, $to:expr, $from:expr, $load:ident, $part:ident, $store:ident) => {
+    ($type:ident, $to:expr, $from:expr, $load:ident, $store:ident) => {
         impl Stored for $type {
             #[inline(always)]
             fn as_f32(self) -> f32 {
@@ -73,11 +65,6 @@ macro_rules! stored {
                 unsafe { V::$load(from.cast()) }
             }
             #[inline(always)]
-            unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V {
-                // SAFETY: the caller's.
-                unsafe { V::$part(from.cast(), count) }
-            }
-            #[inline(always)]
             unsafe fn store<V: Lanes>(values: V, to: *mut Self) {
                 // SAFETY: the caller's.
                 unsafe { values.$store(to.cast()) }
@@ -89,42 +76,10 @@ macro_rules! stored {
     };
 }
 
-stored!(f32, |value| value, |value| value, load, load_part, store);
-stored!(bf16, bf16::to_f32, bf16::from_f32, load_bf16, load_part_bf16, store_bf16);
-stored!(f16, f16::to_f32, f16::from_f32, load_f16, load_part_f16, store_f16);
-stored!(f64, |value| value as f32, f64::from, load_f64, load_part_f64, store_f64);
-
-/// `S[query][key] = K[key] . Q[query]`.
-///
-/// # Safety
-/// Rows of `keys` have `dims` values; `q` has `queries` rows of `dims` at stride `ldq`, `s` as many of
-/// `keys.len()` at stride `lds`.
-pub(super) struct RawDots<'a, T> {
-    pub keys: &'a [&'a [T]],
-    pub ahead: Ahead<'a, T>,
-    pub dims: usize,
-    pub queries: usize,
-    pub q: *const f32,
-    pub ldq: usize,
-    pub s: *mut f32,
-    pub lds: usize,
-}
-
-/// `O[query] += sum over keys of P[query][key] V[key]`.
-///
-/// # Safety
-/// Rows of `values` have `dims` values; `p` has `queries` rows of `values.len()` at stride `ldp`, `o` as many
-/// of `dims` at stride `ldo`.
-pub(super) struct RawAccumulate<'a, T> {
-    pub values: &'a [&'a [T]],
-    pub ahead: Ahead<'a, T>,
-    pub dims: usize,
-    pub queries: usize,
-    pub p: *const f32,
-    pub ldp: usize,
-    pub o: *mut f32,
-    pub ldo: usize,
-}
+stored!(f32, |value| value, |value| value, load, store);
+stored!(bf16, bf16::to_f32, bf16::from_f32, load_bf16, store_bf16);
+stored!(f16, f16::to_f32, f16::from_f32, load_f16, store_f16);
+stored!(f64, |value| value as f32, f64::from, load_f64, store_f64);
 
 /// One row of scores in base 2 for the online softmax.
 ///
@@ -163,303 +118,6 @@ pub(super) unsafe fn narrow<V: Vector, T: Stored>(from: *const f32, factor: f32,
         }
         for i in whole..len {
             *to.add(i) = T::rounded(*from.add(i) * factor);
-        }
-    }
-}
-
-/// Scores of a few queries. Each sum is taken in one order, whatever the blocks.
-#[inline(always)]
-pub(super) unsafe fn dots<V: Vector, T: Stored>(call: &RawDots<'_, T>) {
-    let mut query = 0;
-    // SAFETY: `RawDots`'s contract; blocks stay within the queries.
-    unsafe {
-        if V::LANES == 16 {
-            while call.queries - query >= 4 {
-                dots_of::<V, T, 4, 4, 16>(call, query);
-                query += 4;
-            }
-            while call.queries - query >= 2 {
-                dots_of::<V, T, 8, 2, 16>(call, query);
-                query += 2;
-            }
-            if query < call.queries {
-                dots_of::<V, T, 16, 1, 16>(call, query);
-            }
-            return;
-        }
-        while call.queries - query >= 2 {
-            dots_of::<V, T, 4, 2, 8>(call, query);
-            query += 2;
-        }
-        if query < call.queries {
-            dots_of::<V, T, 8, 1, 8>(call, query);
-        }
-    }
-}
-
-/// All keys for `QUERIES` queries, in blocks of `KEYS`: `SUMS` sums, their product.
-#[inline(always)]
-unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize, const SUMS: usize>(
-    call: &RawDots<'_, T>,
-    query: usize,
-) {
-    const { assert!(SUMS == KEYS * QUERIES) }
-    let ahead = if query == 0 { call.ahead } else { Ahead::Nothing };
-    let (distance, mut parts) =
-        (ahead.distance(call.keys, call.dims), ahead.parts(call.keys.len().div_ceil(KEYS)));
-    for key in (0..call.keys.len()).step_by(KEYS) {
-        // SAFETY: `RawDots`'s contract; blocks begin within the keys.
-        unsafe {
-            parts.fetch::<V>();
-            match distance {
-                None => dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query, None),
-                distance => dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query, distance),
-            }
-        }
-    }
-}
-
-/// Keys of a block at a time, whose addresses stay in registers.
-const ROWS: usize = 8;
-
-/// One block. Beyond the last key its row is read again, and the result dropped.
-#[inline(always)]
-unsafe fn dots_block<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize, const SUMS: usize>(
-    call: &RawDots<'_, T>,
-    key: usize,
-    query: usize,
-    distance: Option<isize>,
-) {
-    const { assert!(KEYS <= 2 * ROWS) }
-    // SAFETY: `RawDots`'s contract; the block lies within keys and queries.
-    unsafe {
-        let count = KEYS.min(call.keys.len() - key);
-        let mut sums = [V::splat(0.0); SUMS];
-        // One after the other, no loop: the sums stay in registers.
-        Sums::<V, KEYS, QUERIES, 0> { sums: &mut sums }.rows(call, key, query, distance);
-        if KEYS > ROWS {
-            Sums::<V, KEYS, QUERIES, ROWS> { sums: &mut sums }.rows(call, key, query, distance);
-        }
-        let sums = V::sums(sums);
-        for (j, sums) in sums.chunks(KEYS).enumerate() {
-            let to = call.s.add((query + j) * call.lds + key);
-            core::ptr::copy_nonoverlapping(sums.as_ptr(), to, count);
-        }
-    }
-}
-
-/// Sums of a block of keys and queries, of which the keys from `FIRST` on are at hand.
-struct Sums<'a, V, const KEYS: usize, const QUERIES: usize, const FIRST: usize> {
-    sums: &'a mut [V],
-}
-
-impl<V: Vector, const KEYS: usize, const QUERIES: usize, const FIRST: usize>
-    Sums<'_, V, KEYS, QUERIES, FIRST>
-{
-    /// Adds the products of [`ROWS`] keys along their whole rows.
-    #[inline(always)]
-    unsafe fn rows<T: Stored>(
-        &mut self,
-        call: &RawDots<'_, T>,
-        key: usize,
-        query: usize,
-        distance: Option<isize>,
-    ) {
-        // SAFETY: the caller's: the block lies within keys and queries.
-        unsafe {
-            let last = call.keys.len() - 1;
-            let rows: [*const T; ROWS] = core::array::from_fn(|i| {
-                call.keys.get_unchecked((key + FIRST + i.min(KEYS - 1)).min(last)).as_ptr()
-            });
-            let rows = &rows[..ROWS.min(KEYS)];
-            let (q, ldq) = (call.q.add(query * call.ldq), call.ldq);
-            let whole = call.dims / V::LANES * V::LANES;
-            // Along each row as far as Q fits the registers: memory is read in the order of its addresses.
-            let mut d = 0;
-            while QUERIES == 1 && whole - d >= 4 * V::LANES {
-                self.add::<T, 4>(rows, q, ldq, d, distance);
-                d += 4 * V::LANES;
-            }
-            while QUERIES <= 2 && whole - d >= 2 * V::LANES {
-                self.add::<T, 2>(rows, q, ldq, d, distance);
-                d += 2 * V::LANES;
-            }
-            while d < whole {
-                self.add::<T, 1>(rows, q, ldq, d, distance);
-                d += V::LANES;
-            }
-            if whole < call.dims {
-                self.add_rest::<T>(rows, q, ldq, whole, call.dims - whole);
-            }
-        }
-    }
-
-    /// Adds the products of `REGISTERS` registers of each row from `d` on, and fetches what is at `distance`.
-    #[inline(always)]
-    unsafe fn add<T: Stored, const REGISTERS: usize>(
-        &mut self,
-        rows: &[*const T],
-        q: *const f32,
-        ldq: usize,
-        d: usize,
-        distance: Option<isize>,
-    ) {
-        // SAFETY: the caller's: rows and queries reach as far.
-        unsafe {
-            let q: [[V; REGISTERS]; QUERIES] = core::array::from_fn(|j| {
-                core::array::from_fn(|r| V::load(q.add(j * ldq + d + r * V::LANES)))
-            });
-            for (i, row) in rows.iter().enumerate() {
-                let row = row.add(d);
-                if let Some(distance) = distance {
-                    follow::<V, T>(row, distance, REGISTERS * V::LANES);
-                }
-                for r in 0..REGISTERS {
-                    let k = T::load::<V>(row.add(r * V::LANES));
-                    for (j, q) in q.iter().enumerate() {
-                        let sum = &mut self.sums[j * KEYS + FIRST + i];
-                        *sum = k.mul_add(q[r], *sum);
-                    }
-                }
-            }
-        }
-    }
-
-    /// The same for the `rest` columns from `d` on, which do not fill a register.
-    #[inline(always)]
-    unsafe fn add_rest<T: Stored>(
-        &mut self,
-        rows: &[*const T],
-        q: *const f32,
-        ldq: usize,
-        d: usize,
-        rest: usize,
-    ) {
-        // SAFETY: the caller's: rows and queries reach as far.
-        unsafe {
-            let q: [V; QUERIES] = core::array::from_fn(|j| V::load_part(q.add(j * ldq + d), rest));
-            for (i, row) in rows.iter().enumerate() {
-                let k = T::load_part::<V>(row.add(d), rest);
-                for (j, &q) in q.iter().enumerate() {
-                    let sum = &mut self.sums[j * KEYS + FIRST + i];
-                    *sum = k.mul_add(q, *sum);
-                }
-            }
-        }
-    }
-}
-
-/// Adds weighted values for a few queries. Each sum is taken in the keys' order, whatever the blocks.
-#[inline(always)]
-pub(super) unsafe fn accumulate<V: Vector, T: Stored>(call: &RawAccumulate<'_, T>) {
-    let mut query = 0;
-    // SAFETY: `RawAccumulate`'s contract; blocks stay within the queries.
-    unsafe {
-        if V::LANES == 16 {
-            while call.queries - query >= 4 {
-                accumulate_of::<V, T, 4, 4>(call, query);
-                query += 4;
-            }
-        }
-        while call.queries - query >= 2 {
-            accumulate_of::<V, T, 2, 4>(call, query);
-            query += 2;
-        }
-        if query < call.queries {
-            accumulate_of::<V, T, 1, 8>(call, query);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn accumulate_of<V: Vector, T: Stored, const QUERIES: usize, const REGISTERS: usize>(
-    call: &RawAccumulate<'_, T>,
-    query: usize,
-) {
-    let mut column = 0;
-    // SAFETY: `RawAccumulate`'s contract; blocks stay within the columns.
-    unsafe {
-        while call.dims - column >= REGISTERS * V::LANES {
-            accumulate_block::<V, T, QUERIES, REGISTERS>(call, query, column);
-            column += REGISTERS * V::LANES;
-        }
-        if REGISTERS > 4 && call.dims - column >= 4 * V::LANES {
-            accumulate_block::<V, T, QUERIES, 4>(call, query, column);
-            column += 4 * V::LANES;
-        }
-        while call.dims - column >= 2 * V::LANES {
-            accumulate_block::<V, T, QUERIES, 2>(call, query, column);
-            column += 2 * V::LANES;
-        }
-        while call.dims - column >= V::LANES {
-            accumulate_block::<V, T, QUERIES, 1>(call, query, column);
-            column += V::LANES;
-        }
-        if column < call.dims {
-            accumulate_rest::<V, T, QUERIES>(call, query, column);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REGISTERS: usize>(
-    call: &RawAccumulate<'_, T>,
-    query: usize,
-    column: usize,
-) {
-    // SAFETY: `RawAccumulate`'s contract; the block lies within queries and columns.
-    unsafe {
-        let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
-        let mut sums: [[V; REGISTERS]; QUERIES] =
-            core::array::from_fn(|i| core::array::from_fn(|r| V::load(o.add(i * call.ldo + r * V::LANES))));
-        // With `Follow` each column block fetches; otherwise rows are fetched once.
-        let of_columns = column == 0 || matches!(call.ahead, Ahead::Follow);
-        let ahead = if query == 0 && of_columns { call.ahead } else { Ahead::Nothing };
-        let (distance, mut parts) = (ahead.distance(call.values, call.dims), ahead.parts(call.values.len()));
-        for (key, row) in call.values.iter().enumerate() {
-            let row = row.as_ptr().add(column);
-            if let Some(distance) = distance {
-                follow::<V, T>(row, distance, REGISTERS * V::LANES);
-            }
-            parts.fetch::<V>();
-            let values: [V; REGISTERS] = core::array::from_fn(|r| T::load::<V>(row.add(r * V::LANES)));
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let p = V::splat(*p.add(i * call.ldp + key));
-                for (sum, value) in sums.iter_mut().zip(values) {
-                    *sum = p.mul_add(value, *sum);
-                }
-            }
-        }
-        for (i, sums) in sums.iter().enumerate() {
-            for (r, &sum) in sums.iter().enumerate() {
-                sum.store(o.add(i * call.ldo + r * V::LANES));
-            }
-        }
-    }
-}
-
-/// The columns that do not fill a register.
-#[inline(always)]
-unsafe fn accumulate_rest<V: Vector, T: Stored, const QUERIES: usize>(
-    call: &RawAccumulate<'_, T>,
-    query: usize,
-    column: usize,
-) {
-    // SAFETY: `RawAccumulate`'s contract; no register has more than 16 lanes.
-    unsafe {
-        let rest = call.dims - column;
-        let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
-        let mut sums: [V; QUERIES] = core::array::from_fn(|i| V::load_part(o.add(i * call.ldo), rest));
-        for (key, row) in call.values.iter().enumerate() {
-            let value = T::load_part::<V>(row.as_ptr().add(column), rest);
-            for (i, sum) in sums.iter_mut().enumerate() {
-                *sum = V::splat(*p.add(i * call.ldp + key)).mul_add(value, *sum);
-            }
-        }
-        for (i, sum) in sums.iter().enumerate() {
-            let mut lanes = [0.0; 16];
-            sum.store(lanes.as_mut_ptr());
-            core::ptr::copy_nonoverlapping(lanes.as_ptr(), o.add(i * call.ldo), rest);
         }
     }
 }

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use super::product::RawProduct;
+use super::row_products::ProductTables;
 use super::rows::RowTables;
 use super::softmax::{RawAlibi, RawGradient, RawSoftmax};
 use super::transpose::RawTranspose;
@@ -23,6 +24,7 @@ pub(super) struct Table {
     pub gradient: unsafe fn(&RawGradient),
     pub alibi: unsafe fn(&RawAlibi),
     pub rows_of: RowTables,
+    pub products_of: ProductTables,
     pub softcap: unsafe fn(*mut f32, usize, f32),
     pub exp2: unsafe fn(*mut f32, usize),
     pub transpose: unsafe fn(&RawTranspose),
@@ -34,7 +36,7 @@ macro_rules! table {
     ($vector:ty $(, $features:literal)?) => {
         /// The kernels on these registers.
         pub(super) static TABLE: super::table::Table = {
-            use super::{peak, product, rows, softmax, transpose};
+            use super::{peak, product, row_products, rows, softmax, transpose};
             $(#[target_feature(enable = $features)])?
             unsafe fn product(call: &product::RawProduct) {
                 // SAFETY: the caller keeps the contract of `RawProduct`.
@@ -73,17 +75,23 @@ macro_rules! table {
                         // SAFETY: the caller vouches for `len` numbers at both.
                         unsafe { rows::narrow::<$vector, $type>(from, factor, to, len) }
                     }
+                    rows::RowTable { widen, narrow }
+                }};
+            }
+            /// The products of rows of one element type.
+            macro_rules! product_table {
+                ($type:ty) => {{
                     $(#[target_feature(enable = $features)])?
-                    unsafe fn dots(call: &rows::RawDots<'_, $type>) {
+                    unsafe fn dots(call: &row_products::RawDots<'_, $type>) {
                         // SAFETY: the caller keeps the contract of `RawDots`.
-                        unsafe { rows::dots::<$vector, $type>(call) }
+                        unsafe { row_products::dots::<$vector, $type>(call) }
                     }
                     $(#[target_feature(enable = $features)])?
-                    unsafe fn accumulate(call: &rows::RawAccumulate<'_, $type>) {
+                    unsafe fn accumulate(call: &row_products::RawAccumulate<'_, $type>) {
                         // SAFETY: the caller keeps the contract of `RawAccumulate`.
-                        unsafe { rows::accumulate::<$vector, $type>(call) }
+                        unsafe { row_products::accumulate::<$vector, $type>(call) }
                     }
-                    rows::RowTable { widen, narrow, dots, accumulate }
+                    row_products::ProductTable { dots, accumulate }
                 }};
             }
             $(#[target_feature(enable = $features)])?
@@ -120,6 +128,11 @@ macro_rules! table {
                     f16: row_table!(half::f16),
                     f64: row_table!(f64),
                     softmax: row_softmax,
+                },
+                products_of: row_products::ProductTables {
+                    f32: product_table!(f32),
+                    bf16: product_table!(half::bf16),
+                    f16: product_table!(half::f16),
                 },
                 softcap,
                 exp2,

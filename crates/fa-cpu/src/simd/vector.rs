@@ -35,6 +35,8 @@ pub(super) trait Vector: Copy {
     unsafe fn select_greater(self, limit: Self, yes: Self, no: Self) -> Self;
     /// Whether `self > limit` in any lane.
     unsafe fn any_greater(self, limit: Self) -> bool;
+    /// Whether [`Vector::prefetch`] does anything.
+    const PREFETCHES: bool = false;
     /// Prefetches the cache line at any address into the second-level cache.
     #[inline(always)]
     unsafe fn prefetch(_at: *const u8) {}
@@ -73,12 +75,6 @@ pub(super) trait Vector: Copy {
         unsafe {
             load_each::<Self>(|i| if i < count { half::f16::from_bits(*from.add(i)).to_f32() } else { 0.0 })
         }
-    }
-    /// As [`Vector::load_part`], of f64 numbers.
-    #[inline(always)]
-    unsafe fn load_part_f64(from: *const f64, count: usize) -> Self {
-        // SAFETY: the caller vouches for the numbers.
-        unsafe { load_each::<Self>(|i| if i < count { *from.add(i) as f32 } else { 0.0 }) }
     }
     /// `LANES` bf16 numbers.
     #[inline(always)]
@@ -131,7 +127,8 @@ pub(super) trait Vector: Copy {
 /// A register, lane by lane.
 #[inline(always)]
 unsafe fn load_each<V: Vector>(lane: impl Fn(usize) -> f32) -> V {
-    let lanes: [f32; 16] = core::array::from_fn(|i| if i < V::LANES { lane(i) } else { 0.0 });
+    let mut lanes = [0.0; 16];
+    lanes[..V::LANES].iter_mut().enumerate().for_each(|(i, value)| *value = lane(i));
     // SAFETY: no register has more lanes.
     unsafe { V::load(lanes.as_ptr()) }
 }

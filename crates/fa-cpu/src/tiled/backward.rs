@@ -19,13 +19,14 @@ use super::scratch::{QueryTile, Scratch};
 use super::sink_terms::SinkTerms;
 use super::work::Unit;
 use crate::element::Element;
+use crate::simd::row_products::Factor;
 use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
 /// Computes the gradients of the given units, or of all; returns what each of their heads adds to the
 /// gradient of its sink, in order.
-pub(super) fn run<T: Element>(
+pub(super) fn run<T: Element + Factor>(
     call: &Backward<'_, T>,
     to: &mut Gradients<'_, T>,
     only: Option<&[Unit]>,
@@ -117,7 +118,7 @@ struct Job<'a, T> {
     sizes: Sizes,
 }
 
-impl<T: Element> Job<'_, T> {
+impl<T: Element + Factor> Job<'_, T> {
     fn rows(&self, cut: &Cut, tile: usize) -> Range<usize> {
         tile * self.sizes.tile_m..cut.band.q.min((tile + 1) * self.sizes.tile_m)
     }

@@ -9,6 +9,7 @@ use super::work::{Forward, Unit, units};
 use super::{backward, backward16, decode, forward, forward16};
 use crate::element::Element;
 use crate::simd::cast;
+use crate::simd::row_products::Factor;
 use crate::view::TensorMut;
 
 macro_rules! passes {
@@ -52,7 +53,11 @@ passes! {
 }
 
 /// Sequences of few queries one way, the others another.
-fn forward_of<T: Element>(call: &Forward<'_, T>, out: &mut TensorMut<'_, T>, mut lse: Option<&mut [f32]>) {
+fn forward_of<T: Element + Factor>(
+    call: &Forward<'_, T>,
+    out: &mut TensorMut<'_, T>,
+    mut lse: Option<&mut [f32]>,
+) {
     let decodes = decode::applies(call);
     let few = |unit: &Unit| decodes && decode::suits(call, &call.batch.sequences[unit.sequence]);
     let (few, mut many): (Vec<_>, Vec<_>) = units(call.problem, call.batch).into_iter().partition(few);
@@ -66,7 +71,7 @@ fn forward_of<T: Element>(call: &Forward<'_, T>, out: &mut TensorMut<'_, T>, mut
 }
 
 /// Units whose inputs are finite by the 16-bit path, where there is one, the others in f32.
-fn backward_of<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
+fn backward_of<T: Element + Factor>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
     let (mut left, mut sums) = (None, vec![]);
     if backward16::applies(call.kernels, call.problem)
         && let (Some(call), Some(mut to)) = (cast_backward(call), cast_gradients(to))

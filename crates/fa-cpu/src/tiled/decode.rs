@@ -19,6 +19,7 @@ use super::work::{Forward, Unit};
 use crate::batch::Sequence;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
+use crate::simd::row_products::Factor;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;
@@ -101,7 +102,7 @@ pub(super) fn applies<T: Element>(call: &Forward<'_, T>) -> bool {
 }
 
 /// Computes O and LSE of the given units, all of which it [suits].
-pub(super) fn run<T: Element>(
+pub(super) fn run<T: Element + Factor>(
     call: &Forward<'_, T>,
     units: &[Unit],
     out: &mut TensorMut<'_, T>,
@@ -251,7 +252,7 @@ struct Job<'a, T> {
     v: KeyRows<'a, T>,
 }
 
-impl<'a, T: Element> Job<'a, T> {
+impl<'a, T: Element + Factor> Job<'a, T> {
     /// One split of units of a sequence: the scratch's states become their results.
     fn split(&self, scratch: &mut Scratch<'a, T>, units: &[Unit], band: &Band, keys: &Range<usize>) {
         let Forward { kernels, problem, batch, q, .. } = *self.call;

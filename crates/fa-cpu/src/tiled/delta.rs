@@ -10,6 +10,7 @@ use super::scores::Scores;
 use super::work::Unit;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
+use crate::simd::row_products::Factor;
 
 /// Rows that see at most this many keys compute delta from P and dP, in a few percent of the row's time.
 pub(super) const FEW_KEYS: usize = 16;
@@ -27,7 +28,7 @@ pub(super) struct ExactDelta<'a, T> {
     dp: Buffer,
 }
 
-impl<'a, T: Element> ExactDelta<'a, T> {
+impl<'a, T: Element + Factor> ExactDelta<'a, T> {
     pub(super) fn new(call: &'a Backward<'a, T>) -> Self {
         let Backward { problem, batch, ref inputs, .. } = *call;
         let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));

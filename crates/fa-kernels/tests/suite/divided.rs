@@ -1,6 +1,7 @@
 //! Kernels that a caller's division of the work asks for, which the planner would not choose.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use fa_core::{Arch, Division, Dtype, KernelSpec, Lengths, Mask, Problem, Side};
 use fa_kernels::{Cache, Compiler, Error, Headers, Source, smem_bytes};
@@ -45,8 +46,8 @@ fn first(
 
 #[test]
 fn what_callers_divide_has_a_kernel_that_compiles() {
-    let (compiler, folder) = (crate::nvrtc(), tempfile::tempdir().unwrap());
-    let cache = Cache::open(Some(folder.path().to_owned()), 1 << 30);
+    let compiler = crate::nvrtc();
+    let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
     let mut known = BTreeMap::new();
     let base = Problem { heads_kv: 2, ..Problem::square(2, 2048, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
     let paged = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 4096, 4096));
