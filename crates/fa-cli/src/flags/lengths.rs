@@ -70,7 +70,7 @@ impl FromStr for Page {
     fn from_str(text: &str) -> Result<Self, String> {
         let (page, pages) = one_or_two(text, "PAGE or PAGE,PAGES, as in 16,4096")?;
         if page == 0 {
-            return Err("a page must hold keys: use 1 or more".to_owned());
+            return Err("a page of 0 keys: use 1 or more".to_owned());
         }
         Ok(Page { page, pages })
     }
