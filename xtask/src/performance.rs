@@ -1,5 +1,6 @@
 //! The tables of docs/performance.md against the records in docs/results: every number that a record holds is
-//! that number, rounded as the table rounds it, and every record that is named has its date beside it.
+//! that number, rounded as the table rounds it, and every record that is named has its date beside it. So are
+//! the figures that README repeats.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -259,4 +260,63 @@ fn records_are_named_with_their_dates() {
     for name in named {
         assert!(records.files.contains_key(name), "there is no record {name}");
     }
+}
+
+/// README's counts of validated cases and its table of rates, which repeat the records.
+#[test]
+fn the_readme_sums_up_the_records() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let readme = std::fs::read_to_string(root.join("README.md")).expect("the README").replace('\n', " ");
+    let shows = |text: &str| assert!(readme.contains(text), "README does not say '{text}'");
+    let grouped = |n: u64| if n < 1000 { n.to_string() } else { format!("{},{:03}", n / 1000, n % 1000) };
+    for (kernels, what) in [
+        ("sm90", "SM90 forward"),
+        ("sm80", "SM80-class forward"),
+        ("sm90-bwd", "SM90 backward"),
+        ("sm80-bwd", "SM80-class backward"),
+    ] {
+        let path = root.join(format!("docs/results/validate/{kernels}-nvidia-h100-80gb-hbm3.json"));
+        let text = std::fs::read_to_string(path).expect("a record");
+        let record: Value = serde_json::from_str(&text).expect("JSON");
+        let groups = record["groups"].as_array().expect("groups");
+        let sum = |field: &str| groups.iter().map(|group| group[field].as_u64().expect("a count")).sum();
+        let (passed, cases) = (grouped(sum("passed")), grouped(sum("cases")));
+        let named = [
+            format!("{passed} of {cases} of the {what}"),
+            format!("{passed} of {cases} cases of the {what}"),
+        ];
+        assert!(named.iter().any(|text| readme.contains(text)), "README does not say '{}'", named[0]);
+    }
+    let records = Records::read();
+    let of = |name: &str, group: &str, against: &str| {
+        let all = records.of(name)["summary"].as_array().expect("a summary");
+        let is_it =
+            |s: &&Value| s["group"].as_str().is_some_and(|g| g.contains(group)) && s["against"] == against;
+        let found = all.iter().find(is_it).unwrap_or_else(|| panic!("{name}: no {group} against {against}"));
+        ["geometric_mean", "lowest"].map(|field| found[field].as_f64().expect("a ratio"))
+    };
+    let [mean, lowest] = of("models-fwd", "models", "best peer");
+    shows(&format!("| layers of 24 released models | {mean:.2} (lowest {lowest:.2}) |"));
+    let [mean, lowest] = of("models-bwd", "models", "fa4");
+    let [ordered, ordered_lowest] = of("models-bwd-deterministic", "models", "fa4");
+    shows(&format!(
+        "| {mean:.2} (lowest {lowest:.2}); deterministic {ordered:.2} (lowest {ordered_lowest:.2}) |"
+    ));
+    let [mean, lowest] = of("held-out-fwd", "held out", "best peer");
+    let [backward, backward_lowest] = of("held-out-bwd", "held out", "fa4");
+    shows(&format!("tuned | {mean:.2} (lowest {lowest:.3}) | {backward:.2} (lowest {backward_lowest:.2}) |"));
+    let [mean, lowest] = of("sm90", "bf16", "best peer");
+    shows(&format!("| 48 square shapes | {mean:.2} (lowest {lowest:.2}) |"));
+    let ratios = |name: &str, peer: &str| {
+        let rows = records.rows(name).iter().filter(|row| row["group"] == "packed, bf16");
+        let ratios: Vec<f64> =
+            rows.map(|row| rate(row) / row["peers"][peer].as_f64().expect("a rate")).collect();
+        [ratios.iter().copied().fold(f64::INFINITY, f64::min), ratios.iter().copied().fold(0.0, f64::max)]
+    };
+    let [low, high] = ratios("packed", "fa3");
+    let [backward_low, backward_high] = ratios("packed-bwd", "fa4");
+    shows(&format!(
+        "| packed batches | {low:.2} to {high:.2} (over FlashAttention-3) | {backward_low:.2} to \
+         {backward_high:.2} |"
+    ));
 }

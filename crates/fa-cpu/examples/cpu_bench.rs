@@ -110,13 +110,14 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str, layout: Ten
     run_forward();
     let (mut times, mut busy) = (Vec::new(), 0.0);
     let mut timed = |run: &mut dyn FnMut()| {
-        let begin = Instant::now();
+        // Call after call: in a pause between them, threads would go to sleep.
+        let (cpu, begin) = (cpu_seconds(), Instant::now());
         while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.4 {
-            let (cpu, start) = (cpu_seconds(), Instant::now());
+            let start = Instant::now();
             run();
             times.push(start.elapsed().as_secs_f64());
-            busy += cpu_seconds() - cpu;
         }
+        busy = cpu_seconds() - cpu;
     };
     if mode == "fwd" {
         timed(&mut run_forward);
