@@ -153,7 +153,7 @@ pub enum Error {
     },
     /// A table of tuned kernels cannot be read.
     #[error(
-        "{path} is no table of tuned kernels: {reason}; remove it, or run `fa tune` again",
+        "{path} is not a table of tuned kernels: {reason}; remove it, or run `fa tune` again",
         path = .path.display()
     )]
     BadTuned {

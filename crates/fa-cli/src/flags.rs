@@ -302,7 +302,7 @@ impl FromStr for Window {
         let side = |text: &str| match text.trim() {
             "inf" | "-1" => Ok(None),
             number => number.parse().map(Some).map_err(|_| {
-                format!("'{number}' is no count of keys: use a number up to {} or 'inf'", u32::MAX)
+                format!("'{number}' is not a number of keys: use a whole number up to {}, or 'inf'", u32::MAX)
             }),
         };
         let (left, right) = text.split_once(',').ok_or("needs two sides, as in 256,0")?;

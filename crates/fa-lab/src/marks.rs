@@ -249,7 +249,7 @@ impl FromStr for Marks {
     fn from_str(text: &str) -> Result<Marks, String> {
         let names = Marks::ALL.map(Marks::name).join(", ");
         let found = Marks::ALL.into_iter().find(|marks| marks.name() == text);
-        found.ok_or_else(|| format!("there are no marks '{text}': use one of {names}"))
+        found.ok_or_else(|| format!("unknown marks '{text}': use one of {names}"))
     }
 }
 

@@ -41,7 +41,7 @@ pub fn whole<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
         if *error.kind() == IntErrorKind::PosOverflow {
             format!("'{text}' is above {}, the most", u128::MAX >> (128 - 8 * size_of::<T>()))
         } else {
-            format!("'{text}' is no whole number")
+            format!("'{text}' is not a whole number")
         }
     })
 }

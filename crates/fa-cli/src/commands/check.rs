@@ -251,7 +251,7 @@ fn rows_by(references: &References, pairs: &[Pair], dtype: Dtype) -> anyhow::Res
     for pair in pairs {
         let Some(Reference { exact, low, noise }) = references.get(pair.name.as_str()) else {
             return Err(InputError::Usage(format!(
-                "tensor '{}' is no output of attention, so the inputs do not tell what it should be: \
+                "tensor '{}' is not an output of attention, so it cannot be computed from the inputs: \
                  give --atol or --rtol",
                 pair.name
             ))

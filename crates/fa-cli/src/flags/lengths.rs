@@ -70,7 +70,7 @@ impl FromStr for Page {
     fn from_str(text: &str) -> Result<Self, String> {
         let (page, pages) = one_or_two(text, "PAGE or PAGE,PAGES, as in 16,4096")?;
         if page == 0 {
-            return Err("a page of 0 keys holds none: use 1 or more".to_owned());
+            return Err("a page of 0 keys: use 1 or more".to_owned());
         }
         Ok(Page { page, pages })
     }
@@ -86,7 +86,7 @@ pub(crate) fn parse_alibi(text: &str) -> Result<Alibi, String> {
     let all = [Alibi::PerHead, Alibi::PerSequenceHead];
     all.into_iter().find(|alibi| alibi.name() == text).ok_or_else(|| {
         let names = all.map(Alibi::name).join(" or ");
-        format!("no slopes '{text}': use {names}")
+        format!("unknown ALiBi slopes '{text}': use {names}")
     })
 }
 

@@ -212,6 +212,6 @@ fn plots_of_records_are_drawn_again_from_them() {
     assert!(std::fs::read_to_string(&plot).unwrap().contains("head dim 16"));
     std::fs::write(&json, "{}").unwrap();
     let none = fa(&format!("bench --draw {} --plot {}", text(&json), text(&plot)));
-    assert!(none.code == 2 && none.stderr.contains("no record of fa bench"), "{none:?}");
+    assert!(none.code == 2 && none.stderr.contains("is not a record of `fa bench`"), "{none:?}");
     assert_eq!(fa(&format!("bench --draw {}", text(&json))).code, 2);
 }

@@ -143,7 +143,7 @@ impl Record {
     /// # Errors
     /// [`InputError`] for a file that is not a record.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Record> {
-        let none = |e| InputError::Usage(format!("{} is no record of fa bench: {e}", path.display()));
+        let none = |e| InputError::Usage(format!("{} is not a record of `fa bench`: {e}", path.display()));
         Ok(serde_json::from_str(&read_text(path)?).map_err(none)?)
     }
 
