@@ -41,6 +41,8 @@ function look(view, width, mode, say) {
     `${element.tagName} ${element.getAttribute('class') || ''} '${element.textContent.slice(0, 40)}'`;
   // Colours are the same at every width.
   const colors = width === 768 || width === 703;
+  // The dark has its colours, and the same places.
+  if (mode === 'dark' && !colors) return;
   for (const element of doc.querySelectorAll('main *')) {
     const own = element.getBoundingClientRect();
     if (!own.width) continue;
