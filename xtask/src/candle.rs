@@ -213,10 +213,16 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A folder that stands for another.
+/// A folder that stands for another. One left by a workspace that lay elsewhere is made anew.
 fn link(from: &Path, to: &Path) -> Result<()> {
-    if to.exists() {
-        return Ok(());
+    if to.symlink_metadata().is_ok_and(|file| file.is_symlink()) {
+        if std::fs::read_link(to).is_ok_and(|target| target == from) {
+            return Ok(());
+        }
+        #[cfg(unix)]
+        std::fs::remove_file(to)?;
+        #[cfg(windows)]
+        std::fs::remove_dir(to)?;
     }
     #[cfg(unix)]
     std::os::unix::fs::symlink(from, to)?;
@@ -229,4 +235,22 @@ fn finish(command: &mut Command, what: &str) -> Result<()> {
     let status = command.status().context("cargo does not start")?;
     ensure!(status.success(), "cargo failed ({status}): {what}");
     Ok(())
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_of_a_workspace_that_moved_is_made_anew() {
+        let folder = std::env::temp_dir().join(format!("fa-link-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let [old, new, place] = ["old", "new", "place"].map(|name| folder.join(name));
+        std::fs::create_dir_all(&new).unwrap();
+        for target in [&old, &new, &new] {
+            link(target, &place).unwrap();
+            assert_eq!(std::fs::read_link(&place).unwrap(), *target);
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 }
