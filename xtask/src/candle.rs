@@ -243,14 +243,12 @@ mod tests {
 
     #[test]
     fn a_link_of_a_workspace_that_moved_is_made_anew() {
-        let folder = std::env::temp_dir().join(format!("fa-link-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let [old, new, place] = ["old", "new", "place"].map(|name| folder.join(name));
+        let folder = tempfile::tempdir().unwrap();
+        let [old, new, place] = ["old", "new", "place"].map(|name| folder.path().join(name));
         std::fs::create_dir_all(&new).unwrap();
         for target in [&old, &new, &new] {
             link(target, &place).unwrap();
             assert_eq!(std::fs::read_link(&place).unwrap(), *target);
         }
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

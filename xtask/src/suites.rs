@@ -169,7 +169,8 @@ mod tests {
     #[test]
     #[cfg(unix)]
     fn every_program_runs_in_its_folder_and_none_after_a_failure() {
-        let folder = tempfile_folder();
+        let own = tempfile::tempdir().unwrap();
+        let folder = own.path().canonicalize().unwrap();
         let script = |name: &str, text: &str| {
             use std::os::unix::fs::PermissionsExt;
             let program = folder.join(name);
@@ -190,14 +191,5 @@ mod tests {
         assert_eq!(error.to_string(), "tests fail: bad");
         lines.sort();
         assert_eq!(lines, ["slow", "wrong"]);
-        std::fs::remove_dir_all(folder).unwrap();
-    }
-
-    #[cfg(unix)]
-    fn tempfile_folder() -> PathBuf {
-        let folder = std::env::temp_dir().canonicalize().unwrap();
-        let folder = folder.join(format!("xtask-suites-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        folder
     }
 }
