@@ -1,13 +1,14 @@
-// The plan kernel: lists the work tiles of sequences whose lengths are on the device, longest first. It runs
-// as one CTA for any number of sequences and needs no host read; all layers of a step can share its output
-// (WorkPlan, attn/scheduler.cuh).
+// The plan kernel: lists the work tiles of sequences whose lengths are on the device, longest first. It needs
+// no host read; all layers of a step can share its output (WorkPlan, attn/scheduler.cuh).
 //
-// Each thread handles every 1024th sequence and caches what it computed for it in shared memory. Lists of all
-// tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles, and a thread
-// finds its tile by binary search. Tiles are sorted by a counting sort on their length, which is the number
-// of tiles of keys (in the backward, of queries) that they visit.
+// It runs as one CTA, or for many sequences as a cluster of CTAs that divide them and exchange counts. Each
+// thread handles every 1024th sequence of its CTA and caches what it computed for it in shared memory. Lists
+// of all tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles, and a
+// thread finds its tile by binary search. Tiles are sorted by a counting sort on their length, which is the
+// number of tiles of keys (in the backward, of queries) that they visit.
 #pragma once
 #include "attn/block_range.cuh"
+#include "attn/query_range.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
@@ -17,6 +18,8 @@
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
@@ -26,8 +29,11 @@ namespace fa {
 
 constexpr int kPlanThreads = 1024;
 
-// kPlanKept: the number of sequences that are cached; the rest is recomputed. kPlanSpread: up to this number
-// of sequences they are spread over all warps, so that each warp writes fewer lists.
+// The most CTAs of a launch: the largest cluster that every GPU with clusters takes.
+constexpr int kPlanCtas = 8;
+
+// kPlanKept: the number of a CTA's sequences that are cached; the rest is recomputed. kPlanSpread: up to this
+// number of sequences they are spread over all warps, so that each warp writes fewer lists.
 constexpr int kPlanKept = 9 * kPlanThreads, kPlanSpread = 256;
 
 // The list entries of a sequence or a tile: their number, and the length by which they are sorted.
@@ -37,20 +43,24 @@ struct PlanShare {
 
 struct PlanStorage {
     PlanShare kept[kPlanKept];
-    int bins[kPlanThreads];    // by length, longest first: first counts, then the next free index
+    int bins[kPlanThreads];    // entries by length, longest first
+    int places[kPlanThreads];  // the next free index of each bin
     int starts[kPlanThreads];  // tiles before each of the 1024 sequences at hand
     int queries[kPlanThreads], keys[kPlanThreads];
     int warp_sums[kPlanThreads / 32];
     float warp_work[kPlanThreads / 32];
-    u32 slots, split_items;
+    u32 slots, split_items;  // of the CTA: first counts, then the next free ones
+    // What a CTA tells the others of its cluster.
+    int own_work, own_slots, own_split_items, own_m_tiles;
 };
 constexpr int plan_smem_bytes = sizeof(PlanStorage);
 
-// The parts of a kernel's config that determine its tiles and their lengths.
+// The parts of a kernel's config that determine its tiles and their lengths. `cluster`: whether a launch may
+// have more than one CTA, all of one cluster.
 struct PlanRules {
     MaskKind mask;
     int tile_m, tile_n;
-    bool pack_gqa, split;
+    bool pack_gqa, split, cluster;
 };
 
 // Exclusive prefix sum over the lanes of a warp.
@@ -78,9 +88,9 @@ __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total
     return shuffle_from(warps_before, warp) + before;
 }
 
-// Reserves `count` indices (possibly 0) in bin `bin` and returns the first. The whole warp executes it; lanes
-// that all have the same bin, as similar sequences do, share one atomic.
-__device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count) {
+// Reserves `count` indices (possibly 0) in bin `bin` of `all` and returns the first. The whole warp executes
+// it; lanes that all have the same bin, as similar sequences do, share one atomic.
+__device__ __forceinline__ int take_places(int* all, int bin, int count) {
     int some_bin = count > 0 ? bin : -1;
     if (shuffle_from(some_bin, 0) < 0) {
 #pragma unroll
@@ -88,7 +98,7 @@ __device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count
     }
     some_bin = shuffle_from(some_bin, 0);
     if (some_bin < 0) return 0;
-    u32* const bins = reinterpret_cast<u32*>(smem.bins);
+    u32* const bins = reinterpret_cast<u32*>(all);
     const bool differs = count > 0 && bin != some_bin;
     if (warp_any(differs)) return count > 0 ? int(atomic_add(&bins[bin], count)) : 0;
     const int before = warp_scan(count);
@@ -105,19 +115,58 @@ struct Planner {
     const VarlenParams& varlen;
     const PlanParams& params;
     int tile_queries;
+    int cta, ctas;   // the CTA's rank in the cluster, and the CTAs of the cluster
+    int begin, end;  // the sequences of the CTA
 
-    // Calls each(sequence, seqlen, block, number, valid) for every tile: blocks [0, blocks_of(seqlen)) of
-    // each sequence, numbered in this order. Whole warps make the calls; lanes with `valid` false have no
-    // tile. Returns the number of tiles. There is a barrier before the first call of `each` and one after the
-    // last.
+    __device__ __forceinline__ Planner(PlanStorage& smem, const ShapeParams& shape,
+                                       const VarlenParams& varlen, const PlanParams& params, int tile_queries)
+        : smem(smem), shape(shape), varlen(varlen), params(params), tile_queries(tile_queries),
+          cta(R.cluster ? cluster_cta_rank() : 0), ctas(R.cluster ? cta_count() : 1) {
+        // Whole warps of sequences.
+        const int share = ceil_div(ceil_div(shape.batch, ctas), 32) * 32;
+        begin = min(cta * share, shape.batch);
+        end = min(begin + share, shape.batch);
+    }
+
+    __device__ __forceinline__ bool is_shared() const { return R.cluster && ctas > 1; }
+
+    // Waits for the CTAs of the cluster; what they wrote before is then seen by load_of_cluster().
+    __device__ __forceinline__ void meet() const {
+        if constexpr (R.cluster) cluster_sync();
+    }
+    __device__ __forceinline__ static int load_of(const int& value, int rank) {
+        if constexpr (R.cluster) return load_of_cluster(&value, rank);
+        return value;
+    }
+
+    // The values of the CTAs before this one, and of all, added up. Whole warps call it, after meet().
+    struct Sums {
+        int before, all;
+    };
+    __device__ __forceinline__ Sums sum_over_ctas(const int& of_cta) const {
+        const int lane = lane_index();
+        const int own = lane < ctas ? load_of(of_cta, lane) : 0;
+        const int before = warp_scan(own);
+        return {shuffle_from(before, cta), shuffle_from(before + own, 31)};
+    }
+
+    // The last thing that a CTA does: the others may still be reading what it told them.
+    __device__ __forceinline__ void leave() const {
+        if (is_shared()) meet();
+    }
+
+    // Calls each(sequence, seqlen, block, number, valid) for every tile of the CTA's sequences: blocks [0,
+    // blocks_of(seqlen)) of each sequence, numbered in this order. Whole warps make the calls; lanes with
+    // `valid` false have no tile. Returns the number of tiles. There is a barrier before the first call of
+    // `each` and one after the last.
     template <class BlocksOf, class Each>
     __device__ __forceinline__ int for_tiles(const BlocksOf& blocks_of, const Each& each) const {
         const int thread = thread_index();
         int all = 0;
 #pragma unroll 1
-        for (int first = 0; first < shape.batch; first += kPlanThreads) {
+        for (int first = begin; first < end; first += kPlanThreads) {
             int blocks = 0;
-            if (first + thread < shape.batch) {
+            if (first + thread < end) {
                 const auto seqlen = Seqlen<true>::of(shape, varlen, first + thread);
                 blocks = blocks_of(seqlen);
                 smem.queries[thread] = seqlen.q();
@@ -126,7 +175,7 @@ struct Planner {
             int total;
             smem.starts[thread] = cta_scan(smem, blocks, total);
             cta_sync();
-            const int sequences = min(kPlanThreads, shape.batch - first);
+            const int sequences = min(kPlanThreads, end - first);
 #pragma unroll 1
             for (int base = thread - lane_index(); base < total; base += kPlanThreads) {
                 const int number = base + lane_index();
@@ -157,12 +206,12 @@ struct Planner {
         return {32 * warp + lane, 32 * warp};
     }
 
-    // Calls each(sequence, share) for every sequence, with share = share_of(seqlen). Whole warps make the
-    // calls; a lane without a sequence has an empty share. What `each` leaves in `share` is cached for
-    // for_kept(). There is a barrier after the last call.
+    // Calls each(sequence, share) for every sequence of the CTA, with share = share_of(seqlen). Whole warps
+    // make the calls; a lane without a sequence has an empty share. What `each` leaves in `share` is cached
+    // for for_kept(). There is a barrier after the last call.
     template <class ShareOf, class Each>
     __device__ __forceinline__ void for_sequences(const ShareOf& share_of, const Each& each) const {
-        if (shape.batch <= kPlanThreads) {
+        if (end - begin <= kPlanThreads) {
             take_rounds<1>(share_of, each);
         } else {
             take_rounds<4>(share_of, each);
@@ -175,21 +224,21 @@ struct Planner {
     __device__ __forceinline__ void take_rounds(const ShareOf& share_of, const Each& each) const {
         const OwnSequences own = own_sequences();
 #pragma unroll 1
-        for (int first = 0; first + own.of_lane_0 < shape.batch; first += Rounds * kPlanThreads) {
+        for (int first = begin; first + own.of_lane_0 < end; first += Rounds * kPlanThreads) {
             Seqlen<true> lens[Rounds];
 #pragma unroll
             for (int i = 0; i < Rounds; ++i) {
-                const int sequence = min(first + i * kPlanThreads + own.of_lane, shape.batch - 1);
+                const int sequence = min(first + i * kPlanThreads + own.of_lane, end - 1);
                 lens[i] = Seqlen<true>::of(shape, varlen, sequence);
             }
 #pragma unroll
             for (int i = 0; i < Rounds; ++i) {
                 const int sequence = first + i * kPlanThreads + own.of_lane;
-                if (first + i * kPlanThreads + own.of_lane_0 >= shape.batch) break;
+                if (first + i * kPlanThreads + own.of_lane_0 >= end) break;
                 PlanShare share{0, 0};
-                if (sequence < shape.batch) share = share_of(lens[i]);
+                if (sequence < end) share = share_of(lens[i]);
                 each(sequence, share);
-                if (sequence < min(shape.batch, kPlanKept)) smem.kept[sequence] = share;
+                if (sequence < min(end, begin + kPlanKept)) smem.kept[sequence - begin] = share;
             }
         }
     }
@@ -199,16 +248,17 @@ struct Planner {
     __device__ __forceinline__ void for_kept(const ShareOf& share_of, const Each& each) const {
         const OwnSequences own = own_sequences();
 #pragma unroll 1
-        for (int first = 0; first + own.of_lane_0 < shape.batch; first += kPlanThreads) {
+        for (int first = begin; first + own.of_lane_0 < end; first += kPlanThreads) {
             const int sequence = first + own.of_lane;
+            const bool is_kept = sequence < min(end, begin + kPlanKept);
             PlanShare share{0, 0};
-            if (sequence < min(shape.batch, kPlanKept)) {
-                share = smem.kept[sequence];
-            } else if (sequence < shape.batch) {
+            if (is_kept) {
+                share = smem.kept[sequence - begin];
+            } else if (sequence < end) {
                 share = share_of(Seqlen<true>::of(shape, varlen, sequence));
             }
             each(sequence, share);
-            if (sequence < min(shape.batch, kPlanKept)) smem.kept[sequence] = share;
+            if (is_kept) smem.kept[sequence - begin] = share;
         }
         cta_sync();
     }
@@ -219,11 +269,27 @@ struct Planner {
 
     // Zeroes the bins. A barrier must follow before entries are counted.
     __device__ __forceinline__ void clear_bins() const { smem.bins[thread_index()] = 0; }
-    // Turns the bins' counts into the index of each bin's first entry; returns the number of entries.
-    __device__ __forceinline__ int place_bins() const {
+    // Turns the bins' counts into the index of the CTA's first entry of each bin; returns the number of
+    // entries of all CTAs. `longest`: no entry is longer.
+    __device__ __forceinline__ int place_bins(int longest) const {
+        const int bin = thread_index();
+        int count = smem.bins[bin], before = 0;
+        if (is_shared()) {
+            meet();
+            count = 0;
+            if (bin >= bin_of(longest, params.shift)) {
+#pragma unroll
+                for (int other = 0; other < kPlanCtas; ++other) {
+                    if (other >= ctas) break;
+                    const int theirs = load_of(smem.bins[bin], other);
+                    if (other < cta) before += theirs;
+                    count += theirs;
+                }
+            }
+        }
         int total;
-        const int begin = cta_scan(smem, smem.bins[thread_index()], total);
-        smem.bins[thread_index()] = begin;
+        const int first = cta_scan(smem, count, total);
+        smem.places[bin] = first + before;
         cta_sync();
         return total;
     }
@@ -250,6 +316,14 @@ struct Planner {
         cta_sync();
         float all = 0.f;
         for (int i = 0; i < kPlanThreads / 32; ++i) all += smem.warp_work[i];
+        if (is_shared()) {
+            if (thread_index() == 0) smem.own_work = int(bits_of_float(all));
+            meet();
+            const int lane = lane_index();
+            all = lane < ctas ? float_of_bits(u32(load_of(smem.own_work, lane))) : 0.f;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) all += shuffle_xor(all, step);
+        }
         const float per_cta = all * float(params.heads) / float(params.slots);
         const float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
         return max(1, int(fminf(length, 1e9f) + 0.999f));
@@ -266,11 +340,39 @@ struct Planner {
             const int splits = max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
             return {tile.count > 0 ? splits : 0, ceil_div(length, splits)};
         };
-        auto take = [&](const PlanShare& parts) {
-            return take_places(smem, bin_of(parts.length, params.shift), parts.count);
+        // Counts the parts, and where other CTAs number their own also the slots.
+        auto count = [&](const PlanShare& parts) {
+            take_places(smem.bins, bin_of(parts.length, params.shift), parts.count);
+            if (is_shared() && parts.count > 1) {
+                atomic_add(&smem.slots, parts.count);
+                atomic_add(&smem.split_items, 1);
+            }
+        };
+        auto place_all = [&] {
+            if (is_shared()) {
+                cta_sync();
+                if (thread_index() == 0) {
+                    smem.own_slots = int(smem.slots);
+                    smem.own_split_items = int(smem.split_items);
+                }
+            }
+            const int items = place_bins(longest_keys());
+            if (is_shared()) {
+                if (warp_index() == 0) {
+                    const int slots = sum_over_ctas(smem.own_slots).before;
+                    const int split_items = sum_over_ctas(smem.own_split_items).before;
+                    if (lane_index() == 0) {
+                        smem.slots = slots;
+                        smem.split_items = split_items;
+                    }
+                }
+                cta_sync();
+            }
+            return items;
         };
         auto write = [&](int sequence, int block, const PlanShare& parts) {
-            const int place = take(parts), splits = parts.count;
+            const int splits = parts.count;
+            const int place = take_places(smem.places, bin_of(parts.length, params.shift), splits);
             int slot = 0;
             if (splits > 1) {
                 slot = atomic_add(&smem.slots, splits);
@@ -297,9 +399,9 @@ struct Planner {
             chunk = part_length(own);
             for_kept(tile_of, [&](int, PlanShare& tile) {
                 tile = cut(tile);
-                take(tile);
+                count(tile);
             });
-            items = place_bins();
+            items = place_all();
             for_kept(parts_of, [&](int sequence, const PlanShare& parts) { write(sequence, 0, parts); });
         } else {
             auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
@@ -311,14 +413,15 @@ struct Planner {
             });
             chunk = part_length(own);
             for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
-                take(cut(tile_of(seqlen, block, valid)));
+                count(cut(tile_of(seqlen, block, valid)));
             });
-            items = place_bins();
+            items = place_all();
             for_tiles(blocks, [&](int sequence, const Seqlen<true>& seqlen, int block, int, bool valid) {
                 write(sequence, block, cut(tile_of(seqlen, block, valid)));
             });
         }
-        if (thread_index() == 0) {
+        // The last CTA's counts are of all.
+        if (thread_index() == 0 && cta == ctas - 1) {
             plan.count(PlanCount::Items) = min(items, params.items);
             plan.count(PlanCount::SplitItems) = min(int(smem.split_items), params.split_items);
             plan.count(PlanCount::Slots) = int(smem.slots);
@@ -329,36 +432,63 @@ struct Planner {
     // Lists the tiles of queries in sequence order.
     __device__ __forceinline__ void list_m_tiles() const {
         const WorkPlan plan{params};
+        int before = 0;
+        if (is_shared()) {
+            // The tiles of the CTAs before this one come first.
+            if (thread_index() == 0) smem.own_m_tiles = 0;
+            cta_sync();
+            int own = 0;
+            auto share_of = [&](const Seqlen<true>& seqlen) -> PlanShare { return {m_blocks(seqlen), 0}; };
+            for_sequences(share_of, [&](int, const PlanShare& tiles) { own += tiles.count; });
+            own = warp_scan(own) + own;
+            if (lane_index() == 31) atomic_add(reinterpret_cast<u32*>(&smem.own_m_tiles), own);
+            meet();
+            before = sum_over_ctas(smem.own_m_tiles).before;
+        }
         const int tiles =
-            for_tiles([&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
-                      [&](int sequence, const Seqlen<true>&, int block, int number, bool valid) {
-                          if (valid && number < params.m_tiles)
-                              plan.m_tiles()[number] = {sequence, block, 1 << 16, 0};
-                      });
-        if (thread_index() == 0) plan.count(PlanCount::MTiles) = min(tiles, params.m_tiles);
+            before + for_tiles([&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
+                               [&](int sequence, const Seqlen<true>&, int block, int number, bool valid) {
+                                   if (valid && before + number < params.m_tiles)
+                                       plan.m_tiles()[before + number] = {sequence, block, 1 << 16, 0};
+                               });
+        if (thread_index() == 0 && cta == ctas - 1)
+            plan.count(PlanCount::MTiles) = min(tiles, params.m_tiles);
     }
 
+    // Bounds on the lengths that entries are sorted by.
+    __device__ __forceinline__ int longest_keys() const { return ceil_div(shape.seqlen_k, R.tile_n); }
+    __device__ __forceinline__ int longest_queries() const { return ceil_div(shape.seqlen_q, tile_queries); }
+
     // Lists tiles grouped by sequence, in ascending order or, with `LastFirst`, descending; sequences with
-    // the greatest length_of(seqlen) come first. Returns the number of tiles.
+    // the greatest length_of(seqlen), at most `longest`, come first. Returns the number of tiles. Of the last
+    // `tail` entries, those of whole sequences are left to sort_tail().
     template <bool LastFirst, class BlocksOf, class LengthOf>
-    __device__ __forceinline__ int list_by_sequence(PlanItem* list, int room, const BlocksOf& blocks_of,
+    __device__ __forceinline__ int list_by_sequence(PlanItem* list, int room, int longest, int tail,
+                                                    const BlocksOf& blocks_of,
                                                     const LengthOf& length_of) const {
         auto tiles_of = [&](const Seqlen<true>& seqlen) -> PlanShare {
             const int blocks = blocks_of(seqlen);
             if (blocks == 0) return {0, 0};
             return {blocks, length_of(seqlen)};
         };
-        auto take = [&](const PlanShare& tiles) {
-            return take_places(smem, bin_of(tiles.length, params.shift), tiles.count);
-        };
+        auto bin = [&](const PlanShare& tiles) { return bin_of(tiles.length, params.shift); };
         clear_bins();
         cta_sync();
-        for_sequences(tiles_of, [&](int, const PlanShare& tiles) { take(tiles); });
-        const int tiles = place_bins();
+        for_sequences(tiles_of,
+                      [&](int, const PlanShare& tiles) { take_places(smem.bins, bin(tiles), tiles.count); });
+        const int tiles = place_bins(longest);
+        const int tail_begin = tail > 0 ? max(min(tiles, room) - tail, 0) : room;
         for_kept(tiles_of, [&](int sequence, const PlanShare& own) {
-            const int blocks = own.count, place = take(own);
+            const int blocks = own.count, place = take_places(smem.places, bin(own), own.count);
             auto write = [&](int own, int begin, int count, int i) {
-                if (begin + i < room) list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
+                if (begin + i >= room) return;
+                const PlanItem item{own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
+                if (begin >= tail_begin) {
+                    smem.queries[begin + i - tail_begin] = item.sequence;
+                    smem.keys[begin + i - tail_begin] = item.block;
+                } else {
+                    list[begin + i] = item;
+                }
             };
             // A thread writes a short sequence; the warp writes long ones together, one after another.
             if (!warp_any(blocks > 4)) {
@@ -375,29 +505,65 @@ struct Planner {
         return min(tiles, room);
     }
 
+    // Lists the entries that list_by_sequence() left to it, the longest tiles first whatever their sequence:
+    // the CTAs then end at about the same time (NB-129).
+    __device__ __forceinline__ void sort_tail(PlanItem* list, int tiles, int tail) const {
+        const int thread = thread_index(), tail_begin = max(tiles - tail, 0);
+        PlanItem item{-1, 0, 1 << 16, 0};
+        int key = -1;
+        if (thread < tiles - tail_begin) item = {smem.queries[thread], smem.keys[thread], 1 << 16, 0};
+        if (item.sequence >= 0) {
+            const auto seqlen = Seqlen<true>::of(shape, varlen, item.sequence);
+            const auto range = query_blocks<R.tile_m, R.tile_n>(Visibility<R.mask, true>{shape, seqlen},
+                                                                item.block * R.tile_n);
+            // Equal lengths stay in the order of the list.
+            key = min(max(range.end - range.begin, 0), 1 << 20) * kPlanThreads + kPlanThreads - 1 - thread;
+        }
+        smem.starts[thread] = key;
+        cta_sync();
+        int longer = 0, all = 0;
+#pragma unroll 4
+        for (int i = 0; i < tail; ++i) {
+            longer += smem.starts[i] > key;
+            all += smem.starts[i] >= 0;
+        }
+        if (item.sequence >= 0) list[tiles - all + longer] = item;
+    }
+
     // Lists the tiles of queries where no keys are split. A sequence's tiles are adjacent, since they share
     // its keys, which stay in L2 while they run. Long sequences come first, each with its last tile first.
     __device__ __forceinline__ void list_whole_items() const {
         const WorkPlan plan{params};
         const int items = list_by_sequence<true>(
-            plan.items(), params.items, [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
+            plan.items(), params.items, longest_keys(), 0,
+            [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
             [&](const Seqlen<true>& seqlen) { return key_tiles(seqlen, m_blocks(seqlen) - 1); });
-        if (thread_index() == 0) {
+        if (thread_index() == 0 && cta == 0) {
             plan.count(PlanCount::Items) = items;
             plan.count(PlanCount::SplitItems) = plan.count(PlanCount::Slots) = plan.count(PlanCount::Chunk) =
                 0;
         }
     }
 
-    // Lists the tiles of keys; sequences with the most queries come first.
+    // Lists the tiles of keys; sequences with the most queries come first. `tail`: how many entries at the
+    // end of the list decide when the CTAs end.
     template <bool LastFirst>
-    __device__ __forceinline__ void list_n_tiles() const {
+    __device__ __forceinline__ void list_n_tiles(int tail) const {
         const WorkPlan plan{params};
+        // Turns depend on the order, under a full mask a sequence's tiles are alike, and many sequences end
+        // evenly by themselves.
+        constexpr bool kSorts = !LastFirst && R.mask != MaskKind::Full;
+        if (!kSorts || is_shared()) tail = 0;
+        tail = min(tail, kPlanThreads);
+        if (tail > 0) smem.queries[thread_index()] = -1;
         const int tiles = list_by_sequence<LastFirst>(
-            plan.n_tiles(), params.n_tiles,
+            plan.n_tiles(), params.n_tiles, longest_queries(), tail,
             [&](const Seqlen<true>& seqlen) { return ceil_div(seqlen.k(), R.tile_n); },
             [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); });
-        if (thread_index() == 0) plan.count(PlanCount::NTiles) = tiles;
+        if constexpr (kSorts) {
+            if (tail > 0) sort_tail(plan.n_tiles(), tiles, tail);
+        }
+        if (thread_index() == 0 && cta == 0) plan.count(PlanCount::NTiles) = tiles;
     }
 };
 
@@ -412,6 +578,7 @@ __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     } else {
         planner.list_whole_items();
     }
+    planner.leave();
 }
 
 // The body of a backward unit's entry `fa_plan`. In deterministic kernels turns follow the order of a
@@ -421,7 +588,10 @@ __device__ __forceinline__ void plan_backward(const BwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();
     const Planner<R> planner{smem, params.shape, params.varlen, params.plan, R.tile_m};
     planner.list_m_tiles();
-    planner.template list_n_tiles<LastFirst>();
+    // The last section's heads, with which two tiles for each CTA are as many entries.
+    const int heads = max(params.plan.heads - params.sections * params.heads_per_section, 1);
+    planner.template list_n_tiles<LastFirst>(ceil_div(2 * params.plan.slots, heads));
+    planner.leave();
 }
 
 }  // namespace fa

@@ -49,7 +49,7 @@ impl Launches {
         let main = Step::Launch(Launch::main(spec, params.num_tiles as u32, sms));
         let mut steps = Vec::new();
         if spec.reads.varied && (m_tiles + n_tiles > 0 || problem.score.sinks) {
-            steps.push(plan_step());
+            steps.push(plan_step(spec, problem));
         }
         if m_tiles > 0 {
             steps.push(process(PREPROCESS, m_tiles));
@@ -175,6 +175,9 @@ fn params(
             Sections { heads: own, sections: heads.saturating_sub(1) / own }
         }
         TileOrder::Natural | TileOrder::LongestFirst => {
+            // Sequences' tiles are less alike than those of equal lengths: the last section has twice as many
+            // (NB-129).
+            let slots = if spec.reads.varied { 2 * slots } else { slots };
             Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
         }
     };
