@@ -176,7 +176,7 @@ fn params(
         }
         TileOrder::Natural | TileOrder::LongestFirst => {
             // Sequences' tiles are less alike than those of equal lengths: the last section has twice as many
-            // (NB-129).
+            // (NB-126).
             let slots = if spec.reads.varied { 2 * slots } else { slots };
             Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
         }
