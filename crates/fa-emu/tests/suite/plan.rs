@@ -91,8 +91,7 @@ fn list(plan: &[i32], count: usize, before: usize) -> Vec<(i32, i32)> {
 
 #[test]
 fn the_last_tiles_of_a_packed_backward_are_sorted_by_their_own_lengths() {
-    let Some(emulator) =
-        unless_known("the_last_tiles_of_a_packed_backward_are_sorted_by_their_own_lengths")
+    let Some(emulator) = unless_known("the_last_tiles_of_a_packed_backward_are_sorted_by_their_own_lengths")
     else {
         return;
     };

@@ -158,7 +158,8 @@ unsafe fn launch_clusters(
         pad: [0; 4],
         value: sys::CUlaunchAttributeValue { pad: [0; 64] },
     };
-    cluster.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
+    cluster.value.clusterDim =
+        sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
     let config = sys::CUlaunchConfig {
         gridDimX: launch.grid,
         gridDimY: 1,
