@@ -174,7 +174,7 @@ impl Cache {
             return None;
         }
         let read = || -> Option<Compiled> {
-            let entry: Entry = serde_json::from_slice(&fs::read(folder.join(ENTRY)).ok()?).ok()?;
+            let entry: Entry = serde_json::from_str(&fs::read_to_string(folder.join(ENTRY)).ok()?).ok()?;
             let cubin = fs::read(folder.join("kernel.cubin")).ok()?;
             let log = fs::read_to_string(folder.join(LOG)).ok()?;
             (hash(&[&cubin]) == entry.cubin_sha256).then_some(Compiled { cubin, log, report: entry.report })
