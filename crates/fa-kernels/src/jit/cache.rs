@@ -1,10 +1,10 @@
 //! Compiled kernels on disk, keyed by what they were compiled from.
 //!
-//! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.json`. It
-//! is built in a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.json` holds
-//! a checksum of the cubin, so that a damaged entry is treated as missing and replaced. No locks: processes
-//! that race build the same bytes, and one of them wins. Where nothing can be written, kernels live in memory
-//! and a warning is traced.
+//! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.json`.
+//! It is built in a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.json`
+//! holds a checksum of the cubin, so that a damaged entry is treated as missing and replaced. No locks:
+//! processes that race build the same bytes, and one of them wins. Where nothing can be written, kernels live
+//! in memory and a warning is traced.
 
 use std::collections::HashMap;
 use std::fs;
