@@ -22,7 +22,7 @@ fn bundle(root: &Path, to: &Path) -> io::Result<()> {
     let folder = std::env::var_os("FA_BUNDLE").map_or_else(|| root.join("../../dist"), PathBuf::from);
     let folder = folder.canonicalize().unwrap_or(folder);
     println!("cargo::rerun-if-changed={}", folder.display());
-    let manifest = folder.join("manifest.ron");
+    let manifest = folder.join("manifest.json");
     if !manifest.is_file() {
         println!("cargo::warning=no bundle in {}: run `cargo xtask build` first", folder.display());
         return fs::write(to, "(\"\", &[])");
