@@ -218,13 +218,13 @@ impl Entry {
         let times = tried.iter().filter_map(|entry| Some((entry, twice(entry)?)));
         let Some((best, least)) = times.min_by(|a, b| a.1.total_cmp(&b.1)) else { return Ok(None) };
         tiles.sort_by_key(|(place, ..)| *place);
-        let mut of_tiles: Vec<(((u32, u32), u32), f64)> = Vec::new();
-        for (_, tile, ms) in tiles {
-            if of_tiles.iter().all(|(known, _)| *known != tile) {
-                of_tiles.push((tile, ms));
-            }
-        }
-        let least_of = |count: usize| of_tiles.iter().take(count).map(|(_, ms)| *ms).fold(f64::MAX, f64::min);
+        let mut known = Vec::new();
+        tiles.retain(|(_, tile, _)| {
+            let is_new = !known.contains(tile);
+            known.push(*tile);
+            is_new
+        });
+        let least_of = |count: usize| tiles.iter().take(count).map(|(.., ms)| *ms).fold(f64::MAX, f64::min);
         let pairs: Vec<(f64, f64)> = tried.iter().map(|(_, one, _)| (one.predicted_ms, one.ms)).collect();
         Ok(Some(Judged {
             record: record.to_owned(),
