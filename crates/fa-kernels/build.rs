@@ -46,7 +46,8 @@ fn name_below(folder: &Path, file: &Path) -> String {
 /// in the order of their paths. A library without any would build and know no kernel: that is an error.
 fn embed(root: &Path, name: &str, extension: &str, to: &Path) -> io::Result<()> {
     let folder = &root.join(name);
-    // Relative to the package: a workspace that has it by another path would build it again, and this one then too.
+    // Relative to the package: a workspace that has it by another path would build it again, and this one too
+    // then.
     println!("cargo::rerun-if-changed={name}");
     let mut files = Vec::new();
     list(folder, extension, &mut files)
