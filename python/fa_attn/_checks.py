@@ -1,6 +1,7 @@
 """Options as they come, checked before anything is computed: each refusal names the argument, its value and
 what would work."""
 
+import sys
 from numbers import Integral
 from operator import index
 from reprlib import repr as short
@@ -34,6 +35,8 @@ def number(name, value):
     """A float; None where the value is None."""
     if value is None or type(value) is float:
         return value
+    if getattr(value, "requires_grad", False):
+        _no_gradient(name)
     try:
         # True is what a third generation's caller gives by position for `causal`.
         if isinstance(value, (str, bytes, bool)):
@@ -41,6 +44,14 @@ def number(name, value):
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise InputTypeError(f"{name} is {short(value)}: it must be a number") from None
+
+
+def _no_gradient(name):
+    """Raises where the gradient of a torch tensor that is taken as a number would be missed."""
+    if sys.modules["torch"].is_grad_enabled():
+        raise UnsupportedError(
+            f"{name} requires a gradient, which is not computed: detach it (a factor on q has one)"
+        )
 
 
 def flag(name, value):

@@ -17,6 +17,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
 # Within vmap, grad, vjp and their like.
 is_transforming = torch._C._are_functorch_transforms_active
+# Of torch.jit.trace, and of modes that see each operator: make_fx, fake tensors, counters of operations.
+_is_tracing = torch._C._is_tracing
+_count_modes = torch._C._len_torch_dispatch_stack
 # In a small call's time, these take half as long as `torch.empty` with a shape, a type and a device.
 _empty_like = torch.empty_like
 _CONTIGUOUS = torch.contiguous_format
@@ -124,7 +127,11 @@ def pad(x, columns):
 
 
 def goes_by_operator(*tensors):
+    """Whether something looks at operators, which does not see what a plain call writes; refuses tensors that
+    are not dense."""
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
+        return True
+    if _is_tracing() or _count_modes():
         return True
     for x in tensors:
         if type(x) not in PLAIN:
@@ -157,6 +164,12 @@ def autocast(*tensors):
     return tensors
 
 
+def check_slopes(extras):
+    slopes = None if extras is None else extras[5]
+    if slopes is not None and torch.is_grad_enabled() and getattr(slopes, "requires_grad", False):
+        raise UnsupportedError("alibi_slopes have no gradient: detach them")
+
+
 def check_tensor(name, value):
     if value is not None and not isinstance(value, torch.Tensor):
         raise InputTypeError(
@@ -172,8 +185,6 @@ def detached(extras):
     table = None if table is None else table.contiguous()
     for name, value in (("alibi_slopes", slopes), ("sinks", sinks)):
         check_tensor(name, value)
-    if slopes is not None and slopes.requires_grad:
-        raise UnsupportedError("alibi_slopes have no gradient: detach them")
     if sinks is not None:
         sinks = sinks.detach()
         if sinks.dtype != FLOAT:

@@ -137,6 +137,20 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
     )
 
 
+def backward_by_operator(
+    dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras
+):
+    """(dq, dk, dv, dsinks or None), without autograd."""
+    beside = extras if extras is not None else (None,) * 7 + (0, 0)
+    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = beside
+    scale = None if scale is None else float(scale)
+    options = (max_q, max_k, scale, bool(causal), *window, float(softcap), bool(deterministic))
+    tensors = (dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks)
+    tensors = (None if x is None else x.detach() for x in tensors)
+    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *options)
+    return dq, dk, dv, None if sinks is None else dsinks
+
+
 def _setup(ctx, inputs, output):
     q, k, v, cu_q, cu_k, used_q, used_k, page_table, slopes, sinks, *options, _, _ = inputs
     out, lse = output

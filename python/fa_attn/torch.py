@@ -16,6 +16,7 @@ from ._torch_caches import append, merge, without_padding
 from ._torch_memory import (
     FLOAT,
     autocast,
+    check_slopes,
     check_tensor,
     detached,
     goes_by_operator,
@@ -26,7 +27,7 @@ from ._torch_memory import (
     room_for_gradients,
     rows_of,
 )
-from ._torch_operators import by_operator
+from ._torch_operators import backward_by_operator, by_operator
 from ._torch_passes import Attention, PackedAttention, run_backward, run_forward
 
 __all__ = [
@@ -67,6 +68,7 @@ def attention(
     of work that others have made, to which this adds its own. `out`: what the result is written to, without
     gradients. `division`: how the forward's work is divided, where the caller decides it."""
     as_operator = goes_by_operator(q, k, v)
+    check_slopes(extras)
     if q.dim() < 3 or v.dim() < 3:
         raise _core.InputError(
             f"q and v have the shapes {tuple(q.shape)} and {tuple(v.shape)}: they must be (batch, seqlen, "
@@ -137,6 +139,7 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     sinks = None if extras is None else extras[6]
     check_tensor("sinks", sinks)
+    check_slopes(extras)
     plain = not goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
     if plain and (qkv.is_neg() or qkv.dtype is FLOAT):
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv
@@ -150,9 +153,14 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
 
 def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None):
     """(dq, dk, dv, dsinks or None), without autograd."""
-    extras = None if extras is None else detached(extras)
     given = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
-    dout, q, k, v, out, lse = (array(name, x).detach() for name, x in given.items())
+    for name, x in given.items():
+        check_tensor(name, array(name, x))
+    if goes_by_operator(q, k, v, dout):
+        options = (scale, causal, window, softcap, deterministic)
+        return backward_by_operator(dout, q, k, v, out, lse, dlse, *options, extras)
+    extras = None if extras is None else detached(extras)
+    dout, q, k, v, out, lse = (x.detach() for x in given.values())
     dlse = None if dlse is None else dlse.detach()
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
     grads = room_for_gradients(q, k, v, extras)

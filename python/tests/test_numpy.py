@@ -177,6 +177,49 @@ def test_a_forked_process_computes():
     raise AssertionError("the forked process hangs")
 
 
+_INTERPRETERS = """
+import sys
+try:
+    import _interpreters as made
+except ImportError:
+    made = __import__("_xxsubinterpreters")
+run = made.exec if sys.version_info >= (3, 13) else made.run_string
+body = f"import sys; sys.path[:] = {sys.path!r}" + sys.argv[1]
+if sys.version_info < (3, 12):
+    several = [made.create()]
+elif sys.version_info < (3, 13):
+    several = [made.create(isolated=True), made.create(isolated=False)]
+else:
+    several = [made.create("isolated"), made.create("legacy")]
+for interpreter in several:
+    print(run(interpreter, body) or "", end="", flush=True)
+made.destroy(several[-1])
+exec(body)
+"""
+
+_IN_EACH = """
+try:
+    import fa_attn
+except ImportError as error:
+    assert "subinterpreters" in str(error), error
+    print("refused")
+else:
+    try:
+        fa_attn.problem(1, -1, heads=1, head_dim=8)
+    except fa_attn.InputError:
+        print("taken")
+"""
+
+
+def test_interpreters_of_one_process():
+    """One with a lock of its own refuses the module by name; those that share a lock take it."""
+    command = [sys.executable, "-c", _INTERPRETERS, _IN_EACH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    own = ["refused"] if sys.version_info >= (3, 12) else []
+    assert done.stdout.split() == [*own, "taken", "taken"]
+
+
 def test_more_threads_than_are_of_use_are_not_started():
     """A pool of a hundred thousand threads takes minutes to start."""
     code = (

@@ -201,15 +201,32 @@ def test_gradients_without_autograd(device, dtype):
     got = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, deterministic=False)
     for one, other in zip(got, want):
         close(one, other, dtype)
+    meta = fa_attn.flash_attn_backward(*(x.to("meta") for x in (dout, q, k, v, out, lse)), causal=True)
+    assert [x.shape for x in meta] == [x.shape for x in want]
+    compiled = torch.compile(fa_attn.flash_attn_backward, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(dout, q, k, v, out, lse, causal=True), want):
+        close(one, other, dtype)
 
 
 def test_what_is_not_computed_raises():
     q = torch.randn(1, 8, 2, 32)
     with pytest.raises(fa_attn.UnsupportedError, match="float16 and bfloat16"):
         fa_attn.flash_attn_func(q.double(), q.double(), q.double())
-    with pytest.raises(fa_attn.UnsupportedError, match="detach them"):
-        slopes = torch.rand(2, requires_grad=True)
-        fa_attn.flash_attn_func(q, q, q, alibi_slopes=slopes)
+    slopes = torch.rand(2, requires_grad=True)
+    sloped = lambda q: fa_attn.flash_attn_func(q, q, q, alibi_slopes=slopes)  # noqa: E731
+    for call, given in ((sloped, q), (torch.vmap(sloped), q[None])):
+        with pytest.raises(fa_attn.UnsupportedError, match="detach them"):
+            call(given)
+    with torch.no_grad():
+        assert torch.equal(sloped(q), fa_attn.flash_attn_func(q, q, q, alibi_slopes=slopes.detach()))
+    # A factor that is learned would get no gradient.
+    for name in ("softmax_scale", "softcap"):
+        factor = torch.tensor(0.5, requires_grad=True)
+        with pytest.raises(fa_attn.UnsupportedError, match=f"{name} requires a gradient"):
+            fa_attn.flash_attn_func(q, q, q, **{name: factor})
+        with torch.no_grad():
+            got = fa_attn.flash_attn_func(q, q, q, **{name: factor})
+        assert torch.equal(got, fa_attn.flash_attn_func(q, q, q, **{name: 0.5}))
     table = torch.zeros(1, 1, dtype=torch.int32)
     starts = torch.tensor([0, 8], dtype=torch.int32)
     leaf = torch.randn(8, 2, 32, requires_grad=True)
@@ -246,6 +263,38 @@ def test_transforms_autocast_and_checkpoints():
     # A lazy minus, of which DLPack says nothing.
     minus = torch._neg_view(plain[0])
     close(call(minus, plain[1], torch._neg_view(plain[2])), -call(-plain[0], *plain[1:]), torch.float32)
+
+
+def test_what_records_operators_sees_them():
+    """A plain call writes to memory that traces and modes see as empty."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    q, k, v = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 9, 2, 32), (2, 9, 2, 32), grad=False)
+    other = torch.randn_like(q)
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    forward = lambda q: fa_attn.flash_attn_func(q, k, v, causal=True)  # noqa: E731
+    backward = lambda q: fa_attn.flash_attn_backward(out, q, k, v, out, lse, causal=True)[1]  # noqa: E731
+    for call, name in ((forward, "fa_attn.forward.default"), (backward, "fa_attn.backward.default")):
+        want = call(other)
+        assert torch.equal(torch.jit.trace(call, (q,), check_trace=False)(other), want)
+        assert torch.equal(make_fx(call)(q)(other), want)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert call(q).shape == want.shape
+        with Names() as names:
+            assert torch.equal(call(other), want)
+        assert name in names.seen
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)

@@ -237,11 +237,64 @@ fn finish(command: &mut Command, what: &str) -> Result<()> {
     Ok(())
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
 mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
     use super::*;
 
+    /// The features of each crate that a program with these dependencies builds, by name and version: several
+    /// where a crate is built several times, as for build scripts. `edges`: the kinds of dependencies.
+    fn features(dependencies: &str, edges: &str) -> BTreeMap<String, BTreeSet<String>> {
+        let folder = tempfile::tempdir().unwrap();
+        let manifest =
+            manifest("program", "0.0.0", &format!("[dependencies]\n{dependencies}\n[workspace]\n"));
+        write(&folder.path().join("Cargo.toml"), &manifest).unwrap();
+        write(&folder.path().join("src/lib.rs"), "").unwrap();
+        // The versions that are tested here; cargo drops what the program does not need.
+        std::fs::copy(workspace::root().join("Cargo.lock"), folder.path().join("Cargo.lock")).unwrap();
+        let mut cargo = workspace::cargo_command(&["tree", "--quiet", "-e", edges, "--prefix", "none"]);
+        cargo.args(["-f", "{p};{f}", "--manifest-path"]).arg(folder.path().join("Cargo.toml"));
+        let output = cargo.env_remove("CARGO_TARGET_DIR").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let mut found = BTreeMap::<String, BTreeSet<String>>::new();
+        for line in String::from_utf8(output.stdout).unwrap().lines() {
+            let (package, features) = line.trim_end_matches(" (*)").split_once(';').unwrap();
+            found.entry(package.to_owned()).or_default().insert(features.to_owned());
+        }
+        found
+    }
+
+    /// Whoever has built candle builds none of its crates once more for fa-candle.
     #[test]
+    fn the_crates_below_candle_get_no_further_features_from_fa_candle() {
+        let path = workspace::root().join("crates/fa-candle").display().to_string();
+        for (candle, own) in [("", "[]"), ("cuda", "[\"cuda\"]")] {
+            let of_candle = format!("candle-core = {{ version = \"0.11.1\", features = {own} }}\n");
+            let of_both = format!("{of_candle}fa-candle = {{ path = {path:?}, features = {own} }}\n");
+            for edges in ["normal", "normal,build"] {
+                let (alone, mut with) = (features(&of_candle, edges), features(&of_both, edges));
+                assert_eq!(alone.contains_key("candle-kernels v0.11.1"), candle == "cuda");
+                assert!(with.keys().any(|package| package.starts_with("fa-candle ")));
+                let changed: Vec<String> = alone
+                    .into_iter()
+                    .filter(|(package, _)| !package.starts_with("program "))
+                    .map(|(package, before)| (with.remove(&package).unwrap_or_default(), package, before))
+                    // What build scripts alone had may be built for the program as well.
+                    .filter(
+                        |(now, _, before)| {
+                            if edges == "normal" { now != before } else { !now.is_superset(before) }
+                        },
+                    )
+                    .map(|(now, package, before)| format!("{package}: {before:?} -> {now:?}"))
+                    .collect();
+                assert_eq!(changed, Vec::<String>::new(), "candle's features {own}");
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(unix)]
     fn a_link_of_a_workspace_that_moved_is_made_anew() {
         let folder = tempfile::tempdir().unwrap();
         let [old, new, place] = ["old", "new", "place"].map(|name| folder.path().join(name));

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::passed::Passed;
 use crate::suites::{self, Suite};
 use crate::{candle, device, python, toolkit, workspace};
 
@@ -16,6 +17,9 @@ pub(crate) struct Args {
     /// docs/results/compiled*.ron and emulation-tests.ron list, and write those lists.
     #[arg(long)]
     all_archs: bool,
+    /// Run test programs, too, that have passed today on these very files
+    #[arg(long)]
+    rerun: bool,
 }
 
 /// A check by name.
@@ -107,10 +111,14 @@ fn tests(args: &Args, found: &mut Found) -> Result<()> {
     if args.all_archs {
         variables.extend([("FA_ALL_ARCHS", "1"), ("FA_EMU_RECORD", "1")]);
     }
+    let mut passed = Passed::read()?;
+    if args.rerun || args.all_archs {
+        passed.forget();
+    }
     let Found { suites, tally } = found;
     std::thread::scope(|scope| {
         let rest = scope.spawn(|| docs().and_then(|()| candle::check()).and_then(|()| python::check()));
-        let tests = suites::run(suites, &variables, |line| tally.add(line));
+        let tests = suites::run(suites, &variables, Some(&mut passed), |line| tally.add(line));
         let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         tests.and(rest)
     })?;

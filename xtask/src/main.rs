@@ -13,6 +13,7 @@ mod lines;
 mod map;
 #[cfg(test)]
 mod notebook;
+mod passed;
 #[cfg(test)]
 mod performance;
 mod python;

@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
+use crate::passed::Passed;
 use crate::workspace;
 
 /// A test program.
@@ -78,14 +79,28 @@ pub(crate) fn build() -> Result<Vec<Suite>> {
 }
 
 /// Runs the programs with these variables; each one's output is shown whole when it ends, and given to
-/// `line`, line by line. After the first that fails no other begins.
-pub(crate) fn run(suites: &[Suite], variables: &[(&str, &str)], line: impl FnMut(&str) + Send) -> Result<()> {
-    struct State<L> {
+/// `line`, line by line. After the first that fails no other begins. Those that `passed` has are not run,
+/// and their results are given to `line`; it gets those that pass.
+pub(crate) fn run(
+    suites: &[Suite],
+    variables: &[(&str, &str)],
+    passed: Option<&mut Passed>,
+    mut line: impl FnMut(&str) + Send,
+) -> Result<()> {
+    struct State<'a, L> {
         next: usize,
         failed: Vec<String>,
+        passed: Option<&'a mut Passed>,
         line: L,
     }
-    let state = Mutex::new(State { next: 0, failed: Vec::new(), line });
+    let known = |suite: &Suite| passed.as_ref()?.results(&suite.name, &suite.folder, &suite.program);
+    let (spared, suites): (Vec<&Suite>, Vec<&Suite>) =
+        suites.iter().partition(|suite| known(suite).is_some());
+    for suite in spared {
+        println!("{}: has passed today on these files (--rerun runs it)", suite.name);
+        known(suite).unwrap_or_default().iter().for_each(|result| line(result));
+    }
+    let state = Mutex::new(State { next: 0, failed: Vec::new(), passed, line });
     let lock = || state.lock().unwrap_or_else(PoisonError::into_inner);
     let lane = || -> Result<()> {
         loop {
@@ -107,6 +122,8 @@ pub(crate) fn run(suites: &[Suite], variables: &[(&str, &str)], line: impl FnMut
             });
             if !passed {
                 state.failed.push(suite.name.clone());
+            } else if let Some(passed) = &mut state.passed {
+                passed.keep(&suite.name, &suite.folder, &suite.program, &text)?;
             }
         }
     };
@@ -181,13 +198,13 @@ mod tests {
         let good: Vec<Suite> =
             (0..5).map(|i| script(&format!("good{i}"), "echo $FA_TEST_VALUE $PWD")).collect();
         let mut lines = Vec::new();
-        run(&good, &[("FA_TEST_VALUE", "7")], |line| lines.push(line.to_owned())).unwrap();
+        run(&good, &[("FA_TEST_VALUE", "7")], None, |line| lines.push(line.to_owned())).unwrap();
         assert_eq!(lines, vec![format!("7 {}", folder.display()); 5]);
         let bad = "while [ ! -e begun ]; do sleep 0.01; done; echo wrong; exit 1";
         let mut suites = vec![script("bad", bad), script("slow", "touch begun; sleep 0.1; echo slow")];
         suites.extend(good);
         let mut lines = Vec::new();
-        let error = run(&suites, &[], |line| lines.push(line.to_owned())).unwrap_err();
+        let error = run(&suites, &[], None, |line| lines.push(line.to_owned())).unwrap_err();
         assert_eq!(error.to_string(), "tests fail: bad");
         lines.sort();
         assert_eq!(lines, ["slow", "wrong"]);

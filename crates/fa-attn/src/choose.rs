@@ -101,14 +101,12 @@ impl<'a> Asked<'a> {
         Asked { problem, family: None, pass, division: Division::PLANNED }
     }
 
-    /// Everything that a choice depends on, as RON text; looked up when a problem is bound, never in a
-    /// launch.
+    /// Everything that a choice depends on, as text; looked up when a problem is bound, never in a launch.
     fn key(&self) -> String {
         let Asked { problem, family, pass, division: Division { splits, pack_gqa } } = *self;
         // Of how many parts there are only the launch takes notice.
         let split = splits.map(|parts| parts > 1);
-        ron::to_string(&(problem, family, pass, split, pack_gqa))
-            .expect("plain structs of numbers and names always serialise")
+        format!("{:?}", (problem, family, pass, split, pack_gqa))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Measured choices: which kernel won for which kind of problem on which GPU.
 //!
 //! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what
-//! it chose. A table is plain RON. One for the H100 ships with the library; the user's own goes before it.
+//! it chose. A table is plain JSON. One for the H100 ships with the library; the user's own goes before it.
 
 mod key;
 
@@ -22,8 +22,9 @@ pub use key::TuneKey;
 /// Environment variable with the path of the user's table.
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
 
-/// The tables that ship, by file name.
-static SHIPPED: &[(&str, &str)] = &[("h100.ron", include_str!("../tuned/h100.ron"))];
+/// The tables that ship, by file name. That of the H100 SXM was measured by `fa tune --marks sm80`;
+/// docs/results/tune/ has every candidate.
+static SHIPPED: &[(&str, &str)] = &[("h100.json", include_str!("../tuned/h100.json"))];
 
 /// How long a table is waited for that another process is changing: a change takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -63,7 +64,7 @@ impl Tuned {
     pub fn shipped() -> Tuned {
         let mut all = Tuned::default();
         for (name, text) in SHIPPED {
-            match Tuned::from_ron(text) {
+            match Tuned::from_json(text) {
                 Ok(table) => all.gpus.extend(table.gpus),
                 Err(error) => tracing::error!(name, %error, "a shipped table of tuned kernels is left out"),
             }
@@ -75,8 +76,11 @@ impl Tuned {
     ///
     /// # Errors
     /// Text that is not a table, the first invalid spec, and the first key with a length of 0.
-    pub fn from_ron(text: &str) -> Result<Tuned, String> {
-        let table: Tuned = ron::from_str(text).map_err(|e| e.to_string())?;
+    pub fn from_json(text: &str) -> Result<Tuned, String> {
+        if text.trim_start().starts_with(['(', '/']) {
+            return Err("it is RON, as tables were before, and they are JSON now".to_owned());
+        }
+        let table: Tuned = serde_json::from_str(text).map_err(|e| e.to_string())?;
         for entry in table.gpus.iter().flat_map(|gpu| &gpu.entries) {
             entry.spec.check().map_err(|e| format!("{}: {e}", entry.spec))?;
             let TuneKey { seqlen_q, seqlen_k, heads, .. } = entry.key;
@@ -90,11 +94,13 @@ impl Tuned {
         Ok(table)
     }
 
-    /// The table as RON, which [`Tuned::from_ron`] reads back.
-    pub fn to_ron(&self) -> String {
-        ron::ser::to_string_pretty(self, ron::ser::PrettyConfig::default().depth_limit(4))
-            .expect("plain structs of numbers and names always serialise")
-            + "\n"
+    /// The table as JSON, an entry on each line, which [`Tuned::from_json`] reads back.
+    pub fn to_json(&self) -> String {
+        let gpus = self.gpus.iter().map(|TunedGpu { gpu, entries }| {
+            let entries: Vec<String> = entries.iter().map(json).collect();
+            format!("{{\"gpu\": {}, \"entries\": [\n{}\n]}}", json(gpu), entries.join(",\n"))
+        });
+        format!("{{\"gpus\": [\n{}\n]}}\n", gpus.collect::<Vec<_>>().join(",\n"))
     }
 
     /// The table at `path`; an empty one where there is no file.
@@ -104,7 +110,7 @@ impl Tuned {
     pub fn read(path: &Path) -> Result<Tuned, Error> {
         match fs::read_to_string(path) {
             Ok(text) => {
-                Tuned::from_ron(&text).map_err(|reason| Error::BadTuned { path: path.to_owned(), reason })
+                Tuned::from_json(&text).map_err(|reason| Error::BadTuned { path: path.to_owned(), reason })
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Tuned::default()),
             Err(source) => Err(Error::Read { path: path.to_owned(), source }),
@@ -116,7 +122,7 @@ impl Tuned {
     /// # Errors
     /// [`Error::Write`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        Ok(atomic_file::write(path, self.to_ron().as_bytes())?)
+        Ok(atomic_file::write(path, self.to_json().as_bytes())?)
     }
 
     /// Applies `change` to the table at `path`, and returns it with the result of writing it. The folder is
@@ -194,6 +200,10 @@ impl Tuned {
     }
 }
 
+fn json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("plain structs of numbers and names always serialise")
+}
+
 /// The entry's kernel in the problem's type.
 fn of_type(entry: &TunedEntry, problem: &Problem) -> KernelSpec {
     KernelSpec { types: Types::same(problem.types.qkv), ..entry.spec.clone() }
@@ -219,11 +229,11 @@ fn lock_folder(path: &Path) -> Option<File> {
     }
 }
 
-/// The path of the user's table: FA_TUNED, or `tuned.ron` beside the kernel cache; `None` where neither is
+/// The path of the user's table: FA_TUNED, or `tuned.json` beside the kernel cache; `None` where neither is
 /// known.
 pub fn user_table() -> Option<PathBuf> {
     let named = std::env::var_os(TUNED_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
-    named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
+    named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.json")))
 }
 
 /// The user's table and those that ship.

@@ -26,7 +26,7 @@ pub struct Kernels {
     headers: Headers,
     cache: Arc<Cache>,
     compiler: Mutex<Option<Arc<Compiler>>>,
-    // By the spec's RON text: it is plain data, and is not looked up in a launch.
+    // By the spec's text: it is plain data, and is not looked up in a launch.
     loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
     append: OnceLock<Arc<AppendKernel>>,
     merge: OnceLock<Arc<MergeKernel>>,
@@ -159,7 +159,7 @@ impl Kernels {
 
     /// A unit without a spec, compiled now or before.
     fn unit(&self, name: &str, source: &Source) -> Result<Arc<Compiled>, Error> {
-        let named = Named { name: name.to_owned(), ron: String::new() };
+        let named = Named { name: name.to_owned(), spec: None };
         self.cache.get_unit(&*self.compiler()?, &named, source)
     }
 
@@ -217,7 +217,7 @@ fn check_fit(spec: &KernelSpec, arch: Arch) -> Result<(), Error> {
 }
 
 fn key_of(spec: &KernelSpec) -> String {
-    ron::to_string(spec).expect("plain structs of numbers and names always serialise")
+    format!("{spec:?}")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -86,6 +86,7 @@ mod error;
 mod jit;
 mod kernels;
 pub mod launch;
+#[cfg(feature = "ron")]
 pub mod specs;
 
 pub use cudarc;

@@ -36,7 +36,7 @@ const WARM_UP_MS: f64 = 10.0;
 
 /// How long the GPU idles before each turn of a run beside peers. A card at its power limit runs faster for
 /// tens of milliseconds after a pause, and a peer's turn begins with one: its process queues its calls first
-/// (NB-126).
+/// (NB-131).
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// How often each candidate runs.

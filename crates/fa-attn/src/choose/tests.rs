@@ -41,7 +41,7 @@ fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
     let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
     let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans");
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("tuned.ron");
+    let path = folder.path().join("tuned.json");
     let memory = Arc::new(Memory::default());
     *lock(&memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
     let budget = Duration::from_secs(1);
@@ -136,7 +136,7 @@ fn tuning(path: &std::path::Path) -> Chooser {
 #[test]
 fn a_winner_that_comes_while_a_kernel_is_bound_is_used_from_the_next_bind_on() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("tuned.ron");
+    let path = folder.path().join("tuned.json");
     let chooser = Chooser::default();
     *lock(&chooser.memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
     let (gpu, budget) = ("GPU".to_owned(), Duration::from_secs(1));
@@ -156,7 +156,7 @@ fn a_winner_that_comes_while_a_kernel_is_bound_is_used_from_the_next_bind_on() {
 #[test]
 fn calls_at_once_are_measured_once_and_the_next_bind_has_the_winner() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("tuned.ron");
+    let path = folder.path().join("tuned.json");
     let chooser = tuning(&path);
     let first = bind(&Chooser::default(), &PROBLEM, None).expect("bound");
     std::thread::scope(|scope| {
@@ -181,7 +181,7 @@ fn calls_at_once_are_measured_once_and_the_next_bind_has_the_winner() {
 #[test]
 fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("tuned.ron");
+    let path = folder.path().join("tuned.json");
     let chooser = tuning(&path);
     let odd = Problem { head_dim: 100, ..PROBLEM };
     assert!(matches!(bind(&chooser, &odd, None), Err(Error::Plan(PlanError::HeadDim { value: 100, .. }))));
@@ -219,7 +219,7 @@ fn tables_that_cannot_be_used_are_named() {
         Chooser::default().tune_by(&Fake, Duration::from_secs(60), path.to_owned(), |job, _| timed(job, 2))
     };
     assert!(matches!(start(folder.path()), Err(Error::Read { .. })), "a folder is no table");
-    let path = folder.path().join("tuned.ron");
+    let path = folder.path().join("tuned.json");
     // Of a version that knows more.
     std::fs::write(&path, "(gpus: [], colour: \"red\")").expect("written");
     assert!(matches!(start(&path), Err(Error::BadTuned { .. })));
@@ -236,7 +236,7 @@ fn tables_that_cannot_be_used_are_named() {
 #[cfg(target_os = "linux")]
 #[test]
 fn where_the_table_cannot_be_written_the_winner_is_used_all_the_same() {
-    let chooser = tuning(std::path::Path::new("/proc/none/tuned.ron"));
+    let chooser = tuning(std::path::Path::new("/proc/none/tuned.json"));
     bind(&chooser, &PROBLEM, None).expect("bound");
     let outcomes = chooser.finish_tuning();
     assert!(matches!(outcomes[0].error, Some(Error::Write { .. })), "{outcomes:?}");

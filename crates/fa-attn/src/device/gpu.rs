@@ -94,10 +94,10 @@ impl Gpu {
         let asked = Asked::of(problem, pass);
         match pass {
             Pass::Forward => self
-                .choose_rounded(asked, |spec| self.kernels.forward_with(problem, spec))
+                .choose_rounded(asked, &|spec| self.kernels.forward_with(problem, spec))
                 .map(Bound::Forward),
             Pass::Backward { .. } => self
-                .choose_rounded(asked, |spec| self.kernels.backward_with(problem, spec))
+                .choose_rounded(asked, &|spec| self.kernels.backward_with(problem, spec))
                 .map(Bound::Backward),
         }
     }
@@ -121,7 +121,7 @@ impl Gpu {
     /// As [`Gpu::bind_of`].
     pub fn forward(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
         let asked = Asked { family, ..Asked::of(problem, Pass::Forward) };
-        self.choose(asked, |spec| self.kernels.forward_with(problem, spec))
+        self.choose(asked, &|spec| self.kernels.forward_with(problem, spec))
     }
 
     /// The forward of `problem` whose work is divided among CTAs as the caller says; else as
@@ -131,7 +131,7 @@ impl Gpu {
     /// As [`Gpu::bind`], and where no kernel divides it so.
     pub fn forward_divided(&self, problem: &Problem, division: Division) -> Result<Forward, Error> {
         let asked = Asked { division, ..Asked::of(problem, Pass::Forward) };
-        self.choose_rounded(asked, |spec| self.kernels.forward_split(problem, spec, division.splits))
+        self.choose_rounded(asked, &|spec| self.kernels.forward_split(problem, spec, division.splits))
     }
 
     /// The kernel that appends new keys and values to a cache in this GPU's memory and applies rotary
@@ -167,7 +167,7 @@ impl Gpu {
     ) -> Result<Backward, Error> {
         let pass = Pass::Backward { deterministic };
         let asked = Asked { family, ..Asked::of(problem, pass) };
-        self.choose(asked, |spec| self.kernels.backward_with(problem, spec))
+        self.choose(asked, &|spec| self.kernels.backward_with(problem, spec))
     }
 
     /// [`Gpu::choose`] for rounded-up lengths; what is chosen is bound to the problem itself, so that a new
@@ -175,22 +175,23 @@ impl Gpu {
     fn choose_rounded<P>(
         &self,
         asked: Asked<'_>,
-        bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
+        bind: &dyn Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Result<P, Error> {
         let like = rounded(asked.problem);
         if like != *asked.problem
             && like.check().is_ok()
-            && let Ok(bound) = self.choose(Asked { problem: &like, ..asked }, &bind)
+            && let Ok(bound) = self.choose(Asked { problem: &like, ..asked }, bind)
         {
             return Ok(bound);
         }
         self.choose(asked, bind)
     }
 
+    /// `bind` is called once or a few times: one copy of the search for all of them compiles faster.
     fn choose<P>(
         &self,
         asked: Asked<'_>,
-        bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
+        bind: &dyn Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Result<P, Error> {
         // The default stream gives an error where another one that waits for it is being captured.
         let is_capturing = || {

@@ -86,8 +86,8 @@ fn windows_of_tables_from_before_their_widths_were_counted_are_found() {
     let window = |left: u32| Problem { mask: Mask::causal_window(left), ..PROBLEM };
     let mut table = Tuned::default();
     table.set("GPU", entry(&window(127), 0));
-    let text = table.to_ron().replacen(", window: 128", "", 1);
-    let mut before = Tuned::from_ron(&text).expect("a table");
+    let text = table.to_json().replacen(",\"window\":128", "", 1);
+    let mut before = Tuned::from_json(&text).expect("a table");
     assert_eq!(before.gpus[0].entries[0].key.window, 0);
     for left in [1, 127, 1023, 100_000] {
         assert_eq!(found(&before, &window(left)), Some(entry(&window(127), 0).spec), "{left}");
@@ -99,7 +99,7 @@ fn windows_of_tables_from_before_their_widths_were_counted_are_found() {
     // Without a window nothing is written of it.
     let mut without = Tuned::default();
     without.set("GPU", entry(&PROBLEM, 0));
-    assert!(!without.to_ron().contains("window"));
+    assert!(!without.to_json().contains("window"));
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn what_reads_or_scores_otherwise_has_its_own_entry() {
 #[test]
 fn changes_at_once_are_all_kept() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("new/tuned.ron");
+    let path = folder.path().join("new/tuned.json");
     let problem = |at: usize| Problem { lengths: Lengths::uniform(1, 64 << at, 64 << at), ..PROBLEM };
     let spec = entry(&PROBLEM, 0).spec;
     std::thread::scope(|scope| {
@@ -175,26 +175,32 @@ fn changes_at_once_are_all_kept() {
 #[test]
 fn tables_survive_the_disk_and_damage_is_named() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let path = folder.path().join("deep/tuned.ron");
+    let path = folder.path().join("deep/tuned.json");
     assert_eq!(Tuned::read(&path).expect("none is empty"), Tuned::default());
     let mut table = Tuned::default();
     table.set("GPU", entry(&PROBLEM, 0));
     table.write(&path).expect("written");
     assert_eq!(Tuned::read(&path).expect("read back"), table);
-    let text = table.to_ron().replace("tile_n: ", "tile_n: 1");
+    let text = table.to_json().replace("\"tile_n\":", "\"tile_n\":1");
     fs::write(&path, text).expect("written");
     let error = Tuned::read(&path).expect_err("no such tile").to_string();
-    assert!(error.contains("tile_n") && error.contains("tuned.ron"), "{error}");
-    let text = table.to_ron().replace("seqlen_q: 4096", "seqlen_q: 0");
+    assert!(error.contains("tile_n") && error.contains("tuned.json"), "{error}");
+    let text = table.to_json().replace("\"seqlen_q\":4096", "\"seqlen_q\":0");
     fs::write(&path, text).expect("written");
     let error = Tuned::read(&path).expect_err("no such length").to_string();
     assert!(error.contains("seqlen_q = 0"), "{error}");
+    // Tables were RON once.
+    for text in ["(gpus: [])", "// Measured\n(\n    gpus: [],\n)\n"] {
+        fs::write(&path, text).expect("written");
+        let error = Tuned::read(&path).expect_err("of another format").to_string();
+        assert!(error.contains("it is RON") && error.contains("remove it"), "{error}");
+    }
 }
 
 #[test]
 fn what_ships_fits_its_gpu() {
     for (name, text) in SHIPPED {
-        let table = Tuned::from_ron(text).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let table = Tuned::from_json(text).unwrap_or_else(|e| panic!("{name}: {e}"));
         for entry in table.gpus.iter().flat_map(|gpu| &gpu.entries) {
             account(&entry.spec, Arch::Sm90).unwrap_or_else(|e| panic!("{name}: {}: {e}", entry.spec));
         }

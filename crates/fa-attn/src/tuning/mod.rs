@@ -37,7 +37,7 @@ pub(crate) use tuner::{Job, Tuner};
 /// 2. They are timed in turns on a problem of the same shape, with inputs, outputs and workspace that belong
 ///    to the thread, on its own stream; each counts with its fastest sample, as calls in between slow others
 ///    down. The bound kernel stays unless another one is faster by 2 %.
-/// 3. The winner goes into the user's table of tuned kernels (`FA_TUNED`, or `tuned.ron` beside the kernel
+/// 3. The winner goes into the user's table of tuned kernels (`FA_TUNED`, or `tuned.json` beside the kernel
 ///    cache), which is replaced in one step, and is used from the next bind on: in this process and in later
 ///    ones. Calls that are bound already keep their kernel. Processes that tune at once keep each other's
 ///    winners.

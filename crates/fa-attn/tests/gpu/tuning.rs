@@ -38,7 +38,7 @@ fn check(gpu: &Gpu, table: &Path, outcome: &TuningOutcome) {
 #[ignore = "needs a GPU"]
 fn the_caller_sees_nothing_of_it_and_the_winner_is_used_and_kept() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let table = folder.path().join("tuned.ron");
+    let table = folder.path().join("tuned.json");
     let case = Case { problem: PROBLEM, layout: TensorLayout::Bshd, pad: 0 };
     let gpu = tuned_gpu(&table);
     let (stream, other) = (&gpu.stream, gpu.context().new_stream().expect("a stream"));
@@ -77,7 +77,7 @@ fn the_caller_sees_nothing_of_it_and_the_winner_is_used_and_kept() {
 #[ignore = "needs a GPU"]
 fn gradients_are_tuned_and_threads_at_once_have_them_tuned_once() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let table = folder.path().join("tuned.ron");
+    let table = folder.path().join("tuned.json");
     let gpu = tuned_gpu(&table);
     for pass in [Pass::BACKWARD, Pass::DETERMINISTIC_BACKWARD] {
         std::thread::scope(|scope| {
@@ -98,7 +98,7 @@ fn gradients_are_tuned_and_threads_at_once_have_them_tuned_once() {
 #[ignore = "needs a GPU"]
 fn nothing_begins_in_a_capture() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let mut gpu = tuned_gpu(&folder.path().join("tuned.ron"));
+    let mut gpu = tuned_gpu(&folder.path().join("tuned.json"));
     gpu.stream = gpu.context().new_stream().expect("a stream");
     // Loaded before, as a module is not loaded within a capture.
     let warm = gpu.forward(&PROBLEM, None).expect("bound");

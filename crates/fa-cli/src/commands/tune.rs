@@ -68,7 +68,7 @@ pub(crate) struct TuneArgs {
     /// Measure again what has been measured
     #[arg(long)]
     pub fresh: bool,
-    /// Where the winners go [default: FA_TUNED, or tuned.ron beside the kernel cache, where the library
+    /// Where the winners go [default: FA_TUNED, or tuned.json beside the kernel cache, where the library
     /// looks]
     #[arg(short, long, value_name = "FILE", value_parser = flags::results())]
     pub output: Option<PathBuf>,

@@ -1,12 +1,12 @@
 //! Tests that have passed on these very sources: they are not run again. A fresh clone knows those of the
 //! committed list, of which it runs some all the same, others each day.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use fa_emu::Emulator;
 use fa_kernels::atomic_file;
@@ -46,16 +46,16 @@ const APART: [&str; 4] = [
     "crates/fa-emu/src/timeline.rs",
 ];
 
-/// Of the committed list's tests, every so manieth runs on a day.
-const TURNS: u64 = 5;
+/// Days on which every test of the committed list runs once.
+const TURNS: usize = 5;
 
 /// Tests that have passed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Known {
     /// [`key`] of the sources that they have passed on.
     sources: String,
-    /// Their names.
-    passed: BTreeSet<String>,
+    /// The seconds that each took, by name.
+    passed: BTreeMap<String, u32>,
 }
 
 impl Known {
@@ -66,9 +66,30 @@ impl Known {
         if known.sources == *key() {
             known
         } else {
-            Known { sources: key().clone(), passed: BTreeSet::new() }
+            Known { sources: key().clone(), passed: BTreeMap::new() }
         }
     }
+
+    /// Whether a test is here and does not run on `day`.
+    fn spares(&self, test: &str, day: u64) -> bool {
+        turns(&self.passed).get(test).is_some_and(|&turn| turn as u64 != day % TURNS as u64)
+    }
+}
+
+/// The turn of each test, of [`TURNS`] that take equally long, as far as whole tests allow: the longest
+/// first, each in the shortest turn so far.
+fn turns(seconds: &BTreeMap<String, u32>) -> BTreeMap<&str, usize> {
+    let mut tests: Vec<(&str, u32)> = seconds.iter().map(|(test, &own)| (test.as_str(), own)).collect();
+    tests.sort_by_key(|&(_, own)| std::cmp::Reverse(own));
+    let mut sums = [0; TURNS];
+    tests
+        .into_iter()
+        .map(|(test, own)| {
+            let turn = (0..TURNS).min_by_key(|&turn| sums[turn]).expect("there are turns");
+            sums[turn] += own.max(1);
+            (test, turn)
+        })
+        .collect()
 }
 
 fn root() -> PathBuf {
@@ -117,16 +138,15 @@ fn gather(root: &Path, path: &Path, texts: &mut BTreeMap<String, String>) {
     }
 }
 
-/// Whether a test of the committed list runs today all the same.
-fn is_drawn(test: &str) -> bool {
-    let day = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |own| own.as_secs() / 86400);
-    let place: u64 = test.bytes().map(u64::from).sum();
-    (day + place).is_multiple_of(TURNS)
+/// Days since 1970.
+fn today() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |own| own.as_secs() / 86400)
 }
 
 /// The emulator for a test that runs; it has passed once this is dropped.
 pub(crate) struct Running {
     test: String,
+    began: Instant,
     emulator: &'static Emulator,
 }
 
@@ -151,7 +171,7 @@ impl Drop for Running {
         }
         for file in files {
             let mut known = Known::read(&file);
-            known.passed.insert(self.test.clone());
+            known.passed.insert(self.test.clone(), self.began.elapsed().as_secs() as u32);
             let text = ron::ser::to_string_pretty(&known, ron::ser::PrettyConfig::new()).expect("plain data");
             atomic_file::write(&file, (text + "\n").as_bytes()).expect("the target folder can be written");
         }
@@ -160,14 +180,34 @@ impl Drop for Running {
 
 /// The emulator, unless `test` has passed on these sources, or there is no C++ compiler; both are said.
 pub(crate) fn unless_known(test: &str) -> Option<Running> {
-    let here = Known::read(&stamps()).passed.contains(test);
-    let committed = || !is_drawn(test) && Known::read(&root().join(COMMITTED)).passed.contains(test);
+    let here = Known::read(&stamps()).passed.contains_key(test);
+    let committed = || Known::read(&root().join(COMMITTED)).spares(test, today());
     if !is_set(RECORD) && !is_set(ONLY) && (here || committed()) {
         // Past the test's capture: it explains the time that the suite takes.
         let _ = writeln!(std::io::stderr(), "{test}: has passed on these sources ({RECORD}=1 runs it)");
         return None;
     }
-    Some(Running { test: test.to_owned(), emulator: emulator(test)? })
+    let emulator = emulator(test)?;
+    Some(Running { test: test.to_owned(), began: Instant::now(), emulator })
+}
+
+#[test]
+fn every_test_has_a_day_and_every_day_takes_as_long() {
+    let seconds = [90, 50, 40, 33, 30, 30, 25, 25, 20, 20, 15, 12, 8, 5, 5, 2, 0, 0, 0, 0];
+    let passed: BTreeMap<String, u32> =
+        seconds.iter().enumerate().map(|(i, &own)| (format!("test{i}"), own)).collect();
+    let known = Known { sources: String::new(), passed };
+    for first in [0, 20_780] {
+        let mut runs = BTreeMap::new();
+        for day in first..first + TURNS as u64 {
+            let drawn: Vec<&String> = known.passed.keys().filter(|test| !known.spares(test, day)).collect();
+            let sum: u32 = drawn.iter().map(|test| known.passed[*test]).sum();
+            assert!((75..=91).contains(&sum), "day {day}: {sum} s, {drawn:?}");
+            drawn.into_iter().for_each(|test| *runs.entry(test).or_insert(0) += 1);
+        }
+        assert!(runs.len() == seconds.len() && runs.values().all(|&own| own == 1), "{runs:?}");
+    }
+    assert!(!known.spares("another", 0), "what is not listed runs");
 }
 
 #[test]

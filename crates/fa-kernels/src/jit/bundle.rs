@@ -15,9 +15,9 @@ use crate::jit::report::Report;
 use crate::jit::source::Source;
 
 /// The manifest's name in a bundle's folder.
-pub const MANIFEST: &str = "manifest.ron";
+pub const MANIFEST: &str = "manifest.json";
 
-/// `manifest.ron`: the kernels of a bundle.
+/// `manifest.json`: the kernels of a bundle.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -70,7 +70,7 @@ impl Bundle {
             if manifest.is_empty() {
                 return Bundle::default();
             }
-            match ron::from_str::<Manifest>(manifest) {
+            match serde_json::from_str::<Manifest>(manifest) {
                 Ok(manifest) => Bundle::of(manifest, files),
                 Err(error) => {
                     tracing::error!(%error, "the built-in bundle's manifest cannot be read; kernels are \
@@ -124,7 +124,7 @@ impl Manifest {
         let path = folder.join(MANIFEST);
         let bad = |path: &Path, reason: String| Error::BadBundle { path: path.to_owned(), reason };
         let text = fs::read_to_string(&path).map_err(|e| bad(&path, e.to_string()))?;
-        let manifest: Manifest = ron::from_str(&text).map_err(|e| bad(&path, e.to_string()))?;
+        let manifest: Manifest = serde_json::from_str(&text).map_err(|e| bad(&path, e.to_string()))?;
         for kernel in &manifest.kernels {
             let file = folder.join(&kernel.file);
             let cubin = fs::read(&file).map_err(|e| bad(&file, e.to_string()))?;

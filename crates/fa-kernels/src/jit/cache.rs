@@ -1,10 +1,10 @@
 //! Compiled kernels on disk, keyed by what they were compiled from.
 //!
-//! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.ron`. It
-//! is built in a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.ron` holds
-//! a checksum of the cubin, so that a damaged entry is treated as missing and replaced. No locks: processes
-//! that race build the same bytes, and one of them wins. Where nothing can be written, kernels live in memory
-//! and a warning is traced.
+//! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.json`.
+//! It is built in a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.json`
+//! holds a checksum of the cubin, so that a damaged entry is treated as missing and replaced. No locks:
+//! processes that race build the same bytes, and one of them wins. Where nothing can be written, kernels live
+//! in memory and a warning is traced.
 
 use std::collections::HashMap;
 use std::fs;
@@ -30,7 +30,7 @@ pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
 pub const DEFAULT_LIMIT: u64 = 256 << 20;
 
 /// Part of every key: raised when the layout of an entry changes.
-const FORMAT: &str = "fa-kernels cache 1";
+const FORMAT: &str = "fa-kernels cache 2";
 
 /// Temporary folders of processes that died are removed after this long.
 const STALE: Duration = Duration::from_secs(3600);
@@ -43,7 +43,7 @@ pub struct Cache {
     memory: Mutex<HashMap<String, Arc<Compiled>>>,
 }
 
-/// The contents of `entry.ron`.
+/// The contents of `entry.json`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
@@ -54,9 +54,9 @@ struct Entry {
 }
 
 /// What a unit was made from, as stored next to its cubin.
-pub(crate) struct Named {
+pub(crate) struct Named<'a> {
     pub name: String,
-    pub ron: String,
+    pub spec: Option<&'a KernelSpec>,
 }
 
 impl Cache {
@@ -89,14 +89,14 @@ impl Cache {
         spec: &KernelSpec,
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
-        self.get_unit(compiler, &Named { name: spec.to_string(), ron: spec.to_ron() }, source)
+        self.get_unit(compiler, &Named { name: spec.to_string(), spec: Some(spec) }, source)
     }
 
     /// The same for a unit without a spec.
     pub(crate) fn get_unit(
         &self,
         compiler: &Compiler,
-        spec: &Named,
+        spec: &Named<'_>,
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
         let flags = compiler.flags(&source.target);
@@ -148,7 +148,7 @@ impl Cache {
         key: &str,
         compiler: &Compiler,
         (name, flags): (String, Vec<String>),
-        spec: &Named,
+        spec: &Named<'_>,
         source: &Source,
     ) -> Result<Compiled, Error> {
         tracing::info!(spec = spec.name, target = source.target, compiler = name, "compiling");
@@ -174,7 +174,7 @@ impl Cache {
             return None;
         }
         let read = || -> Option<Compiled> {
-            let entry: Entry = ron::from_str(&fs::read_to_string(folder.join("entry.ron")).ok()?).ok()?;
+            let entry: Entry = serde_json::from_str(&fs::read_to_string(folder.join(ENTRY)).ok()?).ok()?;
             let cubin = fs::read(folder.join("kernel.cubin")).ok()?;
             let log = fs::read_to_string(folder.join(LOG)).ok()?;
             (hash(&[&cubin]) == entry.cubin_sha256).then_some(Compiled { cubin, log, report: entry.report })
@@ -195,7 +195,7 @@ impl Cache {
     fn write(
         &self,
         name: &str,
-        spec: &Named,
+        spec: &Named<'_>,
         source: &Source,
         log: &str,
         good: Option<(&Entry, &[u8])>,
@@ -206,13 +206,14 @@ impl Cache {
             fs::create_dir_all(root)?;
             let temporary = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(root)?;
             let to = |file: &str| temporary.path().join(file);
-            fs::write(to("spec.ron"), &spec.ron)?;
+            if let Some(spec) = spec.spec {
+                fs::write(to("spec.json"), serde_json::to_vec_pretty(spec)?)?;
+            }
             fs::write(to("source.cu"), &source.unit)?;
             fs::write(to(LOG), log)?;
             if let Some((entry, cubin)) = good {
                 fs::write(to("kernel.cubin"), cubin)?;
-                let text = ron::ser::to_string_pretty(entry, Default::default()).map_err(io::Error::other)?;
-                fs::write(to("entry.ron"), text)?;
+                fs::write(to(ENTRY), serde_json::to_vec_pretty(entry)?)?;
             } else if folder.is_dir() {
                 discard(&folder)?;
             }
@@ -318,6 +319,9 @@ struct Folder {
 
 /// First part of the names of folders that are being written.
 const TEMPORARY: &str = ".tmp-";
+
+/// The file that makes an entry whole: [`Entry`].
+const ENTRY: &str = "entry.json";
 
 /// The file of a compiler's messages.
 const LOG: &str = "log.txt";

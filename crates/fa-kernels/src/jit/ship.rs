@@ -162,8 +162,8 @@ pub fn write_bundle(built: &Built, compiler: &Compiler, folder: &Path) -> Result
     }
     let kernels = built.kernels.iter().map(|(kernel, _)| kernel.clone()).collect();
     let manifest = Manifest { compiler: compiler.version()?, kernels };
-    let text = ron::ser::to_string_pretty(&manifest, Default::default())
-        .expect("plain structs of numbers and names always serialise");
+    let text =
+        serde_json::to_string_pretty(&manifest).expect("plain structs of numbers and names always serialise");
     let path = folder.join(MANIFEST);
     atomic_file::write(&path, text.as_bytes())?;
     Ok(manifest)

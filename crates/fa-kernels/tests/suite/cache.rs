@@ -43,8 +43,8 @@ fn an_entry_holds_all_that_made_the_kernel() {
     assert_eq!(fs::read(entry.join("kernel.cubin")).unwrap(), kernel.cubin);
     assert_eq!(fs::read_to_string(entry.join("log.txt")).unwrap(), kernel.log);
     assert_eq!(fs::read_to_string(entry.join("source.cu")).unwrap(), small_source(1).unit);
-    let spec = fs::read_to_string(entry.join("spec.ron")).unwrap();
-    assert_eq!(fa_core::KernelSpec::from_ron(&spec).unwrap(), sm80_spec());
+    let spec = fs::read(entry.join("spec.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<fa_core::KernelSpec>(&spec).unwrap(), sm80_spec());
     assert_eq!(&kernel.cubin[..4], b"\x7fELF");
     assert!(kernel.report.registers > 0);
 }
@@ -84,11 +84,13 @@ fn damaged_entries_are_compiled_anew() {
         bytes[middle] ^= 1;
         fs::write(file, bytes).unwrap();
     };
-    let damages: [(&str, &dyn Fn(PathBuf)); 5] = [
+    let damages: [(&str, &dyn Fn(PathBuf)); 6] = [
         ("kernel.cubin", &flip),
         ("kernel.cubin", &|file| fs::write(file, b"").unwrap()),
         ("kernel.cubin", &|file| fs::remove_file(file).unwrap()),
-        ("entry.ron", &|file| fs::write(file, "(compiler: ").unwrap()),
+        ("entry.json", &|file| fs::write(file, "{\"compiler\": ").unwrap()),
+        // An entry as it was written in RON.
+        ("entry.json", &|file| fs::rename(&file, file.with_extension("ron")).unwrap()),
         ("log.txt", &|file| fs::remove_file(file).unwrap()),
     ];
     for (name, damage) in damages {

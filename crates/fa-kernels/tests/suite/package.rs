@@ -25,7 +25,7 @@ fn the_package_holds_the_shipped_specs_the_headers_and_the_tuned_tables() {
     let mut wanted: Vec<String> = specs.iter().map(|file| format!("specs/{}", file.path)).collect();
     wanted.extend(["build.rs", "cuda/params.cuh", "cuda/sm90/fwd.cuh"].map(str::to_owned));
     // The table of tuned kernels is the facade's.
-    let facade = vec!["tuned/h100.ron".to_owned()];
+    let facade = vec!["tuned/h100.json".to_owned()];
     for (folder, wanted) in [(root.to_owned(), wanted), (root.join("../fa-attn"), facade)] {
         let listed = packaged(&folder);
         let missing: Vec<&String> = wanted.iter().filter(|file| !listed.contains(*file)).collect();
