@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 fn main() -> io::Result<()> {
     let root = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let out = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets it"));
-    embed(&root.join("cuda"), "cuh", &out.join("headers.rs"))?;
-    embed(&root.join("specs"), "ron", &out.join("specs.rs"))?;
+    embed(&root, "cuda", "cuh", &out.join("headers.rs"))?;
+    embed(&root, "specs", "ron", &out.join("specs.rs"))?;
     if std::env::var_os("CARGO_FEATURE_BUNDLE").is_some() {
         bundle(&root, &out.join("bundle.rs"))?;
     }
@@ -42,10 +42,13 @@ fn name_below(folder: &Path, file: &Path) -> String {
     name.replace('\\', "/")
 }
 
-/// Writes an array of `(path under folder, text)` of the files that end in `extension`, in the order of their
-/// paths. A library without any would build and know no kernel: that is an error.
-fn embed(folder: &Path, extension: &str, to: &Path) -> io::Result<()> {
-    println!("cargo::rerun-if-changed={}", folder.display());
+/// Writes an array of `(path under folder, text)` of the files of the folder `name` that end in `extension`,
+/// in the order of their paths. A library without any would build and know no kernel: that is an error.
+fn embed(root: &Path, name: &str, extension: &str, to: &Path) -> io::Result<()> {
+    let folder = &root.join(name);
+    // Relative to the package: a workspace that has it by another path would build it again, and this one too
+    // then.
+    println!("cargo::rerun-if-changed={name}");
     let mut files = Vec::new();
     list(folder, extension, &mut files)
         .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", folder.display())))?;

@@ -111,11 +111,15 @@ pub(crate) const CARGO_BEHIND: &str = "FA_XTASK_CARGO";
 
 /// Runs cargo with the arguments that xtask was called with, by maturin. What builds the library alone builds
 /// it as a part of the workspace: what the other members ask of the crates below counts, and these are there
-/// from the tests' build. Alone, cargo builds 46 of them once more.
+/// from the tests' build. Alone, cargo builds 46 of them once more. Of maturin's word on the interpreter
+/// pyo3 needs nothing on Linux, where the library is linked to none; it would be built again for it.
 pub(crate) fn stand_for_cargo(cargo: &OsStr) -> ExitCode {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let mut command = Command::new(cargo);
     command.args(in_workspace(&arguments).unwrap_or(arguments)).env("CARGO", cargo).env_remove(CARGO_BEHIND);
+    if cfg!(target_os = "linux") {
+        command.env_remove("PYO3_CONFIG_FILE");
+    }
     match command.status() {
         Ok(status) => ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)),
         Err(error) => {

@@ -25,7 +25,8 @@ pub const SANITIZED: &str = "sanitize";
 /// The file, below the results, that names kernels whose sources have not been validated, with the reasons.
 pub const UNVALIDATED: &str = "unvalidated.ron";
 
-/// The commit that this library was built from, for records of measurements.
+/// The commit that this library was built from, for records of measurements; `development` in a development
+/// build.
 pub const COMMIT: &str = env!("FA_COMMIT");
 
 /// The machine, the program and the compiler behind a result.
