@@ -122,8 +122,8 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     if bad_input { EXIT_BAD_INPUT } else { EXIT_FAILURE }
 }
 
-/// Whether the reader of our standard output has closed it (`fa plan | head`), which is no failure. A pipe to a
-/// process of our own that has ended is one.
+/// Whether the reader of our standard output has closed it (`fa plan | head`), which is no failure. A pipe to
+/// a process of our own that has ended is one.
 pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     let broken = |cause: &(dyn std::error::Error + 'static)| {
         cause.downcast_ref().is_some_and(|StdoutError(error)| error.kind() == io::ErrorKind::BrokenPipe)
