@@ -103,6 +103,17 @@ void cluster_sync() {
 
 u32 cluster_rank() { return current->cta->rank; }
 
+Cta& cta_of_cluster(u32 rank, const char* does) {
+    Cluster& cluster = *current->cta->cluster;
+    if (rank >= cluster.ctas.size())
+        fatal("cluster", me() + " " + does + " of CTA " + std::to_string(rank) + " of a cluster of " +
+                             std::to_string(cluster.ctas.size()));
+    Cta& cta = *cluster.ctas[rank];
+    if (cta.finished())
+        fatal("cluster", me() + " " + does + " of CTA " + std::to_string(cta.index) + ", which has ended");
+    return cta;
+}
+
 void barriers_after_exit(Cta& cta) {
     NamedBarrier& all = cta.named[0];
     if (all.arrived > 0 && all.arrived >= cta.alive) release_waiting(cta, all);

@@ -26,6 +26,8 @@ extern constinit thread_local u8* shared_window EMU_TLS;  // shared memory of it
 u32 shared_address(const void* pointer);
 void load_shared(void* to, u32 address, u32 bytes);
 void store_shared(u32 address, const void* from, u32 bytes);
+// The same word in the shared memory of CTA `rank` of the cluster.
+u32 load_of_cluster(const void* place, u32 rank);
 
 // ---- Warp ----
 

@@ -277,6 +277,8 @@ std::string actor_name(const Cta& cta, const Actor& actor);
 u8* shared(u32 address, u32 bytes, u32 align);
 u32 offset_of(const void* pointer, u32 bytes, u32 align);
 void generic_access(u32 offset, u32 bytes, bool write);
+// CTA `rank` of the cluster, which has not ended, for a thread that `does` something there.
+Cta& cta_of_cluster(u32 rank, const char* does);
 // An atomic of the word at `offset`: ordered after the other atomics of it, which tells it of nothing else.
 void atomic_access(u32 offset);
 void poison(u8* to, u32 bytes);

@@ -125,15 +125,7 @@ void mbarrier_arrive(void* place, u32 expect_bytes) {
 
 void mbarrier_arrive_remote(void* place, u32 rank) {
     ENTER();
-    Cluster& cluster = *current->cta->cluster;
-    if (rank >= cluster.ctas.size())
-        fatal("cluster", me() + " arrives at CTA " + std::to_string(rank) + " of a cluster of " +
-                             std::to_string(cluster.ctas.size()));
-    Cta& cta = *cluster.ctas[rank];
-    if (cta.finished())
-        fatal("cluster",
-              me() + " arrives at an mbarrier of CTA " + std::to_string(cta.index) + ", which has ended");
-    arrive(mbarrier_at(cta, place, false), 0);
+    arrive(mbarrier_at(cta_of_cluster(rank, "arrives at an mbarrier"), place, false), 0);
 }
 
 // Nothing is learnt from it: what follows has to wait all the same.

@@ -25,14 +25,21 @@ u8* shared(u32 address, u32 bytes, u32 align) {
     return at;
 }
 
-void generic_access(u32 offset, u32 bytes, bool write) {
+namespace {
+
+// Of the shared memory of `cta`, by a thread of its cluster.
+void access_of(Cta& cta, u32 offset, u32 bytes, bool write) {
     if (!machine->options.order) return;
     Thread& thread = *current;
     const char* doing = write ? "writes" : "reads";
-    thread.cta->shadow.access(
-        *thread.cta, offset, bytes, write,
+    cta.shadow.access(
+        cta, offset, bytes, write,
         {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), doing});
 }
+
+}  // namespace
+
+void generic_access(u32 offset, u32 bytes, bool write) { access_of(*current->cta, offset, bytes, write); }
 
 void atomic_access(u32 offset) {
     if (!machine->options.order) return;
@@ -73,6 +80,16 @@ void store_shared(u32 address, const void* from, u32 bytes) {
     u8* to = shared(address, bytes, bytes);
     generic_access(address - kSharedBase, bytes, true);
     memcpy(to, from, bytes);
+}
+
+u32 load_of_cluster(const void* place, u32 rank) {
+    ENTER();
+    const u32 offset = offset_of(place, 4, 4);
+    Cta& cta = cta_of_cluster(rank, "reads shared memory");
+    access_of(cta, offset, 4, false);
+    u32 value;
+    memcpy(&value, cta.memory + offset, 4);
+    return value;
 }
 
 }  // namespace emu

@@ -21,11 +21,12 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 46] = files![
+    pub(super) static ALL: [(&str, &str); 47] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
         "host/ptx/bulk.cuh",
+        "host/ptx/cluster.cuh",
         "host/ptx/compiler.cuh",
         "host/ptx/cp_async.cuh",
         "host/ptx/ldmatrix.cuh",

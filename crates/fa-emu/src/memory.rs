@@ -19,6 +19,7 @@ pub(crate) struct DeviceMemory<'a> {
     lse: Memory<'a>,
     lse_is_input: bool,
     workspace: Memory<'a>,
+    plan: Option<Part>,
     extras: Vec<(&'static str, Memory<'a>)>,
     dsinks: Option<Memory<'a>>,
     page_faults: Option<Memory<'a>>,
@@ -122,6 +123,7 @@ impl<'a> DeviceMemory<'a> {
             lse,
             lse_is_input: call.lse.is_some(),
             workspace,
+            plan: launches.workspace.plan,
             extras,
             dsinks,
             page_faults,
@@ -236,6 +238,13 @@ impl<'a> DeviceMemory<'a> {
     pub(crate) fn page_faults(&self) -> u32 {
         let memory = self.page_faults.as_ref();
         memory.map_or(0, |own| u32::from_ne_bytes(own.bytes().try_into().expect("a word")))
+    }
+
+    /// The ints of the work plan; none where there is none.
+    pub(crate) fn plan(&self) -> Vec<i32> {
+        let Some(part) = self.plan else { return Vec::new() };
+        let bytes = &self.workspace.bytes()[part.offset..part.offset + part.bytes];
+        bytes.chunks_exact(4).map(|word| i32::from_ne_bytes(word.try_into().expect("a word"))).collect()
     }
 
     /// Gradients of the sinks; none where there are no sinks.

@@ -169,6 +169,9 @@ pub struct Outcome {
     /// Gradients of the sinks, of a backward that has them.
     #[serde(skip)]
     pub dsinks: Vec<f32>,
+    /// The ints of the work plan; none where lengths are uniform.
+    #[serde(skip)]
+    pub plan: Vec<i32>,
     /// Entries of the page table that the kernel counted as invalid.
     pub page_faults: u32,
 }

@@ -182,6 +182,7 @@ impl Unit {
             outputs: memory.outputs(),
             lse: memory.lse(),
             dsinks: memory.dsinks(),
+            plan: memory.plan(),
             page_faults: memory.page_faults(),
         }
     }

@@ -3,13 +3,15 @@
 //!
 //! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the
 //! next. So every turn begins with warm-up launches, every launch that counts is between two events, and
-//! medians over turns spread over the run are compared.
+//! medians over turns spread over the run are compared. Beside peers, every turn begins after an equal pause.
 //!
 //! Calls of a few microseconds are captured as one CUDA graph, ours and those of peers alike, to time the GPU
 //! and not the host.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::thread::sleep;
+use std::time::Duration;
 
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Pass, Problem, TensorLayout};
@@ -31,6 +33,11 @@ const LEAD: usize = 3;
 
 /// Milliseconds of launches before a kernel's first turn.
 const WARM_UP_MS: f64 = 10.0;
+
+/// How long the GPU idles before each turn of a run beside peers. A card at its power limit runs faster for
+/// tens of milliseconds after a pause, and a peer's turn begins with one: its process queues its calls first
+/// (NB-131).
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// How often each candidate runs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -232,12 +239,20 @@ impl<'d, T: Half> Runner<'d, T> {
         let mut random = Random::new(self.wanted.problem.lengths.max_k() as u64);
         for _ in 0..turns.rounds {
             for candidate in random.order(ours.len() + names.len()) {
+                if peers.is_some() {
+                    sleep(PAUSE);
+                }
                 match candidates.get(candidate) {
-                    Some(own) => outcome.ours[candidate].ms.extend(self.time(own, turns.reps)?),
+                    Some(own) => {
+                        let times = self.time(own, turns.reps)?;
+                        tracing::debug!(kernel = candidate, ?times, "turn, ms");
+                        outcome.ours[candidate].ms.extend(times);
+                    }
                     None => {
                         let name = &names[candidate - ours.len()];
                         if let Some((peers, _)) = &mut peers {
                             let times = peers.round(name, turns.reps)?;
+                            tracing::debug!(%name, ?times, "turn, ms");
                             outcome.peers.entry(name.clone()).or_default().ms.extend(times);
                         }
                     }

@@ -1,5 +1,6 @@
 //! The plan of more sequences than its threads take at a time, and of more than it keeps: all rounds of its
-//! lists, of tiles with and without divided keys, and of a backward.
+//! lists, of tiles with and without divided keys, and of a backward, by one CTA and by a cluster; and the
+//! order of its lists.
 
 use fa_core::{Arch, Mask, Problem, Reads};
 use fa_emu::{Batch, Lie, Options, Placement, Trial};
@@ -26,6 +27,7 @@ fn more_sequences_than_threads_of_the_plan_are_listed() {
         ("sm90_fwd", false, 0),
         ("sm90_fwd", true, 0),
         ("sm80_bwd", false, 0),
+        ("sm90_bwd", false, 0),
         ("sm90_fwd", false, 1),
         ("sm90_fwd", true, 1),
     ];
@@ -44,6 +46,73 @@ fn more_sequences_than_threads_of_the_plan_are_listed() {
         for seed in 0..3 {
             let proof = trial.run(&unit, &Options::of(&spec, seed)).unwrap();
             assert!(proof.passed(), "{spec} seed {seed}:\n{}", proof.faults().join("\n"));
+            let tiles = |length: usize| length.div_ceil(128);
+            let tiles_of = |sequence: i32| {
+                let (queries, keys) = batch.sequences[sequence as usize];
+                (tiles(queries), tiles(keys))
+            };
+            let all: usize = batch.sequences.iter().map(|own| tiles(own.0)).sum();
+            let plan = &proof.outcome.plan;
+            if kernel == "sm90_fwd" {
+                let items = list(plan, ITEMS, 0);
+                // Those whose keys are divided come once for each part.
+                let mut once = items.clone();
+                once.sort_unstable();
+                once.dedup();
+                assert_eq!(once.len(), all, "{spec}");
+                // The longest first: of whole sequences by the keys that the last query sees.
+                let lengths = items.iter().map(|item| tiles_of(item.0).1);
+                assert!(split || lengths.is_sorted_by(|a, b| a >= b), "{spec}: {items:?}");
+            }
+            if kernel == "sm90_bwd" {
+                let of = |side: fn((usize, usize)) -> usize| {
+                    let of_one = move |i: i32| (0..side(tiles_of(i)) as i32).map(move |block| (i, block));
+                    (0..batch.sequences.len() as i32).flat_map(of_one).collect::<Vec<_>>()
+                };
+                assert_eq!(list(plan, M_TILES, 0), of(|own| own.0), "{spec}: in order");
+                let mut n_tiles = list(plan, N_TILES, problem.lengths.most_tiles_q(128));
+                n_tiles.sort_unstable();
+                assert_eq!(n_tiles, of(|own| own.1), "{spec}");
+            }
+        }
+    }
+}
+
+/// Where a plan's header counts its lists (`PlanCount`).
+const ITEMS: usize = 0;
+const M_TILES: usize = 2;
+const N_TILES: usize = 3;
+
+/// The sequence and the block of each entry of a plan's list, which begins after `before` others.
+fn list(plan: &[i32], count: usize, before: usize) -> Vec<(i32, i32)> {
+    let entry = |i: usize| (plan[16 + 4 * i], plan[16 + 4 * i + 1]);
+    (before..before + plan[count] as usize).map(entry).collect()
+}
+
+#[test]
+fn tiles_of_a_packed_backward_are_listed_by_sequence() {
+    let Some(emulator) = unless_known("tiles_of_a_packed_backward_are_listed_by_sequence") else { return };
+    let lengths = [700, 130, 300, 300, 300];
+    let sequences = lengths.map(|length| (length, length)).to_vec();
+    let batch = Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 3 };
+    for deterministic in [false, true] {
+        let mut spec = spec("sm90_bwd", &[("deterministic", if deterministic { "true" } else { "false" })]);
+        spec.reads = Reads { varied: true, paged: false };
+        let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+        let problem = Problem {
+            lengths: batch.lengths(),
+            ..Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv)
+        };
+        let extras = batch.extras(&problem);
+        let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &extras);
+        let proof = trial.run(&unit, &Options { sms: 4, resident: 4, ..Options::of(&spec, 1) }).unwrap();
+        assert!(proof.passed(), "{spec}:\n{}", proof.faults().join("\n"));
+        let n_tiles = list(&proof.outcome.plan, N_TILES, problem.lengths.most_tiles_q(128));
+        let blocks: Vec<i32> = n_tiles.iter().map(|tile| tile.1).collect();
+        if deterministic {
+            assert_eq!(blocks, [5, 4, 3, 2, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 0, 1, 0]);
+        } else {
+            assert_eq!(blocks, [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]);
         }
     }
 }

@@ -1,13 +1,12 @@
-// The plan kernel: lists the work tiles of sequences whose lengths are on the device, longest first. It runs
-// as one CTA for any number of sequences and needs no host read; all layers of a step can share its output
-// (WorkPlan, attn/scheduler.cuh).
+// The plan kernel: lists the work tiles of sequences whose lengths are on the device, longest first. It needs
+// no host read; all layers of a step can share its output (WorkPlan, attn/scheduler.cuh).
 //
-// Each thread handles every 1024th sequence and caches what it computed for it in shared memory. Lists of all
-// tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles, and a thread
-// finds its tile by binary search. Tiles are sorted by a counting sort on their length, which is the number
-// of tiles of keys (in the backward, of queries) that they visit.
+// It runs as one CTA, or for many sequences as a cluster of CTAs that divide them. Tiles are sorted by a
+// counting sort on their length, which is the number of tiles of keys (in the backward, of queries) that they
+// visit.
 #pragma once
-#include "attn/block_range.cuh"
+#include "attn/plan_cta.cuh"
+#include "attn/query_range.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
@@ -17,6 +16,7 @@
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
@@ -24,221 +24,13 @@
 
 namespace fa {
 
-constexpr int kPlanThreads = 1024;
-
-// kPlanKept: the number of sequences that are cached; the rest is recomputed. kPlanSpread: up to this number
-// of sequences they are spread over all warps, so that each warp writes fewer lists.
-constexpr int kPlanKept = 9 * kPlanThreads, kPlanSpread = 256;
-
-// The list entries of a sequence or a tile: their number, and the length by which they are sorted.
-struct PlanShare {
-    int count, length;
-};
-
-struct PlanStorage {
-    PlanShare kept[kPlanKept];
-    int bins[kPlanThreads];    // by length, longest first: first counts, then the next free index
-    int starts[kPlanThreads];  // tiles before each of the 1024 sequences at hand
-    int queries[kPlanThreads], keys[kPlanThreads];
-    int warp_sums[kPlanThreads / 32];
-    float warp_work[kPlanThreads / 32];
-    u32 slots, split_items;
-};
-constexpr int plan_smem_bytes = sizeof(PlanStorage);
-
-// The parts of a kernel's config that determine its tiles and their lengths.
-struct PlanRules {
-    MaskKind mask;
-    int tile_m, tile_n;
-    bool pack_gqa, split;
-};
-
-// Exclusive prefix sum over the lanes of a warp.
-__device__ __forceinline__ int warp_scan(int value) {
-    const int lane = lane_index();
-    int sum = value;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = shuffle_from(sum, max(lane - step, 0));
-        if (lane >= step) sum += other;
-    }
-    return sum - value;
-}
-
-// Exclusive prefix sum over the threads of the CTA; `total` receives the sum. The caller has a barrier before
-// its next scan, which overwrites warp_sums.
-__device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total) {
-    const int lane = lane_index(), warp = warp_index();
-    const int before = warp_scan(value);
-    if (lane == 31) smem.warp_sums[warp] = before + value;
-    cta_sync();
-    const int own = smem.warp_sums[lane];
-    const int warps_before = warp_scan(own);
-    total = shuffle_from(warps_before + own, 31);
-    return shuffle_from(warps_before, warp) + before;
-}
-
-// Reserves `count` indices (possibly 0) in bin `bin` and returns the first. The whole warp executes it; lanes
-// that all have the same bin, as similar sequences do, share one atomic.
-__device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count) {
-    int some_bin = count > 0 ? bin : -1;
-    if (shuffle_from(some_bin, 0) < 0) {
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) some_bin = max(some_bin, shuffle_xor(some_bin, step));
-    }
-    some_bin = shuffle_from(some_bin, 0);
-    if (some_bin < 0) return 0;
-    u32* const bins = reinterpret_cast<u32*>(smem.bins);
-    const bool differs = count > 0 && bin != some_bin;
-    if (warp_any(differs)) return count > 0 ? int(atomic_add(&bins[bin], count)) : 0;
-    const int before = warp_scan(count);
-    const int sum = shuffle_from(before + count, 31);
-    int first = 0;
-    if (lane_index() == 0) first = int(atomic_add(&bins[some_bin], sum));
-    return shuffle_from(first, 0) + before;
-}
-
 template <PlanRules R>
-struct Planner {
-    PlanStorage& smem;
-    const ShapeParams& shape;
-    const VarlenParams& varlen;
-    const PlanParams& params;
-    int tile_queries;
-
-    // Calls each(sequence, seqlen, block, number, valid) for every tile: blocks [0, blocks_of(seqlen)) of
-    // each sequence, numbered in this order. Whole warps make the calls; lanes with `valid` false have no
-    // tile. Returns the number of tiles. There is a barrier before the first call of `each` and one after the
-    // last.
-    template <class BlocksOf, class Each>
-    __device__ __forceinline__ int for_tiles(const BlocksOf& blocks_of, const Each& each) const {
-        const int thread = thread_index();
-        int all = 0;
-#pragma unroll 1
-        for (int first = 0; first < shape.batch; first += kPlanThreads) {
-            int blocks = 0;
-            if (first + thread < shape.batch) {
-                const auto seqlen = Seqlen<true>::of(shape, varlen, first + thread);
-                blocks = blocks_of(seqlen);
-                smem.queries[thread] = seqlen.q();
-                smem.keys[thread] = seqlen.k();
-            }
-            int total;
-            smem.starts[thread] = cta_scan(smem, blocks, total);
-            cta_sync();
-            const int sequences = min(kPlanThreads, shape.batch - first);
-#pragma unroll 1
-            for (int base = thread - lane_index(); base < total; base += kPlanThreads) {
-                const int number = base + lane_index();
-                const bool valid = number < total;
-                // Finds the last sequence whose start is at most `number`; sequences without tiles before it
-                // have the same start.
-                int own = 0;
-                for (int step = kPlanThreads / 2; step > 0; step /= 2) {
-                    if (own + step < sequences && smem.starts[own + step] <= number) own += step;
-                }
-                const Seqlen<true> seqlen{smem.queries[own], smem.keys[own], 0, 0, 0, 0};
-                each(first + own, seqlen, number - smem.starts[own], all + number, valid);
-            }
-            all += total;
-            cta_sync();
-        }
-        return all;
-    }
-
-    // The sequence of each lane in a round: a warp takes 32 consecutive ones, or every 32nd if there are few.
-    struct OwnSequences {
-        int of_lane, of_lane_0;
-    };
-    __device__ __forceinline__ bool is_spread() const { return shape.batch <= kPlanSpread; }
-    __device__ __forceinline__ OwnSequences own_sequences() const {
-        const int warp = warp_index(), lane = lane_index();
-        if (is_spread()) return {32 * lane + warp, warp};
-        return {32 * warp + lane, 32 * warp};
-    }
-
-    // Calls each(sequence, share) for every sequence, with share = share_of(seqlen). Whole warps make the
-    // calls; a lane without a sequence has an empty share. What `each` leaves in `share` is cached for
-    // for_kept(). There is a barrier after the last call.
-    template <class ShareOf, class Each>
-    __device__ __forceinline__ void for_sequences(const ShareOf& share_of, const Each& each) const {
-        if (shape.batch <= kPlanThreads) {
-            take_rounds<1>(share_of, each);
-        } else {
-            take_rounds<4>(share_of, each);
-        }
-        cta_sync();
-    }
-
-    // Reads the lengths of `Rounds` rounds at once, so that the loads overlap.
-    template <int Rounds, class ShareOf, class Each>
-    __device__ __forceinline__ void take_rounds(const ShareOf& share_of, const Each& each) const {
-        const OwnSequences own = own_sequences();
-#pragma unroll 1
-        for (int first = 0; first + own.of_lane_0 < shape.batch; first += Rounds * kPlanThreads) {
-            Seqlen<true> lens[Rounds];
-#pragma unroll
-            for (int i = 0; i < Rounds; ++i) {
-                const int sequence = min(first + i * kPlanThreads + own.of_lane, shape.batch - 1);
-                lens[i] = Seqlen<true>::of(shape, varlen, sequence);
-            }
-#pragma unroll
-            for (int i = 0; i < Rounds; ++i) {
-                const int sequence = first + i * kPlanThreads + own.of_lane;
-                if (first + i * kPlanThreads + own.of_lane_0 >= shape.batch) break;
-                PlanShare share{0, 0};
-                if (sequence < shape.batch) share = share_of(lens[i]);
-                each(sequence, share);
-                if (sequence < min(shape.batch, kPlanKept)) smem.kept[sequence] = share;
-            }
-        }
-    }
-
-    // The same with the cached shares; share_of() recomputes those that are not cached.
-    template <class ShareOf, class Each>
-    __device__ __forceinline__ void for_kept(const ShareOf& share_of, const Each& each) const {
-        const OwnSequences own = own_sequences();
-#pragma unroll 1
-        for (int first = 0; first + own.of_lane_0 < shape.batch; first += kPlanThreads) {
-            const int sequence = first + own.of_lane;
-            PlanShare share{0, 0};
-            if (sequence < min(shape.batch, kPlanKept)) {
-                share = smem.kept[sequence];
-            } else if (sequence < shape.batch) {
-                share = share_of(Seqlen<true>::of(shape, varlen, sequence));
-            }
-            each(sequence, share);
-            if (sequence < min(shape.batch, kPlanKept)) smem.kept[sequence] = share;
-        }
-        cta_sync();
-    }
-
-    __device__ __forceinline__ static int bin_of(int length, int shift) {
-        return kPlanThreads - 1 - min(length >> shift, kPlanThreads - 1);
-    }
-
-    // Zeroes the bins. A barrier must follow before entries are counted.
-    __device__ __forceinline__ void clear_bins() const { smem.bins[thread_index()] = 0; }
-    // Turns the bins' counts into the index of each bin's first entry; returns the number of entries.
-    __device__ __forceinline__ int place_bins() const {
-        int total;
-        const int begin = cta_scan(smem, smem.bins[thread_index()], total);
-        smem.bins[thread_index()] = begin;
-        cta_sync();
-        return total;
-    }
-
-    __device__ __forceinline__ int m_blocks(const Seqlen<true>& seqlen) const {
-        return ceil_div(seqlen.q(), tile_queries);
-    }
-
-    // Number of tiles of keys that tile `block` of queries visits.
-    __device__ __forceinline__ int key_tiles(const Seqlen<true>& seqlen, int block) const {
-        const QueryEnds queries(seqlen, block, tile_queries);
-        const auto range =
-            key_blocks<R.tile_n>(Visibility<R.mask, true>{shape, seqlen}, queries.first, queries.last);
-        return max(range.end - range.begin, 0);
-    }
+struct Planner : PlanCta<R> {
+    using Cta = PlanCta<R>;
+    using Cta::bin_of, Cta::clear_bins, Cta::for_kept, Cta::for_sequences, Cta::for_tiles, Cta::is_shared,
+        Cta::is_spread, Cta::key_tiles, Cta::load_of, Cta::m_blocks, Cta::meet, Cta::place_bins,
+        Cta::sum_over_ctas;
+    using Cta::Cta, Cta::smem, Cta::shape, Cta::varlen, Cta::params, Cta::tile_queries, Cta::cta, Cta::ctas;
 
     // Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is
     // little work, else four, for a balanced end. `own`: the tiles of keys that this thread has counted.
@@ -250,6 +42,14 @@ struct Planner {
         cta_sync();
         float all = 0.f;
         for (int i = 0; i < kPlanThreads / 32; ++i) all += smem.warp_work[i];
+        if (is_shared()) {
+            if (thread_index() == 0) smem.own_work = int(bits_of_float(all));
+            meet();
+            const int lane = lane_index();
+            all = lane < ctas ? float_of_bits(u32(load_of(smem.own_work, lane))) : 0.f;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) all += shuffle_xor(all, step);
+        }
         const float per_cta = all * float(params.heads) / float(params.slots);
         const float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
         return max(1, int(fminf(length, 1e9f) + 0.999f));
@@ -266,11 +66,39 @@ struct Planner {
             const int splits = max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
             return {tile.count > 0 ? splits : 0, ceil_div(length, splits)};
         };
-        auto take = [&](const PlanShare& parts) {
-            return take_places(smem, bin_of(parts.length, params.shift), parts.count);
+        // Counts the parts, and where other CTAs number their own also the slots.
+        auto count = [&](const PlanShare& parts) {
+            take_places(smem.bins, bin_of(parts.length, params.shift), parts.count);
+            if (is_shared() && parts.count > 1) {
+                atomic_add(&smem.slots, parts.count);
+                atomic_add(&smem.split_items, 1);
+            }
+        };
+        auto place_all = [&] {
+            if (is_shared()) {
+                cta_sync();
+                if (thread_index() == 0) {
+                    smem.own_slots = int(smem.slots);
+                    smem.own_split_items = int(smem.split_items);
+                }
+            }
+            const int items = place_bins(longest_keys());
+            if (is_shared()) {
+                if (warp_index() == 0) {
+                    const int slots = sum_over_ctas(smem.own_slots).before;
+                    const int split_items = sum_over_ctas(smem.own_split_items).before;
+                    if (lane_index() == 0) {
+                        smem.slots = slots;
+                        smem.split_items = split_items;
+                    }
+                }
+                cta_sync();
+            }
+            return items;
         };
         auto write = [&](int sequence, int block, const PlanShare& parts) {
-            const int place = take(parts), splits = parts.count;
+            const int splits = parts.count;
+            const int place = take_places(smem.places, bin_of(parts.length, params.shift), splits);
             int slot = 0;
             if (splits > 1) {
                 slot = atomic_add(&smem.slots, splits);
@@ -297,9 +125,9 @@ struct Planner {
             chunk = part_length(own);
             for_kept(tile_of, [&](int, PlanShare& tile) {
                 tile = cut(tile);
-                take(tile);
+                count(tile);
             });
-            items = place_bins();
+            items = place_all();
             for_kept(parts_of, [&](int sequence, const PlanShare& parts) { write(sequence, 0, parts); });
         } else {
             auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
@@ -311,14 +139,15 @@ struct Planner {
             });
             chunk = part_length(own);
             for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
-                take(cut(tile_of(seqlen, block, valid)));
+                count(cut(tile_of(seqlen, block, valid)));
             });
-            items = place_bins();
+            items = place_all();
             for_tiles(blocks, [&](int sequence, const Seqlen<true>& seqlen, int block, int, bool valid) {
                 write(sequence, block, cut(tile_of(seqlen, block, valid)));
             });
         }
-        if (thread_index() == 0) {
+        // The last CTA's counts are of all.
+        if (thread_index() == 0 && cta == ctas - 1) {
             plan.count(PlanCount::Items) = min(items, params.items);
             plan.count(PlanCount::SplitItems) = min(int(smem.split_items), params.split_items);
             plan.count(PlanCount::Slots) = int(smem.slots);
@@ -329,34 +158,52 @@ struct Planner {
     // Lists the tiles of queries in sequence order.
     __device__ __forceinline__ void list_m_tiles() const {
         const WorkPlan plan{params};
+        int before = 0;
+        if (is_shared()) {
+            // The tiles of the CTAs before this one come first.
+            if (thread_index() == 0) smem.own_m_tiles = 0;
+            cta_sync();
+            int own = 0;
+            auto share_of = [&](const Seqlen<true>& seqlen) -> PlanShare { return {m_blocks(seqlen), 0}; };
+            for_sequences(share_of, [&](int, const PlanShare& tiles) { own += tiles.count; });
+            own = warp_scan(own) + own;
+            if (lane_index() == 31) atomic_add(reinterpret_cast<u32*>(&smem.own_m_tiles), own);
+            meet();
+            before = sum_over_ctas(smem.own_m_tiles).before;
+        }
         const int tiles =
-            for_tiles([&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
-                      [&](int sequence, const Seqlen<true>&, int block, int number, bool valid) {
-                          if (valid && number < params.m_tiles)
-                              plan.m_tiles()[number] = {sequence, block, 1 << 16, 0};
-                      });
-        if (thread_index() == 0) plan.count(PlanCount::MTiles) = min(tiles, params.m_tiles);
+            before + for_tiles([&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
+                               [&](int sequence, const Seqlen<true>&, int block, int number, bool valid) {
+                                   if (valid && before + number < params.m_tiles)
+                                       plan.m_tiles()[before + number] = {sequence, block, 1 << 16, 0};
+                               });
+        if (thread_index() == 0 && cta == ctas - 1)
+            plan.count(PlanCount::MTiles) = min(tiles, params.m_tiles);
     }
 
+    // Bounds on the lengths that entries are sorted by.
+    __device__ __forceinline__ int longest_keys() const { return ceil_div(shape.seqlen_k, R.tile_n); }
+    __device__ __forceinline__ int longest_queries() const { return ceil_div(shape.seqlen_q, tile_queries); }
+
     // Lists tiles grouped by sequence, in ascending order or, with `LastFirst`, descending; sequences with
-    // the greatest length_of(seqlen) come first. Returns the number of tiles.
+    // the greatest length_of(seqlen), at most `longest`, come first. Returns the number of tiles.
     template <bool LastFirst, class BlocksOf, class LengthOf>
-    __device__ __forceinline__ int list_by_sequence(PlanItem* list, int room, const BlocksOf& blocks_of,
+    __device__ __forceinline__ int list_by_sequence(PlanItem* list, int room, int longest,
+                                                    const BlocksOf& blocks_of,
                                                     const LengthOf& length_of) const {
         auto tiles_of = [&](const Seqlen<true>& seqlen) -> PlanShare {
             const int blocks = blocks_of(seqlen);
             if (blocks == 0) return {0, 0};
             return {blocks, length_of(seqlen)};
         };
-        auto take = [&](const PlanShare& tiles) {
-            return take_places(smem, bin_of(tiles.length, params.shift), tiles.count);
-        };
+        auto bin = [&](const PlanShare& tiles) { return bin_of(tiles.length, params.shift); };
         clear_bins();
         cta_sync();
-        for_sequences(tiles_of, [&](int, const PlanShare& tiles) { take(tiles); });
-        const int tiles = place_bins();
+        for_sequences(tiles_of,
+                      [&](int, const PlanShare& tiles) { take_places(smem.bins, bin(tiles), tiles.count); });
+        const int tiles = place_bins(longest);
         for_kept(tiles_of, [&](int sequence, const PlanShare& own) {
-            const int blocks = own.count, place = take(own);
+            const int blocks = own.count, place = take_places(smem.places, bin(own), own.count);
             auto write = [&](int own, int begin, int count, int i) {
                 if (begin + i < room) list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
             };
@@ -380,9 +227,10 @@ struct Planner {
     __device__ __forceinline__ void list_whole_items() const {
         const WorkPlan plan{params};
         const int items = list_by_sequence<true>(
-            plan.items(), params.items, [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
+            plan.items(), params.items, longest_keys(),
+            [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
             [&](const Seqlen<true>& seqlen) { return key_tiles(seqlen, m_blocks(seqlen) - 1); });
-        if (thread_index() == 0) {
+        if (thread_index() == 0 && cta == 0) {
             plan.count(PlanCount::Items) = items;
             plan.count(PlanCount::SplitItems) = plan.count(PlanCount::Slots) = plan.count(PlanCount::Chunk) =
                 0;
@@ -394,10 +242,10 @@ struct Planner {
     __device__ __forceinline__ void list_n_tiles() const {
         const WorkPlan plan{params};
         const int tiles = list_by_sequence<LastFirst>(
-            plan.n_tiles(), params.n_tiles,
+            plan.n_tiles(), params.n_tiles, longest_queries(),
             [&](const Seqlen<true>& seqlen) { return ceil_div(seqlen.k(), R.tile_n); },
             [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); });
-        if (thread_index() == 0) plan.count(PlanCount::NTiles) = tiles;
+        if (thread_index() == 0 && cta == 0) plan.count(PlanCount::NTiles) = tiles;
     }
 };
 
@@ -412,6 +260,7 @@ __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     } else {
         planner.list_whole_items();
     }
+    planner.leave();
 }
 
 // The body of a backward unit's entry `fa_plan`. In deterministic kernels turns follow the order of a
@@ -422,6 +271,7 @@ __device__ __forceinline__ void plan_backward(const BwdParams& params) {
     const Planner<R> planner{smem, params.shape, params.varlen, params.plan, R.tile_m};
     planner.list_m_tiles();
     planner.template list_n_tiles<LastFirst>();
+    planner.leave();
 }
 
 }  // namespace fa

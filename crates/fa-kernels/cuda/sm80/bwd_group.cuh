@@ -296,7 +296,6 @@ struct BwdGroup {
             }
             Cut::add(accum + index * (C.tile_n * tile_columns), d, place.warp, place.lane);
             if constexpr (C.deterministic) {
-                fence_gpu();
                 named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
                 if (thread_index() == group * L::kGroupThreads)
                     count_part(dkv_semaphore(params, tile, group));

@@ -82,6 +82,10 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
                     is_first = false;
                     sm90::bwd_add_dq<C>(smem, params, visible, work, warp - 1);
                 });
+            } else if constexpr (C.deterministic) {
+                tiles.for_each([&](const sm90::BwdWork<C>& work, const auto& visible) {
+                    if (!work.empty()) sm90::bwd_take_turns<C>(params, visible, work, warp - 1);
+                });
             }
         } else if (C.persistent && warp == 3) {
             tiles.draw();

@@ -256,7 +256,7 @@ struct BwdConsumer {
         if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
     }
 
-    // Waits until the dQ buffer has been read and may be written again.
+    // Waits until the dQ buffer may be written again; without a buffer, for the turn to add.
     __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
     // Signals that the dQ buffer is full, for its warp to add.
     __device__ __forceinline__ void announce_dq() const {
@@ -284,10 +284,7 @@ struct BwdConsumer {
             }
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
-            if (C.deterministic && Slice == 0) {
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, walk != 0, head, m_block,
-                                                  T::kConsumers);
-            }
+            if (C.deterministic && Slice == 0) wait_dq_free();
             float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;
 #pragma unroll
             for (int b = 0; b < T::kDqBlocks; ++b) {
@@ -297,7 +294,7 @@ struct BwdConsumer {
                                   dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
-            if (C.deterministic && Slice == C.dq_slices - 1) signal_next(params, tile, head, m_block);
+            if (C.deterministic && Slice == C.dq_slices - 1) named_barrier_arrive(kDqReady + wg, 128 + 32);
         }
     }
 
@@ -417,7 +414,6 @@ struct BwdConsumer {
     }
     __device__ __forceinline__ void end_turn(int of) const {
         if constexpr (C.deterministic) {
-            fence_gpu();
             named_barrier_sync(kPdsReady, T::kConsumers);
             if (thread_index() == 128) count_part(dkv_semaphore(params, tile, of));
         }

@@ -1,5 +1,5 @@
 // dQ in the SM90 backward: its f32 accumulators in global memory, and the dQ warps, one per consumer
-// warpgroup, which add to them what the warpgroup leaves in shared memory.
+// warpgroup, which add to them what the warpgroup leaves in shared memory, or take turns for it.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
@@ -98,6 +98,32 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 bulk_wait();
                 signal_next(params, tile, head, m_block);
             }
+        }
+    }
+}
+
+// Deterministic kernels without dQ in shared memory: the loop of the warp that waits for the turns of
+// warpgroup `wg`, which adds its sums by itself, and ends them.
+template <Sm90BwdConfig C>
+__device__ __forceinline__ void bwd_take_turns(const BwdParams& params,
+                                               const Visibility<C.mask, C.varied>& visible,
+                                               const BwdWork<C>& work, int wg) {
+    const auto& tile = work.tile;
+    const BlockRange& range = work.range;
+    const bool elected = elect_one();
+#pragma unroll 1
+    for (int head = tile.first_head; head < tile.end_head; ++head) {
+#pragma unroll 1
+        for (int step = range.begin; step < range.end; ++step) {
+            const int m_block = query_block<C>(range, work.walk, step);
+            if (elected) {
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, work.walk != 0, head, m_block,
+                                                  C.num_wg);
+            }
+            warp_sync();
+            named_barrier_arrive(kDqFree + wg, 128 + 32);
+            named_barrier_sync(kDqReady + wg, 128 + 32);
+            if (elected) signal_next(params, tile, head, m_block);
         }
     }
 }

@@ -282,11 +282,10 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                     rows = keys.template rows_of<!Values>(n_block, entries);
                 }
                 if (draws && n_block == work.range.begin) next = draw_tile<C>(tiles, params, index);
-                // If the kernel is bound by products, the ring is usually full: then signal all that has
-                // arrived. (If it is bound by memory, a new copy must not wait for an older one.)
-                if constexpr (C.num_wg > 1) {
-                    if (warp_any(!bars.is_empty(state))) copied.finish(bars);
-                }
+                // If the kernel is bound by products, signal the previous tile, which has arrived by now: a
+                // fence after this tile's copies would wait for them too. (If it is bound by memory, a new
+                // copy must not wait for an older one.)
+                if constexpr (C.num_wg > 1) copied.finish(bars);
                 // Prefetch the next tile's entries, in flight while this tile is copied. They are loaded into
                 // the registers of this tile's, since a move would wait for them.
                 entries = keys.entries_of(max(n_block - 1, work.range.begin));

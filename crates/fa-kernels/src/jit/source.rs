@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, KernelSpec, Traits};
+use fa_core::{Arch, Family, KernelSpec, Traits};
 
 use crate::jit::code;
 use crate::jit::config;
@@ -49,9 +49,17 @@ pub(crate) const PROCESS_THREADS: u32 = 256;
 /// The entry of kernels that read lengths on the device: the work plan.
 pub(crate) const PLAN: &str = "fa_plan";
 
-/// Threads of the one CTA of [`PLAN`], and its shared memory in bytes.
+/// Threads of a CTA of [`PLAN`], and its shared memory in bytes.
 pub(crate) const PLAN_THREADS: u32 = 1024;
-pub(crate) const PLAN_SMEM: u32 = 16648 + 9 * 1024 * 8;
+pub(crate) const PLAN_SMEM: u32 = 20760 + 9 * 1024 * 8;
+
+/// The most CTAs of [`PLAN`], which are one cluster.
+pub(crate) const PLAN_CTAS: u32 = 8;
+
+/// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
+pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
+    spec.kernel.family() == Family::Sm90
+}
 
 /// The entry of a forward that divides keys among CTAs: O and LSE from the parts' results.
 pub(crate) const COMBINE: &str = "fa_combine";
@@ -237,8 +245,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = writeln!(
             text,
             "\nconstexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
-             config.split}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
-             {PLAN_THREADS});"
+             config.split, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
+             {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});",
+            plans_in_clusters(spec)
         );
         let function = if spec.kernel.is_backward() {
             "plan_backward<plan_rules, last_keys_first<config.mask, config.deterministic>()>"

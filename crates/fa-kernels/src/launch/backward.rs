@@ -49,7 +49,7 @@ impl Launches {
         let main = Step::Launch(Launch::main(spec, params.num_tiles as u32, sms));
         let mut steps = Vec::new();
         if spec.reads.varied && (m_tiles + n_tiles > 0 || problem.score.sinks) {
-            steps.push(plan_step());
+            steps.push(plan_step(spec, problem));
         }
         if m_tiles > 0 {
             steps.push(process(PREPROCESS, m_tiles));

@@ -59,7 +59,7 @@ impl Launches {
         })?;
         let mut steps = Vec::new();
         if has_work && spec.reads.varied {
-            steps.push(plan_step());
+            steps.push(plan_step(spec, problem));
         }
         if has_work {
             steps.push(Step::Launch(main));

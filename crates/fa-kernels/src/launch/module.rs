@@ -4,12 +4,12 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUfunction_attribute as Attribute;
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
+use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, result};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
-use crate::jit::source::{PLAN_SMEM, entries};
+use crate::jit::source::{ENTRY, PLAN_SMEM, entries};
 use crate::launch::launches::Launch;
 use crate::{Error, smem_bytes};
 
@@ -124,16 +124,62 @@ impl LoadedKernel {
             self.entries.iter().find(|(name, _)| *name == launch.entry).map(|(_, function)| function);
         let function = function.expect("a launch names an entry of its spec's unit");
         // SAFETY: the function and the stream are alive; the caller vouches for the rest.
-        unsafe {
-            result::launch_kernel(
-                function.cu_function(),
-                (launch.grid, 1, 1),
-                (launch.threads, 1, 1),
-                launch.smem,
-                stream.cu_stream(),
-                args,
-            )
-        }
-        .map_err(|e| Error::driver("launching a kernel", e))
+        let launched = unsafe {
+            // The main entry's code fixes its clusters.
+            if launch.cluster > 1 && launch.entry != ENTRY {
+                launch_clusters(function, stream, launch, args)
+            } else {
+                result::launch_kernel(
+                    function.cu_function(),
+                    (launch.grid, 1, 1),
+                    (launch.threads, 1, 1),
+                    launch.smem,
+                    stream.cu_stream(),
+                    args,
+                )
+            }
+        };
+        launched.map_err(|e| Error::driver("launching a kernel", e))
     }
+}
+
+/// A launch whose cluster is no part of the kernel's code.
+///
+/// # Safety
+/// As [`result::launch_kernel`].
+unsafe fn launch_clusters(
+    function: &CudaFunction,
+    stream: &CudaStream,
+    launch: &Launch,
+    args: &mut [*mut c_void],
+) -> Result<(), DriverError> {
+    let mut cluster = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+    };
+    cluster.value.clusterDim =
+        sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
+    let config = sys::CUlaunchConfig {
+        gridDimX: launch.grid,
+        gridDimY: 1,
+        gridDimZ: 1,
+        blockDimX: launch.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: launch.smem,
+        hStream: stream.cu_stream(),
+        attrs: &raw mut cluster,
+        numAttrs: 1,
+    };
+    // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
+    unsafe {
+        sys::cuLaunchKernelEx(
+            &raw const config,
+            function.cu_function(),
+            args.as_mut_ptr(),
+            std::ptr::null_mut(),
+        )
+    }
+    .result()
 }

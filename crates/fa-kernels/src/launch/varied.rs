@@ -1,11 +1,11 @@
 //! Bounds on work whose amount only the device knows, by which grids and lists are sized.
 
-use fa_core::Problem;
 use fa_core::spec::Traits;
+use fa_core::{KernelSpec, Problem};
 
 use crate::Error;
 use crate::jit::params::PlanParams;
-use crate::jit::source::{PLAN, PLAN_SMEM, PLAN_THREADS};
+use crate::jit::source::{PLAN, PLAN_CTAS, PLAN_SMEM, PLAN_THREADS, plans_in_clusters};
 use crate::launch::checks::count;
 use crate::launch::launches::{Launch, Step};
 
@@ -16,9 +16,13 @@ const PLAN_ENTRY: usize = 4;
 /// Lengths that a plan distinguishes (`kPlanThreads`).
 const PLAN_BINS: usize = 1024;
 
-/// The launch of the plan kernel.
-pub(crate) fn plan_step() -> Step {
-    Step::Plan(Launch::plain(PLAN, 1, PLAN_THREADS, PLAN_SMEM))
+/// The launch of the plan kernel: one CTA, or where GPUs have clusters one for every 1,024 sequences, up to
+/// eight.
+pub(crate) fn plan_step(spec: &KernelSpec, problem: &Problem) -> Step {
+    let needed = problem.lengths.sequences().div_ceil(PLAN_THREADS as usize);
+    let most = if plans_in_clusters(spec) { PLAN_CTAS } else { 1 };
+    let ctas = needed.clamp(1, most as usize) as u32;
+    Step::Plan(Launch { cluster: ctas, ..Launch::plain(PLAN, ctas, PLAN_THREADS, PLAN_SMEM) })
 }
 
 /// Bounds on the lists of a work plan.

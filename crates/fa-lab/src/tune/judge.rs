@@ -1,6 +1,7 @@
 //! Judges today's planner by records of `fa tune`, without a GPU: how far its first choices are behind the
 //! best measured kernels.
 
+use std::array::from_fn;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +11,7 @@ use fa_planner::kernels::unbound;
 use fa_planner::plan::{PlanOptions, plan};
 use serde::{Deserialize, Serialize};
 
-use super::report::Distribution;
+use super::report::{Distribution, NEAR};
 use crate::error::{Error, Result};
 
 /// The measurements of a record (`fa tune --json`).
@@ -62,7 +63,12 @@ pub struct Group {
     /// All of them, with an unmeasured first choice replaced by the first one in the planner's order that was
     /// measured.
     pub with_stand_ins: Distribution,
+    /// Share of problems for which one of the first one, two, three, four tiles is within 3 % of the best.
+    pub near_among_first_tiles: [f64; TILES],
 }
+
+/// So many of the planner's first tiles are compared, as many as `Tuning::ON_FIRST_USE` tries.
+const TILES: usize = 4;
 
 /// The planner's first choice for one problem.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -90,6 +96,9 @@ pub struct Judged {
     pub best: Tried,
     /// The time of `judged` over that of the fastest.
     pub over_best: f64,
+    /// The least time of the planner's first one, two, three, four tiles, each by its first kernel that was
+    /// measured, over that of the fastest.
+    pub first_tiles_over_best: [f64; TILES],
     /// Spearman's, of predicted and measured time.
     pub rank_correlation: Option<f64>,
 }
@@ -144,6 +153,10 @@ fn group(problems: &[Judged], name: String, is_of: impl Fn(&Judged, &String) -> 
         let correlations = own.iter().filter_map(|judged| judged.rank_correlation).collect::<Vec<f64>>();
         Distribution::of_ratios(own.iter().map(|judged| judged.over_best).collect(), &correlations)
     };
+    let near = |tiles: usize| {
+        let within = own.iter().filter(|judged| judged.first_tiles_over_best[tiles] <= NEAR).count();
+        within as f64 / own.len().max(1) as f64
+    };
     let measured: Vec<&Judged> = own.iter().copied().filter(|judged| judged.is_measured).collect();
     Group {
         name,
@@ -151,6 +164,7 @@ fn group(problems: &[Judged], name: String, is_of: impl Fn(&Judged, &String) -> 
         unmeasured: own.len() - measured.len(),
         measured: distribution(&measured),
         with_stand_ins: distribution(&own),
+        near_among_first_tiles: from_fn(near),
     }
 }
 
@@ -181,12 +195,15 @@ impl Entry {
         let constants = CostConstants::of(arch);
         // Place in the planner's order, whether its launch bounds are others, and its times.
         let mut tried: Vec<((usize, bool), Tried, Option<f64>)> = Vec::new();
+        // Place, tile and milliseconds.
+        let mut tiles = Vec::new();
         for Measured { spec, ms, again_ms } in &self.kernels {
             let Some(ms) = *ms else { continue };
             let exact = plans.iter().position(|plan| plan.spec == *spec);
             let alike = || plans.iter().position(|plan| unbound(&plan.spec) == unbound(spec));
             let place = (exact.or_else(alike).unwrap_or(usize::MAX), exact.is_none());
             let predicted_ms = 1e3 * predict(problem, spec, arch, &constants).seconds;
+            tiles.push((place, (spec.tile(), spec.threads()), again_ms.unwrap_or(ms)));
             tried.push((place, Tried { name: spec.to_string(), predicted_ms, ms }, *again_ms));
         }
         let order = |a: &&((usize, bool), Tried, Option<f64>), b: &&((usize, bool), Tried, Option<f64>)| {
@@ -200,6 +217,14 @@ impl Entry {
         };
         let times = tried.iter().filter_map(|entry| Some((entry, twice(entry)?)));
         let Some((best, least)) = times.min_by(|a, b| a.1.total_cmp(&b.1)) else { return Ok(None) };
+        tiles.sort_by_key(|(place, ..)| *place);
+        let mut known = Vec::new();
+        tiles.retain(|(_, tile, _)| {
+            let is_new = !known.contains(tile);
+            known.push(*tile);
+            is_new
+        });
+        let least_of = |count: usize| tiles.iter().take(count).map(|(.., ms)| *ms).fold(f64::MAX, f64::min);
         let pairs: Vec<(f64, f64)> = tried.iter().map(|(_, one, _)| (one.predicted_ms, one.ms)).collect();
         Ok(Some(Judged {
             record: record.to_owned(),
@@ -213,6 +238,7 @@ impl Entry {
             judged: Tried { ms: again.unwrap_or(judged.ms), ..judged.clone() },
             best: Tried { ms: least, ..best.1.clone() },
             over_best: again.unwrap_or(judged.ms) / least,
+            first_tiles_over_best: from_fn(|tiles| least_of(tiles + 1) / least),
             rank_correlation: rank_correlation(&pairs),
         }))
     }
@@ -238,7 +264,10 @@ mod tests {
         assert_eq!(all.with_stand_ins.problems, all.problems);
         assert_eq!(all.measured.problems + all.unmeasured, all.problems);
         assert!(groups[..4].iter().all(|group| group.problems == 36), "{groups:?}");
+        let among = all.near_among_first_tiles;
+        assert!(among.is_sorted() && among[1] >= 0.95 && among[3] >= 0.97, "{among:?}");
         for judged in &problems {
+            assert!(judged.first_tiles_over_best.is_sorted_by(|few, more| few >= more), "{judged:?}");
             assert!(judged.over_best >= 1.0 || judged.best.ms == judged.judged.ms, "{judged:?}");
             assert!(!judged.is_measured || judged.judged.name == judged.first_choice, "{judged:?}");
         }

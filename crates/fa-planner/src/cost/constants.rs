@@ -97,8 +97,10 @@ pub struct CostConstants {
     /// Bytes of dQ per clock that an SM80-class backward's CTA adds while none of its own products run; other
     /// CTAs of the SM go on meanwhile.
     pub sm80_bwd_add_bytes: f64,
-    /// Clocks of an SM80-class backward's CTA outside its steps.
+    /// Clocks of an SM80-class backward's CTA outside its steps, beside those for its first queries.
     pub sm80_bwd_block: f64,
+    /// Clocks until 128 rows of Q and dO of 128 columns each are there, before a CTA's first step.
+    pub sm80_bwd_rows: f64,
     /// The exponent of the SM80-class backward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per
     /// scheduler.
     pub sm80_overlap: f64,
@@ -127,6 +129,9 @@ pub struct CostConstants {
     /// Clocks for 128 rows of Q and O of 128 columns each, which a CTA loads and stores outside its steps:
     /// all that an SM holds do so in the same waves and share its way to the L2.
     pub sm80_rows: f64,
+    /// The same that other CTAs of the SM go on beside: from the request of Q to its arrival, and from the
+    /// last product to the last row of O.
+    pub sm80_rows_alone: f64,
     /// Shared-memory reads take this many times longer in row-major rows of 128 B and more.
     pub row_major_conflict: f64,
     /// Shared-memory reads take this many times longer without ldmatrix.
@@ -194,6 +199,7 @@ const SM90: CostConstants = CostConstants {
     sm80_bwd_wait: 330.0,
     sm80_bwd_add_bytes: 80.0,
     sm80_bwd_block: 4500.0,
+    sm80_bwd_rows: 2500.0,
     sm80_overlap: 1.80,
     sm80_softmax_ops: 7.74,
     sm80_rescale: 3.89,
@@ -206,6 +212,7 @@ const SM90: CostConstants = CostConstants {
     load_latency: 800.0,
     sm80_block: 3400.0,
     sm80_rows: 2800.0,
+    sm80_rows_alone: 2500.0,
     row_major_conflict: 5.5,
     plain_loads: 1.5,
 

@@ -6,7 +6,7 @@ use fa_lab::tune::report::{Distribution, NEAR};
 
 use crate::term::output;
 
-const GROUPS: [&str; 9] = [
+const GROUPS: [&str; 10] = [
     "kernels",
     "problems",
     "never measured",
@@ -16,11 +16,12 @@ const GROUPS: [&str; 9] = [
     "with stand-ins: within 3 %",
     "within 8 %",
     "lowest",
+    "within 3 % among 1, 2, 3, 4 tiles",
 ];
 
 const MISSES: [&str; 7] = ["record", "problem", "chosen", "ms (predicted)", "best", "ms (predicted)", "rate"];
 
-fn of_groups(judgement: &Judgement) -> Vec<[String; 9]> {
+fn of_groups(judgement: &Judgement) -> Vec<[String; 10]> {
     let row = |group: &Group| {
         let share = |of: &Distribution, value: Option<f64>| match value {
             Some(share) => {
@@ -29,7 +30,7 @@ fn of_groups(judgement: &Judgement) -> Vec<[String; 9]> {
             None => "-".to_owned(),
         };
         let worst = |of: &Distribution| of.worst.map_or("-".to_owned(), |worst| format!("{worst:.3}"));
-        let Group { name, problems, unmeasured, measured, with_stand_ins } = group;
+        let Group { name, problems, unmeasured, measured, with_stand_ins, near_among_first_tiles } = group;
         [
             name.clone(),
             problems.to_string(),
@@ -40,6 +41,7 @@ fn of_groups(judgement: &Judgement) -> Vec<[String; 9]> {
             share(with_stand_ins, with_stand_ins.within_3_percent),
             share(with_stand_ins, with_stand_ins.within_8_percent),
             worst(with_stand_ins),
+            format!("{} %", near_among_first_tiles.map(|share| format!("{:.0}", 100.0 * share)).join(", ")),
         ]
     };
     judgement.groups.iter().map(row).collect()

@@ -18,8 +18,22 @@ use super::account::{bytes_read, registers, smem};
 const PANEL_REGISTERS: u32 = 20;
 
 /// How much longer a step on a diagonal or a window's edges takes to test its mask than the instructions of
-/// the test alone (NB-067, NB-097, NB-107).
-const MASK_TEST: f64 = 8.0;
+/// the test alone (NB-067, NB-097, NB-107, NB-126).
+const MASK_TEST: f64 = 5.5;
+
+/// How much longer the resources of a step are busy in CTAs of four warps whose threads hold `MANY_SCORES`
+/// scores: 128x64 at head dim 64 and 64x128 at 32 are behind their predictions by 6 to 11 %, 128x128 of eight
+/// warps, whose threads hold as many, is not (NB-126).
+const CROWDED: f64 = 1.08;
+
+/// Half of the registers of a thread.
+const MANY_SCORES: u32 = 128;
+
+/// Whether the scores of a tile crowd the registers of four warps.
+fn is_crowded(kernel: &Sm80Bwd) -> bool {
+    let scores = kernel.tile_m * kernel.tile_n / (WARP * (kernel.num_warps / 2).max(1));
+    kernel.num_warps == 4 && scores >= MANY_SCORES
+}
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
@@ -74,6 +88,7 @@ pub(crate) fn predict(
         + if kernel.q_stages == 2 && kernel.do_stages == 2 { c.sm80_bwd_wait } else { 0.0 }
         + tile_m * hd * 4.0 / c.sm80_bwd_add_bytes
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
+    let crowded = if is_crowded(kernel) { CROWDED } else { 1.0 };
     // Clocks of a step where an SM holds so many CTAs.
     let step = |on_sm: f64| {
         let per_scheduler = on_sm * warps / 4.0;
@@ -82,7 +97,7 @@ pub(crate) fn predict(
         let alone = (2.0 / per_scheduler).max(1.0).powf(c.sm80_bwd_alone);
         // With few warps little overlaps a product but its own loads.
         let exponent = 1.0 + c.sm80_overlap * per_scheduler / (per_scheduler + 2.0);
-        overlap([on_sm * tensor * alone, on_sm * exp, on_sm * smem], exponent) + exposed
+        crowded * overlap([on_sm * tensor * alone, on_sm * exp, on_sm * smem], exponent) + exposed
     };
 
     // Half of the warps compute P and test its mask.
@@ -90,8 +105,10 @@ pub(crate) fn predict(
     let mask = of_mask * scores * c.mask_ops / f32_lanes(limits);
     // With parts, dK and dV are added to f32 accumulators in the L2, by all resident blocks at once.
     let added = split.added / c.sm90_bwd.atomic_bytes;
+    // A CTA computes nothing until its first Q and dO are there.
+    let first = c.sm80_bwd_rows * tile_m * (hd + hdv) / (128.0 * 256.0);
     let length = |class: &TileClass, on_sm: f64| {
-        c.sm80_bwd_block + class.steps * step(on_sm) + on_sm * (added + class.masked * mask)
+        c.sm80_bwd_block + first + class.steps * step(on_sm) + on_sm * (added + class.masked * mask)
     };
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,

@@ -101,7 +101,7 @@ fn model(
     let q_read = resident * tile_m * hd * bytes / limits.smem_bytes;
     let (in_step, in_tile) =
         if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
-    let rows = resident * c.sm80_rows * tile_m * (hd + hdv) / (128.0 * 256.0);
+    let rows = (resident * c.sm80_rows + c.sm80_rows_alone) * tile_m * (hd + hdv) / (128.0 * 256.0);
     let exposed = c.sm80_fwd_step / resident + wait + in_step;
     let hidden = overlap([tensor, exp, smem], exponent);
     let model = KernelModel {

@@ -90,7 +90,7 @@ const ONE_DOUT_QUERIES: usize = 1024;
 fn gains_by_one_dout(kernel: &Sm90Bwd, problem: &Problem, deterministic: bool) -> bool {
     let tile = (problem.head_dim.max(problem.head_dim_v), (kernel.tile_m, kernel.tile_n));
     MaskKind::of(&problem.mask) == MaskKind::Causal
-        && matches!(tile, (33..=64, (128, 128)) | (65..=96, (64, 128)))
+        && matches!(tile, (..=64, (128, 128)) | (65..=96, (64, 128)))
         && problem.lengths.max_q() >= ONE_DOUT_QUERIES
         && problem.lengths.is_uniform()
         && problem.score.kind() == ScoreKind::NONE

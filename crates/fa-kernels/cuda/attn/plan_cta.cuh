@@ -1,0 +1,307 @@
+// A CTA of the plan kernel (attn/plan.cuh): its share of the sequences and of their tiles, and the counting
+// sort of entries by length, for one CTA or for a cluster that exchanges counts.
+//
+// Each thread handles every 1024th sequence of its CTA and caches what it computed for it in shared memory.
+// Lists of all tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles,
+// and a thread finds its tile by binary search.
+#pragma once
+#include "attn/block_range.cuh"
+#include "attn/rows.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/visibility.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+constexpr int kPlanThreads = 1024;
+
+// The most CTAs of a launch: the largest cluster that every GPU with clusters takes.
+constexpr int kPlanCtas = 8;
+
+// kPlanKept: the number of a CTA's sequences that are cached; the rest is recomputed. kPlanSpread: up to this
+// number of sequences they are spread over all warps, so that each warp writes fewer lists.
+constexpr int kPlanKept = 9 * kPlanThreads, kPlanSpread = 256;
+
+// The list entries of a sequence or a tile: their number, and the length by which they are sorted.
+struct PlanShare {
+    int count, length;
+};
+
+struct PlanStorage {
+    PlanShare kept[kPlanKept];
+    int bins[kPlanThreads];    // entries by length, longest first
+    int places[kPlanThreads];  // the next free index of each bin
+    int starts[kPlanThreads];  // tiles before each of the 1024 sequences at hand
+    int queries[kPlanThreads], keys[kPlanThreads];
+    int warp_sums[kPlanThreads / 32];
+    float warp_work[kPlanThreads / 32];
+    u32 slots, split_items;  // of the CTA: first counts, then the next free ones
+    // What a CTA tells the others of its cluster.
+    int own_work, own_slots, own_split_items, own_m_tiles;
+};
+constexpr int plan_smem_bytes = sizeof(PlanStorage);
+
+// The parts of a kernel's config that determine its tiles and their lengths. `cluster`: whether a launch may
+// have more than one CTA, all of one cluster.
+struct PlanRules {
+    MaskKind mask;
+    int tile_m, tile_n;
+    bool pack_gqa, split, cluster;
+};
+
+// Exclusive prefix sum over the lanes of a warp.
+__device__ __forceinline__ int warp_scan(int value) {
+    const int lane = lane_index();
+    int sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = shuffle_from(sum, max(lane - step, 0));
+        if (lane >= step) sum += other;
+    }
+    return sum - value;
+}
+
+// Exclusive prefix sum over the threads of the CTA; `total` receives the sum. The caller has a barrier before
+// its next scan, which overwrites warp_sums.
+__device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total) {
+    const int lane = lane_index(), warp = warp_index();
+    const int before = warp_scan(value);
+    if (lane == 31) smem.warp_sums[warp] = before + value;
+    cta_sync();
+    const int own = smem.warp_sums[lane];
+    const int warps_before = warp_scan(own);
+    total = shuffle_from(warps_before + own, 31);
+    return shuffle_from(warps_before, warp) + before;
+}
+
+// Reserves `count` indices (possibly 0) in bin `bin` of `all` and returns the first. The whole warp executes
+// it; lanes that all have the same bin, as similar sequences do, share one atomic.
+__device__ __forceinline__ int take_places(int* all, int bin, int count) {
+    int some_bin = count > 0 ? bin : -1;
+    if (shuffle_from(some_bin, 0) < 0) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) some_bin = max(some_bin, shuffle_xor(some_bin, step));
+    }
+    some_bin = shuffle_from(some_bin, 0);
+    if (some_bin < 0) return 0;
+    u32* const bins = reinterpret_cast<u32*>(all);
+    const bool differs = count > 0 && bin != some_bin;
+    if (warp_any(differs)) return count > 0 ? int(atomic_add(&bins[bin], count)) : 0;
+    const int before = warp_scan(count);
+    const int sum = shuffle_from(before + count, 31);
+    int first = 0;
+    if (lane_index() == 0) first = int(atomic_add(&bins[some_bin], sum));
+    return shuffle_from(first, 0) + before;
+}
+
+// A CTA of the plan kernel: its sequences, and how it counts and numbers entries with those of its cluster.
+template <PlanRules R>
+struct PlanCta {
+    PlanStorage& smem;
+    const ShapeParams& shape;
+    const VarlenParams& varlen;
+    const PlanParams& params;
+    int tile_queries;
+    int cta, ctas;   // the CTA's rank in the cluster, and the CTAs of the cluster
+    int begin, end;  // the sequences of the CTA
+
+    __device__ __forceinline__ PlanCta(PlanStorage& smem, const ShapeParams& shape,
+                                       const VarlenParams& varlen, const PlanParams& params, int tile_queries)
+        : smem(smem), shape(shape), varlen(varlen), params(params), tile_queries(tile_queries),
+          cta(R.cluster ? cluster_cta_rank() : 0), ctas(R.cluster ? cta_count() : 1) {
+        // Whole warps of sequences.
+        const int share = ceil_div(ceil_div(shape.batch, ctas), 32) * 32;
+        begin = min(cta * share, shape.batch);
+        end = min(begin + share, shape.batch);
+    }
+
+    __device__ __forceinline__ bool is_shared() const { return R.cluster && ctas > 1; }
+
+    // Waits for the CTAs of the cluster; what they wrote before is then seen by load_of_cluster().
+    __device__ __forceinline__ void meet() const {
+        if constexpr (R.cluster) cluster_sync();
+    }
+    __device__ __forceinline__ static int load_of(const int& value, int rank) {
+        if constexpr (R.cluster) return load_of_cluster(&value, rank);
+        return value;
+    }
+
+    // The values of the CTAs before this one, and of all, added up. Whole warps call it, after meet().
+    struct Sums {
+        int before, all;
+    };
+    __device__ __forceinline__ Sums sum_over_ctas(const int& of_cta) const {
+        const int lane = lane_index();
+        const int own = lane < ctas ? load_of(of_cta, lane) : 0;
+        const int before = warp_scan(own);
+        return {shuffle_from(before, cta), shuffle_from(before + own, 31)};
+    }
+
+    // The last thing that a CTA does: the others may still be reading what it told them.
+    __device__ __forceinline__ void leave() const {
+        if (is_shared()) meet();
+    }
+
+    // Calls each(sequence, seqlen, block, number, valid) for every tile of the CTA's sequences: blocks [0,
+    // blocks_of(seqlen)) of each sequence, numbered in this order. Whole warps make the calls; lanes with
+    // `valid` false have no tile. Returns the number of tiles. There is a barrier before the first call of
+    // `each` and one after the last.
+    template <class BlocksOf, class Each>
+    __device__ __forceinline__ int for_tiles(const BlocksOf& blocks_of, const Each& each) const {
+        const int thread = thread_index();
+        int all = 0;
+#pragma unroll 1
+        for (int first = begin; first < end; first += kPlanThreads) {
+            int blocks = 0;
+            if (first + thread < end) {
+                const auto seqlen = Seqlen<true>::of(shape, varlen, first + thread);
+                blocks = blocks_of(seqlen);
+                smem.queries[thread] = seqlen.q();
+                smem.keys[thread] = seqlen.k();
+            }
+            int total;
+            smem.starts[thread] = cta_scan(smem, blocks, total);
+            cta_sync();
+            const int sequences = min(kPlanThreads, end - first);
+#pragma unroll 1
+            for (int base = thread - lane_index(); base < total; base += kPlanThreads) {
+                const int number = base + lane_index();
+                const bool valid = number < total;
+                // Finds the last sequence whose start is at most `number`; sequences without tiles before it
+                // have the same start.
+                int own = 0;
+                for (int step = kPlanThreads / 2; step > 0; step /= 2) {
+                    if (own + step < sequences && smem.starts[own + step] <= number) own += step;
+                }
+                const Seqlen<true> seqlen{smem.queries[own], smem.keys[own], 0, 0, 0, 0};
+                each(first + own, seqlen, number - smem.starts[own], all + number, valid);
+            }
+            all += total;
+            cta_sync();
+        }
+        return all;
+    }
+
+    // The sequence of each lane in a round: a warp takes 32 consecutive ones, or every 32nd if there are few.
+    struct OwnSequences {
+        int of_lane, of_lane_0;
+    };
+    __device__ __forceinline__ bool is_spread() const { return shape.batch <= kPlanSpread; }
+    __device__ __forceinline__ OwnSequences own_sequences() const {
+        const int warp = warp_index(), lane = lane_index();
+        if (is_spread()) return {32 * lane + warp, warp};
+        return {32 * warp + lane, 32 * warp};
+    }
+
+    // Calls each(sequence, share) for every sequence of the CTA, with share = share_of(seqlen). Whole warps
+    // make the calls; a lane without a sequence has an empty share. What `each` leaves in `share` is cached
+    // for for_kept(). There is a barrier after the last call.
+    template <class ShareOf, class Each>
+    __device__ __forceinline__ void for_sequences(const ShareOf& share_of, const Each& each) const {
+        if (end - begin <= kPlanThreads) {
+            take_rounds<1>(share_of, each);
+        } else {
+            take_rounds<4>(share_of, each);
+        }
+        cta_sync();
+    }
+
+    // Reads the lengths of `Rounds` rounds at once, so that the loads overlap.
+    template <int Rounds, class ShareOf, class Each>
+    __device__ __forceinline__ void take_rounds(const ShareOf& share_of, const Each& each) const {
+        const OwnSequences own = own_sequences();
+#pragma unroll 1
+        for (int first = begin; first + own.of_lane_0 < end; first += Rounds * kPlanThreads) {
+            Seqlen<true> lens[Rounds];
+#pragma unroll
+            for (int i = 0; i < Rounds; ++i) {
+                const int sequence = min(first + i * kPlanThreads + own.of_lane, end - 1);
+                lens[i] = Seqlen<true>::of(shape, varlen, sequence);
+            }
+#pragma unroll
+            for (int i = 0; i < Rounds; ++i) {
+                const int sequence = first + i * kPlanThreads + own.of_lane;
+                if (first + i * kPlanThreads + own.of_lane_0 >= end) break;
+                PlanShare share{0, 0};
+                if (sequence < end) share = share_of(lens[i]);
+                each(sequence, share);
+                if (sequence < min(end, begin + kPlanKept)) smem.kept[sequence - begin] = share;
+            }
+        }
+    }
+
+    // The same with the cached shares; share_of() recomputes those that are not cached.
+    template <class ShareOf, class Each>
+    __device__ __forceinline__ void for_kept(const ShareOf& share_of, const Each& each) const {
+        const OwnSequences own = own_sequences();
+#pragma unroll 1
+        for (int first = begin; first + own.of_lane_0 < end; first += kPlanThreads) {
+            const int sequence = first + own.of_lane;
+            const bool is_kept = sequence < min(end, begin + kPlanKept);
+            PlanShare share{0, 0};
+            if (is_kept) {
+                share = smem.kept[sequence - begin];
+            } else if (sequence < end) {
+                share = share_of(Seqlen<true>::of(shape, varlen, sequence));
+            }
+            each(sequence, share);
+            if (is_kept) smem.kept[sequence - begin] = share;
+        }
+        cta_sync();
+    }
+
+    __device__ __forceinline__ static int bin_of(int length, int shift) {
+        return kPlanThreads - 1 - min(length >> shift, kPlanThreads - 1);
+    }
+
+    // Zeroes the bins. A barrier must follow before entries are counted.
+    __device__ __forceinline__ void clear_bins() const { smem.bins[thread_index()] = 0; }
+    // Turns the bins' counts into the index of the CTA's first entry of each bin; returns the number of
+    // entries of all CTAs. `longest`: no entry is longer.
+    __device__ __forceinline__ int place_bins(int longest) const {
+        const int bin = thread_index();
+        int count = smem.bins[bin], before = 0;
+        if (is_shared()) {
+            meet();
+            count = 0;
+            if (bin >= bin_of(longest, params.shift)) {
+                // All loads in flight at once.
+                int theirs[kPlanCtas];
+#pragma unroll
+                for (int other = 0; other < kPlanCtas; ++other)
+                    theirs[other] = load_of(smem.bins[bin], min(other, ctas - 1));
+#pragma unroll
+                for (int other = 0; other < kPlanCtas; ++other) {
+                    if (other < cta) before += theirs[other];
+                    if (other < ctas) count += theirs[other];
+                }
+            }
+        }
+        int total;
+        const int first = cta_scan(smem, count, total);
+        smem.places[bin] = first + before;
+        cta_sync();
+        return total;
+    }
+
+    __device__ __forceinline__ int m_blocks(const Seqlen<true>& seqlen) const {
+        return ceil_div(seqlen.q(), tile_queries);
+    }
+
+    // Number of tiles of keys that tile `block` of queries visits.
+    __device__ __forceinline__ int key_tiles(const Seqlen<true>& seqlen, int block) const {
+        const QueryEnds queries(seqlen, block, tile_queries);
+        const auto range =
+            key_blocks<R.tile_n>(Visibility<R.mask, true>{shape, seqlen}, queries.first, queries.last);
+        return max(range.end - range.begin, 0);
+    }
+};
+
+}  // namespace fa
