@@ -6,7 +6,8 @@
 //! untrusted header is checked as a whole (names, lengths, offsets, overlaps, products) before a byte of data
 //! is read or a buffer is allocated, each refusal names the tensor, and only the tensors asked for are read.
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -73,6 +74,8 @@ pub(crate) struct TensorFile {
     data_start: u64,
     entries: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
+    /// Names that were asked for, of tensors that are here or not.
+    asked: RefCell<BTreeSet<String>>,
 }
 
 impl TensorFile {
@@ -114,7 +117,8 @@ impl TensorFile {
         let Header { entries, metadata } = parse_header(&header).map_err(bad)?;
         check_cover(&entries, file_len - data_start).map_err(bad)?;
         tracing::debug!(path = %path.display(), tensors = entries.len(), header_len, "opened");
-        Ok(TensorFile { path: path.to_owned(), file, data_start, entries, metadata })
+        let asked = RefCell::default();
+        Ok(TensorFile { path: path.to_owned(), file, data_start, entries, metadata, asked })
     }
 
     /// Where the file lies.
@@ -129,6 +133,7 @@ impl TensorFile {
 
     /// Whether the tensor is there.
     pub(crate) fn has(&self, name: &str) -> bool {
+        self.asked.borrow_mut().insert(name.to_owned());
         self.entries.contains_key(name)
     }
 
@@ -137,11 +142,18 @@ impl TensorFile {
         self.entries.keys().map(String::as_str)
     }
 
+    /// The names of the tensors that nobody has asked for, sorted.
+    pub(crate) fn never_asked(&self) -> Vec<&str> {
+        let asked = self.asked.borrow();
+        self.names().filter(|name| !asked.contains(*name)).collect()
+    }
+
     /// A tensor's entry.
     ///
     /// # Errors
     /// [`InputError::MissingTensor`].
     pub(crate) fn entry(&self, name: &str) -> Result<&TensorInfo, InputError> {
+        self.asked.borrow_mut().insert(name.to_owned());
         self.entries.get(name).ok_or_else(|| InputError::MissingTensor {
             path: self.path.clone(),
             name: name.to_owned(),

@@ -222,21 +222,38 @@ fn compute<T: Element + Stored>(
     if let Some(hint) = attention::metadata_hint(file, &problem, args.attention.layout) {
         output::note(&hint);
     }
+    let unread: Vec<&str> = file.never_asked().into_iter().filter(|name| !RESULTS.contains(name)).collect();
+    if !unread.is_empty() {
+        let names = unread.join(", ");
+        output::note(&format!("not read: {names} (`fa run --help` lists the tensors that are)"));
+    }
+    if file.has("out") && report.difference_from_own_out.is_none() {
+        let (theirs, ours) = (&file.entry("out")?.shape, stored_out_shape(file, inputs)?);
+        output::note(&format!("not compared: the file's 'out' has shape {theirs:?}, the output {ours:?}"));
+    }
     Ok(Verdict::Good)
 }
 
+/// What a file of a layer may hold for others: results, and what `--backward` reads.
+const RESULTS: [&str; 7] = ["out", "lse", "dout", "dq", "dk", "dv", "dsinks"];
+
+/// The shape of `out` in a file such as the input.
+fn stored_out_shape<T: Element>(file: &TensorFile, inputs: &Inputs<T>) -> anyhow::Result<Vec<usize>> {
+    let [b, s, h, d] = fa_cpu::check::out_shape(&inputs.problem);
+    let rank = file.entry("q")?.shape.len();
+    Ok(inputs.layout.shape(b, s, h, d)[4 - rank..].to_vec())
+}
+
+/// How far the output is from the file's own; `None` where it has none of this shape.
 fn difference_from_own_out<T: Element + Stored>(
     file: &TensorFile,
     inputs: &Inputs<T>,
     outputs: &Outputs<T>,
 ) -> anyhow::Result<Option<Difference>> {
-    let shape = fa_cpu::check::out_shape(&inputs.problem);
-    let [b, s, h, d] = shape;
-    let stored = inputs.layout.shape(b, s, h, d);
-    let rank = file.entry("q")?.shape.len();
-    if !file.has("out") || file.entry("out")?.shape != stored[4 - rank..] {
+    if !file.has("out") || file.entry("out")?.shape != stored_out_shape(file, inputs)? {
         return Ok(None);
     }
+    let shape = fa_cpu::check::out_shape(&inputs.problem);
     let ours = attention::to_bshd(&outputs.output.out.data, shape, inputs.layout);
     let mut theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
     blank(&mut theirs, shape, TensorLayout::Bshd, inputs.sequences.q_rows.as_deref(), 0.0);

@@ -87,6 +87,11 @@ pub(crate) enum InputError {
     Usage(String),
 }
 
+/// Standard output is closed or full.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write to standard output")]
+pub(crate) struct StdoutError(#[source] pub(crate) io::Error);
+
 impl From<WriteError> for InputError {
     fn from(WriteError { path, source }: WriteError) -> InputError {
         InputError::Target { path, reason: source.to_string() }
@@ -117,10 +122,11 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     if bad_input { EXIT_BAD_INPUT } else { EXIT_FAILURE }
 }
 
-/// Whether the reader of our standard output has closed it (`fa plan | head`), which is no failure.
+/// Whether the reader of our standard output has closed it (`fa plan | head`), which is no failure. A pipe to
+/// a process of our own that has ended is one.
 pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     let broken = |cause: &(dyn std::error::Error + 'static)| {
-        cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+        cause.downcast_ref().is_some_and(|StdoutError(error)| error.kind() == io::ErrorKind::BrokenPipe)
     };
     error.chain().any(broken)
 }
@@ -149,8 +155,13 @@ mod tests {
 
     #[test]
     fn a_closed_pipe_is_found_below_its_context() {
-        let closed = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe)).context("cannot write");
-        assert!(is_closed_pipe(&closed));
+        let of = |kind: io::ErrorKind| anyhow::Error::from(StdoutError(io::Error::from(kind)));
+        assert!(is_closed_pipe(&of(io::ErrorKind::BrokenPipe).context("of a plan")));
+        assert!(!is_closed_pipe(&of(io::ErrorKind::StorageFull)));
+        // A worker or a peer that is gone.
+        let gone =
+            anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe)).context("the peers are gone");
+        assert!(!is_closed_pipe(&gone));
         assert!(!is_closed_pipe(&anyhow::anyhow!("cannot write")));
     }
 }

@@ -2,8 +2,9 @@
 
 use std::io::Write;
 
-use anyhow::Context;
 use serde::Serialize;
+
+use crate::term::failure::StdoutError;
 
 /// Prints a text as it is.
 ///
@@ -11,7 +12,7 @@ use serde::Serialize;
 /// When standard output is closed or full.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
-    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("cannot write to standard output")
+    Ok(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(StdoutError)?)
 }
 
 /// Prints a note on standard error; ignores that it may be closed.

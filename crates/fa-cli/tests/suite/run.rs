@@ -204,6 +204,31 @@ fn a_forgotten_flag_is_noted() {
     ran.good();
 }
 
+/// A name that is nearly right, or of what other libraries take, would give a plausible wrong answer.
+#[test]
+fn tensors_that_are_not_read_are_noted() {
+    let folder = Dir::new();
+    let of = |name: &'static str, shape: &'static [usize]| -> Tensor<'static> {
+        (name, "F32", shape, noise(3, shape.iter().product()))
+    };
+    let qkv = || [of("q", &[1, 4, 2, 8]), of("k", &[1, 6, 2, 8]), of("v", &[1, 6, 2, 8])];
+    let run = |name: &str, more: &[Tensor<'static>]| {
+        let tensors: Vec<Tensor> = qkv().into_iter().chain(more.iter().cloned()).collect();
+        let ran = fa_args(&["run", &folder.write(name, &tensors), "--json"]);
+        let stderr = ran.stderr.clone();
+        ran.json();
+        stderr
+    };
+    assert_eq!(run("plain", &[]), "");
+    let results = ["lse", "dout", "dq", "dk", "dv", "dsinks"].map(|name| of(name, &[2]));
+    assert_eq!(run("results", &results), "");
+    let said = run("others", &[of("bias", &[4, 6]), of("cu_seqlen_q", &[2]), of("sinks", &[2])]);
+    assert!(said.contains("not read: bias, cu_seqlen_q (") && said.lines().count() == 1, "{said}");
+    let said = run("other out", &[of("out", &[1, 4, 2, 9])]);
+    assert!(said.contains("'out' has shape [1, 4, 2, 9], the output [1, 4, 2, 8]"), "{said}");
+    assert_eq!(run("own out", &[of("out", &[1, 4, 2, 8])]), "");
+}
+
 #[test]
 fn verbose_traces_go_to_standard_error() {
     let input = repository("examples/minilm-layer0.safetensors");

@@ -47,27 +47,40 @@ pub(crate) struct Rows<'s, T> {
     lifetime: PhantomData<&'s mut [T]>,
 }
 
+/// The spans, each with the first flag of its tiles, and how many flags there are. Compiled once, for all
+/// iterators.
+fn flagged(
+    shape: [usize; 4],
+    spans: &mut dyn Iterator<Item = (Span, usize)>,
+) -> (Vec<(Span, usize, usize)>, usize) {
+    let (mut flags, mut end) = (0, (0, 0));
+    let mut flagged = Vec::with_capacity(spans.size_hint().0);
+    for (span, tile) in spans {
+        let Span { batch, first, len } = span;
+        assert!(end <= (batch, first), "{span:?} begins before what comes first has ended");
+        assert!(batch < shape[0].max(1) && first + len <= shape[1], "{span:?} of {shape:?}");
+        end = (batch, first + len);
+        flagged.push((span, tile, flags));
+        flags += shape[2] * len.div_ceil(tile);
+    }
+    (flagged, flags)
+}
+
 impl<'a, T: Stored> Scatter<'a, T> {
     /// Takes the tensor for as long as threads write to it. A sequence is its rows, and the length of its
     /// tiles.
     ///
     /// # Panics
     /// If the spans do not ascend, or reach out of the tensor.
-    pub(crate) fn new(tensor: &'a mut TensorMut<'_, T>, spans: impl Iterator<Item = (Span, usize)>) -> Self {
+    pub(crate) fn new(
+        tensor: &'a mut TensorMut<'_, T>,
+        mut spans: impl Iterator<Item = (Span, usize)>,
+    ) -> Self {
         let (shape, strides) = (tensor.shape(), tensor.strides());
-        let (mut flags, mut end) = (0, (0, 0));
-        let mut flagged = Vec::with_capacity(spans.size_hint().0);
-        for (span, tile) in spans {
-            let Span { batch, first, len } = span;
-            assert!(end <= (batch, first), "{span:?} begins before what comes first has ended");
-            assert!(batch < shape[0].max(1) && first + len <= shape[1], "{span:?} of {shape:?}");
-            end = (batch, first + len);
-            flagged.push((span, tile, flags));
-            flags += shape[2] * len.div_ceil(tile);
-        }
+        let (spans, flags) = flagged(shape, &mut spans);
         let taken = (0..flags).map(|_| AtomicBool::new(false)).collect();
         let data = tensor.data_mut().as_mut_ptr();
-        Scatter { data, shape, strides, spans: flagged, taken, lifetime: PhantomData }
+        Scatter { data, shape, strides, spans, taken, lifetime: PhantomData }
     }
 
     /// The rows `index * tile..` of one head of a sequence.

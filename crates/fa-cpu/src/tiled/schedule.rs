@@ -18,7 +18,6 @@ pub(super) fn run<S>(
     scratch: impl Fn() -> S + Sync,
     work: impl Fn(&mut S, usize) + Sync,
 ) {
-    let workers = workers(threads).min(count);
     let next = AtomicUsize::new(0);
     let worker = || {
         let mut scratch = scratch();
@@ -30,6 +29,11 @@ pub(super) fn run<S>(
             work(&mut scratch, item);
         }
     };
+    on_threads(workers(threads).min(count), &worker);
+}
+
+/// Runs `worker` on so many threads. It is compiled once, not for each work.
+fn on_threads(workers: usize, worker: &(dyn Fn() + Sync)) {
     match workers {
         0 => {}
         1 => worker(),
