@@ -53,13 +53,13 @@ const FAULTS: &[Fault] = &[
     (
         "sums of warps are read before all are there",
         PACKED,
-        ["attn/plan.cuh", "int cta_scan(", "cta_sync();", ""],
+        ["attn/plan_cta.cuh", "int cta_scan(", "cta_sync();", ""],
         &["data race"],
     ),
     (
         "sums of warps are written again before all have read them",
         PACKED,
-        ["attn/plan.cuh", "int place_bins(", "cta_sync();", ""],
+        ["attn/plan_cta.cuh", "int place_bins(", "cta_sync();", ""],
         &["data race"],
     ),
     (
