@@ -281,9 +281,7 @@ __device__ __forceinline__ void wait_for_parts(const unsigned* semaphore, unsign
 // Increments the semaphore after this thread's additions, and those of threads that it has met at a barrier
 // since: a release is cumulative (PTX ISA, "causality order"). A further fence would cost a tenth of a
 // deterministic launch (NB-127).
-__device__ __forceinline__ void count_part(unsigned* semaphore) {
-    red_release_increment(semaphore);
-}
+__device__ __forceinline__ void count_part(unsigned* semaphore) { red_release_increment(semaphore); }
 
 // Waits until every tile of keys before this one has made its `parts` additions to part `of` of tile
 // `m_block` of dQ; returns whether there is such a tile. Those tiles were drawn earlier, so they are running.

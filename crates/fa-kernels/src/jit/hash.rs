@@ -1,13 +1,13 @@
 //! The hash of kernels' sources and code.
 
-use super::sha256::Sha256;
+use sha2::{Digest, Sha256};
 
 /// SHA-256 in hex over the parts and their lengths, so that no two lists of parts read the same.
 pub(super) fn hash(parts: &[&[u8]]) -> String {
     let mut hasher = Sha256::new();
     for part in parts {
-        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update((part.len() as u64).to_le_bytes());
         hasher.update(part);
     }
-    hasher.finish().iter().map(|byte| format!("{byte:02x}")).collect()
+    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }

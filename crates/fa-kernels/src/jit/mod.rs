@@ -15,7 +15,6 @@ pub(crate) mod merge_params;
 mod nvrtc;
 pub mod params;
 pub(crate) mod report;
-mod sha256;
 pub mod ship;
 pub(crate) mod source;
 pub mod toolchain;
