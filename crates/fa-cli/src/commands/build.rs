@@ -95,6 +95,10 @@ fn unwritable(folder: &Path, error: &std::io::Error) -> InputError {
 
 /// Every `.ron` file in a folder and its subfolders.
 fn read_folder(folder: &Path) -> anyhow::Result<Vec<ShippedSpec>> {
+    if folder.is_file() {
+        let message = format!("--specs {}: a file; name the folder of specs that it is in", folder.display());
+        return Err(InputError::Usage(message).into());
+    }
     let unreadable = |path: &Path, source| InputError::Read { path: path.to_owned(), source };
     let mut shipped = Vec::new();
     let mut folders = vec![folder.to_owned()];

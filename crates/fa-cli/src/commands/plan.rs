@@ -56,7 +56,7 @@ pub(crate) struct PlanArgs {
     /// Kernels to choose from [default: the fastest that the architecture runs]
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
-    /// Judge the one kernel in this RON file instead of searching
+    /// Judge the one kernel in this file (RON, or JSON as in the kernel cache) instead of searching
     #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "deterministic"])]
     pub spec: Option<PathBuf>,
     /// Which pass to plan [default: fwd; with --guide both]

@@ -238,6 +238,11 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
     }
     let specs = text(folder.root());
     refused(&fa_args(&["build", "--specs", specs]), &["none of the 0 specs", specs], "an empty folder");
+    let spec = folder.path("one.ron");
+    std::fs::write(&spec, "()").expect("a spec");
+    let line = ["build", "--specs", text(&spec)];
+    refused(&fa_args(&line), &["one.ron", "a file; name the folder"], "a file for a folder");
+    std::fs::remove_file(&spec).expect("it is there");
     if cfg!(target_os = "linux") {
         refused(&fa("build --out /proc/x --arch sm90"), &["cannot write /proc/x"], "build --out");
     }

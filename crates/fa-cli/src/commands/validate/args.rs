@@ -40,7 +40,7 @@ pub(crate) struct ValidateArgs {
     #[arg(long = "group", value_name = "GROUP,..", value_delimiter = ',', value_parser = check_group)]
     #[arg(conflicts_with_all = ["spec", "soak", "all_configs", "record"])]
     pub groups: Vec<String>,
-    /// Validate the one kernel in this RON file
+    /// Validate the one kernel in this file (RON, or JSON as in the kernel cache)
     #[arg(long, value_name = "FILE")]
     pub spec: Option<PathBuf>,
     /// Runs of each repeated case, which must give the same bits [default: 100, with --full 1000]
