@@ -2,8 +2,8 @@
 //! lists, of tiles with and without divided keys, and of a backward, by one CTA and by a cluster; and the
 //! order of its lists.
 
-use fa_core::{Arch, Mask, Problem, Reads};
-use fa_emu::{Batch, Lie, Options, Placement, Trial};
+use fa_core::{Arch, KernelSpec, Mask, Problem, Reads};
+use fa_emu::{Batch, Emulator, Lie, Options, Placement, Trial, Unit};
 use fa_kernels::Headers;
 
 use crate::faults::spec;
@@ -34,15 +34,8 @@ fn more_sequences_than_threads_of_the_plan_are_listed() {
     for (kernel, split, number) in kinds {
         let batch = &batches[number];
         let mut spec = spec(kernel, &[]);
-        spec.reads = Reads { varied: true, paged: false };
         spec.split = split;
-        let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
-        let problem = Problem {
-            lengths: batch.lengths(),
-            ..Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv)
-        };
-        let extras = batch.extras(&problem);
-        let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &extras);
+        let (unit, problem, trial) = trial_of(&emulator, &mut spec, batch);
         for seed in 0..3 {
             let proof = trial.run(&unit, &Options::of(&spec, seed)).unwrap();
             assert!(proof.passed(), "{spec} seed {seed}:\n{}", proof.faults().join("\n"));
@@ -78,6 +71,16 @@ fn more_sequences_than_threads_of_the_plan_are_listed() {
     }
 }
 
+/// The unit of the kernel's form that reads lengths on the device, and causal attention of a batch by it.
+fn trial_of(emulator: &Emulator, spec: &mut KernelSpec, batch: &Batch) -> (Unit, Problem, Trial) {
+    spec.reads = Reads { varied: true, paged: false };
+    let unit = emulator.unit(spec, Arch::Sm90, &Headers::embedded()).unwrap();
+    let one = Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv);
+    let problem = Problem { lengths: batch.lengths(), ..one };
+    let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &batch.extras(&problem));
+    (unit, problem, trial)
+}
+
 /// Where a plan's header counts its lists (`PlanCount`).
 const ITEMS: usize = 0;
 const M_TILES: usize = 2;
@@ -97,14 +100,7 @@ fn tiles_of_a_packed_backward_are_listed_by_sequence() {
     let batch = Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 3 };
     for deterministic in [false, true] {
         let mut spec = spec("sm90_bwd", &[("deterministic", if deterministic { "true" } else { "false" })]);
-        spec.reads = Reads { varied: true, paged: false };
-        let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
-        let problem = Problem {
-            lengths: batch.lengths(),
-            ..Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv)
-        };
-        let extras = batch.extras(&problem);
-        let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &extras);
+        let (unit, problem, trial) = trial_of(&emulator, &mut spec, &batch);
         let proof = trial.run(&unit, &Options { sms: 4, resident: 4, ..Options::of(&spec, 1) }).unwrap();
         assert!(proof.passed(), "{spec}:\n{}", proof.faults().join("\n"));
         let n_tiles = list(&proof.outcome.plan, N_TILES, problem.lengths.most_tiles_q(128));
