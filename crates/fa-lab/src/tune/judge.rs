@@ -181,6 +181,24 @@ fn judged_of(path: &Path) -> Result<Vec<Judged>> {
     Ok(problems)
 }
 
+/// A kernel of a record.
+struct Timed {
+    /// Place in the planner's order, and whether its launch bounds are others.
+    place: (usize, bool),
+    /// Tile and threads.
+    tile: ((u32, u32), u32),
+    /// By the first measurement.
+    once: Tried,
+    again_ms: Option<f64>,
+}
+
+impl Timed {
+    /// Milliseconds by its last measurement.
+    fn ms(&self) -> f64 {
+        self.again_ms.unwrap_or(self.once.ms)
+    }
+}
+
 impl Entry {
     fn judged(&self, arch: Arch, record: &str, seed: Option<u64>) -> Result<Option<Judged>> {
         let Entry { number, problem, kind, deterministic, family, .. } = self;
@@ -193,39 +211,33 @@ impl Entry {
         let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
         let plans = plan(problem, arch, &options)?;
         let constants = CostConstants::of(arch);
-        // Place in the planner's order, whether its launch bounds are others, and its times.
-        let mut tried: Vec<((usize, bool), Tried, Option<f64>)> = Vec::new();
-        // Place, tile and milliseconds.
-        let mut tiles = Vec::new();
+        let mut timed = Vec::new();
         for Measured { spec, ms, again_ms } in &self.kernels {
             let Some(ms) = *ms else { continue };
             let exact = plans.iter().position(|plan| plan.spec == *spec);
             let alike = || plans.iter().position(|plan| unbound(&plan.spec) == unbound(spec));
             let place = (exact.or_else(alike).unwrap_or(usize::MAX), exact.is_none());
             let predicted_ms = 1e3 * predict(problem, spec, arch, &constants).seconds;
-            tiles.push((place, (spec.tile(), spec.threads()), again_ms.unwrap_or(ms)));
-            tried.push((place, Tried { name: spec.to_string(), predicted_ms, ms }, *again_ms));
+            let once = Tried { name: spec.to_string(), predicted_ms, ms };
+            timed.push(Timed { place, tile: (spec.tile(), spec.threads()), once, again_ms: *again_ms });
         }
-        let order = |a: &&((usize, bool), Tried, Option<f64>), b: &&((usize, bool), Tried, Option<f64>)| {
-            a.0.cmp(&b.0).then(a.1.predicted_ms.total_cmp(&b.1.predicted_ms))
-        };
-        let Some((place, judged, again)) = tried.iter().min_by(order) else { return Ok(None) };
+        timed.sort_by(|a, b| a.place.cmp(&b.place).then(a.once.predicted_ms.total_cmp(&b.once.predicted_ms)));
+        let Some(judged) = timed.first() else { return Ok(None) };
         // The least of many measurements is biased by luck, so the second measurement counts.
-        let twice = |entry: &((usize, bool), Tried, Option<f64>)| match again {
-            Some(_) => entry.2,
-            None => Some(entry.1.ms),
+        let comparable = |own: &Timed| match judged.again_ms {
+            Some(_) => own.again_ms,
+            None => Some(own.once.ms),
         };
-        let times = tried.iter().filter_map(|entry| Some((entry, twice(entry)?)));
+        let times = timed.iter().filter_map(|own| Some((own, comparable(own)?)));
         let Some((best, least)) = times.min_by(|a, b| a.1.total_cmp(&b.1)) else { return Ok(None) };
-        tiles.sort_by_key(|(place, ..)| *place);
-        let mut known = Vec::new();
-        tiles.retain(|(_, tile, _)| {
-            let is_new = !known.contains(tile);
-            known.push(*tile);
-            is_new
-        });
-        let least_of = |count: usize| tiles.iter().take(count).map(|(.., ms)| *ms).fold(f64::MAX, f64::min);
-        let pairs: Vec<(f64, f64)> = tried.iter().map(|(_, one, _)| (one.predicted_ms, one.ms)).collect();
+        let mut tiles = Vec::<&Timed>::new();
+        for own in &timed {
+            if tiles.iter().all(|known| known.tile != own.tile) {
+                tiles.push(own);
+            }
+        }
+        let least_of = |count: usize| tiles.iter().take(count).map(|own| own.ms()).fold(f64::MAX, f64::min);
+        let pairs: Vec<(f64, f64)> = timed.iter().map(|own| (own.once.predicted_ms, own.once.ms)).collect();
         Ok(Some(Judged {
             record: record.to_owned(),
             seed,
@@ -234,10 +246,10 @@ impl Entry {
             kernels: format!("{kind} {}", family.name()),
             first_choice: plans[0].spec.to_string(),
             first_choice_predicted_ms: 1e3 * plans[0].cost.seconds,
-            is_measured: *place == (0, false),
-            judged: Tried { ms: again.unwrap_or(judged.ms), ..judged.clone() },
-            best: Tried { ms: least, ..best.1.clone() },
-            over_best: again.unwrap_or(judged.ms) / least,
+            is_measured: judged.place == (0, false),
+            judged: Tried { ms: judged.ms(), ..judged.once.clone() },
+            best: Tried { ms: least, ..best.once.clone() },
+            over_best: judged.ms() / least,
             first_tiles_over_best: from_fn(|tiles| least_of(tiles + 1) / least),
             rank_correlation: rank_correlation(&pairs),
         }))
