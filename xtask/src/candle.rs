@@ -1,6 +1,7 @@
 //! `cargo xtask candle`: what tests `fa-candle` against others' work, which is fetched and never committed:
 //! candle-flash-attn's own tests, the weights of a real model, candle's CUDA backend without its kernels.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -177,12 +178,8 @@ fn source((name, version): (&str, &str)) -> Result<PathBuf> {
     let file = folder.join("Cargo.toml");
     write(&file, &manifest("fetch", "0.0.0", &dependency))?;
     write(&folder.join("src/lib.rs"), "")?;
-    let mut cargo = workspace::cargo_command(&["metadata", "--quiet", "--format-version", "1"]);
-    let found = cargo.arg("--manifest-path").arg(&file).output().context("cargo does not start")?;
-    let said = String::from_utf8_lossy(&found.stderr);
-    ensure!(found.status.success(), "cargo cannot fetch {name} {version}: {said}");
-    let found: serde_json::Value = serde_json::from_slice(&found.stdout)?;
-    let packages = found["packages"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let packages = workspace::packages([OsStr::new("--manifest-path"), file.as_os_str()])
+        .with_context(|| format!("cargo cannot fetch {name} {version}"))?;
     let package = packages.iter().find(|package| package["name"] == name);
     let manifest = package.and_then(|package| package["manifest_path"].as_str());
     let manifest = Path::new(manifest.with_context(|| format!("cargo has fetched no {name}"))?);

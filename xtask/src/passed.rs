@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::workspace;
@@ -98,11 +98,7 @@ fn surroundings() -> String {
 
 /// The workspace's packages and what they use, as cargo says.
 fn uses() -> Result<Uses> {
-    let arguments = ["metadata", "--no-deps", "--offline", "--format-version", "1"];
-    let output = workspace::cargo_command(&arguments).output().context("cargo does not start")?;
-    ensure!(output.status.success(), "cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
-    let found: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-    let packages = found["packages"].as_array().context("cargo metadata names no packages")?;
+    let packages = workspace::packages(["--no-deps", "--offline"])?;
     let direct: Uses = packages
         .iter()
         .filter_map(|package| {

@@ -1,5 +1,6 @@
 //! Where the workspace lies, and cargo run in it.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -40,6 +41,15 @@ pub(crate) fn cargo(args: &[&str]) -> Result<()> {
     let status = cargo_command(args).status().context("cargo does not start")?;
     ensure!(status.success(), "cargo {} failed ({status})", args.join(" "));
     Ok(())
+}
+
+/// The packages that `cargo metadata` with these arguments, run in the workspace's root, names.
+pub(crate) fn packages(args: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Result<Vec<serde_json::Value>> {
+    let mut command = cargo_command(&["metadata", "--quiet", "--format-version", "1"]);
+    let output = command.args(args).output().context("cargo does not start")?;
+    ensure!(output.status.success(), "cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
+    let mut found: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    found["packages"].as_array_mut().map(std::mem::take).context("cargo metadata names no packages")
 }
 
 /// What was asked for makes no sense, and asking again will not help: exit code 2, as for arguments that do
