@@ -48,7 +48,8 @@ def number(name, value):
 
 def _no_gradient(name):
     """Raises where the gradient of a torch tensor that is taken as a number would be missed."""
-    if sys.modules["torch"].is_grad_enabled():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{name} requires a gradient, which is not computed: detach it (a factor on q has one)"
         )

@@ -102,9 +102,13 @@ def _flat(*extras):
     return None if all(x is None for x in extras[:7]) else detached(extras)
 
 
+def _beside(extras):
+    """The arguments of the operators that stand for extras, or for none."""
+    return extras if extras is not None else (None,) * 7 + (0, 0)
+
+
 def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division=None):
-    beside = extras if extras is not None else (None,) * 7 + (0, 0)
-    cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside
+    cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = _beside(extras)
     if sinks is not None and sinks.dtype != FLOAT:
         sinks = sinks.to(FLOAT)
     left, right = window
@@ -141,8 +145,7 @@ def backward_by_operator(
     dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras
 ):
     """(dq, dk, dv, dsinks or None), without autograd."""
-    beside = extras if extras is not None else (None,) * 7 + (0, 0)
-    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = beside
+    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = _beside(extras)
     scale = None if scale is None else float(scale)
     options = (max_q, max_k, scale, bool(causal), *window, float(softcap), bool(deterministic))
     tensors = (dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks)

@@ -177,6 +177,21 @@ def test_a_forked_process_computes():
     raise AssertionError("the forked process hangs")
 
 
+def test_a_number_that_has_a_gradient_elsewhere_is_a_number(monkeypatch):
+    """Only torch has gradients that a call could miss."""
+
+    class Learned:
+        requires_grad = True
+
+        def __float__(self):
+            return 0.5
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    q = np.ones((1, 4, 2, 8), np.float32) * np.arange(4, dtype=np.float32)[:, None, None]
+    got = fa_attn.flash_attn_func(q, q, q, softmax_scale=Learned())
+    np.testing.assert_array_equal(got, fa_attn.flash_attn_func(q, q, q, softmax_scale=0.5))
+
+
 _INTERPRETERS = """
 import sys
 try:
