@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 from ._core import InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
+from ._torch_flops import count_operations
 
 find_nvrtc()
 
@@ -126,12 +127,20 @@ def pad(x, columns):
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
+def is_seen():
+    """Whether a trace or a mode looks at operators."""
+    if not (_is_tracing() or _count_modes()):
+        return False
+    count_operations()
+    return True
+
+
 def goes_by_operator(*tensors):
     """Whether something looks at operators, which does not see what a plain call writes; refuses tensors that
     are not dense."""
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
         return True
-    if _is_tracing() or _count_modes():
+    if is_seen():
         return True
     for x in tensors:
         if type(x) not in PLAIN:
