@@ -3,8 +3,8 @@
 //!
 //! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the
 //! next. So every turn begins with warm-up launches, every launch that counts is between two events, and
-//! medians over turns spread over the run are compared. Beside peers, and where several problems are compared, every
-//! turn begins after an equal pause.
+//! medians over turns spread over the run are compared. Beside peers, and where several problems are compared,
+//! every turn begins after an equal pause.
 //!
 //! Calls of a few microseconds are captured as one CUDA graph, ours and those of peers alike, to time the GPU
 //! and not the host.
@@ -281,8 +281,8 @@ impl<'d, T: Half> Runner<'d, T> {
     }
 }
 
-/// Times the kernels of several problems, those of `ours[i]` on that of `runners[i]`, in common rounds. Kernels
-/// must have been checked.
+/// Times the kernels of several problems, those of `ours[i]` on that of `runners[i]`, in common rounds.
+/// Kernels must have been checked.
 ///
 /// # Errors
 /// Errors of our kernels on the GPU.
