@@ -3,8 +3,8 @@
 //!
 //! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the
 //! next. So every turn begins with warm-up launches, every launch that counts is between two events, and
-//! medians over turns spread over the run are compared. Beside peers, and where several problems are compared,
-//! every turn begins after an equal pause.
+//! medians over turns spread over the run are compared. Beside peers, and where problems are compared, every
+//! turn begins after an equal pause.
 //!
 //! Calls of a few microseconds are captured as one CUDA graph, ours and those of peers alike, to time the GPU
 //! and not the host.
