@@ -329,8 +329,8 @@ def _flash_attn_backward(
     *,
     window_size=None,
 ):
-    """Writes dq, dk and dv; rowsum(O * dO). With `window_size`, as of their test of the same bits, (dq, dk, dv,
-    rowsum(O * dO))."""
+    """Writes dq, dk and dv; rowsum(O * dO). With `window_size`, as of their test of the same bits, (dq, dk,
+    dv, rowsum(O * dO))."""
     _refuse(sm_margin=sm_margin)
     window = (window_size_left, window_size_right) if window_size is None else window_size
     grads = fa_attn.flash_attn_varlen_backward(

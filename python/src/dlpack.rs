@@ -462,7 +462,7 @@ fn capsule_of<'py>(
     Ok(capsule.map_err(|error| unlent(name, object, error))?.cast_into::<PyCapsule>()?)
 }
 
-/// The words of 16 bits of a numpy array of ml_dtypes' bfloat16, a type that numpy's capsules have no name for.
+/// The words of 16 bits of a numpy array of ml_dtypes' bfloat16, for which numpy's capsules have no name.
 fn words_of_bfloat16<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
     let py = object.py();
     let name = object.getattr(intern!(py, "dtype")).and_then(|of| of.getattr(intern!(py, "name"))).ok()?;

@@ -30,8 +30,8 @@ pub(crate) fn share_elements(one: &View<'_>, other: &View<'_>) -> bool {
     places_meet(&axes(one), &axes(other), bytes / size)
 }
 
-/// Whether steps in one array (stride and most steps of each axis) lead as far as steps in another that begins
-/// `apart` elements behind it.
+/// Whether steps in one array (stride and most steps of each axis) lead as far as steps in another that
+/// begins `apart` elements behind it.
 fn places_meet(one: &[(i128, i128)], other: &[(i128, i128)], apart: i128) -> bool {
     let mut steps: Vec<Steps> = vec![];
     let both = one.iter().map(|&(stride, most)| (stride, 0, most));

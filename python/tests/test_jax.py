@@ -99,7 +99,7 @@ def test_what_jax_traces_is_refused_by_name_and_computed_by_a_callback():
 
 
 def test_bfloat16_of_numpy_is_called_so():
-    """numpy's capsules know no bfloat16: its words are 16 bits without a sign, which are no numbers of their own."""
+    """numpy's capsules know no bfloat16: they have its words, which are no numbers of their own."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     q = np.ones((1, 4, 2, 32), np.float32)
     brief = q.astype(ml_dtypes.bfloat16)

@@ -241,7 +241,7 @@ def test_pages_are_columns_of_a_longer_table():
 
 
 def test_caches_that_share_memory():
-    """Rows that lie between each other's are two caches; an element that both have would hold one of two values."""
+    """Rows that lie between each other's are two caches; an element of both would hold one of two values."""
     q, new = arrays(5, (1, 1, 2, 8), (2, 1, 1, 2, 8))
     both = np.zeros((1, 16, 2, 2, 8), np.float32)
     append = lambda k, v: fa_attn.flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=3)  # noqa: E731

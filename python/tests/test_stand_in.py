@@ -25,7 +25,8 @@ def stand_in(monkeypatch):
     """The shim before what may be installed, and none of its modules afterwards."""
     monkeypatch.syspath_prepend(str(SHIM))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
+    ours = ("flash_attn", "flash_attn_interface")
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]
 
 
@@ -155,7 +156,8 @@ def test_third_and_fourth_generation_by_position():
     dout = torch.randn_like(out)
     rooms = [torch.empty_like(x) for x in (q, k, v)]
     lengths = (None,) * 6
-    delta = third._flash_attn_backward(dout, q, k, v, out, lse, *lengths, *rooms, 0.2, True, 4, -1, 0.0, False, 0)
+    options = (0.2, True, 4, -1, 0.0, False, 0)
+    delta = third._flash_attn_backward(dout, q, k, v, out, lse, *lengths, *rooms, *options)
     close(delta, (out * dout).sum(-1).transpose(1, 2), torch.float32, factor=10)
     for have, need in zip(rooms, torch.autograd.grad(want, (q, k, v), dout.double(), retain_graph=True)):
         close(have, need, torch.float32, factor=10)

@@ -128,8 +128,8 @@ impl Difference {
                  {cosine:.9}"
             ),
             (Some(_), _) => format!(
-                "where both are finite, out differs from the input file's 'out' by at most {max_abs:.3e}, rms \
-                 {rms:.3e}, cosine {cosine:.9}; NaN or infinity in one alone at {positions}"
+                "where both are finite, out differs from the input file's 'out' by at most {max_abs:.3e}, \
+                 rms {rms:.3e}, cosine {cosine:.9}; NaN or infinity in one alone at {positions}"
             ),
             (None, 0) => "neither out nor the input file's 'out' has a finite value".to_owned(),
             (None, _) => format!(
