@@ -92,7 +92,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             if (claims_dq<C>()) {
                 if (stores && elected) {
                     bulk_wait();
-                    count_part(semaphore(1));
+                    red_release_increment(semaphore(1));
                 }
             } else if ((C.deterministic || (stores && params.n_blocks > 1)) && elected) {
                 bulk_wait();
