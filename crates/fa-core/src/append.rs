@@ -173,10 +173,8 @@ impl Append {
         if let Some(rotary) = &self.rotary {
             multiple("rotary.dim", rotary.dim, 2, self.head_dim)?;
             if rotary.table != Dtype::F32 && rotary.table != self.dtype {
-                let need = match self.dtype {
-                    Dtype::F32 => "f32".to_owned(),
-                    dtype => format!("f32 or {dtype}"),
-                };
+                let own = self.dtype;
+                let need = if own == Dtype::F32 { "f32".to_owned() } else { format!("f32 or {own}") };
                 return Err(AppendError::Dtype { name: "rotary.table", dtype: rotary.table, need });
             }
             if let Some(queries) = &rotary.queries {
