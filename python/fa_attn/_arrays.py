@@ -3,7 +3,7 @@
 import importlib
 
 from . import _core
-from ._checks import apart, array, cache_rows, paddings, room
+from ._checks import apart, array, cache_rows, int32, paddings, room
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 
@@ -176,10 +176,10 @@ class Arrays:
         return lib.give(out), lib.give(lse)
 
     def beside(self, extras):
-        """What is beside q, k and v as the module reads it; a table's rows end to end."""
-        *arrays, table, slopes, sinks, max_q, max_k = extras
-        table = None if table is None else self.library.contiguous(table)
-        return (*map(self.library.read, (*arrays, table, slopes, sinks)), max_q, max_k)
+        """What is beside q, k and v as the module reads it, end to end."""
+        *arrays, max_q, max_k = extras
+        lib = self.library
+        return (*(None if x is None else lib.contiguous(lib.read(x)) for x in arrays), max_q, max_k)
 
     def packed_attention(self, qkv, axis, *options, division=None):
         """`attention` of q, k and v in one array along `axis`."""
@@ -300,6 +300,7 @@ class Arrays:
     def table_of_rows(self, index, rows, table):
         """The page table of the sequences whose rows of the cache (of `rows` rows), or of `table`, `index`
         has. Without a table each row of the cache is a page."""
+        int32("cache_batch_idx", index)
         if self.is_in_host_memory(index):
             cache_rows(self.library.np.asarray(index), rows, table)
         return index.reshape(-1, 1) if table is None else table[index]

@@ -187,15 +187,15 @@ def check_tensor(name, value):
 
 
 def detached(extras):
-    """What is beside q, k and v as the library reads it: a table's rows end to end (engines give the columns
-    in use of a longer one), sinks in float32, apart from autograd."""
-    *tensors, table, slopes, sinks, max_q, max_k = extras
-    check_tensor("page_table (block_table)", table)
-    table = None if table is None else table.contiguous()
-    for name, value in (("alibi_slopes", slopes), ("sinks", sinks)):
+    """What is beside q, k and v as the library reads it: end to end (engines give the columns in use of a
+    longer table, slopes are expanded over a batch), sinks in float32, apart from autograd."""
+    *lengths, table, slopes, sinks, max_q, max_k = extras
+    for name, value in (("page_table (block_table)", table), ("alibi_slopes", slopes), ("sinks", sinks)):
         check_tensor(name, value)
     if sinks is not None:
         sinks = sinks.detach()
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
-    return (*tensors, table, slopes, sinks, max_q, max_k)
+    # Lengths may be of another library.
+    ends = (x.contiguous() if isinstance(x, torch.Tensor) else x for x in (*lengths, table, slopes, sinks))
+    return (*ends, max_q, max_k)
