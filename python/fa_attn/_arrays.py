@@ -50,7 +50,7 @@ class _Numpy:
         return array
 
     def contiguous(self, array):
-        return self.np.ascontiguousarray(array)
+        return self.np.ascontiguousarray(array) if isinstance(array, self.np.ndarray) else array
 
     def unstack(self, array, axis):
         return [array[(slice(None),) * axis + (i,)] for i in range(array.shape[axis])]
