@@ -63,7 +63,8 @@ fn as_in_the_workspace(root: &Path) -> String {
         for dependency in nodes[id]["deps"].as_array().unwrap() {
             let kinds = || dependency["dep_kinds"].as_array().unwrap().iter().map(|kind| &kind["kind"]);
             let to = packages.keys().copied().find(|to| dependency["pkg"] == **to).unwrap();
-            let is_macro = packages[to]["targets"][0]["kind"][0] == "proc-macro";
+            let targets = packages[to]["targets"].as_array().unwrap();
+            let is_macro = targets.iter().any(|target| target["kind"][0] == "proc-macro");
             let on_host = on_host || is_macro || !kinds().any(Value::is_null);
             if kinds().any(|kind| kind != "dev") {
                 let news = !seen.contains_key(&(to, on_host));
@@ -73,14 +74,14 @@ fn as_in_the_workspace(root: &Path) -> String {
         }
     }
     let mut manifest = String::new();
-    for (number, ((id, on_host), _)) in seen.iter().filter(|(_, named)| !**named).enumerate() {
-        let (table, package) = (if *on_host { "build-dependencies" } else { "dependencies" }, packages[id]);
+    for ((id, on_host), _) in seen.iter().filter(|(_, named)| !**named) {
+        let table = if *on_host { "build-dependencies" } else { "dependencies" };
+        let [name, version] = ["name", "version"].map(|field| packages[id][field].as_str().unwrap());
         let features = &nodes[id]["features"];
         manifest += &format!(
-            "\n[{table}.as-there-{number}]\npackage = {}\nversion = \"={}\"\ndefault-features = false\n\
-             features = {features}\n",
-            package["name"],
-            package["version"].as_str().unwrap(),
+            "\n[{table}.{name}-{}]\npackage = \"{name}\"\nversion = \"={version}\"\n\
+             default-features = false\nfeatures = {features}\n",
+            version.replace(['.', '+'], "-"),
         );
     }
     manifest
