@@ -13,11 +13,12 @@ use rayon::prelude::*;
 
 use crate::device::bind_spec;
 use crate::error::Result;
+use crate::judge::sample_rows::Judged;
 use crate::marks::Wanted;
 use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{KernelRecord, Provenance, without_logs};
-use crate::runner::{Outcome, Runner, Turns};
+use crate::runner::{Outcome, Runner, Times, Turns, run_together};
 use crate::tensors::with_half;
 
 pub use change::Change;
@@ -75,35 +76,58 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         progress(Step::Begin("compiling FlashAttention 4's kernels".to_owned()));
         peers.warm(&options.shapes, &options.peer_names, options.pass)?;
     }
-    for wanted in &options.shapes {
-        let problem = &wanted.problem;
-        progress(Step::Begin(format!(
-            "N {} hd {} {}",
-            problem.lengths.max_k(),
-            problem.head_dim,
-            problem.mask
-        )));
-        let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
-        let rows = match bound(&gpu, problem, options) {
-            Ok(Found { bound, refused }) => {
-                let mut rows = with_half!(
-                    problem.types.qkv,
-                    T => measure_shape::<T>(&gpu, wanted, bound, peers, options.turns, &mut report.kernels),
-                    else unreachable!("no kernel is found for other types")
-                )?;
-                rows.extend(
-                    refused.into_iter().map(|(kernel, why)| Row::failed(wanted, &kernel, options.pass, why)),
-                );
-                rows
-            }
-            Err(error) if error_is_fatal(&error) => return Err(error.into()),
-            Err(error) => vec![Row::failed(wanted, "none", options.pass, without_logs(&error.to_string()))],
-        };
-        report.rows.extend(rows);
-        progress(Step::Done);
-    }
+    report.rows = rows(&gpu, options, peers, &mut report.kernels, progress)?;
     report.sum_up();
     Ok(report)
+}
+
+/// Rows of all shapes, in their order. Shapes of one comparison are timed in turns, unless peers run beside.
+fn rows(
+    gpu: &Gpu,
+    options: &Options,
+    mut peers: Option<Peers>,
+    kernels: &mut Vec<KernelRecord>,
+    progress: &mut Progress<'_>,
+) -> Result<Vec<Row>> {
+    let together = match &peers {
+        None => Wanted::comparisons(&options.shapes),
+        Some(_) => (0..options.shapes.len()).map(|shape| vec![shape]).collect(),
+    };
+    let mut rows: Vec<Vec<Row>> = options.shapes.iter().map(|_| Vec::new()).collect();
+    for shapes in together {
+        let Problem { lengths, head_dim, mask, types, .. } = options.shapes[shapes[0]].problem;
+        progress(Step::Begin(format!("N {} hd {head_dim} {mask}", lengths.max_k())));
+        let mut found = Vec::new();
+        for shape in shapes {
+            let wanted = &options.shapes[shape];
+            let failed = |(kernel, why): (String, String)| Row::failed(wanted, &kernel, options.pass, why);
+            match bound(gpu, &wanted.problem, options) {
+                Ok(Found { bound, refused }) => {
+                    found.push((shape, bound));
+                    rows[shape].extend(refused.into_iter().map(failed));
+                }
+                Err(error) if error_is_fatal(&error) => return Err(error.into()),
+                Err(error) => {
+                    rows[shape].push(failed(("none".to_owned(), without_logs(&error.to_string()))));
+                    progress(Step::Done);
+                }
+            }
+        }
+        if found.is_empty() {
+            continue;
+        }
+        let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
+        let measured = with_half!(
+            types.qkv,
+            T => measure::<T>(gpu, found, options, peers, kernels),
+            else unreachable!("no kernel is found for other types")
+        )?;
+        for (shape, measured) in measured {
+            rows[shape].splice(0..0, measured);
+            progress(Step::Done);
+        }
+    }
+    Ok(rows.into_iter().flatten().collect())
 }
 
 /// Has the library measure its best few kernels for every shape; binds from then on give the winners.
@@ -179,30 +203,56 @@ fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_at
     }
 }
 
-fn measure_shape<T: Half>(
+/// Rows of shapes, by their places in the list, whose kernels are timed in turns; of one alone if peers are
+/// timed beside it.
+fn measure<T: Half>(
+    gpu: &Gpu,
+    shapes: Vec<(usize, Vec<Bound>)>,
+    options: &Options,
+    peers: Option<(&mut Peers, &[String])>,
+    kernels: &mut Vec<KernelRecord>,
+) -> Result<Vec<(usize, Vec<Row>)>> {
+    let (mut runners, mut checked, mut right) = (Vec::new(), Vec::new(), Vec::new());
+    for (shape, bound) in shapes {
+        let mut runner = Runner::<T>::of(gpu, &options.shapes[shape], &bound[0])?;
+        let judged = bound.iter().map(|pass| runner.check(pass)).collect::<Result<Vec<_>>>()?;
+        let specs: Vec<KernelSpec> = bound.iter().map(|pass| pass.spec().clone()).collect();
+        let passed = bound.into_iter().zip(&judged).filter(|(_, judged)| judged.passed);
+        right.push(passed.map(|(pass, _)| pass).collect::<Vec<Bound>>());
+        checked.push((shape, specs, judged));
+        runners.push(runner);
+    }
+    let outcomes = match (runners.as_mut_slice(), right.as_slice()) {
+        ([runner], [right]) => vec![runner.run(right, peers, options.turns)?],
+        (runners, right) => run_together(runners, right, options.turns)?,
+    };
+    let mut rows = Vec::new();
+    for ((shape, specs, judged), outcome) in checked.into_iter().zip(outcomes) {
+        rows.push((shape, rows_of(gpu, &options.shapes[shape], &specs, judged, outcome, kernels)?));
+    }
+    Ok(rows)
+}
+
+/// The rows of a shape's kernels, with the times of those that were right.
+fn rows_of(
     gpu: &Gpu,
     wanted: &Wanted,
-    bound: Vec<Bound>,
-    peers: Option<(&mut Peers, &[String])>,
-    turns: Turns,
+    specs: &[KernelSpec],
+    judged: Vec<Judged>,
+    outcome: Outcome,
     kernels: &mut Vec<KernelRecord>,
 ) -> Result<Vec<Row>> {
-    let pass = bound[0].spec().kernel.pass();
-    let mut runner = Runner::<T>::of(gpu, wanted, &bound[0])?;
-    let judged = bound.iter().map(|pass| runner.check(pass)).collect::<Result<Vec<_>>>()?;
-    let specs: Vec<KernelSpec> = bound.iter().map(|pass| pass.spec().clone()).collect();
-    let right = bound.into_iter().zip(&judged).filter(|(_, judged)| judged.passed);
-    let right: Vec<Bound> = right.map(|(pass, _)| pass).collect();
-    let Outcome { ours, peers, peer_errors } = runner.run(&right, peers, turns)?;
-    let peers: BTreeMap<String, f64> =
-        peers.into_iter().map(|(name, times)| (name, wanted.rate(times.median(), pass))).collect();
+    let Outcome { ours, peers, peer_errors } = outcome;
     let mut times = ours.into_iter();
     let mut rows = Vec::new();
     for (spec, judged) in specs.iter().zip(judged) {
+        let pass = spec.kernel.pass();
         KernelRecord::add(kernels, spec, gpu.arch())?;
         if judged.passed {
             let times = times.next().unwrap_or_default();
-            rows.push(Row::new(wanted, spec, judged, &times, peers.clone(), peer_errors.clone()));
+            let rate = |(name, times): (&String, &Times)| (name.clone(), wanted.rate(times.median(), pass));
+            let peers = peers.iter().map(rate).collect::<BTreeMap<String, f64>>();
+            rows.push(Row::new(wanted, spec, judged, &times, peers, peer_errors.clone()));
         } else {
             let error = format!(
                 "wrong on sampled rows: off by {:.3e} (tolerance {:.3e}), or not all written",

@@ -3,7 +3,8 @@
 //!
 //! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the
 //! next. So every turn begins with warm-up launches, every launch that counts is between two events, and
-//! medians over turns spread over the run are compared. Beside peers, every turn begins after an equal pause.
+//! medians over turns spread over the run are compared. Beside peers, and where problems are compared, every
+//! turn begins after an equal pause.
 //!
 //! Calls of a few microseconds are captured as one CUDA graph, ours and those of peers alike, to time the GPU
 //! and not the host.
@@ -198,6 +199,15 @@ impl<'d, T: Half> Runner<'d, T> {
         Ok(Graph { captured, stream })
     }
 
+    /// `pass` as it is timed, after a warm-up.
+    fn candidate<'b>(&mut self, pass: &'b Bound) -> Result<Candidate<'b>> {
+        self.warm_up(pass)?;
+        Ok(match self.wanted.graph {
+            0 => Candidate::Launches(pass),
+            _ => Candidate::Replays(self.graph(pass)?),
+        })
+    }
+
     /// Milliseconds of a call of `candidate`, `reps` times.
     fn time(&mut self, candidate: &Candidate<'_>, reps: usize) -> Result<Vec<f64>, Error> {
         match candidate {
@@ -228,14 +238,7 @@ impl<'d, T: Half> Runner<'d, T> {
             outcome.peer_errors = opened.errors;
             names = opened.peers;
         }
-        ours.iter().try_for_each(|pass| self.warm_up(pass))?;
-        let mut candidates = Vec::new();
-        for pass in ours {
-            candidates.push(match self.wanted.graph {
-                0 => Candidate::Launches(pass),
-                _ => Candidate::Replays(self.graph(pass)?),
-            });
-        }
+        let candidates = ours.iter().map(|pass| self.candidate(pass)).collect::<Result<Vec<_>>>()?;
         let mut random = Random::new(self.wanted.problem.lengths.max_k() as u64);
         for _ in 0..turns.rounds {
             for candidate in random.order(ours.len() + names.len()) {
@@ -276,6 +279,41 @@ impl<'d, T: Half> Runner<'d, T> {
         });
         Ok(outcome)
     }
+}
+
+/// Times the kernels of several problems, those of `ours[i]` on that of `runners[i]`, in common rounds.
+/// Kernels must have been checked.
+///
+/// # Errors
+/// Errors of our kernels on the GPU.
+pub fn run_together<T: Half>(
+    runners: &mut [Runner<'_, T>],
+    ours: &[Vec<Bound>],
+    turns: Turns,
+) -> Result<Vec<Outcome>> {
+    let mut candidates = Vec::new();
+    for (problem, (runner, ours)) in runners.iter_mut().zip(ours).enumerate() {
+        for (kernel, pass) in ours.iter().enumerate() {
+            candidates.push((problem, kernel, runner.candidate(pass)?));
+        }
+    }
+    let untimed =
+        |ours: &Vec<Bound>| Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
+    let mut outcomes: Vec<Outcome> = ours.iter().map(untimed).collect();
+    let mut random = Random::new(candidates.len() as u64);
+    for _ in 0..turns.rounds {
+        for turn in random.order(candidates.len()) {
+            let (problem, kernel, candidate) = &candidates[turn];
+            sleep(PAUSE);
+            let times = runners[*problem].time(candidate, turns.reps)?;
+            tracing::debug!(problem, kernel, ?times, "turn, ms");
+            outcomes[*problem].ours[*kernel].ms.extend(times);
+        }
+    }
+    for times in outcomes.iter_mut().flat_map(|outcome| &mut outcome.ours) {
+        times.ms.sort_by(f64::total_cmp);
+    }
+    Ok(outcomes)
 }
 
 #[cfg(test)]

@@ -35,6 +35,54 @@ __device__ __forceinline__ void convert_rows(const float* accum, u16* out, i64 s
     }
 }
 
+// The same for Rows rows of accumulators in wgmma's order (sm90::AccumulatorOrder), where 16 bytes are two
+// rows of two columns: rows 8 apart and columns side by side, or if transposed the other way round. A thread
+// converts a block of two rows whose loads are all in flight together.
+template <Dtype T, int Rows, int Columns, class Order>
+__device__ __forceinline__ void convert_blocks(const float* accum, u16* out, i64 stride, int rows,
+                                               int columns, float factor) {
+    constexpr bool kTransposed = Order::kTransposed;
+    constexpr int kWidth = kTransposed ? 16 : 8, kLoads = kWidth / 2;  // columns of a block, and its loads
+    constexpr int kPairs = kTransposed ? 4 : 8, kAcross = Columns / kWidth;
+    for (int block = thread_index(); block < Rows / 2 * kAcross; block += cta_threads()) {
+        const int pair = block % kPairs, column = block / kPairs % kAcross * kWidth;
+        const int row = block / (kPairs * kAcross) * (2 * kPairs) + (kTransposed ? 2 * pair : pair);
+        if (row >= rows || column >= columns) continue;
+        const float* from = accum + Order::offset(row, column);
+        float4 sums[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+            sums[i] = *reinterpret_cast<const float4*>(from + i * (kTransposed ? 16 : 4));
+        auto write = [&](int at_row, int at_column, auto sum) {
+            if (at_row >= rows || at_column >= columns) return;
+            Vec16 vec;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) vec.words[i] = pack<T>(sum(2 * i) * factor, sum(2 * i + 1) * factor);
+            *reinterpret_cast<Vec16*>(out + at_row * stride + at_column) = vec;
+        };
+        if constexpr (kTransposed) {
+            write(row, column, [&](int i) { return sums[i].x; });
+            write(row, column + 8, [&](int i) { return sums[i].z; });
+            write(row + 1, column, [&](int i) { return sums[i].y; });
+            write(row + 1, column + 8, [&](int i) { return sums[i].w; });
+        } else {
+            write(row, column, [&](int i) { return i % 2 == 0 ? sums[i / 2].x : sums[i / 2].y; });
+            write(row + 8, column, [&](int i) { return i % 2 == 0 ? sums[i / 2].z : sums[i / 2].w; });
+        }
+    }
+}
+
+// A tile of Rows rows by the way that its order allows.
+template <Dtype T, int Rows, int Columns, class Order>
+__device__ __forceinline__ void convert_tile(const float* accum, u16* out, i64 stride, int rows, int columns,
+                                             float factor) {
+    if constexpr (requires { Order::kTransposed; }) {
+        convert_blocks<T, Rows, Columns, Order>(accum, out, stride, rows, columns, factor);
+    } else {
+        convert_rows<T, Columns, Order>(accum, out, stride, rows, columns, factor);
+    }
+}
+
 // Writes dQ, one CTA per tile of queries and query head. C is an Sm80BwdConfig or Sm90BwdConfig, Layout its
 // BwdLayout.
 template <auto C, class Layout>
@@ -51,7 +99,7 @@ __device__ __forceinline__ void bwd_postprocess(const BwdParams& params) {
     const auto [m_block, batch, head, tile] = own;
     const auto seqlen = Seqlen<C.varied>::of(params, batch);
     const int row = m_block * C.tile_m;
-    convert_rows<C.dtype, C.head_dim, typename Layout::DqOrder>(
+    convert_tile<C.dtype, C.tile_m, C.head_dim, typename Layout::DqOrder>(
         params.dq_accum + tile * (C.tile_m * C.head_dim),
         view(params.dq).row(batch, seqlen.q_offset() + row, head), params.dq.strides.seq,
         min(C.tile_m, seqlen.q() - row), params.shape.head_dim, params.score.scale);
@@ -79,11 +127,11 @@ __device__ __forceinline__ void bwd_postprocess_kv(const BwdParams& params) {
     }
     const auto seqlen = Seqlen<C.varied>::of(params, batch);
     const int row = n_block * C.tile_n, rows = min(C.tile_n, seqlen.k() - row);
-    convert_rows<C.dtype, C.head_dim, typename Layout::DkOrder>(
+    convert_tile<C.dtype, C.tile_n, C.head_dim, typename Layout::DkOrder>(
         params.dk_accum + tile * (C.tile_n * C.head_dim),
         view(params.dk).row(batch, seqlen.k_offset() + row, head), params.dk.strides.seq, rows,
         params.shape.head_dim, params.score.scale);
-    convert_rows<C.dtype, C.head_dim_v, typename Layout::DvOrder>(
+    convert_tile<C.dtype, C.tile_n, C.head_dim_v, typename Layout::DvOrder>(
         params.dv_accum + tile * (C.tile_n * C.head_dim_v),
         view(params.dv).row(batch, seqlen.k_offset() + row, head), params.dv.strides.seq, rows,
         params.shape.head_dim_v, 1.f);

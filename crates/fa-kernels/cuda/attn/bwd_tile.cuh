@@ -278,11 +278,6 @@ __device__ __forceinline__ void wait_for_parts(const unsigned* semaphore, unsign
     }
 }
 
-// Increments the semaphore after this thread's additions, and those of threads that it has met at a barrier
-// since: a release is cumulative (PTX ISA, "causality order"). A further fence would cost a tenth of a
-// deterministic launch (NB-127).
-__device__ __forceinline__ void count_part(unsigned* semaphore) { red_release_increment(semaphore); }
-
 // Waits until every tile of keys before this one has made its `parts` additions to part `of` of tile
 // `m_block` of dQ; returns whether there is such a tile. Those tiles were drawn earlier, so they are running.
 template <int TileM, int TileN, int Turns = 1, MaskKind Mask, bool Varied>
@@ -302,7 +297,7 @@ __device__ __forceinline__ bool wait_for_turn(const BwdParams& params,
 template <class Tile>
 __device__ __forceinline__ void signal_next(const BwdParams& params, const Tile& tile, int head,
                                             int m_block) {
-    count_part(dq_semaphore<1>(params, tile, head, m_block, 0));
+    red_release_increment(dq_semaphore<1>(params, tile, head, m_block, 0));
 }
 
 // The semaphore that counts the splits of a K/V head's query heads that have added to a tile of dV (`of` = 0)

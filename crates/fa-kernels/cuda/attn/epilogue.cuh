@@ -46,10 +46,14 @@ __device__ __forceinline__ void store_output(const FwdParams& params, const Seql
 }
 
 // Loads the sinks of those rows' heads, in natural units. The division by the group per row costs as much as
-// the load itself.
+// the load itself; groups of 1, 2, 4 and 8 heads repeat after eight rows.
 template <bool PackGqa>
 __device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int head, float (&sink)[2]) {
     const Rows<PackGqa> rows(params.shape);
+    if (rows.group <= 8 && (rows.group & (rows.group - 1)) == 0) {
+        sink[0] = sink[1] = params.mods.sinks[rows.head_alone(row, head)];
+        return;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sink[r] = params.mods.sinks[rows.head_alone(row + 8 * r, head)];
 }

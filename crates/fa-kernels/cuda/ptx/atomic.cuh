@@ -29,7 +29,9 @@ __device__ __forceinline__ u32 load_acquire(const u32* semaphore) {
     return value;
 }
 
-// Adds 1 to `*semaphore`; this thread's earlier writes become visible first.
+// Adds 1 to `*semaphore` after this thread's earlier writes and additions, and those of threads that it has
+// met at a barrier since: a release is cumulative (PTX ISA, "causality order"). A further fence would cost a
+// tenth of a deterministic launch (NB-127).
 __device__ __forceinline__ void red_release_increment(u32* semaphore) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(semaphore) : "memory");
 }

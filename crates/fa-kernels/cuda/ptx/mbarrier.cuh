@@ -44,19 +44,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier& bar, u32 bytes)
                  : "memory");
 }
 
-// Whether the phase of this parity has completed. A hint only: it orders nothing.
-__device__ __forceinline__ bool mbarrier_test(Mbarrier& bar, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n}\n"
-        : "=r"(done)
-        : "r"(smem_address(&bar)), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
 // Waits for the phase of this parity to complete.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& bar, u32 parity) {
     asm volatile(

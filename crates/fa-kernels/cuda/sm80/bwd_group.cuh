@@ -298,7 +298,7 @@ struct BwdGroup {
             if constexpr (C.deterministic) {
                 named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
                 if (thread_index() == group * L::kGroupThreads)
-                    count_part(dkv_semaphore(params, tile, group));
+                    red_release_increment(dkv_semaphore(params, tile, group));
             }
             return;
         }

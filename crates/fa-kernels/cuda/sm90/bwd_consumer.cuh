@@ -415,7 +415,7 @@ struct BwdConsumer {
     __device__ __forceinline__ void end_turn(int of) const {
         if constexpr (C.deterministic) {
             named_barrier_sync(kPdsReady, T::kConsumers);
-            if (thread_index() == 128) count_part(dkv_semaphore(params, tile, of));
+            if (thread_index() == 128) red_release_increment(dkv_semaphore(params, tile, of));
         }
     }
 

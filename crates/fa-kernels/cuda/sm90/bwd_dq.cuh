@@ -40,7 +40,12 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             ? stores_dq<C>(params)
             : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits +
                                        tile.split);
-    const int stored_end = first_is_stored ? stored_queries<C>(params, visible, tile, range) : 0;
+    // One past the queries that this tile stores, or in persistent claiming kernels claims before its sums
+    // are ready: those whose last keys are its own, to which it comes before all other tiles. (Elsewhere the
+    // claim would spill registers, and in a ring any tile may come first.)
+    constexpr bool kClaimsEarly = claims_dq<C>() && C.persistent && !walks_in_ring<C>();
+    const int stored_end =
+        first_is_stored && (!C.varied || kClaimsEarly) ? stored_queries<C>(params, visible, tile, range) : 0;
 #pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {
 #pragma unroll 1
@@ -54,7 +59,11 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             };
             if constexpr (C.varied) {
                 stores = false;
-                if (claims_dq<C>() && first_is_stored && elected) claims = load_acquire(semaphore(1)) == 0;
+                if (claims_dq<C>() && first_is_stored && elected) {
+                    const bool is_own = m_block < stored_end;
+                    if (is_own) stores = atomic_add(semaphore(0), 1u) == 0;
+                    claims = is_own || load_acquire(semaphore(1)) == 0;
+                }
                 warp_sync();
             } else if constexpr (may_store_dq<C>()) {
                 stores = m_block < stored_end;
@@ -74,7 +83,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                             if constexpr (C.varied) stores = first_is_stored && !has_sums;
                         }
                     } else if (claims && slice == 0) {
-                        stores = atomic_add(semaphore(0), 1u) == 0;
+                        if (m_block >= stored_end) stores = atomic_add(semaphore(0), 1u) == 0;
                         if (!stores) wait_for_parts(semaphore(1), 1);
                     }
                     float* const sums = dq_share<C>(params, tile, head, m_block, slice, wg);
@@ -92,7 +101,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             if (claims_dq<C>()) {
                 if (stores && elected) {
                     bulk_wait();
-                    count_part(semaphore(1));
+                    red_release_increment(semaphore(1));
                 }
             } else if ((C.deterministic || (stores && params.n_blocks > 1)) && elected) {
                 bulk_wait();

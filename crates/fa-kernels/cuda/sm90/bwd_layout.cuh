@@ -39,6 +39,7 @@ __host__ __device__ constexpr int shared_panel(int columns, int share) {
 // access has 16 contiguous bytes per thread: [slice][warpgroup][register / 4][thread][register % 4].
 template <class Cut, int NumWg, int Slices, bool Swap>
 struct AccumulatorOrder {
+    static constexpr bool kTransposed = Swap;
     static constexpr int kSlice = Cut::kM * Cut::kN * NumWg / Slices;  // elements
     static constexpr int kShare = kSlice / NumWg;
     static constexpr int kBlocks = Cut::kM / 64 / Slices;
@@ -188,13 +189,15 @@ struct BwdWork {
     }
 };
 
-// Persistent kernels, which draw their tiles: barriers for K and V having been read, and the next tile.
+// Persistent kernels, which draw their tiles: barriers for K and V having been read, the next tile and, where
+// they are on the device, its sequence's lengths.
 template <Sm90BwdConfig C>
 struct BwdDraws {
     Mbarrier k_empty, v_empty;
     PipelineBarriers<1> bars;
     BwdWork<C> work;
     int is_last;
+    [[no_unique_address]] Either<C.varied, Seqlen<true>, NoTile> seqlen;
 };
 
 // The planner's account names the same buffers in the same order; the generated unit asserts the size.

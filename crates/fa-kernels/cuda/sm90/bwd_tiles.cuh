@@ -56,6 +56,7 @@ struct BwdTiles<C, true> {
             smem.draws.bars.wait_full(state);
             if (smem.draws.is_last) break;
             const BwdWork<C> work = smem.draws.work;
+            const Visibility<C.mask, C.varied> visible{params.shape, seqlen_of(work)};
             auto release = [&] {
                 smem.draws.bars.release(state, elected);
                 state.advance();
@@ -64,11 +65,19 @@ struct BwdTiles<C, true> {
                 warp_sync();
                 release();
             }
-            body(work,
-                 Visibility<C.mask, C.varied>{params.shape, Seqlen<C.varied>::of(params, work.tile.batch)});
+            body(work, visible);
             // The next tile is drawn once this one's loads are in flight, not earlier: another CTA may get to
             // it sooner.
             if constexpr (Alone) release();
+        }
+    }
+
+    // The lengths of the published tile's sequence: to load them again would delay every role.
+    __device__ __forceinline__ Seqlen<C.varied> seqlen_of(const BwdWork<C>& work) const {
+        if constexpr (C.varied) {
+            return smem.draws.seqlen;
+        } else {
+            return Seqlen<>::of(params, work.tile.batch);
         }
     }
 
@@ -86,6 +95,9 @@ struct BwdTiles<C, true> {
             const bool is_last = index >= count();
             const BwdWork<C> work = is_last ? BwdWork<C>{} : BwdWork<C>::of(params, index);
             smem.draws.work = work;
+            if constexpr (C.varied) {
+                if (!is_last) smem.draws.seqlen = Seqlen<true>::of(params, work.tile.batch);
+            }
             smem.draws.is_last = is_last;
             mbarrier_arrive(smem.draws.bars.full[0]);
             state.advance();

@@ -93,19 +93,6 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
     }
 }
 
-// load_sinks() for the rows `own_row` and `own_row` + 8 of a work tile, which starts with a group's first
-// head. Groups of 1, 2, 4 and 8 heads repeat after eight rows.
-template <Sm90FwdConfig C>
-__device__ __forceinline__ void load_row_sinks(const FwdParams& params, int own_row, int head,
-                                               float (&sink)[2]) {
-    const int group = Rows<C.pack_gqa>(params.shape).group;
-    if (!C.pack_gqa || (group <= 8 && (group & (group - 1)) == 0)) {
-        sink[0] = sink[1] = params.mods.sinks[head * group + (own_row & (group - 1))];
-    } else {
-        load_sinks<C.pack_gqa>(params, own_row, head, sink);
-    }
-}
-
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams& params, int wg) {
     using T = Traits<C>;
@@ -269,7 +256,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             // With split keys the combine kernel adds the sinks. They are loaded under the product.
             float sink[2] = {minus_infinity(), minus_infinity()};
             if constexpr (C.sinks) {
-                if (!C.split || tile.splits == 1) load_row_sinks<C>(params, own_row, tile.head, sink);
+                if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
             }
             wgmma::wait<0>();
             release_k();

@@ -15,9 +15,6 @@ struct Descriptor {
         return static_cast<u64>(high) << 32 | (low + (bytes >> 4));
     }
 
-    // The same operand in another buffer, `bytes` after this one.
-    __device__ __forceinline__ Descriptor moved(u32 bytes) const { return {low + (bytes >> 4), high}; }
-
     // The same descriptor, opaque to the compiler. Without this the compiler hoists the descriptors of all k
     // steps out of the loop over key tiles and holds (or spills) two registers for each.
     __device__ __forceinline__ Descriptor recomputed() const {

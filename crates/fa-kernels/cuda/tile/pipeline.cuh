@@ -44,9 +44,6 @@ struct PipelineBarriers {
     __device__ __forceinline__ void wait_empty(const PipelineState<Stages>& state) {
         mbarrier_wait(empty[state.stage], state.phase ^ 1);
     }
-    __device__ __forceinline__ bool is_empty(const PipelineState<Stages>& state) {
-        return mbarrier_test(empty[state.stage], state.phase ^ 1);
-    }
     __device__ __forceinline__ void announce(const PipelineState<Stages>& state, u32 bytes) {
         mbarrier_arrive_expect(full[state.stage], bytes);
     }

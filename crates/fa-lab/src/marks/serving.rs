@@ -29,11 +29,13 @@ pub(super) fn packed() -> Vec<Wanted> {
     };
     let short: Vec<usize> = (0..60).map(|i| 100 + 7 * i).collect();
     let dense = Problem { lengths: Lengths::uniform(24, 1024, 1024), ..GROUPED };
+    let dense = Wanted { name: Some("24 x 1024, dense"), ..Wanted::new(dense, "dense, bf16") };
+    let comparison = Some("equal lengths, packed and dense");
     vec![
         of("skewed, 77 to 8192", &skewed()),
-        of("24 x 1024", &[1024; 24]),
+        Wanted { comparison, ..of("24 x 1024", &[1024; 24]) },
         of("60 of 100 to 513", &short),
-        Wanted { name: Some("24 x 1024, dense"), ..Wanted::new(dense, "dense, bf16") },
+        Wanted { comparison, ..dense },
     ]
 }
 
@@ -71,7 +73,9 @@ pub(super) fn paged() -> Vec<Wanted> {
         let group = if tokens == 1 { "paged decode, bf16" } else { "paged prefill, bf16" };
         let mut row = |name, k| {
             let sequences = Sequences { q: Ragged::uniform(batch, tokens), k };
-            wanted.push(Wanted { name: Some(name), unit, graph, ..Wanted::of(GROUPED, sequences, group) });
+            let comparison = Some(group);
+            let found = Wanted::of(GROUPED, sequences, group);
+            wanted.push(Wanted { name: Some(name), unit, graph, comparison, ..found });
         };
         row("in one piece", Ragged::padded(&lens, keys));
         for (name, page) in
@@ -98,7 +102,8 @@ pub(super) fn sinks() -> Vec<Wanted> {
         for (name, sinks) in [(name, true), (plain, false)] {
             let score = ScoreMod { sinks, ..ScoreMod::NONE };
             let problem = Problem { heads_kv: 8, mask, score, ..square };
-            wanted.push(Wanted { name: Some(name), ..Wanted::new(problem, "sinks, bf16") });
+            let comparison = Some(plain);
+            wanted.push(Wanted { name: Some(name), comparison, ..Wanted::new(problem, "sinks, bf16") });
         }
     }
     wanted
@@ -222,6 +227,17 @@ mod tests {
         assert_eq!(rows[0].rate(0.004, Pass::Forward), 4.0);
         assert_eq!(Unit::PlanUs.ratio(4.0, 5.0), 1.25);
         assert_eq!(Unit::PlanUs.better(4.0, 5.0), 4.0);
+    }
+
+    #[test]
+    fn rows_whose_ratio_counts_are_one_comparison() {
+        assert_eq!(Wanted::comparisons(&packed()), [vec![0], vec![1, 3], vec![2]]);
+        assert_eq!(Wanted::comparisons(&paged()), [(0..7).collect::<Vec<_>>(), (7..14).collect()]);
+        assert_eq!(Wanted::comparisons(&sinks()), [[0, 1], [2, 3]]);
+        assert_eq!(Wanted::comparisons(&decode()).len(), 8);
+        let mut halves = sinks();
+        halves[1].problem.types = fa_core::Types::same(Dtype::F16);
+        assert_eq!(Wanted::comparisons(&halves), [vec![0], vec![1], vec![2, 3]]);
     }
 
     #[test]

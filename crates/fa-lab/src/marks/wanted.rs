@@ -23,6 +23,8 @@ pub struct Wanted {
     pub unit: Unit,
     /// Calls captured as one CUDA graph, whose replays are timed; 0 for single launches.
     pub graph: usize,
+    /// What its time is compared for: shapes of one comparison are timed in turns, unless peers run beside.
+    pub comparison: Option<&'static str>,
     /// Published or measured rates of others for this shape on an H100, in TFLOP/s.
     pub recorded: BTreeMap<String, f64>,
 }
@@ -82,6 +84,7 @@ impl Wanted {
             group,
             unit: Unit::Flops,
             graph: 0,
+            comparison: None,
             recorded: BTreeMap::new(),
         }
     }
@@ -99,6 +102,19 @@ impl Wanted {
     pub fn of(problem: Problem, sequences: Sequences, group: &'static str) -> Wanted {
         let problem = Problem { lengths: sequences.lengths(), ..problem };
         Wanted { sequences: Some(sequences), ..Wanted::new(problem, group) }
+    }
+
+    /// The shapes of each comparison, by their places in `shapes`, and each other shape by itself.
+    pub fn comparisons(shapes: &[Wanted]) -> Vec<Vec<usize>> {
+        let mut found: Vec<Vec<usize>> = Vec::new();
+        let key = |i: usize| shapes[i].comparison.map(|name| (name, shapes[i].problem.types));
+        for i in 0..shapes.len() {
+            match found.iter_mut().find(|others| key(i).is_some() && key(others[0]) == key(i)) {
+                Some(others) => others.push(i),
+                None => found.push(vec![i]),
+            }
+        }
+        found
     }
 
     /// The sequences.

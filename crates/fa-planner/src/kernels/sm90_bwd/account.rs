@@ -28,8 +28,9 @@ const ROW_STAT_ALIGN: u32 = 128;
 /// - `lse` and `dpsum` `[do_stages][tile_m]` f32, which arrive with dO;
 /// - mbarriers `k_full`, `v_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage;
 ///   with `persistent` also `k_empty`, `v_empty`, `drawn_full` and `drawn_empty`, and the tile that was
-///   `drawn`; and a `ticket`, the number of a deterministic CTA's tile. Warpgroups synchronise with each
-///   other and with the warps that add dQ by named barriers, which take no memory.
+///   `drawn`, with its sequence's lengths where they are on the device; and a `ticket`, the number of a
+///   deterministic CTA's tile. Warpgroups synchronise with each other and with the warps that add dQ by named
+///   barriers, which take no memory.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(operand_columns);
     let Sm90Bwd { tile_m, tile_n, q_stages, do_stages, pds_stages, .. } = *kernel;
@@ -64,7 +65,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
         for name in ["k_empty", "v_empty", "drawn_full", "drawn_empty"] {
             plan.push_mbarriers(name, 1);
         }
-        plan.push("drawn", if spec.reads.varied { 64 } else { 48 }, 8);
+        plan.push("drawn", if spec.reads.varied { 88 } else { 48 }, 8);
     }
     plan.push("ticket", 4, 4);
     plan.round_up(TILE_ALIGN)

@@ -1,5 +1,5 @@
 //! The cost models beside the rates of `fa tune --random` (docs/results/tune).
-//! `cargo test -p fa-planner --test random_rates -- --nocapture` prints the table, and for each problem whose
+//! `cargo test -p fa-planner random_rates -- --nocapture` prints the table, and for each problem whose
 //! first choice is behind by more than 3 % the chosen and the best kernel.
 
 use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod};

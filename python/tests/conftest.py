@@ -1,0 +1,6 @@
+"""What all test files share."""
+
+import os
+
+# By default jax takes three quarters of a GPU's memory at its first array, and torch's tests run beside.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
