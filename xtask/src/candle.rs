@@ -1,6 +1,7 @@
 //! `cargo xtask candle`: what tests `fa-candle` against others' work, which is fetched and never committed:
 //! candle-flash-attn's own tests, the weights of a real model, candle's CUDA backend without its kernels.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -99,11 +100,12 @@ const MODELS: (&str, &str) = ("candle-transformers", "0.11.1");
 const FLASH: &str = "flash-attn";
 
 /// Runs the models of candle-transformers where its feature `flash-attn` does without `cuda`, which is all
-/// that is changed, and where a patch puts fa-candle in the place of candle-flash-attn.
+/// that is changed in those that are compiled, and where a patch puts fa-candle in the place of
+/// candle-flash-attn.
 fn models() -> Result<()> {
     let folder = workspace::target_dir().join("candle-models");
     let (from, to) = (source(MODELS)?, folder.join(MODELS.0));
-    copy(&from.join("src"), &to.join("src"))?;
+    copy_models(&from, &to)?;
     write(&to.join("Cargo.toml"), &without_cuda(&std::fs::read_to_string(from.join("Cargo.toml"))?)?)?;
     // By the way on which the workspace here finds fa-candle: else there would be two.
     let stand_in = folder.join("crates/fa-candle/stand-in");
@@ -113,6 +115,60 @@ fn models() -> Result<()> {
     cargo.args(["--features", "fa-candle/switched", "--manifest-path"]).arg(folder.join("Cargo.toml"));
     cargo.arg("--target-dir").arg(workspace::target_dir());
     finish(&mut cargo, "candle-transformers' models on fa-candle")
+}
+
+/// Copies the sources of [`MODELS`] but for the models that nothing here needs, nine in ten of its lines: of
+/// those, its list leaves out the names.
+fn copy_models(from: &Path, to: &Path) -> Result<()> {
+    let (sources, candle) = (from.join("src"), workspace::root().join("crates/fa-candle"));
+    let list = sources.join("models/mod.rs");
+    let text =
+        std::fs::read_to_string(&list).with_context(|| format!("{} cannot be read", list.display()))?;
+    let own = text_below(&candle.join("tests"))? + &text_below(&candle.join("examples"))?;
+    let mut rest = String::new();
+    for entry in std::fs::read_dir(&sources)? {
+        let path = entry?.path();
+        if !path.ends_with("models") {
+            rest.push_str(&text_below(&path)?);
+        }
+    }
+    let of_model = |name: &str| {
+        let file = sources.join(format!("models/{name}.rs"));
+        if file.is_file() { text_below(&file) } else { text_below(&file.with_extension("")) }
+    };
+    let kept = with_models(&text, &(own + &rest), of_model)?;
+    copy(&sources, &to.join("src"), &|path, text| if path == list { kept.clone() } else { text })
+}
+
+/// The list of models with those alone that `text`, or one that it names, names.
+fn with_models(list: &str, text: &str, of_model: impl Fn(&str) -> Result<String>) -> Result<String> {
+    let declared = |line: &str| Some(line.strip_prefix("pub mod ")?.strip_suffix(';')?.to_owned());
+    let all: BTreeSet<String> = list.lines().filter_map(declared).collect();
+    let mut kept = BTreeSet::new();
+    let mut waiting = named(text, &all);
+    while let Some(name) = waiting.pop() {
+        if kept.insert(name.clone()) {
+            waiting.extend(named(&of_model(&name)?, &all));
+        }
+    }
+    ensure!(!kept.is_empty(), "{} lists no model that fa-candle's tests name", MODELS.0);
+    let stays = |line: &&str| declared(line).is_none_or(|name| kept.contains(&name));
+    Ok(list.lines().filter(stays).flat_map(|line| [line, "\n"]).collect())
+}
+
+/// The modules of `all` that a text names after `models::` or `super::`, in braces too.
+fn named(text: &str, all: &BTreeSet<String>) -> Vec<String> {
+    let mut found = Vec::new();
+    for path in ["models::", "super::"] {
+        for (at, _) in text.match_indices(path) {
+            let rest = &text[at + path.len()..];
+            let end =
+                if rest.starts_with('{') { rest.find('}') } else { rest.find([':', ';', ',', ' ', '\n']) };
+            let words = rest[..end.unwrap_or(rest.len())].split(|c: char| !(c.is_alphanumeric() || c == '_'));
+            found.extend(words.filter(|word| all.contains(*word)).map(str::to_owned));
+        }
+    }
+    found
 }
 
 /// A manifest of [`MODELS`] whose feature [`FLASH`] and the peer's crate leave CUDA out.
@@ -128,10 +184,13 @@ fn without_cuda(manifest: &str) -> Result<String> {
 fn cuda() -> Result<()> {
     let folder = workspace::target_dir().join("candle-cuda");
     let kernels = folder.join(KERNELS.0);
-    copy(&source(KERNELS)?.join("src"), &kernels.join("src"))?;
+    copy(&source(KERNELS)?.join("src"), &kernels.join("src"), &|_, text| text)?;
     write(&kernels.join("Cargo.toml"), &manifest(KERNELS.0, KERNELS.1, "[features]\ncutile = []\n"))?;
     write(&kernels.join("build.rs"), NO_KERNELS)?;
-    stand_for_workspace(&folder, &[(KERNELS.0, kernels)])?;
+    let (from, models) = (source(MODELS)?, folder.join(MODELS.0));
+    copy_models(&from, &models)?;
+    write(&models.join("Cargo.toml"), &std::fs::read_to_string(from.join("Cargo.toml"))?)?;
+    stand_for_workspace(&folder, &[(KERNELS.0, kernels), (MODELS.0, models)])?;
     // Beside fa-candle the crates that ask most of those below, so that these are as the lints have checked
     // them: 14 instead of 58 are checked anew.
     let mut cargo = workspace::cargo_command(&["clippy", "--quiet", "--features", "fa-candle/cuda"]);
@@ -196,18 +255,36 @@ fn write(file: &Path, text: &str) -> Result<()> {
     std::fs::write(file, text).with_context(|| format!("{} cannot be written", file.display()))
 }
 
-/// Copies the Rust files of a folder and of those in it.
-fn copy(from: &Path, to: &Path) -> Result<()> {
+/// Copies the Rust files of a folder and of those in it, each as `edit` makes it of its path and text.
+fn copy(from: &Path, to: &Path, edit: &dyn Fn(&Path, String) -> String) -> Result<()> {
     for entry in std::fs::read_dir(from).with_context(|| format!("{} cannot be read", from.display()))? {
         let path = entry?.path();
         let name = path.file_name().context("an entry has a name")?;
         if path.is_dir() {
-            copy(&path, &to.join(name))?;
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            write(&to.join(name), &std::fs::read_to_string(&path)?)?;
+            copy(&path, &to.join(name), edit)?;
+        } else if is_rust(&path) {
+            write(&to.join(name), &edit(&path, std::fs::read_to_string(&path)?))?;
         }
     }
     Ok(())
+}
+
+/// The texts of a Rust file, or of all in a folder and of those in it.
+fn text_below(path: &Path) -> Result<String> {
+    if is_rust(path) {
+        return std::fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()));
+    } else if !path.is_dir() {
+        return Ok(String::new());
+    }
+    let mut text = String::new();
+    for entry in std::fs::read_dir(path).with_context(|| format!("{} cannot be read", path.display()))? {
+        text.push_str(&text_below(&entry?.path())?);
+    }
+    Ok(text)
+}
+
+fn is_rust(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "rs")
 }
 
 /// A folder that stands for another. One left by a workspace that lay elsewhere is made anew.
@@ -236,7 +313,7 @@ fn finish(command: &mut Command, what: &str) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
 
     use super::*;
 
@@ -288,6 +365,27 @@ mod tests {
                 assert_eq!(changed, Vec::<String>::new(), "candle's features {own}");
             }
         }
+    }
+
+    #[test]
+    fn of_the_models_those_stay_that_are_named_and_what_they_use() {
+        let list =
+            "//! Models.\n\npub mod bert;\npub mod clip;\npub mod llama;\npub mod moe;\npub mod shared;\n";
+        let of_model = |name: &str| {
+            let text = match name {
+                "bert" => "use super::shared::{Linear, clip};",
+                "llama" => "//! As bert is.\nuse crate::models::{\n    shared,\n};",
+                "shared" => "",
+                _ => panic!("{name} is not needed"),
+            };
+            Ok(text.to_owned())
+        };
+        let kept = |text: &str| with_models(list, text, of_model);
+        let all = "//! Models.\n\npub mod bert;\npub mod llama;\npub mod shared;\n";
+        assert_eq!(kept("use x::models::{\n    bert, llama,\n};").unwrap(), all);
+        assert_eq!(kept("models::llama::Config, models::bert;").unwrap(), all);
+        assert_eq!(kept("models::shared").unwrap(), "//! Models.\n\npub mod shared;\n");
+        assert!(kept("llama").is_err());
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! `cargo xtask ci`: everything that must pass before a change goes in, cheapest first.
 
 use std::io::{BufRead, BufReader};
-use std::process::Stdio;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
@@ -36,6 +37,9 @@ struct Found {
     tally: Tally,
 }
 
+/// What clippy's compiler is told.
+const LINTS: [&str; 2] = ["-D", "warnings"];
+
 const STEPS: [Step; 7] = [
     Step { name: "format", run: |_, _| workspace::cargo(&["fmt", "--all", "--check"]) },
     // The compiler of the shipped kernels, which the tests compile, and clang-format.
@@ -44,7 +48,9 @@ const STEPS: [Step; 7] = [
     // Of all targets: examples and benchmarks are checked here and not built again for the tests.
     Step {
         name: "lint",
-        run: |_, _| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
+        run: |_, _| {
+            workspace::cargo(&[&["clippy", "--workspace", "--all-targets", "--"], &LINTS[..]].concat())
+        },
     },
     Step {
         name: "build of tests",
@@ -129,14 +135,29 @@ fn tests(args: &Args, found: &mut Found) -> Result<()> {
 /// Builds the documentation; a link that leads nowhere is an error.
 ///
 /// An example among the targets makes cargo count what tests ask of the crates below, so that these are as
-/// the lints have checked them; without it 41 of them, candle's and proc-macros, are checked once more.
+/// the lints have checked them; without it 41 of them, candle's and proc-macros, are checked once more. The
+/// workspace's own are as the lints have checked them where cargo is told of clippy as `cargo clippy` tells
+/// it; without that they are checked once more, by rustc.
 fn docs() -> Result<()> {
     let targets = ["--lib", "--bins", "--example", "codegen"];
     let mut cargo = workspace::cargo_command(&["doc", "--quiet", "--workspace", "--no-deps"]);
     cargo.args(targets);
+    if let Some(clippy) = clippy_driver() {
+        let words: String = LINTS.iter().map(|word| format!("{word}__CLIPPY_HACKERY__")).collect();
+        cargo.env("RUSTC_WORKSPACE_WRAPPER", clippy).env("CLIPPY_ARGS", words);
+    }
     let status = cargo.env("RUSTDOCFLAGS", "-D warnings").status().context("cargo does not start")?;
     ensure!(status.success(), "cargo doc failed ({status})");
     Ok(())
+}
+
+/// The compiler that `cargo clippy` runs, where it is beside rustc.
+fn clippy_driver() -> Option<PathBuf> {
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let output = Command::new(rustc).args(["--print", "sysroot"]).output().ok()?;
+    let sysroot = String::from_utf8(output.stdout).ok().filter(|_| output.status.success())?;
+    let name = format!("clippy-driver{}", std::env::consts::EXE_SUFFIX);
+    Some(Path::new(sysroot.trim()).join("bin").join(name)).filter(|program| program.is_file())
 }
 
 /// Where proptest reads the seed of its random cases.

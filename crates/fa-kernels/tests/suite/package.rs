@@ -1,10 +1,11 @@
 //! What `cargo package` would publish holds all that the libraries embed.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 use std::process::Command;
 
 use fa_kernels::specs;
+use serde_json::Value;
 
 /// The files that the package in `folder` would hold.
 fn packaged(folder: &Path) -> HashSet<String> {
@@ -41,6 +42,58 @@ fn run(program: &str, arguments: &[&str], folder: &Path) {
     assert!(output.status.success(), "{program} {arguments:?}: {said}");
 }
 
+/// What the third-party crates below fa-kernels are in the workspace: dependencies for a manifest that give
+/// each the features that it has there, so that what was compiled for the workspace serves. The crates that
+/// its own packages name are left out: they have the features that those ask for.
+fn as_in_the_workspace(root: &Path) -> String {
+    let arguments = ["metadata", "--offline", "--format-version", "1", "--filter-platform", &host()];
+    let output = Command::new(env!("CARGO")).args(arguments).current_dir(root).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let by_id = |list: &'static str| {
+        let list = found.pointer(list).and_then(Value::as_array).unwrap();
+        list.iter().map(|one| (one["id"].as_str().unwrap(), one)).collect::<HashMap<&str, &Value>>()
+    };
+    let (packages, nodes) = (by_id("/packages"), by_id("/resolve/nodes"));
+    let own = |id: &str| packages[id]["source"].is_null();
+    let first = packages.keys().copied().find(|id| packages[id]["name"] == "fa-kernels").unwrap();
+    // Whether each is compiled for the host, as proc-macros are, and whether a package of ours names it.
+    let (mut waiting, mut seen) = (vec![(first, false)], BTreeMap::from([((first, false), true)]));
+    while let Some((id, on_host)) = waiting.pop() {
+        for dependency in nodes[id]["deps"].as_array().unwrap() {
+            let kinds = || dependency["dep_kinds"].as_array().unwrap().iter().map(|kind| &kind["kind"]);
+            let to = packages.keys().copied().find(|to| dependency["pkg"] == **to).unwrap();
+            let targets = packages[to]["targets"].as_array().unwrap();
+            let is_macro = targets.iter().any(|target| target["kind"][0] == "proc-macro");
+            let on_host = on_host || is_macro || !kinds().any(Value::is_null);
+            if kinds().any(|kind| kind != "dev") {
+                let news = !seen.contains_key(&(to, on_host));
+                *seen.entry((to, on_host)).or_default() |= own(id);
+                waiting.extend(news.then_some((to, on_host)));
+            }
+        }
+    }
+    let mut manifest = String::new();
+    for ((id, on_host), _) in seen.iter().filter(|(_, named)| !**named) {
+        let table = if *on_host { "build-dependencies" } else { "dependencies" };
+        let [name, version] = ["name", "version"].map(|field| packages[id][field].as_str().unwrap());
+        let features = &nodes[id]["features"];
+        manifest += &format!(
+            "\n[{table}.{name}-{}]\npackage = \"{name}\"\nversion = \"={version}\"\n\
+             default-features = false\nfeatures = {features}\n",
+            version.replace(['.', '+'], "-"),
+        );
+    }
+    manifest
+}
+
+/// The target that tests are compiled for, as rustc calls it.
+fn host() -> String {
+    let output = Command::new("rustc").arg("-vV").output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    said.lines().find_map(|line| line.strip_prefix("host: ")).expect("rustc names its host").to_owned()
+}
+
 #[test]
 fn the_crate_builds_from_its_package_alone() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
@@ -67,6 +120,7 @@ fn the_crate_builds_from_its_package_alone() {
     // Other crates as the workspace has them; its own from their packages, checked as it checks them.
     let alone = unpacked.join(format!("fa-kernels-{version}"));
     let mut manifest = std::fs::read_to_string(alone.join("Cargo.toml")).unwrap();
+    manifest += &as_in_the_workspace(&root);
     manifest += "\n[workspace]\n\n[patch.crates-io]\n";
     for name in &crates[..3] {
         manifest += &format!("{name} = {{ path = \"../{name}-{version}\" }}\n");

@@ -1,13 +1,12 @@
 //! Plans over many problems: what every plan must satisfy, how time grows, and what is refused.
 
-#[path = "../../fa-core/tests/strategies/problems.rs"]
-mod problems;
-
 use fa_core::{Arch, Dtype, Family, Kernel, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
 use fa_planner::account::{Reason, smem};
 use fa_planner::cost::{Bottleneck, CostConstants, predict};
 use fa_planner::plan::{Plan, PlanError, PlanOptions, best, explore, plan, plan_spec, sweep};
 use proptest::prelude::*;
+
+use crate::problems;
 
 const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use fa_core::{Arch, Dtype, Kernel, Mask, Problem, Sm90Fwd};
 use fa_planner::plan::{Plan, PlanOptions, explore};
 
-const TABLE: &str = include_str!("data/sm90-fwd-h100.csv");
+const TABLE: &str = include_str!("../data/sm90-fwd-h100.csv");
 
 /// The most that a first choice may stay behind the best, as a share.
 const TOLERANCE: f64 = 0.03;

@@ -1,5 +1,5 @@
 //! The number of parts of a K/V head's query heads beside measured rates (`data/splits-h100.txt`).
-//! `cargo test -p fa-planner --test splits -- --nocapture` prints the table.
+//! `cargo test -p fa-planner splits -- --nocapture` prints the table.
 
 use fa_core::{Arch, Dtype, Family, Mask, Pass, Problem};
 use fa_planner::account::head_splits;
@@ -13,7 +13,7 @@ struct Measured {
 }
 
 fn measured() -> Vec<Measured> {
-    let lines = include_str!("data/splits-h100.txt").lines().filter(|line| !line.starts_with('#'));
+    let lines = include_str!("../data/splits-h100.txt").lines().filter(|line| !line.starts_with('#'));
     lines.map(parse).collect()
 }
 

@@ -5,8 +5,8 @@ use fa_core::{Arch, Dtype, Family, Mask, Pass, Problem};
 use fa_planner::cost::rank_correlation;
 use fa_planner::plan::{PlanOptions, explore};
 
-const FORWARD: &str = include_str!("data/sm80-fwd-h100.txt");
-const BACKWARD: &str = include_str!("data/sm80-bwd-h100.txt");
+const FORWARD: &str = include_str!("../data/sm80-fwd-h100.txt");
+const BACKWARD: &str = include_str!("../data/sm80-bwd-h100.txt");
 
 /// Name, predicted and measured rate.
 type Rate = (String, f64, f64);

@@ -1,8 +1,5 @@
 //! Splits of the keys: how many, and what that does to decode.
 
-#[path = "../../fa-core/tests/strategies/problems.rs"]
-mod problems;
-
 use fa_core::{
     Arch, Division, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, Reads, Side, Sm80Fwd,
 };
@@ -11,6 +8,8 @@ use fa_planner::cost::{Cost, CostConstants, predict};
 use fa_planner::kernels::{sm80_fwd, sm90_fwd};
 use fa_planner::plan::{PlanError, PlanOptions, explore};
 use proptest::prelude::*;
+
+use crate::problems;
 
 /// One token for each of `batch` sequences of `keys` keys.
 fn decode(batch: usize, heads_q: usize, heads_kv: usize, keys: usize) -> Problem {

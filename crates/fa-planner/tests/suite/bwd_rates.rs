@@ -1,5 +1,5 @@
 //! The cost model of the SM90 backward against the measured rates of this project's own kernels
-//! (`data/sm90-bwd-h100.txt`). `cargo test -p fa-planner --test bwd_rates -- --nocapture` prints the table.
+//! (`data/sm90-bwd-h100.txt`). `cargo test -p fa-planner bwd_rates -- --nocapture` prints the table.
 
 use std::collections::HashMap;
 
@@ -75,7 +75,7 @@ fn kernels(problem: &Problem) -> HashMap<String, KernelSpec> {
 }
 
 fn groups() -> Vec<Group> {
-    let text = include_str!("data/sm90-bwd-h100.txt");
+    let text = include_str!("../data/sm90-bwd-h100.txt");
     let mut lines = text.lines().filter(|line| !line.starts_with('#')).peekable();
     let mut groups = Vec::new();
     while let Some(head) = lines.next() {
