@@ -12,11 +12,11 @@ const ADDED_BYTES: f64 = 32.0;
 /// two uses.
 const L2_SHARE: f64 = 0.3;
 
-/// Heads of a group, and the share of the L2 that their Q, dO and dQ's accumulators take, up to which the CTAs
-/// of an SM90 kernel lose nothing to the L2 in one part, however far they drift apart. Sums cost per key and
-/// misses per query, so that short sequences are better off with whole groups and long ones with parts: of
-/// 32:8 heads 1,024 queries gain 5 to 13 % by one part, 1,536 are alike, 8,192 lose (NB-133). Eight heads of
-/// head dim 64 with as many bytes lost 12 %; of two heads a part has one, which misses nothing either.
+/// Heads of a group (of three at least), and the share of the L2 that their Q, dO and dQ's accumulators take,
+/// up to which the CTAs of an SM90 kernel lose nothing to the L2 in one part, however far they drift apart.
+/// Sums cost per key and misses per query, so that short sequences are better off with whole groups and long
+/// ones with parts: of 32:8 heads 1,024 queries gain 5 to 13 % by one part, 1,536 are alike, 8,192 lose
+/// (NB-133). Eight heads of head dim 64 with as many bytes lost 12 %.
 const SMALL_GROUP: (f64, f64) = (4.0, 1.0 / 7.0);
 
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
@@ -89,8 +89,8 @@ struct Model<'a> {
     limits: &'static ArchLimits,
     /// All query heads in parts of one.
     single_heads: Work,
-    /// Whether [`SMALL_GROUP`] holds: not in deterministic kernels, whose CTAs wait for one another, nor in the
-    /// SM80 class, where it was not measured.
+    /// Whether [`SMALL_GROUP`] holds: not in deterministic kernels, whose CTAs wait for one another, nor in
+    /// the SM80 class, where it was not measured.
     keeps_small_groups: bool,
     /// CTAs that run at once.
     slots: f64,

@@ -63,8 +63,8 @@ fn the_chosen_parts_are_near_the_best_measured() {
     assert!(mean > 0.97, "geometric mean {mean:.3}");
 }
 
-/// Problems of head dim 128 under a causal mask, dense and packed: batch, queries, query and K/V heads, and the
-/// numbers of parts within 2 % of the best of those measured on an H100 (NB-133).
+/// Problems of head dim 128 under a causal mask, dense and packed: batch, queries, query and K/V heads, and
+/// the numbers of parts within 2 % of the best of those measured on an H100 (NB-133).
 const WHOLE_GROUPS: [(usize, usize, (usize, usize), &[usize]); 9] = [
     (24, 1024, (32, 8), &[1]),
     (8, 1024, (32, 8), &[1]),
