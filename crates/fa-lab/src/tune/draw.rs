@@ -4,8 +4,8 @@
 //! that the even- and the odd-numbered problems have as many of each.
 //!
 //! Drawn are dense tensors: lengths, batches, groups of heads, head dims, full and causal masks, windows,
-//! soft caps, both types, and one to sixteen queries on many keys. Packed and paged sequences, ALiBi and sinks
-//! are not: the planner ranks their kernels by the same model, and nothing says yet how well.
+//! soft caps, both types, and one to sixteen queries on many keys. Packed and paged sequences, ALiBi and
+//! sinks are not: the planner ranks their kernels by the same model, and nothing says yet how well.
 
 use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{PlanOptions, plan};
