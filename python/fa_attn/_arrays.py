@@ -3,7 +3,7 @@
 import importlib
 
 from . import _core
-from ._checks import apart, array, cache_rows, paddings, room
+from ._checks import apart, array, cache_rows, int32, paddings, room
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 
@@ -15,9 +15,7 @@ class _Numpy:
         self.np = importlib.import_module("numpy")
 
     def read(self, array):
-        """The array as the module reads it: bfloat16 of ml_dtypes has no name in numpy's DLPack."""
-        if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16":
-            return array.view(self.np.uint16)
+        """The array, which the module can read."""
         if type(array).__module__.startswith("numpy.ma"):
             raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
         if getattr(array, "requires_grad", False):
@@ -27,9 +25,6 @@ class _Numpy:
                 "detach it"
             )
         return array
-
-    def half(self, q):
-        return "bf16" if q.dtype.name == "bfloat16" else None
 
     def empty(self, shape, like, dtype=None):
         return self.np.empty(shape, like.dtype if dtype is None else dtype)
@@ -55,7 +50,7 @@ class _Numpy:
         return array
 
     def contiguous(self, array):
-        return self.np.ascontiguousarray(array)
+        return self.np.ascontiguousarray(array) if isinstance(array, self.np.ndarray) else array
 
     def unstack(self, array, axis):
         return [array[(slice(None),) * axis + (i,)] for i in range(array.shape[axis])]
@@ -85,10 +80,6 @@ class _Jax(_Numpy):
 
     def read(self, array):
         return super().read(array) if isinstance(array, self.np.ndarray) else array
-
-    def half(self, q):
-        # Results in bfloat16 are numpy's, which DLPack sees as 16 bits.
-        return "bf16" if q.dtype.name == "bfloat16" else None
 
     def copy(self, array):
         return self.np.array(array)
@@ -179,17 +170,16 @@ class Arrays:
             extras,
             lib.stream(q),
             lib.allocate,
-            lib.half(q),
             plans,
             division,
         )
         return lib.give(out), lib.give(lse)
 
     def beside(self, extras):
-        """What is beside q, k and v as the module reads it; a table's rows end to end."""
-        *arrays, table, slopes, sinks, max_q, max_k = extras
-        table = None if table is None else self.library.contiguous(table)
-        return (*map(self.library.read, (*arrays, table, slopes, sinks)), max_q, max_k)
+        """What is beside q, k and v as the module reads it, end to end."""
+        *arrays, max_q, max_k = extras
+        lib = self.library
+        return (*(None if x is None else lib.contiguous(lib.read(x)) for x in arrays), max_q, max_k)
 
     def packed_attention(self, qkv, axis, *options, division=None):
         """`attention` of q, k and v in one array along `axis`."""
@@ -219,7 +209,6 @@ class Arrays:
             extras,
             lib.stream(q),
             lib.allocate,
-            lib.half(q),
             dlse,
         )
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
@@ -249,7 +238,6 @@ class Arrays:
             append.max_q,
             after,
             lib.stream(q),
-            lib.half(q),
         )
         if dropped:
             raise InputError(
@@ -273,8 +261,7 @@ class Arrays:
             raise InputError(f"dtype is {dtype!r}: it must be float32, float16 or bfloat16") from None
         lse = lib.floats(lses[0].shape, outs[0])
         parts = [lib.read(part) for part in outs]
-        half = lib.half(outs[0]) or lib.half(out)
-        _core.merge(parts, list(lses), lib.read(out), lse, sinks, lib.stream(outs[0]), half)
+        _core.merge(parts, list(lses), lib.read(out), lse, sinks, lib.stream(outs[0]))
         return lib.give(out), lib.give(lse)
 
     def without_padding(self, k_cache, v_cache, leftpad, used, table):
@@ -313,6 +300,7 @@ class Arrays:
     def table_of_rows(self, index, rows, table):
         """The page table of the sequences whose rows of the cache (of `rows` rows), or of `table`, `index`
         has. Without a table each row of the cache is a page."""
+        int32("cache_batch_idx", index)
         if self.is_in_host_memory(index):
             cache_rows(self.library.np.asarray(index), rows, table)
         return index.reshape(-1, 1) if table is None else table[index]

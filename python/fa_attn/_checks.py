@@ -107,6 +107,13 @@ def array(name, value):
     return value
 
 
+def int32(name, value):
+    """The value, an array of int32."""
+    if str(value.dtype).rpartition(".")[2] != "int32":
+        raise InputError(f"{name} holds {value.dtype}: it must be int32, convert it once")
+    return value
+
+
 def masses(name, lse, out):
     """The LSE, in the shape that goes with `out` or q: (batch, heads, seqlen), or (heads, total)."""
     *outer, rows, heads, _ = tuple(array("out", out).shape)[-4:] if len(out.shape) > 2 else (0, 0, 0)

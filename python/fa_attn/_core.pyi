@@ -57,7 +57,6 @@ def forward(
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
-    half: Optional[str] = None,
     plans: Optional[Dict[Tuple[int, int], Any]] = None,
     division: Optional[Division] = None,
 ) -> None: ...
@@ -80,7 +79,6 @@ def backward(
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
-    half: Optional[str] = None,
     dlse: Any = None,
 ) -> None: ...
 def report(
@@ -94,7 +92,6 @@ def report(
     extras: Optional[Extras] = None,
     backward: bool = False,
     deterministic: bool = False,
-    half: Optional[str] = None,
     division: Optional[Division] = None,
 ) -> str: ...
 def append(*arguments: Any) -> int: ...
@@ -105,5 +102,4 @@ def merge(
     lse: Any,
     sinks: Any = None,
     stream: Optional[int] = None,
-    half: Optional[str] = None,
 ) -> None: ...

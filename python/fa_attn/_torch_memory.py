@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 from ._core import InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
+from ._torch_flops import count_operations
 
 find_nvrtc()
 
@@ -126,12 +127,20 @@ def pad(x, columns):
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
+def is_seen():
+    """Whether a trace or a mode looks at operators."""
+    if not (_is_tracing() or _count_modes()):
+        return False
+    count_operations()
+    return True
+
+
 def goes_by_operator(*tensors):
     """Whether something looks at operators, which does not see what a plain call writes; refuses tensors that
     are not dense."""
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
         return True
-    if _is_tracing() or _count_modes():
+    if is_seen():
         return True
     for x in tensors:
         if type(x) not in PLAIN:
@@ -178,15 +187,15 @@ def check_tensor(name, value):
 
 
 def detached(extras):
-    """What is beside q, k and v as the library reads it: a table's rows end to end (engines give the columns
-    in use of a longer one), sinks in float32, apart from autograd."""
-    *tensors, table, slopes, sinks, max_q, max_k = extras
-    check_tensor("page_table (block_table)", table)
-    table = None if table is None else table.contiguous()
-    for name, value in (("alibi_slopes", slopes), ("sinks", sinks)):
+    """What is beside q, k and v as the library reads it: end to end (engines give the columns in use of a
+    longer table, slopes are expanded over a batch), sinks in float32, apart from autograd."""
+    *lengths, table, slopes, sinks, max_q, max_k = extras
+    for name, value in (("page_table (block_table)", table), ("alibi_slopes", slopes), ("sinks", sinks)):
         check_tensor(name, value)
     if sinks is not None:
         sinks = sinks.detach()
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
-    return (*tensors, table, slopes, sinks, max_q, max_k)
+    # Lengths may be of another library.
+    ends = (x.contiguous() if isinstance(x, torch.Tensor) else x for x in (*lengths, table, slopes, sinks))
+    return (*ends, max_q, max_k)

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from ._core import UnsupportedError
 from ._torch_caches import run_append
+from ._torch_flops import count_operations
 from ._torch_memory import (
     FLOAT,
     detached,
@@ -225,11 +226,20 @@ def _one_by_one(operator):
             given = zip(arguments, in_dims)
             return operator(*(x if axis is None else x.select(axis, index) for x, axis in given))
 
+        if info.batch_size == 0:
+            # One element's results have the shapes.
+            none = zip(arguments, in_dims)
+            like = operator(
+                *(x if axis is None else x.new_zeros(x.movedim(axis, 0).shape[1:]) for x, axis in none)
+            )
+            return tuple(x.new_empty((0, *x.shape)) for x in like), (0,) * len(like)
         results = list(zip(*map(at, range(info.batch_size))))
         return tuple(map(torch.stack, results)), (0,) * len(results)
 
     return rule
 
+
+count_operations()
 
 for _operator in (_forward_operator, _backward_operator):
     # torch 2.5 and newer.

@@ -7,7 +7,7 @@ from functools import wraps
 import torch
 
 from . import _core
-from ._torch_memory import FLOAT, aligned, allocator_of, fresh, room_for_gradients, stream_of
+from ._torch_memory import FLOAT, aligned, allocator_of, fresh, is_seen, room_for_gradients, stream_of
 
 _empty = torch.empty
 
@@ -15,7 +15,7 @@ _empty = torch.empty
 def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None, given=None, division=None):
     """(out, lse); `given`: what out is written to; `division`: how the work is divided, by the caller."""
     out, lse = fresh(q, v, extras, given)
-    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), None, plans, division)
+    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), plans, division)
     _core.forward(q, k, v, out, lse, *options)
     return out, lse
 
@@ -50,7 +50,6 @@ def run_backward(
         extras,
         stream_of(q),
         allocator_of(q),
-        None,
         dlse,
     )
     return dsinks
@@ -96,15 +95,68 @@ def _once(backward):
     return run
 
 
+def _save(ctx, extras, *tensors):
+    """Saves what a backward reads; extras too, so that autograd notices where one is written meanwhile."""
+    ctx.places, beside = (), ()
+    if extras is not None:
+        # Lengths may be of another library, or made in inference mode.
+        ctx.places = [
+            at for at, x in enumerate(extras) if isinstance(x, torch.Tensor) and not x.is_inference()
+        ]
+        beside = [extras[at] for at in ctx.places]
+        extras = [None if at in ctx.places else x for at, x in enumerate(extras)]
+    ctx.extras = extras
+    ctx.save_for_backward(*tensors, *beside)
+
+
+def _saved(ctx):
+    """(tensors, extras) of `_save`."""
+    saved = ctx.saved_tensors
+    if ctx.extras is None:
+        return saved, None
+    count, extras = len(saved) - len(ctx.places), list(ctx.extras)
+    for at, tensor in zip(ctx.places, saved[count:]):
+        extras[at] = tensor
+    return saved[:count], tuple(extras)
+
+
+def _seen(dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras):
+    """(dq, dk, dv, dsinks or None) by the operator, which those see who look at operators."""
+    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = extras or (None,) * 7 + (0, 0)
+    dout = torch.zeros_like(out) if dout is None else dout
+    *grads, dsinks = torch.ops.fa_attn.backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dlse,
+        cu_q,
+        cu_k,
+        used_q,
+        used_k,
+        slopes,
+        sinks,
+        max_q,
+        max_k,
+        scale,
+        causal,
+        *window,
+        softcap,
+        deterministic,
+    )
+    return (*grads, None if sinks is None else dsinks)
+
+
 class Attention(torch.autograd.Function):
     """out and LSE of q, k, v and sinks."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras, division):
         out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras, division=division)
-        ctx.save_for_backward(q, k, v, out, lse)
+        _save(ctx, extras, q, k, v, out, lse)
         ctx.options = (scale, causal, window, softcap, deterministic)
-        ctx.extras = extras
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -113,9 +165,12 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 11
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = room_for_gradients(q, k, v, ctx.extras)
-        dsinks = run_backward(dout, q, k, v, out, lse, grads, *ctx.options, ctx.extras, dlse)
+        (q, k, v, out, lse), extras = _saved(ctx)
+        if is_seen():
+            *grads, dsinks = _seen(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
+            return (*grads, dsinks, *(None,) * 7)
+        grads = room_for_gradients(q, k, v, extras)
+        dsinks = run_backward(dout, q, k, v, out, lse, grads, *ctx.options, extras, dlse)
         return (*grads, dsinks, *(None,) * 7)
 
 
@@ -126,9 +181,8 @@ class PackedAttention(torch.autograd.Function):
     def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras, division):
         q, k, v = qkv.unbind(axis)
         out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras, division=division)
-        ctx.save_for_backward(qkv, out, lse)
-        ctx.options = (scale, causal, window, softcap, deterministic)
-        ctx.extras, ctx.axis = extras, axis
+        _save(ctx, extras, qkv, out, lse)
+        ctx.options, ctx.axis = (scale, causal, window, softcap, deterministic), axis
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -137,10 +191,14 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 10
-        qkv, out, lse = ctx.saved_tensors
-        varied = ctx.extras is not None and any(x is not None for x in ctx.extras[:4])
+        (qkv, out, lse), extras = _saved(ctx)
+        if is_seen():
+            q, k, v = qkv.unbind(ctx.axis)
+            *grads, dsinks = _seen(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
+            return (torch.stack(grads, ctx.axis), None, dsinks, *(None,) * 7)
+        varied = extras is not None and any(x is not None for x in extras[:4])
         make = torch.zeros if varied else torch.empty
         dqkv = make(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         q, k, v = qkv.unbind(ctx.axis)
-        dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, ctx.extras, dlse)
+        dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, extras, dlse)
         return (dqkv, None, dsinks, *(None,) * 7)

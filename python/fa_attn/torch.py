@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import apart, array, cache_rows, room
+from ._checks import apart, array, cache_rows, int32, room
 from ._torch_caches import append, merge, without_padding
 from ._torch_memory import (
     FLOAT,
@@ -194,6 +194,7 @@ def unstack(tensor, axis):
 def table_of_rows(index, rows, table):
     """The page table of the sequences whose rows of the cache (of `rows` rows), or of `table`, `index` has.
     Without a table each row of the cache is a page."""
+    int32("cache_batch_idx", index)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         cache_rows(index, rows, table)
     return index.reshape(-1, 1) if table is None else table.index_select(0, index)

@@ -6,7 +6,7 @@
 
 Causal, bidirectional and sliding-window attention, grouped heads, soft caps and sinks, padded batches and
 packed sequences, on CPUs and GPUs, with gradients. Masks of another form, dropout, attention weights and
-models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) raise.
+models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or support no other raise.
 """
 
 import functools
@@ -103,26 +103,35 @@ def _within_graph(batch_size, q_length, kv_length, q_offset, kv_offset, attentio
 
 
 def _check_model(config):
-    """Refuses a model that computes attention in its own code: it would take this mask for one of scores."""
-    if config is not None and _is_apart(type(config)):
-        raise UnsupportedError(
-            f"{type(config).__name__}: this model computes attention in its own code, whatever "
-            "attn_implementation says; use attn_implementation='eager'"
-        )
+    """Refuses a model that computes attention in its own code, which would take this mask for one of scores;
+    and one that is made for no other attention than its own, whose layers need not say what is causal."""
+    reason = _reason(type(config)) if config is not None else ""
+    if reason:
+        raise UnsupportedError(f"{type(config).__name__}: {reason}; use attn_implementation='eager'")
+
+
+_OWN = "this model computes attention in its own code, whatever attn_implementation says"
+_ALONE = "this model supports no attention but its own (neither 'sdpa' nor 'flash_attention_2')"
+_SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
 
 
 @functools.lru_cache(maxsize=None)
-def _has_own(config):
+def _refusal(config):
+    """Why models of a configuration are not computed; empty where they are."""
     folder, _, name = config.__module__.rpartition(".configuration_")
     module = sys.modules.get(f"{folder}.modeling_{name}") if folder else None
-    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-        return False
-    own = (x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__)
-    return any("Attention" in x.__name__ for x in own)
+    if module is None:
+        return ""
+    own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return _OWN if any("Attention" in x.__name__ for x in own) else ""
+    models = [x for x in own if hasattr(x, "_supports_sdpa")]
+    is_alone = models and not any(getattr(x, name, False) for x in models for name in _SUPPORTS)
+    return _ALONE if is_alone else ""
 
 
 # A cache of functools is nothing that torch.compile looks into.
-_is_apart = torch.compiler.assume_constant_result(lambda config: _has_own(config))
+_reason = torch.compiler.assume_constant_result(lambda config: _refusal(config))
 
 _PACKED = "packed_sequence_mask_function"
 

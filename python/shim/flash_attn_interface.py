@@ -1,5 +1,7 @@
 """Stands in for FlashAttention-3's module `flash_attn_interface`."""
 
+import torch
+
 import fa_attn
 from fa_attn import InputError, UnsupportedError
 
@@ -217,6 +219,90 @@ get_scheduler_metadata = fa_attn.get_scheduler_metadata
 flash_attn_combine = fa_attn.flash_attn_combine
 
 
+def _flash_attn_forward(
+    q,
+    k,
+    v,
+    k_new=None,
+    v_new=None,
+    qv=None,
+    out_=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    cu_seqlens_k_new=None,
+    seqused_q=None,
+    seqused_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    page_table=None,
+    kv_batch_idx=None,
+    leftpad_k=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    seqlens_rotary=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size_left=-1,
+    window_size_right=-1,
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=1,
+    pack_gqa=None,
+    sm_margin=0,
+):
+    """(out, softmax_lse, and two parts of the keys' results, empty), without autograd."""
+    _refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
+    )
+    options = dict(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(window_size_left, window_size_right),
+        softcap=softcap,
+        page_table=page_table,
+        out=out_,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        return_softmax_lse=True,
+    )
+    of_a_cache = dict(k=k_new, v=v_new, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k)
+    with torch.no_grad():
+        if any(x is not None for x in of_a_cache.values()):
+            _refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
+            out, lse = fa_attn.flash_attn_with_kvcache(
+                q,
+                k,
+                v,
+                rotary_cos=rotary_cos,
+                rotary_sin=rotary_sin,
+                cache_seqlens=seqused_k,
+                rotary_interleaved=rotary_interleaved,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k_new=cu_seqlens_k_new,
+                max_seqlen_q=max_seqlen_q,
+                rotary_seqlens=seqlens_rotary,
+                scheduler_metadata=scheduler_metadata,
+                **of_a_cache,
+                **options,
+            )
+        else:
+            _refuse(rotary_cos=rotary_cos, cu_seqlens_k_new=cu_seqlens_k_new)
+            lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            used = dict(seqused_q=seqused_q, seqused_k=seqused_k)
+            out, lse = fa_attn.flash_attn_varlen_func(q, k, v, *lengths, **used, **options)
+    return out, lse, out.new_empty((0,)), lse.new_empty((0,))
+
+
 def _flash_attn_backward(
     dout,
     q,
@@ -235,14 +321,18 @@ def _flash_attn_backward(
     dv=None,
     softmax_scale=None,
     is_causal=False,
-    window_size=(-1, -1),
+    window_size_left=-1,
+    window_size_right=-1,
     softcap=0.0,
     deterministic=False,
     sm_margin=0,
+    *,
+    window_size=None,
 ):
-    """(dq, dk, dv, rowsum(O * dO)), as their test of the same bits calls it."""
+    """Writes dq, dk and dv; rowsum(O * dO). With `window_size`, as of their test of the same bits, (dq, dk,
+    dv, rowsum(O * dO))."""
     _refuse(sm_margin=sm_margin)
-    options = (softmax_scale, is_causal, window_size, softcap)
+    window = (window_size_left, window_size_right) if window_size is None else window_size
     grads = fa_attn.flash_attn_varlen_backward(
         dout,
         q,
@@ -254,10 +344,14 @@ def _flash_attn_backward(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
-        *options,
+        softmax_scale,
+        is_causal,
+        window,
+        softcap,
         deterministic=deterministic,
         seqused_q=sequed_q,
         seqused_k=sequed_k,
     )
     grads = tuple(g if given is None else given.copy_(g) for g, given in zip(grads, (dq, dk, dv)))
-    return (*grads, (out.float() * dout.float()).sum(-1).transpose(-1, -2))
+    delta = (out.float() * dout.float()).sum(-1).transpose(-1, -2)
+    return delta if window_size is None else (*grads, delta)

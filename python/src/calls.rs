@@ -10,7 +10,7 @@ use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
 use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, words};
 use crate::host::{self, Appended, Backward, Written};
-use crate::{devices, dlpack, gpu};
+use crate::{devices, dlpack, gpu, overlap};
 
 /// Where a call runs: the caller's stream, what gives it memory, the plans of work that calls share, and
 /// how the caller has work divided.
@@ -20,11 +20,6 @@ struct On<'a, 'py> {
     allocate: Option<&'a Bound<'py, PyAny>>,
     plans: Option<&'a Bound<'py, PyDict>>,
     division: Division,
-}
-
-/// The type of 16 bits without a meaning, by its name.
-pub(crate) fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
-    half.map(|name| name.parse().map_err(|error| InputError::new_err(format!("half: {error}")))).transpose()
 }
 
 /// Computes the pass of `given` by `pass`.
@@ -72,7 +67,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
             let message = format!("{name} has the shape {:?}: it must be {need:?}", view.shape());
             return Err(InputError::new_err(message));
         }
-        if dtype_of(name, view, Some(*dtype))? != *dtype {
+        if dtype_of(name, view)? != *dtype {
             let message =
                 format!("{name} holds {} and q {dtype}: they must be of one type", view.type_name());
             return Err(InputError::new_err(message));
@@ -114,7 +109,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, scale, causal, window, softcap, extras=None, stream=None, allocate=None,
-    half=None, plans=None, division=None
+    plans=None, division=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<'py>(
@@ -131,11 +126,10 @@ pub(crate) fn forward<'py>(
     extras: Option<ExtraObjects<'py>>,
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
-    half: Option<&str>,
     plans: Option<&Bound<'py, PyDict>>,
     division: Option<(Option<usize>, Option<bool>)>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
+    let given = Given::of([q, k, v], extras.as_ref(), stream)?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let (out, lse) = (View::of("out", out, stream)?, View::of("softmax_lse", lse, stream)?);
     let to = Written::Forward { out: &out, lse: &lse };
@@ -148,7 +142,7 @@ pub(crate) fn forward<'py>(
 #[pyfunction]
 #[pyo3(signature = (
     dout, q, k, v, out, lse, dq, dk, dv, dsinks, scale, causal, window, softcap, deterministic,
-    extras=None, stream=None, allocate=None, half=None, dlse=None
+    extras=None, stream=None, allocate=None, dlse=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn backward<'py>(
@@ -171,10 +165,9 @@ pub(crate) fn backward<'py>(
     extras: Option<ExtraObjects<'py>>,
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
-    half: Option<&str>,
     dlse: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<()> {
-    let mut given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?;
     given.beside.dlse = dlse.map(|dlse| words("dlse", dlse, stream, dlpack::Type::F32)).transpose()?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
@@ -204,7 +197,7 @@ pub(crate) fn backward<'py>(
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, scale, causal, window, softcap, extras=None, backward=false, deterministic=false,
-    half=None, division=None
+    division=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn report<'py>(
@@ -219,10 +212,9 @@ pub(crate) fn report<'py>(
     extras: Option<ExtraObjects<'py>>,
     backward: bool,
     deterministic: bool,
-    half: Option<&str>,
     division: Option<(Option<usize>, Option<bool>)>,
 ) -> PyResult<String> {
-    let given = Given::of([q, k, v], extras.as_ref(), None, half_of(half)?)?;
+    let given = Given::of([q, k, v], extras.as_ref(), None)?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
     let (splits, pack_gqa) = division.unwrap_or_default();
@@ -262,7 +254,7 @@ pub(crate) fn report_of(
 #[pyfunction]
 #[pyo3(signature = (
     k, v, k_cache, v_cache, q, q_out, cos, sin, interleaved, following, cu_new, max_new, used_k,
-    page_table, cu_q, max_q, used_out, stream=None, half=None
+    page_table, cu_q, max_q, used_out, stream=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn append<'py>(
@@ -285,9 +277,7 @@ pub(crate) fn append<'py>(
     max_q: usize,
     used_out: &Bound<'py, PyAny>,
     stream: Option<u64>,
-    half: Option<&str>,
 ) -> PyResult<usize> {
-    let half = half_of(half)?;
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
     let maybe = |name: &str, object: Option<&Bound<'py, PyAny>>| {
         object.map(|object| View::of(name, object, stream)).transpose()
@@ -314,15 +304,12 @@ pub(crate) fn append<'py>(
         page_table: ints("page_table (block_table)", page_table)?,
         used_out: ints("cache_seqlens", Some(used_out))?,
     };
-    if arrays.k_cache.data == arrays.v_cache.data
-        && arrays.k_new.elements() > 0
-        && !arrays.k_cache.data.is_null()
-    {
+    let append = appended(&arrays, (interleaved, following), (max_new, max_q))?;
+    if arrays.k_new.elements() > 0 && overlap::share_elements(&arrays.k_cache, &arrays.v_cache) {
         return Err(InputError::new_err(
-            "k_cache and v_cache begin at one address: both are written, give two",
+            "k_cache and v_cache have elements in common: both are written, give two that have none",
         ));
     }
-    let append = appended(&arrays, half, (interleaved, following), (max_new, max_q))?;
     match arrays.k_cache.place {
         Place::Cpu => host::append(py, &append, &arrays),
         Place::Cuda(ordinal) => {
@@ -340,13 +327,12 @@ pub(crate) fn append<'py>(
 /// The append that the arrays are.
 fn appended(
     arrays: &Appended<'_>,
-    half: Option<Dtype>,
     (interleaved, following): (bool, bool),
     (max_new, max_q): (usize, usize),
 ) -> PyResult<Append> {
-    let dtype = dtype_of("k_cache", &arrays.k_cache, half)?;
+    let dtype = dtype_of("k_cache", &arrays.k_cache)?;
     for (name, other) in [("k", &arrays.k_new), ("v", &arrays.v_new), ("v_cache", &arrays.v_cache)] {
-        let other = dtype_of(name, other, half)?;
+        let other = dtype_of(name, other)?;
         if other != dtype {
             let message = format!("{name} holds {other} and k_cache {dtype}: they must be of one type");
             return Err(InputError::new_err(message));
@@ -391,15 +377,20 @@ fn appended(
                 );
                 return Err(InputError::new_err(message));
             }
-            let table = dtype_of("rotary_cos", cos, half)?;
-            if dtype_of("rotary_sin", sin, half)? != table {
+            let table = dtype_of("rotary_cos", cos)?;
+            if dtype_of("rotary_sin", sin)? != table {
                 return Err(InputError::new_err("rotary_cos and rotary_sin must be of one type"));
+            }
+            if ![Dtype::F32, dtype].contains(&table) {
+                let or = if dtype == Dtype::F32 { String::new() } else { format!(" or {dtype}, as k_cache") };
+                let message = format!("rotary_cos and rotary_sin hold {table}: they must hold f32{or}");
+                return Err(InputError::new_err(message));
             }
             let queries = match &arrays.q {
                 None => None,
                 Some(q) => {
                     axes("q", q, packed_q)?;
-                    if dtype_of("q", q, half)? != dtype {
+                    if dtype_of("q", q)? != dtype {
                         return Err(InputError::new_err(format!("q must be of the cache's type, {dtype}")));
                     }
                     let positions = if following { QueryPositions::Following } else { QueryPositions::Same };

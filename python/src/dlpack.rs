@@ -104,6 +104,9 @@ const FLOAT8: [&str; 8] = [
     "float8_e8m0fnu",
 ];
 
+/// Code and bits of bfloat16.
+const BFLOAT16: (u8, u8) = (4, 16);
+
 /// Where an array lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Place {
@@ -119,8 +122,6 @@ pub(crate) enum Type {
     F32,
     F16,
     Bf16,
-    /// 16 bits without a meaning of their own: bfloat16 of libraries whose capsules have no name for it.
-    U16,
     I32,
     /// Something that no call reads.
     Other,
@@ -182,8 +183,15 @@ impl<'py> View<'py> {
         if let Some(exchange) = exchange_of(object)? {
             return View::exchanged(name, object, exchange);
         }
-        let capsule = capsule_of(name, object, stream)?;
-        View::taken(name, capsule)
+        match capsule_of(name, object, stream) {
+            Ok(capsule) => View::taken(name, capsule),
+            Err(error) => {
+                let words = words_of_bfloat16(object).ok_or(error)?;
+                let mut view = View::taken(name, capsule_of(name, &words, stream)?)?;
+                (view.dtype, view.code) = (Type::Bf16, BFLOAT16);
+                Ok(view)
+            }
+        }
     }
 
     fn exchanged(name: &str, object: &Bound<'py, PyAny>, exchange: &Exchange) -> PyResult<View<'py>> {
@@ -304,6 +312,11 @@ impl<'py> View<'py> {
         self.shape().iter().product()
     }
 
+    /// Bytes of an element, 1 at least.
+    pub(crate) fn element_bytes(&self) -> u8 {
+        self.code.1.div_ceil(8).max(1)
+    }
+
     pub(crate) fn address(&self) -> u64 {
         self.data as u64
     }
@@ -367,7 +380,6 @@ fn type_of(dtype: DlDtype) -> Type {
         (2, 32, 1) => Type::F32,
         (2, 16, 1) => Type::F16,
         (4, 16, 1) => Type::Bf16,
-        (1, 16, 1) => Type::U16,
         (0, 32, 1) => Type::I32,
         _ => Type::Other,
     }
@@ -448,6 +460,16 @@ fn capsule_of<'py>(
         capsule => capsule,
     };
     Ok(capsule.map_err(|error| unlent(name, object, error))?.cast_into::<PyCapsule>()?)
+}
+
+/// The words of 16 bits of a numpy array of ml_dtypes' bfloat16, for which numpy's capsules have no name.
+fn words_of_bfloat16<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
+    let py = object.py();
+    let name = object.getattr(intern!(py, "dtype")).and_then(|of| of.getattr(intern!(py, "name"))).ok()?;
+    if !name.eq(intern!(py, "bfloat16")).ok()? {
+        return None;
+    }
+    object.call_method1(intern!(py, "view"), (intern!(py, "uint16"),)).ok()
 }
 
 /// The refusal of an array that its library does not lend: a byte order or a type that DLPack has no name

@@ -2,6 +2,7 @@
 
 use fa_attn::Error;
 use fa_core::Unserved;
+use fa_cpu::CpuError;
 use fa_planner::plan::PlanError;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
@@ -44,7 +45,7 @@ pub(crate) fn of_another_type(py: Python<'_>, message: String) -> PyErr {
 pub(crate) fn raised(error: Error) -> PyErr {
     use fa_kernels::Error as Kernels;
     let mut text = error.to_string();
-    if matches!(error, Error::Cpu(_)) {
+    if matches!(error, Error::Cpu(_) | Error::Kernels(Kernels::Append(_))) {
         text = as_arguments(&text);
     }
     match error {
@@ -52,6 +53,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
             InputError::new_err(text)
         }
         Error::Plan(_)
+        | Error::Cpu(CpuError::PagedBackward)
         | Error::Isa { .. }
         | Error::Kernels(
             Kernels::Mismatch { .. }
@@ -98,13 +100,14 @@ pub(crate) fn raised(error: Error) -> PyErr {
 
 /// A message with the names that its arguments have in Python.
 fn as_arguments(text: &str) -> String {
-    const NAMES: [(&str, &str); 6] = [
+    const NAMES: [(&str, &str); 7] = [
         ("cu_q", "cu_seqlens_q"),
         ("cu_k", "cu_seqlens_k"),
         ("used_q", "seqused_q"),
         ("used_k", "seqused_k (cache_seqlens)"),
         ("cu_new", "cu_seqlens_k_new"),
         ("the problem's bound", "max_seqlen"),
+        ("rotary.dim", "twice the columns of rotary_cos"),
     ];
     let mut text = text.to_owned();
     for (name, argument) in NAMES {

@@ -119,14 +119,13 @@ pub(crate) struct Given<'py> {
     pub dtype: Dtype,
 }
 
-/// The element type of an array; of 16 bits without a meaning that of `half`.
-pub(crate) fn dtype_of(name: &str, view: &View<'_>, half: Option<Dtype>) -> PyResult<Dtype> {
-    match (view.dtype, half) {
-        (Type::F32, _) => Ok(Dtype::F32),
-        (Type::F16, _) => Ok(Dtype::F16),
-        (Type::Bf16, _) => Ok(Dtype::Bf16),
-        (Type::U16, Some(dtype)) => Ok(dtype),
-        _ => {
+/// The element type of an array.
+pub(crate) fn dtype_of(name: &str, view: &View<'_>) -> PyResult<Dtype> {
+    match view.dtype {
+        Type::F32 => Ok(Dtype::F32),
+        Type::F16 => Ok(Dtype::F16),
+        Type::Bf16 => Ok(Dtype::Bf16),
+        Type::I32 | Type::Other => {
             let message = format!(
                 "{name} holds {}: attention computes in float16 and bfloat16, on the CPU also in float32",
                 view.type_name()
@@ -145,13 +144,12 @@ impl<'py> Given<'py> {
         [q, k, v]: [&Bound<'py, PyAny>; 3],
         extras: Option<&ExtraObjects<'py>>,
         stream: Option<u64>,
-        half: Option<Dtype>,
     ) -> PyResult<Given<'py>> {
         let (q, k, v) = (View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?);
-        let dtype = dtype_of("q", &q, half)?;
+        let dtype = dtype_of("q", &q)?;
         let given = Given { q, k, v, beside: Beside::of(extras, stream)?, dtype };
         for (name, view) in [("k", &given.k), ("v", &given.v)] {
-            let other = dtype_of(name, view, half)?;
+            let other = dtype_of(name, view)?;
             if other != dtype {
                 let message = format!("{name} holds {other} and q {dtype}: they must be of one type");
                 return Err(InputError::new_err(message));

@@ -4,6 +4,7 @@
 //! - `dlpack`: arrays of other libraries as views.
 //! - `given`: arrays and options as a problem.
 //! - `host`, `gpu`: a pass on the CPU and on a GPU.
+//! - `overlap`: whether two arrays have elements in common.
 //! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
 //! - `calls`, `merging`, `planning`: the functions of the module.
 //! - `threads`: work without the interpreter's lock.
@@ -17,6 +18,7 @@ mod given;
 mod gpu;
 mod host;
 mod merging;
+mod overlap;
 mod planning;
 mod raw;
 mod threads;

@@ -15,7 +15,7 @@ use crate::host::{Merged, floats, floats_mut, placement, tensor, tensor_mut};
 /// Merges the parts `outs`, `(batch, seqlen, heads, head_dim)` each or packed, with their `lses` into `out`
 /// and `lse`. Parts are of one type, the result may be of another.
 #[pyfunction]
-#[pyo3(signature = (outs, lses, out, lse, sinks=None, stream=None, half=None))]
+#[pyo3(signature = (outs, lses, out, lse, sinks=None, stream=None))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn merge<'py>(
     py: Python<'py>,
@@ -25,9 +25,7 @@ pub(crate) fn merge<'py>(
     lse: &Bound<'py, PyAny>,
     sinks: Option<&Bound<'py, PyAny>>,
     stream: Option<u64>,
-    half: Option<&str>,
 ) -> PyResult<()> {
-    let half = crate::calls::half_of(half)?;
     let f32s = |name: &str, object: &Bound<'py, PyAny>| words(name, object, stream, Type::F32);
     let arrays = Merged {
         outs: outs.iter().map(|part| View::of("outs", part, stream)).collect::<PyResult<_>>()?,
@@ -36,7 +34,7 @@ pub(crate) fn merge<'py>(
         lse: f32s("softmax_lse", lse)?,
         sinks: sinks.map(|sinks| f32s("sinks", sinks)).transpose()?,
     };
-    let problem = arrays.problem(half)?;
+    let problem = arrays.problem()?;
     match arrays.out.place {
         Place::Cpu => arrays.on_host(py, &problem),
         Place::Cuda(ordinal) => {
@@ -52,7 +50,7 @@ pub(crate) fn merge<'py>(
 
 impl Merged<'_> {
     /// The merge that the arrays are.
-    fn problem(&self, half: Option<Dtype>) -> PyResult<Merge> {
+    fn problem(&self) -> PyResult<Merge> {
         let Merged { outs, lses, out, lse, sinks } = self;
         if outs.is_empty() || outs.len() != lses.len() {
             let message = format!(
@@ -66,14 +64,14 @@ impl Merged<'_> {
             let message = format!("out has the shape {:?}: 3 or 4 axes are needed", out.shape());
             return Err(InputError::new_err(message));
         };
-        let part = dtype_of("outs", &outs[0], half)?;
+        let part = dtype_of("outs", &outs[0])?;
         for view in outs {
             if view.shape() != out.shape() {
                 let message =
                     format!("a part of outs has the shape {:?} and out {:?}", view.shape(), out.shape());
                 return Err(InputError::new_err(message));
             }
-            if dtype_of("outs", view, half)? != part {
+            if dtype_of("outs", view)? != part {
                 return Err(InputError::new_err("the parts of outs must be of one type"));
             }
         }
@@ -99,7 +97,7 @@ impl Merged<'_> {
         if out.read_only || lse.read_only {
             return Err(InputError::new_err("out is read-only, and the call writes it"));
         }
-        let to = dtype_of("out", out, half)?;
+        let to = dtype_of("out", out)?;
         let sinks = sinks.is_some();
         Ok(Merge { parts: outs.len(), batch, seqlen, heads, dim, part, out: to, sinks })
     }

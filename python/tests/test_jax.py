@@ -96,3 +96,20 @@ def test_what_jax_traces_is_refused_by_name_and_computed_by_a_callback():
         return jax.pure_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     np.testing.assert_array_equal(np.asarray(by_callback(q)), np.asarray(want))
+
+
+def test_bfloat16_of_numpy_is_called_so():
+    """numpy's capsules know no bfloat16: they have its words, which are no numbers of their own."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    q = np.ones((1, 4, 2, 32), np.float32)
+    brief = q.astype(ml_dtypes.bfloat16)
+    for arrays, said in (
+        ((q, brief, brief), "k holds bf16 and q f32"),
+        ((brief, brief, q), "v holds f32 and q bf16"),
+        ((brief, q.astype(np.uint16), brief), "k holds uint16: attention"),
+        ((q.astype(np.uint16),) * 3, "q holds uint16: attention"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fa_attn.flash_attn_func(*arrays)
+    with pytest.raises(fa_attn.InputError, match="sinks holds bfloat16: it must be float32"):
+        fa_attn.flash_attn_func(q, q, q, sinks=np.ones(2, ml_dtypes.bfloat16))

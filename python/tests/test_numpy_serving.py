@@ -238,3 +238,30 @@ def test_pages_are_columns_of_a_longer_table():
     table = np.ascontiguousarray(longer[:, :2])
     want = fa_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=used, block_table=table)
     np.testing.assert_array_equal(have, want)
+
+
+def test_caches_that_share_memory():
+    """Rows that lie between each other's are two caches; an element of both would hold one of two values."""
+    q, new = arrays(5, (1, 1, 2, 8), (2, 1, 1, 2, 8))
+    both = np.zeros((1, 16, 2, 2, 8), np.float32)
+    append = lambda k, v: fa_attn.flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=3)  # noqa: E731
+    append(both[:, :, 0], both[:, :, 1])
+    assert (both[0, 3] == new[:, 0, 0]).all() and not both[0, 4:].any()
+    wide = np.zeros((1, 16, 32 + 8), np.float32)
+    append(wide[..., :16].reshape(1, 16, 2, 8), wide[..., 24:].reshape(1, 16, 2, 8))
+    flat = np.zeros(600, np.float32)
+    cache = lambda begin: flat[begin : begin + 256].reshape(1, 16, 2, 8)  # noqa: E731
+    append(cache(0), cache(256))
+    append(cache(300), cache(0))
+    turned = np.zeros((16, 16, 2, 8), np.float32)
+    for k, v in (
+        (cache(0), cache(0)),
+        (cache(0), cache(16)),
+        (cache(255), cache(0)),
+        (cache(0), cache(3)),
+        (both[:, :, 0], both[:, :, 0]),
+        (both[:, :, 0], both[:, ::-1][:, ::-1][:, :, 0]),
+        (turned[:1], turned[:, :1].swapaxes(0, 1)),
+    ):
+        with pytest.raises(fa_attn.InputError, match="k_cache and v_cache have elements in common"):
+            append(k, v)

@@ -25,7 +25,8 @@ def stand_in(monkeypatch):
     """The shim before what may be installed, and none of its modules afterwards."""
     monkeypatch.syspath_prepend(str(SHIM))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+    ours = ("flash_attn", "flash_attn_interface")
+    for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]
 
 
@@ -137,3 +138,55 @@ def test_rotary_embedding_turns_back(interleaved):
     assert torch.equal(have[:, :, 7:], grouped[:, :, 7:]) and not torch.equal(have[:, :, 6], grouped[:, :, 6])
     kv = rotary.apply_rotary_emb_kv_(qkv[:, :, 1:].clone(), cos, sin, interleaved)
     assert torch.equal(kv[:, :, 0], want)
+
+
+def test_third_and_fourth_generation_by_position():
+    """Every argument in its place; a third generation's forward and backward below its autograd."""
+    import flash_attn_interface as third
+    from flash_attn.cute import interface as fourth
+
+    q, k, v = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 11, 2, 32), (2, 11, 2, 32))
+    want, want_lse = definition(q, k, v, causal=True, scale=0.2, window=(4, -1), return_lse=True)
+    out, lse, *parts = third._flash_attn_forward(
+        q, k, v, softmax_scale=0.2, causal=True, window_size_left=4, num_splits=0
+    )
+    close(out, want, torch.float32)
+    close(lse, want_lse, torch.float32)
+    assert len(parts) == 2 and not out.requires_grad
+    dout = torch.randn_like(out)
+    rooms = [torch.empty_like(x) for x in (q, k, v)]
+    lengths = (None,) * 6
+    options = (0.2, True, 4, -1, 0.0, False, 0)
+    delta = third._flash_attn_backward(dout, q, k, v, out, lse, *lengths, *rooms, *options)
+    close(delta, (out * dout).sum(-1).transpose(1, 2), torch.float32, factor=10)
+    for have, need in zip(rooms, torch.autograd.grad(want, (q, k, v), dout.double(), retain_graph=True)):
+        close(have, need, torch.float32, factor=10)
+    masks = (None,) * 7
+    options = (None, None, 0.2, True, (4, None), None, 0.0, 1, None, False, *masks)
+    out, lse = fourth.flash_attn_func(q, k, v, *options, True)
+    close(out, want, torch.float32)
+    close(lse, want_lse, torch.float32)
+    # LSE is theirs where it is asked for or there are gradients.
+    assert fourth.flash_attn_func(*(x.detach() for x in (q, k, v)), *options)[1] is None
+    with pytest.raises(fa_attn.UnsupportedError, match="mask_mod"):
+        fourth.flash_attn_func(q, k, v, mask_mod=lambda *_: True)
+    weight = torch.randn_like(lse)
+    grads = fourth._flash_attn_bwd(
+        q, k, v, out.detach(), dout, lse.detach(), 0.2, True, 0.0, 4, None, 64, 128, dlse=weight
+    )
+    total = (want * dout).sum() + (want_lse * weight).sum()
+    for have, need in zip(grads, torch.autograd.grad(total, (q, k, v))):
+        close(have, need, torch.float32, factor=10)
+
+
+def test_a_third_generation_forward_on_a_cache():
+    import flash_attn_interface as third
+
+    q, k, v = tensors("cpu", torch.float32, (2, 1, 4, 32), (3, 16, 2, 32), (3, 16, 2, 32), grad=False)
+    new = torch.randn(2, 2, 1, 2, 32)
+    used, rows = (torch.tensor(x, dtype=torch.int32) for x in ([5, 9], [2, 0]))
+    out, *_ = third._flash_attn_forward(q, k, v, *new, seqused_k=used, kv_batch_idx=rows, causal=True)
+    for at, (row, keys) in enumerate(((2, 6), (0, 10))):
+        assert torch.equal(k[row, keys - 1], new[0, at, 0])
+        want = definition(q[at : at + 1], k[row : row + 1, :keys], v[row : row + 1, :keys], causal=True)
+        close(out[at : at + 1], want, torch.float32)

@@ -465,6 +465,69 @@ def test_inductor_compiles_on_a_gpu():
         close(one, other, torch.bfloat16, factor=2)
 
 
+@on
+def test_operations_are_counted(device, dtype):
+    """As of torch's own attention; its counter copies what it counts when it is made."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = tensors(device, dtype, (2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16))
+    starts = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
+
+    def counted(call, with_backward=True):
+        with FlopCounterMode(display=False) as counter:
+            out = call()
+            if with_backward:
+                out.sum().backward()
+        return counter.get_total_flops()
+
+    pairs = 2 * 4 * 9 * 11
+    padded = lambda **options: fa_attn.flash_attn_func(q, k, v, **options)  # noqa: E731
+    assert counted(padded, with_backward=False) == 4 * pairs * 16
+    assert counted(lambda: padded(causal=True)) == 14 * pairs * 16
+    out = padded()
+    assert counted(lambda: out) == 10 * pairs * 16
+    own = lambda: torch.nn.functional.scaled_dot_product_attention(  # noqa: E731
+        *(x.detach().transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+    )
+    if device == "cuda":
+        assert counted(own, with_backward=False) == 4 * pairs * 16
+    flat = [x[0] for x in (q, k, v)]
+    packed = lambda **used: fa_attn.flash_attn_varlen_func(*flat, starts, starts, 6, 6, **used)  # noqa: E731
+    assert counted(packed) == 14 * 4 * (3 * 3 + 6 * 6) * 16
+    used = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    assert counted(lambda: packed(seqused_k=used)) == 14 * 4 * (3 * 1 + 6 * 2) * 16
+    (qkv,) = tensors(device, dtype, (2, 9, 3, 4, 16))
+    out = fa_attn.flash_attn_qkvpacked_func(qkv)
+    want = torch.autograd.grad(out.sum(), qkv, retain_graph=True)[0]
+    assert counted(lambda: out) == 10 * 2 * 4 * 9 * 9 * 16
+    close(qkv.grad, want, dtype)
+
+
+@on
+def test_lengths_written_before_the_backward_are_noticed(device, dtype):
+    """As q, k and v are: gradients by other lengths would be wrong, and nothing would say so."""
+    q, k, v = tensors(device, dtype, (12, 4, 16), (12, 2, 16), (12, 2, 16))
+    (qkv,) = tensors(device, dtype, (12, 3, 4, 16))
+    for call in (
+        lambda starts: fa_attn.flash_attn_varlen_func(q, k, v, starts, starts, 7, 7),
+        lambda starts: fa_attn.flash_attn_varlen_qkvpacked_func(qkv, starts, 7),
+    ):
+        starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+        out = call(starts)
+        starts[1] = 6
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    with torch.inference_mode():
+        starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+    fa_attn.flash_attn_varlen_func(q, k, v, starts, starts, 7, 7).sum().backward()
+
+
+def test_a_batch_of_no_elements_has_a_vmap():
+    q, k = torch.randn(0, 2, 9, 4, 16), torch.randn(2, 11, 2, 16)
+    out, lse = torch.vmap(lambda q: fa_attn.flash_attn_func(q, k, k, return_lse=True))(q)
+    assert out.shape == q.shape and lse.shape == (0, 2, 4, 9)
+
+
 def test_tensors_that_are_not_lent_are_refused_by_name():
     q = torch.zeros(1, 3, 2, 8)
     quantised = torch.quantize_per_tensor(q, 0.1, 0, torch.qint8)

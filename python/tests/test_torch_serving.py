@@ -389,3 +389,47 @@ def test_rows_of_no_whole_chunks_are_appended(device, dtype):
             q, k, v, new_k, new_v, *tables, cache_seqlens=used, causal=True, rotary_interleaved=False
         )
         assert out.shape == (2, 3, 4, dim_v) and torch.equal(k, caches[0][0])
+
+
+def test_extras_lie_as_they_like():
+    """Slopes expanded over a batch, every other entry, columns of a table: copied where they do not lie end to
+    end. numpy's too."""
+    q, k, v = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 11, 2, 32), (2, 11, 2, 32))
+    slopes = torch.rand(4)
+    sinks = torch.randn(8, requires_grad=True)
+    got = fa_attn.flash_attn_func(q, k, v, alibi_slopes=slopes.expand(2, 4), sinks=sinks[::2])
+    want = definition(q, k, v, slopes=slopes, sinks=sinks[::2])
+    close(got, want, torch.float32)
+    for one, other in zip(*(torch.autograd.grad(x.sum(), (q, sinks)) for x in (got, want))):
+        close(one, other, torch.float32, factor=4)
+    flat = [x.detach().flatten(0, 1) for x in (q, k, v)]
+    starts = [torch.tensor([[0, 7], [n, 7], [2 * n, 7]], dtype=torch.int32)[:, 0] for n in (9, 11)]
+    packed = fa_attn.flash_attn_varlen_func(*flat, *starts, 9, 11, alibi_slopes=slopes.expand(2, 4))
+    close(packed.view_as(q), definition(q, k, v, slopes=slopes), torch.float32)
+    arrays = [x.numpy() for x in (*flat, *starts)]
+    given = slopes.expand(2, 4).numpy()
+    packed = fa_attn.flash_attn_varlen_func(*arrays, 9, 11, alibi_slopes=given)
+    close(torch.from_numpy(packed).view_as(q), definition(q, k, v, slopes=slopes), torch.float32)
+
+
+def test_refusals_of_caches_name_their_arguments():
+    q, k, v = tensors("cpu", torch.float32, (2, 1, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16), grad=False)
+    new, call = torch.randn(2, 2, 1, 2, 16), fa_attn.flash_attn_with_kvcache
+    tables = torch.ones(2, 8, 9)
+    for refused, said in (
+        (lambda: call(q, k, v, cache_batch_idx=torch.tensor([1, 0])), "cache_batch_idx holds torch.int64"),
+        (lambda: call(q.numpy(), k, v, cache_batch_idx=torch.tensor([1, 0]).numpy()), "cache_batch_idx holds"),
+        (lambda: call(q, k, v, *new, *tables, cache_seqlens=3), "twice the columns of rotary_cos = 18"),
+        (
+            lambda: call(q, k, v, *new, *tables[:, :, :8].half(), cache_seqlens=3),
+            "rotary_cos and rotary_sin hold f16: they must hold f32$",
+        ),
+    ):
+        with pytest.raises(fa_attn.InputError, match=said):
+            refused()
+    table, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[0], [1]], [0, 1, 2]))
+    out = fa_attn.flash_attn_varlen_func(
+        q[:, 0].clone().requires_grad_(), k, v, starts, starts, 1, 1, block_table=table
+    )
+    with pytest.raises(fa_attn.UnsupportedError, match="pages.*pack or pad"):
+        out.sum().backward()

@@ -266,6 +266,15 @@ def test_models_that_compute_attention_themselves_are_refused(kind):
         model(input_ids=tokens, attention_mask=(torch.arange(9) > 2).long()[None])
 
 
+def test_models_that_support_no_other_attention_are_refused():
+    """Layers of their decoders do not say that they are causal: queries would see the keys behind them."""
+    sizes = dict(d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32, vocab_size=64)
+    config = transformers.BigBirdPegasusConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    with pytest.raises(fa_attn.UnsupportedError, match="no attention but its own.*attn_implementation='eager'"):
+        model(input_ids=torch.randint(3, 64, (1, 9)))
+
+
 def test_a_model_without_attention_of_its_own_is_taken():
     """Its text model has it."""
     config = transformers.AutoConfig.for_model("paligemma")

@@ -173,7 +173,8 @@ impl Append {
         if let Some(rotary) = &self.rotary {
             multiple("rotary.dim", rotary.dim, 2, self.head_dim)?;
             if rotary.table != Dtype::F32 && rotary.table != self.dtype {
-                let need = format!("f32 or {}", self.dtype);
+                let own = self.dtype;
+                let need = if own == Dtype::F32 { "f32".to_owned() } else { format!("f32 or {own}") };
                 return Err(AppendError::Dtype { name: "rotary.table", dtype: rotary.table, need });
             }
             if let Some(queries) = &rotary.queries {
@@ -326,6 +327,9 @@ mod tests {
             Append { rotary: Some(Rotary { table: Dtype::F16, ..rotary }), ..good },
             "rotary.table is f16: must be f32 or bf16",
         );
+        let single =
+            Append { dtype: Dtype::F32, rotary: Some(Rotary { table: Dtype::F16, ..rotary }), ..good };
+        assert_eq!(single.check().unwrap_err().to_string(), "rotary.table is f16: must be f32");
         refused(Append { new: Side::packed(1 << 31, 4), ..good }, "rows of new keys");
     }
 

@@ -72,6 +72,7 @@ def _flash_attn_varlen_forward(
     leftpad_k=None,
     seqused_k=None,
     zero_tensors=False,
+    num_splits=0,
 ):
     """The same of packed sequences."""
     if leftpad_k is not None:
@@ -93,6 +94,7 @@ def _flash_attn_varlen_forward(
             alibi_slopes,
             block_table=block_table,
             seqused_k=seqused_k,
+            num_splits=num_splits,
             return_softmax_lse=True,
         )
     return _results(q, out, lse)

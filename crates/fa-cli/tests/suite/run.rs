@@ -65,6 +65,32 @@ fn real_layers_agree_with_the_model() {
     }
 }
 
+/// An `out` in the file whose values are not finite is nothing that a result agrees with.
+#[test]
+fn a_comparison_with_nan_says_so() {
+    let folder = Dir::new();
+    let shape: &[usize] = &[1, 3, 2, 8];
+    let of = |seed| noise(seed, 48);
+    let mut some = of(4);
+    some[5] = f64::NAN;
+    for (out, said) in [
+        (vec![f64::NAN; 48], "are nowhere both finite; NaN or infinity in one alone at 48 positions"),
+        (some, "NaN or infinity in one alone at 1 position\n"),
+    ] {
+        let input = folder.path("in.safetensors");
+        let tensors = [
+            ("q", "F32", shape, of(1)),
+            ("k", "F32", shape, of(2)),
+            ("v", "F32", shape, of(3)),
+            ("out", "F32", shape, out),
+        ];
+        write(&input, &tensors, &[]);
+        let ran = fa_args(&["run", text(&input)]);
+        assert!(ran.stdout.contains(said), "{}", ran.stdout);
+        assert!(!said.contains("nowhere") || !ran.stdout.contains("cosine"), "{}", ran.stdout);
+    }
+}
+
 /// q, k, v, dout of a small problem with grouped heads and unequal head dims, as BSHD.
 fn small(dtype: &'static str) -> Vec<Tensor<'static>> {
     vec![

@@ -12,6 +12,7 @@ use super::band::Band;
 use super::buffer::Buffer;
 use super::forward::lse_tensor;
 use super::forward16;
+use super::overflow::normaliser_of;
 use super::pack::{KeyRows, read_rows, row_stride};
 use super::schedule;
 use super::scores::{Scores, finish};
@@ -198,7 +199,10 @@ pub(super) fn run<T: Element + Factor>(
                     for query in 0..band.q {
                         let row = member * band.q + query;
                         let (normaliser, lse) = finish(state.max[row], state.sum[row], batch.sink(head));
-                        out_rows.write(kernels, query, &state.o[row * ldo..], normaliser);
+                        let sums = &mut state.o[row * ldo..][..problem.head_dim_v];
+                        let normaliser =
+                            normaliser_of(call, [sequence, head, query], (normaliser, lse), sums);
+                        out_rows.write(kernels, query, sums, normaliser);
                         if let Some(lse_rows) = &mut lse_rows {
                             lse_rows.write(kernels, query, &[lse], 1.0);
                         }

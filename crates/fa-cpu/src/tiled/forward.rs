@@ -7,6 +7,7 @@ use fa_core::Strides;
 use super::band::Band;
 use super::buffer::Buffer;
 use super::long::{Accumulated, STRETCH, Stretches};
+use super::overflow::normaliser_of;
 use super::pack::{KeyRows, Shared, all_finite, is_finite, read_rows, row_stride};
 use super::schedule;
 use super::scores::{Scores, finish};
@@ -133,7 +134,10 @@ pub(super) fn run<T: Element>(
                 kernels.transpose(shape, &panel.o, width, &mut scratch.rows, ld);
                 for (i, row) in panel.queries.clone().enumerate() {
                     let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
-                    out_rows.write(kernels, row, &scratch.rows[i * ld..], normaliser);
+                    let sums = &mut scratch.rows[i * ld..][..problem.head_dim_v];
+                    let normaliser =
+                        normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
+                    out_rows.write(kernels, row, sums, normaliser);
                     if let Some(lse_rows) = &mut lse_rows {
                         lse_rows.write(kernels, row, &[lse], 1.0);
                     }

@@ -14,6 +14,7 @@ use super::band::Band;
 use super::buffer::Buffer;
 use super::forward::lse_tensor;
 use super::long::{Accumulated, STRETCH, Stretches};
+use super::overflow::normaliser_of;
 use super::pack16::{Packed, TILE_N, TileBuffer, grain, read_rows};
 use super::schedule;
 use super::scores::{Scores, finish};
@@ -133,7 +134,10 @@ pub(super) fn run(
                 kernels.transpose([dims_v, PANEL], &panel.o, PANEL, &mut scratch.out, dims_v);
                 for (i, row) in panel.queries.clone().enumerate() {
                     let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
-                    out_rows.write(kernels, row, &scratch.out[i * dims_v..], normaliser);
+                    let sums = &mut scratch.out[i * dims_v..][..problem.head_dim_v];
+                    let normaliser =
+                        normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
+                    out_rows.write(kernels, row, sums, normaliser);
                     if let Some(lse_rows) = &mut lse_rows {
                         lse_rows.write(kernels, row, &[lse], 1.0);
                     }

@@ -18,6 +18,7 @@ mod forward;
 mod forward16;
 mod inputs;
 mod long;
+mod overflow;
 mod pack;
 mod pack16;
 mod schedule;
@@ -79,7 +80,8 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
 /// `q` is `[batch, seqlen_q, heads_q, head_dim]`, `k` and `v` `[batch, seqlen_k, heads_kv, head_dim or
 /// head_dim_v]`, `out` `[batch, seqlen_q, heads_q, head_dim_v]`, each with any strides.
 ///
-/// Sums are f32 whatever the element type. Rows that see no key give 0 and -inf.
+/// Sums are f32 whatever the element type; a row of O whose sums overflow, because values are near the type's
+/// largest, is computed again in f64. Rows that see no key give 0 and -inf.
 ///
 /// # Errors
 /// [`CpuError`] when problem, shapes, dtype or buffer lengths do not fit together; nothing is written then.
@@ -150,7 +152,8 @@ pub fn forward_extras<T: Element>(
 ///
 /// The gradients have the shapes of `q`, `k` and `v`, `dout` that of `out`; `lse` is the forward's.
 ///
-/// The result does not depend on timing: equal inputs on equally many threads give equal bits.
+/// The result does not depend on timing: equal inputs on equally many threads give equal bits. Products
+/// `dO V` are f32 and may overflow where values or `dout` are near f32's largest number.
 ///
 /// # Errors
 /// [`CpuError`] when problem, shapes, dtype or buffer lengths do not fit together; nothing is written then.

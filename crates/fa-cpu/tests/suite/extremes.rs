@@ -150,3 +150,34 @@ fn subnormal_values_survive_f32_sums() {
         }
     }
 }
+
+/// Values near the type's largest number: sums of P V before they are normalised are beyond f32, O is not.
+#[test]
+fn values_near_the_largest_give_the_mean_of_them() {
+    fn check<T: Element>(dtype: Dtype, largest: f64, rounding: f64) {
+        for (lengths, mask) in LENGTHS.into_iter().flat_map(|lengths| MASKS.map(|mask| (lengths, mask))) {
+            let problem = problem(lengths, mask, dtype);
+            let mut inputs = Inputs::<T>::random(&problem, 11);
+            for (index, value) in inputs.v.iter_mut().enumerate() {
+                let sign = if value.to_f64() < 0.0 && index % 16 > 7 { -1.0 } else { 1.0 };
+                *value = T::from_f64(sign * largest * (1.0 - (index % 7) as f64 / 64.0));
+            }
+            let Views { q, k, v, .. } = inputs.views(&problem);
+            let exact = reference::forward(&problem, &q, &k, &v).unwrap();
+            for isa in isas() {
+                let options = Options { isa: Some(isa), threads: None };
+                let out = Results::compute(options, &problem, &inputs, false).out;
+                for (got, want) in out.iter().map(|value| value.to_f64()).zip(&exact.out) {
+                    let apart = (got - want).abs();
+                    assert!(
+                        apart <= rounding * largest,
+                        "{isa}: {}: {got:e}, exactly {want:e}",
+                        describe(&problem)
+                    );
+                }
+            }
+        }
+    }
+    check::<f32>(Dtype::F32, f64::from(f32::MAX), 2e-6);
+    check::<bf16>(Dtype::Bf16, f64::from(bf16::MAX), 1e-2);
+}

@@ -2,6 +2,10 @@
 //!
 //! The same seed, number and architecture give the same problem. Passes and families take turns in such a way
 //! that the even- and the odd-numbered problems have as many of each.
+//!
+//! Drawn are dense tensors: lengths, batches, groups of heads, head dims, full and causal masks, windows,
+//! soft caps, both types, and one to sixteen queries on many keys. Packed and paged sequences, ALiBi and
+//! sinks are not: the planner ranks their kernels by the same model, and nothing says yet how well.
 
 use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{PlanOptions, plan};

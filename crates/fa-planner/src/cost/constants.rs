@@ -53,6 +53,9 @@ pub struct CostConstants {
     pub sm90_softmax_ops: [f64; 2],
     /// Further f32 instructions per element of the SM90 forward where a mask is tested.
     pub sm90_mask_ops: f64,
+    /// Further clocks of such a step, however wide it is: bounds of rows, and turns that wait for the
+    /// warpgroup which tests.
+    pub sm90_mask_step: f64,
     /// How well matrix products and softmax hide behind each other in the SM90 forward, by number of MMA
     /// warpgroups, without and with intra-warpgroup overlap: the exponent `p` of `(products^p +
     /// softmax^p)^(1/p)`, 1 for one after the other.
@@ -76,6 +79,9 @@ pub struct CostConstants {
     pub sm90_block: f64,
     /// Clocks that a tile waits for its Q where there is one buffer of it, which the tile before still reads.
     pub sm90_q_wait: f64,
+    /// Bytes per clock at which an SM gets the Q, K and V of its first step while all others ask for theirs:
+    /// between its shares of the device memory (12) and of the L2 (39), which has what CTAs of a head share.
+    pub sm90_first_bytes: f64,
 
     /// The SM90 backward.
     pub sm90_bwd: Sm90BwdConstants,
@@ -177,16 +183,18 @@ const SM90: CostConstants = CostConstants {
 
     sm90_softmax_ops: [2.74, 1.63],
     sm90_mask_ops: 4.73,
-    sm90_overlap: [[1.0, 1.367], [1.0, 2.141], [1.711, 5.415]],
+    sm90_mask_step: 150.0,
+    sm90_overlap: [[1.0, 1.367], [1.0, 2.141], [1.711, 8.0]],
     sm90_ping_pong: 0.587,
     sm90_soft_regs: [220, 157, 128],
     sm90_mask_regs: 0,
     sm90_strain: 0.00462,
-    sm90_step: 528.6,
-    sm90_p_store: 200.1,
+    sm90_step: 600.0,
+    sm90_p_store: 280.0,
     sm90_tile: 561.2,
     sm90_block: 4000.0,
     sm90_q_wait: 280.0,
+    sm90_first_bytes: 28.0,
 
     sm90_bwd: Sm90BwdConstants::H100,
 

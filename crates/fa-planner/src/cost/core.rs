@@ -179,6 +179,8 @@ pub(crate) struct KernelModel {
     pub tile: f64,
     /// Clocks once, before the first tile.
     pub start: f64,
+    /// Clocks until a launch's first operands are there, under which nothing runs.
+    pub first: f64,
     /// Query rows of a tile that exist, of `tile_m`: what partial results are made of.
     pub rows: f64,
 }
@@ -265,6 +267,7 @@ pub(crate) struct Times {
     hbm: f64,
     /// The combine kernel.
     combine: f64,
+    /// The launch, up to the first operands.
     launch: f64,
 }
 
@@ -358,7 +361,8 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         } else {
             0.0
         };
-        Times { compute, even, power, l2, hbm, combine, launch: c.launch_s }
+        let first = if tiles > 0.0 { model.first / clock } else { 0.0 };
+        Times { compute, even, power, l2, hbm, combine, launch: c.launch_s + first }
     }
 
     /// The time with the keys of each tile divided among `parts` CTAs, and where it goes.

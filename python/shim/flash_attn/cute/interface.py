@@ -4,17 +4,12 @@ import fa_attn
 from fa_attn import UnsupportedError
 
 # On how its scheduler goes about the work, and nothing else.
-_HINTS = (
-    "num_splits",  # of a backward, and `pack_gqa`: forwards take them
-    "pack_gqa",
-    "min_seqlen_k",
-    "scheduler_metadata",
-    "seqlen_k_per_split",
-    "disable_scheduler_metadata",
-)
+_HINTS = ("num_splits", "pack_gqa", "num_threads", "m_block_size", "n_block_size", "num_stages_Q", "num_stages_dO")
+_HINTS += ("SdP_swapAB", "dKV_swapAB", "dQ_swapAB", "AtomLayoutMSdP", "AtomLayoutNdKV", "AtomLayoutMdQ")
+_HINTS += ("V_in_regs",)
 
 
-def _options(window_size, others):
+def _options(window_size, **others):
     for name, value in others.items():
         if name not in _HINTS and value is not None:
             raise UnsupportedError(f"{name}: not computed")
@@ -37,11 +32,28 @@ def flash_attn_func(
     num_splits=1,
     pack_gqa=None,
     deterministic=False,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    aux_tensors=None,
+    aux_scalars=None,
+    block_sparse_tensors=None,
+    block_sparse_tensors_bwd=None,
     return_lse=False,
-    **others,
 ):
-    window = _options(window_size, {"qv": qv, "gather_kv_indices": gather_kv_indices, **others})
-    return fa_attn.flash_attn_func(
+    window = _options(
+        window_size,
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )
+    out, lse = fa_attn.flash_attn_func(
         q,
         k,
         v,
@@ -55,6 +67,12 @@ def flash_attn_func(
         pack_gqa=pack_gqa,
         return_softmax_lse=True,
     )
+    return out, _given(lse, return_lse, q, k, v, learnable_sink)
+
+
+def _given(lse, return_lse, *inputs):
+    """The LSE where theirs gives it: asked for, or where there are gradients."""
+    return lse if return_lse or any(x is not None and x.requires_grad for x in inputs) else None
 
 
 def flash_attn_varlen_func(
@@ -79,15 +97,34 @@ def flash_attn_varlen_func(
     num_splits=1,
     pack_gqa=None,
     deterministic=False,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    block_sparse_tensors=None,
+    aux_tensors=None,
+    aux_scalars=None,
     return_lse=False,
-    **others,
+    scheduler_metadata=None,
+    seqlen_k_per_split=None,
+    disable_scheduler_metadata=False,
 ):
-    window = _options(window_size, {"qv": qv, "gather_kv_indices": gather_kv_indices, **others})
+    """`min_seqlen_k` and what is about the scheduler are hints to theirs."""
+    window = _options(
+        window_size,
+        qv=qv,
+        gather_kv_indices=gather_kv_indices,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+    )
     if cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
     if cu_seqlens_k is not None and max_seqlen_k is None:
         max_seqlen_k = int((cu_seqlens_k[1:] - cu_seqlens_k[:-1]).max())
-    return fa_attn.flash_attn_varlen_func(
+    out, lse = fa_attn.flash_attn_varlen_func(
         q,
         k,
         v,
@@ -108,11 +145,32 @@ def flash_attn_varlen_func(
         pack_gqa=pack_gqa,
         return_softmax_lse=True,
     )
+    return out, _given(lse, return_lse, q, k, v, learnable_sink)
 
 
-def get_scheduler_metadata(*arguments, **options):
-    """Work is planned on the device by the call itself."""
-    return None
+def get_scheduler_metadata(
+    max_seqlen_q,
+    max_seqlen_k,
+    nheads,
+    nheads_kv,
+    headdim,
+    num_splits,
+    headdim_v=None,
+    pack_gqa=None,
+    causal=False,
+    window_size_left=None,
+    window_size_right=None,
+    seqlen_k_new=0,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    cu_seqlens_k_new=None,
+    seqused_q=None,
+    seqused_k=None,
+    leftpad_k=None,
+    seqlen_k_per_split=None,
+    _arch=None,
+):
+    """None: work is planned on the device by the call itself."""
 
 
 flash_attn_combine = fa_attn.flash_attn_combine
@@ -138,21 +196,47 @@ def _flash_attn_bwd(
     softcap=0.0,
     window_size_left=None,
     window_size_right=None,
-    deterministic=True,
+    *hints,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    deterministic=False,
     dq=None,
     dk=None,
     dv=None,
+    dlse=None,
+    learnable_sink=None,
     **others,
 ):
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    sides = [others.pop(name, None) for name in names]
-    window = _options((window_size_left, window_size_right), others)
-    # Two calls are compared more closely than sums in another order agree.
-    options = (softmax_scale, causal, window, softcap)
+    """Gradients; what theirs takes by position behind the window are the sizes of its kernel."""
+    window = _options((window_size_left, window_size_right), **others)
     grads = fa_attn.flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, *sides, *options, deterministic=True
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        # Their tests compare two calls more closely than sums in another order agree.
+        deterministic=True,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        sinks=learnable_sink,
+        dlse=dlse,
     )
-    return tuple(g if given is None else given.copy_(g) for g, given in zip(grads, (dq, dk, dv)))
+    written = (g if given is None else given.copy_(g) for g, given in zip(grads, (dq, dk, dv)))
+    return (*written, *grads[3:])
 
 
 def _flash_attn_bwd_sparse_mla(*arguments, **options):

@@ -118,6 +118,26 @@ impl Difference {
         let Comparison { max_abs, rms, cosine, worst, mismatches, .. } = *found;
         Difference { max_abs, rms, cosine, worst, mismatches }
     }
+
+    fn text(&self) -> String {
+        let Difference { max_abs, rms, cosine, worst, mismatches } = self;
+        let positions = counted(*mismatches, "position");
+        match (worst, mismatches) {
+            (Some(_), 0) => format!(
+                "out differs from the input file's 'out' by at most {max_abs:.3e}, rms {rms:.3e}, cosine \
+                 {cosine:.9}"
+            ),
+            (Some(_), _) => format!(
+                "where both are finite, out differs from the input file's 'out' by at most {max_abs:.3e}, \
+                 rms {rms:.3e}, cosine {cosine:.9}; NaN or infinity in one alone at {positions}"
+            ),
+            (None, 0) => "neither out nor the input file's 'out' has a finite value".to_owned(),
+            (None, _) => format!(
+                "out and the input file's 'out' are nowhere both finite; NaN or infinity in one alone at \
+                 {positions}"
+            ),
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -171,18 +191,7 @@ pub(super) fn text(report: &Report) -> String {
         line("backward", timing(backward));
     }
     if let Some(found) = &report.difference_from_own_out {
-        let place = if found.mismatches > 0 {
-            format!(", NaN or infinity in other places at {} positions", found.mismatches)
-        } else {
-            String::new()
-        };
-        line(
-            "compared",
-            format!(
-                "out differs from the input file's 'out' by at most {:.3e}, rms {:.3e}, cosine {:.9}{place}",
-                found.max_abs, found.rms, found.cosine
-            ),
-        );
+        line("compared", found.text());
     }
     for Tuned { kind, winner, tried, error } in &report.tuned {
         let measured = tried.iter().filter(|tried| tried.ms.is_some()).count();

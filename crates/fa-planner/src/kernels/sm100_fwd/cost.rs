@@ -78,6 +78,7 @@ fn model(
         exposed,
         tile: c.sm100_tile + products + exp - hidden,
         start: 0.0,
+        first: 0.0,
         rows,
     };
     (model, hidden + exposed)

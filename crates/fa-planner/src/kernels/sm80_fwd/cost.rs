@@ -117,6 +117,7 @@ fn model(
         exposed,
         tile: c.sm80_block + rows + in_tile,
         start: 0.0,
+        first: 0.0,
         rows: tile_m.min((problem.lengths.mean_q() * group) as f64),
     };
     (model, hidden + exposed)

@@ -145,12 +145,14 @@ fn model(
         tensor,
         exp,
         smem,
-        mask: scores * c.sm90_mask_ops / f32_lanes(limits),
+        mask: scores * c.sm90_mask_ops / f32_lanes(limits) + c.sm90_mask_step,
         exposed,
         // Nothing hides the first step's S and the last step's P V.
         tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
         // The second warpgroup starts behind the first one's first scores.
         start: 0.0,
+        // Q, K and V of the first step are asked for by all SMs at once.
+        first: (tile_m * hd + tile_n * (hd + hdv)) * bytes / c.sm90_first_bytes,
         rows: tile_m.min(rows as f64),
     };
     // Loads hide behind the products, not behind what a step waits for.

@@ -97,16 +97,25 @@ fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && !kernel.gather && listed()
 }
 
-/// Kernels that copy the rows of pages and spill under NVRTC 13.0, 16 to 80 bytes: P from registers, overlap;
-/// by warpgroups, head dims and `tile_n`.
+/// Kernels that copy the rows of pages and spill under NVRTC 13.0, 8 to 288 bytes, with overlap (NB-133): by
+/// warpgroups, P from registers or not, head dims and `tile_n`. Their producers have more registers and their
+/// consumers fewer than those of other kernels, so that narrower tiles spill, though the count has room.
 fn known_gather(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
-    let spills = match (kernel.num_wg, (spec.head_dim, spec.head_dim_v), kernel.tile_n) {
-        (1, (96, 96), 160) => masked,
-        (2, (128, 128), 176) => true,
+    let head_dims = (spec.head_dim, spec.head_dim_v);
+    let spills = match (kernel.num_wg, kernel.pv_is_rs, head_dims, kernel.tile_n) {
+        (1, true, (80, 80), 160) | (1, true, (64, 128), 144) => masked && spec.split,
+        (1, true, (80, 80), 208) => !spec.split,
+        (1, true, (128 | 192, 128), 144) => spec.split,
+        (1, true, (96, 96), 160) => masked || spec.split,
+        (3, false, (64, 64), 176) => masked,
+        (2, true, (64, 64) | (80, 80) | (128, 64), 160)
+        | (2, true, (96, 96), 144)
+        | (2, true, (128, 128), 176)
+        | (3, true, (80, 80), 112) => true,
         _ => false,
     };
-    kernel.pv_is_rs && kernel.overlap_wg && spills
+    kernel.overlap_wg && spills
 }
 
 /// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 76 bytes, though their
@@ -149,4 +158,55 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd, _: Arch) -> bool {
             && entry.head_dims == (spec.head_dim, spec.head_dim_v)
             && widths.contains(&kernel.tile_n)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::spec::Scheduler;
+    use fa_core::{Dtype, Kernel, Reads, ScoreKind, Types};
+
+    use super::*;
+
+    /// Pairs of neighbours that copy rows of pages, as compiled: the first spills, the second does not.
+    #[test]
+    fn wide_tiles_of_copied_rows_spill_and_their_neighbours_do_not() {
+        let of =
+            |num_wg: u32, pv_is_rs: bool, head_dims: (u32, u32), tile_n: u32, causal: bool, split: bool| {
+                let kernel = Sm90Fwd {
+                    tile_m: 64 * num_wg,
+                    tile_n,
+                    num_wg,
+                    pv_is_rs,
+                    overlap_wg: true,
+                    scheduler: Scheduler::Dynamic,
+                    gather: true,
+                    ..Sm90Fwd::default()
+                };
+                let spec = KernelSpec {
+                    types: Types::same(Dtype::Bf16),
+                    head_dim: head_dims.0,
+                    head_dim_v: head_dims.1,
+                    mask: if causal { MaskKind::Causal } else { MaskKind::Full },
+                    score: ScoreKind::NONE,
+                    reads: Reads { varied: true, paged: true },
+                    split,
+                    kernel: Kernel::Sm90Fwd(kernel.clone()),
+                };
+                known(&spec, &kernel, Arch::Sm90)
+            };
+        for (num_wg, pv_is_rs, head_dims, [spills, fits], causal, split) in [
+            (2, true, (80, 80), [160, 144], false, false),
+            (2, true, (128, 64), [160, 144], true, false),
+            (2, true, (64, 64), [160, 144], false, false),
+            (3, false, (64, 64), [176, 144], true, false),
+            (1, true, (80, 80), [160, 144], true, true),
+            (1, true, (64, 128), [144, 128], true, true),
+            (1, true, (192, 128), [144, 128], false, true),
+        ] {
+            let of = |tile_n| of(num_wg, pv_is_rs, head_dims, tile_n, causal, split);
+            assert!(of(spills) && !of(fits), "{num_wg} warpgroups, {head_dims:?}: {spills}, {fits}");
+        }
+        // With all keys in one CTA the same width fits, and without a mask the other does.
+        assert!(!of(1, true, (80, 80), 160, true, false) && !of(3, false, (64, 64), 176, false, false));
+    }
 }

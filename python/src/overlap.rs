@@ -1,0 +1,61 @@
+//! Whether two arrays have elements in common. K and V in one tensor lie between each other's rows and have
+//! none.
+
+use crate::dlpack::View;
+
+/// Places that are tried before two arrays count as apart: arrays that anyone would make need a few.
+const WORK: usize = 1 << 14;
+
+/// A step between elements, and how often it may be taken.
+struct Steps {
+    stride: i128,
+    least: i128,
+    most: i128,
+}
+
+/// Whether an element of one array is where one of the other is. Both are of one type.
+pub(crate) fn share_elements(one: &View<'_>, other: &View<'_>) -> bool {
+    if one.elements() == 0 || other.elements() == 0 || one.place != other.place {
+        return false;
+    }
+    let bytes = i128::from(other.address()) - i128::from(one.address());
+    let size = i128::from(one.element_bytes());
+    if bytes % size != 0 {
+        return false;
+    }
+    let axes = |view: &View<'_>| {
+        let axes = view.shape().iter().zip(view.strides()).filter(|(len, stride)| **len > 1 && **stride > 0);
+        axes.map(|(&len, &stride)| (i128::from(stride), len as i128 - 1)).collect::<Vec<_>>()
+    };
+    places_meet(&axes(one), &axes(other), bytes / size)
+}
+
+/// Whether steps in one array (stride and most steps of each axis) lead as far as steps in another that
+/// begins `apart` elements behind it.
+fn places_meet(one: &[(i128, i128)], other: &[(i128, i128)], apart: i128) -> bool {
+    let mut steps: Vec<Steps> = vec![];
+    let both = one.iter().map(|&(stride, most)| (stride, 0, most));
+    for (stride, least, most) in both.chain(other.iter().map(|&(stride, most)| (stride, -most, 0))) {
+        match steps.iter_mut().find(|known| known.stride == stride) {
+            Some(known) => (known.least, known.most) = (known.least + least, known.most + most),
+            None => steps.push(Steps { stride, least, most }),
+        }
+    }
+    steps.sort_by_key(|steps| -steps.stride);
+    leads_to(&steps, apart, &mut 0)
+}
+
+/// Whether a sum of steps is `to`, the longest first.
+fn leads_to(steps: &[Steps], to: i128, tried: &mut usize) -> bool {
+    let Some((Steps { stride, least, most }, shorter)) = steps.split_first() else { return to == 0 };
+    let [backward, forward] = shorter.iter().fold([0, 0], |[backward, forward], steps| {
+        [backward + steps.stride * steps.least, forward + steps.stride * steps.most]
+    });
+    // What is left must be within the shorter steps' reach.
+    let first = (to - forward).div_euclid(*stride) + i128::from((to - forward).rem_euclid(*stride) != 0);
+    let last = (to - backward).div_euclid(*stride);
+    (first.max(*least)..=last.min(*most)).any(|count| {
+        *tried += 1;
+        *tried <= WORK && leads_to(shorter, to - stride * count, tried)
+    })
+}
