@@ -26,8 +26,8 @@ pub trait Element: Copy + Send + Sync + Stored + sealed::Sealed + 'static {
     fn to_f64(self) -> f64;
     /// Appends a row's elements by [`Element::to_f32`].
     ///
-    /// This and the functions below are compiled for each type in this crate, as far optimised as it is: loops
-    /// of a generic function are compiled again in every crate that calls it.
+    /// This and the functions below are compiled for each type in this crate, as far optimised as it is:
+    /// loops of a generic function are compiled again in every crate that calls it.
     #[doc(hidden)]
     fn append_f32(row: &Row<'_, Self>, to: &mut Vec<f32>);
     /// Appends a row's elements by [`Element::to_f64`].
