@@ -10,6 +10,7 @@ models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or
 """
 
 import functools
+import inspect
 import sys
 
 import torch
@@ -55,6 +56,10 @@ def mask(
                 f"a mask by {kind}: computed are causal and bidirectional masks, sliding windows, padding "
                 "and packed sequences; use attn_implementation='sdpa' for this model"
             )
+    if others.get("config") is not None and any("sliding_window" in kind for kind in kinds):
+        reason = _loses_window(type(others["config"]))
+        if reason:
+            raise UnsupportedError(f"{type(others['config']).__name__}: {reason}")
     if _PACKED in kinds:
         if attention_mask is not None and not attention_mask.all():
             raise UnsupportedError("packed sequences with padding: leave the padding out")
@@ -115,14 +120,24 @@ _ALONE = "this model supports no attention but its own (neither 'sdpa' nor 'flas
 _SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
 
 
+def _modeling_of(config):
+    """The module with the models of a configuration, where it has been imported."""
+    folder, _, name = config.__module__.rpartition(".configuration_")
+    return sys.modules.get(f"{folder}.modeling_{name}") if folder else None
+
+
+def _own_classes(module):
+    classes = () if module is None else vars(module).values()
+    return [x for x in classes if isinstance(x, type) and x.__module__ == module.__name__]
+
+
 @functools.lru_cache(maxsize=None)
 def _refusal(config):
     """Why models of a configuration are not computed; empty where they are."""
-    folder, _, name = config.__module__.rpartition(".configuration_")
-    module = sys.modules.get(f"{folder}.modeling_{name}") if folder else None
+    module = _modeling_of(config)
     if module is None:
         return ""
-    own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
+    own = _own_classes(module)
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return _OWN if any("Attention" in x.__name__ for x in own) else ""
     models = [x for x in own if hasattr(x, "_supports_sdpa")]
@@ -130,7 +145,28 @@ def _refusal(config):
     return _ALONE if is_alone else ""
 
 
+_WINDOW = (
+    "its layers do not hand on their sliding window, which only a mask of scores has; use "
+    "attn_implementation='sdpa'"
+)
+
+
+@functools.lru_cache(maxsize=None)
+def _window_refusal(config):
+    """Whether no attention of a model names the window that its masks have."""
+    module = _modeling_of(config)
+    layers = [x for x in _own_classes(module) if "Attention" in x.__name__ and hasattr(x, "forward")]
+    return _WINDOW if layers and not any(_names_window(layer.forward) for layer in layers) else ""
+
+
+def _names_window(function):
+    code = inspect.unwrap(function).__code__
+    words = [word for const in code.co_consts for word in (const if isinstance(const, tuple) else (const,))]
+    return "sliding_window" in words or "sliding_window" in code.co_names + code.co_varnames
+
+
 # A cache of functools is nothing that torch.compile looks into.
+_loses_window = torch.compiler.assume_constant_result(lambda config: _window_refusal(config))
 _reason = torch.compiler.assume_constant_result(lambda config: _refusal(config))
 
 _PACKED = "packed_sequence_mask_function"

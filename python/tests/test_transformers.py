@@ -275,6 +275,22 @@ def test_models_that_support_no_other_attention_are_refused():
         model(input_ids=torch.randint(3, 64, (1, 9)))
 
 
+def test_windows_that_only_a_mask_knows_are_refused():
+    """PhiMoE's layers do not say how wide their window is."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, num_local_experts=2, vocab_size=64)
+    tokens = torch.randint(3, 64, (1, 9))
+    for window in (4, None):
+        config = transformers.PhimoeConfig(**sizes, sliding_window=window)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+        if window is None:
+            eager, ours = both_ways(model, input_ids=tokens)
+            assert (eager - ours).abs().max() < 1e-5
+        else:
+            with pytest.raises(fa_attn.UnsupportedError, match="do not hand on their sliding window"):
+                model(input_ids=tokens)
+
+
 def test_a_model_without_attention_of_its_own_is_taken():
     """Its text model has it."""
     config = transformers.AutoConfig.for_model("paligemma")

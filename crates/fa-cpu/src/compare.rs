@@ -15,6 +15,8 @@
 //! that are beyond the tolerance of one low-precision computation are judged by the worst of three
 //! ([`crate::reference::low_precision::backward_worst`]). LSEs have a rule of their own.
 
+mod sums;
+
 use std::fmt;
 
 use fa_core::Dtype;
@@ -22,6 +24,8 @@ use fa_core::Dtype;
 use crate::check::check_len;
 use crate::element::Element;
 use crate::error::CpuError;
+use crate::view::Row;
+use sums::Sums;
 
 /// Absolute tolerance on LSEs of 16-bit inputs, where f32 can hold them that exactly.
 pub const LSE_TOLERANCE_16: f64 = 1e-3;
@@ -229,9 +233,29 @@ fn largest_finite(reference: &[f64], dtype: Dtype) -> f64 {
         .fold(0.0, f64::max)
 }
 
+/// Calls `take` with the values as f64 and their references, some at a time, in order.
+fn each_part<T: Element>(values: &[T], reference: &[f64], mut take: impl FnMut(&[f64], &[f64])) {
+    const PART: usize = 4096;
+    let mut wide = Vec::with_capacity(PART.min(values.len()));
+    for (values, reference) in values.chunks(PART).zip(reference.chunks(PART)) {
+        wide.clear();
+        T::append_f64(&Row::of(values), &mut wide);
+        take(&wide, reference);
+    }
+}
+
 fn max_difference<T: Element>(values: &[T], reference: &[f64], dtype: Dtype) -> f64 {
+    let mut largest = 0.0;
+    each_part(values, reference, |values, reference| {
+        largest = f64::max(largest, difference(values, reference, dtype));
+    });
+    largest
+}
+
+/// The largest finite difference.
+fn difference(values: &[f64], reference: &[f64], dtype: Dtype) -> f64 {
     let differences =
-        values.iter().zip(reference).map(|(value, &reference)| value.to_f64() - in_range(reference, dtype));
+        values.iter().zip(reference).map(|(value, &reference)| value - in_range(reference, dtype));
     differences.filter(|difference| difference.is_finite()).fold(0.0, |max, d| max.max(d.abs()))
 }
 
@@ -243,46 +267,29 @@ fn measure<T: Element>(
     tolerance: f64,
     position: impl Fn(usize) -> [usize; 4],
 ) -> Comparison {
-    let (mut mismatches, mut first_mismatch, mut worst) = (0, None, None);
-    let (mut max_abs, mut squares, mut finite) = (0.0, 0.0, 0usize);
-    let (mut dot, mut out_norm, mut reference_norm) = (0.0, 0.0, 0.0);
-    for (index, (out, &reference)) in out.iter().zip(reference).enumerate() {
-        let (out, reference) = (out.to_f64(), in_range(reference, dtype));
-        if out.is_finite() && reference.is_finite() {
-            let difference = (out - reference).abs();
-            if worst.is_none() || difference > max_abs {
-                (max_abs, worst) = (difference, Some(index));
-            }
-            squares += difference * difference;
-            dot += out * reference;
-            out_norm += out * out;
-            reference_norm += reference * reference;
-            finite += 1;
-        } else if out != reference && !(out.is_nan() && reference.is_nan()) {
-            mismatches += 1;
-            first_mismatch = first_mismatch.or(Some(index));
-        }
-    }
-    let norms = f64::sqrt(out_norm) * f64::sqrt(reference_norm);
+    let mut sums = Sums::default();
+    each_part(out, reference, |out, reference| add(&mut sums, dtype, out, reference));
+    let Sums { mismatches, first_mismatch, max_abs, worst, .. } = sums;
     Comparison {
         count: out.len(),
         max_abs,
         worst: worst.map(&position),
         worst_out: worst.map_or(0.0, |index| out[index].to_f64()),
         worst_reference: worst.map_or(0.0, |index| reference[index]),
-        rms: (squares / finite.max(1) as f64).sqrt(),
-        cosine: if out_norm == 0.0 && reference_norm == 0.0 {
-            1.0
-        } else if norms == 0.0 {
-            0.0
-        } else {
-            dot / norms
-        },
+        rms: sums.rms(),
+        cosine: sums.cosine(),
         mismatches,
         first_mismatch: first_mismatch.map(position),
         low_max_abs,
         tolerance,
         verdict: verdict(mismatches, max_abs, tolerance),
+    }
+}
+
+/// Adds some elements. Not generic, for the reason that [`Element::append_f32`] gives.
+fn add(sums: &mut Sums, dtype: Dtype, out: &[f64], reference: &[f64]) {
+    for (&out, &reference) in out.iter().zip(reference) {
+        sums.add(out, in_range(reference, dtype));
     }
 }
 
@@ -322,6 +329,23 @@ mod tests {
             assert_eq!(rounding_step(Dtype::Bf16, bf16::from_bits(bits).to_f64()), step);
         }
         assert_eq!(rounding_step(Dtype::E4m3, -1.75), 0.125);
+    }
+
+    #[test]
+    fn many_elements_count_on_from_part_to_part() {
+        let reference: Vec<f64> = (0..10_000).map(|i| f64::from(i % 7)).collect();
+        let mut out: Vec<f32> = reference.iter().map(|&value| value as f32).collect();
+        let shape = [2, 10, 5, 100];
+        let same = compare::<f32, f32>(shape, Dtype::F32, &out, &reference, None).unwrap();
+        assert_eq!((same.verdict, same.count, same.max_abs), (Verdict::Pass, 10_000, 0.0));
+        assert!((same.cosine - 1.0).abs() < 1e-12);
+        (out[9_003], out[4_097]) = (out[9_003] + 0.5, out[4_097] + 0.25);
+        let found = compare(shape, Dtype::F32, &out, &reference, Some(&out)).unwrap();
+        assert_eq!((found.worst, found.low_max_abs), (Some([1, 8, 0, 3]), Some(0.5)));
+        assert_eq!(found.rms, ((0.25 + 0.0625) / 10_000f64).sqrt());
+        out[8_192] = f32::NAN;
+        let found = compare::<f32, f32>(shape, Dtype::F32, &out, &reference, None).unwrap();
+        assert_eq!((found.verdict, found.first_mismatch), (Verdict::NonFiniteMismatch, Some([1, 6, 1, 92])));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use fa_core::Dtype;
 use half::{bf16, f16};
 
 use crate::simd::rows::Stored;
+use crate::view::Row;
 
 /// Keeps other crates from adding element types: the passes are compiled for those below.
 mod sealed {
@@ -23,6 +24,40 @@ pub trait Element: Copy + Send + Sync + Stored + sealed::Sealed + 'static {
     fn to_f32(self) -> f32;
     /// Exact.
     fn to_f64(self) -> f64;
+    /// Appends a row's elements by [`Element::to_f32`].
+    ///
+    /// This and the functions below are compiled for each type in this crate, as far optimised as it is:
+    /// loops of a generic function are compiled again in every crate that calls it.
+    #[doc(hidden)]
+    fn append_f32(row: &Row<'_, Self>, to: &mut Vec<f32>);
+    /// Appends a row's elements by [`Element::to_f64`].
+    #[doc(hidden)]
+    fn append_f64(row: &Row<'_, Self>, to: &mut Vec<f64>);
+    /// The number as a tensor of this type would hold it.
+    #[doc(hidden)]
+    fn held_f32(value: f32) -> f32;
+    /// The numbers by [`Element::from_f32`].
+    #[doc(hidden)]
+    fn narrowed(values: &[f32]) -> Vec<Self>;
+}
+
+/// Functions over many elements, by the conversions of one.
+macro_rules! of_many {
+    () => {
+        fn append_f32(row: &Row<'_, Self>, to: &mut Vec<f32>) {
+            row.append(Self::to_f32, to);
+        }
+        fn append_f64(row: &Row<'_, Self>, to: &mut Vec<f64>) {
+            row.append(Self::to_f64, to);
+        }
+        #[inline(never)]
+        fn held_f32(value: f32) -> f32 {
+            Self::from_f32(value).to_f32()
+        }
+        fn narrowed(values: &[f32]) -> Vec<Self> {
+            values.iter().map(|&value| Self::from_f32(value)).collect()
+        }
+    };
 }
 
 impl sealed::Sealed for f64 {}
@@ -41,6 +76,7 @@ impl Element for f64 {
     fn to_f64(self) -> f64 {
         self
     }
+    of_many!();
 }
 
 impl sealed::Sealed for f32 {}
@@ -59,6 +95,7 @@ impl Element for f32 {
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
+    of_many!();
 }
 
 macro_rules! sixteen_bit_element {
@@ -79,6 +116,7 @@ macro_rules! sixteen_bit_element {
             fn to_f64(self) -> f64 {
                 <$type>::to_f64(self)
             }
+            of_many!();
         }
     };
 }

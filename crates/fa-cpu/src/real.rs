@@ -4,6 +4,7 @@ use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub};
 
 use crate::element::Element;
+use crate::view::Row;
 
 /// A number type to compute in. Every operation is IEEE 754's; nothing is fused or reassociated behind the
 /// caller's back.
@@ -36,14 +37,15 @@ pub trait Real:
     fn tanh(self) -> Self;
     /// The larger number; a NaN loses against any number.
     fn max(self, other: Self) -> Self;
-    /// This number as a tensor of `S` would hold it.
-    fn rounded_to<S: Element>(self) -> Self;
     /// The element as a number of this type.
     fn from_element<T: Element>(element: T) -> Self;
+    /// Appends the elements of a row as numbers of this type.
+    #[doc(hidden)]
+    fn append_row<T: Element>(row: &Row<'_, T>, to: &mut Vec<Self>);
 }
 
 macro_rules! real {
-    ($type:ident, $from:ident, $to:ident) => {
+    ($type:ident, $to:ident, $append:ident) => {
         impl Real for $type {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
@@ -64,15 +66,15 @@ macro_rules! real {
             fn max(self, other: Self) -> Self {
                 $type::max(self, other)
             }
-            fn rounded_to<S: Element>(self) -> Self {
-                S::$from(self).$to()
-            }
             fn from_element<T: Element>(element: T) -> Self {
                 element.$to()
+            }
+            fn append_row<T: Element>(row: &Row<'_, T>, to: &mut Vec<Self>) {
+                T::$append(row, to);
             }
         }
     };
 }
 
-real!(f32, from_f32, to_f32);
-real!(f64, from_f64, to_f64);
+real!(f32, to_f32, append_f32);
+real!(f64, to_f64, append_f64);

@@ -65,7 +65,33 @@ impl<'a, T> TensorRef<'a, T> {
     }
 }
 
-impl<T: Copy> TensorRef<'_, T> {
+/// Elements of one row, `step` apart in the storage.
+pub struct Row<'a, T> {
+    data: &'a [T],
+    first: i64,
+    step: i64,
+    len: usize,
+}
+
+impl<'a, T: Copy> Row<'a, T> {
+    /// Elements that lie side by side.
+    pub(crate) fn of(data: &'a [T]) -> Row<'a, T> {
+        Row { data, first: 0, step: 1, len: data.len() }
+    }
+
+    /// Appends the elements as `number` makes them numbers.
+    pub(crate) fn append<R>(&self, number: impl Fn(T) -> R, to: &mut Vec<R>) {
+        to.extend((0..self.len as i64).map(|at| number(self.data[(self.first + at * self.step) as usize])));
+    }
+}
+
+impl<'a, T: Copy> TensorRef<'a, T> {
+    /// The row at `(batch, seq, head)`.
+    pub(crate) fn row(&self, batch: usize, seq: usize, head: usize) -> Row<'a, T> {
+        let first = self.strides.offset(batch, seq, head, 0);
+        Row { data: self.data, first, step: self.strides.dim, len: self.shape[3] }
+    }
+
     /// The element at `(batch, seq, head, dim)`.
     ///
     /// # Panics

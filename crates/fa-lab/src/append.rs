@@ -180,8 +180,8 @@ impl<T: Half> AppendInputs<T> {
     pub fn difference(&self, other: &AppendInputs<T>) -> Option<String> {
         for (index, name) in [(2, "k_cache"), (3, "v_cache"), (4, "q")] {
             let (have, need) = (T::bits(&other.tensors[index]), T::bits(&self.tensors[index]));
-            let wrong = have.iter().zip(need).filter(|(have, need)| have != need).count();
-            if wrong > 0 {
+            if have != need {
+                let wrong = have.iter().zip(need).filter(|(have, need)| have != need).count();
                 let first = have.iter().zip(need).position(|(have, need)| have != need).unwrap_or(0);
                 let row = first / shapes(&self.append)[index][3];
                 return Some(format!("{wrong} elements of {name} differ, the first in row {row}"));

@@ -28,7 +28,9 @@ pub(super) fn gather_queries<R: Real, T: Element>(
     head: usize,
 ) -> Vec<R> {
     let (Span { batch, first, len }, dim) = (batch.sequences[sequence].q, tensor.shape()[3]);
-    (0..len * dim).map(|at| R::from_element(tensor.at(batch, first + at / dim, head, at % dim))).collect()
+    let mut rows = Vec::with_capacity(len * dim);
+    (first..first + len).for_each(|row| R::append_row(&tensor.row(batch, row, head), &mut rows));
+    rows
 }
 
 /// One head of a tensor of keys or values, packed `[rows of the sequence, dim]`.
@@ -42,7 +44,7 @@ pub(super) fn gather_keys<R: Real, T: Element>(
     let mut rows = Vec::with_capacity(len * dim);
     for key in 0..len {
         let (outer, inner) = batch.key(sequence, key);
-        rows.extend((0..dim).map(|d| R::from_element(tensor.at(outer, inner, head, d))));
+        R::append_row(&tensor.row(outer, inner, head), &mut rows);
     }
     rows
 }

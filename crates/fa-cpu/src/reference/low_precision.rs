@@ -15,7 +15,6 @@ use crate::check::check_len;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Extras;
-use crate::real::Real;
 use crate::view::TensorRef;
 
 /// Scales, relative to `exp(S - max)`, at which a forward may hold the probabilities when it rounds them: the
@@ -70,9 +69,8 @@ pub fn forward_extras<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
-    let formula::Forward { out, lse, .. } =
-        over::forward(problem, extras, [q, k, v], f32::rounded_to::<T>, pass)?;
-    Ok(LowForward { out: round(&out), lse })
+    let formula::Forward { out, lse, .. } = over::forward(problem, extras, [q, k, v], T::held_f32, pass)?;
+    Ok(LowForward { out: T::narrowed(&out), lse })
 }
 
 /// dQ, dK and dV with the rounding errors that a kernel may make.
@@ -137,8 +135,8 @@ pub fn backward_extras_held_at<T: Element>(
 ) -> Result<LowGradients<T>, CpuError> {
     let pass =
         |tensors: &Tensors<'_, f32>, dout: Rows<'_, f32>| formula::backward_f32(problem, tensors, dout, held);
-    let gradients = over::backward(problem, extras, [q, k, v, dout], f32::rounded_to::<T>, pass)?;
-    let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| round(gradient));
+    let gradients = over::backward(problem, extras, [q, k, v, dout], T::held_f32, pass)?;
+    let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| T::narrowed(gradient));
     Ok(LowGradients { dq, dk, dv, dsinks: gradients.dsinks })
 }
 
@@ -180,8 +178,4 @@ pub fn keep_farther<T: Element>(worst: &mut [T], draw: &[T], exact: &[f64]) -> R
         }
     }
     Ok(())
-}
-
-fn round<T: Element>(values: &[f32]) -> Vec<T> {
-    values.iter().map(|&value| T::from_f32(value)).collect()
 }

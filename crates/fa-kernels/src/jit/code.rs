@@ -1,5 +1,8 @@
 //! The code of a CUDA source as the compiler sees it: its tokens, without comments and layout.
 
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
 /// The operators and separators of more than one character, longest first.
 const LONG: [&str; 26] = [
     "<<=", ">>=", "<=>", "...", "->*", "::", "->", ".*", "++", "--", "<<", ">>", "<=", ">=", "==", "!=",
@@ -16,6 +19,18 @@ const LONG: [&str; 26] = [
 pub(super) fn canonical(text: &str) -> String {
     Lexer { rest: text, out: String::with_capacity(text.len()), directive: Directive::None, fresh: true }
         .run()
+}
+
+/// [`canonical`] of a header. Kernels share their headers: each is read once in a process.
+pub(super) fn of_header(text: &str) -> Arc<str> {
+    static KNOWN: LazyLock<Mutex<HashMap<String, Arc<str>>>> = LazyLock::new(Mutex::default);
+    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = known().get(text).cloned();
+    found.unwrap_or_else(|| {
+        let code: Arc<str> = canonical(text).into();
+        known().insert(text.to_owned(), Arc::clone(&code));
+        code
+    })
 }
 
 /// The preprocessor directive that is being read.
@@ -195,6 +210,14 @@ mod tests {
 
     const CODE: &str = "#define FA_ADD(a) \\\n    (a + 1)\n#if FA_X\n\
         int f(int a) {\n    return a - -1;  // less\n}\n#endif\n";
+
+    #[test]
+    fn headers_are_read_once() {
+        let first = of_header(CODE);
+        assert_eq!(*first, *canonical(CODE));
+        assert!(Arc::ptr_eq(&first, &of_header(CODE)));
+        assert_ne!(first, of_header("int b;"));
+    }
 
     #[test]
     fn comments_and_layout_do_not_count() {

@@ -159,11 +159,10 @@ impl Source {
     /// of validations and measurements show whether a kernel has changed since. Comments, white space and the
     /// target do not count; the headers' names do.
     pub fn fingerprint(&self) -> String {
-        let mut parts = vec![code::canonical(&self.unit)];
-        for (name, text) in &self.headers {
-            parts.extend([name.clone(), code::canonical(text)]);
-        }
-        let parts: Vec<&[u8]> = parts.iter().map(String::as_bytes).collect();
+        let unit = code::canonical(&self.unit);
+        let headers: Vec<_> = self.headers.iter().map(|(name, text)| (name, code::of_header(text))).collect();
+        let mut parts = vec![unit.as_bytes()];
+        headers.iter().for_each(|(name, code)| parts.extend([name.as_bytes(), code.as_bytes()]));
         hash(&parts)
     }
 

@@ -174,8 +174,11 @@ fn params(
             let own = storing.unwrap_or(1);
             Sections { heads: own, sections: heads.saturating_sub(1) / own }
         }
+        // A plan lists the tiles of a sequence side by side, also in the last section.
         TileOrder::Natural | TileOrder::LongestFirst => {
-            Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
+            let own = Sections::of(heads, 1, planned, head_bytes.max(1), slots, room);
+            let last = if spec.reads.varied { u64::MAX } else { arch.limits().l2_bytes };
+            own.with_last_within(heads, head_bytes, last)
         }
     };
     let plan = if spec.reads.varied {

@@ -31,6 +31,14 @@ impl Sections {
         let last = (2 * slots).div_ceil(blocks.max(1)).next_multiple_of(group.max(1));
         Sections { heads, sections: all_heads.saturating_sub(last) / heads }
     }
+
+    /// The same with a last section whose heads share `room` bytes at most, or one head: its tiles run all at
+    /// once, the longest of every head first. Of 24 x 1024 with 32:8 heads, two tiles for every SM share
+    /// 132 MB (NB-133).
+    pub(super) fn with_last_within(self, all_heads: usize, head_bytes: u64, room: u64) -> Sections {
+        let fit = usize::try_from(room / head_bytes.max(1)).unwrap_or(usize::MAX).max(1);
+        Sections { sections: self.sections.max(all_heads.saturating_sub(fit) / self.heads), ..self }
+    }
 }
 
 #[cfg(test)]
@@ -67,6 +75,30 @@ mod tests {
             }
         }
         assert_eq!(Sections::of(0, 1, 4, 0, SMS, ROOM), Sections { heads: 1, sections: 0 });
+    }
+
+    #[test]
+    fn the_last_section_stays_in_its_room() {
+        let last = |own: Sections, heads: usize| heads - own.sections * own.heads;
+        for (heads, blocks, head_bytes) in
+            [(192, 8, 4 << 20), (768, 8, 1 << 20), (64, 64, 8 << 20), (5, 3, 1)]
+        {
+            let wide = Sections::of(heads, 1, blocks, head_bytes, SMS, ROOM);
+            let own = wide.with_last_within(heads, head_bytes, 50 << 20);
+            let room = ((50 << 20) / head_bytes).max(1) as usize;
+            assert_eq!(own.heads, wide.heads);
+            assert!(last(own, heads) < room.max(1) + own.heads, "{own:?}");
+            if last(wide, heads) <= room {
+                assert_eq!(own, wide);
+            }
+            let mut tiles = order(own, heads, blocks);
+            tiles.sort_unstable();
+            tiles.dedup();
+            assert_eq!(tiles.len(), heads * blocks, "{own:?}");
+        }
+        // 33 heads of 4 MB before.
+        let own = Sections::of(192, 1, 8, 4 << 20, SMS, ROOM).with_last_within(192, 4 << 20, 50 << 20);
+        assert_eq!(last(own, 192), 12);
     }
 
     /// Causal tiles of 128 rows, or of 128 keys in the backward, drawn by the SMs one by one: SMs are busy

@@ -1,7 +1,7 @@
 //! The number of CTAs that share the query heads of a K/V head in the backward, the same for launch and cost
 //! model.
 
-use fa_core::{Arch, ArchLimits, KernelSpec, Problem};
+use fa_core::{Arch, ArchLimits, Family, KernelSpec, Problem};
 
 use crate::cost::schedule::{Queue, TileClass, Work};
 
@@ -11,6 +11,13 @@ const ADDED_BYTES: f64 = 32.0;
 /// Share of the L2 that holds what the CTAs of a head read and add to, before parts of it are evicted between
 /// two uses.
 const L2_SHARE: f64 = 0.3;
+
+/// Heads of a group (of three at least), and the share of the L2 that their Q, dO and dQ's accumulators take,
+/// up to which the CTAs of an SM90 kernel lose nothing to the L2 in one part, however far they drift apart.
+/// Sums cost per key and misses per query, so that short sequences are better off with whole groups and long
+/// ones with parts: of 32:8 heads 1,024 queries gain 5 to 13 % by one part, 1,536 are alike, 8,192 lose
+/// (NB-133). Eight heads of head dim 64 with as many bytes lost 12 %.
+const SMALL_GROUP: (f64, f64) = (4.0, 1.0 / 7.0);
 
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
 const BANDWIDTH: [f64; 2] = [0.93, 0.4];
@@ -82,6 +89,9 @@ struct Model<'a> {
     limits: &'static ArchLimits,
     /// All query heads in parts of one.
     single_heads: Work,
+    /// Whether [`SMALL_GROUP`] holds: not in deterministic kernels, whose CTAs wait for one another, nor in
+    /// the SM80 class, where it was not measured.
+    keeps_small_groups: bool,
     /// CTAs that run at once.
     slots: f64,
     /// Clocks of a step.
@@ -112,6 +122,7 @@ impl Model<'_> {
             problem,
             limits,
             single_heads: Work::of_keys(problem, tile_m, tile_n, problem.group_size()),
+            keeps_small_groups: spec.kernel.family() == Family::Sm90 && !traits.pass.deterministic(),
             slots: f64::from(sms) * resident,
             step: resident * products / rates.tensor_flops,
             cta: rates.cta,
@@ -138,7 +149,11 @@ impl Model<'_> {
         let drift = 1.0 - mean / self.single_heads.longest.steps.max(mean).max(1.0);
         let in_use = in_step * (1.0 + (heads - 1.0) * drift);
         let room = (limits.l2_bytes as f64 * L2_SHARE).max(in_step);
-        let share = (1.0 - room / in_use).max(0.0);
+        let (most_heads, most_l2) = SMALL_GROUP;
+        let is_small =
+            heads > 2.0 && heads <= most_heads && heads * shared <= limits.l2_bytes as f64 * most_l2;
+        let stays = self.keeps_small_groups && parts == 1 && is_small;
+        let share = if stays { 0.0 } else { (1.0 - room / in_use).max(0.0) };
         let step_bytes = tile_m * (2.0 * (hd + hdv) + 8.0 * hd);
         let missed = share * self.single_heads.steps() * step_bytes;
         if parts == 1 {
