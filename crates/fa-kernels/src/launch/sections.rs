@@ -34,7 +34,7 @@ impl Sections {
 
     /// The same with a last section whose heads share `room` bytes at most, or one head: its tiles run all at
     /// once, the longest of every head first. Of 24 x 1024 with 32:8 heads, two tiles for every SM share
-    /// 132 MB (NB-133).
+    /// 132 MB (NB-136).
     pub(super) fn with_last_within(self, all_heads: usize, head_bytes: u64, room: u64) -> Sections {
         let fit = usize::try_from(room / head_bytes.max(1)).unwrap_or(usize::MAX).max(1);
         Sections { sections: self.sections.max(all_heads.saturating_sub(fit) / self.heads), ..self }

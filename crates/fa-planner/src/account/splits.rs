@@ -16,7 +16,7 @@ const L2_SHARE: f64 = 0.3;
 /// up to which the CTAs of an SM90 kernel lose nothing to the L2 in one part, however far they drift apart.
 /// Sums cost per key and misses per query, so that short sequences are better off with whole groups and long
 /// ones with parts: of 32:8 heads 1,024 queries gain 5 to 13 % by one part, 1,536 are alike, 8,192 lose
-/// (NB-133). Eight heads of head dim 64 with as many bytes lost 12 %.
+/// (NB-136). Eight heads of head dim 64 with as many bytes lost 12 %.
 const SMALL_GROUP: (f64, f64) = (4.0, 1.0 / 7.0);
 
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.

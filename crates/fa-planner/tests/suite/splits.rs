@@ -66,8 +66,8 @@ fn the_chosen_parts_are_near_the_best_measured() {
 /// Batch, queries, and query and K/V heads.
 type Grouped = (usize, usize, (usize, usize));
 
-/// Problems of head dim 128 under a causal mask, dense and packed, and
-/// the numbers of parts within 2 % of the best of those measured on an H100 (NB-133).
+/// Problems of head dim 128 under a causal mask, dense and packed, and the numbers of parts within 2 % of the
+/// best of those measured on an H100 (NB-136).
 const WHOLE_GROUPS: [(Grouped, &[usize]); 9] = [
     ((24, 1024, (32, 8)), &[1]),
     ((8, 1024, (32, 8)), &[1]),
