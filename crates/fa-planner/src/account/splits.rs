@@ -12,12 +12,13 @@ const ADDED_BYTES: f64 = 32.0;
 /// two uses.
 const L2_SHARE: f64 = 0.3;
 
-/// Heads of a group (of three at least), and the share of the L2 that their Q, dO and dQ's accumulators take,
-/// up to which the CTAs of an SM90 kernel lose nothing to the L2 in one part, however far they drift apart.
-/// Sums cost per key and misses per query, so that short sequences are better off with whole groups and long
-/// ones with parts: of 32:8 heads 1,024 queries gain 5 to 13 % by one part, 1,536 are alike, 8,192 lose
-/// (NB-136). Eight heads of head dim 64 with as many bytes lost 12 %.
-const SMALL_GROUP: (f64, f64) = (4.0, 1.0 / 7.0);
+/// Heads of a group (of three at least), and the shares of the L2 that their Q, dO and dQ's accumulators
+/// take, of dense and of packed sequences, up to which the CTAs of an SM90 kernel lose nothing to the L2 in
+/// one part, however far they drift apart. Sums cost per key and misses per query, so that short sequences
+/// are better off with whole groups and long ones with parts: of 32:8 heads 1,024 queries gain 5 to 13 % by
+/// one part, 1,536 packed are alike (dense ones lost a third before NB-136, and were not measured since),
+/// 8,192 lose. Eight heads of head dim 64 with as many bytes lost 12 %.
+const SMALL_GROUP: (f64, [f64; 2]) = (4.0, [1.0 / 10.0, 1.0 / 7.0]);
 
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
 const BANDWIDTH: [f64; 2] = [0.93, 0.4];
@@ -150,8 +151,8 @@ impl Model<'_> {
         let in_use = in_step * (1.0 + (heads - 1.0) * drift);
         let room = (limits.l2_bytes as f64 * L2_SHARE).max(in_step);
         let (most_heads, most_l2) = SMALL_GROUP;
-        let is_small =
-            heads > 2.0 && heads <= most_heads && heads * shared <= limits.l2_bytes as f64 * most_l2;
+        let room_of_group = limits.l2_bytes as f64 * most_l2[usize::from(!problem.lengths.is_uniform())];
+        let is_small = heads > 2.0 && heads <= most_heads && heads * shared <= room_of_group;
         let stays = self.keeps_small_groups && parts == 1 && is_small;
         let share = if stays { 0.0 } else { (1.0 - room / in_use).max(0.0) };
         let step_bytes = tile_m * (2.0 * (hd + hdv) + 8.0 * hd);

@@ -179,7 +179,7 @@ pub(crate) struct KernelModel {
     pub tile: f64,
     /// Clocks once, before the first tile.
     pub start: f64,
-    /// Clocks until a launch's first operands are there, under which nothing runs.
+    /// Clocks until a launch's first operands are there, under which no SM computes.
     pub first: f64,
     /// Query rows of a tile that exist, of `tile_m`: what partial results are made of.
     pub rows: f64,
@@ -267,7 +267,7 @@ pub(crate) struct Times {
     hbm: f64,
     /// The combine kernel.
     combine: f64,
-    /// The launch, up to the first operands.
+    /// The launch.
     launch: f64,
 }
 
@@ -341,7 +341,8 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
     fn times_of(&self, (tiles, steps): (f64, f64), (total, end): (f64, f64), parts: usize) -> Times {
         let Launch { problem, work: whole, model, limits, constants: c, .. } = self;
         let (sms, clock, slots) = (f64::from(limits.sms), self.clock(), self.slots());
-        let (even, compute) = (total / slots / clock, (end + model.start) / clock);
+        let first = if tiles > 0.0 { model.first } else { 0.0 };
+        let (even, compute) = ((total / slots + first) / clock, (end + model.start + first) / clock);
         let (tile_m, tile_n) = (f64::from(self.tile.0), f64::from(self.tile.1));
         let scores = tile_m * tile_n;
         let width = f64::from(model.head_dim + model.head_dim_v);
@@ -361,8 +362,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         } else {
             0.0
         };
-        let first = if tiles > 0.0 { model.first / clock } else { 0.0 };
-        Times { compute, even, power, l2, hbm, combine, launch: c.launch_s + first }
+        Times { compute, even, power, l2, hbm, combine, launch: c.launch_s }
     }
 
     /// The time with the keys of each tile divided among `parts` CTAs, and where it goes.

@@ -93,6 +93,9 @@ fn short_groups_are_whole_and_long_ones_in_parts() {
             assert!(best.contains(&parts), "{problem:?}: {parts} parts");
         }
     }
+    // With the last section of before, one part made it slower by a third.
+    let between = Problem { heads_kv: 8, ..Problem::square(4, 1536, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+    assert_ne!(chosen(&between, Pass::BACKWARD), 1);
 }
 
 #[test]
