@@ -20,7 +20,7 @@ from ._torch_memory import (
     room_for_gradients,
     rows_of,
 )
-from ._torch_passes import no_tangents, run_backward, run_forward
+from ._torch_passes import beside_of, no_tangents, run_backward, run_forward
 
 
 @torch.library.custom_op("fa_attn::forward", mutates_args=())
@@ -103,13 +103,8 @@ def _flat(*extras):
     return None if all(x is None for x in extras[:7]) else detached(extras)
 
 
-def _beside(extras):
-    """The arguments of the operators that stand for extras, or for none."""
-    return extras if extras is not None else (None,) * 7 + (0, 0)
-
-
 def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division=None):
-    cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = _beside(extras)
+    cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside_of(extras)
     if sinks is not None and sinks.dtype != FLOAT:
         sinks = sinks.to(FLOAT)
     left, right = window
@@ -140,19 +135,6 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
         splits or 0,
         packs,
     )
-
-
-def backward_by_operator(
-    dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras
-):
-    """(dq, dk, dv, dsinks or None), without autograd."""
-    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = _beside(extras)
-    scale = None if scale is None else float(scale)
-    options = (max_q, max_k, scale, bool(causal), *window, float(softcap), bool(deterministic))
-    tensors = (dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks)
-    tensors = (None if x is None else x.detach() for x in tensors)
-    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *options)
-    return dq, dk, dv, None if sinks is None else dsinks
 
 
 def _setup(ctx, inputs, output):

@@ -55,6 +55,25 @@ def run_backward(
     return dsinks
 
 
+def beside_of(extras):
+    """The arguments of the operators that stand for extras, or for none."""
+    return extras if extras is not None else (None,) * 7 + (0, 0)
+
+
+def backward_by_operator(
+    dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras
+):
+    """(dq, dk, dv, dsinks or None) by the operator, for those who look at operators; without autograd."""
+    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = beside_of(extras)
+    dout = torch.zeros_like(out) if dout is None else dout
+    scale = None if scale is None else float(scale)
+    options = (max_q, max_k, scale, bool(causal), *window, float(softcap), bool(deterministic))
+    tensors = (dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks)
+    tensors = (None if x is None else x.detach() for x in tensors)
+    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *options)
+    return dq, dk, dv, None if sinks is None else dsinks
+
+
 class _Final(torch.autograd.Function):
     """The first `count` tensors as they are, which depend on all others and have no gradients."""
 
@@ -120,35 +139,6 @@ def _saved(ctx):
     return saved[:count], tuple(extras)
 
 
-def _seen(dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras):
-    """(dq, dk, dv, dsinks or None) by the operator, which those see who look at operators."""
-    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = extras or (None,) * 7 + (0, 0)
-    dout = torch.zeros_like(out) if dout is None else dout
-    *grads, dsinks = torch.ops.fa_attn.backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dlse,
-        cu_q,
-        cu_k,
-        used_q,
-        used_k,
-        slopes,
-        sinks,
-        max_q,
-        max_k,
-        scale,
-        causal,
-        *window,
-        softcap,
-        deterministic,
-    )
-    return (*grads, None if sinks is None else dsinks)
-
-
 class Attention(torch.autograd.Function):
     """out and LSE of q, k, v and sinks."""
 
@@ -167,7 +157,7 @@ class Attention(torch.autograd.Function):
             return (None,) * 11
         (q, k, v, out, lse), extras = _saved(ctx)
         if is_seen():
-            *grads, dsinks = _seen(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
+            *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
             return (*grads, dsinks, *(None,) * 7)
         grads = room_for_gradients(q, k, v, extras)
         dsinks = run_backward(dout, q, k, v, out, lse, grads, *ctx.options, extras, dlse)
@@ -194,7 +184,7 @@ class PackedAttention(torch.autograd.Function):
         (qkv, out, lse), extras = _saved(ctx)
         if is_seen():
             q, k, v = qkv.unbind(ctx.axis)
-            *grads, dsinks = _seen(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
+            *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
             return (torch.stack(grads, ctx.axis), None, dsinks, *(None,) * 7)
         varied = extras is not None and any(x is not None for x in extras[:4])
         make = torch.zeros if varied else torch.empty

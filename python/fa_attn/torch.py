@@ -27,8 +27,8 @@ from ._torch_memory import (
     room_for_gradients,
     rows_of,
 )
-from ._torch_operators import backward_by_operator, by_operator
-from ._torch_passes import Attention, PackedAttention, run_backward, run_forward
+from ._torch_operators import by_operator
+from ._torch_passes import Attention, PackedAttention, backward_by_operator, run_backward, run_forward
 
 __all__ = [
     "append",

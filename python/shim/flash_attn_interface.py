@@ -5,13 +5,23 @@ import torch
 import fa_attn
 from fa_attn import InputError, UnsupportedError
 
-_FP8 = "no kernel computes in fp8"
-
 
 def _refuse(**given):
     for name, value in given.items():
         if value is not None and not (isinstance(value, int) and value == 0):
             raise UnsupportedError(f"{name}: not computed")
+
+
+def _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin):
+    """Refuses what functions here take and no kernel computes."""
+    _refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
+    )
 
 
 def flash_attn_func(
@@ -33,14 +43,7 @@ def flash_attn_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     return fa_attn.flash_attn_func(
         q,
         k,
@@ -73,8 +76,7 @@ def flash_attn_qkvpacked_func(
 ):
     """Of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim) with
     `num_heads_q`."""
-    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse(attention_chunk=attention_chunk, sm_margin=sm_margin, **descales)
+    _refuse_uncomputed(None, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -118,14 +120,7 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     return fa_attn.flash_attn_varlen_func(
         q,
         k,
@@ -179,14 +174,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    _refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     return fa_attn.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -256,14 +244,7 @@ def _flash_attn_forward(
     sm_margin=0,
 ):
     """(out, softmax_lse, and two parts of the keys' results, empty), without autograd."""
-    _refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,

@@ -18,7 +18,7 @@ use crate::marks::Wanted;
 use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{KernelRecord, Provenance, without_logs};
-use crate::runner::{Outcome, Runner, Times, Turns, run_together};
+use crate::runner::{Outcome, Runner, Turns, run_together};
 use crate::tensors::with_half;
 
 pub use change::Change;
@@ -243,16 +243,16 @@ fn rows_of(
     kernels: &mut Vec<KernelRecord>,
 ) -> Result<Vec<Row>> {
     let Outcome { ours, peers, peer_errors } = outcome;
+    let pass = specs[0].kernel.pass();
+    let peers: BTreeMap<String, f64> =
+        peers.into_iter().map(|(name, times)| (name, wanted.rate(times.median(), pass))).collect();
     let mut times = ours.into_iter();
     let mut rows = Vec::new();
     for (spec, judged) in specs.iter().zip(judged) {
-        let pass = spec.kernel.pass();
         KernelRecord::add(kernels, spec, gpu.arch())?;
         if judged.passed {
             let times = times.next().unwrap_or_default();
-            let rate = |(name, times): (&String, &Times)| (name.clone(), wanted.rate(times.median(), pass));
-            let peers = peers.iter().map(rate).collect::<BTreeMap<String, f64>>();
-            rows.push(Row::new(wanted, spec, judged, &times, peers, peer_errors.clone()));
+            rows.push(Row::new(wanted, spec, judged, &times, peers.clone(), peer_errors.clone()));
         } else {
             let error = format!(
                 "wrong on sampled rows: off by {:.3e} (tolerance {:.3e}), or not all written",

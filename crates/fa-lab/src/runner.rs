@@ -99,6 +99,20 @@ pub struct Outcome {
     pub peer_errors: BTreeMap<String, String>,
 }
 
+impl Outcome {
+    /// Of `ours` kernels of ours, nothing measured yet.
+    fn of(ours: usize) -> Outcome {
+        Outcome { ours: vec![Times::default(); ours], ..Outcome::default() }
+    }
+
+    /// Puts the times in order.
+    fn sort(&mut self) {
+        for times in self.ours.iter_mut().chain(self.peers.values_mut()) {
+            times.ms.sort_by(f64::total_cmp);
+        }
+    }
+}
+
 /// What is timed: single launches, or replays of a graph.
 enum Candidate<'b> {
     Launches(&'b Bound),
@@ -231,7 +245,7 @@ impl<'d, T: Half> Runner<'d, T> {
         mut peers: Option<(&mut Peers, &[String])>,
         turns: Turns,
     ) -> Result<Outcome> {
-        let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
+        let mut outcome = Outcome::of(ours.len());
         let mut names = Vec::new();
         if let Some((peers, wanted)) = &mut peers {
             let opened = peers.open(&self.wanted, wanted, self.pass)?;
@@ -239,38 +253,27 @@ impl<'d, T: Half> Runner<'d, T> {
             names = opened.peers;
         }
         let candidates = ours.iter().map(|pass| self.candidate(pass)).collect::<Result<Vec<_>>>()?;
-        let mut random = Random::new(self.wanted.problem.lengths.max_k() as u64);
-        for _ in 0..turns.rounds {
-            for candidate in random.order(ours.len() + names.len()) {
-                if peers.is_some() {
-                    sleep(PAUSE);
-                }
-                match candidates.get(candidate) {
-                    Some(own) => {
-                        let times = self.time(own, turns.reps)?;
-                        tracing::debug!(kernel = candidate, ?times, "turn, ms");
-                        outcome.ours[candidate].ms.extend(times);
-                    }
-                    None => {
-                        let name = &names[candidate - ours.len()];
-                        if let Some((peers, _)) = &mut peers {
-                            let times = peers.round(name, turns.reps)?;
-                            tracing::debug!(%name, ?times, "turn, ms");
-                            outcome.peers.entry(name.clone()).or_default().ms.extend(times);
-                        }
-                    }
-                }
+        let (seed, pause) = (self.wanted.problem.lengths.max_k() as u64, peers.is_some());
+        take_turns(turns, ours.len() + names.len(), seed, pause, |candidate| {
+            if let Some(own) = candidates.get(candidate) {
+                let times = self.time(own, turns.reps)?;
+                tracing::debug!(kernel = candidate, ?times, "turn, ms");
+                outcome.ours[candidate].ms.extend(times);
+            } else if let Some((peers, _)) = &mut peers {
+                let name = &names[candidate - ours.len()];
+                let times = peers.round(name, turns.reps)?;
+                tracing::debug!(%name, ?times, "turn, ms");
+                outcome.peers.entry(name.clone()).or_default().ms.extend(times);
             }
-        }
+            Ok(())
+        })?;
         if let Some((peers, _)) = &mut peers {
             // The times of a peer that failed later are dropped.
             outcome.peers.retain(|name, _| !peers.failed().contains_key(name));
             outcome.peer_errors.extend(peers.failed().clone());
             peers.close()?;
         }
-        for times in outcome.ours.iter_mut().chain(outcome.peers.values_mut()) {
-            times.ms.sort_by(f64::total_cmp);
-        }
+        outcome.sort();
         outcome.peers.retain(|name, times| {
             if times.ms.is_empty() {
                 outcome.peer_errors.insert(name.clone(), "it failed while it was timed".to_owned());
@@ -297,23 +300,36 @@ pub fn run_together<T: Half>(
             candidates.push((problem, kernel, runner.candidate(pass)?));
         }
     }
-    let untimed =
-        |ours: &Vec<Bound>| Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
-    let mut outcomes: Vec<Outcome> = ours.iter().map(untimed).collect();
-    let mut random = Random::new(candidates.len() as u64);
+    let mut outcomes: Vec<Outcome> = ours.iter().map(|ours| Outcome::of(ours.len())).collect();
+    take_turns(turns, candidates.len(), candidates.len() as u64, true, |turn| {
+        let (problem, kernel, candidate) = &candidates[turn];
+        let times = runners[*problem].time(candidate, turns.reps)?;
+        tracing::debug!(problem, kernel, ?times, "turn, ms");
+        outcomes[*problem].ours[*kernel].ms.extend(times);
+        Ok(())
+    })?;
+    outcomes.iter_mut().for_each(Outcome::sort);
+    Ok(outcomes)
+}
+
+/// Calls `turn` with each of `candidates`, in rounds, each in another order; after a pause, if they `pause`.
+fn take_turns(
+    turns: Turns,
+    candidates: usize,
+    seed: u64,
+    pause: bool,
+    mut turn: impl FnMut(usize) -> Result<()>,
+) -> Result<()> {
+    let mut random = Random::new(seed);
     for _ in 0..turns.rounds {
-        for turn in random.order(candidates.len()) {
-            let (problem, kernel, candidate) = &candidates[turn];
-            sleep(PAUSE);
-            let times = runners[*problem].time(candidate, turns.reps)?;
-            tracing::debug!(problem, kernel, ?times, "turn, ms");
-            outcomes[*problem].ours[*kernel].ms.extend(times);
+        for candidate in random.order(candidates) {
+            if pause {
+                sleep(PAUSE);
+            }
+            turn(candidate)?;
         }
     }
-    for times in outcomes.iter_mut().flat_map(|outcome| &mut outcome.ours) {
-        times.ms.sort_by(f64::total_cmp);
-    }
-    Ok(outcomes)
+    Ok(())
 }
 
 #[cfg(test)]
