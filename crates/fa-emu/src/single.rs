@@ -85,6 +85,7 @@ impl<'a> Run<'a> {
                 resident: self.resident,
                 smem_bytes: shape.smem,
                 cp_async: false,
+                starts_early: false,
             })
         };
         faults(&self.session.result(), finished)

@@ -4,6 +4,7 @@
 mod append;
 mod deterministic;
 mod drawn;
+mod early_start;
 mod faults;
 mod known;
 mod merge;
