@@ -2,96 +2,27 @@
 //! capsule. Nothing is copied.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+mod abi;
+mod exchange;
+
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyCapsule, PyDict, PyType};
-use pyo3::{ffi, intern};
+use pyo3::types::PyCapsule;
 
-use crate::error::{InputError, of_another_type};
+use self::abi::{
+    BFLOAT16, CAPSULE, CAPSULE_VERSIONED, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DlDtype, DlManaged,
+    DlManagedVersioned, DlTensor, Exchange, READ_ONLY, USED, USED_VERSIONED, empty,
+};
+pub(crate) use self::exchange::current_stream;
+use self::exchange::{capsule_of, exchange_of, unlent, words_of_bfloat16};
+use crate::error::InputError;
 
 /// The most axes of an array that a call takes.
 pub(crate) const MAX_AXES: usize = 5;
 
-const CPU: i32 = 1;
-const CUDA: i32 = 2;
-const CUDA_HOST: i32 = 3;
-const CUDA_MANAGED: i32 = 13;
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DlDevice {
-    kind: i32,
-    id: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DlDtype {
-    code: u8,
-    bits: u8,
-    lanes: u16,
-}
-
-#[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device: DlDevice,
-    ndim: i32,
-    dtype: DlDtype,
-    shape: *mut i64,
-    strides: *mut i64,
-    byte_offset: u64,
-}
-
-#[repr(C)]
-struct DlManaged {
-    tensor: DlTensor,
-    context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut DlManaged)>,
-}
-
-#[repr(C)]
-struct DlVersion {
-    major: u32,
-    minor: u32,
-}
-
-#[repr(C)]
-struct DlManagedVersioned {
-    version: DlVersion,
-    context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut DlManagedVersioned)>,
-    flags: u64,
-    tensor: DlTensor,
-}
-
-#[repr(C)]
-struct ExchangeHeader {
-    version: DlVersion,
-    older: *const ExchangeHeader,
-}
-
-/// `DLPackExchangeAPI` of version 1.
-#[repr(C)]
-struct Exchange {
-    header: ExchangeHeader,
-    allocate: *const c_void,
-    managed_from_object: *const c_void,
-    managed_to_object: *const c_void,
-    tensor_from_object: Option<unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int>,
-    current_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> c_int>,
-}
-
-const READ_ONLY: u64 = 1;
-const CAPSULE: &std::ffi::CStr = c"dltensor";
-const CAPSULE_VERSIONED: &std::ffi::CStr = c"dltensor_versioned";
-const USED: &std::ffi::CStr = c"used_dltensor";
-const USED_VERSIONED: &std::ffi::CStr = c"used_dltensor_versioned";
-const EXCHANGE: &std::ffi::CStr = c"dlpack_exchange_api";
 /// The types of 8 bits, from code 7 on, as torch and ml_dtypes name them.
 const FLOAT8: [&str; 8] = [
     "float8_e3m4",
@@ -103,9 +34,6 @@ const FLOAT8: [&str; 8] = [
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 ];
-
-/// Code and bits of bfloat16.
-const BFLOAT16: (u8, u8) = (4, 16);
 
 /// Where an array lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -282,7 +210,7 @@ impl<'py> View<'py> {
             };
             view.shape[axis] = usize::try_from(len).unwrap_or(0);
             view.strides[axis] = stride;
-            packed *= len.max(1);
+            packed = packed.saturating_mul(len.max(1));
         }
         if !view.data.is_null() {
             // SAFETY: the offset is within the allocation by DLPack's contract.
@@ -308,8 +236,9 @@ impl<'py> View<'py> {
         &self.strides[..self.ndim]
     }
 
+    /// Elements of the whole shape; of a broadcast array more than it has memory for, `usize::MAX` at most.
     pub(crate) fn elements(&self) -> usize {
-        self.shape().iter().product()
+        self.shape().iter().fold(1, |product: usize, &len| product.saturating_mul(len))
     }
 
     /// Bytes of an element, 1 at least.
@@ -345,7 +274,7 @@ impl<'py> View<'py> {
         let mut packed = 1;
         self.shape().iter().zip(self.strides()).rev().all(|(&len, &stride)| {
             let fits = len <= 1 || stride == packed;
-            packed *= len.max(1) as i64;
+            packed = packed.saturating_mul(i64::try_from(len.max(1)).unwrap_or(i64::MAX));
             fits
         })
     }
@@ -363,18 +292,6 @@ impl<'py> View<'py> {
     }
 }
 
-fn empty() -> DlTensor {
-    DlTensor {
-        data: std::ptr::null_mut(),
-        device: DlDevice { kind: CPU, id: 0 },
-        ndim: 0,
-        dtype: DlDtype { code: 2, bits: 32, lanes: 1 },
-        shape: std::ptr::null_mut(),
-        strides: std::ptr::null_mut(),
-        byte_offset: 0,
-    }
-}
-
 fn type_of(dtype: DlDtype) -> Type {
     match (dtype.code, dtype.bits, dtype.lanes) {
         (2, 32, 1) => Type::F32,
@@ -383,105 +300,4 @@ fn type_of(dtype: DlDtype) -> Type {
         (0, 32, 1) => Type::I32,
         _ => Type::Other,
     }
-}
-
-/// The exchange table of the object's type; the last type that was asked about is remembered.
-fn exchange_of(object: &Bound<'_, PyAny>) -> PyResult<Option<&'static Exchange>> {
-    static LAST: PyOnceLock<(Py<PyType>, Table)> = PyOnceLock::new();
-    let py = object.py();
-    let of = object.get_type();
-    if let Some((known, table)) = LAST.get(py)
-        && known.is(&of)
-    {
-        return Ok(Some(table.0));
-    }
-    let name = intern!(py, "__dlpack_c_exchange_api__");
-    let Ok(capsule) = of.getattr(name) else { return Ok(None) };
-    let Ok(capsule) = capsule.cast_into::<PyCapsule>() else { return Ok(None) };
-    let pointer = capsule.pointer_checked(Some(EXCHANGE))?;
-    // SAFETY: a capsule of that name points at a table that lives as long as the process.
-    let table: &'static Exchange = unsafe { pointer.cast().as_ref() };
-    if table.header.version.major != 1 || table.tensor_from_object.is_none() {
-        return Ok(None);
-    }
-    // Subclasses such as torch's Parameter inherit the table of their base.
-    let _ = LAST.set(py, (of.unbind(), Table(table)));
-    Ok(Some(table))
-}
-
-/// A table of functions that any thread may call.
-#[derive(Clone, Copy)]
-struct Table(&'static Exchange);
-
-// SAFETY: the table is constant for the life of the process.
-unsafe impl Send for Table {}
-// SAFETY: as above.
-unsafe impl Sync for Table {}
-
-/// The stream on which the object's library works now, where it says so.
-pub(crate) fn current_stream(object: &Bound<'_, PyAny>, device: i32) -> PyResult<Option<u64>> {
-    let Some(Exchange { current_stream: Some(ask), .. }) = exchange_of(object)? else { return Ok(None) };
-    let mut stream = std::ptr::null_mut();
-    // SAFETY: the argument points at a local.
-    let status = unsafe { ask(CUDA, device, &mut stream) };
-    if status != 0 {
-        return Err(PyErr::take(object.py())
-            .unwrap_or_else(|| InputError::new_err("the arrays' library names no current stream")));
-    }
-    Ok(Some(stream as u64))
-}
-
-/// The object's capsule, of version 1 where its library knows that.
-fn capsule_of<'py>(
-    name: &str,
-    object: &Bound<'py, PyAny>,
-    stream: Option<u64>,
-) -> PyResult<Bound<'py, PyCapsule>> {
-    let py = object.py();
-    let Ok(method) = object.getattr(intern!(py, "__dlpack__")) else {
-        let of = object.get_type();
-        let message = format!(
-            "{name} is {}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)",
-            of.name()?
-        );
-        return Err(of_another_type(py, message));
-    };
-    let options = PyDict::new(py);
-    if let Some(stream) = stream {
-        // Of CUDA's streams 0 is ambiguous to DLPack: the default one is 1.
-        options.set_item(intern!(py, "stream"), stream.max(1))?;
-    }
-    let plain = options.copy()?;
-    options.set_item(intern!(py, "max_version"), (1, 0))?;
-    let capsule = match method.call((), Some(&options)) {
-        Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
-            method.call((), Some(&plain))
-        }
-        capsule => capsule,
-    };
-    Ok(capsule.map_err(|error| unlent(name, object, error))?.cast_into::<PyCapsule>()?)
-}
-
-/// The words of 16 bits of a numpy array of ml_dtypes' bfloat16, for which numpy's capsules have no name.
-fn words_of_bfloat16<'py>(object: &Bound<'py, PyAny>) -> Option<Bound<'py, PyAny>> {
-    let py = object.py();
-    let name = object.getattr(intern!(py, "dtype")).and_then(|of| of.getattr(intern!(py, "name"))).ok()?;
-    if !name.eq(intern!(py, "bfloat16")).ok()? {
-        return None;
-    }
-    object.call_method1(intern!(py, "view"), (intern!(py, "uint16"),)).ok()
-}
-
-/// The refusal of an array that its library does not lend: a byte order or a type that DLPack has no name
-/// for, no memory (torch's meta tensors).
-fn unlent(name: &str, object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
-    use pyo3::exceptions::{PyBufferError, PyRuntimeError};
-    let py = object.py();
-    if !error.is_instance_of::<PyBufferError>(py) && !error.is_instance_of::<PyRuntimeError>(py) {
-        return error;
-    }
-    let of = object.getattr(intern!(py, "dtype")).map_or_else(|_| String::new(), |of| format!(" ({of})"));
-    let text = error.value(py).to_string();
-    let line = text.lines().next().unwrap_or_default().trim_end_matches('.');
-    InputError::new_err(format!("{name}{of} cannot be lent: {line}; convert it"))
 }
