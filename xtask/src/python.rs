@@ -146,13 +146,8 @@ fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
 }
 
 /// Files of tests that need numpy alone.
-const FILES: [&str; 5] = [
-    "test_numpy.py",
-    "test_refusals.py",
-    "test_processes.py",
-    "test_numpy_serving.py",
-    "test_planning.py",
-];
+const FILES: [&str; 5] =
+    ["test_numpy.py", "test_refusals.py", "test_processes.py", "test_numpy_serving.py", "test_planning.py"];
 
 /// Installs the wheel in a fresh environment and runs its tests there.
 fn test(folder: &Path, wheel: &Path) -> Result<()> {
