@@ -22,8 +22,10 @@ pub(crate) fn raw(name: &str, view: &View<'_>, place: Place) -> PyResult<RawTens
         )));
     };
     // Of a single sequence the distance to the next is nobody's.
-    let batch =
-        if view.shape().len() == 3 { strides.seq * view.shape()[0].max(1) as i64 } else { strides.batch };
+    let batch = match view.shape() {
+        &[rows, _, _] => strides.seq.saturating_mul(i64::try_from(rows.max(1)).unwrap_or(i64::MAX)),
+        _ => strides.batch,
+    };
     Ok(RawTensor { address, strides: Strides { batch, ..strides } })
 }
 
