@@ -1,8 +1,6 @@
 //! The functions that the package's Python calls: a pass on arrays as they lie, on the device where they lie.
 
-use fa_attn::{
-    Append, Division, Dtype, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side,
-};
+use fa_attn::{Append, Division, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -381,11 +379,6 @@ fn appended(
             if dtype_of("rotary_sin", sin)? != table {
                 return Err(InputError::new_err("rotary_cos and rotary_sin must be of one type"));
             }
-            if ![Dtype::F32, dtype].contains(&table) {
-                let or = if dtype == Dtype::F32 { String::new() } else { format!(" or {dtype}, as k_cache") };
-                let message = format!("rotary_cos and rotary_sin hold {table}: they must hold f32{or}");
-                return Err(InputError::new_err(message));
-            }
             let queries = match &arrays.q {
                 None => None,
                 Some(q) => {
@@ -411,6 +404,7 @@ fn appended(
         dtype,
         rotary,
     };
+    append.check().map_err(|error| raised(fa_cpu::CpuError::from(error).into()))?;
     for (name, view, need) in [
         ("k", &arrays.k_new, append.new_shape(append.head_dim)),
         ("v", &arrays.v_new, append.new_shape(append.head_dim_v)),

@@ -100,13 +100,14 @@ pub(crate) fn raised(error: Error) -> PyErr {
 
 /// A message with the names that its arguments have in Python.
 fn as_arguments(text: &str) -> String {
-    const NAMES: [(&str, &str); 7] = [
+    const NAMES: [(&str, &str); 8] = [
         ("cu_q", "cu_seqlens_q"),
         ("cu_k", "cu_seqlens_k"),
         ("used_q", "seqused_q"),
         ("used_k", "seqused_k (cache_seqlens)"),
         ("cu_new", "cu_seqlens_k_new"),
         ("the problem's bound", "max_seqlen"),
+        ("rotary.table", "the type of rotary_cos and rotary_sin"),
         ("rotary.dim", "twice the columns of rotary_cos"),
     ];
     let mut text = text.to_owned();

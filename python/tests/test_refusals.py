@@ -230,3 +230,10 @@ def test_refusals_name_the_arguments():
     used = ints(5, 1)
     refused(r"^seqused_k \(cache_seqlens\)\[0\] = 5: it must be from 0 to 4$", good, good, seqused_k=used)
     refused(r"^seqused_q\[1\] = -1: ", good, good, seqused_q=ints(1, -1))
+
+
+def test_rotary_tables_of_another_type_are_named():
+    tables = [np.ones((8, 4), np.float16)] * 2
+    wanted = "^the type of rotary_cos and rotary_sin is f16: must be f32$"
+    with pytest.raises(fa_attn.InputError, match=wanted):
+        cached(Q, Q, cache_seqlens=0, rotary_cos=tables[0], rotary_sin=tables[1])()
