@@ -101,9 +101,9 @@ const FLASH: &str = "flash-attn";
 const MODELS_PACKAGE: &str = "fa-candle-models";
 const MODEL_TESTS: [&str; 4] = ["--test", "models", "--test", "switched"];
 
-/// Runs tests of [`MODELS_PACKAGE`] where candle-transformers' feature `flash-attn` does without `cuda`, which
-/// is all that is changed in the models that are compiled, and where a patch puts fa-candle in the place of
-/// candle-flash-attn. BERT's weights are read from `minilm`.
+/// Runs tests of [`MODELS_PACKAGE`] where candle-transformers' feature `flash-attn` does without `cuda`,
+/// which is all that is changed in the models that are compiled, and where a patch puts fa-candle in the
+/// place of candle-flash-attn. BERT's weights are read from `minilm`.
 fn models(arguments: &[&str], minilm: Option<&Path>) -> Result<()> {
     let folder = workspace::target_dir().join("candle-models");
     let (from, to) = (source(MODELS)?, folder.join(MODELS.0));

@@ -116,8 +116,8 @@ fn cpu_seconds() -> Option<u64> {
     Some((ticks(13)? + ticks(14)?) / 100)
 }
 
-/// Lints all targets: examples and benchmarks are checked here and not built again for the tests. The compiler
-/// of the shipped kernels, which the tests run, and clang-format are fetched meanwhile.
+/// Lints all targets: examples and benchmarks are checked here and not built again for the tests. The
+/// compiler of the shipped kernels, which the tests run, and clang-format are fetched meanwhile.
 fn lint() -> Result<()> {
     std::thread::scope(|scope| {
         let device = scope.spawn(|| toolkit::install(false).and_then(|()| device::format(true)));
@@ -128,8 +128,8 @@ fn lint() -> Result<()> {
     })
 }
 
-/// Runs the tests. Documentation and its tests, and what stands on crates that are built by now, candle's side
-/// and the Python package, come meanwhile: neither that nor the tests fill the cores alone.
+/// Runs the tests. Documentation and its tests, and what stands on crates that are built by now, candle's
+/// side and the Python package, come meanwhile: neither that nor the tests fill the cores alone.
 fn tests(args: &Args, found: &mut Found) -> Result<()> {
     // The same random problems in every run, so that what fails is the change's; `cargo test` draws others.
     let mut variables = vec![];
@@ -226,5 +226,13 @@ mod tests {
             tally.add(line);
         }
         assert_eq!(tally, Tally { suites: 2, passed: 24, failed: 2, ignored: 2 });
+        tally.join(Tally { suites: 1, passed: 2, failed: 0, ignored: 1 });
+        assert_eq!(tally, Tally { suites: 3, passed: 26, failed: 2, ignored: 3 });
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn cpu_time_of_children_is_read() {
+        assert!(cpu_seconds().is_some_and(|seconds| seconds < 24 * 3600));
     }
 }

@@ -150,7 +150,8 @@ impl Kernels {
         Ok(BoundMerge::new(kernel, MergeLaunch::new(merge, self.sms)?))
     }
 
-    /// The kernel of a unit without a spec, whose one entry is `name`; compiled and loaded if `slot` is empty.
+    /// The kernel of a unit without a spec, whose one entry is `name`: from `slot`, or compiled and loaded
+    /// now.
     fn single(
         &self,
         slot: &OnceLock<Arc<Single>>,

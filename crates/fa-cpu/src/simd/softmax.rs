@@ -23,17 +23,17 @@ pub(super) struct RawSoftmax {
     pub factor: *mut f32,
 }
 
-/// A register of running maxima that has been raised: the maxima, their sums, and whether anything accumulated
-/// before has to be multiplied by a factor other than 1.
+/// A register of running maxima that has been raised: the maxima, their sums, and whether anything
+/// accumulated before has to be multiplied by a factor other than 1.
 pub(super) struct Raised<V> {
     pub max: V,
     pub sum: V,
     pub rescale: bool,
 }
 
-/// Raises those of the maxima at `max` that a tile's largest scores `top` exceed by more than [`SLACK`]; stores
-/// them, and at `factor` what is to be multiplied with everything accumulated before, as the sums returned are.
-/// `SHORT` takes [`exp2_short`].
+/// Raises those of the maxima at `max` that a tile's largest scores `top` exceed by more than [`SLACK`].
+/// Stores them, and at `factor` what everything accumulated before is to be multiplied by; the sums returned
+/// are multiplied by it already. `SHORT` takes [`exp2_short`].
 ///
 /// # Safety
 /// Each pointer is valid for a register of values.

@@ -59,8 +59,8 @@ fn backward(family: Family, tile_order: &str, deterministic: bool) -> String {
         Family::Sm90 => format!(
             "Sm90Bwd((tile_m: 64, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
              sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, \
-             atom_layout_n_dkv: 2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, \
-             tile_order: {tile_order}, deterministic: {deterministic}))"
+             atom_layout_n_dkv: 2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, \
+             dq_slices: 1, tile_order: {tile_order}, deterministic: {deterministic}))"
         ),
         Family::Sm100 => panic!("SM100 has no backward"),
     }

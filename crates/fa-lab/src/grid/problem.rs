@@ -2,9 +2,9 @@
 
 use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
 
-/// A problem that a kernel of `spec` computes: its head dims and types, a mask of its kind (a window of 40 keys
-/// before the diagonal and 7 after it), and its score modifiers (a soft cap of 15, a slope per head). `heads`
-/// are those of Q, and those of K and V, which are no more than those of Q.
+/// A problem that a kernel of `spec` computes: its head dims and types, a mask of its kind (a window of 40
+/// keys before the diagonal and 7 after it), and its score modifiers (a soft cap of 15, a slope per head).
+/// There are at most as many K/V heads as query heads.
 pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usize, usize)) -> Problem {
     let mask = match spec.mask {
         MaskKind::Full => Mask::FULL,
