@@ -55,8 +55,8 @@ const CUDA: &str = "13000";
 pub(crate) fn run(args: &Args) -> Result<()> {
     match args.what {
         What::Tests { cuda } => tests(cuda),
-        What::Minilm => minilm(),
-        What::Models => models(),
+        What::Minilm => models(&["--test", "models", "minilm", "--", "--nocapture"], Some(&minilm()?)),
+        What::Models => models(&MODEL_TESTS, None),
         What::Cuda => cuda(),
     }
 }
@@ -64,8 +64,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 /// A step of `cargo xtask ci`.
 pub(crate) fn check() -> Result<()> {
     tests(false)?;
-    minilm()?;
-    models()?;
+    models(&MODEL_TESTS, Some(&minilm()?))?;
     cuda()
 }
 
@@ -87,22 +86,25 @@ fn tests(cuda: bool) -> Result<()> {
     finish(&mut cargo, "candle-flash-attn's own tests")
 }
 
-fn minilm() -> Result<()> {
+/// The folder with the weights of all-MiniLM-L6-v2, fetched.
+fn minilm() -> Result<PathBuf> {
     let folder = workspace::target_dir().join("minilm");
     toolkit::packages(&folder, &[MINILM], false)?;
-    let mut cargo = workspace::cargo_command(&["test", "--workspace", "--test", "models"]);
-    cargo.args(["minilm", "--", "--nocapture"]).env("FA_MINILM", folder.join(MINILM_FILES));
-    finish(&mut cargo, "BERT with the weights of MiniLM")
+    Ok(folder.join(MINILM_FILES))
 }
 
 /// The crate whose models call the peer, and its feature for that.
 const MODELS: (&str, &str) = ("candle-transformers", "0.11.1");
 const FLASH: &str = "flash-attn";
 
-/// Runs the models of candle-transformers where its feature `flash-attn` does without `cuda`, which is all
-/// that is changed in those that are compiled, and where a patch puts fa-candle in the place of
-/// candle-flash-attn.
-fn models() -> Result<()> {
+/// The package that tests those models, and all its tests.
+const MODELS_PACKAGE: &str = "fa-candle-models";
+const MODEL_TESTS: [&str; 4] = ["--test", "models", "--test", "switched"];
+
+/// Runs tests of [`MODELS_PACKAGE`] where candle-transformers' feature `flash-attn` does without `cuda`, which
+/// is all that is changed in the models that are compiled, and where a patch puts fa-candle in the place of
+/// candle-flash-attn. BERT's weights are read from `minilm`.
+fn models(arguments: &[&str], minilm: Option<&Path>) -> Result<()> {
     let folder = workspace::target_dir().join("candle-models");
     let (from, to) = (source(MODELS)?, folder.join(MODELS.0));
     copy_models(&from, &to)?;
@@ -111,20 +113,22 @@ fn models() -> Result<()> {
     let stand_in = folder.join("crates/fa-candle/stand-in");
     stand_for_workspace(&folder, &[(MODELS.0, to), (PEER.0, stand_in)])?;
     // Of the whole workspace, so that crates are built as they are for the other tests.
-    let mut cargo = workspace::cargo_command(&["test", "--workspace", "--test", "switched"]);
-    cargo.args(["--features", "fa-candle/switched", "--manifest-path"]).arg(folder.join("Cargo.toml"));
-    cargo.arg("--target-dir").arg(workspace::target_dir());
+    let features = ["models", "switched"].map(|feature| format!("{MODELS_PACKAGE}/{feature}"));
+    let mut cargo = workspace::cargo_command(&["test", "--workspace", "--features", &features.join(",")]);
+    cargo.arg("--manifest-path").arg(folder.join("Cargo.toml"));
+    cargo.arg("--target-dir").arg(workspace::target_dir()).args(arguments);
+    cargo.envs(minilm.map(|folder| ("FA_MINILM", folder)));
     finish(&mut cargo, "candle-transformers' models on fa-candle")
 }
 
 /// Copies the sources of [`MODELS`] but for the models that nothing here needs, nine in ten of its lines: of
 /// those, its list leaves out the names.
 fn copy_models(from: &Path, to: &Path) -> Result<()> {
-    let (sources, candle) = (from.join("src"), workspace::root().join("crates/fa-candle"));
+    let (sources, package) = (from.join("src"), workspace::root().join("crates/fa-candle/models"));
     let list = sources.join("models/mod.rs");
     let text =
         std::fs::read_to_string(&list).with_context(|| format!("{} cannot be read", list.display()))?;
-    let own = text_below(&candle.join("tests"))? + &text_below(&candle.join("examples"))?;
+    let own = text_below(&package.join("tests"))? + &text_below(&package.join("examples"))?;
     let mut rest = String::new();
     for entry in std::fs::read_dir(&sources)? {
         let path = entry?.path();
@@ -151,7 +155,7 @@ fn with_models(list: &str, text: &str, of_model: impl Fn(&str) -> Result<String>
             waiting.extend(named(&of_model(&name)?, &all));
         }
     }
-    ensure!(!kept.is_empty(), "{} lists no model that fa-candle's tests name", MODELS.0);
+    ensure!(!kept.is_empty(), "{} lists no model that a test names", MODELS.0);
     let stays = |line: &&str| declared(line).is_none_or(|name| kept.contains(&name));
     Ok(list.lines().filter(stays).flat_map(|line| [line, "\n"]).collect())
 }
@@ -192,10 +196,23 @@ fn cuda() -> Result<()> {
     write(&models.join("Cargo.toml"), &std::fs::read_to_string(from.join("Cargo.toml"))?)?;
     stand_for_workspace(&folder, &[(KERNELS.0, kernels), (MODELS.0, models)])?;
     // Beside fa-candle the crates that ask most of those below, so that these are as the lints have checked
-    // them: 14 instead of 58 are checked anew.
-    let mut cargo = workspace::cargo_command(&["clippy", "--quiet", "--features", "fa-candle/cuda"]);
-    cargo.args(["-p", "fa-candle", "-p", "fa-cli", "-p", "fa-planner", "-p", "fa-python"]);
-    cargo.args(["--lib", "--example", "gpu", "--manifest-path"]).arg(folder.join("Cargo.toml"));
+    // them: 14 instead of 58 are checked anew. The tests of the models are linted here alone.
+    let features = ["cuda", "models"].map(|feature| format!("{MODELS_PACKAGE}/{feature}"));
+    let mut cargo = workspace::cargo_command(&["clippy", "--quiet", "--features", &features.join(",")]);
+    cargo.args([
+        "-p",
+        "fa-candle",
+        "-p",
+        MODELS_PACKAGE,
+        "-p",
+        "fa-cli",
+        "-p",
+        "fa-planner",
+        "-p",
+        "fa-python",
+    ]);
+    cargo.args(["--lib", "--example", "gpu", "--test", "models"]);
+    cargo.arg("--manifest-path").arg(folder.join("Cargo.toml"));
     cargo.arg("--target-dir").arg(workspace::target_dir()).args(["--", "-D", "warnings"]);
     finish(cargo.env("CUDARC_CUDA_VERSION", CUDA), "the feature cuda of fa-candle")
 }

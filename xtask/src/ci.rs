@@ -40,18 +40,9 @@ struct Found {
 /// What clippy's compiler is told.
 const LINTS: [&str; 2] = ["-D", "warnings"];
 
-const STEPS: [Step; 7] = [
+const STEPS: [Step; 4] = [
     Step { name: "format", run: |_, _| workspace::cargo(&["fmt", "--all", "--check"]) },
-    // The compiler of the shipped kernels, which the tests compile, and clang-format.
-    Step { name: "toolkit", run: |_, _| toolkit::install(false) },
-    Step { name: "device sources", run: |_, _| device::format(true) },
-    // Of all targets: examples and benchmarks are checked here and not built again for the tests.
-    Step {
-        name: "lint",
-        run: |_, _| {
-            workspace::cargo(&[&["clippy", "--workspace", "--all-targets", "--"], &LINTS[..]].concat())
-        },
-    },
+    Step { name: "lint, toolkit, device sources", run: |_, _| lint() },
     Step {
         name: "build of tests",
         run: |_, found| {
@@ -60,7 +51,6 @@ const STEPS: [Step; 7] = [
         },
     },
     Step { name: "test, documentation, candle, python", run: tests },
-    Step { name: "test of docs", run: |_, found| doc_tests(&mut found.tally) },
 ];
 
 /// Sum of cargo's "test result:" lines.
@@ -85,16 +75,26 @@ impl Tally {
         self.failed += count("failed");
         self.ignored += count("ignored");
     }
+
+    fn join(&mut self, other: Tally) {
+        self.suites += other.suites;
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.ignored += other.ignored;
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
     let mut found = Found::default();
     for (i, step) in STEPS.iter().enumerate() {
-        let step_start = Instant::now();
+        let (step_start, cpu_before) = (Instant::now(), cpu_seconds());
         println!("ci [{}/{}] {}", i + 1, STEPS.len(), step.name);
         (step.run)(args, &mut found).with_context(|| format!("ci stopped at {}", step.name))?;
-        println!("ci [{}/{}] {} ok, {:.0?}", i + 1, STEPS.len(), step.name, step_start.elapsed());
+        let cpu =
+            cpu_seconds().zip(cpu_before).map(|(now, before)| format!(" ({} s of CPU time)", now - before));
+        let (time, cpu) = (step_start.elapsed(), cpu.unwrap_or_default());
+        println!("ci [{}/{}] {} ok, {time:.0?}{cpu}", i + 1, STEPS.len(), step.name);
     }
     let Tally { suites, passed, failed, ignored } = found.tally;
     println!(
@@ -106,8 +106,30 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Runs the tests. Documentation and what stands on crates that are built by now, candle's side and the
-/// Python package, come meanwhile: neither that nor the tests fill the cores alone.
+/// Seconds of CPU time of all processes that this one has started and that have ended: unlike wall time they
+/// hardly depend on what else the machine does. `None` where there is no Linux to ask.
+fn cpu_seconds() -> Option<u64> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // Behind the name, which may hold spaces: user and system time of children, in hundredths.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks = |field: usize| fields.get(field)?.parse::<u64>().ok();
+    Some((ticks(13)? + ticks(14)?) / 100)
+}
+
+/// Lints all targets: examples and benchmarks are checked here and not built again for the tests. The compiler
+/// of the shipped kernels, which the tests run, and clang-format are fetched meanwhile.
+fn lint() -> Result<()> {
+    std::thread::scope(|scope| {
+        let device = scope.spawn(|| toolkit::install(false).and_then(|()| device::format(true)));
+        let lints =
+            workspace::cargo(&[&["clippy", "--workspace", "--all-targets", "--"], &LINTS[..]].concat());
+        let device = device.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        lints.and(device)
+    })
+}
+
+/// Runs the tests. Documentation and its tests, and what stands on crates that are built by now, candle's side
+/// and the Python package, come meanwhile: neither that nor the tests fill the cores alone.
 fn tests(args: &Args, found: &mut Found) -> Result<()> {
     // The same random problems in every run, so that what fails is the change's; `cargo test` draws others.
     let mut variables = vec![];
@@ -122,13 +144,19 @@ fn tests(args: &Args, found: &mut Found) -> Result<()> {
         passed.forget();
     }
     let Found { suites, tally } = found;
-    std::thread::scope(|scope| {
-        let rest = scope.spawn(|| docs().and_then(|()| candle::check()).and_then(|()| python::check()));
+    let of_docs = std::thread::scope(|scope| {
+        let rest = scope.spawn(|| {
+            docs()?;
+            candle::check()?;
+            python::check()?;
+            doc_tests()
+        });
         let tests = suites::run(suites, &variables, Some(&mut passed), |line| tally.add(line));
         let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         tests.and(rest)
     })?;
     ensure!(found.tally.passed > 0, "the test programs ran no test");
+    found.tally.join(of_docs);
     Ok(())
 }
 
@@ -164,8 +192,8 @@ fn clippy_driver() -> Option<PathBuf> {
 const RANDOM_SEED: &str = "PROPTEST_RNG_SEED";
 
 /// Runs the examples in the documentation, shows their output and counts their results.
-fn doc_tests(tally: &mut Tally) -> Result<()> {
-    let before = tally.passed;
+fn doc_tests() -> Result<Tally> {
+    let mut tally = Tally::default();
     let mut command = workspace::cargo_command(&["test", "--workspace", "--doc"]);
     let mut child = command.stdout(Stdio::piped()).spawn().context("cargo does not start")?;
     let stdout = child.stdout.take().context("cargo's output is not piped")?;
@@ -177,8 +205,8 @@ fn doc_tests(tally: &mut Tally) -> Result<()> {
     }
     let status = child.wait().context("cargo does not end")?;
     ensure!(status.success(), "cargo test --doc failed ({status})");
-    ensure!(tally.passed > before, "cargo test --doc ran no test");
-    Ok(())
+    ensure!(tally.passed > 0, "cargo test --doc ran no test");
+    Ok(tally)
 }
 
 #[cfg(test)]

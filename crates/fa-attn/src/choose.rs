@@ -1,25 +1,27 @@
 //! The choice of the kernel for a problem: remembered, tuned, planned, or from the built-in bundle.
 
-use std::collections::HashMap;
-use std::iter::{once, once_with};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+mod asked;
+mod memory;
+mod planned;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use fa_core::{Arch, Division, Dtype, Family, KernelSpec, Pass, Problem};
 use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
-use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{PlanError, PlanOptions, best, plan};
 
-use crate::clean::{Clean, first_clean};
 use crate::error::Error;
 use crate::tune::{Tables, TuneKey, TunedEntry};
 use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidates, search, winner};
 
-/// Choices that are remembered at most, some 4 MB: lengths that never recur must not fill a server's memory.
-const REMEMBERED: usize = 4096;
+pub(crate) use asked::Asked;
+use memory::{Memory, lock};
+use planned::planned_or_ahead;
 
 /// The GPU that kernels are chosen for.
 pub(crate) trait Seat {
@@ -48,66 +50,6 @@ impl Seat for Kernels {
 pub(crate) struct Chooser {
     memory: Arc<Memory>,
     tuner: Mutex<Option<Arc<Tuner>>>,
-}
-
-/// What is remembered, shared by the callers' threads and the one that measures.
-#[derive(Debug, Default)]
-struct Memory {
-    choices: Mutex<Choices>,
-    /// The tables of tuned kernels, read when the first choice is made.
-    tables: Mutex<Option<Tables>>,
-    /// Winners added to them.
-    winners: AtomicU64,
-}
-
-impl Memory {
-    fn choices(&self) -> MutexGuard<'_, Choices> {
-        lock(&self.choices)
-    }
-
-    /// What the tables say.
-    fn look<R>(&self, ask: impl FnOnce(&Tables) -> R) -> R {
-        ask(lock(&self.tables).get_or_insert_with(Tables::read))
-    }
-
-    /// Drops the entries of a kernel until the tables are read again; returns whether there were any.
-    fn forget(&self, gpu: &str, spec: &KernelSpec) -> bool {
-        lock(&self.tables).get_or_insert_with(Tables::read).forget(gpu, spec)
-    }
-
-    /// Uses the winner of a search from now on, and keeps it in the table at `path`.
-    fn keep(&self, path: &Path, gpu: &str, entry: TunedEntry) -> Result<(), Error> {
-        let kept = lock(&self.tables).get_or_insert_with(Tables::read).keep(path, gpu, entry);
-        // What was chosen before is chosen again, by the table.
-        self.choices().forget_chosen();
-        self.winners.fetch_add(1, Ordering::Release);
-        kept
-    }
-}
-
-/// What a kernel is chosen for.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Asked<'a> {
-    pub problem: &'a Problem,
-    /// `None` for the fastest that the GPU has.
-    pub family: Option<Family>,
-    pub pass: Pass,
-    /// What the caller decides of a forward.
-    pub division: Division,
-}
-
-impl<'a> Asked<'a> {
-    pub(crate) fn of(problem: &'a Problem, pass: Pass) -> Asked<'a> {
-        Asked { problem, family: None, pass, division: Division::PLANNED }
-    }
-
-    /// Everything that a choice depends on, as text; looked up when a problem is bound, never in a launch.
-    fn key(&self) -> String {
-        let Asked { problem, family, pass, division: Division { splits, pack_gqa } } = *self;
-        // Of how many parts there are only the launch takes notice.
-        let split = splits.map(|parts| parts > 1);
-        format!("{:?}", (problem, family, pass, split, pack_gqa))
-    }
 }
 
 impl Chooser {
@@ -332,125 +274,3 @@ impl Keeper {
         outcome
     }
 }
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What is behind them is whole whatever a panicking thread was doing.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The best of the planner's kernels that compiles cleanly; where there is no compiler that works, the best
-/// of those that were compiled `ahead`.
-fn planned_or_ahead<'a, P, A: Iterator<Item = &'a KernelSpec>>(
-    asked: (Asked<'_>, Arch),
-    families: &[Family],
-    ahead: impl Fn() -> A,
-    bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-) -> Result<(P, KernelSpec), Error> {
-    use fa_kernels::Error::{BadCompiler, NoCompiler};
-    match planned(asked, families, &bind) {
-        Err(Error::Kernels(error @ (NoCompiler { .. } | BadCompiler { .. }))) => {
-            let (Asked { pass, .. }, arch) = asked;
-            tracing::warn!(%error, "only kernels that were compiled ahead run");
-            compiled_ahead(asked, families, ahead(), bind).ok_or_else(|| match ahead().count() {
-                0 => Error::Kernels(error),
-                have => Error::NoneAhead { arch, pass, have, compiler: Box::new(error) },
-            })?
-        }
-        planned => planned,
-    }
-}
-
-/// The best of the planner's kernels that compiles cleanly, of the first family that has one.
-fn planned<P>(
-    (Asked { problem, pass, division, .. }, arch): (Asked<'_>, Arch),
-    families: &[Family],
-    bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-) -> Result<(P, KernelSpec), Error> {
-    let mut first_error = None;
-    for &family in families {
-        let options = PlanOptions { family: Some(family), pass, division, ..PlanOptions::default() };
-        let best = match best(problem, arch, &options) {
-            Ok(best) => best.spec,
-            Err(error) => {
-                first_error.get_or_insert(Error::Plan(error));
-                continue;
-            }
-        };
-        // All are ranked only where the first does not compile cleanly.
-        let ranked = || plan(problem, arch, &options).unwrap_or_default().into_iter().map(|plan| plan.spec);
-        let specs = once(best).chain(once_with(ranked).flatten());
-        match first_clean(specs, &bind) {
-            Ok(Some(Clean { bound, spec, .. })) => return Ok((bound, spec)),
-            Ok(None) => {}
-            // A plan's registers are a prediction: those of another family may be enough.
-            Err(error @ fa_kernels::Error::Refused { .. }) => {
-                first_error.get_or_insert(error.into());
-            }
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Err(first_error.unwrap_or(Error::Plan(PlanError::NoneFits { arch, tried: 0, nearest: Vec::new() })))
-}
-
-/// The kernel that is predicted to be fastest of those compiled `ahead`; `None` when none computes the
-/// problem.
-fn compiled_ahead<'a, P>(
-    (Asked { problem, pass, division, .. }, arch): (Asked<'_>, Arch),
-    families: &[Family],
-    ahead: impl Iterator<Item = &'a KernelSpec>,
-    bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-) -> Option<Result<(P, KernelSpec), Error>> {
-    let constants = CostConstants::of(arch);
-    let suits = |spec: &&KernelSpec| {
-        let serves = spec.serves(problem).is_ok() && division.admits(spec, problem);
-        families.contains(&spec.kernel.family()) && spec.kernel.pass() == pass && serves
-    };
-    let spec = ahead
-        .filter(suits)
-        .map(|spec| (predict(problem, spec, arch, &constants).seconds, spec))
-        .min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.to_string().cmp(&b.1.to_string())))?
-        .1;
-    Some(bind(spec).map(|bound| (bound, spec.clone())).map_err(Error::from))
-}
-
-/// Kernels by the key of a problem: a caller's preferences are kept for good, choices while there is room.
-#[derive(Debug, Default)]
-struct Choices {
-    preferred: HashMap<String, KernelSpec>,
-    chosen: HashMap<String, KernelSpec>,
-    /// How often what was chosen has been forgotten.
-    age: u64,
-}
-
-impl Choices {
-    /// The kernel for the problem of `key`.
-    fn get(&self, key: &str) -> Option<&KernelSpec> {
-        self.preferred.get(key).or_else(|| self.chosen.get(key))
-    }
-
-    /// Keeps `spec`, which may be forgotten: it is chosen again at the cost of planning, a quarter of a
-    /// millisecond. Not where choices were forgotten since it was looked for at `age`: it may be one of them.
-    fn remember(&mut self, age: u64, key: String, spec: KernelSpec) {
-        if age != self.age {
-            return;
-        }
-        if self.chosen.len() >= REMEMBERED {
-            self.chosen.clear();
-        }
-        self.chosen.insert(key, spec);
-    }
-
-    /// Forgets what was chosen, since tables say otherwise now.
-    fn forget_chosen(&mut self) {
-        self.chosen.clear();
-        self.age += 1;
-    }
-
-    /// Keeps `spec` for good.
-    fn prefer(&mut self, key: String, spec: KernelSpec) {
-        self.preferred.insert(key, spec);
-    }
-}
-
-#[cfg(test)]
-mod tests;

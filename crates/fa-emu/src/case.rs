@@ -1,6 +1,6 @@
 //! A problem that a kernel is tried on: its layout, lengths, slopes and sinks.
 
-use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
+use fa_core::{Problem, TensorLayout};
 use fa_cpu::OwnedExtras;
 use fa_lab::grid::Arrangement;
 use fa_lab::sequences::Sequences;
@@ -66,34 +66,6 @@ impl Case {
     }
 }
 
-/// A problem that a kernel of `spec` computes, with these heads.
-pub(crate) fn problem(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usize, usize)) -> Problem {
-    let mask = match spec.mask {
-        MaskKind::Full => Mask::FULL,
-        MaskKind::Causal => Mask::CAUSAL,
-        MaskKind::Window => Mask::window(40, 7),
-    };
-    let (head_dim, head_dim_v) = (spec.head_dim as usize, spec.head_dim_v as usize);
-    // Two heads of wide rows take as long as four of narrow ones.
-    let heads_q = if head_dim > 128 { heads_q.min(2) } else { heads_q };
-    let score = ScoreMod {
-        softcap: spec.score.softcap.then_some(15.0),
-        alibi: spec.score.alibi.then_some(Alibi::PerHead),
-        sinks: spec.score.sinks,
-    };
-    Problem {
-        lengths,
-        heads_q,
-        heads_kv: heads_kv.min(heads_q),
-        head_dim,
-        head_dim_v,
-        mask,
-        types: spec.types,
-        softmax_scale: None,
-        score,
-    }
-}
-
 /// JSON whose fields are in the order of their names, without those that are null.
 fn sorted(value: Value) -> Value {
     match value {
@@ -110,7 +82,7 @@ fn sorted(value: Value) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fa_core::{Dtype, Side};
+    use fa_core::{Dtype, Lengths, Mask, Side};
 
     #[test]
     fn data_is_in_the_order_of_names_and_has_no_types() {

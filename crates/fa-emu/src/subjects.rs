@@ -1,8 +1,9 @@
 //! Configurations of the kernels that together reach every branch of their code.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
+use fa_lab::grid::problem_of;
 
-use crate::case::{Case, problem};
+use crate::case::Case;
 use crate::extras::{Batch, Lie};
 use crate::mutate::Subject;
 use crate::placement::Placement;
@@ -173,7 +174,7 @@ fn varied(spec: KernelSpec) -> Subject {
     let k = if spec.reads.paged { Lie::Paged(16) } else { Lie::Packed };
     let batch = Batch { sequences, q: Lie::Packed, k, slack: 5 };
     let lengths = if spec.reads.varied { batch.lengths() } else { Lengths::uniform(1, 300, 300) };
-    let problem = problem(&spec, lengths, (2, 1));
+    let problem = problem_of(&spec, lengths, (2, 1));
     let case = if spec.reads.varied {
         Case { problem, placement: Placement::PACKED, extras: batch.extras(&problem) }
     } else {

@@ -9,13 +9,14 @@ use fa_core::{Append, Arch, KernelSpec, Merge, Problem};
 
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::{Cache, Named};
-use crate::jit::compile::{Compiled, Compiler, CompilerKind};
+use crate::jit::compile::{Compiler, CompilerKind};
 use crate::jit::source::{APPEND, MERGE, Source};
 use crate::launch::Launches;
-use crate::launch::append::{AppendKernel, BoundAppend};
+use crate::launch::append::{AppendLaunch, BoundAppend};
 use crate::launch::call::{Backward, Forward};
-use crate::launch::merge::{BoundMerge, MergeKernel};
+use crate::launch::merge::{BoundMerge, MergeLaunch};
 use crate::launch::module::LoadedKernel;
+use crate::launch::single::Single;
 use crate::{Error, Headers, driver, smem_bytes};
 
 /// Compiled kernels for one context. Shared by threads.
@@ -28,8 +29,8 @@ pub struct Kernels {
     compiler: Mutex<Option<Arc<Compiler>>>,
     // By the spec's text: it is plain data, and is not looked up in a launch.
     loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
-    append: OnceLock<Arc<AppendKernel>>,
-    merge: OnceLock<Arc<MergeKernel>>,
+    append: OnceLock<Arc<Single>>,
+    merge: OnceLock<Arc<Single>>,
 }
 
 impl Kernels {
@@ -134,12 +135,8 @@ impl Kernels {
     /// [`Error::Append`], and those of compiling and loading.
     pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
         append.check_on_gpu()?;
-        if let Some(kernel) = self.append.get() {
-            return kernel.bind(append);
-        }
-        let compiled = self.unit(APPEND, &Source::append(self.arch, &self.headers)?)?;
-        let kernel = AppendKernel::load(&self.context, self.sms, &compiled.cubin)?;
-        self.append.get_or_init(|| Arc::new(kernel)).bind(append)
+        let kernel = self.single(&self.append, APPEND, Source::append)?;
+        Ok(BoundAppend::new(kernel, AppendLaunch::new(append, self.sms)?))
     }
 
     /// What merges partial results over different keys of the same queries: one kernel for all problems,
@@ -149,18 +146,25 @@ impl Kernels {
     /// [`Error::Merge`], and those of compiling and loading.
     pub fn merge(&self, merge: &Merge) -> Result<BoundMerge, Error> {
         merge.check()?;
-        if let Some(kernel) = self.merge.get() {
-            return kernel.bind(merge);
-        }
-        let compiled = self.unit(MERGE, &Source::merge(self.arch, &self.headers)?)?;
-        let kernel = MergeKernel::load(&self.context, self.sms, &compiled.cubin)?;
-        self.merge.get_or_init(|| Arc::new(kernel)).bind(merge)
+        let kernel = self.single(&self.merge, MERGE, Source::merge)?;
+        Ok(BoundMerge::new(kernel, MergeLaunch::new(merge, self.sms)?))
     }
 
-    /// A unit without a spec, compiled now or before.
-    fn unit(&self, name: &str, source: &Source) -> Result<Arc<Compiled>, Error> {
+    /// The kernel of a unit without a spec, whose one entry is `name`; compiled and loaded if `slot` is empty.
+    fn single(
+        &self,
+        slot: &OnceLock<Arc<Single>>,
+        name: &str,
+        source: fn(Arch, &Headers) -> Result<Source, Error>,
+    ) -> Result<Arc<Single>, Error> {
+        if let Some(kernel) = slot.get() {
+            return Ok(kernel.clone());
+        }
         let named = Named { name: name.to_owned(), spec: None };
-        self.cache.get_unit(&*self.compiler()?, &named, source)
+        let compiled = self.cache.get_unit(&*self.compiler()?, &named, &source(self.arch, &self.headers)?)?;
+        let kernel = Single::load(&self.context, name, &compiled.cubin)?;
+        // If two threads load it, the first one wins; both loads are valid.
+        Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
     }
 
     /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another

@@ -98,16 +98,14 @@ pub use jit::report::{Fault, Report};
 pub use jit::source::{APPEND, ENTRY, MERGE, Source};
 pub use jit::{bundle, cache, cache::Cache, params, ship, toolchain};
 pub use kernels::Kernels;
-pub use launch::append::{AppendKernel, AppendLaunch, BoundAppend, RawAppendArgs};
+pub use launch::append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use launch::append_call::{AppendArgs, AppendQueries, AppendTable};
 pub use launch::args::{
     BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };
 pub use launch::call::{Backward, BackwardPass, Bound, Forward, ForwardPass};
 pub use launch::extras::{Extras, RawExtras};
-pub use launch::merge::{
-    BoundMerge, MergeArgs, MergeKernel, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult,
-};
+pub use launch::merge::{BoundMerge, MergeArgs, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult};
 pub use launch::module::LoadedKernel;
 
 /// Bytes of dynamic shared memory that a spec's kernel is launched with, by the planner's account.

@@ -8,8 +8,10 @@ pub(crate) trait LabKernel {
     /// The kernel with one knob changed, the most influential first; some may break a rule.
     fn variants(&self) -> Vec<Kernel>;
 
-    /// The kernel for keys that are not paged: without the code that only loads pages.
-    fn without_pages(&self) -> Kernel;
+    /// The kernel without the code that only loads pages; `None` where no parameter stands for such code.
+    fn without_pages(&self) -> Option<Kernel> {
+        None
+    }
 }
 
 /// The kernel of a spec.
@@ -50,10 +52,6 @@ impl LabKernel for Sm80Fwd {
             ],
         )
     }
-
-    fn without_pages(&self) -> Kernel {
-        self.clone().into()
-    }
 }
 
 impl LabKernel for Sm80Bwd {
@@ -68,10 +66,6 @@ impl LabKernel for Sm80Bwd {
                 |k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1),
             ],
         )
-    }
-
-    fn without_pages(&self) -> Kernel {
-        self.clone().into()
     }
 }
 
@@ -96,8 +90,8 @@ impl LabKernel for Sm90Fwd {
         )
     }
 
-    fn without_pages(&self) -> Kernel {
-        Sm90Fwd { gather: false, ..self.clone() }.into()
+    fn without_pages(&self) -> Option<Kernel> {
+        Some(Sm90Fwd { gather: false, ..self.clone() }.into())
     }
 }
 
@@ -118,10 +112,6 @@ impl LabKernel for Sm100Fwd {
             ],
         )
     }
-
-    fn without_pages(&self) -> Kernel {
-        self.clone().into()
-    }
 }
 
 impl LabKernel for Sm90Bwd {
@@ -139,9 +129,5 @@ impl LabKernel for Sm90Bwd {
                 |k| k.tile_order = other(k.tile_order),
             ],
         )
-    }
-
-    fn without_pages(&self) -> Kernel {
-        self.clone().into()
     }
 }

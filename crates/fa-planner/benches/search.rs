@@ -1,10 +1,13 @@
 //! The guide's search over the head dims in use, both directions. Mark: all of them together in under 10 ms.
 
+mod timing;
+
 use std::hint::black_box;
 
-use criterion::{Criterion, criterion_group, criterion_main};
 use fa_planner::guide::search::{Tiles, search};
 use fa_planner::{HeadDims, Mode};
+
+use timing::time;
 
 const HEAD_DIMS: [HeadDims; 6] = [
     HeadDims::square(64),
@@ -15,16 +18,11 @@ const HEAD_DIMS: [HeadDims; 6] = [
     HeadDims { head_dim: 192, head_dim_v: 128 },
 ];
 
-fn searches(c: &mut Criterion) {
+fn main() {
     let tiles = Tiles::default();
     let run = |dims: HeadDims| search(dims, Mode::Both, &tiles).expect("head dims in range");
-    c.bench_function("search/all six", |b| {
-        b.iter(|| HEAD_DIMS.map(|dims| run(black_box(dims)).bwd.len()));
-    });
+    time("search/all six", || HEAD_DIMS.map(|dims| run(black_box(dims)).bwd.len()));
     for dims in HEAD_DIMS {
-        c.bench_function(&format!("search/{dims}"), |b| b.iter(|| run(black_box(dims))));
+        time(&format!("search/{dims}"), || run(black_box(dims)));
     }
 }
-
-criterion_group!(benches, searches);
-criterion_main!(benches);

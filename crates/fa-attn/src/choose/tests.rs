@@ -1,6 +1,7 @@
 use fa_core::{Arch, Dtype, Lengths, Mask, Problem};
-use fa_planner::plan::{PlanOptions, plan};
+use fa_planner::plan::{PlanError, PlanOptions, plan};
 
+use super::memory::{Choices, REMEMBERED};
 use super::*;
 
 #[test]

@@ -7,7 +7,7 @@ use core::arch::x86_64::*;
 use super::amx;
 use super::avx512::F32x16;
 use super::bf16::{RawGradient16, RawProduct16, RawSoftmax16, Table16};
-use super::softmax::SLACK;
+use super::softmax::{Raised, raise};
 use super::vector::{Vector, exp2_short, tanh};
 
 /// Products by AMX tiles.
@@ -98,21 +98,10 @@ unsafe fn softmax(call: &RawSoftmax16) -> bool {
                 }
             }
             let top = tops[0].max(tops[1]).max(tops[2].max(tops[3])).mul(scale);
-
-            let old = V::load(call.max.add(column));
-            let mut sum = V::load(call.sum.add(column));
-            let mut factor = V::splat(1.0);
-            let mut origin = old;
-            if top.any_greater(old.add(V::splat(SLACK))) {
-                let max = top.select_greater(old.add(V::splat(SLACK)), top, old);
-                factor = max.select_greater(old, exp2_short(old.sub(max)), factor);
-                sum = sum.mul(factor);
-                max.store(call.max.add(column));
-                origin = max;
-                rescale = true;
-            }
-            factor.store(call.factor.add(column));
-            let origin = origin.select_greater(lowest, V::splat(0.0).sub(origin), V::splat(0.0));
+            let [max, sum, factor] = [call.max, call.sum, call.factor].map(|row| row.add(column));
+            let Raised { max, sum, rescale: raised } = raise::<V, true>(top, max, sum, factor);
+            rescale |= raised;
+            let origin = max.select_greater(lowest, V::splat(0.0).sub(max), V::splat(0.0));
 
             let mut sums = [sum, V::splat(0.0)];
             for pair in 0..call.keys / 2 {

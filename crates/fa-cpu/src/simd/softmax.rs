@@ -1,12 +1,12 @@
 //! The online softmax and its backward on transposed tiles of scores, in base 2.
 #![allow(unsafe_code)]
 
-use super::vector::{Vector, counting, exp2, probability, tanh};
+use super::vector::{Vector, counting, exp2, exp2_short, probability, tanh};
 
 /// How far (in powers of two) scores may exceed the running maximum before it is raised and what has been
 /// accumulated is rescaled. Probabilities up to 2^8 cost no precision in f32 sums, and on most tiles nothing
 /// is rescaled.
-pub(super) const SLACK: f32 = 8.0;
+const SLACK: f32 = 8.0;
 
 /// One tile of scores for the online softmax.
 ///
@@ -21,6 +21,49 @@ pub(super) struct RawSoftmax {
     pub max: *mut f32,
     pub sum: *mut f32,
     pub factor: *mut f32,
+}
+
+/// A register of running maxima that has been raised: the maxima, their sums, and whether anything accumulated
+/// before has to be multiplied by a factor other than 1.
+pub(super) struct Raised<V> {
+    pub max: V,
+    pub sum: V,
+    pub rescale: bool,
+}
+
+/// Raises those of the maxima at `max` that a tile's largest scores `top` exceed by more than [`SLACK`]; stores
+/// them, and at `factor` what is to be multiplied with everything accumulated before, as the sums returned are.
+/// `SHORT` takes [`exp2_short`].
+///
+/// # Safety
+/// Each pointer is valid for a register of values.
+#[inline(always)]
+pub(super) unsafe fn raise<V: Vector, const SHORT: bool>(
+    top: V,
+    max: *mut f32,
+    sum: *const f32,
+    factor: *mut f32,
+) -> Raised<V> {
+    // SAFETY: the caller vouches for the pointers and the instruction set.
+    unsafe {
+        let old = V::load(max);
+        let limit = old.add(V::splat(SLACK));
+        let one = V::splat(1.0);
+        let mut raised = Raised { max: old, sum: V::load(sum), rescale: false };
+        let mut by = one;
+        // -inf + SLACK is -inf, so the first visible key raises the maximum.
+        if top.any_greater(limit) {
+            raised.max = top.select_greater(limit, top, old);
+            let down = old.sub(raised.max);
+            let down = if SHORT { exp2_short(down) } else { exp2(down) };
+            by = raised.max.select_greater(old, down, one);
+            raised.sum = raised.sum.mul(by);
+            raised.rescale = true;
+            raised.max.store(max);
+        }
+        by.store(factor);
+        raised
+    }
 }
 
 /// Scores become probabilities `2^(score - max)`, `max` and `sum` are brought up to date; `factor` is what
@@ -48,23 +91,11 @@ pub(super) unsafe fn online<V: Vector>(call: &RawSoftmax) -> bool {
                 key += 1;
             }
             let top = tops[0].max(tops[1]).max(tops[2].max(tops[3]));
-
-            let old = V::load(call.max.add(column));
-            let mut sum = V::load(call.sum.add(column));
-            let mut factor = V::splat(1.0);
-            let mut origin = old;
-            // -inf + SLACK is -inf, so the first visible key raises the maximum.
-            if top.any_greater(old.add(V::splat(SLACK))) {
-                let max = top.select_greater(old.add(V::splat(SLACK)), top, old);
-                factor = max.select_greater(old, exp2(old.sub(max)), factor);
-                sum = sum.mul(factor);
-                max.store(call.max.add(column));
-                origin = max;
-                rescale = true;
-            }
-            factor.store(call.factor.add(column));
+            let [max, sum, factor] = [call.max, call.sum, call.factor].map(|row| row.add(column));
+            let Raised { max, sum, rescale: raised } = raise::<V, false>(top, max, sum, factor);
+            rescale |= raised;
             // Lanes that have seen nothing but -inf measure from 0: -inf - (-inf) would be NaN.
-            let origin = origin.select_greater(lowest, origin, V::splat(0.0));
+            let origin = max.select_greater(lowest, max, V::splat(0.0));
 
             let mut sums = [sum, V::splat(0.0), V::splat(0.0), V::splat(0.0)];
             let mut key = 0;

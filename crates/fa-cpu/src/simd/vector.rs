@@ -188,11 +188,9 @@ pub(super) unsafe fn probability<V: Vector>(x: V) -> V {
 }
 
 /// The same fit with fewer terms: 3e-6, far below the rounding of a probability to 16 bits.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 const EXP2_SHORT: [f32; 4] = [0.693_124_2, 0.240_241, 0.055_906_426, 0.009_582_853];
 
 /// `2^x` to about 3e-6 relative, for probabilities that are rounded to 16 bits; otherwise as [`exp2`].
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 #[inline(always)]
 pub(super) unsafe fn exp2_short<V: Vector>(x: V) -> V {
     // SAFETY: register operations only; the caller vouches for the instruction set.

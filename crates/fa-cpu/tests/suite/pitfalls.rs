@@ -51,7 +51,7 @@ fn nothing_to_see_and_nothing_to_do() {
             let problem = Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), mask, ..SMALL };
             let inputs = Inputs::<f32>::random(&problem, 2);
             let results = Results::compute(Options::default(), &problem, &inputs, true);
-            let Results { out, lse, dq, dk, dv } = results;
+            let Results { out, lse, dq, dk, dv, .. } = results;
             assert_eq!(lse.len(), batch * 4 * seqlen_q);
             assert!(lse.iter().all(|&lse| lse == f32::NEG_INFINITY), "{}", describe(&problem));
             assert!([out, dq, dk, dv].concat().iter().all(|&value| value == 0.0), "{}", describe(&problem));
@@ -296,7 +296,8 @@ fn gradients_are_held_to_the_worst_of_three_draws() {
     let held = low_precision::HELD_AT[1];
     let low = low_precision::backward_held_at(&problem, &q, &k, &v, &dout, held).unwrap();
     let forward = expected.low.clone();
-    let mut results = Results { out: forward.out, lse: forward.lse, dq: low.dq, dk: low.dk, dv: low.dv };
+    let mut results =
+        Results { out: forward.out, lse: forward.lse, dq: low.dq, dk: low.dk, dv: low.dv, dsinks: vec![] };
     assert_eq!(results.by_one_draw("", &problem, &expected).len(), 2, "dq and dk");
     let failures = results.failures("", &problem, &inputs, &expected);
     assert!(failures.is_empty(), "{}", failures.join("\n"));

@@ -5,7 +5,7 @@ use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{compare, compare_lse, rounding_step};
 use fa_cpu::reference::{self, Forward, Gradients, low_precision};
 use fa_cpu::simd::Isa;
-use fa_cpu::tiled::{BackwardInputs, Options, backward_with, forward_with};
+use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
 use fa_cpu::{Element, Extras, TensorMut};
 
 use crate::inputs::{Inputs, Views, bshd};
@@ -40,41 +40,52 @@ pub(crate) struct Results<T> {
     pub dq: Vec<T>,
     pub dk: Vec<T>,
     pub dv: Vec<T>,
+    pub dsinks: Vec<f32>,
 }
 
 impl<T: Element> Results<T> {
-    /// Every output is NaN before it is written. Without a backward the gradients are empty.
+    /// [`Results::of`] a problem without extras.
     pub(crate) fn compute(
         options: Options,
         problem: &Problem,
         inputs: &Inputs<T>,
         with_backward: bool,
     ) -> Self {
-        let Views { q, k, v, dout } = inputs.views(problem);
-        let poisoned = |shape: [usize; 4]| vec![T::from_f64(f64::NAN); shape.iter().product()];
-        fn writable<'a, T: Element>(data: &'a mut [T], shape: [usize; 4]) -> TensorMut<'a, T> {
+        Self::of(options, problem, &Extras::NONE, inputs, with_backward)
+    }
+
+    /// Every output is NaN before it is written. Without a backward the gradients are empty.
+    pub(crate) fn of(
+        options: Options,
+        problem: &Problem,
+        extras: &Extras<'_>,
+        inputs: &Inputs<T>,
+        with_backward: bool,
+    ) -> Self {
+        fn writable<T: Element>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
             TensorMut::packed("output", data, shape, TensorLayout::Bshd)
                 .expect("the data has the shape's length")
         }
-        let mut out = poisoned(out_shape(problem));
-        let mut lse = vec![f32::NAN; lse_len(problem)];
-        let mut view = writable(&mut out, out_shape(problem));
-        forward_with(options, problem, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
-        let [mut dq, mut dk, mut dv] = [vec![], vec![], vec![]];
-        if with_backward {
-            [dq, dk, dv] = [q_shape(problem), k_shape(problem), v_shape(problem)].map(poisoned);
-            let out = bshd("out", &out, out_shape(problem));
-            backward_with(
-                options,
-                problem,
-                &BackwardInputs { q, k, v, out, lse: &lse, dout },
-                &mut writable(&mut dq, q_shape(problem)),
-                &mut writable(&mut dk, k_shape(problem)),
-                &mut writable(&mut dv, v_shape(problem)),
-            )
-            .unwrap();
+        let Views { q, k, v, dout } = inputs.views(problem);
+        let poisoned = |shape: [usize; 4]| vec![T::from_f64(f64::NAN); shape.iter().product()];
+        let (mut out, mut lse) = (poisoned(out_shape(problem)), vec![f32::NAN; lse_len(problem)]);
+        let mut to_out = writable(&mut out, out_shape(problem));
+        let of_forward = Extras { dlse: None, ..*extras };
+        forward_extras(options, problem, &of_forward, &q, &k, &v, &mut to_out, Some(&mut lse)).unwrap();
+        if !with_backward {
+            return Results { out, lse, dq: vec![], dk: vec![], dv: vec![], dsinks: vec![] };
         }
-        Results { out, lse, dq, dk, dv }
+        let [mut dq, mut dk, mut dv] = [q_shape(problem), k_shape(problem), v_shape(problem)].map(poisoned);
+        let mut dsinks = vec![f32::NAN; if problem.score.sinks { problem.heads_q } else { 0 }];
+        let inputs = BackwardInputs { q, k, v, out: bshd("out", &out, out_shape(problem)), lse: &lse, dout };
+        let (to_dq, to_dk, to_dv) = (
+            &mut writable(&mut dq, q_shape(problem)),
+            &mut writable(&mut dk, k_shape(problem)),
+            &mut writable(&mut dv, v_shape(problem)),
+        );
+        let to_dsinks = problem.score.sinks.then_some(&mut dsinks[..]);
+        backward_extras(options, problem, extras, &inputs, to_dq, to_dk, to_dv, to_dsinks).unwrap();
+        Results { out, lse, dq, dk, dv, dsinks }
     }
 
     /// The bits of everything, to compare runs.

@@ -7,11 +7,12 @@ use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{compare, compare_lse};
 use fa_cpu::reference::{self, Forward, Gradients, low_precision};
 use fa_cpu::simd::Isa;
-use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
+use fa_cpu::tiled::{Options, forward_extras};
 use fa_cpu::{CpuError, Element, Extras, OwnedExtras, TensorMut};
 use half::{bf16, f16};
 
-use crate::inputs::{Inputs, Random, Views, bshd};
+use crate::inputs::{Inputs, Random, Views};
+use crate::tiled::Results;
 
 /// How the rows of a side lie.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -133,51 +134,6 @@ pub(crate) fn inputs<T: Element>(problem: &Problem, extras: &Extras<'_>, seed: u
     inputs
 }
 
-/// What the tiled implementation gives; every output is NaN before it is written.
-#[derive(Clone, Debug)]
-pub(crate) struct Results<T> {
-    pub out: Vec<T>,
-    pub lse: Vec<f32>,
-    pub dq: Vec<T>,
-    pub dk: Vec<T>,
-    pub dv: Vec<T>,
-    pub dsinks: Vec<f32>,
-}
-
-impl<T: Element> Results<T> {
-    pub(crate) fn compute(
-        options: Options,
-        problem: &Problem,
-        extras: &Extras<'_>,
-        inputs: &Inputs<T>,
-        with_backward: bool,
-    ) -> Self {
-        fn view<T: Element>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
-            TensorMut::packed("output", data, shape, TensorLayout::Bshd).unwrap()
-        }
-        let Views { q, k, v, dout } = inputs.views(problem);
-        let poisoned = |shape: [usize; 4]| vec![T::from_f64(f64::NAN); shape.iter().product()];
-        let (mut out, mut lse) = (poisoned(out_shape(problem)), vec![f32::NAN; lse_len(problem)]);
-        let mut to = view(&mut out, out_shape(problem));
-        let of_forward = Extras { dlse: None, ..*extras };
-        forward_extras(options, problem, &of_forward, &q, &k, &v, &mut to, Some(&mut lse)).unwrap();
-        if !with_backward {
-            return Results { out, lse, dq: vec![], dk: vec![], dv: vec![], dsinks: vec![] };
-        }
-        let [mut dq, mut dk, mut dv] = [q_shape(problem), k_shape(problem), v_shape(problem)].map(poisoned);
-        let mut dsinks = vec![f32::NAN; if problem.score.sinks { problem.heads_q } else { 0 }];
-        let inputs = BackwardInputs { q, k, v, out: bshd("out", &out, out_shape(problem)), lse: &lse, dout };
-        let (to_dq, to_dk, to_dv) = (
-            &mut view(&mut dq, q_shape(problem)),
-            &mut view(&mut dk, k_shape(problem)),
-            &mut view(&mut dv, v_shape(problem)),
-        );
-        let to_dsinks = problem.score.sinks.then_some(&mut dsinks[..]);
-        backward_extras(options, problem, extras, &inputs, to_dq, to_dk, to_dv, to_dsinks).unwrap();
-        Results { out, lse, dq, dk, dv, dsinks }
-    }
-}
-
 /// Every instruction set of this CPU against the oracle, by the tolerance rule; NaN must be where the oracle
 /// has it, in the rows of no sequence.
 fn check<T: Element + std::fmt::Debug>(
@@ -213,7 +169,7 @@ fn check<T: Element + std::fmt::Debug>(
     });
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let options = Options { isa: Some(isa), threads: None };
-        let got = Results::compute(options, problem, &of_backward, &inputs, with_backward);
+        let got = Results::of(options, problem, &of_backward, &inputs, with_backward);
         let tensor = |what: &str, shape, got: &[T], exact: &[f64], low: &[T], room: f64| {
             let verdict = compare(shape, dtype, got, exact, Some(low)).unwrap().allowing(room);
             assert!(verdict.passed(), "{what} of {problem:?} with {isa}: {verdict}");
@@ -251,12 +207,12 @@ fn blind_rows_add_nothing_to_sinks<T: Element + PartialEq + std::fmt::Debug>(dty
     let clean = inputs::<T>(&problem, &extras, 5);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let options = Options { isa: Some(isa), threads: Some(1) };
-        let want = Results::compute(options, &problem, &extras, &clean, true);
+        let want = Results::of(options, &problem, &extras, &clean, true);
         for bad in [f64::NAN, f64::INFINITY] {
             let mut given = inputs::<T>(&problem, &extras, 5);
             // The first 40 queries come before the first key.
             given.dout[..40 * 2 * 16].fill(T::from_f64(bad));
-            let got = Results::compute(options, &problem, &extras, &given, true);
+            let got = Results::of(options, &problem, &extras, &given, true);
             assert_eq!(got.dsinks, want.dsinks, "{bad} with {isa}, {dtype}");
         }
     }
@@ -390,7 +346,7 @@ fn rows_that_see_nothing_keep_their_sink() {
     let inputs = Inputs::<f32>::random(&dense, 5);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let options = Options { isa: Some(isa), threads: None };
-        let got = Results::compute(options, &dense, &extras, &inputs, true);
+        let got = Results::of(options, &dense, &extras, &inputs, true);
         for query in 0..4 {
             assert_eq!([got.lse[query], got.lse[7 + query]], sinks, "{isa}");
             assert!(got.out[query * 16..][..16].iter().all(|&value| value == 0.0), "{isa}");
@@ -398,7 +354,7 @@ fn rows_that_see_nothing_keep_their_sink() {
         }
         assert_eq!(got.dsinks[1], 0.0, "{isa}");
         let without = Problem { score: ScoreMod::NONE, ..dense };
-        let plain = Results::compute(options, &without, &Extras::NONE, &inputs, true);
+        let plain = Results::of(options, &without, &Extras::NONE, &inputs, true);
         assert_eq!(got.lse[7..], plain.lse[7..], "{isa}");
     }
 }
@@ -460,7 +416,7 @@ fn heads_may_lie_before_the_rows_of_a_page() {
         let (paged, owned) = problem(base(1), lens, [Lie::Packed, Lie::Paged(16)], 2);
         let paged = Problem { types: Types::same(Dtype::F32), ..paged };
         let inputs = inputs::<f32>(&paged, &owned.view(), 2);
-        let expected = Results::compute(Options::default(), &paged, &owned.view(), &inputs, false);
+        let expected = Results::of(Options::default(), &paged, &owned.view(), &inputs, false);
         let heads_first = |data: &[f32], [pages, page, heads, dim]: [usize; 4]| {
             let at = |i: usize| {
                 let (d, row, head) = (i % dim, i / dim % page, i / (dim * page) % heads);

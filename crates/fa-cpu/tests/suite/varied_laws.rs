@@ -12,7 +12,8 @@ use proptest::prelude::*;
 
 use crate::gradients::masks;
 use crate::inputs::{Inputs, Random, assert_close, bshd};
-use crate::varied::{Lie, Results, inputs, problem};
+use crate::tiled::Results;
+use crate::varied::{Lie, inputs, problem};
 
 /// Rows of `from` one after the other.
 fn rows<T: Copy>(from: &[T], rows: impl Iterator<Item = usize>, len: usize) -> Vec<T> {
@@ -62,12 +63,12 @@ fn bits<T: Element>(values: &[T]) -> Vec<u64> {
 fn same_alone<T: Element>(problem: &Problem, owned: &OwnedExtras, seed: u64, with_backward: bool) {
     let inputs = inputs::<T>(problem, &owned.view(), seed);
     let options = Options { isa: None, threads: with_backward.then_some(1) };
-    let whole = Results::compute(options, problem, &owned.view(), &inputs, with_backward);
+    let whole = Results::of(options, problem, &owned.view(), &inputs, with_backward);
     let [_, seqlen, heads, _] = q_shape(problem);
     let len = |shape: [usize; 4]| shape[2] * shape[3];
     for index in 0..problem.lengths.sequences() {
         let (dense, dense_owned, dense_inputs, queries, keys) = alone(problem, owned, &inputs, index);
-        let single = Results::compute(options, &dense, &dense_owned.view(), &dense_inputs, with_backward);
+        let single = Results::of(options, &dense, &dense_owned.view(), &dense_inputs, with_backward);
         let of_q = |from: &[T], shape| bits(&rows(from, queries.clone(), len(shape)));
         let of_k = |from: &[T], shape| bits(&rows(from, keys.iter().copied(), len(shape)));
         assert_eq!(of_q(&whole.out, out_shape(problem)), bits(&single.out), "out of {problem:?}, {index}");
@@ -149,8 +150,8 @@ proptest! {
             let plain = Extras { used_q: None, used_k: None, ..owned.view() };
             let extras = Extras { cu_q: Some(&cu_q), cu_k: Some(&cu_k), ..plain };
             let inputs = Inputs::<T>::random(&dense, seed);
-            let a = Results::compute(Options::default(), &dense, &plain, &inputs, true);
-            let b = Results::compute(Options::default(), &packed, &extras, &inputs, true);
+            let a = Results::of(Options::default(), &dense, &plain, &inputs, true);
+            let b = Results::of(Options::default(), &packed, &extras, &inputs, true);
             assert_eq!(bits(&a.out), bits(&b.out));
             for (a, b) in [(a.dq, b.dq), (a.dk, b.dk), (a.dv, b.dv)] {
                 assert_eq!(bits(&a), bits(&b), "{packed:?}");
@@ -170,7 +171,7 @@ proptest! {
         let inputs = inputs::<f32>(&problem, &owned.view(), seed);
         let run = |threads| {
             let options = Options { isa: None, threads };
-            let found = Results::compute(options, &problem, &owned.view(), &inputs, false);
+            let found = Results::of(options, &problem, &owned.view(), &inputs, false);
             (bits(&found.out), bits(&found.lse))
         };
         prop_assert_eq!(run(Some(threads)), run(None));

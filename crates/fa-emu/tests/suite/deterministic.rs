@@ -7,14 +7,7 @@ use fa_kernels::launch::{Addresses, Launches, Params};
 use fa_kernels::{Headers, RawTensor};
 
 use crate::known::unless_known;
-
-const SM80: &str = "Sm80Bwd((tile_m: 64, tile_n: 64, num_warps: 8, q_stages: 2, do_stages: 2, \
-                    atom_layout_m_sdp: 2, atom_layout_n_dkv: 2, atom_layout_m_dq: 2, dq_first: 32, \
-                    blocks_per_sm: 1, tile_order: Natural, deterministic: true))";
-const SM90: &str = "Sm90Bwd((tile_m: 64, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
-                    sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, \
-                    atom_layout_n_dkv: 2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, \
-                    dq_slices: 1, tile_order: Natural, deterministic: true))";
+use crate::{BACKWARDS, backward};
 
 fn spec(kernel: &str, mask: Mask) -> KernelSpec {
     let mask = match mask {
@@ -64,9 +57,9 @@ fn sections_and_parts_give_the_same_bits_under_every_schedule() {
         case((1, 400, 400), (4, 2), Mask::window(100, 0), 2, 2, true, false),
         case((1, 300, 300), (3, 1), Mask::window(70, 40), 64, 3, false, true),
     ];
-    for kernel in [SM80, SM90] {
+    for family in BACKWARDS {
         for case in &cases {
-            let spec = spec(kernel, case.mask);
+            let spec = spec(&backward(family, "Natural", true), case.mask);
             let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
             let problem = Problem {
                 lengths: case.lengths,

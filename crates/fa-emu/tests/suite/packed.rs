@@ -1,26 +1,20 @@
 //! Backwards of sequences of different lengths: packed, padded in part, without queries, without keys, with
 //! rows behind the last sequence that are NaN; deterministic and not, with heads in parts and without.
 
-use fa_core::{Arch, KernelSpec, Reads};
+use fa_core::{Arch, Family, KernelSpec, Reads};
 use fa_emu::sweep::{Case, Trials, cases};
 use fa_emu::{Batch, Lie, Options};
 use fa_kernels::Headers;
 use fa_kernels::launch::Launches;
 
 use crate::known::unless_known;
+use crate::{BACKWARDS, backward};
 
-const SM80: &str = "Sm80Bwd((tile_m: 64, tile_n: 64, num_warps: 8, q_stages: 2, do_stages: 2, \
-                    atom_layout_m_sdp: 2, atom_layout_n_dkv: 2, atom_layout_m_dq: 2, dq_first: 32, \
-                    blocks_per_sm: 1, tile_order: LongestFirst, deterministic: false))";
-const SM90: &str = "Sm90Bwd((tile_m: 64, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
-                    sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, \
-                    atom_layout_n_dkv: 2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, \
-                    dq_slices: 1, tile_order: LongestFirst, deterministic: false))";
-
-fn spec(kernel: &str, mask: &str, deterministic: bool) -> KernelSpec {
+fn spec(family: Family, mask: &str, deterministic: bool) -> KernelSpec {
+    let kernel = backward(family, "LongestFirst", deterministic);
     let text = format!(
-        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: false, varied: true, kernel: {})",
-        kernel.replace("deterministic: false", &format!("deterministic: {deterministic}"))
+        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: false, varied: true, \
+         kernel: {kernel})"
     );
     KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
@@ -49,10 +43,10 @@ fn gradients_of_sequences_of_different_lengths_are_those_of_each() {
         return;
     };
     let trials = Trials::default();
-    for kernel in [SM80, SM90] {
+    for family in BACKWARDS {
         for (mask, deterministic) in [("causal", true), ("full", false), ("window", true), ("causal", false)]
         {
-            let spec = spec(kernel, mask, deterministic);
+            let spec = spec(family, mask, deterministic);
             assert_eq!(spec.reads, Reads { varied: true, paged: false });
             let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
             let mut parts = 0;

@@ -1,40 +1,5 @@
 //! How a struct of launch parameters is declared once, for Rust and for the header that CUDA reads.
 
-/// A pointer that a kernel reads through; `const void*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct ConstPtr(pub u64);
-
-/// A pointer that a kernel writes through; `void*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutPtr(pub u64);
-
-/// A pointer to f32 that a kernel writes through; `float*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutF32Ptr(pub u64);
-
-/// A pointer to f32 that a kernel reads through; `const float*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct ConstF32Ptr(pub u64);
-
-/// A pointer to 32-bit counters; `unsigned*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutU32Ptr(pub u64);
-
-/// A pointer to 32-bit integers that a kernel reads through; `const int*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct ConstI32Ptr(pub u64);
-
-/// A pointer to 32-bit integers that a kernel writes through; `int*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutI32Ptr(pub u64);
-
 /// A type that parameters are made of.
 pub(crate) trait DeviceType {
     const CUDA_TYPE: &'static str;
@@ -48,14 +13,39 @@ macro_rules! device_types {
     };
 }
 
-device_types! {
+/// Device addresses, by the CUDA type of the pointer.
+macro_rules! pointers {
+    ($($(#[doc = $doc:literal])+ $rust:ident => $cuda:literal),+ $(,)?) => {
+        $(
+            $(#[doc = $doc])+
+            #[doc = concat!("`", $cuda, "` in CUDA; 0 is null.")]
+            #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+            #[repr(transparent)]
+            pub struct $rust(pub u64);
+
+            device_types! { $rust => $cuda }
+        )+
+    };
+}
+
+pointers! {
+    /// A pointer that a kernel reads through,
     ConstPtr => "const void*",
+    /// A pointer that a kernel writes through,
     MutPtr => "void*",
+    /// A pointer to f32 that a kernel writes through,
     MutF32Ptr => "float*",
+    /// A pointer to f32 that a kernel reads through,
     ConstF32Ptr => "const float*",
+    /// A pointer to 32-bit counters,
     MutU32Ptr => "unsigned*",
+    /// A pointer to 32-bit integers that a kernel reads through,
     ConstI32Ptr => "const int*",
+    /// A pointer to 32-bit integers that a kernel writes through,
     MutI32Ptr => "int*",
+}
+
+device_types! {
     u32 => "unsigned",
     i32 => "int",
     i64 => "long long",

@@ -4,14 +4,14 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaStream};
+use cudarc::driver::CudaStream;
 use fa_core::{Append, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
 
 use crate::Error;
 use crate::jit::append_params::AppendParams;
 use crate::jit::declare::{ConstI32Ptr, ConstPtr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
-use crate::jit::source::{APPEND, APPEND_SMEM, APPEND_THREADS};
+use crate::jit::source::{APPEND_SMEM, APPEND_THREADS};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::single::Single;
@@ -263,39 +263,19 @@ impl AppendLaunch {
     }
 }
 
-/// The append kernel in a context.
-#[derive(Debug)]
-pub struct AppendKernel {
-    single: Single,
-    sms: u32,
-}
-
 /// An append ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
 #[derive(Clone, Debug)]
 pub struct BoundAppend {
-    kernel: Arc<AppendKernel>,
+    kernel: Arc<Single>,
     launch: AppendLaunch,
 }
 
-impl AppendKernel {
-    /// Loads `cubin`.
-    ///
-    /// # Errors
-    /// [`Error::Driver`].
-    pub(crate) fn load(context: &Arc<CudaContext>, sms: u32, cubin: &[u8]) -> Result<AppendKernel, Error> {
-        Ok(AppendKernel { single: Single::load(context, APPEND, cubin)?, sms })
-    }
-
-    /// Binds the kernel to what is appended.
-    ///
-    /// # Errors
-    /// As [`AppendLaunch::new`].
-    pub fn bind(self: &Arc<AppendKernel>, append: &Append) -> Result<BoundAppend, Error> {
-        Ok(BoundAppend { kernel: self.clone(), launch: AppendLaunch::new(append, self.sms)? })
-    }
-}
-
 impl BoundAppend {
+    /// The append kernel, bound to what is appended.
+    pub(crate) fn new(kernel: Arc<Single>, launch: AppendLaunch) -> BoundAppend {
+        BoundAppend { kernel, launch }
+    }
+
     /// What a call launches.
     pub fn launch(&self) -> &AppendLaunch {
         &self.launch
@@ -306,7 +286,7 @@ impl BoundAppend {
     /// # Errors
     /// [`Error::Context`].
     pub(crate) fn check_context(&self, name: &'static str, of: &CudaStream) -> Result<(), Error> {
-        self.kernel.single.check_context(name, of)
+        self.kernel.check_context(name, of)
     }
 
     /// [`BoundAppend::run`] on addresses alone.
@@ -326,6 +306,6 @@ impl BoundAppend {
             return Ok(());
         }
         // SAFETY: the entry takes these parameters; the caller vouches for the addresses.
-        unsafe { self.kernel.single.launch(stream, (grid, threads, smem), self.launch.params(args)) }
+        unsafe { self.kernel.launch(stream, (grid, threads, smem), self.launch.params(args)) }
     }
 }

@@ -4,14 +4,14 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fa_core::{Dtype, Merge, Strides};
 
 use crate::Error;
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr};
 use crate::jit::merge_params::{MergeParams, MergePart as PartParams, MergeParts};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
-use crate::jit::source::{MERGE, MERGE_THREADS};
+use crate::jit::source::MERGE_THREADS;
 use crate::launch::args::{Element, Input, Output, RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::single::Single;
@@ -163,36 +163,11 @@ impl MergeLaunch {
     }
 }
 
-/// The merge kernel in a context.
-#[derive(Debug)]
-pub struct MergeKernel {
-    single: Single,
-    sms: u32,
-}
-
 /// A merge ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
 #[derive(Clone, Debug)]
 pub struct BoundMerge {
-    kernel: Arc<MergeKernel>,
+    kernel: Arc<Single>,
     launch: MergeLaunch,
-}
-
-impl MergeKernel {
-    /// Loads `cubin`.
-    ///
-    /// # Errors
-    /// [`Error::Driver`].
-    pub(crate) fn load(context: &Arc<CudaContext>, sms: u32, cubin: &[u8]) -> Result<MergeKernel, Error> {
-        Ok(MergeKernel { single: Single::load(context, MERGE, cubin)?, sms })
-    }
-
-    /// Binds the kernel to what is merged.
-    ///
-    /// # Errors
-    /// As [`MergeLaunch::new`].
-    pub fn bind(self: &Arc<MergeKernel>, merge: &Merge) -> Result<BoundMerge, Error> {
-        Ok(BoundMerge { kernel: self.clone(), launch: MergeLaunch::new(merge, self.sms)? })
-    }
 }
 
 fn check_type<T: Element>(what: &'static str, need: Dtype) -> Result<(), Error> {
@@ -203,6 +178,11 @@ fn check_type<T: Element>(what: &'static str, need: Dtype) -> Result<(), Error> 
 }
 
 impl BoundMerge {
+    /// The merge kernel, bound to what is merged.
+    pub(crate) fn new(kernel: Arc<Single>, launch: MergeLaunch) -> BoundMerge {
+        BoundMerge { kernel, launch }
+    }
+
     /// What a call launches.
     pub fn launch(&self) -> &MergeLaunch {
         &self.launch
@@ -222,7 +202,7 @@ impl BoundMerge {
         let merge = &self.launch.merge;
         check_type::<P>("type of the parts", merge.part)?;
         check_type::<O>("type of the result", merge.out)?;
-        let single = &self.kernel.single;
+        let single = &self.kernel;
         let enough = |tensor, have: usize, need: usize, of: &CudaStream| {
             if have < need {
                 return Err(Error::TooShort { tensor, have: have as u64, need: need as u64 });
@@ -292,6 +272,6 @@ impl BoundMerge {
             return Ok(());
         }
         // SAFETY: the entry takes these parameters; the caller vouches for the addresses.
-        unsafe { self.kernel.single.launch(stream, (grid, threads, 0), self.launch.params(args)) }
+        unsafe { self.kernel.launch(stream, (grid, threads, 0), self.launch.params(args)) }
     }
 }

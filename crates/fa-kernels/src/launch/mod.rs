@@ -16,17 +16,15 @@ mod plan;
 mod problem_params;
 mod run;
 mod sections;
-mod single;
+pub(crate) mod single;
 mod tma;
 pub(crate) mod varied;
 mod workspace;
 
-pub use append::{AppendKernel, AppendLaunch, BoundAppend, RawAppendArgs};
+pub use append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
 pub use extras::Extra;
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
-pub use merge::{
-    BoundMerge, MergeArgs, MergeKernel, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult,
-};
+pub use merge::{BoundMerge, MergeArgs, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult};
 pub use tma::{MapShape, TensorMap};
 pub use workspace::{Part, Workspace};

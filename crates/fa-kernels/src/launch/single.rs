@@ -21,7 +21,7 @@ impl Single {
     ///
     /// # Errors
     /// [`Error::Driver`].
-    pub(super) fn load(context: &Arc<CudaContext>, entry: &str, cubin: &[u8]) -> Result<Single, Error> {
+    pub(crate) fn load(context: &Arc<CudaContext>, entry: &str, cubin: &[u8]) -> Result<Single, Error> {
         let module = context
             .load_module(Ptx::from_binary(cubin.to_vec()))
             .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;

@@ -1,10 +1,11 @@
 //! The problems of a kernel that the emulation runs in seconds: short rows and few heads, but every edge
 //! case. A GPU runs them with the rest of the list.
 
-use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, Types};
+use fa_core::{Alibi, KernelSpec, Lengths, Problem};
 
 use super::case::{Arrangement, BASE, Case, NamedSpec, case, case_of};
 use super::paged::loads_pages;
+use super::problem::problem_of;
 use crate::random::Random;
 use crate::sequences::{Ragged, Sequences};
 
@@ -156,31 +157,14 @@ impl Batch {
     }
 }
 
-/// A problem for the kernel, with the caller's lengths.
+/// A problem for the kernel; the caller sets the lengths.
 fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bool) -> Problem {
-    let narrower = if is_narrow { 8 } else { 0 };
-    let mask = match spec.mask {
-        MaskKind::Full => Mask::FULL,
-        MaskKind::Causal => Mask::CAUSAL,
-        MaskKind::Window => Mask::window(40, 7),
-    };
     // Two heads of wide rows take as long as four of narrow ones; groups that leave rows idle stay so.
     let few = spec.head_dim > 128 && heads_q.is_power_of_two();
     let heads_q = if few { heads_q.min(2) } else { heads_q };
-    Problem {
-        heads_q,
-        heads_kv: heads_kv.min(heads_q),
-        head_dim: spec.head_dim as usize - narrower,
-        head_dim_v: spec.head_dim_v as usize - narrower,
-        mask,
-        types: Types::same(spec.types.qkv),
-        score: ScoreMod {
-            softcap: spec.score.softcap.then_some(15.0),
-            alibi: spec.score.alibi.then_some(Alibi::PerHead),
-            sinks: spec.score.sinks,
-        },
-        ..BASE
-    }
+    let widest = problem_of(spec, BASE.lengths, (heads_q, heads_kv));
+    let narrower = if is_narrow { 8 } else { 0 };
+    Problem { head_dim: widest.head_dim - narrower, head_dim_v: widest.head_dim_v - narrower, ..widest }
 }
 
 #[cfg(test)]

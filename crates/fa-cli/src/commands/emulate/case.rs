@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
-use fa_core::{Alibi, Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
+use fa_core::{Arch, KernelSpec, Lengths, Problem, ScoreMod};
 use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
 use fa_emu::{Batch, Lie, Placement, with_mods};
+use fa_lab::grid::problem_of;
 
 use super::args::{EmulateArgs, Rows};
 use crate::attention::check_memory;
@@ -83,30 +84,19 @@ fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Result<Option<Batch>, InputEr
 }
 
 fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::Result<Problem> {
+    let of_spec = problem_of(spec, lengths, (args.heads.q, args.heads.kv));
     let given = args.mask.mask();
-    let of_spec = match spec.mask {
-        MaskKind::Full => Mask::FULL,
-        MaskKind::Causal => Mask::CAUSAL,
-        MaskKind::Window => Mask::window(40, 7),
-    };
-    let mask = if given.is_full() { of_spec } else { given };
+    let mask = if given.is_full() { of_spec.mask } else { given };
     let (head_dim, head_dim_v) =
-        args.headdim.map_or((spec.head_dim as usize, spec.head_dim_v as usize), |dims| (dims.qk, dims.v));
-    let problem = Problem {
-        lengths,
-        heads_q: args.heads.q,
-        heads_kv: args.heads.kv,
-        head_dim,
-        head_dim_v,
-        mask,
-        types: spec.types,
-        softmax_scale: args.scale,
-        score: ScoreMod {
-            softcap: args.softcap.or_else(|| spec.score.softcap.then_some(15.0)),
-            alibi: spec.score.alibi.then(|| args.alibi.unwrap_or(Alibi::PerHead)),
-            sinks: spec.score.sinks,
-        },
+        args.headdim.map_or((of_spec.head_dim, of_spec.head_dim_v), |dims| (dims.qk, dims.v));
+    let score = ScoreMod {
+        softcap: args.softcap.or(of_spec.score.softcap),
+        alibi: of_spec.score.alibi.map(|default| args.alibi.unwrap_or(default)),
+        ..of_spec.score
     };
+    let heads_kv = args.heads.kv;
+    let problem =
+        Problem { heads_kv, head_dim, head_dim_v, mask, softmax_scale: args.scale, score, ..of_spec };
     problem.check()?;
     // What takes seconds of emulation takes a GPU microseconds.
     const LIMIT: f64 = 4e11;

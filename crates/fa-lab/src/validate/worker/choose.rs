@@ -121,8 +121,8 @@ pub(super) fn splitting(case: &Case, arch: Arch, family: Family) -> Result<Kerne
 
 /// The same kernel for rows that are read in another way; without the code for pages where there are none.
 pub(super) fn with_reads(of: &KernelSpec, reads: Reads) -> KernelSpec {
-    let kernel = if reads.paged { of.kernel.clone() } else { kernels::of(&of.kernel).without_pages() };
-    KernelSpec { reads, kernel, ..of.clone() }
+    let without = if reads.paged { None } else { kernels::of(&of.kernel).without_pages() };
+    KernelSpec { reads, kernel: without.unwrap_or_else(|| of.kernel.clone()), ..of.clone() }
 }
 
 /// How the kernel of a case's twin finds rows; `None` where the case has none.

@@ -1,4 +1,4 @@
-//! candle-transformers' own models, as they stand, with their `use_flash_attn` on this crate:
+//! candle-transformers' own models, as they stand, with their `use_flash_attn` on fa-candle:
 //! `[patch.crates-io]` has put it in the place of candle-flash-attn. The same weights without flash
 //! attention give the same tokens.
 //!
@@ -11,10 +11,7 @@ use candle_transformers::models::{
 };
 use serde_json::{Value, json};
 
-#[path = "models/weights.rs"]
-mod weights;
-
-use weights::Random;
+use fa_candle_models::Random;
 
 const VOCAB: usize = 61;
 const PROMPT: usize = 11;

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use fa_candle::*;
 
-use crate::weights::Random;
+use fa_candle_models::Random;
 
 const SCALE: f32 = 0.125;
 

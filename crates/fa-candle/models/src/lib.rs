@@ -1,14 +1,15 @@
-//! Weights and tokens from a seed.
+//! Weights and tokens from a seed, for models that tests make up.
 
 use std::collections::HashMap;
 
 use candle_core::{Device, Result, Tensor};
 
 /// Numbers of an xorshift generator.
-pub(crate) struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
-    pub(crate) fn new(seed: u64) -> Random {
+    /// The generator of a seed.
+    pub fn new(seed: u64) -> Random {
         Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
@@ -20,20 +21,20 @@ impl Random {
     }
 
     /// Token ids `(batch, len)` below `vocab`.
-    pub(crate) fn tokens(
-        &mut self,
-        batch: usize,
-        len: usize,
-        vocab: usize,
-        device: &Device,
-    ) -> Result<Tensor> {
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn tokens(&mut self, batch: usize, len: usize, vocab: usize, device: &Device) -> Result<Tensor> {
         let ids: Vec<u32> = (0..batch * len).map(|_| (self.next() % vocab as u64) as u32).collect();
         Tensor::from_vec(ids, (batch, len), device)
     }
 
     /// Matrices whose products keep the size of what they multiply, vectors near 1 where they scale (names
-    /// that end in `norm.weight` or `LayerNorm.weight`) and near 0 elsewhere.
-    pub(crate) fn weights(&mut self, shapes: Vec<(String, Vec<usize>)>) -> Result<HashMap<String, Tensor>> {
+    /// that end in `norm.weight` or `LayerNorm.weight`) and near 0 elsewhere. On the CPU, in f32.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn weights(&mut self, shapes: Vec<(String, Vec<usize>)>) -> Result<HashMap<String, Tensor>> {
         let mut made = HashMap::new();
         for (name, shape) in shapes {
             let (center, width) = match shape[..] {

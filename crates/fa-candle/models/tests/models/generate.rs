@@ -6,7 +6,7 @@ use candle_transformers::models::{llama, qwen2};
 
 use crate::decoder::{Config, Decoder};
 use crate::difference;
-use crate::weights::Random;
+use fa_candle_models::Random;
 
 const STEPS: usize = 12;
 

@@ -1,7 +1,7 @@
-//! The crate on a GPU: every function and gradient against the CPU's, a Llama with this crate's attention
+//! fa-candle on a GPU: every function and gradient against the CPU's, a Llama with its attention
 //! against candle-transformers' own, tokens per second of both, and how long a first call takes.
 //!
-//!     cargo run --release -p fa-candle --features cuda --example gpu
+//!     cargo run --release -p fa-candle-models --features cuda --example gpu
 //!
 //! Arguments `functions`, `tokens`, `first-call` and `rates` choose parts; the first compiles some 80
 //! kernels.
@@ -11,8 +11,6 @@ mod decoder;
 mod first_call;
 mod functions;
 mod llama;
-#[path = "../../tests/models/weights.rs"]
-mod weights;
 
 use candle_core::{Device, Result};
 

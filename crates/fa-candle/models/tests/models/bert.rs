@@ -9,7 +9,7 @@ use candle_transformers::models::bert::{BertModel, Config, HiddenAct, PositionEm
 
 use crate::difference;
 use crate::encoder::{Encoder, shapes};
-use crate::weights::Random;
+use fa_candle_models::Random;
 
 fn config(layers: usize, hidden: usize, vocab: usize, positions: usize) -> Config {
     Config {

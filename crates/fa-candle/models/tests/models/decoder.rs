@@ -1,4 +1,4 @@
-//! A decoder with the weights of Llama and of Qwen2, whose attention is this crate's: rows stay where the
+//! A decoder with the weights of Llama and of Qwen2, whose attention is fa-candle's: rows stay where the
 //! projections put them, `(batch, seqlen, heads, head_dim)`, and the cache is read as far as it is filled.
 
 use candle_core::{DType, Device, Module, Result, Tensor};

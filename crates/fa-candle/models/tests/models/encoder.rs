@@ -1,4 +1,4 @@
-//! A BERT encoder whose attention is this crate's: sentences of any lengths end to end, without padding.
+//! A BERT encoder whose attention is fa-candle's: sentences of any lengths end to end, without padding.
 
 use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::{Embedding, LayerNorm, Linear, VarBuilder};

@@ -1,11 +1,10 @@
-//! Models of candle-transformers, and the same weights with this crate's attention: logits agree, greedy
+//! Models of candle-transformers, and the same weights with fa-candle's attention: logits agree, greedy
 //! tokens are the same.
 
 mod bert;
 mod decoder;
 mod encoder;
 mod generate;
-mod weights;
 
 use candle_core::Tensor;
 

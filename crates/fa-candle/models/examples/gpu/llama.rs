@@ -1,4 +1,4 @@
-//! A Llama with random weights: tokens and rates with this crate's attention and with candle-transformers'
+//! A Llama with random weights: tokens and rates with fa-candle's attention and with candle-transformers'
 //! own.
 
 use std::collections::HashMap;
@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use candle_transformers::models::llama;
 
 use crate::decoder::{Config, Decoder};
-use crate::weights::Random;
+use fa_candle_models::Random;
 
 /// What f16 leaves of the logits' accuracy: tokens whose logits are as close are the same to it.
 const BOUND: f32 = 2e-2;

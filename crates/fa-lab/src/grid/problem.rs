@@ -1,0 +1,29 @@
+//! The problem that a kernel is tried on where only lengths and heads are given.
+
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
+
+/// A problem that a kernel of `spec` computes: its head dims and types, a mask of its kind (a window of 40 keys
+/// before the diagonal and 7 after it), and its score modifiers (a soft cap of 15, a slope per head). `heads`
+/// are those of Q, and those of K and V, which are no more than those of Q.
+pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usize, usize)) -> Problem {
+    let mask = match spec.mask {
+        MaskKind::Full => Mask::FULL,
+        MaskKind::Causal => Mask::CAUSAL,
+        MaskKind::Window => Mask::window(40, 7),
+    };
+    Problem {
+        lengths,
+        heads_q,
+        heads_kv: heads_kv.min(heads_q),
+        head_dim: spec.head_dim as usize,
+        head_dim_v: spec.head_dim_v as usize,
+        mask,
+        types: spec.types,
+        softmax_scale: None,
+        score: ScoreMod {
+            softcap: spec.score.softcap.then_some(15.0),
+            alibi: spec.score.alibi.then_some(Alibi::PerHead),
+            sinks: spec.score.sinks,
+        },
+    }
+}
