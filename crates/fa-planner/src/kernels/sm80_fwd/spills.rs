@@ -3,7 +3,7 @@
 //! and some with one buffer of K and V.
 //!
 //! Taken from 174 first choices with a soft cap, and with ALiBi beside it, at head dims 64 to 256, compiled
-//! for sm_90 by NVRTC 13.0 (NB-108); of one buffer, from 17 without a soft cap (NB-138).
+//! for sm_90 by NVRTC 13.0 (NB-108); of one buffer, from 20 without a soft cap (NB-138).
 
 use fa_core::{Arch, KernelSpec, MaskKind, Reads, Sm80Fwd};
 
