@@ -132,3 +132,29 @@ fn model(
     };
     (model, hidden + exposed)
 }
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Arch, Dtype, Mask, ScoreMod};
+
+    use super::*;
+
+    /// CTAs as NVRTC 13.0's registers leave room for: 167, 202, 182, 212 and 148 of a thread (NB-138).
+    #[test]
+    fn ctas_are_those_that_the_compilers_registers_leave_room_for() {
+        for ((head_dims, softcap), (tile_n, stages), ctas) in [
+            (([128, 128], false), (64, 1), 3),
+            (([128, 128], true), (64, 1), 2),
+            (([192, 128], false), (64, 1), 2),
+            (([64, 64], false), (128, 2), 2),
+            (([96, 96], false), (64, 2), 3),
+        ] {
+            let square = Problem::square(1, 1024, 1, head_dims[0] as usize, Mask::FULL, Dtype::Bf16);
+            let score = if softcap { ScoreMod::softcap(30.0) } else { square.score };
+            let problem = Problem { head_dim_v: head_dims[1] as usize, score, ..square };
+            let kernel = Sm80Fwd { tile_m: 64, tile_n, num_warps: 4, stages, ..Sm80Fwd::default() };
+            let spec = KernelSpec::for_problem(&problem, head_dims, kernel.clone());
+            assert_eq!(blocks(&spec, &kernel, Arch::Sm90.limits()), ctas, "{spec}");
+        }
+    }
+}
