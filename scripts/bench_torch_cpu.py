@@ -10,8 +10,8 @@ torch runs scaled_dot_product_attention on its flash path (nothing else is allow
 [batch, heads, seqlen, head_dim] tensors; backward is torch.autograd.grad alone on a retained graph. FLOPs are
 4 * batch * heads * pairs * head_dim forward, with queries * keys pairs or N(N+1)/2 causal, and 2.5 times that
 backward. --sets chooses among the squares (which the other options describe) and the shapes off them: one query
-against many keys, 5 to 16 of them, batches of short sequences, lengths of vision models, few queries against many keys,
-other head dims, prompts of one sequence, causal training with grouped heads.
+against many keys, 5 to 16 of them, batches of short and of tiny sequences, lengths of vision models, few queries
+against many keys, other head dims, prompts of one sequence, causal training with grouped heads.
 
 Standard output is a JSON list, one row a shape: kind, dtype, batch, heads, heads_kv, seqlen, seqlen_k, head_dim,
 causal, ms_median, ms_min, gflops (torch's, by the median), and with --fa also fa_ms_median, fa_ms_min, fa_gflops, ratio
@@ -77,6 +77,15 @@ OFF_SQUARES = {
     "short": (
         MODES,
         [Shape(64, 8, 8, 32, 32, 64, True), Shape(16, 12, 12, 128, 128, 64, False)],
+    ),
+    "tiny": (
+        MODES,
+        [
+            Shape(50, 12, 12, 5, 5, 64, False),
+            Shape(100, 8, 8, 9, 9, 32, False),
+            Shape(3, 5, 1, 5, 333, 72, False),
+            Shape(8, 8, 2, 12, 300, 128, False),
+        ],
     ),
     "vit": (
         MODES,

@@ -99,6 +99,6 @@ def options_of(softmax_scale, causal, window_size, softcap, deterministic):
 
 
 def returned(out, lse, wants_lse, return_attn_probs):
-    if return_attn_probs:
+    if flag("return_attn_probs", return_attn_probs):
         return out, lse, None
     return (out, lse) if wants_lse else out

@@ -78,7 +78,7 @@ def flash_attn_func(
         extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
     out, lse = face_of(q).attention(q, k, v, *options, extras, out=out, division=division)
-    if return_attn_probs or wants_lse:
+    if return_attn_probs is not False or wants_lse:
         return returned(out, lse, wants_lse, return_attn_probs)
     return out
 

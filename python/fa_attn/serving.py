@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from ._checks import LARGEST, array, count, flag, masses, most
+from ._checks import LARGEST, array, count, flag, int32, masses, most
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
 from ._options import division_of, extras_of, options_of, others_of
@@ -171,6 +171,7 @@ def flash_attn_with_kvcache(
         shape = tuple(getattr(cache_leftpad, "shape", ()))
         if shape != (batch,):
             raise InputError(f"cache_leftpad has the shape {shape}: it must be an array ({batch},)")
+        int32("cache_leftpad", cache_leftpad)
         if table is None and k_cache.shape[0] != batch:
             raise InputError(
                 f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"

@@ -56,7 +56,7 @@ def mask(
                 f"a mask by {kind}: computed are causal and bidirectional masks, sliding windows, padding "
                 "and packed sequences; use attn_implementation='sdpa' for this model"
             )
-    if others.get("config") is not None and any("sliding_window" in kind for kind in kinds):
+    if any("sliding_window" in kind for kind in kinds) and _has_windows(others.get("config")):
         reason = _loses_window(type(others["config"]))
         if reason:
             raise UnsupportedError(f"{type(others['config']).__name__}: {reason}")
@@ -157,6 +157,13 @@ def _window_refusal(config):
     module = _modeling_of(config)
     layers = [x for x in _own_classes(module) if "Attention" in x.__name__ and hasattr(x, "forward")]
     return _WINDOW if layers and not any(_names_window(layer.forward) for layer in layers) else ""
+
+
+def _has_windows(config):
+    """Whether a layer may have a sliding window. Models make masks of every form that their layers can have,
+    whether one has it or not."""
+    kinds = getattr(config, "layer_types", None)
+    return config is not None and (kinds is None or any("sliding" in kind for kind in kinds))
 
 
 def _names_window(function):

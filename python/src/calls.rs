@@ -303,11 +303,7 @@ pub(crate) fn append<'py>(
         used_out: ints("cache_seqlens", Some(used_out))?,
     };
     let append = appended(&arrays, (interleaved, following), (max_new, max_q))?;
-    if arrays.k_new.elements() > 0 && overlap::share_elements(&arrays.k_cache, &arrays.v_cache) {
-        return Err(InputError::new_err(
-            "k_cache and v_cache have elements in common: both are written, give two that have none",
-        ));
-    }
+    check_apart(&arrays)?;
     match arrays.k_cache.place {
         Place::Cpu => host::append(py, &append, &arrays),
         Place::Cuda(ordinal) => {
@@ -320,6 +316,34 @@ pub(crate) fn append<'py>(
             Ok(0)
         }
     }
+}
+
+/// Refuses an append whose caches have elements in common with one another or with what is read meanwhile.
+fn check_apart(arrays: &Appended<'_>) -> PyResult<()> {
+    let Appended { k_new, v_new, k_cache, v_cache, q, tables, .. } = arrays;
+    if k_new.elements() == 0 {
+        return Ok(());
+    }
+    if overlap::share_elements(k_cache, v_cache) {
+        return Err(InputError::new_err(
+            "k_cache and v_cache have elements in common: both are written, give two that have none",
+        ));
+    }
+    // Queries are read here where they are turned. Tables of another type cannot lie in a cache.
+    let q = q.as_ref().filter(|_| tables.is_some());
+    let tables = tables.iter().flatten().zip(["rotary_cos", "rotary_sin"]);
+    let tables = tables.filter(|(table, _)| table.dtype == k_cache.dtype).map(|(table, name)| (name, table));
+    let read = [("k", k_new), ("v", v_new)].into_iter().chain(q.map(|q| ("q", q))).chain(tables);
+    for (name, view) in read {
+        for (written, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
+            if overlap::share_elements(view, cache) {
+                return Err(InputError::new_err(format!(
+                    "{name} lies in the memory of {written}, which is written while it is read: give a copy"
+                )));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The append that the arrays are.

@@ -142,6 +142,9 @@ def test_a_cache_with_padding_before_its_keys():
         assert said in str(error.value)
     with pytest.raises(fa_attn.InputError, match="give cache_batch_idx"):
         fa_attn.flash_attn_with_kvcache(q[:2], k, v, cache_seqlens=used[:2], cache_leftpad=used[:2])
+    for dtype in (np.int64, np.float32):
+        with pytest.raises(fa_attn.InputError, match="^cache_leftpad holds .*: it must be int32"):
+            fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=used.astype(dtype))
 
 
 def test_parts_of_the_keys_are_merged():
@@ -265,3 +268,27 @@ def test_caches_that_share_memory():
     ):
         with pytest.raises(fa_attn.InputError, match="k_cache and v_cache have elements in common"):
             append(k, v)
+
+
+def test_what_is_appended_lies_in_no_cache():
+    """Rows of a cache that are written while they are read."""
+    q, _ = arrays(6, (1, 1, 2, 8), (1,))
+    both = np.zeros((2, 1, 16, 2, 8), np.float32)
+    k, v = both
+    new = np.ones((1, 1, 2, 8), np.float32)
+    angles = np.ones((2, 16, 4), np.float32)
+
+    def refused(name, cache, queries=q, k_new=new, v_new=new, cos=None, sin=None):
+        with pytest.raises(fa_attn.InputError, match=f"^{name} lies in the memory of {cache}, .*: give a copy$"):
+            fa_attn.flash_attn_with_kvcache(queries, k, v, k_new, v_new, cos, sin, cache_seqlens=3)
+        assert not both.any()
+
+    refused("k", "k_cache", k_new=k[:, 3:4])
+    refused("k", "v_cache", k_new=v[:, 5:6])
+    refused("v", "k_cache", v_new=k[:, :1])
+    refused("v", "v_cache", v_new=v[:, ::2][:, :1])
+    refused("q", "v_cache", queries=v[:, 8:9], cos=angles[0], sin=angles[1])
+    refused("rotary_sin", "k_cache", cos=angles[0], sin=k.reshape(-1)[:64].reshape(16, 4))
+    # Without rotary embedding queries are read after the append, and copies may be given.
+    fa_attn.flash_attn_with_kvcache(v[:, 8:9], k, v, k[:, :1].copy(), new, cache_seqlens=3)
+    assert (v[0, 3] == 1).all() and not k.any()

@@ -61,10 +61,11 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "cache_seqlens is missing", cache, q, k, v, k=k, v=v)
     refused(wrong, "both or neither", cache, q, k, v, k=k, cache_seqlens=8)
     half = [x.astype(np.float16) for x in (q, k, v)]
-    refused(wrong, "no place", cache, *half, k=half[1], v=half[2], cache_seqlens=np.array([5], np.int32))
+    new = dict(k=half[1].copy(), v=half[2].copy())
+    refused(wrong, "no place", cache, *half, **new, cache_seqlens=np.array([5], np.int32))
     frozen = k.astype(np.float16)
     frozen.setflags(write=False)
-    refused(wrong, "read-only", cache, half[0], frozen, half[2], k=half[1], v=half[2], cache_seqlens=0)
+    refused(wrong, "read-only", cache, half[0], frozen, half[2], **new, cache_seqlens=0)
     refused(TypeError, "speaks DLPack", call, [1.0], k, v)
     refused(TypeError, "unexpected keyword", call, q, k, v, dropout=0.0)
     assert issubclass(unsupported, ValueError) and issubclass(fa_attn.DeviceError, RuntimeError)
@@ -109,6 +110,7 @@ def cached(*new, cache=Q, **options):
         (dense(causal=np.ones(2)), "causal is array"),
         (dense(deterministic="yes"), "deterministic is 'yes'"),
         (dense(return_softmax_lse="x"), "return_softmax_lse is 'x'"),
+        (dense(return_attn_probs="x"), "return_attn_probs is 'x'"),
         (dense(dropout_p="a"), "dropout_p is 'a'"),
         (dense(sinks=[1, 2]), "sinks is list"),
         (dense(alibi_slopes=[1, 2]), "alibi_slopes is list"),

@@ -291,6 +291,25 @@ def test_windows_that_only_a_mask_knows_are_refused():
                 model(input_ids=tokens)
 
 
+def test_windows_that_no_layer_has_are_no_reason_to_refuse():
+    """Qwen2-MoE makes masks of both forms, and none of its layers has a window unless its configuration says so."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=64)
+    sizes |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=16)
+    tokens = torch.randint(3, 64, (2, 9))
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    for window in ({}, dict(use_sliding_window=True, sliding_window=4)):
+        config = transformers.Qwen2MoeConfig(**sizes, **window)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+        if window:
+            with pytest.raises(fa_attn.UnsupportedError, match="do not hand on their sliding window"):
+                model(input_ids=tokens)
+        else:
+            eager, ours = both_ways(model, input_ids=tokens, attention_mask=mask)
+            assert ((eager - ours).abs() * mask[..., None]).max() < 1e-5
+
+
 def test_a_model_without_attention_of_its_own_is_taken():
     """Its text model has it."""
     config = transformers.AutoConfig.for_model("paligemma")

@@ -4,16 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_core::{Dtype, Family, KernelSpec, Pass, Problem, counted};
-use fa_cpu::batch::{Batch, Span};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{TensorMut, check, reference};
 use serde::Serialize;
 
 use crate::cpu::Cpu;
 use crate::device::{Bound, Gpu};
 use crate::element::Element;
 use crate::error::Error;
-use crate::extras::check_dsinks;
+#[cfg(feature = "reference")]
+use crate::reference;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
 
 /// One pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
@@ -28,6 +27,7 @@ pub struct Call {
 /// What runs a call.
 #[derive(Debug)]
 pub(crate) enum Implementation {
+    #[cfg(feature = "reference")]
     Reference(Cpu),
     Tiled(Cpu),
     Gpu(Arc<Gpu>, Box<Bound>),
@@ -97,7 +97,9 @@ impl Call {
     pub fn bound(&self) -> Option<&Bound> {
         match &self.implementation {
             Implementation::Gpu(_, bound) => Some(bound),
-            Implementation::Reference(_) | Implementation::Tiled(_) => None,
+            #[cfg(feature = "reference")]
+            Implementation::Reference(_) => None,
+            Implementation::Tiled(_) => None,
         }
     }
 
@@ -118,6 +120,7 @@ impl Call {
     pub fn report(&self) -> Report {
         let spec = self.spec();
         let (backend, isa, threads, gpu) = match &self.implementation {
+            #[cfg(feature = "reference")]
             Implementation::Reference(cpu) => ("reference", None, Some(cpu.threads()), None),
             Implementation::Tiled(cpu) => ("cpu", Some(cpu.isa.name()), Some(cpu.threads()), None),
             Implementation::Gpu(gpu, _) => ("cuda", None, None, Some(gpu.name())),
@@ -173,12 +176,8 @@ impl Call {
             (Implementation::Gpu(gpu, bound), tensors) => T::run(gpu, bound, tensors, launches),
             (Implementation::Tiled(cpu), Tensors::Forward(tensors)) => self.tiled_forward(cpu, tensors),
             (Implementation::Tiled(cpu), Tensors::Backward(tensors)) => self.tiled_backward(cpu, tensors),
-            (Implementation::Reference(cpu), Tensors::Forward(tensors)) => {
-                self.reference_forward(cpu, tensors)
-            }
-            (Implementation::Reference(cpu), Tensors::Backward(tensors)) => {
-                self.reference_backward(cpu, tensors)
-            }
+            #[cfg(feature = "reference")]
+            (Implementation::Reference(cpu), tensors) => reference::run(&self.problem, cpu, tensors),
         }
     }
 
@@ -209,71 +208,5 @@ impl Call {
             tiled::backward_extras(options, problem, &extras, &inputs, &mut dq, &mut dk, &mut dv, dsinks)
         })?;
         Ok(start.elapsed())
-    }
-
-    fn reference_forward<T: Element>(
-        &self,
-        cpu: &Cpu,
-        tensors: ForwardTensors<'_, T>,
-    ) -> Result<Duration, Error> {
-        let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
-        let problem = &self.problem;
-        check::check_out(problem, "out", out.shape())?;
-        check::check_lse(problem, lse.len())?;
-        let batch = Batch::new(problem, &extras)?;
-        let start = Instant::now();
-        let exact = cpu.install(|| reference::forward_extras(problem, &extras, &q, &k, &v))?;
-        let time = start.elapsed();
-        let spans = || batch.sequences.iter().map(|sequence| sequence.q);
-        let [_, seqlen, heads, _] = out.shape();
-        round_rows(&exact.out, &mut out, spans());
-        for Span { batch, first, len } in spans() {
-            for (s, h) in (first..first + len).flat_map(|s| (0..heads).map(move |h| (s, h))) {
-                let at = (batch * heads + h) * seqlen + s;
-                lse[at] = exact.lse[at] as f32;
-            }
-        }
-        Ok(time)
-    }
-
-    fn reference_backward<T: Element>(
-        &self,
-        cpu: &Cpu,
-        tensors: BackwardTensors<'_, T>,
-    ) -> Result<Duration, Error> {
-        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, extras } = tensors;
-        let problem = &self.problem;
-        check::check_out(problem, "out", out.shape())?;
-        check::check_lse(problem, lse.len())?;
-        check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
-        check_dsinks(problem, dsinks.as_deref())?;
-        let batch = Batch::new(problem, &extras)?;
-        let start = Instant::now();
-        let exact = cpu.install(|| reference::backward_extras(problem, &extras, &q, &k, &v, &dout))?;
-        let time = start.elapsed();
-        let keys = || batch.sequences.iter().map(|sequence| sequence.k);
-        round_rows(&exact.dq, &mut dq, batch.sequences.iter().map(|sequence| sequence.q));
-        round_rows(&exact.dk, &mut dk, keys());
-        round_rows(&exact.dv, &mut dv, keys());
-        let dsinks = dsinks.into_iter().flatten().zip(&exact.dsinks);
-        dsinks.for_each(|(to, &value)| *to = value as f32);
-        Ok(time)
-    }
-}
-
-/// Rounds the rows of `spans` of a packed BSHD tensor into `to`; other rows keep their values.
-fn round_rows<T: Element>(values: &[f64], to: &mut TensorMut<'_, T>, spans: impl Iterator<Item = Span>) {
-    let [_, seqlen, heads, dim] = to.shape();
-    let strides = to.strides();
-    let data = to.data_mut();
-    for Span { batch, first, len } in spans {
-        for s in first..first + len {
-            for h in 0..heads {
-                let row = &values[((batch * seqlen + s) * heads + h) * dim..][..dim];
-                for (d, &value) in row.iter().enumerate() {
-                    data[strides.offset(batch, s, h, d) as usize] = T::from_f64(value);
-                }
-            }
-        }
     }
 }

@@ -27,6 +27,7 @@ pub enum Backend {
     /// The tiled kernels of the CPU.
     Cpu(CpuOptions),
     /// The CPU's naive formulas in f64, the reference that others are compared with.
+    #[cfg(feature = "reference")]
     Reference {
         /// Threads; `None` for those of the current rayon pool.
         threads: Option<NonZeroUsize>,
@@ -72,6 +73,7 @@ impl Engine {
         let best = Isa::detect();
         let (isa, threads) = match backend {
             Backend::Cpu(CpuOptions { isa, threads }) => (isa.unwrap_or(best), threads),
+            #[cfg(feature = "reference")]
             Backend::Reference { threads } => (best, threads),
             Backend::Auto | Backend::Gpu => (best, None),
         };
@@ -90,7 +92,9 @@ impl Engine {
                     engine.no_gpu = Some(error.to_string());
                 }
             },
-            Backend::Auto | Backend::Cpu(_) | Backend::Reference { .. } => {}
+            Backend::Auto | Backend::Cpu(_) => {}
+            #[cfg(feature = "reference")]
+            Backend::Reference { .. } => {}
         }
         Ok(engine)
     }
@@ -112,6 +116,7 @@ impl Engine {
             None if tuning == Tuning::Off => Ok(()),
             None => Err(Error::NothingToTune {
                 backend: match self.backend {
+                    #[cfg(feature = "reference")]
                     Backend::Reference { .. } => "reference backend",
                     Backend::Auto | Backend::Cpu(_) | Backend::Gpu => "CPU",
                 },
@@ -171,6 +176,7 @@ impl Engine {
             return Err(CpuError::PagedBackward.into());
         }
         let implementation = match self.backend {
+            #[cfg(feature = "reference")]
             Backend::Reference { .. } => Implementation::Reference(self.cpu.clone()),
             Backend::Auto | Backend::Cpu(_) | Backend::Gpu => Implementation::Tiled(self.cpu.clone()),
         };

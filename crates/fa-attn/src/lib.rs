@@ -113,7 +113,8 @@
 //! For tensors that stay on the GPU see [`device`]: a [`device::Gpu`] binds a kernel, whose launches neither
 //! allocate nor wait.
 //!
-//! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back.
+//! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back,
+//!   `reference`: to the formula in f64.
 //! - `merge`: partial results into one; those in a GPU's memory [`device::Gpu::merge`].
 //! - [`Engine::append`]: new keys and values for a cache in host memory, with rotary embedding; for a cache
 //!   in a GPU's memory [`device::Gpu::append`] and [`device::DeviceAppend`].
@@ -135,6 +136,8 @@ mod error;
 mod extras;
 mod host;
 mod merge;
+#[cfg(feature = "reference")]
+mod reference;
 mod tensors;
 pub mod tune;
 mod tuning;

@@ -45,8 +45,6 @@ Environment:
 CUDA_PATH, the loader's path and the active Python environment]
   FA_NVCC            nvcc, for `fa build --nvcc` [default: searched in CUDA_HOME, CUDA_PATH and PATH]
   FA_PYTHON          Python with torch, for `fa bench --peers` [default: python3]
-  FA_EARLY_START     0: a launch starts only when the one before it has ended, also where GPUs let launches \
-overlap (9.0 and later)
   FA_EMULATOR_CACHE  folder of what `fa emulate` compiles [default: below the user's cache folder]
   CXX                the C++ compiler of `fa emulate` [default: searched]
   RAYON_NUM_THREADS  threads of the CPU [default: all cores]

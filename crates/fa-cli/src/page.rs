@@ -209,7 +209,8 @@ fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &B
         &memory::smem(best.smem, limits.smem_per_block),
         false,
     );
-    let about = format!("Registers of a thread that computes, against its budget. {}", best.roles);
+    let roles = if best.roles.is_empty() { String::new() } else { format!("; {}", best.roles) };
+    let about = format!("Registers of a thread that computes, against its budget{roles}.");
     let mut registers = memory::registers(view, best);
     if let Some((regs, spills)) = records.and_then(|r| r.compiled(&best.name, view.planned.arch)) {
         let launched = match best.shape {

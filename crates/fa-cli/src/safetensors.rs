@@ -14,6 +14,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use fa_attn::Tensor;
+use fa_core::counted;
 use fa_cpu::Element;
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorInfo};
@@ -341,8 +342,10 @@ fn check_entry(raw: RawEntry) -> Result<TensorInfo, String> {
     };
     let len = end.checked_sub(begin).ok_or_else(|| format!("data offsets {begin}..{end} run backwards"))?;
     if !bits.is_multiple_of(8) || bits / 8 != len {
+        let need = if bits.is_multiple_of(8) { counted(bits / 8, "byte") } else { format!("{bits} bits") };
         return Err(format!(
-            "shape {shape:?} of {dtype} needs {bits} bits, data offsets {begin}..{end} hold {len} bytes"
+            "shape {shape:?} of {dtype} needs {need}, data offsets {begin}..{end} hold {}",
+            counted(len, "byte")
         ));
     }
     Ok(TensorInfo { dtype, shape, data_offsets: (begin, end) })

@@ -42,6 +42,7 @@
 pub mod append;
 pub mod batch;
 pub mod check;
+#[cfg(feature = "reference")]
 pub mod compare;
 pub mod element;
 pub mod error;
@@ -50,6 +51,7 @@ pub mod grid;
 pub mod merge;
 pub mod peak;
 pub mod real;
+#[cfg(feature = "reference")]
 pub mod reference;
 pub mod simd;
 pub mod softmax;

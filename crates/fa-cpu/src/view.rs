@@ -75,6 +75,7 @@ pub struct Row<'a, T> {
 
 impl<'a, T: Copy> Row<'a, T> {
     /// Elements that lie side by side.
+    #[cfg(feature = "reference")]
     pub(crate) fn of(data: &'a [T]) -> Row<'a, T> {
         Row { data, first: 0, step: 1, len: data.len() }
     }
@@ -87,6 +88,7 @@ impl<'a, T: Copy> Row<'a, T> {
 
 impl<'a, T: Copy> TensorRef<'a, T> {
     /// The row at `(batch, seq, head)`.
+    #[cfg(feature = "reference")]
     pub(crate) fn row(&self, batch: usize, seq: usize, head: usize) -> Row<'a, T> {
         let first = self.strides.offset(batch, seq, head, 0);
         Row { data: self.data, first, step: self.strides.dim, len: self.shape[3] }

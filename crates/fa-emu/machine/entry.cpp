@@ -26,7 +26,7 @@ struct EmuLaunch {
     const char* name;
     void (*entry)(const void* const* arguments);
     const void* const* arguments;  // the parameters, and tensor maps where the entry takes them
-    u32 grid, threads, cluster, resident, smem_bytes, cp_async, starts_early;
+    u32 grid, threads, cluster, resident, smem_bytes, cp_async;
 };
 }
 
@@ -151,8 +151,7 @@ EMU_EXPORT int emu_launch(void* session_, const EmuLaunch* launch) {
                 launch->resident,
                 launch->smem_bytes,
                 registers,
-                launch->cp_async != 0,
-                launch->starts_early != 0};
+                launch->cp_async != 0};
     machine = &m;
     const bool through = run(m);
     machine = nullptr;

@@ -148,10 +148,6 @@ void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Au
         if (use != Use::Read) fatal("write to an input", me() + " " + doing + " " + region.name);
         return;
     }
-    if (machine->launch.starts_early && !current->prior_grid_ended) {
-        report("before the prior grid's end", me() + " " + doing + " " + region.name +
-                                                  ", and has not waited for the grid launched before");
-    }
     if (use == Use::Write && bytes == 4) wake_pollers(reinterpret_cast<const void*>(address));
     if (!machine->options.order) return;
     const Author own{current->slot, current->clock()};
@@ -257,11 +253,6 @@ void add_release(u32* to, u32 value) {
     machine->progress = machine->step;
     *to += value;
     wake_pollers(to);
-}
-
-void wait_for_prior_grid() {
-    ENTER();
-    current->prior_grid_ended = true;
 }
 
 void fence_device() {

@@ -119,7 +119,6 @@ u32 atomic_add(u32* to, u32 value);
 u32 load_acquire(const u32* from);
 void add_release(u32* to, u32 value);
 void fence_device();
-void wait_for_prior_grid();
 
 // ---- The emulator's own tensor map, in the bytes of the driver's ----
 

@@ -66,7 +66,6 @@ struct Thread {
     std::vector<Load> loads;     // tcgen05.ld that have not been waited for
     const u32* polled = nullptr;  // the word that ld.acquire read last, and what it held
     u32 polled_value = 0;
-    bool prior_grid_ended = false;  // griddepcontrol.wait has returned
     u64 blocked_at = 0;
 
     u32 clock() const { return order.before[slot]; }
@@ -212,7 +211,6 @@ struct Launch {
     u32 smem_bytes;
     int registers;
     bool cp_async;
-    bool starts_early;  // beside the launch before it
 };
 
 struct Counters {

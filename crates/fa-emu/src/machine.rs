@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 48] = files![
+    pub(super) static ALL: [(&str, &str); 47] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -29,7 +29,6 @@ mod sources {
         "host/ptx/cluster.cuh",
         "host/ptx/compiler.cuh",
         "host/ptx/cp_async.cuh",
-        "host/ptx/grid.cuh",
         "host/ptx/ldmatrix.cuh",
         "host/ptx/math.cuh",
         "host/ptx/mbarrier.cuh",
@@ -110,7 +109,6 @@ struct RawLaunch {
     resident: u32,
     smem_bytes: u32,
     cp_async: u32,
-    starts_early: u32,
 }
 
 /// The loaded machine.
@@ -199,7 +197,6 @@ pub(crate) struct Launch<'a> {
     pub resident: u32,
     pub smem_bytes: u32,
     pub cp_async: bool,
-    pub starts_early: bool,
 }
 
 /// Launches over the same device memory.
@@ -253,7 +250,6 @@ impl Session<'_> {
             resident: launch.resident,
             smem_bytes: launch.smem_bytes,
             cp_async: launch.cp_async.into(),
-            starts_early: launch.starts_early.into(),
         };
         // SAFETY: the caller's promise.
         unsafe { self.machine.emu_launch()(self.handle, &raw) != 0 }

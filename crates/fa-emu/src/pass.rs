@@ -97,7 +97,6 @@ impl Unit {
                             resident: options.resident,
                             smem_bytes: launch.smem,
                             cp_async: self.spec.traits().copies_rows(),
-                            starts_early: launch.starts_early,
                         })
                     };
                     if !finished {

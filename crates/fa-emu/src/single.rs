@@ -85,7 +85,6 @@ impl<'a> Run<'a> {
                 resident: self.resident,
                 smem_bytes: shape.smem,
                 cp_async: false,
-                starts_early: false,
             })
         };
         faults(&self.session.result(), finished)

@@ -12,12 +12,6 @@ use crate::Error;
 /// Tensor maps and the launch attributes of SM90 came with this version (`1000 * major + 10 * minor`).
 const OLDEST_DRIVER: i32 = 12000;
 
-/// Programmatic dependent launches can be captured in a graph from this version on.
-const OLDEST_EARLY_START: i32 = 12030;
-
-/// Where it is `0`, a launch starts only when the one before it has ended, as for a comparison.
-pub const EARLY_START_VARIABLE: &str = "FA_EARLY_START";
-
 /// The driver's library, under names by which cudarc finds it too. cudarc's own test of its presence is there
 /// only where no other crate has the libraries linked.
 const NAMES: [&str; 3] = ["libcuda.so", "libcuda.so.1", "nvcuda.dll"];
@@ -58,17 +52,6 @@ pub fn context(ordinal: usize) -> Result<Arc<CudaContext>, Error> {
         return Err(Error::OldDriver { have: version, need: OLDEST_DRIVER });
     }
     CudaContext::new(ordinal).map_err(|e| Error::driver("making a context", e))
-}
-
-/// Whether launches of a call start before the one before them has ended, on a GPU of `arch`: where GPU and
-/// driver know it, and the environment does not forbid it ([`EARLY_START_VARIABLE`], read once).
-pub(crate) fn starts_early(arch: Arch) -> bool {
-    static ALLOWED: OnceLock<bool> = OnceLock::new();
-    let allowed = || {
-        std::env::var_os(EARLY_START_VARIABLE).is_none_or(|value| value != "0")
-            && version().is_ok_and(|version| version >= OLDEST_EARLY_START)
-    };
-    arch.compute_capability() >= (9, 0) && *ALLOWED.get_or_init(allowed)
 }
 
 /// The architecture of a context's GPU and its number of SMs.

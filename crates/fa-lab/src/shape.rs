@@ -59,7 +59,7 @@ pub fn parse_pair(text: &str, separator: char, form: &str) -> Result<(usize, usi
 }
 
 /// The problem of a row of results.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Shape {
     /// Independent sequences.
     pub batch: usize,
@@ -82,7 +82,7 @@ pub struct Shape {
     /// Element type.
     pub dtype: Dtype,
     /// The soft cap of the scores, where there is one.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f64>,
 }
 
@@ -105,6 +105,13 @@ impl From<&Problem> for Shape {
 }
 
 impl Shape {
+    /// The shape in words.
+    pub fn words(&self) -> String {
+        let Shape { batch, mask, dtype, .. } = self;
+        let (heads, seqlens, dims) = (self.heads(), self.seqlens(), self.head_dims());
+        format!("B {batch} H {heads} N {seqlens} hd {dims} {mask} {dtype}")
+    }
+
     /// Head dims as in flags.
     pub fn head_dims(&self) -> String {
         pair(self.head_dim, self.head_dim_v, '-')

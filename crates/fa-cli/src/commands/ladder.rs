@@ -1,10 +1,13 @@
 //! `fa ladder`: what each optimisation step brings on the GPU at hand.
 
-mod page;
+mod draw;
+mod table;
 
 use std::path::PathBuf;
 
+use anyhow::Context;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use fa_attn::atomic_file::AtomicFile;
 use fa_core::Family;
 use fa_lab::ladder::{self, Options};
 use fa_lab::runner::Turns;
@@ -38,12 +41,17 @@ pub(crate) struct LadderArgs {
     /// Draw the steps to an SVG file
     #[arg(long, value_name = "FILE.svg", value_parser = crate::flags::plot_file)]
     pub plot: Option<PathBuf>,
+    /// Draw the plot of this record, which --json wrote before; nothing is measured
+    #[arg(long, value_name = "RECORD.json", requires = "plot")]
+    #[arg(conflicts_with_all = ["family", "seqlen", "headdim", "reps", "json"])]
+    pub draw: Option<PathBuf>,
 }
 
 const EXAMPLES: &str = "\
 Examples:
   fa ladder --plot ladder.svg
   fa ladder --family sm90 --headdim 64,128 --seqlen 1024,8192 --json ladder.json
+  fa ladder --draw docs/results/ladder/sm90-nvidia-h100-80gb-hbm3.json --plot ladder.svg
 
 The published ladders beside ours are other GPUs' (an A10G and a B200) and other kernels': their shape is \
 compared, as a ratio to the first step, not their rates. Every step's output is checked before it is timed, \
@@ -66,6 +74,13 @@ fn family() -> impl TypedValueParser<Value = Family> {
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU.
 pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
+    if let Some(record) = &args.draw {
+        let target = args.plot.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
+        let target = target.context("--draw needs --plot")?;
+        let drawn = draw::Record::read(record)?.draw()?;
+        target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;
+        return Ok(Verdict::Good);
+    }
     if args.family == Family::Sm80 && !args.headdim.is_empty() {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());
@@ -78,6 +93,6 @@ pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
         turns: Turns::of(usize::from(args.reps)),
     };
     let report = ladder::run(&options, &mut progress::steps())?;
-    destinations.write(&report, || page::draw(&report), || page::table(&report))?;
+    destinations.write(&report, || draw::Record::of(&report)?.draw(), || table::table(&report))?;
     Ok(if report.rows.iter().any(|row| row.wrong) { Verdict::Bad } else { Verdict::Good })
 }

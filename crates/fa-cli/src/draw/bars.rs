@@ -28,45 +28,37 @@ pub(crate) struct Bars {
     pub groups: Vec<Group>,
     /// What the values are.
     pub kind: Kind,
+    /// Width of the labels on a sheet whose plots begin at one place; `None` for that of its own.
+    pub label_room: Option<u32>,
 }
 
-/// What the values of bars are.
+/// What the values of bars are, with the colours of the series in the palette.
 #[derive(Clone, Debug)]
 pub(crate) enum Kind {
-    /// Ratios: there is a line at 1, and a legend.
-    Ratios,
-    /// Rates or times on a sheet that has the legend, with the colours of the series in the palette.
+    /// Ratios: there is a line at 1, and a legend where there are several series.
+    Ratios(Vec<usize>),
+    /// Rates or times on a sheet that has the legend.
     Values(Vec<usize>),
 }
 
-/// Width between the axes, and of one of several on a sheet.
+/// Width between the axes.
 const PLOT: u32 = 460;
-const SMALL: u32 = 300;
 /// Height of a bar, with what parts it from the next one, and of what parts groups.
 const BAR: i32 = 14;
 const GAP: i32 = 10;
 
 impl Bars {
-    fn plot(&self) -> u32 {
-        match self.kind {
-            Kind::Ratios => PLOT,
-            Kind::Values(_) => SMALL,
-        }
-    }
-
     /// The names of a legend of its own.
     fn legend(&self) -> Vec<&str> {
         match self.kind {
-            Kind::Ratios => self.series.iter().map(|name| &**name).collect(),
-            Kind::Values(_) => Vec::new(),
+            Kind::Ratios(_) if self.series.len() > 1 => self.series.iter().map(|name| &**name).collect(),
+            Kind::Ratios(_) | Kind::Values(_) => Vec::new(),
         }
     }
 
     fn color(&self, series: usize) -> usize {
-        match &self.kind {
-            Kind::Ratios => series,
-            Kind::Values(colors) => colors.get(series).copied().unwrap_or(series),
-        }
+        let (Kind::Ratios(colors) | Kind::Values(colors)) = &self.kind;
+        colors.get(series).copied().unwrap_or(series)
     }
 
     /// Heights of a group and of all.
@@ -78,7 +70,7 @@ impl Bars {
     /// Room of the labels left of the plot.
     fn left(&self) -> anyhow::Result<u32> {
         let labels: Vec<&str> = self.groups.iter().map(|group| &*group.label).collect();
-        Ok(plot::widest(&labels)? + 2 * MARGIN)
+        Ok(self.label_room.map_or_else(|| plot::widest(&labels), Ok)? + 2 * MARGIN)
     }
 
     /// A series's values with the indices of their groups.
@@ -92,13 +84,17 @@ impl Bars {
 }
 
 impl Panel for Bars {
+    fn is_wide(&self) -> bool {
+        true
+    }
+
     fn size(&self) -> anyhow::Result<(u32, u32)> {
         let names = self.legend();
         let (title, mut legend) = (plot::title_size(&self.title)?, plot::legend_size(&names)?);
         if names.is_empty() {
             legend = (0, 0);
         }
-        let width = MARGIN + self.left()? + self.plot() + MARGIN + legend.0;
+        let width = MARGIN + self.left()? + PLOT + MARGIN + legend.0;
         let height = (self.heights()?.1.unsigned_abs() + BELOW).max(legend.1);
         Ok((width.max(title.0), title.1 + MARGIN + height + MARGIN))
     }
@@ -106,10 +102,9 @@ impl Panel for Bars {
     fn draw(&self, area: &Area) -> anyhow::Result<()> {
         let area = plot::titled(area, &self.title)?;
         let (left, (group_height, bars)) = (self.left()?, self.heights()?);
-        let (area, legend) =
-            area.margin(MARGIN, MARGIN, MARGIN, 0).split_horizontally(left + self.plot() + MARGIN);
+        let (area, legend) = area.margin(MARGIN, MARGIN, MARGIN, 0).split_horizontally(left + PLOT + MARGIN);
         let (_, height) = area.dim_in_pixel();
-        let is_ratio = matches!(self.kind, Kind::Ratios);
+        let is_ratio = matches!(self.kind, Kind::Ratios(_));
         let values = (0..self.series.len()).flat_map(|s| self.values(s)).map(|(_, value)| value);
         let highest = values.fold(if is_ratio { 1.0 } else { 0.0 }, f64::max);
         let highest = if highest > 0.0 { highest } else { 1.0 };
@@ -151,7 +146,7 @@ impl Panel for Bars {
             chart.draw_series(
                 pieces(index).map(|(y, value)| Rectangle::new([(0.0, y), (value, y + BAR - 2)], fill)),
             )?;
-            if is_ratio {
+            if !self.legend().is_empty() {
                 plot::legend_row(&legend, index, name, |(x, y)| {
                     Rectangle::new([(x + KEY - 12, y - 6), (x + KEY, y + 6)], fill)
                 })?;
@@ -189,7 +184,8 @@ mod tests {
             x_label: "over the first".to_owned(),
             series: vec!["ours".to_owned(), "theirs & others".to_owned()],
             groups: groups.iter().map(group).collect(),
-            kind: Kind::Ratios,
+            kind: Kind::Ratios(vec![0, 1]),
+            label_room: None,
         };
         plot::sheet("", 1, &[Box::new(ratios)]).unwrap()
     }

@@ -38,7 +38,7 @@ pub(crate) struct Chart {
 /// Width and height between the axes.
 const PLOT: (u32, u32) = (560, 300);
 /// The same of one of several.
-const SMALL: (u32, u32) = (400, 230);
+const SMALL: (u32, u32) = (330, 190);
 /// Left of the plot, with the vertical axis's labels.
 const LEFT: u32 = 64;
 /// Length of a dash and of the gap behind it.

@@ -70,6 +70,11 @@ pub(crate) trait Panel {
     /// When a text cannot be measured.
     fn size(&self) -> anyhow::Result<(u32, u32)>;
 
+    /// Whether it takes a row of a sheet alone.
+    fn is_wide(&self) -> bool {
+        false
+    }
+
     /// Draws it on an area of at least that size.
     ///
     /// # Errors
@@ -192,20 +197,15 @@ pub(crate) fn sheet_with_legend(
     columns: usize,
     panels: &[Box<dyn Panel>],
 ) -> anyhow::Result<String> {
-    let sizes: Vec<(u32, u32)> = panels.iter().map(|panel| panel.size()).collect::<Result<_, _>>()?;
-    let columns = columns.min(panels.len()).max(1);
-    let width = sizes.iter().map(|size| size.0).max().unwrap_or(0);
-    let rows: Vec<u32> =
-        sizes.chunks(columns).map(|row| row.iter().map(|size| size.1).max().unwrap_or(0)).collect();
+    let rows = rows_of(columns.max(1), panels)?;
+    let columns = u32::try_from(rows.iter().map(Row::columns).max().unwrap_or(1))?;
+    let narrow = rows.iter().filter(|row| !row.is_wide).map(|row| row.width).max().unwrap_or(0);
+    let wide = rows.iter().filter(|row| row.is_wide).map(|row| row.width).max().unwrap_or(0);
     let title = if heading.is_empty() { 0 } else { HEADING_ROOM };
-    let keys = legend_places(legend, width * u32::try_from(columns)?)?;
+    let width = wide.max(narrow * columns).max(width_of(heading, HEADING)? + 2 * INDENT.unsigned_abs());
+    let keys = legend_places(legend, width)?;
     let head = title + keys.iter().map(|(_, row)| (row + 1) * LEGEND_ROW).max().unwrap_or(0);
-    let right_edges: Vec<u32> = (1..=u32::try_from(columns)?).map(|column| width * column).collect();
-    let bottoms = |row: usize| rows[..row].iter().sum::<u32>();
-    let whole = (
-        right_edges[columns - 1].max(width_of(heading, HEADING)? + 2 * INDENT.unsigned_abs()),
-        head + bottoms(rows.len()),
-    );
+    let whole = (width, head + rows.iter().map(|row| row.height).sum::<u32>());
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, whole).into_drawing_area();
@@ -215,16 +215,50 @@ pub(crate) fn sheet_with_legend(
         for (key, (x, row)) in legend.iter().zip(&keys) {
             draw_key(&legend_area, key, *x, row * LEGEND_ROW + LEGEND_ROW / 2)?;
         }
-        let between: Vec<u32> = (1..rows.len()).map(bottoms).collect();
-        let places = body.split_by_breakpoints(&right_edges[..columns - 1], between);
-        for (panel, place) in panels.iter().zip(places) {
-            panel.draw(&place)?;
+        let mut top = 0;
+        for row in &rows {
+            let each = if row.is_wide { width } else { width / columns };
+            for (left, panel) in (0..).step_by(each as usize).zip(row.panels) {
+                panel.draw(&body.clone().shrink((left, top), (each, row.height)))?;
+            }
+            top += row.height;
         }
         root.present()?;
     }
     // XML admits no control characters, not even escaped.
     svg.retain(|c| !c.is_control() || c == '\n');
     Ok(svg)
+}
+
+/// Panels side by side.
+struct Row<'a> {
+    panels: &'a [Box<dyn Panel>],
+    /// Of one that takes the row alone.
+    is_wide: bool,
+    /// Of the widest.
+    width: u32,
+    height: u32,
+}
+
+impl Row<'_> {
+    fn columns(&self) -> usize {
+        self.panels.len()
+    }
+}
+
+/// Panels in rows of at most `columns`, in their order.
+fn rows_of(columns: usize, panels: &[Box<dyn Panel>]) -> anyhow::Result<Vec<Row<'_>>> {
+    let mut rows = Vec::new();
+    let runs = panels.chunk_by(|a, b| a.is_wide() == b.is_wide());
+    for run in runs {
+        let is_wide = run[0].is_wide();
+        for panels in run.chunks(if is_wide { 1 } else { columns }) {
+            let sizes: Vec<(u32, u32)> = panels.iter().map(|panel| panel.size()).collect::<Result<_, _>>()?;
+            let widest = |of: fn(&(u32, u32)) -> u32| sizes.iter().map(of).max().unwrap_or(0);
+            rows.push(Row { panels, is_wide, width: widest(|size| size.0), height: widest(|size| size.1) });
+        }
+    }
+    Ok(rows)
 }
 
 /// Height of a row of a sheet's legend.

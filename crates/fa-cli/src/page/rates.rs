@@ -272,7 +272,8 @@ pub(crate) fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measu
     let bound = if at < ridge { "below" } else { "above" };
     format!(
         "{}<p class=\"note\">{} FLOP per byte, {bound} the ridge at {ridge:.0}: the roof there is {} \
-         TFLOP/s, of which {} % are predicted. Of the peak the power limit sustains {sustained:.0}.</p>\n",
+         TFLOP/s, of which {} % are predicted. The power limit sustains {sustained:.0} TFLOP/s of the \
+         peak.</p>\n",
         chart("Roofline", &x, &y, &roofs, &lines),
         plain(at),
         plain((at * bandwidth).min(peak)),

@@ -106,7 +106,6 @@ impl ShownKernel for Sm80Fwd {
             issued(format!("Q by {a}"), (tile_m, hd), a),
             issued(format!("K by {b}"), (tile_n, hd), b),
             issued(format!("V by {v}"), (tile_n, hdv), v),
-            issued("O, pairs of accumulators", (tile_m, hdv), Access::FragmentC),
         ]
     }
 
@@ -144,7 +143,8 @@ impl ShownKernel for Sm90Fwd {
         )
     }
 
-    /// wgmma's descriptors read core matrices of 8 rows x 16 bytes, as ldmatrix does.
+    /// wgmma's descriptors read core matrices of 8 rows x 16 bytes, as ldmatrix does. O goes from registers to
+    /// global memory.
     fn accesses(&self, spec: &KernelSpec) -> Vec<Issued> {
         let Sm90Fwd { tile_m, tile_n, .. } = *self;
         let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
@@ -156,7 +156,6 @@ impl ShownKernel for Sm90Fwd {
         if !self.pv_is_rs {
             list.push(issued("stmatrix of P", (tile_m, tile_n), Access::Stmatrix));
         }
-        list.push(issued("stmatrix of O", (tile_m, hdv), Access::Stmatrix));
         list
     }
 
@@ -258,12 +257,15 @@ impl ShownKernel for Sm90Bwd {
     fn accesses(&self, spec: &KernelSpec) -> Vec<Issued> {
         let Sm90Bwd { tile_m, tile_n, .. } = *self;
         let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
+        let stored = if self.mma_dkv_is_rs { "stmatrix of dS" } else { "stmatrix of P and dS" };
         vec![
             issued("wgmma reads Q and K (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
             issued("wgmma reads Q and K transposed", (tile_m, hd), Access::LdmatrixTrans),
             issued("wgmma reads dO transposed", (tile_m, hdv), Access::LdmatrixTrans),
-            issued("stmatrix of dS", (tile_m, tile_n), Access::Stmatrix),
+            issued(stored, (tile_m, tile_n), Access::Stmatrix),
             issued("wgmma reads dS transposed", (tile_m, tile_n), Access::LdmatrixTrans),
+            issued("stmatrix of dK", (tile_n, hd), Access::Stmatrix),
+            issued("stmatrix of dV", (tile_n, hdv), Access::Stmatrix),
         ]
     }
 

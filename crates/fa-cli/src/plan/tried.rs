@@ -312,8 +312,12 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
 }
 
 fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
-    let roles: Vec<String> =
-        plan.roles.iter().map(|role| format!("{} {} warps x {}", role.name, role.warps, role.regs)).collect();
+    let warps = |warps: u32| counted(warps as usize, "warp");
+    let roles: Vec<String> = plan
+        .roles
+        .iter()
+        .map(|role| format!("{} {} x {}", role.name, warps(role.warps), role.regs))
+        .collect();
     Fit {
         name: plan.tile.name(),
         knobs: format!(

@@ -148,7 +148,7 @@ fn damaged_and_hostile_files_are_refused_without_harm() {
         ),
         ("wrapping offset", raw(&one("U8", "[8]", &format!("[{},{}]", max - 8, max)), 8), "no tensor covers"),
         ("backwards", raw(&one("F32", "[1]", "[4,0]"), 4), "run backwards"),
-        ("size", raw(&one("F32", "[2]", "[0,4]"), 4), "needs 64 bits"),
+        ("size", raw(&one("F32", "[2]", "[0,4]"), 4), "needs 8 bytes, data offsets 0..4 hold 4 bytes"),
         ("half a byte", raw(&one("F4", "[3]", "[0,2]"), 2), "needs 12 bits"),
         ("overlap", raw(&two("[0,8]", "[4,12]"), 12), "overlaps"),
         ("gap", raw(&two("[0,8]", "[12,20]"), 20), "no tensor covers the bytes 8..12"),

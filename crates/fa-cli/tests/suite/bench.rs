@@ -164,6 +164,19 @@ fn files_are_written_and_the_table_shown() {
     assert!(texts.iter().any(|text| text.starts_with("f32 multiply-add peak")), "{texts:?}");
 }
 
+/// No text is smaller than 10 pixels where the plot is as wide as a README's text.
+#[track_caller]
+fn can_be_read_on_a_page(name: &str, drawn: &str) {
+    const PAGE: f64 = 830.0;
+    let drawn = roxmltree::Document::parse(drawn).unwrap();
+    let number = |node: roxmltree::Node, name: &str| node.attribute(name).unwrap().parse::<f64>().unwrap();
+    let scale = (PAGE / number(drawn.root_element(), "width")).min(1.0);
+    for one in drawn.descendants().filter(|node| node.has_tag_name(("http://www.w3.org/2000/svg", "text"))) {
+        let size = scale * number(one, "font-size");
+        assert!(size >= 10.0, "{name}: {size} pixels for {:?}", one.text());
+    }
+}
+
 #[test]
 fn plots_of_records_are_drawn_again_from_them() {
     let folder = tempfile::tempdir().unwrap();
@@ -177,21 +190,30 @@ fn plots_of_records_are_drawn_again_from_them() {
         let drawn = drawn.unwrap();
         assert!(drawn == kept.unwrap(), "{name}: fa bench --draw draws another plot than is kept");
         // One legend: every library is named once.
-        for library in ["fa (this project)", "cudnn", "fa2"] {
+        for library in ["fa (this project)", "cuDNN", "FlashAttention-2"] {
             let count = drawn.lines().filter(|line| line.trim() == library).count();
             assert_eq!(
                 count,
-                usize::from(library != "cudnn" || drawn.contains("cudnn")),
+                usize::from(library != "cuDNN" || drawn.contains("cuDNN")),
                 "{name}: {library}"
             );
         }
+        can_be_read_on_a_page(name, &drawn);
+    }
+    for name in ["sm90", "sm80"] {
+        let stored = repository(&format!("docs/results/ladder/{name}-nvidia-h100-80gb-hbm3"));
+        fa(&format!("ladder --draw {} --plot {}", text(&stored.with_extension("json")), text(&plot))).good();
+        let drawn = std::fs::read_to_string(&plot).unwrap();
+        let kept = std::fs::read_to_string(stored.with_extension("svg")).unwrap();
+        assert!(drawn == kept, "{name}: fa ladder --draw draws another plot than is kept");
+        can_be_read_on_a_page(name, &drawn);
     }
     // Shapes that are no series are bars, each with its name, in the record's own unit.
     for (name, parts, without) in [
         ("models-bwd", ["Phi-3 mini", "TFLOP/s", "fa (this project)"], "sm90_bwd-"),
         ("decode", ["8 x 1x8192, 32:8, hd 128 full", "TB/s", "fa (this project)"], "TFLOP/s"),
         ("plan", ["256 decodes", "us per plan", "fa (this project)"], "TFLOP/s"),
-        ("step", ["ms per step", "Forward, a step, bf16", "fa (this project)"], "TFLOP/s"),
+        ("step", ["ms per step", "a step, bf16", "fa (this project)"], "TFLOP/s"),
     ] {
         let record = repository(&format!("docs/results/marks-{name}-h100.json"));
         fa(&format!("bench --draw {} --plot {}", text(&record), text(&plot))).good();
@@ -214,4 +236,7 @@ fn plots_of_records_are_drawn_again_from_them() {
     let none = fa(&format!("bench --draw {} --plot {}", text(&json), text(&plot)));
     assert!(none.code == 2 && none.stderr.contains("is not a record of `fa bench`"), "{none:?}");
     assert_eq!(fa(&format!("bench --draw {}", text(&json))).code, 2);
+    let none = fa(&format!("ladder --draw {} --plot {}", text(&json), text(&plot)));
+    assert!(none.code == 2 && none.stderr.contains("is not a record of `fa ladder`"), "{none:?}");
+    assert_eq!(fa(&format!("ladder --draw {}", text(&json))).code, 2);
 }

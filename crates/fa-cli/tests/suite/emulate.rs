@@ -1,6 +1,6 @@
 //! `fa emulate`: every flag is heeded or refused.
 
-use crate::common::{fa, fa_args};
+use crate::common::{Dir, fa, fa_args, repository, text};
 
 const SPEC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fa-kernels/specs/sm80/hd64-causal-bf16.ron");
 
@@ -68,4 +68,27 @@ fn sequences_of_one_length_are_as_many_as_asked_for() {
     let problem = &outcome.json()["problem"];
     let of = |name: &str| problem[name].as_u64();
     assert_eq!([of("batch"), of("total_q"), of("page")], [Some(3), Some(8), Some(16)], "{problem}");
+}
+
+/// The page counts bank conflicts of what a kernel issues, and the emulation runs it.
+#[test]
+fn the_page_lists_stores_of_matrices_where_the_emulation_counts_them() {
+    for (name, is_stored) in [("hd128-causal-bf16", false), ("hd192-128-causal-bf16-bwd", true)] {
+        let spec = repository(&format!("crates/fa-kernels/specs/sm90/{name}.ron"));
+        let outcome = fa_args(&["emulate", text(&spec), "--seqlen", "64", "--heads", "1", "--seed", "0"]);
+        if outcome.code != 0 && outcome.stderr.contains("no C++ compiler") {
+            return;
+        }
+        let emulated = outcome.good();
+        assert_eq!(emulated.contains("no ldmatrix or stmatrix"), !is_stored, "{emulated}");
+        let dir = Dir::new();
+        let page = dir.path("page.html");
+        let head_dim = if is_stored { "192-128" } else { "128" };
+        let flags =
+            ["plan", "--causal", "--headdim", head_dim, "--spec", text(&spec), "--report", text(&page)];
+        let mode: &[&str] = if is_stored { &["--mode", "bwd"] } else { &[] };
+        fa_args(&[&flags[..], mode].concat()).good();
+        let page = std::fs::read_to_string(&page).expect("a page");
+        assert_eq!(page.contains("stmatrix of"), is_stored, "{name}");
+    }
 }

@@ -1,4 +1,5 @@
-//! `C = init(C) + A B` on f32 tiles, blocked for registers.
+//! `C = init(C) + A B` on f32 tiles, blocked for registers. Blocks that an instruction set does not have are
+//! behind an `if const`, so that none is compiled for it.
 #![allow(unsafe_code)]
 
 use super::vector::Vector;
@@ -67,10 +68,12 @@ unsafe fn columns<V: Vector, const BY_COLUMNS: bool>(p: &RawProduct) {
         let column = done * V::LANES;
         // SAFETY: `RawProduct`'s contract; `column + width * LANES <= n`.
         unsafe {
-            match width {
-                3 => rows::<V, 3, BY_COLUMNS>(p, column),
-                2 => rows::<V, 2, BY_COLUMNS>(p, column),
-                _ => rows::<V, 1, BY_COLUMNS>(p, column),
+            if const { V::COLUMNS >= 3 } && width == 3 {
+                rows::<V, 3, BY_COLUMNS>(p, column);
+            } else if const { V::COLUMNS >= 2 } && width == 2 {
+                rows::<V, 2, BY_COLUMNS>(p, column);
+            } else {
+                rows::<V, 1, BY_COLUMNS>(p, column);
             }
         }
         done += width;
@@ -82,13 +85,13 @@ unsafe fn rows<V: Vector, const N: usize, const BY_COLUMNS: bool>(p: &RawProduct
     let mut row = 0;
     // SAFETY: `RawProduct`'s contract; each block stays within m.
     unsafe {
-        if V::ROWS == 8 {
+        if const { V::ROWS == 8 } {
             while p.m - row >= 8 {
                 block::<V, 8, N, BY_COLUMNS>(p, row, column);
                 row += 8;
             }
         }
-        if V::ROWS == 6 {
+        if const { V::ROWS == 6 } {
             // Eight rows are twice four: two alone leave the multipliers waiting for one another.
             while p.m - row >= 6 && p.m - row != 8 {
                 block::<V, 6, N, BY_COLUMNS>(p, row, column);

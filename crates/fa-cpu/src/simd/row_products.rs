@@ -2,7 +2,8 @@
 //! lanes lie along the head dim.
 //!
 //! Arrays of registers are filled in loops: of `core::array::from_fn` the compiler makes a dozen functions
-//! for each use in each block.
+//! for each use in each block. What a block's sizes rule out is behind an `if const`: behind any other
+//! condition it is compiled first and dropped then.
 #![allow(unsafe_code)]
 
 use half::{bf16, f16};
@@ -92,7 +93,7 @@ pub(super) unsafe fn dots<V: Vector, T: Factor>(call: &RawDots<'_, T>) {
     let mut query = 0;
     // SAFETY: `RawDots`'s contract; blocks stay within the queries.
     unsafe {
-        if V::LANES == 16 {
+        if const { V::LANES == 16 } {
             while call.queries - query >= 4 {
                 dots_of::<V, T, 4, 4, 16>(call, query);
                 query += 4;
@@ -157,7 +158,7 @@ unsafe fn dots_block<V: Vector, T: Factor, const KEYS: usize, const QUERIES: usi
         let mut sums = [V::splat(0.0); SUMS];
         // One after the other, no loop: the sums stay in registers.
         Sums::<V, KEYS, QUERIES, 0> { sums: &mut sums }.rows(call, key, query, distance);
-        if KEYS > ROWS {
+        if const { KEYS > ROWS } {
             Sums::<V, KEYS, QUERIES, ROWS> { sums: &mut sums }.rows(call, key, query, distance);
         }
         let sums = V::sums(sums);
@@ -197,13 +198,17 @@ impl<V: Vector, const KEYS: usize, const QUERIES: usize, const FIRST: usize>
             let whole = call.dims / V::LANES * V::LANES;
             // Along each row as far as Q fits the registers: memory is read in the order of its addresses.
             let mut d = 0;
-            while QUERIES == 1 && whole - d >= 4 * V::LANES {
-                self.add::<T, 4>(rows, q, ldq, d, distance);
-                d += 4 * V::LANES;
+            if const { QUERIES == 1 } {
+                while whole - d >= 4 * V::LANES {
+                    self.add::<T, 4>(rows, q, ldq, d, distance);
+                    d += 4 * V::LANES;
+                }
             }
-            while QUERIES <= 2 && whole - d >= 2 * V::LANES {
-                self.add::<T, 2>(rows, q, ldq, d, distance);
-                d += 2 * V::LANES;
+            if const { QUERIES <= 2 } {
+                while whole - d >= 2 * V::LANES {
+                    self.add::<T, 2>(rows, q, ldq, d, distance);
+                    d += 2 * V::LANES;
+                }
             }
             while d < whole {
                 self.add::<T, 1>(rows, q, ldq, d, distance);
@@ -282,7 +287,7 @@ pub(super) unsafe fn accumulate<V: Vector, T: Factor>(call: &RawAccumulate<'_, T
     let mut query = 0;
     // SAFETY: `RawAccumulate`'s contract; blocks stay within the queries.
     unsafe {
-        if V::LANES == 16 {
+        if const { V::LANES == 16 } {
             while call.queries - query >= 4 {
                 accumulate_of::<V, T, 4, 4>(call, query);
                 query += 4;
@@ -310,7 +315,7 @@ unsafe fn accumulate_of<V: Vector, T: Factor, const QUERIES: usize, const REGIST
             accumulate_block::<V, T, QUERIES, REGISTERS>(call, query, column);
             column += REGISTERS * V::LANES;
         }
-        if REGISTERS > 4 && call.dims - column >= 4 * V::LANES {
+        if const { REGISTERS > 4 } && call.dims - column >= 4 * V::LANES {
             accumulate_block::<V, T, QUERIES, 4>(call, query, column);
             column += 4 * V::LANES;
         }

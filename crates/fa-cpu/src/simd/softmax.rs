@@ -213,10 +213,7 @@ unsafe fn gradient_by<V: Vector, const ALIBI: bool>(call: &RawGradient) {
                     p.mul(difference).store(dp_at);
                 } else {
                     let capped = tanh(score);
-                    // A masked score must stay -inf: the cap would make it visible.
-                    let masked = V::splat(f32::NEG_INFINITY);
-                    let score =
-                        V::splat(f32::MIN).select_greater(score, masked, capped.mul(V::splat(call.cap)));
+                    let score = capped.mul(V::splat(call.cap));
                     let score = if ALIBI { lowered(score, slope, position, key) } else { score };
                     let p = probability(score.sub(lse));
                     p.store(score_at);

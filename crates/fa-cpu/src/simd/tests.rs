@@ -241,7 +241,6 @@ fn softmax_gradient_follows_its_formula() {
             for i in (0..keys * ld).filter(|i| i % ld < queries) {
                 let (query, score) = (i % ld, f64::from(before[i]));
                 let capped = cap.map_or(score, |cap| f64::from(cap) * score.tanh());
-                let capped = if score == f64::NEG_INFINITY { score } else { capped };
                 let slope = cap.map_or(1.0, |_| 1.0 - score.tanh().powi(2));
                 // An LSE below the score is rounding: no P is above 1.
                 let p = (capped - f64::from(lse[query])).min(0.0).exp2();

@@ -24,7 +24,7 @@ use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
-/// Computes the gradients of the given units, or of all; returns what each of their heads adds to the
+/// Computes the gradients of the given units, which come in the order of cuts, or of all; returns what each of their heads adds to the
 /// gradient of its sink, in order.
 pub(super) fn run<T: Element + Factor>(
     call: &Backward<'_, T>,
@@ -35,7 +35,15 @@ pub(super) fn run<T: Element + Factor>(
     let sizes = Sizes::new(problem, kernels);
     let mut cuts = cuts(problem, batch, sizes.tile_m, schedule::workers(threads));
     if let Some(only) = only {
-        cuts.retain(|cut| only.contains(&cut.unit));
+        let mut only = only.iter();
+        let mut next = only.next();
+        cuts.retain(|cut| {
+            let is_next = next == Some(&cut.unit);
+            if is_next {
+                next = only.next();
+            }
+            is_next
+        });
     }
     if cuts.is_empty() {
         return vec![];
@@ -262,14 +270,12 @@ impl<T: Element + Factor> Job<'_, T> {
         let (scores, dp) = ([rows, columns, problem.head_dim], [rows, columns, problem.head_dim_v]);
         product(scores, (k, ldk), Order::Rows, (&tile.qt, tile_m), (s, tile_m), Init::Zero);
         let hiding = !band.sees_all(queries, keys);
-        if hiding {
-            band.hide(queries, keys, s, tile_m, f32::NEG_INFINITY);
-        }
         product(dp, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
         let bias = band.bias(batch.slope(cut.unit.sequence, head), queries.start, keys.start);
         kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap, bias);
-        // P and dS are 0 where nothing is seen, even where 0 was multiplied by NaN.
+        // P and dS are 0 where nothing is seen. Hidden scores are not made -inf before: a soft cap makes scores of
+        // -inf, which infinite keys have, visible.
         for tile_of in [&mut *s, &mut *ds] {
             if hiding {
                 band.hide(queries, keys, tile_of, tile_m, 0.0);

@@ -11,6 +11,7 @@ use super::buffer::Buffer;
 use super::cut::{Cut, TILE_N, cuts, items, partials};
 use super::delta::{ExactDelta, FEW_KEYS};
 use super::dq::Writers;
+use super::forward16;
 use super::inputs::{Backward, Gradients};
 use super::long::{self, STRETCH, Sums};
 use super::pack::{dot, read_row, row_stride};
@@ -86,29 +87,36 @@ pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     kernels.has_bf16() && in_range && !(cap.is_some() && problem.score.alibi.is_some())
 }
 
-/// Computes the gradients of all units whose inputs are finite; returns the others, and what every unit's
-/// heads add to the gradients of their sinks.
+/// Computes the gradients of all units with more than a few queries whose inputs are finite; returns the
+/// others, in order, and what the heads of those add to the gradients of their sinks.
 pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (Vec<Unit>, Vec<(usize, f64)>) {
-    let Backward { threads, problem, batch, .. } = *call;
+    let Backward { kernels, threads, problem, batch, .. } = *call;
     let sizes = Sizes { q: grain(problem.head_dim), v: grain(problem.head_dim_v) };
     let mut cuts = cuts(problem, batch, TILE_M, schedule::workers(threads));
     for cut in &mut cuts {
         cut.dq_len = cut.m_tiles * sizes.q * TILE_M;
     }
     let group = problem.group_size();
-    let finite: Vec<AtomicBool> = cuts.iter().map(|_| AtomicBool::new(true)).collect();
+    let suits = |cut: &Cut| forward16::suits(kernels, cut.band.q);
+    if !cuts.iter().any(suits) {
+        return (cuts.iter().map(|cut| cut.unit).collect(), vec![]);
+    }
+    let taken: Vec<AtomicBool> = cuts.iter().map(|_| AtomicBool::new(true)).collect();
     schedule::run(
         cuts.len(),
         threads,
         || (),
-        |(), index| finite[index].store(is_finite(call, &cuts[index]), Ordering::Relaxed),
+        |(), index| {
+            let cut = &cuts[index];
+            taken[index].store(suits(cut) && is_finite(call, cut), Ordering::Relaxed);
+        },
     );
-    let finite: Vec<bool> = finite.into_iter().map(AtomicBool::into_inner).collect();
+    let taken: Vec<bool> = taken.into_iter().map(AtomicBool::into_inner).collect();
     let job = Job { call, scores: &Scores::new(problem), sizes };
     let tile = [TILE_M, sizes.q * TILE_M];
     let writers = Writers::new(call, &cuts, [&mut to.dq, &mut to.dk, &mut to.dv], tile);
 
-    let items = items(&cuts, batch, |index| finite[index]);
+    let items = items(&cuts, batch, |index| taken[index]);
     let partial = partials(&cuts, group);
     let dsinks = SinkTerms::new(to.dsinks.is_some(), cuts.len(), group);
     schedule::run(
@@ -150,12 +158,11 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
             writers.write_keys(cut.unit, part, keys, sums);
         },
     );
-    let done: Vec<Cut> =
-        cuts.iter().zip(&finite).filter(|(_, finite)| **finite).map(|(cut, _)| *cut).collect();
+    let done: Vec<Cut> = cuts.iter().zip(&taken).filter(|(_, taken)| **taken).map(|(cut, _)| *cut).collect();
     if !partial.is_empty() {
         writers.dq.add_partial(threads, group, &done, &partial);
     }
-    let left = cuts.iter().zip(&finite).filter(|(_, finite)| !**finite).map(|(cut, _)| cut.unit).collect();
+    let left = cuts.iter().zip(&taken).filter(|(_, taken)| !**taken).map(|(cut, _)| cut.unit).collect();
     (left, dsinks.by_head(&cuts))
 }
 

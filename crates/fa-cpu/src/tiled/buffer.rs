@@ -9,6 +9,8 @@ pub(super) struct Buffer<T: Copy + Default + 'static = f32> {
     storage: Vec<T>,
     start: usize,
     len: usize,
+    /// Whether an earlier buffer had the storage.
+    is_reused: bool,
 }
 
 /// Bytes of a cache line (and of an AVX-512 register).
@@ -73,24 +75,29 @@ fn rounded(len: usize) -> usize {
 impl<T: Copy + Default + 'static> Buffer<T> {
     /// `len` zeros.
     pub(super) fn new(len: usize) -> Self {
+        let mut buffer = Self::uncleared(len);
+        if buffer.is_reused {
+            buffer.fill(T::default());
+        }
+        buffer
+    }
+
+    /// `len` values of an earlier buffer, or zeros: for what is written before it is read.
+    pub(super) fn uncleared(len: usize) -> Self {
         let spare = LINE / size_of::<T>();
         let room = rounded(len + spare);
-        let storage = match KEPT.with_borrow_mut(|kept| kept.take::<T>(room)) {
-            Some(mut storage) => {
-                storage[..len + spare].fill(T::default());
-                storage
-            }
-            None => vec![T::default(); room],
-        };
+        let kept = KEPT.with_borrow_mut(|kept| kept.take::<T>(room));
+        let is_reused = kept.is_some();
+        let storage = kept.unwrap_or_else(|| vec![T::default(); room]);
         let start = storage.as_ptr().align_offset(LINE).min(spare);
-        Buffer { storage, start, len }
+        Buffer { storage, start, len, is_reused }
     }
 }
 
 impl<T: Copy + Default + 'static> Default for Buffer<T> {
     /// No values.
     fn default() -> Self {
-        Buffer { storage: Vec::new(), start: 0, len: 0 }
+        Buffer { storage: Vec::new(), start: 0, len: 0, is_reused: false }
     }
 }
 

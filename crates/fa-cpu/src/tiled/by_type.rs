@@ -65,12 +65,16 @@ fn forward_of<T: Element + Factor>(
     if forward16::applies(call.kernels, call.problem)
         && let (Some(call), Some(out)) = (cast_forward(call), cast::tensor_mut(out))
     {
-        many = forward16::run(&call, &many, out, lse.as_deref_mut());
+        let queries = |unit: &Unit| call.batch.sequences[unit.sequence].q.len;
+        let (wide, mut narrow): (Vec<_>, Vec<_>) =
+            many.into_iter().partition(|unit| forward16::suits(call.kernels, queries(unit)));
+        narrow.extend(forward16::run(&call, &wide, out, lse.as_deref_mut()));
+        many = narrow;
     }
     forward::run(call, &many, out, lse);
 }
 
-/// Units whose inputs are finite by the 16-bit path, where there is one, the others in f32.
+/// Units that suit the 16-bit path by it, where there is one, the others in f32.
 fn backward_of<T: Element + Factor>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
     let (mut left, mut sums) = (None, vec![]);
     if backward16::applies(call.kernels, call.problem)

@@ -90,8 +90,8 @@ pub(super) fn run<T: Element>(
     if cut.items.is_empty() {
         return;
     }
-    let shared = |tensor| Shared::new(kernels, threads, KeyRows::new(tensor, batch), units, &cut.shared);
-    let (k, v) = (shared(&call.k), shared(&call.v));
+    let rows = [&call.k, &call.v].map(|tensor| KeyRows::new(tensor, batch));
+    let [k, v] = Shared::of(kernels, threads, rows, units, &cut.shared);
     let spans = || batch.sequences.iter().map(|sequence| (sequence.q, panel_of(kernels, sequence.q.len)));
     let mut lse = lse.map(|lse| lse_tensor(q.shape(), lse));
     let (out, lse) = (Scatter::new(out, spans()), lse.as_mut().map(|lse| Scatter::new(lse, spans())));

@@ -21,7 +21,7 @@ use super::scores::{Scores, finish};
 use super::work::{Forward, Item, Unit, items};
 use crate::simd::bf16::{Bf16Kernels, GRAIN, Product16};
 use crate::simd::scatter::Scatter;
-use crate::simd::{Kernels, TileShape};
+use crate::simd::{Isa, Kernels, TileShape};
 use crate::view::TensorMut;
 
 /// Queries of a panel: with a tile of keys, its scores stay in the first-level cache.
@@ -75,6 +75,12 @@ const MAX_SCALE: f32 = 1024.0;
 pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     let Scores { scale, cap } = Scores::new(problem);
     kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
+}
+
+/// Whether the 16-bit paths are the faster ones for a sequence of so many queries. Their tiles have [`PANEL`]
+/// queries at least, the f32 paths' one register; AMX's products cost next to nothing.
+pub(super) fn suits(kernels: Kernels, queries: usize) -> bool {
+    kernels.isa() == Isa::Amx || queries > kernels.lanes()
 }
 
 /// Computes O and LSE of the given units; returns those that are left to the f32 path, which alone handles

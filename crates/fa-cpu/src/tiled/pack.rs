@@ -74,7 +74,7 @@ impl<'a, T: Element> KeyRows<'a, T> {
         (scratch, ld)
     }
 
-    /// Some rows of one head as f32, at stride `ld`.
+    /// Some rows of one head as f32, at stride `ld`, with zeros behind each.
     pub(super) fn read(
         &self,
         kernels: Kernels,
@@ -85,7 +85,9 @@ impl<'a, T: Element> KeyRows<'a, T> {
     ) {
         for (key, row) in keys.zip(to.chunks_mut(ld)) {
             let (outer, inner) = self.batch.key(sequence, key);
-            read_row(kernels, &self.tensor, [outer, inner, kv_head], &mut row[..self.dims()]);
+            let (row, padding) = row.split_at_mut(self.dims());
+            read_row(kernels, &self.tensor, [outer, inner, kv_head], row);
+            padding.fill(0.0);
         }
     }
 
@@ -124,51 +126,53 @@ pub(super) struct Shared<'a, T> {
 }
 
 impl<'a, T: Element> Shared<'a, T> {
-    /// Converts (where they have to be) the rows of all `units` that are `shared`.
-    pub(super) fn new(
+    /// Converts (where they have to be) the rows of K and of V of all `units` that are `shared`.
+    pub(super) fn of(
         kernels: Kernels,
         threads: Option<usize>,
-        rows: KeyRows<'a, T>,
+        both: [KeyRows<'a, T>; 2],
         units: &[Unit],
         shared: &[bool],
-    ) -> Self {
+    ) -> [Self; 2] {
         /// A few hundred kilobytes per piece: small enough to distribute, large enough to hide the overhead.
         const ROWS: usize = 512;
-        let (ld, mut len) = (row_stride(rows.dims()), 0);
-        let mut pieces = Vec::new();
-        let starts = units.iter().zip(shared).map(|(unit, &shared)| {
-            let keys = rows.batch.sequences[unit.sequence].k.len;
-            (shared && rows.converts()).then(|| {
-                let start = len;
-                len += keys * ld;
-                let ends = |first: usize| first..keys.min(first + ROWS);
-                pieces.extend((0..keys).step_by(ROWS).map(|first| (*unit, ends(first))));
-                start
-            })
+        let mut tensors = both.map(|rows| {
+            let (ld, mut len) = (row_stride(rows.dims()), 0);
+            let starts = units.iter().zip(shared).map(|(unit, &shared)| {
+                (shared && rows.converts()).then(|| {
+                    let start = len;
+                    len += rows.batch.sequences[unit.sequence].k.len * ld;
+                    start
+                })
+            });
+            let starts = starts.collect();
+            Shared { rows, data: Buffer::uncleared(len), starts, ld }
         });
-        let starts: Vec<Option<usize>> = starts.collect();
-        let mut data = Buffer::new(len);
-        let mut rest = &mut data[..];
-        let pieces: Vec<_> = pieces
-            .into_iter()
-            .map(|(unit, keys)| {
-                let (piece, after) = std::mem::take(&mut rest).split_at_mut(keys.len() * ld);
-                rest = after;
-                Mutex::new((unit, keys, piece))
-            })
-            .collect();
+        let mut pieces = Vec::new();
+        for Shared { rows, data, starts, ld } in &mut tensors {
+            let mut rest = &mut data[..];
+            for (&unit, _) in units.iter().zip(starts).filter(|(_, start)| start.is_some()) {
+                let keys = rows.batch.sequences[unit.sequence].k.len;
+                for first in (0..keys).step_by(ROWS) {
+                    let keys = first..keys.min(first + ROWS);
+                    let (piece, after) = std::mem::take(&mut rest).split_at_mut(keys.len() * *ld);
+                    rest = after;
+                    pieces.push(Mutex::new((*rows, *ld, unit, keys, piece)));
+                }
+            }
+        }
         schedule::run(
             pieces.len(),
             threads,
             || (),
             |(), piece| {
                 let mut piece = pieces[piece].lock().unwrap_or_else(PoisonError::into_inner);
-                let (unit, keys, to) = &mut *piece;
-                rows.read(kernels, *unit, keys.clone(), to, ld);
+                let (rows, ld, unit, keys, to) = &mut *piece;
+                rows.read(kernels, *unit, keys.clone(), to, *ld);
             },
         );
         drop(pieces);
-        Shared { rows, data, starts, ld }
+        tensors
     }
 
     /// Some rows of unit number `index`, and the distance between them.

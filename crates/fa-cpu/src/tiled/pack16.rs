@@ -137,7 +137,7 @@ impl<'a> Packed<'a> {
             })
         });
         let starts: Vec<_> = starts.collect();
-        let (mut data_k, mut data_vt) = (Buffer::new(len_k), Buffer::new(len_vt));
+        let (mut data_k, mut data_vt) = (Buffer::uncleared(len_k), Buffer::uncleared(len_vt));
         let packed = Packed {
             batch,
             k,
@@ -185,10 +185,10 @@ impl<'a> Packed<'a> {
     /// Room for a tile that is not shared.
     pub(super) fn buffer(&self) -> TileBuffer {
         TileBuffer {
-            k: Buffer::new(TILE_N * self.words_k),
-            vt: Buffer::new(TILE_N * self.words_v),
-            rows: Buffer::new(TILE_N * self.words_v),
-            pairs: Buffer::new(TILE_N * self.words_v),
+            k: Buffer::uncleared(TILE_N * self.words_k),
+            vt: Buffer::uncleared(TILE_N * self.words_v),
+            rows: Buffer::uncleared(TILE_N * self.words_v),
+            pairs: Buffer::uncleared(TILE_N * self.words_v),
         }
     }
 

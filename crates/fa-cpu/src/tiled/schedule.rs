@@ -1,5 +1,6 @@
 //! Work for all threads: items in order, each worker takes the next one when it is done.
 
+use std::iter;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -19,13 +20,12 @@ pub(super) fn run<S>(
     work: impl Fn(&mut S, usize) + Sync,
 ) {
     let next = AtomicUsize::new(0);
+    let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&item| item < count);
     let worker = || {
+        // A thread that wakes when all is done allocates nothing.
+        let Some(first) = take() else { return };
         let mut scratch = scratch();
-        loop {
-            let item = next.fetch_add(1, Ordering::Relaxed);
-            if item >= count {
-                break;
-            }
+        for item in iter::once(first).chain(iter::from_fn(take)) {
             work(&mut scratch, item);
         }
     };

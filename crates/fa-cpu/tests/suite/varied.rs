@@ -335,6 +335,46 @@ fn many_short_sequences() {
     }
 }
 
+/// A row with an infinite score is NaN, and so is what it adds to its sink's gradient.
+#[test]
+fn sinks_beside_an_infinite_score_have_a_gradient_of_nan() {
+    let problem = Problem {
+        score: ScoreMod { sinks: true, ..ScoreMod::NONE },
+        ..Problem::square(1, 20, 2, 8, Mask::FULL, Dtype::F32)
+    };
+    let extras = Extras { sinks: Some(&[0.5, -1.0]), ..Extras::NONE };
+    let mut given = inputs::<f32>(&problem, &extras, 5);
+    given.k[0] = f32::INFINITY;
+    let Views { q, k, v, dout } = given.views(&problem);
+    let want = reference::backward_extras(&problem, &extras, &q, &k, &v, &dout).unwrap().dsinks;
+    assert!(want[0].is_nan() && want[1].is_finite(), "{want:?}");
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        let options = Options { isa: Some(isa), threads: Some(1) };
+        let got = Results::compute(options, &problem, &extras, &given, true).dsinks;
+        assert!(got[0].is_nan() && got[1].is_finite(), "{got:?} with {isa}");
+    }
+}
+
+/// A soft cap makes a score of -inf one of minus the cap, in the backward too.
+#[test]
+fn infinite_keys_below_a_soft_cap_have_gradients() {
+    for mask in [Mask::FULL, Mask::CAUSAL] {
+        let problem =
+            Problem { score: ScoreMod::softcap(2.0), ..Problem::square(1, 20, 2, 8, mask, Dtype::F32) };
+        let mut given = inputs::<f32>(&problem, &Extras::NONE, 5);
+        given.k[0] = f32::INFINITY;
+        let Views { q, k, v, dout } = given.views(&problem);
+        let want = reference::backward_extras(&problem, &Extras::NONE, &q, &k, &v, &dout).unwrap().dv;
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+            let options = Options { isa: Some(isa), threads: Some(1) };
+            let got = Results::compute(options, &problem, &Extras::NONE, &given, true).dv;
+            for (got, want) in got.iter().zip(&want) {
+                assert!((f64::from(*got) - want).abs() < 1e-4, "{got} for {want} with {isa}, {mask}");
+            }
+        }
+    }
+}
+
 /// A row that sees no key has the sink as its LSE and O = 0; sinks of -inf are as none.
 #[test]
 fn rows_that_see_nothing_keep_their_sink() {

@@ -4,7 +4,6 @@
 mod append;
 mod deterministic;
 mod drawn;
-mod early_start;
 mod faults;
 mod known;
 mod merge;

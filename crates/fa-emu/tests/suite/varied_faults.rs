@@ -73,7 +73,7 @@ const FAULTS: &[Fault] = &[
         SPLIT,
         [
             "attn/split.cuh",
-            "void combine(",
+            "void combine_rows(",
             "if constexpr (Sinks) sum += exp2_approx((sink - base) * kLog2e);",
             "",
         ],
@@ -106,7 +106,9 @@ fn find((keys, split): Form, fault: Option<[&str; 4]>) -> Result<Vec<String>, St
     let problem = Problem { lengths, heads_kv: 1, score, ..one };
     let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &batch.extras(&problem));
     let run = |seed| {
-        let options = Options { step_limit: 20_000_000, ..Options::of(&spec, seed) };
+        // So many SMs that CTAs of the combine kernel share a row.
+        let sms = if split { 132 } else { Options::sms_of(&spec) };
+        let options = Options { sms, step_limit: 20_000_000, ..Options::seed(seed) };
         trial.run(&unit, &options).map(|proof| proof.faults().join("\n")).map_err(|error| error.to_string())
     };
     (0..3).map(run).collect()

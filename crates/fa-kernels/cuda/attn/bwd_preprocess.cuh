@@ -21,21 +21,38 @@ __device__ __forceinline__ void clear_f32(float* values, i64 count, i64 thread, 
     for (i64 i = thread * 4; i < count; i += threads * 4) *reinterpret_cast<Vec16*>(values + i) = Vec16{};
 }
 
-// The part of lane `lane` in the dot product of two rows, which eight neighbouring lanes compute.
-template <Dtype T>
-__device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int columns, int lane) {
-    float sum = 0.f;
-    for (int column = 8 * lane; column < columns; column += 64) {
-        const Vec16 of_a = *reinterpret_cast<const Vec16*>(a + column);
-        const Vec16 of_b = *reinterpret_cast<const Vec16*>(b + column);
+// Lane `lane`'s 16-byte chunks of Columns columns of two rows, whose dot product eight neighbouring lanes
+// compute.
+template <Dtype T, int Columns>
+struct RowChunks {
+    static constexpr int kChunks = ceil_div(Columns, 64);
+    Vec16 of_a[kChunks], of_b[kChunks];
+
+    // Loads the first `columns` columns; the others are zero.
+    __device__ __forceinline__ void load(const u16* a, const u16* b, int columns, int lane) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sum = fmaf(unpack_low<T>(of_a.words[i]), unpack_low<T>(of_b.words[i]), sum);
-            sum = fmaf(unpack_high<T>(of_a.words[i]), unpack_high<T>(of_b.words[i]), sum);
+        for (int i = 0; i < kChunks; ++i) {
+            const int column = 64 * i + 8 * lane;
+            of_a[i] = of_b[i] = Vec16{};
+            if (column < columns) {
+                of_a[i] = *reinterpret_cast<const Vec16*>(a + column);
+                of_b[i] = *reinterpret_cast<const Vec16*>(b + column);
+            }
         }
     }
-    return sum;
-}
+    // The lane's part of the dot product, added to `sum`.
+    __device__ __forceinline__ float dot(float sum) const {
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                sum = fmaf(unpack_low<T>(of_a[i].words[j]), unpack_low<T>(of_b[i].words[j]), sum);
+                sum = fmaf(unpack_high<T>(of_a[i].words[j]), unpack_high<T>(of_b[i].words[j]), sum);
+            }
+        }
+        return sum;
+    }
+};
 
 // The tile of queries of a preprocess or postprocess CTA; there is one CTA per tile, query head and sequence.
 // CTAs take the tiles in reverse order: the main kernel starts with what the preprocess touched last, and the
@@ -98,29 +115,44 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
     const int lane = thread_index() % 8;
     // A warp computes 4 rows, and the shuffles need whole warps.
     static_assert(C.tile_m % 4 == 0);
-    for (int row = thread_index() / 8; row < C.tile_m; row += cta_threads() / 8) {
-        const int query = m_block * C.tile_m + row;
-        const bool inside = query < seqlen.q();
-        float sum = 0.f;
-        if (inside) {
-            sum = partial_dot<C.dtype>(out + query * params.out.strides.seq,
-                                       dout + query * params.dout.strides.seq, params.shape.head_dim_v, lane);
+    // A thread's loads are in flight together: those of kRows rows of kColumns columns, 128 bytes.
+    constexpr int kColumns = min_of(C.head_dim_v, 128), kRows = kColumns <= 64 ? 4 : 2;
+    const int stride = cta_threads() / 8;
+    for (int first = thread_index() / 8; first < C.tile_m; first += kRows * stride) {
+        float sum[kRows] = {}, lse[kRows];
+#pragma unroll 1
+        for (int column = 0; column < C.head_dim_v; column += kColumns) {
+            RowChunks<C.dtype, kColumns> chunks[kRows];
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                const int row = first + i * stride, query = m_block * C.tile_m + row;
+                const bool inside = row < C.tile_m && query < seqlen.q();
+                chunks[i].load(out + query * params.out.strides.seq + column,
+                               dout + query * params.dout.strides.seq + column,
+                               inside ? params.shape.head_dim_v - column : 0, lane);
+                if (column == 0) lse[i] = inside && lane == 0 ? params.lse[lse_row(query)] : minus_infinity();
+            }
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) sum[i] = chunks[i].dot(sum[i]);
         }
 #pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
-        if (lane != 0) continue;
-        // An LSE of +inf makes P = 2^-inf = 0 in rows past the end. A row that saw no key has masked scores
-        // only: any finite LSE makes its P 0, and its LSE has no gradient.
-        float lse_log2 = -minus_infinity();
-        if (inside) {
-            const float lse = params.lse[lse_row(query)];
-            const bool is_empty = lse == minus_infinity();
-            lse_log2 = is_empty ? 0.f : lse * kLog2e;
-            if (params.dlse != nullptr && !is_empty) sum -= params.dlse[lse_row(query)];
+        for (int i = 0; i < kRows; ++i) {
+            const int row = first + i * stride, query = m_block * C.tile_m + row;
+#pragma unroll
+            for (int distance = 1; distance < 8; distance *= 2) sum[i] += shuffle_xor(sum[i], distance);
+            if (lane != 0 || row >= C.tile_m) continue;
+            // An LSE of +inf makes P = 2^-inf = 0 in rows past the end. A row that saw no key has masked
+            // scores only: any finite LSE makes its P 0, and its LSE has no gradient.
+            float lse_log2 = -minus_infinity();
+            if (query < seqlen.q()) {
+                const bool is_empty = lse[i] == minus_infinity();
+                lse_log2 = is_empty ? 0.f : lse[i] * kLog2e;
+                if (params.dlse != nullptr && !is_empty) sum[i] -= params.dlse[lse_row(query)];
+            }
+            const i64 at = workspace_row(query);
+            params.dpsum[at] = sum[i];
+            params.lse_log2[at] = lse_log2;
         }
-        const i64 at = workspace_row(query);
-        params.dpsum[at] = sum;
-        params.lse_log2[at] = lse_log2;
     }
 }
 

@@ -65,18 +65,16 @@ struct CombineStorage {
 };
 constexpr int combine_smem_bytes = sizeof(CombineStorage);
 
-// Combines the parts' results into O and LSE. A CTA processes one row at a time; its warps share the parts.
-template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
-__device__ __forceinline__ void combine(const FwdParams& params) {
+// Combines the parts' results into O and LSE, for every `stride`-th of `rows` rows from row `index` on. A row
+// is combined by a warp, or, if Shared, by the warps of a CTA, which share the parts.
+template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks, bool Shared>
+__device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, i64 index, i64 stride) {
     auto& smem = shared_memory<CombineStorage>();
     const int lane = lane_index(), warp = warp_index(), thread = thread_index();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int slot_rows = params.split.slot_rows, columns = params.shape.head_dim_v;
-    const int tiles =
-        Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;
-    const i64 rows = i64(tiles) * heads * slot_rows;
 #pragma unroll 1
-    for (i64 index = cta_index(); index < rows; index += cta_count()) {
+    for (; index < rows; index += stride) {
         const int row = int(index % slot_rows);
         const int tile_head = int(index / slot_rows), head = tile_head % heads, number = tile_head / heads;
         PlanItem tile;
@@ -116,7 +114,7 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
         float4 acc[2] = {};
         const float* out = params.split.out_partial + first * columns;
 #pragma unroll 4
-        for (int split = warp; split < splits; split += kCombineWarps) {
+        for (int split = Shared ? warp : 0; split < splits; split += Shared ? kCombineWarps : 1) {
             const float weight = exp2_approx((lse[split * step] - base) * kLog2e) * factor;
             if (weight > 0.f) {
 #pragma unroll
@@ -132,25 +130,52 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
                 }
             }
         }
+        if constexpr (Shared) {
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            const int column = 128 * part + 4 * lane;
-            if (column < columns) *reinterpret_cast<float4*>(&smem.sums[warp][column]) = acc[part];
-        }
-        cta_sync();
-        const int column = 2 * thread;
-        if (column < columns) {
-            float a = 0.f, b = 0.f;
-#pragma unroll
-            for (int i = 0; i < kCombineWarps; ++i) {
-                a += smem.sums[i][column];
-                b += smem.sums[i][column + 1];
+            for (int part = 0; part < 2; ++part) {
+                const int column = 128 * part + 4 * lane;
+                if (column < columns) *reinterpret_cast<float4*>(&smem.sums[warp][column]) = acc[part];
             }
-            *reinterpret_cast<u32*>(target.out + column) = pack<T>(a, b);
+            cta_sync();
+            const int column = 2 * thread;
+            if (column < columns) {
+                float a = 0.f, b = 0.f;
+#pragma unroll
+                for (int i = 0; i < kCombineWarps; ++i) {
+                    a += smem.sums[i][column];
+                    b += smem.sums[i][column + 1];
+                }
+                *reinterpret_cast<u32*>(target.out + column) = pack<T>(a, b);
+            }
+        } else {
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+                const int column = 128 * part + 4 * lane;
+                if (column >= columns) continue;
+                u32* to = reinterpret_cast<u32*>(target.out + column);
+                to[0] = pack<T>(acc[part].x, acc[part].y);
+                to[1] = pack<T>(acc[part].z, acc[part].w);
+            }
         }
-        if (params.lse != nullptr && thread == 0)
+        if (params.lse != nullptr && (Shared ? thread : lane) == 0)
             params.lse[target.lse] = sum > 0.f ? base + logf(sum) : minus_infinity();
-        cta_sync();
+        if constexpr (Shared) cta_sync();
+    }
+}
+
+// The combine kernel's body. A warp combines a row where there are more rows than CTAs, a CTA where there are
+// few, of many parts.
+template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
+__device__ __forceinline__ void combine(const FwdParams& params) {
+    const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
+    const int tiles =
+        Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;
+    const i64 rows = i64(tiles) * heads * params.split.slot_rows;
+    if (rows > cta_count()) {
+        combine_rows<T, TileM, PackGqa, Varied, Sinks, false>(
+            params, rows, i64(cta_index()) * kCombineWarps + warp_index(), i64(cta_count()) * kCombineWarps);
+    } else {
+        combine_rows<T, TileM, PackGqa, Varied, Sinks, true>(params, rows, cta_index(), cta_count());
     }
 }
 

@@ -83,23 +83,6 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
     all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect()
 }
 
-/// The first statements of an entry of `spec` that runs beside others of its call: it lets the next grid
-/// start early, and if it is itself one that starts early, waits for the grid before
-/// ([`crate::launch::Launch`]). A forward without divided keys is one launch.
-fn grid_statements(spec: &KernelSpec, entry: &str) -> String {
-    let is_backward = spec.kernel.is_backward();
-    let launches_next = entry != COMBINE && entry != DSINKS && entry != PLAN;
-    let waits = if is_backward { entry != PREPROCESS } else { entry == COMBINE } && entry != PLAN;
-    let mut text = String::new();
-    if launches_next && (is_backward || spec.split) {
-        text.push_str("    launch_dependents();\n");
-    }
-    if waits {
-        text.push_str("    wait_for_prior_grid();\n");
-    }
-    text
-}
-
 /// All that a compiler is given, except its flags.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Source {
@@ -221,9 +204,6 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     if spec.split {
         text.push_str("#include \"attn/split.cuh\"\n");
     }
-    if spec.split || spec.kernel.is_backward() {
-        text.push_str("#include \"ptx/grid.cuh\"\n");
-    }
     text.push_str("\nusing namespace fa;\n\n");
     let _ = writeln!(text, "constexpr {} config{{", config::struct_name(&spec.kernel));
     for field in config::fields_of(spec) {
@@ -250,15 +230,13 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
-    let first = grid_statements(spec, ENTRY);
-    let _ = write!(text, ") {{\n{first}    {name}<config>(params{arguments});\n}}\n");
+    let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
     let body = |entry: &str, threads: u32, function: String| {
         // The plan's registers would be halved for a second CTA.
         let threads = if entry == PLAN { format!("{threads}, 1") } else { threads.to_string() };
-        let first = grid_statements(spec, entry);
         format!(
             "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
-             {entry}(const __grid_constant__ {params} params) {{\n{first}    {function}(params);\n}}\n"
+             {entry}(const __grid_constant__ {params} params) {{\n    {function}(params);\n}}\n"
         )
     };
     let packs = spec.traits().packs_gqa;

@@ -10,7 +10,7 @@ use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::source::{DSINKS, DSINKS_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
-use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check, start_early};
+use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
@@ -77,7 +77,7 @@ impl Launches {
             tensors,
             extras: Extra::of(problem, true, plan_bytes),
             workspace,
-            steps: start_early(steps),
+            steps,
             params: Params::Backward(params),
             maps,
             plan_bytes,

@@ -10,7 +10,7 @@ use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
 use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
-use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check, start_early};
+use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
@@ -75,7 +75,7 @@ impl Launches {
             tensors,
             extras: Extra::of(problem, false, plan_bytes),
             workspace,
-            steps: start_early(steps),
+            steps,
             params: Params::Forward(params),
             maps,
             plan_bytes,

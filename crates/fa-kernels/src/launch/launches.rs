@@ -56,9 +56,6 @@ pub struct Launch {
     pub cluster: u32,
     /// Whether the tensor maps follow the parameters in its arguments.
     pub takes_maps: bool,
-    /// Whether it may start before the launch before it has ended (programmatic dependent launch): its entry
-    /// waits for that one's end before it touches memory.
-    pub starts_early: bool,
 }
 
 impl Launch {
@@ -71,12 +68,12 @@ impl Launch {
             Scheduler::Static | Scheduler::Dynamic => tiles.min(sms / cluster * cluster),
         };
         let (smem, takes_maps) = (smem_bytes(spec), spec.traits().uses_tma());
-        Launch { entry: ENTRY, grid, threads, smem, cluster, takes_maps, starts_early: false }
+        Launch { entry: ENTRY, grid, threads, smem, cluster, takes_maps }
     }
 
     /// A launch of another kernel: without clusters, and without tensor maps.
     pub(crate) const fn plain(entry: &'static str, grid: u32, threads: u32, smem: u32) -> Launch {
-        Launch { entry, grid, threads, smem, cluster: 1, takes_maps: false, starts_early: false }
+        Launch { entry, grid, threads, smem, cluster: 1, takes_maps: false }
     }
 }
 
@@ -90,18 +87,6 @@ pub enum Step {
     Plan(Launch),
     /// Launches a kernel.
     Launch(Launch),
-}
-
-/// Lets launches whose entries wait for the grid before start early where that grid is of the same call's
-/// list: after a plan, which a call may leave out, or a memset, they start as any launch does.
-pub(crate) fn start_early(mut steps: Vec<Step>) -> Vec<Step> {
-    let follows_launch: Vec<bool> = steps.windows(2).map(|pair| matches!(pair[0], Step::Launch(_))).collect();
-    for (step, follows) in steps.iter_mut().skip(1).zip(follows_launch) {
-        if let Step::Launch(launch) = step {
-            launch.starts_early = follows;
-        }
-    }
-    steps
 }
 
 /// A tensor of a pass.

@@ -5,13 +5,13 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, result};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
 use crate::jit::source::{ENTRY, PLAN_SMEM, entries};
 use crate::launch::launches::Launch;
-use crate::{Error, driver, smem_bytes};
+use crate::{Error, smem_bytes};
 
 /// A kernel that can be launched.
 #[derive(Debug)]
@@ -25,8 +25,6 @@ pub struct LoadedKernel {
     /// Bytes of dynamic shared memory.
     pub smem: u32,
     context: Arc<CudaContext>,
-    /// Whether launches may start early.
-    starts_early: bool,
     /// The main entry.
     function: CudaFunction,
     /// All entries by their names.
@@ -68,9 +66,7 @@ impl LoadedKernel {
                 .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SMALL_SMEM)
                 .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
         }
-        let starts_early = driver::starts_early(arch);
-        let (spec, context) = (spec.clone(), context.clone());
-        Ok(LoadedKernel { spec, arch, sms, smem, context, starts_early, function, entries })
+        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, context: context.clone(), function, entries })
     }
 
     /// Registers per thread, as the driver allocates them at launch.
@@ -128,43 +124,42 @@ impl LoadedKernel {
             self.entries.iter().find(|(name, _)| *name == launch.entry).map(|(_, function)| function);
         let function = function.expect("a launch names an entry of its spec's unit");
         // SAFETY: the function and the stream are alive; the caller vouches for the rest.
-        let launched = unsafe { launch_with(function, stream, launch, self.starts_early, args) };
+        let launched = unsafe {
+            // The main entry's code fixes its clusters.
+            if launch.cluster > 1 && launch.entry != ENTRY {
+                launch_clusters(function, stream, launch, args)
+            } else {
+                result::launch_kernel(
+                    function.cu_function(),
+                    (launch.grid, 1, 1),
+                    (launch.threads, 1, 1),
+                    launch.smem,
+                    stream.cu_stream(),
+                    args,
+                )
+            }
+        };
         launched.map_err(|e| Error::driver("launching a kernel", e))
     }
 }
 
-/// An attribute of a launch, its value still to be set.
-fn attribute(id: sys::CUlaunchAttributeID) -> sys::CUlaunchAttribute {
-    sys::CUlaunchAttribute { id, pad: [0; 4], value: sys::CUlaunchAttributeValue { pad: [0; 64] } }
-}
-
-/// Enqueues `launch` with its cluster, where the kernel's code fixes none, and if `may_start_early` as one
-/// that starts before the launch before it has ended.
+/// A launch whose cluster is no part of the kernel's code.
 ///
 /// # Safety
-/// As [`cudarc::driver::result::launch_kernel`].
-unsafe fn launch_with(
+/// As [`result::launch_kernel`].
+unsafe fn launch_clusters(
     function: &CudaFunction,
     stream: &CudaStream,
     launch: &Launch,
-    may_start_early: bool,
     args: &mut [*mut c_void],
 ) -> Result<(), DriverError> {
-    let mut attributes = [attribute(sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE); 2];
-    let mut count = 0;
-    // The main entry's code fixes its clusters.
-    if launch.cluster > 1 && launch.entry != ENTRY {
-        attributes[count] = attribute(sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
-        attributes[count].value.clusterDim =
-            sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
-        count += 1;
-    }
-    if launch.starts_early && may_start_early {
-        let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        attributes[count] = attribute(id);
-        attributes[count].value.programmaticStreamSerializationAllowed = 1;
-        count += 1;
-    }
+    let mut cluster = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+    };
+    cluster.value.clusterDim =
+        sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
     let config = sys::CUlaunchConfig {
         gridDimX: launch.grid,
         gridDimY: 1,
@@ -174,8 +169,8 @@ unsafe fn launch_with(
         blockDimZ: 1,
         sharedMemBytes: launch.smem,
         hStream: stream.cu_stream(),
-        attrs: attributes.as_mut_ptr(),
-        numAttrs: count as u32,
+        attrs: &raw mut cluster,
+        numAttrs: 1,
     };
     // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
     unsafe {

@@ -72,11 +72,6 @@ fn persistent_kernels_fill_the_sms_with_whole_clusters() {
     }
 }
 
-/// Whether each step is a launch that starts before the one before it has ended.
-fn early(launches: &Launches) -> Vec<bool> {
-    launches.steps.iter().map(|step| matches!(step, Step::Launch(launch) if launch.starts_early)).collect()
-}
-
 #[test]
 fn packed_heads_are_an_axis_of_the_map_of_q() {
     let kernel = Sm90Fwd { pack_gqa: true, tile_m: 128, tile_n: 128, num_wg: 2, ..Sm90Fwd::default() };
@@ -140,7 +135,6 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
             ("fa_postprocess_kv", n_tiles),
         ]
     );
-    assert_eq!(early(&launches), [false, true, true, true]);
     let parts = launches.workspace;
     let address = |part: Option<Part>| part.map_or(0, |part| (1 << 40) + part.offset as u64);
     assert_eq!(params.lse_log2.0, address(parts.lse_log2));
@@ -191,8 +185,7 @@ fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
     let launches = Launches::of(&spec, &none, Arch::Sm90, SMS).unwrap();
     let counter = launches.workspace.tile_counter.expect("tiles are drawn");
     assert_eq!(launches.steps[0], Step::Clear(counter));
-    // A kernel does not wait for a memset by itself.
-    assert_eq!(early(&launches), [false, false]);
+    assert_eq!(entries(&launches).len(), 2);
     // The maps of Q and dO are of K's and V's memory.
     let tensors = tensors(&launches);
     let at =

@@ -91,15 +91,6 @@ pub fn rows(
     ladder.steps.iter().enumerate().map(row).collect()
 }
 
-impl Row {
-    /// The shape in words.
-    pub fn name(&self) -> String {
-        let Shape { batch, mask, dtype, .. } = &self.shape;
-        let (heads, seqlens, dims) = (self.shape.heads(), self.shape.seqlens(), self.shape.head_dims());
-        format!("B {batch} H {heads} N {seqlens} hd {dims} {mask} {dtype}")
-    }
-}
-
 impl Report {
     /// An empty one.
     pub fn new(provenance: Provenance, family: Family, turns: Turns) -> Report {

@@ -53,9 +53,6 @@ pub struct CostConstants {
     pub sm90_softmax_ops: [f64; 2],
     /// Further f32 instructions per element of the SM90 forward where a mask is tested.
     pub sm90_mask_ops: f64,
-    /// Further clocks of such a step, however wide it is: bounds of rows, and turns that wait for the
-    /// warpgroup which tests.
-    pub sm90_mask_step: f64,
     /// How well matrix products and softmax hide behind each other in the SM90 forward, by number of MMA
     /// warpgroups, without and with intra-warpgroup overlap: the exponent `p` of `(products^p +
     /// softmax^p)^(1/p)`, 1 for one after the other.
@@ -183,7 +180,6 @@ const SM90: CostConstants = CostConstants {
 
     sm90_softmax_ops: [2.74, 1.63],
     sm90_mask_ops: 4.73,
-    sm90_mask_step: 150.0,
     sm90_overlap: [[1.0, 1.367], [1.0, 2.141], [1.711, 8.0]],
     sm90_ping_pong: 0.587,
     sm90_soft_regs: [220, 157, 128],
@@ -220,7 +216,7 @@ const SM90: CostConstants = CostConstants {
     load_latency: 800.0,
     sm80_block: 3400.0,
     sm80_rows: 2800.0,
-    sm80_rows_alone: 2500.0,
+    sm80_rows_alone: 3500.0,
     row_major_conflict: 5.5,
     plain_loads: 1.5,
 

@@ -191,6 +191,12 @@ const COMBINE_ROWS: f64 = 4.0;
 /// Seconds from the main kernel to the combine kernel and through its fixed part, in a stream or a graph.
 const COMBINE_S: f64 = 2.5e-6;
 
+/// Share of the L2's rate at which partial results are read: each once, in pieces of a row (NB-140).
+const COMBINE_RATE: f64 = 0.67;
+
+/// Bytes per clock at which an SM stores partial results, 32 in a row (NB-140).
+const PARTIAL_BYTES_PER_CLOCK: f64 = 32.0;
+
 /// Seconds of the kernel that adds up the partial results of `parts` CTAs for `rows` rows: each of its CTAs
 /// reads `COMBINE_ROWS` rows of all parts, mostly from the L2.
 fn combine_seconds(
@@ -205,7 +211,7 @@ fn combine_seconds(
     let row_bytes = 4.0 * f64::from(head_dim_v) + 4.0;
     let busy = ctas.min(f64::from(limits.sms));
     let rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
-    COMBINE_S + rows * parts * row_bytes / rate
+    COMBINE_S + rows * parts * row_bytes / (rate * COMBINE_RATE)
 }
 
 /// CTAs that are resident on an SM when the tiles are spread over all SMs first.
@@ -325,11 +331,17 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         f64::from(self.limits.sms) * self.model.resident
     }
 
+    /// Clocks in which a CTA stores the partial results of a part, in f32 where the whole tile's are 16-bit.
+    fn partial_clocks(&self) -> f64 {
+        self.model.rows * f64::from(self.model.head_dim_v) * 4.0 / PARTIAL_BYTES_PER_CLOCK
+    }
+
     fn times(&self, work: &Work, parts: usize) -> Times {
         let Launch { model, .. } = self;
         // `resident` CTAs make a step each in `step` clocks, so a CTA's step takes as long.
+        let tile = model.tile + if parts > 1 { self.partial_clocks() } else { 0.0 };
         let length = |class: &TileClass, on_sm: f64| {
-            model.tile + class.steps * (self.step)(on_sm) + class.masked * model.mask * on_sm / model.resident
+            tile + class.steps * (self.step)(on_sm) + class.masked * model.mask * on_sm / model.resident
         };
         let sms = f64::from(self.limits.sms);
         let clocks = work.makespan_shared(sms, model.resident, model.queue, length);

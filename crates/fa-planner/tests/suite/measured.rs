@@ -83,3 +83,19 @@ fn the_order_is_that_of_the_measurement() {
         assert!(rho > 0.7, "{case:?}: {rho:.3} over {n}");
     }
 }
+
+/// Seed 5, #4 (docs/results/tune): in masked tiles of two or three steps a warpgroup that is ahead of the others
+/// waits for a buffer of K (NB-138).
+#[test]
+fn warpgroups_run_ahead_by_the_buffers_of_k() {
+    let square = Problem::square(9, 851, 12, 96, Mask::window(86, 0), Dtype::Bf16);
+    let problem = Problem { heads_kv: 3, ..square };
+    let plans = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("candidates").plans;
+    let predicted = |tile: &str| {
+        let name = format!("sm90_fwd-bf16-hd96-window-{tile}-rs-ovl-q2-s2-pp-dynamic-lpt-rt8-pack");
+        let plan = plans.iter().find(|plan| plan.spec.to_string() == name);
+        plan.unwrap_or_else(|| panic!("{name} is not planned")).cost.seconds
+    };
+    // 31.6 and 33.0 us.
+    assert!(predicted("128x64") < predicted("192x80"));
+}

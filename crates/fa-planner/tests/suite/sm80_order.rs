@@ -1,7 +1,7 @@
-//! Pairs of SM80-class kernels whose order the model got wrong before NB-126, each by the mechanism that it
+//! Pairs of SM80-class kernels whose order the model got wrong before NB-126 or NB-138, each by the mechanism that it
 //! lacked: measured on an H100 in the records of `fa tune --random` (docs/results/tune).
 
-use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem};
+use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{Plan, PlanOptions, explore};
 
 /// Batch, query heads, K/V heads, queries, keys.
@@ -46,6 +46,18 @@ fn rows_of_a_forward_tile_take_time_beside_those_of_other_ctas() {
         &window,
         ("sm80_fwd-bf16-hd192-128-window-64x32-w4-s2-b2-swz-ldm-exp2-fast-split-rev-pack", 0.2316),
         ("sm80_fwd-bf16-hd192-128-window-128x48-w4-s2-b2-swz-ldm-exp2-fast-split-rev-pack", 0.2488),
+    );
+}
+
+/// Seed 11, #25: a soft cap's registers leave room for two CTAs where nothing promises three (NB-138).
+#[test]
+fn ctas_that_no_launch_bounds_promise_are_counted_by_what_the_compiler_takes() {
+    let square = problem(128, 128, Mask::FULL, Dtype::Bf16);
+    let capped = Problem { score: ScoreMod::softcap(30.0), ..square };
+    in_order(
+        &plans([6, 64, 64, 521, 521], capped, Pass::Forward),
+        ("sm80_fwd-bf16-hd128-full-softcap-64x80-w4-s1-b3-swz-ldm-exp2-fast-split", 0.2406),
+        ("sm80_fwd-bf16-hd128-full-softcap-64x48-w4-s2-b1-swz-ldm-exp2-fast-split", 0.2748),
     );
 }
 

@@ -78,7 +78,7 @@ impl Row {
 
     fn title(&self) -> String {
         let head_dims = pair(self.head_dim, self.head_dim_v, '-');
-        format!("{}, head dim {head_dims}, {}, {}", self.pass(), self.mask, self.shapes())
+        format!("head dim {head_dims}, {}, {}", self.mask, self.shapes())
     }
 
     /// Its name, or else its shape.
@@ -134,6 +134,7 @@ fn bars(title: String, rows: &[&Row], colors: &mut Colors) -> Bars {
         groups: rows.iter().map(group).collect(),
         kind: Kind::Values(names.iter().map(|name| colors.of(name, *name != OURS)).collect()),
         series: names.into_iter().map(str::to_owned).collect(),
+        label_room: None,
     }
 }
 
@@ -163,6 +164,13 @@ impl Record {
         let rows: Vec<&Row> = self.rows.iter().filter(|row| row.error.is_none()).collect();
         // Of a group either all panels are lines, or it is one of bars.
         let group = |row: &Row| (row.pass().to_owned(), row.shapes().to_owned(), row.unit().to_owned());
+        // A pass that all panels have is in the heading.
+        let pass = rows.first().map(|first| first.pass());
+        let pass = pass.filter(|pass| rows.iter().all(|row| row.pass() == *pass));
+        let titled = |row: &Row, title: &str| match pass {
+            Some(_) => title.to_owned(),
+            None => format!("{}, {title}", row.pass()),
+        };
         let mut colors = Colors::default();
         let mut panels: Vec<Shown> = Vec::new();
         for of_group in firsts(&rows, group) {
@@ -171,11 +179,12 @@ impl Record {
                 panels.extend(by_title.into_iter().map(|own| {
                     let y_label = if own[0].unit() == "TB/s" { "TB/s" } else { "TFLOP/s" };
                     let series = lines(&own, &mut colors);
-                    let (title, x_label) = (own[0].title(), "keys per sequence");
+                    let (title, x_label) =
+                        (capitalised(&titled(own[0], &own[0].title())), "keys per sequence");
                     Shown::Lines(Chart { title, x_label, y_label, ceiling: None, series, shared: None })
                 }));
             } else {
-                let title = format!("{}, {}", of_group[0].pass(), of_group[0].shapes());
+                let title = titled(of_group[0], of_group[0].shapes());
                 panels.push(Shown::Bars(bars(title, &of_group, &mut colors)));
             }
         }
@@ -196,7 +205,11 @@ impl Record {
         }
         let machine = self.gpu.as_ref().or(self.machine.as_ref().map(|machine| &machine.cpu));
         let medians = self.reps.map_or("medians".to_owned(), |reps| format!("medians of {reps} launches"));
-        let heading = format!("{}, {medians}", machine.map_or("a machine", |name| name));
+        let machine = machine.map_or("a machine", |name| name);
+        let heading = match pass {
+            Some(pass) => format!("{pass} on {machine}, {medians}"),
+            None => format!("{machine}, {medians}"),
+        };
         let boxed = |panel| -> Box<dyn Panel> {
             match panel {
                 Shown::Lines(chart) => Box::new(chart),
@@ -208,10 +221,23 @@ impl Record {
     }
 }
 
-/// Ours, and the peers that have a colour of their own in every plot.
-const KNOWN: [(&str, usize); 7] =
-    [(OURS, 0), ("cudnn", 1), ("fa4", 2), ("fa3", 3), ("fa2", 4), ("cutile (recorded)", 5), ("flex", 6)];
+/// Ours, and the peers that have a colour of their own in every plot, with their names there.
+const KNOWN: [(&str, &str, usize); 7] = [
+    (OURS, OURS, 0),
+    ("cudnn", "cuDNN", 1),
+    ("fa4", "FlashAttention-4", 2),
+    ("fa3", "FlashAttention-3", 3),
+    ("fa2", "FlashAttention-2", 4),
+    ("cutile (recorded)", "cuTile (recorded)", 5),
+    ("flex", "FlexAttention", 6),
+];
 const OURS: &str = "fa (this project)";
+
+/// The same with a capital letter.
+fn capitalised(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}
 
 /// Which name has which colour.
 #[derive(Default)]
@@ -222,7 +248,7 @@ impl Colors {
         if let Some((_, color, _)) = self.0.iter().find(|(known, ..)| known == name) {
             return *color;
         }
-        let known = KNOWN.iter().find(|(known, _)| *known == name).map(|(_, color)| *color);
+        let known = KNOWN.iter().find(|(known, ..)| *known == name).map(|(.., color)| *color);
         let free = || (0..).find(|color| self.0.iter().all(|(_, used, _)| used != color)).unwrap_or(0);
         let color = known.unwrap_or_else(free);
         self.0.push((name.to_owned(), color, dashed));
@@ -233,7 +259,11 @@ impl Colors {
     fn legend(&self) -> Vec<plot::Key> {
         let mut keys = self.0.clone();
         keys.sort_by_key(|(_, color, dashed)| (*dashed, *color));
-        let key = |(name, color, dashed)| plot::Key { name, color, dashed };
+        let key = |(name, color, dashed): (String, usize, bool)| {
+            let shown =
+                KNOWN.iter().find(|(known, ..)| *known == name).map(|(_, shown, _)| (*shown).to_owned());
+            plot::Key { name: shown.unwrap_or(name), color, dashed }
+        };
         keys.into_iter().map(key).collect()
     }
 }

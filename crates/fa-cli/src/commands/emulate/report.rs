@@ -86,11 +86,13 @@ pub(super) fn text(report: &Report, sms: u32, spec: &KernelSpec) -> String {
                 output::si(planned.tile_bytes + planned.stat_bytes, "B")
             );
         }
-        let phases = c.load_phases + c.store_phases;
-        out += &format!(
-            "banks    {} wavefronts for {phases} phases of ldmatrix and stmatrix\n",
-            c.load_wavefronts + c.store_wavefronts
-        );
+        out += &match c.load_phases + c.store_phases {
+            0 => "banks    no ldmatrix or stmatrix\n".to_owned(),
+            phases => format!(
+                "banks    {} wavefronts for {phases} phases of ldmatrix and stmatrix\n",
+                c.load_wavefronts + c.store_wavefronts
+            ),
+        };
     }
     out
 }

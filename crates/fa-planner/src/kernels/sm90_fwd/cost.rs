@@ -124,11 +124,14 @@ fn model(
         Scheduler::Static | Scheduler::Dynamic => c.sm90_tile,
     };
     // A warpgroup skips the key tiles that only the rows of the warpgroups below it see (64 keys less for
-    // each), and the whole tile if it has no rows.
+    // each), and the whole tile if it has no rows. It goes on to the next tile meanwhile, as far ahead of the
+    // slowest as K and V have buffers (NB-138).
     let rows = problem.lengths.mean_q() * if k.pack_gqa { problem.group_size() } else { 1 };
     let (passed, busy) = if masked && (64..k.tile_m).contains(&k.tile_n) && k.kv_stages > 1 {
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
-        (32.0 * (num_wg - 1.0) / tile_n, rows.div_ceil(64) as f64 / groups.max(1) as f64)
+        let ahead = f64::from(k.kv_stages - 1);
+        let skipped: f64 = (0..k.num_wg).map(|below| (64.0 * f64::from(below) / tile_n).min(ahead)).sum();
+        (skipped / num_wg, rows.div_ceil(64) as f64 / groups.max(1) as f64)
     } else {
         (0.0, 1.0)
     };
@@ -145,7 +148,7 @@ fn model(
         tensor,
         exp,
         smem,
-        mask: scores * c.sm90_mask_ops / f32_lanes(limits) + c.sm90_mask_step,
+        mask: scores * c.sm90_mask_ops / f32_lanes(limits),
         exposed,
         // Nothing hides the first step's S and the last step's P V.
         tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
