@@ -143,8 +143,8 @@ impl ShownKernel for Sm90Fwd {
         )
     }
 
-    /// wgmma's descriptors read core matrices of 8 rows x 16 bytes, as ldmatrix does. O goes from registers to
-    /// global memory.
+    /// wgmma's descriptors read core matrices of 8 rows x 16 bytes, as ldmatrix does. O goes from registers
+    /// to global memory.
     fn accesses(&self, spec: &KernelSpec) -> Vec<Issued> {
         let Sm90Fwd { tile_m, tile_n, .. } = *self;
         let (hd, hdv) = (spec.head_dim, spec.head_dim_v);

@@ -385,8 +385,8 @@ impl<'a, R: Real> Head<'a, R> {
             });
             let of_out: Vec<(R, R)> = of_out.collect();
             if let Some(sink) = self.sink {
-                // A sink that is not there has no probability. One beside an infinite score has that of its row:
-                // NaN.
+                // A sink that is not there has no probability. One beside an infinite score has that of its
+                // row: NaN.
                 let rows = rows.iter().zip(&of_out).zip(queries.clone()).filter(|_| sink != R::NEG_INFINITY);
                 for ((softmax, &(p_dp, out_norm)), i) in rows {
                     let p = softmax.sink / softmax.sum;

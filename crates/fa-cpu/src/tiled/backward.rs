@@ -24,8 +24,8 @@ use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
-/// Computes the gradients of the given units, which come in the order of cuts, or of all; returns what each of their heads adds to the
-/// gradient of its sink, in order.
+/// Computes the gradients of the given units, which come in the order of cuts, or of all; returns what each
+/// of their heads adds to the gradient of its sink, in order.
 pub(super) fn run<T: Element + Factor>(
     call: &Backward<'_, T>,
     to: &mut Gradients<'_, T>,
@@ -274,7 +274,8 @@ impl<T: Element + Factor> Job<'_, T> {
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
         let bias = band.bias(batch.slope(cut.unit.sequence, head), queries.start, keys.start);
         kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap, bias);
-        // P and dS are 0 where nothing is seen. Hidden scores are not made -inf before: a soft cap makes scores of
+        // P and dS are 0 where nothing is seen. Hidden scores are not made -inf before: a soft cap makes
+        // scores of
         // -inf, which infinite keys have, visible.
         for tile_of in [&mut *s, &mut *ds] {
             if hiding {

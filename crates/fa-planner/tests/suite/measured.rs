@@ -84,8 +84,8 @@ fn the_order_is_that_of_the_measurement() {
     }
 }
 
-/// Seed 5, #4 (docs/results/tune): in masked tiles of two or three steps a warpgroup that is ahead of the others
-/// waits for a buffer of K (NB-138).
+/// Seed 5, #4 (docs/results/tune): in masked tiles of two or three steps a warpgroup that is ahead of the
+/// others waits for a buffer of K (NB-138).
 #[test]
 fn warpgroups_run_ahead_by_the_buffers_of_k() {
     let square = Problem::square(9, 851, 12, 96, Mask::window(86, 0), Dtype::Bf16);

@@ -1,5 +1,5 @@
-//! Pairs of SM80-class kernels whose order the model got wrong before NB-126 or NB-138, each by the mechanism that it
-//! lacked: measured on an H100 in the records of `fa tune --random` (docs/results/tune).
+//! Pairs of SM80-class kernels whose order the model got wrong before NB-126 or NB-138, each by the mechanism
+//! that it lacked: measured on an H100 in the records of `fa tune --random` (docs/results/tune).
 
 use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{Plan, PlanOptions, explore};

@@ -43,8 +43,8 @@ const KNOWN: usize = 9;
 const WIDE: u32 = 88;
 
 /// Registers of a thread that the compiler takes beyond the account where it is free to, in CTAs of four
-/// warps: for operands read ahead, of Q and K the more the wider their rows, of K and V in steps of many keys,
-/// and under a soft cap. Fitted to what it took for 205 kernels, not to their times (NB-138).
+/// warps: for operands read ahead, of Q and K the more the wider their rows, of K and V in steps of many
+/// keys, and under a soft cap. Fitted to what it took for 205 kernels, not to their times (NB-138).
 fn taken_freely(spec: &KernelSpec, k: &Sm80Fwd) -> u32 {
     if k.num_warps != 4 {
         return 0;

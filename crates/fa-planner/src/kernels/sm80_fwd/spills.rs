@@ -1,6 +1,6 @@
 //! Configurations of the SM80-class forward that the compiler is known to spill although the register account
-//! has room: some of those with a soft cap, 4 to 40 bytes, by no rule in their parameters, some of head dim 80,
-//! and some with one buffer of K and V.
+//! has room: some of those with a soft cap, 4 to 40 bytes, by no rule in their parameters, some of head dim
+//! 80, and some with one buffer of K and V.
 //!
 //! Taken from 174 first choices with a soft cap, and with ALiBi beside it, at head dims 64 to 256, compiled
 //! for sm_90 by NVRTC 13.0 (NB-108); of one buffer, from 20 without a soft cap (NB-138).
