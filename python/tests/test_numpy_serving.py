@@ -279,7 +279,8 @@ def test_what_is_appended_lies_in_no_cache():
     angles = np.ones((2, 16, 4), np.float32)
 
     def refused(name, cache, queries=q, k_new=new, v_new=new, cos=None, sin=None):
-        with pytest.raises(fa_attn.InputError, match=f"^{name} lies in the memory of {cache}, .*: give a copy$"):
+        said = f"^{name} lies in the memory of {cache}, .*: give a copy$"
+        with pytest.raises(fa_attn.InputError, match=said):
             fa_attn.flash_attn_with_kvcache(queries, k, v, k_new, v_new, cos, sin, cache_seqlens=3)
         assert not both.any()
 

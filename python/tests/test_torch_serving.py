@@ -422,7 +422,7 @@ def test_refusals_of_caches_name_their_arguments():
         (lambda: call(q, k, v, *new, *tables, cache_seqlens=3), "twice the columns of rotary_cos = 18"),
         (
             lambda: call(q, k, v, *new, *tables[:, :, :8].half(), cache_seqlens=3),
-            "rotary_cos and rotary_sin hold f16: they must hold f32$",
+            "^the type of rotary_cos and rotary_sin is f16: must be f32$",
         ),
     ):
         with pytest.raises(fa_attn.InputError, match=said):

@@ -292,7 +292,7 @@ def test_windows_that_only_a_mask_knows_are_refused():
 
 
 def test_windows_that_no_layer_has_are_no_reason_to_refuse():
-    """Qwen2-MoE makes masks of both forms, and none of its layers has a window unless its configuration says so."""
+    """Qwen2-MoE makes masks of both forms; its layers have a window only where its configuration says so."""
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=64)
     sizes |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=16)
