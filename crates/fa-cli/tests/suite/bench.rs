@@ -231,7 +231,7 @@ fn plots_of_records_are_drawn_again_from_them() {
     let line = "bench --headdim 16 --seqlen 32,64 --heads 2 --backend reference --seconds 0.001 --json";
     fa(&format!("{line} {}", text(&json))).good();
     fa(&format!("bench --draw {} --plot {}", text(&json), text(&plot))).good();
-    assert!(std::fs::read_to_string(&plot).unwrap().contains("head dim 16"));
+    assert!(std::fs::read_to_string(&plot).unwrap().to_lowercase().contains("head dim 16"));
     std::fs::write(&json, "{}").unwrap();
     let none = fa(&format!("bench --draw {} --plot {}", text(&json), text(&plot)));
     assert!(none.code == 2 && none.stderr.contains("is not a record of `fa bench`"), "{none:?}");
