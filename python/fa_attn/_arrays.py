@@ -85,7 +85,9 @@ class _Jax(_Numpy):
         return self.np.array(array)
 
     def give(self, array):
-        return self.jax.numpy.asarray(array)
+        # Where jax has a GPU, its arrays are made there by default.
+        with self.jax.default_device(self.jax.devices("cpu")[0]):
+            return self.jax.numpy.asarray(array)
 
     def contiguous(self, array):
         # jax's own arrays are.

@@ -38,6 +38,18 @@ def test_arrays_of_jax(dtype):
         fa_attn.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=3)
 
 
+def test_results_lie_where_their_arrays_do():
+    """Not on jax's default device, which is a GPU where there is one."""
+    jax = pytest.importorskip("jax")
+    first, *_, last = jax.devices("cpu")
+    with jax.default_device(first):
+        q = jax.random.normal(jax.random.PRNGKey(0), (1, 5, 2, 32))
+    with jax.default_device(last):
+        out, lse = fa_attn.flash_attn_func(q, q, q, return_lse=True)
+        grads = fa_attn.flash_attn_backward(q, q, q, q, out, lse)
+    assert first != last and {x.device for x in (out, lse, *grads)} == {q.device} == {first}
+
+
 def test_arrays_on_a_gpu_are_lent_to_torch(monkeypatch):
     """The way of a GPU's arrays, on the CPU's: what differs is where they lie."""
     jax = pytest.importorskip("jax")
