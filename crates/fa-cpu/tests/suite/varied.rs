@@ -350,7 +350,7 @@ fn sinks_beside_an_infinite_score_have_a_gradient_of_nan() {
     assert!(want[0].is_nan() && want[1].is_finite(), "{want:?}");
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let options = Options { isa: Some(isa), threads: Some(1) };
-        let got = Results::compute(options, &problem, &extras, &given, true).dsinks;
+        let got = Results::of(options, &problem, &extras, &given, true).dsinks;
         assert!(got[0].is_nan() && got[1].is_finite(), "{got:?} with {isa}");
     }
 }
@@ -367,7 +367,7 @@ fn infinite_keys_below_a_soft_cap_have_gradients() {
         let want = reference::backward_extras(&problem, &Extras::NONE, &q, &k, &v, &dout).unwrap().dv;
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
             let options = Options { isa: Some(isa), threads: Some(1) };
-            let got = Results::compute(options, &problem, &Extras::NONE, &given, true).dv;
+            let got = Results::compute(options, &problem, &given, true).dv;
             for (got, want) in got.iter().zip(&want) {
                 assert!((f64::from(*got) - want).abs() < 1e-4, "{got} for {want} with {isa}, {mask}");
             }
