@@ -9,7 +9,6 @@ mod table;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_attn::atomic_file::AtomicFile;
 use fa_attn::{Element, Engine, Tensor};
 use fa_core::{Dtype, Pass, Problem, TensorLayout, counted};
 use fa_lab::machine;
@@ -22,6 +21,7 @@ use serde::Serialize;
 use crate::attention::{self, Inputs};
 use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
+use crate::draw::record;
 use crate::flags::Backend;
 use crate::safetensors::Stored;
 use crate::sequences::{Sequences, SideTensors};
@@ -83,11 +83,7 @@ const SECONDS: f64 = 0.5;
 /// Bad input or an unwritable target; both are found before anything is measured.
 pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if let Some(record) = &args.draw {
-        let target = args.plot.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
-        let target = target.context("--draw needs --plot")?;
-        let drawn = draw::Record::read(record)?.draw()?;
-        target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;
-        return Ok(Verdict::Good);
+        return record::redraw("fa bench", record, args.plot.as_deref(), draw::Record::draw);
     }
     if args.append {
         return append::command(args);

@@ -5,14 +5,13 @@ mod table;
 
 use std::path::PathBuf;
 
-use anyhow::Context;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use fa_attn::atomic_file::AtomicFile;
 use fa_core::Family;
 use fa_lab::ladder::{self, Options};
 use fa_lab::runner::Turns;
 use fa_lab::shape::HeadDim;
 
+use crate::draw::record;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::progress;
@@ -75,11 +74,7 @@ fn family() -> impl TypedValueParser<Value = Family> {
 /// Bad input, an unwritable target, no usable GPU.
 pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
     if let Some(record) = &args.draw {
-        let target = args.plot.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
-        let target = target.context("--draw needs --plot")?;
-        let drawn = draw::Record::read(record)?.draw()?;
-        target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;
-        return Ok(Verdict::Good);
+        return record::redraw("fa ladder", record, args.plot.as_deref(), draw::Record::draw);
     }
     if args.family == Family::Sm80 && !args.headdim.is_empty() {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
@@ -93,6 +88,6 @@ pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
         turns: Turns::of(usize::from(args.reps)),
     };
     let report = ladder::run(&options, &mut progress::steps())?;
-    destinations.write(&report, || draw::Record::of(&report)?.draw(), || table::table(&report))?;
+    destinations.write(&report, || record::of::<draw::Record>(&report)?.draw(), || table::table(&report))?;
     Ok(if report.rows.iter().any(|row| row.wrong) { Verdict::Bad } else { Verdict::Good })
 }

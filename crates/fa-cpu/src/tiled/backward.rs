@@ -274,9 +274,8 @@ impl<T: Element + Factor> Job<'_, T> {
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
         let bias = band.bias(batch.slope(cut.unit.sequence, head), queries.start, keys.start);
         kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap, bias);
-        // P and dS are 0 where nothing is seen. Hidden scores are not made -inf before: a soft cap makes
-        // scores of
-        // -inf, which infinite keys have, visible.
+        // P and dS are 0 where nothing is seen. Hidden scores are not made -inf before: below a soft cap
+        // scores of -inf, which infinite keys have, are visible.
         for tile_of in [&mut *s, &mut *ds] {
             if hiding {
                 band.hide(queries, keys, tile_of, tile_m, 0.0);

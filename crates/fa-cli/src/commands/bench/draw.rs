@@ -2,17 +2,13 @@
 //! that are no series as bars, each beside its name.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
-use fa_lab::bench::report::Report;
-use fa_lab::read_text;
 use fa_lab::shape::pair;
 use serde::Deserialize;
 
 use crate::draw::bars::{Bars, Group, Kind};
 use crate::draw::chart::{Chart, Series};
 use crate::draw::plot::{self, Panel};
-use crate::term::failure::InputError;
 
 /// Panels side by side.
 const COLUMNS: usize = 2;
@@ -139,23 +135,6 @@ fn bars(title: String, rows: &[&Row], colors: &mut Colors) -> Bars {
 }
 
 impl Record {
-    /// Reads a record.
-    ///
-    /// # Errors
-    /// [`InputError`] for a file that is not a record.
-    pub(crate) fn read(path: &Path) -> anyhow::Result<Record> {
-        let none = |e| InputError::Usage(format!("{} is not a record of `fa bench`: {e}", path.display()));
-        Ok(serde_json::from_str(&read_text(path)?).map_err(none)?)
-    }
-
-    /// What a run has just found, as its record will have it.
-    ///
-    /// # Errors
-    /// None that a report can cause.
-    pub(crate) fn of(report: &Report) -> anyhow::Result<Record> {
-        Ok(serde_json::from_value(serde_json::to_value(report)?)?)
-    }
-
     /// Draws the record as an SVG document: one legend, one scale for the panels of a row.
     ///
     /// # Errors

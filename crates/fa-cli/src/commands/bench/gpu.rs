@@ -11,6 +11,7 @@ use fa_planner::report::PlanFamily;
 
 use super::args::BenchArgs;
 use super::{draw, table};
+use crate::draw::record;
 use crate::flags::pass_of;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
@@ -24,7 +25,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let options = options(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let report = bench::run(&options, &mut progress::steps())?;
-    destinations.write(&report, || draw::Record::of(&report)?.draw(), || table::table(&report))?;
+    destinations.write(&report, || record::of::<draw::Record>(&report)?.draw(), || table::table(&report))?;
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
 }
 

@@ -1,17 +1,13 @@
 //! The drawing of a ladder's record: steps as ratios to the first one.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
-use fa_lab::ladder::report::Report;
-use fa_lab::read_text;
 use fa_lab::shape::Shape;
 use serde::Deserialize;
 
 use crate::draw::bars::{Bars, Group, Kind};
 use crate::draw::chart::{Chart, Series};
 use crate::draw::plot::{self, Panel};
-use crate::term::failure::InputError;
 
 /// A record as `--json` writes it, as far as it is drawn.
 #[derive(Deserialize)]
@@ -40,23 +36,6 @@ const OURS: usize = 0;
 const PUBLISHED: usize = 6;
 
 impl Record {
-    /// Reads a record.
-    ///
-    /// # Errors
-    /// [`InputError`] for a file that is not a record.
-    pub(crate) fn read(path: &Path) -> anyhow::Result<Record> {
-        let none = |e| InputError::Usage(format!("{} is not a record of `fa ladder`: {e}", path.display()));
-        Ok(serde_json::from_str(&read_text(path)?).map_err(none)?)
-    }
-
-    /// What a run has just found, as its record will have it.
-    ///
-    /// # Errors
-    /// None that a report can cause.
-    pub(crate) fn of(report: &Report) -> anyhow::Result<Record> {
-        Ok(serde_json::from_value(serde_json::to_value(report)?)?)
-    }
-
     /// The rows of each ladder on each shape.
     fn ladders(&self) -> impl Iterator<Item = &[Row]> {
         self.rows.chunk_by(|a, b| a.ladder == b.ladder && a.shape == b.shape)
