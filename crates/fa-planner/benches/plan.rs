@@ -2,23 +2,20 @@
 //! kernels, a quarter of one for the best of a decode step, which is planned for every length of a cache that
 //! grows.
 
-mod timing;
-
 use std::hint::black_box;
 
+use criterion::{Criterion, criterion_group, criterion_main};
 use fa_core::{Arch, Dtype, Lengths, Mask, Problem};
 use fa_planner::plan::{PlanOptions, best, plan};
 
-use timing::time;
-
-fn main() {
+fn plans(c: &mut Criterion) {
     for (name, mask) in [("full", Mask::FULL), ("causal", Mask::CAUSAL), ("window", Mask::window(1024, 1024))]
     {
         for seqlen in [4096, 1 << 17] {
             let problem = Problem::square(1, seqlen, 16, 128, mask, Dtype::Bf16);
             for arch in [Arch::Sm80, Arch::Sm90] {
-                time(&format!("plan/{arch}/{name}/{seqlen}"), || {
-                    plan(black_box(&problem), arch, &PlanOptions::default()).expect("plans").len()
+                c.bench_function(&format!("plan/{arch}/{name}/{seqlen}"), |b| {
+                    b.iter(|| plan(black_box(&problem), arch, &PlanOptions::default()).expect("plans").len());
                 });
             }
         }
@@ -27,9 +24,12 @@ fn main() {
     for (batch, keys) in [(1, 4097), (8, 4097), (1, 1 << 16)] {
         let problem = Problem { heads_kv: 8, lengths: Lengths::uniform(batch, 1, keys), ..square };
         for arch in [Arch::Sm80, Arch::Sm90] {
-            time(&format!("best/{arch}/decode/{batch}x{keys}"), || {
-                best(black_box(&problem), arch, &PlanOptions::default()).expect("a plan")
+            c.bench_function(&format!("best/{arch}/decode/{batch}x{keys}"), |b| {
+                b.iter(|| best(black_box(&problem), arch, &PlanOptions::default()).expect("a plan"));
             });
         }
     }
 }
+
+criterion_group!(benches, plans);
+criterion_main!(benches);

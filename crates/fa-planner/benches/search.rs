@@ -1,13 +1,10 @@
 //! The guide's search over the head dims in use, both directions. Mark: all of them together in under 10 ms.
 
-mod timing;
-
 use std::hint::black_box;
 
+use criterion::{Criterion, criterion_group, criterion_main};
 use fa_planner::guide::search::{Tiles, search};
 use fa_planner::{HeadDims, Mode};
-
-use timing::time;
 
 const HEAD_DIMS: [HeadDims; 6] = [
     HeadDims::square(64),
@@ -18,11 +15,16 @@ const HEAD_DIMS: [HeadDims; 6] = [
     HeadDims { head_dim: 192, head_dim_v: 128 },
 ];
 
-fn main() {
+fn searches(c: &mut Criterion) {
     let tiles = Tiles::default();
     let run = |dims: HeadDims| search(dims, Mode::Both, &tiles).expect("head dims in range");
-    time("search/all six", || HEAD_DIMS.map(|dims| run(black_box(dims)).bwd.len()));
+    c.bench_function("search/all six", |b| {
+        b.iter(|| HEAD_DIMS.map(|dims| run(black_box(dims)).bwd.len()));
+    });
     for dims in HEAD_DIMS {
-        time(&format!("search/{dims}"), || run(black_box(dims)));
+        c.bench_function(&format!("search/{dims}"), |b| b.iter(|| run(black_box(dims))));
     }
 }
+
+criterion_group!(benches, searches);
+criterion_main!(benches);

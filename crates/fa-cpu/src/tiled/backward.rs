@@ -35,15 +35,8 @@ pub(super) fn run<T: Element + Factor>(
     let sizes = Sizes::new(problem, kernels);
     let mut cuts = cuts(problem, batch, sizes.tile_m, schedule::workers(threads));
     if let Some(only) = only {
-        let mut only = only.iter();
-        let mut next = only.next();
-        cuts.retain(|cut| {
-            let is_next = next == Some(&cut.unit);
-            if is_next {
-                next = only.next();
-            }
-            is_next
-        });
+        let mut only = only.iter().peekable();
+        cuts.retain(|cut| only.next_if(|unit| **unit == cut.unit).is_some());
     }
     if cuts.is_empty() {
         return vec![];
