@@ -58,6 +58,8 @@ fn todays_first_choices_are_judged_by_records_without_a_gpu() {
     for part in ["never measured", "bwd sm90", "random-3-nvidia", "all", "of 48 ("] {
         assert!(done.contains(part), "{part}: {done}");
     }
+    let widest = done.lines().map(|line| line.chars().count()).max();
+    assert!(widest.is_some_and(|columns| columns <= 200), "{widest:?} columns: {done}");
     assert!(std::fs::read_to_string(&page).expect("a page").starts_with("| kernels |"));
     let judged = fa_args(&["tune", "--judge", text(&second), "--json"]).json();
     assert_eq!(judged["problems"].as_array().map(Vec::len), Some(24));
