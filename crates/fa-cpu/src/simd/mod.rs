@@ -1,4 +1,5 @@
-//! Vector kernels, chosen at run time: the only files of this crate with `unsafe` code.
+//! Vector kernels, chosen at run time: with `tiled/gate.rs` the only files of
+//! this crate with `unsafe` code.
 //!
 //! [`Isa`] names what a CPU can do, [`Kernels`] is the table of what runs on it.
 #![allow(unsafe_code)]

@@ -16,6 +16,7 @@ mod delta;
 mod dq;
 mod forward;
 mod forward16;
+mod gate;
 mod inputs;
 mod long;
 mod overflow;
