@@ -37,6 +37,10 @@ const TILE_N: usize = 128;
 /// Keys of a split.
 const SPLIT: usize = 512;
 
+/// Products of a row of Q or P with a row of K or V that a thread is worth waking for, times the rows' length:
+/// some ten microseconds.
+const PRODUCTS: usize = 1 << 17;
+
 /// Most f32 values of accumulators that an item has: they stay in the second-level cache.
 const STATE: usize = 1 << 16;
 
@@ -121,8 +125,11 @@ pub(super) fn run<T: Element + Factor>(
     };
     // Splits of each unit that are still to come, and its first partial result.
     let (mut open, mut parts, mut all) = (Vec::with_capacity(units.len()), 0, 0);
+    let mut products = 0;
     for unit in units {
-        let (_, splits) = seen(unit);
+        let (seen, splits) = seen(unit);
+        let rows = batch.sequences[unit.sequence].q.len * problem.group_size();
+        products += rows * seen.len() * (problem.head_dim + problem.head_dim_v);
         open.push((AtomicUsize::new(splits), parts));
         parts += if splits > 1 { splits } else { 0 };
         all += splits;
@@ -134,7 +141,8 @@ pub(super) fn run<T: Element + Factor>(
     // page for a few cache lines.
     let strides = call.k.strides();
     let side_by_side = strides.head.abs() < strides.seq.abs();
-    let fair = all / (4 * schedule::workers(threads));
+    let workers = schedule::workers(threads).min(products / PRODUCTS).max(1);
+    let fair = all / (4 * workers);
     let together = if side_by_side { fair.min(STATE / (rows * ldo)).max(1) } else { 1 };
     let mut items = Vec::with_capacity(all.div_ceil(together));
     let mut first = 0;
@@ -159,7 +167,7 @@ pub(super) fn run<T: Element + Factor>(
     let job = Job { call, scores: &scores, k: KeyRows::new(&call.k, batch), v: KeyRows::new(&call.v, batch) };
     schedule::run(
         items.len(),
-        threads,
+        Some(workers),
         || Scratch {
             units: (0..together)
                 .map(|_| Rows { q: Buffer::new(rows * ldq), state: State::new(rows, ldo) })
