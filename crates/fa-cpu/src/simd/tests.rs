@@ -4,6 +4,7 @@ use super::*;
 
 use crate::simd::ahead::Ahead;
 use crate::simd::bf16::{GRAIN, Gradient16, Product16};
+use crate::simd::row_products::RowSet;
 
 fn every_isa(check: impl Fn(Kernels)) {
     for isa in Isa::ALL {
@@ -191,8 +192,11 @@ fn rows_of_keys_are_multiplied_and_added_as_they_lie() {
         for (keys, queries, dims) in
             [(1, 1, 1), (16, 1, 64), (33, 2, 40), (15, 3, 72), (128, 5, 128), (9, 7, 21)]
         {
-            let (rows, q) = (noise(1, keys * dims), noise(2, queries * dims));
-            let rows: Vec<&[f32]> = rows.chunks(dims).collect();
+            let (step, q) = (dims + 2, noise(2, queries * dims));
+            // The last row ends with the storage.
+            let data = noise(1, (keys - 1) * step + dims);
+            let rows: Vec<&[f32]> = data.chunks(step).map(|row| &row[..dims]).collect();
+            let strided = RowSet::Strided { data: &data, step, count: keys };
             let (mut s, lds) = (vec![f32::NAN; queries * (keys + 3)], keys + 3);
             // What is fetched may be more or less than what is computed, and end anywhere.
             let ahead = match keys % 3 {
@@ -200,10 +204,18 @@ fn rows_of_keys_are_multiplied_and_added_as_they_lie() {
                 1 => Ahead::Follow,
                 _ => Ahead::Rows(&rows[keys / 3..], 3 * dims),
             };
-            kernels.dots(&rows, ahead, dims, queries, &q, dims, &mut s, lds);
+            let listed = RowSet::Listed(&rows);
+            kernels.dots(listed, ahead, dims, queries, &q, dims, &mut s, lds);
             let mut o = noise(3, queries * dims);
             let before = o.clone();
-            kernels.accumulate(&rows, ahead, dims, queries, &s, lds, &mut o, dims);
+            kernels.accumulate(listed, ahead, dims, queries, &s, lds, &mut o, dims);
+            let (mut other_s, mut other_o) = (vec![f32::NAN; s.len()], before.clone());
+            kernels.dots(strided, ahead, dims, queries, &q, dims, &mut other_s, lds);
+            kernels.accumulate(strided, ahead, dims, queries, &s, lds, &mut other_o, dims);
+            let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+            assert_eq!([bits(&s), bits(&o)], [bits(&other_s), bits(&other_o)]);
+            let short = RowSet::Strided { data: &data[1..], step, count: keys };
+            assert!(strided.reach(dims) && !short.reach(dims) && strided.part(keys - 1..keys).reach(dims));
             for query in 0..queries {
                 let dot = |key: usize| -> f64 {
                     let terms = rows[key].iter().zip(&q[query * dims..]);

@@ -319,8 +319,8 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
-        self.k.slices(unit, tile.clone(), slices);
-        kernels.dots(slices, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
+        let keys = self.k.rows(unit, tile.clone(), slices);
+        kernels.dots(keys, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
         // Whole registers of scores; those beyond the last key are masked like the others.
         let columns = tile.len().next_multiple_of(kernels.lanes());
         for (row, s) in s.chunks_mut(TILE_N).take(rows).enumerate() {
@@ -343,10 +343,10 @@ impl<'a, T: Element + Factor> Job<'a, T> {
                 state.o[row * ldo..][..ldo].iter_mut().for_each(|value| *value *= factor);
             }
         }
-        self.v.slices(unit, tile.clone(), slices);
+        let values = self.v.rows(unit, tile.clone(), slices);
         let dims = problem.head_dim_v;
         if band.sees_all(&(0..band.q), tile) {
-            kernels.accumulate(slices, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
+            kernels.accumulate(values, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
             return;
         }
         // A masked value may be anything, and 0 times infinity is NaN.
@@ -354,7 +354,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
             let seen = clip(&band.keys(row % band.q), tile);
             let (s, o) = (&s[row * TILE_N + seen.start..], &mut state.o[row * ldo..]);
             let ahead = if row == 0 { ahead_v } else { Ahead::Nothing };
-            kernels.accumulate(&slices[seen], ahead, dims, 1, s, TILE_N, o, ldo);
+            kernels.accumulate(values.part(seen), ahead, dims, 1, s, TILE_N, o, ldo);
         }
     }
 }
