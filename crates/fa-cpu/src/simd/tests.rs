@@ -3,7 +3,7 @@
 use super::*;
 
 use crate::simd::ahead::Ahead;
-use crate::simd::bf16::{GRAIN, Gradient16, Product16};
+use crate::simd::bf16::{GRAIN, Gradient16, LANES, Product16};
 use crate::simd::row_products::RowSet;
 
 fn every_isa(check: impl Fn(Kernels)) {
@@ -356,6 +356,12 @@ fn softmax_with_bf16_probabilities_agrees_with_f32() {
         for _ in 0..2 {
             let mut scaled: Vec<f32> = scores.iter().map(|score| score * scale).collect();
             kernels.online_softmax(shape, &mut scaled, &mut max, &mut sum, &mut factor);
+            // The first half of the columns alone.
+            let [mut max_half, mut sum_half, mut factor_half] = [&max16, &sum16, &factor16].map(Vec::clone);
+            let mut p_half = vec![7; p.len()];
+            let half = TileShape { queries: LANES, ..shape };
+            let state = (&mut max_half, &mut sum_half, &mut factor_half);
+            tiles.online_softmax(half, &scores, scale, &mut p_half, queries, state.0, state.1, state.2);
             tiles.online_softmax(
                 shape,
                 &scores,
@@ -366,6 +372,10 @@ fn softmax_with_bf16_probabilities_agrees_with_f32() {
                 &mut sum16,
                 &mut factor16,
             );
+            for (row, whole) in p_half.chunks(queries).zip(p.chunks(queries)) {
+                assert_eq!((&row[..LANES], &row[LANES..]), (&whole[..LANES], &[7; GRAIN - LANES][..]));
+            }
+            assert_eq!((&max_half[..LANES], &sum_half[..LANES]), (&max16[..LANES], &sum16[..LANES]));
             for (i, want) in scaled.into_iter().enumerate() {
                 let (key, query) = (i / queries, i % queries);
                 let word = p[key / 2 * queries + query];

@@ -19,7 +19,7 @@ use super::parts::{Parts, slot_len};
 use super::schedule;
 use super::scores::{Scores, finish};
 use super::work::{Forward, Item, Items, TILE_N, Unit, items};
-use crate::simd::bf16::{Bf16Kernels, GRAIN, Product16};
+use crate::simd::bf16::{Bf16Kernels, GRAIN, LANES, Product16};
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Kernels, TileShape};
 use crate::view::TensorMut;
@@ -285,7 +285,9 @@ impl Job<'_> {
                 });
                 let mut scale = scores.scale;
                 let bias = band.bias(batch.slope(unit.sequence, panel.head), queries.start, keys.start);
-                let shape = TileShape { keys: keys.len(), queries: PANEL, ld: PANEL };
+                // Columns past the last query keep old values: their results are not used.
+                let columns = queries.len().next_multiple_of(LANES);
+                let shape = TileShape { keys: keys.len(), queries: columns, ld: PANEL };
                 if scores.cap.is_some() || bias.is_some() {
                     let s = &mut s[..keys.len() * PANEL];
                     s.iter_mut().for_each(|score| *score *= scale);
