@@ -1,7 +1,7 @@
 //! Memory that is asked for before it is read.
 #![allow(unsafe_code)]
 
-use super::row_products::RowSet;
+use super::row_set::RowSet;
 use super::vector::Vector;
 
 /// What to prefetch during a computation.

@@ -196,8 +196,8 @@ impl Bf16Kernels {
     /// multiplied by `scale` (above 0); the probabilities go to `p` as bf16 pairs of keys.
     ///
     /// # Panics
-    /// If a buffer is shorter than the shape says, the keys are no multiple of [`GRAIN`], or the queries none of
-    /// [`LANES`].
+    /// If a buffer is shorter than the shape says, the keys are no multiple of [`GRAIN`], or the queries none
+    /// of [`LANES`].
     #[allow(clippy::too_many_arguments)]
     pub fn online_softmax(
         &self,

@@ -24,6 +24,7 @@ mod portable;
 mod product;
 mod row_kernels;
 pub(crate) mod row_products;
+pub(crate) mod row_set;
 pub(crate) mod rows;
 pub(crate) mod scatter;
 mod softmax;

@@ -3,7 +3,8 @@
 
 use super::ahead::Ahead;
 use super::kernels::Kernels;
-use super::row_products::{Factor, RawAccumulate, RawDots, RowSet};
+use super::row_products::{Factor, RawAccumulate, RawDots};
+use super::row_set::RowSet;
 use super::rows::{RawRow, Stored};
 use super::tile::extent;
 

@@ -6,13 +6,11 @@
 //! condition it is compiled first and dropped then.
 #![allow(unsafe_code)]
 
-use std::ops::Range;
-
 use half::{bf16, f16};
 
 use super::ahead::{Ahead, follow};
+use super::row_set::RowSet;
 use super::rows::{Lanes, Stored};
-use super::tile::extent;
 use super::vector::Vector;
 
 /// A number type whose rows are factors of products. f64 is not: the oracle's tensors alone have it.
@@ -57,59 +55,6 @@ macro_rules! factor {
 factor!(f32, load_part);
 factor!(bf16, load_part_bf16);
 factor!(f16, load_part_f16);
-
-/// Rows of K or V as they lie.
-#[derive(Clone, Copy)]
-pub(crate) enum RowSet<'a, T> {
-    /// `count` rows, one at the beginning of `data` and at every `step`: no list has to be made.
-    Strided { data: &'a [T], step: usize, count: usize },
-    /// Each for itself.
-    Listed(&'a [&'a [T]]),
-}
-
-impl<'a, T> RowSet<'a, T> {
-    #[inline(always)]
-    pub(crate) fn len(&self) -> usize {
-        match *self {
-            RowSet::Strided { count, .. } => count,
-            RowSet::Listed(rows) => rows.len(),
-        }
-    }
-
-    /// Some of them.
-    pub(crate) fn part(&self, range: Range<usize>) -> RowSet<'a, T> {
-        match *self {
-            RowSet::Strided { .. } if range.is_empty() => RowSet::Listed(&[]),
-            RowSet::Strided { data, step, count } => {
-                assert!(range.end <= count, "rows {range:?} of {count}");
-                RowSet::Strided { data: &data[range.start * step..], step, count: range.len() }
-            }
-            RowSet::Listed(rows) => RowSet::Listed(&rows[range]),
-        }
-    }
-
-    /// Whether each row has `dims` values; no branch for each, which took a tenth of a product's time.
-    pub(super) fn reach(&self, dims: usize) -> bool {
-        match *self {
-            RowSet::Strided { data, step, count } => data.len() >= extent(count, dims, step),
-            RowSet::Listed(rows) => rows.iter().fold(true, |all, row| all & (row.len() >= dims)),
-        }
-    }
-
-    /// Where a row begins.
-    ///
-    /// # Safety
-    /// There must be one of this number, and rows must [reach](Self::reach).
-    #[inline(always)]
-    pub(super) unsafe fn row(&self, index: usize) -> *const T {
-        match *self {
-            // SAFETY: the caller's: the row lies within `data`.
-            RowSet::Strided { data, step, .. } => unsafe { data.as_ptr().add(index * step) },
-            // SAFETY: the caller's.
-            RowSet::Listed(rows) => unsafe { rows.get_unchecked(index).as_ptr() },
-        }
-    }
-}
 
 /// `S[query][key] = K[key] . Q[query]`.
 ///

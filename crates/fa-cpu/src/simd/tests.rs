@@ -4,7 +4,7 @@ use super::*;
 
 use crate::simd::ahead::Ahead;
 use crate::simd::bf16::{GRAIN, Gradient16, LANES, Product16};
-use crate::simd::row_products::RowSet;
+use crate::simd::row_set::RowSet;
 
 fn every_isa(check: impl Fn(Kernels)) {
     for isa in Isa::ALL {

@@ -37,8 +37,7 @@ const TILE_N: usize = 128;
 /// Keys of a split.
 const SPLIT: usize = 512;
 
-/// Products of a row of Q or P with a row of K or V that a thread is worth waking for, times the rows' length:
-/// some ten microseconds.
+/// Multiply-adds that a thread is worth waking for: some ten microseconds.
 const PRODUCTS: usize = 1 << 17;
 
 /// Most f32 values of accumulators that an item has: they stay in the second-level cache.

@@ -10,7 +10,8 @@ use super::scores::Scores;
 use super::work::Unit;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
-use crate::simd::row_products::{Factor, RowSet};
+use crate::simd::row_products::Factor;
+use crate::simd::row_set::RowSet;
 
 /// Rows that see at most this many keys compute delta from P and dP, in a few percent of the row's time.
 pub(super) const FEW_KEYS: usize = 16;

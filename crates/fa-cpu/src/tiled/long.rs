@@ -11,8 +11,8 @@ pub(super) const STRETCH: usize = 256;
 /// The least tiles of a stretch that a thread may have alone: to add one then takes a thirtieth of its
 /// products' time.
 const LEAST: usize = 4;
-/// The most stretches of a sequence's K/V heads together, where they are shorter than [`STRETCH`]: more threads
-/// are not kept busy by a sequence of few queries.
+/// The most stretches of a sequence's K/V heads together, where they are shorter than [`STRETCH`]: more
+/// threads are not kept busy by a sequence of few queries.
 const MOST: usize = 32;
 
 /// Tiles of a stretch of a sequence's `tiles`; `few` says that its queries are few enough for its keys to be
@@ -62,7 +62,7 @@ impl Stretches {
     pub(super) fn add(&mut self, kernels: Kernels, [rows, new_max, new_sum]: [&[f32]; 3]) {
         let Stretches { started, o, max, sum, factors: [of_before, of_new] } = self;
         if !*started {
-            // As it is, to the sign of a zero: a single stretch has the same bits, whether or not it is added.
+            // As it is, to the sign of a zero: a single stretch has the same bits if it is not added.
             *started = true;
             o.clear();
             o.extend(rows.iter().map(|&value| f64::from(value)));

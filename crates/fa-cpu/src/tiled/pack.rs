@@ -8,7 +8,7 @@ use super::schedule;
 use super::work::Unit;
 use crate::batch::{Batch, Span};
 use crate::element::Element;
-use crate::simd::row_products::RowSet;
+use crate::simd::row_set::RowSet;
 use crate::simd::{Kernels, Work, cast, widest};
 use crate::view::TensorRef;
 

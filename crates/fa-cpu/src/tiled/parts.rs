@@ -1,5 +1,5 @@
-//! Results of panels over stretches of the keys that several threads have: each stretch is stored, then all are
-//! added in order, as a thread that has all of them does.
+//! Results of panels over stretches of the keys that several threads have: each stretch is stored, then all
+//! are added in order, as a thread that has all of them does.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -36,8 +36,8 @@ impl<'a> Parts<'a> {
         Parts { kernels, slots, len, width }
     }
 
-    /// A panel has come to the end of a stretch, perhaps its last: the result is stored in a slot, where other
-    /// threads have other stretches, or joins what was before.
+    /// A panel has come to the end of a stretch, perhaps its last: the result is stored in a slot, where
+    /// other threads have other stretches, or joins what was before.
     pub(super) fn end(
         &self,
         slot: Option<usize>,

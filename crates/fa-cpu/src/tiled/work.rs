@@ -138,8 +138,8 @@ impl Items {
 ///
 /// A unit whose panels fit one item is one, if that leaves every thread work: its keys are then converted by
 /// the thread that needs them. If it does not, its keys are divided, so that each is converted by one thread;
-/// where no rows are to be converted (`converts`), only if it has too few panels for the threads. Others are cut
-/// head by head into tiles of about equal length.
+/// where no rows are to be converted (`converts`), only if it has too few panels for the threads. Others are
+/// cut head by head into tiles of about equal length.
 pub(super) fn items(
     problem: &Problem,
     batch: &Batch<'_>,
