@@ -36,9 +36,11 @@ impl Cpu {
         }
     }
 
-    /// Runs `work`, which respects [`Cpu::options`]; a single thread is the caller's, so that none is woken.
+    /// Runs `work`, which respects [`Cpu::options`], on this thread where the current pool has enough: in
+    /// another pool, this one would sleep and have to be woken, as long as a short problem takes.
     pub(crate) fn install_tiled<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        if self.limit == Some(1) { work() } else { self.install(work) }
+        let suffices = self.limit.is_none_or(|limit| limit <= rayon::current_num_threads());
+        if suffices { work() } else { self.install(work) }
     }
 
     /// The number of threads.

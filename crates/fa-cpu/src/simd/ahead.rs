@@ -1,6 +1,7 @@
 //! Memory that is asked for before it is read.
 #![allow(unsafe_code)]
 
+use super::row_set::RowSet;
 use super::vector::Vector;
 
 /// What to prefetch during a computation.
@@ -27,14 +28,20 @@ const LINE: usize = 64;
 impl<T> Ahead<'_, T> {
     /// Bytes from a row of `rows` to the one that [`Ahead::Follow`] fetches, of rows of `dims` values.
     #[inline(always)]
-    pub(super) fn distance(self, rows: &[&[T]], dims: usize) -> Option<isize> {
-        match (self, rows) {
-            (Ahead::Follow, [first, second, ..]) => {
-                let stride = (second.as_ptr() as isize).wrapping_sub(first.as_ptr() as isize);
+    pub(super) fn distance(self, rows: &RowSet<'_, T>, dims: usize) -> Option<isize> {
+        let stride = match *rows {
+            RowSet::Strided { step, count: 2.., .. } => (step * size_of::<T>()) as isize,
+            RowSet::Listed([first, second, ..]) => {
+                (second.as_ptr() as isize).wrapping_sub(first.as_ptr() as isize)
+            }
+            RowSet::Strided { .. } | RowSet::Listed(_) => return None,
+        };
+        match self {
+            Ahead::Follow => {
                 let rows = (FOLLOW / (dims * size_of::<T>()).max(1)).clamp(8, 32);
                 Some(stride.wrapping_mul(rows as isize))
             }
-            (Ahead::Nothing | Ahead::Follow | Ahead::Rows(..), _) => None,
+            Ahead::Nothing | Ahead::Rows(..) => None,
         }
     }
 

@@ -14,6 +14,8 @@ use super::tile::{TileShape, extent};
 
 /// Rows, columns and terms of a product are multiples of this.
 pub const GRAIN: usize = 32;
+/// Columns of the softmax are multiples of this.
+pub const LANES: usize = 16;
 
 /// A product `C[m][n] (+)= A[m][k] B[k][n]`.
 ///
@@ -37,8 +39,8 @@ pub(super) struct RawProduct16 {
 ///
 /// # Safety
 /// `scores` is valid for `keys` rows of `queries` values at stride `ld`, `p` for half as many rows of
-/// words at stride `ldw`; `max`, `sum` and `factor` for `queries` values. `keys` and `queries` are multiples
-/// of [`GRAIN`].
+/// words at stride `ldw`; `max`, `sum` and `factor` for `queries` values. `keys` is a multiple of [`GRAIN`],
+/// `queries` of [`LANES`].
 pub(super) struct RawSoftmax16 {
     pub keys: usize,
     pub queries: usize,
@@ -194,7 +196,8 @@ impl Bf16Kernels {
     /// multiplied by `scale` (above 0); the probabilities go to `p` as bf16 pairs of keys.
     ///
     /// # Panics
-    /// If a buffer is shorter than the shape says, or a length is no multiple of [`GRAIN`].
+    /// If a buffer is shorter than the shape says, the keys are no multiple of [`GRAIN`], or the queries none
+    /// of [`LANES`].
     #[allow(clippy::too_many_arguments)]
     pub fn online_softmax(
         &self,
@@ -208,7 +211,8 @@ impl Bf16Kernels {
         factor: &mut [f32],
     ) -> bool {
         let TileShape { keys, queries, ld } = shape;
-        check_grain(&[keys, queries]);
+        check_grain(&[keys]);
+        assert!(queries.is_multiple_of(LANES), "{queries} queries are no multiple of {LANES}");
         assert!(ld >= queries && ldw >= queries, "strides {ld} and {ldw} for {queries} queries");
         assert!(scores.len() >= extent(keys, queries, ld), "scores too short");
         assert!(p.len() >= extent(keys / 2, queries, ldw), "P is too short");

@@ -1,4 +1,5 @@
-//! Vector kernels, chosen at run time: the only files of this crate with `unsafe` code.
+//! Vector kernels, chosen at run time: with `tiled/gate.rs` the only files of
+//! this crate with `unsafe` code.
 //!
 //! [`Isa`] names what a CPU can do, [`Kernels`] is the table of what runs on it.
 #![allow(unsafe_code)]
@@ -23,6 +24,7 @@ mod portable;
 mod product;
 mod row_kernels;
 pub(crate) mod row_products;
+pub(crate) mod row_set;
 pub(crate) mod rows;
 pub(crate) mod scatter;
 mod softmax;

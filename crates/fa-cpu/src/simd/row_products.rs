@@ -9,6 +9,7 @@
 use half::{bf16, f16};
 
 use super::ahead::{Ahead, follow};
+use super::row_set::RowSet;
 use super::rows::{Lanes, Stored};
 use super::vector::Vector;
 
@@ -61,7 +62,7 @@ factor!(f16, load_part_f16);
 /// Rows of `keys` have `dims` values; `q` has `queries` rows of `dims` at stride `ldq`, `s` as many of
 /// `keys.len()` at stride `lds`.
 pub(super) struct RawDots<'a, T> {
-    pub keys: &'a [&'a [T]],
+    pub keys: RowSet<'a, T>,
     pub ahead: Ahead<'a, T>,
     pub dims: usize,
     pub queries: usize,
@@ -77,7 +78,7 @@ pub(super) struct RawDots<'a, T> {
 /// Rows of `values` have `dims` values; `p` has `queries` rows of `values.len()` at stride `ldp`, `o` as many
 /// of `dims` at stride `ldo`.
 pub(super) struct RawAccumulate<'a, T> {
-    pub values: &'a [&'a [T]],
+    pub values: RowSet<'a, T>,
     pub ahead: Ahead<'a, T>,
     pub dims: usize,
     pub queries: usize,
@@ -126,7 +127,7 @@ unsafe fn dots_of<V: Vector, T: Factor, const KEYS: usize, const QUERIES: usize,
     const { assert!(SUMS == KEYS * QUERIES) }
     let ahead = if query == 0 { call.ahead } else { Ahead::Nothing };
     let (distance, mut parts) =
-        (ahead.distance(call.keys, call.dims), ahead.parts(call.keys.len().div_ceil(KEYS)));
+        (ahead.distance(&call.keys, call.dims), ahead.parts(call.keys.len().div_ceil(KEYS)));
     for key in (0..call.keys.len()).step_by(KEYS) {
         // SAFETY: `RawDots`'s contract; blocks begin within the keys.
         unsafe {
@@ -191,7 +192,7 @@ impl<V: Vector, const KEYS: usize, const QUERIES: usize, const FIRST: usize>
             let last = call.keys.len() - 1;
             let mut rows = [core::ptr::null(); ROWS];
             for (i, row) in rows.iter_mut().enumerate() {
-                *row = call.keys.get_unchecked((key + FIRST + i.min(KEYS - 1)).min(last)).as_ptr();
+                *row = call.keys.row((key + FIRST + i.min(KEYS - 1)).min(last));
             }
             let rows = &rows[..ROWS.min(KEYS)];
             let (q, ldq) = (call.q.add(query * call.ldq), call.ldq);
@@ -351,9 +352,9 @@ unsafe fn accumulate_block<V: Vector, T: Factor, const QUERIES: usize, const REG
         // With `Follow` each column block fetches; otherwise rows are fetched once.
         let of_columns = column == 0 || matches!(call.ahead, Ahead::Follow);
         let ahead = if query == 0 && of_columns { call.ahead } else { Ahead::Nothing };
-        let (distance, mut parts) = (ahead.distance(call.values, call.dims), ahead.parts(call.values.len()));
-        for (key, row) in call.values.iter().enumerate() {
-            let row = row.as_ptr().add(column);
+        let (distance, mut parts) = (ahead.distance(&call.values, call.dims), ahead.parts(call.values.len()));
+        for key in 0..call.values.len() {
+            let row = call.values.row(key).add(column);
             if let Some(distance) = distance {
                 follow::<V, T>(row, distance, REGISTERS * V::LANES);
             }
@@ -392,8 +393,8 @@ unsafe fn accumulate_rest<V: Vector, T: Factor, const QUERIES: usize>(
         for (i, sum) in sums.iter_mut().enumerate() {
             *sum = V::load_part(o.add(i * call.ldo), rest);
         }
-        for (key, row) in call.values.iter().enumerate() {
-            let value = T::load_part::<V>(row.as_ptr().add(column), rest);
+        for key in 0..call.values.len() {
+            let value = T::load_part::<V>(call.values.row(key).add(column), rest);
             for (i, sum) in sums.iter_mut().enumerate() {
                 *sum = V::splat(*p.add(i * call.ldp + key)).mul_add(value, *sum);
             }

@@ -3,7 +3,8 @@
 use super::*;
 
 use crate::simd::ahead::Ahead;
-use crate::simd::bf16::{GRAIN, Gradient16, Product16};
+use crate::simd::bf16::{GRAIN, Gradient16, LANES, Product16};
+use crate::simd::row_set::RowSet;
 
 fn every_isa(check: impl Fn(Kernels)) {
     for isa in Isa::ALL {
@@ -191,8 +192,11 @@ fn rows_of_keys_are_multiplied_and_added_as_they_lie() {
         for (keys, queries, dims) in
             [(1, 1, 1), (16, 1, 64), (33, 2, 40), (15, 3, 72), (128, 5, 128), (9, 7, 21)]
         {
-            let (rows, q) = (noise(1, keys * dims), noise(2, queries * dims));
-            let rows: Vec<&[f32]> = rows.chunks(dims).collect();
+            let (step, q) = (dims + 2, noise(2, queries * dims));
+            // The last row ends with the storage.
+            let data = noise(1, (keys - 1) * step + dims);
+            let rows: Vec<&[f32]> = data.chunks(step).map(|row| &row[..dims]).collect();
+            let strided = RowSet::Strided { data: &data, step, count: keys };
             let (mut s, lds) = (vec![f32::NAN; queries * (keys + 3)], keys + 3);
             // What is fetched may be more or less than what is computed, and end anywhere.
             let ahead = match keys % 3 {
@@ -200,10 +204,18 @@ fn rows_of_keys_are_multiplied_and_added_as_they_lie() {
                 1 => Ahead::Follow,
                 _ => Ahead::Rows(&rows[keys / 3..], 3 * dims),
             };
-            kernels.dots(&rows, ahead, dims, queries, &q, dims, &mut s, lds);
+            let listed = RowSet::Listed(&rows);
+            kernels.dots(listed, ahead, dims, queries, &q, dims, &mut s, lds);
             let mut o = noise(3, queries * dims);
             let before = o.clone();
-            kernels.accumulate(&rows, ahead, dims, queries, &s, lds, &mut o, dims);
+            kernels.accumulate(listed, ahead, dims, queries, &s, lds, &mut o, dims);
+            let (mut other_s, mut other_o) = (vec![f32::NAN; s.len()], before.clone());
+            kernels.dots(strided, ahead, dims, queries, &q, dims, &mut other_s, lds);
+            kernels.accumulate(strided, ahead, dims, queries, &s, lds, &mut other_o, dims);
+            let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+            assert_eq!([bits(&s), bits(&o)], [bits(&other_s), bits(&other_o)]);
+            let short = RowSet::Strided { data: &data[1..], step, count: keys };
+            assert!(strided.reach(dims) && !short.reach(dims) && strided.part(keys - 1..keys).reach(dims));
             for query in 0..queries {
                 let dot = |key: usize| -> f64 {
                     let terms = rows[key].iter().zip(&q[query * dims..]);
@@ -344,6 +356,12 @@ fn softmax_with_bf16_probabilities_agrees_with_f32() {
         for _ in 0..2 {
             let mut scaled: Vec<f32> = scores.iter().map(|score| score * scale).collect();
             kernels.online_softmax(shape, &mut scaled, &mut max, &mut sum, &mut factor);
+            // The first half of the columns alone.
+            let [mut max_half, mut sum_half, mut factor_half] = [&max16, &sum16, &factor16].map(Vec::clone);
+            let mut p_half = vec![7; p.len()];
+            let half = TileShape { queries: LANES, ..shape };
+            let state = (&mut max_half, &mut sum_half, &mut factor_half);
+            tiles.online_softmax(half, &scores, scale, &mut p_half, queries, state.0, state.1, state.2);
             tiles.online_softmax(
                 shape,
                 &scores,
@@ -354,6 +372,10 @@ fn softmax_with_bf16_probabilities_agrees_with_f32() {
                 &mut sum16,
                 &mut factor16,
             );
+            for (row, whole) in p_half.chunks(queries).zip(p.chunks(queries)) {
+                assert_eq!((&row[..LANES], &row[LANES..]), (&whole[..LANES], &[7; GRAIN - LANES][..]));
+            }
+            assert_eq!((&max_half[..LANES], &sum_half[..LANES]), (&max16[..LANES], &sum16[..LANES]));
             for (i, want) in scaled.into_iter().enumerate() {
                 let (key, query) = (i / queries, i % queries);
                 let word = p[key / 2 * queries + query];

@@ -37,6 +37,9 @@ const TILE_N: usize = 128;
 /// Keys of a split.
 const SPLIT: usize = 512;
 
+/// Multiply-adds that a thread is worth waking for: some ten microseconds.
+const PRODUCTS: usize = 1 << 17;
+
 /// Most f32 values of accumulators that an item has: they stay in the second-level cache.
 const STATE: usize = 1 << 16;
 
@@ -121,8 +124,11 @@ pub(super) fn run<T: Element + Factor>(
     };
     // Splits of each unit that are still to come, and its first partial result.
     let (mut open, mut parts, mut all) = (Vec::with_capacity(units.len()), 0, 0);
+    let mut products = 0;
     for unit in units {
-        let (_, splits) = seen(unit);
+        let (seen, splits) = seen(unit);
+        let rows = batch.sequences[unit.sequence].q.len * problem.group_size();
+        products += rows * seen.len() * (problem.head_dim + problem.head_dim_v);
         open.push((AtomicUsize::new(splits), parts));
         parts += if splits > 1 { splits } else { 0 };
         all += splits;
@@ -134,7 +140,8 @@ pub(super) fn run<T: Element + Factor>(
     // page for a few cache lines.
     let strides = call.k.strides();
     let side_by_side = strides.head.abs() < strides.seq.abs();
-    let fair = all / (4 * schedule::workers(threads));
+    let workers = schedule::workers(threads).min(products / PRODUCTS).max(1);
+    let fair = all / (4 * workers);
     let together = if side_by_side { fair.min(STATE / (rows * ldo)).max(1) } else { 1 };
     let mut items = Vec::with_capacity(all.div_ceil(together));
     let mut first = 0;
@@ -159,7 +166,7 @@ pub(super) fn run<T: Element + Factor>(
     let job = Job { call, scores: &scores, k: KeyRows::new(&call.k, batch), v: KeyRows::new(&call.v, batch) };
     schedule::run(
         items.len(),
-        threads,
+        Some(workers),
         || Scratch {
             units: (0..together)
                 .map(|_| Rows { q: Buffer::new(rows * ldq), state: State::new(rows, ldo) })
@@ -311,8 +318,8 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
-        self.k.slices(unit, tile.clone(), slices);
-        kernels.dots(slices, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
+        let keys = self.k.rows(unit, tile.clone(), slices);
+        kernels.dots(keys, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
         // Whole registers of scores; those beyond the last key are masked like the others.
         let columns = tile.len().next_multiple_of(kernels.lanes());
         for (row, s) in s.chunks_mut(TILE_N).take(rows).enumerate() {
@@ -335,10 +342,10 @@ impl<'a, T: Element + Factor> Job<'a, T> {
                 state.o[row * ldo..][..ldo].iter_mut().for_each(|value| *value *= factor);
             }
         }
-        self.v.slices(unit, tile.clone(), slices);
+        let values = self.v.rows(unit, tile.clone(), slices);
         let dims = problem.head_dim_v;
         if band.sees_all(&(0..band.q), tile) {
-            kernels.accumulate(slices, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
+            kernels.accumulate(values, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
             return;
         }
         // A masked value may be anything, and 0 times infinity is NaN.
@@ -346,7 +353,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
             let seen = clip(&band.keys(row % band.q), tile);
             let (s, o) = (&s[row * TILE_N + seen.start..], &mut state.o[row * ldo..]);
             let ahead = if row == 0 { ahead_v } else { Ahead::Nothing };
-            kernels.accumulate(&slices[seen], ahead, dims, 1, s, TILE_N, o, ldo);
+            kernels.accumulate(values.part(seen), ahead, dims, 1, s, TILE_N, o, ldo);
         }
     }
 }

@@ -11,6 +11,7 @@ use super::work::Unit;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
 use crate::simd::row_products::Factor;
+use crate::simd::row_set::RowSet;
 
 /// Rows that see at most this many keys compute delta from P and dP, in a few percent of the row's time.
 pub(super) const FEW_KEYS: usize = 16;
@@ -63,13 +64,13 @@ impl<'a, T: Element + Factor> ExactDelta<'a, T> {
         for (rows, with, to) in [(&self.k, q, &mut self.s), (&self.v, dout, &mut self.dp)] {
             let dims = rows.dims();
             if rows.has_slices() {
-                rows.slices(unit, keys.clone(), &mut self.slices);
-                kernels.dots(&self.slices, Ahead::Nothing, dims, 1, with, dims, to, FEW_KEYS);
+                let keys = rows.rows(unit, keys.clone(), &mut self.slices);
+                kernels.dots(keys, Ahead::Nothing, dims, 1, with, dims, to, FEW_KEYS);
             } else {
                 let ld = row_stride(dims);
                 rows.read(kernels, unit, keys.clone(), &mut self.rows, ld);
-                let slices: Vec<&[f32]> = self.rows.chunks(ld).take(keys.len()).collect();
-                kernels.dots(&slices, Ahead::Nothing, dims, 1, with, dims, to, FEW_KEYS);
+                let keys = RowSet::Strided { data: &self.rows, step: ld, count: keys.len() };
+                kernels.dots(keys, Ahead::Nothing, dims, 1, with, dims, to, FEW_KEYS);
             }
         }
         let sink = batch.sink(head).map_or(0.0, |sink| (sink * std::f32::consts::LOG2_E - lse).exp2());

@@ -6,20 +6,18 @@ use fa_core::Strides;
 
 use super::band::Band;
 use super::buffer::Buffer;
-use super::long::{Accumulated, STRETCH, Stretches};
+use super::long::{Accumulated, Stretches};
 use super::overflow::normaliser_of;
 use super::pack::{KeyRows, Shared, all_finite, is_finite, read_rows, row_stride};
+use super::parts::{Parts, slot_len};
 use super::schedule;
 use super::scores::{Scores, finish};
-use super::work::{Forward, Item, Unit, items};
+use super::work::{Forward, Item, Items, TILE_N, Unit, items};
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::TensorMut;
 
-/// Keys of a tile: a panel of probabilities (`tile_n x panel`) and one of queries stay in the first-level
-/// cache.
-pub(super) const TILE_N: usize = 128;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 pub(super) const PANELS: usize = 8;
 
@@ -78,71 +76,61 @@ pub(super) fn run<T: Element>(
     lse: Option<&mut [f32]>,
 ) {
     let Forward { kernels, threads, problem, batch, q, .. } = *call;
-    let width = kernels.panel();
-    let cut = items(
-        problem,
-        batch,
-        units,
-        |queries| panel_of(kernels, queries),
-        PANELS,
-        schedule::workers(threads),
-    );
+    let workers = schedule::workers(threads);
+    let rows = [&call.k, &call.v].map(|tensor| KeyRows::new(tensor, batch));
+    let converts = rows.iter().any(KeyRows::converts);
+    let cut = items(problem, batch, units, |queries| panel_of(kernels, queries), PANELS, converts, workers);
     if cut.items.is_empty() {
         return;
     }
-    let rows = [&call.k, &call.v].map(|tensor| KeyRows::new(tensor, batch));
     let [k, v] = Shared::of(kernels, threads, rows, units, &cut.shared);
     let spans = || batch.sequences.iter().map(|sequence| (sequence.q, panel_of(kernels, sequence.q.len)));
     let mut lse = lse.map(|lse| lse_tensor(q.shape(), lse));
     let (out, lse) = (Scatter::new(out, spans()), lse.as_mut().map(|lse| Scatter::new(lse, spans())));
-    let scores = Scores::new(problem);
-    let job = Job { call, scores: &scores, units, k: &k, v: &v, width };
+    let width = units.iter().map(|unit| panel_of(kernels, batch.sequences[unit.sequence].q.len)).max();
+    let width = width.unwrap_or(kernels.panel());
+    let len = problem.head_dim_v * width;
+    let mut room = Buffer::uncleared(cut.slots() * slot_len(len, width));
+    let parts = Parts::new(kernels, &mut room, len, width);
     let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
+    let scores = Scores::new(problem);
+    let (k, v) = (&k, &v);
+    let job = Job { call, scores: &scores, units, cut: &cut, parts: &parts, k, v, width, ld };
     schedule::run(
         cut.items.len(),
         threads,
         || job.scratch(cut.most),
         |scratch, item| {
             let item = &cut.items[item];
-            let Unit { sequence, kv_head } = units[item.unit];
-            let band = call.band(sequence);
-            let (span, queries) = (batch.sequences[sequence].q, panel_of(kernels, band.q));
-            let panels = band.q.div_ceil(queries);
             for (panel, index) in scratch.panels.iter_mut().zip(item.panels.clone()) {
-                let first = index % panels * queries;
-                panel.head = kv_head * problem.group_size() + index / panels;
-                panel.queries = first..band.q.min(first + queries);
-                let at = [span.batch, span.first + first, panel.head];
+                let [batch, first] = job.place(panel, item.unit, index);
+                let at = [batch, first + panel.queries.start, panel.head];
                 let count = panel.queries.len();
                 read_rows(kernels, &q, at, count, scores.scale, &mut scratch.rows, ld);
                 // Columns past the last query keep old values: their results are not used.
                 kernels.transpose([count, problem.head_dim], &scratch.rows, ld, &mut panel.q, width);
-                panel.max.fill(f32::NEG_INFINITY);
-                panel.sum.fill(0.0);
-                panel.started = false;
+                panel.parts().1.reset();
             }
-            job.main_loop(scratch, item, &band);
-
-            for panel in &mut scratch.panels[..item.panels.len()] {
-                if !panel.started {
-                    panel.o.fill(0.0);
-                }
-                let tile = panel.queries.start / queries;
-                let mut out_rows = out.take(sequence, panel.head, tile);
-                let mut lse_rows = lse.as_ref().map(|lse| lse.take(sequence, panel.head, tile));
-                let shape = [problem.head_dim_v, panel.queries.len()];
-                kernels.transpose(shape, &panel.o, width, &mut scratch.rows, ld);
-                for (i, row) in panel.queries.clone().enumerate() {
-                    let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
-                    let sums = &mut scratch.rows[i * ld..][..problem.head_dim_v];
-                    let normaliser =
-                        normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
-                    out_rows.write(kernels, row, sums, normaliser);
-                    if let Some(lse_rows) = &mut lse_rows {
-                        lse_rows.write(kernels, row, &[lse], 1.0);
-                    }
+            job.main_loop(scratch, item);
+            if item.stretches.is_none() {
+                for panel in &mut scratch.panels[..item.panels.len()] {
+                    job.write(item.unit, panel, &mut scratch.rows, &out, lse.as_ref());
                 }
             }
+        },
+    );
+    let merges = cut.merges();
+    schedule::run(
+        merges.len(),
+        threads,
+        || (job.panel(0), Buffer::new(width * ld)),
+        |(panel, rows), merge| {
+            let (divided, index) = merges[merge];
+            job.place(panel, divided.unit, index);
+            let slots = divided.stretches.clone().map(|stretch| divided.slot(stretch, index));
+            let (sums, to) = panel.parts();
+            parts.merge(slots, to, sums);
+            job.write(divided.unit, panel, rows, &out, lse.as_ref());
         },
     );
 }
@@ -166,49 +154,108 @@ struct Job<'a, T> {
     call: &'a Forward<'a, T>,
     scores: &'a Scores,
     units: &'a [Unit],
+    cut: &'a Items,
+    parts: &'a Parts<'a>,
     k: &'a Shared<'a, T>,
     v: &'a Shared<'a, T>,
     width: usize,
+    /// Stride of rows of Q and O.
+    ld: usize,
 }
 
 impl<T: Element> Job<'_, T> {
-    fn scratch(&self, panels: usize) -> Scratch {
+    /// A panel whose Q has so many dims.
+    fn panel(&self, head_dim: usize) -> Panel {
         let (problem, width) = (self.call.problem, self.width);
-        let panel = || Panel {
+        Panel {
             head: 0,
             queries: 0..0,
-            q: Buffer::new(problem.head_dim * width),
+            q: Buffer::new(head_dim * width),
             o: Buffer::new(problem.head_dim_v * width),
             max: Buffer::new(width),
             sum: Buffer::new(width),
             started: false,
             before: Stretches::default(),
-        };
+        }
+    }
+
+    fn scratch(&self, panels: usize) -> Scratch {
+        let (problem, width) = (self.call.problem, self.width);
         Scratch {
-            panels: (0..panels).map(|_| panel()).collect(),
+            panels: (0..panels).map(|_| self.panel(problem.head_dim)).collect(),
             s: Buffer::new(TILE_N * width),
             factor: Buffer::new(width),
-            rows: Buffer::new(width * row_stride(problem.head_dim.max(problem.head_dim_v))),
+            rows: Buffer::new(width * self.ld),
             k: Buffer::new(TILE_N * row_stride(problem.head_dim)),
             v: Buffer::new(TILE_N * row_stride(problem.head_dim_v)),
         }
     }
 
-    /// All tiles of keys that the item's panels see, each for every panel.
-    fn main_loop(&self, scratch: &mut Scratch, item: &Item, band: &Band) {
-        let Job { call, scores, width, .. } = *self;
+    /// Makes it panel number `index` of a unit; returns the batch and row where the sequence begins.
+    fn place(&self, panel: &mut Panel, unit: usize, index: usize) -> [usize; 2] {
+        let Forward { kernels, problem, batch, .. } = *self.call;
+        let Unit { sequence, kv_head } = self.units[unit];
+        let span = batch.sequences[sequence].q;
+        let queries = panel_of(kernels, span.len);
+        let panels = span.len.div_ceil(queries);
+        let first = index % panels * queries;
+        panel.head = kv_head * problem.group_size() + index / panels;
+        panel.queries = first..span.len.min(first + queries);
+        [span.batch, span.first]
+    }
+
+    /// Writes a panel's O and LSE.
+    fn write(
+        &self,
+        unit: usize,
+        panel: &mut Panel,
+        rows: &mut [f32],
+        out: &Scatter<'_, T>,
+        lse: Option<&Scatter<'_, f32>>,
+    ) {
+        let Job { call, width, ld, .. } = *self;
+        let Forward { kernels, problem, batch, .. } = *call;
+        let sequence = self.units[unit].sequence;
+        if !panel.started {
+            panel.o.fill(0.0);
+        }
+        let tile = panel.queries.start / panel_of(kernels, batch.sequences[sequence].q.len);
+        let mut out_rows = out.take(sequence, panel.head, tile);
+        let mut lse_rows = lse.map(|lse| lse.take(sequence, panel.head, tile));
+        kernels.transpose([problem.head_dim_v, panel.queries.len()], &panel.o, width, rows, ld);
+        for (i, row) in panel.queries.clone().enumerate() {
+            let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
+            let sums = &mut rows[i * ld..][..problem.head_dim_v];
+            let normaliser = normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
+            out_rows.write(kernels, row, sums, normaliser);
+            if let Some(lse_rows) = &mut lse_rows {
+                lse_rows.write(kernels, row, &[lse], 1.0);
+            }
+        }
+    }
+
+    /// All of the item's tiles of keys that its panels see, each for every panel.
+    fn main_loop(&self, scratch: &mut Scratch, item: &Item) {
+        let Job { call, scores, cut, parts, width, .. } = *self;
         let Forward { kernels, problem, batch, .. } = *call;
         let unit = self.units[item.unit];
+        let band = &call.band(unit.sequence);
         let Scratch { panels, s, factor, k, v, .. } = scratch;
         let panels = &mut panels[..item.panels.len()];
         let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
         let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        for (count, key) in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N).enumerate() {
-            if count > 0 && count % STRETCH == 0 {
-                for panel in panels.iter_mut() {
-                    let (before, stretch) = panel.parts();
-                    before.add(stretch);
-                }
+        let seen = cut.keys(item, seen);
+        let divided = cut.divided(item);
+        let end = |panels: &mut [Panel], stretch, is_last| {
+            for (index, panel) in panels.iter_mut().enumerate() {
+                let slot = divided.map(|divided| divided.slot(stretch, index));
+                let (before, sums) = panel.parts();
+                parts.end(slot, before, sums, is_last);
+            }
+        };
+        for key in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N) {
+            if let Some(stretch) = cut.ended(item, &seen, key) {
+                end(panels, stretch, false);
             }
             let tile = key.max(seen.start)..seen.end.min(key + TILE_N);
             let (k, ldk) = self.k.tile(kernels, item.unit, unit, tile.clone(), k);
@@ -284,10 +331,7 @@ impl<T: Element> Job<'_, T> {
                 panel.started = true;
             }
         }
-        for panel in panels {
-            let (before, last) = panel.parts();
-            before.finish(last);
-        }
+        end(panels, cut.stretch_of(item, seen.end.saturating_sub(1)), true);
     }
 }
 

@@ -10,16 +10,16 @@ use std::sync::{Mutex, PoisonError};
 use fa_core::Problem;
 use half::bf16;
 
-use super::band::Band;
 use super::buffer::Buffer;
 use super::forward::lse_tensor;
-use super::long::{Accumulated, STRETCH, Stretches};
+use super::long::{Accumulated, Stretches};
 use super::overflow::normaliser_of;
-use super::pack16::{Packed, TILE_N, TileBuffer, grain, read_rows};
+use super::pack16::{Packed, TileBuffer, grain, read_rows};
+use super::parts::{Parts, slot_len};
 use super::schedule;
 use super::scores::{Scores, finish};
-use super::work::{Forward, Item, Unit, items};
-use crate::simd::bf16::{Bf16Kernels, GRAIN, Product16};
+use super::work::{Forward, Item, Items, TILE_N, Unit, items};
+use crate::simd::bf16::{Bf16Kernels, GRAIN, LANES, Product16};
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Kernels, TileShape};
 use crate::view::TensorMut;
@@ -92,7 +92,7 @@ pub(super) fn run(
     lse: Option<&mut [f32]>,
 ) -> Vec<Unit> {
     let Forward { kernels, threads, problem, batch, q, .. } = *call;
-    let cut = items(problem, batch, units, |_| PANEL, PANELS, schedule::workers(threads));
+    let cut = items(problem, batch, units, |_| PANEL, PANELS, true, schedule::workers(threads));
     if cut.items.is_empty() {
         return vec![];
     }
@@ -101,7 +101,11 @@ pub(super) fn run(
     let mut lse = lse.map(|lse| lse_tensor(q.shape(), lse));
     let (out, lse) = (Scatter::new(out, spans()), lse.as_mut().map(|lse| Scatter::new(lse, spans())));
     let (words, dims_v) = (grain(problem.head_dim) / 2, grain(problem.head_dim_v));
-    let job = Job { call, scores: &Scores::new(problem), units, kv: &kv, words, dims_v };
+    let len = dims_v * PANEL;
+    let mut room = Buffer::uncleared(cut.slots() * slot_len(len, PANEL));
+    let parts = Parts::new(kernels, &mut room, len, PANEL);
+    let scores = &Scores::new(problem);
+    let job = Job { call, scores, units, cut: &cut, parts: &parts, kv: &kv, words, dims_v };
     let left = Mutex::new(vec![]);
     schedule::run(
         cut.items.len(),
@@ -109,44 +113,20 @@ pub(super) fn run(
         || job.scratch(cut.most),
         |scratch, item| {
             let item = &cut.items[item];
-            let Unit { sequence, kv_head } = units[item.unit];
-            let band = call.band(sequence);
-            let (span, panels) = (batch.sequences[sequence].q, band.q.div_ceil(PANEL));
             for (panel, index) in scratch.panels.iter_mut().zip(item.panels.clone()) {
-                let first = index % panels * PANEL;
-                panel.head = kv_head * problem.group_size() + index / panels;
-                panel.queries = first..band.q.min(first + PANEL);
-                let at = [span.batch, span.first + first, panel.head];
+                let [batch, first] = job.place(panel, item.unit, index);
+                let at = [batch, first + panel.queries.start, panel.head];
                 read_rows(&q, at, panel.queries.len(), &mut scratch.rows, words);
                 kernels.transpose_words([PANEL, words], &scratch.rows, words, &mut panel.q, PANEL);
-                panel.max.fill(f32::NEG_INFINITY);
-                panel.sum.fill(0.0);
-                panel.started = false;
+                panel.parts().1.reset();
                 // A unit that was left to the other path may have left values.
-                panel.before = Stretches::default();
+                panel.before.clear();
             }
-            if !job.main_loop(scratch, item, &band) {
+            if !job.main_loop(scratch, item) {
                 left.lock().unwrap_or_else(PoisonError::into_inner).push(item.unit);
-                return;
-            }
-
-            for panel in &mut scratch.panels[..item.panels.len()] {
-                if !panel.started {
-                    panel.o.fill(0.0);
-                }
-                let tile = panel.queries.start / PANEL;
-                let mut out_rows = out.take(sequence, panel.head, tile);
-                let mut lse_rows = lse.as_ref().map(|lse| lse.take(sequence, panel.head, tile));
-                kernels.transpose([dims_v, PANEL], &panel.o, PANEL, &mut scratch.out, dims_v);
-                for (i, row) in panel.queries.clone().enumerate() {
-                    let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
-                    let sums = &mut scratch.out[i * dims_v..][..problem.head_dim_v];
-                    let normaliser =
-                        normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
-                    out_rows.write(kernels, row, sums, normaliser);
-                    if let Some(lse_rows) = &mut lse_rows {
-                        lse_rows.write(kernels, row, &[lse], 1.0);
-                    }
+            } else if item.stretches.is_none() {
+                for panel in &mut scratch.panels[..item.panels.len()] {
+                    job.write(item.unit, panel, &mut scratch.out, &out, lse.as_ref());
                 }
             }
         },
@@ -154,6 +134,21 @@ pub(super) fn run(
     let mut left = left.into_inner().unwrap_or_else(PoisonError::into_inner);
     left.sort_unstable();
     left.dedup();
+    let mut merges = cut.merges();
+    merges.retain(|(divided, _)| left.binary_search(&divided.unit).is_err());
+    schedule::run(
+        merges.len(),
+        threads,
+        || (job.panel(0), Buffer::new(PANEL * dims_v)),
+        |(panel, rows), merge| {
+            let (divided, index) = merges[merge];
+            job.place(panel, divided.unit, index);
+            let slots = divided.stretches.clone().map(|stretch| divided.slot(stretch, index));
+            let (sums, to) = panel.parts();
+            parts.merge(slots, to, sums);
+            job.write(divided.unit, panel, rows, &out, lse.as_ref());
+        },
+    );
     left.into_iter().map(|unit| units[unit]).collect()
 }
 
@@ -161,6 +156,8 @@ struct Job<'a> {
     call: &'a Forward<'a, bf16>,
     scores: &'a Scores,
     units: &'a [Unit],
+    cut: &'a Items,
+    parts: &'a Parts<'a>,
     kv: &'a Packed<'a>,
     /// Words of a padded row of Q or K.
     words: usize,
@@ -169,20 +166,24 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    fn scratch(&self, panels: usize) -> Scratch {
-        let panel = || Panel {
+    /// A panel whose rows of Q have so many words.
+    fn panel(&self, words: usize) -> Panel {
+        Panel {
             head: 0,
             queries: 0..0,
-            q: Buffer::new(self.words * PANEL),
+            q: Buffer::new(words * PANEL),
             o: Buffer::new(self.dims_v * PANEL),
             max: [0.0; PANEL],
             sum: [0.0; PANEL],
             started: false,
             before: Stretches::default(),
-        };
+        }
+    }
+
+    fn scratch(&self, panels: usize) -> Scratch {
         Scratch {
             tiles: self.call.kernels.bf16().expect("the caller asked whether there are such kernels"),
-            panels: (0..panels).map(|_| panel()).collect(),
+            panels: (0..panels).map(|_| self.panel(self.words)).collect(),
             s: Buffer::new(TILE_N * PANEL),
             p: Buffer::new(TILE_N / 2 * PANEL),
             rows: Buffer::new(PANEL * self.words),
@@ -191,22 +192,71 @@ impl Job<'_> {
         }
     }
 
-    /// All tiles of keys that the item's panels see, each for every panel. Returns whether the unit's values
-    /// allow this path: without a mask they do.
-    fn main_loop(&self, scratch: &mut Scratch, item: &Item, band: &Band) -> bool {
-        let Job { call, scores, kv, words, dims_v, .. } = *self;
+    /// Makes it panel number `index` of a unit; returns the batch and row where the sequence begins.
+    fn place(&self, panel: &mut Panel, unit: usize, index: usize) -> [usize; 2] {
+        let Forward { problem, batch, .. } = *self.call;
+        let Unit { sequence, kv_head } = self.units[unit];
+        let span = batch.sequences[sequence].q;
+        let panels = span.len.div_ceil(PANEL);
+        let first = index % panels * PANEL;
+        panel.head = kv_head * problem.group_size() + index / panels;
+        panel.queries = first..span.len.min(first + PANEL);
+        [span.batch, span.first]
+    }
+
+    /// Writes a panel's O and LSE.
+    fn write(
+        &self,
+        unit: usize,
+        panel: &mut Panel,
+        rows: &mut [f32],
+        out: &Scatter<'_, bf16>,
+        lse: Option<&Scatter<'_, f32>>,
+    ) {
+        let Job { call, dims_v, .. } = *self;
+        let Forward { kernels, problem, batch, .. } = *call;
+        let sequence = self.units[unit].sequence;
+        if !panel.started {
+            panel.o.fill(0.0);
+        }
+        let tile = panel.queries.start / PANEL;
+        let mut out_rows = out.take(sequence, panel.head, tile);
+        let mut lse_rows = lse.map(|lse| lse.take(sequence, panel.head, tile));
+        kernels.transpose([dims_v, PANEL], &panel.o, PANEL, rows, dims_v);
+        for (i, row) in panel.queries.clone().enumerate() {
+            let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
+            let sums = &mut rows[i * dims_v..][..problem.head_dim_v];
+            let normaliser = normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
+            out_rows.write(kernels, row, sums, normaliser);
+            if let Some(lse_rows) = &mut lse_rows {
+                lse_rows.write(kernels, row, &[lse], 1.0);
+            }
+        }
+    }
+
+    /// All of the item's tiles of keys that its panels see, each for every panel. Returns whether the unit's
+    /// values allow this path: without a mask they do.
+    fn main_loop(&self, scratch: &mut Scratch, item: &Item) -> bool {
+        let Job { call, scores, cut, parts, kv, words, dims_v, .. } = *self;
         let Forward { kernels, batch, .. } = *call;
         let unit = self.units[item.unit];
+        let band = &call.band(unit.sequence);
         let Scratch { tiles, panels, s, p, tile: buffer, .. } = scratch;
         let panels = &mut panels[..item.panels.len()];
         let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
         let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        for (count, index) in (seen.start / TILE_N..seen.end.div_ceil(TILE_N)).enumerate() {
-            if count > 0 && count % STRETCH == 0 {
-                for panel in panels.iter_mut() {
-                    let (before, stretch) = panel.parts();
-                    before.add(stretch);
-                }
+        let seen = cut.keys(item, seen);
+        let divided = cut.divided(item);
+        let end = |panels: &mut [Panel], stretch, is_last| {
+            for (index, panel) in panels.iter_mut().enumerate() {
+                let slot = divided.map(|divided| divided.slot(stretch, index));
+                let (before, sums) = panel.parts();
+                parts.end(slot, before, sums, is_last);
+            }
+        };
+        for index in seen.start / TILE_N..seen.end.div_ceil(TILE_N) {
+            if let Some(stretch) = cut.ended(item, &seen, index * TILE_N) {
+                end(panels, stretch, false);
             }
             let first_key = index * TILE_N;
             let tile = kv.tile(kernels, item.unit, unit, index, buffer);
@@ -235,7 +285,9 @@ impl Job<'_> {
                 });
                 let mut scale = scores.scale;
                 let bias = band.bias(batch.slope(unit.sequence, panel.head), queries.start, keys.start);
-                let shape = TileShape { keys: keys.len(), queries: PANEL, ld: PANEL };
+                // Columns past the last query keep old values: their results are not used.
+                let columns = queries.len().next_multiple_of(LANES);
+                let shape = TileShape { keys: keys.len(), queries: columns, ld: PANEL };
                 if scores.cap.is_some() || bias.is_some() {
                     let s = &mut s[..keys.len() * PANEL];
                     s.iter_mut().for_each(|score| *score *= scale);
@@ -275,10 +327,7 @@ impl Job<'_> {
                 panel.started = true;
             }
         }
-        for panel in panels {
-            let (before, last) = panel.parts();
-            before.finish(last);
-        }
+        end(panels, cut.stretch_of(item, seen.end.saturating_sub(1)), true);
         true
     }
 }

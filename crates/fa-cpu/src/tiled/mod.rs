@@ -16,11 +16,13 @@ mod delta;
 mod dq;
 mod forward;
 mod forward16;
+mod gate;
 mod inputs;
 mod long;
 mod overflow;
 mod pack;
 mod pack16;
+mod parts;
 mod schedule;
 mod scores;
 mod scratch;
@@ -72,7 +74,7 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
         false => (forward::panel_of(kernels, problem.lengths.max_q()), forward::PANELS),
     };
     let tile_m = forward::tile_m(problem, width, most, workers);
-    Ok(Plan { isa: kernels.isa(), threads: workers, tile_m, tile_n: forward::TILE_N })
+    Ok(Plan { isa: kernels.isa(), threads: workers, tile_m, tile_n: work::TILE_N })
 }
 
 /// Attention forward: `out`, and `lse` (natural logarithm, `[batch, heads_q, seqlen_q]`) when asked for.

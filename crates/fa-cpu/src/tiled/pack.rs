@@ -8,6 +8,7 @@ use super::schedule;
 use super::work::Unit;
 use crate::batch::{Batch, Span};
 use crate::element::Element;
+use crate::simd::row_set::RowSet;
 use crate::simd::{Kernels, Work, cast, widest};
 use crate::view::TensorRef;
 
@@ -91,26 +92,42 @@ impl<'a, T: Element> KeyRows<'a, T> {
         }
     }
 
-    /// Some rows of one head as they lie; the tensor [has slices](Self::has_slices).
-    pub(super) fn slices(&self, Unit { sequence, kv_head }: Unit, keys: Range<usize>, to: &mut Vec<&'a [T]>) {
+    /// Some rows of one head as they lie, listed in `list` where they are not at one step; the tensor [has
+    /// slices](Self::has_slices).
+    pub(super) fn rows<'s>(
+        &self,
+        unit: Unit,
+        keys: Range<usize>,
+        list: &'s mut Vec<&'a [T]>,
+    ) -> RowSet<'s, T> {
+        if let Some((data, step)) = self.strided(unit, &keys) {
+            return RowSet::Strided { data, step, count: keys.len() };
+        }
+        self.slices(unit, keys, list);
+        RowSet::Listed(list)
+    }
+
+    /// The tensor from the first row on and the distance between rows, where they follow each other.
+    fn strided(&self, Unit { sequence, kv_head }: Unit, keys: &Range<usize>) -> Option<(&'a [T], usize)> {
+        if self.batch.is_paged() || keys.is_empty() {
+            return None;
+        }
+        let (Span { batch, first, .. }, strides) = (self.batch.sequences[sequence].k, self.tensor.strides());
+        let step = usize::try_from(strides.seq).ok().filter(|&step| step >= self.dims().max(1))?;
+        let start = strides.offset(batch, first + keys.start, kv_head, 0) as usize;
+        Some((&self.tensor.data()[start..], step))
+    }
+
+    /// The same as a list.
+    pub(super) fn slices(&self, unit: Unit, keys: Range<usize>, to: &mut Vec<&'a [T]>) {
         let (dims, strides, data) = (self.dims(), self.tensor.strides(), self.tensor.data());
         to.clear();
-        if !self.batch.is_paged() {
-            let Span { batch, first, .. } = self.batch.sequences[sequence].k;
-            let start = strides.offset(batch, first + keys.start, kv_head, 0);
-            if let Ok(step) = usize::try_from(strides.seq)
-                && step >= dims.max(1)
-                && !keys.is_empty()
-            {
-                return to
-                    .extend(data[start as usize..].chunks(step).take(keys.len()).map(|row| &row[..dims]));
-            }
-            let row = |i: usize| (start + i as i64 * strides.seq) as usize;
-            return to.extend((0..keys.len()).map(|i| &data[row(i)..row(i) + dims]));
+        if let Some((data, step)) = self.strided(unit, &keys) {
+            return to.extend(data.chunks(step).take(keys.len()).map(|row| &row[..dims]));
         }
         to.extend(keys.map(|key| {
-            let (outer, inner) = self.batch.key(sequence, key);
-            let start = strides.offset(outer, inner, kv_head, 0) as usize;
+            let (outer, inner) = self.batch.key(unit.sequence, key);
+            let start = strides.offset(outer, inner, unit.kv_head, 0) as usize;
             &data[start..start + dims]
         }));
     }

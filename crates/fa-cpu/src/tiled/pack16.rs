@@ -9,7 +9,7 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
 use super::buffer::Buffer;
-use super::work::{Forward, Unit};
+use super::work::{Forward, TILE_N, Unit};
 use crate::batch::Batch;
 use crate::simd::Kernels;
 use crate::simd::bf16::GRAIN;
@@ -96,9 +96,6 @@ pub(super) struct Packed<'a> {
     /// Of each unit that is packed: whether V holds infinities or NaN.
     wild: Vec<AtomicBool>,
 }
-
-/// Keys of a tile.
-pub(super) const TILE_N: usize = 128;
 
 /// One tile, packed.
 #[derive(Clone, Copy)]

@@ -250,6 +250,128 @@ fn few_queries_have_the_same_bits_on_any_number_of_threads() {
     });
 }
 
+/// The forward with lengths, slopes and sinks on `threads` threads, as bits: O and LSE.
+fn forward_bits<T: Element + Into<f32>>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    data: &[Vec<T>; 3],
+    options: Options,
+) -> [Vec<u32>; 2] {
+    let shapes = [check::q_shape(problem), check::k_shape(problem), check::v_shape(problem)];
+    let [q, k, v] = [0, 1, 2].map(|i| packed(["q", "k", "v"][i], &data[i], shapes[i]));
+    let out_shape = check::out_shape(problem);
+    let (mut out, mut lse) = (vec![T::from_f32(7.0); len(out_shape)], vec![7.0; check::lse_len(problem)]);
+    let mut view = packed_mut("out", &mut out, out_shape);
+    forward_extras(options, problem, extras, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
+    [
+        out.into_iter().map(|value| value.into().to_bits()).collect(),
+        lse.into_iter().map(f32::to_bits).collect(),
+    ]
+}
+
+/// Where several threads share a unit of few queries and many keys, each has some of the keys: the result is
+/// right and has the bits of one thread's.
+#[test]
+fn divided_keys_have_the_same_bits_on_any_number_of_threads() {
+    fn same<T: Element + Into<f32> + std::fmt::Debug>(problem: &Problem, options: Options) {
+        check::<T>(problem, options);
+        let shapes = [check::q_shape(problem), check::k_shape(problem), check::v_shape(problem)];
+        let data = [0, 1, 2].map(|i| noise::<T>(i as u64, len(shapes[i])));
+        let run = |threads| {
+            let options = Options { threads: Some(threads), ..options };
+            forward_bits(problem, &Extras::NONE, &data, options)
+        };
+        let alone = run(1);
+        assert!([2, 3, 5].into_iter().all(|threads| run(threads) == alone), "{problem:?} with {options:?}");
+    }
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
+    let all = || {
+        every_isa(|options| {
+            for (mask, softcap) in [
+                (Mask::FULL, None),
+                (Mask::CAUSAL, Some(1.5)),
+                (Mask::causal_window(900), None),
+                (Mask { left: Some(3), right: None }, None),
+            ] {
+                for (heads_q, keys) in [(6, 1300), (2, 2100)] {
+                    let problem = Problem {
+                        heads_q,
+                        heads_kv: heads_q / 2,
+                        score: ScoreMod::softcap_or_none(softcap),
+                        ..base(25, keys, mask)
+                    };
+                    let typed = |dtype| Problem { types: Types::same(dtype), ..problem };
+                    same::<f16>(&typed(Dtype::F16), options);
+                    same::<bf16>(&typed(Dtype::Bf16), options);
+                    same::<f32>(&problem, options);
+                }
+            }
+        });
+    };
+    pool.install(|| schedule::tests::with_cores(5, all));
+}
+
+/// With sinks, slopes, lengths and pages, and values that the mask hides and are not finite.
+#[test]
+fn divided_keys_of_every_form() {
+    use fa_core::{Alibi, Side};
+    fn one<T: Element + Into<f32> + std::fmt::Debug>(dtype: Dtype, mask: Mask, options: Options) {
+        let (page, pages) = (48, 60);
+        let problem = Problem {
+            lengths: Lengths::of(2, Side::packed(60, 40), Side::paged(page, pages, 1400)),
+            heads_q: 4,
+            heads_kv: 1,
+            score: ScoreMod { sinks: true, alibi: Some(Alibi::PerHead), ..ScoreMod::NONE },
+            types: Types::same(dtype),
+            ..base(1, 1, mask)
+        };
+        let columns = problem.lengths.table_columns();
+        let table: Vec<i32> = (0..2 * columns).map(|i| (i * 7 % pages) as i32).collect();
+        let extras = Extras {
+            cu_q: Some(&[0, 33, 57]),
+            used_k: Some(&[1390, 1203]),
+            page_table: Some(&table),
+            alibi_slopes: Some(&[0.1, 0.0, 0.01, 0.002]),
+            sinks: Some(&[1.0, -2.0, f32::NEG_INFINITY, 5.0]),
+            ..Extras::NONE
+        };
+        let shapes = [check::q_shape(&problem), check::k_shape(&problem), check::v_shape(&problem)];
+        let mut data = [0, 1, 2].map(|i| noise::<T>(i as u64, len(shapes[i])));
+        // The last keys of the first sequence, which only its last queries see, where the mask is causal.
+        let last = table[1385 / page] as usize * page + 1385 % page;
+        data[2][last * 40..(last + 1) * 40].fill(T::from_f32(f32::INFINITY));
+        let run =
+            |threads| forward_bits(&problem, &extras, &data, Options { threads: Some(threads), ..options });
+        let alone = run(1);
+        assert!([2, 5].into_iter().all(|threads| run(threads) == alone), "{problem:?} with {options:?}");
+
+        let [q, k, v] = [0, 1, 2].map(|i| packed(["q", "k", "v"][i], &data[i], shapes[i]));
+        let oracle = reference::forward_extras(&problem, &extras, &q, &k, &v).unwrap();
+        let owned = 57 * 4 * 40;
+        let out: Vec<T> = alone[0][..owned].iter().map(|&bits| T::from_f32(f32::from_bits(bits))).collect();
+        let compared = compare::<T, T>([1, 57, 4, 40], dtype, &out, &oracle.out[..owned], None).unwrap();
+        assert!(compared.passed(), "{problem:?} with {options:?}: {compared}");
+        assert!(alone[0][owned..].iter().all(|&bits| bits == 7f32.to_bits()), "rows of no sequence");
+        for (of_head, exact) in alone[1].chunks(60).zip(oracle.lse.chunks(60)) {
+            for (&bits, &want) in of_head.iter().zip(exact).take(57) {
+                let got = f64::from(f32::from_bits(bits));
+                assert!(got == want || (got - want).abs() < 0.01, "LSE {got} for {want}");
+            }
+        }
+    }
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
+    let all = || {
+        every_isa(|options| {
+            for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(700, 2)] {
+                one::<f32>(Dtype::F32, mask, options);
+                one::<f16>(Dtype::F16, mask, options);
+                one::<bf16>(Dtype::Bf16, mask, options);
+            }
+        });
+    };
+    pool.install(|| schedule::tests::with_cores(5, all));
+}
+
 #[test]
 fn any_strides() {
     // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with
