@@ -1,6 +1,6 @@
 //! `fa emulate`: every flag is heeded or refused.
 
-use crate::common::{Dir, fa, fa_args, repository, text};
+use crate::common::{Dir, fa_args, refuses, repository, text};
 
 const SPEC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fa-kernels/specs/sm80/hd64-causal-bf16.ron");
 
@@ -26,9 +26,7 @@ fn flags_of_one_kernel_and_of_many_do_not_mix() {
         ("emulate --sample 1 --log x.jsonl", "--random"),
         ("emulate --shipped --from 3", "--random"),
     ] {
-        let outcome = fa(line);
-        assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
-        assert!(outcome.stderr.contains(part) && outcome.stdout.is_empty(), "{line}: {outcome:?}");
+        refuses(line, part);
     }
 }
 
