@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use fa_core::{Arch, KernelSpec};
-use fa_kernels::{Headers, atomic_file};
+use fa_kernels::Headers;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -17,6 +17,7 @@ use crate::emulator::{Emulator, source};
 use crate::error::Error;
 use crate::handed::handed;
 use crate::machine::version;
+use crate::ron_file;
 use crate::sweep::{SEEDS, Trials, cases, sweep};
 
 /// A kernel to be proven.
@@ -57,9 +58,12 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record in a file; empty where there is none that can be read.
-    pub fn read(path: &Path) -> Record {
-        std::fs::read_to_string(path).ok().and_then(|text| ron::from_str(&text).ok()).unwrap_or_default()
+    /// The record in a file; empty where there is no file.
+    ///
+    /// # Errors
+    /// [`Error::Io`] for a file that cannot be read or is no record.
+    pub fn read(path: &Path) -> Result<Record, Error> {
+        ron_file::read(path)
     }
 
     /// Adds proofs, each in place of an older one of the same kernel, and writes the file; it appears whole
@@ -72,12 +76,7 @@ impl Record {
         self.proven.retain(|own| !new.contains(&(&own.kernel, own.arch)));
         self.proven.extend(more.iter().cloned());
         self.proven.sort();
-        let text = ron::ser::to_string_pretty(&self, ron::ser::PrettyConfig::new().depth_limit(2));
-        let text = text.expect("a record is plain data") + "\n";
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
-        }
-        atomic_file::write(path, text.as_bytes()).map_err(|e| Error::io(path, std::io::Error::other(e)))?;
+        ron_file::write(path, &self)?;
         Ok(self)
     }
 
@@ -229,10 +228,13 @@ mod tests {
             runs: 21,
             date: today(),
         };
-        assert_eq!(Record::read(&path), Record::default());
+        assert_eq!(Record::read(&path).unwrap(), Record::default());
         Record::default().write(&path, &[proof("1")]).unwrap();
-        let record = Record::read(&path).write(&path, &[proof("2")]).unwrap();
-        assert_eq!(Record::read(&path), record);
+        let record = Record::read(&path).unwrap().write(&path, &[proof("2")]).unwrap();
+        assert_eq!(Record::read(&path).unwrap(), record);
         assert!(record.has("2") && !record.has("1"));
+        // A damaged record is not taken for an empty one, which would be written over it.
+        std::fs::write(&path, "(proven: [").unwrap();
+        assert!(Record::read(&path).unwrap_err().to_string().contains("emulated.ron"));
     }
 }

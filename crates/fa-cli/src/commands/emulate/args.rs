@@ -185,8 +185,8 @@ pub(crate) struct EmulateArgs {
     pub shipped: bool,
     /// Run this many of the planner's other configurations at awkward shapes, a different sample each day
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
-    #[arg(conflicts_with_all = OF_ONE, value_parser = whole::<usize>)]
-    pub sample: Option<usize>,
+    #[arg(conflicts_with_all = OF_ONE, value_parser = clap::value_parser!(u32).range(1..))]
+    pub sample: Option<u32>,
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
     #[arg(conflicts_with_all = ["spec", "mutate", "shipped", "random"], value_parser = crate::flags::day)]
@@ -194,7 +194,7 @@ pub(crate) struct EmulateArgs {
     /// Run this many kernels drawn at random (the planner's first choices, its other candidates, some with a
     /// switch changed), each on random problems that it computes
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped", "sample", "record"])]
-    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = whole::<u64>)]
+    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = clap::value_parser!(u64).range(1..))]
     pub random: Option<u64>,
     /// With --random: the number of the first kernel to draw, as a report counts them [default: 0]
     #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = whole::<u64>)]

@@ -15,7 +15,7 @@ use crate::term::progress::Steps;
 pub(super) fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
     let candidates =
         fa_emu::shipped::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
-    let record = Record::read(&args.record);
+    let record = Record::read(&args.record)?;
     let attempts = attempts(args, emulator, candidates, std::slice::from_ref(&record))?;
     let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
     if !proven.is_empty() {
@@ -26,7 +26,7 @@ pub(super) fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result
 
 pub(super) fn sampled(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
     let day = args.day.clone().unwrap_or_else(today);
-    let candidates = sample(&day, args.sample.unwrap_or(1));
+    let candidates = sample(&day, args.sample.unwrap_or(1) as usize);
     let attempts = attempts(args, emulator, candidates, &[])?;
     verdict(&attempts, &format!(" of the sample of {day}"))
 }
