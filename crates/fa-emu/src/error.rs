@@ -79,7 +79,7 @@ pub enum Error {
         source: libloading::Error,
     },
     /// Host memory for a tensor.
-    #[error("no memory for {bytes} bytes of {tensor}")]
+    #[error("no memory for {bytes} bytes of {tensor}: emulate a smaller problem")]
     Memory {
         /// The tensor.
         tensor: String,
