@@ -26,6 +26,7 @@ pub(crate) struct RecordsArgs {
     pub state: PathBuf,
     /// Time for all steps together; steps that would exceed it are left for the next run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(conflicts_with = "list")]
     pub budget: Option<u64>,
     /// Only steps whose names contain one of these, as in validate,marks-models
     #[arg(long, value_name = "TEXT,..", value_delimiter = ',')]
