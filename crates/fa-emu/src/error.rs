@@ -70,6 +70,14 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
+    /// A record that cannot be read, or is something else.
+    #[error("{path} is no record: {reason}; mend it, or name another file", path = path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A library that was compiled but does not load.
     #[error("{path} does not load: {source}", path = path.display())]
     Load {

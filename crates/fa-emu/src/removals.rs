@@ -57,6 +57,14 @@ impl Survivor {
     }
 }
 
+/// The removals that a file lists as going unnoticed; none where there is no file.
+///
+/// # Errors
+/// [`Error::Record`] for a file that cannot be read or is no such list.
+pub fn survivors(path: &Path) -> Result<Vec<Survivor>, Error> {
+    ron_file::read(path)
+}
+
 /// Removals that have been tried, one of each statement, in a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Removals {
@@ -68,7 +76,7 @@ impl Removals {
     /// Those of a file; none where there is no file.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that cannot be read or is not a list of removals.
+    /// [`Error::Record`] for a file that cannot be read or is not a list of removals.
     pub fn read(path: &Path) -> Result<Removals, Error> {
         ron_file::read(path)
     }

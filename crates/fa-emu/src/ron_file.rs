@@ -11,14 +11,15 @@ use crate::error::Error;
 /// The value in a file; the default where there is no file.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that cannot be read or holds something else.
+/// [`Error::Record`] for a file that cannot be read or holds something else.
 pub(crate) fn read<T: DeserializeOwned + Default>(path: &Path) -> Result<T, Error> {
+    let bad = |reason: String| Error::Record { path: path.to_owned(), reason };
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(T::default()),
-        Err(error) => return Err(Error::io(path, error)),
+        Err(error) => return Err(bad(error.to_string())),
     };
-    ron::from_str(&text).map_err(|error| Error::io(path, std::io::Error::other(error)))
+    ron::from_str(&text).map_err(|error| bad(error.to_string()))
 }
 
 /// Writes a value, and makes the folder where there is none.

@@ -1,6 +1,6 @@
 //! `fa emulate`: every flag is heeded or refused.
 
-use crate::common::{Dir, fa_args, refuses, repository, text};
+use crate::common::{Dir, fa_args, refused, refuses, repository, text};
 
 const SPEC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fa-kernels/specs/sm80/hd64-causal-bf16.ron");
 
@@ -45,6 +45,9 @@ fn what_a_kernel_does_not_heed_is_refused() {
         (vec!["--headers", "no/such/folder"], "there is no such folder"),
         (vec!["--seqlen", "20", "--report", "/dev/null", "--cta", "99"], "--cta 99"),
         (vec!["--mutate", "--statement", "nosuch.cuh"], "--statement nosuch.cuh"),
+        (vec!["--mutate", "--survivors", "no/such.ron"], "cannot read no/such.ron"),
+        (vec!["--mutate", "--survivors", SPEC], "hd64-causal-bf16.ron is no record"),
+        (vec!["--mutate", "--tried", SPEC], "hd64-causal-bf16.ron is no record"),
     ] {
         let outcome = fa_args(&[&["emulate", SPEC][..], &flags].concat());
         if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
@@ -54,6 +57,20 @@ fn what_a_kernel_does_not_heed_is_refused() {
         assert_eq!(outcome.code, 2, "{flags:?}: {outcome:?}");
         assert!(outcome.stderr.contains(part), "{flags:?}: {outcome:?}");
     }
+}
+
+#[test]
+fn a_damaged_record_is_refused_and_left_as_it_is() {
+    let folder = Dir::new();
+    let path = folder.path("emulated.ron");
+    std::fs::write(&path, "(proven: [").unwrap();
+    let outcome = fa_args(&["emulate", "--shipped", "--record", text(&path)]);
+    if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
+        eprintln!("skipped: {}", outcome.stderr);
+        return;
+    }
+    refused(&outcome, &["emulated.ron is no record"], "--record");
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "(proven: [");
 }
 
 #[test]

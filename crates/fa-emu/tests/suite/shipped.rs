@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use fa_emu::Emulator;
-use fa_emu::record::{Candidate, Record, prove, today};
+use fa_emu::record::{Candidate, Record, prove};
 use fa_emu::sample::sample;
 use fa_emu::shipped::shipped;
+use fa_lab::record::today;
 
 use crate::emulator;
 use crate::known::ONLY;

@@ -218,11 +218,11 @@ pub(crate) struct EmulateArgs {
     /// With --mutate: only statements whose location contains this, as in sm90/fwd.cuh:120
     #[arg(long, value_name = "TEXT", requires = "mutate", conflicts_with_all = OF_NO_REMOVAL)]
     pub statement: Option<String>,
-    /// Removals known to go unnoticed, with the reasons; any other is a negative verdict
-    #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
-    #[arg(requires = "mutate", conflicts_with_all = ["shipped", "sample", "random"])]
-    #[arg(conflicts_with_all = OF_NO_REMOVAL)]
-    pub survivors: PathBuf,
+    /// Removals known to go unnoticed, with the reasons; any other is a negative verdict [default, where
+    /// there is one: docs/results/emulation-survivors.ron]
+    #[arg(long, value_name = "FILE", requires = "mutate")]
+    #[arg(conflicts_with_all = ["shipped", "sample", "random"], conflicts_with_all = OF_NO_REMOVAL)]
+    pub survivors: Option<PathBuf>,
     /// With --mutate: the removals tried so far. Removals from unchanged code are not tried again, others are
     /// added one by one, so that a stopped run can be resumed [default, unless SPEC is named:
     /// docs/results/removals.ron]

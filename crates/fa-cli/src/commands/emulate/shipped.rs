@@ -4,8 +4,9 @@ use std::sync::Mutex;
 
 use fa_core::counted;
 use fa_emu::Emulator;
-use fa_emu::record::{Attempt, Candidate, Record, prove, today};
+use fa_emu::record::{Attempt, Candidate, Record, prove};
 use fa_emu::sample::sample;
+use fa_lab::record::today;
 
 use super::args::EmulateArgs;
 use crate::term::failure::Verdict;
