@@ -9,6 +9,7 @@
 //! - `configs`, `best`: what the compiler makes of the planner's configurations.
 //! - `record`: which kernels were validated where, by the hash of their sources; `campaign`: the runs that
 //!   are due on a GPU when sources have changed.
+//! - `log`: results of a run that may be stopped and go on.
 //! - `sequences`, `tensors`, `memory`, `mods`, `append`, `random`: the inputs of a case.
 //!
 //! Functions take plain options, report their [`Step`]s and return reports that serialize. Work that may hang
@@ -39,6 +40,7 @@ pub mod grid;
 pub mod judge;
 mod kernels;
 pub mod ladder;
+pub mod log;
 pub mod machine;
 pub mod marks;
 pub mod memory;

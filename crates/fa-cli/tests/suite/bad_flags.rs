@@ -75,6 +75,8 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("emulate --sample 1 --tried x", "cannot be used with"),
         ("emulate --sample 0", "invalid value '0'"),
         ("emulate --random 0", "invalid value '0'"),
+        ("emulate --random 1000001", "1..=1000000"),
+        ("emulate --random 1 --from 4294967296", "0..=4294967295"),
         ("emulate --sample 1 --day x", "YYYY-MM-DD"),
         ("emulate --sample 1 --day 2026-02-29", "YYYY-MM-DD"),
         ("emulate --sample 1 --day 2026-13-01", "YYYY-MM-DD"),

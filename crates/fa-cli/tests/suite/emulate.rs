@@ -60,17 +60,22 @@ fn what_a_kernel_does_not_heed_is_refused() {
 }
 
 #[test]
-fn a_damaged_record_is_refused_and_left_as_it_is() {
+fn files_that_are_no_records_are_refused_and_left_as_they_are() {
     let folder = Dir::new();
-    let path = folder.path("emulated.ron");
+    let path = folder.path("own");
     std::fs::write(&path, "(proven: [").unwrap();
-    let outcome = fa_args(&["emulate", "--shipped", "--record", text(&path)]);
-    if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
-        eprintln!("skipped: {}", outcome.stderr);
-        return;
+    for (flags, part) in [
+        (["--shipped", "--record"].as_slice(), "own is no record"),
+        (&["--random", "1", "--log"], "own: it has 1 line, none of such a log"),
+    ] {
+        let outcome = fa_args(&[&["emulate"], flags, &[text(&path)]].concat());
+        if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
+            eprintln!("skipped: {}", outcome.stderr);
+            return;
+        }
+        refused(&outcome, &[part], part);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "(proven: [", "{part}");
     }
-    refused(&outcome, &["emulated.ron is no record"], "--record");
-    assert_eq!(std::fs::read_to_string(&path).unwrap(), "(proven: [");
 }
 
 #[test]

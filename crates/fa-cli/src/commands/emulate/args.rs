@@ -185,7 +185,7 @@ pub(crate) struct EmulateArgs {
     pub shipped: bool,
     /// Run this many of the planner's other configurations at awkward shapes, a different sample each day
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
-    #[arg(conflicts_with_all = OF_ONE, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(conflicts_with_all = OF_ONE, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub sample: Option<u32>,
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
@@ -194,11 +194,11 @@ pub(crate) struct EmulateArgs {
     /// Run this many kernels drawn at random (the planner's first choices, its other candidates, some with a
     /// switch changed), each on random problems that it computes
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped", "sample", "record"])]
-    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = clap::value_parser!(u64).range(1..))]
-    pub random: Option<u64>,
+    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub random: Option<u32>,
     /// With --random: the number of the first kernel to draw, as a report counts them [default: 0]
-    #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = whole::<u64>)]
-    pub from: Option<u64>,
+    #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = clap::value_parser!(u32))]
+    pub from: Option<u32>,
     /// With --random: only these kernels, as in sm90_bwd
     #[arg(long, value_name = "KERNEL,..", value_delimiter = ',')]
     #[arg(conflicts_with = "spec", value_parser = fa_emu::random::KERNELS)]
