@@ -119,6 +119,7 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("tune --random 5 --mode fwd --deterministic", "--mode bwd"),
         ("bench --seconds 0", "above 0"),
         ("records --list --again", "cannot be used with"),
+        ("records --list --gpu ../h100", "use letters, digits"),
         ("records --list --budget 60", "cannot be used with"),
         ("completions cmd", "invalid value"),
     ] {
