@@ -6,7 +6,7 @@ use pyo3::types::PyDict;
 
 use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
-use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, words};
+use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, heads_and_dim, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
@@ -360,13 +360,6 @@ fn appended(
             return Err(InputError::new_err(message));
         }
     }
-    let axes = |name: &str, view: &View<'_>, packed: bool| {
-        let need = if packed { 3 } else { 4 };
-        if view.shape().len() == need {
-            return Ok(());
-        }
-        Err(InputError::new_err(format!("{name} has the shape {:?}: it must have {need} axes", view.shape())))
-    };
     let (packed_new, packed_q) = (arrays.cu_new.is_some(), arrays.cu_q.is_some());
     axes("k", &arrays.k_new, packed_new)?;
     axes("v", &arrays.v_new, packed_new)?;
@@ -374,10 +367,6 @@ fn appended(
     axes("v_cache", &arrays.v_cache, false)?;
     let Some(used) = &arrays.used_k else { return Err(InputError::new_err("cache_seqlens is missing")) };
     let sequences = used.shape().first().copied().unwrap_or(0);
-    let side = |view: &View<'_>, packed: bool, max: usize| {
-        let shape = view.shape();
-        if packed { Side::packed(shape[0], max.min(shape[0])) } else { Side::padded(shape[1]) }
-    };
     let cache = match &arrays.page_table {
         Some(table) => {
             axes_of_table(table, sequences)?;
@@ -386,47 +375,30 @@ fn appended(
         }
         None => Side::padded(arrays.k_cache.shape()[1]),
     };
-    let last = |view: &View<'_>, from_end: usize| view.shape()[view.shape().len() - from_end];
-    let rotary = match &arrays.tables {
-        None => None,
-        Some([cos, sin]) => {
-            if cos.shape() != sin.shape() || cos.shape().len() != 2 {
-                let message = format!(
-                    "rotary_cos has the shape {:?} and rotary_sin {:?}: both must be (positions, \
-                     rotary_dim / 2)",
-                    cos.shape(),
-                    sin.shape()
-                );
-                return Err(InputError::new_err(message));
+    let queries = match &arrays.q {
+        Some(q) if arrays.tables.is_some() => {
+            axes("q", q, packed_q)?;
+            if dtype_of("q", q)? != dtype {
+                return Err(InputError::new_err(format!("q must be of the cache's type, {dtype}")));
             }
-            let table = dtype_of("rotary_cos", cos)?;
-            if dtype_of("rotary_sin", sin)? != table {
-                return Err(InputError::new_err("rotary_cos and rotary_sin must be of one type"));
-            }
-            let queries = match &arrays.q {
-                None => None,
-                Some(q) => {
-                    axes("q", q, packed_q)?;
-                    if dtype_of("q", q)? != dtype {
-                        return Err(InputError::new_err(format!("q must be of the cache's type, {dtype}")));
-                    }
-                    let positions = if following { QueryPositions::Following } else { QueryPositions::Same };
-                    Some(RotaryQueries { rows: side(q, packed_q, max_q), heads: last(q, 2), positions })
-                }
-            };
-            let pairs = if interleaved { RotaryPairs::Neighbours } else { RotaryPairs::Halves };
-            Some(Rotary { dim: 2 * cos.shape()[1], pairs, positions: cos.shape()[0], table, queries })
+            let positions = if following { QueryPositions::Following } else { QueryPositions::Same };
+            let [heads, _] = heads_and_dim(q);
+            Some(RotaryQueries { rows: side(q, packed_q, max_q), heads, positions })
         }
+        Some(_) | None => None,
     };
+    let tables = arrays.tables.as_ref();
+    let [heads_kv, head_dim] = heads_and_dim(&arrays.k_cache);
+    let [_, head_dim_v] = heads_and_dim(&arrays.v_cache);
     let append = Append {
         sequences,
         new: side(&arrays.k_new, packed_new, max_new),
         cache,
-        heads_kv: last(&arrays.k_cache, 2),
-        head_dim: last(&arrays.k_cache, 1),
-        head_dim_v: last(&arrays.v_cache, 1),
+        heads_kv,
+        head_dim,
+        head_dim_v,
         dtype,
-        rotary,
+        rotary: tables.map(|tables| rotary(tables, interleaved, queries)).transpose()?,
     };
     append.check().map_err(|error| raised(fa_cpu::CpuError::from(error).into()))?;
     for (name, view, need) in [
@@ -442,6 +414,36 @@ fn appended(
         }
     }
     Ok(append)
+}
+
+fn axes(name: &str, view: &View<'_>, is_packed: bool) -> PyResult<()> {
+    let need = if is_packed { 3 } else { 4 };
+    if view.shape().len() == need {
+        return Ok(());
+    }
+    Err(InputError::new_err(format!("{name} has the shape {:?}: it must have {need} axes", view.shape())))
+}
+
+fn side(view: &View<'_>, is_packed: bool, max: usize) -> Side {
+    let shape = view.shape();
+    if is_packed { Side::packed(shape[0], max.min(shape[0])) } else { Side::padded(shape[1]) }
+}
+
+/// The rotation by these tables, and of which queries.
+fn rotary([cos, sin]: &[View<'_>; 2], interleaved: bool, queries: Option<RotaryQueries>) -> PyResult<Rotary> {
+    if cos.shape() != sin.shape() || cos.shape().len() != 2 {
+        return Err(InputError::new_err(format!(
+            "rotary_cos has the shape {:?} and rotary_sin {:?}: both must be (positions, rotary_dim / 2)",
+            cos.shape(),
+            sin.shape()
+        )));
+    }
+    let table = dtype_of("rotary_cos", cos)?;
+    if dtype_of("rotary_sin", sin)? != table {
+        return Err(InputError::new_err("rotary_cos and rotary_sin must be of one type"));
+    }
+    let pairs = if interleaved { RotaryPairs::Neighbours } else { RotaryPairs::Halves };
+    Ok(Rotary { dim: 2 * cos.shape()[1], pairs, positions: cos.shape()[0], table, queries })
 }
 
 fn axes_of_table(table: &View<'_>, sequences: usize) -> PyResult<()> {

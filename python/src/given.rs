@@ -175,46 +175,73 @@ impl<'py> Given<'py> {
     /// Shapes that contradict each other.
     pub(crate) fn problem(&self, options: &Options) -> PyResult<Problem> {
         let Given { q, k, v, beside, dtype } = self;
-        let (max_q, max_k) = beside.max;
-        let axes = |name: &str, view: &View<'_>, need: usize, what: &str| {
-            if view.shape().len() == need {
-                return Ok(());
-            }
-            let message = format!("{name} has the shape {:?}: it must be {what}", view.shape());
-            Err(InputError::new_err(message))
-        };
-        let mut batch = None;
-        let mut of_batch = |name: &str, found: usize| match batch.replace(found) {
-            Some(before) if before != found => {
-                let message = format!("{name} is of a batch of {found}, another array of one of {before}");
-                Err(InputError::new_err(message))
-            }
-            _ => Ok(()),
-        };
-        let starts = |name: &str, view: &View<'_>| match view.shape() {
-            [len] if *len > 0 => Ok(len - 1),
-            shape => {
-                let message = format!("{name} has the shape {shape:?}: it must be (batch + 1,)");
-                Err(InputError::new_err(message))
-            }
-        };
-        let mut side_q = match &beside.cu_q {
+        let mut batch = Batch::default();
+        let (side_q, side_k) = (self.queries(&mut batch)?, self.keys(&mut batch)?);
+        let rows = k.shape().len();
+        if v.shape().len() != rows || v.shape()[..rows - 1] != k.shape()[..rows - 1] {
+            return Err(InputError::new_err(format!(
+                "v has the shape {:?} and k {:?}: they differ in more than the head dim",
+                v.shape(),
+                k.shape()
+            )));
+        }
+        let [heads_q, head_dim] = heads_and_dim(q);
+        let [heads_kv, head_dim_k] = heads_and_dim(k);
+        if head_dim_k != head_dim {
+            return Err(InputError::new_err(format!(
+                "k has a head dim of {head_dim_k} and q of {head_dim}: they must be equal"
+            )));
+        }
+        let sequences = batch.sequences();
+        let alibi =
+            beside.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
+        if let Some(sinks) = &beside.sinks
+            && sinks.shape() != [heads_q]
+        {
+            let message = format!("sinks has the shape {:?}: it must be ({heads_q},)", sinks.shape());
+            return Err(InputError::new_err(message));
+        }
+        let softcap = (options.softcap != 0.0).then_some(options.softcap);
+        let [_, head_dim_v] = heads_and_dim(v);
+        Ok(Problem {
+            lengths: Lengths::of(sequences, side_q, side_k),
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            mask: mask(options.causal, options.window),
+            types: Types::same(*dtype),
+            softmax_scale: options.scale,
+            score: ScoreMod { softcap, alibi, sinks: beside.sinks.is_some() },
+        })
+    }
+
+    /// The rows of Q.
+    fn queries(&self, batch: &mut Batch) -> PyResult<Side> {
+        let (q, beside) = (&self.q, &self.beside);
+        let side = match &beside.cu_q {
             Some(cu) => {
                 axes("q", q, 3, "(total, heads, head_dim) with cu_seqlens_q")?;
-                of_batch("cu_seqlens_q", starts("cu_seqlens_q", cu)?)?;
-                Side::packed(q.shape()[0], max_q.min(q.shape()[0]))
+                batch.is("cu_seqlens_q", sequences_of("cu_seqlens_q", cu)?)?;
+                Side::packed(q.shape()[0], beside.max.0.min(q.shape()[0]))
             }
             None => {
                 axes("q", q, 4, "(batch, seqlen, heads, head_dim) without cu_seqlens_q")?;
-                of_batch("q", q.shape()[0])?;
+                batch.is("q", q.shape()[0])?;
                 Side::padded(q.shape()[1])
             }
         };
-        let mut side_k = match (&beside.page_table, &beside.cu_k) {
+        used("seqused_q", &beside.used_q, side, batch)
+    }
+
+    /// The rows of K and V.
+    fn keys(&self, batch: &mut Batch) -> PyResult<Side> {
+        let (k, beside) = (&self.k, &self.beside);
+        let side = match (&beside.page_table, &beside.cu_k) {
             (Some(table), None) => {
                 axes("k", k, 4, "(pages, page, heads, head_dim) with a page_table (block_table)")?;
                 axes("page_table (block_table)", table, 2, "(batch, pages of a sequence)")?;
-                of_batch("page_table (block_table)", table.shape()[0])?;
+                batch.is("page_table (block_table)", table.shape()[0])?;
                 let page = k.shape()[1];
                 Side::paged(page, k.shape()[0], table.shape()[1].saturating_mul(page))
             }
@@ -225,76 +252,75 @@ impl<'py> Given<'py> {
             }
             (None, Some(cu)) => {
                 axes("k", k, 3, "(total, heads, head_dim) with cu_seqlens_k")?;
-                of_batch("cu_seqlens_k", starts("cu_seqlens_k", cu)?)?;
-                Side::packed(k.shape()[0], max_k.min(k.shape()[0]))
+                batch.is("cu_seqlens_k", sequences_of("cu_seqlens_k", cu)?)?;
+                Side::packed(k.shape()[0], beside.max.1.min(k.shape()[0]))
             }
             (None, None) => {
                 axes("k", k, 4, "(batch, seqlen, heads, head_dim) without cu_seqlens_k and page_table")?;
-                of_batch("k", k.shape()[0])?;
+                batch.is("k", k.shape()[0])?;
                 Side::padded(k.shape()[1])
             }
         };
-        if let Some(used) = &beside.used_q {
-            axes("seqused_q", used, 1, "(batch,)")?;
-            of_batch("seqused_q", used.shape()[0])?;
-            side_q = side_q.with_used();
+        used("seqused_k (cache_seqlens)", &beside.used_k, side, batch)
+    }
+}
+
+/// The sequences of a batch, and the array that had them first: the others must agree.
+#[derive(Default)]
+struct Batch(Option<(usize, &'static str)>);
+
+impl Batch {
+    fn is(&mut self, name: &'static str, found: usize) -> PyResult<()> {
+        let (batch, first) = *self.0.get_or_insert((found, name));
+        if batch == found {
+            return Ok(());
         }
-        if let Some(used) = &beside.used_k {
-            axes("seqused_k (cache_seqlens)", used, 1, "(batch,)")?;
-            of_batch("seqused_k (cache_seqlens)", used.shape()[0])?;
-            side_k = side_k.with_used();
-        }
-        let batch = batch.unwrap_or(0);
-        let rows = k.shape().len();
-        if v.shape().len() != rows || v.shape()[..rows - 1] != k.shape()[..rows - 1] {
-            let message = format!(
-                "v has the shape {:?} and k {:?}: they differ in more than the head dim",
-                v.shape(),
-                k.shape()
-            );
-            return Err(InputError::new_err(message));
-        }
-        let last = |view: &View<'_>, from_end: usize| view.shape()[view.shape().len() - from_end];
-        if last(k, 1) != last(q, 1) {
-            let message =
-                format!("k has a head dim of {} and q of {}: they must be equal", last(k, 1), last(q, 1));
-            return Err(InputError::new_err(message));
-        }
-        let heads_q = last(q, 2);
-        let alibi = match &beside.alibi_slopes {
-            None => None,
-            Some(slopes) => match slopes.shape() {
-                [heads] if *heads == heads_q => Some(Alibi::PerHead),
-                [sequences, heads] if (*sequences, *heads) == (batch, heads_q) => {
-                    Some(Alibi::PerSequenceHead)
-                }
-                shape => {
-                    let message = format!(
-                        "alibi_slopes has the shape {shape:?}: it must be ({heads_q},) or \
-                         ({batch}, {heads_q})"
-                    );
-                    return Err(InputError::new_err(message));
-                }
-            },
-        };
-        if let Some(sinks) = &beside.sinks
-            && sinks.shape() != [heads_q]
-        {
-            let message = format!("sinks has the shape {:?}: it must be ({heads_q},)", sinks.shape());
-            return Err(InputError::new_err(message));
-        }
-        let softcap = (options.softcap != 0.0).then_some(options.softcap);
-        Ok(Problem {
-            lengths: Lengths::of(batch, side_q, side_k),
-            heads_q,
-            heads_kv: last(k, 2),
-            head_dim: last(q, 1),
-            head_dim_v: last(v, 1),
-            mask: mask(options.causal, options.window),
-            types: Types::same(*dtype),
-            softmax_scale: options.scale,
-            score: ScoreMod { softcap, alibi, sinks: beside.sinks.is_some() },
-        })
+        let message =
+            format!("{name} is of a batch of {found} and {first} of one of {batch}: they must be equal");
+        Err(InputError::new_err(message))
+    }
+
+    fn sequences(&self) -> usize {
+        self.0.map_or(0, |(sequences, _)| sequences)
+    }
+}
+
+fn axes(name: &str, view: &View<'_>, need: usize, what: &str) -> PyResult<()> {
+    if view.shape().len() == need {
+        return Ok(());
+    }
+    Err(InputError::new_err(format!("{name} has the shape {:?}: it must be {what}", view.shape())))
+}
+
+/// Sequences whose starts these are.
+fn sequences_of(name: &str, starts: &View<'_>) -> PyResult<usize> {
+    match starts.shape() {
+        [len] if *len > 0 => Ok(len - 1),
+        shape => Err(InputError::new_err(format!("{name} has the shape {shape:?}: it must be (batch + 1,)"))),
+    }
+}
+
+/// `side`, with lengths in use where there are some.
+fn used(name: &'static str, lengths: &Option<View<'_>>, side: Side, batch: &mut Batch) -> PyResult<Side> {
+    let Some(lengths) = lengths else { return Ok(side) };
+    axes(name, lengths, 1, "(batch,)")?;
+    batch.is(name, lengths.shape()[0])?;
+    Ok(side.with_used())
+}
+
+/// The last two lengths of an array of rows.
+pub(crate) fn heads_and_dim(view: &View<'_>) -> [usize; 2] {
+    let axes = view.shape().len();
+    [view.shape()[axes - 2], view.shape()[axes - 1]]
+}
+
+fn alibi(slopes: &View<'_>, sequences: usize, heads: usize) -> PyResult<Alibi> {
+    match *slopes.shape() {
+        [own] if own == heads => Ok(Alibi::PerHead),
+        [batch, own] if (batch, own) == (sequences, heads) => Ok(Alibi::PerSequenceHead),
+        ref shape => Err(InputError::new_err(format!(
+            "alibi_slopes has the shape {shape:?}: it must be ({heads},) or ({sequences}, {heads})"
+        ))),
     }
 }
 

@@ -206,7 +206,9 @@ impl Device {
                 // SAFETY: as above; the workspace is freed in the stream's order.
                 py.detach(|| unsafe { backward.run_raw(&stream, &args) }).map_err(launched)
             }
-            _ => Err(InputError::new_err("the call is bound to the other pass")),
+            (Kernel::Forward(_), Written::Backward(_)) | (Kernel::Backward(_), Written::Forward { .. }) => {
+                Err(InputError::new_err("the call is bound to the other pass"))
+            }
         }
     }
 

@@ -39,7 +39,8 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "float32", call, q, k, v, sinks=np.zeros(4))
     refused(wrong, "differ in more", call, q, k, v[:, :5])
     refused(wrong, "not a multiple", call, q[:, :, :3], k, v)
-    refused(wrong, "batch of 2", call, q, np.repeat(k, 2, 0), np.repeat(v, 2, 0))
+    twice = np.repeat(k, 2, 0)
+    refused(wrong, "k is of a batch of 2 and q of one of 1", call, q, twice, twice)
     refused(wrong, "negative", call, q[:, ::-1], k, v)
     refused(wrong, "3, heads", fa_attn.flash_attn_qkvpacked_func, q)
     refused(

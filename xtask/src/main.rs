@@ -1,4 +1,11 @@
 //! Tasks of the workspace: `cargo xtask TASK`.
+//!
+//! - `ci`, `suites`, `passed`: all checks and tests, and which of them need not run again.
+//! - `build`, `validate`: hand their flags to `fa`; `search`: lists tiles by the planner's guide.
+//! - `candle`, `python`, `toolkit`: what is tested with, or fetched from, elsewhere.
+//! - `codegen`, `device`, `size`: generated headers, the format of CUDA sources, the program's size.
+//! - `imports`, `lines`, `map`, `notebook`, `performance`: tests of the whole tree, on `rust_tokens`.
+//! - `workspace`: the workspace's folder, and cargo run in it.
 
 mod build;
 mod candle;

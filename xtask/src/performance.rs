@@ -232,7 +232,7 @@ fn figures_in_the_text_are_their_records() {
     };
     let (with, without) = (sinks("sinks, window 128"), sinks("no sinks, window 128"));
     let more = 100.0 * (with / without - 1.0);
-    shows(&format!("sinks take {with:.1} us beside {without:.1} without, {more:.1} % more"));
+    shows(&format!("sinks take {with:.1} us against {without:.1} without, {more:.1} % more"));
 }
 
 /// Every record of rates that the page names exists, and the page has its date; commands that write one name

@@ -58,9 +58,6 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let Args { headdim: head_dims, mode, tile_m, tile_n, n, arch, format, explain } = args;
     let limit = n.map(|n| n as usize);
     let query = Query { head_dims, mode, arch, tile_m, tile_n, limit, explain };
-    if let Some(unused) = query.unused() {
-        eprintln!("note: {unused}");
-    }
     let report = query.run().map_err(|error| BadInput(error.to_string()))?;
     if format != Format::Table {
         eprint!("{}", report.nothing_found());

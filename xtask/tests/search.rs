@@ -128,6 +128,7 @@ fn bad_input_is_named_and_exits_with_2() {
         ("--headdim 64 --tile-n 0", "1 to 1024"),
         ("--headdim 64 --tile-m 64,4294967295", "1 to 1024"),
         ("--headdim 64 --tile-n 64,x", "x"),
+        ("--headdim 64 --mode fwd --tile-m 64", "64 rows per MMA warpgroup"),
         ("--headdim 64 -n 0", "0"),
         ("--headdim 100 --arch sm80 --mode fwd", "multiples of 8"),
     ] {

@@ -108,11 +108,15 @@ impl Call {
     /// # Errors
     /// As [`tiled::plan`].
     pub fn cpu_plan(&self) -> Result<Option<tiled::Plan>, Error> {
-        match (&self.implementation, self.pass) {
-            (Implementation::Tiled(cpu), Pass::Forward) => {
-                Ok(Some(cpu.install_tiled(|| tiled::plan(cpu.options(), &self.problem))?))
-            }
-            _ => Ok(None),
+        let cpu = match &self.implementation {
+            Implementation::Tiled(cpu) => cpu,
+            Implementation::Gpu(..) => return Ok(None),
+            #[cfg(feature = "reference")]
+            Implementation::Reference(_) => return Ok(None),
+        };
+        match self.pass {
+            Pass::Forward => Ok(Some(cpu.install_tiled(|| tiled::plan(cpu.options(), &self.problem))?)),
+            Pass::Backward { .. } => Ok(None),
         }
     }
 

@@ -113,13 +113,14 @@
 //! For tensors that stay on the GPU see [`device`]: a [`device::Gpu`] binds a kernel, whose launches neither
 //! allocate nor wait.
 //!
-//! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back,
-//!   `reference`: to the formula in f64.
-//! - `merge`: partial results into one; those in a GPU's memory [`device::Gpu::merge`].
-//! - [`Engine::append`]: new keys and values for a cache in host memory, with rotary embedding; for a cache
-//!   in a GPU's memory [`device::Gpu::append`] and [`device::DeviceAppend`].
+//! - `engine`, `call`, `tensors`, `extras`: what the examples above use. A call runs on fa-cpu's tiles;
+//!   `host` takes its tensors to the GPU and back, and `reference` computes it by the formula in f64.
+//! - `merge`: combines partial results in host memory; [`device::Gpu::merge`] those in a GPU's memory.
+//! - [`Engine::append`]: appends keys and values to a cache in host memory, with rotary embedding;
+//!   [`device::Gpu::append`] and [`device::DeviceAppend`] do so in a GPU's memory.
 //! - `device`: a GPU, its tensors, launches and their time.
-//! - `choose`, `clean`, `tune`: which kernel computes a problem; `tuning`: measured in the background.
+//! - `choose`, `clean`, `tune`: which kernel computes a problem; `tuning`: measures candidates in the
+//!   background and keeps the winners.
 //! - `atomic_file`: files that appear whole or not at all.
 //!
 //! What this crate does not know: how kernels are written (fa-kernels), accounted for and ranked

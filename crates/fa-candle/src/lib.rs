@@ -47,11 +47,11 @@
 //! or read on the host. On a GPU head dims are multiples of 8 up to 256; the first call for a kernel compiles
 //! it, in a second or so, or reads it from the cache on disk.
 //!
-//! - `functions`: those of candle-flash-attn.
-//! - `attention`, `options`: with everything else.
-//! - `problem`: tensors and options as a problem, checked.
+//! - `functions`: candle-flash-attn's functions.
+//! - `attention`, `options`: attention with the options that those functions lack.
+//! - `problem`: makes a checked problem of tensors and options.
 //! - `op`: operations of candle's graph, with gradients.
-//! - `cpu`, `cuda`: both passes on either device; `kernels`: a GPU's kernels and workspaces.
+//! - `cpu`, `cuda`: forward and backward on each device; `kernels`: a GPU's kernels and workspaces.
 
 mod attention;
 mod cpu;

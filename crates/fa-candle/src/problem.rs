@@ -40,51 +40,16 @@ impl Posed {
                 return Err(Error::Dtype { tensor: name, got: tensor.dtype(), need }.into());
             }
         }
-        let mut beside = Beside::default();
-        let (lengths, [heads_q, head_dim], [heads_kv, head_dim_v]) = match options.rows {
-            Rows::Padded { used_q, used_k } => {
-                let [batch, seqlen_q, heads_q, head_dim] =
-                    dims(q, "q", "(batch, seqlen_q, heads, head_dim)")?;
-                let [_, seqlen_k, heads_kv, _] = dims(k, "k", "(batch, seqlen_k, heads_kv, head_dim)")?;
-                let [_, _, _, head_dim_v] = dims(v, "v", "(batch, seqlen_k, heads_kv, head_dim_v)")?;
-                fits("k", k, &[batch, seqlen_k, heads_kv, head_dim])?;
-                fits("v", v, &[batch, seqlen_k, heads_kv, head_dim_v])?;
-                let used = |side: Side, used: bool| if used { side.with_used() } else { side };
-                let sides = [(seqlen_q, used_q), (seqlen_k, used_k)]
-                    .map(|(len, lengths)| used(Side::padded(len), lengths.is_some()));
-                beside.used_q = used_q.map(|used| integers("used_q", used, &[batch], q)).transpose()?;
-                beside.used_k = used_k.map(|used| integers("used_k", used, &[batch], q)).transpose()?;
-                (Lengths::of(batch, sides[0], sides[1]), [heads_q, head_dim], [heads_kv, head_dim_v])
-            }
+        let (sides, mut beside) = match options.rows {
+            Rows::Padded { used_q, used_k } => padded([q, k, v], [used_q, used_k])?,
             Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k } => {
-                let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
-                let [total_k, heads_kv, _] = dims(k, "k", "(total_k, heads_kv, head_dim)")?;
-                let [_, _, head_dim_v] = dims(v, "v", "(total_k, heads_kv, head_dim_v)")?;
-                fits("k", k, &[total_k, heads_kv, head_dim])?;
-                fits("v", v, &[total_k, heads_kv, head_dim_v])?;
-                let batch = sequences(seqlens_q)?;
-                beside.cu_q = Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?);
-                beside.cu_k = Some(integers("seqlens_k", seqlens_k, &[batch + 1], q)?);
-                let lengths = Lengths::packed(batch, total_q, total_k, max_seqlen_q, max_seqlen_k);
-                (lengths, [heads_q, head_dim], [heads_kv, head_dim_v])
+                packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?
             }
             Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q, max_seqlen_k } => {
-                let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
-                let [pages, page, heads_kv, _] =
-                    dims(k, "k", "(pages, page_block_size, heads_kv, head_dim)")?;
-                let [_, _, _, head_dim_v] = dims(v, "v", "(pages, page_block_size, heads_kv, head_dim_v)")?;
-                fits("k", k, &[pages, page, heads_kv, head_dim])?;
-                fits("v", v, &[pages, page, heads_kv, head_dim_v])?;
-                let batch = sequences(seqlens_q)?;
-                beside.cu_q = Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?);
-                let seqlens_k = integers("seqlens_k", seqlens_k, &[batch + 1], q)?;
-                beside.used_k = Some((seqlens_k.narrow(0, 1, batch)? - seqlens_k.narrow(0, 0, batch)?)?);
-                let keys = Side::paged(page, pages, max_seqlen_k);
-                let lengths = Lengths::of(batch, Side::packed(total_q, max_seqlen_q), keys);
-                beside.page_table = Some(table(block_table, batch, lengths.table_columns(), q)?);
-                (lengths, [heads_q, head_dim], [heads_kv, head_dim_v])
+                paged([q, k, v], [seqlens_q, seqlens_k], block_table, [max_seqlen_q, max_seqlen_k])?
             }
         };
+        let Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v } = sides;
         let alibi = match options.alibi_slopes {
             Some(slopes) => {
                 let (alibi, slopes) = alibi(slopes, lengths.sequences(), heads_q, q)?;
@@ -132,6 +97,76 @@ impl Posed {
             _ => q.to_vec(),
         }
     }
+}
+
+/// What the shapes of Q, K and V say.
+struct Sides {
+    lengths: Lengths,
+    heads_q: usize,
+    head_dim: usize,
+    heads_kv: usize,
+    head_dim_v: usize,
+}
+
+fn padded([q, k, v]: [&Tensor; 3], used: [Option<&Tensor>; 2]) -> Result<(Sides, Beside)> {
+    let [batch, seqlen_q, heads_q, head_dim] = dims(q, "q", "(batch, seqlen_q, heads, head_dim)")?;
+    let [_, seqlen_k, heads_kv, _] = dims(k, "k", "(batch, seqlen_k, heads_kv, head_dim)")?;
+    let [_, _, _, head_dim_v] = dims(v, "v", "(batch, seqlen_k, heads_kv, head_dim_v)")?;
+    fits("k", k, &[batch, seqlen_k, heads_kv, head_dim])?;
+    fits("v", v, &[batch, seqlen_k, heads_kv, head_dim_v])?;
+    let [used_q, used_k] = used;
+    let side = |len: usize, used: Option<&Tensor>| {
+        if used.is_some() { Side::padded(len).with_used() } else { Side::padded(len) }
+    };
+    let lengths = Lengths::of(batch, side(seqlen_q, used_q), side(seqlen_k, used_k));
+    let used = |name, used: Option<&Tensor>| used.map(|used| integers(name, used, &[batch], q)).transpose();
+    let beside =
+        Beside { used_q: used("used_q", used_q)?, used_k: used("used_k", used_k)?, ..Beside::default() };
+    Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
+}
+
+fn packed([q, k, v]: [&Tensor; 3], starts: [&Tensor; 2], max: [usize; 2]) -> Result<(Sides, Beside)> {
+    let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
+    let [total_k, heads_kv, _] = dims(k, "k", "(total_k, heads_kv, head_dim)")?;
+    let [_, _, head_dim_v] = dims(v, "v", "(total_k, heads_kv, head_dim_v)")?;
+    fits("k", k, &[total_k, heads_kv, head_dim])?;
+    fits("v", v, &[total_k, heads_kv, head_dim_v])?;
+    let [seqlens_q, seqlens_k] = starts;
+    let batch = sequences(seqlens_q)?;
+    let beside = Beside {
+        cu_q: Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?),
+        cu_k: Some(integers("seqlens_k", seqlens_k, &[batch + 1], q)?),
+        ..Beside::default()
+    };
+    let lengths = Lengths::packed(batch, total_q, total_k, max[0], max[1]);
+    Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
+}
+
+fn paged(
+    [q, k, v]: [&Tensor; 3],
+    starts: [&Tensor; 2],
+    block_table: &Tensor,
+    max: [usize; 2],
+) -> Result<(Sides, Beside)> {
+    let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
+    let [pages, page, heads_kv, _] = dims(k, "k", "(pages, page_block_size, heads_kv, head_dim)")?;
+    let [_, _, _, head_dim_v] = dims(v, "v", "(pages, page_block_size, heads_kv, head_dim_v)")?;
+    fits("k", k, &[pages, page, heads_kv, head_dim])?;
+    fits("v", v, &[pages, page, heads_kv, head_dim_v])?;
+    let [seqlens_q, seqlens_k] = starts;
+    let batch = sequences(seqlens_q)?;
+    let cu_q = integers("seqlens_q", seqlens_q, &[batch + 1], q)?;
+    let seqlens_k = integers("seqlens_k", seqlens_k, &[batch + 1], q)?;
+    let used_k = (seqlens_k.narrow(0, 1, batch)? - seqlens_k.narrow(0, 0, batch)?)?;
+    let keys = Side::paged(page, pages, max[1]);
+    let lengths = Lengths::of(batch, Side::packed(total_q, max[0]), keys);
+    let beside = Beside {
+        cu_q: Some(cu_q),
+        used_k: Some(used_k),
+        page_table: Some(table(block_table, batch, lengths.table_columns(), q)?),
+        ..Beside::default()
+    };
+    Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }
 
 /// The strides of a layout; the problem says whether a tensor is packed or a cache in pages.

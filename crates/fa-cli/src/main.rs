@@ -1,4 +1,10 @@
 //! The program `fa`: plan, run, check and measure attention.
+//!
+//! - `cli`, `flags`: the command line; `commands`: one file for each command.
+//! - `safetensors`, `attention`, `sequences`, `append`: files of tensors, and the problems that they pose.
+//! - `compute`: runs such a problem.
+//! - `plan`: presents plans; `page`: as an HTML page; `draw`: plots and diagrams as SVG.
+//! - `term`: tables, progress, output files, failures.
 
 mod append;
 mod attention;

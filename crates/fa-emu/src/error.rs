@@ -70,6 +70,14 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
+    /// A record that cannot be read, or is something else.
+    #[error("{path} is no record: {reason}; mend it, or name another file", path = path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A library that was compiled but does not load.
     #[error("{path} does not load: {source}", path = path.display())]
     Load {
@@ -79,7 +87,7 @@ pub enum Error {
         source: libloading::Error,
     },
     /// Host memory for a tensor.
-    #[error("no memory for {bytes} bytes of {tensor}")]
+    #[error("no memory for {bytes} bytes of {tensor}: emulate a smaller problem")]
     Memory {
         /// The tensor.
         tensor: String,

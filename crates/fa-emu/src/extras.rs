@@ -49,14 +49,19 @@ pub struct Batch {
 /// Unused rows of a slot.
 const ROOM: usize = 3;
 
+fn sum(counts: impl Iterator<Item = usize>) -> usize {
+    counts.fold(0, usize::saturating_add)
+}
+
 impl Batch {
-    /// The lengths of a problem of this batch.
+    /// The lengths of a problem of this batch. Sums stop at `usize::MAX`, which [`Problem::check`] refuses.
     pub fn lengths(&self) -> Lengths {
         let (queries, keys) = self.sides();
         let side = |lie: Lie, lens: &[usize]| {
-            let max = lens.iter().copied().max().unwrap_or(0) + self.slack;
+            let max = lens.iter().copied().max().unwrap_or(0).saturating_add(self.slack);
             let packed = |room: usize| {
-                Side::packed(lens.iter().map(|len| len + room).sum::<usize>() + self.slack, max + room)
+                let total = sum(lens.iter().map(|len| len.saturating_add(room)));
+                Side::packed(total.saturating_add(self.slack), max.saturating_add(room))
             };
             match lie {
                 Lie::Padded => Side::padded(max).with_used(),
@@ -74,7 +79,7 @@ impl Batch {
 
     /// Pages of the cache: those in use and a few more.
     fn pages(&self, page: usize) -> usize {
-        self.sequences.iter().map(|(_, k)| k.div_ceil(page)).sum::<usize>() + 2
+        sum(self.sequences.iter().map(|(_, k)| k.div_ceil(page))).saturating_add(2)
     }
 
     /// Starts, lengths and the page table, with slopes and sinks where `problem`, whose lengths are this

@@ -47,6 +47,7 @@ mod proof;
 pub mod random;
 pub mod record;
 pub mod removals;
+mod ron_file;
 pub mod sample;
 pub mod shipped;
 mod single;

@@ -3,12 +3,13 @@
 #![allow(unsafe_code)]
 
 use fa_core::{Pass, Problem, Strides};
-use fa_kernels::launch::{Addresses, Launches, Part, Workspace};
+use fa_cpu::OwnedExtras;
+use fa_kernels::launch::{Addresses, Launches, Part, Shape, Workspace};
 use fa_kernels::{RawExtras, RawTensor};
 
 use crate::call::{Call, Given};
 use crate::error::Error;
-use crate::machine::{Access, Memory, PAGE, Session};
+use crate::machine::{Access, Machine, Memory, PAGE, Session};
 use crate::outcome::Finding;
 use crate::unit::Unit;
 
@@ -38,27 +39,8 @@ impl<'a> DeviceMemory<'a> {
         let (mut tensors, mut foreign) = (Vec::new(), Vec::new());
         for (tensor, given) in launches.tensors.iter().zip(&call.tensors) {
             let shape = &tensor.shape;
-            let name = shape.name;
-            let (have, strides) = match *given {
-                Given::Input(elements, strides) => (elements.len(), strides),
-                Given::Output(elements, strides) => (elements, strides),
-            };
-            let is_empty = shape.batch * shape.seqlen * shape.heads * shape.dim == 0;
-            let last = |len: usize, stride: i64| (len as i64 - 1) * stride;
-            let need = last(shape.batch, strides.batch)
-                + last(shape.seqlen, strides.seq)
-                + last(shape.heads, strides.head)
-                + shape.dim as i64;
-            if !is_empty && usize::try_from(need).is_ok_and(|need| need > have) {
-                return Err(Error::TooShort { tensor: name, have, need: need as usize });
-            }
-            let mut memory = Memory::new(machine, name, 2 * have)?;
-            if let Given::Input(elements, _) = given {
-                for (to, from) in memory.bytes_mut().chunks_exact_mut(2).zip(elements.iter()) {
-                    to.copy_from_slice(&from.to_ne_bytes());
-                }
-            }
-            let is_of_keys = matches!(name, "k" | "v" | "dk" | "dv");
+            let (memory, strides) = placed(machine, shape, given)?;
+            let is_of_keys = matches!(shape.name, "k" | "v" | "dk" | "dv");
             let rows = call.rows[usize::from(is_of_keys)];
             for row in (0..rows.len()).filter(|&row| !rows[row]) {
                 for head in 0..shape.heads {
@@ -66,7 +48,7 @@ impl<'a> DeviceMemory<'a> {
                     foreign.push((memory.address() + 2 * at as u64, 2 * shape.dim as u64));
                 }
             }
-            tensors.push((name, tensor.is_output, memory, strides));
+            tensors.push((shape.name, tensor.is_output, memory, strides));
         }
         let queries = &launches.tensors[0].shape;
         let rows = queries.batch * queries.heads * queries.seqlen;
@@ -75,38 +57,12 @@ impl<'a> DeviceMemory<'a> {
             if given.len() < rows {
                 return Err(Error::TooShort { tensor: "lse", have: given.len(), need: rows });
             }
-            for (to, from) in lse.bytes_mut().chunks_exact_mut(4).zip(given) {
-                to.copy_from_slice(&from.to_ne_bytes());
-            }
+            fill(&mut lse, given.iter().map(|value| value.to_ne_bytes()));
         }
         let mut workspace = Memory::new(machine, "workspace", launches.workspace.bytes)?;
         if let Some(part) = lasting(&launches.workspace) {
             workspace.bytes_mut()[part.offset..part.offset + part.bytes].fill(0);
         }
-        let mut extras = Vec::new();
-        let mut extra = |name, words: Option<Vec<[u8; 4]>>| -> Result<(), Error> {
-            let Some(words) = words else { return Ok(()) };
-            let mut memory = Memory::new(machine, name, 4 * words.len())?;
-            for (to, from) in memory.bytes_mut().chunks_exact_mut(4).zip(words) {
-                to.copy_from_slice(&from);
-            }
-            extras.push((name, memory));
-            Ok(())
-        };
-        let integers = |values: &Option<Vec<i32>>| {
-            values.as_ref().map(|own| own.iter().map(|value| value.to_ne_bytes()).collect())
-        };
-        let floats = |values: &Option<Vec<f32>>| {
-            values.as_ref().map(|own| own.iter().map(|value| value.to_ne_bytes()).collect())
-        };
-        extra("cu_q", integers(&call.extras.cu_q))?;
-        extra("cu_k", integers(&call.extras.cu_k))?;
-        extra("used_q", integers(&call.extras.used_q))?;
-        extra("used_k", integers(&call.extras.used_k))?;
-        extra("page_table", integers(&call.extras.page_table))?;
-        extra("alibi_slopes", floats(&call.extras.alibi_slopes))?;
-        extra("sinks", floats(&call.extras.sinks))?;
-        extra("dlse", floats(&call.extras.dlse))?;
         let has_dsinks = problem.score.sinks && unit.spec.kernel.pass() != Pass::Forward;
         let dsinks = has_dsinks.then(|| Memory::new(machine, "dsinks", 4 * problem.heads_q)).transpose()?;
         let has_pages = problem.lengths.page().is_some();
@@ -124,7 +80,7 @@ impl<'a> DeviceMemory<'a> {
             lse_is_input: call.lse.is_some(),
             workspace,
             plan: launches.workspace.plan,
-            extras,
+            extras: extras(machine, call.extras)?,
             dsinks,
             page_faults,
             foreign,
@@ -250,6 +206,60 @@ impl<'a> DeviceMemory<'a> {
     /// Gradients of the sinks; none where there are no sinks.
     pub(crate) fn dsinks(&self) -> Vec<f32> {
         self.dsinks.as_ref().map_or_else(Vec::new, floats)
+    }
+}
+
+/// Memory for a tensor of 16-bit elements, with those of an input in it.
+fn placed<'a>(machine: &'a Machine, shape: &Shape, given: &Given) -> Result<(Memory<'a>, Strides), Error> {
+    let (have, strides) = match *given {
+        Given::Input(elements, strides) => (elements.len(), strides),
+        Given::Output(elements, strides) => (elements, strides),
+    };
+    let is_empty = shape.batch * shape.seqlen * shape.heads * shape.dim == 0;
+    let last = |len: usize, stride: i64| (len as i64 - 1) * stride;
+    let need = last(shape.batch, strides.batch)
+        + last(shape.seqlen, strides.seq)
+        + last(shape.heads, strides.head)
+        + shape.dim as i64;
+    if !is_empty && usize::try_from(need).is_ok_and(|need| need > have) {
+        return Err(Error::TooShort { tensor: shape.name, have, need: need as usize });
+    }
+    let mut memory = Memory::new(machine, shape.name, 2 * have)?;
+    if let Given::Input(elements, _) = given {
+        fill(&mut memory, elements.iter().map(|element| element.to_ne_bytes()));
+    }
+    Ok((memory, strides))
+}
+
+/// Memory for each of the extras that there are.
+fn extras<'a>(machine: &'a Machine, own: &OwnedExtras) -> Result<Vec<(&'static str, Memory<'a>)>, Error> {
+    fn words<T: Copy>(values: &Option<Vec<T>>, bytes: fn(T) -> [u8; 4]) -> Option<Vec<[u8; 4]>> {
+        values.as_ref().map(|values| values.iter().map(|value| bytes(*value)).collect())
+    }
+    let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dlse } = own;
+    let all = [
+        ("cu_q", words(cu_q, i32::to_ne_bytes)),
+        ("cu_k", words(cu_k, i32::to_ne_bytes)),
+        ("used_q", words(used_q, i32::to_ne_bytes)),
+        ("used_k", words(used_k, i32::to_ne_bytes)),
+        ("page_table", words(page_table, i32::to_ne_bytes)),
+        ("alibi_slopes", words(alibi_slopes, f32::to_ne_bytes)),
+        ("sinks", words(sinks, f32::to_ne_bytes)),
+        ("dlse", words(dlse, f32::to_ne_bytes)),
+    ];
+    let given = all.into_iter().filter_map(|(name, words)| Some((name, words?)));
+    let placed = given.map(|(name, words)| {
+        let mut memory = Memory::new(machine, name, 4 * words.len())?;
+        fill(&mut memory, words.into_iter());
+        Ok((name, memory))
+    });
+    placed.collect()
+}
+
+/// Writes words from the memory's first byte on, as many as it holds.
+fn fill<const N: usize>(memory: &mut Memory, words: impl Iterator<Item = [u8; N]>) {
+    for (to, from) in memory.bytes_mut().chunks_exact_mut(N).zip(words) {
+        to.copy_from_slice(&from);
     }
 }
 

@@ -4,10 +4,11 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use fa_core::{Arch, KernelSpec};
-use fa_kernels::{Headers, atomic_file};
+use fa_kernels::Headers;
+use fa_lab::record::today;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -17,6 +18,7 @@ use crate::emulator::{Emulator, source};
 use crate::error::Error;
 use crate::handed::handed;
 use crate::machine::version;
+use crate::ron_file;
 use crate::sweep::{SEEDS, Trials, cases, sweep};
 
 /// A kernel to be proven.
@@ -57,9 +59,12 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record in a file; empty where there is none that can be read.
-    pub fn read(path: &Path) -> Record {
-        std::fs::read_to_string(path).ok().and_then(|text| ron::from_str(&text).ok()).unwrap_or_default()
+    /// The record in a file; empty where there is no file.
+    ///
+    /// # Errors
+    /// [`Error::Record`] for a file that cannot be read or is no record.
+    pub fn read(path: &Path) -> Result<Record, Error> {
+        ron_file::read(path)
     }
 
     /// Adds proofs, each in place of an older one of the same kernel, and writes the file; it appears whole
@@ -72,12 +77,7 @@ impl Record {
         self.proven.retain(|own| !new.contains(&(&own.kernel, own.arch)));
         self.proven.extend(more.iter().cloned());
         self.proven.sort();
-        let text = ron::ser::to_string_pretty(&self, ron::ser::PrettyConfig::new().depth_limit(2));
-        let text = text.expect("a record is plain data") + "\n";
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
-        }
-        atomic_file::write(path, text.as_bytes()).map_err(|e| Error::io(path, std::io::Error::other(e)))?;
+        ron_file::write(path, &self)?;
         Ok(self)
     }
 
@@ -183,38 +183,9 @@ fn key([fingerprint, machine, handed]: [&str; 3], arch: Arch, cases: &[Case], se
     hash(&[fingerprint, machine, handed, &tried])[..32].to_owned()
 }
 
-/// Today's date, UTC, as `2026-11-22`.
-pub fn today() -> String {
-    let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    date_of_day(seconds / 86400)
-}
-
-/// The Gregorian date of a day counted from 1970-01-01.
-fn date_of_day(day: u64) -> String {
-    // Years start in March, so that leap days end them; eras of 400 years have equal lengths.
-    let day = day + 719_468;
-    let (era, day) = (day / 146_097, day % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let of_month = day - (153 * month + 2) / 5 + 1;
-    let (year, month) =
-        (year + 400 * era + u64::from(month >= 10), if month < 10 { month + 3 } else { month - 9 });
-    format!("{year:04}-{month:02}-{of_month:02}")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn days_are_dates() {
-        for (day, date) in
-            [(0, "1970-01-01"), (59, "1970-03-01"), (11_016, "2000-02-29"), (20_779, "2026-11-22")]
-        {
-            assert_eq!(date_of_day(day), date);
-        }
-    }
 
     #[test]
     fn a_record_keeps_one_proof_of_a_kernel() {
@@ -229,10 +200,13 @@ mod tests {
             runs: 21,
             date: today(),
         };
-        assert_eq!(Record::read(&path), Record::default());
+        assert_eq!(Record::read(&path).unwrap(), Record::default());
         Record::default().write(&path, &[proof("1")]).unwrap();
-        let record = Record::read(&path).write(&path, &[proof("2")]).unwrap();
-        assert_eq!(Record::read(&path), record);
+        let record = Record::read(&path).unwrap().write(&path, &[proof("2")]).unwrap();
+        assert_eq!(Record::read(&path).unwrap(), record);
         assert!(record.has("2") && !record.has("1"));
+        // A damaged record is not taken for an empty one, which would be written over it.
+        std::fs::write(&path, "(proven: [").unwrap();
+        assert!(Record::read(&path).unwrap_err().to_string().contains("emulated.ron"));
     }
 }

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use fa_kernels::{Headers, atomic_file};
+use fa_kernels::Headers;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -12,6 +12,7 @@ use crate::emulator::source;
 use crate::error::Error;
 use crate::machine::version;
 use crate::mutate::{STEP_LIMIT, Statement, Subject, without};
+use crate::ron_file;
 use crate::sweep::SEEDS;
 
 /// A removal that has been tried.
@@ -56,6 +57,14 @@ impl Survivor {
     }
 }
 
+/// The removals that a file lists as going unnoticed; none where there is no file.
+///
+/// # Errors
+/// [`Error::Record`] for a file that cannot be read or is no such list.
+pub fn survivors(path: &Path) -> Result<Vec<Survivor>, Error> {
+    ron_file::read(path)
+}
+
 /// Removals that have been tried, one of each statement, in a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Removals {
@@ -67,14 +76,9 @@ impl Removals {
     /// Those of a file; none where there is no file.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that cannot be read or is not a list of removals.
+    /// [`Error::Record`] for a file that cannot be read or is not a list of removals.
     pub fn read(path: &Path) -> Result<Removals, Error> {
-        let text = match std::fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Removals::default()),
-            Err(error) => return Err(Error::io(path, error)),
-        };
-        ron::from_str(&text).map_err(|error| Error::io(path, std::io::Error::other(error)))
+        ron_file::read(path)
     }
 
     /// Adds one in place of an older one of the same statement.
@@ -92,12 +96,7 @@ impl Removals {
     /// # Errors
     /// [`Error::Io`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        let text = ron::ser::to_string_pretty(self, ron::ser::PrettyConfig::new().depth_limit(2));
-        let text = text.expect("removals are plain data") + "\n";
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
-        }
-        atomic_file::write(path, text.as_bytes()).map_err(|e| Error::io(path, std::io::Error::other(e)))
+        ron_file::write(path, self)
     }
 
     /// The removal of `statement` that was tried on these subjects; of one that was noticed, on one of them.

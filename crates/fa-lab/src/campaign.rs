@@ -7,14 +7,14 @@
 mod steps;
 
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Context, Error, Result};
+use crate::error::{Context, Result};
+use crate::log::{self, Log};
 use crate::progress::{Progress, Step as Shown};
 use crate::worker::Program;
 
@@ -111,7 +111,7 @@ pub fn run(
         progress(Shown::Begin(row.0.name.clone()));
         row.1 = run_one(&row.0, program, options, left)?;
         match &row.1 {
-            Some(done) => append(&folder.join(LIST), done)?,
+            Some(done) => Log::open(&folder.join(LIST))?.add(std::slice::from_ref(done))?,
             // The budget ended with it.
             None => break,
         }
@@ -125,14 +125,7 @@ pub fn run(
 /// # Errors
 /// A list that cannot be read.
 pub fn known(steps: &[Step], options: &Options) -> Result<Vec<Row>> {
-    let path = options.folder.join(LIST);
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
-        Err(error) => return Err(Error::read(&path)(error)),
-    };
-    // An incomplete last line belongs to an unfinished step.
-    let done: Vec<Done> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let done: Vec<Done> = log::read(&options.folder.join(LIST))?.results;
     let of = |step: &Step| {
         let same = |done: &&Done| {
             done.name == step.name && done.arguments == step.arguments && done.build == options.build
@@ -204,13 +197,6 @@ fn ends_before(child: &mut Child, deadline: Instant) -> Result<Option<ExitStatus
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-}
-
-fn append(path: &Path, done: &Done) -> Result<()> {
-    let line = serde_json::to_string(done)? + "\n";
-    let mut file =
-        File::options().append(true).create(true).open(path).context(path.display().to_string())?;
-    Ok(file.write_all(line.as_bytes())?)
 }
 
 #[cfg(all(test, unix))]

@@ -3,9 +3,14 @@
 //! - `judge`: results and gradients against the f64 oracle of `fa-cpu`, on all rows or on a sample of them.
 //! - `grid`: the cases, from lengths of 0 to offsets beyond 2^31.
 //! - `validate`: the grid, random problems, all configurations, compute-sanitizer.
-//! - `bench`: rates next to other libraries' in the same run; `runner` alternates the candidates.
-//! - `tune`: candidates measured, the winner kept; `ladder`: what each optimisation step brings.
-//! - `record`: which kernels were validated where, by the hash of their sources.
+//! - `bench`: rates next to other libraries' (`peers`) in the same run, on the shapes of `marks`; `runner`
+//!   alternates the candidates.
+//! - `tune`: measures candidates and keeps the winner; `ladder`: the gain of each optimisation step.
+//! - `configs`, `best`: what the compiler makes of the planner's configurations.
+//! - `record`: which kernels were validated where, by the hash of their sources; `campaign`: the runs that
+//!   are due on a GPU when sources have changed.
+//! - `log`: results of a run that may be stopped and go on.
+//! - `sequences`, `tensors`, `memory`, `mods`, `append`, `random`: the inputs of a case.
 //!
 //! Functions take plain options, report their [`Step`]s and return reports that serialize. Work that may hang
 //! or break its GPU context runs in a [`worker`] process: the program, started again, which passes its
@@ -15,7 +20,7 @@
 //! use fa_core::Pass;
 //! use fa_lab::marks::Marks;
 //!
-//! // The shapes that `fa bench --marks sm90` measures, and the libraries beside which it does.
+//! // The shapes that `fa bench --marks sm90` measures, and the libraries that it measures them with.
 //! Marks::Sm90.check_pass(Pass::Forward)?;
 //! for wanted in Marks::Sm90.shapes() {
 //!     println!("{}: {:?}, {:.1} GFLOP", wanted.group, wanted.problem, wanted.problem.flops_forward() / 1e9);
@@ -35,6 +40,7 @@ pub mod grid;
 pub mod judge;
 mod kernels;
 pub mod ladder;
+pub mod log;
 pub mod machine;
 pub mod marks;
 pub mod memory;

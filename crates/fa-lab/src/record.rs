@@ -287,6 +287,11 @@ pub fn utc_now() -> String {
     utc(since.as_secs())
 }
 
+/// The date in [`utc_now`], `2026-01-31`.
+pub fn today() -> String {
+    utc_now().chars().take_while(|c| *c != 'T').collect()
+}
+
 /// Civil date of a count of seconds since 1970, by counting years of 365.2425 days from the first of March.
 fn utc(seconds: u64) -> String {
     let days = seconds / 86_400 + 719_468;
@@ -308,6 +313,7 @@ mod tests {
     #[test]
     fn dates_are_civil() {
         assert_eq!(utc(0), "1970-01-01T00:00:00Z");
+        assert_eq!(utc(59 * 86_400), "1970-03-01T00:00:00Z");
         assert_eq!(utc(951_782_400), "2000-02-29T00:00:00Z");
         assert_eq!(utc(1_798_761_599), "2026-12-31T23:59:59Z");
     }

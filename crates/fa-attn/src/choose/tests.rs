@@ -1,3 +1,5 @@
+//! Tests of what is chosen, remembered and measured, without a GPU.
+
 use fa_core::{Arch, Dtype, Lengths, Mask, Problem};
 use fa_planner::plan::{PlanError, PlanOptions, plan};
 

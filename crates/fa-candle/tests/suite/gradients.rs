@@ -3,29 +3,14 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use fa_candle::*;
 
-use crate::materialised::{Scores, assert_close, attention as materialised, values};
+use crate::materialised::{Scores, assert_close, assert_gradients, attention as materialised, values, vars};
 
 const SCALE: f32 = 0.3;
-
-fn vars(shapes: [(usize, usize, usize, usize); 3]) -> [Var; 3] {
-    let mut seed = 10;
-    shapes.map(|shape| {
-        seed += 1;
-        Var::from_tensor(&values(shape, seed)).unwrap()
-    })
-}
 
 /// Gradients of `inputs` of a sum of `out` weighed by `weights`.
 fn gradients(out: &Tensor, weights: &Tensor, inputs: &[&Var]) -> Result<Vec<Tensor>> {
     let store = (out * weights)?.sum_all()?.backward()?;
     Ok(inputs.iter().map(|input| store.get(input).expect("a gradient").clone()).collect())
-}
-
-#[track_caller]
-fn assert_same(what: &str, got: &[Tensor], need: &[Tensor], bound: f32) {
-    for (name, (got, need)) in ["dq", "dk", "dv", "dsinks"].iter().zip(got.iter().zip(need)) {
-        assert_close(&format!("{what}: {name}"), got, need, bound);
-    }
 }
 
 #[test]
@@ -49,10 +34,10 @@ fn gradients_follow_the_materialised_path() -> Result<()> {
         };
         let got = gradients(&attention(q, k, v, &options)?, &weights, &[q, k, v])?;
         let need = gradients(&materialised(q, k, v, SCALE, scores)?.0, &weights, &[q, k, v])?;
-        assert_same("padded", &got, &need, 5e-6);
+        assert_gradients("padded", &got, &need, 5e-6);
         let deterministic = Options { deterministic: true, ..options };
         let again = gradients(&attention(q, k, v, &deterministic)?, &weights, &[q, k, v])?;
-        assert_same("deterministic", &again, &got, 0.0);
+        assert_gradients("deterministic", &again, &got, 0.0);
     }
     Ok(())
 }
@@ -68,11 +53,11 @@ fn sinks_get_a_gradient() -> Result<()> {
     let need = gradients(&need, &weights, &[q, k, v, sinks])?;
     // One graph may be gone through more than once.
     for _ in 0..2 {
-        assert_same("sinks", &gradients(&out, &weights, &[q, k, v, sinks])?, &need, 5e-6);
+        assert_gradients("sinks", &gradients(&out, &weights, &[q, k, v, sinks])?, &need, 5e-6);
     }
     // Sinks that need none are constants.
     let out = attention(q, k, v, &Options { sinks: Some(&sinks.detach()), ..Options::causal(SCALE) })?;
-    assert_same("constant sinks", &gradients(&out, &weights, &[q, k, v])?, &need[..3], 5e-6);
+    assert_gradients("constant sinks", &gradients(&out, &weights, &[q, k, v])?, &need[..3], 5e-6);
     // Where only they do, the others are.
     let [q, k, v] = [q, k, v].map(|var| var.detach());
     let out = attention(&q, &k, &v, &Options { sinks: Some(sinks), ..Options::causal(SCALE) })?;
@@ -94,7 +79,7 @@ fn half_types_and_sinks_of_a_half_type_get_gradients_of_their_type() -> Result<(
         [&q, &k, &v, &sinks].map(|x| Var::from_tensor(&x.to_dtype(DType::F32).unwrap()).unwrap());
     let exact = materialised(&q, &k, &v, SCALE, Scores { sinks: Some(&sinks), ..Scores::CAUSAL })?.0;
     let need = gradients(&exact, &weights.to_dtype(DType::F32)?, &[&q, &k, &v, &sinks])?;
-    assert_same("bf16", &got, &need, 0.03);
+    assert_gradients("bf16", &got, &need, 0.03);
     Ok(())
 }
 
@@ -136,7 +121,7 @@ fn packed_gradients_are_those_of_each_sequence_and_zero_elsewhere() -> Result<()
     };
     let need = Tensor::cat(&[one(0, 4, 0, 5)?, one(4, 8, 5, 8)?], 0)?;
     assert_close("out", &out, &need, 2e-6);
-    assert_same("packed", &got, &gradients(&need, &weights, &inputs)?, 5e-6);
+    assert_gradients("packed", &got, &gradients(&need, &weights, &inputs)?, 5e-6);
     assert_eq!(got[1].narrow(1, 13, 1)?.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0);
     Ok(())
 }
@@ -156,7 +141,7 @@ fn threads_may_go_through_one_graph_at_once() -> Result<()> {
             scope.spawn(move || {
                 for _ in 0..20 {
                     let got = gradients(out, weights, &[q, k, v, sinks]).unwrap();
-                    assert_same("threads", &got, need, 0.0);
+                    assert_gradients("threads", &got, need, 0.0);
                 }
             });
         }

@@ -3,17 +3,9 @@
 use candle_core::{Device, Result, Tensor, Var};
 use fa_candle::*;
 
-use crate::materialised::{Scores, assert_close, attention as materialised, values};
+use crate::materialised::{Scores, assert_close, assert_gradients, attention as materialised, values, vars};
 
 const SCALE: f32 = 0.3;
-
-fn vars(shapes: [(usize, usize, usize, usize); 3]) -> [Var; 3] {
-    let mut seed = 70;
-    shapes.map(|shape| {
-        seed += 1;
-        Var::from_tensor(&values(shape, seed)).unwrap()
-    })
-}
 
 /// Gradients of weighed sums of both, or of LSE alone.
 fn gradients((out, lse): &(Tensor, Tensor), of_out: bool, inputs: &[&Var]) -> Result<Vec<Tensor>> {
@@ -23,13 +15,6 @@ fn gradients((out, lse): &(Tensor, Tensor), of_out: bool, inputs: &[&Var]) -> Re
     }
     let store = loss.backward()?;
     Ok(inputs.iter().map(|x| store.get(x).cloned().unwrap_or_else(|| x.zeros_like().unwrap())).collect())
-}
-
-#[track_caller]
-fn assert_same(what: &str, got: &[Tensor], need: &[Tensor]) {
-    for (name, (got, need)) in ["dq", "dk", "dv", "dsinks"].iter().zip(got.iter().zip(need)) {
-        assert_close(&format!("{what}: {name}"), got, need, 5e-6);
-    }
 }
 
 #[test]
@@ -59,7 +44,7 @@ fn they_follow_the_materialised_path() -> Result<()> {
         inputs.extend(scores.sinks.map(|_| sinks));
         for of_out in [false, true] {
             let need = gradients(&need, of_out, &inputs)?;
-            assert_same("padded", &gradients(&got, of_out, &inputs)?, &need);
+            assert_gradients("padded", &gradients(&got, of_out, &inputs)?, &need, 5e-6);
         }
     }
     Ok(())
@@ -83,7 +68,7 @@ fn packed_sequences_have_theirs() -> Result<()> {
     assert_close("lse", &got.1, &need.1, 2e-6);
     for of_out in [false, true] {
         let need = gradients(&need, of_out, &[q, k, v])?;
-        assert_same("packed", &gradients(&got, of_out, &[q, k, v])?, &need);
+        assert_gradients("packed", &gradients(&got, of_out, &[q, k, v])?, &need, 5e-6);
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Attention by candle's operations, with the whole matrix of scores in memory: what the functions are
 //! compared with, gradients included.
 
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor, Var};
 
 /// What changes scores, beside the scale.
 #[derive(Clone, Copy, Default)]
@@ -95,6 +95,15 @@ pub(crate) fn values(shape: impl Into<candle_core::Shape>, seed: u64) -> Tensor 
     Tensor::from_vec(data, shape, &Device::Cpu).unwrap()
 }
 
+/// Q, K and V of these shapes, with gradients.
+pub(crate) fn vars(shapes: [(usize, usize, usize, usize); 3]) -> [Var; 3] {
+    let mut seed = 10;
+    shapes.map(|shape| {
+        seed += 1;
+        Var::from_tensor(&values(shape, seed)).unwrap()
+    })
+}
+
 /// The largest difference, which is NaN where either has a NaN.
 pub(crate) fn difference(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
@@ -111,4 +120,12 @@ pub(crate) fn difference(a: &Tensor, b: &Tensor) -> f32 {
 pub(crate) fn assert_close(what: &str, got: &Tensor, need: &Tensor, bound: f32) {
     let difference = difference(got, need);
     assert!(difference <= bound, "{what}: differs by {difference}, at most {bound} is expected");
+}
+
+/// The gradients of Q, K, V and, where given, of the sinks differ by no more than `bound`.
+#[track_caller]
+pub(crate) fn assert_gradients(what: &str, got: &[Tensor], need: &[Tensor], bound: f32) {
+    for (name, (got, need)) in ["dq", "dk", "dv", "dsinks"].iter().zip(got.iter().zip(need)) {
+        assert_close(&format!("{what}: {name}"), got, need, bound);
+    }
 }

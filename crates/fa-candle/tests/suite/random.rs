@@ -159,137 +159,216 @@ fn close(what: &str, got: &Rows3, want: &Rows3, bound: f64) {
     }
 }
 
-/// One random call, padded or packed.
-fn check(seed: u64) -> Result<()> {
-    let random = &mut Random(seed);
-    let of_f32 = (DType::F32, 4e-6);
-    let (dtype, bound) = random.one_of(&[of_f32, of_f32, (DType::F16, 2e-3), (DType::BF16, 1.6e-2)]);
-    let heads_kv = random.one_of(&[1, 2, 3]);
-    let heads = heads_kv * random.one_of(&[1, 1, 2, 3]);
-    let dim = random.one_of(&[1, 3, 8, 16, 24, 40]);
-    let dim_v = if random.chance(60) { dim } else { random.one_of(&[1, 8, 20]) };
-    let lengths = [0, 1, 2, 3, 7, 15, 16, 17, 33];
-    let batch = random.one_of(&[1, 2, 3]);
-    let is_packed = random.chance(50);
-    let mut side = |even: usize| -> Vec<usize> {
-        (0..batch).map(|_| if is_packed { random.one_of(&lengths) } else { even }).collect()
-    };
-    let (len_q, len_k) = (side(random_length(seed)), side(random_length(seed ^ 1)));
-    let total = |lens: &[usize]| lens.iter().sum::<usize>();
-    // Rows before the first sequence and behind the last.
-    let (before, after) = if is_packed { (random.below(3), random.below(3)) } else { (0, 0) };
-    let starts = |lens: &[usize]| -> Vec<usize> {
-        (0..=batch).map(|b| before + lens[..b].iter().sum::<usize>()).collect()
-    };
-    let (cu_q, cu_k) = (starts(&len_q), starts(&len_k));
-    let (rows_q, rows_k) = (before + total(&len_q) + after, before + total(&len_k) + after);
-    let used_k = (!is_packed && random.chance(40))
-        .then(|| len_k.iter().map(|len| random.below(len + 1)).collect::<Vec<_>>());
-    let shape = |rows: usize, lens: &[usize], heads: usize, dim: usize| {
-        if is_packed { vec![rows, heads, dim] } else { vec![batch, lens[0], heads, dim] }
-    };
-    let q = random.tensor(&shape(rows_q, &len_q, heads, dim), dtype)?;
-    let k = random.tensor(&shape(rows_k, &len_k, heads_kv, dim), dtype)?;
-    let v = random.tensor(&shape(rows_k, &len_k, heads_kv, dim_v), dtype)?;
-    let dout = random.tensor(&shape(rows_q, &len_q, heads, dim_v), dtype)?;
-    let slopes = random.chance(30).then(|| random.tensor(&[heads], DType::F32)).transpose()?;
-    let slopes = slopes.map(|slopes| slopes.abs()).transpose()?;
-    let sinks = random.chance(30).then(|| random.tensor(&[heads], DType::F32)).transpose()?;
-    let window =
-        [random.one_of(&[None, None, Some(0), Some(2), Some(9)]), random.one_of(&[None, Some(0), Some(3)])];
-    let softcap = random.one_of(&[None, None, Some(0.0f32), Some(2.0)]);
-    let scale = random.one_of(&[0.1f32, 0.3, 1.0]);
+/// A random call, padded or packed.
+struct Drawn {
+    what: String,
+    /// How far results may be from the definition, of the largest value.
+    bound: f64,
+    heads: [usize; 2],
+    dims: [usize; 2],
+    is_packed: bool,
+    /// Rows of each sequence, of queries and of keys.
+    lens: [Vec<usize>; 2],
+    /// Of packed sequences, the first row of each, then the end of the last.
+    starts: [Vec<usize>; 2],
+    max: [usize; 2],
+    used_k: Option<Vec<usize>>,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    slopes: Option<Tensor>,
+    sinks: Option<Tensor>,
+    window: [Option<usize>; 2],
+    softcap: Option<f32>,
+    scale: f32,
+}
 
-    let (var_q, var_k, var_v) = (Var::from_tensor(&q)?, Var::from_tensor(&k)?, Var::from_tensor(&v)?);
-    let var_sinks = sinks.as_ref().map(Var::from_tensor).transpose()?;
-    let [laid_q, laid_k, laid_v] = [random.laid(&var_q)?, random.laid(&var_k)?, random.laid(&var_v)?];
+impl Drawn {
+    fn new(random: &mut Random, seed: u64) -> Result<Drawn> {
+        let of_f32 = (DType::F32, 4e-6);
+        let (dtype, bound) = random.one_of(&[of_f32, of_f32, (DType::F16, 2e-3), (DType::BF16, 1.6e-2)]);
+        let heads_kv = random.one_of(&[1, 2, 3]);
+        let heads = heads_kv * random.one_of(&[1, 1, 2, 3]);
+        let dim = random.one_of(&[1, 3, 8, 16, 24, 40]);
+        let dim_v = if random.chance(60) { dim } else { random.one_of(&[1, 8, 20]) };
+        let lengths = [0, 1, 2, 3, 7, 15, 16, 17, 33];
+        let batch = random.one_of(&[1, 2, 3]);
+        let is_packed = random.chance(50);
+        let mut side = |even: usize| -> Vec<usize> {
+            (0..batch).map(|_| if is_packed { random.one_of(&lengths) } else { even }).collect()
+        };
+        let (len_q, len_k) = (side(random_length(seed)), side(random_length(seed ^ 1)));
+        // Rows before the first sequence and behind the last.
+        let (before, after) = if is_packed { (random.below(3), random.below(3)) } else { (0, 0) };
+        let starts = |lens: &[usize]| -> Vec<usize> {
+            (0..=batch).map(|b| before + lens[..b].iter().sum::<usize>()).collect()
+        };
+        let used_k = (!is_packed && random.chance(40))
+            .then(|| len_k.iter().map(|len| random.below(len + 1)).collect::<Vec<_>>());
+        let shape = |lens: &[usize], heads: usize, dim: usize| {
+            let rows = before + lens.iter().sum::<usize>() + after;
+            if is_packed { vec![rows, heads, dim] } else { vec![batch, lens[0], heads, dim] }
+        };
+        let q = random.tensor(&shape(&len_q, heads, dim), dtype)?;
+        let k = random.tensor(&shape(&len_k, heads_kv, dim), dtype)?;
+        let v = random.tensor(&shape(&len_k, heads_kv, dim_v), dtype)?;
+        let dout = random.tensor(&shape(&len_q, heads, dim_v), dtype)?;
+        let slopes = random.chance(30).then(|| random.tensor(&[heads], DType::F32)).transpose()?;
+        let slopes = slopes.map(|slopes| slopes.abs()).transpose()?;
+        let sinks = random.chance(30).then(|| random.tensor(&[heads], DType::F32)).transpose()?;
+        let left = random.one_of(&[None, None, Some(0), Some(2), Some(9)]);
+        let window = [left, random.one_of(&[None, Some(0), Some(3)])];
+        let softcap = random.one_of(&[None, None, Some(0.0f32), Some(2.0)]);
+        let scale = random.one_of(&[0.1f32, 0.3, 1.0]);
+        let slack = random.one_of(&[0, 0, 5]);
+        let longest = |lens: &[usize]| lens.iter().copied().max().unwrap_or(0) + slack;
+        let what = format!(
+            "seed {seed}: {dtype:?} packed {is_packed} q {len_q:?} k {len_k:?} used {used_k:?} heads \
+             {heads}:{heads_kv} dims {dim} {dim_v} window {window:?} softcap {softcap:?} scale {scale} \
+             slopes {} sinks {}",
+            slopes.is_some(),
+            sinks.is_some()
+        );
+        Ok(Drawn {
+            what,
+            bound,
+            heads: [heads, heads_kv],
+            dims: [dim, dim_v],
+            is_packed,
+            starts: [starts(&len_q), starts(&len_k)],
+            max: [longest(&len_q), longest(&len_k)],
+            lens: [len_q, len_k],
+            used_k,
+            q,
+            k,
+            v,
+            dout,
+            slopes,
+            sinks,
+            window,
+            softcap,
+            scale,
+        })
+    }
+
+    /// As candle-flash-attn: a window as wide as the sequence, or the bound on it, hides nothing.
+    fn scores(&self) -> Result<Scores> {
+        let [bound_q, bound_k] = if self.is_packed { self.max } else { [self.lens[0][0], self.lens[1][0]] };
+        let values = |x: &Option<Tensor>| -> Result<Option<Vec<f64>>> {
+            x.as_ref().map(|x| x.to_dtype(DType::F64)?.to_vec1()).transpose()
+        };
+        Ok(Scores {
+            scale: f64::from(self.scale),
+            left: self.window[0].filter(|left| *left < bound_k),
+            right: self.window[1].filter(|right| *right <= bound_k && *right < bound_q.max(1)),
+            softcap: self.softcap.filter(|cap| *cap != 0.0).map(f64::from),
+            slopes: values(&self.slopes)?,
+            sinks: values(&self.sinks)?,
+        })
+    }
+
+    /// The rows of all sequences as those of one.
+    fn flat(&self, x: &Tensor) -> Result<Tensor> {
+        if self.is_packed { Ok(x.clone()) } else { x.flatten(0, 1) }
+    }
+
+    /// The first row of sequence `b` among those of [`Drawn::flat`], of queries (0) or of keys (1).
+    fn begin(&self, side: usize, b: usize) -> usize {
+        if self.is_packed { self.starts[side][b] } else { b * self.lens[side][0] }
+    }
+}
+
+/// What the crate computed of a call.
+struct Computed {
+    out: Tensor,
+    lse: Tensor,
+    /// The gradient of LSE, where the loss has one.
+    dlse: Option<Tensor>,
+    /// dQ, dK and dV.
+    gradients: [Tensor; 3],
+    dsinks: Option<Tensor>,
+}
+
+fn computed(drawn: &Drawn, random: &mut Random) -> Result<Computed> {
+    let (var_q, var_k) = (Var::from_tensor(&drawn.q)?, Var::from_tensor(&drawn.k)?);
+    let var_v = Var::from_tensor(&drawn.v)?;
+    let var_sinks = drawn.sinks.as_ref().map(Var::from_tensor).transpose()?;
+    let [q, k, v] = [random.laid(&var_q)?, random.laid(&var_k)?, random.laid(&var_v)?];
     let words = |values: &[usize]| {
         let values: Vec<u32> = values.iter().map(|value| *value as u32).collect();
         let count = values.len();
         Tensor::from_vec(values, count, &Device::Cpu)
     };
-    let (seqlens_q, seqlens_k) = (words(&cu_q)?, words(&cu_k)?);
-    let used = used_k.as_deref().map(words).transpose()?;
-    let longest = |lens: &[usize]| lens.iter().copied().max().unwrap_or(0);
-    let slack = random.one_of(&[0, 0, 5]);
-    let (max_seqlen_q, max_seqlen_k) = (longest(&len_q) + slack, longest(&len_k) + slack);
-    let rows = if is_packed {
+    let (seqlens_q, seqlens_k) = (words(&drawn.starts[0])?, words(&drawn.starts[1])?);
+    let used = drawn.used_k.as_deref().map(words).transpose()?;
+    let rows = if drawn.is_packed {
+        let [max_seqlen_q, max_seqlen_k] = drawn.max;
         Rows::Packed { seqlens_q: &seqlens_q, seqlens_k: &seqlens_k, max_seqlen_q, max_seqlen_k }
     } else {
         Rows::Padded { used_q: None, used_k: used.as_ref() }
     };
     let options = Options {
-        window_size_left: window[0],
-        window_size_right: window[1],
-        softcap,
-        alibi_slopes: slopes.as_ref(),
+        window_size_left: drawn.window[0],
+        window_size_right: drawn.window[1],
+        softcap: drawn.softcap,
+        alibi_slopes: drawn.slopes.as_ref(),
         sinks: var_sinks.as_deref(),
         rows,
-        ..Options::full(scale)
+        ..Options::full(drawn.scale)
     };
-    let what = format!(
-        "seed {seed}: {dtype:?} packed {is_packed} q {len_q:?} k {len_k:?} used {used_k:?} heads \
-         {heads}:{heads_kv} \
-         dims {dim} {dim_v} window {window:?} softcap {softcap:?} scale {scale} slopes {} sinks {}",
-        slopes.is_some(),
-        sinks.is_some()
-    );
-    let (out, lse) = attention_with_lse(&laid_q, &laid_k, &laid_v, &options)?;
-    let of_lse = random.tensor(lse.dims(), DType::F32)?;
-    // LSE of rows that see nothing is -inf, which has no gradient.
-    let finite = lse.ge(f64::from(f32::MIN))?;
-    let lse_loss = finite.where_cond(&(&lse * &of_lse)?, &lse.zeros_like()?)?.sum_all()?;
-    let wants_lse = random.chance(40);
-    let loss = (&out * &random.laid(&dout)?)?.to_dtype(DType::F32)?.sum_all()?;
-    let loss = if wants_lse { (loss + lse_loss)? } else { loss };
+    let (out, lse) = attention_with_lse(&q, &k, &v, &options)?;
+    let mut loss = (&out * &random.laid(&drawn.dout)?)?.to_dtype(DType::F32)?.sum_all()?;
+    let dlse = random.chance(40).then(|| random.tensor(lse.dims(), DType::F32)).transpose()?;
+    if let Some(dlse) = &dlse {
+        // LSE of rows that see nothing is -inf, which has no gradient.
+        let finite = lse.ge(f64::from(f32::MIN))?;
+        loss = (loss + finite.where_cond(&(&lse * dlse)?, &lse.zeros_like()?)?.sum_all()?)?;
+    }
     let store = loss.backward()?;
+    let gradient = |var: &Var| store.get(var).expect("a gradient").clone();
+    let gradients = [gradient(&var_q), gradient(&var_k), gradient(&var_v)];
+    Ok(Computed { out, lse, dlse, gradients, dsinks: var_sinks.as_ref().map(gradient) })
+}
 
-    // As candle-flash-attn: a window as wide as the sequence, or the bound on it, hides nothing.
-    let (bound_q, bound_k) = if is_packed { (max_seqlen_q, max_seqlen_k) } else { (len_q[0], len_k[0]) };
-    let scores = Scores {
-        scale: f64::from(scale),
-        left: window[0].filter(|left| *left < bound_k),
-        right: window[1].filter(|right| *right <= bound_k && *right < bound_q.max(1)),
-        softcap: softcap.filter(|cap| *cap != 0.0).map(f64::from),
-        slopes: slopes.map(|x| x.to_dtype(DType::F64)?.to_vec1()).transpose()?,
-        sinks: sinks.as_ref().map(|x| x.to_dtype(DType::F64)?.to_vec1()).transpose()?,
-    };
-    let flat = |x: &Tensor| if is_packed { Ok(x.clone()) } else { x.flatten(0, 1) };
-    let gradient = |var: &Var| flat(store.get(var).expect("a gradient"));
-    let (got, grads) = (flat(&out)?, [gradient(&var_q)?, gradient(&var_k)?, gradient(&var_v)?]);
-    let (q, k, v, dout) = (flat(&q)?, flat(&k)?, flat(&v)?, flat(&dout)?);
-    let mut dsinks = vec![0.0; heads];
-    for b in 0..batch {
-        let (m, begin_q, begin_k) = (len_q[b], cu_q[b], cu_k[b]);
-        let n = used_k.as_ref().map_or(len_k[b], |used| used[b]);
-        let begin = |begin: usize, lens: &[usize]| if is_packed { begin } else { b * lens[0] };
-        let (begin_q, begin_k) = (begin(begin_q, &len_q), begin(begin_k, &len_k));
+/// One random call beside the definition.
+fn check(seed: u64) -> Result<()> {
+    let random = &mut Random(seed);
+    let drawn = Drawn::new(random, seed)?;
+    let got = computed(&drawn, random)?;
+    let Drawn { what, bound, heads, dims, lens, .. } = &drawn;
+    let scores = drawn.scores()?;
+    let (out, dout) = (drawn.flat(&got.out)?, drawn.flat(&drawn.dout)?);
+    let (q, k, v) = (drawn.flat(&drawn.q)?, drawn.flat(&drawn.k)?, drawn.flat(&drawn.v)?);
+    let mut dsinks = vec![0.0; heads[0]];
+    for (b, &m) in lens[0].iter().enumerate() {
+        let n = drawn.used_k.as_ref().map_or(lens[1][b], |used| used[b]);
+        let (begin_q, begin_k) = (drawn.begin(0, b), drawn.begin(1, b));
         let lse_rows = |lse: &Tensor| -> Result<Vec<Vec<f64>>> {
-            let own = if is_packed { lse.narrow(1, begin_q, m)? } else { lse.get(b)? };
+            let own = if drawn.is_packed { lse.narrow(1, begin_q, m)? } else { lse.get(b)? };
             own.to_dtype(DType::F64)?.to_vec2::<f64>()
         };
-        let dlse = if wants_lse { lse_rows(&of_lse)? } else { vec![vec![0.0; m]; heads] };
+        let dlse = got.dlse.as_ref().map_or_else(|| Ok(vec![vec![0.0; m]; heads[0]]), lse_rows)?;
         let inputs = [rows_of(&q, begin_q, m)?, rows_of(&k, begin_k, n)?, rows_of(&v, begin_k, n)?];
         let of_out = rows_of(&dout, begin_q, m)?;
         let [own_q, own_k, own_v] = &inputs;
-        let want = defined([own_q, own_k, own_v, &of_out], &dlse, [heads, heads_kv], [dim, dim_v], &scores);
-        close(&format!("out, {what}"), &rows_of(&got, begin_q, m)?, &want.out, bound);
-        for (got, want) in lse_rows(&lse)?.iter().flatten().zip(want.lse.iter().flatten()) {
-            assert!(
-                got == want || (got - want).abs() <= 2e-5 * want.abs().max(1.0),
-                "lse {got}, {want}, {what}"
-            );
+        let want = defined([own_q, own_k, own_v, &of_out], &dlse, *heads, *dims, &scores);
+        close(&format!("out, {what}"), &rows_of(&out, begin_q, m)?, &want.out, *bound);
+        for (got, want) in lse_rows(&got.lse)?.iter().flatten().zip(want.lse.iter().flatten()) {
+            let near = got == want || (got - want).abs() <= 2e-5 * want.abs().max(1.0);
+            assert!(near, "lse {got}, {want}, {what}");
         }
-        for (at, (name, (begin, count))) in
-            [("dq", (begin_q, m)), ("dk", (begin_k, n)), ("dv", (begin_k, n))].into_iter().enumerate()
+        let names = [("dq", begin_q, m), ("dk", begin_k, n), ("dv", begin_k, n)];
+        for ((name, begin, count), (got, want)) in
+            names.into_iter().zip(got.gradients.iter().zip(&want.gradients))
         {
-            let own = rows_of(&grads[at], begin, count)?;
-            close(&format!("{name}, {what}"), &own, &want.gradients[at], 6.0 * bound);
+            let own = rows_of(&drawn.flat(got)?, begin, count)?;
+            close(&format!("{name}, {what}"), &own, want, 6.0 * bound);
         }
         dsinks.iter_mut().zip(&want.dsinks).for_each(|(sum, one)| *sum += one);
     }
-    if let Some(sinks) = &var_sinks {
-        let got = store.get(sinks).expect("a gradient").to_dtype(DType::F64)?.to_vec1::<f64>()?;
+    if let Some(got) = got.dsinks {
+        let got = got.to_dtype(DType::F64)?.to_vec1::<f64>()?;
         close(&format!("dsinks, {what}"), &vec![vec![got]], &vec![vec![dsinks]], 6.0 * bound);
     }
     Ok(())

@@ -221,7 +221,7 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
             (Mode::Both, _) => Some("one kernel"),
             (Mode::Bwd, false) => Some("a forward kernel"),
             (Mode::Fwd, true) if args.mode.is_some() => Some("a backward kernel"),
-            _ => None,
+            (Mode::Bwd, true) | (Mode::Fwd, true | false) => None,
         };
         if let Some(what) = other {
             return Err(InputError::Usage(format!("{} is {what}: leave out --mode", path.display())).into());

@@ -19,13 +19,14 @@ pub(crate) struct RecordsArgs {
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
     pub results: PathBuf,
     /// The GPU, as names of records of rates have it
-    #[arg(long, value_name = "NAME", default_value = "h100")]
+    #[arg(long, value_name = "NAME", default_value = "h100", value_parser = part_of_a_file_name)]
     pub gpu: String,
     /// Folder for the progress and each step's output, from which a stopped run is resumed
     #[arg(long, value_name = "DIR", default_value = "target/records")]
     pub state: PathBuf,
     /// Time for all steps together; steps that would exceed it are left for the next run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(conflicts_with = "list")]
     pub budget: Option<u64>,
     /// Only steps whose names contain one of these, as in validate,marks-models
     #[arg(long, value_name = "TEXT,..", value_delimiter = ',')]
@@ -54,6 +55,14 @@ Examples:
 In order: the grid of every kernel that is in no record with its sources, rates beside peers, rates of \
 attention as it is served, random problems, sanitizers. Each step is a process of this program within a time \
 limit. Exit code 1 when a step failed or is left.";
+
+fn part_of_a_file_name(text: &str) -> Result<String, String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
+    if text.is_empty() || !text.chars().all(plain) {
+        return Err("file names have it: use letters, digits and '-', as in h100".to_owned());
+    }
+    Ok(text.to_owned())
+}
 
 /// Runs the command: a bad verdict where a step failed, was too slow or is left.
 ///

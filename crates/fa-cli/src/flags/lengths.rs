@@ -96,6 +96,12 @@ impl LengthsArgs {
     /// # Errors
     /// Flags that contradict each other.
     pub(crate) fn lengths(&self, batch: usize, q: usize, k: usize) -> Result<Lengths, String> {
+        if let (Some(Page { page, .. }), true) = (self.page, self.used_k) {
+            return Err(format!(
+                "--used-k with pages of {page} keys: how many keys of its pages a sequence uses is always \
+                 read on the device; leave out --used-k"
+            ));
+        }
         let side_q = self.packed.map_or(Side::padded(q), |packed| Side::packed(packed.q, q));
         let side_k = match (self.page, self.packed) {
             (Some(_), Some(Packed { k: Some(total), .. })) => {
@@ -143,6 +149,8 @@ mod tests {
         assert_eq!(fixed.lengths(2, 1, 100), Ok(Lengths::of(2, Side::padded(1), Side::paged(16, 99, 100))));
         let both = LengthsArgs { packed: packed.packed, ..fixed };
         assert!(both.lengths(2, 1, 100).is_err_and(|e| e.contains("--page and 20 packed keys")));
+        let used = LengthsArgs { used_k: true, ..fixed };
+        assert!(used.lengths(2, 1, 100).is_err_and(|e| e.contains("--used-k with pages of 16 keys")));
         assert!("0".parse::<Page>().is_err() && "x".parse::<Packed>().is_err());
         assert_eq!(parse_alibi("per_sequence_head"), Ok(Alibi::PerSequenceHead));
     }

@@ -90,106 +90,130 @@ pub(crate) struct Roof {
 
 /// The chart with its legend.
 pub(crate) fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) -> String {
-    let place = |px: f64, py: f64| {
-        let at_x = LEFT + (SIZE.0 - LEFT - RIGHT) * x.share(px);
-        let at_y = TOP + (SIZE.1 - TOP - BOTTOM) * (1.0 - y.share(py));
-        (at_x, at_y)
-    };
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n",
         SIZE.0,
         SIZE.1,
         escape(label)
     );
-    let (left, bottom) = (LEFT, SIZE.1 - BOTTOM);
-    for (at, text) in &y.ticks {
-        let (_, py) = place(x.low, *at);
-        write!(
-            svg,
-            "<line class=\"rule\" x1=\"{left}\" x2=\"{:.1}\" y1=\"{py:.1}\" y2=\"{py:.1}\"/><text \
-             class=\"muted\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>",
-            SIZE.0 - RIGHT,
-            left - 6.0,
-            py + 4.0
-        )
-        .expect(INTO_STRING);
-    }
-    for (at, text) in &x.ticks {
-        let (px, _) = place(*at, y.low);
-        write!(
-            svg,
-            "<line class=\"axis\" x1=\"{px:.1}\" x2=\"{px:.1}\" y1=\"{bottom}\" y2=\"{:.1}\"/><text \
-             class=\"muted\" x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{text}</text>",
-            bottom + 4.0,
-            bottom + 16.0
-        )
-        .expect(INTO_STRING);
-    }
-    writeln!(
-        svg,
-        "<line class=\"axis\" x1=\"{left}\" x2=\"{:.1}\" y1=\"{bottom}\" y2=\"{bottom}\"/><text \
-         class=\"muted\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text><text class=\"muted\" \
-         x=\"4\" \
-         y=\"13\">{}</text>",
-        SIZE.0 - RIGHT,
-        (left + SIZE.0 - RIGHT) / 2.0,
-        SIZE.1 - 6.0,
-        escape(&x.label),
-        escape(&y.label)
-    )
-    .expect(INTO_STRING);
-    let path = |points: &mut dyn Iterator<Item = (f64, f64)>| {
-        let places: Vec<String> = points.map(|(px, py)| format!("{px:.1},{py:.1}")).collect();
-        places.join(" ")
-    };
+    let plot = Plot { x, y };
+    plot.axes(&mut svg);
     for roof in roofs {
-        let places = path(&mut roof.points.iter().map(|&(px, py)| place(px, py)));
-        write!(
+        plot.roof(&mut svg, roof);
+    }
+    let mut legend = String::new();
+    for line in lines.iter().filter(|line| !line.points.is_empty()) {
+        plot.line(&mut svg, line);
+        // As its marks are: a line, or a dot.
+        let sample = if line.joined { "stroke" } else { "dot" };
+        let (color, dashed) = line.classes();
+        write!(legend, "<span><i class=\"{sample} {color}{dashed}\"></i>{}</span>", escape(&line.name))
+            .expect(INTO_STRING);
+    }
+    format!("{svg}</svg>\n<div class=\"legend\">{legend}</div>\n")
+}
+
+impl Line {
+    /// Its colour and its dashes, as classes.
+    fn classes(&self) -> (String, &'static str) {
+        (format!("c{}", self.color % 4), if self.dashed { " dashed" } else { "" })
+    }
+}
+
+/// The drawing's axes, between which its parts are drawn.
+struct Plot<'a> {
+    x: &'a Axis,
+    y: &'a Axis,
+}
+
+impl Plot<'_> {
+    fn place(&self, (x, y): (f64, f64)) -> (f64, f64) {
+        let at_x = LEFT + (SIZE.0 - LEFT - RIGHT) * self.x.share(x);
+        let at_y = TOP + (SIZE.1 - TOP - BOTTOM) * (1.0 - self.y.share(y));
+        (at_x, at_y)
+    }
+
+    fn path(&self, points: impl Iterator<Item = (f64, f64)>) -> String {
+        let places = points.map(|point| self.place(point));
+        places.map(|(x, y)| format!("{x:.1},{y:.1}")).collect::<Vec<_>>().join(" ")
+    }
+
+    fn axes(&self, svg: &mut String) {
+        let (left, right, bottom) = (LEFT, SIZE.0 - RIGHT, SIZE.1 - BOTTOM);
+        for (at, text) in &self.y.ticks {
+            let (_, py) = self.place((self.x.low, *at));
+            write!(
+                svg,
+                "<line class=\"rule\" x1=\"{left}\" x2=\"{right:.1}\" y1=\"{py:.1}\" y2=\"{py:.1}\"/><text \
+                 class=\"muted\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>",
+                left - 6.0,
+                py + 4.0
+            )
+            .expect(INTO_STRING);
+        }
+        for (at, text) in &self.x.ticks {
+            let (px, _) = self.place((*at, self.y.low));
+            write!(
+                svg,
+                "<line class=\"axis\" x1=\"{px:.1}\" x2=\"{px:.1}\" y1=\"{bottom}\" y2=\"{:.1}\"/><text \
+                 class=\"muted\" x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{text}</text>",
+                bottom + 4.0,
+                bottom + 16.0
+            )
+            .expect(INTO_STRING);
+        }
+        writeln!(
             svg,
-            "<polyline class=\"roof\" points=\"{places}\"><title>{}</title></polyline>",
-            escape(&roof.name)
+            "<line class=\"axis\" x1=\"{left}\" x2=\"{right:.1}\" y1=\"{bottom}\" y2=\"{bottom}\"/><text \
+             class=\"muted\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text><text \
+             class=\"muted\" x=\"4\" y=\"13\">{}</text>",
+            (left + right) / 2.0,
+            SIZE.1 - 6.0,
+            escape(&self.x.label),
+            escape(&self.y.label)
         )
         .expect(INTO_STRING);
-        if let Some(&(px, py)) = roof.points.last() {
-            let (px, py) = place(px, py);
+    }
+
+    /// The roof, with its name at its end.
+    fn roof(&self, svg: &mut String, roof: &Roof) {
+        let (places, name) = (self.path(roof.points.iter().copied()), escape(&roof.name));
+        write!(svg, "<polyline class=\"roof\" points=\"{places}\"><title>{name}</title></polyline>")
+            .expect(INTO_STRING);
+        if let Some(&end) = roof.points.last() {
+            let (px, py) = self.place(end);
             writeln!(
                 svg,
-                "<text class=\"muted\" x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                py - 4.0,
-                escape(&roof.name)
+                "<text class=\"muted\" x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"end\">{name}</text>",
+                py - 4.0
             )
             .expect(INTO_STRING);
         }
     }
-    let mut legend = String::new();
-    for line in lines.iter().filter(|line| !line.points.is_empty()) {
-        let color = line.color % 4;
-        let dashed = if line.dashed { " dashed" } else { "" };
+
+    /// The line, and its marks with what they say.
+    fn line(&self, svg: &mut String, line: &Line) {
+        let (color, dashed) = line.classes();
         if line.joined {
-            let places = path(&mut line.points.iter().map(|(px, py, _)| place(*px, *py)));
-            writeln!(svg, "<polyline class=\"line c{color}{dashed}\" points=\"{places}\"/>")
+            let places = self.path(line.points.iter().map(|(px, py, _)| (*px, *py)));
+            writeln!(svg, "<polyline class=\"line {color}{dashed}\" points=\"{places}\"/>")
                 .expect(INTO_STRING);
         }
         let full = if line.full { " full" } else { "" };
         for (px, py, tip) in &line.points {
-            let (at_x, at_y) = place(*px, *py);
+            let (at_x, at_y) = self.place((*px, *py));
             writeln!(
                 svg,
                 "<g class=\"pt{full}\" tabindex=\"0\" aria-label=\"{0}\"><circle class=\"hit\" \
-                 cx=\"{at_x:.1}\" \
-                 cy=\"{at_y:.1}\" r=\"11\"/><circle class=\"c{color}\" cx=\"{at_x:.1}\" cy=\"{at_y:.1}\" \
-                 r=\"3.5\"/><text class=\"tip\" x=\"{1:.1}\" y=\"13\" text-anchor=\"end\">{0}</text></g>",
+                 cx=\"{at_x:.1}\" cy=\"{at_y:.1}\" r=\"11\"/><circle class=\"{color}\" cx=\"{at_x:.1}\" \
+                 cy=\"{at_y:.1}\" r=\"3.5\"/><text class=\"tip\" x=\"{1:.1}\" y=\"13\" \
+                 text-anchor=\"end\">{0}</text></g>",
                 escape(tip),
                 SIZE.0 - 4.0
             )
             .expect(INTO_STRING);
         }
-        // As its marks are: a line, or a dot.
-        let sample = if line.joined { "stroke" } else { "dot" };
-        write!(legend, "<span><i class=\"{sample} c{color}{dashed}\"></i>{}</span>", escape(&line.name))
-            .expect(INTO_STRING);
     }
-    format!("{svg}</svg>\n<div class=\"legend\">{legend}</div>\n")
 }
 
 #[cfg(test)]

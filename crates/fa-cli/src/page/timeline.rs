@@ -34,20 +34,8 @@ pub(crate) fn steps(view: &View, fit: &Fit) -> String {
         Shape::Kernel(spec) => of_kernel(spec, arch, &fit.cost.step),
         Shape::Sm100(plan) => sm100_fwd::timeline::timeline(&plan.tile, arch, &fit.cost.step),
     };
-    let mut html = String::from("<div class=\"legend\">");
-    for (activity, words) in [
-        (Activity::Load, "copy"),
-        (Activity::Product, "matrix product"),
-        (Activity::Softmax, if view.backward() { "P and dS" } else { "softmax" }),
-        (Activity::Add, "addition to device memory"),
-        (Activity::Exposed, "barriers, shuffles, latency"),
-        (Activity::Wait, "waits"),
-    ] {
-        if timeline.lanes.iter().any(|lane| lane.spans.iter().any(|span| span.activity == activity)) {
-            write!(html, "<span><i class=\"{}\"></i>{words}</span>", class(activity)).expect(INTO_STRING);
-        }
-    }
-    html += "</div>\n<div class=\"scroll\" tabindex=\"0\"><div class=\"lanes\">\n";
+    let mut html = legend(&timeline, view.backward());
+    html += "<div class=\"scroll\" tabindex=\"0\"><div class=\"lanes\">\n";
     for lane in &timeline.lanes {
         write!(
             html,
@@ -65,19 +53,33 @@ pub(crate) fn steps(view: &View, fit: &Fit) -> String {
             format!("<span>{:.0}{unit}</span>", timeline.clocks * f64::from(tick) / 4.0)
         })
         .collect();
-    let clocks = &fit.cost.step;
-    // Clocks in which device memory delivers what the CTAs of an SM read and write for a step of each.
-    let cost = fit.cost;
-    let memory_clocks =
-        cost.terms.hbm * view.limits().clock_ghz * 1e9 * cost.slots.min(cost.tiles) / cost.steps.max(1.0);
-    let memory = if memory_clocks > clocks.total {
-        format!(
-            " Device memory delivers a step's data to each SM in {memory_clocks:.0} clocks, and so long a \
-             step takes: copies are drawn as the L2 would deliver them."
-        )
-    } else {
-        String::new()
-    };
+    let note = note(view, fit, &timeline);
+    writeln!(html, "<div class=\"ticks\">{ticks}</div>\n</div></div>\n<p class=\"note\">{note}</p>")
+        .expect(INTO_STRING);
+    html
+}
+
+/// The colours of what the lanes show.
+fn legend(timeline: &Timeline, is_backward: bool) -> String {
+    let mut html = String::from("<div class=\"legend\">");
+    for (activity, words) in [
+        (Activity::Load, "copy"),
+        (Activity::Product, "matrix product"),
+        (Activity::Softmax, if is_backward { "P and dS" } else { "softmax" }),
+        (Activity::Add, "addition to device memory"),
+        (Activity::Exposed, "barriers, shuffles, latency"),
+        (Activity::Wait, "waits"),
+    ] {
+        if timeline.lanes.iter().any(|lane| lane.spans.iter().any(|span| span.activity == activity)) {
+            write!(html, "<span><i class=\"{}\"></i>{words}</span>", class(activity)).expect(INTO_STRING);
+        }
+    }
+    html + "</div>\n"
+}
+
+/// How the lanes' step compares with the one that the plan's time was computed with.
+fn note(view: &View, fit: &Fit, timeline: &Timeline) -> String {
+    let (cost, clocks) = (fit.cost, &fit.cost.step);
     let steps = cost.steps / cost.tiles.max(1.0);
     let short = if steps < 2.0 {
         format!(
@@ -88,15 +90,22 @@ pub(crate) fn steps(view: &View, fit: &Fit) -> String {
     } else {
         String::new()
     };
-    write!(
-        html,
-        "<div class=\"ticks\">{ticks}</div>\n</div></div>\n<p class=\"note\">{short}In this order a step \
-         takes \
-         {:.0} clocks, with the tensor cores busy {:.0} % of them.{memory} For the SM alone the calibrated \
-         model says {:.0}: \
-         tensor cores {:.0}, softmax {:.0}, \
-         shared memory {:.0}, not hidden {:.0}, of {} on the SM. It counts what the order does not \
-         show: pipes that are not filled, and strained registers.</p>\n",
+    // Clocks in which device memory delivers what the CTAs of an SM read and write for a step of each.
+    let memory_clocks =
+        cost.terms.hbm * view.limits().clock_ghz * 1e9 * cost.slots.min(cost.tiles) / cost.steps.max(1.0);
+    let memory = if memory_clocks > clocks.total {
+        format!(
+            " Device memory delivers a step's data to each SM in {memory_clocks:.0} clocks, and so long a \
+             step takes: copies are drawn as the L2 would deliver them."
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "{short}In this order a step takes {:.0} clocks, with the tensor cores busy {:.0} % of them.{memory} \
+         For the SM alone the calibrated model says {:.0}: tensor cores {:.0}, softmax {:.0}, shared memory \
+         {:.0}, not hidden {:.0}, of {} on the SM. It counts what the order does not show: pipes that are \
+         not filled, and strained registers.",
         timeline.step,
         100.0 * timeline.tensor_busy,
         timeline.predicted,
@@ -106,8 +115,6 @@ pub(crate) fn steps(view: &View, fit: &Fit) -> String {
         clocks.exposed,
         if clocks.resident == 1.0 { "one CTA".to_owned() } else { format!("{:.0} CTAs", clocks.resident) }
     )
-    .expect(INTO_STRING);
-    html
 }
 
 fn span(html: &mut String, span: &Span, timeline: &Timeline) {

@@ -8,7 +8,6 @@ use fa_planner::guide::report::{Query, Report};
 use fa_planner::{HeadDims, Mode};
 
 use crate::term::failure::InputError;
-use crate::term::output;
 
 /// What plans a problem. Flags of the search name these too: clap asks for no flag that another rules out.
 const OF_PROBLEMS: [&str; 22] = [
@@ -60,10 +59,11 @@ pub(crate) struct GuideArgs {
 }
 
 impl GuideArgs {
-    /// Searches; what the search does not read is noted on standard error.
+    /// Searches.
     ///
     /// # Errors
-    /// [`InputError::Usage`] for head dims, tile sides and a limit out of range.
+    /// [`InputError::Usage`] for head dims, tile sides and a limit out of range, and a tile_m that nothing
+    /// reads.
     pub(crate) fn search(
         &self,
         head_dim: HeadDim,
@@ -83,9 +83,6 @@ impl GuideArgs {
             limit,
             explain: self.explain,
         };
-        if let Some(unused) = query.unused() {
-            output::note(unused);
-        }
         query.run().map_err(|error| InputError::Usage(error.to_string()))
     }
 }

@@ -112,6 +112,7 @@ pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
             || cause.downcast_ref().is_some_and(fa_lab::Error::is_request)
             || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
             || matches!(cause.downcast_ref(), Some(fa_emu::Error::Kernels(error)) if asks_too_much(error))
+            || matches!(cause.downcast_ref(), Some(fa_emu::Error::Record { .. }))
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
             || cause.is::<ReportError>()

@@ -1,6 +1,6 @@
 //! Flags and problems that a command cannot do: exit code 2, and what would do.
 
-use crate::common::{fa, refused};
+use crate::common::{fa, refused, refuses};
 
 #[test]
 fn planning_and_measuring_refuse_what_they_cannot_do() {
@@ -72,7 +72,11 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("emulate --mutate --cta 3", "cannot be used with"),
         ("emulate --shipped --day 2026-01-01", "cannot be used with"),
         ("emulate --mutate --day 2026-01-01", "cannot be used with"),
-        ("emulate --sample 0 --tried x", "cannot be used with"),
+        ("emulate --sample 1 --tried x", "cannot be used with"),
+        ("emulate --sample 0", "invalid value '0'"),
+        ("emulate --random 0", "invalid value '0'"),
+        ("emulate --random 1000001", "1..=1000000"),
+        ("emulate --random 1 --from 4294967296", "0..=4294967295"),
         ("emulate --sample 1 --day x", "YYYY-MM-DD"),
         ("emulate --sample 1 --day 2026-02-29", "YYYY-MM-DD"),
         ("emulate --sample 1 --day 2026-13-01", "YYYY-MM-DD"),
@@ -102,6 +106,7 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("build --all-configs --specs x", "cannot be used with"),
         ("validate --check-records --mode bwd", "cannot be used with"),
         ("validate --sanitize --spec x", "cannot be used with"),
+        ("validate --spec x --family sm80", "cannot be used with"),
         ("validate --seed 3", "--soak"),
         ("validate --repeat 5 --soak 5", "cannot be used with"),
         ("validate --mode both", "invalid value 'both'"),
@@ -113,11 +118,12 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("tune --random 5 --marks sm90", "cannot be used with"),
         ("tune --random 5 --mode fwd --deterministic", "--mode bwd"),
         ("bench --seconds 0", "above 0"),
+        ("records --list --again", "cannot be used with"),
+        ("records --list --gpu ../h100", "use letters, digits"),
+        ("records --list --budget 60", "cannot be used with"),
         ("completions cmd", "invalid value"),
     ] {
-        let outcome = fa(line);
-        assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
-        assert!(outcome.stderr.contains(part), "{line}: '{part}' is not in {}", outcome.stderr);
+        refuses(line, part);
     }
 }
 
@@ -173,7 +179,6 @@ fn flags_that_belong_to_an_absent_flag_are_refused() {
         ("emulate x.ron --grid --page 16", "--page"),
         ("emulate x.ron --grid --headdim 64", "--headdim"),
     ] {
-        let outcome = fa(line);
-        assert!(outcome.code == 2 && outcome.stderr.contains(flag), "{line}: {outcome:?}");
+        refuses(line, flag);
     }
 }

@@ -4,7 +4,9 @@ use std::io::Read;
 use std::path::Path;
 use std::process::Stdio;
 
-use crate::common::{Dir, Tensor, command, fa, fa_args, fa_with, noise, refused, repository, text, write};
+use crate::common::{
+    Dir, Tensor, command, fa, fa_args, fa_with, noise, refused, refuses, repository, text, write,
+};
 
 const Q: &[usize] = &[1, 4, 2, 8];
 const KV: &[usize] = &[1, 6, 2, 8];
@@ -232,8 +234,7 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
     refused(&fa("bench --seqlen 16 --plot -"), &["name a file"], "--plot -");
     for line in ["plan --report", "emulate x.ron --report", "bench --seqlen 16 --plot"] {
         for (name, part) in [("-", "name a file"), ("x.txt", "is written as .")] {
-            let outcome = fa(&format!("{line} {name}"));
-            assert!(outcome.code == 2 && outcome.stderr.contains(part), "{line} {name}: {outcome:?}");
+            refuses(&format!("{line} {name}"), part);
         }
     }
     let specs = text(folder.root());

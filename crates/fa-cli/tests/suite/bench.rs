@@ -1,6 +1,6 @@
 //! `fa bench`: the record's shape, files, and what it measures.
 
-use crate::common::{Dir, fa, repository, text};
+use crate::common::{Dir, fa, refuses, repository, text};
 
 #[test]
 fn json_has_a_row_per_shape_and_pass() {
@@ -106,8 +106,7 @@ fn appending_is_measured_by_the_bytes_that_it_moves() {
         ("--backend cuda --seconds 1", "--seconds is the CPU's"),
         ("--dtype f16", "leave out --dtype"),
     ] {
-        let refused = fa(&format!("bench --append {line}"));
-        assert!(refused.code == 2 && refused.stderr.contains(part), "{line}: {}", refused.stderr);
+        refuses(&format!("bench --append {line}"), part);
     }
 }
 
@@ -127,8 +126,7 @@ fn marks_that_do_not_go_with_a_flag_are_refused_by_name() {
             "pages of 16, paged prefill, bf16: 64 x 512x4096, 32:8",
         ),
     ] {
-        let refused = fa(&format!("bench {line}"));
-        assert!(refused.code == 2 && refused.stderr.contains(part), "{line}: {}", refused.stderr);
+        refuses(&format!("bench {line}"), part);
     }
     assert!(fa("bench --help").good().contains("- plan:"));
 }

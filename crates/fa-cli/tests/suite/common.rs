@@ -185,7 +185,16 @@ pub(crate) fn listing(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Asserts a refusal that names every part.
+/// Asserts that arguments, split at blanks, are refused in words that have `part`: clap's, which also show
+/// the usage, or the program's own.
+#[track_caller]
+pub(crate) fn refuses(line: &str, part: &str) {
+    let outcome = fa(line);
+    assert!(outcome.code == 2 && outcome.stdout.is_empty(), "{line}: {outcome:?}");
+    assert!(outcome.stderr.contains(part), "{line}: '{part}' is not in {}", outcome.stderr);
+}
+
+/// Asserts a refusal of one line that names every part.
 #[track_caller]
 pub(crate) fn refused(outcome: &Outcome, parts: &[&str], what: &str) {
     let Outcome { code, stdout, stderr } = outcome;

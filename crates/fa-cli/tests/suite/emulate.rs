@@ -1,6 +1,6 @@
 //! `fa emulate`: every flag is heeded or refused.
 
-use crate::common::{Dir, fa, fa_args, repository, text};
+use crate::common::{Dir, fa_args, refused, refuses, repository, text};
 
 const SPEC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fa-kernels/specs/sm80/hd64-causal-bf16.ron");
 
@@ -26,9 +26,7 @@ fn flags_of_one_kernel_and_of_many_do_not_mix() {
         ("emulate --sample 1 --log x.jsonl", "--random"),
         ("emulate --shipped --from 3", "--random"),
     ] {
-        let outcome = fa(line);
-        assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
-        assert!(outcome.stderr.contains(part) && outcome.stdout.is_empty(), "{line}: {outcome:?}");
+        refuses(line, part);
     }
 }
 
@@ -43,10 +41,17 @@ fn what_a_kernel_does_not_heed_is_refused() {
         (vec!["--scale", "0"], "softmax_scale"),
         (vec!["--gap", "18446744073709551608"], "of at most 65536"),
         (vec!["--gap", "12"], "a multiple of 8"),
+        (vec!["--lengths", "18446744073709551615"], "of at most 2147483647"),
+        (vec!["--lengths", "3", "--slack", "18446744073709551615"], "of at most 2147483647"),
+        (vec!["--page", "16", "--seqlen", "1x18446744073709551615"], "2147483647"),
+        (vec!["--page", "16", "--batch", "18446744073709551615"], "at most 1048576 sequences"),
         (vec!["--seqlen", "0x99999999999"], "memory are free"),
         (vec!["--headers", "no/such/folder"], "there is no such folder"),
         (vec!["--seqlen", "20", "--report", "/dev/null", "--cta", "99"], "--cta 99"),
         (vec!["--mutate", "--statement", "nosuch.cuh"], "--statement nosuch.cuh"),
+        (vec!["--mutate", "--survivors", "no/such.ron"], "cannot read no/such.ron"),
+        (vec!["--mutate", "--survivors", SPEC], "hd64-causal-bf16.ron is no record"),
+        (vec!["--mutate", "--tried", SPEC], "hd64-causal-bf16.ron is no record"),
     ] {
         let outcome = fa_args(&[&["emulate", SPEC][..], &flags].concat());
         if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
@@ -55,6 +60,25 @@ fn what_a_kernel_does_not_heed_is_refused() {
         }
         assert_eq!(outcome.code, 2, "{flags:?}: {outcome:?}");
         assert!(outcome.stderr.contains(part), "{flags:?}: {outcome:?}");
+    }
+}
+
+#[test]
+fn files_that_are_no_records_are_refused_and_left_as_they_are() {
+    let folder = Dir::new();
+    let path = folder.path("own");
+    std::fs::write(&path, "(proven: [").unwrap();
+    for (flags, part) in [
+        (["--shipped", "--record"].as_slice(), "own is no record"),
+        (&["--random", "1", "--log"], "own: it has 1 line, none of such a log"),
+    ] {
+        let outcome = fa_args(&[&["emulate"], flags, &[text(&path)]].concat());
+        if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
+            eprintln!("skipped: {}", outcome.stderr);
+            return;
+        }
+        refused(&outcome, &[part], part);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "(proven: [", "{part}");
     }
 }
 

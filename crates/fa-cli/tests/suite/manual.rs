@@ -1,6 +1,6 @@
 //! Help, manual pages, completions and `fa doctor`.
 
-use crate::common::{Dir, fa, fa_args, fa_with, listing, text};
+use crate::common::{Dir, fa, fa_args, fa_with, listing, refused, text};
 
 const COMMANDS: [&str; 13] = [
     "run",
@@ -56,8 +56,7 @@ fn the_manual_is_written_as_pages_of_a_folder() {
     // A file in the folder's place, and a page beside the folder.
     let file = folder.path("file");
     std::fs::write(&file, "x").unwrap();
-    let refused = fa_args(&["man", "--out", text(&file)]);
-    assert!(refused.code == 2 && refused.stderr.contains("cannot write"), "{refused:?}");
+    refused(&fa_args(&["man", "--out", text(&file)]), &["cannot write"], "a file in the folder's place");
     assert_eq!(fa_args(&["man", "plan", "--out", text(&pages)]).code, 2);
 }
 

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use crate::common::{Dir, Tensor, fa, metadata, noise, read, repository, text, write};
+use crate::common::{Dir, Tensor, fa, metadata, noise, read, refused, repository, text, write};
 
 const BACKENDS: [&str; 2] = ["cpu", "reference"];
 
@@ -252,13 +252,9 @@ fn what_contradicts_itself_is_refused_by_the_tensors_name() {
         let what = format!("{name} with {}", tensor.0);
         let path = with(&folder, name, Some(tensor));
         for backend in BACKENDS {
-            let refused = fa(&format!("run {path} --causal --backend {backend}"));
-            assert_eq!(refused.code, 2, "{what}: {refused:?}");
-            for part in parts {
-                assert!(refused.stderr.contains(part), "{what}: '{part}' is not in {}", refused.stderr);
-            }
+            refused(&fa(&format!("run {path} --causal --backend {backend}")), parts, &what);
         }
     }
-    let refused = fa(&format!("run {} --causal --backward", example("decode-paged")));
-    assert!(refused.code == 2 && refused.stderr.contains("keys lie in pages"), "{refused:?}");
+    let backward = fa(&format!("run {} --causal --backward", example("decode-paged")));
+    refused(&backward, &["keys lie in pages"], "a backward of pages");
 }

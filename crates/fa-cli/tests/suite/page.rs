@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 
-use crate::common::{Dir, fa, repository, text};
+use crate::common::{Dir, fa, refuses, repository, text};
 
 /// A Chromium: `FA_CHROMIUM`, or one on the path.
 fn chromium() -> Option<PathBuf> {
@@ -197,8 +197,7 @@ fn emulated() -> Result<&'static String, &'static str> {
 fn a_page_shows_the_loop_by_the_emulation() {
     let folder = Dir::new();
     let path = folder.path("page.html");
-    let refused = fa("plan --emulate");
-    assert!(refused.code == 2 && refused.stderr.contains("--report"), "{refused:?}");
+    refuses("plan --emulate", "--report");
     let page = match emulated() {
         Ok(page) => page,
         Err(why) => {

@@ -140,7 +140,9 @@ fn compose_tuple(
             Ok((IntTuple::Tuple(new_shapes), IntTuple::Tuple(new_strides)))
         }
         (IntTuple::Int(extent), IntTuple::Int(stride)) => compose_mode(outer, reach, *extent, *stride),
-        _ => Err(LayoutError::NotCongruent { shape: shape.to_string(), stride: stride.to_string() }),
+        (IntTuple::Int(_), IntTuple::Tuple(_)) | (IntTuple::Tuple(_), IntTuple::Int(_)) => {
+            Err(LayoutError::NotCongruent { shape: shape.to_string(), stride: stride.to_string() })
+        }
     }
 }
 

@@ -164,7 +164,7 @@ impl Layout {
             (IntTuple::Tuple(shapes), IntTuple::Tuple(strides)) => {
                 shapes.iter().zip(strides).map(|(shape, stride)| Self::part(shape, stride)).collect()
             }
-            _ => vec![self.clone()],
+            (IntTuple::Int(_), _) | (_, IntTuple::Int(_)) => vec![self.clone()],
         }
     }
 
@@ -202,7 +202,7 @@ impl Layout {
                 }
                 Ok(offset)
             }
-            _ => self.at(indices[0]),
+            (IntTuple::Int(_), _) | (_, IntTuple::Int(_)) => self.at(indices[0]),
         }
     }
 
@@ -269,7 +269,7 @@ fn visit(shape: &IntTuple, stride: &IntTuple, each: &mut impl FnMut(Mode)) {
         }
         (IntTuple::Int(extent), IntTuple::Int(stride)) => each(Mode { extent: *extent, stride: *stride }),
         // `Layout::new` admits congruent tuples only.
-        _ => {}
+        (IntTuple::Int(_), IntTuple::Tuple(_)) | (IntTuple::Tuple(_), IntTuple::Int(_)) => {}
     }
 }
 

@@ -48,7 +48,7 @@ impl IntTuple {
             (Self::Tuple(a), Self::Tuple(b)) => {
                 a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.congruent(b))
             }
-            _ => false,
+            (Self::Int(_), Self::Tuple(_)) | (Self::Tuple(_), Self::Int(_)) => false,
         }
     }
 
@@ -60,7 +60,7 @@ impl IntTuple {
             (Self::Tuple(a), Self::Tuple(b)) => {
                 a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.compatible(b))
             }
-            _ => false,
+            (Self::Tuple(_), Self::Int(_)) => false,
         }
     }
 

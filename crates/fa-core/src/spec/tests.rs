@@ -1,3 +1,5 @@
+//! Tests of specs: their text, their checks, and which problems they serve.
+
 use super::*;
 use crate::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod};
 

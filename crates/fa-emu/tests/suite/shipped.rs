@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use fa_emu::Emulator;
-use fa_emu::record::{Candidate, Record, prove, today};
+use fa_emu::record::{Candidate, Record, prove};
 use fa_emu::sample::sample;
 use fa_emu::shipped::shipped;
+use fa_lab::record::today;
 
 use crate::emulator;
 use crate::known::ONLY;
@@ -38,7 +39,7 @@ fn check(emulator: &Emulator, mut candidates: Vec<Candidate>) {
     let only = std::env::var(ONLY).unwrap_or_default();
     candidates.retain(|candidate| candidate.name.contains(&only));
     let stamps = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated.ron");
-    let records = [Record::read(Path::new(COMMITTED)), Record::read(&stamps)];
+    let records = [Record::read(Path::new(COMMITTED)).unwrap(), Record::read(&stamps).unwrap_or_default()];
     let workers = std::thread::available_parallelism().map_or(1, |count| count.get());
     let attempts = prove(emulator, candidates, &records, workers, &|attempt| {
         if !attempt.known {
@@ -51,7 +52,7 @@ fn check(emulator: &Emulator, mut candidates: Vec<Candidate>) {
     let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
     static STAMPS: Mutex<()> = Mutex::new(());
     let _one_writer = STAMPS.lock().unwrap_or_else(PoisonError::into_inner);
-    Record::read(&stamps).write(&stamps, &proven).unwrap();
+    Record::read(&stamps).unwrap_or_default().write(&stamps, &proven).unwrap();
     let faults: Vec<String> = attempts
         .iter()
         .flat_map(|attempt| attempt.faults.iter().map(|fault| (&attempt.candidate, fault)))

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fa_emu::mutate::{Statement, statements};
-use fa_emu::removals::{Removals, Survivor};
+use fa_emu::removals::{Removals, survivors};
 use fa_emu::subjects::subjects;
 use fa_emu::sweep::Trials;
 use fa_emu::{Options, source};
@@ -30,8 +30,7 @@ fn the_subjects_of_the_mutation_run_are_without_a_finding() {
 #[test]
 fn removals_that_nothing_notices_are_of_present_statements_and_have_reasons() {
     let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results");
-    let text = std::fs::read_to_string(results.join("emulation-survivors.ron")).unwrap();
-    let survivors: Vec<Survivor> = ron::from_str(&text).unwrap();
+    let survivors = survivors(&results.join("emulation-survivors.ron")).unwrap();
     let mut all: Vec<Statement> = Vec::new();
     for (_, subjects) in subjects() {
         for subject in subjects {

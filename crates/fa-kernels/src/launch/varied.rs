@@ -104,20 +104,20 @@ fn most_slots(heads: usize, ctas: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
     use super::*;
 
-    #[test]
-    fn a_plan_has_room_for_every_part() {
-        // Whatever the lengths: as part_length and splits_of of attn/plan.cuh count.
-        let mut state = 7u64;
-        let mut random = |below: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 33) as usize % below
-        };
-        for _ in 0..2000 {
-            let (heads, ctas) = (1 + random(64), 1 + random(200));
-            let most = 1 + random(2000);
-            let lengths: Vec<usize> = (0..1 + random(300)).map(|_| random(most)).collect();
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        /// Whatever the lengths: as `part_length` and `splits_of` of attn/plan.cuh count.
+        #[test]
+        fn a_plan_has_room_for_every_part(
+            (heads, ctas) in (1..=64usize, 1..=200usize),
+            lengths in (1..=2000usize).prop_flat_map(|most| vec(0..most, 1..=300)),
+        ) {
             let each = lengths.iter().sum::<usize>() as f64 * heads as f64 / ctas as f64;
             let length = if each <= 8.0 { each } else { each / 4.0 };
             let length = ((length + 0.999) as usize).max(1);
@@ -125,8 +125,8 @@ mod tests {
                 lengths.iter().map(|n| ((n + length / 2) / length).clamp(1, (*n).max(1))).collect();
             let divided: Vec<usize> = splits.into_iter().filter(|&splits| splits > 1).collect();
             let slots = most_slots(heads, ctas);
-            assert!(divided.iter().sum::<usize>() <= slots, "{heads} {ctas} {lengths:?}");
-            assert!(divided.len() <= slots / 2);
+            prop_assert!(divided.iter().sum::<usize>() <= slots);
+            prop_assert!(divided.len() <= slots / 2);
         }
     }
 }

@@ -213,6 +213,8 @@ pub(crate) fn room(side: Side, sequences: usize, tile: usize) -> (usize, usize) 
 #[cfg(test)]
 mod tests {
     use fa_core::{Dtype, Mask};
+    use proptest::collection::vec;
+    use proptest::prelude::*;
 
     use super::*;
 
@@ -250,28 +252,30 @@ mod tests {
         }
     }
 
-    #[test]
-    fn packed_sequences_have_tiles_of_their_own() {
-        let mut state = 3u64;
-        let mut random = |below: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 33) as usize % below
-        };
-        for _ in 0..500 {
-            let tile = [64, 80, 128][random(3)];
-            let most = 1 + random(400);
-            let lengths: Vec<usize> = (0..1 + random(40)).map(|_| random(most)).collect();
-            let total = lengths.iter().sum::<usize>() + random(100);
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(500))]
+
+        #[test]
+        fn packed_sequences_have_tiles_of_their_own(
+            tile in prop::sample::select(vec![64usize, 80, 128]),
+            lengths in (1..=400usize).prop_flat_map(|most| vec(0..most, 1..=40)),
+            unused in 0..100usize,
+        ) {
             let (mut row, mut free) = (0, 0);
             for (number, len) in lengths.iter().enumerate() {
                 let first = row / tile + number;
-                assert!(first >= free, "{lengths:?}, tiles of {tile}: sequence {number}");
+                prop_assert!(first >= free, "sequence {number}");
                 free = first + len.div_ceil(tile);
                 row += len;
             }
-            let (entries, tiles) = room(Side::packed(total, most), lengths.len(), tile);
-            assert!(entries == 1 && free <= tiles, "{lengths:?}, tiles of {tile}");
+            let longest = lengths.iter().copied().max().unwrap_or(0);
+            let (entries, tiles) = room(Side::packed(row + unused, longest), lengths.len(), tile);
+            prop_assert!(entries == 1 && free <= tiles);
         }
+    }
+
+    #[test]
+    fn padded_sequences_have_entries_of_their_own() {
         assert_eq!(room(Side::padded(65).with_used(), 3, 64), (3, 2));
     }
 

@@ -3,7 +3,7 @@
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Problem, Sm90Fwd};
 use fa_planner::account::account;
-use fa_planner::plan::{PlanOptions, plan};
+use fa_planner::plan::{PlanError, PlanOptions, plan};
 
 use super::rungs::{Ladder, Rung};
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ const SEQLEN: usize = 4096;
 /// On an architecture without wgmma, and for head dims that no kernel has.
 pub(super) fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> Result<Vec<Ladder>> {
     if !arch.has_wgmma() {
-        return Err(Error::Request(format!("{arch} has no wgmma: use --family sm80")));
+        return Err(PlanError::Family { family: Family::Sm90, arch }.into());
     }
     let default = [HeadDim { qk: 128, v: 128 }];
     let head_dims = if head_dims.is_empty() { &default } else { head_dims };
@@ -167,6 +167,7 @@ mod tests {
             });
             assert!(turned, "{field}");
         }
-        assert!(ladders(Arch::Sm80, &[], &[]).is_err());
+        let refused = ladders(Arch::Sm80, &[], &[]).err().map(|error| error.to_string());
+        assert!(refused.is_some_and(|error| error.contains("sm90 kernels do not run on sm80")));
     }
 }

@@ -67,6 +67,9 @@ impl Ragged {
     }
 
     /// Sequences of `lens` rows, each padded to `len`; the padding belongs to no sequence.
+    ///
+    /// # Panics
+    /// Where a sequence has more than `len` rows.
     pub fn padded(lens: &[usize], len: usize) -> Ragged {
         assert!(lens.iter().all(|&own| own <= len), "{lens:?} in room for {len}");
         Ragged { starts: starts(lens), max: len, used: true, store: Store::Padded { len } }
@@ -82,6 +85,9 @@ impl Ragged {
     }
 
     /// Sequences of `lens` rows, each at the head of a slot of `slots` rows, slots end to end.
+    ///
+    /// # Panics
+    /// Where the numbers of both differ, or a slot is too small.
     pub fn packed_in(lens: &[usize], slots: &[usize], behind: usize) -> Ragged {
         assert!(lens.len() == slots.len() && lens.iter().zip(slots).all(|(len, slot)| len <= slot));
         let of_slots = Ragged::packed(slots, behind);
@@ -152,6 +158,9 @@ impl Ragged {
     }
 
     /// The same rows with a bound of `max` rows, which need not be tight; a page table grows with it.
+    ///
+    /// # Panics
+    /// Where a sequence has more than `max` rows.
     #[must_use]
     pub fn bounded(self, max: usize) -> Ragged {
         assert!((0..self.sequences()).all(|b| self.len(b) <= max), "the bound {max} is below a length");

@@ -1,15 +1,14 @@
 //! Measurements, in memory and in a file that survives an interruption.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use fa_core::{KernelSpec, Problem};
 use serde::{Deserialize, Serialize};
 
 use super::candidates::Candidate;
 use super::wanted::Wanted;
-use crate::error::{Context, Result};
+use crate::error::Result;
+use crate::log::{self, Log};
 
 /// The measurement of one candidate.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -71,12 +70,11 @@ pub struct Note {
     pub error: Option<String>,
 }
 
-/// The file of all measurements, a line of JSON each.
+/// The file of all measurements.
 #[derive(Debug)]
 pub struct Notebook {
     notes: Vec<Note>,
-    path: PathBuf,
-    file: File,
+    log: Log,
 }
 
 impl Notebook {
@@ -85,17 +83,7 @@ impl Notebook {
     /// # Errors
     /// When the file cannot be read or written.
     pub fn open(path: &Path) -> Result<Notebook> {
-        let doing = || format!("cannot use {}", path.display());
-        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            fs::create_dir_all(folder).context(doing())?;
-        }
-        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).context(doing())?;
-        let text = fs::read_to_string(path).context(doing())?;
-        if !text.is_empty() && !text.ends_with('\n') {
-            writeln!(file).context(doing())?;
-        }
-        let notes = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-        Ok(Notebook { notes, path: path.to_owned(), file })
+        Ok(Notebook { notes: log::read(path)?.results, log: Log::open(path)? })
     }
 
     /// The newest measurement of this kernel, with these sources, on this problem.
@@ -116,26 +104,25 @@ impl Notebook {
         candidates: &[Candidate],
         found: &[Outcome],
     ) -> Result<()> {
-        let mut lines = String::new();
-        for (candidate, found) in candidates.iter().zip(found) {
-            let note = Note {
-                gpu: gpu.to_owned(),
-                problem: *problem,
-                spec: candidate.spec.clone(),
-                sources: found.sources.clone(),
-                ms: found.ms,
-                again_ms: found.again_ms,
-                error: found.error.clone(),
-            };
-            lines += &(serde_json::to_string(&note)? + "\n");
-            self.notes.push(note);
-        }
-        self.file.write_all(lines.as_bytes()).context(format!("cannot write {}", self.path.display()))
+        let note = |(candidate, found): (&Candidate, &Outcome)| Note {
+            gpu: gpu.to_owned(),
+            problem: *problem,
+            spec: candidate.spec.clone(),
+            sources: found.sources.clone(),
+            ms: found.ms,
+            again_ms: found.again_ms,
+            error: found.error.clone(),
+        };
+        let known = self.notes.len();
+        self.notes.extend(candidates.iter().zip(found).map(note));
+        self.log.add(&self.notes[known..])
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use fa_core::{Arch, Dtype, Family, Mask, Pass};
 
     use super::super::candidates;

@@ -43,6 +43,9 @@ impl Mma {
 
     /// Checks that every warpgroup gets whole instructions: rows in multiples of 64, columns in multiples of
     /// 8.
+    ///
+    /// # Errors
+    /// [`Reason::MmaShape`], with the rows or columns and the multiple that they have to be of.
     pub const fn check(&self) -> Result<(), Reason> {
         let (need_m, need_n) = (WGMMA_M * self.atom_m, WGMMA_N_STEP * self.atom_n);
         if !self.m.is_multiple_of(need_m) {

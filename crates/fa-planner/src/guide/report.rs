@@ -46,6 +46,12 @@ pub enum QueryError {
     /// By the planner's own.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// A list of tile_m for forwards alone, which the guide's model does not read.
+    #[error(
+        "tile_m {0:?} is the backward's; a forward has 64 rows per MMA warpgroup on sm90: leave tile_m out, \
+         or search for backwards too"
+    )]
+    ForwardTileM(Vec<u32>),
 }
 
 /// The result. It serializes as a [`SearchResult`] on sm90 and as a [`Found`] elsewhere, cut to what the
@@ -63,17 +69,15 @@ enum Searched {
 }
 
 impl Query {
-    /// Options of the query that the search does not use, in words.
-    pub fn unused(&self) -> Option<&'static str> {
-        (self.arch == Arch::Sm90 && self.mode == Mode::Fwd && self.tile_m.is_some())
-            .then_some("--tile-m lists the backward's tile_m; the forward's is 64 per MMA warpgroup")
-    }
-
     /// Searches.
     ///
     /// # Errors
-    /// [`QueryError`] for head dims and tile sides out of range. Finding nothing is no error.
+    /// [`QueryError`] for head dims and tile sides out of range, and for a tile_m that nothing reads. Finding
+    /// nothing is no error.
     pub fn run(self) -> Result<Report, QueryError> {
+        if let (Arch::Sm90, Mode::Fwd, Some(tile_m)) = (self.arch, self.mode, &self.tile_m) {
+            return Err(QueryError::ForwardTileM(tile_m.clone()));
+        }
         let (tile_m, tile_n) = (self.tile_m.as_deref(), self.tile_n.as_deref());
         let result = if self.arch == Arch::Sm90 {
             Searched::Guide(Box::new(search(self.head_dims, self.mode, &Tiles::with_lists(tile_m, tile_n))?))

@@ -15,6 +15,43 @@ fn unit(report: &Report) -> Option<&'static str> {
 
 /// For people: the rows, then the summary.
 pub(crate) fn table(report: &Report) -> String {
+    let Provenance { device, compiler, commit, .. } = &report.provenance;
+    let driver = device.driver.as_deref().unwrap_or("unknown");
+    let mut text = format!(
+        "{}, driver {driver}, CUDA {}, {compiler}, commit {commit}; medians of {} launches\n{}",
+        device.gpu,
+        device.cuda,
+        report.reps,
+        rows(report)
+    );
+    if let Some(PeersRecord { versions, errors, ceilings, .. }) = &report.peers {
+        let versions: Vec<String> =
+            versions.iter().map(|(name, version)| format!("{name}: {version}")).collect();
+        let Ceilings { matmul_tflops, copy_gb_per_s } = ceilings;
+        text += &format!(
+            "{}; in this run a bf16 product of 8192^3 takes {matmul_tflops:.0} TFLOP/s, a copy \
+             {copy_gb_per_s:.0} GB/s\n",
+            versions.join(", ")
+        );
+        for (name, why) in errors {
+            text += &format!("no {name}: {why}\n");
+        }
+    }
+    let graphs: std::collections::BTreeSet<usize> = report.rows.iter().filter_map(|row| row.graph).collect();
+    for calls in graphs {
+        text += &format!("rows of a CUDA graph: {calls} calls in each, of us and of peers; ms of one call\n");
+    }
+    for s in &report.summary {
+        text += &format!(
+            "{}, over {}: {} rows, geometric mean {:.3}, lowest {:.3} ({}), {} below 1\n",
+            s.group, s.against, s.rows, s.geometric_mean, s.lowest, s.lowest_row, s.below_one
+        );
+    }
+    text
+}
+
+/// A line for each row.
+fn rows(report: &Report) -> String {
     let names = report.peer_names();
     let with_name = report.rows.iter().any(|row| row.name.is_some());
     let mut header = if with_name { vec!["what"] } else { Vec::new() };
@@ -60,37 +97,5 @@ pub(crate) fn table(report: &Report) -> String {
         }
         table.add_row(cells);
     }
-    let Provenance { device, compiler, commit, .. } = &report.provenance;
-    let driver = device.driver.as_deref().unwrap_or("unknown");
-    let mut text = format!(
-        "{}, driver {driver}, CUDA {}, {compiler}, commit {commit}; medians of {} launches\n{}",
-        device.gpu,
-        device.cuda,
-        report.reps,
-        output::table_text(&table)
-    );
-    if let Some(PeersRecord { versions, errors, ceilings, .. }) = &report.peers {
-        let versions: Vec<String> =
-            versions.iter().map(|(name, version)| format!("{name}: {version}")).collect();
-        let Ceilings { matmul_tflops, copy_gb_per_s } = ceilings;
-        text += &format!(
-            "{}; in this run a bf16 product of 8192^3 takes {matmul_tflops:.0} TFLOP/s, a copy \
-             {copy_gb_per_s:.0} GB/s\n",
-            versions.join(", ")
-        );
-        for (name, why) in errors {
-            text += &format!("no {name}: {why}\n");
-        }
-    }
-    let graphs: std::collections::BTreeSet<usize> = report.rows.iter().filter_map(|row| row.graph).collect();
-    for calls in graphs {
-        text += &format!("rows of a CUDA graph: {calls} calls in each, of us and of peers; ms of one call\n");
-    }
-    for s in &report.summary {
-        text += &format!(
-            "{}, over {}: {} rows, geometric mean {:.3}, lowest {:.3} ({}), {} below 1\n",
-            s.group, s.against, s.rows, s.geometric_mean, s.lowest, s.lowest_row, s.below_one
-        );
-    }
-    text
+    output::table_text(&table)
 }

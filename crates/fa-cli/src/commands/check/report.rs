@@ -86,12 +86,13 @@ pub(super) fn text(report: &Report) -> String {
             verdict,
         ]);
     }
-    let rule = match (report.rule, &report.inputs) {
-        (RuleName::F64OfInputs, Some(path)) => {
-            format!("each against f64 on the inputs of {}, by twice the inputs' precision", path.display())
+    let rule = match report.rule {
+        RuleName::F64OfInputs => {
+            let file = report.inputs.as_ref().map_or(String::new(), |path| format!(" of {}", path.display()));
+            format!("each against f64 on the inputs{file}, by twice the inputs' precision")
         }
-        (RuleName::Given, _) => "A against B by the tolerances given".to_owned(),
-        _ => "A against B by the rounding of their type (inputs unknown)".to_owned(),
+        RuleName::RoundingOfType => "A against B by the rounding of their type (inputs unknown)".to_owned(),
+        RuleName::Given => "A against B by the tolerances given".to_owned(),
     };
     let a = report.a.display();
     let verdict = match (report.off.as_slice(), &report.b) {

@@ -185,8 +185,8 @@ pub(crate) struct EmulateArgs {
     pub shipped: bool,
     /// Run this many of the planner's other configurations at awkward shapes, a different sample each day
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
-    #[arg(conflicts_with_all = OF_ONE, value_parser = whole::<usize>)]
-    pub sample: Option<usize>,
+    #[arg(conflicts_with_all = OF_ONE, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub sample: Option<u32>,
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
     #[arg(conflicts_with_all = ["spec", "mutate", "shipped", "random"], value_parser = crate::flags::day)]
@@ -194,11 +194,11 @@ pub(crate) struct EmulateArgs {
     /// Run this many kernels drawn at random (the planner's first choices, its other candidates, some with a
     /// switch changed), each on random problems that it computes
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped", "sample", "record"])]
-    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = whole::<u64>)]
-    pub random: Option<u64>,
+    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub random: Option<u32>,
     /// With --random: the number of the first kernel to draw, as a report counts them [default: 0]
-    #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = whole::<u64>)]
-    pub from: Option<u64>,
+    #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = clap::value_parser!(u32))]
+    pub from: Option<u32>,
     /// With --random: only these kernels, as in sm90_bwd
     #[arg(long, value_name = "KERNEL,..", value_delimiter = ',')]
     #[arg(conflicts_with = "spec", value_parser = fa_emu::random::KERNELS)]
@@ -218,11 +218,11 @@ pub(crate) struct EmulateArgs {
     /// With --mutate: only statements whose location contains this, as in sm90/fwd.cuh:120
     #[arg(long, value_name = "TEXT", requires = "mutate", conflicts_with_all = OF_NO_REMOVAL)]
     pub statement: Option<String>,
-    /// Removals known to go unnoticed, with the reasons; any other is a negative verdict
-    #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
-    #[arg(requires = "mutate", conflicts_with_all = ["shipped", "sample", "random"])]
-    #[arg(conflicts_with_all = OF_NO_REMOVAL)]
-    pub survivors: PathBuf,
+    /// Removals known to go unnoticed, with the reasons; any other is a negative verdict [default, where
+    /// there is one: docs/results/emulation-survivors.ron]
+    #[arg(long, value_name = "FILE", requires = "mutate")]
+    #[arg(conflicts_with_all = ["shipped", "sample", "random"], conflicts_with_all = OF_NO_REMOVAL)]
+    pub survivors: Option<PathBuf>,
     /// With --mutate: the removals tried so far. Removals from unchanged code are not tried again, others are
     /// added one by one, so that a stopped run can be resumed [default, unless SPEC is named:
     /// docs/results/removals.ron]

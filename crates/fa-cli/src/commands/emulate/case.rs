@@ -19,6 +19,9 @@ const LENGTH: Seqlen = Seqlen { q: 300, k: 300 };
 /// Elements between rows, at most.
 const MAX_GAP: usize = 1 << 16;
 
+/// The most sequences whose lengths are listed.
+const MAX_BATCH: usize = 1 << 20;
+
 /// Rows that belong to no sequence, behind sequences of different lengths.
 const SLACK: usize = 5;
 
@@ -72,8 +75,12 @@ fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Result<Option<Batch>, InputEr
     let sequences = match (args.lengths.as_slice(), args.seqlen, args.batch) {
         ([], None, None) => fa_lab::grid::LENGTHS.to_vec(),
         ([], one, batch) => {
-            let one = one.unwrap_or(LENGTH);
-            vec![(one.q, one.k); batch.unwrap_or(1)]
+            let (one, batch) = (one.unwrap_or(LENGTH), batch.unwrap_or(1));
+            if batch > MAX_BATCH {
+                let message = format!("--batch {batch}: at most {MAX_BATCH} sequences are emulated");
+                return Err(InputError::Usage(message));
+            }
+            vec![(one.q, one.k); batch]
         }
         (lengths, ..) => lengths.iter().map(|own| (own.q, own.k)).collect(),
     };

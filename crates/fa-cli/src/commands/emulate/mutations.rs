@@ -1,12 +1,11 @@
 //! Synchronising statements removed one at a time, and those whose removal nothing notices.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use anyhow::Context;
 use fa_emu::Emulator;
 use fa_emu::mutate::{self, Statement};
-use fa_emu::removals::{Keys, Removal, Removals, Survivor};
+use fa_emu::removals::{Keys, Removal, Removals, Survivor, survivors};
 use fa_emu::sweep::Trials;
 use fa_kernels::Headers;
 
@@ -18,15 +17,18 @@ use crate::term::progress::Steps;
 /// The file of removals tried so far: those of all kernels, unless another file is named.
 const TRIED: &str = "docs/results/removals.ron";
 
+/// The list of removals that are known to go unnoticed, unless another file is named.
+const SURVIVORS: &str = "docs/results/emulation-survivors.ron";
+
 pub(super) fn mutations(
     args: &EmulateArgs,
     emulator: &Emulator,
     kernels: Vec<(&'static str, Vec<mutate::Subject>)>,
 ) -> anyhow::Result<Verdict> {
-    let known: Vec<Survivor> = match std::fs::read_to_string(&args.survivors) {
-        Ok(text) => ron::from_str(&text).with_context(|| args.survivors.display().to_string())?,
-        Err(_) => Vec::new(),
-    };
+    if let Some(named) = &args.survivors {
+        std::fs::metadata(named).map_err(InputError::read(named))?;
+    }
+    let known = survivors(list(args))?;
     let file = args.tried.clone().or_else(|| args.spec.is_none().then(|| PathBuf::from(TRIED)));
     let removals = Mutex::new(file.as_deref().map_or_else(|| Ok(Removals::default()), Removals::read)?);
     let (all, new) = (Mutex::new(Vec::new()), Mutex::new(0usize));
@@ -77,6 +79,11 @@ pub(super) fn mutations(
     let (mut all, new) = (std::mem::take(&mut *lock(&all)), *lock(&new));
     all.sort();
     print(args, &known, &all, new)
+}
+
+/// The file of that list.
+fn list(args: &EmulateArgs) -> &Path {
+    args.survivors.as_deref().unwrap_or(Path::new(SURVIVORS))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -134,7 +141,7 @@ fn print(
         .filter(|own| all.iter().any(|(statement, noticed)| own.is_of(statement) && noticed.is_some()))
         .collect();
     for own in &of_list {
-        out += &format!("listed in {} but noticed: {} {}\n", args.survivors.display(), own.file, own.text);
+        out += &format!("listed in {} but noticed: {} {}\n", list(args).display(), own.file, own.text);
     }
     let count = all.len();
     out += &format!(

@@ -2,17 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::fs::File;
-use std::io::Write as _;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use anyhow::Context;
 use fa_core::counted;
 use fa_emu::Emulator;
 use fa_emu::random::{Tried, attempt, draw, kernel_of};
 use fa_kernels::Headers;
+use fa_lab::log::{self, Lines, Log};
 
 use super::args::EmulateArgs;
 use crate::term::failure::{InputError, Verdict};
@@ -30,17 +28,12 @@ pub(super) fn random(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<
     };
     let named = |turn: &u64| args.kernels.iter().any(|own| own == kernel_of(*turn));
     let wanted = |turn: &u64| args.kernels.is_empty() || named(turn);
-    let count = usize::try_from(args.random.unwrap_or(1)).unwrap_or(usize::MAX);
-    let turns: Vec<u64> = (args.from.unwrap_or(0)..).filter(wanted).take(count).collect();
+    let (from, count) = (u64::from(args.from.unwrap_or(0)), args.random.unwrap_or(1) as usize);
+    let turns: Vec<u64> = (from..).filter(wanted).take(count).collect();
     let mut known = args.log.as_deref().map_or_else(|| Ok(Vec::new()), known)?;
+    let log = args.log.as_deref().map(Log::open).transpose()?;
     known.retain(|tried| tried.seed == seed && turns.contains(&tried.turn));
     let done: BTreeSet<u64> = known.iter().map(|tried| tried.turn).collect();
-    let log = match &args.log {
-        Some(path) => Some(File::options().append(true).create(true).open(path).with_context(|| {
-            format!("{}: a log of what was tried cannot be written there", path.display())
-        })?),
-        None => None,
-    };
     let left: Vec<u64> = turns.into_iter().filter(|turn| !done.contains(turn)).collect();
     let shared = Mutex::new((Steps::new(left.len()), log, known));
     let (next, headers) = (AtomicU64::new(0), Headers::embedded());
@@ -59,7 +52,7 @@ pub(super) fn random(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<
             let (steps, log, all) = &mut *shared;
             steps.advance();
             if let Some(log) = log {
-                writeln!(log, "{}", serde_json::to_string(&tried)?).context("the log of what was tried")?;
+                log.add(std::slice::from_ref(&tried))?;
             }
             all.push(tried);
         }
@@ -73,14 +66,15 @@ pub(super) fn random(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<
     Ok(if tried.iter().all(|own| own.faults.is_empty()) { Verdict::Good } else { Verdict::Bad })
 }
 
-/// The entries of a log; an incomplete last line is left out.
+/// What a log says was tried.
 fn known(path: &Path) -> anyhow::Result<Vec<Tried>> {
-    let text = match std::fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(source) => return Err(InputError::Read { path: path.to_owned(), source }.into()),
-    };
-    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+    let Lines { results, others } = log::read(path)?;
+    if results.is_empty() && others > 0 {
+        let lines = counted(others, "line");
+        let message = format!("--log {}: it has {lines}, none of such a log: name another", path.display());
+        return Err(InputError::Usage(message).into());
+    }
+    Ok(results)
 }
 
 /// A line for each of the kernels, and what was found, with how to run it again.

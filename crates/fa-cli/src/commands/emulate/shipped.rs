@@ -4,8 +4,9 @@ use std::sync::Mutex;
 
 use fa_core::counted;
 use fa_emu::Emulator;
-use fa_emu::record::{Attempt, Candidate, Record, prove, today};
+use fa_emu::record::{Attempt, Candidate, Record, prove};
 use fa_emu::sample::sample;
+use fa_lab::record::today;
 
 use super::args::EmulateArgs;
 use crate::term::failure::Verdict;
@@ -15,7 +16,7 @@ use crate::term::progress::Steps;
 pub(super) fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
     let candidates =
         fa_emu::shipped::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
-    let record = Record::read(&args.record);
+    let record = Record::read(&args.record)?;
     let attempts = attempts(args, emulator, candidates, std::slice::from_ref(&record))?;
     let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
     if !proven.is_empty() {
@@ -26,7 +27,7 @@ pub(super) fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result
 
 pub(super) fn sampled(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
     let day = args.day.clone().unwrap_or_else(today);
-    let candidates = sample(&day, args.sample.unwrap_or(1));
+    let candidates = sample(&day, args.sample.unwrap_or(1) as usize);
     let attempts = attempts(args, emulator, candidates, &[])?;
     verdict(&attempts, &format!(" of the sample of {day}"))
 }

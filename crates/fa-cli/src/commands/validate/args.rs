@@ -22,7 +22,7 @@ const OF_GRID: [&str; 8] =
 #[command(after_help = EXAMPLES)]
 pub(crate) struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
-    #[arg(long, alias = "arch", value_parser = flags::family())]
+    #[arg(long, alias = "arch", conflicts_with = "spec", value_parser = flags::family())]
     pub family: Option<Family>,
     /// Which pass to validate; gradients are computed after a forward
     #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
@@ -135,8 +135,12 @@ impl ValidateArgs {
             (Some(path), None) => Cases::Spec { spec: Box::new(read_spec_of(path, self.mode)?), repeat },
             (None, None) => Cases::Grid { extent, repeat },
         };
+        let family = match &cases {
+            Cases::Spec { spec, .. } => Some(spec.kernel.family()),
+            Cases::Grid { .. } | Cases::Soak { .. } | Cases::Sanitize | Cases::Configs { .. } => self.family,
+        };
         let (filter, watchdog) = (self.filter.clone(), self.watchdog);
-        Ok(Options { family: self.family, pass, cases, groups: self.groups.clone(), filter, watchdog })
+        Ok(Options { family, pass, cases, groups: self.groups.clone(), filter, watchdog })
     }
 
     /// What the names of records say about the pass.
@@ -146,5 +150,21 @@ impl ValidateArgs {
             (Pass::Backward { .. }, false) => "-bwd",
             (Pass::Backward { .. }, true) => "-bwd-deterministic",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    #[test]
+    fn a_kernel_of_a_file_is_validated_as_one_of_its_family() {
+        let spec = concat!(env!("CARGO_MANIFEST_DIR"), "/../fa-kernels/specs/sm80/hd64-causal-bf16.ron");
+        let cli = Cli::try_parse_from(["fa", "validate", "--spec", spec]).unwrap();
+        let Command::Validate(args) = cli.command else { panic!("another command") };
+        assert_eq!(args.options().unwrap().family, Some(Family::Sm80));
     }
 }

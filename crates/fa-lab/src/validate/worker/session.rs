@@ -70,9 +70,7 @@ impl Session {
         let gpu = device::open()?;
         let family = family.unwrap_or(Family::native(gpu.arch()));
         if !family.runs_on(gpu.arch()) {
-            let arch = gpu.arch();
-            let message = format!("{arch} has no wgmma: use --family sm80, whose kernels run there");
-            return Err(Error::Request(message));
+            return Err(PlanError::Family { family, arch: gpu.arch() }.into());
         }
         Ok(Session {
             gpu,
