@@ -49,8 +49,8 @@ const APART: [&str; 6] = [
     "crates/fa-emu/src/timeline.rs",
 ];
 
-/// Days on which every test of the committed list runs once.
-const TURNS: usize = 5;
+/// Days on which every test of the committed list runs once: a week.
+const TURNS: usize = 7;
 
 /// Tests that have passed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -196,7 +196,7 @@ pub(crate) fn unless_known(test: &str) -> Option<Running> {
 
 #[test]
 fn every_test_has_a_day_and_every_day_takes_as_long() {
-    let seconds = [90, 50, 40, 33, 30, 30, 25, 25, 20, 20, 15, 12, 8, 5, 5, 2, 0, 0, 0, 0];
+    let seconds = [60, 50, 40, 33, 30, 30, 25, 25, 20, 20, 15, 12, 8, 5, 5, 2, 0, 0, 0, 0];
     let passed: BTreeMap<String, u32> =
         seconds.iter().enumerate().map(|(i, &own)| (format!("test{i}"), own)).collect();
     let known = Known { sources: String::new(), passed };
@@ -205,7 +205,7 @@ fn every_test_has_a_day_and_every_day_takes_as_long() {
         for day in first..first + TURNS as u64 {
             let drawn: Vec<&String> = known.passed.keys().filter(|test| !known.spares(test, day)).collect();
             let sum: u32 = drawn.iter().map(|test| known.passed[*test]).sum();
-            assert!((75..=91).contains(&sum), "day {day}: {sum} s, {drawn:?}");
+            assert!((48..=62).contains(&sum), "day {day}: {sum} s, {drawn:?}");
             drawn.into_iter().for_each(|test| *runs.entry(test).or_insert(0) += 1);
         }
         assert!(runs.len() == seconds.len() && runs.values().all(|&own| own == 1), "{runs:?}");
