@@ -93,8 +93,8 @@ pub(super) struct Packed<'a> {
     data_vt: Buffer<u32>,
     /// Where each unit begins; `None` where items pack what they need.
     starts: Vec<Option<Start>>,
-    /// Of each tile that is packed: whether V holds infinities or NaN. Which path computes a unit follows from
-    /// the tiles that its queries see, not from all, so that it is the same where items pack what they need.
+    /// Of each tile that is packed: whether V holds infinities or NaN. Which path computes a unit follows
+    /// from the tiles that its queries see, and not from all: it is the same where items pack what they need.
     wild: Vec<AtomicBool>,
 }
 
