@@ -77,7 +77,7 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
 
 /// Checks, before minutes of compiling, that the bundle's folder can be made and written to. Folders that it
 /// makes for this are removed again, so that nothing is left behind where nothing is compiled.
-fn probe(folder: &Path) -> Result<(), InputError> {
+pub(super) fn probe(folder: &Path) -> Result<(), InputError> {
     let missing: Vec<&Path> =
         folder.ancestors().take_while(|own| !own.as_os_str().is_empty() && !own.exists()).collect();
     let made = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));

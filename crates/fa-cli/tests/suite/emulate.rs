@@ -82,6 +82,17 @@ fn files_that_are_no_records_are_refused_and_left_as_they_are() {
     }
 }
 
+/// Before hours of work, not behind them.
+#[test]
+fn a_record_that_cannot_be_written_is_refused() {
+    let outcome = fa_args(&["emulate", "--shipped", "--record", "/proc/own.ron"]);
+    if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
+        eprintln!("skipped: {}", outcome.stderr);
+        return;
+    }
+    refused(&outcome, &["cannot write /proc"], "a folder that takes no files");
+}
+
 #[test]
 fn sequences_of_one_length_are_as_many_as_asked_for() {
     let flags = ["--page", "16", "--seqlen", "1x20", "--batch", "3", "--seed", "0", "--json"];

@@ -1,12 +1,13 @@
 //! The rows of an append: how they are written, by all threads, and rotated, by the CPU's instructions.
 
 use std::cmp::Reverse;
+use std::sync::{Mutex, PoisonError};
 
 use fa_core::{Rotary, RotaryPairs};
-use rayon::prelude::*;
 
 use crate::element::Element;
 use crate::simd::{Isa, Kernels};
+use crate::tiled::schedule;
 use crate::view::{TensorMut, TensorRef};
 
 /// A row of all heads: entry and row of the tensors that it comes from and goes to, and its position.
@@ -17,7 +18,7 @@ pub(super) struct Row {
     pub position: usize,
 }
 
-/// Least number of elements per thread: fewer take less time than waking the thread.
+/// Elements that a thread takes at a time: fewer take less time than waking the thread.
 const ELEMENTS: usize = 16 << 10;
 
 /// Calls `fill(row, head, elements, scratch)` for every head of all `rows`, with the current elements of
@@ -60,17 +61,15 @@ pub(super) fn write<T: Element>(
         places.push((&rows[i], first, own));
         (rest, begin) = (after, at + len);
     }
-    let each = |scratch: &mut Scratch, (row, first, own): (&Row, usize, &mut [T])| {
-        for (head, own) in own.chunks_exact_mut(dim).enumerate() {
-            fill(row, first + head, own, scratch);
+    let shares: Vec<_> = places.chunks_mut(ELEMENTS.div_ceil(len)).map(Mutex::new).collect();
+    schedule::run(shares.len(), None, Scratch::default, |scratch, share| {
+        let mut places = shares[share].lock().unwrap_or_else(PoisonError::into_inner);
+        for (row, first, own) in places.iter_mut() {
+            for (head, own) in own.chunks_exact_mut(dim).enumerate() {
+                fill(row, *first + head, own, scratch);
+            }
         }
-    };
-    if places.len() * len < 2 * ELEMENTS {
-        let mut scratch = Scratch::default();
-        places.into_iter().for_each(|place| each(&mut scratch, place));
-    } else {
-        places.into_par_iter().with_min_len(ELEMENTS.div_ceil(len)).for_each_init(Scratch::default, each);
-    }
+    });
 }
 
 /// Copies a head's row.

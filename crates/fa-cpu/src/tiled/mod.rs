@@ -23,7 +23,7 @@ mod overflow;
 mod pack;
 mod pack16;
 mod parts;
-mod schedule;
+pub(crate) mod schedule;
 mod scores;
 mod scratch;
 mod sink_terms;

@@ -91,10 +91,19 @@ pub(super) struct Packed<'a> {
     /// What several items share: K, rows of `words_k`, and Vt, `2 * words_v` rows of a tile's keys.
     data_k: Buffer<u32>,
     data_vt: Buffer<u32>,
-    /// Where each unit's K and Vt begin; `None` where items pack what they need.
-    starts: Vec<Option<[usize; 2]>>,
-    /// Of each unit that is packed: whether V holds infinities or NaN.
+    /// Where each unit begins; `None` where items pack what they need.
+    starts: Vec<Option<Start>>,
+    /// Of each tile that is packed: whether V holds infinities or NaN. Which path computes a unit follows
+    /// from the tiles that its queries see, and not from all: it is the same where items pack what they need.
     wild: Vec<AtomicBool>,
+}
+
+/// Where a unit begins: in K, in Vt, and in the tiles of all units.
+#[derive(Clone, Copy)]
+struct Start {
+    k: usize,
+    vt: usize,
+    tile: usize,
 }
 
 /// One tile, packed.
@@ -127,7 +136,7 @@ impl<'a> Packed<'a> {
         let starts = units.iter().zip(shared).enumerate().map(|(index, (unit, &shared))| {
             let keys = batch.sequences[unit.sequence].k.len;
             shared.then(|| {
-                let start = [len_k, len_vt];
+                let start = Start { k: len_k, vt: len_vt, tile: pieces.len() };
                 pieces.extend((0..keys.div_ceil(TILE_N)).map(|tile| (index, tile)));
                 (len_k, len_vt) = (len_k + grain(keys) * words_k, len_vt + grain(keys) * words_v);
                 start
@@ -144,7 +153,7 @@ impl<'a> Packed<'a> {
             data_k: Buffer::new(0),
             data_vt: Buffer::new(0),
             starts,
-            wild: units.iter().map(|_| AtomicBool::new(false)).collect(),
+            wild: pieces.iter().map(|_| AtomicBool::new(false)).collect(),
         };
         let (mut rest_k, mut rest_vt) = (&mut data_k[..], &mut data_vt[..]);
         let pieces: Vec<_> = pieces
@@ -161,12 +170,12 @@ impl<'a> Packed<'a> {
             pieces.len(),
             threads,
             || packed.buffer(),
-            |buffer, piece| {
-                let mut piece = pieces[piece].lock().unwrap_or_else(PoisonError::into_inner);
+            |buffer, number| {
+                let mut piece = pieces[number].lock().unwrap_or_else(PoisonError::into_inner);
                 let (index, tile, to_k, to_vt) = &mut *piece;
                 let rows = [&mut buffer.rows[..], &mut buffer.pairs[..]];
                 if packed.pack(kernels, units[*index], *tile, to_k, to_vt, rows) {
-                    packed.wild[*index].store(true, Ordering::Relaxed);
+                    packed.wild[number].store(true, Ordering::Relaxed);
                 }
             },
         );
@@ -238,13 +247,14 @@ impl<'a> Packed<'a> {
     ) -> Tile<'s> {
         let capacity = self.capacity(unit, tile);
         let (len_k, len_vt) = (capacity * self.words_k, capacity * self.words_v);
-        if let Some([k, vt]) = self.starts[index] {
-            let (k, vt) = (k + tile * TILE_N * self.words_k, vt + tile * TILE_N * self.words_v);
+        if let Some(start) = self.starts[index] {
+            let k = start.k + tile * TILE_N * self.words_k;
+            let vt = start.vt + tile * TILE_N * self.words_v;
             return Tile {
                 k: halves(&self.data_k[k..k + len_k]),
                 vt: halves(&self.data_vt[vt..vt + len_vt]),
                 capacity,
-                wild: self.wild[index].load(Ordering::Relaxed),
+                wild: self.wild[start.tile + tile].load(Ordering::Relaxed),
             };
         }
         let TileBuffer { k, vt, rows, pairs } = buffer;

@@ -11,7 +11,7 @@ use crate::threads;
 /// Runs `work` on the items `0..count` on at most `threads` threads: this one, which starts at once, and
 /// others of the current rayon pool as they wake. Items are started about in order. Each worker allocates its
 /// scratch memory once.
-pub(super) fn run<S>(
+pub(crate) fn run<S>(
     count: usize,
     threads: Option<usize>,
     scratch: impl Fn() -> S + Sync,

@@ -514,3 +514,33 @@ fn hidden_keys_and_values_may_hold_anything() {
         }
     });
 }
+
+/// A value that is not finite, in a tile that the mask hides from all queries, does not decide which path
+/// computes a unit: whether one thread has the unit or several share it, the bits are those without it.
+#[test]
+fn hidden_values_change_no_bits_on_any_number_of_threads() {
+    let problem = Problem {
+        lengths: Lengths::uniform(1, 60, 600),
+        types: Types::same(Dtype::Bf16),
+        ..base(60, 600, Mask::window(20, 20))
+    };
+    let shapes = [check::q_shape(&problem), check::k_shape(&problem), check::v_shape(&problem)];
+    let clean = [0, 1, 2].map(|i| noise::<bf16>(i as u64, len(shapes[i])));
+    let mut wild = clean.clone();
+    // The queries see the keys from 520 on.
+    wild[2][..shapes[2][2] * shapes[2][3]].fill(bf16::NAN);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
+    let all = || {
+        every_isa(|options| {
+            let run = |data, threads| {
+                let options = Options { threads: Some(threads), ..options };
+                forward_bits(&problem, &Extras::NONE, data, options)
+            };
+            let alone = run(&clean, 1);
+            for threads in [1, 2, 5] {
+                assert!(run(&wild, threads) == alone, "{threads} threads with {options:?}");
+            }
+        });
+    };
+    pool.install(|| schedule::tests::with_cores(5, all));
+}

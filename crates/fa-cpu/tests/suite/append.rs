@@ -1,6 +1,10 @@
 //! Appending, beside a loop over elements: caches that lie in any order of axes, pages that are named twice,
 //! both kinds of pairs, and enough rows for all threads.
 
+use std::sync::{Arc, Barrier, mpsc};
+use std::thread;
+use std::time::Duration;
+
 use fa_core::{Append, Dtype, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side, Strides};
 use fa_cpu::{AppendExtras, AppendTensors, Element, Table, TensorMut, TensorRef, append};
 use half::bf16;
@@ -162,4 +166,26 @@ fn rows_of_any_length_are_turned() {
             }
         }
     }
+}
+
+/// Threads of the pool that are busy with something else are not waited for: the caller does all.
+#[test]
+fn a_pool_that_is_busy_keeps_no_call_waiting() {
+    let threads = rayon::current_num_threads();
+    let [all_busy, release] = [0, 1].map(|_| Arc::new(Barrier::new(threads + 1)));
+    for _ in 0..threads {
+        let [all_busy, release] = [&all_busy, &release].map(Arc::clone);
+        rayon::spawn(move || _ = (all_busy.wait(), release.wait()));
+    }
+    all_busy.wait();
+    let (done, is_done) = mpsc::channel();
+    let call = thread::spawn(move || {
+        // 140 rows of 4 heads of 256 are more than a thread takes at a time.
+        check::<bf16>(None, RotaryPairs::Halves, ([0, 1, 2, 3], 1), false, [256, 256]);
+        done.send(()).unwrap();
+    });
+    let came = is_done.recv_timeout(Duration::from_secs(20));
+    release.wait();
+    call.join().unwrap();
+    assert_eq!(came, Ok(()));
 }

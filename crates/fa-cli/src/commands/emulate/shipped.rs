@@ -1,5 +1,6 @@
 //! Kernels proven at awkward shapes: the shipped ones, and a sample of the planner's.
 
+use std::path::Path;
 use std::sync::Mutex;
 
 use fa_core::counted;
@@ -9,6 +10,7 @@ use fa_emu::sample::sample;
 use fa_lab::record::today;
 
 use super::args::EmulateArgs;
+use crate::commands::build;
 use crate::term::failure::Verdict;
 use crate::term::output;
 use crate::term::progress::Steps;
@@ -17,6 +19,9 @@ pub(super) fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result
     let candidates =
         fa_emu::shipped::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
     let record = Record::read(&args.record)?;
+    // It is written when all kernels are proven.
+    let folder = args.record.parent().filter(|folder| !folder.as_os_str().is_empty());
+    build::probe(folder.unwrap_or(Path::new(".")))?;
     let attempts = attempts(args, emulator, candidates, std::slice::from_ref(&record))?;
     let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
     if !proven.is_empty() {
