@@ -13,8 +13,8 @@ use crate::kernels::planned::{self, Forward, Time};
 pub const MAX_SPLITS: usize = 256;
 
 /// More splits are taken only if they are faster by this factor: they need more workspace. As long as all
-/// parts run at once they are taken unless they are slower by it: SMs that are idle would read, too, which the
-/// model does not know (decoding by 112 CTAs reads 3 % less per second than by 128, NB-146).
+/// parts run at once, they are taken unless they are slower by it: SMs that are idle would read, too, which
+/// the model does not know (decoding by 112 CTAs reads 3 % less per second than by 128, NB-146).
 const GAIN: f64 = 1.01;
 
 /// CTAs that share the keys of each tile's rows (splits): 1 to [`MAX_SPLITS`], and no more than a tile has
