@@ -6,13 +6,12 @@ use fa_core::Strides;
 
 use super::band::Band;
 use super::buffer::Buffer;
-use super::long::{Accumulated, Stretches};
-use super::overflow::normaliser_of;
 use super::pack::{KeyRows, Shared, all_finite, is_finite, read_rows, row_stride};
+use super::panels::{Panel, Panels};
 use super::parts::{Parts, slot_len};
 use super::schedule;
-use super::scores::{Scores, finish};
-use super::work::{Forward, Item, Items, TILE_N, Unit, items};
+use super::scores::Scores;
+use super::work::{Forward, Item, TILE_N, Unit, items};
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Kernels, Order, Product, TileShape};
@@ -21,32 +20,9 @@ use crate::view::TensorMut;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 pub(super) const PANELS: usize = 8;
 
-/// A panel of queries and what has been accumulated for it.
-struct Panel {
-    /// Query head.
-    head: usize,
-    queries: Range<usize>,
-    /// Qt `[head_dim][panel]`, scaled.
-    q: Buffer,
-    /// Ot `[head_dim_v][panel]`, not normalised.
-    o: Buffer,
-    max: Buffer,
-    sum: Buffer,
-    /// Whether `o` holds anything yet.
-    started: bool,
-    /// Sums over earlier stretches, for many keys.
-    before: Stretches,
-}
-
-impl Panel {
-    fn parts(&mut self) -> (&mut Stretches, Accumulated<'_>) {
-        let Panel { o, max, sum, started, before, .. } = self;
-        (before, Accumulated { o, max, sum, started })
-    }
-}
-
 struct Scratch {
-    panels: Vec<Panel>,
+    /// Qt `[head_dim][panel]`, scaled.
+    panels: Vec<Panel<f32>>,
     /// St, then Pt: `[TILE_N][panel]`.
     s: Buffer,
     factor: Buffer,
@@ -93,9 +69,11 @@ pub(super) fn run<T: Element>(
     let mut room = Buffer::uncleared(cut.slots() * slot_len(len, width));
     let parts = Parts::new(kernels, &mut room, len, width);
     let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
+    let dims_v = problem.head_dim_v;
+    let panels =
+        Panels { call, units, cut: &cut, parts: &parts, queries: panel_of, width, dims_v, ld, out, lse };
     let scores = Scores::new(problem);
-    let (k, v) = (&k, &v);
-    let job = Job { call, scores: &scores, units, cut: &cut, parts: &parts, k, v, width, ld };
+    let job = Job { panels: &panels, scores: &scores, k: &k, v: &v };
     schedule::run(
         cut.items.len(),
         threads,
@@ -103,36 +81,19 @@ pub(super) fn run<T: Element>(
         |scratch, item| {
             let item = &cut.items[item];
             for (panel, index) in scratch.panels.iter_mut().zip(item.panels.clone()) {
-                let [batch, first] = job.place(panel, item.unit, index);
+                let [batch, first] = panels.place(panel, item.unit, index);
                 let at = [batch, first + panel.queries.start, panel.head];
                 let count = panel.queries.len();
                 read_rows(kernels, &q, at, count, scores.scale, &mut scratch.rows, ld);
                 // Columns past the last query keep old values: their results are not used.
                 kernels.transpose([count, problem.head_dim], &scratch.rows, ld, &mut panel.q, width);
-                panel.parts().1.reset();
+                panel.reset();
             }
             job.main_loop(scratch, item);
-            if item.stretches.is_none() {
-                for panel in &mut scratch.panels[..item.panels.len()] {
-                    job.write(item.unit, panel, &mut scratch.rows, &out, lse.as_ref());
-                }
-            }
+            panels.write_item(item, &mut scratch.panels[..item.panels.len()], &mut scratch.rows);
         },
     );
-    let merges = cut.merges();
-    schedule::run(
-        merges.len(),
-        threads,
-        || (job.panel(0), Buffer::new(width * ld)),
-        |(panel, rows), merge| {
-            let (divided, index) = merges[merge];
-            job.place(panel, divided.unit, index);
-            let slots = divided.stretches.clone().map(|stretch| divided.slot(stretch, index));
-            let (sums, to) = panel.parts();
-            parts.merge(slots, to, sums);
-            job.write(divided.unit, panel, rows, &out, lse.as_ref());
-        },
-    );
+    panels.merge(&[]);
 }
 
 /// Queries of each panel of a sequence: panels are as many as of the full width, and nearly equal. It follows
@@ -151,112 +112,38 @@ pub(super) fn lse_tensor([batch, seqlen, heads, _]: [usize; 4], lse: &mut [f32])
 }
 
 struct Job<'a, T> {
-    call: &'a Forward<'a, T>,
+    panels: &'a Panels<'a, T>,
     scores: &'a Scores,
-    units: &'a [Unit],
-    cut: &'a Items,
-    parts: &'a Parts<'a>,
     k: &'a Shared<'a, T>,
     v: &'a Shared<'a, T>,
-    width: usize,
-    /// Stride of rows of Q and O.
-    ld: usize,
 }
 
 impl<T: Element> Job<'_, T> {
-    /// A panel whose Q has so many dims.
-    fn panel(&self, head_dim: usize) -> Panel {
-        let (problem, width) = (self.call.problem, self.width);
-        Panel {
-            head: 0,
-            queries: 0..0,
-            q: Buffer::new(head_dim * width),
-            o: Buffer::new(problem.head_dim_v * width),
-            max: Buffer::new(width),
-            sum: Buffer::new(width),
-            started: false,
-            before: Stretches::default(),
-        }
-    }
-
     fn scratch(&self, panels: usize) -> Scratch {
-        let (problem, width) = (self.call.problem, self.width);
+        let Panels { width, ld, .. } = *self.panels;
+        let problem = self.panels.call.problem;
         Scratch {
-            panels: (0..panels).map(|_| self.panel(problem.head_dim)).collect(),
+            panels: (0..panels).map(|_| self.panels.panel(problem.head_dim)).collect(),
             s: Buffer::new(TILE_N * width),
             factor: Buffer::new(width),
-            rows: Buffer::new(width * self.ld),
+            rows: Buffer::new(width * ld),
             k: Buffer::new(TILE_N * row_stride(problem.head_dim)),
             v: Buffer::new(TILE_N * row_stride(problem.head_dim_v)),
         }
     }
 
-    /// Makes it panel number `index` of a unit; returns the batch and row where the sequence begins.
-    fn place(&self, panel: &mut Panel, unit: usize, index: usize) -> [usize; 2] {
-        let Forward { kernels, problem, batch, .. } = *self.call;
-        let Unit { sequence, kv_head } = self.units[unit];
-        let span = batch.sequences[sequence].q;
-        let queries = panel_of(kernels, span.len);
-        let panels = span.len.div_ceil(queries);
-        let first = index % panels * queries;
-        panel.head = kv_head * problem.group_size() + index / panels;
-        panel.queries = first..span.len.min(first + queries);
-        [span.batch, span.first]
-    }
-
-    /// Writes a panel's O and LSE.
-    fn write(
-        &self,
-        unit: usize,
-        panel: &mut Panel,
-        rows: &mut [f32],
-        out: &Scatter<'_, T>,
-        lse: Option<&Scatter<'_, f32>>,
-    ) {
-        let Job { call, width, ld, .. } = *self;
-        let Forward { kernels, problem, batch, .. } = *call;
-        let sequence = self.units[unit].sequence;
-        if !panel.started {
-            panel.o.fill(0.0);
-        }
-        let tile = panel.queries.start / panel_of(kernels, batch.sequences[sequence].q.len);
-        let mut out_rows = out.take(sequence, panel.head, tile);
-        let mut lse_rows = lse.map(|lse| lse.take(sequence, panel.head, tile));
-        kernels.transpose([problem.head_dim_v, panel.queries.len()], &panel.o, width, rows, ld);
-        for (i, row) in panel.queries.clone().enumerate() {
-            let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
-            let sums = &mut rows[i * ld..][..problem.head_dim_v];
-            let normaliser = normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
-            out_rows.write(kernels, row, sums, normaliser);
-            if let Some(lse_rows) = &mut lse_rows {
-                lse_rows.write(kernels, row, &[lse], 1.0);
-            }
-        }
-    }
-
     /// All of the item's tiles of keys that its panels see, each for every panel.
     fn main_loop(&self, scratch: &mut Scratch, item: &Item) {
-        let Job { call, scores, cut, parts, width, .. } = *self;
+        let scores = self.scores;
+        let Panels { call, units, width, .. } = *self.panels;
         let Forward { kernels, problem, batch, .. } = *call;
-        let unit = self.units[item.unit];
+        let unit = units[item.unit];
         let band = &call.band(unit.sequence);
         let Scratch { panels, s, factor, k, v, .. } = scratch;
         let panels = &mut panels[..item.panels.len()];
-        let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
-        let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        let seen = cut.keys(item, seen);
-        let divided = cut.divided(item);
-        let end = |panels: &mut [Panel], stretch, is_last| {
-            for (index, panel) in panels.iter_mut().enumerate() {
-                let slot = divided.map(|divided| divided.slot(stretch, index));
-                let (before, sums) = panel.parts();
-                parts.end(slot, before, sums, is_last);
-            }
-        };
+        let seen = self.panels.seen(item, band, panels);
         for key in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N) {
-            if let Some(stretch) = cut.ended(item, &seen, key) {
-                end(panels, stretch, false);
-            }
+            self.panels.before_tile(item, &seen, key, panels);
             let tile = key.max(seen.start)..seen.end.min(key + TILE_N);
             let (k, ldk) = self.k.tile(kernels, item.unit, unit, tile.clone(), k);
             let (v, ldv) = self.v.tile(kernels, item.unit, unit, tile.clone(), v);
@@ -331,7 +218,7 @@ impl<T: Element> Job<'_, T> {
                 panel.started = true;
             }
         }
-        end(panels, cut.stretch_of(item, seen.end.saturating_sub(1)), true);
+        self.panels.after_tiles(item, &seen, panels);
     }
 }
 

@@ -4,7 +4,6 @@
 //! Probabilities are rounded to bf16 before they meet V, as GPU kernels do; their sum is taken before the
 //! rounding.
 
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use fa_core::Problem;
@@ -12,13 +11,12 @@ use half::bf16;
 
 use super::buffer::Buffer;
 use super::forward::lse_tensor;
-use super::long::{Accumulated, Stretches};
-use super::overflow::normaliser_of;
 use super::pack16::{Packed, TileBuffer, grain, read_rows};
+use super::panels::{Panel, Panels};
 use super::parts::{Parts, slot_len};
 use super::schedule;
-use super::scores::{Scores, finish};
-use super::work::{Forward, Item, Items, TILE_N, Unit, items};
+use super::scores::Scores;
+use super::work::{Forward, Item, TILE_N, Unit, items};
 use crate::simd::bf16::{Bf16Kernels, GRAIN, LANES, Product16};
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Kernels, TileShape};
@@ -29,33 +27,10 @@ pub(super) const PANEL: usize = 32;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 pub(super) const PANELS: usize = 16;
 
-/// A panel of queries and what has been accumulated for it.
-struct Panel {
-    /// Query head.
-    head: usize,
-    queries: Range<usize>,
-    /// Qt in pairs `[head_dim / 2][PANEL]`.
-    q: Buffer<u32>,
-    /// Ot `[head_dim_v][PANEL]`, not normalised.
-    o: Buffer,
-    max: [f32; PANEL],
-    sum: [f32; PANEL],
-    /// Whether `o` holds anything yet.
-    started: bool,
-    /// Sums over earlier stretches, for many keys.
-    before: Stretches,
-}
-
-impl Panel {
-    fn parts(&mut self) -> (&mut Stretches, Accumulated<'_>) {
-        let Panel { o, max, sum, started, before, .. } = self;
-        (before, Accumulated { o, max, sum, started })
-    }
-}
-
 struct Scratch {
     tiles: Bf16Kernels,
-    panels: Vec<Panel>,
+    /// Qt in pairs `[head_dim / 2][PANEL]`.
+    panels: Vec<Panel<u32>>,
     /// St `[TILE_N][PANEL]`.
     s: Buffer,
     /// Pt in pairs `[TILE_N / 2][PANEL]`.
@@ -104,8 +79,9 @@ pub(super) fn run(
     let len = dims_v * PANEL;
     let mut room = Buffer::uncleared(cut.slots() * slot_len(len, PANEL));
     let parts = Parts::new(kernels, &mut room, len, PANEL);
-    let scores = &Scores::new(problem);
-    let job = Job { call, scores, units, cut: &cut, parts: &parts, kv: &kv, words, dims_v };
+    let (queries, width, ld) = (|_, _| PANEL, PANEL, dims_v);
+    let panels = Panels { call, units, cut: &cut, parts: &parts, queries, width, dims_v, ld, out, lse };
+    let job = Job { panels: &panels, scores: &Scores::new(problem), kv: &kv, words };
     let left = Mutex::new(vec![]);
     schedule::run(
         cut.items.len(),
@@ -114,150 +90,61 @@ pub(super) fn run(
         |scratch, item| {
             let item = &cut.items[item];
             for (panel, index) in scratch.panels.iter_mut().zip(item.panels.clone()) {
-                let [batch, first] = job.place(panel, item.unit, index);
+                let [batch, first] = panels.place(panel, item.unit, index);
                 let at = [batch, first + panel.queries.start, panel.head];
                 read_rows(&q, at, panel.queries.len(), &mut scratch.rows, words);
                 kernels.transpose_words([PANEL, words], &scratch.rows, words, &mut panel.q, PANEL);
-                panel.parts().1.reset();
-                // A unit that was left to the other path may have left values.
-                panel.before.clear();
+                panel.reset();
             }
-            if !job.main_loop(scratch, item) {
+            if job.main_loop(scratch, item) {
+                panels.write_item(item, &mut scratch.panels[..item.panels.len()], &mut scratch.out);
+            } else {
                 left.lock().unwrap_or_else(PoisonError::into_inner).push(item.unit);
-            } else if item.stretches.is_none() {
-                for panel in &mut scratch.panels[..item.panels.len()] {
-                    job.write(item.unit, panel, &mut scratch.out, &out, lse.as_ref());
-                }
             }
         },
     );
     let mut left = left.into_inner().unwrap_or_else(PoisonError::into_inner);
     left.sort_unstable();
     left.dedup();
-    let mut merges = cut.merges();
-    merges.retain(|(divided, _)| left.binary_search(&divided.unit).is_err());
-    schedule::run(
-        merges.len(),
-        threads,
-        || (job.panel(0), Buffer::new(PANEL * dims_v)),
-        |(panel, rows), merge| {
-            let (divided, index) = merges[merge];
-            job.place(panel, divided.unit, index);
-            let slots = divided.stretches.clone().map(|stretch| divided.slot(stretch, index));
-            let (sums, to) = panel.parts();
-            parts.merge(slots, to, sums);
-            job.write(divided.unit, panel, rows, &out, lse.as_ref());
-        },
-    );
+    panels.merge(&left);
     left.into_iter().map(|unit| units[unit]).collect()
 }
 
 struct Job<'a> {
-    call: &'a Forward<'a, bf16>,
+    panels: &'a Panels<'a, bf16>,
     scores: &'a Scores,
-    units: &'a [Unit],
-    cut: &'a Items,
-    parts: &'a Parts<'a>,
     kv: &'a Packed<'a>,
     /// Words of a padded row of Q or K.
     words: usize,
-    /// Padded head dim of V.
-    dims_v: usize,
 }
 
 impl Job<'_> {
-    /// A panel whose rows of Q have so many words.
-    fn panel(&self, words: usize) -> Panel {
-        Panel {
-            head: 0,
-            queries: 0..0,
-            q: Buffer::new(words * PANEL),
-            o: Buffer::new(self.dims_v * PANEL),
-            max: [0.0; PANEL],
-            sum: [0.0; PANEL],
-            started: false,
-            before: Stretches::default(),
-        }
-    }
-
     fn scratch(&self, panels: usize) -> Scratch {
+        let Panels { call, dims_v, .. } = *self.panels;
         Scratch {
-            tiles: self.call.kernels.bf16().expect("the caller asked whether there are such kernels"),
-            panels: (0..panels).map(|_| self.panel(self.words)).collect(),
+            tiles: call.kernels.bf16().expect("the caller asked whether there are such kernels"),
+            panels: (0..panels).map(|_| self.panels.panel(self.words)).collect(),
             s: Buffer::new(TILE_N * PANEL),
             p: Buffer::new(TILE_N / 2 * PANEL),
             rows: Buffer::new(PANEL * self.words),
-            out: Buffer::new(PANEL * self.dims_v),
+            out: Buffer::new(PANEL * dims_v),
             tile: self.kv.buffer(),
-        }
-    }
-
-    /// Makes it panel number `index` of a unit; returns the batch and row where the sequence begins.
-    fn place(&self, panel: &mut Panel, unit: usize, index: usize) -> [usize; 2] {
-        let Forward { problem, batch, .. } = *self.call;
-        let Unit { sequence, kv_head } = self.units[unit];
-        let span = batch.sequences[sequence].q;
-        let panels = span.len.div_ceil(PANEL);
-        let first = index % panels * PANEL;
-        panel.head = kv_head * problem.group_size() + index / panels;
-        panel.queries = first..span.len.min(first + PANEL);
-        [span.batch, span.first]
-    }
-
-    /// Writes a panel's O and LSE.
-    fn write(
-        &self,
-        unit: usize,
-        panel: &mut Panel,
-        rows: &mut [f32],
-        out: &Scatter<'_, bf16>,
-        lse: Option<&Scatter<'_, f32>>,
-    ) {
-        let Job { call, dims_v, .. } = *self;
-        let Forward { kernels, problem, batch, .. } = *call;
-        let sequence = self.units[unit].sequence;
-        if !panel.started {
-            panel.o.fill(0.0);
-        }
-        let tile = panel.queries.start / PANEL;
-        let mut out_rows = out.take(sequence, panel.head, tile);
-        let mut lse_rows = lse.map(|lse| lse.take(sequence, panel.head, tile));
-        kernels.transpose([dims_v, PANEL], &panel.o, PANEL, rows, dims_v);
-        for (i, row) in panel.queries.clone().enumerate() {
-            let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
-            let sums = &mut rows[i * dims_v..][..problem.head_dim_v];
-            let normaliser = normaliser_of(call, [sequence, panel.head, row], (normaliser, lse), sums);
-            out_rows.write(kernels, row, sums, normaliser);
-            if let Some(lse_rows) = &mut lse_rows {
-                lse_rows.write(kernels, row, &[lse], 1.0);
-            }
         }
     }
 
     /// All of the item's tiles of keys that its panels see, each for every panel. Returns whether the unit's
     /// values allow this path: without a mask they do.
     fn main_loop(&self, scratch: &mut Scratch, item: &Item) -> bool {
-        let Job { call, scores, cut, parts, kv, words, dims_v, .. } = *self;
+        let Job { scores, kv, words, .. } = *self;
+        let Panels { call, units, dims_v, .. } = *self.panels;
         let Forward { kernels, batch, .. } = *call;
-        let unit = self.units[item.unit];
+        let unit = units[item.unit];
         let band = &call.band(unit.sequence);
         let Scratch { tiles, panels, s, p, tile: buffer, .. } = scratch;
         let panels = &mut panels[..item.panels.len()];
-        let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
-        let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
-        let seen = cut.keys(item, seen);
-        let divided = cut.divided(item);
-        let end = |panels: &mut [Panel], stretch, is_last| {
-            for (index, panel) in panels.iter_mut().enumerate() {
-                let slot = divided.map(|divided| divided.slot(stretch, index));
-                let (before, sums) = panel.parts();
-                parts.end(slot, before, sums, is_last);
-            }
-        };
+        let seen = self.panels.seen(item, band, panels);
         for index in seen.start / TILE_N..seen.end.div_ceil(TILE_N) {
-            if let Some(stretch) = cut.ended(item, &seen, index * TILE_N) {
-                end(panels, stretch, false);
-            }
+            self.panels.before_tile(item, &seen, index * TILE_N, panels);
             let first_key = index * TILE_N;
             let tile = kv.tile(kernels, item.unit, unit, index, buffer);
             if tile.wild && !band.mask.is_full() {
@@ -327,7 +214,7 @@ impl Job<'_> {
                 panel.started = true;
             }
         }
-        end(panels, cut.stretch_of(item, seen.end.saturating_sub(1)), true);
+        self.panels.after_tiles(item, &seen, panels);
         true
     }
 }

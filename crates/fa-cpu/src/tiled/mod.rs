@@ -22,6 +22,7 @@ mod long;
 mod overflow;
 mod pack;
 mod pack16;
+mod panels;
 mod parts;
 pub(crate) mod schedule;
 mod scores;
