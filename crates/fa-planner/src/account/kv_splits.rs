@@ -101,8 +101,10 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
     }
     if best > 1 {
         let at_once = |&parts: &usize| launch.work.tiles_in_parts(parts) <= f64::from(launch.limits.sms);
-        let fuller = counts().filter(|&parts| parts > best).take_while(at_once);
-        best = fuller.filter(|&parts| launch.seconds(parts) < least * GAIN).last().unwrap_or(best);
+        // From the most down: the first that is not slower is the one.
+        let fuller: Vec<usize> = counts().filter(|&parts| parts > best).take_while(at_once).collect();
+        let found = fuller.into_iter().rev().find(|&parts| launch.seconds(parts) < least * GAIN);
+        best = found.unwrap_or(best);
     }
     Some(launch.cost(best))
 }
