@@ -1,7 +1,7 @@
 //! Files of results, a line of JSON each, to which a run that was stopped goes on adding.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -50,8 +50,12 @@ impl Log {
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             fs::create_dir_all(folder).context(doing())?;
         }
-        let mut file = OpenOptions::new().append(true).create(true).open(path).context(doing())?;
-        if fs::read(path).context(doing())?.last().is_some_and(|last| *last != b'\n') {
+        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).context(doing())?;
+        let mut last = [b'\n'];
+        if file.metadata().context(doing())?.len() > 0 {
+            file.seek(SeekFrom::End(-1)).and_then(|_| file.read_exact(&mut last)).context(doing())?;
+        }
+        if last != [b'\n'] {
             writeln!(file).context(doing())?;
         }
         Ok(Log { path: path.to_owned(), file })
