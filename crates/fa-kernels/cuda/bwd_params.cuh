@@ -49,7 +49,7 @@ struct BwdParams {
     // each warpgroup's part how many have claimed it, and whether the sums are stored. Null unless the
     // kernel is deterministic or, with several tiles of keys, first sums are stored.
     unsigned* dq_semaphores;
-    // Workspace: the next tile to be drawn; null unless deterministic.
+    // Workspace: the next tile to be drawn; null unless the kernel is deterministic or persistent.
     unsigned* tile_counter;
     // Lengths and counts.
     ShapeParams shape;
@@ -64,8 +64,8 @@ struct BwdParams {
     int head_splits;
     // Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
     int num_tiles;
-    // K/V heads (times `head_splits`), counted over all sequences, whose Q, dO and dQ fit L2 together:
-    // the size of the sections of `LongestFirst`.
+    // K/V heads (times `head_splits`), counted over all sequences, whose Q, dO and dQ fit in L2
+    // together: the size of the sections of `LongestFirst`.
     int heads_per_section;
     // Number of whole sections; the last section has the heads after them.
     int sections;

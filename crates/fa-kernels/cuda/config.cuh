@@ -42,7 +42,7 @@ struct Sm80FwdConfig {
     int num_warps;
     // K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
     int stages;
-    // Keep the Q fragments in registers for the whole main loop.
+    // Keep the Q fragments in registers for the whole mainloop.
     bool q_in_regs;
     // Resident CTAs per SM that the compiler is asked to leave registers for, 1 to 8.
     int blocks_per_sm;

@@ -36,7 +36,7 @@ struct FwdParams {
     int tile_queries;
     // Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
     int num_tiles;
-    // Heads, counted over all sequences, whose K and V fit L2 together: the size of the sections of
+    // Heads, counted over all sequences, whose K and V fit in L2 together: the size of the sections of
     // `LongestFirst`.
     int heads_per_section;
     // Number of whole sections; the last section has the heads after them.

@@ -248,7 +248,7 @@ struct PlanParams {
     int heads;
     // CTAs that are resident at once.
     int slots;
-    // Bits by which lengths, in tiles, are shifted right before they are sorted.
+    // Bits by which lengths in tiles are shifted right before they are sorted.
     int shift;
 };
 static_assert(sizeof(PlanParams) == 40 && alignof(PlanParams) == 8);

@@ -16,7 +16,7 @@ kernel_params! {
         num_warps: u32 = 4 => range(1, 16),
         /// K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
         stages: u32 = 2 => range(1, 4),
-        /// Keep the Q fragments in registers for the whole main loop.
+        /// Keep the Q fragments in registers for the whole mainloop.
         q_in_regs: bool = false,
         /// Resident CTAs per SM that the compiler is asked to leave registers for, 1 to 8.
         blocks_per_sm: u32 = 1 => range(1, 8),

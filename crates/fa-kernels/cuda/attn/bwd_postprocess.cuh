@@ -72,7 +72,7 @@ __device__ __forceinline__ void convert_blocks(const float* accum, u16* out, i64
     }
 }
 
-// A tile of Rows rows by the way that its order allows.
+// Converts a tile of Rows rows, in blocks where its order allows.
 template <Dtype T, int Rows, int Columns, class Order>
 __device__ __forceinline__ void convert_tile(const float* accum, u16* out, i64 stride, int rows, int columns,
                                              float factor) {

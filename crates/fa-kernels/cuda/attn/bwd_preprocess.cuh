@@ -21,7 +21,7 @@ __device__ __forceinline__ void clear_f32(float* values, i64 count, i64 thread, 
     for (i64 i = thread * 4; i < count; i += threads * 4) *reinterpret_cast<Vec16*>(values + i) = Vec16{};
 }
 
-// Lane `lane`'s 16-byte chunks of Columns columns of two rows, whose dot product eight neighbouring lanes
+// Lane `lane`'s 16-byte chunks of two rows of Columns columns, whose dot product eight neighbouring lanes
 // compute.
 template <Dtype T, int Columns>
 struct RowChunks {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
     const int lane = thread_index() % 8;
     // A warp computes 4 rows, and the shuffles need whole warps.
     static_assert(C.tile_m % 4 == 0);
-    // A thread's loads are in flight together: those of kRows rows of kColumns columns, 128 bytes.
+    // A thread's loads for kRows rows of kColumns columns, 128 bytes, are in flight together.
     constexpr int kColumns = min_of(C.head_dim_v, 128), kRows = kColumns <= 64 ? 4 : 2;
     const int stride = cta_threads() / 8;
     for (int first = thread_index() / 8; first < C.tile_m; first += kRows * stride) {

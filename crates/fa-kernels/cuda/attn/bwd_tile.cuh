@@ -207,8 +207,8 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
             tile.n_block = index % params.n_blocks;
             head = index / params.n_blocks;
         } else {
-            // Heads form sections whose Q, dO and dQ fit L2 together. Within a section the first keys of all
-            // heads come first: under a causal mask they have the most queries. The last section has the
+            // Heads form sections whose Q, dO and dQ fit in L2 together. Within a section the first keys of
+            // all heads come first: under a causal mask they have the most queries. The last section has the
             // remaining heads, with enough tiles to balance the load.
             const int section = min(index / (params.heads_per_section * params.n_blocks), params.sections);
             const int first = section * params.heads_per_section;

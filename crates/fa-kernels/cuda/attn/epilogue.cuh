@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_output(const FwdParams& params, const Seql
     }
 }
 
-// Loads the sinks of those rows' heads, in natural units. The division by the group per row costs as much as
-// the load itself; groups of 1, 2, 4 and 8 heads repeat after eight rows.
+// Loads the sinks of the heads of rows `row` and `row` + 8, in natural units. A division by the group per row
+// costs as much as the load itself; with groups of 1, 2, 4 or 8 heads both rows have the same head.
 template <bool PackGqa>
 __device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int head, float (&sink)[2]) {
     const Rows<PackGqa> rows(params.shape);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void finish_rows(const FwdParams& params, RowState& s
     }
 }
 
-// Stores the same rows where no query of the tile sees a key: O = 0, and LSE = -inf or the sink.
+// Stores rows `row` and `row` + 8 where no query of the tile sees a key: O = 0, and LSE = -inf or the sink.
 template <bool PackGqa, bool Sinks, bool Varied>
 __device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen<Varied>& seqlen,
                                                    int row, int end, int head, int batch) {

@@ -22,7 +22,7 @@ struct QueryCopy : TileCopy<Tile, Threads> {
     }
 };
 
-// With PackGqa, rows alternate between the query heads that share K/V head `head`.
+// With PackGqa, rows alternate between the query heads that share the K/V head.
 template <class Tile, int Threads>
 struct QueryCopy<true, Tile, Threads> {
     using Copy = TileCopy<Tile, Threads>;

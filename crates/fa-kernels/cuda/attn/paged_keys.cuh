@@ -29,8 +29,8 @@ struct PagedKeys {
         return u32(thread_index_volatile()) % 32 * varlen.page_part;
     }
 
-    // The table entry of the lane's part of tile `n_block`, unchecked: only load() inspects it, so that the
-    // read is in flight until then. Past the end it is the last key's entry.
+    // The table entry of the lane's part of tile `n_block`. Only load() checks it, so that until then the
+    // read stays in flight. Past the end it is the last key's entry.
     __device__ __forceinline__ int entry_of(int n_block) const {
         const int key = min(n_block * TileN + row(), keys - 1);
         return table[page_slot(varlen, key)];

@@ -2,8 +2,9 @@
 //
 // A ragged tensor map has three axes for rows. Their extents (2^30, 2^31, 2^30 + 1) and strides (one row; a
 // unit in bytes that divides all strides; 2^34 bytes less one row) make addresses wrap around modulo 2^64:
-// the coordinates x = 2^30 - len + r, y = base + len rows, z = 2^30 address row r after `base`. Rows from
-// `len` on are out of bounds in x: they read as zeros, and the memory after the sequence is never touched.
+// the coordinates x = 2^30 - len + r, y = base + len rows and z = 2^30 together address row r after `base`.
+// Rows from `len` on are out of bounds in x: they read as zeros, and the memory after the sequence is never
+// touched.
 #pragma once
 #include "params.cuh"
 #include "ptx/mbarrier.cuh"
@@ -30,7 +31,7 @@ __device__ __forceinline__ void load_ragged(void* dst, const TensorMap& map, Mba
     tma_load_4d(dst, map, bar, column, rows.x + row, rows.y, kRaggedZ, policy);
 }
 
-// The same with PackGqa: of each row, all query heads of the group.
+// The same with PackGqa: all query heads of the group for each row.
 __device__ __forceinline__ void load_ragged_group(void* dst, const TensorMap& map, Mbarrier& bar, int column,
                                                   const RaggedRows& rows, int row, L2Policy policy) {
     tma_load_5d(dst, map, bar, column, 0, rows.x + row, rows.y, kRaggedZ, policy);

@@ -20,8 +20,9 @@ __device__ __forceinline__ Tile tile_at(const FwdParams& params, int index, int 
         tile.m_block = index % params.m_blocks;
         batch_head = index / params.m_blocks;
     } else {
-        // Heads form sections whose K and V fit L2 together. Within a section the last (longest) rows of all
-        // heads come first. The last section has the remaining heads, with enough tiles to balance the load.
+        // Heads form sections whose K and V fit in L2 together. Within a section the last (longest) rows of
+        // all heads come first. The last section has the remaining heads, with enough tiles to balance the
+        // load.
         const int section = min(index / (params.heads_per_section * params.m_blocks), params.sections);
         const int first_head = section * params.heads_per_section;
         const int rest = index - first_head * params.m_blocks;

@@ -27,8 +27,8 @@ struct ScoreMod {
         }
     }
 
-    // A product's capped exponent of 2, less `max`, where its score is at most half the cap; otherwise it
-    // sets the sign bit of `beyond` and the result is meaningless. Uses the FMA units alone; accurate to
+    // A product's capped exponent of 2, less `max`, where its score is at most half the cap. For other scores
+    // it sets the sign bit of `beyond`, and the result is meaningless. Uses the FMA units alone; accurate to
     // 1.5e-5 at a cap of 50.
     __device__ __forceinline__ float near_exponent(float s, float max, u32& beyond) const {
         const float v = fmaf(-s, s, params.softcap_near);

@@ -39,7 +39,7 @@ struct Seqlen<false> {
 template <>
 struct Seqlen<true> {
     int queries, keys, first_query, first_key;
-    int total_q, room_q;  // rows of all packed queries; rows allocated to each padded sequence's
+    int total_q, room_q;  // rows of all packed queries; rows allocated to each padded sequence
 
     // Offset and length of one side, queries or keys; `room` is a padded sequence's allocated rows.
     struct Side {

@@ -24,7 +24,7 @@ enum class Exponential { Base2Approx, Base2, NaturalApprox, Natural };
 // is finite even if no key was seen, so that no difference of infinities arises. `sum` is this thread's part
 // of the row sum until finish(). `scale` turns scores into exponents: of 2 (scale * log2 e), or of e for the
 // natural kinds. ExpPolyOf16 of every 16 exponentials run on the FMA units. With RescaleThreshold > 0 the
-// maximum (and so O and the sum) is kept until it has grown by more than that many powers.
+// maximum (and so O and the sum) is kept until an exponent exceeds it by more than that.
 template <int ExpPolyOf16, int RescaleThreshold, Exponential E = Exponential::Base2Approx,
           bool ApproxDivision = false>
 struct Softmax {
@@ -112,8 +112,8 @@ struct Softmax {
     }
 
     // Computes P of `Count` scores from `begin` on against the current maximum and adds it to `block_sum`.
-    // The scores are kept, for the case that they have outgrown the maximum. `exponent(s, max)` is a score's
-    // exponent less the maximum.
+    // The scores are kept in case they have outgrown the maximum. `exponent(s, max)` is a score's exponent
+    // less the maximum.
     template <int Count, int N, class Exponent>
     __device__ __forceinline__ void exponentials_by_current_max(const float (&s)[N], int begin,
                                                                 const Exponent& exponent, float (&p)[Count],

@@ -163,8 +163,8 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
     }
 }
 
-// The combine kernel's body. A warp combines a row where there are more rows than CTAs, a CTA where there are
-// few, of many parts.
+// The combine kernel's body. A warp combines a row where there are more rows than CTAs; else a CTA does,
+// whose warps share the parts.
 template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
 __device__ __forceinline__ void combine(const FwdParams& params) {
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;

@@ -1,6 +1,6 @@
 // Stores rows of accumulator fragments to global memory without shared memory: the lanes of a quad exchange
-// registers until each holds 8 consecutive elements, so that a store has 16 bytes and a quad's stores cover
-// 64 contiguous bytes.
+// registers until each holds 8 consecutive elements, so that a lane stores 16 bytes at a time and a quad 64
+// contiguous bytes.
 #pragma once
 #include "config.cuh"
 #include "ptx/compiler.cuh"

@@ -4,7 +4,7 @@
 
 namespace fa {
 
-// The CTA's dynamic shared memory as a T, aligned as T is; its size is the launch's.
+// The CTA's dynamic shared memory as a T, aligned as T is; its size is set at launch.
 template <class T>
 __device__ __forceinline__ T& shared_memory() {
     extern __shared__ __align__(alignof(T)) u8 dynamic_smem[];

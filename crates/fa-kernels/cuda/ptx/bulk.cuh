@@ -16,7 +16,7 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, u32 bytes,
         : "memory");
 }
 
-// Adds `bytes` of f32 from shared memory to global memory. The writes to shared memory before it need
+// Adds `bytes` of f32 in shared memory to global memory. Earlier writes to that shared memory need
 // fence_async_shared().
 __device__ __forceinline__ void bulk_add_f32(float* dst, u32 src, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
@@ -24,7 +24,7 @@ __device__ __forceinline__ void bulk_add_f32(float* dst, u32 src, u32 bytes) {
                  : "memory");
 }
 
-// Stores `bytes` of shared memory to global memory. The writes to shared memory before it need
+// Stores `bytes` of shared memory to global memory. Earlier writes to that shared memory need
 // fence_async_shared().
 __device__ __forceinline__ void bulk_store(void* dst, u32 src, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
@@ -40,7 +40,7 @@ __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Waits until all of this thread's groups are complete, their stores and adds made in device memory.
+// Waits until all of this thread's groups are complete: their writes to global memory are then visible to it.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace fa

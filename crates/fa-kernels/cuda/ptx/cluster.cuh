@@ -5,8 +5,8 @@
 
 namespace fa {
 
-// The value of `value`, a word of shared memory, in CTA `rank` of the cluster. What that CTA wrote before a
-// cluster_sync() is seen after it; the CTA must not have ended.
+// Reads the word `value` from the shared memory of CTA `rank` of the cluster. What that CTA wrote before a
+// cluster_sync() is visible after it; the CTA must not have exited.
 __device__ __forceinline__ int load_of_cluster(const int* value, u32 rank) {
     int theirs;
     asm volatile(

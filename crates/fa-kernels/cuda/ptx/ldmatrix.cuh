@@ -1,13 +1,13 @@
-// Loads of matrix fragments from shared memory (PTX ISA, "ldmatrix"). They are volatile, which keeps them
-// between the barriers around them. They need no memory clobber: the kernels that use them read shared memory
-// in no other way.
+// Loads of matrix fragments from shared memory (PTX ISA, "ldmatrix"). They are volatile, so that the compiler
+// keeps them between the barriers around them. They need no memory clobber: the kernels that use them read
+// shared memory in no other way.
 #pragma once
 #include "types.cuh"
 
 namespace fa {
 
-// Loads four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8; of each
-// matrix lane l receives row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1.
+// Loads four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8; lane l
+// receives row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1, of each matrix.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&m)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

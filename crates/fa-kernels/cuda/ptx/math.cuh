@@ -68,8 +68,8 @@ __device__ __forceinline__ float unpack_high(u32 packed) {
 }
 
 // 2^x for x <= 0 on the FMA units alone: x = n + f with f in [-1/2, 1/2], a cubic for 2^f, n added to the
-// exponent. The cubic is the minimax fit of 2^f in relative error (Remez): 7.5e-5, a half bf16 step being
-// 2e-3 and a half f16 step 2.4e-4. Below -126 the result is 2^-126: negligible where the largest is 1.
+// exponent. The cubic is the minimax fit of 2^f in relative error (Remez): 7.5e-5, where half a bf16 step is
+// 2e-3 and half an f16 step is 2.4e-4. Below -126 the result is 2^-126: negligible where the largest is 1.
 __device__ __forceinline__ float exp2_polynomial(float x) {
     constexpr float kRound =
         12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits

@@ -28,8 +28,8 @@ __device__ __forceinline__ void cluster_sync() {
                      : "memory");
 }
 
-// Orders this thread's memory accesses before it ahead of those after it, as every thread of the GPU sees
-// them.
+// Orders this thread's memory accesses before the fence ahead of those after it, as seen by every thread of
+// the GPU.
 __device__ __forceinline__ void fence_gpu() { __threadfence(); }
 
 // Orders this thread's generic-proxy accesses to shared memory before later async-proxy accesses (wgmma,

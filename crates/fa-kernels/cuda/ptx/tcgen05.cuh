@@ -21,7 +21,7 @@ __device__ __forceinline__ void alloc(u32& holder, u32 columns) {
         : "memory");
 }
 
-// Gives up the right to allocate, so that other CTAs of the SM may.
+// Gives up the right to allocate, so that other CTAs of the SM may allocate.
 __device__ __forceinline__ void relinquish() {
     asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
 }
@@ -32,7 +32,7 @@ __device__ __forceinline__ void dealloc(u32 address, u32 columns) {
                  : "memory");
 }
 
-// ---- Order between threads ----
+// ---- Ordering between threads ----
 
 // Orders this thread's earlier tcgen05 operations (loads and stores once waited for) before what other
 // threads do after the barrier at which it arrives next.
@@ -51,7 +51,7 @@ __device__ __forceinline__ void fence_after() {
 // Waits for this thread's loads. pin() must follow before their registers are used.
 __device__ __forceinline__ void wait_load() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 
-// Keeps the compiler from moving uses of loaded registers above this point; stands after wait_load().
+// Keeps the compiler from moving uses of loaded registers above this point; called after wait_load().
 template <int N>
 __device__ __forceinline__ void pin(u32 (&r)[N]) {
 #pragma unroll
@@ -97,8 +97,8 @@ FA_TRANSFER(32)
 
 // ---- MMA: issued by one thread ----
 
-// D (+)= A B for K = 16, f32 accumulators of 16-bit operands. `d` is D's first column, `instruction` the
-// instruction descriptor (types, M, N, transposition); `a` and `b` are shared-memory descriptors
+// D (+)= A B for K = 16, with 16-bit operands and f32 accumulators. `d` is D's first column, `instruction`
+// the instruction descriptor (types, M, N, transposition); `a` and `b` are shared-memory descriptors
 // (tile/tensor_operand.cuh).
 __device__ __forceinline__ void mma_ss(u32 d, u64 a, u64 b, u32 instruction, bool accumulate) {
     asm volatile(

@@ -19,7 +19,7 @@ __device__ __forceinline__ T shuffle_from(T value, int lane) {
 // True in all lanes if `predicate` is true in any.
 __device__ __forceinline__ bool warp_any(bool predicate) { return __any_sync(0xffffffff, predicate); }
 
-// Waits for all lanes; their memory accesses before it are visible to all of them after it.
+// Waits for all lanes; memory accesses before it are visible to all of them after it.
 __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 
 // True in exactly one lane.

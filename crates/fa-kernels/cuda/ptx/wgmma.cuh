@@ -8,7 +8,8 @@
 
 namespace fa::wgmma {
 
-// Orders this warp's earlier accesses to registers and shared memory before the wgmma that follow.
+// Orders this warp's earlier register accesses before those of the wgmma that follow. For writes to shared
+// memory, fence_async_shared() does so.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commits the wgmma issued since the last commit as one group.

@@ -1,5 +1,5 @@
 // The correction warpgroup of the SM100 forward: rescales the rows of O when the softmax has taken a new
-// maximum, and stores O at the end. This takes the work off the path from S to P.
+// maximum, and stores O at the end. This keeps that work off the path from S to P.
 #pragma once
 #include "attn/epilogue.cuh"
 #include "attn/store_rows.cuh"

@@ -25,8 +25,8 @@ struct Traits {
     static_assert(C.scheduler != Scheduler::Dynamic);
     static_assert(!C.paged && !C.split);
 
-    // Warps by role: softmax, a warpgroup per tile; correction, a warpgroup; products, one; loads, one; two
-    // idle.
+    // Warps by role: a warpgroup per tile for softmax, a warpgroup for correction, one warp for products
+    // (MMA) and one for loads; two are idle.
     static constexpr int kSoftmaxWarps = 4 * kTiles;
     static constexpr int kProductWarp = kSoftmaxWarps + 4;
     static constexpr int kLoadWarp = kSoftmaxWarps + 5;

@@ -17,7 +17,7 @@
 
 namespace fa::sm100 {
 
-// The online softmax of one row, all of which a thread holds; attn/softmax.cuh is its counterpart for
+// The online softmax of one row, which one thread holds whole; attn/softmax.cuh is its counterpart for
 // fragments.
 template <int ExpPolyOf16, int RescaleThreshold>
 struct RowSoftmax {

@@ -1,8 +1,8 @@
 // Attention backward for SM80 and later, by cp.async and mma.sync. A CTA owns a tile of keys and loops over
 // the tiles of queries that see it. Its warps form two groups: the P warps compute P, one tile of queries
-// ahead, and dV; the dS warps compute dS and dK; each group computes a part of dQ. Each warp so owns a larger
-// part of each product, which reads operands from shared memory less often, and one group's exponentials run
-// under the other group's products.
+// ahead, and dV; the dS warps compute dS and dK; each group computes a part of dQ. Each warp thus owns a
+// larger part of each product, so that operands are read from shared memory less often, and one group's
+// exponentials run under the other group's products.
 #pragma once
 #include "attn/bwd_dsinks.cuh"
 #include "attn/bwd_epilogue.cuh"
@@ -32,8 +32,8 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
     auto& smem = shared_memory<sm80::BwdStorage<C>>();
     using Visible = Visibility<C.mask, C.varied>;
     if (thread_index() == 0) {
-        // Deterministic kernels draw tiles from a counter: a tile waits only for tiles drawn earlier, which
-        // run.
+        // Deterministic kernels draw tiles from a counter: a tile then waits only for tiles drawn earlier,
+        // which are running.
         const int index = C.deterministic ? atomic_add(params.tile_counter, 1u) : cta_index();
         if (C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads) {
             smem.tile.n_block = -1;

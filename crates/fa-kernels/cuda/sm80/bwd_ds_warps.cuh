@@ -75,8 +75,8 @@ struct DsWarps : BwdGroup<C> {
                 differentiate(dp, step());
             }
             named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);
-            // Arrives here and not right after reading P: compute-sanitizer's racecheck takes a thread's
-            // reads as finished when it waits at a barrier, not when it arrives.
+            // Arrives here and not right after reading P: compute-sanitizer's racecheck considers a thread's
+            // reads finished when it waits at a barrier, not when it arrives.
             named_barrier_arrive(kBarrierPRead, L::kThreads);
             if constexpr (C.do_stages == 1) {
                 const BwdStep next = step().next(range);

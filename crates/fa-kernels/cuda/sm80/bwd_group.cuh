@@ -46,7 +46,7 @@ struct BwdGroup {
     const BwdTileOf<C.varied>& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    // Warps with many A fragments in S and dP have no registers for two contraction steps of them.
+    // Warps with many A fragments in S and dP have no registers for those of two contraction steps.
     static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
     // ---- Copies ---------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ struct BwdGroup {
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
-    // Ends the turn, half a step after the additions: by then L2 has made them, for which the release waits.
-    // One thread releases for the whole group.
+    // Ends the turn half a step after the additions: the release waits until L2 has made them, which by then
+    // it has. One thread releases for the whole group.
     __device__ __forceinline__ void end_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
@@ -267,10 +267,10 @@ struct BwdGroup {
 
     // ---- P and dS in shared memory --------------------------------------------------------------
 
-    // The address in the tile of P or dS at `address` of registers i to i + 3, rounded, of a fragment of S or
-    // dP: that of the word in fragment 0's upper half, from which the lower half and the other fragments are
-    // at fixed distances. A warp accesses eight rows of four words at a time, which the swizzle spreads over
-    // all banks.
+    // The address, in the tile of P or dS at `address`, of registers i to i + 3 of S or dP once they are
+    // rounded: that of the word in the upper half of fragment 0. The lower half and the other fragments are
+    // at fixed distances from it. A warp accesses eight rows of four words at a time, which the swizzle
+    // spreads over all banks.
     static constexpr u32 kFragmentBytes = 16 * L::Pds::kRowBytes, kLowerBytes = 8 * L::Pds::kRowBytes;
     __device__ __forceinline__ static u32 words_at(u32 address, int i, const Here& place) {
         using Tile = typename L::Pds;

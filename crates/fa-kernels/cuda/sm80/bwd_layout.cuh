@@ -41,8 +41,8 @@ struct WarpCut {
         return warp * kShare + reg / kVector * (32 * kVector) + lane * kVector + reg % kVector;
     }
 
-    // place(): a lane's first element in the warp's part of the tile at `accum`. add_part(): adds one of the
-    // kParts pieces of it.
+    // place() is a lane's first element in the warp's part of the tile at `accum`; add_part() adds one of its
+    // kParts pieces.
     static constexpr int kParts = kFragments * kRegisters / 4;
     __device__ __forceinline__ static float* place(float* accum, int warp, int lane) {
         return accum + warp * kShare + lane * kVector;
@@ -159,7 +159,7 @@ struct alignas(128) BwdStorage {
     // The CTA's work tile, in shared memory because registers are scarcer than reads.
     BwdTileOf<C.varied> tile;
     BlockRange range;
-    BwdStep step[2];  // the current one of each group
+    BwdStep step[2];  // each group's current step
     int descending;   // see descends(); used only if can_descend()
     [[no_unique_address]] Either<C.varied, Seqlen<true>, NoSeqlen> seqlen;
 };
@@ -170,8 +170,8 @@ enum BwdBarrier : int {
     kBarrierBlock = 1,  // all threads: a step begins (0 is cta_sync)
     kBarrierPRead,      // all threads: P has been read and may be written again
     kBarrierDsRead,     // all threads: dS has been read and may be written again
-    kBarrierDs,         // dS is written; with one dO buffer all threads: dO has been read
-    kBarrierGroup,      // the threads of one group: this one the P warps, the next one the dS warps
+    kBarrierDs,         // dS has been written; with one dO buffer all threads: dO has been read
+    kBarrierGroup,      // the threads of one group: this id for the P warps, the next for the dS warps
 };
 
 }  // namespace fa::sm80

@@ -24,9 +24,10 @@ struct PWarps : BwdGroup<C> {
     using typename Base::Here;
     using typename Base::Stats;
 
-    // P as it is kept until it is stored. With a soft cap this packs P and P times the cap's derivative, 1 -
-    // share^2, each rounded. The dS warps could not recover the derivative from the rounded P: where the cap
-    // saturates, it is far below that rounding. A masked score has the share -inf and P 0.
+    // P as held in a register until it is stored. With a soft cap the register packs P and P times the cap's
+    // derivative, 1 - share^2, each rounded. The dS warps could not recover the derivative from the rounded
+    // P: where the cap saturates, the derivative is far below that rounding. A masked score has the share
+    // -inf and P 0.
     __device__ __forceinline__ static float kept(float p, float share) {
         if constexpr (!C.softcap) return p;
         return float_of_bits(pack<C.dtype>(p, p * ScoreMod<C.softcap>::slope(share)));

@@ -53,7 +53,7 @@ struct Traits {
         C.exp2        ? C.fast_math ? Exponential::Base2Approx : Exponential::Base2
         : C.fast_math ? Exponential::NaturalApprox
                       : Exponential::Natural;
-    // O and the sums are rescaled only when the maximum has grown by more than this many powers.
+    // O and the sums are rescaled only when the maximum exponent has grown by more than this.
     static constexpr int kRescaleThreshold = 8;
     using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math>;
 
@@ -158,8 +158,8 @@ struct POperand {
     }
 };
 
-// Computes the exponentials of the next 16 keys between the products of the current 16, so that
-// special-function units and tensor cores work at the same time.
+// Computes the exponentials of the next 16 keys between the products of the current 16, so that the
+// special-function units and the tensor cores work at the same time.
 template <Sm80FwdConfig C>
 struct Exponentials {
     using T = Traits<C>;
@@ -349,7 +349,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         }
         multiply_o(stage_v(stage));
     };
-    // Whether the warp's rows see no key of the tile.
+    // Whether the warp's rows see no key of tile `n_block`.
     auto hidden = [&](int n_block) {
         const int first = queries.query(first_row + warp_row);
         const int last = queries.query(first_row + warp_row + T::kWarpRows - 1);
@@ -357,7 +357,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
                (n_block + 1) * C.tile_n <= visible.keys_begin(first);
     };
 
-    // ---- Main loop: tiles of keys from the last to the first ------------------------------------
+    // ---- Mainloop: tiles of keys from the last to the first -------------------------------------
 
     int stage = 0;
     auto step = [&](int n_block, bool mask) {

@@ -1,6 +1,6 @@
 // Attention backward for SM90, warp-specialised. A CTA owns a tile of keys and loops over the tiles of
 // queries that see it. One warp loads by TMA, consumer warpgroups multiply by wgmma, and one more warp per
-// consumer warpgroup adds its part of dQ to global memory.
+// consumer warpgroup adds its part of dQ to global memory, unless the consumers add it themselves.
 #pragma once
 #include "attn/bwd_dsinks.cuh"
 #include "attn/bwd_epilogue.cuh"

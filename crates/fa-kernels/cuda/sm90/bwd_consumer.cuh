@@ -258,13 +258,13 @@ struct BwdConsumer {
 
     // Waits until the dQ buffer may be written again; without a buffer, for the turn to add.
     __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
-    // Signals that the dQ buffer is full, for its warp to add.
+    // Signals the dQ warp that the buffer is full.
     __device__ __forceinline__ void announce_dq() const {
         fence_async_shared();
         named_barrier_arrive(kDqReady + wg, 128 + 32);
     }
 
-    // Adds a slice of dQ: through the buffer and its warp, or straight to global memory.
+    // Adds a slice of dQ: through the buffer and the dQ warp, or directly to global memory.
     template <int Slice>
     __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head,
                                            int m_block) {
@@ -321,7 +321,7 @@ struct BwdConsumer {
         if constexpr (T::kStoreFirst) issue_dv();
         exchange();
         if constexpr (!C.mma_dkv_is_rs) issue_dv();
-        // dV is almost done; the registers of its operand are reused for dQ.
+        // By now dV is almost done; the registers of its operand P are reused for dQ.
         wgmma::wait<0>();
         release_do();
         if constexpr (T::kDqAhead) wait_dq_free();

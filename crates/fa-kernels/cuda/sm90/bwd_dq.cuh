@@ -1,5 +1,6 @@
 // dQ in the SM90 backward: its f32 accumulators in global memory, and the dQ warps, one per consumer
-// warpgroup, which add to them what the warpgroup leaves in shared memory, or take turns for it.
+// warpgroup, which add to them what the warpgroup leaves in shared memory or, where the warpgroup adds by
+// itself, wait for its turns.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
@@ -40,9 +41,10 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             ? stores_dq<C>(params)
             : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits +
                                        tile.split);
-    // One past the queries that this tile stores, or in persistent claiming kernels claims before its sums
-    // are ready: those whose last keys are its own, to which it comes before all other tiles. (Elsewhere the
-    // claim would spill registers, and in a ring any tile may come first.)
+    // One past the tiles of queries whose first sums this tile stores. In persistent claiming kernels: one
+    // past those that it claims before its sums are ready, because their last keys are its own and it comes
+    // to them before all other tiles. (Elsewhere the early claim would spill registers, and in a ring any
+    // tile may come first.)
     constexpr bool kClaimsEarly = claims_dq<C>() && C.persistent && !walks_in_ring<C>();
     const int stored_end =
         first_is_stored && (!C.varied || kClaimsEarly) ? stored_queries<C>(params, visible, tile, range) : 0;
@@ -53,7 +55,8 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             const int m_block = query_block<C>(range, walk, step);
             bool stores = first_is_stored, claims = false;
             // Semaphores of this warpgroup's part of the tile: 0 counts the claims, 1 says that the first
-            // sums are stored. All but the first to arrive read the latter before their own sums are ready.
+            // sums are stored. A tile that reads the latter as set, before its own sums are ready, need not
+            // claim.
             auto semaphore = [&](int of) {
                 return dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg + of);
             };
@@ -111,8 +114,8 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     }
 }
 
-// Deterministic kernels without dQ in shared memory: the loop of the warp that waits for the turns of
-// warpgroup `wg`, which adds its sums by itself, and ends them.
+// The loop of warpgroup `wg`'s dQ warp in deterministic kernels without dQ in shared memory: it waits for
+// each turn, lets the warpgroup add its sums, and ends the turn.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_take_turns(const BwdParams& params,
                                                const Visibility<C.mask, C.varied>& visible,

@@ -79,8 +79,8 @@ struct BwdLayout {
     using Do = OperandTile<C.tile_m, C.head_dim_v, kPanelDo>;
 
     // P and dS are stored as [tile_n][tile_m] or [tile_m][tile_n], whichever has the wider panels (wgmma
-    // reads narrow ones slower, and stores to them have bank conflicts); if they are equal, in the
-    // accumulators' order. One product reads them along the rows: dQ in the first form, dK and dV in the
+    // reads narrow ones more slowly, and stores to them have bank conflicts); if both are equally wide, in
+    // the accumulators' order. One product reads them along the rows: dQ in the first form, dK and dV in the
     // second. Panels must not straddle the parts of that product's warpgroups, which therefore have to be
     // multiples of 16.
     __host__ __device__ static constexpr int pds_panel(bool rows_are_keys) {
@@ -128,8 +128,8 @@ template <Sm90BwdConfig C>
 struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumers = 128 * C.num_wg;
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
-    // of 8. With lengths on the device and direct additions of dQ, the producer would spill at 24.
+    // Registers per thread after setmaxnreg: the consumers get what the producers leave of the SM's 64K, in
+    // multiples of 8. With lengths on the device and direct additions of dQ, the producer would spill at 24.
     static constexpr bool kWideProducer = C.varied && !C.dq_via_smem;
     static constexpr int kProducerRegs = C.num_wg == 2 ? (kWideProducer ? 40 : 24) : 32;
     static constexpr int kConsumerRegs = C.num_wg == 2 ? (kWideProducer ? 232 : 240) : 160;
@@ -137,9 +137,9 @@ struct BwdTraits : BwdLayout<C> {
 
     // The order within a step, chosen by measurement on an H100. kDqAhead: where shared memory has bandwidth
     // to spare, the wait for the dQ buffer comes before dQ's product, and the buffer is announced during the
-    // next step's products; it has none with 64-row tiles at head dim 128, or with P in shared memory.
-    // kStoreFirst: a short dV is issued after dS is stored; before, it would delay what the other warpgroups
-    // wait for.
+    // next step's products. (Shared memory has none to spare with 64-row tiles at head dim 128, or with P in
+    // shared memory.) kStoreFirst: a short dV is issued after dS is stored; issued before, it would delay
+    // what the other warpgroups wait for.
     static constexpr bool kShortDv = C.head_dim_v < 128;
     static constexpr bool kDqAhead = C.mma_dkv_is_rs && C.dq_via_smem && (kShortDv || C.tile_m > 64);
     static constexpr bool kStoreFirst = C.mma_dkv_is_rs && kShortDv;
@@ -168,7 +168,7 @@ template <Sm90BwdConfig C>
 struct BwdWork {
     Tile<C> tile;
     BlockRange range;  // tiles of queries
-    int walk;          // as query_block takes it
+    int walk;          // as passed to query_block()
 
     __device__ __forceinline__ static BwdWork of(const BwdParams& params, int index) {
         BwdWork work;
@@ -189,8 +189,8 @@ struct BwdWork {
     }
 };
 
-// Persistent kernels, which draw their tiles: barriers for K and V having been read, the next tile and, where
-// they are on the device, its sequence's lengths.
+// What persistent kernels need to draw their tiles: barriers that say that K and V have been read, the next
+// tile and, where lengths are on the device, its sequence's.
 template <Sm90BwdConfig C>
 struct BwdDraws {
     Mbarrier k_empty, v_empty;

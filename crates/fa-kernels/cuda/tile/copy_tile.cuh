@@ -24,8 +24,8 @@ struct TileCopy {
     i64 row_stride;     // elements
     int columns;        // of the tensor: a multiple of 8 up to the tile's
 
-    // Starts to copy the tensor's rows from `row` on to the tile at `address`. Columns beyond the tensor's,
-    // and rows from `end` on, become zeros; with `Ragged` false all rows lie before `end`.
+    // Starts to copy the tensor's rows, from row `row` on, to the tile at `address`. Columns beyond the
+    // tensor's, and rows from `end` on, become zeros; with `Ragged` false all rows lie before `end`.
     template <bool Ragged>
     __device__ __forceinline__ void start(u32 address, int row, int end) const {
         // Lane and row are recomputed at each call: registers are scarcer than instructions.

@@ -14,13 +14,14 @@ namespace fa {
 // (contraction, rows of A).
 enum class Operand { A, AStoredKM, BStoredNK, BStoredKN };
 
-// A lane's reader of tiles of one kind. ldmatrix puts into register i the matrix whose rows are addressed by
-// lanes 8i to 8i + 7. The two registers of an n8 block of B must be adjacent, so K's matrices run along its
-// columns first, and Q's and V's down the rows; those of a transposed A run along the columns of the stored
-// tile.
+// Reads a lane's fragments from tiles of one kind. ldmatrix puts into register i the matrix whose rows are
+// addressed by lanes 8i to 8i + 7. The two registers of an n8 block of B must be adjacent, so K's matrices
+// run along its columns first, and Q's and V's down the rows; those of a transposed A run along the columns
+// of the stored tile.
 template <class Tile, Operand O, bool Ldmatrix>
 struct FragmentReader {
-    // Byte offset of the lane's row, with the swizzle that its chunk numbers are XORed with in their bits.
+    // Byte offset of the lane's row. The bits of the chunk number (bit 4 and up) hold the swizzle that chunk
+    // numbers are XORed with.
     u32 lane_offset;
 
     static_assert(Ldmatrix || O != Operand::AStoredKM, "only ldmatrix transposes an A");
@@ -37,9 +38,9 @@ struct FragmentReader {
         }
     }
 
-    // The lane's address in the block at (row, column), both multiples of 16, shifted right by 8 columns if
-    // `half` is 1. Tiles are 128-byte aligned, so that the chunk number has the low bits of an address to
-    // itself.
+    // The lane's address in the block at (row, column), both multiples of 16, or 8 columns to the right of it
+    // if `half` is 1. Tiles are 128-byte aligned, so that nothing else uses the chunk number's bits of an
+    // address.
     __device__ __forceinline__ u32 locate(u32 address, int row, int column, int half) const {
         const u32 chunk = (Tile::chunk(column) + half) << 4;
         const u32 at = address + lane_offset;
@@ -47,8 +48,8 @@ struct FragmentReader {
                Tile::panel_offset(column);
     }
 
-    // Reads the block at (row, column) of the tile at `address`. Of A, all four registers of the operand; of
-    // B, two registers of the first n8 block and two of the second.
+    // Reads the block at (row, column) of the tile at `address`: for A all four registers of the operand, for
+    // B two registers of the first n8 block and two of the second.
     __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int row, int column) const {
         if constexpr (Ldmatrix) {
             const u32 at = locate(address, row, column, 0);

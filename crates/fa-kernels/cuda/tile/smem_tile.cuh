@@ -17,14 +17,14 @@ struct SmemTile {
     static constexpr int kBytes = Rows * Columns * 2;
     static constexpr int kChunks = kPanel / 8;  // 16-byte chunks of a panel's row
 
-    // The swizzle: a chunk's number within its panel is XORed with it. It repeats every 8 rows, so that a
-    // thread whose rows are all congruent modulo 8 computes it once.
+    // The swizzle of row `row`, with which the number of a chunk in its panel is XORed. It repeats every 8
+    // rows, so that a thread whose rows are all congruent modulo 8 computes it once.
     __device__ __forceinline__ static u32 twist(int row) {
         return Swizzled ? row * kRowBytes / 128 % kChunks : 0;
     }
 
-    // Byte offset of the panel that holds column `column` (a multiple of 8), and the column's chunk number in
-    // it before the swizzle.
+    // Byte offset of the panel that holds column `column` (a multiple of 8), and the number of the column's
+    // chunk in it before the swizzle.
     __host__ __device__ static constexpr u32 panel_offset(int column) {
         return column / kPanel * kPanelBytes;
     }

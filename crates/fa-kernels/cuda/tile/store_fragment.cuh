@@ -1,4 +1,5 @@
-// Stores a warp's accumulator fragments, 16 rows packed to 16 bits, in a panel tile, straight or transposed.
+// Stores a warp's accumulator fragments, 16 rows rounded to 16 bits, in a panel tile, as they are or
+// transposed.
 #pragma once
 #include "ptx/stmatrix.cuh"
 #include "tile/panel.cuh"
@@ -20,7 +21,8 @@ __device__ __forceinline__ void store_fragment(u32 base, const u32 (&packed)[Wor
 #pragma unroll
     for (int i = 0; i < Words; i += 4) {
         // Matrices (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); the last two may be
-        // missing. A lane addresses a row of a matrix as it is stored, which is a column of it if transposed.
+        // missing. A lane addresses a row of a matrix as stored, which is a column of the matrix if
+        // transposed.
         const int c = column + 4 * i;
         const int r_lane = Transposed ? row + lane / 8 % 2 * 8 : row + lane % 16;
         const int c_lane = Transposed ? c + lane % 8 + lane / 16 * 8 : c + lane / 16 * 8;

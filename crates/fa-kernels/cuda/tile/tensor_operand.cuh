@@ -7,7 +7,8 @@
 
 namespace fa {
 
-// Bit 46, always 1, in which they differ from wgmma's: the swizzle modes are encoded in the same bits.
+// Bit 46, which is always 1, is all that distinguishes these descriptors from wgmma's: both encode the
+// swizzle in the same bits.
 constexpr u32 kTensorDescriptor = 1u << 14;
 
 template <class Tile>

@@ -10,8 +10,8 @@ namespace fa {
 // A warp's share of one operand: `Span` of its rows (A) or columns (B) from `first` on, both multiples of 16.
 template <class Tile, Operand O, int Span>
 struct WarpOperand {
-    // Whether the share runs along the tile's columns. Its offset is folded into the lane's, unless a share
-    // can straddle panels.
+    // Whether the share is of the tile's columns. Its offset is folded into the lane's, unless a share can
+    // straddle panels.
     static constexpr bool kAcross = O == Operand::AStoredKM || O == Operand::BStoredKN;
     static constexpr bool kFolded = !kAcross || Tile::kPanel % Span == 0 || Span % Tile::kPanel == 0;
     static constexpr int kBlocks = Span / 16;
@@ -43,7 +43,7 @@ struct NoInterleave {
     __device__ __forceinline__ void round(int) const {}
 };
 
-// D += A B over `Steps` contraction steps of 16, accumulators by m16 fragment. Operands are read ahead of
+// D += A B over `Steps` contraction steps of 16; `d` is indexed by m16 fragment. Operands are read ahead of
 // their use: A by `AheadA` steps (0 or 1), B by `AheadB` blocks. `interleave.round<Rounds>(number)` runs
 // after each of the Rounds = Steps * B::kBlocks rounds of products.
 template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B, class Interleave = NoInterleave>

@@ -197,7 +197,7 @@ param_struct! {
         pub heads: i32,
         /// CTAs that are resident at once.
         pub slots: i32,
-        /// Bits by which lengths, in tiles, are shifted right before they are sorted.
+        /// Bits by which lengths in tiles are shifted right before they are sorted.
         pub shift: i32,
     }
 }
@@ -228,7 +228,7 @@ param_struct! {
         pub tile_queries: i32,
         /// Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
         pub num_tiles: i32,
-        /// Heads, counted over all sequences, whose K and V fit L2 together: the size of the sections of
+        /// Heads, counted over all sequences, whose K and V fit in L2 together: the size of the sections of
         /// `LongestFirst`.
         pub heads_per_section: i32,
         /// Number of whole sections; the last section has the heads after them.
@@ -283,7 +283,7 @@ param_struct! {
         /// each warpgroup's part how many have claimed it, and whether the sums are stored. Null unless the
         /// kernel is deterministic or, with several tiles of keys, first sums are stored.
         pub dq_semaphores: MutU32Ptr,
-        /// Workspace: the next tile to be drawn; null unless deterministic.
+        /// Workspace: the next tile to be drawn; null unless the kernel is deterministic or persistent.
         pub tile_counter: MutU32Ptr,
         /// Lengths and counts.
         pub shape: ShapeParams,
@@ -298,8 +298,8 @@ param_struct! {
         pub head_splits: i32,
         /// Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
         pub num_tiles: i32,
-        /// K/V heads (times `head_splits`), counted over all sequences, whose Q, dO and dQ fit L2 together:
-        /// the size of the sections of `LongestFirst`.
+        /// K/V heads (times `head_splits`), counted over all sequences, whose Q, dO and dQ fit in L2
+        /// together: the size of the sections of `LongestFirst`.
         pub heads_per_section: i32,
         /// Number of whole sections; the last section has the heads after them.
         pub sections: i32,
