@@ -1,13 +1,13 @@
-"""Attention for numpy, torch and every array that speaks DLPack, forward and backward, on CPUs and NVIDIA
-GPUs.
+"""Attention for numpy, torch and every other array that supports DLPack, forward and backward, on CPUs and
+NVIDIA GPUs.
 
 >>> import numpy as np, fa_attn
 >>> q = k = v = np.random.default_rng(0).standard_normal((1, 128, 4, 64), dtype=np.float32)
 >>> out = fa_attn.flash_attn_func(q, k, v, causal=True)     # (batch, seqlen, heads, head_dim), as q
 
-The functions have FlashAttention's names, arguments and results. Arrays stay where they lie and are computed
-there: numpy's on all cores, torch's on their device and stream, with gradients. What is not computed raises
-and says what would work.
+The functions have FlashAttention's names, arguments and results. Arrays are computed where they are: numpy's
+on all cores, torch's on their device and stream, with gradients. What is not supported raises an error that
+says what would work.
 """
 
 from ._core import DeviceError, InputError, InputTypeError, UnsupportedError, version

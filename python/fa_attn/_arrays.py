@@ -15,7 +15,7 @@ class _Numpy:
         self.np = importlib.import_module("numpy")
 
     def read(self, array):
-        """The array, which the module can read."""
+        """The array in a form that the extension module reads."""
         if type(array).__module__.startswith("numpy.ma"):
             raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
         if getattr(array, "requires_grad", False):
@@ -72,7 +72,7 @@ class _Cupy(_Numpy):
 
 
 class _Jax(_Numpy):
-    """Arrays of jax in the CPU's memory: results are made by numpy and handed over."""
+    """Arrays of jax in the CPU's memory: results are allocated by numpy and handed over."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class _Jax(_Numpy):
             return self.jax.numpy.asarray(array)
 
     def contiguous(self, array):
-        # jax's own arrays are.
+        # jax's own arrays are contiguous.
         return array
 
 
@@ -121,7 +121,7 @@ def lent_face():
 
 
 class Arrays:
-    """A face: what `fa_attn.interface` asks of a library."""
+    """What `fa_attn.interface` needs from an array library."""
 
     has_autograd = False
 
@@ -144,13 +144,13 @@ class Arrays:
         out=None,
         division=None,
     ):
-        """(out, lse); `deterministic` is about gradients, which a library with autograd computes. `plans`: of
-        work, those that calls have made and this one's. `out`: what the result is written to. `division`: how
-        the work is divided, where the caller decides it."""
+        """(out, lse); `deterministic` concerns gradients, which a library with autograd computes. `plans`:
+        work plans that other calls have made, to which this one adds its own. `out`: the array that the
+        result is written to. `division`: how the work is divided, where the caller decides it."""
         del deterministic
         lib = self.library
         array("k", k), array("v", v)
-        # Rows that no sequence has are 0.
+        # Rows that belong to no sequence are 0.
         make = lib.empty if extras is None else lib.zeros
         lse = lib.floats(_lse_shape(q), q)
         shape = (*q.shape[:-1], *v.shape[-1:])
@@ -178,7 +178,8 @@ class Arrays:
         return lib.give(out), lib.give(lse)
 
     def beside(self, extras):
-        """What is beside q, k and v as the module reads it, end to end."""
+        """The extra arrays (lengths, tables, slopes, sinks) as the extension module reads them:
+        contiguous."""
         *arrays, max_q, max_k = extras
         lib = self.library
         return (*(None if x is None else lib.contiguous(lib.read(x)) for x in arrays), max_q, max_k)
@@ -216,7 +217,8 @@ class Arrays:
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
     def append(self, append):
-        """Appends to the caches in place; (q turned, or as it is, lengths afterwards)."""
+        """Appends to the caches in place; returns (q, rotated where there are tables, and the lengths
+        afterwards)."""
         lib = self.library
         q, used = append.q, append.used_k
         after = self.ints(0, used.shape[0], q)
@@ -267,14 +269,14 @@ class Arrays:
         return lib.give(out), lib.give(lse)
 
     def without_padding(self, k_cache, v_cache, leftpad, used, table):
-        """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
-        table or None)."""
+        """The cache seen without the padding before each sequence: (k, v, cu_seqlens_k or None, rows in use,
+        page table or None)."""
         np = self.library.np
         leftpad = np.asarray(leftpad)
         rows, room = k_cache.shape[:2]
         paddings(leftpad, room * (1 if table is None else table.shape[1]))
         used = np.maximum(np.asarray(used) - leftpad, 0)
-        # Copied where the cache does not lie end to end.
+        # Copied where the cache is not contiguous.
         flat = [np.asarray(x).reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
         if table is None:
             begins = np.arange(rows, dtype=np.int32) * room + leftpad
@@ -291,17 +293,17 @@ class Arrays:
         return self.library.unstack(array, axis)
 
     def swapped(self, array):
-        """The last two axes exchanged; the elements end to end, as the module reads them."""
+        """The array with its last two axes exchanged, contiguous, as the extension module reads it."""
         return self.library.contiguous(array.swapaxes(-1, -2))
 
     def stored(self, values, out):
-        """`out`, with these values in it."""
+        """`out`, after writing these values to it."""
         out[...] = values
         return out
 
     def table_of_rows(self, index, rows, table):
-        """The page table of the sequences whose rows of the cache (of `rows` rows), or of `table`, `index`
-        has. Without a table each row of the cache is a page."""
+        """The page table of the sequences whose rows in the cache (of `rows` rows), or in `table`, are in
+        `index`. Without a table each row of the cache is a page."""
         int32("cache_batch_idx", index)
         if self.is_in_host_memory(index):
             cache_rows(self.library.np.asarray(index), rows, table)
@@ -361,7 +363,7 @@ class _LentArrays(Arrays):
 
 
 class _JaxArrays(Arrays):
-    """jax lets nobody write its memory and names no stream. Arrays on a GPU are lent to torch and results
+    """jax's arrays cannot be written and jax exposes no stream. Arrays on a GPU are lent to torch and results
     handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
 
     def attention(self, q, *others, out=None, division=None):
@@ -411,7 +413,7 @@ class _JaxArrays(Arrays):
                 return tensor
             if isinstance(value, tuple):
                 return tuple(map(lent, value))
-            # Lengths that the package itself has counted.
+            # Lengths that the package itself has computed.
             return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
 
         def handed(value):

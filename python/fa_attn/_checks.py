@@ -1,5 +1,5 @@
-"""Options as they come, checked before anything is computed: each refusal names the argument, its value and
-what would work."""
+"""Checks of options before anything is computed: each error names the argument, its value and what would
+work."""
 
 import sys
 from numbers import Integral
@@ -47,7 +47,7 @@ def number(name, value):
 
 
 def _no_gradient(name):
-    """Raises where the gradient of a torch tensor that is taken as a number would be missed."""
+    """Raises where a torch tensor that is used as a number would lose its gradient."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.is_grad_enabled():
         raise UnsupportedError(
@@ -56,7 +56,7 @@ def _no_gradient(name):
 
 
 def flag(name, value):
-    """A bool, of what is one or is 0 or 1."""
+    """A bool, from a bool or from 0 or 1."""
     if value is True or value is False:
         return value
     one = getattr(value, "shape", ()) == () and not isinstance(value, str)
@@ -77,7 +77,7 @@ def most(name, value):
 
 
 def count(name, value, least=0, most=_FAR):
-    """A whole number of a problem."""
+    """A whole number of a problem, from `least` to `most`."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -90,7 +90,7 @@ def count(name, value, least=0, most=_FAR):
 
 
 def one_of(name, value, choices):
-    """The value, which is one of these names."""
+    """The value, checked to be one of these names."""
     if not isinstance(value, str) or value not in choices:
         need = ", ".join(map(repr, choices))
         raise InputError(f"{name} is {short(value)}: it must be one of {need}")
@@ -98,7 +98,7 @@ def one_of(name, value, choices):
 
 
 def array(name, value):
-    """The value, which has a shape."""
+    """The value, checked to have a shape."""
     if not hasattr(value, "shape"):
         kind = type(value).__name__
         raise InputTypeError(
@@ -108,14 +108,14 @@ def array(name, value):
 
 
 def int32(name, value):
-    """The value, an array of int32."""
+    """The value, checked to be an array of int32."""
     if str(value.dtype).rpartition(".")[2] != "int32":
         raise InputError(f"{name} holds {value.dtype}: it must be int32, convert it once")
     return value
 
 
 def masses(name, lse, out):
-    """The LSE, in the shape that goes with `out` or q: (batch, heads, seqlen), or (heads, total)."""
+    """The LSE, checked against the shape of `out` or q: (batch, heads, seqlen), or (heads, total)."""
     *outer, rows, heads, _ = tuple(array("out", out).shape)[-4:] if len(out.shape) > 2 else (0, 0, 0)
     need, have = (*outer, heads, rows), tuple(array(name, lse).shape)
     if have != need:
@@ -126,7 +126,7 @@ def masses(name, lse, out):
 
 
 def room(out, shape, dtype):
-    """What a result is written to, where the caller gives it."""
+    """Checks the shape and type of an array that the caller gives for a result."""
     have, need = tuple(array("out", out).shape), tuple(shape)
     if have != need:
         raise InputError(f"out has the shape {have}: it must be {need}, that of the result")
@@ -136,14 +136,14 @@ def room(out, shape, dtype):
 
 
 def apart(out, inputs, overlap):
-    """What is read, by name, lies elsewhere than what is written."""
+    """Checks that no input, by name, shares memory with the output."""
     for name, value in inputs.items():
         if overlap(out, value):
             raise InputError(f"out lies in the memory of {name}, which is still read: give room of its own")
 
 
 def paddings(leftpad, room):
-    """`cache_leftpad` in host memory: each entry is within the cache's room."""
+    """Checks `cache_leftpad` in host memory: each entry is within the cache's room."""
     outside = (leftpad < 0) | (leftpad > room)
     if outside.any():
         entry = int(outside.nonzero()[0][0])
@@ -153,7 +153,8 @@ def paddings(leftpad, room):
 
 
 def cache_rows(index, rows, table):
-    """`cache_batch_idx` in host memory: each entry is one of the cache's `rows`, or a row of the table."""
+    """Checks `cache_batch_idx` in host memory: each entry is one of the cache's `rows`, or a row of the
+    table."""
     rows, of = (rows, "the cache") if table is None else (len(table), "the page table")
     outside = (index < 0) | (index >= rows)
     if outside.any():
@@ -165,7 +166,7 @@ def cache_rows(index, rows, table):
 
 
 def is_neutral(value, neutral):
-    """Whether an argument has one of these values; arrays never do."""
+    """Whether an argument has one of its neutral values; an array never has."""
     return any(
         value is n or (isinstance(value, Integral) and n is not None and value == n) for n in neutral
     )

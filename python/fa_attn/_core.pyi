@@ -1,4 +1,4 @@
-"""The extension module: what the package's Python calls. Nothing in it is for users but its exceptions."""
+"""The extension module, which the package's Python code calls. Only its exceptions are for users."""
 
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
@@ -6,16 +6,16 @@ class InputError(ValueError):
     """Arrays or options that contradict each other."""
 
 class InputTypeError(InputError, TypeError):
-    """A value of a type that its argument does not take."""
+    """A value whose type its argument does not take."""
 
 class UnsupportedError(ValueError):
     """Something that no kernel computes; the message says what would work."""
 
 class DeviceError(RuntimeError):
-    """The GPU, its driver or its compiler refuses."""
+    """A failure of the GPU, its driver or the compiler."""
 
 BESIDE: Tuple[str, ...]
-"""Arguments for the words beside Q, K and V, in the order of `Extras`."""
+"""Names of the arguments besides Q, K and V, in the order of `Extras`."""
 
 Extras = Tuple[Any, Any, Any, Any, Any, Any, Any, int, int]
 Division = Tuple[Optional[int], Optional[bool]]

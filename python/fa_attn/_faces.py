@@ -1,4 +1,4 @@
-"""Which library an array is of, and what the functions ask of it."""
+"""Which library an array belongs to, and the module that serves it."""
 
 from ._core import InputTypeError
 

@@ -1,12 +1,12 @@
-"""The compiler of kernels, in the packages of this environment."""
+"""Finds the kernels' compiler in the packages of this environment."""
 
 import os
 import sys
 
 
 def find_nvrtc():
-    """Names the NVRTC of this environment's packages (torch brings one) to the library, unless the
-    environment names another. Kernels in the package's bundle need none."""
+    """Tells the library which NVRTC this environment's packages have (torch brings one), unless an
+    environment variable names another. Kernels in the package's bundle need none."""
     if "FA_NVRTC" in os.environ:
         return
     for site in sys.path:

@@ -1,11 +1,11 @@
-"""What the functions take beside arrays: FlashAttention's options, each honoured or refused."""
+"""The functions' options other than arrays: FlashAttention's, each honoured or refused."""
 
 from reprlib import repr as short
 
 from ._checks import array, count, flag, is_neutral, most, number, window
 from ._core import BESIDE, InputError, UnsupportedError
 
-# Names of FlashAttention's that are taken at these values, and what would work otherwise.
+# Arguments of FlashAttention's that are accepted at these values only, and what would work instead of others.
 _NEUTRAL = {
     "sm_margin": ((0, None), "kernels use all SMs, leave it at 0"),
     "attention_chunk": ((0, None), "use window_size, or pack each chunk as a sequence of its own"),
@@ -30,8 +30,7 @@ _NEUTRAL = {
     "num_heads_q": ((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func"),
 }
 
-# Promises and wishes about FlashAttention's scheduler, and which generation of it serving engines call, which
-# nothing here needs.
+# Accepted and not needed: hints for FlashAttention's scheduler, and which generation of it an engine calls.
 _NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag, "fa_version": most, "ver": most}
 
 _SINKS = ("sinks", "learnable_sink", "s_aux")
@@ -39,7 +38,7 @@ _LSE = ("return_softmax_lse", "return_lse")
 _DIVISION = ("num_splits", "pack_gqa")
 
 
-# Parts of a tile's keys at the most.
+# The most parts of a tile's keys.
 _MOST_SPLITS = 256
 
 
@@ -52,8 +51,8 @@ def division_of(num_splits, pack_gqa):
 
 
 def others_of(function, others):
-    """(sinks, whether LSE is wanted, division of the work) of the arguments by name; refuses what is not
-    computed."""
+    """(sinks, whether LSE is wanted, division of the work) from the keyword arguments; refuses what is not
+    supported."""
     sinks, wants_lse = None, False
     division = division_of(others.get("num_splits"), others.get("pack_gqa"))
     for name, value in others.items():

@@ -10,7 +10,8 @@ from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, rows_of, 
 
 
 def append(append):
-    """Appends to the caches in place; (q turned, or as it is, lengths afterwards)."""
+    """Appends to the caches in place; returns (q, rotated where there are tables, and the lengths
+    afterwards)."""
     a = append
     arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.following, a.cu_new)
     arguments += (a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
@@ -36,7 +37,7 @@ def run_append(
     cu_q,
     max_q,
 ):
-    """(q turned, or nothing without tables, lengths afterwards)."""
+    """(q rotated, or None without tables, and the lengths afterwards)."""
     if k_cache.is_cuda and (k_cache.shape[-1] % 8 or v_cache.shape[-1] % 8):
         others = (cos, sin, interleaved, following, cu_new, max_new, used_k, page_table, cu_q, max_q)
         return append_padded(k, v, k_cache, v_cache, q, *others)
@@ -47,7 +48,7 @@ def run_append(
     queries = (None, None)
     if cos is not None:
         cos, sin, k, v, q = cos.contiguous(), sin.contiguous(), rows_of(k), rows_of(v), rows_of(q)
-        # On the CPU queries are turned in place.
+        # On the CPU queries are rotated in place.
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q.is_cuda else q.clone()
         queries = (q, turned)
     dropped = _core.append(
@@ -78,8 +79,8 @@ def run_append(
 
 
 def append_padded(k, v, k_cache, v_cache, q, *others):
-    """The same by copies of the caches with rows of multiples of 8 elements, which a GPU's kernel copies;
-    FlashAttention does so too."""
+    """The same on copies of the caches whose rows are padded to multiples of 8 elements, as a GPU's kernel
+    needs; FlashAttention does so too."""
     dim, dim_v = k_cache.shape[-1], v_cache.shape[-1]
     columns, columns_v = -(-dim // 8) * 8, -(-dim_v // 8) * 8
     k_copy, v_copy = pad(k_cache.detach(), columns), pad(v_cache.detach(), columns_v)
@@ -117,7 +118,7 @@ def _merged(outs, lses, sinks, dtype):
     lse = torch.logsumexp(masses, 0)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(FLOAT).view(-1, 1).expand_as(lse))
-    # A part without keys has no weight, nor has a row without any.
+    # A part without keys has weight 0, and so has a row without any.
     weights = torch.exp(masses - lse.masked_fill(lse == float("-inf"), 0.0))
     out = 0
     for part, weight in zip(outs, weights):
@@ -127,13 +128,13 @@ def _merged(outs, lses, sinks, dtype):
 
 
 def without_padding(k_cache, v_cache, leftpad, used, table):
-    """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
+    """The cache seen without the padding before each sequence: (k, v, cu_seqlens_k or None, rows in use, page
     table or None)."""
     rows, room = k_cache.shape[:2]
     if leftpad.device.type == "cpu" and not torch.compiler.is_compiling():
         paddings(leftpad, room * (1 if table is None else table.shape[1]))
     used = (used - leftpad).clamp(min=0).to(torch.int32)
-    # Copied where the cache does not lie end to end.
+    # Copied where the cache is not contiguous.
     flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
     there = dict(dtype=torch.int32, device=used.device)
     if table is None:

@@ -1,5 +1,5 @@
-"""What torch.utils.flop_counter counts for the operators: as for torch's own attention, the products of every
-query with every key of its sequence, whatever the mask leaves out."""
+"""The operations that torch.utils.flop_counter counts for the operators: as for torch's own attention, the
+products of every query with every key of its sequence, whatever the mask leaves out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _is_told = False
 
 
 def count_operations():
-    """Tells the counter, where it has been imported, and those that are counting."""
+    """Registers the formulas with the counter, where it has been imported, and with counters that are
+    running."""
     global _is_told
     counter = sys.modules.get("torch.utils.flop_counter")
     if _is_told or counter is None:
@@ -21,7 +22,7 @@ def count_operations():
     packets = {torch.ops.fa_attn.forward: _forward, torch.ops.fa_attn.backward: _backward}
     for packet, formula in packets.items():
         counter.register_flop_formula(packet, get_raw=True)(formula)
-    # They have copied the formulas when they were made.
+    # They copied the formulas when they were made.
     for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         formulas = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if isinstance(formulas, dict):
@@ -36,20 +37,20 @@ def _forward(q, k, v, cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, m
 def _backward(
     dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks, max_q, max_k, *_, out_val=None
 ):
-    """The scores anew, dP and dV, dQ and dK."""
+    """The operations of a backward: the scores again, dP and dV, dQ and dK."""
     pairs = _pairs(q, k, (cu_q, cu_k), (used_q, used_k), None, (max_q, max_k))
     return 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _pairs(q, k, starts, used, table, longest):
-    """Pairs of a query and a key, of all heads."""
+    """Pairs of a query and a key, over all heads."""
     of_queries = _lengths(q, starts[0], used[0], None, longest[0])
     of_keys = _lengths(k, starts[1], used[1], table, longest[1])
     return q.shape[-2] * sum(map(mul, of_queries, of_keys))
 
 
 def _lengths(x, starts, used, table, longest):
-    """Rows of each sequence; as many as it may have, where the lengths cannot be read."""
+    """Rows of each sequence; where the lengths cannot be read, the most that it may have."""
     if _is_readable(used):
         return used.tolist()
     if _is_readable(starts):

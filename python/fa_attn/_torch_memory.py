@@ -1,5 +1,5 @@
-"""Torch's tensors as the library takes them: the stream, memory for results and workspaces, rows and
-addresses that kernels read."""
+"""Torch's tensors as the library needs them: the stream, memory for results and workspaces, rows and
+addresses that kernels can read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ is_transforming = torch._C._are_functorch_transforms_active
 # Of torch.jit.trace, and of modes that see each operator: make_fx, fake tensors, counters of operations.
 _is_tracing = torch._C._is_tracing
 _count_modes = torch._C._len_torch_dispatch_stack
-# In a small call's time, these take half as long as `torch.empty` with a shape, a type and a device.
+# These take half as long as `torch.empty` with a shape, a type and a device, which small calls notice.
 _empty_like = torch.empty_like
 _CONTIGUOUS = torch.contiguous_format
 _STRIDED = torch.strided
@@ -29,14 +29,14 @@ FLOAT = torch.float32
 
 
 def stream_of(q):
-    """The current stream's handle; None where the library asks for it itself."""
+    """The current stream's handle; None where the library asks torch for it itself."""
     if ASKS_STREAM or not q.is_cuda:
         return None
     return torch.cuda.current_stream(q.device).cuda_stream
 
 
 def _allocator(q):
-    """What gives a kernel its workspace, in torch's memory."""
+    """The function that allocates a kernel's workspace in torch's memory."""
     device = q.device
 
     def allocate(count, zero):
@@ -69,8 +69,8 @@ def out_shape(q, v):
 
 
 def fresh(q, v, extras, given=None):
-    """Room for out and LSE; on the CPU, and where queries are used in part, rows of no sequence are 0.
-    `given` is taken as out as it is."""
+    """New tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
+    sequence are 0. `given` is used as out unchanged."""
     if extras is not None and (extras[2] is not None or (extras[0] is not None and not q.is_cuda)):
         out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device) if given is None else given
         return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
@@ -90,13 +90,13 @@ def rows_of(x):
 
 
 def is_aligned(x):
-    """Whether kernels read and write the tensor where it lies."""
+    """Whether kernels can read and write the tensor in place."""
     *outer, last = x.stride()
     return last == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in outer)
 
 
 def may_overlap(one, other):
-    """Whether there is an address between the first and the last element of both."""
+    """Whether the address ranges of both tensors overlap."""
     if one.is_meta or one.numel() == 0 or other.numel() == 0 or is_compiling():
         return False
 
@@ -109,7 +109,7 @@ def may_overlap(one, other):
 
 
 def aligned(x):
-    """A tensor from autograd as kernels read it: expanded and oddly strided ones are copied."""
+    """A tensor from autograd that kernels can read: expanded and oddly strided ones are copied."""
     x = x.resolve_neg()
     if is_aligned(x):
         return x
@@ -118,7 +118,8 @@ def aligned(x):
 
 
 def room_for_gradients(q, k, v, extras):
-    """Of packed sequences, and of rows used in part, those that no sequence has get 0."""
+    """New tensors for gradients. With packed sequences or rows used in part, rows that belong to no sequence
+    are 0."""
     make = _empty_like if extras is None or all(x is None for x in extras[:4]) else torch.zeros_like
     return [make(x, memory_format=_CONTIGUOUS) for x in (q, k, v)]
 
@@ -128,7 +129,7 @@ def pad(x, columns):
 
 
 def is_seen():
-    """Whether a trace or a mode looks at operators."""
+    """Whether a trace or a mode records operators."""
     if not (_is_tracing() or _count_modes()):
         return False
     count_operations()
@@ -136,8 +137,8 @@ def is_seen():
 
 
 def goes_by_operator(*tensors):
-    """Whether something looks at operators, which does not see what a plain call writes; refuses tensors that
-    are not dense."""
+    """Whether something records operators, and so would not see what a plain call writes; refuses tensors
+    that are not dense."""
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
         return True
     if is_seen():
@@ -165,7 +166,7 @@ def _check_layout(x):
 
 
 def autocast(*tensors):
-    """The tensors as autocast has them, where they are of several types or float32."""
+    """The tensors as autocast casts them, where they have several types or are float32."""
     kind = tensors[0].device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -187,8 +188,9 @@ def check_tensor(name, value):
 
 
 def detached(extras):
-    """What is beside q, k and v as the library reads it: end to end (engines give the columns in use of a
-    longer table, slopes are expanded over a batch), sinks in float32, apart from autograd."""
+    """The extra tensors (lengths, tables, slopes, sinks) as the library reads them: contiguous (engines pass
+    the columns in use of a longer table, slopes are expanded over a batch), sinks in float32, detached from
+    autograd."""
     *lengths, table, slopes, sinks, max_q, max_k = extras
     for name, value in (("page_table (block_table)", table), ("alibi_slopes", slopes), ("sinks", sinks)):
         check_tensor(name, value)
@@ -196,6 +198,6 @@ def detached(extras):
         sinks = sinks.detach()
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
-    # Lengths may be of another library.
+    # Lengths may be arrays of another library.
     ends = (x.contiguous() if isinstance(x, torch.Tensor) else x for x in (*lengths, table, slopes, sinks))
     return (*ends, max_q, max_k)

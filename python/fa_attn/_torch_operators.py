@@ -1,6 +1,6 @@
 """The operators `fa_attn::forward`, `fa_attn::backward` and `fa_attn::append`: what torch.compile, fake
-tensors, torch.func and subclasses see. Options are flat: windows by their sides, what is beside q, k and v
-one by one."""
+tensors, torch.func and subclasses see. Options are flat: the sides of a window and each of the extra tensors
+are arguments of their own."""
 
 from typing import Optional, Tuple
 
@@ -185,7 +185,7 @@ class _TransformedBackward(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The forward operator within torch.func, which takes no gradients of operators written in Python."""
+    """The forward operator within torch.func, which does not differentiate operators written in Python."""
 
     @staticmethod
     def forward(*arguments):
@@ -201,7 +201,7 @@ class _Transformed(torch.autograd.Function):
 
 
 def _one_by_one(operator):
-    """What vmap makes of an operator: a call for each element."""
+    """An operator under vmap: a call for each element."""
 
     def rule(info, in_dims, *arguments):
         def at(index):

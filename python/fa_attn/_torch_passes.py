@@ -13,7 +13,8 @@ _empty = torch.empty
 
 
 def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None, given=None, division=None):
-    """(out, lse); `given`: what out is written to; `division`: how the work is divided, by the caller."""
+    """(out, lse); `given`: the tensor that out is written to; `division`: how the caller wants the work
+    divided."""
     out, lse = fresh(q, v, extras, given)
     options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), plans, division)
     _core.forward(q, k, v, out, lse, *options)
@@ -56,14 +57,14 @@ def run_backward(
 
 
 def beside_of(extras):
-    """The arguments of the operators that stand for extras, or for none."""
+    """The operators' arguments for the extra tensors, or for none."""
     return extras if extras is not None else (None,) * 7 + (0, 0)
 
 
 def backward_by_operator(
     dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras
 ):
-    """(dq, dk, dv, dsinks or None) by the operator, for those who look at operators; without autograd."""
+    """(dq, dk, dv, dsinks or None) by the operator, for code that records operators; without autograd."""
     cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = beside_of(extras)
     dout = torch.zeros_like(out) if dout is None else dout
     scale = None if scale is None else float(scale)
@@ -75,7 +76,7 @@ def backward_by_operator(
 
 
 class _Final(torch.autograd.Function):
-    """The first `count` tensors as they are, which depend on all others and have no gradients."""
+    """The first `count` tensors unchanged, made dependent on all others and without gradients."""
 
     @staticmethod
     def forward(ctx, count, *tensors):
@@ -89,7 +90,7 @@ class _Final(torch.autograd.Function):
 
 
 def no_tangents(ctx, *tangents):
-    """What stands for the forward mode of a function that has none."""
+    """The forward mode of a function that has none: an error."""
     raise _core.UnsupportedError(
         "forward-mode derivatives are not computed: use reverse mode (backward, torch.autograd.grad, "
         "torch.func.vjp, jacrev)"
@@ -97,8 +98,8 @@ def no_tangents(ctx, *tangents):
 
 
 def _once(backward):
-    """A backward whose gradients raise where they are differentiated. `once_differentiable` takes them for
-    constants where `dout` is one, though they depend on q, k and v."""
+    """A backward whose gradients raise an error where they are differentiated. `once_differentiable` treats
+    them as constants where `dout` is one, though they depend on q, k and v."""
 
     @wraps(backward)
     def run(ctx, *gradients):
@@ -115,10 +116,11 @@ def _once(backward):
 
 
 def _save(ctx, extras, *tensors):
-    """Saves what a backward reads; extras too, so that autograd notices where one is written meanwhile."""
+    """Saves what the backward reads; the extra tensors too, so that autograd notices if one is written in
+    between."""
     ctx.places, beside = (), ()
     if extras is not None:
-        # Lengths may be of another library, or made in inference mode.
+        # Lengths may be arrays of another library, or made in inference mode.
         ctx.places = [
             at for at, x in enumerate(extras) if isinstance(x, torch.Tensor) and not x.is_inference()
         ]
@@ -129,7 +131,7 @@ def _save(ctx, extras, *tensors):
 
 
 def _saved(ctx):
-    """(tensors, extras) of `_save`."""
+    """(tensors, extras) that `_save` saved."""
     saved = ctx.saved_tensors
     if ctx.extras is None:
         return saved, None
@@ -140,7 +142,7 @@ def _saved(ctx):
 
 
 class Attention(torch.autograd.Function):
-    """out and LSE of q, k, v and sinks."""
+    """out and LSE from q, k, v and sinks, with gradients."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras, division):
@@ -165,7 +167,7 @@ class Attention(torch.autograd.Function):
 
 
 class PackedAttention(torch.autograd.Function):
-    """The same of q, k and v in one tensor, whose gradients are written in one."""
+    """The same with q, k and v in one tensor, whose gradients are written to one tensor."""
 
     @staticmethod
     def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras, division):

@@ -7,20 +7,22 @@ seqlen_q query i sees the keys j with d - left <= j <= d + right. LSE is a natur
 (batch, heads_q, seqlen_q) or (heads_q, total_q), and includes the sink; a row that sees no key has out = 0
 and LSE = -inf (or the sink).
 
-Beside FlashAttention-2's arguments every function takes these of its successors by name:
+In addition to FlashAttention-2's arguments, every function takes these of its successors by name:
 
 - `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
 - `num_splits`: parts of the keys of a tile of queries, each computed by a CTA of its own; 1 for undivided
-  keys, 0 or None for the planner's choice, 256 at most. No more than there are steps; where lengths are read
-  on the GPU, the most parts of a tile. `pack_gqa`: whether the query heads of a K/V head share a tile, None
-  for the planner's choice. Both are about the forward on a GPU, where they decide which kernel computes; on
-  the CPU the cores divide the work. Results are equal but for the order of sums.
-- what is not computed at its neutral value: `sm_margin` 0, `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
-  `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
-  `seqlen_k_per_split`, `num_heads_q`, `q_v`, `cp_tot_seqused_k` None, `cp_world_size` 1,
-  `cp_rank` 0. Anything else raises.
-- what nothing here needs: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`, `ver`.
+  keys, 0 or None for the planner's choice, 256 at most. There are no more parts than steps; where lengths are
+  read on the GPU, it is the most parts of a tile. `pack_gqa`: whether the query heads of a K/V head share a
+  tile, None for the planner's choice. Both concern the forward on a GPU, where they decide which kernel
+  computes it; on the CPU the cores divide the work. Results are equal except for the order of sums.
+- arguments that are accepted at their neutral value only: `sm_margin` and `attention_chunk` 0; `qv`,
+  `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`, `score_mod`, `mask_mod`,
+  `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`, `seqlen_k_per_split`,
+  `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an
+  error.
+- arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
+  `ver`.
 """
 
 from ._checks import array, masses, most, no_dropout
@@ -63,12 +65,12 @@ def flash_attn_func(
 ):
     """softmax(mask(softmax_scale * q k^T)) v for each query head of each sequence.
 
-    q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`: 1
-    / sqrt(head_dim) where None. `window_size`: (left, right) keys around the diagonal, -1 for no limit.
+    q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`:
+    None for 1 / sqrt(head_dim). `window_size`: (left, right) keys around the diagonal, -1 for no limit.
     `softcap`: cap * tanh(score / cap), 0 for none. `alibi_slopes`: float32 (heads_q,) or (batch, heads_q).
-    `deterministic`: gradients with the same bits in every run. `out`: an array in the shape and type of
-    the result to write it to, without gradients. Returns out, in the shape of q; with `return_attn_probs`
-    (out, softmax_lse, None). `others`: see the module.
+    `deterministic`: gradients have the same bits in every run. `out`: an array of the result's shape and
+    type, to which the result is written, without gradients. Returns out, in the shape of q; with
+    `return_attn_probs` (out, softmax_lse, None). `others`: see the module.
     """
     no_dropout(dropout_p)
     sinks, wants_lse, division = others_of("flash_attn_func", others) if others else (None, False, None)
@@ -175,12 +177,11 @@ def flash_attn_varlen_func(
     q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim). `cu_seqlens_q`, `cu_seqlens_k`:
     int32 (batch + 1,), the first row of each sequence, then the end of the last; None where the side is
     padded, (batch, seqlen, heads, head_dim). `max_seqlen_q`, `max_seqlen_k`: upper bounds on the rows of a
-    packed sequence. With `block_table` (also `page_table`), int32
-    (batch, pages of a sequence), k and v are (pages, page, heads_kv, head_dim), any page size, and have no
-    gradients; their lengths come from cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,),
-    rows in use of each sequence. `out`: as of `flash_attn_func`. Returns out (total_q, heads_q, head_dim_v);
-    LSE is (heads_q, total_q). Of a torch tensor on a GPU, and where `out` is given, rows of out that no
-    sequence has are not written.
+    packed sequence. With `block_table` (also `page_table`), int32 (batch, pages of a sequence), k and v are
+    (pages, page, heads_kv, head_dim), any page size, and have no gradients; their lengths come from
+    cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,), rows in use of each sequence. `out`:
+    see `flash_attn_func`. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch
+    tensors on a GPU, and where `out` is given, rows of out that belong to no sequence are not written.
     """
     no_dropout(dropout_p)
     sinks, wants_lse, division = others_of("flash_attn_varlen_func", others)
@@ -295,9 +296,9 @@ def flash_attn_backward(
     sinks=None,
     dlse=None,
 ):
-    """The gradients of `flash_attn_func`, for arrays without autograd: dout, out and softmax_lse are those of
-    its result, `dlse` is a gradient of softmax_lse, float32 in its shape. Returns (dq, dk, dv), with sinks
-    (dq, dk, dv, dsinks)."""
+    """The gradients of `flash_attn_func`, for arrays without autograd. `out` and `softmax_lse` are its
+    results, `dout` is the gradient of out, `dlse` that of softmax_lse, float32 in its shape. Returns (dq, dk,
+    dv), with sinks (dq, dk, dv, dsinks)."""
     extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
     options = (softmax_scale, causal, window_size, softcap, deterministic)
     return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
@@ -325,8 +326,8 @@ def flash_attn_varlen_backward(
     sinks=None,
     dlse=None,
 ):
-    """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that no sequence has get
-    0."""
+    """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that belong to no sequence
+    get 0."""
     extras = extras_of(
         cu_seqlens_q,
         cu_seqlens_k,

@@ -6,7 +6,7 @@ from .serving import get_scheduler_metadata as get_scheduler_metadata
 from .serving import merge as merge
 
 class Array(Protocol):
-    """An array of numpy, torch, jax, cupy or any library that speaks DLPack."""
+    """An array of numpy, torch, jax, cupy or any other library that supports DLPack."""
 
     @property
     def shape(self) -> Any: ...

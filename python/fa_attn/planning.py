@@ -34,7 +34,7 @@ def problem(
     used_q=False,
     used_k=False,
 ):
-    """A problem of attention as a dict, checked.
+    """An attention problem as a dict, checked.
 
     `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ. `total_q`,
     `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache; `used_q`,
@@ -104,8 +104,8 @@ def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit
 
     "forward" and "backward" have "tried" and "fit" (how many), "plans" (each with its "spec", registers,
     shared memory in bytes, and "cost": seconds, tflops, bottleneck) and "rejected" (by limit, with the
-    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121. `limit`: plans of a pass at
-    most.
+    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121. `limit`: the most plans per
+    pass.
     """
     text, forward, backward = _asked(given, mode)
     family = None if family is None else _name("family", family)
@@ -117,7 +117,7 @@ def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit
 
 
 def explain(given, query, arch="sm90", mode="fwd", deterministic=False, family=None):
-    """What became of the candidates with the fields of `query`, as in "tile_n=192,num_wg=2": "feasible" with
+    """Why the candidates that match `query`, as in "tile_n=192,num_wg=2", were chosen or not: "feasible" with
     rank and account, "rejected" with the limit that each breaks."""
     text, forward, backward = _asked(given, mode)
     family = None if family is None else _name("family", family)
@@ -131,11 +131,12 @@ def tuning(on=True, *, candidates=4, budget=30.0):
 
     >>> fa_attn.tuning()
 
-    Where it is on, the first call for a problem and pass computes as it does without, at once, and hands the
-    problem to a thread. There the kernel that ran and the best of the planner's others, `candidates` in all,
-    are compiled and measured, for `budget` seconds at most, on memory and a stream of their own. The winner
-    is used from the next call on, but not by captured graphs, and is kept for later processes in the table
-    that FA_TUNED names, or beside the kernel cache. Without a GPU there is nothing to tune: DeviceError.
+    Where it is on, the first call for a problem and pass computes at once, as it does without tuning, and
+    hands the problem to a thread. There the kernel that ran and the best of the planner's others,
+    `candidates` in all, are compiled and measured, for `budget` seconds at most, with memory and a stream of
+    their own. The winner is used from the next call on, but not by captured graphs, and is kept for later
+    processes in the table that FA_TUNED names, or beside the kernel cache. Without a GPU there is nothing to
+    tune: DeviceError.
     """
     on, candidates = flag("on", on), count("candidates", candidates, 2)
     seconds = number("budget", budget)
@@ -147,9 +148,9 @@ def tuning(on=True, *, candidates=4, budget=30.0):
 
 
 def finish_tuning():
-    """Waits until no problem is left to be measured. Returns what came of those since the last call, a list
-    of dicts: "problem", "pass" (forward or backward), "deterministic", "family", "tried" (each with "kernel",
-    "ms" or "error"), "winner" (a kernel, or None) and "error". An empty list where tuning is off."""
+    """Waits until every problem has been measured. Returns the outcomes since the last call, a list of dicts:
+    "problem", "pass" (forward or backward), "deterministic", "family", "tried" (each with "kernel", "ms" or
+    "error"), "winner" (a kernel, or None) and "error". An empty list where tuning is off."""
     return json.loads(_core.finish_tuning())
 
 
@@ -157,15 +158,15 @@ _LONGEST_BUDGET = 86_400.0
 
 
 class Kernels:
-    """The kernels of one problem, bound when this is made: planned, compiled and checked once, run as often
-    as wanted.
+    """The kernels of one problem, bound on construction: planned, compiled and checked once, then run as
+    often as needed.
 
     >>> kernels = fa_attn.Kernels(fa_attn.problem(2, 4096, heads=32, head_dim=128, causal=True), "cuda")
     >>> out, lse = kernels.forward(q, k, v)
     >>> dq, dk, dv = kernels.backward(dout, q, k, v, out, lse)
 
     `device`: "cpu", "cuda" or "cuda:1". `forward` and `backward` take arrays of the problem's shapes, and by
-    name what the problem has beside them: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
+    name the other arrays that the problem has: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
     alibi_slopes, sinks.
     """
 
@@ -247,14 +248,14 @@ class Kernels:
         return tuple(grads) if dsinks is None else (*grads, dsinks)
 
 
-# DLPack's number of the CPU.
+# DLPack's device type for the CPU.
 _CPU = 1
 
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def _names(problem, beside):
-    """Whether a problem has what an argument of `Kernels` is."""
+    """Whether a problem has the array that an argument of `Kernels` is."""
     is_paged = problem.get("page") is not None
     return {
         "cu_seqlens_q": problem.get("total_q") is not None,

@@ -1,5 +1,6 @@
-"""Attention as models are served: new queries on a cache of keys and values, its work planned once for all
-layers, and results over parts of the keys as one. Shapes and options are those of `fa_attn.interface`."""
+"""Attention for serving models: new queries on a cache of keys and values, work that is planned once for all
+layers, and results over parts of the keys that are merged into one. Shapes and options are those of
+`fa_attn.interface`."""
 
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -13,7 +14,7 @@ from ._options import division_of, extras_of, options_of, others_of
 
 @dataclass
 class Append:
-    """What is appended to a cache, and how keys and queries are turned."""
+    """What is appended to a cache, and how keys and queries are rotated."""
 
     k: Any
     v: Any
@@ -71,10 +72,11 @@ def flash_attn_with_kvcache(
     `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence.
     `cache_leftpad`: int32 (batch,), rows before a sequence's first key; cache_seqlens counts them. k and v
     (batch, seqlen_new, heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
-    (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
-    cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
-    out; with `return_softmax_lse` (out, lse). There are no gradients. `out`: an array in the shape and type of the result to write it to.
-    `scheduler_metadata`: what `get_scheduler_metadata` gave for these lengths.
+    (positions, rotary_dim / 2): new keys are rotated by their positions in the cache, queries by theirs
+    (without a mask, all queries by cache_seqlens). `rotary_interleaved`: whether neighbouring elements are
+    paired, or else halves. `out`: an array of the result's shape and type, to which the result is written.
+    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. Returns out; with
+    `return_softmax_lse` (out, lse). There are no gradients.
     """
     metadata = others.pop("scheduler_metadata", None)
     others["num_splits"] = num_splits
@@ -181,7 +183,7 @@ def flash_attn_with_kvcache(
         )
         rows = 0 if starts is None else k_cache.shape[0]
     if face.has_autograd:
-        # What is written in place has no gradients, so that those of the other arrays would not be all.
+        # What is written in place has no gradients, so the gradients of the other arrays would be incomplete.
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
         sinks = None if sinks is None else array("sinks", sinks).detach()
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
@@ -191,7 +193,7 @@ def flash_attn_with_kvcache(
 
 @dataclass
 class SchedulerMetadata:
-    """What `get_scheduler_metadata` was told, and the plans of work that calls have made with it."""
+    """The arguments of `get_scheduler_metadata`, and the work plans that calls have made with it."""
 
     batch_size: int
     max_seqlen_q: int
@@ -208,7 +210,7 @@ class SchedulerMetadata:
     plans: dict = field(default_factory=dict, repr=False)
 
     def check(self, q, k_cache, v_cache, options, batch, longest, is_paged):
-        """Raises where the call is another than the one that was described."""
+        """Raises an error where the call is not the one that was described."""
         _, causal, window, softcap, _ = options
         there = {
             "batch_size": batch,
@@ -232,7 +234,7 @@ class SchedulerMetadata:
 
 
     def divided(self, division):
-        """How the call's work is divided: as it says, or the metadata."""
+        """How the call's work is divided: as the call says, or else the metadata."""
         if None not in (division, self.division) and division != self.division:
             raise InputError(
                 f"scheduler_metadata is of (num_splits, pack_gqa) = {self.division}, the call has "
@@ -276,12 +278,12 @@ def get_scheduler_metadata(
     """The plan of the work on a cache, made once for all layers of a step: give it to
     `flash_attn_with_kvcache` as `scheduler_metadata`.
 
-    Arguments are those of FlashAttention-3. Lengths are read where they lie, by the first call that is given
-    the plan; later calls on the same stream leave planning out. So it is for the lengths of one step: make
-    another when they change. It is needed nowhere: without it each call plans its own work, as calls do that
-    are captured in a graph or by torch.compile. Where nothing is planned (on the CPU, for lengths that do not
-    differ) it changes nothing. `num_splits` and `pack_gqa` are those of calls that have none of their own. A
-    call that contradicts the arguments raises.
+    Arguments are those of FlashAttention-3. The first call that gets the plan reads the lengths on the device
+    and plans; later calls on the same stream skip planning. A plan therefore serves the lengths of one step:
+    make another when they change. It is optional: without it each call plans its own work, as do calls that
+    are captured in a graph or compiled by torch.compile. Where nothing is planned (on the CPU, or for equal
+    lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls that do not give their own. A call
+    that contradicts the arguments raises an error.
     """
     others_of("get_scheduler_metadata", {"attention_chunk": attention_chunk, "sm_margin": sm_margin})
     division = division_of(num_splits, pack_gqa)
@@ -314,7 +316,7 @@ def get_scheduler_metadata(
     )
 
 
-# Parts that one call of a kernel merges.
+# The most parts that one launch merges.
 _PARTS = 16
 
 
@@ -322,10 +324,10 @@ def merge(outs, lses, sinks=None, dtype=None):
     """Merges results over different keys of the same queries into the result over all of them: parts of a
     long cache, a shared prefix and each sequence's own keys, the steps of ring attention.
 
-    `outs` and `lses`: what the functions return with `return_softmax_lse`, of each part, (batch, seqlen_q,
+    `outs` and `lses`: for each part what the functions return with `return_softmax_lse`, (batch, seqlen_q,
     heads_q, head_dim_v) and (batch, heads_q, seqlen_q), or packed. `sinks`: float32 (heads_q,), which the
-    parts leave out. `dtype`: the result's type, that of the parts where None. Computed in float32. Returns
-    (out, lse); torch tensors have gradients, of outs and lses.
+    parts leave out. `dtype`: the result's type; None for that of the parts. Computed in float32. Returns
+    (out, lse). With torch tensors, outs and lses have gradients.
     """
     outs = [array("a part of outs", part) for part in outs]
     lses = [array("a part of lses", part) for part in lses]
@@ -364,11 +366,10 @@ def flash_attn_combine(
     """`merge` by FlashAttention's name and shapes: parts along the first axis.
 
     `out_partial` (parts, batch, seqlen, heads, head_dim), or (parts, total, heads, head_dim) of packed
-    queries; `lse_partial` float32 (parts, batch, seqlen, heads) or (parts, total, heads). `out`: written and
-    returned, where it is given; else new, of `out_dtype` or the parts' type. Rows are merged one by one,
-    wherever sequences begin and end and in whatever order: `cu_seqlens`, `seqused` and `virtual_batch_idx`
-    change nothing. Returns (out, lse), lse in the shape of a part of lse_partial; without `return_lse` (out,
-    None).
+    queries; `lse_partial` float32 (parts, batch, seqlen, heads) or (parts, total, heads). `out`: the array to
+    write and return; without it a new one, of `out_dtype` or the parts' type. Rows are merged one by one,
+    whatever sequences they belong to: `cu_seqlens`, `seqused` and `virtual_batch_idx` have no effect. Returns
+    (out, lse), lse in the shape of a part of lse_partial; without `return_lse` (out, None).
     """
     shape = tuple(array("out_partial", out_partial).shape)
     masses_shape = tuple(array("lse_partial", lse_partial).shape)

@@ -1,9 +1,9 @@
 """Torch tensors: on the CPU or on a GPU's current stream, with gradients, under torch.compile and in CUDA
 graphs.
 
-Plain tensors take the short way: memory by torch, one call into the library, `torch.autograd.Function` where
-gradients are wanted. Everything that looks at operators instead of calling them (torch.compile, fake tensors,
-subclasses) sees the operators `fa_attn::forward` and `fa_attn::backward`.
+Plain tensors take the short path: memory from torch, one call into the library, `torch.autograd.Function`
+where gradients are wanted. Everything that records operators instead of calling them (torch.compile, fake
+tensors, subclasses) sees the operators `fa_attn::forward` and `fa_attn::backward`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def attention(
     out=None,
     division=None,
 ):
-    """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: of calls without gradients, plans
-    of work that others have made, to which this adds its own. `out`: what the result is written to, without
-    gradients. `division`: how the forward's work is divided, where the caller decides it."""
+    """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: for calls without gradients, work
+    plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
+    written to, without gradients. `division`: how the forward's work is divided, where the caller decides
+    it."""
     as_operator = goes_by_operator(q, k, v)
     check_slopes(extras)
     if q.dim() < 3 or v.dim() < 3:
@@ -85,7 +86,7 @@ def attention(
             made, lse = attention(q, k, v, *options, division=division)
             return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
-        # Kernels read rows of multiples of 8 elements; FlashAttention pads the same way.
+        # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
         scale = head_dim**-0.5 if scale is None else scale
         columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
         out, lse = attention(
@@ -183,7 +184,7 @@ def swapped(tensor):
 
 
 def stored(values, out):
-    """`out`, with these values in it."""
+    """`out`, after writing these values to it."""
     return out.copy_(values)
 
 
@@ -192,8 +193,8 @@ def unstack(tensor, axis):
 
 
 def table_of_rows(index, rows, table):
-    """The page table of the sequences whose rows of the cache (of `rows` rows), or of `table`, `index` has.
-    Without a table each row of the cache is a page."""
+    """The page table of the sequences whose rows in the cache (of `rows` rows), or in `table`, are in
+    `index`. Without a table each row of the cache is a page."""
     int32("cache_batch_idx", index)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         cache_rows(index, rows, table)

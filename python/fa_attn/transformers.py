@@ -5,8 +5,9 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa", dtype="bfloat16")
 
 Causal, bidirectional and sliding-window attention, grouped heads, soft caps and sinks, padded batches and
-packed sequences, on CPUs and GPUs, with gradients. Masks of another form, dropout, attention weights and
-models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or support no other raise.
+packed sequences, on CPUs and GPUs, with gradients. Masks of any other form, dropout, attention weights, and
+models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or support only their own raise
+an error.
 """
 
 import functools
@@ -44,10 +45,11 @@ def mask(
     attention_mask=None,
     **others,
 ):
-    """What `attention` needs of a mask: None where its options say everything; bool (batch, keys) where keys
-    are padding or fewer than the cache has room for; int64 (batch, rows) with a number for each of several
-    sequences packed in a row. Where a graph reads how full its cache is: int32 (batch,), the keys that are
-    there, or int8 (batch, keys), 1 for a key that is no padding, and 2 more for the place of a query."""
+    """What `attention` needs to know of a mask. None where its options say everything; bool (batch, keys),
+    False for padding, where there is padding or fewer keys than the cache has room for; int64 (batch, rows),
+    a number for each of several sequences packed in a row. Where a graph reads the fill level of its cache:
+    int32 (batch,), the number of keys, or int8 (batch, keys), 1 for a key that is not padding, plus 2 for the
+    position of a query."""
     _check_model(others.get("config"))
     kinds = _kinds(mask_function, _begins(q_length, kv_length, q_offset), others)
     for kind in kinds:
@@ -87,8 +89,8 @@ def mask(
 
 
 def _keys(attention_mask, begin, count):
-    """So many keys from one on: which of them are no padding. `generate` makes masks that models give to
-    `mask` once more: one of so many keys is of these."""
+    """Which of the `count` keys from `begin` on are not padding. `generate` makes masks that models pass to
+    `mask` again: a mask of exactly `count` keys is already of these."""
     keys = attention_mask.to(torch.bool)
     if keys.shape[1] != count:
         keys = keys[:, begin : begin + count]
@@ -96,7 +98,7 @@ def _keys(attention_mask, begin, count):
 
 
 def _within_graph(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask):
-    """The mask of a cache that is filled as far as a tensor says, which is not read."""
+    """The mask of a cache whose fill level is in a tensor, which is not read."""
     first = q_offset - kv_offset
     if attention_mask is None:
         present = (first + q_length).clamp(max=kv_length)
@@ -108,8 +110,8 @@ def _within_graph(batch_size, q_length, kv_length, q_offset, kv_offset, attentio
 
 
 def _check_model(config):
-    """Refuses a model that computes attention in its own code, which would take this mask for one of scores;
-    and one that is made for no other attention than its own, whose layers need not say what is causal."""
+    """Refuses a model that computes attention in its own code, which would mistake this mask for one of
+    scores, and a model that supports only its own attention, whose layers need not say what is causal."""
     reason = _reason(type(config)) if config is not None else ""
     if reason:
         raise UnsupportedError(f"{type(config).__name__}: {reason}; use attn_implementation='eager'")
@@ -121,7 +123,7 @@ _SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_back
 
 
 def _modeling_of(config):
-    """The module with the models of a configuration, where it has been imported."""
+    """The module that defines a configuration's models, where it has been imported."""
     folder, _, name = config.__module__.rpartition(".configuration_")
     return sys.modules.get(f"{folder}.modeling_{name}") if folder else None
 
@@ -133,7 +135,7 @@ def _own_classes(module):
 
 @functools.lru_cache(maxsize=None)
 def _refusal(config):
-    """Why models of a configuration are not computed; empty where they are."""
+    """Why models of a configuration are not supported; empty where they are."""
     module = _modeling_of(config)
     if module is None:
         return ""
@@ -153,7 +155,7 @@ _WINDOW = (
 
 @functools.lru_cache(maxsize=None)
 def _window_refusal(config):
-    """Whether no attention of a model names the window that its masks have."""
+    """Whether no attention layer of a model names the window that its masks have."""
     module = _modeling_of(config)
     layers = [x for x in _own_classes(module) if "Attention" in x.__name__ and hasattr(x, "forward")]
     return _WINDOW if layers and not any(_names_window(layer.forward) for layer in layers) else ""
@@ -161,7 +163,7 @@ def _window_refusal(config):
 
 def _has_windows(config):
     """Whether a layer may have a sliding window. Models make masks of every form that their layers can have,
-    whether one has it or not."""
+    whether or not a layer has it."""
     kinds = getattr(config, "layer_types", None)
     return config is not None and (kinds is None or any("sliding" in kind for kind in kinds))
 
@@ -189,7 +191,7 @@ _KNOWN = {
 
 
 def _parts(function):
-    """The functions that a mask function is the intersection of: (name, what it was made with)."""
+    """The functions whose intersection a mask function is: (name, what it was made with)."""
     if function is None:
         return
     name, *inner = function.__qualname__.split(".<locals>.")
@@ -232,7 +234,7 @@ _names_apart = torch.compiler.disable(_names)
 
 @torch.compiler.disable
 def _segments(function):
-    """The number of each row's sequence, of a mask function for several in a row."""
+    """The number of each position's sequence, for a mask function of several sequences in a row."""
     return next(made["packed_sequence_mask"] for kind, made in _parts(function) if kind == _PACKED)
 
 
@@ -333,8 +335,8 @@ def _starts(segments):
 
 
 def _padded(q, k, v, keys, queries, options):
-    """Without the padding: `keys` and `queries` (batch, rows) are those that are none, queries all of them
-    where None. Other rows come back as 0. Nothing waits for a GPU but the check of a window."""
+    """Attention without the padding: `keys` and `queries` (batch, rows) mark what is not padding; None for
+    all queries. Rows of padding come back as 0. Only the check of a window waits for the GPU."""
     used_k, used_q, order = keys.sum(1, dtype=torch.int32), None, None
     _check_window(keys, used_k, options["window_size"])
     in_front = _in_front(keys)
@@ -349,7 +351,7 @@ def _padded(q, k, v, keys, queries, options):
 
 
 def _in_front(rows):
-    """The order in which those of bool (batch, rows) come first, (batch, rows, 1, 1)."""
+    """The order in which the True ones of bool (batch, rows) come first, (batch, rows, 1, 1)."""
     return (~rows).to(torch.int8).argsort(dim=1, stable=True)[:, :, None, None]
 
 

@@ -13,7 +13,7 @@ def _refuse(**given):
 
 
 def _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin):
-    """Refuses what functions here take and no kernel computes."""
+    """Refuses arguments that functions here take and no kernel supports."""
     _refuse(
         qv=qv,
         q_descale=q_descale,
@@ -74,8 +74,8 @@ def flash_attn_qkvpacked_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    """Of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim) with
-    `num_heads_q`."""
+    """Attention of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim)
+    with `num_heads_q`."""
     _refuse_uncomputed(None, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
@@ -243,7 +243,7 @@ def _flash_attn_forward(
     pack_gqa=None,
     sm_margin=0,
 ):
-    """(out, softmax_lse, and two parts of the keys' results, empty), without autograd."""
+    """(out, softmax_lse, two empty partial results), without autograd."""
     _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
@@ -310,8 +310,8 @@ def _flash_attn_backward(
     *,
     window_size=None,
 ):
-    """Writes dq, dk and dv; rowsum(O * dO). With `window_size`, as of their test of the same bits, (dq, dk,
-    dv, rowsum(O * dO))."""
+    """Writes dq, dk and dv; returns rowsum(O * dO). With `window_size`, as in their test of bitwise equality,
+    returns (dq, dk, dv, rowsum(O * dO))."""
     _refuse(sm_margin=sm_margin)
     window = (window_size_left, window_size_right) if window_size is None else window_size
     grads = fa_attn.flash_attn_varlen_backward(

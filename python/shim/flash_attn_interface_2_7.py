@@ -1,5 +1,5 @@
-"""FlashAttention-3's module `flash_attn_interface` as of versions 2.7: `seqused_q` and `seqused_k` before the
-longest lengths, no `qv`, `sink_token_length`, and LSE beside every result.
+"""FlashAttention-3's module `flash_attn_interface` as of versions 2.7: `seqused_q` and `seqused_k` come
+before the maximum lengths, there is `sink_token_length` and no `qv`, and every result comes with its LSE.
 
     import flash_attn_interface_2_7 as flash_attn_interface
 """

@@ -1,5 +1,5 @@
-"""FlashAttention-3's module `flash_attn_interface` as of versions 2.8.0 to 2.8.2: today's arguments, and LSE
-beside every result.
+"""FlashAttention-3's module `flash_attn_interface` as of versions 2.8.0 to 2.8.2: today's arguments, and
+every result comes with its LSE.
 
     import flash_attn_interface_2_8 as flash_attn_interface
 """

@@ -1,4 +1,4 @@
-"""FlashAttention's tests where there is no GPU: what they put on "cuda" lies in the CPU's memory, and is
+"""FlashAttention's tests where there is no GPU: what they put on "cuda" is in the CPU's memory and is
 computed there."""
 
 import torch
@@ -21,7 +21,8 @@ class OnCpu(TorchFunctionMode):
 
 
 def begin():
-    """From here on. The tests ask what the GPU is: the architecture that most of them are for."""
+    """Switches this on for the process. The tests ask for the GPU's architecture: they get the one that most
+    of them are for."""
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: type("Properties", (), {"total_memory": 1 << 33})
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None

@@ -5,9 +5,9 @@ theirs.
     git clone https://github.com/Dao-AILab/flash-attention COPY   # their files are read and not changed
     python python/shim/run.py COPY --suite fa2 fa3 fa4 --cases 60 --limit 150 --jobs 8 --record record.json
 
-Of each test function so many cases are drawn from the product of its parameters, by a seed; processes share
-them. A case passes, fails, is left out for a named reason (what the package refuses), or is skipped by the
-test itself; what the time limit cuts off is counted. Exit status 1 where a case fails.
+From each test function, a number of cases is drawn from the product of its parameters, by a seed; processes
+share them. A case passes, fails, is left out for a named reason (what the package refuses), or is skipped by
+the test itself; what the time limit cuts off is counted. Exit status 1 where a case fails.
 """
 
 import argparse
@@ -70,7 +70,8 @@ ALONE = {("fa3", "test_flash_attn_race_condition")}
 
 
 def cases_of(function):
-    """(how many there are, what makes the i-th), by the marks of pytest; a reason where none is to run."""
+    """(how many cases there are, what makes the i-th), by the marks of pytest; a reason where none is to be
+    run."""
     axes = []
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "skipif" and mark.args and mark.args[0]:
@@ -99,7 +100,7 @@ def cases_of(function):
 
 
 def reason_of(error):
-    """What a refusal is about: its first words."""
+    """The reason of a refusal: its first words."""
     text = str(error)
     for mark in (" = ", ":", ","):
         text = text.split(mark)[0]
@@ -146,7 +147,7 @@ def tests_of(suite, copy):
 
 
 def work_of(arguments):
-    """About how long a case takes, by what tests call their lengths."""
+    """Roughly how long a case takes, by the arguments that tests use for lengths."""
     longest = [arguments.get(name, 1) for name in ("seqlen_q", "seqlen_k", "seqlen", "max_seq_len", "d")]
     work = 1
     for value in longest:
@@ -233,7 +234,7 @@ def work(options, turn, share):
 
 
 def worker(options, turn, share, out, err):
-    """The life of a process; it was forked, and has torch, but no context on the GPU yet."""
+    """The body of a worker process, which was forked with torch loaded but without a GPU context."""
     for target, stream in ((out, 1), (err, 2)):
         os.dup2(target.fileno(), stream)
     status = 1
@@ -251,7 +252,7 @@ def worker(options, turn, share, out, err):
 
 
 def commit_of(copy):
-    """Of a clone, or as a file COMMIT says."""
+    """The commit of a clone, or the one that a file COMMIT names."""
     marker = copy / "COMMIT"
     if marker.is_file():
         return marker.read_text().strip()
@@ -316,7 +317,7 @@ def run(options):
 
 
 def wait(pid, until):
-    """What ended a process otherwise than its work, or nothing."""
+    """What ended a process other than its work, or nothing."""
     while time.time() < until:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:

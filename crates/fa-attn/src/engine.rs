@@ -124,7 +124,7 @@ impl Engine {
         }
     }
 
-    /// Waits for what is being measured: see [`Gpu::finish_tuning`]. Nothing on the CPU.
+    /// Waits for the measurements of tuning: see [`Gpu::finish_tuning`]. Returns an empty list on the CPU.
     pub fn finish_tuning(&self) -> Vec<TuningOutcome> {
         self.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.finish_tuning())
     }
@@ -259,9 +259,9 @@ impl Engine {
     /// queries were skipped for want of a slot. GPU and CPU give equal bits. The GPU gets a copy of the whole
     /// cache; for a cache that stays in its memory, see [`Gpu::append`].
     ///
-    /// # Errors
-    /// [`Error::Cpu`] for an append that contradicts itself, and shapes, types and lengths that are not what
-    /// it says; nothing has been written then. On the GPU also those of compiling, loading and the driver.
+    /// # Errors [`Error::Cpu`] for an append that contradicts itself, and shapes, types and lengths that are
+    /// not what it says; nothing has been written in that case. On the GPU also those of compiling, loading
+    /// and the driver.
     pub fn append<T: Half>(
         &self,
         append: &Append,

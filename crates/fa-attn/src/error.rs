@@ -24,7 +24,7 @@ pub enum Error {
     /// No kernel computes the problem.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// There is no compiler that works, and the kernels compiled ahead do not compute the problem.
+    /// No compiler works, and the kernels compiled ahead do not compute the problem.
     #[error("none of the {have} kernels compiled ahead for {arch} computes this {}; {compiler}", pass.name())]
     NoneAhead {
         /// The GPU's architecture.
@@ -78,7 +78,7 @@ pub enum Error {
         /// Elements given.
         have: usize,
     },
-    /// Memory does not hold a result.
+    /// A result does not fit in memory.
     #[error("{tensor} takes {bytes} bytes, which the system does not give: split the batch")]
     Memory {
         /// The tensor.
@@ -108,7 +108,7 @@ pub enum Error {
         /// What computes instead.
         backend: &'static str,
     },
-    /// Tuning is asked for with a number that tunes nothing.
+    /// An option of tuning is out of range.
     #[error("tuning: {name} is {value}, it must be {need}")]
     TuningOption {
         /// `candidates` or `budget`.

@@ -71,13 +71,13 @@ fn elements(shape: [usize; 4]) -> usize {
     shape.iter().try_fold(1usize, |n, &len| n.checked_mul(len)).unwrap_or(usize::MAX)
 }
 
-/// What a forward gives.
+/// The result of a forward: O and LSE.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output<T> {
     /// O, `[batch, seqlen_q, heads_q, head_dim_v]`; `[1, total_q, ..]` of packed sequences.
     pub out: Tensor<T>,
-    /// `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]` of packed sequences, natural logarithm; it
-    /// includes the sink. Of a row that sees no key the sink, or -inf.
+    /// LSE, `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]` of packed sequences, natural logarithm; it
+    /// includes the sink. For a row that sees no key it is the sink, or -inf.
     pub lse: Vec<f32>,
 }
 
@@ -92,7 +92,7 @@ impl<T: Element> Output<T> {
     }
 }
 
-/// What a backward gives.
+/// The result of a backward: the gradients.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gradients<T> {
     /// The gradient of Q, in its shape.
@@ -160,7 +160,7 @@ pub struct ForwardTensors<'a, T> {
 }
 
 impl<'a, T: Element> ForwardTensors<'a, T> {
-    /// Those of `inputs` (Q, K and V), written to `output`.
+    /// The tensors of a call that reads `inputs` (Q, K and V) and writes `output`.
     ///
     /// # Errors
     /// As [`Tensor::view_mut`].
@@ -188,7 +188,7 @@ pub struct BackwardTensors<'a, T> {
     pub lse: &'a [f32],
     /// The gradient of O.
     pub dout: TensorRef<'a, T>,
-    /// The gradient of Q; of all gradients the rows that belong to a sequence are written.
+    /// The gradient of Q. Of this and the other gradients, the rows that belong to a sequence are written.
     pub dq: TensorMut<'a, T>,
     /// The gradient of K, written.
     pub dk: TensorMut<'a, T>,
@@ -202,7 +202,8 @@ pub struct BackwardTensors<'a, T> {
 }
 
 impl<'a, T: Element> BackwardTensors<'a, T> {
-    /// Those of `inputs` (Q, K and V), their `output` and its gradient `dout`, written to `gradients`.
+    /// The tensors of a call that reads `inputs` (Q, K and V), their `output` and its gradient `dout`, and
+    /// writes `gradients`.
     ///
     /// # Errors
     /// As [`Tensor::view`] and [`Tensor::view_mut`].

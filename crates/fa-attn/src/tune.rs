@@ -1,7 +1,7 @@
 //! Measured choices: which kernel won for which kind of problem on which GPU.
 //!
 //! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what
-//! it chose. A table is plain JSON. One for the H100 ships with the library; the user's own goes before it.
+//! it chose. A table is plain JSON. One for the H100 ships with the library; the user's own takes precedence.
 
 mod key;
 
@@ -26,7 +26,7 @@ pub const TUNED_VARIABLE: &str = "FA_TUNED";
 /// docs/results/tune/ has every candidate.
 static SHIPPED: &[(&str, &str)] = &[("h100.json", include_str!("../tuned/h100.json"))];
 
-/// How long a table is waited for that another process is changing: a change takes milliseconds.
+/// How long to wait for a table that another process is changing: a change takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The winner for a key.
@@ -152,9 +152,8 @@ impl Tuned {
         found
     }
 
-    /// Puts `entry` in the place of an entry with the same key, family and pass, whose kernel finds its
-    /// rows and changes its scores in the same way: a cache in pages does not take the place of dense
-    /// rows.
+    /// Adds `entry`, replacing an entry with the same key, family and pass whose kernel finds its rows and
+    /// changes its scores in the same way: an entry for a cache in pages does not replace one for dense rows.
     pub fn set(&mut self, gpu: &str, entry: TunedEntry) {
         let known = self.gpus.iter().position(|known| known.gpu == gpu);
         let index = known.unwrap_or_else(|| {
@@ -173,7 +172,7 @@ impl Tuned {
     }
 
     /// Whether a kernel of `family` for `pass` that computes this problem was measured for problems with
-    /// exactly its key, be it of the other 16-bit type.
+    /// exactly its key, possibly in the other 16-bit type.
     pub fn has(&self, gpu: &str, problem: &Problem, family: Family, pass: Pass) -> bool {
         let key = TuneKey::of(problem);
         let entries = self.gpus.iter().filter(|known| known.gpu == gpu).flat_map(|known| &known.entries);

@@ -208,8 +208,8 @@ impl Append {
         Ok(())
     }
 
-    /// [`Append::check`], and what a GPU's kernel asks for beside: it copies 16 bytes at a time, of f16 or
-    /// bf16.
+    /// [`Append::check`], and what the GPU kernel requires in addition: it copies 16 bytes at a time, of f16
+    /// or bf16.
     ///
     /// # Errors
     /// The first [`AppendError`] found.

@@ -236,7 +236,7 @@ impl Arch {
         }
     }
 
-    /// The architecture whose code runs on a device of this compute capability; `None` where nothing does.
+    /// The architecture whose code runs on a device of this compute capability; `None` where no code does.
     pub fn of_compute_capability(major: u32, minor: u32) -> Option<Arch> {
         Arch::ALL.into_iter().rev().find(|arch| {
             let (own_major, own_minor) = arch.compute_capability();
@@ -268,7 +268,7 @@ impl fmt::Display for Arch {
     }
 }
 
-/// Not the name of an [`Arch`].
+/// A text that is not the name of an [`Arch`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown architecture '{0}': use one of sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121")]
 pub struct ParseArchError(pub String);

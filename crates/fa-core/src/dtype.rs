@@ -27,7 +27,7 @@ impl Dtype {
     /// Every element type, in declaration order.
     pub const ALL: [Dtype; 4] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3];
 
-    /// The types that something computes in: the CPU in all of them, GPU kernels in the 16-bit ones.
+    /// The types that are computed in: by the CPU all of them, by GPU kernels the 16-bit ones.
     pub const COMPUTED: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
     /// Bytes of one element.
@@ -96,7 +96,7 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// Not the name of a [`Dtype`].
+/// A text that is not the name of a [`Dtype`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown dtype '{0}': use one of f32, f16, bf16")]
 pub struct ParseDtypeError(pub String);
@@ -111,7 +111,7 @@ impl FromStr for Dtype {
 }
 
 impl<'de> Deserialize<'de> for Dtype {
-    /// From the name, in any format. An unknown name is answered with the types that something computes in.
+    /// From the name, in any format. The error for an unknown name lists the types of [`Dtype::COMPUTED`].
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Dtype, D::Error> {
         deserializer.deserialize_enum("Dtype", &NAMES, DtypeVisitor)
     }

@@ -1,4 +1,4 @@
-//! The families of kernels, by the instructions that they are made of.
+//! The families of kernels, by the instructions that they use.
 
 use std::fmt;
 use std::str::FromStr;
@@ -48,8 +48,8 @@ impl Family {
         }
     }
 
-    /// What ends the name of a target that code of the family is compiled for: `a` where it runs on that one
-    /// architecture (`sm_90a`), `f` where it runs on later ones of the same major number too (`sm_100f`).
+    /// The suffix of the target that the family's code is compiled for: `a` where it runs on that one
+    /// architecture (`sm_90a`), `f` where it also runs on later ones of the same major number (`sm_100f`).
     pub const fn target_suffix(self) -> &'static str {
         match self {
             Family::Sm80 => "",
@@ -63,7 +63,8 @@ impl Family {
         self.archs().contains(&arch)
     }
 
-    /// What the family's kernels need of an architecture, as error messages say it.
+    /// The instructions that the family's kernels need, and which architectures have them, as error messages
+    /// say it.
     pub const fn needs(self) -> &'static str {
         match self {
             Family::Sm80 => "mma.sync and cp.async, which sm80 and later have",
@@ -79,7 +80,7 @@ impl fmt::Display for Family {
     }
 }
 
-/// Not the name of a [`Family`].
+/// A text that is not the name of a [`Family`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown kernel family '{0}': use sm80, sm90 or sm100")]
 pub struct ParseFamilyError(pub String);

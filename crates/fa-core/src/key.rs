@@ -2,7 +2,7 @@
 
 use crate::{Alibi, Lengths, Mask, Problem, Types};
 
-/// All that a problem is, for maps from problems: equal where every field is, floats by their bits.
+/// A [`Problem`] as the key of a map: two are equal where all fields are, floats by their bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProblemKey {
     lengths: Lengths,

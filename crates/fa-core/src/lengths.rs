@@ -37,8 +37,8 @@ pub enum SideRows {
         /// Upper bound on the rows of a sequence.
         max: usize,
     },
-    /// `[pages, page, heads_kv, dim]`: a cache whose pages a table (i32 `[batch, ceil(max / page)]`) gives to
-    /// the sequences. Keys only.
+    /// `[pages, page, heads_kv, dim]`: a cache whose pages a table (i32 `[batch, ceil(max / page)]`) assigns
+    /// to the sequences. Keys only.
     Paged {
         /// Rows of a page.
         page: usize,
@@ -93,13 +93,13 @@ impl Side {
         matches!(self.rows, SideRows::Padded { .. }) && !self.used
     }
 
-    /// Rows that the sequences have together at most: what a pass may read.
+    /// The most rows that the sequences can have together: what a pass may read.
     const fn reach(&self, sequences: usize) -> usize {
         let (total, all) = (self.total(sequences), sequences.saturating_mul(self.max()));
         if total < all { total } else { all }
     }
 
-    /// Tiles of `tile` rows that `sequences` sequences have at most, each row counting `group` times.
+    /// The most tiles of `tile` rows that `sequences` sequences can have, each row counting `group` times.
     const fn most_tiles(&self, sequences: usize, tile: u32) -> usize {
         let tile = if tile > 0 { tile as usize } else { 1 };
         let all = sequences.saturating_mul(self.max().div_ceil(tile));
@@ -171,13 +171,13 @@ impl Lengths {
         self.k.total(self.sequences)
     }
 
-    /// Queries that the sequences have together at most: [`Lengths::total_q`], but no more than
+    /// The most queries that the sequences can have together: [`Lengths::total_q`], but no more than
     /// [`Lengths::max_q`] each. What a pass may read and write.
     pub const fn reach_q(&self) -> usize {
         self.q.reach(self.sequences)
     }
 
-    /// Keys that the sequences have together at most: [`Lengths::total_k`], but no more than
+    /// The most keys that the sequences can have together: [`Lengths::total_k`], but no more than
     /// [`Lengths::max_k`] each. What a pass may read.
     pub const fn reach_k(&self) -> usize {
         self.k.reach(self.sequences)
@@ -205,12 +205,12 @@ impl Lengths {
         self.max_q() == self.max_k() && self.reach_q() == self.reach_k()
     }
 
-    /// Tiles of `tile` queries that all sequences have at most.
+    /// The most tiles of `tile` queries that all sequences can have.
     pub const fn most_tiles_q(&self, tile: u32) -> usize {
         self.q.most_tiles(self.sequences, tile)
     }
 
-    /// Tiles of `tile` rows that the keys of all sequences have at most.
+    /// The most tiles of `tile` rows that the keys of all sequences can have.
     pub const fn most_tiles_k(&self, tile: u32) -> usize {
         self.k.most_tiles(self.sequences, tile)
     }

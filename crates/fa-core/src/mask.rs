@@ -131,7 +131,7 @@ impl Mask {
     }
 
     /// The tiles of `tile_m` queries that see one of the keys `columns` (within `0..seqlen_k`): those that a
-    /// backward's main loop visits.
+    /// backward's mainloop visits.
     ///
     /// # Panics
     /// If `tile_m` is 0.

@@ -79,7 +79,7 @@ impl Swizzle {
     /// Changes nothing.
     pub const NONE: Self = Self { bits: 0, base: 0, shift: 0 };
 
-    /// Refuses parameters for which the swizzle is not an involution or does not fit 64-bit offsets.
+    /// Checks that the swizzle is an involution and fits 64-bit offsets.
     ///
     /// # Errors
     /// `Overlap` or `TooWide`.
@@ -231,7 +231,7 @@ pub struct SwizzledLayout {
 }
 
 impl SwizzledLayout {
-    /// Refuses a swizzle that does not pass its own check, and offsets past 63 bits.
+    /// Checks the swizzle, and that offsets stay within 63 bits.
     ///
     /// # Errors
     /// [`SwizzleError`].

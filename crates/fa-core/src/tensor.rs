@@ -32,8 +32,8 @@ pub struct Strides {
 impl TensorLayout {
     /// The strides of a packed tensor of this layout.
     ///
-    /// Products of lengths stop at `i64::MAX`, which no buffer is long enough for; the tensors of a problem
-    /// that [`crate::Problem::check`] accepts stay far below.
+    /// Products of lengths saturate at `i64::MAX`, for which no buffer is long enough; the tensors of a
+    /// problem that [`crate::Problem::check`] accepts stay far below.
     pub const fn strides(self, seqlen: usize, heads: usize, head_dim: usize) -> Strides {
         let (s, h, d) = (length(seqlen), length(heads), length(head_dim));
         let (hd, sd) = (h.saturating_mul(d), s.saturating_mul(d));

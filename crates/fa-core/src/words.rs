@@ -1,6 +1,6 @@
 //! Words of messages.
 
-/// `count` of what `noun` names: `1 thread`, `2 threads`.
+/// A count with its noun: `1 thread`, `2 threads`.
 pub fn counted(count: usize, noun: &str) -> String {
     format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }

@@ -1,5 +1,5 @@
-//! Files that appear whole or not at all: written without a name where the system has such files (then a
-//! program that is stopped leaves nothing), else under a temporary one, and then renamed.
+//! Files that appear whole or not at all: written without a name where the system supports that (a program
+//! that is stopped then leaves nothing), otherwise under a temporary name, and then renamed.
 
 use std::fs;
 use std::io::{self, BufWriter, Write};
@@ -34,8 +34,8 @@ fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
     UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Removes unfinished files with temporary names: for a program that gets a signal to stop, which must end
-/// then. A thread that is about to create another such file waits for that.
+/// Removes unfinished files with temporary names: for a program that has received a signal to stop, and must
+/// then end. A thread that is about to create another such file waits until it has.
 pub fn remove_unfinished() {
     let mut files = unfinished();
     for file in files.drain(..) {

@@ -128,8 +128,8 @@ impl Kernels {
         Ok(Forward::of(self.load(spec)?, problem, launches))
     }
 
-    /// What appends keys and values to a cache, with rotary embedding: one kernel for all problems, compiled
-    /// and loaded on first use.
+    /// The kernel that appends keys and values to a cache, with rotary embedding: one for all problems,
+    /// compiled and loaded on first use.
     ///
     /// # Errors
     /// [`Error::Append`], and those of compiling and loading.
@@ -139,7 +139,7 @@ impl Kernels {
         Ok(BoundAppend::new(kernel, AppendLaunch::new(append, self.sms)?))
     }
 
-    /// What merges partial results over different keys of the same queries: one kernel for all problems,
+    /// The kernel that merges partial results over different keys of the same queries: one for all problems,
     /// compiled and loaded on first use.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ static FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/specs.rs"));
 pub struct ShippedFile {
     /// The file.
     pub path: &'static str,
-    /// Its contents.
+    /// The spec and its architectures.
     pub shipped: ShippedSpec,
 }
 

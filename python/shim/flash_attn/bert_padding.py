@@ -4,18 +4,18 @@ import torch
 
 
 def index_first_axis(values, indices):
-    """Rows of `values` by their places; differentiable."""
+    """The rows of `values` at these indices; differentiable."""
     return values[indices]
 
 
 def index_put_first_axis(values, indices, first_axis_dim):
-    """The rows at their places among so many, 0 elsewhere."""
+    """The rows put at these indices of so many rows, 0 elsewhere."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
-    """Rows of (batch, seqlen, ...) where either mask is set, end to end: (rows, their places, starts int32
-    (batch + 1,), the longest, rows of `attention_mask` by sequence)."""
+    """Rows of (batch, seqlen, ...) where either mask is set, end to end: (rows, their indices, starts int32
+    (batch + 1,), the longest length, rows of `attention_mask` per sequence)."""
     both = attention_mask if unused_mask is None else attention_mask + unused_mask
     used = attention_mask.sum(-1, dtype=torch.int32)
     return (*_packed(hidden_states, both.sum(-1, dtype=torch.int32), both), used)
@@ -23,7 +23,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
 
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
     """The same where each row of the batch is several sequences: `attention_mask_in_length` (batch, seqlen)
-    has their lengths, then 0. (rows, their places, starts, the longest)."""
+    has their lengths, then 0. Returns (rows, their indices, starts, the longest length)."""
     rows = attention_mask_in_length.sum(-1, keepdim=True)
     both = torch.arange(attention_mask_in_length.shape[1], device=rows.device) < rows
     lengths = attention_mask_in_length[attention_mask_in_length != 0].to(torch.int32)
@@ -38,5 +38,5 @@ def _packed(hidden_states, lengths, mask):
 
 
 def pad_input(hidden_states, indices, batch, seqlen):
-    """The rows at their places in (batch, seqlen, ...), 0 elsewhere."""
+    """The rows put at their indices in (batch, seqlen, ...), 0 elsewhere."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

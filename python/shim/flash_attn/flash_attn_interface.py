@@ -12,12 +12,12 @@ USE_TRITON_ROCM = False
 
 
 def _get_block_size_n(device, head_dim, is_dropout, is_causal):
-    """The tile by which weights with dropout are laid out."""
+    """The tile size by which probabilities with dropout are laid out."""
     raise UnsupportedError("dropout: weights are never written")
 
 
 def _results(q, out, lse):
-    """With weights that nobody writes and the state of a generator that nobody asks."""
+    """The results, with probabilities that nothing writes and a generator's state that nothing reads."""
     weights = torch.empty((0,), dtype=q.dtype, device=q.device)
     return out, lse, weights, torch.zeros((2,), dtype=torch.int64, device=q.device)
 
@@ -35,7 +35,7 @@ def _flash_attn_forward(
     alibi_slopes=None,
     return_softmax=False,
 ):
-    """(out, softmax_lse, weights, state of the generator), without autograd."""
+    """(out, softmax_lse, probabilities, state of the generator), without autograd."""
     with torch.no_grad():
         out, lse = fa_attn.flash_attn_func(
             q,
@@ -101,7 +101,7 @@ def _flash_attn_varlen_forward(
 
 
 def _written(grads, rooms, dout, out):
-    """The gradients in the caller's rooms; rowsum(O * dO), (..., heads, rows)."""
+    """Writes the gradients to the caller's tensors; returns rowsum(O * dO), (..., heads, rows)."""
     for grad, room in zip(grads, rooms):
         if room is not None:
             room.copy_(grad)
@@ -128,7 +128,7 @@ def _flash_attn_backward(
     deterministic=False,
     rng_state=None,
 ):
-    """Writes dq, dk and dv; `out` and `softmax_lse` may be of more keys than `k` and `v` are."""
+    """Writes dq, dk and dv; `out` and `softmax_lse` may be results over more keys than `k` and `v` hold."""
     fa_attn._checks.no_dropout(dropout_p)
     window = (window_size_left, window_size_right)
     options = (softmax_scale, causal, window, softcap, alibi_slopes, deterministic)

@@ -23,7 +23,7 @@ impl Bound {
         }
     }
 
-    /// What it was made from.
+    /// The spec of the kernel.
     pub fn spec(&self) -> &KernelSpec {
         &self.kernel().spec
     }

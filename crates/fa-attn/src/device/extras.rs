@@ -36,7 +36,7 @@ pub struct DeviceExtras {
 }
 
 impl DeviceExtras {
-    /// Copies of the host's.
+    /// Copies of the host's extras.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -98,7 +98,7 @@ impl DeviceExtras {
         planned
     }
 
-    /// As arguments of a forward.
+    /// The extras as arguments of a forward.
     pub fn args(&self) -> fa_kernels::Extras<'_> {
         fn read<T>(slice: &Option<CudaSlice<T>>) -> Option<&dyn DevicePtr<T>> {
             slice.as_ref().map(|slice| slice as &dyn DevicePtr<T>)
@@ -118,7 +118,7 @@ impl DeviceExtras {
         }
     }
 
-    /// As arguments of a backward, with the gradient of the sinks.
+    /// The extras as arguments of a backward, with the gradient of the sinks.
     pub fn backward_args<'a>(&'a self, dsinks: &'a mut Option<CudaSlice<f32>>) -> fa_kernels::Extras<'a> {
         let dsinks = dsinks.as_mut().map(|slice| slice as &mut dyn DevicePtrMut<f32>);
         let plan = self.backward_plan.as_ref().map(|plan| plan as &dyn DevicePtr<u8>);
@@ -126,7 +126,7 @@ impl DeviceExtras {
         fa_kernels::Extras { dsinks, dlse, plan, ..self.args() }
     }
 
-    /// The addresses, of a forward.
+    /// The addresses for a forward.
     pub fn raw(&self, stream: &CudaStream) -> RawExtras {
         fn at<T>(slice: &Option<CudaSlice<T>>, stream: &CudaStream) -> Option<u64> {
             slice.as_ref().map(|slice| slice.device_ptr(stream).0)
@@ -146,7 +146,7 @@ impl DeviceExtras {
         }
     }
 
-    /// The addresses, of a backward.
+    /// The addresses for a backward.
     pub fn backward_raw(&self, dsinks: Option<u64>, stream: &CudaStream) -> RawExtras {
         let plan = self.backward_plan.as_ref().map(|plan| plan.device_ptr(stream).0);
         let dlse = self.dlse.as_ref().map(|dlse| dlse.device_ptr(stream).0);

@@ -124,7 +124,7 @@ impl Gpu {
         self.choose(asked, &|spec| self.kernels.forward_with(problem, spec))
     }
 
-    /// The forward of `problem` whose work is divided among CTAs as the caller says; else as
+    /// The forward of `problem` whose work is divided among CTAs as the caller says; otherwise as
     /// [`Gpu::bind_rounded`]. Such choices are not tuned.
     ///
     /// # Errors
@@ -202,11 +202,10 @@ impl Gpu {
     }
 
     /// Switches tuning on or off, for binds from now on: see [`Tuning`]. Winners go into the user's table
-    /// ([`crate::tune::user_table`]). Switched off, or on again, it ends the search at hand and waits for the
-    /// candidate that is being compiled or timed, as dropping the GPU does.
+    /// ([`crate::tune::user_table`]). A search that is running is ended first, and the candidate that is
+    /// being compiled or timed is waited for, as when the GPU is dropped.
     ///
-    /// # Errors
-    /// [`Error::TuningOption`], [`Error::NoTunedTable`] where there is no place for winners,
+    /// # Errors [`Error::TuningOption`], [`Error::NoTunedTable`] where winners have no file,
     /// [`Error::BadTuned`] and [`Error::Read`] for a table that cannot be read, [`Error::Threads`].
     pub fn set_tuning(&self, tuning: Tuning) -> Result<(), Error> {
         let table = match tuning {

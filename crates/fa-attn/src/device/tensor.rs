@@ -271,12 +271,12 @@ impl<T: Half> DeviceTensor<T> {
         Ok((values, strays))
     }
 
-    /// As an argument that is read.
+    /// The tensor as an argument that is read.
     pub fn input(&self) -> Input<'_, T> {
         Input { data: &self.data, strides: self.placement.strides }
     }
 
-    /// As an argument that is written.
+    /// The tensor as an argument that is written.
     pub fn output(&mut self) -> Output<'_, T> {
         Output { data: &mut self.data, strides: self.placement.strides }
     }

@@ -1,4 +1,4 @@
-//! What a measured choice was measured for.
+//! The kind of problem that a choice was measured for.
 
 use fa_core::{Dtype, MaskKind, Problem};
 use serde::{Deserialize, Serialize};
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// measured.
 const FARTHEST: u32 = 3;
 
-/// What a choice depends on: the head dims, mask and soft cap that a kernel is specialised on, and the
+/// The key of a measured choice: the head dims, mask and soft cap that a kernel is specialised on, and the
 /// problem's size by powers of two. How a kernel finds its rows, and ALiBi and sinks, are in the entry's
 /// kernel: one that does not compute a problem is not found for it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

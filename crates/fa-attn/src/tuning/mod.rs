@@ -1,7 +1,7 @@
-//! Kernels measured by the engine itself, in the background of the first calls.
+//! Tuning: the engine measures kernels itself, in the background of the first calls.
 //!
 //! - `search`: which candidate wins, within a budget; knows no GPU.
-//! - `tuner`: the thread, what it was given and what came of it; knows no GPU either.
+//! - `tuner`: the thread, its jobs and their outcomes; knows no GPU either.
 //! - `scratch`: candidates compiled and timed on a GPU.
 
 mod outcome;
@@ -28,9 +28,9 @@ pub(crate) use tuner::{Job, Tuner};
 /// # Ok::<(), fa_attn::Error>(())
 /// ```
 ///
-/// Where the model of the planner cannot tell which of its best kernels is the fastest, measuring can. With
-/// [`Tuning::OnFirstUse`], the first bind of a problem and pass gives the kernel that it would give without,
-/// at once, and hands the problem to a thread. There, one problem at a time:
+/// Where the planner's model cannot tell which of its best kernels is the fastest, measuring can. With
+/// [`Tuning::OnFirstUse`], the first bind of a problem and pass returns at once, with the kernel that it
+/// would return without tuning, and hands the problem to a thread. There, one problem at a time:
 ///
 /// 1. The bound kernel and the best of the planner's other tiles, `candidates` kernels in all, are compiled,
 ///    as far as the cache does not have them. One that does not compile cleanly is skipped.
@@ -42,20 +42,21 @@ pub(crate) use tuner::{Job, Tuner};
 ///    ones. Calls that are bound already keep their kernel. Processes that tune at once keep each other's
 ///    winners.
 ///
-/// A problem that has an entry of exactly its [`crate::tune::TuneKey`] whose kernel computes it is not
-/// measured, in the table or among those that ship (an entry whose kernel no longer compiles cleanly does not
-/// count), nor one whose kernel was chosen by [`crate::device::Gpu::prefer`] or stands in for
-/// another family's. Threads that bind the same problem at once have it measured once.
+/// A problem is not measured where the user's table or those that ship have an entry of exactly its
+/// [`crate::tune::TuneKey`] whose kernel computes it (an entry whose kernel no longer compiles cleanly does
+/// not count), nor where its kernel was chosen by [`crate::device::Gpu::prefer`] or stands in for another
+/// family's. Threads that bind the same problem at once have it measured once.
 ///
 /// What the caller notices: the caller's tensors and streams are not touched, waited for or captured. The
 /// GPU's SMs, its memory (at most half of what is free) and a CPU core are shared while it lasts; loading a
 /// module may make the driver wait for the context, as with any kernel's first use. While the stream of the
-/// [`crate::device::Gpu`] is being captured nothing is begun, the next bind begins it. Candidates run in the
-/// caller's context, so that a fault in one would be the context's.
+/// [`crate::device::Gpu`] is being captured nothing is started; the next bind starts it. Candidates run in
+/// the caller's context, so a fault in one of them would break that context.
 ///
-/// The budget is wall-clock time per problem and pass, compiling included. When it is spent no candidate is
-/// begun and no sample taken; what is at hand is finished. The fastest of at least two that were measured
-/// wins; with fewer nothing is kept, but what was compiled is in the cache for the next process.
+/// The budget is wall-clock time per problem and pass, compiling included. When it is spent, no further
+/// candidate is started and no further sample taken; the current one is finished. The fastest of at least two
+/// measured candidates wins; with fewer nothing is kept, but what was compiled is in the cache for the next
+/// process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tuning {
     /// The table's kernel, or the planner's first choice.

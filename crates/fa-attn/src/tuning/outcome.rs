@@ -1,10 +1,10 @@
-//! What became of a search.
+//! The outcomes of searches.
 
 use fa_core::{Family, KernelSpec, Pass, Problem};
 
 use crate::error::Error;
 
-/// What became of one candidate.
+/// The outcome of one candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tried {
     /// The kernel.
@@ -15,7 +15,7 @@ pub struct Tried {
     pub error: Option<String>,
 }
 
-/// What became of one problem.
+/// The outcome of the search for one problem.
 #[derive(Debug)]
 pub struct TuningOutcome {
     /// The problem.

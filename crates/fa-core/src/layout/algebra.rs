@@ -3,8 +3,8 @@
 use super::{IntTuple, Layout, LayoutError, Mode};
 
 impl Layout {
-    /// The same function on `0..size()` with the fewest modes: extents of 1 go, and neighbours that continue
-    /// each other merge.
+    /// The same function on `0..size()` with the fewest modes: extents of 1 are dropped, and neighbours that
+    /// continue each other are merged.
     ///
     /// Law: same size, and `coalesce(A)(i) = A(i)` for every `i`.
     pub fn coalesce(&self) -> Layout {

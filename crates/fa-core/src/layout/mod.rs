@@ -8,7 +8,7 @@
 //! The notation and the operations are those of CuTe ("CuTe Layout Algebra", CUTLASS documentation). Where
 //! CuTe leaves a precondition to its user, this module checks it: an operation either returns a layout for
 //! which its law holds at every index, or says what does not divide. In particular a layout is defined on its
-//! own `0..size()` only; the last mode does not go on past its extent.
+//! own `0..size()` only; the last mode does not extend past its extent.
 //!
 //! * [`mod@tuple`]: nested tuples of numbers and their notation
 //! * [`algebra`]: coalesce, composition, complement, right inverse

@@ -7,7 +7,8 @@ use crate::lengths::{Side, SideRows};
 /// The most that a count read on the device may be.
 const MAX_I32: usize = i32::MAX as usize;
 
-/// A tensor may have at most `2^ELEMENT_BITS - 1` elements, so that byte offsets fit a signed 64-bit number.
+/// Bits of the largest element count of a tensor: at most `2^ELEMENT_BITS - 1` elements, so that byte offsets
+/// fit a signed 64-bit number.
 pub const ELEMENT_BITS: u32 = 48;
 
 /// The most heads. A tensor without rows takes no memory whatever its shape, but what is computed head by

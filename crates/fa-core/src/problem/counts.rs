@@ -5,8 +5,8 @@ use crate::Pass;
 
 impl Problem {
     /// Visible (query, key) pairs over all heads and sequences. Where lengths are on the device this is an
-    /// estimate, as if every sequence had the mean length; who knows the lengths adds up problems of one
-    /// sequence each.
+    /// estimate, as if every sequence had the mean length; a caller that knows the lengths can add up
+    /// problems of one sequence each.
     pub fn pairs(&self) -> f64 {
         let pairs = self.mask.pairs(self.lengths.mean_q(), self.lengths.mean_k());
         self.lengths.sequences() as f64 * self.heads_q as f64 * pairs as f64
@@ -19,7 +19,7 @@ impl Problem {
     }
 
     /// Floating-point operations of the backward, by the field's convention 2.5 times the forward's: five
-    /// products of a tile for the forward's two. (With `head_dim != head_dim_v` the exact count is `2 * pairs
+    /// products per tile against two. (With `head_dim != head_dim_v` the exact count is `2 * pairs
     /// * (3 hd + 2 hdv)`.)
     pub fn flops_backward(&self) -> f64 {
         2.5 * self.flops_forward()

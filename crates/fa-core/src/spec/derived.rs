@@ -1,19 +1,19 @@
-//! What follows from a spec's parameters and decides how its kernel computes, where the host has to know it
-//! too: planner and launch ask here, and CUDA's config has it behind the parameters.
+//! Properties that follow from a spec's parameters, decide how its kernel computes, and have to be known on
+//! the host as well. Planner and launch ask here; CUDA's config lists them after the parameters.
 
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
 use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd};
 use crate::each_kernel;
 
-/// What follows from the parameters of a backward beside its traits.
+/// Properties of a backward that follow from its parameters, in addition to its [`super::Traits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackwardTraits {
-    /// Whether the kernel can store the first of the sums that come to a tile of dQ, by bulk copies, in place
-    /// of adding them to zeros (NB-082): an SM90 backward. With uniform lengths, the key tile that stores is
-    /// drawn before the others: the first one under a full mask; under a causal one the last that the queries
-    /// see, since tiles are drawn with the last keys first. With lengths on the device it is the first to
-    /// arrive, or in deterministic kernels the one whose turn is first (NB-093).
+    /// Whether the kernel can store the first sums of a tile of dQ by bulk copies, instead of adding them to
+    /// zeros (NB-082): SM90 backwards. With uniform lengths, the key tile that stores is drawn before the
+    /// others: the first one under a full mask; under a causal one the last that the queries see, since tiles
+    /// are drawn with the last keys first. With lengths on the device it is the first to arrive, or in
+    /// deterministic kernels the one whose turn is first (NB-093).
     pub may_store_dq: bool,
     /// Semaphores of a tile of dQ in a launch that orders the sums: `dq_turns` in `cuda/attn/bwd_tile.cuh`.
     pub dq_semaphores: usize,
@@ -111,12 +111,13 @@ fn switch(name: &'static str, doc: &'static [&'static str], on: bool) -> Param {
 }
 
 impl KernelSpec {
-    /// What follows from the parameters of a backward; `None` for a forward.
+    /// The derived properties of a backward; `None` for a forward.
     pub const fn backward(&self) -> Option<BackwardTraits> {
         each_kernel!(&self.kernel, kernel => kernel.backward(self))
     }
 
-    /// What CUDA's config of this kernel has beside [`KernelSpec::params`], in the order of declaration.
+    /// The fields that CUDA's config of this kernel has after [`KernelSpec::params`], in the order of
+    /// declaration.
     pub fn derived(&self) -> Vec<Param> {
         each_kernel!(&self.kernel, kernel => kernel.derived(self))
     }

@@ -11,8 +11,8 @@ pub const fn panel(columns: u32) -> u32 {
 }
 
 /// Columns that rows of Q, K, V and dO take in shared memory where TMA loads a head dim of `columns`, a
-/// multiple of 16: panels of at least 32 columns, of which the last one may be half empty. TMA takes a row of
-/// a panel at a time, and narrower ones take it longer.
+/// multiple of 16: panels of at least 32 columns, of which the last one may be half empty. TMA moves one row
+/// of a panel at a time, so narrower panels take longer to load.
 pub const fn operand_columns(columns: u32) -> u32 {
     columns.next_multiple_of(32)
 }

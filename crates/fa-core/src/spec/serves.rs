@@ -6,7 +6,7 @@ use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
 use crate::{Problem, SideRows, Types};
 
-/// CTAs that a GPU computes at once, at the most: more than any has.
+/// An upper bound on the CTAs that a GPU computes at once: more than any does.
 const MOST_CTAS: usize = 1 << 16;
 
 impl Problem {
@@ -63,7 +63,8 @@ fn count(name: &'static str, value: usize) -> Result<(), Unserved> {
 }
 
 impl KernelSpec {
-    /// `kernel` for problems like `problem`, on tiles of these head dims (Q's and K's, V's), without splits.
+    /// The spec of `kernel` for problems like `problem`, on tiles of these head dims (Q's and K's, V's),
+    /// without splits.
     pub fn for_problem(
         problem: &Problem,
         [head_dim, head_dim_v]: [u32; 2],

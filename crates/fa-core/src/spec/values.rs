@@ -1,5 +1,5 @@
-//! What specs of all kernels are made of: masking code, schedulers, orders of tiles, and what every kernel
-//! has.
+//! The values that specs of all kernels are made of: masking code, schedulers, orders of tiles, and the
+//! traits of every kernel.
 
 use serde::{Deserialize, Serialize};
 
@@ -94,8 +94,8 @@ pub enum TileOrder {
     LongestFirst,
 }
 
-/// What every kernel has, whatever its parameters. Code that does not differ by kernel reads this instead of
-/// matching on [`super::Kernel`].
+/// The properties that every kernel has, whatever its parameters. Code that is the same for all kernels reads
+/// these instead of matching on [`super::Kernel`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Traits {
     /// The kernel's name, as in source files and tables.
@@ -138,8 +138,8 @@ impl Traits {
         !self.tensor_maps.is_empty()
     }
 
-    /// Whether its threads copy rows of keys one by one, wherever they lie: for want of TMA, or those of
-    /// pages.
+    /// Whether its threads copy rows of keys one by one, wherever they lie: kernels without TMA, and kernels
+    /// that gather the rows of pages.
     pub const fn copies_rows(&self) -> bool {
         !self.uses_tma() || self.gathers
     }

@@ -109,7 +109,7 @@ impl Bundle {
         self.kernels.len()
     }
 
-    /// Whether there are none.
+    /// Whether it holds no kernels.
     pub fn is_empty(&self) -> bool {
         self.kernels.is_empty()
     }
@@ -136,8 +136,8 @@ impl Manifest {
     }
 }
 
-/// Hash of a source: its target, unit and headers. It names the code that a validation or a bundled cubin is
-/// of.
+/// Hash of a source: its target, unit and headers. It identifies the code of a validation record or of a
+/// bundled cubin.
 pub fn source_hash(source: &Source) -> String {
     let headers = source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]);
     let parts: Vec<&[u8]> =

@@ -23,7 +23,7 @@ use crate::jit::hash::hash;
 use crate::jit::report::Report;
 use crate::jit::source::Source;
 
-/// Names the cache's folder.
+/// The environment variable that names the cache's folder.
 pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
 
 /// The default limit of a cache in bytes: some two thousand kernels.
@@ -92,7 +92,7 @@ impl Cache {
         self.get_unit(compiler, &Named { name: spec.to_string(), spec: Some(spec) }, source)
     }
 
-    /// The same for a unit without a spec.
+    /// [`Cache::get`] for a unit without a spec.
     pub(crate) fn get_unit(
         &self,
         compiler: &Compiler,

@@ -20,7 +20,7 @@ pub enum CompilerKind {
     Nvcc,
 }
 
-/// A compiler: found, and loaded when first used.
+/// A compiler that has been found; it is loaded when first used.
 pub struct Compiler {
     kind: CompilerKind,
     path: PathBuf,
@@ -69,7 +69,7 @@ impl Compiler {
         Compiler { kind, path, nvrtc: OnceLock::new() }
     }
 
-    /// Which one it is.
+    /// The kind of compiler.
     pub fn kind(&self) -> CompilerKind {
         self.kind
     }

@@ -5,20 +5,19 @@ use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Names the NVRTC library (or its folder) to use, before every other location. An empty value counts as
-/// unset; `none` means no compiler: only kernels that were compiled ahead run.
+/// The environment variable that names the NVRTC library (or its folder) to use, before every other location.
+/// An empty value counts as unset; `none` means no compiler: only kernels that were compiled ahead run.
 pub const NVRTC_VARIABLE: &str = "FA_NVRTC";
 
-/// Names the nvcc program to use.
+/// The environment variable that names the nvcc program to use.
 pub const NVCC_VARIABLE: &str = "FA_NVCC";
 
 /// The file of the NVRTC library: `FA_NVRTC`, then `CUDA_HOME`/`CUDA_PATH`, the loader's path, the active
 /// virtual environment, the toolkit of `cargo xtask toolkit` and the Python packages of the user and the
 /// system.
 ///
-/// # Errors
-/// [`Error::NoCompiler`] naming the locations searched, also where `FA_NVRTC` is `none`, and
-/// [`Error::BadCompiler`] when it names nothing.
+/// # Errors [`Error::NoCompiler`] with the locations searched, also where `FA_NVRTC` is `none`, and
+/// [`Error::BadCompiler`] when `FA_NVRTC` names no library.
 pub fn find_nvrtc() -> Result<PathBuf, Error> {
     let none = |tried: &str| Error::NoCompiler {
         library: "NVRTC",

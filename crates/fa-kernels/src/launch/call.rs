@@ -1,4 +1,4 @@
-//! A kernel bound to a problem: what is computed once, and calls that check, encode and launch.
+//! A kernel bound to a problem: the data that is computed once, and the calls that check, encode and launch.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;

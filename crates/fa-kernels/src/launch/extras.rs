@@ -15,7 +15,7 @@ use crate::launch::checks::{check_address, count};
 pub struct Extras<'a> {
     /// `[batch + 1]`: the first row of each sequence of packed queries, then the end of the last.
     pub cu_q: Option<&'a dyn DevicePtr<i32>>,
-    /// `[batch + 1]`: the same of packed keys.
+    /// `[batch + 1]`: the same for packed keys.
     pub cu_k: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch]`: queries in use, where the problem's queries are used in part.
     pub used_q: Option<&'a dyn DevicePtr<i32>>,

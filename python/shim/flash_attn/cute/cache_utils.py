@@ -2,4 +2,4 @@
 
 
 class JITCache(dict):
-    """Nothing is kept here: compiled kernels are the library's."""
+    """Keeps nothing: the library caches compiled kernels."""

@@ -71,7 +71,7 @@ def flash_attn_func(
 
 
 def _given(lse, return_lse, *inputs):
-    """The LSE where theirs gives it: asked for, or where there are gradients."""
+    """The LSE where theirs returns it: where it is asked for, or where there are gradients."""
     return lse if return_lse or any(x is not None and x.requires_grad for x in inputs) else None
 
 
@@ -108,7 +108,7 @@ def flash_attn_varlen_func(
     seqlen_k_per_split=None,
     disable_scheduler_metadata=False,
 ):
-    """`min_seqlen_k` and what is about the scheduler are hints to theirs."""
+    """`min_seqlen_k` and the scheduler's arguments are hints to theirs."""
     window = _options(
         window_size,
         qv=qv,
@@ -211,7 +211,7 @@ def _flash_attn_bwd(
     learnable_sink=None,
     **others,
 ):
-    """Gradients; what theirs takes by position behind the window are the sizes of its kernel."""
+    """Gradients; theirs takes the sizes of its kernel by position after the window."""
     window = _options((window_size_left, window_size_right), **others)
     grads = fa_attn.flash_attn_varlen_backward(
         dout,

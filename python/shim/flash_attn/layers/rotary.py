@@ -7,7 +7,7 @@ def apply_rotary_emb(
     x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None
 ):
     """x (batch, seqlen, heads, dim), or (total, heads, dim) with cu_seqlens; cos and sin (positions,
-    rotary_dim / 2). Row i of a sequence is turned by the position `seqlen_offsets` + i."""
+    rotary_dim / 2). Row i of a sequence is rotated by the position `seqlen_offsets` + i."""
     half = cos.shape[-1]
     device = x.device
     if cu_seqlens is None:
@@ -35,15 +35,15 @@ apply_rotary_emb_func = apply_rotary_emb
 
 
 def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
-    """The same of x (batch, seqlen, heads, dim) from position 0 on."""
+    """The same for x (batch, seqlen, heads, dim), from position 0 on."""
     return apply_rotary_emb(x, cos, sin, interleaved)
 
 
 def apply_rotary_emb_qkv_(
     qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None
 ):
-    """Turns q and k in qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads, dim) with `num_heads_q`,
-    in place."""
+    """Rotates q and k in qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads, dim) with
+    `num_heads_q`, in place."""
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
@@ -56,6 +56,6 @@ def apply_rotary_emb_qkv_(
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
-    """Turns k in kv (batch, seqlen, 2, heads, dim), in place."""
+    """Rotates k in kv (batch, seqlen, 2, heads, dim), in place."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
