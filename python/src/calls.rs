@@ -1,4 +1,4 @@
-//! The functions that the package's Python calls: a pass on arrays as they lie, on the device where they lie.
+//! The functions that the package's Python calls: a pass on arrays in place, on the device that holds them.
 
 use fa_attn::{Append, Division, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side};
 use pyo3::prelude::*;
@@ -10,8 +10,8 @@ use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, heads_and_
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
-/// Where a call runs: the caller's stream, what gives it memory, the plans of work that calls share, and
-/// how the caller has work divided.
+/// Where and how a call runs: the caller's stream, the function that allocates memory for it, the work plans
+/// that calls share, and how the caller wants the work divided.
 #[derive(Clone, Copy)]
 struct On<'a, 'py> {
     stream: Option<u64>,
@@ -47,7 +47,7 @@ fn run(
     }
 }
 
-/// Checks shapes and types of the arrays beside Q, K and V: addresses alone go to the GPU.
+/// Checks shapes and types of the arrays other than Q, K and V: only their addresses go to the GPU.
 fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult<()> {
     let Given { q, k, v, dtype, .. } = given;
     let place = given.place();
@@ -102,8 +102,8 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
     }
 }
 
-/// Writes O to `out` and LSE to `lse`. `plans` has plans of work for the same lengths, and gets this call's.
-/// `division`: [`Division`], which is a GPU's.
+/// Writes O to `out` and LSE to `lse`. `plans` holds work plans for the same lengths, to which this call adds
+/// its own. `division` is a [`Division`] as a tuple; it has no effect on the CPU.
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, scale, causal, window, softcap, extras=None, stream=None, allocate=None,
@@ -219,7 +219,7 @@ pub(crate) fn report<'py>(
     report_of(py, &problem, pass, Division { splits, pack_gqa }, given.place())
 }
 
-/// The report on a pass of `problem` at a place, as JSON.
+/// The report on a pass of `problem` on a device, as JSON.
 pub(crate) fn report_of(
     py: Python<'_>,
     problem: &Problem,
@@ -246,7 +246,7 @@ pub(crate) fn report_of(
     report.map_err(|error| InputError::new_err(error.to_string()))
 }
 
-/// Appends `k` and `v` to a cache in place and turns `q` into `q_out` (on the CPU `q_out` holds a copy of
+/// Appends `k` and `v` to a cache in place and rotates `q` into `q_out` (on the CPU `q_out` holds a copy of
 /// `q`). Lengths afterwards go to `used_out`. Rows without a place are counted on the CPU and left out on a
 /// GPU.
 #[pyfunction]
@@ -318,7 +318,7 @@ pub(crate) fn append<'py>(
     }
 }
 
-/// Refuses an append whose caches have elements in common with one another or with what is read meanwhile.
+/// Refuses an append whose caches share elements with each other or with an input.
 fn check_apart(arrays: &Appended<'_>) -> PyResult<()> {
     let Appended { k_new, v_new, k_cache, v_cache, q, tables, .. } = arrays;
     if k_new.elements() == 0 {
@@ -346,7 +346,7 @@ fn check_apart(arrays: &Appended<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// The append that the arrays are.
+/// The append that the arrays describe.
 fn appended(
     arrays: &Appended<'_>,
     (interleaved, following): (bool, bool),
@@ -429,7 +429,7 @@ fn side(view: &View<'_>, is_packed: bool, max: usize) -> Side {
     if is_packed { Side::packed(shape[0], max.min(shape[0])) } else { Side::padded(shape[1]) }
 }
 
-/// The rotation by these tables, and of which queries.
+/// The rotary embedding that these tables describe, with the queries that it rotates.
 fn rotary([cos, sin]: &[View<'_>; 2], interleaved: bool, queries: Option<RotaryQueries>) -> PyResult<Rotary> {
     if cos.shape() != sin.shape() || cos.shape().len() != 2 {
         return Err(InputError::new_err(format!(

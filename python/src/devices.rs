@@ -15,14 +15,15 @@ use crate::gpu::{Device, lock};
 const MOST: usize = 64;
 static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
 
-/// Of the GPUs that are open, and of those that will be.
+/// The tuning of all GPUs: of those that are open, and of those that will be opened.
 static TUNING: Mutex<Tuning> = Mutex::new(Tuning::Off);
 
-/// The thread's current context, put back when this is dropped: other libraries count on their device.
+/// The thread's current context, restored when this is dropped: other libraries rely on their device being
+/// current.
 pub(crate) struct Current(Option<CUcontext>);
 
 impl Current {
-    /// Remembers the context; nothing where there is no driver.
+    /// Remembers the context; does nothing where there is no driver.
     pub(crate) fn keep() -> Current {
         let there = fa_kernels::driver::probe().is_ok();
         Current(if there { result::ctx::get_current().ok().flatten() } else { None })
@@ -63,8 +64,7 @@ pub(crate) fn device(ordinal: i32) -> PyResult<&'static Device> {
 
 /// Switches tuning on or off for all GPUs.
 ///
-/// # Errors
-/// Numbers that tune nothing, a machine without a GPU, a table of winners that cannot be read.
+/// # Errors Options out of range, a machine without a GPU, a table of winners that cannot be read.
 pub(crate) fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
     tuning.check().map_err(raised)?;
     if tuning != Tuning::Off && fa_kernels::driver::probe().is_err() {
@@ -83,7 +83,7 @@ pub(crate) fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
     .map_err(raised)
 }
 
-/// Waits for what is being measured on any GPU; what came of it.
+/// Waits for the measurements on all GPUs; returns their outcomes.
 pub(crate) fn finish_tuning(py: Python<'_>) -> Vec<TuningOutcome> {
     py.detach(|| DEVICES.iter().filter_map(OnceLock::get).flat_map(Device::finish_tuning).collect())
 }

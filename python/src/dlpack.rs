@@ -1,5 +1,5 @@
-//! Arrays of other libraries as they lie, by DLPack: the C exchange API of a type that has it (torch), else a
-//! capsule. Nothing is copied.
+//! Arrays of other libraries, read in place by DLPack: the C exchange API of a type that has it (torch), else
+//! a capsule. Nothing is copied.
 #![allow(unsafe_code)]
 
 mod abi;
@@ -51,11 +51,11 @@ pub(crate) enum Type {
     F16,
     Bf16,
     I32,
-    /// Something that no call reads.
+    /// A type that no call reads.
     Other,
 }
 
-/// An array as it lies, borrowed from a Python object for a call.
+/// An array in place, borrowed from a Python object for a call.
 pub(crate) struct View<'py> {
     /// The first element; null where there is none.
     pub data: *mut u8,
@@ -72,7 +72,7 @@ pub(crate) struct View<'py> {
     object: PhantomData<Bound<'py, PyAny>>,
 }
 
-/// Who gives the memory back.
+/// The owner that gives the memory back.
 enum Owner {
     /// The Python object, which outlives the call.
     Object,

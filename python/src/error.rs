@@ -98,7 +98,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
     }
 }
 
-/// A message with the names that its arguments have in Python.
+/// A message in which arguments have their Python names.
 fn as_arguments(text: &str) -> String {
     const NAMES: [(&str, &str); 8] = [
         ("cu_q", "cu_seqlens_q"),

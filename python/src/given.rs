@@ -1,4 +1,4 @@
-//! The arrays and options of a call, and the problem that they are.
+//! The arrays and options of a call, and the problem that they pose.
 
 use fa_attn::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Types};
 use pyo3::prelude::*;
@@ -31,7 +31,7 @@ pub(crate) type ExtraObjects<'py> = (
     usize,
 );
 
-/// What a call has beside Q, K and V.
+/// The arrays of a call other than Q, K and V.
 #[derive(Default)]
 pub(crate) struct Beside<'py> {
     pub cu_q: Option<View<'py>>,
@@ -74,7 +74,7 @@ impl<'py> Beside<'py> {
     }
 }
 
-/// What the arguments are called, in the order of [`Beside::views`].
+/// The names of the arguments, in the order of [`Beside::views`].
 pub(crate) const BESIDE: [&str; 7] = [
     "cu_seqlens_q",
     "cu_seqlens_k",
@@ -110,7 +110,7 @@ pub(crate) fn words<'py>(
     Ok(view)
 }
 
-/// Q, K and V of a call, with what is beside them.
+/// Q, K and V of a call, with its other arrays.
 pub(crate) struct Given<'py> {
     pub q: View<'py>,
     pub k: View<'py>,
@@ -136,10 +136,9 @@ pub(crate) fn dtype_of(name: &str, view: &View<'_>) -> PyResult<Dtype> {
 }
 
 impl<'py> Given<'py> {
-    /// Q, K and V of one place and type.
+    /// Q, K and V, checked to be on one device and of one type.
     ///
-    /// # Errors
-    /// Arrays of different places or types, and types that nothing computes in.
+    /// # Errors Arrays on different devices or of different types, and types that are not supported.
     pub(crate) fn of(
         [q, k, v]: [&Bound<'py, PyAny>; 3],
         extras: Option<&ExtraObjects<'py>>,
@@ -169,7 +168,7 @@ impl<'py> Given<'py> {
         self.q.place
     }
 
-    /// The problem that the arrays are, with these options.
+    /// The problem that the arrays pose with these options.
     ///
     /// # Errors
     /// Shapes that contradict each other.
@@ -324,7 +323,7 @@ fn alibi(slopes: &View<'_>, sequences: usize, heads: usize) -> PyResult<Alibi> {
     }
 }
 
-/// The refusal of an array that lies elsewhere than Q.
+/// The refusal of an array on another device than Q.
 pub(crate) fn elsewhere(name: &str, place: Place) -> PyErr {
     let place = match place {
         Place::Cpu => "in the memory of the CPU".to_owned(),
@@ -333,7 +332,8 @@ pub(crate) fn elsewhere(name: &str, place: Place) -> PyErr {
     InputError::new_err(format!("{name} lies elsewhere than q, which is {place}: move it there"))
 }
 
-/// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right.
+/// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
+/// side is.
 fn mask(causal: bool, (left, right): (i64, i64)) -> Mask {
     let side = |side: i64| u32::try_from(side).ok();
     Mask { left: side(left), right: if causal { Some(0) } else { side(right) } }

@@ -1,5 +1,5 @@
 //! Calls on arrays in a GPU's memory: kernels bound once for each problem, launched on the caller's stream.
-//! Nothing is allocated but by the caller's library, nothing is waited for.
+//! Only the caller's library allocates, and nothing waits.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ use crate::given::Given;
 use crate::host::{Appended, Backward, Merged, Written};
 use crate::raw::{extras, floats, on_device, raw};
 
-/// Bound kernels that are kept at the most: lengths that never come again must not fill the memory.
+/// The most bound kernels that are kept: lengths that never recur must not fill the memory.
 const KEPT: usize = 4096;
 
 /// A GPU with the kernels that were bound for its problems.
@@ -34,20 +34,20 @@ pub(crate) struct Device {
     workspaces: Mutex<HashMap<u64, Arc<Workspace>>>,
 }
 
-/// Memory for the forwards on a stream, of the caller's library. Kernels take turns at it: each leaves zero
-/// what another counts on.
+/// Memory of the caller's library for the forwards on a stream. Kernels use it in turn: each leaves at zero
+/// what the next one needs to be zero.
 struct Workspace {
     _memory: Py<PyAny>,
     address: u64,
     bytes: usize,
-    /// A call's launches follow each other, whatever other threads put on the stream.
+    /// Keeps the launches of a call together, whatever other threads put on the stream.
     turn: Mutex<()>,
 }
 
-/// Workspaces that are kept at the most: streams come and go.
+/// The most workspaces that are kept: streams come and go.
 const WORKSPACES: usize = 64;
 
-/// Bound kernels, and how many winners of tuning there were when the first of them was bound.
+/// Bound kernels, and the number of tuning's winners when the first of them was bound.
 #[derive(Default)]
 struct Kept {
     entries: HashMap<(ProblemKey, Pass, Division), Arc<Entry>>,
@@ -57,12 +57,12 @@ struct Kept {
 /// A bound kernel.
 pub(crate) struct Entry {
     pub kernel: Kernel,
-    /// What its plans of work are kept under.
+    /// The key of its work plans.
     number: u64,
 }
 
-/// Whom a call is for: a stream's handle, `allocate(bytes, zero)` for device memory of the caller's library,
-/// and the plans of work that calls of the same lengths share.
+/// The caller's side of a call: a stream's handle, `allocate(bytes, zero)` for device memory of the caller's
+/// library, and the work plans that calls of the same lengths share.
 #[derive(Clone, Copy)]
 pub(crate) struct Caller<'a, 'py> {
     pub stream: u64,
@@ -70,7 +70,7 @@ pub(crate) struct Caller<'a, 'py> {
     pub plans: Option<&'a Bound<'py, PyDict>>,
 }
 
-/// Kernels that were bound.
+/// The bound kernels.
 static ENTRIES: AtomicU64 = AtomicU64::new(0);
 
 impl Device {
@@ -78,7 +78,8 @@ impl Device {
         Device { gpu, bound: Mutex::default(), streams: Mutex::default(), workspaces: Mutex::default() }
     }
 
-    /// Of all that is bound again the candidates are measured.
+    /// Switches tuning on or off, and forgets bound kernels, so that they are bound again and their
+    /// candidates measured.
     ///
     /// # Errors
     /// As [`Gpu::set_tuning`].
@@ -144,8 +145,7 @@ impl Device {
 
     /// Launches the pass of `entry` for the caller.
     ///
-    /// # Errors
-    /// What the launch refuses, and arrays that lie elsewhere.
+    /// # Errors What the launch refuses, and arrays on another device.
     pub(crate) fn run(
         &self,
         py: Python<'_>,
@@ -212,8 +212,8 @@ impl Device {
         }
     }
 
-    /// Memory for a forward, kept for its stream; of a captured graph new, since replays may run beside other
-    /// calls.
+    /// Memory for a forward, kept for its stream. A captured graph gets memory of its own, since replays may
+    /// run beside other calls.
     fn workspace(
         &self,
         bytes: usize,
@@ -318,8 +318,8 @@ impl Device {
 }
 
 impl Entry {
-    /// The plan of this kernel's work among `plans`, made by the first call of a stream. A captured graph's
-    /// calls plan their own work, of the lengths that there are when it is replayed.
+    /// This kernel's work plan among `plans`, made by the first call on a stream. Calls in a captured graph
+    /// plan their own work, for the lengths at the time of a replay.
     fn shared_plan(
         &self,
         py: Python<'_>,

@@ -32,7 +32,7 @@ pub(crate) enum Written<'a, 'py> {
     Backward(Backward<'a, 'py>),
 }
 
-/// The arrays of a backward beside Q, K and V.
+/// The arrays of a backward other than Q, K and V.
 pub(crate) struct Backward<'a, 'py> {
     pub dout: &'a View<'py>,
     pub out: &'a View<'py>,
@@ -110,7 +110,7 @@ pub(crate) struct Appended<'py> {
     pub k_cache: View<'py>,
     pub v_cache: View<'py>,
     pub q: Option<View<'py>>,
-    /// Where turned queries go; `None` for in place.
+    /// Where rotated queries go; `None` for in place.
     pub q_out: Option<View<'py>>,
     pub tables: Option<[View<'py>; 2]>,
     pub cu_new: Option<View<'py>>,
@@ -120,7 +120,7 @@ pub(crate) struct Appended<'py> {
     pub used_out: Option<View<'py>>,
 }
 
-/// Appends; how many rows had no place.
+/// Appends; returns how many rows had no slot.
 ///
 /// # Errors
 /// What [`fa_attn::append`] refuses, and arrays that cannot be written.

@@ -49,7 +49,7 @@ pub(crate) fn merge<'py>(
 }
 
 impl Merged<'_> {
-    /// The merge that the arrays are.
+    /// The merge that the arrays describe.
     fn problem(&self) -> PyResult<Merge> {
         let Merged { outs, lses, out, lse, sinks } = self;
         if outs.is_empty() || outs.len() != lses.len() {

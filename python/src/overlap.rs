@@ -3,7 +3,7 @@
 
 use crate::dlpack::View;
 
-/// Places that are tried before two arrays count as apart: arrays that anyone would make need a few.
+/// The most positions that are tried before two arrays count as disjoint: real arrays need a few.
 const WORK: usize = 1 << 14;
 
 /// A step between elements, and how often it may be taken.

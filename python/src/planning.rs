@@ -1,4 +1,4 @@
-//! Problems and kernels as data: what the package gives as plain dicts.
+//! Problems and kernels as data, which the package returns as plain dicts.
 
 use std::time::Duration;
 
@@ -70,7 +70,8 @@ pub(crate) fn plan(
     })?
 }
 
-/// What became of the candidates that meet every condition of `query`, as `fa plan --why --json` prints it.
+/// Why the candidates that meet every condition of `query` fit or do not, as `fa plan --why --json` prints
+/// it.
 #[pyfunction]
 #[pyo3(signature = (problem, query, arch, family, forward, backward, deterministic))]
 #[allow(clippy::too_many_arguments)]
@@ -105,7 +106,7 @@ pub(crate) fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> 
     devices::set_tuning(py, tuning)
 }
 
-/// Waits for what is being measured; what came of it, as JSON.
+/// Waits for the measurements; returns their outcomes as JSON.
 #[pyfunction]
 pub(crate) fn finish_tuning(py: Python<'_>) -> PyResult<String> {
     let outcomes = devices::finish_tuning(py);
@@ -132,7 +133,7 @@ fn outcome_of(outcome: &TuningOutcome) -> serde_json::Value {
     })
 }
 
-/// A problem, where it is planned for, and by which kernels.
+/// A problem, the architecture that it is planned for, and the family of kernels.
 type Asked = (Problem, Arch, Option<PlanFamily>);
 
 fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {

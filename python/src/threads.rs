@@ -8,7 +8,7 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::error::DeviceError;
 
-/// The threads of a forked process, by its number.
+/// The threads of a forked process, by its process id.
 static FORKED: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
 
 /// `work` on all cores, while other threads of the interpreter go on. A process that was forked from one that

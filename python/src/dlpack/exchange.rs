@@ -1,4 +1,4 @@
-//! What an object's library lends an array by: the C exchange API of its type, or a capsule.
+//! How an object's library lends an array: by the C exchange API of its type, or by a capsule.
 #![allow(unsafe_code)]
 
 use pyo3::intern;
