@@ -147,8 +147,11 @@ faults! {
         "C.num_wg == 2 ? 240" => "C.num_wg == 2 ? 248", ["deadlock"];
     "a turn is not passed on": "sm90_fwd" &[], 600, SM90_CONSUMER, "while (--",
         "signal_next();" => "", ["deadlock"];
-    "the ticket is released without a warp barrier": "sm90_fwd" &[], 900, SM90_TILES, "",
-        "warp_sync();" => "", ["data race"];
+    "a ticket is written before all have read the last one": "sm90_fwd" &[], 900, SM90_TILES, "",
+        "mbarrier_wait(smem.ticket.bars.empty[0], state.phase ^ 1);" => "", ["data race"];
+    "one lane releases the ticket for its warp": "sm90_fwd" &[], 900, SM90_TILES, "int next(",
+        "mbarrier_arrive(smem.ticket.bars.empty[0]);" => "if (lane_index() == 0) \
+            mbarrier_arrive(smem.ticket.bars.empty[0]);", ["deadlock"];
     "a skipped tile is released before all lanes have seen it": "sm90_fwd" &[("tile_n", "64")], 600,
         SM90_CONSUMER, "auto skip_k", "warp_sync();" => "", ["phase overrun"];
     "the counters are not reset": "sm90_fwd" &[], 300, SM90_TILES, "",

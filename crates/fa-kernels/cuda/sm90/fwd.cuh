@@ -48,9 +48,9 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         smem.q_bars.init(T::kConsumerWarps);
         smem.k_bars.init(T::kConsumerWarps, T::kLoadingWarps);
         smem.v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
-        // The producer's first warp draws tiles; all other warps receive them.
+        // The producer's first warp draws tiles; all lanes of the other warps receive them.
         if constexpr (C.scheduler == Scheduler::Dynamic)
-            smem.ticket.bars.init(T::kConsumerWarps + T::kProducerWarps - 1);
+            smem.ticket.bars.init(32 * (T::kConsumerWarps + T::kProducerWarps - 1));
         mbarrier_init_fence();
     }
     if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);

@@ -360,7 +360,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, end(), tile.head, tile.batch);
             }
         }
-        index = tiles.next(smem, params, index, elected);
+        index = tiles.next(smem, params, index);
     }
 }
 

@@ -314,7 +314,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             index = tiles.read(params, next, heads);
             if (lane_index() == 0) tiles.publish(smem, index);
         } else {
-            index = tiles.next(smem, params, index, lane_index() == 0);
+            index = tiles.next(smem, params, index);
         }
     }
     copied.finish(bars);

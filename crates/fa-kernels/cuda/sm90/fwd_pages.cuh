@@ -73,7 +73,7 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
             index = tiles.read(params, next, heads);
             if (first_lane) tiles.publish(smem, index);
         } else {
-            index = tiles.next(smem, params, index, first_lane);
+            index = tiles.next(smem, params, index);
         }
     }
     if constexpr (C.scheduler == Scheduler::Dynamic && !Values) {

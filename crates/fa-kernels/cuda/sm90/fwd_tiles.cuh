@@ -124,9 +124,9 @@ struct TileSource {
         }
     }
 
-    // Consumers: waits for the next tile and returns its number.
-    __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile,
-                                        bool elected) {
+    // All other warps: waits for the next tile and returns its number. Every lane reads the ticket and arrives
+    // for itself, since racecheck does not see an order through warp_sync().
+    __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile) {
         if constexpr (kDynamic) {
             smem.ticket.bars.wait_full(state);
             const int* const ticket = smem.ticket.next;
@@ -139,8 +139,7 @@ struct TileSource {
                 own.first_query = ticket[8];
                 own.first_key = ticket[9];
             }
-            warp_sync();
-            smem.ticket.bars.release(state, elected);
+            mbarrier_arrive(smem.ticket.bars.empty[0]);
             state.advance();
             return next;
         }
