@@ -48,7 +48,12 @@ pub(crate) fn work(job: &Job) -> Result<()> {
     }
     compile(&session, &cases);
     session.share(shared(&cases)?);
-    cases.par_iter().with_max_len(1).for_each(|case| run_case(&session, case));
+    if matches!(job.options.cases, Cases::Sanitize) {
+        // racecheck may wait for ever where several threads launch.
+        cases.iter().for_each(|case| run_case(&session, case));
+    } else {
+        cases.par_iter().with_max_len(1).for_each(|case| run_case(&session, case));
+    }
     Ok(())
 }
 

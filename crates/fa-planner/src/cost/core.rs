@@ -368,7 +368,9 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let l2 = l2_bytes / l2_rate;
         let together = tiles / whole.tiles.max(1.0);
         let bytes = hbm_bytes(problem, whole, slots / together.max(1.0), limits, c);
-        let hbm = bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+        // Parts that run at once read at equal rates, and the longest one ends last (NB-150).
+        let longest = if parts > 1 && tiles <= slots { whole.unevenness(parts).max(1.0) } else { 1.0 };
+        let hbm = longest * bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
         let combine = if parts > 1 {
             combine_seconds(whole.tiles * model.rows, model.head_dim_v, together, clock, limits, c)
         } else {

@@ -178,6 +178,12 @@ impl Work {
         }
     }
 
+    /// The longest part of the longest tile, as a multiple of an equal share of it.
+    pub(crate) fn unevenness(&self, parts: usize) -> f64 {
+        let own = own_parts(parts, &self.longest);
+        self.longest_part(parts).steps * own / self.longest.steps.max(1.0)
+    }
+
     /// The tiles of [`Work::in_parts`].
     pub(crate) fn tiles_in_parts(&self, parts: usize) -> f64 {
         self.classes.iter().map(|class| class.count * own_parts(parts, class)).sum()
