@@ -125,7 +125,7 @@ pub struct CostConstants {
     pub sm80_wait: f64,
     /// Clocks that a tile's second step waits for K and V with fewer than three buffers.
     pub sm80_second: f64,
-    /// Clocks of a CTA for each row of a tile with packed heads, whose place in Q and O is computed by itself.
+    /// Clocks of a CTA for each row of a tile with packed heads, whose place in Q and O is computed alone.
     pub sm80_packed_row: f64,
     /// Share of reading Q from shared memory that nothing hides in each step of the SM80-class forward.
     pub sm80_q_shown: f64,

@@ -39,8 +39,8 @@ fn is_crowded(kernel: &Sm80Bwd) -> bool {
 /// modulo these.
 const SCHEDULERS: u32 = 4;
 
-/// Clocks of both groups of warps on the SM's lanes, which each would have to itself for `of_p` and `of_ds`. A
-/// group of two warps runs on two of the four schedulers, in every CTA on the same two (NB-148).
+/// Clocks of both groups of warps on the SM's lanes, which each alone would keep busy for `of_p` and `of_ds`.
+/// A group of two warps runs on two of the four schedulers, in every CTA on the same two (NB-148).
 fn on_schedulers(kernel: &Sm80Bwd, of_p: f64, of_ds: f64) -> f64 {
     let group = kernel.num_warps / 2;
     if group < SCHEDULERS {
