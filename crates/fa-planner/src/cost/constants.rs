@@ -204,7 +204,7 @@ const SM90: CostConstants = CostConstants {
     bwd_add_weight: 2.4,
 
     sm80_bwd_tensor: 0.906,
-    sm80_bwd_ops: [1.6, 7.5],
+    sm80_bwd_ops: [1.5, 8.5],
     sm80_bwd_alone: 0.617,
     sm80_bwd_wait: 330.0,
     sm80_bwd_add_bytes: 80.0,
