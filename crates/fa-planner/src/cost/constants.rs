@@ -90,8 +90,9 @@ pub struct CostConstants {
 
     /// Rate of mma.sync that the SM80-class backward's products reach, as a share of `mma_sync_rate`.
     pub sm80_bwd_tensor: f64,
-    /// f32 instructions per element of the SM80-class backward's softmax and gradient of the scores.
-    pub sm80_bwd_ops: f64,
+    /// f32 instructions per element of the SM80-class backward's warps that compute P, and of those that
+    /// compute dS.
+    pub sm80_bwd_ops: [f64; 2],
     /// The SM80-class backward's products take `(2 / w)^x` times as long where a scheduler has `w < 2` warps:
     /// this `x`.
     pub sm80_bwd_alone: f64,
@@ -119,8 +120,13 @@ pub struct CostConstants {
     pub sm80_apart: f64,
     /// Clocks of a step of the SM80-class forward that nothing hides, with one resident CTA.
     pub sm80_fwd_step: f64,
-    /// Clocks that a step of it waits for K and V with a single buffer, with one resident CTA.
+    /// Clocks that a step of it waits for the first of K and V with a single buffer, with one resident CTA;
+    /// the rest comes at `sm_bytes_per_clock`.
     pub sm80_wait: f64,
+    /// Clocks that a tile's second step waits for K and V with fewer than three buffers.
+    pub sm80_second: f64,
+    /// Clocks of a CTA for each row of a tile with packed heads, whose place in Q and O is computed alone.
+    pub sm80_packed_row: f64,
     /// Share of reading Q from shared memory that nothing hides in each step of the SM80-class forward.
     pub sm80_q_shown: f64,
     /// Clocks of a step of all resident CTAs that nothing hides in the SM80-class backward.
@@ -198,7 +204,7 @@ const SM90: CostConstants = CostConstants {
     bwd_add_weight: 2.4,
 
     sm80_bwd_tensor: 0.906,
-    sm80_bwd_ops: 4.73,
+    sm80_bwd_ops: [1.5, 8.5],
     sm80_bwd_alone: 0.617,
     sm80_bwd_wait: 330.0,
     sm80_bwd_add_bytes: 80.0,
@@ -210,11 +216,13 @@ const SM90: CostConstants = CostConstants {
     sm80_fwd_overlap: 2.81,
     sm80_apart: 0.7,
     sm80_fwd_step: 283.0,
-    sm80_wait: 665.0,
+    sm80_wait: 250.0,
+    sm80_second: 1200.0,
+    sm80_packed_row: 19.0,
     sm80_q_shown: 0.1,
     sm80_step: 1270.0,
     load_latency: 800.0,
-    sm80_block: 3400.0,
+    sm80_block: 1200.0,
     sm80_rows: 2800.0,
     sm80_rows_alone: 3500.0,
     row_major_conflict: 5.5,
@@ -278,7 +286,7 @@ pub struct Sm90BwdConstants {
     /// L2 cost of one atomically added dQ byte, in read bytes.
     pub add_weight: f64,
     /// Bytes per clock that the L2 adds to the f32 accumulators of dK and dV, to which several CTAs add at
-    /// once (NB-107).
+    /// once, in the SM80-class backward too (NB-107, NB-148).
     pub part_bytes: f64,
     /// Clocks of a CTA outside its steps, beside those for its first queries.
     pub block: f64,

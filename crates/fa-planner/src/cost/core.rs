@@ -177,6 +177,8 @@ pub(crate) struct KernelModel {
     pub exposed: f64,
     /// Clocks of a tile outside its steps.
     pub tile: f64,
+    /// Further clocks of a tile that has a second step.
+    pub second: f64,
     /// Clocks once, before the first tile.
     pub start: f64,
     /// Clocks until a launch's first operands are there, under which no SM computes.
@@ -341,7 +343,9 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         // `resident` CTAs make a step each in `step` clocks, so a CTA's step takes as long.
         let tile = model.tile + if parts > 1 { self.partial_clocks() } else { 0.0 };
         let length = |class: &TileClass, on_sm: f64| {
-            tile + class.steps * (self.step)(on_sm) + class.masked * model.mask * on_sm / model.resident
+            let second = if class.steps > 1.0 { model.second } else { 0.0 };
+            let masked = class.masked * model.mask * on_sm / model.resident;
+            tile + second + class.steps * (self.step)(on_sm) + masked
         };
         let sms = f64::from(self.limits.sms);
         let clocks = work.makespan_shared(sms, model.resident, model.queue, length);

@@ -1,5 +1,6 @@
-//! Pairs of SM80-class kernels whose order the model got wrong before NB-126 or NB-138, each by the mechanism
-//! that it lacked: measured on an H100 in the records of `fa tune --random` (docs/results/tune).
+//! Pairs of SM80-class kernels whose order the model got wrong before NB-126, NB-138 or NB-148, each by the
+//! mechanism that it lacked: measured on an H100, one on an H200, in the records of `fa tune --random`
+//! (docs/results/tune).
 
 use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{Plan, PlanOptions, explore};
@@ -99,5 +100,58 @@ fn four_warps_with_128_scores_a_thread_are_slower_than_eight() {
         &window,
         ("sm80_bwd-bf16-hd64-window-64x64-w4-s21-a222-q32-b1-lpt", 0.4733),
         ("sm80_bwd-bf16-hd64-window-128x64-w4-s21-a222-q32-b1-lpt", 0.5290),
+    );
+}
+
+/// Seed 12, #17 (NB-148).
+#[test]
+fn a_second_step_waits_for_its_keys_with_fewer_than_three_buffers() {
+    let full = plans([7, 24, 24, 192, 192], problem(128, 128, Mask::FULL, Dtype::Bf16), Pass::Forward);
+    in_order(
+        &full,
+        ("sm80_fwd-bf16-hd128-full-64x64-w4-s3-qr-b1-swz-ldm-exp2-fast-split", 0.0240),
+        ("sm80_fwd-bf16-hd128-full-64x96-w4-s2-b1-swz-ldm-exp2-fast-split", 0.0249),
+    );
+}
+
+/// Seed 12, #33: 80 KB of K and V in a step (NB-148).
+#[test]
+fn one_buffer_waits_for_all_of_its_keys() {
+    let long = plans([10, 32, 32, 128, 2167], problem(256, 256, Mask::CAUSAL, Dtype::Bf16), Pass::Forward);
+    in_order(
+        &long,
+        ("sm80_fwd-bf16-hd256-causal-64x96-w4-s2-b1-swz-ldm-exp2-fast-split-rev", 0.3915),
+        ("sm80_fwd-bf16-hd256-causal-64x80-w4-s1-b1-swz-ldm-exp2-fast-split-rev", 0.4103),
+    );
+}
+
+/// Seed 9, #33 (NB-148).
+#[test]
+fn packed_rows_take_time_each() {
+    let window = problem(64, 64, Mask::causal_window(256), Dtype::Bf16);
+    in_order(
+        &plans([4, 40, 1, 128, 814], window, Pass::Forward),
+        ("sm80_fwd-bf16-hd64-window-64x96-w4-s3-qr-b2-swz-ldm-exp2-fast-split-rev", 0.0163),
+        ("sm80_fwd-bf16-hd64-window-64x32-w4-s3-qr-b4-swz-ldm-exp2-fast-split-rev-pack", 0.0176),
+    );
+}
+
+/// Seed 11, #2, and on an H200 seed 13, #3: of four warps the two that compute P have half of the SM's
+/// special-function units, and a soft cap asks for three results of a score (NB-148).
+#[test]
+fn a_soft_cap_is_slower_in_backwards_of_four_warps() {
+    let capped = |head_dim| Problem {
+        score: ScoreMod::softcap(50.0),
+        ..problem(head_dim, head_dim, Mask::CAUSAL, Dtype::F16)
+    };
+    in_order(
+        &plans([4, 64, 32, 247, 1920], capped(32), Pass::BACKWARD),
+        ("sm80_bwd-f16-hd32-causal-softcap-32x128-w8-s31-a142-q0-b1-lpt", 0.3185),
+        ("sm80_bwd-f16-hd32-causal-softcap-32x64-w4-s31-a122-q16-b1-lpt", 0.3494),
+    );
+    in_order(
+        &plans([8, 8, 8, 1209, 1209], capped(64), Pass::BACKWARD),
+        ("sm80_bwd-f16-hd64-causal-softcap-64x64-w8-s31-a224-q32-b1-lpt", 0.2159),
+        ("sm80_bwd-f16-hd64-causal-softcap-32x128-w4-s31-a122-q32-b1-lpt", 0.2537),
     );
 }

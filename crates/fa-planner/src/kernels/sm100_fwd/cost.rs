@@ -77,6 +77,7 @@ fn model(
         mask: resident * scores * c.mask_ops / f32_lanes(limits),
         exposed,
         tile: c.sm100_tile + products + exp - hidden,
+        second: 0.0,
         start: 0.0,
         first: 0.0,
         rows,

@@ -35,6 +35,21 @@ fn is_crowded(kernel: &Sm80Bwd) -> bool {
     kernel.num_warps == 4 && scores >= MANY_SCORES
 }
 
+/// Schedulers of an SM, each with its lanes and special-function units. A warp's is its number in the CTA,
+/// modulo these.
+const SCHEDULERS: u32 = 4;
+
+/// Clocks of both groups of warps on the SM's lanes, which each alone would keep busy for `of_p` and `of_ds`.
+/// A group of two warps runs on two of the four schedulers, in every CTA on the same two (NB-148).
+fn on_schedulers(kernel: &Sm80Bwd, of_p: f64, of_ds: f64) -> f64 {
+    let group = kernel.num_warps / 2;
+    if group < SCHEDULERS {
+        of_p.max(of_ds) * f64::from(SCHEDULERS) / f64::from(group.max(1))
+    } else {
+        of_p + of_ds
+    }
+}
+
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
     let regs = registers(spec, kernel, arch);
@@ -82,7 +97,10 @@ pub(crate) fn predict(
     let bytes = f64::from(bytes_read(spec, kernel)) + stored + loads;
     let smem = bytes / limits.smem_bytes;
     let (cap_mufu, cap_ops) = if spec.score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
-    let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.sm80_bwd_ops + cap_ops);
+    let [ops_p, ops_ds] = c.sm80_bwd_ops;
+    let of_p = scores * softmax_clocks(limits, 1.0 + cap_mufu, ops_p + cap_ops);
+    let of_ds = scores * softmax_clocks(limits, 0.0, ops_ds);
+    let exp = on_schedulers(kernel, of_p, of_ds);
     let exposed = c.sm80_step
         // The wait for the next Q also waits for the next dO.
         + if kernel.q_stages == 2 && kernel.do_stages == 2 { c.sm80_bwd_wait } else { 0.0 }
@@ -117,10 +135,11 @@ pub(crate) fn predict(
     };
     let (total, end) = work.makespan_shared(sms, resident, queue, length);
     // As in the SM90 backward: the smaller a tile of keys, the more often Q and dO are read and dQ is added
-    // to.
-    let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0)
-        + work.tiles * c.bwd_add_weight * split.added;
-    let l2 = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency * limits.clock_ghz * 1e9 * c.clock);
+    // to, and parts of dK and dV are added by all CTAs at the same rate.
+    let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0);
+    let parts = work.tiles * split.added / c.sm90_bwd.part_bytes;
+    let clocks = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency) + parts;
+    let l2 = clocks / (limits.clock_ghz * 1e9 * c.clock);
     Launches {
         tensor,
         exp,

@@ -104,14 +104,15 @@ fn model(
 
     let warps = warps_per_scheduler / (warps_per_scheduler + 2.0);
     let exponent = 1.0 + c.sm80_fwd_overlap * warps + c.sm80_apart * (resident - 1.0);
-    // With one stage a copy is issued once its buffer is free: part of its latency shows, unless other CTAs
-    // run.
-    let wait = if stages < 2.0 { c.sm80_wait / resident } else { 0.0 };
+    // With one stage a copy is issued once its buffer is free, and all of K and V has to arrive before the
+    // products go on, in an SM whose other CTAs run meanwhile.
+    let wait = if stages < 2.0 { (c.sm80_wait + writes / c.sm_bytes_per_clock) / resident } else { 0.0 };
     // Reading Q into registers is a step by itself, under which nothing runs; else each step reads it.
     let q_read = resident * tile_m * hd * bytes / limits.smem_bytes;
     let (in_step, in_tile) =
         if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
     let rows = (resident * c.sm80_rows + c.sm80_rows_alone) * tile_m * (hd + hdv) / (128.0 * 256.0);
+    let packed = if k.pack_gqa { c.sm80_packed_row * tile_m } else { 0.0 };
     let exposed = c.sm80_fwd_step / resident + wait + in_step;
     let hidden = overlap([tensor, exp, smem], exponent);
     let model = KernelModel {
@@ -125,7 +126,9 @@ fn model(
         smem,
         mask: if k.loop_split && spec.mask == MaskKind::Window { mask } else { 0.0 },
         exposed,
-        tile: c.sm80_block + rows + in_tile,
+        tile: c.sm80_block + rows + packed + in_tile,
+        // With three stages the second K and V are asked for together with the first, else by the first step.
+        second: if stages < 3.0 { c.sm80_second } else { 0.0 },
         start: 0.0,
         first: 0.0,
         rows: tile_m.min((problem.lengths.mean_q() * group) as f64),

@@ -152,6 +152,7 @@ fn model(
         exposed,
         // Nothing hides the first step's S and the last step's P V.
         tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
+        second: 0.0,
         // The second warpgroup starts behind the first one's first scores.
         start: 0.0,
         // Q, K and V of the first step are asked for by all SMs at once.
