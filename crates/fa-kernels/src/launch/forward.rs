@@ -4,6 +4,7 @@ use fa_core::spec::operand_panel;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::account::{MAX_SPLITS, kv_splits, page_part};
+use fa_planner::cost::COMBINE_CTAS;
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
@@ -82,9 +83,6 @@ impl Launches {
         })
     }
 }
-
-/// CTAs of the combine kernel for each SM, at the most.
-const COMBINE_CTAS: usize = 16;
 
 /// How the work of a forward is divided.
 struct Work {

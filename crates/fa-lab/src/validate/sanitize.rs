@@ -20,7 +20,8 @@ use crate::worker::Program;
 
 const TOOLS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 
-/// Time after which a tool counts as hung. They need seconds, and minutes where the kernels are not in the cache.
+/// Time after which a tool counts as hung. It needs seconds, or minutes where the kernels are not in the
+/// cache.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The result of a tool.

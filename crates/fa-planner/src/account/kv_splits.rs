@@ -17,6 +17,10 @@ pub const MAX_SPLITS: usize = 256;
 /// the model does not know (decoding by 112 CTAs reads 3 % less per second than by 128, NB-146).
 const GAIN: f64 = 1.01;
 
+/// More splits than run at once are taken only if they are faster by this factor: parts that follow one
+/// another on an SM cost 1 to 5 % that the model does not know (NB-150).
+const WAVES_GAIN: f64 = 1.05;
+
 /// CTAs that share the keys of each tile's rows (splits): 1 to [`MAX_SPLITS`], and no more than a tile has
 /// steps. 1 for kernels without `split`, and for problems without queries or keys.
 ///
@@ -90,17 +94,18 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
         return Some(launch.cost(1));
     }
     let (mut best, mut least) = (1, launch.seconds(1));
+    let at_once = |&parts: &usize| launch.work.tiles_in_parts(parts) <= f64::from(launch.limits.sms);
     for parts in counts() {
+        let gain = if at_once(&parts) { GAIN } else { WAVES_GAIN };
         // A bound is enough for most of them.
-        if launch.at_least(parts) * GAIN < least {
+        if launch.at_least(parts) * gain < least {
             let seconds = launch.seconds(parts);
-            if seconds * GAIN < least {
+            if seconds * gain < least {
                 (best, least) = (parts, seconds);
             }
         }
     }
     if best > 1 {
-        let at_once = |&parts: &usize| launch.work.tiles_in_parts(parts) <= f64::from(launch.limits.sms);
         // From the most down: the first that is not slower is the one.
         let fuller: Vec<usize> = counts().filter(|&parts| parts > best).take_while(at_once).collect();
         let found = fuller.into_iter().rev().find(|&parts| launch.seconds(parts) < least * GAIN);
@@ -135,14 +140,16 @@ mod tests {
     /// The reference for [`best_of`]: every number of splits in turn.
     fn tried_in_turn<F: Fn(f64) -> f64>(launch: &Launch<'_, F>) -> Cost {
         let mut best = launch.cost(1);
+        let sms = f64::from(launch.limits.sms);
         for parts in part_counts(launch.work.longest.steps as usize) {
             let cost = launch.cost(parts);
             assert_eq!(cost.seconds, launch.seconds(parts));
-            if cost.seconds * GAIN < best.seconds {
+            let gain = if launch.work.tiles_in_parts(parts) <= sms { GAIN } else { WAVES_GAIN };
+            if cost.seconds * gain < best.seconds {
                 best = cost;
             }
         }
-        let (first, sms) = (best.splits, f64::from(launch.limits.sms));
+        let first = best.splits;
         let more = part_counts(launch.work.longest.steps as usize)
             .filter(|&parts| first > 1 && parts > first && launch.work.tiles_in_parts(parts) <= sms)
             .map(|parts| launch.cost(parts));

@@ -185,6 +185,22 @@ pub(crate) struct KernelModel {
     pub first: f64,
     /// Query rows of a tile that exist, of `tile_m`: what partial results are made of.
     pub rows: f64,
+    pub memory: Memory,
+}
+
+/// How a kernel reads device memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Memory {
+    /// The time that it takes, as a multiple of what its efficiency says.
+    pub time: f64,
+    /// Whether loads are always in flight, as in kernels of one warpgroup that wait for them: where device
+    /// memory takes longest, hardly anything else is added to it.
+    pub is_fed: bool,
+}
+
+impl Memory {
+    /// Of kernels whose SMs do not always have all loads in flight that they could have.
+    pub(crate) const THROTTLED: Memory = Memory { time: 1.0, is_fed: false };
 }
 
 /// Rows that a CTA of the combine kernel takes.
@@ -192,6 +208,18 @@ const COMBINE_ROWS: f64 = 4.0;
 
 /// Seconds from the main kernel to the combine kernel and through its fixed part, in a stream or a graph.
 const COMBINE_S: f64 = 2.5e-6;
+
+/// Seconds of each further round in which the warps of a row read the weights and then the results of
+/// [`COMBINE_ROUND`] parts each: two latencies of the L2 (NB-150).
+const COMBINE_ROUND_S: f64 = 1.1e-6;
+const COMBINE_ROUND: f64 = 4.0;
+
+/// CTAs of the combine kernel for each SM, at the most. Where they are enough for a CTA per row, its warps
+/// share the row's parts.
+pub const COMBINE_CTAS: usize = 16;
+
+/// Warps of a CTA of the combine kernel.
+const COMBINE_WARPS: f64 = 4.0;
 
 /// Share of the L2's rate at which partial results are read: each once, in pieces of a row (NB-140).
 const COMBINE_RATE: f64 = 0.67;
@@ -213,7 +241,10 @@ fn combine_seconds(
     let row_bytes = 4.0 * f64::from(head_dim_v) + 4.0;
     let busy = ctas.min(f64::from(limits.sms));
     let rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
-    COMBINE_S + rows * parts * row_bytes / (rate * COMBINE_RATE)
+    let most = COMBINE_CTAS as f64 * f64::from(limits.sms);
+    let warps = if rows > most { 1.0 } else { COMBINE_WARPS };
+    let rounds = (parts / (warps * COMBINE_ROUND)).ceil().max(1.0);
+    COMBINE_S + (rounds - 1.0) * COMBINE_ROUND_S + rows * parts * row_bytes / (rate * COMBINE_RATE)
 }
 
 /// CTAs that are resident on an SM when the tiles are spread over all SMs first.
@@ -263,6 +294,11 @@ pub(crate) struct Launch<'a, F> {
     pub constants: &'a CostConstants,
 }
 
+/// What the rest of the chip adds to device memory that is always busy: a share where both take as long, as
+/// in [`overlap`] with an exponent of 3, and the power of their quotient by which it falls. With half the
+/// time it adds less than half a percent (NB-150).
+const FED_OVERLAP: (f64, i32) = (0.26, 6);
+
 /// Seconds of a launch with the keys of each tile divided among a number of CTAs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
@@ -273,6 +309,8 @@ pub(crate) struct Times {
     power: f64,
     l2: f64,
     hbm: f64,
+    /// [`Memory::is_fed`].
+    is_fed: bool,
     /// The combine kernel.
     combine: f64,
     /// The launch.
@@ -283,7 +321,12 @@ impl Times {
     /// The launch, with the overlap that was calibrated.
     pub(crate) fn seconds(&self) -> f64 {
         let chip = overlap([self.compute, self.power], 8.0);
-        let busy = overlap([overlap([chip, self.l2], 6.0), self.hbm], 3.0);
+        let on_chip = overlap([chip, self.l2], 6.0);
+        let busy = if self.is_fed && self.hbm > on_chip {
+            self.hbm * (1.0 + FED_OVERLAP.0 * (on_chip / self.hbm).powi(FED_OVERLAP.1))
+        } else {
+            overlap([on_chip, self.hbm], 3.0)
+        };
         busy + self.combine + self.launch
     }
 
@@ -296,7 +339,8 @@ impl Times {
             if more > 0.0 { more * (1.0 + slope * (less / more).powi(p)) } else { 0.0 }
         };
         let chip = chord(self.compute, self.power, 8, 0.09);
-        let busy = chord(chord(chip, self.l2, 6, 0.122), self.hbm, 3, 0.259);
+        let on_chip = chord(chip, self.l2, 6, 0.122);
+        let busy = if self.is_fed { on_chip.max(self.hbm) } else { chord(on_chip, self.hbm, 3, 0.259) };
         // Powers are rounded.
         busy * (1.0 - 1e-12) + self.combine + self.launch
     }
@@ -374,13 +418,14 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let bytes = hbm_bytes(problem, whole, slots / together.max(1.0), limits, c);
         // Parts that run at once read at equal rates, and the longest one ends last (NB-150).
         let longest = if parts > 1 && tiles <= slots { whole.unevenness(parts).max(1.0) } else { 1.0 };
-        let hbm = longest * bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+        let hbm = model.memory.time * longest * bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
         let combine = if parts > 1 {
             combine_seconds(whole.tiles * model.rows, model.head_dim_v, together, clock, limits, c)
         } else {
             0.0
         };
-        Times { compute, even, power, l2, hbm, combine, launch: c.launch_s }
+        let is_fed = model.memory.is_fed;
+        Times { compute, even, power, l2, hbm, is_fed, combine, launch: c.launch_s }
     }
 
     /// The time with the keys of each tile divided among `parts` CTAs, and where it goes.
@@ -389,7 +434,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let divided = self.divided(parts);
         let work = divided.as_ref().unwrap_or(self.work);
         let times = self.times(work, parts);
-        let Times { compute, even, power, l2, hbm, combine, launch } = times;
+        let Times { compute, even, power, l2, hbm, combine, launch, .. } = times;
         let (clock, slots) = (self.clock(), self.slots());
         let steps = work.steps();
         let alone = |clocks: f64| steps / slots * clocks / clock;

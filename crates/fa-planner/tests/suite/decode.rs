@@ -69,6 +69,36 @@ fn splits_fill_an_h100() {
     }
 }
 
+/// The first choice for each row of `data/decode-h100.txt` is within 1 % of the fastest tile measured there,
+/// and its predicted time within 6 % of the measured one.
+#[test]
+fn first_choices_of_decode_are_the_fastest_tiles() {
+    let mut rows: Vec<(Problem, Vec<(&str, f64)>)> = Vec::new();
+    for line in include_str!("../data/decode-h100.txt").lines().filter(|line| !line.starts_with('#')) {
+        let words: Vec<&str> = line.split(' ').collect();
+        let number = |at: usize| words[at].parse::<usize>().expect("a number");
+        match words[..] {
+            [tile, us] => {
+                let (_, tiles) = rows.last_mut().expect("a head line before");
+                tiles.push((tile, us.parse().expect("a time")));
+            }
+            _ => rows.push((decode(number(1), number(3), number(4), number(6)), Vec::new())),
+        }
+    }
+    assert_eq!(rows.len(), ROWS.len());
+    for (problem, tiles) in rows {
+        let (spec, cost) = best(&problem, Arch::Sm90);
+        let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };
+        let name = format!("{}x{}-s{}", kernel.tile_m, kernel.tile_n, kernel.kv_stages);
+        let fastest = tiles.iter().map(|&(_, us)| us).fold(f64::INFINITY, f64::min);
+        let (_, own) =
+            tiles.iter().find(|(tile, _)| *tile == name).unwrap_or_else(|| panic!("{name}: {tiles:?}"));
+        assert!(*own <= 1.01 * fastest, "{problem:?}: {name} {own}, {fastest}");
+        let error = cost.seconds * 1e6 / own - 1.0;
+        assert!(error.abs() < 0.06, "{problem:?}: {name} predicted {:.1} us, {own}", cost.seconds * 1e6);
+    }
+}
+
 /// The same for the SM80 class, whose CTAs share SMs.
 #[test]
 fn splits_fill_an_a100() {
@@ -76,7 +106,7 @@ fn splits_fill_an_a100() {
         let problem = decode(batch, heads_q, heads_kv, keys);
         let (spec, cost) = best(&problem, Arch::Sm80);
         assert!(
-            cost.tiles >= 96.0 && spec.traits().packs_gqa,
+            cost.tiles >= 64.0 && spec.traits().packs_gqa,
             "{batch} x {keys}: {} CTAs, {spec}",
             cost.tiles
         );

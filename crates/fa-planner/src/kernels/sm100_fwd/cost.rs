@@ -3,7 +3,9 @@
 use fa_core::{Arch, ArchLimits, MaskKind, Problem};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, KernelModel, Launch, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::core::{
+    Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, softmax_clocks,
+};
 use crate::cost::schedule::{Queue, Work};
 
 use super::account::Sm100Account;
@@ -81,6 +83,7 @@ fn model(
         start: 0.0,
         first: 0.0,
         rows,
+        memory: Memory::THROTTLED,
     };
     (model, hidden + exposed)
 }

@@ -7,7 +7,7 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{
-    KernelModel, Launch, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
+    KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
 };
 use crate::cost::schedule::Queue;
 use crate::kernels::planned::Forward;
@@ -132,6 +132,7 @@ fn model(
         start: 0.0,
         first: 0.0,
         rows: tile_m.min((problem.lengths.mean_q() * group) as f64),
+        memory: Memory::THROTTLED,
     };
     (model, hidden + exposed)
 }
