@@ -1,6 +1,6 @@
 //! Configurations of the kernels that together reach every branch of their code.
 
-use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
+use fa_core::{Arch, Kernel, KernelSpec, Lengths, Mask, Problem};
 use fa_lab::grid::problem_of;
 
 use crate::case::Case;
@@ -124,6 +124,14 @@ const SM90_BWD: Texts = &[
         (256, "causal"),
         (250, 1, 1),
     ),
+    (
+        "Sm90Bwd((tile_m: 128, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 1, \
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: \
+         LongestFirst, deterministic: false, persistent: true))",
+        (64, "causal"),
+        (500, 3, 3),
+    ),
 ];
 
 const SM100_FWD: Texts = &[
@@ -162,16 +170,29 @@ pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
             let mut of_first = forms(&subjects[0].spec);
             let last = of_first.pop();
             of_first.retain(|(_, spec)| spec.reads.varied);
-            subjects.extend(last.into_iter().chain(of_first).map(|(_, spec)| varied(spec)));
+            let gathered = last.iter().filter_map(|(_, spec)| gathered(spec)).collect::<Vec<_>>();
+            let of_first = of_first.into_iter().chain(last).map(|(_, spec)| spec);
+            subjects.extend(of_first.chain(gathered).map(varied));
             (name, subjects)
         })
         .collect()
 }
 
+/// The same kernel with producers that copy rows, for pages that TMA's boxes do not divide. Keys are whole, so
+/// that stages wrap around.
+fn gathered(spec: &KernelSpec) -> Option<KernelSpec> {
+    let mut spec = spec.clone();
+    let Kernel::Sm90Fwd(kernel) = &mut spec.kernel else { return None };
+    kernel.gather = true;
+    spec.split = false;
+    Some(spec)
+}
+
 /// A form with variable lengths, pages, slopes, sinks and splits, as far as its kernel has them.
 fn varied(spec: KernelSpec) -> Subject {
     let sequences = vec![(300, 300), (77, 140), (0, 9), (1, 600), (40, 0), (129, 129)];
-    let k = if spec.reads.paged { Lie::Paged(16) } else { Lie::Packed };
+    let page = if spec.traits().copies_rows() { 7 } else { 16 };
+    let k = if spec.reads.paged { Lie::Paged(page) } else { Lie::Packed };
     let batch = Batch { sequences, q: Lie::Packed, k, slack: 5 };
     let lengths = if spec.reads.varied { batch.lengths() } else { Lengths::uniform(1, 300, 300) };
     let problem = problem_of(&spec, lengths, (2, 1));
