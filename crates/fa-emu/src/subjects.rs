@@ -178,8 +178,8 @@ pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
         .collect()
 }
 
-/// The same kernel with producers that copy rows, for pages that TMA's boxes do not divide. Keys are whole, so
-/// that stages wrap around.
+/// The same kernel with producers that copy rows, for pages that boxes of TMA do not divide. Keys are not
+/// divided, so that stages wrap around.
 fn gathered(spec: &KernelSpec) -> Option<KernelSpec> {
     let mut spec = spec.clone();
     let Kernel::Sm90Fwd(kernel) = &mut spec.kernel else { return None };
