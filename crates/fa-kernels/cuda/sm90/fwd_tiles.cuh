@@ -124,8 +124,8 @@ struct TileSource {
         }
     }
 
-    // All other warps: waits for the next tile and returns its number. Every lane reads the ticket and arrives
-    // for itself, since racecheck does not see an order through warp_sync().
+    // All other warps: waits for the next tile and returns its number. Every lane reads the ticket and
+    // arrives for itself, since racecheck does not see an order through warp_sync().
     __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile) {
         if constexpr (kDynamic) {
             smem.ticket.bars.wait_full(state);
