@@ -8,6 +8,7 @@ use fa_planner::cost::{Cost, CostConstants, predict};
 use fa_planner::kernels::{sm80_fwd, sm90_fwd};
 use fa_planner::plan::{PlanError, PlanOptions, explore};
 use proptest::prelude::*;
+use serde_json::Value;
 
 use crate::problems;
 
@@ -69,33 +70,37 @@ fn splits_fill_an_h100() {
     }
 }
 
-/// The first choice for each row of `data/decode-h100.txt` is within 1 % of the fastest tile measured there,
-/// and its predicted time within 6 % of the measured one.
+/// Of the tiles that docs/results/marks-decode-h100.json has for each row, the first choice is within 1 % of
+/// the fastest, and its predicted time within 6 % of the measured one.
 #[test]
 fn first_choices_of_decode_are_the_fastest_tiles() {
-    let mut rows: Vec<(Problem, Vec<(&str, f64)>)> = Vec::new();
-    for line in include_str!("../data/decode-h100.txt").lines().filter(|line| !line.starts_with('#')) {
-        let words: Vec<&str> = line.split(' ').collect();
-        let number = |at: usize| words[at].parse::<usize>().expect("a number");
-        match words[..] {
-            [tile, us] => {
-                let (_, tiles) = rows.last_mut().expect("a head line before");
-                tiles.push((tile, us.parse().expect("a time")));
-            }
-            _ => rows.push((decode(number(1), number(3), number(4), number(6)), Vec::new())),
-        }
-    }
-    assert_eq!(rows.len(), ROWS.len());
-    for (problem, tiles) in rows {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results/marks-decode-h100.json");
+    let record: Value =
+        serde_json::from_str(&std::fs::read_to_string(path).expect("a record")).expect("JSON");
+    let rows = record["rows"].as_array().expect("rows");
+    for ((batch, heads_q, heads_kv, keys), _) in ROWS {
+        let problem = decode(batch, heads_q, heads_kv, keys);
+        let of_problem = |row: &&Value| {
+            let fields = ["batch", "heads_q", "heads_kv", "seqlen_k"];
+            fields.map(|field| row[field].as_u64())
+                == [batch, heads_q, heads_kv, keys].map(|n| Some(n as u64))
+        };
+        let tiles: Vec<(&str, f64)> = rows
+            .iter()
+            .filter(of_problem)
+            .map(|row| (row["spec"].as_str().expect("a name"), row["ms_median"].as_f64().expect("a time")))
+            .collect();
         let (spec, cost) = best(&problem, Arch::Sm90);
         let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };
-        let name = format!("{}x{}-s{}", kernel.tile_m, kernel.tile_n, kernel.kv_stages);
-        let fastest = tiles.iter().map(|&(_, us)| us).fold(f64::INFINITY, f64::min);
-        let (_, own) =
-            tiles.iter().find(|(tile, _)| *tile == name).unwrap_or_else(|| panic!("{name}: {tiles:?}"));
-        assert!(*own <= 1.01 * fastest, "{problem:?}: {name} {own}, {fastest}");
-        let error = cost.seconds * 1e6 / own - 1.0;
-        assert!(error.abs() < 0.06, "{problem:?}: {name} predicted {:.1} us, {own}", cost.seconds * 1e6);
+        let tile = format!("-{}x{}-rs-ovl-q2-s{}-", kernel.tile_m, kernel.tile_n, kernel.kv_stages);
+        let (_, own) = tiles
+            .iter()
+            .find(|(name, _)| name.contains(&tile))
+            .unwrap_or_else(|| panic!("{spec}: {tiles:?}"));
+        let fastest = tiles.iter().map(|&(_, ms)| ms).fold(f64::INFINITY, f64::min);
+        assert!(*own <= 1.01 * fastest, "{problem:?}: {spec} {own}, {fastest}");
+        let error = cost.seconds * 1e3 / own - 1.0;
+        assert!(error.abs() < 0.06, "{problem:?}: {spec} predicted {:.4} ms, {own}", cost.seconds * 1e3);
     }
 }
 
@@ -105,8 +110,10 @@ fn splits_fill_an_a100() {
     for ((batch, heads_q, heads_kv, keys), _) in ROWS {
         let problem = decode(batch, heads_q, heads_kv, keys);
         let (spec, cost) = best(&problem, Arch::Sm80);
+        // Where all heads share one K/V head, more parts of a row take longer to combine (NB-150).
+        let least = if heads_kv == 1 { 80.0 } else { 96.0 };
         assert!(
-            cost.tiles >= 64.0 && spec.traits().packs_gqa,
+            cost.tiles >= least && spec.traits().packs_gqa,
             "{batch} x {keys}: {} CTAs, {spec}",
             cost.tiles
         );
