@@ -14,12 +14,13 @@ use rayon::prelude::*;
 use crate::device::bind_spec;
 use crate::error::Result;
 use crate::judge::sample_rows::Judged;
-use crate::marks::Wanted;
+use crate::marks::{MOST_DECODED, Wanted};
 use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{KernelRecord, Provenance, without_logs};
 use crate::runner::{Outcome, Runner, Turns, run_together};
 use crate::tensors::with_half;
+use crate::tune::draw::Drawing;
 
 pub use change::Change;
 use report::{PeersRecord, Report, Row};
@@ -47,6 +48,22 @@ pub struct Options {
     pub peer_names: Vec<String>,
     /// How often each kernel runs.
     pub turns: Turns,
+}
+
+/// Shapes drawn at random, of the family that is fastest on this GPU where none is named. A few queries are
+/// decoding, whose rate is in bytes.
+///
+/// # Errors
+/// No usable GPU, and what [`Drawing::draw`] refuses.
+pub fn drawn(drawing: Drawing) -> Result<Vec<Wanted>> {
+    let arch = Gpu::open()?.arch();
+    let families = if drawing.families.is_empty() { vec![Family::native(arch)] } else { drawing.families };
+    let problems = Drawing { families, ..drawing }.draw(arch)?.into_iter().map(|wanted| wanted.problem);
+    let wanted = |problem: Problem| match problem.lengths.max_q() {
+        0..=MOST_DECODED => Wanted::decoding(problem, "drawn, few queries"),
+        _ => Wanted::new(problem, "drawn"),
+    };
+    Ok(problems.map(wanted).collect())
 }
 
 /// Measures everything; rows of shapes that no kernel computes hold the reason.

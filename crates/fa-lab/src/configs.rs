@@ -23,7 +23,7 @@ pub const NEAR_MISS: f64 = 0.15;
 pub const SEQLEN: usize = 8192;
 
 /// The head dims that are tried where none are named.
-pub const HEAD_DIMS: &str = "64,80,96,128,192,256,192-128,128-64,64-128";
+pub const HEAD_DIMS: &str = "32,64,80,96,128,192,256,192-128,128-64,64-128";
 
 /// A configuration for a problem.
 #[derive(Clone, Debug)]

@@ -9,6 +9,7 @@ use std::str::FromStr;
 
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 
+pub(crate) use wanted::MOST_DECODED;
 pub use wanted::{Unit, Wanted};
 
 /// A fixed list of shapes.

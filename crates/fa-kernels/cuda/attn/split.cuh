@@ -60,10 +60,46 @@ constexpr int kCombineThreads = 128;
 constexpr int kCombineWarps = kCombineThreads / 32;
 constexpr int kMaxHeadDim = 256;
 
+// The parts of a row that a warp reads at once.
+constexpr int kCombineBatch = 4;
+
 struct CombineStorage {
     alignas(16) float sums[kCombineWarps][kMaxHeadDim];
 };
 constexpr int combine_smem_bytes = sizeof(CombineStorage);
+
+// Adds `Count` parts of a row to the lane's columns of O: `split` and every `Stride`-th after it. All their
+// loads are in flight at once.
+template <int Count, int Stride>
+__device__ __forceinline__ void add_parts(float4 (&acc)[2], const float* lse, const float* out, float base,
+                                          float factor, int split, i64 step, int columns) {
+    float weight[Count];
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+        weight[i] = exp2_approx((lse[(split + i * Stride) * step] - base) * kLog2e) * factor;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+        const int column = 128 * part + 4 * lane_index();
+        if (column >= columns) continue;
+        float4 own[Count];
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            own[i] = {};
+            // O of a part without a visible key is not written.
+            if (weight[i] > 0.f) {
+                const i64 at = (split + i * Stride) * step * columns + column;
+                own[i] = *reinterpret_cast<const float4*>(out + at);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            acc[part].x += weight[i] * own[i].x;
+            acc[part].y += weight[i] * own[i].y;
+            acc[part].z += weight[i] * own[i].z;
+            acc[part].w += weight[i] * own[i].w;
+        }
+    }
+}
 
 // Combines the parts' results into O and LSE, for every `stride`-th of `rows` rows from row `index` on. A row
 // is combined by a warp, or, if Shared, by the warps of a CTA, which share the parts.
@@ -113,23 +149,14 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
 
         float4 acc[2] = {};
         const float* out = params.split.out_partial + first * columns;
-#pragma unroll 4
-        for (int split = Shared ? warp : 0; split < splits; split += Shared ? kCombineWarps : 1) {
-            const float weight = exp2_approx((lse[split * step] - base) * kLog2e) * factor;
-            if (weight > 0.f) {
-#pragma unroll
-                for (int part = 0; part < 2; ++part) {
-                    const int column = 128 * part + 4 * lane;
-                    if (column >= columns) continue;
-                    const float4 own =
-                        *reinterpret_cast<const float4*>(out + split * step * columns + column);
-                    acc[part].x += weight * own.x;
-                    acc[part].y += weight * own.y;
-                    acc[part].z += weight * own.z;
-                    acc[part].w += weight * own.w;
-                }
-            }
-        }
+        constexpr int kStride = Shared ? kCombineWarps : 1;
+        int split = Shared ? warp : 0;
+#pragma unroll 1
+        for (; split + (kCombineBatch - 1) * kStride < splits; split += kCombineBatch * kStride)
+            add_parts<kCombineBatch, kStride>(acc, lse, out, base, factor, split, step, columns);
+#pragma unroll 1
+        for (; split < splits; split += kStride)
+            add_parts<1, kStride>(acc, lse, out, base, factor, split, step, columns);
         if constexpr (Shared) {
 #pragma unroll
             for (int part = 0; part < 2; ++part) {

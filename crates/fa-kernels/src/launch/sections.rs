@@ -45,7 +45,7 @@ impl Sections {
 mod tests {
     use super::*;
 
-    const ROOM: u64 = (50 << 20) / 12;
+    const ROOM: u64 = (50 << 20) / 48;
     const SMS: usize = 132;
 
     /// The query tiles in order, as `tile_at` numbers them.
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn causal_runs_end_evenly() {
         // Bytes that a head shares, for each of its rows: K and V; or Q, dO and dQ's accumulators.
-        let passes = [(2, ROOM), (4, (50 << 20) / 8)];
+        let passes = [(2, ROOM), (2, (50 << 20) / 12), (4, (50 << 20) / 32)];
         for (head_dims, heads) in [(128, 32), (256, 16), (320, 16), (512, 8)] {
             for seqlen in [512, 1024, 2048, 4096, 8192, 16384] {
                 for (bytes, room) in passes {

@@ -2,15 +2,12 @@
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 
-use super::wanted::{Unit, Wanted};
+use super::wanted::{DECODE_CALLS, Unit, Wanted};
 use crate::random::Random;
 use crate::sequences::{Ragged, Sequences};
 
 /// 32 query heads on 8 K/V heads, as an 8B model has them.
 const GROUPED: Problem = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
-
-/// Calls in a graph of decoding: as many as a small model has layers.
-const GRAPH: usize = 16;
 
 /// Layers of a step.
 pub(super) const LAYERS: usize = 32;
@@ -56,7 +53,7 @@ pub(super) fn decode() -> Vec<Wanted> {
     let of = |(batch, (heads_q, heads_kv), keys)| {
         let lengths = Lengths::uniform(batch, 1, keys);
         let problem = Problem { lengths, heads_q, heads_kv, mask: Mask::FULL, ..GROUPED };
-        Wanted { unit: Unit::KvBytes, graph: GRAPH, ..Wanted::new(problem, "decode, bf16") }
+        Wanted::decoding(problem, "decode, bf16")
     };
     DECODE.into_iter().map(of).collect()
 }
@@ -69,7 +66,7 @@ pub(super) fn paged() -> Vec<Wanted> {
     let (batch, keys) = CACHE;
     let lens = vec![keys; batch];
     let mut wanted = Vec::new();
-    for (tokens, unit, graph) in [(1, Unit::KvBytes, GRAPH), (512, Unit::Flops, 0)] {
+    for (tokens, unit, graph) in [(1, Unit::KvBytes, DECODE_CALLS), (512, Unit::Flops, 0)] {
         let group = if tokens == 1 { "paged decode, bf16" } else { "paged prefill, bf16" };
         let mut row = |name, k| {
             let sequences = Sequences { q: Ragged::uniform(batch, tokens), k };
@@ -179,7 +176,7 @@ mod tests {
     fn decoding_counts_the_bytes_of_keys_and_values() {
         let rows = decode();
         assert_eq!(rows.len(), 8);
-        assert!(rows.iter().all(|row| row.graph == GRAPH && row.unit == Unit::KvBytes));
+        assert!(rows.iter().all(|row| row.graph == DECODE_CALLS && row.unit == Unit::KvBytes));
         assert_eq!(rows[0].kv_bytes(), (8192 * 8 * 256 * 2) as f64);
         // 33.5 MB in 10 us.
         assert!((rows[0].rate(0.01, Pass::Forward) - 3.3554432).abs() < 1e-9);

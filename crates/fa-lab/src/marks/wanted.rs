@@ -8,6 +8,12 @@ use serde::Serialize;
 use crate::sequences::Sequences;
 use crate::shape::Shape;
 
+/// The most queries of a shape that is measured as decoding: a token, or a few that were guessed.
+pub(crate) const MOST_DECODED: usize = 16;
+
+/// Calls in a graph of decoding: as many as a small model has layers.
+pub(super) const DECODE_CALLS: usize = 16;
+
 /// A shape to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wanted {
@@ -87,6 +93,12 @@ impl Wanted {
             comparison: None,
             recorded: BTreeMap::new(),
         }
+    }
+
+    /// A shape of few queries on a long cache, as replays of a CUDA graph of as many calls as a small model has
+    /// layers.
+    pub fn decoding(problem: Problem, group: &'static str) -> Wanted {
+        Wanted { unit: Unit::KvBytes, graph: DECODE_CALLS, ..Wanted::new(problem, group) }
     }
 
     /// Name, group, batch, heads, lengths, head dims and mask in a line.

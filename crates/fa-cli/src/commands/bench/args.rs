@@ -6,6 +6,7 @@ use clap::Args;
 use fa_lab::bench::Change;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
+use fa_lab::shape::whole;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
@@ -64,6 +65,7 @@ Examples:
   fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
   fa bench --backend cuda --marks sm90 --peers --json marks.json
   fa bench --backend cuda --marks models --mode bwd --peers
+  fa bench --backend cuda --random 40 --seed 1 --mode bwd --peers --peer fa4,cudnn
   fa bench --backend cuda --marks models --filter Gemma --spec kernel.ron
   fa bench --backend cuda --marks packed-bwd --mode bwd --change persistent=true
   fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
@@ -104,6 +106,15 @@ pub(crate) struct GpuArgs {
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
     pub marks: Option<Marks>,
+    /// Measure this many shapes drawn at random: the problems of fa tune --random, of one pass
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = ["append", "draw", "specs", "filter"])]
+    pub random: Option<u16>,
+    /// The same seed draws the same shapes [default: 0]
+    #[arg(long, value_name = "S", requires = "random", value_parser = whole::<u64>)]
+    #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
+    pub seed: Option<u64>,
     /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
     /// prefill
     #[arg(long, value_name = "TEXT", requires = "marks", conflicts_with_all = OF_SHAPES)]
@@ -130,6 +141,7 @@ impl GpuArgs {
             (self.family.is_some(), "--family"),
             (self.peers, "--peers"),
             (self.marks.is_some(), "--marks"),
+            (self.random.is_some(), "--random"),
             (self.deterministic, "--deterministic"),
             (self.tune, "--tune"),
             (self.reps.is_some(), "--reps"),

@@ -6,6 +6,7 @@ use fa_core::{KernelSpec, Pass, Problem};
 use fa_lab::bench::{self, Options};
 use fa_lab::marks::{Marks, Wanted};
 use fa_lab::spec_file;
+use fa_lab::tune::draw::Drawing;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
@@ -68,10 +69,19 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
         });
     }
     let family = args.gpu.family.map(PlanFamily::kernels);
-    let shapes = args.shapes.problems_of_halves()?;
-    let spec = |path: &PathBuf| spec_for(path, pass, &shapes);
-    let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;
-    let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
+    let (shapes, specs) = match args.gpu.random {
+        Some(count) => {
+            let (count, seed) = (usize::from(count), args.gpu.seed.unwrap_or(0));
+            let families = family.into_iter().collect();
+            (bench::drawn(Drawing { count, seed, passes: vec![pass], families })?, Vec::new())
+        }
+        None => {
+            let problems = args.shapes.problems_of_halves()?;
+            let spec = |path: &PathBuf| spec_for(path, pass, &problems);
+            let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;
+            (problems.into_iter().map(|problem| Wanted::new(problem, "all")).collect(), specs)
+        }
+    };
     let (peers, turns) = (args.gpu.peers, args.gpu.turns());
     let peer_names = args.gpu.peer_names.clone();
     let (beside_choice, changes) = (args.gpu.beside_choice, args.gpu.changes.clone());

@@ -11,7 +11,7 @@ use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
 /// Tile extents of the head dims for which the products of some tile can be divided among warpgroups.
-pub const HEAD_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
+pub const HEAD_DIMS: [u32; 7] = [32, 64, 80, 96, 128, 192, 256];
 
 /// Alignment of row statistics: a 128-byte line, more than the 16 bytes that bulk copies need.
 const ROW_STAT_ALIGN: u32 = 128;

@@ -7,7 +7,7 @@ use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
 /// Tile extents of the head dims: multiples of the k16 steps of wgmma.
-pub const HEAD_DIMS: [u32; 9] = [64, 80, 96, 112, 128, 160, 192, 224, 256];
+pub const HEAD_DIMS: [u32; 10] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256];
 
 /// The forward's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]`
 /// panels, `hd` and `hdv` are [`operand_columns`]):

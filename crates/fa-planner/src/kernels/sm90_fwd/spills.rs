@@ -33,6 +33,7 @@ const fn refused(
 
 /// In the order of the fields: warpgroups, P from registers, overlap, head dims.
 const REFUSED: &[Refused] = &[
+    refused(1, true, true, (32, 32), &[208, 224, 240, 256], &[192, 208, 224, 240, 256]),
     refused(1, true, true, (64, 64), &[176, 192, 208, 224, 240, 256], &[176, 192, 208, 224, 240, 256]),
     refused(1, true, true, (80, 80), &[176, 192, 240], &[176, 192, 208, 224, 240]),
     refused(1, true, true, (96, 96), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
@@ -43,6 +44,7 @@ const REFUSED: &[Refused] = &[
     refused(1, true, true, (160, 160), &[144], &[144]),
     refused(1, true, true, (192, 128), &[160], &[160]),
     refused(1, true, true, (192, 192), &[128], &[128]),
+    refused(2, true, true, (32, 32), &[192, 208, 224, 240, 256], &[192, 208, 224, 240, 256]),
     refused(2, true, true, (64, 64), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
     refused(2, true, true, (80, 80), &[176, 208, 224], &[176, 192, 208, 224]),
     refused(2, true, true, (96, 96), &[160, 176, 208, 224], &[160, 176, 208, 224]),
@@ -51,16 +53,19 @@ const REFUSED: &[Refused] = &[
     refused(2, true, true, (128, 64), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
     refused(2, true, true, (64, 128), &[144, 192], &[160, 192]),
     refused(2, true, true, (192, 192), &[], &[112]),
+    refused(3, true, true, (32, 32), &[], &[112, 128]),
     refused(3, true, true, (64, 64), &[112], &[96, 112]),
     refused(3, true, true, (80, 80), &[96], &[96, 112]),
     refused(3, true, true, (128, 64), &[], &[96, 112]),
     refused(3, true, true, (160, 160), &[], &[64]),
     refused(3, true, true, (64, 128), &[], &[80]),
+    refused(3, false, true, (32, 32), &[208, 224], &[208, 224]),
     refused(3, false, true, (64, 64), &[192], &[160, 192]),
     refused(3, false, true, (96, 96), &[160], &[]),
     refused(3, false, true, (128, 128), &[128], &[128]),
     refused(3, false, true, (64, 128), &[128], &[]),
     refused(3, false, true, (192, 192), &[64], &[]),
+    refused(3, false, false, (32, 32), &[192, 208, 224], &[192, 208, 224]),
     refused(3, false, false, (64, 64), &[160, 176, 192], &[176, 192]),
     refused(3, false, false, (80, 80), &[160], &[]),
     refused(3, false, false, (96, 96), &[128, 144, 160], &[160]),
@@ -87,8 +92,13 @@ struct Paged {
     alibi: &'static [u32],
 }
 
-/// Whether a kernel for keys in pages, loaded by TMA, is known to spill.
+/// Whether a kernel for keys in pages, loaded by TMA, is known to spill. With a window also three warpgroups
+/// with 64 keys a step, 16 bytes.
 fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+    if (kernel.num_wg, kernel.tile_n, spec.mask) == (3, 64, MaskKind::Window) {
+        let wide = matches!((spec.head_dim, spec.head_dim_v), (80, 80) | (64 | 128 | 192, 128));
+        return wide && kernel.pv_is_rs && kernel.overlap_wg && !kernel.gather;
+    }
     let listed = || {
         let entry = PAGED.iter().find(|entry| entry.head_dims == (spec.head_dim, spec.head_dim_v));
         let widths = entry.map(|entry| if spec.score.alibi { entry.alibi } else { entry.plain });
