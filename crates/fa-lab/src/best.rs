@@ -33,8 +33,18 @@ pub struct Kind {
 const KERNELS: [(Family, Arch); 3] =
     [(Family::Sm90, Arch::Sm90), (Family::Sm80, Arch::Sm80), (Family::Sm80, Arch::Sm90)];
 
-const HEAD_DIMS: [(usize, usize); 9] =
-    [(128, 128), (64, 64), (80, 80), (96, 96), (256, 256), (192, 128), (192, 192), (128, 64), (64, 128)];
+const HEAD_DIMS: [(usize, usize); 10] = [
+    (128, 128),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (256, 256),
+    (192, 128),
+    (192, 192),
+    (128, 64),
+    (64, 128),
+    (32, 32),
+];
 
 const MASKS: [Mask; 3] = [Mask::CAUSAL, Mask::FULL, Mask::causal_window(512)];
 

@@ -153,8 +153,8 @@ fn params(
     };
     let heads = problem.heads_kv.saturating_mul(sequences).saturating_mul(splits);
     // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in
-    // the L2. On an H100 anything from a twentieth to a third of it measured the same for long sequences; short
-    // ones gain 1 to 2 % by a 32nd (NB-153).
+    // the L2. On an H100 anything from a twentieth to a third of it measured the same for long sequences;
+    // short ones gain 1 to 2 % by a 32nd (NB-153).
     let heads_per_tile = problem.group_size().div_ceil(splits.max(1));
     let head_bytes = head_bytes(problem, heads_per_tile);
     let slots = sms as usize * traits.blocks_per_sm as usize;
@@ -168,7 +168,7 @@ fn params(
             } else {
                 let bytes = |heads: usize| head_bytes.saturating_mul(heads as u64);
                 let room = (l2 / 8).min(bytes(slots.div_ceil(TURNS_AT_ONCE))).max(bytes(least));
-                Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
+                Sections::of(heads, 1, planned, head_bytes.max(1), 2 * slots, room)
             }
         }
         TileOrder::Natural if !spec.reads.varied => {
@@ -177,7 +177,7 @@ fn params(
         }
         // A plan lists the tiles of a sequence side by side, also in the last section.
         TileOrder::Natural | TileOrder::LongestFirst => {
-            let own = Sections::of(heads, 1, planned, head_bytes.max(1), slots, l2 / 32);
+            let own = Sections::of(heads, 1, planned, head_bytes.max(1), 2 * slots, l2 / 32);
             let last = if spec.reads.varied { u64::MAX } else { l2 };
             own.with_last_within(heads, head_bytes, last)
         }

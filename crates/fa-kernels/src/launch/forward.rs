@@ -233,10 +233,10 @@ fn sections(
     let head_bytes = (problem.lengths.max_k() as u64).saturating_mul(row as u64);
     let group = if traits.packs_gqa { 1 } else { problem.group_size() };
     let slots = sms as usize * traits.blocks_per_sm as usize;
-    // Each half of the L2 keeps a copy of what its SMs read, and Q, O and the neighbouring sections pass through
-    // as well: more than a twelfth is slower (NB-008). Small sections mix long tiles, which compute, with short
-    // ones, which mostly load: short sequences want a 48th, long ones two heads together (NB-153).
+    // Each half of the L2 keeps a copy of what its SMs read, and Q, O and the neighbouring sections pass
+    // through as well: more than a twelfth is slower (NB-008). Small sections mix long tiles, which compute,
+    // with short ones, which mostly load: short sequences want a 48th, long ones two heads together (NB-153).
     let l2 = arch.limits().l2_bytes;
     let room = (l2 / 48).max(head_bytes.saturating_mul(2)).min(l2 / 12);
-    Sections::of(all_heads, group, m_blocks, head_bytes, slots, room)
+    Sections::of(all_heads, group, m_blocks, head_bytes, 3 * slots, room)
 }

@@ -14,21 +14,22 @@ pub(crate) struct Sections {
 
 impl Sections {
     /// For `all_heads` heads, counted through all sequences, in groups of `group` that share `head_bytes`,
-    /// with `blocks` tiles each, on a GPU that computes `slots` tiles at once.
+    /// with `blocks` tiles each.
     ///
-    /// What a section's heads share takes `room` bytes at most. The last section has two tiles for every
-    /// slot, so that its short tiles fill the gaps that its long ones leave.
+    /// What a section's heads share takes `room` bytes at most. The last section has `last` tiles or some
+    /// more, two or three for every CTA that computes at once, so that its short ones fill the gaps that its
+    /// long ones leave.
     pub(super) fn of(
         all_heads: usize,
         group: usize,
         blocks: usize,
         head_bytes: u64,
-        slots: usize,
+        last: usize,
         room: u64,
     ) -> Sections {
         let fit = usize::try_from(room / head_bytes.max(1)).unwrap_or(usize::MAX).max(1);
         let heads = fit.saturating_mul(group).min(all_heads.max(1));
-        let last = (2 * slots).div_ceil(blocks.max(1)).next_multiple_of(group.max(1));
+        let last = last.div_ceil(blocks.max(1)).next_multiple_of(group.max(1));
         Sections { heads, sections: all_heads.saturating_sub(last) / heads }
     }
 
@@ -66,7 +67,7 @@ mod tests {
             for (group, m_blocks, head_bytes) in
                 [(1, 1, 1), (1, 5, 1 << 20), (4, 3, 1 << 19), (8, 9, 1 << 30)]
             {
-                let own = Sections::of(all_heads * group, group, m_blocks, head_bytes, SMS, ROOM);
+                let own = Sections::of(all_heads * group, group, m_blocks, head_bytes, 2 * SMS, ROOM);
                 let mut tiles = order(own, all_heads * group, m_blocks);
                 tiles.sort_unstable();
                 tiles.dedup();
@@ -74,7 +75,7 @@ mod tests {
                 assert!(own.heads.is_multiple_of(group) && own.heads > 0);
             }
         }
-        assert_eq!(Sections::of(0, 1, 4, 0, SMS, ROOM), Sections { heads: 1, sections: 0 });
+        assert_eq!(Sections::of(0, 1, 4, 0, 2 * SMS, ROOM), Sections { heads: 1, sections: 0 });
     }
 
     #[test]
@@ -83,7 +84,7 @@ mod tests {
         for (heads, blocks, head_bytes) in
             [(192, 8, 4 << 20), (768, 8, 1 << 20), (64, 64, 8 << 20), (5, 3, 1)]
         {
-            let wide = Sections::of(heads, 1, blocks, head_bytes, SMS, ROOM);
+            let wide = Sections::of(heads, 1, blocks, head_bytes, 2 * SMS, ROOM);
             let own = wide.with_last_within(heads, head_bytes, 50 << 20);
             let room = ((50 << 20) / head_bytes).max(1) as usize;
             assert_eq!(own.heads, wide.heads);
@@ -97,7 +98,7 @@ mod tests {
             assert_eq!(tiles.len(), heads * blocks, "{own:?}");
         }
         // 33 heads of 4 MB before.
-        let own = Sections::of(192, 1, 8, 4 << 20, SMS, ROOM).with_last_within(192, 4 << 20, 50 << 20);
+        let own = Sections::of(192, 1, 8, 4 << 20, 2 * SMS, ROOM).with_last_within(192, 4 << 20, 50 << 20);
         assert_eq!(last(own, 192), 12);
     }
 
@@ -107,13 +108,14 @@ mod tests {
     #[test]
     fn causal_runs_end_evenly() {
         // Bytes that a head shares, for each of its rows: K and V; or Q, dO and dQ's accumulators.
-        let passes = [(2, ROOM), (2, (50 << 20) / 12), (4, (50 << 20) / 32)];
+        // With the room and the tiles for every SM in the last section.
+        let passes = [(2, ROOM, 3), (2, (50 << 20) / 12, 3), (4, (50 << 20) / 32, 2)];
         for (head_dims, heads) in [(128, 32), (256, 16), (320, 16), (512, 8)] {
             for seqlen in [512, 1024, 2048, 4096, 8192, 16384] {
-                for (bytes, room) in passes {
+                for (bytes, room, last) in passes {
                     let (all_heads, blocks) = (heads * 16384 / seqlen, seqlen / 128);
-                    let own =
-                        Sections::of(all_heads, 1, blocks, (seqlen * head_dims * bytes) as u64, SMS, room);
+                    let head_bytes = (seqlen * head_dims * bytes) as u64;
+                    let own = Sections::of(all_heads, 1, blocks, head_bytes, last * SMS, room);
                     let mut ends = [0u64; SMS];
                     for (block, _) in order(own, all_heads, blocks) {
                         let first = ends.iter_mut().min().expect("SMs");

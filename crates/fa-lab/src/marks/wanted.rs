@@ -95,8 +95,8 @@ impl Wanted {
         }
     }
 
-    /// A shape of few queries on a long cache, as replays of a CUDA graph of as many calls as a small model has
-    /// layers.
+    /// A shape of few queries on a long cache, as replays of a CUDA graph of as many calls as a small model
+    /// has layers.
     pub fn decoding(problem: Problem, group: &'static str) -> Wanted {
         Wanted { unit: Unit::KvBytes, graph: DECODE_CALLS, ..Wanted::new(problem, group) }
     }

@@ -209,9 +209,9 @@ const COMBINE_ROWS: f64 = 4.0;
 /// Seconds from the main kernel to the combine kernel and through its fixed part, in a stream or a graph.
 const COMBINE_S: f64 = 2.5e-6;
 
-/// Seconds of each further round in which the warps of a row read the weights and then the results of
-/// [`COMBINE_ROUND`] parts each: two latencies of the L2 (NB-150).
-const COMBINE_ROUND_S: f64 = 1.1e-6;
+/// Seconds of each further round in which the warps of a row read [`COMBINE_ROUND`] parts each, all at once
+/// (NB-150, NB-154). What the bytes take is counted beside it.
+const COMBINE_ROUND_S: f64 = 0.3e-6;
 const COMBINE_ROUND: f64 = 4.0;
 
 /// CTAs of the combine kernel for each SM, at the most. Where they are enough for a CTA per row, its warps

@@ -70,14 +70,18 @@ fn splits_fill_an_h100() {
     }
 }
 
-/// Of the tiles that docs/results/marks-decode-h100.json has for each row, the first choice is within 1 % of
-/// the fastest, and its predicted time within 6 % of the measured one.
+/// Of the tiles that docs/results/marks-decode-tiles-h100.json has for each row, the first choice is within
+/// 1 % of the fastest, and its predicted time within 4 % of what marks-decode-h100.json has, or 12 % where
+/// all heads share one.
 #[test]
 fn first_choices_of_decode_are_the_fastest_tiles() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results/marks-decode-h100.json");
-    let record: Value =
-        serde_json::from_str(&std::fs::read_to_string(path).expect("a record")).expect("JSON");
-    let rows = record["rows"].as_array().expect("rows");
+    let rows = |name: &str| -> Vec<Value> {
+        let path = format!("{}/../../docs/results/{name}-h100.json", env!("CARGO_MANIFEST_DIR"));
+        let record: Value =
+            serde_json::from_str(&std::fs::read_to_string(path).expect("a record")).expect("JSON");
+        record["rows"].as_array().expect("rows").clone()
+    };
+    let (tried, measured) = (rows("marks-decode-tiles"), rows("marks-decode"));
     for ((batch, heads_q, heads_kv, keys), _) in ROWS {
         let problem = decode(batch, heads_q, heads_kv, keys);
         let of_problem = |row: &&Value| {
@@ -85,22 +89,21 @@ fn first_choices_of_decode_are_the_fastest_tiles() {
             fields.map(|field| row[field].as_u64())
                 == [batch, heads_q, heads_kv, keys].map(|n| Some(n as u64))
         };
-        let tiles: Vec<(&str, f64)> = rows
-            .iter()
-            .filter(of_problem)
-            .map(|row| (row["spec"].as_str().expect("a name"), row["ms_median"].as_f64().expect("a time")))
-            .collect();
         let (spec, cost) = best(&problem, Arch::Sm90);
         let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };
         let tile = format!("-{}x{}-rs-ovl-q2-s{}-", kernel.tile_m, kernel.tile_n, kernel.kv_stages);
-        let (_, own) = tiles
-            .iter()
-            .find(|(name, _)| name.contains(&tile))
-            .unwrap_or_else(|| panic!("{spec}: {tiles:?}"));
-        let fastest = tiles.iter().map(|&(_, ms)| ms).fold(f64::INFINITY, f64::min);
-        assert!(*own <= 1.01 * fastest, "{problem:?}: {spec} {own}, {fastest}");
+        let time = |row: &Value| row["ms_median"].as_f64().expect("a time");
+        let own = |rows: &[Value]| {
+            let is_own = |row: &&Value| row["spec"].as_str().expect("a name").contains(&tile);
+            rows.iter().filter(of_problem).find(is_own).map(time)
+        };
+        let tried_own = own(&tried).unwrap_or_else(|| panic!("{spec} was not tried"));
+        let fastest = tried.iter().filter(of_problem).map(time).fold(f64::INFINITY, f64::min);
+        assert!(tried_own <= 1.01 * fastest, "{problem:?}: {spec} {tried_own}, {fastest}");
+        let own = own(&measured).unwrap_or_else(|| panic!("{spec} was not measured"));
         let error = cost.seconds * 1e3 / own - 1.0;
-        assert!(error.abs() < 0.06, "{problem:?}: {spec} predicted {:.4} ms, {own}", cost.seconds * 1e3);
+        let most = if heads_kv == 1 { 0.12 } else { 0.04 };
+        assert!(error.abs() < most, "{problem:?}: {spec} predicted {:.4} ms, {own}", cost.seconds * 1e3);
     }
 }
 

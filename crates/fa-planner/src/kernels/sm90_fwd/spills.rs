@@ -136,7 +136,7 @@ fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let width = ((spec.head_dim, spec.head_dim_v), kernel.tile_n);
     let spills = match width {
         ((96, 96), 160) => masked && (spec.reads.varied || spec.score.softcap),
-        ((128, 128), 144) => masked,
+        ((128, 128), 144) => masked || spec.reads.varied,
         ((192, 128), 144) => masked && spec.reads.varied,
         _ => false,
     };
