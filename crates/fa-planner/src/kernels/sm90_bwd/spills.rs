@@ -26,11 +26,12 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd, _: Arch) -> bool {
         return (kernel.tile_m, kernel.tile_n) == (128, 128);
     }
     match (spec.head_dim, spec.head_dim_v) {
-        // Lengths on the device and ALiBi, with a cap under a mask, or in a window with P and dS from
-        // registers: 24 to 330 bytes.
+        // Lengths on the device and ALiBi, with a cap under a mask or in turns, or in a window with P and dS
+        // from registers: 24 to 364 bytes.
         (32, 32) if (kernel.tile_m, kernel.tile_n) == (128, 128) => {
             let in_a_window = spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs;
-            spec.reads.varied && spec.score.alibi && (in_a_window || (spec.score.softcap && masked))
+            let capped = spec.score.softcap && (masked || kernel.deterministic);
+            spec.reads.varied && spec.score.alibi && (in_a_window || capped)
         }
         // 208 accumulators in the one tile that there is: 8 to 1,524 bytes.
         (80, 80) => {
