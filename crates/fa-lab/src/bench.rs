@@ -58,12 +58,16 @@ pub struct Options {
 pub fn drawn(drawing: Drawing) -> Result<Vec<Wanted>> {
     let arch = Gpu::open()?.arch();
     let families = if drawing.families.is_empty() { vec![Family::native(arch)] } else { drawing.families };
-    let problems = Drawing { families, ..drawing }.draw(arch)?.into_iter().map(|wanted| wanted.problem);
-    let wanted = |problem: Problem| match problem.lengths.max_q() {
+    let drawn = Drawing { families, ..drawing }.draw(arch)?;
+    Ok(drawn.into_iter().map(|drawn| row_of(drawn.problem)).collect())
+}
+
+/// A drawn problem as a row.
+fn row_of(problem: Problem) -> Wanted {
+    match problem.lengths.max_q() {
         0..=MOST_DECODED => Wanted::decoding(problem, "drawn, few queries"),
         _ => Wanted::new(problem, "drawn"),
-    };
-    Ok(problems.map(wanted).collect())
+    }
 }
 
 /// Measures everything; rows of shapes that no kernel computes hold the reason.
@@ -279,4 +283,23 @@ fn rows_of(
         }
     }
     Ok(rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Lengths, Mask};
+
+    use super::*;
+    use crate::marks::Unit;
+
+    #[test]
+    fn few_queries_are_decoding() {
+        let of = |queries| {
+            let square = Problem::square(1, 1, 8, 128, Mask::FULL, Dtype::Bf16);
+            row_of(Problem { lengths: Lengths::uniform(2, queries, 4096), ..square })
+        };
+        let (few, many) = (of(16), of(17));
+        assert_eq!((few.unit, many.unit), (Unit::KvBytes, Unit::Flops));
+        assert!(few.graph > 0 && many.graph == 0 && few.group != many.group);
+    }
 }
