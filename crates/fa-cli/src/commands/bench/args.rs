@@ -109,11 +109,12 @@ pub(crate) struct GpuArgs {
     /// Measure this many shapes drawn at random: the problems of fa tune --random, of one pass
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
-    #[arg(conflicts_with_all = ["append", "draw", "specs", "filter"])]
+    #[arg(conflicts_with_all = ["append", "draw", "specs", "beside_choice", "filter"])]
     pub random: Option<u16>,
     /// The same seed draws the same shapes [default: 0]
     #[arg(long, value_name = "S", requires = "random", value_parser = whole::<u64>)]
-    #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = ["append", "draw", "specs", "beside_choice", "filter", "marks"])]
+    #[arg(conflicts_with_all = OF_SHAPES)]
     pub seed: Option<u64>,
     /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
     /// prefill
