@@ -10,7 +10,7 @@ use fa_planner::plan::{PlanError, PlanOptions, explore};
 use proptest::prelude::*;
 use serde_json::Value;
 
-use crate::problems;
+use crate::{problems, records};
 
 /// One token for each of `batch` sequences of `keys` keys.
 fn decode(batch: usize, heads_q: usize, heads_kv: usize, keys: usize) -> Problem {
@@ -75,13 +75,9 @@ fn splits_fill_an_h100() {
 /// all heads share one.
 #[test]
 fn first_choices_of_decode_are_the_fastest_tiles() {
-    let rows = |name: &str| -> Vec<Value> {
-        let path = format!("{}/../../docs/results/{name}-h100.json", env!("CARGO_MANIFEST_DIR"));
-        let record: Value =
-            serde_json::from_str(&std::fs::read_to_string(path).expect("a record")).expect("JSON");
-        record["rows"].as_array().expect("rows").clone()
-    };
-    let (tried, measured) = (rows("marks-decode-tiles"), rows("marks-decode"));
+    let rows = |path| records::read(path)["rows"].as_array().expect("rows").clone();
+    let tried = rows("marks-decode-tiles-h100.json");
+    let measured = rows("marks-decode-h100.json");
     for ((batch, heads_q, heads_kv, keys), _) in ROWS {
         let problem = decode(batch, heads_q, heads_kv, keys);
         let of_problem = |row: &&Value| {

@@ -12,6 +12,7 @@ mod plan_backward;
 #[path = "../../../fa-core/tests/strategies/problems.rs"]
 mod problems;
 mod random_rates;
+mod records;
 mod sm80_order;
 mod sm80_rates;
 mod splits;

@@ -8,6 +8,8 @@ use fa_planner::kernels::unbound;
 use fa_planner::plan::{PlanOptions, explore};
 use serde_json::Value;
 
+use crate::records;
+
 /// What "within 3 %" and "within 8 %" of the best mean, as `fa tune` counts it: times over the best's.
 const NEAR: f64 = 1.03;
 const FAR: f64 = 1.08;
@@ -97,9 +99,7 @@ fn shape(problem: &Problem) -> String {
 }
 
 fn measured(record: &str) -> Vec<Measured> {
-    let path = format!("{}/../../docs/results/tune/{record}", env!("CARGO_MANIFEST_DIR"));
-    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
-    let record: Value = serde_json::from_str(&text).expect("a record");
+    let record = records::read(&format!("tune/{record}"));
     let list = |of: &Value, name: &str| of[name].as_array().expect("a list").clone();
     let constants = CostConstants::of(Arch::Sm90);
     let of_problem = |entry: &Value| {
