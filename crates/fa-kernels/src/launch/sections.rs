@@ -5,6 +5,9 @@
 //! share in the L2 while they run: K and V in the forward; Q, dO and dQ in the backward. One queue feeds all
 //! SMs, so only the end of the last section matters: its longest tiles start when the run is nearly over.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
 /// `sections` sections of `heads` heads each, then a last section of the remaining heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sections {
@@ -40,6 +43,28 @@ impl Sections {
         let fit = usize::try_from(room / head_bytes.max(1)).unwrap_or(usize::MAX).max(1);
         Sections { sections: self.sections.max(all_heads.saturating_sub(fit) / self.heads), ..self }
     }
+
+    /// The tile, counted from the shortest, that comes at each place: the tile of `tile_at`, without its head.
+    fn order(self, all_heads: usize, blocks: usize) -> impl Iterator<Item = usize> {
+        let in_sections = self.sections * self.heads;
+        let sections = (0..self.sections).map(move |_| self.heads);
+        sections
+            .chain([all_heads.saturating_sub(in_sections)])
+            .flat_map(move |heads| (0..blocks).rev().flat_map(move |block| (0..heads).map(move |_| block)))
+    }
+
+    /// When the last of `ctas` CTAs that draw the tiles of `all_heads` heads ends, each head's of `lengths`,
+    /// in their unit.
+    pub(super) fn end(self, all_heads: usize, lengths: &[u64], ctas: usize) -> u64 {
+        let mut ends: BinaryHeap<Reverse<u64>> = (0..ctas.max(1)).map(|_| Reverse(0)).collect();
+        let mut last = 0;
+        for block in self.order(all_heads, lengths.len()) {
+            let Some(mut first) = ends.peek_mut() else { break };
+            first.0 += lengths[block];
+            last = last.max(first.0);
+        }
+        last
+    }
 }
 
 #[cfg(test)]
@@ -49,8 +74,8 @@ mod tests {
     const ROOM: u64 = (50 << 20) / 48;
     const SMS: usize = 132;
 
-    /// The query tiles in order, as `tile_at` numbers them.
-    fn order(own: Sections, all_heads: usize, m_blocks: usize) -> Vec<(usize, usize)> {
+    /// The query tiles in order, with their heads, as `tile_at` numbers them.
+    fn tiles_of(own: Sections, all_heads: usize, m_blocks: usize) -> Vec<(usize, usize)> {
         let tile = |index: usize| {
             let section = (index / (own.heads * m_blocks)).min(own.sections);
             let first_head = section * own.heads;
@@ -68,7 +93,9 @@ mod tests {
                 [(1, 1, 1), (1, 5, 1 << 20), (4, 3, 1 << 19), (8, 9, 1 << 30)]
             {
                 let own = Sections::of(all_heads * group, group, m_blocks, head_bytes, 2 * SMS, ROOM);
-                let mut tiles = order(own, all_heads * group, m_blocks);
+                let mut tiles = tiles_of(own, all_heads * group, m_blocks);
+                let order: Vec<usize> = own.order(all_heads * group, m_blocks).collect();
+                assert!(tiles.iter().map(|&(block, _)| block).eq(order));
                 tiles.sort_unstable();
                 tiles.dedup();
                 assert_eq!(tiles.len(), all_heads * group * m_blocks, "{own:?}");
@@ -92,7 +119,7 @@ mod tests {
             if last(wide, heads) <= room {
                 assert_eq!(own, wide);
             }
-            let mut tiles = order(own, heads, blocks);
+            let mut tiles = tiles_of(own, heads, blocks);
             tiles.sort_unstable();
             tiles.dedup();
             assert_eq!(tiles.len(), heads * blocks, "{own:?}");
@@ -109,21 +136,17 @@ mod tests {
     fn causal_runs_end_evenly() {
         // Bytes that a head shares, for each of its rows: K and V; or Q, dO and dQ's accumulators.
         // With the room and the tiles for every SM in the last section.
-        let passes = [(2, ROOM, 3), (2, (50 << 20) / 12, 3), (4, (50 << 20) / 32, 2)];
+        let passes = [(2, ROOM, 2), (2, (50 << 20) / 12, 2), (2, ROOM, 3), (4, (50 << 20) / 32, 2)];
         for (head_dims, heads) in [(128, 32), (256, 16), (320, 16), (512, 8)] {
             for seqlen in [512, 1024, 2048, 4096, 8192, 16384] {
                 for (bytes, room, last) in passes {
                     let (all_heads, blocks) = (heads * 16384 / seqlen, seqlen / 128);
                     let head_bytes = (seqlen * head_dims * bytes) as u64;
                     let own = Sections::of(all_heads, 1, blocks, head_bytes, last * SMS, room);
-                    let mut ends = [0u64; SMS];
-                    for (block, _) in order(own, all_heads, blocks) {
-                        let first = ends.iter_mut().min().expect("SMs");
-                        // A step of 128 keys, and half of one for the rest of a tile.
-                        *first += 2 * (block as u64 + 1) + 1;
-                    }
-                    let (sum, last) = (ends.iter().sum::<u64>(), ends.iter().max().expect("SMs"));
-                    let busy = sum as f64 / (SMS as u64 * last) as f64;
+                    // A step of 128 keys, and half of one for the rest of a tile.
+                    let lengths: Vec<u64> = (0..blocks as u64).map(|block| 2 * block + 3).collect();
+                    let sum = all_heads as u64 * lengths.iter().sum::<u64>();
+                    let busy = sum as f64 / (SMS as u64 * own.end(all_heads, &lengths, SMS)) as f64;
                     assert!(busy > 0.96, "{head_dims} {seqlen}: {busy:.3} with {own:?}");
                 }
             }
