@@ -20,6 +20,8 @@ use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
+use super::candidates::adds_from_registers;
+
 /// Share of the tensor cores' peak that a step reaches.
 const TENSOR_EFFICIENCY: f64 = 0.75;
 
@@ -68,7 +70,12 @@ pub(crate) fn predict(
         + if kernel.pds_stages == 1 { c.second_barrier } else { 0.0 }
         // With one buffer the load of the next Q starts when dK has read this one, and S waits for all of it.
         + if kernel.q_stages == 1 { c.q_latency + q_load } else { 0.0 }
-        + if kernel.dq_via_smem { 0.0 } else { dq_tile / c.atomic_bytes }
+        // In a step or two the bulk addition takes as long as the one from registers.
+        + if kernel.dq_via_smem || adds_from_registers(problem, kernel) {
+            0.0
+        } else {
+            dq_tile / c.atomic_bytes
+        }
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (stored / f64::from(panels.q) + stored_v / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;

@@ -84,6 +84,13 @@ fn spills_beside_one_q_buffer(kernel: &Sm90Bwd, masked: bool) -> bool {
 /// a CTA none of these spills.
 fn drawn(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     let rows_of_dq_cut = kernel.atom_layout_m_dq > 1;
+    // dQ from registers: 48 to 88 bytes.
+    if !kernel.dq_via_smem && (kernel.tile_m, kernel.tile_n) == (128, 128) {
+        return spec.head_dim_v == 64;
+    }
+    if !kernel.dq_via_smem && (kernel.tile_m, kernel.tile_n) == (112, 128) {
+        return (spec.head_dim, spec.head_dim_v) == (128, 64);
+    }
     match ((spec.head_dim, spec.head_dim_v), (kernel.tile_m, kernel.tile_n)) {
         // Lengths on the device: 8 to 48 bytes.
         ((96, 96), (64, 128)) => spec.reads.varied,

@@ -4,7 +4,8 @@ use fa_core::spec::{Scheduler, TileOrder, tile_queries};
 use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
-use super::cost::slow_rows;
+use super::cost::{skips_tiles, slow_rows};
+use super::spills;
 use crate::account::pages::gathers;
 use crate::kernels::{has_idle_warps, packings, split_choices};
 
@@ -82,7 +83,7 @@ pub fn candidates(
                 pack_gqa,
                 gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
-            with_room(kernel, reads.paged, |kernel| KernelSpec {
+            with_room(kernel, &problem, |kernel| KernelSpec {
                 split,
                 ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel.clone())
             })
@@ -110,22 +111,38 @@ fn shares_loads(problem: &Problem, mask: MaskKind, tile_m: u32) -> bool {
     alike && slow_rows(problem) && tiles > 0 && tiles.is_multiple_of(2)
 }
 
-/// The spec of `kernel`, with one Q buffer where shared memory has no room for a second, into which the next
-/// tile's Q is loaded during this one. Keys in pages (`paged`) arrive later than those in one piece: several
-/// warpgroups, which are through a tile in a microsecond or two, have up to four buffers of them where there
-/// is room beside Q's.
-fn with_room(mut kernel: Sm90Fwd, paged: bool, spec_of: impl Fn(&Sm90Fwd) -> KernelSpec) -> KernelSpec {
+/// The most keys for which a warpgroup gains by skipping tiles far ahead of the others.
+const SKIPPED_KEYS: usize = 4096;
+
+/// The most buffers of K and V that are of use to a kernel of several warpgroups. With the third a warpgroup
+/// that skips tiles of keys runs further ahead of the others, and rows that are slow to load arrive in time
+/// (NB-155). Keys in pages arrive later than those in one piece: a tile takes a microsecond or two, and has a
+/// fourth.
+fn most_stages(problem: &Problem, kernel: &Sm90Fwd) -> u32 {
+    let skips =
+        || skips_tiles(MaskKind::of(&problem.mask), kernel) && problem.lengths.max_k() <= SKIPPED_KEYS;
+    match kernel.num_wg {
+        0..=1 => 2,
+        _ if problem.lengths.page().is_some() => 4,
+        _ if skips() || slow_rows(problem) => 3,
+        _ => 2,
+    }
+}
+
+/// The spec of `kernel` with more buffers of K and V, up to [`most_stages`], where shared memory has room for
+/// them beside two of Q, into one of which the next tile's Q is loaded during this one, and the compiler is
+/// not known to spill; with one buffer of Q where there is no room for two.
+fn with_room(mut kernel: Sm90Fwd, problem: &Problem, spec_of: impl Fn(&Sm90Fwd) -> KernelSpec) -> KernelSpec {
     let limit = Arch::Sm90.limits().smem_per_block;
     let fits = |kernel: &Sm90Fwd| smem(&spec_of(kernel), kernel).total <= limit;
-    if paged && kernel.num_wg > 1 && fits(&kernel) {
-        for kv_stages in 3..=4 {
+    if fits(&kernel) {
+        for kv_stages in kernel.kv_stages + 1..=most_stages(problem, &kernel) {
             let deeper = Sm90Fwd { kv_stages, ..kernel.clone() };
-            if fits(&deeper) {
+            if fits(&deeper) && !spills::known(&spec_of(&deeper), &deeper, Arch::Sm90) {
                 kernel = deeper;
             }
         }
-    }
-    if !fits(&kernel) {
+    } else {
         kernel.q_stages = 1;
     }
     spec_of(&kernel)

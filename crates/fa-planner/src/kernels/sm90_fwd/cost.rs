@@ -37,14 +37,21 @@ const BOX_CLOCKS: f64 = 60.0;
 /// Clocks of TMA for a row that does not begin on 32 bytes, whatever its length (NB-066).
 const SLOW_ROW_CLOCKS: f64 = 16.5;
 
-/// How well they overlap the rest of a step: an exponent as in [`overlap`].
-const SLOW_ROW_OVERLAP: f64 = 2.0;
+/// How well they overlap the rest of a step, an exponent as in [`overlap`]: with two buffers of K and V only
+/// its products and exponentials, with three all of it (NB-155).
+const SLOW_ROW_OVERLAP: [f64; 2] = [2.0, 12.0];
 
 /// Whether rows of the problem's heads begin between 32-byte sectors, as every other one does at head dims 72
 /// and 88: TMA then takes them at half its rate or less.
 pub(super) fn slow_rows(problem: &Problem) -> bool {
     let bytes = problem.types.qkv.bytes();
     [problem.head_dim, problem.head_dim_v].iter().any(|dim| !(dim * bytes).is_multiple_of(32))
+}
+
+/// Whether a warpgroup skips tiles of keys that only the rows of other warpgroups see, where it has the
+/// buffers for it.
+pub(super) fn skips_tiles(mask: MaskKind, kernel: &Sm90Fwd) -> bool {
+    mask != MaskKind::Full && (64..kernel.tile_m).contains(&kernel.tile_n)
 }
 
 /// Clocks of TMA for the slow rows of a step: those of its keys, and a share of the tile's queries.
@@ -153,7 +160,7 @@ fn model(
     // each), and the whole tile if it has no rows. It goes on to the next tile meanwhile, as far ahead of the
     // slowest as K and V have buffers (NB-138).
     let rows = problem.lengths.mean_q() * if k.pack_gqa { problem.group_size() } else { 1 };
-    let (passed, busy) = if masked && (64..k.tile_m).contains(&k.tile_n) && k.kv_stages > 1 {
+    let (passed, busy) = if skips_tiles(spec.mask, k) && k.kv_stages > 1 {
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
         let ahead = f64::from(k.kv_stages - 1);
         let skipped: f64 = (0..k.num_wg).map(|below| (64.0 * f64::from(below) / tile_n).min(ahead)).sum();
@@ -176,8 +183,10 @@ fn model(
         smem,
         mask: scores * c.sm90_mask_ops / f32_lanes(limits),
         exposed,
-        // Nothing hides the first step's S and the last step's P V.
-        tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
+        // Nothing hides the first step's S and the last step's P V, nor a tile's first slow rows, where the
+        // others are as good as hidden.
+        tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0)
+            + if k.kv_stages > 2 { slow } else { 0.0 },
         second: 0.0,
         // The second warpgroup starts behind the first one's first scores.
         start: 0.0,
@@ -188,6 +197,11 @@ fn model(
     };
     // Loads hide behind the products, not behind what a step waits for.
     let work = hidden * strain * busy;
-    let work = if slow > 0.0 { overlap([work, slow], SLOW_ROW_OVERLAP) } else { work };
-    (model, (work + exposed).max(copies))
+    let [of_two, of_three] = SLOW_ROW_OVERLAP;
+    let step = match k.kv_stages {
+        _ if slow == 0.0 => work + exposed,
+        0..=2 => overlap([work, slow], of_two) + exposed,
+        _ => overlap([work + exposed, slow], of_three),
+    };
+    (model, step.max(copies))
 }
