@@ -33,7 +33,7 @@ pub(crate) trait PlannedKernel {
     /// Whether the compiler is known to spill although the account has room.
     fn is_known_to_spill(&self, spec: &KernelSpec, arch: Arch) -> bool;
 
-    /// The kernel without what its launch bounds promise, and without a switch that is newer than most
+    /// The kernel without what its launch bounds promise, and without switches that are newer than most
     /// records of measurements: one of several kernels that count as the same there. `None` where it is that
     /// already.
     fn unbound(&self) -> Option<Kernel> {
@@ -107,7 +107,7 @@ pub(crate) trait BackwardTime {
     fn panels(&self, spec: &KernelSpec) -> Option<BwdPanels>;
 }
 
-/// `spec` without what its launch bounds promise, and without a switch that is newer than most records: specs
+/// `spec` without what its launch bounds promise, and without switches that are newer than most records: specs
 /// for which this is equal count as one kernel in records of measurements.
 pub fn unbound(spec: &KernelSpec) -> KernelSpec {
     let kernel = of(&spec.kernel).unbound().unwrap_or_else(|| spec.kernel.clone());

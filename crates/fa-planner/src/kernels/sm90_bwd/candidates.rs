@@ -8,6 +8,7 @@
 
 use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, ScoreKind, Sm90Bwd};
 
+use crate::account::stored::storing_heads;
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
 use crate::guide::search::bwd_of_extents;
@@ -38,7 +39,11 @@ pub fn candidates(
         if !gains_by_drawing(&drawn, &kernel, &lengths) {
             return spec(false);
         }
-        if adds_from_registers(&posed, &kernel) { with_direct_sums(&drawn).unwrap_or(drawn) } else { drawn }
+        if adds_from_registers(&posed, &drawn, &kernel) {
+            with_direct_sums(&drawn).unwrap_or(drawn)
+        } else {
+            drawn
+        }
     };
     let guide = bwd_of_extents(HeadDims { head_dim, head_dim_v });
     let kernels = if guide.is_empty() {
@@ -88,14 +93,20 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> 
 const DIRECT_STEPS: usize = 2;
 
 /// Whether dQ goes from registers to device memory instead of through shared memory: with a step or two,
-/// nothing hides the way of the bulk addition. Where CTAs draw tiles and several tiles of keys add to one of
-/// queries it is faster by 2 to 11 %; where one tile has all keys it only stores, and is slower (NB-155).
-pub(super) fn adds_from_registers(problem: &Problem, kernel: &Sm90Bwd) -> bool {
-    let steps = problem.lengths.max_q().div_ceil(kernel.tile_m as usize).saturating_mul(problem.group_size());
+/// nothing hides the way of the bulk addition. Where CTAs draw tiles and all sums are added to zeros, it is
+/// faster by 2 to 11 %; where a tile's first sums are stored, for which the buffer is needed, it is slower
+/// (NB-155).
+fn adds_from_registers(problem: &Problem, drawn: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     problem.mask.is_full()
         && problem.lengths.is_uniform()
-        && problem.lengths.max_k() > kernel.tile_n as usize
-        && steps <= DIRECT_STEPS
+        && has_few_steps(problem, kernel)
+        && storing_heads(drawn, problem, Arch::Sm90, Arch::Sm90.limits().sms).is_none()
+}
+
+/// Whether a CTA's tile has so few steps that adding dQ takes as long in bulk as from registers.
+pub(super) fn has_few_steps(problem: &Problem, kernel: &Sm90Bwd) -> bool {
+    let steps = problem.lengths.max_q().div_ceil(kernel.tile_m as usize).saturating_mul(problem.group_size());
+    steps <= DIRECT_STEPS
 }
 
 /// `spec` without the buffer of dQ, where the compiler is not known to spill that.

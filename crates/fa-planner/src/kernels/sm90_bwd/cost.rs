@@ -20,7 +20,7 @@ use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
-use super::candidates::adds_from_registers;
+use super::candidates::has_few_steps;
 
 /// Share of the tensor cores' peak that a step reaches.
 const TENSOR_EFFICIENCY: f64 = 0.75;
@@ -70,8 +70,7 @@ pub(crate) fn predict(
         + if kernel.pds_stages == 1 { c.second_barrier } else { 0.0 }
         // With one buffer the load of the next Q starts when dK has read this one, and S waits for all of it.
         + if kernel.q_stages == 1 { c.q_latency + q_load } else { 0.0 }
-        // In a step or two the bulk addition takes as long as the one from registers.
-        + if kernel.dq_via_smem || adds_from_registers(problem, kernel) {
+        + if kernel.dq_via_smem || has_few_steps(problem, kernel) {
             0.0
         } else {
             dq_tile / c.atomic_bytes

@@ -37,9 +37,13 @@ const BOX_CLOCKS: f64 = 60.0;
 /// Clocks of TMA for a row that does not begin on 32 bytes, whatever its length (NB-066).
 const SLOW_ROW_CLOCKS: f64 = 16.5;
 
-/// How well they overlap the rest of a step, an exponent as in [`overlap`]: with two buffers of K and V only
-/// its products and exponentials, with three all of it (NB-155).
-const SLOW_ROW_OVERLAP: [f64; 2] = [2.0, 12.0];
+/// How well they overlap the products and exponentials of a step, an exponent as in [`overlap`], with two
+/// buffers of K and V and with three.
+const SLOW_ROW_OVERLAP: [f64; 2] = [2.0, 3.0];
+
+/// The same with three buffers where warpgroups skip tiles of keys: one waits while another computes, so that
+/// all of a step is hidden (NB-155).
+const SLOW_ROW_OVERLAP_SKIPPING: f64 = 12.0;
 
 /// Whether rows of the problem's heads begin between 32-byte sectors, as every other one does at head dims 72
 /// and 88: TMA then takes them at half its rate or less.
@@ -168,6 +172,7 @@ fn model(
     } else {
         (0.0, 1.0)
     };
+    let staggered = skips_tiles(spec.mask, k) && k.kv_stages > 2;
     let model = KernelModel {
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
@@ -186,7 +191,7 @@ fn model(
         // Nothing hides the first step's S and the last step's P V, nor a tile's first slow rows, where the
         // others are as good as hidden.
         tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0)
-            + if k.kv_stages > 2 { slow } else { 0.0 },
+            + if staggered { slow } else { 0.0 },
         second: 0.0,
         // The second warpgroup starts behind the first one's first scores.
         start: 0.0,
@@ -197,11 +202,12 @@ fn model(
     };
     // Loads hide behind the products, not behind what a step waits for.
     let work = hidden * strain * busy;
-    let [of_two, of_three] = SLOW_ROW_OVERLAP;
-    let step = match k.kv_stages {
-        _ if slow == 0.0 => work + exposed,
-        0..=2 => overlap([work, slow], of_two) + exposed,
-        _ => overlap([work + exposed, slow], of_three),
+    let step = if slow == 0.0 {
+        work + exposed
+    } else if staggered {
+        overlap([work + exposed, slow], SLOW_ROW_OVERLAP_SKIPPING)
+    } else {
+        overlap([work, slow], SLOW_ROW_OVERLAP[usize::from(k.kv_stages > 2)]) + exposed
     };
     (model, step.max(copies))
 }

@@ -6,7 +6,7 @@ pub mod cost;
 pub mod spills;
 pub(crate) mod timeline;
 
-use fa_core::{Arch, KernelSpec, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, Sm90Fwd};
 
 use crate::account::code::Code;
 use crate::kernels::folder::{forward_time, functions_of_the_folder};
@@ -31,6 +31,10 @@ impl PlannedKernel for Sm90Fwd {
 
     fn registers(&self, spec: &KernelSpec, _: Arch) -> Registers {
         account::registers(spec, self)
+    }
+
+    fn unbound(&self) -> Option<Kernel> {
+        Some(Sm90Fwd { kv_stages: 2, ..self.clone() }.into())
     }
 
     fn time(&self) -> Time<'_> {
