@@ -58,6 +58,18 @@ pub(super) fn skips_tiles(mask: MaskKind, kernel: &Sm90Fwd) -> bool {
     mask != MaskKind::Full && (64..kernel.tile_m).contains(&kernel.tile_n)
 }
 
+/// Key tiles in the mean that a warpgroup skips which has `below` others below it, whose rows see 64 keys
+/// more each.
+fn skipped(problem: &Problem, kernel: &Sm90Fwd, below: u32) -> f64 {
+    let keys = 64.0 * f64::from(below);
+    // Tiles of queries that end with a tile of keys: whole tiles alone are skipped.
+    let aligned = problem.lengths.is_uniform() && problem.lengths.is_square() && !kernel.pack_gqa;
+    if aligned && kernel.tile_m.is_multiple_of(kernel.tile_n) {
+        return (keys / f64::from(kernel.tile_n)).floor();
+    }
+    keys / f64::from(kernel.tile_n)
+}
+
 /// Clocks of TMA for the slow rows of a step: those of its keys, and a share of the tile's queries.
 fn slow_row_clocks(problem: &Problem, k: &Sm90Fwd, rows: f64) -> f64 {
     if !slow_rows(problem) {
@@ -167,7 +179,7 @@ fn model(
     let (passed, busy) = if skips_tiles(spec.mask, k) && k.kv_stages > 1 {
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
         let ahead = f64::from(k.kv_stages - 1);
-        let skipped: f64 = (0..k.num_wg).map(|below| (64.0 * f64::from(below) / tile_n).min(ahead)).sum();
+        let skipped: f64 = (0..k.num_wg).map(|below| skipped(problem, k, below).min(ahead)).sum();
         (skipped / num_wg, rows.div_ceil(64) as f64 / groups.max(1) as f64)
     } else {
         (0.0, 1.0)
