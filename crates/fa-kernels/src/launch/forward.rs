@@ -220,13 +220,13 @@ fn params(
 /// Tiles for every CTA that computes at once in the last section of the longest-first order.
 const LAST_SECTION: [usize; 2] = [2, 3];
 
-/// Tiles for every such CTA up to which the end of the run is simulated. It is less than a percent of longer
-/// ones.
+/// Tiles for every such CTA up to which the end of the run is simulated. Longer runs differ by less than a
+/// percent.
 const SIMULATED: usize = 16;
 
 /// The sections of the kernel's tile order. The last one is the shorter of [`LAST_SECTION`], or the longer
-/// where a run ends sooner by it: 4 x 1536 with 32:8 heads of 128 is 1.8 % faster by it, 3 x 1200 with 40:8
-/// heads 2 % slower, as simulated (NB-155).
+/// where the run ends sooner with it: 4 x 1536 with 32:8 heads of 128 gains 1.8 %, 3 x 1200 with 40:8 heads
+/// would lose 2 % (NB-155).
 fn sections(
     traits: &Traits,
     problem: &Problem,

@@ -44,7 +44,7 @@ impl Sections {
         Sections { sections: self.sections.max(all_heads.saturating_sub(fit) / self.heads), ..self }
     }
 
-    /// The tile, counted from the shortest, that comes at each place: the tile of `tile_at`, without its head.
+    /// The tile, counted from the shortest, that comes at each place: that of `tile_at`, without its head.
     fn order(self, all_heads: usize, blocks: usize) -> impl Iterator<Item = usize> {
         let in_sections = self.sections * self.heads;
         let sections = (0..self.sections).map(move |_| self.heads);

@@ -107,8 +107,8 @@ pub(crate) trait BackwardTime {
     fn panels(&self, spec: &KernelSpec) -> Option<BwdPanels>;
 }
 
-/// `spec` without what its launch bounds promise, and without switches that are newer than most records: specs
-/// for which this is equal count as one kernel in records of measurements.
+/// `spec` without what its launch bounds promise, and without switches that are newer than most records:
+/// specs for which this is equal count as one kernel in records of measurements.
 pub fn unbound(spec: &KernelSpec) -> KernelSpec {
     let kernel = of(&spec.kernel).unbound().unwrap_or_else(|| spec.kernel.clone());
     KernelSpec { kernel, ..spec.clone() }
