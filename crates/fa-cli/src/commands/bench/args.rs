@@ -12,6 +12,9 @@ use fa_planner::report::PlanFamily;
 
 use crate::flags::{self, Backend, CpuArgs, OF_SHAPES, ShapeArgs};
 
+/// What shapes drawn at random go without, besides the flags of shapes.
+const BESIDE_RANDOM: [&str; 6] = ["append", "beside_choice", "draw", "filter", "marks", "specs"];
+
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
 
@@ -108,13 +111,11 @@ pub(crate) struct GpuArgs {
     pub marks: Option<Marks>,
     /// Measure this many shapes drawn at random: the problems of fa tune --random, of one pass
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    #[arg(conflicts_with = "marks", conflicts_with_all = OF_SHAPES)]
-    #[arg(conflicts_with_all = ["append", "draw", "specs", "beside_choice", "filter"])]
+    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES)]
     pub random: Option<u16>,
     /// The same seed draws the same shapes [default: 0]
     #[arg(long, value_name = "S", requires = "random", value_parser = whole::<u64>)]
-    #[arg(conflicts_with_all = ["append", "draw", "specs", "beside_choice", "filter", "marks"])]
-    #[arg(conflicts_with_all = OF_SHAPES)]
+    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES)]
     pub seed: Option<u64>,
     /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
     /// prefill

@@ -36,13 +36,10 @@ pub fn candidates(
             KernelSpec::for_problem(&posed, [head_dim, head_dim_v], kernel)
         };
         let drawn = spec(true);
-        if !gains_by_drawing(&drawn, &kernel, &lengths) {
-            return spec(false);
-        }
-        if adds_from_registers(&posed, &drawn, &kernel) {
-            with_direct_sums(&drawn).unwrap_or(drawn)
+        if gains_by_drawing(&drawn, &kernel, &lengths) {
+            with_direct_sums(&posed, &drawn).unwrap_or(drawn)
         } else {
-            drawn
+            spec(false)
         }
     };
     let guide = bwd_of_extents(HeadDims { head_dim, head_dim_v });
@@ -92,29 +89,25 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> 
 /// Most steps of a CTA's tile, of a group's heads together, for which dQ is added from registers.
 const DIRECT_STEPS: usize = 2;
 
-/// Whether dQ goes from registers to device memory instead of through shared memory: with a step or two,
-/// nothing hides the way of the bulk addition. Where CTAs draw tiles and all sums are added to zeros, it is
-/// faster by 2 to 11 %; where a tile's first sums are stored, for which the buffer is needed, it is slower
-/// (NB-155).
-fn adds_from_registers(problem: &Problem, drawn: &KernelSpec, kernel: &Sm90Bwd) -> bool {
-    problem.mask.is_full()
-        && problem.lengths.is_uniform()
-        && has_few_steps(problem, kernel)
-        && storing_heads(drawn, problem, Arch::Sm90, Arch::Sm90.limits().sms).is_none()
-}
-
 /// Whether a CTA's tile has so few steps that adding dQ takes as long in bulk as from registers.
 pub(super) fn has_few_steps(problem: &Problem, kernel: &Sm90Bwd) -> bool {
     let steps = problem.lengths.max_q().div_ceil(kernel.tile_m as usize).saturating_mul(problem.group_size());
     steps <= DIRECT_STEPS
 }
 
-/// `spec` without the buffer of dQ, where the compiler is not known to spill that.
-fn with_direct_sums(spec: &KernelSpec) -> Option<KernelSpec> {
-    let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return None };
+/// `drawn` without the buffer of dQ, where adding dQ from registers gains and the compiler is not known to
+/// spill it: with a step or two, nothing hides the way of the bulk addition. Where CTAs draw tiles and all
+/// sums are added to zeros, it is faster by 2 to 11 %; where a tile's first sums are stored, for which the
+/// buffer is needed, it is slower (NB-155).
+fn with_direct_sums(problem: &Problem, drawn: &KernelSpec) -> Option<KernelSpec> {
+    let Kernel::Sm90Bwd(kernel) = &drawn.kernel else { return None };
+    let gains = problem.mask.is_full()
+        && problem.lengths.is_uniform()
+        && has_few_steps(problem, kernel)
+        && storing_heads(drawn, problem, Arch::Sm90, Arch::Sm90.limits().sms).is_none();
     let direct = Sm90Bwd { dq_via_smem: false, ..kernel.clone() };
-    let spec = KernelSpec { kernel: Kernel::Sm90Bwd(direct.clone()), ..spec.clone() };
-    (spec.check().is_ok() && !spills::known(&spec, &direct, Arch::Sm90)).then_some(spec)
+    let spec = KernelSpec { kernel: Kernel::Sm90Bwd(direct.clone()), ..drawn.clone() };
+    (gains && !spills::known(&spec, &direct, Arch::Sm90)).then_some(spec)
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask.

@@ -176,7 +176,8 @@ fn model(
     // each), and the whole tile if it has no rows. It goes on to the next tile meanwhile, as far ahead of the
     // slowest as K and V have buffers (NB-138).
     let rows = problem.lengths.mean_q() * if k.pack_gqa { problem.group_size() } else { 1 };
-    let (passed, busy) = if skips_tiles(spec.mask, k) && k.kv_stages > 1 {
+    let skips = skips_tiles(spec.mask, k);
+    let (passed, busy) = if skips && k.kv_stages > 1 {
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
         let ahead = f64::from(k.kv_stages - 1);
         let skipped: f64 = (0..k.num_wg).map(|below| skipped(problem, k, below).min(ahead)).sum();
@@ -184,7 +185,7 @@ fn model(
     } else {
         (0.0, 1.0)
     };
-    let staggered = skips_tiles(spec.mask, k) && k.kv_stages > 2;
+    let staggered = skips && k.kv_stages > 2;
     let model = KernelModel {
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
