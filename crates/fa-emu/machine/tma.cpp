@@ -75,16 +75,19 @@ void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, in
             inside = inside && index >= 0 && u64(index) < map.dims[axis];
             from += u64(index) * map.strides[axis];
         }
-        const long long left = ((long long)map.dims[0] - coordinates[0]) * map.element;
-        const u32 valid =
-            inside && coordinates[0] >= 0 && left > 0 ? u32(std::min<long long>(left, inner)) : 0;
-        from += u64((long long)coordinates[0] * map.element);
-        if (valid) machine->global.access(from, valid, Use::Read, "loads a row by TMA,");
-        inside_bytes += valid;
+        // Bytes [begin, end) of the row are in the tensor.
+        const long long start = (long long)coordinates[0] * map.element;
+        const long long left = (long long)map.dims[0] * map.element - start;
+        const u32 begin = start < 0 ? u32(std::min<long long>(-start, inner)) : 0;
+        const u32 end = inside && left > 0 ? std::max(begin, u32(std::min<long long>(left, inner))) : begin;
+        if (begin % 16) fatal("tensor map", me() + " loads columns before the first by no multiple of 16 bytes");
+        from += u64(start);
+        if (begin < end) machine->global.access(from + begin, end - begin, Use::Read, "loads a row by TMA,");
+        inside_bytes += end - begin;
         for (u32 column = 0; column < inner; column += 16) {
             u32 at = kSharedBase + first + row * inner + column;
             at ^= (at >> 7 & mask) << 4;
-            const u32 bytes = valid > column ? std::min(valid - column, 16u) : 0;
+            const u32 bytes = column >= begin && end > column ? std::min(end - column, 16u) : 0;
             all.push_back(
                 {at - kSharedBase, bytes ? reinterpret_cast<const u8*>(from + column) : nullptr, bytes});
         }

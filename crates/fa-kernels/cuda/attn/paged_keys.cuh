@@ -22,6 +22,7 @@ struct PagedKeys {
     const VarlenParams& varlen;
     const int* table;  // the sequence's row
     int keys, head;
+    int shift;  // columns of a tile before the rows'
 
     // The first row, within the tile, of the lane's part. (The lane index is reread at each call: registers
     // are scarce.)
@@ -55,8 +56,8 @@ struct PagedKeys {
 #pragma unroll
         for (int i = 0; i < Kv::kPanels; ++i) {
             if (i % Members != member) continue;
-            load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(row()), map, full, i * Kv::kPanel, rows, 0,
-                        L2Policy::EvictLast);
+            load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(row()), map, full, i * Kv::kPanel - shift,
+                        rows, 0, L2Policy::EvictLast);
         }
     }
 };

@@ -26,17 +26,18 @@ __device__ __forceinline__ i64 partial_row(const FwdParams& params, int slot, in
 template <int N>
 __device__ __forceinline__ void store_partial(const FwdParams& params, const float (&o)[N],
                                               const float (&factor)[2], const float (&lse)[2], int row,
-                                              int end, int row_in_tile, const WorkTile& tile, int heads) {
+                                              int end, int row_in_tile, const WorkTile& tile, int heads,
+                                              int shift) {
     const int lane = thread_index() % 4, columns = params.shape.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (row + 8 * r >= end) continue;
         const i64 at = partial_row(params, tile.slot, heads, tile.head, row_in_tile + 8 * r);
-        float* out = params.split.out_partial + at * columns + 2 * lane;
+        float* out = params.split.out_partial + at * columns - shift + 2 * lane;
 #pragma unroll
         for (int block = 0; block < N / 4; ++block) {
             const int i = 4 * block + 2 * r;
-            if (8 * block < columns)
+            if (u32(8 * block - shift) < u32(columns))
                 *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r], o[i + 1] * factor[r]};
         }
         if (lane == 0) params.split.lse_partial[at] = lse[r];

@@ -433,11 +433,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         float factor[2], lse[2];
         if (C.split && output.splits > 1) {
             rows[f].finish(factor, lse);
-            store_partial(params, o[f], factor, lse, row + 16 * f, end, own_row + 16 * f, output, heads);
+            store_partial(params, o[f], factor, lse, row + 16 * f, end, own_row + 16 * f, output, heads, 0);
         } else {
             finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
             store_output<C.dtype, C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f, end,
-                                              output.head, output.batch);
+                                              output.head, output.batch, 0);
         }
     }
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
+#include "attn/column_shift.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
@@ -334,11 +335,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             softmax.finish(factor, lse);
             wgmma::wait<0>();
             release_v();
+            const int shift = output_shift<C.pack_gqa, C.head_dim_v>(params, tile.head);
             if (C.split && tile.splits > 1) {
-                store_partial(params, o, factor, lse, row, end(), own_row, tile, heads);
+                store_partial(params, o, factor, lse, row, end(), own_row, tile, heads, shift);
             } else {
                 store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, end(), tile.head,
-                                                  tile.batch);
+                                                  tile.batch, shift);
             }
         } else {
             if constexpr (T::kSkipsBlocks) {

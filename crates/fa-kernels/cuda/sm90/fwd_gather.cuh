@@ -3,6 +3,7 @@
 // cache are loaded by TMA.
 #pragma once
 #include "attn/block_range.cuh"
+#include "attn/column_shift.cuh"
 #include "attn/paged_keys.cuh"
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
@@ -52,6 +53,7 @@ struct GatheredKeys {
     const TmaStrides& strides;
     const int* table;  // the sequence's row of the page table
     int keys;
+    int shift;  // columns of a tile before the rows'
 
     // The table entries, unchecked, of the rows that a lane looks up; past the end, that of the last key.
     struct Entries {
@@ -121,7 +123,7 @@ struct GatheredKeys {
 #pragma unroll
         for (int i = 0; i < Kv::kPanels; ++i) {
             load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(kHalf) * (first_row() / kHalf), map, full,
-                        i * Kv::kPanel, rows, 0, L2Policy::EvictLast);
+                        i * Kv::kPanel - shift, rows, 0, L2Policy::EvictLast);
         }
     }
 
@@ -161,9 +163,9 @@ struct GatheredKeys {
                                           const Rows& rows) const {
         static_assert(Kv::kPanel == 8 * Lanes);
         using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
-        const int column = lane() % Lanes * 8;
+        const int chunk = lane() % Lanes * 8, column = AllExist ? chunk : chunk - shift;
         const u8* const cache = reinterpret_cast<const u8*>(first + column);
-        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(own_row(), column);
+        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(own_row(), chunk);
         // Sweeps of four rows of 128 bytes alternate between two swizzles.
         static_assert(kRows % 8 == 0 || (kRows == 4 && Tile::kRowBytes == 128));
         constexpr u32 kTurn = kRows == 4 ? 4 << 4 : 0;
@@ -175,7 +177,7 @@ struct GatheredKeys {
             const u32 row = (sweep % 2 == 0 ? to : to ^ kTurn) + sweep * kRows * Tile::kRowBytes;
 #pragma unroll
             for (int panel = 0; panel < Kv::kPanels; ++panel) {
-                const bool copied = AllExist || (exists && panel * Kv::kPanel + column < columns);
+                const bool copied = AllExist || (exists && u32(panel * Kv::kPanel + column) < u32(columns));
                 cp_async_16(row + panel * Kv::kPanelBytes, from + panel * Kv::kPanel * sizeof(u16),
                             copied ? 16 : 0);
             }
@@ -187,13 +189,13 @@ struct GatheredKeys {
 // It must not hold back a tile whose consumption frees the stage that it waits for next: with one stage that
 // is every tile; with ping-pong, where a warpgroup may skip a tile, also the one after it.
 template <Sm90FwdConfig C>
-constexpr int kUntold = max_of(0, min_of(2, C.kv_stages - (C.ping_pong ? 2 : 1)));
+constexpr int kUnsignalled = max_of(0, min_of(2, C.kv_stages - (C.ping_pong ? 2 : 1)));
 
 // The tiles that a warp copies, in order. It signals a tile, on its stage's full barrier, once it has started
-// the copies of `Untold` more.
-template <int Untold>
+// the copies of `Unsignalled` more.
+template <int Unsignalled>
 struct CopiedTiles {
-    int stages[Untold + 1];  // stages of the tiles not yet signalled, oldest first; -1 for none
+    int stages[Unsignalled + 1];  // stages of the tiles not yet signalled, oldest first; -1 for none
 
     __device__ __forceinline__ CopiedTiles() {
         for (int& stage : stages) stage = -1;
@@ -203,20 +205,20 @@ struct CopiedTiles {
     template <class Bars>
     __device__ __forceinline__ void started(Bars& bars, int stage) {
         cp_async_commit();
-        stages[Untold] = stage;
-        tell<Untold>(bars);
+        stages[Unsignalled] = stage;
+        signal<Unsignalled>(bars);
     }
 
     // Waits for all tiles and signals them.
     template <class Bars>
     __device__ __forceinline__ void finish(Bars& bars) {
 #pragma unroll
-        for (int i = 0; i < Untold; ++i) tell<0>(bars);
+        for (int i = 0; i < Unsignalled; ++i) signal<0>(bars);
     }
 
     // Waits until all but the newest `Newer` tiles have arrived, and signals the oldest, if any.
     template <int Newer, class Bars>
-    __device__ __forceinline__ void tell(Bars& bars) {
+    __device__ __forceinline__ void signal(Bars& bars) {
         if (stages[0] >= 0) {
             cp_async_wait<Newer>();
             fence_async_shared();
@@ -224,8 +226,8 @@ struct CopiedTiles {
             if (lane_index() == 0) mbarrier_arrive(bars.full[stages[0]]);
         }
 #pragma unroll
-        for (int i = 0; i < Untold; ++i) stages[i] = stages[i + 1];
-        stages[Untold] = -1;
+        for (int i = 0; i < Unsignalled; ++i) stages[i] = stages[i + 1];
+        stages[Unsignalled] = -1;
     }
 };
 
@@ -245,7 +247,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && member == 0);
     TileSource<C> tiles(params, cta_index(), heads);
     auto& bars = kv_bars<Values>(smem);
-    CopiedTiles<kUntold<C>> copied;
+    CopiedTiles<kUnsignalled<C>> copied;
     const ConstTensor& tensor = Values ? params.v : params.k;
     const TmaStrides& strides = Values ? params.varlen.tma_v : params.varlen.tma_k;
     const int columns = Values ? params.shape.head_dim_v : params.shape.head_dim;
@@ -256,17 +258,18 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k()};
+        const int shift = column_shift<Kv::kPanel * Kv::kPanels>(tensor, work.kv_head, columns);
+        const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k(), shift};
         const u16* const first = view(tensor).row(0, 0, work.kv_head);
 
         // The consumers free the ticket, and the only Q buffer, once they have used all keys of the previous
         // work tile. If this work tile is short, some of those are not signalled yet.
-        if ((Values && C.q_stages == 1) || work.range.end - work.range.begin <= kUntold<C>)
+        if ((Values && C.q_stages == 1) || work.range.end - work.range.begin <= kUnsignalled<C>)
             copied.finish(bars);
         int next = 0;
         if (!work.range.empty()) {
             if (Values && member == 0 && lane_index() == 0)
-                load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen);
+                load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen, work.kv_head);
             Entries entries = keys.entries_of(work.range.end - 1);
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {

@@ -3,6 +3,7 @@
 // where a row has several panels (NB-076).
 #pragma once
 #include "attn/block_range.cuh"
+#include "attn/column_shift.cuh"
 #include "attn/paged_keys.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
@@ -38,7 +39,10 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(), work.kv_head};
+        const int shift = Values ? column_shift<C.head_dim_v>(params.v, work.kv_head, params.shape.head_dim_v)
+                                 : column_shift<C.head_dim>(params.k, work.kv_head, params.shape.head_dim);
+        const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(), work.kv_head,
+                                       shift};
 
         auto load = [&](int n_block, int entry) {
             if (!loads) return;
@@ -55,7 +59,8 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
         };
         int next = 0;
         if (!work.range.empty()) {
-            if (Values && leads) load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen);
+            if (Values && leads)
+                load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen, work.kv_head);
             int entry = keys.entry_of(work.range.end - 1);
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {

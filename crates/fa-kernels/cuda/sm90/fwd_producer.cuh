@@ -1,6 +1,7 @@
 // The producer of the SM90 forward: one thread issues all TMA loads.
 #pragma once
 #include "attn/block_range.cuh"
+#include "attn/column_shift.cuh"
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "config.cuh"
@@ -31,11 +32,11 @@ __device__ __forceinline__ void clear_idle_rows(SharedStorage<C>& smem, const Fw
     fence_async_shared();
 }
 
-// Loads a work tile's queries into the next Q buffer. One thread calls it.
+// Loads a work tile's queries into the next Q buffer, as far to the right as its keys. One thread calls it.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& params,
                                        const TensorMap& map_q, PipelineState<C.q_stages>& state,
-                                       const WorkTile& tile, const Seqlen<C.varied>& seqlen) {
+                                       const WorkTile& tile, const Seqlen<C.varied>& seqlen, int kv_head) {
     using Q = typename Traits<C>::Q;
     // With PackGqa only rows of whole groups are loaded: the others stay zero (clear_idle_rows).
     const int bytes =
@@ -45,10 +46,11 @@ __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& 
     // In queries, not rows, with PackGqa; relative to the sequence's start with lengths on the device.
     const int first = tile.m_block * tile_queries<C.pack_gqa, C.tile_m>(params);
     const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
+    const int shift = column_shift<C.head_dim>(params.k, kv_head, params.shape.head_dim);
 #pragma unroll
     for (int i = 0; i < Q::kPanels; ++i) {
         u8* dst = smem.q[state.stage] + i * Q::kPanelBytes;
-        const int column = i * Q::kPanel;
+        const int column = i * Q::kPanel - shift;
         if constexpr (C.varied && C.pack_gqa) {
             load_ragged_group(dst, map_q, full, column, rows, first, L2Policy::EvictFirst);
         } else if constexpr (C.varied) {
@@ -78,8 +80,11 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
 
-        auto q = [&] { load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen); };
-        auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int n_block) {
+        const int shift_k = column_shift<C.head_dim>(params.k, work.kv_head, params.shape.head_dim);
+        const int shift_v = column_shift<C.head_dim_v>(params.v, work.kv_head, params.shape.head_dim_v);
+        auto q = [&] { load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen, work.kv_head); };
+        auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int n_block,
+                              int shift) {
             using Kv = decltype(tile_type);
             constexpr int kRows = C.tile_n / C.cluster_m;
 #pragma unroll
@@ -87,17 +92,17 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 u8* panel = dst + i * Kv::kPanelBytes + Kv::row_offset(kRows) * share;
                 const int key = n_block * C.tile_n + kRows * share;
                 if constexpr (C.cluster_m == 1) {
-                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, work.kv_head, work.tile.batch,
+                    tma_load_4d(panel, map, full, i * Kv::kPanel - shift, key, work.kv_head, work.tile.batch,
                                 L2Policy::EvictLast);
                 } else {
-                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, work.kv_head,
+                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel - shift, key, work.kv_head,
                                           work.tile.batch, L2Policy::EvictLast, (1 << C.cluster_m) - 1);
                 }
             }
         };
         // Loads keys where sequences start at any row.
         auto load_varied = [&](auto tile_type, u8* dst, const TensorMap& map, const TmaStrides& strides,
-                               auto& bars, auto& state, int n_block) {
+                               auto& bars, auto& state, int n_block, int shift) {
             using Kv = decltype(tile_type);
             Mbarrier& full = bars.full[state.stage];
             bars.acquire(state, Kv::kBytes);
@@ -105,30 +110,30 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                                   work.seqlen.k());
 #pragma unroll
             for (int i = 0; i < Kv::kPanels; ++i) {
-                load_ragged(dst + i * Kv::kPanelBytes, map, full, i * Kv::kPanel, rows, n_block * C.tile_n,
-                            L2Policy::EvictLast);
+                load_ragged(dst + i * Kv::kPanelBytes, map, full, i * Kv::kPanel - shift, rows,
+                            n_block * C.tile_n, L2Policy::EvictLast);
             }
             state.advance();
         };
         auto load_k = [&](int n_block) {
             if constexpr (C.varied) {
                 load_varied(typename T::K{}, smem.k[k_state.stage], map_k, params.varlen.tma_k, smem.k_bars,
-                            k_state, n_block);
+                            k_state, n_block, shift_k);
             } else {
                 smem.k_bars.acquire(k_state, T::K::kBytes);
                 load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage],
-                           n_block);
+                           n_block, shift_k);
                 k_state.advance();
             }
         };
         auto load_v = [&](int n_block) {
             if constexpr (C.varied) {
                 load_varied(typename T::V{}, smem.v[v_state.stage], map_v, params.varlen.tma_v, smem.v_bars,
-                            v_state, n_block);
+                            v_state, n_block, shift_v);
             } else {
                 smem.v_bars.acquire(v_state, T::V::kBytes);
                 load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage],
-                           n_block);
+                           n_block, shift_v);
                 v_state.advance();
             }
         };

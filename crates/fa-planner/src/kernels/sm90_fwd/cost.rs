@@ -34,8 +34,9 @@ const UNEVEN: f64 = 0.1;
 /// Clocks of TMA for a box, however small: an SM loads 28 boxes of one row in a microsecond (NB-058).
 const BOX_CLOCKS: f64 = 60.0;
 
-/// Clocks of TMA for a row that does not begin on 32 bytes, whatever its length (NB-066).
-const SLOW_ROW_CLOCKS: f64 = 16.5;
+/// Clocks of TMA for a row of a head dim that is no multiple of 32 bytes, whatever its length: where every
+/// other row of a head begins between sectors (NB-066), and where tiles begin on a sector (NB-157).
+const SLOW_ROW_CLOCKS: [f64; 2] = [16.5, 12.0];
 
 /// How well they overlap the products and exponentials of a step, an exponent as in [`overlap`], with two
 /// buffers of K and V and with three.
@@ -45,8 +46,8 @@ const SLOW_ROW_OVERLAP: [f64; 2] = [2.0, 3.0];
 /// all of a step is hidden (NB-155).
 const SLOW_ROW_OVERLAP_SKIPPING: f64 = 12.0;
 
-/// Whether rows of the problem's heads begin between 32-byte sectors, as every other one does at head dims 72
-/// and 88: TMA then takes them at half its rate or less.
+/// Whether the problem's head dims are no multiples of 32-byte sectors, as 72 and 88 are not: TMA takes such
+/// rows at half its rate or less.
 pub(super) fn slow_rows(problem: &Problem) -> bool {
     let bytes = problem.types.qkv.bytes();
     [problem.head_dim, problem.head_dim_v].iter().any(|dim| !(dim * bytes).is_multiple_of(32))
@@ -77,7 +78,9 @@ fn slow_row_clocks(problem: &Problem, k: &Sm90Fwd, rows: f64) -> f64 {
     }
     let keys = problem.lengths.mean_k().max(1) as f64;
     let steps = (keys / f64::from(k.tile_n)).ceil();
-    SLOW_ROW_CLOCKS * (2.0 * keys / f64::from(k.cluster_m.max(1)) + rows) / steps
+    // With an even number of heads, all rows of a head begin alike (`attn/column_shift.cuh`).
+    let clocks = SLOW_ROW_CLOCKS[usize::from(problem.heads_kv.is_multiple_of(2))];
+    clocks * (2.0 * keys / f64::from(k.cluster_m.max(1)) + rows) / steps
 }
 
 /// TMA boxes of a step: panels of K and V, for keys in pages times the parts of pages that a tile is made of.
