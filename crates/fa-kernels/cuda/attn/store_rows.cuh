@@ -31,8 +31,8 @@ __device__ __forceinline__ void quad_transpose(u32 (&w)[4], int lane) {
 }
 
 // Stores row `row` (0 or 1, a compile-time constant) of the thread's two rows of an accumulator fragment,
-// times `factor`, to the row at `out`: its column 0 to `column`, and nothing outside of [0, columns). Lane t of
-// a quad holds columns 2t and 2t + 1 of each 8. All lanes take part; `inside` says whether the row exists.
+// times `factor`, to the row at `out`: its column 0 to `column`, and nothing outside of [0, columns). Lane t
+// of a quad holds columns 2t and 2t + 1 of each 8. All lanes take part; `inside` says whether the row exists.
 template <Dtype T, int N>
 __device__ __forceinline__ void store_fragment_row(int row, u16* out, bool inside, const float (&acc)[N],
                                                    float factor, int column, int columns) {

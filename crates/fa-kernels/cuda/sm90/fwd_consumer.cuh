@@ -2,7 +2,6 @@
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
-#include "attn/column_shift.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
@@ -18,6 +17,7 @@
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/fwd_layout.cuh"
+#include "sm90/fwd_shift.cuh"
 #include "sm90/fwd_tiles.cuh"
 #include "tile/descriptor.cuh"
 #include "tile/pipeline.cuh"
@@ -335,7 +335,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             softmax.finish(factor, lse);
             wgmma::wait<0>();
             release_v();
-            const int shift = output_shift<C.pack_gqa, C.head_dim_v>(params, tile.head);
+            const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
+            const int shift = value_shift<C>(params, kv_head);
             if (C.split && tile.splits > 1) {
                 store_partial(params, o, factor, lse, row, end(), own_row, tile, heads, shift);
             } else {

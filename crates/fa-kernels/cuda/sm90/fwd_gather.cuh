@@ -3,7 +3,6 @@
 // cache are loaded by TMA.
 #pragma once
 #include "attn/block_range.cuh"
-#include "attn/column_shift.cuh"
 #include "attn/paged_keys.cuh"
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
@@ -19,6 +18,7 @@
 #include "ptx/warp.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/fwd_producer.cuh"
+#include "sm90/fwd_shift.cuh"
 #include "sm90/fwd_tiles.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/smem_tile.cuh"
@@ -258,7 +258,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const int shift = column_shift<Kv::kPanel * Kv::kPanels>(tensor, work.kv_head, columns);
+        const int shift = Values ? value_shift<C>(params, work.kv_head) : key_shift<C>(params, work.kv_head);
         const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k(), shift};
         const u16* const first = view(tensor).row(0, 0, work.kv_head);
 

@@ -29,6 +29,9 @@ struct Traits {
     static constexpr bool kSkipsBlocks =
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
+    // Whether V's tiles begin on a sector (fwd_shift.cuh), where that spills no register when O is stored.
+    static constexpr bool kShiftsValues = C.num_wg < 3 || C.tile_n <= 64;
+
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
     // of 8. Producers need more with lengths on the device and with the gather.

@@ -3,7 +3,6 @@
 // where a row has several panels (NB-076).
 #pragma once
 #include "attn/block_range.cuh"
-#include "attn/column_shift.cuh"
 #include "attn/paged_keys.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
@@ -12,6 +11,7 @@
 #include "ptx/warp.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/fwd_producer.cuh"
+#include "sm90/fwd_shift.cuh"
 #include "sm90/fwd_tiles.cuh"
 #include "tile/pipeline.cuh"
 
@@ -39,8 +39,7 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const int shift = Values ? column_shift<C.head_dim_v>(params.v, work.kv_head, params.shape.head_dim_v)
-                                 : column_shift<C.head_dim>(params.k, work.kv_head, params.shape.head_dim);
+        const int shift = Values ? value_shift<C>(params, work.kv_head) : key_shift<C>(params, work.kv_head);
         const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(), work.kv_head,
                                        shift};
 

@@ -1,7 +1,6 @@
 // The producer of the SM90 forward: one thread issues all TMA loads.
 #pragma once
 #include "attn/block_range.cuh"
-#include "attn/column_shift.cuh"
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "config.cuh"
@@ -9,6 +8,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/fwd_layout.cuh"
+#include "sm90/fwd_shift.cuh"
 #include "sm90/fwd_tiles.cuh"
 #include "tile/pipeline.cuh"
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& 
     // In queries, not rows, with PackGqa; relative to the sequence's start with lengths on the device.
     const int first = tile.m_block * tile_queries<C.pack_gqa, C.tile_m>(params);
     const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
-    const int shift = column_shift<C.head_dim>(params.k, kv_head, params.shape.head_dim);
+    const int shift = key_shift<C>(params, kv_head);
 #pragma unroll
     for (int i = 0; i < Q::kPanels; ++i) {
         u8* dst = smem.q[state.stage] + i * Q::kPanelBytes;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
 
-        const int shift_k = column_shift<C.head_dim>(params.k, work.kv_head, params.shape.head_dim);
-        const int shift_v = column_shift<C.head_dim_v>(params.v, work.kv_head, params.shape.head_dim_v);
+        const int shift_k = key_shift<C>(params, work.kv_head);
+        const int shift_v = value_shift<C>(params, work.kv_head);
         auto q = [&] { load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen, work.kv_head); };
         auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int n_block,
                               int shift) {

@@ -34,9 +34,9 @@ const UNEVEN: f64 = 0.1;
 /// Clocks of TMA for a box, however small: an SM loads 28 boxes of one row in a microsecond (NB-058).
 const BOX_CLOCKS: f64 = 60.0;
 
-/// Clocks of TMA for a row of a head dim that is no multiple of 32 bytes, whatever its length: where every
-/// other row of a head begins between sectors (NB-066), and where tiles begin on a sector (NB-157).
-const SLOW_ROW_CLOCKS: [f64; 2] = [16.5, 12.0];
+/// Clocks of TMA for a row of a head dim that is no multiple of 32 bytes, whatever its length: where tiles begin
+/// between sectors (NB-066), where K's alone begin on one, and where K's and V's do (NB-157).
+const SLOW_ROW_CLOCKS: [f64; 3] = [16.5, 14.0, 12.0];
 
 /// How well they overlap the products and exponentials of a step, an exponent as in [`overlap`], with two
 /// buffers of K and V and with three.
@@ -71,6 +71,16 @@ fn skipped(problem: &Problem, kernel: &Sm90Fwd, below: u32) -> f64 {
     keys / f64::from(kernel.tile_n)
 }
 
+/// How many of K's and V's tiles begin on a sector (`sm90/fwd_shift.cuh`): none unless all rows of a head begin
+/// alike, as they do with an even number of heads.
+fn begun_on_sectors(problem: &Problem, k: &Sm90Fwd) -> usize {
+    match k.num_wg {
+        _ if !problem.heads_kv.is_multiple_of(2) => 0,
+        3.. if k.tile_n > 64 => 1,
+        _ => 2,
+    }
+}
+
 /// Clocks of TMA for the slow rows of a step: those of its keys, and a share of the tile's queries.
 fn slow_row_clocks(problem: &Problem, k: &Sm90Fwd, rows: f64) -> f64 {
     if !slow_rows(problem) {
@@ -78,9 +88,8 @@ fn slow_row_clocks(problem: &Problem, k: &Sm90Fwd, rows: f64) -> f64 {
     }
     let keys = problem.lengths.mean_k().max(1) as f64;
     let steps = (keys / f64::from(k.tile_n)).ceil();
-    // With an even number of heads, all rows of a head begin alike (`attn/column_shift.cuh`).
-    let clocks = SLOW_ROW_CLOCKS[usize::from(problem.heads_kv.is_multiple_of(2))];
-    clocks * (2.0 * keys / f64::from(k.cluster_m.max(1)) + rows) / steps
+    SLOW_ROW_CLOCKS[begun_on_sectors(problem, k)] * (2.0 * keys / f64::from(k.cluster_m.max(1)) + rows)
+        / steps
 }
 
 /// TMA boxes of a step: panels of K and V, for keys in pages times the parts of pages that a tile is made of.

@@ -3,13 +3,14 @@
 // columns earlier, where the sector does; these columns are out of bounds, hence zeros. (NB-157)
 #pragma once
 #include "attn/tensor_view.cuh"
+#include "config.cuh"
 #include "fwd_params.cuh"
+#include "sm90/fwd_layout.cuh"
 #include "types.cuh"
 
-namespace fa {
+namespace fa::sm90 {
 
-// Columns of a tile of `Columns` columns before those of `head`'s rows, which have `columns`: 8 or 0. Tiles
-// of Q and K have K's, so that their columns meet; those of O have V's.
+// Columns of a tile of `Columns` columns before those of the rows of `head`, which have `columns`: 8 or 0.
 template <int Columns>
 __device__ __forceinline__ int column_shift(const ConstTensor& tensor, int head, int columns) {
     constexpr u64 kSector = 32;
@@ -18,11 +19,17 @@ __device__ __forceinline__ int column_shift(const ConstTensor& tensor, int head,
     return u32(reinterpret_cast<u64>(view(tensor).row(0, 0, head)) % kSector / sizeof(u16));
 }
 
-// The shift of O's tile, of `head` or with PackGqa of a group.
-template <bool PackGqa, int Columns>
-__device__ __forceinline__ int output_shift(const FwdParams& params, int head) {
-    const int kv_head = PackGqa ? head : head / params.shape.group_size;
-    return column_shift<Columns>(params.v, kv_head, params.shape.head_dim_v);
+// That of K's tiles. Q's have the same, so that the columns of their product meet.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ int key_shift(const FwdParams& params, int kv_head) {
+    return column_shift<C.head_dim>(params.k, kv_head, params.shape.head_dim);
 }
 
-}  // namespace fa
+// That of V's tiles, and thus of O's.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ int value_shift(const FwdParams& params, int kv_head) {
+    if constexpr (!Traits<C>::kShiftsValues) return 0;
+    return column_shift<C.head_dim_v>(params.v, kv_head, params.shape.head_dim_v);
+}
+
+}  // namespace fa::sm90
