@@ -72,11 +72,19 @@ impl Chooser {
         let native = Family::native(kernels.arch());
         let wanted = family.unwrap_or(native);
         if let Some(spec) = remembered {
-            let bound = bind(&spec)?;
-            if !is_preferred && is_measured {
-                self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
+            match bind(&spec) {
+                Ok(bound) => {
+                    if !is_preferred && is_measured {
+                        self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
+                    }
+                    return Ok(bound);
+                }
+                // It compiled cleanly before; another process with this cache may have had another result.
+                Err(error @ fa_kernels::Error::Refused { .. }) if !is_preferred => {
+                    tracing::warn!(%error, "what was chosen before is passed over");
+                }
+                Err(error) => return Err(error.into()),
             }
-            return Ok(bound);
         }
         // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles
         // cleanly.

@@ -265,6 +265,20 @@ fn any_number_of_candidates_from_two_on_is_taken() {
     }
 }
 
+/// A kernel that compiled cleanly and then does not: one cache on disk serves several processes.
+#[test]
+fn what_was_chosen_and_is_refused_later_is_chosen_anew() {
+    let chooser = Chooser::default();
+    let first = bind(&chooser, &PROBLEM, None).expect("bound");
+    let second = bind(&chooser, &PROBLEM, Some(&first)).expect("another kernel");
+    assert_ne!(first, second);
+    assert_eq!(bind(&chooser, &PROBLEM, Some(&first)).expect("remembered"), second);
+    // What the caller prefers is not replaced.
+    chooser.prefer(&PROBLEM, first.clone()).expect("it serves the problem");
+    let error = bind(&chooser, &PROBLEM, Some(&first)).expect_err("refused");
+    assert!(matches!(error, Error::Kernels(fa_kernels::Error::Refused { .. })), "{error}");
+}
+
 /// What a caller decides is chosen for by itself, and neither measured nor taken from what was.
 #[test]
 fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
