@@ -57,8 +57,8 @@ fn taken_freely(spec: &KernelSpec, k: &Sm80Fwd) -> u32 {
 /// Clocks of an SM for each request to the L2 beyond one per 128 bytes, fitted to seeds 1 to 16 (NB-157).
 const REQUEST_CLOCKS: f64 = 0.8;
 
-/// Requests to the L2 beyond one per 128 bytes by which cp.async copies a row of K or V: one for each block of
-/// 128, 64 or 32 bytes, whichever the rows begin on. Where they begin in the middle of 32 bytes, as every
+/// Requests to the L2 beyond one per 128 bytes by which cp.async copies a row of K or V: one for each block
+/// of 128, 64 or 32 bytes, whichever the rows begin on. Where they begin in the middle of 32 bytes, as every
 /// other head's do at head dims 72 and 88, it asks for both sectors of each two chunks (NB-157).
 fn further_requests(row_bytes: usize) -> f64 {
     let block = 128.min(1 << row_bytes.trailing_zeros());
@@ -162,7 +162,8 @@ mod tests {
 
     use super::*;
 
-    /// As a profiler counted them, without the requests of Q and O: 7.0, 5.0, 6.1 and 3.0 a row (NB-157).
+    /// As a profiler counted them: requests where rows begin on 32 bytes (5.0 of 80, 3.0 of 96), else sectors
+    /// (7.0 of 72, 8.5 of 88), which are more (NB-157).
     #[test]
     fn rows_that_begin_between_lines_take_more_requests() {
         for (head_dim, requests) in [(64, 1.0), (72, 7.0), (80, 5.0), (88, 8.5), (96, 3.0), (128, 2.0)] {

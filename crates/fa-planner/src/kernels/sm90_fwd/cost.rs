@@ -34,9 +34,9 @@ const UNEVEN: f64 = 0.1;
 /// Clocks of TMA for a box, however small: an SM loads 28 boxes of one row in a microsecond (NB-058).
 const BOX_CLOCKS: f64 = 60.0;
 
-/// Clocks of TMA for a row of a head dim that is no multiple of 32 bytes, whatever its length: where tiles begin
-/// between sectors (NB-066), where K's alone begin on one, and where K's and V's do (NB-157).
-const SLOW_ROW_CLOCKS: [f64; 3] = [16.5, 14.0, 12.0];
+/// Clocks of TMA for a row of a head dim that is no multiple of 32 bytes, whatever its length: where tiles
+/// begin between sectors (NB-066), where K's alone begin on one, and where K's and V's do (NB-158).
+const SLOW_ROW_CLOCKS: [f64; 3] = [16.5, 15.0, 14.0];
 
 /// How well they overlap the products and exponentials of a step, an exponent as in [`overlap`], with two
 /// buffers of K and V and with three.
@@ -71,8 +71,8 @@ fn skipped(problem: &Problem, kernel: &Sm90Fwd, below: u32) -> f64 {
     keys / f64::from(kernel.tile_n)
 }
 
-/// How many of K's and V's tiles begin on a sector (`sm90/fwd_shift.cuh`): none unless all rows of a head begin
-/// alike, as they do with an even number of heads.
+/// How many of K's and V's tiles begin on a sector (`sm90/fwd_shift.cuh`): none unless all rows of a head
+/// begin alike, as they do with an even number of heads.
 fn begun_on_sectors(problem: &Problem, k: &Sm90Fwd) -> usize {
     match k.num_wg {
         _ if !problem.heads_kv.is_multiple_of(2) => 0,
