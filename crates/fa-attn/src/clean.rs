@@ -6,15 +6,6 @@ use fa_kernels::Error;
 /// Tiles that are tried when kernels do not compile cleanly.
 const TRIES: usize = 8;
 
-/// Tiles among them whose wgmma may be serialised: a compiler that is too old for the kernel's code does that
-/// to all of them (NVRTC before 12.9 to every SM90 forward).
-const SERIALISED: usize = 2;
-
-/// Whether ptxas has serialised the wgmma of a kernel, by its words in the fault.
-fn is_serialised(error: &Error) -> bool {
-    matches!(error, Error::Refused { fault, .. } if fault.contains("instructions are serialized"))
-}
-
 /// A kernel that compiles cleanly, and those before it in its list that do not.
 #[derive(Debug)]
 pub struct Clean<P> {
@@ -27,8 +18,8 @@ pub struct Clean<P> {
 }
 
 /// The first of `specs` (best first) that `bind` accepts; `None` where `specs` is empty. A kernel that
-/// spills, or whose wgmma is serialised, is skipped together with the others of its tile, most of which spill
-/// as well; the search ends after eight tiles, or two whose wgmma is serialised.
+/// spills is skipped together with the others of its tile, most of which spill as well; the search ends after
+/// eight tiles.
 /// [`crate::device::Gpu::bind`] uses it on the planner's kernels.
 ///
 /// # Errors
@@ -40,7 +31,7 @@ pub fn first_clean<P>(
     let mut refused = Vec::new();
     let mut tiles: Vec<(u32, u32)> = Vec::new();
     for spec in specs {
-        if tiles.len() == TRIES || refused.iter().filter(|error| is_serialised(error)).count() == SERIALISED {
+        if tiles.len() == TRIES {
             break;
         }
         if tiles.contains(&spec.tile()) {
@@ -67,7 +58,7 @@ mod tests {
     use super::*;
 
     fn spills(spec: &KernelSpec) -> Error {
-        let fault = "registers spill".to_owned();
+        let fault = fa_kernels::Fault::Spills { stores: 4, loads: 4 };
         Error::Refused { name: spec.to_string(), target: "sm_80".to_owned(), fault, log_file: None }
     }
 
@@ -97,15 +88,6 @@ mod tests {
         let none = first_clean(specs.clone(), |spec| Err::<(), _>(spills(spec))).expect_err("all spill");
         assert!(matches!(&none, Error::Refused { name, .. } if *name == specs[0].to_string()), "{none}");
 
-        let tried = std::cell::Cell::new(0);
-        let old = |spec: &KernelSpec| {
-            tried.set(tried.get() + 1);
-            let warning = "(C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized";
-            let (name, target) = (spec.to_string(), "sm_90a".to_owned());
-            Err::<(), _>(Error::Refused { name, target, fault: warning.to_owned(), log_file: None })
-        };
-        first_clean(specs.clone(), old).expect_err("every tile is serialised");
-        assert_eq!(tried.get(), SERIALISED);
         let lost = || Error::Device { major: 7, minor: 5 };
         let other = first_clean(specs.clone(), |_| Err::<(), _>(lost())).expect_err("no refusal");
         assert!(matches!(other, Error::Device { .. }), "{other}");

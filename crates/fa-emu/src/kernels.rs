@@ -1,7 +1,7 @@
 //! What the emulation knows of each kernel beyond the planner's numbers.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{Arch, Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 use fa_lab::random::Random;
 
 /// A kernel as the emulation sees it.
@@ -89,8 +89,7 @@ impl EmulatedKernel for Sm90Fwd {
     }
 
     fn computes_whole_steps(&self, problem: &Problem) -> bool {
-        let skips = self.tile_n < self.tile_m && self.kv_stages >= 2 && !problem.mask.is_full();
-        !skips
+        !self.skips_blocks(MaskKind::of(&problem.mask))
     }
 
     fn variant(&self, _: Arch) -> u32 {

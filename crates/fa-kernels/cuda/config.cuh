@@ -127,6 +127,11 @@ struct Sm90FwdConfig {
     // In tiles whose scores are all at most half the soft cap, the cap is a polynomial, on the FMA units
     // alone (NB-080). Both paths need registers beside S, P and O.
     bool near_cap;
+    // A warpgroup skips tiles of keys that only rows of later warpgroups see. It releases the K of all
+    // skipped tiles, at most two, before it waits for the first V; this needs two stages.
+    bool skips_blocks;
+    // V's tiles begin on a sector (fwd_shift.cuh), where that spills no register when O is stored.
+    bool shifts_values;
 };
 
 // Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use cudarc::driver::DriverError;
 use fa_core::{AppendError, Arch, MergeError, Mismatch, ProblemError, SpecError, Unserved};
 
+use crate::Fault;
 use crate::atomic_file::WriteError;
 
 /// An error of this crate. Each states the request, the limit and what would work.
@@ -80,7 +81,7 @@ pub enum Error {
         /// The target.
         target: String,
         /// Why.
-        fault: String,
+        fault: Fault,
         /// The file of the whole log, when a folder is writable.
         log_file: Option<PathBuf>,
     },

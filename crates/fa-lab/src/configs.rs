@@ -172,7 +172,7 @@ pub fn compile(
             Ok(compiled) => Ok(compiled.report.clone()),
             Err(Error::Refused { fault, log_file, .. }) => {
                 let log = log_file.and_then(|path| std::fs::read_to_string(path).ok());
-                log.as_deref().and_then(Report::parse).ok_or(fault)
+                log.as_deref().and_then(Report::parse).ok_or_else(|| fault.to_string())
             }
             Err(Error::Compile { log, .. }) => {
                 let line = log.lines().find(|line| line.contains("error")).or(log.lines().next());

@@ -112,7 +112,7 @@ fn bind(chooser: &Chooser, problem: &Problem, refused: Option<&KernelSpec>) -> R
     let bind = |spec: &KernelSpec| {
         if refused == Some(spec) {
             let (name, target) = (spec.to_string(), "sm_90a".to_owned());
-            let fault = "registers spill".to_owned();
+            let fault = fa_kernels::Fault::Spills { stores: 4, loads: 4 };
             return Err(fa_kernels::Error::Refused { name, target, fault, log_file: None });
         }
         Ok(spec.clone())

@@ -45,8 +45,27 @@ impl Sm90Fwd {
         spec.score.softcap && !spec.score.alibi && self.lazy_max() && fits
     }
 
+    /// Whether a warpgroup skips tiles of keys that only rows of later warpgroups see: tiles of fewer keys
+    /// than the CTA has rows. It releases the K of all skipped tiles, at most two, before it waits for the
+    /// first V, which needs two stages.
+    pub const fn skips_blocks(&self, mask: MaskKind) -> bool {
+        let is_masked = !matches!(mask, MaskKind::Full);
+        is_masked && self.tile_n < self.tile_m && self.tile_n >= 64 && self.kv_stages >= 2
+    }
+
+    /// Whether tiles of V begin on a sector where rows do not (NB-157). With three warpgroups on long tiles
+    /// O's store, which skips these columns, would spill.
+    pub const fn shifts_values(&self) -> bool {
+        self.num_wg < 3 || self.tile_n <= 64
+    }
+
     fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
-        vec![switch("lazy_max", LAZY_MAX, self.lazy_max()), switch("near_cap", NEAR_CAP, self.near_cap(spec))]
+        vec![
+            switch("lazy_max", LAZY_MAX, self.lazy_max()),
+            switch("near_cap", NEAR_CAP, self.near_cap(spec)),
+            switch("skips_blocks", SKIPS_BLOCKS, self.skips_blocks(spec.mask)),
+            switch("shifts_values", SHIFTS_VALUES, self.shifts_values()),
+        ]
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -132,6 +151,12 @@ const NEAR_CAP: &[&str] = &[
     " In tiles whose scores are all at most half the soft cap, the cap is a polynomial, on the FMA units",
     " alone (NB-080). Both paths need registers beside S, P and O.",
 ];
+const SKIPS_BLOCKS: &[&str] = &[
+    " A warpgroup skips tiles of keys that only rows of later warpgroups see. It releases the K of all",
+    " skipped tiles, at most two, before it waits for the first V; this needs two stages.",
+];
+const SHIFTS_VALUES: &[&str] =
+    &[" V's tiles begin on a sector (fwd_shift.cuh), where that spills no register when O is stored."];
 const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
     " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",

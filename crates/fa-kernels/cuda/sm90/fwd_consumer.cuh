@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     if (C.ping_pong && wg == C.num_wg - 1) signal_next();
 
     float s[C.tile_n / 2];
-    float o[C.head_dim_v / 2];
+    float o[C.head_dim_v / 2] = {};
     u32 p[C.pv_is_rs ? C.tile_n / 4 : 1];
     float rescale[2];
 
@@ -220,7 +220,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const Rows<C.pack_gqa> rows(params.shape);
         const BlockRange all = tile_blocks<C>(params, visible, tile);
         BlockRange range = all;
-        if constexpr (T::kSkipsBlocks) range = warpgroup_blocks<C>(params, visible, rows, tile, all, 64 * wg);
+        if constexpr (C.skips_blocks) range = warpgroup_blocks<C>(params, visible, rows, tile, all, 64 * wg);
         const int skipped = all.end - range.end;
         const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
         const int row = tile.m_block * tile_rows + own_row;
@@ -246,7 +246,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
         if (!range.empty()) {
             smem.q_bars.wait_full(q_state);
-            if constexpr (T::kSkipsBlocks) {
+            if constexpr (C.skips_blocks) {
 #pragma unroll 1
                 for (int i = 0; i < skipped; ++i) skip_k();
             }
@@ -266,7 +266,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             softmax.template step<true>(s, scale_log2, rescale);
             if constexpr (C.sinks) softmax.add_sinks(sink, own_column == 0);
             pack_p();
-            if constexpr (T::kSkipsBlocks) {
+            if constexpr (C.skips_blocks) {
 #pragma unroll 1
                 for (int i = 0; i < skipped; ++i) {
                     skip_v();
@@ -344,7 +344,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                                                   tile.batch, shift);
             }
         } else {
-            if constexpr (T::kSkipsBlocks) {
+            if constexpr (C.skips_blocks) {
                 if (skipped > 0) {
                     smem.q_bars.wait_full(q_state);
 #pragma unroll 1

@@ -258,7 +258,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const int shift = Values ? value_shift<C>(params, work.kv_head) : key_shift<C>(params, work.kv_head);
+        const int shift = kv_shift<C, Values>(params, work.kv_head);
         const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k(), shift};
         const u16* const first = view(tensor).row(0, 0, work.kv_head);
 
@@ -268,8 +268,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             copied.finish(bars);
         int next = 0;
         if (!work.range.empty()) {
-            if (Values && member == 0 && lane_index() == 0)
-                load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen, work.kv_head);
+            if (Values && member == 0 && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
             Entries entries = keys.entries_of(work.range.end - 1);
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {

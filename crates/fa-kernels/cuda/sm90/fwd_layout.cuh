@@ -23,15 +23,6 @@ struct Traits {
     // A wide O is rescaled before P V is issued, while S runs.
     static constexpr bool kRescaleFirst = C.head_dim_v > 128;
 
-    // Whether a warpgroup skips tiles of keys that only rows of later warpgroups see, which needs tile_n <
-    // tile_m. It releases the K of all skipped tiles, at most two, before it waits for the first V; this
-    // needs two stages.
-    static constexpr bool kSkipsBlocks =
-        C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
-
-    // Whether V's tiles begin on a sector (fwd_shift.cuh), where that spills no register when O is stored.
-    static constexpr bool kShiftsValues = C.num_wg < 3 || C.tile_n <= 64;
-
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
     // of 8. Producers need more with lengths on the device and with the gather.

@@ -39,7 +39,7 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const int shift = Values ? value_shift<C>(params, work.kv_head) : key_shift<C>(params, work.kv_head);
+        const int shift = kv_shift<C, Values>(params, work.kv_head);
         const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(), work.kv_head,
                                        shift};
 
@@ -58,8 +58,7 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
         };
         int next = 0;
         if (!work.range.empty()) {
-            if (Values && leads)
-                load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen, work.kv_head);
+            if (Values && leads) load_q<C>(smem, params, map_q, q_state, work);
             int entry = keys.entry_of(work.range.end - 1);
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {

@@ -36,7 +36,8 @@ __device__ __forceinline__ void clear_idle_rows(SharedStorage<C>& smem, const Fw
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& params,
                                        const TensorMap& map_q, PipelineState<C.q_stages>& state,
-                                       const WorkTile& tile, const Seqlen<C.varied>& seqlen, int kv_head) {
+                                       const LoadTile<C>& work) {
+    const WorkTile& tile = work.tile;
     using Q = typename Traits<C>::Q;
     // With PackGqa only rows of whole groups are loaded: the others stay zero (clear_idle_rows).
     const int bytes =
@@ -45,8 +46,9 @@ __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& 
     Mbarrier& full = smem.q_bars.full[state.stage];
     // In queries, not rows, with PackGqa; relative to the sequence's start with lengths on the device.
     const int first = tile.m_block * tile_queries<C.pack_gqa, C.tile_m>(params);
-    const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
-    const int shift = key_shift<C>(params, kv_head);
+    const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, work.seqlen.q_offset(),
+                          work.seqlen.q());
+    const int shift = key_shift<C>(params, work.kv_head);
 #pragma unroll
     for (int i = 0; i < Q::kPanels; ++i) {
         u8* dst = smem.q[state.stage] + i * Q::kPanelBytes;
@@ -82,7 +84,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
 
         const int shift_k = key_shift<C>(params, work.kv_head);
         const int shift_v = value_shift<C>(params, work.kv_head);
-        auto q = [&] { load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen, work.kv_head); };
+        auto q = [&] { load_q<C>(smem, params, map_q, q_state, work); };
         auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int n_block,
                               int shift) {
             using Kv = decltype(tile_type);

@@ -28,8 +28,14 @@ __device__ __forceinline__ int key_shift(const FwdParams& params, int kv_head) {
 // That of V's tiles, and thus of O's.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ int value_shift(const FwdParams& params, int kv_head) {
-    if constexpr (!Traits<C>::kShiftsValues) return 0;
+    if constexpr (!C.shifts_values) return 0;
     return column_shift<C.head_dim_v>(params.v, kv_head, params.shape.head_dim_v);
+}
+
+// That of V's tiles if `Values`, else of K's.
+template <Sm90FwdConfig C, bool Values>
+__device__ __forceinline__ int kv_shift(const FwdParams& params, int kv_head) {
+    return Values ? value_shift<C>(params, kv_head) : key_shift<C>(params, kv_head);
 }
 
 }  // namespace fa::sm90

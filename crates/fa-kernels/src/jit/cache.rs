@@ -122,7 +122,7 @@ impl Cache {
                 let log_file =
                     self.root.as_ref().map(|root| root.join(key).join(LOG)).filter(|log| log.is_file());
                 let (name, target) = (spec.name.clone(), source.target.clone());
-                Err(Error::Refused { name, target, fault: fault.to_string(), log_file })
+                Err(Error::Refused { name, target, fault, log_file })
             }
         }
     }

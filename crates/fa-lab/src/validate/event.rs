@@ -50,7 +50,7 @@ impl PassedOver {
     /// The kernel of [`fa_kernels::Error::Refused`]; `None` for other errors.
     pub(super) fn of(error: &fa_kernels::Error) -> Option<PassedOver> {
         let fa_kernels::Error::Refused { name, fault, .. } = error else { return None };
-        Some(PassedOver { kernel: name.clone(), fault: fault.clone() })
+        Some(PassedOver { kernel: name.clone(), fault: fault.to_string() })
     }
 }
 

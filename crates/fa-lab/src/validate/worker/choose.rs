@@ -170,7 +170,7 @@ mod tests {
                 true => Err(fa_kernels::Error::Refused {
                     name: spec.to_string(),
                     target: "sm_90".to_owned(),
-                    fault: "registers spill".to_owned(),
+                    fault: fa_kernels::Fault::Spills { stores: 8, loads: 8 },
                     log_file: None,
                 }),
                 false => Ok(()),

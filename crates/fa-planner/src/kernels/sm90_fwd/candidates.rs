@@ -4,7 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder, tile_queries};
 use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
-use super::cost::{skips_tiles, slow_rows};
+use super::cost::slow_rows;
 use super::spills;
 use crate::account::pages::gathers;
 use crate::kernels::{has_idle_warps, packings, split_choices};
@@ -120,7 +120,7 @@ const SKIPPED_KEYS: usize = 4096;
 /// fourth.
 fn most_stages(problem: &Problem, kernel: &Sm90Fwd) -> u32 {
     let skips =
-        || skips_tiles(MaskKind::of(&problem.mask), kernel) && problem.lengths.max_k() <= SKIPPED_KEYS;
+        || kernel.skips_blocks(MaskKind::of(&problem.mask)) && problem.lengths.max_k() <= SKIPPED_KEYS;
     match kernel.num_wg {
         0..=1 => 2,
         _ if problem.lengths.page().is_some() => 4,

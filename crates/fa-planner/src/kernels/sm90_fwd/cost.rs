@@ -53,12 +53,6 @@ pub(super) fn slow_rows(problem: &Problem) -> bool {
     [problem.head_dim, problem.head_dim_v].iter().any(|dim| !(dim * bytes).is_multiple_of(32))
 }
 
-/// Whether a warpgroup skips tiles of keys that only the rows of other warpgroups see, where it has the
-/// buffers for it.
-pub(super) fn skips_tiles(mask: MaskKind, kernel: &Sm90Fwd) -> bool {
-    mask != MaskKind::Full && (64..kernel.tile_m).contains(&kernel.tile_n)
-}
-
 /// Key tiles in the mean that a warpgroup skips which has `below` others below it, whose rows see 64 keys
 /// more each.
 fn skipped(problem: &Problem, kernel: &Sm90Fwd, below: u32) -> f64 {
@@ -74,10 +68,9 @@ fn skipped(problem: &Problem, kernel: &Sm90Fwd, below: u32) -> f64 {
 /// How many of K's and V's tiles begin on a sector (`sm90/fwd_shift.cuh`): none unless all rows of a head
 /// begin alike, as they do with an even number of heads.
 fn begun_on_sectors(problem: &Problem, k: &Sm90Fwd) -> usize {
-    match k.num_wg {
-        _ if !problem.heads_kv.is_multiple_of(2) => 0,
-        3.. if k.tile_n > 64 => 1,
-        _ => 2,
+    match problem.heads_kv.is_multiple_of(2) {
+        true => 1 + usize::from(k.shifts_values()),
+        false => 0,
     }
 }
 
@@ -188,8 +181,8 @@ fn model(
     // each), and the whole tile if it has no rows. It goes on to the next tile meanwhile, as far ahead of the
     // slowest as K and V have buffers (NB-138).
     let rows = problem.lengths.mean_q() * if k.pack_gqa { problem.group_size() } else { 1 };
-    let skips = skips_tiles(spec.mask, k);
-    let (passed, busy) = if skips && k.kv_stages > 1 {
+    let skips = k.skips_blocks(spec.mask);
+    let (passed, busy) = if skips {
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
         let ahead = f64::from(k.kv_stages - 1);
         let skipped: f64 = (0..k.num_wg).map(|below| skipped(problem, k, below).min(ahead)).sum();
