@@ -53,8 +53,9 @@ How it is timed: inputs are random normal, in BSHD memory for every peer. After 
 between two CUDA events; a spin kernel holds the GPU back while calls are queued, so that no gap of the host's
 shows up, and a few calls that do not count run between the two, so that clocks are those of work and not of
 idling. Peers take turns in rounds, in another order each time, and the median over all rounds counts. Inputs
-that would stay in the L2 cache are replaced by several sets used in turn. Backward is torch.autograd.grad
-alone on a retained graph. A peer whose result differs from the first peer's is reported as an error and not
+that would stay in the L2 cache are replaced by several sets used in turn; results go to the memory that
+torch's allocator has just got back, and ours to the same tensors in every call. Backward is
+torch.autograd.grad alone on a retained graph. A peer whose result differs from the first peer's is reported as an error and not
 timed.
 """
 

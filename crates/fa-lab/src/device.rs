@@ -6,14 +6,13 @@ mod timer;
 
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Arch, KernelSpec, Pass, Problem};
-use fa_kernels::{Backward, Error, Forward, driver};
+use fa_kernels::{Error, driver};
 use serde::Serialize;
 
 use crate::error::{self, gpu_only};
 use crate::machine;
-use crate::tensors::Inputs;
 
-pub use call::{Captured, PassCall, Plans, capture_calls};
+pub use call::{Calls, Captured, Plans, capture_calls};
 pub use placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
 pub use timer::{Timing, median, time_each};
 
@@ -82,24 +81,6 @@ pub fn bind_spec(
     gpu.bind_spec(problem, spec)
 }
 
-/// Copies of one call, and of its backward with a dO, of more than twice the L2's size together: timed in
-/// turn, none finds its inputs in the L2.
-///
-/// # Errors
-/// [`Error::Driver`], most often for lack of memory.
-pub fn calls<T: Half>(
-    gpu: &Gpu,
-    forward: &Forward,
-    backward: Option<(&Backward, &[T])>,
-    inputs: &Inputs<T>,
-) -> Result<Vec<PassCall<T>>, Error> {
-    const MOST: usize = 32;
-    let l2 = gpu.arch().limits().l2_bytes as f64;
-    let copies = (2.0 * l2 / inputs.problem.bytes_held(Pass::Forward).max(1.0)).ceil();
-    let call = |_| PassCall::new(&gpu.stream, forward, backward, inputs);
-    (0..(copies as usize).clamp(1, MOST)).map(call).collect()
-}
-
 /// Milliseconds of a launch by CUDA events, one figure per sample, in ascending order.
 ///
 /// # Errors
@@ -107,15 +88,10 @@ pub fn calls<T: Half>(
 pub fn time<T: Half>(
     gpu: &Gpu,
     bound: &Bound,
-    calls: &mut [PassCall<T>],
+    calls: &mut Calls<T>,
     timing: Timing,
 ) -> Result<Vec<f64>, Error> {
-    let mut next = 0;
     timer::time_launches(&gpu.stream, timing, |launches| {
-        for _ in 0..launches {
-            calls[next].run(bound, &gpu.stream)?;
-            next = (next + 1) % calls.len();
-        }
-        Ok(())
+        (0..launches).try_for_each(|_| calls.run(bound, &gpu.stream))
     })
 }

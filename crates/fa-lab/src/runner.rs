@@ -20,7 +20,7 @@ use fa_kernels::Error;
 use fa_kernels::cudarc::driver::CudaStream;
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Captured, PassCall, Plans, calls, capture_calls, median, time_each};
+use crate::device::{Calls, Captured, Plans, capture_calls, median, time_each};
 use crate::error::Result;
 use crate::judge::sample_head::SampleHead;
 use crate::judge::sample_rows::{Judged, SampleRows};
@@ -62,8 +62,7 @@ pub struct Runner<'d, T> {
     gpu: &'d Gpu,
     wanted: Wanted,
     pass: Pass,
-    calls: Vec<PassCall<T>>,
-    turn: usize,
+    calls: Calls<T>,
     rows: SampleRows,
     /// The expected gradients of a head, where gradients are timed.
     head: Option<SampleHead>,
@@ -126,8 +125,8 @@ struct Graph {
 }
 
 impl<'d, T: Half> Runner<'d, T> {
-    /// Random inputs for `wanted`, in enough copies that none stays in the L2, and some exact rows. `any` is
-    /// one of the kernels; each gets its workspace when it is checked.
+    /// Random inputs for `wanted` and some exact rows. `any` is one of the kernels; each gets its workspace
+    /// when it is checked.
     ///
     /// # Errors
     /// Most often for lack of device memory.
@@ -136,17 +135,17 @@ impl<'d, T: Half> Runner<'d, T> {
         let inputs = Inputs::<T>::of(problem, wanted.sequences(), TensorLayout::Bshd, 1);
         let (rows, head, calls) = match any {
             Bound::Forward(forward) => {
-                (SampleRows::new(&inputs, 2)?, None, calls(gpu, forward, None, &inputs)?)
+                (SampleRows::new(&inputs, 2)?, None, Calls::new(gpu, forward, None, &inputs)?)
             }
             Bound::Backward(backward) => {
                 let dout = random_dout(&inputs, 1);
                 let forward = gpu.forward(problem, None)?;
-                let calls = calls(gpu, &forward, Some((backward, &dout)), &inputs)?;
+                let calls = Calls::new(gpu, &forward, Some((backward, &dout)), &inputs)?;
                 (SampleRows::none(&inputs), Some(SampleHead::new(&inputs, &dout)?), calls)
             }
         };
         let pass = any.spec().kernel.pass();
-        Ok(Runner { gpu, wanted: wanted.clone(), pass, calls, turn: 0, rows, head })
+        Ok(Runner { gpu, wanted: wanted.clone(), pass, calls, rows, head })
     }
 
     /// The same for a problem without a name.
@@ -157,19 +156,18 @@ impl<'d, T: Half> Runner<'d, T> {
         Runner::of(gpu, &Wanted::new(*problem, ""), any)
     }
 
-    /// Runs `pass` once on poisoned outputs and judges them. A pass must be checked before it is timed: all
-    /// calls get its workspace here.
+    /// Runs `pass` once on poisoned outputs and judges them. A pass must be checked before it is timed: it
+    /// gets its workspace here.
     ///
     /// # Errors
     /// Errors of the GPU.
     pub fn check(&mut self, pass: &Bound) -> Result<Judged> {
         let stream = &self.gpu.stream;
-        self.calls.iter_mut().try_for_each(|call| call.ready(pass, stream))?;
-        let call = &mut self.calls[0];
-        call.run(pass, stream)?;
-        match (&self.head, call.gradients(stream)?) {
+        self.calls.ready(pass, stream)?;
+        self.calls.run(pass, stream)?;
+        match (&self.head, self.calls.gradients(stream)?) {
             (Some(head), Some(gradients)) => Ok(head.judge(&gradients)?),
-            _ => Ok(self.rows.judge(&call.output(stream)?)?),
+            _ => Ok(self.rows.judge(&self.calls.output(stream)?)?),
         }
     }
 
@@ -191,12 +189,8 @@ impl<'d, T: Half> Runner<'d, T> {
     /// # Errors
     /// Errors of the GPU.
     pub fn sample(&mut self, pass: &Bound, reps: usize) -> Result<Vec<f64>, Error> {
-        let (stream, copies) = (&self.gpu.stream, self.calls.len());
-        time_each(stream, LEAD, reps, || {
-            let call = &mut self.calls[self.turn % copies];
-            self.turn = (self.turn + 1) % copies;
-            call.run(pass, stream)
-        })
+        let stream = &self.gpu.stream;
+        time_each(stream, LEAD, reps, || self.calls.run(pass, stream))
     }
 
     /// Captures the calls of a graph on all copies of the tensors in turn, on a separate stream.

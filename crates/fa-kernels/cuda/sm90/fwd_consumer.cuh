@@ -132,7 +132,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     if (C.ping_pong && wg == C.num_wg - 1) signal_next();
 
     float s[C.tile_n / 2];
-    float o[C.head_dim_v / 2];
+    // Zeros, although the first product overwrites them: before 12.9 ptxas defines accumulators that are not
+    // yet defined next to the product, and therefore serialises all wgmma (C7515).
+    float o[C.head_dim_v / 2] = {};
     u32 p[C.pv_is_rs ? C.tile_n / 4 : 1];
     float rescale[2];
 
@@ -226,8 +228,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const int row = tile.m_block * tile_rows + own_row;
         // The end of the tile's rows, recomputed at each use to save a register.
         auto end = [&] { return rows.end(seqlen, tile.m_block, tile_rows); };
-#pragma unroll
-        for (float& value : o) value = 0.f;
         Softmax<C.exp_poly_of_16, C.lazy_max ? 0 : C.rescale_threshold> softmax;
 
         const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,

@@ -1,19 +1,32 @@
-//! Tensors of one call of either pass, for kernels that are timed.
+//! Tensors of a call of either pass, for kernels that are timed.
 
 use std::sync::Arc;
 
-use fa_attn::device::{Bound, DeviceOutput, Half, capture};
+use fa_attn::device::{Bound, DeviceOutput, DeviceTensor, Gpu, Half, capture};
+use fa_core::Pass;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream};
 use fa_kernels::{Backward, Error, Forward};
 
-use super::placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
+use super::placed::{PlacedBackward, PlacedForward, place_backward, place_dout, place_forward, place_inputs};
 use crate::memory::Gradients;
 use crate::tensors::Inputs;
 
-/// Tensors of one call of either pass.
-pub struct PassCall<T> {
+/// Tensors of the calls of either pass that are timed: inputs in copies that are taken in turn, of more than
+/// twice the L2's size together, so that no call finds its inputs in the L2; outputs and workspace once, since
+/// a framework's allocator gives every call the memory that the one before it has freed. Peers are timed in
+/// the same way.
+pub struct Calls<T> {
     forward: PlacedForward<T>,
     backward: Option<PlacedBackward<T>>,
+    /// The other copies of the inputs.
+    others: Vec<OtherInputs<T>>,
+    turn: usize,
+}
+
+/// What a pass reads: the inputs of a forward, or a whole forward and dO.
+enum OtherInputs<T> {
+    Forward([DeviceTensor<T>; 3]),
+    Backward(Box<PlacedForward<T>>, DeviceTensor<T>),
 }
 
 /// The error for a pass that has no tensors.
@@ -22,26 +35,53 @@ fn no_tensors() -> Error {
     Error::Mismatch { what: "pass", kernel, problem }
 }
 
-impl<T: Half> PassCall<T> {
+impl<T: Half> Calls<T> {
     /// Tensors of the forward, and with a `backward` and dO those of the gradients after the forward has run.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::Driver`], most often for lack of memory.
     pub fn new(
-        stream: &Arc<CudaStream>,
+        gpu: &Gpu,
         forward: &Forward,
         backward: Option<(&Backward, &[T])>,
         inputs: &Inputs<T>,
-    ) -> Result<PassCall<T>, Error> {
+    ) -> Result<Calls<T>, Error> {
+        const MOST: usize = 32;
+        let stream = &gpu.stream;
+        let l2 = gpu.arch().limits().l2_bytes as f64;
+        let copies = (2.0 * l2 / inputs.problem.bytes_held(Pass::Forward).max(1.0)).ceil() as usize;
+        let others = 1..copies.clamp(1, MOST);
         let mut tensors = place_forward(stream, forward, inputs)?;
-        let backward = match backward {
-            None => None,
-            Some((backward, dout)) => {
-                tensors.run(forward, stream)?;
-                Some(place_backward(stream, backward, &tensors, inputs, dout)?)
-            }
+        let Some((backward, dout)) = backward else {
+            let other = |_| Ok(OtherInputs::Forward(place_inputs(stream, inputs)?));
+            let others = others.map(other).collect::<Result<_, Error>>()?;
+            return Ok(Calls { forward: tensors, backward: None, others, turn: 0 });
         };
-        Ok(PassCall { forward: tensors, backward })
+        tensors.run(forward, stream)?;
+        let gradients = place_backward(stream, backward, &tensors, inputs, dout)?;
+        let other = |_| {
+            let mut tensors = place_forward(stream, forward, inputs)?;
+            tensors.run(forward, stream)?;
+            let dout = place_dout(stream, &tensors, inputs, dout)?;
+            Ok(OtherInputs::Backward(Box::new(tensors), dout))
+        };
+        let others = others.map(other).collect::<Result<_, Error>>()?;
+        Ok(Calls { forward: tensors, backward: Some(gradients), others, turn: 0 })
+    }
+
+    /// Makes the next copy of the inputs the one that calls read. Exchanging the current one for each of the
+    /// others in turn visits all of them in turn.
+    fn advance(&mut self) {
+        let Some(other) = self.others.get_mut(self.turn) else { return };
+        match (other, &mut self.backward) {
+            (OtherInputs::Forward(inputs), _) => self.forward.swap_inputs(inputs),
+            (OtherInputs::Backward(forward, dout), Some(backward)) => {
+                std::mem::swap(&mut self.forward, forward);
+                backward.swap_dout(dout);
+            }
+            (OtherInputs::Backward(..), None) => unreachable!("made together"),
+        }
+        self.turn = (self.turn + 1) % self.others.len();
     }
 
     /// Fills the pass's outputs with NaN; allocates its workspace.
@@ -62,11 +102,12 @@ impl<T: Half> PassCall<T> {
         }
     }
 
-    /// Launches the pass.
+    /// Launches the pass on the next copy of the inputs.
     ///
     /// # Errors
     /// What the kernel refuses; [`Error::Mismatch`] for a backward where only the forward has tensors.
     pub fn run(&mut self, bound: &Bound, stream: &CudaStream) -> Result<(), Error> {
+        self.advance();
         match (bound, &mut self.backward) {
             (Bound::Forward(forward), _) => self.forward.run(forward, stream),
             (Bound::Backward(backward), Some(tensors)) => tensors.run(&self.forward, backward, stream),
@@ -110,20 +151,19 @@ pub enum Plans {
     Alone,
 }
 
-/// `count` launches of a pass on `calls` in turn, captured as one CUDA graph on `stream` (not the default
-/// one), which must not outlive the calls.
+/// `count` launches of a pass, captured as one CUDA graph on `stream` (not the default one), which must not
+/// outlive the calls.
 ///
 /// # Errors
 /// [`Error::Driver`], what the kernel refuses, and [`Error::UnusedExtra`] where a plan alone is asked for and
 /// the pass has none.
 pub fn capture_calls<T: Half>(
-    calls: &mut [PassCall<T>],
+    calls: &mut Calls<T>,
     bound: &Bound,
     stream: &Arc<CudaStream>,
     count: usize,
     plans: Plans,
 ) -> Result<Captured, Error> {
-    let copies = calls.len();
     let plan = match bound {
         Bound::Forward(forward) if plans != Plans::EachCall && forward.plan_bytes() > 0 => {
             let made = |source| Error::Driver { doing: "allocating device memory", source };
@@ -136,27 +176,28 @@ pub fn capture_calls<T: Half>(
     };
     let mut head: Option<Launch<'_>> = None;
     let mut launches: Vec<Launch<'_>> = Vec::new();
-    for call in calls {
-        launches.push(match (bound, &mut call.backward, &plan) {
+    for _ in 0..=calls.others.len() {
+        calls.advance();
+        launches.push(match (bound, &mut calls.backward, &plan) {
             (Bound::Forward(forward), _, Some(plan)) if plans == Plans::Alone => {
-                Box::new(call.forward.plan(forward, stream, plan))
+                Box::new(calls.forward.plan(forward, stream, plan))
             }
             (Bound::Forward(forward), _, Some(plan)) => {
                 if head.is_none() {
-                    head = Some(Box::new(call.forward.plan(forward, stream, plan)));
+                    head = Some(Box::new(calls.forward.plan(forward, stream, plan)));
                 }
-                Box::new(call.forward.launch_planned(forward, stream, plan))
+                Box::new(calls.forward.launch_planned(forward, stream, plan))
             }
-            (Bound::Forward(forward), _, None) => Box::new(call.forward.launch(forward, stream)),
+            (Bound::Forward(forward), _, None) => Box::new(calls.forward.launch(forward, stream)),
             (Bound::Backward(backward), Some(tensors), _) => {
-                Box::new(tensors.launch(&call.forward, backward, stream))
+                Box::new(tensors.launch(&calls.forward, backward, stream))
             }
             (Bound::Backward(_), None, _) => return Err(no_tensors()),
         });
     }
     let graph = capture(stream, || {
         head.iter().try_for_each(|plan| plan(stream))?;
-        (0..count).try_for_each(|i| launches[i % copies](stream))
+        (0..count).try_for_each(|i| launches[i % launches.len()](stream))
     })?;
     Ok(Captured { graph, _plan: plan })
 }

@@ -1,6 +1,7 @@
 //! Inputs in device memory: rows of the sequences at their positions, NaN everywhere else; and the outputs.
 #![allow(unsafe_code)]
 
+use std::mem::swap;
 use std::sync::Arc;
 
 use fa_attn::device::{
@@ -83,6 +84,41 @@ pub fn place_forward<T: Half>(
     Ok(PlacedForward { tensors, sequences: Some(inputs.sequences.clone()), heads_q })
 }
 
+/// Another copy of Q, K and V on the GPU, placed as [`place_forward`] places them.
+///
+/// # Errors
+/// [`Error::Driver`], most often for lack of memory.
+pub(super) fn place_inputs<T: Half>(
+    stream: &Arc<CudaStream>,
+    inputs: &Inputs<T>,
+) -> Result<[DeviceTensor<T>; 3], Error> {
+    let [of_q, of_k, of_v, _] = inputs.placements;
+    if inputs.is_plain() {
+        let [q, k, v] = [&inputs.values[0], &inputs.values[1], &inputs.values[2]];
+        let place = |values, placement| DeviceTensor::place(stream, values, placement);
+        return Ok([place(q, of_q)?, place(k, of_k)?, place(v, of_v)?]);
+    }
+    let [q, k, v] = inputs.stored();
+    Ok([tensor(stream, &q, of_q)?, tensor(stream, &k, of_k)?, tensor(stream, &v, of_v)?])
+}
+
+/// `dout`, rows end to end, on the GPU, placed beside the tensors of its forward.
+///
+/// # Errors
+/// [`Error::Driver`], most often for lack of memory.
+pub(super) fn place_dout<T: Half>(
+    stream: &Arc<CudaStream>,
+    forward: &PlacedForward<T>,
+    inputs: &Inputs<T>,
+    dout: &[T],
+) -> Result<DeviceTensor<T>, Error> {
+    let placement = dout_placement(&inputs.placements);
+    match &forward.sequences {
+        None => DeviceTensor::place(stream, dout, placement),
+        Some(sequences) => tensor(stream, &store(dout, &sequences.q, &placement), placement),
+    }
+}
+
 /// `dout`, rows end to end, on the GPU next to the tensors of its forward, and gradients that hold NaN.
 ///
 /// # Errors
@@ -94,11 +130,7 @@ pub fn place_backward<T: Half>(
     inputs: &Inputs<T>,
     dout: &[T],
 ) -> Result<PlacedBackward<T>, Error> {
-    let placement = dout_placement(&inputs.placements);
-    let dout = match &forward.sequences {
-        None => DeviceTensor::place(stream, dout, placement)?,
-        Some(sequences) => tensor(stream, &store(dout, &sequences.q, &placement), placement)?,
-    };
+    let dout = place_dout(stream, forward, inputs, dout)?;
     let tensors = DeviceBackward::new(stream, backward, &forward.tensors, dout)?;
     let mut placed = PlacedBackward { tensors };
     placed.poison(stream)?;
@@ -106,6 +138,13 @@ pub fn place_backward<T: Half>(
 }
 
 impl<T: Half> PlacedForward<T> {
+    /// Exchanges Q, K and V for those of another copy, of the same shapes and strides.
+    pub(super) fn swap_inputs(&mut self, [q, k, v]: &mut [DeviceTensor<T>; 3]) {
+        swap(&mut self.tensors.q, q);
+        swap(&mut self.tensors.k, k);
+        swap(&mut self.tensors.v, v);
+    }
+
     /// Launches `forward` without allocating or waiting.
     ///
     /// # Errors
@@ -233,6 +272,11 @@ impl<T: Half> PlacedForward<T> {
 }
 
 impl<T: Half> PlacedBackward<T> {
+    /// Exchanges dO for that of another copy, of the same shape and strides.
+    pub(super) fn swap_dout(&mut self, dout: &mut DeviceTensor<T>) {
+        swap(&mut self.tensors.dout, dout);
+    }
+
     /// Launches `backward` on the tensors of `forward`, without allocating or waiting.
     ///
     /// # Errors

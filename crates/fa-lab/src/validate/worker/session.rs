@@ -11,7 +11,7 @@ use fa_planner::plan::PlanError;
 use half::bf16;
 
 use super::choose::{self, Chosen};
-use crate::device::{self, PassCall, Timing, calls, median, time};
+use crate::device::{self, Calls, Timing, median, time};
 use crate::error::{Error, Result};
 use crate::grid::{Arrangement, Case};
 use crate::tensors::{Inputs, random_dout};
@@ -30,7 +30,7 @@ pub(super) struct Session {
 }
 
 /// Tensors of problems that several kernels are timed on.
-type Timed = HashMap<String, Vec<PassCall<bf16>>>;
+type Timed = HashMap<String, Calls<bf16>>;
 
 /// The result of a case.
 pub(super) struct Found {
@@ -221,16 +221,16 @@ impl Session {
             let calls = match (pass, forward) {
                 (Bound::Backward(backward), Some(forward)) => {
                     let dout = random_dout(&inputs, case.seed());
-                    calls(&self.gpu, forward, Some((backward, &dout)), &inputs)?
+                    Calls::new(&self.gpu, forward, Some((backward, &dout)), &inputs)?
                 }
-                (Bound::Forward(forward), _) => calls(&self.gpu, forward, None, &inputs)?,
+                (Bound::Forward(forward), _) => Calls::new(&self.gpu, forward, None, &inputs)?,
                 (Bound::Backward(_), None) => unreachable!("gradients are measured after a forward"),
             };
             timed.insert(key.clone(), calls);
         }
         let calls = timed.get_mut(&key).expect("inserted above, by this thread or another");
         // Kernels differ in their workspaces.
-        calls.iter_mut().try_for_each(|call| call.ready(pass, &self.gpu.stream))?;
+        calls.ready(pass, &self.gpu.stream)?;
         let times = time(&self.gpu, pass, calls, TIMING)?;
         let ms = median(&times);
         let rate = case.problem.flops(case.pass) / ms / 1e9;
