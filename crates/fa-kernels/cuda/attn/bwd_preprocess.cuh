@@ -18,6 +18,7 @@ namespace fa {
 
 // Zeroes `count` values, a multiple of 4, as thread `thread` of `threads`.
 __device__ __forceinline__ void clear_f32(float* values, i64 count, i64 thread, i64 threads) {
+#pragma unroll 1
     for (i64 i = thread * 4; i < count; i += threads * 4) *reinterpret_cast<Vec16*>(values + i) = Vec16{};
 }
 
@@ -105,11 +106,12 @@ __device__ __forceinline__ void clear_turns(const BwdParams& params, i64 tile) {
 
 // Stores the statistics of a tile of queries: dPsum and the LSE in base 2 go to element workspace_row(i) of
 // the workspace. The forward's LSE of query i, and its gradient if given, are at lse_row(i). With a gradient
-// of the LSE, dS = P (dP - (dPsum - dLSE)): dPsum is stored less dLSE.
-template <auto C, class LseRow, class Row>
+// of the LSE, dS = P (dP - (dPsum - dLSE)): dPsum is stored less dLSE. `under_loads` runs once, while the
+// first loads are in flight.
+template <auto C, class LseRow, class Row, class UnderLoads>
 __device__ __forceinline__ void store_statistics(const BwdParams& params, const Seqlen<C.varied>& seqlen,
                                                  int m_block, int batch, int head, const LseRow& lse_row,
-                                                 const Row& workspace_row) {
+                                                 const Row& workspace_row, const UnderLoads& under_loads) {
     const u16* out = view(params.out).row(batch, seqlen.q_offset(), head);
     const u16* dout = view(params.dout).row(batch, seqlen.q_offset(), head);
     const int lane = thread_index() % 8;
@@ -118,6 +120,7 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
     // A thread's loads for kRows rows of kColumns columns, 128 bytes, are in flight together.
     constexpr int kColumns = min_of(C.head_dim_v, 128), kRows = kColumns <= 64 ? 4 : 2;
     const int stride = cta_threads() / 8;
+    bool is_first = true;
     for (int first = thread_index() / 8; first < C.tile_m; first += kRows * stride) {
         float sum[kRows] = {}, lse[kRows];
 #pragma unroll 1
@@ -132,6 +135,8 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
                                inside ? params.shape.head_dim_v - column : 0, lane);
                 if (column == 0) lse[i] = inside && lane == 0 ? params.lse[lse_row(query)] : minus_infinity();
             }
+            if (is_first) under_loads();
+            is_first = false;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) sum[i] = chunks[i].dot(sum[i]);
         }
@@ -169,12 +174,14 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
         if (params.dq_semaphores != nullptr && thread_index() == 0) clear_turns<C>(params, tile.index);
         const auto seqlen = Seqlen<true>::of(params, tile.batch);
         const i64 lse_row = seqlen.lse_row(tile.batch, tile.head, params.shape.heads_q);
+        const Visibility<C.mask, true> visible{params.shape, seqlen};
         store_statistics<C>(
             params, seqlen, tile.m_block, tile.batch, tile.head, [&](int query) { return lse_row + query; },
-            [&](int query) { return (tile.index - tile.m_block) * C.tile_m + query; });
-        const Visibility<C.mask, true> visible{params.shape, seqlen};
-        if (!stores_dq<C>(params) || sees_nothing<C.tile_m, C.tile_n>(visible, tile.m_block))
-            clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
+            [&](int query) { return (tile.index - tile.m_block) * C.tile_m + query; },
+            [&] {
+                if (!stores_dq<C>(params) || sees_nothing<C.tile_m, C.tile_n>(visible, tile.m_block))
+                    clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
+            });
     } else {
         const int tile = cta_count() - 1 - cta_index();
         const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
@@ -188,13 +195,15 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
         const int kv_head = head / params.shape.group_size;
         const int part = (batch * params.shape.heads_kv + kv_head) * params.head_splits +
                          (head - kv_head * params.shape.group_size) / share;
-        if (!stores_dq<C>(params, part))
-            clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
-        if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
         store_statistics<C>(
             params, seqlen, m_block, batch, head,
             [&](int query) { return i64(batch_head) * seqlen.q() + query; },
-            [&](int query) { return i64(batch_head) * params.m_blocks * C.tile_m + query; });
+            [&](int query) { return i64(batch_head) * params.m_blocks * C.tile_m + query; },
+            [&] {
+                if (!stores_dq<C>(params, part))
+                    clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
+                if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
+            });
     }
 }
 
