@@ -115,8 +115,9 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
     const u16* out = view(params.out).row(batch, seqlen.q_offset(), head);
     const u16* dout = view(params.dout).row(batch, seqlen.q_offset(), head);
     const int lane = thread_index() % 8;
-    // A warp computes 4 rows, and the shuffles need whole warps.
-    static_assert(C.tile_m % 4 == 0);
+    // A warp computes 4 rows, and the shuffles need whole warps. All 256 threads have a row, and so a first
+    // load.
+    static_assert(C.tile_m % 4 == 0 && C.tile_m >= 32);
     // A thread's loads for kRows rows of kColumns columns, 128 bytes, are in flight together.
     constexpr int kColumns = min_of(C.head_dim_v, 128), kRows = kColumns <= 64 ? 4 : 2;
     const int stride = cta_threads() / 8;
