@@ -12,9 +12,9 @@ use crate::memory::Gradients;
 use crate::tensors::Inputs;
 
 /// Tensors of the calls of either pass that are timed: inputs in copies that are taken in turn, of more than
-/// twice the L2's size together, so that no call finds its inputs in the L2; outputs and workspace once, since
-/// a framework's allocator gives every call the memory that the one before it has freed. Peers are timed in
-/// the same way.
+/// twice the L2's size together, so that no call finds its inputs there; outputs and workspace once, since a
+/// framework's allocator gives every call the memory that the one before it has freed. Peers are timed in the
+/// same way.
 pub struct Calls<T> {
     forward: PlacedForward<T>,
     backward: Option<PlacedBackward<T>>,
@@ -25,7 +25,7 @@ pub struct Calls<T> {
 
 /// What a pass reads: the inputs of a forward, or a whole forward and dO.
 enum OtherInputs<T> {
-    Forward([DeviceTensor<T>; 3]),
+    Forward(Box<[DeviceTensor<T>; 3]>),
     Backward(Box<PlacedForward<T>>, DeviceTensor<T>),
 }
 
@@ -53,7 +53,7 @@ impl<T: Half> Calls<T> {
         let others = 1..copies.clamp(1, MOST);
         let mut tensors = place_forward(stream, forward, inputs)?;
         let Some((backward, dout)) = backward else {
-            let other = |_| Ok(OtherInputs::Forward(place_inputs(stream, inputs)?));
+            let other = |_| Ok(OtherInputs::Forward(Box::new(place_inputs(stream, inputs)?)));
             let others = others.map(other).collect::<Result<_, Error>>()?;
             return Ok(Calls { forward: tensors, backward: None, others, turn: 0 });
         };
