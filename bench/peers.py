@@ -55,8 +55,8 @@ shows up, and a few calls that do not count run between the two, so that clocks 
 idling. Peers take turns in rounds, in another order each time, and the median over all rounds counts. Inputs
 that would stay in the L2 cache are replaced by several sets used in turn; results go to the memory that
 torch's allocator has just got back, and ours to the same tensors in every call. Backward is
-torch.autograd.grad alone on a retained graph. A peer whose result differs from the first peer's is reported as an error and not
-timed.
+torch.autograd.grad alone on a retained graph. A peer whose result differs from the first peer's is reported
+as an error and not timed.
 """
 
 import json

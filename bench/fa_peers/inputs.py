@@ -7,8 +7,8 @@ MAX_INPUT_SETS = 32
 
 
 class Inputs:
-    """Sets of q, k, v, dout in BSHD memory (packed and paged where asked), so many that with their outputs they
-    take twice the L2 cache: none is in it when its turn comes. Our own calls have as many (fa-lab's Calls)."""
+    """Sets of q, k, v, dout in BSHD memory (packed and paged where asked), up to MAX_INPUT_SETS: so many that
+    with an output each they would take twice the L2 cache. Our own calls have about as many (fa-lab's Calls)."""
 
     def __init__(self, torch, request, device, most=MAX_INPUT_SETS):
         dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[request["dtype"]]

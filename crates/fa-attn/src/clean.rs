@@ -19,8 +19,7 @@ pub struct Clean<P> {
 
 /// The first of `specs` (best first) that `bind` accepts; `None` where `specs` is empty. A kernel that
 /// spills is skipped together with the others of its tile, most of which spill as well; the search ends after
-/// eight tiles.
-/// [`crate::device::Gpu::bind`] uses it on the planner's kernels.
+/// eight tiles. [`crate::device::Gpu::bind`] uses it on the planner's kernels.
 ///
 /// # Errors
 /// The first refusal if no kernel is accepted; any other error of `bind` ends the search.

@@ -130,7 +130,7 @@ struct Sm90FwdConfig {
     // A warpgroup skips tiles of keys that only rows of later warpgroups see. It releases the K of all
     // skipped tiles, at most two, before it waits for the first V; this needs two stages.
     bool skips_blocks;
-    // V's tiles begin on a sector (fwd_shift.cuh), where that spills no register when O is stored.
+    // V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill.
     bool shifts_values;
 };
 
@@ -160,7 +160,7 @@ struct Sm80BwdConfig {
     bool sinks;
     // Split keys: several CTAs share the keys of a tile.
     bool split;
-    // Queries per step; a multiple of 16 up to 128.
+    // Queries per step; a multiple of 16 from 32 to 128.
     int tile_m;
     // Keys per CTA; a multiple of 16 up to 128.
     int tile_n;
@@ -213,7 +213,7 @@ struct Sm90BwdConfig {
     bool sinks;
     // Split keys: several CTAs share the keys of a tile.
     bool split;
-    // Queries per step; a multiple of 16 up to 128.
+    // Queries per step; a multiple of 16 from 32 to 128.
     int tile_m;
     // Keys per CTA; a multiple of 16 up to 128.
     int tile_n;

@@ -45,9 +45,9 @@ impl Sm90Fwd {
         spec.score.softcap && !spec.score.alibi && self.lazy_max() && fits
     }
 
-    /// Whether a warpgroup skips tiles of keys that only rows of later warpgroups see: tiles of fewer keys
-    /// than the CTA has rows. It releases the K of all skipped tiles, at most two, before it waits for the
-    /// first V, which needs two stages.
+    /// Whether a warpgroup skips tiles of keys that only rows of later warpgroups see, in tiles of fewer keys
+    /// than the CTA has rows. It needs two stages: the K of all skipped tiles, at most two, is released before
+    /// the wait for the first V.
     pub const fn skips_blocks(&self, mask: MaskKind) -> bool {
         let is_masked = !matches!(mask, MaskKind::Full);
         is_masked && self.tile_n < self.tile_m && self.tile_n >= 64 && self.kv_stages >= 2
@@ -156,7 +156,7 @@ const SKIPS_BLOCKS: &[&str] = &[
     " skipped tiles, at most two, before it waits for the first V; this needs two stages.",
 ];
 const SHIFTS_VALUES: &[&str] =
-    &[" V's tiles begin on a sector (fwd_shift.cuh), where that spills no register when O is stored."];
+    &[" V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill."];
 const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
     " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",
@@ -198,6 +198,22 @@ mod tests {
         let wide = KernelSpec { head_dim_v: 256, ..capped };
         let varied = KernelSpec { reads: Reads { varied: true, paged: false }, ..wide.clone() };
         assert!(lazy.near_cap(&wide) && !lazy.near_cap(&varied));
+    }
+
+    #[test]
+    fn warpgroups_skip_tiles_of_keys_that_others_see() {
+        let of = |tile_n, kv_stages| Sm90Fwd { tile_n, kv_stages, ..Sm90Fwd::default() };
+        assert!(of(64, 2).skips_blocks(MaskKind::Causal) && of(112, 3).skips_blocks(MaskKind::Window));
+        assert!(!of(64, 2).skips_blocks(MaskKind::Full));
+        // One stage holds no skipped K, and tiles below 64 keys are more than two.
+        assert!(!of(64, 1).skips_blocks(MaskKind::Causal) && !of(48, 2).skips_blocks(MaskKind::Causal));
+        assert!(!of(128, 2).skips_blocks(MaskKind::Causal));
+    }
+
+    #[test]
+    fn tiles_of_v_begin_on_a_sector_where_o_has_registers() {
+        let of = |num_wg, tile_n| Sm90Fwd { num_wg, tile_m: 64 * num_wg, tile_n, ..Sm90Fwd::default() };
+        assert!(of(2, 128).shifts_values() && of(3, 64).shifts_values() && !of(3, 80).shifts_values());
     }
 
     fn stores(spec: &KernelSpec) -> bool {

@@ -207,8 +207,8 @@ impl KernelSpec {
                 format!("out_dtype = {out} and dtype = {qkv}: kernels write O in the type of Q, K and V");
             return Err(SpecError::Conflict(why));
         }
-        params::multiple("head_dim", self.head_dim, 16, MAX_HEAD_DIM)?;
-        params::multiple("head_dim_v", self.head_dim_v, 16, MAX_HEAD_DIM)?;
+        params::multiple("head_dim", self.head_dim, 16, 16, MAX_HEAD_DIM)?;
+        params::multiple("head_dim_v", self.head_dim_v, 16, 16, MAX_HEAD_DIM)?;
         self.check_reads()?;
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
         each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))

@@ -69,7 +69,7 @@ from_value! {
 }
 
 /// Declares the parameters of a kernel: `name: type = default`, and for numbers the rule that each obeys on
-/// its own, `=> range(least, most)` or `=> multiple(step, most)`. A switch that is newer than
+/// its own, `=> range(least, most)` or `=> multiple(step, least, most)`. A switch that is newer than
 /// specs on disk has `#[serde(default, skip_serializing_if = "..")]`: its text is left out where it is off.
 macro_rules! kernel_params {
     ($(#[doc = $doc:literal])+ pub struct $kernel:ident {
@@ -127,10 +127,16 @@ pub(super) fn range(field: &'static str, value: u32, min: u32, max: u32) -> Resu
     Err(SpecError::BadValue { field, value, need: format!("{min} to {max}") })
 }
 
-/// A multiple of `step` from `step` to `max`.
-pub(super) fn multiple(field: &'static str, value: u32, step: u32, max: u32) -> Result<(), SpecError> {
-    if value > 0 && value.is_multiple_of(step) && value <= max {
+/// A multiple of `step` from `min` to `max`.
+pub(super) fn multiple(
+    field: &'static str,
+    value: u32,
+    step: u32,
+    min: u32,
+    max: u32,
+) -> Result<(), SpecError> {
+    if value.is_multiple_of(step) && (min..=max).contains(&value) {
         return Ok(());
     }
-    Err(SpecError::BadValue { field, value, need: format!("a multiple of {step} from {step} to {max}") })
+    Err(SpecError::BadValue { field, value, need: format!("a multiple of {step} from {min} to {max}") })
 }

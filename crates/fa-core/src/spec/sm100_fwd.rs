@@ -12,7 +12,7 @@ kernel_params! {
         /// Query rows of a CTA: `128 * q_tiles`.
         tile_m: u32 = 256,
         /// Keys per step; a multiple of 32 up to 128.
-        tile_n: u32 = 128 => multiple(32, 128),
+        tile_n: u32 = 128 => multiple(32, 32, 128),
         /// Tiles of 128 queries that share K and V, 1 or 2: with 2, the softmax of one runs under the
         /// products of the other.
         q_tiles: u32 = 2 => range(1, 2),

@@ -12,12 +12,12 @@ kernel_params! {
     /// Each of the five products of a step (see `Sm90Bwd`) is divided among the warps into whole 16 x 16
     /// blocks.
     pub struct Sm80Bwd {
-        /// Queries per step; a multiple of 16 up to 128.
-        tile_m: u32 = 64 => multiple(16, 128),
+        /// Queries per step; a multiple of 16 from 32 to 128.
+        tile_m: u32 = 64 => multiple(16, 32, 128),
         /// Keys per CTA; a multiple of 16 up to 128.
-        tile_n: u32 = 64 => multiple(16, 128),
+        tile_n: u32 = 64 => multiple(16, 16, 128),
         /// Warps, an even number from 2 to 8: half are P warps (P, dV), half are dS warps (dS, dK).
-        num_warps: u32 = 4 => multiple(2, 8),
+        num_warps: u32 = 4 => multiple(2, 2, 8),
         /// Q buffers, 2 or 3: P is one step ahead. With 2, the next Q arrives during the step that needs it.
         q_stages: u32 = 2 => range(2, 3),
         /// dO buffers, 1 or 2.

@@ -11,7 +11,7 @@ kernel_params! {
         /// Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
         tile_m: u32 = 64,
         /// Keys per step; a multiple of 16 up to 256.
-        tile_n: u32 = 64 => multiple(16, 256),
+        tile_n: u32 = 64 => multiple(16, 16, 256),
         /// Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows.
         num_warps: u32 = 4 => range(1, 16),
         /// K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
@@ -43,7 +43,7 @@ impl Sm80Fwd {
     /// Checks the fields against the kernel's rules.
     pub(super) fn check(&self, _: (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
-        multiple("tile_m", self.tile_m, 16 * self.num_warps, 256)
+        multiple("tile_m", self.tile_m, 16 * self.num_warps, 16 * self.num_warps, 256)
     }
 
     pub(super) const fn traits(&self) -> Traits {

@@ -14,10 +14,10 @@ kernel_params! {
     /// (`[tile_m, head dim]`). Each can be computed transposed (swap_ab), and its rows or its columns are
     /// divided among the warpgroups (atom layout).
     pub struct Sm90Bwd {
-        /// Queries per step; a multiple of 16 up to 128.
-        tile_m: u32 = 128 => multiple(16, 128),
+        /// Queries per step; a multiple of 16 from 32 to 128.
+        tile_m: u32 = 128 => multiple(16, 32, 128),
         /// Keys per CTA; a multiple of 16 up to 128.
-        tile_n: u32 = 128 => multiple(16, 128),
+        tile_n: u32 = 128 => multiple(16, 16, 128),
         /// Consumer warpgroups, 2 or 3; one more is the producer, which also adds dQ to device memory.
         num_wg: u32 = 2 => range(2, 3),
         /// Q buffers, 1 or 2.

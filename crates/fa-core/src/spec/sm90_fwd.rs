@@ -12,7 +12,7 @@ kernel_params! {
         /// Query rows per CTA: `64 * num_wg`.
         tile_m: u32 = 128,
         /// Keys per step; a multiple of 16 up to 256.
-        tile_n: u32 = 128 => multiple(16, 256),
+        tile_n: u32 = 128 => multiple(16, 16, 256),
         /// Consumer warpgroups, 1 to 3; one more is the producer.
         num_wg: u32 = 2 => range(1, 3),
         /// P as a register operand of P V instead of through shared memory.

@@ -106,8 +106,8 @@ __device__ __forceinline__ void clear_turns(const BwdParams& params, i64 tile) {
 
 // Stores the statistics of a tile of queries: dPsum and the LSE in base 2 go to element workspace_row(i) of
 // the workspace. The forward's LSE of query i, and its gradient if given, are at lse_row(i). With a gradient
-// of the LSE, dS = P (dP - (dPsum - dLSE)): dPsum is stored less dLSE. `under_loads` runs once, while the
-// first loads are in flight.
+// of the LSE, dS = P (dP - (dPsum - dLSE)): dPsum is stored less dLSE. `under_loads` is called once by
+// every thread, while its first loads are in flight.
 template <auto C, class LseRow, class Row, class UnderLoads>
 __device__ __forceinline__ void store_statistics(const BwdParams& params, const Seqlen<C.varied>& seqlen,
                                                  int m_block, int batch, int head, const LseRow& lse_row,
@@ -115,8 +115,7 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
     const u16* out = view(params.out).row(batch, seqlen.q_offset(), head);
     const u16* dout = view(params.dout).row(batch, seqlen.q_offset(), head);
     const int lane = thread_index() % 8;
-    // A warp computes 4 rows, and the shuffles need whole warps. All 256 threads have a row, and so a first
-    // load.
+    // A warp computes 4 rows, and the shuffles need whole warps. Each of the 256 threads has a row.
     static_assert(C.tile_m % 4 == 0 && C.tile_m >= 32);
     // A thread's loads for kRows rows of kColumns columns, 128 bytes, are in flight together.
     constexpr int kColumns = min_of(C.head_dim_v, 128), kRows = kColumns <= 64 ? 4 : 2;

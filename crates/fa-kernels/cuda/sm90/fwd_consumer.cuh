@@ -132,8 +132,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     if (C.ping_pong && wg == C.num_wg - 1) signal_next();
 
     float s[C.tile_n / 2];
-    // Zeros, although the first product overwrites them: before 12.9 ptxas defines accumulators that are not
-    // yet defined next to the product, and therefore serialises all wgmma (C7515).
+    // Zeros, although the first product overwrites them: ptxas before 12.9 initialises undefined accumulators
+    // beside the wgmma and then serialises all of them (C7515).
     float o[C.head_dim_v / 2] = {};
     u32 p[C.pv_is_rs ? C.tile_n / 4 : 1];
     float rescale[2];

@@ -1,4 +1,4 @@
-//! Tensors of a call of either pass, for kernels that are timed.
+//! Tensors of timed calls of either pass.
 
 use std::sync::Arc;
 
@@ -11,10 +11,9 @@ use super::placed::{PlacedBackward, PlacedForward, place_backward, place_dout, p
 use crate::memory::Gradients;
 use crate::tensors::Inputs;
 
-/// Tensors of the calls of either pass that are timed: inputs in copies that are taken in turn, of more than
-/// twice the L2's size together, so that no call finds its inputs there; outputs and workspace once, since a
-/// framework's allocator gives every call the memory that the one before it has freed. Peers are timed in the
-/// same way.
+/// Tensors of timed calls of either pass. Inputs: up to 32 copies, taken in turn, which with an O each would
+/// take twice the L2, so that a call hardly finds its own there. Outputs and workspace: once, since a
+/// framework's allocator gives every call the memory that the one before it has freed; so it is for peers.
 pub struct Calls<T> {
     forward: PlacedForward<T>,
     backward: Option<PlacedBackward<T>>,
@@ -29,9 +28,9 @@ enum OtherInputs<T> {
     Backward(Box<PlacedForward<T>>, DeviceTensor<T>),
 }
 
-/// The error for a pass that has no tensors.
-fn no_tensors() -> Error {
-    let (kernel, problem) = ("the backward".to_owned(), "the forward".to_owned());
+/// The error for tensors of the other pass.
+fn other_pass() -> Error {
+    let (kernel, problem) = ("one pass".to_owned(), "the other".to_owned());
     Error::Mismatch { what: "pass", kernel, problem }
 }
 
@@ -94,24 +93,24 @@ impl<T: Half> Calls<T> {
                 tensors.fit(stream, backward)?;
                 tensors.poison(stream)
             }
-            (Bound::Backward(_), None) => self.forward.poison(stream),
-            (Bound::Forward(forward), _) => {
+            (Bound::Forward(forward), None) => {
                 self.forward.fit(stream, forward)?;
                 self.forward.poison(stream)
             }
+            (Bound::Forward(_), Some(_)) | (Bound::Backward(_), None) => Err(other_pass()),
         }
     }
 
     /// Launches the pass on the next copy of the inputs.
     ///
     /// # Errors
-    /// What the kernel refuses; [`Error::Mismatch`] for a backward where only the forward has tensors.
+    /// What the kernel refuses; [`Error::Mismatch`] where the tensors are those of the other pass.
     pub fn run(&mut self, bound: &Bound, stream: &CudaStream) -> Result<(), Error> {
         self.advance();
         match (bound, &mut self.backward) {
-            (Bound::Forward(forward), _) => self.forward.run(forward, stream),
+            (Bound::Forward(forward), None) => self.forward.run(forward, stream),
             (Bound::Backward(backward), Some(tensors)) => tensors.run(&self.forward, backward, stream),
-            (Bound::Backward(_), None) => Err(no_tensors()),
+            (Bound::Forward(_), Some(_)) | (Bound::Backward(_), None) => Err(other_pass()),
         }
     }
 
@@ -192,7 +191,7 @@ pub fn capture_calls<T: Half>(
             (Bound::Backward(backward), Some(tensors), _) => {
                 Box::new(tensors.launch(&calls.forward, backward, stream))
             }
-            (Bound::Backward(_), None, _) => return Err(no_tensors()),
+            (Bound::Backward(_), None, _) => return Err(other_pass()),
         });
     }
     let graph = capture(stream, || {

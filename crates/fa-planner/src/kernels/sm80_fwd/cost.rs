@@ -54,7 +54,7 @@ fn taken_freely(spec: &KernelSpec, k: &Sm80Fwd) -> u32 {
     3 + spec.head_dim / 12 + 2 * k.tile_n.saturating_sub(WIDE) / 5 + capped
 }
 
-/// Clocks of an SM for each request to the L2 beyond one per 128 bytes, fitted to seeds 1 to 16 (NB-157).
+/// Clocks of an SM for each request to the L2 beyond one per 128 bytes, fitted to seeds 1 to 16 (NB-158).
 const REQUEST_CLOCKS: f64 = 0.8;
 
 /// Requests to the L2 beyond one per 128 bytes by which cp.async copies a row of K or V: one for each block
