@@ -46,8 +46,8 @@ impl Sm90Fwd {
     }
 
     /// Whether a warpgroup skips tiles of keys that only rows of later warpgroups see, in tiles of fewer keys
-    /// than the CTA has rows. It needs two stages: the K of all skipped tiles, at most two, is released before
-    /// the wait for the first V.
+    /// than the CTA has rows. It needs two stages: the K of all skipped tiles, at most two, is released
+    /// before the wait for the first V.
     pub const fn skips_blocks(&self, mask: MaskKind) -> bool {
         let is_masked = !matches!(mask, MaskKind::Full);
         is_masked && self.tile_n < self.tile_m && self.tile_n >= 64 && self.kv_stages >= 2
