@@ -86,7 +86,6 @@ mod tests {
 
         let none = first_clean(specs.clone(), |spec| Err::<(), _>(spills(spec))).expect_err("all spill");
         assert!(matches!(&none, Error::Refused { name, .. } if *name == specs[0].to_string()), "{none}");
-
         let lost = || Error::Device { major: 7, minor: 5 };
         let other = first_clean(specs.clone(), |_| Err::<(), _>(lost())).expect_err("no refusal");
         assert!(matches!(other, Error::Device { .. }), "{other}");

@@ -62,6 +62,12 @@ pub fn open() -> Result<Gpu, error::Error> {
     Gpu::open().map_err(gpu_only)
 }
 
+/// The error for a kernel of one pass where the other is wanted.
+fn other_pass(kernel: Pass, wanted: Pass) -> Error {
+    let text = |pass: Pass| format!("the {}", pass.name());
+    Error::Mismatch { what: "pass", kernel: text(kernel), problem: text(wanted) }
+}
+
 /// The kernel of `spec`, which has to be for `pass`, deterministic or not.
 ///
 /// # Errors
@@ -75,8 +81,7 @@ pub fn bind_spec(
 ) -> Result<Bound, fa_attn::Error> {
     let own = spec.kernel.pass();
     if own.is_backward() != pass.is_backward() {
-        let text = |pass: Pass| format!("the {}", pass.name());
-        return Err(Error::Mismatch { what: "pass", kernel: text(own), problem: text(pass) }.into());
+        return Err(other_pass(own, pass).into());
     }
     gpu.bind_spec(problem, spec)
 }

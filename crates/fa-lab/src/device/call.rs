@@ -7,6 +7,7 @@ use fa_core::Pass;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream};
 use fa_kernels::{Backward, Error, Forward};
 
+use super::other_pass;
 use super::placed::{PlacedBackward, PlacedForward, place_backward, place_dout, place_forward, place_inputs};
 use crate::memory::Gradients;
 use crate::tensors::Inputs;
@@ -16,22 +17,15 @@ use crate::tensors::Inputs;
 /// framework's allocator gives every call the memory that the one before it has freed; so it is for peers.
 pub struct Calls<T> {
     forward: PlacedForward<T>,
-    backward: Option<PlacedBackward<T>>,
-    /// The other copies of the inputs.
-    others: Vec<OtherInputs<T>>,
+    own: Own<T>,
     turn: usize,
 }
 
-/// What a pass reads: the inputs of a forward, or a whole forward and dO.
-enum OtherInputs<T> {
-    Forward(Box<[DeviceTensor<T>; 3]>),
-    Backward(Box<PlacedForward<T>>, DeviceTensor<T>),
-}
-
-/// The error for tensors of the other pass.
-fn other_pass() -> Error {
-    let (kernel, problem) = ("one pass".to_owned(), "the other".to_owned());
-    Error::Mismatch { what: "pass", kernel, problem }
+/// What a pass has besides: the other copies of what it reads (Q, K and V, or a whole forward and dO), and a
+/// backward's tensors.
+enum Own<T> {
+    Forward { others: Vec<[DeviceTensor<T>; 3]> },
+    Backward { tensors: Box<PlacedBackward<T>>, others: Vec<(PlacedForward<T>, DeviceTensor<T>)> },
 }
 
 impl<T: Half> Calls<T> {
@@ -52,52 +46,65 @@ impl<T: Half> Calls<T> {
         let others = 1..copies.clamp(1, MOST);
         let mut tensors = place_forward(stream, forward, inputs)?;
         let Some((backward, dout)) = backward else {
-            let other = |_| Ok(OtherInputs::Forward(Box::new(place_inputs(stream, inputs)?)));
-            let others = others.map(other).collect::<Result<_, Error>>()?;
-            return Ok(Calls { forward: tensors, backward: None, others, turn: 0 });
+            let others = others.map(|_| place_inputs(stream, inputs)).collect::<Result<_, Error>>()?;
+            return Ok(Calls { forward: tensors, own: Own::Forward { others }, turn: 0 });
         };
         tensors.run(forward, stream)?;
-        let gradients = place_backward(stream, backward, &tensors, inputs, dout)?;
+        let gradients = Box::new(place_backward(stream, backward, &tensors, inputs, dout)?);
         let other = |_| {
             let mut tensors = place_forward(stream, forward, inputs)?;
             tensors.run(forward, stream)?;
             let dout = place_dout(stream, &tensors, inputs, dout)?;
-            Ok(OtherInputs::Backward(Box::new(tensors), dout))
+            Ok((tensors, dout))
         };
         let others = others.map(other).collect::<Result<_, Error>>()?;
-        Ok(Calls { forward: tensors, backward: Some(gradients), others, turn: 0 })
+        Ok(Calls { forward: tensors, own: Own::Backward { tensors: gradients, others }, turn: 0 })
+    }
+
+    /// The number of copies of the inputs.
+    fn copies(&self) -> usize {
+        match &self.own {
+            Own::Forward { others } => 1 + others.len(),
+            Own::Backward { others, .. } => 1 + others.len(),
+        }
     }
 
     /// Makes the next copy of the inputs the one that calls read. Exchanging the current one for each of the
     /// others in turn visits all of them in turn.
     fn advance(&mut self) {
-        let Some(other) = self.others.get_mut(self.turn) else { return };
-        match (other, &mut self.backward) {
-            (OtherInputs::Forward(inputs), _) => self.forward.swap_inputs(inputs),
-            (OtherInputs::Backward(forward, dout), Some(backward)) => {
-                std::mem::swap(&mut self.forward, forward);
-                backward.swap_dout(dout);
+        match &mut self.own {
+            Own::Forward { others } => {
+                if let Some(inputs) = others.get_mut(self.turn) {
+                    self.forward.swap_inputs(inputs);
+                }
             }
-            (OtherInputs::Backward(..), None) => unreachable!("made together"),
+            Own::Backward { tensors, others } => {
+                if let Some((forward, dout)) = others.get_mut(self.turn) {
+                    std::mem::swap(&mut self.forward, forward);
+                    tensors.swap_dout(dout);
+                }
+            }
         }
-        self.turn = (self.turn + 1) % self.others.len();
+        self.turn = (self.turn + 1) % (self.copies() - 1).max(1);
     }
 
     /// Fills the pass's outputs with NaN; allocates its workspace.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::Driver`]; [`Error::Mismatch`] where the tensors are those of the other pass.
     pub fn ready(&mut self, bound: &Bound, stream: &Arc<CudaStream>) -> Result<(), Error> {
-        match (bound, &mut self.backward) {
-            (Bound::Backward(backward), Some(tensors)) => {
+        match (bound, &mut self.own) {
+            (Bound::Backward(backward), Own::Backward { tensors, .. }) => {
                 tensors.fit(stream, backward)?;
                 tensors.poison(stream)
             }
-            (Bound::Forward(forward), None) => {
+            (Bound::Forward(forward), Own::Forward { .. }) => {
                 self.forward.fit(stream, forward)?;
                 self.forward.poison(stream)
             }
-            (Bound::Forward(_), Some(_)) | (Bound::Backward(_), None) => Err(other_pass()),
+            (Bound::Forward(_) | Bound::Backward(_), own) => {
+                Err(other_pass(bound.spec().kernel.pass(), own.pass()))
+            }
         }
     }
 
@@ -107,10 +114,14 @@ impl<T: Half> Calls<T> {
     /// What the kernel refuses; [`Error::Mismatch`] where the tensors are those of the other pass.
     pub fn run(&mut self, bound: &Bound, stream: &CudaStream) -> Result<(), Error> {
         self.advance();
-        match (bound, &mut self.backward) {
-            (Bound::Forward(forward), None) => self.forward.run(forward, stream),
-            (Bound::Backward(backward), Some(tensors)) => tensors.run(&self.forward, backward, stream),
-            (Bound::Forward(_), Some(_)) | (Bound::Backward(_), None) => Err(other_pass()),
+        match (bound, &mut self.own) {
+            (Bound::Forward(forward), Own::Forward { .. }) => self.forward.run(forward, stream),
+            (Bound::Backward(backward), Own::Backward { tensors, .. }) => {
+                tensors.run(&self.forward, backward, stream)
+            }
+            (Bound::Forward(_) | Bound::Backward(_), own) => {
+                Err(other_pass(bound.spec().kernel.pass(), own.pass()))
+            }
         }
     }
 
@@ -127,7 +138,19 @@ impl<T: Half> Calls<T> {
     /// # Errors
     /// [`Error::Driver`].
     pub fn gradients(&self, stream: &Arc<CudaStream>) -> Result<Option<Gradients<T>>, Error> {
-        self.backward.as_ref().map(|backward| backward.read(&self.forward, stream)).transpose()
+        match &self.own {
+            Own::Forward { .. } => Ok(None),
+            Own::Backward { tensors, .. } => tensors.read(&self.forward, stream).map(Some),
+        }
+    }
+}
+
+impl<T> Own<T> {
+    fn pass(&self) -> Pass {
+        match self {
+            Own::Forward { .. } => Pass::Forward,
+            Own::Backward { .. } => Pass::BACKWARD,
+        }
     }
 }
 
@@ -175,23 +198,27 @@ pub fn capture_calls<T: Half>(
     };
     let mut head: Option<Launch<'_>> = None;
     let mut launches: Vec<Launch<'_>> = Vec::new();
-    for _ in 0..=calls.others.len() {
+    for _ in 0..calls.copies() {
         calls.advance();
-        launches.push(match (bound, &mut calls.backward, &plan) {
-            (Bound::Forward(forward), _, Some(plan)) if plans == Plans::Alone => {
+        launches.push(match (bound, &mut calls.own, &plan) {
+            (Bound::Forward(forward), Own::Forward { .. }, Some(plan)) if plans == Plans::Alone => {
                 Box::new(calls.forward.plan(forward, stream, plan))
             }
-            (Bound::Forward(forward), _, Some(plan)) => {
+            (Bound::Forward(forward), Own::Forward { .. }, Some(plan)) => {
                 if head.is_none() {
                     head = Some(Box::new(calls.forward.plan(forward, stream, plan)));
                 }
                 Box::new(calls.forward.launch_planned(forward, stream, plan))
             }
-            (Bound::Forward(forward), _, None) => Box::new(calls.forward.launch(forward, stream)),
-            (Bound::Backward(backward), Some(tensors), _) => {
+            (Bound::Forward(forward), Own::Forward { .. }, None) => {
+                Box::new(calls.forward.launch(forward, stream))
+            }
+            (Bound::Backward(backward), Own::Backward { tensors, .. }, _) => {
                 Box::new(tensors.launch(&calls.forward, backward, stream))
             }
-            (Bound::Backward(_), None, _) => return Err(other_pass()),
+            (Bound::Forward(_) | Bound::Backward(_), own, _) => {
+                return Err(other_pass(bound.spec().kernel.pass(), own.pass()));
+            }
         });
     }
     let graph = capture(stream, || {

@@ -65,16 +65,15 @@ pub fn place_forward<T: Half>(
         let tensors = DeviceForward::place(stream, &inputs.problem, workspace, values, &inputs.placements)?;
         return Ok(PlacedForward { tensors, sequences: None, heads_q });
     }
-    let [q, k, v] = inputs.stored();
-    let [of_q, of_k, of_v, of_out] = inputs.placements;
+    let [q, k, v] = place_inputs(stream, inputs)?;
     let rows = inputs.sequences.q.lse_len(heads_q);
     // Zero before its first use, as kernels require.
     let zeroed = stream.alloc_zeros(workspace.max(16)).map_err(doing("allocating device memory"))?;
     let tensors = DeviceForward {
-        q: tensor(stream, &q, of_q)?,
-        k: tensor(stream, &k, of_k)?,
-        v: tensor(stream, &v, of_v)?,
-        out: DeviceTensor::nan(stream, of_out)?,
+        q,
+        k,
+        v,
+        out: DeviceTensor::nan(stream, inputs.placements[3])?,
         lse: poisoned(stream, rows)?,
         workspace: zeroed,
         rows,
