@@ -62,12 +62,6 @@ pub fn open() -> Result<Gpu, error::Error> {
     Gpu::open().map_err(gpu_only)
 }
 
-/// The error for a kernel of one pass where the other is wanted.
-fn other_pass(kernel: Pass, wanted: Pass) -> Error {
-    let text = |pass: Pass| format!("the {}", pass.name());
-    Error::Mismatch { what: "pass", kernel: text(kernel), problem: text(wanted) }
-}
-
 /// The kernel of `spec`, which has to be for `pass`, deterministic or not.
 ///
 /// # Errors
@@ -81,7 +75,7 @@ pub fn bind_spec(
 ) -> Result<Bound, fa_attn::Error> {
     let own = spec.kernel.pass();
     if own.is_backward() != pass.is_backward() {
-        return Err(other_pass(own, pass).into());
+        return Err(call::other_pass(own, pass).into());
     }
     gpu.bind_spec(problem, spec)
 }

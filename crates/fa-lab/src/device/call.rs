@@ -7,7 +7,6 @@ use fa_core::Pass;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream};
 use fa_kernels::{Backward, Error, Forward};
 
-use super::other_pass;
 use super::placed::{PlacedBackward, PlacedForward, place_backward, place_dout, place_forward, place_inputs};
 use crate::memory::Gradients;
 use crate::tensors::Inputs;
@@ -26,6 +25,12 @@ pub struct Calls<T> {
 enum Own<T> {
     Forward { others: Vec<[DeviceTensor<T>; 3]> },
     Backward { tensors: Box<PlacedBackward<T>>, others: Vec<(PlacedForward<T>, DeviceTensor<T>)> },
+}
+
+/// The error for a kernel of one pass where the other is wanted.
+pub(super) fn other_pass(kernel: Pass, wanted: Pass) -> Error {
+    let text = |pass: Pass| format!("the {}", pass.name());
+    Error::Mismatch { what: "pass", kernel: text(kernel), problem: text(wanted) }
 }
 
 impl<T: Half> Calls<T> {
