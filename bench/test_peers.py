@@ -2,15 +2,18 @@
 """Tests of peers.py that need neither torch nor a GPU: what is asked for, what is refused, and how peers are
 called."""
 
+import gc
 import sys
 import types
 import unittest
+import weakref
 from unittest import mock
 
 from fa_peers.inputs import Inputs
 from fa_peers.kernels import LOADERS, Package, Sdpa
 from fa_peers.report import Refused
 from fa_peers.request import checked_request, compile_key
+from fa_peers.timing import Replay
 
 
 def request(**changes):
@@ -213,6 +216,21 @@ MARKS = [
     ("no sinks, window", {"causal": False, "window": [127, 0]}, FUNC, FUNC),
     ("sinks --mode bwd", {"sinks": True, "mode": "bwd"}, "forward only", FUNC),
 ]
+
+
+class Graphs(unittest.TestCase):
+    def test_inputs_live_as_long_as_the_graph_that_reads_them(self):
+        class Input:
+            pass
+
+        own = Input()
+        alive = weakref.ref(own)
+        replay = Replay(mock.MagicMock(), lambda own=own: own and "result", 2)
+        del own
+        gc.collect()
+        self.assertIsNotNone(alive())
+        self.assertEqual(replay(), "result")
+        self.assertEqual(replay.calls, 2)
 
 
 class Marks(unittest.TestCase):

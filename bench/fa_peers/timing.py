@@ -78,6 +78,8 @@ class Replay:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.calls = calls
+        # The graph holds addresses; the tensors there live as long as the call that has them.
+        self.call = call
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             # Results live in the graph's memory.
