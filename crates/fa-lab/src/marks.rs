@@ -35,6 +35,8 @@ pub enum Marks {
     PackedBwd,
     /// One query token on long caches, as replays of a CUDA graph
     Decode,
+    /// Decoding by released models, as replays of a CUDA graph
+    DecodeModels,
     /// A cache in pages: one query token and 512
     Paged,
     /// A logit per head in the denominator, with and without a window
@@ -74,7 +76,7 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 13] = [
+    pub const ALL: [Marks; 14] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
@@ -84,6 +86,7 @@ impl Marks {
         Marks::Packed,
         Marks::PackedBwd,
         Marks::Decode,
+        Marks::DecodeModels,
         Marks::Paged,
         Marks::Sinks,
         Marks::Step,
@@ -102,6 +105,7 @@ impl Marks {
             Marks::Packed => "packed",
             Marks::PackedBwd => "packed-bwd",
             Marks::Decode => "decode",
+            Marks::DecodeModels => "decode-models",
             Marks::Paged => "paged",
             Marks::Sinks => "sinks",
             Marks::Step => "step",
@@ -129,6 +133,7 @@ impl Marks {
             Marks::Packed => "Packed batches of uneven, equal and short sequences, TFLOP/s of visible pairs",
             Marks::PackedBwd => "Gradients of packed: the same batches",
             Marks::Decode => "One query token on 1k to 128k keys: TB/s of K and V, replays of a CUDA graph",
+            Marks::DecodeModels => "Decoding by released models, 1 to 8 query tokens: as decode",
             Marks::Paged => "64 x 4k keys in one piece and in pages of 16, 64, 128 and 1: one query and 512",
             Marks::Sinks => {
                 "gpt-oss's layers with sinks and without, causal and with a window of 128; --mode fwd or bwd"
@@ -154,6 +159,7 @@ impl Marks {
             | Marks::Packed
             | Marks::PackedBwd
             | Marks::Decode
+            | Marks::DecodeModels
             | Marks::Paged
             | Marks::Sinks
             | Marks::Step
@@ -171,14 +177,15 @@ impl Marks {
             | Marks::Sm90
             | Marks::Packed
             | Marks::Decode
+            | Marks::DecodeModels
             | Marks::Paged
             | Marks::Step
             | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
             Marks::Models | Marks::HeldOut | Marks::Sinks => true,
         };
-        let why = "the marks sm80, sm90, packed, decode, paged, step and plan go with --mode fwd, sm80-bwd, \
-                   sm90-bwd and packed-bwd with --mode bwd, models, held-out and sinks with either";
+        let why = "the marks sm80, sm90, packed, decode, decode-models, paged, step and plan go with --mode fwd, \
+                   sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
@@ -198,7 +205,9 @@ impl Marks {
                 vec!["fa3".to_owned(), "fa4".to_owned()]
             }
             // FlashAttention 4 does not split keys on this architecture.
-            Marks::Decode => vec!["fa3".to_owned(), "cudnn".to_owned(), "fa2".to_owned()],
+            Marks::Decode | Marks::DecodeModels => {
+                vec!["fa3".to_owned(), "cudnn".to_owned(), "fa2".to_owned()]
+            }
         }
     }
 
@@ -211,6 +220,7 @@ impl Marks {
             Marks::HeldOut => return models::held_out(),
             Marks::Packed | Marks::PackedBwd => return serving::packed(),
             Marks::Decode => return serving::decode(),
+            Marks::DecodeModels => return models::decoding(),
             Marks::Paged => return serving::paged(),
             Marks::Sinks => return serving::sinks(),
             Marks::Step => return serving::step(),
@@ -302,6 +312,19 @@ mod tests {
         }
         let models = Marks::Models.shapes();
         assert!(models.iter().filter(|wanted| wanted.problem.group_size() > 1).count() > models.len() / 2);
+    }
+
+    #[test]
+    fn decoding_models_have_names_and_plans() {
+        let shapes = Marks::DecodeModels.shapes();
+        for Wanted { name, problem, unit, graph, .. } in &shapes {
+            let name = name.expect("a model");
+            assert!(*unit == Unit::KvBytes && *graph > 0, "{name}");
+            assert!(problem.lengths.max_q() <= MOST_DECODED && problem.mask.left.is_none(), "{name}");
+            plan(problem, Arch::Sm90, &PlanOptions::default())
+                .unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+        assert!(shapes.iter().any(|wanted| wanted.problem.lengths.max_q() > 1));
     }
 
     #[test]

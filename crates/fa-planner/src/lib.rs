@@ -37,11 +37,14 @@ pub mod kernels;
 pub mod occupancy;
 pub mod plan;
 pub mod registers;
+#[cfg(feature = "reports")]
 pub mod report;
 pub mod smem;
+#[cfg(feature = "reports")]
 mod table;
 pub mod tally;
 pub mod timeline;
+#[cfg(feature = "reports")]
 pub mod why;
 
 pub use guide::mode::{Mode, ParseModeError};

@@ -79,6 +79,23 @@ const HELD_OUT: [Layer; 16] = [
     layer("HunyuanVideo", 1, (27000, 27000), (24, 24), 128, FULL),
 ];
 
+/// Decoding by such models: one token on a cache, and a few that a smaller model guessed. None has a window,
+/// under which not all of the cache is read.
+const DECODING: [Layer; 12] = [
+    layer("Llama 3 8B, 1 x 2k", 1, (1, 2048), (32, 8), 128, FULL),
+    layer("Llama 3 8B, 32 x 2k", 32, (1, 2048), (32, 8), 128, FULL),
+    layer("Llama 3 8B, 4 tokens guessed", 8, (4, 8192), (32, 8), 128, CAUSAL),
+    layer("Llama 3 70B, 16 x 4k", 16, (1, 4096), (64, 8), 128, FULL),
+    layer("Llama 3 70B, 8 tokens guessed", 1, (8, 16384), (64, 8), 128, CAUSAL),
+    layer("Qwen2.5 7B, 4 x 4k", 4, (1, 4096), (28, 4), 128, FULL),
+    layer("Qwen2.5 14B, 8 x 6k", 8, (1, 6000), (40, 8), 128, FULL),
+    layer("Qwen3 30B-A3B, 1 x 32k", 1, (1, 32768), (32, 4), 128, FULL),
+    layer("Gemma 3 12B, global, 4 x 8k", 4, (1, 8192), (16, 8), 256, FULL),
+    layer("Phi-3 mini, 8 x 2k", 8, (1, 2048), (32, 32), 96, FULL),
+    layer("gpt-oss 120B, full, 8 x 8k", 8, (1, 8192), (64, 8), 64, FULL),
+    layer("StarCoder, 2 x 8k", 2, (1, 8192), (48, 1), 128, FULL),
+];
+
 /// The models' layers with their names.
 pub(super) fn shapes() -> Vec<Wanted> {
     LAYERS.iter().map(|layer| layer.wanted("models, bf16")).collect()
@@ -89,20 +106,32 @@ pub(super) fn held_out() -> Vec<Wanted> {
     HELD_OUT.iter().map(|layer| layer.wanted("held out, bf16")).collect()
 }
 
+/// Layers of decoding models, as replays of a CUDA graph.
+pub(super) fn decoding() -> Vec<Wanted> {
+    let of = |layer: &Layer| Wanted {
+        name: Some(layer.name),
+        ..Wanted::decoding(layer.problem(), "decoding models, bf16")
+    };
+    DECODING.iter().map(of).collect()
+}
+
 impl Layer {
-    /// The problem, summarised with the rows of `group`.
-    fn wanted(&self, group: &'static str) -> Wanted {
+    fn problem(&self) -> Problem {
         let (seqlen_q, seqlen_k) = self.seqlens;
         let (heads_q, heads_kv) = self.heads;
         let (head_dim, head_dim_v) = self.head_dims;
         let square = Problem::square(self.batch, seqlen_q, heads_q, head_dim, self.mask, Dtype::Bf16);
-        let problem = Problem {
+        Problem {
             lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), seqlen_k),
             heads_kv,
             head_dim_v,
             score: ScoreMod::softcap_or_none(self.softcap),
             ..square
-        };
-        Wanted { name: Some(self.name), ..Wanted::new(problem, group) }
+        }
+    }
+
+    /// The problem, summarised with the rows of `group`.
+    fn wanted(&self, group: &'static str) -> Wanted {
+        Wanted { name: Some(self.name), ..Wanted::new(self.problem(), group) }
     }
 }

@@ -12,13 +12,17 @@ pub mod fwd;
 pub mod kernel;
 pub mod mma;
 pub mod mode;
+#[cfg(feature = "reports")]
 pub mod other_archs;
 pub mod rank;
 pub mod regs;
 pub mod reject;
+#[cfg(feature = "reports")]
 pub mod report;
 pub mod search;
 pub mod smem;
+#[cfg(feature = "reports")]
 mod text;
 pub mod traffic;
+#[cfg(feature = "reports")]
 pub mod why;
