@@ -146,6 +146,20 @@ fn square_shapes_are_their_records() {
     }
 }
 
+/// A row of a table of decoding: what it is, the tile, ms, TB/s, those of cuDNN and of FlashAttention-3, and
+/// ours over the best.
+fn decoding(row: &[String], record: &Value) {
+    same(&row[0], &row[2], record["ms_median"].as_f64().expect("a time"));
+    same(&row[0], &row[3], rate(record));
+    for (shown, peer) in row[4..6].iter().zip(["cudnn", "fa3"]) {
+        match record["peers"][peer].as_f64() {
+            Some(of_peer) => same(&row[0], shown, of_peer),
+            None => assert_eq!(shown, "-", "{} beside {peer}", row[0]),
+        }
+    }
+    same(&row[0], &row[6], rate(record) / best_peer(record).1);
+}
+
 #[test]
 fn decode_packed_and_paged_batches_are_their_records() {
     let records = Records::read();
@@ -160,8 +174,13 @@ fn decode_packed_and_paged_batches_are_their_records() {
             shape(record) == own && record["spec"].as_str().is_some_and(|spec| spec.contains(&kernel))
         };
         let record = records.rows("decode").iter().find(is_it).unwrap_or_else(|| panic!("no row {}", row[0]));
-        same(&row[0], &row[2], record["ms_median"].as_f64().expect("a time"));
-        same(&row[0], &row[3], rate(record));
+        decoding(row, record);
+    }
+    let models = records.table("### Decoding models");
+    assert_eq!(models.len(), records.rows("decode-models").len());
+    for (row, record) in models.iter().zip(records.rows("decode-models")) {
+        assert_eq!(record["name"], *row[0]);
+        decoding(row, record);
     }
     let packed = records.table("### Packed batches");
     for (column, name, peer) in [(1, "packed", "fa3"), (2, "packed-bwd", "fa4")] {
@@ -316,6 +335,16 @@ fn the_readme_sums_up_the_records() {
     let [backward, backward_lowest] = of("sm90-bwd", "bf16", "fa4");
     shows(&format!(
         "| 48 square shapes | {mean:.2} (lowest {lowest:.2}) | {backward:.2} (lowest {backward_lowest:.2}) |"
+    ));
+    let [mean, lowest] = of("decode-models", "decoding", "best peer");
+    shows(&format!(
+        "| decoding, 12 layers of models | {mean:.2} (lowest {lowest:.2}) of cuDNN and FlashAttention-3 |"
+    ));
+    let [mean, lowest] = of("drawn-fwd", "drawn", "best peer");
+    let [backward, backward_lowest] = of("drawn-bwd", "drawn", "best peer");
+    shows(&format!(
+        "drawn at random | {mean:.2} (lowest {lowest:.2}) | {backward:.2} (lowest {backward_lowest:.2}), the \
+         better"
     ));
     let ratios = |name: &str, peer: &str| {
         let rows = records.rows(name).iter().filter(|row| row["group"] == "packed, bf16");

@@ -184,8 +184,9 @@ impl Marks {
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
             Marks::Models | Marks::HeldOut | Marks::Sinks => true,
         };
-        let why = "the marks sm80, sm90, packed, decode, decode-models, paged, step and plan go with --mode fwd, \
-                   sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out and sinks with either";
+        let why = "the marks sm80, sm90, packed, decode, decode-models, paged, step and plan go with \
+                   --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out and \
+                   sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
