@@ -1,13 +1,14 @@
 //! New keys and values that a file has beside its cache: appended, and rotated by their positions where it
 //! has rotary tables, before attention is computed on the grown cache.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use fa_attn::{
     Append, AppendExtras, AppendTensors, Element, QueryPositions, Rotary, RotaryPairs, Table, Tensor,
 };
 use fa_core::append::RotaryQueries;
-use fa_core::{Dtype, Problem, Side, SideRows, TensorLayout};
+use fa_core::{Dtype, Problem, Side, SideRows, TensorLayout, counted};
 
 use crate::safetensors::{Stored, TensorFile};
 use crate::sequences::{SideTensors, shape_of};
@@ -143,9 +144,11 @@ impl<T: Element + Stored> NewRows<T> {
             let first = if cu.is_some() { 1 } else { batch };
             if got != [first, rows, problem.heads_kv, dim] {
                 let heads_kv = problem.heads_kv;
+                let whose = if name == "k_new" { "k" } else { "k_new's rows and v" };
                 let need = format!(
-                    "of {batch} sequences, {rows} rows, {heads_kv} heads and {dim} elements, as the cache \
-                     and k_new have them"
+                    "it must have {}, {rows} rows, {} and {dim} elements, as {whose} has",
+                    counted(first, "sequence"),
+                    counted(heads_kv, "head")
                 );
                 return Err(
                     InputError::Shape { name: name.to_owned(), got: entry.shape.clone(), need }.into()
@@ -170,6 +173,7 @@ impl<T: Element + Stored> NewRows<T> {
         };
         append.check().map_err(|error| InputError::Usage(format!("appending k_new and v_new: {error}")))?;
         check_room(&append, &before, &counts, &queries(problem, sides))?;
+        check_places(&append, sides, &before, &counts)?;
         let lengths = before.iter().zip(&counts).map(|(&before, &count)| before + count as i32);
         sides.values.used_k = Some(lengths.collect());
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
@@ -294,8 +298,18 @@ fn rotary<T: Stored>(
         if entry.shape != cos.shape {
             return Err(refuse(format!("it must have the shape of rotary_cos, {:?}", cos.shape)).into());
         }
+        if 2 * entry.shape[1] > problem.head_dim {
+            let most = problem.head_dim / 2;
+            let need = format!(
+                "its columns, half of the rotated elements, must be at most {most}, half of head_dim"
+            );
+            return Err(refuse(need).into());
+        }
         if entry.dtype != cos.dtype || (entry.dtype != safetensors::Dtype::F32 && entry.dtype != of_q) {
-            let need = format!("both tables must hold F32, or both {of_q} as q does");
+            let need = match of_q {
+                safetensors::Dtype::F32 => "both tables must hold F32, as q does".to_owned(),
+                _ => format!("both tables must hold F32, or both {of_q} as q does"),
+            };
             return Err(
                 InputError::Dtype { name: name.to_owned(), got: entry.dtype.to_string(), need }.into()
             );
@@ -315,6 +329,34 @@ fn rotary<T: Stored>(
         queries: Some(RotaryQueries { rows: lengths.q(), heads: *heads_q, positions }),
     };
     Ok(Some((rotary, [read(TABLES[0])?, read(TABLES[1])?])))
+}
+
+/// Checks that no two sequences append to the same place of a page, where the last would be all that is left.
+fn check_places(
+    append: &Append,
+    sides: &SideTensors,
+    before: &[i32],
+    counts: &[usize],
+) -> Result<(), InputError> {
+    let (SideRows::Paged { page, .. }, Some(table)) = (append.cache.rows, &sides.values.page_table) else {
+        return Ok(());
+    };
+    let columns = table.len() / before.len().max(1);
+    let mut places = HashMap::new();
+    for (sequence, (&before, &count)) in before.iter().zip(counts).enumerate() {
+        let before = usize::try_from(before).unwrap_or(0);
+        for key in before..before + count {
+            let Some(&entry) = table.get(sequence * columns + key / page) else { continue };
+            let slot = key % page;
+            if let Some(other) = places.insert((entry, slot), sequence) {
+                return Err(InputError::Usage(format!(
+                    "tensor 'page_table': sequences {other} and {sequence} both append to row {slot} of page \
+                     {entry}, where one key would be lost: give each a page of its own for new keys"
+                )));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Checks that the cache has room for every new key, and the tables a position for every rotated row.

@@ -78,12 +78,25 @@ impl MaskArgs {
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct CpuArgs {
     /// CPU threads, at most 64 or, if that is more, 4 per core [default: all cores]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<u16>,
     /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the
     /// best that this CPU has]
     #[arg(long)]
     pub isa: Option<Isa>,
+}
+
+/// CPU threads: up to as many as are of use ([`fa_cpu::threads::most`]).
+fn parse_threads(text: &str) -> Result<u16, String> {
+    let (threads, most) = (whole::<u16>(text)?, fa_cpu::threads::most());
+    if (1..=most).contains(&usize::from(threads)) {
+        Ok(threads)
+    } else {
+        Err(format!(
+            "use 1 to {most}: 64 or, if that is more, 4 for each of {} cores",
+            fa_cpu::threads::cores()
+        ))
+    }
 }
 
 /// Problem flags of `fa plan`.

@@ -26,11 +26,14 @@ use clap::{CommandFactory, Parser};
 
 use crate::cli::{Cli, Command};
 use crate::term::failure;
-use crate::term::failure::{EXIT_FAILURE, Verdict};
+use crate::term::failure::{EXIT_FAILURE, StdoutError, Verdict};
 use crate::term::stop;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(told) => return say(&told),
+    };
     show_traces(cli.verbose);
     fa_cpu::threads::limit_global_pool();
     stop::clean_up_when_told_to();
@@ -43,6 +46,17 @@ fn main() -> ExitCode {
             let _ = writeln!(std::io::stderr(), "error: {}", failure::message(&error));
             ExitCode::from(failure::exit_code(&error))
         }
+    }
+}
+
+/// Prints help, or what is wrong with the arguments.
+fn say(told: &clap::Error) -> ExitCode {
+    match told.print() {
+        Err(error) if !told.use_stderr() && error.kind() != std::io::ErrorKind::BrokenPipe => {
+            let _ = writeln!(std::io::stderr(), "error: {}", failure::message(&StdoutError(error).into()));
+            ExitCode::from(EXIT_FAILURE)
+        }
+        Ok(()) | Err(_) => ExitCode::from(u8::try_from(told.exit_code()).unwrap_or(EXIT_FAILURE)),
     }
 }
 

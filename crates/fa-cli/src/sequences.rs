@@ -133,7 +133,7 @@ impl SideTensors {
         // The batch, and the tensor that says so.
         let (batch, from) = match self.values.cu_q.as_deref() {
             Some([]) => {
-                return refuse("cu_seqlens_q", vec![0], "it must have batch + 1 entries, 0 first".to_owned());
+                return refuse("cu_seqlens_q", vec![0], "it must have batch + 1 entries".to_owned());
             }
             Some(starts) => (starts.len() - 1, "cu_seqlens_q"),
             None => (q[0], "q"),

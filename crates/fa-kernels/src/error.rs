@@ -32,8 +32,12 @@ pub enum Error {
     Spec(#[from] SpecError),
     /// No compiler was found.
     #[error(
-        "no {library} found (looked in {tried}): run `cargo xtask toolkit` in the fa workspace, or `pip \
-         install nvidia-cuda-nvrtc`, or set {variable} to it"
+        "no {library} found (looked in {tried}): {} or set {variable} to it",
+        if *library == "nvcc" {
+            "install a CUDA toolkit, or leave out nvcc: NVRTC compiles the same kernels,"
+        } else {
+            "run `cargo xtask toolkit` in the fa workspace, or `pip install nvidia-cuda-nvrtc`,"
+        }
     )]
     NoCompiler {
         /// The library or program that was looked for.

@@ -39,7 +39,7 @@ impl FromStr for HeadDim {
 pub fn whole<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
     text.parse().map_err(|error: ParseIntError| {
         if *error.kind() == IntErrorKind::PosOverflow {
-            format!("'{text}' is above {}, the most", u128::MAX >> (128 - 8 * size_of::<T>()))
+            format!("'{text}' is larger than any number of {} bits", 8 * size_of::<T>())
         } else {
             format!("'{text}' is not a whole number")
         }

@@ -96,7 +96,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     }
     let problems = args.shapes.problems(Dtype::F32)?;
     problems.iter().try_for_each(|problem| attention::check_memory(problem, args.mode != Mode::Fwd))?;
-    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref(), &[])?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
     let first = problems.first().context("there is no shape to measure")?;
     let engine = compute::engine(backend, &args.cpu)?;

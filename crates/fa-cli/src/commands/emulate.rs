@@ -9,10 +9,13 @@ mod random;
 mod report;
 mod shipped;
 
+use std::path::{Path, PathBuf};
+
 use fa_emu::{Emulator, mutate};
 
 pub(crate) use args::EmulateArgs;
 
+use crate::term::destinations::target;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::progress;
 
@@ -43,6 +46,8 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
         let message = format!("--mutate without SPEC has its own problems: name a SPEC, or leave out {flag}");
         return Err(InputError::Usage(message).into());
     }
+    let inputs: Vec<&Path> = args.spec.iter().map(PathBuf::as_path).collect();
+    let page = args.report.as_deref().map(|path| target(path, &inputs)).transpose()?;
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped::shipped(args, &emulator),
@@ -59,7 +64,7 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
             if args.grid {
                 grid::grid(args, &emulator, &spec, arch)
             } else {
-                one::one(args, &emulator, &spec, arch)
+                one::one(args, &emulator, &spec, arch, page.as_ref())
             }
         }
     }

@@ -80,7 +80,7 @@ pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());
     }
-    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref(), &[])?;
     let options = Options {
         family: args.family,
         seqlens: args.seqlen.iter().map(|&n| n as usize).collect(),

@@ -20,6 +20,7 @@ use crate::plan::backward;
 use crate::plan::guide::GuideArgs;
 use crate::plan::tried::{Shape, Shown};
 use crate::plan::why::why_text as answer;
+use crate::term::destinations::target;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use clap::{Args, ValueEnum};
@@ -127,8 +128,10 @@ pub(crate) fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     if args.guide.guide {
         return list_tiles(args, format);
     }
+    let inputs = [&args.problem_file, &args.spec].map(Option::as_deref);
+    let inputs: Vec<&Path> = inputs.into_iter().flatten().collect();
+    let target = args.report.as_deref().map(|path| target(path, &inputs)).transpose()?;
     let problem = problem(args)?;
-    let target = args.report.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
     let planned = plan_for(args, problem)?;
     let why = args.why.as_ref().map(|query| planned.why(query)).transpose()?;
     if let Some(target) = &target {

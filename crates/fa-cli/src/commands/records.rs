@@ -50,7 +50,8 @@ Examples:
   fa records --list                          the steps, their commands, and what became of them
   fa records                                 all of them, in order
   fa records --budget 590                    as much as ten minutes hold; the next call goes on
-  fa records --only validate --again         grids that failed, once more
+  fa records --only validate --all           every grid, whether its record matches or not
+  fa records --only marks --again            rates whose measurement failed, once more
 
 In order: the grid of every kernel that is in no record with its sources, rates beside peers, rates of \
 attention as it is served, random problems, sanitizers. Each step is a process of this program within a time \
@@ -75,8 +76,9 @@ pub(crate) fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
     let is_wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|part| name.contains(part));
     steps.retain(|step| is_wanted(&step.name));
     if steps.is_empty() {
-        let (only, names) = (args.only.join(","), names.join("\n  "));
-        let why = format!("--only {only}: no step contains it; the steps are\n  {names}");
+        let (only, names) = (args.only.join(","), names.join(", "));
+        let all = if args.all { "" } else { "; --all adds the grids whose records match the sources" };
+        let why = format!("--only {only}: no step that is due contains it: {names}{all}");
         return Err(InputError::Usage(why).into());
     }
     let options = Options {

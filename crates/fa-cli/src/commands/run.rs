@@ -19,6 +19,7 @@ use crate::compute::{self, Calls, Outputs};
 use crate::flags::{self, AttentionArgs, Backend, CpuArgs};
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::sequences::blank;
+use crate::term::destinations::target;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress;
@@ -131,10 +132,7 @@ pub(crate) fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
         return Err(InputError::Usage(message).into());
     }
     let file = TensorFile::open(&args.input)?;
-    let target = args.output.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
-    if let Some(target) = &target {
-        refuse_same_file(&file, target)?;
-    }
+    let target = args.output.as_deref().map(|path| target(path, &[file.path()])).transpose()?;
     let mut inputs = AnyInputs::read(&file, &args.attention, args.backward)?;
     let engine = progress::spinner("getting ready", || {
         let engine = compute::engine(args.backend, &args.cpu)?;
@@ -145,19 +143,6 @@ pub(crate) fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
     })?;
     let appended = inputs.append(Some(&engine))?;
     with_inputs!(&inputs, inputs => compute(args, &file, target.as_ref(), (engine, appended), inputs))
-}
-
-/// The output would replace the only copy of the input.
-fn refuse_same_file(input: &TensorFile, target: &AtomicFile) -> Result<(), InputError> {
-    let same = match (input.path().canonicalize(), target.path().canonicalize()) {
-        (Ok(input), Ok(target)) => input == target,
-        _ => false,
-    };
-    if same {
-        let reason = "it is the input file, whose tensors would be lost".to_owned();
-        return Err(InputError::Target { path: target.path().to_owned(), reason });
-    }
-    Ok(())
 }
 
 fn compute<T: Element + Stored>(

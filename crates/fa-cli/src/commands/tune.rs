@@ -3,7 +3,7 @@
 mod judged;
 mod page;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use fa_attn::tune::user_table;
@@ -49,7 +49,7 @@ pub(crate) struct TuneArgs {
     #[arg(conflicts_with = "marks", value_parser = whole::<u64>)]
     pub seed: Option<u64>,
     /// Measure nothing: show how far today's first choices are behind the best of these records (--json of
-    /// earlier runs); needs no GPU
+    /// earlier runs with --random); needs no GPU
     #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
         "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "reps", "fresh", "output"
     ])]
@@ -103,14 +103,15 @@ stopped.";
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
 pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     if !args.judge.is_empty() {
-        let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
+        let inputs: Vec<&Path> = args.judge.iter().map(PathBuf::as_path).collect();
+        let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref(), &inputs)?;
         let judgement = judge(&args.judge)?;
         let page = || judged::markdown(&judgement);
         destinations.write(&judgement, || Ok(page()), || judged::table(&judgement))?;
         return Ok(Verdict::Good);
     }
     let problems = problems(args)?;
-    let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref(), &[])?;
     let table = args.output.clone().or_else(user_table).context(
         "there is no place for the winners: give --output, or set FA_TUNED, or HOME for the default",
     )?;

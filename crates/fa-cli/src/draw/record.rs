@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use anyhow::Context;
-use fa_attn::atomic_file::AtomicFile;
 use fa_lab::read_text;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::term::destinations::target;
 use crate::term::failure::{InputError, Verdict};
 
 /// What a run has just found, as its record will have it.
@@ -28,8 +28,7 @@ pub(crate) fn redraw<R: DeserializeOwned>(
     plot: Option<&Path>,
     draw: impl FnOnce(&R) -> anyhow::Result<String>,
 ) -> anyhow::Result<Verdict> {
-    let target = plot.map(AtomicFile::probe).transpose().map_err(InputError::from)?;
-    let target = target.context("--draw needs --plot")?;
+    let target = target(plot.context("--draw needs --plot")?, &[record])?;
     let none = |e| InputError::Usage(format!("{} is not a record of `{command}`: {e}", record.display()));
     let drawn = draw(&serde_json::from_str(&read_text(record)?).map_err(none)?)?;
     target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;

@@ -9,6 +9,21 @@ use serde::Serialize;
 use crate::term::failure::InputError;
 use crate::term::output;
 
+/// The file at `path`, probed before any work is done, unless it is one of the `inputs`.
+///
+/// # Errors
+/// [`InputError::Target`] for a file that cannot be written, or whose old content is an input.
+pub(crate) fn target(path: &Path, inputs: &[&Path]) -> Result<AtomicFile, InputError> {
+    let target = AtomicFile::probe(path)?;
+    let own = path.canonicalize().ok();
+    let is_own = |input: &&Path| own.is_some() && input.canonicalize().ok() == own;
+    if inputs.iter().any(is_own) {
+        let reason = "it is an input file, whose content would be lost: name another".to_owned();
+        return Err(InputError::Target { path: path.to_owned(), reason });
+    }
+    Ok(target)
+}
+
 /// The files that `--json` and its companion name, probed before any work is done.
 #[derive(Debug)]
 pub(crate) struct Destinations {
@@ -19,11 +34,15 @@ pub(crate) struct Destinations {
 }
 
 impl Destinations {
-    /// `json` may be `-`, standard output; `page` is another file.
+    /// `json` may be `-`, standard output; `page` is another file. Neither may be one of the `inputs`.
     ///
     /// # Errors
     /// [`InputError::Target`] for what cannot be written.
-    pub(crate) fn probe(json: Option<&Path>, page: Option<&Path>) -> Result<Destinations, InputError> {
+    pub(crate) fn probe(
+        json: Option<&Path>,
+        page: Option<&Path>,
+        inputs: &[&Path],
+    ) -> Result<Destinations, InputError> {
         let stdout = Path::new("-");
         let refuse = |path: &Path, reason: &str| {
             Err(InputError::Target { path: path.to_owned(), reason: reason.to_owned() })
@@ -37,8 +56,8 @@ impl Destinations {
         }
         let json_to_stdout = json == Some(stdout);
         Ok(Destinations {
-            json: json.filter(|_| !json_to_stdout).map(AtomicFile::probe).transpose()?,
-            page: page.map(AtomicFile::probe).transpose()?,
+            json: json.filter(|_| !json_to_stdout).map(|path| target(path, inputs)).transpose()?,
+            page: page.map(|path| target(path, inputs)).transpose()?,
             json_to_stdout,
         })
     }

@@ -128,7 +128,15 @@ fn appends_that_do_not_fit_are_refused_by_name_limit_and_value() {
         (
             vec![table("rotary_cos", &[48, 17]), table("rotary_sin", &[48, 17])],
             "",
-            &["rotary.dim = 34", "a multiple of 2 from 2 to 32"],
+            &["'rotary_cos' has shape [48, 17]", "at most 16, half of head_dim"],
+        ),
+        (
+            vec![
+                lens([16.0, 16.0, 0.0]),
+                ("page_table", "I32", &[3, 3], vec![0.0, 1.0, 2.0, 3.0, 1.0, 4.0, 5.0, 6.0, 7.0]),
+            ],
+            "",
+            &["sequences 0 and 1 both append to row 0 of page 1"],
         ),
         (
             vec![("page_table", "I32", &[3, 3], vec![4.0, 99.0, 3.0, 1.0, 2.0, 5.0, 6.0, 7.0, 8.0])],

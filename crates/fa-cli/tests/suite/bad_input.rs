@@ -214,7 +214,7 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
         (text(folder.root()), "it is a directory"),
         (text(&missing), "there is no folder"),
         (text(&inside_file), "there is no folder"),
-        (text(&input), "it is the input file"),
+        (text(&input), "it is an input file"),
         ("..", "it is a directory"),
     ];
     if cfg!(target_os = "linux") {
@@ -258,6 +258,45 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
     for line in ["plan --report", "bench --seqlen 16 --plot", "bench --seqlen 16 --json"] {
         let outcome = fa(&format!("{line} {}", text(&missing)));
         refused(&outcome, &["cannot write", "there is no folder"], line);
+    }
+}
+
+#[test]
+fn no_command_writes_over_what_it_reads() {
+    let folder = Dir::new();
+    let spec = std::fs::read_to_string(repository("crates/fa-kernels/specs/sm80/hd64-causal-bf16.ron"));
+    let spec = spec.expect("a shipped kernel");
+    for (name, line) in [
+        ("record.json", "tune --judge record.json --json record.json"),
+        ("record.md", "tune --judge record.md --report record.md"),
+        ("p.html", "plan --problem p.html --report p.html"),
+        ("s.html", "plan --spec s.html --report s.html"),
+        ("e.html", "emulate e.html --report e.html"),
+        ("b.svg", "bench --draw b.svg --plot b.svg"),
+        ("l.svg", "ladder --draw l.svg --plot l.svg"),
+    ] {
+        let (path, line) = (folder.path(name), line.replace(name, &folder.file(name)));
+        let text = if name.starts_with(['s', 'e']) { &spec } else { "what was measured" };
+        std::fs::write(&path, text).expect("written");
+        refused(&fa(&line), &["cannot write", "it is an input file"], &line);
+        assert_eq!(std::fs::read_to_string(&path).expect("it is there"), text, "{line}");
+    }
+}
+
+#[test]
+fn records_with_damaged_numbers_are_named() {
+    let folder = Dir::new();
+    let record = repository("docs/results/tune/random-8-nvidia-h100-80gb-hbm3.json");
+    let whole = std::fs::read_to_string(record).expect("a record");
+    let path = folder.path("record.json");
+    for field in
+        ["tile_m", "tile_n", "num_warps", "atom_layout_m_dq", "atom_layout_n_dkv", "atom_layout_m_sdp"]
+    {
+        let at = whole.find(&format!("\"{field}\": ")).expect(field) + field.len() + 4;
+        let digits = whole[at..].find(|c: char| !c.is_ascii_digit()).expect("a number ends");
+        std::fs::write(&path, format!("{}0{}", &whole[..at], &whole[at + digits..])).expect("written");
+        let outcome = fa_args(&["tune", "--judge", text(&path)]);
+        refused(&outcome, &["record.json: problem", "is damaged", &format!("{field} = 0: must be")], field);
     }
 }
 

@@ -71,6 +71,26 @@ fn tolerances_given_replace_the_rule() {
     }
 }
 
+/// The largest difference is within its tolerance, a smaller one is not.
+#[test]
+fn the_element_that_is_beyond_its_tolerance_is_shown() {
+    let files = Dir::new();
+    let (mut large, mut base) = (vec![1.0; 24], vec![1.0; 24]);
+    (base[3], large[3]) = (1000.0, 1000.5);
+    (base[13], large[13]) = (1.0, 1.01);
+    for (name, layout) in [("out", [0, 1, 1, 1]), ("lse", [0, 1, 1, 0])] {
+        let shape: &[usize] = if name == "lse" { &[1, 2, 12] } else { &[1, 3, 2, 4] };
+        let a = files.write(&format!("{name}-a"), &[(name, "F32", shape, large.clone())]);
+        let b = files.write(&format!("{name}-b"), &[(name, "F32", shape, base.clone())]);
+        let outcome = fa(&format!("check {a} {b} --rtol 0.001 --json"));
+        let report: serde_json::Value = serde_json::from_str(&outcome.stdout).expect("JSON");
+        let row = &report["rows"][0];
+        assert_eq!((outcome.code, &row["worst"]), (1, &serde_json::json!(layout)), "{row}");
+        assert!(row["max_abs"].as_f64() > row["tolerance"].as_f64(), "{row}");
+        assert_eq!(fa(&format!("check {a} {b} --rtol 0.02")).code, 0, "{name}");
+    }
+}
+
 #[test]
 fn infinities_and_nan_must_be_at_the_same_places() {
     let files = Dir::new();

@@ -32,6 +32,8 @@ fn flags_of_one_kernel_and_of_many_do_not_mix() {
 
 #[test]
 fn what_a_kernel_does_not_heed_is_refused() {
+    let folder = Dir::new();
+    let page = folder.path("page.html");
     for (flags, part) in [
         (vec!["--rows-q", "padded"], "--rows-q is for sequences of different lengths"),
         (vec!["--rows-k", "packed"], "--rows-k is for sequences of different lengths"),
@@ -47,7 +49,8 @@ fn what_a_kernel_does_not_heed_is_refused() {
         (vec!["--page", "16", "--batch", "18446744073709551615"], "at most 1048576 sequences"),
         (vec!["--seqlen", "0x99999999999"], "memory are free"),
         (vec!["--headers", "no/such/folder"], "there is no such folder"),
-        (vec!["--seqlen", "20", "--report", "/dev/null", "--cta", "99"], "--cta 99"),
+        (vec!["--seqlen", "20", "--report", text(&page), "--cta", "99"], "--cta 99"),
+        (vec!["--report", "no/such/folder/t.html"], "there is no folder"),
         (vec!["--mutate", "--statement", "nosuch.cuh"], "--statement nosuch.cuh"),
         (vec!["--mutate", "--survivors", "no/such.ron"], "cannot read no/such.ron"),
         (vec!["--mutate", "--survivors", SPEC], "hd64-causal-bf16.ron is no record"),

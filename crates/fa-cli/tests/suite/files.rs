@@ -29,7 +29,7 @@ fn an_output_keeps_the_permissions_and_the_links_that_are_there() {
     // The input by another name is the input.
     symlink("in", at("alias")).unwrap();
     let onto_itself = fa_args(&["run", text(&at("in")), "-o", text(&at("alias"))]);
-    refused(&onto_itself, &["it is the input file"], "alias");
+    refused(&onto_itself, &["it is an input file"], "alias");
     assert_eq!(folder.listing(), ["alias", "in", "link", "private"]);
 }
 

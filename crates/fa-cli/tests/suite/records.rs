@@ -65,7 +65,11 @@ fn todays_first_choices_are_judged_by_records_without_a_gpu() {
     assert_eq!(judged["problems"].as_array().map(Vec::len), Some(24));
     assert_eq!(judged["groups"][4]["name"], "all", "one record has no group of its own: {judged}");
     let none = fa_args(&["tune", "--judge", text(&repository("README.md"))]);
-    assert!(none.code == 2 && none.stderr.contains("not a record of fa tune --json FILE"), "{}", none.stderr);
+    assert!(
+        none.code == 2 && none.stderr.contains("not a record of fa tune --random N --json FILE"),
+        "{}",
+        none.stderr
+    );
 }
 
 #[test]
@@ -89,12 +93,11 @@ fn what_a_gpu_has_to_run_is_listed_and_kept() {
         .iter()
         .any(|check| check["name"] == "driver" && check["status"] == "ok");
     if !driver {
-        let decode = ["--only", "marks-decode"];
-        let done = records(&decode);
+        let done = records(&["--only", "marks-step"]);
         assert!(done.code == 1 && done.stdout.contains("FAILED") && done.stdout.contains("no CUDA driver"));
-        let listed = records(&["--list", "--only", "marks-decode,marks-step"]).good();
+        let listed = records(&["--list", "--only", "marks-step,marks-paged"]).good();
         assert!(listed.contains("1 failed") && listed.contains("1 left"), "{listed}");
         // No rate was written for one that was not measured.
-        assert!(state.path("marks-decode.err").exists() && state.path("done.jsonl").exists());
+        assert!(state.path("marks-step.err").exists() && state.path("done.jsonl").exists());
     }
 }

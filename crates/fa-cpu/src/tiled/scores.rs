@@ -33,7 +33,12 @@ impl Scores {
         if scale.abs() <= MAX_FACTOR && cap.is_none_or(f32::is_normal) {
             return Ok(());
         }
-        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap, limit: MAX_FACTOR })
+        // Without a soft cap the factor is in base 2.
+        let limit = match problem.score.softcap {
+            None => MAX_FACTOR * std::f32::consts::LN_2,
+            Some(_) => MAX_FACTOR,
+        };
+        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap, limit })
     }
 }
 

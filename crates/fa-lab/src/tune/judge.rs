@@ -2,6 +2,7 @@
 //! best measured kernels.
 
 use std::array::from_fn;
+use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -171,7 +172,7 @@ fn group(problems: &[Judged], name: String, is_of: impl Fn(&Judged, &String) -> 
 fn judged_of(path: &Path) -> Result<Vec<Judged>> {
     let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.into(), source })?;
     let record: Record = serde_json::from_str(&text).map_err(|why| {
-        Error::Request(format!("{}: not a record of fa tune --json FILE: {why}", path.display()))
+        Error::Request(format!("{}: not a record of fa tune --random N --json FILE: {why}", path.display()))
     })?;
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
     let mut problems = Vec::new();
@@ -208,6 +209,15 @@ impl Entry {
             other => return Err(Error::Request(format!("{record}: a pass '{other}': fwd or bwd"))),
         };
         let family = family.unwrap_or(Family::native(arch));
+        let damaged = |why: &dyn Display| {
+            Error::Request(format!(
+                "{record}: problem {number} is damaged: {why}: use a record as it was written"
+            ))
+        };
+        problem.check().map_err(|why| damaged(&why))?;
+        for Measured { spec, .. } in &self.kernels {
+            spec.check().map_err(|why| damaged(&why))?;
+        }
         let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
         let plans = plan(problem, arch, &options)?;
         let constants = CostConstants::of(arch);
@@ -294,7 +304,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         fs::write(file.path(), "{\"rows\": []}").expect("written");
         let error = judge(&[file.path().into()]).expect_err("no record").to_string();
-        assert!(error.contains("not a record of fa tune --json FILE: missing field"), "{error}");
+        assert!(error.contains("not a record of fa tune --random N --json FILE: missing field"), "{error}");
         let error = judge(&["no/such.json".into()]).expect_err("no file").to_string();
         assert!(error.starts_with("cannot read no/such.json"), "{error}");
     }

@@ -13,7 +13,7 @@ pub enum Reason {
     #[error("{0}")]
     Rule(String),
     /// It does not compute the problem.
-    #[error("the kernel has {field} {have}, the problem needs {need}")]
+    #[error("{field}: the kernel computes {have}; the problem has {need}")]
     Problem {
         /// What does not fit.
         field: &'static str,

@@ -26,7 +26,7 @@ pub fn of_kernel(spec: &KernelSpec, arch: Arch, clocks: &StepClocks) -> Timeline
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Kernel, Mask, Pass, Problem};
+    use fa_core::{Dtype, Kernel, Mask, Pass, Problem, Sm90Fwd};
 
     use super::lanes::Activity;
     use super::parts::products;
@@ -82,6 +82,18 @@ mod tests {
                 &sm100_fwd::timeline::timeline(&plan.tile, Arch::Sm100, &plan.cost.step),
                 &plan.cost.step,
             );
+        }
+    }
+
+    #[test]
+    fn forwards_of_any_number_of_buffers_have_a_timeline() {
+        let set = explore(&problem(128, Mask::CAUSAL), Arch::Sm90, &PlanOptions::default()).expect("plans");
+        let best = &set.plans[0];
+        let Kernel::Sm90Fwd(kernel) = &best.spec.kernel else { panic!("{}", best.spec) };
+        for (kv_stages, overlap_wg) in [(1, true), (1, false), (2, false), (3, true), (4, true)] {
+            let kernel = Sm90Fwd { kv_stages, overlap_wg, ..kernel.clone() };
+            let spec = KernelSpec { kernel: kernel.into(), ..best.spec.clone() };
+            check(&spec.to_string(), &of_kernel(&spec, Arch::Sm90, &best.cost.step), &best.cost.step);
         }
     }
 

@@ -49,7 +49,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if !on_gpu && args.gpu.reps.is_some() {
         return Err(usage("--reps is the GPU's; on the CPU give --seconds"));
     }
-    let destinations = Destinations::probe(args.json.as_deref(), None)?;
+    let destinations = Destinations::probe(args.json.as_deref(), None, &[])?;
     let (marks, no_page) = (append::marks(), || Ok(String::new()));
     if on_gpu {
         let report = append::on_gpu(&marks, args.gpu.turns(), &mut progress::steps())?;

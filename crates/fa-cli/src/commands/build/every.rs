@@ -52,7 +52,7 @@ struct Summary {
 /// Without a compiler, for head dims or families that an architecture has no kernels for, and an unwritable
 /// target.
 pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
-    let destinations = Destinations::probe(args.json.as_deref(), None)?;
+    let destinations = Destinations::probe(args.json.as_deref(), None, &[])?;
     let archs = if args.arch.is_empty() { &[Arch::Sm90][..] } else { &args.arch };
     let passes = match args.mode {
         Mode::Fwd => vec![pass_of(Pass::Forward, args.deterministic)?],

@@ -55,6 +55,14 @@ impl Pair {
         self.name == "lse"
     }
 
+    /// Where the value `index` lies, as a [`Comparison`] has it.
+    pub(crate) fn position(&self, index: usize) -> [usize; 4] {
+        let [b, s, h, d] = self.shape;
+        let at = [index / d / h / s % b, index / d / h % s, index / d % h, index % d];
+        // LSE is [batch, heads, seqlen_q] behind a leading 1, and has no axis of the head dim.
+        if self.is_lse() { [at[1], at[3], at[2], 0] } else { at }
+    }
+
     /// A or B against the other or the oracle.
     pub(crate) fn compare(
         &self,

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use fa_attn::atomic_file;
+use fa_attn::atomic_file::AtomicFile;
 use fa_core::{Arch, KernelSpec};
 use fa_emu::sweep::SEEDS;
 use fa_emu::{Emulator, Options, Pace, Proof, Trial, Unit, timeline};
@@ -20,6 +20,7 @@ pub(super) fn one(
     emulator: &Emulator,
     spec: &KernelSpec,
     arch: Arch,
+    page: Option<&AtomicFile>,
 ) -> anyhow::Result<Verdict> {
     let case = case(args, spec)?;
     let problem = case.problem;
@@ -34,7 +35,7 @@ pub(super) fn one(
         let proof = run(args, &unit, &trial, &Options::seed(seed))?;
         runs.push(summary(&unit, &problem, args.sms_for(spec), seed, proof.0));
     }
-    if let Some(path) = &args.report {
+    if let Some(target) = page {
         // A schedule in which operations take as long as their size asks for.
         let seed = seeds[0];
         let pace = if args.seeds.is_empty() { Pace::Paced } else { Options::seed(seed).pace };
@@ -46,7 +47,7 @@ pub(super) fn one(
         }
         let lead = crate::attention::describe(&problem);
         let page = timeline::page(&format!("{spec} on {arch}"), &lead, args.cta, &proof.outcome);
-        atomic_file::write(path, page.as_bytes())?;
+        target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
     }
     let passed = runs.iter().all(|run| run.passed);
     let report = Report {

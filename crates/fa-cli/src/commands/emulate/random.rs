@@ -13,6 +13,7 @@ use fa_kernels::Headers;
 use fa_lab::log::{self, Lines, Log};
 
 use super::args::EmulateArgs;
+use crate::term::destinations::target;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
@@ -30,6 +31,10 @@ pub(super) fn random(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<
     let wanted = |turn: &u64| args.kernels.is_empty() || named(turn);
     let (from, count) = (u64::from(args.from.unwrap_or(0)), args.random.unwrap_or(1) as usize);
     let turns: Vec<u64> = (from..).filter(wanted).take(count).collect();
+    if let Some(path) = &args.log {
+        // Refused before anything is drawn; a folder is not made.
+        target(path, &[])?;
+    }
     let mut known = args.log.as_deref().map_or_else(|| Ok(Vec::new()), known)?;
     let log = args.log.as_deref().map(Log::open).transpose()?;
     known.retain(|tried| tried.seed == seed && turns.contains(&tried.turn));

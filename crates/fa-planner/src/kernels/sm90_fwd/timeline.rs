@@ -34,10 +34,12 @@ pub(crate) fn timeline(
         let freed = |of: &[Vec<usize>]| -> Vec<usize> {
             step.checked_sub(stages).map_or(Vec::new(), |before| of.iter().map(|own| own[before]).collect())
         };
-        let (k_free, v_free) = (freed(&s), freed(&pv));
         let load = |name| (Activity::Load, name, step);
-        k_loads.push(plan.task(producer, Unit::Copy, load("K"), copy(k.tile_n * spec.head_dim), k_free));
-        v_loads.push(plan.task(producer, Unit::Copy, load("V"), copy(k.tile_n * spec.head_dim_v), v_free));
+        let (k_clocks, v_clocks) = (copy(k.tile_n * spec.head_dim), copy(k.tile_n * spec.head_dim_v));
+        k_loads.push(plan.task(producer, Unit::Copy, load("K"), k_clocks, freed(&s)));
+        if !k.overlap_wg {
+            v_loads.push(plan.task(producer, Unit::Copy, load("V"), v_clocks, freed(&pv)));
+        }
         for g in 0..groups {
             let (wgmma, pipes) = lanes[g];
             let last = |of: &[usize]| of.last().copied();
@@ -74,6 +76,10 @@ pub(crate) fn timeline(
                 let own = plan.task(wgmma, Unit::Tensor, name, of_group(products(clocks) * v_share), needs);
                 pv[g].push(own);
             }
+        }
+        // A single buffer of V is free after the P V that this step has issued.
+        if k.overlap_wg {
+            v_loads.push(plan.task(producer, Unit::Copy, load("V"), v_clocks, freed(&pv)));
         }
     }
     plan.timeline(lanes[0].0, clocks)
