@@ -144,11 +144,13 @@ impl<T: Element + Stored> NewRows<T> {
             let first = if cu.is_some() { 1 } else { batch };
             if got != [first, rows, problem.heads_kv, dim] {
                 let heads_kv = problem.heads_kv;
-                let whose = if name == "k_new" { "k" } else { "k_new's rows and v" };
+                let whose = if name == "k_new" { "k has" } else { "k_new and v have" };
                 let need = format!(
-                    "it must have {}, {rows} rows, {} and {dim} elements, as {whose} has",
+                    "it must have {}, {}, {} and {}, as {whose}",
                     counted(first, "sequence"),
-                    counted(heads_kv, "head")
+                    counted(rows, "row"),
+                    counted(heads_kv, "head"),
+                    counted(dim, "element")
                 );
                 return Err(
                     InputError::Shape { name: name.to_owned(), got: entry.shape.clone(), need }.into()
@@ -306,9 +308,10 @@ fn rotary<T: Stored>(
             return Err(refuse(need).into());
         }
         if entry.dtype != cos.dtype || (entry.dtype != safetensors::Dtype::F32 && entry.dtype != of_q) {
-            let need = match of_q {
-                safetensors::Dtype::F32 => "both tables must hold F32, as q does".to_owned(),
-                _ => format!("both tables must hold F32, or both {of_q} as q does"),
+            let need = if of_q == safetensors::Dtype::F32 {
+                "both tables must hold F32, as q does".to_owned()
+            } else {
+                format!("both tables must hold F32, or both {of_q} as q does")
             };
             return Err(
                 InputError::Dtype { name: name.to_owned(), got: entry.dtype.to_string(), need }.into()
