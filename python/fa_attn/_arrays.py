@@ -3,9 +3,14 @@
 import importlib
 
 from . import _core
-from ._checks import apart, array, cache_rows, int32, paddings, room
-from ._core import InputError, InputTypeError, UnsupportedError
+from ._checks import LARGEST as _LARGEST
+from ._checks import apart, array, cache_rows, in_room, int32, pages_in_use, room
+from ._core import BESIDE, InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
+
+
+# Candidates that are tried before two arrays count as overlapping.
+_OVERLAP_WORK = 10_000
 
 
 class _Numpy:
@@ -55,6 +60,18 @@ class _Numpy:
     def unstack(self, array, axis):
         return [array[(slice(None),) * axis + (i,)] for i in range(array.shape[axis])]
 
+    def overlap(self, one, other):
+        """Whether two arrays have elements in common; True where that would take long to find out."""
+        try:
+            return self.np.shares_memory(one, other, max_work=_OVERLAP_WORK)
+        except RuntimeError:
+            return True
+
+    def host(self, array):
+        """An array in the CPU's memory, as numpy's."""
+        is_own = isinstance(array, self.np.ndarray) or not hasattr(array, "__dlpack__")
+        return self.np.asarray(array) if is_own else self.np.from_dlpack(array)
+
 
 class _Cupy(_Numpy):
     """Arrays of cupy, on its current stream."""
@@ -65,6 +82,12 @@ class _Cupy(_Numpy):
 
     def stream(self, like):
         return self.np.cuda.get_current_stream(like.device.id).ptr
+
+    def overlap(self, one, other):
+        return self.np.may_share_memory(one, other)
+
+    def host(self, array):
+        return array
 
     def allocate(self, count, zero):
         make = self.np.zeros if zero else self.np.empty
@@ -158,7 +181,8 @@ class Arrays:
             out = make(shape, q)
         else:
             room(out, shape, q.dtype)
-            apart(out, {"q": q, "k": k, "v": v}, lib.np.may_share_memory)
+            beside = {} if extras is None else {n: x for n, x in zip(BESIDE, extras) if x is not None}
+            apart(out, {"q": q, "k": k, "v": v, **beside}, lib.overlap)
         if extras is not None:
             lse[...] = float("-inf")
             extras = self.beside(extras)
@@ -216,6 +240,16 @@ class Arrays:
         )
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
+    def check(self, q, k, v, scale, causal, window, softcap, extras):
+        """Checks what `attention` is about to be given, without computing anything."""
+        lib = self.library
+        extras = None if extras is None else self.beside(extras)
+        _core.check_forward(*map(lib.read, (q, k, v)), scale, causal, window, softcap, extras, lib.stream(q))
+
+    def host(self, array):
+        """The array where its elements can be checked; None in a GPU's memory."""
+        return self.library.host(array) if self.is_in_host_memory(array) else None
+
     def append(self, append):
         """Appends to the caches in place; returns (q, rotated where there are tables, and the lengths
         afterwards)."""
@@ -265,26 +299,32 @@ class Arrays:
             raise InputError(f"dtype is {dtype!r}: it must be float32, float16 or bfloat16") from None
         lse = lib.floats(lses[0].shape, outs[0])
         parts = [lib.read(part) for part in outs]
+        sinks = None if sinks is None else lib.contiguous(lib.read(sinks))
         _core.merge(parts, list(lses), lib.read(out), lse, sinks, lib.stream(outs[0]))
         return lib.give(out), lib.give(lse)
 
     def without_padding(self, k_cache, v_cache, leftpad, used, table):
         """The cache seen without the padding before each sequence: (k, v, cu_seqlens_k or None, rows in use,
         page table or None)."""
-        np = self.library.np
-        leftpad = np.asarray(leftpad)
+        np, host = self.library.np, self.library.host
+        leftpad, used = host(leftpad), host(used)
         rows, room = k_cache.shape[:2]
-        paddings(leftpad, room * (1 if table is None else table.shape[1]))
-        used = np.maximum(np.asarray(used) - leftpad, 0)
+        if self.is_in_host_memory(k_cache):
+            in_room("cache_leftpad", leftpad, room * (1 if table is None else table.shape[1]))
+            if table is not None:
+                table = host(table)
+                pages_in_use(table, used, room, rows, np.arange(table.shape[1]))
+        used = np.maximum(used - leftpad, 0)
         # Copied where the cache is not contiguous.
-        flat = [np.asarray(x).reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+        flat = [host(x).reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
         if table is None:
             begins = np.arange(rows, dtype=np.int32) * room + leftpad
             starts = np.append(begins, rows * room).astype(np.int32)
             return (*flat, starts, used.astype(np.int32), None)
         # Pages of one row, so that a sequence may begin anywhere.
-        places = np.asarray(table)[:, :, None] * room + np.arange(room, dtype=np.int32)
-        places = places.reshape(places.shape[0], -1)
+        places = table[:, :, None].astype(np.int64) * room + np.arange(room)
+        # Of entries that are not in use whatever is no page.
+        places = np.clip(places.reshape(places.shape[0], -1), -1, _LARGEST)
         columns = np.minimum(np.arange(places.shape[1]) + leftpad[:, None], places.shape[1] - 1)
         table = np.ascontiguousarray(np.take_along_axis(places, columns, 1).astype(np.int32))
         return (*(x[:, None] for x in flat), None, used.astype(np.int32), table)
@@ -298,7 +338,10 @@ class Arrays:
 
     def stored(self, values, out):
         """`out`, after writing these values to it."""
-        out[...] = values
+        try:
+            out[...] = values
+        except ValueError as error:
+            raise InputError(f"out cannot be written: {error}") from None
         return out
 
     def table_of_rows(self, index, rows, table):
@@ -306,7 +349,7 @@ class Arrays:
         `index`. Without a table each row of the cache is a page."""
         int32("cache_batch_idx", index)
         if self.is_in_host_memory(index):
-            cache_rows(self.library.np.asarray(index), rows, table)
+            cache_rows(self.library.host(index), rows, table)
         return index.reshape(-1, 1) if table is None else table[index]
 
     def is_in_host_memory(self, array):
@@ -328,6 +371,10 @@ class _LentArrays(Arrays):
 
     def backward(self, *arguments):
         return super().backward(*map(self._lent, arguments))
+
+    def check(self, *_):
+        # `append` refuses all.
+        pass
 
     def append(self, append):
         raise UnsupportedError("appending in place: use numpy or torch for the cache")
@@ -389,6 +436,10 @@ class _JaxArrays(Arrays):
 
     def is_in_host_memory(self, array):
         return not _is_on_gpu(array)
+
+    def check(self, *_):
+        # `append` refuses all.
+        pass
 
     def append(self, append):
         raise UnsupportedError("jax arrays cannot be appended to in place: use numpy or torch for the cache")

@@ -142,14 +142,45 @@ def apart(out, inputs, overlap):
             raise InputError(f"out lies in the memory of {name}, which is still read: give room of its own")
 
 
-def paddings(leftpad, room):
-    """Checks `cache_leftpad` in host memory: each entry is within the cache's room."""
-    outside = (leftpad < 0) | (leftpad > room)
+def in_room(name, rows, room):
+    """Checks numbers of rows of a cache, in host memory: each entry is within the cache's room."""
+    outside = (rows < 0) | (rows > room)
     if outside.any():
         entry = int(outside.nonzero()[0][0])
         raise InputError(
-            f"cache_leftpad[{entry}] is {int(leftpad[entry])}: it must be from 0 to {room}, the cache's room"
+            f"{name}[{entry}] is {int(rows[entry])}: it must be from 0 to {room}, the cache's room"
         )
+
+
+def ascending(name, starts, rows):
+    """Checks the starts of packed sequences of `rows` rows, in host memory."""
+    before = 0
+    for entry, start in enumerate(starts.tolist()):
+        if not before <= start <= rows:
+            raise InputError(
+                f"{name}[{entry}] is {start}: it must be from {before}, the entry before, to {rows}, the rows"
+            )
+        before = start
+
+
+def pages_in_use(table, used, page, pages, columns):
+    """Checks a page table in host memory: entries that hold keys in use are pages of the cache. `columns`
+    numbers the table's."""
+    outside = (columns * page < used[:, None]) & ((table < 0) | (table >= pages))
+    if outside.any():
+        row, column = divmod(int(outside.reshape(-1).nonzero()[0][0]), table.shape[1])
+        raise InputError(
+            f"page_table (block_table)[{row}, {column}] is {int(table[row, column])}: the cache has {pages} "
+            f"pages, so it must be from 0 to {pages - 1}"
+        )
+
+
+def lengths_of(name, value, batch, whose="a length for each sequence"):
+    """The lengths of `batch` sequences, checked to be int32 (batch,)."""
+    int32(name, array(name, value))
+    if tuple(value.shape) != (batch,):
+        raise InputError(f"{name} has the shape {tuple(value.shape)}: it must be ({batch},), {whose}")
+    return value
 
 
 def cache_rows(index, rows, table):

@@ -94,6 +94,17 @@ def report(
     deterministic: bool = False,
     division: Optional[Division] = None,
 ) -> str: ...
+def check_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Optional[float],
+    causal: bool,
+    window: Tuple[int, int],
+    softcap: float,
+    extras: Optional[Extras] = None,
+    stream: Optional[int] = None,
+) -> None: ...
 def append(*arguments: Any) -> int: ...
 def merge(
     outs: Sequence[Any],

@@ -12,6 +12,13 @@ def face_of(array):
     return face if face is not None else _find(kind)
 
 
+def of_one_library(name, value, q, face):
+    """Checks that an array that is written is of the library that q is of."""
+    if face_of(value) is not face:
+        kinds = [f"{type(x).__module__.split('.')[0]}.{type(x).__name__}" for x in (value, q)]
+        raise InputTypeError(f"{name} is {kinds[0]} and q {kinds[1]}: give both of one library")
+
+
 def _find(kind):
     # torch's, at the first call even while torch.compile traces it: it reads no names of modules.
     if hasattr(kind, "__torch_function__"):

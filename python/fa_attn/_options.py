@@ -88,11 +88,14 @@ def extras_of(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0
 
 def options_of(softmax_scale, causal, window_size, softcap, deterministic):
     """The options of a call, checked."""
+    cap = number("softcap", softcap) or 0.0
+    if cap < 0.0:
+        raise InputError(f"softcap is {cap}: it must be above 0, or 0 for none")
     return (
         number("softmax_scale", softmax_scale),
         flag("causal", causal),
         window(window_size),
-        number("softcap", softcap) or 0.0,
+        cap,
         flag("deterministic", deterministic),
     )
 

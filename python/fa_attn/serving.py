@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from ._checks import LARGEST, array, count, flag, int32, masses, most
+from ._checks import LARGEST, array, ascending, count, flag, in_room, int32, lengths_of, masses, most, room
 from ._core import InputError, InputTypeError, UnsupportedError
-from ._faces import face_of
+from ._faces import face_of, of_one_library
 from ._options import division_of, extras_of, options_of, others_of
 
 
@@ -91,6 +91,7 @@ def flash_attn_with_kvcache(
     if rotary_seqlens is not None and rotary_cos is not None and rotary_seqlens is not cache_seqlens:
         raise UnsupportedError("rotary_seqlens: queries and keys are turned by cache_seqlens, leave it out")
     table = block_table if block_table is not None else page_table
+    is_paged = table is not None
     face = face_of(q)
     for name, value in (
         ("k", k),
@@ -108,6 +109,19 @@ def flash_attn_with_kvcache(
                 f"{name} has the shape {tuple(cache.shape)}: it must be (batch, room, heads_kv, head_dim) or "
                 "(pages, page, heads_kv, head_dim)"
             )
+    if tuple(k_cache.shape[:3]) != tuple(v_cache.shape[:3]):
+        shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise InputError(f"k_cache and v_cache have the shapes {shapes}: they may differ in the last axis alone")
+    if cu_seqlens_q is not None and len(cu_seqlens_q.shape) != 1:
+        raise InputError(
+            f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)"
+        )
+    # What is written, and whatever torch differentiates.
+    caches = () if k is None and not face.has_autograd else (("k_cache", k_cache), ("v_cache", v_cache))
+    for name, value in (*caches, ("out", out)):
+        if value is not None:
+            of_one_library(name, value, q, face)
+    turns = flag("rotary_interleaved", rotary_interleaved)
     if len(array("q", q).shape) != (4 if cu_seqlens_q is None else 3):
         need = "(batch, seqlen_q" if cu_seqlens_q is None else "with cu_seqlens_q (total_q"
         raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}, heads_q, head_dim)")
@@ -129,7 +143,7 @@ def flash_attn_with_kvcache(
     plans = None
     if metadata is not None:
         plans = _plans_of(metadata)
-        metadata.check(q, k_cache, v_cache, options, batch, longest or q.shape[-3], table is not None)
+        metadata.check(q, k_cache, v_cache, options, batch, longest or q.shape[-3], is_paged)
         division = metadata.divided(division)
     used = cache_seqlens
     if isinstance(used, Integral) and not isinstance(used, bool):
@@ -143,9 +157,22 @@ def flash_attn_with_kvcache(
             )
         if cu_seqlens_k_new is not None:
             raise InputError("cu_seqlens_k_new without k and v: leave it out")
-    else:
+    if used is not None and (k is not None or cache_leftpad is not None):
+        lengths_of("cache_seqlens", used, batch)
+        if (own := face.host(used)) is not None:
+            in_room("cache_seqlens", own, k_cache.shape[1] * (1 if table is None else table.shape[1]))
+    if table is not None:
+        int32("page_table (block_table)", table)
+    if out is not None:
+        room(out, (*q.shape[:-1], v_cache.shape[-1]), out.dtype)
+    if k is not None:
         if used is None:
             raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
+        if cu_seqlens_k_new is not None and (own := face.host(array("cu_seqlens_k_new", cu_seqlens_k_new))) is not None:
+            ascending("cu_seqlens_k_new", own, k.shape[0])
+        # Whatever is wrong is found before the caches are written.
+        extras = extras_of(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, longest, 0)
+        face.check(q, k_cache, v_cache, *options[:-1], extras)
         q, used = face.append(
             Append(
                 k,
@@ -155,7 +182,7 @@ def flash_attn_with_kvcache(
                 q,
                 rotary_cos,
                 rotary_sin,
-                flag("rotary_interleaved", rotary_interleaved),
+                turns,
                 options[1] or options[2] != (-1, -1),
                 cu_seqlens_k_new,
                 k.shape[0],
@@ -166,8 +193,7 @@ def flash_attn_with_kvcache(
             )
         )
     if (table is not None or cache_leftpad is not None) and used is None:
-        room = k_cache.shape[1] * (1 if table is None else table.shape[1])
-        used = face.ints(room, batch, q)
+        used = face.ints(k_cache.shape[1] * (1 if table is None else table.shape[1]), batch, q)
     starts, rows = None, 0
     if cache_leftpad is not None:
         shape = tuple(getattr(cache_leftpad, "shape", ()))
@@ -227,6 +253,7 @@ class SchedulerMetadata:
         }
         for name, have in there.items():
             need = getattr(self, name)
+            # A type and a page size may be left open.
             if need is not None and need != have:
                 raise InputError(
                     f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
@@ -296,17 +323,18 @@ def get_scheduler_metadata(
         most(name, value)
     _, causal, window, _, _ = options_of(None, causal, window_size, 0.0, False)
     batch = count("batch_size", batch_size)
-    if tuple(cache_seqlens.shape) != (batch,):
-        shape = tuple(cache_seqlens.shape)
-        raise InputError(f"cache_seqlens has the shape {shape}: it must be ({batch},), batch_size")
-    headdim = count("headdim", headdim)
+    lengths_of("cache_seqlens", cache_seqlens, batch, "batch_size")
+    headdim = count("headdim", headdim, 1)
+    heads_q, heads_kv = count("num_heads_q", num_heads_q, 1), count("num_heads_kv", num_heads_kv, 1)
+    if heads_q % heads_kv:
+        raise InputError(f"num_heads_q is {heads_q}: it must be a multiple of num_heads_kv, {heads_kv}")
     return SchedulerMetadata(
         batch_size=batch,
         max_seqlen_q=most("max_seqlen_q", max_seqlen_q),
-        num_heads_q=count("num_heads_q", num_heads_q),
-        num_heads_kv=count("num_heads_kv", num_heads_kv),
+        num_heads_q=heads_q,
+        num_heads_kv=heads_kv,
         headdim=headdim,
-        headdim_v=headdim if headdim_v is None else count("headdim_v", headdim_v),
+        headdim_v=headdim if headdim_v is None else count("headdim_v", headdim_v, 1),
         qkv_dtype=qkv_dtype,
         page_size=None if page_size is None else count("page_size", page_size, 1),
         causal=causal,
@@ -329,6 +357,8 @@ def merge(outs, lses, sinks=None, dtype=None):
     parts leave out. `dtype`: the result's type; None for that of the parts. Computed in float32. Returns
     (out, lse). With torch tensors, outs and lses have gradients.
     """
+    if outs is None or lses is None:
+        raise InputTypeError("outs and lses must be sequences of arrays, one of each for every part")
     outs = [array("a part of outs", part) for part in outs]
     lses = [array("a part of lses", part) for part in lses]
     if not outs or len(outs) != len(lses):
@@ -389,6 +419,8 @@ def flash_attn_combine(
     if out is not None and out_dtype is not None and out.dtype != out_dtype:
         raise InputError(f"out_dtype is {out_dtype} and out holds {out.dtype}: give one of them")
     face = face_of(out_partial)
+    if out is not None:
+        of_one_library("out", out, out_partial, face)
     dtype = out.dtype if out is not None else out_dtype
     lses = [face.swapped(lse) for lse in face.unstack(lse_partial, 0)]
     merged, lse = merge(face.unstack(out_partial, 0), lses, dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 
 from . import _core
 from ._checks import apart, array, cache_rows, int32, room
-from ._torch_caches import append, merge, without_padding
+from ._torch_caches import append, check, host, merge, without_padding
 from ._torch_memory import (
     FLOAT,
     autocast,
@@ -34,8 +34,10 @@ __all__ = [
     "append",
     "attention",
     "backward",
+    "check",
     "differences",
     "has_autograd",
+    "host",
     "ints",
     "merge",
     "packed_attention",
@@ -127,7 +129,8 @@ def attention(
 def _check_out(out, q, k, v, extras):
     check_tensor("out", out)
     room(out, out_shape(q, v), q.dtype)
-    apart(out, {"q": q, "k": k, "v": v}, may_overlap)
+    beside = {} if extras is None else {n: x for n, x in zip(_core.BESIDE, extras) if x is not None}
+    apart(out, {"q": q, "k": k, "v": v, **beside}, may_overlap)
     differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras[6])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
         raise _core.InputError(
@@ -185,7 +188,10 @@ def swapped(tensor):
 
 def stored(values, out):
     """`out`, after writing these values to it."""
-    return out.copy_(values)
+    try:
+        return out.copy_(values)
+    except RuntimeError as error:
+        raise _core.InputError(f"out cannot be written: {error}") from None
 
 
 def unstack(tensor, axis):

@@ -136,6 +136,26 @@ pub(crate) fn forward<'py>(
     run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate, plans, division })
 }
 
+/// Checks the arrays and options of a forward, without computing anything.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, scale, causal, window, softcap, extras=None, stream=None))]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn check_forward<'py>(
+    q: &Bound<'py, PyAny>,
+    k: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    scale: Option<f64>,
+    causal: bool,
+    window: (i64, i64),
+    softcap: f64,
+    extras: Option<ExtraObjects<'py>>,
+    stream: Option<u64>,
+) -> PyResult<()> {
+    let given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    let problem = given.problem(&Options { scale, causal, window, softcap })?;
+    problem.check().map_err(|error| raised(error.into()))
+}
+
 /// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
 #[pyfunction]
 #[pyo3(signature = (

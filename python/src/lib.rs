@@ -26,7 +26,7 @@ mod threads;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use super::calls::{append, backward, forward, report};
+    use super::calls::{append, backward, check_forward, forward, report};
     #[pymodule_export]
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]
