@@ -111,7 +111,7 @@ def flash_attn_with_kvcache(
             )
     if tuple(k_cache.shape[:3]) != tuple(v_cache.shape[:3]):
         shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        raise InputError(f"k_cache and v_cache have the shapes {shapes}: they may differ in the last axis alone")
+        raise InputError(f"k_cache and v_cache have the shapes {shapes}: only their last axes may differ")
     if cu_seqlens_q is not None and len(cu_seqlens_q.shape) != 1:
         raise InputError(
             f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)"
@@ -159,7 +159,8 @@ def flash_attn_with_kvcache(
             raise InputError("cu_seqlens_k_new without k and v: leave it out")
     if used is not None and (k is not None or cache_leftpad is not None):
         lengths_of("cache_seqlens", used, batch)
-        if (own := face.host(used)) is not None:
+        own = face.host(used)
+        if own is not None:
             in_room("cache_seqlens", own, k_cache.shape[1] * (1 if table is None else table.shape[1]))
     if table is not None:
         int32("page_table (block_table)", table)
@@ -168,8 +169,10 @@ def flash_attn_with_kvcache(
     if k is not None:
         if used is None:
             raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
-        if cu_seqlens_k_new is not None and (own := face.host(array("cu_seqlens_k_new", cu_seqlens_k_new))) is not None:
-            ascending("cu_seqlens_k_new", own, k.shape[0])
+        if cu_seqlens_k_new is not None:
+            own = face.host(array("cu_seqlens_k_new", cu_seqlens_k_new))
+            if own is not None:
+                ascending("cu_seqlens_k_new", own, k.shape[0])
         # Whatever is wrong is found before the caches are written.
         extras = extras_of(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, longest, 0)
         face.check(q, k_cache, v_cache, *options[:-1], extras)
