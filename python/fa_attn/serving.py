@@ -103,33 +103,13 @@ def flash_attn_with_kvcache(
     ):
         if value is not None:
             array(name, value)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if len(array(name, cache).shape) != 4:
-            raise InputError(
-                f"{name} has the shape {tuple(cache.shape)}: it must be (batch, room, heads_kv, head_dim) or "
-                "(pages, page, heads_kv, head_dim)"
-            )
-    if tuple(k_cache.shape[:3]) != tuple(v_cache.shape[:3]):
-        shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        raise InputError(f"k_cache and v_cache have the shapes {shapes}: only their last axes may differ")
-    if cu_seqlens_q is not None and len(cu_seqlens_q.shape) != 1:
-        raise InputError(
-            f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)"
-        )
+    _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q)
     # What is written, and whatever torch differentiates.
     caches = () if k is None and not face.has_autograd else (("k_cache", k_cache), ("v_cache", v_cache))
     for name, value in (*caches, ("out", out)):
         if value is not None:
             of_one_library(name, value, q, face)
     turns = flag("rotary_interleaved", rotary_interleaved)
-    if len(array("q", q).shape) != (4 if cu_seqlens_q is None else 3):
-        need = "(batch, seqlen_q" if cu_seqlens_q is None else "with cu_seqlens_q (total_q"
-        raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}, heads_q, head_dim)")
-    if table is not None and len(table.shape) != 2:
-        shape = tuple(table.shape)
-        raise InputError(
-            f"page_table (block_table) has the shape {shape}: it must be (batch, pages of a sequence)"
-        )
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
     longest = 0 if max_seqlen_q is None else most("max_seqlen_q", max_seqlen_q)
@@ -162,6 +142,12 @@ def flash_attn_with_kvcache(
         own = face.host(used)
         if own is not None:
             in_room("cache_seqlens", own, k_cache.shape[1] * (1 if table is None else table.shape[1]))
+    if cache_leftpad is not None:
+        lengths_of("cache_leftpad", cache_leftpad, batch, "an array of paddings")
+        if table is None and k_cache.shape[0] != batch:
+            raise InputError(
+                f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
+            )
     if table is not None:
         int32("page_table (block_table)", table)
     if out is not None:
@@ -199,14 +185,6 @@ def flash_attn_with_kvcache(
         used = face.ints(k_cache.shape[1] * (1 if table is None else table.shape[1]), batch, q)
     starts, rows = None, 0
     if cache_leftpad is not None:
-        shape = tuple(getattr(cache_leftpad, "shape", ()))
-        if shape != (batch,):
-            raise InputError(f"cache_leftpad has the shape {shape}: it must be an array ({batch},)")
-        int32("cache_leftpad", cache_leftpad)
-        if table is None and k_cache.shape[0] != batch:
-            raise InputError(
-                f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
-            )
         k_cache, v_cache, starts, used, table = face.without_padding(
             k_cache, v_cache, cache_leftpad, used, table
         )
@@ -218,6 +196,31 @@ def flash_attn_with_kvcache(
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
     out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out, division=division)
     return (out, lse) if wants_lse else out
+
+
+def _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q):
+    """Checks the axes of a call's arrays."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if len(array(name, cache).shape) != 4:
+            raise InputError(
+                f"{name} has the shape {tuple(cache.shape)}: it must be (batch, room, heads_kv, head_dim) or "
+                "(pages, page, heads_kv, head_dim)"
+            )
+    if tuple(k_cache.shape[:3]) != tuple(v_cache.shape[:3]):
+        shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise InputError(f"k_cache and v_cache have the shapes {shapes}: only their last axes may differ")
+    if cu_seqlens_q is not None and len(cu_seqlens_q.shape) != 1:
+        raise InputError(
+            f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)"
+        )
+    if len(array("q", q).shape) != (4 if cu_seqlens_q is None else 3):
+        need = "(batch, seqlen_q" if cu_seqlens_q is None else "with cu_seqlens_q (total_q"
+        raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}, heads_q, head_dim)")
+    if table is not None and len(table.shape) != 2:
+        shape = tuple(table.shape)
+        raise InputError(
+            f"page_table (block_table) has the shape {shape}: it must be (batch, pages of a sequence)"
+        )
 
 
 @dataclass
