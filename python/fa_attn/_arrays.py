@@ -107,6 +107,10 @@ class _Jax(_Numpy):
     def copy(self, array):
         return self.np.array(array)
 
+    def host(self, array):
+        # From a GPU's memory as well.
+        return self.np.asarray(array)
+
     def give(self, array):
         # Where jax has a GPU, its arrays are made there by default.
         with self.jax.default_device(self.jax.devices("cpu")[0]):
@@ -308,11 +312,11 @@ class Arrays:
         page table or None)."""
         np, host = self.library.np, self.library.host
         leftpad, used = host(leftpad), host(used)
+        table = None if table is None else host(table)
         rows, room = k_cache.shape[:2]
         if self.is_in_host_memory(k_cache):
             in_room("cache_leftpad", leftpad, room * (1 if table is None else table.shape[1]))
             if table is not None:
-                table = host(table)
                 pages_in_use(table, used, room, rows, np.arange(table.shape[1]))
         used = np.maximum(used - leftpad, 0)
         # Copied where the cache is not contiguous.
