@@ -32,7 +32,7 @@ use crate::term::stop;
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(told) => return say(&told),
+        Err(error) => return explain(&error),
     };
     show_traces(cli.verbose);
     fa_cpu::threads::limit_global_pool();
@@ -50,13 +50,13 @@ fn main() -> ExitCode {
 }
 
 /// Prints help, or what is wrong with the arguments.
-fn say(told: &clap::Error) -> ExitCode {
-    match told.print() {
-        Err(error) if !told.use_stderr() && error.kind() != std::io::ErrorKind::BrokenPipe => {
-            let _ = writeln!(std::io::stderr(), "error: {}", failure::message(&StdoutError(error).into()));
+fn explain(error: &clap::Error) -> ExitCode {
+    match error.print() {
+        Err(full) if !error.use_stderr() && full.kind() != std::io::ErrorKind::BrokenPipe => {
+            let _ = writeln!(std::io::stderr(), "error: {}", failure::message(&StdoutError(full).into()));
             ExitCode::from(EXIT_FAILURE)
         }
-        Ok(()) | Err(_) => ExitCode::from(u8::try_from(told.exit_code()).unwrap_or(EXIT_FAILURE)),
+        Ok(()) | Err(_) => ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(EXIT_FAILURE)),
     }
 }
 

@@ -26,7 +26,7 @@ type Fault = (&'static str, &'static str, &'static str, &'static [&'static str])
 const FAULTS: &[Fault] = &[
     ("loads are not waited for", "tcgen05::wait_load();  // of the scores", "", &["register hazard"]),
     ("P is not waited for", "tcgen05::wait_store();", "", &["data race"]),
-    ("no fence before P is told", "tcgen05::fence_before();  // of P", "", &["data race"]),
+    ("no fence before P is signalled", "tcgen05::fence_before();  // of P", "", &["data race"]),
     ("no fence after P", "tcgen05::fence_after();  // of the products", "", &["missing tcgen05.fence"]),
     ("no fence after S", "tcgen05::fence_after();  // of the scores", "", &["missing tcgen05.fence"]),
     ("no fence after O", "tcgen05::fence_after();  // of O", "", &["missing tcgen05.fence"]),

@@ -199,17 +199,17 @@ faults! {
         "s_full.wait(smem.s_full[t]);" => "", ["data race", "uninitialised read"];
     "scores are used before they are loaded": "sm100_fwd" &[], 600, SM100_SOFTMAX, "",
         "tcgen05::wait_load();" => "", ["register hazard"];
-    "P is told of before it is stored": "sm100_fwd" &[], 600, SM100_SOFTMAX, "",
+    "P is signalled before it is stored": "sm100_fwd" &[], 600, SM100_SOFTMAX, "",
         "tcgen05::wait_store();" => "", ["data race"];
-    "P is told of without a fence": "sm100_fwd" &[], 600, SM100_SOFTMAX, "tcgen05::wait_store();",
+    "P is signalled without a fence": "sm100_fwd" &[], 600, SM100_SOFTMAX, "tcgen05::wait_store();",
         "tcgen05::fence_before();" => "", ["data race"];
     "the scale is written before it was read": "sm100_fwd" &[], 900, SM100_SOFTMAX, "",
         "scale_empty.wait_free(smem.scale_empty[t]);" => "", ["data race"];
-    "the scale is told of before all lanes have written it": "sm100_fwd" &[], 600, SM100_SOFTMAX,
+    "the scale is signalled before all lanes have written it": "sm100_fwd" &[], 600, SM100_SOFTMAX,
         "smem.scale[t][own_row] = scale;", "warp_sync();" => "", ["data race"];
     "O is stored before the last product": "sm100_fwd" &[], 600, SM100_CORRECTION, "",
         "mbarrier_wait(smem.o_full[t], (outputs[t] - 1) & 1);" => "", ["data race", "missing tcgen05.fence"];
-    "O is told of before it is stored": "sm100_fwd" &[], 600, SM100_CORRECTION, "",
+    "O is signalled before it is stored": "sm100_fwd" &[], 600, SM100_CORRECTION, "",
         "tcgen05::wait_store();" => "", ["data race"];
     "no fence before O is rescaled": "sm100_fwd" &[], 600, SM100_CORRECTION,
         "const float scale = receive(t);", "tcgen05::fence_after();" => "", ["missing tcgen05.fence"];

@@ -144,7 +144,7 @@ struct PlanCta {
         return {shuffle_from(before, cta), shuffle_from(before + own, 31)};
     }
 
-    // The last thing that a CTA does: the others may still be reading what it told them.
+    // The last thing that a CTA does: the others may still be reading its shared memory.
     __device__ __forceinline__ void leave() const {
         if (is_shared()) meet();
     }
