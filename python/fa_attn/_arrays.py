@@ -4,7 +4,7 @@ import importlib
 
 from . import _core
 from ._checks import LARGEST as _LARGEST
-from ._checks import apart, array, cache_rows, in_room, int32, pages_in_use, room
+from ._checks import apart, array, cache_rows, in_room, int32, pages_in_use, room, room_of
 from ._core import BESIDE, InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 
@@ -50,6 +50,7 @@ class _Numpy:
         return None
 
     allocate = None
+    counts_on_host = True
 
     def give(self, array):
         return array
@@ -61,7 +62,10 @@ class _Numpy:
         return [array[(slice(None),) * axis + (i,)] for i in range(array.shape[axis])]
 
     def overlap(self, one, other):
-        """Whether two arrays have elements in common; True where that would take long to find out."""
+        """Whether two arrays have elements in common; True where that would take long to find out. Those of
+        another library are taken to have none."""
+        if not isinstance(other, self.np.ndarray):
+            return False
         try:
             return self.np.shares_memory(one, other, max_work=_OVERLAP_WORK)
         except RuntimeError:
@@ -84,10 +88,13 @@ class _Cupy(_Numpy):
         return self.np.cuda.get_current_stream(like.device.id).ptr
 
     def overlap(self, one, other):
-        return self.np.may_share_memory(one, other)
+        return isinstance(other, self.np.ndarray) and self.np.may_share_memory(one, other)
+
+    # Not in host memory, where nothing is checked: lengths stay on the GPU.
+    counts_on_host = False
 
     def host(self, array):
-        return array
+        return self.np.asarray(array)
 
     def allocate(self, count, zero):
         make = self.np.zeros if zero else self.np.empty
@@ -151,6 +158,8 @@ class Arrays:
     """What `fa_attn.interface` needs from an array library."""
 
     has_autograd = False
+    # Whether arrays are lent to numpy, which results are then of.
+    lends = False
 
     def __init__(self, library):
         self.library = library
@@ -184,9 +193,7 @@ class Arrays:
         if out is None:
             out = make(shape, q)
         else:
-            room(out, shape, q.dtype)
-            beside = {} if extras is None else {n: x for n, x in zip(BESIDE, extras) if x is not None}
-            apart(out, {"q": q, "k": k, "v": v, **beside}, lib.overlap)
+            self._check_out(out, q, k, v, extras)
         if extras is not None:
             lse[...] = float("-inf")
             extras = self.beside(extras)
@@ -244,11 +251,21 @@ class Arrays:
         )
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
-    def check(self, q, k, v, scale, causal, window, softcap, extras):
+    def _check_out(self, out, q, k, v, extras):
+        room(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
+        beside = {} if extras is None else {n: x for n, x in zip(BESIDE, extras) if x is not None}
+        apart(out, {"q": q, "k": k, "v": v, **beside}, self.library.overlap)
+
+    def check(self, q, k, v, scale, causal, window, softcap, extras, out):
         """Checks what `attention` is about to be given, without computing anything."""
         lib = self.library
+        if out is not None:
+            self._check_out(out, q, k, v, extras)
         extras = None if extras is None else self.beside(extras)
         _core.check_forward(*map(lib.read, (q, k, v)), scale, causal, window, softcap, extras, lib.stream(q))
+
+    def contiguous(self, array):
+        return self.library.contiguous(array)
 
     def host(self, array):
         """The array where its elements can be checked; None in a GPU's memory."""
@@ -313,21 +330,25 @@ class Arrays:
         np, host = self.library.np, self.library.host
         leftpad, used = host(leftpad), host(used)
         table = None if table is None else host(table)
+        most = room_of(k_cache, table)
         rows, room = k_cache.shape[:2]
-        if self.is_in_host_memory(k_cache):
-            in_room("cache_leftpad", leftpad, room * (1 if table is None else table.shape[1]))
+        if self.library.counts_on_host:
+            in_room("cache_leftpad", leftpad, most)
+            in_room("cache_seqlens", used, most)
             if table is not None:
-                pages_in_use(table, used, room, rows, np.arange(table.shape[1]))
-        used = np.maximum(used - leftpad, 0)
+                pages_in_use(table, leftpad, used, room, rows, np.arange(table.shape[1]))
+        # On a GPU what lies beyond the room is cut off, so that no key of another sequence is read.
+        leftpad = np.clip(leftpad, 0, most)
+        used = np.maximum(np.clip(used, 0, most) - leftpad, 0)
         # Copied where the cache is not contiguous.
-        flat = [host(x).reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+        flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
         if table is None:
             begins = np.arange(rows, dtype=np.int32) * room + leftpad
             starts = np.append(begins, rows * room).astype(np.int32)
             return (*flat, starts, used.astype(np.int32), None)
         # Pages of one row, so that a sequence may begin anywhere.
         places = table[:, :, None].astype(np.int64) * room + np.arange(room)
-        # Of entries that are not in use whatever is no page.
+        # Entries that are not in use may hold anything: what is no page is kept within int32's range.
         places = np.clip(places.reshape(places.shape[0], -1), -1, _LARGEST)
         columns = np.minimum(np.arange(places.shape[1]) + leftpad[:, None], places.shape[1] - 1)
         table = np.ascontiguousarray(np.take_along_axis(places, columns, 1).astype(np.int32))
@@ -362,6 +383,8 @@ class Arrays:
 
 class _LentArrays(Arrays):
     """Arrays of other libraries in the CPU's memory, read as numpy's; results are numpy's."""
+
+    lends = True
 
     def attention(self, q, k, v, *options, out=None, division=None):
         out = None if out is None else self._lent(out)

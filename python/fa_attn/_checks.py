@@ -157,22 +157,27 @@ def ascending(name, starts, rows):
     before = 0
     for entry, start in enumerate(starts.tolist()):
         if not before <= start <= rows:
-            raise InputError(
-                f"{name}[{entry}] is {start}: it must be from {before}, the entry before, to {rows}, the rows"
-            )
+            least = "0" if entry == 0 else f"{before}, the entry before,"
+            raise InputError(f"{name}[{entry}] is {start}: it must be from {least} to {rows}, the rows")
         before = start
 
 
-def pages_in_use(table, used, page, pages, columns):
-    """Checks a page table in host memory: entries that hold keys in use are pages of the cache. `columns`
-    numbers the table's."""
-    outside = (columns * page < used[:, None]) & ((table < 0) | (table >= pages))
+def pages_in_use(table, leftpad, used, page, pages, columns):
+    """Checks a page table in host memory: entries that hold keys in use, which `leftpad` rows precede, are
+    pages of the cache. `columns` numbers the table's."""
+    holds = (columns * page < used[:, None]) & ((columns + 1) * page > leftpad[:, None])
+    outside = holds & ((table < 0) | (table >= pages))
     if outside.any():
         row, column = divmod(int(outside.reshape(-1).nonzero()[0][0]), table.shape[1])
         raise InputError(
             f"page_table (block_table)[{row}, {column}] is {int(table[row, column])}: the cache has {pages} "
             f"pages, so it must be from 0 to {pages - 1}"
         )
+
+
+def room_of(cache, table):
+    """Keys of a sequence that a cache has room for."""
+    return cache.shape[1] * (1 if table is None else table.shape[1])
 
 
 def lengths_of(name, value, batch, whose="a length for each sequence"):

@@ -5,25 +5,16 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import LARGEST, in_room, pages_in_use
-from ._torch_memory import FLOAT, check_tensor, detached, goes_by_operator, pad, rows_of, stream_of
+from ._checks import LARGEST, in_room, pages_in_use, room_of
+from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, rows_of, stream_of
 
 
 def host(tensor):
-    """The tensor where its elements can be checked; None in a GPU's memory, and where a compiler or a mode
-    records operators."""
-    return tensor if tensor.device.type == "cpu" and not goes_by_operator(tensor) else None
-
-
-def check(q, k, v, scale, causal, window, softcap, extras):
-    """Checks what `attention` is about to be given, without computing anything. What is recorded, and what
-    autocast will convert, is left to `attention`."""
-    kind = q.device.type
-    if goes_by_operator(q, k, v) or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)):
-        return
-    extras = None if extras is None else detached(extras)
-    q, k, v = (rows_of(x.detach()) for x in (q, k, v))
-    _core.check_forward(q, k, v, scale, causal, window, softcap, extras, stream_of(q))
+    """The tensor where its elements can be checked; None in a GPU's memory, where a compiler or a mode records
+    operators, and for an array of another library, which the extension module reads."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or goes_by_operator(tensor):
+        return None
+    return tensor
 
 
 def append(append):
@@ -148,13 +139,14 @@ def without_padding(k_cache, v_cache, leftpad, used, table):
     """The cache seen without the padding before each sequence: (k, v, cu_seqlens_k or None, rows in use, page
     table or None)."""
     rows, room = k_cache.shape[:2]
+    most = room_of(k_cache, table)
     if host(leftpad) is not None:
-        in_room("cache_leftpad", leftpad, room * (1 if table is None else table.shape[1]))
+        in_room("cache_leftpad", leftpad, most)
         if table is not None:
-            pages_in_use(table, used, room, rows, torch.arange(table.shape[1]))
-    # On a GPU lengths beyond the room are cut off, so that no key of another sequence is read.
-    used = used.clamp(max=room * (1 if table is None else table.shape[1]))
-    used = (used - leftpad).clamp(min=0).to(torch.int32)
+            pages_in_use(table, leftpad, used, room, rows, torch.arange(table.shape[1]))
+    # On a GPU what lies beyond the room is cut off, so that no key of another sequence is read.
+    leftpad = leftpad.clamp(0, most)
+    used = (used.clamp(0, most) - leftpad).clamp(min=0).to(torch.int32)
     # Copied where the cache is not contiguous.
     flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
     there = dict(dtype=torch.int32, device=used.device)
@@ -164,7 +156,7 @@ def without_padding(k_cache, v_cache, leftpad, used, table):
         return (*flat, starts.to(torch.int32), used, None)
     # Pages of one row, so that a sequence may begin anywhere.
     places = (table[:, :, None].long() * room + torch.arange(room, device=used.device)).flatten(1)
-    # Of entries that are not in use whatever is no page.
+    # Entries that are not in use may hold anything: what is no page is kept within int32's range.
     places = places.clamp(-1, LARGEST)
     columns = torch.arange(places.shape[1], device=used.device) + leftpad[:, None].long()
     table = places.gather(1, columns.clamp(max=places.shape[1] - 1)).to(torch.int32)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from ._checks import LARGEST, array, ascending, count, flag, in_room, int32, lengths_of, masses, most, room
+from ._checks import array, ascending, count, flag, in_room, int32, lengths_of, masses, most, room_of
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._options import division_of, extras_of, options_of, others_of
@@ -104,7 +104,7 @@ def flash_attn_with_kvcache(
         if value is not None:
             array(name, value)
     _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q)
-    # What is written, and whatever torch differentiates.
+    # Caches that are read may be of another library, but for torch's, which are detached.
     caches = () if k is None and not face.has_autograd else (("k_cache", k_cache), ("v_cache", v_cache))
     for name, value in (*caches, ("out", out)):
         if value is not None:
@@ -127,9 +127,22 @@ def flash_attn_with_kvcache(
         division = metadata.divided(division)
     used = cache_seqlens
     if isinstance(used, Integral) and not isinstance(used, bool):
-        if not 0 <= used <= LARGEST:
-            raise InputError(f"cache_seqlens is {used}: it must be from 0 to {LARGEST}")
+        room = room_of(k_cache, table)
+        if not 0 <= used <= room:
+            raise InputError(f"cache_seqlens is {used}: it must be from 0 to {room}, the cache's room")
         used = face.ints(int(used), batch, q)
+    elif used is not None and (k is not None or cache_leftpad is not None):
+        _check_lengths(used, face, batch, room_of(k_cache, table))
+    if table is not None:
+        table = face.contiguous(table)
+    if cache_leftpad is not None:
+        if table is not None:
+            int32("page_table (block_table)", table)
+        lengths_of("cache_leftpad", cache_leftpad, batch, "a padding for each sequence")
+        if table is None and k_cache.shape[0] != batch:
+            raise InputError(
+                f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
+            )
     if k is None:
         if rotary_cos is not None:
             raise UnsupportedError(
@@ -137,31 +150,14 @@ def flash_attn_with_kvcache(
             )
         if cu_seqlens_k_new is not None:
             raise InputError("cu_seqlens_k_new without k and v: leave it out")
-    if used is not None and (k is not None or cache_leftpad is not None):
-        lengths_of("cache_seqlens", used, batch)
-        own = face.host(used)
-        if own is not None:
-            in_room("cache_seqlens", own, k_cache.shape[1] * (1 if table is None else table.shape[1]))
-    if cache_leftpad is not None:
-        lengths_of("cache_leftpad", cache_leftpad, batch, "an array of paddings")
-        if table is None and k_cache.shape[0] != batch:
-            raise InputError(
-                f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
-            )
-    if table is not None:
-        int32("page_table (block_table)", table)
-    if out is not None:
-        room(out, (*q.shape[:-1], v_cache.shape[-1]), out.dtype)
-    if k is not None:
+    else:
         if used is None:
             raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
         if cu_seqlens_k_new is not None:
-            own = face.host(array("cu_seqlens_k_new", cu_seqlens_k_new))
-            if own is not None:
-                ascending("cu_seqlens_k_new", own, k.shape[0])
-        # Whatever is wrong is found before the caches are written.
+            _check_starts(cu_seqlens_k_new, k, batch, face)
+        # Before the caches are written.
         extras = extras_of(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, longest, 0)
-        face.check(q, k_cache, v_cache, *options[:-1], extras)
+        face.check(q, k_cache, v_cache, *options[:-1], extras, out)
         q, used = face.append(
             Append(
                 k,
@@ -182,7 +178,7 @@ def flash_attn_with_kvcache(
             )
         )
     if (table is not None or cache_leftpad is not None) and used is None:
-        used = face.ints(k_cache.shape[1] * (1 if table is None else table.shape[1]), batch, q)
+        used = face.ints(room_of(k_cache, table), batch, q)
     starts, rows = None, 0
     if cache_leftpad is not None:
         k_cache, v_cache, starts, used, table = face.without_padding(
@@ -196,6 +192,26 @@ def flash_attn_with_kvcache(
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
     out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out, division=division)
     return (out, lse) if wants_lse else out
+
+
+def _check_lengths(used, face, batch, room):
+    """Checks the keys in use of each sequence, on the CPU that the cache has room for them."""
+    lengths_of("cache_seqlens", used, batch)
+    own = face.host(used)
+    if own is not None:
+        in_room("cache_seqlens", own, room)
+
+
+def _check_starts(starts, k, batch, face):
+    """Checks the starts of packed new keys."""
+    if len(k.shape) != 3:
+        raise InputError(
+            f"k has the shape {tuple(k.shape)}: with cu_seqlens_k_new it must be (total, heads_kv, head_dim)"
+        )
+    lengths_of("cu_seqlens_k_new", starts, batch + 1, "batch + 1")
+    own = face.host(starts)
+    if own is not None:
+        ascending("cu_seqlens_k_new", own, k.shape[0])
 
 
 def _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q):

@@ -12,7 +12,7 @@ import torch
 
 from . import _core
 from ._checks import apart, array, cache_rows, int32, room
-from ._torch_caches import append, check, host, merge, without_padding
+from ._torch_caches import append, host, merge, without_padding
 from ._torch_memory import (
     FLOAT,
     autocast,
@@ -26,6 +26,7 @@ from ._torch_memory import (
     pad,
     room_for_gradients,
     rows_of,
+    stream_of,
 )
 from ._torch_operators import by_operator
 from ._torch_passes import Attention, PackedAttention, backward_by_operator, run_backward, run_forward
@@ -35,10 +36,12 @@ __all__ = [
     "attention",
     "backward",
     "check",
+    "contiguous",
     "differences",
     "has_autograd",
     "host",
     "ints",
+    "lends",
     "merge",
     "packed_attention",
     "stored",
@@ -49,6 +52,7 @@ __all__ = [
 ]
 
 has_autograd = True
+lends = False
 
 
 def attention(
@@ -139,6 +143,25 @@ def _check_out(out, q, k, v, extras):
         )
 
 
+def check(q, k, v, scale, causal, window, softcap, extras, out):
+    """Checks what `attention` is about to be given, without computing anything. What is recorded, what
+    autocast will convert and rows that are not contiguous are left to `attention`."""
+    kind = q.device.type
+    if goes_by_operator(q, k, v) or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)):
+        return
+    if out is not None:
+        _check_out(out, q, k, v, extras)
+    if all(x.stride(-1) == 1 and not x.is_neg() for x in (q, k, v)):
+        extras = None if extras is None else detached(extras)
+        q, k, v = (x.detach() for x in (q, k, v))
+        _core.check_forward(q, k, v, scale, causal, window, softcap, extras, stream_of(q))
+
+
+def contiguous(tensor):
+    check_tensor("page_table (block_table)", tensor)
+    return tensor.contiguous()
+
+
 def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras, *, division=None):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     sinks = None if extras is None else extras[6]
@@ -188,10 +211,11 @@ def swapped(tensor):
 
 def stored(values, out):
     """`out`, after writing these values to it."""
-    try:
-        return out.copy_(values)
-    except RuntimeError as error:
-        raise _core.InputError(f"out cannot be written: {error}") from None
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise _core.InputError("out requires a gradient: detach it, or call under torch.no_grad()")
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+        raise _core.InputError("out is expanded, so that its elements share memory: give one of its own")
+    return out.copy_(values)
 
 
 def unstack(tensor, axis):

@@ -295,68 +295,6 @@ def test_what_is_appended_lies_in_no_cache():
     assert (v[0, 3] == 1).all() and not k.any()
 
 
-def _cache(rows=2, room=20, pages=None):
-    q, k, v = arrays(31, (2, 1, 2, 8), (rows, room, 1, 8), (rows, room, 1, 8))
-    new = arrays(32, (2, 1, 1, 8), (2, 1, 1, 8))
-    table = None if pages is None else np.array(pages, np.int32)
-    return q, k, v, new, table
-
-
-def _lengths(*values):
-    return np.array(values, np.int32)
-
-
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (dict(cache_seqlens=_lengths(21, 20)), r"cache_seqlens\[0\] is 21: it must be from 0 to 20"),
-        (dict(cache_seqlens=_lengths(5, -3)), r"cache_seqlens\[1\] is -3"),
-        (dict(cache_seqlens=np.array([5.9, 3.9])), "cache_seqlens holds float64"),
-        (dict(cache_seqlens=_lengths(5)), r"cache_seqlens has the shape \(1,\): it must be \(2,\)"),
-        (dict(cache_seqlens=_lengths(5, 5), pages=[[0, 1], [0, 2]]), r"\[1, 1\] is 2: the cache has 2 pages"),
-        (dict(cache_seqlens=_lengths(5, 5), pages=[[0, 1], [2**30, 1]]), r"\[1, 0\] is 1073741824"),
-    ],
-)
-def test_padded_caches_are_read_within_their_room(options, part):
-    pages = options.pop("pages", None)
-    q, k, v, _, table = _cache(room=20 if pages is None else 4, pages=pages)
-    options["cache_leftpad"] = _lengths(0, 2)
-    with pytest.raises(fa_attn.InputError, match=part):
-        fa_attn.flash_attn_with_kvcache(q, k, v, block_table=table, **options)
-
-
-def test_entries_of_a_table_that_hold_no_keys_in_use_may_be_anything():
-    q, k, v, _, table = _cache(room=4, pages=[[0, 2**30], [1, -7]])
-    options = dict(cache_seqlens=_lengths(4, 3), cache_leftpad=_lengths(1, 0))
-    out = fa_attn.flash_attn_with_kvcache(q, k, v, block_table=table, **options)
-    table[:, 1] = 0
-    assert np.array_equal(out, fa_attn.flash_attn_with_kvcache(q, k, v, block_table=table, **options))
-
-
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (dict(cache_seqlens=_lengths(-7, 3)), r"cache_seqlens\[0\] is -7: it must be from 0 to 20"),
-        (dict(cu_seqlens_k_new=_lengths(0, 1, 9)), r"cu_seqlens_k_new\[2\] is 9: it must be from 1"),
-        (dict(cu_seqlens_k_new=_lengths(-5, 1, 2)), r"cu_seqlens_k_new\[0\] is -5"),
-        (dict(sinks=np.zeros(3, np.float32)), "sinks has the shape"),
-        (dict(alibi_slopes=np.zeros((3, 2), np.float32)), "alibi_slopes has the shape"),
-        (dict(out=np.zeros((2, 1, 2, 9), np.float32)), "out has the shape"),
-        (dict(softcap=-1.0), "softcap is -1.0: it must be above 0, or 0 for none"),
-        (dict(rotary_interleaved="x"), "rotary_interleaved is 'x'"),
-    ],
-)
-def test_what_is_wrong_is_found_before_the_cache_is_written(options, part):
-    q, k, v, new, _ = _cache()
-    if "cu_seqlens_k_new" in options:
-        new = [x.reshape(2, 1, 8) for x in new]
-    before = k.copy(), v.copy()
-    options.setdefault("cache_seqlens", _lengths(3, 4))
-    with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError, TypeError), match=part):
-        fa_attn.flash_attn_with_kvcache(q, k, v, *new, **options)
-    assert np.array_equal(k, before[0]) and np.array_equal(v, before[1])
-
-
 def test_results_may_lie_between_the_inputs_rows_but_not_in_sinks():
     (buffer,) = arrays(33, (2, 5, 2, 4, 16))
     (k,) = arrays(34, (2, 5, 4, 16))

@@ -88,15 +88,10 @@ pub(crate) struct CpuArgs {
 
 /// CPU threads: up to as many as are of use ([`fa_cpu::threads::most`]).
 fn parse_threads(text: &str) -> Result<u16, String> {
-    let (threads, most) = (whole::<u16>(text)?, fa_cpu::threads::most());
-    if (1..=most).contains(&usize::from(threads)) {
-        Ok(threads)
-    } else {
-        Err(format!(
-            "use 1 to {most}: 64 or, if that is more, 4 for each of {} cores",
-            fa_cpu::threads::cores()
-        ))
-    }
+    let (threads, most) = (whole::<usize>(text)?, fa_cpu::threads::most());
+    let own = u16::try_from(threads).ok().filter(|_| (1..=most).contains(&threads));
+    let cores = fa_cpu::threads::cores();
+    own.ok_or_else(|| format!("use 1 to {most}: 64 or, if that is more, 4 for each of {cores} cores"))
 }
 
 /// Problem flags of `fa plan`.

@@ -32,11 +32,10 @@ pub enum Error {
     Spec(#[from] SpecError),
     /// No compiler was found.
     #[error(
-        "no {library} found (looked in {tried}): {} or set {variable} to it",
-        if *library == "nvcc" {
-            "install a CUDA toolkit, or leave out nvcc: NVRTC compiles the same kernels,"
-        } else {
-            "run `cargo xtask toolkit` in the fa workspace, or `pip install nvidia-cuda-nvrtc`,"
+        "no {library} found (looked in {tried}): {}, or set {variable} to it",
+        match *library {
+            "nvcc" => "compile by NVRTC, which needs no toolkit, or install a CUDA toolkit",
+            _ => "run `cargo xtask toolkit` in the fa workspace, or `pip install nvidia-cuda-nvrtc`",
         }
     )]
     NoCompiler {

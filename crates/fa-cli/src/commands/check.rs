@@ -60,7 +60,8 @@ Examples:
 The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, \
 where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 \
 at least 32 rounding steps); both outputs must satisfy it. Without inputs and tolerances, A may differ from \
-B by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 or, from 2048 on, 8 rounding \
+B by 3 rounding steps of a 16-bit type, 65 of f32. With --atol or --rtol, max abs and tolerance are those of \
+the element that takes the largest share of its own. LSEs may differ by 1e-3 or, from 2048 on, 8 rounding \
 steps of f32 (by 1e-5 of their magnitude where inputs are f32). \
 Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
@@ -305,7 +306,8 @@ fn judge_by_rounding(pairs: &[Pair], lse_dtype: Dtype) -> anyhow::Result<Vec<Row
 fn judge_by_tolerances(pairs: &[Pair], atol: f64, rtol: f64) -> anyhow::Result<Vec<Row>> {
     let judge = |pair: &Pair| {
         let mut found = pair.compare(Dtype::F32, &pair.a, pair.b(), None)?;
-        // The tolerance is per element: shown is the element that takes the most of its own.
+        // The tolerance is per element: shown is the element that takes the most of its own, by its own
+        // difference.
         let off = |index: usize| (pair.a[index] - pair.b()[index]).abs();
         let share = |index: usize| off(index) / (atol + rtol * pair.b()[index].abs());
         let differ = (0..pair.a.len()).filter(|&index| off(index).is_finite() && off(index) > 0.0);

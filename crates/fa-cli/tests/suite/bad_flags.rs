@@ -83,6 +83,7 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("emulate --sample 1 --day 2026-1-01", "YYYY-MM-DD"),
         ("run x --threads 0", "use 1 to "),
         ("bench --threads 4096", "if that is more, 4 for each of"),
+        ("bench --threads 70000", "if that is more, 4 for each of"),
         ("run x --isa sse", "unknown instruction set 'sse'"),
         ("run x --arch sm90", "fa plan --arch sm90"),
         ("plan --arch sm75", "sm80, sm86"),

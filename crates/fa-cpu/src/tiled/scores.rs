@@ -8,6 +8,9 @@ use crate::error::CpuError;
 /// range. Beyond it a query that overflows would give NaN with a key of 0.
 const MAX_FACTOR: f32 = 1e30;
 
+/// The same as a softmax scale, which without a soft cap is multiplied by log2(e); rounded down.
+const MAX_SCALE: f32 = 6.93e29;
+
 /// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
 pub(super) struct Scores {
     pub(super) scale: f32,
@@ -33,11 +36,7 @@ impl Scores {
         if scale.abs() <= MAX_FACTOR && cap.is_none_or(f32::is_normal) {
             return Ok(());
         }
-        // Without a soft cap the factor is in base 2.
-        let limit = match problem.score.softcap {
-            None => MAX_FACTOR * std::f32::consts::LN_2,
-            Some(_) => MAX_FACTOR,
-        };
+        let limit = if cap.is_some() { MAX_FACTOR } else { MAX_SCALE };
         Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap, limit })
     }
 }
