@@ -198,6 +198,12 @@ fn decode_packed_and_paged_batches_are_their_records() {
         same("dense", dense[3], of(&rows[3]).0);
         same("dense", dense[4], of(&rows[3]).1);
     }
+    let plans = records.table("### Sinks and the plan kernel");
+    let names = ["1 decode", "32 decodes", "256 decodes", "1024 decodes", "8300 decodes"];
+    for (shown, name) in plans[0][1..].iter().zip(names) {
+        let record = records.rows("plan").iter().find(|row| row["name"] == name).expect("a row");
+        same(name, shown, rate(record));
+    }
     let paged = records.table("### Keys in pages");
     let forms =
         ["in one piece", "pages of 128", "pages of 64", "pages of 16", "pages of 16 in order", "pages of 1"];
@@ -343,8 +349,8 @@ fn the_readme_sums_up_the_records() {
     let [mean, lowest] = of("drawn-fwd", "drawn", "best peer");
     let [backward, backward_lowest] = of("drawn-bwd", "drawn", "best peer");
     shows(&format!(
-        "drawn at random | {mean:.2} (lowest {lowest:.2}; 0.88 in an earlier draw) | {backward:.2} (lowest {backward_lowest:.2}), the \
-         better"
+        "drawn at random | {mean:.2} (lowest {lowest:.2}; 0.88 in an earlier draw) | {backward:.2} (lowest \
+         {backward_lowest:.2}), the better"
     ));
     let ratios = |name: &str, peer: &str| {
         let rows = records.rows(name).iter().filter(|row| row["group"] == "packed, bf16");
