@@ -61,8 +61,8 @@ The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output t
 where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 \
 at least 32 rounding steps); both outputs must satisfy it. Without inputs and tolerances, A may differ from \
 B by 3 rounding steps of a 16-bit type, 65 of f32. Where tolerances are given, max abs and tolerance are \
-those of the element that takes the largest share of its own. LSEs may differ by 1e-3 or, from 2048 on, 8 rounding \
-steps of f32 (by 1e-5 of their magnitude where inputs are f32). \
+those of the element that takes the largest share of its own. LSEs may differ by 1e-3 or, from 2048 on, \
+8 rounding steps of f32 (by 1e-5 of their magnitude where inputs are f32). \
 Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
 
