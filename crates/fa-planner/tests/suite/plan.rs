@@ -344,10 +344,16 @@ fn a_given_spec_must_serve_the_problem() {
             plan_spec(&problem, &spec, Arch::Sm90, &PlanOptions::default()).expect_err("must be refused");
         assert!(reason.to_string().contains(part), "{reason} does not name {part}");
     };
-    refused(Problem { types: Types::same(Dtype::F16), ..BASE }, "dtype bf16");
-    refused(Problem { head_dim: 136, ..BASE }, "head_dim multiples of 8 up to 128");
-    refused(Problem { mask: Mask::FULL, ..BASE }, "mask causal");
-    refused(Problem { score: ScoreMod::softcap(1.0), ..BASE }, "softcap no softcap");
+    refused(
+        Problem { types: Types::same(Dtype::F16), ..BASE },
+        "dtype: the kernel computes bf16; the problem has f16",
+    );
+    refused(Problem { head_dim: 136, ..BASE }, "head_dim: the kernel computes multiples of 8 up to 128");
+    refused(Problem { mask: Mask::FULL, ..BASE }, "mask: the kernel computes causal");
+    refused(
+        Problem { score: ScoreMod::softcap(1.0), ..BASE },
+        "softcap: the kernel computes no softcap; the problem has a softcap",
+    );
     let narrow = Problem { head_dim: 104, head_dim_v: 72, ..BASE };
     assert!(plan_spec(&narrow, &spec, Arch::Sm90, &PlanOptions::default()).is_ok());
     let elsewhere = plan_spec(&BASE, &spec, Arch::Sm80, &PlanOptions::default()).expect_err("no wgmma");
