@@ -22,6 +22,8 @@ def window(window_size):
     try:
         if window_size is None or (type(window_size) is tuple and window_size == _EVERYWHERE):
             return _EVERYWHERE
+        if isinstance(window_size, (dict, set, frozenset)):
+            raise TypeError
         left, right = (-1 if side is None else max(-1, min(index(side), _FAR)) for side in window_size)
     except (TypeError, ValueError):
         raise InputError(

@@ -100,7 +100,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
 
 /// A message in which arguments have their Python names.
 fn as_arguments(text: &str) -> String {
-    const NAMES: [(&str, &str); 8] = [
+    const NAMES: [(&str, &str); 9] = [
         ("cu_q", "cu_seqlens_q"),
         ("cu_k", "cu_seqlens_k"),
         ("used_q", "seqused_q"),
@@ -109,6 +109,8 @@ fn as_arguments(text: &str) -> String {
         ("the problem's bound", "max_seqlen"),
         ("rotary.table", "the type of rotary_cos and rotary_sin"),
         ("rotary.dim", "twice the columns of rotary_cos"),
+        // It has no name in Python.
+        (" (the reference takes any)", ""),
     ];
     let mut text = text.to_owned();
     for (name, argument) in NAMES {
