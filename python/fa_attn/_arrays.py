@@ -3,9 +3,8 @@
 import importlib
 
 from . import _core
-from ._checks import LARGEST as _LARGEST
-from ._checks import apart, array, cache_rows, in_room, int32, pages_in_use, room, room_of
-from ._core import BESIDE, InputError, InputTypeError, UnsupportedError
+from ._checks import LARGEST, apart, array, cache_rows, in_room, int32, pages_in_use, room, room_of
+from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 
 
@@ -253,8 +252,7 @@ class Arrays:
 
     def _check_out(self, out, q, k, v, extras):
         room(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
-        beside = {} if extras is None else {n: x for n, x in zip(BESIDE, extras) if x is not None}
-        apart(out, {"q": q, "k": k, "v": v, **beside}, self.library.overlap)
+        apart(out, q, k, v, extras, self.library.overlap)
 
     def check(self, q, k, v, scale, causal, window, softcap, extras, out):
         """Checks what `attention` is about to be given, without computing anything."""
@@ -349,7 +347,7 @@ class Arrays:
         # Pages of one row, so that a sequence may begin anywhere.
         places = table[:, :, None].astype(np.int64) * room + np.arange(room)
         # Entries that are not in use may hold anything: what is no page is kept within int32's range.
-        places = np.clip(places.reshape(places.shape[0], -1), -1, _LARGEST)
+        places = np.clip(places.reshape(places.shape[0], -1), -1, LARGEST)
         columns = np.minimum(np.arange(places.shape[1]) + leftpad[:, None], places.shape[1] - 1)
         table = np.ascontiguousarray(np.take_along_axis(places, columns, 1).astype(np.int32))
         return (*(x[:, None] for x in flat), None, used.astype(np.int32), table)

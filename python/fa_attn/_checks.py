@@ -6,7 +6,7 @@ from numbers import Integral
 from operator import index
 from reprlib import repr as short
 
-from ._core import InputError, InputTypeError, UnsupportedError
+from ._core import BESIDE, InputError, InputTypeError, UnsupportedError
 
 # Lengths are int32.
 LARGEST = (1 << 31) - 1
@@ -137,10 +137,11 @@ def room(out, shape, dtype):
     return out
 
 
-def apart(out, inputs, overlap):
-    """Checks that no input, by name, shares memory with the output."""
-    for name, value in inputs.items():
-        if overlap(out, value):
+def apart(out, q, k, v, extras, overlap):
+    """Checks that no input of a call shares memory with the output."""
+    given = (q, k, v, *(extras or ()))
+    for name, value in zip(("q", "k", "v", *BESIDE), given):
+        if value is not None and overlap(out, value):
             raise InputError(f"out lies in the memory of {name}, which is still read: give room of its own")
 
 

@@ -133,8 +133,7 @@ def attention(
 def _check_out(out, q, k, v, extras):
     check_tensor("out", out)
     room(out, out_shape(q, v), q.dtype)
-    beside = {} if extras is None else {n: x for n, x in zip(_core.BESIDE, extras) if x is not None}
-    apart(out, {"q": q, "k": k, "v": v, **beside}, may_overlap)
+    apart(out, q, k, v, extras, may_overlap)
     differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras[6])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
         raise _core.InputError(

@@ -9,8 +9,6 @@ mod random;
 mod report;
 mod shipped;
 
-use std::path::{Path, PathBuf};
-
 use fa_emu::{Emulator, mutate};
 
 pub(crate) use args::EmulateArgs;
@@ -46,8 +44,7 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
         let message = format!("--mutate without SPEC has its own problems: name a SPEC, or leave out {flag}");
         return Err(InputError::Usage(message).into());
     }
-    let inputs: Vec<&Path> = args.spec.iter().map(PathBuf::as_path).collect();
-    let page = args.report.as_deref().map(|path| target(path, &inputs)).transpose()?;
+    let page = args.report.as_deref().map(|path| target(path, args.spec.as_slice())).transpose()?;
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped::shipped(args, &emulator),

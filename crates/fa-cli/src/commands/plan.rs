@@ -128,8 +128,7 @@ pub(crate) fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     if args.guide.guide {
         return list_tiles(args, format);
     }
-    let inputs = [&args.problem_file, &args.spec].map(Option::as_deref);
-    let inputs: Vec<&Path> = inputs.into_iter().flatten().collect();
+    let inputs: Vec<PathBuf> = [&args.problem_file, &args.spec].into_iter().flatten().cloned().collect();
     let target = args.report.as_deref().map(|path| target(path, &inputs)).transpose()?;
     let problem = problem(args)?;
     let planned = plan_for(args, problem)?;

@@ -4,6 +4,7 @@ mod report;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::slice;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -132,7 +133,7 @@ pub(crate) fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
         return Err(InputError::Usage(message).into());
     }
     let file = TensorFile::open(&args.input)?;
-    let target = args.output.as_deref().map(|path| target(path, &[file.path()])).transpose()?;
+    let target = args.output.as_deref().map(|path| target(path, slice::from_ref(&args.input))).transpose()?;
     let mut inputs = AnyInputs::read(&file, &args.attention, args.backward)?;
     let engine = progress::spinner("getting ready", || {
         let engine = compute::engine(args.backend, &args.cpu)?;

@@ -3,7 +3,7 @@
 mod judged;
 mod page;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Context;
 use fa_attn::tune::user_table;
@@ -103,8 +103,7 @@ stopped.";
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
 pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     if !args.judge.is_empty() {
-        let inputs: Vec<&Path> = args.judge.iter().map(PathBuf::as_path).collect();
-        let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref(), &inputs)?;
+        let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref(), &args.judge)?;
         let judgement = judge(&args.judge)?;
         let page = || judged::markdown(&judgement);
         destinations.write(&judgement, || Ok(page()), || judged::table(&judgement))?;

@@ -28,7 +28,7 @@ pub(crate) fn redraw<R: DeserializeOwned>(
     plot: Option<&Path>,
     draw: impl FnOnce(&R) -> anyhow::Result<String>,
 ) -> anyhow::Result<Verdict> {
-    let target = target(plot.context("--draw needs --plot")?, &[record])?;
+    let target = target(plot.context("--draw needs --plot")?, &[record.to_owned()])?;
     let none = |e| InputError::Usage(format!("{} is not a record of `{command}`: {e}", record.display()));
     let drawn = draw(&serde_json::from_str(&read_text(record)?).map_err(none)?)?;
     target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;

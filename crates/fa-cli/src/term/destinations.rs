@@ -1,7 +1,7 @@
 //! Where a command's results go: JSON to a file or standard output, a drawing or a page to a file, else a
 //! table.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use fa_attn::atomic_file::AtomicFile;
 use serde::Serialize;
@@ -13,10 +13,10 @@ use crate::term::output;
 ///
 /// # Errors
 /// [`InputError::Target`] for a file that cannot be written, or whose old content is an input.
-pub(crate) fn target(path: &Path, inputs: &[&Path]) -> Result<AtomicFile, InputError> {
+pub(crate) fn target(path: &Path, inputs: &[PathBuf]) -> Result<AtomicFile, InputError> {
     let target = AtomicFile::probe(path)?;
     let own = path.canonicalize().ok();
-    let is_own = |input: &&Path| own.is_some() && input.canonicalize().ok() == own;
+    let is_own = |input: &PathBuf| own.is_some() && input.canonicalize().ok() == own;
     if inputs.iter().any(is_own) {
         let reason = "it is an input file, whose content would be lost: name another".to_owned();
         return Err(InputError::Target { path: path.to_owned(), reason });
@@ -41,7 +41,7 @@ impl Destinations {
     pub(crate) fn probe(
         json: Option<&Path>,
         page: Option<&Path>,
-        inputs: &[&Path],
+        inputs: &[PathBuf],
     ) -> Result<Destinations, InputError> {
         let stdout = Path::new("-");
         let refuse = |path: &Path, reason: &str| {

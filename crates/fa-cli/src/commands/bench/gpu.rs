@@ -24,8 +24,7 @@ use crate::term::progress;
 /// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
 pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let options = options(args)?;
-    let specs: Vec<&Path> = args.gpu.specs.iter().map(PathBuf::as_path).collect();
-    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref(), &specs)?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref(), &args.gpu.specs)?;
     let report = bench::run(&options, &mut progress::steps())?;
     destinations.write(&report, || record::of::<draw::Record>(&report)?.draw(), || table::table(&report))?;
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
