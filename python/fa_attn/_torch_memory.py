@@ -96,7 +96,9 @@ def is_aligned(x):
 
 
 def may_overlap(one, other):
-    """Whether the address ranges of both tensors overlap."""
+    """Whether the address ranges of both tensors overlap. Arrays of another library are taken to be apart."""
+    if not isinstance(other, torch.Tensor):
+        return False
     if one.is_meta or one.numel() == 0 or other.numel() == 0 or is_compiling():
         return False
 

@@ -100,3 +100,13 @@ def test_what_is_written_is_of_the_library_of_q():
     # Caches that are only read may be of any library.
     want = fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=3)
     assert np.array_equal(fa_attn.flash_attn_with_kvcache(q, *other, cache_seqlens=3), want)
+
+
+def test_lengths_of_another_library_beside_a_result_of_ones_own():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x) for x in arrays(36, (9, 2, 8), (9, 1, 8), (9, 1, 8)))
+    starts = lengths(0, 4, 9)
+    want = fa_attn.flash_attn_varlen_func(q, k, v, torch.from_numpy(starts), torch.from_numpy(starts), 5, 5)
+    out = torch.empty_like(q)
+    got = fa_attn.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, out=out)
+    assert got is out and torch.equal(got, want)
