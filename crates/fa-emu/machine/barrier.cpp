@@ -89,13 +89,13 @@ void barrier(int id, int threads, bool wait, bool aligned) {
     }
 }
 
-void cluster_sync() {
+void cluster_barrier(bool releases) {
     ENTER();
     rendezvous("barrier.cluster", nullptr, [](Warp&) {});
     Cluster& cluster = *current->cta->cluster;
     const u32 generation = cluster.generation;
     ++cluster.arrived;
-    cluster.order.learn(current->order);
+    if (releases) cluster.order.learn(current->order);
     current->tick();
     open_cluster(cluster);
     wait_until("barrier.cluster", &cluster, [&] { return cluster.generation != generation; });

@@ -48,7 +48,8 @@ void mma_m16n8k16(bool bf16, float* d, const u32* a, u32 b0, u32 b1);
 
 // Barrier 0 with no thread count is __syncthreads. `aligned`: by all lanes of a warp at once.
 void barrier(int id, int threads, bool wait, bool aligned);
-void cluster_sync();
+// `releases`: whether the other threads see afterwards what this thread wrote before.
+void cluster_barrier(bool releases);
 u32 cluster_rank();
 void fence_async();
 void pause();

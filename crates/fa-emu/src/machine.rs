@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 47] = files![
+    pub(super) static ALL: [(&str, &str); 48] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -34,6 +34,7 @@ mod sources {
         "host/ptx/mbarrier.cuh",
         "host/ptx/mma_sync.cuh",
         "host/ptx/registers.cuh",
+        "host/ptx/redux.cuh",
         "host/ptx/segment.cuh",
         "host/ptx/stmatrix.cuh",
         "host/ptx/sync.cuh",

@@ -23,6 +23,8 @@ const SYNCHRONISING: &[&str] = &[
     "bulk_commit",
     "bulk_wait",
     "bulk_wait_read",
+    "cluster_exchange",
+    "cluster_leave",
     "cluster_sync",
     "commit",
     "cp_async_commit",

@@ -3,10 +3,10 @@
 //! order of its lists.
 
 use fa_core::{Arch, KernelSpec, Mask, Problem, Reads};
-use fa_emu::{Batch, Emulator, Lie, Options, Placement, Trial, Unit};
+use fa_emu::{Batch, Emulator, Lie, Options, Placement, Trial, Unit, source};
 use fa_kernels::Headers;
 
-use crate::faults::spec;
+use crate::faults::{inject, spec};
 use crate::known::unless_known;
 
 #[test]
@@ -68,6 +68,32 @@ fn more_sequences_than_threads_of_the_plan_are_listed() {
                 assert_eq!(n_tiles, of(|own| own.1), "{spec}");
             }
         }
+    }
+}
+
+/// A plan by a cluster whose CTAs exchange counts, or end, too early: what is found.
+#[test]
+fn a_cluster_that_waits_too_little_is_found() {
+    let Some(emulator) = unless_known("a_cluster_that_waits_too_little_is_found") else { return };
+    let mut sequences = vec![(0, 0); 1100];
+    sequences[1099] = (2, 40);
+    let batch = Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 3 };
+    let mut spec = spec("sm90_fwd", &[]);
+    let (_, _, trial) = trial_of(&emulator, &mut spec, &batch);
+    let faults = [
+        ("cluster_exchange();", "cluster_leave();", "data race"),
+        ("cluster_exchange();", ";", "data race"),
+        ("if (is_shared()) cluster_leave();", ";", "which has ended"),
+    ];
+    for (old, new, found) in faults {
+        let mut source = source(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+        inject(&mut source, ["attn/plan_cta.cuh", "", old, new]).unwrap();
+        let unit = emulator.unit_of(&spec, Arch::Sm90, &source).unwrap();
+        let finds = |seed| {
+            let faults = trial.run(&unit, &Options::of(&spec, seed)).unwrap().faults();
+            faults.iter().any(|fault| fault.contains(found))
+        };
+        assert!((0..40).any(finds), "{old} -> {new}: {found} is not found");
     }
 }
 

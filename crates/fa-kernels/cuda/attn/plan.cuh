@@ -24,9 +24,9 @@
 
 namespace fa {
 
-template <PlanRules R>
-struct Planner : PlanCta<R> {
-    using Cta = PlanCta<R>;
+template <PlanRules R, int N>
+struct Planner : PlanCta<R, N> {
+    using Cta = PlanCta<R, N>;
     using Cta::bin_of, Cta::clear_bins, Cta::for_kept, Cta::for_sequences, Cta::for_tiles, Cta::is_shared,
         Cta::is_spread, Cta::key_tiles, Cta::load_of, Cta::m_blocks, Cta::meet, Cta::place_bins,
         Cta::sum_over_ctas;
@@ -55,6 +55,39 @@ struct Planner : PlanCta<R> {
         return max(1, int(fminf(length, 1e9f) + 0.999f));
     }
 
+    // Bins and counts of a lane's entries.
+    template <int Count>
+    struct Entries {
+        int bins[Count], counts[Count];
+    };
+    template <int Count>
+    __device__ __forceinline__ Entries<Count> entries_of(const PlanShare (&shares)[Count]) const {
+        Entries<Count> entries;
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            entries.bins[i] = bin_of(shares[i].length, params.shift);
+            entries.counts[i] = shares[i].count;
+        }
+        return entries;
+    }
+
+    // Counts entries by their length. Whole warps call it, as for_placed().
+    template <int Count>
+    __device__ __forceinline__ void count_entries(const PlanShare (&shares)[Count]) const {
+        const Entries<Count> entries = entries_of(shares);
+        count_in_bins(smem.bins, entries.bins, entries.counts);
+    }
+
+    // Calls each(i, place) for every share of the lane, with the place of its first entry.
+    template <int Count, class Each>
+    __device__ __forceinline__ void for_placed(const PlanShare (&shares)[Count], const Each& each) const {
+        const Entries<Count> entries = entries_of(shares);
+        int first[Count];
+        take_places(smem.places, entries.bins, entries.counts, first);
+#pragma unroll
+        for (int i = 0; i < Count; ++i) each(i, first[i]);
+    }
+
     // Lists the tiles of queries with their parts of the keys, longest first, and the tiles whose keys are
     // split.
     __device__ __forceinline__ void list_items(int most_splits) const {
@@ -67,10 +100,11 @@ struct Planner : PlanCta<R> {
             return {tile.count > 0 ? splits : 0, ceil_div(length, splits)};
         };
         // Counts the parts, and where other CTAs number their own also the slots.
-        auto count = [&](const PlanShare& parts) {
-            take_places(smem.bins, bin_of(parts.length, params.shift), parts.count);
-            if (is_shared() && parts.count > 1) {
-                atomic_add(&smem.slots, parts.count);
+        auto count = [&](const auto& parts) {
+            count_entries(parts);
+            for (const PlanShare& own : parts) {
+                if (!is_shared() || own.count <= 1) continue;
+                atomic_add(&smem.slots, own.count);
                 atomic_add(&smem.split_items, 1);
             }
         };
@@ -96,9 +130,7 @@ struct Planner : PlanCta<R> {
             }
             return items;
         };
-        auto write = [&](int sequence, int block, const PlanShare& parts) {
-            const int splits = parts.count;
-            const int place = take_places(smem.places, bin_of(parts.length, params.shift), splits);
+        auto write = [&](int sequence, int block, int splits, int place) {
             int slot = 0;
             if (splits > 1) {
                 slot = atomic_add(&smem.slots, splits);
@@ -121,14 +153,18 @@ struct Planner : PlanCta<R> {
                 return {1, key_tiles(seqlen, 0)};
             };
             auto parts_of = [&](const Seqlen<true>& seqlen) { return cut(tile_of(seqlen)); };
-            for_sequences(tile_of, [&](int, const PlanShare& tile) { own += float(tile.length); });
+            for_sequences(tile_of, [&](const auto&, const auto& tiles) {
+                for (const PlanShare& tile : tiles) own += float(tile.length);
+            });
             chunk = part_length(own);
-            for_kept(tile_of, [&](int, PlanShare& tile) {
-                tile = cut(tile);
-                count(tile);
+            for_kept(tile_of, [&](const auto&, auto& tiles) {
+                for (PlanShare& tile : tiles) tile = cut(tile);
+                count(tiles);
             });
             items = place_all();
-            for_kept(parts_of, [&](int sequence, const PlanShare& parts) { write(sequence, 0, parts); });
+            for_kept(parts_of, [&](const auto& sequences, const auto& parts) {
+                for_placed(parts, [&](int i, int place) { write(sequences[i], 0, parts[i].count, place); });
+            });
         } else {
             auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
             auto tile_of = [&](const Seqlen<true>& seqlen, int block, bool valid) -> PlanShare {
@@ -139,11 +175,13 @@ struct Planner : PlanCta<R> {
             });
             chunk = part_length(own);
             for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
-                count(cut(tile_of(seqlen, block, valid)));
+                const PlanShare parts[1] = {cut(tile_of(seqlen, block, valid))};
+                count(parts);
             });
             items = place_all();
             for_tiles(blocks, [&](int sequence, const Seqlen<true>& seqlen, int block, int, bool valid) {
-                write(sequence, block, cut(tile_of(seqlen, block, valid)));
+                const PlanShare parts[1] = {cut(tile_of(seqlen, block, valid))};
+                for_placed(parts, [&](int, int place) { write(sequence, block, parts[0].count, place); });
             });
         }
         // The last CTA's counts are of all.
@@ -165,7 +203,9 @@ struct Planner : PlanCta<R> {
             cta_sync();
             int own = 0;
             auto share_of = [&](const Seqlen<true>& seqlen) -> PlanShare { return {m_blocks(seqlen), 0}; };
-            for_sequences(share_of, [&](int, const PlanShare& tiles) { own += tiles.count; });
+            for_sequences(share_of, [&](const auto&, const auto& shares) {
+                for (const PlanShare& tiles : shares) own += tiles.count;
+            });
             own = warp_scan(own) + own;
             if (lane_index() == 31) atomic_add(reinterpret_cast<u32*>(&smem.own_m_tiles), own);
             meet();
@@ -196,28 +236,29 @@ struct Planner : PlanCta<R> {
             if (blocks == 0) return {0, 0};
             return {blocks, length_of(seqlen)};
         };
-        auto bin = [&](const PlanShare& tiles) { return bin_of(tiles.length, params.shift); };
         clear_bins();
         cta_sync();
-        for_sequences(tiles_of,
-                      [&](int, const PlanShare& tiles) { take_places(smem.bins, bin(tiles), tiles.count); });
+        for_sequences(tiles_of, [&](const auto&, const auto& tiles) { count_entries(tiles); });
         const int tiles = place_bins(longest);
-        for_kept(tiles_of, [&](int sequence, const PlanShare& own) {
-            const int blocks = own.count, place = take_places(smem.places, bin(own), own.count);
-            auto write = [&](int own, int begin, int count, int i) {
-                if (begin + i < room) list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
+        for_kept(tiles_of, [&](const auto& sequences, const auto& own) {
+            auto write = [&](int sequence, int begin, int count, int i) {
+                if (begin + i < room) list[begin + i] = {sequence, LastFirst ? count - 1 - i : i, 1 << 16, 0};
             };
-            // A thread writes a short sequence; the warp writes long ones together, one after another.
-            if (!warp_any(blocks > 4)) {
-                for (int i = 0; i < blocks; ++i) write(sequence, place, blocks, i);
-                return;
-            }
-            const int lanes = is_spread() ? ceil_div(shape.batch, 32) : 32;
-            for (int lane = 0; lane < lanes; ++lane) {
-                const int own = shuffle_from(sequence, lane), begin = shuffle_from(place, lane);
-                const int count = shuffle_from(blocks, lane);
-                for (int i = lane_index(); i < count; i += 32) write(own, begin, count, i);
-            }
+            for_placed(own, [&](int i, int place) {
+                const int sequence = sequences[i], blocks = own[i].count;
+                // A thread writes a short sequence; the warp writes long ones together, one after another.
+                if (!warp_any(blocks > 4)) {
+                    for (int block = 0; block < blocks; ++block) write(sequence, place, blocks, block);
+                    return;
+                }
+                const int lanes = is_spread() ? ceil_div(shape.batch, 32) : 32;
+                for (int lane = 0; lane < lanes; ++lane) {
+                    const int theirs = shuffle_from(sequence, lane), begin = shuffle_from(place, lane);
+                    const int count = shuffle_from(blocks, lane);
+                    for (int block = lane_index(); block < count; block += 32)
+                        write(theirs, begin, count, block);
+                }
+            });
         });
         return min(tiles, room);
     }
@@ -249,12 +290,10 @@ struct Planner : PlanCta<R> {
     }
 };
 
-// The body of a forward unit's entry `fa_plan`.
-template <PlanRules R>
-__device__ __forceinline__ void plan_forward(const FwdParams& params) {
-    auto& smem = shared_memory<PlanStorage>();
-    const Planner<R> planner{smem, params.shape, params.varlen, params.plan,
-                             tile_queries<R.pack_gqa, R.tile_m>(params)};
+template <PlanRules R, int N>
+__device__ __forceinline__ void list_forward(PlanStorage& smem, const FwdParams& params) {
+    const Planner<R, N> planner{smem, params.shape, params.varlen, params.plan,
+                                tile_queries<R.pack_gqa, R.tile_m>(params)};
     if constexpr (R.split) {
         planner.list_items(params.split.splits);
     } else {
@@ -263,15 +302,36 @@ __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     planner.leave();
 }
 
-// The body of a backward unit's entry `fa_plan`. In deterministic kernels turns follow the order of a
-// sequence's tiles.
-template <PlanRules R, bool LastFirst>
-__device__ __forceinline__ void plan_backward(const BwdParams& params) {
-    auto& smem = shared_memory<PlanStorage>();
-    const Planner<R> planner{smem, params.shape, params.varlen, params.plan, R.tile_m};
+// Deterministic kernels take turns in the order of a sequence's tiles: LastFirst.
+template <PlanRules R, bool LastFirst, int N>
+__device__ __forceinline__ void list_backward(PlanStorage& smem, const BwdParams& params) {
+    const Planner<R, N> planner{smem, params.shape, params.varlen, params.plan, R.tile_m};
     planner.list_m_tiles();
     planner.template list_n_tiles<LastFirst>();
     planner.leave();
+}
+
+// The body of a forward unit's entry `fa_plan`. With more sequences than threads these take two at a time: a
+// second round would take as long as the first.
+template <PlanRules R>
+__device__ __forceinline__ void plan_forward(const FwdParams& params) {
+    auto& smem = shared_memory<PlanStorage>();
+    if (plan_share<R>(params.shape) <= kPlanThreads) {
+        list_forward<R, 1>(smem, params);
+    } else {
+        list_forward<R, 2>(smem, params);
+    }
+}
+
+// The body of a backward unit's entry `fa_plan`.
+template <PlanRules R, bool LastFirst>
+__device__ __forceinline__ void plan_backward(const BwdParams& params) {
+    auto& smem = shared_memory<PlanStorage>();
+    if (plan_share<R>(params.shape) <= kPlanThreads) {
+        list_backward<R, LastFirst, 1>(smem, params);
+    } else {
+        list_backward<R, LastFirst, 2>(smem, params);
+    }
 }
 
 }  // namespace fa

@@ -1,7 +1,8 @@
 // A CTA of the plan kernel (attn/plan.cuh): its share of the sequences and of their tiles, and the counting
 // sort of entries by length, for one CTA or for a cluster that exchanges counts.
 //
-// Each thread handles every 1024th sequence of its CTA and caches what it computed for it in shared memory.
+// Each thread handles one sequence at a time, or two where its CTA has more than 1024, and caches what it
+// computed for them in shared memory.
 // Lists of all tiles are made for 1024 sequences at a time: a scan over their tile counts numbers the tiles,
 // and a thread finds its tile by binary search.
 #pragma once
@@ -13,6 +14,7 @@
 #include "params.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/redux.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
@@ -81,28 +83,85 @@ __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total
     return shuffle_from(warps_before, warp) + before;
 }
 
-// Reserves `count` indices (possibly 0) in bin `bin` of `all` and returns the first. The whole warp executes
-// it; lanes that all have the same bin, as similar sequences do, share one atomic.
-__device__ __forceinline__ int take_places(int* all, int bin, int count) {
-    int some_bin = count > 0 ? bin : -1;
-    if (shuffle_from(some_bin, 0) < 0) {
+// What the entries of a warp have in common, of which each lane has `N`: `counts[i]` of them (possibly none)
+// in bin `bins[i]`.
+struct SharedBin {
+    int bin;       // the bin of some entry, or -1 without any
+    bool is_only;  // whether all entries are in it, as similar sequences are
+
+    template <int N>
+    __device__ __forceinline__ SharedBin(const int (&bins)[N], const int (&counts)[N]) {
+        int some = -1;
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) some_bin = max(some_bin, shuffle_xor(some_bin, step));
+        for (int i = 0; i < N; ++i) {
+            if (counts[i] > 0) some = bins[i];
+        }
+        bin = warp_max(some);
+        bool differs = false;
+#pragma unroll
+        for (int i = 0; i < N; ++i) differs |= counts[i] > 0 && bins[i] != bin;
+        is_only = !warp_any(differs);
     }
-    some_bin = shuffle_from(some_bin, 0);
-    if (some_bin < 0) return 0;
-    u32* const bins = reinterpret_cast<u32*>(all);
-    const bool differs = count > 0 && bin != some_bin;
-    if (warp_any(differs)) return count > 0 ? int(atomic_add(&bins[bin], count)) : 0;
-    const int before = warp_scan(count);
-    const int sum = shuffle_from(before + count, 31);
-    int first = 0;
-    if (lane_index() == 0) first = int(atomic_add(&bins[some_bin], sum));
-    return shuffle_from(first, 0) + before;
+};
+
+// Counts entries in `all`. The whole warp executes it; entries that share their bin share an atomic.
+template <int N>
+__device__ __forceinline__ void count_in_bins(int* all, const int (&bins)[N], const int (&counts)[N]) {
+    u32* const places = reinterpret_cast<u32*>(all);
+    const SharedBin shared(bins, counts);
+    if (shared.is_only) {
+        int own = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) own += counts[i];
+        const int sum = warp_sum(own);
+        if (lane_index() == 0 && shared.bin >= 0) atomic_add(&places[shared.bin], sum);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (counts[i] > 0) atomic_add(&places[bins[i]], counts[i]);
+        }
+    }
 }
 
-// A CTA of the plan kernel: its sequences, and how it counts and numbers entries with those of its cluster.
+// The same, where `all` has the next free index of each bin; puts the first index of each entry into `first`.
+template <int N>
+__device__ __forceinline__ void take_places(int* all, const int (&bins)[N], const int (&counts)[N],
+                                            int (&first)[N]) {
+    u32* const places = reinterpret_cast<u32*>(all);
+    const SharedBin shared(bins, counts);
+    if (shared.is_only) {
+        int own = 0;
+#pragma unroll
+        for (int i = 0; i < N; ++i) own += counts[i];
+        const int before = warp_scan(own);
+        int start = 0;
+        if (lane_index() == 31 && shared.bin >= 0) start = atomic_add(&places[shared.bin], before + own);
+        start = shuffle_from(start, 31) + before;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            first[i] = start;
+            start += counts[i];
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            first[i] = counts[i] > 0 ? int(atomic_add(&places[bins[i]], counts[i])) : 0;
+    }
+}
+
+// The CTAs of a launch, and the sequences of each: whole warps of them.
 template <PlanRules R>
+__device__ __forceinline__ int plan_ctas() {
+    return R.cluster ? cta_count() : 1;
+}
+template <PlanRules R>
+__device__ __forceinline__ int plan_share(const ShapeParams& shape) {
+    return ceil_div(ceil_div(shape.batch, plan_ctas<R>()), 32) * 32;
+}
+
+// A CTA of the plan kernel: its sequences, and how it counts and numbers entries with those of its cluster. A
+// thread handles `N` sequences at a time.
+template <PlanRules R, int N>
 struct PlanCta {
     PlanStorage& smem;
     const ShapeParams& shape;
@@ -115,9 +174,8 @@ struct PlanCta {
     __device__ __forceinline__ PlanCta(PlanStorage& smem, const ShapeParams& shape,
                                        const VarlenParams& varlen, const PlanParams& params, int tile_queries)
         : smem(smem), shape(shape), varlen(varlen), params(params), tile_queries(tile_queries),
-          cta(R.cluster ? cluster_cta_rank() : 0), ctas(R.cluster ? cta_count() : 1) {
-        // Whole warps of sequences.
-        const int share = ceil_div(ceil_div(shape.batch, ctas), 32) * 32;
+          cta(R.cluster ? cluster_cta_rank() : 0), ctas(plan_ctas<R>()) {
+        const int share = plan_share<R>(shape);
         begin = min(cta * share, shape.batch);
         end = min(begin + share, shape.batch);
     }
@@ -126,7 +184,7 @@ struct PlanCta {
 
     // Waits for the CTAs of the cluster; what they wrote before is then seen by load_of_cluster().
     __device__ __forceinline__ void meet() const {
-        if constexpr (R.cluster) cluster_sync();
+        if constexpr (R.cluster) cluster_exchange();
     }
     __device__ __forceinline__ static int load_of(const int& value, int rank) {
         if constexpr (R.cluster) return load_of_cluster(&value, rank);
@@ -146,7 +204,9 @@ struct PlanCta {
 
     // The last thing that a CTA does: the others may still be reading its shared memory.
     __device__ __forceinline__ void leave() const {
-        if (is_shared()) meet();
+        if constexpr (R.cluster) {
+            if (is_shared()) cluster_leave();
+        }
     }
 
     // Calls each(sequence, seqlen, block, number, valid) for every tile of the CTA's sequences: blocks [0,
@@ -189,70 +249,78 @@ struct PlanCta {
         return all;
     }
 
-    // The sequence of each lane in a round: a warp takes 32 consecutive ones, or every 32nd if there are few.
+    // A lane's sequences of up to `N * kPlanThreads` from some first one on: every `stride`-th one from
+    // `of_lane` on, up to `end`. A warp takes 32 consecutive ones, or every 32nd if there are few.
     struct OwnSequences {
-        int of_lane, of_lane_0;
+        int of_lane, of_lane_0, stride;
     };
     __device__ __forceinline__ bool is_spread() const { return shape.batch <= kPlanSpread; }
-    __device__ __forceinline__ OwnSequences own_sequences() const {
+    __device__ __forceinline__ OwnSequences own_sequences(int first) const {
         const int warp = warp_index(), lane = lane_index();
-        if (is_spread()) return {32 * lane + warp, warp};
-        return {32 * warp + lane, 32 * warp};
+        if (N == 1 && is_spread()) return {first + 32 * lane + warp, first + warp, kPlanThreads};
+        // With several sequences a lane as few warps as can be have any.
+        const int stride =
+            N == 1 ? kPlanThreads : min(ceil_div(ceil_div(end - first, N), 32) * 32, kPlanThreads);
+        const int of_lane_0 = 32 * warp < stride ? first + 32 * warp : end;
+        return {of_lane_0 + lane, of_lane_0, stride};
+    }
+    __device__ __forceinline__ bool is_kept(int sequence) const {
+        return sequence < min(end, begin + kPlanKept);
     }
 
-    // Calls each(sequence, share) for every sequence of the CTA, with share = share_of(seqlen). Whole warps
-    // make the calls; a lane without a sequence has an empty share. What `each` leaves in `share` is cached
-    // for for_kept(). There is a barrier after the last call.
+    // Calls each(sequences, shares) for all sequences of the CTA, `N` of each lane at a time, with shares[i]
+    // = share_of(seqlen); their lengths are loaded together. Whole warps make the calls; a lane without a
+    // sequence has an empty share. What `each` leaves in `shares` is cached for for_kept(). There is a
+    // barrier after the last call.
     template <class ShareOf, class Each>
     __device__ __forceinline__ void for_sequences(const ShareOf& share_of, const Each& each) const {
-        if (end - begin <= kPlanThreads) {
-            take_rounds<1>(share_of, each);
-        } else {
-            take_rounds<4>(share_of, each);
-        }
-        cta_sync();
-    }
-
-    // Reads the lengths of `Rounds` rounds at once, so that the loads overlap.
-    template <int Rounds, class ShareOf, class Each>
-    __device__ __forceinline__ void take_rounds(const ShareOf& share_of, const Each& each) const {
-        const OwnSequences own = own_sequences();
-#pragma unroll 1
-        for (int first = begin; first + own.of_lane_0 < end; first += Rounds * kPlanThreads) {
-            Seqlen<true> lens[Rounds];
+        for_own([&](const int(&sequences)[N], PlanShare(&shares)[N]) {
+            Seqlen<true> lens[N];
 #pragma unroll
-            for (int i = 0; i < Rounds; ++i) {
-                const int sequence = min(first + i * kPlanThreads + own.of_lane, end - 1);
-                lens[i] = Seqlen<true>::of(shape, varlen, sequence);
-            }
+            for (int i = 0; i < N; ++i) lens[i] = Seqlen<true>::of(shape, varlen, min(sequences[i], end - 1));
 #pragma unroll
-            for (int i = 0; i < Rounds; ++i) {
-                const int sequence = first + i * kPlanThreads + own.of_lane;
-                if (first + i * kPlanThreads + own.of_lane_0 >= end) break;
-                PlanShare share{0, 0};
-                if (sequence < end) share = share_of(lens[i]);
-                each(sequence, share);
-                if (sequence < min(end, begin + kPlanKept)) smem.kept[sequence - begin] = share;
+            for (int i = 0; i < N; ++i) {
+                if (sequences[i] < end) shares[i] = share_of(lens[i]);
             }
-        }
+            each(sequences, shares);
+        });
     }
 
     // The same with the cached shares; share_of() recomputes those that are not cached.
     template <class ShareOf, class Each>
     __device__ __forceinline__ void for_kept(const ShareOf& share_of, const Each& each) const {
-        const OwnSequences own = own_sequences();
-#pragma unroll 1
-        for (int first = begin; first + own.of_lane_0 < end; first += kPlanThreads) {
-            const int sequence = first + own.of_lane;
-            const bool is_kept = sequence < min(end, begin + kPlanKept);
-            PlanShare share{0, 0};
-            if (is_kept) {
-                share = smem.kept[sequence - begin];
-            } else if (sequence < end) {
-                share = share_of(Seqlen<true>::of(shape, varlen, sequence));
+        for_own([&](const int(&sequences)[N], PlanShare(&shares)[N]) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if (is_kept(sequences[i])) {
+                    shares[i] = smem.kept[sequences[i] - begin];
+                } else if (sequences[i] < end) {
+                    shares[i] = share_of(Seqlen<true>::of(shape, varlen, sequences[i]));
+                }
             }
-            each(sequence, share);
-            if (is_kept) smem.kept[sequence - begin] = share;
+            each(sequences, shares);
+        });
+    }
+
+    // Calls each(sequences, shares) with empty shares, and caches what they are afterwards.
+    template <class Each>
+    __device__ __forceinline__ void for_own(const Each& each) const {
+#pragma unroll 1
+        for (int first = begin; first < end; first += N * kPlanThreads) {
+            const OwnSequences own = own_sequences(first);
+            if (own.of_lane_0 >= end) break;
+            int sequences[N];
+            PlanShare shares[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                sequences[i] = own.of_lane + i * own.stride;
+                shares[i] = {0, 0};
+            }
+            each(sequences, shares);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if (is_kept(sequences[i])) smem.kept[sequences[i] - begin] = shares[i];
+            }
         }
         cta_sync();
     }
