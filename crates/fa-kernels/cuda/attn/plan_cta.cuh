@@ -86,15 +86,18 @@ __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total
 // What the entries of a warp have in common, of which each lane has `N`: `counts[i]` of them (possibly none)
 // in bin `bins[i]`.
 struct SharedBin {
-    int bin;       // the bin of some entry, or -1 without any
+    int own;       // the lane's entries
+    int bin;       // the bin of some entry of the warp, or -1 without any
     bool is_only;  // whether all entries are in it, as similar sequences are
 
     template <int N>
     __device__ __forceinline__ SharedBin(const int (&bins)[N], const int (&counts)[N]) {
         int some = -1;
+        own = 0;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             if (counts[i] > 0) some = bins[i];
+            own += counts[i];
         }
         bin = warp_max(some);
         bool differs = false;
@@ -110,10 +113,7 @@ __device__ __forceinline__ void count_in_bins(int* all, const int (&bins)[N], co
     u32* const places = reinterpret_cast<u32*>(all);
     const SharedBin shared(bins, counts);
     if (shared.is_only) {
-        int own = 0;
-#pragma unroll
-        for (int i = 0; i < N; ++i) own += counts[i];
-        const int sum = warp_sum(own);
+        const int sum = warp_sum(shared.own);
         if (lane_index() == 0 && shared.bin >= 0) atomic_add(&places[shared.bin], sum);
     } else {
 #pragma unroll
@@ -130,12 +130,9 @@ __device__ __forceinline__ void take_places(int* all, const int (&bins)[N], cons
     u32* const places = reinterpret_cast<u32*>(all);
     const SharedBin shared(bins, counts);
     if (shared.is_only) {
-        int own = 0;
-#pragma unroll
-        for (int i = 0; i < N; ++i) own += counts[i];
-        const int before = warp_scan(own);
+        const int before = warp_scan(shared.own), sum = before + shared.own;
         int start = 0;
-        if (lane_index() == 31 && shared.bin >= 0) start = atomic_add(&places[shared.bin], before + own);
+        if (lane_index() == 31 && shared.bin >= 0) start = atomic_add(&places[shared.bin], sum);
         start = shuffle_from(start, 31) + before;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
