@@ -155,7 +155,10 @@ fn names(args: &CheckArgs, files: &[&TensorFile]) -> Result<Vec<String>, InputEr
     if !common.is_empty() {
         return Ok(common);
     }
-    let list = |file: &TensorFile| file.names().collect::<Vec<_>>().join(", ");
+    let list = |file: &TensorFile| match file.names().collect::<Vec<_>>() {
+        names if names.is_empty() => "none".to_owned(),
+        names => names.join(", "),
+    };
     let outputs = OUTPUTS.join(", ");
     Err(InputError::Usage(match files {
         [a, b] => {
