@@ -225,6 +225,7 @@ fn what_cannot_be_compared_is_refused() {
     let lse = files.write("c", &[("lse", "F32", &[24], noise(1, 24))]);
     let integers = files.write("d", &[("out", "I64", SHAPE, noise(1, 24))]);
     let named = files.write("e", &[("weights", "F32", SHAPE, noise(1, 24))]);
+    let empty = files.write("g", &[]);
     let given = files.write("f", &["q", "k", "v"].map(|name| (name, "F32", SHAPE, noise(1, 24))));
     for (line, part) in [
         (format!("{a} {other_shape}"), "'out' has shape [1, 3, 2, 4]"),
@@ -233,6 +234,7 @@ fn what_cannot_be_compared_is_refused() {
         (format!("{a} {integers}"), "holds I64"),
         (format!("{a} {named}"), "--tensor"),
         (format!("{a} {given}"), "and no B"),
+        (format!("{empty} {a}"), "A has none; B has out"),
         (format!("{a} {named} --tensor weights"), "no tensor 'weights'"),
         (format!("{a} {a} --inputs {a}"), "no tensor 'q'"),
         (format!("{a} {a} --causal"), "give --inputs"),
