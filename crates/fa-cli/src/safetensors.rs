@@ -158,8 +158,19 @@ impl TensorFile {
         self.entries.get(name).ok_or_else(|| InputError::MissingTensor {
             path: self.path.clone(),
             name: name.to_owned(),
-            have: list_names(self.names()),
+            have: self.named(),
         })
+    }
+
+    /// The tensors' names for a message: all of a few, the first of many.
+    pub(crate) fn named(&self) -> String {
+        const SHOWN: usize = 8;
+        let names: Vec<&str> = self.names().collect();
+        match names.len() {
+            0 => "none".to_owned(),
+            n if n <= SHOWN => names.join(", "),
+            n => format!("{} and {} more", names[..SHOWN].join(", "), n - SHOWN),
+        }
     }
 
     /// A tensor's elements, which must be stored as `T`.
@@ -218,17 +229,6 @@ pub(crate) fn dtype_of(stored: Dtype) -> Option<fa_core::Dtype> {
         (bf16::STORED, fa_core::Dtype::Bf16),
     ];
     computed.into_iter().find(|(own, _)| *own == stored).map(|(_, dtype)| dtype)
-}
-
-/// Names for a message: all of a few, the first of many.
-fn list_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
-    const SHOWN: usize = 8;
-    let names: Vec<&str> = names.collect();
-    match names.len() {
-        0 => "none".to_owned(),
-        n if n <= SHOWN => names.join(", "),
-        n => format!("{} and {} more", names[..SHOWN].join(", "), n - SHOWN),
-    }
 }
 
 /// A checked header.

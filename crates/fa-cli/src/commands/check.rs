@@ -155,10 +155,6 @@ fn names(args: &CheckArgs, files: &[&TensorFile]) -> Result<Vec<String>, InputEr
     if !common.is_empty() {
         return Ok(common);
     }
-    let list = |file: &TensorFile| match file.names().collect::<Vec<_>>() {
-        names if names.is_empty() => "none".to_owned(),
-        names => names.join(", "),
-    };
     let outputs = OUTPUTS.join(", ");
     Err(InputError::Usage(match files {
         [a, b] => {
@@ -170,12 +166,12 @@ fn names(args: &CheckArgs, files: &[&TensorFile]) -> Result<Vec<String>, InputEr
             format!(
                 "A and B have none of {outputs} in common: A has {}; B has {}; --tensor NAME compares \
                  others{advice}",
-                list(a),
-                list(b)
+                a.named(),
+                b.named()
             )
         }
         files => {
-            let has: Vec<String> = files.iter().map(|file| list(file)).collect();
+            let has: Vec<String> = files.iter().map(|file| file.named()).collect();
             format!("A has none of {outputs}: it has {}", has.join(", "))
         }
     }))
