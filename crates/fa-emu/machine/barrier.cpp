@@ -103,6 +103,8 @@ void cluster_barrier(bool releases) {
 
 u32 cluster_rank() { return current->cta->rank; }
 
+u32 cluster_size() { return u32(current->cta->cluster->ctas.size()); }
+
 Cta& cta_of_cluster(u32 rank, const char* does) {
     Cluster& cluster = *current->cta->cluster;
     if (rank >= cluster.ctas.size())

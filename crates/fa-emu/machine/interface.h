@@ -51,6 +51,7 @@ void barrier(int id, int threads, bool wait, bool aligned);
 // `releases`: whether the other threads see afterwards what this thread wrote before.
 void cluster_barrier(bool releases);
 u32 cluster_rank();
+u32 cluster_size();
 void fence_async();
 void pause();
 void mbarrier_init(void* bar, u32 arrivals);

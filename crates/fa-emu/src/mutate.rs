@@ -25,6 +25,7 @@ const SYNCHRONISING: &[&str] = &[
     "bulk_wait_read",
     "cluster_exchange",
     "cluster_leave",
+    "cluster_publish",
     "cluster_sync",
     "commit",
     "cp_async_commit",

@@ -173,6 +173,7 @@ pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
             let gathered = last.iter().filter_map(|(_, spec)| gathered(spec)).collect::<Vec<_>>();
             let of_first = of_first.into_iter().chain(last).map(|(_, spec)| spec);
             subjects.extend(of_first.chain(gathered).map(varied));
+            subjects.extend(in_cluster(&subjects[0].spec));
             (name, subjects)
         })
         .collect()
@@ -186,6 +187,15 @@ fn gathered(spec: &KernelSpec) -> Option<KernelSpec> {
     kernel.gather = true;
     spec.split = false;
     Some(spec)
+}
+
+/// The kernel with keys that CTAs of a cluster share, a part of them without a visible key.
+fn in_cluster(spec: &KernelSpec) -> Option<Subject> {
+    let Kernel::Sm90Fwd(_) = spec.kernel else { return None };
+    let mut spec = KernelSpec { split: true, ..spec.clone() };
+    spec.score.sinks = true;
+    let problem = problem_of(&spec, Lengths::uniform(1, 130, 520), (1, 1));
+    Some(Subject { arch: Arch::Sm90, case: Case::of(&problem, Placement::PACKED), spec })
 }
 
 /// A form with variable lengths, pages, slopes, sinks and splits, as far as its kernel has them.

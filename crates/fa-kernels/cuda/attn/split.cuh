@@ -21,37 +21,48 @@ __device__ __forceinline__ i64 partial_row(const FwdParams& params, int slot, in
     return (i64(slot) * heads + head) * params.split.slot_rows + row;
 }
 
-// store_output() for a part of the keys: O in f32, and LSE, go to the tile's slot. `row_in_tile` is the
-// thread's first row within its tile. The lanes of a quad store 32 contiguous bytes at a time.
+// Where the partial results of a tile's rows are: O of row r at out + r * stride, its LSE at lse[r].
+struct PartialRows {
+    float* out;
+    float* lse;
+    int stride;
+};
+
+// Those of a tile in the workspace.
+__device__ __forceinline__ PartialRows workspace_rows(const FwdParams& params, const WorkTile& tile,
+                                                      int heads) {
+    const int columns = params.shape.head_dim_v;
+    const i64 first = partial_row(params, tile.slot, heads, tile.head, 0);
+    return {params.split.out_partial + first * columns, params.split.lse_partial + first, columns};
+}
+
+// store_output() for a part of the keys: O in f32, and LSE. `row_in_tile` is the thread's first row within
+// its tile. The lanes of a quad store 32 contiguous bytes at a time.
 template <int N>
-__device__ __forceinline__ void store_partial(const FwdParams& params, const float (&o)[N],
+__device__ __forceinline__ void store_partial(const PartialRows& rows, int columns, const float (&o)[N],
                                               const float (&factor)[2], const float (&lse)[2], int row,
-                                              int end, int row_in_tile, const WorkTile& tile, int heads,
-                                              int shift) {
-    const int lane = thread_index() % 4, columns = params.shape.head_dim_v;
+                                              int end, int row_in_tile, int shift) {
+    const int lane = thread_index() % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (row + 8 * r >= end) continue;
-        const i64 at = partial_row(params, tile.slot, heads, tile.head, row_in_tile + 8 * r);
-        float* out = params.split.out_partial + at * columns - shift + 2 * lane;
+        float* out = rows.out + i64(row_in_tile + 8 * r) * rows.stride - shift + 2 * lane;
 #pragma unroll
         for (int block = 0; block < N / 4; ++block) {
             const int i = 4 * block + 2 * r;
             if (u32(8 * block - shift) < u32(columns))
                 *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r], o[i + 1] * factor[r]};
         }
-        if (lane == 0) params.split.lse_partial[at] = lse[r];
+        if (lane == 0) rows.lse[row_in_tile + 8 * r] = lse[r];
     }
 }
 
 // The same where no query of the tile sees a key of the part: LSE = -inf, so that O is never read.
-__device__ __forceinline__ void store_nothing_partial(const FwdParams& params, int row, int end,
-                                                      int row_in_tile, const WorkTile& tile, int heads) {
+__device__ __forceinline__ void store_nothing_partial(const PartialRows& rows, int row, int end,
+                                                      int row_in_tile) {
     if (thread_index() % 4 != 0) return;
     for (int r = 0; r < 2; ++r) {
-        if (row + 8 * r >= end) continue;
-        params.split.lse_partial[partial_row(params, tile.slot, heads, tile.head, row_in_tile + 8 * r)] =
-            minus_infinity();
+        if (row + 8 * r < end) rows.lse[row_in_tile + 8 * r] = minus_infinity();
     }
 }
 

@@ -222,7 +222,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         for (int f = 0; f < T::kFragments; ++f) {
             const int row = sm80::own_row<C>(thread_index()) + 16 * f;
             if (C.split && tile.splits > 1) {
-                store_nothing_partial(params, first_row + row, end_row, row, tile, heads);
+                store_nothing_partial(workspace_rows(params, tile, heads), first_row + row, end_row, row);
             } else {
                 store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, first_row + row, end_row, tile.head,
                                                         tile.batch);
@@ -433,7 +433,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         float factor[2], lse[2];
         if (C.split && output.splits > 1) {
             rows[f].finish(factor, lse);
-            store_partial(params, o[f], factor, lse, row + 16 * f, end, own_row + 16 * f, output, heads, 0);
+            store_partial(workspace_rows(params, output, heads), params.shape.head_dim_v, o[f], factor, lse,
+                          row + 16 * f, end, own_row + 16 * f, 0);
         } else {
             finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
             store_output<C.dtype, C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f, end,

@@ -16,6 +16,7 @@
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/fwd_combine.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/fwd_shift.cuh"
 #include "sm90/fwd_tiles.cuh"
@@ -340,7 +341,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
             const int shift = value_shift<C>(params, kv_head);
             if (C.split && tile.splits > 1) {
-                store_partial(params, o, factor, lse, row, end(), own_row, tile, heads, shift);
+                store_partial(partial_rows<C>(smem, params, tile, heads), params.shape.head_dim_v, o, factor,
+                              lse, row, end(), own_row, shift);
             } else {
                 store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, end(), tile.head,
                                                   tile.batch, shift);
@@ -360,10 +362,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 }
             }
             if (C.split && tile.splits > 1) {
-                store_nothing_partial(params, row, end(), own_row, tile, heads);
+                store_nothing_partial(partial_rows<C>(smem, params, tile, heads), row, end(), own_row);
             } else {
                 store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, end(), tile.head, tile.batch);
             }
+        }
+        if constexpr (T::kPartsInClusters) {
+            if (cluster_cta_count() > 1) combine_in_cluster<C>(smem, params, heads);
         }
         index = tiles.next(smem, params, index);
     }

@@ -20,6 +20,10 @@ struct Traits {
     static_assert(C.cluster_m == 1 || (!C.varied && !C.split), "CTAs of a cluster load the same keys");
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
 
+    // CTAs that share a tile's keys may be a cluster, which combines in shared memory (fwd_combine.cuh). A
+    // wider O leaves no registers for it.
+    static constexpr bool kPartsInClusters = C.split && !C.varied && C.head_dim_v <= 128;
+
     // A wide O is rescaled before P V is issued, while S runs.
     static constexpr bool kRescaleFirst = C.head_dim_v > 128;
 

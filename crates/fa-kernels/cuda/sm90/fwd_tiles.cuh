@@ -9,6 +9,7 @@
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
@@ -24,6 +25,16 @@ struct VariedTile {
     int queries, keys, first_query, first_key;
 };
 struct NoVariedTile {};
+
+// The work tile of a cluster, which computes no other: its CTAs divide the tile's part of the keys among
+// them.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ WorkTile cluster_tile(const FwdParams& params, int heads) {
+    WorkTile tile = work_tile_at<C.tile_order, false, true>(params, cluster_index(), heads);
+    tile.split = tile.split * cluster_cta_count() + cluster_cta_rank();
+    tile.splits *= cluster_cta_count();
+    return tile;
+}
 
 // The source of a CTA's work tiles, for producer and consumers. Static and per-tile schedules are arithmetic.
 // Tiles of the dynamic scheduler are drawn by the producer, which passes them to the consumers through shared
@@ -76,6 +87,9 @@ struct TileSource {
     __device__ __forceinline__ WorkTile tile_of(const FwdParams& params, int index, int heads) const {
         if constexpr (kReadsAhead) {
             return own.tile;
+        } else if constexpr (Traits<C>::kPartsInClusters) {
+            return cluster_cta_count() > 1 ? cluster_tile<C>(params, heads)
+                                           : work_tile_at<C.tile_order, false, true>(params, index, heads);
         } else {
             return work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
         }

@@ -3,7 +3,7 @@
 use fa_core::spec::operand_panel;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, Problem};
-use fa_planner::account::{MAX_SPLITS, kv_splits, page_part};
+use fa_planner::account::{MAX_SPLITS, kv_splits, page_part, split_cluster};
 use fa_planner::cost::COMBINE_CTAS;
 
 use crate::Error;
@@ -46,7 +46,12 @@ impl Launches {
         let params = params(spec, &traits, problem, &work, (arch, sms))?;
         // For lengths on the device, the upper bound on tiles.
         let tiles = params.num_tiles as u32;
-        let main = Launch::main(spec, tiles, sms);
+        let mut main = Launch::main(spec, tiles, sms);
+        if work.cluster > 1 {
+            // The CTAs of a cluster take the parts of one tile, and no other.
+            debug_assert_eq!(main.grid, tiles);
+            main.cluster = work.cluster as u32;
+        }
         let draws_tiles = traits.scheduler == Scheduler::Dynamic;
         let has_work = main.grid > 0 && problem.lengths.total_q() > 0;
         let tensors = Tensor::of_pass(problem, false);
@@ -91,8 +96,10 @@ struct Work {
     /// Tiles that an entry of the plan stands for, and CTAs that compute at once.
     heads: usize,
     ctas: usize,
-    /// Parts of the keys of every row, or an upper bound.
+    /// Parts of the keys of every row whose results are in the workspace, or an upper bound.
     splits: usize,
+    /// CTAs of a cluster, which divide such a part among them and combine its results.
+    cluster: usize,
     /// Partial results of a head, and tiles that they belong to; 0 where no keys are divided.
     slots: usize,
     divided: usize,
@@ -118,6 +125,7 @@ impl Work {
             heads,
             ctas,
             splits: 1,
+            cluster: 1,
             slots: 0,
             divided: 0,
             slot_rows: max_q.min(queries) * group,
@@ -133,6 +141,8 @@ impl Work {
                 Some(parts) => parts.clamp(1, steps.min(MAX_SPLITS)),
                 None => kv_splits(problem, spec, arch, sms),
             };
+            work.cluster = split_cluster(problem, spec, sms, work.splits);
+            work.splits /= work.cluster;
             if work.splits > 1 {
                 (work.slots, work.divided) = (tiles.saturating_mul(work.splits), tiles);
             }
@@ -189,7 +199,7 @@ fn params(
     let tiles = if spec.reads.varied {
         work.bounds.items.saturating_mul(heads)
     } else {
-        m_blocks.saturating_mul(all_heads).saturating_mul(work.splits)
+        m_blocks.saturating_mul(all_heads).saturating_mul(work.splits).saturating_mul(work.cluster)
     };
     let longest = problem.lengths.max_k().div_ceil(tile_n as usize);
     let part = problem.lengths.page().map_or(0, |page| page_part(page, tile_n));

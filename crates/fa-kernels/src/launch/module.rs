@@ -125,8 +125,8 @@ impl LoadedKernel {
         let function = function.expect("a launch names an entry of its spec's unit");
         // SAFETY: the function and the stream are alive; the caller vouches for the rest.
         let launched = unsafe {
-            // The main entry's code fixes its clusters.
-            if launch.cluster > 1 && launch.entry != ENTRY {
+            // Clusters that share loads are part of the main entry's code.
+            if launch.cluster > self.spec.traits().cluster || (launch.cluster > 1 && launch.entry != ENTRY) {
                 launch_clusters(function, stream, launch, args)
             } else {
                 result::launch_kernel(

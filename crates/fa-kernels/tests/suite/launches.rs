@@ -355,11 +355,9 @@ fn divided_keys_are_combined() {
         heads_kv: 8,
         ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
     };
-    let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
-    let splits = fa_planner::account::kv_splits(&problem, &spec, Arch::Sm90, 132) as u32;
-    assert!(splits > 1);
-    assert_eq!(entries(&launches), [("fa_kernel", (8 * splits).min(132)), ("fa_combine", 32)]);
-    let rows = 32 * splits as usize;
+    let launches = Launches::forward_split(&spec, &problem, Arch::Sm90, 132, Some(16)).unwrap();
+    assert_eq!(entries(&launches), [("fa_kernel", 8 * 16), ("fa_combine", 32)]);
+    let rows = 32 * 16;
     assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * rows);
     assert_eq!(launches.workspace.out_partial.unwrap().bytes, 4 * 128 * rows);
     assert_eq!((launches.workspace.plan, launches.plan_bytes), (None, 0));
@@ -377,6 +375,36 @@ fn divided_keys_are_combined() {
     assert_eq!(entries(&launches)[2].0, "fa_combine");
 }
 
+/// CTAs of the main kernel's clusters.
+fn cluster(launches: &Launches) -> u32 {
+    let Some(Step::Launch(main)) = launches.steps.first() else { panic!("a launch") };
+    main.cluster
+}
+
+#[test]
+fn clusters_combine_their_parts() {
+    use fa_core::{Dtype, Lengths, Mask};
+    let spec = sm90_forward("split: true,", DECODE);
+    let base = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+    // Eight tiles by clusters of eight: no second kernel, and no memory between them.
+    let problem = Problem { lengths: Lengths::uniform(1, 1, 8192), ..base };
+    let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+    assert_eq!((entries(&launches), cluster(&launches)), (vec![("fa_kernel", 64)], 8));
+    assert_eq!(launches.workspace.bytes, 0);
+    // One tile by twelve clusters, whose results a second kernel combines.
+    let alone = Problem { heads_q: 32, heads_kv: 1, lengths: Lengths::uniform(1, 1, 32768), ..base };
+    let launches = Launches::forward_split(&spec, &alone, Arch::Sm90, 132, Some(96)).unwrap();
+    assert_eq!((entries(&launches), cluster(&launches)), (vec![("fa_kernel", 96), ("fa_combine", 32)], 8));
+    assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * 32 * 12);
+    // Not where the GPU has no room for all clusters at once, nor where rows of O are wide.
+    for (spec, sms) in [(spec.clone(), 72), (KernelSpec { head_dim: 256, head_dim_v: 256, ..spec }, 132)] {
+        let dim = spec.head_dim as usize;
+        let problem = Problem { head_dim: dim, head_dim_v: dim, ..problem };
+        let launches = Launches::forward_split(&spec, &problem, Arch::Sm90, sms, Some(8)).unwrap();
+        assert_eq!((cluster(&launches), entries(&launches)[1].0), (1, "fa_combine"));
+    }
+}
+
 #[test]
 fn keys_are_divided_as_the_caller_says() {
     use fa_core::{Dtype, Lengths, Mask, Side};
@@ -386,7 +414,10 @@ fn keys_are_divided_as_the_caller_says() {
         Launches::forward_split(spec, &Problem { lengths, ..base }, Arch::Sm90, 132, splits).unwrap()
     };
     let (_, tile_n) = spec.tile();
-    let parts = |launches: &Launches| launches.workspace.lse_partial.map_or(1, |part| part.bytes / (4 * 32));
+    let parts = |launches: &Launches| {
+        let stored = launches.workspace.lse_partial.map_or(1, |part| part.bytes / (4 * 32));
+        stored * cluster(launches) as usize
+    };
     for splits in [1, 2, 3, 7] {
         assert_eq!(parts(&of(&spec, Lengths::uniform(1, 1, 8192), Some(splits))), splits);
     }

@@ -4,6 +4,7 @@
 use fa_core::spec::MAX_COUNT;
 use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
 
+use crate::account::clusters::MANY_PARTS;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, Launch};
 use crate::cost::schedule::Work;
@@ -13,8 +14,9 @@ use crate::kernels::planned::{self, Forward, Time};
 pub const MAX_SPLITS: usize = 256;
 
 /// More splits are taken only if they are faster by this factor: they need more workspace. As long as all
-/// parts run at once, they are taken unless they are slower by it: SMs that are idle would read, too, which
-/// the model does not know (decoding by 112 CTAs reads 3 % less per second than by 128, NB-146).
+/// parts run at once and need a combine kernel anyway, they are taken unless they are slower by it: SMs that
+/// are idle would read, too, which the model does not know (decoding by 112 CTAs reads 3 % less per second than
+/// by 128, NB-146).
 const GAIN: f64 = 1.01;
 
 /// More splits than run at once are taken only if they are faster by this factor: parts that follow one
@@ -105,7 +107,7 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
             }
         }
     }
-    if best > 1 {
+    if best > 1 && launch.cluster(best) == 1 {
         // From the most down: the first that is not slower is the one.
         let fuller: Vec<usize> = counts().filter(|&parts| parts > best).take_while(at_once).collect();
         let found = fuller.into_iter().rev().find(|&parts| launch.seconds(parts) < least * GAIN);
@@ -115,16 +117,18 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
 }
 
 /// The numbers of parts above 1 worth trying for tiles of up to `steps` steps, in ascending order: the fewest
-/// parts for each length of a part.
+/// parts for each length of a part, and from [`MANY_PARTS`] on the multiples of 8, which clusters can divide
+/// evenly.
 fn part_counts(steps: usize) -> impl Iterator<Item = usize> {
     let most = steps.min(MAX_SPLITS);
     let mut parts = 1;
     std::iter::from_fn(move || {
         let length = steps.div_ceil(parts);
-        if length <= 1 {
+        if length <= 1 && parts >= most {
             return None;
         }
-        parts = steps.div_ceil(length - 1);
+        let fewest = if length > 1 { steps.div_ceil(length - 1) } else { most + 1 };
+        parts = fewest.min((parts + 1).max(MANY_PARTS).next_multiple_of(8));
         (parts <= most).then_some(parts)
     })
 }
@@ -151,7 +155,12 @@ mod tests {
         }
         let first = best.splits;
         let more = part_counts(launch.work.longest.steps as usize)
-            .filter(|&parts| first > 1 && parts > first && launch.work.tiles_in_parts(parts) <= sms)
+            .filter(|&parts| {
+                first > 1
+                    && launch.cluster(first) == 1
+                    && parts > first
+                    && launch.work.tiles_in_parts(parts) <= sms
+            })
             .map(|parts| launch.cost(parts));
         let least = best.seconds;
         more.fold(best, |best, cost| if cost.seconds < least * GAIN { cost } else { best })
@@ -167,9 +176,12 @@ mod tests {
         let (arch, sms) = (Arch::Sm90, Arch::Sm90.limits().sms);
         let plans = explore(&problem, arch, &PlanOptions::default()).expect("a supported problem").plans;
         let spec = plans.into_iter().map(|plan| plan.spec).find(|spec| spec.split).expect("a split kernel");
-        // Eight tiles of 683 steps on 132 SMs: 16 parts of 43 where 14 of 49 are predicted alike.
-        assert_eq!(kv_splits(&problem, &spec, arch, sms), 16, "{spec}");
-        assert_eq!(kv_splits(&problem, &spec, arch, 100), 12, "{spec}");
+        // Eight tiles on 132 SMs: in clusters of 8.
+        assert_eq!(kv_splits(&problem, &spec, arch, sms), 8, "{spec}");
+        // Four tiles need more CTAs than clusters of 8 have: as many as read at the full rate.
+        let fewer = Problem { heads_kv: 4, heads_q: 32, ..problem };
+        let splits = kv_splits(&fewer, &spec, arch, sms);
+        assert!((16..=33).contains(&splits), "{spec}: {splits}");
     }
 
     #[test]
@@ -205,6 +217,7 @@ mod tests {
         for steps in 0..600usize {
             let counts: Vec<usize> = part_counts(steps).collect();
             let mut expected: Vec<usize> = (1..=steps.max(1)).map(|len| steps.div_ceil(len)).collect();
+            expected.extend((MANY_PARTS..=steps).step_by(8));
             expected.retain(|&parts| parts > 1 && parts <= MAX_SPLITS);
             expected.sort_unstable();
             expected.dedup();

@@ -4,6 +4,7 @@
 //! operands, and the numbers of CTAs that share a K/V head (backward) or the keys of a tile (forward). Only
 //! those numbers depend on a problem; nothing is ranked.
 
+pub(crate) mod clusters;
 pub(crate) mod code;
 pub(crate) mod kv_splits;
 pub(crate) mod pages;
@@ -24,6 +25,7 @@ use crate::occupancy::register_ceiling;
 pub use crate::occupancy::Occupancy;
 pub use crate::registers::{Registers, SetMaxNReg};
 pub use crate::smem::SmemPlan;
+pub use clusters::split_cluster;
 pub use kv_splits::{MAX_SPLITS, kv_splits};
 pub use pages::{boxes_need, page_part};
 pub use panels::BwdPanels;

@@ -4,6 +4,8 @@
 use fa_core::{ArchLimits, Pass, Problem, ScoreKind};
 use serde::Serialize;
 
+use crate::account::clusters::cluster_of;
+
 use super::constants::CostConstants;
 use super::schedule::{Queue, TileClass, Work};
 
@@ -185,22 +187,60 @@ pub(crate) struct KernelModel {
     pub first: f64,
     /// Query rows of a tile that exist, of `tile_m`: what partial results are made of.
     pub rows: f64,
+    /// Whether CTAs that share a tile's keys may combine in a cluster.
+    pub in_clusters: bool,
     pub memory: Memory,
 }
 
 /// How a kernel reads device memory.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Memory {
-    /// The time that it takes, as a multiple of what its efficiency says.
-    pub time: f64,
-    /// Whether loads are always in flight, as in kernels of one warpgroup that wait for them: where device
-    /// memory takes longest, hardly anything else is added to it.
-    pub is_fed: bool,
+pub(crate) enum Memory {
+    /// Its SMs do not always have all loads in flight that they could have.
+    Throttled,
+    /// Loads are always in flight, as in kernels of one warpgroup that wait for them: where device memory
+    /// takes longest, hardly anything else is added to it.
+    Fed {
+        /// Times an SM's share that a CTA has in flight of what device memory's bandwidth asks for.
+        in_flight: f64,
+        /// Whether a plan on the device divides the work, so that every SM has some.
+        planned: bool,
+    },
 }
 
+/// The time that device memory takes with all in flight that it asks for, and the share by which it rises where
+/// each CTA has an SM's share more or less than that: 3.11 TB/s by 64 KiB a CTA, 3.05 by 128, 2.98 by 192
+/// (NB-150).
+const IN_FLIGHT: (f64, f64) = (0.974, 0.02);
+
+/// The share of what is asked for that is in flight when only the latency limits the rate: 64 CTAs with 64
+/// KiB each take 1.07 times as long as with 128, 48 take 1.19 and 32 take 1.58 (NB-164).
+const LATENCY_SHARE: f64 = 0.375;
+
+/// What idle SMs change in device memory's time, as a share of it, if all were idle: where each tile or cluster
+/// is whole, 64 CTAs of 132 with twice as much in flight read 1.5 % more in a second than all; where a combine
+/// kernel follows, 64 read 3 % less (NB-164).
+const IDLE_SMS: [f64; 2] = [-0.03, 0.06];
+
+/// The SMs' clocks as a share of the model's where loads are always in flight: 64 CTAs with tiles of 64x128
+/// take no longer than 128 with 64x64 (NB-164).
+const FED_COMPUTE: f64 = 0.6;
+
 impl Memory {
-    /// Of kernels whose SMs do not always have all loads in flight that they could have.
-    pub(crate) const THROTTLED: Memory = Memory { time: 1.0, is_fed: false };
+    /// The time that it takes with CTAs on the share `busy` of the SMs, as a multiple of what its efficiency
+    /// says; `combined`: by a kernel that follows.
+    fn time(self, busy: f64, combined: bool) -> f64 {
+        let Memory::Fed { in_flight, planned } = self else { return 1.0 };
+        let busy = if planned { 1.0 } else { busy.min(1.0) };
+        let in_flight = (in_flight * busy).max(1e-3);
+        let waits = (1.0 + (LATENCY_SHARE / in_flight).powi(5)).powf(0.2);
+        let beside = 1.0 + IN_FLIGHT.1 * (in_flight - 1.0).abs() / busy.max(1e-3);
+        IN_FLIGHT.0 * beside * waits * (1.0 + IDLE_SMS[usize::from(combined)] * (1.0 - busy))
+    }
+
+    /// The share of the SMs' clocks that counts.
+    fn of_compute(self) -> f64 {
+        if matches!(self, Memory::Fed { planned: false, .. }) { FED_COMPUTE } else { 1.0 }
+    }
 }
 
 /// Rows that a CTA of the combine kernel takes.
@@ -213,6 +253,9 @@ const COMBINE_S: f64 = 2.5e-6;
 /// (NB-150, NB-154). What the bytes take is counted beside it.
 const COMBINE_ROUND_S: f64 = 0.3e-6;
 const COMBINE_ROUND: f64 = 4.0;
+
+/// Seconds in which the CTAs of a cluster wait for one another and combine their results (NB-164).
+const CLUSTER_S: f64 = 1.5e-6;
 
 /// CTAs of the combine kernel for each SM, at the most. Where they are enough for a CTA per row, its warps
 /// share the row's parts.
@@ -309,7 +352,7 @@ pub(crate) struct Times {
     power: f64,
     l2: f64,
     hbm: f64,
-    /// [`Memory::is_fed`].
+    /// [`Memory::Fed`].
     is_fed: bool,
     /// The combine kernel.
     combine: f64,
@@ -365,6 +408,14 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         self.times_of((tiles, work.steps()), (0.0, clocks), parts).at_least()
     }
 
+    /// CTAs of a cluster that combine such parts in shared memory; 1 without clusters.
+    pub(crate) fn cluster(&self, parts: usize) -> usize {
+        if !self.model.in_clusters {
+            return 1;
+        }
+        cluster_of((self.work.tiles * parts as f64) as usize, parts, self.limits.sms as usize)
+    }
+
     fn divided(&self, parts: usize) -> Option<Work> {
         (parts > 1).then(|| self.work.in_parts(parts))
     }
@@ -416,15 +467,21 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let l2 = l2_bytes / l2_rate;
         let together = tiles / whole.tiles.max(1.0);
         let bytes = hbm_bytes(problem, whole, slots / together.max(1.0), limits, c);
+        let cluster = self.cluster(parts);
         // Parts that run at once read at equal rates, and the longest one ends last (NB-150).
         let longest = if parts > 1 && tiles <= slots { whole.unevenness(parts).max(1.0) } else { 1.0 };
-        let hbm = model.memory.time * longest * bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
-        let combine = if parts > 1 {
-            combine_seconds(whole.tiles * model.rows, model.head_dim_v, together, clock, limits, c)
-        } else {
-            0.0
-        };
-        let is_fed = model.memory.is_fed;
+        let hbm = model.memory.time(tiles / sms, parts > cluster) * longest * bytes
+            / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+        let in_cluster = if cluster > 1 { CLUSTER_S } else { 0.0 };
+        let combine = in_cluster
+            + if parts > cluster {
+                let stored = together / cluster as f64;
+                combine_seconds(whole.tiles * model.rows, model.head_dim_v, stored, clock, limits, c)
+            } else {
+                0.0
+            };
+        let is_fed = matches!(model.memory, Memory::Fed { .. });
+        let compute = model.memory.of_compute() * compute;
         Times { compute, even, power, l2, hbm, is_fed, combine, launch: c.launch_s }
     }
 

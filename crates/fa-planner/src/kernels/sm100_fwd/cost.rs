@@ -83,7 +83,8 @@ fn model(
         start: 0.0,
         first: 0.0,
         rows,
-        memory: Memory::THROTTLED,
+        in_clusters: false,
+        memory: Memory::Throttled,
     };
     (model, hidden + exposed)
 }

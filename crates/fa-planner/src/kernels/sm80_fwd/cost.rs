@@ -151,7 +151,8 @@ fn model(
         start: 0.0,
         first: 0.0,
         rows: tile_m.min((problem.lengths.mean_q() * group) as f64),
-        memory: Memory::THROTTLED,
+        in_clusters: false,
+        memory: Memory::Throttled,
     };
     (model, hidden + exposed)
 }

@@ -122,12 +122,28 @@ fn most_stages(problem: &Problem, kernel: &Sm90Fwd) -> u32 {
     let skips =
         || kernel.skips_blocks(MaskKind::of(&problem.mask)) && problem.lengths.max_k() <= SKIPPED_KEYS;
     match kernel.num_wg {
+        0..=1 if has_room_in_flight(problem, kernel) => 3,
         0..=1 => 2,
         _ if problem.lengths.page().is_some() => 4,
         _ if skips() || slow_rows(problem) => 3,
         _ => 2,
     }
 }
+
+/// Whether a kernel of one warpgroup that computes few tiles, each on an SM of its own, gains by a third buffer:
+/// narrow heads have less in flight by two than half of the SMs need (gpt-oss's decode takes 47.1 us by three
+/// buffers of 160 keys and 49.4 by two, NB-164).
+fn has_room_in_flight(problem: &Problem, kernel: &Sm90Fwd) -> bool {
+    let heads = if kernel.pack_gqa { problem.heads_kv } else { problem.heads_q };
+    let queries = tile_queries(kernel.tile_m, kernel.pack_gqa, problem.group_size()).max(1);
+    let of_head = problem.lengths.max_q().div_ceil(queries);
+    let tiles = of_head.saturating_mul(heads).saturating_mul(problem.lengths.sequences());
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes();
+    problem.lengths.is_uniform() && 2 * tiles <= Arch::Sm90.limits().sms as usize && row <= NARROW_ROW
+}
+
+/// Bytes of K and V for a key up to which heads are narrow: those of head dim 64.
+const NARROW_ROW: usize = 256;
 
 /// The spec of `kernel` with more buffers of K and V, up to [`most_stages`], where shared memory has room for
 /// them beside two of Q, into one of which the next tile's Q is loaded during this one, and the compiler is

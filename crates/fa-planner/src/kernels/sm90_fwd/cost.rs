@@ -4,6 +4,7 @@
 use fa_core::spec::{Scheduler, TileOrder, operand_columns};
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
+use crate::account::clusters::combines_in_clusters;
 use crate::account::pages::page_part;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{KernelModel, Launch, Memory, f32_lanes, overlap, score_costs, softmax_clocks};
@@ -104,23 +105,18 @@ const IN_FLIGHT_S: f64 = 2.6e-6;
 /// The same for pages, whose boxes are issued later: 96 KiB.
 const IN_FLIGHT_PAGED_S: f64 = 3.9e-6;
 
-/// The time that device memory takes with so much in flight, and the share by which it rises with twice as
-/// much or nothing: 3.11 TB/s by 64 KiB, 3.05 by 128, 2.98 by 192 (NB-150).
-const IN_FLIGHT: (f64, f64) = (0.975, 0.02);
-
 /// How the kernel reads device memory where it reads each key once, for a single tile of `rows` rows: by what
 /// is in flight, all buffers of K and V. Measured for kernels with one warpgroup, whose products do not hold
 /// the loads up.
 fn memory(problem: &Problem, spec: &KernelSpec, k: &Sm90Fwd, rows: usize, limits: &ArchLimits) -> Memory {
     if k.num_wg > 1 || rows > k.tile_m as usize {
-        return Memory::THROTTLED;
+        return Memory::Throttled;
     }
     let row = (spec.head_dim + spec.head_dim_v) * spec.elem_bytes();
     let in_flight = f64::from(k.kv_stages * k.tile_n * row);
     let seconds = if problem.lengths.page().is_some() { IN_FLIGHT_PAGED_S } else { IN_FLIGHT_S };
     let enough = seconds * limits.hbm_bytes_per_s / f64::from(limits.sms);
-    let time = IN_FLIGHT.0 * (1.0 + IN_FLIGHT.1 * (in_flight / enough - 1.0).abs());
-    Memory { time, is_fed: true }
+    Memory::Fed { in_flight: in_flight / enough, planned: spec.reads.varied }
 }
 
 /// f32 instructions per element of a soft cap by a polynomial ([`KernelSpec::near_cap`]).
@@ -216,6 +212,7 @@ fn model(
         // Q, K and V of the first step are asked for by all SMs at once.
         first: (tile_m * hd + tile_n * (hd + hdv)) * bytes / c.sm90_first_bytes,
         rows: tile_m.min(rows as f64),
+        in_clusters: combines_in_clusters(spec, rows.min(k.tile_m as usize)),
         memory: memory(problem, spec, k, rows, limits),
     };
     // Loads hide behind the products, not behind what a step waits for.
