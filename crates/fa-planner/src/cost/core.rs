@@ -216,9 +216,9 @@ const IN_FLIGHT: (f64, f64) = (0.974, 0.02);
 /// KiB each take 1.07 times as long as with 128, 48 take 1.19 and 32 take 1.58 (NB-164).
 const LATENCY_SHARE: f64 = 0.375;
 
-/// What idle SMs change in device memory's time, as a share of it, if all were idle: where each tile or cluster
-/// is whole, 64 CTAs of 132 with twice as much in flight read 1.5 % more in a second than all; where a combine
-/// kernel follows, 64 read 3 % less (NB-164).
+/// What idle SMs change in device memory's time, as a share of it, if all were idle: 64 CTAs of 132 that compute
+/// whole tiles or are in clusters, with twice as much in flight, read 1.5 % more in a second than all; where a
+/// combine kernel alone adds up the parts, 64 read 3 % less (NB-164).
 const IDLE_SMS: [f64; 2] = [-0.03, 0.06];
 
 /// The SMs' clocks as a share of the model's where loads are always in flight: 64 CTAs with tiles of 64x128
@@ -227,7 +227,7 @@ const FED_COMPUTE: f64 = 0.6;
 
 impl Memory {
     /// The time that it takes with CTAs on the share `busy` of the SMs, as a multiple of what its efficiency
-    /// says; `combined`: by a kernel that follows.
+    /// says; `combined`: by a kernel alone.
     fn time(self, busy: f64, combined: bool) -> f64 {
         let Memory::Fed { in_flight, planned } = self else { return 1.0 };
         let busy = if planned { 1.0 } else { busy.min(1.0) };
@@ -470,7 +470,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let cluster = self.cluster(parts);
         // Parts that run at once read at equal rates, and the longest one ends last (NB-150).
         let longest = if parts > 1 && tiles <= slots { whole.unevenness(parts).max(1.0) } else { 1.0 };
-        let hbm = model.memory.time(tiles / sms, parts > cluster) * longest * bytes
+        let hbm = model.memory.time(tiles / sms, parts > 1 && cluster == 1) * longest * bytes
             / (limits.hbm_bytes_per_s * c.hbm_efficiency);
         let in_cluster = if cluster > 1 { CLUSTER_S } else { 0.0 };
         let combine = in_cluster
