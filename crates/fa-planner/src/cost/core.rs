@@ -202,6 +202,8 @@ pub(crate) enum Memory {
     Fed {
         /// Times an SM's share that a CTA has in flight of what device memory's bandwidth asks for.
         in_flight: f64,
+        /// Bytes of K and V that a step loads.
+        step_bytes: f64,
         /// Whether a plan on the device divides the work, so that every SM has some.
         planned: bool,
     },
@@ -216,10 +218,15 @@ const IN_FLIGHT: (f64, f64) = (0.974, 0.02);
 /// KiB each take 1.07 times as long as with 128, 48 take 1.19 and 32 take 1.58 (NB-164).
 const LATENCY_SHARE: f64 = 0.375;
 
-/// What idle SMs change in device memory's time, as a share of it, if all were idle: 64 CTAs of 132 that compute
-/// whole tiles or are in clusters, with twice as much in flight, read 1.5 % more in a second than all; where a
-/// combine kernel alone adds up the parts, 64 read 3 % less (NB-164).
-const IDLE_SMS: [f64; 2] = [-0.03, 0.06];
+/// What idle SMs change in device memory's time, as a share of it, if all were idle: 64 CTAs of 132 read 3 %
+/// more in a second than all where each computes a whole tile, and 1.5 % more in clusters with twice as much in
+/// flight; where a combine kernel alone adds up the parts, 64 read 3 % less (NB-164).
+const IDLE_SMS: [f64; 3] = [-0.06, -0.03, 0.06];
+
+/// Bytes of a step from which steps of whole tiles take longer where SMs are idle, and by how much a KiB more:
+/// with 64 tiles of 128 columns 88.8 us by 96 keys a step, 89.5 by 112, 90.3 by 128, 92.4 by 160. Clusters of
+/// parts do not show it (NB-164).
+const LARGE_STEP: (f64, f64) = (48.0 * 1024.0, 0.003);
 
 /// The SMs' clocks as a share of the model's where loads are always in flight: 64 CTAs with tiles of 64x128
 /// take no longer than 128 with 64x64 (NB-164).
@@ -227,14 +234,20 @@ const FED_COMPUTE: f64 = 0.6;
 
 impl Memory {
     /// The time that it takes with CTAs on the share `busy` of the SMs, as a multiple of what its efficiency
-    /// says; `combined`: by a kernel alone.
-    fn time(self, busy: f64, combined: bool) -> f64 {
-        let Memory::Fed { in_flight, planned } = self else { return 1.0 };
+    /// says, with the keys of a tile in `parts` and `cluster` CTAs to a cluster.
+    fn time(self, busy: f64, (parts, cluster): (usize, usize)) -> f64 {
+        let Memory::Fed { in_flight, step_bytes, planned } = self else { return 1.0 };
         let busy = if planned { 1.0 } else { busy.min(1.0) };
         let in_flight = (in_flight * busy).max(1e-3);
         let waits = (1.0 + (LATENCY_SHARE / in_flight).powi(5)).powf(0.2);
         let beside = 1.0 + IN_FLIGHT.1 * (in_flight - 1.0).abs() / busy.max(1e-3);
-        IN_FLIGHT.0 * beside * waits * (1.0 + IDLE_SMS[usize::from(combined)] * (1.0 - busy))
+        let [whole, in_clusters, by_kernel] = IDLE_SMS;
+        let idle = match (parts, cluster) {
+            (0..=1, _) => whole + LARGE_STEP.1 * (step_bytes - LARGE_STEP.0).max(0.0) / 1024.0,
+            (_, 1) => by_kernel,
+            _ => in_clusters,
+        };
+        IN_FLIGHT.0 * beside * waits * (1.0 + idle * (1.0 - busy))
     }
 
     /// The share of the SMs' clocks that counts.
@@ -470,7 +483,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let cluster = self.cluster(parts);
         // Parts that run at once read at equal rates, and the longest one ends last (NB-150).
         let longest = if parts > 1 && tiles <= slots { whole.unevenness(parts).max(1.0) } else { 1.0 };
-        let hbm = model.memory.time(tiles / sms, parts > 1 && cluster == 1) * longest * bytes
+        let hbm = model.memory.time(tiles / sms, (parts, cluster)) * longest * bytes
             / (limits.hbm_bytes_per_s * c.hbm_efficiency);
         let in_cluster = if cluster > 1 { CLUSTER_S } else { 0.0 };
         let combine = in_cluster

@@ -97,7 +97,8 @@ fn first_choices_of_decode_are_the_fastest_tiles() {
         let tried_own = own(&tried).unwrap_or_else(|| panic!("{spec} was not tried"));
         let fastest = tried.iter().filter(of_problem).map(time).fold(f64::INFINITY, f64::min);
         assert!(tried_own <= 1.01 * fastest, "{problem:?}: {spec} {tried_own}, {fastest}");
-        let own = own(&measured).unwrap_or_else(|| panic!("{spec} was not measured"));
+        // Where the choice is younger than the record of the table, the time beside the other tiles.
+        let own = own(&measured).unwrap_or(tried_own);
         let error = cost.seconds * 1e3 / own - 1.0;
         let most = if heads_kv == 1 { 0.13 } else { 0.04 };
         assert!(error.abs() < most, "{problem:?}: {spec} predicted {:.4} ms, {own}", cost.seconds * 1e3);

@@ -113,10 +113,11 @@ fn memory(problem: &Problem, spec: &KernelSpec, k: &Sm90Fwd, rows: usize, limits
         return Memory::Throttled;
     }
     let row = (spec.head_dim + spec.head_dim_v) * spec.elem_bytes();
-    let in_flight = f64::from(k.kv_stages * k.tile_n * row);
+    let step_bytes = f64::from(k.tile_n * row);
+    let in_flight = f64::from(k.kv_stages) * step_bytes;
     let seconds = if problem.lengths.page().is_some() { IN_FLIGHT_PAGED_S } else { IN_FLIGHT_S };
     let enough = seconds * limits.hbm_bytes_per_s / f64::from(limits.sms);
-    Memory::Fed { in_flight: in_flight / enough, planned: spec.reads.varied }
+    Memory::Fed { in_flight: in_flight / enough, step_bytes, planned: spec.reads.varied }
 }
 
 /// f32 instructions per element of a soft cap by a polynomial ([`KernelSpec::near_cap`]).
