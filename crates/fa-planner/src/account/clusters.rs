@@ -3,6 +3,8 @@
 
 use fa_core::{Kernel, KernelSpec, Problem};
 
+use crate::account::tiles::query_tiles;
+
 /// The most CTAs of a cluster on every GPU that has clusters (CUDA C++ Programming Guide, "Thread Block
 /// Clusters").
 const MOST: usize = 8;
@@ -16,7 +18,8 @@ const PADDING: u32 = 8;
 pub(crate) const MANY_PARTS: usize = 64;
 
 /// Whether CTAs of `spec` can combine in a cluster: SM90 forwards of equal lengths and V of up to 128 columns
-/// (`kPartsInClusters` in `sm90/fwd_layout.cuh`), where the place of K and V holds the results of `rows` rows.
+/// (`kPartsInClusters` in `sm90/fwd_layout.cuh`), where the place of K and V holds the results of `rows`
+/// rows.
 pub(crate) fn combines_in_clusters(spec: &KernelSpec, rows: usize) -> bool {
     let Kernel::Sm90Fwd(kernel) = &spec.kernel else { return false };
     if !spec.split || spec.reads.varied || spec.head_dim_v > 128 {
@@ -52,14 +55,12 @@ pub(crate) fn cluster_of(ctas: usize, parts: usize, sms: usize) -> usize {
 /// results of clusters.
 pub fn split_cluster(problem: &Problem, spec: &KernelSpec, sms: u32, splits: usize) -> usize {
     let traits = spec.traits();
-    let group = problem.group_size();
-    let (rows, heads) = if traits.packs_gqa { (group, problem.heads_kv) } else { (1, problem.heads_q) };
-    let queries = traits.tile_queries(group).max(1);
-    let of_head = problem.lengths.max_q().div_ceil(queries);
-    let tiles = of_head.saturating_mul(heads).saturating_mul(problem.lengths.sequences());
-    if !combines_in_clusters(spec, rows.saturating_mul(problem.lengths.max_q().min(queries))) {
+    let of_query = if traits.packs_gqa { problem.group_size() } else { 1 };
+    let rows = of_query.saturating_mul(problem.lengths.max_q()).min(traits.tile.0 as usize);
+    if !combines_in_clusters(spec, rows) {
         return 1;
     }
+    let tiles = query_tiles(problem, traits.tile.0, traits.packs_gqa);
     cluster_of(tiles.saturating_mul(splits), splits, sms as usize)
 }
 

@@ -15,8 +15,8 @@ pub const MAX_SPLITS: usize = 256;
 
 /// More splits are taken only if they are faster by this factor: they need more workspace. As long as all
 /// parts run at once and need a combine kernel anyway, they are taken unless they are slower by it: SMs that
-/// are idle would read, too, which the model does not know (decoding by 112 CTAs reads 3 % less per second than
-/// by 128, NB-146).
+/// are idle would read, too, which the model does not know (decoding by 112 CTAs reads 3 % less per second
+/// than by 128, NB-146).
 const GAIN: f64 = 1.01;
 
 /// More splits than run at once are taken only if they are faster by this factor: parts that follow one

@@ -12,6 +12,7 @@ pub mod panels;
 pub(crate) mod reason;
 pub(crate) mod splits;
 pub(crate) mod stored;
+pub(crate) mod tiles;
 mod turns;
 
 use fa_core::{Arch, KernelSpec, Problem};

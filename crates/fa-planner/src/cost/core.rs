@@ -209,23 +209,23 @@ pub(crate) enum Memory {
     },
 }
 
-/// The time that device memory takes with all in flight that it asks for, and the share by which it rises where
-/// each CTA has an SM's share more or less than that: 3.11 TB/s by 64 KiB a CTA, 3.05 by 128, 2.98 by 192
-/// (NB-150).
+/// The time that device memory takes with all in flight that it asks for, and the share by which it rises
+/// where each CTA has an SM's share more or less than that: 3.11 TB/s by 64 KiB a CTA, 3.05 by 128, 2.98 by
+/// 192 (NB-150).
 const IN_FLIGHT: (f64, f64) = (0.974, 0.02);
 
 /// The share of what is asked for that is in flight when only the latency limits the rate: 64 CTAs with 64
 /// KiB each take 1.07 times as long as with 128, 48 take 1.19 and 32 take 1.58 (NB-164).
 const LATENCY_SHARE: f64 = 0.375;
 
-/// What idle SMs change in device memory's time, as a share of it, if all were idle: 64 CTAs of 132 read 3 %
-/// more in a second than all where each computes a whole tile, and 1.5 % more in clusters with twice as much in
-/// flight; where a combine kernel alone adds up the parts, 64 read 3 % less (NB-164).
+/// What idle SMs change in device memory's time, as a share of it, if all were idle: with as much in flight
+/// in all, 64 CTAs of 132 read 3 % more in a second than 132 where each computes a whole tile, and 1.5 % more
+/// in clusters; where a combine kernel alone adds up the parts, 3 % less (NB-164).
 const IDLE_SMS: [f64; 3] = [-0.06, -0.03, 0.06];
 
-/// Bytes of a step from which steps of whole tiles take longer where SMs are idle, and by how much a KiB more:
-/// with 64 tiles of 128 columns 88.8 us by 96 keys a step, 89.5 by 112, 90.3 by 128, 92.4 by 160. Clusters of
-/// parts do not show it (NB-164).
+/// Bytes of a step from which steps of whole tiles take longer where SMs are idle, and the share of device
+/// memory's time that each KiB more adds if all are: 64 tiles of 128 columns take 88.8 us by 96 keys a step,
+/// 89.5 by 112, 90.3 by 128, 92.4 by 160. Clusters of parts do not show it (NB-164).
 const LARGE_STEP: (f64, f64) = (48.0 * 1024.0, 0.003);
 
 /// The SMs' clocks as a share of the model's where loads are always in flight: 64 CTAs with tiles of 64x128

@@ -1,12 +1,13 @@
 //! The SM90 forwards that are tried for a problem.
 
-use fa_core::spec::{Scheduler, TileOrder, tile_queries};
+use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
 use super::cost::slow_rows;
 use super::spills;
 use crate::account::pages::gathers;
+use crate::account::tiles::query_tiles;
 use crate::kernels::{has_idle_warps, packings, split_choices};
 
 /// Keys per step that are tried.
@@ -96,10 +97,7 @@ const SHORT: usize = 8;
 /// Whether tiles, of which there are more than SMs, have few steps: what one of them waits for then sets its
 /// SM back by more than its draw takes (NB-097).
 fn are_short(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> bool {
-    let group = if packed { problem.group_size() } else { 1 };
-    let of_head = problem.lengths.max_q().div_ceil(tile_queries(tile_m, packed, group).max(1));
-    let heads = problem.lengths.sequences().saturating_mul(problem.heads_q / group);
-    let tiles = heads.saturating_mul(of_head);
+    let tiles = query_tiles(problem, tile_m, packed);
     tiles > Arch::Sm90.limits().sms as usize && problem.lengths.max_k().div_ceil(tile_n as usize) <= SHORT
 }
 
@@ -130,16 +128,13 @@ fn most_stages(problem: &Problem, kernel: &Sm90Fwd) -> u32 {
     }
 }
 
-/// Whether a kernel of one warpgroup that computes few tiles, each on an SM of its own, gains by a third buffer:
-/// narrow heads have less in flight by two than half of the SMs need (gpt-oss's decode takes 47.1 us by three
-/// buffers of 160 keys and 49.4 by two, NB-164).
+/// Whether a kernel of one warpgroup that computes few tiles, each on an SM of its own, gains by a third
+/// buffer: by two, narrow heads have less in flight than half of the SMs need (64 x 8k with heads of 64 take
+/// 47.1 us by three buffers of 160 keys and 49.4 by two and twice the CTAs, NB-164).
 fn has_room_in_flight(problem: &Problem, kernel: &Sm90Fwd) -> bool {
-    let heads = if kernel.pack_gqa { problem.heads_kv } else { problem.heads_q };
-    let queries = tile_queries(kernel.tile_m, kernel.pack_gqa, problem.group_size()).max(1);
-    let of_head = problem.lengths.max_q().div_ceil(queries);
-    let tiles = of_head.saturating_mul(heads).saturating_mul(problem.lengths.sequences());
+    let tiles = query_tiles(problem, kernel.tile_m, kernel.pack_gqa);
     let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes();
-    problem.lengths.is_uniform() && 2 * tiles <= Arch::Sm90.limits().sms as usize && row <= NARROW_ROW
+    problem.lengths.is_uniform() && tiles <= Arch::Sm90.limits().sms as usize / 2 && row <= NARROW_ROW
 }
 
 /// Bytes of K and V for a key up to which heads are narrow: those of head dim 64.

@@ -129,8 +129,8 @@ fn known_gather(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
 }
 
 /// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 180 bytes, though their
-/// neighbours and those that compute all keys do not: one warpgroup, P from registers; by overlap, head dims and
-/// `tile_n`.
+/// neighbours and those that compute all keys do not: one warpgroup, P from registers; by overlap, head dims
+/// and `tile_n`.
 fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
     let spills = match (kernel.overlap_wg, (spec.head_dim, spec.head_dim_v), kernel.tile_n) {
