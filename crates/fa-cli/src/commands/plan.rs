@@ -11,7 +11,7 @@ use fa_lab::spec_file::read_spec;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
 use fa_planner::report::{Backward, PlanFamily, Planned, Tried, WhyReport};
 use fa_planner::{Mode, guide};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::attention;
 use crate::flags::{self, ProblemArgs, passes};
@@ -45,7 +45,7 @@ pub(crate) enum Format {
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub problem: ProblemArgs,
-    /// Read the problem from a RON file instead
+    /// Read the problem from a RON file instead: a problem, or a plan as --format ron prints it
     #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
         "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap",
         "alibi", "sinks", "packed", "page", "used_q", "used_k"
@@ -205,10 +205,17 @@ fn print<T: Serialize>(format: Format, value: &T, text: impl FnOnce(&T) -> Strin
     }
 }
 
+/// The problem of a plan as `--format ron` prints it.
+#[derive(Deserialize)]
+struct PlanFile {
+    problem: Problem,
+}
+
 fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
     let Some(path) = &args.problem_file else { return args.problem.problem() };
     let text = read_text(path)?;
-    let problem: Problem = ron::from_str(&text)
+    let problem = ron::from_str(&text)
+        .or_else(|error| ron::from_str(&text).map(|PlanFile { problem }| problem).map_err(|_| error))
         .map_err(|e| InputError::Usage(format!("{} holds no problem: {e}", path.display())))?;
     problem.check()?;
     Ok(problem)

@@ -58,6 +58,21 @@ fn ron_is_read_back() {
     assert!(text.contains("Sm90Fwd"));
 }
 
+/// A plan in a file is read for its problem, another plan of which is the same.
+#[test]
+fn a_plan_is_read_for_its_problem() {
+    let folder = Dir::new();
+    let path = folder.path("plan.ron");
+    let plan = "plan --headdim 96 --heads 12:3 --seqlen 1x700 --causal -n 2 --format ron";
+    let text = fa(plan).good();
+    std::fs::write(&path, &text).unwrap();
+    let path = path.display();
+    assert_eq!(fa(&format!("plan --problem {path} -n 2 --format ron")).good(), text);
+    // Neither a problem nor a plan: the error is about a problem.
+    std::fs::write(folder.path("plan.ron"), "(arch: sm90)").unwrap();
+    refuses(&format!("plan --problem {path}"), "holds no problem: 1:2-1:6: Unexpected field named `arch`");
+}
+
 #[test]
 fn the_first_choice_is_printed_as_a_kernels_file() {
     let folder = Dir::new();
