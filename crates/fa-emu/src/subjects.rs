@@ -189,12 +189,12 @@ fn gathered(spec: &KernelSpec) -> Option<KernelSpec> {
     Some(spec)
 }
 
-/// The kernel with keys that CTAs of a cluster share, a part of them without a visible key.
+/// The kernel with keys that CTAs of a cluster share.
 fn in_cluster(spec: &KernelSpec) -> Option<Subject> {
     let Kernel::Sm90Fwd(_) = spec.kernel else { return None };
     let mut spec = KernelSpec { split: true, ..spec.clone() };
     spec.score.sinks = true;
-    let problem = problem_of(&spec, Lengths::uniform(1, 130, 520), (1, 1));
+    let problem = problem_of(&spec, Lengths::uniform(1, 100, 520), (1, 1));
     Some(Subject { arch: Arch::Sm90, case: Case::of(&problem, Placement::PACKED), spec })
 }
 

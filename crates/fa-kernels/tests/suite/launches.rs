@@ -396,12 +396,21 @@ fn clusters_combine_their_parts() {
     let launches = Launches::forward_split(&spec, &alone, Arch::Sm90, 132, Some(96)).unwrap();
     assert_eq!((entries(&launches), cluster(&launches)), (vec![("fa_kernel", 96), ("fa_combine", 32)], 8));
     assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * 32 * 12);
+    let packed = spec.clone();
     // Not where the GPU has no room for all clusters at once, nor where rows of O are wide.
     for (spec, sms) in [(spec.clone(), 72), (KernelSpec { head_dim: 256, head_dim_v: 256, ..spec }, 132)] {
         let dim = spec.head_dim as usize;
         let problem = Problem { head_dim: dim, head_dim_v: dim, ..problem };
         let launches = Launches::forward_split(&spec, &problem, Arch::Sm90, sms, Some(8)).unwrap();
         assert_eq!((cluster(&launches), entries(&launches)[1].0), (1, "fa_combine"));
+    }
+    // Nor where a head has several tiles whose rows are not those of whole groups.
+    let plain = sm90_forward("split: true,", &DECODE.replace("pack_gqa: true", "pack_gqa: false"));
+    for (spec, queries, ctas) in [(&plain, 64, 3), (&plain, 65, 1), (&packed, 65, 3)] {
+        let lengths = Lengths::uniform(1, queries, 8192);
+        let problem = Problem { heads_q: 4, heads_kv: 1, lengths, ..base };
+        let launches = Launches::forward_split(spec, &problem, Arch::Sm90, 132, Some(3)).unwrap();
+        assert_eq!(cluster(&launches), ctas, "{spec}, {queries} queries");
     }
 }
 

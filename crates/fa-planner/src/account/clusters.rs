@@ -17,18 +17,24 @@ const PADDING: u32 = 8;
 /// parts by twelve clusters take 0.4 us less than 128 by none, 32 by 16 take longer (NB-164).
 pub(crate) const MANY_PARTS: usize = 64;
 
-/// Whether CTAs of `spec` can combine in a cluster: SM90 forwards of equal lengths and V of up to 128 columns
-/// (`kPartsInClusters` in `sm90/fwd_layout.cuh`), where the place of K and V holds the results of `rows`
-/// rows.
-pub(crate) fn combines_in_clusters(spec: &KernelSpec, rows: usize) -> bool {
+/// Whether CTAs of `spec` can combine the parts of `problem`'s tiles in a cluster: SM90 forwards of equal
+/// lengths and V of up to 128 columns (`kPartsInClusters` in `sm90/fwd_layout.cuh`), where the place of K and
+/// V holds the results of a tile's rows. Without packed heads a tile has to be the only one of its head: the
+/// kernel combines all rows of the head.
+pub(crate) fn combines_in_clusters(problem: &Problem, spec: &KernelSpec) -> bool {
     let Kernel::Sm90Fwd(kernel) = &spec.kernel else { return false };
     if !spec.split || spec.reads.varied || spec.head_dim_v > 128 {
+        return false;
+    }
+    let of_query = if kernel.pack_gqa { problem.group_size() } else { 1 };
+    let (tile_m, of_head) = (kernel.tile_m as usize, of_query.saturating_mul(problem.lengths.max_q()));
+    if !kernel.pack_gqa && of_head > tile_m {
         return false;
     }
     let keys = kernel.kv_stages as usize * kernel.tile_n as usize;
     let room = keys.saturating_mul(((spec.head_dim + spec.head_dim_v) * spec.elem_bytes()) as usize);
     let row = 4 * (spec.head_dim_v + PADDING) as usize;
-    rows.saturating_mul(row).saturating_add(4 * kernel.tile_m as usize) <= room
+    of_head.min(tile_m).saturating_mul(row).saturating_add(4 * tile_m) <= room
 }
 
 /// CTAs of a cluster where `ctas` CTAs on `sms` SMs compute tiles in `parts` parts; 1 for no clusters. They
@@ -54,12 +60,10 @@ pub(crate) fn cluster_of(ctas: usize, parts: usize, sms: usize) -> usize {
 /// has `splits` of them; 1 where a combine kernel does it alone. With fewer than `splits` it combines the
 /// results of clusters.
 pub fn split_cluster(problem: &Problem, spec: &KernelSpec, sms: u32, splits: usize) -> usize {
-    let traits = spec.traits();
-    let of_query = if traits.packs_gqa { problem.group_size() } else { 1 };
-    let rows = of_query.saturating_mul(problem.lengths.max_q()).min(traits.tile.0 as usize);
-    if !combines_in_clusters(spec, rows) {
+    if !combines_in_clusters(problem, spec) {
         return 1;
     }
+    let traits = spec.traits();
     let tiles = query_tiles(problem, traits.tile.0, traits.packs_gqa);
     cluster_of(tiles.saturating_mul(splits), splits, sms as usize)
 }

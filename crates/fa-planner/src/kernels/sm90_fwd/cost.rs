@@ -213,7 +213,7 @@ fn model(
         // Q, K and V of the first step are asked for by all SMs at once.
         first: (tile_m * hd + tile_n * (hd + hdv)) * bytes / c.sm90_first_bytes,
         rows: tile_m.min(rows as f64),
-        in_clusters: combines_in_clusters(spec, rows.min(k.tile_m as usize)),
+        in_clusters: combines_in_clusters(problem, spec),
         memory: memory(problem, spec, k, rows, limits),
     };
     // Loads hide behind the products, not behind what a step waits for.
