@@ -67,7 +67,9 @@ fn check_of_dims(
             launched.extend(proof.outcome.launches.iter().map(|launch| launch.entry.clone()));
         }
     }
-    for (entry, is_expected) in [("fa_plan", spec.reads.varied), ("fa_combine", spec.split)] {
+    // Clusters, for equal lengths and no wide rows of O, combine without a kernel.
+    let combines = spec.split && (spec.reads.varied || spec.head_dim_v > 128);
+    for (entry, is_expected) in [("fa_plan", spec.reads.varied), ("fa_combine", combines)] {
         assert_eq!(launched.iter().any(|own| own == entry), is_expected, "{entry}");
     }
 }
@@ -147,7 +149,12 @@ fn gathered_pages_one_stage_after_another() {
 #[test]
 fn divided_keys_of_equal_lengths() {
     let test = "divided_keys_of_equal_lengths";
-    check(test, "full", "softcap: false, sinks: true, split: true", DECODE, (32, 0));
+    check_of_dims(test, (64, 192), "full", "softcap: false, sinks: true, split: true", DECODE, (32, 0));
+}
+
+#[test]
+fn divided_keys_in_clusters() {
+    check("divided_keys_in_clusters", "full", "softcap: false, sinks: true, split: true", DECODE, (32, 1));
 }
 
 #[test]
