@@ -34,7 +34,7 @@ def test_plans_are_those_of_the_command_line():
         assert all(limit["count"] > 0 and limit["nearest"] for limit in of_pass["rejected"])
     why = fa_attn.explain(problem, "tile_n=192")["forward"]
     assert why["rejected"] and why["query"] == "tile_n=192"
-    decode = fa_attn.problem(8, seqlen_q=1, seqlen_k=8192, heads=32, heads_kv=8, head_dim=128)
+    decode = fa_attn.problem(1, seqlen_q=1, seqlen_k=8192, heads=32, heads_kv=8, head_dim=128)
     assert fa_attn.plan(decode, limit=1)["forward"]["plans"][0]["cost"]["splits"] > 1
     assert fa_attn.plan(problem, arch="sm80")["forward"]["fit"] > 0
     assert "never_run" in fa_attn.plan(problem, arch="sm100")
