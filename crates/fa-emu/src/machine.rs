@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 48] = files![
+    pub(super) static ALL: [(&str, &str); 49] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -33,6 +33,7 @@ mod sources {
         "host/ptx/math.cuh",
         "host/ptx/mbarrier.cuh",
         "host/ptx/mma_sync.cuh",
+        "host/ptx/multiply.cuh",
         "host/ptx/registers.cuh",
         "host/ptx/redux.cuh",
         "host/ptx/segment.cuh",

@@ -12,6 +12,7 @@
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/multiply.cuh"
 #include "ptx/segment.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
@@ -42,7 +43,7 @@ struct GatheredKeys {
     static constexpr int kRows = 32 / Lanes;
     static constexpr int kHalf = TileN / 2;
     static constexpr int kSweeps = kHalf / kRows;
-    static constexpr int kLookups = ceil_div(kSweeps, Lanes);
+    static constexpr int kLookups = ceil_div(kHalf, 32);
     static_assert(kHalf % 8 == 0, "the swizzle repeats after eight rows: a box may start at each half");
     static_assert(kHalf % kRows == 0);
 
@@ -54,32 +55,44 @@ struct GatheredKeys {
     const int* table;  // the sequence's row of the page table
     int keys;
     int shift;  // columns of a tile before the rows'
+    int own;    // own_lookup()
 
     // The table entries, unchecked, of the rows that a lane looks up; past the end, that of the last key.
     struct Entries {
         int of[kLookups];
     };
 
-    __device__ __forceinline__ static int lane() { return u32(thread_index_volatile()) % 32; }
+    // Within the warp's half, the first row that the lane looks up; the others follow 32 rows apart. (The
+    // lanes of a group look up the rows of successive sweeps.)
+    __device__ __forceinline__ static int own_lookup() {
+        return lane_index() / Lanes + kRows * (lane_index() % Lanes);
+    }
+    // Whether the lane's i-th lookup is of a row of the half.
+    __device__ __forceinline__ bool in_half(int i) const {
+        return 32 * (i + 1) <= kHalf || own < kHalf - 32 * i;
+    }
     // The warp's first row within a tile.
     __device__ __forceinline__ static int first_row() {
         return u32(thread_index_volatile()) / 32 % 2 * kHalf;
     }
-    // Within the warp's half: the first row that the lane copies, and the i-th that it looks up, which may be
-    // kHalf or more.
-    __device__ __forceinline__ static int own_row() { return lane() / Lanes; }
-    __device__ __forceinline__ static int looked_up(int i) {
-        return own_row() + kRows * (lane() % Lanes + Lanes * i);
+    // The key of the lane's i-th lookup: past the end, the last key; outside the half, the first lookup's.
+    __device__ __forceinline__ int key_of(int n_block, int i) const {
+        return min(n_block * TileN + first_row() + own + (in_half(i) ? 32 * i : 0), keys - 1);
     }
 
     __device__ __forceinline__ Entries entries_of(int n_block) const {
         Entries entries;
 #pragma unroll
-        for (int i = 0; i < kLookups; ++i) {
-            const int own = min(looked_up(i), kHalf - 1);
-            const int key = min(n_block * TileN + first_row() + own, keys - 1);
-            entries.of[i] = table[page_slot(varlen, key)];
-        }
+        for (int i = 0; i < kLookups; ++i) entries.of[i] = table[page_slot(varlen, key_of(n_block, i))];
+        return entries;
+    }
+
+    // The same for a half that has all its rows, with pages of one key.
+    __device__ __forceinline__ Entries entries_of_keys(int n_block) const {
+        Entries entries;
+        const int* const at = table + (n_block * TileN + first_row() + own);
+#pragma unroll
+        for (int i = 0; i < kLookups; ++i) entries.of[i] = at[in_half(i) ? 32 * i : 0];
         return entries;
     }
 
@@ -103,11 +116,19 @@ struct GatheredKeys {
         int from_slot = 0;  // page in the cache less its index in the sequence
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            const int own = min(looked_up(i), kHalf - 1);
-            const int slot = page_slot(varlen, min(n_block * TileN + first_row() + own, keys - 1));
+            const int slot = page_slot(varlen, key_of(n_block, i));
             if (i == 0) from_slot = shuffle_from(entries.of[0] - slot, 0);
             apart = apart || entries.of[i] - slot != from_slot;
         }
+        return !warp_any(apart);
+    }
+
+    // The same for entries_of_keys().
+    __device__ __forceinline__ bool keys_in_one_piece(const Entries& entries) const {
+        const int first = shuffle_from(entries.of[0], 0) + own;
+        bool apart = false;
+#pragma unroll
+        for (int i = 0; i < kLookups; ++i) apart = apart || (in_half(i) && entries.of[i] != first + 32 * i);
         return !warp_any(apart);
     }
 
@@ -140,10 +161,10 @@ struct GatheredKeys {
         Rows rows;
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            const int own = looked_up(i), key = n_block * TileN + first_row() + own;
+            const int key = n_block * TileN + first_row() + own + 32 * i;
             const int entry = entries.of[i];
             rows.at[i] = kNowhere;
-            if (own < kHalf && key < keys) {
+            if (in_half(i) && key < keys) {
                 if (u32(entry) < u32(varlen.pages)) {
                     const int first = key - page_slot(varlen, key) * varlen.page;
                     rows.at[i] = u32(entry) * strides.entry + u32(first) * strides.row;
@@ -163,9 +184,10 @@ struct GatheredKeys {
                                           const Rows& rows) const {
         static_assert(Kv::kPanel == 8 * Lanes);
         using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
-        const int chunk = lane() % Lanes * 8, column = AllExist ? chunk : chunk - shift;
-        const u8* const cache = reinterpret_cast<const u8*>(first + column);
-        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(own_row(), chunk);
+        const int lane = u32(thread_index_volatile()) % 32;
+        const int chunk = lane % Lanes * 8, column = AllExist ? chunk : chunk - shift;
+        const u16* const cache = first + column;
+        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(lane / Lanes, chunk);
         // Sweeps of four rows of 128 bytes alternate between two swizzles.
         static_assert(kRows % 8 == 0 || (kRows == 4 && Tile::kRowBytes == 128));
         constexpr u32 kTurn = kRows == 4 ? 4 << 4 : 0;
@@ -173,13 +195,12 @@ struct GatheredKeys {
         for (int sweep = 0; sweep < kSweeps; ++sweep) {
             const u32 at = shuffle_within<Lanes>(rows.at[sweep / Lanes], sweep % Lanes);
             const bool exists = AllExist || at != kNowhere;
-            const u8* const from = cache + u64(exists ? at : 0) * unit;
+            const u16* const from = bytes_after(cache, exists ? at : 0, unit);
             const u32 row = (sweep % 2 == 0 ? to : to ^ kTurn) + sweep * kRows * Tile::kRowBytes;
 #pragma unroll
             for (int panel = 0; panel < Kv::kPanels; ++panel) {
                 const bool copied = AllExist || (exists && u32(panel * Kv::kPanel + column) < u32(columns));
-                cp_async_16(row + panel * Kv::kPanelBytes, from + panel * Kv::kPanel * sizeof(u16),
-                            copied ? 16 : 0);
+                cp_async_16(row + panel * Kv::kPanelBytes, from + panel * Kv::kPanel, copied ? 16 : 0);
             }
         }
     }
@@ -254,12 +275,13 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     const u32 unit = stride_unit(strides, tensor.strides);
     const bool one_key =
         params.varlen.page == 1 && strides.entry == strides.row && columns == Kv::kPanel * Kv::kPanels;
+    const int own = Keys::own_lookup();
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
         const int shift = kv_shift<C, Values>(params, work.kv_head);
-        const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k(), shift};
+        const Keys keys{params.varlen, strides, work.table(params), work.seqlen.k(), shift, own};
         const u16* const first = view(tensor).row(0, 0, work.kv_head);
 
         // The consumers free the ticket, and the only Q buffer, once they have used all keys of the previous
@@ -272,10 +294,14 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             Entries entries = keys.entries_of(work.range.end - 1);
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
-                const bool valid = keys.are_valid(entries);
-                const bool contiguous = valid && keys.in_one_piece(n_block, entries);
-                const bool direct = one_key && valid && keys.half_keys(n_block) == Keys::kHalf;
                 const int entry = entries.of[0];
+                bool contiguous, direct = false;  // by TMA, or all rows by their entries alone
+                if (one_key && (n_block + 1) * C.tile_n <= keys.keys) {
+                    direct = keys.are_valid(entries);
+                    contiguous = direct && keys.keys_in_one_piece(entries);
+                } else {
+                    contiguous = keys.are_valid(entries) && keys.in_one_piece(n_block, entries);
+                }
                 Rows rows{};
                 if (direct) {
 #pragma unroll
@@ -290,7 +316,8 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                 if constexpr (C.num_wg > 1) copied.finish(bars);
                 // Prefetch the next tile's entries, in flight while this tile is copied. They are loaded into
                 // the registers of this tile's, since a move would wait for them.
-                entries = keys.entries_of(max(n_block - 1, work.range.begin));
+                if (n_block > work.range.begin)
+                    entries = one_key ? keys.entries_of_keys(n_block - 1) : keys.entries_of(n_block - 1);
                 bars.wait_empty(state);
                 u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
                 if (contiguous) {
