@@ -203,6 +203,9 @@ mod tests {
         assert!(error.to_string().contains("use pages of a multiple of 4"), "{error}");
         let gathered = spec(Kernel::Sm90Fwd(Sm90Fwd { gather: true, ..Sm90Fwd::default() }), reads);
         assert_eq!(gathered.serves(&paged(1)), Ok(()));
+        let narrow = Sm90Fwd { gather: true, tile_n: 48, ..Sm90Fwd::default() };
+        let error = spec(Kernel::Sm90Fwd(narrow), reads).check().expect_err("lanes without a row");
+        assert!(error.to_string().contains("tile_n of 64 or more"), "{error}");
         assert_eq!(spec(Kernel::Sm80Fwd(Sm80Fwd::default()), reads).serves(&paged(1)), Ok(()));
     }
 

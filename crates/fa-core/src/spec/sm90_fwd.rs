@@ -74,6 +74,14 @@ impl Sm90Fwd {
                 "ping_pong needs num_wg of 2 or 3: a single warpgroup has no partner".into(),
             ));
         }
+        // Each lane looks up the pages of rows 32 apart, in a warp's half of a tile (fwd_gather.cuh).
+        if self.gather && self.tile_n < 64 {
+            return Err(SpecError::Conflict(format!(
+                "gather needs tile_n of 64 or more, a row of half a tile for each lane of a warp; here it is \
+                 {}: use a wider tile, or gather = false",
+                self.tile_n
+            )));
+        }
         if self.gather && operand_panel(head_dim) != operand_panel(head_dim_v) {
             return Err(SpecError::Conflict(format!(
                 "gather needs panels of equal width: K has {} columns at head_dim = {head_dim}, V {} at \
