@@ -95,7 +95,13 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
         let prefill = |page| of_lengths(Side::packed(8192, 512), pages(page));
         let token = |page| of_lengths(Side::padded(1), pages(page));
         let decode = alike(16, 1, 8192);
-        all.extend([prefill(64), prefill(1), token(16), token(1), decode, f16(&decode)]);
+        // A chunk of a prompt on one of several GPUs, which divides its keys.
+        let chunk = Problem { heads_q: 8, heads_kv: 1, ..alike(1, 512, 16_384) };
+        let paged_chunk = Problem {
+            lengths: Lengths::of(1, Side::packed(512, 512), Side::paged(16, 1024, 16_384)),
+            ..chunk
+        };
+        all.extend([prefill(64), prefill(1), token(16), token(1), decode, f16(&decode), chunk, paged_chunk]);
         all.extend([capped, sloped, sunk].map(|score| of_score(&prefill(16), score)));
         all.extend([capped, sloped, sunk].map(|score| of_score(&token(64), score)));
     }

@@ -4,7 +4,7 @@ use fa_core::spec::operand_panel;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::account::{MAX_SPLITS, kv_splits, page_part, split_cluster};
-use fa_planner::cost::COMBINE_CTAS;
+use fa_planner::cost::combine_ctas;
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
@@ -71,9 +71,9 @@ impl Launches {
             steps.push(Step::Launch(main));
         }
         if has_work && rows > 0 {
-            // One row per CTA at a time; with a plan, the upper bound on divided rows.
+            // With a plan, the upper bound on divided rows.
             let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
-            let grid = rows.min(COMBINE_CTAS * sms as usize) as u32;
+            let grid = combine_ctas(rows, sms as usize) as u32;
             steps.push(Step::Launch(Launch::plain(COMBINE, grid, COMBINE_THREADS, COMBINE_SMEM)));
         }
         let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors) } else { Vec::new() };

@@ -267,15 +267,36 @@ const COMBINE_S: f64 = 2.5e-6;
 const COMBINE_ROUND_S: f64 = 0.3e-6;
 const COMBINE_ROUND: f64 = 4.0;
 
-/// Seconds in which the CTAs of a cluster wait for one another and combine their results (NB-164).
-const CLUSTER_S: f64 = 1.5e-6;
+/// Seconds that a combine kernel of many rows takes more than one of few, and the rows from which it does:
+/// 512 to 4,096 rows have a fixed part of 4.6 us (NB-166).
+const COMBINE_MANY: (f64, f64) = (2.1e-6, 512.0);
 
-/// CTAs of the combine kernel for each SM, at the most. Where they are enough for a CTA per row, its warps
-/// share the row's parts.
-pub const COMBINE_CTAS: usize = 16;
+/// Seconds in which the CTAs of a cluster wait for one another and combine their results (NB-164), and of each
+/// row more that a warp combines: a tile of 128 rows takes 5 us more in clusters of 2, 3.6 in clusters of 4
+/// (NB-166).
+const CLUSTER_S: f64 = 1.5e-6;
+const CLUSTER_ROW_S: f64 = 0.75e-6;
+
+/// Rows of a tile for each consumer warp.
+const ROWS_OF_WARP: f64 = 16.0;
+
+/// CTAs of the combine kernel for each SM, at the most.
+const COMBINE_CTAS: usize = 16;
+
+/// Rows for each SM up to which a CTA of the combine kernel takes one, whose parts its warps share. By a warp
+/// each, 1,024 rows of 16 parts take 2 us more, and 2,048 of 8 parts 1.7 us less (NB-166).
+const COMBINE_SHARED_ROWS: usize = 8;
 
 /// Warps of a CTA of the combine kernel.
-const COMBINE_WARPS: f64 = 4.0;
+const COMBINE_WARPS: usize = 4;
+
+/// CTAs of the combine kernel for `rows` rows on `sms` SMs. As many as there are rows: a CTA takes a row;
+/// fewer: a warp does.
+pub fn combine_ctas(rows: usize, sms: usize) -> usize {
+    let shared = rows <= COMBINE_SHARED_ROWS * sms;
+    let ctas = if shared { rows } else { rows.div_ceil(COMBINE_WARPS) };
+    ctas.min(COMBINE_CTAS * sms)
+}
 
 /// Share of the L2's rate at which partial results are read: each once, in pieces of a row (NB-140).
 const COMBINE_RATE: f64 = 0.67;
@@ -297,10 +318,11 @@ fn combine_seconds(
     let row_bytes = 4.0 * f64::from(head_dim_v) + 4.0;
     let busy = ctas.min(f64::from(limits.sms));
     let rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
-    let most = COMBINE_CTAS as f64 * f64::from(limits.sms);
-    let warps = if rows > most { 1.0 } else { COMBINE_WARPS };
-    let rounds = (parts / (warps * COMBINE_ROUND)).ceil().max(1.0);
-    COMBINE_S + (rounds - 1.0) * COMBINE_ROUND_S + rows * parts * row_bytes / (rate * COMBINE_RATE)
+    let shared = rows <= (COMBINE_SHARED_ROWS * limits.sms as usize) as f64;
+    let warps = if shared { COMBINE_WARPS } else { 1 };
+    let rounds = (parts / (warps as f64 * COMBINE_ROUND)).ceil().max(1.0);
+    let many = COMBINE_MANY.0 * (rows / COMBINE_MANY.1).min(1.0);
+    COMBINE_S + many + (rounds - 1.0) * COMBINE_ROUND_S + rows * parts * row_bytes / (rate * COMBINE_RATE)
 }
 
 /// CTAs that are resident on an SM when the tiles are spread over all SMs first.
@@ -485,7 +507,12 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let longest = if parts > 1 && tiles <= slots { whole.unevenness(parts).max(1.0) } else { 1.0 };
         let hbm = model.memory.time(tiles / sms, (parts, cluster)) * longest * bytes
             / (limits.hbm_bytes_per_s * c.hbm_efficiency);
-        let in_cluster = if cluster > 1 { CLUSTER_S } else { 0.0 };
+        let in_cluster = if cluster > 1 {
+            let warps = (cluster as f64 * tile_m / ROWS_OF_WARP).max(1.0);
+            CLUSTER_S + ((model.rows / warps).ceil() - 1.0).max(0.0) * CLUSTER_ROW_S
+        } else {
+            0.0
+        };
         let combine = in_cluster
             + if parts > cluster {
                 let stored = together / cluster as f64;

@@ -20,7 +20,7 @@ use crate::account::kv_splits::{best_split, least_seconds};
 use crate::kernels::planned::{self, Time};
 
 pub use constants::{CostConstants, Sm90BwdConstants};
-pub use core::{Bottleneck, COMBINE_CTAS, Cost, StepClocks, Terms};
+pub use core::{Bottleneck, Cost, StepClocks, Terms, combine_ctas};
 pub use correlation::rank_correlation;
 pub(crate) use cuts::Cuts;
 pub use schedule::{Queue, TileClass, Work};

@@ -24,12 +24,17 @@ pub use planned::unbound;
 use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{Division, MaskKind, Problem};
 
-/// Tiles up to which splits of the keys are tried: some four for each SM of a large GPU. More tiles fill it.
+/// Tiles up to which splits of the keys are tried where a sequence's queries fit a tile (decode): some four for
+/// each SM of a large GPU. More tiles fill it.
 const SPLIT_TILES: usize = 512;
 
+/// The same where they need several tiles, as a prefill chunk does: half of the SMs of a large GPU. 16 to 64
+/// tiles take 1.1 to 4.2 times as long without splits (NB-166); 96 and more, which leave few SMs idle, lost a
+/// fifth by them (NB-058).
+const SPLIT_TILES_OF_CHUNKS: usize = 66;
+
 /// Whether forwards with tiles of `tile_m` rows and `tile_n` keys are tried in which several CTAs share a
-/// tile's keys (`split`): with and without where a sequence's queries fit a tile (decode), there are few
-/// tiles, and they take more than one step. Longer queries lose by it: 512 on 16k keys measured 0.81.
+/// tile's keys (`split`): with and without where there are few tiles, and they take more than one step.
 ///
 /// A caller's `division` leaves no choice. Where keys are counted on the device, splits come first and win
 /// ties: at any time one sequence may have most of the keys, and only splits then keep the SMs busy.
@@ -42,15 +47,16 @@ fn split_choices(
 ) -> &'static [bool] {
     let lengths = &problem.lengths;
     let group = if packed { problem.group_size().max(1) } else { 1 };
-    let blocks = |queries: usize| queries.div_ceil(tile_queries(tile_m, packed, group).max(1));
-    let heads = lengths.sequences().saturating_mul(problem.heads_q / group);
+    let queries = tile_queries(tile_m, packed, group).max(1);
+    let tiles = lengths.most_tiles_q(queries as u32).saturating_mul(problem.heads_q / group);
+    let most = if lengths.max_q() <= queries { SPLIT_TILES } else { SPLIT_TILES_OF_CHUNKS };
     let steps = lengths.max_k().div_ceil(tile_n.max(1) as usize);
     match division.splits {
         Some(parts) if steps > 1 && parts > 1 => return &[true],
         Some(_) => return &[false],
         None => {}
     }
-    if steps <= 1 || blocks(lengths.max_q()) > 1 || heads > SPLIT_TILES {
+    if steps <= 1 || tiles > most {
         &[false]
     } else if !lengths.k().is_uniform() {
         &[true, false]

@@ -128,20 +128,18 @@ fn known_gather(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.overlap_wg && spills
 }
 
-/// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 180 bytes, though their
-/// neighbours and those that compute all keys do not: one warpgroup, P from registers; by overlap, head dims
-/// and `tile_n`.
+/// Kernels whose CTAs share a row's keys, which are counted on the device, and that spill under NVRTC 13.0, 4
+/// to 180 bytes, though their neighbours and those that compute all keys do not: one warpgroup, P from
+/// registers, overlap; by head dims and `tile_n`.
 fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
-    let spills = match (kernel.overlap_wg, (spec.head_dim, spec.head_dim_v), kernel.tile_n) {
-        (true, (96, 96), 160) => masked && (spec.reads.varied || spec.score.softcap),
-        (true, (96, 96), 208) => !spec.reads.varied,
-        (true, (128, 128), 144) => true,
-        (true, (192, 128), 144) => masked && spec.reads.varied,
-        (false, (128, 128), 176) => masked && !spec.reads.varied,
+    let spills = match ((spec.head_dim, spec.head_dim_v), kernel.tile_n) {
+        ((96, 96), 160) | ((192, 128), 144) => masked,
+        ((128, 128), 144) => true,
         _ => false,
     };
-    kernel.num_wg == 1 && kernel.pv_is_rs && spills
+    let shares = spec.split && spec.reads.varied;
+    shares && kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && spills
 }
 
 /// Kernels that cap scores and spill under NVRTC 13.0, 16 to 24 bytes, though those that do not cap them fit:
@@ -157,7 +155,7 @@ fn known_softcap(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
 pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd, _: Arch) -> bool {
     if (spec.reads.paged && known_paged(spec, kernel))
         || (kernel.gather && known_gather(spec, kernel))
-        || (spec.split && known_split(spec, kernel))
+        || known_split(spec, kernel)
         || (spec.score.softcap && known_softcap(spec, kernel))
     {
         return true;
