@@ -93,6 +93,11 @@ impl Side {
         matches!(self.rows, SideRows::Padded { .. }) && !self.used
     }
 
+    /// Whether the sequences lie end to end.
+    pub const fn is_packed(&self) -> bool {
+        matches!(self.rows, SideRows::Packed { .. })
+    }
+
     /// The most rows that the sequences can have together: what a pass may read.
     const fn reach(&self, sequences: usize) -> usize {
         let (total, all) = (self.total(sequences), sequences.saturating_mul(self.max()));
