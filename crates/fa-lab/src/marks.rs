@@ -37,6 +37,8 @@ pub enum Marks {
     Decode,
     /// Decoding by released models, as replays of a CUDA graph
     DecodeModels,
+    /// Chunks of prompts on one of the GPUs that share a model's heads.
+    Chunks,
     /// A cache in pages: one query token and 512
     Paged,
     /// A logit per head in the denominator, with and without a window
@@ -76,7 +78,7 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 14] = [
+    pub const ALL: [Marks; 15] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
@@ -87,6 +89,7 @@ impl Marks {
         Marks::PackedBwd,
         Marks::Decode,
         Marks::DecodeModels,
+        Marks::Chunks,
         Marks::Paged,
         Marks::Sinks,
         Marks::Step,
@@ -106,6 +109,7 @@ impl Marks {
             Marks::PackedBwd => "packed-bwd",
             Marks::Decode => "decode",
             Marks::DecodeModels => "decode-models",
+            Marks::Chunks => "chunks",
             Marks::Paged => "paged",
             Marks::Sinks => "sinks",
             Marks::Step => "step",
@@ -134,6 +138,9 @@ impl Marks {
             Marks::PackedBwd => "Gradients of packed: the same batches",
             Marks::Decode => "One query token on 1k to 128k keys: TB/s of K and V, replays of a CUDA graph",
             Marks::DecodeModels => "Decoding by released models, 1 to 8 query tokens: as decode",
+            Marks::Chunks => {
+                "Chunks of prompts on one of the GPUs that share a model's heads: few tiles and long caches"
+            }
             Marks::Paged => "64 x 4k keys in one piece and in pages of 16, 64, 128 and 1: one query and 512",
             Marks::Sinks => {
                 "gpt-oss's layers with sinks and without, causal and with a window of 128; --mode fwd or bwd"
@@ -160,6 +167,7 @@ impl Marks {
             | Marks::PackedBwd
             | Marks::Decode
             | Marks::DecodeModels
+            | Marks::Chunks
             | Marks::Paged
             | Marks::Sinks
             | Marks::Step
@@ -178,15 +186,16 @@ impl Marks {
             | Marks::Packed
             | Marks::Decode
             | Marks::DecodeModels
+            | Marks::Chunks
             | Marks::Paged
             | Marks::Step
             | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
             Marks::Models | Marks::HeldOut | Marks::Sinks => true,
         };
-        let why = "the marks sm80, sm90, packed, decode, decode-models, paged, step and plan go with \
-                   --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out and \
-                   sinks with either";
+        let why = "the marks sm80, sm90, packed, decode, decode-models, chunks, paged, step and plan go \
+                   with --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out \
+                   and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
@@ -205,6 +214,8 @@ impl Marks {
             Marks::Packed | Marks::PackedBwd | Marks::Paged | Marks::Sinks | Marks::Step => {
                 vec!["fa3".to_owned(), "fa4".to_owned()]
             }
+            // torch's causal mask is aligned at the top left.
+            Marks::Chunks => vec!["fa3".to_owned(), "fa4".to_owned()],
             // FlashAttention 4 does not split keys on this architecture.
             Marks::Decode | Marks::DecodeModels => {
                 vec!["fa3".to_owned(), "cudnn".to_owned(), "fa2".to_owned()]
@@ -222,6 +233,7 @@ impl Marks {
             Marks::Packed | Marks::PackedBwd => return serving::packed(),
             Marks::Decode => return serving::decode(),
             Marks::DecodeModels => return models::decoding(),
+            Marks::Chunks => return models::chunks(),
             Marks::Paged => return serving::paged(),
             Marks::Sinks => return serving::sinks(),
             Marks::Step => return serving::step(),
@@ -326,6 +338,18 @@ mod tests {
                 .unwrap_or_else(|error| panic!("{name}: {error}"));
         }
         assert!(shapes.iter().any(|wanted| wanted.problem.lengths.max_q() > 1));
+    }
+
+    #[test]
+    fn chunks_leave_sms_idle_unless_their_keys_are_divided() {
+        for Wanted { name, problem, .. } in Marks::Chunks.shapes() {
+            let name = name.expect("a model");
+            let tiles = problem.lengths.most_tiles_q(128) * problem.heads_q;
+            assert!(tiles <= 66 && problem.lengths.max_q() > MOST_DECODED, "{name}: {tiles} tiles");
+            let best = plan(&problem, Arch::Sm90, &PlanOptions::default());
+            let best = best.unwrap_or_else(|error| panic!("{name}: {error}"));
+            assert!(best[0].spec.split, "{name}: {}", best[0].spec);
+        }
     }
 
     #[test]

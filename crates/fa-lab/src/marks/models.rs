@@ -4,6 +4,8 @@
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 
 use super::wanted::Wanted;
+use crate::random::Random;
+use crate::sequences::{Ragged, Sequences};
 
 /// A model's layer: name, batch, queries x keys, query and K/V heads, head dims, mask, soft cap.
 struct Layer {
@@ -96,6 +98,40 @@ const DECODING: [Layer; 12] = [
     layer("StarCoder, 2 x 8k", 2, (1, 8192), (48, 1), 128, FULL),
 ];
 
+/// Chunks of prompts, or what is new of a conversation, on one of the GPUs that share a model's heads.
+const CHUNKS: [Layer; 10] = [
+    layer("Llama 3 8B, 1 of 4 GPUs, 512 on 32k", 1, (512, 32768), (8, 2), 128, CAUSAL),
+    layer("Llama 3 70B, 1 of 8, 512 on 16k", 1, (512, 16384), (8, 1), 128, CAUSAL),
+    layer("Llama 3 70B, 1 of 8, 1,024 on 6,000", 1, (1024, 6000), (8, 1), 128, CAUSAL),
+    layer("Llama 3 405B, 1 of 8, 512 on 16k", 1, (512, 16384), (16, 1), 128, CAUSAL),
+    layer("Qwen3 32B, 1 of 8, 256 on 8k", 1, (256, 8192), (8, 1), 128, CAUSAL),
+    layer("Qwen2.5 7B, 1 of 4, 300 on 5,000", 1, (300, 5000), (7, 1), 128, CAUSAL),
+    layer(
+        "Mistral 7B, window 4096, 1 of 4, 512 on 32k",
+        1,
+        (512, 32768),
+        (8, 2),
+        128,
+        Mask::causal_window(4095),
+    ),
+    layer("Gemma 3 12B, global, 1 of 4, 512 on 8k", 1, (512, 8192), (4, 2), 256, CAUSAL),
+    Layer {
+        head_dims: (192, 128),
+        ..layer("DeepSeek-V3, 1 of 8, 512 on 16k", 1, (512, 16384), (16, 16), 192, CAUSAL)
+    },
+    layer("gpt-oss 120B, full, 1 of 8, 512 on 16k", 1, (512, 16384), (8, 1), 64, CAUSAL),
+];
+
+/// The same chunk of Llama 3 70B on a cache in pages of 16.
+fn paged_chunk() -> Wanted {
+    let keys = Ragged::paged(&[16384], 16, 0, &mut Random::new(16));
+    let sequences = Sequences { q: Ragged::uniform(1, 512), k: keys };
+    let name = Some("Llama 3 70B, 1 of 8, 512 on 16k, pages of 16");
+    Wanted { name, ..Wanted::of(CHUNKS[1].problem(), sequences, CHUNKS_GROUP) }
+}
+
+const CHUNKS_GROUP: &str = "chunks, bf16";
+
 /// The models' layers with their names.
 pub(super) fn shapes() -> Vec<Wanted> {
     LAYERS.iter().map(|layer| layer.wanted("models, bf16")).collect()
@@ -104,6 +140,11 @@ pub(super) fn shapes() -> Vec<Wanted> {
 /// The layers that are kept out of all tuning.
 pub(super) fn held_out() -> Vec<Wanted> {
     HELD_OUT.iter().map(|layer| layer.wanted("held out, bf16")).collect()
+}
+
+/// Chunks of prompts on few heads.
+pub(super) fn chunks() -> Vec<Wanted> {
+    CHUNKS.iter().map(|layer| layer.wanted(CHUNKS_GROUP)).chain([paged_chunk()]).collect()
 }
 
 /// Layers of decoding models, as replays of a CUDA graph.
