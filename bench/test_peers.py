@@ -143,7 +143,8 @@ class Calls(unittest.TestCase):
         self.assertEqual((name, given["cache_seqlens"]), ("flash_attn_with_kvcache", "used_k"))
         self.assertNotIn("page_table", given)
         self.assertEqual(package()(request(graph=16), ())[0], "flash_attn_with_kvcache")
-        self.assertEqual(package()(request(), ())[0], "flash_attn_func")
+        self.assertEqual(package()(request(), ())[0], "flash_attn_with_kvcache")
+        self.assertEqual(package()(request(seqlen_q=100), ())[0], "flash_attn_func")
 
     def test_without_one_pages_go_to_the_varlen_function(self):
         without = package(without=("flash_attn_with_kvcache",))
@@ -204,7 +205,9 @@ VARLEN_FUNC, CACHE_FUNC, FUNC = "flash_attn_varlen_func", "flash_attn_with_kvcac
 # function that computes each, or a word of why none does.
 MARKS = [
     ("packed", {"sequences": PACKED}, VARLEN_FUNC, VARLEN_FUNC),
-    ("packed, dense row", {}, FUNC, FUNC),
+    ("packed, dense row", {"seqlen_q": 100}, FUNC, FUNC),
+    ("chunks", {}, CACHE_FUNC, FUNC),
+    ("chunks, window", {"causal": False, "window": [63, 0]}, CACHE_FUNC, FUNC),
     ("packed-bwd", {"sequences": PACKED, "mode": "bwd"}, "forward only", VARLEN_FUNC),
     ("decode", {"graph": 16, "causal": False, "seqlen_q": 1}, CACHE_FUNC, FUNC),
     ("paged, in one piece", {"sequences": PIECE, "graph": 16}, CACHE_FUNC, VARLEN_FUNC),
@@ -213,7 +216,7 @@ MARKS = [
     ("step", {"sequences": PAGED, "graph": 32}, CACHE_FUNC, VARLEN_FUNC),
     ("sinks", {"sinks": True}, "no sinks", FUNC),
     ("sinks, window", {"sinks": True, "causal": False, "window": [127, 0]}, "no sinks", FUNC),
-    ("no sinks, window", {"causal": False, "window": [127, 0]}, FUNC, FUNC),
+    ("no sinks, window", {"causal": False, "window": [127, 0], "seqlen_q": 100}, FUNC, FUNC),
     ("sinks --mode bwd", {"sinks": True, "mode": "bwd"}, "forward only", FUNC),
 ]
 

@@ -94,7 +94,8 @@ class Package:
         q, k = stores(request)
         # What a build calls decoding splits the keys; its other functions do not.
         is_cache = request["mode"] == "fwd" and self.kvcache and "packed" not in (q, k)
-        on_cache = request["causal"] and request["seqlen_q"] < request["seqlen_k"]
+        looks_back = request["causal"] or (request.get("window") or [None, None])[1] == 0
+        on_cache = looks_back and request["seqlen_q"] < request["seqlen_k"]
         decodes = is_cache and (k or request.get("graph") or on_cache)
         if decodes and not request.get("sinks"):
             if k:
