@@ -80,46 +80,15 @@ struct CombineStorage {
 };
 constexpr int combine_smem_bytes = sizeof(CombineStorage);
 
-// The weights of a row's parts in its result, computed by a warp from their LSEs and the row's sink, a logit
-// that joins the sum (-inf for none).
-struct RowWeights {
-    float base;  // the largest of them; 0 without a finite one: the row saw no key
-    float sum;   // of their exponentials, less that
-    float factor;
-
-    // `lse_of(i)` is the LSE of part i, which one lane asks for, the (i % 32)-th.
-    template <class LseOf>
-    __device__ __forceinline__ RowWeights(int parts, float sink, const LseOf& lse_of) : sum(0.f) {
-        float top = minus_infinity();
-        for (int part = lane_index(); part < parts; part += 32) top = fmaxf(top, lse_of(part));
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
-        top = fmaxf(top, sink);
-        base = top == minus_infinity() ? 0.f : top;
-        for (int part = lane_index(); part < parts; part += 32) sum += exponential(lse_of(part));
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
-        sum += exponential(sink);
-        factor = sum > 0.f ? 1.f / sum : 0.f;
-    }
-
-    // The weight of a part of this LSE; not above 0 if it saw no key.
-    __device__ __forceinline__ float of(float lse) const { return exponential(lse) * factor; }
-    __device__ __forceinline__ float lse() const { return sum > 0.f ? base + logf(sum) : minus_infinity(); }
-
-    __device__ __forceinline__ float exponential(float lse) const {
-        return exp2_approx((lse - base) * kLog2e);
-    }
-};
-
 // Adds `Count` parts of a row to the lane's columns of O: `split` and every `Stride`-th after it. All their
 // loads are in flight at once.
 template <int Count, int Stride>
-__device__ __forceinline__ void add_parts(float4 (&acc)[2], const float* lse, const float* out,
-                                          const RowWeights& weights, int split, i64 step, int columns) {
+__device__ __forceinline__ void add_parts(float4 (&acc)[2], const float* lse, const float* out, float base,
+                                          float factor, int split, i64 step, int columns) {
     float weight[Count];
 #pragma unroll
-    for (int i = 0; i < Count; ++i) weight[i] = weights.of(lse[(split + i * Stride) * step]);
+    for (int i = 0; i < Count; ++i)
+        weight[i] = exp2_approx((lse[(split + i * Stride) * step] - base) * kLog2e) * factor;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
         const int column = 128 * part + 4 * lane_index();
@@ -173,9 +142,22 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
         const i64 first = partial_row(params, tile.slot, heads, head, row);
         const i64 step = i64(heads) * slot_rows;
         const float* lse = params.split.lse_partial + first;
+        float top = minus_infinity();
+        for (int split = lane; split < splits; split += 32) top = fmaxf(top, lse[split * step]);
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
         float sink = minus_infinity();
         if constexpr (Sinks) sink = params.mods.sinks[Rows<PackGqa>(params.shape).head(tile_row, head)];
-        const RowWeights weights(splits, sink, [&](int split) { return lse[split * step]; });
+        top = fmaxf(top, sink);
+        // Without a finite LSE the row saw no key.
+        const float base = top == minus_infinity() ? 0.f : top;
+        float sum = 0.f;
+        for (int split = lane; split < splits; split += 32)
+            sum += exp2_approx((lse[split * step] - base) * kLog2e);
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+        if constexpr (Sinks) sum += exp2_approx((sink - base) * kLog2e);
+        const float factor = sum > 0.f ? 1.f / sum : 0.f;
 
         float4 acc[2] = {};
         const float* out = params.split.out_partial + first * columns;
@@ -183,10 +165,10 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
         int split = Shared ? warp : 0;
 #pragma unroll 1
         for (; split + (kCombineBatch - 1) * kStride < splits; split += kCombineBatch * kStride)
-            add_parts<kCombineBatch, kStride>(acc, lse, out, weights, split, step, columns);
+            add_parts<kCombineBatch, kStride>(acc, lse, out, base, factor, split, step, columns);
 #pragma unroll 1
         for (; split < splits; split += kStride)
-            add_parts<1, kStride>(acc, lse, out, weights, split, step, columns);
+            add_parts<1, kStride>(acc, lse, out, base, factor, split, step, columns);
         if constexpr (Shared) {
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
@@ -214,7 +196,8 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
                 to[1] = pack<T>(acc[part].z, acc[part].w);
             }
         }
-        if (params.lse != nullptr && (Shared ? thread : lane) == 0) params.lse[target.lse] = weights.lse();
+        if (params.lse != nullptr && (Shared ? thread : lane) == 0)
+            params.lse[target.lse] = sum > 0.f ? base + logf(sum) : minus_infinity();
         if constexpr (Shared) cta_sync();
     }
 }

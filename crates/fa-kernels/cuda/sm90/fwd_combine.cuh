@@ -66,9 +66,18 @@ struct ClusterRow {
             if (i < ctas && 4 * lane < columns)
                 parts[i] = load_of_cluster(reinterpret_cast<const float4*>(own), i);
         }
-        const RowWeights weights(ctas, sink, [&](int) { return of_part; });
-        const float weight = weights.of(of_part);
-        lse = weights.lse();
+        float top = fmaxf(of_part, sink);
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+        // Without a finite LSE the row saw no key.
+        const float base = top == minus_infinity() ? 0.f : top;
+        float weight = exp2_approx((of_part - base) * kLog2e);
+        float sum = weight;
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+        sum += exp2_approx((sink - base) * kLog2e);
+        weight *= sum > 0.f ? 1.f / sum : 0.f;
+        lse = sum > 0.f ? base + logf(sum) : minus_infinity();
 #pragma unroll
         for (int i = 0; i < kMaxClusterParts; ++i) {
             const float factor = shuffle_from(weight, i);
@@ -98,7 +107,7 @@ __device__ __forceinline__ void combine_in_cluster(SharedStorage<C>& smem, const
     const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
     const int first = tile.m_block * tile_rows;
     const Rows<C.pack_gqa> rows(params.shape);
-    const int end = min(rows.end(seqlen, tile.m_block, tile_rows), first + tile_rows);
+    const int end = rows.end(seqlen, tile.m_block, tile_rows);
     const bool is_whole = params.split.splits == 1;
 #pragma unroll 1
     for (int row = cluster_cta_rank() + ctas * (warp_index() - 4); first + row < end;

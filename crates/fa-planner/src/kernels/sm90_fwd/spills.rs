@@ -128,18 +128,40 @@ fn known_gather(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.overlap_wg && spills
 }
 
-/// Kernels whose CTAs share a row's keys, which are counted on the device, and that spill under NVRTC 13.0, 4
-/// to 180 bytes, though their neighbours and those that compute all keys do not: one warpgroup, P from
-/// registers, overlap; by head dims and `tile_n`.
+/// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 180 bytes, though their
+/// neighbours and those that compute all keys do not: one warpgroup, P from registers; by overlap, head dims
+/// and `tile_n`.
 fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
-    let spills = match ((spec.head_dim, spec.head_dim_v), kernel.tile_n) {
-        ((96, 96), 160) | ((192, 128), 144) => masked,
-        ((128, 128), 144) => true,
+    let spills = match (kernel.overlap_wg, (spec.head_dim, spec.head_dim_v), kernel.tile_n) {
+        (true, (96, 96), 160) => masked && (spec.reads.varied || spec.score.softcap),
+        (true, (96, 96), 208) => !spec.reads.varied,
+        (true, (128, 128), 144) => true,
+        (true, (192, 128), 144) => masked && spec.reads.varied,
+        (false, (128, 128), 176) => masked && !spec.reads.varied,
         _ => false,
     };
-    let shares = spec.split && spec.reads.varied;
-    shares && kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && spills
+    kernel.num_wg == 1 && kernel.pv_is_rs && spills
+}
+
+/// Kernels whose CTAs combine their parts in a cluster, with more keys a step than fit: from one step of 16 keys
+/// above the widest that was compiled without a spill, by warpgroups and head dims. They spill 4 to 744 bytes
+/// under NVRTC 13.0 (NB-166).
+fn known_clusters(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+    let full = spec.mask == MaskKind::Full;
+    let widest = match (kernel.num_wg, spec.head_dim, spec.head_dim_v) {
+        (2, 32, 32) => 144,
+        (2, 64 | 128 | 192, 128) if full => 112,
+        (2, _, 32..=128) => 128,
+        (3, 32, 32) => 112,
+        (3, 64 | 128, 64) => 80,
+        (3, 80, 80) => 80,
+        (3, 96 | 128 | 192, 96 | 128) => 64,
+        (3, 64, 128) => 48,
+        _ => return false,
+    };
+    let combines = spec.split && !spec.reads.varied;
+    combines && (kernel.pv_is_rs || kernel.num_wg == 3) && kernel.tile_n > widest
 }
 
 /// Kernels that cap scores and spill under NVRTC 13.0, 16 to 24 bytes, though those that do not cap them fit:
@@ -155,7 +177,8 @@ fn known_softcap(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
 pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd, _: Arch) -> bool {
     if (spec.reads.paged && known_paged(spec, kernel))
         || (kernel.gather && known_gather(spec, kernel))
-        || known_split(spec, kernel)
+        || (spec.split && known_split(spec, kernel))
+        || known_clusters(spec, kernel)
         || (spec.score.softcap && known_softcap(spec, kernel))
     {
         return true;
