@@ -132,7 +132,10 @@ impl Work {
         };
         if spec.reads.varied {
             work.bounds = PlanBounds::forward(problem, traits, spec.split, (heads, ctas));
-            let most = splits.unwrap_or(usize::MAX).clamp(1, work.bounds.slots.max(1));
+            // Sequences of several tiles fill the SMs with as many parts as a dense one has; the plan alone
+            // would cut four for each CTA.
+            let chunk = || (max_q > queries).then(|| kv_splits(problem, spec, arch, sms));
+            let most = splits.or_else(chunk).unwrap_or(usize::MAX).clamp(1, work.bounds.slots.max(1));
             (work.splits, work.slots, work.divided) = (most, work.bounds.slots, work.bounds.split_items);
         } else if spec.split {
             let tiles = max_q.div_ceil(queries).saturating_mul(problem.lengths.sequences());

@@ -449,6 +449,26 @@ fn keys_are_divided_as_the_caller_says() {
 }
 
 #[test]
+fn chunks_in_pages_have_the_parts_of_a_dense_launch() {
+    use fa_core::{Dtype, Lengths, Mask, Side};
+    use fa_planner::account::kv_splits;
+    let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
+    let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+    for (queries, divided_alike) in [(512, true), (8, false)] {
+        let lengths = Lengths::of(1, Side::packed(queries, queries), Side::paged(16, 1024, 16_384));
+        let problem = Problem { lengths, ..base };
+        let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+        let tensors = tensors(&launches);
+        let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras: RawExtras::default() };
+        let Params::Forward(params) = launches.params(&at) else { panic!("a forward") };
+        let dense = kv_splits(&problem, &spec, Arch::Sm90, 132);
+        assert!(dense > 1 && params.split.splits >= dense as i32, "{queries} queries");
+        // A decoding tile may have as many as the plan gives it.
+        assert_eq!(params.split.splits == dense as i32, divided_alike, "{queries} queries: {dense}");
+    }
+}
+
+#[test]
 fn parts_of_pages_that_no_box_places_are_refused() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     let text = sm90_forward("varied: true, paged: true,", DECODE).to_ron().replace("dim: 128", "dim: 96");

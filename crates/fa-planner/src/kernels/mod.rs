@@ -36,10 +36,11 @@ const SPLIT_TILES_OF_CHUNKS: usize = 66;
 /// Whether forwards with tiles of `tile_m` rows and `tile_n` keys are tried in which several CTAs share a
 /// tile's keys (`split`): with and without where there are few tiles, and they take more than one step.
 ///
-/// A caller's `division` leaves no choice. Where keys are counted on the device, splits come first and win
-/// ties: at any time one sequence may have most of the keys, and only splits then keep the SMs busy. Chunks of
-/// packed keys are not split: a batch of one such sequence has the bits of a dense one, which the parts that
-/// the device chooses for each tile would not give.
+/// A caller's `division` leaves no choice. Where single tiles have their keys counted on the device, splits come
+/// first and win ties: at any time one sequence may have most of the keys, and only splits then keep the SMs
+/// busy. (Chunks would pay for the combine kernel where the model divides nothing.) Chunks of packed keys are
+/// not split: a batch of one such sequence has the bits of a dense one, which the parts that the device chooses
+/// for each tile would not give.
 fn split_choices(
     problem: &Problem,
     tile_m: u32,
@@ -51,10 +52,11 @@ fn split_choices(
     let group = if packed { problem.group_size().max(1) } else { 1 };
     let queries = tile_queries(tile_m, packed, group).max(1);
     let tiles = lengths.most_tiles_q(queries as u32).saturating_mul(problem.heads_q / group);
-    let most = match lengths.max_q() <= queries {
-        true => SPLIT_TILES,
-        false if lengths.k().is_packed() => 0,
-        false => SPLIT_TILES_OF_CHUNKS,
+    let is_chunk = lengths.max_q() > queries;
+    let most = match is_chunk {
+        false => SPLIT_TILES,
+        true if lengths.k().is_packed() => 0,
+        true => SPLIT_TILES_OF_CHUNKS,
     };
     let steps = lengths.max_k().div_ceil(tile_n.max(1) as usize);
     match division.splits {
@@ -64,7 +66,7 @@ fn split_choices(
     }
     if steps <= 1 || tiles > most {
         &[false]
-    } else if !lengths.k().is_uniform() {
+    } else if !lengths.k().is_uniform() && !is_chunk {
         &[true, false]
     } else {
         &[false, true]
