@@ -107,7 +107,7 @@ fn find((keys, split): Form, fault: Option<[&str; 4]>) -> Result<Vec<String>, St
     let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &batch.extras(&problem));
     let run = |seed| {
         // So many SMs that CTAs of the combine kernel share a row.
-        let sms = if split { 132 } else { Options::sms_of(&spec) };
+        let sms = if split { 528 } else { Options::sms_of(&spec) };
         let options = Options { sms, step_limit: 20_000_000, ..Options::seed(seed) };
         trial.run(&unit, &options).map(|proof| proof.faults().join("\n")).map_err(|error| error.to_string())
     };
