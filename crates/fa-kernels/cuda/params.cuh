@@ -221,8 +221,8 @@ struct SplitParams {
     // Workspace `[slots, heads, slot_rows]`: LSE of a part of the keys without the sink, natural
     // logarithm.
     float* lse_partial;
-    // Partial results of every tile in the workspace: its splits, or the clusters of CTAs that share them;
-    // with a work plan an upper bound on the splits, since the plan decides.
+    // Partial results of every tile in the workspace: its splits, or the clusters of CTAs that share
+    // them; with a work plan an upper bound on the splits, since the plan decides.
     int splits;
     // Rows per slot: the most that a tile can have.
     int slot_rows;

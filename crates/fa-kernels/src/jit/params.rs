@@ -173,8 +173,8 @@ param_struct! {
         /// Workspace `[slots, heads, slot_rows]`: LSE of a part of the keys without the sink, natural
         /// logarithm.
         pub lse_partial: MutF32Ptr,
-        /// Partial results of every tile in the workspace: its splits, or the clusters of CTAs that share them;
-        /// with a work plan an upper bound on the splits, since the plan decides.
+        /// Partial results of every tile in the workspace: its splits, or the clusters of CTAs that share
+        /// them; with a work plan an upper bound on the splits, since the plan decides.
         pub splits: i32,
         /// Rows per slot: the most that a tile can have.
         pub slot_rows: i32,

@@ -271,9 +271,9 @@ const COMBINE_ROUND: f64 = 4.0;
 /// 512 to 4,096 rows have a fixed part of 4.6 us (NB-166).
 const COMBINE_MANY: (f64, f64) = (2.1e-6, 512.0);
 
-/// Seconds in which the CTAs of a cluster wait for one another and combine their results (NB-164), and of each
-/// row more that a warp combines: a tile of 128 rows takes 5 us more in clusters of 2, 3.6 in clusters of 4
-/// (NB-166).
+/// Seconds in which the CTAs of a cluster wait for one another and combine their results (NB-164), and of
+/// each row more that a warp combines: a tile of 128 rows takes 5 us more in clusters of 2, 3.6 in clusters
+/// of 4 (NB-166).
 const CLUSTER_S: f64 = 1.5e-6;
 const CLUSTER_ROW_S: f64 = 0.75e-6;
 

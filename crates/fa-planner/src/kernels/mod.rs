@@ -24,8 +24,8 @@ pub use planned::unbound;
 use fa_core::spec::{TileOrder, tile_queries};
 use fa_core::{Division, MaskKind, Problem};
 
-/// Tiles up to which splits of the keys are tried where a sequence's queries fit a tile (decode): some four for
-/// each SM of a large GPU. More tiles fill it.
+/// Tiles up to which splits of the keys are tried where a sequence's queries fit a tile (decode): some four
+/// for each SM of a large GPU. More tiles fill it.
 const SPLIT_TILES: usize = 512;
 
 /// The same where they need several tiles, as a prefill chunk does: half of the SMs of a large GPU. 16 to 64
@@ -36,11 +36,11 @@ const SPLIT_TILES_OF_CHUNKS: usize = 66;
 /// Whether forwards with tiles of `tile_m` rows and `tile_n` keys are tried in which several CTAs share a
 /// tile's keys (`split`): with and without where there are few tiles, and they take more than one step.
 ///
-/// A caller's `division` leaves no choice. Where single tiles have their keys counted on the device, splits come
-/// first and win ties: at any time one sequence may have most of the keys, and only splits then keep the SMs
-/// busy. (Chunks would pay for the combine kernel where the model divides nothing.) Chunks of packed keys are
-/// not split: a batch of one such sequence has the bits of a dense one, which the parts that the device chooses
-/// for each tile would not give.
+/// A caller's `division` leaves no choice. Where single tiles have their keys counted on the device, splits
+/// come first and win ties: at any time one sequence may have most of the keys, and only splits then keep the
+/// SMs busy. (Chunks would pay for the combine kernel where the model divides nothing.) Chunks of packed keys
+/// are not split: a batch of one such sequence has the bits of a dense one, which the parts that the device
+/// chooses for each tile would not give.
 fn split_choices(
     problem: &Problem,
     tile_m: u32,

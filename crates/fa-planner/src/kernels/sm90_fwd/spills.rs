@@ -144,9 +144,9 @@ fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.num_wg == 1 && kernel.pv_is_rs && spills
 }
 
-/// Kernels whose CTAs combine their parts in a cluster, with more keys a step than fit: from one step of 16 keys
-/// above the widest that was compiled without a spill, by warpgroups and head dims. They spill 4 to 744 bytes
-/// under NVRTC 13.0 (NB-166).
+/// Kernels whose CTAs combine their parts in a cluster, with more keys a step than fit: those above the
+/// widest that was compiled without a spill, by warpgroups and head dims. They spill 4 to 744 bytes under
+/// NVRTC 13.0 (NB-166).
 fn known_clusters(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let full = spec.mask == MaskKind::Full;
     let widest = match (kernel.num_wg, spec.head_dim, spec.head_dim_v) {
