@@ -210,12 +210,11 @@ impl Marks {
             // FlashAttention 2 is made of mma.sync as well; the others need newer GPUs.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
             Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::HeldOut | Marks::Plan => Vec::new(),
-            // torch's own kernels take neither packed batches nor pages nor sinks.
-            Marks::Packed | Marks::PackedBwd | Marks::Paged | Marks::Sinks | Marks::Step => {
+            // torch's own kernels take neither packed batches nor pages nor sinks, and align a causal mask at
+            // the top left.
+            Marks::Packed | Marks::PackedBwd | Marks::Chunks | Marks::Paged | Marks::Sinks | Marks::Step => {
                 vec!["fa3".to_owned(), "fa4".to_owned()]
             }
-            // torch's causal mask is aligned at the top left.
-            Marks::Chunks => vec!["fa3".to_owned(), "fa4".to_owned()],
             // FlashAttention 4 does not split keys on this architecture.
             Marks::Decode | Marks::DecodeModels => {
                 vec!["fa3".to_owned(), "cudnn".to_owned(), "fa2".to_owned()]

@@ -98,6 +98,9 @@ const DECODING: [Layer; 12] = [
     layer("StarCoder, 2 x 8k", 2, (1, 8192), (48, 1), 128, FULL),
 ];
 
+/// What chunks are summarised as.
+const CHUNKS_GROUP: &str = "chunks, bf16";
+
 /// Chunks of prompts, or what is new of a conversation, on one of the GPUs that share a model's heads.
 const CHUNKS: [Layer; 10] = [
     layer("Llama 3 8B, 1 of 4 GPUs, 512 on 32k", 1, (512, 32768), (8, 2), 128, CAUSAL),
@@ -122,15 +125,13 @@ const CHUNKS: [Layer; 10] = [
     layer("gpt-oss 120B, full, 1 of 8, 512 on 16k", 1, (512, 16384), (8, 1), 64, CAUSAL),
 ];
 
-/// The same chunk of Llama 3 70B on a cache in pages of 16.
+/// The chunk of Llama 3 70B, 512 on 16k, on a cache in pages of 16.
 fn paged_chunk() -> Wanted {
     let keys = Ragged::paged(&[16384], 16, 0, &mut Random::new(16));
     let sequences = Sequences { q: Ragged::uniform(1, 512), k: keys };
     let name = Some("Llama 3 70B, 1 of 8, 512 on 16k, pages of 16");
     Wanted { name, ..Wanted::of(CHUNKS[1].problem(), sequences, CHUNKS_GROUP) }
 }
-
-const CHUNKS_GROUP: &str = "chunks, bf16";
 
 /// The models' layers with their names.
 pub(super) fn shapes() -> Vec<Wanted> {
