@@ -93,7 +93,7 @@ class Package:
             options["learnable_sink"] = tensors["sinks"]
         q, k = stores(request)
         # What a build calls decoding splits the keys; its other functions do not.
-        is_cache = request["mode"] == "fwd" and self.kvcache and "packed" not in (q, k)
+        is_cache = request["mode"] == "fwd" and self.kvcache and k != "packed"
         looks_back = request["causal"] or (request.get("window") or [None, None])[1] == 0
         on_cache = looks_back and request["seqlen_q"] < request["seqlen_k"]
         decodes = is_cache and (k or request.get("graph") or on_cache)
@@ -102,6 +102,8 @@ class Package:
                 options["cache_seqlens"] = tensors["used_k"]
             if k == "paged":
                 options["page_table"] = tensors["table"]
+            if q == "packed":
+                options.update(cu_seqlens_q=tensors["cu_q"], max_seqlen_q=request["seqlen_q"])
             out = self.kvcache(tensors["q"], tensors["k"], tensors["v"], **options)
         elif q or k:
             lengths = {

@@ -1,16 +1,16 @@
 //! Calls on arrays in a GPU's memory: kernels bound once for each problem, launched on the caller's stream.
-//! Only the caller's library allocates, and nothing waits.
+//! Only the caller's library allocates, but for the counters of captured graphs, and nothing waits.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
 use fa_attn::{Append, Division, Error, Pass, Problem, ProblemKey, Tuning, TuningOutcome};
 use fa_core::Merge;
-use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
+use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use fa_kernels::{
     Forward, RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult,
 };
@@ -32,6 +32,34 @@ pub(crate) struct Device {
     bound: Mutex<Kept>,
     streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
     workspaces: Mutex<HashMap<u64, Arc<Workspace>>>,
+    counters: OnceLock<Option<Counters>>,
+}
+
+/// Counters for the calls of captured graphs, one for each call: replays may run beside other calls. Zero
+/// when they are made, and left zero by each call, so that a graph need not clear them. They are not taken
+/// again: nothing tells when a graph is gone.
+struct Counters {
+    memory: CudaSlice<u64>,
+    taken: AtomicU64,
+}
+
+/// The number of counters, 1 MiB of them.
+const COUNTERS: usize = 1 << 17;
+
+impl Counters {
+    /// Makes them on `stream`, which is not capturing. `None` where the driver refuses.
+    fn new(stream: &Arc<CudaStream>) -> Option<Counters> {
+        let memory = stream.alloc_zeros::<u64>(COUNTERS).ok()?;
+        // Graphs may be replayed on other streams.
+        stream.synchronize().ok()?;
+        Some(Counters { memory, taken: AtomicU64::new(0) })
+    }
+
+    /// The address of one that nobody had; `None` where all are taken.
+    fn take(&self, stream: &CudaStream) -> Option<u64> {
+        let number = self.taken.fetch_add(1, Ordering::Relaxed);
+        (number < COUNTERS as u64).then(|| self.memory.device_ptr(stream).0 + 8 * number)
+    }
 }
 
 /// Memory of the caller's library for the forwards on a stream. Kernels use it in turn: each leaves at zero
@@ -40,6 +68,8 @@ struct Workspace {
     _memory: Py<PyAny>,
     address: u64,
     bytes: usize,
+    /// A counter apart from it; the memory is then not cleared.
+    counter: Option<u64>,
     /// Keeps the launches of a call together, whatever other threads put on the stream.
     turn: Mutex<()>,
 }
@@ -75,7 +105,13 @@ static ENTRIES: AtomicU64 = AtomicU64::new(0);
 
 impl Device {
     pub(crate) fn new(gpu: Gpu) -> Device {
-        Device { gpu, bound: Mutex::default(), streams: Mutex::default(), workspaces: Mutex::default() }
+        Device {
+            gpu,
+            bound: Mutex::default(),
+            streams: Mutex::default(),
+            workspaces: Mutex::default(),
+            counters: OnceLock::new(),
+        }
     }
 
     /// Switches tuning on or off, and forgets bound kernels, so that they are bound again and their
@@ -163,6 +199,7 @@ impl Device {
         match (&entry.kernel, to) {
             (Kernel::Forward(forward), Written::Forward { out, lse }) => {
                 let workspace = self.workspace(forward.workspace_bytes(), &stream, from)?;
+                extras.counter = workspace.as_ref().and_then(|workspace| workspace.counter);
                 if let Some(plans) = plans {
                     extras.plan = entry.shared_plan(py, forward, (&stream, &extras), from, plans)?;
                 }
@@ -217,7 +254,7 @@ impl Device {
     fn workspace(
         &self,
         bytes: usize,
-        stream: &CudaStream,
+        stream: &Arc<CudaStream>,
         from: Caller<'_, '_>,
     ) -> PyResult<Option<Arc<Workspace>>> {
         if bytes == 0 {
@@ -228,9 +265,15 @@ impl Device {
         if let Some(kept) = kept.filter(|kept| is_kept && kept.bytes >= bytes) {
             return Ok(Some(kept));
         }
+        let counter = if is_kept {
+            self.counters.get_or_init(|| Counters::new(stream));
+            None
+        } else {
+            self.counters.get().and_then(Option::as_ref).and_then(|counters| counters.take(stream))
+        };
         let bytes = if is_kept { bytes.next_power_of_two() } else { bytes };
-        let (memory, address) = scratch(bytes, true, from.allocate)?;
-        let made = Arc::new(Workspace { _memory: memory, address, bytes, turn: Mutex::default() });
+        let (memory, address) = scratch(bytes, counter.is_none(), from.allocate)?;
+        let made = Arc::new(Workspace { _memory: memory, address, bytes, counter, turn: Mutex::default() });
         if is_kept {
             let mut kept = lock(&self.workspaces);
             let has_room = kept.len() < WORKSPACES || kept.contains_key(&from.stream);

@@ -46,6 +46,7 @@ pub(crate) fn extras(beside: &Beside<'_>) -> RawExtras {
         page_table: at(&beside.page_table),
         page_faults: None,
         plan: None,
+        counter: None,
         alibi_slopes: at(&beside.alibi_slopes),
         sinks: at(&beside.sinks),
         dsinks: None,

@@ -49,6 +49,7 @@ fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
         page_table: extra("page_table"),
         page_faults: extra("page_faults"),
         plan: None,
+        counter: None,
         alibi_slopes: extra("alibi_slopes"),
         sinks: extra("sinks"),
         dsinks: extra("dsinks"),

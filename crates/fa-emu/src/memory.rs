@@ -102,6 +102,7 @@ impl<'a> DeviceMemory<'a> {
             page_table: self.extra("page_table"),
             page_faults: self.page_faults.as_ref().map(Memory::address),
             plan: None,
+            counter: None,
             alibi_slopes: self.extra("alibi_slopes"),
             sinks: self.extra("sinks"),
             dsinks: self.dsinks.as_ref().map(Memory::address),

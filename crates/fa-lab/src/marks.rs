@@ -39,6 +39,8 @@ pub enum Marks {
     DecodeModels,
     /// Chunks of prompts on one of the GPUs that share a model's heads.
     Chunks,
+    /// Steps of served models that mix chunks of prompts with decoding
+    Mixed,
     /// A cache in pages: one query token and 512
     Paged,
     /// A logit per head in the denominator, with and without a window
@@ -78,7 +80,7 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 15] = [
+    pub const ALL: [Marks; 16] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
@@ -90,6 +92,7 @@ impl Marks {
         Marks::Decode,
         Marks::DecodeModels,
         Marks::Chunks,
+        Marks::Mixed,
         Marks::Paged,
         Marks::Sinks,
         Marks::Step,
@@ -110,6 +113,7 @@ impl Marks {
             Marks::Decode => "decode",
             Marks::DecodeModels => "decode-models",
             Marks::Chunks => "chunks",
+            Marks::Mixed => "mixed",
             Marks::Paged => "paged",
             Marks::Sinks => "sinks",
             Marks::Step => "step",
@@ -141,6 +145,10 @@ impl Marks {
             Marks::Chunks => {
                 "Chunks of prompts on one of the GPUs that share a model's heads: few tiles and long caches"
             }
+            Marks::Mixed => {
+                "Steps of served models, alone: chunks of prompts mixed with decoding, and decoding on few \
+                 heads; lengths on the device, replays of a CUDA graph"
+            }
             Marks::Paged => "64 x 4k keys in one piece and in pages of 16, 64, 128 and 1: one query and 512",
             Marks::Sinks => {
                 "gpt-oss's layers with sinks and without, causal and with a window of 128; --mode fwd or bwd"
@@ -168,6 +176,7 @@ impl Marks {
             | Marks::Decode
             | Marks::DecodeModels
             | Marks::Chunks
+            | Marks::Mixed
             | Marks::Paged
             | Marks::Sinks
             | Marks::Step
@@ -187,14 +196,15 @@ impl Marks {
             | Marks::Decode
             | Marks::DecodeModels
             | Marks::Chunks
+            | Marks::Mixed
             | Marks::Paged
             | Marks::Step
             | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
             Marks::Models | Marks::HeldOut | Marks::Sinks => true,
         };
-        let why = "the marks sm80, sm90, packed, decode, decode-models, chunks, paged, step and plan go \
-                   with --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out \
+        let why = "the marks sm80, sm90, packed, decode, decode-models, chunks, mixed, paged, step and plan \
+                   go with --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out \
                    and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
@@ -212,9 +222,13 @@ impl Marks {
             Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::HeldOut | Marks::Plan => Vec::new(),
             // torch's own kernels take neither packed batches nor pages nor sinks, and align a causal mask at
             // the top left.
-            Marks::Packed | Marks::PackedBwd | Marks::Chunks | Marks::Paged | Marks::Sinks | Marks::Step => {
-                vec!["fa3".to_owned(), "fa4".to_owned()]
-            }
+            Marks::Packed
+            | Marks::PackedBwd
+            | Marks::Chunks
+            | Marks::Mixed
+            | Marks::Paged
+            | Marks::Sinks
+            | Marks::Step => vec!["fa3".to_owned(), "fa4".to_owned()],
             // FlashAttention 4 does not split keys on this architecture.
             Marks::Decode | Marks::DecodeModels => {
                 vec!["fa3".to_owned(), "cudnn".to_owned(), "fa2".to_owned()]
@@ -233,6 +247,7 @@ impl Marks {
             Marks::Decode => return serving::decode(),
             Marks::DecodeModels => return models::decoding(),
             Marks::Chunks => return models::chunks(),
+            Marks::Mixed => return serving::mixed(),
             Marks::Paged => return serving::paged(),
             Marks::Sinks => return serving::sinks(),
             Marks::Step => return serving::step(),

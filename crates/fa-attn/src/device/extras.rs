@@ -140,6 +140,7 @@ impl DeviceExtras {
             alibi_slopes: at(&self.alibi_slopes, stream),
             sinks: at(&self.sinks, stream),
             plan: at(&self.plan, stream),
+            counter: None,
             page_faults: None,
             dsinks: None,
             dlse: None,

@@ -4,6 +4,7 @@
 #include "params.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/multiply.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "types.cuh"
@@ -12,7 +13,7 @@ namespace fa {
 
 // Index of key `key`'s page in the sequence's row of the page table.
 __device__ __forceinline__ int page_slot(const VarlenParams& varlen, int key) {
-    return int(u32(u64(2 * u32(key)) * varlen.page_factor >> 32) >> varlen.page_shift);
+    return int(high_product(2 * u32(key), varlen.page_factor) >> varlen.page_shift);
 }
 
 // The keys of one sequence and head in pages, loaded in boxes of `page_part` keys, one per lane. (The launch

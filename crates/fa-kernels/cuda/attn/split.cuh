@@ -8,6 +8,7 @@
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
@@ -206,6 +207,7 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
 // whose warps share the parts.
 template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
 __device__ __forceinline__ void combine(const FwdParams& params) {
+    wait_for_launches_before();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int tiles =
         Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;

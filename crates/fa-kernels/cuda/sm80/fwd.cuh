@@ -19,6 +19,7 @@
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
@@ -199,6 +200,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const u32 smem_q = smem + Smem::kQ;
 
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
+    if constexpr (C.varied) wait_for_launches_before();  // for the work plan
+    if constexpr (C.split) let_next_launch_start();
     // The grid is sized for the most tiles that sequences of unknown lengths can have.
     if constexpr (C.varied) {
         if (cta_index() >= work_tiles<true>(params)) return;

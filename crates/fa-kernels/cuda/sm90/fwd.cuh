@@ -3,6 +3,7 @@
 #pragma once
 #include "config.cuh"
 #include "fwd_params.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sync.cuh"
@@ -54,6 +55,8 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         mbarrier_init_fence();
     }
     if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);
+    if constexpr (C.varied) wait_for_launches_before();  // for the work plan
+    if constexpr (C.split) let_next_launch_start();
     if constexpr (C.cluster_m > 1) {
         cluster_sync();
     } else {

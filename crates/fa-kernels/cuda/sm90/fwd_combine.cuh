@@ -107,7 +107,7 @@ __device__ __forceinline__ void combine_in_cluster(SharedStorage<C>& smem, const
     const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
     const int first = tile.m_block * tile_rows;
     const Rows<C.pack_gqa> rows(params.shape);
-    const int end = rows.end(seqlen, tile.m_block, tile_rows);
+    const int end = min(rows.end(seqlen, tile.m_block, tile_rows), first + tile_rows);
     const bool is_whole = params.split.splits == 1;
 #pragma unroll 1
     for (int row = cluster_cta_rank() + ctas * (warp_index() - 4); first + row < end;

@@ -367,10 +367,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, end(), tile.head, tile.batch);
             }
         }
-        if constexpr (T::kPartsInClusters) {
-            if (cluster_cta_count() > 1) combine_in_cluster<C>(smem, params, heads);
-        }
         index = tiles.next(smem, params, index);
+    }
+    // In a cluster a CTA has a single work tile.
+    if constexpr (T::kPartsInClusters) {
+        if (cluster_cta_count() > 1) combine_in_cluster<C>(smem, params, heads);
     }
 }
 

@@ -46,6 +46,7 @@ struct GatheredKeys {
     static constexpr int kLookups = ceil_div(kHalf, 32);
     static_assert(kHalf % 8 == 0, "the swizzle repeats after eight rows: a box may start at each half");
     static_assert(kHalf % kRows == 0);
+    static_assert(kHalf >= 32, "each lane's first lookup is of a row of the half");
 
     // Marks a row that does not exist. Positions in a cache are below 2^31.
     static constexpr u32 kNowhere = ~0u;
@@ -67,32 +68,29 @@ struct GatheredKeys {
     __device__ __forceinline__ static int own_lookup() {
         return lane_index() / Lanes + kRows * (lane_index() % Lanes);
     }
-    // Whether the lane's i-th lookup is of a row of the half.
+    // Whether the lane's i-th lookup is of a row of the half; the first one always is.
     __device__ __forceinline__ bool in_half(int i) const {
         return 32 * (i + 1) <= kHalf || own < kHalf - 32 * i;
     }
+    // Rows from the lane's first lookup to its i-th: none where that is outside the half.
+    __device__ __forceinline__ int from_first(int i) const { return in_half(i) ? 32 * i : 0; }
     // The warp's first row within a tile.
     __device__ __forceinline__ static int first_row() {
         return u32(thread_index_volatile()) / 32 % 2 * kHalf;
     }
-    // The key of the lane's i-th lookup: past the end, the last key; outside the half, the first lookup's.
+    // The key of the lane's i-th lookup; past the end, the last key.
     __device__ __forceinline__ int key_of(int n_block, int i) const {
-        return min(n_block * TileN + first_row() + own + (in_half(i) ? 32 * i : 0), keys - 1);
+        return min(n_block * TileN + first_row() + own + from_first(i), keys - 1);
     }
 
+    // `Direct`, here and below: pages have one key, and the tile has all its rows.
+    template <bool Direct>
     __device__ __forceinline__ Entries entries_of(int n_block) const {
-        Entries entries;
-#pragma unroll
-        for (int i = 0; i < kLookups; ++i) entries.of[i] = table[page_slot(varlen, key_of(n_block, i))];
-        return entries;
-    }
-
-    // The same for a half that has all its rows, with pages of one key.
-    __device__ __forceinline__ Entries entries_of_keys(int n_block) const {
         Entries entries;
         const int* const at = table + (n_block * TileN + first_row() + own);
 #pragma unroll
-        for (int i = 0; i < kLookups; ++i) entries.of[i] = at[in_half(i) ? 32 * i : 0];
+        for (int i = 0; i < kLookups; ++i)
+            entries.of[i] = Direct ? at[from_first(i)] : table[page_slot(varlen, key_of(n_block, i))];
         return entries;
     }
 
@@ -111,24 +109,17 @@ struct GatheredKeys {
 
     // Whether the warp's rows are contiguous in the cache, so that one TMA box loads them: consecutive pages
     // of a cache without gaps between pages. All entries are valid.
+    template <bool Direct>
     __device__ __forceinline__ bool in_one_piece(int n_block, const Entries& entries) const {
-        bool apart = strides.entry != u32(varlen.page) * strides.row;
+        bool apart = !Direct && strides.entry != u32(varlen.page) * strides.row;
         int from_slot = 0;  // page in the cache less its index in the sequence
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            const int slot = page_slot(varlen, key_of(n_block, i));
+            // (With Direct, less its index in the half.)
+            const int slot = Direct ? own + from_first(i) : page_slot(varlen, key_of(n_block, i));
             if (i == 0) from_slot = shuffle_from(entries.of[0] - slot, 0);
             apart = apart || entries.of[i] - slot != from_slot;
         }
-        return !warp_any(apart);
-    }
-
-    // The same for entries_of_keys().
-    __device__ __forceinline__ bool keys_in_one_piece(const Entries& entries) const {
-        const int first = shuffle_from(entries.of[0], 0) + own;
-        bool apart = false;
-#pragma unroll
-        for (int i = 0; i < kLookups; ++i) apart = apart || (in_half(i) && entries.of[i] != first + 32 * i);
         return !warp_any(apart);
     }
 
@@ -291,16 +282,17 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
         int next = 0;
         if (!work.range.empty()) {
             if (Values && member == 0 && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
-            Entries entries = keys.entries_of(work.range.end - 1);
+            Entries entries = keys.template entries_of<false>(work.range.end - 1);
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
                 const int entry = entries.of[0];
                 bool contiguous, direct = false;  // by TMA, or all rows by their entries alone
                 if (one_key && (n_block + 1) * C.tile_n <= keys.keys) {
                     direct = keys.are_valid(entries);
-                    contiguous = direct && keys.keys_in_one_piece(entries);
+                    contiguous = direct && keys.template in_one_piece<true>(n_block, entries);
                 } else {
-                    contiguous = keys.are_valid(entries) && keys.in_one_piece(n_block, entries);
+                    contiguous =
+                        keys.are_valid(entries) && keys.template in_one_piece<false>(n_block, entries);
                 }
                 Rows rows{};
                 if (direct) {
@@ -316,8 +308,10 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                 if constexpr (C.num_wg > 1) copied.finish(bars);
                 // Prefetch the next tile's entries, in flight while this tile is copied. They are loaded into
                 // the registers of this tile's, since a move would wait for them.
-                if (n_block > work.range.begin)
-                    entries = one_key ? keys.entries_of_keys(n_block - 1) : keys.entries_of(n_block - 1);
+                if (n_block > work.range.begin) {
+                    entries = one_key ? keys.template entries_of<true>(n_block - 1)
+                                      : keys.template entries_of<false>(n_block - 1);
+                }
                 bars.wait_empty(state);
                 u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
                 if (contiguous) {

@@ -251,7 +251,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let function = if spec.kernel.is_backward() {
             "plan_backward<plan_rules, last_keys_first<config.mask, config.deterministic>()>"
         } else {
-            "plan_forward<plan_rules>"
+            // The main kernel waits for the plan itself.
+            "let_next_launch_start();\n    plan_forward<plan_rules>"
         };
         text.push_str(&body(PLAN, PLAN_THREADS, function.into()));
     }

@@ -57,6 +57,10 @@ pub struct RawExtras {
     pub page_faults: Option<u64>,
     /// As [`Extras::plan`], on a multiple of 16 bytes.
     pub plan: Option<u64>,
+    /// Two words that are zero, in place of a forward's first two of its workspace, which then needs no
+    /// initialisation. Each call leaves them zero; calls that may overlap have words of their own. Without
+    /// effect on a forward that counts nothing.
+    pub counter: Option<u64>,
     /// As [`Extras::alibi_slopes`].
     pub alibi_slopes: Option<u64>,
     /// As [`Extras::sinks`].
@@ -142,6 +146,9 @@ impl RawExtras {
     /// # Errors
     /// [`Error::MissingExtra`], [`Error::UnusedExtra`] and [`Error::Address`].
     pub(crate) fn check(&self, needs: &[Extra]) -> Result<(), Error> {
+        if let Some(address) = self.counter {
+            check_address("counter", address, WORD_BYTES)?;
+        }
         for (name, address) in self.named() {
             match (needs.iter().find(|need| need.name == name), address) {
                 (None, None) => (),
@@ -290,6 +297,7 @@ impl Extras<'_> {
             page_table,
             page_faults,
             plan,
+            counter: None,
             alibi_slopes,
             sinks,
             dsinks,

@@ -66,6 +66,7 @@ impl Launches {
         let mut steps = Vec::new();
         if has_work && spec.reads.varied {
             steps.push(plan_step(spec, problem));
+            main = main.early(arch);
         }
         if has_work {
             steps.push(Step::Launch(main));
@@ -74,7 +75,8 @@ impl Launches {
             // With a plan, the upper bound on divided rows.
             let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
             let grid = combine_ctas(rows, sms as usize) as u32;
-            steps.push(Step::Launch(Launch::plain(COMBINE, grid, COMBINE_THREADS, COMBINE_SMEM)));
+            let combine = Launch::plain(COMBINE, grid, COMBINE_THREADS, COMBINE_SMEM);
+            steps.push(Step::Launch(combine.early(arch)));
         }
         let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors) } else { Vec::new() };
         Ok(Launches {
@@ -136,7 +138,9 @@ impl Work {
             // would cut four for each CTA.
             let chunk = || (max_q > queries).then(|| kv_splits(problem, spec, arch, sms));
             let most = splits.or_else(chunk).unwrap_or(usize::MAX).clamp(1, work.bounds.slots.max(1));
-            (work.splits, work.slots, work.divided) = (most, work.bounds.slots, work.bounds.split_items);
+            let divided = work.bounds.split_items;
+            let slots = work.bounds.slots.min(divided.saturating_mul(most));
+            (work.splits, work.slots, work.divided) = (most, slots, divided);
         } else if spec.split {
             let tiles = max_q.div_ceil(queries).saturating_mul(problem.lengths.sequences());
             let steps = problem.lengths.max_k().div_ceil(traits.tile.1 as usize).max(1);

@@ -56,6 +56,9 @@ pub struct Launch {
     pub cluster: u32,
     /// Whether the tensor maps follow the parameters in its arguments.
     pub takes_maps: bool,
+    /// Whether it may start before the launch before it in the same call has ended, for which its code waits
+    /// (`ptx/grid.cuh`).
+    pub starts_early: bool,
 }
 
 impl Launch {
@@ -68,12 +71,17 @@ impl Launch {
             Scheduler::Static | Scheduler::Dynamic => tiles.min(sms / cluster * cluster),
         };
         let (smem, takes_maps) = (smem_bytes(spec), spec.traits().uses_tma());
-        Launch { entry: ENTRY, grid, threads, smem, cluster, takes_maps }
+        Launch { entry: ENTRY, grid, threads, smem, cluster, takes_maps, starts_early: false }
+    }
+
+    /// This launch, started early where GPUs of `arch` can.
+    pub(crate) fn early(self, arch: Arch) -> Launch {
+        Launch { starts_early: arch.compute_capability().0 >= 9, ..self }
     }
 
     /// A launch of another kernel: without clusters, and without tensor maps.
     pub(crate) const fn plain(entry: &'static str, grid: u32, threads: u32, smem: u32) -> Launch {
-        Launch { entry, grid, threads, smem, cluster: 1, takes_maps: false }
+        Launch { entry, grid, threads, smem, cluster: 1, takes_maps: false, starts_early: false }
     }
 }
 
@@ -245,7 +253,10 @@ impl Launches {
                 v: reads(2),
                 out: writes(3),
                 lse: MutF32Ptr(lse),
-                tile_counter: words(parts.tile_counter),
+                tile_counter: match (parts.tile_counter, at.extras.counter) {
+                    (Some(_), Some(counter)) => MutU32Ptr(counter),
+                    (own, _) => words(own),
+                },
                 varlen: varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
                 split: SplitParams {

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, result};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
@@ -29,7 +29,13 @@ pub struct LoadedKernel {
     function: CudaFunction,
     /// All entries by their names.
     entries: Vec<(&'static str, CudaFunction)>,
+    /// Whether launches may overlap, in graphs as well.
+    overlaps: bool,
 }
+
+/// The driver from which on graphs keep launches that may overlap (CUDA C++ Programming Guide, "Use in CUDA
+/// Graphs").
+const OVERLAPPING_GRAPHS: i32 = 12_030;
 
 /// Bytes of dynamic shared memory that no entry but the main one exceeds; every GPU has as much.
 const SMALL_SMEM: i32 = 96 << 10;
@@ -66,7 +72,21 @@ impl LoadedKernel {
                 .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SMALL_SMEM)
                 .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
         }
-        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, context: context.clone(), function, entries })
+        let mut driver = 0;
+        // SAFETY: the driver writes one number.
+        unsafe { sys::cuDriverGetVersion(&raw mut driver) }
+            .result()
+            .map_err(|e| Error::driver("asking for the driver's version", e))?;
+        Ok(LoadedKernel {
+            spec: spec.clone(),
+            arch,
+            sms,
+            smem,
+            context: context.clone(),
+            function,
+            entries,
+            overlaps: driver >= OVERLAPPING_GRAPHS,
+        })
     }
 
     /// Registers per thread, as the driver allocates them at launch.
@@ -123,43 +143,50 @@ impl LoadedKernel {
         let function =
             self.entries.iter().find(|(name, _)| *name == launch.entry).map(|(_, function)| function);
         let function = function.expect("a launch names an entry of its spec's unit");
-        // SAFETY: the function and the stream are alive; the caller vouches for the rest.
-        let launched = unsafe {
-            // Clusters that share loads are part of the main entry's code.
-            if launch.cluster > self.spec.traits().cluster || (launch.cluster > 1 && launch.entry != ENTRY) {
-                launch_clusters(function, stream, launch, args)
-            } else {
-                result::launch_kernel(
-                    function.cu_function(),
-                    (launch.grid, 1, 1),
-                    (launch.threads, 1, 1),
-                    launch.smem,
-                    stream.cu_stream(),
-                    args,
-                )
-            }
+        // Clusters that share loads are part of the main entry's code.
+        let clusters =
+            launch.cluster > self.spec.traits().cluster || (launch.cluster > 1 && launch.entry != ENTRY);
+        let mut attributes = [early_attribute(), cluster_attribute(launch.cluster)];
+        let attributes = match (launch.starts_early && self.overlaps, clusters) {
+            (true, true) => &mut attributes[..],
+            (true, false) => &mut attributes[..1],
+            (false, true) => &mut attributes[1..],
+            (false, false) => &mut [],
         };
+        // SAFETY: the function and the stream are alive; the caller vouches for the rest.
+        let launched = unsafe { launch_kernel(function, stream, launch, attributes, args) };
         launched.map_err(|e| Error::driver("launching a kernel", e))
     }
 }
 
-/// A launch whose cluster is no part of the kernel's code.
-///
+fn attribute(id: sys::CUlaunchAttributeID) -> sys::CUlaunchAttribute {
+    sys::CUlaunchAttribute { id, pad: [0; 4], value: sys::CUlaunchAttributeValue { pad: [0; 64] } }
+}
+
+/// A cluster that is no part of the kernel's code.
+fn cluster_attribute(ctas: u32) -> sys::CUlaunchAttribute {
+    let mut cluster = attribute(sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+    cluster.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: ctas, y: 1, z: 1 };
+    cluster
+}
+
+/// A start before the launch before it has ended.
+fn early_attribute() -> sys::CUlaunchAttribute {
+    let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    let mut early = attribute(id);
+    early.value.programmaticStreamSerializationAllowed = 1;
+    early
+}
+
 /// # Safety
-/// As [`result::launch_kernel`].
-unsafe fn launch_clusters(
+/// As [`cudarc::driver::result::launch_kernel`].
+unsafe fn launch_kernel(
     function: &CudaFunction,
     stream: &CudaStream,
     launch: &Launch,
+    attributes: &mut [sys::CUlaunchAttribute],
     args: &mut [*mut c_void],
 ) -> Result<(), DriverError> {
-    let mut cluster = sys::CUlaunchAttribute {
-        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-        pad: [0; 4],
-        value: sys::CUlaunchAttributeValue { pad: [0; 64] },
-    };
-    cluster.value.clusterDim =
-        sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
     let config = sys::CUlaunchConfig {
         gridDimX: launch.grid,
         gridDimY: 1,
@@ -169,8 +196,8 @@ unsafe fn launch_clusters(
         blockDimZ: 1,
         sharedMemBytes: launch.smem,
         hStream: stream.cu_stream(),
-        attrs: &raw mut cluster,
-        numAttrs: 1,
+        attrs: attributes.as_mut_ptr(),
+        numAttrs: attributes.len() as u32,
     };
     // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
     unsafe {

@@ -88,6 +88,74 @@ pub(super) fn paged() -> Vec<Wanted> {
     wanted
 }
 
+/// A step of a served model: name, query and K/V heads, head dim, and of each sequence its new tokens and its
+/// keys.
+struct ServedStep {
+    name: &'static str,
+    heads: (usize, usize),
+    head_dim: usize,
+    lens: Vec<(usize, usize)>,
+}
+
+/// The most keys that a sequence may have: what a server is set to.
+const MOST_KEYS: usize = 32 << 10;
+
+/// The page of mixed steps, the smallest that FlashAttention 3 takes.
+const STEP_PAGE: usize = 128;
+
+/// Steps that mix chunks of prompts with decoding of 500 to 8,000 keys, packed queries on keys in pages; and
+/// decoding by a GPU that has few of a model's heads, on a cache of fixed room.
+pub(super) fn mixed() -> Vec<Wanted> {
+    let mut random = Random::new(31);
+    let mut decoded = |count: usize, tokens: usize| -> Vec<(usize, usize)> {
+        (0..count).map(|_| (tokens, 500 + random.below(7501))).collect()
+    };
+    let mut after = |chunks: &[(usize, usize)], count: usize| -> Vec<(usize, usize)> {
+        chunks.iter().copied().chain(decoded(count, 1)).collect()
+    };
+    let (llama, shared) = ((32, 8), (8, 1));
+    let four = [(512, 512), (512, 1024), (512, 1536), (512, 2048)];
+    let of = |name, heads, lens| ServedStep { name, heads, head_dim: 128, lens };
+    let steps = [
+        of("Llama 3 8B, 512 on 16k and 31 decoded", llama, after(&[(512, 16384)], 31)),
+        of("Llama 3 8B, 2,048 new and 31 decoded", llama, after(&[(2048, 2048)], 31)),
+        of("Llama 3 8B, 4 x 512 on up to 2,048", llama, after(&four, 0)),
+        of("Llama 3 70B, 1 of 8, 512 on 16k and 31 decoded", shared, after(&[(512, 16384)], 31)),
+        of("Llama 3 70B, 1 of 8, 4 x 512 on up to 2,048", shared, after(&four, 0)),
+        of("Llama 3 70B, 1 of 8, 512 on 16k", shared, after(&[(512, 16384)], 0)),
+        of("Llama 3 70B, 1 of 8, 2 x 1,024 on 16k", shared, after(&[(1024, 16384); 2], 0)),
+        of("Qwen2.5 14B, 300 on 5,000 and 60 decoded", (40, 8), after(&[(300, 5000)], 60)),
+        of("Qwen3 30B, 1 of 2, 1,500 new and 20 decoded", (16, 2), after(&[(1500, 1500)], 20)),
+        ServedStep {
+            head_dim: 64,
+            ..of("gpt-oss 120B, 512 on 8k and 31 decoded", (64, 8), after(&[(512, 8192)], 31))
+        },
+    ];
+    let decoding = [
+        of("Llama 3 70B, 1 of 8, decoding 1 x 8k", shared, vec![(1, 8192)]),
+        of("Llama 3 70B, 1 of 8, decoding 16", shared, decoded(16, 1)),
+        of("Llama 3 70B, 1 of 8, 5 tokens guessed of 16", shared, decoded(16, 5)),
+        of("Qwen2.5 72B, 1 of 4, decoding 40", (16, 2), decoded(40, 1)),
+    ];
+    let wanted = |step: ServedStep, packed: bool| {
+        let (new, keys): (Vec<usize>, Vec<usize>) = step.lens.iter().copied().unzip();
+        let (group, unit, q, k) = if packed {
+            let pages = Ragged::paged(&keys, STEP_PAGE, 0, &mut Random::new(1));
+            ("mixed steps, bf16", Unit::Flops, Ragged::packed(&new, 0), pages.bounded(MOST_KEYS))
+        } else {
+            let (q, k) = (Ragged::uniform(new.len(), new[0]), Ragged::padded(&keys, 8192));
+            ("decoding on few heads, bf16", Unit::KvBytes, q, k)
+        };
+        let (heads_q, heads_kv) = step.heads;
+        let (head_dim, head_dim_v) = (step.head_dim, step.head_dim);
+        let problem = Problem { heads_q, heads_kv, head_dim, head_dim_v, ..GROUPED };
+        let found = Wanted::of(problem, Sequences { q, k }, group);
+        Wanted { name: Some(step.name), unit, graph: DECODE_CALLS, ..found }
+    };
+    let (steps, decoding) = (steps.into_iter(), decoding.into_iter());
+    steps.map(|step| wanted(step, true)).chain(decoding.map(|step| wanted(step, false))).collect()
+}
+
 /// The layers of gpt-oss: a logit per head in the denominator, with and without a window; and without.
 pub(super) fn sinks() -> Vec<Wanted> {
     let square = Problem::square(2, 8192, 64, 64, Mask::CAUSAL, Dtype::Bf16);

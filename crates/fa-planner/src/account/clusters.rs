@@ -19,8 +19,7 @@ pub(crate) const MANY_PARTS: usize = 64;
 
 /// Whether CTAs of `spec` can combine the parts of `problem`'s tiles in a cluster: SM90 forwards of equal
 /// lengths and V of up to 128 columns (`kPartsInClusters` in `sm90/fwd_layout.cuh`), where the place of K and
-/// V holds the results of a tile's rows. Without packed heads a tile has to be the only one of its head: the
-/// kernel combines all rows of the head.
+/// V holds the results of a tile's rows.
 pub(crate) fn combines_in_clusters(problem: &Problem, spec: &KernelSpec) -> bool {
     let Kernel::Sm90Fwd(kernel) = &spec.kernel else { return false };
     if !spec.split || spec.reads.varied || spec.head_dim_v > 128 {
@@ -28,9 +27,6 @@ pub(crate) fn combines_in_clusters(problem: &Problem, spec: &KernelSpec) -> bool
     }
     let of_query = if kernel.pack_gqa { problem.group_size() } else { 1 };
     let (tile_m, of_head) = (kernel.tile_m as usize, of_query.saturating_mul(problem.lengths.max_q()));
-    if !kernel.pack_gqa && of_head > tile_m {
-        return false;
-    }
     let keys = kernel.kv_stages as usize * kernel.tile_n as usize;
     let room = keys.saturating_mul(((spec.head_dim + spec.head_dim_v) * spec.elem_bytes()) as usize);
     let row = 4 * (spec.head_dim_v + PADDING) as usize;
