@@ -111,11 +111,55 @@ fn trial_of(emulator: &Emulator, spec: &mut KernelSpec, batch: &Batch) -> (Unit,
 const ITEMS: usize = 0;
 const M_TILES: usize = 2;
 const N_TILES: usize = 3;
+const SLOTS: usize = 4;
 
 /// The sequence and the block of each entry of a plan's list, which begins after `before` others.
 fn list(plan: &[i32], count: usize, before: usize) -> Vec<(i32, i32)> {
     let entry = |i: usize| (plan[16 + 4 * i], plan[16 + 4 * i + 1]);
     (before..before + plan[count] as usize).map(entry).collect()
+}
+
+/// Up to 32 sequences of one tile each are listed by one warp (`attn/plan_few.cuh`).
+#[test]
+fn few_sequences_of_one_tile_are_listed() {
+    let Some(emulator) = unless_known("few_sequences_of_one_tile_are_listed") else { return };
+    let keys_of = |i: usize| [300, 2000, 0, 128, 129, 700][i % 6];
+    for (split, number) in [(false, 32), (true, 32), (true, 33), (true, 5), (true, 3), (true, 1)] {
+        // The third, and with 33 the last, has no query; the rest 1 to 3.
+        let queries = |i: usize| if i == 2 || i == 32 { 0 } else { 1 + i % 3 };
+        let sequences: Vec<_> = (0..number).map(|i| (queries(i), keys_of(i))).collect();
+        let batch = Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 3 };
+        let mut spec = spec("sm90_fwd", &[]);
+        spec.split = split;
+        let (unit, _, trial) = trial_of(&emulator, &mut spec, &batch);
+        let proof = trial.run(&unit, &Options { sms: 16, ..Options::of(&spec, 1) }).unwrap();
+        assert!(proof.passed(), "{spec}, {number}:\n{}", proof.faults().join("\n"));
+        let plan = &proof.outcome.plan;
+        let steps = |sequence: i32| keys_of(sequence as usize).div_ceil(128) as i32;
+        // Sequence, parts, and the part's length of each entry.
+        let entry = |i: usize| {
+            let (sequence, part, slot) = (plan[16 + 4 * i], plan[18 + 4 * i], plan[19 + 4 * i]);
+            let parts = part >> 16;
+            (sequence, parts, part & 0xffff, slot, (steps(sequence) + parts - 1) / parts)
+        };
+        let items: Vec<_> = (0..plan[ITEMS] as usize).map(entry).collect();
+        assert!(items.is_sorted_by(|a, b| a.4 >= b.4), "the longest first: {items:?}");
+        let mut parts: Vec<_> = items.iter().map(|item| (item.0, item.2)).collect();
+        parts.sort_unstable();
+        let of = |sequence: i32| items.iter().find(|item| item.0 == sequence).map_or(0, |item| item.1);
+        let expected: Vec<_> =
+            (0..number as i32).flat_map(|i| (0..of(i)).map(move |part| (i, part))).collect();
+        assert_eq!(parts, expected, "each part once");
+        let with_queries = (0..number).filter(|&i| queries(i) > 0);
+        assert!(with_queries.clone().all(|i| of(i as i32) >= 1), "{items:?}");
+        assert_eq!(items.iter().filter(|item| item.2 == 0).count(), with_queries.count());
+        // Every divided part has a slot of its own, all of a tile in a row.
+        let mut slots: Vec<_> = items.iter().filter(|item| item.1 > 1).map(|item| item.3).collect();
+        slots.sort_unstable();
+        assert_eq!(slots, (0..slots.len() as i32).collect::<Vec<_>>());
+        assert_eq!(plan[SLOTS], slots.len() as i32);
+        assert_eq!(split, plan[SLOTS] > 0, "{number} sequences on 16 SMs");
+    }
 }
 
 #[test]

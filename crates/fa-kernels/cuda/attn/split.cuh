@@ -138,6 +138,8 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
         const int end = Rows<PackGqa>(params.shape).count(seqlen);
         const OutputRow<PackGqa> target(params, seqlen, tile_row, end, head, tile.sequence);
         if (!target.inside) continue;
+        wait_for_launches_before();  // for the results; the launch before had read the plan when it let us
+                                     // start
 
         const int splits = tile.part;
         const i64 first = partial_row(params, tile.slot, heads, head, row);
@@ -207,7 +209,6 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
 // whose warps share the parts.
 template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
 __device__ __forceinline__ void combine(const FwdParams& params) {
-    wait_for_launches_before();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int tiles =
         Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;
@@ -218,6 +219,7 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
     } else {
         combine_rows<T, TileM, PackGqa, Varied, Sinks, true>(params, rows, cta_index(), cta_count());
     }
+    wait_for_launches_before();  // CTAs without rows: no launch ends before the one before it
 }
 
 }  // namespace fa

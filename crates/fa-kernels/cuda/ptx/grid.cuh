@@ -1,5 +1,5 @@
-// Order between a launch and the one before it, which may overlap (PTX ISA, "griddepcontrol"). Both do nothing
-// in launches that were not made for it, and on GPUs before 9.0, which have no such launches.
+// Order between a launch and the one before it, which may overlap (PTX ISA, "griddepcontrol"). Both do
+// nothing in launches that were not made for it, and on GPUs before 9.0, which have no such launches.
 #pragma once
 #include "types.cuh"
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tcgen05.cuh"
@@ -38,6 +39,7 @@ __device__ __forceinline__ void sm100_fwd(const FwdParams& params, const TensorM
         tma_prefetch_map(map_v);
         smem.init_barriers();
     }
+    if constexpr (C.varied) wait_for_launches_before();  // for the work plan
     cta_sync();
     const u32 base = smem.tensor;
 

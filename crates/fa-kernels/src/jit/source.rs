@@ -199,7 +199,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
     let mut text = format!("// {spec}\n#include \"{header}\"\n");
     if spec.reads.varied {
-        text.push_str("#include \"attn/plan.cuh\"\n");
+        let of_pass = if spec.kernel.is_backward() { "plan" } else { "plan_few" };
+        let _ = writeln!(text, "#include \"attn/{of_pass}.cuh\"");
     }
     if spec.split {
         text.push_str("#include \"attn/split.cuh\"\n");
@@ -251,8 +252,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let function = if spec.kernel.is_backward() {
             "plan_backward<plan_rules, last_keys_first<config.mask, config.deterministic>()>"
         } else {
-            // The main kernel waits for the plan itself.
-            "let_next_launch_start();\n    plan_forward<plan_rules>"
+            "plan_tiles<plan_rules>"
         };
         text.push_str(&body(PLAN, PLAN_THREADS, function.into()));
     }
