@@ -198,20 +198,6 @@ impl Lengths {
         self.k.mean(self.sequences)
     }
 
-    /// How the queries may be spread, for estimates of cost: numbers of sequences, and the queries of each.
-    /// Packed queries on cached keys are taken for a served step, in which some sequences bring chunks of the
-    /// most queries and the others decode; all other sequences have the mean.
-    pub const fn likely_q(&self) -> [(usize, usize); 2] {
-        let (all, most, total) = (self.sequences, self.max_q(), self.reach_q());
-        let is_step = self.q.is_packed() && !self.k.is_packed() && most > 1;
-        let chunks = if is_step { total.saturating_sub(all) / (most - 1) } else { 0 };
-        if chunks == 0 || chunks >= all {
-            return [(all, self.mean_q()), (0, 0)];
-        }
-        let others = all - chunks;
-        [(chunks, most), (others, total.saturating_sub(chunks * most).div_ceil(others))]
-    }
-
     /// Whether every sequence has the same lengths and the host knows them. Everything else takes a kernel
     /// that reads lengths on the device.
     pub const fn is_uniform(&self) -> bool {
@@ -254,21 +240,6 @@ impl Lengths {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_served_step_has_chunks_and_decoding_sequences() {
-        let step =
-            |sequences, total, max, keys| Lengths::of(sequences, Side::packed(total, max), keys).likely_q();
-        let cache = Side::paged(16, 1000, 8192);
-        assert_eq!(step(32, 543, 512, cache), [(1, 512), (31, 1)]);
-        assert_eq!(step(10, 1100, 512, cache), [(2, 512), (8, 10)]);
-        // Only chunks, only decoding, a few tokens each, and keys that are packed as well.
-        assert_eq!(step(4, 2048, 512, cache), [(4, 512), (0, 0)]);
-        assert_eq!(step(64, 64, 1, cache), [(64, 1), (0, 0)]);
-        assert_eq!(step(64, 64, 8, cache), [(64, 1), (0, 0)]);
-        assert_eq!(step(32, 543, 512, Side::packed(543, 512)), [(32, 17), (0, 0)]);
-        assert_eq!(step(0, 0, 512, cache), [(0, 512), (0, 0)]);
-    }
 
     #[test]
     fn totals_are_over_all_sequences() {

@@ -199,10 +199,8 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
 /// As [`plan`].
 pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan, PlanError> {
     let constants = options.constants(arch);
-    let mean_k = problem.lengths.mean_k();
-    let pairs_of = |(sequences, seqlen_q)| sequences as f64 * problem.mask.pairs(seqlen_q, mean_k) as f64;
-    let pairs = problem.lengths.likely_q().into_iter().map(pairs_of).sum::<f64>()
-        / (problem.lengths.sequences().max(1)) as f64;
+    let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
+    let pairs = problem.mask.pairs(mean_q, mean_k) as f64;
     let (mut fitting, mut number) = (Vec::new(), 0);
     for_each(problem, arch, options, |spec| {
         if let Ok(account) = fits(problem, &spec, arch) {

@@ -1,5 +1,5 @@
-// The plan of a forward's few sequences of one tile each, as a decoding batch has them: by one warp, a
-// sequence a lane, which takes half as long as the plan kernel's own way for any number (attn/plan.cuh).
+// The plan of a forward that can have few tiles, as a decoding batch or a chunk of a prompt has: by one warp,
+// a tile a lane, which takes half as long as the way for any number (attn/plan.cuh).
 #pragma once
 #include "attn/plan.cuh"
 #include "attn/plan_cta.cuh"
@@ -16,7 +16,7 @@
 
 namespace fa {
 
-// Tiles of keys per part where all sequences have `all`: as Planner::part_length().
+// Tiles of keys per part where all tiles have `all`: as Planner::part_length().
 __device__ __forceinline__ int few_part_length(const PlanParams& params, int all) {
     const float per_cta = float(all) * float(params.heads) / float(params.slots);
     const float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
@@ -28,10 +28,11 @@ __device__ __forceinline__ int few_part_length(const PlanParams& params, int all
 template <PlanRules R>
 __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<R, 1>& cta) {
     const WorkPlan plan{params.plan};
-    const int lane = lane_index(), batch = params.shape.batch;
-    const auto seqlen = Seqlen<true>::of(params, min(lane, batch - 1));
-    const bool has_tile = lane < batch && seqlen.q() > 0;
-    const int length = has_tile ? cta.key_tiles(seqlen, 0) : 0;
+    const int lane = lane_index(), lanes = params.shape.batch * params.m_blocks;
+    const int sequence = lane / params.m_blocks, block = lane % params.m_blocks;
+    const auto seqlen = Seqlen<true>::of(params, min(sequence, params.shape.batch - 1));
+    const bool has_tile = lane < lanes && block < cta.m_blocks(seqlen);
+    const int length = has_tile ? cta.key_tiles(seqlen, block) : 0;
     int chunk = 0, splits = has_tile;
     if constexpr (R.split) {
         chunk = few_part_length(params.plan, warp_sum(length));
@@ -42,27 +43,31 @@ __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<
     const int part = ceil_div(length, max(splits, 1));
     int place = 0, items = 0;
 #pragma unroll 1
-    for (int other = 0; other < batch; ++other) {
+    for (int other = 0; other < lanes; ++other) {
         const int theirs = shuffle_from(part, other), count = shuffle_from(splits, other);
         if (theirs > part || (theirs == part && other < lane)) place += count;
         items += count;
     }
     const int own_slots = splits > 1 ? splits : 0;
     const int slot = warp_scan(own_slots), number = warp_scan(int(splits > 1));
-    if (splits > 1 && number < params.plan.split_items) plan.split_items()[number] = {lane, 0, splits, slot};
-    auto write = [&](int sequence, int first, int count, int slot, int split) {
-        if (first + split < params.plan.items)
-            plan.items()[first + split] = {sequence, 0, split | count << 16, count > 1 ? slot + split : 0};
-    };
-    // A sequence of many parts is written by all lanes; many sequences of few each by its own.
-    if (batch <= 4) {
-        for (int other = 0; other < batch; ++other) {
-            const int first = shuffle_from(place, other), count = shuffle_from(splits, other);
-            const int first_slot = shuffle_from(slot, other);
-            for (int split = lane; split < count; split += 32) write(other, first, count, first_slot, split);
+    if (splits > 1 && number < params.plan.split_items)
+        plan.split_items()[number] = {sequence, block, splits, slot};
+    // The parts of the tile of lane `of`, from `first` on every `stride`-th. The lanes of a warp call it.
+    auto write = [&](int of, int first, int stride) {
+        const int own_sequence = shuffle_from(sequence, of), own_block = shuffle_from(block, of);
+        const int begin = shuffle_from(place, of), count = shuffle_from(splits, of);
+        const int own_slot = shuffle_from(slot, of);
+        for (int split = first; split < count; split += stride) {
+            if (begin + split < params.plan.items)
+                plan.items()[begin + split] = {own_sequence, own_block, split | count << 16,
+                                               count > 1 ? own_slot + split : 0};
         }
+    };
+    // The many parts of a few tiles are written by all lanes, those of more tiles by one lane each.
+    if (lanes <= 4) {
+        for (int other = 0; other < lanes; ++other) write(other, lane, 32);
     } else {
-        for (int split = 0; split < splits; ++split) write(lane, place, splits, slot, split);
+        write(lane, 0, 1);
     }
     if (lane == 31) {
         plan.count(PlanCount::Items) = min(items, params.plan.items);
@@ -76,7 +81,7 @@ __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<
 template <PlanRules R>
 __device__ __forceinline__ void plan_tiles(const FwdParams& params) {
     let_next_launch_start();
-    if (params.shape.batch <= 32 && params.shape.seqlen_q <= tile_queries<R.pack_gqa, R.tile_m>(params)) {
+    if (params.shape.batch <= 32 && params.m_blocks <= 32 / params.shape.batch) {
         if (warp_index() != 0) return;
         auto& smem = shared_memory<PlanStorage>();
         const PlanCta<R, 1> cta{smem, params.shape, params.varlen, params.plan,

@@ -13,8 +13,9 @@ pub(crate) mod core;
 mod correlation;
 pub(crate) mod cuts;
 pub(crate) mod schedule;
+mod step;
 
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, ArchLimits, KernelSpec, Problem};
 
 use crate::account::kv_splits::{best_split, least_seconds};
 use crate::kernels::planned::{self, Time};
@@ -36,7 +37,8 @@ pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &Cos
 }
 
 /// What [`predict`] is at least, before the tiles of a kernel are counted: infinite where keys are divided,
-/// which no bound is known for, and 0 for backwards, whose tiles are those of many kernels. `pairs` are those
+/// which no bound is known for, and 0 for backwards, whose tiles are those of many kernels, and for steps of
+/// servers. `pairs` are those
 /// of a query and a key that it sees, in a head of a sequence of mean length.
 pub(crate) fn at_least(
     problem: &Problem,
@@ -47,7 +49,7 @@ pub(crate) fn at_least(
     if spec.split {
         return f64::INFINITY;
     }
-    if spec.kernel.is_backward() {
+    if spec.kernel.is_backward() || step::phases(problem).is_some() {
         return 0.0;
     }
     let work = Work::at_least(problem, spec.tile(), spec.traits().packs_gqa, pairs);
@@ -66,9 +68,29 @@ pub(crate) fn predict_below(
     match planned::of(&spec.kernel).time() {
         Time::Forward(_) => {
             let (tile_m, tile_n) = spec.tile();
+            if let Some(phases) = step::phases(problem) {
+                return one_after_another(problem, &phases, spec, arch.limits(), constants);
+            }
             let work = cuts.of_queries(problem, tile_m, tile_n, spec.traits().packs_gqa);
             best_split(problem, spec, arch.limits(), constants, (Some(work), below))
         }
         Time::Backward(kernel) => Some(kernel.predict(problem, spec, arch, constants, cuts)),
     }
+}
+
+/// The cost of the longest of `phases`, with the time and the rates of all of `problem`.
+fn one_after_another(
+    problem: &Problem,
+    phases: &[Problem],
+    spec: &KernelSpec,
+    limits: &ArchLimits,
+    constants: &CostConstants,
+) -> Option<Cost> {
+    let of = |phase| best_split(phase, spec, limits, constants, (None, f64::INFINITY));
+    let costs = phases.iter().map(of).collect::<Option<Vec<Cost>>>()?;
+    let seconds = costs.iter().map(|cost| cost.seconds).sum::<f64>();
+    let splits = costs.iter().map(|cost| cost.splits).max()?;
+    let longest = costs.into_iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds))?;
+    let (tflops, bytes_per_s) = (problem.flops_forward() / seconds / 1e12, problem.bytes_forward() / seconds);
+    Some(Cost { seconds, tflops, bytes_per_s, splits, ..longest })
 }

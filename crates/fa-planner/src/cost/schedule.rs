@@ -50,15 +50,11 @@ impl Work {
     /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a
     /// K/V head's query heads lie together, of as many queries as fit the tile.
     ///
-    /// Where lengths are on the device every sequence counts as one of likely queries
-    /// ([`Lengths::likely_q`]) and mean keys, and the longest tile is that of a sequence with the most queries
-    /// and keys; with the mean of the keys, where several tiles read a cache, whose bound is what a server
-    /// has room for.
-    ///
-    /// [`Lengths::likely_q`]: fa_core::Lengths::likely_q
+    /// Where lengths are on the device every sequence counts as one of mean length, and the longest tile is
+    /// that of a sequence with the most queries and keys.
     pub fn of(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> Work {
         let group = if packed { problem.group_size() } else { 1 };
-        let heads = (problem.heads_q / group) as f64;
+        let heads = problem.lengths.sequences() as f64 * (problem.heads_q / group) as f64;
         let queries = tile_queries(tile_m, packed, group).max(1);
         let tile_n = tile_n as usize;
         let tiles = |seqlen_q: usize| seqlen_q.div_ceil(queries);
@@ -67,20 +63,10 @@ impl Work {
             let range = problem.mask.n_blocks(tile * queries..last, seqlen_q, seqlen_k, tile_n);
             (range.len(), range.masked())
         };
-        let mean_k = problem.lengths.mean_k();
-        let of = |(sequences, seqlen_q): (usize, usize)| {
-            Work::cut(problem, tiles(seqlen_q), sequences as f64 * heads, |tile| {
-                count(tile, seqlen_q, mean_k)
-            })
-        };
-        let work = match problem.lengths.likely_q() {
-            [all, (0, _)] => of(all),
-            [chunks, others] => of(chunks).and(of(others)),
-        };
+        let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
+        let work = Work::cut(problem, tiles(mean_q), heads, |tile| count(tile, mean_q, mean_k));
         work.with_longest(problem, |max_q, max_k| {
-            let is_chunk = problem.lengths.q().is_packed() && !problem.lengths.k().is_packed();
-            let keys = if is_chunk && tiles(max_q) > 1 { mean_k } else { max_k };
-            (tiles(max_q) > 0).then(|| count(tiles(max_q) - 1, max_q, keys))
+            (tiles(max_q) > 0).then(|| count(tiles(max_q) - 1, max_q, max_k))
         })
     }
 
@@ -95,10 +81,8 @@ impl Work {
         let group = if packed { problem.group_size() } else { 1 };
         let sequences = problem.lengths.sequences() as f64;
         let queries = tile_queries(tile_m, packed, group).max(1);
-        let of_heads: f64 = (problem.lengths.likely_q().iter())
-            .map(|&(sequences, seqlen_q)| sequences as f64 * seqlen_q.div_ceil(queries) as f64)
-            .sum();
-        let tiles = (problem.heads_q / group) as f64 * of_heads;
+        let of_head = problem.lengths.mean_q().div_ceil(queries);
+        let tiles = sequences * (problem.heads_q / group) as f64 * of_head as f64;
         let pairs = sequences * problem.heads_q as f64 * pairs;
         let scores = (queries * group) as f64 * f64::from(tile_n);
         let steps = pairs / scores / tiles.max(1.0) * (1.0 - 1e-9);
