@@ -63,6 +63,12 @@ const FAULTS: &[Fault] = &[
         &["data race"],
     ),
     (
+        "the parts of two tiles have the same slots",
+        SPLIT,
+        ["attn/plan_few.cuh", "", "slot = warp_scan(own_slots)", "slot = 0"],
+        &["data race", "wrong values"],
+    ),
+    (
         "partial sums are combined before all are there",
         SPLIT,
         ["attn/split.cuh", "(&smem.sums[warp][column]) = acc[part];", "cta_sync();", ""],
@@ -97,7 +103,11 @@ fn find((keys, split): Form, fault: Option<[&str; 4]>) -> Result<Vec<String>, St
         inject(&mut source, change)?;
     }
     let unit = emulator.unit_of(&spec, Arch::Sm90, &source).map_err(|error| error.to_string())?;
-    let sequences = vec![(300, 300), (77, 140), (0, 9), (1, 600), (40, 0), (129, 129)];
+    let mut sequences = vec![(300, 300), (77, 140), (0, 9), (1, 600), (40, 0), (129, 129)];
+    // Twice as many have more tiles than one warp plans.
+    if (keys, split) == PACKED {
+        sequences.extend_from_within(..);
+    }
     let q = if keys == Lie::Padded { Lie::Padded } else { Lie::Packed };
     let batch = Batch { sequences, q, k: keys, slack: 5 };
     let score = ScoreMod { alibi: split.then_some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
