@@ -201,7 +201,6 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     if constexpr (C.varied) wait_for_launches_before();  // for the work plan
-    if constexpr (C.split) let_next_launch_start();
     // The grid is sized for the most tiles that sequences of unknown lengths can have.
     if constexpr (C.varied) {
         if (cta_index() >= work_tiles<true>(params)) return;
@@ -424,6 +423,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- Epilogue -------------------------------------------------------------------------------
 
+    if constexpr (C.split) let_next_launch_start();
     // The work tile is recomputed: the mainloop has no registers to keep it in.
     const WorkTile output = work_tile_at<T::kOrder, C.varied, C.split>(params, cta_index_volatile(), heads);
     const auto output_len = Seqlen<C.varied>::of(params, output.batch);

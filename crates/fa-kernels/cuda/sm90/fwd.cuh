@@ -56,7 +56,6 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     }
     if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);
     if constexpr (C.varied) wait_for_launches_before();  // for the work plan
-    if constexpr (C.split) let_next_launch_start();
     if constexpr (C.cluster_m > 1) {
         cluster_sync();
     } else {
@@ -72,8 +71,11 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
             } else if (warp < T::kProducerWarps) {
                 sm90::load_pages<C, true>(smem, params, map_q, map_v, member);
             }
-        } else {
-            if (warp == 0 && elect_one()) sm90::produce<C>(smem, params, map_q, map_k, map_v);
+            if (C.split && warp < T::kProducerWarps) let_next_launch_start();
+        } else if (warp == 0 && elect_one()) {
+            sm90::produce<C>(smem, params, map_q, map_k, map_v);
+            // Not before: CTAs of the combination that wait would crowd on idle SMs (NB-167).
+            if constexpr (C.split) let_next_launch_start();
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();

@@ -8,7 +8,7 @@ use fa_core::{Lengths, Problem, Side};
 const MOST_DECODED: usize = 16;
 
 /// `problem` as what a server's step does one after the other: long tiles, those of chunks, come first and
-/// compute, then those of decoding sequences read (NB-168). `None` for all other problems.
+/// compute, then those of decoding sequences read (NB-167). `None` for all other problems.
 ///
 /// The host knows the most queries and their sum: as many sequences as can have the most, and the rest is
 /// shared by the others. The bound on the keys is what the server has room for, so that each sequence has the
