@@ -8,7 +8,6 @@
 #include "attn/seqlen.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
-#include "ptx/grid.cuh"
 #include "ptx/redux.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
@@ -77,10 +76,9 @@ __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<
     }
 }
 
-// The body of a forward unit's entry `fa_plan`. The main kernel, which may start at once, waits for the plan.
+// The body of a forward unit's entry `fa_plan`.
 template <PlanRules R>
 __device__ __forceinline__ void plan_tiles(const FwdParams& params) {
-    let_next_launch_start();
     if (params.shape.batch <= 32 && params.m_blocks <= 32 / params.shape.batch) {
         if (warp_index() != 0) return;
         auto& smem = shared_memory<PlanStorage>();

@@ -138,8 +138,8 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
         const int end = Rows<PackGqa>(params.shape).count(seqlen);
         const OutputRow<PackGqa> target(params, seqlen, tile_row, end, head, tile.sequence);
         if (!target.inside) continue;
-        wait_for_launches_before();  // for the results; the launch before had read the plan when it let us
-                                     // start
+        // For the results. The plan was there before them.
+        wait_for_launches_before();
 
         const int splits = tile.part;
         const i64 first = partial_row(params, tile.slot, heads, head, row);

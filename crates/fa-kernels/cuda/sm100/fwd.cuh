@@ -3,7 +3,6 @@
 #pragma once
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
-#include "ptx/grid.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tcgen05.cuh"
@@ -39,7 +38,6 @@ __device__ __forceinline__ void sm100_fwd(const FwdParams& params, const TensorM
         tma_prefetch_map(map_v);
         smem.init_barriers();
     }
-    if constexpr (C.varied) wait_for_launches_before();  // for the work plan
     cta_sync();
     const u32 base = smem.tensor;
 

@@ -200,7 +200,6 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const u32 smem_q = smem + Smem::kQ;
 
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
-    if constexpr (C.varied) wait_for_launches_before();  // for the work plan
     // The grid is sized for the most tiles that sequences of unknown lengths can have.
     if constexpr (C.varied) {
         if (cta_index() >= work_tiles<true>(params)) return;

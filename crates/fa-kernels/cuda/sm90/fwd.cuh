@@ -55,7 +55,6 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         mbarrier_init_fence();
     }
     if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);
-    if constexpr (C.varied) wait_for_launches_before();  // for the work plan
     if constexpr (C.cluster_m > 1) {
         cluster_sync();
     } else {

@@ -66,7 +66,6 @@ impl Launches {
         let mut steps = Vec::new();
         if has_work && spec.reads.varied {
             steps.push(plan_step(spec, problem));
-            main = main.early(arch);
         }
         if has_work {
             steps.push(Step::Launch(main));
