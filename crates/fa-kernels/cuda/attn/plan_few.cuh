@@ -76,7 +76,7 @@ __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<
     }
 }
 
-// The body of a forward unit's entry `fa_plan`.
+// The body of a forward unit's entry `fa_plan`. A launch has at least one sequence and one tile of each.
 template <PlanRules R>
 __device__ __forceinline__ void plan_tiles(const FwdParams& params) {
     if (params.shape.batch <= 32 && params.m_blocks <= 32 / params.shape.batch) {

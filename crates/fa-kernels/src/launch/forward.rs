@@ -53,7 +53,8 @@ impl Launches {
             main.cluster = work.cluster as u32;
         }
         let draws_tiles = traits.scheduler == Scheduler::Dynamic;
-        let has_work = main.grid > 0 && problem.lengths.total_q() > 0;
+        // Packed rows may be of no sequence; the plan kernel takes one sequence and one tile at least.
+        let has_work = main.grid > 0 && problem.lengths.reach_q() > 0;
         let tensors = Tensor::of_pass(problem, false);
         let plan_bytes = if spec.reads.varied { work.bounds.bytes() } else { 0 };
         let rows = work.slots.saturating_mul(work.heads).saturating_mul(work.slot_rows);
@@ -137,9 +138,7 @@ impl Work {
             // would cut four for each CTA.
             let chunk = || (max_q > queries).then(|| kv_splits(problem, spec, arch, sms));
             let most = splits.or_else(chunk).unwrap_or(usize::MAX).clamp(1, work.bounds.slots.max(1));
-            let divided = work.bounds.split_items;
-            let slots = work.bounds.slots.min(divided.saturating_mul(most));
-            (work.splits, work.slots, work.divided) = (most, slots, divided);
+            (work.splits, work.slots, work.divided) = (most, work.bounds.slots, work.bounds.split_items);
         } else if spec.split {
             let tiles = max_q.div_ceil(queries).saturating_mul(problem.lengths.sequences());
             let steps = problem.lengths.max_k().div_ceil(traits.tile.1 as usize).max(1);

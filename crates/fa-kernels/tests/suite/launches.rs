@@ -404,9 +404,9 @@ fn clusters_combine_their_parts() {
         let launches = Launches::forward_split(&spec, &problem, Arch::Sm90, sms, Some(8)).unwrap();
         assert_eq!((cluster(&launches), entries(&launches)[1].0), (1, "fa_combine"));
     }
-    // Nor where a head has several tiles whose rows are not those of whole groups.
+    // Several tiles of a head, with packed heads and without, have clusters of their own.
     let plain = sm90_forward("split: true,", &DECODE.replace("pack_gqa: true", "pack_gqa: false"));
-    for (spec, queries, ctas) in [(&plain, 64, 3), (&plain, 65, 1), (&packed, 65, 3)] {
+    for (spec, queries, ctas) in [(&plain, 64, 3), (&plain, 65, 3), (&packed, 65, 3)] {
         let lengths = Lengths::uniform(1, queries, 8192);
         let problem = Problem { heads_q: 4, heads_kv: 1, lengths, ..base };
         let launches = Launches::forward_split(spec, &problem, Arch::Sm90, 132, Some(3)).unwrap();
@@ -446,6 +446,35 @@ fn keys_are_divided_as_the_caller_says() {
     let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras: RawExtras::default() };
     let Params::Forward(params) = bounded.params(&at) else { panic!("a forward") };
     assert_eq!(params.split.splits, 5);
+}
+
+#[test]
+fn rows_of_no_sequence_launch_nothing() {
+    use fa_core::{Dtype, Lengths, Mask, Side};
+    let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
+    let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+    for (sequences, most, is_empty) in [(0, 1, true), (3, 0, true), (1, 1, false)] {
+        let lengths = Lengths::of(sequences, Side::packed(7, most), Side::paged(16, 1024, 16_384));
+        let problem = Problem { lengths, ..base };
+        let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+        assert_eq!(launches.steps.is_empty(), is_empty, "{sequences} sequences of {most} queries at most");
+    }
+}
+
+#[test]
+fn only_the_combination_starts_early() {
+    use fa_core::{Dtype, Lengths, Mask, Side};
+    let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
+    let lengths = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 1024, 16_384));
+    let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let launches = Launches::forward(&spec, &Problem { lengths, ..base }, Arch::Sm90, 132).unwrap();
+    let early: Vec<_> = (launches.steps.iter())
+        .map(|step| match step {
+            Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.starts_early),
+            Step::Clear(_) => panic!("a forward clears nothing"),
+        })
+        .collect();
+    assert_eq!(early, [("fa_plan", false), ("fa_kernel", false), ("fa_combine", true)]);
 }
 
 #[test]
