@@ -182,6 +182,37 @@ def test_a_graph_replays_with_other_lengths():
 
 
 @needs_gpu
+def test_graphs_that_replay_at_once_have_counters_of_their_own():
+    # More tiles than SMs, which CTAs draw from a counter, and a chunk whose keys are divided.
+    cases = [((4, 700, 32, 128), (4, 700, 8, 128)), ((1, 300, 8, 128), (1, 5000, 1, 128))]
+    given = [tensors("cuda", torch.bfloat16, q, k, k, seed=q[0], grad=False) for q, k in cases]
+    used = [torch.tensor([k[1]] * k[0], dtype=torch.int32, device="cuda") for _, k in cases]
+    calls = [
+        lambda q=q, k=k, v=v, n=n: fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=n, causal=True)
+        for (q, k, v), n in zip(given, used)
+    ]
+    wanted = [call() for call in calls]
+    graphs, outs = [], []
+    for call in calls * 2:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs.append([call() for _ in range(3)])
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(5):
+        for own in outs:
+            for out in own:
+                out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for own, want in zip(outs, wanted * 2):
+            for out in own:
+                close(out, want, torch.bfloat16)
+
+
+@needs_gpu
 def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
     q, k, v = tensors("cuda", torch.bfloat16, (1, 1, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), grad=False)
     kernels = set()

@@ -182,6 +182,16 @@ fn decode_packed_and_paged_batches_are_their_records() {
         assert_eq!(record["name"], *row[0]);
         decoding(row, record);
     }
+    let mixed = records.table("### Mixed steps");
+    assert_eq!(mixed.len(), records.rows("mixed").len());
+    for (row, record) in mixed.iter().zip(records.rows("mixed")) {
+        assert_eq!(record["name"], *row[0]);
+        let theirs = record["peers"]["fa3"].as_f64().expect("a rate");
+        let shown = numbers(&row[2]);
+        same(&row[0], shown[0], rate(record));
+        same(&row[0], shown[1], theirs);
+        same(&row[0], shown[2], rate(record) / theirs);
+    }
     let packed = records.table("### Packed batches");
     for (column, name, peer) in [(1, "packed", "fa3"), (2, "packed-bwd", "fa4")] {
         let rows = records.rows(name);

@@ -367,6 +367,42 @@ mod tests {
     }
 
     #[test]
+    fn steps_mix_chunks_and_decoding() {
+        let shapes = Marks::Mixed.shapes();
+        let (mixed, decoding): (Vec<_>, Vec<_>) =
+            shapes.into_iter().partition(|wanted| wanted.problem.lengths.q().is_packed());
+        let sequences = |wanted: &Wanted| wanted.sequences.clone().expect("lengths on the device");
+        let lens = |wanted: &Wanted| {
+            let own = sequences(wanted);
+            (0..own.count()).map(|i| (own.q.len(i), own.k.len(i))).collect::<Vec<_>>()
+        };
+        for wanted in &mixed {
+            let (name, problem) = (wanted.name.expect("a model"), &wanted.problem);
+            assert!(
+                wanted.unit == Unit::Flops && wanted.graph > 0 && problem.lengths.page().is_some(),
+                "{name}"
+            );
+            assert!(lens(wanted).iter().any(|own| own.0 > MOST_DECODED), "{name}");
+            assert!(
+                lens(wanted).iter().all(|own| own.0 <= own.1 && own.1 <= problem.lengths.max_k()),
+                "{name}"
+            );
+        }
+        assert!(mixed.iter().filter(|wanted| lens(wanted).iter().any(|own| own.0 == 1)).count() >= 5);
+        for wanted in &decoding {
+            assert!(wanted.unit == Unit::KvBytes && wanted.problem.heads_kv <= 2, "{:?}", wanted.name);
+            assert!(!wanted.problem.lengths.is_uniform());
+        }
+        // Chunks compute by tiles of two warpgroups at least; one alone would do for what decodes.
+        let of = |name: &str| {
+            let wanted = mixed.iter().find(|wanted| wanted.name.is_some_and(|own| own.starts_with(name)));
+            let problem = wanted.expect("a step of that name").problem;
+            plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("a plan")[0].spec.tile().0
+        };
+        assert!(of("Llama 3 8B, 512 on 16k") >= 128 && of("Llama 3 8B, 2,048 new") >= 128);
+    }
+
+    #[test]
     fn marks_of_one_pass_refuse_the_other() {
         assert!(Marks::Sm90.check_pass(Pass::BACKWARD).is_err_and(|why| why.contains("--mode fwd")));
         assert!(Marks::Sm80Bwd.check_pass(Pass::Forward).is_err());

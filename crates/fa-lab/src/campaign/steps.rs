@@ -35,7 +35,7 @@ const GRID: [u64; 4] = [270, 230, 240, 420];
 const SOAK: u64 = 300;
 
 /// Rates: name, arguments after `bench --backend cuda`, whether peers can be timed, seconds.
-const RATES: [(&str, &str, bool, u64); 18] = [
+const RATES: [(&str, &str, bool, u64); 19] = [
     ("marks-models-fwd", "--marks models --mode fwd", true, 60),
     ("marks-models-bwd", "--marks models --mode bwd", true, 90),
     ("marks-held-out-fwd", "--marks held-out --mode fwd", true, 60),
@@ -54,6 +54,7 @@ const RATES: [(&str, &str, bool, u64); 18] = [
     ("marks-decode", "--marks decode", true, 60),
     ("marks-decode-models", "--marks decode-models", true, 80),
     ("marks-chunks", "--marks chunks", true, 40),
+    ("marks-mixed", "--marks mixed", true, 40),
     ("marks-step", "--marks step", true, 40),
     ("marks-paged", "--marks paged", false, 20),
     ("marks-plan", "--marks plan", false, 10),

@@ -290,11 +290,15 @@ const COMBINE_SHARED_ROWS: usize = 8;
 /// Warps of a CTA of the combine kernel.
 const COMBINE_WARPS: usize = 4;
 
+/// Whether a row of `rows` is combined by a CTA, whose warps share the parts, rather than by a warp.
+fn shares_rows(rows: usize, sms: usize) -> bool {
+    rows <= COMBINE_SHARED_ROWS * sms
+}
+
 /// CTAs of the combine kernel for `rows` rows on `sms` SMs. As many as there are rows: a CTA takes a row;
 /// fewer: a warp does.
 pub fn combine_ctas(rows: usize, sms: usize) -> usize {
-    let shared = rows <= COMBINE_SHARED_ROWS * sms;
-    let ctas = if shared { rows } else { rows.div_ceil(COMBINE_WARPS) };
+    let ctas = if shares_rows(rows, sms) { rows } else { rows.div_ceil(COMBINE_WARPS) };
     ctas.min(COMBINE_CTAS * sms)
 }
 
@@ -318,8 +322,7 @@ fn combine_seconds(
     let row_bytes = 4.0 * f64::from(head_dim_v) + 4.0;
     let busy = ctas.min(f64::from(limits.sms));
     let rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
-    let shared = rows <= (COMBINE_SHARED_ROWS * limits.sms as usize) as f64;
-    let warps = if shared { COMBINE_WARPS } else { 1 };
+    let warps = if shares_rows(rows.ceil() as usize, limits.sms as usize) { COMBINE_WARPS } else { 1 };
     let rounds = (parts / (warps as f64 * COMBINE_ROUND)).ceil().max(1.0);
     let many = COMBINE_MANY.0 * (rows / COMBINE_MANY.1).min(1.0);
     COMBINE_S + many + (rounds - 1.0) * COMBINE_ROUND_S + rows * parts * row_bytes / (rate * COMBINE_RATE)

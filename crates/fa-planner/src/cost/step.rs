@@ -1,5 +1,5 @@
-//! A step of a server as it is planned: packed queries on cached keys, of which some sequences bring chunks of a
-//! prompt and the others decode.
+//! A step of a server as it is planned: packed queries on cached keys, of which some sequences bring chunks
+//! of a prompt and the others decode.
 
 use fa_core::lengths::SideRows;
 use fa_core::{Lengths, Problem, Side};
@@ -25,10 +25,10 @@ pub(crate) fn phases(problem: &Problem) -> Option<Vec<Problem>> {
     if chunks == 0 || others == 0 {
         return Some(vec![of(problem, (all, total), (most, keys, keys))]);
     }
-    let left_q = total.saturating_sub(chunks * most).max(others);
+    let left_q = total.saturating_sub(chunks.saturating_mul(most)).max(others);
     let longest = ((keys as f64 * harmonic(others)) as usize).min(lengths.max_k());
     Some(vec![
-        of(problem, (chunks, chunks * most), (most, keys, keys)),
+        of(problem, (chunks, chunks.saturating_mul(most)), (most, keys, keys)),
         of(problem, (others, left_q), (left_q.div_ceil(others), keys, longest)),
     ])
 }
@@ -40,10 +40,10 @@ fn of(
     (most, keys, longest): (usize, usize, usize),
 ) -> Problem {
     let k = match problem.lengths.k().rows {
-        SideRows::Paged { page, .. } if page > 0 => {
-            Side::paged(page, sequences.saturating_mul(keys.div_ceil(page)), longest)
+        SideRows::Paged { page, .. } => {
+            Side::paged(page, sequences.saturating_mul(keys.div_ceil(page.max(1))), longest)
         }
-        _ => Side::padded(keys).with_used(),
+        SideRows::Padded { .. } | SideRows::Packed { .. } => Side::padded(longest).with_used(),
     };
     Problem { lengths: Lengths::of(sequences, Side::packed(total, most), k), ..*problem }
 }
