@@ -39,7 +39,8 @@ pub(crate) struct Device {
 /// when they are made, and left zero by each call, so that a graph need not clear them. They are not taken
 /// again: nothing tells when a graph is gone.
 struct Counters {
-    memory: CudaSlice<u64>,
+    _memory: CudaSlice<u64>,
+    address: u64,
     taken: AtomicU64,
 }
 
@@ -52,13 +53,14 @@ impl Counters {
         let memory = stream.alloc_zeros::<u64>(COUNTERS).ok()?;
         // Graphs may be replayed on other streams.
         stream.synchronize().ok()?;
-        Some(Counters { memory, taken: AtomicU64::new(0) })
+        let address = memory.device_ptr(stream).0;
+        Some(Counters { _memory: memory, address, taken: AtomicU64::new(0) })
     }
 
     /// The address of one that nobody had; `None` where all are taken.
-    fn take(&self, stream: &CudaStream) -> Option<u64> {
+    fn take(&self) -> Option<u64> {
         let number = self.taken.fetch_add(1, Ordering::Relaxed);
-        (number < COUNTERS as u64).then(|| self.memory.device_ptr(stream).0 + 8 * number)
+        (number < COUNTERS as u64).then_some(self.address + 8 * number)
     }
 }
 
@@ -269,7 +271,7 @@ impl Device {
             self.counters.get_or_init(|| Counters::new(stream));
             None
         } else {
-            self.counters.get().and_then(Option::as_ref).and_then(|counters| counters.take(stream))
+            self.counters.get().and_then(Option::as_ref).and_then(Counters::take)
         };
         let bytes = if is_kept { bytes.next_power_of_two() } else { bytes };
         let (memory, address) = scratch(bytes, counter.is_none(), from.allocate)?;

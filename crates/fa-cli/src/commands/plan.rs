@@ -8,6 +8,7 @@ use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_lab::read_text;
 use fa_lab::shape::whole;
 use fa_lab::spec_file::read_spec;
+use fa_planner::cost;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
 use fa_planner::report::{Backward, PlanFamily, Planned, Tried, WhyReport};
 use fa_planner::{Mode, guide};
@@ -266,6 +267,17 @@ fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String 
     let mut text = heading(planned.arch, &planned.problem);
     if let Some(never_run) = planned.never_run() {
         writeln!(text, "note      {never_run}").expect("writing to a string cannot fail");
+    }
+    if let (Some(_), Some([chunks, others])) = (&planned.forward, cost::phases(&planned.problem).as_deref()) {
+        let of = |phase: &Problem| (phase.lengths.sequences(), phase.lengths.max_q());
+        let ((chunks, most), (others, queries)) = (of(chunks), of(others));
+        let keys = planned.problem.lengths.mean_k();
+        writeln!(
+            text,
+            "note      planned as a server's step on {keys} keys per sequence: {chunks} of {most} queries, \
+             then {others} of {queries}"
+        )
+        .expect("writing to a string cannot fail");
     }
     if let Some(forward) = &planned.forward {
         text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);

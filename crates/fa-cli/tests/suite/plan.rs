@@ -130,6 +130,25 @@ fn tables_show_the_problem_and_the_limits() {
 }
 
 #[test]
+fn a_step_of_a_server_is_planned_as_chunks_and_decoding() {
+    let step = "plan --batch 32 --seqlen 512x32768 --heads 8:1 --causal --page 16,9200 -n 1 --packed";
+    let shown = fa(&format!("{step} 543")).stdout;
+    let note = "a server's step on 4600 keys per sequence: 1 of 512 queries, then 31 of 1\n";
+    assert!(shown.contains(note), "{shown}");
+    // Neither phase is planned on the 32k keys that the server has room for.
+    let json = fa(&format!("{step} 543 --json")).json();
+    let cost = &json["forward"]["plans"][0]["cost"];
+    assert!(
+        cost["seconds"].as_f64().is_some_and(|s| s < 100e-6) && cost["splits"].as_u64() > Some(1),
+        "{cost}"
+    );
+    // All decode, or all are chunks.
+    for total in [32, 16384] {
+        assert!(!fa(&format!("{step} {total}")).stdout.contains("server's step"), "{total}");
+    }
+}
+
+#[test]
 fn why_names_the_limit_with_need_and_have() {
     let text = fa("plan --headdim 256 --why tile_n=192").good();
     assert!(text.contains("rejected") && text.contains("needs") && !text.contains("fits "), "{text}");

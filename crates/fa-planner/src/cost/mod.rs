@@ -15,7 +15,7 @@ pub(crate) mod cuts;
 pub(crate) mod schedule;
 mod step;
 
-use fa_core::{Arch, ArchLimits, KernelSpec, Problem};
+use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
 
 use crate::account::kv_splits::{best_split, least_seconds};
 use crate::kernels::planned::{self, Time};
@@ -25,6 +25,7 @@ pub use core::{Bottleneck, Cost, StepClocks, Terms, combine_ctas};
 pub use correlation::rank_correlation;
 pub(crate) use cuts::Cuts;
 pub use schedule::{Queue, TileClass, Work};
+pub use step::phases;
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
@@ -78,7 +79,8 @@ pub(crate) fn predict_below(
     }
 }
 
-/// The cost of the longest of `phases`, with the time and the rates of all of `problem`.
+/// The cost of `phases` of `problem` together; terms and what bounds them are of the longest. Parts of the
+/// keys are those of a batch of one, which a launch has at most.
 fn one_after_another(
     problem: &Problem,
     phases: &[Problem],
@@ -86,11 +88,20 @@ fn one_after_another(
     limits: &ArchLimits,
     constants: &CostConstants,
 ) -> Option<Cost> {
-    let of = |phase| best_split(phase, spec, limits, constants, (None, f64::INFINITY));
+    let of = |problem: &Problem| best_split(problem, spec, limits, constants, (None, f64::INFINITY));
     let costs = phases.iter().map(of).collect::<Option<Vec<Cost>>>()?;
-    let seconds = costs.iter().map(|cost| cost.seconds).sum::<f64>();
-    let splits = costs.iter().map(|cost| cost.splits).max()?;
-    let longest = costs.into_iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds))?;
-    let (tflops, bytes_per_s) = (problem.flops_forward() / seconds / 1e12, problem.bytes_forward() / seconds);
-    Some(Cost { seconds, tflops, bytes_per_s, splits, ..longest })
+    let lengths = Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k());
+    let splits = if spec.split { of(&Problem { lengths, ..*problem })?.splits } else { 1 };
+    let sum = |value: fn(&Cost) -> f64| costs.iter().map(value).sum::<f64>();
+    let seconds = sum(|cost| cost.seconds);
+    Some(Cost {
+        seconds,
+        tflops: problem.flops_forward() / seconds / 1e12,
+        bytes_per_s: problem.bytes_forward() / seconds,
+        tiles: sum(|cost| cost.tiles),
+        steps: sum(|cost| cost.steps),
+        masked_steps: sum(|cost| cost.masked_steps),
+        splits,
+        ..costs.iter().copied().max_by(|a, b| a.seconds.total_cmp(&b.seconds))?
+    })
 }

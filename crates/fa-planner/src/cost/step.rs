@@ -13,7 +13,7 @@ const MOST_DECODED: usize = 16;
 /// The host knows the most queries and their sum: as many sequences as can have the most, and the rest is
 /// shared by the others. The bound on the keys is what the server has room for, so that each sequence has the
 /// mean, and the longest that decodes what exponentially distributed lengths lead to expect.
-pub(crate) fn phases(problem: &Problem) -> Option<Vec<Problem>> {
+pub fn phases(problem: &Problem) -> Option<Vec<Problem>> {
     let lengths = &problem.lengths;
     let (all, most) = (lengths.sequences(), lengths.max_q());
     if !lengths.q().is_packed() || lengths.k().is_packed() || most <= MOST_DECODED || all == 0 {
