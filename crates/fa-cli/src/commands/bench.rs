@@ -114,7 +114,13 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let mut timings = Vec::new();
     let mut steps = Steps::new(problems.len());
     for problem in &problems {
-        steps.begin(format!("N {} hd {}", problem.lengths.max_k(), problem.head_dim));
+        let name = format!("N {} hd {}", problem.lengths.max_k(), problem.head_dim);
+        if let Some(note) =
+            machine.peak_gflops.and_then(|peak| note_of_a_long_row(&name, problem, args.mode, peak))
+        {
+            eprintln!("{note}");
+        }
+        steps.begin(name);
         let measured = match problem.types.qkv {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
@@ -200,6 +206,26 @@ fn measure<T: Element + Stored>(
         measured.push(Timing { kind: "bwd", flops: problem.flops_backward(), times, spec });
     }
     Ok(measured)
+}
+
+/// That a row takes over a minute on a CPU of `peak` GFLOP/s, where it does: nothing is shown until it ends.
+fn note_of_a_long_row(name: &str, problem: &Problem, mode: Mode, peak: f64) -> Option<String> {
+    let calls = (LEAST_RUNS + 1) as f64;
+    let forward = if mode == Mode::Bwd { 1.0 } else { calls };
+    let backward = if mode == Mode::Fwd { 0.0 } else { calls };
+    let flops = forward * problem.flops_forward() + backward * problem.flops_backward();
+    let seconds = flops / (peak * 1e9);
+    let at_least = match seconds {
+        ..60.0 => return None,
+        60.0..7200.0 => format!("{:.0} minutes", seconds / 60.0),
+        _ => format!("{:.0} hours", seconds / 3600.0),
+    };
+    Some(format!(
+        "note: {name}: {}, of which this CPU computes {} at best, takes {at_least} or more; shorter sequences or \
+         fewer heads take less",
+        si(flops, "FLOP"),
+        si(peak * 1e9, "FLOP/s"),
+    ))
 }
 
 /// Runs until `least` time has passed, but a few times at least.
@@ -305,4 +331,26 @@ fn draw(report: &Report, args: &BenchArgs) -> anyhow::Result<String> {
     let ceiling = peak.map(|peak| (peak, format!("{dtype} multiply-add peak {peak:.0} GFLOP/s")));
     Chart { title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling, series, shared: None }
         .into_svg()
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::Mask;
+
+    use super::*;
+
+    #[test]
+    fn a_row_that_takes_long_says_so_before() {
+        // 4 * 64 * (2 * 10^5)^2 operations, four times: 41 TFLOP at 100 GFLOP/s.
+        let long = Problem::square(1, 200_000, 1, 64, Mask::FULL, Dtype::F32);
+        let note = |problem: &Problem, mode| note_of_a_long_row("N", problem, mode, 100.0);
+        let text = note(&long, Mode::Fwd).expect("seven minutes");
+        assert!(text.contains("41.0 TFLOP") && text.contains("takes 7 minutes or more"), "{text}");
+        let text =
+            note(&Problem::square(1, 10_000_000, 8, 64, Mask::FULL, Dtype::F32), Mode::Fwd).expect("days");
+        assert!(text.contains("hours"), "{text}");
+        // One forward and four backwards of 2.5 forwards.
+        assert!(note(&long, Mode::Bwd).is_some_and(|text| text.contains("19 minutes")));
+        assert_eq!(note(&Problem::square(1, 4096, 8, 64, Mask::FULL, Dtype::F32), Mode::Both), None);
+    }
 }
