@@ -221,8 +221,8 @@ fn note_of_a_long_row(name: &str, problem: &Problem, mode: Mode, peak: f64) -> O
         _ => format!("{:.0} hours", seconds / 3600.0),
     };
     Some(format!(
-        "note: {name}: {}, of which this CPU computes {} at best, takes {at_least} or more; shorter sequences or \
-         fewer heads take less",
+        "note: {name}: {}, of which this CPU computes {} at best, takes {at_least} or more; shorter \
+         sequences or fewer heads take less",
         si(flops, "FLOP"),
         si(peak * 1e9, "FLOP/s"),
     ))
