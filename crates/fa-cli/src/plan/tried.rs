@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use fa_core::{Arch, KernelSpec, Pass, Problem, counted};
+use fa_kernels::launch::Launches;
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
 use fa_planner::kernels::sm100_fwd::Sm100Plan;
@@ -136,6 +137,16 @@ impl Shown for Tried {
             text += &table(&fits[..fits.len().min(limit)], arch, moves_bytes.then(|| problem.bytes(pass)));
             text.push('\n');
             text += &account(best, problem, pass, arch);
+            if let Shape::Kernel(spec) = best.shape
+                && let Ok(launches) = Launches::of(spec, problem, arch, arch.limits().sms)
+            {
+                let workspace = match launches.workspace.bytes {
+                    0 => "no workspace".to_owned(),
+                    bytes => format!("{} of workspace", si(bytes as f64, "B")),
+                };
+                let memory = format!("{} of tensors, {workspace}", si(problem.bytes_held(pass), "B"));
+                line(&mut text, "memory", &memory);
+            }
             if let Tried::Kernels(PlanSet { plans, .. }) = self
                 && pass == Pass::Forward
                 && let Some(reason) = splits::reason(&plans[0], problem, arch)

@@ -110,6 +110,7 @@ fn tables_show_the_problem_and_the_limits() {
                 "best      sm90_fwd",
                 "rejected",
                 " 1 block of ",
+                "memory    269 MB of tensors, no workspace",
             ],
         ),
         (
