@@ -9,12 +9,13 @@ use std::collections::BTreeMap;
 use fa_attn::Tuning;
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Family, KernelSpec, Pass, Problem};
+use fa_planner::cost::MOST_DECODED;
 use rayon::prelude::*;
 
 use crate::device::bind_spec;
 use crate::error::Result;
 use crate::judge::sample_rows::Judged;
-use crate::marks::{MOST_DECODED, Wanted};
+use crate::marks::Wanted;
 use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{KernelRecord, Provenance, without_logs};

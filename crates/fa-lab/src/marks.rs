@@ -9,7 +9,6 @@ use std::str::FromStr;
 
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 
-pub(crate) use wanted::MOST_DECODED;
 pub use wanted::{Unit, Wanted};
 
 /// A fixed list of shapes.
@@ -294,6 +293,7 @@ impl FromStr for Marks {
 #[cfg(test)]
 mod tests {
     use fa_core::Arch;
+    use fa_planner::cost::MOST_DECODED;
     use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;

@@ -11,7 +11,7 @@ use fa_core::{Dtype, Problem};
 
 use crate::Error;
 use crate::launch::args::{Buffer, Element};
-use crate::launch::launches::{Addresses, Launch, Launches, Step};
+use crate::launch::launches::{Addresses, Launches, Step};
 use crate::launch::module::LoadedKernel;
 use crate::launch::tma;
 
@@ -54,12 +54,9 @@ pub(crate) unsafe fn enqueue(
         arguments[filled] = map.cast::<c_void>();
         filled += 1;
     }
-    // Whether the call's last operation on the stream is a launch, which the next may overlap.
-    let mut follows_launch = false;
     for step in &launches.steps {
         match step {
             Step::Clear(part) => {
-                follows_launch = false;
                 let address = at.workspace.unwrap_or(0) + part.offset as u64;
                 // SAFETY: the part lies in the workspace.
                 unsafe { result::memset_d8_async(address, 0, part.bytes, stream.cu_stream()) }
@@ -68,8 +65,6 @@ pub(crate) unsafe fn enqueue(
             Step::Plan(_) if at.extras.plan.is_some() => {}
             Step::Plan(launch) | Step::Launch(launch) => {
                 let taken = if launch.takes_maps { filled } else { 1 };
-                let launch = &Launch { starts_early: launch.starts_early && follows_launch, ..*launch };
-                follows_launch = true;
                 // SAFETY: every entry takes the parameters, those with maps the maps after them; the caller
                 // vouches for the addresses.
                 unsafe { kernel.launch(stream, launch, &mut arguments[..taken])? }

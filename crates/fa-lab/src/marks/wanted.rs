@@ -8,9 +8,6 @@ use serde::Serialize;
 use crate::sequences::Sequences;
 use crate::shape::Shape;
 
-/// The most queries of a shape that is measured as decoding: a token, or a few that were guessed.
-pub(crate) const MOST_DECODED: usize = 16;
-
 /// Calls in a graph of decoding: as many as a small model has layers.
 pub(super) const DECODE_CALLS: usize = 16;
 

@@ -25,7 +25,7 @@ pub use core::{Bottleneck, Cost, StepClocks, Terms, combine_ctas};
 pub use correlation::rank_correlation;
 pub(crate) use cuts::Cuts;
 pub use schedule::{Queue, TileClass, Work};
-pub use step::phases;
+pub use step::{MOST_DECODED, phases};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
@@ -39,8 +39,7 @@ pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &Cos
 
 /// What [`predict`] is at least, before the tiles of a kernel are counted: infinite where keys are divided,
 /// which no bound is known for, and 0 for backwards, whose tiles are those of many kernels, and for steps of
-/// servers. `pairs` are those
-/// of a query and a key that it sees, in a head of a sequence of mean length.
+/// servers. `pairs` are those of a query and a key that it sees, in a head of a sequence of mean length.
 pub(crate) fn at_least(
     problem: &Problem,
     spec: &KernelSpec,

@@ -5,7 +5,7 @@ use fa_core::lengths::SideRows;
 use fa_core::{Lengths, Problem, Side};
 
 /// The most queries of a decoding sequence: a token and what was guessed.
-const MOST_DECODED: usize = 16;
+pub const MOST_DECODED: usize = 16;
 
 /// `problem` as what a server's step does one after the other: long tiles, those of chunks, come first and
 /// compute, then those of decoding sequences read (NB-167). `None` for all other problems.
