@@ -28,6 +28,8 @@ pub enum Marks {
     Models,
     /// Layers of models that no kernel was tuned for, either pass
     HeldOut,
+    /// Whole sequences on one of the GPUs that share a model's heads, either pass
+    Sharded,
     /// Packed batches of uneven, equal and short sequences
     Packed,
     /// Their gradients
@@ -79,13 +81,14 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 16] = [
+    pub const ALL: [Marks; 17] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
         Marks::Sm90Bwd,
         Marks::Models,
         Marks::HeldOut,
+        Marks::Sharded,
         Marks::Packed,
         Marks::PackedBwd,
         Marks::Decode,
@@ -107,6 +110,7 @@ impl Marks {
             Marks::Sm90Bwd => "sm90-bwd",
             Marks::Models => "models",
             Marks::HeldOut => "held-out",
+            Marks::Sharded => "sharded",
             Marks::Packed => "packed",
             Marks::PackedBwd => "packed-bwd",
             Marks::Decode => "decode",
@@ -137,6 +141,9 @@ impl Marks {
                 "Layers of released models, with --mode fwd or bwd, by the fastest kernels that the GPU runs"
             }
             Marks::HeldOut => "As models, of models that no kernel and no constant was tuned to",
+            Marks::Sharded => {
+                "Whole sequences on one of the GPUs that share a model's heads, with --mode fwd or bwd"
+            }
             Marks::Packed => "Packed batches of uneven, equal and short sequences, TFLOP/s of visible pairs",
             Marks::PackedBwd => "Gradients of packed: the same batches",
             Marks::Decode => "One query token on 1k to 128k keys: TB/s of K and V, replays of a CUDA graph",
@@ -170,6 +177,7 @@ impl Marks {
             Marks::Sm90 | Marks::Sm90Bwd => Some(Family::Sm90),
             Marks::Models
             | Marks::HeldOut
+            | Marks::Sharded
             | Marks::Packed
             | Marks::PackedBwd
             | Marks::Decode
@@ -200,11 +208,11 @@ impl Marks {
             | Marks::Step
             | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
-            Marks::Models | Marks::HeldOut | Marks::Sinks => true,
+            Marks::Models | Marks::HeldOut | Marks::Sharded | Marks::Sinks => true,
         };
         let why = "the marks sm80, sm90, packed, decode, decode-models, chunks, mixed, paged, step and plan \
-                   go with --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out \
-                   and sinks with either";
+                   go with --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out, \
+                   sharded and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
@@ -218,7 +226,9 @@ impl Marks {
         match self {
             // FlashAttention 2 is made of mma.sync as well; the others need newer GPUs.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
-            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::HeldOut | Marks::Plan => Vec::new(),
+            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::HeldOut | Marks::Sharded | Marks::Plan => {
+                Vec::new()
+            }
             // torch's own kernels take neither packed batches nor pages nor sinks, and align a causal mask at
             // the top left.
             Marks::Packed
@@ -242,6 +252,7 @@ impl Marks {
             Marks::Sm90 | Marks::Sm90Bwd => (&HEADS, 512),
             Marks::Models => return models::shapes(),
             Marks::HeldOut => return models::held_out(),
+            Marks::Sharded => return models::sharded(),
             Marks::Packed | Marks::PackedBwd => return serving::packed(),
             Marks::Decode => return serving::decode(),
             Marks::DecodeModels => return models::decoding(),
@@ -323,7 +334,7 @@ mod tests {
 
     #[test]
     fn every_model_has_a_name_and_a_plan_for_both_passes() {
-        let shapes: Vec<_> = [Marks::Models, Marks::HeldOut].map(Marks::shapes).concat();
+        let shapes: Vec<_> = [Marks::Models, Marks::HeldOut, Marks::Sharded].map(Marks::shapes).concat();
         for Wanted { name, problem, .. } in &shapes {
             let name = name.expect("a model");
             assert_eq!(

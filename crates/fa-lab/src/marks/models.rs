@@ -81,6 +81,33 @@ const HELD_OUT: [Layer; 16] = [
     layer("HunyuanVideo", 1, (27000, 27000), (24, 24), 128, FULL),
 ];
 
+/// Whole sequences on one of the GPUs that share a model's heads, as in training and for a prompt.
+const SHARDED: [Layer; 20] = [
+    layer("Llama 3 8B, 1 of 4 GPUs, 8k", 1, (8192, 8192), (8, 2), 128, CAUSAL),
+    layer("Llama 3 8B, 1 of 8, 8k", 1, (8192, 8192), (4, 1), 128, CAUSAL),
+    layer("Llama 3 8B, 1 of 2, 2k", 1, (2048, 2048), (16, 4), 128, CAUSAL),
+    layer("Llama 3 70B, 1 of 8, 2k", 1, (2048, 2048), (8, 1), 128, CAUSAL),
+    layer("Llama 3 70B, 1 of 8, 4k", 1, (4096, 4096), (8, 1), 128, CAUSAL),
+    layer("Llama 3 70B, 1 of 8, 8k", 1, (8192, 8192), (8, 1), 128, CAUSAL),
+    layer("Llama 3 70B, 1 of 8, 16k", 1, (16384, 16384), (8, 1), 128, CAUSAL),
+    layer("Llama 3 70B, 1 of 4, 2 x 4k", 2, (4096, 4096), (16, 2), 128, CAUSAL),
+    layer("Llama 3 405B, 1 of 8, 8k", 1, (8192, 8192), (16, 1), 128, CAUSAL),
+    layer("Qwen2.5 7B, 1 of 4, 3,000", 1, (3000, 3000), (7, 1), 128, CAUSAL),
+    layer("Qwen2.5 14B, 1 of 4, 4k", 1, (4096, 4096), (10, 2), 128, CAUSAL),
+    layer("Qwen3 30B-A3B, 1 of 2, 4 x 1k", 4, (1024, 1024), (16, 2), 128, CAUSAL),
+    layer("Mistral 7B, window 4096, 1 of 4, 16k", 1, (16384, 16384), (8, 2), 128, Mask::causal_window(4095)),
+    layer("Gemma 3 12B, global, 1 of 4, 4k", 1, (4096, 4096), (4, 2), 256, CAUSAL),
+    layer("Gemma 3 12B, window 1024, 1 of 4, 8k", 1, (8192, 8192), (4, 2), 256, Mask::causal_window(1023)),
+    Layer {
+        head_dims: (192, 128),
+        ..layer("DeepSeek-V3, 1 of 8, 4k", 1, (4096, 4096), (16, 16), 192, CAUSAL)
+    },
+    layer("gpt-oss 120B, full, 1 of 4, 4k", 1, (4096, 4096), (16, 2), 64, CAUSAL),
+    layer("GPT-3 13B, 1 of 8, 2 x 2k", 2, (2048, 2048), (5, 5), 128, CAUSAL),
+    layer("FLUX.1, 1 of 4", 1, (4608, 4608), (6, 6), 128, FULL),
+    layer("Wan 2.1 14B at 480p, 1 of 8", 1, (32760, 32760), (5, 5), 128, FULL),
+];
+
 /// Decoding by such models: one token on a cache, and a few that a smaller model guessed. None has a window,
 /// under which not all of the cache is read.
 const DECODING: [Layer; 12] = [
@@ -141,6 +168,11 @@ pub(super) fn shapes() -> Vec<Wanted> {
 /// The layers that are kept out of all tuning.
 pub(super) fn held_out() -> Vec<Wanted> {
     HELD_OUT.iter().map(|layer| layer.wanted("held out, bf16")).collect()
+}
+
+/// Whole sequences on few heads.
+pub(super) fn sharded() -> Vec<Wanted> {
+    SHARDED.iter().map(|layer| layer.wanted("one of several GPUs, bf16")).collect()
 }
 
 /// Chunks of prompts on few heads.
