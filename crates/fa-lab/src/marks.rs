@@ -1,5 +1,6 @@
 //! The shapes that the kernels are measured by, fixed so that results can be compared over time.
 
+mod batches;
 mod models;
 mod serving;
 mod wanted;
@@ -34,6 +35,8 @@ pub enum Marks {
     Packed,
     /// Their gradients
     PackedBwd,
+    /// Packed batches of released models, either pass
+    PackedModels,
     /// One query token on long caches, as replays of a CUDA graph
     Decode,
     /// Decoding by released models, as replays of a CUDA graph
@@ -81,7 +84,7 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 17] = [
+    pub const ALL: [Marks; 18] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
@@ -91,6 +94,7 @@ impl Marks {
         Marks::Sharded,
         Marks::Packed,
         Marks::PackedBwd,
+        Marks::PackedModels,
         Marks::Decode,
         Marks::DecodeModels,
         Marks::Chunks,
@@ -113,6 +117,7 @@ impl Marks {
             Marks::Sharded => "sharded",
             Marks::Packed => "packed",
             Marks::PackedBwd => "packed-bwd",
+            Marks::PackedModels => "packed-models",
             Marks::Decode => "decode",
             Marks::DecodeModels => "decode-models",
             Marks::Chunks => "chunks",
@@ -146,6 +151,9 @@ impl Marks {
             }
             Marks::Packed => "Packed batches of uneven, equal and short sequences, TFLOP/s of visible pairs",
             Marks::PackedBwd => "Gradients of packed: the same batches",
+            Marks::PackedModels => {
+                "Packed batches of released models, their prompts, documents and images; --mode fwd or bwd"
+            }
             Marks::Decode => "One query token on 1k to 128k keys: TB/s of K and V, replays of a CUDA graph",
             Marks::DecodeModels => "Decoding by released models, 1 to 8 query tokens: as decode",
             Marks::Chunks => {
@@ -180,6 +188,7 @@ impl Marks {
             | Marks::Sharded
             | Marks::Packed
             | Marks::PackedBwd
+            | Marks::PackedModels
             | Marks::Decode
             | Marks::DecodeModels
             | Marks::Chunks
@@ -208,11 +217,11 @@ impl Marks {
             | Marks::Step
             | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
-            Marks::Models | Marks::HeldOut | Marks::Sharded | Marks::Sinks => true,
+            Marks::Models | Marks::HeldOut | Marks::Sharded | Marks::PackedModels | Marks::Sinks => true,
         };
         let why = "the marks sm80, sm90, packed, decode, decode-models, chunks, mixed, paged, step and plan \
                    go with --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out, \
-                   sharded and sinks with either";
+                   sharded, packed-models and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
@@ -233,6 +242,7 @@ impl Marks {
             // the top left.
             Marks::Packed
             | Marks::PackedBwd
+            | Marks::PackedModels
             | Marks::Chunks
             | Marks::Mixed
             | Marks::Paged
@@ -254,6 +264,7 @@ impl Marks {
             Marks::HeldOut => return models::held_out(),
             Marks::Sharded => return models::sharded(),
             Marks::Packed | Marks::PackedBwd => return serving::packed(),
+            Marks::PackedModels => return batches::packed_models(),
             Marks::Decode => return serving::decode(),
             Marks::DecodeModels => return models::decoding(),
             Marks::Chunks => return models::chunks(),
