@@ -404,30 +404,40 @@ struct BwdConsumer {
         }
     }
 
+    // The tile with the position of its keys in the workspace, which only split heads need: the mainloop has
+    // no registers to keep it in.
+    __device__ __forceinline__ Tile<C> placed_tile() const {
+        Tile<C> placed = tile;
+        if constexpr (C.varied)
+            placed.keys = WorkspacePlace::of_keys<C.tile_n>(params, visible.seqlen, tile.batch);
+        return placed;
+    }
+
     // Deterministic kernels with split heads: waits for the split's turn to add to dV (`of` = 0) or dK (`of`
     // = 1).
-    __device__ __forceinline__ void await_turn(int of) const {
+    __device__ __forceinline__ void await_turn(const Tile<C>& placed, int of) const {
         if constexpr (C.deterministic) {
-            if (thread_index() == 128) wait_for_parts(dkv_semaphore(params, tile, of), tile.split);
+            if (thread_index() == 128) wait_for_parts(dkv_semaphore(params, placed, of), tile.split);
             named_barrier_sync(kPdsReady, T::kConsumers);
         }
     }
-    __device__ __forceinline__ void end_turn(int of) const {
+    __device__ __forceinline__ void end_turn(const Tile<C>& placed, int of) const {
         if constexpr (C.deterministic) {
             named_barrier_sync(kPdsReady, T::kConsumers);
-            if (thread_index() == 128) red_release_increment(dkv_semaphore(params, tile, of));
+            if (thread_index() == 128) red_release_increment(dkv_semaphore(params, placed, of));
         }
     }
 
     __device__ __forceinline__ void finish() {
         if (params.head_splits > 1) {
-            const i64 index = dkv_tile(params, tile);
-            await_turn(0);
+            const Tile<C> placed = placed_tile();
+            const i64 index = dkv_tile(params, placed);
+            await_turn(placed, 0);
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
-            end_turn(0);
-            await_turn(1);
+            end_turn(placed, 0);
+            await_turn(placed, 1);
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
-            end_turn(1);
+            end_turn(placed, 1);
             return;
         }
         const int first = visible.seqlen.k_offset() + tile.n_block * C.tile_n;

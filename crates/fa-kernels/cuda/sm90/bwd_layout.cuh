@@ -176,7 +176,6 @@ struct BwdWork {
         const auto seqlen = Seqlen<C.varied>::of(params, work.tile.batch);
         if constexpr (C.varied) {
             work.tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, work.tile.batch);
-            work.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, work.tile.batch);
         }
         const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
         work.range = query_blocks<C.tile_m, C.tile_n>(visible, work.tile.n_block * C.tile_n);

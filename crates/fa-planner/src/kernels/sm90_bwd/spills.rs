@@ -3,7 +3,7 @@
 //!
 //! Taken from `fa build --all-configs --mode bwd` and `fa build --best` with NVRTC 13.0.
 
-use fa_core::{Arch, KernelSpec, MaskKind, Sm90Bwd};
+use fa_core::{Arch, KernelSpec, MaskKind, ScoreKind, Sm90Bwd};
 
 /// Whether the compiler is known to spill the kernel.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd, _: Arch) -> bool {
@@ -16,28 +16,20 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd, _: Arch) -> bool {
     if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
         return true;
     }
-    // Lengths on the device at head dim 256, dQ in slices by two warpgroups, under a mask by one, too:
-    // 8 to 28 bytes.
+    // Lengths on the device at head dim 256, dQ in slices, beside other scarce registers: 52 to 436 bytes.
     if spec.reads.varied && (kernel.tile_m, kernel.tile_n) == (64, 80) && kernel.dq_slices == 2 {
-        return spec.head_dim == 256 && (masked || kernel.atom_layout_m_dq == 2);
+        let two_in_dq = kernel.atom_layout_m_dq == 2;
+        let ScoreKind { softcap, alibi, .. } = spec.score;
+        return spec.head_dim == 256
+            && (softcap || (two_in_dq && (masked || alibi)) || (alibi && masked && kernel.deterministic));
     }
     // ALiBi in a window, P and dS from registers: 8 bytes stored, 44 loaded.
     if spec.score.alibi && spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs && spec.head_dim == 64 {
         return (kernel.tile_m, kernel.tile_n) == (128, 128);
     }
     match (spec.head_dim, spec.head_dim_v) {
-        // Lengths on the device and ALiBi, with a cap under a mask or in turns, or in a window with P and dS
-        // from registers: 24 to 364 bytes.
-        (32, 32) if (kernel.tile_m, kernel.tile_n) == (128, 128) => {
-            let in_a_window = spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs;
-            let capped = spec.score.softcap && (masked || kernel.deterministic);
-            spec.reads.varied && spec.score.alibi && (in_a_window || capped)
-        }
         // 208 accumulators in the one tile that there is: 8 to 1,524 bytes.
-        (80, 80) => {
-            let turns = kernel.deterministic && spec.mask == MaskKind::Window;
-            spec.score.softcap || (spec.reads.varied && (spec.score.alibi || turns))
-        }
+        (80, 80) => spec.score.softcap,
         (256, 256) if kernel.q_stages == 1 => spills_beside_one_q_buffer(kernel, masked),
         // 208 accumulators, S and dQ transposed, P through shared memory: 20 to 28 bytes. Without a mask two
         // that also transpose dK do not spill.

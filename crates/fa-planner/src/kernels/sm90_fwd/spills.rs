@@ -41,7 +41,7 @@ const REFUSED: &[Refused] = &[
     refused(1, true, true, (128, 128), &[160, 176, 208], &[160, 176, 208]),
     refused(1, true, true, (128, 64), &[176, 192, 208, 224, 240, 256], &[176, 192, 208, 224, 240, 256]),
     refused(1, true, true, (64, 128), &[160, 208], &[160, 176, 208]),
-    refused(1, true, true, (160, 160), &[144], &[144]),
+    refused(1, true, true, (160, 160), &[160], &[144]),
     refused(1, true, true, (192, 128), &[160], &[160]),
     refused(1, true, true, (192, 192), &[128], &[128]),
     refused(2, true, true, (32, 32), &[192, 208, 224, 240, 256], &[192, 208, 224, 240, 256]),
@@ -52,12 +52,16 @@ const REFUSED: &[Refused] = &[
     refused(2, true, true, (128, 128), &[144, 192], &[160, 192]),
     refused(2, true, true, (128, 64), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
     refused(2, true, true, (64, 128), &[144, 192], &[160, 192]),
+    refused(2, true, true, (160, 160), &[80, 128, 144], &[]),
     refused(2, true, true, (192, 192), &[], &[112]),
+    refused(2, true, false, (160, 160), &[128, 144], &[]),
+    refused(2, false, true, (160, 160), &[80, 112], &[]),
+    refused(2, false, false, (160, 160), &[112], &[]),
     refused(3, true, true, (32, 32), &[], &[112, 128]),
     refused(3, true, true, (64, 64), &[112], &[96, 112]),
     refused(3, true, true, (80, 80), &[96], &[96, 112]),
     refused(3, true, true, (128, 64), &[], &[96, 112]),
-    refused(3, true, true, (160, 160), &[], &[64]),
+    refused(3, true, true, (160, 160), &[64], &[64]),
     refused(3, true, true, (64, 128), &[], &[80]),
     refused(3, false, true, (32, 32), &[208, 224], &[208, 224]),
     refused(3, false, true, (64, 64), &[192], &[160, 192]),
@@ -172,6 +176,25 @@ fn known_softcap(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.num_wg == 3 && !kernel.pv_is_rs && kernel.overlap_wg && spills
 }
 
+/// Kernels of head dims 160 and 224 that spill under NVRTC 13.0: two warpgroups at 224 with any `tile_n`, 28
+/// to 124 bytes; at 160 some in a window, with divided keys or in pages, 4 to 48 bytes.
+fn known_uncommon(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+    match (kernel.num_wg, spec.head_dim, spec.head_dim_v) {
+        (2, 224, 224) => true,
+        (2, 160, 160) if kernel.pv_is_rs && kernel.overlap_wg => {
+            let scored = spec.score.softcap || spec.score.alibi;
+            match kernel.tile_n {
+                64 => spec.mask == MaskKind::Window && scored,
+                96 => spec.mask == MaskKind::Window,
+                112 => spec.split || kernel.gather,
+                _ => false,
+            }
+        }
+        (3, 160, 160) => spec.reads.paged && !kernel.overlap_wg && kernel.tile_n == 64,
+        _ => false,
+    }
+}
+
 /// Whether the compiler is known to spill the kernel. The list was compiled for bf16 without a soft cap,
 /// which stands for the others.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd, _: Arch) -> bool {
@@ -179,6 +202,7 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd, _: Arch) -> bool {
         || (kernel.gather && known_gather(spec, kernel))
         || (spec.split && known_split(spec, kernel))
         || known_clusters(spec, kernel)
+        || known_uncommon(spec, kernel)
         || (spec.score.softcap && known_softcap(spec, kernel))
     {
         return true;
