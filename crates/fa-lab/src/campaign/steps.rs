@@ -35,11 +35,13 @@ const GRID: [u64; 4] = [270, 230, 240, 420];
 const SOAK: u64 = 300;
 
 /// Rates: name, arguments after `bench --backend cuda`, whether peers can be timed, seconds.
-const RATES: [(&str, &str, bool, u64); 19] = [
+const RATES: [(&str, &str, bool, u64); 23] = [
     ("marks-models-fwd", "--marks models --mode fwd", true, 60),
     ("marks-models-bwd", "--marks models --mode bwd", true, 90),
     ("marks-held-out-fwd", "--marks held-out --mode fwd", true, 60),
     ("marks-held-out-bwd", "--marks held-out --mode bwd", true, 90),
+    ("marks-sharded-fwd", "--marks sharded --mode fwd", true, 60),
+    ("marks-sharded-bwd", "--marks sharded --mode bwd", true, 90),
     ("marks-packed", "--marks packed", true, 40),
     ("marks-packed-bwd", "--marks packed-bwd --mode bwd", false, 20),
     (
@@ -48,6 +50,8 @@ const RATES: [(&str, &str, bool, u64); 19] = [
         false,
         30,
     ),
+    ("marks-packed-models-fwd", "--marks packed-models --mode fwd", true, 60),
+    ("marks-packed-models-bwd", "--marks packed-models --mode bwd", true, 70),
     ("marks-models-bwd-deterministic", "--marks models --mode bwd --deterministic --peer fa4", true, 90),
     ("marks-sm80-bwd", "--marks sm80-bwd --mode bwd", true, 60),
     ("marks-sm80", "--marks sm80", true, 60),

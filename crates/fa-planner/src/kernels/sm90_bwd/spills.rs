@@ -27,6 +27,22 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd, _: Arch) -> bool {
     if spec.score.alibi && spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs && spec.head_dim == 64 {
         return (kernel.tile_m, kernel.tile_n) == (128, 128);
     }
+    // A soft cap and slopes beside lengths on the device: 28 to 1,130 bytes.
+    if spec.reads.varied && spec.score.softcap && spec.score.alibi && kernel.tile_n == 128 {
+        match (spec.head_dim, spec.head_dim_v) {
+            (64, 64) if kernel.tile_m == 128 => return true,
+            (128, 128) if masked || kernel.deterministic => return true,
+            _ => {}
+        }
+    }
+    // The producer of deterministic kernels, which has 24 registers, while it waits for its turn
+    // with lengths on the device: 4 bytes.
+    if spec.reads.varied && kernel.deterministic && spec.mask == MaskKind::Causal {
+        let small = (kernel.tile_m, kernel.tile_n) == (64, 64);
+        if small && matches!((spec.head_dim, spec.head_dim_v), (96, 96) | (192, 192)) {
+            return true;
+        }
+    }
     match (spec.head_dim, spec.head_dim_v) {
         // 208 accumulators in the one tile that there is: 8 to 1,524 bytes.
         (80, 80) => spec.score.softcap,
