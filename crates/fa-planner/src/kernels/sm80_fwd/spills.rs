@@ -36,7 +36,7 @@ fn known_uncapped(spec: &KernelSpec, kernel: &Sm80Fwd, arch: Arch) -> bool {
     let on_sm90 = arch == Arch::Sm90;
     let Reads { varied, paged } = spec.reads;
     let alibi = spec.score.alibi;
-    if on_sm90 && has_one_crowded_buffer(spec, kernel) {
+    if (on_sm90 || (spec.head_dim == 128 && !paged)) && has_one_crowded_buffer(spec, kernel) {
         return true;
     }
     let spills = match kernel.tile_n {
@@ -49,7 +49,8 @@ fn known_uncapped(spec: &KernelSpec, kernel: &Sm80Fwd, arch: Arch) -> bool {
 }
 
 /// One buffer of K and V, and 64 scores and 128 outputs of a thread, 24 to 124 bytes under every mask, packed
-/// or not. With two buffers they fit, and narrower Q and K with one do.
+/// or not; on 8.x 76 to 348 bytes, but not in pages. With two buffers they fit, and narrower Q and K with one
+/// do.
 fn has_one_crowded_buffer(spec: &KernelSpec, kernel: &Sm80Fwd) -> bool {
     let tile = (kernel.tile_m, kernel.tile_n, kernel.num_warps, kernel.stages);
     tile == (128, 64, 4, 1) && spec.head_dim >= 128 && spec.head_dim_v == 128
