@@ -12,6 +12,7 @@ use fa_planner::plan::{PlanOptions, PlanSet, explore};
 use rayon::prelude::*;
 
 use crate::error::{Error, Result, read_text};
+use crate::grid::soak;
 
 /// The number of best kernels of which none may spill.
 pub const BEST: usize = 10;
@@ -72,6 +73,17 @@ pub fn kinds() -> Vec<Kind> {
         }
     }
     kinds
+}
+
+/// Kinds of `count` problems for each family and architecture, drawn at random as those that `fa validate
+/// --soak` runs: forwards and gradients in turn, dense ones and others. The same `seed` draws the same.
+pub fn drawn(count: usize, seed: u64) -> Vec<Kind> {
+    let of = |(family, arch), turn: u64| {
+        let draw = if turn.is_multiple_of(2) { soak::case } else { soak::gradients };
+        let case = draw(seed, turn / 2, family);
+        Kind { problem: case.problem, pass: case.pass, family, arch }
+    };
+    KERNELS.into_iter().flat_map(|kernels| (0..count as u64).map(move |turn| of(kernels, turn))).collect()
 }
 
 fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
@@ -270,6 +282,17 @@ mod tests {
         };
         let wrong: BTreeSet<String> = kinds().par_iter().flat_map_iter(wrong).collect();
         assert!(wrong.is_empty(), "{}: {wrong:#?}", wrong.len());
+    }
+
+    #[test]
+    fn the_same_seed_draws_the_same_kinds_of_both_passes() {
+        let kinds = drawn(40, 7);
+        assert_eq!((kinds.len(), &kinds), (40 * KERNELS.len(), &drawn(40, 7)));
+        assert_ne!(kinds, drawn(40, 8));
+        let gradients = kinds.iter().filter(|kind| kind.pass.is_backward()).count();
+        assert_eq!(gradients, kinds.len() / 2);
+        let planned = kinds.iter().filter(|kind| kind.explored().is_some_and(|set| !set.plans.is_empty()));
+        assert!(planned.count() > kinds.len() * 3 / 4);
     }
 
     #[test]

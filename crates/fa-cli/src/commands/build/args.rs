@@ -60,6 +60,13 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "N", conflicts_with_all = ["all_configs", "arch"])]
     #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub best: Option<u16>,
+    /// With --best: problems drawn at random instead, this many for each family and architecture
+    #[arg(long, value_name = "N", requires = "best", conflicts_with_all = OF_BEST)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..))]
+    pub random: Option<u16>,
+    /// With --random: the same seed draws the same problems
+    #[arg(long, value_name = "S", default_value_t = 0, requires = "random", conflicts_with_all = OF_BEST)]
+    pub seed: u64,
     /// With --best: only kernels whose names contain this, as in sm90_bwd or varlen
     #[arg(long, value_name = "TEXT", requires = "best", conflicts_with_all = OF_BEST)]
     pub filter: Option<String>,
@@ -92,6 +99,7 @@ Examples:
   fa build --arch sm90 --specs my-specs/
   fa build --all-configs --headdim 128 --mode bwd
   fa build --best 10                            what spills among the planner's best ten
+  fa build --best 1 --random 200 --seed 1       what spills among first choices for problems at random
 
 Exit code 1 when a kernel fails to compile, or compiles with spills, serialised wgmma or an ignored \
 setmaxnreg.";

@@ -28,8 +28,8 @@ pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict>
     let names: BTreeSet<&str> = known.iter().map(|own| own.kernel.as_str()).collect();
     let named = |own: &(Arch, KernelSpec)| best::name(own.0, &own.1);
     let wanted = |name: &str| args.filter.as_deref().is_none_or(|part| name.contains(part));
-    let all: Vec<_> =
-        best::best(&best::kinds(), count).into_iter().filter(|own| wanted(&named(own))).collect();
+    let kinds = args.random.map_or_else(best::kinds, |count| best::drawn(usize::from(count), args.seed));
+    let all: Vec<_> = best::best(&kinds, count).into_iter().filter(|own| wanted(&named(own))).collect();
     let left: Vec<_> = all.iter().filter(|own| !names.contains(named(own).as_str())).collect();
     let file = std::fs::File::options().append(true).create(true).open(&path);
     let file = file.with_context(|| format!("{}: results cannot be written there", path.display()))?;
@@ -67,7 +67,7 @@ pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict>
         text,
         "{} among the best {count} of {} kinds of problems by {}, {} compiled now, {} not clean; {}",
         counted(said.len(), "kernel"),
-        best::kinds().len(),
+        kinds.len(),
         compiler.version()?,
         new.len(),
         faulty.len(),
