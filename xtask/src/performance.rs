@@ -76,6 +76,25 @@ fn numbers(cell: &str) -> Vec<&str> {
     cell.split(|c: char| !(c.is_ascii_alphanumeric() || c == '.')).filter(is_number).collect()
 }
 
+/// Asserts that a cell is `ours / theirs = ratio` of a record; `ours / -` where a peer computes no such row.
+#[track_caller]
+fn beside(what: &str, cell: &str, record: &Value, peer: Option<(f64, f64)>) {
+    let Some((rate_of_peer, ratio_to_it)) = peer else {
+        let alone = cell.strip_suffix(" / -").unwrap_or_else(|| panic!("{what}: no peer, but {cell}"));
+        return same(what, alone, rate(record));
+    };
+    let [ours, theirs, ratio] = numbers(cell)[..] else { panic!("{what}: {cell}") };
+    same(what, ours, rate(record));
+    same(what, theirs, rate_of_peer);
+    same(what, ratio, ratio_to_it);
+}
+
+/// The rate of a peer in a record, and ours over it.
+fn of_peer(record: &Value, peer: &str) -> Option<(f64, f64)> {
+    let theirs = record["peers"][peer].as_f64()?;
+    Some((theirs, rate(record) / theirs))
+}
+
 fn best_peer(row: &Value) -> (&str, f64) {
     let peers = row["peers"].as_object().expect("peers").iter();
     let rates = peers.map(|(name, rate)| (name.as_str(), rate.as_f64().expect("a rate")));
@@ -100,22 +119,17 @@ fn layers_of_models_are_their_records() {
         for row in &table {
             let [name, _, forward, backward] = row.as_slice() else { panic!("{row:?}") };
             let record = named("fwd", name);
-            if let Some(ours) = forward.strip_suffix(" / -") {
-                same(name, ours, rate(&record));
-                assert!(record["peers"].as_object().is_none_or(|peers| peers.is_empty()), "{name}");
+            let ratio = |record: &Value| record["ratio"].as_f64().expect("a ratio");
+            if record["peers"].as_object().is_none_or(|peers| peers.is_empty()) {
+                beside(name, forward, &record, None);
             } else {
                 let (peer, peer_rate) = best_peer(&record);
                 assert!(forward.contains(&format!(" {peer} = ")), "{name}: the best peer is {peer}");
-                let [ours, theirs, ratio] = numbers(forward)[..] else { panic!("{name}: {forward}") };
-                same(name, ours, rate(&record));
-                same(name, theirs, peer_rate);
-                same(name, ratio, record["ratio"].as_f64().expect("a ratio"));
+                beside(name, forward, &record, Some((peer_rate, ratio(&record))));
             }
             let record = named("bwd", name);
-            let [ours, theirs, ratio] = numbers(backward)[..] else { panic!("{name}: {backward}") };
-            same(name, ours, rate(&record));
-            same(name, theirs, record["peers"]["fa4"].as_f64().expect("a rate"));
-            same(name, ratio, record["ratio"].as_f64().expect("a ratio"));
+            let theirs = record["peers"]["fa4"].as_f64().expect("a rate");
+            beside(name, backward, &record, Some((theirs, ratio(&record))));
         }
     }
 }
@@ -196,39 +210,27 @@ fn decode_packed_and_paged_batches_are_their_records() {
     assert_eq!(mixed.len(), records.rows("mixed").len());
     for (row, record) in mixed.iter().zip(records.rows("mixed")) {
         assert_eq!(record["name"], *row[0]);
-        let theirs = record["peers"]["fa3"].as_f64().expect("a rate");
-        let shown = numbers(&row[2]);
-        same(&row[0], shown[0], rate(record));
-        same(&row[0], shown[1], theirs);
-        same(&row[0], shown[2], rate(record) / theirs);
+        beside(&row[0], &row[2], record, Some(of_peer(record, "fa3").expect("a rate")));
     }
     let chunks = records.table("### Chunks of prompts");
     assert_eq!(chunks.len(), records.rows("chunks").len());
     for (row, record) in chunks.iter().zip(records.rows("chunks")) {
         assert_eq!(record["name"], *row[0]);
         same(&row[0], &row[2], 1000.0 * record["ms_median"].as_f64().expect("a time"));
-        let shown = numbers(&row[3]);
-        same(&row[0], shown[0], rate(record));
-        if let Some(theirs) = record["peers"]["fa3"].as_f64() {
-            same(&row[0], shown[1], theirs);
-            same(&row[0], shown[2], rate(record) / theirs);
-        }
+        beside(&row[0], &row[3], record, of_peer(record, "fa3"));
     }
     let packed = records.table("### Packed batches");
     for (column, name, peer) in [(1, "packed", "fa3"), (2, "packed-bwd", "fa4")] {
         let rows = records.rows(name);
-        let of = |row: &Value| (rate(row), row["peers"][peer].as_f64().expect("a rate"));
+        let of = |row: &Value| of_peer(row, peer).expect("a rate");
         assert_eq!((packed.len(), rows.len()), (3, 4), "{name}");
         for (row, record) in packed.iter().zip(rows) {
-            let (ours, theirs) = of(record);
-            let shown = numbers(&row[column]);
-            same(&row[0], shown[0], ours);
-            same(&row[0], shown[1], theirs);
-            same(&row[0], shown[2], ours / theirs);
+            let cell = row[column].split(" (dense").next().unwrap_or_default();
+            beside(&row[0], cell, record, Some(of(record)));
         }
         let dense = numbers(&packed[1][column]);
-        same("dense", dense[3], of(&rows[3]).0);
-        same("dense", dense[4], of(&rows[3]).1);
+        same("dense", dense[3], rate(&rows[3]));
+        same("dense", dense[4], of(&rows[3]).0);
     }
     let plans = records.table("### Sinks and the plan kernel");
     let names = ["1 decode", "32 decodes", "256 decodes", "1024 decodes", "8300 decodes"];

@@ -1,6 +1,6 @@
 //! Packed batches of released models: prompts, documents, texts and images of different lengths.
 
-use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
+use fa_core::{Dtype, Mask, Problem, ScoreMod};
 
 use super::wanted::Wanted;
 use crate::random::Random;
@@ -39,12 +39,7 @@ pub(super) fn packed_models() -> Vec<Wanted> {
     let mut documents = |tokens, longest| documents(&mut random, tokens, longest);
     let of = |name, (head_dims, heads): Heads, mask, lens: &[usize]| {
         let square = Problem::square(1, 1, heads.0, head_dims.0, mask, Dtype::Bf16);
-        let problem = Problem {
-            heads_kv: heads.1,
-            head_dim_v: head_dims.1,
-            lengths: Lengths::uniform(lens.len(), 1, 1),
-            ..square
-        };
+        let problem = Problem { heads_kv: heads.1, head_dim_v: head_dims.1, ..square };
         Wanted { name: Some(name), ..Wanted::of(problem, Sequences::packed(lens), "packed models, bf16") }
     };
     let (causal, full) = (Mask::CAUSAL, Mask::FULL);

@@ -28,7 +28,7 @@ pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict>
     let names: BTreeSet<&str> = known.iter().map(|own| own.kernel.as_str()).collect();
     let named = |own: &(Arch, KernelSpec)| best::name(own.0, &own.1);
     let wanted = |name: &str| args.filter.as_deref().is_none_or(|part| name.contains(part));
-    let kinds = args.random.map_or_else(best::kinds, |count| best::drawn(usize::from(count), args.seed));
+    let kinds = args.random.map_or_else(best::kinds, |drawn| best::drawn(usize::from(drawn), args.seed));
     let all: Vec<_> = best::best(&kinds, count).into_iter().filter(|own| wanted(&named(own))).collect();
     let left: Vec<_> = all.iter().filter(|own| !names.contains(named(own).as_str())).collect();
     let file = std::fs::File::options().append(true).create(true).open(&path);
