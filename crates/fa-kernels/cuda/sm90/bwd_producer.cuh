@@ -14,12 +14,22 @@
 
 namespace fa::sm90 {
 
-// The producer's positions in the rings, kept from tile to tile.
+// The producer's positions in the rings, kept from tile to tile. Rings of equal length share one.
 template <Sm90BwdConfig C>
 struct BwdLoads {
+    struct NoState {};
+    static constexpr bool kOneState = C.q_stages == C.do_stages;
     PipelineState<C.q_stages> q_state;
-    PipelineState<C.do_stages> do_state;
+    [[no_unique_address]] Either<kOneState, NoState, PipelineState<C.do_stages>> own_do_state;
     u32 keys_phase = 0;
+
+    __device__ __forceinline__ auto& do_state() {
+        if constexpr (kOneState) {
+            return q_state;
+        } else {
+            return own_do_state;
+        }
+    }
 };
 
 template <Sm90BwdConfig C>
@@ -32,7 +42,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     const auto& tile = work.tile;
     const BlockRange& range = work.range;
     auto& q_state = loads.q_state;
-    auto& do_state = loads.do_state;
+    auto& do_state = loads.do_state();
     // Loads rows from `row` on of a head. With lengths on the device the sequence has `len` rows and starts
     // at row `offset`.
     auto load = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, const TmaStrides& strides,
@@ -70,7 +80,8 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     bool first = true;
 #pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        const i64 stats = dq_tile(params, tile, head, 0) * C.tile_m;
+        // In 32 bits, which number all tiles of a workspace: the thread has 24 registers.
+        const i64 stats = i64(u32(dq_tile(params, tile, head, 0))) * C.tile_m;
 #pragma unroll 1
         for (int step = range.begin; step < range.end; ++step) {
             const int row = query_block<C>(range, work.walk, step) * C.tile_m;
@@ -78,7 +89,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
             smem.q_bars.acquire(q_state, T::Q::kBytes);
             load_queries(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage],
                          params.varlen.tma_q, row, head);
-            q_state.advance();
+            if constexpr (!BwdLoads<C>::kOneState) q_state.advance();
             if (!C.persistent && first) load_v();
             smem.do_bars.acquire(do_state, T::Do::kBytes + 2 * T::kStatBytes);
             load_queries(typename T::Do{}, smem.dout[do_state.stage], map_do,

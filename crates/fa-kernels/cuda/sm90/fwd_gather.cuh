@@ -83,14 +83,11 @@ struct GatheredKeys {
         return min(n_block * TileN + first_row() + own + from_first(i), keys - 1);
     }
 
-    // `Direct`, here and below: pages have one key, and the tile has all its rows.
-    template <bool Direct>
+    // The entries of the rows that the lane looks up.
     __device__ __forceinline__ Entries entries_of(int n_block) const {
         Entries entries;
-        const int* const at = table + (n_block * TileN + first_row() + own);
 #pragma unroll
-        for (int i = 0; i < kLookups; ++i)
-            entries.of[i] = Direct ? at[from_first(i)] : table[page_slot(varlen, key_of(n_block, i))];
+        for (int i = 0; i < kLookups; ++i) entries.of[i] = table[page_slot(varlen, key_of(n_block, i))];
         return entries;
     }
 
@@ -109,28 +106,54 @@ struct GatheredKeys {
 
     // Whether the warp's rows are contiguous in the cache, so that one TMA box loads them: consecutive pages
     // of a cache without gaps between pages. All entries are valid.
-    template <bool Direct>
     __device__ __forceinline__ bool in_one_piece(int n_block, const Entries& entries) const {
-        bool apart = !Direct && strides.entry != u32(varlen.page) * strides.row;
+        bool apart = strides.entry != u32(varlen.page) * strides.row;
         int from_slot = 0;  // page in the cache less its index in the sequence
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            // (With Direct, less its index in the half.)
-            const int slot = Direct ? own + from_first(i) : page_slot(varlen, key_of(n_block, i));
+            const int slot = page_slot(varlen, key_of(n_block, i));
             if (i == 0) from_slot = shuffle_from(entries.of[0] - slot, 0);
             apart = apart || entries.of[i] - slot != from_slot;
         }
         return !warp_any(apart);
     }
 
-    // Loads those rows by one TMA box. One lane calls it.
-    template <class Kv>
-    __device__ __forceinline__ void load(u8* dst, const TensorMap& map, Mbarrier& full, int head, int n_block,
-                                         int entry) const {
+    // Such rows as a TMA box: `entry` is that of the warp's first row.
+    __device__ __forceinline__ RaggedRows box(int n_block, int head, int entry) const {
         const int key = n_block * TileN + first_row();
         const int first = key - page_slot(varlen, key) * varlen.page;
         const int count = half_keys(n_block);
-        const RaggedRows rows(strides, count > 0 ? entry : 0, head, count > 0 ? first : 0, count);
+        return {strides, count > 0 ? entry : 0, head, count > 0 ? first : 0, count};
+    }
+
+    // The same with pages of one key, for a tile that has all its rows: their entries are next to each other
+    // in the table.
+    __device__ __forceinline__ const int* first_entry(int n_block) const {
+        return table + (n_block * TileN + first_row() + own);
+    }
+    __device__ __forceinline__ Entries entries_at(const int* first) const {
+        Entries entries;
+#pragma unroll
+        for (int i = 0; i < kLookups; ++i) entries.of[i] = first[from_first(i)];
+        return entries;
+    }
+    __device__ __forceinline__ bool are_neighbours(const Entries& entries) const {
+        // Most tiles of scattered rows are seen by the lanes' own entries.
+        bool apart = false;
+#pragma unroll
+        for (int i = 1; i < kLookups; ++i) apart = apart || entries.of[i] - entries.of[0] != from_first(i);
+        if (kLookups > 1 && warp_any(apart)) return false;
+        const int from_slot = entries.of[0] - own;
+        return !warp_any(from_slot != shuffle_from(from_slot, 0));
+    }
+    __device__ __forceinline__ RaggedRows full_box(int head, int entry) const {
+        return {strides, entry, head, 0, kHalf};
+    }
+
+    // Loads a box. One lane calls it.
+    template <class Kv>
+    __device__ __forceinline__ void load(u8* dst, const TensorMap& map, Mbarrier& full,
+                                         const RaggedRows& rows) const {
         mbarrier_arrive_expect(full, Kv::kBytes / 2);
 #pragma unroll
         for (int i = 0; i < Kv::kPanels; ++i) {
@@ -139,8 +162,7 @@ struct GatheredKeys {
         }
     }
 
-    // Positions of the rows that a lane looks up, in units of the strides, relative to the head's first row;
-    // with pages of one key, their table entries.
+    // Positions of the rows that a lane looks up, in units of the strides, relative to the head's first row.
     struct Rows {
         u32 at[kLookups];
     };
@@ -167,18 +189,26 @@ struct GatheredKeys {
         return rows;
     }
 
-    // Starts to copy the warp's half of a tile of a head. `first` is the head's first row in the cache;
-    // positions are in units of `unit` bytes. Unless AllExist, columns from `columns` on and rows at kNowhere
-    // become zeros.
-    template <class Kv, bool AllExist>
-    __device__ __forceinline__ void start(u32 address, const u16* first, u32 unit, int columns,
-                                          const Rows& rows) const {
-        static_assert(Kv::kPanel == 8 * Lanes);
-        using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
+    template <class Kv>
+    using Swizzled = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
+
+    // Where a lane copies to in a stage at `address`, and from in the head's first row: its first chunk.
+    template <class Kv>
+    __device__ __forceinline__ static u32 lane_target(u32 address) {
+        using Tile = Swizzled<Kv>;
         const int lane = u32(thread_index_volatile()) % 32;
-        const int chunk = lane % Lanes * 8, column = AllExist ? chunk : chunk - shift;
-        const u16* const cache = first + column;
-        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(lane / Lanes, chunk);
+        return address + first_row() * Tile::kRowBytes + Tile::offset(lane / Lanes, lane % Lanes * 8);
+    }
+    __device__ __forceinline__ static int lane_column() { return u32(thread_index_volatile()) % Lanes * 8; }
+
+    // Starts to copy the warp's half of a tile of a head to the lane's target. `cache` is the head's first
+    // row in the cache, at the lane's `column`; positions are in units of `unit` bytes. Unless AllExist,
+    // columns outside [0, columns) and rows at kNowhere become zeros.
+    template <class Kv, bool AllExist>
+    __device__ __forceinline__ static void start(u32 to, const u16* cache, u32 unit, int column, int columns,
+                                                 const Rows& rows) {
+        using Tile = Swizzled<Kv>;
+        static_assert(Kv::kPanel == 8 * Lanes);
         // Sweeps of four rows of 128 bytes alternate between two swizzles.
         static_assert(kRows % 8 == 0 || (kRows == 4 && Tile::kRowBytes == 128));
         constexpr u32 kTurn = kRows == 4 ? 4 << 4 : 0;
@@ -282,54 +312,67 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
         int next = 0;
         if (!work.range.empty()) {
             if (Values && member == 0 && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
-            Entries entries = keys.template entries_of<false>(work.range.end - 1);
-#pragma unroll 1
-            for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+            int n_block = work.range.end - 1;
+            Entries entries = keys.entries_of(n_block);
+            // Loads tile n_block: its `box` if its rows are contiguous, else by `copy`. `prefetch` loads the
+            // next tile's entries into the registers of this tile's, since a move would wait for them; they
+            // are in flight while this tile is copied.
+            auto load_tile = [&](bool contiguous, auto prefetch, auto box, auto copy) {
                 const int entry = entries.of[0];
-                bool contiguous, direct = false;  // by TMA, or all rows by their entries alone
-                if (one_key && (n_block + 1) * C.tile_n <= keys.keys) {
-                    direct = keys.are_valid(entries);
-                    contiguous = direct && keys.template in_one_piece<true>(n_block, entries);
-                } else {
-                    contiguous =
-                        keys.are_valid(entries) && keys.template in_one_piece<false>(n_block, entries);
-                }
-                Rows rows{};
-                if (direct) {
-#pragma unroll
-                    for (int i = 0; i < Keys::kLookups; ++i) rows.at[i] = entries.of[i];
-                } else if (!contiguous) {
-                    rows = keys.template rows_of<!Values>(n_block, entries);
-                }
                 if (draws && n_block == work.range.begin) next = draw_tile<C>(tiles, params, index);
                 // If the kernel is bound by products, signal the previous tile, which has arrived by now: a
                 // fence after this tile's copies would wait for them too. (If it is bound by memory, a new
                 // copy must not wait for an older one.)
                 if constexpr (C.num_wg > 1) copied.finish(bars);
-                // Prefetch the next tile's entries, in flight while this tile is copied. They are loaded into
-                // the registers of this tile's, since a move would wait for them.
-                if (n_block > work.range.begin) {
-                    entries = one_key ? keys.template entries_of<true>(n_block - 1)
-                                      : keys.template entries_of<false>(n_block - 1);
-                }
+                if (n_block > work.range.begin) prefetch();
                 bars.wait_empty(state);
-                u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
                 if (contiguous) {
                     // No lane may start the next phase before all lanes have seen the previous one end.
                     warp_sync();
-                    if (lane_index() == 0) {
-                        keys.template load<Kv>(dst, map, bars.full[state.stage], work.kv_head, n_block,
-                                               entry);
-                    }
-                } else if (direct) {
-                    keys.template start<Kv, true>(smem_address(dst), first, unit * strides.entry, columns,
-                                                  rows);
+                    u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
+                    if (lane_index() == 0)
+                        keys.template load<Kv>(dst, map, bars.full[state.stage], box(entry));
                 } else {
-                    keys.template start<Kv, false>(smem_address(dst), first, unit, columns, rows);
+                    copy();
                 }
                 copied.started(bars, contiguous ? -1 : state.stage);
                 state.advance();
-            }
+                --n_block;
+            };
+#pragma unroll 1
+            do {
+                const bool contiguous = keys.are_valid(entries) && keys.in_one_piece(n_block, entries);
+                Rows rows{};
+                if (!contiguous) rows = keys.template rows_of<!Values>(n_block, entries);
+                load_tile(
+                    contiguous, [&] { entries = keys.entries_of(n_block - 1); },
+                    [&](int entry) { return keys.box(n_block, work.kv_head, entry); },
+                    [&] {
+                        const int column = Keys::lane_column() - shift;
+                        u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
+                        Keys::template start<Kv, false>(Keys::template lane_target<Kv>(smem_address(dst)),
+                                                        first + column, unit, column, columns, rows);
+                    });
+                if (!one_key) continue;
+                // All tiles but the sequence's last have all their rows.
+                const int* at = keys.first_entry(n_block);
+                const u16* const cache = first + Keys::lane_column();
+                const u32 to = Keys::template lane_target<Kv>(smem_address(Values ? smem.v[0] : smem.k[0]));
+#pragma unroll 1
+                while (n_block >= work.range.begin && keys.are_valid(entries)) {
+                    Rows direct;
+#pragma unroll
+                    for (int i = 0; i < Keys::kLookups; ++i) direct.at[i] = entries.of[i];
+                    at -= C.tile_n;
+                    load_tile(
+                        keys.are_neighbours(entries), [&] { entries = keys.entries_at(at); },
+                        [&](int entry) { return keys.full_box(work.kv_head, entry); },
+                        [&] {
+                            Keys::template start<Kv, true>(to + state.stage * Kv::kBytes, cache,
+                                                           unit * strides.entry, 0, columns, direct);
+                        });
+                }
+            } while (n_block >= work.range.begin);
         } else {
             if (draws) next = draw_tile<C>(tiles, params, index);
         }

@@ -100,9 +100,6 @@ fn drawn(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
         return (spec.head_dim, spec.head_dim_v) == (128, 64);
     }
     match ((spec.head_dim, spec.head_dim_v), (kernel.tile_m, kernel.tile_n)) {
-        // Lengths on the device: 8 to 48 bytes.
-        ((96, 96), (64, 128)) => spec.reads.varied,
-        ((128, 64), (80, 128)) => spec.reads.varied && kernel.dq_swap_ab && rows_of_dq_cut,
         ((64, 64), (128, 128)) => !kernel.dq_swap_ab && !rows_of_dq_cut,
         ((128, 128), (64 | 80, 128)) | ((64, 128), (112, 128)) | ((128, 64), (96, 128)) => {
             kernel.dq_swap_ab && rows_of_dq_cut
