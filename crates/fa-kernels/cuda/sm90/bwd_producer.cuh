@@ -14,11 +14,12 @@
 
 namespace fa::sm90 {
 
-// The producer's positions in the rings, kept from tile to tile. Rings of equal length share one.
+// The producer's positions in the rings, kept from tile to tile. In persistent kernels, whose producer has
+// fewer registers to spare, rings of equal length share one. (In the others ptxas spills for it.)
 template <Sm90BwdConfig C>
 struct BwdLoads {
     struct NoState {};
-    static constexpr bool kOneState = C.q_stages == C.do_stages;
+    static constexpr bool kOneState = C.persistent && C.q_stages == C.do_stages;
     PipelineState<C.q_stages> q_state;
     [[no_unique_address]] Either<kOneState, NoState, PipelineState<C.do_stages>> own_do_state;
     u32 keys_phase = 0;
@@ -80,8 +81,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     bool first = true;
 #pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        // In 32 bits, which number all tiles of a workspace: the thread has 24 registers.
-        const i64 stats = i64(u32(dq_tile(params, tile, head, 0))) * C.tile_m;
+        const i64 stats = dq_tile(params, tile, head, 0) * C.tile_m;
 #pragma unroll 1
         for (int step = range.begin; step < range.end; ++step) {
             const int row = query_block<C>(range, work.walk, step) * C.tile_m;
