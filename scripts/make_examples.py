@@ -264,7 +264,8 @@ def growing(folder, name, seed, lengths, room, page, neighbours):
     tensors["out"] = Tensor("BF16", [batch, new, heads, dim], gathered(out, rows, heads, dim))
     by_head = [lse[head, (b, i)] for b in range(batch) for head in range(heads) for i in range(new)]
     tensors["lse"] = Tensor("F32", [batch, heads, new], by_head)
-    write(folder / f"{name}.safetensors", tensors, METADATA | {"window_left": "none", "window_right": "0"})
+    options = {"window_left": "none", "window_right": "0", "rotary_interleaved": str(neighbours).lower()}
+    write(folder / f"{name}.safetensors", tensors, METADATA | options)
 
 
 def dense(folder, name, seed, window, slopes=None, sinks=None):

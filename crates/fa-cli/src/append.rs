@@ -54,8 +54,8 @@ pub(crate) struct NewRows<T> {
 pub(crate) struct Appended {
     /// New keys of all sequences.
     pub rows: usize,
-    /// Elements of a row that were rotated; `None` without rotary tables.
-    pub rotary_dim: Option<usize>,
+    /// How rows were rotated; `None` without rotary tables.
+    pub rotary: Option<Rotary>,
     /// Time taken, including the copies of the cache on a GPU.
     pub time: Duration,
 }
@@ -91,6 +91,11 @@ impl NewRows<()> {
             );
         }
         Ok(is_there)
+    }
+
+    /// Whether the file has the tables that new keys are rotated by.
+    pub(crate) fn are_rotated(file: &TensorFile) -> bool {
+        file.has(TABLES[0])
     }
 }
 
@@ -227,8 +232,8 @@ impl<T: Element + Stored> NewRows<T> {
         let start = Instant::now();
         let left_out = act(&mut extras, &mut tensors)?;
         anyhow::ensure!(left_out == 0, "{left_out} rows had no place though each was checked to have one");
-        let rotary_dim = self.append.rotary.map(|rotary| rotary.dim);
-        Ok(Appended { rows: self.counts.iter().sum(), rotary_dim, time: start.elapsed() })
+        let rotary = self.append.rotary;
+        Ok(Appended { rows: self.counts.iter().sum(), rotary, time: start.elapsed() })
     }
 }
 

@@ -382,13 +382,9 @@ fn rows(lengths: &Lengths) -> String {
     format!(" at most ({})", sides.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
-/// A note when the file's metadata names another mask, scale or cap than the problem has, or another layout
-/// than `--layout`: only flags count, and a forgotten flag gives a plausible wrong answer.
-pub(crate) fn metadata_hint(
-    file: &TensorFile,
-    problem: &Problem,
-    layout_flag: Option<TensorLayout>,
-) -> Option<String> {
+/// A note when the file's metadata names another mask, scale or cap than the problem has, or another layout or
+/// way to rotate than the flags: only flags count, and a forgotten flag gives a plausible wrong answer.
+pub(crate) fn metadata_hint(file: &TensorFile, problem: &Problem, args: &AttentionArgs) -> Option<String> {
     let entry = |key: &str| file.metadata().get(key).map(String::as_str);
     // What an entry says: a number, none, or nothing.
     let number = |key: &str| match entry(key)? {
@@ -408,7 +404,10 @@ pub(crate) fn metadata_hint(
     let right_differs = !right_is_said && other("window_right", side(problem.mask.right));
     let scale = number("scale").flatten();
     let layout = entry("layout").and_then(|said| parse_layout(said).ok());
-    let layout_differs = layout.zip(layout_flag).is_some_and(|(said, flag)| said != flag);
+    let layout_differs = layout.zip(args.layout).is_some_and(|(said, flag)| said != flag);
+    let interleaved = entry("rotary_interleaved").and_then(|said| said.parse::<bool>().ok());
+    let rotary_differs =
+        NewRows::are_rotated(file) && interleaved.is_some_and(|said| said != args.rotary_interleaved);
     let differs = [
         ("layout", "--layout", layout_differs),
         ("causal", "--causal", causal_differs),
@@ -416,6 +415,7 @@ pub(crate) fn metadata_hint(
         ("window_right", "--window", right_differs),
         ("softcap", "--softcap", other("softcap", problem.score.softcap)),
         ("scale", "--scale", scale.is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs())),
+        ("rotary_interleaved", "--rotary-interleaved", rotary_differs),
     ];
     let differ: Vec<String> = differs
         .into_iter()

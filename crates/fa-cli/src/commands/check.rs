@@ -196,7 +196,7 @@ fn judge_by_inputs(
             asked.push(one);
         }
     }
-    let hints = asked.into_iter().filter_map(|file| attention::metadata_hint(file, &posed, args.layout));
+    let hints = asked.into_iter().filter_map(|file| attention::metadata_hint(file, &posed, args));
     hints.for_each(|hint| output::note(&hint));
     for pair in pairs.iter() {
         let Some(need) = shape_in(&posed, &pair.name).filter(|need| *need != pair.shape) else { continue };

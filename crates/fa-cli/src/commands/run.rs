@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use fa_attn::atomic_file::AtomicFile;
-use fa_attn::{Call, Element, Engine, Tuning};
+use fa_attn::{Call, Element, Engine, RotaryPairs, Tuning};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::compare;
 
@@ -178,9 +178,10 @@ fn compute<T: Element + Stored>(
         forward: Timing::new(forward_time, flops(Problem::flops_forward)),
         forward_warm: warm_time.map(|time| Timing::new(time, flops(Problem::flops_forward))),
         backward: backward_time.map(|time| Timing::new(time, flops(Problem::flops_backward))),
-        appended: appended.map(|Appended { rows, rotary_dim, time }| AppendReport {
+        appended: appended.map(|Appended { rows, rotary, time }| AppendReport {
             rows,
-            rotary_dim,
+            rotary_dim: rotary.map(|rotary| rotary.dim),
+            rotary_interleaved: rotary.map(|rotary| rotary.pairs == RotaryPairs::Neighbours),
             ms: time.as_secs_f64() * 1e3,
         }),
         difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
@@ -205,7 +206,7 @@ fn compute<T: Element + Stored>(
     } else {
         output::print(&text(&report))?
     }
-    if let Some(hint) = attention::metadata_hint(file, &problem, args.attention.layout) {
+    if let Some(hint) = attention::metadata_hint(file, &problem, &args.attention) {
         output::note(&hint);
     }
     let unread: Vec<&str> = file.never_asked().into_iter().filter(|name| !RESULTS.contains(name)).collect();

@@ -43,6 +43,26 @@ fn the_examples_grow_and_come_out_as_their_script_computed_them() {
     }
 }
 
+/// Elements that are paired otherwise than the file says give a plausible wrong answer: `fa` says so.
+#[test]
+fn another_pairing_than_the_files_is_noted() {
+    let said = |name: &str, pairing: bool| {
+        let says = format!("the metadata of {} says rotary_interleaved = {pairing}", example(name));
+        format!("{says} (--rotary-interleaved); only flags decide")
+    };
+    for (name, flag, pairs) in [
+        ("append-paged", " --rotary-interleaved", "of neighbours"),
+        ("append-interleaved", "", "from two halves"),
+    ] {
+        let wrong = fa(&format!("run {} --causal{flag} --backend cpu", example(name)));
+        assert!(wrong.stdout.contains(&format!("turned by position as pairs {pairs}")), "{}", wrong.stdout);
+        assert!(wrong.stderr.contains(&said(name, flag.is_empty())), "{name}: {}", wrong.stderr);
+    }
+    for (name, flags) in EXAMPLES {
+        assert_eq!(fa(&format!("run {} {flags} --backend cpu", example(name))).stderr, "", "{name}");
+    }
+}
+
 /// One-piece and packed new keys without tables: the same as a cache that holds them already.
 #[test]
 fn appended_keys_are_keys() {

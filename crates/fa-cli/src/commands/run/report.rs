@@ -52,6 +52,8 @@ pub(super) struct AppendReport {
     pub rows: usize,
     /// Elements of a row that were turned by its position.
     pub rotary_dim: Option<usize>,
+    /// Whether they were turned as pairs of neighbours instead of pairs from two halves.
+    pub rotary_interleaved: Option<bool>,
     /// On a GPU with the copies of the cache.
     pub ms: f64,
 }
@@ -175,9 +177,11 @@ pub(super) fn text(report: &Report) -> String {
     if let Some(reason) = &report.engine.gpu_passed_over {
         line("", format!("the GPU is passed over: {reason}"));
     }
-    if let Some(AppendReport { rows, rotary_dim, ms }) = &report.appended {
-        let turned = rotary_dim
-            .map_or(String::new(), |dim| format!(", {dim} elements of keys and queries turned by position"));
+    if let Some(AppendReport { rows, rotary_dim, rotary_interleaved, ms }) = &report.appended {
+        let pairs = if *rotary_interleaved == Some(true) { "of neighbours" } else { "from two halves" };
+        let turned = rotary_dim.map_or(String::new(), |dim| {
+            format!(", {dim} elements of keys and queries turned by position as pairs {pairs}")
+        });
         line(
             "appended",
             format!("{} of keys and values{turned}, {}", counted(*rows, "row"), si(ms * 1e-3, "s")),
