@@ -382,8 +382,8 @@ fn rows(lengths: &Lengths) -> String {
     format!(" at most ({})", sides.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
-/// A note when the file's metadata names another mask, scale or cap than the problem has, or another layout or
-/// way to rotate than the flags: only flags count, and a forgotten flag gives a plausible wrong answer.
+/// A note when the file's metadata names another mask, scale or cap than the problem has, or another layout
+/// or way to rotate than the flags: only flags count, and a forgotten flag gives a plausible wrong answer.
 pub(crate) fn metadata_hint(file: &TensorFile, problem: &Problem, args: &AttentionArgs) -> Option<String> {
     let entry = |key: &str| file.metadata().get(key).map(String::as_str);
     // What an entry says: a number, none, or nothing.

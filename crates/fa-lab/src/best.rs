@@ -94,8 +94,8 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
     let alone = |problem: &Problem| Problem { heads_kv: problem.heads_q, ..*problem };
     let [short, middle] = [alike(16, 1024, 1024), alike(4, 4096, 4096)];
     let packed = of_lengths(Side::packed(16_384, 2048), Side::packed(16_384, 2048));
-    // Texts of a few hundred tokens, and documents, by tiles of other sizes.
-    let [texts, documents] = [(8192, 512), (65_536, 16_384)]
+    // An image model's windows, texts of a few hundred tokens, and documents, by tiles of other sizes.
+    let [windows, texts, documents] = [(16_384, 64), (8192, 512), (65_536, 16_384)]
         .map(|(total, longest)| of_lengths(Side::packed(total, longest), Side::packed(total, longest)));
     let (capped, sunk) = (ScoreMod::softcap(30.0), ScoreMod { sinks: true, ..ScoreMod::NONE });
     let sloped = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
@@ -104,7 +104,7 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
     for score in [capped, sloped, sunk, capped_and_sloped] {
         all.extend([of_score(&middle, score), of_score(&packed, score)]);
     }
-    all.extend([texts, documents, alone(&documents), f16(&of_score(&middle, capped))]);
+    all.extend([alone(&windows), texts, documents, alone(&documents), f16(&of_score(&middle, capped))]);
     if pass == Pass::Forward {
         let pages = |page: usize| Side::paged(page, 16 * 4096 / page, 4096);
         let prefill = |page| of_lengths(Side::packed(8192, 512), pages(page));
