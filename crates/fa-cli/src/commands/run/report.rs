@@ -178,8 +178,8 @@ pub(super) fn text(report: &Report) -> String {
         line("", format!("the GPU is passed over: {reason}"));
     }
     if let Some(AppendReport { rows, rotary_dim, rotary_interleaved, ms }) = &report.appended {
-        let pairs = if *rotary_interleaved == Some(true) { "of neighbours" } else { "from two halves" };
-        let turned = rotary_dim.map_or(String::new(), |dim| {
+        let turned = rotary_dim.zip(*rotary_interleaved).map_or(String::new(), |(dim, interleaved)| {
+            let pairs = if interleaved { "of neighbours" } else { "from two halves" };
             format!(", {dim} elements of keys and queries turned by position as pairs {pairs}")
         });
         line(
