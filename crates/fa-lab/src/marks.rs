@@ -1,6 +1,7 @@
 //! The shapes that the kernels are measured by, fixed so that results can be compared over time.
 
 mod batches;
+mod groups;
 mod models;
 mod serving;
 mod wanted;
@@ -31,6 +32,8 @@ pub enum Marks {
     HeldOut,
     /// Whole sequences on one of the GPUs that share a model's heads, either pass
     Sharded,
+    /// Sizes of groups with head dims, masks, lengths and both types, either pass
+    Groups,
     /// Packed batches of uneven, equal and short sequences
     Packed,
     /// Their gradients
@@ -84,7 +87,7 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 18] = [
+    pub const ALL: [Marks; 19] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
@@ -92,6 +95,7 @@ impl Marks {
         Marks::Models,
         Marks::HeldOut,
         Marks::Sharded,
+        Marks::Groups,
         Marks::Packed,
         Marks::PackedBwd,
         Marks::PackedModels,
@@ -115,6 +119,7 @@ impl Marks {
             Marks::Models => "models",
             Marks::HeldOut => "held-out",
             Marks::Sharded => "sharded",
+            Marks::Groups => "groups",
             Marks::Packed => "packed",
             Marks::PackedBwd => "packed-bwd",
             Marks::PackedModels => "packed-models",
@@ -148,6 +153,10 @@ impl Marks {
             Marks::HeldOut => "As models, of models that no kernel and no constant was tuned to",
             Marks::Sharded => {
                 "Whole sequences on one of the GPUs that share a model's heads, with --mode fwd or bwd"
+            }
+            Marks::Groups => {
+                "32 query heads in groups of 1 to 32, by head dims, masks, lengths and both types; --mode fwd \
+                 or bwd"
             }
             Marks::Packed => "Packed batches of uneven, equal and short sequences, TFLOP/s of visible pairs",
             Marks::PackedBwd => "Gradients of packed: the same batches",
@@ -186,6 +195,7 @@ impl Marks {
             Marks::Models
             | Marks::HeldOut
             | Marks::Sharded
+            | Marks::Groups
             | Marks::Packed
             | Marks::PackedBwd
             | Marks::PackedModels
@@ -217,11 +227,16 @@ impl Marks {
             | Marks::Step
             | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
-            Marks::Models | Marks::HeldOut | Marks::Sharded | Marks::PackedModels | Marks::Sinks => true,
+            Marks::Models
+            | Marks::HeldOut
+            | Marks::Sharded
+            | Marks::Groups
+            | Marks::PackedModels
+            | Marks::Sinks => true,
         };
         let why = "the marks sm80, sm90, packed, decode, decode-models, chunks, mixed, paged, step and plan \
                    go with --mode fwd, sm80-bwd, sm90-bwd and packed-bwd with --mode bwd, models, held-out, \
-                   sharded, packed-models and sinks with either";
+                   sharded, groups, packed-models and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
@@ -235,9 +250,13 @@ impl Marks {
         match self {
             // FlashAttention 2 is made of mma.sync as well; the others need newer GPUs.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
-            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::HeldOut | Marks::Sharded | Marks::Plan => {
-                Vec::new()
-            }
+            Marks::Sm90
+            | Marks::Sm90Bwd
+            | Marks::Models
+            | Marks::HeldOut
+            | Marks::Sharded
+            | Marks::Groups
+            | Marks::Plan => Vec::new(),
             // torch's own kernels take neither packed batches nor pages nor sinks, and align a causal mask at
             // the top left.
             Marks::Packed
@@ -263,6 +282,7 @@ impl Marks {
             Marks::Models => return models::shapes(),
             Marks::HeldOut => return models::held_out(),
             Marks::Sharded => return models::sharded(),
+            Marks::Groups => return groups::shapes(),
             Marks::Packed | Marks::PackedBwd => return serving::packed(),
             Marks::PackedModels => return batches::packed_models(),
             Marks::Decode => return serving::decode(),

@@ -35,13 +35,15 @@ const GRID: [u64; 4] = [270, 230, 240, 420];
 const SOAK: u64 = 300;
 
 /// Rates: name, arguments after `bench --backend cuda`, whether peers can be timed, seconds.
-const RATES: [(&str, &str, bool, u64); 23] = [
+const RATES: [(&str, &str, bool, u64); 25] = [
     ("marks-models-fwd", "--marks models --mode fwd", true, 60),
     ("marks-models-bwd", "--marks models --mode bwd", true, 90),
     ("marks-held-out-fwd", "--marks held-out --mode fwd", true, 60),
     ("marks-held-out-bwd", "--marks held-out --mode bwd", true, 90),
     ("marks-sharded-fwd", "--marks sharded --mode fwd", true, 60),
     ("marks-sharded-bwd", "--marks sharded --mode bwd", true, 90),
+    ("marks-groups-fwd", "--marks groups --mode fwd", true, 300),
+    ("marks-groups-bwd", "--marks groups --mode bwd", true, 400),
     ("marks-packed", "--marks packed", true, 40),
     ("marks-packed-bwd", "--marks packed-bwd --mode bwd", false, 20),
     (
