@@ -101,6 +101,12 @@ pub struct CostConstants {
     /// Bytes of dQ per clock that an SM80-class backward's CTA adds while none of its own products run; other
     /// CTAs of the SM go on meanwhile.
     pub sm80_bwd_add_bytes: f64,
+    /// Bytes per clock at which an SM adds its parts of dK and dV to f32 accumulators in the SM80-class
+    /// backward, and at which the L2 adds those of all CTAs at once (NB-107, NB-148).
+    pub sm80_bwd_part_bytes: [f64; 2],
+    /// How well what the L2 lost hides behind the rest of the SM80-class backward: the exponent `p` of
+    /// `(a^p + b^p)^(1/p)`.
+    pub sm80_bwd_missed: f64,
     /// Clocks of an SM80-class backward's CTA outside its steps, beside those for its first queries.
     pub sm80_bwd_block: f64,
     /// Clocks until 128 rows of Q and dO of 128 columns each are there, before a CTA's first step.
@@ -127,8 +133,6 @@ pub struct CostConstants {
     pub sm80_second: f64,
     /// Clocks of a CTA for each row of a tile with packed heads, whose place in Q and O is computed alone.
     pub sm80_packed_row: f64,
-    /// Share of reading Q from shared memory that nothing hides in each step of the SM80-class forward.
-    pub sm80_q_shown: f64,
     /// Clocks of a step of all resident CTAs that nothing hides in the SM80-class backward.
     pub sm80_step: f64,
     /// Clocks to wait for K and V where no earlier copy was in flight.
@@ -158,8 +162,8 @@ pub struct CostConstants {
 
 /// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an
 /// H100 SXM5 (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first
-/// choice is behind the best one measured; the SM90 backward's to 8,626 (`tests/bwd_rates.rs`); the
-/// SM80-class forward's to 923 at N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k
+/// choice is behind the best one measured; the SM90 backward's: see there; the SM80-class forward's to 923 at
+/// N = 8192 and to problems drawn at random (NB-171), the SM80-class backward's to 498 at N = 1k to 16k
 /// (`tests/sm80_rates.rs`). Measured in the same runs: a plain matrix product at 785 TFLOP/s (79 % of peak;
 /// the fitted cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %).
 /// From public profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100
@@ -208,23 +212,24 @@ const SM90: CostConstants = CostConstants {
     sm80_bwd_alone: 0.617,
     sm80_bwd_wait: 330.0,
     sm80_bwd_add_bytes: 80.0,
+    sm80_bwd_part_bytes: [48.2, 700.0],
+    sm80_bwd_missed: 3.44,
     sm80_bwd_block: 4500.0,
     sm80_bwd_rows: 2500.0,
     sm80_overlap: 1.80,
-    sm80_softmax_ops: 7.74,
-    sm80_rescale: 3.89,
-    sm80_fwd_overlap: 2.81,
-    sm80_apart: 0.7,
-    sm80_fwd_step: 283.0,
-    sm80_wait: 250.0,
-    sm80_second: 1200.0,
-    sm80_packed_row: 19.0,
-    sm80_q_shown: 0.1,
+    sm80_softmax_ops: 7.39,
+    sm80_rescale: 4.98,
+    sm80_fwd_overlap: 3.9,
+    sm80_apart: 0.12,
+    sm80_fwd_step: 367.0,
+    sm80_wait: 310.0,
+    sm80_second: 650.0,
+    sm80_packed_row: 20.5,
     sm80_step: 1270.0,
     load_latency: 800.0,
-    sm80_block: 1200.0,
-    sm80_rows: 2800.0,
-    sm80_rows_alone: 3500.0,
+    sm80_block: 3180.0,
+    sm80_rows: 800.0,
+    sm80_rows_alone: 4550.0,
     row_major_conflict: 5.5,
     plain_loads: 1.5,
 
@@ -271,8 +276,13 @@ pub struct Sm90BwdConstants {
     pub overlap: [f64; 2],
     /// Clocks of TMA per row of a panel of Q or dO.
     pub copied_row: f64,
+    /// Bytes more that an operand counts as for each of its own where products read it from panels of 16
+    /// columns, which are swizzled over 32 bytes.
+    pub narrow: f64,
     /// Clocks of a step that nothing hides.
     pub step: f64,
+    /// Clocks of a step that dQ takes longer than dQ^T (see `Sm90Bwd::dq_swap_ab`).
+    pub plain_dq: f64,
     /// Clocks of a step that P through shared memory adds: dV waits for the exchange.
     pub p_store: f64,
     /// Clocks of a step that a single buffer of P and dS adds: a second barrier.
@@ -293,9 +303,8 @@ pub struct Sm90BwdConstants {
     /// Share of device-memory bandwidth that preprocess reaches: it reads O and dO and zeroes the
     /// accumulators.
     pub prepare_bandwidth: f64,
-    /// The same of postprocess, for [dQ, dQ^T] (see `Sm90Bwd::dq_swap_ab`): it reads accumulators in the
-    /// order of the threads that held them and writes rows.
-    pub finish_bandwidth: [f64; 2],
+    /// The same of postprocess, which reads the accumulators of dQ and writes its rows.
+    pub finish_bandwidth: f64,
     /// The same of the main kernel.
     pub main_bandwidth: f64,
     /// How well the main kernel's device-memory traffic hides behind the rest of it: an exponent as above.
@@ -303,26 +312,30 @@ pub struct Sm90BwdConstants {
 }
 
 impl Sm90BwdConstants {
-    /// Fitted to the rates in `tests/data/sm90-bwd-h100.txt`, by error and by how far the first choice is
-    /// behind the best one measured; `turn` to deterministic runs at head dim 128.
+    /// Fitted to the records of problems drawn at random and to the rates in `tests/data/sm90-bwd-h100.txt`
+    /// from N 2,048 on, by error and by how far the first choice is behind the best one measured; the
+    /// bandwidths of preprocess and postprocess as a profiler shows them (NB-171); `turn` to deterministic
+    /// runs at head dim 128.
     const H100: Sm90BwdConstants = Sm90BwdConstants {
-        clock: 0.96,
-        ops: 11.4,
-        smem_overlap: 4.67,
-        overlap: [1.82, 19.6],
-        copied_row: 1.43,
-        step: 134.0,
-        p_store: 48.0,
-        second_barrier: 131.0,
-        q_latency: 1467.0,
+        clock: 0.937,
+        ops: 12.4,
+        smem_overlap: 7.0,
+        overlap: [2.02, 19.6],
+        copied_row: 1.67,
+        narrow: 1.86,
+        step: 195.0,
+        plain_dq: 30.0,
+        p_store: 42.0,
+        second_barrier: 200.0,
+        q_latency: 2070.0,
         turn: 850.0,
-        atomic_bytes: 48.2,
-        add_weight: 2.17,
-        part_bytes: 700.0,
-        block: 2400.0,
-        prepare_bandwidth: 0.644,
-        finish_bandwidth: [0.474, 0.611],
+        atomic_bytes: 42.0,
+        add_weight: 2.46,
+        part_bytes: 1230.0,
+        block: 2690.0,
+        prepare_bandwidth: 0.865,
+        finish_bandwidth: 0.857,
         main_bandwidth: 0.93,
-        main_overlap: 3.44,
+        main_overlap: 2.14,
     };
 }

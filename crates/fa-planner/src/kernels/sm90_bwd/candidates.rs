@@ -110,8 +110,9 @@ fn with_direct_sums(problem: &Problem, drawn: &KernelSpec) -> Option<KernelSpec>
     (gains && !spills::known(&spec, &direct, Arch::Sm90)).then_some(spec)
 }
 
-/// The fewest queries from which one buffer of dO is faster than two under a causal mask.
-const ONE_DOUT_QUERIES: usize = 1024;
+/// The fewest queries from which one buffer of dO is faster than two under a causal mask: at head dims to 32,
+/// whose steps are shorter, and above (NB-109, NB-171).
+const ONE_DOUT_QUERIES: [usize; 2] = [3072, 1024];
 
 /// Whether `kernel` is tried with one buffer of dO as well, which comes first of the two: they are predicted
 /// alike. Under a causal mask it is faster by 0.5 to 5 % in the largest tiles of head dims 64 and 96, under
@@ -120,7 +121,7 @@ fn gains_by_one_dout(kernel: &Sm90Bwd, problem: &Problem, deterministic: bool) -
     let tile = (problem.head_dim.max(problem.head_dim_v), (kernel.tile_m, kernel.tile_n));
     MaskKind::of(&problem.mask) == MaskKind::Causal
         && matches!(tile, (..=64, (128, 128)) | (65..=96, (64, 128)))
-        && problem.lengths.max_q() >= ONE_DOUT_QUERIES
+        && problem.lengths.max_q() >= ONE_DOUT_QUERIES[usize::from(tile.0 > 32)]
         && problem.lengths.is_uniform()
         && problem.score.kind() == ScoreKind::NONE
         && !deterministic

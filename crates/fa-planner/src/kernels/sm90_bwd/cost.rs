@@ -25,9 +25,15 @@ use super::candidates::has_few_steps;
 /// Share of the tensor cores' peak that a step reaches.
 const TENSOR_EFFICIENCY: f64 = 0.75;
 
+/// Columns of panels that products read more slowly than others.
+const NARROW: u32 = 16;
+
+/// Clocks of a CTA outside its steps, as far as they count for the number of CTAs that share a group's heads.
+const CTA: f64 = 2400.0;
+
 /// What the number of CTAs that share a group's heads is chosen by.
-pub(crate) fn rates(limits: &ArchLimits, constants: &CostConstants) -> BackwardRates {
-    BackwardRates { tensor_flops: limits.tensor_flops * TENSOR_EFFICIENCY, cta: constants.sm90_bwd.block }
+pub(crate) fn rates(limits: &ArchLimits, _: &CostConstants) -> BackwardRates {
+    BackwardRates { tensor_flops: limits.tensor_flops * TENSOR_EFFICIENCY, cta: CTA }
 }
 
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
@@ -58,7 +64,11 @@ pub(crate) fn predict(
     let loads = tile_m * (hd + hdv) * bytes;
     let [stored, stored_v] = [spec.head_dim, spec.head_dim_v].map(|dim| f64::from(operand_columns(dim)));
     let written = tile_m * (stored + stored_v) * bytes;
-    let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + written) / limits.smem_bytes;
+    let of_panels = [(panels.k, tile_n * hd), (panels.q, tile_m * hd), (panels.dout, tile_m * hdv)];
+    let narrow =
+        of_panels.iter().filter(|(columns, _)| *columns <= NARROW).map(|own| own.1 * bytes).sum::<f64>();
+    let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + written + c.narrow * narrow)
+        / limits.smem_bytes;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
     let (cap_mufu, cap_ops) =
         if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
@@ -75,6 +85,7 @@ pub(crate) fn predict(
         } else {
             dq_tile / c.atomic_bytes
         }
+        + if kernel.dq_swap_ab { 0.0 } else { c.plain_dq }
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (stored / f64::from(panels.q) + stored_v / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
@@ -110,8 +121,8 @@ pub(crate) fn predict(
     let zeros = if stored { 0.0 } else { accumulators };
     let prepare =
         (rows * 2.0 * hdv * bytes + zeros + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
-    let finish = (rows * hd * bytes + accumulators + 1.5 * split.sums)
-        / (limits.hbm_bytes_per_s * c.finish_bandwidth[usize::from(kernel.dq_swap_ab)]);
+    let finish =
+        (rows * hd * bytes + accumulators + 1.5 * split.sums) / (limits.hbm_bytes_per_s * c.finish_bandwidth);
     // Parts of dK and dV are added up by a launch of their own.
     let launches = if split.parts > 1 { 4.0 } else { 3.0 } * constants.launch_s;
     let outer = prepare + finish + launches;
