@@ -97,8 +97,9 @@ impl Sm90Bwd {
     const fn may_store_dq(&self, spec: &KernelSpec) -> bool {
         let is_drawn_first = match spec.mask {
             MaskKind::Full => true,
-            MaskKind::Causal => self.deterministic || matches!(self.tile_order, TileOrder::LongestFirst),
-            MaskKind::Window => false,
+            MaskKind::Causal | MaskKind::Window => {
+                self.deterministic || matches!(self.tile_order, TileOrder::LongestFirst)
+            }
         };
         self.dq_via_smem && (spec.reads.varied || is_drawn_first)
     }
@@ -229,7 +230,7 @@ mod tests {
         let (natural, longest) = (TileOrder::Natural, TileOrder::LongestFirst);
         assert!(of(MaskKind::Full, natural, false) && of(MaskKind::Causal, longest, false));
         assert!(!of(MaskKind::Causal, natural, false) && of(MaskKind::Causal, natural, true));
-        assert!(!of(MaskKind::Window, longest, true));
+        assert!(of(MaskKind::Window, longest, false) && !of(MaskKind::Window, natural, false));
         // Of lengths on the device whoever comes first stores.
         let packed = spec(Kernel::Sm90Bwd(Sm90Bwd::default()));
         let reads = Reads { varied: true, paged: false };

@@ -1,7 +1,7 @@
 //! The launches of a backward as data: parameters, tensor maps, workspace and the order of its kernels.
 
 use fa_core::spec::{Scheduler, TileOrder, Traits};
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, KernelSpec, MaskKind, Problem};
 use fa_planner::account::panels::BwdPanels;
 use fa_planner::account::{head_bytes, head_splits, heads_side_by_side, panels_of, storing_heads};
 
@@ -177,7 +177,9 @@ fn params(
         }
         // A plan lists the tiles of a sequence side by side, also in the last section.
         TileOrder::Natural | TileOrder::LongestFirst => {
-            let own = Sections::of(heads, 1, planned, head_bytes.max(1), 2 * slots, l2 / 32);
+            // Under a window all tiles are alike, and those of the last section would add to zeros.
+            let last = if storing.is_some() && spec.mask == MaskKind::Window { 0 } else { 2 * slots };
+            let own = Sections::of(heads, 1, planned, head_bytes.max(1), last, l2 / 32);
             let last = if spec.reads.varied { u64::MAX } else { l2 };
             own.with_last_within(heads, head_bytes, last)
         }

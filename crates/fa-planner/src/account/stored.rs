@@ -25,10 +25,16 @@ pub fn storing_heads(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32)
         return None;
     }
     let is_alone = max_k <= traits.tile.1 as usize;
-    if is_alone || spec.mask == MaskKind::Causal || traits.pass.deterministic() {
+    if is_alone || traits.pass.deterministic() {
         return Some(1);
     }
-    full_storing_heads(problem, arch, sms)
+    match spec.mask {
+        MaskKind::Causal => Some(1),
+        // A tile of keys begins with the queries whose last keys it has, as under a causal mask, unless many of
+        // the others begin with the same ones.
+        MaskKind::Window => problem.mask.right.is_some_and(|right| right <= traits.tile.1).then_some(1),
+        MaskKind::Full => full_storing_heads(problem, arch, sms),
+    }
 }
 
 /// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as
@@ -70,7 +76,10 @@ mod tests {
         assert_eq!(stores(&causal), Some(1));
         // 999 keys: the first of 1,000 queries sees none.
         assert_eq!(stores(&Problem { lengths: Lengths::uniform(4, 1000, 999), ..causal }), None);
-        assert_eq!(stores(&Problem { mask: Mask::causal_window(512), ..causal }), None);
+        assert_eq!(stores(&Problem { mask: Mask::causal_window(512), ..causal }), Some(1));
+        assert_eq!(stores(&Problem { mask: Mask::window(64, 64), ..causal }), Some(1));
+        assert_eq!(stores(&Problem { mask: Mask::window(64, 1000), ..causal }), None);
+        assert_eq!(stores(&Problem { mask: Mask { left: Some(64), right: None }, ..causal }), None);
         // A full mask: half the SMs' number of heads side by side, whose queries stay in the L2.
         let full = Problem::square(32, 512, 16, 64, Mask::FULL, Dtype::Bf16);
         assert_eq!(stores(&full), Some(66));
