@@ -105,6 +105,11 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
         all.extend([of_score(&middle, score), of_score(&packed, score)]);
     }
     all.extend([alone(&windows), texts, documents, alone(&documents), f16(&of_score(&middle, capped))]);
+    if long.mask.left.is_some() {
+        // Wide windows, whose tiles have more steps.
+        let wide = |problem: &Problem| Problem { mask: Mask::causal_window(2047), ..*problem };
+        all.extend([wide(&middle), wide(long), wide(&alone(&middle))]);
+    }
     if pass == Pass::Forward {
         let pages = |page: usize| Side::paged(page, 16 * 4096 / page, 4096);
         let prefill = |page| of_lengths(Side::packed(8192, 512), pages(page));

@@ -6,7 +6,7 @@
 //! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
-use fa_core::{Arch, Kernel, KernelSpec, Lengths, MaskKind, Problem, ScoreKind, Sm90Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Bwd};
 
 use crate::account::stored::storing_heads;
 use crate::guide::candidates::{self, BWD_TILES};
@@ -14,6 +14,7 @@ use crate::guide::kernel::{kernel_of, kernel_of_spec};
 use crate::guide::search::bwd_of_extents;
 use crate::head_dims::HeadDims;
 use crate::kernels::backward_order;
+use crate::kernels::spilled::spilled;
 
 use super::account::{registers, smem};
 use super::spills;
@@ -28,7 +29,6 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = backward_order(mask, deterministic);
-    let lengths = problem.lengths;
     let posed = *problem;
     let spec_of = move |kernel: Sm90Bwd| {
         let spec = |persistent| {
@@ -36,7 +36,7 @@ pub fn candidates(
             KernelSpec::for_problem(&posed, [head_dim, head_dim_v], kernel)
         };
         let drawn = spec(true);
-        if gains_by_drawing(&drawn, &kernel, &lengths) {
+        if gains_by_drawing(&drawn, &kernel, &posed) {
             with_direct_sums(&posed, &drawn).unwrap_or(drawn)
         } else {
             spec(false)
@@ -61,8 +61,9 @@ pub fn candidates(
     kernels.into_iter().map(spec_of).filter(fits_at_all)
 }
 
-/// The most queries for which CTAs draw tiles, up to head dim 64 and to 128: in longer sequences a tile's
-/// start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101).
+/// The most queries of a head's tile for which CTAs draw tiles, up to head dim 64 and to 128: in longer loops a
+/// tile's start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101). Under a
+/// window these are its own (NB-172).
 const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 
 /// The fewest queries in the mean for which CTAs draw tiles of packed sequences, whose first sums are claimed
@@ -70,19 +71,25 @@ const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 const DRAWN_PACKED_QUERIES: usize = 768;
 
 /// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
-/// not, for sequences of such `lengths`. Windows and deterministic kernels gain nothing by it, and some that
-/// the compiler spills do not when their CTAs have one tile each.
-fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, lengths: &Lengths) -> bool {
-    let (dim, queries) = (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q());
+/// not, for `problem`. Packed windows and deterministic kernels gain nothing by it, and some that the compiler
+/// spills do not when their CTAs have one tile each.
+fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, problem: &Problem) -> bool {
+    let Problem { lengths, mask, .. } = problem;
+    let seen = match (mask.left, mask.right) {
+        (Some(left), Some(right)) => (left as usize).saturating_add(right as usize).saturating_add(1),
+        _ => usize::MAX,
+    };
+    let (dim, queries) = (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q().min(seen));
     dim <= 128
         && queries <= DRAWN_QUERIES[usize::from(dim > 64)]
         && (lengths.is_uniform() || queries >= DRAWN_PACKED_QUERIES)
-        && drawn.mask != MaskKind::Window
+        && (drawn.mask != MaskKind::Window || lengths.is_uniform())
         && drawn.score == ScoreKind::NONE
         && !drawn.traits().pass.deterministic()
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
+        && !spilled(drawn, Arch::Sm90)
         && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own, Arch::Sm90))
 }
 
