@@ -253,9 +253,9 @@ struct Sm90BwdConfig {
     bool persistent;
     // The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With
     // equal lengths the tile of keys that stores was drawn before the others: the first one under a full
-    // mask; under a causal mask the last one that the queries see, as tiles are drawn with the last keys
-    // first. With lengths on the device it is the first to arrive, or in deterministic kernels the one whose
-    // turn comes first (NB-093).
+    // mask; under a causal mask or a window the last one that the queries see, as tiles are drawn with the
+    // last keys first. With lengths on the device it is the first to arrive, or in deterministic kernels the
+    // one whose turn comes first (NB-093).
     bool may_store_dq;
 };
 

@@ -155,8 +155,8 @@ impl Marks {
                 "Whole sequences on one of the GPUs that share a model's heads, with --mode fwd or bwd"
             }
             Marks::Groups => {
-                "32 query heads in groups of 1 to 32, by head dims, masks, lengths and both types; --mode fwd \
-                 or bwd"
+                "32 query heads in groups of 1 to 32, by head dims, masks, lengths and both types; with \
+                 --mode fwd or bwd"
             }
             Marks::Packed => "Packed batches of uneven, equal and short sequences, TFLOP/s of visible pairs",
             Marks::PackedBwd => "Gradients of packed: the same batches",

@@ -11,9 +11,9 @@ use crate::each_kernel;
 pub struct BackwardTraits {
     /// Whether the kernel can store the first sums of a tile of dQ by bulk copies, instead of adding them to
     /// zeros (NB-082): SM90 backwards. With uniform lengths, the key tile that stores is drawn before the
-    /// others: the first one under a full mask; under a causal one the last that the queries see, since tiles
-    /// are drawn with the last keys first. With lengths on the device it is the first to arrive, or in
-    /// deterministic kernels the one whose turn is first (NB-093).
+    /// others: the first one under a full mask; under a causal one and a window the last that the queries
+    /// see, since tiles are drawn with the last keys first. With lengths on the device it is the first to
+    /// arrive, or in deterministic kernels the one whose turn is first (NB-093).
     pub may_store_dq: bool,
     /// Semaphores of a tile of dQ in a launch that orders the sums: `dq_turns` in `cuda/attn/bwd_tile.cuh`.
     pub dq_semaphores: usize,
@@ -161,9 +161,9 @@ const SHIFTS_VALUES: &[&str] =
 const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
     " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",
-    " mask; under a causal mask the last one that the queries see, as tiles are drawn with the last keys",
-    " first. With lengths on the device it is the first to arrive, or in deterministic kernels the one whose",
-    " turn comes first (NB-093).",
+    " mask; under a causal mask or a window the last one that the queries see, as tiles are drawn with the",
+    " last keys first. With lengths on the device it is the first to arrive, or in deterministic kernels the",
+    " one whose turn comes first (NB-093).",
 ];
 
 #[cfg(test)]

@@ -88,7 +88,8 @@ __device__ __forceinline__ bool stores_dq(const BwdParams& params) {
 }
 
 // The same for one head, `head` being counted over splits, K/V heads and sequences. Under a causal mask the
-// last section of heads is excluded: it is drawn with the first keys first.
+// last section of heads is excluded, which is drawn with the first keys first; so is that of a window, which
+// has the heads that are left over.
 template <auto C>
 __device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
     return stores_dq<C>(params) && (C.mask == MaskKind::Full || params.n_blocks == 1 ||
@@ -113,7 +114,7 @@ __device__ __forceinline__ bool sees_nothing(const Visibility<Mask, Varied>& vis
 }
 
 // For equal lengths: one past the last tile of queries whose first sums this tile of keys stores. The storing
-// tile is the only tile of keys, or the first under a full mask, or the last visible one under a causal mask.
+// tile is the only tile of keys, or the first under a full mask, or else the last visible one.
 template <auto C, class Visible>
 __device__ __forceinline__ int stored_queries(const BwdParams& params, const Visible& visible,
                                               const BwdTile& tile, const BlockRange& range) {

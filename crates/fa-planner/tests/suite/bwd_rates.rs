@@ -143,8 +143,8 @@ fn measured_rates_are_predicted() {
 
 #[test]
 fn the_first_choice_is_within_3_percent_of_the_best() {
-    // At 512 and 1,024 a third of these times is a postprocess that was slower where dQ is not transposed; it is
-    // no more (NB-136).
+    // At 512 and 1,024 a third of these times is a postprocess that was slower where dQ is not transposed; it
+    // is no more (NB-136).
     for group in groups().into_iter().filter(|group| group.seqlen >= 2048) {
         let (first, best) = (group.first(), group.best());
         assert!(

@@ -6,7 +6,7 @@
 //! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, Mask, MaskKind, Problem, ScoreKind, Sm90Bwd};
 
 use crate::account::stored::storing_heads;
 use crate::guide::candidates::{self, BWD_TILES};
@@ -58,11 +58,11 @@ pub fn candidates(
             })
             .collect::<Vec<_>>()
     };
-    kernels.into_iter().map(spec_of).filter(fits_at_all)
+    kernels.into_iter().map(spec_of).filter(fits_at_all).filter(move |spec| !is_too_tall(spec, &posed))
 }
 
-/// The most queries of a head's tile for which CTAs draw tiles, up to head dim 64 and to 128: in longer loops a
-/// tile's start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101). Under a
+/// The most queries for which CTAs draw tiles, up to head dim 64 and to 128: in longer sequences a tile's
+/// start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101). Under a
 /// window these are its own (NB-172).
 const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 
@@ -71,15 +71,12 @@ const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 const DRAWN_PACKED_QUERIES: usize = 768;
 
 /// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
-/// not, for `problem`. Packed windows and deterministic kernels gain nothing by it, and some that the compiler
-/// spills do not when their CTAs have one tile each.
+/// not, for `problem`. Packed windows and deterministic kernels gain nothing by it, and some that the
+/// compiler spills do not when their CTAs have one tile each.
 fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, problem: &Problem) -> bool {
-    let Problem { lengths, mask, .. } = problem;
-    let seen = match (mask.left, mask.right) {
-        (Some(left), Some(right)) => (left as usize).saturating_add(right as usize).saturating_add(1),
-        _ => usize::MAX,
-    };
-    let (dim, queries) = (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q().min(seen));
+    let lengths = &problem.lengths;
+    let (dim, queries) =
+        (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q().min(in_window(&problem.mask)));
     dim <= 128
         && queries <= DRAWN_QUERIES[usize::from(dim > 64)]
         && (lengths.is_uniform() || queries >= DRAWN_PACKED_QUERIES)
@@ -91,6 +88,28 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, problem: &Problem) -> 
         && drawn.check().is_ok()
         && !spilled(drawn, Arch::Sm90)
         && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own, Arch::Sm90))
+}
+
+/// The queries that see a key under a window.
+fn in_window(mask: &Mask) -> usize {
+    match (mask.left, mask.right) {
+        (Some(left), Some(right)) => (left as usize).saturating_add(right as usize).saturating_add(1),
+        _ => usize::MAX,
+    }
+}
+
+/// The fewest queries of a window for which [`TALL`] is tried at head dim 128: drawn by CTAs it spills, and
+/// else 64x128 drawn by CTAs is 14 % faster with 1,024 queries, but 3 % slower with 4,096 (NB-172).
+const TALL_QUERIES: usize = 2048;
+const TALL: (u32, u32) = (80, 128);
+
+fn is_too_tall(spec: &KernelSpec, problem: &Problem) -> bool {
+    spec.mask == MaskKind::Window
+        && problem.lengths.is_uniform()
+        && problem.score.kind() == ScoreKind::NONE
+        && !spec.traits().pass.deterministic()
+        && (spec.head_dim, spec.tile()) == (128, TALL)
+        && in_window(&problem.mask) < TALL_QUERIES
 }
 
 /// Most steps of a CTA's tile, of a group's heads together, for which dQ is added from registers.
