@@ -133,6 +133,8 @@ pub struct CostConstants {
     pub sm80_second: f64,
     /// Clocks of a CTA for each row of a tile with packed heads, whose place in Q and O is computed alone.
     pub sm80_packed_row: f64,
+    /// Share of reading Q from shared memory that nothing hides in each step of the SM80-class forward.
+    pub sm80_q_shown: f64,
     /// Clocks of a step of all resident CTAs that nothing hides in the SM80-class backward.
     pub sm80_step: f64,
     /// Clocks to wait for K and V where no earlier copy was in flight.
@@ -162,8 +164,8 @@ pub struct CostConstants {
 
 /// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an
 /// H100 SXM5 (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first
-/// choice is behind the best one measured; the SM90 backward's: see there; the SM80-class forward's to 923 at
-/// N = 8192 and to problems drawn at random (NB-171), the SM80-class backward's to 498 at N = 1k to 16k
+/// choice is behind the best one measured; the SM90 backward's as it says; the
+/// SM80-class forward's to 923 at N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k
 /// (`tests/sm80_rates.rs`). Measured in the same runs: a plain matrix product at 785 TFLOP/s (79 % of peak;
 /// the fitted cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %).
 /// From public profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100
@@ -217,19 +219,20 @@ const SM90: CostConstants = CostConstants {
     sm80_bwd_block: 4500.0,
     sm80_bwd_rows: 2500.0,
     sm80_overlap: 1.80,
-    sm80_softmax_ops: 7.39,
-    sm80_rescale: 4.98,
-    sm80_fwd_overlap: 3.9,
-    sm80_apart: 0.12,
-    sm80_fwd_step: 367.0,
-    sm80_wait: 310.0,
-    sm80_second: 650.0,
-    sm80_packed_row: 20.5,
+    sm80_softmax_ops: 7.74,
+    sm80_rescale: 3.89,
+    sm80_fwd_overlap: 2.81,
+    sm80_apart: 0.7,
+    sm80_fwd_step: 283.0,
+    sm80_wait: 250.0,
+    sm80_second: 1200.0,
+    sm80_packed_row: 19.0,
+    sm80_q_shown: 0.1,
     sm80_step: 1270.0,
     load_latency: 800.0,
-    sm80_block: 3180.0,
-    sm80_rows: 800.0,
-    sm80_rows_alone: 4550.0,
+    sm80_block: 1200.0,
+    sm80_rows: 2800.0,
+    sm80_rows_alone: 3500.0,
     row_major_conflict: 5.5,
     plain_loads: 1.5,
 

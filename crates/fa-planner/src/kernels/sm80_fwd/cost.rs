@@ -122,16 +122,17 @@ fn model(
     // With one stage a copy is issued once its buffer is free, and all of K and V has to arrive before the
     // products go on, in an SM whose other CTAs run meanwhile.
     let wait = if stages < 2.0 { (c.sm80_wait + writes / c.sm_bytes_per_clock) / resident } else { 0.0 };
-    // Reading Q into registers is a step by itself, under which nothing runs.
+    // Reading Q into registers is a step by itself, under which nothing runs; else each step reads it.
     let q_read = resident * tile_m * hd * bytes / limits.smem_bytes;
-    let in_tile = if k.q_in_regs { q_read + c.sm80_fwd_step } else { 0.0 };
+    let (in_step, in_tile) =
+        if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
     let rows = (resident * c.sm80_rows + c.sm80_rows_alone) * tile_m * (hd + hdv) / (128.0 * 256.0);
     let packed = if k.pack_gqa { c.sm80_packed_row * tile_m } else { 0.0 };
     let row_bytes = |head_dim: usize| head_dim * problem.types.qkv.bytes();
     let further =
         further_requests(row_bytes(problem.head_dim)) + further_requests(row_bytes(problem.head_dim_v));
     let requests = resident * tile_n * further * REQUEST_CLOCKS;
-    let exposed = c.sm80_fwd_step / resident + wait + requests;
+    let exposed = c.sm80_fwd_step / resident + wait + in_step + requests;
     let hidden = overlap([tensor, exp, smem], exponent);
     let model = KernelModel {
         head_dim: spec.head_dim,
