@@ -177,11 +177,13 @@ fn params(
         }
         // A plan lists the tiles of a sequence side by side, also in the last section.
         TileOrder::Natural | TileOrder::LongestFirst => {
-            // Under a window all tiles are alike, and those of the last section would add to zeros.
-            let last = if storing.is_some() && spec.mask == MaskKind::Window { 0 } else { 2 * slots };
-            let own = Sections::of(heads, 1, planned, head_bytes.max(1), last, l2 / 32);
-            let last = if spec.reads.varied { u64::MAX } else { l2 };
-            own.with_last_within(heads, head_bytes, last)
+            // Under a window tiles of equal lengths are alike, and those of the last section would add to
+            // zeros.
+            let stores_to_the_end = storing.is_some() && spec.mask == MaskKind::Window && !spec.reads.varied;
+            let least = if stores_to_the_end { 0 } else { 2 * slots };
+            let own = Sections::of(heads, 1, planned, head_bytes.max(1), least, l2 / 32);
+            let room = if spec.reads.varied { u64::MAX } else { l2 };
+            own.with_last_within(heads, head_bytes, room)
         }
     };
     let plan = if spec.reads.varied {
@@ -206,4 +208,32 @@ fn params(
         stores_dq: i32::from(storing.is_some()),
         ..BwdParams::default()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Lengths, Mask, Pass};
+    use fa_planner::plan::{PlanOptions, best};
+
+    use super::*;
+
+    /// Heads of a section, and those that are left for the last one.
+    fn sections(lengths: Lengths) -> (i32, i32) {
+        let mask = Mask::causal_window(255);
+        let problem = Problem { lengths, ..Problem::square(8, 2048, 16, 64, mask, Dtype::Bf16) };
+        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let spec = best(&problem, Arch::Sm90, &options).expect("a plan").spec;
+        let own = params(&spec, &spec.traits(), &problem, (Arch::Sm90, 132), 1).expect("parameters");
+        assert_eq!(own.stores_dq, 1, "{spec}");
+        let heads = if spec.reads.varied { 16 } else { 8 * 16 };
+        (own.heads_per_section, heads - own.sections * own.heads_per_section)
+    }
+
+    #[test]
+    fn windows_of_equal_lengths_have_whole_sections_and_packed_ones_a_last_one() {
+        let (heads, left) = sections(Lengths::uniform(8, 2048, 2048));
+        assert!(left < heads, "{left} of {heads}");
+        let (heads, left) = sections(Lengths::packed(8, 8 * 2048, 8 * 2048, 4096, 4096));
+        assert!(left > heads, "{left} of {heads}");
+    }
 }

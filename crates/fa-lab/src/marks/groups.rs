@@ -46,7 +46,7 @@ pub(super) fn shapes() -> Vec<Wanted> {
                 let turn = i * TURNS[0] + j * TURNS[1] + kind * TURNS[2];
                 let (seqlen, positions) = extents[turn % extents.len()];
                 let window = Mask::causal_window(seqlen as u32 / 4 - 1);
-                let (mask, masked) = [
+                let (mask, summary) = [
                     (Mask::FULL, "groups, full"),
                     (Mask::CAUSAL, "groups, causal"),
                     (window, "groups, window"),
@@ -54,7 +54,7 @@ pub(super) fn shapes() -> Vec<Wanted> {
                 let dtype = if (i + j + kind) % 3 == 2 { Dtype::F16 } else { Dtype::Bf16 };
                 let square = Problem::square(positions / seqlen, seqlen, HEADS, head_dim, mask, dtype);
                 let problem = Problem { heads_kv: HEADS / group, head_dim_v, ..square };
-                shapes.push(Wanted::new(problem, masked));
+                shapes.push(Wanted::new(problem, summary));
             }
         }
     }

@@ -20,7 +20,7 @@ use serde::Serialize;
 
 use crate::cost::constants::CostConstants;
 use crate::kernels::planned::{self, Time};
-use crate::kernels::spilled::spilled;
+use crate::kernels::spilled::is_known_to_spill;
 use crate::occupancy::register_ceiling;
 
 pub use crate::occupancy::Occupancy;
@@ -73,7 +73,7 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
     }
-    if kernel.is_known_to_spill(spec, arch) || spilled(spec, arch) {
+    if is_known_to_spill(spec, arch) {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });
     }
     let smem = kernel.smem(spec);

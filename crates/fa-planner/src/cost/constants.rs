@@ -102,8 +102,10 @@ pub struct CostConstants {
     /// CTAs of the SM go on meanwhile.
     pub sm80_bwd_add_bytes: f64,
     /// Bytes per clock at which an SM adds its parts of dK and dV to f32 accumulators in the SM80-class
-    /// backward, and at which the L2 adds those of all CTAs at once (NB-107, NB-148).
-    pub sm80_bwd_part_bytes: [f64; 2],
+    /// backward.
+    pub sm80_bwd_atomic_bytes: f64,
+    /// Bytes per clock at which the L2 adds those of all CTAs at once (NB-148).
+    pub sm80_bwd_part_bytes: f64,
     /// How well what the L2 lost hides behind the rest of the SM80-class backward: the exponent `p` of
     /// `(a^p + b^p)^(1/p)`.
     pub sm80_bwd_missed: f64,
@@ -214,7 +216,8 @@ const SM90: CostConstants = CostConstants {
     sm80_bwd_alone: 0.617,
     sm80_bwd_wait: 330.0,
     sm80_bwd_add_bytes: 80.0,
-    sm80_bwd_part_bytes: [48.2, 700.0],
+    sm80_bwd_atomic_bytes: 48.2,
+    sm80_bwd_part_bytes: 700.0,
     sm80_bwd_missed: 3.44,
     sm80_bwd_block: 4500.0,
     sm80_bwd_rows: 2500.0,
@@ -299,7 +302,7 @@ pub struct Sm90BwdConstants {
     /// L2 cost of one atomically added dQ byte, in read bytes.
     pub add_weight: f64,
     /// Bytes per clock that the L2 adds to the f32 accumulators of dK and dV, to which several CTAs add at
-    /// once, in the SM80-class backward too (NB-107, NB-148).
+    /// once (NB-107).
     pub part_bytes: f64,
     /// Clocks of a CTA outside its steps, beside those for its first queries.
     pub block: f64,

@@ -6,6 +6,8 @@ use std::sync::OnceLock;
 
 use fa_core::{Arch, KernelSpec};
 
+use super::planned;
+
 /// A line each: architecture, and the kernel's name without its type, which has made no difference in any
 /// pair that was compiled.
 const SPILLED: &str = include_str!("spilled.txt");
@@ -13,8 +15,13 @@ const SPILLED: &str = include_str!("spilled.txt");
 /// What most kernels that are not listed differ from all listed ones in, without forming their names.
 type Key = (Arch, &'static str, u32, u32, u32, u32);
 
+/// Whether the compiler spills the kernel on `arch`, by a rule or by the list.
+pub(crate) fn is_known_to_spill(spec: &KernelSpec, arch: Arch) -> bool {
+    planned::of(&spec.kernel).is_known_to_spill(spec, arch) || spilled(spec, arch)
+}
+
 /// Whether the compiler was seen to spill the kernel on `arch`, or one that differs in the type alone.
-pub(crate) fn spilled(spec: &KernelSpec, arch: Arch) -> bool {
+fn spilled(spec: &KernelSpec, arch: Arch) -> bool {
     static LISTED: OnceLock<HashMap<Key, Vec<&'static str>>> = OnceLock::new();
     let listed = LISTED.get_or_init(|| {
         let mut listed: HashMap<Key, Vec<&'static str>> = HashMap::new();

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use fa_core::{Arch, Dtype, KernelSpec, Mask, Pass, Problem};
+use fa_planner::account::Reason;
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
 use fa_planner::plan::{PlanOptions, explore};
 
@@ -22,6 +23,12 @@ struct Rate {
     measured: f64,
 }
 
+impl Rate {
+    fn transposes_dq(&self) -> bool {
+        self.spec.split('-').any(|part| part.starts_with("swap") && part.ends_with('Q'))
+    }
+}
+
 impl Group {
     fn first(&self) -> &Rate {
         self.rates.iter().max_by(|a, b| a.predicted.total_cmp(&b.predicted)).expect("rates")
@@ -29,6 +36,14 @@ impl Group {
 
     fn best(&self) -> &Rate {
         self.rates.iter().max_by(|a, b| a.measured.total_cmp(&b.measured)).expect("rates")
+    }
+
+    /// The best that `first` is judged by. At 512 and 1,024 a third of these times is a postprocess that was
+    /// slower where dQ is not transposed, and is no more (NB-136): there the two have to be alike in that.
+    fn best_beside(&self, first: &Rate) -> &Rate {
+        let alike = |rate: &&Rate| self.seqlen >= 2048 || rate.transposes_dq() == first.transposes_dq();
+        let rates = self.rates.iter().filter(alike);
+        rates.max_by(|a, b| a.measured.total_cmp(&b.measured)).expect("the first one")
     }
 
     fn rank_correlation(&self) -> f64 {
@@ -58,8 +73,8 @@ fn kernels(problem: &Problem) -> HashMap<String, KernelSpec> {
     let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
     let set = explore(problem, Arch::Sm90, &options).expect("candidates");
     // Some were measured that spill today: with one Q buffer at head dim 256 since LSE comes with dO.
-    let rejected = set.rejected.into_iter().map(|rejected| rejected.spec);
-    let specs = rejected.chain(set.plans.into_iter().map(|plan| plan.spec));
+    let spilled = set.rejected.into_iter().filter(|own| matches!(own.reason, Reason::Spills { .. }));
+    let specs = spilled.map(|own| own.spec).chain(set.plans.into_iter().map(|plan| plan.spec));
     let mask = format!("-{}-", problem.mask);
     let named = specs.map(|spec| {
         let name = spec.to_string();
@@ -143,10 +158,8 @@ fn measured_rates_are_predicted() {
 
 #[test]
 fn the_first_choice_is_within_3_percent_of_the_best() {
-    // At 512 and 1,024 a third of these times is a postprocess that was slower where dQ is not transposed; it
-    // is no more (NB-136).
-    for group in groups().into_iter().filter(|group| group.seqlen >= 2048) {
-        let (first, best) = (group.first(), group.best());
+    for group in groups() {
+        let (first, best) = (group.first(), group.best_beside(group.first()));
         assert!(
             first.measured > 0.97 * best.measured,
             "{}: {} reaches {} of {} by {}",

@@ -122,7 +122,7 @@ pub(crate) fn predict(
     let of_mask = if spec.mask == MaskKind::Full { 1.0 } else { MASK_TEST };
     let mask = of_mask * scores * c.mask_ops / f32_lanes(limits);
     // With parts, dK and dV are added to f32 accumulators in the L2, by all resident blocks at once.
-    let added = split.added / c.sm80_bwd_part_bytes[0];
+    let added = split.added / c.sm80_bwd_atomic_bytes;
     // A CTA computes nothing until its first Q and dO are there.
     let first = c.sm80_bwd_rows * tile_m * (hd + hdv) / (128.0 * 256.0);
     let length = |class: &TileClass, on_sm: f64| {
@@ -137,7 +137,7 @@ pub(crate) fn predict(
     // As in the SM90 backward: the smaller a tile of keys, the more often Q and dO are read and dQ is added
     // to, and parts of dK and dV are added by all CTAs at the same rate.
     let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0);
-    let parts = work.tiles * split.added / c.sm80_bwd_part_bytes[1];
+    let parts = work.tiles * split.added / c.sm80_bwd_part_bytes;
     let clocks = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency) + parts;
     let l2 = clocks / (limits.clock_ghz * 1e9 * c.clock);
     Launches {

@@ -14,7 +14,7 @@ use crate::guide::kernel::{kernel_of, kernel_of_spec};
 use crate::guide::search::bwd_of_extents;
 use crate::head_dims::HeadDims;
 use crate::kernels::backward_order;
-use crate::kernels::spilled::spilled;
+use crate::kernels::spilled::is_known_to_spill;
 
 use super::account::{registers, smem};
 use super::spills;
@@ -70,24 +70,27 @@ const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 /// and not stored by the tiles drawn first: 24 of 1024 gain 4 %, 60 of 100 to 513 lose 1 % (NB-114).
 const DRAWN_PACKED_QUERIES: usize = 768;
 
-/// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
-/// not, for `problem`. Packed windows and deterministic kernels gain nothing by it, and some that the
-/// compiler spills do not when their CTAs have one tile each.
-fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, problem: &Problem) -> bool {
+/// Whether CTAs of kernels like `spec` are fast at `problem` when they draw tiles. Packed windows and
+/// deterministic kernels gain nothing by it.
+fn suits_drawing(spec: &KernelSpec, problem: &Problem) -> bool {
     let lengths = &problem.lengths;
-    let (dim, queries) =
-        (drawn.head_dim.max(drawn.head_dim_v), lengths.mean_q().min(in_window(&problem.mask)));
+    let (dim, queries) = (spec.head_dim.max(spec.head_dim_v), lengths.mean_q().min(in_window(&problem.mask)));
     dim <= 128
         && queries <= DRAWN_QUERIES[usize::from(dim > 64)]
         && (lengths.is_uniform() || queries >= DRAWN_PACKED_QUERIES)
-        && (drawn.mask != MaskKind::Window || lengths.is_uniform())
-        && drawn.score == ScoreKind::NONE
-        && !drawn.traits().pass.deterministic()
+        && (spec.mask != MaskKind::Window || lengths.is_uniform())
+        && spec.score == ScoreKind::NONE
+        && !spec.traits().pass.deterministic()
+}
+
+/// Whether `drawn`, the spec of `kernel` whose CTAs draw tiles, is tried in place of the one whose CTAs do
+/// not, for `problem`. Some that the compiler spills do not when their CTAs have one tile each.
+fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, problem: &Problem) -> bool {
+    suits_drawing(drawn, problem)
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
-        && !spilled(drawn, Arch::Sm90)
-        && !matches!(&drawn.kernel, Kernel::Sm90Bwd(own) if spills::known(drawn, own, Arch::Sm90))
+        && !is_known_to_spill(drawn, Arch::Sm90)
 }
 
 /// The queries that see a key under a window.
@@ -103,13 +106,11 @@ fn in_window(mask: &Mask) -> usize {
 const TALL_QUERIES: usize = 2048;
 const TALL: (u32, u32) = (80, 128);
 
+/// Whether `spec` has that tile where tiles of 64 queries are drawn instead.
 fn is_too_tall(spec: &KernelSpec, problem: &Problem) -> bool {
-    spec.mask == MaskKind::Window
-        && problem.lengths.is_uniform()
-        && problem.score.kind() == ScoreKind::NONE
-        && !spec.traits().pass.deterministic()
-        && (spec.head_dim, spec.tile()) == (128, TALL)
+    (spec.mask, spec.head_dim, spec.tile()) == (MaskKind::Window, 128, TALL)
         && in_window(&problem.mask) < TALL_QUERIES
+        && suits_drawing(spec, problem)
 }
 
 /// Most steps of a CTA's tile, of a group's heads together, for which dQ is added from registers.
