@@ -71,11 +71,14 @@ fn row_of(problem: Problem) -> Wanted {
     }
 }
 
+/// What becomes of a report when rows were added to it: a run that is stopped loses none that were kept.
+pub type Keep<'a> = dyn FnMut(&Report) -> Result<()> + 'a;
+
 /// Measures everything; rows of shapes that no kernel computes hold the reason.
 ///
 /// # Errors
-/// No usable GPU, no peers where they are wanted, and what the GPU reports.
-pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
+/// No usable GPU, no peers where they are wanted, what the GPU reports, and what `keep` does.
+pub fn run(options: &Options, progress: &mut Progress<'_>, keep: &mut Keep<'_>) -> Result<Report> {
     let gpu = Gpu::open()?;
     let mut peers = if options.peers { Some(Peers::start()?) } else { None };
     let mut report = Report {
@@ -85,6 +88,7 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         peers: peers.as_mut().map(PeersRecord::of).transpose()?,
         kernels: Vec::new(),
         rows: Vec::new(),
+        missing: 0,
         summary: Vec::new(),
     };
     // Compiled in parallel, a second or so each; errors are reported when the kernels are bound below.
@@ -98,25 +102,28 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         progress(Step::Begin("compiling FlashAttention 4's kernels".to_owned()));
         peers.warm(&options.shapes, &options.peer_names, options.pass)?;
     }
-    report.rows = rows(&gpu, options, peers, &mut report.kernels, progress)?;
-    report.sum_up();
+    measure_rows(&gpu, options, peers, &mut report, progress, keep)?;
     Ok(report)
 }
 
-/// Rows of all shapes, in their order. Shapes of one comparison are timed in turns, unless peers run beside.
-fn rows(
+/// Adds the rows of all shapes to `report`, in the order of the shapes. Shapes of one comparison are timed in
+/// turns, unless peers run beside.
+fn measure_rows(
     gpu: &Gpu,
     options: &Options,
     mut peers: Option<Peers>,
-    kernels: &mut Vec<KernelRecord>,
+    report: &mut Report,
     progress: &mut Progress<'_>,
-) -> Result<Vec<Row>> {
+    keep: &mut Keep<'_>,
+) -> Result<()> {
     let together = match &peers {
         None => Wanted::comparisons(&options.shapes),
         Some(_) => (0..options.shapes.len()).map(|shape| vec![shape]).collect(),
     };
     let mut rows: Vec<Vec<Row>> = options.shapes.iter().map(|_| Vec::new()).collect();
+    report.missing = options.shapes.len();
     for shapes in together {
+        report.missing -= shapes.len();
         let Problem { lengths, head_dim, mask, types, .. } = options.shapes[shapes[0]].problem;
         progress(Step::Begin(format!("N {} hd {head_dim} {mask}", lengths.max_k())));
         let mut found = Vec::new();
@@ -135,21 +142,23 @@ fn rows(
                 }
             }
         }
-        if found.is_empty() {
-            continue;
+        if !found.is_empty() {
+            let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
+            let measured = with_half!(
+                types.qkv,
+                T => measure::<T>(gpu, found, options, peers, &mut report.kernels),
+                else unreachable!("no kernel is found for other types")
+            )?;
+            for (shape, measured) in measured {
+                rows[shape].splice(0..0, measured);
+                progress(Step::Done);
+            }
         }
-        let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
-        let measured = with_half!(
-            types.qkv,
-            T => measure::<T>(gpu, found, options, peers, kernels),
-            else unreachable!("no kernel is found for other types")
-        )?;
-        for (shape, measured) in measured {
-            rows[shape].splice(0..0, measured);
-            progress(Step::Done);
-        }
+        report.rows = rows.iter().flatten().cloned().collect();
+        report.sum_up();
+        keep(report)?;
     }
-    Ok(rows.into_iter().flatten().collect())
+    Ok(())
 }
 
 /// Has the library measure its best few kernels for every shape; binds from then on give the winners.

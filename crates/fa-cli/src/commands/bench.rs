@@ -43,7 +43,15 @@ struct Report {
     rows: Vec<Row>,
 }
 
-#[derive(Debug, Serialize)]
+impl Report {
+    /// The rows of `timings`, on `machine`.
+    fn of(machine: &Machine, timings: &[(&Problem, Timing)]) -> Report {
+        let rows = timings.iter().map(|(problem, timing)| row(problem, timing, machine)).collect();
+        Report { machine: machine.clone(), commit: fa_lab::record::COMMIT, rows }
+    }
+}
+
+#[derive(Clone, Debug, Serialize)]
 struct Machine {
     cpu: String,
     backend: &'static str,
@@ -128,6 +136,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
             Dtype::E4m3 => unreachable!("the shapes' flags refuse it"),
         }?;
         timings.extend(measured.into_iter().map(|timing| (problem, timing)));
+        destinations.keep(&Report::of(&machine, &timings))?;
         steps.advance();
     }
     drop(steps);
@@ -135,8 +144,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let higher = |before: Option<f64>, dtype| before.zip(gigaflops(dtype)).map(|(a, b)| a.max(b));
     machine.fma_peak_gflops = higher(machine.fma_peak_gflops, Dtype::F32);
     machine.peak_gflops = higher(machine.peak_gflops, machine.dtype);
-    let rows = timings.into_iter().map(|(problem, timing)| row(problem, timing, &machine)).collect();
-    let report = Report { machine, commit: fa_lab::record::COMMIT, rows };
+    let report = Report::of(&machine, &timings);
     destinations.write(&report, || draw(&report, args), || table(&report))?;
     Ok(Verdict::Good)
 }
@@ -265,8 +273,9 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
     }
 }
 
-fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
-    let Timing { kind, flops, mut times, spec } = timing;
+fn row(problem: &Problem, timing: &Timing, machine: &Machine) -> Row {
+    let (kind, flops) = (timing.kind, timing.flops);
+    let mut times = timing.times.clone();
     times.sort();
     let middle = times.len() / 2;
     let median = if times.len() % 2 == 1 { times[middle] } else { (times[middle - 1] + times[middle]) / 2 };
@@ -274,7 +283,7 @@ fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
     Row {
         kind,
         shape: Shape::from(problem),
-        spec,
+        spec: timing.spec.clone(),
         runs: times.len(),
         ms_median: median.as_secs_f64() * 1e3,
         ms_min: times[0].as_secs_f64() * 1e3,

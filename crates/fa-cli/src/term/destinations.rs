@@ -62,6 +62,17 @@ impl Destinations {
         })
     }
 
+    /// Writes what there is of `report` to the file of `--json`, if one is named, so that a run that is
+    /// stopped loses no more than what it was at.
+    ///
+    /// # Errors
+    /// What the file system reports, and a value without a JSON form.
+    pub(crate) fn keep(&self, report: &impl Serialize) -> fa_lab::Result<()> {
+        let Some(json) = &self.json else { return Ok(()) };
+        let text = output::json_text(report)?;
+        Ok(json.write(|writer| writer.write_all(text.as_bytes()))?)
+    }
+
     /// Writes `report` where it was asked for, and prints the table unless JSON takes its place.
     ///
     /// # Errors

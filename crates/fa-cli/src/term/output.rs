@@ -32,7 +32,7 @@ pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// When the value has no JSON form.
-pub(crate) fn json_text(value: &impl Serialize) -> anyhow::Result<String> {
+pub(crate) fn json_text(value: &impl Serialize) -> serde_json::Result<String> {
     Ok(serde_json::to_string_pretty(value)? + "\n")
 }
 

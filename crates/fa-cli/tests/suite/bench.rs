@@ -1,6 +1,8 @@
 //! `fa bench`: the record's shape, files, and what it measures.
 
-use crate::common::{Dir, fa, refuses, repository, text};
+use std::time::{Duration, Instant};
+
+use crate::common::{Dir, command, fa, refuses, repository, text};
 
 #[test]
 fn json_has_a_row_per_shape_and_pass() {
@@ -160,6 +162,26 @@ fn files_are_written_and_the_table_shown() {
     let circles = drawing.descendants().filter(|node| node.tag_name().name() == "circle");
     assert_eq!(circles.filter(|circle| circle.attribute("fill") == Some("none")).count(), 4);
     assert!(texts.iter().any(|text| text.starts_with("f32 multiply-add peak")), "{texts:?}");
+}
+
+/// A run that is stopped leaves the rows that it had measured.
+#[test]
+fn rows_are_kept_as_they_are_measured() {
+    let folder = Dir::new();
+    let json = folder.path("rows.json");
+    let line = "bench --backend cpu --headdim 32 --seqlen 32,48 --heads 1 --seconds 1 --json";
+    let arguments: Vec<&str> = line.split_whitespace().chain([text(&json)]).collect();
+    let mut program = command(&arguments).spawn().unwrap();
+    let started = Instant::now();
+    while !json.exists() {
+        assert!(started.elapsed() < Duration::from_secs(60), "no row is written");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    program.kill().unwrap();
+    program.wait().unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+    assert_eq!(report["rows"][0]["seqlen_k"], 32);
+    assert!(report["machine"]["peak_gflops"].as_f64().unwrap() > 0.0);
 }
 
 /// No text is smaller than 10 pixels where the plot is as wide as a README's text.

@@ -30,8 +30,16 @@ pub struct Report {
     pub kernels: Vec<KernelRecord>,
     /// What was measured.
     pub rows: Vec<Row>,
+    /// Shapes without a row, where the run was stopped.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub missing: usize,
     /// Ratios by group.
     pub summary: Vec<Summary>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes fields by reference")]
+const fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 /// The other libraries of the run.
@@ -62,7 +70,7 @@ impl PeersRecord {
 }
 
 /// One kernel on one shape.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// `fwd` or `bwd`.
     pub kind: &'static str,

@@ -96,7 +96,7 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
         return Some(launch.cost(1));
     }
     let (mut best, mut least) = (1, launch.seconds(1));
-    let at_once = |&parts: &usize| launch.work.tiles_in_parts(parts) <= f64::from(launch.limits.sms);
+    let at_once = |&parts: &usize| launch.work.tiles_in_parts(parts) <= launch.slots();
     for parts in counts() {
         let gain = if at_once(&parts) { GAIN } else { WAVES_GAIN };
         // A bound is enough for most of them.

@@ -329,8 +329,8 @@ fn combine_seconds(
 }
 
 /// CTAs that are resident on an SM when the tiles are spread over all SMs first.
-pub(crate) fn resident_blocks(work: &Work, blocks_per_sm: u32, limits: &ArchLimits) -> f64 {
-    (work.tiles / f64::from(limits.sms)).ceil().clamp(1.0, f64::from(blocks_per_sm))
+pub(crate) fn resident_blocks(tiles: f64, blocks_per_sm: u32, limits: &ArchLimits) -> f64 {
+    (tiles / f64::from(limits.sms)).ceil().clamp(1.0, f64::from(blocks_per_sm))
 }
 
 /// `(sum x^p)^(1/p)`: between the sum (`p = 1`) and the largest (`p` to infinity).
@@ -462,7 +462,8 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         self.limits.clock_ghz * 1e9 * self.constants.clock
     }
 
-    fn slots(&self) -> f64 {
+    /// CTAs that run at once.
+    pub(crate) fn slots(&self) -> f64 {
         f64::from(self.limits.sms) * self.model.resident
     }
 

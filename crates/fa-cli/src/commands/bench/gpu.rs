@@ -25,7 +25,8 @@ use crate::term::progress;
 pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let options = options(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref(), &args.gpu.specs)?;
-    let report = bench::run(&options, &mut progress::steps())?;
+    let mut keep = |report: &bench::report::Report| destinations.keep(report);
+    let report = bench::run(&options, &mut progress::steps(), &mut keep)?;
     destinations.write(&report, || record::of::<draw::Record>(&report)?.draw(), || table::table(&report))?;
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
 }

@@ -31,7 +31,7 @@ pub(super) fn cost(
     constants: &CostConstants,
 ) -> Cost {
     let (tile_m, tile_n) = (account.tile.tile_m(), account.tile.tile_n);
-    let resident = resident_blocks(work, 1, limits);
+    let resident = resident_blocks(work.tiles, 1, limits);
     let (model, _) = model(account, problem, resident, limits, constants);
     let step = |on_sm: f64| self::model(account, problem, on_sm, limits, constants).1;
     Launch { problem, tile: (tile_m, tile_n), work, model, step, limits, constants }.cost(1)

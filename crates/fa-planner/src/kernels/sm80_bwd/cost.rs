@@ -87,7 +87,7 @@ pub(crate) fn predict(
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
     let (split, work) = cuts.of_keys(problem, spec, rates(limits, c), arch);
-    let resident = resident_blocks(work, blocks(spec, kernel, arch), limits);
+    let resident = resident_blocks(work.tiles, blocks(spec, kernel, arch), limits);
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / rate;

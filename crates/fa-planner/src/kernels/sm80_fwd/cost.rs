@@ -5,23 +5,52 @@ use std::cell::OnceCell;
 
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
+use crate::account::kv_splits::{MAX_SPLITS, best_of};
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{
-    KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
+    Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
 };
 use crate::cost::schedule::Queue;
-use crate::kernels::planned::Forward;
+use crate::kernels::planned::{Forward, ForwardTime};
 use crate::occupancy::{Occupancy, WARP};
 
 use super::account::{registers, smem};
 
-/// The forward of `problem`, cut into the tiles of `kernel`.
-pub(crate) fn launch<'a>(
+impl ForwardTime for Sm80Fwd {
+    /// With the keys of a tile divided, an SM holds more CTAs than undivided tiles would fill it with: each
+    /// number of them has its best division (NB-173).
+    fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
+        let Forward { spec, work, limits, .. } = *forward;
+        let least = resident_blocks(work.tiles, blocks(spec, self, limits), limits);
+        let most = if spec.split {
+            resident_blocks(work.tiles_in_parts(MAX_SPLITS), blocks(spec, self, limits), limits)
+        } else {
+            least
+        };
+        let mut best: Option<Cost> = None;
+        for resident in least as u32..=most as u32 {
+            let launch = launch(self, forward, f64::from(resident));
+            let below = best.as_ref().map_or(below, |best| best.seconds.min(below));
+            if let Some(cost) = best_of(&launch, spec.split, below) {
+                best = Some(cost).into_iter().chain(best).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+            }
+        }
+        best
+    }
+
+    fn least_seconds(&self, forward: &Forward<'_>) -> f64 {
+        let blocks = blocks(forward.spec, self, forward.limits);
+        launch(self, forward, resident_blocks(forward.work.tiles, blocks, forward.limits)).at_least(1)
+    }
+}
+
+/// The forward of `problem`, cut into the tiles of `kernel`, with so many CTAs on an SM.
+fn launch<'a>(
     kernel: &'a Sm80Fwd,
     forward: &Forward<'a>,
+    resident: f64,
 ) -> Launch<'a, impl Fn(f64) -> f64 + use<'a>> {
     let Forward { problem, spec, work, limits, constants } = *forward;
-    let resident = resident_blocks(work, blocks(spec, kernel, limits), limits);
     let (model, full) = model(problem, spec, kernel, limits, constants, resident);
     // A last wave's emptier SMs have the same few numbers of CTAs for every number of splits.
     let fewer: [OnceCell<f64>; KNOWN] = [const { OnceCell::new() }; KNOWN];

@@ -9,7 +9,7 @@ pub(crate) mod timeline;
 use fa_core::{Arch, Kernel, KernelSpec, Sm80Fwd};
 
 use crate::account::code::Code;
-use crate::kernels::folder::{forward_time, functions_of_the_folder};
+use crate::kernels::folder::functions_of_the_folder;
 use crate::kernels::planned::{PlannedKernel, Time, Wanted};
 use crate::registers::Registers;
 
@@ -41,5 +41,3 @@ impl PlannedKernel for Sm80Fwd {
         Time::Forward(self)
     }
 }
-
-forward_time!(Sm80Fwd);
