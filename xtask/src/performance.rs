@@ -129,10 +129,43 @@ fn layers_of_models_are_their_records() {
             }
             let record = named("bwd", name);
             let (peer, peer_rate) = best_peer(&record);
-            assert_eq!(backward.contains(&format!(" {peer} = ")), peer != "fa4", "{name}: the best is {peer}");
+            assert_eq!(
+                backward.contains(&format!(" {peer} = ")),
+                peer != "fa4",
+                "{name}: the best is {peer}"
+            );
             beside(name, backward, &record, Some((peer_rate, ratio(&record))));
         }
     }
+}
+
+/// Number, geometric mean, least, and number below 1 of the ratios of rows; 192-128 has a record of its own.
+fn spread<'a>(rows: impl Iterator<Item = &'a Value>) -> [(f64, usize); 4] {
+    let ratios: Vec<f64> = rows.filter_map(|row| row["ratio"].as_f64()).collect();
+    let count = ratios.len() as f64;
+    let mean = (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / count).exp();
+    let least = ratios.iter().copied().fold(f64::INFINITY, f64::min);
+    let below = ratios.iter().filter(|ratio| **ratio < 1.0).count() as f64;
+    [(count, 0), (mean, 2), (least, 2), (below, 0)]
+}
+
+#[test]
+fn groups_are_their_records() {
+    let records = Records::read();
+    let table = records.table("### Groups, head dims and masks");
+    let is_shown = |cells: &[String], values: [(f64, usize); 4]| {
+        for (cell, (value, digits)) in cells.iter().zip(values) {
+            assert_eq!(*cell, format!("{value:.digits$}"), "{cells:?}");
+        }
+    };
+    let [masks @ .., own] = table.as_slice() else { panic!("{table:?}") };
+    assert_eq!(masks.len(), 3);
+    for row in masks {
+        let forward = records.rows(&format!("groups-{}-fwd", row[0])).iter();
+        is_shown(&row[1..5], spread(forward.filter(|row| row["head_dim"] != 192)));
+        is_shown(&row[5..9], spread(records.rows(&format!("groups-{}-bwd", row[0])).iter()));
+    }
+    is_shown(&own[1..5], spread(records.rows("groups-192-128-fwd").iter()));
 }
 
 #[test]

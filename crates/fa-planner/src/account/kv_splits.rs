@@ -21,7 +21,7 @@ const GAIN: f64 = 1.01;
 
 /// More splits than run at once are taken only if they are faster by this factor: parts that follow one
 /// another on an SM cost 1 to 5 % that the model does not know (NB-150).
-const WAVES_GAIN: f64 = 1.05;
+pub(crate) const WAVES_GAIN: f64 = 1.05;
 
 /// CTAs that share the keys of each tile's rows (splits): 1 to [`MAX_SPLITS`], and no more than a tile has
 /// steps. 1 for kernels without `split`, and for problems without queries or keys.
@@ -96,7 +96,8 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
         return Some(launch.cost(1));
     }
     let (mut best, mut least) = (1, launch.seconds(1));
-    let at_once = |&parts: &usize| launch.work.tiles_in_parts(parts) <= launch.slots();
+    let run_on = |ctas: f64| move |&parts: &usize| launch.work.tiles_in_parts(parts) <= ctas;
+    let (at_once, alone) = (run_on(launch.slots()), run_on(f64::from(launch.limits.sms)));
     for parts in counts() {
         let gain = if at_once(&parts) { GAIN } else { WAVES_GAIN };
         // A bound is enough for most of them.
@@ -109,7 +110,7 @@ pub(crate) fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, be
     }
     if best > 1 && launch.cluster(best) == 1 {
         // From the most down: the first that is not slower is the one.
-        let fuller: Vec<usize> = counts().filter(|&parts| parts > best).take_while(at_once).collect();
+        let fuller: Vec<usize> = counts().filter(|&parts| parts > best).take_while(alone).collect();
         let found = fuller.into_iter().rev().find(|&parts| launch.seconds(parts) < least * GAIN);
         best = found.unwrap_or(best);
     }

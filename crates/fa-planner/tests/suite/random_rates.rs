@@ -177,6 +177,9 @@ fn first_choices_hold_on_problems_drawn_at_random() {
         ("random-15-nvidia-h100-80gb-hbm3.json", 0.91, 0.93),
         ("random-16-nvidia-h100-80gb-hbm3.json", 0.77, 0.89),
         ("random-17-nvidia-h100-80gb-hbm3.json", 0.82, 0.89),
+        ("random-18-nvidia-h100-80gb-hbm3.json", 0.78, 0.89),
+        ("random-19-nvidia-h100-80gb-hbm3.json", 0.80, 0.89),
+        ("random-20-nvidia-h100-80gb-hbm3.json", 0.79, 0.88),
     ] {
         let all = measured(record);
         for problem in &all {

@@ -5,10 +5,11 @@ use std::cell::OnceCell;
 
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
-use crate::account::kv_splits::{MAX_SPLITS, best_of};
+use crate::account::kv_splits::{MAX_SPLITS, WAVES_GAIN, best_of};
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{
-    Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
+    Bottleneck, Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs,
+    softmax_clocks,
 };
 use crate::cost::schedule::Queue;
 use crate::kernels::planned::{Forward, ForwardTime};
@@ -17,23 +18,22 @@ use crate::occupancy::{Occupancy, WARP};
 use super::account::{registers, smem};
 
 impl ForwardTime for Sm80Fwd {
-    /// With the keys of a tile divided, an SM holds more CTAs than undivided tiles would fill it with: each
-    /// number of them has its best division (NB-173).
+    /// With the keys of a tile divided, an SM has more CTAs than undivided tiles would fill it with, if that
+    /// is faster by [`WAVES_GAIN`] (compute-bound rows were, by 17 to 24 %) and device memory is not the
+    /// limit (decoding was slower, by 2 to 11 %; NB-173).
     fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
         let Forward { spec, work, limits, .. } = *forward;
-        let least = resident_blocks(work.tiles, blocks(spec, self, limits), limits);
-        let most = if spec.split {
-            resident_blocks(work.tiles_in_parts(MAX_SPLITS), blocks(spec, self, limits), limits)
-        } else {
-            least
+        let on_sm = |tiles: f64| resident_blocks(tiles, blocks(spec, self, limits), limits) as u32;
+        let least = on_sm(work.tiles);
+        let most = if spec.split { on_sm(work.tiles_in_parts(MAX_SPLITS)) } else { least };
+        let best_of = |resident: u32, below: f64| {
+            best_of(&launch(self, forward, f64::from(resident)), spec.split, below)
         };
-        let mut best: Option<Cost> = None;
-        for resident in least as u32..=most as u32 {
-            let launch = launch(self, forward, f64::from(resident));
-            let below = best.as_ref().map_or(below, |best| best.seconds.min(below));
-            if let Some(cost) = best_of(&launch, spec.split, below) {
-                best = Some(cost).into_iter().chain(best).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
-            }
+        let mut best = best_of(least, if most > least { below * WAVES_GAIN } else { below });
+        for resident in least + 1..=most {
+            let to_beat = best.as_ref().map_or(f64::INFINITY, |best| best.seconds / WAVES_GAIN);
+            let is_better = |cost: &Cost| cost.seconds < to_beat && cost.bottleneck != Bottleneck::Hbm;
+            best = best_of(resident, below.min(to_beat)).filter(is_better).or(best);
         }
         best
     }
@@ -188,9 +188,10 @@ fn model(
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Arch, Dtype, Mask, ScoreMod};
+    use fa_core::{Arch, Dtype, Family, Lengths, Mask, ScoreMod};
 
     use super::*;
+    use crate::plan::{PlanOptions, best};
 
     /// As a profiler counted them: requests where rows begin on 32 bytes (5.0 of 80, 3.0 of 96), else sectors
     /// (7.0 of 72, 8.5 of 88), which are more (NB-157).
@@ -218,6 +219,28 @@ mod tests {
             let kernel = Sm80Fwd { tile_m: 64, tile_n, num_warps: 4, stages, ..Sm80Fwd::default() };
             let spec = KernelSpec::for_problem(&problem, head_dims, kernel.clone());
             assert_eq!(blocks(&spec, &kernel, Arch::Sm90.limits()), ctas, "{spec}");
+        }
+    }
+
+    /// As they were timed: two CTAs on an SM are 17 to 24 % faster where products are the limit, and slower
+    /// where device memory or the combine kernel is (NB-173).
+    #[test]
+    fn split_ctas_lie_beside_one_another_where_products_are_the_limit() {
+        for ((batch, queries, keys), heads, head_dim, mask, ctas) in [
+            ((1, 327, 13_332), (12, 12), 88, Mask::CAUSAL, 2.0),
+            ((1, 200, 6000), (16, 4), 128, Mask::CAUSAL, 2.0),
+            ((2, 300, 9000), (8, 8), 64, Mask::FULL, 2.0),
+            ((1, 12, 11_147), (32, 1), 64, Mask::CAUSAL, 1.0),
+            ((1, 1, 65_536), (32, 8), 128, Mask::FULL, 1.0),
+            ((4, 1, 16_384), (64, 8), 128, Mask::FULL, 1.0),
+        ] {
+            let square = Problem::square(batch, keys, heads.0, head_dim, mask, Dtype::Bf16);
+            let lengths = Lengths::uniform(batch, queries, keys);
+            let problem = Problem { lengths, heads_kv: heads.1, ..square };
+            let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+            let plan = best(&problem, Arch::Sm90, &options).expect("a plan");
+            assert!(plan.spec.split && plan.cost.splits > 1, "{queries} x {keys}: {}", plan.spec);
+            assert_eq!(plan.cost.step.resident, ctas, "{queries} x {keys}: {}", plan.spec);
         }
     }
 }

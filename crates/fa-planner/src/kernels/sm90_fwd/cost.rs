@@ -55,10 +55,10 @@ pub(super) fn slow_rows(problem: &Problem) -> bool {
 }
 
 /// Key tiles in the mean that a warpgroup skips which has `below` others below it, whose rows see 64 keys
-/// more each.
+/// more each, or the positions of 64 rows where the heads of a group are packed.
 fn skipped(problem: &Problem, kernel: &Sm90Fwd, below: u32) -> f64 {
-    let of_position = if kernel.pack_gqa { problem.group_size().max(1) } else { 1 };
-    let keys = 64.0 * f64::from(below) / of_position as f64;
+    let rows_of_position = if kernel.pack_gqa { problem.group_size().max(1) } else { 1 };
+    let keys = 64.0 * f64::from(below) / rows_of_position as f64;
     // Tiles of queries that end with a tile of keys: whole tiles alone are skipped.
     let aligned = problem.lengths.is_uniform() && problem.lengths.is_square() && !kernel.pack_gqa;
     if aligned && kernel.tile_m.is_multiple_of(kernel.tile_n) {
