@@ -11,7 +11,7 @@ use fa_kernels::{CompileFailure, Compiler, Headers, Source, smem_bytes};
 use fa_planner::plan::{PlanOptions, PlanSet, explore};
 use rayon::prelude::*;
 
-use crate::error::{Error, Result, read_text};
+use crate::error::{Error, Result, read_record};
 use crate::grid::soak;
 
 /// The number of best kernels of which none may spill.
@@ -220,7 +220,7 @@ pub fn read(path: &Path) -> Result<Vec<Said>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
-    let text = read_text(path)?;
+    let text = read_record(path)?;
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let said = lines.map(|line| line.parse().map_err(|e| Error::Request(format!("{}: {e}", path.display()))));
     said.collect()

@@ -225,16 +225,31 @@ pub fn message(error: &(dyn std::error::Error + 'static)) -> String {
 /// The longest text file that is read: a spec or a problem takes a thousandth of it.
 const MAX_TEXT_BYTES: u64 = 1 << 20;
 
+/// The longest record that is read: those of the most problems that `fa tune` draws take as much.
+const MAX_RECORD_BYTES: u64 = 128 << 20;
+
 /// Reads a spec, a problem or a list: text of at most 1 MiB.
 ///
 /// # Errors
 /// [`Error::Read`].
 pub fn read_text(path: &Path) -> Result<String> {
+    read_at_most(path, MAX_TEXT_BYTES)
+}
+
+/// Reads what this program wrote, a line or more for each thing that it measured: text of at most 128 MiB.
+///
+/// # Errors
+/// [`Error::Read`].
+pub fn read_record(path: &Path) -> Result<String> {
+    read_at_most(path, MAX_RECORD_BYTES)
+}
+
+fn read_at_most(path: &Path, bytes: u64) -> Result<String> {
     let read = || {
         let mut text = String::new();
-        let taken = File::open(path)?.take(MAX_TEXT_BYTES + 1).read_to_string(&mut text)?;
-        if taken as u64 > MAX_TEXT_BYTES {
-            return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
+        let taken = File::open(path)?.take(bytes + 1).read_to_string(&mut text)?;
+        if taken as u64 > bytes {
+            return Err(io::Error::other(format!("it is longer than {bytes} bytes")));
         }
         Ok(text)
     };
@@ -276,5 +291,14 @@ mod tests {
         let wrapped = Err::<(), _>(gone()).context("cannot start\na worker").unwrap_err();
         assert_eq!(message(&wrapped), "cannot start a worker: it is gone");
         assert!(!wrapped.is_request() && Error::Request("no".into()).is_request());
+    }
+
+    #[test]
+    fn records_may_be_longer_than_specs() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), " ".repeat(MAX_TEXT_BYTES as usize + 1)).expect("written");
+        let refused = message(&read_text(file.path()).unwrap_err());
+        assert!(refused.ends_with("it is longer than 1048576 bytes"), "{refused}");
+        assert_eq!(read_record(file.path()).expect("text").len(), MAX_TEXT_BYTES as usize + 1);
     }
 }

@@ -59,7 +59,7 @@ pub mod tune;
 pub mod validate;
 pub mod worker;
 
-pub use error::{Error, Result, asks_too_much, engine_is_asked_too_much, message, read_text};
+pub use error::{Error, Result, asks_too_much, engine_is_asked_too_much, message, read_record, read_text};
 pub use progress::{Progress, Step};
 pub use serve::serve;
 pub use worker::Program;

@@ -3,7 +3,6 @@
 
 use std::array::from_fn;
 use std::fmt::Display;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
@@ -13,7 +12,7 @@ use fa_planner::plan::{PlanOptions, plan};
 use serde::{Deserialize, Serialize};
 
 use super::report::{Distribution, NEAR};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, read_record};
 
 /// The measurements of a record (`fa tune --json`).
 #[derive(Debug, Deserialize)]
@@ -170,7 +169,7 @@ fn group(problems: &[Judged], name: String, is_of: impl Fn(&Judged, &String) -> 
 }
 
 fn judged_of(path: &Path) -> Result<Vec<Judged>> {
-    let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.into(), source })?;
+    let text = read_record(path)?;
     let record: Record = serde_json::from_str(&text).map_err(|why| {
         Error::Request(format!("{}: not a record of fa tune --random N --json FILE: {why}", path.display()))
     })?;
@@ -302,7 +301,7 @@ mod tests {
     #[test]
     fn what_is_no_record_is_named() {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
-        fs::write(file.path(), "{\"rows\": []}").expect("written");
+        std::fs::write(file.path(), "{\"rows\": []}").expect("written");
         let error = judge(&[file.path().into()]).expect_err("no record").to_string();
         assert!(error.contains("not a record of fa tune --random N --json FILE: missing field"), "{error}");
         let error = judge(&["no/such.json".into()]).expect_err("no file").to_string();

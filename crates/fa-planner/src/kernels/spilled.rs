@@ -8,8 +8,8 @@ use fa_core::{Arch, KernelSpec};
 
 use super::planned;
 
-/// A line each: architecture, and the kernel's name without its type, which has made no difference in any
-/// pair that was compiled.
+/// A line each: architecture, and the kernel's name, without its type unless the other one was compiled and
+/// does not spill, as with some SM80-class backwards.
 const SPILLED: &str = include_str!("spilled.txt");
 
 /// What most kernels that are not listed differ from all listed ones in, without forming their names.
@@ -33,8 +33,8 @@ fn spilled(spec: &KernelSpec, arch: Arch) -> bool {
     let (tile_m, tile_n) = spec.tile();
     let key = (arch, spec.kernel.name(), spec.head_dim, spec.head_dim_v, tile_m, tile_n);
     listed.get(&key).is_some_and(|names| {
-        let own = untyped(&spec.to_string());
-        names.iter().any(|name| **name == *own)
+        let (typed, untyped) = (spec.to_string(), untyped(&spec.to_string()));
+        names.iter().any(|name| **name == *typed || **name == *untyped)
     })
 }
 
@@ -52,7 +52,8 @@ fn line(line: &'static str) -> Option<(Key, &'static str)> {
     let (arch, name) = line.split_once(' ')?;
     let mut parts = name.split('-');
     let kernel = parts.next()?;
-    let head_dim = parts.next()?.strip_prefix("hd")?.parse().ok()?;
+    let is_type = |part: &&str| matches!(*part, "bf16" | "f16");
+    let head_dim = parts.by_ref().find(|part| !is_type(part))?.strip_prefix("hd")?.parse().ok()?;
     let next = parts.next()?;
     let head_dim_v = next.parse().unwrap_or(head_dim);
     let tile = parts.find_map(|part| {
@@ -83,5 +84,15 @@ mod tests {
         assert_eq!(key, (Arch::Sm90, "sm90_bwd", 64, 128, 112, 128));
         assert_eq!(name, "sm90_bwd-hd64-128-full-112x128-wg2");
         assert_eq!(line("# a comment"), None);
+    }
+
+    #[test]
+    fn a_kernel_whose_type_matters_is_listed_with_it() {
+        let kernel = "sm80_bwd-f16-hd64-full-128x128-w8-s31-a244-q32-b1";
+        let listed = format!("sm80 {kernel}");
+        assert!(SPILLED.lines().any(|line| line == listed));
+        let (key, name) = SPILLED.lines().filter_map(line).find(|(_, name)| *name == kernel).expect("a line");
+        assert_eq!((key, name), ((Arch::Sm80, "sm80_bwd", 64, 64, 128, 128), kernel));
+        assert!(!SPILLED.contains(&format!("sm80 {}\n", untyped(kernel))));
     }
 }
