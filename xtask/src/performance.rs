@@ -139,7 +139,7 @@ fn layers_of_models_are_their_records() {
     }
 }
 
-/// Number, geometric mean, least, and number below 1 of the ratios of rows; 192-128 has a record of its own.
+/// Number, geometric mean, least, and number below 1 of the ratios of rows, each with its digits.
 fn spread<'a>(rows: impl Iterator<Item = &'a Value>) -> [(f64, usize); 4] {
     let ratios: Vec<f64> = rows.filter_map(|row| row["ratio"].as_f64()).collect();
     let count = ratios.len() as f64;
@@ -149,6 +149,7 @@ fn spread<'a>(rows: impl Iterator<Item = &'a Value>) -> [(f64, usize); 4] {
     [(count, 0), (mean, 2), (least, 2), (below, 0)]
 }
 
+/// Forwards of head dim 192-128 have a record of their own.
 #[test]
 fn groups_are_their_records() {
     let records = Records::read();

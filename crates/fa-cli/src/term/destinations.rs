@@ -83,14 +83,11 @@ impl Destinations {
         page: impl FnOnce() -> anyhow::Result<String>,
         table: impl FnOnce() -> String,
     ) -> anyhow::Result<()> {
-        let text = output::json_text(report)?;
-        if let Some(json) = self.json {
-            json.write(|writer| writer.write_all(text.as_bytes())).map_err(InputError::from)?;
-        }
+        self.keep(report)?;
         if let Some(target) = self.page {
             let page = page()?;
             target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
         }
-        output::print(&if self.json_to_stdout { text } else { table() })
+        output::print(&if self.json_to_stdout { output::json_text(report)? } else { table() })
     }
 }

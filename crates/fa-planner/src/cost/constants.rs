@@ -166,9 +166,9 @@ pub struct CostConstants {
 
 /// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an
 /// H100 SXM5 (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first
-/// choice is behind the best one measured; the SM90 backward's as it says; the
-/// SM80-class forward's to 923 at N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k
-/// (`tests/sm80_rates.rs`). Measured in the same runs: a plain matrix product at 785 TFLOP/s (79 % of peak;
+/// choice is behind the best one measured; the SM90 backward's as it says; the SM80-class forward's to 923 at
+/// N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k (`tests/sm80_rates.rs`). Measured in the
+/// same runs: a plain matrix product at 785 TFLOP/s (79 % of peak;
 /// the fitted cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %).
 /// From public profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100
 /// terms are assumptions.

@@ -24,26 +24,6 @@ macro_rules! functions_of_the_folder {
     };
 }
 
-/// [`super::planned::ForwardTime`] of a kernel by its folder's `cost::launch`.
-macro_rules! forward_time {
-    ($kernel:ty) => {
-        impl crate::kernels::planned::ForwardTime for $kernel {
-            fn best_split(
-                &self,
-                forward: &crate::kernels::planned::Forward<'_>,
-                below: f64,
-            ) -> Option<crate::cost::core::Cost> {
-                let launch = cost::launch(self, forward);
-                crate::account::kv_splits::best_of(&launch, forward.spec.split, below)
-            }
-
-            fn least_seconds(&self, forward: &crate::kernels::planned::Forward<'_>) -> f64 {
-                cost::launch(self, forward).at_least(1)
-            }
-        }
-    };
-}
-
 /// The methods of [`super::planned::BackwardTime`] that are functions of the kernel's folder, with the same
 /// names in each.
 macro_rules! functions_of_the_backwards_cost {
@@ -69,4 +49,4 @@ macro_rules! functions_of_the_backwards_cost {
     };
 }
 
-pub(crate) use {forward_time, functions_of_the_backwards_cost, functions_of_the_folder};
+pub(crate) use {functions_of_the_backwards_cost, functions_of_the_folder};

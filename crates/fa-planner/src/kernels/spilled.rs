@@ -33,7 +33,8 @@ fn spilled(spec: &KernelSpec, arch: Arch) -> bool {
     let (tile_m, tile_n) = spec.tile();
     let key = (arch, spec.kernel.name(), spec.head_dim, spec.head_dim_v, tile_m, tile_n);
     listed.get(&key).is_some_and(|names| {
-        let (typed, untyped) = (spec.to_string(), untyped(&spec.to_string()));
+        let typed = spec.to_string();
+        let untyped = untyped(&typed);
         names.iter().any(|name| **name == *typed || **name == *untyped)
     })
 }

@@ -23,7 +23,8 @@ impl ForwardTime for Sm80Fwd {
     /// limit (decoding was slower, by 2 to 11 %; NB-173).
     fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
         let Forward { spec, work, limits, .. } = *forward;
-        let on_sm = |tiles: f64| resident_blocks(tiles, blocks(spec, self, limits), limits) as u32;
+        let blocks = blocks(spec, self, limits);
+        let on_sm = |tiles: f64| resident_blocks(tiles, blocks, limits) as u32;
         let least = on_sm(work.tiles);
         let most = if spec.split { on_sm(work.tiles_in_parts(MAX_SPLITS)) } else { least };
         let best_of = |resident: u32, below: f64| {

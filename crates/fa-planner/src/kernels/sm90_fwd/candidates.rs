@@ -96,11 +96,11 @@ pub fn candidates(
 /// they would have two: at head dim 192-128, 192x64 is ahead of 192x80 in 14 of 16 pairs, by 2 % in the mean
 /// and by 7 % in short sequences (NB-173).
 fn waits_for_queries(kernel: &Sm90Fwd, spec_of: impl Fn(&Sm90Fwd) -> KernelSpec) -> bool {
-    let fits = |tile_n| {
-        let kernel = Sm90Fwd { tile_n, ..kernel.clone() };
+    let fits = |tile_n, q_stages| {
+        let kernel = Sm90Fwd { tile_n, q_stages, ..kernel.clone() };
         smem(&spec_of(&kernel), &kernel).total <= Arch::Sm90.limits().smem_per_block
     };
-    kernel.num_wg == 3 && !fits(kernel.tile_n) && fits(TILE_N[0])
+    kernel.num_wg == 3 && !fits(kernel.tile_n, 2) && fits(kernel.tile_n, 1) && fits(TILE_N[0], 2)
 }
 
 /// Steps of a tile up to which tiles of equal length are drawn as well.

@@ -9,8 +9,10 @@ pub(crate) mod timeline;
 use fa_core::{Arch, Kernel, KernelSpec, Sm90Fwd};
 
 use crate::account::code::Code;
-use crate::kernels::folder::{forward_time, functions_of_the_folder};
-use crate::kernels::planned::{PlannedKernel, Time, Wanted};
+use crate::account::kv_splits::best_of;
+use crate::cost::core::Cost;
+use crate::kernels::folder::functions_of_the_folder;
+use crate::kernels::planned::{Forward, ForwardTime, PlannedKernel, Time, Wanted};
 use crate::registers::Registers;
 
 impl PlannedKernel for Sm90Fwd {
@@ -42,4 +44,12 @@ impl PlannedKernel for Sm90Fwd {
     }
 }
 
-forward_time!(Sm90Fwd);
+impl ForwardTime for Sm90Fwd {
+    fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
+        best_of(&cost::launch(self, forward), forward.spec.split, below)
+    }
+
+    fn least_seconds(&self, forward: &Forward<'_>) -> f64 {
+        cost::launch(self, forward).at_least(1)
+    }
+}
