@@ -286,7 +286,7 @@ class Arrays:
             *queries,
             *tables,
             append.interleaved,
-            append.following,
+            append.causal or append.window != (-1, -1),
             append.cu_new,
             append.max_new,
             used,

@@ -14,23 +14,77 @@ LARGEST = (1 << 31) - 1
 # More than any sequence has.
 _FAR = 1 << 40
 
-_EVERYWHERE = (-1, -1)
+# A side of a window without a limit.
+_NO_LIMIT = -1
+
+_EVERYWHERE = (_NO_LIMIT, _NO_LIMIT)
 
 
 def window(window_size):
     """(left, right), -1 where there is no limit."""
+    if window_size is None:
+        return _EVERYWHERE
     try:
-        if window_size is None or (type(window_size) is tuple and window_size == _EVERYWHERE):
-            return _EVERYWHERE
-        if isinstance(window_size, (dict, set, frozenset)):
+        if isinstance(window_size, (str, bytes, dict, set, frozenset)):
             raise TypeError
-        left, right = (-1 if side is None else max(-1, min(index(side), _FAR)) for side in window_size)
+        left, right = window_size
+        # Not by ==, which would ask torch.compile for a symbol's value.
+        if left is _NO_LIMIT and right is _NO_LIMIT:
+            return _EVERYWHERE
+        return _side(left), _side(right)
     except (TypeError, ValueError):
         raise InputError(
             f"window_size is {short(window_size)}: it must be (left, right), keys on each side, -1 for no "
             "limit"
         ) from None
-    return left, right
+
+
+def _side(value):
+    if value is None:
+        return _NO_LIMIT
+    value = _whole(value)
+    if _is_symbol(value):
+        return sys.modules["torch"].sym_max(value, _NO_LIMIT)
+    return max(_NO_LIMIT, min(value, _FAR))
+
+
+def _whole(value):
+    """A whole number as an int, or what torch.compile and torch.export have in its place, a symbol: these
+    stay symbols, so that a graph serves all values.
+
+    Raises TypeError for anything else."""
+    if type(value) is int or _is_symbol(value):
+        return value
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        # A scalar of numpy or torch. Its index would be a constant of a graph.
+        value = value.item()
+        if type(value) is int or _is_symbol(value):
+            return value
+    return index(value)
+
+
+def _is_symbol(value):
+    """Whether this is one of torch's symbols; torch.compile has plain ints where it traces."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.SymInt)
+
+
+def is_whole(value):
+    """Whether this is a whole number, or a symbol for one."""
+    return (isinstance(value, Integral) and not isinstance(value, bool)) or _is_symbol(value)
+
+
+def surely(condition):
+    """Whether a condition holds; False where that depends on a value that is known at run time only, which
+    the operators check."""
+    torch = sys.modules.get("torch")
+    if torch is not None and (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
+        from torch.fx.experimental import symbolic_shapes
+
+        # torch 2.7 and newer.
+        if hasattr(symbolic_shapes, "guard_or_false"):
+            return symbolic_shapes.guard_or_false(condition)
+    return bool(condition)
 
 
 def number(name, value):
@@ -68,14 +122,16 @@ def flag(name, value):
 
 
 def most(name, value):
-    """An upper bound on rows."""
-    try:
-        rows = int(value) if isinstance(value, float) and value.is_integer() else index(value)
-    except TypeError:
-        raise InputError(f"{name} is {short(value)}: it must be a whole number") from None
-    if rows < 0:
-        raise InputError(f"{name} is {rows}: it must be at least 0")
-    return min(rows, _FAR)
+    """An upper bound on rows. Whether it is negative is checked where it is used, in the extension module."""
+    if type(value) is not int:
+        try:
+            value = int(value) if isinstance(value, float) and value.is_integer() else _whole(value)
+        except TypeError:
+            raise InputError(f"{name} is {short(value)}: it must be a whole number") from None
+        if _is_symbol(value):
+            return value
+    # Of min and max torch.compile makes operations, of comparisons it makes guards.
+    return max(-_FAR, min(value, _FAR))
 
 
 def count(name, value, least=0, most=_FAR):
@@ -83,10 +139,10 @@ def count(name, value, least=0, most=_FAR):
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = index(value)
+        number = _whole(value)
     except TypeError:
         raise InputTypeError(f"{name} is {short(value)}: it must be a whole number") from None
-    if not least <= number <= most:
+    if surely(number < least) or surely(number > most):
         raise InputError(f"{name} is {number}: it must be from {least} to {most}")
     return number
 

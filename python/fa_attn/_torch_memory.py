@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from ._core import InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 from ._torch_flops import count_operations
+from ._torch_shardings import tell_shardings
 
 find_nvrtc()
 
@@ -99,7 +100,10 @@ def may_overlap(one, other):
     """Whether the address ranges of both tensors overlap. Arrays of another library are taken to be apart."""
     if not isinstance(other, torch.Tensor):
         return False
-    if one.is_meta or one.numel() == 0 or other.numel() == 0 or is_compiling():
+    # What records operators has no addresses.
+    if is_compiling() or one.is_meta or not (type(one) in PLAIN and type(other) in PLAIN):
+        return False
+    if one.numel() == 0 or other.numel() == 0:
         return False
 
     def ends(x):
@@ -142,11 +146,14 @@ def goes_by_operator(*tensors):
     """Whether something records operators, and so would not see what a plain call writes; refuses tensors
     that are not dense."""
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
+        tell_shardings()
         return True
     if is_seen():
+        tell_shardings()
         return True
     for x in tensors:
         if type(x) not in PLAIN:
+            tell_shardings()
             if not isinstance(x, torch.Tensor):
                 raise InputTypeError(
                     f"{type(x).__name__} beside torch tensors: convert it by torch.from_dlpack"

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ._core import UnsupportedError
+from ._options import division_of
 from ._torch_caches import run_append
 from ._torch_flops import count_operations
 from ._torch_memory import (
@@ -20,6 +21,7 @@ from ._torch_memory import (
     room_for_gradients,
     rows_of,
 )
+from ._torch_shardings import distributed
 from ._torch_passes import beside_of, no_tangents, run_backward, run_forward
 
 
@@ -49,7 +51,7 @@ def _forward_operator(
     del deterministic
     extras = _flat(cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
-    division = (num_splits or None, pack_gqa) if num_splits or pack_gqa is not None else None
+    division = division_of(num_splits, pack_gqa)
     return run_forward(q, k, v, scale, causal, (left, right), softcap, extras, division=division)
 
 
@@ -108,7 +110,8 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
     if sinks is not None and sinks.dtype != FLOAT:
         sinks = sinks.to(FLOAT)
     left, right = window
-    scale = None if scale is None else float(scale)
+    beside = cu_q, cu_k, used_q, used_k, table, slopes, sinks
+    cu_q, cu_k, used_q, used_k, table, slopes, sinks = distributed(dict(q=q, k=k, v=v), beside)
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
     if not is_compiling() and (is_transforming() or forward_ad._current_level >= 0):
@@ -130,9 +133,9 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
         bool(causal),
         left,
         right,
-        float(softcap),
+        softcap,
         bool(deterministic),
-        splits or 0,
+        0 if splits is None else splits,
         packs,
     )
 
@@ -239,7 +242,9 @@ def _append_operator(
     cos: Optional[torch.Tensor],
     sin: Optional[torch.Tensor],
     interleaved: bool,
-    following: bool,
+    causal: bool,
+    left: int,
+    right: int,
     cu_new: Optional[torch.Tensor],
     max_new: int,
     used_k: torch.Tensor,
@@ -247,10 +252,26 @@ def _append_operator(
     cu_q: Optional[torch.Tensor],
     max_q: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k)
-    return run_append(*arguments, page_table, cu_q, max_q)
+    arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, causal, left, right)
+    return run_append(*arguments, cu_new, max_new, used_k, page_table, cu_q, max_q)
 
 
 @_append_operator.register_fake
-def _(k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k, *others):
+def _(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    q,
+    cos,
+    sin,
+    interleaved,
+    causal,
+    left,
+    right,
+    cu_new,
+    max_new,
+    used_k,
+    *others,
+):
     return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(used_k)

@@ -3,10 +3,9 @@ layers, and results over parts of the keys that are merged into one. Shapes and 
 `fa_attn.interface`."""
 
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
-from ._checks import array, ascending, count, flag, in_room, int32, lengths_of, masses, most, room_of
+from ._checks import array, ascending, count, flag, in_room, int32, is_whole, lengths_of, masses, most, room_of, surely
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._options import division_of, extras_of, options_of, others_of
@@ -24,7 +23,9 @@ class Append:
     cos: Any
     sin: Any
     interleaved: bool
-    following: bool
+    # Under a mask queries follow each other, without one they share a position.
+    causal: bool
+    window: Any
     cu_new: Any
     max_new: int
     used_k: Any
@@ -110,9 +111,16 @@ def flash_attn_with_kvcache(
         if value is not None:
             of_one_library(name, value, q, face)
     turns = flag("rotary_interleaved", rotary_interleaved)
+    if face.has_autograd:
+        q, k, v, rotary_cos, rotary_sin = face.cast_to_cache(k_cache, q, k, v, rotary_cos, rotary_sin)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
-    longest = 0 if max_seqlen_q is None else most("max_seqlen_q", max_seqlen_q)
+    longest = q.shape[-3]
+    if max_seqlen_q is not None:
+        bound = most("max_seqlen_q", max_seqlen_q)
+        if surely(bound < 0):
+            raise InputError(f"max_seqlen_q is {bound}: it must be at least 0")
+        longest = longest if cu_seqlens_q is None else bound
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if cache_batch_idx is not None:
         shape = tuple(cache_batch_idx.shape)
@@ -123,14 +131,14 @@ def flash_attn_with_kvcache(
     plans = None
     if metadata is not None:
         plans = _plans_of(metadata)
-        metadata.check(q, k_cache, v_cache, options, batch, longest or q.shape[-3], is_paged)
+        metadata.check(q, k_cache, v_cache, options, batch, longest, is_paged)
         division = metadata.divided(division)
     used = cache_seqlens
-    if isinstance(used, Integral) and not isinstance(used, bool):
+    if is_whole(used):
         room = room_of(k_cache, table)
-        if not 0 <= used <= room:
+        if surely(used < 0) or surely(used > room):
             raise InputError(f"cache_seqlens is {used}: it must be from 0 to {room}, the cache's room")
-        used = face.ints(int(used), batch, q)
+        used = face.ints(used, batch, q)
     elif used is not None and (k is not None or cache_leftpad is not None):
         _check_lengths(used, face, batch, room_of(k_cache, table))
     if table is not None:
@@ -151,6 +159,8 @@ def flash_attn_with_kvcache(
         if cu_seqlens_k_new is not None:
             raise InputError("cu_seqlens_k_new without k and v: leave it out")
     else:
+        _check_rows("k", k, cu_seqlens_k_new)
+        _check_rows("v", v, cu_seqlens_k_new)
         if used is None:
             raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
         if cu_seqlens_k_new is not None:
@@ -168,13 +178,14 @@ def flash_attn_with_kvcache(
                 rotary_cos,
                 rotary_sin,
                 turns,
-                options[1] or options[2] != (-1, -1),
+                options[1],
+                options[2],
                 cu_seqlens_k_new,
                 k.shape[0],
                 used,
                 table,
                 cu_seqlens_q,
-                longest or q.shape[0],
+                longest,
             )
         )
     if (table is not None or cache_leftpad is not None) and used is None:
@@ -202,12 +213,17 @@ def _check_lengths(used, face, batch, room):
         in_room("cache_seqlens", own, room)
 
 
+def _check_rows(name, rows, starts):
+    """Checks the axes of what is appended."""
+    if len(rows.shape) != (4 if starts is None else 3):
+        need = "(batch, seqlen_new" if starts is None else "with cu_seqlens_k_new (total"
+        raise InputError(
+            f"{name} has the shape {tuple(rows.shape)}: it must be {need}, heads_kv, head_dim)"
+        )
+
+
 def _check_starts(starts, k, batch, face):
     """Checks the starts of packed new keys."""
-    if len(k.shape) != 3:
-        raise InputError(
-            f"k has the shape {tuple(k.shape)}: with cu_seqlens_k_new it must be (total, heads_kv, head_dim)"
-        )
     lengths_of("cu_seqlens_k_new", starts, batch + 1, "batch + 1")
     own = face.host(starts)
     if own is not None:
@@ -276,7 +292,7 @@ class SchedulerMetadata:
         for name, have in there.items():
             need = getattr(self, name)
             # A type and a page size may be left open.
-            if need is not None and need != have:
+            if need is not None and _differ(need, have):
                 raise InputError(
                     f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
                 )
@@ -290,6 +306,13 @@ class SchedulerMetadata:
                 f"{division}: make one for the call"
             )
         return division or self.division
+
+
+def _differ(one, other):
+    """Whether two values are known to differ: numbers, types or tuples of them."""
+    if isinstance(one, tuple):
+        return any(map(_differ, one, other))
+    return surely(one != other)
 
 
 def _plans_of(metadata):

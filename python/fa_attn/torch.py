@@ -12,7 +12,7 @@ import torch
 
 from . import _core
 from ._checks import apart, array, cache_rows, int32, room
-from ._torch_caches import append, host, merge, without_padding
+from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_memory import (
     FLOAT,
     autocast,
@@ -35,6 +35,7 @@ __all__ = [
     "append",
     "attention",
     "backward",
+    "cast_to_cache",
     "check",
     "contiguous",
     "differences",
@@ -225,6 +226,6 @@ def table_of_rows(index, rows, table):
     """The page table of the sequences whose rows in the cache (of `rows` rows), or in `table`, are in
     `index`. Without a table each row of the cache is a page."""
     int32("cache_batch_idx", index)
-    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+    if host(index) is not None:
         cache_rows(index, rows, table)
     return index.reshape(-1, 1) if table is None else table.index_select(0, index)

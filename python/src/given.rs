@@ -27,8 +27,8 @@ pub(crate) type ExtraObjects<'py> = (
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
-    usize,
-    usize,
+    i64,
+    i64,
 );
 
 /// The arrays of a call other than Q, K and V.
@@ -64,7 +64,7 @@ impl<'py> Beside<'py> {
             alibi_slopes: view("alibi_slopes", slopes, Type::F32)?,
             sinks: view("sinks", sinks, Type::F32)?,
             dlse: None,
-            max: (*max_q, *max_k),
+            max: (bound("max_seqlen_q", *max_q)?, bound("max_seqlen_k", *max_k)?),
         })
     }
 
@@ -84,6 +84,13 @@ pub(crate) const BESIDE: [&str; 7] = [
     "alibi_slopes",
     "sinks",
 ];
+
+/// An upper bound on rows. It is checked here and not in Python, where torch.compile traces the call before the
+/// value is known.
+pub(crate) fn bound(name: &str, value: i64) -> PyResult<usize> {
+    usize::try_from(value)
+        .map_err(|_| InputError::new_err(format!("{name} is {value}: it must be at least 0")))
+}
 
 /// An array of one type whose elements lie end to end.
 pub(crate) fn words<'py>(
