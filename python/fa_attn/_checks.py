@@ -25,12 +25,12 @@ def window(window_size):
     if window_size is None:
         return _EVERYWHERE
     try:
-        if isinstance(window_size, (str, bytes, dict, set, frozenset)):
-            raise TypeError
         left, right = window_size
         # Not by ==, which would ask torch.compile for a symbol's value.
         if left is _NO_LIMIT and right is _NO_LIMIT:
             return _EVERYWHERE
+        if isinstance(window_size, (dict, set, frozenset)):
+            raise TypeError
         return _side(left), _side(right)
     except (TypeError, ValueError):
         raise InputError(
@@ -55,18 +55,30 @@ def _whole(value):
     Raises TypeError for anything else."""
     if type(value) is int or _is_symbol(value):
         return value
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if is_scalar(value) and hasattr(value, "item"):
         # A scalar of numpy or torch. Its index would be a constant of a graph.
         value = value.item()
         if type(value) is int or _is_symbol(value):
             return value
-    return index(value)
+    try:
+        return index(value)
+    except (RuntimeError, ValueError) as error:
+        # What torch raises.
+        raise TypeError from error
+
+
+def is_scalar(value):
+    """Whether the value is an array of no axes."""
+    try:
+        return value.shape == ()
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def _is_symbol(value):
     """Whether this is one of torch's symbols; torch.compile has plain ints where it traces."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.SymInt)
+    kind = type(value)
+    return kind.__name__ == "SymInt" and kind.__module__ == "torch"
 
 
 def is_whole(value):
@@ -98,7 +110,7 @@ def number(name, value):
         if isinstance(value, (str, bytes, bool)):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputTypeError(f"{name} is {short(value)}: it must be a number") from None
 
 
@@ -115,8 +127,7 @@ def flag(name, value):
     """A bool, from a bool or from 0 or 1."""
     if value is True or value is False:
         return value
-    one = getattr(value, "shape", ()) == () and not isinstance(value, str)
-    if value is None or (one and value in (0, 1)):
+    if value is None or ((is_whole(value) or isinstance(value, float) or is_scalar(value)) and value in (0, 1)):
         return bool(value)
     raise InputTypeError(f"{name} is {short(value)}: it must be True or False")
 
@@ -157,18 +168,27 @@ def one_of(name, value, choices):
 
 def array(name, value):
     """The value, checked to have a shape."""
-    if not hasattr(value, "shape"):
-        kind = type(value).__name__
-        raise InputTypeError(
-            f"{name} is {kind}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)"
-        )
-    return value
+    try:
+        if value.shape is not None and not isinstance(value, type):
+            return value
+    except AttributeError:
+        pass
+    except RuntimeError:
+        # Of nested tensors torch gives none.
+        raise UnsupportedError(
+            f"{name} is a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
+        ) from None
+    kind = f"the type {value.__name__}" if isinstance(value, type) else type(value).__name__
+    raise InputTypeError(
+        f"{name} is {kind}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)"
+    )
 
 
 def int32(name, value):
     """The value, checked to be an array of int32."""
-    if str(value.dtype).rpartition(".")[2] != "int32":
-        raise InputError(f"{name} holds {value.dtype}: it must be int32, convert it once")
+    dtype = getattr(value, "dtype", None)
+    if str(dtype).rpartition(".")[2] != "int32":
+        raise InputError(f"{name} holds {dtype}: it must be int32, convert it once")
     return value
 
 
@@ -181,6 +201,21 @@ def masses(name, lse, out):
             f"{name} has the shape {have}: its elements must be {need}, (batch, heads, seqlen) or packed"
         )
     return lse
+
+
+def given_back(dout, q, k, v, out, lse):
+    """Checks the axes of what a backward gets, and that the results and their gradient have one shape."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(array(name, x).shape) not in (3, 4):
+            raise InputError(
+                f"{name} has the shape {tuple(x.shape)}: it must be (batch, seqlen, heads, head_dim) or "
+                "(total, heads, head_dim)"
+            )
+    need = (*q.shape[:-1], v.shape[-1])
+    for name, x in (("dout", dout), ("out", out)):
+        if tuple(array(name, x).shape) != need:
+            raise InputError(f"{name} has the shape {tuple(x.shape)}: it must be {need}, that of the result")
+    masses("softmax_lse", lse, q)
 
 
 def room(out, shape, dtype):

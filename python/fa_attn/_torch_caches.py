@@ -22,6 +22,10 @@ def append(append):
     """Appends to the caches in place; returns (q, rotated where there are tables, and the lengths
     afterwards)."""
     a = append
+    check_tensor("cache_seqlens", a.used_k)
+    if a.cos is not None:
+        check_tensor("rotary_cos", a.cos)
+        check_tensor("rotary_sin", a.sin)
     arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.causal, *a.window)
     arguments += (a.cu_new, a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
     if goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache):
@@ -37,7 +41,7 @@ def cast_to_cache(k_cache, q, k, v, cos, sin):
     """What joins a cache, in the cache's type where autocast is on, as it casts the arguments of one call to
     one type; the tables stay in float32 or become it."""
     dtype, kind = k_cache.dtype, q.device.type
-    if cos is None and q.dtype is dtype and (k is None or k.dtype is v.dtype is dtype):
+    if cos is None and q.dtype is k.dtype is v.dtype is dtype:
         return q, k, v, cos, sin
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return q, k, v, cos, sin
@@ -125,9 +129,9 @@ def append_padded(k, v, k_cache, v_cache, q, *others):
 def merge(outs, lses, sinks, dtype):
     """(out, lse); see `fa_attn.interface.merge`."""
     given = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
-    for name, values in (("a part of outs", outs), ("a part of lses", lses), ("sinks", [sinks])):
-        for value in values:
-            check_tensor(name, value)
+    names = ["a part of outs"] * len(outs) + ["a part of lses"] * len(lses) + ["sinks"]
+    for name, value in zip(names, given):
+        check_tensor(name, value)
     if not isinstance(dtype, torch.dtype):
         raise _core.InputError(f"dtype is {dtype!r}: it must be one of torch's")
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
@@ -168,6 +172,8 @@ def _merged(outs, lses, sinks, dtype):
 def without_padding(k_cache, v_cache, leftpad, used, table):
     """The cache seen without the padding before each sequence: (k, v, cu_seqlens_k or None, rows in use, page
     table or None)."""
+    check_tensor("cache_leftpad", leftpad)
+    check_tensor("cache_seqlens", used)
     rows, room = k_cache.shape[:2]
     most = room_of(k_cache, table)
     if host(leftpad) is not None:

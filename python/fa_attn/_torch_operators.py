@@ -7,12 +7,13 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd import forward_ad
 
-from ._core import UnsupportedError
+from ._core import InputError, UnsupportedError
 from ._options import division_of
 from ._torch_caches import run_append
 from ._torch_flops import count_operations
 from ._torch_memory import (
     FLOAT,
+    check_tensor,
     detached,
     is_compiling,
     is_transforming,
@@ -106,6 +107,10 @@ def _flat(*extras):
 
 
 def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division=None):
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device} and q on {q.device}: move it there")
     cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside_of(extras)
     if sinks is not None and sinks.dtype != FLOAT:
         sinks = sinks.to(FLOAT)
