@@ -78,7 +78,9 @@ def run_append(
         others = (cos, sin, interleaved, causal, left, right, cu_new, max_new, used_k, page_table, cu_q, max_q)
         return append_padded(k, v, k_cache, v_cache, q, *others)
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
-    page_table = None if page_table is None else page_table.contiguous()
+    used_k, page_table, cu_new, cu_q = (
+        None if x is None else x.contiguous() for x in (used_k, page_table, cu_new, cu_q)
+    )
     after = torch.empty_like(used_k)
     turned = q.new_empty((0,))
     queries = (None, None)
