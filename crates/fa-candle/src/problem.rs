@@ -33,13 +33,12 @@ pub(crate) struct Beside {
 impl Posed {
     /// What the CPU's kernels refuse, in the words of the arguments.
     pub(crate) fn refused(&self, error: CpuError) -> candle_core::Error {
-        let is_paged = self.beside.page_table.is_some();
-        match error {
-            CpuError::Beyond { name: "used_k", index, value, limit } if is_paged => {
-                Error::PagedLength { sequence: index, keys: value, room: limit }.into()
-            }
-            error => refused(error),
+        if let CpuError::Beyond { name: "used_k", index, value, limit } = error
+            && self.beside.page_table.is_some()
+        {
+            return Error::PagedLength { sequence: index, keys: value, room: limit }.into();
         }
+        refused(error)
     }
 
     /// Checks shapes, types and devices, and everything that does not depend on the device.
