@@ -217,7 +217,8 @@ def detached(extras):
             sinks = sinks.to(FLOAT)
     try:
         # Lengths may be arrays of another library.
-        ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in (*lengths, table, slopes, sinks)]
+        given = (*lengths, table, slopes, sinks)
+        ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in given]
     except RuntimeError:
         for name, x in zip(BESIDE, lengths):
             if isinstance(x, torch.Tensor):

@@ -1,6 +1,6 @@
 """How the operators' work is divided where tensors are torch's DTensors: by heads, or by the sequences of a
-batch. Each rank computes its own; tensors that are placed otherwise are redistributed, but for caches that are
-written in place."""
+batch. Each rank computes its own; tensors that are placed otherwise are redistributed, but for caches that
+are written in place."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tell_shardings():
             _register(operator.default)
 
 
-# Called by torch.compile where it traces, not traced: torch.compiler.assume_constant_result, which imports all
-# of the compiler, does this.
+# Called by torch.compile where it traces, not traced: torch.compiler.assume_constant_result does this, and
+# imports all of the compiler.
 tell_shardings._dynamo_marked_constant = True
 
 
@@ -143,7 +143,8 @@ def distributed(named, beside):
         if not isinstance(x, module.DTensor):
             there = "one of its lengths, slopes or sinks" if first is None else first
             raise InputTypeError(
-                f"{name} is no DTensor and {there} is: give all of a call's tensors as DTensors, by distribute_tensor"
+                f"{name} is no DTensor and {there} is: give all of a call's tensors as DTensors, by "
+                "distribute_tensor"
             )
     mesh = named[first].device_mesh
     whole = [module.Replicate()] * mesh.ndim
@@ -180,6 +181,7 @@ def check_caches(k_cache, v_cache, table, is_packed):
     batch, _, heads, _ = k_cache.shape
     if batch < ranks[0] or (ranks[2] > 1 and heads % ranks[2]):
         raise UnsupportedError(
-            f"k_cache is placed as {k_cache.placements} on {ranks[0]} x {ranks[2]} ranks: rows are appended to "
-            f"caches of at least a sequence a rank (there are {batch}) and of as many heads on each (of {heads})"
+            f"k_cache is placed as {k_cache.placements} on {ranks[0]} x {ranks[2]} ranks: rows are appended "
+            f"to caches of at least a sequence a rank (there are {batch}) and of as many heads on each (of "
+            f"{heads})"
         )

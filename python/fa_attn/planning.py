@@ -90,7 +90,9 @@ def _pair(name, value, between, second_name, second):
     parts = value.split(between)
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
         both = f"32{between}8"
-        raise _core.InputTypeError(f"{name} is {short(value)}: it must be a whole number, or two as in {both!r}")
+        raise _core.InputTypeError(
+            f"{name} is {short(value)}: it must be a whole number, or two as in {both!r}"
+        )
     if second is not None:
         raise _core.InputError(f"{name} is {value!r} and {second_name} {short(second)}: give one of them")
     return int(parts[0]), int(parts[1])

@@ -1,5 +1,5 @@
-"""Every argument of every function, given every kind of wrong value: what is refused is refused by an error of
-the package."""
+"""Every argument of every function, given every kind of wrong value: what is refused is refused by an error
+of the package."""
 
 import collections
 import warnings
@@ -20,14 +20,15 @@ def values():
     q = np.zeros((2, 4, 4, 8), np.float32)
     yield from (None, True, -3, 5, 10**30, 2.5, float("nan"), "x", b"x", [], [1], (1, 2), {1: 2}, {1})
     yield from (Odd(), Odd, len, 1j, range(3), iter([1, 2]), memoryview(b"ab"), np.float16, np.float32(3))
-    yield from (np.int64(2), np.array(3.0), np.array(2, np.int32), np.zeros((0,), np.float32), np.zeros(3, np.int64))
-    yield from (q, q.astype(np.float64), q.astype(np.int32), q.astype(bool), q.astype(object), q.astype(">f4"))
-    yield from (np.array(["a"]), np.ma.array(q), q[:0], q[:, :0], q[:, :, :0], q[..., :0], q[:, ::-1], q[..., ::2])
+    yield from (np.int64(2), np.array(3.0), np.array(2, np.int32), np.zeros((0,), np.float32))
+    yield from (np.zeros(3, np.int64), q, np.array(["a"]), np.ma.array(q))
+    yield from map(q.astype, (np.float64, np.int32, bool, object, ">f4"))
+    yield from (q[:0], q[:, :0], q[:, :, :0], q[..., :0], q[:, ::-1], q[..., ::2])
     yield from (q[None, None, None], np.zeros(8, np.int32)[::4], np.array([8, 4, 0], np.int32)[::-1])
 
 
 def calls(array):
-    """Right calls of the functions by their names: (function, arguments), arrays made by `array` of numpy's."""
+    """Right calls of the functions by their names: (function, arguments), `array` makes arrays of numpy's."""
     rng = np.random.default_rng(0)
 
     def rows(*shape):
@@ -60,7 +61,10 @@ def calls(array):
     results = dict(dout=rows(2, 4, 4, 8), out=rows(2, 4, 4, 8), lse=rows(2, 4, 4))
     of = fa_attn
     return {
-        "func": (of.flash_attn_func, dict(q=q, k=k, v=k, out=rows(2, 4, 4, 8), pack_gqa=True, **options, **more)),
+        "func": (
+            of.flash_attn_func,
+            dict(q=q, k=k, v=k, out=rows(2, 4, 4, 8), pack_gqa=True, **options, **more),
+        ),
         "kvpacked": (of.flash_attn_kvpacked_func, dict(q=q, kv=rows(2, 6, 2, 2, 8), **options, **more)),
         "qkvpacked": (of.flash_attn_qkvpacked_func, dict(qkv=rows(2, 6, 3, 4, 8), **options, **more)),
         "varlen": (
@@ -86,8 +90,8 @@ def calls(array):
         "varlen backward": (
             of.flash_attn_varlen_backward,
             dict(
-                dict(dout=packed_out, q=packed_q, k=packed_k, v=packed_k, out=packed_out, softmax_lse=packed_lse),
-                **dict(sinks=rows(4), dlse=packed_lse),
+                dict(dout=packed_out, q=packed_q, k=packed_k, v=packed_k, out=packed_out),
+                **dict(softmax_lse=packed_lse, sinks=rows(4), dlse=packed_lse),
                 **starts,
                 **used,
                 **options,
@@ -141,8 +145,8 @@ def calls(array):
         "problem": (
             of.problem,
             dict(
-                dict(batch=2, seqlen=4, heads=4, head_dim=8, seqlen_q=4, seqlen_k=4, heads_kv=2, head_dim_v=8),
-                **dict(dtype="bf16", causal=True, window_size=(1, 1), softmax_scale=0.5, softcap=1.0),
+                dict(batch=2, seqlen=4, heads=4, head_dim=8, seqlen_q=4, seqlen_k=4, heads_kv=2),
+                **dict(head_dim_v=8, dtype="bf16", causal=True, window_size=(1, 1), softmax_scale=0.5, softcap=1.0),
                 **dict(alibi="per_head", sinks=True, total_q=8, total_k=8, page=None, pages=None),
                 **dict(used_q=True, used_k=True),
             ),
@@ -163,7 +167,7 @@ def calls(array):
 
 
 def attack(name, array, more=()):
-    """Calls a function with each of its arguments wrong in turn. Words that no function knows are TypeErrors."""
+    """Calls a function with each of its arguments wrong in turn, and with one that it does not know."""
     function, arguments = calls(array)[name]
     function(**arguments)
     raised = collections.Counter()

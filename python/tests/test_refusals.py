@@ -295,8 +295,9 @@ def test_arrays_from_the_last_row_to_the_first_are_taken():
     used = np.array([2, 3], np.int32)
     caches, others = [k.copy(), v.copy()], [k.copy(), v.copy()]
     new = k[:, :2]
-    got = fa_attn.flash_attn_with_kvcache(flipped(q), *caches, flipped(new), flipped(new), cache_seqlens=used[::-1])
-    want = fa_attn.flash_attn_with_kvcache(q, *others, new, new, cache_seqlens=used[::-1].copy())
+    step, given = fa_attn.flash_attn_with_kvcache, [flipped(x) for x in (q, new, new)]
+    got = step(given[0], *caches, *given[1:], cache_seqlens=used[::-1])
+    want = step(q, *others, new, new, cache_seqlens=used[::-1].copy())
     assert np.array_equal(got, want) and all(map(np.array_equal, caches, others))
 
 

@@ -145,7 +145,9 @@ READ = {
     "item": (lambda q, cu: varlen(q, cu, cu.diff().max().item()), lambda n: (rows(n, 2, 64), starts(n))),
     "tensor": (lambda q, cu: varlen(q, cu, cu.diff().max()), lambda n: (rows(n, 2, 64), starts(n))),
     "kvpacked": (
-        lambda q, kv, cu: fa_attn.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, longest(cu), cu.diff().max()),
+        lambda q, kv, cu: fa_attn.flash_attn_varlen_kvpacked_func(
+            q, kv, cu, cu, longest(cu), cu.diff().max()
+        ),
         lambda n: (rows(n, 2, 64), rows(n, 2, 2, 64), starts(n)),
     ),
     "qkvpacked": (
@@ -224,7 +226,8 @@ def test_gradients_of_bounds_that_change(name, backend):
 
     function = varlen if name == "varlen" else lambda q, cu, _: varlen(q, cu, longest(cu))
     counted.counters.clear()
-    compiled = torch.compile(lambda q, *most: function(q * 2, *most).square(), backend=backend, fullgraph=True)
+    squared = lambda q, *most: function(q * 2, *most).square()  # noqa: E731
+    compiled = torch.compile(squared, backend=backend, fullgraph=True)
     try:
         for n in VALUES:
             q = rows(n, 2, 64).requires_grad_()

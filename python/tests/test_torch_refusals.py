@@ -134,8 +134,9 @@ def test_tensors_that_are_not_lent_are_refused_by_name():
 
 def wrong_tensors():
     q = torch.zeros(2, 4, 4, 8)
-    yield from (torch.tensor(3.0), torch.tensor(2), torch.tensor(2, dtype=torch.int32), q, q.clone().requires_grad_())
-    yield from (q.double(), q.bfloat16(), q.to(torch.complex64), q.bool(), q.to(torch.float8_e4m3fn), q.to("meta"))
+    yield from (torch.tensor(3.0), torch.tensor(2), torch.tensor(2, dtype=torch.int32), q)
+    yield from map(q.to, (torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn))
+    yield from (q.clone().requires_grad_(), q.to("meta"))
     yield from (q.to_sparse(), torch.quantize_per_tensor(q, 1.0, 0, torch.qint8), q[None, None, None])
     yield from (torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(3).long())
     yield from (torch.nested.nested_tensor([q[0, 0], q[0, :3, 0]]), torch.bfloat16, torch.device("cpu"))
