@@ -13,8 +13,8 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 static FORKED: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
 
 /// `work` on all cores, while other threads of the interpreter go on. A process that was forked from one that
-/// has computed inherits rayon's pool without its threads, and gets a pool of its own; where the system starts no
-/// thread, the calling one does all work, with a warning.
+/// has computed inherits rayon's pool without its threads, and gets a pool of its own; where the system
+/// starts no thread, the calling one does all work, with a warning.
 ///
 /// # Errors
 /// That warning, where warnings are errors.

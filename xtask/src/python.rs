@@ -12,16 +12,16 @@ use crate::workspace;
 /// Build the Python package's wheel, install it in a fresh environment and run its tests with numpy.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Build the wheel that is shipped, optimised, with the bundle of `cargo xtask build` in it and, on Linux,
-    /// for glibc 2.17 and later, and leave it in target/wheels
+    /// Build the wheel that is shipped, optimised, with the bundle of `cargo xtask build` in it and, on
+    /// Linux, for glibc 2.17 and later, and leave it in target/wheels
     #[arg(long)]
     release: bool,
 }
 
 /// What builds the wheel and what its tests need.
 const TOOLS: [&str; 1] = ["maturin==1.16.0"];
-/// What links a wheel that is shipped against an old glibc, and says which one it needs. One version of zig, as
-/// it is a compiler's.
+/// What links a wheel that is shipped against an old glibc, and says which one it needs. One version of zig,
+/// as it is a compiler's.
 const SHIPPING: [&str; 4] = ["ziglang==0.17.1", "auditwheel>=6.4,<7", "pyelftools>=0.31,<1", "packaging>=24"];
 const TESTS: [&str; 2] = ["numpy>=2,<3", "pytest>=8,<10"];
 

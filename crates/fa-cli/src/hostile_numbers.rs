@@ -1,5 +1,5 @@
-//! Files whose numbers have been changed, through every reader of the program and what it does with them: each is
-//! refused or used, none panics.
+//! Files whose numbers have been changed, through every reader of the program and what it does with them:
+//! each is refused or used, none panics.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

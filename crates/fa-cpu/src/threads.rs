@@ -1,6 +1,6 @@
-//! How many threads are useful, and how many can be had. An idle thread of a rayon pool looks for work at every
-//! other thread, so that starting a pool takes time quadratic in its size: half a minute with 4,000 threads. Where
-//! the system starts no thread (a limit on processes), work is done by the calling thread.
+//! How many threads are useful, and how many can be had. An idle thread of a rayon pool looks for work at
+//! every other thread, so that starting a pool takes time quadratic in its size: half a minute with 4,000
+//! threads. Where the system starts no thread (a limit on processes), work is done by the calling thread.
 
 use std::cell::Cell;
 use std::io;
@@ -32,8 +32,8 @@ thread_local! {
     static ALONE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Threads of the current rayon pool; 1, the calling thread, where none can be started. With 1, nothing may be
-/// given to rayon, whose global pool may not exist.
+/// Threads of the current rayon pool; 1, the calling thread, where none can be started. With 1, nothing may
+/// be given to rayon, whose global pool may not exist.
 pub fn current() -> usize {
     if ALONE.get() {
         1
@@ -80,9 +80,9 @@ fn global() -> usize {
     })
 }
 
-/// For the start of a program: makes rayon's global pool, so that all code may use it. It has [`most`] threads
-/// where `RAYON_NUM_THREADS` asks for more; where the system starts too few, the calling thread is its only one. A
-/// pool that has been made stays as it is.
+/// For the start of a program: makes rayon's global pool, so that all code may use it. It has [`most`]
+/// threads where `RAYON_NUM_THREADS` asks for more; where the system starts too few, the calling thread is
+/// its only one. A pool that has been made stays as it is.
 pub fn prepare_global_pool() {
     if let Some(waiting) = start(wanted(), spawn) {
         make(waiting);

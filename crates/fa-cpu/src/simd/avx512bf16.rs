@@ -104,8 +104,8 @@ unsafe fn softmax(call: &RawSoftmax16) -> bool {
             let origin = max.select_greater(lowest, V::splat(0.0).sub(max), V::splat(0.0));
 
             let mut sums = [sum, V::splat(0.0)];
-            // Rounded as the maximum was: one multiply-add would be off by the rounding of the maximum, which is
-            // above 1 for exponents above 2^24.
+            // Rounded as the maximum was: one multiply-add would be off by the rounding of the maximum, which
+            // is above 1 for exponents above 2^24.
             let below = |score: V| exp2_short(score.mul(scale).add(origin));
             for pair in 0..call.keys / 2 {
                 let at = scores.add(2 * pair * call.ld);

@@ -71,8 +71,8 @@ impl Band {
         self.mask.pairs(self.q, self.k) as f64
     }
 
-    /// ALiBi's bias, in base 2, on the tile that begins at `query` and `key`; `None` where the slope is 0. Slopes
-    /// stay finite, as the diagonal's bias is 0 times the slope.
+    /// ALiBi's bias, in base 2, on the tile that begins at `query` and `key`; `None` where the slope is 0.
+    /// Slopes stay finite, as the diagonal's bias is 0 times the slope.
     pub(super) fn bias(&self, slope: f32, query: usize, key: usize) -> Option<Bias> {
         let first = (query + self.k) as i64 - (self.q + key) as i64;
         let exponent = (slope * std::f32::consts::LOG2_E).clamp(-f32::MAX, f32::MAX);

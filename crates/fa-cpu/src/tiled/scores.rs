@@ -63,8 +63,8 @@ pub(super) fn finish(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
     }
 }
 
-/// The base-2 LSE that the backward subtracts from a row's scores: finite, as the difference of two infinities
-/// is NaN. NaN stays.
+/// The base-2 LSE that the backward subtracts from a row's scores: finite, as the difference of two
+/// infinities is NaN. NaN stays.
 pub(super) fn lse_exponent(lse: f32) -> f32 {
     (lse * std::f32::consts::LOG2_E).clamp(-f32::MAX, f32::MAX)
 }

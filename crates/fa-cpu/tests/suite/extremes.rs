@@ -192,7 +192,8 @@ fn edges(heads: usize) -> [(Vec<f32>, Vec<f32>); 3] {
     ]
 }
 
-/// Outputs, LSE and gradients with slopes and sinks at the ends of f32's range: those of the oracle, and no NaN.
+/// Outputs, LSE and gradients with slopes and sinks at the ends of f32's range: those of the oracle, and no
+/// NaN.
 #[test]
 fn slopes_and_sinks_up_to_the_largest_number() {
     fn check<T: Element>(dtype: Dtype) {

@@ -1,6 +1,6 @@
 //! ALiBi and sinks in all kernels: with soft caps and every mask, slopes that outgrow every maximum,
-//! slopes below zero, sinks far above the scores and none at all, both up to f32's largest number; in backwards
-//! with a gradient of the LSE.
+//! slopes below zero, sinks far above the scores and none at all, both up to f32's largest number; in
+//! backwards with a gradient of the LSE.
 
 use fa_core::{Alibi, Arch, KernelSpec, Lengths};
 use fa_emu::sweep::{Case, Trials, sweep};

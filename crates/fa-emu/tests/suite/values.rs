@@ -55,8 +55,8 @@ fn sm90_backward() {
     check("sm90_backward", "sm90/hd64-causal-bf16-bwd.ron");
 }
 
-/// Every score of a row is -2^126, whose exponent of 2 is -1.2e38: O is the mean of the values that it sees. One
-/// kernel of each family, in bf16.
+/// Every score of a row is -2^126, whose exponent of 2 is -1.2e38: O is the mean of the values that it sees.
+/// One kernel of each family, in bf16.
 #[test]
 fn scores_near_the_lowest_of_f32() {
     let Some(emulator) = unless_known("scores_near_the_lowest_of_f32") else { return };

@@ -68,8 +68,8 @@ struct Batch {
 }
 
 /// The cases of a kernel: every shape, one of them with two sequences, one with gaps between rows, one with
-/// head dims that the kernel pads; and batches, for a kernel that reads lengths on the device. One has slopes and
-/// sinks at the ends of f32, for a kernel that takes them.
+/// head dims that the kernel pads; and batches, for a kernel that reads lengths on the device. One has slopes
+/// and sinks at the ends of f32, for a kernel that takes them.
 pub(super) fn awkward(group: &'static str, name: &str, spec: &KernelSpec) -> Vec<Case> {
     let mut all = if spec.reads.varied { of_batches(group, spec) } else { of_shapes(group, spec) };
     if spec.score.alibi || spec.score.sinks {

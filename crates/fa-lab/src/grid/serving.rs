@@ -18,7 +18,7 @@ pub fn serving(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(split(extent, repeat));
     cases.extend(alibi(extent, repeat));
     cases.extend(sinks(extent, repeat));
-    cases.extend(edges());
+    cases.extend(edges(extent));
     cases.extend(mixed(extent));
     cases.extend(known());
     cases.extend(append(extent));

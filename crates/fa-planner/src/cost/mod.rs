@@ -29,8 +29,8 @@ pub use step::{MOST_DECODED, phases};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
-/// Assumes that the spec serves the problem and fits the GPU, which [`crate::plan`] checks; what is invalid, or
-/// does not run on the GPU at all, takes forever ([`Cost::NEVER`]). An SM80-class
+/// Assumes that the spec serves the problem and fits the GPU, which [`crate::plan`] checks; what is invalid,
+/// or does not run on the GPU at all, takes forever ([`Cost::NEVER`]). An SM80-class
 /// kernel has as many resident CTAs as shared memory and registers allow, an SM90 kernel one. A kernel with
 /// `split` has the number of splits that takes the least time.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {

@@ -47,8 +47,8 @@ const CLASSES: usize = 64;
 const SAMPLES: usize = 32;
 
 impl Work {
-    /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys (0 counts as 1). With `packed`, the rows of a
-    /// K/V head's query heads lie together, of as many queries as fit the tile.
+    /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys (0 counts as 1). With `packed`,
+    /// the rows of a K/V head's query heads lie together, of as many queries as fit the tile.
     ///
     /// Where lengths are on the device every sequence counts as one of mean length, and the longest tile is
     /// that of a sequence with the most queries and keys.
