@@ -35,6 +35,44 @@ def test_a_forked_process_computes():
     raise AssertionError("the forked process hangs")
 
 
+_NO_THREADS = """
+import os, resource, sys, threading, warnings
+import numpy as np
+import fa_attn
+q, k, v, out, lse, dout = np.load(sys.argv[1]).values()
+if os.getuid() == 0:  # whose processes are not limited
+    os.setgid(65534)
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+try:
+    threading.Thread(target=int).start()
+except RuntimeError:
+    pass
+else:
+    sys.exit(77)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        got = fa_attn.flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+    fa_attn.flash_attn_backward(dout, q, k, v, *got, causal=True)
+assert np.array_equal(got[0], out) and np.array_equal(got[1], lse)
+assert [str(one.message) for one in said] == ["the system starts no thread: the calling one does all work"]
+"""
+
+
+def test_a_process_that_gets_no_threads_computes_by_the_calling_one(tmp_path):
+    pytest.importorskip("resource")
+    q, k, v = arrays(29, (2, 700, 4, 32), (2, 700, 2, 32), (2, 700, 2, 32))
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+    file = tmp_path / "in.npz"
+    np.savez(file, q=q, k=k, v=v, out=out, lse=lse, dout=np.ones_like(out))
+    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", _NO_THREADS, file], env=alone, capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("this system does not limit the processes of a user")
+    assert done.returncode == 0, done.stderr
+
+
 _INTERPRETERS = """
 import sys
 try:

@@ -12,14 +12,17 @@ use crate::workspace;
 /// Build the Python package's wheel, install it in a fresh environment and run its tests with numpy.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Build the wheel that is shipped, optimised and with the bundle of `cargo xtask build` in it, and leave
-    /// it in target/wheels
+    /// Build the wheel that is shipped, optimised, with the bundle of `cargo xtask build` in it and, on
+    /// Linux, for glibc 2.17 and later, and leave it in target/wheels
     #[arg(long)]
     release: bool,
 }
 
 /// What builds the wheel and what its tests need.
 const TOOLS: [&str; 1] = ["maturin==1.16.0"];
+/// What links a wheel that is shipped against an old glibc, and says which one it needs. One version of zig,
+/// as it is a compiler's.
+const SHIPPING: [&str; 4] = ["ziglang==0.17.1", "auditwheel>=6.4,<7", "pyelftools>=0.31,<1", "packaging>=24"];
 const TESTS: [&str; 2] = ["numpy>=2,<3", "pytest>=8,<10"];
 
 /// Names what was installed, so that a second call is free.
@@ -27,9 +30,13 @@ const STAMP: &str = "packages.txt";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let folder = workspace::target_dir().join("python");
-    let tools = tools(&folder)?;
+    let tools = tools(&folder.join("tools"), &[&TOOLS[..], &TESTS[..]].concat())?;
+    let shipping = if args.release && cfg!(target_os = "linux") { Some(shipping(&folder)?) } else { None };
     let wheels = if args.release { workspace::target_dir().join("wheels") } else { folder.join("wheels") };
-    let wheel = build(&tools, &wheels, args.release)?;
+    let wheel = build(&tools, &wheels, args.release, shipping.as_deref())?;
+    if let Some(tools) = &shipping {
+        audit(tools, &wheel)?;
+    }
     if args.release {
         println!("{}: {:.1} MB", wheel.display(), wheel.metadata()?.len() as f64 / 1e6);
     }
@@ -61,31 +68,69 @@ fn install(arguments: &[&str], to: &Path, packages: &[&str]) -> Result<()> {
     finish(&mut pip, "Python 3.9 or newer with pip is needed, and a package index that it reaches")
 }
 
-/// Where maturin and the tests' packages are, installed at the first call.
-fn tools(folder: &Path) -> Result<PathBuf> {
-    let tools = folder.join("tools");
-    let wanted = [&TOOLS[..], &TESTS[..]].concat().join("\n");
+/// The folder `tools` with these packages, installed at the first call.
+fn tools(tools: &Path, packages: &[&str]) -> Result<PathBuf> {
+    let wanted = packages.join("\n");
     if std::fs::read_to_string(tools.join(STAMP)).is_ok_and(|stamp| stamp == wanted) {
-        return Ok(tools);
+        return Ok(tools.to_owned());
     }
     if tools.exists() {
-        std::fs::remove_dir_all(&tools)?;
+        std::fs::remove_dir_all(tools)?;
     }
-    std::fs::create_dir_all(&tools)?;
-    install(&["--upgrade"], &tools, &[&TOOLS[..], &TESTS[..]].concat())?;
+    std::fs::create_dir_all(tools)?;
+    install(&["--upgrade"], tools, packages)?;
     std::fs::write(tools.join(STAMP), wanted)?;
-    Ok(tools)
+    Ok(tools.to_owned())
+}
+
+/// Where the packages that ship a wheel are.
+fn shipping(folder: &Path) -> Result<PathBuf> {
+    tools(&folder.join("shipping"), &SHIPPING)
+}
+
+/// Checks that the wheel needs no later glibc than its name says.
+fn audit(tools: &Path, wheel: &Path) -> Result<()> {
+    let mut show = Command::new(python());
+    show.args(["-m", "auditwheel", "show"]).arg(wheel).env("PYTHONPATH", tools);
+    let shown = show.output().with_context(|| format!("{} does not start", python()))?;
+    let text = String::from_utf8_lossy(&shown.stdout).into_owned() + &String::from_utf8_lossy(&shown.stderr);
+    ensure!(shown.status.success(), "auditwheel failed ({}): {text}", shown.status);
+    let needed = least_glibc(&text).with_context(|| format!("auditwheel names no glibc: {text}"))?;
+    let name = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let is_named = name.contains(&format!("manylinux_{}_{}", GLIBC.0, GLIBC.1));
+    ensure!(is_named && needed <= GLIBC, "{name} needs glibc {}.{}: {text}", needed.0, needed.1);
+    println!("{name} needs glibc {}.{} at the most, by auditwheel", needed.0, needed.1);
+    Ok(())
+}
+
+/// The glibc of manylinux2014.
+const GLIBC: (u32, u32) = (2, 17);
+
+/// The glibc of the platform tag that auditwheel says a wheel is consistent with, which stands first.
+fn least_glibc(shown: &str) -> Option<(u32, u32)> {
+    let words = shown.split_whitespace().collect::<Vec<&str>>().join(" ");
+    let (_, after) = words.split_once("consistent with the following platform tag:")?;
+    let (_, tag) = after.split_once("manylinux_")?;
+    let mut numbers = tag.split('_').map_while(|number| number.parse().ok());
+    Some((numbers.next()?, numbers.next()?))
 }
 
 /// Builds the wheel into `wheels`; its file.
-fn build(tools: &Path, wheels: &Path, release: bool) -> Result<PathBuf> {
+fn build(tools: &Path, wheels: &Path, release: bool, shipping: Option<&Path>) -> Result<PathBuf> {
     if wheels.exists() {
         std::fs::remove_dir_all(wheels)?;
     }
     let program = tools.join(format!("bin/maturin{}", std::env::consts::EXE_SUFFIX));
     let mut maturin = Command::new(program);
-    maturin.args(["build", "--quiet", "--locked", "--compatibility", "linux", "--interpreter", python()]);
+    maturin.args(["build", "--quiet", "--locked", "--interpreter", python()]);
     maturin.args(["--manifest-path", "python/Cargo.toml", "--out"]).arg(wheels);
+    match shipping {
+        Some(shipping) => {
+            maturin.args(["--zig", "--compatibility", "manylinux2014"]).env("PYTHONPATH", shipping);
+        }
+        // For this machine and its like.
+        None => _ = maturin.args(["--compatibility", "linux"]),
+    }
     if release {
         maturin.args(["--profile", "wheel", "--features", "bundle"]);
     } else {
@@ -177,6 +222,19 @@ mod tests {
 
     fn arguments(line: &str) -> Vec<OsString> {
         line.split_whitespace().map(Into::into).collect()
+    }
+
+    #[test]
+    fn a_glibc_is_read_from_what_auditwheel_shows() {
+        let shown = "\nx-manylinux_2_5_x86_64.whl is consistent\nwith the following platform\ntag: \
+                     \"manylinux_2_17_x86_64\".";
+        assert_eq!(least_glibc(shown), Some((2, 17)));
+        let newer = "x.whl is consistent with the following platform tag: \"manylinux_2_34_x86_64\".\n\
+                     constrained to \"manylinux_2_17_x86_64\"";
+        assert_eq!(least_glibc(newer), Some((2, 34)));
+        for other in ["", "consistent with the following platform tag: \"linux_x86_64\"", "manylinux_2_17"] {
+            assert_eq!(least_glibc(other), None, "{other}");
+        }
     }
 
     #[test]

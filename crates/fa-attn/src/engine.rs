@@ -81,7 +81,7 @@ impl Engine {
             let have = Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect();
             return Err(Error::Isa { wanted: isa, have });
         }
-        let cpu = Cpu::new(isa, threads)?;
+        let cpu = Cpu::new(isa, threads);
         let mut engine = Engine { backend, cpu, gpu: None, no_gpu: None };
         match backend {
             Backend::Gpu => engine.gpu = Some(Arc::new(Gpu::open()?)),

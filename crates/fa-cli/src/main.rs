@@ -13,6 +13,8 @@ mod commands;
 mod compute;
 mod draw;
 mod flags;
+#[cfg(test)]
+mod hostile_numbers;
 mod page;
 mod plan;
 mod safetensors;
@@ -35,7 +37,7 @@ fn main() -> ExitCode {
         Err(error) => return explain(&error),
     };
     show_traces(cli.verbose);
-    fa_cpu::threads::limit_global_pool();
+    fa_cpu::threads::prepare_global_pool();
     stop::clean_up_when_told_to();
     match dispatch(cli.command) {
         Ok(Verdict::Good) => ExitCode::SUCCESS,

@@ -113,8 +113,7 @@ impl Mask {
 
     /// The tiles of `tile_n` keys that the queries `rows` (within `0..seqlen_q`) have to visit.
     ///
-    /// # Panics
-    /// If `tile_n` is 0.
+    /// A `tile_n` of 0 counts as 1.
     pub fn n_blocks(
         &self,
         rows: Range<usize>,
@@ -133,8 +132,7 @@ impl Mask {
     /// The tiles of `tile_m` queries that see one of the keys `columns` (within `0..seqlen_k`): those that a
     /// backward's mainloop visits.
     ///
-    /// # Panics
-    /// If `tile_m` is 0.
+    /// A `tile_m` of 0 counts as 1.
     pub fn m_blocks(
         &self,
         columns: Range<usize>,
@@ -167,6 +165,7 @@ fn blocks(visible: Range<usize>, full: Range<usize>, len: usize, tile: usize) ->
     if visible.is_empty() {
         return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
     }
+    let tile = tile.max(1);
     let (begin, end) = (visible.start / tile, visible.end.div_ceil(tile));
     // A ragged last tile needs a mask even where every key in it is visible.
     let whole_end = full.end.min(len) / tile;

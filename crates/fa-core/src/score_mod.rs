@@ -6,6 +6,17 @@
 //! and `LSE = sink` (`-inf` without one). Its gradient is `dsink[h] = -sum over the head's rows of
 //! exp(sink[h] - lse) * dPsum`. Partial results (splits of the keys, merges) leave the sink out; it is
 //! combined once.
+//!
+//! Sinks and slopes may be as large as f32 holds. A row whose sink is above every score has `O = 0` and
+//! `LSE = sink`, to the last bit; with a slope that large a query sees the key at distance 0 alone. Softmaxes
+//! are computed in f32 as powers of 2: the exponent of a key that is to be seen, its score times log2(e), has
+//! to be within f32 (3.4e38 in magnitude). Where a row's every key lies beyond, as with such a slope and no
+//! key at distance 0, its results are finite and otherwise unspecified.
+//!
+//! GPU kernels scale a score and subtract the row's largest exponent, which is rounded to f32, in one
+//! multiply-add. For exponents of 2^31 and more (2^28 where P is f16) that rounding exceeds the range of P:
+//! such rows are right where the scaled scores are exact in f32, and may be empty or not finite otherwise.
+//! Kernels with natural exponentials and the CPU round both alike.
 
 use serde::{Deserialize, Serialize};
 

@@ -7,7 +7,7 @@ use fa_core::Dtype;
 
 use crate::simd::bf16::{Bf16Kernels, Product16};
 use crate::simd::{Init, Isa, Kernels, Order, Product};
-use crate::threads::cores;
+use crate::threads::{at_once, cores};
 
 /// How long each kind of loop is measured.
 const TIME: Duration = Duration::from_millis(60);
@@ -27,8 +27,7 @@ const STRETCH: f64 = 2e6;
 pub fn measure(isa: Isa, dtype: Dtype, threads: usize) -> Option<f64> {
     let kernels = Kernels::for_isa(isa)?;
     let threads = threads.clamp(1, cores());
-    let barrier = Barrier::new(threads);
-    let rate = || {
+    let rate = |barrier: &Barrier| {
         if let (Dtype::Bf16, Some(tiles)) = (dtype, kernels.bf16()) {
             let mut product = tile16(&tiles);
             product();
@@ -41,11 +40,7 @@ pub fn measure(isa: Isa, dtype: Dtype, threads: usize) -> Option<f64> {
         barrier.wait();
         best(chains).max(best(product))
     };
-    let rates: Vec<f64> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(rate)).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or(0.0)).collect()
-    });
-    Some(rates.iter().sum())
+    Some(at_once(threads, rate).iter().sum())
 }
 
 /// The highest rate of `work`, which returns its operations.

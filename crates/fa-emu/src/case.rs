@@ -2,7 +2,8 @@
 
 use fa_core::{Problem, TensorLayout};
 use fa_cpu::OwnedExtras;
-use fa_lab::grid::Arrangement;
+use fa_lab::grid::{Arrangement, Values};
+use fa_lab::mods::Mods;
 use fa_lab::sequences::Sequences;
 use serde_json::{Value, json};
 
@@ -41,7 +42,13 @@ impl Case {
             Arrangement::FarBatch | Arrangement::FarKeys => return None,
         };
         let rows = case.sequences.as_ref().map_or(OwnedExtras::NONE, Sequences::arrays);
-        let extras = with_mods(rows, &case.problem);
+        let mut extras = with_mods(rows, &case.problem);
+        if case.values == Values::Edges {
+            let own = |given: &Option<Vec<f32>>| given.clone().unwrap_or_default();
+            let mods = Mods { slopes: own(&extras.alibi_slopes), sinks: own(&extras.sinks) }.at_the_edges();
+            extras.alibi_slopes = extras.alibi_slopes.map(|_| mods.slopes);
+            extras.sinks = extras.sinks.map(|_| mods.sinks);
+        }
         Some(Case { problem: case.problem, placement, extras })
     }
 

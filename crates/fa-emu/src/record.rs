@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fa_core::{Arch, KernelSpec};
+use fa_cpu::threads::together;
 use fa_kernels::Headers;
 use fa_lab::record::today;
 use serde::{Deserialize, Serialize};
@@ -117,24 +118,20 @@ pub fn prove(
     let waiting = Mutex::new(candidates.into_iter().rev().collect::<Vec<_>>());
     let done = Mutex::new(Vec::new());
     let failed = Mutex::new(None);
-    std::thread::scope(|scope| {
-        for _ in 0..workers.max(1) {
-            scope.spawn(|| {
-                loop {
-                    let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop();
-                    let Some(candidate) = next else { break };
-                    match prove_one(emulator, candidate, records, &trials) {
-                        Ok(result) => {
-                            report(&result);
-                            done.lock().unwrap_or_else(PoisonError::into_inner).push(result);
-                        }
-                        Err(error) => {
-                            *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                            break;
-                        }
-                    }
+    together(workers, || {
+        loop {
+            let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            let Some(candidate) = next else { break };
+            match prove_one(emulator, candidate, records, &trials) {
+                Ok(result) => {
+                    report(&result);
+                    done.lock().unwrap_or_else(PoisonError::into_inner).push(result);
                 }
-            });
+                Err(error) => {
+                    *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                    break;
+                }
+            }
         }
     });
     match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {

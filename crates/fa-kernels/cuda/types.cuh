@@ -12,6 +12,7 @@ using i64 = long long;
 
 __device__ constexpr float kLn2 = 0.693147180559945309f;
 __device__ constexpr float kLog2e = 1.44269504088896341f;
+__device__ constexpr float kLargest = 3.402823466e38f;  // of f32
 
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {

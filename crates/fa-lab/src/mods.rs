@@ -35,6 +35,16 @@ impl Mods {
         Mods { slopes, sinks }
     }
 
+    /// As many slopes and sinks up to the largest number of f32, among ordinary ones: in turns by head.
+    #[must_use]
+    pub fn at_the_edges(&self) -> Mods {
+        let turns = |of: &[f32], values: [f32; 5]| values.into_iter().cycle().take(of.len()).collect();
+        Mods {
+            slopes: turns(&self.slopes, [3e38, 0.5, 1e10, f32::MAX, 1e30]),
+            sinks: turns(&self.sinks, [3e38, -3e38, 0.5, f32::MAX, 1e10]),
+        }
+    }
+
     /// Slopes of `heads` of a sequence; none where there are none.
     pub fn slopes_of(
         &self,

@@ -92,10 +92,10 @@ impl Worker {
         let mut child = Guard(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors).spawn()?);
         let (sender, received) = mpsc::channel();
         if let Some(output) = child.0.stdout.take() {
-            forward_lines(output, Received::Line, sender.clone());
+            forward_lines(output, Received::Line, sender.clone())?;
         }
         if let Some(errors) = child.0.stderr.take() {
-            forward_lines(errors, Received::Said, sender);
+            forward_lines(errors, Received::Said, sender)?;
         }
         let input = child.0.stdin.take();
         Ok(Worker { child, input, received, said: VecDeque::new() })
@@ -155,8 +155,12 @@ impl Worker {
 }
 
 /// Sends every line of a stream from a thread that ends with the stream.
-fn forward_lines(stream: impl Read + Send + 'static, kind: fn(String) -> Received, sender: Sender<Received>) {
-    std::thread::spawn(move || {
+fn forward_lines(
+    stream: impl Read + Send + 'static,
+    kind: fn(String) -> Received,
+    sender: Sender<Received>,
+) -> std::io::Result<()> {
+    let forward = move || {
         let mut stream = BufReader::new(stream);
         let mut line = Vec::new();
         while stream.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
@@ -166,7 +170,8 @@ fn forward_lines(stream: impl Read + Send + 'static, kind: fn(String) -> Receive
             }
             line.clear();
         }
-    });
+    };
+    std::thread::Builder::new().spawn(forward).map(drop)
 }
 
 /// Writes an event as one line of JSON to this worker's standard output.

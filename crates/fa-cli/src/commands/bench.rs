@@ -2,7 +2,7 @@
 
 mod append;
 pub(crate) mod args;
-mod draw;
+pub(crate) mod draw;
 mod gpu;
 mod table;
 

@@ -1,6 +1,6 @@
 //! `fa ladder`: what each optimisation step brings on the GPU at hand.
 
-mod draw;
+pub(crate) mod draw;
 mod table;
 
 use std::path::PathBuf;

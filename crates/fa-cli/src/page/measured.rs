@@ -246,6 +246,13 @@ impl Records {
         found.map(|&(_, _, registers, spills)| (registers, spills))
     }
 
+    /// Adds the rows of a record's text.
+    #[cfg(test)]
+    pub(crate) fn add_text(&mut self, text: &str, file: &str) -> serde_json::Result<()> {
+        self.add(&serde_json::from_str(text)?, file);
+        Ok(())
+    }
+
     fn add(&mut self, record: &Record, file: &str) {
         self.ran.extend(record.kernels.iter().map(|kernel| (record.arch, kernel.name.clone())));
         let constants = CostConstants::of(record.arch);

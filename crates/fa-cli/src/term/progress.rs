@@ -21,7 +21,7 @@ pub(crate) fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
     }
     std::thread::scope(|scope| {
         let (done, finished) = mpsc::channel::<()>();
-        scope.spawn(move || {
+        let show = move || {
             if finished.recv_timeout(PATIENCE) != Err(mpsc::RecvTimeoutError::Timeout) {
                 return;
             }
@@ -31,7 +31,9 @@ pub(crate) fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
             // Ends when the sender is dropped, also by a panic of the work.
             let _ = finished.recv();
             bar.finish_and_clear();
-        });
+        };
+        // Without a thread nothing is shown.
+        let _ = std::thread::Builder::new().spawn_scoped(scope, show);
         let result = work();
         drop(done);
         result

@@ -10,6 +10,8 @@ mod emulate;
 mod files;
 mod manual;
 mod no_gpu;
+#[cfg(target_os = "linux")]
+mod no_threads;
 mod packed;
 mod page;
 mod plan;

@@ -40,9 +40,9 @@ pub use values::{
 /// `head_dim` and `head_dim_v` are the extents of the kernel's tiles: it computes every problem whose head
 /// dims are multiples of 8 up to them, padding with zeros. As text (JSON, RON) a spec is flat: `dtype` for
 /// the types, `softcap`, `alibi` and `sinks` for the change of scores, `varied` and `paged` for how rows are
-/// found; of these, and of `split`, all but `softcap` are written where they are on.
+/// found; of these, and of `split`, all but `softcap` are written where they are on. Reading one checks it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "text::Flat", into = "text::Flat")]
+#[serde(try_from = "text::Flat", into = "text::Flat")]
 pub struct KernelSpec {
     /// Types of the tensors.
     pub types: Types,

@@ -6,7 +6,7 @@ use super::KernelSpec;
 #[cfg(feature = "ron")]
 use super::SpecError;
 #[cfg(feature = "ron")]
-use super::text::pretty_ron;
+use super::text::{Flat, pretty_ron};
 use crate::Arch;
 
 /// A spec as it is stored under `specs/`: with the architectures that it ships for.
@@ -26,8 +26,15 @@ impl ShippedSpec {
     /// # Errors
     /// As [`KernelSpec::from_ron`], and when an architecture cannot run the kernel.
     pub fn from_ron(text: &str) -> Result<ShippedSpec, SpecError> {
-        let shipped: ShippedSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
-        shipped.spec.check()?;
+        /// As [`ShippedSpec`], with the error of a spec that is invalid.
+        #[derive(Deserialize)]
+        #[serde(rename = "ShippedSpec", deny_unknown_fields)]
+        struct Text {
+            archs: Vec<Arch>,
+            spec: Flat,
+        }
+        let Text { archs, spec } = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
+        let shipped = ShippedSpec { archs, spec: spec.try_into()? };
         shipped.archs.iter().try_for_each(|&arch| shipped.spec.check_arch(arch))?;
         Ok(shipped)
     }

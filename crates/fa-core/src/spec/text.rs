@@ -5,9 +5,7 @@ use std::ops::Not;
 
 use serde::{Deserialize, Serialize};
 
-#[cfg(feature = "ron")]
-use super::SpecError;
-use super::{Kernel, KernelSpec, MaskKind, Reads};
+use super::{Kernel, KernelSpec, MaskKind, Reads, SpecError};
 use crate::{Dtype, ScoreKind, Types, each_kernel};
 
 /// A spec as text.
@@ -35,13 +33,17 @@ pub(super) struct Flat {
     kernel: Kernel,
 }
 
-impl From<Flat> for KernelSpec {
-    fn from(flat: Flat) -> KernelSpec {
+impl TryFrom<Flat> for KernelSpec {
+    type Error = SpecError;
+
+    /// Checked, so that whatever text a spec is read from, as a part of a record as well, it is valid.
+    fn try_from(flat: Flat) -> Result<KernelSpec, SpecError> {
         let Flat { dtype, out_dtype, head_dim, head_dim_v, mask, .. } = flat;
         let Flat { softcap, varied, paged, alibi, sinks, split, kernel, .. } = flat;
         let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
         let (score, reads) = (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged });
-        KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel }
+        let spec = KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel };
+        spec.check().map(|()| spec)
     }
 }
 
@@ -74,9 +76,8 @@ impl KernelSpec {
     /// [`SpecError::Ron`] with the position of the fault, or what [`KernelSpec::check`] finds.
     #[cfg(feature = "ron")]
     pub fn from_ron(text: &str) -> Result<KernelSpec, SpecError> {
-        let spec: KernelSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
-        spec.check()?;
-        Ok(spec)
+        let flat: Flat = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
+        flat.try_into()
     }
 
     /// The spec as RON text, which [`KernelSpec::from_ron`] reads back.

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::batch::{Batch, Span};
 use crate::element::Element;
 use crate::real::Real;
+use crate::threads;
 use crate::view::TensorRef;
 
 /// `compute(sequence, query head)` for all of them, in parallel, in order.
@@ -14,10 +15,12 @@ pub(super) fn for_each_head<A: Send>(
     batch: &Batch<'_>,
     compute: impl Fn(usize, usize) -> A + Sync,
 ) -> Vec<A> {
-    (0..batch.sequences.len() * problem.heads_q)
-        .into_par_iter()
-        .map(|index| compute(index / problem.heads_q, index % problem.heads_q))
-        .collect()
+    let heads = 0..batch.sequences.len() * problem.heads_q;
+    let compute = |index| compute(index / problem.heads_q, index % problem.heads_q);
+    if threads::current() == 1 {
+        return heads.map(compute).collect();
+    }
+    heads.into_par_iter().map(compute).collect()
 }
 
 /// One head of a tensor of queries, packed `[rows of the sequence, dim]`.

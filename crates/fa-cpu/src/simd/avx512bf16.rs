@@ -104,10 +104,12 @@ unsafe fn softmax(call: &RawSoftmax16) -> bool {
             let origin = max.select_greater(lowest, V::splat(0.0).sub(max), V::splat(0.0));
 
             let mut sums = [sum, V::splat(0.0)];
+            // Rounded as the maximum was: one multiply-add would be off by the rounding of the maximum, which
+            // is above 1 for exponents above 2^24.
+            let below = |score: V| exp2_short(score.mul(scale).add(origin));
             for pair in 0..call.keys / 2 {
                 let at = scores.add(2 * pair * call.ld);
-                let low = exp2_short(V::load(at).mul_add(scale, origin));
-                let high = exp2_short(V::load(at.add(call.ld)).mul_add(scale, origin));
+                let (low, high) = (below(V::load(at)), below(V::load(at.add(call.ld))));
                 sums[0] = sums[0].add(low);
                 sums[1] = sums[1].add(high);
                 _mm512_storeu_si512(call.p.add(pair * call.ldw + column).cast(), pairs(low, high));

@@ -14,7 +14,7 @@ use super::inputs::{Backward, Gradients};
 use super::long::{self, STRETCH, Sums};
 use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
 use super::schedule;
-use super::scores::Scores;
+use super::scores::{Scores, lse_exponent};
 use super::scratch::{QueryTile, Scratch};
 use super::sink_terms::SinkTerms;
 use super::work::Unit;
@@ -157,7 +157,7 @@ impl<T: Element + Factor> Job<'_, T> {
             read_row(kernels, &inputs.out, [span.batch, span.first + query, head], &mut row[..hdv]);
             // With a sink, O is 0 where no key is seen; dO may be anything.
             to.delta[i] = if cut.band.keys(query).is_empty() { 0.0 } else { dot(&row[..hdv], dout) };
-            to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
+            to.lse[i] = lse_exponent(lse[query]);
         }
     }
 

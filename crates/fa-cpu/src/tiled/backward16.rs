@@ -17,7 +17,7 @@ use super::long::{self, STRETCH, Sums};
 use super::pack::{dot, read_row, row_stride};
 use super::pack16::{grain, is_finite_row, pair_rows, read_rows};
 use super::schedule;
-use super::scores::Scores;
+use super::scores::{Scores, lse_exponent};
 use super::sink_terms::SinkTerms;
 use super::work::Unit;
 use crate::simd::bf16::{Bf16Kernels, GRAIN, Gradient16, Product16};
@@ -284,7 +284,7 @@ impl Job<'_> {
             if lse[query] == f32::NEG_INFINITY {
                 continue;
             }
-            to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
+            to.lse[i] = lse_exponent(lse[query]);
             let at = [span.batch, span.first + query, head];
             read_row(kernels, &inputs.dout, at, dout);
             let delta = if cut.band.keys(query).len() <= FEW_KEYS {

@@ -72,8 +72,10 @@ impl Band {
     }
 
     /// ALiBi's bias, in base 2, on the tile that begins at `query` and `key`; `None` where the slope is 0.
+    /// Slopes stay finite, as the diagonal's bias is 0 times the slope.
     pub(super) fn bias(&self, slope: f32, query: usize, key: usize) -> Option<Bias> {
         let first = (query + self.k) as i64 - (self.q + key) as i64;
-        (slope != 0.0).then_some(Bias { slope: slope * std::f32::consts::LOG2_E, first: first as f32 })
+        let exponent = (slope * std::f32::consts::LOG2_E).clamp(-f32::MAX, f32::MAX);
+        (slope != 0.0).then_some(Bias { slope: exponent, first: first as f32 })
     }
 }

@@ -6,7 +6,7 @@ use super::band::Band;
 use super::buffer::Buffer;
 use super::inputs::Backward;
 use super::pack::{KeyRows, row_stride};
-use super::scores::Scores;
+use super::scores::{Scores, lse_exponent};
 use super::work::Unit;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
@@ -73,7 +73,7 @@ impl<'a, T: Element + Factor> ExactDelta<'a, T> {
                 kernels.dots(keys, Ahead::Nothing, dims, 1, with, dims, to, FEW_KEYS);
             }
         }
-        let sink = batch.sink(head).map_or(0.0, |sink| (sink * std::f32::consts::LOG2_E - lse).exp2());
+        let sink = batch.sink(head).map_or(0.0, |sink| (lse_exponent(sink) - lse).exp2());
         let slope = batch.slope(unit.sequence, head);
         let (mut sum, mut delta) = (sink, 0.0);
         for (key, (&s, &dp)) in keys.zip(self.s.iter().zip(&*self.dp)) {

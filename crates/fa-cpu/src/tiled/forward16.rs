@@ -42,8 +42,8 @@ struct Scratch {
     tile: TileBuffer,
 }
 
-/// The largest scale without a soft cap. `score * scale - max * scale` is one multiply-add, off by the
-/// rounding of `max * scale`: as an exponent of 2 that must stay small.
+/// The largest scale without a soft cap. The backward's `score * scale - LSE` is one multiply-add, off by the
+/// rounding of the LSE: as an exponent of 2 that must stay small. The forward takes the same problems.
 const MAX_SCALE: f32 = 1024.0;
 
 /// Whether this path can take the problem: the kernels are there and scores keep their order when scaled.

@@ -81,7 +81,7 @@ impl Lists {
 /// Threads that a call may use: more threads than cores would only take turns, each with scratch memory of
 /// its own.
 pub(super) fn workers(limit: Option<usize>) -> usize {
-    let pool = rayon::current_num_threads().min(cores());
+    let pool = threads::current().min(cores());
     limit.map_or(pool, |limit| limit.clamp(1, pool))
 }
 

@@ -50,13 +50,23 @@ pub(super) fn finish(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
         None => (1.0 / sum, max * LN_2 + sum.ln()),
         Some(sink) if sum == 0.0 => (0.0, sink),
         Some(sink) => {
-            let sink = sink * LOG2_E;
-            let top = max.max(sink);
+            // A sink above f32's range in base 2 is above every score all the same.
+            let exponent = sink * LOG2_E;
+            let exponent = if exponent > f32::MAX { f32::MAX } else { exponent };
+            let top = max.max(exponent);
             let keys = (max - top).exp2();
-            let total = sum * keys + (sink - top).exp2();
-            (keys / total, top * LN_2 + total.ln())
+            let total = sum * keys + (exponent - top).exp2();
+            // Relative to a sink above the scores, the LSE is that sink to the last bit.
+            let origin = if exponent >= max { sink } else { top * LN_2 };
+            (keys / total, origin + total.ln())
         }
     }
+}
+
+/// The base-2 LSE that the backward subtracts from a row's scores: finite, as the difference of two
+/// infinities is NaN. NaN stays.
+pub(super) fn lse_exponent(lse: f32) -> f32 {
+    (lse * std::f32::consts::LOG2_E).clamp(-f32::MAX, f32::MAX)
 }
 
 #[cfg(test)]
@@ -76,6 +86,12 @@ mod tests {
         assert!((normaliser - 2f32.exp() / total).abs() < 1e-6 && (lse - total.ln()).abs() < 1e-6);
         let (normaliser, lse) = finish(max, sum, Some(500.0));
         assert_eq!((normaliser, lse), (0.0, 500.0));
+        for sink in [1e10, 2.4e38, 3e38, f32::MAX] {
+            assert_eq!(finish(max, sum, Some(sink)), (0.0, sink));
+            assert_eq!(finish(max, sum, Some(-sink)), finish(max, sum, None));
+            assert_eq!(finish(f32::NEG_INFINITY, 0.0, Some(-sink)), (0.0, -sink));
+        }
+        assert!(finish(max, sum, Some(f32::NAN)).0.is_nan());
         let (normaliser, lse) = finish(max, sum, Some(-500.0));
         let (alone, lse_alone) = finish(max, sum, None);
         assert!((normaliser - alone).abs() < 1e-6 && (lse - lse_alone).abs() < 1e-6);

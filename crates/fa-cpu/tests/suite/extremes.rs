@@ -1,8 +1,8 @@
 //! Values at the ends of each type's range, on every path: few queries and panels, f32 and 16 bits, every
 //! instruction set.
 
-use fa_core::{Dtype, Lengths, Mask, Problem, Types};
-use fa_cpu::{Element, reference};
+use fa_core::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
+use fa_cpu::{Element, Extras, reference};
 use half::{bf16, f16};
 
 use crate::inputs::{Inputs, Views};
@@ -180,4 +180,133 @@ fn values_near_the_largest_give_the_mean_of_them() {
     }
     check::<f32>(Dtype::F32, f64::from(f32::MAX), 2e-6);
     check::<bf16>(Dtype::Bf16, f64::from(bf16::MAX), 1e-2);
+}
+
+/// Slopes and sinks up to f32's largest number, among ordinary ones.
+fn edges(heads: usize) -> [(Vec<f32>, Vec<f32>); 3] {
+    let of = |values: [f32; 4]| (0..heads).map(|head| values[head % 4]).collect::<Vec<f32>>();
+    [
+        (of([3e38, 0.5, 1e30, 1e10]), of([3e38, -3e38, 0.5, 2.4e38])),
+        (of([f32::MAX, 2.4e38, 1e5, 0.0]), of([f32::MAX, f32::MIN, -2.4e38, f32::NEG_INFINITY])),
+        (of([1e36, 3e3, 1e20, 2e38]), of([1e10, -1e10, 2e38, -2e38])),
+    ]
+}
+
+/// Outputs, LSE and gradients with slopes and sinks at the ends of f32's range: those of the oracle, and no
+/// NaN.
+#[test]
+fn slopes_and_sinks_up_to_the_largest_number() {
+    fn check<T: Element>(dtype: Dtype) {
+        for (turn, (lengths, mask)) in
+            LENGTHS.into_iter().flat_map(|lengths| MASKS.map(|mask| (lengths, mask))).enumerate()
+        {
+            for (slopes, sinks) in edges(4) {
+                for (alibi, has_sinks) in [(true, false), (false, true), (true, true)] {
+                    let score =
+                        ScoreMod { alibi: alibi.then_some(Alibi::PerHead), sinks: has_sinks, softcap: None };
+                    let problem = Problem { score, ..problem(lengths, mask, dtype) };
+                    let rows = 4 * lengths.0;
+                    let dlse: Vec<f32> = (0..rows).map(|row| (row % 7) as f32 / 4.0 - 0.75).collect();
+                    let extras = Extras {
+                        alibi_slopes: alibi.then_some(&slopes[..]),
+                        sinks: has_sinks.then_some(&sinks[..]),
+                        dlse: Some(&dlse),
+                        ..Extras::NONE
+                    };
+                    let inputs = Inputs::<T>::random(&problem, turn as u64);
+                    let Views { q, k, v, dout } = inputs.views(&problem);
+                    let forward = Extras { dlse: None, ..extras };
+                    let exact = reference::forward_extras(&problem, &forward, &q, &k, &v).unwrap();
+                    let wanted = reference::backward_extras(&problem, &extras, &q, &k, &v, &dout).unwrap();
+                    for isa in isas() {
+                        let name = format!("{isa}, {}, {slopes:?}, {sinks:?}", describe(&problem));
+                        let options = Options { isa: Some(isa), threads: None };
+                        let got = Results::of(options, &problem, &extras, &inputs, true);
+                        check_edges(&name, &problem, &got, &exact, &wanted);
+                    }
+                }
+            }
+        }
+    }
+    check::<f32>(Dtype::F32);
+    check::<f16>(Dtype::F16);
+    check::<bf16>(Dtype::Bf16);
+}
+
+/// Rows whose keys' exponents are within f32 are the oracle's. The others hold no NaN.
+fn check_edges<T: Element>(
+    name: &str,
+    problem: &Problem,
+    got: &Results<T>,
+    exact: &reference::Forward,
+    wanted: &reference::Gradients,
+) {
+    let (queries, dim) = (problem.lengths.max_q(), problem.head_dim_v);
+    let room = if problem.types.qkv == Dtype::F32 { 1e-4 } else { 0.06 };
+    let mut all_within = true;
+    for (row, (&lse, &want)) in got.lse.iter().zip(&exact.lse).enumerate() {
+        let (head, query) = (row / queries, row % queries);
+        // A probability needs an LSE with its fractions.
+        let within = want.abs() < 1e5 || want > 0.0 || want == f64::NEG_INFINITY;
+        all_within &= within;
+        if want.abs() < 2.3e38 || want > 0.0 || want == f64::NEG_INFINITY {
+            let near = f64::from(lse) == want || (f64::from(lse) - want).abs() <= 1e-3 + 2e-6 * want.abs();
+            assert!(near, "{name}: the LSE of query {query}, head {head} is {lse}, not {want}");
+        }
+        for column in 0..dim {
+            let at = (query * problem.heads_q + head) * dim + column;
+            let (got, want) = (got.out[at].to_f64(), exact.out[at]);
+            let near = (got - want).abs() <= room * (1.0 + want.abs());
+            assert!(got.is_finite() && (near || !within), "{name}: O of {query}, {head}: {got}, not {want}");
+        }
+    }
+    for (tensor, got, want) in
+        [("dq", &got.dq, &wanted.dq), ("dk", &got.dk, &wanted.dk), ("dv", &got.dv, &wanted.dv)]
+    {
+        let largest = want.iter().fold(1f64, |max, value| max.max(value.abs()));
+        for (index, (got, want)) in got.iter().zip(want).enumerate() {
+            let (got, near) = (got.to_f64(), (got.to_f64() - want).abs() <= room * largest);
+            assert!(got.is_finite() && (near || !all_within), "{name}: {tensor}[{index}]: {got}, not {want}");
+        }
+    }
+    for (head, (&got, &want)) in got.dsinks.iter().zip(&wanted.dsinks).enumerate() {
+        let near = (f64::from(got) - want).abs() <= room * (4.0 + want.abs());
+        assert!(got.is_finite() && (near || !all_within), "{name}: dsinks[{head}]: {got}, not {want}");
+    }
+}
+
+/// Every score near the lowest that f32 has, all of a row alike: O is the mean of the values that a row sees.
+#[test]
+fn scores_near_the_lowest_of_f32_are_scores() {
+    fn check<T: Element>(dtype: Dtype) {
+        for (lengths, mask) in LENGTHS.into_iter().flat_map(|lengths| MASKS.map(|mask| (lengths, mask))) {
+            // Products of 2^(a + b) and 24 of them: exponents to -3.3e38.
+            for (q, k) in [(1.0, 60), (1.25, 61), (1.25, 58), (1.9, 40), (1.3, 15)] {
+                let problem = Problem { softmax_scale: Some(1.0), ..problem(lengths, mask, dtype) };
+                let mut inputs = Inputs::<T>::random(&problem, 5);
+                let side = 2f64.powi(k);
+                inputs.q.fill(T::from_f64(q * side));
+                inputs.k.fill(T::from_f64(-side));
+                let Views { q, k, v, .. } = inputs.views(&problem);
+                let exact = reference::forward(&problem, &q, &k, &v).unwrap();
+                for isa in isas() {
+                    let name = format!("{isa}: {}, scores {:e}", describe(&problem), exact.lse[0]);
+                    let options = Options { isa: Some(isa), threads: None };
+                    let got = Results::compute(options, &problem, &inputs, false);
+                    for (row, (&lse, &want)) in got.lse.iter().zip(&exact.lse).enumerate() {
+                        let lse = f64::from(lse);
+                        let near = lse == want || (lse - want).abs() <= 1e-5 * want.abs();
+                        assert!(near, "{name}: the LSE of {row} is {lse}, not {want}");
+                    }
+                    let room = if dtype == Dtype::F32 { 1e-5 } else { 0.03 };
+                    for (got, want) in got.out.iter().zip(&exact.out) {
+                        let (got, near) = (got.to_f64(), (got.to_f64() - want).abs() <= room);
+                        assert!(near, "{name}: O is {got}, not {want}");
+                    }
+                }
+            }
+        }
+    }
+    check::<f32>(Dtype::F32);
+    check::<bf16>(Dtype::Bf16);
 }

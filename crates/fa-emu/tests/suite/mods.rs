@@ -1,5 +1,6 @@
 //! ALiBi and sinks in all kernels: with soft caps and every mask, slopes that outgrow every maximum,
-//! slopes below zero, sinks far above the scores and none at all; in backwards with a gradient of the LSE.
+//! slopes below zero, sinks far above the scores and none at all, both up to f32's largest number; in
+//! backwards with a gradient of the LSE.
 
 use fa_core::{Alibi, Arch, KernelSpec, Lengths};
 use fa_emu::sweep::{Case, Trials, sweep};
@@ -79,7 +80,17 @@ fn cases(spec: &KernelSpec) -> Vec<Case> {
         let rows = problem.lengths.sequences() * problem.lengths.max_q() * problem.heads_q;
         strange.extras.dlse = Some((0..rows).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect());
     }
+    let mut edges = strange.clone();
     cases.push(strange);
+    if let Some(slopes) = &mut edges.extras.alibi_slopes {
+        let values = [3e38, 1e10, 0.5, f32::MAX, 1e30, 2.4e38, 3e3, 1e36];
+        slopes.iter_mut().zip(values.iter().cycle()).for_each(|(slope, &value)| *slope = value);
+    }
+    if let Some(sinks) = &mut edges.extras.sinks {
+        let values = [3e38, -3e38, f32::MAX, 1e10];
+        sinks.iter_mut().zip(values.iter().cycle()).for_each(|(sink, &value)| *sink = value);
+    }
+    cases.push(edges);
     cases
 }
 

@@ -1,6 +1,7 @@
 // ALiBi: adds -slope * |distance| to the scores, with distance = query + seqlen_k - seqlen_q - key. A query's
 // diagonal is the key at distance 0 (bottom-right aligned).
 #pragma once
+#include "attn/exponent.cuh"
 #include "attn/rows.cuh"
 #include "attn/seqlen.cuh"
 #include "config.cuh"
@@ -9,9 +10,21 @@
 
 namespace fa {
 
-// The slope of a query head of sequence `batch`, in natural units.
-__device__ __forceinline__ float alibi_slope(const ModParams& mods, int batch, int head) {
-    return mods.alibi_slopes[batch * mods.alibi_stride + head];
+// The slope of a query head of sequence `batch` in exponents, of which a natural unit has `unit`. It is
+// finite, as 0 * inf is NaN. Under a causal mask a large one is rounded to 16 bits and kept below 2^118: its
+// products with distances within a tile are then exact and finite, and alibi_bias() is 0 on the diagonal,
+// which every row sees.
+template <MaskKind Mask>
+__device__ __forceinline__ float alibi_slope(const ModParams& mods, int batch, int head, float unit) {
+    const float slope = finite(unit * mods.alibi_slopes[batch * mods.alibi_stride + head]);
+    if constexpr (Mask == MaskKind::Causal) {
+        constexpr float kLarge = 1024.f, kMost = 3.3e35f;
+        if (fabsf(slope) >= kLarge) {
+            const float most = slope > kMost ? kMost : slope < -kMost ? -kMost : slope;
+            return float_of_bits((bits_of_float(most) + 0x80u) & 0xffffff00u);
+        }
+    }
+    return slope;
 }
 
 // The bias at distance `distance + Step * column`. Under a causal mask no visible key is right of the
@@ -64,7 +77,7 @@ struct AlibiRows {
 #pragma unroll
         for (int r = 0; r < kHeld; ++r) {
             diagonal[r] = rows.query(row + 8 * r) + seqlen.k() - seqlen.q();
-            slope[r] = unit * alibi_slope(params.mods, batch, rows.head(row + 8 * r, head));
+            slope[r] = alibi_slope<Mask>(params.mods, batch, rows.head(row + 8 * r, head), unit);
         }
     }
 

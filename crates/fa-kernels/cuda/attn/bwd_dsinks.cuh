@@ -1,6 +1,7 @@
 // The backward's dsinks kernel: dsink = -sum over the head's rows of exp(sink - LSE) * dPsum.
 #pragma once
 #include "attn/bwd_tile.cuh"
+#include "attn/exponent.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
 #include "bwd_params.cuh"
@@ -23,7 +24,9 @@ __device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
     };
     if (params.mods.dsinks == nullptr) return;
     const int head = cta_index(), rows = params.m_blocks * C.tile_m, heads = params.shape.heads_q;
-    const float sink_log2 = params.mods.sinks[head] * kLog2e;
+    // As the statistics have an LSE: that of a row which is the sink's alone gives it a probability of 1.
+    const float sink = params.mods.sinks[head];
+    const float sink_log2 = sink == minus_infinity() ? sink : lse_exponent(sink);
     float sum = 0.f;
     auto add = [&](i64 at) {
         sum = fmaf(exp2_approx(sink_log2 - params.lse_log2[at]), params.dpsum[at], sum);

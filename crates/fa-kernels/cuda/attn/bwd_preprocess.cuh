@@ -2,6 +2,7 @@
 // accumulators, the semaphores and the tile counter.
 #pragma once
 #include "attn/bwd_tile.cuh"
+#include "attn/exponent.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
@@ -151,7 +152,8 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
             float lse_log2 = -minus_infinity();
             if (query < seqlen.q()) {
                 const bool is_empty = lse[i] == minus_infinity();
-                lse_log2 = is_empty ? 0.f : lse[i] * kLog2e;
+                constexpr bool kMayBeLarge = C.sinks || C.alibi;
+                lse_log2 = is_empty ? 0.f : kMayBeLarge ? lse_exponent(lse[i]) : lse[i] * kLog2e;
                 if (params.dlse != nullptr && !is_empty) sum[i] -= params.dlse[lse_row(query)];
             }
             const i64 at = workspace_row(query);

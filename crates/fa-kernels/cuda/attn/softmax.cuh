@@ -1,5 +1,6 @@
 // Online softmax over accumulator fragments: a thread holds parts of two rows, a quad of lanes whole rows.
 #pragma once
+#include "attn/exponent.cuh"
 #include "ptx/math.cuh"
 #include "ptx/warp.cuh"
 #include "types.cuh"
@@ -29,7 +30,7 @@ template <int ExpPolyOf16, int RescaleThreshold, Exponential E = Exponential::Ba
           bool ApproxDivision = false>
 struct Softmax {
     static constexpr bool kNatural = E == Exponential::NaturalApprox || E == Exponential::Natural;
-    static constexpr float kNothing = -1e38f;  // below every exponent: exponentials against it are 0
+    static constexpr float kNothing = -kLargest;  // no exponent is below: larger ones raise it
     static_assert(ExpPolyOf16 == 0 || E == Exponential::Base2Approx, "the polynomial computes powers of 2");
 
     float max[2] = {kNothing, kNothing};
@@ -50,14 +51,14 @@ struct Softmax {
         static_assert(!kNatural);
         constexpr float kSinkAbove = 64.f;
 #pragma unroll
-        for (int row = 0; row < 2; ++row) max[row] = fmaxf(kNothing, sink[row] * kLog2e - kSinkAbove);
+        for (int row = 0; row < 2; ++row) max[row] = fmaxf(kNothing, sink_exponent(sink[row]) - kSinkAbove);
     }
 
     // Adds the sinks to the sum after the first step; `counts` is true in one lane of the quad.
     __device__ __forceinline__ void add_sinks(const float (&sink)[2], bool counts) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float exponent = fmaf(sink[row], kLog2e, -max[row]);
+            const float exponent = sink_exponent(sink[row]) - max[row];
             sum[row] += exponential(counts ? exponent : minus_infinity());
         }
     }
@@ -137,38 +138,56 @@ struct Softmax {
         return warp_any(!(block_sum[0] <= kLimit && block_sum[1] <= kLimit));
     }
 
+    // Whether a row with this sum saw no key. One that saw a key has a sum of at least 2^-RescaleThreshold;
+    // masked keys add at most 2^-126 each (by the polynomial).
+    __device__ __forceinline__ static bool is_empty(float total) { return total < 1e-30f; }
+
     // Completes the row sums over the quad. Returns the factor that normalises O, and the LSE (natural
     // logarithm): 0 and -inf for a row that saw no key.
     __device__ __forceinline__ void finish(float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float total = quad_sum(sum[row]);
-            // A row that saw a key has a sum of at least 2^-RescaleThreshold; masked keys add at most 2^-126
-            // each (by the polynomial).
-            const bool empty = total < 1e-30f;
+            const bool empty = is_empty(total);
             factor[row] = empty ? 0.f : ApproxDivision ? reciprocal_approx(total) : 1.f / total;
             const float log_sum = kNatural ? max[row] + logf(total) : (max[row] + log2f(total)) * kLn2;
             lse[row] = empty ? minus_infinity() : log_sum;
+            sum[row] = total;
         }
     }
 
+    // After finish(), whether an LSE is too large for its exponent to tell what it is relative to a sink.
+    __device__ __forceinline__ static bool is_beyond_sinks(const float (&lse)[2]) {
+        constexpr float kLarge = 65536.f;
+        return !(fabsf(lse[0]) < kLarge && fabsf(lse[1]) < kLarge);
+    }
+
+    // After finish(), the LSE of rows whose sums include these sinks, relative to them.
+    __device__ __forceinline__ void relate_to_sinks(const float (&sink)[2], float (&lse)[2]) const {
+        static_assert(!kNatural);
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+            lse[row] = is_empty(sum[row]) ? sink[row] : lse_with_sink(sink[row], max[row], sum[row]);
+    }
+
     // finish() with a sink per row: a logit, in natural units, that joins the sum but not the output. If it
-    // is far above every score, the sum is taken against it. A row that saw no key has the sink alone; a sink
-    // of -inf adds nothing.
+    // is far above every score, the sum is taken against it. A row that saw no key has the sink alone, which
+    // is its LSE; a sink of -inf adds nothing.
     __device__ __forceinline__ void finish(const float (&sink)[2], float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float exponent = kNatural ? sink[row] : sink[row] * kLog2e;
+            const float exponent = kNatural ? sink[row] : sink_exponent(sink[row]);
             float total = quad_sum(sum[row]), reference = max[row], shrunk = 1.f;
             if (exponent > reference + 64.f) {
                 shrunk = exponential(reference - exponent);
                 reference = exponent;
             }
             total = fmaf(total, shrunk, exponential(exponent - reference));
-            const bool empty = total < 1e-30f;
+            const bool empty = is_empty(total);
             factor[row] = empty ? 0.f : (ApproxDivision ? reciprocal_approx(total) : 1.f / total) * shrunk;
-            const float log_sum = kNatural ? reference + logf(total) : (reference + log2f(total)) * kLn2;
-            lse[row] = empty ? minus_infinity() : log_sum;
+            const float log_sum =
+                kNatural ? reference + logf(total) : lse_with_sink(sink[row], reference, total);
+            lse[row] = empty ? sink[row] : log_sum;
         }
     }
 };

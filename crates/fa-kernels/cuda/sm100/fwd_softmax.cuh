@@ -2,6 +2,7 @@
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/epilogue.cuh"
+#include "attn/exponent.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/tensor_view.cuh"
 #include "attn/visibility.cuh"
@@ -21,16 +22,18 @@ namespace fa::sm100 {
 // fragments.
 template <int ExpPolyOf16, int RescaleThreshold>
 struct RowSoftmax {
-    static constexpr float kNothing = -1e38f;  // below every exponent
-    static constexpr float kSinkAbove = 64.f;  // a sink may be that far above the maximum
+    static constexpr float kNothing = -kLargest;  // no exponent is below
+    static constexpr float kSinkAbove = 64.f;     // a sink may be that far above the maximum
 
     float max = kNothing;
     float sum = 0.f;
 
     // A sink is a logit, in natural units, that joins the sum but not the output: begin() comes before the
     // first tile of keys, add_sink() after it.
-    __device__ __forceinline__ void begin(float sink) { max = fmaxf(kNothing, sink * kLog2e - kSinkAbove); }
-    __device__ __forceinline__ void add_sink(float sink) { sum += exp2_approx(fmaf(sink, kLog2e, -max)); }
+    __device__ __forceinline__ void begin(float sink) {
+        max = fmaxf(kNothing, sink_exponent(sink) - kSinkAbove);
+    }
+    __device__ __forceinline__ void add_sink(float sink) { sum += exp2_approx(sink_exponent(sink) - max); }
 
     // Updates the maximum by a tile of scores; returns the factor for earlier results.
     template <int N>
@@ -74,6 +77,10 @@ struct RowSoftmax {
     __device__ __forceinline__ float factor() const { return is_empty() ? 0.f : 1.f / sum; }
     __device__ __forceinline__ float lse() const {
         return is_empty() ? minus_infinity() : (max + log2f(sum)) * kLn2;
+    }
+    // The LSE with the sink, which is that of a row that saw no key.
+    __device__ __forceinline__ float lse(float sink) const {
+        return is_empty() ? sink : lse_with_sink(sink, max, sum);
     }
     // Masked keys add at most 2^-126 each (by the polynomial); a visible one adds at least
     // 2^-RescaleThreshold.
@@ -148,7 +155,7 @@ __device__ __forceinline__ void softmax(SharedStorage<C>& smem, const FwdParams&
             sink = params.mods.sinks[head];
             row.begin(sink);
         }
-        if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, batch, head);
+        if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, batch, head, kLog2e);
 #pragma unroll 1
         for (int block = range.end - 1; block >= range.begin; --block) {
             const bool is_first = block == range.end - 1;
@@ -181,7 +188,8 @@ __device__ __forceinline__ void softmax(SharedStorage<C>& smem, const FwdParams&
             }
         }
         send(row.factor());
-        if (params.lse != nullptr && target.inside) params.lse[target.lse] = row.lse();
+        if (params.lse != nullptr && target.inside)
+            params.lse[target.lse] = C.sinks ? row.lse(sink) : row.lse();
     });
 }
 

@@ -45,7 +45,7 @@ struct PWarps : BwdGroup<C> {
     // Turns S of a step into P, in place.
     __device__ __forceinline__ void probabilities(typename CutS::Accumulators& s, BwdStep step) const {
         float slope = 0.f;
-        if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, step.head);
+        if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, step.head, kLog2e);
         CutS::clear(s);
         Base::template multiply<CutS, typename L::QOfS, typename L::KOfS, C.head_dim, Base::kAheadA, 2>(
             s, this->q_buffer(step), this->buffer(smem.k), step.m_block);

@@ -238,7 +238,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const float scale = C.alibi ? 1.f : to_exponent;
     const float unit = C.exp2 ? kLog2e : 1.f;  // exponents per natural unit
     float slope = 0.f;
-    if constexpr (C.alibi && !C.pack_gqa) slope = unit * alibi_slope(params.mods, tile.batch, tile.head);
+    if constexpr (C.alibi && !C.pack_gqa)
+        slope = alibi_slope<C.mask>(params.mods, tile.batch, tile.head, unit);
 
     float o[T::kFragments][C.head_dim_v / 2];
     float s[T::kFragments][C.tile_n / 2];

@@ -347,7 +347,7 @@ struct BwdConsumer {
         mbarrier_wait(smem.v_full, places.keys_phase);
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
-            if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
+            if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, head, kLog2e);
             for (int i = range.begin; i < range.end; ++i) step(head, query_block<C>(range, walk, i), slope);
         }
         if (T::kDqAhead && accumulate) announce_dq();

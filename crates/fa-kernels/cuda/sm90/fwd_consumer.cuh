@@ -338,6 +338,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             softmax.finish(factor, lse);
             wgmma::wait<0>();
             release_v();
+            if constexpr (C.sinks) {
+                if ((!C.split || tile.splits == 1) && softmax.is_beyond_sinks(lse)) {
+                    float sink[2];
+                    load_sinks<C.pack_gqa>(params, row, tile.head, sink);
+                    softmax.relate_to_sinks(sink, lse);
+                }
+            }
             const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
             const int shift = value_shift<C>(params, kv_head);
             if (C.split && tile.splits > 1) {

@@ -3,7 +3,7 @@
 
 use fa_core::{Alibi, KernelSpec, Lengths, Problem};
 
-use super::case::{Arrangement, BASE, Case, NamedSpec, case, case_of};
+use super::case::{Arrangement, BASE, Case, NamedSpec, Values, case, case_of};
 use super::paged::loads_pages;
 use super::problem::problem_of;
 use crate::random::Random;
@@ -68,9 +68,14 @@ struct Batch {
 }
 
 /// The cases of a kernel: every shape, one of them with two sequences, one with gaps between rows, one with
-/// head dims that the kernel pads; and batches, for a kernel that reads lengths on the device.
+/// head dims that the kernel pads; and batches, for a kernel that reads lengths on the device. One has slopes
+/// and sinks at the ends of f32, for a kernel that takes them.
 pub(super) fn awkward(group: &'static str, name: &str, spec: &KernelSpec) -> Vec<Case> {
-    let all = if spec.reads.varied { of_batches(group, spec) } else { of_shapes(group, spec) };
+    let mut all = if spec.reads.varied { of_batches(group, spec) } else { of_shapes(group, spec) };
+    if spec.score.alibi || spec.score.sinks {
+        // 113 x 203, or a decode: every query that sees a key is at one.
+        all.push(Case { values: Values::Edges, ..all[4].clone() });
+    }
     let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
     all.into_iter().map(|own| Case { kernel: kernel.clone(), pass: spec.kernel.pass(), ..own }).collect()
 }

@@ -84,6 +84,10 @@ pub enum Values {
     Equal,
     /// Queries and keys are scaled by 8: one key has nearly all of the probability.
     Sharp,
+    /// Every score is near the lowest of f32, and all of a row are equal. bf16 with a softmax scale of 1.
+    Lowest,
+    /// Slopes and sinks up to the largest number of f32, in natural units, among ordinary ones.
+    Edges,
 }
 
 /// What to do with a case.
@@ -293,6 +297,13 @@ impl Case {
             Values::Spikes => scale(1, &|row| if key(row).0 % 97 == 50 { 30.0 } else { 1.0 }),
             Values::Equal => scale(1, &|_| 0.0),
             Values::Sharp => (0..2).for_each(|tensor| scale(tensor, &|_| 8.0)),
+            Values::Lowest => {
+                // Exact products, of which a row has -2^126.
+                let side = 63.0 - 0.5 * (head_dim as f32).log2();
+                inputs.values[0].fill(T::from_f32(side.ceil().exp2()));
+                inputs.values[1].fill(T::from_f32(-side.floor().exp2()));
+            }
+            Values::Edges => inputs.mods = inputs.mods.at_the_edges(),
         }
         inputs
     }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use fa_core::{Dtype, Lengths, Mask, Pass, Problem, Types};
 
-use super::case::{Action, BASE, Case, Extent, MASKS, case};
+use super::case::{Action, BASE, Case, Extent, MASKS, Values, case};
 use super::library::library;
 
 /// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads for
@@ -17,7 +17,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     let pass = |deterministic| Pass::Backward { deterministic };
     let mut cases: Vec<Case> = library(extent, repeat)
         .into_iter()
-        .filter(|case| case.action == Action::Once)
+        .filter(|case| case.action == Action::Once && case.values != Values::Lowest)
         .enumerate()
         .map(|(index, mut case)| {
             let p = &mut case.problem;

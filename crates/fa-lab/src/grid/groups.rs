@@ -21,6 +21,7 @@ pub const GROUPS: [&str; 25] = [
     "split",
     "alibi",
     "sinks",
+    "edges",
     "mixed",
     "known",
     "append",
@@ -31,7 +32,7 @@ pub const GROUPS: [&str; 25] = [
 
 /// Whether the cases of a group are those of attention as models are served.
 pub fn is_serving(group: &str) -> bool {
-    ["packed", "used", "paged", "split", "alibi", "sinks", "mixed", "known"].contains(&group)
+    ["packed", "used", "paged", "split", "alibi", "sinks", "edges", "mixed", "known"].contains(&group)
 }
 
 /// The group of that name.

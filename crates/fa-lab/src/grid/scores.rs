@@ -65,6 +65,29 @@ pub(super) fn sinks(extent: Extent, repeat: usize) -> Vec<Case> {
     cases
 }
 
+/// Slopes and sinks up to the largest number of f32, where every query is at one of the keys: at a distance
+/// the exponents themselves would be beyond f32.
+pub(super) fn edges(extent: Extent) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (turn, mask) in ALL_MASKS.into_iter().enumerate() {
+        for (index, (q, k)) in [(200, 200), (113, 203), (1, 400)].into_iter().enumerate() {
+            if extent == Extent::Quick && (turn + index) % 3 != 0 {
+                continue;
+            }
+            for score in [
+                ScoreMod { alibi: Some(ALIBIS[index % 2]), ..NONE },
+                ScoreMod { sinks: true, ..NONE },
+                ScoreMod { alibi: Some(ALIBIS[turn % 2]), sinks: true, ..NONE },
+            ] {
+                let problem =
+                    Problem { lengths: Lengths::uniform(2, q, k), score, ..turned(turn + index, mask) };
+                cases.push(Case { values: Values::Edges, ..case("edges", problem) });
+            }
+        }
+    }
+    cases
+}
+
 /// The changes of scores that are met together.
 const MIXES: [ScoreMod; 6] = [
     ScoreMod { sinks: true, ..NONE },

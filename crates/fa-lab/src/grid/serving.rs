@@ -7,7 +7,7 @@ use super::case::{Action, Case, Extent};
 use super::known::known;
 use super::merge::merge;
 use super::paged::{paged, split};
-use super::scores::{alibi, mixed, sinks};
+use super::scores::{alibi, edges, mixed, sinks};
 use super::varied::{packed, used};
 
 /// The cases of the forward.
@@ -18,6 +18,7 @@ pub fn serving(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(split(extent, repeat));
     cases.extend(alibi(extent, repeat));
     cases.extend(sinks(extent, repeat));
+    cases.extend(edges(extent));
     cases.extend(mixed(extent));
     cases.extend(known());
     cases.extend(append(extent));
@@ -161,7 +162,7 @@ mod tests {
     fn gradients_of_both_kinds_meet_every_group() {
         let [_, backward] = both();
         for deterministic in [false, true] {
-            for group in ["packed", "used", "alibi", "sinks", "mixed", "known"] {
+            for group in ["packed", "used", "alibi", "sinks", "edges", "mixed", "known"] {
                 let pass = Pass::Backward { deterministic };
                 assert!(backward.iter().any(|c| c.group == group && c.pass == pass), "{group} {pass:?}");
             }
@@ -184,9 +185,10 @@ mod tests {
     fn the_quick_part_is_small_and_has_every_group() {
         let count = |cases: &[Case], group: &str| cases.iter().filter(|case| case.group == group).count();
         let (quick, full) = (serving(Extent::Quick, 10), serving(Extent::Full, 10));
-        for group in
-            ["packed", "used", "paged", "split", "alibi", "sinks", "mixed", "known", "append", "merge"]
-        {
+        for group in [
+            "packed", "used", "paged", "split", "alibi", "sinks", "edges", "mixed", "known", "append",
+            "merge",
+        ] {
             assert!(count(&quick, group) > 5 && count(&quick, group) <= count(&full, group), "{group}");
         }
         assert!(quick.len() < 450 && full.len() < 1100, "{} and {}", quick.len(), full.len());

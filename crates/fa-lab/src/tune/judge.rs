@@ -214,9 +214,6 @@ impl Entry {
             ))
         };
         problem.check().map_err(|why| damaged(&why))?;
-        for Measured { spec, .. } in &self.kernels {
-            spec.check().map_err(|why| damaged(&why))?;
-        }
         let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
         let plans = plan(problem, arch, &options)?;
         let constants = CostConstants::of(arch);

@@ -111,6 +111,29 @@ impl Bottleneck {
 }
 
 impl Cost {
+    /// The cost of what cannot be computed.
+    pub const NEVER: Cost = Cost {
+        seconds: f64::INFINITY,
+        tflops: 0.0,
+        bytes_per_s: 0.0,
+        bottleneck: Bottleneck::Latency,
+        terms: Terms {
+            tensor: 0.0,
+            exp: 0.0,
+            smem: 0.0,
+            l2: 0.0,
+            hbm: 0.0,
+            waves: 0.0,
+            latency: f64::INFINITY,
+        },
+        tiles: 0.0,
+        slots: 0.0,
+        steps: 0.0,
+        masked_steps: 0.0,
+        splits: 1,
+        step: StepClocks { resident: 0.0, tensor: 0.0, exp: 0.0, smem: 0.0, exposed: 0.0, total: 0.0 },
+    };
+
     /// The cost of a pass that takes `seconds` on `slots` tiles at once, whose keys `splits` CTAs share.
     pub(crate) fn of(
         problem: &Problem,

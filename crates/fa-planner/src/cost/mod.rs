@@ -29,12 +29,16 @@ pub use step::{MOST_DECODED, phases};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
-/// Assumes that the spec serves the problem and fits the GPU, which [`crate::plan`] checks. An SM80-class
+/// Assumes that the spec serves the problem and fits the GPU, which [`crate::plan`] checks; what is invalid,
+/// or does not run on the GPU at all, takes forever ([`Cost::NEVER`]). An SM80-class
 /// kernel has as many resident CTAs as shared memory and registers allow, an SM90 kernel one. A kernel with
 /// `split` has the number of splits that takes the least time.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
+    if spec.check().is_err() || problem.check().is_err() {
+        return Cost::NEVER;
+    }
     let cost = predict_below(&mut Cuts::default(), problem, spec, arch, (constants, f64::INFINITY));
-    cost.expect("every time is below infinity")
+    cost.unwrap_or(Cost::NEVER)
 }
 
 /// What [`predict`] is at least, before the tiles of a kernel are counted: infinite where keys are divided,

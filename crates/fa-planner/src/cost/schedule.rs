@@ -47,8 +47,8 @@ const CLASSES: usize = 64;
 const SAMPLES: usize = 32;
 
 impl Work {
-    /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a
-    /// K/V head's query heads lie together, of as many queries as fit the tile.
+    /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys (0 counts as 1). With `packed`,
+    /// the rows of a K/V head's query heads lie together, of as many queries as fit the tile.
     ///
     /// Where lengths are on the device every sequence counts as one of mean length, and the longest tile is
     /// that of a sequence with the most queries and keys.
@@ -56,7 +56,7 @@ impl Work {
         let group = if packed { problem.group_size() } else { 1 };
         let heads = problem.lengths.sequences() as f64 * (problem.heads_q / group) as f64;
         let queries = tile_queries(tile_m, packed, group).max(1);
-        let tile_n = tile_n as usize;
+        let tile_n = tile_n.max(1) as usize;
         let tiles = |seqlen_q: usize| seqlen_q.div_ceil(queries);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let last = ((tile + 1) * queries).min(seqlen_q);
@@ -106,7 +106,7 @@ impl Work {
     /// Those of `parts` parts of `walks` query heads each.
     fn of_key_heads(problem: &Problem, (tile_m, tile_n): (u32, u32), parts: usize, walks: usize) -> Work {
         let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * parts) as f64;
-        let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
+        let (tile_m, tile_n) = (tile_m.max(1) as usize, tile_n.max(1) as usize);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
             let range = problem.mask.m_blocks(keys, seqlen_q, seqlen_k, tile_m);

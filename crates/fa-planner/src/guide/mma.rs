@@ -31,11 +31,12 @@ pub const WG_THREADS: u32 = 128;
 
 impl Mma {
     /// The product with output `(m, n)` by `num_wg` warpgroups, `atom_m` of them along `m` (a divisor of
-    /// `num_wg`). `swap` transposes output and warpgroups alike.
+    /// `num_wg`). `swap` transposes output and warpgroups alike. Without a warpgroup along an axis it is a
+    /// product of none, which [`Mma::check`] refuses.
     pub const fn new(name: MmaName, (m, n): (u32, u32), num_wg: u32, atom_m: u32, swap: bool) -> Mma {
-        let atom_n = num_wg / atom_m;
+        let atom_n = quotient(num_wg, atom_m);
         if swap {
-            Mma { name, m: n, n: m, atom_m: atom_n, atom_n: num_wg / atom_n }
+            Mma { name, m: n, n: m, atom_m: atom_n, atom_n: quotient(num_wg, atom_n) }
         } else {
             Mma { name, m, n, atom_m, atom_n }
         }
@@ -48,9 +49,9 @@ impl Mma {
     /// [`Reason::MmaShape`], with the rows or columns and the multiple that they have to be of.
     pub const fn check(&self) -> Result<(), Reason> {
         let (need_m, need_n) = (WGMMA_M * self.atom_m, WGMMA_N_STEP * self.atom_n);
-        if !self.m.is_multiple_of(need_m) {
+        if need_m == 0 || !self.m.is_multiple_of(need_m) {
             Err(Reason::MmaShape { mma: self.name, axis: Axis::M, need: need_m, have: self.m })
-        } else if !self.n.is_multiple_of(need_n) {
+        } else if need_n == 0 || !self.n.is_multiple_of(need_n) {
             Err(Reason::MmaShape { mma: self.name, axis: Axis::N, need: need_n, have: self.n })
         } else {
             Ok(())
@@ -59,7 +60,7 @@ impl Mma {
 
     /// f32 accumulator registers per thread.
     pub const fn regs(&self) -> u32 {
-        self.m * self.n / (WG_THREADS * self.atom_m * self.atom_n)
+        quotient(self.m * self.n, WG_THREADS * self.atom_m * self.atom_n)
     }
 
     /// Bytes of shared memory read by all instructions of the product with `k` summed elements of 16 bits:
@@ -68,7 +69,15 @@ impl Mma {
     pub const fn smem_reads(&self, k: u32, a_in_regs: bool) -> u32 {
         let instructions = self.m / WGMMA_M * self.atom_n;
         let a = if a_in_regs { 0 } else { WGMMA_M * k * 2 };
-        instructions * (a + self.n / self.atom_n * k * 2)
+        instructions * (a + quotient(self.n, self.atom_n) * k * 2)
+    }
+}
+
+/// `a / b`, or 0 where `b` is.
+const fn quotient(a: u32, b: u32) -> u32 {
+    match a.checked_div(b) {
+        Some(quotient) => quotient,
+        None => 0,
     }
 }
 

@@ -60,7 +60,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let least = Duration::from_secs_f64(args.seconds.unwrap_or(SECONDS));
     let rows = append::on_cpu(&marks, least, &mut progress::steps())?;
     let report = CpuReport { cpu: machine::cpu().name, commit: COMMIT, rows };
-    let threads = rayon::current_num_threads();
+    let threads = fa_cpu::threads::current();
     let text = || format!("{}, threads: {threads}\n{}", report.cpu, table(&report.rows));
     destinations.write(&report, no_page, text)?;
     Ok(Verdict::Good)

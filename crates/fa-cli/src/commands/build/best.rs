@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Context;
 use fa_core::{Arch, KernelSpec, counted};
+use fa_cpu::threads::together;
 use fa_kernels::Headers;
 use fa_lab::best::{self, Said};
 
@@ -50,11 +51,7 @@ pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict>
         Ok(())
     };
     let cores = std::thread::available_parallelism().map_or(1, |count| count.get());
-    std::thread::scope(|scope| {
-        let workers = args.threads.map_or(cores, usize::from);
-        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
-    })?;
+    together(args.threads.map_or(cores, usize::from), work).into_iter().collect::<anyhow::Result<()>>()?;
     let (_, _, new) = shared.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     let of: BTreeMap<&str, &Said> = known.iter().chain(&new).map(|own| (own.kernel.as_str(), own)).collect();
     let said: Vec<&Said> = all.iter().filter_map(|own| of.get(named(own).as_str()).copied()).collect();

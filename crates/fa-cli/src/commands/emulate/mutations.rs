@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use fa_cpu::threads::together;
 use fa_emu::Emulator;
 use fa_emu::mutate::{self, Statement};
 use fa_emu::removals::{Keys, Removal, Removals, Survivor, survivors};
@@ -69,12 +70,7 @@ pub(super) fn mutations(
             lock(&all).push((statement, noticed));
         }
     };
-    std::thread::scope(|scope| {
-        let handles: Vec<_> = (0..args.workers()).map(|_| scope.spawn(work)).collect();
-        handles
-            .into_iter()
-            .try_for_each(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-    })?;
+    together(args.workers(), work).into_iter().collect::<anyhow::Result<()>>()?;
     drop(steps);
     let (mut all, new) = (std::mem::take(&mut *lock(&all)), *lock(&new));
     all.sort();

@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fa_core::counted;
+use fa_cpu::threads::together;
 use fa_emu::Emulator;
 use fa_emu::random::{Tried, attempt, draw, kernel_of};
 use fa_kernels::Headers;
@@ -62,10 +63,7 @@ pub(super) fn random(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<
             all.push(tried);
         }
     };
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..args.workers()).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
-    })?;
+    together(args.workers(), work).into_iter().collect::<anyhow::Result<()>>()?;
     let (_, _, tried) = shared.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
     output::print(&text(&tried))?;
     Ok(if tried.iter().all(|own| own.faults.is_empty()) { Verdict::Good } else { Verdict::Bad })
