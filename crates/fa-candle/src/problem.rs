@@ -1,7 +1,7 @@
 //! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
 
 use candle_core::{DType, Layout, Result, Tensor};
-use fa_core::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
+use fa_core::{Alibi, Dtype, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
 
 use crate::error::{Error, refused};
 use crate::options::{Options, Rows};
@@ -18,16 +18,7 @@ pub(crate) struct Posed {
 
 /// Tensors beside Q, K and V: contiguous, on Q's device; starts, lengths and pages u32 or i32, the others
 /// f32.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Beside {
-    pub(crate) cu_q: Option<Tensor>,
-    pub(crate) cu_k: Option<Tensor>,
-    pub(crate) used_q: Option<Tensor>,
-    pub(crate) used_k: Option<Tensor>,
-    pub(crate) page_table: Option<Tensor>,
-    pub(crate) alibi_slopes: Option<Tensor>,
-    pub(crate) sinks: Option<Tensor>,
-}
+pub(crate) type Beside = Extras<Tensor>;
 
 impl Posed {
     /// Checks shapes, types and devices, and everything that does not depend on the device.
@@ -121,7 +112,7 @@ fn padded([q, k, v]: [&Tensor; 3], used: [Option<&Tensor>; 2]) -> Result<(Sides,
     let lengths = Lengths::of(batch, side(seqlen_q, used_q), side(seqlen_k, used_k));
     let used = |name, used: Option<&Tensor>| used.map(|used| integers(name, used, &[batch], q)).transpose();
     let beside =
-        Beside { used_q: used("used_q", used_q)?, used_k: used("used_k", used_k)?, ..Beside::default() };
+        Beside { seqused_q: used("used_q", used_q)?, seqused_k: used("used_k", used_k)?, ..Beside::NONE };
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }
 
@@ -134,9 +125,9 @@ fn packed([q, k, v]: [&Tensor; 3], starts: [&Tensor; 2], max: [usize; 2]) -> Res
     let [seqlens_q, seqlens_k] = starts;
     let batch = sequences(seqlens_q)?;
     let beside = Beside {
-        cu_q: Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?),
-        cu_k: Some(integers("seqlens_k", seqlens_k, &[batch + 1], q)?),
-        ..Beside::default()
+        cu_seqlens_q: Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?),
+        cu_seqlens_k: Some(integers("seqlens_k", seqlens_k, &[batch + 1], q)?),
+        ..Beside::NONE
     };
     let lengths = Lengths::packed(batch, total_q, total_k, max[0], max[1]);
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
@@ -161,10 +152,10 @@ fn paged(
     let keys = Side::paged(page, pages, max[1]);
     let lengths = Lengths::of(batch, Side::packed(total_q, max[0]), keys);
     let beside = Beside {
-        cu_q: Some(cu_q),
-        used_k: Some(used_k),
+        cu_seqlens_q: Some(cu_q),
+        seqused_k: Some(used_k),
         page_table: Some(table(block_table, batch, lengths.table_columns(), q)?),
-        ..Beside::default()
+        ..Beside::NONE
     };
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }

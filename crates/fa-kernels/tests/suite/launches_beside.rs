@@ -48,10 +48,10 @@ fn an_append_is_one_launch_whose_memory_is_checked() {
         tables: Some([1 << 40, 1 << 41]),
         cu_new: Some(64),
         used_new: None,
-        used_k: Some(128),
+        seqused_k: Some(128),
         page_table: Some(256),
-        cu_q: Some(64),
-        used_q: None,
+        cu_seqlens_q: Some(64),
+        seqused_q: None,
         used_out: Some(192),
         dropped: None,
     };
@@ -64,8 +64,8 @@ fn an_append_is_one_launch_whose_memory_is_checked() {
         assert!(text.contains(part), "{text} does not say {part}");
     };
     refused(RawAppendArgs { page_table: None, ..args }, "page_table is missing");
-    refused(RawAppendArgs { used_q: Some(64), ..args }, "used_q was given");
-    refused(RawAppendArgs { used_out: args.used_k, ..args }, "used_out is used_k");
+    refused(RawAppendArgs { seqused_q: Some(64), ..args }, "seqused_q was given");
+    refused(RawAppendArgs { used_out: args.seqused_k, ..args }, "used_out is seqused_k");
     refused(RawAppendArgs { tables: Some([8, 16]), ..args }, "cos starts at 0x8");
     let empty = Append { sequences: 0, new: Side::packed(0, 0), rotary: None, ..append };
     assert_eq!(AppendLaunch::new(&empty, SMS).unwrap().grid, 0);
