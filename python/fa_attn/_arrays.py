@@ -1,6 +1,7 @@
 """The functions on arrays without autograd: numpy, cupy, jax, and others through numpy."""
 
 import importlib
+from reprlib import repr as short
 
 from . import _core
 from ._checks import LARGEST, apart, array, cache_rows, in_room, int32, pages_in_use, room, room_of
@@ -20,6 +21,13 @@ class _Numpy:
 
     def read(self, array):
         """The array in a form that the extension module reads."""
+        if type(array) is not self.np.ndarray:
+            return self.written(array)
+        # The module takes rows in any order but from the last to the first.
+        return array if array.flags.c_contiguous or min(array.strides) >= 0 else array.copy()
+
+    def written(self, array):
+        """An array in which the module writes, or another library's."""
         if type(array).__module__.startswith("numpy.ma"):
             raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
         if getattr(array, "requires_grad", False):
@@ -87,7 +95,8 @@ class _Cupy(_Numpy):
         return self.np.cuda.get_current_stream(like.device.id).ptr
 
     def overlap(self, one, other):
-        return isinstance(other, self.np.ndarray) and self.np.may_share_memory(one, other)
+        has_both = isinstance(other, self.np.ndarray) and one.size > 0 and other.size > 0
+        return has_both and self.np.may_share_memory(one, other)
 
     # Not in host memory, where nothing is checked: lengths stay on the GPU.
     counts_on_host = False
@@ -109,6 +118,8 @@ class _Jax(_Numpy):
 
     def read(self, array):
         return super().read(array) if isinstance(array, self.np.ndarray) else array
+
+    written = read
 
     def copy(self, array):
         return self.np.array(array)
@@ -184,7 +195,8 @@ class Arrays:
         result is written to. `division`: how the work is divided, where the caller decides it."""
         del deterministic
         lib = self.library
-        array("k", k), array("v", v)
+        if not type(q) is type(k) is type(v):
+            array("k", k), array("v", v)
         # Rows that belong to no sequence are 0.
         make = lib.empty if extras is None else lib.zeros
         lse = lib.floats(_lse_shape(q), q)
@@ -193,11 +205,13 @@ class Arrays:
             out = make(shape, q)
         else:
             self._check_out(out, q, k, v, extras)
+            out = lib.written(out)
         if extras is not None:
             lse[...] = float("-inf")
             extras = self.beside(extras)
         _core.forward(
-            *map(lib.read, (q, k, v, out)),
+            *map(lib.read, (q, k, v)),
+            out,
             lse,
             scale,
             causal,
@@ -229,12 +243,14 @@ class Arrays:
         lib = self.library
         array("k", k), array("v", v)
         make = lib.empty if extras is None else lib.zeros
-        dq, dk, dv = (make(x.shape, x) for x in (q, k, v))
+        # Of one type, or the module refuses them.
+        dq, dk, dv = (make(tuple(x.shape), q) for x in (q, k, v))
         dsinks = None
         if extras is not None:
             dsinks = lib.floats(q.shape[-2:-1], q) if extras[6] is not None else None
             extras = self.beside(extras)
-        arrays = map(lib.read, (dout, q, k, v, out, lse, dq, dk, dv))
+        arrays = (*map(lib.read, (dout, q, k, v, out)), lib.contiguous(lib.read(lse)), dq, dk, dv)
+        dlse = None if dlse is None else lib.contiguous(lib.read(dlse))
         _core.backward(
             *arrays,
             dsinks,
@@ -278,7 +294,8 @@ class Arrays:
         turned = None
         if append.cos is not None:
             turned = lib.copy(q)
-        arrays = map(lib.read, (append.k, append.v, append.k_cache, append.v_cache))
+        arrays = (lib.read(append.k), lib.read(append.v))
+        arrays += (lib.written(append.k_cache), lib.written(append.v_cache))
         tables = (None if x is None else lib.read(lib.contiguous(x)) for x in (append.cos, append.sin))
         queries = (None, None) if turned is None else (lib.read(q), lib.read(turned))
         dropped = _core.append(
@@ -286,7 +303,7 @@ class Arrays:
             *queries,
             *tables,
             append.interleaved,
-            append.following,
+            append.causal or append.window != (-1, -1),
             append.cu_new,
             append.max_new,
             used,
@@ -314,12 +331,13 @@ class Arrays:
         lib = self.library
         try:
             out = lib.empty(outs[0].shape, outs[0], dtype)
-        except TypeError:
-            raise InputError(f"dtype is {dtype!r}: it must be float32, float16 or bfloat16") from None
+        except (TypeError, ValueError):
+            raise InputError(f"dtype is {short(dtype)}: it must be float32, float16 or bfloat16") from None
         lse = lib.floats(lses[0].shape, outs[0])
         parts = [lib.read(part) for part in outs]
+        lses = [lib.contiguous(lib.read(part)) for part in lses]
         sinks = None if sinks is None else lib.contiguous(lib.read(sinks))
-        _core.merge(parts, list(lses), lib.read(out), lse, sinks, lib.stream(outs[0]))
+        _core.merge(parts, lses, out, lse, sinks, lib.stream(outs[0]))
         return lib.give(out), lib.give(lse)
 
     def without_padding(self, k_cache, v_cache, leftpad, used, table):
@@ -347,7 +365,7 @@ class Arrays:
         # Pages of one row, so that a sequence may begin anywhere.
         places = table[:, :, None].astype(np.int64) * room + np.arange(room)
         # Entries that are not in use may hold anything: what is no page is kept within int32's range.
-        places = np.clip(places.reshape(places.shape[0], -1), -1, LARGEST)
+        places = np.clip(places.reshape(len(table), table.shape[1] * room), -1, LARGEST)
         columns = np.minimum(np.arange(places.shape[1]) + leftpad[:, None], places.shape[1] - 1)
         table = np.ascontiguousarray(np.take_along_axis(places, columns, 1).astype(np.int32))
         return (*(x[:, None] for x in flat), None, used.astype(np.int32), table)

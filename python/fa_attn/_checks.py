@@ -14,23 +14,89 @@ LARGEST = (1 << 31) - 1
 # More than any sequence has.
 _FAR = 1 << 40
 
-_EVERYWHERE = (-1, -1)
+# A side of a window without a limit.
+_NO_LIMIT = -1
+
+_EVERYWHERE = (_NO_LIMIT, _NO_LIMIT)
 
 
 def window(window_size):
     """(left, right), -1 where there is no limit."""
+    if window_size is None:
+        return _EVERYWHERE
     try:
-        if window_size is None or (type(window_size) is tuple and window_size == _EVERYWHERE):
+        left, right = window_size
+        # Not by ==, which would ask torch.compile for a symbol's value.
+        if left is _NO_LIMIT and right is _NO_LIMIT:
             return _EVERYWHERE
         if isinstance(window_size, (dict, set, frozenset)):
             raise TypeError
-        left, right = (-1 if side is None else max(-1, min(index(side), _FAR)) for side in window_size)
+        return _side(left), _side(right)
     except (TypeError, ValueError):
         raise InputError(
             f"window_size is {short(window_size)}: it must be (left, right), keys on each side, -1 for no "
             "limit"
         ) from None
-    return left, right
+
+
+def _side(value):
+    if value is None:
+        return _NO_LIMIT
+    value = _whole(value)
+    if _is_symbol(value):
+        return sys.modules["torch"].sym_max(value, _NO_LIMIT)
+    return max(_NO_LIMIT, min(value, _FAR))
+
+
+def _whole(value):
+    """A whole number as an int, or what torch.compile and torch.export have in its place, a symbol: these
+    stay symbols, so that a graph serves all values.
+
+    Raises TypeError for anything else."""
+    if type(value) is int or _is_symbol(value):
+        return value
+    if is_scalar(value) and hasattr(value, "item"):
+        # A scalar of numpy or torch. Its index would be a constant of a graph.
+        value = value.item()
+        if type(value) is int or _is_symbol(value):
+            return value
+    try:
+        return index(value)
+    except (RuntimeError, ValueError) as error:
+        # What torch raises.
+        raise TypeError from error
+
+
+def is_scalar(value):
+    """Whether the value is an array of no axes."""
+    try:
+        return value.shape == ()
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _is_symbol(value):
+    """Whether this is one of torch's symbols; torch.compile has plain ints where it traces."""
+    kind = type(value)
+    return kind.__name__ == "SymInt" and kind.__module__ == "torch"
+
+
+def is_whole(value):
+    """Whether this is a whole number, or a symbol for one."""
+    return (isinstance(value, Integral) and not isinstance(value, bool)) or _is_symbol(value)
+
+
+def surely(condition):
+    """Whether a condition holds; False where that depends on a value that is known at run time only, which
+    the operators check."""
+    torch = sys.modules.get("torch")
+    if torch is not None and (torch.compiler.is_compiling() or isinstance(condition, torch.SymBool)):
+        from torch.fx.experimental import symbolic_shapes
+
+        # torch 2.7 and newer.
+        if hasattr(symbolic_shapes, "guard_or_false"):
+            return symbolic_shapes.guard_or_false(condition)
+    return bool(condition)
 
 
 def number(name, value):
@@ -44,7 +110,7 @@ def number(name, value):
         if isinstance(value, (str, bytes, bool)):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputTypeError(f"{name} is {short(value)}: it must be a number") from None
 
 
@@ -61,21 +127,22 @@ def flag(name, value):
     """A bool, from a bool or from 0 or 1."""
     if value is True or value is False:
         return value
-    one = getattr(value, "shape", ()) == () and not isinstance(value, str)
-    if value is None or (one and value in (0, 1)):
+    if value is None or ((is_whole(value) or isinstance(value, float) or is_scalar(value)) and value in (0, 1)):
         return bool(value)
     raise InputTypeError(f"{name} is {short(value)}: it must be True or False")
 
 
 def most(name, value):
-    """An upper bound on rows."""
-    try:
-        rows = int(value) if isinstance(value, float) and value.is_integer() else index(value)
-    except TypeError:
-        raise InputError(f"{name} is {short(value)}: it must be a whole number") from None
-    if rows < 0:
-        raise InputError(f"{name} is {rows}: it must be at least 0")
-    return min(rows, _FAR)
+    """An upper bound on rows. Whether it is negative is checked where it is used, in the extension module."""
+    if type(value) is not int:
+        try:
+            value = int(value) if isinstance(value, float) and value.is_integer() else _whole(value)
+        except TypeError:
+            raise InputError(f"{name} is {short(value)}: it must be a whole number") from None
+        if _is_symbol(value):
+            return value
+    # Of min and max torch.compile makes operations, of comparisons it makes guards.
+    return max(-_FAR, min(value, _FAR))
 
 
 def count(name, value, least=0, most=_FAR):
@@ -83,10 +150,10 @@ def count(name, value, least=0, most=_FAR):
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = index(value)
+        number = _whole(value)
     except TypeError:
         raise InputTypeError(f"{name} is {short(value)}: it must be a whole number") from None
-    if not least <= number <= most:
+    if surely(number < least) or surely(number > most):
         raise InputError(f"{name} is {number}: it must be from {least} to {most}")
     return number
 
@@ -101,18 +168,27 @@ def one_of(name, value, choices):
 
 def array(name, value):
     """The value, checked to have a shape."""
-    if not hasattr(value, "shape"):
-        kind = type(value).__name__
-        raise InputTypeError(
-            f"{name} is {kind}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)"
-        )
-    return value
+    try:
+        if value.shape is not None and not isinstance(value, type):
+            return value
+    except AttributeError:
+        pass
+    except RuntimeError:
+        # Of nested tensors torch gives none.
+        raise UnsupportedError(
+            f"{name} is a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
+        ) from None
+    kind = f"the type {value.__name__}" if isinstance(value, type) else type(value).__name__
+    raise InputTypeError(
+        f"{name} is {kind}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)"
+    )
 
 
 def int32(name, value):
     """The value, checked to be an array of int32."""
-    if str(value.dtype).rpartition(".")[2] != "int32":
-        raise InputError(f"{name} holds {value.dtype}: it must be int32, convert it once")
+    dtype = getattr(value, "dtype", None)
+    if str(dtype).rpartition(".")[2] != "int32":
+        raise InputError(f"{name} holds {dtype}: it must be int32, convert it once")
     return value
 
 
@@ -125,6 +201,21 @@ def masses(name, lse, out):
             f"{name} has the shape {have}: its elements must be {need}, (batch, heads, seqlen) or packed"
         )
     return lse
+
+
+def given_back(dout, q, k, v, out, lse):
+    """Checks the axes of what a backward gets, and that the results and their gradient have one shape."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(array(name, x).shape) not in (3, 4):
+            raise InputError(
+                f"{name} has the shape {tuple(x.shape)}: it must be (batch, seqlen, heads, head_dim) or "
+                "(total, heads, head_dim)"
+            )
+    need = (*q.shape[:-1], v.shape[-1])
+    for name, x in (("dout", dout), ("out", out)):
+        if tuple(array(name, x).shape) != need:
+            raise InputError(f"{name} has the shape {tuple(x.shape)}: it must be {need}, that of the result")
+    masses("softmax_lse", lse, q)
 
 
 def room(out, shape, dtype):

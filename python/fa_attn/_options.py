@@ -2,7 +2,7 @@
 
 from reprlib import repr as short
 
-from ._checks import array, count, flag, is_neutral, most, number, window
+from ._checks import array, count, flag, is_neutral, most, number, surely, window
 from ._core import BESIDE, InputError, UnsupportedError
 
 # Arguments of FlashAttention's that are accepted at these values only, and what would work instead of others.
@@ -40,14 +40,19 @@ _DIVISION = ("num_splits", "pack_gqa")
 
 # The most parts of a tile's keys.
 _MOST_SPLITS = 256
+_PLANNED = 0
 
 
 def division_of(num_splits, pack_gqa):
     """How a GPU's kernel divides a forward's work, where the caller decides it: (parts of the keys, whether
     the heads of a group share a tile), either None for the planner's choice. None where both are."""
-    splits = None if num_splits is None else count("num_splits", num_splits, most=_MOST_SPLITS)
+    splits = None
     packs = None if pack_gqa is None else flag("pack_gqa", pack_gqa)
-    return (splits or None, packs) if splits or packs is not None else None
+    # By identity: a comparison would ask torch.compile for a symbol's value.
+    if num_splits is not None and num_splits is not _PLANNED:
+        number = count("num_splits", num_splits, most=_MOST_SPLITS)
+        splits = None if surely(number == _PLANNED) else number
+    return None if splits is packs is None else (splits, packs)
 
 
 def others_of(function, others):

@@ -7,6 +7,7 @@ import torch
 from . import _core
 from ._checks import LARGEST, in_room, pages_in_use, room_of
 from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, rows_of, stream_of
+from ._torch_shardings import check_caches, distributed
 
 
 def host(tensor):
@@ -21,11 +22,36 @@ def append(append):
     """Appends to the caches in place; returns (q, rotated where there are tables, and the lengths
     afterwards)."""
     a = append
-    arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.following, a.cu_new)
-    arguments += (a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
-    as_operator = goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache)
-    turned, after = (torch.ops.fa_attn.append if as_operator else run_append)(*arguments)
+    check_tensor("cache_seqlens", a.used_k)
+    if a.cos is not None:
+        check_tensor("rotary_cos", a.cos)
+        check_tensor("rotary_sin", a.sin)
+    arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.causal, *a.window)
+    arguments += (a.cu_new, a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
+    if goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache):
+        check_caches(a.k_cache, a.v_cache, a.page_table, a.cu_new is not None or a.cu_q is not None)
+        named = dict(q=a.q, k=a.k, v=a.v, k_cache=a.k_cache, v_cache=a.v_cache)
+        turned, after = torch.ops.fa_attn.append(*arguments[:5], *distributed(named, arguments[5:]))
+    else:
+        turned, after = run_append(*arguments)
     return (a.q if a.cos is None else turned), after
+
+
+def cast_to_cache(k_cache, q, k, v, cos, sin):
+    """What joins a cache, in the cache's type where autocast is on, as it casts the arguments of one call to
+    one type; the tables stay in float32 or become it."""
+    dtype, kind = k_cache.dtype, q.device.type
+    if cos is None and q.dtype is k.dtype is v.dtype is dtype:
+        return q, k, v, cos, sin
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return q, k, v, cos, sin
+
+    def cast(x, others, to):
+        is_float = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.to(to) if is_float and x.dtype not in others else x
+
+    rows = (cast(x, (dtype,), dtype) for x in (q, k, v))
+    return (*rows, *(cast(x, (dtype, FLOAT), FLOAT) for x in (cos, sin)))
 
 
 def run_append(
@@ -37,7 +63,9 @@ def run_append(
     cos,
     sin,
     interleaved,
-    following,
+    causal,
+    left,
+    right,
     cu_new,
     max_new,
     used_k,
@@ -47,7 +75,7 @@ def run_append(
 ):
     """(q rotated, or None without tables, and the lengths afterwards)."""
     if k_cache.is_cuda and (k_cache.shape[-1] % 8 or v_cache.shape[-1] % 8):
-        others = (cos, sin, interleaved, following, cu_new, max_new, used_k, page_table, cu_q, max_q)
+        others = (cos, sin, interleaved, causal, left, right, cu_new, max_new, used_k, page_table, cu_q, max_q)
         return append_padded(k, v, k_cache, v_cache, q, *others)
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
     page_table = None if page_table is None else page_table.contiguous()
@@ -68,7 +96,7 @@ def run_append(
         cos,
         sin,
         interleaved,
-        following,
+        causal or (left, right) != (-1, -1),
         cu_new,
         max_new,
         used_k,
@@ -101,15 +129,16 @@ def append_padded(k, v, k_cache, v_cache, q, *others):
 def merge(outs, lses, sinks, dtype):
     """(out, lse); see `fa_attn.interface.merge`."""
     given = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
-    for name, values in (("a part of outs", outs), ("a part of lses", lses), ("sinks", [sinks])):
-        for value in values:
-            check_tensor(name, value)
+    names = ["a part of outs"] * len(outs) + ["a part of lses"] * len(lses) + ["sinks"]
+    for name, value in zip(names, given):
+        check_tensor(name, value)
     if not isinstance(dtype, torch.dtype):
         raise _core.InputError(f"dtype is {dtype!r}: it must be one of torch's")
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if wants_gradients or goes_by_operator(*given):
+        return _merged(outs, lses, sinks, dtype)
     # Kernels read rows of multiples of 8 elements.
-    odd = outs[0].is_cuda and (outs[0].shape[-1] % 8 or any(x.data_ptr() % 16 for x in outs))
-    if wants_gradients or odd or goes_by_operator(*given):
+    if outs[0].is_cuda and (outs[0].shape[-1] % 8 or any(x.data_ptr() % 16 for x in outs)):
         return _merged(outs, lses, sinks, dtype)
     out = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device)
     lse = torch.empty(lses[0].shape, dtype=FLOAT, device=outs[0].device)
@@ -122,14 +151,19 @@ def merge(outs, lses, sinks, dtype):
 
 def _merged(outs, lses, sinks, dtype):
     """`merge` in torch's own operations, which have gradients."""
-    masses = torch.stack([lse.to(FLOAT) for lse in lses])
-    lse = torch.logsumexp(masses, 0)
+    masses = [lse.to(FLOAT) for lse in lses]
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(FLOAT).view(-1, 1).expand_as(lse))
-    # A part without keys has weight 0, and so has a row without any.
-    weights = torch.exp(masses - lse.masked_fill(lse == float("-inf"), 0.0))
+        masses.append(sinks.to(FLOAT).view(-1, 1).expand_as(masses[0]))
+    masses = torch.stack(masses)
+    top = masses.detach().amax(0)
+    # Where there is no key, no mass is: the gradients are 0, where those of torch.logsumexp are NaN.
+    masses = torch.exp(masses - top.masked_fill(top == float("-inf"), 0.0))
+    whole = masses.sum(0)
+    is_empty = whole == 0
+    whole = whole.masked_fill(is_empty, 1.0)
+    lse = (torch.log(whole) + top).masked_fill(is_empty, float("-inf"))
     out = 0
-    for part, weight in zip(outs, weights):
+    for part, weight in zip(outs, masses / whole):
         weight = weight.transpose(-1, -2).unsqueeze(-1)
         out = out + torch.where(weight > 0, part.to(FLOAT), 0.0) * weight
     return out.to(dtype), lse
@@ -138,26 +172,32 @@ def _merged(outs, lses, sinks, dtype):
 def without_padding(k_cache, v_cache, leftpad, used, table):
     """The cache seen without the padding before each sequence: (k, v, cu_seqlens_k or None, rows in use, page
     table or None)."""
+    check_tensor("cache_leftpad", leftpad)
+    check_tensor("cache_seqlens", used)
     rows, room = k_cache.shape[:2]
     most = room_of(k_cache, table)
     if host(leftpad) is not None:
         in_room("cache_leftpad", leftpad, most)
         if table is not None:
             pages_in_use(table, leftpad, used, room, rows, torch.arange(table.shape[1]))
+    caches, int32 = dict(k_cache=k_cache, v_cache=v_cache), torch.int32
+    leftpad, used, table = distributed(caches, (leftpad, used, table))
+
+    def numbers(end, step=1, dtype=None):
+        return distributed(caches, (torch.arange(0, end, step, dtype=dtype, device=used.device),))[0]
+
     # On a GPU what lies beyond the room is cut off, so that no key of another sequence is read.
     leftpad = leftpad.clamp(0, most)
-    used = (used.clamp(0, most) - leftpad).clamp(min=0).to(torch.int32)
+    used = (used.clamp(0, most) - leftpad).clamp(min=0).to(int32)
     # Copied where the cache is not contiguous.
     flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
-    there = dict(dtype=torch.int32, device=used.device)
     if table is None:
-        begins = torch.arange(0, rows * room, max(room, 1), **there) + leftpad
-        starts = torch.cat([begins, torch.full((1,), rows * room, **there)])
-        return (*flat, starts.to(torch.int32), used, None)
+        begins = numbers(rows * room, max(room, 1), int32) + leftpad
+        return (*flat, torch.nn.functional.pad(begins, (0, 1), value=rows * room).to(int32), used, None)
     # Pages of one row, so that a sequence may begin anywhere.
-    places = (table[:, :, None].long() * room + torch.arange(room, device=used.device)).flatten(1)
+    places = (table[:, :, None].long() * room + numbers(room)).flatten(1)
     # Entries that are not in use may hold anything: what is no page is kept within int32's range.
     places = places.clamp(-1, LARGEST)
-    columns = torch.arange(places.shape[1], device=used.device) + leftpad[:, None].long()
-    table = places.gather(1, columns.clamp(max=places.shape[1] - 1)).to(torch.int32)
+    columns = numbers(places.shape[1]) + leftpad[:, None].long()
+    table = places.gather(1, columns.clamp(max=places.shape[1] - 1)).to(int32)
     return (*(x.unsqueeze(1) for x in flat), None, used, table.contiguous())

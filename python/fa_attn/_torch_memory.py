@@ -6,9 +6,11 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from ._core import InputTypeError, UnsupportedError
+from ._checks import array
+from ._core import BESIDE, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 from ._torch_flops import count_operations
+from ._torch_shardings import tell_shardings
 
 find_nvrtc()
 
@@ -72,6 +74,8 @@ def fresh(q, v, extras, given=None):
     """New tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
     sequence are 0. `given` is used as out unchanged."""
     if extras is not None and (extras[2] is not None or (extras[0] is not None and not q.is_cuda)):
+        if q.is_quantized:
+            check_tensor("q", q)
         out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device) if given is None else given
         return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
     if given is not None:
@@ -99,7 +103,10 @@ def may_overlap(one, other):
     """Whether the address ranges of both tensors overlap. Arrays of another library are taken to be apart."""
     if not isinstance(other, torch.Tensor):
         return False
-    if one.is_meta or one.numel() == 0 or other.numel() == 0 or is_compiling():
+    # What records operators has no addresses.
+    if is_compiling() or one.is_meta or not (type(one) in PLAIN and type(other) in PLAIN):
+        return False
+    if one.numel() == 0 or other.numel() == 0 or not (one.layout is other.layout is _STRIDED):
         return False
 
     def ends(x):
@@ -138,19 +145,23 @@ def is_seen():
     return True
 
 
+_ARGUMENTS = ("q", "k", "v", "k_cache", "v_cache")
+
+
 def goes_by_operator(*tensors):
     """Whether something records operators, and so would not see what a plain call writes; refuses tensors
-    that are not dense."""
+    that are not dense, and arrays of another library in place of those of `_ARGUMENTS`."""
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
+        tell_shardings()
         return True
     if is_seen():
+        tell_shardings()
         return True
     for x in tensors:
         if type(x) not in PLAIN:
-            if not isinstance(x, torch.Tensor):
-                raise InputTypeError(
-                    f"{type(x).__name__} beside torch tensors: convert it by torch.from_dlpack"
-                )
+            tell_shardings()
+            for name, value in zip(_ARGUMENTS, tensors):
+                check_tensor(name, array(name, value))
             _check_layout(x)
             return True
         if x.is_nested or x.layout is not _STRIDED:
@@ -176,17 +187,28 @@ def autocast(*tensors):
     return tensors
 
 
-def check_slopes(extras):
-    slopes = None if extras is None else extras[5]
-    if slopes is not None and torch.is_grad_enabled() and getattr(slopes, "requires_grad", False):
-        raise UnsupportedError("alibi_slopes have no gradient: detach them")
+def check_extras(extras):
+    """Checks the slopes and the sinks of a call, which are torch's as q is."""
+    if extras is None:
+        return
+    slopes, sinks = extras[5:7]
+    if sinks is not None:
+        check_tensor("sinks", sinks)
+    if slopes is not None:
+        check_tensor("alibi_slopes", slopes)
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError("alibi_slopes have no gradient: detach them")
 
 
 def check_tensor(name, value):
-    if value is not None and not isinstance(value, torch.Tensor):
+    """Checks that a value is a tensor, and dense."""
+    if not isinstance(value, torch.Tensor):
         raise InputTypeError(
             f"{name} is {type(value).__name__} beside torch tensors: convert it by torch.from_dlpack"
         )
+    if value.layout is not _STRIDED or value.is_nested or value.is_quantized:
+        kind = "a nested tensor" if value.is_nested else f"a tensor of {value.dtype}, {value.layout}"
+        raise UnsupportedError(f"{name} is {kind}: it must be dense and not quantized, convert it")
 
 
 def detached(extras):
@@ -194,12 +216,18 @@ def detached(extras):
     the columns in use of a longer table, slopes are expanded over a batch), sinks in float32, detached from
     autograd."""
     *lengths, table, slopes, sinks, max_q, max_k = extras
-    for name, value in (("page_table (block_table)", table), ("alibi_slopes", slopes), ("sinks", sinks)):
-        check_tensor(name, value)
+    if table is not None:
+        check_tensor("page_table (block_table)", table)
     if sinks is not None:
         sinks = sinks.detach()
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
-    # Lengths may be arrays of another library.
-    ends = (x.contiguous() if isinstance(x, torch.Tensor) else x for x in (*lengths, table, slopes, sinks))
+    try:
+        # Lengths may be arrays of another library.
+        ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in (*lengths, table, slopes, sinks)]
+    except RuntimeError:
+        for name, x in zip(BESIDE, lengths):
+            if isinstance(x, torch.Tensor):
+                check_tensor(name, x)
+        raise
     return (*ends, max_q, max_k)

@@ -7,11 +7,13 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd import forward_ad
 
-from ._core import UnsupportedError
+from ._core import InputError, UnsupportedError
+from ._options import division_of
 from ._torch_caches import run_append
 from ._torch_flops import count_operations
 from ._torch_memory import (
     FLOAT,
+    check_tensor,
     detached,
     is_compiling,
     is_transforming,
@@ -20,6 +22,7 @@ from ._torch_memory import (
     room_for_gradients,
     rows_of,
 )
+from ._torch_shardings import distributed
 from ._torch_passes import beside_of, no_tangents, run_backward, run_forward
 
 
@@ -49,7 +52,7 @@ def _forward_operator(
     del deterministic
     extras = _flat(cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
-    division = (num_splits or None, pack_gqa) if num_splits or pack_gqa is not None else None
+    division = division_of(num_splits, pack_gqa)
     return run_forward(q, k, v, scale, causal, (left, right), softcap, extras, division=division)
 
 
@@ -104,11 +107,16 @@ def _flat(*extras):
 
 
 def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division=None):
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device} and q on {q.device}: move it there")
     cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside_of(extras)
     if sinks is not None and sinks.dtype != FLOAT:
         sinks = sinks.to(FLOAT)
     left, right = window
-    scale = None if scale is None else float(scale)
+    beside = cu_q, cu_k, used_q, used_k, table, slopes, sinks
+    cu_q, cu_k, used_q, used_k, table, slopes, sinks = distributed(dict(q=q, k=k, v=v), beside)
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
     if not is_compiling() and (is_transforming() or forward_ad._current_level >= 0):
@@ -130,9 +138,9 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
         bool(causal),
         left,
         right,
-        float(softcap),
+        softcap,
         bool(deterministic),
-        splits or 0,
+        0 if splits is None else splits,
         packs,
     )
 
@@ -239,7 +247,9 @@ def _append_operator(
     cos: Optional[torch.Tensor],
     sin: Optional[torch.Tensor],
     interleaved: bool,
-    following: bool,
+    causal: bool,
+    left: int,
+    right: int,
     cu_new: Optional[torch.Tensor],
     max_new: int,
     used_k: torch.Tensor,
@@ -247,10 +257,26 @@ def _append_operator(
     cu_q: Optional[torch.Tensor],
     max_q: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k)
-    return run_append(*arguments, page_table, cu_q, max_q)
+    arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, causal, left, right)
+    return run_append(*arguments, cu_new, max_new, used_k, page_table, cu_q, max_q)
 
 
 @_append_operator.register_fake
-def _(k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k, *others):
+def _(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    q,
+    cos,
+    sin,
+    interleaved,
+    causal,
+    left,
+    right,
+    cu_new,
+    max_new,
+    used_k,
+    *others,
+):
     return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(used_k)

@@ -8,6 +8,7 @@ import torch
 
 from . import _core
 from ._torch_memory import FLOAT, aligned, allocator_of, fresh, is_seen, room_for_gradients, stream_of
+from ._torch_shardings import distributed
 
 _empty = torch.empty
 
@@ -67,10 +68,10 @@ def backward_by_operator(
     """(dq, dk, dv, dsinks or None) by the operator, for code that records operators; without autograd."""
     cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = beside_of(extras)
     dout = torch.zeros_like(out) if dout is None else dout
-    scale = None if scale is None else float(scale)
-    options = (max_q, max_k, scale, bool(causal), *window, float(softcap), bool(deterministic))
-    tensors = (dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks)
-    tensors = (None if x is None else x.detach() for x in tensors)
+    options = (max_q, max_k, scale, bool(causal), *window, softcap, bool(deterministic))
+    named = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
+    beside = distributed(named, (dlse, cu_q, cu_k, used_q, used_k, slopes, sinks))
+    tensors = (None if x is None else x.detach() for x in (*named.values(), *beside))
     dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *options)
     return dq, dk, dv, None if sinks is None else dsinks
 

@@ -25,7 +25,7 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   `ver`.
 """
 
-from ._checks import array, masses, most, no_dropout
+from ._checks import array, given_back, masses, most, no_dropout
 from ._core import InputError
 from ._faces import face_of
 from ._options import extras_of, options_of, others_of, returned
@@ -347,8 +347,7 @@ def _gradients(
     dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, extras, dlse
 ):
     options = options_of(scale, causal, window_size, softcap, deterministic)
-    array("dout", dout)
-    masses("softmax_lse", lse, array("q", q))
+    given_back(dout, q, k, v, out, lse)
     if dlse is not None:
         masses("dlse", dlse, q)
     dq, dk, dv, dsinks = face_of(q).backward(dout, q, k, v, out, lse, *options, extras, dlse)

@@ -1,11 +1,12 @@
 """Problems, plans and bound kernels as plain dicts."""
 
 import json
+from collections.abc import Mapping
 from math import isfinite
 from reprlib import repr as short
 
 from . import _core
-from ._checks import array, count, flag, number, one_of, window
+from ._checks import array, count, flag, given_back, number, one_of, window
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
 
@@ -38,10 +39,17 @@ def problem(
 
     `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ. `total_q`,
     `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache; `used_q`,
-    `used_k`: whether lengths in use are given. `dtype`: f32, f16 or bf16. `alibi`: "per_head" or
-    "per_sequence_head".
+    `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
+    `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16 or bf16, also by the names of numpy and
+    torch or as their types. `alibi`: "per_head" or "per_sequence_head".
     """
     left, right = window(window_size)
+    heads, heads_kv = _pair("heads", heads, ":", "heads_kv", heads_kv)
+    head_dim, head_dim_v = _pair("head_dim", head_dim, ":", "head_dim_v", head_dim_v)
+    if isinstance(seqlen, str):
+        if seqlen_q is not None:
+            raise _core.InputError(f"seqlen is {seqlen!r} and seqlen_q {short(seqlen_q)}: give one of them")
+        seqlen_q, seqlen_k = _pair("seqlen", seqlen, "x", "seqlen_k", seqlen_k)
     sides = {
         "left": None if left < 0 else min(left, _WIDEST),
         "right": 0 if flag("causal", causal) else None if right < 0 else min(right, _WIDEST),
@@ -68,11 +76,39 @@ def problem(
             raise _core.InputError(f"{name} is {value}: it must be finite")
         fields[name] = value if name == "softmax_scale" else value or None
     fields["mask"] = sides
-    fields["dtype"] = one_of("dtype", dtype, ("f32", "f16", "bf16"))
+    fields["dtype"] = _dtype(dtype)
     fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
     for name, value in (("used_q", used_q), ("used_k", used_k), ("sinks", sinks)):
         fields[name] = flag(name, value)
     return json.loads(_core.problem(json.dumps(fields)))
+
+
+def _pair(name, value, between, second_name, second):
+    """(value, second), of a text both: "32:8"."""
+    if not isinstance(value, str):
+        return value, second
+    parts = value.split(between)
+    if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts) or len(parts) > 2:
+        both = f"32{between}8"
+        raise _core.InputTypeError(f"{name} is {short(value)}: it must be a whole number, or two as in {both!r}")
+    first, *others = map(int, parts)
+    if others and second is not None:
+        raise _core.InputError(f"{name} is {value!r} and {second_name} {short(second)}: give one of them")
+    return first, others[0] if others else second
+
+
+_NAMES = {
+    "f32": ("f32", "float32", "float", "fp32", "single"),
+    "f16": ("f16", "float16", "half", "fp16"),
+    "bf16": ("bf16", "bfloat16"),
+}
+
+
+def _dtype(value):
+    """The type by its name here, from its name or type in another library."""
+    name = value if isinstance(value, str) else getattr(value, "__name__", str(value)).rpartition(".")[2]
+    found = next((own for own, names in _NAMES.items() if name.lower() in names), None)
+    return one_of("dtype", value if found is None else found, tuple(_NAMES))
 
 
 # More than any sequence has.
@@ -86,6 +122,8 @@ def _asked(given, mode):
 
 
 def _text(given):
+    if not isinstance(given, Mapping):
+        raise _core.InputTypeError(f"the problem is {short(given)}: make one by fa_attn.problem")
     try:
         return json.dumps(given)
     except (TypeError, ValueError):
@@ -104,8 +142,8 @@ def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit
 
     "forward" and "backward" have "tried" and "fit" (how many), "plans" (each with its "spec", registers,
     shared memory in bytes, and "cost": seconds, tflops, bottleneck) and "rejected" (by limit, with the
-    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121. `limit`: the most plans per
-    pass.
+    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121, or the name of a GPU, as in
+    "h100". `limit`: the most plans per pass.
     """
     text, forward, backward = _asked(given, mode)
     family = None if family is None else _name("family", family)
@@ -179,8 +217,9 @@ class Kernels:
             find_nvrtc()
         self.report = {"forward": json.loads(_core.bind(text, False, False, ordinal))}
         # Keys in pages have no gradients.
-        if backward or (backward is None and self.problem.get("page") is None):
-            self.report["backward"] = json.loads(_core.bind(text, True, deterministic, ordinal))
+        is_wanted = self.problem.get("page") is None if backward is None else flag("backward", backward)
+        if is_wanted:
+            self.report["backward"] = json.loads(_core.bind(text, True, self.deterministic, ordinal))
         mask = self.problem["mask"]
         sides = (mask["left"], mask["right"])
         self._options = (
@@ -221,11 +260,13 @@ class Kernels:
         for name, have in (("q", q), ("k", k), ("v", v)):
             if tuple(have.shape) != need[name]:
                 raise _core.InputError(f"{name} has the shape {tuple(have.shape)}: bound is {need[name]}")
-        dtype = _DTYPES.get(str(q.dtype).rpartition(".")[2])
-        if dtype != given["dtype"]:
+        if str(q.dtype).rpartition(".")[2] not in _NAMES[given["dtype"]]:
             raise _core.InputError(f"q holds {q.dtype}: bound is {given['dtype']}")
         if hasattr(q, "__dlpack_device__"):
-            kind, index = q.__dlpack_device__()
+            try:
+                kind, index = q.__dlpack_device__()
+            except (ValueError, RuntimeError) as error:
+                raise _core.InputError(f"q lies where nothing is computed: {error}") from None
             at = None if int(kind) == _CPU else index
             if at != self._ordinal():
                 place = "in the memory of the CPU" if at is None else f"on GPU {at}"
@@ -242,6 +283,7 @@ class Kernels:
     def backward(self, dout, q, k, v, out, lse, **beside):
         """(dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
         extras = self._extras(q, k, v, beside)
+        given_back(dout, q, k, v, out, lse)
         *grads, dsinks = face_of(q).backward(
             dout, q, k, v, out, lse, *self._options, self.deterministic, extras
         )
@@ -250,8 +292,6 @@ class Kernels:
 
 # DLPack's device type for the CPU.
 _CPU = 1
-
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def _names(problem, beside):

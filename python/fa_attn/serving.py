@@ -3,10 +3,10 @@ layers, and results over parts of the keys that are merged into one. Shapes and 
 `fa_attn.interface`."""
 
 from dataclasses import dataclass, field
-from numbers import Integral
+from reprlib import repr as short
 from typing import Any
 
-from ._checks import array, ascending, count, flag, in_room, int32, lengths_of, masses, most, room_of
+from ._checks import array, ascending, count, flag, in_room, int32, is_whole, lengths_of, masses, most, room_of, surely
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._options import division_of, extras_of, options_of, others_of
@@ -24,7 +24,9 @@ class Append:
     cos: Any
     sin: Any
     interleaved: bool
-    following: bool
+    # Under a mask queries follow each other, without one they share a position.
+    causal: bool
+    window: Any
     cu_new: Any
     max_new: int
     used_k: Any
@@ -96,6 +98,8 @@ def flash_attn_with_kvcache(
     for name, value in (
         ("k", k),
         ("v", v),
+        ("rotary_cos", rotary_cos),
+        ("rotary_sin", rotary_sin),
         ("cache_batch_idx", cache_batch_idx),
         ("cache_leftpad", cache_leftpad),
         ("page_table (block_table)", table),
@@ -110,9 +114,16 @@ def flash_attn_with_kvcache(
         if value is not None:
             of_one_library(name, value, q, face)
     turns = flag("rotary_interleaved", rotary_interleaved)
+    if k is not None and face.has_autograd:
+        q, k, v, rotary_cos, rotary_sin = face.cast_to_cache(k_cache, q, k, v, rotary_cos, rotary_sin)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
-    longest = 0 if max_seqlen_q is None else most("max_seqlen_q", max_seqlen_q)
+    longest = q.shape[-3]
+    if max_seqlen_q is not None:
+        bound = most("max_seqlen_q", max_seqlen_q)
+        if surely(bound < 0):
+            raise InputError(f"max_seqlen_q is {bound}: it must be at least 0")
+        longest = longest if cu_seqlens_q is None else bound
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if cache_batch_idx is not None:
         shape = tuple(cache_batch_idx.shape)
@@ -123,14 +134,14 @@ def flash_attn_with_kvcache(
     plans = None
     if metadata is not None:
         plans = _plans_of(metadata)
-        metadata.check(q, k_cache, v_cache, options, batch, longest or q.shape[-3], is_paged)
+        metadata.check(q, k_cache, v_cache, options, batch, longest, is_paged)
         division = metadata.divided(division)
     used = cache_seqlens
-    if isinstance(used, Integral) and not isinstance(used, bool):
+    if type(used) is int or (not getattr(used, "ndim", 0) and is_whole(used)):
         room = room_of(k_cache, table)
-        if not 0 <= used <= room:
+        if surely(used < 0) or surely(used > room):
             raise InputError(f"cache_seqlens is {used}: it must be from 0 to {room}, the cache's room")
-        used = face.ints(int(used), batch, q)
+        used = face.ints(used, batch, q)
     elif used is not None and (k is not None or cache_leftpad is not None):
         _check_lengths(used, face, batch, room_of(k_cache, table))
     if table is not None:
@@ -151,6 +162,9 @@ def flash_attn_with_kvcache(
         if cu_seqlens_k_new is not None:
             raise InputError("cu_seqlens_k_new without k and v: leave it out")
     else:
+        axes = 4 if cu_seqlens_k_new is None else 3
+        if len(k.shape) != axes or len(v.shape) != axes:
+            _refuse_rows(axes, k=k, v=v)
         if used is None:
             raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
         if cu_seqlens_k_new is not None:
@@ -168,13 +182,14 @@ def flash_attn_with_kvcache(
                 rotary_cos,
                 rotary_sin,
                 turns,
-                options[1] or options[2] != (-1, -1),
+                options[1],
+                options[2],
                 cu_seqlens_k_new,
                 k.shape[0],
                 used,
                 table,
                 cu_seqlens_q,
-                longest or q.shape[0],
+                longest,
             )
         )
     if (table is not None or cache_leftpad is not None) and used is None:
@@ -188,7 +203,7 @@ def flash_attn_with_kvcache(
     if face.has_autograd:
         # What is written in place has no gradients, so the gradients of the other arrays would be incomplete.
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
-        sinks = None if sinks is None else array("sinks", sinks).detach()
+        sinks = None if sinks is None else face.detached("sinks", sinks)
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
     out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out, division=division)
     return (out, lse) if wants_lse else out
@@ -202,12 +217,14 @@ def _check_lengths(used, face, batch, room):
         in_room("cache_seqlens", own, room)
 
 
+def _refuse_rows(axes, **rows):
+    need = "(batch, seqlen_new" if axes == 4 else "with cu_seqlens_k_new (total"
+    name, wrong = next((name, x) for name, x in rows.items() if len(x.shape) != axes)
+    raise InputError(f"{name} has the shape {tuple(wrong.shape)}: it must be {need}, heads_kv, head_dim)")
+
+
 def _check_starts(starts, k, batch, face):
     """Checks the starts of packed new keys."""
-    if len(k.shape) != 3:
-        raise InputError(
-            f"k has the shape {tuple(k.shape)}: with cu_seqlens_k_new it must be (total, heads_kv, head_dim)"
-        )
     lengths_of("cu_seqlens_k_new", starts, batch + 1, "batch + 1")
     own = face.host(starts)
     if own is not None:
@@ -276,7 +293,7 @@ class SchedulerMetadata:
         for name, have in there.items():
             need = getattr(self, name)
             # A type and a page size may be left open.
-            if need is not None and need != have:
+            if need is not None and _differ(need, have):
                 raise InputError(
                     f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
                 )
@@ -290,6 +307,13 @@ class SchedulerMetadata:
                 f"{division}: make one for the call"
             )
         return division or self.division
+
+
+def _differ(one, other):
+    """Whether two values are known to differ: numbers, types or tuples of them."""
+    if isinstance(one, tuple):
+        return any(map(_differ, one, other))
+    return surely(one != other)
 
 
 def _plans_of(metadata):
@@ -379,10 +403,7 @@ def merge(outs, lses, sinks=None, dtype=None):
     parts leave out. `dtype`: the result's type; None for that of the parts. Computed in float32. Returns
     (out, lse). With torch tensors, outs and lses have gradients.
     """
-    if outs is None or lses is None:
-        raise InputTypeError("outs and lses must be sequences of arrays, one of each for every part")
-    outs = [array("a part of outs", part) for part in outs]
-    lses = [array("a part of lses", part) for part in lses]
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
     if not outs or len(outs) != len(lses):
         raise InputError(
             f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
@@ -392,6 +413,8 @@ def merge(outs, lses, sinks=None, dtype=None):
     for index, part in enumerate(outs):
         if tuple(part.shape) != need:
             raise InputError(f"part {index} of outs has the shape {tuple(part.shape)}: the first has {need}")
+    if sinks is not None and tuple(array("sinks", sinks).shape) != need[-2:-1]:
+        raise InputError(f"sinks has the shape {tuple(sinks.shape)}: it must be {need[-2:-1]}, (heads_q,)")
     face = face_of(outs[0])
     dtype = outs[0].dtype if dtype is None else dtype
     # What is merged again stays in float32, and alone since a call's parts are of one type.
@@ -403,6 +426,23 @@ def merge(outs, lses, sinks=None, dtype=None):
         return face.merge(outs, lses, sinks, dtype)
     merged.append(face.merge(outs, lses, None, lses[0].dtype))
     return merge(*zip(*merged), sinks, dtype)
+
+
+def _is_other_type(dtype, given):
+    try:
+        return bool(dtype != given)
+    except (TypeError, ValueError, RuntimeError):
+        return True
+
+
+def _parts(name, parts):
+    try:
+        # Of a text or a dict the elements are no arrays.
+        parts = list(parts)
+    except (TypeError, RuntimeError):
+        kind = type(parts).__name__
+        raise InputTypeError(f"{name} is {kind}: it must be a sequence of arrays, one for each part") from None
+    return [array(f"a part of {name}", part) for part in parts]
 
 
 def flash_attn_combine(
@@ -438,8 +478,8 @@ def flash_attn_combine(
             array(name, value)
     if out is not None and tuple(array("out", out).shape) != shape[1:]:
         raise InputError(f"out has the shape {tuple(out.shape)}: it must be {shape[1:]}, that of a part")
-    if out is not None and out_dtype is not None and out.dtype != out_dtype:
-        raise InputError(f"out_dtype is {out_dtype} and out holds {out.dtype}: give one of them")
+    if out is not None and out_dtype is not None and _is_other_type(out.dtype, out_dtype):
+        raise InputError(f"out_dtype is {short(out_dtype)} and out holds {out.dtype}: give one of them")
     face = face_of(out_partial)
     if out is not None:
         of_one_library("out", out, out_partial, face)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import apart, array, cache_rows, int32, room
-from ._torch_caches import append, host, merge, without_padding
+from ._checks import apart, cache_rows, int32, room
+from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_memory import (
     FLOAT,
     autocast,
-    check_slopes,
+    check_extras,
     check_tensor,
-    detached,
+    detached as detached_extras,
     goes_by_operator,
     is_aligned,
     may_overlap,
@@ -35,8 +35,10 @@ __all__ = [
     "append",
     "attention",
     "backward",
+    "cast_to_cache",
     "check",
     "contiguous",
+    "detached",
     "differences",
     "has_autograd",
     "host",
@@ -75,12 +77,10 @@ def attention(
     written to, without gradients. `division`: how the forward's work is divided, where the caller decides
     it."""
     as_operator = goes_by_operator(q, k, v)
-    check_slopes(extras)
-    if q.dim() < 3 or v.dim() < 3:
-        raise _core.InputError(
-            f"q and v have the shapes {tuple(q.shape)} and {tuple(v.shape)}: they must be (batch, seqlen, "
-            "heads, head_dim) or (total, heads, head_dim)"
-        )
+    if extras is not None:
+        check_extras(extras)
+    if q.dim() < 3 or k.dim() < 3 or v.dim() < 3:
+        _refuse_axes(q=q, k=k, v=v)
     dtype = q.dtype
     if dtype is FLOAT or k.dtype is not dtype or v.dtype is not dtype:
         q, k, v = autocast(q, k, v)
@@ -117,17 +117,22 @@ def attention(
         # DLPack does not tell.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     sinks = None if extras is None else extras[6]
-    if sinks is not None:
-        check_tensor("sinks", sinks)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
         if extras is not None:
-            extras = detached(extras)
+            extras = detached_extras(extras)
         options = (scale, causal, window, softcap, deterministic)
         return Attention.apply(q, k, v, sinks, *options, extras, division)
-    extras = None if extras is None else detached(extras)
+    extras = None if extras is None else detached_extras(extras)
     return run_forward(q, k, v, scale, causal, window, softcap, extras, plans, out, division)
+
+
+def _refuse_axes(**tensors):
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    raise _core.InputError(
+        f"the shapes are {shapes}: each must be (batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+    )
 
 
 def _check_out(out, q, k, v, extras):
@@ -148,12 +153,18 @@ def check(q, k, v, scale, causal, window, softcap, extras, out):
     kind = q.device.type
     if goes_by_operator(q, k, v) or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)):
         return
+    check_extras(extras)
     if out is not None:
         _check_out(out, q, k, v, extras)
     if all(x.stride(-1) == 1 and not x.is_neg() for x in (q, k, v)):
-        extras = None if extras is None else detached(extras)
+        extras = None if extras is None else detached_extras(extras)
         q, k, v = (x.detach() for x in (q, k, v))
         _core.check_forward(q, k, v, scale, causal, window, softcap, extras, stream_of(q))
+
+
+def detached(name, tensor):
+    check_tensor(name, tensor)
+    return tensor.detach()
 
 
 def contiguous(tensor):
@@ -163,14 +174,13 @@ def contiguous(tensor):
 
 def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras, *, division=None):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
+    check_extras(extras)
     sinks = None if extras is None else extras[6]
-    check_tensor("sinks", sinks)
-    check_slopes(extras)
     plain = not goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
     if plain and (qkv.is_neg() or qkv.dtype is FLOAT):
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():
-        extras = None if extras is None else detached(extras)
+        extras = None if extras is None else detached_extras(extras)
         options = (scale, causal, window, softcap, deterministic)
         return PackedAttention.apply(qkv, axis, sinks, *options, extras, division)
     q, k, v = qkv.unbind(axis)
@@ -181,11 +191,14 @@ def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, determinis
     """(dq, dk, dv, dsinks or None), without autograd."""
     given = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
     for name, x in given.items():
-        check_tensor(name, array(name, x))
+        check_tensor(name, x)
+    if dlse is not None:
+        check_tensor("dlse", dlse)
+    check_extras(extras)
     if goes_by_operator(q, k, v, dout):
         options = (scale, causal, window, softcap, deterministic)
         return backward_by_operator(dout, q, k, v, out, lse, dlse, *options, extras)
-    extras = None if extras is None else detached(extras)
+    extras = None if extras is None else detached_extras(extras)
     dout, q, k, v, out, lse = (x.detach() for x in given.values())
     dlse = None if dlse is None else dlse.detach()
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
@@ -224,7 +237,10 @@ def unstack(tensor, axis):
 def table_of_rows(index, rows, table):
     """The page table of the sequences whose rows in the cache (of `rows` rows), or in `table`, are in
     `index`. Without a table each row of the cache is a page."""
+    check_tensor("cache_batch_idx", index)
+    if table is not None:
+        check_tensor("page_table (block_table)", table)
     int32("cache_batch_idx", index)
-    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+    if host(index) is not None:
         cache_rows(index, rows, table)
     return index.reshape(-1, 1) if table is None else table.index_select(0, index)

@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
-use crate::given::{Given, Options, dtype_of, elsewhere, heads_and_dim, words};
+use crate::given::{Given, Options, bound, dtype_of, elsewhere, heads_and_dim, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
@@ -288,11 +288,11 @@ pub(crate) fn append<'py>(
     interleaved: bool,
     following: bool,
     cu_new: Option<&Bound<'py, PyAny>>,
-    max_new: usize,
+    max_new: i64,
     seqused_k: &Bound<'py, PyAny>,
     page_table: Option<&Bound<'py, PyAny>>,
     cu_seqlens_q: Option<&Bound<'py, PyAny>>,
-    max_q: usize,
+    max_q: i64,
     used_out: &Bound<'py, PyAny>,
     stream: Option<u64>,
 ) -> PyResult<usize> {
@@ -322,7 +322,8 @@ pub(crate) fn append<'py>(
         page_table: ints("page_table (block_table)", page_table)?,
         used_out: ints("cache_seqlens", Some(used_out))?,
     };
-    let append = appended(&arrays, (interleaved, following), (max_new, max_q))?;
+    let bounds = (bound("max_seqlen_k_new", max_new)?, bound("max_seqlen_q", max_q)?);
+    let append = appended(&arrays, (interleaved, following), bounds)?;
     check_apart(&arrays)?;
     match arrays.k_cache.place {
         Place::Cpu => host::append(py, &append, &arrays),

@@ -40,10 +40,12 @@ impl<'py> Beside<'py> {
             }
             words(argument(extra), &object, stream, need).map(Some)
         };
-        let bound = |at: usize| objects.get_borrowed_item(arguments().count() + at)?.extract();
+        let most = |name: &str, at: usize| {
+            bound(name, objects.get_borrowed_item(arguments().count() + at)?.extract()?)
+        };
         Ok(Beside {
             extras: Extras::try_of(|extra| view(extra, Type::I32), |extra| view(extra, Type::F32))?,
-            max: (bound(0)?, bound(1)?),
+            max: (most("max_seqlen_q", 0)?, most("max_seqlen_k", 1)?),
         })
     }
 }
@@ -58,6 +60,13 @@ pub(crate) fn argument(extra: Extra) -> &'static str {
     const SEVERAL: [(Extra, &str); 2] =
         [(Extra::SequsedK, "seqused_k (cache_seqlens)"), (Extra::PageTable, "page_table (block_table)")];
     SEVERAL.iter().find(|(own, _)| *own == extra).map_or(extra.name(), |(_, names)| *names)
+}
+
+/// An upper bound on rows. It is checked here and not in Python, where torch.compile traces the call before the
+/// value is known.
+pub(crate) fn bound(name: &str, value: i64) -> PyResult<usize> {
+    usize::try_from(value)
+        .map_err(|_| InputError::new_err(format!("{name} is {value}: it must be at least 0")))
 }
 
 /// An array of one type whose elements lie end to end.

@@ -51,7 +51,8 @@ fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [
     let v = view("v", v, v_shape(problem))?;
     let mut out: Vec<T> = zeros(out_shape(problem));
     let mut to = written("out", &mut out, out_shape(problem))?;
-    forward_extras(Options::default(), problem, &beside.view(), &q, &k, &v, &mut to, lse).map_err(refused)?;
+    forward_extras(Options::default(), problem, &beside.view(), &q, &k, &v, &mut to, lse)
+        .map_err(|error| posed.refused(error))?;
     Ok(out)
 }
 

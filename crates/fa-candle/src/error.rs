@@ -10,12 +10,24 @@ pub enum Error {
     #[error(transparent)]
     Problem(#[from] fa_core::ProblemError),
     /// What the CPU's kernels refuse: a starting point or a page outside the tensor.
-    #[error(transparent)]
+    #[error("{}", as_arguments(.0))]
     Cpu(#[from] fa_cpu::CpuError),
     /// What a GPU's kernels refuse, a head dim, a stride or a type, and what fails below them.
     #[cfg(feature = "cuda")]
-    #[error(transparent)]
+    #[error("{}", as_arguments(.0))]
     Gpu(#[from] fa_attn::Error),
+    /// Keys in pages have no room in their row of the table.
+    #[error(
+        "seqlens_k gives sequence {sequence} {keys} keys: its row of block_table has room for 0 to {room}"
+    )]
+    PagedLength {
+        /// The sequence.
+        sequence: usize,
+        /// Its keys.
+        keys: i32,
+        /// What its pages hold.
+        room: usize,
+    },
     /// A tensor has another number of axes than its place asks for.
     #[error("{tensor} has the shape {shape:?}: it must be {need}")]
     Shape {
@@ -79,6 +91,18 @@ pub enum Error {
     /// The backward found no LSE of its forward.
     #[error("the backward has no LSE of a forward: call backward on the output of the forward")]
     NoForward,
+}
+
+/// A message of the crates below, in which arguments have their names here.
+fn as_arguments(error: &impl std::fmt::Display) -> String {
+    const NAMES: [(&str, &str); 5] = [
+        ("cu_seqlens_", "seqlens_"),
+        ("seqused_", "used_"),
+        ("page_table", "block_table"),
+        ("the page table", "block_table"),
+        ("the problem's bound", "max_seqlen"),
+    ];
+    NAMES.into_iter().fold(error.to_string(), |text, (name, argument)| text.replace(name, argument))
 }
 
 impl From<Error> for candle_core::Error {

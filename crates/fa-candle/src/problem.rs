@@ -1,7 +1,8 @@
 //! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
 
 use candle_core::{DType, Layout, Result, Tensor};
-use fa_core::{Alibi, Dtype, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
+use fa_core::{Alibi, Dtype, Extra, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
+use fa_cpu::CpuError;
 
 use crate::error::{Error, refused};
 use crate::options::{Options, Rows};
@@ -21,6 +22,17 @@ pub(crate) struct Posed {
 pub(crate) type Beside = Extras<Tensor>;
 
 impl Posed {
+    /// What the CPU's kernels refuse, in the words of the arguments.
+    pub(crate) fn refused(&self, error: CpuError) -> candle_core::Error {
+        let is_paged = self.beside.page_table.is_some();
+        match error {
+            CpuError::Beyond { name, index, value, limit } if is_paged && name == Extra::SequsedK.name() => {
+                Error::PagedLength { sequence: index, keys: value, room: limit }.into()
+            }
+            error => refused(error),
+        }
+    }
+
     /// Checks shapes, types and devices, and everything that does not depend on the device.
     pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options<'_>) -> Result<Posed> {
         let dtype = dtype_of(q)?;
@@ -148,7 +160,8 @@ fn paged(
     let batch = sequences(seqlens_q)?;
     let cu_q = integers("seqlens_q", seqlens_q, &[batch + 1], q)?;
     let seqlens_k = integers("seqlens_k", seqlens_k, &[batch + 1], q)?;
-    let used_k = (seqlens_k.narrow(0, 1, batch)? - seqlens_k.narrow(0, 0, batch)?)?;
+    let [ends, begins] = [1, 0].map(|at| seqlens_k.narrow(0, at, batch));
+    let used_k = differences(&ends?, &begins?)?;
     let keys = Side::paged(page, pages, max[1]);
     let lengths = Lengths::of(batch, Side::packed(total_q, max[0]), keys);
     let beside = Beside {
@@ -158,6 +171,15 @@ fn paged(
         ..Beside::NONE
     };
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
+}
+
+/// `ends - begins`. On the CPU sums that descend give negative numbers, which the kernels refuse.
+fn differences(ends: &Tensor, begins: &Tensor) -> Result<Tensor> {
+    if !ends.device().is_cpu() {
+        return ends - begins;
+    }
+    let dtype = DType::I64;
+    (ends.to_dtype(dtype)? - begins.to_dtype(dtype)?)?.to_dtype(DType::I32)
 }
 
 /// The strides of a layout; the problem says whether a tensor is packed or a cache in pages.

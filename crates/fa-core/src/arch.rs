@@ -270,19 +270,48 @@ impl fmt::Display for Arch {
 
 /// A text that is not the name of an [`Arch`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown architecture '{0}': use one of sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121")]
+#[error(
+    "unknown architecture '{0}': use one of sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121, or the name of \
+     a GPU, as in h100"
+)]
 pub struct ParseArchError(pub String);
 
 impl FromStr for Arch {
     type Err = ParseArchError;
 
-    /// Accepts `sm90`, `sm_90` and `sm_90a`.
+    /// Accepts `sm90`, `sm_90`, `sm_90a`, and a GPU's name in short (`h100`) or as the driver has it.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let wanted = text.to_ascii_lowercase().replace('_', "");
+        let lower = text.to_ascii_lowercase();
+        let wanted = lower.replace('_', "");
         let wanted = wanted.trim_end_matches('a');
-        Arch::ALL.into_iter().find(|a| a.name() == wanted).ok_or_else(|| ParseArchError(text.to_owned()))
+        let by_name = Arch::ALL.into_iter().find(|a| a.name() == wanted);
+        let of_gpu = || {
+            let mut words = lower.split(|c: char| !c.is_ascii_alphanumeric());
+            words.find_map(|word| {
+                GPUS.into_iter().find(|(_, names)| names.contains(&word)).map(|(arch, _)| arch)
+            })
+        };
+        by_name.or_else(of_gpu).ok_or_else(|| ParseArchError(text.to_owned()))
     }
 }
+
+/// The word of a GPU's name that tells its architecture.
+const GPUS: [(Arch, &[&str]); 8] = [
+    (Arch::Sm80, &["a100", "a800", "a30"]),
+    (
+        Arch::Sm86,
+        &[
+            "a10", "a10g", "a16", "a2", "a40", "a2000", "a4000", "a4500", "a5000", "a5500", "a6000", "3050",
+            "3060", "3070", "3080", "3090",
+        ],
+    ),
+    (Arch::Sm89, &["ada", "l4", "l40", "l40s", "4050", "4060", "4070", "4080", "4090"]),
+    (Arch::Sm90, &["hopper", "h100", "h200", "h20", "h800", "gh200"]),
+    (Arch::Sm100, &["b200", "gb200"]),
+    (Arch::Sm103, &["b300", "gb300"]),
+    (Arch::Sm120, &["5050", "5060", "5070", "5080", "5090", "pro"]),
+    (Arch::Sm121, &["gb10"]),
+];
 
 #[cfg(test)]
 mod tests {
@@ -295,7 +324,25 @@ mod tests {
             assert_eq!(arch.name().replace("sm", "sm_").parse(), Ok(arch));
         }
         assert_eq!("sm_90a".parse(), Ok(Arch::Sm90));
-        assert!("sm75".parse::<Arch>().is_err());
+        for (text, arch) in [
+            ("h100", Arch::Sm90),
+            ("H200", Arch::Sm90),
+            ("NVIDIA H100 80GB HBM3", Arch::Sm90),
+            ("NVIDIA A100-SXM4-80GB", Arch::Sm80),
+            ("a10", Arch::Sm86),
+            ("NVIDIA GeForce RTX 4090", Arch::Sm89),
+            ("NVIDIA RTX 6000 Ada Generation", Arch::Sm89),
+            ("B200", Arch::Sm100),
+            ("GB300", Arch::Sm103),
+            ("rtx_5090", Arch::Sm120),
+            ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", Arch::Sm120),
+            ("NVIDIA GB10", Arch::Sm121),
+        ] {
+            assert_eq!(text.parse(), Ok(arch), "{text}");
+        }
+        for text in ["sm75", "v100", "Quadro RTX 6000", "", "a", "90"] {
+            assert!(text.parse::<Arch>().is_err(), "{text}");
+        }
     }
 
     #[test]

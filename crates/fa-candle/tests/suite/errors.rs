@@ -45,9 +45,10 @@ fn starts_and_pages_are_checked() -> Result<()> {
     let good = starts(&[0, 3, 8]);
     refused(varlen(&good, &starts(&[0, 8]), 8), &["seqlens_k has the shape [2]", "[3]"]);
     refused(varlen(&good.to_dtype(DType::I64)?, &good, 8), &["seqlens_q holds I64", "u32 or i32"]);
-    refused(varlen(&starts(&[0, 3, 9]), &good, 8), &["cu_q[2] = 9", "from 0 to 8"]);
-    refused(varlen(&starts(&[0, 5, 4]), &good, 8), &["cu_q[1] = 5", "must not descend"]);
-    refused(varlen(&good, &good, 4), &["gives sequence 1 5 rows", "bound is 4"]);
+    refused(varlen(&starts(&[0, 3, 9]), &good, 8), &["seqlens_q[2] = 9", "from 0 to 8"]);
+    refused(varlen(&starts(&[0, 5, 4]), &good, 8), &["seqlens_q[1] = 5", "must not descend"]);
+    refused(varlen(&good, &starts(&[0, 3, 9]), 8), &["seqlens_k[2] = 9", "from 0 to 8"]);
+    refused(varlen(&good, &good, 4), &["seqlens_q gives sequence 1 5 rows", "max_seqlen is 4"]);
     refused(varlen(&starts(&[]), &good, 4), &["seqlens_q has the shape [0]"]);
     let (pages, good) = (values((4, 4, 4, 16), 2), starts(&[0, 8]));
     let paged = |table: &Tensor, ranges: Option<&Tensor>, page| {
@@ -72,7 +73,15 @@ fn starts_and_pages_are_checked() -> Result<()> {
     let out = paged(&table(&[3, 1]), None, 4)?;
     assert_eq!(out.dims(), x.dims());
     refused(paged(&table(&[3]), None, 4), &["block_table has the shape [1, 1]", "= 2 or more"]);
-    refused(paged(&table(&[3, 4]), None, 4), &["entry 1 of sequence 0", "is 4", "4 pages"]);
+    refused(paged(&table(&[3, 4]), None, 4), &["entry 1 of sequence 0 in block_table is 4", "4 pages"]);
+    let long = |seqlens_k: &Tensor| {
+        let table = table(&[3, 1]);
+        flash_attn_varlen_paged_windowed(
+            &x, &pages, &pages, &good, seqlens_k, &table, None, 8, 8, 1.0, None, None, 4, None,
+        )
+    };
+    refused(long(&starts(&[0, 9])), &["seqlens_k gives sequence 0 9 keys", "has room for 0 to 8"]);
+    refused(long(&starts(&[5, 3])), &["seqlens_k gives sequence 0 -2 keys"]);
     refused(paged(&table(&[3, 1]), None, 8), &["page_block_size is 8", "pages of 4"]);
     refused(paged(&table(&[3, 1]), Some(&table(&[0, 2])), 4), &["mm_prefix_ranges are not supported"]);
     Ok(())

@@ -201,7 +201,6 @@ impl AppendLaunch {
             ("cu_new", at.cu_new),
             ("used_new", at.used_new),
             ("seqused_k", at.seqused_k),
-            ("page_table", at.page_table),
             ("cu_seqlens_q", at.cu_seqlens_q),
             ("seqused_q", at.seqused_q),
             ("used_out", at.used_out),
@@ -211,8 +210,13 @@ impl AppendLaunch {
                 check_address(name, address, 4)?;
             }
         }
+        // A cache may have no pages, and its table no columns.
+        if let (Some(address), true) = (at.page_table, batch * append.table_columns() > 0) {
+            check_address("page_table", address, 4)?;
+        }
         match (at.seqused_k, at.used_out) {
-            (Some(before), Some(after)) if before == after => {
+            // Empty arrays share an address, mostly 0, and no memory.
+            (Some(before), Some(after)) if before == after && batch > 0 => {
                 Err(Error::SameMemory { tensor: "used_out", with: "seqused_k" })
             }
             _ => Ok(()),

@@ -71,6 +71,79 @@ fn an_append_is_one_launch_whose_memory_is_checked() {
     assert_eq!(AppendLaunch::new(&empty, SMS).unwrap().grid, 0);
 }
 
+/// Arrays without elements have no memory: libraries give all of them one address, mostly 0.
+#[test]
+fn an_append_of_nothing_takes_empty_arrays() {
+    let some = Append {
+        sequences: 2,
+        new: Side::padded(0),
+        cache: Side::padded(64),
+        heads_kv: 2,
+        head_dim: 64,
+        head_dim_v: 64,
+        dtype: Dtype::Bf16,
+        rotary: None,
+    };
+    let packed = Side::packed(0, 0);
+    let queries = RotaryQueries { rows: Side::padded(0), heads: 4, positions: QueryPositions::Following };
+    let rotary = Rotary {
+        dim: 64,
+        pairs: RotaryPairs::Halves,
+        positions: 8,
+        table: Dtype::Bf16,
+        queries: Some(queries),
+    };
+    for (append, grid) in [
+        (Append { sequences: 0, ..some }, 0),
+        (Append { sequences: 0, new: Side::padded(1), ..some }, 0),
+        (Append { sequences: 0, new: packed, ..some }, 0),
+        (Append { sequences: 0, cache: Side::paged(16, 0, 0), ..some }, 0),
+        (Append { sequences: 0, cache: Side::paged(16, 8, 64), ..some }, 0),
+        (Append { sequences: 0, rotary: Some(rotary), ..some }, 0),
+        // Sequences without new rows: their lengths are written all the same.
+        (some, 1),
+        (Append { new: packed, ..some }, 1),
+        (Append { cache: Side::paged(16, 0, 0), ..some }, 1),
+        (Append { cache: Side::paged(16, 8, 0), ..some }, 1),
+        (Append { rotary: Some(rotary), ..some }, 1),
+    ] {
+        let launch = AppendLaunch::new(&append, SMS).unwrap_or_else(|error| panic!("{append:?}: {error}"));
+        assert_eq!(launch.grid, grid, "{append:?}");
+        let is_empty = append.sequences == 0;
+        let strides = TensorLayout::Bshd.strides(0, append.heads_kv, 64);
+        let at = |address| RawTensor { address, strides };
+        let cache = TensorLayout::Bshd.strides(64, append.heads_kv, 64);
+        let has_cache = append.cache_shape(64).iter().all(|&len| len > 0);
+        let cache = RawTensor { address: if has_cache { 1 << 20 } else { 0 }, strides: cache };
+        let is_paged = matches!(append.cache.rows, fa_core::lengths::SideRows::Paged { .. });
+        let has_rows = |side: Side| matches!(side.rows, fa_core::lengths::SideRows::Packed { .. });
+        let args = RawAppendArgs {
+            k_new: at(0),
+            v_new: at(0),
+            k_cache: cache,
+            v_cache: cache,
+            q: append.rotary.map(|_| at(0)),
+            q_out: append.rotary.map(|_| at(0)),
+            tables: append.rotary.map(|_| [1 << 21, 1 << 22]),
+            cu_new: has_rows(append.new).then_some(64),
+            used_new: None,
+            seqused_k: Some(if is_empty { 0 } else { 128 }),
+            page_table: is_paged.then_some(0),
+            cu_seqlens_q: None,
+            seqused_q: None,
+            used_out: Some(if is_empty { 0 } else { 192 }),
+            dropped: None,
+        };
+        launch.check(&args).unwrap_or_else(|error| panic!("{append:?}: {error}"));
+        if !is_empty {
+            let same = RawAppendArgs { used_out: args.seqused_k, ..args };
+            assert!(
+                launch.check(&same).is_err_and(|error| error.to_string().contains("used_out is seqused_k"))
+            );
+        }
+    }
+}
+
 #[test]
 fn a_merge_is_one_launch_whose_memory_is_checked() {
     let merge = Merge {
