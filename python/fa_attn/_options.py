@@ -1,6 +1,7 @@
 """The functions' options other than arrays: FlashAttention's, each honoured or refused."""
 
 from reprlib import repr as short
+from typing import Any, NamedTuple
 
 from ._checks import array, count, flag, is_neutral, most, number, surely, window
 from ._core import BESIDE, InputError, UnsupportedError
@@ -81,14 +82,46 @@ def others_of(function, others):
     return sinks, wants_lse, division
 
 
-def extras_of(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):
-    if cu_q is cu_k is used_q is used_k is table is slopes is sinks is None:
-        return None
-    for name, value in zip(BESIDE, (cu_q, cu_k, used_q, used_k, table, slopes, sinks)):
+class Extras(NamedTuple):
+    """The tensors of a call besides q, k and v, and the upper bounds on lengths behind them: the extension
+    module's, in its order."""
+
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+    page_table: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+
+NO_EXTRAS = Extras()
+# The names of those that are tensors.
+TENSORS = Extras._fields[:-2]
+
+
+def extras_of(**named):
+    """The extras of a call, checked to be arrays; None where there are none."""
+    extras = Extras(**named)
+    has_some = False
+    for name, value in zip(BESIDE, extras):
         if value is not None:
+            has_some = True
             array(name, value)
-    bounds = most("max_seqlen_q", max_q), most("max_seqlen_k", max_k)
-    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, *bounds)
+    if not has_some:
+        return None
+    bounds = most("max_seqlen_q", extras.max_seqlen_q), most("max_seqlen_k", extras.max_seqlen_k)
+    return Extras(*extras[:-2], *bounds)
+
+
+def is_varied(extras):
+    """Whether a call's lengths differ, so that rows may belong to no sequence."""
+    if extras is None:
+        return False
+    starts, used = (extras.cu_seqlens_q, extras.cu_seqlens_k), (extras.seqused_q, extras.seqused_k)
+    return not starts[0] is starts[1] is used[0] is used[1] is None
 
 
 def options_of(softmax_scale, causal, window_size, softcap, deterministic):

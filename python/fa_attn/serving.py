@@ -170,7 +170,14 @@ def flash_attn_with_kvcache(
         if cu_seqlens_k_new is not None:
             _check_starts(cu_seqlens_k_new, k, batch, face)
         # Before the caches are written.
-        extras = extras_of(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, longest, 0)
+        extras = extras_of(
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=used,
+            page_table=table,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            max_seqlen_q=longest,
+        )
         face.check(q, k_cache, v_cache, *options[:-1], extras, out)
         q, used = face.append(
             Append(
@@ -204,7 +211,16 @@ def flash_attn_with_kvcache(
         # What is written in place has no gradients, so the gradients of the other arrays would be incomplete.
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
         sinks = None if sinks is None else face.detached("sinks", sinks)
-    extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
+    extras = extras_of(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=starts,
+        seqused_k=used,
+        page_table=table,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        max_seqlen_q=longest,
+        max_seqlen_k=rows,
+    )
     out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out, division=division)
     return (out, lse) if wants_lse else out
 

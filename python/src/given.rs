@@ -1,6 +1,7 @@
 //! The arrays and options of a call, and the problem that they pose.
 
 use fa_attn::{Alibi, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
+use fa_core::extras::Value;
 use fa_core::{Extra, Extras};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -180,15 +181,9 @@ impl<'py> Given<'py> {
         let extras = &beside.extras;
         let alibi =
             extras.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
-        if let Some(sinks) = &extras.sinks
-            && sinks.shape() != [heads_q]
-        {
-            let message = format!("sinks has the shape {:?}: it must be ({heads_q},)", sinks.shape());
-            return Err(InputError::new_err(message));
-        }
         let softcap = (options.softcap != 0.0).then_some(options.softcap);
         let [_, head_dim_v] = heads_and_dim(v);
-        Ok(Problem {
+        let problem = Problem {
             lengths: Lengths::of(sequences, side_q, side_k),
             heads_q,
             heads_kv,
@@ -198,7 +193,13 @@ impl<'py> Given<'py> {
             types: Types::same(*dtype),
             softmax_scale: options.scale,
             score: ScoreMod { softcap, alibi, sinks: extras.sinks.is_some() },
-        })
+        };
+        for extra in arguments() {
+            if let (Some(Value::F32(view)), Some(axes)) = (extras.get(extra), extra.axes_of(&problem)) {
+                check_shape(extra.name(), view, axes.iter().map(|axis| axis.len(&problem)).collect())?;
+            }
+        }
+        Ok(problem)
     }
 
     /// The rows of Q.
@@ -268,6 +269,15 @@ impl Batch {
     fn sequences(&self) -> usize {
         self.0.map_or(0, |(sequences, _)| sequences)
     }
+}
+
+fn check_shape(name: &str, view: &View<'_>, need: Vec<usize>) -> PyResult<()> {
+    if view.shape() == need {
+        return Ok(());
+    }
+    let need: Vec<String> = need.iter().map(usize::to_string).collect();
+    let need = if need.len() == 1 { format!("({},)", need[0]) } else { format!("({})", need.join(", ")) };
+    Err(InputError::new_err(format!("{name} has the shape {:?}: it must be {need}", view.shape())))
 }
 
 fn axes(name: &str, view: &View<'_>, need: usize, what: &str) -> PyResult<()> {

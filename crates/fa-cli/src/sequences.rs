@@ -1,6 +1,6 @@
 //! A file's tensors besides q, k and v: packed sequences, lengths in use, pages, slopes and sinks.
 
-use fa_core::extras::{Extra, Extras, HostExtras, OwnedExtras, Value};
+use fa_core::extras::{Axis, Extra, Extras, HostExtras, OwnedExtras, Value};
 use fa_core::{Alibi, Lengths, Pass, Problem, ScoreMod, Side, SideRows, TensorLayout};
 use fa_cpu::CpuError;
 use fa_cpu::batch::{Batch, Span};
@@ -99,7 +99,7 @@ impl SideTensors {
         for (extra, shape) in self.shapes.iter() {
             let shape = shape.into_inner();
             let axes = extra.axes(shape.len()).unwrap_or_default();
-            if axes.last() == Some(&"heads_q") && shape.last() != Some(&heads_q) {
+            if axes.last() == Some(&Axis::HeadsQ) && shape.last() != Some(&heads_q) {
                 let need = format!("its last axis must be {heads_q}, the heads of q");
                 return Err(InputError::Shape { name: extra.name().to_owned(), got: shape.clone(), need });
             }
@@ -139,9 +139,9 @@ impl SideTensors {
             let shape = shape.into_inner();
             let axes = extra.axes(shape.len()).unwrap_or_default();
             let need = match axes.first() {
-                Some(&"batch + 1") => batch + 1,
-                Some(&"batch") => batch,
-                _ => continue,
+                Some(Axis::Starts) => batch + 1,
+                Some(Axis::Batch) => batch,
+                Some(Axis::Pages | Axis::HeadsQ | Axis::SeqlenQ | Axis::TotalQ) | None => continue,
             };
             if shape[0] != need {
                 return wrong(self.name_of(extra), shape, need);
@@ -290,7 +290,10 @@ fn read_extra<T: Plain>(
     }
     let shape = file.entry(name)?.shape.clone();
     if extra.axes(shape.len()).is_none() {
-        let forms: Vec<String> = extra.forms().iter().map(|axes| format!("[{}]", axes.join(", "))).collect();
+        let form = |axes: &&[Axis]| {
+            format!("[{}]", axes.iter().map(|axis| axis.name()).collect::<Vec<_>>().join(", "))
+        };
+        let forms: Vec<String> = extra.forms().iter().map(form).collect();
         let need = format!("it must be {}", forms.join(" or "));
         return Err(InputError::Shape { name: name.to_owned(), got: shape, need });
     }

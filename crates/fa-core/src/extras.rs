@@ -1,9 +1,9 @@
 //! The tensors of a call besides Q, K, V and O, in one table. Whatever checks, copies or passes them goes
-//! through the table: a new one is a row and its [`Extra::need`].
+//! through the table.
 
 use std::convert::Infallible;
 
-use crate::{Pass, Problem, Side, SideRows};
+use crate::{Alibi, Pass, Problem, Side, SideRows};
 
 /// Picks the argument for an element type.
 macro_rules! of_elem {
@@ -15,9 +15,9 @@ macro_rules! of_elem {
     };
 }
 
-/// Declares the table, from rows `variant field: element type, axes of each form`.
+/// Declares the table, from rows `variant field: element type, axes of each form, which form a problem has`.
 macro_rules! table {
-    ($($(#[$doc:meta])+ $extra:ident $field:ident: $elem:ident $($axes:expr),+;)+) => {
+    ($($(#[$doc:meta])+ $extra:ident $field:ident: $elem:ident $($axes:expr),+ => $form:expr;)+) => {
         /// One of the tensors of a call that only some problems have: the name of a field of [`Extras`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Extra {
@@ -35,11 +35,19 @@ macro_rules! table {
                 }
             }
 
-            /// The names of its axes, in each of the forms that it may have; elements lie end to end.
-            pub const fn forms(self) -> &'static [&'static [&'static str]] {
+            /// Its axes, in each of the forms that it may have; elements lie end to end.
+            pub const fn forms(self) -> &'static [&'static [Axis]] {
                 match self {
                     $(Extra::$extra => &[$(&$axes),+],)+
                 }
+            }
+
+            /// Which of its forms it has in calls of `problem`; `None` where these take none.
+            fn form_of(self, problem: &Problem) -> Option<usize> {
+                let form: fn(&Problem) -> Option<usize> = match self {
+                    $(Extra::$extra => $form,)+
+                };
+                form(problem)
             }
         }
 
@@ -122,23 +130,50 @@ macro_rules! table {
 
 table! {
     /// First row of Q of each packed sequence, and where the last one ends: `[batch + 1]`, ascending.
-    CuSeqlensQ cu_seqlens_q: I32 ["batch + 1"];
+    CuSeqlensQ cu_seqlens_q: I32 [Axis::Starts] => |problem| first_if(problem.lengths.q().is_packed());
     /// The same of K and V.
-    CuSeqlensK cu_seqlens_k: I32 ["batch + 1"];
+    CuSeqlensK cu_seqlens_k: I32 [Axis::Starts] => |problem| first_if(problem.lengths.k().is_packed());
     /// Queries in use of each sequence: `[batch]`.
-    SequsedQ seqused_q: I32 ["batch"];
+    SequsedQ seqused_q: I32 [Axis::Batch] => |problem| first_if(problem.lengths.q().used);
     /// Keys in use of each sequence: `[batch]`; required where keys lie in pages.
-    SequsedK seqused_k: I32 ["batch"];
+    SequsedK seqused_k: I32 [Axis::Batch] => |problem| first_if(problem.lengths.k().used);
     /// Pages of each sequence, in order: `[batch, ceil(max_k / page)]`. Entries behind a sequence's last page
     /// may hold anything.
-    PageTable page_table: I32 ["batch", "pages of a sequence"];
+    PageTable page_table: I32 [Axis::Batch, Axis::Pages] => |problem| {
+        first_if(problem.lengths.page().is_some())
+    };
     /// ALiBi's slopes: `[heads_q]` or `[batch, heads_q]`.
-    AlibiSlopes alibi_slopes: F32 ["heads_q"], ["batch", "heads_q"];
+    AlibiSlopes alibi_slopes: F32 [Axis::HeadsQ], [Axis::Batch, Axis::HeadsQ] => |problem| {
+        problem.score.alibi.map(|alibi| usize::from(alibi == Alibi::PerSequenceHead))
+    };
     /// A logit per query head, in natural units: `[heads_q]`.
-    Sinks sinks: F32 ["heads_q"];
+    Sinks sinks: F32 [Axis::HeadsQ] => |problem| first_if(problem.score.sinks);
     /// The gradient of the LSE, in its shape, `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`: for a
     /// backward, and optional for every problem. Rows with an LSE of -inf have none.
-    Dlse dlse: F32 ["batch", "heads_q", "seqlen_q"], ["heads_q", "total_q"];
+    Dlse dlse: F32 [Axis::Batch, Axis::HeadsQ, Axis::SeqlenQ], [Axis::HeadsQ, Axis::TotalQ] => |problem| {
+        Some(usize::from(problem.lengths.q().is_packed()))
+    };
+}
+
+fn first_if(is_needed: bool) -> Option<usize> {
+    is_needed.then_some(0)
+}
+
+/// An axis of one of the [`Extras`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Axis {
+    /// The sequences.
+    Batch,
+    /// The first rows of the sequences, and the end of the last.
+    Starts,
+    /// Entries of a sequence in the page table.
+    Pages,
+    /// Query heads.
+    HeadsQ,
+    /// Queries of a sequence.
+    SeqlenQ,
+    /// Rows of packed queries.
+    TotalQ,
 }
 
 /// Slices in host memory.
@@ -167,29 +202,48 @@ pub enum Value<I32, F32 = I32> {
     F32(F32),
 }
 
-impl Extra {
-    /// What a call of `problem` takes of it; `None` where it takes none.
-    pub fn need(self, problem: &Problem, pass: Pass) -> Option<Need> {
-        let (lengths, score, heads) = (&problem.lengths, &problem.score, problem.heads_q);
-        let (q, k, batch) = (lengths.q(), lengths.k(), lengths.sequences());
-        let (is_needed, len) = match self {
-            Extra::CuSeqlensQ => (q.is_packed(), batch.saturating_add(1)),
-            Extra::CuSeqlensK => (k.is_packed(), batch.saturating_add(1)),
-            Extra::SequsedQ => (q.used, batch),
-            Extra::SequsedK => (k.used, batch),
-            Extra::PageTable => (lengths.page().is_some(), batch.saturating_mul(lengths.table_columns())),
-            Extra::AlibiSlopes => {
-                (score.alibi.is_some(), score.alibi.map_or(0, |own| own.count(batch, heads)))
-            }
-            Extra::Sinks => (score.sinks, heads),
-            Extra::Dlse => (true, q.total(batch).saturating_mul(heads)),
-        };
-        let is_optional = self == Extra::Dlse;
-        (is_needed && self.is_read_by(pass)).then_some(Need { name: self.name(), len, is_optional })
+impl Axis {
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Axis::Batch => "batch",
+            Axis::Starts => "batch + 1",
+            Axis::Pages => "pages of a sequence",
+            Axis::HeadsQ => "heads_q",
+            Axis::SeqlenQ => "seqlen_q",
+            Axis::TotalQ => "total_q",
+        }
     }
 
-    /// The names of its axes where it has `rank` of them; `None` where it never has.
-    pub fn axes(self, rank: usize) -> Option<&'static [&'static str]> {
+    /// Its length in tensors of `problem`.
+    pub fn len(self, problem: &Problem) -> usize {
+        let lengths = &problem.lengths;
+        match self {
+            Axis::Batch => lengths.sequences(),
+            Axis::Starts => lengths.sequences().saturating_add(1),
+            Axis::Pages => lengths.table_columns(),
+            Axis::HeadsQ => problem.heads_q,
+            Axis::SeqlenQ => lengths.max_q(),
+            Axis::TotalQ => lengths.q().total(lengths.sequences()),
+        }
+    }
+}
+
+impl Extra {
+    /// Its axes in calls of `problem`; `None` where these take none.
+    pub fn axes_of(self, problem: &Problem) -> Option<&'static [Axis]> {
+        self.form_of(problem).map(|form| self.forms()[form])
+    }
+
+    /// What a call of `problem` takes of it; `None` where it takes none.
+    pub fn need(self, problem: &Problem, pass: Pass) -> Option<Need> {
+        let axes = self.axes_of(problem).filter(|_| self.is_read_by(pass))?;
+        let len = axes.iter().fold(1, |len: usize, axis| len.saturating_mul(axis.len(problem)));
+        Some(Need { name: self.name(), len, is_optional: self == Extra::Dlse })
+    }
+
+    /// Its axes where it has `rank` of them; `None` where it never has.
+    pub fn axes(self, rank: usize) -> Option<&'static [Axis]> {
         self.forms().iter().find(|axes| axes.len() == rank).copied()
     }
 
@@ -308,7 +362,7 @@ fn count(n: usize) -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Alibi, Dtype, Lengths, Mask, ScoreMod};
+    use crate::{Dtype, Lengths, Mask, ScoreMod};
 
     #[test]
     fn a_call_takes_what_its_problem_names() {
@@ -352,7 +406,7 @@ mod tests {
         let given = Extras::of(|extra| Some(extra.name()), |extra| Some(extra.forms().len()));
         assert_eq!((given.cu_seqlens_k, given.page_table), (Some("cu_seqlens_k"), Some("page_table")));
         assert_eq!((given.alibi_slopes, given.sinks, given.dlse), (Some(2), Some(1), Some(2)));
-        assert_eq!(Extra::AlibiSlopes.axes(2), Some(["batch", "heads_q"].as_slice()));
+        assert_eq!(Extra::AlibiSlopes.axes(2), Some([Axis::Batch, Axis::HeadsQ].as_slice()));
         assert_eq!(Extra::Sinks.axes(2), None);
         assert_eq!(given.get(Extra::SequsedQ), Some(Value::I32(&"seqused_q")));
         assert_eq!(given.iter().map(|(extra, _)| extra).collect::<Vec<_>>(), Extra::ALL);
