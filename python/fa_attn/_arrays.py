@@ -206,6 +206,10 @@ class Arrays:
             out = make(shape, q)
         else:
             self._check_out(out, q, k, v, extras)
+            if min(getattr(out, "strides", None) or (0,)) < 0:
+                options = (scale, causal, window, softcap, False, extras, plans)
+                made, lse = self.attention(q, k, v, *options, division=division)
+                return self.stored(made, out), lse
             out = lib.written(out)
         if extras is not None:
             lse[...] = float("-inf")
@@ -290,7 +294,11 @@ class Arrays:
         """Appends to the caches in place; returns (q, rotated where there are tables, and the lengths
         afterwards)."""
         lib = self.library
-        q, used = append.q, append.used_k
+        q = append.q
+        used, table, *starts = (
+            None if x is None else lib.contiguous(x)
+            for x in (append.used_k, append.page_table, append.cu_new, append.cu_q)
+        )
         after = self.ints(0, used.shape[0], q)
         turned = None
         if append.cos is not None:
@@ -305,11 +313,11 @@ class Arrays:
             *tables,
             append.interleaved,
             append.causal or append.window != (-1, -1),
-            append.cu_new,
+            starts[0],
             append.max_new,
             used,
-            None if append.page_table is None else lib.contiguous(append.page_table),
-            append.cu_q,
+            table,
+            starts[1],
             append.max_q,
             after,
             lib.stream(q),

@@ -127,7 +127,8 @@ def flag(name, value):
     """A bool, from a bool or from 0 or 1."""
     if value is True or value is False:
         return value
-    if value is None or ((is_whole(value) or isinstance(value, float) or is_scalar(value)) and value in (0, 1)):
+    is_number = is_whole(value) or isinstance(value, float) or is_scalar(value)
+    if value is None or (is_number and value in (0, 1)):
         return bool(value)
     raise InputTypeError(f"{name} is {short(value)}: it must be True or False")
 

@@ -75,10 +75,13 @@ def run_append(
 ):
     """(q rotated, or None without tables, and the lengths afterwards)."""
     if k_cache.is_cuda and (k_cache.shape[-1] % 8 or v_cache.shape[-1] % 8):
-        others = (cos, sin, interleaved, causal, left, right, cu_new, max_new, used_k, page_table, cu_q, max_q)
-        return append_padded(k, v, k_cache, v_cache, q, *others)
+        mask = (interleaved, causal, left, right)
+        rows = (cu_new, max_new, used_k, page_table, cu_q, max_q)
+        return append_padded(k, v, k_cache, v_cache, q, cos, sin, *mask, *rows)
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
-    page_table = None if page_table is None else page_table.contiguous()
+    used_k, page_table, cu_new, cu_q = (
+        None if x is None else x.contiguous() for x in (used_k, page_table, cu_new, cu_q)
+    )
     after = torch.empty_like(used_k)
     turned = q.new_empty((0,))
     queries = (None, None)

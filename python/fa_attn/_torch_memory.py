@@ -161,24 +161,12 @@ def goes_by_operator(*tensors):
         tell_shardings()
         return True
     for x in tensors:
-        if type(x) not in PLAIN:
-            tell_shardings()
+        if type(x) not in PLAIN or x.is_nested or x.layout is not _STRIDED:
             for name, value in zip(_ARGUMENTS, tensors):
                 check_tensor(name, array(name, value))
-            _check_layout(x)
+            tell_shardings()
             return True
-        if x.is_nested or x.layout is not _STRIDED:
-            _check_layout(x)
     return False
-
-
-def _check_layout(x):
-    if x.is_nested:
-        raise UnsupportedError(
-            "a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
-        )
-    if x.layout is not _STRIDED:
-        raise UnsupportedError(f"a tensor of layout {x.layout}: give a dense one, x.to_dense()")
 
 
 def autocast(*tensors):
@@ -209,9 +197,14 @@ def check_tensor(name, value):
         raise InputTypeError(
             f"{name} is {type(value).__name__} beside torch tensors: convert it by torch.from_dlpack"
         )
-    if value.layout is not _STRIDED or value.is_nested or value.is_quantized:
-        kind = "a nested tensor" if value.is_nested else f"a tensor of {value.dtype}, {value.layout}"
-        raise UnsupportedError(f"{name} is {kind}: it must be dense and not quantized, convert it")
+    if value.is_nested:
+        raise UnsupportedError(
+            f"{name} is a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
+        )
+    if value.layout is not _STRIDED:
+        raise UnsupportedError(f"{name} is of the layout {value.layout}: it must be dense, {name}.to_dense()")
+    if value.is_quantized:
+        raise UnsupportedError(f"{name} holds {value.dtype}: it must not be quantized, {name}.dequantize()")
 
 
 def detached(extras):

@@ -1,6 +1,6 @@
 """How the operators' work is divided where tensors are torch's DTensors: by heads, or by the sequences of a
-batch. Each rank computes its own; tensors that are placed otherwise are redistributed, but for caches that are
-written in place."""
+batch. Each rank computes its own; tensors that are placed otherwise are redistributed, but for caches that
+are written in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OUTPUTS = {
 _is_told = False
 
 
-def _tell():
+def tell_shardings():
     """Registers the shardings, where DTensor has been imported."""
     global _is_told
     if not _is_told and "torch.distributed.tensor" in sys.modules:
@@ -33,11 +33,9 @@ def _tell():
             _register(operator.default)
 
 
-@torch.compiler.assume_constant_result
-def tell_shardings():
-    """`_tell`, which torch.compile calls where it traces."""
-    _tell()
-    return True
+# Called by torch.compile where it traces, not traced: torch.compiler.assume_constant_result does this, and
+# imports all of the compiler.
+tell_shardings._dynamo_marked_constant = True
 
 
 def _register(operator):
@@ -81,18 +79,14 @@ def _ways(given):
 def _sharding(operator, given, way):
     """(placements of the results, placements of the arguments)."""
     is_paged = given.get("page_table") is not None
+    axes = len(given["q"].shape)
+    # Where these are not given, the result is a placeholder without elements.
+    has = {"turned": given.get("cos") is not None, "dsinks": given.get("sinks") is not None}
     outputs = []
     for name in _OUTPUTS[operator]:
-        like = {"lse": "q", "turned": "cos", "dsinks": "sinks"}.get(name, name)
-        axes = len(given["q"].shape)
-        if name in ("out", "turned"):
-            outputs.append(_placed("q", axes, way if name == "out" or given[like] is not None else _WHOLE, False))
-        elif name == "lse":
-            outputs.append(_placed(name, axes - 1, way, False))
-        elif name == "dsinks":
-            outputs.append(_placed(name, 1, way if given["sinks"] is not None else _WHOLE, False))
-        else:
-            outputs.append(_placed(name, len(given[name].shape), way, is_paged))
+        like = "q" if name in ("out", "turned") else name
+        count = {"lse": axes - 1, "dsinks": 1}.get(name) or len(given[like].shape)
+        outputs.append(_placed(like, count, way if has.get(name, True) else _WHOLE, is_paged))
     inputs = [
         _placed(name, len(value.shape), way, is_paged) if hasattr(value, "placements") else None
         for name, value in given.items()
@@ -149,7 +143,8 @@ def distributed(named, beside):
         if not isinstance(x, module.DTensor):
             there = "one of its lengths, slopes or sinks" if first is None else first
             raise InputTypeError(
-                f"{name} is no DTensor and {there} is: give all of a call's tensors as DTensors, by distribute_tensor"
+                f"{name} is no DTensor and {there} is: give all of a call's tensors as DTensors, by "
+                "distribute_tensor"
             )
     mesh = named[first].device_mesh
     whole = [module.Replicate()] * mesh.ndim
@@ -173,9 +168,20 @@ def check_caches(k_cache, v_cache, table, is_packed):
             f"k_cache is placed as {k_cache.placements} and v_cache {placements}: place both in one way"
         )
     by_batch = table is None and not is_packed
-    for placement in k_cache.placements:
-        if not (placement.is_replicate() or placement.is_shard(2) or (by_batch and placement.is_shard(0))):
+    ranks = {0: 1, 2: 1}
+    for axis, placement in enumerate(k_cache.placements):
+        along = next((at for at in ranks if placement.is_shard(at)), None)
+        if not placement.is_replicate() and (along is None or (along == 0 and not by_batch)):
             raise UnsupportedError(
                 f"k_cache is placed as {k_cache.placements}: rows are appended to caches that are whole or "
                 "sharded by heads, Shard(2), and, where nothing is packed or in pages, by sequences, Shard(0)"
             )
+        if along is not None:
+            ranks[along] *= k_cache.device_mesh.size(axis)
+    batch, _, heads, _ = k_cache.shape
+    if batch < ranks[0] or (ranks[2] > 1 and heads % ranks[2]):
+        raise UnsupportedError(
+            f"k_cache is placed as {k_cache.placements} on {ranks[0]} x {ranks[2]} ranks: rows are appended "
+            f"to caches of at least a sequence a rank (there are {batch}) and of as many heads on each (of "
+            f"{heads})"
+        )

@@ -85,17 +85,18 @@ def problem(
 
 
 def _pair(name, value, between, second_name, second):
-    """(value, second), of a text both: "32:8"."""
+    """(value, second), of a text such as "32:8" both."""
     if not isinstance(value, str):
         return value, second
     parts = value.split(between)
-    if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts) or len(parts) > 2:
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
         both = f"32{between}8"
-        raise _core.InputTypeError(f"{name} is {short(value)}: it must be a whole number, or two as in {both!r}")
-    first, *others = map(int, parts)
-    if others and second is not None:
+        raise _core.InputTypeError(
+            f"{name} is {short(value)}: it must be a whole number, or two as in {both!r}"
+        )
+    if second is not None:
         raise _core.InputError(f"{name} is {value!r} and {second_name} {short(second)}: give one of them")
-    return first, others[0] if others else second
+    return int(parts[0]), int(parts[1])
 
 
 _NAMES = {

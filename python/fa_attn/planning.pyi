@@ -1,4 +1,4 @@
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from .interface import Array, Window
 
@@ -6,15 +6,15 @@ Problem = Dict[str, Any]
 
 def problem(
     batch: int = 1,
-    seqlen: Optional[int] = None,
-    heads: int = 1,
-    head_dim: int = 64,
+    seqlen: Union[int, str, None] = None,
+    heads: Union[int, str] = 1,
+    head_dim: Union[int, str] = 64,
     *,
     seqlen_q: Optional[int] = None,
     seqlen_k: Optional[int] = None,
     heads_kv: Optional[int] = None,
     head_dim_v: Optional[int] = None,
-    dtype: str = "bf16",
+    dtype: Any = "bf16",
     causal: bool = False,
     window_size: Window = (-1, -1),
     softmax_scale: Optional[float] = None,

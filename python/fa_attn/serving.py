@@ -6,7 +6,20 @@ from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
 
-from ._checks import array, ascending, count, flag, in_room, int32, is_whole, lengths_of, masses, most, room_of, surely
+from ._checks import (
+    array,
+    ascending,
+    count,
+    flag,
+    in_room,
+    int32,
+    is_whole,
+    lengths_of,
+    masses,
+    most,
+    room_of,
+    surely,
+)
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._options import division_of, extras_of, options_of, others_of
@@ -457,7 +470,9 @@ def _parts(name, parts):
         parts = list(parts)
     except (TypeError, RuntimeError):
         kind = type(parts).__name__
-        raise InputTypeError(f"{name} is {kind}: it must be a sequence of arrays, one for each part") from None
+        raise InputTypeError(
+            f"{name} is {kind}: it must be a sequence of arrays, one for each part"
+        ) from None
     return [array(f"a part of {name}", part) for part in parts]
 
 

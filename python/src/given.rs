@@ -228,8 +228,10 @@ impl<'py> Given<'py> {
                 axes("k", k, 4, "(pages, page, heads, head_dim) with a page_table (block_table)")?;
                 axes("page_table (block_table)", table, 2, "(batch, pages of a sequence)")?;
                 batch.is("page_table (block_table)", table.shape()[0])?;
-                let page = k.shape()[1];
-                Side::paged(page, k.shape()[0], table.shape()[1].saturating_mul(page))
+                let (pages, page) = (k.shape()[0], k.shape()[1]);
+                // Without sequences a cache may have no pages, and then has no room.
+                let columns = if pages == 0 && table.shape()[0] == 0 { 0 } else { table.shape()[1] };
+                Side::paged(page, pages, columns.saturating_mul(page))
             }
             (Some(_), Some(_)) => {
                 let message = "page_table (block_table) with cu_seqlens_k: keys in pages have their lengths \

@@ -312,5 +312,5 @@ def test_parts_are_merged_with_sinks_of_any_stride():
     sinks = np.arange(8, dtype=np.float32)
     merged = [fa_attn.merge(*zip(*parts), own) for own in (sinks[::2], sinks[::2].copy())]
     assert np.array_equal(merged[0][0], merged[1][0])
-    with pytest.raises(fa_attn.InputTypeError, match="sequences of arrays"):
+    with pytest.raises(fa_attn.InputTypeError, match="must be a sequence of arrays"):
         fa_attn.merge(None, None)

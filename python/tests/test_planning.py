@@ -22,6 +22,19 @@ def test_problems_are_plain_dicts():
         fa_attn.problem(1)
 
 
+def test_names_of_other_libraries_and_of_the_program_are_taken():
+    want = fa_attn.problem(1, 8, heads=32, heads_kv=8, head_dim=192, head_dim_v=128, dtype="f16")
+    for dtype in ("f16", "float16", "half", "fp16", "HALF", np.float16, np.dtype("float16")):
+        pairs = dict(heads="32:8", head_dim="192:128", dtype=dtype)
+        assert fa_attn.problem(1, 8, **pairs) == fa_attn.problem(1, "8x8", **pairs) == want
+    for own, names in (("bf16", ("bf16", "bfloat16")), ("f32", ("float32", "float", np.float32))):
+        assert {fa_attn.problem(1, 8, dtype=name)["dtype"] for name in names} == {own}
+    assert fa_attn.problem(1, "1x8")["seqlen_k"] == 8
+    problem = fa_attn.problem(1, 512, heads=8, head_dim=128)
+    for name, arch in (("h100", "sm90"), ("NVIDIA H200", "sm90"), ("A100", "sm80"), ("RTX 4090", "sm89")):
+        assert fa_attn.plan(problem, arch=name, limit=1)["arch"] == arch
+
+
 def test_plans_are_those_of_the_command_line():
     problem = fa_attn.problem(2, 4096, heads=32, heads_kv=8, head_dim=128, causal=True)
     found = fa_attn.plan(problem, mode="both", limit=3)

@@ -1,5 +1,6 @@
 """What is refused on numpy arrays, and what a refusal names."""
 
+import hostile
 import numpy as np
 import pytest
 from reference import arrays
@@ -41,7 +42,9 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "not a multiple", call, q[:, :, :3], k, v)
     twice = np.repeat(k, 2, 0)
     refused(wrong, "k is of a batch of 2 and q of one of 1", call, q, twice, twice)
-    refused(wrong, "negative", call, q[:, ::-1], k, v)
+    step = dict(k=k[:, :1], v=v[:, :1], cache_seqlens=3)
+    cache = k.copy()[:, ::-1]
+    refused(wrong, "k_cache has the strides", fa_attn.flash_attn_with_kvcache, q, cache, v.copy(), **step)
     refused(wrong, "3, heads", fa_attn.flash_attn_qkvpacked_func, q)
     refused(
         wrong,
@@ -77,6 +80,7 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
 
 Q = np.ones((1, 4, 2, 8), np.float32)
 P, CU = Q[0], np.array([0, 4], np.int32)
+L = np.zeros((1, 2, 4), np.float32)
 SWAPPED = Q.astype(Q.dtype.newbyteorder())
 
 
@@ -159,9 +163,33 @@ def cached(*new, cache=Q, **options):
             "softmax_lse has the shape (1, 4, 2): its elements must be (1, 2, 4)",
         ),
         (lambda: fa_attn.flash_attn_backward(None, Q, Q, Q, Q, Q), "dout is NoneType"),
+        (lambda: fa_attn.merge(5, [Q]), "outs is int"),
+        (lambda: fa_attn.merge([Q], 5.0), "lses is float"),
+        (lambda: fa_attn.merge([Q], [L], sinks=np.zeros(3, np.float32)), "sinks has the shape (3,)"),
+        (cached(np.float32(1), Q, cache_seqlens=0), "k has the shape ()"),
+        (cached(Q, np.zeros((), np.float32), cache_seqlens=0), "v has the shape ()"),
+        (
+            cached(np.zeros(()), Q, cache_seqlens=0, rotary_cos=Q[0, :, 0], rotary_sin=Q[0, :, 0]),
+            "k has the shape ()",
+        ),
+        (cached(Q, Q, cache_seqlens=0, rotary_cos=5, rotary_sin=Q), "rotary_cos is int"),
+        (dense(sinks=np.float32), "sinks is the type float32"),
+        (lambda: fa_attn.flash_attn_backward(np.float32(1), Q, Q, Q, Q, L), "dout has the shape ()"),
+        (lambda: fa_attn.flash_attn_backward(Q, Q, np.float32(1), Q, Q, L), "k has the shape ()"),
+        (lambda: fa_attn.flash_attn_backward(Q, Q, Q, Q, Q[:, :1], L), "out has the shape (1, 1, 2, 8)"),
+        (lambda: fa_attn.problem(1, 5, heads="32"), "heads is '32': it must be a whole number, or two"),
+        (lambda: fa_attn.problem(1, 5, heads="32:8", heads_kv=4), "heads is '32:8' and heads_kv 4"),
+        (lambda: fa_attn.problem(1, 5, heads="32:x"), "heads is '32:x'"),
+        (lambda: fa_attn.problem(1, "1x5", seqlen_q=5), "seqlen is '1x5' and seqlen_q 5"),
+        (lambda: fa_attn.problem(1, 5, dtype=np.float64), "dtype is <class 'numpy.float64'>"),
+        (lambda: fa_attn.problem(1, 5, dtype=None), "dtype is None"),
+        (lambda: fa_attn.plan(None), "the problem is None: make one by fa_attn.problem"),
+        (lambda: fa_attn.Kernels("x"), "the problem is 'x'"),
+        (lambda: fa_attn.Kernels(fa_attn.problem(1, 5), backward="x"), "backward is 'x'"),
+        (lambda: fa_attn.plan(fa_attn.problem(1, 5), arch="v100"), "unknown architecture 'v100'"),
         (lambda: fa_attn.problem(1, -5), "seqlen_q is -5"),
         (lambda: fa_attn.problem(1, 2**80), "seqlen_q is 120"),
-        (lambda: fa_attn.problem(1, "5"), "seqlen_q is '5'"),
+        (lambda: fa_attn.problem(1, "5"), "seqlen is '5'"),
         (lambda: fa_attn.problem(1, 5, window_size=5), "window_size is 5"),
         (lambda: fa_attn.problem(1, 5, softmax_scale=float("nan")), "softmax_scale is nan"),
         (lambda: fa_attn.problem(1, 5, dtype="f64"), "dtype is 'f64'"),
@@ -242,3 +270,58 @@ def test_rotary_tables_of_another_type_are_named():
     wanted = "^the type of rotary_cos and rotary_sin is f16: must be f32$"
     with pytest.raises(fa_attn.InputError, match=wanted):
         cached(Q, Q, cache_seqlens=0, rotary_cos=tables[0], rotary_sin=tables[1])()
+
+
+def test_arrays_from_the_last_row_to_the_first_are_taken():
+    q, k, v, dout = arrays(40, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (2, 5, 4, 8))
+
+    def flipped(x):
+        """The same array, in memory from the last to the first."""
+        return np.ascontiguousarray(x[:, ::-1, ::-1])[:, ::-1, ::-1]
+
+    want, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+    room = np.full_like(want, 9)[:, ::-1]
+    got = fa_attn.flash_attn_func(flipped(q), flipped(k), flipped(v), causal=True, out=room)
+    assert got is room and np.array_equal(room, want)
+    grads = fa_attn.flash_attn_backward(dout, q, k, v, want, lse, causal=True, dlse=lse)
+    given = [flipped(x) for x in (dout, q, k, v, want)]
+    for one, other in zip(
+        fa_attn.flash_attn_backward(*given, flipped(lse), causal=True, dlse=flipped(lse)), grads
+    ):
+        assert np.array_equal(one, other)
+    parts = [[want, flipped(want)], [lse, flipped(lse)]]
+    for one, other in zip(fa_attn.merge(*parts), fa_attn.merge([want] * 2, [lse] * 2)):
+        assert np.array_equal(one, other)
+    used = np.array([2, 3], np.int32)
+    caches, others = [k.copy(), v.copy()], [k.copy(), v.copy()]
+    new = k[:, :2]
+    step, given = fa_attn.flash_attn_with_kvcache, [flipped(x) for x in (q, new, new)]
+    got = step(given[0], *caches, *given[1:], cache_seqlens=used[::-1])
+    want = step(q, *others, new, new, cache_seqlens=used[::-1].copy())
+    assert np.array_equal(got, want) and all(map(np.array_equal, caches, others))
+
+
+def test_a_batch_of_nothing_is_taken():
+    q, cache = np.zeros((0, 1, 4, 8), np.float32), np.zeros((0, 6, 2, 8), np.float32)
+    none, table = np.zeros(0, np.int32), np.zeros((0, 3), np.int32)
+    pages = np.zeros((5, 2, 2, 8), np.float32)
+    new = np.zeros((0, 1, 2, 8), np.float32)
+    step = fa_attn.flash_attn_with_kvcache
+    for rows, options in (
+        (cache, dict()),
+        (cache, dict(cache_leftpad=none)),
+        (cache, dict(cache_batch_idx=none)),
+        (pages, dict(page_table=table)),
+        (pages, dict(page_table=table, cache_leftpad=none)),
+        (pages[:0], dict(page_table=table)),
+        (pages[:0], dict(page_table=table[:, :0])),
+        (pages[:0], dict(page_table=table, cache_leftpad=none)),
+        (pages, dict(page_table=table, cache_leftpad=none, cache_batch_idx=none)),
+    ):
+        assert step(q, rows, rows, cache_seqlens=none, **options).shape == q.shape
+        assert step(q, rows, rows.copy(), new, new, cache_seqlens=none, **options).shape == q.shape
+
+
+@pytest.mark.parametrize("name", sorted(hostile.calls(np.asarray)))
+def test_wrong_arguments_raise_errors_of_this_package(name):
+    hostile.attack(name, np.asarray)

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import hostile  # noqa: E402
 from torch_cases import needs_gpu  # noqa: E402
 
 import fa_attn  # noqa: E402
@@ -129,3 +130,37 @@ def test_tensors_that_are_not_lent_are_refused_by_name():
     for at, other in enumerate((quantised, q.to("meta"))):
         with pytest.raises(fa_attn.InputError, match=f"^{'qk'[at]} .torch.* cannot be lent: .*; convert it$"):
             fa_attn.flash_attn_func(*((other, q, q), (q, other, q))[at])
+
+
+def wrong_tensors():
+    q = torch.zeros(2, 4, 4, 8)
+    yield from (torch.tensor(3.0), torch.tensor(2), torch.tensor(2, dtype=torch.int32), q)
+    yield from map(q.to, (torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn))
+    yield from (q.clone().requires_grad_(), q.to("meta"))
+    yield from (q.to_sparse(), torch.quantize_per_tensor(q, 1.0, 0, torch.qint8), q[None, None, None])
+    yield from (torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(3).long())
+    yield from (torch.nested.nested_tensor([q[0, 0], q[0, :3, 0]]), torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("array", [torch.from_numpy, lambda x: x], ids=["torch", "numpy"])
+@pytest.mark.parametrize("name", sorted(hostile.calls(torch.from_numpy)))
+def test_wrong_arguments_raise_errors_of_this_package(name, array):
+    hostile.attack(name, array, tuple(wrong_tensors()))
+
+
+def test_arrays_beside_tensors_are_named():
+    q, cache = torch.zeros(1, 4, 2, 8), torch.zeros(1, 8, 2, 8)
+    used, x = torch.zeros(1, dtype=torch.int32), q.numpy()
+    step = fa_attn.flash_attn_with_kvcache
+    for name, call in (
+        ("k", lambda: fa_attn.flash_attn_func(q, x, q)),
+        ("v", lambda: fa_attn.flash_attn_func(q, q, x)),
+        ("sinks", lambda: fa_attn.flash_attn_func(q, q, q, sinks=x[0, 0, :, 0])),
+        ("out", lambda: fa_attn.flash_attn_func(q, q, q, out=x)),
+        ("k", lambda: step(q, cache, cache.clone(), x, q, cache_seqlens=used)),
+        ("rotary_cos", lambda: step(q, cache, cache.clone(), q, q, x[0, 0], q[0, 0], cache_seqlens=used)),
+        ("cache_leftpad", lambda: step(q, cache, cache, cache_seqlens=used, cache_leftpad=used.numpy())),
+        ("a part of lses", lambda: fa_attn.merge([q], [x[..., 0].swapaxes(1, 2)])),
+    ):
+        with pytest.raises(fa_attn.InputTypeError, match=f"^{name} is .*ndarray"):
+            call()

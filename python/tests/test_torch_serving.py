@@ -26,6 +26,55 @@ def test_rings_of_merged_parts_have_the_gradients_of_the_whole(device, dtype):
 
 
 @on
+def test_rows_that_see_no_key_in_any_part_have_gradients_of_0(device, dtype):
+    q, k, v = tensors(device, dtype, (1, 12, 2, 64), (1, 8, 2, 64), (1, 8, 2, 64))
+    first = fa_attn.flash_attn_func(q, k[:, :4], v[:, :4], window_size=(-1, 4), return_softmax_lse=True)
+    second = fa_attn.flash_attn_func(q, k[:, 4:], v[:, 4:], causal=True, return_softmax_lse=True)
+    out, lse = fa_attn.merge(*zip(first, second))
+    assert (lse[..., :4] == float("-inf")).all() and lse[..., 4:].isfinite().all()
+    same_gradients(out, definition(q, k, v, causal=True), (q, k, v), dtype)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for sinks in (None, torch.tensor([-float("inf"), 0.5], device=device, requires_grad=True)):
+        merged = fa_attn.merge(*zip(first, second), sinks)
+        inputs = [x for x in (*first, *second, sinks) if x is not None]
+        grads = torch.autograd.grad(merged, inputs, [dout, dlse], retain_graph=True)
+        assert all(x.isfinite().all() for x in grads)
+        for part in (grads[1], grads[3]):
+            assert (part[:, 0, :4] == 0).all() and (part[..., 6:] != 0).any()
+        # Of exp(lse) each part's gradient is its share.
+        shares = torch.autograd.grad(merged[1][:, 0, 4:].sum(), (first[1], second[1]), retain_graph=True)
+        assert torch.allclose(sum(shares)[:, 0, 4:], torch.ones(1, 8, device=device))
+
+
+@pytest.mark.parametrize("device", ["cpu"] + ["cuda"] * torch.cuda.is_available())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_join_a_cache_of_another_type_under_autocast(device, dtype):
+    q, new = tensors(device, torch.float32, (2, 1, 4, 64), (2, 1, 4, 64), grad=False)
+    (cache,) = tensors(device, dtype, (2, 64, 4, 64), seed=1, grad=False)
+    used = torch.tensor([5, 9], dtype=torch.int32, device=device)
+    angles = torch.rand(64, 8, device=device)
+    tables = [dict(rotary_cos=angles.cos().to(t), rotary_sin=angles.sin().to(t)) for t in TABLES]
+    for turned in (dict(), *tables):
+        own, others = (cache.clone(), cache.clone()), (cache.clone(), cache.clone())
+        given = dict(cache_seqlens=used, causal=True)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            got = fa_attn.flash_attn_with_kvcache(q, *own, new, new, **given, **turned)
+        assert got.dtype is dtype
+        low = [x.to(dtype) for x in (q, new)]
+        # Tables are taken in float32, and in the cache's type.
+        for name, table in turned.items():
+            given[name] = table if table.dtype is dtype else table.float()
+        want = fa_attn.flash_attn_with_kvcache(low[0], *others, low[1], low[1], **given)
+        assert torch.equal(got, want) and all(map(torch.equal, own, others))
+        assert not torch.equal(own[0], cache)
+    with pytest.raises(fa_attn.InputError, match="must be of one type"):
+        fa_attn.flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, cache_seqlens=used)
+
+
+TABLES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@on
 def test_a_cache_is_appended_to(device, dtype):
     q, new_k, new_v = tensors(device, dtype, (2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64), grad=False)
     k, v = tensors(device, dtype, (2, 50, 2, 64), (2, 50, 2, 64), seed=1, grad=False)

@@ -24,13 +24,13 @@ pub(crate) type Beside = Extras<Tensor>;
 impl Posed {
     /// What the CPU's kernels refuse, in the words of the arguments.
     pub(crate) fn refused(&self, error: CpuError) -> candle_core::Error {
-        let is_paged = self.beside.page_table.is_some();
-        match error {
-            CpuError::Beyond { name, index, value, limit } if is_paged && name == Extra::SequsedK.name() => {
-                Error::PagedLength { sequence: index, keys: value, room: limit }.into()
-            }
-            error => refused(error),
+        if let CpuError::Beyond { name, index, value, limit } = error
+            && name == Extra::SequsedK.name()
+            && self.beside.page_table.is_some()
+        {
+            return Error::PagedLength { sequence: index, keys: value, room: limit }.into();
         }
+        refused(error)
     }
 
     /// Checks shapes, types and devices, and everything that does not depend on the device.
