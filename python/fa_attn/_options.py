@@ -34,7 +34,8 @@ _NEUTRAL = {
 # Accepted and not needed: hints for FlashAttention's scheduler, and which generation of it an engine calls.
 _NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag, "fa_version": most, "ver": most}
 
-_SINKS = ("sinks", "learnable_sink", "s_aux")
+# Extras by the names of their keywords.
+_EXTRAS = {"sinks": "sinks", "learnable_sink": "sinks", "s_aux": "sinks"}
 _LSE = ("return_softmax_lse", "return_lse")
 _DIVISION = ("num_splits", "pack_gqa")
 
@@ -57,17 +58,21 @@ def division_of(num_splits, pack_gqa):
 
 
 def others_of(function, others):
-    """(sinks, whether LSE is wanted, division of the work) from the keyword arguments; refuses what is not
+    """(extras, whether LSE is wanted, division of the work) from the keyword arguments; refuses what is not
     supported."""
-    sinks, wants_lse = None, False
+    extras, wants_lse = {}, False
     division = division_of(others.get("num_splits"), others.get("pack_gqa"))
     for name, value in others.items():
         if name in _DIVISION:
             continue
-        if name in _SINKS:
-            if value is not None and sinks is not None:
-                raise InputError("sinks are given twice: by one of the names sinks, learnable_sink and s_aux")
-            sinks = value if value is not None else sinks
+        if name in _EXTRAS:
+            field = _EXTRAS[name]
+            if value is not None and field in extras:
+                names = [other for other in _EXTRAS if _EXTRAS[other] == field]
+                names = f"{', '.join(names[:-1])} and {names[-1]}"
+                raise InputError(f"{field} are given twice: by one of the names {names}")
+            if value is not None:
+                extras[field] = value
         elif name in _LSE:
             wants_lse = wants_lse or flag(name, value)
         elif name in _NEUTRAL:
@@ -79,7 +84,7 @@ def others_of(function, others):
                 _NEEDLESS[name](name, value)
         else:
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
-    return sinks, wants_lse, division
+    return extras, wants_lse, division
 
 
 class Extras(NamedTuple):
