@@ -7,6 +7,7 @@ from . import _core
 from ._checks import LARGEST, apart, array, cache_rows, in_room, int32, pages_in_use, room, room_of
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
+from ._options import Extras
 
 
 # Candidates that are tried before two arrays count as overlapping.
@@ -232,9 +233,9 @@ class Arrays:
     def beside(self, extras):
         """The extra arrays (lengths, tables, slopes, sinks) as the extension module reads them:
         contiguous."""
-        *arrays, max_q, max_k = extras
         lib = self.library
-        return (*(None if x is None else lib.contiguous(lib.read(x)) for x in arrays), max_q, max_k)
+        arrays = (None if x is None else lib.contiguous(lib.read(x)) for x in extras[:-2])
+        return Extras(*arrays, *extras[-2:])
 
     def packed_attention(self, qkv, axis, *options, division=None):
         """`attention` of q, k and v in one array along `axis`."""
@@ -251,7 +252,7 @@ class Arrays:
         dq, dk, dv = (make(tuple(x.shape), q) for x in (q, k, v))
         dsinks = None
         if extras is not None:
-            dsinks = lib.floats(q.shape[-2:-1], q) if extras[6] is not None else None
+            dsinks = lib.floats(q.shape[-2:-1], q) if extras.sinks is not None else None
             extras = self.beside(extras)
         arrays = (*map(lib.read, (dout, q, k, v, out)), lib.contiguous(lib.read(lse)), dq, dk, dv)
         dlse = None if dlse is None else lib.contiguous(lib.read(dlse))

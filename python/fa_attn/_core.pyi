@@ -1,6 +1,8 @@
 """The extension module, which the package's Python code calls. Only its exceptions are for users."""
 
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+from ._options import Extras
 
 class InputError(ValueError):
     """Arrays or options that contradict each other."""
@@ -15,14 +17,14 @@ class DeviceError(RuntimeError):
     """A failure of the GPU, its driver or the compiler."""
 
 BESIDE: Tuple[str, ...]
-"""Names of the arguments besides Q, K and V, in the order of `Extras`."""
+"""Names of the arguments besides Q, K and V in errors, in the order of `Extras`."""
 
-Extras = Tuple[Any, Any, Any, Any, Any, Any, Any, int, int]
 Division = Tuple[Optional[int], Optional[bool]]
 Allocate = Callable[[int, bool], Any]
 
 def version() -> str: ...
 def problem(json: str) -> str: ...
+def needs(json: str) -> List[str]: ...
 def bind(problem: str, backward: bool, deterministic: bool, device: Optional[int] = None) -> str: ...
 def plan(
     problem: str,

@@ -1,6 +1,7 @@
 """The functions' options other than arrays: FlashAttention's, each honoured or refused."""
 
 from reprlib import repr as short
+from typing import Any, NamedTuple
 
 from ._checks import array, count, flag, is_neutral, most, number, surely, window
 from ._core import BESIDE, InputError, UnsupportedError
@@ -33,7 +34,8 @@ _NEUTRAL = {
 # Accepted and not needed: hints for FlashAttention's scheduler, and which generation of it an engine calls.
 _NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag, "fa_version": most, "ver": most}
 
-_SINKS = ("sinks", "learnable_sink", "s_aux")
+# Extras by the names of their keywords.
+_EXTRAS = {"sinks": "sinks", "learnable_sink": "sinks", "s_aux": "sinks"}
 _LSE = ("return_softmax_lse", "return_lse")
 _DIVISION = ("num_splits", "pack_gqa")
 
@@ -56,17 +58,21 @@ def division_of(num_splits, pack_gqa):
 
 
 def others_of(function, others):
-    """(sinks, whether LSE is wanted, division of the work) from the keyword arguments; refuses what is not
+    """(extras, whether LSE is wanted, division of the work) from the keyword arguments; refuses what is not
     supported."""
-    sinks, wants_lse = None, False
+    extras, wants_lse = {}, False
     division = division_of(others.get("num_splits"), others.get("pack_gqa"))
     for name, value in others.items():
         if name in _DIVISION:
             continue
-        if name in _SINKS:
-            if value is not None and sinks is not None:
-                raise InputError("sinks are given twice: by one of the names sinks, learnable_sink and s_aux")
-            sinks = value if value is not None else sinks
+        if name in _EXTRAS:
+            field = _EXTRAS[name]
+            if value is not None and field in extras:
+                names = [other for other in _EXTRAS if _EXTRAS[other] == field]
+                names = f"{', '.join(names[:-1])} and {names[-1]}"
+                raise InputError(f"{field} are given twice: by one of the names {names}")
+            if value is not None:
+                extras[field] = value
         elif name in _LSE:
             wants_lse = wants_lse or flag(name, value)
         elif name in _NEUTRAL:
@@ -78,17 +84,49 @@ def others_of(function, others):
                 _NEEDLESS[name](name, value)
         else:
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
-    return sinks, wants_lse, division
+    return extras, wants_lse, division
 
 
-def extras_of(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):
-    if cu_q is cu_k is used_q is used_k is table is slopes is sinks is None:
-        return None
-    for name, value in zip(BESIDE, (cu_q, cu_k, used_q, used_k, table, slopes, sinks)):
+class Extras(NamedTuple):
+    """The tensors of a call besides q, k and v, and the upper bounds on lengths behind them: the extension
+    module's, in its order."""
+
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+    page_table: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+
+NO_EXTRAS = Extras()
+# The names of those that are tensors.
+TENSORS = Extras._fields[:-2]
+
+
+def extras_of(**named):
+    """The extras of a call, checked to be arrays; None where there are none."""
+    extras = Extras(**named)
+    has_some = False
+    for name, value in zip(BESIDE, extras):
         if value is not None:
+            has_some = True
             array(name, value)
-    bounds = most("max_seqlen_q", max_q), most("max_seqlen_k", max_k)
-    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, *bounds)
+    if not has_some:
+        return None
+    bounds = most("max_seqlen_q", extras.max_seqlen_q), most("max_seqlen_k", extras.max_seqlen_k)
+    return Extras(*extras[:-2], *bounds)
+
+
+def is_varied(extras):
+    """Whether a call's lengths differ, so that rows may belong to no sequence."""
+    if extras is None:
+        return False
+    starts, used = (extras.cu_seqlens_q, extras.cu_seqlens_k), (extras.seqused_q, extras.seqused_k)
+    return not starts[0] is starts[1] is used[0] is used[1] is None
 
 
 def options_of(softmax_scale, causal, window_size, softcap, deterministic):

@@ -8,6 +8,8 @@ from operator import mul
 
 import torch
 
+from ._options import Extras
+
 _is_told = False
 
 
@@ -29,23 +31,21 @@ def count_operations():
             formulas.update(packets)
 
 
-def _forward(q, k, v, cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k, *_, out_val=None):
-    pairs = _pairs(q, k, (cu_q, cu_k), (used_q, used_k), table, (max_q, max_k))
+def _forward(q, k, v, *others, out_val=None):
+    pairs = _pairs(q, k, Extras(*others[: len(Extras._fields)]))
     return 2 * pairs * (q.shape[-1] + v.shape[-1])
 
 
-def _backward(
-    dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks, max_q, max_k, *_, out_val=None
-):
+def _backward(dout, q, k, v, out, lse, dlse, *others, out_val=None):
     """The operations of a backward: the scores again, dP and dV, dQ and dK."""
-    pairs = _pairs(q, k, (cu_q, cu_k), (used_q, used_k), None, (max_q, max_k))
+    pairs = _pairs(q, k, Extras(*others[: len(Extras._fields)]))
     return 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _pairs(q, k, starts, used, table, longest):
+def _pairs(q, k, extras):
     """Pairs of a query and a key, over all heads."""
-    of_queries = _lengths(q, starts[0], used[0], None, longest[0])
-    of_keys = _lengths(k, starts[1], used[1], table, longest[1])
+    of_queries = _lengths(q, extras.cu_seqlens_q, extras.seqused_q, None, extras.max_seqlen_q)
+    of_keys = _lengths(k, extras.cu_seqlens_k, extras.seqused_k, extras.page_table, extras.max_seqlen_k)
     return q.shape[-2] * sum(map(mul, of_queries, of_keys))
 
 

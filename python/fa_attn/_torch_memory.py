@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from ._checks import array
 from ._core import BESIDE, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
+from ._options import Extras, is_varied
 from ._torch_flops import count_operations
 from ._torch_shardings import tell_shardings
 
@@ -73,7 +74,9 @@ def out_shape(q, v):
 def fresh(q, v, extras, given=None):
     """New tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
     sequence are 0. `given` is used as out unchanged."""
-    if extras is not None and (extras[2] is not None or (extras[0] is not None and not q.is_cuda)):
+    if extras is not None and (
+        extras.seqused_q is not None or (extras.cu_seqlens_q is not None and not q.is_cuda)
+    ):
         if q.is_quantized:
             check_tensor("q", q)
         out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device) if given is None else given
@@ -129,7 +132,7 @@ def aligned(x):
 def room_for_gradients(q, k, v, extras):
     """New tensors for gradients. With packed sequences or rows used in part, rows that belong to no sequence
     are 0."""
-    make = _empty_like if extras is None or all(x is None for x in extras[:4]) else torch.zeros_like
+    make = torch.zeros_like if is_varied(extras) else _empty_like
     return [make(x, memory_format=_CONTIGUOUS) for x in (q, k, v)]
 
 
@@ -179,7 +182,7 @@ def check_extras(extras):
     """Checks the slopes and the sinks of a call, which are torch's as q is."""
     if extras is None:
         return
-    slopes, sinks = extras[5:7]
+    slopes, sinks = extras.alibi_slopes, extras.sinks
     if sinks is not None:
         check_tensor("sinks", sinks)
     if slopes is not None:
@@ -208,20 +211,20 @@ def detached(extras):
     """The extra tensors (lengths, tables, slopes, sinks) as the library reads them: contiguous (engines pass
     the columns in use of a longer table, slopes are expanded over a batch), sinks in float32, detached from
     autograd."""
-    *lengths, table, slopes, sinks, max_q, max_k = extras
-    if table is not None:
-        check_tensor("page_table (block_table)", table)
+    sinks = extras.sinks
+    if extras.page_table is not None:
+        check_tensor("page_table (block_table)", extras.page_table)
     if sinks is not None:
         sinks = sinks.detach()
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
+        extras = extras._replace(sinks=sinks)
     try:
         # Lengths may be arrays of another library.
-        given = (*lengths, table, slopes, sinks)
-        ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in given]
+        ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in extras[:-2]]
     except RuntimeError:
-        for name, x in zip(BESIDE, lengths):
+        for name, x in zip(BESIDE, extras):
             if isinstance(x, torch.Tensor):
                 check_tensor(name, x)
         raise
-    return (*ends, max_q, max_k)
+    return Extras(*ends, *extras[-2:])

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ._core import InputError, UnsupportedError
-from ._options import division_of
+from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._torch_caches import run_append
 from ._torch_flops import count_operations
 from ._torch_memory import (
@@ -23,71 +23,51 @@ from ._torch_memory import (
     rows_of,
 )
 from ._torch_shardings import distributed
-from ._torch_passes import beside_of, no_tangents, run_backward, run_forward
+from ._torch_passes import no_tangents, run_backward, run_forward
 
 
-@torch.library.custom_op("fa_attn::forward", mutates_args=())
-def _forward_operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: Optional[torch.Tensor],
-    cu_k: Optional[torch.Tensor],
-    used_q: Optional[torch.Tensor],
-    used_k: Optional[torch.Tensor],
-    page_table: Optional[torch.Tensor],
-    alibi_slopes: Optional[torch.Tensor],
-    sinks: Optional[torch.Tensor],
-    max_q: int,
-    max_k: int,
-    scale: Optional[float],
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-    num_splits: int = 0,
-    pack_gqa: Optional[bool] = None,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    del deterministic
-    extras = _flat(cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k)
+# The extras in a schema, each an argument.
+_EXTRAS = ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt max_seqlen_q, SymInt max_seqlen_k"
+_OPTIONS = "float? scale, bool causal, SymInt left, SymInt right, float softcap, bool deterministic"
+
+
+def _parted(arguments):
+    """(extras, other arguments) from an operator's arguments behind its first tensors."""
+    count = len(Extras._fields)
+    return Extras(*arguments[:count]), arguments[count:]
+
+
+def _read(extras):
+    """An operator's extras as the passes take them."""
+    return None if all(x is None for x in extras[:-2]) else detached(extras)
+
+
+def _forward(q, k, v, *arguments):
+    extras, (scale, causal, left, right, softcap, _, *parts) = _parted(arguments)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
-    division = division_of(num_splits, pack_gqa)
-    return run_forward(q, k, v, scale, causal, (left, right), softcap, extras, division=division)
+    # Torch leaves out arguments that have their defaults.
+    division = division_of(*parts, *(0, None)[len(parts) :])
+    return run_forward(q, k, v, scale, causal, (left, right), softcap, _read(extras), division=division)
+
+
+_forward_operator = torch.library.custom_op(
+    "fa_attn::forward",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_OPTIONS}, SymInt num_splits=0, bool? pack_gqa=None) "
+    "-> (Tensor, Tensor)",
+)
 
 
 @_forward_operator.register_fake
-def _(q, k, v, cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k, scale, *options):
+def _(q, k, v, *arguments):
     return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
-@torch.library.custom_op("fa_attn::backward", mutates_args=())
-def _backward_operator(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: Optional[torch.Tensor],
-    cu_q: Optional[torch.Tensor],
-    cu_k: Optional[torch.Tensor],
-    used_q: Optional[torch.Tensor],
-    used_k: Optional[torch.Tensor],
-    alibi_slopes: Optional[torch.Tensor],
-    sinks: Optional[torch.Tensor],
-    max_q: int,
-    max_k: int,
-    scale: Optional[float],
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    extras = _flat(cu_q, cu_k, used_q, used_k, None, alibi_slopes, sinks, max_q, max_k)
+def _backward(dout, q, k, v, out, lse, dlse, *arguments):
+    extras, (scale, causal, left, right, softcap, deterministic) = _parted(arguments)
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
-    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    q, k, v, extras = rows_of(q), rows_of(k), rows_of(v), _read(extras)
     grads = room_for_gradients(q, k, v, extras)
     window = (left, right)
     dsinks = run_backward(
@@ -96,14 +76,20 @@ def _backward_operator(
     return (*grads, q.new_empty((0,), dtype=FLOAT) if dsinks is None else dsinks)
 
 
+_backward_operator = torch.library.custom_op(
+    "fa_attn::backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_EXTRAS}, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
 @_backward_operator.register_fake
-def _(dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, alibi_slopes, sinks, *options):
+def _(dout, q, k, v, out, lse, dlse, *arguments):
+    sinks = _parted(arguments)[0].sinks
     dsinks = q.new_empty(q.shape[-2:-1] if sinks is not None else (0,), dtype=FLOAT)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
-
-
-def _flat(*extras):
-    return None if all(x is None for x in extras[:7]) else detached(extras)
 
 
 def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division=None):
@@ -111,12 +97,11 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
         check_tensor(name, x)
         if x.device != q.device:
             raise InputError(f"{name} is on {x.device} and q on {q.device}: move it there")
-    cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside_of(extras)
-    if sinks is not None and sinks.dtype != FLOAT:
-        sinks = sinks.to(FLOAT)
+    extras = NO_EXTRAS if extras is None else extras
+    if extras.sinks is not None and extras.sinks.dtype != FLOAT:
+        extras = extras._replace(sinks=extras.sinks.to(FLOAT))
     left, right = window
-    beside = cu_q, cu_k, used_q, used_k, table, slopes, sinks
-    cu_q, cu_k, used_q, used_k, table, slopes, sinks = distributed(dict(q=q, k=k, v=v), beside)
+    tensors = distributed(dict(q=q, k=k, v=v), extras[:-2])
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
     if not is_compiling() and (is_transforming() or forward_ad._current_level >= 0):
@@ -125,15 +110,8 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
         q,
         k,
         v,
-        cu_q,
-        cu_k,
-        used_q,
-        used_k,
-        table,
-        slopes,
-        sinks,
-        max_q,
-        max_k,
+        *tensors,
+        *extras[-2:],
         scale,
         bool(causal),
         left,
@@ -145,11 +123,14 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
     )
 
 
+_ARGUMENTS = len(_forward_operator._opoverload._schema.arguments)
+
+
 def _setup(ctx, inputs, output):
-    q, k, v, cu_q, cu_k, used_q, used_k, page_table, slopes, sinks, *options, _, _ = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks)
-    ctx.is_paged, ctx.options = page_table is not None, options
+    q, k, v, *arguments = inputs
+    extras, options = _parted(arguments)
+    ctx.is_paged, ctx.bounds, ctx.options = extras.page_table is not None, extras[-2:], options[:-2]
+    ctx.save_for_backward(q, k, v, *output, *extras._replace(page_table=None)[:-2])
     ctx.set_materialize_grads(False)
 
 
@@ -157,16 +138,16 @@ def _differentiate(ctx, dout, dlse):
     if ctx.is_paged:
         raise UnsupportedError("keys in pages have no gradients: pack or pad them")
     if dout is None and dlse is None:
-        return (None,) * 20
-    q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
+        return (None,) * _ARGUMENTS
+    q, k, v, out, lse, *extras = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     operator = torch.ops.fa_attn.backward
     if not is_compiling() and is_transforming():
         operator = _TransformedBackward.apply
-    dq, dk, dv, dsinks = operator(
-        dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks, *ctx.options
-    )
-    return (dq, dk, dv, *(None,) * 6, None if sinks is None else dsinks, *(None,) * 10)
+    dq, dk, dv, dsinks = operator(dout, q, k, v, out, lse, dlse, *extras, *ctx.bounds, *ctx.options)
+    has_sinks = extras[TENSORS.index("sinks")] is not None
+    of_extras = Extras(sinks=dsinks if has_sinks else None, max_seqlen_q=None, max_seqlen_k=None)
+    return (dq, dk, dv, *of_extras, *(None,) * (_ARGUMENTS - 3 - len(of_extras)))
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
@@ -252,13 +233,13 @@ def _append_operator(
     right: int,
     cu_new: Optional[torch.Tensor],
     max_new: int,
-    used_k: torch.Tensor,
+    seqused_k: torch.Tensor,
     page_table: Optional[torch.Tensor],
-    cu_q: Optional[torch.Tensor],
-    max_q: int,
+    cu_seqlens_q: Optional[torch.Tensor],
+    max_seqlen_q: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, causal, left, right)
-    return run_append(*arguments, cu_new, max_new, used_k, page_table, cu_q, max_q)
+    return run_append(*arguments, cu_new, max_new, seqused_k, page_table, cu_seqlens_q, max_seqlen_q)
 
 
 @_append_operator.register_fake
@@ -276,7 +257,7 @@ def _(
     right,
     cu_new,
     max_new,
-    used_k,
+    seqused_k,
     *others,
 ):
-    return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(used_k)
+    return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(seqused_k)

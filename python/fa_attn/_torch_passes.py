@@ -7,6 +7,7 @@ from functools import wraps
 import torch
 
 from . import _core
+from ._options import NO_EXTRAS, Extras, is_varied
 from ._torch_memory import FLOAT, aligned, allocator_of, fresh, is_seen, room_for_gradients, stream_of
 from ._torch_shardings import distributed
 
@@ -33,8 +34,8 @@ def run_backward(
             f"dlse has the shape {tuple(dlse.shape)}: it must be that of softmax_lse, {tuple(lse.shape)}"
         )
     dsinks = None
-    if extras is not None and extras[6] is not None:
-        dsinks = _empty(extras[6].shape, dtype=FLOAT, device=q.device)
+    if extras is not None and extras.sinks is not None:
+        dsinks = _empty(extras.sinks.shape, dtype=FLOAT, device=q.device)
     _core.backward(
         dout,
         q,
@@ -57,23 +58,18 @@ def run_backward(
     return dsinks
 
 
-def beside_of(extras):
-    """The operators' arguments for the extra tensors, or for none."""
-    return extras if extras is not None else (None,) * 7 + (0, 0)
-
-
 def backward_by_operator(
     dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras
 ):
     """(dq, dk, dv, dsinks or None) by the operator, for code that records operators; without autograd."""
-    cu_q, cu_k, used_q, used_k, _, slopes, sinks, max_q, max_k = beside_of(extras)
+    extras = NO_EXTRAS if extras is None else extras
     dout = torch.zeros_like(out) if dout is None else dout
-    options = (max_q, max_k, scale, bool(causal), *window, softcap, bool(deterministic))
+    options = (*extras[-2:], scale, bool(causal), *window, softcap, bool(deterministic))
     named = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
-    beside = distributed(named, (dlse, cu_q, cu_k, used_q, used_k, slopes, sinks))
+    beside = distributed(named, (dlse, *extras[:-2]))
     tensors = (None if x is None else x.detach() for x in (*named.values(), *beside))
     dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *options)
-    return dq, dk, dv, None if sinks is None else dsinks
+    return dq, dk, dv, None if extras.sinks is None else dsinks
 
 
 class _Final(torch.autograd.Function):
@@ -139,7 +135,7 @@ def _saved(ctx):
     count, extras = len(saved) - len(ctx.places), list(ctx.extras)
     for at, tensor in zip(ctx.places, saved[count:]):
         extras[at] = tensor
-    return saved[:count], tuple(extras)
+    return saved[:count], Extras(*extras)
 
 
 class Attention(torch.autograd.Function):
@@ -189,8 +185,7 @@ class PackedAttention(torch.autograd.Function):
             q, k, v = qkv.unbind(ctx.axis)
             *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
             return (torch.stack(grads, ctx.axis), None, dsinks, *(None,) * 7)
-        varied = extras is not None and any(x is not None for x in extras[:4])
-        make = torch.zeros if varied else torch.empty
+        make = torch.zeros if is_varied(extras) else torch.empty
         dqkv = make(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         q, k, v = qkv.unbind(ctx.axis)
         dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, extras, dlse)

@@ -14,11 +14,11 @@ _HEADS, _BATCH, _WHOLE = "heads", "batch", "whole"
 
 # What the operators' tensors are, by their names in the schemas.
 _ROWS = ("q", "k", "v", "out", "dout", "k_cache", "v_cache")
-_PER_SEQUENCE = ("used_q", "used_k", "page_table")
+_PER_SEQUENCE = ("seqused_q", "seqused_k", "page_table")
 _OUTPUTS = {
     "fa_attn::forward": ("out", "lse"),
     "fa_attn::backward": ("q", "k", "v", "dsinks"),
-    "fa_attn::append": ("turned", "used_k"),
+    "fa_attn::append": ("turned", "seqused_k"),
 }
 
 _is_told = False
@@ -69,7 +69,7 @@ def _register(operator):
 def _ways(given):
     """In which ways a call can be divided over one axis of a mesh."""
     ways = [_WHOLE, _HEADS]
-    is_packed = any(given.get(name) is not None for name in ("cu_q", "cu_k", "cu_new"))
+    is_packed = any(given.get(name) is not None for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_new"))
     # Sequences append to pages of one cache.
     if not is_packed and not ("k_cache" in given and given["page_table"] is not None):
         ways.append(_BATCH)

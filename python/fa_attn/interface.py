@@ -73,11 +73,11 @@ def flash_attn_func(
     `return_attn_probs` (out, softmax_lse, None). `others`: see the module.
     """
     no_dropout(dropout_p)
-    sinks, wants_lse, division = others_of("flash_attn_func", others) if others else (None, False, None)
-    if alibi_slopes is None and sinks is None:
+    beside, wants_lse, division = others_of("flash_attn_func", others) if others else ({}, False, None)
+    if alibi_slopes is None and not beside:
         extras = None
     else:
-        extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
+        extras = extras_of(alibi_slopes=alibi_slopes, **beside)
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
     out, lse = face_of(q).attention(q, k, v, *options, extras, out=out, division=division)
     if return_attn_probs is not False or wants_lse:
@@ -100,9 +100,9 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
     no_dropout(dropout_p)
-    sinks, wants_lse, division = others_of("flash_attn_qkvpacked_func", others)
+    beside, wants_lse, division = others_of("flash_attn_qkvpacked_func", others)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
-    extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
+    extras = extras_of(alibi_slopes=alibi_slopes, **beside)
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
     out, lse = face.packed_attention(qkv, 2, *options, extras, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
@@ -184,7 +184,7 @@ def flash_attn_varlen_func(
     tensors on a GPU, and where `out` is given, rows of out that belong to no sequence are not written.
     """
     no_dropout(dropout_p)
-    sinks, wants_lse, division = others_of("flash_attn_varlen_func", others)
+    beside, wants_lse, division = others_of("flash_attn_varlen_func", others)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     table = block_table if block_table is not None else page_table
@@ -199,15 +199,15 @@ def flash_attn_varlen_func(
         if starts is not None and longest is None:
             raise InputError(f"max_seqlen_{name} is None: with cu_seqlens_{name} it must be an upper bound")
     extras = extras_of(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        table,
-        alibi_slopes,
-        sinks,
-        0 if max_seqlen_q is None else max_seqlen_q,
-        0 if max_seqlen_k is None else max_seqlen_k,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        page_table=table,
+        alibi_slopes=alibi_slopes,
+        max_seqlen_q=0 if max_seqlen_q is None else max_seqlen_q,
+        max_seqlen_k=0 if max_seqlen_k is None else max_seqlen_k,
+        **beside,
     )
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
     out, lse = face.attention(q, k, v, *options, extras, out=out, division=division)
@@ -230,12 +230,19 @@ def flash_attn_varlen_qkvpacked_func(
 ):
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
     no_dropout(dropout_p)
-    sinks, wants_lse, division = others_of("flash_attn_varlen_qkvpacked_func", others)
+    beside, wants_lse, division = others_of("flash_attn_varlen_qkvpacked_func", others)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if max_seqlen is None:
         raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
     max_seqlen = most("max_seqlen", max_seqlen)
-    extras = extras_of(cu_seqlens, cu_seqlens, None, None, None, alibi_slopes, sinks, max_seqlen, max_seqlen)
+    extras = extras_of(
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        alibi_slopes=alibi_slopes,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        **beside,
+    )
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
     out, lse = face.packed_attention(qkv, 1, *options, extras, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
@@ -299,7 +306,7 @@ def flash_attn_backward(
     """The gradients of `flash_attn_func`, for arrays without autograd. `out` and `softmax_lse` are its
     results, `dout` is the gradient of out, `dlse` that of softmax_lse, float32 in its shape. Returns (dq, dk,
     dv), with sinks (dq, dk, dv, dsinks)."""
-    extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
+    extras = extras_of(alibi_slopes=alibi_slopes, sinks=sinks)
     options = (softmax_scale, causal, window_size, softcap, deterministic)
     return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
 
@@ -329,15 +336,14 @@ def flash_attn_varlen_backward(
     """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that belong to no sequence
     get 0."""
     extras = extras_of(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        None,
-        alibi_slopes,
-        sinks,
-        max_seqlen_q,
-        max_seqlen_k,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )
     options = (softmax_scale, causal, window_size, softcap, deterministic)
     return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)

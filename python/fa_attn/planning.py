@@ -9,6 +9,7 @@ from . import _core
 from ._checks import array, count, flag, given_back, number, one_of, window
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
+from ._options import TENSORS, Extras
 
 
 def problem(
@@ -211,7 +212,7 @@ class Kernels:
 
     def __init__(self, given, device="cpu", deterministic=False, backward=None):
         text = _text(given)
-        self.problem = json.loads(_core.problem(text))
+        self.problem, self._needs = json.loads(_core.problem(text)), _core.needs(text)
         self.device, self.deterministic = str(device), flag("deterministic", deterministic)
         ordinal = self._ordinal()
         if ordinal is not None:
@@ -241,12 +242,12 @@ class Kernels:
     def _extras(self, q, k, v, named):
         array("q", q), array("k", k), array("v", v)
         for name in named:
-            if name not in _BESIDE:
-                raise TypeError(f"unexpected keyword argument '{name}': {', '.join(_BESIDE)} are known")
-        beside = tuple(named.get(name) for name in _BESIDE)
+            if name not in TENSORS:
+                raise TypeError(f"unexpected keyword argument '{name}': {', '.join(TENSORS)} are known")
+        beside = tuple(named.get(name) for name in TENSORS)
         given = self.problem
-        for name, value in zip(_BESIDE, beside):
-            if (value is not None) != _names(given, name):
+        for name, value in zip(TENSORS, beside):
+            if (value is not None) != (name in self._needs):
                 fault = "missing: the problem has them" if value is None else "given, but the problem has none"
                 raise _core.InputError(f"{name}: {fault}")
         outer_q = [given["batch"], given["seqlen_q"]] if "total_q" not in given else [given["total_q"]]
@@ -274,7 +275,7 @@ class Kernels:
                 raise _core.InputError(f"q lies {place}: bound is {self.device!r}")
         if all(x is None for x in beside):
             return None
-        return (*beside, given["seqlen_q"], given["seqlen_k"])
+        return Extras(*beside, given["seqlen_q"], given["seqlen_k"])
 
     def forward(self, q, k, v, **beside):
         """(out, lse)."""
@@ -293,28 +294,3 @@ class Kernels:
 
 # DLPack's device type for the CPU.
 _CPU = 1
-
-
-def _names(problem, beside):
-    """Whether a problem has the array that an argument of `Kernels` is."""
-    is_paged = problem.get("page") is not None
-    return {
-        "cu_seqlens_q": problem.get("total_q") is not None,
-        "cu_seqlens_k": problem.get("total_k") is not None,
-        "seqused_q": bool(problem.get("used_q")),
-        "seqused_k": bool(problem.get("used_k")) or is_paged,
-        "page_table": is_paged,
-        "alibi_slopes": problem.get("alibi") is not None,
-        "sinks": bool(problem.get("sinks")),
-    }[beside]
-
-
-_BESIDE = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "page_table",
-    "alibi_slopes",
-    "sinks",
-)

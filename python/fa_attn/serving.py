@@ -95,7 +95,7 @@ def flash_attn_with_kvcache(
     """
     metadata = others.pop("scheduler_metadata", None)
     others["num_splits"] = num_splits
-    sinks, wants_lse, division = others_of("flash_attn_with_kvcache", others)
+    beside, wants_lse, division = others_of("flash_attn_with_kvcache", others)
     wants_lse = flag("return_softmax_lse", return_softmax_lse) or wants_lse
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
@@ -183,7 +183,14 @@ def flash_attn_with_kvcache(
         if cu_seqlens_k_new is not None:
             _check_starts(cu_seqlens_k_new, k, batch, face)
         # Before the caches are written.
-        extras = extras_of(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, longest, 0)
+        extras = extras_of(
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=used,
+            page_table=table,
+            alibi_slopes=alibi_slopes,
+            max_seqlen_q=longest,
+            **beside,
+        )
         face.check(q, k_cache, v_cache, *options[:-1], extras, out)
         q, used = face.append(
             Append(
@@ -216,8 +223,17 @@ def flash_attn_with_kvcache(
     if face.has_autograd:
         # What is written in place has no gradients, so the gradients of the other arrays would be incomplete.
         q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
-        sinks = None if sinks is None else face.detached("sinks", sinks)
-    extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
+        beside = {name: face.detached(name, value) for name, value in beside.items()}
+    extras = extras_of(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=starts,
+        seqused_k=used,
+        page_table=table,
+        alibi_slopes=alibi_slopes,
+        max_seqlen_q=longest,
+        max_seqlen_k=rows,
+        **beside,
+    )
     out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out, division=division)
     return (out, lse) if wants_lse else out
 

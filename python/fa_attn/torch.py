@@ -116,7 +116,7 @@ def attention(
     if q.is_neg() or k.is_neg() or v.is_neg():
         # DLPack does not tell.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    sinks = None if extras is None else extras[6]
+    sinks = None if extras is None else extras.sinks
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
@@ -139,7 +139,7 @@ def _check_out(out, q, k, v, extras):
     check_tensor("out", out)
     room(out, out_shape(q, v), q.dtype)
     apart(out, q, k, v, extras, may_overlap)
-    differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras[6])
+    differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
         raise _core.InputError(
             "out with tensors that require gradients: what is written in place has none, leave it out or "
@@ -175,7 +175,7 @@ def contiguous(tensor):
 def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras, *, division=None):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     check_extras(extras)
-    sinks = None if extras is None else extras[6]
+    sinks = None if extras is None else extras.sinks
     plain = not goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
     if plain and (qkv.is_neg() or qkv.dtype is FLOAT):
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv

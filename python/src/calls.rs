@@ -2,11 +2,11 @@
 
 use fa_attn::{Append, Division, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
-use crate::given::{ExtraObjects, Given, Options, bound, dtype_of, elsewhere, heads_and_dim, words};
+use crate::given::{Given, Options, bound, dtype_of, elsewhere, heads_and_dim, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
@@ -91,7 +91,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
             same("dk", dk, k, problem.head_dim)?;
             same("dv", dv, v, problem.head_dim_v)?;
             rows("softmax_lse", lse, lse_rows)?;
-            if let Some(dlse) = &given.beside.dlse {
+            if let Some(dlse) = &given.beside.extras.dlse {
                 if dlse.place != place {
                     return Err(elsewhere("dlse", place));
                 }
@@ -121,7 +121,7 @@ pub(crate) fn forward<'py>(
     causal: bool,
     window: (i64, i64),
     softcap: f64,
-    extras: Option<ExtraObjects<'py>>,
+    extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
     plans: Option<&Bound<'py, PyDict>>,
@@ -148,7 +148,7 @@ pub(crate) fn check_forward<'py>(
     causal: bool,
     window: (i64, i64),
     softcap: f64,
-    extras: Option<ExtraObjects<'py>>,
+    extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
 ) -> PyResult<()> {
     let given = Given::of([q, k, v], extras.as_ref(), stream)?;
@@ -180,13 +180,13 @@ pub(crate) fn backward<'py>(
     window: (i64, i64),
     softcap: f64,
     deterministic: bool,
-    extras: Option<ExtraObjects<'py>>,
+    extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
     dlse: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<()> {
     let mut given = Given::of([q, k, v], extras.as_ref(), stream)?;
-    given.beside.dlse = dlse.map(|dlse| words("dlse", dlse, stream, dlpack::Type::F32)).transpose()?;
+    given.beside.extras.dlse = dlse.map(|dlse| words("dlse", dlse, stream, dlpack::Type::F32)).transpose()?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
     let (dout, out, lse) = (view("dout", dout)?, view("out", out)?, view("softmax_lse", lse)?);
@@ -227,7 +227,7 @@ pub(crate) fn report<'py>(
     causal: bool,
     window: (i64, i64),
     softcap: f64,
-    extras: Option<ExtraObjects<'py>>,
+    extras: Option<Bound<'py, PyTuple>>,
     backward: bool,
     deterministic: bool,
     division: Option<(Option<usize>, Option<bool>)>,
@@ -271,8 +271,8 @@ pub(crate) fn report_of(
 /// GPU.
 #[pyfunction]
 #[pyo3(signature = (
-    k, v, k_cache, v_cache, q, q_out, cos, sin, interleaved, following, cu_new, max_new, used_k,
-    page_table, cu_q, max_q, used_out, stream=None
+    k, v, k_cache, v_cache, q, q_out, cos, sin, interleaved, following, cu_new, max_new, seqused_k,
+    page_table, cu_seqlens_q, max_q, used_out, stream=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn append<'py>(
@@ -289,9 +289,9 @@ pub(crate) fn append<'py>(
     following: bool,
     cu_new: Option<&Bound<'py, PyAny>>,
     max_new: i64,
-    used_k: &Bound<'py, PyAny>,
+    seqused_k: &Bound<'py, PyAny>,
     page_table: Option<&Bound<'py, PyAny>>,
-    cu_q: Option<&Bound<'py, PyAny>>,
+    cu_seqlens_q: Option<&Bound<'py, PyAny>>,
     max_q: i64,
     used_out: &Bound<'py, PyAny>,
     stream: Option<u64>,
@@ -315,10 +315,10 @@ pub(crate) fn append<'py>(
         q: maybe("q", q)?,
         q_out: maybe("q", q_out)?,
         // Queries are rows to turn: without tables the append has none.
-        cu_q: if tables.is_some() { ints("cu_seqlens_q", cu_q)? } else { None },
+        cu_seqlens_q: if tables.is_some() { ints("cu_seqlens_q", cu_seqlens_q)? } else { None },
         tables,
         cu_new: ints("cu_seqlens_k_new", cu_new)?,
-        used_k: ints("cache_seqlens", Some(used_k))?,
+        seqused_k: ints("cache_seqlens", Some(seqused_k))?,
         page_table: ints("page_table (block_table)", page_table)?,
         used_out: ints("cache_seqlens", Some(used_out))?,
     };
@@ -381,12 +381,12 @@ fn appended(
             return Err(InputError::new_err(message));
         }
     }
-    let (packed_new, packed_q) = (arrays.cu_new.is_some(), arrays.cu_q.is_some());
+    let (packed_new, packed_q) = (arrays.cu_new.is_some(), arrays.cu_seqlens_q.is_some());
     axes("k", &arrays.k_new, packed_new)?;
     axes("v", &arrays.v_new, packed_new)?;
     axes("k_cache", &arrays.k_cache, false)?;
     axes("v_cache", &arrays.v_cache, false)?;
-    let Some(used) = &arrays.used_k else { return Err(InputError::new_err("cache_seqlens is missing")) };
+    let Some(used) = &arrays.seqused_k else { return Err(InputError::new_err("cache_seqlens is missing")) };
     let sequences = used.shape().first().copied().unwrap_or(0);
     let cache = match &arrays.page_table {
         Some(table) => {

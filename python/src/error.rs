@@ -100,11 +100,8 @@ pub(crate) fn raised(error: Error) -> PyErr {
 
 /// A message in which arguments have their Python names.
 fn as_arguments(text: &str) -> String {
-    const NAMES: [(&str, &str); 9] = [
-        ("cu_q", "cu_seqlens_q"),
-        ("cu_k", "cu_seqlens_k"),
-        ("used_q", "seqused_q"),
-        ("used_k", "seqused_k (cache_seqlens)"),
+    const NAMES: [(&str, &str); 6] = [
+        ("seqused_k", "seqused_k (cache_seqlens)"),
         ("cu_new", "cu_seqlens_k_new"),
         ("the problem's bound", "max_seqlen"),
         ("rotary.table", "the type of rotary_cos and rotary_sin"),

@@ -1,7 +1,10 @@
 //! The arrays and options of a call, and the problem that they pose.
 
-use fa_attn::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Types};
+use fa_attn::{Alibi, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
+use fa_core::extras::Value;
+use fa_core::{Extra, Extras};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::dlpack::{Place, Type, View};
 use crate::error::{InputError, UnsupportedError};
@@ -18,72 +21,47 @@ pub(crate) struct Options {
     pub softcap: f64,
 }
 
-/// `cu_q`, `cu_k`, `used_q`, `used_k`, `page_table`, `alibi_slopes`, `sinks`, `max_q`, `max_k`.
-pub(crate) type ExtraObjects<'py> = (
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-    i64,
-    i64,
-);
-
 /// The arrays of a call other than Q, K and V.
 #[derive(Default)]
 pub(crate) struct Beside<'py> {
-    pub cu_q: Option<View<'py>>,
-    pub cu_k: Option<View<'py>>,
-    pub used_q: Option<View<'py>>,
-    pub used_k: Option<View<'py>>,
-    pub page_table: Option<View<'py>>,
-    pub alibi_slopes: Option<View<'py>>,
-    pub sinks: Option<View<'py>>,
-    /// The gradient of the LSE, of a backward.
-    pub dlse: Option<View<'py>>,
+    pub extras: Extras<View<'py>>,
     /// Upper bounds on the rows of a packed sequence, and of one in pages.
     pub max: (usize, usize),
 }
 
 impl<'py> Beside<'py> {
-    pub(crate) fn of(objects: Option<&ExtraObjects<'py>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
-        let Some((cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k)) = objects else {
-            return Ok(Beside::default());
+    /// The arrays of a tuple, in the order of [`arguments`], and the two bounds behind them.
+    fn of(objects: Option<&Bound<'py, PyTuple>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
+        let Some(objects) = objects else { return Ok(Beside::default()) };
+        let view = |extra: Extra, need: Type| {
+            let Some(at) = arguments().position(|own| own == extra) else { return Ok(None) };
+            let object = objects.get_borrowed_item(at)?;
+            if object.is_none() {
+                return Ok(None);
+            }
+            words(argument(extra), &object, stream, need).map(Some)
         };
-        let view = |name: &str, object: &Option<Bound<'py, PyAny>>, need: Type| {
-            object.as_ref().map(|object| words(name, object, stream, need)).transpose()
+        let most = |name: &str, at: usize| {
+            bound(name, objects.get_borrowed_item(arguments().count() + at)?.extract()?)
         };
         Ok(Beside {
-            cu_q: view("cu_seqlens_q", cu_q, Type::I32)?,
-            cu_k: view("cu_seqlens_k", cu_k, Type::I32)?,
-            used_q: view("seqused_q", used_q, Type::I32)?,
-            used_k: view("seqused_k (cache_seqlens)", used_k, Type::I32)?,
-            page_table: view("page_table (block_table)", table, Type::I32)?,
-            alibi_slopes: view("alibi_slopes", slopes, Type::F32)?,
-            sinks: view("sinks", sinks, Type::F32)?,
-            dlse: None,
-            max: (bound("max_seqlen_q", *max_q)?, bound("max_seqlen_k", *max_k)?),
+            extras: Extras::try_of(|extra| view(extra, Type::I32), |extra| view(extra, Type::F32))?,
+            max: (most("max_seqlen_q", 0)?, most("max_seqlen_k", 1)?),
         })
-    }
-
-    fn views(&self) -> [Option<&View<'py>>; 7] {
-        let Beside { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, .. } = self;
-        [cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks].map(Option::as_ref)
     }
 }
 
-/// The names of the arguments, in the order of [`Beside::views`].
-pub(crate) const BESIDE: [&str; 7] = [
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k (cache_seqlens)",
-    "page_table (block_table)",
-    "alibi_slopes",
-    "sinks",
-];
+/// The extras that every function takes: all but the gradient of the LSE.
+pub(crate) fn arguments() -> impl Iterator<Item = Extra> {
+    Extra::ALL.into_iter().filter(|extra| extra.is_read_by(Pass::Forward))
+}
+
+/// The names of an argument in errors.
+pub(crate) fn argument(extra: Extra) -> &'static str {
+    const SEVERAL: [(Extra, &str); 2] =
+        [(Extra::SequsedK, "seqused_k (cache_seqlens)"), (Extra::PageTable, "page_table (block_table)")];
+    SEVERAL.iter().find(|(own, _)| *own == extra).map_or(extra.name(), |(_, names)| *names)
+}
 
 /// An upper bound on rows. It is checked here and not in Python, where torch.compile traces the call before the
 /// value is known.
@@ -148,7 +126,7 @@ impl<'py> Given<'py> {
     /// # Errors Arrays on different devices or of different types, and types that are not supported.
     pub(crate) fn of(
         [q, k, v]: [&Bound<'py, PyAny>; 3],
-        extras: Option<&ExtraObjects<'py>>,
+        extras: Option<&Bound<'py, PyTuple>>,
         stream: Option<u64>,
     ) -> PyResult<Given<'py>> {
         let (q, k, v) = (View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?);
@@ -162,9 +140,10 @@ impl<'py> Given<'py> {
             }
         }
         let place = given.q.place;
-        let all = [Some(&given.k), Some(&given.v)].into_iter().chain(given.beside.views());
-        for (name, view) in ["k", "v"].into_iter().chain(BESIDE).zip(all) {
-            if view.is_some_and(|view| view.place != place) {
+        let beside = given.beside.extras.iter();
+        let beside = beside.map(|(extra, view)| (argument(extra), view.into_inner()));
+        for (name, view) in [("k", &given.k), ("v", &given.v)].into_iter().chain(beside) {
+            if view.place != place {
                 return Err(elsewhere(name, place));
             }
         }
@@ -199,17 +178,12 @@ impl<'py> Given<'py> {
             )));
         }
         let sequences = batch.sequences();
+        let extras = &beside.extras;
         let alibi =
-            beside.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
-        if let Some(sinks) = &beside.sinks
-            && sinks.shape() != [heads_q]
-        {
-            let message = format!("sinks has the shape {:?}: it must be ({heads_q},)", sinks.shape());
-            return Err(InputError::new_err(message));
-        }
+            extras.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
         let softcap = (options.softcap != 0.0).then_some(options.softcap);
         let [_, head_dim_v] = heads_and_dim(v);
-        Ok(Problem {
+        let problem = Problem {
             lengths: Lengths::of(sequences, side_q, side_k),
             heads_q,
             heads_kv,
@@ -218,14 +192,20 @@ impl<'py> Given<'py> {
             mask: mask(options.causal, options.window),
             types: Types::same(*dtype),
             softmax_scale: options.scale,
-            score: ScoreMod { softcap, alibi, sinks: beside.sinks.is_some() },
-        })
+            score: ScoreMod { softcap, alibi, sinks: extras.sinks.is_some() },
+        };
+        for extra in arguments() {
+            if let (Some(Value::F32(view)), Some(axes)) = (extras.get(extra), extra.axes_of(&problem)) {
+                check_shape(extra.name(), view, axes.iter().map(|axis| axis.len(&problem)).collect())?;
+            }
+        }
+        Ok(problem)
     }
 
     /// The rows of Q.
     fn queries(&self, batch: &mut Batch) -> PyResult<Side> {
         let (q, beside) = (&self.q, &self.beside);
-        let side = match &beside.cu_q {
+        let side = match &beside.extras.cu_seqlens_q {
             Some(cu) => {
                 axes("q", q, 3, "(total, heads, head_dim) with cu_seqlens_q")?;
                 batch.is("cu_seqlens_q", sequences_of("cu_seqlens_q", cu)?)?;
@@ -237,13 +217,13 @@ impl<'py> Given<'py> {
                 Side::padded(q.shape()[1])
             }
         };
-        used("seqused_q", &beside.used_q, side, batch)
+        used("seqused_q", &beside.extras.seqused_q, side, batch)
     }
 
     /// The rows of K and V.
     fn keys(&self, batch: &mut Batch) -> PyResult<Side> {
         let (k, beside) = (&self.k, &self.beside);
-        let side = match (&beside.page_table, &beside.cu_k) {
+        let side = match (&beside.extras.page_table, &beside.extras.cu_seqlens_k) {
             (Some(table), None) => {
                 axes("k", k, 4, "(pages, page, heads, head_dim) with a page_table (block_table)")?;
                 axes("page_table (block_table)", table, 2, "(batch, pages of a sequence)")?;
@@ -269,7 +249,7 @@ impl<'py> Given<'py> {
                 Side::padded(k.shape()[1])
             }
         };
-        used("seqused_k (cache_seqlens)", &beside.used_k, side, batch)
+        used("seqused_k (cache_seqlens)", &beside.extras.seqused_k, side, batch)
     }
 }
 
@@ -291,6 +271,15 @@ impl Batch {
     fn sequences(&self) -> usize {
         self.0.map_or(0, |(sequences, _)| sequences)
     }
+}
+
+fn check_shape(name: &str, view: &View<'_>, need: Vec<usize>) -> PyResult<()> {
+    if view.shape() == need {
+        return Ok(());
+    }
+    let need: Vec<String> = need.iter().map(usize::to_string).collect();
+    let need = if need.len() == 1 { format!("({},)", need[0]) } else { format!("({})", need.join(", ")) };
+    Err(InputError::new_err(format!("{name} has the shape {:?}: it must be {need}", view.shape())))
 }
 
 fn axes(name: &str, view: &View<'_>, need: usize, what: &str) -> PyResult<()> {

@@ -227,7 +227,6 @@ impl Device {
                 Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }),
             ) => {
                 extras.dsinks = dsinks.map(|dsinks| floats("dsinks", dsinks, place)).transpose()?;
-                extras.dlse = beside.dlse.as_ref().map(|dlse| floats("dlse", dlse, place)).transpose()?;
                 let (_scratch, workspace) = scratch(backward.workspace_bytes().max(16), false, allocate)?;
                 let args = RawBackwardArgs {
                     q,
@@ -321,10 +320,10 @@ impl Device {
             tables,
             cu_new: address("cu_seqlens_k_new", &arrays.cu_new)?,
             used_new: None,
-            used_k: address("cache_seqlens", &arrays.used_k)?,
+            seqused_k: address("cache_seqlens", &arrays.seqused_k)?,
             page_table: address("page_table (block_table)", &arrays.page_table)?,
-            cu_q: address("cu_seqlens_q", &arrays.cu_q)?,
-            used_q: None,
+            cu_seqlens_q: address("cu_seqlens_q", &arrays.cu_seqlens_q)?,
+            seqused_q: None,
             used_out: address("cache_seqlens", &arrays.used_out)?,
             dropped: None,
         };

@@ -114,9 +114,9 @@ pub(crate) struct Appended<'py> {
     pub q_out: Option<View<'py>>,
     pub tables: Option<[View<'py>; 2]>,
     pub cu_new: Option<View<'py>>,
-    pub used_k: Option<View<'py>>,
+    pub seqused_k: Option<View<'py>>,
     pub page_table: Option<View<'py>>,
-    pub cu_q: Option<View<'py>>,
+    pub cu_seqlens_q: Option<View<'py>>,
     pub used_out: Option<View<'py>>,
 }
 
@@ -151,10 +151,10 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
     let mut extras = AppendExtras {
         cu_new: arrays.cu_new.as_ref().map(ints),
         used_new: None,
-        used_k: arrays.used_k.as_ref().map(ints),
+        seqused_k: arrays.seqused_k.as_ref().map(ints),
         page_table: arrays.page_table.as_ref().map(ints),
-        cu_q: arrays.cu_q.as_ref().map(ints),
-        used_q: None,
+        cu_seqlens_q: arrays.cu_seqlens_q.as_ref().map(ints),
+        seqused_q: None,
         used_out: arrays.used_out.as_ref().map(|view| slice_mut("cache_seqlens", view)).transpose()?,
     };
     threads::detached(py, || fa_attn::append(append, &mut extras, &mut tensors))?
@@ -279,19 +279,7 @@ fn ints<'a>(view: &'a View<'_>) -> &'a [i32] {
 }
 
 fn extras<'a>(beside: &'a Beside<'_>) -> Extras<'a> {
-    let words = |view: &'a Option<View<'_>>| view.as_ref().map(|view| ints(view));
-    let floats = |view: &'a Option<View<'_>>| {
-        // SAFETY: `words` has checked type and order.
-        view.as_ref().map(|view| unsafe { elements(view.data.cast::<f32>(), view.elements()) })
-    };
-    Extras {
-        cu_q: words(&beside.cu_q),
-        cu_k: words(&beside.cu_k),
-        used_q: words(&beside.used_q),
-        used_k: words(&beside.used_k),
-        page_table: words(&beside.page_table),
-        alibi_slopes: floats(&beside.alibi_slopes),
-        sinks: floats(&beside.sinks),
-        dlse: floats(&beside.dlse),
-    }
+    // SAFETY: `words` has checked type and order.
+    let floats = |view: &'a View<'_>| unsafe { elements(view.data.cast::<f32>(), view.elements()) };
+    beside.extras.as_ref().map(|_, view| ints(view), |_, view| floats(view))
 }

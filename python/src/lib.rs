@@ -34,11 +34,13 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
+        use super::given::{argument, arguments};
         use pyo3::types::{PyModuleMethods, PyTuple};
-        module.add("BESIDE", PyTuple::new(module.py(), super::given::BESIDE)?)?;
+        let beside: Vec<&str> = arguments().map(argument).collect();
+        module.add("BESIDE", PyTuple::new(module.py(), beside)?)?;
         module.add("InputTypeError", super::error::input_type_error(module.py())?)
     }
 
     #[pymodule_export]
-    use super::planning::{bind, explain, finish_tuning, plan, problem, tuning, version};
+    use super::planning::{bind, explain, finish_tuning, needs, plan, problem, tuning, version};
 }

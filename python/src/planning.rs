@@ -11,6 +11,7 @@ use serde::Serialize;
 use crate::calls::report_of;
 use crate::dlpack::Place;
 use crate::error::{InputError, UnsupportedError};
+use crate::given::arguments;
 use crate::{devices, threads};
 
 /// The package's version.
@@ -31,6 +32,14 @@ pub(crate) fn problem_of(json: &str) -> PyResult<Problem> {
 #[pyfunction]
 pub(crate) fn problem(json: &str) -> PyResult<String> {
     serde_json::to_string(&problem_of(json)?).map_err(|error| InputError::new_err(error.to_string()))
+}
+
+/// The names of the extras that calls of a problem take, those that every function takes.
+#[pyfunction]
+pub(crate) fn needs(json: &str) -> PyResult<Vec<&'static str>> {
+    let problem = problem_of(json)?;
+    let needs = arguments().filter_map(|extra| extra.need(&problem, Pass::Forward));
+    Ok(needs.map(|need| need.name).collect())
 }
 
 /// Binds a pass of a problem on the CPU (`device` None) or a GPU, and says what runs it, as JSON.

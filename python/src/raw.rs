@@ -37,19 +37,6 @@ pub(crate) fn floats(name: &str, view: &View<'_>, place: Place) -> PyResult<u64>
 }
 
 pub(crate) fn extras(beside: &Beside<'_>) -> RawExtras {
-    let at = |view: &Option<View<'_>>| view.as_ref().map(View::address);
-    RawExtras {
-        cu_q: at(&beside.cu_q),
-        cu_k: at(&beside.cu_k),
-        used_q: at(&beside.used_q),
-        used_k: at(&beside.used_k),
-        page_table: at(&beside.page_table),
-        page_faults: None,
-        plan: None,
-        counter: None,
-        alibi_slopes: at(&beside.alibi_slopes),
-        sinks: at(&beside.sinks),
-        dsinks: None,
-        dlse: None,
-    }
+    let inputs = beside.extras.as_ref().map(|_, view| view.address(), |_, view| view.address());
+    RawExtras { inputs, ..RawExtras::default() }
 }

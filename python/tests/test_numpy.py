@@ -8,6 +8,8 @@ import reference
 from reference import arrays, close
 
 import fa_attn
+from fa_attn import _core
+from fa_attn._options import TENSORS
 
 
 MASKS = [
@@ -272,3 +274,7 @@ def test_how_a_gpu_divides_the_work_changes_nothing_on_the_cpu():
             lambda **some: fa_attn.flash_attn_with_kvcache(q, k, v, causal=True, **some),
         ):
             assert np.array_equal(call(**given), call())
+
+
+def test_extras_are_in_the_order_of_the_library():
+    assert tuple(name.split(" ")[0] for name in _core.BESIDE) == TENSORS

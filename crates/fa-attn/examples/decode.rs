@@ -36,7 +36,7 @@ pub(crate) fn step() -> Result<Tensor<bf16>, Error> {
     // Which pages each request has, in order, and how many keys; -1 where it needs no more pages.
     let page_table = [7, 2, 9, 0, 3, -1, -1, -1, 11, 5, -1, -1];
     let keys = [50, 4, 32];
-    let extras = Extras { page_table: Some(&page_table), used_k: Some(&keys), ..Extras::NONE };
+    let extras = Extras { page_table: Some(&page_table), seqused_k: Some(&keys), ..Extras::NONE };
 
     let engine = Engine::new()?; // the GPU where there is one, else all CPU cores
     let output = engine.forward(&problem, [&q, &k, &v], &extras)?;

@@ -70,7 +70,7 @@ fn forward<T: Half>(
     fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
-    fa_cpu::check::check_no_dlse(&extras)?;
+    fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let bytes = bound.workspace_bytes();

@@ -57,7 +57,7 @@
 //! let problem = Problem { lengths: Lengths::packed(3, 12, 12, 7, 7), ..square };
 //! let q = Tensor::filled([1, 12, 4, 32], TensorLayout::Bshd, 0.5f32);
 //! let starts = [0, 5, 5, 12];
-//! let extras = Extras { cu_q: Some(&starts), cu_k: Some(&starts), ..Extras::NONE };
+//! let extras = Extras { cu_seqlens_q: Some(&starts), cu_seqlens_k: Some(&starts), ..Extras::NONE };
 //!
 //! let engine = Engine::new()?;
 //! let output = engine.forward(&problem, [&q, &q, &q], &extras)?;
@@ -91,7 +91,7 @@
 //! let mut v = k.clone();
 //! let (lengths, mut after) = ([17, 0], [0, 0]);
 //! let mut extras = AppendExtras {
-//!     used_k: Some(&lengths),
+//!     seqused_k: Some(&lengths),
 //!     page_table: Some(&[3, 1, 0, 2]),
 //!     used_out: Some(&mut after),
 //!     ..AppendExtras::default()

@@ -113,18 +113,7 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
 
 /// The small tensors as fa-cpu takes them.
 fn on_host(beside: &Beside) -> Result<OwnedExtras> {
-    let integers = |tensor: &Option<Tensor>| tensor.as_ref().map(host_integers).transpose();
-    let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(host_floats).transpose();
-    Ok(OwnedExtras {
-        cu_q: integers(&beside.cu_q)?,
-        cu_k: integers(&beside.cu_k)?,
-        used_q: integers(&beside.used_q)?,
-        used_k: integers(&beside.used_k)?,
-        page_table: integers(&beside.page_table)?,
-        alibi_slopes: floats(&beside.alibi_slopes)?,
-        sinks: floats(&beside.sinks)?,
-        dlse: None,
-    })
+    beside.as_ref().try_map(|_, tensor| host_integers(tensor), |_, tensor| host_floats(tensor))
 }
 
 fn host_floats(tensor: &Tensor) -> Result<Vec<f32>> {

@@ -15,7 +15,7 @@ use half::{bf16, f16};
 
 use crate::error::{Error, refused};
 use crate::kernels::Device;
-use crate::problem::{Beside, Posed, strides};
+use crate::problem::{Posed, strides};
 
 /// An input: storage and layout.
 type Given<'a> = (&'a CudaStorage, &'a Layout);
@@ -61,8 +61,8 @@ fn output<T: Value>(
         true => Some(room::<f32>(posed, device, lse_len(problem))?),
         false => None,
     };
-    let beside = Locked::of(&posed.beside);
-    let views = beside.views()?;
+    let beside = lock(posed.beside.as_ref());
+    let views = views(&beside)?;
     let [(q, q_strides), (k, k_strides), (v, v_strides)] = [view::<T>(q)?, view(k)?, view(v)?];
     kernels.with_workspace(&stream, forward.workspace_bytes(), |workspace| {
         let args = ForwardArgs {
@@ -72,7 +72,7 @@ fn output<T: Value>(
             out: written(&mut out, out_shape(problem)),
             lse: lse.as_mut().map(|lse| lse as &mut dyn DevicePtrMut<f32>),
             workspace: workspace.map(|workspace| workspace as &mut dyn DevicePtrMut<u8>),
-            extras: views.extras(),
+            extras: extras(&views),
         };
         forward.run(&stream, args).map_err(refused)
     })?;
@@ -113,8 +113,8 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
     };
     // SAFETY: the kernels write every byte of it that they read.
     let mut workspace = unsafe { device.alloc::<u8>(backward.workspace_bytes().max(16))? };
-    let beside = Locked::of(&posed.beside);
-    let views = beside.views()?;
+    let beside = lock(fa_core::Extras { dlse, ..posed.beside.as_ref() });
+    let views = views(&beside)?;
     let mut inputs = [None, None, None, None, None];
     for (at, input) in inputs.iter_mut().enumerate() {
         *input = Some(view::<T>(given(at)?)?);
@@ -124,8 +124,6 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
         Ok::<_, candle_core::Error>(Input { data, strides: *strides })
     };
     let (lse, _) = view::<f32>(given(5)?)?;
-    let dlse = dlse.map(Tensor::storage_and_layout);
-    let dlse = dlse.as_ref().map(|dlse| floats(on_gpu(dlse)?)).transpose()?;
     let args = BackwardArgs {
         q: input(0)?,
         k: input(1)?,
@@ -139,8 +137,7 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
         workspace: &mut workspace,
         extras: Extras {
             dsinks: dsinks.as_mut().map(|dsinks| dsinks as &mut dyn DevicePtrMut<f32>),
-            dlse: dlse.as_ref().map(|dlse| dlse as &dyn DevicePtr<f32>),
-            ..views.extras()
+            ..extras(&views)
         },
     };
     backward.run(&stream, args).map_err(refused)?;
@@ -157,45 +154,23 @@ pub(crate) fn token(like: &CudaStorage) -> Result<(CudaStorage, Shape)> {
 }
 
 /// The tensors beside Q, K and V, held while a launch is enqueued.
-struct Locked<'a> {
-    tensors: [Option<(StorageRef<'a>, &'a Layout)>; 7],
+type Locked<'a> = fa_core::Extras<(StorageRef<'a>, &'a Layout)>;
+
+fn lock(beside: fa_core::Extras<&Tensor>) -> Locked<'_> {
+    beside.map(|_, tensor| tensor.storage_and_layout(), |_, tensor| tensor.storage_and_layout())
 }
 
 /// Where they lie.
-struct Views<'a> {
-    integers: [Option<CudaView<'a, i32>>; 5],
-    floats: [Option<CudaView<'a, f32>>; 2],
+type Views<'a> = fa_core::Extras<CudaView<'a, i32>, CudaView<'a, f32>>;
+
+fn views<'a>(locked: &'a Locked<'_>) -> Result<Views<'a>> {
+    locked.as_ref().try_map(|_, tensor| words(on_gpu(tensor)?), |_, tensor| floats(on_gpu(tensor)?))
 }
 
-impl<'a> Locked<'a> {
-    fn of(beside: &'a Beside) -> Locked<'a> {
-        let Beside { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks } = beside;
-        let tensors = [cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks];
-        Locked { tensors: tensors.map(|tensor| tensor.as_ref().map(Tensor::storage_and_layout)) }
-    }
-
-    fn views(&self) -> Result<Views<'_>> {
-        let mut views = Views { integers: [const { None }; 5], floats: [const { None }; 2] };
-        let (starts, scores) = self.tensors.split_at(5);
-        for (view, tensor) in views.integers.iter_mut().zip(starts) {
-            *view = tensor.as_ref().map(|tensor| words(on_gpu(tensor)?)).transpose()?;
-        }
-        for (to, tensor) in views.floats.iter_mut().zip(scores) {
-            *to = tensor.as_ref().map(|tensor| floats(on_gpu(tensor)?)).transpose()?;
-        }
-        Ok(views)
-    }
-}
-
-impl Views<'_> {
-    fn extras(&self) -> Extras<'_> {
-        fn read<'a, T>(view: &'a Option<CudaView<'_, T>>) -> Option<&'a dyn DevicePtr<T>> {
-            view.as_ref().map(|view| view as &dyn DevicePtr<T>)
-        }
-        let [cu_q, cu_k, used_q, used_k, page_table] = self.integers.each_ref().map(read);
-        let [alibi_slopes, sinks] = self.floats.each_ref().map(read);
-        Extras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, ..Extras::default() }
-    }
+fn extras<'a>(views: &'a Views<'_>) -> Extras<'a> {
+    let inputs = views.as_ref();
+    let inputs = inputs.map(|_, view| view as &dyn DevicePtr<i32>, |_, view| view as &dyn DevicePtr<f32>);
+    Extras { inputs, ..Extras::default() }
 }
 
 fn on_gpu<'a>((storage, layout): &'a (StorageRef<'_>, &Layout)) -> Result<Given<'a>> {

@@ -96,8 +96,8 @@ pub enum Error {
 /// A message of the crates below, in which arguments have their names here.
 fn as_arguments(error: &impl std::fmt::Display) -> String {
     const NAMES: [(&str, &str); 5] = [
-        ("cu_q", "seqlens_q"),
-        ("cu_k", "seqlens_k"),
+        ("cu_seqlens_", "seqlens_"),
+        ("seqused_", "used_"),
         ("page_table", "block_table"),
         ("the page table", "block_table"),
         ("the problem's bound", "max_seqlen"),

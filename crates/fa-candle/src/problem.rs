@@ -1,7 +1,7 @@
 //! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
 
 use candle_core::{DType, Layout, Result, Tensor};
-use fa_core::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
+use fa_core::{Alibi, Dtype, Extra, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
 use fa_cpu::CpuError;
 
 use crate::error::{Error, refused};
@@ -19,21 +19,13 @@ pub(crate) struct Posed {
 
 /// Tensors beside Q, K and V: contiguous, on Q's device; starts, lengths and pages u32 or i32, the others
 /// f32.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Beside {
-    pub(crate) cu_q: Option<Tensor>,
-    pub(crate) cu_k: Option<Tensor>,
-    pub(crate) used_q: Option<Tensor>,
-    pub(crate) used_k: Option<Tensor>,
-    pub(crate) page_table: Option<Tensor>,
-    pub(crate) alibi_slopes: Option<Tensor>,
-    pub(crate) sinks: Option<Tensor>,
-}
+pub(crate) type Beside = Extras<Tensor>;
 
 impl Posed {
     /// What the CPU's kernels refuse, in the words of the arguments.
     pub(crate) fn refused(&self, error: CpuError) -> candle_core::Error {
-        if let CpuError::Beyond { name: "used_k", index, value, limit } = error
+        if let CpuError::Beyond { name, index, value, limit } = error
+            && name == Extra::SequsedK.name()
             && self.beside.page_table.is_some()
         {
             return Error::PagedLength { sequence: index, keys: value, room: limit }.into();
@@ -132,7 +124,7 @@ fn padded([q, k, v]: [&Tensor; 3], used: [Option<&Tensor>; 2]) -> Result<(Sides,
     let lengths = Lengths::of(batch, side(seqlen_q, used_q), side(seqlen_k, used_k));
     let used = |name, used: Option<&Tensor>| used.map(|used| integers(name, used, &[batch], q)).transpose();
     let beside =
-        Beside { used_q: used("used_q", used_q)?, used_k: used("used_k", used_k)?, ..Beside::default() };
+        Beside { seqused_q: used("used_q", used_q)?, seqused_k: used("used_k", used_k)?, ..Beside::NONE };
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }
 
@@ -145,9 +137,9 @@ fn packed([q, k, v]: [&Tensor; 3], starts: [&Tensor; 2], max: [usize; 2]) -> Res
     let [seqlens_q, seqlens_k] = starts;
     let batch = sequences(seqlens_q)?;
     let beside = Beside {
-        cu_q: Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?),
-        cu_k: Some(integers("seqlens_k", seqlens_k, &[batch + 1], q)?),
-        ..Beside::default()
+        cu_seqlens_q: Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?),
+        cu_seqlens_k: Some(integers("seqlens_k", seqlens_k, &[batch + 1], q)?),
+        ..Beside::NONE
     };
     let lengths = Lengths::packed(batch, total_q, total_k, max[0], max[1]);
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
@@ -173,10 +165,10 @@ fn paged(
     let keys = Side::paged(page, pages, max[1]);
     let lengths = Lengths::of(batch, Side::packed(total_q, max[0]), keys);
     let beside = Beside {
-        cu_q: Some(cu_q),
-        used_k: Some(used_k),
+        cu_seqlens_q: Some(cu_q),
+        seqused_k: Some(used_k),
         page_table: Some(table(block_table, batch, lengths.table_columns(), q)?),
-        ..Beside::default()
+        ..Beside::NONE
     };
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }

@@ -114,7 +114,7 @@ impl<T: Element + Stored> NewRows<T> {
         is_interleaved: bool,
     ) -> anyhow::Result<NewRows<T>> {
         let usage = |message: String| Err(InputError::Usage(message));
-        let Some(before) = sides.values.used_k.clone() else {
+        let Some(before) = sides.values.seqused_k.clone() else {
             return Err(InputError::Usage(
                 "the file has k_new, but no cache_seqlens (or seqused_k), i32 [batch]: new keys go behind \
                  those that a cache holds"
@@ -122,7 +122,7 @@ impl<T: Element + Stored> NewRows<T> {
             )
             .into());
         };
-        if sides.values.cu_k.is_some() {
+        if sides.values.cu_seqlens_k.is_some() {
             usage(
                 "the file has k_new and cu_seqlens_k: packed keys have no room for new ones; give k and v \
                  padded, or in pages"
@@ -182,7 +182,7 @@ impl<T: Element + Stored> NewRows<T> {
         check_room(&append, &before, &counts, &queries(problem, sides))?;
         check_places(&append, sides, &before, &counts)?;
         let lengths = before.iter().zip(&counts).map(|(&before, &count)| before + count as i32);
-        sides.values.used_k = Some(lengths.collect());
+        sides.values.seqused_k = Some(lengths.collect());
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
             Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
         };
@@ -209,10 +209,10 @@ impl<T: Element + Stored> NewRows<T> {
         let mut extras = AppendExtras {
             cu_new: self.cu.as_deref(),
             used_new: None,
-            used_k: Some(&self.before),
+            seqused_k: Some(&self.before),
             page_table: sides.values.page_table.as_deref(),
-            cu_q: sides.values.cu_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
-            used_q: sides.values.used_q.as_deref().filter(|_| of_q.is_some()),
+            cu_seqlens_q: sides.values.cu_seqlens_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
+            seqused_q: sides.values.seqused_q.as_deref().filter(|_| of_q.is_some()),
             used_out: None,
         };
         let tables = self.tables.as_ref().map(|tables| {
@@ -273,12 +273,12 @@ fn queries(problem: &Problem, sides: &SideTensors) -> Vec<usize> {
     let max = problem.lengths.max_q();
     (0..problem.lengths.sequences())
         .map(|sequence| {
-            let all = match sides.values.cu_q.as_deref() {
+            let all = match sides.values.cu_seqlens_q.as_deref() {
                 Some(starts) => usize::try_from(starts[sequence + 1] - starts[sequence]).unwrap_or(0),
                 None => max,
             };
             let used =
-                sides.values.used_q.as_deref().map(|used| usize::try_from(used[sequence]).unwrap_or(0));
+                sides.values.seqused_q.as_deref().map(|used| usize::try_from(used[sequence]).unwrap_or(0));
             used.map_or(all, |used| used.min(all))
         })
         .collect()

@@ -144,7 +144,7 @@ impl<T: Element + Stored> Inputs<T> {
         if !grown {
             return Vec::new();
         }
-        let is_packed = sides.values.cu_q.is_some();
+        let is_packed = sides.values.cu_seqlens_q.is_some();
         let mut tensors = vec![
             NewTensor::of("q", q, is_packed),
             NewTensor::of("k", k, false),

@@ -1,8 +1,9 @@
 //! A file's tensors besides q, k and v: packed sequences, lengths in use, pages, slopes and sinks.
 
-use fa_core::{Alibi, Lengths, Problem, ScoreMod, Side, SideRows, TensorLayout};
+use fa_core::extras::{Axis, Extra, Extras, HostExtras, OwnedExtras, Value};
+use fa_core::{Alibi, Lengths, Pass, Problem, ScoreMod, Side, SideRows, TensorLayout};
+use fa_cpu::CpuError;
 use fa_cpu::batch::{Batch, Span};
-use fa_cpu::{CpuError, Extras, OwnedExtras};
 
 use crate::safetensors::{NewTensor, Plain, TensorFile};
 use crate::term::failure::InputError;
@@ -10,14 +11,12 @@ use crate::term::failure::InputError;
 /// The tensors beside q, k and v, as the file has them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct SideTensors {
-    /// Lengths, pages, slopes and sinks; `used_k` is `seqused_k` or `cache_seqlens`.
+    /// Lengths, pages, slopes and sinks; `seqused_k` may be called `cache_seqlens`.
     pub values: OwnedExtras,
     /// Which of the two names it has.
     used_k_name: &'static str,
-    /// Rows and columns of the page table.
-    table: [usize; 2],
-    /// Lengths of the slopes' axes.
-    slopes: Vec<usize>,
+    /// Their shapes.
+    shapes: Extras<Vec<usize>>,
 }
 
 /// The names of the keys in use: FlashAttention's of a packed batch and of a cache.
@@ -29,7 +28,7 @@ impl SideTensors {
     /// # Errors
     /// [`InputError`] for a tensor of a wrong type or rank, and for tensors that do not go together.
     pub(crate) fn read(file: &TensorFile) -> Result<SideTensors, InputError> {
-        let used_k = match USED_K.map(|name| file.has(name)) {
+        let seqused_k = match USED_K.map(|name| file.has(name)) {
             [true, true] => {
                 return Err(InputError::Usage(
                     "the file has seqused_k and cache_seqlens, two names of the same tensor: leave one out"
@@ -44,59 +43,52 @@ impl SideTensors {
                 "the file has page_table and cu_seqlens_k: keys are in pages or packed, not both".to_owned(),
             ));
         }
-        if file.has("page_table") && !file.has(used_k) {
+        if file.has("page_table") && !file.has(seqused_k) {
             return Err(InputError::Usage(
                 "the file has page_table, but no cache_seqlens (or seqused_k), i32 [batch]: keys in pages \
                  need their lengths"
                     .to_owned(),
             ));
         }
-        let integers =
-            |name, axes| read_ranked::<i32>(file, name, &[axes]).map(|found| found.map(|(v, _)| v));
-        let table = read_ranked::<i32>(file, "page_table", &["[batch, pages of a sequence]"])?;
-        let slopes = read_ranked::<f32>(file, "alibi_slopes", &["[heads_q]", "[batch, heads_q]"])?;
-        let sinks = read_ranked::<f32>(file, "sinks", &["[heads_q]"])?;
+        let found = Extras::try_of(
+            |extra| read_extra::<i32>(file, extra, name_of(extra, seqused_k)),
+            |extra| read_extra::<f32>(file, extra, name_of(extra, seqused_k)),
+        )?;
         Ok(SideTensors {
-            used_k_name: used_k,
-            table: table.as_ref().map_or([0, 0], |(_, shape)| [shape[0], shape[1]]),
-            slopes: slopes.as_ref().map_or_else(Vec::new, |(_, shape)| shape.clone()),
-            values: OwnedExtras {
-                cu_q: integers("cu_seqlens_q", "[batch + 1]")?,
-                cu_k: integers("cu_seqlens_k", "[batch + 1]")?,
-                used_q: integers("seqused_q", "[batch]")?,
-                used_k: integers(used_k, "[batch]")?,
-                page_table: table.map(|(values, _)| values),
-                alibi_slopes: slopes.map(|(values, _)| values),
-                sinks: sinks.map(|(values, _)| values),
-                dlse: None,
-            },
+            used_k_name: seqused_k,
+            shapes: found.as_ref().map(|_, (_, shape)| shape.clone(), |_, (_, shape)| shape.clone()),
+            values: found.map(|_, (values, _)| values, |_, (values, _)| values),
         })
     }
 
     /// As arguments of a call.
-    pub(crate) fn extras(&self) -> Extras<'_> {
+    pub(crate) fn extras(&self) -> HostExtras<'_> {
         self.values.view()
     }
 
-    /// Starts of the queries, lengths of the keys and their pages, as tensors of a file.
+    /// The name of one of the file's tensors.
+    fn name_of(&self, extra: Extra) -> &'static str {
+        name_of(extra, self.used_k_name)
+    }
+
+    /// Starts, lengths and pages, as tensors of a file.
     pub(crate) fn lengths_and_pages(&self) -> Vec<NewTensor> {
-        let row = |name, values: &Option<Vec<i32>>| {
-            values.as_ref().map(|values| NewTensor::new(name, &[values.len()], values))
-        };
-        let table =
-            self.values.page_table.as_ref().map(|values| NewTensor::new("page_table", &self.table, values));
-        let found = [
-            row("cu_seqlens_q", &self.values.cu_q),
-            row("seqused_q", &self.values.used_q),
-            row(self.used_k_name, &self.values.used_k),
-            table,
-        ];
-        found.into_iter().flatten().collect()
+        let integers = self.values.iter().filter_map(|(extra, values)| match values {
+            Value::I32(values) => Some((extra, values)),
+            Value::F32(_) => None,
+        });
+        let found = integers.filter_map(|(extra, values)| {
+            let shape = self.shapes.get(extra)?.into_inner();
+            Some(NewTensor::new(self.name_of(extra), shape, values))
+        });
+        found.collect()
     }
 
     /// Whether queries and keys are `[batch, seqlen, heads, head_dim]`.
     pub(crate) fn are_padded(&self) -> bool {
-        self.values.cu_q.is_none() && self.values.cu_k.is_none() && self.values.page_table.is_none()
+        self.values.cu_seqlens_q.is_none()
+            && self.values.cu_seqlens_k.is_none()
+            && self.values.page_table.is_none()
     }
 
     /// Slopes and sinks are those of `heads_q` heads.
@@ -104,11 +96,12 @@ impl SideTensors {
     /// # Errors
     /// [`InputError::Shape`].
     pub(crate) fn check_heads(&self, heads_q: usize) -> Result<(), InputError> {
-        let sinks: Vec<usize> = self.values.sinks.iter().map(Vec::len).collect();
-        for (name, shape) in [("alibi_slopes", &self.slopes), ("sinks", &sinks)] {
-            if shape.last().is_some_and(|&heads| heads != heads_q) {
+        for (extra, shape) in self.shapes.iter() {
+            let shape = shape.into_inner();
+            let axes = extra.axes(shape.len()).unwrap_or_default();
+            if axes.last() == Some(&Axis::HeadsQ) && shape.last() != Some(&heads_q) {
                 let need = format!("its last axis must be {heads_q}, the heads of q");
-                return Err(InputError::Shape { name: name.to_owned(), got: shape.clone(), need });
+                return Err(InputError::Shape { name: extra.name().to_owned(), got: shape.clone(), need });
             }
         }
         Ok(())
@@ -116,7 +109,7 @@ impl SideTensors {
 
     /// The changes of scores that the tensors ask for, beside a soft cap.
     pub(crate) fn score(&self, softcap: Option<f64>) -> ScoreMod {
-        let alibi = self.values.alibi_slopes.as_ref().map(|_| match self.slopes.len() {
+        let alibi = self.shapes.alibi_slopes.as_ref().map(|shape| match shape.len() {
             1 => Alibi::PerHead,
             _ => Alibi::PerSequenceHead,
         });
@@ -131,49 +124,46 @@ impl SideTensors {
         let refuse =
             |name: &str, got: Vec<usize>, need| Err(InputError::Shape { name: name.to_owned(), got, need });
         // The batch, and the tensor that says so.
-        let (batch, from) = match self.values.cu_q.as_deref() {
+        let (batch, from) = match self.values.cu_seqlens_q.as_deref() {
             Some([]) => {
                 return refuse("cu_seqlens_q", vec![0], "it must have batch + 1 entries".to_owned());
             }
             Some(starts) => (starts.len() - 1, "cu_seqlens_q"),
             None => (q[0], "q"),
         };
-        let entries = [
-            ("cu_seqlens_k", self.values.cu_k.as_ref().map(Vec::len), batch + 1),
-            ("seqused_q", self.values.used_q.as_ref().map(Vec::len), batch),
-            (self.used_k_name, self.values.used_k.as_ref().map(Vec::len), batch),
-            ("page_table", self.values.page_table.as_ref().map(|_| self.table[0]), batch),
-            ("alibi_slopes", (self.slopes.len() == 2).then(|| self.slopes[0]), batch),
-            ("k", (self.values.cu_k.is_none() && self.values.page_table.is_none()).then_some(k[0]), batch),
-        ];
-        for (name, got, need) in entries {
-            let Some(got) = got.filter(|&got| got != need) else { continue };
-            let got = match name {
-                "page_table" => self.table.to_vec(),
-                "alibi_slopes" => self.slopes.clone(),
-                "k" => k.to_vec(),
-                _ => vec![got],
+        let wrong = |name: &str, got: &[usize], need: usize| {
+            let need = format!("its first axis must be {need}: {from} gives a batch of {batch}");
+            refuse(name, got.to_vec(), need)
+        };
+        for (extra, shape) in self.shapes.iter() {
+            let shape = shape.into_inner();
+            let axes = extra.axes(shape.len()).unwrap_or_default();
+            let need = match axes.first() {
+                Some(Axis::Starts) => batch + 1,
+                Some(Axis::Batch) => batch,
+                Some(Axis::Pages | Axis::HeadsQ | Axis::SeqlenQ | Axis::TotalQ) | None => continue,
             };
-            return refuse(
-                name,
-                got,
-                format!("its first axis must be {need}: {from} gives a batch of {batch}"),
-            );
+            if shape[0] != need {
+                return wrong(self.name_of(extra), shape, need);
+            }
+        }
+        if self.values.cu_seqlens_k.is_none() && self.values.page_table.is_none() && k[0] != batch {
+            return wrong("k", &k, batch);
         }
         let side = |cu: Option<&[i32]>, [_, rows, ..]: [usize; 4]| match cu {
             Some(starts) => Side::packed(rows, longest(starts)),
             None => Side::padded(rows),
         };
         let used = |side: Side, used: bool| if used { side.with_used() } else { side };
-        let keys = match self.values.page_table {
-            Some(_) => Side::paged(k[1], k[0], self.table[1].saturating_mul(k[1])),
-            None => side(self.values.cu_k.as_deref(), k),
+        let keys = match self.shapes.page_table.as_deref() {
+            Some(&[_, columns]) => Side::paged(k[1], k[0], columns.saturating_mul(k[1])),
+            _ => side(self.values.cu_seqlens_k.as_deref(), k),
         };
-        let queries = side(self.values.cu_q.as_deref(), q);
+        let queries = side(self.values.cu_seqlens_q.as_deref(), q);
         Ok(Lengths::of(
             batch,
-            used(queries, self.values.used_q.is_some()),
-            used(keys, self.values.used_k.is_some()),
+            used(queries, self.values.seqused_q.is_some()),
+            used(keys, self.values.seqused_k.is_some()),
         ))
     }
 
@@ -211,13 +201,7 @@ impl SideTensors {
             | CpuError::Range { .. }
             | CpuError::Isa { .. } => return InputError::Usage(error.to_string()),
         };
-        let tensor = match argument {
-            "cu_q" => "cu_seqlens_q",
-            "cu_k" => "cu_seqlens_k",
-            "used_q" => "seqused_q",
-            "used_k" => self.used_k_name,
-            other => other,
-        };
+        let tensor = if argument == Extra::SequsedK.name() { self.used_k_name } else { argument };
         InputError::Usage(format!("tensor '{tensor}': {error}"))
     }
 }
@@ -289,17 +273,27 @@ pub(crate) fn blank<T: Copy>(
 /// A tensor's values and shape.
 type Ranked<T> = (Vec<T>, Vec<usize>);
 
-/// A tensor with as many axes as one of `forms` names, if the file has it: its values and shape.
-fn read_ranked<T: Plain>(
+/// The name of a tensor in a file that calls the lengths of keys `seqused_k`.
+fn name_of(extra: Extra, seqused_k: &'static str) -> &'static str {
+    if extra == Extra::SequsedK { seqused_k } else { extra.name() }
+}
+
+/// A tensor called `name`, if the file has it: its values and shape.
+fn read_extra<T: Plain>(
     file: &TensorFile,
+    extra: Extra,
     name: &str,
-    forms: &[&str],
 ) -> Result<Option<Ranked<T>>, InputError> {
-    if !file.has(name) {
+    // The gradient of the LSE is not among a file's tensors.
+    if !file.has(name) || !extra.is_read_by(Pass::Forward) {
         return Ok(None);
     }
     let shape = file.entry(name)?.shape.clone();
-    if !forms.iter().any(|form| form.split(',').count() == shape.len()) {
+    if extra.axes(shape.len()).is_none() {
+        let form = |axes: &&[Axis]| {
+            format!("[{}]", axes.iter().map(|axis| axis.name()).collect::<Vec<_>>().join(", "))
+        };
+        let forms: Vec<String> = extra.forms().iter().map(form).collect();
         let need = format!("it must be {}", forms.join(" or "));
         return Err(InputError::Shape { name: name.to_owned(), got: shape, need });
     }
@@ -349,7 +343,8 @@ mod tests {
     use super::*;
 
     fn sides(values: OwnedExtras) -> SideTensors {
-        SideTensors { values, ..SideTensors::default() }
+        let shapes = values.as_ref().map(|_, values| vec![values.len()], |_, values| vec![values.len()]);
+        SideTensors { values, shapes, ..SideTensors::default() }
     }
 
     fn problem(sides: &SideTensors, q: [usize; 4], k: [usize; 4]) -> Problem {
@@ -360,7 +355,7 @@ mod tests {
 
     #[test]
     fn sequences_say_which_rows_they_use() {
-        let packed = sides(OwnedExtras { cu_q: Some(vec![0, 3, 3, 5]), ..OwnedExtras::NONE });
+        let packed = sides(OwnedExtras { cu_seqlens_q: Some(vec![0, 3, 3, 5]), ..OwnedExtras::NONE });
         let posed = problem(&packed, [1, 7, 2, 8], [3, 4, 2, 8]);
         assert_eq!((posed.lengths.q(), posed.lengths.k()), (Side::packed(7, 3), Side::padded(4)));
         let found = packed.sequences(&posed).unwrap();
@@ -369,16 +364,20 @@ mod tests {
         assert_eq!(found.k_rows, None);
         // Causal, 3 queries on 4 keys and 2 on 4, 2 heads: 2 + 3 + 4 and 3 + 4 pairs a head.
         assert_eq!(found.sum(&posed, Problem::pairs), 32.0);
-        let none = sides(OwnedExtras { cu_q: Some(vec![0]), cu_k: Some(vec![0]), ..OwnedExtras::NONE });
+        let none = sides(OwnedExtras {
+            cu_seqlens_q: Some(vec![0]),
+            cu_seqlens_k: Some(vec![0]),
+            ..OwnedExtras::NONE
+        });
         let posed = problem(&none, [1, 7, 2, 8], [1, 4, 2, 8]);
         let work = none.sequences(&posed).unwrap().sum(&posed, Problem::pairs);
         assert_eq!(work.to_bits(), 0f64.to_bits());
 
-        let used = sides(OwnedExtras { used_q: Some(vec![1, 0, 2]), ..packed.values });
+        let used = sides(OwnedExtras { seqused_q: Some(vec![1, 0, 2]), ..packed.values });
         let found = used.sequences(&problem(&used, [1, 7, 2, 8], [3, 4, 2, 8])).unwrap();
         assert_eq!(found.q_rows.unwrap(), [true, false, false, true, true, false, false]);
 
-        let padded = sides(OwnedExtras { used_k: Some(vec![3, 4]), ..OwnedExtras::NONE });
+        let padded = sides(OwnedExtras { seqused_k: Some(vec![3, 4]), ..OwnedExtras::NONE });
         let found = padded.sequences(&problem(&padded, [2, 1, 2, 8], [2, 4, 2, 8])).unwrap();
         assert_eq!((found.counts, found.q_rows), (vec![[1, 3], [1, 4]], None));
         assert_eq!(found.k_rows.unwrap(), [true, true, true, false, true, true, true, true]);
@@ -386,15 +385,14 @@ mod tests {
 
     #[test]
     fn a_cache_in_pages_reaches_as_far_as_its_table() {
-        let with_keys = |used_k: [i32; 2]| SideTensors {
+        let with_keys = |seqused_k: [i32; 2]| SideTensors {
             values: OwnedExtras {
-                used_k: Some(used_k.to_vec()),
+                seqused_k: Some(seqused_k.to_vec()),
                 page_table: Some(vec![4, -1, -1, 0, 1, 2]),
                 ..OwnedExtras::NONE
             },
             used_k_name: "cache_seqlens",
-            table: [2, 3],
-            slopes: vec![],
+            shapes: Extras { seqused_k: Some(vec![2]), page_table: Some(vec![2, 3]), ..Extras::NONE },
         };
         let paged = with_keys([3, 40]);
         let posed = problem(&paged, [2, 1, 2, 8], [5, 16, 2, 8]);

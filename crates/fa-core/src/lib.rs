@@ -37,6 +37,7 @@ pub mod append;
 pub mod arch;
 pub mod division;
 pub mod dtype;
+pub mod extras;
 pub mod family;
 pub mod key;
 pub mod layout;
@@ -55,6 +56,7 @@ pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, Rotar
 pub use arch::{Arch, ArchLimits};
 pub use division::Division;
 pub use dtype::{Dtype, Types};
+pub use extras::{Extra, Extras};
 pub use family::Family;
 pub use key::ProblemKey;
 pub use layout::Layout;

@@ -37,13 +37,13 @@ pub struct AppendExtras<'a> {
     /// `[batch]`: new keys in use, where they are used in part.
     pub used_new: Option<&'a [i32]>,
     /// `[batch]`: keys in the cache before; `None` for none.
-    pub used_k: Option<&'a [i32]>,
+    pub seqused_k: Option<&'a [i32]>,
     /// `[batch, table_columns]`: pages of each sequence.
     pub page_table: Option<&'a [i32]>,
     /// `[batch + 1]`: the first query of each sequence, where they are packed.
-    pub cu_q: Option<&'a [i32]>,
+    pub cu_seqlens_q: Option<&'a [i32]>,
     /// `[batch]`: queries in use, where they are used in part.
-    pub used_q: Option<&'a [i32]>,
+    pub seqused_q: Option<&'a [i32]>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<&'a mut [i32]>,
 }
@@ -121,13 +121,13 @@ pub fn check<T: Element>(
     let entries = batch * append.table_columns();
     check_words("cu_new", extras.cu_new, is_packed(append.new), false, batch + 1)?;
     check_words("used_new", extras.used_new, append.new.used, false, batch)?;
-    check_words("used_k", extras.used_k, true, true, batch)?;
+    check_words("seqused_k", extras.seqused_k, true, true, batch)?;
     let is_paged = matches!(append.cache.rows, SideRows::Paged { .. });
     check_words("page_table", extras.page_table, is_paged, false, entries)?;
-    check_words("cu_q", extras.cu_q, is_packed(of_q), false, batch + 1)?;
-    check_words("used_q", extras.used_q, of_q.used, false, batch)?;
+    check_words("cu_seqlens_q", extras.cu_seqlens_q, is_packed(of_q), false, batch + 1)?;
+    check_words("seqused_q", extras.seqused_q, of_q.used, false, batch)?;
     check_words("used_out", extras.used_out.as_deref(), true, true, batch)?;
-    for (name, starts) in [("cu_new", extras.cu_new), ("cu_q", extras.cu_q)] {
+    for (name, starts) in [("cu_new", extras.cu_new), ("cu_seqlens_q", extras.cu_seqlens_q)] {
         let Some(starts) = starts else { continue };
         for index in 0..batch {
             let (before, after) = (starts[index], starts[index + 1]);
@@ -170,7 +170,7 @@ pub fn append<T: Element>(
     let has_row = |position: usize| positions.is_none_or(|positions| position < positions);
     let (mut of_new, mut of_q) = (Vec::new(), Vec::new());
     for sequence in 0..append.sequences {
-        let cached = extras.used_k.map_or(0, |used| usize::try_from(used[sequence]).unwrap_or(0));
+        let cached = extras.seqused_k.map_or(0, |used| usize::try_from(used[sequence]).unwrap_or(0));
         let (entry, begin, count) = rows_of(append.new, extras.cu_new, extras.used_new, sequence);
         for t in 0..count {
             let position = cached + t;
@@ -183,7 +183,7 @@ pub fn append<T: Element>(
             out[sequence] = (cached + count) as i32;
         }
         let Some(queries) = append.queries() else { continue };
-        let (entry, begin, count) = rows_of(queries.rows, extras.cu_q, extras.used_q, sequence);
+        let (entry, begin, count) = rows_of(queries.rows, extras.cu_seqlens_q, extras.seqused_q, sequence);
         for t in 0..count {
             let position = match queries.positions {
                 QueryPositions::Following => cached + t,

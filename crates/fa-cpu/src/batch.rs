@@ -1,10 +1,10 @@
 //! The location of each sequence's rows: lengths, starts and page table of a call, checked once.
 
-use fa_core::{Alibi, Problem, Side, SideRows};
+use fa_core::{Alibi, Extra, Pass, Problem, Side, SideRows};
 
-use crate::check::{check_len, lse_len, q_shape};
+use crate::check::q_shape;
 use crate::error::CpuError;
-use crate::extras::Extras;
+use crate::extras::{Extras, check_extras};
 
 /// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,49 +57,45 @@ struct Pages<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// Lengths and first rows of `problem`'s sequences.
+    /// Lengths and first rows of `problem`'s sequences, of a forward or a backward.
     ///
     /// # Errors
-    /// [`CpuError::Extra`] when something is missing that the problem names or given that it does not,
-    /// [`CpuError::Length`] for a wrong number of values, [`CpuError::Descending`], [`CpuError::Beyond`] and
-    /// [`CpuError::Page`] for values that point outside the tensors, [`CpuError::Memory`].
+    /// Those of [`check_extras`]; [`CpuError::Descending`], [`CpuError::Beyond`] and [`CpuError::Page`] for
+    /// values that point outside the tensors; [`CpuError::Memory`].
     pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
-        let (lengths, score) = (&problem.lengths, &problem.score);
+        check_extras(problem, Pass::BACKWARD, extras)?;
+        let lengths = &problem.lengths;
         let count = lengths.sequences();
         // A tensor without elements may claim any number of sequences.
         let is_empty = lengths.is_uniform() && lengths.max_q() == 0 && lengths.max_k() == 0;
         let listed = if is_empty { 0 } else { count };
-        let q = spans(lengths.q(), listed, ["cu_q", "used_q"], [extras.cu_q, extras.used_q])?;
-        let k = spans(lengths.k(), listed, ["cu_k", "used_k"], [extras.cu_k, extras.used_k])?;
-        let paged = match lengths.k().rows {
-            SideRows::Paged { page, pages, .. } => Some((page, pages)),
-            SideRows::Padded { .. } | SideRows::Packed { .. } => None,
-        };
-        let pages = match (paged, wanted("page_table", paged.is_some(), extras.page_table)?) {
-            (Some((page, pages)), Some(table)) => {
+        let q = spans(
+            lengths.q(),
+            listed,
+            [Extra::CuSeqlensQ, Extra::SequsedQ],
+            [extras.cu_seqlens_q, extras.seqused_q],
+        )?;
+        let k = spans(
+            lengths.k(),
+            listed,
+            [Extra::CuSeqlensK, Extra::SequsedK],
+            [extras.cu_seqlens_k, extras.seqused_k],
+        )?;
+        let pages = match (lengths.k().rows, extras.page_table) {
+            (SideRows::Paged { page, pages, .. }, Some(table)) => {
                 let found = Pages { table, columns: lengths.table_columns(), page };
                 found.check(&k, pages)?;
                 Some(found)
             }
             _ => None,
         };
-        let slopes = wanted("alibi_slopes", score.alibi.is_some(), extras.alibi_slopes)?;
-        if let (Some(slopes), Some(alibi)) = (slopes, score.alibi) {
-            check_len("alibi_slopes", slopes.len(), alibi.count(count, problem.heads_q))?;
-        }
-        let stride = if score.alibi == Some(Alibi::PerSequenceHead) { problem.heads_q } else { 0 };
-        let sinks = wanted("sinks", score.sinks, extras.sinks)?;
-        if let Some(sinks) = sinks {
-            check_len("sinks", sinks.len(), problem.heads_q)?;
-        }
-        if let Some(dlse) = extras.dlse {
-            check_len("dlse", dlse.len(), lse_len(problem))?;
-        }
+        let stride = if problem.score.alibi == Some(Alibi::PerSequenceHead) { problem.heads_q } else { 0 };
+        let slopes = extras.alibi_slopes.map(|slopes| (slopes, stride));
         let [_, seqlen, heads, _] = q_shape(problem);
         let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
         let mut sequences = room(q.len())?;
         sequences.extend(q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }));
-        Ok(Batch { sequences, pages, slopes: slopes.map(|slopes| (slopes, stride)), sinks, dlse })
+        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse })
     }
 
     /// Whether all sequences are of the same lengths.
@@ -148,7 +144,6 @@ impl<'a> Batch<'a> {
 impl Pages<'_> {
     /// The pages in use exist.
     fn check(&self, spans: &[Span], pages: usize) -> Result<(), CpuError> {
-        check_len("page_table", self.table.len(), spans.len() * self.columns)?;
         for (sequence, span) in spans.iter().enumerate() {
             let row = &self.table[sequence * self.columns..][..span.len.div_ceil(self.page)];
             let outside = |&page: &i32| usize::try_from(page).map_or(true, |page| page >= pages);
@@ -160,18 +155,6 @@ impl Pages<'_> {
     }
 }
 
-/// `given`, which the problem asks for or not.
-fn wanted<'a, T>(
-    name: &'static str,
-    asked: bool,
-    given: Option<&'a [T]>,
-) -> Result<Option<&'a [T]>, CpuError> {
-    match (asked, given) {
-        (true, None) | (false, Some(_)) => Err(CpuError::Extra { name, asked }),
-        _ => Ok(given),
-    }
-}
-
 /// An empty list with room for `count` entries.
 fn room<T>(count: usize) -> Result<Vec<T>, CpuError> {
     let mut list = Vec::new();
@@ -180,17 +163,16 @@ fn room<T>(count: usize) -> Result<Vec<T>, CpuError> {
     Ok(list)
 }
 
-/// The rows of every sequence on one side.
+/// The rows of every sequence on one side, whose `cu` and `used` are as long as the problem says.
 fn spans(
     side: Side,
     count: usize,
-    [cu_name, used_name]: [&'static str; 2],
+    names: [Extra; 2],
     [cu, used]: [Option<&[i32]>; 2],
 ) -> Result<Vec<Span>, CpuError> {
-    let packed = matches!(side.rows, SideRows::Packed { .. });
-    let mut spans: Vec<Span> = match (side.rows, wanted(cu_name, packed, cu)?) {
+    let [cu_name, used_name] = names.map(Extra::name);
+    let mut spans: Vec<Span> = match (side.rows, cu) {
         (SideRows::Packed { total, max }, Some(cu)) => {
-            check_len(cu_name, cu.len(), count + 1)?;
             let beyond = |index, limit| CpuError::Beyond { name: cu_name, index, value: cu[index], limit };
             if cu[0] < 0 {
                 return Err(beyond(0, total));
@@ -221,8 +203,7 @@ fn spans(
             spans
         }
     };
-    if let Some(used) = wanted(used_name, side.used, used)? {
-        check_len(used_name, used.len(), count)?;
+    if let Some(used) = used {
         for (index, (span, &value)) in spans.iter_mut().zip(used).enumerate() {
             match usize::try_from(value) {
                 Ok(len) if len <= span.len => span.len = len,
@@ -246,30 +227,36 @@ mod tests {
     #[test]
     fn packed_sequences_start_where_cu_seqlens_says() {
         let packed = problem(Lengths::packed(3, 10, 8, 5, 6));
-        let extras = Extras { cu_q: Some(&[0, 4, 4, 9]), cu_k: Some(&[1, 1, 7, 8]), ..Extras::NONE };
+        let extras =
+            Extras { cu_seqlens_q: Some(&[0, 4, 4, 9]), cu_seqlens_k: Some(&[1, 1, 7, 8]), ..Extras::NONE };
         let batch = Batch::new(&packed, &extras).unwrap();
         let span = |first, len| Span { batch: 0, first, len };
         let expected = [(span(0, 4), span(1, 0)), (span(4, 0), span(1, 6)), (span(4, 5), span(7, 1))];
         assert_eq!(batch.sequences, expected.map(|(q, k)| Sequence { q, k }));
         assert_eq!(batch.key(1, 5), (0, 6));
-        let refused = |cu_q: &[i32]| Batch::new(&packed, &Extras { cu_q: Some(cu_q), ..extras }).unwrap_err();
-        assert_eq!(refused(&[0, 4, 9]), CpuError::Length { buffer: "cu_q", got: 3, need: 4 });
+        let refused = |cu_seqlens_q: &[i32]| {
+            Batch::new(&packed, &Extras { cu_seqlens_q: Some(cu_seqlens_q), ..extras }).unwrap_err()
+        };
+        assert_eq!(refused(&[0, 4, 9]), CpuError::Length { buffer: "cu_seqlens_q", got: 3, need: 4 });
         assert_eq!(
             refused(&[0, 4, 3, 9]),
-            CpuError::Descending { name: "cu_q", index: 1, before: 4, after: 3 }
+            CpuError::Descending { name: "cu_seqlens_q", index: 1, before: 4, after: 3 }
         );
         assert_eq!(
             refused(&[0, 4, 9, 11]),
-            CpuError::Beyond { name: "cu_q", index: 3, value: 11, limit: 10 }
+            CpuError::Beyond { name: "cu_seqlens_q", index: 3, value: 11, limit: 10 }
         );
         assert_eq!(
             refused(&[-1, 4, 8, 9]),
-            CpuError::Beyond { name: "cu_q", index: 0, value: -1, limit: 10 }
+            CpuError::Beyond { name: "cu_seqlens_q", index: 0, value: -1, limit: 10 }
         );
-        assert_eq!(refused(&[0, 6, 8, 9]), CpuError::TooLong { name: "cu_q", sequence: 0, len: 6, max: 5 });
         assert_eq!(
-            Batch::new(&packed, &Extras { cu_q: None, ..extras }).unwrap_err(),
-            CpuError::Extra { name: "cu_q", asked: true }
+            refused(&[0, 6, 8, 9]),
+            CpuError::TooLong { name: "cu_seqlens_q", sequence: 0, len: 6, max: 5 }
+        );
+        assert_eq!(
+            Batch::new(&packed, &Extras { cu_seqlens_q: None, ..extras }).unwrap_err(),
+            CpuError::Extra { name: "cu_seqlens_q", asked: true }
         );
         assert_eq!(
             Batch::new(&packed, &Extras { sinks: Some(&[0.0; 2]), ..extras }).unwrap_err(),
@@ -283,8 +270,8 @@ mod tests {
         assert_eq!(claimed.check(), Ok(()));
         assert!(Batch::new(&claimed, &Extras::NONE).unwrap().sequences.is_empty());
         assert_eq!(
-            Batch::new(&claimed, &Extras { used_q: Some(&[]), ..Extras::NONE }).unwrap_err(),
-            CpuError::Extra { name: "used_q", asked: false }
+            Batch::new(&claimed, &Extras { seqused_q: Some(&[]), ..Extras::NONE }).unwrap_err(),
+            CpuError::Extra { name: "seqused_q", asked: false }
         );
     }
 
@@ -292,17 +279,17 @@ mod tests {
     fn used_lengths_and_pages_are_checked_as_far_as_they_are_used() {
         let paged = problem(Lengths::of(2, Side::padded(1), Side::paged(4, 3, 9)));
         let table = [2, 0, -7, 1, 99, 99];
-        let extras = Extras { used_k: Some(&[7, 4]), page_table: Some(&table), ..Extras::NONE };
+        let extras = Extras { seqused_k: Some(&[7, 4]), page_table: Some(&table), ..Extras::NONE };
         let batch = Batch::new(&paged, &extras).unwrap();
         assert_eq!([batch.key(0, 3), batch.key(0, 5), batch.key(1, 0)], [(2, 3), (0, 1), (1, 0)]);
         let used = |used: &[i32]| {
-            Batch::new(&paged, &Extras { used_k: Some(used), page_table: Some(&table), ..extras })
+            Batch::new(&paged, &Extras { seqused_k: Some(used), page_table: Some(&table), ..extras })
                 .unwrap_err()
         };
         assert_eq!(used(&[9, 4]), CpuError::Page { sequence: 0, entry: 2, page: -7, pages: 3 });
         assert_eq!(used(&[7, 5]), CpuError::Page { sequence: 1, entry: 1, page: 99, pages: 3 });
-        assert_eq!(used(&[7, 10]), CpuError::Beyond { name: "used_k", index: 1, value: 10, limit: 9 });
-        assert_eq!(used(&[-1, 4]), CpuError::Beyond { name: "used_k", index: 0, value: -1, limit: 9 });
+        assert_eq!(used(&[7, 10]), CpuError::Beyond { name: "seqused_k", index: 1, value: 10, limit: 9 });
+        assert_eq!(used(&[-1, 4]), CpuError::Beyond { name: "seqused_k", index: 0, value: -1, limit: 9 });
         assert_eq!(
             Batch::new(&paged, &Extras { page_table: Some(&table[..5]), ..extras }).unwrap_err(),
             CpuError::Length { buffer: "page_table", got: 5, need: 6 }

@@ -4,7 +4,6 @@ use fa_core::{Problem, Side, SideRows};
 
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::extras::Extras;
 use crate::view::TensorRef;
 
 /// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or
@@ -82,17 +81,6 @@ pub fn check_out(problem: &Problem, tensor: &'static str, shape: [usize; 4]) -> 
 /// [`CpuError::Length`].
 pub fn check_lse(problem: &Problem, len: usize) -> Result<(), CpuError> {
     check_len("lse", len, lse_len(problem))
-}
-
-/// A forward has no gradient of the LSE.
-///
-/// # Errors
-/// [`CpuError::Extra`].
-pub fn check_no_dlse(extras: &Extras<'_>) -> Result<(), CpuError> {
-    match extras.dlse {
-        None => Ok(()),
-        Some(_) => Err(CpuError::Extra { name: "dlse", asked: false }),
-    }
 }
 
 /// dQ, dK and dV have the shapes of Q, K and V.

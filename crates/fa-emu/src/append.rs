@@ -23,7 +23,8 @@ pub struct AppendCall {
     pub tensors: [Vec<u16>; 5],
     /// Cosines and sines, bytes of their type; empty for none.
     pub tables: [Vec<u8>; 2],
-    /// cu_new, used_new, used_k, page_table, cu_q and used_q; `None` for what the append does not name.
+    /// cu_new, used_new, seqused_k, page_table, cu_seqlens_q and seqused_q; `None` for what the append does
+    /// not name.
     pub words: [Option<Vec<i32>>; 6],
     /// Lengths afterwards, `[batch]`.
     pub used_out: Vec<i32>,
@@ -32,7 +33,7 @@ pub struct AppendCall {
 }
 
 /// Names of [`AppendCall::words`].
-const WORDS: [&str; 6] = ["cu_new", "used_new", "used_k", "page_table", "cu_q", "used_q"];
+const WORDS: [&str; 6] = ["cu_new", "used_new", "seqused_k", "page_table", "cu_seqlens_q", "seqused_q"];
 
 impl AppendUnit {
     pub(crate) fn load(
@@ -106,10 +107,10 @@ impl AppendUnit {
             tables: (!tables.is_empty()).then(|| [tables[0].address(), tables[1].address()]),
             cu_new: word(0),
             used_new: word(1),
-            used_k: word(2),
+            seqused_k: word(2),
             page_table: word(3),
-            cu_q: word(4),
-            used_q: word(5),
+            cu_seqlens_q: word(4),
+            seqused_q: word(5),
             used_out: Some(used_out.address()),
             dropped: Some(dropped.address()),
         };

@@ -1,5 +1,6 @@
 //! A problem that a kernel is tried on: its layout, lengths, slopes and sinks.
 
+use fa_core::extras;
 use fa_core::{Problem, TensorLayout};
 use fa_cpu::OwnedExtras;
 use fa_lab::grid::{Arrangement, Values};
@@ -55,21 +56,19 @@ impl Case {
     /// The case as data, for a record's key: it names no Rust type and omits empty fields.
     pub(crate) fn data(&self) -> Value {
         let Case { problem, placement: Placement { layout, gap, shared }, extras } = self;
-        let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dlse } = extras;
-        sorted(json!({
+        let mut data = json!({
             "problem": problem,
             "layout": layout,
             "gap": gap,
             "shared": shared.map(Shared::name),
-            "cu_q": cu_q,
-            "cu_k": cu_k,
-            "used_q": used_q,
-            "used_k": used_k,
-            "page_table": page_table,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "dlse": dlse,
-        }))
+        });
+        for (extra, values) in extras.iter() {
+            data[extra.name()] = match values {
+                extras::Value::I32(values) => json!(values),
+                extras::Value::F32(values) => json!(values),
+            };
+        }
+        sorted(data)
     }
 }
 
@@ -96,13 +95,17 @@ mod tests {
         let mut problem = Problem::square(2, 3, 4, 64, Mask::window(40, 7), Dtype::Bf16);
         problem.lengths = Lengths::of(2, Side::packed(9, 5), Side::padded(6).with_used());
         problem.score.sinks = true;
-        let extras = OwnedExtras { cu_q: Some(vec![0, 4, 9]), used_k: Some(vec![6, 1]), ..OwnedExtras::NONE };
+        let extras = OwnedExtras {
+            cu_seqlens_q: Some(vec![0, 4, 9]),
+            seqused_k: Some(vec![6, 1]),
+            ..OwnedExtras::NONE
+        };
         let case = Case { problem, placement: Placement::PACKED, extras: with_mods(extras, &problem) };
         let expected = concat!(
-            r#"{"cu_q":[0,4,9],"gap":0,"layout":"bshd","problem":{"batch":2,"dtype":"bf16","head_dim":64,"#,
-            r#""head_dim_v":64,"heads_kv":4,"heads_q":4,"mask":{"left":40,"right":7},"seqlen_k":6,"#,
-            r#""seqlen_q":5,"sinks":true,"total_q":9,"used_k":true},"sinks":[1.5,-3.0,4.25,0.0],"#,
-            r#""used_k":[6,1]}"#,
+            r#"{"cu_seqlens_q":[0,4,9],"gap":0,"layout":"bshd","problem":{"batch":2,"dtype":"bf16","#,
+            r#""head_dim":64,"head_dim_v":64,"heads_kv":4,"heads_q":4,"mask":{"left":40,"right":7},"seqlen_k":6,"#,
+            r#""seqlen_q":5,"sinks":true,"total_q":9,"used_k":true},"seqused_k":[6,1],"#,
+            r#""sinks":[1.5,-3.0,4.25,0.0]}"#,
         );
         assert_eq!(case.data().to_string(), expected);
     }

@@ -106,10 +106,10 @@ impl Batch {
             Lie::Padded | Lie::Packed | Lie::PackedUsed => None,
         };
         let extras = OwnedExtras {
-            cu_q: starts(self.q, &queries),
-            cu_k: starts(self.k, &keys),
-            used_q: used(self.q, &queries),
-            used_k: used(self.k, &keys),
+            cu_seqlens_q: starts(self.q, &queries),
+            cu_seqlens_k: starts(self.k, &keys),
+            seqused_q: used(self.q, &queries),
+            seqused_k: used(self.k, &keys),
             page_table,
             ..OwnedExtras::NONE
         };

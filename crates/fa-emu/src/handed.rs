@@ -1,7 +1,7 @@
 //! What the host passes to a kernel, as text: launches, workspace, parameters and tensor maps, with
 //! placeholder addresses. Versions of the library that launch alike give the same text.
 
-use fa_core::{Arch, KernelSpec};
+use fa_core::{Arch, Extra, Extras, KernelSpec};
 use fa_kernels::launch::{Addresses, Launches};
 use fa_kernels::{RawExtras, RawTensor};
 
@@ -24,8 +24,6 @@ const APART: u64 = 1 << 40;
 
 fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
     let launches = Launches::of(spec, &case.problem, arch, Options::sms_of(spec))?;
-    let mut addresses = (1..).map(|i: u64| i * APART);
-    let mut next = || addresses.next();
     let tensors: Vec<RawTensor> = launches
         .tensors
         .iter()
@@ -37,25 +35,18 @@ fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
             RawTensor { address: 64 * APART + i * APART, strides }
         })
         .collect();
-    let mut extra = |name: &str| {
-        let address = next();
-        launches.extras.iter().any(|extra| extra.name == name).then_some(address).flatten()
+    let extra = |name: &str| {
+        let at = launches.extras.iter().position(|need| need.name == name);
+        at.map(|at| (at as u64 + 1) * APART)
     };
+    let input = |own: Extra| extra(own.name());
     let extras = RawExtras {
-        cu_q: extra("cu_q"),
-        cu_k: extra("cu_k"),
-        used_q: extra("used_q"),
-        used_k: extra("used_k"),
-        page_table: extra("page_table"),
+        inputs: Extras::of(input, input),
         page_faults: extra("page_faults"),
-        plan: None,
-        counter: None,
-        alibi_slopes: extra("alibi_slopes"),
-        sinks: extra("sinks"),
         dsinks: extra("dsinks"),
-        dlse: extra("dlse"),
+        ..RawExtras::default()
     };
-    let (lse, workspace) = (next(), next().filter(|_| launches.workspace.bytes > 0));
+    let (lse, workspace) = (Some(32 * APART), (launches.workspace.bytes > 0).then_some(33 * APART));
     let at = Addresses { tensors: &tensors, lse, workspace, extras };
     let maps: Vec<_> = launches.maps(&at).collect();
     Ok(values_of(&format!("{launches:?} {:?} {maps:?}", launches.params(&at))))

@@ -2,7 +2,7 @@
 //! machine.
 #![allow(unsafe_code)]
 
-use fa_core::{Pass, Problem, Strides};
+use fa_core::{Extra, Extras, Pass, Problem, Strides};
 use fa_cpu::OwnedExtras;
 use fa_kernels::launch::{Addresses, Launches, Part, Shape, Workspace};
 use fa_kernels::{RawExtras, RawTensor};
@@ -21,7 +21,7 @@ pub(crate) struct DeviceMemory<'a> {
     lse_is_input: bool,
     workspace: Memory<'a>,
     plan: Option<Part>,
-    extras: Vec<(&'static str, Memory<'a>)>,
+    extras: Extras<Memory<'a>>,
     dsinks: Option<Memory<'a>>,
     page_faults: Option<Memory<'a>>,
     /// Rows that belong to no sequence: address and bytes.
@@ -87,26 +87,13 @@ impl<'a> DeviceMemory<'a> {
         })
     }
 
-    /// The address of an extra; `None` where the call has none.
-    fn extra(&self, name: &str) -> Option<u64> {
-        self.extras.iter().find(|(own, _)| *own == name).map(|(_, memory)| memory.address())
-    }
-
     pub(crate) fn addresses(&self) -> Addresses<'_> {
         let workspace = (!self.workspace.bytes().is_empty()).then(|| self.workspace.address());
         let extras = RawExtras {
-            cu_q: self.extra("cu_q"),
-            cu_k: self.extra("cu_k"),
-            used_q: self.extra("used_q"),
-            used_k: self.extra("used_k"),
-            page_table: self.extra("page_table"),
+            inputs: self.extras.as_ref().map(|_, memory| memory.address(), |_, memory| memory.address()),
             page_faults: self.page_faults.as_ref().map(Memory::address),
-            plan: None,
-            counter: None,
-            alibi_slopes: self.extra("alibi_slopes"),
-            sinks: self.extra("sinks"),
             dsinks: self.dsinks.as_ref().map(Memory::address),
-            dlse: self.extra("dlse"),
+            ..RawExtras::default()
         };
         Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
     }
@@ -117,8 +104,15 @@ impl<'a> DeviceMemory<'a> {
             let access = if *is_output { Access::Unwritten } else { Access::Input };
             session.region(name, memory.address(), memory.bytes().len() as u64, around, access);
         }
-        for (name, memory) in &self.extras {
-            session.region(name, memory.address(), memory.bytes().len() as u64, around, Access::Input);
+        for (extra, memory) in self.extras.iter() {
+            let memory = memory.into_inner();
+            session.region(
+                extra.name(),
+                memory.address(),
+                memory.bytes().len() as u64,
+                around,
+                Access::Input,
+            );
         }
         if let Some(memory) = &self.dsinks {
             let bytes = memory.bytes().len() as u64;
@@ -233,28 +227,20 @@ fn placed<'a>(machine: &'a Machine, shape: &Shape, given: &Given) -> Result<(Mem
 }
 
 /// Memory for each of the extras that there are.
-fn extras<'a>(machine: &'a Machine, own: &OwnedExtras) -> Result<Vec<(&'static str, Memory<'a>)>, Error> {
-    fn words<T: Copy>(values: &Option<Vec<T>>, bytes: fn(T) -> [u8; 4]) -> Option<Vec<[u8; 4]>> {
-        values.as_ref().map(|values| values.iter().map(|value| bytes(*value)).collect())
+fn extras<'a>(machine: &'a Machine, own: &OwnedExtras) -> Result<Extras<Memory<'a>>, Error> {
+    fn words<'a, const N: usize>(
+        machine: &'a Machine,
+        extra: Extra,
+        words: impl ExactSizeIterator<Item = [u8; N]>,
+    ) -> Result<Memory<'a>, Error> {
+        let mut memory = Memory::new(machine, extra.name(), N * words.len())?;
+        fill(&mut memory, words);
+        Ok(memory)
     }
-    let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dlse } = own;
-    let all = [
-        ("cu_q", words(cu_q, i32::to_ne_bytes)),
-        ("cu_k", words(cu_k, i32::to_ne_bytes)),
-        ("used_q", words(used_q, i32::to_ne_bytes)),
-        ("used_k", words(used_k, i32::to_ne_bytes)),
-        ("page_table", words(page_table, i32::to_ne_bytes)),
-        ("alibi_slopes", words(alibi_slopes, f32::to_ne_bytes)),
-        ("sinks", words(sinks, f32::to_ne_bytes)),
-        ("dlse", words(dlse, f32::to_ne_bytes)),
-    ];
-    let given = all.into_iter().filter_map(|(name, words)| Some((name, words?)));
-    let placed = given.map(|(name, words)| {
-        let mut memory = Memory::new(machine, name, 4 * words.len())?;
-        fill(&mut memory, words.into_iter());
-        Ok((name, memory))
-    });
-    placed.collect()
+    own.view().try_map(
+        |extra, values| words(machine, extra, values.iter().map(|value| value.to_ne_bytes())),
+        |extra, values| words(machine, extra, values.iter().map(|value| value.to_ne_bytes())),
+    )
 }
 
 /// Writes words from the memory's first byte on, as many as it holds.

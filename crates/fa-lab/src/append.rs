@@ -24,7 +24,7 @@ pub struct AppendInputs<T> {
     /// New keys and queries in use.
     used: Option<Vec<i32>>,
     /// Keys in the cache before.
-    pub used_k: Vec<i32>,
+    pub seqused_k: Vec<i32>,
     page_table: Option<Vec<i32>>,
     /// Keys in the cache afterwards.
     pub used_out: Vec<i32>,
@@ -77,7 +77,7 @@ impl<T: Half> AppendInputs<T> {
             SideRows::Padded { .. } | SideRows::Paged { .. } => None,
         };
         let used = append.new.used.then(|| (0..batch).map(|_| random.below(most + 1) as i32).collect());
-        let used_k = (0..batch)
+        let seqused_k = (0..batch)
             .map(|sequence| match sequence % 4 {
                 0 => 0,
                 1 => room - most.min(room) / 2,
@@ -102,7 +102,7 @@ impl<T: Half> AppendInputs<T> {
             same,
             cu,
             used,
-            used_k,
+            seqused_k,
             page_table,
             used_out: vec![0; batch],
             dropped: 0,
@@ -120,7 +120,7 @@ impl<T: Half> AppendInputs<T> {
             let total = append.new.total(batch);
             *cu = (0..=batch).map(|i| (i * total / batch) as i32).collect();
         }
-        inputs.used_k = (0..batch).map(|_| random.below(room - most + 1) as i32).collect();
+        inputs.seqused_k = (0..batch).map(|_| random.below(room - most + 1) as i32).collect();
         if let (Some(table), SideRows::Paged { pages, .. }) = (&mut inputs.page_table, append.cache.rows) {
             let order = random.order(pages);
             table.iter_mut().zip(order).for_each(|(entry, page)| *entry = page as i32);
@@ -136,17 +136,16 @@ impl<T: Half> AppendInputs<T> {
         &mut self,
         act: impl FnOnce(&mut AppendExtras<'_>, &mut AppendTensors<'_, T>) -> Result<usize>,
     ) -> Result<()> {
-        let AppendInputs { append, tensors, exact, same, cu, used, used_k, page_table, used_out, dropped } =
-            self;
+        let AppendInputs { append, tensors, exact, same, cu, used, seqused_k, used_out, dropped, .. } = self;
         let is_packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
         let of_q = append.queries().map(|queries| queries.rows);
         let mut extras = AppendExtras {
             cu_new: cu.as_deref(),
             used_new: used.as_deref(),
-            used_k: Some(used_k),
-            page_table: page_table.as_deref(),
-            cu_q: cu.as_deref().filter(|_| of_q.is_some_and(is_packed)),
-            used_q: used.as_deref().filter(|_| of_q.is_some_and(|side| side.used)),
+            seqused_k: Some(seqused_k),
+            page_table: self.page_table.as_deref(),
+            cu_seqlens_q: cu.as_deref().filter(|_| of_q.is_some_and(is_packed)),
+            seqused_q: used.as_deref().filter(|_| of_q.is_some_and(|side| side.used)),
             used_out: Some(used_out),
         };
         let is_f32 = append.rotary.is_some_and(|rotary| rotary.table == Dtype::F32);

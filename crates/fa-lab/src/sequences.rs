@@ -60,10 +60,10 @@ impl Sequences {
     pub fn arrays(&self) -> OwnedExtras {
         let Sequences { q, k } = self;
         OwnedExtras {
-            cu_q: q.cu().map(<[i32]>::to_vec),
-            cu_k: k.cu().map(<[i32]>::to_vec),
-            used_q: q.used(),
-            used_k: k.used(),
+            cu_seqlens_q: q.cu().map(<[i32]>::to_vec),
+            cu_seqlens_k: k.cu().map(<[i32]>::to_vec),
+            seqused_q: q.used(),
+            seqused_k: k.used(),
             page_table: k.table().map(<[i32]>::to_vec),
             ..OwnedExtras::NONE
         }

@@ -33,13 +33,13 @@ pub struct DeviceAppend<T> {
     /// `[batch]`, of new keys used in part.
     pub used_new: Option<CudaSlice<i32>>,
     /// `[batch]`: keys in the cache before.
-    pub used_k: Option<CudaSlice<i32>>,
+    pub seqused_k: Option<CudaSlice<i32>>,
     /// `[batch, table_columns]`.
     pub page_table: Option<CudaSlice<i32>>,
     /// `[batch + 1]`, of packed queries.
-    pub cu_q: Option<CudaSlice<i32>>,
+    pub cu_seqlens_q: Option<CudaSlice<i32>>,
     /// `[batch]`, of queries used in part.
-    pub used_q: Option<CudaSlice<i32>>,
+    pub seqused_q: Option<CudaSlice<i32>>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<CudaSlice<i32>>,
     /// `[1]`: rows skipped for want of a slot, summed over all runs.
@@ -57,10 +57,9 @@ pub enum DeviceTable<T> {
 
 impl<T: Half> DeviceTable<T> {
     fn upload(stream: &Arc<CudaStream>, table: &Table<'_, T>) -> Result<DeviceTable<T>, Error> {
-        const ONE: &str = "a copy of a slice is a slice";
         Ok(match table {
-            Table::F32(values) => DeviceTable::F32(copy(stream, Some(*values))?.expect(ONE)),
-            Table::Same(values) => DeviceTable::Same(copy(stream, Some(*values))?.expect(ONE)),
+            Table::F32(values) => DeviceTable::F32(copy(stream, values)?),
+            Table::Same(values) => DeviceTable::Same(copy(stream, values)?),
         })
     }
 
@@ -89,7 +88,7 @@ impl<T: Half> DeviceAppend<T> {
         extras: &AppendExtras<'_>,
         tensors: &AppendTensors<'_, T>,
     ) -> Result<DeviceAppend<T>, Error> {
-        let words = |words: Option<&[i32]>| copy(stream, words);
+        let words = |words: Option<&[i32]>| words.map(|words| copy(stream, words)).transpose();
         let tables = match &tensors.tables {
             Some([cos, sin]) => Some([DeviceTable::upload(stream, cos)?, DeviceTable::upload(stream, sin)?]),
             None => None,
@@ -103,10 +102,10 @@ impl<T: Half> DeviceAppend<T> {
             tables,
             cu_new: words(extras.cu_new)?,
             used_new: words(extras.used_new)?,
-            used_k: words(extras.used_k)?,
+            seqused_k: words(extras.seqused_k)?,
             page_table: words(extras.page_table)?,
-            cu_q: words(extras.cu_q)?,
-            used_q: words(extras.used_q)?,
+            cu_seqlens_q: words(extras.cu_seqlens_q)?,
+            seqused_q: words(extras.seqused_q)?,
             used_out: words(extras.used_out.as_deref())?,
             dropped: stream.alloc_zeros(1).map_err(doing("allocating device memory"))?,
         })
@@ -131,10 +130,10 @@ impl<T: Half> DeviceAppend<T> {
                 tables: self.tables.as_ref().map(|[cos, sin]| [cos.argument(), sin.argument()]),
                 cu_new: read(&self.cu_new),
                 used_new: read(&self.used_new),
-                used_k: read(&self.used_k),
+                seqused_k: read(&self.seqused_k),
                 page_table: read(&self.page_table),
-                cu_q: read(&self.cu_q),
-                used_q: read(&self.used_q),
+                cu_seqlens_q: read(&self.cu_seqlens_q),
+                seqused_q: read(&self.seqused_q),
                 used_out: self.used_out.as_mut().map(|to| to as &mut dyn DevicePtrMut<i32>),
                 dropped: Some(&mut self.dropped),
             },
@@ -154,17 +153,17 @@ impl<T: Half> DeviceAppend<T> {
             tables: self.tables.as_ref().map(|[cos, sin]| [cos.address(stream), sin.address(stream)]),
             cu_new: at(&self.cu_new),
             used_new: at(&self.used_new),
-            used_k: at(&self.used_k),
+            seqused_k: at(&self.seqused_k),
             page_table: at(&self.page_table),
-            cu_q: at(&self.cu_q),
-            used_q: at(&self.used_q),
+            cu_seqlens_q: at(&self.cu_seqlens_q),
+            seqused_q: at(&self.seqused_q),
             used_out: self.used_out.as_mut().map(|to| to.device_ptr_mut(stream).0),
             dropped: Some(self.dropped.device_ptr_mut(stream).0),
         }
     }
 
     /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive this
-    /// memory. Replays append at the lengths that `used_k` holds then.
+    /// memory. Replays append at the lengths that `seqused_k` holds then.
     ///
     /// # Errors
     /// [`Error::Driver`].

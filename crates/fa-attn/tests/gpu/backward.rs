@@ -78,7 +78,7 @@ fn a_gradient_of_the_lse_joins_that_of_the_output() {
             let backward = gpu.backward(&problem, deterministic, None).unwrap();
             let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, &gpu.stream);
             let dlse: Vec<f32> = (0..lse_len(&problem)).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect();
-            tensors.forward.extras.dlse = Some(gpu.stream.clone_htod(&dlse).unwrap());
+            tensors.forward.extras.inputs.dlse = Some(gpu.stream.clone_htod(&dlse).unwrap());
             tensors.run(&backward, &gpu.stream).unwrap();
             let extras = Extras { dlse: Some(&dlse), ..Extras::NONE };
             verify_with(&case, &tensors.results(&gpu.stream), &extras);

@@ -26,14 +26,14 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
         ..extras.clone()
     };
     let packed = OwnedExtras {
-        cu_q: Some(vec![0, 300, 300, 301, 430, 558]),
-        cu_k: Some(vec![0, 320, 340, 340, 700, 828]),
+        cu_seqlens_q: Some(vec![0, 300, 300, 301, 430, 558]),
+        cu_seqlens_k: Some(vec![0, 320, 340, 340, 700, 828]),
         ..OwnedExtras::default()
     };
     let lengths = Lengths::packed(5, 570, 830, 300, 400);
     let used = OwnedExtras {
-        used_q: Some(vec![0, 200, 129]),
-        used_k: Some(vec![77, 0, 250]),
+        seqused_q: Some(vec![0, 200, 129]),
+        seqused_k: Some(vec![77, 0, 250]),
         ..OwnedExtras::default()
     };
     let padded = Lengths::of(3, Side::padded(200).with_used(), Side::padded(256).with_used());
@@ -48,7 +48,7 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
             if in_use { ((i * 7919 + 3) % pages) as i32 } else { -1 }
         };
         let extras = OwnedExtras {
-            used_k: Some(used.map(|n| n as i32).to_vec()),
+            seqused_k: Some(used.map(|n| n as i32).to_vec()),
             page_table: Some((0..3 * columns).map(entry).collect()),
             ..OwnedExtras::default()
         };
@@ -252,7 +252,7 @@ fn one_graph_serves_whatever_lengths_and_pages_there_are() {
             let table = now.page_table.as_mut().unwrap();
             let pages = table.len() as i32;
             table.iter_mut().enumerate().for_each(|(i, page)| *page = (i as i32 * 17 + step * 5) % pages);
-            now.used_k = Some(vec![(step * 37) % 401, (step * 101 + 400) % 401, step]);
+            now.seqused_k = Some(vec![(step * 37) % 401, (step * 101 + 400) % 401, step]);
             tensors.extras.update(stream, &now.view()).unwrap();
             tensors.poison(stream).unwrap();
             graph.launch().unwrap();

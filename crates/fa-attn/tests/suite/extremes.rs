@@ -149,7 +149,7 @@ fn more_sequences_than_rows_are_computed() {
     let mut starts = vec![3; batch + 1];
     starts[..3].copy_from_slice(&[0, 1, 3]);
     let keys: Vec<i32> = (0..=batch as i32).map(|at| at.min(5)).collect();
-    let extras = Extras { cu_q: Some(&starts), cu_k: Some(&keys), ..Extras::NONE };
+    let extras = Extras { cu_seqlens_q: Some(&starts), cu_seqlens_k: Some(&keys), ..Extras::NONE };
     let q = Tensor::filled([1, 3, 2, 8], TensorLayout::Bshd, 1f32);
     let k = Tensor::filled([1, 5, 2, 8], TensorLayout::Bshd, 1f32);
     let output = engine.forward(&problem, [&q, &k, &k], &extras).expect("three rows");

@@ -43,8 +43,8 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
     let slopes = vec![0.5, 0.25, 0.125, 0.0625];
     let sinks = vec![-1.0, 0.0, 0.5, 2.0];
     let packed = OwnedExtras {
-        cu_q: Some(vec![0, 9, 9, 10, 40]),
-        cu_k: Some(vec![0, 20, 23, 23, 60]),
+        cu_seqlens_q: Some(vec![0, 9, 9, 10, 40]),
+        cu_seqlens_k: Some(vec![0, 20, 23, 23, 60]),
         ..OwnedExtras::default()
     };
     let with = |extras: &OwnedExtras| OwnedExtras {
@@ -54,11 +54,14 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
     };
     let lengths = Lengths::packed(4, 43, 61, 30, 37);
     let window = Mask { left: Some(5), right: Some(2) };
-    let used =
-        OwnedExtras { used_q: Some(vec![0, 6, 11]), used_k: Some(vec![13, 0, 5]), ..OwnedExtras::default() };
+    let used = OwnedExtras {
+        seqused_q: Some(vec![0, 6, 11]),
+        seqused_k: Some(vec![13, 0, 5]),
+        ..OwnedExtras::default()
+    };
     let padded = Lengths::of(3, Side::padded(11).with_used(), Side::padded(13).with_used());
     let paged = OwnedExtras {
-        used_k: Some(vec![13, 0, 9]),
+        seqused_k: Some(vec![13, 0, 9]),
         page_table: Some(vec![5, 1, 0, 3, -1, -1, -1, -1, 2, 7, 4, 99]),
         ..OwnedExtras::default()
     };
@@ -134,9 +137,9 @@ fn what_the_problem_names_must_be_there_and_nothing_else() {
             let given = extras.view();
             refused(&Extras::NONE, "is missing");
             let one = [1];
-            match given.used_q {
-                Some(_) => refused(&Extras { used_q: Some(&one), ..given }, "used_q"),
-                None => refused(&Extras { used_q: Some(&one), ..given }, "used_q is given"),
+            match given.seqused_q {
+                Some(_) => refused(&Extras { seqused_q: Some(&one), ..given }, "seqused_q"),
+                None => refused(&Extras { seqused_q: Some(&one), ..given }, "seqused_q is given"),
             }
         }
         let paged = Problem { lengths: Lengths::of(3, Side::padded(2), Side::paged(4, 8, 16)), ..SQUARE };
@@ -230,7 +233,7 @@ fn appends_are_the_same_through_the_engine_and_refusals_write_nothing() {
         let mut run = |cu: Option<&[i32]>| {
             let mut extras = AppendExtras {
                 cu_new: cu,
-                used_k: Some(&lengths),
+                seqused_k: Some(&lengths),
                 page_table: Some(&pages),
                 used_out: Some(&mut after),
                 ..AppendExtras::default()

@@ -1,14 +1,14 @@
 //! The formula over checked tensors of any element type, whose heads it reads one at a time.
 
-use fa_core::Problem;
+use fa_core::{Pass, Problem};
 
 use super::formula::{Rows, Tensors};
 use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
-use crate::check::{check_forward, check_no_dlse, check_out};
+use crate::check::{check_forward, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::extras::Extras;
+use crate::extras::{Extras, check_extras};
 use crate::real::Real;
 use crate::view::TensorRef;
 
@@ -24,7 +24,7 @@ pub(super) fn forward<R: Real, T: Element, A>(
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> Result<A, CpuError> {
     check_forward(problem, q, k, v)?;
-    check_no_dlse(extras)?;
+    check_extras(problem, Pass::Forward, extras)?;
     let batch = Batch::new(problem, extras)?;
     Ok(read(&batch, [q, k, v], round, pass))
 }

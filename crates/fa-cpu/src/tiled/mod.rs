@@ -30,14 +30,14 @@ mod scratch;
 mod sink_terms;
 mod work;
 
-use fa_core::Problem;
+use fa_core::{Pass, Problem};
 pub use inputs::BackwardInputs;
 
 use crate::batch::Batch;
 use crate::check;
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::extras::Extras;
+use crate::extras::{Extras, check_extras};
 use crate::simd::{Isa, Kernels};
 use crate::view::{TensorMut, TensorRef};
 
@@ -141,7 +141,7 @@ pub fn forward_extras<T: Element>(
         check::check_lse(problem, lse.len())?;
     }
     scores::Scores::check(problem)?;
-    check::check_no_dlse(extras)?;
+    check_extras(problem, Pass::Forward, extras)?;
     let (batch, kernels) = (Batch::new(problem, extras)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
     let Options { threads, .. } = options;

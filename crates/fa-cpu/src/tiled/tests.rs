@@ -328,8 +328,8 @@ fn divided_keys_of_every_form() {
         let columns = problem.lengths.table_columns();
         let table: Vec<i32> = (0..2 * columns).map(|i| (i * 7 % pages) as i32).collect();
         let extras = Extras {
-            cu_q: Some(&[0, 33, 57]),
-            used_k: Some(&[1390, 1203]),
+            cu_seqlens_q: Some(&[0, 33, 57]),
+            seqused_k: Some(&[1390, 1203]),
             page_table: Some(&table),
             alibi_slopes: Some(&[0.1, 0.0, 0.01, 0.002]),
             sinks: Some(&[1.0, -2.0, f32::NEG_INFINITY, 5.0]),

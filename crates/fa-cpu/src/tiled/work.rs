@@ -250,7 +250,9 @@ mod tests {
                     let problem =
                         Problem { lengths, heads_kv: 2, ..Problem::square(1, 1, 6, 8, mask, Dtype::F32) };
                     let cu = cu.as_ref().map(|cu| &cu[..]);
-                    let batch = Batch::new(&problem, &Extras { cu_q: cu, cu_k: cu, ..Extras::NONE }).unwrap();
+                    let batch =
+                        Batch::new(&problem, &Extras { cu_seqlens_q: cu, cu_seqlens_k: cu, ..Extras::NONE })
+                            .unwrap();
                     let units = units(&problem, &batch);
                     let items = items(&problem, &batch, &units, |_| 32, 16, converts, workers);
                     let mut seen: Vec<(usize, usize)> = vec![];

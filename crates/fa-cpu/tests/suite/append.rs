@@ -111,9 +111,9 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     let mut used_out = vec![0; batch];
     let mut extras = AppendExtras {
         cu_new: Some(&cu),
-        used_k: Some(&before),
+        seqused_k: Some(&before),
         page_table: page.map(|_| &table[..]),
-        cu_q: Some(&cu),
+        cu_seqlens_q: Some(&cu),
         used_out: Some(&mut used_out),
         ..AppendExtras::default()
     };

@@ -77,14 +77,14 @@ pub(crate) fn problem(
 ) -> (Problem, OwnedExtras) {
     let mut random = Random::new(seed);
     let (q_lens, k_lens): (Vec<_>, Vec<_>) = lens.iter().copied().unzip();
-    let (q, [cu_q, used_q, _]) = side(&q_lens, lies[0], &mut random);
-    let (k, [cu_k, used_k, page_table]) = side(&k_lens, lies[1], &mut random);
+    let (q, [cu_seqlens_q, seqused_q, _]) = side(&q_lens, lies[0], &mut random);
+    let (k, [cu_seqlens_k, seqused_k, page_table]) = side(&k_lens, lies[1], &mut random);
     let slopes = base.score.alibi.map(|alibi| alibi.count(lens.len(), base.heads_q));
     let owned = OwnedExtras {
-        cu_q,
-        cu_k,
-        used_q,
-        used_k,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
         page_table,
         alibi_slopes: slopes.map(|count| (0..count).map(|_| 0.2 * random.uniform() as f32).collect()),
         sinks: base.score.sinks.then(|| (0..base.heads_q).map(|_| 2.0 * random.normal() as f32).collect()),
@@ -317,7 +317,7 @@ fn slopes_and_sinks_on_dense_problems() {
                 let dense = Problem { mask, score, types, ..base(turn + index) };
                 let (_, owned) = problem(dense, &lens, [Lie::Padded; 2], turn as u64);
                 let dense = Problem { lengths: Lengths::uniform(2, lens[0].0, lens[0].1), ..dense };
-                let extras = Extras { used_q: None, used_k: None, ..owned.view() };
+                let extras = Extras { seqused_q: None, seqused_k: None, ..owned.view() };
                 check_type(&dense, &extras, index as u64, true);
             }
         }
@@ -416,13 +416,16 @@ fn what_does_not_go_together_is_refused_before_a_write() {
     };
     let extras = owned.view();
     assert_eq!(
-        run(&Extras { used_k: None, ..extras }),
-        CpuError::Extra { name: "used_k", asked: true },
+        run(&Extras { seqused_k: None, ..extras }),
+        CpuError::Extra { name: "seqused_k", asked: true },
         "keys in pages need lengths"
     );
     let table = vec![9; extras.page_table.unwrap().len()];
     assert!(matches!(run(&Extras { page_table: Some(&table), ..extras }), CpuError::Page { page: 9, .. }));
-    assert!(matches!(run(&Extras { used_k: Some(&[5, 99]), ..extras }), CpuError::Beyond { value: 99, .. }));
+    assert!(matches!(
+        run(&Extras { seqused_k: Some(&[5, 99]), ..extras }),
+        CpuError::Beyond { value: 99, .. }
+    ));
     let refused = reference::backward_extras(&paged, &extras, &q, &k, &v, &dout).unwrap_err();
     assert_eq!(refused, CpuError::PagedBackward);
 }
@@ -433,7 +436,7 @@ fn what_needs_extras_is_refused_without() {
     let dense = Problem::square(1, 3, 2, 4, Mask::FULL, Dtype::F32);
     let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
     for (problem, name) in [
-        (Problem { lengths: Lengths::packed(1, 3, 3, 3, 3), ..dense }, "cu_q"),
+        (Problem { lengths: Lengths::packed(1, 3, 3, 3, 3), ..dense }, "cu_seqlens_q"),
         (Problem { score: alibi, ..dense }, "alibi_slopes"),
         (Problem { score: ScoreMod { sinks: true, ..ScoreMod::NONE }, ..dense }, "sinks"),
     ] {

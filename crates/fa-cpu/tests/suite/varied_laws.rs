@@ -146,9 +146,9 @@ proptest! {
             let packed = Problem { lengths: Lengths::packed(batch, batch * q, batch * k, q, k), ..base };
             let (_, owned) = problem(base, &vec![(q, k); batch], [Lie::Padded; 2], seed);
             let cu = |len: usize| (0..=batch).map(|i| (i * len) as i32).collect::<Vec<i32>>();
-            let (cu_q, cu_k) = (cu(q), cu(k));
-            let plain = Extras { used_q: None, used_k: None, ..owned.view() };
-            let extras = Extras { cu_q: Some(&cu_q), cu_k: Some(&cu_k), ..plain };
+            let (of_q, of_k) = (cu(q), cu(k));
+            let plain = Extras { seqused_q: None, seqused_k: None, ..owned.view() };
+            let extras = Extras { cu_seqlens_q: Some(&of_q), cu_seqlens_k: Some(&of_k), ..plain };
             let inputs = Inputs::<T>::random(&dense, seed);
             let a = Results::of(Options::default(), &dense, &plain, &inputs, true);
             let b = Results::of(Options::default(), &packed, &extras, &inputs, true);

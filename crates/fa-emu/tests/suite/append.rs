@@ -39,7 +39,7 @@ fn bits<T: Half>(values: &[T]) -> Vec<u16> {
 
 /// Lengths, starts and pages of three sequences, of which the last has no new keys.
 struct Words {
-    used_k: Vec<i32>,
+    seqused_k: Vec<i32>,
     cu: Vec<i32>,
     page_table: Vec<i32>,
 }
@@ -79,7 +79,7 @@ fn check<T: Half>(emulator: &Emulator, append: &Append, words: &Words, dropped: 
         words: [
             given(is_packed(append.new), &words.cu),
             None,
-            Some(words.used_k.clone()),
+            Some(words.seqused_k.clone()),
             given(is_paged, &words.page_table),
             given(queries.is_some_and(|queries| is_packed(queries.rows)), &words.cu),
             None,
@@ -92,12 +92,12 @@ fn check<T: Half>(emulator: &Emulator, append: &Append, words: &Words, dropped: 
     assert!(faults.is_empty(), "{append:?}:\n{}", faults.join("\n"));
 
     let mut used_out = vec![0; append.sequences];
-    let [cu_new, _, used_k, page_table, cu_q, _] = &call.words;
+    let [cu_new, _, seqused_k, page_table, cu_seqlens_q, _] = &call.words;
     let mut extras = AppendExtras {
         cu_new: cu_new.as_deref(),
-        used_k: used_k.as_deref(),
+        seqused_k: seqused_k.as_deref(),
         page_table: page_table.as_deref(),
-        cu_q: cu_q.as_deref(),
+        cu_seqlens_q: cu_seqlens_q.as_deref(),
         used_out: Some(&mut used_out),
         ..AppendExtras::default()
     };
@@ -125,7 +125,7 @@ fn check<T: Half>(emulator: &Emulator, append: &Append, words: &Words, dropped: 
 fn words() -> Words {
     // Pages of 5 in no order; sequence 1 names one that does not exist for its last keys.
     let page_table = vec![7, 2, 0, 9, 4, 1, 3, 100, 5, 6, 8, -1];
-    Words { used_k: vec![3, 13, 0], cu: vec![0, 6, 11, 11], page_table }
+    Words { seqused_k: vec![3, 13, 0], cu: vec![0, 6, 11, 11], page_table }
 }
 
 #[test]

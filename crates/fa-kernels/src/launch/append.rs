@@ -41,14 +41,14 @@ pub struct RawAppendArgs {
     /// `[batch]` i32, of new keys used in part.
     pub used_new: Option<u64>,
     /// `[batch]` i32: keys in the cache before; `None` for an empty one.
-    pub used_k: Option<u64>,
+    pub seqused_k: Option<u64>,
     /// `[batch, table_columns]` i32.
     pub page_table: Option<u64>,
     /// `[batch + 1]` i32, of packed queries.
-    pub cu_q: Option<u64>,
+    pub cu_seqlens_q: Option<u64>,
     /// `[batch]` i32, of queries used in part.
-    pub used_q: Option<u64>,
-    /// `[batch]` i32, written: keys in the cache afterwards. Not `used_k`, which other CTAs still read.
+    pub seqused_q: Option<u64>,
+    /// `[batch]` i32, written: keys in the cache afterwards. Not `seqused_k`, which other CTAs still read.
     pub used_out: Option<u64>,
     /// u32, to which the number of rows without a place is added.
     pub dropped: Option<u64>,
@@ -179,8 +179,8 @@ impl AppendLaunch {
         given("used_new", at.used_new.is_some(), append.new.used, batch)?;
         let is_paged = matches!(append.cache.rows, SideRows::Paged { .. });
         given("page_table", at.page_table.is_some(), is_paged, batch * append.table_columns())?;
-        given("cu_q", at.cu_q.is_some(), is_packed(of_q), batch + 1)?;
-        given("used_q", at.used_q.is_some(), of_q.used, batch)?;
+        given("cu_seqlens_q", at.cu_seqlens_q.is_some(), is_packed(of_q), batch + 1)?;
+        given("seqused_q", at.seqused_q.is_some(), of_q.used, batch)?;
         let mut raw = vec![at.k_new, at.v_new, at.k_cache, at.v_cache];
         raw.extend(at.q);
         for ((shape, is_output), raw) in self.tensors().iter().zip(&raw) {
@@ -200,9 +200,9 @@ impl AppendLaunch {
         for (name, address) in [
             ("cu_new", at.cu_new),
             ("used_new", at.used_new),
-            ("used_k", at.used_k),
-            ("cu_q", at.cu_q),
-            ("used_q", at.used_q),
+            ("seqused_k", at.seqused_k),
+            ("cu_seqlens_q", at.cu_seqlens_q),
+            ("seqused_q", at.seqused_q),
             ("used_out", at.used_out),
             ("dropped", at.dropped),
         ] {
@@ -214,10 +214,10 @@ impl AppendLaunch {
         if let (Some(address), true) = (at.page_table, batch * append.table_columns() > 0) {
             check_address("page_table", address, 4)?;
         }
-        match (at.used_k, at.used_out) {
+        match (at.seqused_k, at.used_out) {
             // Empty arrays share an address, mostly 0, and no memory.
             (Some(before), Some(after)) if before == after && batch > 0 => {
-                Err(Error::SameMemory { tensor: "used_out", with: "used_k" })
+                Err(Error::SameMemory { tensor: "used_out", with: "seqused_k" })
             }
             _ => Ok(()),
         }
@@ -255,10 +255,10 @@ impl AppendLaunch {
             sin,
             cu_new: words(at.cu_new),
             used_new: words(at.used_new),
-            used_k: words(at.used_k),
+            used_k: words(at.seqused_k),
             page_table: words(at.page_table),
-            cu_q: words(at.cu_q),
-            used_q: words(at.used_q),
+            cu_q: words(at.cu_seqlens_q),
+            used_q: words(at.seqused_q),
             used_out: MutI32Ptr(at.used_out.unwrap_or(0)),
             dropped: MutU32Ptr(at.dropped.unwrap_or(0)),
             q_columns,

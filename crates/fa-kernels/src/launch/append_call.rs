@@ -51,13 +51,13 @@ pub struct AppendArgs<'a, T> {
     /// `[batch]`: new keys in use, where they are used in part.
     pub used_new: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch]`: keys in the cache before; `None` for an empty one.
-    pub used_k: Option<&'a dyn DevicePtr<i32>>,
+    pub seqused_k: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch, table_columns]`: pages of each sequence.
     pub page_table: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch + 1]`: the first query of each sequence, where they are packed.
-    pub cu_q: Option<&'a dyn DevicePtr<i32>>,
+    pub cu_seqlens_q: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch]`: queries in use, where they are used in part.
-    pub used_q: Option<&'a dyn DevicePtr<i32>>,
+    pub seqused_q: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<&'a mut dyn DevicePtrMut<i32>>,
     /// `[1]`, to which the number of rows without a place is added.
@@ -190,10 +190,10 @@ impl BoundAppend {
             tables,
             cu_new: taker.read("cu_new", batch + 1, args.cu_new)?,
             used_new: taker.read("used_new", batch, args.used_new)?,
-            used_k: taker.read("used_k", batch, args.used_k)?,
+            seqused_k: taker.read("seqused_k", batch, args.seqused_k)?,
             page_table: taker.read("page_table", entries, args.page_table)?,
-            cu_q: taker.read("cu_q", batch + 1, args.cu_q)?,
-            used_q: taker.read("used_q", batch, args.used_q)?,
+            cu_seqlens_q: taker.read("cu_seqlens_q", batch + 1, args.cu_seqlens_q)?,
+            seqused_q: taker.read("seqused_q", batch, args.seqused_q)?,
             used_out: taker.write("used_out", batch, args.used_out.as_deref_mut())?,
             dropped: taker.write("dropped", 1, args.dropped.as_deref_mut())?,
         };

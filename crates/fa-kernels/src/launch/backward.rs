@@ -9,7 +9,7 @@ use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::source::{DSINKS, DSINKS_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::checks::count;
-use crate::launch::extras::{Extra, mod_params, varlen_params};
+use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::sections::Sections;
@@ -75,7 +75,7 @@ impl Launches {
         let maps = panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, &tensors, is_ragged));
         Ok(Launches {
             tensors,
-            extras: Extra::of(problem, true, plan_bytes),
+            extras: needs(problem, spec.kernel.pass(), plan_bytes),
             workspace,
             steps,
             params: Params::Backward(params),

@@ -2,7 +2,7 @@
 
 use fa_core::spec::operand_panel;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_planner::account::{MAX_SPLITS, kv_splits, page_part, split_cluster};
 use fa_planner::cost::combine_ctas;
 
@@ -10,7 +10,7 @@ use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
 use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS};
 use crate::launch::checks::count;
-use crate::launch::extras::{Extra, mod_params, varlen_params};
+use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::sections::Sections;
@@ -81,7 +81,7 @@ impl Launches {
         let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors) } else { Vec::new() };
         Ok(Launches {
             tensors,
-            extras: Extra::of(problem, false, plan_bytes),
+            extras: needs(problem, Pass::Forward, plan_bytes),
             workspace,
             steps,
             params: Params::Forward(params),

@@ -1,6 +1,7 @@
 //! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so
 //! that the driver and an emulation run the same launches.
 
+use fa_core::extras::Need;
 use fa_core::spec::{Scheduler, Traits};
 use fa_core::{Arch, KernelSpec, Problem, Strides};
 use fa_planner::account::missing_code;
@@ -14,7 +15,7 @@ use crate::jit::params::{
 use crate::jit::source::ENTRY;
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
-use crate::launch::extras::{Extra, RawExtras};
+use crate::launch::extras::RawExtras;
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;
@@ -155,7 +156,7 @@ pub struct Launches {
     /// The tensors, in the order of a call: q, k, v, out; of a backward also dout, dq, dk, dv.
     pub tensors: Vec<Tensor>,
     /// The extras that calls take.
-    pub extras: Vec<Extra>,
+    pub extras: Vec<Need>,
     /// The memory that the launches share.
     pub workspace: Workspace,
     /// What is enqueued, in this order; empty for a problem without work.
@@ -287,7 +288,7 @@ impl Launches {
                 varlen: varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
                 dkv_semaphores: words(parts.dkv_semaphores),
-                dlse: ConstF32Ptr(at.extras.dlse.unwrap_or(0)),
+                dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
             }),

@@ -23,7 +23,6 @@ mod workspace;
 
 pub use append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
-pub use extras::Extra;
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
 pub use merge::{BoundMerge, MergeArgs, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult};
 pub use tma::{MapShape, TensorMap};

@@ -1,7 +1,9 @@
 //! Planner and launch agree: what the planner ranks, the host's checks of a launch take; what it refuses
 //! because no launch holds it, they refuse in the same words.
 
-use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, TensorLayout, Unserved};
+use fa_core::{
+    Arch, Dtype, Extra, Extras, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, TensorLayout, Unserved,
+};
 use fa_kernels::launch::{Addresses, Launches};
 use fa_kernels::{Error, RawExtras, RawTensor};
 use fa_planner::account::Reason;
@@ -28,17 +30,8 @@ fn check_call(launches: &Launches) -> Result<(), Error> {
         RawTensor { address: (i as u64 + 1) << 50, strides }
     });
     let tensors: Vec<RawTensor> = packed.collect();
-    let given = |name: &str| launches.extras.iter().find(|extra| extra.name == name).map(|_| 1 << 49);
-    let extras = RawExtras {
-        cu_q: given("cu_q"),
-        cu_k: given("cu_k"),
-        used_q: given("used_q"),
-        used_k: given("used_k"),
-        page_table: given("page_table"),
-        alibi_slopes: given("alibi_slopes"),
-        sinks: given("sinks"),
-        ..RawExtras::default()
-    };
+    let given = |extra: Extra| launches.extras.iter().find(|need| need.name == extra.name()).map(|_| 1 << 49);
+    let extras = RawExtras { inputs: Extras::of(given, given), ..RawExtras::default() };
     launches.check(&Addresses { tensors: &tensors, lse: Some(1 << 48), workspace: Some(1 << 47), extras })
 }
 

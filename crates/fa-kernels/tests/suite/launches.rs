@@ -2,8 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Alibi, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd,
-    Sm90Fwd, TensorLayout,
+    Alibi, Arch, Dtype, Extras, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd,
+    Sm90Bwd, Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
 use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
@@ -269,7 +269,8 @@ fn what_no_device_code_computes_is_refused() {
 fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
     let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
     let problem = Problem { score, ..problem() };
-    let extras = RawExtras { alibi_slopes: Some(1 << 42), sinks: Some(1 << 43), ..RawExtras::default() };
+    let inputs = Extras { alibi_slopes: Some(1 << 42), sinks: Some(1 << 43), ..Extras::NONE };
+    let extras = RawExtras { inputs, ..RawExtras::default() };
 
     let forward = KernelSpec { score: score.kind(), ..sm80_spec() };
     let launches = Launches::of(&forward, &problem, Arch::Sm80, SMS).unwrap();
@@ -334,7 +335,7 @@ fn lengths_on_the_device_are_planned_first() {
     assert_eq!(entries(&launches), [("fa_plan", 1), ("fa_kernel", (62 + 5) * 2)]);
     assert_eq!(launches.plan_bytes, 4 * (16 + 4 * 67));
     let names: Vec<_> = launches.extras.iter().map(|extra| (extra.name, extra.is_optional)).collect();
-    assert_eq!(names, [("cu_q", false), ("cu_k", false), ("plan", true)]);
+    assert_eq!(names, [("cu_seqlens_q", false), ("cu_seqlens_k", false), ("plan", true)]);
     let shape = |i: usize| {
         let shape = &launches.tensors[i].shape;
         (shape.batch, shape.seqlen, shape.heads)

@@ -48,10 +48,10 @@ fn an_append_is_one_launch_whose_memory_is_checked() {
         tables: Some([1 << 40, 1 << 41]),
         cu_new: Some(64),
         used_new: None,
-        used_k: Some(128),
+        seqused_k: Some(128),
         page_table: Some(256),
-        cu_q: Some(64),
-        used_q: None,
+        cu_seqlens_q: Some(64),
+        seqused_q: None,
         used_out: Some(192),
         dropped: None,
     };
@@ -64,8 +64,8 @@ fn an_append_is_one_launch_whose_memory_is_checked() {
         assert!(text.contains(part), "{text} does not say {part}");
     };
     refused(RawAppendArgs { page_table: None, ..args }, "page_table is missing");
-    refused(RawAppendArgs { used_q: Some(64), ..args }, "used_q was given");
-    refused(RawAppendArgs { used_out: args.used_k, ..args }, "used_out is used_k");
+    refused(RawAppendArgs { seqused_q: Some(64), ..args }, "seqused_q was given");
+    refused(RawAppendArgs { used_out: args.seqused_k, ..args }, "used_out is seqused_k");
     refused(RawAppendArgs { tables: Some([8, 16]), ..args }, "cos starts at 0x8");
     let empty = Append { sequences: 0, new: Side::packed(0, 0), rotary: None, ..append };
     assert_eq!(AppendLaunch::new(&empty, SMS).unwrap().grid, 0);
@@ -127,17 +127,19 @@ fn an_append_of_nothing_takes_empty_arrays() {
             tables: append.rotary.map(|_| [1 << 21, 1 << 22]),
             cu_new: has_rows(append.new).then_some(64),
             used_new: None,
-            used_k: Some(if is_empty { 0 } else { 128 }),
+            seqused_k: Some(if is_empty { 0 } else { 128 }),
             page_table: is_paged.then_some(0),
-            cu_q: None,
-            used_q: None,
+            cu_seqlens_q: None,
+            seqused_q: None,
             used_out: Some(if is_empty { 0 } else { 192 }),
             dropped: None,
         };
         launch.check(&args).unwrap_or_else(|error| panic!("{append:?}: {error}"));
         if !is_empty {
-            let same = RawAppendArgs { used_out: args.used_k, ..args };
-            assert!(launch.check(&same).is_err_and(|error| error.to_string().contains("used_out is used_k")));
+            let same = RawAppendArgs { used_out: args.seqused_k, ..args };
+            assert!(
+                launch.check(&same).is_err_and(|error| error.to_string().contains("used_out is seqused_k"))
+            );
         }
     }
 }

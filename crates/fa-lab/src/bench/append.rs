@@ -227,7 +227,7 @@ mod tests {
                 ..small
             };
             let mut inputs = AppendInputs::<bf16>::fitting(&small, 3);
-            let before = inputs.used_k.iter().sum::<i32>() as usize;
+            let before = inputs.seqused_k.iter().sum::<i32>() as usize;
             inputs.on_cpu().expect("it fits");
             let after = inputs.used_out.iter().sum::<i32>() as usize;
             let rows = mark.append.new.total(mark.append.sequences);

@@ -21,7 +21,7 @@ pub(super) fn examine<T: Half>(session: &Session, case: &Case, append: &Append) 
     let replayed = case.action == Action::Relength;
     if replayed {
         // Once more, behind what was appended.
-        want.used_k = want.used_out.clone();
+        want.seqused_k = want.used_out.clone();
         want.on_cpu()?;
     }
     let stream = session.gpu.context().new_stream()?;
@@ -32,7 +32,7 @@ pub(super) fn examine<T: Half>(session: &Session, case: &Case, append: &Append) 
             if replayed {
                 let graph = device.capture(&bound, &stream)?;
                 graph.launch()?;
-                if let (Some(lengths), Some(after)) = (&mut device.used_k, &device.used_out) {
+                if let (Some(lengths), Some(after)) = (&mut device.seqused_k, &device.used_out) {
                     stream.memcpy_dtod(after, lengths)?;
                 }
                 graph.launch()?;
