@@ -39,6 +39,7 @@ pub mod division;
 pub mod dtype;
 pub mod family;
 pub mod key;
+pub mod launch_plan;
 pub mod layout;
 pub mod lengths;
 pub mod mask;
@@ -57,6 +58,7 @@ pub use division::Division;
 pub use dtype::{Dtype, Types};
 pub use family::Family;
 pub use key::ProblemKey;
+pub use launch_plan::LaunchPlan;
 pub use layout::Layout;
 pub use lengths::{Lengths, Side, SideRows};
 pub use mask::{BlockRange, Mask};
@@ -65,8 +67,8 @@ pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
 pub use score_mod::{Alibi, ScoreKind, ScoreMod};
 pub use spec::{
-    Kernel, KernelSpec, MaskKind, Mismatch, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd,
-    SpecError, Traits, Unserved,
+    Kernel, KernelSpec, MaskKind, Mismatch, PinnedSpec, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd,
+    Sm90Fwd, Sm100Fwd, SpecError, Traits, Unserved,
 };
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

@@ -18,6 +18,7 @@ use fa_kernels::launch::{Addresses, Launches, Params, Step};
 use fa_kernels::{Headers, RawExtras, RawTensor, Source, smem_bytes};
 use fa_lab::marks::Marks;
 use fa_lab::random::Random;
+use fa_planner::divide;
 use fa_planner::plan::{PlanOptions, best};
 use rayon::prelude::*;
 
@@ -56,8 +57,8 @@ impl Call {
         let native = Family::native(arch);
         if arch == Arch::Sm90 && division == Division::PLANNED {
             let wanted = family.unwrap_or(native);
-            if let Some(spec) = tuned.find("NVIDIA H100 80GB HBM3", &problem, wanted, pass) {
-                return Some(spec);
+            if let Some(entry) = tuned.find("NVIDIA H100 80GB HBM3", &problem, wanted, pass) {
+                return Some(entry.spec);
             }
         }
         let of = |family| {
@@ -71,11 +72,8 @@ impl Call {
     }
 
     fn launches(&self, spec: &KernelSpec) -> Result<Launches, fa_kernels::Error> {
-        let Call { problem, pass, division, arch, sms, .. } = self;
-        match pass {
-            Pass::Forward => Launches::forward_split(spec, problem, *arch, *sms, division.splits),
-            Pass::Backward { .. } => Launches::backward(spec, problem, *arch, *sms),
-        }
+        let Call { problem, division, arch, sms, .. } = self;
+        Launches::of(&divide(problem, spec, *arch, *sms, division.splits), problem, *arch, *sms)
     }
 
     /// Kernel, division, memory, launches and order of tiles as text; "none" where no kernel computes it.
