@@ -75,8 +75,8 @@
 //! The steps: a [`Source`] is written from a `KernelSpec`, a [`Compiler`] compiles it to a cubin, the
 //! [`Cache`] keeps the cubin, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] or [`Backward`]
 //! binds it to a problem. [`Kernels`] does all of it for a launch plan of the caller's choice; `fa-attn`
-//! chooses the plan for a problem. Without a GPU the steps go as far as the cubin ([`ship`]); without a compiler the
-//! kernels of a [`bundle`] run.
+//! chooses the plan for a problem. Without a GPU the steps go as far as the cubin ([`ship`]); without a
+//! compiler the kernels of a [`bundle`] run.
 //!
 //! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and
 //! any CUDA library but the driver and NVRTC, both loaded at run time.

@@ -9,8 +9,8 @@ use crate::cost::head_splits::Split;
 use crate::cost::kv_splits::best_split;
 use crate::kernels::planned::{self, Time};
 
-/// What a call of `spec` for `problem` launches on a GPU of `arch` with `sms` SMs. `splits` are those that the
-/// caller wants of a forward, as [`fa_core::Division::splits`] says, or as many as take the least time.
+/// What a call of `spec` for `problem` launches on a GPU of `arch` with `sms` SMs. `splits` are those that
+/// the caller wants of a forward, as [`fa_core::Division::splits`] says, or as many as take the least time.
 ///
 /// A kernel that does not compute the problem is left whole: the launch says why it does not.
 pub fn divide(
