@@ -63,6 +63,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
         ) => UnsupportedError::new_err(text),
         Error::Kernels(
             Kernels::Problem(_)
+            | Kernels::Division { .. }
             | Kernels::Stride { .. }
             | Kernels::Address { .. }
             | Kernels::TooShort { .. }
@@ -82,6 +83,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
         | Error::Shape { .. }
         | Error::Dtype { .. }
         | Error::Pass { .. }
+        | Error::BindOption { .. }
         | Error::TuningOption { .. } => InputError::new_err(text),
         Error::Kernels(_)
         | Error::NoneAhead { .. }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use fa_attn::device::{Bound as Kernel, Gpu};
+use fa_attn::device::{BindOptions, Bound as Kernel, Gpu};
 use fa_attn::{Append, Division, Error, Pass, Problem, ProblemKey, Tuning, TuningOutcome};
 use fa_core::Merge;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
@@ -139,7 +139,7 @@ impl Device {
     /// divides the work as the caller says.
     ///
     /// # Errors
-    /// As [`Gpu::bind_rounded`].
+    /// As [`Gpu::bind`].
     pub(crate) fn bind(
         &self,
         py: Python<'_>,
@@ -158,11 +158,8 @@ impl Device {
             }
         }
         // Compiling takes a second; other threads go on meanwhile.
-        let bind = || match division {
-            Division::PLANNED => self.gpu.bind_rounded(problem, pass),
-            _ => self.gpu.forward_divided(problem, division).map(Kernel::Forward),
-        };
-        let kernel = py.detach(bind).map_err(raised)?;
+        let options = BindOptions { division, rounded: true, ..BindOptions::default() };
+        let kernel = py.detach(|| self.gpu.bind(problem, pass, &options)).map_err(raised)?;
         let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
         let entry = Arc::new(Entry { kernel, number });
         let mut bound = lock(&self.bound);

@@ -255,6 +255,33 @@ mod tests {
         }
     }
 
+    /// What the planner decides is in a launch plan; what it decides by is not known where kernels launch.
+    #[test]
+    fn launches_know_nothing_of_predicted_time() {
+        let of = |name: &str| {
+            let files = sources(&workspace::root().join("crates").join(name).join("src"), "rs");
+            assert!(!files.is_empty(), "{name} has no sources");
+            Crate::new(files.iter().map(|(path, text)| (path.as_str(), text.as_str())))
+        };
+        let (kernels, planner) = (of("fa-kernels"), of("fa-planner"));
+        let mut used = BTreeSet::new();
+        for file in kernels.files.values().filter(|file| !file.test) {
+            let imports = file.imports.iter().map(|import| &import.path);
+            let paths = imports.chain(file.paths.iter().map(|(_, path)| path));
+            used.extend(paths.filter(|path| path[0] == "fa_planner").map(|path| path[1].as_str()));
+        }
+        assert_eq!(used, BTreeSet::from(["account"]), "what fa-kernels uses of fa-planner");
+        let folder = |file: &str| file.split("::").next().map(str::to_owned).unwrap_or_default();
+        let edges = planner.edges();
+        let account: Vec<_> = edges.iter().filter(|(file, _)| folder(file) == "account").collect();
+        assert!(account.len() > 5, "{account:?}");
+        for (file, targets) in account {
+            let decides = |target: &&&str| ["cost", "divide", "plan"].contains(&folder(target).as_str());
+            let wrong: Vec<_> = targets.keys().filter(decides).collect();
+            assert!(wrong.is_empty(), "{file} of fa-planner imports {wrong:?}, and launches use {file}");
+        }
+    }
+
     fn cycles(files: &[(&str, &str)]) -> Vec<String> {
         Crate::new(files.iter().copied()).cycles()
     }

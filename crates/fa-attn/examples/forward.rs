@@ -8,15 +8,15 @@
 use std::error::Error;
 use std::time::Instant;
 
-use fa_attn::device::{DeviceForward, Gpu, Placement, shapes};
-use fa_attn::{Dtype, Mask, Problem, TensorLayout, bf16};
+use fa_attn::device::{BindOptions, DeviceForward, Gpu, Placement, shapes};
+use fa_attn::{Dtype, Mask, Pass, Problem, TensorLayout, bf16};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let problem = Problem { heads_kv: 4, ..Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16) };
 
     let gpu = Gpu::open()?;
     let start = Instant::now();
-    let forward = gpu.forward(&problem, None)?;
+    let forward = gpu.bind(&problem, Pass::Forward, &BindOptions::default())?.forward()?;
     println!("{} ready in {:.0?}", forward.kernel().spec, start.elapsed());
 
     let values = |len: usize| (0..len).map(|i| bf16::from_f32((i as f32 * 0.618).sin())).collect::<Vec<_>>();

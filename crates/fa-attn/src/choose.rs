@@ -3,6 +3,7 @@
 mod asked;
 mod memory;
 mod planned;
+mod seat;
 #[cfg(test)]
 mod tests;
 
@@ -11,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fa_core::{Arch, Division, Dtype, Family, KernelSpec, Pass, Problem};
+use fa_core::{Division, Dtype, Family, KernelSpec, Pass, Problem};
 use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
 
@@ -20,30 +21,9 @@ use crate::tune::{Tables, TuneKey, TunedEntry};
 use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidates, search, winner};
 
 pub(crate) use asked::Asked;
-use memory::{Memory, lock};
+use memory::{Choice, Memory, lock};
 use planned::planned_or_ahead;
-
-/// The GPU that kernels are chosen for.
-pub(crate) trait Seat {
-    /// Its architecture.
-    fn arch(&self) -> Arch;
-
-    /// Its name, the key of tables of tuned kernels.
-    ///
-    /// # Errors
-    /// What the driver reports.
-    fn name(&self) -> Result<String, Error>;
-}
-
-impl Seat for Kernels {
-    fn arch(&self) -> Arch {
-        Kernels::arch(self)
-    }
-
-    fn name(&self) -> Result<String, Error> {
-        self.context().name().map_err(Error::driver("asking the GPU's name"))
-    }
-}
+use seat::Seat;
 
 /// Chooses kernels for one GPU, and remembers what it chose.
 #[derive(Default)]
@@ -53,16 +33,15 @@ pub(crate) struct Chooser {
 }
 
 impl Chooser {
-    /// The first kernel that `bind` takes. Where tuning is on, the problem is measured later, unless
+    /// The first kernel that can be bound. Where tuning is on, the problem is measured later, unless
     /// `is_capturing`, or the caller has decided.
-    pub(crate) fn choose<P>(
+    pub(crate) fn choose<S: Seat>(
         &self,
-        kernels: &impl Seat,
-        asked: Asked<'_>,
+        kernels: &S,
+        asked: &Asked<'_>,
         is_capturing: impl Fn() -> bool,
-        bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-    ) -> Result<P, Error> {
-        let Asked { problem, family, pass, division } = asked;
+    ) -> Result<S::Bound, Error> {
+        let Asked { problem, like, family, pass, division } = *asked;
         let is_measured = division == Division::PLANNED;
         let key = asked.key();
         let (remembered, is_preferred, age) = {
@@ -71,11 +50,11 @@ impl Chooser {
         };
         let native = Family::native(kernels.arch());
         let wanted = family.unwrap_or(native);
-        if let Some(spec) = remembered {
-            match bind(&spec) {
+        if let Some(Choice { spec, splits }) = remembered {
+            match kernels.bind(problem, &spec, division.splits.or(splits)) {
                 Ok(bound) => {
                     if !is_preferred && is_measured {
-                        self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
+                        self.offer(kernels, like, (wanted, pass), &spec, is_capturing);
                     }
                     return Ok(bound);
                 }
@@ -93,17 +72,18 @@ impl Chooser {
             None if native == Family::Sm80 => vec![native],
             None => vec![native, Family::Sm80],
         };
-        let tuned = if is_measured { self.tuned(kernels, problem, wanted, pass, &bind) } else { None };
-        let (bound, spec) = match tuned {
+        let tuned = if is_measured { self.tuned(kernels, asked, wanted) } else { None };
+        let (bound, choice) = match tuned {
             Some(tuned) => tuned,
             None => {
                 let ahead = || Bundle::embedded().specs(kernels.arch());
-                planned_or_ahead((asked, kernels.arch()), &families, ahead, &bind)?
+                let (bound, spec) = planned_or_ahead(kernels, asked, &families, ahead)?;
+                (bound, spec.into())
             }
         };
-        self.memory.choices().remember(age, key, spec.clone());
+        self.memory.choices().remember(age, key, choice.clone());
         if is_measured {
-            self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
+            self.offer(kernels, like, (wanted, pass), &choice.spec, is_capturing);
         }
         Ok(bound)
     }
@@ -184,25 +164,20 @@ impl Chooser {
         problem.check()?;
         spec.serves(problem).map_err(fa_kernels::Error::from)?;
         let key = Asked::of(problem, spec.kernel.pass()).key();
-        self.memory.choices().prefer(key, spec);
+        self.memory.choices().prefer(key, spec.into());
         Ok(())
     }
 
     /// The kernel that won by measurement, where one did and it still compiles. One that does not compile
     /// cleanly any more is forgotten, so that the problem is measured again where tuning is on.
-    fn tuned<P>(
-        &self,
-        kernels: &impl Seat,
-        problem: &Problem,
-        family: Family,
-        pass: Pass,
-        bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-    ) -> Option<(P, KernelSpec)> {
+    fn tuned<S: Seat>(&self, kernels: &S, asked: &Asked<'_>, family: Family) -> Option<(S::Bound, Choice)> {
+        let Asked { problem, like, pass, .. } = *asked;
         let gpu = kernels.name().ok()?;
         loop {
-            let spec = self.memory.look(|tables| tables.find(&gpu, problem, family, pass))?;
-            match bind(&spec) {
-                Ok(bound) => return Some((bound, spec)),
+            let found = self.memory.look(|tables| tables.find(&gpu, like, family, pass))?;
+            let TunedEntry { spec, splits, .. } = found;
+            match kernels.bind(problem, &spec, splits) {
+                Ok(bound) => return Some((bound, Choice { spec, splits })),
                 Err(error) => {
                     tracing::warn!(%spec, %error, "the tuned kernel is passed over: tune again");
                     let is_stale = matches!(error, fa_kernels::Error::Refused { .. });
@@ -263,7 +238,8 @@ impl Keeper {
                     let ms = best.ms.unwrap_or(f64::INFINITY);
                     let tflops = (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0;
                     let spec = best.spec.clone();
-                    let entry = TunedEntry { key: TuneKey::of(&problem), spec: spec.clone(), tflops };
+                    let entry =
+                        TunedEntry { key: TuneKey::of(&problem), spec: spec.clone(), splits: None, tflops };
                     outcome.error = self.memory.keep(&self.path, &self.gpu, entry).err();
                     // A table that cannot be read is left alone, and the kernel is not used.
                     let is_used = !matches!(outcome.error, Some(Error::Read { .. } | Error::BadTuned { .. }));

@@ -11,7 +11,7 @@ use fa_kernels::driver;
 
 use crate::call::{Call, Implementation};
 use crate::cpu::Cpu;
-use crate::device::{Gpu, Half};
+use crate::device::{BindOptions, Gpu, Half};
 use crate::element::Element;
 use crate::error::Error;
 use crate::host;
@@ -167,7 +167,7 @@ impl Engine {
 
     fn on_gpu(&self, problem: &Problem, pass: Pass) -> Option<Result<Implementation, Error>> {
         let gpu = self.gpu.as_ref()?;
-        let bound = gpu.bind(problem, pass);
+        let bound = gpu.bind(problem, pass, &BindOptions::default());
         Some(bound.map(|bound| Implementation::Gpu(gpu.clone(), Box::new(bound))))
     }
 

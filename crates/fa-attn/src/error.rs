@@ -52,6 +52,14 @@ pub enum Error {
         /// The system's answer.
         reason: String,
     },
+    /// Options of a bind that contradict each other, or the pass.
+    #[error("{option}: {reason}")]
+    BindOption {
+        /// The option.
+        option: &'static str,
+        /// What contradicts it, and what would work.
+        reason: String,
+    },
     /// A call was given tensors of the other pass.
     #[error("the call computes the {}, its tensors are those of the {}", bound.name(), given.name())]
     Pass {

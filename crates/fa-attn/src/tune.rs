@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use fa_core::{Family, KernelSpec, Pass, Problem, Types};
+use fa_core::{Family, KernelSpec, Pass, PinnedSpec, Problem, Types};
 use serde::{Deserialize, Serialize};
 
 use fa_kernels::{atomic_file, cache};
@@ -37,6 +37,10 @@ pub struct TunedEntry {
     pub key: TuneKey,
     /// The kernel.
     pub spec: KernelSpec,
+    /// Parts of the keys of a forward's tile; `None` for as many as the planner takes, as in the entries of
+    /// searches, since the best number depends on lengths that one key stands for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub splits: Option<usize>,
     /// Its rate when it won, in TFLOP/s.
     pub tflops: f64,
 }
@@ -82,6 +86,9 @@ impl Tuned {
         }
         let table: Tuned = serde_json::from_str(text).map_err(|e| e.to_string())?;
         for entry in table.gpus.iter().flat_map(|gpu| &gpu.entries) {
+            let TunedEntry { spec, splits, .. } = entry;
+            let pinned = PinnedSpec { archs: Vec::new(), spec: spec.clone(), splits: *splits };
+            pinned.check().map_err(|e| format!("{spec}: {e}"))?;
             let TuneKey { seqlen_q, seqlen_k, heads, .. } = entry.key;
             // Distances between keys count doublings.
             for (name, length) in [("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("heads", heads)] {
@@ -181,9 +188,9 @@ impl Tuned {
             .any(|entry| of_type(entry, problem).serves(problem).is_ok())
     }
 
-    /// The kernel of `wanted` for `problem` on `gpu`, that computes `pass`: that of the nearest
-    /// key, in the problem's own type.
-    pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family, pass: Pass) -> Option<KernelSpec> {
+    /// The entry with a kernel of `wanted` for `problem` on `gpu`, that computes `pass`: that of the nearest
+    /// key, its kernel in the problem's own type.
+    pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family, pass: Pass) -> Option<TunedEntry> {
         let key = TuneKey::of(problem);
         self.gpus
             .iter()
@@ -191,10 +198,10 @@ impl Tuned {
             .flat_map(|known| &known.entries)
             .filter(|entry| entry.spec.kernel.family() == wanted && entry.spec.kernel.pass() == pass)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
-            .map(|(doublings, other_type, entry)| (doublings, other_type, of_type(entry, problem)))
-            .filter(|(_, _, spec)| spec.serves(problem).is_ok())
-            .min_by_key(|(doublings, other_type, _)| (*doublings, *other_type))
-            .map(|(_, _, spec)| spec)
+            .map(|(doublings, other_type, entry)| (doublings, other_type, entry, of_type(entry, problem)))
+            .filter(|(_, _, _, spec)| spec.serves(problem).is_ok())
+            .min_by_key(|(doublings, other_type, ..)| (*doublings, *other_type))
+            .map(|(_, _, entry, spec)| TunedEntry { spec, ..entry.clone() })
     }
 }
 
@@ -282,14 +289,14 @@ impl Tables {
         [&self.own, &self.shipped].into_iter().any(|table| table.has(gpu, problem, family, pass))
     }
 
-    /// The kernel for `problem` on `gpu` by the user's table, or else by those that ship.
+    /// The entry for `problem` on `gpu` of the user's table, or else of those that ship.
     pub(crate) fn find(
         &self,
         gpu: &str,
         problem: &Problem,
         family: Family,
         pass: Pass,
-    ) -> Option<KernelSpec> {
+    ) -> Option<TunedEntry> {
         let found = |table: &Tuned| table.find(gpu, problem, family, pass);
         found(&self.own).or_else(|| found(&self.shipped))
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use candle_core::Result;
-use fa_attn::device::{Bound, Gpu};
+use fa_attn::device::{BindOptions, Bound, Gpu};
 use fa_attn::{Tuning, TuningOutcome};
 use fa_core::{Pass, Problem, ProblemKey};
 use fa_kernels::Kernels;
@@ -65,7 +65,8 @@ impl Device {
                 return Ok(bound.clone());
             }
         }
-        let bound = Arc::new(self.gpu.bind_rounded(problem, pass).map_err(refused)?);
+        let options = BindOptions { rounded: true, ..BindOptions::default() };
+        let bound = Arc::new(self.gpu.bind(problem, pass, &options).map_err(refused)?);
         let known = &mut lock(&self.bound).bound;
         if known.len() >= REMEMBERED {
             known.clear();

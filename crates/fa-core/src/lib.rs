@@ -40,6 +40,7 @@ pub mod dtype;
 pub mod extras;
 pub mod family;
 pub mod key;
+pub mod launch_plan;
 pub mod layout;
 pub mod lengths;
 pub mod mask;
@@ -59,6 +60,7 @@ pub use dtype::{Dtype, Types};
 pub use extras::{Extra, Extras};
 pub use family::Family;
 pub use key::ProblemKey;
+pub use launch_plan::LaunchPlan;
 pub use layout::Layout;
 pub use lengths::{Lengths, Side, SideRows};
 pub use mask::{BlockRange, Mask};
@@ -67,8 +69,8 @@ pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
 pub use score_mod::{Alibi, ScoreKind, ScoreMod};
 pub use spec::{
-    Kernel, KernelSpec, MaskKind, Mismatch, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd,
-    SpecError, Traits, Unserved,
+    Kernel, KernelSpec, MaskKind, Mismatch, PinnedSpec, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd,
+    Sm90Fwd, Sm100Fwd, SpecError, Traits, Unserved,
 };
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

@@ -4,6 +4,7 @@
 use fa_core::{Arch, Extra, Extras, KernelSpec};
 use fa_kernels::launch::{Addresses, Launches};
 use fa_kernels::{RawExtras, RawTensor};
+use fa_planner::divide;
 
 use crate::case::Case;
 use crate::compiler::hash;
@@ -23,7 +24,9 @@ pub(crate) fn handed(spec: &KernelSpec, arch: Arch, cases: &[Case]) -> Result<St
 const APART: u64 = 1 << 40;
 
 fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
-    let launches = Launches::of(spec, &case.problem, arch, Options::sms_of(spec))?;
+    let sms = Options::sms_of(spec);
+    let plan = divide(&case.problem, spec, arch, sms, None);
+    let launches = Launches::of(&plan, &case.problem, arch, sms)?;
     let tensors: Vec<RawTensor> = launches
         .tensors
         .iter()

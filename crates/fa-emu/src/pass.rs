@@ -7,6 +7,7 @@ use std::fmt::Write;
 
 use fa_core::{Dtype, Problem, Strides, TensorLayout};
 use fa_kernels::launch::{Launches, Params, Shape, Step, TensorMap};
+use fa_planner::divide;
 use serde::Deserialize;
 
 use crate::call::{Call, Given};
@@ -59,7 +60,8 @@ impl Unit {
     /// # Errors
     /// Those of the library for a problem that the kernel does not compute.
     pub fn launches(&self, problem: &Problem, options: &Options) -> Result<Launches, Error> {
-        Ok(Launches::of(&self.spec, problem, self.arch, options.sms)?)
+        let plan = divide(problem, &self.spec, self.arch, options.sms, None);
+        Ok(Launches::of(&plan, problem, self.arch, options.sms)?)
     }
 
     /// Runs a pass on any tensors.

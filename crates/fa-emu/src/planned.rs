@@ -3,8 +3,8 @@
 
 use fa_core::spec::{Traits, operand_columns};
 use fa_core::{Arch, KernelSpec, Pass, Problem};
-use fa_planner::account::head_splits;
-use fa_planner::cost::Work;
+use fa_planner::divide::head_splits;
+use fa_planner::work::Work;
 
 use crate::kernels;
 use crate::outcome::Counters;

@@ -129,6 +129,16 @@ pub enum Error {
     /// The problem contradicts itself.
     #[error(transparent)]
     Problem(#[from] ProblemError),
+    /// A launch plan divides tiles as the kernel cannot.
+    #[error("{name} = {value}: use {need}")]
+    Division {
+        /// `splits` or `cluster`.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+        /// What would work.
+        need: String,
+    },
     /// The kernel's shared memory is more than a CTA has.
     #[error(
         "{name} does not fit {arch}: shared memory: needs {need} B of {have} B ({} B too many)",

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
-use fa_core::{Append, Arch, KernelSpec, Merge, Problem};
+use fa_core::{Append, Arch, KernelSpec, LaunchPlan, Merge, Problem};
 
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::{Cache, Named};
@@ -27,8 +27,7 @@ pub struct Kernels {
     headers: Headers,
     cache: Arc<Cache>,
     compiler: Mutex<Option<Arc<Compiler>>>,
-    // By the spec's text: it is plain data, and is not looked up in a launch.
-    loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
+    loaded: Mutex<HashMap<KernelSpec, Arc<OnceLock<Arc<LoadedKernel>>>>>,
     append: OnceLock<Arc<Single>>,
     merge: OnceLock<Arc<Single>>,
 }
@@ -91,41 +90,32 @@ impl Kernels {
         self.arch
     }
 
+    /// SMs of the GPU.
+    pub fn sms(&self) -> u32 {
+        self.sms
+    }
+
     /// The cache.
     pub fn cache(&self) -> &Cache {
         &self.cache
     }
 
-    /// The backward pass of `problem` by a kernel of the caller's choice.
+    /// The backward pass of `problem` by a plan of the caller's choice.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, and those of compiling
-    /// and loading.
-    pub fn backward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Backward, Error> {
-        let launches = Launches::backward(spec, problem, self.arch, self.sms)?;
-        Ok(Backward::of(self.load(spec)?, problem, launches))
+    /// Those of [`Launches::backward`], and those of compiling and loading.
+    pub fn backward(&self, problem: &Problem, plan: &LaunchPlan) -> Result<Backward, Error> {
+        let launches = Launches::backward(plan, problem, self.arch, self.sms)?;
+        Ok(Backward::of(self.load(&plan.spec)?, problem, plan, launches))
     }
 
-    /// The forward pass of `problem` by a kernel of the caller's choice.
+    /// The forward pass of `problem` by a plan of the caller's choice.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when the kernel does not compute the problem, and those of compiling and loading.
-    pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
-        self.forward_split(problem, spec, None)
-    }
-
-    /// [`Kernels::forward_with`] with the keys of a tile in `splits` parts: see [`Launches::forward_split`].
-    ///
-    /// # Errors
-    /// As [`Kernels::forward_with`].
-    pub fn forward_split(
-        &self,
-        problem: &Problem,
-        spec: &KernelSpec,
-        splits: Option<usize>,
-    ) -> Result<Forward, Error> {
-        let launches = Launches::forward_split(spec, problem, self.arch, self.sms, splits)?;
-        Ok(Forward::of(self.load(spec)?, problem, launches))
+    /// Those of [`Launches::forward`], and those of compiling and loading.
+    pub fn forward(&self, problem: &Problem, plan: &LaunchPlan) -> Result<Forward, Error> {
+        let launches = Launches::forward(plan, problem, self.arch, self.sms)?;
+        Ok(Forward::of(self.load(&plan.spec)?, problem, plan, launches))
     }
 
     /// The kernel that appends keys and values to a cache, with rotary embedding: one for all problems,
@@ -180,7 +170,7 @@ impl Kernels {
     /// [`Error::Spec`] for an invalid spec or one that is not for this GPU, [`Error::SharedMemory`] for one
     /// that takes more than a CTA has here, and those of compiling and loading.
     pub fn load(&self, spec: &KernelSpec) -> Result<Arc<LoadedKernel>, Error> {
-        let slot = lock(&self.loaded).entry(key_of(spec)).or_default().clone();
+        let slot = lock(&self.loaded).entry(spec.clone()).or_default().clone();
         if let Some(kernel) = slot.get() {
             return Ok(kernel.clone());
         }
@@ -219,10 +209,6 @@ fn check_fit(spec: &KernelSpec, arch: Arch) -> Result<(), Error> {
         return Ok(());
     }
     Err(Error::SharedMemory { name: spec.to_string(), arch, need, have })
-}
-
-fn key_of(spec: &KernelSpec) -> String {
-    format!("{spec:?}")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

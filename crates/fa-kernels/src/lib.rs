@@ -1,7 +1,7 @@
 //! The GPU kernels: from a kernel spec to a launch.
 //!
 //! ```no_run
-//! use fa_core::{Dtype, Mask, Problem, ShippedSpec, TensorLayout};
+//! use fa_core::{Dtype, LaunchPlan, Mask, Problem, ShippedSpec, TensorLayout};
 //! use fa_kernels::{Extras, ForwardArgs, Input, Kernels, Output, driver};
 //! use half::bf16;
 //!
@@ -12,7 +12,8 @@
 //! // Compiles (below a second and a half; milliseconds from the cache) and loads.
 //! let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
 //! let spec = ShippedSpec::from_ron(&std::fs::read_to_string("forward.ron")?)?.spec;
-//! let forward = kernels.forward_with(&problem, &spec)?;
+//! // A CTA for each tile; `fa_planner::divide` gives as many as take the least time.
+//! let forward = kernels.forward(&problem, &LaunchPlan::whole(spec))?;
 //!
 //! let len = 2 * 4096 * 16 * 128;
 //! let strides = TensorLayout::Bshd.strides(4096, 16, 128);
@@ -38,7 +39,7 @@
 //! Gradients from that output and LSE, in the same way:
 //!
 //! ```no_run
-//! # use fa_core::{Dtype, Mask, Problem, ShippedSpec, TensorLayout};
+//! # use fa_core::{Dtype, LaunchPlan, Mask, Problem, ShippedSpec, TensorLayout};
 //! # use fa_kernels::{BackwardArgs, Extras, Input, Kernels, Output, driver};
 //! # use half::bf16;
 //! # let context = driver::context(0)?;
@@ -52,7 +53,7 @@
 //! # let (mut dq, mut dk, mut dv) = (make()?, make()?, make()?);
 //! # let lse = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
 //! let spec = ShippedSpec::from_ron(&std::fs::read_to_string("backward.ron")?)?.spec;
-//! let backward = kernels.backward_with(&problem, &spec)?;
+//! let backward = kernels.backward(&problem, &LaunchPlan::whole(spec))?;
 //! // Needs no initialisation; its size depends on the problem, the kernel and the GPU.
 //! let mut workspace = stream.alloc_zeros::<u8>(backward.workspace_bytes().max(1))?;
 //! backward.run(&stream, BackwardArgs {
@@ -73,9 +74,9 @@
 //!
 //! The steps: a [`Source`] is written from a `KernelSpec`, a [`Compiler`] compiles it to a cubin, the
 //! [`Cache`] keeps the cubin, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] or [`Backward`]
-//! binds it to a problem. [`Kernels`] does all of it for a spec of the caller's choice; `fa-attn` chooses the
-//! spec for a problem. Without a GPU the steps go as far as the cubin ([`ship`]); without a compiler the
-//! kernels of a [`bundle`] run.
+//! binds it to a problem. [`Kernels`] does all of it for a launch plan of the caller's choice; `fa-attn`
+//! chooses the plan for a problem. Without a GPU the steps go as far as the cubin ([`ship`]); without a
+//! compiler the kernels of a [`bundle`] run.
 //!
 //! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and
 //! any CUDA library but the driver and NVRTC, both loaded at run time.

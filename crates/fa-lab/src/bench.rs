@@ -7,8 +7,8 @@ pub mod report;
 use std::collections::BTreeMap;
 
 use fa_attn::Tuning;
-use fa_attn::device::{Bound, Gpu, Half};
-use fa_core::{Family, KernelSpec, Pass, Problem};
+use fa_attn::device::{BindOptions, Bound, Gpu, Half};
+use fa_core::{Family, KernelSpec, Pass, PinnedSpec, Problem};
 use fa_planner::cost::MOST_DECODED;
 use rayon::prelude::*;
 
@@ -32,7 +32,7 @@ pub struct Options {
     /// The shapes.
     pub shapes: Vec<Wanted>,
     /// The kernels; where there are none, the library's choice for each shape.
-    pub specs: Vec<KernelSpec>,
+    pub specs: Vec<PinnedSpec>,
     /// Whether the library's choice is measured as well as the given kernels.
     pub beside_choice: bool,
     /// Changes of the library's choice, measured alternately with it for each shape.
@@ -195,14 +195,15 @@ struct Found {
 fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_attn::Error> {
     let (mut found, mut refused) = (Vec::<Bound>::new(), Vec::new());
     if options.specs.is_empty() || options.beside_choice || !options.changes.is_empty() {
-        found.push(gpu.bind_of(problem, options.pass, options.family)?);
+        let choice = BindOptions { family: options.family, ..BindOptions::default() };
+        found.push(gpu.bind(problem, options.pass, &choice)?);
     }
     let mut mismatch = None;
-    for spec in &options.specs {
-        if found.iter().any(|known| known.spec() == spec) {
+    for PinnedSpec { spec, splits, .. } in &options.specs {
+        if splits.is_none() && found.iter().any(|known| known.spec() == spec) {
             continue;
         }
-        match bind_spec(gpu, problem, spec, options.pass) {
+        match bind_spec(gpu, problem, spec, *splits, options.pass) {
             Ok(pass) => found.push(pass),
             Err(error @ fa_attn::Error::Kernels(fa_kernels::Error::Mismatch { .. })) => {
                 mismatch = Some(error)
@@ -222,7 +223,7 @@ fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_at
         if found.iter().any(|known| *known.spec() == changed) {
             continue;
         }
-        match bind_spec(gpu, problem, &changed, options.pass) {
+        match bind_spec(gpu, problem, &changed, None, options.pass) {
             Ok(pass) => found.push(pass),
             Err(error) if error_is_fatal(&error) => return Err(error),
             Err(error) => refused.push((changed.to_string(), without_logs(&error.to_string()))),

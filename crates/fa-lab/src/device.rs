@@ -4,8 +4,8 @@ mod call;
 mod placed;
 mod timer;
 
-use fa_attn::device::{Bound, Gpu, Half};
-use fa_core::{Arch, KernelSpec, Pass, Problem};
+use fa_attn::device::{BindOptions, Bound, Gpu, Half};
+use fa_core::{Arch, Division, KernelSpec, Pass, Problem};
 use fa_kernels::{Error, driver};
 use serde::Serialize;
 
@@ -62,7 +62,8 @@ pub fn open() -> Result<Gpu, error::Error> {
     Gpu::open().map_err(gpu_only)
 }
 
-/// The kernel of `spec`, which has to be for `pass`, deterministic or not.
+/// The kernel of `spec`, which has to be for `pass`, deterministic or not; a forward with the keys of a tile
+/// in `splits` parts, or in as many as the planner takes.
 ///
 /// # Errors
 /// [`Error::Mismatch`] when it does not compute the problem or is for the other pass, and those of compiling
@@ -71,13 +72,16 @@ pub fn bind_spec(
     gpu: &Gpu,
     problem: &Problem,
     spec: &KernelSpec,
+    splits: Option<usize>,
     pass: Pass,
 ) -> Result<Bound, fa_attn::Error> {
     let own = spec.kernel.pass();
     if own.is_backward() != pass.is_backward() {
         return Err(call::other_pass(own, pass).into());
     }
-    gpu.bind_spec(problem, spec)
+    let division = Division { splits, ..Division::PLANNED };
+    let options = BindOptions { division, spec: Some(spec.clone()), ..BindOptions::default() };
+    gpu.bind(problem, own, &options)
 }
 
 /// Milliseconds of a launch by CUDA events, one figure per sample, in ascending order.

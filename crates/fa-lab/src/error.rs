@@ -156,10 +156,13 @@ pub(crate) fn gpu_only(error: fa_attn::Error) -> Error {
 
 /// Whether fa-kernels refuses its arguments, rather than failing to run them.
 pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Mismatch, NoCode, Page, Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
+    use fa_kernels::Error::{
+        Division, Mismatch, NoCode, Page, Problem, Scale, SharedMemory, Softcap, Spec, TooLong,
+    };
     matches!(
         error,
-        Mismatch { .. }
+        Division { .. }
+            | Mismatch { .. }
             | NoCode { .. }
             | Page { .. }
             | Problem(_)
@@ -174,12 +177,13 @@ pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
 /// Whether the engine refuses its arguments, rather than failing to run them.
 pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     use fa_attn::Error::{
-        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Memory, NoTunedTable, NoneAhead, NothingToMerge,
-        NothingToTune, Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed, TuningMemory,
-        TuningOption, Write,
+        BadTuned, BindOption, Cpu, Dtype, Isa, Kernels, Length, Memory, NoTunedTable, NoneAhead,
+        NothingToMerge, NothingToTune, Pass, Plan, Problem, Read, Shape, Threads, TuningBudget, TuningFailed,
+        TuningMemory, TuningOption, Write,
     };
     match error {
         BadTuned { .. }
+        | BindOption { .. }
         | Cpu(_)
         | Dtype { .. }
         | Isa { .. }

@@ -55,7 +55,10 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         .flat_map(|(problem, step)| step.specs.iter().flatten().map(move |spec| (problem, spec)))
         .collect();
     // Compiled in parallel, a second or so each; errors are reported when the kernels are bound below.
-    specs.par_iter().for_each(|(problem, spec)| drop(gpu.kernels.forward_with(problem, spec)));
+    let bind = |problem: &Problem, spec: &KernelSpec| {
+        Bound::of(&gpu.kernels, problem, &gpu.launch_plan(problem, spec, None))
+    };
+    specs.par_iter().for_each(|(problem, spec)| drop(bind(problem, spec)));
     let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
     progress(Step::Total(ladders.len()));
     for ladder in &ladders {
@@ -87,8 +90,8 @@ fn measure<T: Half>(gpu: &Gpu, ladder: &Ladder, turns: Turns, report: &mut Repor
             }
         };
         for spec in specs {
-            let forward = match gpu.kernels.forward_with(problem, spec) {
-                Ok(forward) => Bound::Forward(forward),
+            let forward = match Bound::of(&gpu.kernels, problem, &gpu.launch_plan(problem, spec, None)) {
+                Ok(forward) => forward,
                 Err(error) => {
                     errors[index] = Some(without_logs(&error.to_string()));
                     continue;

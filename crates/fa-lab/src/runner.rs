@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
 
-use fa_attn::device::{Bound, Gpu, Half};
+use fa_attn::device::{BindOptions, Bound, Gpu, Half};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_kernels::Error;
 use fa_kernels::cudarc::driver::CudaStream;
@@ -139,7 +139,7 @@ impl<'d, T: Half> Runner<'d, T> {
             }
             Bound::Backward(backward) => {
                 let dout = random_dout(&inputs, 1);
-                let forward = gpu.forward(problem, None)?;
+                let forward = gpu.bind(problem, Pass::Forward, &BindOptions::default())?.forward()?;
                 let calls = Calls::new(gpu, &forward, Some((backward, &dout)), &inputs)?;
                 (SampleRows::none(&inputs), Some(SampleHead::new(&inputs, &dout)?), calls)
             }

@@ -121,6 +121,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
             let entry = TunedEntry {
                 key: TuneKey::of(&problem),
                 spec: spec.clone(),
+                splits: None,
                 tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
             };
             // Engines that tune may have added winners meanwhile.

@@ -5,6 +5,7 @@
 //! - [`kernels`]: for each kernel its candidates, account, known spills and cost;
 //! - [`timeline`]: the order of a steady step, by the same model;
 //! - [`account`]: what launching a kernel needs to know of it, the part that `fa-kernels` uses;
+//! - [`divide`](mod@divide): how a kernel's work is divided among CTAs, the rest of what a call launches;
 //! - [`cost`]: predicted time, with its bottleneck; [`banks`]: conflicts in shared memory; [`occupancy`]:
 //!   CTAs per SM;
 //! - [`guide`]: the model of the SM90 block size tuning guide, and its search.
@@ -31,6 +32,7 @@
 pub mod account;
 pub mod banks;
 pub mod cost;
+pub mod divide;
 pub mod guide;
 pub mod head_dims;
 pub mod kernels;
@@ -46,6 +48,8 @@ pub mod tally;
 pub mod timeline;
 #[cfg(feature = "reports")]
 pub mod why;
+pub mod work;
 
+pub use divide::divide;
 pub use guide::mode::{Mode, ParseModeError};
 pub use head_dims::{HeadDims, HeadDimsError};

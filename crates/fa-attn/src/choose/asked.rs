@@ -1,11 +1,14 @@
 //! What a kernel is chosen for.
 
-use fa_core::{Division, Family, Pass, Problem};
+use fa_core::{Division, Family, Pass, Problem, ProblemKey};
 
 /// A problem and what the caller decides of its kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Asked<'a> {
+    /// What the kernel is bound to.
     pub problem: &'a Problem,
+    /// What it is chosen for: the problem, or one like it that stands for several.
+    pub like: &'a Problem,
     /// `None` for the fastest that the GPU has.
     pub family: Option<Family>,
     pub pass: Pass,
@@ -15,14 +18,25 @@ pub(crate) struct Asked<'a> {
 
 impl<'a> Asked<'a> {
     pub(crate) fn of(problem: &'a Problem, pass: Pass) -> Asked<'a> {
-        Asked { problem, family: None, pass, division: Division::PLANNED }
+        Asked { problem, like: problem, family: None, pass, division: Division::PLANNED }
     }
 
-    /// Everything that a choice depends on, as text; looked up when a problem is bound, never in a launch.
-    pub(super) fn key(&self) -> String {
-        let Asked { problem, family, pass, division: Division { splits, pack_gqa } } = *self;
+    /// Everything that a choice depends on; looked up when a problem is bound, never in a launch.
+    pub(super) fn key(&self) -> ChoiceKey {
+        let Asked { problem: _, like, family, pass, division: Division { splits, pack_gqa } } = *self;
         // Of how many parts there are only the launch takes notice.
         let split = splits.map(|parts| parts > 1);
-        format!("{:?}", (problem, family, pass, split, pack_gqa))
+        ChoiceKey { problem: ProblemKey::from(like), family, pass, split, pack_gqa }
     }
+}
+
+/// The key of a choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ChoiceKey {
+    problem: ProblemKey,
+    family: Option<Family>,
+    pass: Pass,
+    /// Whether the caller divides keys.
+    split: Option<bool>,
+    pack_gqa: Option<bool>,
 }

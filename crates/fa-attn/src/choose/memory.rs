@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fa_core::KernelSpec;
 
+use super::asked::ChoiceKey;
 use crate::error::Error;
 use crate::tune::{Tables, TunedEntry};
 
@@ -48,31 +49,45 @@ impl Memory {
     }
 }
 
+/// A kernel that was chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Choice {
+    pub spec: KernelSpec,
+    /// Parts of the keys of a forward's tile; `None` for as many as the planner takes.
+    pub splits: Option<usize>,
+}
+
+impl From<KernelSpec> for Choice {
+    fn from(spec: KernelSpec) -> Choice {
+        Choice { spec, splits: None }
+    }
+}
+
 /// Kernels by the key of a problem: a caller's preferences are kept for good, choices while there is room.
 #[derive(Debug, Default)]
 pub(super) struct Choices {
-    pub(super) preferred: HashMap<String, KernelSpec>,
-    pub(super) chosen: HashMap<String, KernelSpec>,
+    pub(super) preferred: HashMap<ChoiceKey, Choice>,
+    pub(super) chosen: HashMap<ChoiceKey, Choice>,
     /// How often what was chosen has been forgotten.
     pub(super) age: u64,
 }
 
 impl Choices {
     /// The kernel for the problem of `key`.
-    pub(super) fn get(&self, key: &str) -> Option<&KernelSpec> {
+    pub(super) fn get(&self, key: &ChoiceKey) -> Option<&Choice> {
         self.preferred.get(key).or_else(|| self.chosen.get(key))
     }
 
-    /// Keeps `spec`, which may be forgotten: it is chosen again at the cost of planning, a quarter of a
+    /// Keeps `choice`, which may be forgotten: it is chosen again at the cost of planning, a quarter of a
     /// millisecond. Not where choices were forgotten since it was looked for at `age`: it may be one of them.
-    pub(super) fn remember(&mut self, age: u64, key: String, spec: KernelSpec) {
+    pub(super) fn remember(&mut self, age: u64, key: ChoiceKey, choice: Choice) {
         if age != self.age {
             return;
         }
         if self.chosen.len() >= REMEMBERED {
             self.chosen.clear();
         }
-        self.chosen.insert(key, spec);
+        self.chosen.insert(key, choice);
     }
 
     /// Forgets what was chosen, since tables say otherwise now.
@@ -81,9 +96,9 @@ impl Choices {
         self.age += 1;
     }
 
-    /// Keeps `spec` for good.
-    pub(super) fn prefer(&mut self, key: String, spec: KernelSpec) {
-        self.preferred.insert(key, spec);
+    /// Keeps `choice` for good.
+    pub(super) fn prefer(&mut self, key: ChoiceKey, choice: Choice) {
+        self.preferred.insert(key, choice);
     }
 }
 

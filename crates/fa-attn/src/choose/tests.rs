@@ -9,7 +9,7 @@ use super::*;
 #[test]
 fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-    let asked = (Asked::of(&problem, Pass::Forward), Arch::Sm90);
+    let asked = Asked::of(&problem, Pass::Forward);
     let plans = |family| {
         let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
         plan(&problem, Arch::Sm90, &options).expect("there are plans").into_iter().map(|plan| plan.spec)
@@ -20,22 +20,22 @@ fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     let none = || fa_kernels::Error::NoCompiler { library: "NVRTC", tried: String::new(), variable: "X" };
     let bad = || fa_kernels::Error::BadCompiler { path: "lib".into(), reason: "no library".to_owned() };
     for lacks in [none as fn() -> fa_kernels::Error, bad] {
-        let bind = |spec: &KernelSpec| specs.contains(spec).then_some(()).ok_or_else(lacks);
-        let ((), spec) = planned_or_ahead(asked, &families, || specs.iter(), bind).expect("one computes");
+        let gpu = Fake(|spec: &KernelSpec| specs.contains(spec).then_some(()).ok_or_else(lacks));
+        let ((), spec) = planned_or_ahead(&gpu, &asked, &families, || specs.iter()).expect("one computes");
         assert_eq!(spec, specs[1], "the fastest of three of SM90's and one of SM80's");
     }
     // Nothing is compiled ahead for the problem, or at all.
-    let bind = |_: &KernelSpec| Err::<(), _>(none());
+    let gpu = Fake(|_: &KernelSpec| Err::<(), _>(none()));
     let wide = Problem { head_dim: 192, head_dim_v: 192, ..problem };
-    let asked = (Asked::of(&wide, Pass::Forward), Arch::Sm90);
-    let error = planned_or_ahead(asked, &families, || specs.iter(), bind).expect_err("another head dim");
+    let asked = Asked::of(&wide, Pass::Forward);
+    let error = planned_or_ahead(&gpu, &asked, &families, || specs.iter()).expect_err("another head dim");
     let text = error.to_string();
     assert!(text.contains("none of the 4 kernels compiled ahead for sm90 computes this forward"), "{text}");
-    let error = planned_or_ahead(asked, &families, || [].iter(), bind).expect_err("nothing");
+    let error = planned_or_ahead(&gpu, &asked, &families, || [].iter()).expect_err("nothing");
     assert!(matches!(error, Error::Kernels(fa_kernels::Error::NoCompiler { .. })), "{error}");
     // Errors other than a missing compiler are passed on as they are.
-    let lost = |_: &KernelSpec| Err::<(), _>(fa_kernels::Error::Device { major: 7, minor: 5 });
-    let error = planned_or_ahead(asked, &families, || specs.iter(), lost).expect_err("an old GPU");
+    let old = Fake(|_: &KernelSpec| Err::<(), _>(fa_kernels::Error::Device { major: 7, minor: 5 }));
+    let error = planned_or_ahead(&old, &asked, &families, || specs.iter()).expect_err("an old GPU");
     assert!(matches!(error, Error::Kernels(fa_kernels::Error::Device { .. })), "{error}");
 }
 
@@ -52,13 +52,14 @@ fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
     let (family, pass) = (Family::Sm90, Pass::Forward);
     let job = Job { problem, pass, family, bound: plans[0].spec.clone() };
     let tried = |index: usize, ms: f64| Tried { spec: plans[index].spec.clone(), ms: Some(ms), error: None };
-    memory.choices().remember(0, "a".to_owned(), plans[0].spec.clone());
+    let key = Asked::of(&problem, pass).key();
+    memory.choices().remember(0, key, plans[0].spec.clone().into());
 
     let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(5, 0.8), tried(9, 0.9)]));
     assert!(outcome.error.is_none() && outcome.winner.as_ref() == Some(&plans[5].spec), "{outcome:?}");
-    let found = |tables: &Tables| tables.find("GPU", &problem, family, pass);
+    let found = |tables: &Tables| tables.find("GPU", &problem, family, pass).map(|entry| entry.spec);
     assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
-    assert!(memory.choices().get("a").is_none(), "what was chosen is chosen again");
+    assert!(memory.choices().get(&key).is_none(), "what was chosen is chosen again");
     let again = Tables::with_own(&path).expect("read back");
     assert_eq!(found(&again), Some(plans[5].spec.clone()));
     assert!(again.has("GPU", &problem, family, pass));
@@ -79,25 +80,33 @@ fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
 fn what_is_preferred_stays_and_what_is_chosen_takes_bounded_room() {
     let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
     let mut plans = plan(&problem, Arch::Sm80, &PlanOptions::default()).expect("there are plans");
-    let (first, second) = (plans.swap_remove(0).spec, plans.swap_remove(0).spec);
+    let mut next = || Choice::from(plans.swap_remove(0).spec);
+    let (first, second) = (next(), next());
     let mut choices = Choices::default();
-    choices.remember(0, "a".to_owned(), first.clone());
-    choices.prefer("a".to_owned(), second.clone());
-    for i in 0..2 * REMEMBERED {
-        choices.remember(0, i.to_string(), first.clone());
-        assert_eq!(choices.get(&i.to_string()), Some(&first));
+    let key = |keys: usize| {
+        let problem = Problem { lengths: Lengths::uniform(1, 1, keys), ..problem };
+        Asked::of(&problem, Pass::Forward).key()
+    };
+    let preferred = key(1 << 20);
+    choices.remember(0, preferred, first.clone());
+    choices.prefer(preferred, second.clone());
+    for keys in 0..2 * REMEMBERED {
+        choices.remember(0, key(keys), first.clone());
+        assert_eq!(choices.get(&key(keys)), Some(&first));
         assert!(choices.chosen.len() <= REMEMBERED);
     }
-    assert_eq!(choices.get("a"), Some(&second));
-    assert_eq!(choices.get("0"), None);
+    assert_eq!(choices.get(&preferred), Some(&second));
+    assert_eq!(choices.get(&key(0)), None);
 }
 
 const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
 
-/// A GPU that only has a name.
-struct Fake;
+/// A GPU that has a name, and binds kernels as the function says.
+struct Fake<F>(F);
 
-impl Seat for Fake {
+impl<P, F: Fn(&KernelSpec) -> Result<P, fa_kernels::Error>> Seat for Fake<F> {
+    type Bound = P;
+
     fn arch(&self) -> Arch {
         Arch::Sm90
     }
@@ -105,6 +114,15 @@ impl Seat for Fake {
     fn name(&self) -> Result<String, Error> {
         Ok("GPU".to_owned())
     }
+
+    fn bind(&self, _: &Problem, spec: &KernelSpec, _: Option<usize>) -> Result<P, fa_kernels::Error> {
+        (self.0)(spec)
+    }
+}
+
+/// One on which every kernel compiles.
+fn clean() -> Fake<impl Fn(&KernelSpec) -> Result<KernelSpec, fa_kernels::Error>> {
+    Fake(|spec: &KernelSpec| Ok(spec.clone()))
 }
 
 /// Binds `problem`: every kernel compiles but `refused`.
@@ -117,7 +135,7 @@ fn bind(chooser: &Chooser, problem: &Problem, refused: Option<&KernelSpec>) -> R
         }
         Ok(spec.clone())
     };
-    chooser.choose(&Fake, Asked::of(problem, Pass::Forward), || false, bind)
+    chooser.choose(&Fake(bind), &Asked::of(problem, Pass::Forward), || false)
 }
 
 /// The candidates' times: the bound kernel takes 1 ms, each further one a tenth less.
@@ -132,7 +150,7 @@ fn timed(job: &Job, count: usize) -> Result<Vec<Tried>, Error> {
 fn tuning(path: &std::path::Path) -> Chooser {
     let chooser = Chooser::default();
     let budget = Duration::from_secs(60);
-    chooser.tune_by(&Fake, budget, path.to_owned(), |job, _| timed(job, 4)).expect("a thread");
+    chooser.tune_by(&clean(), budget, path.to_owned(), |job, _| timed(job, 4)).expect("a thread");
     chooser
 }
 
@@ -151,7 +169,7 @@ fn a_winner_that_comes_while_a_kernel_is_bound_is_used_from_the_next_bind_on() {
         Ok((spec.clone(), outcome.winner.expect("a winner")))
     };
     let (bound, winner) =
-        chooser.choose(&Fake, Asked::of(&PROBLEM, Pass::Forward), || false, bind_slowly).expect("bound");
+        chooser.choose(&Fake(bind_slowly), &Asked::of(&PROBLEM, Pass::Forward), || false).expect("bound");
     assert_ne!(bound, winner);
     assert_eq!(bind(&chooser, &PROBLEM, None).expect("bound"), winner);
 }
@@ -202,7 +220,7 @@ fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
             let tried = Tried { spec: job.bound.clone(), ms: None, error: None };
             Ok(vec![tried])
         };
-        chooser.tune_by(&Fake, Duration::from_secs(60), path.clone(), search).expect("a thread");
+        chooser.tune_by(&clean(), Duration::from_secs(60), path.clone(), search).expect("a thread");
         bind(&chooser, &PROBLEM, None).expect("bound");
         wait.recv().expect("it began");
         if drops {
@@ -219,7 +237,7 @@ fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
 fn tables_that_cannot_be_used_are_named() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let start = |path: &std::path::Path| {
-        Chooser::default().tune_by(&Fake, Duration::from_secs(60), path.to_owned(), |job, _| timed(job, 2))
+        Chooser::default().tune_by(&clean(), Duration::from_secs(60), path.to_owned(), |job, _| timed(job, 2))
     };
     assert!(matches!(start(folder.path()), Err(Error::Read { .. })), "a folder is no table");
     let path = folder.path().join("tuned.json");
@@ -279,6 +297,54 @@ fn what_was_chosen_and_is_refused_later_is_chosen_anew() {
     assert!(matches!(error, Error::Kernels(fa_kernels::Error::Refused { .. })), "{error}");
 }
 
+/// A GPU that shows what is bound.
+struct Shown;
+
+impl Seat for Shown {
+    type Bound = (Problem, KernelSpec, Option<usize>);
+
+    fn arch(&self) -> Arch {
+        Arch::Sm90
+    }
+
+    fn name(&self) -> Result<String, Error> {
+        Ok("GPU".to_owned())
+    }
+
+    fn bind(
+        &self,
+        problem: &Problem,
+        spec: &KernelSpec,
+        splits: Option<usize>,
+    ) -> Result<Self::Bound, fa_kernels::Error> {
+        Ok((*problem, spec.clone(), splits))
+    }
+}
+
+/// A kernel is chosen for one problem, by its table, and bound to another; a caller's splits come first.
+#[test]
+fn what_is_chosen_is_bound_to_the_problem_with_its_splits() {
+    let of = |keys| Problem { lengths: Lengths::uniform(1, 1, keys), heads_kv: 2, ..PROBLEM };
+    let (problem, like) = (of(8100), of(8192));
+    let spec = plan(&like, Arch::Sm90, &PlanOptions::default()).expect("there are plans").swap_remove(0).spec;
+    assert!(spec.split, "{spec}");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.json");
+    let chooser = Chooser::default();
+    *lock(&chooser.memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
+    let entry = TunedEntry { key: TuneKey::of(&like), spec: spec.clone(), splits: Some(5), tflops: 1.0 };
+    chooser.memory.keep(&path, "GPU", entry).expect("kept");
+    let asked = Asked { like: &like, ..Asked::of(&problem, Pass::Forward) };
+    // By the table, and as it is remembered.
+    for _ in 0..2 {
+        let bound = chooser.choose(&Shown, &asked, || false).expect("bound");
+        assert_eq!(bound, (problem, spec.clone(), Some(5)));
+    }
+    let division = Division { splits: Some(3), pack_gqa: None };
+    let own = chooser.choose(&Shown, &Asked { division, ..asked }, || false).expect("bound");
+    assert_eq!((own.0, own.2), (problem, Some(3)));
+}
+
 /// What a caller decides is chosen for by itself, and neither measured nor taken from what was.
 #[test]
 fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
@@ -288,7 +354,7 @@ fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
     let of = |problem: &Problem, splits, pack_gqa| {
         let division = Division { splits, pack_gqa };
         let asked = Asked { division, ..Asked::of(problem, Pass::Forward) };
-        let spec = chooser.choose(&Fake, asked, || false, |spec| Ok(spec.clone()));
+        let spec = chooser.choose(&clean(), &asked, || false);
         spec.inspect(|spec| assert!(division.admits(spec, problem), "{spec}"))
     };
     let planned = of(&decode, None, None).expect("planned");

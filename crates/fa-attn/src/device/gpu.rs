@@ -4,16 +4,18 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fa_core::{Append, Arch, Division, Family, KernelSpec, Merge, Pass, Problem};
+use fa_core::{Append, Arch, KernelSpec, LaunchPlan, Merge, Pass, Problem};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
-use fa_kernels::{Backward, BoundAppend, BoundMerge, Forward, Kernels, driver};
+use fa_kernels::{BoundAppend, BoundMerge, Kernels, driver};
+use fa_planner::divide;
 
 use crate::choose::{Asked, Chooser};
 use crate::error::Error;
 use crate::tune::user_table;
 use crate::tuning::{Tuning, TuningOutcome};
 
+use super::bind::BindOptions;
 use super::bound::Bound;
 use super::rounded::rounded;
 
@@ -71,67 +73,38 @@ impl Gpu {
         format!("{name} ({})", self.arch())
     }
 
-    /// The kernel for a pass of `problem`, bound to it: the one preferred for it ([`Gpu::prefer`]), or else
-    /// the one that won when such problems were measured on this GPU ([`crate::tune`]), or else the planner's
-    /// best that compiles cleanly, or else, where there is no compiler, the best of the built-in bundle. The
-    /// first call for a kernel compiles it, in a second or so, or reads it from the cache; a choice is
-    /// remembered.
+    /// The kernel for a pass of `problem`, bound to it: that of the options, or else the one preferred for it
+    /// ([`Gpu::prefer`]), or else the one that won when such problems were measured on this GPU
+    /// ([`crate::tune`]), or else the planner's best that compiles cleanly, or else, where there is no
+    /// compiler, the best of the built-in bundle. The first call for a kernel compiles it, in a second or so,
+    /// or reads it from the cache; a choice is remembered.
     ///
     /// # Errors
-    /// [`Error::Plan`] with what would work when no kernel computes the problem, and those of compiling and
-    /// loading.
-    pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Bound, Error> {
-        self.bind_of(problem, pass, None)
-    }
-
-    /// [`Gpu::bind`] with the kernel chosen for rounded-up lengths: keys to multiples of 128 for up to 16
-    /// queries, rows of packed batches to multiples of 1,024. Meant for lengths that change with every call,
-    /// as with a growing cache: choosing takes longer than a launch, and tuning would measure every length.
-    ///
-    /// # Errors
-    /// As [`Gpu::bind`].
-    pub fn bind_rounded(&self, problem: &Problem, pass: Pass) -> Result<Bound, Error> {
-        let asked = Asked::of(problem, pass);
-        match pass {
-            Pass::Forward => self
-                .choose_rounded(asked, &|spec| self.kernels.forward_with(problem, spec))
-                .map(Bound::Forward),
-            Pass::Backward { .. } => self
-                .choose_rounded(asked, &|spec| self.kernels.backward_with(problem, spec))
-                .map(Bound::Backward),
+    /// [`Error::Plan`] with what would work when no kernel computes the problem as the options say,
+    /// [`fa_kernels::Error::Mismatch`] when the options' kernel does not, [`Error::BindOption`] for options
+    /// that contradict each other, and those of compiling and loading.
+    pub fn bind(&self, problem: &Problem, pass: Pass, options: &BindOptions) -> Result<Bound, Error> {
+        options.check(problem, pass)?;
+        let BindOptions { family, division, rounded: is_rounded, spec } = options;
+        if let Some(spec) = spec {
+            let plan = self.launch_plan(problem, spec, division.splits);
+            return Ok(Bound::of(&self.kernels, problem, &plan)?);
         }
-    }
-
-    /// [`Gpu::bind`] with a kernel of `family`, whether or not it is the fastest here.
-    ///
-    /// # Errors
-    /// As [`Gpu::bind`]; a family that does not run here has no plan.
-    pub fn bind_of(&self, problem: &Problem, pass: Pass, family: Option<Family>) -> Result<Bound, Error> {
-        match pass {
-            Pass::Forward => self.forward(problem, family).map(Bound::Forward),
-            Pass::Backward { deterministic } => {
-                self.backward(problem, deterministic, family).map(Bound::Backward)
-            }
+        let asked = Asked { family: *family, division: *division, ..Asked::of(problem, pass) };
+        let like = is_rounded.then(|| rounded(problem));
+        // What kernels of rounded lengths refuse is chosen for as it is.
+        if let Some(like) = like.filter(|like| like != problem && like.check().is_ok())
+            && let Ok(bound) = self.choose(&Asked { like: &like, ..asked })
+        {
+            return Ok(bound);
         }
+        self.choose(&asked)
     }
 
-    /// [`Gpu::bind_of`] for the forward.
-    ///
-    /// # Errors
-    /// As [`Gpu::bind_of`].
-    pub fn forward(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
-        let asked = Asked { family, ..Asked::of(problem, Pass::Forward) };
-        self.choose(asked, &|spec| self.kernels.forward_with(problem, spec))
-    }
-
-    /// The forward of `problem` whose work is divided among CTAs as the caller says; otherwise as
-    /// [`Gpu::bind_rounded`]. Such choices are not tuned.
-    ///
-    /// # Errors
-    /// As [`Gpu::bind`], and where no kernel divides it so.
-    pub fn forward_divided(&self, problem: &Problem, division: Division) -> Result<Forward, Error> {
-        let asked = Asked { division, ..Asked::of(problem, Pass::Forward) };
-        self.choose_rounded(asked, &|spec| self.kernels.forward_split(problem, spec, division.splits))
+    /// What a call of the kernel of `spec` for `problem` launches on this GPU, with the keys of a forward's
+    /// tile in `splits` parts, or in as many as the planner takes.
+    pub fn launch_plan(&self, problem: &Problem, spec: &KernelSpec, splits: Option<usize>) -> LaunchPlan {
+        divide(problem, spec, self.kernels.arch(), self.kernels.sms(), splits)
     }
 
     /// The kernel that appends new keys and values to a cache in this GPU's memory and applies rotary
@@ -155,50 +128,13 @@ impl Gpu {
         Ok(self.kernels.merge(merge)?)
     }
 
-    /// [`Gpu::bind_of`] for the backward.
-    ///
-    /// # Errors
-    /// As [`Gpu::bind_of`].
-    pub fn backward(
-        &self,
-        problem: &Problem,
-        deterministic: bool,
-        family: Option<Family>,
-    ) -> Result<Backward, Error> {
-        let pass = Pass::Backward { deterministic };
-        let asked = Asked { family, ..Asked::of(problem, pass) };
-        self.choose(asked, &|spec| self.kernels.backward_with(problem, spec))
-    }
-
-    /// [`Gpu::choose`] for rounded-up lengths; what is chosen is bound to the problem itself, so that a new
-    /// length costs no more than binding. What kernels of those lengths refuse is chosen for as it is.
-    fn choose_rounded<P>(
-        &self,
-        asked: Asked<'_>,
-        bind: &dyn Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-    ) -> Result<P, Error> {
-        let like = rounded(asked.problem);
-        if like != *asked.problem
-            && like.check().is_ok()
-            && let Ok(bound) = self.choose(Asked { problem: &like, ..asked }, bind)
-        {
-            return Ok(bound);
-        }
-        self.choose(asked, bind)
-    }
-
-    /// `bind` is called once or a few times: one copy of the search for all of them compiles faster.
-    fn choose<P>(
-        &self,
-        asked: Asked<'_>,
-        bind: &dyn Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-    ) -> Result<P, Error> {
+    fn choose(&self, asked: &Asked<'_>) -> Result<Bound, Error> {
         // The default stream gives an error where another one that waits for it is being captured.
         let is_capturing = || {
             let status = self.stream.capture_status();
             !matches!(status, Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE))
         };
-        self.chooser.choose(&self.kernels, asked, is_capturing, bind)
+        self.chooser.choose(&self.kernels, asked, is_capturing)
     }
 
     /// Switches tuning on or off, for binds from now on: see [`Tuning`]. Winners go into the user's table
@@ -233,19 +169,6 @@ impl Gpu {
     /// again when it grows.
     pub fn tuned_winners(&self) -> u64 {
         self.chooser.winners()
-    }
-
-    /// A kernel of the caller's choice, bound to `problem`.
-    ///
-    /// # Errors
-    /// [`fa_kernels::Error::Mismatch`] when the kernel does not compute it, and those of compiling and
-    /// loading.
-    pub fn bind_spec(&self, problem: &Problem, spec: &KernelSpec) -> Result<Bound, Error> {
-        Ok(if spec.kernel.is_backward() {
-            Bound::Backward(self.kernels.backward_with(problem, spec)?)
-        } else {
-            Bound::Forward(self.kernels.forward_with(problem, spec)?)
-        })
     }
 
     /// Makes [`Gpu::bind`] choose `spec` for its pass of exactly this problem from now on.

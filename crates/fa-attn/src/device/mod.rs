@@ -3,6 +3,7 @@
 
 mod append;
 mod backward;
+mod bind;
 mod bound;
 mod extras;
 mod forward;
@@ -14,6 +15,7 @@ mod tensor;
 pub use crate::clean::{Clean, first_clean};
 pub use append::{DeviceAppend, DeviceTable};
 pub use backward::{DeviceBackward, DeviceGradients};
+pub use bind::BindOptions;
 pub use bound::Bound;
 pub use extras::DeviceExtras;
 pub use forward::{DeviceForward, DeviceOutput, capture};

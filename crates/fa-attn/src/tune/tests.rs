@@ -11,11 +11,11 @@ const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::
 fn entry(problem: &Problem, rank: usize) -> TunedEntry {
     let spec =
         plan(problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans")[rank].spec.clone();
-    TunedEntry { key: TuneKey::of(problem), spec, tflops: 1.0 }
+    TunedEntry { key: TuneKey::of(problem), spec, splits: None, tflops: 1.0 }
 }
 
 fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
-    table.find("GPU", problem, Family::Sm90, Pass::Forward)
+    table.find("GPU", problem, Family::Sm90, Pass::Forward).map(|entry| entry.spec)
 }
 
 #[test]
@@ -109,12 +109,38 @@ fn the_users_table_goes_before_those_that_ship() {
         table.set("GPU", entry(&PROBLEM, rank));
         table
     };
-    let found = |tables: &Tables| tables.find("GPU", &PROBLEM, Family::Sm90, Pass::Forward);
+    let found =
+        |tables: &Tables| tables.find("GPU", &PROBLEM, Family::Sm90, Pass::Forward).map(|entry| entry.spec);
     let (own, shipped) = (table(3), table(0));
     let (first, second) = (entry(&PROBLEM, 3).spec, entry(&PROBLEM, 0).spec);
     assert_eq!(found(&Tables { own, shipped: shipped.clone() }), Some(first));
     assert_eq!(found(&Tables { own: Tuned::default(), shipped }), Some(second));
     assert_eq!(found(&Tables::default()), None);
+}
+
+#[test]
+fn an_entry_may_name_its_splits() {
+    let decode = Problem { lengths: Lengths::uniform(1, 1, 8192), heads_kv: 2, ..PROBLEM };
+    let planned = entry(&decode, 0);
+    assert!(planned.spec.split, "{}", planned.spec);
+    let named = TunedEntry { splits: Some(4), ..planned.clone() };
+    let text = |entry: &TunedEntry| {
+        let mut table = Tuned::default();
+        table.set("GPU", entry.clone());
+        table.to_json()
+    };
+    assert!(!text(&planned).contains("splits"));
+    let table = Tuned::from_json(&text(&named)).expect("a table");
+    assert_eq!(table.find("GPU", &decode, Family::Sm90, Pass::Forward), Some(named.clone()));
+    let refused = |entry: &TunedEntry, part: &str| {
+        let error = Tuned::from_json(&text(entry)).expect_err(part);
+        assert!(error.contains(part), "{error}");
+    };
+    refused(&TunedEntry { splits: Some(0), ..named.clone() }, "splits = 0: must be at least 1");
+    refused(
+        &TunedEntry { spec: KernelSpec { split: false, ..named.spec.clone() }, ..named },
+        "divides no keys",
+    );
 }
 
 #[test]
@@ -160,7 +186,12 @@ fn changes_at_once_are_all_kept() {
         for at in 0..8 {
             let (path, spec) = (&path, &spec);
             scope.spawn(move || {
-                let entry = TunedEntry { key: TuneKey::of(&problem(at)), spec: spec.clone(), tflops: 1.0 };
+                let entry = TunedEntry {
+                    key: TuneKey::of(&problem(at)),
+                    spec: spec.clone(),
+                    splits: None,
+                    tflops: 1.0,
+                };
                 let (_, written) = Tuned::change(path, |table| table.set("GPU", entry)).expect("read");
                 written.expect("written");
             });

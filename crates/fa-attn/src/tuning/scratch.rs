@@ -9,6 +9,7 @@ use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::sys::{self, CUevent_flags, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use fa_kernels::{Kernels, driver};
+use fa_planner::divide;
 
 use crate::device::{
     Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Half, Placement, shapes,
@@ -211,11 +212,8 @@ impl<T: Half> Bench for OnGpu<'_, T> {
 
     fn ready(&mut self, spec: &KernelSpec) -> Result<Candidate, Error> {
         let Scratch { kernels, stream } = self.scratch;
-        let bound = if spec.kernel.is_backward() {
-            Bound::Backward(kernels.backward_with(&self.problem, spec)?)
-        } else {
-            Bound::Forward(kernels.forward_with(&self.problem, spec)?)
-        };
+        let plan = divide(&self.problem, spec, kernels.arch(), kernels.sms(), None);
+        let bound = Bound::of(kernels, &self.problem, &plan)?;
         let bytes = bound.workspace_bytes().max(16);
         self.room =
             self.room.checked_sub(bytes).ok_or(Error::TuningMemory { need: bytes, limit: self.room })?;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use fa_attn::device::{DeviceBackward, DeviceForward, DeviceGradients, DeviceTensor, Gpu, Half};
-use fa_core::{Dtype, Lengths, Problem, ScoreMod, Strides, TensorLayout, Types};
+use fa_core::{Dtype, LaunchPlan, Lengths, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::lse_len;
 use fa_cpu::{Extras, compare, reference};
 use fa_kernels::cudarc::driver::CudaStream;
@@ -12,7 +12,7 @@ use fa_kernels::{Backward, Error, RawBackwardArgs, RawTensor};
 use half::{bf16, f16};
 
 use super::case::{BASE, Case, GQA, PROBLEMS};
-use super::gpu;
+use super::{bind_backward, bind_forward, gpu};
 
 /// The device tensors of one backward call: those of our own forward, which has run, and dO with poisoned
 /// gradients.
@@ -23,7 +23,7 @@ struct Tensors<T> {
 
 impl<T: Half> Tensors<T> {
     fn new(case: &Case, gpu: &Gpu, backward: &Backward, stream: &Arc<CudaStream>) -> Tensors<T> {
-        let bound = gpu.forward(&case.problem, None).unwrap();
+        let bound = bind_forward(gpu, &case.problem, None).unwrap();
         let mut forward = case.tensors::<T>(&bound, stream);
         forward.run(&bound, stream).unwrap();
         let dout = DeviceTensor::place(stream, &case.values(3), case.placements()[3]).unwrap();
@@ -61,8 +61,8 @@ fn verify_with<T: Half>(case: &Case, results: &DeviceGradients<T>, extras: &Extr
 }
 
 fn check<T: Half>(gpu: &Gpu, case: Case, deterministic: bool) {
-    let backward =
-        gpu.backward(&case.problem, deterministic, None).unwrap_or_else(|error| panic!("{case:?}: {error}"));
+    let backward = bind_backward(gpu, &case.problem, deterministic, None)
+        .unwrap_or_else(|error| panic!("{case:?}: {error}"));
     let mut tensors = Tensors::<T>::new(&case, gpu, &backward, &gpu.stream);
     tensors.run(&backward, &gpu.stream).unwrap_or_else(|error| panic!("{case:?}: {error}"));
     verify(&case, &tensors.results(&gpu.stream));
@@ -75,7 +75,7 @@ fn a_gradient_of_the_lse_joins_that_of_the_output() {
     for problem in [BASE, GQA, Problem { score: ScoreMod::softcap(5.0), ..BASE }] {
         for deterministic in [false, true] {
             let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
-            let backward = gpu.backward(&problem, deterministic, None).unwrap();
+            let backward = bind_backward(&gpu, &problem, deterministic, None).unwrap();
             let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, &gpu.stream);
             let dlse: Vec<f32> = (0..lse_len(&problem)).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect();
             tensors.forward.extras.inputs.dlse = Some(gpu.stream.clone_htod(&dlse).unwrap());
@@ -117,7 +117,7 @@ fn deterministic_gradients_are_bit_equal() {
             ..BASE
         };
         let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
-        let backward = gpu.backward(&problem, true, None).unwrap();
+        let backward = bind_backward(&gpu, &problem, true, None).unwrap();
         let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, stream);
         tensors.run(&backward, stream).unwrap();
         let first = tensors.results(stream);
@@ -134,7 +134,7 @@ fn deterministic_gradients_are_bit_equal() {
 fn a_captured_backward_gives_the_same_result_when_replayed() {
     let gpu = gpu();
     let case = Case { problem: BASE, layout: TensorLayout::Bshd, pad: 0 };
-    let backward = gpu.backward(&case.problem, true, None).unwrap();
+    let backward = bind_backward(&gpu, &case.problem, true, None).unwrap();
     let stream = &gpu.context().new_stream().unwrap();
     let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, stream);
     tensors.run(&backward, stream).unwrap();
@@ -162,7 +162,7 @@ fn without_queries_keys_get_zeros_from_any_thread() {
         pad: 0,
     };
     for deterministic in [false, true] {
-        let backward = gpu.backward(&case.problem, deterministic, None).unwrap();
+        let backward = bind_backward(&gpu, &case.problem, deterministic, None).unwrap();
         let stream = &gpu.context().new_stream().unwrap();
         let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, stream);
         let mut raw = tensors.backward.raw(&tensors.forward, stream);
@@ -185,7 +185,7 @@ fn without_queries_keys_get_zeros_from_any_thread() {
 fn a_backward_refuses_what_does_not_fit() {
     let gpu = gpu();
     let case = Case { problem: BASE, layout: TensorLayout::Bshd, pad: 0 };
-    let backward = gpu.backward(&case.problem, false, None).unwrap();
+    let backward = bind_backward(&gpu, &case.problem, false, None).unwrap();
     let stream = &gpu.stream;
     let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, stream);
     let raw = tensors.backward.raw(&tensors.forward, stream);
@@ -212,8 +212,14 @@ fn a_backward_refuses_what_does_not_fit() {
     tensors.backward.workspace = stream.alloc_zeros(16).unwrap();
     let short = tensors.run(&backward, stream).unwrap_err().to_string();
     assert!(short.contains("workspace"), "{short}");
-    let forward = gpu.forward(&BASE, None).unwrap().kernel().spec.clone();
-    assert!(matches!(gpu.kernels.backward_with(&BASE, &forward), Err(Error::Mismatch { what: "pass", .. })));
+    let forward = bind_forward(&gpu, &BASE, None).unwrap().kernel().spec.clone();
+    assert!(matches!(
+        gpu.kernels.backward(&BASE, &LaunchPlan::whole(forward)),
+        Err(Error::Mismatch { what: "pass", .. })
+    ));
     let spec = backward.kernel().spec.clone();
-    assert!(matches!(gpu.kernels.forward_with(&BASE, &spec), Err(Error::Mismatch { what: "pass", .. })));
+    assert!(matches!(
+        gpu.kernels.forward(&BASE, &LaunchPlan::whole(spec)),
+        Err(Error::Mismatch { what: "pass", .. })
+    ));
 }

@@ -7,6 +7,8 @@ use fa_kernels::Forward;
 use fa_kernels::cudarc::driver::CudaStream;
 use std::sync::Arc;
 
+use crate::bind_forward;
+
 /// What other problems differ from in a field or two.
 pub(crate) const BASE: Problem = Problem::square(2, 300, 4, 128, Mask::CAUSAL, Dtype::Bf16);
 
@@ -40,7 +42,8 @@ pub(crate) struct Case {
 impl Case {
     /// Runs the problem on NaN-poisoned outputs and compares with the oracle.
     pub(crate) fn check<T: Half>(&self, gpu: &Gpu) {
-        let forward = gpu.forward(&self.problem, None).unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        let forward =
+            bind_forward(gpu, &self.problem, None).unwrap_or_else(|error| panic!("{self:?}: {error}"));
         let mut tensors = self.tensors::<T>(&forward, &gpu.stream);
         tensors.run(&forward, &gpu.stream).unwrap_or_else(|error| panic!("{self:?}: {error}"));
         self.verify(&tensors.read(&gpu.stream).unwrap());

@@ -8,12 +8,15 @@ mod case;
 mod packed;
 mod tuning;
 
-use fa_attn::device::{DeviceForward, DeviceGradients, DeviceOutput, Gpu};
+use fa_attn::device::{BindOptions, DeviceForward, DeviceGradients, DeviceOutput, Gpu};
 use fa_attn::{Backend, Engine, Error, Output, Tensor, problem_of};
 use fa_core::spec::Scheduler;
-use fa_core::{Dtype, Kernel, Lengths, Mask, Pass, Problem, TensorLayout, Types, Unserved};
+use fa_core::{
+    Dtype, Family, Kernel, LaunchPlan, Lengths, Mask, Pass, Problem, TensorLayout, Types, Unserved,
+};
 use fa_kernels::{
-    Cache, Error as KernelError, ForwardArgs, Headers, Input, Kernels, RawForwardArgs, RawTensor, driver,
+    Backward, Cache, Error as KernelError, Forward, ForwardArgs, Headers, Input, Kernels, RawForwardArgs,
+    RawTensor, driver,
 };
 use fa_planner::plan::PlanError;
 use half::{bf16, f16};
@@ -22,6 +25,22 @@ use case::{BASE, Case, GQA, PROBLEMS};
 
 fn gpu() -> Gpu {
     Gpu::open().unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The library's choice of a family for the forward.
+fn bind_forward(gpu: &Gpu, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
+    gpu.bind(problem, Pass::Forward, &BindOptions { family, ..BindOptions::default() })?.forward()
+}
+
+/// The library's choice of a family for the backward.
+fn bind_backward(
+    gpu: &Gpu,
+    problem: &Problem,
+    deterministic: bool,
+    family: Option<Family>,
+) -> Result<Backward, Error> {
+    let options = BindOptions { family, ..BindOptions::default() };
+    gpu.bind(problem, Pass::Backward { deterministic }, &options)?.backward()
 }
 
 #[test]
@@ -59,7 +78,7 @@ fn runs_are_bit_equal() {
         layout: TensorLayout::Bshd,
         pad: 0,
     };
-    let forward = gpu.forward(&case.problem, None).unwrap();
+    let forward = bind_forward(&gpu, &case.problem, None).unwrap();
     let stream = &gpu.stream;
     let mut tensors = case.tensors::<bf16>(&forward, stream);
     tensors.run(&forward, stream).unwrap();
@@ -76,7 +95,7 @@ fn runs_are_bit_equal() {
 fn a_captured_run_gives_the_same_result_when_replayed() {
     let gpu = gpu();
     let case = Case { problem: BASE, layout: TensorLayout::Bshd, pad: 0 };
-    let forward = gpu.forward(&case.problem, None).unwrap();
+    let forward = bind_forward(&gpu, &case.problem, None).unwrap();
     let stream = &gpu.context().new_stream().unwrap();
     let mut tensors = case.tensors::<bf16>(&forward, stream);
     tensors.run(&forward, stream).unwrap();
@@ -105,7 +124,7 @@ fn two_threads_with_a_stream_each_get_right_answers_at_once() {
                     ..BASE
                 };
                 let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
-                let forward = gpu.forward(&problem, None).unwrap();
+                let forward = bind_forward(&gpu, &problem, None).unwrap();
                 let stream = &gpu.context().new_stream().unwrap();
                 let mut tensors = case.tensors::<bf16>(&forward, stream);
                 for _ in 0..20 {
@@ -123,7 +142,7 @@ fn two_threads_with_a_stream_each_get_right_answers_at_once() {
 fn what_does_not_fit_is_refused_before_anything_is_launched() {
     let gpu = gpu();
     let case = Case { problem: BASE, layout: TensorLayout::Bshd, pad: 0 };
-    let forward = gpu.forward(&case.problem, None).unwrap();
+    let forward = bind_forward(&gpu, &case.problem, None).unwrap();
     let stream = &gpu.stream;
     let mut tensors = case.tensors::<bf16>(&forward, stream);
     let raw = tensors.raw(stream);
@@ -144,12 +163,12 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
     let wrong_type = run_as_f16(&gpu, &forward, &tensors).unwrap_err().to_string();
     assert!(wrong_type.contains("dtype"), "{wrong_type}");
     let f32_problem = Problem { types: Types::same(Dtype::F32), ..BASE };
-    assert!(gpu.forward(&f32_problem, None).unwrap_err().to_string().contains("use f16 or bf16"));
+    assert!(bind_forward(&gpu, &f32_problem, None).unwrap_err().to_string().contains("use f16 or bf16"));
     let wide = Problem { head_dim: 264, ..BASE };
-    assert!(gpu.forward(&wide, None).unwrap_err().to_string().contains("head_dim = 264"));
+    assert!(bind_forward(&gpu, &wide, None).unwrap_err().to_string().contains("head_dim = 264"));
     let negative = Problem { softmax_scale: Some(-1.0), ..BASE };
     assert!(matches!(
-        gpu.forward(&negative, None),
+        bind_forward(&gpu, &negative, None),
         Err(Error::Plan(PlanError::Unserved(Unserved::Scale { scale: -1.0 })))
     ));
     let spec = forward.kernel().spec.clone();
@@ -157,7 +176,7 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
     assert!(matches!(gpu.prefer(&headless, spec.clone()), Err(Error::Problem(_))));
     let full = Problem { mask: Mask::FULL, ..BASE };
     assert!(matches!(
-        gpu.kernels.forward_with(&full, &spec),
+        gpu.kernels.forward(&full, &LaunchPlan::whole(spec.clone())),
         Err(KernelError::Mismatch { what: "mask", .. })
     ));
     if let Kernel::Sm90Fwd(own) = &spec.kernel
@@ -194,7 +213,7 @@ fn run_as_f16(
 fn the_driver_agrees_with_the_plan() {
     let gpu = gpu();
     for mask in [Mask::CAUSAL, Mask::FULL] {
-        let forward = gpu.forward(&Problem { mask, ..BASE }, None).unwrap();
+        let forward = bind_forward(&gpu, &Problem { mask, ..BASE }, None).unwrap();
         let kernel = forward.kernel();
         let plan = fa_planner::account::account(&kernel.spec, kernel.arch).unwrap();
         assert_eq!(kernel.smem, plan.smem.total);

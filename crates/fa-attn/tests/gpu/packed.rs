@@ -13,7 +13,7 @@ use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{TensorRef, compare};
 use fa_kernels::cudarc::driver::CudaStream;
 
-use crate::gpu;
+use crate::{bind_backward, bind_forward, gpu};
 
 const SQUARE: Problem = Problem { heads_q: 8, ..Problem::square(1, 1, 2, 128, Mask::CAUSAL, Dtype::Bf16) };
 
@@ -162,7 +162,7 @@ fn every_family_computes_what_the_oracle_does() {
         for family in families(&gpu) {
             let what = format!("{name}, {family}");
             let forward =
-                gpu.forward(&problem, Some(family)).unwrap_or_else(|error| panic!("{what}: {error}"));
+                bind_forward(&gpu, &problem, Some(family)).unwrap_or_else(|error| panic!("{what}: {error}"));
             let mut tensors = forward_tensors(stream, &problem, &extras, &values, forward.workspace_bytes());
             tensors.run(&forward, stream).unwrap_or_else(|error| panic!("{what}: {error}"));
             let output = tensors.read(stream).unwrap();
@@ -178,8 +178,7 @@ fn every_family_computes_what_the_oracle_does() {
             };
             for deterministic in [false, true] {
                 let what = format!("{what}, deterministic {deterministic}");
-                let backward = gpu
-                    .backward(&problem, deterministic, Some(family))
+                let backward = bind_backward(&gpu, &problem, deterministic, Some(family))
                     .unwrap_or_else(|error| panic!("{what}: {error}"));
                 let [.., out] = shapes(&problem).map(|shape| Placement::packed(shape, TensorLayout::Bshd));
                 let dout = DeviceTensor::place(stream, &values[3], out).unwrap();
@@ -237,7 +236,7 @@ fn one_graph_serves_whatever_lengths_and_pages_there_are() {
     let stream = &gpu.context().new_stream().unwrap();
     let (_, problem, extras) = problems().into_iter().find(|(name, ..)| *name == "decode, page 16").unwrap();
     for family in families(&gpu) {
-        let forward = gpu.forward(&problem, Some(family)).unwrap();
+        let forward = bind_forward(&gpu, &problem, Some(family)).unwrap();
         // Every page holds values: which are used changes.
         let mut values = values(&problem, &extras.view());
         for (tensor, seed) in [(1, 0.73), (2, 0.59)] {
@@ -272,7 +271,7 @@ fn one_plan_serves_all_layers_and_changes_no_bit() {
         let extras = extras.view();
         let values = values(&problem, &extras);
         for family in families(&gpu) {
-            let forward = gpu.forward(&problem, Some(family)).unwrap();
+            let forward = bind_forward(&gpu, &problem, Some(family)).unwrap();
             assert_eq!(forward.plan_bytes() > 0, !problem.lengths.is_uniform(), "{name}, {family}");
             let bytes = forward.workspace_bytes();
             let mut layers = [0, 1].map(|_| forward_tensors(stream, &problem, &extras, &values, bytes));
@@ -297,7 +296,7 @@ fn pages_that_do_not_exist_are_counted_and_never_read() {
     let (_, problem, extras) = problems().into_iter().find(|(name, ..)| *name == "decode, page 16").unwrap();
     let values = values(&problem, &extras.view());
     for family in families(&gpu) {
-        let forward = gpu.forward(&problem, Some(family)).unwrap();
+        let forward = bind_forward(&gpu, &problem, Some(family)).unwrap();
         let bytes = forward.workspace_bytes();
         let mut tensors = forward_tensors(stream, &problem, &extras.view(), &values, bytes);
         tensors.count_page_faults(stream).unwrap();

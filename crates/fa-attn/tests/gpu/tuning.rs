@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use fa_attn::device::{Bound, Gpu};
+use fa_attn::device::{BindOptions, Bound, Gpu};
 use fa_attn::tune::Tuned;
 use fa_attn::{Tuning, TuningOutcome};
 use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
@@ -11,7 +11,7 @@ use fa_kernels::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureM
 use half::bf16;
 
 use crate::case::Case;
-use crate::gpu;
+use crate::{bind_forward, gpu};
 
 const PROBLEM: Problem = Problem::square(2, 1111, 8, 128, Mask::CAUSAL, Dtype::Bf16);
 
@@ -31,7 +31,7 @@ fn check(gpu: &Gpu, table: &Path, outcome: &TuningOutcome) {
     assert!(measured >= 2, "{tried:?}");
     let name = gpu.context().name().expect("a name");
     let kept = Tuned::read(table).expect("a table").find(&name, problem, *family, *pass);
-    assert_eq!(&kept, winner);
+    assert_eq!(&kept.map(|entry| entry.spec), winner);
 }
 
 #[test]
@@ -43,7 +43,7 @@ fn the_caller_sees_nothing_of_it_and_the_winner_is_used_and_kept() {
     let gpu = tuned_gpu(&table);
     let (stream, other) = (&gpu.stream, gpu.context().new_stream().expect("a stream"));
 
-    let forward = gpu.forward(&PROBLEM, None).expect("bound");
+    let forward = bind_forward(&gpu, &PROBLEM, None).expect("bound");
     let mut tensors = case.tensors::<bf16>(&forward, stream);
     tensors.run(&forward, stream).expect("it runs");
     let first = tensors.read(stream).expect("read");
@@ -56,20 +56,23 @@ fn the_caller_sees_nothing_of_it_and_the_winner_is_used_and_kept() {
         let graph = tensors.capture(&forward, &other).expect("captured");
         graph.launch().expect("launched");
         other.synchronize().expect("it ran");
-        drop(gpu.forward(&PROBLEM, None).expect("bound again"));
+        drop(bind_forward(&gpu, &PROBLEM, None).expect("bound again"));
     }
     let outcomes = gpu.finish_tuning();
     assert_eq!(outcomes.len(), 1, "{outcomes:?}");
     check(&gpu, &table, &outcomes[0]);
     assert_eq!(outcomes[0].family, Family::native(gpu.arch()));
     let winner = outcomes[0].winner.clone();
-    let next = gpu.bind(&PROBLEM, Pass::Forward).expect("bound");
+    let next = gpu.bind(&PROBLEM, Pass::Forward, &BindOptions::default()).expect("bound");
     assert_eq!(Some(next.spec()), winner.as_ref());
     case.check::<bf16>(&gpu);
     assert!(gpu.finish_tuning().is_empty(), "once");
 
     let later = tuned_gpu(&table);
-    assert_eq!(Some(later.bind(&PROBLEM, Pass::Forward).expect("bound").spec()), winner.as_ref());
+    assert_eq!(
+        Some(later.bind(&PROBLEM, Pass::Forward, &BindOptions::default()).expect("bound").spec()),
+        winner.as_ref()
+    );
     assert!(later.finish_tuning().is_empty(), "it is in the table");
 }
 
@@ -82,13 +85,13 @@ fn gradients_are_tuned_and_threads_at_once_have_them_tuned_once() {
     for pass in [Pass::BACKWARD, Pass::DETERMINISTIC_BACKWARD] {
         std::thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| drop(gpu.bind(&PROBLEM, pass).expect("bound")));
+                scope.spawn(|| drop(gpu.bind(&PROBLEM, pass, &BindOptions::default()).expect("bound")));
             }
         });
         let outcomes = gpu.finish_tuning();
         assert_eq!(outcomes.len(), 1, "{pass:?}: {outcomes:?}");
         check(&gpu, &table, &outcomes[0]);
-        let next = gpu.bind(&PROBLEM, pass).expect("bound");
+        let next = gpu.bind(&PROBLEM, pass, &BindOptions::default()).expect("bound");
         assert_eq!(Some(next.spec()), outcomes[0].winner.as_ref());
         assert!(matches!(next, Bound::Backward(_)));
     }
@@ -101,20 +104,20 @@ fn nothing_begins_in_a_capture() {
     let mut gpu = tuned_gpu(&folder.path().join("tuned.json"));
     gpu.stream = gpu.context().new_stream().expect("a stream");
     // Loaded before, as a module is not loaded within a capture.
-    let warm = gpu.forward(&PROBLEM, None).expect("bound");
+    let warm = bind_forward(&gpu, &PROBLEM, None).expect("bound");
     assert_eq!(gpu.finish_tuning().len(), 1);
     drop(warm);
     let other = Problem { mask: Mask::FULL, ..PROBLEM };
     gpu.set_tuning(Tuning::Off).expect("off");
-    drop(gpu.forward(&other, None).expect("bound"));
+    drop(bind_forward(&gpu, &other, None).expect("bound"));
     gpu.set_tuning_in(TUNING, folder.path().join("other.ron")).expect("a table");
 
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     gpu.stream.begin_capture(mode).expect("a capture");
-    let bound = gpu.forward(&other, None);
+    let bound = bind_forward(&gpu, &other, None);
     let ended = gpu.stream.end_capture(CUgraphInstantiate_flags(0));
     drop((bound.expect("bound"), ended.expect("the capture is whole")));
     assert!(gpu.finish_tuning().is_empty(), "not in a capture");
-    drop(gpu.forward(&other, None).expect("bound"));
+    drop(bind_forward(&gpu, &other, None).expect("bound"));
     assert_eq!(gpu.finish_tuning().len(), 1, "after it");
 }

@@ -7,6 +7,7 @@ use fa_attn::{
 };
 use fa_core::{Arch, ProblemError};
 use fa_kernels::launch::Launches;
+use fa_planner::divide;
 use fa_planner::plan::{PlanOptions, best};
 
 fn engine() -> Engine {
@@ -134,7 +135,9 @@ fn problems_of_any_size_are_planned_or_refused() {
         assert_eq!(checked, Ok(()), "{problem:?}");
         plan.spec.serves(&problem).expect("what is planned");
         // A launch may refuse a workspace of absurd size, and does so by an error.
-        planned += usize::from(Launches::of(&plan.spec, &problem, arch, 132).is_ok());
+        planned += usize::from(
+            Launches::of(&divide(&problem, &plan.spec, arch, 132, None), &problem, arch, 132).is_ok(),
+        );
     }
     assert!(valid > 1000 && planned > 100, "{valid} problems are valid, {planned} were planned");
 }

@@ -1,8 +1,9 @@
 //! Why a forward divides the keys of its tiles among several CTAs, or does not.
 
 use fa_core::{Arch, KernelSpec, Problem};
-use fa_planner::account::{kv_splits, split_cluster};
 use fa_planner::cost::{CostConstants, predict};
+use fa_planner::divide;
+use fa_planner::divide::kv_splits;
 use fa_planner::plan::Plan;
 
 use crate::term::output::si;
@@ -33,7 +34,7 @@ pub(crate) fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<Strin
     }
     let whole = KernelSpec { split: false, ..plan.spec.clone() };
     let whole = predict(problem, &whole, arch, &CostConstants::of(arch));
-    let combined = match split_cluster(problem, &plan.spec, sms, cost.splits) {
+    let combined = match divide(problem, &plan.spec, arch, sms, Some(cost.splits)).cluster {
         1 => "with the combine kernel".to_owned(),
         all if all == cost.splits => format!("in clusters of {all}, which combine them"),
         some => format!("in clusters of {some}, with the combine kernel"),

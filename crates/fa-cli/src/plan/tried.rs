@@ -6,6 +6,7 @@ use fa_core::{Arch, KernelSpec, Pass, Problem, counted};
 use fa_kernels::launch::Launches;
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
+use fa_planner::divide;
 use fa_planner::kernels::sm100_fwd::Sm100Plan;
 use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{Plan, PlanSet};
@@ -138,7 +139,9 @@ impl Shown for Tried {
             text.push('\n');
             text += &account(best, problem, pass, arch);
             if let Shape::Kernel(spec) = best.shape
-                && let Ok(launches) = Launches::of(spec, problem, arch, arch.limits().sms)
+                && let sms = arch.limits().sms
+                && let plan = divide(problem, spec, arch, sms, None)
+                && let Ok(launches) = Launches::of(&plan, problem, arch, sms)
             {
                 let workspace = match launches.workspace.bytes {
                     0 => "no workspace".to_owned(),

@@ -8,6 +8,7 @@ mod check;
 mod common;
 mod emulate;
 mod files;
+mod forms;
 mod manual;
 mod no_gpu;
 #[cfg(target_os = "linux")]

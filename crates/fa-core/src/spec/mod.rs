@@ -25,7 +25,7 @@ pub use derived::BackwardTraits;
 pub use error::{Mismatch, SpecError, Unserved};
 pub use pages::{boxes_need, operand_columns, operand_panel, page_part, panel};
 pub use params::{Param, ParamValue};
-pub use shipped::ShippedSpec;
+pub use shipped::{PinnedSpec, ShippedSpec};
 pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
@@ -41,7 +41,7 @@ pub use values::{
 /// dims are multiples of 8 up to them, padding with zeros. As text (JSON, RON) a spec is flat: `dtype` for
 /// the types, `softcap`, `alibi` and `sinks` for the change of scores, `varied` and `paged` for how rows are
 /// found; of these, and of `split`, all but `softcap` are written where they are on. Reading one checks it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "text::Flat", into = "text::Flat")]
 pub struct KernelSpec {
     /// Types of the tensors.
@@ -64,7 +64,7 @@ pub struct KernelSpec {
 }
 
 /// The kernels that exist, each with the parameters that only it has.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Kernel {
     /// Forward by mma.sync and cp.async; runs on every architecture from 8.0 on.
     Sm80Fwd(Sm80Fwd),

@@ -80,7 +80,7 @@ macro_rules! kernel_params {
         )+
     }) => {
         $(#[doc = $doc])+
-        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
         #[serde(deny_unknown_fields)]
         pub struct $kernel {
             $($(#[doc = $field_doc])+ $(#[serde($($serde)+)])? pub $field: $type,)+

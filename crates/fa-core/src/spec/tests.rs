@@ -152,6 +152,26 @@ fn ron_reads_back_what_it_wrote() {
 }
 
 #[test]
+fn a_pinned_kernel_may_name_its_splits() {
+    let split = KernelSpec { split: true, ..sm90() };
+    let bare = split.to_ron();
+    let read = |text: &str| PinnedSpec::from_ron(text).map(|pinned| (pinned.archs.len(), pinned.splits));
+    assert_eq!(read(&bare), Ok((0, None)));
+    assert_eq!(read(&format!("(spec: {bare}, splits: Some(8))")), Ok((0, Some(8))));
+    assert_eq!(read(&format!("(archs: [sm90], spec: {bare}, splits: 8)")), Ok((1, Some(8))));
+    let refused = |text: &str, part: &str| {
+        let error = read(text).expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    };
+    refused(&format!("(spec: {bare}, splits: 0)"), "splits = 0: must be at least 1");
+    refused(&format!("(spec: {}, splits: 2)", sm90().to_ron()), "divides no keys");
+    refused(&format!("(spec: {bare}, splits: 2, parts: 3)"), "parts");
+    refused(&format!("(archs: [sm80], spec: {bare})"), "does not run on sm80");
+    refused(&bare.replace("split: true", "splits: 3"), "splits");
+    refused(&bare.replace("tile_n: ", "tile_n: 1"), "tile_n");
+}
+
+#[test]
 fn unknown_fields_and_bad_values_are_refused() {
     let text = sm80().to_ron();
     let refused = |text: &str, part: &str| {

@@ -5,6 +5,7 @@ use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem, TensorLayout};
 use fa_emu::{Options, Placement, Trial};
 use fa_kernels::launch::{Addresses, Launches, Params};
 use fa_kernels::{Headers, RawTensor};
+use fa_planner::divide;
 
 use crate::known::unless_known;
 use crate::{BACKWARDS, backward};
@@ -67,7 +68,8 @@ fn sections_and_parts_give_the_same_bits_under_every_schedule() {
                 heads_kv: case.heads.1,
                 ..Problem::square(1, 1, 1, 64, case.mask, spec.types.qkv)
             };
-            let launches = Launches::of(&spec, &problem, Arch::Sm90, case.sms).unwrap();
+            let plan = divide(&problem, &spec, Arch::Sm90, case.sms, None);
+            let launches = Launches::of(&plan, &problem, Arch::Sm90, case.sms).unwrap();
             let nowhere = RawTensor { address: 0, strides: TensorLayout::Bshd.strides(1, 1, 64) };
             let at =
                 Addresses { tensors: &[nowhere; 8], lse: None, workspace: None, extras: Default::default() };

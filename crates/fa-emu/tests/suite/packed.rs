@@ -6,6 +6,7 @@ use fa_emu::sweep::{Case, Trials, cases};
 use fa_emu::{Batch, Lie, Options};
 use fa_kernels::Headers;
 use fa_kernels::launch::Launches;
+use fa_planner::divide;
 
 use crate::known::unless_known;
 use crate::{BACKWARDS, backward};
@@ -61,7 +62,8 @@ fn gradients_of_sequences_of_different_lengths_are_those_of_each() {
                     if turn > 0 && !is_one_of_two && (deterministic || number != turn % 3) {
                         continue;
                     }
-                    let launches = Launches::of(&spec, &case.problem, Arch::Sm90, sms).unwrap();
+                    let plan = divide(&case.problem, &spec, Arch::Sm90, sms, None);
+                    let launches = Launches::of(&plan, &case.problem, Arch::Sm90, sms).unwrap();
                     parts += usize::from(launches.workspace.dk_accum.is_some());
                     let options = Options { sms, resident: 3, ..Options::seed(seed) };
                     let proof = trial.run(&unit, &options).unwrap();

@@ -1,9 +1,9 @@
 //! The launches of a backward as data: parameters, tensor maps, workspace and the order of its kernels.
 
 use fa_core::spec::{Scheduler, TileOrder, Traits};
-use fa_core::{Arch, KernelSpec, MaskKind, Problem};
+use fa_core::{Arch, KernelSpec, LaunchPlan, MaskKind, Problem};
 use fa_planner::account::panels::BwdPanels;
-use fa_planner::account::{head_bytes, head_splits, heads_side_by_side, panels_of, storing_heads};
+use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_heads};
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
@@ -18,16 +18,18 @@ use crate::launch::varied::{PlanBounds, plan_step};
 use crate::launch::workspace::{Workspace, room};
 
 impl Launches {
-    /// The launches of a backward kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
+    /// The launches of a backward by `plan` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
     /// As [`Launches::of`]; [`Error::Mismatch`] for a forward.
-    pub fn backward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+    pub fn backward(plan: &LaunchPlan, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+        let spec = &plan.spec;
         let traits = check(spec, problem, true)?;
+        check_division(plan, problem)?;
         let deterministic = traits.pass.deterministic();
         // Without queries no launch would zero the parts' accumulators.
         let is_empty = problem.lengths.reach_q() == 0 || problem.lengths.reach_k() == 0;
-        let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
+        let splits = if is_empty { 1 } else { plan.splits };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
         // With several tiles of keys, the others have to know when the first one's sums are stored.
@@ -83,6 +85,23 @@ impl Launches {
             plan_bytes,
         })
     }
+}
+
+/// Checks that the query heads of a K/V head can be divided as the plan says.
+///
+/// # Errors
+/// [`Error::Division`].
+fn check_division(plan: &LaunchPlan, problem: &Problem) -> Result<(), Error> {
+    let (group, splits, cluster) = (problem.group_size(), plan.splits, plan.cluster);
+    if !(1..=group).contains(&splits) {
+        let need = format!("1 to {group}, the query heads of a K/V head");
+        return Err(Error::Division { name: "splits", value: splits, need });
+    }
+    if cluster != 1 {
+        let need = "1: a backward combines nothing in clusters".to_owned();
+        return Err(Error::Division { name: "cluster", value: cluster, need });
+    }
+    Ok(())
 }
 
 /// CTAs of a head that may run at once in a deterministic backward under a mask that moves with the keys. By

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use fa_core::Problem;
+use fa_core::{LaunchPlan, Problem};
 
 use crate::Error;
 use crate::launch::args::{BackwardArgs, Buffer, Element, ForwardArgs, RawBackwardArgs, RawForwardArgs};
@@ -20,6 +20,7 @@ use crate::launch::run::{check_buffers, check_element, enqueue};
 pub struct Bound<P> {
     kernel: Arc<LoadedKernel>,
     problem: Problem,
+    plan: LaunchPlan,
     launches: Launches,
     pass: PhantomData<fn() -> P>,
 }
@@ -43,9 +44,14 @@ pub type Forward = Bound<ForwardPass>;
 pub type Backward = Bound<BackwardPass>;
 
 impl<P> Bound<P> {
-    /// Binds `kernel` to `problem`, for which it makes `launches`.
-    pub(crate) fn of(kernel: Arc<LoadedKernel>, problem: &Problem, launches: Launches) -> Bound<P> {
-        Bound { kernel, problem: *problem, launches, pass: PhantomData }
+    /// Binds `kernel` to `problem`, for which `plan` makes `launches`.
+    pub(crate) fn of(
+        kernel: Arc<LoadedKernel>,
+        problem: &Problem,
+        plan: &LaunchPlan,
+        launches: Launches,
+    ) -> Bound<P> {
+        Bound { kernel, problem: *problem, plan: plan.clone(), launches, pass: PhantomData }
     }
 
     /// The problem.
@@ -56,6 +62,11 @@ impl<P> Bound<P> {
     /// The kernel that computes it.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
+    }
+
+    /// The kernel's spec, and how it divides the work among CTAs.
+    pub fn launch_plan(&self) -> &LaunchPlan {
+        &self.plan
     }
 
     /// What a call launches.
@@ -107,15 +118,6 @@ impl<P> Bound<P> {
 }
 
 impl Forward {
-    /// Binds `kernel` to `problem`.
-    ///
-    /// # Errors
-    /// As [`Launches::forward`].
-    pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Forward, Error> {
-        let launches = Launches::forward(&kernel.spec, problem, kernel.arch, kernel.sms)?;
-        Ok(Bound::of(kernel, problem, launches))
-    }
-
     /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
     /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
     /// a capture).
@@ -161,15 +163,6 @@ impl Forward {
 }
 
 impl Backward {
-    /// Binds `kernel` to `problem`.
-    ///
-    /// # Errors
-    /// As [`Launches::backward`].
-    pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Backward, Error> {
-        let launches = Launches::backward(&kernel.spec, problem, kernel.arch, kernel.sms)?;
-        Ok(Bound::of(kernel, problem, launches))
-    }
-
     /// Launches the kernels on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
     /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
     /// a capture).

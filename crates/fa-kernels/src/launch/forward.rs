@@ -2,9 +2,8 @@
 
 use fa_core::spec::operand_panel;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
-use fa_core::{Arch, KernelSpec, Pass, Problem};
-use fa_planner::account::{MAX_SPLITS, kv_splits, page_part, split_cluster};
-use fa_planner::cost::combine_ctas;
+use fa_core::{Arch, KernelSpec, LaunchPlan, Pass, Problem};
+use fa_planner::account::{LARGEST_CLUSTER, MAX_SPLITS, combine_ctas, combines_in_clusters, page_part};
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
@@ -19,37 +18,26 @@ use crate::launch::varied::{PlanBounds, plan_step};
 use crate::launch::workspace::{ForwardParts, Workspace};
 
 impl Launches {
-    /// The launches of a forward kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
+    /// The launches of a forward by `plan` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
     /// As [`Launches::of`]; [`Error::Mismatch`] for a backward.
-    pub fn forward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
-        Launches::forward_split(spec, problem, arch, sms, None)
-    }
-
-    /// [`Launches::forward`] with the keys of a tile in `splits` parts, as [`fa_core::Division::splits`]
-    /// says;
-    /// `None` for as many as the planner takes. Without meaning for a kernel without splits.
-    ///
-    /// # Errors
-    /// As [`Launches::forward`].
-    pub fn forward_split(
-        spec: &KernelSpec,
-        problem: &Problem,
-        arch: Arch,
-        sms: u32,
-        splits: Option<usize>,
-    ) -> Result<Launches, Error> {
+    pub fn forward(plan: &LaunchPlan, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+        let spec = &plan.spec;
         let traits = check(spec, problem, false)?;
         let uses_tma = traits.uses_tma();
-        let work = Work::of(spec, &traits, problem, (arch, sms), splits);
+        check_division(plan, &traits, problem)?;
+        let work = Work::of(plan, &traits, problem, sms);
         let params = params(spec, &traits, problem, &work, (arch, sms))?;
         // For lengths on the device, the upper bound on tiles.
         let tiles = params.num_tiles as u32;
         let mut main = Launch::main(spec, tiles, sms);
         if work.cluster > 1 {
+            if main.grid != tiles {
+                let need = format!("1 for more tiles than run at once ({tiles} on {sms} SMs)");
+                return Err(Error::Division { name: "cluster", value: work.cluster, need });
+            }
             // The CTAs of a cluster take the parts of one tile, and no other.
-            debug_assert_eq!(main.grid, tiles);
             main.cluster = work.cluster as u32;
         }
         let draws_tiles = traits.scheduler == Scheduler::Dynamic;
@@ -110,13 +98,8 @@ struct Work {
 }
 
 impl Work {
-    fn of(
-        spec: &KernelSpec,
-        traits: &Traits,
-        problem: &Problem,
-        (arch, sms): (Arch, u32),
-        splits: Option<usize>,
-    ) -> Work {
+    fn of(plan: &LaunchPlan, traits: &Traits, problem: &Problem, sms: u32) -> Work {
+        let spec = &plan.spec;
         let (group, heads) =
             if traits.packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
         let queries = traits.tile_queries(problem.group_size()).max(1);
@@ -134,26 +117,40 @@ impl Work {
         };
         if spec.reads.varied {
             work.bounds = PlanBounds::forward(problem, traits, spec.split, (heads, ctas));
-            // Sequences of several tiles fill the SMs with as many parts as a dense one has; the plan alone
-            // would cut four for each CTA.
-            let chunk = || (max_q > queries).then(|| kv_splits(problem, spec, arch, sms));
-            let most = splits.or_else(chunk).unwrap_or(usize::MAX).clamp(1, work.bounds.slots.max(1));
-            (work.splits, work.slots, work.divided) = (most, work.bounds.slots, work.bounds.split_items);
+            work.splits = plan.splits.clamp(1, work.bounds.slots.max(1));
+            (work.slots, work.divided) = (work.bounds.slots, work.bounds.split_items);
         } else if spec.split {
             let tiles = max_q.div_ceil(queries).saturating_mul(problem.lengths.sequences());
-            let steps = problem.lengths.max_k().div_ceil(traits.tile.1 as usize).max(1);
-            work.splits = match splits {
-                Some(parts) => parts.clamp(1, steps.min(MAX_SPLITS)),
-                None => kv_splits(problem, spec, arch, sms),
-            };
-            work.cluster = split_cluster(problem, spec, sms, work.splits);
-            work.splits /= work.cluster;
+            (work.splits, work.cluster) = (plan.splits / plan.cluster, plan.cluster);
             if work.splits > 1 {
                 (work.slots, work.divided) = (tiles.saturating_mul(work.splits), tiles);
             }
         }
         work
     }
+}
+
+/// Checks that the kernel can divide the keys of a tile as the plan says.
+///
+/// # Errors
+/// [`Error::Division`].
+fn check_division(plan: &LaunchPlan, traits: &Traits, problem: &Problem) -> Result<(), Error> {
+    let LaunchPlan { spec, splits, cluster } = plan;
+    let refuse = |name, value: usize, need| Err(Error::Division { name, value, need });
+    let is_bound = spec.reads.varied && spec.split;
+    let steps = problem.lengths.max_k().div_ceil(traits.tile.1 as usize).max(1);
+    let most = if spec.split { steps.min(MAX_SPLITS) } else { 1 };
+    if *splits == 0 || (!is_bound && *splits > most) {
+        let kernel = if spec.split { "tiles" } else { "a kernel without splits, with tiles" };
+        return refuse("splits", *splits, format!("1 to {most} for {kernel} of {steps} steps"));
+    }
+    if *cluster > 1 && !combines_in_clusters(problem, spec) {
+        return refuse("cluster", *cluster, "1 for what this kernel combines in no cluster".to_owned());
+    }
+    if *cluster > LARGEST_CLUSTER || *cluster == 0 || !splits.is_multiple_of(*cluster) {
+        return refuse("cluster", *cluster, format!("a divisor of {splits} splits up to {LARGEST_CLUSTER}"));
+    }
+    Ok(())
 }
 
 /// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them.

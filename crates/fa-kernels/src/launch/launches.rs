@@ -3,7 +3,7 @@
 
 use fa_core::extras::Need;
 use fa_core::spec::{Scheduler, Traits};
-use fa_core::{Arch, KernelSpec, Problem, Strides};
+use fa_core::{Arch, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
 
 use crate::Error;
@@ -169,17 +169,18 @@ pub struct Launches {
 }
 
 impl Launches {
-    /// The launches of a kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
+    /// The launches of `plan` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
     /// [`Error::Problem`], and what [`KernelSpec::serves`] finds: [`Error::Mismatch`] when the kernel does
     /// not compute the problem, [`Error::Page`] for pages that it cannot load, [`Error::TooLong`] for counts
-    /// beyond 2^30, [`Error::Scale`] and [`Error::Softcap`] for numbers that kernels cannot use.
-    pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
-        if spec.kernel.is_backward() {
-            Launches::backward(spec, problem, arch, sms)
+    /// beyond 2^30, [`Error::Scale`] and [`Error::Softcap`] for numbers that kernels cannot use;
+    /// [`Error::Division`] for a division of tiles that the kernel does not have.
+    pub fn of(plan: &LaunchPlan, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+        if plan.spec.kernel.is_backward() {
+            Launches::backward(plan, problem, arch, sms)
         } else {
-            Launches::forward(spec, problem, arch, sms)
+            Launches::forward(plan, problem, arch, sms)
         }
     }
 

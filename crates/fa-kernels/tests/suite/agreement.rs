@@ -10,6 +10,7 @@ use fa_planner::account::Reason;
 use fa_planner::plan::{PlanError, PlanOptions, explore, plan_spec};
 use proptest::prelude::*;
 
+use crate::launches_of;
 use crate::problems::beyond_launches;
 
 const TARGETS: [(Arch, Family, u32); 5] = [
@@ -61,7 +62,7 @@ proptest! {
             Err(error) => panic!("{error}"),
         };
         for planned in &set.plans {
-            let launches = match Launches::of(&planned.spec, &problem, arch, sms) {
+            let launches = match launches_of(&planned.spec, &problem, arch, sms) {
                 Ok(launches) => launches,
                 Err(error) => panic!("{}: {error}", planned.spec),
             };
@@ -71,7 +72,7 @@ proptest! {
         }
         for rejected in &set.rejected {
             if let Reason::Launch(reason) = &rejected.reason {
-                let refused = Launches::of(&rejected.spec, &problem, arch, sms).map(|_| ());
+                let refused = launches_of(&rejected.spec, &problem, arch, sms).map(|_| ());
                 let text = refused.expect_err("a launch refuses what no launch holds").to_string();
                 prop_assert_eq!(text, reason.to_string());
             }
@@ -102,7 +103,7 @@ fn pages_that_no_box_loads_are_planned_as_they_are_launched() {
     let any = of(None).expect("there are candidates");
     let first = &any.plans.first().expect("the sm80 family loads pages of any size").spec;
     assert_eq!(first.kernel.family(), Family::Sm80);
-    Launches::forward(first, &problem, Arch::Sm90, 132).expect("as planned");
+    launches_of(first, &problem, Arch::Sm90, 132).expect("as planned");
 }
 
 #[test]

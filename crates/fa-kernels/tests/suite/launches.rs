@@ -2,13 +2,13 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Alibi, Arch, Dtype, Extras, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd,
+    Alibi, Arch, Dtype, Extras, Kernel, KernelSpec, LaunchPlan, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd,
     Sm90Bwd, Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
 use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
 
-use crate::{sm80_spec, sm90_spec};
+use crate::{launches_in_parts, launches_of, sm80_spec, sm90_spec};
 
 const SMS: u32 = 132;
 
@@ -44,7 +44,7 @@ fn entries(launches: &Launches) -> Vec<(&'static str, u32)> {
 #[test]
 fn a_forward_is_one_launch_of_a_cta_for_each_tile() {
     let spec = sm80_spec();
-    let launches = Launches::of(&spec, &problem(), Arch::Sm80, 108).unwrap();
+    let launches = launches_of(&spec, &problem(), Arch::Sm80, 108).unwrap();
     let m_blocks = 1000usize.div_ceil(spec.tile().0 as usize) as u32;
     assert_eq!(entries(&launches), [("fa_kernel", 3 * 8 * m_blocks)]);
     let Step::Launch(launch) = launches.steps[0] else { panic!("{:?}", launches.steps) };
@@ -65,7 +65,7 @@ fn persistent_kernels_fill_the_sms_with_whole_clusters() {
         let kernel = Sm90Fwd { scheduler, cluster_m, tile_m: 128, num_wg: 2, ..Sm90Fwd::default() };
         let spec =
             KernelSpec { kernel: Kernel::Sm90Fwd(kernel), mask: fa_core::MaskKind::Full, ..sm90_spec() };
-        let launches = Launches::of(&spec, &full, Arch::Sm90, SMS + (cluster_m - 1)).unwrap();
+        let launches = launches_of(&spec, &full, Arch::Sm90, SMS + (cluster_m - 1)).unwrap();
         assert_eq!(entries(&launches), [("fa_kernel", expected)], "{scheduler:?}");
         assert_eq!(launches.workspace.bytes, workspace, "{scheduler:?}");
         assert!(launches.workspace.starts_zero);
@@ -76,7 +76,7 @@ fn persistent_kernels_fill_the_sms_with_whole_clusters() {
 fn packed_heads_are_an_axis_of_the_map_of_q() {
     let kernel = Sm90Fwd { pack_gqa: true, tile_m: 128, tile_n: 128, num_wg: 2, ..Sm90Fwd::default() };
     let spec = KernelSpec { kernel: Kernel::Sm90Fwd(kernel), ..sm90_spec() };
-    let launches = Launches::of(&spec, &problem(), Arch::Sm90, SMS).unwrap();
+    let launches = launches_of(&spec, &problem(), Arch::Sm90, SMS).unwrap();
     let tensors = tensors(&launches);
     let at =
         Addresses { tensors: &tensors, lse: None, workspace: Some(1 << 40), extras: RawExtras::default() };
@@ -94,7 +94,7 @@ fn packed_heads_are_an_axis_of_the_map_of_q() {
 
     // 25 queries of five heads in 128 rows, the last three idle: 40 tiles of 1,000 queries, not 39.1.
     let fives = Problem { heads_q: 10, ..problem() };
-    let launches = Launches::of(&spec, &fives, Arch::Sm90, SMS).unwrap();
+    let launches = launches_of(&spec, &fives, Arch::Sm90, SMS).unwrap();
     let maps: Vec<_> = launches.maps(&at).collect();
     assert_eq!(maps[0].shape.tile, [64, 5, 25, 1, 1]);
     let Params::Forward(params) = launches.params(&at) else { panic!("a forward") };
@@ -104,7 +104,7 @@ fn packed_heads_are_an_axis_of_the_map_of_q() {
 #[test]
 fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     let spec = backward_spec(false);
-    let launches = Launches::of(
+    let launches = launches_of(
         &spec,
         &Problem {
             lengths: Lengths::uniform(1, problem().lengths.max_q(), problem().lengths.max_k()),
@@ -155,7 +155,7 @@ fn a_persistent_backward_has_a_cta_for_each_sm_and_a_counter() {
     let tiles = 3 * 2 * 1000u32.div_ceil(128);
     for deterministic in [false, true] {
         for (sms, expected) in [(4, 4), (tiles + 1, tiles)] {
-            let launches = Launches::of(&spec(deterministic), &problem(), Arch::Sm90, sms).unwrap();
+            let launches = launches_of(&spec(deterministic), &problem(), Arch::Sm90, sms).unwrap();
             let main = entries(&launches)[1];
             assert_eq!(main.0, "fa_kernel");
             let Params::Backward(params) = launches.params(&Addresses {
@@ -182,7 +182,7 @@ fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
         ..problem()
     };
     let spec = KernelSpec { mask: fa_core::MaskKind::Full, ..backward_spec(true) };
-    let launches = Launches::of(&spec, &none, Arch::Sm90, SMS).unwrap();
+    let launches = launches_of(&spec, &none, Arch::Sm90, SMS).unwrap();
     let counter = launches.workspace.tile_counter.expect("tiles are drawn");
     assert_eq!(launches.steps[0], Step::Clear(counter));
     assert_eq!(entries(&launches).len(), 2);
@@ -198,7 +198,7 @@ fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
 #[test]
 fn nothing_to_compute_is_nothing_to_launch() {
     for spec in [sm80_spec(), sm90_spec()] {
-        let launches = Launches::of(
+        let launches = launches_of(
             &spec,
             &Problem {
                 lengths: Lengths::uniform(0, problem().lengths.max_q(), problem().lengths.max_k()),
@@ -219,7 +219,7 @@ fn empty() -> Addresses<'static> {
 #[test]
 fn what_a_call_lacks_is_named() {
     let kernel = Kernel::Sm80Bwd(Sm80Bwd { tile_order: TileOrder::Natural, ..Sm80Bwd::default() });
-    let launches = Launches::of(&KernelSpec { kernel, ..sm80_spec() }, &problem(), Arch::Sm80, 108).unwrap();
+    let launches = launches_of(&KernelSpec { kernel, ..sm80_spec() }, &problem(), Arch::Sm80, 108).unwrap();
     let mut tensors = tensors(&launches);
     let lacks =
         Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: None, extras: RawExtras::default() };
@@ -250,7 +250,7 @@ fn what_no_device_code_computes_is_refused() {
             (Problem { lengths, ..problem() }, "lengths on the device"),
             (Problem { score: sinks, ..problem() }, "sinks"),
         ] {
-            let of = |spec: &KernelSpec| Launches::of(spec, &problem, Arch::Sm90, SMS);
+            let of = |spec: &KernelSpec| launches_of(spec, &problem, Arch::Sm90, SMS);
             assert!(matches!(of(&plain), Err(Error::Mismatch { .. })), "{need}");
             let (score, reads) = (problem.score.kind(), Reads::of(&problem));
             let able = KernelSpec { score, reads, ..plain.clone() };
@@ -273,7 +273,7 @@ fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
     let extras = RawExtras { inputs, ..RawExtras::default() };
 
     let forward = KernelSpec { score: score.kind(), ..sm80_spec() };
-    let launches = Launches::of(&forward, &problem, Arch::Sm80, SMS).unwrap();
+    let launches = launches_of(&forward, &problem, Arch::Sm80, SMS).unwrap();
     let tensors = tensors(&launches);
     let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras };
     launches.check(&at).unwrap();
@@ -282,15 +282,15 @@ fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
     assert_eq!((params.mods.alibi_stride, params.mods.dsinks.0), (8, 0));
     let without = Addresses { extras: RawExtras::default(), ..at };
     assert!(matches!(launches.check(&without), Err(Error::MissingExtra { name: "alibi_slopes", need: 24 })));
-    let plain = Launches::of(&sm80_spec(), &Problem { score: ScoreMod::NONE, ..problem }, Arch::Sm80, SMS);
+    let plain = launches_of(&sm80_spec(), &Problem { score: ScoreMod::NONE, ..problem }, Arch::Sm80, SMS);
     assert!(matches!(plain.unwrap().check(&at), Err(Error::UnusedExtra { name: "alibi_slopes" })));
 
     let backward = KernelSpec { score: score.kind(), ..backward_spec(false) };
-    let launches = Launches::of(&backward, &problem, Arch::Sm90, SMS).unwrap();
+    let launches = launches_of(&backward, &problem, Arch::Sm90, SMS).unwrap();
     assert_eq!(entries(&launches).last(), Some(&("fa_dsinks", 8)));
     assert!(
         !entries(
-            &Launches::of(
+            &launches_of(
                 &backward_spec(false),
                 &Problem { score: ScoreMod::NONE, ..problem },
                 Arch::Sm90,
@@ -330,7 +330,7 @@ fn lengths_on_the_device_are_planned_first() {
         heads_kv: 2,
         ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16)
     };
-    let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+    let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
     // 4000 rows of a K/V head in tiles of 64, and one tile for each sequence that is not full.
     assert_eq!(entries(&launches), [("fa_plan", 1), ("fa_kernel", (62 + 5) * 2)]);
     assert_eq!(launches.plan_bytes, 4 * (16 + 4 * 67));
@@ -344,7 +344,7 @@ fn lengths_on_the_device_are_planned_first() {
     // The step can be left out by calls that bring a plan.
     assert!(matches!(launches.steps[0], Step::Plan(_)));
     let nothing = Problem { lengths: Lengths::packed(5, 0, 4000, 0, 900), ..problem };
-    assert_eq!(Launches::forward(&spec, &nothing, Arch::Sm90, 132).unwrap().steps, []);
+    assert_eq!(launches_of(&spec, &nothing, Arch::Sm90, 132).unwrap().steps, []);
 }
 
 #[test]
@@ -356,7 +356,7 @@ fn divided_keys_are_combined() {
         heads_kv: 8,
         ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
     };
-    let launches = Launches::forward_split(&spec, &problem, Arch::Sm90, 132, Some(16)).unwrap();
+    let launches = launches_in_parts(&spec, &problem, Arch::Sm90, 132, Some(16)).unwrap();
     assert_eq!(entries(&launches), [("fa_kernel", 8 * 16), ("fa_combine", 32)]);
     let rows = 32 * 16;
     assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * rows);
@@ -364,12 +364,12 @@ fn divided_keys_are_combined() {
     assert_eq!((launches.workspace.plan, launches.plan_bytes), (None, 0));
     // Enough tiles without: no parts, no memory for them.
     let many = Problem { lengths: Lengths::uniform(512, 1, 512), ..problem };
-    let launches = Launches::forward(&spec, &many, Arch::Sm90, 132).unwrap();
+    let launches = launches_of(&spec, &many, Arch::Sm90, 132).unwrap();
     assert_eq!((entries(&launches), launches.workspace.bytes), (vec![("fa_kernel", 132)], 0));
     // What the device decides has room for parts of all SMs, however long the sequences may be.
     let paged = sm90_forward("varied: true, paged: true, split: true,", DECODE);
     let lengths = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 1 << 20, 1 << 20));
-    let launches = Launches::forward(&paged, &Problem { lengths, ..problem }, Arch::Sm90, 132).unwrap();
+    let launches = launches_of(&paged, &Problem { lengths, ..problem }, Arch::Sm90, 132).unwrap();
     let slots = 6 * 132 / 8 + 2;
     assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * slots * 8 * 4);
     assert_eq!(entries(&launches)[0], ("fa_plan", 1));
@@ -389,12 +389,12 @@ fn clusters_combine_their_parts() {
     let base = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
     // Eight tiles by clusters of eight: no second kernel, and no memory between them.
     let problem = Problem { lengths: Lengths::uniform(1, 1, 8192), ..base };
-    let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+    let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
     assert_eq!((entries(&launches), cluster(&launches)), (vec![("fa_kernel", 64)], 8));
     assert_eq!(launches.workspace.bytes, 0);
     // One tile by twelve clusters, whose results a second kernel combines.
     let alone = Problem { heads_q: 32, heads_kv: 1, lengths: Lengths::uniform(1, 1, 32768), ..base };
-    let launches = Launches::forward_split(&spec, &alone, Arch::Sm90, 132, Some(96)).unwrap();
+    let launches = launches_in_parts(&spec, &alone, Arch::Sm90, 132, Some(96)).unwrap();
     assert_eq!((entries(&launches), cluster(&launches)), (vec![("fa_kernel", 96), ("fa_combine", 32)], 8));
     assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * 32 * 12);
     let packed = spec.clone();
@@ -402,7 +402,7 @@ fn clusters_combine_their_parts() {
     for (spec, sms) in [(spec.clone(), 72), (KernelSpec { head_dim: 256, head_dim_v: 256, ..spec }, 132)] {
         let dim = spec.head_dim as usize;
         let problem = Problem { head_dim: dim, head_dim_v: dim, ..problem };
-        let launches = Launches::forward_split(&spec, &problem, Arch::Sm90, sms, Some(8)).unwrap();
+        let launches = launches_in_parts(&spec, &problem, Arch::Sm90, sms, Some(8)).unwrap();
         assert_eq!((cluster(&launches), entries(&launches)[1].0), (1, "fa_combine"));
     }
     // Several tiles of a head, with packed heads and without, have clusters of their own.
@@ -410,7 +410,7 @@ fn clusters_combine_their_parts() {
     for (spec, queries, ctas) in [(&plain, 64, 3), (&plain, 65, 3), (&packed, 65, 3)] {
         let lengths = Lengths::uniform(1, queries, 8192);
         let problem = Problem { heads_q: 4, heads_kv: 1, lengths, ..base };
-        let launches = Launches::forward_split(spec, &problem, Arch::Sm90, 132, Some(3)).unwrap();
+        let launches = launches_in_parts(spec, &problem, Arch::Sm90, 132, Some(3)).unwrap();
         assert_eq!(cluster(&launches), ctas, "{spec}, {queries} queries");
     }
 }
@@ -421,7 +421,7 @@ fn keys_are_divided_as_the_caller_says() {
     let spec = sm90_forward("split: true,", DECODE);
     let base = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
     let of = |spec: &KernelSpec, lengths, splits| {
-        Launches::forward_split(spec, &Problem { lengths, ..base }, Arch::Sm90, 132, splits).unwrap()
+        launches_in_parts(spec, &Problem { lengths, ..base }, Arch::Sm90, 132, splits).unwrap()
     };
     let (_, tile_n) = spec.tile();
     let parts = |launches: &Launches| {
@@ -449,6 +449,52 @@ fn keys_are_divided_as_the_caller_says() {
     assert_eq!(params.split.splits, 5);
 }
 
+/// Whatever the cost model would take.
+#[test]
+fn a_plan_is_launched_as_it_is_or_refused() {
+    let spec = sm90_forward("split: true,", DECODE);
+    let problem = Problem {
+        lengths: Lengths::uniform(1, 1, 8192),
+        heads_kv: 8,
+        ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
+    };
+    let steps = 8192 / spec.tile().1 as usize;
+    let of = |spec: &KernelSpec, splits, cluster| LaunchPlan { spec: spec.clone(), splits, cluster };
+    for (splits, clusters) in [(1, 1), (2, 1), (2, 2), (8, 1), (8, 4), (8, 8), (steps, 1)] {
+        let launches = Launches::of(&of(&spec, splits, clusters), &problem, Arch::Sm90, SMS).unwrap();
+        let tensors = tensors(&launches);
+        let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras: RawExtras::default() };
+        let Params::Forward(params) = launches.params(&at) else { panic!("a forward") };
+        assert_eq!(
+            (params.split.splits as usize, cluster(&launches) as usize),
+            (splits / clusters, clusters)
+        );
+        assert_eq!(entries(&launches)[0], ("fa_kernel", SMS.min(8 * splits as u32)));
+        assert_eq!(entries(&launches).len(), if splits > clusters { 2 } else { 1 });
+    }
+    let whole = KernelSpec { split: false, ..spec.clone() };
+    let (back, grouped) = (backward_spec(false), self::problem());
+    let refusals = [
+        (of(&spec, 0, 1), &problem, "splits = 0: use 1 to"),
+        (of(&spec, steps + 1, 1), &problem, "splits = "),
+        (of(&spec, 8, 3), &problem, "cluster = 3: use a divisor of 8"),
+        (of(&spec, 16, 16), &problem, "cluster = 16: use a divisor of 16 splits up to 8"),
+        (of(&spec, 8, 0), &problem, "cluster = 0: use a divisor"),
+        (of(&whole, 2, 1), &problem, "splits = 2: use 1 to 1 for a kernel without splits"),
+        (of(&back, 0, 1), &grouped, "splits = 0: use 1 to 4"),
+        (of(&back, 5, 1), &grouped, "splits = 5: use 1 to 4"),
+        (of(&back, 2, 2), &grouped, "cluster = 2: use 1"),
+    ];
+    for (plan, problem, part) in refusals {
+        let error = Launches::of(&plan, problem, Arch::Sm90, SMS).map(|_| ()).expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    // Clusters whose CTAs would take further tiles.
+    let many = Problem { lengths: Lengths::uniform(64, 1, 8192), ..problem };
+    let error = Launches::of(&of(&spec, 8, 8), &many, Arch::Sm90, SMS).expect_err("512 clusters").to_string();
+    assert!(error.contains("cluster = 8: use 1 for more tiles than run at once"), "{error}");
+}
+
 #[test]
 fn rows_of_no_sequence_launch_nothing() {
     use fa_core::{Dtype, Lengths, Mask, Side};
@@ -457,7 +503,7 @@ fn rows_of_no_sequence_launch_nothing() {
     for (sequences, most, is_empty) in [(0, 1, true), (3, 0, true), (1, 1, false)] {
         let lengths = Lengths::of(sequences, Side::packed(7, most), Side::paged(16, 1024, 16_384));
         let problem = Problem { lengths, ..base };
-        let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+        let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
         assert_eq!(launches.steps.is_empty(), is_empty, "{sequences} sequences of {most} queries at most");
     }
 }
@@ -468,7 +514,7 @@ fn only_the_combination_starts_early() {
     let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
     let lengths = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 1024, 16_384));
     let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
-    let launches = Launches::forward(&spec, &Problem { lengths, ..base }, Arch::Sm90, 132).unwrap();
+    let launches = launches_of(&spec, &Problem { lengths, ..base }, Arch::Sm90, 132).unwrap();
     let early: Vec<_> = (launches.steps.iter())
         .map(|step| match step {
             Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.starts_early),
@@ -481,13 +527,13 @@ fn only_the_combination_starts_early() {
 #[test]
 fn chunks_in_pages_have_the_parts_of_a_dense_launch() {
     use fa_core::{Dtype, Lengths, Mask, Side};
-    use fa_planner::account::kv_splits;
+    use fa_planner::divide::kv_splits;
     let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
     let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
     for (queries, divided_alike) in [(512, true), (8, false)] {
         let lengths = Lengths::of(1, Side::packed(queries, queries), Side::paged(16, 1024, 16_384));
         let problem = Problem { lengths, ..base };
-        let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+        let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
         let tensors = tensors(&launches);
         let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras: RawExtras::default() };
         let Params::Forward(params) = launches.params(&at) else { panic!("a forward") };
@@ -506,7 +552,7 @@ fn parts_of_pages_that_no_box_places_are_refused() {
     let with = |page: usize| {
         let lengths = Lengths::of(2, Side::padded(1), Side::paged(page, 64, 700));
         let problem = Problem { lengths, ..Problem::square(1, 1, 4, 96, Mask::CAUSAL, Dtype::Bf16) };
-        Launches::forward(&spec, &problem, Arch::Sm90, 132).map(|_| ())
+        launches_of(&spec, &problem, Arch::Sm90, 132).map(|_| ())
     };
     // Rows of a panel are 64 bytes, and boxes start on 128.
     assert!(matches!(with(7), Err(fa_kernels::Error::Page { page: 7, head_dim: 96, multiple: 2, .. })));
@@ -517,18 +563,18 @@ fn parts_of_pages_that_no_box_places_are_refused() {
     let spec = sm90_forward("varied: true, paged: true,", DECODE);
     let lengths = Lengths::of(2, Side::padded(1), Side::paged(1, 700, 700));
     let problem = Problem { lengths, ..Problem::square(1, 1, 4, 128, Mask::CAUSAL, Dtype::Bf16) };
-    let refused = Launches::forward(&spec, &problem, Arch::Sm90, 132).map(|_| ());
+    let refused = launches_of(&spec, &problem, Arch::Sm90, 132).map(|_| ());
     assert_eq!(format!("{refused:?}"), format!("{:?}", one as Result<(), _>));
     // Threads copy pages of any size.
     let gathers = spec.to_ron().replace("pack_gqa: true", "pack_gqa: true, gather: true");
     let gathers = KernelSpec::from_ron(&gathers).unwrap();
-    Launches::forward(&gathers, &problem, Arch::Sm90, 132).unwrap();
+    launches_of(&gathers, &problem, Arch::Sm90, 132).unwrap();
 }
 
 #[test]
 fn first_sums_of_dq_are_stored_and_said_by_semaphores_of_several_tiles() {
     let stores = |spec: &KernelSpec, lengths| {
-        let launches = Launches::of(spec, &Problem { lengths, ..problem() }, Arch::Sm90, SMS).unwrap();
+        let launches = launches_of(spec, &Problem { lengths, ..problem() }, Arch::Sm90, SMS).unwrap();
         let (tensors, extras) = (tensors(&launches), RawExtras::default());
         let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras };
         let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };

@@ -20,8 +20,12 @@ mod problems;
 
 use std::process::Command;
 
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
-use fa_kernels::{Compiler, CompilerKind, Source};
+use fa_core::{
+    Arch, Dtype, Kernel, KernelSpec, MaskKind, Problem, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Types,
+};
+use fa_kernels::launch::Launches;
+use fa_kernels::{Compiler, CompilerKind, Error, Source};
+use fa_planner::divide;
 
 /// NVRTC, or a failure that says how to get it.
 fn nvrtc() -> Compiler {
@@ -41,6 +45,22 @@ fn small_source(salt: u32) -> Source {
         )],
         target: "sm_80".into(),
     }
+}
+
+/// What a kernel launches, divided as the planner does.
+fn launches_of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+    launches_in_parts(spec, problem, arch, sms, None)
+}
+
+/// [`launches_of`] with the keys of a tile in as many parts as a caller wants.
+fn launches_in_parts(
+    spec: &KernelSpec,
+    problem: &Problem,
+    arch: Arch,
+    sms: u32,
+    splits: Option<usize>,
+) -> Result<Launches, Error> {
+    Launches::of(&divide(problem, spec, arch, sms, splits), problem, arch, sms)
 }
 
 fn sm80_spec() -> KernelSpec {

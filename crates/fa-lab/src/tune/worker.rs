@@ -78,7 +78,7 @@ fn measure<T: Half>(gpu: &Gpu, job: &Job) -> Result<()> {
     let mut good: Vec<(usize, Bound)> = Vec::new();
     for (index, spec) in job.specs.iter().enumerate() {
         say(&Event::Begin(index))?;
-        let bound = match bind_spec(gpu, &job.problem, spec, spec.kernel.pass()) {
+        let bound = match bind_spec(gpu, &job.problem, spec, None, spec.kernel.pass()) {
             Ok(bound) => bound,
             Err(error) => {
                 say(&Event::Bad(index, without_logs(&error.to_string())))?;

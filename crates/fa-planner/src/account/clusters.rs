@@ -1,5 +1,5 @@
 //! Clusters of CTAs that share the keys of a tile's rows and combine their results in shared memory, without
-//! the combine kernel: the same for launch and cost model.
+//! the combine kernel.
 
 use fa_core::{Kernel, KernelSpec, Problem};
 
@@ -7,7 +7,7 @@ use crate::account::tiles::query_tiles;
 
 /// The most CTAs of a cluster on every GPU that has clusters (CUDA C++ Programming Guide, "Thread Block
 /// Clusters").
-const MOST: usize = 8;
+pub const LARGEST_CLUSTER: usize = 8;
 
 /// Columns between the rows of partial results in shared memory: `kPartialPadding` in
 /// `sm90/fwd_combine.cuh`.
@@ -20,7 +20,7 @@ pub(crate) const MANY_PARTS: usize = 64;
 /// Whether CTAs of `spec` can combine the parts of `problem`'s tiles in a cluster: SM90 forwards of equal
 /// lengths and V of up to 128 columns (`kPartsInClusters` in `sm90/fwd_layout.cuh`), where the place of K and
 /// V holds the results of a tile's rows.
-pub(crate) fn combines_in_clusters(problem: &Problem, spec: &KernelSpec) -> bool {
+pub fn combines_in_clusters(problem: &Problem, spec: &KernelSpec) -> bool {
     let Kernel::Sm90Fwd(kernel) = &spec.kernel else { return false };
     if !spec.split || spec.reads.varied || spec.head_dim_v > 128 {
         return false;
@@ -46,8 +46,8 @@ pub(crate) fn cluster_of(ctas: usize, parts: usize, sms: usize) -> usize {
     };
     match parts {
         0..=1 => 1,
-        2..=MOST => Some(parts).filter(fits).unwrap_or(1),
-        MANY_PARTS.. => (MOST / 2..=MOST).rev().find(fits).unwrap_or(1),
+        2..=LARGEST_CLUSTER => Some(parts).filter(fits).unwrap_or(1),
+        MANY_PARTS.. => (LARGEST_CLUSTER / 2..=LARGEST_CLUSTER).rev().find(fits).unwrap_or(1),
         _ => 1,
     }
 }
@@ -55,7 +55,7 @@ pub(crate) fn cluster_of(ctas: usize, parts: usize, sms: usize) -> usize {
 /// CTAs of a cluster that combine the parts of a tile's keys in shared memory, where each tile of `problem`
 /// has `splits` of them; 1 where a combine kernel does it alone. With fewer than `splits` it combines the
 /// results of clusters.
-pub fn split_cluster(problem: &Problem, spec: &KernelSpec, sms: u32, splits: usize) -> usize {
+pub(crate) fn split_cluster(problem: &Problem, spec: &KernelSpec, sms: u32, splits: usize) -> usize {
     if !combines_in_clusters(problem, spec) {
         return 1;
     }

@@ -1,24 +1,21 @@
 //! The resources of an SM that a kernel takes, shared memory and registers, and the limit that it breaks.
 //!
 //! This is the part of the planner that launching needs: the layout of shared memory, the panels of the
-//! operands, and the numbers of CTAs that share a K/V head (backward) or the keys of a tile (forward). Only
-//! those numbers depend on a problem; nothing is ranked.
+//! operands, and limits on the division of a tile's work. Nothing is ranked, and no time is predicted.
 
 pub(crate) mod clusters;
 pub(crate) mod code;
-pub(crate) mod kv_splits;
+pub(crate) mod combine;
 pub(crate) mod pages;
 pub mod panels;
 pub(crate) mod reason;
-pub(crate) mod splits;
 pub(crate) mod stored;
 pub(crate) mod tiles;
 mod turns;
 
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, KernelSpec};
 use serde::Serialize;
 
-use crate::cost::constants::CostConstants;
 use crate::kernels::planned::{self, Time};
 use crate::kernels::spilled::is_known_to_spill;
 use crate::occupancy::register_ceiling;
@@ -26,13 +23,11 @@ use crate::occupancy::register_ceiling;
 pub use crate::occupancy::Occupancy;
 pub use crate::registers::{Registers, SetMaxNReg};
 pub use crate::smem::SmemPlan;
-pub use clusters::split_cluster;
-pub use kv_splits::{MAX_SPLITS, kv_splits};
+pub use clusters::{LARGEST_CLUSTER, combines_in_clusters};
+pub use combine::{MAX_SPLITS, combine_ctas};
 pub use pages::{boxes_need, page_part};
 pub use panels::BwdPanels;
 pub use reason::Reason;
-use splits::Split;
-
 pub use stored::{head_bytes, storing_heads};
 pub use turns::heads_side_by_side;
 
@@ -103,26 +98,5 @@ pub fn panels_of(spec: &KernelSpec) -> Option<BwdPanels> {
     match planned::of(&spec.kernel).time() {
         Time::Backward(kernel) => kernel.panels(spec),
         Time::Forward(_) => None,
-    }
-}
-
-/// Parts into which the query heads of a K/V head are divided, each with a CTA per tile of keys: 1 to the
-/// group's size; 1 for a forward.
-///
-/// Without parts the CTAs of a K/V head's tiles step through all its query heads. Under a mask they see
-/// different numbers of queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer
-/// holds what is in use (NB-052). Parts keep them together and fill the GPU, but dK and dV are then summed up
-/// in f32 in device memory. The number with the least estimated time is taken; the constants reproduce the
-/// measured choice (`tests/splits.rs`), not the rates.
-///
-/// 1 where there is nothing to sum. In a deterministic backward the parts add in turn. `sms` is the number of
-/// SMs of the GPU at hand.
-pub fn head_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
-    match planned::of(&spec.kernel).time() {
-        Time::Backward(kernel) => {
-            let rates = kernel.rates(arch.limits(), &CostConstants::of(arch));
-            Split::choose(problem, spec, rates, arch, sms).parts
-        }
-        Time::Forward(_) => 1,
     }
 }

@@ -2,7 +2,7 @@
 
 use fa_core::{KernelSpec, Problem};
 
-use crate::cost::schedule::Work;
+use crate::work::Work;
 
 /// Steps between one tile's addition to dQ and the next tile's: the addition, and the latency of its
 /// semaphore through the L2.
@@ -20,7 +20,7 @@ const WAITING_HEADS: f64 = 4.0;
 /// - Where the mask moves with the keys, each tile starts `tile_n / tile_m` steps before the one that it
 ///   waits for. Where that is less than a turn, further heads in between make up for it.
 ///
-/// `parts` are those of [`crate::account::head_splits`], `sms` the SMs of the GPU at hand.
+/// `parts` are those of [`crate::divide::head_splits`], `sms` the SMs of the GPU at hand.
 pub fn heads_side_by_side(problem: &Problem, spec: &KernelSpec, sms: u32, parts: usize) -> usize {
     let traits = spec.traits();
     let (tile_m, tile_n) = traits.tile;

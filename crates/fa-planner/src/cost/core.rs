@@ -5,9 +5,10 @@ use fa_core::{ArchLimits, Pass, Problem, ScoreKind};
 use serde::Serialize;
 
 use crate::account::clusters::cluster_of;
+use crate::account::combine::{COMBINE_WARPS, shares_rows};
+use crate::work::{Queue, TileClass, Work};
 
 use super::constants::CostConstants;
-use super::schedule::{Queue, TileClass, Work};
 
 /// Predicted time of one pass.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -302,28 +303,6 @@ const CLUSTER_ROW_S: f64 = 0.75e-6;
 
 /// Rows of a tile for each consumer warp.
 const ROWS_OF_WARP: f64 = 16.0;
-
-/// CTAs of the combine kernel for each SM, at the most.
-const COMBINE_CTAS: usize = 16;
-
-/// Rows for each SM up to which a CTA of the combine kernel takes one, whose parts its warps share. By a warp
-/// each, 1,024 rows of 16 parts take 2 us more, and 2,048 of 8 parts 1.7 us less (NB-166).
-const COMBINE_SHARED_ROWS: usize = 8;
-
-/// Warps of a CTA of the combine kernel.
-const COMBINE_WARPS: usize = 4;
-
-/// Whether a row of `rows` is combined by a CTA, whose warps share the parts, rather than by a warp.
-fn shares_rows(rows: usize, sms: usize) -> bool {
-    rows <= COMBINE_SHARED_ROWS * sms
-}
-
-/// CTAs of the combine kernel for `rows` rows on `sms` SMs. As many as there are rows: a CTA takes a row;
-/// fewer: a warp does.
-pub fn combine_ctas(rows: usize, sms: usize) -> usize {
-    let ctas = if shares_rows(rows, sms) { rows } else { rows.div_ceil(COMBINE_WARPS) };
-    ctas.min(COMBINE_CTAS * sms)
-}
 
 /// Share of the L2's rate at which partial results are read: each once, in pieces of a row (NB-140).
 const COMBINE_RATE: f64 = 0.67;

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use fa_core::{Arch, KernelSpec, Problem};
 
-use crate::account::splits::{BackwardRates, Split};
+use crate::work::Work;
 
-use super::schedule::Work;
+use super::head_splits::{BackwardRates, Split};
 
 /// A problem cut into the tiles of kernels of one family, pass and pair of head dims: most candidates share
 /// their tile with others.

@@ -12,19 +12,20 @@ pub(crate) mod constants;
 pub(crate) mod core;
 mod correlation;
 pub(crate) mod cuts;
-pub(crate) mod schedule;
+pub(crate) mod head_splits;
+pub(crate) mod kv_splits;
 mod step;
 
 use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
 
-use crate::account::kv_splits::{best_split, least_seconds};
 use crate::kernels::planned::{self, Time};
+use crate::work::Work;
 
 pub use constants::{CostConstants, Sm90BwdConstants};
-pub use core::{Bottleneck, Cost, StepClocks, Terms, combine_ctas};
+pub use core::{Bottleneck, Cost, StepClocks, Terms};
 pub use correlation::rank_correlation;
 pub(crate) use cuts::Cuts;
-pub use schedule::{Queue, TileClass, Work};
+use kv_splits::{best_split, least_seconds};
 pub use step::{MOST_DECODED, phases};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.

@@ -43,7 +43,7 @@ macro_rules! functions_of_the_backwards_cost {
             &self,
             limits: &fa_core::ArchLimits,
             constants: &crate::cost::constants::CostConstants,
-        ) -> crate::account::splits::BackwardRates {
+        ) -> crate::cost::head_splits::BackwardRates {
             cost::rates(limits, constants)
         }
     };

@@ -4,14 +4,14 @@ use fa_core::{Arch, ArchLimits, Division, Kernel, KernelSpec, Problem, each_kern
 
 use crate::account::code::Code;
 use crate::account::panels::BwdPanels;
-use crate::account::splits::BackwardRates;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks};
 use crate::cost::cuts::Cuts;
-use crate::cost::schedule::Work;
+use crate::cost::head_splits::BackwardRates;
 use crate::registers::Registers;
 use crate::smem::SmemPlan;
 use crate::timeline::lanes::Timeline;
+use crate::work::Work;
 
 /// A kernel's part of the planner, implemented for its parameters in the kernel's folder.
 pub(crate) trait PlannedKernel {

@@ -3,8 +3,9 @@
 use fa_core::{
     Arch, Division, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, Reads, Side, Sm80Fwd,
 };
-use fa_planner::account::{MAX_SPLITS, Reason, account, kv_splits};
+use fa_planner::account::{MAX_SPLITS, Reason, account};
 use fa_planner::cost::{Cost, CostConstants, predict};
+use fa_planner::divide::kv_splits;
 use fa_planner::kernels::{sm80_fwd, sm90_fwd};
 use fa_planner::plan::{PlanError, PlanOptions, explore};
 use proptest::prelude::*;

@@ -2,7 +2,7 @@
 //! `cargo test -p fa-planner splits -- --nocapture` prints the table.
 
 use fa_core::{Arch, Dtype, Family, Mask, Pass, Problem};
-use fa_planner::account::head_splits;
+use fa_planner::divide::head_splits;
 use fa_planner::plan::{PlanOptions, plan};
 
 /// A problem and its measured `(parts, TFLOP/s)`.

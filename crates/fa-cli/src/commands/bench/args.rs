@@ -84,8 +84,8 @@ and of peers.";
 /// Flags of `fa bench` that apply to the GPU only.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct GpuArgs {
-    /// Measure the kernel of this file (RON, or JSON as in the kernel cache; may be repeated) [default: the
-    /// library's choice for each shape]
+    /// Measure the kernel of this file (RON, with `splits: 8` beside `spec` to divide keys so, or JSON as in
+    /// the kernel cache; may be repeated) [default: the library's choice for each shape]
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
     /// Measure the library's choice for each shape beside --spec's kernels, in turns

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use fa_core::{KernelSpec, Pass, Problem};
+use fa_core::{Pass, PinnedSpec, Problem};
 use fa_lab::bench::{self, Options};
 use fa_lab::marks::{Marks, Wanted};
 use fa_lab::spec_file;
@@ -114,14 +114,14 @@ fn peer_names(of_marks: Vec<String>, asked: &[String]) -> Vec<String> {
 
 /// The kernel of a file, which has to compute at least one of the shapes: it would silently be in no row
 /// otherwise.
-fn spec_for(path: &Path, pass: Pass, shapes: &[Problem]) -> anyhow::Result<KernelSpec> {
-    let spec = spec_file::read_spec_of(path, pass)?;
-    let mut reasons = shapes.iter().map(|problem| spec.serves(problem).err());
+fn spec_for(path: &Path, pass: Pass, shapes: &[Problem]) -> anyhow::Result<PinnedSpec> {
+    let pinned = spec_file::read_pinned_of(path, pass)?;
+    let mut reasons = shapes.iter().map(|problem| pinned.spec.serves(problem).err());
     match reasons.next().flatten() {
         Some(reason) if reasons.all(|reason| reason.is_some()) => {
             let message = format!("{} computes none of the shapes: {reason}", path.display());
             Err(InputError::Usage(message).into())
         }
-        _ => Ok(spec),
+        _ => Ok(pinned),
     }
 }

@@ -9,8 +9,8 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::Context;
-use fa_attn::device::Gpu;
-use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_attn::device::{BindOptions, Gpu};
+use fa_core::{Dtype, Mask, Pass, Problem, TensorLayout};
 use fa_kernels::cache::CACHE_VARIABLE;
 use fa_kernels::{Kernels, driver};
 use fa_lab::device::{self, DeviceInfo, median, place_forward};
@@ -156,7 +156,7 @@ pub(crate) fn start() -> anyhow::Result<Verdict> {
     let context_ms = ms(began);
     let began = Instant::now();
     let gpu = Gpu::with(Kernels::new(&context)?);
-    let forward = gpu.forward(&problem(), None)?;
+    let forward = gpu.bind(&problem(), Pass::Forward, &BindOptions::default())?.forward()?;
     let kernel = ms(began);
     let inputs = Inputs::<bf16>::random(&problem(), TensorLayout::Bshd, 1);
     let mut call = place_forward(&gpu.stream, &forward, &inputs)?;

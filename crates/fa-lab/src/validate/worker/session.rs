@@ -4,7 +4,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use fa_attn::device::{Bound, Clean, Gpu, first_clean};
+use fa_attn::device::{BindOptions, Bound, Clean, Gpu, first_clean};
 use fa_core::{Family, KernelSpec, Pass, TensorLayout};
 use fa_kernels::{Backward, Forward};
 use fa_planner::plan::PlanError;
@@ -114,9 +114,8 @@ impl Session {
     /// # Errors
     /// Those of planning, compiling and loading.
     pub(super) fn forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
-        let kernels = &self.gpu.kernels;
         let named = case.kernel.as_ref().filter(|_| !case.pass.is_backward());
-        let bind = |spec: &KernelSpec| kernels.forward_with(&case.problem, spec);
+        let bind = |spec: &KernelSpec| self.forward_by(case, spec);
         match (named, self.chosen.forward(case)) {
             (Some(named), _) => Ok((bind(&named.spec)?, Vec::new())),
             (None, Some(spec)) => Ok(self.first_clean(case, Pass::Forward, spec, bind)?),
@@ -130,15 +129,20 @@ impl Session {
         }
     }
 
+    fn forward_by(&self, case: &Case, spec: &KernelSpec) -> Result<Forward, fa_kernels::Error> {
+        self.gpu.kernels.forward(&case.problem, &self.gpu.launch_plan(&case.problem, spec, None))
+    }
+
     /// The library's own choice, also of the forward before a backward. Where the case compares it with its
     /// twin, both have to compile cleanly.
     fn own_forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
         let family = self.other_family().filter(|_| !case.pass.is_backward());
-        let own = self.gpu.forward(&case.problem, family)?;
+        let options = BindOptions { family, ..BindOptions::default() };
+        let own = self.gpu.bind(&case.problem, Pass::Forward, &options)?.forward()?;
         if choose::twin_reads(case).is_none() {
             return Ok((own, Vec::new()));
         }
-        let bind = |spec: &KernelSpec| self.gpu.kernels.forward_with(&case.problem, spec);
+        let bind = |spec: &KernelSpec| self.forward_by(case, spec);
         Ok(self.first_clean(case, Pass::Forward, &own.kernel().spec, bind)?)
     }
 
@@ -176,13 +180,16 @@ impl Session {
         case: &Case,
         deterministic: bool,
     ) -> Result<(Backward, Vec<PassedOver>), fa_attn::Error> {
-        let bind = |spec: &KernelSpec| self.gpu.kernels.backward_with(&case.problem, spec);
+        let bind = |spec: &KernelSpec| {
+            self.gpu.kernels.backward(&case.problem, &self.gpu.launch_plan(&case.problem, spec, None))
+        };
         match (&case.kernel, self.chosen.backward(case)) {
             (Some(named), _) => Ok((bind(&named.spec)?, Vec::new())),
             (None, Some(spec)) => Ok(self.first_clean(case, case.pass, spec, bind)?),
             (None, None) => {
-                let bound = self.gpu.backward(&case.problem, deterministic, self.other_family())?;
-                Ok((bound, Vec::new()))
+                let options = BindOptions { family: self.other_family(), ..BindOptions::default() };
+                let bound = self.gpu.bind(&case.problem, Pass::Backward { deterministic }, &options)?;
+                Ok((bound.backward()?, Vec::new()))
             }
         }
     }

@@ -54,7 +54,8 @@ impl<T: Half> Twin<T> {
     /// Those of compiling and loading.
     pub(super) fn bind_forward(self, session: &Session, forward: &Forward) -> Result<(Twin<T>, Forward)> {
         let spec = self.spec(&forward.kernel().spec);
-        let forward = session.gpu.kernels.forward_with(&self.inputs.problem, &spec)?;
+        let plan = session.gpu.launch_plan(&self.inputs.problem, &spec, None);
+        let forward = session.gpu.kernels.forward(&self.inputs.problem, &plan)?;
         Ok((self, forward))
     }
 
@@ -70,7 +71,8 @@ impl<T: Half> Twin<T> {
     ) -> Result<(Twin<T>, Forward, Backward)> {
         let (twin, forward) = self.bind_forward(session, forward)?;
         let spec = twin.spec(&backward.kernel().spec);
-        let backward = session.gpu.kernels.backward_with(&twin.inputs.problem, &spec)?;
+        let plan = session.gpu.launch_plan(&twin.inputs.problem, &spec, None);
+        let backward = session.gpu.kernels.backward(&twin.inputs.problem, &plan)?;
         Ok((twin, forward, backward))
     }
 }

@@ -6,7 +6,7 @@ use crate::cost::constants::CostConstants;
 use crate::cost::core::{
     Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, softmax_clocks,
 };
-use crate::cost::schedule::{Queue, Work};
+use crate::work::{Queue, Work};
 
 use super::account::Sm100Account;
 use super::candidates::Q_ROWS;

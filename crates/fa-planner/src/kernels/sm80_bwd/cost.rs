@@ -4,12 +4,12 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
-use crate::account::splits::{BackwardRates, Split};
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::cuts::Cuts;
-use crate::cost::schedule::{Queue, TileClass, Work};
+use crate::cost::head_splits::{BackwardRates, Split};
 use crate::occupancy::{Occupancy, WARP};
+use crate::work::{Queue, TileClass, Work};
 
 use super::account::{bytes_read, registers, smem};
 

@@ -5,15 +5,16 @@ use std::cell::OnceCell;
 
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
-use crate::account::kv_splits::{MAX_SPLITS, WAVES_GAIN, best_of};
+use crate::account::combine::MAX_SPLITS;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{
     Bottleneck, Cost, KernelModel, Launch, Memory, f32_lanes, overlap, resident_blocks, score_costs,
     softmax_clocks,
 };
-use crate::cost::schedule::Queue;
+use crate::cost::kv_splits::{WAVES_GAIN, best_of};
 use crate::kernels::planned::{Forward, ForwardTime};
 use crate::occupancy::{Occupancy, WARP};
+use crate::work::Queue;
 
 use super::account::{registers, smem};
 

@@ -9,16 +9,16 @@ use fa_core::spec::{TileOrder, operand_columns};
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
-use crate::account::splits::BackwardRates;
 use crate::account::stored::storing_heads;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
 use crate::cost::cuts::Cuts;
-use crate::cost::schedule::{Queue, TileClass};
+use crate::cost::head_splits::BackwardRates;
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
+use crate::work::{Queue, TileClass};
 
 use super::candidates::has_few_steps;
 

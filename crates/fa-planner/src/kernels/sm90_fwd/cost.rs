@@ -8,8 +8,8 @@ use crate::account::clusters::combines_in_clusters;
 use crate::account::pages::page_part;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{KernelModel, Launch, Memory, f32_lanes, overlap, score_costs, softmax_clocks};
-use crate::cost::schedule::Queue;
 use crate::kernels::planned::Forward;
+use crate::work::Queue;
 
 use super::account::accumulators;
 

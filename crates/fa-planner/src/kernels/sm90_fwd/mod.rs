@@ -9,8 +9,8 @@ pub(crate) mod timeline;
 use fa_core::{Arch, Kernel, KernelSpec, Sm90Fwd};
 
 use crate::account::code::Code;
-use crate::account::kv_splits::best_of;
 use crate::cost::core::Cost;
+use crate::cost::kv_splits::best_of;
 use crate::kernels::folder::functions_of_the_folder;
 use crate::kernels::planned::{Forward, ForwardTime, PlannedKernel, Time, Wanted};
 use crate::registers::Registers;

@@ -1,17 +1,14 @@
-//! The number of CTAs that share the keys of a tile's rows in the forward, the same for launch and cost
-//! model.
+//! The number of CTAs that share the keys of a tile's rows in the forward that takes the least time.
 
 use fa_core::spec::MAX_COUNT;
-use fa_core::{Arch, ArchLimits, KernelSpec, Lengths, Problem};
+use fa_core::{ArchLimits, KernelSpec, Problem};
 
 use crate::account::clusters::MANY_PARTS;
+use crate::account::combine::MAX_SPLITS;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, Launch};
-use crate::cost::schedule::Work;
 use crate::kernels::planned::{self, Forward, Time};
-
-/// The most CTAs that share the keys of a tile's rows: the combine kernel holds their LSEs.
-pub const MAX_SPLITS: usize = 256;
+use crate::work::Work;
 
 /// More splits are taken only if they are faster by this factor: they need more workspace. As long as all
 /// parts run at once and need a combine kernel anyway, they are taken unless they are slower by it: SMs that
@@ -22,28 +19,6 @@ const GAIN: f64 = 1.01;
 /// More splits than run at once are taken only if they are faster by this factor: parts that follow one
 /// another on an SM cost 1 to 5 % that the model does not know (NB-150).
 pub(crate) const WAVES_GAIN: f64 = 1.05;
-
-/// CTAs that share the keys of each tile's rows (splits): 1 to [`MAX_SPLITS`], and no more than a tile has
-/// steps. 1 for kernels without `split`, and for problems without queries or keys.
-///
-/// Splits fill the GPU where there are fewer tiles than SMs, which is decode: one token of a batch of one has
-/// as many tiles as there are K/V heads. They cost partial results in f32 and a combine kernel. The number is
-/// the one with the least predicted time on a GPU of `arch` with `sms` SMs: whole waves of parts as long as
-/// the SMs take for them, or the time of K and V through device memory, and the combine kernel.
-///
-/// With lengths on the device, the plan kernel divides each sequence by its share of all work. The result is
-/// then an upper bound: the number for a batch of one with the most queries and keys.
-pub fn kv_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
-    let lengths = &problem.lengths;
-    let alone = if lengths.is_uniform() {
-        *problem
-    } else {
-        Problem { lengths: Lengths::uniform(1, lengths.max_q(), lengths.max_k()), ..*problem }
-    };
-    let limits = ArchLimits { sms, ..*arch.limits() };
-    best_split(&alone, spec, &limits, &CostConstants::of(arch), (None, f64::INFINITY))
-        .map_or(1, |cost| cost.splits)
-}
 
 /// The forward of `problem` by `spec`, with the number of splits that takes the least time. `None` for a
 /// backward, and where no number of splits can take less than `below` seconds. `cut` is the problem cut into
@@ -136,7 +111,7 @@ fn part_counts(steps: usize) -> impl Iterator<Item = usize> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Kernel, Mask};
+    use fa_core::{Arch, Dtype, Kernel, Lengths, Mask};
 
     use super::*;
     use crate::kernels::sm90_fwd;
@@ -165,24 +140,6 @@ mod tests {
             .map(|parts| launch.cost(parts));
         let least = best.seconds;
         more.fold(best, |best, cost| if cost.seconds < least * GAIN { cost } else { best })
-    }
-
-    #[test]
-    fn parts_fill_the_gpu_where_that_costs_nothing() {
-        let problem = Problem {
-            heads_kv: 8,
-            lengths: Lengths::uniform(1, 1, 131_072),
-            ..Problem::square(1, 1, 64, 128, Mask::FULL, Dtype::Bf16)
-        };
-        let (arch, sms) = (Arch::Sm90, Arch::Sm90.limits().sms);
-        let plans = explore(&problem, arch, &PlanOptions::default()).expect("a supported problem").plans;
-        let spec = plans.into_iter().map(|plan| plan.spec).find(|spec| spec.split).expect("a split kernel");
-        // Eight tiles on 132 SMs: in clusters of 8.
-        assert_eq!(kv_splits(&problem, &spec, arch, sms), 8, "{spec}");
-        // Four tiles need more CTAs than clusters of 8 have: as many as read at the full rate.
-        let fewer = Problem { heads_kv: 4, heads_q: 32, ..problem };
-        let splits = kv_splits(&fewer, &spec, arch, sms);
-        assert!((16..=33).contains(&splits), "{spec}: {splits}");
     }
 
     #[test]

@@ -1,9 +1,8 @@
-//! The number of CTAs that share the query heads of a K/V head in the backward, the same for launch and cost
-//! model.
+//! The number of CTAs that share the query heads of a K/V head in the backward that takes the least time.
 
 use fa_core::{Arch, ArchLimits, Family, KernelSpec, Problem};
 
-use crate::cost::schedule::{Queue, TileClass, Work};
+use crate::work::{Queue, TileClass, Work};
 
 /// Bytes per clock that an SM adds to f32 accumulators in the L2.
 const ADDED_BYTES: f64 = 32.0;
@@ -50,7 +49,7 @@ pub(crate) struct Split {
 }
 
 impl Split {
-    /// The split with the least estimated time: see [`crate::account::head_splits`].
+    /// The split with the least estimated time: see [`crate::divide::head_splits`].
     pub(crate) fn choose(
         problem: &Problem,
         spec: &KernelSpec,

@@ -1,0 +1,57 @@
+//! The GPU that kernels are chosen for, as far as the choice needs it.
+
+use fa_core::{Arch, KernelSpec, Problem};
+use fa_kernels::Kernels;
+use fa_planner::divide;
+
+use crate::device::Bound;
+use crate::error::Error;
+
+/// The GPU that kernels are chosen for.
+pub(crate) trait Seat {
+    /// A kernel bound to a problem.
+    type Bound;
+
+    /// Its architecture.
+    fn arch(&self) -> Arch;
+
+    /// Its name, the key of tables of tuned kernels.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    fn name(&self) -> Result<String, Error>;
+
+    /// Compiles the kernel of `spec` and binds it to `problem`, with the keys of a forward's tile in `splits`
+    /// parts, or in as many as the planner takes.
+    ///
+    /// # Errors
+    /// [`fa_kernels::Error::Refused`] for a kernel that does not compile cleanly, and what else compiling and
+    /// loading report.
+    fn bind(
+        &self,
+        problem: &Problem,
+        spec: &KernelSpec,
+        splits: Option<usize>,
+    ) -> Result<Self::Bound, fa_kernels::Error>;
+}
+
+impl Seat for Kernels {
+    type Bound = Bound;
+
+    fn arch(&self) -> Arch {
+        Kernels::arch(self)
+    }
+
+    fn name(&self) -> Result<String, Error> {
+        self.context().name().map_err(Error::driver("asking the GPU's name"))
+    }
+
+    fn bind(
+        &self,
+        problem: &Problem,
+        spec: &KernelSpec,
+        splits: Option<usize>,
+    ) -> Result<Bound, fa_kernels::Error> {
+        Bound::of(self, problem, &divide(problem, spec, Kernels::arch(self), self.sms(), splits))
+    }
+}
