@@ -1,7 +1,7 @@
 //! The groups that cases are chosen by.
 
 /// Every group of the grid: the first parts of cases' names.
-pub const GROUPS: [&str; 25] = [
+pub const GROUPS: [&str; 26] = [
     "shapes",
     "padded",
     "heads",
