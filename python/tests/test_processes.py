@@ -67,7 +67,8 @@ def test_a_process_that_gets_no_threads_computes_by_the_calling_one(tmp_path):
     file = tmp_path / "in.npz"
     np.savez(file, q=q, k=k, v=v, out=out, lse=lse, dout=np.ones_like(out))
     alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", _NO_THREADS, file], env=alone, capture_output=True, text=True)
+    command = [sys.executable, "-c", _NO_THREADS, file]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True)
     if done.returncode == 77:
         pytest.skip("this system does not limit the processes of a user")
     assert done.returncode == 0, done.stderr
