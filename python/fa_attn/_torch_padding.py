@@ -93,8 +93,8 @@ class Packed:
         begins = begins.reshape(-1)
         if is_compiling():
             places = torch.arange(batch * rows, device=segments.device)
-            starts = torch.where(begins, places, batch * rows).sort()[0]
-            starts = torch.nn.functional.pad(starts, (0, 1), value=batch * rows).to(torch.int32)
+            end = places.new_full((1,), batch * rows)
+            starts = torch.cat([torch.where(begins, places, end).sort()[0], end]).to(torch.int32)
             facts = torch.stack([begins.sum(), starts.diff().max()]).to("cpu")
             return cls(starts, rows, facts)
         first = begins.nonzero().reshape(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ._core import UnsupportedError
 from ._torch_padding import Packed, Padding, check_window
@@ -21,34 +22,46 @@ class _Unknown(Exception):
 
 class Band:
     """The keys that a query sees: from `left` before it to `right` behind it, of its own number in `segments`
-    (batch, rows), in its own chunk of `chunk` keys. `nothing`: what a union of masks begins with."""
+    (batch, rows), in its own chunk of `chunk` keys. `table`: the positions, where not the indices themselves,
+    that are compared."""
 
     device = None
 
-    def __init__(self, left=FAR, right=FAR, segments=None, chunk=None, nothing=False):
-        self.left, self.right, self.segments, self.chunk = left, right, segments, chunk
-        self.nothing = nothing
+    def __init__(self, left=FAR, right=FAR, table=None, segments=None, chunk=None):
+        self.left, self.right = left, right
+        self.table, self.segments, self.chunk = table, segments, chunk
 
     def to(self, device):
         return self
 
     def __and__(self, other):
-        if not isinstance(other, Band) or self.nothing or other.nothing:
+        if not isinstance(other, Band):
             raise _Unknown
-        segments = self.segments if other.segments is None else other.segments
-        if self.segments is not None and other.segments is not None:
-            raise _Unknown
-        chunks = [x for x in (self.chunk, other.chunk) if x is not None]
         left, right = min(self.left, other.left), min(self.right, other.right)
-        return Band(left, right, segments, min(chunks) if chunks else None)
+        alike = (_one(getattr(self, x), getattr(other, x)) for x in ("table", "segments", "chunk"))
+        return Band(left, right, *alike)
 
     def __or__(self, other):
-        if isinstance(other, Band) and self.nothing:
-            return other
+        if isinstance(other, Band):
+            if self.left + self.right < 0:
+                return other
+            if other.left + other.right < 0:
+                return self
+            alike = all(getattr(self, x) is getattr(other, x) for x in ("table", "segments", "chunk"))
+            # Without a gap between them.
+            if alike and max(-self.left, -other.left) <= min(self.right, other.right) + 1:
+                left, right = max(self.left, other.left), max(self.right, other.right)
+                return Band(left, right, self.table, self.segments, self.chunk)
         raise _Unknown("a union of masks (or_masks)")
 
     def __bool__(self):
         raise _Unknown
+
+
+def _one(one, other):
+    if one is not None and other is not None and one is not other:
+        raise _Unknown
+    return other if one is None else one
 
 
 class _Index:
@@ -61,7 +74,7 @@ class _Index:
         return Band()
 
     def new_zeros(self, *shape, **options):
-        return Band(nothing=True)
+        return Band(-FAR, -FAR)
 
     def __add__(self, number):
         if isinstance(number, int):
@@ -72,22 +85,22 @@ class _Index:
         if isinstance(other, _Start):
             return _InChunks(self, other)
         if isinstance(other, _Index) and other.is_key != self.is_key and other.table is self.table:
-            return _Distance(self, other)
+            return _Distance(1 if self.is_key else -1, self.shift - other.shift, self.table)
         return self + -other if isinstance(other, int) else self + other
 
     def __ge__(self, other):
         if isinstance(other, int) and other <= 0 and self.table is None and self.shift == 0:
             return Band()
-        return (self - other).at_least(0)
+        return (self - other) >= 0
 
     def __gt__(self, other):
-        return (self - other).at_least(1)
+        return (self - other) > 0
 
     def __le__(self, other):
-        return (self - other).at_most(0)
+        return (self - other) <= 0
 
     def __lt__(self, other):
-        return (self - other).at_most(-1)
+        return (self - other) < 0
 
     def __eq__(self, other):
         if not isinstance(other, _Index) or other.is_key == self.is_key or self.shift != other.shift:
@@ -98,66 +111,61 @@ class _Index:
 
     __hash__ = object.__hash__
 
-    def at_least(self, number):
-        raise _Unknown
-
-    at_most = at_least
-
     def __bool__(self):
         raise _Unknown
 
 
 class _Distance:
-    """The difference of a query's and a key's index."""
+    """How far behind the query's index the key's is, times `sign`, plus `shift`."""
 
-    def __init__(self, one, other):
-        self.is_key, self.shift = one.is_key, one.shift - other.shift
+    def __init__(self, sign, shift, table):
+        self.sign, self.shift, self.table = sign, shift, table
 
     def __add__(self, number):
-        moved = _Distance(_Index(self.is_key), _Index(not self.is_key))
-        moved.shift = self.shift + number
-        return moved
+        if not isinstance(number, int):
+            raise _Unknown
+        return _Distance(self.sign, self.shift + number, self.table)
 
     def __sub__(self, number):
         return self + -number
 
+    def __neg__(self):
+        return _Distance(-self.sign, -self.shift, self.table)
+
     def __abs__(self):
-        return _Size(self.shift)
-
-    def at_least(self, number):
-        # Of a key's index less a query's, it is how far behind the query the key is.
-        limit = number - self.shift
-        return Band(left=-limit) if self.is_key else Band(right=-limit)
-
-    def at_most(self, number):
-        limit = number - self.shift
-        return Band(right=limit) if self.is_key else Band(left=limit)
+        if self.shift:
+            raise _Unknown
+        return _Size(self.table)
 
     def __ge__(self, number):
-        return self.at_least(number)
+        return -self <= -number
 
     def __gt__(self, number):
-        return self.at_least(number + 1)
+        return -self <= -number - 1
 
     def __le__(self, number):
-        return self.at_most(number)
+        if not isinstance(number, int):
+            raise _Unknown
+        most = number - self.shift
+        return Band(right=most, table=self.table) if self.sign > 0 else Band(left=most, table=self.table)
 
     def __lt__(self, number):
-        return self.at_most(number - 1)
+        return self <= number - 1
 
 
 class _Size:
-    """The size of a difference."""
+    """The size of a distance."""
 
-    def __init__(self, shift):
-        if shift:
-            raise _Unknown
+    def __init__(self, table):
+        self.table = table
 
     def __le__(self, number):
-        return Band(int(number), int(number))
+        if not isinstance(number, int):
+            raise _Unknown
+        return Band(number, number, self.table)
 
     def __lt__(self, number):
-        return Band(int(number) - 1, int(number) - 1)
+        return self <= number - 1
 
 
 class _Batch:
@@ -207,7 +215,7 @@ def band_of(function):
     try:
         with _Lookups():
             band = function(_Batch(), 0, _Index(False), _Index(True))
-        if not isinstance(band, Band) or band.nothing:
+        if not isinstance(band, Band) or (band.table is not None and band.segments is None):
             raise _Unknown
     except (_Unknown, AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         name = getattr(function, "__name__", "another kind")
@@ -217,23 +225,25 @@ def band_of(function):
 
 
 class Mask:
-    """The mask that layers hand to `attention`, in the place of a tensor (batch, 1, rows, keys). Code of a
-    model that computes with it raises an error.
+    """The mask that layers hand to `attention`, in the place of a bool tensor (batch, 1, rows, keys). Of a
+    model whose own code computes with it, it becomes that tensor.
 
-    A query sees `left` keys before its own and `right` behind it; the last query's own key is the last one,
-    or the last of `used` int32 (batch,). `padding` and `packed`: see `_torch_padding`; `bare`: whether nobody
-    gave a mask, so that positions alone may tell packed rows.
+    A query sees `left` keys before its own and `right` behind it; the last query's own key is the one before
+    `end`, an int or a tensor. `used` int32 (batch,): the number of keys, where fewer are there than a cache
+    has room for. `segments` (batch, rows): the number of each row's sequence in `packed` ones. `padding` and
+    `packed`: see `_torch_padding`.
     """
 
     ndim = 4
     dtype = torch.bool
     requires_grad = False
-    is_nested = False
 
-    def __init__(self, shape, device, left, right, used=None, padding=None, packed=None):
+    def __init__(
+        self, shape, device, left, right, end, used=None, padding=None, packed=None, segments=None
+    ):
         self.shape, self.device = shape, device
-        self.left, self.right = left, right
-        self.used, self.padding, self.packed = used, padding, packed
+        self.left, self.right, self.end = left, right, end
+        self.used, self.padding, self.packed, self.segments = used, padding, packed, segments
         self.told = None
 
     @property
@@ -250,9 +260,20 @@ class Mask:
         right = -1 if self.right == 0 or self.right >= FAR else self.right
         return (self.left if self.left < FAR else -1, right)
 
-    def with_(self, **changes):
-        names = ("shape", "device", "left", "right", "used", "padding", "packed")
-        return Mask(**{name: changes.get(name, getattr(self, name)) for name in names})
+    def tensor(self):
+        """True where a query sees a key."""
+        batch, _, rows, keys = self.shape
+        places = torch.arange(keys, device=self.device)
+        own = torch.arange(rows, device=self.device)[:, None] + (self.end - rows)
+        seen = (places >= own - self.left) & (places <= own + self.right)
+        seen = seen.expand(batch, 1, rows, keys)
+        if self.used is not None:
+            seen = seen & (places < self.used[:, None, None, None])
+        if self.padding is not None:
+            seen = seen & self.padding.keys[:, None, None]
+        if self.segments is not None:
+            seen = seen & (self.segments[:, None, :, None] == self.segments[:, None, None])
+        return seen
 
     def dim(self):
         return self.ndim
@@ -261,6 +282,7 @@ class Mask:
         return torch.Size(self.shape) if axis is None else self.shape[axis]
 
     def to(self, *args, **options):
+        """The mask on another device; its type stays."""
         device = options.get("device")
         for value in args:
             if isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
@@ -269,9 +291,10 @@ class Mask:
                 device = value.device
         if device is None or torch.device(device) == self.device:
             return self
-        moved = {name: getattr(self, name) for name in ("used", "padding", "packed")}
-        moved = {name: None if x is None else x.to(device) for name, x in moved.items()}
-        return self.with_(device=torch.device(device), **moved)
+        moved = (self.used, self.padding, self.packed, self.segments)
+        moved = (None if x is None else x.to(device) for x in moved)
+        end = self.end.to(device) if isinstance(self.end, torch.Tensor) else self.end
+        return Mask(self.shape, torch.device(device), self.left, self.right, end, *moved)
 
     def contiguous(self, *args, **options):
         return self
@@ -285,88 +308,81 @@ class Mask:
         return self.to("cpu")
 
     def __getitem__(self, index):
-        """The first keys of the mask: `[:, :, :, :count]` and `[..., :count]`."""
-        whole = slice(None)
-        index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in index and len(index) <= 4:
-            at = index.index(Ellipsis)
-            index = index[:at] + (whole,) * (5 - len(index)) + index[at + 1 :]
-        index = index + (whole,) * (4 - len(index))
-        *others, keys = index
-        if any(x != whole for x in others) or not isinstance(keys, slice) or len(index) != 4:
-            self._refuse(f"it takes the part {index} of it")
-        if keys.start not in (None, 0) or keys.step not in (None, 1):
-            self._refuse(f"it takes the part {index} of it")
-        count = self.shape[3] if keys.stop is None else keys.stop
-        if count < 0:
-            count = max(count + self.shape[3], 0)
-        return self.of_first(min(count, self.shape[3]))
+        """The part `[:, :, :, :keys]` or `[..., :keys]` is a mask; any other a tensor."""
+        if isinstance(index, tuple) and isinstance(index[-1], slice):
+            others = [x for x in index[:-1] if x is not Ellipsis]
+            whole = all(isinstance(x, slice) and x == slice(None) for x in others)
+            last = index[-1]
+            if whole and (len(index) == 4 or len(others) < len(index) - 1):
+                if last.start in (None, 0) and last.step in (None, 1) and (last.stop is None or last.stop >= 0):
+                    part = self.of_first(self.shape[3] if last.stop is None else last.stop)
+                    if part is not None:
+                        return part
+        return self.tensor()[index]
 
     def of_first(self, count):
-        """The mask of the first keys alone."""
-        if count == self.shape[3]:
+        """The mask of the first keys alone; None where only a tensor is that."""
+        if count >= self.shape[3]:
             return self
-        if self.is_aligned or self.padding is not None or self.packed is not None or self.used is not None:
-            self._refuse(f"it takes the first {count} of {self.shape[3]} keys")
-        return self.with_(shape=(*self.shape[:3], count))
-
-    def _refuse(self, what):
-        raise UnsupportedError(
-            f"the model's own code computes with its attention mask: {what}; use attn_implementation="
-            "'eager' or 'sdpa' for this model"
-        )
+        if self.is_aligned or any(x is not None for x in (self.used, self.padding, self.segments)):
+            return None
+        return Mask((*self.shape[:3], count), self.device, self.left, self.right, count)
 
     def __getattr__(self, name):
-        if not name.startswith("_") and hasattr(torch.Tensor, name):
-            self._refuse(f"it asks for .{name}")
-        raise AttributeError(name)
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
 
     def __bool__(self):
-        self._refuse("it asks whether it is true")
+        return bool(self.tensor())
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __eq__(self, other):
+        return self.tensor() == other if isinstance(other, (int, float, torch.Tensor)) else self is other
+
+    def __ne__(self, other):
+        return self.tensor() != other if isinstance(other, (int, float, torch.Tensor)) else self is not other
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", str(function))
-        raise UnsupportedError(
-            f"the model's own code computes with its attention mask ({name}); use attn_implementation="
-            "'eager' or 'sdpa' for this model"
-        )
+        args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, Mask) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     def attended(self, rows, keys, name):
         """The mask for a layer of so many queries and keys; an error where it is of others."""
-        if self.shape[3] != keys and self.shape[3] > keys:
-            return self.of_first(keys).attended(rows, keys, name)
-        if self.shape[3] != keys or (self.is_aligned and self.shape[2] != rows):
+        part = self.of_first(keys)
+        if part is None or part.shape[3] != keys or (self.is_aligned and self.shape[2] != rows):
             raise UnsupportedError(
                 f"{name}: a layer of {rows} queries and {keys} keys, and a mask of {self.shape[2]} and "
                 f"{self.shape[3]}, which does not say what the others are; {_OTHER}"
             )
-        return self
+        return part
 
 
-def _operation(name):
-    def refuse(self, *others):
-        self._refuse(f"it computes {name.strip('_')} of it")
+def _as_tensor(name):
+    def compute(self, *others):
+        return getattr(self.tensor(), name)(*others)
 
-    return refuse
+    return compute
 
 
-for _name in "add sub mul truediv and or xor lt le gt ge".split():
-    setattr(Mask, f"__{_name}__", _operation(_name))
-for _name in "add sub mul truediv and or xor".split():
-    setattr(Mask, f"__r{_name}__", _operation(_name))
-for _name in ("neg", "invert"):
-    setattr(Mask, f"__{_name}__", _operation(_name))
+for _name in "add sub mul truediv and or xor lt le gt ge radd rsub rmul rand ror rxor neg invert".split():
+    setattr(Mask, f"__{_name}__", _as_tensor(f"__{_name}__"))
 
 
 def made_mask(band, batch, rows, keys, q_offset, kv_offset, attention_mask, device):
     """The `Mask` of transformers' arguments for a mask function."""
     _check_band(band, rows, keys, q_offset, kv_offset)
-    mask = Mask((batch, 1, rows, keys), device, band.left, band.right)
+    mask = Mask((batch, 1, rows, keys), device, band.left, band.right, keys)
     if band.segments is not None:
         if attention_mask is not None and not attention_mask.all():
             raise UnsupportedError("packed sequences with padding: leave the padding out")
-        mask.packed = Packed.of(band.segments.expand(batch, -1))
+        mask.segments = band.segments.expand(batch, -1)
+        mask.packed = Packed.of(mask.segments)
         return mask
     # Of a cache with room for more, the keys that are there, which end with the queries' own; all of an
     # encoder's are.
@@ -376,6 +392,7 @@ def made_mask(band, batch, rows, keys, q_offset, kv_offset, attention_mask, devi
         is_full = False
     else:
         is_full = end == keys
+    mask.end = end
     if attention_mask is not None:
         if attention_mask.dim() != 2:
             raise UnsupportedError(f"a mask of the shape {tuple(attention_mask.shape)}: {_KNOWN}; {_OTHER}")

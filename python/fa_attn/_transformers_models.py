@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import weakref
 
 import torch
 
@@ -11,7 +12,7 @@ from ._core import UnsupportedError
 def check_model(config):
     """Refuses a model that computes attention in its own code, which would mistake this mask for one of
     scores, and a model that supports only its own attention, whose layers need not say what is causal."""
-    reason = _reason(type(config)) if config is not None else ""
+    reason = "" if config is None else _ALONE if id(config) in _alone else _reason(type(config))
     if reason:
         raise UnsupportedError(f"{type(config).__name__}: {reason}; {_EAGER}")
 
@@ -51,6 +52,10 @@ def _refusal(config):
 _reason = torch.compiler.assume_constant_result(lambda config: _refusal(config))
 
 
+# Configurations of models whose class supports no attention but its own, by their identity.
+_alone = weakref.WeakValueDictionary()
+
+
 def check_when_made(model, names):
     """Has each model refused, when it is made or its implementation set, whose code looks up its layers in a
     table of the implementations that transformers has itself."""
@@ -62,6 +67,9 @@ def check_when_made(model, names):
     @functools.wraps(made)
     def checked(self, requested_attention, *args, **options):
         if requested_attention in checked.names:
+            if not any(getattr(self, name, False) for name in _SUPPORTS):
+                # Parts of a model that nobody calls are no reason to refuse the whole.
+                _alone[id(self.config)] = self.config
             table = _table_without(type(self), requested_attention)
             if table:
                 raise UnsupportedError(

@@ -55,8 +55,9 @@ def mask(
         # `generate` makes masks that models pass here again.
         return attention_mask
     band = band_of(mask_function)
-    if band.segments is not None and others.get("use_vmap"):
-        raise UnsupportedError("a mask of the caller's own that compares numbers of sequences: pack by position_ids")
+    if band.segments is not None and others.get("use_vmap") and (band.segments.diff(dim=1) < 0).any():
+        # Of the caller's own.
+        raise UnsupportedError("sequences of packed rows whose numbers do not ascend: number them in order")
     device = others.get("device")
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
@@ -102,7 +103,7 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         # A window counts the query's own position.
         left = FAR if sliding_window is None else sliding_window - 1
-        made = Mask((q.shape[0], 1, rows, keys), q.device, left, 0 if causal else left)
+        made = Mask((q.shape[0], 1, rows, keys), q.device, left, 0 if causal else left, keys)
         if attention_mask is not None:
             made.padding = _padding_of_last(attention_mask, made)
             if attention_mask.shape[1] < keys:
