@@ -354,6 +354,9 @@ class Mask:
 
     def attended(self, rows, keys, name):
         """The mask for a layer of so many queries and keys; an error where it is of others."""
+        if self.left < 0 or self.right < 0:
+            # Models make windows of 0 keys for layers that they do not have.
+            raise UnsupportedError(f"a mask that hides a query's own key: {_KNOWN}; {_OTHER}")
         part = self.of_first(keys)
         if part is None or part.shape[3] != keys or (self.is_aligned and self.shape[2] != rows):
             raise UnsupportedError(
@@ -426,8 +429,6 @@ def _check_band(band, rows, keys, q_offset, kv_offset):
         raise UnsupportedError(
             f"a mask of chunks of {band.chunk} keys (chunked_overlay), for {kv_offset + keys}: {_KNOWN}; {_OTHER}"
         )
-    if band.left < 0 or band.right < 0:
-        raise UnsupportedError(f"a mask that hides a query's own key: {_KNOWN}; {_OTHER}")
     if band.left >= FAR and band.right >= FAR or isinstance(q_offset, torch.Tensor) and band.right == 0:
         return
     if isinstance(q_offset, torch.Tensor):

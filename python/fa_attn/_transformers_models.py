@@ -12,7 +12,7 @@ from ._core import UnsupportedError
 def check_model(config):
     """Refuses a model that computes attention in its own code, which would mistake this mask for one of
     scores, and a model that supports only its own attention, whose layers need not say what is causal."""
-    reason = "" if config is None else _ALONE if id(config) in _alone else _reason(type(config))
+    reason = "" if config is None else _reason(type(config)) or (_ALONE if id(config) in _alone else "")
     if reason:
         raise UnsupportedError(f"{type(config).__name__}: {reason}; {_EAGER}")
 
@@ -57,8 +57,7 @@ _alone = weakref.WeakValueDictionary()
 
 
 def check_when_made(model, names):
-    """Has each model refused, when it is made or its implementation set, whose code looks up its layers in a
-    table of the implementations that transformers has itself."""
+    """Looks at each model when it is made or its implementation set: `model` is transformers' own base."""
     made = model.get_correct_attn_implementation
     if hasattr(made, "names"):
         made.names.update(names)
@@ -70,26 +69,26 @@ def check_when_made(model, names):
             if not any(getattr(self, name, False) for name in _SUPPORTS):
                 # Parts of a model that nobody calls are no reason to refuse the whole.
                 _alone[id(self.config)] = self.config
-            table = _table_without(type(self), requested_attention)
-            if table:
-                raise UnsupportedError(
-                    f"{type(self).__name__} chooses its layers from its own {table}, which has no "
-                    f"{requested_attention!r}: {_EAGER}"
-                )
+            _refuse_in_tables(type(self), requested_attention)
         return made(self, requested_attention, *args, **options)
 
     checked.names = set(names)
     model.get_correct_attn_implementation = checked
 
 
-def _table_without(model, name):
-    """The name of the table of layers by implementation, in a model's modules, that does not have `name`."""
+def _refuse_in_tables(model, name):
+    """Adds an entry that raises to each table of layers by implementation in a model's modules that has none
+    of this name: models look it up without asking whether it is there."""
     for base in model.__mro__:
-        module = sys.modules.get(base.__module__)
         if base.__module__ == "transformers.modeling_utils":
-            break
-        for key, value in vars(module).items() if module else ():
-            if isinstance(value, dict) and "eager" in value and name not in value:
-                if all(callable(x) for x in value.values()):
-                    return key
-    return ""
+            return
+        for key, table in list(vars(sys.modules[base.__module__]).items()):
+            if isinstance(table, dict) and "eager" in table and all(callable(x) for x in table.values()):
+                table.setdefault(name, functools.partial(_refuse, key, name))
+
+
+def _refuse(table, name, config, *args, **options):
+    raise UnsupportedError(
+        f"{type(config).__name__}: the model chooses its layers from its own {table}, which has no {name!r}; "
+        f"{_EAGER}"
+    )

@@ -76,7 +76,6 @@ def test_other_mask_functions_are_refused():
         made.packed_sequence_mask_function(blocks),
         lambda batch, head, q, k: table[q, k],
         lambda batch, head, q, k: (q - k) % 2 == 0,
-        lambda batch, head, q, k: k < q,
         lambda batch, head, q, k: q >= 3,
     )
     refused = 0
@@ -87,6 +86,11 @@ def test_other_mask_functions_are_refused():
             refused += "use attn_implementation='sdpa'" in str(error)
     # The union with nothing and one row of equal numbers are computed.
     assert refused == len(cases) - 2
+    x = torch.randn(1, 2, 16, 16)
+    for function in (lambda batch, head, q, k: k < q, made.sliding_window_causal_mask_function(0)):
+        mask = fa_attn.transformers.mask(1, 16, 16, mask_function=function)
+        with pytest.raises(fa_attn.UnsupportedError, match="hides a query's own key"):
+            fa_attn.transformers.attention(torch.nn.Module(), x, x, x, mask)
 
 
 def chunks(size, padding=(0, 0)):
