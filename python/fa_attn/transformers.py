@@ -114,7 +114,8 @@ def attention(
         softmax_scale=scaling, causal=made.causal, window_size=made.window, softcap=softcap or 0.0
     )
     if cu_seq_lens_q is not None:
-        if made.padding is not None:
+        # Of a mask that a graph reads it is not known whether it has any.
+        if made.padding is not None and isinstance(made.padding.holes, bool):
             raise UnsupportedError("cu_seq_lens_q with padding in attention_mask: leave the padding out")
         starts = [cu.to(torch.int32) for cu in (cu_seq_lens_q, cu_seq_lens_k)]
         longest = [_bound(x, x_rows) for x, x_rows in ((max_length_q, q), (max_length_k, k))]

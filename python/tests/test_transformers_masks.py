@@ -372,6 +372,21 @@ def test_gradients_with_padding(kind, side, graph):
     assert (found[0][1] - found[1][1]).abs().max() < 1e-5 * max(1.0, found[0][1].abs().max())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_with_padding(reentrant):
+    tokens = ids(3, 20)
+    keys = torch.ones_like(tokens)
+    keys[1, :6] = 0
+    grads = []
+    for checkpoints in (False, True):
+        model = pair(DECODERS["mistral"](6), transformers.AutoModelForCausalLM)[1].train()
+        if checkpoints:
+            model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+        model(input_ids=tokens, attention_mask=keys, labels=tokens, use_cache=False).loss.backward()
+        grads.append(torch.cat([x.grad.reshape(-1) for x in model.parameters()]))
+    assert (grads[0] - grads[1]).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "compiled"])
 def test_generation_with_padding(kind, cache):
@@ -412,7 +427,7 @@ def compilations(model, calls):
     return len(made)
 
 
-@pytest.mark.parametrize("told", ["positions", "starts", "padding"])
+@pytest.mark.parametrize("told", ["positions", "an encoder's positions", "starts", "padding"])
 def test_graphs_of_changing_lengths(told):
     """Packed rows and padded batches of other lengths are not compiled anew."""
     calls = []
@@ -424,12 +439,15 @@ def test_graphs_of_changing_lengths(told):
             calls.append(dict(input_ids=ids(3, count), attention_mask=keys, use_cache=False))
             continue
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
-        calls.append(dict(input_ids=ids(1, count), position_ids=positions, use_cache=False))
+        calls.append(dict(input_ids=ids(1, count), position_ids=positions))
+        if told != "an encoder's positions":
+            calls[-1] |= dict(use_cache=False)
         if told == "starts":
             starts = torch.tensor([0, lengths[0], count], dtype=torch.int32)
             calls[-1] |= dict(cu_seq_lens_q=starts, cu_seq_lens_k=starts)
             calls[-1] |= dict(max_length_q=lengths[1], max_length_k=lengths[1])
-    ours = pair(DECODERS["llama"](None))[1]
+    is_encoder = told == "an encoder's positions"
+    ours = pair(transformers.BertConfig(**ENCODER) if is_encoder else DECODERS["llama"](None))[1]
     assert compilations(ours, calls) <= 3
 
 
