@@ -312,12 +312,12 @@ class Mask:
         if isinstance(index, tuple) and isinstance(index[-1], slice):
             others = [x for x in index[:-1] if x is not Ellipsis]
             whole = all(isinstance(x, slice) and x == slice(None) for x in others)
-            last = index[-1]
+            begin, end, step = index[-1].start, index[-1].stop, index[-1].step
+            end = self.shape[3] if end is None else end
             if whole and (len(index) == 4 or len(others) < len(index) - 1):
-                if last.start in (None, 0) and last.step in (None, 1) and (last.stop is None or last.stop >= 0):
-                    part = self.of_first(self.shape[3] if last.stop is None else last.stop)
-                    if part is not None:
-                        return part
+                part = self.of_first(end) if begin in (None, 0) and step in (None, 1) and end >= 0 else None
+                if part is not None:
+                    return part
         return self.tensor()[index]
 
     def of_first(self, count):
@@ -427,19 +427,21 @@ def _seen(attention_mask, begin, count):
 def _check_band(band, rows, keys, q_offset, kv_offset):
     if band.chunk is not None and kv_offset + keys > band.chunk:
         raise UnsupportedError(
-            f"a mask of chunks of {band.chunk} keys (chunked_overlay), for {kv_offset + keys}: {_KNOWN}; {_OTHER}"
+            f"a mask of chunks of {band.chunk} keys (chunked_overlay), for {kv_offset + keys}: {_KNOWN}; "
+            f"{_OTHER}"
         )
     if band.left >= FAR and band.right >= FAR or isinstance(q_offset, torch.Tensor) and band.right == 0:
         return
     if isinstance(q_offset, torch.Tensor):
         raise UnsupportedError(
-            f"a window to both sides over a cache with room for more keys: leave cache_implementation out; {_OTHER}"
+            "a window to both sides over a cache with room for more keys: leave cache_implementation out; "
+            f"{_OTHER}"
         )
     end = q_offset - kv_offset + rows
     if end > keys or (band.right > 0 and end != keys):
         raise UnsupportedError(
-            f"{rows} queries from position {q_offset} on {keys} keys from {kv_offset} on: the last query must "
-            f"be at the last key; {_OTHER}"
+            f"{rows} queries from position {q_offset} on {keys} keys from {kv_offset} on: the last query "
+            f"must be at the last key; {_OTHER}"
         )
 
 

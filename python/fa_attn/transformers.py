@@ -5,10 +5,10 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa", dtype="bfloat16")
 
 Causal, bidirectional and sliding-window attention, grouped heads, soft caps and sinks, padded batches and
-packed sequences, on CPUs and GPUs, with gradients. What the model's mask says is computed, whatever its layers
-say; where it makes none, the layers decide. Masks of any other form, dropout, attention weights, and models
-that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or support only their own raise an
-error.
+packed sequences, on CPUs and GPUs, with gradients. What the model's mask says is computed, whatever its
+layers say; where it makes none, the layers decide. Masks of any other form, dropout, attention weights, and
+models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or support only their own raise
+an error.
 """
 
 import weakref
@@ -169,16 +169,16 @@ def _padding(keys, made):
     """The padding of a mask that `mask` has not made: (batch, keys), False or 0 for padding."""
     if keys.dim() != 2 or keys.is_floating_point():
         raise UnsupportedError(
-            f"a mask of {keys.dtype} and the shape {tuple(keys.shape)}: computed are causal masks and windows, "
-            "with padding as (batch, keys); use attn_implementation='sdpa' for others"
+            f"a mask of {keys.dtype} and the shape {tuple(keys.shape)}: computed are causal masks and "
+            "windows, with padding as (batch, keys); use attn_implementation='sdpa' for others"
         )
     rows, count = made.shape[2], keys.shape[1]
     if count > made.shape[3]:
         raise UnsupportedError(f"a mask of {count} keys for {made.shape[3]}: it must not have more")
     if made.is_aligned and rows > count:
         raise UnsupportedError(
-            f"{rows} queries on {count} keys by a causal mask or a window: each query needs a key of its own, "
-            "use attn_implementation='sdpa' for this model"
+            f"{rows} queries on {count} keys by a causal mask or a window: each query needs a key of its "
+            "own, use attn_implementation='sdpa' for this model"
         )
     return Padding.of(keys.to(torch.bool), count, rows, made.is_aligned)
 

@@ -46,15 +46,19 @@ def own_window(left, right):
     return inner
 
 
+WINDOW = made.sliding_window_causal_mask_function(5)
 BANDS = {
     "none": (None, (FAR, 0)),
     "causal": (made.causal_mask_function, (FAR, 0)),
     "bidirectional": (made.bidirectional_mask_function, (FAR, FAR)),
-    "window": (made.sliding_window_causal_mask_function(5), (4, 0)),
+    "window": (WINDOW, (4, 0)),
     "both": (made.sliding_window_bidirectional_mask_function(5), (5, 5)),
     "overlay": (made.and_masks(made.bidirectional_mask_function, made.sliding_window_overlay(3)), (2, FAR)),
-    "two": (made.and_masks(made.sliding_window_causal_mask_function(5), made.sliding_window_overlay(3)), (2, 0)),
-    "union": (made.or_masks(made.causal_mask_function, made.sliding_window_bidirectional_overlay(2)), (FAR, 2)),
+    "two": (made.and_masks(WINDOW, made.sliding_window_overlay(3)), (2, 0)),
+    "union": (
+        made.or_masks(made.causal_mask_function, made.sliding_window_bidirectional_overlay(2)),
+        (FAR, 2),
+    ),
     "own": (own_window(4, 3), (3, 2)),
     "own causal": (own_window(4, 0), (3, 0)),
 }
@@ -152,7 +156,7 @@ def test_a_mask_in_a_model_s_own_code():
     with pytest.raises(fa_attn.UnsupportedError, match=r"torch.bool and the shape \(2, 1, 4, 4\)"):
         fa_attn.transformers.attention(None, x, x, x, mask & want)
     wider = torch.randn(2, 2, 6, 16)
-    with pytest.raises(fa_attn.UnsupportedError, match="Module: a layer of 4 queries and 6 keys, and a mask of 4 and 4"):
+    with pytest.raises(fa_attn.UnsupportedError, match="Module: a layer of 4 queries and 6 keys"):
         fa_attn.transformers.attention(torch.nn.Module(), x, wider, wider, mask)
     with pytest.raises(fa_attn.UnsupportedError, match="2 sequences for a batch of 4"):
         fa_attn.transformers.attention(torch.nn.Module(), *[x.repeat(2, 1, 1, 1)] * 3, mask)
@@ -196,7 +200,9 @@ def bidirectional(config):
 
 
 LAYERS = {
-    "a window to both sides of a decoder": bidirectional(transformers.MistralConfig(**SMALL, sliding_window=5)),
+    "a window to both sides of a decoder": bidirectional(
+        transformers.MistralConfig(**SMALL, sliding_window=5)
+    ),
     "windows of some layers": bidirectional(transformers.Gemma2Config(**SMALL, sliding_window=5)),
     "no causal mask of layers that are": bidirectional(transformers.LlamaConfig(**SMALL)),
     "windows that layers do not know": transformers.PhimoeConfig(
@@ -246,7 +252,8 @@ def test_packed_rows_told_by_positions(name):
     positions = torch.cat([torch.arange(n) for n in lengths])[None] + start
     want, begin = [], 0
     for n in lengths:
-        want.append(eager(input_ids=tokens[:, begin : begin + n], position_ids=positions[:, begin : begin + n], **more)[0])
+        part = slice(begin, begin + n)
+        want.append(eager(input_ids=tokens[:, part], position_ids=positions[:, part], **more)[0])
         begin += n
     want = torch.cat(want, 1)
     found = ours(input_ids=tokens, position_ids=positions, **more)[0]
@@ -272,16 +279,20 @@ def small(kind, **more):
 
 def test_layers_that_add_keys_are_refused():
     more = dict(num_key_value_heads=1, n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2)
-    config = small("deepseek_v4", moe_intermediate_size=24, q_lora_rank=16, o_lora_rank=16, sliding_window=4, **more)
+    more |= dict(moe_intermediate_size=24, q_lora_rank=16, o_lora_rank=16, sliding_window=4)
+    config = small("deepseek_v4", **more)
     config.layer_types = list(dict.fromkeys(config.layer_types))[:2]
     _, ours = pair(config)
     with pytest.raises(fa_attn.UnsupportedError, match="DeepseekV4Attention: a layer of 24 queries and"):
         ours(input_ids=ids(), use_cache=False)
 
 
-@pytest.mark.parametrize("kind,table", [("falcon", "FALCON"), ("git", "GIT_SELF"), ("data2vec-vision", "DATA2VEC")])
+TABLES = [("falcon", "FALCON"), ("git", "GIT_SELF"), ("data2vec-vision", "DATA2VEC")]
+
+
+@pytest.mark.parametrize("kind,table", TABLES)
 def test_models_with_tables_of_their_own_are_refused(kind, table):
-    with pytest.raises(fa_attn.UnsupportedError, match=f"{table}.*_CLASSES.*'{NAME}'.*attn_implementation='eager'"):
+    with pytest.raises(fa_attn.UnsupportedError, match=f"{table}.*_CLASSES.*'{NAME}'.*='eager'"):
         transformers.AutoModel.from_config(small(kind), attn_implementation=NAME)
     assert transformers.AutoModel.from_config(small(kind), attn_implementation="eager") is not None
 
@@ -321,8 +332,8 @@ def test_padding_copies_no_keys(form, side):
         names.append({event.name for event in profile.function_events})
         used.append(sum(max(event.self_cpu_memory_usage, 0) for event in profile.function_events))
         found.append((mask, out, [t.grad for t in x]))
-    copies = {f"aten::{name}" for name in ("gather", "index", "index_select", "take", "scatter", "masked_select", "cat")}
-    assert not names[1] & (copies - {"aten::cat"}), names[1] & copies
+    copies = {f"aten::{name}" for name in "gather index index_select take scatter masked_select".split()}
+    assert not names[1] & copies, names[1] & copies
     assert used[1] < used[0] + k.numel() * k.element_size() // 8, used
     # And what is computed is right.
     mask, out, grads = found[1]
@@ -353,7 +364,8 @@ def test_gradients_with_padding(kind, side, graph):
     config = DECODERS[kind](30 if side == "holes" else 6)
     models, tokens = pair(config, transformers.AutoModelForCausalLM), ids(3, 20)
     keys = torch.ones_like(tokens)
-    for hidden in dict(left=[(0, 6)], right=[(13, 20)], both=[(0, 3), (15, 20)], holes=[(5, 9)], none=[])[side]:
+    hidden = dict(left=[(0, 6)], right=[(13, 20)], both=[(0, 3), (15, 20)], holes=[(5, 9)], none=[])
+    for hidden in hidden[side]:
         keys[1, slice(*hidden)] = 0
     # What follows padding is predicted by it.
     labels = tokens.masked_fill((keys == 0) | (keys.roll(1, 1) == 0), -100)
