@@ -9,7 +9,7 @@ from typing import Optional, Tuple
 import torch
 
 from . import _core, interface
-from ._options import options_of
+from ._options import Extras, options_of
 from ._torch_memory import (
     FLOAT,
     autocast,
@@ -208,7 +208,8 @@ def _extras(k, apart, rows, padding, sinks):
     to the next is checked against the bound on their rows."""
     bound = rows if k.is_cuda else k.shape[0]
     starts = padding.starts_of(apart, k.shape[0])
-    return (None, starts, padding.used_q, padding.used_k, None, None, sinks, 0, bound)
+    used = dict(seqused_q=padding.used_q, seqused_k=padding.used_k)
+    return Extras(cu_seqlens_k=starts, sinks=sinks, max_seqlen_k=bound, **used)
 
 
 def _run_shifted(q, k, v, sinks, padding, options):
@@ -288,7 +289,8 @@ def check_window(keys, window):
 def _packed_extras(starts, facts, sinks):
     count, longest = facts.tolist()
     starts = starts[: count + 1].contiguous()
-    return (starts, starts, None, None, None, None, sinks, longest, longest)
+    bounds = dict(max_seqlen_q=longest, max_seqlen_k=longest)
+    return Extras(cu_seqlens_q=starts, cu_seqlens_k=starts, sinks=sinks, **bounds)
 
 
 @torch.library.custom_op("fa_attn::rows_forward", mutates_args=())
@@ -319,7 +321,8 @@ def _rows_forward(
     if facts is not None and facts.item():
         check_window(keys, (left, right))
         q, k, v, used, (order, _) = _without_holes(q, k, v, padding)
-        out, lse = run_forward(rows_of(q), k, v, *options, (None, None, *used, None, None, sinks, 0, 0))
+        extras = Extras(seqused_q=used[0], seqused_k=used[1], sinks=sinks)
+        out, lse = run_forward(rows_of(q), k, v, *options, extras)
         return (out if order is None else torch.zeros_like(out).scatter(1, _wide(order, out), out)), lse
     return _run_shifted(q, k, v, sinks, padding, options)
 
@@ -370,7 +373,7 @@ def _rows_backward(
         near[0] = rows_of(near[0])
         order = orders[0]
         dout, out = (x if order is None else x.gather(1, _wide(order, x)) for x in (dout, out))
-        extras = (None, None, *used, None, None, sinks, 0, 0)
+        extras = Extras(seqused_q=used[0], seqused_k=used[1], sinks=sinks)
         made = room_for_gradients(*near, extras)
         dsinks = run_backward(dout, *near, out, lse, made, *options, False, extras)
         grads = [x.new_zeros(x.shape) for x in (q, k, v)]
