@@ -1,0 +1,344 @@
+#!/usr/bin/env python3
+"""Small random models of all of transformers' model types, by eager attention and by this package's: their
+outputs with and without padding, packed sequences, generation from caches, and a training step.
+
+    pip install torch transformers && python python/tests/sweep_transformers.py [--only llama,bert] \
+        [--forms full,left] [--device cuda] [--results FILE] [--write docs/transformers-models.md]
+
+Ends with 1 where a result differs from eager's, or a model fails that does not with eager attention.
+"""
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import sweep_models as models  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from sweep_forms import Pair, Without, apart, build, difference, kinds_of, reason_of  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: E402
+
+import fa_attn.transformers  # noqa: E402
+
+FORMS = "full left right packed cached train".split()
+EQUAL, REFUSED, WRONG, ERROR, NOT, NONE = "equal", "refused", "wrong", "error", "not comparable", "no such form"
+SIGNS = {EQUAL: "=", REFUSED: "r", WRONG: "WRONG", ERROR: "ERROR", NOT: "n", NONE: ""}
+
+
+class Calls:
+    """This package's attention, and how often it was called."""
+
+    count = 0
+
+    def __init__(self):
+        self.name = fa_attn.transformers.register()
+        self.inner = ALL_ATTENTION_FUNCTIONS[self.name]
+        ALL_ATTENTION_FUNCTIONS.register(self.name, self)
+
+    def __call__(self, *args, **options):
+        Calls.count += 1
+        return self.inner(*args, **options)
+
+
+class Sweep:
+    def __init__(self, args):
+        self.device = args.device
+        self.dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+        self.limit = 1e-4 if args.device == "cpu" else 5e-2
+        self.forms = args.forms
+        self.debug = args.debug
+
+    def made(self, kind, by, how, seed):
+        return build(kind, by, self.device, self.dtype, *how, seed)
+
+    def comparable(self, kind):
+        """An eager model and inputs on which it computes finite numbers: (model, pair, how)."""
+        first = None
+        for level in models.LEVELS:
+            for std in (models.STD, 0.05, None):
+                try:
+                    eager = self.made(kind, "eager", (level, std), 1)
+                    tries = list(models.inputs_of(kind, eager, eager.config))
+                except Exception as error:
+                    self.shown(error)
+                    first = first or error
+                    break
+                for inputs in tries:
+                    pair = Pair(kind, inputs, self.device, self.dtype)
+                    try:
+                        made = pair.full(eager)
+                    except Exception as error:
+                        self.shown(error, inputs)
+                        first = first or error
+                        continue
+                    if made and not any(x.isnan().any() for x in made.values()):
+                        return eager, pair, (level, std)
+                    first = first or ValueError("no finite output")
+                    break
+                else:
+                    break
+        raise first or ValueError("no inputs known")
+
+    def shown(self, error, inputs=None):
+        if self.debug:
+            print({k: getattr(v, "shape", v) for k, v in (inputs or {}).items()})
+            traceback.print_exception(error, limit=-3)
+
+    def model(self, kind):
+        """{form: (verdict, detail)} of a model type, its class, and what it was given."""
+        try:
+            cls = models.class_of(kind)
+        except Exception as error:
+            return {form: (NOT, f"no class: {reason_of(error)}") for form in self.forms}, "", ""
+        given = ""
+        if not models.has_attention(kind):
+            return {form: (NOT, "no attention") for form in self.forms}, cls.__name__, given
+        try:
+            eager, pair, how = self.comparable(kind)
+        except Exception as error:
+            if self.debug:
+                traceback.print_exc()
+            return {form: (NOT, f"eager: {reason_of(error)}") for form in self.forms}, cls.__name__, given
+        given = kinds_of(pair.inputs)
+        Calls.count = 0
+        try:
+            ours = self.made(kind, Calls.instance.name, how, 1)
+        except Exception as error:
+            is_own = type(error).__module__.startswith("fa_attn")
+            verdict = (REFUSED if is_own else ERROR, reason_of(error))
+            return {form: verdict for form in self.forms}, cls.__name__, given
+        verdicts = {}
+        for form in self.forms:
+            verdicts[form] = self.verdict(kind, form, pair, eager, ours, how)
+            if self.debug:
+                print(form, verdicts[form], Calls.count, flush=True)
+            if form == "full" and not Calls.count and verdicts[form][0] in (EQUAL, WRONG):
+                detail = "attention does not go through transformers' interface"
+                return {form: (NOT, detail) for form in self.forms}, cls.__name__, given
+        return verdicts, cls.__name__, given
+
+    def verdict(self, kind, form, pair, eager, ours, how):
+        try:
+            wanted = getattr(pair, "separate" if form == "packed" else form)(eager)
+        except Without:
+            return NONE, ""
+        except Exception as error:
+            if self.debug:
+                traceback.print_exc(limit=-4)
+            return NOT, f"eager: {reason_of(error)}"
+        if not wanted or all(x.isnan().any() for x in wanted.values()):
+            return NOT, "eager: no finite output"
+        try:
+            made = getattr(pair, form)(ours)
+        except Exception as error:
+            if self.debug:
+                traceback.print_exc(limit=-8)
+            if type(error).__module__.startswith("fa_attn"):
+                return REFUSED, reason_of(error)
+            if form == "packed":
+                try:
+                    pair.packed(eager)
+                except Exception:
+                    return NOT, f"eager: {reason_of(error)}"
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return ERROR, f"{reason_of(error)} ({pathlib.Path(place.filename).name}:{place.lineno})"
+        off, where = difference(form, wanted, made, self.limit)
+        if off <= self.limit:
+            return EQUAL, f"{off:.0e}"
+        return self.why(kind, form, pair, eager, made, wanted, how, f"{off:.1e} in {where}", off)
+
+    def why(self, kind, form, pair, eager, made, wanted, how, text, off):
+        """A difference may not be one of attention."""
+        if form == "packed":
+            if difference(form, pair.packed(eager), made, self.limit)[0] <= self.limit:
+                return NOT, "eager does not separate packed sequences"
+        if form in ("left", "right"):
+            other = [pair.padded(eager, form, content) for content in (7, 11)]
+            if apart(*other)[0] > self.limit / 10:
+                return NOT, "what is padding changes other rows by eager, too"
+        again = getattr(pair, "separate" if form == "packed" else form)(eager)
+        if difference(form, wanted, again, self.limit)[0] > self.limit:
+            return NOT, "eager differs from itself"
+        if form != "packed":
+            try:
+                other = getattr(pair, form)(self.made(kind, "sdpa", how, 1))
+            except Exception:
+                other = {}
+            if other and difference(form, other, made, self.limit)[0] <= self.limit:
+                return NOT, "transformers' own sdpa differs from eager in the same way"
+        # Rounding that a model enlarges, or that changes what its experts are chosen by, differs by weights.
+        noisy = self.made(kind, "eager", how, 1)
+        with torch.no_grad():
+            for parameter in noisy.parameters():
+                if parameter.is_floating_point():
+                    parameter.mul_(1 + 3e-7 * torch.randn_like(parameter))
+        spread = difference(form, wanted, getattr(pair, "separate" if form == "packed" else form)(noisy), self.limit)[0]
+        if off < 10 * spread:
+            return NOT, f"rounding alone makes a difference of {spread:.0e}"
+        for seed in (2, 3):
+            one, two = (self.made(kind, by, how, seed) for by in ("eager", Calls.instance.name))
+            wanted = getattr(pair, "separate" if form == "packed" else form)(one)
+            off, where = difference(form, wanted, getattr(pair, form)(two), self.limit)
+            if off <= self.limit:
+                return EQUAL, f"{off:.0e}, {text} with other weights"
+        return WRONG, text
+
+
+def child(sweep, kind, path, gigabytes):
+    os.setsid()
+    if not sweep.debug:
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+    if sweep.device == "cpu":
+        resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30,) * 2)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    began = time.time()
+    forms, cls, given = sweep.model(kind)
+    result = dict(kind=kind, cls=cls, inputs=given, forms=forms, seconds=time.time() - began)
+    pathlib.Path(path).write_text(json.dumps(result))
+
+
+def run(sweep, kinds, jobs, timeout, results):
+    """Each model type in a process of its own."""
+    running, waiting, done = {}, list(kinds)[::-1], dict(results)
+    folder = pathlib.Path(f"/tmp/sweep_transformers.{os.getpid()}")
+    folder.mkdir()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            kind = waiting.pop()
+            path = folder / kind
+            pid = os.fork()
+            if not pid:
+                code = 1
+                try:
+                    child(sweep, kind, path, 8)
+                    code = 0
+                finally:
+                    os._exit(code)
+            running[pid] = (kind, path, time.time())
+        time.sleep(0.02)
+        for pid, (kind, path, began) in list(running.items()):
+            late = time.time() - began > timeout
+            if late:
+                os.killpg(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if not ended:
+                continue
+            del running[pid]
+            if path.exists():
+                done[kind] = json.loads(path.read_text())
+                path.unlink()
+            else:
+                why = f"more than {timeout} s" if late else f"process ended with {status}"
+                done[kind] = dict(kind=kind, cls="", inputs="", forms={form: (NOT, why) for form in sweep.forms}, seconds=timeout)
+            yield kind, done[kind]
+    folder.rmdir()
+
+
+def verdict_of(forms):
+    """The verdict of a model by those of its forms."""
+    found = {verdict for verdict, _ in forms.values()}
+    for verdict in (WRONG, ERROR, EQUAL, REFUSED):
+        if verdict in found:
+            return verdict
+    return NOT
+
+
+def summary(done):
+    by_model = collections.Counter(verdict_of(x["forms"]) for x in done.values())
+    by_form = collections.Counter(verdict for x in done.values() for verdict, _ in x["forms"].values())
+    order = (EQUAL, REFUSED, WRONG, ERROR, NOT)
+    models_, forms = (", ".join(f"{by[x]} {x}" for x in order) for by in (by_model, by_form))
+    return f"{len(done)} model types: {models_}; forms: {forms}"
+
+
+MARKS = ("<!-- begin: sweep_transformers.py -->", "<!-- end: sweep_transformers.py -->")
+
+
+def table(done, device):
+    lines = [f"{summary(done)}. transformers {transformers.__version__}, {device}.", ""]
+    lines += ["| model type | class | inputs | " + " | ".join(FORMS) + " |", "|---|---|---|" + "---|" * len(FORMS)]
+    others = {REFUSED: collections.defaultdict(list), NOT: collections.defaultdict(list)}
+    for kind, one in sorted(done.items()):
+        verdict = verdict_of(one["forms"])
+        if verdict in others:
+            detail = next(detail for found, detail in one["forms"].values() if found == verdict)
+            others[verdict][short(detail)].append(kind)
+        else:
+            signs = [SIGNS[one["forms"].get(form, (NONE, ""))[0]] for form in FORMS]
+            lines.append(f"| {kind} | {one['cls']} | {one['inputs']} | " + " | ".join(signs) + " |")
+    for verdict, title in ((REFUSED, "Refused in every form"), (NOT, "Not compared")):
+        lines += ["", f"{title}:", ""]
+        lines += [f"- {why}: {', '.join(kinds)}" for why, kinds in sorted(others[verdict].items())]
+    return "\n".join(lines)
+
+
+def short(detail):
+    """What model types have in common that are not compared."""
+    if detail.startswith("eager: ImportError") or "No module named" in detail:
+        return "a package that is not installed"
+    if detail.startswith("eager"):
+        return "no small model or inputs for it that eager attention computes"
+    return re.sub(r"^UnsupportedError: (\w+Config: )?", "", detail).partition(";")[0]
+
+
+def write(path, text):
+    path = pathlib.Path(path)
+    before, _, rest = path.read_text().partition(MARKS[0])
+    path.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    listed = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--only", type=listed, help="model types")
+    parser.add_argument("--forms", type=listed, default=FORMS, help=", ".join(FORMS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="f32 on cpu, bf16 on cuda")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--timeout", type=int, default=60, help="seconds for a model type")
+    parser.add_argument("--results", help="lines of JSON; model types that are in it are not run again")
+    parser.add_argument("--write", help="a file with the table between its markers")
+    parser.add_argument("--debug", action="store_true", help="print errors and inputs")
+    args = parser.parse_args()
+    for name, known in (("--forms", FORMS), ("--only", list(CONFIG_MAPPING_NAMES))):
+        given = getattr(args, name[2:]) or []
+        if unknown := [x for x in given if x not in known]:
+            parser.error(f"{name}: {', '.join(unknown)} not known; known are {', '.join(known)}")
+    Calls.instance = Calls()
+    done = {}
+    if args.results and os.path.exists(args.results):
+        done = {x["kind"]: x for x in map(json.loads, open(args.results))}
+    kinds = [x for x in sorted(args.only or CONFIG_MAPPING_NAMES) if x not in done]
+    for kind, one in run(Sweep(args), kinds, args.jobs, args.timeout, done):
+        done[kind] = one
+        bad = {k: v for k, v in one["forms"].items() if v[0] in (WRONG, ERROR)}
+        signs = " ".join(f"{form}:{SIGNS[verdict] or '-'}" for form, (verdict, _) in one["forms"].items())
+        print(f"{kind:32} {signs} {one['seconds']:.0f} s {bad or ''}", flush=True)
+        if args.results:
+            with open(args.results, "a") as file:
+                file.write(json.dumps(one) + "\n")
+    if args.write:
+        write(args.write, table(done, args.device))
+    print(summary(done))
+    return 1 if any(verdict_of(x["forms"]) in (WRONG, ERROR) for x in done.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
