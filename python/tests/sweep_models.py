@@ -63,7 +63,7 @@ def has_attention(kind):
     seen = [config] + [x for x in vars(config).values() if isinstance(x, PreTrainedConfig)]
     for one in seen:
         source = inspect.getsource(modeling_of(type(one)))
-        if "attention" in source.lower().replace("attention_mask", "").replace("output_attentions", ""):
+        if re.search(r"class \w*Att(entio)?n|attention_interface|softmax\(|Encoder\(", source):
             return True
     return False
 
@@ -106,6 +106,7 @@ RULES = [
     (r"num_kv_shared_layers", _set(0)),
     (r"upsample_groups", _at_most(64)),
     (r"index_kpool", _at_most(4)),
+    (r"vector_quantization_hidden_dimension|patch_embed_hidden_size", _at_most(64)),
     (r"(mamba_)?n_groups", _set(1)),
     (r"mamba_d_state|ssm_state_size|state_size|d_state", _at_most(16)),
     (r".*(dropout|drop_rate|layerdrop|drop_path|_pdrop|drop|jitter).*|.*drop_path_rate|mask_(time|feature)_prob", _set(0.0)),
@@ -364,7 +365,7 @@ def sounds(config, name, names):
     """What may fit as the features of sound."""
     masks = [x for x in ("input_features_mask", "feature_attention_mask", "padding_mask") if x in names]
     audio = part(config, "audio_config", "encoder_config", "audio_encoder_config", "audio_encoder")
-    mels = found(audio, "num_mel_bins", "feature_size", "n_mels", "input_feat_size", "input_dim", "feat_dim", default=16)
+    mels = found(audio, "input_feat_per_channel", "num_mel_bins", "feature_size", "n_mels", "input_feat_size", "input_dim", "feat_dim", default=16)
     length = 2 * found(audio, "max_source_positions", default=30)
     for frames in (length, 64, 100, 3000):
         ones = {mask: torch.ones(2, frames, dtype=torch.long) for mask in masks}
@@ -405,7 +406,9 @@ def inputs_of(kind, model, config):
     elif "input_features" in names:
         media = sounds(config, "input_features", names)
     elif "input_values" in names:
-        media = waves(config, "input_values") if not found(config, "num_mel_bins") else sounds(config, "input_values", names)
+        media = list(waves(config, "input_values"))
+        if found(config, "num_mel_bins"):
+            media = [*sounds(config, "input_values", names), *media]
     for one in media:
         for text in texts:
             made = with_places(model, config, text, one, names)

@@ -88,6 +88,16 @@ CONFIGS = {
     "bamba": dict(attn_layer_indices=[1]),
     "janus": dict(image_token_id=72),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=16),
+    "audio-spectrogram-transformer": dict(max_length=64),
+    "qwen2_5_omni_audio_encoder": dict(max_source_positions=1500),
+    "mllama_vision_model": dict(intermediate_layers_indices=[0, 1]),
+    "mllama": dict(vision_config=dict(intermediate_layers_indices=[0, 1])),
+    "muse_spark_audio": dict(num_hidden_layers=4),
+    "muse_spark": dict(audio_config=dict(num_hidden_layers=4)),
+    "dbrx": dict(attn_config=dict(rope_theta=1e4, clip_qkv=8.0)),
+    "lw_detr": dict(backbone_config=dict(num_windows=4)),
+    "vipllava": dict(vision_feature_layers=[-2, -1]),
+    "layoutlmv3": dict(coordinate_size=12, shape_size=8),
     "dory": dict(layer_types=["full_attention"] * 3, n_input_layers=1, n_recurrent_layers=1, n_output_layers=1, num_hidden_layers=3),
     "hy_v4_vl_text": sections(1, 1, 2),
     "hy_v4_vl": dict(text_config=sections(1, 1, 2)),
@@ -173,7 +183,42 @@ def pair_of_images(config):
     return dict(pixel_values=noise(2, 2, 1, 64, 64)), dict(pixel_values=noise(2, 2, 3, 64, 64))
 
 
+def features(config):
+    mels, length = config.num_mel_bins, 2 * 4 * config.n_window
+    return dict(input_features=noise(mels, length), feature_lens=torch.tensor([length // 2] * 2))
+
+
 INPUTS = {
+    "audio-spectrogram-transformer": lambda config: dict(
+        input_values=noise(2, config.max_length, config.num_mel_bins)
+    ),
+    "pix2struct": lambda config: dict(
+        flattened_patches=torch.cat(
+            [torch.ones(2, 16, 2), noise(2, 16, config.vision_config.patch_embed_hidden_size)], -1
+        ),
+        decoder_input_ids=tokens((2, TARGET), 1),
+    ),
+    "pix2struct_vision_model": lambda config: dict(
+        flattened_patches=torch.cat([torch.ones(2, 16, 2), noise(2, 16, config.patch_embed_hidden_size)], -1)
+    ),
+    "mllama_vision_model": lambda config: dict(
+        pixel_values=noise(2, 1, 4, 3, 32, 32),
+        aspect_ratio_ids=torch.ones(2, 1, dtype=torch.long),
+        aspect_ratio_mask=torch.ones(2, 1, 4, dtype=torch.long),
+    ),
+    "idefics": lambda config: dict(
+        input_ids=tokens((2, TEXT)),
+        pixel_values=noise(2, 1, 3, 32, 32),
+        image_attention_mask=torch.ones(2, TEXT, 1, dtype=torch.long),
+        attention_mask=torch.ones(2, TEXT, dtype=torch.long),
+    ),
+    "qwen2_5_omni_audio_encoder": features,
+    "qwen3_omni_moe_audio_encoder": features,
+    "bridgetower_vision_model": lambda config: dict(image=noise(2, 3, 32, 32)),
+    "oneformer": lambda config: dict(pixel_values=noise(2, 3, 64, 64), task_inputs=tokens((2, 77))),
+    "phi4_multimodal_audio": lambda config: dict(
+        hidden_states=noise(2, 64, config.input_size), mask=torch.ones(2, 64, dtype=torch.bool)
+    ),
     "autoformer": series,
     "informer": series,
     "time_series_transformer": series,

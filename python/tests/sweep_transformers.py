@@ -296,7 +296,10 @@ def short(detail):
         return "a package that is not installed"
     if detail.startswith("eager"):
         return "no small model or inputs for it that eager attention computes"
-    return re.sub(r"^UnsupportedError: (\w+Config: )?", "", detail).partition(";")[0]
+    if detail.startswith("no class"):
+        return "transformers has no model of it"
+    detail = re.sub(r"^UnsupportedError: (\w+Config: )?|torch\.|and the shape \([^)]*\)", "", detail)
+    return " ".join(re.split(r"[:;] ", detail)[0].split())
 
 
 def write(path, text):
