@@ -113,7 +113,7 @@ class Pair:
             if is_sound and (side == "left" or value.dim() > 3):
                 continue
             rows = value.shape[-1] if source == "input_values" else value.shape[1]
-            if source == "input_features" and value.shape[1] < value.shape[2] and self.sound_last(model):
+            if source == "input_features" and rows == models.bands(model.config):
                 rows = value.shape[2]
             mask = torch.ones(2, rows, dtype=torch.long, device=self.device)
             if side == "left":
@@ -127,10 +127,6 @@ class Pair:
         if not kept:
             raise Without
         return inputs, kept
-
-    @staticmethod
-    def sound_last(model):
-        return "whisper" in type(model).__name__.lower() or "Qwen2Audio" in type(model).__name__
 
     def _kept(self, made, kept, side):
         """Rows of outputs that are not padding; of outputs of another form the batch's entry without any."""

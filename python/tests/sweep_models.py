@@ -59,12 +59,14 @@ def modeling_of(config_class):
 
 def has_attention(kind):
     """Whether the modules of a model type and of its parts define any attention."""
-    config = CONFIG_MAPPING[kind]()
-    seen = [config] + [x for x in vars(config).values() if isinstance(x, PreTrainedConfig)]
-    for one in seen:
-        source = inspect.getsource(modeling_of(type(one)))
-        if re.search(r"class \w*Att(entio)?n|attention_interface|softmax\(|Encoder\(", source):
+    configs = [CONFIG_MAPPING[kind]()]
+    for config in configs:
+        module = modeling_of(type(config))
+        if module is transformers:
             return True
+        if re.search(r"class \w*Att(entio)?n|attention_interface|softmax\(|Encoder\(", inspect.getsource(module)):
+            return True
+        configs += [x for x in vars(config).values() if isinstance(x, PreTrainedConfig)]
     return False
 
 
@@ -129,7 +131,7 @@ RULES = [
     (r"(.*_)?(num_attention_heads|n_heads?|num_heads|attention_heads|nhead)", lambda x: _set(2)(x) if isinstance(x, (list, tuple)) else min(x, 4)),
     (r"depths|(num_)?layers_per_stage|blocks_per_stage", _set(1)),
     (r"(.*_)?(num_hidden_layers|n_layers?|num_layers|layers|num_.*_layers|num_.*blocks|num_blocks)|((resampler|encoder|decoder|head)_)?depth", _at_most(2)),
-    (r"(stage|stem|encoder_in|decoder_in)_.*channels.*|(encoder|decoder)_in_channels|max_depth", None),
+    (r"(stage|stem)_.*channels.*|encoder_in_channels|max_depth", None),
     (r"num_nextn_predict_layers|interaction_indexes", None),
     (r"spatial_merge_size|merge_size|temporal_patch_size|tubelet_size|num_channels|in_channels|in_chans", None),
     (r"(.*_)?patch_size", lambda x: _each(x, lambda y: 8 if y > 8 else y)),
@@ -361,11 +363,16 @@ def images(config, names):
         yield {main: noise(2, 36, channels * patch * patch), key: places.repeat(2, 1, 1)}
 
 
+def bands(config):
+    names = "input_feat_per_channel num_mel_bins feature_size n_mels input_feat_size input_dim feat_dim".split()
+    return found(config, *names, default=16)
+
+
 def sounds(config, name, names):
     """What may fit as the features of sound."""
     masks = [x for x in ("input_features_mask", "feature_attention_mask", "padding_mask") if x in names]
     audio = part(config, "audio_config", "encoder_config", "audio_encoder_config", "audio_encoder")
-    mels = found(audio, "input_feat_per_channel", "num_mel_bins", "feature_size", "n_mels", "input_feat_size", "input_dim", "feat_dim", default=16)
+    mels = bands(audio)
     length = 2 * found(audio, "max_source_positions", default=30)
     for frames in (length, 64, 100, 3000):
         ones = {mask: torch.ones(2, frames, dtype=torch.long) for mask in masks}

@@ -98,6 +98,11 @@ CONFIGS = {
     "lw_detr": dict(backbone_config=dict(num_windows=4)),
     "vipllava": dict(vision_feature_layers=[-2, -1]),
     "layoutlmv3": dict(coordinate_size=12, shape_size=8),
+    "falcon_h1": dict(mamba_d_ssm=128, mamba_n_heads=8, mamba_d_head=16),
+    "glmga": dict(text_config=sections(2, 3, 3)),
+    "esmc": dict(vocab_size=99),
+    "hunyuan_vl_text": sections(2, 2, 2, 2),
+    "hunyuan_vl": dict(text_config=sections(2, 2, 2, 2)),
     "dory": dict(layer_types=["full_attention"] * 3, n_input_layers=1, n_recurrent_layers=1, n_output_layers=1, num_hidden_layers=3),
     "hy_v4_vl_text": sections(1, 1, 2),
     "hy_v4_vl": dict(text_config=sections(1, 1, 2)),
@@ -191,6 +196,11 @@ def features(config):
 INPUTS = {
     "audio-spectrogram-transformer": lambda config: dict(
         input_values=noise(2, config.max_length, config.num_mel_bins)
+    ),
+    "muse_spark_audio": lambda config: dict(input_values=noise(2, 3840)),
+    "molmo2_vision": lambda config: dict(pixel_values=noise(2, 16, 3 * config.patch_size**2)),
+    "dia_decoder": lambda config: dict(
+        input_ids=tokens((2, TARGET, config.num_channels)), encoder_hidden_states=noise(2, TEXT, 64)
     ),
     "pix2struct": lambda config: dict(
         flattened_patches=torch.cat(

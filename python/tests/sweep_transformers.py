@@ -106,9 +106,9 @@ class Sweep:
         except Exception as error:
             return {form: (NOT, f"no class: {reason_of(error)}") for form in self.forms}, "", ""
         given = ""
-        if not models.has_attention(kind):
-            return {form: (NOT, "no attention") for form in self.forms}, cls.__name__, given
         try:
+            if not models.has_attention(kind):
+                return {form: (NOT, "no attention") for form in self.forms}, cls.__name__, given
             eager, pair, how = self.comparable(kind)
         except Exception as error:
             if self.debug:
