@@ -29,13 +29,16 @@ def build(kind, by, device, dtype, level, std, seed):
         models.initialise(model, std, seed)
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float) or isinstance(module, torch.nn.Dropout) and name == "p":
+            is_rate = "drop" in name or isinstance(module, torch.nn.Dropout) and name == "p"
+            if is_rate and isinstance(value, float):
                 setattr(module, name, 0.0)
-    if getattr(model, "generation_config", None) is not None:
-        for name in "eos_token_id suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id".split():
-            setattr(model.generation_config, name, None)
-        model.generation_config.pad_token_id = 0
-        model.generation_config.bos_token_id = model.generation_config.decoder_start_token_id = 1
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        for name in "eos_token_id suppress_tokens begin_suppress_tokens forced_bos_token_id".split():
+            setattr(generation, name, None)
+        generation.forced_eos_token_id = None
+        generation.pad_token_id = 0
+        generation.bos_token_id = generation.decoder_start_token_id = 1
     return model.to(device, dtype).eval()
 
 
@@ -77,21 +80,28 @@ def apart(one, other):
     return worst, where
 
 
-class Pair:
-    """A model's inputs, and what it makes of them in each form."""
+def weighed(x):
+    """A number that depends on each of a tensor's."""
+    weights = models.noise(*x.shape, seed=8).to(x.device)
+    return (x.float() * weights).nan_to_num(0, 0, 0).sum() / x.numel() ** 0.5
 
-    def __init__(self, kind, inputs, device, dtype):
-        self.kind, self.device, self.dtype = kind, device, dtype
-        self.inputs = {name: self._placed(value) for name, value in inputs.items()}
 
-    def _placed(self, value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.to(self.device, self.dtype) if value.is_floating_point() else value.to(self.device)
+class Given:
+    """Inputs, and what a model makes of them in each form."""
+
+    def __init__(self, inputs, device, dtype):
+        self.device = device
+        self.inputs = models.placed(inputs, device, dtype)
 
     def call(self, model, **inputs):
         torch.manual_seed(5)
         return model(**inputs)
+
+    def made(self, form, model):
+        return getattr(self, form)(model)
+
+    def wanted(self, form, model):
+        return self.separate(model) if form == "packed" else self.made(form, model)
 
     def full(self, model):
         with torch.no_grad():
@@ -141,7 +151,8 @@ class Pair:
     def padded(self, model, side, content=0):
         inputs, kept = self._mask(model, side)
         if content:
-            for name, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+            for prefix in ("", "decoder_"):
+                name, mask = f"{prefix}input_ids", f"{prefix}attention_mask"
                 if name in inputs and mask in inputs:
                     inputs[name] = inputs[name].masked_fill(inputs[mask] == 0, content)
         with torch.no_grad():
@@ -188,7 +199,8 @@ class Pair:
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             inputs.pop(name, None)
         torch.manual_seed(5)
-        more = dict(max_new_tokens=NEW, do_sample=False, num_beams=1, output_logits=True, return_dict_in_generate=True)
+        more = dict(max_new_tokens=NEW, do_sample=False, num_beams=1)
+        more |= dict(output_logits=True, return_dict_in_generate=True)
         with torch.no_grad():
             out = model.generate(**inputs, **more)
         made = dict(zip(map(str, range(NEW)), out.logits))
@@ -204,7 +216,8 @@ class Pair:
         with torch.no_grad():
             out = self.call(model, **inputs, use_cache=True)
             for step in range(2):
-                cache = {k: out[k] for k in CACHES if isinstance(out, dict) and out.get(k) is not None and k in names}
+                known = [k for k in CACHES if k in names and isinstance(out, dict)]
+                cache = {k: out[k] for k in known if out.get(k) is not None}
                 if not cache:
                     raise Without
                 mask = torch.cat([mask, mask[:, -1:]], 1)
@@ -230,11 +243,7 @@ class Pair:
                         raise
             if made is None or made["loss"] is None:
                 made = tensors(self.call(model, **self.inputs))
-            loss = sum(
-                (x.float() * models.noise(*x.shape, seed=8).to(x.device)).nan_to_num(0, 0, 0).sum() / x.numel() ** 0.5
-                for x in made.values()
-                if x.requires_grad
-            )
+            loss = sum(weighed(x) for x in made.values() if x.requires_grad)
             if not isinstance(loss, torch.Tensor):
                 raise Without
             model.zero_grad()
@@ -280,7 +289,8 @@ def generated_apart(one, other, limit):
     return 0.0, ""
 
 
-def difference(form, one, other, limit):
+def difference(one, other, limit):
+    """The largest relative difference of two outputs, and where it is."""
     if "tokens" in one and "tokens" in other and len(one) == len(other) == NEW + 1:
         return generated_apart(one, other, limit)
     return apart(one, other)

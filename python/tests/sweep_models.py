@@ -1,6 +1,7 @@
 """Small random models of transformers' model types, and inputs that fit them, for sweep_transformers.py: what
 makes a configuration small by the names of its fields, and what single model types need beside that."""
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -17,29 +18,24 @@ STD = 0.15
 VOCABULARY = 99
 
 # Heads from the most natural one on.
-HEADS = """SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ IMAGE_TEXT_TO_TEXT MULTIMODAL_LM MASKED_LM CAUSAL_LM CTC RNNT TDT
-    OBJECT_DETECTION UNIVERSAL_SEGMENTATION TEXT_TO_WAVEFORM TEXT_TO_SPECTROGRAM""".split()
-MAPPINGS = [f"MODEL_FOR_{head}_MAPPING_NAMES" for head in HEADS]
-MAPPINGS[7:7] = ["MODEL_MAPPING_NAMES"]
+HEADS = "SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ IMAGE_TEXT_TO_TEXT MULTIMODAL_LM MASKED_LM CAUSAL_LM CTC"
+MAPPINGS = [f"MODEL_FOR_{head}_MAPPING_NAMES" for head in HEADS.split()] + ["MODEL_MAPPING_NAMES"]
 MAPPINGS += sorted(x for x in vars(modeling_auto) if re.match("MODEL_FOR.*_NAMES$", x) and x not in MAPPINGS)
+ATTENTION = re.compile(r"class \w*Att(entio)?n|attention_interface|softmax\(|Encoder\(")
 
 
 def class_of(kind):
     """The class of a model type with its most natural head."""
-    from sweep_overrides import CLASSES
-
     config = CONFIG_MAPPING[kind]
     module = modeling_of(config)
-    if kind in CLASSES:
-        return getattr(module, CLASSES[kind])
     for mapping in MAPPINGS:
         names = getattr(modeling_auto, mapping).get(kind)
         if names is not None:
             name = names if isinstance(names, str) else names[0]
-            found = getattr(module if hasattr(module, name) else transformers, name)
+            cls = getattr(module if hasattr(module, name) else transformers, name)
             # A model of one of its parts may be named for a model type.
-            if found.config_class is config or module is transformers:
-                return found
+            if cls.config_class is config or module is transformers:
+                return cls
     own = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, PreTrainedModel)]
     own = [x for x in own if x.config_class is config and not x.__name__.endswith("PreTrainedModel")]
     if not own:
@@ -64,19 +60,10 @@ def has_attention(kind):
         module = modeling_of(type(config))
         if module is transformers:
             return True
-        if re.search(r"class \w*Att(entio)?n|attention_interface|softmax\(|Encoder\(", inspect.getsource(module)):
+        if ATTENTION.search(inspect.getsource(module)):
             return True
         configs += [x for x in vars(config).values() if isinstance(x, PreTrainedConfig)]
     return False
-
-
-def _at_most(limit):
-    return lambda value: _each(value, lambda x: min(x, limit))
-
-
-def _scaled(limit):
-    """A list's numbers with their proportions, the largest one `limit`."""
-    return lambda value: _each(value, lambda x, top=max(_flat(value)): max(1, x * limit // top) if top > limit else x)
 
 
 def _flat(value):
@@ -87,8 +74,28 @@ def _each(value, change):
     return type(value)(_each(x, change) for x in value) if isinstance(value, (list, tuple)) else change(value)
 
 
+def _at_most(limit):
+    return lambda value: _each(value, lambda x: min(x, limit))
+
+
 def _set(new):
     return lambda value: _each(value, lambda x: new)
+
+
+def _heads(value):
+    """Heads of each stage, or of all layers."""
+    return _set(2)(value) if isinstance(value, (list, tuple)) else min(value, 4)
+
+
+def _windows(value):
+    """Sides of windows in patches, or in pixels."""
+    return _each(value, lambda x: 4 if x < 32 else 16)
+
+
+def _in_proportion(value, limit=64):
+    """A list's numbers, the largest one `limit`."""
+    top = max(_flat(value))
+    return _each(value, lambda x: max(1, x * limit // top)) if top > limit else value
 
 
 def _token(name):
@@ -96,8 +103,8 @@ def _token(name):
     if name in fixed:
         return fixed[name]
     name = re.sub(r"_(id|index)$", "", name)
-    known = ["image_token", "video_token", "audio_token", "image_start_token", "image_end_token", "vision_start_token"]
-    known += ["vision_end_token", "boi_token", "eoi_token", "audio_start_token", "audio_end_token", "mask_token"]
+    known = "image video audio image_start image_end vision_start vision_end boi eoi mask".split()
+    known = [f"{x}_token" for x in known]
     return 72 + (known.index(name) if name in known else len(known) + sum(map(ord, name)) % 14)
 
 
@@ -105,53 +112,54 @@ def _token(name):
 RULES = [
     (r"mamba_n_heads|mamba_num_heads", _set(8)),
     (r"mamba_d_head|mamba_head_dim", _set(16)),
-    (r"num_kv_shared_layers", _set(0)),
-    (r"upsample_groups", _at_most(64)),
-    (r"index_kpool", _at_most(4)),
-    (r"vector_quantization_hidden_dimension|patch_embed_hidden_size", _at_most(64)),
-    (r"(mamba_)?n_groups", _set(1)),
     (r"mamba_d_state|ssm_state_size|state_size|d_state", _at_most(16)),
-    (r".*(dropout|drop_rate|layerdrop|drop_path|_pdrop|drop|jitter).*|.*drop_path_rate|mask_(time|feature)_prob", _set(0.0)),
+    (r"(mamba_)?n_groups", _set(1)),
+    (r"num_kv_shared_layers", _set(0)),
+    (r"upsample_groups|vector_quantization_hidden_dimension|patch_embed_hidden_size", _at_most(64)),
+    (r"index_kpool", _at_most(4)),
+    (r".*(drop|jitter).*|mask_(time|feature)_prob", _set(0.0)),
     (r"apply_spec_augment|use_mems_train|.*gradient_checkpointing", _set(False)),
-    (r"(.*_)?vocab(ulary)?_size(_.*)?|.*vocab_size", _at_most(VOCABULARY)),
-    (r"(num_)?experts_per_tok(en)?|num_experts_per_tok|moe_topk|moe_k|top_k_experts|expert_top_k", _at_most(2)),
+    (r"(.*_)?vocab(ulary)?_size(_.*)?", _at_most(VOCABULARY)),
+    (r"(num_)?experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|expert_top_k", _at_most(2)),
     (r"n_group|topk_group|num_expert_groups?", _set(1)),
-    (r"(moe_)?(num_|n_)?(local_|routed_)?experts|moe_num_experts|num_(sparse_)?experts|.*num_experts", _at_most(4)),
+    (r".*num_experts|(moe_)?(num_|n_)?(local_|routed_|sparse_)?experts", _at_most(4)),
     (r"n_shared_experts|(moe_)?num_shared_experts|num_zero_experts|zero_expert_num", _at_most(1)),
     (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
     (r"kv_lora_rank", _at_most(16)),
-    (r"(.*_)?q_lora_rank|.*lora_rank|lora_r", _at_most(32)),
+    (r".*lora_rank|lora_r", _at_most(32)),
     (r"qk_rope_head_dim|rotary_dim", _at_most(8)),
     (r"qk_head_dim", _at_most(24)),
     (r"index_topk", _at_most(8)),
-    (r"(.*_)?(head_dim|head_size|kv_channels|attention_head_dim|dim_head|d_kv|d_head|dim_per_head)", _at_most(16)),
+    (r"(.*_)?(head_dim|head_size|kv_channels|dim_head|d_kv|d_head|dim_per_head)", _at_most(16)),
     (r"query_pre_attn_scalar", _set(16)),
-    (r".*sliding_window(_size)?|attention_chunk_size|local_attention|attention_window|local_window_size", _set(8)),
-    (r"(.*_)?(num_key_value_heads|num_kv_heads|kv_heads|n_head_kv|num_query_groups)", _at_most(2)),
-    (r"(.*_)?(num_attention_heads|n_heads?|num_heads|attention_heads|nhead)", lambda x: _set(2)(x) if isinstance(x, (list, tuple)) else min(x, 4)),
+    (r".*sliding_window(_size)?|attention_chunk_size|local_attention|attention_window", _set(8)),
+    (r"(.*_)?(num_key_value_heads|kv_heads|n_head_kv|num_query_groups)", _at_most(2)),
+    (r"(.*_)?(n_heads?|num_heads|attention_heads|nhead)", _heads),
     (r"depths|(num_)?layers_per_stage|blocks_per_stage", _set(1)),
-    (r"(.*_)?(num_hidden_layers|n_layers?|num_layers|layers|num_.*_layers|num_.*blocks|num_blocks)|((resampler|encoder|decoder|head)_)?depth", _at_most(2)),
+    (r"(.*_)?(n_layers?|layers|num_.*blocks|num_blocks)", _at_most(2)),
+    (r"((resampler|encoder|decoder|head)_)?depth", _at_most(2)),
     (r"(stage|stem)_.*channels.*|encoder_in_channels|max_depth", None),
-    (r"num_nextn_predict_layers|interaction_indexes", None),
-    (r"spatial_merge_size|merge_size|temporal_patch_size|tubelet_size|num_channels|in_channels|in_chans", None),
-    (r"(.*_)?patch_size", lambda x: _each(x, lambda y: 8 if y > 8 else y)),
-    (r"(.*_)?(image_size|img_size)|pretrain_image_size", _set(32)),
-    (r"window_size|window_sizes?", lambda x: _each(x, lambda y: 4 if y < 32 else 16)),
+    (r"(spatial_)?merge_size|temporal_patch_size|tubelet_size|num_channels|in_channels|in_chans", None),
+    (r"(.*_)?patch_size", _at_most(8)),
+    (r"(.*_)?(image_size|img_size)", _set(32)),
+    (r"window_sizes?", _windows),
     (r"num_mel_bins|n_mels|mel_dim|num_mels", _at_most(16)),
     (r"max_source_positions", _at_most(30)),
-    (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_target_positions|max_seq_len|max_sequence_length)", _at_most(512)),
+    (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_target_positions)", _at_most(512)),
+    (r"max_seq_len|max_sequence_length", _at_most(512)),
     (r"(.*_)?num_frames|frames", _at_most(4)),
-    (r"(.*_)?num_(queries|query_tokens|latents)|resampler_n_latents|num_denoising|mm_tokens_per_image", _at_most(4)),
+    (r"(.*_)?num_(queries|query_tokens|latents)|resampler_n_latents", _at_most(4)),
+    (r"num_denoising|mm_tokens_per_image", _at_most(4)),
 ]
+RULES = [(re.compile(pattern), change) for pattern, change in RULES]
 # What some configurations leave open, and models need.
-UNSET = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1, head_dim=16)
+UNSET = dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
+UNSET |= dict(moe_intermediate_size=64, head_dim=16)
 # Widths: in the first try all 64, then all in proportion, then as they are.
-WIDTHS = r""".*intermediate_size|(.*_)?(hidden_sizes?|hidden_dims?|d_model|dims?|embed_dims?|n_embd|width|channels|d_ff
-    |n_inner|embed_dim_per_stage|hidden_channels|channel_list|hidden_size_.*|units|size|features|.*_(in|out)put
-    |in_features|out_features|word_embed_proj_dim)"""
+WIDTHS = r"""(.*_)?(sizes?|hidden_sizes|dims?|d_model|n_embd|width|channels|d_ff|n_inner|embed_dim_per_stage
+    |channel_list|hidden_size_.*|units|features|.*_(in|out)put)"""
 WIDTHS = re.compile(WIDTHS, re.VERBOSE)
 LEVELS = ("small", "in proportion", "wide")
-RULES = [(re.compile(pattern), change) for pattern, change in RULES]
 
 
 def _numbers(value):
@@ -172,14 +180,14 @@ def _small(name, value, level, hidden):
             return made if isinstance(made, bool) == isinstance(value, bool) else value
     if WIDTHS.fullmatch(name) and _numbers(value) and level != "wide":
         if isinstance(value, (list, tuple)):
-            return _scaled(64)(value)
+            return _in_proportion(value)
         if level == "small" or hidden < 64:
             return min(value, 64)
         return max(value * 64 // hidden, 1) if value > 64 else value
     return value
 
 
-def _rope(value, head_dim=16):
+def _rope(value):
     """Parameters of rotary positions for heads of 16."""
     if not isinstance(value, dict):
         return value
@@ -195,7 +203,7 @@ def _layers(config):
     name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if not isinstance(count, int) or name not in [x.name for x in dataclasses.fields(config)]:
         return None
-    lists = [x for name in vars(config) for x in [getattr(config, name, None)] if name.endswith(("_types", "_type"))]
+    lists = [getattr(config, x, None) for x in vars(config) if x.endswith(("_types", "_type"))]
     lists = [x for x in lists if isinstance(x, (list, tuple)) and len(x) == count and isinstance(x[0], str)]
     seen = {}
     for i, key in enumerate(zip(*lists)):
@@ -222,10 +230,9 @@ def small_fields(config, overrides=None, level=LEVELS[0]):
         if isinstance(value, PreTrainedConfig) and isinstance(overrides.get(name, {}), dict):
             fields[name] = small(type(value), value, overrides.get(name), level)
         elif name in ("rope_parameters", "rope_scaling"):
-            fields[name] = _rope(value) if "mrope_section" in str(value) else None
-            if fields[name] is None:
-                del fields[name]
-        elif isinstance(value, (list, tuple)) and picks and len(value) == count and not name.endswith("depths"):
+            if "mrope_section" in str(value):
+                fields[name] = _rope(value)
+        elif isinstance(value, (list, tuple)) and picks and len(value) == count:
             if isinstance(value[0], str) and (len(set(value)) > 1 or default is not None):
                 fields[name] = type(value)(value[i] for i in picks)
         elif name == names.get("num_hidden_layers", "num_hidden_layers") and picks:
@@ -242,7 +249,9 @@ def small_fields(config, overrides=None, level=LEVELS[0]):
         heads = getattr(config, "num_attention_heads", None)
         if fields.get(key) is not None and heads == getattr(config, key, None):
             fields[key] = 4
-    fields.update({k: v for k, v in overrides.items() if not isinstance(v, dict) or not isinstance(fields.get(k), PreTrainedConfig)})
+    for name, value in overrides.items():
+        if not (isinstance(value, dict) and isinstance(fields.get(name), PreTrainedConfig)):
+            fields[name] = value
     return fields
 
 
@@ -255,7 +264,7 @@ def config_of(kind, level=LEVELS[0]):
     from sweep_overrides import CONFIGS
 
     made = CONFIGS.get(kind, {})
-    return made() if callable(made) else small(CONFIG_MAPPING[kind], overrides=made, level=level)
+    return made() if callable(made) else small(CONFIG_MAPPING[kind], None, copy.deepcopy(made), level)
 
 
 def initialise(model, std=STD, seed=1):
@@ -310,6 +319,11 @@ def noise(*shape, seed=3):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def placed(inputs, device, dtype):
+    """Inputs on a model's device, in its type."""
+    return {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+
+
 def images(config, names):
     """What may fit as images: dictionaries of inputs, the likeliest first."""
     vision = part(config, "vision_config", "vit_config", "backbone_config", "image_config", "encoder")
@@ -335,7 +349,8 @@ def images(config, names):
             spatial_shapes=torch.tensor([[4, 4]] * 2),
         )
     if "target_sizes" in names:
-        yield dict(pixel_values=noise(1, channels, patch, 32 * patch), target_sizes=torch.tensor([[4, 4]] * 2))
+        sizes = torch.tensor([[4, 4]] * 2)
+        yield dict(pixel_values=noise(1, channels, patch, 32 * patch), target_sizes=sizes)
     main = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
     frames = found(vision, "num_frames", default=4)
     frames = frames if isinstance(frames, int) else 4
@@ -344,8 +359,9 @@ def images(config, names):
     if "image_sizes" in names:
         sizes = torch.tensor([[height, width]] * 2)
         yield {**still, "image_sizes": sizes}
-        yield {main: noise(2, 3, channels, height, width), "image_sizes": torch.tensor([[height, width * 2]] * 2)}
-        yield {main: noise(2, 5, channels, height, width), "image_sizes": torch.tensor([[height * 2, width * 2]] * 2)}
+        for tiles, grid in ((3, [height, width * 2]), (5, [height * 2, width * 2])):
+            sizes = torch.tensor([grid] * 2)
+            yield {main: noise(2, tiles, channels, height, width), "image_sizes": sizes}
     first, second = (video, still) if main != "pixel_values" else (still, video)
     yield first
     yield second
@@ -359,13 +375,14 @@ def images(config, names):
         yield {main: noise(2, frames, channels, height, width), "qformer_input_ids": tokens((2, 6), 4)}
     if "image_position_ids" in names or "pixel_position_ids" in names:
         key = "image_position_ids" if "image_position_ids" in names else "pixel_position_ids"
-        places = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="xy"), -1).reshape(1, 36, 2)
-        yield {main: noise(2, 36, channels * patch * patch), key: places.repeat(2, 1, 1)}
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(1)
+        yield {main: noise(2, 36, channels * patch * patch), key: places.expand(2, 36, 2)}
 
 
 def bands(config):
-    names = "input_feat_per_channel num_mel_bins feature_size n_mels input_feat_size input_dim feat_dim".split()
-    return found(config, *names, default=16)
+    """Frequencies of a spectrogram."""
+    names = "input_feat_per_channel num_mel_bins feature_size n_mels input_feat_size input_dim feat_dim"
+    return found(config, *names.split(), default=16)
 
 
 def sounds(config, name, names):
@@ -381,14 +398,14 @@ def sounds(config, name, names):
     yield {name: noise(mels, 128)}
 
 
-def waves(config, name):
+def waves():
     for length in (1600, 6400, 16000):
-        yield {name: noise(2, length)}
-        yield {name: noise(2, 1, length)}
+        yield dict(input_values=noise(2, length))
+        yield dict(input_values=noise(2, 1, length))
 
 
 def inputs_of(kind, model, config):
-    """What may fit as a model's inputs: (dictionary, rows of the text), the likeliest first."""
+    """What may fit as a model's inputs: dictionaries, the likeliest first."""
     from sweep_overrides import INPUTS
 
     signature = inspect.signature(model.forward).parameters
@@ -397,38 +414,36 @@ def inputs_of(kind, model, config):
         made = INPUTS[kind](config)
         yield from (made if isinstance(made, list) else [made])
         return
-    texts = [{}]
+    text = {}
     if "input_ids" in names:
-        texts = [dict(input_ids=tokens((2, TEXT)))]
+        text["input_ids"] = tokens((2, TEXT))
     if "decoder_input_ids" in names:
-        texts = [{**text, "decoder_input_ids": tokens((2, TARGET), 1)} for text in texts]
+        text["decoder_input_ids"] = tokens((2, TARGET), 1)
     if "bbox" in names:
-        corners = torch.randint(0, 50, (2, TEXT, 2), generator=torch.Generator().manual_seed(2))
-        texts = [{**text, "bbox": torch.cat([corners, corners + 9], -1)} for text in texts]
+        corners = tokens((2, TEXT, 2), 2)
+        text["bbox"] = torch.cat([corners, corners + 9], -1)
     if inspect.Parameter.empty is getattr(signature.get("encoder_hidden_states"), "default", None):
-        texts = [{**text, "encoder_hidden_states": noise(2, 10, 64)} for text in texts]
+        text["encoder_hidden_states"] = noise(2, 10, 64)
     media = []
     if {"pixel_values", "grid_thw", "pixel_values_videos"} & names:
         media = images(config, names)
-    elif "input_features" in names:
-        media = sounds(config, "input_features", names)
-    elif "input_values" in names:
-        media = list(waves(config, "input_values"))
-        if found(config, "num_mel_bins"):
-            media = [*sounds(config, "input_values", names), *media]
+    else:
+        spectra = [x for x in ("input_features", "input_values") if x in names]
+        if "input_features" in names or spectra and found(config, "num_mel_bins"):
+            media += sounds(config, spectra[0], names)
+        if "input_values" in names:
+            media += waves()
     for one in media:
-        for text in texts:
-            made = with_places(model, config, text, one, names)
-            yield made
-            if "input_ids" in made and "attention_mask" in names:
-                yield {**made, "attention_mask": torch.ones_like(made["input_ids"])}
-    if "input_ids" in names or "decoder_input_ids" in names:
-        yield from texts
+        made = with_places(model, config, text, one, names)
+        yield made
+        if "input_ids" in made and "attention_mask" in names:
+            yield {**made, "attention_mask": torch.ones_like(made["input_ids"])}
+    if text:
+        yield text
     else:
         width = found(config, "hidden_size", "d_model", default=64)
-        made = {x: noise(2, TEXT, width) for x in ("inputs_embeds", "hidden_states", "query_embeds") if x in names}
-        if made:
-            yield {next(iter(made)): next(iter(made.values()))}
+        for name in [x for x in ("inputs_embeds", "hidden_states", "query_embeds") if x in names][:1]:
+            yield {name: noise(2, TEXT, width)}
 
 
 def with_places(model, config, text, media, names):
@@ -443,7 +458,7 @@ def with_places(model, config, text, media, names):
     try:
         method = getattr(model, features)
         with torch.no_grad():
-            out = method(**media)
+            out = method(**placed(media, model.device, model.dtype))
         if isinstance(out, dict):
             out = out["last_hidden_state"] if out.get("pooler_output") is None else out["pooler_output"]
         hidden = found(part(config, "text_config", "llm_config"), "hidden_size", "d_model", default=64)

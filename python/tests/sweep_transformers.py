@@ -29,14 +29,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import sweep_models as models  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from sweep_forms import Pair, Without, apart, build, difference, kinds_of, reason_of  # noqa: E402
+from sweep_forms import Given, Without, build, difference, kinds_of, reason_of  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: E402
 
 import fa_attn.transformers  # noqa: E402
 
 FORMS = "full left right packed cached train".split()
-EQUAL, REFUSED, WRONG, ERROR, NOT, NONE = "equal", "refused", "wrong", "error", "not comparable", "no such form"
+EQUAL, REFUSED, WRONG, ERROR = "equal", "refused", "wrong", "error"
+NOT, NONE = "not comparable", "no such form"
 SIGNS = {EQUAL: "=", REFUSED: "r", WRONG: "WRONG", ERROR: "ERROR", NOT: "n", NONE: ""}
 
 
@@ -67,7 +68,7 @@ class Sweep:
         return build(kind, by, self.device, self.dtype, *how, seed)
 
     def comparable(self, kind):
-        """An eager model and inputs on which it computes finite numbers: (model, pair, how)."""
+        """An eager model and inputs on which it computes finite numbers: (model, given, how)."""
         first = None
         for level in models.LEVELS:
             for std in (models.STD, 0.05, None):
@@ -79,15 +80,15 @@ class Sweep:
                     first = first or error
                     break
                 for inputs in tries:
-                    pair = Pair(kind, inputs, self.device, self.dtype)
+                    given = Given(inputs, self.device, self.dtype)
                     try:
-                        made = pair.full(eager)
+                        made = given.full(eager)
                     except Exception as error:
                         self.shown(error, inputs)
                         first = first or error
                         continue
                     if made and not any(x.isnan().any() for x in made.values()):
-                        return eager, pair, (level, std)
+                        return eager, given, (level, std)
                     first = first or ValueError("no finite output")
                     break
                 else:
@@ -100,103 +101,101 @@ class Sweep:
             traceback.print_exception(error, limit=-3)
 
     def model(self, kind):
-        """{form: (verdict, detail)} of a model type, its class, and what it was given."""
+        """A model type's class, what it was given, and {form: (verdict, detail)}."""
+        result = dict(kind=kind, cls="", inputs="")
         try:
-            cls = models.class_of(kind)
-        except Exception as error:
-            return {form: (NOT, f"no class: {reason_of(error)}") for form in self.forms}, "", ""
-        given = ""
-        try:
+            result["cls"] = models.class_of(kind).__name__
             if not models.has_attention(kind):
-                return {form: (NOT, "no attention") for form in self.forms}, cls.__name__, given
-            eager, pair, how = self.comparable(kind)
+                return {**result, "forms": self.all_of(NOT, "no attention")}
+            eager, given, how = self.comparable(kind)
         except Exception as error:
-            if self.debug:
-                traceback.print_exc()
-            return {form: (NOT, f"eager: {reason_of(error)}") for form in self.forms}, cls.__name__, given
-        given = kinds_of(pair.inputs)
-        Calls.count = 0
+            what = "eager" if result["cls"] else "no class"
+            return {**result, "forms": self.all_of(NOT, f"{what}: {reason_of(error)}")}
+        result["inputs"] = kinds_of(given.inputs)
+        Calls.count, ours, forms = 0, None, {}
         try:
             ours = self.made(kind, Calls.instance.name, how, 1)
         except Exception as error:
-            is_own = type(error).__module__.startswith("fa_attn")
-            verdict = (REFUSED if is_own else ERROR, reason_of(error))
-            return {form: verdict for form in self.forms}, cls.__name__, given
-        verdicts = {}
+            self.shown(error)
+            refusal = self.failure(error)
         for form in self.forms:
-            verdicts[form] = self.verdict(kind, form, pair, eager, ours, how)
-            if self.debug:
-                print(form, verdicts[form], Calls.count, flush=True)
-            if form == "full" and not Calls.count and verdicts[form][0] in (EQUAL, WRONG):
+            forms[form] = self.verdict(kind, form, given, eager, ours or refusal, how)
+            if form == "full" and not Calls.count and forms[form][0] in (EQUAL, WRONG):
                 detail = "attention does not go through transformers' interface"
-                return {form: (NOT, detail) for form in self.forms}, cls.__name__, given
-        return verdicts, cls.__name__, given
+                return {**result, "forms": self.all_of(NOT, detail)}
+        return {**result, "forms": forms}
 
-    def verdict(self, kind, form, pair, eager, ours, how):
+    def all_of(self, verdict, detail):
+        return {form: (verdict, detail) for form in self.forms}
+
+    @staticmethod
+    def failure(error):
+        if type(error).__module__.startswith("fa_attn"):
+            return REFUSED, reason_of(error)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return ERROR, f"{reason_of(error)} ({pathlib.Path(place.filename).name}:{place.lineno})"
+
+    def verdict(self, kind, form, given, eager, ours, how):
+        """Of a form by a model, or by the verdict on that it cannot be made."""
         try:
-            wanted = getattr(pair, "separate" if form == "packed" else form)(eager)
+            wanted = given.wanted(form, eager)
         except Without:
             return NONE, ""
         except Exception as error:
-            if self.debug:
-                traceback.print_exc(limit=-4)
+            self.shown(error)
             return NOT, f"eager: {reason_of(error)}"
         if not wanted or all(x.isnan().any() for x in wanted.values()):
             return NOT, "eager: no finite output"
+        if isinstance(ours, tuple):
+            return ours
         try:
-            made = getattr(pair, form)(ours)
+            made = given.made(form, ours)
         except Exception as error:
-            if self.debug:
-                traceback.print_exc(limit=-8)
-            if type(error).__module__.startswith("fa_attn"):
-                return REFUSED, reason_of(error)
-            if form == "packed":
+            self.shown(error)
+            failure = self.failure(error)
+            if form == "packed" and failure[0] == ERROR:
                 try:
-                    pair.packed(eager)
+                    given.packed(eager)
                 except Exception:
                     return NOT, f"eager: {reason_of(error)}"
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            return ERROR, f"{reason_of(error)} ({pathlib.Path(place.filename).name}:{place.lineno})"
-        off, where = difference(form, wanted, made, self.limit)
+            return failure
+        off, where = difference(wanted, made, self.limit)
         if off <= self.limit:
             return EQUAL, f"{off:.0e}"
-        return self.why(kind, form, pair, eager, made, wanted, how, f"{off:.1e} in {where}", off)
+        reason = self.excuse(kind, form, given, eager, made, wanted, how, off)
+        if reason:
+            return NOT, reason
+        # What experts are chosen by may be as large for two of them, with some weights.
+        for seed in (2, 3):
+            one, other = (self.made(kind, by, how, seed) for by in ("eager", Calls.instance.name))
+            again = difference(given.wanted(form, one), given.made(form, other), self.limit)[0]
+            if again <= self.limit:
+                return EQUAL, f"{again:.0e}; {off:.1e} in {where} with other weights"
+        return WRONG, f"{off:.1e} in {where}"
 
-    def why(self, kind, form, pair, eager, made, wanted, how, text, off):
-        """A difference may not be one of attention."""
-        if form == "packed":
-            if difference(form, pair.packed(eager), made, self.limit)[0] <= self.limit:
-                return NOT, "eager does not separate packed sequences"
+    def excuse(self, kind, form, given, eager, made, wanted, how, off):
+        """Why a difference is not one of attention; empty where it is."""
+        if form == "packed" and difference(given.packed(eager), made, self.limit)[0] <= self.limit:
+            return "eager does not separate packed sequences"
         if form in ("left", "right"):
-            other = [pair.padded(eager, form, content) for content in (7, 11)]
-            if apart(*other)[0] > self.limit / 10:
-                return NOT, "what is padding changes other rows by eager, too"
-        again = getattr(pair, "separate" if form == "packed" else form)(eager)
-        if difference(form, wanted, again, self.limit)[0] > self.limit:
-            return NOT, "eager differs from itself"
-        if form != "packed":
-            try:
-                other = getattr(pair, form)(self.made(kind, "sdpa", how, 1))
-            except Exception:
-                other = {}
-            if other and difference(form, other, made, self.limit)[0] <= self.limit:
-                return NOT, "transformers' own sdpa differs from eager in the same way"
-        # Rounding that a model enlarges, or that changes what its experts are chosen by, differs by weights.
+            one, other = (given.padded(eager, form, content) for content in (7, 11))
+            if difference(one, other, self.limit)[0] > self.limit / 10:
+                return "what is padding changes other rows by eager, too"
+        if difference(wanted, given.wanted(form, eager), self.limit)[0] > self.limit:
+            return "eager differs from itself"
+        try:
+            other = given.made(form, self.made(kind, "sdpa", how, 1))
+        except Exception:
+            other = {}
+        if other and difference(other, made, self.limit)[0] <= self.limit:
+            return "transformers' own sdpa differs from eager in the same way"
         noisy = self.made(kind, "eager", how, 1)
         with torch.no_grad():
             for parameter in noisy.parameters():
                 if parameter.is_floating_point():
-                    parameter.mul_(1 + 3e-7 * torch.randn_like(parameter))
-        spread = difference(form, wanted, getattr(pair, "separate" if form == "packed" else form)(noisy), self.limit)[0]
-        if off < 10 * spread:
-            return NOT, f"rounding alone makes a difference of {spread:.0e}"
-        for seed in (2, 3):
-            one, two = (self.made(kind, by, how, seed) for by in ("eager", Calls.instance.name))
-            wanted = getattr(pair, "separate" if form == "packed" else form)(one)
-            off, where = difference(form, wanted, getattr(pair, form)(two), self.limit)
-            if off <= self.limit:
-                return EQUAL, f"{off:.0e}, {text} with other weights"
-        return WRONG, text
+                    parameter.mul_(1 + 2 * torch.finfo(self.dtype).eps * torch.randn_like(parameter))
+        spread = difference(wanted, given.wanted(form, noisy), self.limit)[0]
+        return f"rounding alone makes a difference of {spread:.0e}" if off < 10 * spread else ""
 
 
 def child(sweep, kind, path, gigabytes):
@@ -210,8 +209,7 @@ def child(sweep, kind, path, gigabytes):
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     began = time.time()
-    forms, cls, given = sweep.model(kind)
-    result = dict(kind=kind, cls=cls, inputs=given, forms=forms, seconds=time.time() - began)
+    result = {**sweep.model(kind), "seconds": time.time() - began}
     pathlib.Path(path).write_text(json.dumps(result))
 
 
@@ -247,7 +245,7 @@ def run(sweep, kinds, jobs, timeout, results):
                 path.unlink()
             else:
                 why = f"more than {timeout} s" if late else f"process ended with {status}"
-                done[kind] = dict(kind=kind, cls="", inputs="", forms={form: (NOT, why) for form in sweep.forms}, seconds=timeout)
+                done[kind] = dict(kind=kind, cls="", inputs="", forms=sweep.all_of(NOT, why), seconds=timeout)
             yield kind, done[kind]
     folder.rmdir()
 
@@ -274,7 +272,8 @@ MARKS = ("<!-- begin: sweep_transformers.py -->", "<!-- end: sweep_transformers.
 
 def table(done, device):
     lines = [f"{summary(done)}. transformers {transformers.__version__}, {device}.", ""]
-    lines += ["| model type | class | inputs | " + " | ".join(FORMS) + " |", "|---|---|---|" + "---|" * len(FORMS)]
+    heads = ["model type", "class", "inputs", *FORMS]
+    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     others = {REFUSED: collections.defaultdict(list), NOT: collections.defaultdict(list)}
     for kind, one in sorted(done.items()):
         verdict = verdict_of(one["forms"])
@@ -309,7 +308,8 @@ def write(path, text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     listed = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--only", type=listed, help="model types")
     parser.add_argument("--forms", type=listed, default=FORMS, help=", ".join(FORMS))
