@@ -17,6 +17,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -38,6 +39,7 @@ import fa_attn.transformers  # noqa: E402
 FORMS = "full left right packed cached train".split()
 EQUAL, REFUSED, WRONG, ERROR = "equal", "refused", "wrong", "error"
 NOT, NONE = "not comparable", "no such form"
+MEMORY = 8 << 30
 SIGNS = {EQUAL: "=", REFUSED: "r", WRONG: "WRONG", ERROR: "ERROR", NOT: "n", NONE: ""}
 
 
@@ -198,14 +200,13 @@ class Sweep:
         return f"rounding alone makes a difference of {spread:.0e}" if off < 10 * spread else ""
 
 
-def child(sweep, kind, path, gigabytes):
-    os.setsid()
+def child(sweep, kind, path):
     if not sweep.debug:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
     if sweep.device == "cpu":
-        resource.setrlimit(resource.RLIMIT_AS, (gigabytes << 30,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     began = time.time()
@@ -213,41 +214,37 @@ def child(sweep, kind, path, gigabytes):
     pathlib.Path(path).write_text(json.dumps(result))
 
 
-def run(sweep, kinds, jobs, timeout, results):
-    """Each model type in a process of its own."""
-    running, waiting, done = {}, list(kinds)[::-1], dict(results)
-    folder = pathlib.Path(f"/tmp/sweep_transformers.{os.getpid()}")
-    folder.mkdir()
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            kind = waiting.pop()
-            path = folder / kind
-            pid = os.fork()
-            if not pid:
-                code = 1
-                try:
-                    child(sweep, kind, path, 8)
-                    code = 0
-                finally:
-                    os._exit(code)
-            running[pid] = (kind, path, time.time())
-        time.sleep(0.02)
-        for pid, (kind, path, began) in list(running.items()):
-            late = time.time() - began > timeout
-            if late:
-                os.killpg(pid, signal.SIGKILL)
-            ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-            if not ended:
-                continue
-            del running[pid]
-            if path.exists():
-                done[kind] = json.loads(path.read_text())
-                path.unlink()
-            else:
-                why = f"more than {timeout} s" if late else f"process ended with {status}"
-                done[kind] = dict(kind=kind, cls="", inputs="", forms=sweep.all_of(NOT, why), seconds=timeout)
-            yield kind, done[kind]
-    folder.rmdir()
+def run(sweep, kinds, jobs, timeout):
+    """The result of each model type, by a process of its own."""
+    running, waiting = {}, list(kinds)[::-1]
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                kind = waiting.pop()
+                path = pathlib.Path(folder, kind)
+                pid = os.fork()
+                if not pid:
+                    code = 1
+                    try:
+                        child(sweep, kind, path)
+                        code = 0
+                    finally:
+                        os._exit(code)
+                running[pid] = (kind, path, time.time())
+            time.sleep(0.02)
+            for pid, (kind, path, began) in list(running.items()):
+                late = time.time() - began > timeout
+                if late:
+                    os.kill(pid, signal.SIGKILL)
+                ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+                if not ended:
+                    continue
+                del running[pid]
+                if path.exists() and not late:
+                    yield json.loads(path.read_text())
+                    continue
+                why = f"more than {timeout} s" if late else f"its process ended with {status}"
+                yield dict(kind=kind, cls="", inputs="", forms=sweep.all_of(NOT, why), seconds=timeout)
 
 
 def verdict_of(forms):
@@ -324,16 +321,18 @@ def main():
         given = getattr(args, name[2:]) or []
         if unknown := [x for x in given if x not in known]:
             parser.error(f"{name}: {', '.join(unknown)} not known; known are {', '.join(known)}")
+    if args.write and not (os.path.exists(args.write) and all(x in open(args.write).read() for x in MARKS)):
+        parser.error(f"--write {args.write}: a file with the lines {MARKS[0]} and {MARKS[1]} is needed")
     Calls.instance = Calls()
     done = {}
     if args.results and os.path.exists(args.results):
         done = {x["kind"]: x for x in map(json.loads, open(args.results))}
     kinds = [x for x in sorted(args.only or CONFIG_MAPPING_NAMES) if x not in done]
-    for kind, one in run(Sweep(args), kinds, args.jobs, args.timeout, done):
-        done[kind] = one
+    for one in run(Sweep(args), kinds, args.jobs, args.timeout):
+        done[one["kind"]] = one
         bad = {k: v for k, v in one["forms"].items() if v[0] in (WRONG, ERROR)}
         signs = " ".join(f"{form}:{SIGNS[verdict] or '-'}" for form, (verdict, _) in one["forms"].items())
-        print(f"{kind:32} {signs} {one['seconds']:.0f} s {bad or ''}", flush=True)
+        print(f"{one['kind']:32} {signs} {one['seconds']:.0f} s {bad or ''}", flush=True)
         if args.results:
             with open(args.results, "a") as file:
                 file.write(json.dumps(one) + "\n")
