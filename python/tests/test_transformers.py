@@ -162,9 +162,9 @@ def test_one_graph_for_models(name):
             assert ((one - other).abs() * keys[..., None]).max() < 1e-5
         found = [in_parts(model, tokens, keys, (19, 1), 32) for model in (eager, graph)]
         assert ((found[0] - found[1]).abs() * keys[..., None]).max() < 1e-5
-    # Of rows that may be packed the graph ends where the mask is made.
+    # Rows that may be packed are none that end a graph.
     torch.compiler.reset()
-    whole = torch.compile(ours.train(), backend="aot_eager")
+    whole = torch.compile(ours.train(), fullgraph=True, backend="aot_eager")
     losses = [model(input_ids=tokens, labels=tokens, use_cache=False).loss for model in (eager.train(), whole)]
     assert (losses[0] - losses[1]).abs() < 1e-5
     torch.compiler.reset()
@@ -235,10 +235,9 @@ def test_other_masks_and_options_raise():
     chunked = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(fa_attn.UnsupportedError, match="chunked_overlay"):
         fa_attn.transformers.mask(1, 16, 16, mask_function=chunked)
-    either = masking_utils.or_masks(
-        masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
-    )
-    with pytest.raises(fa_attn.UnsupportedError, match="or_masks"):
+    blocks = masking_utils.blockwise_overlay(torch.zeros(1, 16, dtype=torch.int64))
+    either = masking_utils.or_masks(masking_utils.causal_mask_function, blocks)
+    with pytest.raises(fa_attn.UnsupportedError, match="or_mask"):
         fa_attn.transformers.mask(1, 16, 16, mask_function=either)
     x = torch.randn(1, 2, 8, 16)
     with pytest.raises(fa_attn.UnsupportedError, match="dropout"):
@@ -275,24 +274,8 @@ def test_models_that_support_no_other_attention_are_refused():
         model(input_ids=torch.randint(3, 64, (1, 9)))
 
 
-def test_windows_that_only_a_mask_knows_are_refused():
-    """PhiMoE's layers do not say how wide their window is."""
-    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
-    sizes |= dict(num_key_value_heads=2, num_local_experts=2, vocab_size=64)
-    tokens = torch.randint(3, 64, (1, 9))
-    for window in (4, None):
-        config = transformers.PhimoeConfig(**sizes, sliding_window=window)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
-        if window is None:
-            eager, ours = both_ways(model, input_ids=tokens)
-            assert (eager - ours).abs().max() < 1e-5
-        else:
-            with pytest.raises(fa_attn.UnsupportedError, match="do not hand on their sliding window"):
-                model(input_ids=tokens)
-
-
-def test_windows_that_no_layer_has_are_no_reason_to_refuse():
-    """Qwen2-MoE makes masks of both forms; its layers have a window only where its configuration says so."""
+def test_windows_that_layers_have_in_part():
+    """Qwen2-MoE makes masks of both forms, which its layers choose from without naming a window."""
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=64)
     sizes |= dict(moe_intermediate_size=16, shared_expert_intermediate_size=16)
@@ -302,16 +285,12 @@ def test_windows_that_no_layer_has_are_no_reason_to_refuse():
     for window in ({}, dict(use_sliding_window=True, sliding_window=4)):
         config = transformers.Qwen2MoeConfig(**sizes, **window)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
-        if window:
-            with pytest.raises(fa_attn.UnsupportedError, match="do not hand on their sliding window"):
-                model(input_ids=tokens)
-        else:
-            eager, ours = both_ways(model, input_ids=tokens, attention_mask=mask)
-            assert ((eager - ours).abs() * mask[..., None]).max() < 1e-5
+        eager, ours = both_ways(model, input_ids=tokens, attention_mask=mask)
+        assert ((eager - ours).abs() * mask[..., None]).max() < 1e-5
 
 
 def test_a_model_without_attention_of_its_own_is_taken():
     """Its text model has it."""
     config = transformers.AutoConfig.for_model("paligemma")
-    fa_attn.transformers._check_model(config)
-    fa_attn.transformers._check_model(config.text_config)
+    fa_attn.transformers.check_model(config)
+    fa_attn.transformers.check_model(config.text_config)
