@@ -295,6 +295,7 @@ def short(detail):
     if detail.startswith("no class"):
         return "transformers has no model of it"
     detail = re.sub(r"^UnsupportedError: (\w+Config: )?|torch\.|and the shape \([^)]*\)", "", detail)
+    detail = re.sub(r"[A-Z0-9_]+_CLASSES, which has no .*", "table", detail)
     return " ".join(re.split(r"[:;] ", detail)[0].split())
 
 
@@ -312,7 +313,7 @@ def main():
     parser.add_argument("--forms", type=listed, default=FORMS, help=", ".join(FORMS))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="f32 on cpu, bf16 on cuda")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--timeout", type=int, default=60, help="seconds for a model type")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds for a model type")
     parser.add_argument("--results", help="lines of JSON; model types that are in it are not run again")
     parser.add_argument("--write", help="a file with the table between its markers")
     parser.add_argument("--debug", action="store_true", help="print errors and inputs")
