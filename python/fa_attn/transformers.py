@@ -6,9 +6,9 @@
 
 Causal, bidirectional and sliding-window attention, grouped heads, soft caps and sinks, padded batches and
 packed sequences, on CPUs and GPUs, with gradients. What the model's mask says is computed, whatever its
-layers say; where it makes none, the layers decide. Masks of any other form, dropout, attention weights, and
-models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or support only their own raise
-an error.
+layers say; where it makes none, `is_causal` of a layer decides, as in torch's own attention. Masks of any
+other form, dropout, attention weights, and models that compute attention in their own code (Bloom, MPNet,
+RoFormer, ...) or support only their own raise an error.
 """
 
 import weakref
@@ -101,8 +101,9 @@ def attention(
     made = attention_mask
     if made is None or not isinstance(made, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # A window counts the query's own position.
-        left = FAR if sliding_window is None else sliding_window - 1
+        # A window counts the query's own position. Without a mask eager attention and sdpa have none.
+        none = sliding_window is None or attention_mask is None and cu_seq_lens_q is None
+        left = FAR if none else sliding_window - 1
         made = Mask((q.shape[0], 1, rows, keys), q.device, left, 0 if causal else left, keys)
         if attention_mask is not None:
             made.padding = _padding_of_last(attention_mask, made)
