@@ -80,7 +80,9 @@ def run_append(
         return append_padded(k, v, k_cache, v_cache, q, cos, sin, *mask, *rows)
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
     used_k, page_table, cu_new, cu_q = (
-        None if x is None else x.contiguous() for x in (used_k, page_table, cu_new, cu_q)
+        # Starts may be arrays of another library.
+        x.contiguous() if isinstance(x, torch.Tensor) else x
+        for x in (used_k, page_table, cu_new, cu_q)
     )
     after = torch.empty_like(used_k)
     turned = q.new_empty((0,))

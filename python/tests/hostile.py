@@ -146,8 +146,8 @@ def calls(array):
             of.problem,
             dict(
                 dict(batch=2, seqlen=4, heads=4, head_dim=8, seqlen_q=4, seqlen_k=4, heads_kv=2),
-                **dict(head_dim_v=8, dtype="bf16", causal=True, window_size=(1, 1), softmax_scale=0.5, softcap=1.0),
-                **dict(alibi="per_head", sinks=True, total_q=8, total_k=8, page=None, pages=None),
+                **dict(head_dim_v=8, dtype="bf16", causal=True, window_size=(1, 1), softmax_scale=0.5),
+                **dict(softcap=1.0, alibi="per_head", sinks=True, total_q=8, total_k=8, page=None, pages=None),
                 **dict(used_q=True, used_k=True),
             ),
         ),

@@ -459,7 +459,7 @@ def test_rows_of_no_whole_chunks_are_appended(device, dtype):
         k, v = tensors(device, dtype, (2, 50, 2, dim), (2, 50, 2, dim_v), seed=1, grad=False)
         used = torch.tensor([5, 9], dtype=torch.int32, device=device)
         tables = [torch.rand(60, turned // 2, device=device) for _ in range(2)] if turned else [None, None]
-        others = (*tables, False, True, None, 3, used, None, None, 3)
+        others = (*tables, False, True, -1, -1, None, 3, used, None, None, 3)
         caches = [(k.clone(), v.clone()) for _ in range(2)]
         found = [
             way(new_k, new_v, *cache, q, *others)
