@@ -103,8 +103,8 @@ mod tests {
         let case = Case { problem, placement: Placement::PACKED, extras: with_mods(extras, &problem) };
         let expected = concat!(
             r#"{"cu_seqlens_q":[0,4,9],"gap":0,"layout":"bshd","problem":{"batch":2,"dtype":"bf16","#,
-            r#""head_dim":64,"head_dim_v":64,"heads_kv":4,"heads_q":4,"mask":{"left":40,"right":7},"seqlen_k":6,"#,
-            r#""seqlen_q":5,"sinks":true,"total_q":9,"used_k":true},"seqused_k":[6,1],"#,
+            r#""head_dim":64,"head_dim_v":64,"heads_kv":4,"heads_q":4,"mask":{"left":40,"right":7},"#,
+            r#""seqlen_k":6,"seqlen_q":5,"sinks":true,"total_q":9,"used_k":true},"seqused_k":[6,1],"#,
             r#""sinks":[1.5,-3.0,4.25,0.0]}"#,
         );
         assert_eq!(case.data().to_string(), expected);
