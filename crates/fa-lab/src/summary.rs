@@ -14,7 +14,7 @@ use crate::error::{Error, Result, message, read_record};
 use crate::record;
 
 /// Significant digits of measured numbers.
-const DIGITS: i32 = 5;
+const DIGITS: usize = 6;
 
 /// Fields whose numbers define a problem or a kernel, and are not rounded.
 const EXACT: [&str; 2] = ["problem", "spec"];
@@ -172,7 +172,7 @@ fn round(value: &mut Value) {
         Value::Number(number) if number.is_f64() => {
             let exact = number.as_f64().unwrap_or_default();
             // Digits are decimal ones: by text, since a product with a power of ten would not be.
-            let rounded: Option<f64> = format!("{exact:.*e}", DIGITS as usize - 1).parse().ok();
+            let rounded: Option<f64> = format!("{exact:.*e}", DIGITS - 1).parse().ok();
             *value = json!(rounded.unwrap_or(exact));
         }
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
@@ -365,9 +365,9 @@ mod tests {
             "command": "fa bench", "reps": 24,
             "kernels": [{ "name": "kernel", "spec": { "head_dim": 64 } }],
             "rows": [
-                row("a", 0.12346, json!({})),
-                row("b", 1234600.0, json!({ "fa3": 2.0 })),
-                row("c", 1.0, json!({ "fa3": 2.0, "fa4": 700.13 })),
+                row("a", 0.123457, json!({})),
+                row("b", 1234570.0, json!({ "fa3": 2.0 })),
+                row("c", 1.0, json!({ "fa3": 2.0, "fa4": 700.126 })),
             ],
         });
         assert_eq!(summary(&record), expected);
