@@ -234,8 +234,11 @@ pub(crate) fn sheet_with_legend(
 /// path: a dashed line is hundreds of lines.
 fn compact(svg: &str) -> String {
     const FONT: &str = " font-family=\"sans-serif\"";
-    let plain =
-        svg.replace(" opacity=\"1\"", "").replace(FONT, "").replacen("<svg", &format!("<svg{FONT}"), 1);
+    let mut plain = svg.to_owned();
+    for default in [FONT, " opacity=\"1\"", " stroke=\"none\" stroke-width=\"2\""] {
+        plain = plain.replace(default, "");
+    }
+    let plain = plain.replacen("<svg", &format!("<svg{FONT}"), 1);
     let mut out = String::with_capacity(plain.len());
     let mut last = None;
     for line in plain.lines() {

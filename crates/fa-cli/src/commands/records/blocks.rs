@@ -293,6 +293,10 @@ fn means(of: &[Rates]) -> String {
                 else {
                     continue;
                 };
+                // A single row says it itself.
+                if count == 1 {
+                    continue;
+                }
                 let _ = writeln!(
                     text,
                     "| {}: {group} | {} | {count} | {mean:.2} | {lowest:.3} | {} | {below} |",
