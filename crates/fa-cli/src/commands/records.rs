@@ -72,8 +72,8 @@ Examples:
 
 In order: the grid of every kernel that is in no record with its sources, rates beside peers, rates of \
 attention as it is served, random problems, sanitizers. Each step is a process of this program within a time \
-limit; of rates a summary is kept, and the full record in the folder of the progress. Exit code 1 when a step \
-failed or is left.";
+limit; of rates a summary is kept, and the full record in the folder of the progress. Exit code 1 when a \
+step failed or is left.";
 
 fn part_of_a_file_name(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
