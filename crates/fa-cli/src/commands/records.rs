@@ -53,7 +53,7 @@ pub(crate) struct RecordsArgs {
     #[arg(long, conflicts_with_all = OF_RUNS, conflicts_with = "summarise")]
     pub tables: bool,
     /// Only say which tables are out of date: exit code 1 if there are any
-    #[arg(long, requires = "tables", conflicts_with_all = OF_RUNS)]
+    #[arg(long, requires = "tables", conflicts_with_all = OF_RUNS, conflicts_with = "summarise")]
     pub check: bool,
 }
 
