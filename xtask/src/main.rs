@@ -4,7 +4,7 @@
 //! - `build`, `validate`: hand their flags to `fa`; `search`: lists tiles by the planner's guide.
 //! - `candle`, `python`, `toolkit`: what is tested with, or fetched from, elsewhere.
 //! - `codegen`, `device`, `size`: generated headers, the format of CUDA sources, the program's size.
-//! - `imports`, `lines`, `map`, `notebook`, `performance`: tests of the whole tree, on `rust_tokens`.
+//! - `imports`, `lines`, `notebook`: tests of the whole tree, on `rust_tokens`.
 //! - `workspace`: the workspace's folder, and cargo run in it.
 
 mod build;
@@ -17,12 +17,8 @@ mod imports;
 #[cfg(test)]
 mod lines;
 #[cfg(test)]
-mod map;
-#[cfg(test)]
 mod notebook;
 mod passed;
-#[cfg(test)]
-mod performance;
 mod python;
 #[cfg(test)]
 mod rust_tokens;

@@ -1,11 +1,12 @@
 //! The planner's best few kernels for every kind of problem, and what the compiler makes of them: no kernel
 //! that it spills should be among them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use fa_attn::atomic_file;
 use fa_core::{Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Side};
 use fa_kernels::{CompileFailure, Compiler, Headers, Source, smem_bytes};
 use fa_planner::plan::{PlanOptions, PlanSet, explore};
@@ -203,13 +204,14 @@ impl FromStr for Said {
     }
 }
 
-/// The file of what `compiler` said, below the folder of results: `configs/best-nvrtc-13.0.txt`.
+/// The file of what `compiler` has against kernels, below the folder of results:
+/// `configs/refused-nvrtc-13.0.txt`.
 ///
 /// # Errors
 /// Those of the compiler.
 pub fn file(results: &Path, compiler: &Compiler) -> Result<PathBuf> {
     let version = compiler.version()?.replace(' ', "-");
-    Ok(results.join("configs").join(format!("best-{version}.txt")))
+    Ok(results.join("configs").join(format!("refused-{version}.txt")))
 }
 
 /// Reads a file of a line for each kernel, and comments; empty where there is no file.
@@ -224,6 +226,21 @@ pub fn read(path: &Path) -> Result<Vec<Said>> {
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let said = lines.map(|line| line.parse().map_err(|e| Error::Request(format!("{}: {e}", path.display()))));
     said.collect()
+}
+
+/// Writes the kernels that are not clean to a file of results, sorted, with those that it has already.
+///
+/// # Errors
+/// A file that cannot be read or written.
+pub fn keep(path: &Path, said: &[Said]) -> Result<()> {
+    let refused = said.iter().filter(|own| own.verdict != Verdict::Clean).cloned();
+    let known = read(path)?.into_iter().chain(refused);
+    let of: BTreeMap<String, Said> = known.map(|own| (own.kernel.clone(), own)).collect();
+    let head = "# What the compiler has against kernels among the planner's best: bytes of spills or a \
+                fault, architecture, kernel. By `fa build --best`.\n";
+    let text: String = of.into_values().map(|own| format!("{own}\n")).collect();
+    atomic_file::write(path, format!("{head}{text}").as_bytes())?;
+    Ok(())
 }
 
 /// Compiles a kernel without storing it.
@@ -253,21 +270,17 @@ pub fn compile(compiler: &Compiler, (arch, spec): &(Arch, KernelSpec), headers: 
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
-    use fa_planner::account::Reason;
-
     use super::*;
 
     fn known() -> BTreeMap<String, Verdict> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results/configs");
-        let said = read(&folder.join("best-nvrtc-13.0.txt")).expect("lines");
+        let said = read(&folder.join("refused-nvrtc-13.0.txt")).expect("lines");
         assert!(said.len() > 300, "{}", said.len());
         said.into_iter().map(|own| (own.kernel, own.verdict)).collect()
     }
 
     #[test]
-    fn none_of_the_best_ten_is_known_to_spill_and_none_that_does_not_is_rejected() {
+    fn none_of_the_best_ten_is_known_to_spill() {
         let known = known();
         let wrong = |kind: &Kind| -> Vec<String> {
             let Some(set) = kind.explored() else { return Vec::new() };
@@ -278,12 +291,7 @@ mod tests {
                     Some(format!("{} is among the best ten: {verdict:?}", plan.spec))
                 }
             });
-            let spilled = set.rejected.iter().filter(|own| matches!(own.reason, Reason::Spills { .. }));
-            let rejected = spilled.filter_map(|own| match of(&own.spec)? {
-                Verdict::Clean => Some(format!("{} is rejected", own.spec)),
-                Verdict::Spills(_) | Verdict::Fault(_) => None,
-            });
-            best.chain(rejected).collect()
+            best.collect()
         };
         let wrong: BTreeSet<String> = kinds().par_iter().flat_map_iter(wrong).collect();
         assert!(wrong.is_empty(), "{}: {wrong:#?}", wrong.len());
@@ -311,6 +319,17 @@ mod tests {
             assert_eq!((said.to_string().as_str(), line.parse()), (line, Ok(said)));
         }
         assert!("kernel".parse::<Said>().expect_err("no verdict").contains("VERDICT ARCH KERNEL"));
+    }
+
+    #[test]
+    fn what_is_not_clean_is_kept_once_and_in_order() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("refused.txt");
+        let said = |kernel: &str, verdict| Said { kernel: kernel.to_owned(), verdict };
+        keep(&path, &[said("sm90 b", Verdict::Spills(8)), said("sm90 c", Verdict::Clean)]).expect("kept");
+        keep(&path, &[said("sm90 a", Verdict::Fault("C7512".into()))]).expect("kept");
+        let kept = [said("sm90 a", Verdict::Fault("C7512".into())), said("sm90 b", Verdict::Spills(8))];
+        assert_eq!(read(&path).expect("lines"), kept);
     }
 
     #[test]

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Context, Result};
 use crate::log::{self, Log};
 use crate::progress::{Progress, Step as Shown};
+use crate::summary;
 use crate::worker::Program;
 
 pub use steps::{Wanted, steps_for};
@@ -31,6 +32,17 @@ pub struct Step {
     pub expected: u64,
     /// Seconds after which it is stopped.
     pub limit: u64,
+    /// The record that it writes, where a summary of it is kept.
+    pub summarised: Option<Summarised>,
+}
+
+/// A record that only a summary is kept of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Summarised {
+    /// The full record, among the files of the run's progress.
+    pub record: PathBuf,
+    /// The folder of the results, where its summary is.
+    pub results: PathBuf,
 }
 
 /// How to run a list.
@@ -153,7 +165,12 @@ fn run_one(
     let mut child = command.spawn().context(program.executable.display().to_string())?;
     let ended = wait(&mut child, began + time)?;
     let end = match ended {
-        Some(status) if status.success() => End::Good,
+        Some(status) if status.success() => {
+            if let Some(Summarised { record, results }) = &step.summarised {
+                summary::keep(record, results)?;
+            }
+            End::Good
+        }
         Some(_) => End::Bad,
         None if time < limit => return Ok(None),
         None => End::Slow,
@@ -239,7 +256,7 @@ mod tests {
 
     fn step(name: &str, does: &str) -> Step {
         let arguments = vec![name.to_owned(), does.to_owned()];
-        Step { name: name.to_owned(), arguments, expected: 0, limit: 60 }
+        Step { name: name.to_owned(), arguments, expected: 0, limit: 60, summarised: None }
     }
 
     use End::{Bad, Good, Slow};
@@ -258,6 +275,24 @@ mod tests {
         assert_eq!(stub.order(), "abcbc");
         stub.run(&steps, &Options { build: "two".to_owned(), ..options });
         assert_eq!(stub.order(), "abcbcabc");
+    }
+
+    #[test]
+    fn what_is_kept_of_a_record_is_its_summary() {
+        let stub = Stub::new();
+        let [record, results] = ["rates.json", "results"].map(|name| stub.folder.path().join(name));
+        let summary = results.join("rates.json");
+        let text = r#"{"reps": 24, "version": "0.1.0", "rows": [{"spec": "a", "ms_median": 1.25}]}"#;
+        std::fs::write(&record, text).expect("written");
+        let summarised = Some(Summarised { record, results });
+        let steps = [Step { summarised: summarised.clone(), ..step("a", "true") }];
+        assert_eq!(stub.run(&steps, &stub.options()), [Some(Good)]);
+        let kept = std::fs::read_to_string(&summary).expect("a summary");
+        assert_eq!(kept, "{\n\"reps\":24,\n\"rows\":[{\"ms_median\":1.25,\"spec\":\"a\"}]\n}\n");
+        // What failed leaves the summary as it is.
+        std::fs::remove_file(&summary).expect("removed");
+        assert_eq!(stub.run(&[Step { summarised, ..step("b", "exit 1") }], &stub.options()), [Some(Bad)]);
+        assert!(!summary.exists());
     }
 
     #[test]

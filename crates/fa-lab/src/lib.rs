@@ -9,6 +9,7 @@
 //! - `configs`, `best`: what the compiler makes of the planner's configurations.
 //! - `record`: which kernels were validated where, by the hash of their sources; `campaign`: the runs that
 //!   are due on a GPU when sources have changed.
+//! - `summary`: what of a record is kept; reads records and summaries alike.
 //! - `log`: results of a run that may be stopped and go on.
 //! - `sequences`, `tensors`, `memory`, `mods`, `append`, `random`: the inputs of a case.
 //!
@@ -46,6 +47,8 @@ pub mod marks;
 pub mod memory;
 pub mod mods;
 pub mod peers;
+#[cfg(test)]
+mod planner_tests;
 mod progress;
 pub mod random;
 pub mod record;
@@ -54,6 +57,7 @@ pub mod sequences;
 mod serve;
 pub mod shape;
 pub mod spec_file;
+pub mod summary;
 pub mod tensors;
 pub mod tune;
 pub mod validate;

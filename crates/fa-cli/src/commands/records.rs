@@ -1,12 +1,15 @@
 //! `fa records`: what a machine with a GPU has to run when kernels have changed.
 
+mod blocks;
+mod tables;
+
 use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
 use fa_core::counted;
 use fa_lab::campaign::{self, End, Options, Row, Wanted};
-use fa_lab::{Program, record};
+use fa_lab::{Program, record, summary};
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
@@ -43,7 +46,19 @@ pub(crate) struct RecordsArgs {
     /// List what would run and what has run, and run nothing
     #[arg(long)]
     pub list: bool,
+    /// Write a summary of each of these full records below --results, and run nothing
+    #[arg(long, value_name = "RECORD.json", num_args = 1.., conflicts_with_all = OF_RUNS)]
+    pub summarise: Vec<PathBuf>,
+    /// Write the tables of README.md and docs/performance.md from the summaries, and run nothing
+    #[arg(long, conflicts_with_all = OF_RUNS, conflicts_with = "summarise")]
+    pub tables: bool,
+    /// Only say which tables are out of date: exit code 1 if there are any
+    #[arg(long, requires = "tables", conflicts_with_all = OF_RUNS, conflicts_with = "summarise")]
+    pub check: bool,
 }
+
+/// Options of what runs on a GPU.
+const OF_RUNS: [&str; 8] = ["gpu", "state", "budget", "only", "all", "no_peers", "again", "list"];
 
 const EXAMPLES: &str = "\
 Examples:
@@ -52,10 +67,13 @@ Examples:
   fa records --budget 590                    as much as ten minutes hold; the next call goes on
   fa records --only validate --all           every grid, whether its record matches or not
   fa records --only marks --again            rates whose measurement failed, once more
+  fa records --summarise rates.json          the summary of a record that fa bench --json wrote
+  fa records --tables                        the documents' tables, from the summaries
 
 In order: the grid of every kernel that is in no record with its sources, rates beside peers, rates of \
 attention as it is served, random problems, sanitizers. Each step is a process of this program within a time \
-limit. Exit code 1 when a step failed or is left.";
+limit; of rates a summary is kept, and the full record in the folder of the progress. Exit code 1 when a \
+step failed or is left.";
 
 fn part_of_a_file_name(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
@@ -70,7 +88,23 @@ fn part_of_a_file_name(text: &str) -> Result<String, String> {
 /// # Errors
 /// Records that cannot be read, a folder that cannot be written, a filter that no step passes.
 pub(crate) fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
-    let wanted = Wanted { results: &args.results, gpu: &args.gpu, all: args.all, peers: !args.no_peers };
+    if !args.summarise.is_empty() {
+        for record in &args.summarise {
+            let path = summary::keep(record, &args.results)?;
+            output::note(&format!("wrote {}", path.display()));
+        }
+        return Ok(Verdict::Good);
+    }
+    if args.tables {
+        return tables::command(&args.results, args.check);
+    }
+    let wanted = Wanted {
+        results: &args.results,
+        state: &args.state,
+        gpu: &args.gpu,
+        all: args.all,
+        peers: !args.no_peers,
+    };
     let mut steps = campaign::steps_for(&wanted)?;
     let names: Vec<String> = steps.iter().map(|step| step.name.clone()).collect();
     let is_wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|part| name.contains(part));

@@ -227,7 +227,42 @@ pub(crate) fn sheet_with_legend(
     }
     // XML admits no control characters, not even escaped.
     svg.retain(|c| !c.is_control() || c == '\n');
-    Ok(svg)
+    Ok(compact(&svg))
+}
+
+/// The document without defaults on every element, and with lines of one pen that follow one another as one
+/// path: a dashed line is hundreds of lines.
+fn compact(svg: &str) -> String {
+    const FONT: &str = " font-family=\"sans-serif\"";
+    let mut plain = svg.to_owned();
+    for default in [FONT, " opacity=\"1\"", " stroke=\"none\" stroke-width=\"2\""] {
+        plain = plain.replace(default, "");
+    }
+    let plain = plain.replacen("<svg", &format!("<svg{FONT}"), 1);
+    let mut out = String::with_capacity(plain.len());
+    let mut last = None;
+    for line in plain.lines() {
+        let polyline = line.strip_prefix("<polyline ").and_then(|line| line.split_once(" points=\""));
+        let pen = polyline.map(|(pen, _)| pen);
+        if last.is_some() && pen != last {
+            out += "\"/>\n";
+        }
+        match polyline {
+            Some((pen, points)) => {
+                if last != Some(pen) {
+                    out += &format!("<path {pen} d=\"");
+                }
+                out.push('M');
+                out += points.trim_end_matches("\"/>").trim_end();
+            }
+            None => {
+                out += line;
+                out.push('\n');
+            }
+        }
+        last = pen;
+    }
+    out
 }
 
 /// Panels side by side.

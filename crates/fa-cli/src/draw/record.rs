@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context;
-use fa_lab::read_record;
+use fa_lab::summary;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -29,8 +29,7 @@ pub(crate) fn redraw<R: DeserializeOwned>(
     draw: impl FnOnce(&R) -> anyhow::Result<String>,
 ) -> anyhow::Result<Verdict> {
     let target = target(plot.context("--draw needs --plot")?, &[record.to_owned()])?;
-    let none = |e| InputError::Usage(format!("{} is not a record of `{command}`: {e}", record.display()));
-    let drawn = draw(&serde_json::from_str(&read_record(record)?).map_err(none)?)?;
+    let drawn = draw(&summary::read(record, command)?)?;
     target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;
     Ok(Verdict::Good)
 }

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreKind};
+use fa_lab::{message, summary};
 use fa_planner::cost::{CostConstants, predict};
 use serde::Deserialize;
 
@@ -207,10 +208,8 @@ fn json_files(folder: &Path, begin: &str) -> Result<Vec<PathBuf>, InputError> {
     Ok(paths)
 }
 
-fn parse<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, InputError> {
-    let said = |error: &dyn std::fmt::Display| InputError::Usage(format!("{}: {error}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|error| said(&error))?;
-    serde_json::from_str(&text).map_err(|error| said(&format!("no record: {error}")))
+fn parse<T: serde::de::DeserializeOwned>(path: &Path, command: &str) -> Result<T, InputError> {
+    summary::read(path, command).map_err(|error| InputError::Usage(message(&error)))
 }
 
 impl Records {
@@ -222,12 +221,12 @@ impl Records {
         let mut records = Records::default();
         for path in json_files(folder, "marks")? {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            records.add(&parse(&path)?, &file);
+            records.add(&parse(&path, "fa bench")?, &file);
         }
         for below in ["configs", "validate"].map(|name| folder.join(name)).iter().filter(|path| path.is_dir())
         {
             for path in json_files(below, "")? {
-                let Validated { arch, rows, kernels } = parse(&path)?;
+                let Validated { arch, rows, kernels } = parse(&path, "fa validate")?;
                 records.ran.extend(kernels.into_iter().map(|kernel| (arch, kernel.name)));
                 for row in rows {
                     if let (Some(registers), Some(spills)) = (row.registers, row.spills) {

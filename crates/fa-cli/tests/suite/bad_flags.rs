@@ -123,6 +123,10 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("records --list --again", "cannot be used with"),
         ("records --list --gpu ../h100", "use letters, digits"),
         ("records --list --budget 60", "cannot be used with"),
+        ("records --summarise x.json --all", "cannot be used with"),
+        ("records --summarise x.json --tables", "cannot be used with"),
+        ("records --tables --again", "cannot be used with"),
+        ("records --check", "--tables"),
         ("completions cmd", "invalid value"),
     ] {
         refuses(line, part);

@@ -65,11 +65,32 @@ fn todays_first_choices_are_judged_by_records_without_a_gpu() {
     assert_eq!(judged["problems"].as_array().map(Vec::len), Some(24));
     assert_eq!(judged["groups"][4]["name"], "all", "one record has no group of its own: {judged}");
     let none = fa_args(&["tune", "--judge", text(&repository("README.md"))]);
-    assert!(
-        none.code == 2 && none.stderr.contains("not a record of fa tune --random N --json FILE"),
-        "{}",
-        none.stderr
-    );
+    assert!(none.code == 2 && none.stderr.contains("is not a record of `fa tune`"), "{}", none.stderr);
+}
+
+#[test]
+fn a_record_has_a_summary_that_is_drawn_as_it_is() {
+    let (folder, results) = (Dir::new(), Dir::new());
+    let [record, plot] = ["rates.json", "rates.svg"].map(|name| folder.path(name));
+    let line = "bench --headdim 16 --seqlen 32,64 --heads 2 --backend reference --seconds 0.001 --json";
+    fa(&format!("{line} {}", text(&record))).good();
+    let summarise = |path: &std::path::Path| {
+        fa_args(&["records", "--results", text(results.root()), "--summarise", text(path)])
+    };
+    summarise(&record).good();
+    let summary = results.path("rates.json");
+    let [full, kept] = [&record, &summary].map(|path| {
+        fa(&format!("bench --draw {} --plot {}", text(path), text(&plot))).good();
+        std::fs::read_to_string(&plot).expect("a plot")
+    });
+    assert_eq!(full.matches("<circle").count(), kept.matches("<circle").count());
+    assert!(std::fs::read_to_string(&summary).expect("a summary").contains("\"columns\":["));
+    let none = summarise(&repository("examples/README.md"));
+    assert!(none.code == 2 && none.stderr.contains("is not a record of"), "{none:?}");
+    let none = summarise(&repository("docs/results/peers-tests-h100.json"));
+    assert!(none.code == 2 && none.stderr.contains("as --json writes them, have summaries"), "{none:?}");
+    let outside = fa_args(&["records", "--tables", "--results", text(results.root())]);
+    assert!(outside.code != 0 && outside.stderr.contains("--results names"), "{outside:?}");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use fa_core::{Family, Pass, counted};
 
-use super::Step;
+use super::{Step, Summarised};
 use crate::error::Result;
 use crate::record::{State, standings};
 
@@ -13,6 +13,8 @@ use crate::record::{State, standings};
 pub struct Wanted<'a> {
     /// The folder of the records.
     pub results: &'a Path,
+    /// The folder of full records, of which summaries are kept.
+    pub state: &'a Path,
     /// The GPU, as names of records of rates have it: `h100`.
     pub gpu: &'a str,
     /// Whether to validate kernels whose records match the current sources.
@@ -81,17 +83,21 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
     };
     let folder = wanted.results.display().to_string();
     let mut steps = Vec::new();
-    let mut add = |name: String, flags: &str, paths: &[(&str, String)], (expected, limit): (u64, u64)| {
+    let mut add = |name: String,
+                   flags: &str,
+                   paths: &[(&str, String)],
+                   (expected, limit): (u64, u64),
+                   summarised: Option<Summarised>| {
         let mut arguments: Vec<String> = flags.split_whitespace().map(str::to_owned).collect();
         for (flag, path) in paths {
             arguments.extend([(*flag).to_owned(), path.clone()]);
         }
-        steps.push(Step { name, arguments, expected, limit });
+        steps.push(Step { name, arguments, expected, limit, summarised });
     };
     let results = [("--results", folder.clone())];
     for (kernel, seconds) in KERNELS.iter().zip(GRID).filter(|(kernel, _)| changed.contains(kernel)) {
         let flags = format!("validate --record {}", of(kernel));
-        add(name("validate", kernel), &flags, &results, (seconds, 3 * seconds));
+        add(name("validate", kernel), &flags, &results, (seconds, 3 * seconds), None);
     }
     for (name, flags, has_peers, seconds) in RATES {
         // It compares with one peer, and is useless without it.
@@ -106,17 +112,19 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
                 flags += &format!(" --peer {peer}");
             }
         }
-        let file = wanted.results.join(format!("{name}-{}.json", wanted.gpu)).display().to_string();
+        let record = wanted.state.join(format!("{name}-{}.json", wanted.gpu));
+        let path = [("--json", record.display().to_string())];
+        let summarised = Some(Summarised { record, results: wanted.results.to_owned() });
         // Kernels that have not been compiled are compiled before the first rate.
-        add(name.to_owned(), &flags, &[("--json", file)], (seconds, 5 * seconds + 120));
+        add(name.to_owned(), &flags, &path, (seconds, 5 * seconds + 120), summarised);
     }
     for kernel in &KERNELS {
         let flags = format!("validate --soak {SOAK} --watchdog 240 --seed 21 --record {}", of(kernel));
-        add(name("soak", kernel), &flags, &results, (SOAK + 20, 2 * SOAK));
+        add(name("soak", kernel), &flags, &results, (SOAK + 20, 2 * SOAK), None);
     }
     for kernel in &KERNELS {
         let flags = format!("validate --sanitize --record {}", of(kernel));
-        add(name("sanitize", kernel), &flags, &results, (120, 900));
+        add(name("sanitize", kernel), &flags, &results, (120, 900), None);
     }
     Ok(steps)
 }
@@ -149,7 +157,7 @@ mod tests {
     use crate::marks::Marks;
 
     fn names(results: &Path, all: bool, peers: bool) -> Vec<String> {
-        let wanted = Wanted { results, gpu: "h100", all, peers };
+        let wanted = Wanted { results, state: results, gpu: "h100", all, peers };
         steps_for(&wanted).expect("steps").into_iter().map(|step| step.name).collect()
     }
 
@@ -180,7 +188,8 @@ mod tests {
 
     #[test]
     fn steps_are_named_once_and_measure_every_list_but_the_largest() {
-        let wanted = Wanted { results: &records(), gpu: "h100", all: true, peers: true };
+        let records = records();
+        let wanted = Wanted { results: &records, state: &records, gpu: "h100", all: true, peers: true };
         let steps = steps_for(&wanted).expect("steps");
         let names: BTreeSet<&str> = steps.iter().map(|step| step.name.as_str()).collect();
         assert_eq!(names.len(), steps.len());

@@ -9,12 +9,14 @@ use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
 use fa_planner::kernels::unbound;
 use fa_planner::plan::{PlanOptions, plan};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::report::{Distribution, NEAR};
-use crate::error::{Error, Result, read_record};
+use crate::error::{Error, Result};
+use crate::summary;
 
-/// The measurements of a record (`fa tune --json`).
+/// The measurements of a record (`fa tune --json`) or its summary.
 #[derive(Debug, Deserialize)]
 struct Record {
     arch: Arch,
@@ -169,16 +171,11 @@ fn group(problems: &[Judged], name: String, is_of: impl Fn(&Judged, &String) -> 
 }
 
 fn judged_of(path: &Path) -> Result<Vec<Judged>> {
-    let text = read_record(path)?;
-    let record: Record = serde_json::from_str(&text).map_err(|why| {
-        Error::Request(format!("{}: not a record of fa tune --random N --json FILE: {why}", path.display()))
-    })?;
+    let record: Record = summary::read(path, "fa tune")?;
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-    let mut problems = Vec::new();
-    for entry in &record.problems {
-        problems.extend(entry.judged(record.arch, &name, record.seed)?);
-    }
-    Ok(problems)
+    let judged = |entry: &Entry| entry.judged(record.arch, &name, record.seed);
+    let problems: Result<Vec<Option<Judged>>> = record.problems.par_iter().map(judged).collect();
+    Ok(problems?.into_iter().flatten().collect())
 }
 
 /// A kernel of a record.
@@ -300,7 +297,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         std::fs::write(file.path(), "{\"rows\": []}").expect("written");
         let error = judge(&[file.path().into()]).expect_err("no record").to_string();
-        assert!(error.contains("not a record of fa tune --random N --json FILE: missing field"), "{error}");
+        assert!(error.contains("is not a record of `fa tune`: missing field"), "{error}");
         let error = judge(&["no/such.json".into()]).expect_err("no file").to_string();
         assert!(error.starts_with("cannot read no/such.json"), "{error}");
     }

@@ -9,9 +9,8 @@ use fa_planner::divide::kv_splits;
 use fa_planner::kernels::{sm80_fwd, sm90_fwd};
 use fa_planner::plan::{PlanError, PlanOptions, explore};
 use proptest::prelude::*;
-use serde_json::Value;
 
-use crate::{problems, records};
+use crate::problems;
 
 /// One token for each of `batch` sequences of `keys` keys.
 fn decode(batch: usize, heads_q: usize, heads_kv: usize, keys: usize) -> Problem {
@@ -69,40 +68,6 @@ fn splits_fill_an_h100() {
         // Twice the SMs take at least as many splits, a tenth of them no more.
         let of = |sms| kv_splits(&problem, &spec, Arch::Sm90, sms);
         assert!(of(264) >= splits && of(13) <= splits, "{} {splits} {}", of(13), of(264));
-    }
-}
-
-/// Of the tiles that docs/results/marks-decode-tiles-h100.json has for each row, the first choice is within
-/// 1 % of the fastest, and its predicted time within 4 % of what marks-decode-h100.json has, or 13 % where
-/// all heads share one.
-#[test]
-fn first_choices_of_decode_are_the_fastest_tiles() {
-    let rows = |path| records::read(path)["rows"].as_array().expect("rows").clone();
-    let tried = rows("marks-decode-tiles-h100.json");
-    let measured = rows("marks-decode-h100.json");
-    for ((batch, heads_q, heads_kv, keys), _) in ROWS {
-        let problem = decode(batch, heads_q, heads_kv, keys);
-        let of_problem = |row: &&Value| {
-            let fields = ["batch", "heads_q", "heads_kv", "seqlen_k"];
-            fields.map(|field| row[field].as_u64())
-                == [batch, heads_q, heads_kv, keys].map(|n| Some(n as u64))
-        };
-        let (spec, cost) = best(&problem, Arch::Sm90);
-        let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };
-        let tile = format!("-{}x{}-rs-ovl-q2-s{}-", kernel.tile_m, kernel.tile_n, kernel.kv_stages);
-        let time = |row: &Value| row["ms_median"].as_f64().expect("a time");
-        let own = |rows: &[Value]| {
-            let is_own = |row: &&Value| row["spec"].as_str().expect("a name").contains(&tile);
-            rows.iter().filter(of_problem).find(is_own).map(time)
-        };
-        let tried_own = own(&tried).unwrap_or_else(|| panic!("{spec} was not tried"));
-        let fastest = tried.iter().filter(of_problem).map(time).fold(f64::INFINITY, f64::min);
-        assert!(tried_own <= 1.01 * fastest, "{problem:?}: {spec} {tried_own}, {fastest}");
-        // Where the choice is younger than the record of the table, the time beside the other tiles.
-        let own = own(&measured).unwrap_or(tried_own);
-        let error = cost.seconds * 1e3 / own - 1.0;
-        let most = if heads_kv == 1 { 0.13 } else { 0.04 };
-        assert!(error.abs() < most, "{problem:?}: {spec} predicted {:.4} ms, {own}", cost.seconds * 1e3);
     }
 }
 

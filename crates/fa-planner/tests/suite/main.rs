@@ -11,8 +11,6 @@ mod plan;
 mod plan_backward;
 #[path = "../../../fa-core/tests/strategies/problems.rs"]
 mod problems;
-mod random_rates;
-mod records;
 mod sm80_order;
 mod sm80_rates;
 mod splits;

@@ -55,8 +55,8 @@ pub(crate) struct BuildArgs {
     #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub json: Option<PathBuf>,
     /// Compile the planner's best N kernels instead for every kind of problem (passes, families, head dims,
-    /// masks, types, packed, paged, decoding, soft caps, slopes, sinks), except those in the file of an
-    /// earlier run; a line for each is appended to it
+    /// masks, types, packed, paged, decoding, soft caps, slopes, sinks), except those that an earlier run has
+    /// compiled
     #[arg(long, value_name = "N", conflicts_with_all = ["all_configs", "arch"])]
     #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub best: Option<u16>,
@@ -70,10 +70,14 @@ pub(crate) struct BuildArgs {
     /// With --best: only kernels whose names contain this, as in sm90_bwd or varlen
     #[arg(long, value_name = "TEXT", requires = "best", conflicts_with_all = OF_BEST)]
     pub filter: Option<String>,
-    /// With --best: the results folder, where configs/best-COMPILER.txt is written
+    /// With --best: the results folder, where configs/refused-COMPILER.txt is written
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
     #[arg(requires = "best", conflicts_with_all = OF_BEST)]
     pub results: PathBuf,
+    /// With --best: folder with a line for every kernel compiled so far, from which a stopped run is resumed
+    #[arg(long, value_name = "DIR", default_value = "target/records")]
+    #[arg(requires = "best", conflicts_with_all = OF_BEST)]
+    pub state: PathBuf,
     /// Threads for --best [default: all cores]
     #[arg(long, value_name = "N", requires = "best", conflicts_with_all = OF_BEST)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=4096))]

@@ -25,15 +25,19 @@ use crate::term::progress::Steps;
 pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict> {
     let compiler = args.compiler()?;
     let path = best::file(&args.results, &compiler)?;
-    let known = best::read(&path)?;
+    // Clean kernels are noted as well, for a run that goes on where another was stopped.
+    let progress = args.state.join(path.file_name().unwrap_or_default());
+    let mut known = best::read(&path)?;
+    known.extend(best::read(&progress)?);
     let names: BTreeSet<&str> = known.iter().map(|own| own.kernel.as_str()).collect();
     let named = |own: &(Arch, KernelSpec)| best::name(own.0, &own.1);
     let wanted = |name: &str| args.filter.as_deref().is_none_or(|part| name.contains(part));
     let kinds = args.random.map_or_else(best::kinds, |drawn| best::drawn(usize::from(drawn), args.seed));
     let all: Vec<_> = best::best(&kinds, count).into_iter().filter(|own| wanted(&named(own))).collect();
     let left: Vec<_> = all.iter().filter(|own| !names.contains(named(own).as_str())).collect();
-    let file = std::fs::File::options().append(true).create(true).open(&path);
-    let file = file.with_context(|| format!("{}: results cannot be written there", path.display()))?;
+    std::fs::create_dir_all(&args.state).with_context(|| args.state.display().to_string())?;
+    let file = std::fs::File::options().append(true).create(true).open(&progress);
+    let file = file.with_context(|| format!("{}: progress cannot be written there", progress.display()))?;
     let shared = Mutex::new((Steps::new(left.len()), file, Vec::new()));
     let (next, headers) = (AtomicUsize::new(0), Headers::embedded());
     let work = || -> anyhow::Result<()> {
@@ -44,7 +48,7 @@ pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict>
             let said = best::compile(&compiler, spec, &headers)?;
             let Ok(mut shared) = shared.lock() else { return Ok(()) };
             let (steps, file, new) = &mut *shared;
-            writeln!(file, "{said}").with_context(|| path.display().to_string())?;
+            writeln!(file, "{said}").with_context(|| progress.display().to_string())?;
             new.push(said);
             steps.advance();
         }
@@ -53,6 +57,7 @@ pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict>
     let cores = std::thread::available_parallelism().map_or(1, |count| count.get());
     together(args.threads.map_or(cores, usize::from), work).into_iter().collect::<anyhow::Result<()>>()?;
     let (_, _, new) = shared.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    best::keep(&path, &new)?;
     let of: BTreeMap<&str, &Said> = known.iter().chain(&new).map(|own| (own.kernel.as_str(), own)).collect();
     let said: Vec<&Said> = all.iter().filter_map(|own| of.get(named(own).as_str()).copied()).collect();
     let faulty: Vec<&&Said> = said.iter().filter(|own| own.verdict != best::Verdict::Clean).collect();
