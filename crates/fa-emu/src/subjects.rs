@@ -7,7 +7,7 @@ use crate::case::Case;
 use crate::extras::{Batch, Lie};
 use crate::mutate::Subject;
 use crate::placement::Placement;
-use crate::shipped::forms;
+use fa_lab::ledger::forms;
 
 /// Kernel parameters, head dim and mask, and `(queries, query heads, K/V heads)`.
 type Texts = &'static [(&'static str, (u32, &'static str), (usize, usize, usize))];

@@ -13,6 +13,7 @@ mod no_gpu;
 mod packed;
 mod page;
 mod plan;
+mod prove;
 mod readme;
 mod records;
 mod run;
