@@ -51,6 +51,11 @@ fn key_of<S: Serializer>(unit: &Unit, serializer: S) -> Result<S::Ok, S::Error> 
 }
 
 impl Standing {
+    /// Whether the registers on all of its architectures are known.
+    fn has_registers(&self) -> bool {
+        self.unit.archs.iter().all(|arch| self.registers.contains_key(arch))
+    }
+
     /// Whether its code is known.
     pub fn is_known(&self) -> bool {
         matches!(self.same, Same::Tokens | Same::Compiled)
@@ -105,22 +110,22 @@ impl Standing {
     }
 }
 
-/// Compares units with the ledger. Those whose tokens differ are compiled where there is a compiler, on all
-/// cores: for their own architecture, and where the code differs for all of theirs.
+/// Compares units with the ledger. Those whose tokens differ are compiled where there is the ledger's
+/// compiler, on all cores: for their own architecture, and where the code differs for all of theirs.
 ///
 /// # Errors
 /// A spec that is not valid, a problem that no kernel computes.
 pub fn compare(ledger: &Ledger, units: Vec<Unit>, workshop: Option<&Workshop>) -> Result<Vec<Standing>> {
     let headers = workshop.map_or_else(Headers::embedded, |own| own.headers().clone());
-    // Another compiler makes other code: what is in the ledger says nothing about it.
-    let same_compiler = match workshop {
-        Some(workshop) => workshop.version()? == ledger.compiler,
-        None => true,
+    // Another compiler makes other code, of which the ledger says nothing.
+    let workshop = match workshop {
+        Some(own) if ledger.compiler.is_empty() || own.version()? == ledger.compiler => Some(own),
+        Some(_) | None => None,
     };
+    let none = Row::default();
     let standing = |unit: Unit| -> Result<Standing> {
         let tokens = tokens(&unit, &headers)?;
         let (launches, launched) = if unit.is_proven { launches(&unit)? } else { Default::default() };
-        let none = Row::default();
         let row = ledger.units.get(&unit.key()).unwrap_or(&none);
         let mut own = Standing {
             same: Same::Tokens,
@@ -131,9 +136,12 @@ pub fn compare(ledger: &Ledger, units: Vec<Unit>, workshop: Option<&Workshop>) -
             launches,
             launched,
         };
-        let is_known = own.unit.archs.iter().all(|arch| row.registers.contains_key(arch));
-        if !same_compiler || row.tokens != own.tokens || !is_known {
-            compile(&mut own, row, workshop, same_compiler);
+        let has_code = !own.unit.is_proven || !row.entries.is_empty();
+        if row.tokens != own.tokens || !own.has_registers() || !has_code {
+            match workshop {
+                Some(workshop) => compile(&mut own, row, workshop),
+                None => own.same = Same::Unknown,
+            }
         }
         if own.unit.is_proven && row.launches != own.launches {
             own.entries.values_mut().for_each(|entry| entry.by.clear());
@@ -145,30 +153,24 @@ pub fn compare(ledger: &Ledger, units: Vec<Unit>, workshop: Option<&Workshop>) -
 }
 
 /// Finds out what a unit executes by compiling it.
-fn compile(own: &mut Standing, row: &Row, workshop: Option<&Workshop>, same_compiler: bool) {
-    let Some(workshop) = workshop else {
-        own.same = Same::Unknown;
-        return;
-    };
+fn compile(own: &mut Standing, row: &Row, workshop: &Workshop) {
     let found = workshop.codes(&own.unit).and_then(|codes| {
         let same =
-            |(entry, code): (&String, &String)| row.entries.get(entry).is_some_and(|old| old.code == *code);
-        let is_same = same_compiler && own.unit.is_proven && codes.iter().all(same);
-        let is_known = own.unit.archs.iter().all(|arch| row.registers.contains_key(arch));
-        let registers =
-            if is_same && is_known { row.registers.clone() } else { workshop.registers(&own.unit)? };
+            |(name, code): (&String, &String)| row.entries.get(name).is_some_and(|old| old.code == *code);
+        let same_code = own.unit.is_proven && codes.iter().all(same);
+        let is_known = own.has_registers() && (same_code || row.tokens == own.tokens);
+        let registers = if is_known { row.registers.clone() } else { workshop.registers(&own.unit)? };
         Ok((codes, registers))
     });
     match found {
         Ok((codes, registers)) => {
             own.same = Same::Compiled;
             own.registers = registers;
-            let codes = codes.into_iter().filter(|_| own.unit.is_proven);
             let entry = |(name, code): (String, String)| {
-                let by = row.entries.get(&name).filter(|old| old.code == code && same_compiler);
+                let by = row.entries.get(&name).filter(|old| old.code == code);
                 (name, Entry { by: by.map(|old| old.by.clone()).unwrap_or_default(), code })
             };
-            own.entries = codes.map(entry).collect();
+            own.entries = codes.into_iter().filter(|_| own.unit.is_proven).map(entry).collect();
         }
         Err(error) => own.same = Same::Broken(message(&error)),
     }
@@ -226,4 +228,87 @@ pub fn summary(ledger: &Ledger, standings: &[Standing]) -> Summary {
     }
     all.moved.retain(|key| !all.open.iter().any(|open| open.contains(&format!(" of {key}:"))));
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Run, units};
+    use super::*;
+
+    /// A unit whose entries have this code, as the ledger knows them.
+    fn standing(ledger: &Ledger, codes: [&str; 2], launches: &str) -> Standing {
+        let unit = units().unwrap().into_iter().find(|unit| unit.name == "append").unwrap();
+        let row = ledger.units.get(&unit.key()).cloned().unwrap_or_default();
+        let entry = |(name, code): (&str, &str)| {
+            let old = row.entries.get(name).filter(|old| old.code == code && row.launches == launches);
+            let by = old.map(|old| old.by.clone()).unwrap_or_default();
+            (name.to_owned(), Entry { code: code.to_owned(), by })
+        };
+        Standing {
+            entries: ["fa_kernel", "fa_plan"].into_iter().zip(codes).map(entry).collect(),
+            tokens: codes.concat(),
+            launches: launches.to_owned(),
+            launched: ["fa_kernel", "fa_plan"].into(),
+            same: Same::Compiled,
+            registers: BTreeMap::new(),
+            unit,
+        }
+    }
+
+    fn run(ledger: &mut Ledger, tier: Tier) -> String {
+        let text = String::new;
+        ledger.add(&Run {
+            tier,
+            of: text(),
+            date: text(),
+            on: text(),
+            commit: text(),
+            judge: text(),
+            cases: 1,
+        })
+    }
+
+    fn open(ledger: &Ledger, codes: [&str; 2], launches: &str) -> Vec<String> {
+        summary(ledger, &[standing(ledger, codes, launches)]).open
+    }
+
+    #[test]
+    fn a_proof_is_of_an_entrys_code_and_of_the_launches() {
+        let mut ledger = Ledger::default();
+        let all = ["fa_kernel", "fa_plan"];
+        for tier in [Tier::Emulated, Tier::Waived] {
+            let id = run(&mut ledger, tier);
+            standing(&ledger, ["a", "b"], "l").note(&mut ledger, Some((&id, &all)));
+        }
+        assert_eq!(open(&ledger, ["a", "b"], "l"), [""; 0]);
+        assert_eq!(
+            open(&ledger, ["a", "c"], "l"),
+            ["fa_plan of append on sm90: not judged by emulation and a GPU"]
+        );
+        assert_eq!(open(&ledger, ["a", "b"], "m").len(), 2, "other launches");
+        // A GPU takes the place of the waiver, of the entries that it has judged.
+        let id = run(&mut ledger, Tier::Quick);
+        standing(&ledger, ["a", "b"], "l").note(&mut ledger, Some((&id, &all[..1])));
+        let row = &ledger.units["append on sm90"];
+        assert_eq!(row.entries["fa_kernel"].by, ["emulated1", "quick1"]);
+        assert_eq!(row.entries["fa_plan"].by, ["emulated1", "waived1"]);
+        // Changed code is proven anew; the other entry's runs stay.
+        let id = run(&mut ledger, Tier::Emulated);
+        standing(&ledger, ["a", "c"], "l").note(&mut ledger, Some((&id, &all)));
+        let row = &ledger.units["append on sm90"];
+        assert_eq!(
+            (row.entries["fa_kernel"].by.len(), &row.entries["fa_plan"].by[..]),
+            (2, &["emulated1".to_owned()][..])
+        );
+        assert_eq!(open(&ledger, ["a", "c"], "l"), ["fa_plan of append on sm90: not judged by a GPU"]);
+    }
+
+    #[test]
+    fn without_a_compiler_other_sources_are_not_known_and_fail_nothing() {
+        let ledger = Ledger::default();
+        let unit = units().unwrap().into_iter().find(|unit| unit.name == "merge").unwrap();
+        let standings = compare(&ledger, vec![unit], None).unwrap();
+        let found = summary(&ledger, &standings);
+        assert_eq!((found.unknown.len(), found.open.len(), found.entries), (1, 0, 0));
+    }
 }
