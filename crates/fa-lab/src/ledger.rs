@@ -28,7 +28,7 @@ pub use gpu::{Group, due, judged};
 pub use page::{BLOCK, block, filled};
 pub use standing::{Same, Standing, Summary, compare, summary};
 pub use suite::inputs as suite_inputs;
-pub use units::{Subject, Unit, forms, units};
+pub use units::{Subject, Unit, emulated_sms, forms, units};
 
 /// A hash of the sources that judge a result: oracle, tolerances, cases and their inputs.
 pub const JUDGE: &str = env!("FA_JUDGE");

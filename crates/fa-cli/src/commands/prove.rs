@@ -171,6 +171,7 @@ impl Session<'_> {
                 "entries": summary.entries,
                 "judged": summary.of,
                 "open": summary.open,
+                "idle": summary.idle,
                 "unknown": summary.unknown,
                 "moved": summary.moved,
                 "broken": summary.broken,
@@ -192,8 +193,8 @@ impl Session<'_> {
     fn text(&self, summary: &Summary) -> String {
         let judged: Vec<String> = summary.of.iter().map(|(tier, count)| format!("{count} {tier}")).collect();
         let mut text = format!(
-            "{} of {}: {}\n",
-            counted(summary.entries, "entry"),
+            "{} entries of {}: {}\n",
+            summary.entries,
             counted(self.standings.len(), "unit"),
             if judged.is_empty() { "none judged".to_owned() } else { judged.join(", ") }
         );
@@ -201,6 +202,7 @@ impl Session<'_> {
             ("with other sources and the same code", &summary.moved),
             ("skipped: other sources, and no compiler to see whether the code is another", &summary.unknown),
             ("NOT WITHIN ITS PLAN", &summary.broken),
+            ("that no case launches", &summary.idle),
             ("OPEN", &summary.open),
         ];
         for (what, list) in lists.into_iter().filter(|(_, list)| !list.is_empty()) {

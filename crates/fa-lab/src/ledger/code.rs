@@ -126,6 +126,9 @@ fn machine_code_fault(spec: &KernelSpec, cubin: &[u8]) -> Result<Option<String>>
     Ok(missing.or(local))
 }
 
+/// Entries that cases launch, with the numbers of SMs on which they do.
+pub(super) type Launched = BTreeMap<&'static str, BTreeSet<u32>>;
+
 /// A hash of texts.
 pub fn digest(texts: &[String]) -> String {
     let mut hash = Sha256::new();
@@ -146,20 +149,23 @@ pub(super) fn tokens(unit: &Unit, headers: &Headers) -> Result<String> {
     Ok(unit.source(headers)?.fingerprint()[..DIGITS].to_owned())
 }
 
-/// The hash of what the library launches for a unit's cases, and the entries that it launches.
+/// The hash of what the library launches for a unit's cases, and the entries that it launches, with the
+/// numbers of SMs on which it does.
 ///
 /// # Errors
 /// Those of the library for a problem that the kernel does not compute.
-pub(super) fn launches(unit: &Unit) -> Result<(String, BTreeSet<&'static str>)> {
-    let (mut hash, mut entries) = (Sha256::new(), BTreeSet::new());
+pub(super) fn launches(unit: &Unit) -> Result<(String, Launched)> {
+    let (mut hash, mut launched) = (Sha256::new(), Launched::new());
     for case in unit.cases(Extent::Emulated) {
         for sms in SMS {
+            let mut entries = BTreeSet::new();
             for word in words(unit, &case, sms, &mut entries)? {
                 hash.update(word.to_le_bytes());
             }
+            entries.into_iter().for_each(|entry| drop(launched.entry(entry).or_default().insert(sms)));
         }
     }
-    Ok((digits(hash), entries))
+    Ok((digits(hash), launched))
 }
 
 fn words(unit: &Unit, case: &Case, sms: u32, entries: &mut BTreeSet<&'static str>) -> Result<Vec<u64>> {

@@ -57,9 +57,7 @@ pub fn due<'a>(
     let enough = |own: Tier| own == tier || (tier == Tier::Quick && own == Tier::Grid);
     let is_due = |own: &&Standing| {
         let runs = own.unit.is_proven && group.has(own) && own.unit.runs_on(arch);
-        // What no case launches is never judged.
-        let lacks = || own.without(ledger, enough).any(|entry| own.launched.contains(entry));
-        runs && own.is_known() && (again || lacks())
+        runs && own.is_known() && (again || own.without(ledger, enough).next().is_some())
     };
     standings.iter().filter(is_due).collect()
 }

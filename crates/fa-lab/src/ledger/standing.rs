@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use serde::{Serialize, Serializer};
 
 use super::code::{Workshop, launches, tokens};
-use super::units::Unit;
+use super::units::{Unit, emulated_sms};
 use super::{Entry, Ledger, Row, Tier};
 use crate::error::{Result, message};
 
@@ -36,8 +36,8 @@ pub struct Standing {
     pub tokens: String,
     /// The hash of its launches.
     pub launches: String,
-    /// The entries that its cases launch.
-    pub launched: BTreeSet<&'static str>,
+    /// The entries that its cases launch, with the numbers of SMs on which they do.
+    pub launched: BTreeMap<&'static str, BTreeSet<u32>>,
     /// How its code is known.
     pub same: Same,
     /// Registers on the architectures that it has to compile for, as far as known.
@@ -59,6 +59,12 @@ impl Standing {
     /// Whether its code is known.
     pub fn is_known(&self) -> bool {
         matches!(self.same, Same::Tokens | Same::Compiled)
+    }
+
+    /// Whether the emulation launches an entry: on as few SMs some are not, which are for a GPU to judge.
+    pub fn is_emulated(&self, entry: &str) -> bool {
+        let sms = self.unit.spec().map(emulated_sms);
+        self.launched.get(entry).is_some_and(|own| sms.is_none_or(|sms| own.contains(&sms)))
     }
 
     /// Writes down the unit as it is, and that run `id` has judged these of its entries. What judged other
@@ -99,14 +105,16 @@ impl Standing {
         };
     }
 
-    /// Entries that no run of these tiers has judged as they are.
+    /// Entries that its cases launch and that no run of these tiers has judged as they are.
     pub fn without<'a>(
         &'a self,
         ledger: &'a Ledger,
         is_enough: impl Fn(Tier) -> bool + 'a,
     ) -> impl Iterator<Item = &'a str> + 'a {
-        let lacks = move |own: &&String| !ledger.tiers(&self.entries[*own]).any(&is_enough);
-        self.entries.keys().filter(lacks).map(String::as_str)
+        let lacks = move |(name, own): &(&String, &Entry)| {
+            self.launched.contains_key(name.as_str()) && !ledger.tiers(own).any(&is_enough)
+        };
+        self.entries.iter().filter(lacks).map(|(name, _)| name.as_str())
     }
 }
 
@@ -185,6 +193,8 @@ pub struct Summary {
     pub of: BTreeMap<Tier, usize>,
     /// Entries that nothing on a GPU has judged and no waiver excuses, or that no emulation has.
     pub open: Vec<String>,
+    /// Entries that no case launches: nothing can judge them.
+    pub idle: Vec<String>,
     /// Units of which it is not known here whether their code has changed.
     pub unknown: Vec<String>,
     /// Units whose source has changed and whose code has not.
@@ -210,12 +220,16 @@ pub fn summary(ledger: &Ledger, standings: &[Standing]) -> Summary {
         }
         for (name, entry) in &own.entries {
             all.entries += 1;
+            if !own.launched.contains_key(name.as_str()) {
+                all.idle.push(format!("{name} of {key}"));
+                continue;
+            }
             let tiers: BTreeSet<Tier> = ledger.tiers(entry).collect();
             for tier in &tiers {
                 *all.of.entry(*tier).or_default() += 1;
             }
             let mut lacks = Vec::new();
-            if !tiers.iter().any(|tier| tier.is_emulated()) {
+            if own.is_emulated(name) && !tiers.iter().any(|tier| tier.is_emulated()) {
                 lacks.push("emulation");
             }
             if !tiers.iter().any(|tier| tier.is_on_gpu() || *tier == Tier::Waived) {
@@ -248,7 +262,7 @@ mod tests {
             entries: ["fa_kernel", "fa_plan"].into_iter().zip(codes).map(entry).collect(),
             tokens: codes.concat(),
             launches: launches.to_owned(),
-            launched: ["fa_kernel", "fa_plan"].into(),
+            launched: ["fa_kernel", "fa_plan"].map(|entry| (entry, [2].into())).into(),
             same: Same::Compiled,
             registers: BTreeMap::new(),
             unit,

@@ -105,7 +105,7 @@ impl Session<'_> {
         let mut good = true;
         for group in Group::on(info.arch) {
             let name = group.name();
-            if !self.args.takes(&name) && !self.args.only.is_empty() && !self.any_of(&name) {
+            if !self.args.takes(&name) && !self.any_of(&name) {
                 continue;
             }
             if self.until().is_some_and(|until| std::time::Instant::now() >= until) {

@@ -18,7 +18,8 @@ impl Session<'_> {
             let is_spec = own.unit.is_proven && own.unit.spec().is_some();
             is_spec
                 && own.is_known()
-                && (self.args.again || own.without(&self.ledger, Tier::is_emulated).next().is_some())
+                && (self.args.again
+                    || own.without(&self.ledger, Tier::is_emulated).any(|entry| own.is_emulated(entry)))
         };
         self.standings.iter().filter(is_due).collect()
     }
@@ -47,7 +48,8 @@ impl Session<'_> {
             let (Some(own), true) = (own, attempt.faults.is_empty()) else { return };
             proven += 1;
             let id = self.ledger.add(&Session::run_of(Tier::Emulated, "", on.clone(), attempt.runs));
-            let entries: Vec<&str> = own.launched.iter().copied().collect();
+            let entries: Vec<&str> =
+                own.launched.keys().copied().filter(|entry| own.is_emulated(entry)).collect();
             own.note(&mut self.ledger, Some((&id, &entries)));
             // A run that is stopped keeps what it has proven.
             failed = self.ledger.write(&self.file).err().or(failed.take());
