@@ -7,7 +7,7 @@ use fa_kernels::Headers;
 use crate::emulator;
 
 /// Every shipped spec of a name part on one problem.
-fn check(test: &str, part: &str) {
+fn check(part: &str) {
     let emulator = emulator();
     let headers = Headers::embedded();
     let mut tried = 0;
@@ -37,23 +37,23 @@ fn check(test: &str, part: &str) {
 #[test]
 #[ignore = "emulation"]
 fn sm80_forward() {
-    check("sm80_forward", "sm80/hd64-causal-bf16.ron");
+    check("sm80/hd64-causal-bf16.ron");
 }
 
 #[test]
 #[ignore = "emulation"]
 fn sm90_forward() {
-    check("sm90_forward", "sm90/hd64-causal-bf16.ron");
+    check("sm90/hd64-causal-bf16.ron");
 }
 
 #[test]
 #[ignore = "emulation"]
 fn sm80_backward() {
-    check("sm80_backward", "sm80/hd64-causal-bf16-bwd.ron");
+    check("sm80/hd64-causal-bf16-bwd.ron");
 }
 
 #[test]
 #[ignore = "emulation"]
 fn sm90_backward() {
-    check("sm90_backward", "sm90/hd64-causal-bf16-bwd.ron");
+    check("sm90/hd64-causal-bf16-bwd.ron");
 }

@@ -35,13 +35,12 @@ const GATHERED_IN_TURN: &str = "tile_m: 64, tile_n: 144, num_wg: 1, pv_is_rs: fa
                                 pack_gqa: true, gather: true";
 
 /// All cases of a kernel on so many SMs, the first `count` of them under every seed, the others under one.
-fn check(test: &str, mask: &str, flags: &str, kernel: &str, runs: (u32, usize)) {
-    check_of_dims(test, (64, 64), mask, flags, kernel, runs);
+fn check(mask: &str, flags: &str, kernel: &str, runs: (u32, usize)) {
+    check_of_dims((64, 64), mask, flags, kernel, runs);
 }
 
 /// The same of a kernel for these head dims.
 fn check_of_dims(
-    test: &str,
     (head_dim, head_dim_v): (u32, u32),
     mask: &str,
     flags: &str,
@@ -77,20 +76,19 @@ fn check_of_dims(
 #[test]
 #[ignore = "emulation"]
 fn packed_sequences() {
-    check("packed_sequences", "causal", "softcap: false, varied: true", PREFILL, (2, 1));
+    check("causal", "softcap: false, varied: true", PREFILL, (2, 1));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn packed_sequences_with_packed_heads_and_skipped_tiles() {
-    let test = "packed_sequences_with_packed_heads_and_skipped_tiles";
-    check(test, "causal", "softcap: false, varied: true, alibi: true, sinks: true", NARROW, (2, 0));
+    check("causal", "softcap: false, varied: true, alibi: true, sinks: true", NARROW, (2, 0));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn pages() {
-    check("pages", "causal", "softcap: false, varied: true, paged: true", PREFILL, (2, 1));
+    check("causal", "softcap: false, varied: true, paged: true", PREFILL, (2, 1));
 }
 
 /// K has one panel: the second of its warps, which are as many as V's, loads nothing.
@@ -98,14 +96,14 @@ fn pages() {
 #[ignore = "emulation"]
 fn pages_with_one_panel_of_k() {
     let flags = "softcap: false, varied: true, paged: true";
-    check_of_dims("pages_with_one_panel_of_k", (64, 128), "causal", flags, PREFILL, (2, 0));
+    check_of_dims((64, 128), "causal", flags, PREFILL, (2, 0));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn pages_with_one_panel_of_v() {
     let flags = "softcap: false, varied: true, paged: true";
-    check_of_dims("pages_with_one_panel_of_v", (128, 64), "full", flags, PREFILL, (2, 0));
+    check_of_dims((128, 64), "full", flags, PREFILL, (2, 0));
 }
 
 /// Rows of 80 columns end in half a panel.
@@ -113,14 +111,14 @@ fn pages_with_one_panel_of_v() {
 #[ignore = "emulation"]
 fn half_panels_of_packed_sequences() {
     let flags = "softcap: false, varied: true";
-    check_of_dims("half_panels_of_packed_sequences", (80, 80), "causal", flags, PREFILL, (2, 0));
+    check_of_dims((80, 80), "causal", flags, PREFILL, (2, 0));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn half_panels_of_pages() {
     let flags = "softcap: false, varied: true, paged: true";
-    check_of_dims("half_panels_of_pages", (80, 80), "full", flags, PREFILL, (2, 0));
+    check_of_dims((80, 80), "full", flags, PREFILL, (2, 0));
 }
 
 #[test]
@@ -128,58 +126,48 @@ fn half_panels_of_pages() {
 fn half_panels_of_gathered_pages() {
     let (test, flags) =
         ("half_panels_of_gathered_pages", "softcap: false, varied: true, paged: true, split: true");
-    check_of_dims(test, (80, 80), "causal", flags, GATHERED_IN_TURN, (8, 0));
+    check_of_dims((80, 80), "causal", flags, GATHERED_IN_TURN, (8, 0));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn gathered_pages() {
-    check("gathered_pages", "causal", "softcap: false, varied: true, paged: true", GATHERED, (2, 1));
+    check("causal", "softcap: false, varied: true, paged: true", GATHERED, (2, 1));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn gathered_pages_with_more_stages() {
     let kernel = GATHERED.replace("kv_stages: 2", "kv_stages: 3").replace("tile_n: 80", "tile_n: 64");
-    check(
-        "gathered_pages_with_more_stages",
-        "full",
-        "softcap: false, varied: true, paged: true",
-        &kernel,
-        (2, 0),
-    );
+    check("full", "softcap: false, varied: true, paged: true", &kernel, (2, 0));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn gathered_pages_one_stage_after_another() {
-    let test = "gathered_pages_one_stage_after_another";
-    check(test, "window", "softcap: false, varied: true, paged: true, split: true", GATHERED_IN_TURN, (8, 0));
+    check("window", "softcap: false, varied: true, paged: true, split: true", GATHERED_IN_TURN, (8, 0));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn divided_keys_of_equal_lengths() {
-    let test = "divided_keys_of_equal_lengths";
-    check_of_dims(test, (64, 192), "full", "softcap: false, sinks: true, split: true", DECODE, (32, 0));
+    check_of_dims((64, 192), "full", "softcap: false, sinks: true, split: true", DECODE, (32, 0));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn divided_keys_in_clusters() {
-    check("divided_keys_in_clusters", "full", "softcap: false, sinks: true, split: true", DECODE, (32, 1));
+    check("full", "softcap: false, sinks: true, split: true", DECODE, (32, 1));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn divided_keys_of_packed_sequences() {
-    let test = "divided_keys_of_packed_sequences";
-    check(test, "causal", "softcap: false, varied: true, sinks: true, split: true", DECODE, (8, 1));
+    check("causal", "softcap: false, varied: true, sinks: true, split: true", DECODE, (8, 1));
 }
 
 #[test]
 #[ignore = "emulation"]
 fn divided_keys_in_pages_behind_a_window() {
-    let test = "divided_keys_in_pages_behind_a_window";
-    check(test, "window", "softcap: true, varied: true, paged: true, split: true", DECODE, (8, 0));
+    check("window", "softcap: true, varied: true, paged: true, split: true", DECODE, (8, 0));
 }

@@ -14,7 +14,7 @@ const ONE_STAGE: &str = "Sm80Fwd((tile_m: 128, tile_n: 48, num_warps: 4, stages:
                          blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: false, fast_math: false, \
                          loop_split: false, reverse_blocks: false))";
 
-fn check(test: &str, kinds: &[(&str, &str, &str)]) {
+fn check(kinds: &[(&str, &str, &str)]) {
     let emulator = emulator();
     let trials = Trials::default();
     let mut faults = Vec::new();
@@ -39,7 +39,7 @@ fn sm80_forwards_read_packed_sequences() {
         (TWO_STAGES, "causal", "varied: true,"),
         (ONE_STAGE, "window", "varied: true, softcap: true, alibi: true, sinks: true,"),
     ];
-    check("sm80_forwards_read_packed_sequences", &kinds);
+    check(&kinds);
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn sm80_forwards_read_pages_of_any_size() {
         (TWO_STAGES, "full", "varied: true, paged: true, sinks: true,"),
         (ONE_STAGE, "causal", "varied: true, paged: true, alibi: true,"),
     ];
-    check("sm80_forwards_read_pages_of_any_size", &kinds);
+    check(&kinds);
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn sm80_forwards_divide_keys() {
         (TWO_STAGES, "window", "varied: true, split: true, alibi: true,"),
         (TWO_STAGES, "causal", "varied: true, paged: true, split: true, sinks: true,"),
     ];
-    check("sm80_forwards_divide_keys", &kinds);
+    check(&kinds);
 }
 
 #[test]
@@ -75,5 +75,5 @@ fn sm80_forwards_pack_heads() {
         (PACKED, "window", "varied: true, softcap: true, sinks: true,"),
         (PACKED, "causal", "varied: true, paged: true, split: true, sinks: true,"),
     ];
-    check("sm80_forwards_pack_heads", &kinds);
+    check(&kinds);
 }

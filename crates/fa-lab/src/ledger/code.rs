@@ -162,7 +162,9 @@ pub(super) fn launches(unit: &Unit) -> Result<(String, Launched)> {
             for word in words(unit, &case, sms, &mut entries)? {
                 hash.update(word.to_le_bytes());
             }
-            entries.into_iter().for_each(|entry| drop(launched.entry(entry).or_default().insert(sms)));
+            for entry in entries {
+                launched.entry(entry).or_default().insert(sms);
+            }
         }
     }
     Ok((digits(hash), launched))

@@ -48,10 +48,8 @@ pub fn block(ledger: &Ledger) -> String {
             }
         }
     }
-    let mut text = String::from(
-        "| kernel | entries | emulated | GPU: whole grid | GPU: quick grid | no GPU yet | last runs on a GPU |\n\
-         |---|---|---|---|---|---|---|\n",
-    );
+    let heads = ["kernel", "entries", "emulated", "whole grid", "quick grid", "no GPU yet", "last on a GPU"];
+    let mut text = format!("| {} |\n|{}\n", heads.join(" | "), "---|".repeat(heads.len()));
     for ((name, ..), count) in KERNELS.iter().zip(counts).filter(|(_, count)| count.entries > 0) {
         let of = |tier| count.of.get(&tier).copied().unwrap_or(0);
         let runs = count.runs.iter().map(|id| &ledger.runs[*id]);
