@@ -8,33 +8,21 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 
 use crate::passed::Passed;
-use crate::suites::{self, Suite};
+use crate::runner::{self, Tally, Which};
 use crate::{candle, device, python, toolkit, workspace};
 
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Compile every shipped kernel for every architecture and run every test of the emulation, whatever
-    /// docs/results/compiled*.ron and emulation-tests.ron list, and write those lists.
+    /// Run the tests of the emulation and those that have passed on these very files, too
     #[arg(long)]
-    all_archs: bool,
-    /// Run test programs, too, that have passed today on these very files
-    #[arg(long)]
-    rerun: bool,
+    full: bool,
 }
 
 /// A check by name.
 struct Step {
     name: &'static str,
-    run: fn(&Args, &mut Found) -> Result<()>,
-}
-
-/// What the steps find.
-#[derive(Default)]
-struct Found {
-    /// The test programs, once they are built.
-    suites: Vec<Suite>,
-    tally: Tally,
+    run: fn(&Args, &mut Tally) -> Result<()>,
 }
 
 /// What clippy's compiler is told.
@@ -43,66 +31,25 @@ const LINTS: [&str; 2] = ["-D", "warnings"];
 const STEPS: [Step; 4] = [
     Step { name: "format", run: |_, _| workspace::cargo(&["fmt", "--all", "--check"]) },
     Step { name: "lint, toolkit, device sources", run: |_, _| lint() },
-    Step {
-        name: "build of tests",
-        run: |_, found| {
-            found.suites = suites::build()?;
-            Ok(())
-        },
-    },
+    Step { name: "build of tests", run: |_, _| build() },
     Step { name: "test, documentation, candle, python", run: tests },
 ];
 
-/// Sum of cargo's "test result:" lines.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Tally {
-    suites: u64,
-    passed: u64,
-    failed: u64,
-    ignored: u64,
-}
-
-impl Tally {
-    /// Adds a line of cargo's output if it is a test result.
-    fn add(&mut self, line: &str) {
-        let Some(result) = line.trim_start().strip_prefix("test result:") else { return };
-        let count = |what: &str| -> u64 {
-            let words: Vec<&str> = result.split([' ', ';']).filter(|word| !word.is_empty()).collect();
-            words.windows(2).find(|pair| pair[1] == what).and_then(|pair| pair[0].parse().ok()).unwrap_or(0)
-        };
-        self.suites += 1;
-        self.passed += count("passed");
-        self.failed += count("failed");
-        self.ignored += count("ignored");
-    }
-
-    fn join(&mut self, other: Tally) {
-        self.suites += other.suites;
-        self.passed += other.passed;
-        self.failed += other.failed;
-        self.ignored += other.ignored;
-    }
-}
-
 pub(crate) fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
-    let mut found = Found::default();
+    let mut tally = Tally::default();
     for (i, step) in STEPS.iter().enumerate() {
         let (step_start, cpu_before) = (Instant::now(), cpu_seconds());
         println!("ci [{}/{}] {}", i + 1, STEPS.len(), step.name);
-        (step.run)(args, &mut found).with_context(|| format!("ci stopped at {}", step.name))?;
+        (step.run)(args, &mut tally).with_context(|| format!("ci stopped at {}", step.name))?;
         let cpu =
             cpu_seconds().zip(cpu_before).map(|(now, before)| format!(" ({} s of CPU time)", now - before));
         let (time, cpu) = (step_start.elapsed(), cpu.unwrap_or_default());
         println!("ci [{}/{}] {} ok, {time:.0?}{cpu}", i + 1, STEPS.len(), step.name);
     }
-    let Tally { suites, passed, failed, ignored } = found.tally;
-    println!(
-        "ci: all {} checks ok; {passed} tests passed, {failed} failed, {ignored} ignored in {suites} suites; \
-         {:.0?}",
-        STEPS.len(),
-        start.elapsed()
-    );
+    println!("ci: all {} checks ok, {:.0?}", STEPS.len(), start.elapsed());
+    let Tally { passed, failed, skipped } = tally;
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
     Ok(())
 }
 
@@ -128,36 +75,58 @@ fn lint() -> Result<()> {
     })
 }
 
+/// Builds the test programs, as both runners run them, and `fa`, which knows what is proven.
+fn build() -> Result<()> {
+    workspace::cargo(&["test", "--workspace", "--tests", "--no-run", "--quiet"])
+}
+
 /// Runs the tests. Documentation and its tests, and what stands on crates that are built by now, candle's
 /// side and the Python package, come meanwhile: neither that nor the tests fill the cores alone.
-fn tests(args: &Args, found: &mut Found) -> Result<()> {
+fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
     // The same random problems in every run, so that what fails is the change's; `cargo test` draws others.
     let mut variables = vec![];
     if std::env::var_os(RANDOM_SEED).is_none() {
         variables.push((RANDOM_SEED, "1"));
     }
-    if args.all_archs {
-        variables.extend([("FA_ALL_ARCHS", "1"), ("FA_EMU_RECORD", "1")]);
-    }
-    let mut passed = Passed::read()?;
-    if args.rerun || args.all_archs {
-        passed.forget();
-    }
-    let Found { suites, tally } = found;
-    let of_docs = std::thread::scope(|scope| {
+    let passed = Passed::read(args.full)?;
+    let (own, of_docs) = std::thread::scope(|scope| {
         let rest = scope.spawn(|| {
             docs()?;
             candle::check()?;
             python::check()?;
             doc_tests()
         });
-        let tests = suites::run(suites, &variables, Some(&mut passed), |line| tally.add(line));
+        let left = passed.left();
+        let tests = runner::run(Which::Of(&left), &variables).and_then(|mut own| {
+            if args.full || (left.contains(&"fa-emu") && emulation_is_due()?) {
+                let emulated = runner::run(Which::Emulation, &variables)?;
+                own.skipped -= (emulated.passed + emulated.failed).min(own.skipped);
+                own.passed += emulated.passed;
+            }
+            Ok(own)
+        });
         let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        tests.and(rest)
+        Ok::<_, anyhow::Error>((tests?, rest?))
     })?;
-    ensure!(found.tally.passed > 0, "the test programs ran no test");
-    found.tally.join(of_docs);
+    passed.keep()?;
+    for part in [own, of_docs] {
+        tally.passed += part.passed;
+        tally.skipped += part.skipped;
+    }
     Ok(())
+}
+
+/// Whether the tests of the emulation have not passed on these sources, by the ledger.
+fn emulation_is_due() -> Result<bool> {
+    let fa = workspace::target_dir().join("debug").join(format!("fa{}", std::env::consts::EXE_SUFFIX));
+    let mut command = Command::new(&fa);
+    command.args(["prove", "--check", "--tier", "suite", "--only", "append"]).current_dir(workspace::root());
+    let output = command.output().with_context(|| format!("{} does not start", fa.display()))?;
+    match output.status.code() {
+        Some(0) => Ok(false),
+        Some(1) => Ok(true),
+        _ => anyhow::bail!("fa prove --check: {}", String::from_utf8_lossy(&output.stderr)),
+    }
 }
 
 /// Builds the documentation; a link that leads nowhere is an error.
@@ -214,23 +183,6 @@ fn doc_tests() -> Result<Tally> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn results_add_up() {
-        let mut tally = Tally::default();
-        for line in [
-            "running 3 tests",
-            "test tests::results_add_up ... ok",
-            "test result: ok. 14 passed; 0 failed; 2 ignored; 0 measured; 1 filtered out; finished in 0.02s",
-            "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in \
-             0.44s",
-        ] {
-            tally.add(line);
-        }
-        assert_eq!(tally, Tally { suites: 2, passed: 24, failed: 2, ignored: 2 });
-        tally.join(Tally { suites: 1, passed: 2, failed: 0, ignored: 1 });
-        assert_eq!(tally, Tally { suites: 3, passed: 26, failed: 2, ignored: 3 });
-    }
 
     #[test]
     #[cfg(target_os = "linux")]

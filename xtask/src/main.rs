@@ -1,6 +1,6 @@
 //! Tasks of the workspace: `cargo xtask TASK`.
 //!
-//! - `ci`, `suites`, `passed`: all checks and tests, and which of them need not run again.
+//! - `ci`, `runner`, `passed`: all checks and tests, and which of them need not run again.
 //! - `build`, `validate`: hand their flags to `fa`; `search`: lists tiles by the planner's guide.
 //! - `candle`, `python`, `toolkit`: what is tested with, or fetched from, elsewhere.
 //! - `codegen`, `device`, `size`: generated headers, the format of CUDA sources, the program's size.
@@ -20,11 +20,11 @@ mod lines;
 mod notebook;
 mod passed;
 mod python;
+mod runner;
 #[cfg(test)]
 mod rust_tokens;
 mod search;
 mod size;
-mod suites;
 mod toolkit;
 mod validate;
 mod workspace;

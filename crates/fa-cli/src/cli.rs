@@ -10,6 +10,7 @@ use crate::commands::emulate::EmulateArgs;
 use crate::commands::ladder::LadderArgs;
 use crate::commands::manual::{CompletionsArgs, ManArgs};
 use crate::commands::plan::PlanArgs;
+use crate::commands::prove::ProveArgs;
 use crate::commands::records::RecordsArgs;
 use crate::commands::run::RunArgs;
 use crate::commands::tune::TuneArgs;
@@ -73,6 +74,8 @@ pub(crate) enum Command {
     Tune(TuneArgs),
     /// Measure the kernels' optimisation steps one after the other
     Ladder(LadderArgs),
+    /// Prove the kernels that have changed, by emulation or on a GPU, and keep the ledger of proofs
+    Prove(ProveArgs),
     /// Run everything that needs a GPU after kernels have changed, in order
     Records(RecordsArgs),
     /// Say what works on this machine, and what to do about what does not

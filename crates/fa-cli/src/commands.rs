@@ -8,6 +8,7 @@ pub(crate) mod emulate;
 pub(crate) mod ladder;
 pub(crate) mod manual;
 pub(crate) mod plan;
+pub(crate) mod prove;
 pub(crate) mod records;
 pub(crate) mod run;
 pub(crate) mod tune;

@@ -73,6 +73,7 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Emulate(args) => commands::emulate::command(&args),
         Command::Tune(args) => commands::tune::command(&args),
         Command::Ladder(args) => commands::ladder::command(&args),
+        Command::Prove(args) => commands::prove::command(&args),
         Command::Records(args) => commands::records::command(&args),
         Command::Doctor(args) => commands::doctor::command(&args),
         Command::Worker => commands::worker::command(),

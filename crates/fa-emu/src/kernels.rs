@@ -1,7 +1,7 @@
 //! What the emulation knows of each kernel beyond the planner's numbers.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 use fa_lab::random::Random;
 
 /// A kernel as the emulation sees it.
@@ -16,9 +16,6 @@ pub(crate) trait EmulatedKernel {
     fn loads_whole_tiles(&self) -> bool {
         true
     }
-
-    /// Which code `arch` compiles: architectures with equal values run the same unit.
-    fn variant(&self, arch: Arch) -> u32;
 
     /// The name of a random switch, and the kernel with it changed, which may contradict itself; `None` for
     /// the switch of the spec, `split`.
@@ -62,10 +59,6 @@ impl EmulatedKernel for Sm80Fwd {
         !self.loop_split || problem.mask.is_full()
     }
 
-    fn variant(&self, _: Arch) -> u32 {
-        0
-    }
-
     fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
         changed(
             self,
@@ -90,10 +83,6 @@ impl EmulatedKernel for Sm90Fwd {
 
     fn computes_whole_steps(&self, problem: &Problem) -> bool {
         !self.skips_blocks(MaskKind::of(&problem.mask))
-    }
-
-    fn variant(&self, _: Arch) -> u32 {
-        0
     }
 
     fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
@@ -135,10 +124,6 @@ impl EmulatedKernel for Sm100Fwd {
         self.q_tiles == 1
     }
 
-    fn variant(&self, _: Arch) -> u32 {
-        0
-    }
-
     fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
         changed(
             self,
@@ -164,11 +149,6 @@ impl EmulatedKernel for Sm80Bwd {
         true
     }
 
-    /// Vectors are added to device memory from 9.0 on.
-    fn variant(&self, arch: Arch) -> u32 {
-        u32::from(arch.compute_capability().0 >= 9)
-    }
-
     fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
         changed(
             self,
@@ -189,10 +169,6 @@ impl EmulatedKernel for Sm90Bwd {
 
     fn computes_whole_steps(&self, _: &Problem) -> bool {
         true
-    }
-
-    fn variant(&self, _: Arch) -> u32 {
-        0
     }
 
     fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {

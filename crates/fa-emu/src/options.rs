@@ -57,7 +57,7 @@ impl Options<'_> {
 
     /// Default number of SMs for a kernel of `spec`.
     pub fn sms_of(spec: &KernelSpec) -> u32 {
-        if spec.split { 64 } else { 2 }
+        fa_lab::ledger::emulated_sms(spec)
     }
 
     /// All checks, two SMs, two CTAs at a time. Seed 0 is eager, 1 lazy, all others are random.

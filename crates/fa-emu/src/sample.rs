@@ -6,7 +6,7 @@ use fa_core::{Arch, Dtype, Family, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{PlanOptions, plan};
 
 use crate::compiler::hash;
-use crate::record::Candidate;
+use crate::prove::Candidate;
 
 /// `count` of the planner's configurations, from as many kernels in turn, drawn by `day`: each text gives a
 /// different sample.

@@ -2,12 +2,12 @@
 
 use fa_core::{Arch, Kernel, KernelSpec, Lengths, Mask, Problem};
 use fa_lab::grid::problem_of;
+use fa_lab::ledger::forms;
 
 use crate::case::Case;
 use crate::extras::{Batch, Lie};
 use crate::mutate::Subject;
 use crate::placement::Placement;
-use crate::shipped::forms;
 
 /// Kernel parameters, head dim and mask, and `(queries, query heads, K/V heads)`.
 type Texts = &'static [(&'static str, (u32, &'static str), (usize, usize, usize))];

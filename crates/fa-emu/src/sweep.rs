@@ -3,12 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{KernelSpec, Problem};
 use fa_lab::grid::{Extent, of_spec};
 
 pub use crate::case::Case;
 use crate::error::Error;
-use crate::kernels;
 use crate::options::Options;
 use crate::planned::Planned;
 use crate::proof::{Proof, Trial};
@@ -117,16 +116,4 @@ fn beside_the_plan(unit: &Unit, problem: &Problem, sms: u32, proof: &Proof) -> V
     let Some(planned) = Planned::of(spec, problem, unit.arch(), sms) else { return Vec::new() };
     let main = proof.outcome.launches.iter().find(|launch| launch.entry == fa_kernels::ENTRY);
     main.map_or_else(Vec::new, |launch| planned.faults(spec, &launch.counters))
-}
-
-/// The architectures of `archs` for which a kernel's unit differs, the first of each kind.
-pub fn distinct(spec: &KernelSpec, archs: &[Arch]) -> Vec<Arch> {
-    let variant = |arch: Arch| kernels::of(&spec.kernel).variant(arch);
-    let mut found: Vec<Arch> = Vec::new();
-    for &arch in archs {
-        if !found.iter().any(|own| variant(*own) == variant(arch)) {
-            found.push(arch);
-        }
-    }
-    found
 }

@@ -8,7 +8,7 @@ use cudarc::driver::CudaContext;
 use fa_core::{Append, Arch, KernelSpec, LaunchPlan, Merge, Problem};
 
 use crate::jit::bundle::Bundle;
-use crate::jit::cache::{Cache, Named};
+use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiler, CompilerKind};
 use crate::jit::source::{APPEND, MERGE, Source};
 use crate::launch::Launches;
@@ -151,8 +151,8 @@ impl Kernels {
         if let Some(kernel) = slot.get() {
             return Ok(kernel.clone());
         }
-        let named = Named { name: name.to_owned(), spec: None };
-        let compiled = self.cache.get_unit(&*self.compiler()?, &named, &source(self.arch, &self.headers)?)?;
+        let source = source(self.arch, &self.headers)?;
+        let compiled = self.cache.get_named(&*self.compiler()?, name, None, &source)?;
         let kernel = Single::load(&self.context, name, &compiled.cubin)?;
         // If two threads load it, the first one wins; both loads are valid.
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())

@@ -1,12 +1,17 @@
 //! What tests and measurements vary in a kernel.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{Arch, Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
 
 /// A kernel as the lab sees it.
 pub(crate) trait LabKernel {
     /// The kernel with one knob changed, the most influential first; some may break a rule.
     fn variants(&self) -> Vec<Kernel>;
+
+    /// Which device code `arch` compiles: architectures with equal values run the same.
+    fn code_for(&self, _: Arch) -> u32 {
+        0
+    }
 
     /// The kernel without the code that only loads pages; `None` where no parameter stands for such code.
     fn without_pages(&self) -> Option<Kernel> {
@@ -66,6 +71,11 @@ impl LabKernel for Sm80Bwd {
                 |k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1),
             ],
         )
+    }
+
+    /// Vectors are added to device memory from 9.0 on.
+    fn code_for(&self, arch: Arch) -> u32 {
+        u32::from(arch.compute_capability().0 >= 9)
     }
 }
 

@@ -7,8 +7,8 @@
 //!   alternates the candidates.
 //! - `tune`: measures candidates and keeps the winner; `ladder`: the gain of each optimisation step.
 //! - `configs`, `best`: what the compiler makes of the planner's configurations.
-//! - `record`: which kernels were validated where, by the hash of their sources; `campaign`: the runs that
-//!   are due on a GPU when sources have changed.
+//! - `ledger`: which code has been judged, by whom; `record`: the machine behind a measurement; `campaign`:
+//!   the runs that are due on a GPU when code has changed.
 //! - `summary`: what of a record is kept; reads records and summaries alike.
 //! - `log`: results of a run that may be stopped and go on.
 //! - `sequences`, `tensors`, `memory`, `mods`, `append`, `random`: the inputs of a case.
@@ -41,6 +41,7 @@ pub mod grid;
 pub mod judge;
 mod kernels;
 pub mod ladder;
+pub mod ledger;
 pub mod log;
 pub mod machine;
 pub mod marks;

@@ -12,17 +12,19 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use fa_core::Family;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::device;
 use crate::error::{Error, Result};
+use crate::log::{self, Log};
 use crate::progress::Progress;
-use crate::record::{self, Fingerprint, Provenance};
+use crate::record::Provenance;
 use crate::worker::Program;
 
 pub use event::{CaseResult, PassedOver, Status};
 pub(crate) use options::Job;
-pub use options::{Cases, Options};
+pub use options::{Cases, Options, Resume};
+use supervise::Limits;
 
 /// The result of a validation.
 #[derive(Debug, Serialize)]
@@ -48,8 +50,6 @@ pub struct Report {
     /// of cases.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub passed_over: Vec<(PassedOver, usize)>,
-    /// Shipped kernels that passed, by the hash of their sources.
-    pub kernels: Vec<Fingerprint>,
 }
 
 /// A group of cases.
@@ -83,7 +83,8 @@ pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) ->
     let deadline = options.soak_time().map(|time| start + time);
     let watchdog = Duration::from_secs(u64::from(options.watchdog));
     let job = Job { options: Options { family: Some(family), ..options.clone() }, finished: Vec::new() };
-    let results = supervise::run(program, job, watchdog, deadline, Vec::new(), progress)?;
+    let limits = Limits { watchdog, deadline, until: None };
+    let (results, _) = supervise::run(program, job, limits, Vec::new(), &mut |_| Ok(()), progress)?;
     if results.is_empty() {
         let filter = options.filter.as_deref().unwrap_or_default();
         let groups = match options.groups.as_slice() {
@@ -95,12 +96,47 @@ pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) ->
     report(options, family, results, start.elapsed())
 }
 
+/// A line of a state file: a case that has ended, and what it is of.
+#[derive(Serialize, Deserialize)]
+struct Ended {
+    of: String,
+    result: CaseResult,
+}
+
+/// Runs the cases that `options` name up to the time of `resume`, without those that its state has: all
+/// results so far, and whether no case is left.
+///
+/// # Errors
+/// As [`run`], and a state that cannot be read or written.
+pub fn run_cases(
+    options: &Options,
+    program: &Program,
+    resume: &Resume,
+    progress: &mut Progress<'_>,
+) -> Result<(Vec<CaseResult>, bool)> {
+    let Resume { until, state, of } = resume;
+    let lines: Vec<Ended> = match state {
+        Some(path) => log::read(path)?.results,
+        None => Vec::new(),
+    };
+    let done = lines.into_iter().filter(|line| line.of == *of).map(|line| line.result);
+    // What failed is tried again, and what ended twice counts once.
+    let good = done.filter(|result| result.status != Status::Failed);
+    let done =
+        good.map(|result| (result.name.clone(), result)).collect::<BTreeMap<_, _>>().into_values().collect();
+    let mut log = state.as_deref().map(Log::open).transpose()?;
+    let mut keep = |result: &CaseResult| match &mut log {
+        Some(log) => log.add(&[Ended { of: of.clone(), result: result.clone() }]),
+        None => Ok(()),
+    };
+    let watchdog = Duration::from_secs(u64::from(options.watchdog));
+    let limits = Limits { watchdog, deadline: None, until: *until };
+    let job = Job { options: options.clone(), finished: Vec::new() };
+    supervise::run(program, job, limits, done, &mut keep, progress)
+}
+
 fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Duration) -> Result<Report> {
     let passed = results.iter().all(|result| result.status != Status::Failed);
-    // With a filter or another choice of cases, cases that a kernel would have to pass are left out.
-    let whole =
-        options.filter.is_none() && options.groups.is_empty() && matches!(options.cases, Cases::Grid { .. });
-    let kernels = if whole { passed_kernels(&results)? } else { Vec::new() };
     let mut report = Report {
         kind: if options.soak_time().is_some() { "soak" } else { "validate" },
         passed,
@@ -111,7 +147,6 @@ fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Dur
         failed: Vec::new(),
         skipped: Vec::new(),
         passed_over: passed_over(&results),
-        kernels,
     };
     for result in results {
         match result.status {
@@ -129,20 +164,6 @@ fn passed_over(results: &[CaseResult]) -> Vec<(PassedOver, usize)> {
         *counts.entry(kernel).or_default() += 1;
     }
     counts.into_iter().map(|(kernel, cases)| (kernel.clone(), cases)).collect()
-}
-
-/// Shipped kernels all of whose cases passed.
-fn passed_kernels(results: &[CaseResult]) -> Result<Vec<Fingerprint>> {
-    let all_right = |kernel: &Fingerprint| {
-        let own: Vec<&CaseResult> = results
-            .iter()
-            .filter(|result| {
-                result.name.starts_with("shipped/") && result.name.ends_with(&format!(" by {}", kernel.file))
-            })
-            .collect();
-        !own.is_empty() && own.iter().all(|result| result.status == Status::Passed)
-    };
-    Ok(record::shipped()?.into_iter().map(|(kernel, ..)| kernel).filter(all_right).collect())
 }
 
 fn groups(results: &[CaseResult]) -> Vec<Group> {

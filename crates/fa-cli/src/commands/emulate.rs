@@ -7,7 +7,7 @@ mod mutations;
 mod one;
 mod random;
 mod report;
-mod shipped;
+mod sample;
 
 use fa_emu::{Emulator, mutate};
 
@@ -23,8 +23,7 @@ use crate::term::progress;
 /// Bad input, and a machine that cannot emulate; findings are a verdict, not an error.
 pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     if args.threads.is_some() && args.spec.is_some() && !args.mutate {
-        let message =
-            "--threads is for --shipped, --sample, --random and --mutate: one kernel takes one thread";
+        let message = "--threads is for --sample, --random and --mutate: one kernel takes one thread";
         return Err(InputError::Usage(message.into()).into());
     }
     // Checked here: clap does not require a flag that conflicts with another.
@@ -47,8 +46,7 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     let page = args.report.as_deref().map(|path| target(path, args.spec.as_slice())).transpose()?;
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
-        _ if args.shipped => shipped::shipped(args, &emulator),
-        _ if args.sample.is_some() => shipped::sampled(args, &emulator),
+        _ if args.sample.is_some() => sample::sampled(args, &emulator),
         _ if args.random.is_some() => random::random(args, &emulator),
         None => mutations::mutations(args, &emulator, fa_emu::subjects::subjects()),
         Some(path) => {

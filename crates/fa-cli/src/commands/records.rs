@@ -34,7 +34,7 @@ pub(crate) struct RecordsArgs {
     /// Only steps whose names contain one of these, as in validate,marks-models
     #[arg(long, value_name = "TEXT,..", value_delimiter = ',')]
     pub only: Vec<String>,
-    /// Validate every kernel, even those whose records match the current sources
+    /// Judge every kernel, even those whose code the grid has judged
     #[arg(long)]
     pub all: bool,
     /// Do not time other libraries
@@ -65,12 +65,12 @@ Examples:
   fa records --list                          the steps, their commands, and what became of them
   fa records                                 all of them, in order
   fa records --budget 590                    as much as ten minutes hold; the next call goes on
-  fa records --only validate --all           every grid, whether its record matches or not
+  fa records --only prove-grid --all         the whole grid, also of kernels that it has judged
   fa records --only marks --again            rates whose measurement failed, once more
   fa records --summarise rates.json          the summary of a record that fa bench --json wrote
   fa records --tables                        the documents' tables, from the summaries
 
-In order: the grid of every kernel that is in no record with its sources, rates beside peers, rates of \
+In order: the grid of every kernel whose code it has not judged, rates beside peers, rates of \
 attention as it is served, random problems, sanitizers. Each step is a process of this program within a time \
 limit; of rates a summary is kept, and the full record in the folder of the progress. Exit code 1 when a \
 step failed or is left.";
@@ -111,8 +111,7 @@ pub(crate) fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
     steps.retain(|step| is_wanted(&step.name));
     if steps.is_empty() {
         let (only, names) = (args.only.join(","), names.join(", "));
-        let all = if args.all { "" } else { "; --all adds the grids whose records match the sources" };
-        let why = format!("--only {only}: no step that is due contains it: {names}{all}");
+        let why = format!("--only {only}: no step contains it: {names}");
         return Err(InputError::Usage(why).into());
     }
     let options = Options {

@@ -6,8 +6,7 @@ mod sanitize;
 
 use std::fmt::Write;
 
-use fa_core::counted;
-use fa_lab::record::{self, Provenance, State};
+use fa_lab::record::Provenance;
 use fa_lab::validate::{self, Report};
 
 use crate::commands::worker;
@@ -21,9 +20,6 @@ use args::ValidateArgs;
 /// # Errors
 /// Without a driver, a GPU or a compiler, and for bad input.
 pub(crate) fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
-    if args.check_records {
-        return check_records(args);
-    }
     let options = args.options()?;
     let program = worker::program()?;
     if args.sanitize {
@@ -33,14 +29,6 @@ pub(crate) fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
         return configs::command(args, &options, &program);
     }
     let report = validate::run(&options, &program, &mut progress::steps())?;
-    if args.record && report.passed {
-        let name = format!("{}{}-{}.json", report.family, args.suffix(), report.provenance.gpu_slug());
-        let folder = if args.soak.is_some() { record::SOAKED } else { record::VALIDATED };
-        let path = record::write(&args.results, folder, &name, &output::json_text(&report)?)?;
-        eprintln!("wrote {}", path.display());
-    } else if args.record {
-        eprintln!("note: no record is written of a validation that failed");
-    }
     if args.json {
         output::print_json(&report)?
     } else {
@@ -98,41 +86,10 @@ fn text(report: &Report) -> String {
     let verdict = if report.passed { "all right" } else { "NOT RIGHT" };
     let _ = writeln!(
         text,
-        "{verdict}: {} of {cases} cases passed, {} skipped, in {:.1} s; {} shipped kernels validated",
+        "{verdict}: {} of {cases} cases passed, {} skipped, in {:.1} s",
         report.groups.iter().map(|group| group.passed).sum::<usize>(),
         report.skipped.len(),
-        report.seconds,
-        report.kernels.len()
+        report.seconds
     );
     text
-}
-
-/// Compares the shipped kernels with the records: a bad verdict when one is neither validated nor excused.
-fn check_records(args: &ValidateArgs) -> anyhow::Result<Verdict> {
-    let standings = record::standings(&args.results)?;
-    let unknown = standings.iter().filter(|standing| standing.state == State::Unknown).count();
-    if args.json {
-        output::print_json(&serde_json::json!({ "passed": unknown == 0, "kernels": standings }))?;
-    } else {
-        let mut table = output::table(&["kernel", "sources", "standing"]);
-        for standing in &standings {
-            let state = match &standing.state {
-                State::Validated { record } => format!("validated: {record}"),
-                State::Excused { reason } => format!("not validated: {reason}"),
-                State::Unknown => "CHANGED since its last validation, or never validated".to_owned(),
-            };
-            table.add_row([&standing.kernel.file, &standing.kernel.sources[..12], &state]);
-        }
-        let advice = if unknown == 0 {
-            String::new()
-        } else {
-            format!(
-                "{}: run `fa validate --record` on a GPU, or list in {} with the reason\n",
-                counted(unknown, "kernel"),
-                args.results.join(record::UNVALIDATED).display()
-            )
-        };
-        output::print(&(output::table_text(&table) + &advice))?;
-    }
-    Ok(if unknown == 0 { Verdict::Good } else { Verdict::Bad })
 }

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreKind};
+use fa_lab::ledger::{self, Ledger, Tier};
 use fa_lab::{message, summary};
 use fa_planner::cost::{CostConstants, predict};
 use serde::Deserialize;
@@ -129,14 +130,11 @@ pub(crate) struct Records {
     compiled: Vec<(Arch, String, u32, u32)>,
 }
 
-/// A record of `fa validate`, with one configuration a row or a list of shipped kernels.
+/// A record of `fa validate --all-configs`, one configuration a row.
 #[derive(Deserialize)]
 struct Validated {
     arch: Arch,
-    #[serde(default)]
     rows: Vec<Config>,
-    #[serde(default)]
-    kernels: Vec<Shipped>,
 }
 
 #[derive(Deserialize)]
@@ -144,11 +142,6 @@ struct Config {
     kernel: String,
     registers: Option<u32>,
     spills: Option<u32>,
-}
-
-#[derive(Deserialize)]
-struct Shipped {
-    name: String,
 }
 
 /// The problem of a row, taken to be of equal lengths; nothing where it has changes of scores that the row
@@ -213,7 +206,8 @@ fn parse<T: serde::de::DeserializeOwned>(path: &Path, command: &str) -> Result<T
 }
 
 impl Records {
-    /// Reads the records of a folder: `marks*.json`, and below it those of `configs/` and `validate/`.
+    /// Reads the records of a folder: `marks*.json`, below it those of `configs/`, and the
+    /// ledger of proofs.
     ///
     /// # Errors
     /// [`InputError`] when the folder cannot be read, or a file in it is not a record.
@@ -223,18 +217,27 @@ impl Records {
             let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             records.add(&parse(&path, "fa bench")?, &file);
         }
-        for below in ["configs", "validate"].map(|name| folder.join(name)).iter().filter(|path| path.is_dir())
-        {
-            for path in json_files(below, "")? {
-                let Validated { arch, rows, kernels } = parse(&path, "fa validate")?;
-                records.ran.extend(kernels.into_iter().map(|kernel| (arch, kernel.name)));
-                for row in rows {
-                    if let (Some(registers), Some(spills)) = (row.registers, row.spills) {
-                        records.compiled.push((arch, row.kernel.clone(), registers, spills));
-                    }
-                    records.ran.push((arch, row.kernel));
+        let below = folder.join("configs");
+        for path in if below.is_dir() { json_files(&below, "")? } else { Vec::new() } {
+            let Validated { arch, rows } = parse(&path, "fa validate")?;
+            for row in rows {
+                if let (Some(registers), Some(spills)) = (row.registers, row.spills) {
+                    records.compiled.push((arch, row.kernel.clone(), registers, spills));
                 }
+                records.ran.push((arch, row.kernel));
             }
+        }
+        let said = |error: fa_lab::Error| InputError::Usage(format!("--records: {error}"));
+        let ledger = Ledger::read(&folder.join("proof.ron")).map_err(said)?;
+        let ran = |unit: &ledger::Unit| {
+            let row = ledger.units.get(&unit.key());
+            row.is_some_and(|row| row.entries.values().flat_map(|own| ledger.tiers(own)).any(Tier::is_on_gpu))
+        };
+        if !ledger.units.is_empty() {
+            let all = ledger::units().map_err(said)?;
+            let specs =
+                all.iter().filter(|unit| ran(unit)).filter_map(|unit| Some((unit.arch, unit.spec()?)));
+            records.ran.extend(specs.map(|(arch, spec)| (arch, spec.to_string())));
         }
         Ok(records)
     }

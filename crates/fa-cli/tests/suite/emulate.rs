@@ -7,24 +7,22 @@ const SPEC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fa-kernels/specs/sm8
 #[test]
 fn flags_of_one_kernel_and_of_many_do_not_mix() {
     for (line, part) in [
-        ("emulate --shipped --seqlen 3", "--seqlen"),
-        ("emulate --shipped --heads 4", "--heads"),
-        ("emulate --shipped --json", "--json"),
+        ("emulate --sample 1 --seqlen 3", "--seqlen"),
+        ("emulate --sample 1 --heads 4", "--heads"),
+        ("emulate --sample 1 --json", "--json"),
         ("emulate --sample 1 --page 16", "--page"),
         ("emulate --sample 1 --arch sm80", "--arch"),
-        ("emulate --shipped --statement x", "--statement"),
-        ("emulate --shipped --cta 1", "--cta"),
+        ("emulate --sample 1 --statement x", "--statement"),
+        ("emulate --sample 1 --cta 1", "--cta"),
         ("emulate --day 2026-01-01 x.ron", "--day"),
         ("emulate --survivors x.ron y.ron", "--mutate"),
-        ("emulate --record x.ron y.ron", "--record"),
-        ("emulate --shipped --survivors x.ron", "--survivors"),
-        ("emulate --mutate --record x.ron", "--record"),
+        ("emulate --sample 1 --survivors x.ron", "--survivors"),
         ("emulate --threads 3 y.ron", "--threads"),
-        ("emulate --random 2 --shipped", "--shipped"),
+        ("emulate --random 2 --sample 1", "--sample"),
         ("emulate --random 2 --heads 4", "--heads"),
         ("emulate --random 2 --kernels sm70_fwd", "sm90_bwd"),
         ("emulate --sample 1 --log x.jsonl", "--random"),
-        ("emulate --shipped --from 3", "--random"),
+        ("emulate --sample 1 --from 3", "--random"),
     ] {
         refuses(line, part);
     }
@@ -67,33 +65,18 @@ fn what_a_kernel_does_not_heed_is_refused() {
 }
 
 #[test]
-fn files_that_are_no_records_are_refused_and_left_as_they_are() {
+fn a_file_that_is_no_log_is_refused_and_left_as_it_is() {
     let folder = Dir::new();
     let path = folder.path("own");
     std::fs::write(&path, "(proven: [").unwrap();
-    for (flags, part) in [
-        (["--shipped", "--record"].as_slice(), "own is no record"),
-        (&["--random", "1", "--log"], "own: it has 1 line, none of such a log"),
-    ] {
-        let outcome = fa_args(&[&["emulate"], flags, &[text(&path)]].concat());
-        if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
-            eprintln!("skipped: {}", outcome.stderr);
-            return;
-        }
-        refused(&outcome, &[part], part);
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "(proven: [", "{part}");
-    }
-}
-
-/// Before hours of work, not behind them.
-#[test]
-fn a_record_that_cannot_be_written_is_refused() {
-    let outcome = fa_args(&["emulate", "--shipped", "--record", "/proc/own.ron"]);
+    let part = "own: it has 1 line, none of such a log";
+    let outcome = fa_args(&["emulate", "--random", "1", "--log", text(&path)]);
     if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
         eprintln!("skipped: {}", outcome.stderr);
         return;
     }
-    refused(&outcome, &["cannot write /proc"], "a folder that takes no files");
+    refused(&outcome, &[part], part);
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "(proven: [");
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod no_threads;
 mod packed;
 mod page;
 mod plan;
+mod prove;
 mod readme;
 mod records;
 mod run;

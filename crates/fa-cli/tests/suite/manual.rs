@@ -2,7 +2,7 @@
 
 use crate::common::{Dir, fa, fa_args, fa_with, listing, refused, text};
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: [&str; 14] = [
     "run",
     "plan",
     "check",
@@ -12,6 +12,7 @@ const COMMANDS: [&str; 13] = [
     "emulate",
     "tune",
     "ladder",
+    "prove",
     "records",
     "doctor",
     "completions",

@@ -1,40 +1,6 @@
-//! `fa validate` without a GPU: records against sources, and what it says where it cannot run.
+//! Commands for a GPU where there is none: what they say, and what they do without.
 
 use crate::common::{Dir, fa, fa_args, repository, text};
-
-#[test]
-fn no_shipped_kernel_changed_since_its_validation_unless_the_results_say_why() {
-    let results = repository("docs/results");
-    let done = fa_args(&["validate", "--check-records", "--results", text(&results)]);
-    assert_eq!(done.code, 0, "{}{}", done.stdout, done.stderr);
-    assert!(done.stdout.contains("sm90/hd128-causal-bf16.ron"), "{}", done.stdout);
-}
-
-#[test]
-fn kernels_without_record_and_reason_are_a_bad_verdict() {
-    let results = Dir::new();
-    let check = || fa_args(&["validate", "--check-records", "--results", text(results.root())]);
-    let done = check();
-    assert_eq!(done.code, 1, "{}{}", done.stdout, done.stderr);
-    assert!(done.stdout.contains("never validated") && done.stdout.contains("fa validate --record"));
-    let list = results.path("unvalidated.ron");
-    std::fs::write(
-        &list,
-        "(kernels: {\"sm90_fwd\": \"new\", \"sm90_bwd\": \"new\", \"sm80_fwd\": \"no GPU at \
-         hand\", \"sm80_bwd\": \"new\", \"sm100_fwd\": \"new\"})",
-    )
-    .unwrap();
-    let done = check();
-    assert_eq!(done.code, 0, "{}{}", done.stdout, done.stderr);
-    assert!(done.stdout.contains("not validated: no GPU at hand"));
-    std::fs::write(&list, "(kernels: {\"sm90_fwd\": \"\"})").unwrap();
-    assert!(check().stderr.contains("sm90_fwd has no reason"));
-    std::fs::write(&list, "(kernels: [])").unwrap();
-    assert_eq!(check().code, 1);
-    std::fs::create_dir(results.path("validate")).unwrap();
-    std::fs::write(results.path("validate/broken.json"), "{").unwrap();
-    assert!(check().stderr.contains("broken.json"));
-}
 
 #[test]
 fn without_a_gpu_the_way_out_is_named() {
@@ -101,7 +67,7 @@ fn what_a_gpu_has_to_run_is_listed_and_kept() {
         fa_args(&[&base, more].concat())
     };
     let all = records(&["--list", "--all"]).good();
-    let order = ["validate-sm90-fwd", "marks-models-fwd", "marks-packed-bwd-drawn", "soak-", "sanitize-"];
+    let order = ["prove-grid", "marks-models-fwd", "marks-packed-bwd-drawn", "prove-soak", "prove-sanitized"];
     let places: Vec<_> = order.iter().map(|part| all.find(part).expect(part)).collect();
     assert!(places.is_sorted(), "{all}");
     assert!(all.contains("--change persistent=true") && all.contains("--peers"), "{all}");

@@ -54,9 +54,9 @@ struct Entry {
 }
 
 /// What a unit was made from, as stored next to its cubin.
-pub(crate) struct Named<'a> {
-    pub name: String,
-    pub spec: Option<&'a KernelSpec>,
+struct Named<'a> {
+    name: &'a str,
+    spec: Option<&'a KernelSpec>,
 }
 
 impl Cache {
@@ -89,16 +89,21 @@ impl Cache {
         spec: &KernelSpec,
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
-        self.get_unit(compiler, &Named { name: spec.to_string(), spec: Some(spec) }, source)
+        self.get_named(compiler, &spec.to_string(), Some(spec), source)
     }
 
-    /// [`Cache::get`] for a unit without a spec.
-    pub(crate) fn get_unit(
+    /// [`Cache::get`] for a unit of that name, which may have no spec.
+    ///
+    /// # Errors
+    /// As [`Cache::get`].
+    pub fn get_named(
         &self,
         compiler: &Compiler,
-        spec: &Named<'_>,
+        name: &str,
+        spec: Option<&KernelSpec>,
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
+        let spec = &Named { name, spec };
         let flags = compiler.flags(&source.target);
         let name = self.compiler_name(compiler)?;
         let key = key(&name, &flags, source);
@@ -121,7 +126,7 @@ impl Cache {
             Some(fault) => {
                 let log_file =
                     self.root.as_ref().map(|root| root.join(key).join(LOG)).filter(|log| log.is_file());
-                let (name, target) = (spec.name.clone(), source.target.clone());
+                let (name, target) = (spec.name.to_owned(), source.target.clone());
                 Err(Error::Refused { name, target, fault, log_file })
             }
         }
@@ -161,7 +166,8 @@ impl Cache {
             }
             Err(CompileFailure::Log(log)) => {
                 let log_file = self.write(&format!("failed-{key}"), spec, source, &log, None);
-                Err(Error::Compile { name: spec.name.clone(), target: source.target.clone(), log, log_file })
+                let (name, target) = (spec.name.to_owned(), source.target.clone());
+                Err(Error::Compile { name, target, log, log_file })
             }
             Err(CompileFailure::Compiler(error)) => Err(error),
         }

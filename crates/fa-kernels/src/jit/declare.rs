@@ -3,12 +3,20 @@
 /// A type that parameters are made of.
 pub(crate) trait DeviceType {
     const CUDA_TYPE: &'static str;
+
+    /// Appends its values, each as a word.
+    fn words(&self, words: &mut Vec<u64>);
 }
 
 macro_rules! device_types {
-    ($($rust:ty => $cuda:literal),+ $(,)?) => {
+    ($($rust:ty => $cuda:literal, $word:expr);+ $(;)?) => {
         $(impl DeviceType for $rust {
             const CUDA_TYPE: &'static str = $cuda;
+
+            fn words(&self, words: &mut Vec<u64>) {
+                let word: fn($rust) -> u64 = $word;
+                words.push(word(*self));
+            }
         })+
     };
 }
@@ -23,7 +31,7 @@ macro_rules! pointers {
             #[repr(transparent)]
             pub struct $rust(pub u64);
 
-            device_types! { $rust => $cuda }
+            device_types! { $rust => $cuda, |own| own.0 }
         )+
     };
 }
@@ -46,10 +54,10 @@ pointers! {
 }
 
 device_types! {
-    u32 => "unsigned",
-    i32 => "int",
-    i64 => "long long",
-    f32 => "float",
+    u32 => "unsigned", |own| own.into();
+    i32 => "int", |own| own as u64;
+    i64 => "long long", |own| own as u64;
+    f32 => "float", |own| own.to_bits().into();
 }
 
 /// One field of a parameter struct.
@@ -84,6 +92,10 @@ macro_rules! param_struct {
 
         impl DeviceType for $name {
             const CUDA_TYPE: &'static str = stringify!($name);
+
+            fn words(&self, words: &mut Vec<u64>) {
+                $(self.$field.words(words);)+
+            }
         }
 
         impl $name {

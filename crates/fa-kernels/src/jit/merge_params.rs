@@ -24,6 +24,10 @@ pub struct MergeParts(pub [MergePart; MAX_PARTS]);
 
 impl DeviceType for MergeParts {
     const CUDA_TYPE: &'static str = "MergeParts";
+
+    fn words(&self, words: &mut Vec<u64>) {
+        self.0.iter().for_each(|part| part.words(words));
+    }
 }
 
 impl MergeParts {

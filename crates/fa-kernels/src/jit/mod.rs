@@ -8,6 +8,7 @@ mod code;
 pub(crate) mod codegen;
 pub(crate) mod compile;
 pub(crate) mod config;
+pub(crate) mod cubin;
 pub(crate) mod declare;
 mod hash;
 pub(crate) mod headers;

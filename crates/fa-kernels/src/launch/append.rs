@@ -64,7 +64,7 @@ pub struct AppendLaunch {
     /// Bytes of dynamic shared memory of a CTA.
     pub smem: u32,
     append: Append,
-    params: AppendParams,
+    pub(super) params: AppendParams,
 }
 
 const fn is_packed(side: Side) -> bool {

@@ -19,6 +19,7 @@ mod sections;
 pub(crate) mod single;
 mod tma;
 pub(crate) mod varied;
+mod words;
 mod workspace;
 
 pub use append::{AppendLaunch, BoundAppend, RawAppendArgs};

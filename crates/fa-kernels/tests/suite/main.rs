@@ -2,7 +2,7 @@
 
 mod agreement;
 mod cache;
-mod compiled;
+mod code;
 mod device_sources;
 mod divided;
 mod errors;
@@ -10,7 +10,6 @@ mod generated;
 mod launches;
 mod launches_beside;
 mod package;
-mod serving;
 mod shipped;
 mod tensor_memory;
 mod toolchain;

@@ -1,12 +1,9 @@
-//! The steps: unvalidated kernels first, then rates next to peers, then what takes longest.
+//! The steps: what is to be proven first, then rates next to peers, then what takes longest.
 
 use std::path::Path;
 
-use fa_core::{Family, Pass, counted};
-
 use super::{Step, Summarised};
 use crate::error::Result;
-use crate::record::{State, standings};
 
 /// Which steps to list.
 #[derive(Clone, Debug)]
@@ -17,23 +14,14 @@ pub struct Wanted<'a> {
     pub state: &'a Path,
     /// The GPU, as names of records of rates have it: `h100`.
     pub gpu: &'a str,
-    /// Whether to validate kernels whose records match the current sources.
+    /// Whether kernels are judged again that the grid has judged as they are.
     pub all: bool,
     /// Whether other libraries are measured in the same runs.
     pub peers: bool,
 }
 
-const KERNELS: [(Family, Pass); 4] = [
-    (Family::Sm90, Pass::Forward),
-    (Family::Sm80, Pass::Forward),
-    (Family::Sm80, Pass::BACKWARD),
-    (Family::Sm90, Pass::BACKWARD),
-];
-
-/// Seconds of each kernel's grid on an H100, by its records.
-const GRID: [u64; 4] = [270, 230, 240, 420];
-
-/// Seconds of random problems for each kernel.
+/// Seconds of the whole grid, of all kernels, and of random problems for each of the four, on an H100.
+const GRID: u64 = 1200;
 const SOAK: u64 = 300;
 
 /// Rates: name, arguments after `bench --backend cuda`, whether peers can be timed, seconds.
@@ -75,12 +63,6 @@ const RATES: [(&str, &str, bool, u64); 25] = [
 /// # Errors
 /// Records that cannot be read.
 pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
-    let changed = changed(wanted)?;
-    let of =
-        |(family, pass): &(Family, Pass)| format!("--family {} --mode {}", family.name(), pass.short_name());
-    let name = |what: &str, (family, pass): &(Family, Pass)| {
-        format!("{what}-{}-{}", family.name(), pass.short_name())
-    };
     let folder = wanted.results.display().to_string();
     let mut steps = Vec::new();
     let mut add = |name: String,
@@ -95,10 +77,8 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
         steps.push(Step { name, arguments, expected, limit, summarised });
     };
     let results = [("--results", folder.clone())];
-    for (kernel, seconds) in KERNELS.iter().zip(GRID).filter(|(kernel, _)| changed.contains(kernel)) {
-        let flags = format!("validate --record {}", of(kernel));
-        add(name("validate", kernel), &flags, &results, (seconds, 3 * seconds), None);
-    }
+    let again = if wanted.all { " --again" } else { "" };
+    add("prove-grid".to_owned(), &format!("prove --tier grid{again}"), &results, (GRID, 3 * GRID), None);
     for (name, flags, has_peers, seconds) in RATES {
         // It compares with one peer, and is useless without it.
         if name == "marks-models-bwd-deterministic" && !wanted.peers {
@@ -118,35 +98,10 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
         // Kernels that have not been compiled are compiled before the first rate.
         add(name.to_owned(), &flags, &path, (seconds, 5 * seconds + 120), summarised);
     }
-    for kernel in &KERNELS {
-        let flags = format!("validate --soak {SOAK} --watchdog 240 --seed 21 --record {}", of(kernel));
-        add(name("soak", kernel), &flags, &results, (SOAK + 20, 2 * SOAK), None);
-    }
-    for kernel in &KERNELS {
-        let flags = format!("validate --sanitize --record {}", of(kernel));
-        add(name("sanitize", kernel), &flags, &results, (120, 900), None);
-    }
+    let soak = format!("prove --tier soak --seconds {SOAK} --watchdog 240 --seed 21");
+    add("prove-soak".to_owned(), &soak, &results, (4 * SOAK + 80, 8 * SOAK), None);
+    add("prove-sanitized".to_owned(), "prove --tier sanitized", &results, (480, 3600), None);
     Ok(steps)
-}
-
-/// The kernels with a shipped spec that no record has with the current sources.
-fn changed(wanted: &Wanted<'_>) -> Result<Vec<(Family, Pass)>> {
-    if wanted.all {
-        return Ok(KERNELS.to_vec());
-    }
-    let mut changed = Vec::new();
-    for standing in standings(wanted.results)? {
-        if matches!(standing.state, State::Validated { .. }) {
-            continue;
-        }
-        let name = &standing.kernel.name;
-        let own = KERNELS
-            .iter()
-            .find(|(family, pass)| name.starts_with(&format!("{}_{}", family.name(), pass.short_name())));
-        changed.extend(own.copied().filter(|own| !changed.contains(own)));
-    }
-    tracing::info!("{} to validate", counted(changed.len(), "kernel"));
-    Ok(changed)
 }
 
 #[cfg(test)]
@@ -166,23 +121,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_validated_comes_first_and_nothing_that_is() {
-        let none = tempfile::tempdir().expect("a folder");
-        let all = names(none.path(), false, true);
+    fn what_is_to_be_proven_comes_first() {
+        let all = names(&records(), true, true);
         assert_eq!(
-            all[..4],
-            ["validate-sm90-fwd", "validate-sm80-fwd", "validate-sm80-bwd", "validate-sm90-bwd"]
+            (all[0].as_str(), &all[all.len() - 2..]),
+            ("prove-grid", &["prove-soak".to_owned(), "prove-sanitized".to_owned()][..])
         );
-        let here = names(&records(), false, true);
-        let standings = standings(&records()).expect("records");
-        for (family, pass) in KERNELS {
-            let kernel = format!("{}_{}", family.name(), pass.short_name());
-            let of_kernel = |own: &&crate::record::Standing| own.kernel.name.starts_with(&kernel);
-            let is_old =
-                standings.iter().filter(of_kernel).any(|own| !matches!(own.state, State::Validated { .. }));
-            assert_eq!(here.contains(&format!("validate-{}", kernel.replace('_', "-"))), is_old, "{kernel}");
-        }
-        assert_eq!(names(&records(), true, true), all);
+        assert_eq!(names(&records(), false, true), all);
         assert!(!names(&records(), true, false).contains(&"marks-models-bwd-deterministic".to_owned()));
     }
 

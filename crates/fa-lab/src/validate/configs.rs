@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::event::{CaseResult, Status};
 use super::options::{Cases, Job, Options};
-use super::supervise;
+use super::supervise::{self, Limits};
 use crate::configs::{self, Built, Config, SEQLEN};
 use crate::device;
 use crate::error::Result;
@@ -126,7 +126,8 @@ pub fn run(
     let options = Options { family: Some(family), cases, ..options.clone() };
     let watchdog = Duration::from_secs(u64::from(options.watchdog));
     let job = Job { options, finished: Vec::new() };
-    let cases = supervise::run(program, job, watchdog, None, skipped.collect(), progress)?;
+    let limits = Limits { watchdog, deadline: None, until: None };
+    let (cases, _) = supervise::run(program, job, limits, skipped.collect(), &mut |_| Ok(()), progress)?;
     let by_name: HashMap<&str, &CaseResult> =
         cases.iter().map(|result| (result.name.as_str(), result)).collect();
     let rows: Vec<Row> =

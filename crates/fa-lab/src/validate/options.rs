@@ -1,6 +1,7 @@
 //! What to validate.
 
-use std::time::Duration;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use fa_core::{Family, KernelSpec, Pass};
 use serde::{Deserialize, Serialize};
@@ -44,6 +45,16 @@ pub enum Cases {
         /// Runs of the repeated case.
         repeat: usize,
     },
+    /// Cases of units of the ledger.
+    Units {
+        /// The units, by their keys.
+        keys: Vec<String>,
+        /// How many cases of each.
+        extent: Extent,
+        /// Whether the grid's other cases run as well: the library's own choices, and kernels with one switch
+        /// changed.
+        library: bool,
+    },
     /// Random problems.
     Soak {
         /// For this many seconds.
@@ -65,9 +76,24 @@ impl Options {
     pub fn soak_time(&self) -> Option<Duration> {
         match self.cases {
             Cases::Soak { seconds, .. } => Some(Duration::from_secs(u64::from(seconds))),
-            Cases::Grid { .. } | Cases::Spec { .. } | Cases::Sanitize | Cases::Configs { .. } => None,
+            Cases::Grid { .. }
+            | Cases::Spec { .. }
+            | Cases::Units { .. }
+            | Cases::Sanitize
+            | Cases::Configs { .. } => None,
         }
     }
+}
+
+/// When to stop, and what is there from an earlier run.
+#[derive(Debug, Default)]
+pub struct Resume {
+    /// Cases that have not ended then are left for another run.
+    pub until: Option<Instant>,
+    /// A file with the cases that have ended, to which those of this run are added.
+    pub state: Option<PathBuf>,
+    /// What the cases are of: a state file's cases of anything else run again.
+    pub of: String,
 }
 
 /// A worker's job.

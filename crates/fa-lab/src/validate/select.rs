@@ -1,13 +1,19 @@
 //! The selection of cases.
 
-use fa_core::{Arch, Family, Pass};
+use std::collections::HashSet;
+
+use fa_core::{Arch, Family, Pass, ShippedSpec};
+use fa_kernels::specs;
 use fa_planner::account::account;
 
 use super::options::{Cases, Options};
 use super::{configs, sanitize};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::grid::{self, Action, Case, Extent, knobs};
-use crate::record;
+use crate::ledger::{Unit, units};
+
+/// Runs of each repeated case of the whole grid.
+const REPEAT: usize = 1000;
 
 /// The cases of `options` for kernels of `family` on `arch`; none for a soak, which draws its own.
 ///
@@ -20,6 +26,17 @@ pub(super) fn select(options: &Options, arch: Arch, family: Family) -> Result<Ve
             let mut cases = grid::of_spec("spec", &spec.to_string(), spec, Extent::Full);
             let repeated = cases.iter().max_by_key(|case| case.problem.lengths.max_q().min(1024)).cloned();
             cases.extend(repeated.map(|case| Case { action: Action::Repeat(*repeat), ..case }));
+            cases
+        }
+        Cases::Units { keys, extent, library } => {
+            let own = |unit: &Unit| keys.contains(&unit.key());
+            let mut cases: Vec<Case> =
+                units()?.iter().filter(|unit| own(unit)).flat_map(|unit| unit.cases(*extent)).collect();
+            if *library {
+                let mut seen: HashSet<String> = cases.iter().map(Case::name).collect();
+                let others = of_grid(options.pass, *extent, REPEAT, arch, family)?;
+                cases.extend(others.into_iter().filter(|case| seen.insert(case.name())));
+            }
             cases
         }
         Cases::Sanitize => sanitize::cases(options.pass),
@@ -42,13 +59,15 @@ fn of_grid(pass: Pass, extent: Extent, repeat: usize, arch: Arch, family: Family
     let mut cases = library(extent, repeat);
     let serving = if pass.is_backward() { grid::serving_gradients } else { grid::serving };
     cases.extend(serving(extent, repeat));
-    for (kernel, spec, archs) in record::shipped()? {
+    let files = specs::shipped();
+    for file in files.map_err(|(path, error)| Error::Record(format!("specs/{path}: {error}")))? {
+        let (name, ShippedSpec { archs, spec }) = (file.path, file.shipped);
         let of_the_pass = spec.kernel.is_backward() == pass.is_backward();
         // Records know a kernel by its sources, whatever the target: one that ships for other architectures
         // is validated where it runs.
         let runs = archs.contains(&arch) || account(&spec, arch).is_ok();
         if runs && spec.kernel.family() == family && of_the_pass {
-            cases.extend(grid::of_spec("shipped", &kernel.file, &spec, extent));
+            cases.extend(grid::of_spec("shipped", name, &spec, extent));
         }
     }
     // The switches of a backward are covered by the planner's configurations: [`Cases::Configs`].

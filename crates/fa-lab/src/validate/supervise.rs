@@ -16,31 +16,43 @@ const MOST_LOST: usize = 8;
 /// How often to check whether a case has been on the GPU for too long.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Runs a worker on `job`, and others when it is lost, until all cases are finished. Cases in `done` are not
-/// run.
+/// When a worker has to end.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// A case that is on the GPU for longer hangs.
+    pub watchdog: Duration,
+    /// When a worker of random problems ends by itself.
+    pub deadline: Option<Instant>,
+    /// When cases are left for another run.
+    pub until: Option<Instant>,
+}
+
+/// Runs a worker on `job`, and others when it is lost, until all cases are finished or the time is up. Cases
+/// in `done` are not run; `keep` gets each result.
 ///
 /// # Errors
 /// When no worker starts, or the first ends before its first case, with what it says.
 pub(super) fn run(
     program: &Program,
     mut job: Job,
-    watchdog: Duration,
-    deadline: Option<Instant>,
+    limits: Limits,
     done: Vec<CaseResult>,
+    keep: &mut Keep<'_>,
     progress: &mut Progress<'_>,
-) -> Result<Vec<CaseResult>> {
+) -> Result<(Vec<CaseResult>, bool)> {
     let known = done.len();
     let mut results = done;
     let mut lost = 0;
     loop {
         job.finished = results.iter().map(|result| result.name.clone()).collect();
-        let end = watch(program, &job, watchdog, deadline, &mut results, progress)?;
+        let end = watch(program, &job, limits, &mut results, keep, progress)?;
         match end {
-            End::Through => return Ok(results),
+            End::Through => return Ok((results, true)),
+            End::Stopped => return Ok((results, false)),
             End::Lost { case: None, reason } if results.len() == known => return Err(Error::Worker(reason)),
             End::Lost { case, reason } => {
                 lost += 1;
-                results.push(CaseResult {
+                let result = CaseResult {
                     name: case.unwrap_or_else(|| "worker/between cases".to_owned()),
                     kernel: String::new(),
                     status: Status::Failed,
@@ -48,7 +60,9 @@ pub(super) fn run(
                     detail: reason,
                     ms: None,
                     passed_over: Vec::new(),
-                });
+                };
+                keep(&result)?;
+                results.push(result);
                 if lost >= MOST_LOST {
                     let (name, detail) =
                         results.last().map_or(("", ""), |last| (last.name.as_str(), last.detail.as_str()));
@@ -60,17 +74,21 @@ pub(super) fn run(
     }
 }
 
+/// Receives each result.
+pub(super) type Keep<'a> = dyn FnMut(&CaseResult) -> Result<()> + 'a;
+
 enum End {
     Through,
+    Stopped,
     Lost { case: Option<String>, reason: String },
 }
 
 fn watch(
     program: &Program,
     job: &Job,
-    watchdog: Duration,
-    deadline: Option<Instant>,
+    Limits { watchdog, deadline, until }: Limits,
     results: &mut Vec<CaseResult>,
+    keep: &mut Keep<'_>,
     progress: &mut Progress<'_>,
 ) -> Result<End> {
     let mut worker =
@@ -92,6 +110,7 @@ fn watch(
                         on_gpu = None;
                     }
                     progress(Step::Done);
+                    keep(&result)?;
                     results.push(result);
                 }
                 // Libraries in the worker may print lines of their own.
@@ -106,6 +125,9 @@ fn watch(
         {
             let reason = format!("hangs: on the GPU for over {} s", watchdog.as_secs());
             return Ok(End::Lost { case: Some(name.clone()), reason });
+        }
+        if until.is_some_and(|until| Instant::now() > until) {
+            return Ok(End::Stopped);
         }
         // The worker of a soak ends by itself; one that does not is stuck outside of a case.
         if deadline.is_some_and(|deadline| Instant::now() > deadline + 2 * watchdog) {
@@ -135,6 +157,10 @@ mod tests {
     use crate::validate::options::{Cases, Options};
 
     fn run_script(script: &str, watchdog: Duration) -> Result<Vec<CaseResult>> {
+        run_until(script, watchdog, None)
+    }
+
+    fn run_until(script: &str, watchdog: Duration, until: Option<Instant>) -> Result<Vec<CaseResult>> {
         let program =
             Program { executable: "sh".into(), arguments: vec!["-c".to_owned(), script.to_owned()] };
         let cases = Cases::Grid { extent: Extent::Quick, repeat: 2 };
@@ -147,7 +173,11 @@ mod tests {
             watchdog: 1,
         };
         let job = Job { options, finished: Vec::new() };
-        run(&program, job, watchdog, None, Vec::new(), &mut |_| {})
+        let limits = Limits { watchdog, deadline: None, until };
+        run(&program, job, limits, Vec::new(), &mut |_| Ok(()), &mut |_| {}).map(|(results, all)| {
+            assert!(all || until.is_some());
+            results
+        })
     }
 
     const DONE: &str =

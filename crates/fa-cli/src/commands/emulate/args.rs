@@ -69,7 +69,7 @@ const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 2
 #[command(after_help = EXAMPLES)]
 pub(crate) struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format spec` prints it, or a shipped one
-    #[arg(required_unless_present_any = ["shipped", "sample", "mutate", "random"])]
+    #[arg(required_unless_present_any = ["sample", "mutate", "random"])]
     pub spec: Option<PathBuf>,
     /// Architecture to compile for [default: the first that the file names, else the kernel's own]
     #[arg(long)]
@@ -164,7 +164,7 @@ pub(crate) struct EmulateArgs {
     #[arg(requires = "spec", conflicts_with = "mutate")]
     pub json: bool,
     /// Write a page with the timeline of one CTA
-    #[arg(long, value_name = "FILE.html", conflicts_with_all = ["shipped", "mutate"])]
+    #[arg(long, value_name = "FILE.html", conflicts_with_all = ["mutate"])]
     #[arg(value_parser = crate::flags::page_file)]
     pub report: Option<PathBuf>,
     /// The CTA of the timeline
@@ -173,27 +173,23 @@ pub(crate) struct EmulateArgs {
     pub cta: u32,
     /// Device sources instead of the built-in ones, laid out as crates/fa-kernels/cuda: a kernel under
     /// development, or one with an injected fault
-    #[arg(long, value_name = "DIR", conflicts_with_all = ["shipped", "sample", "mutate", "random"])]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["sample", "mutate", "random"])]
     pub headers: Option<PathBuf>,
     /// Run the cases that `fa validate` has for a configuration instead of one problem
-    #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "random"])]
+    #[arg(long, conflicts_with_all = ["report", "sample", "mutate", "random"])]
     #[arg(conflicts_with_all = OF_PROBLEM)]
     pub grid: bool,
-    /// Run every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
-    /// except those that --record has already; the record is updated
-    #[arg(long, conflicts_with_all = ["spec", "mutate"], conflicts_with_all = OF_ONE)]
-    pub shipped: bool,
     /// Run this many of the planner's other configurations at awkward shapes, a different sample each day
-    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate"])]
     #[arg(conflicts_with_all = OF_ONE, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub sample: Option<u32>,
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
-    #[arg(conflicts_with_all = ["spec", "mutate", "shipped", "random"], value_parser = crate::flags::day)]
+    #[arg(conflicts_with_all = ["spec", "mutate", "random"], value_parser = crate::flags::day)]
     pub day: Option<String>,
     /// Run this many kernels drawn at random (the planner's first choices, its other candidates, some with a
     /// switch changed), each on random problems that it computes
-    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped", "sample", "record"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "sample"])]
     #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub random: Option<u32>,
     /// With --random: the number of the first kernel to draw, as a report counts them [default: 0]
@@ -207,10 +203,6 @@ pub(crate) struct EmulateArgs {
     /// that a stopped run can be resumed
     #[arg(long, value_name = "FILE", conflicts_with = "spec")]
     pub log: Option<PathBuf>,
-    /// The record of proven kernels
-    #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
-    #[arg(requires = "shipped", conflicts_with_all = ["spec", "mutate", "sample"])]
-    pub record: PathBuf,
     /// Remove every synchronising statement of the kernels (or of SPEC), one at a time, and list those
     /// whose removal nothing notices
     #[arg(long)]
@@ -221,15 +213,15 @@ pub(crate) struct EmulateArgs {
     /// Removals known to go unnoticed, with the reasons; any other is a negative verdict [default, where
     /// there is one: docs/results/emulation-survivors.ron]
     #[arg(long, value_name = "FILE", requires = "mutate")]
-    #[arg(conflicts_with_all = ["shipped", "sample", "random"], conflicts_with_all = OF_NO_REMOVAL)]
+    #[arg(conflicts_with_all = ["sample", "random"], conflicts_with_all = OF_NO_REMOVAL)]
     pub survivors: Option<PathBuf>,
     /// With --mutate: the removals tried so far. Removals from unchanged code are not tried again, others are
     /// added one by one, so that a stopped run can be resumed [default, unless SPEC is named:
-    /// docs/results/removals.ron]
+    /// target/removals.ron]
     #[arg(long, value_name = "FILE", requires = "mutate")]
-    #[arg(conflicts_with_all = ["shipped", "sample", "random"], conflicts_with_all = OF_NO_REMOVAL)]
+    #[arg(conflicts_with_all = ["sample", "random"], conflicts_with_all = OF_NO_REMOVAL)]
     pub tried: Option<PathBuf>,
-    /// Threads for --shipped, --sample, --random and --mutate [default: all cores]
+    /// Threads for --sample, --random and --mutate [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
 }
@@ -242,7 +234,6 @@ Examples:
   fa emulate my.ron --headers my/cuda                      device sources that are being written
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
   fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
-  fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --random 200 --seed 7 --log random.jsonl      kernels and problems drawn at random
   fa emulate --mutate                                      is the removal of each barrier noticed?
 
@@ -250,7 +241,7 @@ Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no
 compiles is kept in fa/emulator in the user's cache folder, or in FA_EMULATOR_CACHE. Finds data
 races, missing fences, uninitialised reads, accesses out of bounds, deadlocks and wrong values, with
 the line of the kernel. It says nothing about speed, spills, or the rounding within a tensor core.
-Exit code 1 when anything is found.";
+Exit code 1 when anything is found. `fa prove --tier emulated` runs the shipped kernels that have changed.";
 
 /// How the rows of one side lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

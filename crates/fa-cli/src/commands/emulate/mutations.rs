@@ -16,7 +16,7 @@ use crate::term::output;
 use crate::term::progress::Steps;
 
 /// The file of removals tried so far: those of all kernels, unless another file is named.
-const TRIED: &str = "docs/results/removals.ron";
+const TRIED: &str = "target/removals.ron";
 
 /// The list of removals that are known to go unnoticed, unless another file is named.
 const SURVIVORS: &str = "docs/results/emulation-survivors.ron";

@@ -14,8 +14,7 @@ use crate::flags::{self, pass_of};
 
 /// Flags that validate a grid or a kernel. Flags of other validations name these as well: clap does not
 /// require a flag that conflicts with another.
-const OF_GRID: [&str; 8] =
-    ["quick", "full", "filter", "groups", "spec", "repeat", "sanitize", "check_records"];
+const OF_GRID: [&str; 7] = ["quick", "full", "filter", "groups", "spec", "repeat", "sanitize"];
 
 /// `fa validate`.
 #[derive(Debug, Args)]
@@ -27,7 +26,7 @@ pub(crate) struct ValidateArgs {
     /// Which pass to validate; gradients are computed after a forward
     #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
     pub mode: Pass,
-    /// Run a part of the grid, in less than a minute (the default without --record)
+    /// Run a part of the grid, in less than a minute (the default)
     #[arg(long, conflicts_with_all = ["spec", "soak", "sanitize", "all_configs"])]
     pub quick: bool,
     /// Run the whole grid
@@ -38,7 +37,7 @@ pub(crate) struct ValidateArgs {
     pub filter: Option<String>,
     /// Only cases of these groups, as in packed,used,paged,split (the first parts of names)
     #[arg(long = "group", value_name = "GROUP,..", value_delimiter = ',', value_parser = check_group)]
-    #[arg(conflicts_with_all = ["spec", "soak", "all_configs", "record"])]
+    #[arg(conflicts_with_all = ["spec", "soak", "all_configs"])]
     pub groups: Vec<String>,
     /// Validate the one kernel in this file (RON, or JSON as in the kernel cache)
     #[arg(long, value_name = "FILE")]
@@ -77,17 +76,13 @@ pub(crate) struct ValidateArgs {
         default_value = HEAD_DIMS
     )]
     pub headdim: Vec<HeadDim>,
-    /// Write a record to the results folder; a record of the grid is of the whole grid
-    #[arg(long, group = "records", conflicts_with_all = ["quick", "filter", "spec"])]
+    /// Write a record of --all-configs to the results folder
+    #[arg(long, requires = "all_configs", conflicts_with_all = OF_GRID)]
+    #[arg(conflicts_with = "soak")]
     pub record: bool,
-    /// Compare the shipped kernels with the records instead; needs no GPU
-    #[arg(long, group = "records", conflicts_with_all = [
-        "family", "mode", "quick", "full", "filter", "groups", "spec", "repeat", "soak", "sanitize",
-        "all_configs", "record", "watchdog"
-    ])]
-    pub check_records: bool,
     /// Folder of the records
-    #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "records")]
+    #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "record")]
+    #[arg(conflicts_with_all = OF_GRID, conflicts_with = "soak")]
     pub results: PathBuf,
     /// Time after which a case on the GPU counts as hung: it is reported, and the others go on
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
@@ -101,7 +96,7 @@ pub(crate) struct ValidateArgs {
 const EXAMPLES: &str = "\
 Examples:
   fa validate                                   numerics, strides, streams, graphs: below a minute
-  fa validate --record                          all of it, with a record for docs/results
+  fa validate --full                            all of it
   fa validate --family sm80 --filter windows/   the kernels for every GPU, one group of cases
   fa validate --spec kernel.ron                 one kernel
   fa validate --mode bwd --family sm90          gradients
@@ -125,8 +120,7 @@ impl ValidateArgs {
     /// A deterministic forward, and a spec that cannot be read or is for the other pass.
     pub(crate) fn options(&self) -> anyhow::Result<Options> {
         let pass = pass_of(self.mode, self.deterministic)?;
-        let (extent, repeats) =
-            if self.full || self.record { (Extent::Full, 1000) } else { (Extent::Quick, 100) };
+        let (extent, repeats) = if self.full { (Extent::Full, 1000) } else { (Extent::Quick, 100) };
         let repeat = self.repeat.unwrap_or(repeats) as usize;
         let cases = match (&self.spec, self.soak) {
             _ if self.sanitize => Cases::Sanitize,
@@ -137,7 +131,11 @@ impl ValidateArgs {
         };
         let family = match &cases {
             Cases::Spec { spec, .. } => Some(spec.kernel.family()),
-            Cases::Grid { .. } | Cases::Soak { .. } | Cases::Sanitize | Cases::Configs { .. } => self.family,
+            Cases::Grid { .. }
+            | Cases::Units { .. }
+            | Cases::Soak { .. }
+            | Cases::Sanitize
+            | Cases::Configs { .. } => self.family,
         };
         let (filter, watchdog) = (self.filter.clone(), self.watchdog);
         Ok(Options { family, pass, cases, groups: self.groups.clone(), filter, watchdog })

@@ -1,7 +1,6 @@
 //! `fa validate --sanitize`: a small part of the grid under the tools of compute-sanitizer.
 
 use fa_lab::Program;
-use fa_lab::record;
 use fa_lab::validate::Options;
 use fa_lab::validate::sanitize::{self, Finding};
 
@@ -15,11 +14,6 @@ use crate::term::output;
 /// Without a GPU or compute-sanitizer.
 pub(crate) fn command(args: &ValidateArgs, options: &Options, program: &Program) -> anyhow::Result<Verdict> {
     let report = sanitize::run(options, program)?;
-    if args.record {
-        let name = format!("{}{}-{}.json", report.family, args.suffix(), report.provenance.gpu_slug());
-        let path = record::write(&args.results, record::SANITIZED, &name, &output::json_text(&report)?)?;
-        eprintln!("wrote {}", path.display());
-    }
     if args.json {
         output::print_json(&report)?;
     } else {

@@ -1,0 +1,76 @@
+//! The planner's first choices for packed, paged and split problems: they have to compile as planned.
+
+use fa_core::{Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Side};
+use fa_planner::plan::{PlanOptions, plan};
+
+use crate::error::Result;
+
+/// Kinds of calls that engines make, with a head dim.
+fn problems(head_dim: usize) -> Vec<Problem> {
+    let base =
+        Problem { heads_q: 32, heads_kv: 8, ..Problem::square(1, 1, 1, head_dim, Mask::CAUSAL, Dtype::Bf16) };
+    let of = |lengths, mask, score| Problem { lengths, mask, score, ..base };
+    let decode = Lengths::of(64, Side::packed(64, 1), Side::paged(16, 32 << 10, 8 << 10));
+    let few = Lengths::of(4, Side::padded(8), Side::padded(8 << 10).with_used());
+    let packed = Lengths::packed(24, 16 << 10, 16 << 10, 8 << 10, 8 << 10);
+    let chunk = Lengths::of(8, Side::packed(4096, 512), Side::paged(64, 4096, 16 << 10));
+    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    let sinks = ScoreMod { sinks: true, ..ScoreMod::NONE };
+    vec![
+        of(Lengths::uniform(1, 1, 8 << 10), Mask::FULL, ScoreMod::NONE),
+        of(Lengths::uniform(1, 4, 8 << 10), Mask::causal_window(4095), sinks),
+        of(decode, Mask::CAUSAL, ScoreMod::NONE),
+        of(decode, Mask::CAUSAL, alibi),
+        of(few, Mask::CAUSAL, ScoreMod::softcap(30.0)),
+        of(packed, Mask::CAUSAL, ScoreMod::NONE),
+        of(packed, Mask::causal_window(127), sinks),
+        of(packed, Mask::FULL, ScoreMod::NONE),
+        of(chunk, Mask::CAUSAL, ScoreMod::NONE),
+    ]
+}
+
+/// Where the account once had room and the compiler did not: ALiBi near the limit, lengths on the device
+/// beside large tiles, gradients at head dim 256, keys divided among CTAs.
+fn near_the_register_limit() -> Vec<(Problem, Family, Pass)> {
+    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    let of =
+        |head_dim, mask| Problem { heads_kv: 8, ..Problem::square(2, 8192, 32, head_dim, mask, Dtype::Bf16) };
+    let packed = |problem: Problem| Problem {
+        lengths: Lengths::packed(24, 16 << 10, 16 << 10, 8 << 10, 8 << 10),
+        ..problem
+    };
+    let few = Problem { lengths: Lengths::uniform(1, 4, 8 << 10), ..of(128, Mask::FULL) };
+    let with_alibi = |problem: Problem| Problem { score: alibi, ..problem };
+    vec![
+        (with_alibi(of(128, Mask::FULL)), Family::Sm80, Pass::Forward),
+        (with_alibi(of(128, Mask::FULL)), Family::Sm90, Pass::Forward),
+        (packed(of(128, Mask::FULL)), Family::Sm80, Pass::Forward),
+        (packed(of(256, Mask::CAUSAL)), Family::Sm90, Pass::BACKWARD),
+        (packed(of(256, Mask::CAUSAL)), Family::Sm80, Pass::BACKWARD),
+        (few, Family::Sm90, Pass::Forward),
+    ]
+}
+
+/// The first choices, each once.
+///
+/// # Errors
+/// A problem without a kernel.
+pub(super) fn choices() -> Result<Vec<KernelSpec>> {
+    let mut wanted: Vec<KernelSpec> = Vec::new();
+    let mut add = |problem: &Problem, options: &PlanOptions| -> Result<()> {
+        let spec = plan(problem, Arch::Sm90, options)?.swap_remove(0).spec;
+        if !wanted.contains(&spec) {
+            wanted.push(spec);
+        }
+        Ok(())
+    };
+    for head_dim in [64, 96, 128, 256] {
+        for problem in problems(head_dim) {
+            add(&problem, &PlanOptions::default())?;
+        }
+    }
+    for (problem, family, pass) in near_the_register_limit() {
+        add(&problem, &PlanOptions { family: Some(family), pass, ..PlanOptions::default() })?;
+    }
+    Ok(wanted)
+}
