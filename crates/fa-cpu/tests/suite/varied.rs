@@ -88,7 +88,7 @@ pub(crate) fn problem(
         page_table,
         alibi_slopes: slopes.map(|count| (0..count).map(|_| 0.2 * random.uniform() as f32).collect()),
         sinks: base.score.sinks.then(|| (0..base.heads_q).map(|_| 2.0 * random.normal() as f32).collect()),
-        dlse: None,
+        ..OwnedExtras::NONE
     };
     (Problem { lengths: Lengths::of(lens.len(), q, k), ..base }, owned)
 }
