@@ -21,7 +21,7 @@ pub fn divide(
     splits: Option<usize>,
 ) -> LaunchPlan {
     let whole = LaunchPlan::whole(spec.clone());
-    let is_served = problem.check().is_ok() && spec.check().is_ok() && spec.serves(problem).is_ok();
+    let is_served = problem.check().is_ok() && spec.serves(problem).is_ok();
     if !is_served {
         return whole;
     }
