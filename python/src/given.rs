@@ -63,8 +63,8 @@ pub(crate) fn argument(extra: Extra) -> &'static str {
     SEVERAL.iter().find(|(own, _)| *own == extra).map_or(extra.name(), |(_, names)| *names)
 }
 
-/// An upper bound on rows. It is checked here and not in Python, where torch.compile traces the call before the
-/// value is known.
+/// An upper bound on rows. It is checked here and not in Python, where torch.compile traces the call before
+/// the value is known.
 pub(crate) fn bound(name: &str, value: i64) -> PyResult<usize> {
     usize::try_from(value)
         .map_err(|_| InputError::new_err(format!("{name} is {value}: it must be at least 0")))

@@ -2,8 +2,8 @@
 //!
 //! Row `t` of a sequence's new keys goes to position `len + t` of its cache, where `len` is the cache's
 //! length before (`seqused_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding, K is rotated
-//! by that position as it is copied, and Q by the positions of its rows. Rows without a slot (beyond the cache's
-//! capacity, in a page that does not exist, at a position beyond the tables) are skipped and counted.
+//! by that position as it is copied, and Q by the positions of its rows. Rows without a slot (beyond the
+//! cache's capacity, in a page that does not exist, at a position beyond the tables) are skipped and counted.
 
 use serde::{Deserialize, Serialize};
 
