@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     /// Something that each flag takes: the first of these that it accepts.
-    const VALUES: [&str; 22] = [
+    const VALUES: [&str; 23] = [
         "1",
         "64",
         "bf16",
@@ -119,6 +119,7 @@ mod tests {
         "per_head",
         "sm80_fwd",
         "h100",
+        "quick",
         "1x1",
     ];
 

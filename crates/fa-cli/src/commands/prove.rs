@@ -109,8 +109,11 @@ impl Session<'_> {
             self.ledger.units.retain(|key, _| keys.contains(key));
         }
         for own in &self.standings {
-            let proven = |entry: &ledger::Entry| !entry.by.is_empty();
-            let is_same = own.same == Same::Compiled && own.entries.values().all(proven);
+            // What no case launches cannot be judged, and holds nothing up.
+            let holds = |(name, entry): (&String, &ledger::Entry)| {
+                !entry.by.is_empty() || !own.launched.contains_key(name.as_str())
+            };
+            let is_same = own.same == Same::Compiled && own.entries.iter().all(holds);
             if is_same || (own.is_known() && !own.unit.is_proven) {
                 own.note(&mut self.ledger, None);
             }

@@ -1,6 +1,7 @@
 // Attention forward for SM100: tcgen05 multiplies one or two tiles of 128 queries into tensor memory. Warps
 // have the roles softmax, correction, products (MMA) and loads.
 #pragma once
+#include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/registers.cuh"
@@ -9,7 +10,6 @@
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
-#include "sm100/configs.cuh"
 #include "sm100/fwd_correction.cuh"
 #include "sm100/fwd_layout.cuh"
 #include "sm100/fwd_load.cuh"

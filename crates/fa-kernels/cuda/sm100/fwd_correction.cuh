@@ -3,13 +3,13 @@
 #pragma once
 #include "attn/epilogue.cuh"
 #include "attn/store_rows.cuh"
+#include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tcgen05.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
-#include "sm100/configs.cuh"
 #include "sm100/fwd_layout.cuh"
 #include "sm100/fwd_tiles.cuh"
 

@@ -1,7 +1,7 @@
 // The SM100 forward's layout: warp roles, tensor memory and shared memory.
 #pragma once
+#include "config.cuh"
 #include "ptx/mbarrier.cuh"
-#include "sm100/configs.cuh"
 #include "tile/panel.cuh"
 #include "tile/pipeline.cuh"
 #include "types.cuh"

@@ -1,10 +1,10 @@
 // The load warp of the SM100 forward: one thread issues all TMA loads.
 #pragma once
 #include "attn/ragged.cuh"
+#include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
-#include "sm100/configs.cuh"
 #include "sm100/fwd_layout.cuh"
 #include "sm100/fwd_tiles.cuh"
 #include "tile/pipeline.cuh"

@@ -4,11 +4,11 @@
 // S overwrites the P of the previous step, which P V reads. The tensor core executes products in order, but
 // the PTX ISA guarantees this only for products with the same accumulator; so S waits for P V's commit.
 #pragma once
+#include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tcgen05.cuh"
-#include "sm100/configs.cuh"
 #include "sm100/fwd_layout.cuh"
 #include "sm100/fwd_tiles.cuh"
 #include "tile/pipeline.cuh"

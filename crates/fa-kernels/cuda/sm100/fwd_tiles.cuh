@@ -5,9 +5,9 @@
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/visibility.cuh"
+#include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/thread.cuh"
-#include "sm100/configs.cuh"
 #include "sm100/fwd_layout.cuh"
 #include "types.cuh"
 

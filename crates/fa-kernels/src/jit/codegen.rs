@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Family, KernelSpec};
+use fa_core::KernelSpec;
 
 use crate::jit::append_params::AppendParams;
 use crate::jit::config::{self, ConfigField};
@@ -23,7 +23,6 @@ pub struct Generated {
 pub fn generated() -> Vec<Generated> {
     vec![
         Generated { path: "config.cuh", text: config_cuh() },
-        Generated { path: "sm100/configs.cuh", text: config_of_family_cuh(Family::Sm100) },
         Generated { path: "params.cuh", text: params_cuh() },
         Generated {
             path: "fwd_params.cuh",
@@ -63,20 +62,7 @@ fn config_cuh() -> String {
     for item in config::ENUMS {
         let _ = write!(text, "\nenum class {} {{ {} }};\n", item.name, item.variants.join(", "));
     }
-    for spec in config::samples().filter(|spec| spec.kernel.family() != Family::Sm100) {
-        config_struct(&mut text, &spec);
-    }
-    text + "\n}  // namespace fa\n"
-}
-
-/// The configs of a family that is newer than records of others: `config.cuh` belongs to every kernel's
-/// fingerprint.
-fn config_of_family_cuh(family: Family) -> String {
-    let mut text = format!(
-        "{NOTE}\n// The compile-time parameters of {family} kernels.\n#pragma once\n#include \
-         \"config.cuh\"\n\nnamespace fa {{\n"
-    );
-    for spec in config::samples().filter(|spec| spec.kernel.family() == family) {
+    for spec in config::samples() {
         config_struct(&mut text, &spec);
     }
     text + "\n}  // namespace fa\n"

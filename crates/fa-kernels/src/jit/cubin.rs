@@ -68,7 +68,7 @@ impl<'a> Elf<'a> {
         }
         let table = number::<8>(file, 0x28)? as usize;
         let (entry, count) = (number::<2>(file, 0x3a)? as usize, number::<2>(file, 0x3c)? as usize);
-        let header = |index: usize| file.get(table + index * entry..)?.get(..entry);
+        let header = |index: usize| file.get(table.checked_add(index * entry)?..)?.get(..entry);
         // Name, type, offset, size and the section of names of a header.
         let fields = |index: usize| {
             let own = header(index)?;

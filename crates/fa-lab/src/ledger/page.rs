@@ -100,7 +100,7 @@ mod tests {
         for name in ["README.md", "docs/results/README.md"] {
             let page = std::fs::read_to_string(root.join(name)).unwrap();
             if let Some(filled) = filled(&page, BLOCK, &block(&ledger)) {
-                assert_eq!(page, filled, "{name} is not as `fa prove` writes it");
+                assert!(page == filled, "{name} is not as `fa prove` writes it");
             } else {
                 assert_ne!(name, "README.md", "it has no block of the ledger");
             }

@@ -23,10 +23,10 @@ pub(crate) struct ProveArgs {
     #[arg(long, value_name = "TEXT,..", value_delimiter = ',')]
     pub only: Vec<String>,
     /// Prove again what is proven
-    #[arg(long, requires = "tier", conflicts_with = "check")]
+    #[arg(long, requires = "tier", conflicts_with_all = ["check", "waive"])]
     pub again: bool,
     /// Time for the run; what is left then is left for the next call
-    #[arg(long, value_name = "SECONDS", requires = "tier", conflicts_with = "check")]
+    #[arg(long, value_name = "SECONDS", requires = "tier", conflicts_with_all = ["check", "waive"])]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     pub budget: Option<u64>,
     /// File of the cases that a GPU has judged, from which a stopped run goes on

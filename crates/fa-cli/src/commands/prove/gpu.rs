@@ -125,14 +125,8 @@ impl Session<'_> {
                 (report.passed, report.groups.iter().map(|own| own.passed).sum(), said.collect())
             };
             said.iter().for_each(|line| eprintln!("{name}: {line}"));
-            eprintln!(
-                "{name}: {}, {cases} {}",
-                if passed { "right" } else { "NOT RIGHT" },
-                match tier {
-                    Tier::Sanitized => "tools",
-                    _ => "cases",
-                }
-            );
+            let what = if tier == Tier::Sanitized { "tools" } else { "cases" };
+            eprintln!("{name}: {}, {cases} {what}", if passed { "right" } else { "NOT RIGHT" });
             good &= passed;
             if passed {
                 let id = self.ledger.add(&Session::run_of(tier, &name, on(&info), cases));

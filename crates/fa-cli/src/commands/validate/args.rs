@@ -78,11 +78,11 @@ pub(crate) struct ValidateArgs {
     pub headdim: Vec<HeadDim>,
     /// Write a record of --all-configs to the results folder
     #[arg(long, requires = "all_configs", conflicts_with_all = OF_GRID)]
-    #[arg(conflicts_with = "soak")]
+    #[arg(conflicts_with_all = ["soak", "seed"])]
     pub record: bool,
     /// Folder of the records
     #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "record")]
-    #[arg(conflicts_with_all = OF_GRID, conflicts_with = "soak")]
+    #[arg(conflicts_with_all = OF_GRID, conflicts_with_all = ["soak", "seed"])]
     pub results: PathBuf,
     /// Time after which a case on the GPU counts as hung: it is reported, and the others go on
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
