@@ -64,10 +64,14 @@ fn cpu_seconds() -> Option<u64> {
 }
 
 /// Lints all targets: examples and benchmarks are checked here and not built again for the tests. The
-/// compiler of the shipped kernels, which the tests run, and clang-format are fetched meanwhile.
+/// compiler of the shipped kernels, which the tests run, clang-format and torch are fetched meanwhile.
 fn lint() -> Result<()> {
     std::thread::scope(|scope| {
-        let device = scope.spawn(|| toolkit::install(false).and_then(|()| device::format(true)));
+        let device = scope.spawn(|| {
+            toolkit::install(false)?;
+            device::format(true)?;
+            python::fetch_torch()
+        });
         let lints =
             workspace::cargo(&[&["clippy", "--workspace", "--all-targets", "--"], &LINTS[..]].concat());
         let device = device.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));

@@ -24,6 +24,8 @@ const TOOLS: [&str; 1] = ["maturin==1.16.0"];
 /// as it is a compiler's.
 const SHIPPING: [&str; 4] = ["ziglang==0.17.1", "auditwheel>=6.4,<7", "pyelftools>=0.31,<1", "packaging>=24"];
 const TESTS: [&str; 2] = ["numpy>=2,<3", "pytest>=8,<10"];
+/// What the tests of torch and transformers need, 4.9 GB.
+const TORCH: [&str; 4] = ["torch>=2.11,<2.12", "transformers>=5.24,<6", "numpy>=2,<3", "pytest>=8,<10"];
 
 /// Names what was installed, so that a second call is free.
 const STAMP: &str = "packages.txt";
@@ -194,6 +196,21 @@ fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
 const FILES: [&str; 5] =
     ["test_numpy.py", "test_refusals.py", "test_processes.py", "test_numpy_serving.py", "test_planning.py"];
 
+/// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
+/// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
+const TORCH_FILES: [&str; 4] = [
+    "test_torch_compiled.py",
+    "test_torch_shards.py",
+    "test_torch_refusals.py",
+    "test_transformers_masks.py",
+];
+const TORCH_CHOSEN: &str = "not inductor and not 2x2 and not [4]";
+
+/// Fetches torch and transformers for the tests.
+pub(crate) fn fetch_torch() -> Result<()> {
+    tools(&workspace::target_dir().join("python/torch"), &TORCH).map(drop)
+}
+
 /// Installs the wheel in a fresh environment and runs its tests there.
 fn test(folder: &Path, wheel: &Path) -> Result<()> {
     let fresh = folder.join("fresh");
@@ -209,11 +226,16 @@ fn test(folder: &Path, wheel: &Path) -> Result<()> {
     let site = PathBuf::from(String::from_utf8(site.stdout).context("its folder is not UTF-8")?);
     let file = wheel.to_str().context("the target folder's path is not UTF-8")?;
     install(&["--no-deps", "--no-index", "--upgrade"], &site, &[file])?;
-    let mut pytest = Command::new(program);
-    pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(FILES);
-    pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join("tools"));
-    pytest.env("PYTHONDONTWRITEBYTECODE", "1");
-    finish(&mut pytest, "the package's tests")
+    let pytest = |packages: &str, arguments: &[&str]| {
+        let mut pytest = Command::new(&program);
+        pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(arguments);
+        pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join(packages));
+        pytest.env("PYTHONDONTWRITEBYTECODE", "1").env("OMP_NUM_THREADS", "1");
+        finish(&mut pytest, "the package's tests")
+    };
+    pytest("tools", &FILES)?;
+    fetch_torch()?;
+    pytest("torch", &[&TORCH_FILES[..], &["-k", TORCH_CHOSEN]].concat())
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Alibi, Arch, Dtype, Extras, Kernel, KernelSpec, LaunchPlan, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd,
-    Sm90Bwd, Sm90Fwd, TensorLayout,
+    Alibi, Arch, Dtype, Extras, Kernel, KernelSpec, LaunchPlan, Lengths, Mask, Problem, Reads, ScoreMod,
+    Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
 use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
