@@ -242,7 +242,12 @@ fn leaves(value: Value, path: &str) -> Vec<(String, Value)> {
                 |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}{BETWEEN}{name}") };
             fields.into_iter().flat_map(|(name, own)| leaves(own, &below(&name))).collect()
         }
-        leaf => vec![(path.to_owned(), leaf)],
+        leaf @ (Value::Null
+        | Value::Bool(_)
+        | Value::Number(_)
+        | Value::String(_)
+        | Value::Array(_)
+        | Value::Object(_)) => vec![(path.to_owned(), leaf)],
     }
 }
 
@@ -323,7 +328,14 @@ fn write(value: &Value, depth: usize, text: &mut String) {
             }
             text.push(']');
         }
-        other => text.push_str(&other.to_string()),
+        other @ (Value::Null
+        | Value::Bool(_)
+        | Value::Number(_)
+        | Value::String(_)
+        | Value::Array(_)
+        | Value::Object(_)) => {
+            text.push_str(&other.to_string());
+        }
     }
 }
 

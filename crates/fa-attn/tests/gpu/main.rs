@@ -124,7 +124,7 @@ fn two_threads_with_a_stream_each_get_right_answers_at_once() {
                     ..BASE
                 };
                 let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
-                let forward = bind_forward(&gpu, &problem, None).unwrap();
+                let forward = bind_forward(gpu, &problem, None).unwrap();
                 let stream = &gpu.context().new_stream().unwrap();
                 let mut tensors = case.tensors::<bf16>(&forward, stream);
                 for _ in 0..20 {
