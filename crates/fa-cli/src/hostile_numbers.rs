@@ -141,8 +141,7 @@ fn tables_of_tuned_kernels() {
 /// A record of the repository with a few of its kernels and rows.
 fn record(path: &str) -> String {
     let path = format!("{}/../../docs/results/{path}", env!("CARGO_MANIFEST_DIR"));
-    let text = std::fs::read_to_string(&path).expect(&path);
-    let mut record: serde_json::Value = serde_json::from_str(&text).expect(&path);
+    let mut record: serde_json::Value = fa_lab::summary::read(path.as_ref(), "fa").expect(&path);
     for (list, most) in [("kernels", 3), ("rows", 6), ("problems", 1)] {
         if let Some(values) = record.get_mut(list).and_then(serde_json::Value::as_array_mut) {
             values.truncate(most);

@@ -297,7 +297,7 @@ fn records_with_damaged_numbers_are_named() {
         let digits = whole[at..].find(|c: char| !c.is_ascii_digit()).expect("a number ends");
         std::fs::write(&path, format!("{}0{}", &whole[..at], &whole[at + digits..])).expect("written");
         let outcome = fa_args(&["tune", "--judge", text(&path)]);
-        refused(&outcome, &["record.json: not a record", &format!("{field} = 0: must be")], field);
+        refused(&outcome, &["record.json is not a record", &format!("{field} = 0: must be")], field);
     }
 }
 
