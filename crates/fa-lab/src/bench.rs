@@ -2,6 +2,7 @@
 
 pub mod append;
 mod change;
+pub mod packed;
 pub mod report;
 
 use std::collections::BTreeMap;
