@@ -39,9 +39,7 @@ impl Spread {
         let count = (tokens / mean).max(2);
         let of_mean = |factor: f64| ((mean as f64 * factor) as usize).clamp(SHORTEST, tokens);
         match self {
-            Spread::Normal => {
-                (0..count).map(|_| of_mean(1.0 + 0.25 * f64::from(random.normal()))).collect()
-            }
+            Spread::Normal => (0..count).map(|_| of_mean(1.0 + 0.25 * f64::from(random.normal()))).collect(),
             // exp(N(0, 0.8)) has the mean exp(0.32).
             Spread::Lognormal => {
                 (0..count).map(|_| of_mean((0.8 * f64::from(random.normal()) - 0.32).exp())).collect()
@@ -90,7 +88,7 @@ pub fn batches(count: usize, seed: u64) -> Vec<Wanted> {
         };
         let dtype = if random.below(4) == 0 { Dtype::F16 } else { Dtype::Bf16 };
         let square = Problem::square(1, 1, heads_q, head_dim, mask, dtype);
-        let problem = Problem { heads_kv, head_dim_v, ..square };
+        let problem = square.with_heads(heads_q, heads_kv).with_head_dims(head_dim, head_dim_v);
         Wanted::of(problem, Sequences::packed(&lens), spread.name())
     };
     (0..count).map(draw).collect()

@@ -68,7 +68,7 @@ const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 
 /// Whether CTAs of kernels like `spec` are fast at `problem` when they draw tiles. Deterministic kernels gain
 /// nothing by it. Packed batches gain whatever their lengths, which differ from CTA to CTA: 3 to 21 %, with
-/// windows too, in 20 of 22 batches drawn at random (NB-178).
+/// windows too, in 20 of 22 batches drawn at random (NB-174).
 fn suits_drawing(spec: &KernelSpec, problem: &Problem) -> bool {
     let lengths = &problem.lengths;
     let (dim, queries) = (spec.head_dim.max(spec.head_dim_v), lengths.mean_q().min(in_window(&problem.mask)));
