@@ -4,7 +4,7 @@
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
-use crate::{Problem, SideRows, Types};
+use crate::{Problem, SideRows};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
 const MOST_CTAS: usize = 1 << 16;
@@ -71,7 +71,7 @@ impl KernelSpec {
         kernel: impl Into<Kernel>,
     ) -> Self {
         KernelSpec {
-            types: Types::same(problem.types.qkv),
+            types: problem.types,
             head_dim,
             head_dim_v,
             mask: MaskKind::of(&problem.mask),
@@ -100,9 +100,13 @@ impl KernelSpec {
     /// The kernel was compiled for problems of this kind.
     fn check_compiled(&self, problem: &Problem) -> Result<(), Mismatch> {
         let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
-        for (what, have, need) in
-            [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]
-        {
+        let (own, of) = (self.types, problem.types);
+        for (what, have, need) in [
+            ("dtype", own.q, of.q),
+            ("kv_dtype", own.kv, of.kv),
+            ("out_dtype", own.out, of.out),
+            ("dkv_dtype", own.dkv, of.dkv),
+        ] {
             if have != need {
                 return differs(what, have.to_string(), need.to_string());
             }

@@ -45,7 +45,7 @@ fn check<T: Element + std::fmt::Debug>(problem: &Problem, options: Options) {
     let passed = |what: &str, comparison: Comparison| {
         assert!(comparison.passed(), "{what} of {problem:?} with {options:?}: {comparison}");
     };
-    let dtype = problem.types.qkv;
+    let dtype = problem.types.q;
     passed("out", compare::<T, T>(out_shape, dtype, &out, &oracle.out, None).unwrap());
     let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
     passed("lse", compare_lse(lse_shape, dtype, &lse, &oracle.lse).unwrap());
@@ -480,7 +480,7 @@ fn hidden_keys_and_values_may_hold_anything() {
         let mut view = packed_mut("out", &mut out, shapes[0]);
         forward_with(options, problem, &q, &k, &v, &mut view, None).unwrap();
         let oracle = reference::forward(problem, &q, &k, &v).unwrap();
-        let comparison = compare::<T, T>(shapes[0], problem.types.qkv, &out, &oracle.out, None).unwrap();
+        let comparison = compare::<T, T>(shapes[0], problem.types.q, &out, &oracle.out, None).unwrap();
         assert!(comparison.passed(), "{problem:?} with {options:?}: {comparison}");
     }
     every_isa(|options| {

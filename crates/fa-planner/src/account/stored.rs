@@ -52,7 +52,7 @@ fn full_storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> 
 
 /// Bytes that the CTAs of `heads` query heads share: Q, dO and dQ's accumulators.
 pub fn head_bytes(problem: &Problem, heads: usize) -> u64 {
-    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.q.bytes() + problem.head_dim * 4;
     (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)
 }
 
