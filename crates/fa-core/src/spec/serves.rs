@@ -231,6 +231,33 @@ mod tests {
     }
 
     #[test]
+    fn offsets_that_a_window_holds_are_served_and_others_refused_by_name() {
+        let window = KernelSpec {
+            mask: MaskKind::Window,
+            ..spec(Kernel::Sm80Fwd(Sm80Fwd::default()), Reads::UNIFORM)
+        };
+        let of = |mask: Mask| BASE.with_mask(mask);
+        for mask in
+            [Mask::CAUSAL.with_offset(9), Mask::window(4, 2).with_offset(-2), Mask::band(Some(7), None)]
+        {
+            assert_eq!(window.serves(&of(mask)), Ok(()), "{mask}");
+        }
+        let sloped = ScoreMod::NONE.with_alibi(Some(crate::Alibi::PerHead));
+        for problem in [
+            of(Mask::CAUSAL.with_offset(-1)),
+            of(Mask::window(4, 2).with_offset(5)),
+            of(Mask::CAUSAL.with_offset(1)).with_score(sloped),
+        ] {
+            let error = window.serves(&problem).expect_err("a negative limit, or a moved diagonal");
+            assert_eq!(error.what(), "query_offset");
+            assert!(error.to_string().contains("the CPU backend computes it"), "{error}");
+        }
+        let causal = spec(Kernel::Sm80Fwd(Sm80Fwd::default()), Reads::UNIFORM);
+        let causal = KernelSpec { mask: MaskKind::Causal, ..causal };
+        assert_eq!(causal.serves(&of(Mask::CAUSAL.with_offset(9))).expect_err("not causal").what(), "mask");
+    }
+
+    #[test]
     fn counts_that_no_launch_holds_are_not_served() {
         let dense = spec(Kernel::Sm90Fwd(Sm90Fwd::default()), Reads::UNIFORM);
         let backward = spec(Kernel::Sm90Bwd(Sm90Bwd::default()), Reads::UNIFORM);
