@@ -188,14 +188,14 @@ impl KernelSpec {
 fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
     let offset = problem.mask.offset;
     let refuse = |kernel: &str| {
-        let problem = format!("{} (query_offset = {offset}); the CPU backend computes it", problem.mask);
+        let problem = format!("query_offset = {offset} ({}), which the CPU backend computes", problem.mask);
         Err(Mismatch { what: "query_offset", kernel: kernel.to_owned(), problem })
     };
     if offset != 0 && problem.score.alibi.is_some() {
         return refuse("ALiBi with query_offset = 0");
     }
     if problem.mask.limits().into_iter().flatten().any(|limit| limit < 0) {
-        return refuse("offsets that leave the query's own bottom-right diagonal visible");
+        return refuse("offsets up to left and from -right, by which no side of the window is negative");
     }
     Ok(())
 }
@@ -250,7 +250,7 @@ mod tests {
         ] {
             let error = window.serves(&problem).expect_err("a negative limit, or a moved diagonal");
             assert_eq!(error.what(), "query_offset");
-            assert!(error.to_string().contains("the CPU backend computes it"), "{error}");
+            assert!(error.to_string().contains("which the CPU backend computes"), "{error}");
         }
         let causal = spec(Kernel::Sm80Fwd(Sm80Fwd::default()), Reads::UNIFORM);
         let causal = KernelSpec { mask: MaskKind::Causal, ..causal };
