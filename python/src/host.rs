@@ -59,7 +59,9 @@ pub(crate) fn run(
         Dtype::F32 => run_in::<f32>(py, given, &call, to),
         Dtype::F16 => run_in::<f16>(py, given, &call, to),
         Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
-        Dtype::E4m3 | Dtype::Int8 => Err(InputError::new_err("nothing computes in e4m3")),
+        dtype @ (Dtype::E4m3 | Dtype::Int8) => {
+            Err(InputError::new_err(format!("nothing computes in {dtype}")))
+        }
     }
 }
 

@@ -261,8 +261,8 @@ impl ShapeArgs {
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
     pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
-        if dtype == Dtype::E4m3 {
-            return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
+        if !Dtype::COMPUTED.contains(&dtype) {
+            return Err(InputError::Usage(format!("{dtype} is not computed: use f32, f16 or bf16")).into());
         }
         let masks = if self.both_masks {
             vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]

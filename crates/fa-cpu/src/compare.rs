@@ -195,7 +195,9 @@ pub fn rounding_step(dtype: Dtype, magnitude: f64) -> f64 {
         Dtype::F32 => (-126, 23),
         Dtype::F16 => (-14, 10),
         Dtype::Bf16 => (-126, 7),
-        Dtype::E4m3 | Dtype::Int8 => (-6, 3),
+        Dtype::E4m3 => (-6, 3),
+        // Whole numbers.
+        Dtype::Int8 => return 1.0,
     };
     let bits = magnitude.abs().to_bits();
     let exponent = (bits >> 52) as i32 - 1023;
@@ -210,13 +212,14 @@ pub fn assumed_low_error(dtype: Dtype, largest: f64) -> f64 {
     steps * rounding_step(dtype, largest)
 }
 
-/// The smallest magnitude that rounds to infinity (in E4m3, which has none, to NaN).
+/// The smallest magnitude that rounds to infinity (in E4m3, which has none, to NaN; codes are clamped).
 fn overflow_threshold(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => f64::from(f32::MAX) + rounding_step(Dtype::F32, f64::from(f32::MAX)) / 2.0,
         Dtype::F16 => 65520.0,
         Dtype::Bf16 => 2f64.powi(127) * (2.0 - 2f64.powi(-8)),
-        Dtype::E4m3 | Dtype::Int8 => 464.0,
+        Dtype::E4m3 => 464.0,
+        Dtype::Int8 => 127.5,
     }
 }
 
