@@ -43,11 +43,12 @@ def _read(extras):
 
 
 def _forward(q, k, v, *arguments):
-    extras, (scale, causal, left, right, softcap, _, *parts) = _parted(arguments)
+    extras, (scale, causal, left, right, softcap, deterministic, *parts) = _parted(arguments)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
     # Torch leaves out arguments that have their defaults.
     division = division_of(*parts, *(0, None)[len(parts) :])
-    return run_forward(q, k, v, scale, causal, (left, right), softcap, _read(extras), division=division)
+    options = (scale, causal, (left, right), softcap, _read(extras))
+    return run_forward(q, k, v, *options, division=division, pinned=deterministic)
 
 
 _forward_operator = torch.library.custom_op(

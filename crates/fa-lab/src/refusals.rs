@@ -229,7 +229,7 @@ mod tests {
             (Mask::CAUSAL, Dtype::F16),
             (Mask::FULL, Dtype::Bf16),
         ] {
-            let problem = Problem { mask, types: fa_core::Types::same(dtype), ..problem };
+            let problem = problem.with_mask(mask).with_types(fa_core::Types::same(dtype));
             let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans");
             specs.extend(plans.into_iter().map(|plan| plan.spec));
         }

@@ -216,10 +216,10 @@ mod tests {
     #[test]
     fn a_soft_cap_beside_alibi_is_not_given_tiles_that_spill() {
         let square = Problem::square(64, 4096, 128, 88, Mask::window(u32::MAX, 3), Dtype::Bf16);
-        let score = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::softcap(30.0) };
+        let score = ScoreMod::softcap(30.0).with_alibi(Some(Alibi::PerHead));
         let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
         for mask in [Mask::FULL, Mask::CAUSAL, square.mask] {
-            let problem = Problem { mask, score, ..square };
+            let problem = square.with_mask(mask).with_score(score);
             let set = explore(&problem, Arch::Sm90, &options).expect("candidates");
             let is_wide = |spec: &KernelSpec| spec.tile() == (128, 64) && spec.threads() == 128;
             assert!(set.plans.iter().all(|plan| !is_wide(&plan.spec)), "{mask}");

@@ -11,7 +11,7 @@ fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
     let asked = Asked::of(&problem, Pass::Forward);
     let plans = |family| {
-        let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+        let options = PlanOptions::default().with_family(Some(family));
         plan(&problem, Arch::Sm90, &options).expect("there are plans").into_iter().map(|plan| plan.spec)
     };
     let families = [Family::Sm90, Family::Sm80];
@@ -26,7 +26,7 @@ fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     }
     // Nothing is compiled ahead for the problem, or at all.
     let gpu = Fake(|_: &KernelSpec| Err::<(), _>(none()));
-    let wide = Problem { head_dim: 192, head_dim_v: 192, ..problem };
+    let wide = problem.with_head_dims(192, 192);
     let asked = Asked::of(&wide, Pass::Forward);
     let error = planned_or_ahead(&gpu, &asked, &families, || specs.iter()).expect_err("another head dim");
     let text = error.to_string();
@@ -85,7 +85,7 @@ fn what_is_preferred_stays_and_what_is_chosen_takes_bounded_room() {
     let (first, second) = (next(), next());
     let mut choices = Choices::default();
     let key = |keys: usize| {
-        let problem = Problem { lengths: Lengths::uniform(1, 1, keys), ..problem };
+        let problem = problem.with_lengths(Lengths::uniform(1, 1, keys));
         Asked::of(&problem, Pass::Forward).key()
     };
     let preferred = key(1 << 20);
@@ -209,7 +209,7 @@ fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("tuned.json");
     let chooser = tuning(&path);
-    let odd = Problem { head_dim: 100, ..PROBLEM };
+    let odd = PROBLEM.with_head_dim(100);
     assert!(matches!(bind(&chooser, &odd, None), Err(Error::Plan(PlanError::HeadDim { value: 100, .. }))));
     assert!(chooser.finish_tuning().is_empty());
 
@@ -333,7 +333,7 @@ impl Seat for Shown {
 /// A kernel is chosen for one problem, by its table, and bound to another; a caller's splits come first.
 #[test]
 fn what_is_chosen_is_bound_to_the_problem_with_its_splits() {
-    let of = |keys| Problem { lengths: Lengths::uniform(1, 1, keys), heads_kv: 2, ..PROBLEM };
+    let of = |keys| PROBLEM.with_lengths(Lengths::uniform(1, 1, keys)).with_heads_kv(2);
     let (problem, like) = (of(8100), of(8192));
     let spec = plan(&like, Arch::Sm90, &PlanOptions::default()).expect("there are plans").swap_remove(0).spec;
     assert!(spec.split, "{spec}");
@@ -359,8 +359,8 @@ fn what_is_chosen_is_bound_to_the_problem_with_its_splits() {
 #[test]
 fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
     let chooser = Chooser::default();
-    let decode = Problem { lengths: Lengths::uniform(2, 1, 4096), heads_kv: 2, ..PROBLEM };
-    let decode = Problem { heads_q: 8, mask: Mask::CAUSAL, ..decode };
+    let decode = PROBLEM.with_lengths(Lengths::uniform(2, 1, 4096)).with_heads_kv(2);
+    let decode = decode.with_heads_q(8).with_mask(Mask::CAUSAL);
     let of = |problem: &Problem, splits, pack_gqa| {
         let division = Division { splits, pack_gqa };
         let asked = Asked { division, ..Asked::of(problem, Pass::Forward) };
@@ -372,15 +372,116 @@ fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
     assert!(!of(&decode, Some(1), None).expect("whole").split);
     assert!(!of(&decode, None, Some(false)).expect("unpacked").traits().packs_gqa);
     // The planner would not divide a long prefill, and packs this one.
-    let prefill = Problem { lengths: Lengths::uniform(2, 4096, 4096), ..decode };
+    let prefill = decode.with_lengths(Lengths::uniform(2, 4096, 4096));
     let planned = of(&prefill, None, None).expect("planned");
     assert!(!planned.split && planned.traits().packs_gqa, "{planned}");
     let neither = of(&prefill, Some(3), Some(false)).expect("divided and not packed");
     assert!(neither.split && !neither.traits().packs_gqa, "{neither}");
     // One key is one step, and one head has none to share with.
-    let short = Problem { lengths: Lengths::uniform(2, 1, 1), heads_kv: 8, ..decode };
+    let short = decode.with_lengths(Lengths::uniform(2, 1, 1)).with_heads_kv(8);
     assert!(of(&short, Some(4), Some(true)).is_ok());
-    let wide = Problem { heads_q: 512, heads_kv: 1, ..decode };
+    let wide = decode.with_heads(512, 1);
     let error = of(&wide, None, Some(true)).expect_err("512 heads").to_string();
     assert!(error.contains("no tile holds the 512 query heads"), "{error}");
+}
+
+/// What keeps its bits is neither measured nor changed by what was; a later call that may change is both.
+#[test]
+fn what_is_pinned_or_deterministic_keeps_the_planners_kernel() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let chooser = tuning(&folder.path().join("tuned.json"));
+    let free = Asked::of(&PROBLEM, Pass::Forward);
+    let pinned = Asked { pinned: true, ..free };
+    let choose = |asked: &Asked<'_>| chooser.choose(&clean(), asked, || false).expect("bound");
+    let first = choose(&pinned);
+    let gradients = choose(&Asked::of(&PROBLEM, Pass::DETERMINISTIC_BACKWARD));
+    assert!(gradients.kernel.pass().deterministic());
+    assert!(chooser.finish_tuning().is_empty(), "neither is measured");
+    assert_eq!(choose(&free), first);
+    let outcomes = chooser.finish_tuning();
+    assert_eq!(outcomes.len(), 1, "{outcomes:?}");
+    let winner = outcomes[0].winner.clone().expect("a winner");
+    assert_ne!(winner, first);
+    assert_eq!((choose(&free), choose(&pinned)), (winner, first.clone()));
+    // In a later process, too.
+    let later = tuning(&folder.path().join("tuned.json"));
+    assert_eq!(later.choose(&clean(), &pinned, || false).expect("bound"), first);
+}
+
+/// A GPU on which every kernel compiles, by a compiler of this name.
+struct Compiled(&'static str);
+
+impl Seat for Compiled {
+    type Bound = KernelSpec;
+
+    fn arch(&self) -> Arch {
+        Arch::Sm90
+    }
+
+    fn name(&self) -> Result<String, Error> {
+        Ok("GPU".to_owned())
+    }
+
+    fn code(&self, spec: &KernelSpec) -> Option<Code> {
+        Some(Code { compiler: self.0.to_owned(), key: format!("{} {spec}", self.0) })
+    }
+
+    fn bind(
+        &self,
+        _: &Problem,
+        spec: &KernelSpec,
+        _: Option<usize>,
+    ) -> Result<KernelSpec, fa_kernels::Error> {
+        Ok(spec.clone())
+    }
+}
+
+/// Winners count where compiler and sources are what they were; each compiler has its own.
+#[test]
+fn another_compiler_measures_again_and_both_keep_their_winners() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.json");
+    let asked = Asked::of(&PROBLEM, Pass::Forward);
+    let mut winners = Vec::new();
+    for (compiler, count, measured) in
+        [("nvrtc 12.8", 2, 1), ("nvrtc 13.0", 4, 1), ("nvrtc 12.8", 4, 0), ("nvrtc 13.0", 2, 0)]
+    {
+        let chooser = Chooser::default();
+        let budget = Duration::from_secs(60);
+        let measure = move |job: &Job, _: &AtomicBool| timed(job, count);
+        chooser.tune_by(Compiled(compiler), budget, path.clone(), measure).expect("a thread");
+        chooser.choose(&Compiled(compiler), &asked, || false).expect("bound");
+        assert_eq!(chooser.finish_tuning().len(), measured, "{compiler}");
+        winners.push(chooser.choose(&Compiled(compiler), &asked, || false).expect("bound"));
+    }
+    assert_eq!((&winners[0], &winners[1]), (&winners[2], &winners[3]));
+    assert_ne!(winners[0], winners[1]);
+}
+
+/// Where no other kernel computes a problem, the one that does is the winner, and nothing is written.
+#[test]
+fn a_kernel_without_rivals_is_not_measured() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.json");
+    let chooser = Chooser::default();
+    let only = |job: &Job, _: &AtomicBool| Ok(vec![Tried { spec: job.bound.clone(), ms: None, error: None }]);
+    chooser.tune_by(clean(), Duration::from_secs(60), path.clone(), only).expect("a thread");
+    let first = bind(&chooser, &PROBLEM, None).expect("bound");
+    let outcomes = chooser.finish_tuning();
+    assert_eq!(outcomes.len(), 1, "{outcomes:?}");
+    assert!(outcomes[0].winner.as_ref() == Some(&first) && outcomes[0].error.is_none());
+    assert!(!path.exists(), "nothing was measured");
+}
+
+/// A bind in a capture serves the planner's kernel and begins nothing; the next one does.
+#[test]
+fn nothing_begins_in_a_capture() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let chooser = tuning(&folder.path().join("tuned.json"));
+    let asked = Asked::of(&PROBLEM, Pass::Forward);
+    let planned = bind(&Chooser::default(), &PROBLEM, None).expect("bound");
+    assert_eq!(chooser.choose(&clean(), &asked, || true).expect("bound"), planned);
+    assert!(chooser.finish_tuning().is_empty(), "in a capture");
+    chooser.choose(&clean(), &asked, || false).expect("bound");
+    assert_eq!(chooser.finish_tuning().len(), 1, "after it");
 }
