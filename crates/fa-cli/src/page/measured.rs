@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreKind};
+use fa_core::{Arch, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreKind};
 use fa_lab::ledger::{self, Ledger, Tier};
 use fa_lab::summary::RateRow;
 use fa_lab::{message, summary};

@@ -281,7 +281,7 @@ fn squares(rates: &Rates) -> String {
     for own_kind in kinds {
         let cell = |&length: &usize| {
             let row = own.iter().find(|row| row.seqlen_k == length && kind(row) == own_kind);
-            row.map_or_else(String::new, |row| row.cell())
+            row.map_or_else(String::new, |row| cell(row))
         };
         let cells: Vec<String> = lengths.iter().map(cell).collect();
         let (head_dim, head_dim_v, mask) = own_kind;
