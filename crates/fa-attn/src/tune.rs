@@ -24,10 +24,8 @@ pub const TUNED_VARIABLE: &str = "FA_TUNED";
 
 /// The tables that ship, by file name. That of the H100 SXM was measured by `fa tune --marks sm80`;
 /// docs/results/tune/ has every candidate. That of the H200 is for `fa tune --marks models`, of both passes.
-static SHIPPED: &[(&str, &str)] = &[
-    ("h100.json", include_str!("../tuned/h100.json")),
-    ("h200.json", include_str!("../tuned/h200.json")),
-];
+static SHIPPED: &[(&str, &str)] =
+    &[("h100.json", include_str!("../tuned/h100.json")), ("h200.json", include_str!("../tuned/h200.json"))];
 
 /// How long to wait for a table that another process is changing: a change takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(2);

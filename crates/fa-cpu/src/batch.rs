@@ -60,8 +60,8 @@ impl<'a> Batch<'a> {
     /// Lengths and first rows of `problem`'s sequences, of a forward or a backward.
     ///
     /// # Errors
-    /// Those of [`check_extras`]; [`CpuError::Sink`]; [`CpuError::Descending`], [`CpuError::Beyond`] and [`CpuError::Page`] for
-    /// values that point outside the tensors; [`CpuError::Memory`].
+    /// Those of [`check_extras`]; [`CpuError::Sink`]; [`CpuError::Descending`], [`CpuError::Beyond`] and
+    /// [`CpuError::Page`] for values that point outside the tensors; [`CpuError::Memory`].
     pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
         check_extras(problem, Pass::BACKWARD, extras)?;
         check_sinks(extras.sinks.unwrap_or_default())?;

@@ -1,4 +1,5 @@
-//! From verdicts on single kernels to refusals that also cover their like: the set that ships with the planner.
+//! From verdicts on single kernels to refusals that also cover their like: the set that ships with the
+//! planner.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -20,10 +21,10 @@ struct Judged {
     refused: bool,
 }
 
-/// Brings the set in a file up to date with what `compiler` said of kernels among those of `kinds`: what covers
-/// a kernel that is clean goes, and what is refused and not covered comes, as widely as no kernel contradicts
-/// that is clean or was not compiled and fits. Returns how many refusals there are. A missing file is an empty
-/// set.
+/// Brings the set in a file up to date with what `compiler` said of kernels among those of `kinds`: what
+/// covers a kernel that is clean goes, and what is refused and not covered comes, as widely as no kernel
+/// contradicts that is clean or was not compiled and fits. Returns how many refusals there are. A missing
+/// file is an empty set.
 ///
 /// # Errors
 /// A file that cannot be read or written.
@@ -54,7 +55,8 @@ pub fn update(path: &Path, compiler: &str, kinds: &[Kind], said: &[Said]) -> Res
     Ok(list.len())
 }
 
-/// Those of `before` that cover no kernel that `is_compiled` and clean, and those for what is refused besides.
+/// Those of `before` that cover no kernel that `is_compiled` and clean, and those for what is refused
+/// besides.
 fn updated(
     before: Vec<Refusal>,
     mut judged: Vec<Judged>,
@@ -119,8 +121,9 @@ fn part<'v>(values: &'v Values, of: &[usize]) -> Vec<&'v String> {
     of.iter().map(|at| &values[*at]).collect()
 }
 
-/// The place of a parameter among those that are left out, the highest first: the type and sinks, which hardly
-/// change registers, then the kernel's own parameters, the last declared first, then those of the problem.
+/// The place of a parameter among those that are left out, the highest first: the type and sinks, which
+/// hardly change registers, then the kernel's own parameters, the last declared first, then those of the
+/// problem.
 fn rank(name: &str, at: usize) -> (u8, usize) {
     match name {
         "dtype" | "sinks" => (2, at),
@@ -253,7 +256,8 @@ mod tests {
         assert_eq!(text[0].parse().as_ref(), Ok(&found[0]));
         assert!(refusals_of(&[]).is_empty());
 
-        // Nothing is added to a set that covers all; what a clean kernel contradicts goes, and the rest returns.
+        // Nothing is added to a set that covers all; what a clean kernel contradicts goes, and the rest
+        // returns.
         assert_eq!(updated(found.clone(), judged.clone(), |_| true), found);
         let wide: Refusal = text[0].split(" mask").next().expect("a beginning").parse().expect("a refusal");
         assert_eq!(updated(vec![wide.clone()], judged.clone(), |_| true), found);

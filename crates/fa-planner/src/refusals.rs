@@ -1,6 +1,6 @@
 //! Kernels that a compiler is known to refuse though the account has room for them: they spill, wgmma is
-//! serialised or setmaxnreg ignored. ptxas allocates registers after its own scheduling, and near the limit no
-//! count of live values predicts which.
+//! serialised or setmaxnreg ignored. ptxas allocates registers after its own scheduling, and near the limit
+//! no count of live values predicts which.
 //!
 //! A set for one compiler ships with the program, written by `fa build --best N --refusals FILE` from what it
 //! made of the planner's kernels. What another compiler refuses is found when it compiles, and is remembered

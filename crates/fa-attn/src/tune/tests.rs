@@ -143,8 +143,8 @@ fn an_entry_takes_the_place_of_its_key() {
     assert_eq!(table.gpus[0].entries, [entry(&PROBLEM, 3)]);
 }
 
-/// What was measured with one compiler stays beside what was with another; other sources, and `fa tune`, replace
-/// it.
+/// What was measured with one compiler stays beside what was with another; other sources, and `fa tune`,
+/// replace it.
 #[test]
 fn compilers_have_entries_of_their_own() {
     let code = |compiler: &str, key: &str| Some(Code { compiler: compiler.to_owned(), key: key.to_owned() });

@@ -51,17 +51,16 @@ pub(crate) use tuner::{Job, Tuner};
 /// Threads that bind the same problem at once have it measured once.
 ///
 /// What the caller notices: the caller's tensors and streams are not touched, waited for or captured. The
-/// GPU's SMs, its memory (at most half of what is free) and half of the CPU's cores are shared while it lasts; loading a
-/// module may make the driver wait for the context, as with any kernel's first use. While the stream of the
-/// [`crate::device::Gpu`] is being captured nothing is started; the next bind starts it. Candidates run in
-/// the caller's context, so a fault in one of them would break that context.
+/// GPU's SMs, its memory (at most half of what is free) and half of the CPU's cores are shared while it
+/// lasts; loading a module may make the driver wait for the context, as with any kernel's first use. While
+/// the stream of the [`crate::device::Gpu`] is being captured nothing is started; the next bind starts it.
+/// Candidates run in the caller's context, so a fault in one of them would break that context.
 ///
 /// The budget is wall-clock time per problem and pass, compiling included; loading and timing take at most a
-/// fifth of it, so that by default a winner is there after a second where the cache has the kernels, and after
-/// five where they are compiled. When it is spent, no further candidate is started and no further sample taken;
-/// what was begun is finished. The fastest of at least two
-/// measured candidates wins; with fewer nothing is kept, but what was compiled is in the cache for the next
-/// process.
+/// fifth of it, so that by default a winner is there after a second where the cache has the kernels, and
+/// after five where they are compiled. When it is spent, no further candidate is started and no further
+/// sample taken; what was begun is finished. The fastest of at least two measured candidates wins; with fewer
+/// nothing is kept, but what was compiled is in the cache for the next process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tuning {
     /// The table's kernel, or the planner's first choice.

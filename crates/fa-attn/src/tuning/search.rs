@@ -244,8 +244,8 @@ mod tests {
         assert!(error.contains("500ms") && error.contains("0 of 2"), "{error}");
     }
 
-    /// Of a budget of 5 s, kernels that are in the cache take the second that is for measuring, and those that
-    /// are not what compiling takes beside it.
+    /// Of a budget of 5 s, kernels that are in the cache take the second that is for measuring, and those
+    /// that are not what compiling takes beside it.
     #[test]
     fn a_warm_cache_takes_a_fifth_of_the_budget() {
         for (compile, seconds) in [(0.0, 1.0), (1.0, 3.0), (1.5, 4.0)] {
