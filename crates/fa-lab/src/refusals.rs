@@ -77,6 +77,9 @@ fn updated(
     merged(kept)
 }
 
+/// The parameters of a refusal.
+type Params = Vec<(String, Vec<String>)>;
+
 /// Values of a kernel's parameters, in the order of their names.
 type Values = Vec<String>;
 
@@ -179,8 +182,7 @@ fn merged(mut refusals: Vec<Refusal>) -> Vec<Refusal> {
     loop {
         let before = refusals.len();
         for name in &names {
-            let mut groups: BTreeMap<(Arch, String, Vec<(String, Vec<String>)>), Vec<String>> =
-                BTreeMap::new();
+            let mut groups: BTreeMap<(Arch, String, Params), Vec<String>> = BTreeMap::new();
             let mut merged = Vec::new();
             for refusal in refusals {
                 let Some(at) = refusal.params.iter().position(|(own, _)| own == name) else {
