@@ -191,10 +191,9 @@ class Arrays:
         out=None,
         division=None,
     ):
-        """(out, lse); `deterministic` concerns gradients, which a library with autograd computes. `plans`:
+        """(out, lse); `deterministic`: no measurement of tuning changes the kernel. `plans`:
         work plans that other calls have made, to which this one adds its own. `out`: the array that the
         result is written to. `division`: how the work is divided, where the caller decides it."""
-        del deterministic
         lib = self.library
         if not type(q) is type(k) is type(v):
             array("k", k), array("v", v)
@@ -207,7 +206,7 @@ class Arrays:
         else:
             self._check_out(out, q, k, v, extras)
             if min(getattr(out, "strides", None) or (0,)) < 0:
-                options = (scale, causal, window, softcap, False, extras, plans)
+                options = (scale, causal, window, softcap, deterministic, extras, plans)
                 made, lse = self.attention(q, k, v, *options, division=division)
                 return self.stored(made, out), lse
             out = lib.written(out)
@@ -227,6 +226,7 @@ class Arrays:
             lib.allocate,
             plans,
             division,
+            deterministic,
         )
         return lib.give(out), lib.give(lse)
 

@@ -44,7 +44,7 @@ def explain(
     backward: bool,
     deterministic: bool,
 ) -> str: ...
-def tuning(candidates: Optional[int] = None, budget: float = 0.0) -> None: ...
+def tune(candidates: Optional[int] = None, budget: float = 0.0) -> None: ...
 def finish_tuning() -> str: ...
 def forward(
     q: Any,
@@ -61,6 +61,7 @@ def forward(
     allocate: Optional[Allocate] = None,
     plans: Optional[Dict[Tuple[int, int], Any]] = None,
     division: Optional[Division] = None,
+    pinned: bool = False,
 ) -> None: ...
 def backward(
     dout: Any,

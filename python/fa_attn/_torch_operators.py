@@ -43,12 +43,12 @@ def _read(extras):
 
 
 def _forward(q, k, v, *arguments):
-    extras, (scale, causal, left, right, offset, softcap, _, *parts) = _parted(arguments)
+    extras, (scale, causal, left, right, offset, softcap, deterministic, *parts) = _parted(arguments)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
     # Torch leaves out arguments that have their defaults.
     division = division_of(*parts, *(0, None)[len(parts) :])
-    window = (left, right, offset)
-    return run_forward(q, k, v, scale, causal, window, softcap, _read(extras), division=division)
+    options = (scale, causal, (left, right, offset), softcap, _read(extras))
+    return run_forward(q, k, v, *options, division=division, pinned=deterministic)
 
 
 _forward_operator = torch.library.custom_op(

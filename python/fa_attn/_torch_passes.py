@@ -14,12 +14,14 @@ from ._torch_shardings import distributed
 _empty = torch.empty
 
 
-def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None, given=None, division=None):
+def run_forward(
+    q, k, v, scale, causal, window, softcap, extras, plans=None, given=None, division=None, pinned=False
+):
     """(out, lse); `given`: the tensor that out is written to; `division`: how the caller wants the work
-    divided."""
+    divided; `pinned`: no measurement of tuning changes the kernel."""
     out, lse = fresh(q, v, extras, given)
     options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), plans, division)
-    _core.forward(q, k, v, out, lse, *options)
+    _core.forward(q, k, v, out, lse, *options, pinned)
     return out, lse
 
 
@@ -143,7 +145,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras, division):
-        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras, division=division)
+        options = (scale, causal, window, softcap, extras)
+        out, lse = run_forward(q, k, v, *options, division=division, pinned=deterministic)
         _save(ctx, extras, q, k, v, out, lse)
         ctx.options = (scale, causal, window, softcap, deterministic)
         ctx.set_materialize_grads(False)
@@ -169,7 +172,8 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras, division):
         q, k, v = qkv.unbind(axis)
-        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras, division=division)
+        options = (scale, causal, window, softcap, extras)
+        out, lse = run_forward(q, k, v, *options, division=division, pinned=deterministic)
         _save(ctx, extras, qkv, out, lse)
         ctx.options, ctx.axis = (scale, causal, window, softcap, deterministic), axis
         ctx.set_materialize_grads(False)

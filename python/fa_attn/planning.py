@@ -168,25 +168,27 @@ def explain(given, query, arch="sm90", mode="fwd", deterministic=False, family=N
     return json.loads(_core.explain(text, query, arch, family, forward, backward, deterministic))
 
 
-def tuning(on=True, *, candidates=4, budget=30.0):
-    """Switches tuning on or off, for all GPUs of this process; it is off by default.
+def tune(mode="auto", *, candidates=4, budget=5.0):
+    """Switches tuning on ("auto") or off ("off"), for all GPUs of this process. Before the first call of this
+    it is as FA_TUNE says: auto, auto:SECONDS with a budget, or off, its default.
 
-    >>> fa_attn.tuning()
+    >>> fa_attn.tune("auto")
 
     Where it is on, the first call for a problem and pass computes at once, as it does without tuning, and
     hands the problem to a thread. There the kernel that ran and the best of the planner's others,
-    `candidates` in all, are compiled and measured, for `budget` seconds at most, with memory and a stream of
-    their own. The winner is used from the next call on, but not by captured graphs, and is kept for later
-    processes in the table that FA_TUNED names, or beside the kernel cache. Without a GPU there is nothing to
-    tune: DeviceError.
+    `candidates` in all, are compiled and measured, for `budget` seconds at most and a fifth of that where the
+    cache has the kernels, with memory and a stream of their own. The winner is used from the next call on, but
+    not by captured graphs, and is kept for later processes in the table that FA_TUNED names, or beside the
+    kernel cache. Calls with `deterministic=True` keep the kernels that they have without tuning. Without a GPU
+    there is nothing to tune: DeviceError.
     """
-    on, candidates = flag("on", on), count("candidates", candidates, 2)
+    on, candidates = one_of("mode", mode, ("auto", "off")) == "auto", count("candidates", candidates, 2)
     seconds = number("budget", budget)
     if seconds is None or not 0 < seconds <= _LONGEST_BUDGET:
         raise _core.InputError(f"budget is {seconds} s: it must be above 0 s and at most a day")
     if on:
         find_nvrtc()
-    _core.tuning(candidates if on else None, seconds)
+    _core.tune(candidates if on else None, seconds)
 
 
 def finish_tuning():

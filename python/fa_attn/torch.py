@@ -125,7 +125,8 @@ def attention(
         options = (scale, causal, window, softcap, deterministic)
         return Attention.apply(q, k, v, sinks, *options, extras, division)
     extras = None if extras is None else detached_extras(extras)
-    return run_forward(q, k, v, scale, causal, window, softcap, extras, plans, out, division)
+    options = (scale, causal, window, softcap, extras, plans, out, division)
+    return run_forward(q, k, v, *options, pinned=deterministic)
 
 
 def _refuse_axes(**tensors):

@@ -18,6 +18,8 @@ struct On<'a, 'py> {
     allocate: Option<&'a Bound<'py, PyAny>>,
     plans: Option<&'a Bound<'py, PyDict>>,
     division: Division,
+    /// Whether no measurement of tuning may change the kernel.
+    pinned: bool,
 }
 
 /// Computes the pass of `given` by `pass`.
@@ -36,7 +38,7 @@ fn run(
         Place::Cuda(ordinal) => {
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
-            let entry = device.bind(py, problem, pass, on.division)?;
+            let entry = device.bind(py, problem, pass, (on.division, on.pinned))?;
             let stream = match on.stream {
                 Some(stream) => stream,
                 None => current_stream(q, ordinal)?.unwrap_or(0),
@@ -103,11 +105,12 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
 }
 
 /// Writes O to `out` and LSE to `lse`. `plans` holds work plans for the same lengths, to which this call adds
-/// its own. `division` is a [`Division`] as a tuple; it has no effect on the CPU.
+/// its own. `division` is a [`Division`] as a tuple; it has no effect on the CPU. `pinned`: no measurement of
+/// tuning changes the kernel.
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, scale, causal, window, softcap, extras=None, stream=None, allocate=None,
-    plans=None, division=None
+    plans=None, division=None, pinned=false
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<'py>(
@@ -126,6 +129,7 @@ pub(crate) fn forward<'py>(
     allocate: Option<&Bound<'py, PyAny>>,
     plans: Option<&Bound<'py, PyDict>>,
     division: Option<(Option<usize>, Option<bool>)>,
+    pinned: bool,
 ) -> PyResult<()> {
     let given = Given::of([q, k, v], extras.as_ref(), stream)?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
@@ -133,7 +137,7 @@ pub(crate) fn forward<'py>(
     let to = Written::Forward { out: &out, lse: &lse };
     let (splits, pack_gqa) = division.unwrap_or_default();
     let division = Division { splits, pack_gqa };
-    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate, plans, division })
+    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate, plans, division, pinned })
 }
 
 /// Checks the arrays and options of a forward, without computing anything.
@@ -207,7 +211,7 @@ pub(crate) fn backward<'py>(
         (&problem, Pass::Backward { deterministic }),
         &to,
         q,
-        On { stream, allocate, plans: None, division: Division::PLANNED },
+        On { stream, allocate, plans: None, division: Division::PLANNED, pinned: deterministic },
     )
 }
 
@@ -236,7 +240,7 @@ pub(crate) fn report<'py>(
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
     let (splits, pack_gqa) = division.unwrap_or_default();
-    report_of(py, &problem, pass, Division { splits, pack_gqa }, given.place())
+    report_of(py, &problem, pass, (Division { splits, pack_gqa }, deterministic), given.place())
 }
 
 /// The report on a pass of `problem` on a device, as JSON.
@@ -244,7 +248,7 @@ pub(crate) fn report_of(
     py: Python<'_>,
     problem: &Problem,
     pass: Pass,
-    division: Division,
+    (division, pinned): (Division, bool),
     place: Place,
 ) -> PyResult<String> {
     problem.check().map_err(|error| raised(error.into()))?;
@@ -253,7 +257,7 @@ pub(crate) fn report_of(
         Place::Cuda(ordinal) => {
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
-            let entry = device.bind(py, problem, pass, division)?;
+            let entry = device.bind(py, problem, pass, (division, pinned))?;
             serde_json::to_string(&serde_json::json!({
                 "backend": "cuda",
                 "kernel": entry.kernel.spec().to_string(),

@@ -42,5 +42,5 @@ mod _core {
     }
 
     #[pymodule_export]
-    use super::planning::{bind, explain, finish_tuning, needs, plan, problem, tuning, version};
+    use super::planning::{bind, explain, finish_tuning, needs, plan, problem, tune, version};
 }

@@ -53,7 +53,13 @@ pub(crate) fn bind(
     device: Option<i32>,
 ) -> PyResult<String> {
     let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
-    report_of(py, &problem_of(problem)?, pass, Division::PLANNED, device.map_or(Place::Cpu, Place::Cuda))
+    report_of(
+        py,
+        &problem_of(problem)?,
+        pass,
+        (Division::PLANNED, deterministic),
+        device.map_or(Place::Cpu, Place::Cuda),
+    )
 }
 
 /// Everything that is tried for a problem on an architecture, as `fa plan --json` prints it; at most `limit`
@@ -102,12 +108,12 @@ pub(crate) fn explain(
 /// Switches tuning on, with `candidates` kernels and `budget` seconds for each problem and pass, or off.
 #[pyfunction]
 #[pyo3(signature = (candidates=None, budget=0.0))]
-pub(crate) fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResult<()> {
+pub(crate) fn tune(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResult<()> {
     let tuning = match candidates {
         None => Tuning::Off,
         Some(candidates) => {
             let budget = Duration::try_from_secs_f64(budget).map_err(|_| {
-                InputError::new_err(format!("tuning: budget is {budget} s, it must be above 0 s"))
+                InputError::new_err(format!("tune: budget is {budget} s, it must be above 0 s"))
             })?;
             Tuning::OnFirstUse { candidates, budget }
         }

@@ -162,7 +162,7 @@ def calls(array):
         "Kernels": (of.Kernels, dict(given=problem, device="cpu", deterministic=False, backward=True)),
         "Kernels forward": (kernels.forward, bound),
         "Kernels backward": (kernels.backward, dict(**results, **bound)),
-        "tuning": (of.tuning, dict(on=False, candidates=4, budget=3.0)),
+        "tune": (of.tune, dict(mode="off", candidates=4, budget=3.0)),
     }
 
 

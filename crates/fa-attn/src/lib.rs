@@ -158,4 +158,4 @@ pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
 pub use merge::merge;
 pub use tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, Tensors};
-pub use tuning::{Tried, Tuning, TuningOutcome};
+pub use tuning::{TUNE_VARIABLE, Tried, Tuning, TuningOutcome};

@@ -190,6 +190,7 @@ impl SideTensors {
             | CpuError::Extra { name, .. } => name,
             CpuError::Length { buffer, .. } => buffer,
             CpuError::Page { .. } => "page_table",
+            CpuError::Sink { .. } => "sinks",
             CpuError::Problem(_)
             | CpuError::Append(_)
             | CpuError::Shape { .. }

@@ -60,10 +60,11 @@ impl<'a> Batch<'a> {
     /// Lengths and first rows of `problem`'s sequences, of a forward or a backward.
     ///
     /// # Errors
-    /// Those of [`check_extras`]; [`CpuError::Descending`], [`CpuError::Beyond`] and [`CpuError::Page`] for
-    /// values that point outside the tensors; [`CpuError::Memory`].
+    /// Those of [`check_extras`]; [`CpuError::Sink`]; [`CpuError::Descending`], [`CpuError::Beyond`] and
+    /// [`CpuError::Page`] for values that point outside the tensors; [`CpuError::Memory`].
     pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
         check_extras(problem, Pass::BACKWARD, extras)?;
+        check_sinks(extras.sinks.unwrap_or_default())?;
         let lengths = &problem.lengths;
         let count = lengths.sequences();
         // A tensor without elements may claim any number of sequences.
@@ -161,6 +162,12 @@ fn room<T>(count: usize) -> Result<Vec<T>, CpuError> {
     let bytes = count.saturating_mul(size_of::<T>());
     list.try_reserve_exact(count).map_err(|_| CpuError::Memory { sequences: count, bytes })?;
     Ok(list)
+}
+
+/// Checks that no sink is +inf, of which softmax has no value: every probability is 0 and so is its gradient.
+pub(crate) fn check_sinks(sinks: &[f32]) -> Result<(), CpuError> {
+    let refused = sinks.iter().position(|&sink| sink == f32::INFINITY);
+    refused.map_or(Ok(()), |index| Err(CpuError::Sink { index }))
 }
 
 /// The rows of every sequence on one side, whose `cu` and `used` are as long as the problem says.
@@ -304,6 +311,11 @@ mod tests {
             Extras { alibi_slopes: Some(&[1.0, 2.0, 3.0, 4.0]), sinks: Some(&[5.0, 6.0]), ..Extras::NONE };
         let batch = Batch::new(&problem, &extras).unwrap();
         assert_eq!((batch.slope(1, 0), batch.sink(1)), (3.0, Some(6.0)));
+        let endless = [f32::NEG_INFINITY, f32::INFINITY];
+        for (sinks, refused) in [([f32::NEG_INFINITY, 6.0], None), (endless, Some(1))] {
+            let made = Batch::new(&problem, &Extras { sinks: Some(&sinks), ..extras });
+            assert_eq!(made.err(), refused.map(|index| CpuError::Sink { index }));
+        }
         let per_head = problem.with_score(score.with_alibi(Some(Alibi::PerHead)));
         assert_eq!(
             Batch::new(&per_head, &extras).unwrap_err(),

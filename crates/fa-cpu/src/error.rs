@@ -71,6 +71,15 @@ pub enum CpuError {
         /// Whether the problem names it.
         asked: bool,
     },
+    /// A sink leaves nothing to any key.
+    #[error(
+        "sinks[{index}] is inf: it would take all of the head's probability; give a finite logit, or -inf for \
+         none"
+    )]
+    Sink {
+        /// The query head.
+        index: usize,
+    },
     /// Starts of packed sequences descend.
     #[error("{name}[{index}] = {before} and {name}[{}] = {after}: starts must not descend", index + 1)]
     Descending {

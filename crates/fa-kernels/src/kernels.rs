@@ -174,8 +174,7 @@ impl Kernels {
         if let Some(kernel) = slot.get() {
             return Ok(kernel.clone());
         }
-        check_fit(spec, self.arch)?;
-        let source = Source::new(spec, self.arch, Some(smem_bytes(spec)), &self.headers)?;
+        let source = self.source(spec)?;
         let device = (self.arch, self.sms);
         let kernel = match Bundle::embedded().find(&source) {
             Some(cubin) => LoadedKernel::load(&self.context, spec, device, cubin)?,
@@ -187,6 +186,32 @@ impl Kernels {
         };
         // If two threads load the same kernel, the first one wins; both loads are valid.
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
+    }
+
+    /// Compiles the kernel of `spec` where neither bundle nor cache have it, and does not load it.
+    ///
+    /// # Errors
+    /// As [`Kernels::load`].
+    pub fn compile(&self, spec: &KernelSpec) -> Result<(), Error> {
+        let source = self.source(spec)?;
+        if Bundle::embedded().find(&source).is_none() {
+            self.cache.get(&*self.compiler()?, spec, &source)?;
+        }
+        Ok(())
+    }
+
+    /// The compiler's name and version, and the key of the kernel of `spec` in the cache: a hash of compiler,
+    /// flags and sources.
+    ///
+    /// # Errors
+    /// As [`Kernels::load`], without compiling.
+    pub fn identity(&self, spec: &KernelSpec) -> Result<(String, String), Error> {
+        self.cache.identity(&*self.compiler()?, &self.source(spec)?)
+    }
+
+    fn source(&self, spec: &KernelSpec) -> Result<Source, Error> {
+        check_fit(spec, self.arch)?;
+        Source::new(spec, self.arch, Some(smem_bytes(spec)), &self.headers)
     }
 
     fn compiler(&self) -> Result<Arc<Compiler>, Error> {

@@ -97,7 +97,8 @@ pub fn list(head_dims: &[HeadDim], pass: Pass, family: Family, arch: Arch) -> Re
                 },
             }));
             for miss in set.rejected {
-                let (Reason::Registers { need, have } | Reason::Spills { need, have }) = miss.reason else {
+                let (Reason::Registers { need, have } | Reason::Spills { need, have, .. }) = miss.reason
+                else {
                     continue;
                 };
                 let fits_otherwise = smem_bytes(&miss.spec) <= arch.limits().smem_per_block;

@@ -123,6 +123,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
                 spec: spec.clone(),
                 splits: None,
                 tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
+                code: None,
             };
             // Engines that tune may have added winners meanwhile.
             Tuned::change(table, |tuned| tuned.set(&name, entry))?.1?;

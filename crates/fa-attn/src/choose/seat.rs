@@ -6,6 +6,7 @@ use fa_planner::divide;
 
 use crate::device::Bound;
 use crate::error::Error;
+use crate::tune::Code;
 
 /// The GPU that kernels are chosen for.
 pub(crate) trait Seat {
@@ -20,6 +21,9 @@ pub(crate) trait Seat {
     /// # Errors
     /// What the driver reports.
     fn name(&self) -> Result<String, Error>;
+
+    /// What the kernel of `spec` is compiled by and from; `None` where nothing compiles.
+    fn code(&self, spec: &KernelSpec) -> Option<Code>;
 
     /// Compiles the kernel of `spec` and binds it to `problem`, with the keys of a forward's tile in `splits`
     /// parts, or in as many as the planner takes.
@@ -44,6 +48,11 @@ impl Seat for Kernels {
 
     fn name(&self) -> Result<String, Error> {
         self.context().name().map_err(Error::driver("asking the GPU's name"))
+    }
+
+    fn code(&self, spec: &KernelSpec) -> Option<Code> {
+        let (compiler, key) = self.identity(spec).ok()?;
+        Some(Code { compiler, key })
     }
 
     fn bind(

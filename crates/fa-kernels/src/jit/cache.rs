@@ -2,7 +2,9 @@
 //!
 //! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.json`.
 //! It is built in a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.json`
-//! holds a checksum of the cubin, so that a damaged entry is treated as missing and replaced. No locks:
+//! holds a checksum of the cubin, so that a damaged entry is treated as missing and replaced. The entry of a
+//! kernel that the compiler spills, or whose wgmma it serialises, has an empty cubin: it is refused without
+//! compiling from then on, under the same compiler, flags and sources. No locks:
 //! processes that race build the same bytes, and one of them wins. Where nothing can be written, kernels live
 //! in memory and a warning is traced.
 
@@ -132,6 +134,13 @@ impl Cache {
         }
     }
 
+    /// The name and version of `compiler`, and the key of what it makes of `source`.
+    pub(crate) fn identity(&self, compiler: &Compiler, source: &Source) -> Result<(String, String), Error> {
+        let name = self.compiler_name(compiler)?;
+        let key = key(&name, &compiler.flags(&source.target), source);
+        Ok((name, key))
+    }
+
     /// Bytes on disk, all entries together.
     pub fn size(&self) -> u64 {
         self.folders().iter().map(|folder| folder.bytes).sum()
@@ -158,7 +167,11 @@ impl Cache {
     ) -> Result<Compiled, Error> {
         tracing::info!(spec = spec.name, target = source.target, compiler = name, "compiling");
         match compiler.compile(source) {
-            Ok(compiled) => {
+            Ok(mut compiled) => {
+                // Of refused code the report is enough.
+                if compiled.report.fault().is_some() {
+                    compiled.cubin = Vec::new();
+                }
                 let cubin_sha256 = hash(&[&compiled.cubin]);
                 let entry = Entry { compiler: name, flags, cubin_sha256, report: compiled.report.clone() };
                 self.write(key, spec, source, &compiled.log, Some((&entry, &compiled.cubin)));

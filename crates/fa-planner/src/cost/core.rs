@@ -527,7 +527,8 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
                 0.0
             };
         let is_fed = matches!(model.memory, Memory::Fed { .. });
-        let compute = model.memory.of_compute() * compute;
+        // Both, so that what SMs idle is never less than nothing.
+        let [even, compute] = [even, compute].map(|seconds| model.memory.of_compute() * seconds);
         Times { compute, even, power, l2, hbm, is_fed, combine, launch: c.launch_s }
     }
 

@@ -9,10 +9,6 @@ macro_rules! functions_of_the_folder {
             account::smem(spec, self)
         }
 
-        fn is_known_to_spill(&self, spec: &fa_core::KernelSpec, arch: fa_core::Arch) -> bool {
-            spills::known(spec, self, arch)
-        }
-
         fn timeline(
             &self,
             spec: &fa_core::KernelSpec,

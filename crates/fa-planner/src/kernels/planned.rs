@@ -30,9 +30,6 @@ pub(crate) trait PlannedKernel {
     /// Registers of a computing thread.
     fn registers(&self, spec: &KernelSpec, arch: Arch) -> Registers;
 
-    /// Whether the compiler is known to spill although the account has room.
-    fn is_known_to_spill(&self, spec: &KernelSpec, arch: Arch) -> bool;
-
     /// The kernel without what its launch bounds promise, and without switches that are newer than most
     /// records of measurements: one of several kernels that count as the same there. `None` where it is that
     /// already.

@@ -74,6 +74,10 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
     #[arg(requires = "best", conflicts_with_all = OF_BEST)]
     pub results: PathBuf,
+    /// With --best: bring this set of known refusals up to date, as the planner's own
+    /// (crates/fa-planner/src/refusals); kernels that are known to be refused are compiled as well
+    #[arg(long, value_name = "FILE", requires = "best", conflicts_with_all = OF_BEST)]
+    pub refusals: Option<PathBuf>,
     /// With --best: folder with a line for every kernel compiled so far, from which a stopped run is resumed
     #[arg(long, value_name = "DIR", default_value = "target/records")]
     #[arg(requires = "best", conflicts_with_all = OF_BEST)]
@@ -103,6 +107,7 @@ Examples:
   fa build --arch sm90 --specs my-specs/
   fa build --all-configs --headdim 128 --mode bwd
   fa build --best 10                            what spills among the planner's best ten
+  fa build --best 10 --refusals crates/fa-planner/src/refusals/nvrtc-13.0.txt
   fa build --best 1 --random 200 --seed 1       what spills among first choices for problems at random
 
 Exit code 1 when a kernel fails to compile, or compiles with spills, serialised wgmma or an ignored \

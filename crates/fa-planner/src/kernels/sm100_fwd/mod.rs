@@ -127,10 +127,6 @@ impl PlannedKernel for Sm100Fwd {
         account::registers(&Sm100Tile::of(spec, self))
     }
 
-    fn is_known_to_spill(&self, _: &KernelSpec, _: Arch) -> bool {
-        false
-    }
-
     fn time(&self) -> Time<'_> {
         Time::Forward(self)
     }
