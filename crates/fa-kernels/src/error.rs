@@ -88,6 +88,19 @@ pub enum Error {
         /// The file of the whole log, when a folder is writable.
         log_file: Option<PathBuf>,
     },
+    /// Others may have put kernels into the cache.
+    #[error(
+        "{path} is not used as kernel cache: {reason}, and a GPU would run what others have put there; {advice}",
+        path = .path.display()
+    )]
+    UntrustedCache {
+        /// The cache's folder, or an entry's.
+        path: PathBuf,
+        /// Whose it is, or who may write to it.
+        reason: String,
+        /// What would work.
+        advice: String,
+    },
     /// A bundle of compiled kernels cannot be read.
     #[error("{path} is no bundle: {reason}; write one with `cargo xtask build`", path = .path.display())]
     BadBundle {

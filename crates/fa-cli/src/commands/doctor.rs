@@ -248,6 +248,9 @@ fn cache_check() -> Check {
             format!("kernels are compiled again by every process: set {CACHE_VARIABLE}, or HOME"),
         );
     };
+    if let Err(error) = cache.check() {
+        return Check::broken("cache", root.display().to_string(), error.to_string());
+    }
     // The cache creates its folder when it stores a kernel, so the nearest existing folder must be writable.
     let nearest = root.ancestors().find(|folder| folder.exists());
     let writable = nearest.is_some_and(|folder| tempfile::tempfile_in(folder).is_ok());
