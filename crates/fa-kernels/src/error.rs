@@ -129,6 +129,28 @@ pub enum Error {
         /// Its answer.
         source: DriverError,
     },
+    /// A sequence in a packed batch ends before it starts, or starts before the first row.
+    #[error("{name}[{index}] is {value}, below {least}: starts ascend from 0")]
+    Descending {
+        /// The extra.
+        name: &'static str,
+        /// Its element.
+        index: usize,
+        /// Its value.
+        value: i32,
+        /// The element before it, or 0.
+        least: i32,
+    },
+    /// The sequences of a packed batch have more rows than the problem.
+    #[error("{name} ends at row {rows}, and the problem has {most}: bind a problem of {rows} rows or more")]
+    Beyond {
+        /// The extra.
+        name: &'static str,
+        /// The rows of all sequences.
+        rows: usize,
+        /// The rows of the problem.
+        most: usize,
+    },
     /// No kernel runs on the GPU.
     #[error(
         "compute capability {major}.{minor} is not supported: use a GPU of 8.0 or newer, or the CPU backend"

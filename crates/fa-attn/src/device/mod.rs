@@ -18,7 +18,7 @@ pub use backward::{DeviceBackward, DeviceGradients};
 pub use bind::BindOptions;
 pub use bound::Bound;
 pub use extras::DeviceExtras;
-pub use forward::{DeviceForward, DeviceOutput, capture};
+pub use forward::{DeviceForward, DeviceOutput, ForwardCall, capture};
 pub use gpu::Gpu;
 pub use half::Half;
 pub(crate) use tensor::doing;
