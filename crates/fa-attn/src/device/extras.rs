@@ -29,6 +29,15 @@ pub struct DeviceExtras {
     backward_plan: Option<CudaSlice<u8>>,
 }
 
+/// Extras of a forward that an append before it takes too: see [`DeviceExtras::for_append`].
+#[derive(Debug)]
+pub struct AppendLengths<'a> {
+    /// The page table, `[batch, table_columns]`.
+    pub page_table: Option<&'a CudaSlice<i32>>,
+    /// Keys in use, `[batch]`, for [`AppendArgs::used_out`](super::args::AppendArgs::used_out).
+    pub seqused_k: Option<&'a mut CudaSlice<i32>>,
+}
+
 impl DeviceExtras {
     /// Copies of the host's extras.
     ///
@@ -57,7 +66,7 @@ impl DeviceExtras {
         self.inputs.seqused_k.as_ref()
     }
 
-    /// [`DeviceExtras::seqused_k`] to be written, by [`AppendArgs::used_out`](super::AppendArgs::used_out) or
+    /// [`DeviceExtras::seqused_k`] to be written, by [`AppendArgs::used_out`](super::args::AppendArgs::used_out) or
     /// by a copy.
     pub fn seqused_k_mut(&mut self) -> Option<&mut CudaSlice<i32>> {
         self.inputs.seqused_k.as_mut()
@@ -71,6 +80,12 @@ impl DeviceExtras {
     /// The page table to be written.
     pub fn page_table_mut(&mut self) -> Option<&mut CudaSlice<i32>> {
         self.inputs.page_table.as_mut()
+    }
+
+    /// What an append takes of these extras: the page table, and the lengths that it writes.
+    pub fn for_append(&mut self) -> AppendLengths<'_> {
+        let fa_core::Extras { page_table, seqused_k, .. } = &mut self.inputs;
+        AppendLengths { page_table: page_table.as_ref(), seqused_k: seqused_k.as_mut() }
     }
 
     /// Gives a backward the gradient of the LSE, `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`.
@@ -257,7 +272,7 @@ mod tests {
         let extras = DeviceExtras { packed_rows, ..DeviceExtras::default() };
         let problem = |rows_q, rows_k| {
             let square = Problem::square(1, 1, 4, 64, Mask::FULL, Dtype::Bf16);
-            Problem { lengths: Lengths::packed(3, rows_q, rows_k, 12, 12), ..square }
+            square.with_lengths(Lengths::packed(3, rows_q, rows_k, 12, 12))
         };
         extras.check_rows(&problem(12, 9)).unwrap();
         extras.check_rows(&problem(100, 100)).unwrap();
