@@ -244,7 +244,8 @@ const FILES: [&str; 5] =
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 4] = [
+const TORCH_FILES: [&str; 5] = [
+    "test_stand_in_installed.py",
     "test_torch_compiled.py",
     "test_torch_shards.py",
     "test_torch_refusals.py",

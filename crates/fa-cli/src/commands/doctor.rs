@@ -29,7 +29,13 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Print the licences and copyright notices of the third-party crates in this program instead
+    #[arg(long, conflicts_with_all = ["time", "json"])]
+    pub notices: bool,
 }
+
+/// Written by `cargo xtask notices`.
+const NOTICES: &str = include_str!("../../THIRD-PARTY.txt");
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -85,6 +91,10 @@ pub(crate) fn command(args: &DoctorArgs) -> anyhow::Result<Verdict> {
     }
     if args.time {
         return time::command(args.json);
+    }
+    if args.notices {
+        output::print(NOTICES)?;
+        return Ok(Verdict::Good);
     }
     let mut checks = cpu_checks();
     checks.push(attention_check());
