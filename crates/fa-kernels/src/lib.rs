@@ -99,7 +99,7 @@ pub use error::Error;
 pub use jit::codegen::{Generated, generated};
 pub use jit::compile::{CompileFailure, Compiled, Compiler, CompilerKind};
 pub use jit::cubin::entry_codes;
-pub use jit::headers::Headers;
+pub use jit::headers::{HEADERS_VARIABLE, Headers};
 pub use jit::report::{Fault, Report};
 pub use jit::source::{APPEND, ENTRY, MERGE, Source};
 pub use jit::{bundle, cache, cache::Cache, params, ship, toolchain};
