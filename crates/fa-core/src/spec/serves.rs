@@ -4,7 +4,7 @@
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
-use crate::{Problem, SideRows, Types};
+use crate::{Problem, SideRows};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
 const MOST_CTAS: usize = 1 << 16;
@@ -71,7 +71,7 @@ impl KernelSpec {
         kernel: impl Into<Kernel>,
     ) -> Self {
         KernelSpec {
-            types: Types::same(problem.types.qkv),
+            types: problem.types,
             head_dim,
             head_dim_v,
             mask: MaskKind::of(&problem.mask),
@@ -100,9 +100,13 @@ impl KernelSpec {
     /// The kernel was compiled for problems of this kind.
     fn check_compiled(&self, problem: &Problem) -> Result<(), Mismatch> {
         let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
-        for (what, have, need) in
-            [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]
-        {
+        let (own, of) = (self.types, problem.types);
+        for (what, have, need) in [
+            ("dtype", own.q, of.q),
+            ("kv_dtype", own.kv, of.kv),
+            ("out_dtype", own.out, of.out),
+            ("dkv_dtype", own.dkv, of.dkv),
+        ] {
             if have != need {
                 return differs(what, have.to_string(), need.to_string());
             }
@@ -118,6 +122,7 @@ impl KernelSpec {
         if !self.mask.serves(&problem.mask) {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
         }
+        check_offset(problem)?;
         let (have, need) = (self.score, problem.score.kind());
         let (reads, of) = (self.reads, Reads::of(problem));
         for (what, have, need, [off, on]) in [
@@ -176,6 +181,23 @@ impl KernelSpec {
         }
         Ok(())
     }
+}
+
+/// The mask's offset is one that kernels compute: their windows have limits of 0 and more, which hold the
+/// offset, and their ALiBi is aligned to the bottom right corner.
+fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
+    let offset = problem.mask.offset;
+    let refuse = |kernel: &str| {
+        let problem = format!("{} (query_offset = {offset}); the CPU backend computes it", problem.mask);
+        Err(Mismatch { what: "query_offset", kernel: kernel.to_owned(), problem })
+    };
+    if offset != 0 && problem.score.alibi.is_some() {
+        return refuse("ALiBi with query_offset = 0");
+    }
+    if problem.mask.limits().into_iter().flatten().any(|limit| limit < 0) {
+        return refuse("offsets that leave the query's own bottom-right diagonal visible");
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -110,9 +110,9 @@ mod sm90 {
         }
     }
 
-    /// Measured at 1024 and at lengths of 77 to 8192: 1.04 and 1.02; at 100 to 513: 0.99 (NB-114).
+    /// Measured at lengths of several hundred, with windows too: 1.06 in the mean of 22 batches (NB-174).
     #[test]
-    fn ctas_draw_tiles_of_packed_sequences_that_are_not_short() {
+    fn ctas_draw_tiles_of_packed_sequences_that_are_not_long() {
         let draws = |total, max, mask| {
             let mut problem = Problem::square(1, 1, 32, 128, mask, Dtype::Bf16);
             problem.lengths = Lengths::packed(16, total, total, max, max);
@@ -121,9 +121,8 @@ mod sm90 {
             kernel.persistent
         };
         assert!(draws(16 * 1024, 1024, Mask::CAUSAL) && draws(27_213, 8192, Mask::CAUSAL));
-        assert!(!draws(16 * 306, 513, Mask::CAUSAL), "short");
+        assert!(draws(16 * 306, 513, Mask::CAUSAL) && draws(16 * 1024, 1024, Mask::window(255, 0)));
         assert!(!draws(16 * 8192, 8192, Mask::CAUSAL), "long");
-        assert!(!draws(16 * 1024, 1024, Mask::window(255, 0)), "a window");
     }
 
     #[test]
