@@ -9,6 +9,7 @@ use clap::builder::{PathBufValueParser, PossibleValue, PossibleValuesParser, Typ
 use clap::{Args, ValueEnum};
 use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::simd::Isa;
+use fa_kernels::Headers;
 use fa_lab::marks::Marks;
 use fa_lab::shape::{HeadDim, parse_pair, whole};
 use fa_planner::Mode;
@@ -44,6 +45,29 @@ pub(crate) enum Backend {
     Reference,
     /// Kernels compiled for the first NVIDIA GPU: f16 and bf16
     Cuda,
+}
+
+/// The device sources of kernels that are being written.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct HeadersArgs {
+    /// Folder of device sources in place of those in this program, as its repository's crates/fa-kernels/cuda
+    #[arg(long, value_name = "DIR")]
+    pub headers: Option<PathBuf>,
+}
+
+impl HeadersArgs {
+    /// Compiles kernels with them from now on, in workers too.
+    ///
+    /// # Errors
+    /// Where there is no such folder.
+    pub(crate) fn choose(&self) -> anyhow::Result<()> {
+        let Some(folder) = &self.headers else { return Ok(()) };
+        if !folder.is_dir() {
+            let message = format!("--headers {}: there is no such folder", folder.display());
+            return Err(InputError::Usage(message).into());
+        }
+        Ok(Headers::choose(folder)?)
+    }
 }
 
 /// The parts of a problem that the tensors of a file do not determine.

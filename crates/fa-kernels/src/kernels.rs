@@ -33,12 +33,13 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Kernels for the GPU of `context`, with the default cache; nothing is compiled yet.
+    /// Kernels for the GPU of `context`, with the default cache and [`Headers::current`]; nothing is compiled
+    /// yet.
     ///
     /// # Errors
-    /// [`Error::Device`] for a GPU older than compute capability 8.0.
+    /// [`Error::Device`] for a GPU older than compute capability 8.0, [`Error::Io`] for headers.
     pub fn new(context: &Arc<CudaContext>) -> Result<Kernels, Error> {
-        Kernels::with(context, Cache::open_default(), Headers::embedded())
+        Kernels::with(context, Cache::open_default(), Headers::current()?)
     }
 
     /// [`Kernels::new`] with a cache and headers of the caller's choice.

@@ -159,7 +159,11 @@ pub fn compile(
     compiler: &Compiler,
     progress: &mut Progress<'_>,
 ) -> Vec<Result<Report, String>> {
-    let (cache, headers) = (Cache::open_default(), Headers::embedded());
+    let headers = match Headers::current() {
+        Ok(headers) => headers,
+        Err(error) => return configs.iter().map(|_| Err(error.to_string())).collect(),
+    };
+    let cache = Cache::open_default();
     progress(Step::Total(configs.len()));
     let progress = Mutex::new(progress);
     let compile = |config: &Config| {

@@ -148,7 +148,7 @@ fn compile(
         }
     }
     let compiler = Compiler::find(CompilerKind::Nvrtc)?;
-    let (arch, headers, cache) = (gpu.arch(), Headers::embedded(), gpu.kernels.cache());
+    let (arch, headers, cache) = (gpu.arch(), Headers::current()?, gpu.kernels.cache());
     progress(Step::Total(specs.len()));
     let progress = Mutex::new(progress);
     let compile = |spec: &&KernelSpec| {

@@ -19,7 +19,7 @@ use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::commands::worker;
-use crate::flags::{self, OF_SHAPES, ShapeArgs, pass_of};
+use crate::flags::{self, HeadersArgs, OF_SHAPES, ShapeArgs, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
@@ -28,6 +28,8 @@ use crate::term::{output, progress};
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct TuneArgs {
+    #[command(flatten)]
+    pub headers: HeadersArgs,
     #[command(flatten)]
     pub shapes: ShapeArgs,
     /// Which pass to tune; both with --random only
@@ -102,6 +104,7 @@ stopped.";
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
 pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
+    args.headers.choose()?;
     if !args.judge.is_empty() {
         let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref(), &args.judge)?;
         let judgement = judge(&args.judge)?;

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use fa_core::Arch;
 
-use crate::jit::nvrtc::Nvrtc;
+use crate::jit::nvrtc::{Nvrtc, Wanted};
 use crate::jit::report::Report;
 use crate::jit::source::Source;
 use crate::{Error, toolchain};
@@ -154,11 +154,30 @@ impl Compiler {
         }
     }
 
+    /// Compiles a source to PTX, for people to read: kernels are cubins.
+    ///
+    /// # Errors
+    /// As [`Compiler::compile`]; nvcc is refused.
+    pub fn ptx(&self, source: &Source) -> Result<String, CompileFailure> {
+        if self.kind == CompilerKind::Nvcc {
+            let reason = "PTX is emitted by NVRTC: leave --nvcc out".to_owned();
+            return Err(Error::BadCompiler { path: self.path.clone(), reason }.into());
+        }
+        let flags = self.flags(&source.target.replace("sm_", "compute_"));
+        // What ptxas is told is none of the front end's business.
+        let flags: Vec<String> = flags.into_iter().filter(|flag| !flag.contains("ptxas")).collect();
+        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &flags, Wanted::Ptx)?;
+        match output.code {
+            Some(text) => Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned()),
+            None => Err(CompileFailure::Log(output.log)),
+        }
+    }
+
     fn by_nvrtc(&self, source: &Source, more: &[&str]) -> Result<(Vec<u8>, String), CompileFailure> {
         let mut flags = self.flags(&source.target);
         flags.extend(more.iter().map(|flag| (*flag).to_owned()));
-        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &flags)?;
-        match output.cubin {
+        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &flags, Wanted::Cubin)?;
+        match output.code {
             Some(cubin) => Ok((cubin, output.log)),
             None => Err(CompileFailure::Log(output.log)),
         }

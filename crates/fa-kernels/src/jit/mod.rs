@@ -19,3 +19,4 @@ pub(crate) mod report;
 pub mod ship;
 pub(crate) mod source;
 pub mod toolchain;
+mod trust;

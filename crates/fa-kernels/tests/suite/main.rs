@@ -9,7 +9,6 @@ mod errors;
 mod generated;
 mod launches;
 mod launches_beside;
-mod package;
 mod shipped;
 mod tensor_memory;
 mod toolchain;

@@ -197,7 +197,8 @@ impl<T: Half> PlacedForward<T> {
     /// [`Error::Driver`].
     pub fn capture(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
         let launch = self.launch(forward, stream);
-        capture(stream, || launch(stream))
+        // SAFETY: the graph is dropped before these tensors, which nothing moves.
+        unsafe { capture(stream, || launch(stream)) }
     }
 
     /// Other inputs in the same memory: lengths, pages and values change, addresses do not.
@@ -313,7 +314,8 @@ impl<T: Half> PlacedBackward<T> {
         stream: &Arc<CudaStream>,
     ) -> Result<CudaGraph, Error> {
         let launch = self.launch(forward, backward, stream);
-        capture(stream, || launch(stream))
+        // SAFETY: the graph is dropped before these tensors, which nothing moves.
+        unsafe { capture(stream, || launch(stream)) }
     }
 
     /// Fills gradients, gaps included, and workspace with NaN.

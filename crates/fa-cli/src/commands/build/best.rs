@@ -43,7 +43,7 @@ pub(crate) fn command(args: &BuildArgs, count: usize) -> anyhow::Result<Verdict>
     let file = std::fs::File::options().append(true).create(true).open(&progress);
     let file = file.with_context(|| format!("{}: progress cannot be written there", progress.display()))?;
     let shared = Mutex::new((Steps::new(left.len()), file, Vec::new()));
-    let (next, headers) = (AtomicUsize::new(0), Headers::embedded());
+    let (next, headers) = (AtomicUsize::new(0), Headers::current()?);
     let work = || -> anyhow::Result<()> {
         while let Some(spec) = left.get(next.fetch_add(1, Ordering::Relaxed)) {
             if let Ok(mut shared) = shared.lock() {
