@@ -1,0 +1,26 @@
+//! Attention over several GPUs: sequences whose rows are spread over ranks.
+//!
+//! - [`ShardPlan`]: which rank holds which rows, and the [`program`] of each rank, as data: nothing here knows
+//!   CUDA. [`Scheme`] has the ways to work together, [`cost`] predicts their times.
+//! - [`HostAttention`]: passes on the CPU, over a [`HostTransport`] such as threads ([`MemoryTransport`]).
+//!
+//! What this crate does not know: how attention is computed (fa-attn, fa-cpu).
+
+mod block;
+mod error;
+mod host;
+mod memory;
+mod plan;
+pub mod program;
+mod run;
+mod schemes;
+mod shard;
+mod transport;
+
+pub use error::Error;
+pub use host::{HostAttention, Wire};
+pub use memory::{Fault, FaultKind, MemoryOptions, MemoryTransport};
+pub use plan::{MAX_WORLD, Scheme, ShardPlan};
+pub use run::Order;
+pub use shard::{Layout, Placed, Shards};
+pub use transport::HostTransport;
