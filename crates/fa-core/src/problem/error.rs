@@ -1,6 +1,6 @@
 //! What is wrong with a problem.
 
-use crate::Dtype;
+use crate::dtype::TypesError;
 
 /// Why a [`crate::Problem`] is invalid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -32,16 +32,9 @@ pub enum ProblemError {
         /// Key and value heads.
         heads_kv: usize,
     },
-    /// The type of O is not that of Q, K and V.
-    #[error(
-        "out_dtype is {out} and dtype is {qkv}: O is written in the type of Q, K and V, leave out_dtype out"
-    )]
-    Types {
-        /// Type of Q, K and V.
-        qkv: Dtype,
-        /// Type of O.
-        out: Dtype,
-    },
+    /// Types that nothing computes together.
+    #[error(transparent)]
+    Types(#[from] TypesError),
     /// A tensor would have more elements than can be addressed.
     #[error(
         "{tensor} has the shape {shape}, of more than 2^{limit_bits} - 1 elements (a length of 0 counts \
