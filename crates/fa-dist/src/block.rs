@@ -52,7 +52,7 @@ pub(crate) fn block(
         if shift == 0 { side } else { u32::try_from(moved).ok().filter(|_| moved < reach) }
     };
     let (columns, count) = (end - low as i64 - 1, last - first - 1);
-    let mask = Mask { left: side(mask.left, shift, columns), right: side(mask.right, -shift, count) };
+    let mask = Mask::band(side(mask.left, shift, columns), side(mask.right, -shift, count));
     Some(Block { rows: first as usize..last as usize, keys: low..end as usize, mask })
 }
 
@@ -68,8 +68,8 @@ mod tests {
             Mask::CAUSAL,
             Mask::causal_window(2),
             Mask::window(3, 2),
-            Mask { left: Some(1), right: None },
-            Mask { left: None, right: Some(2) },
+            Mask::band(Some(1), None),
+            Mask::band(None, Some(2)),
             Mask::window(0, 0),
         ];
         let len = 9;

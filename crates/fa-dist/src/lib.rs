@@ -7,6 +7,7 @@
 //! What this crate does not know: how attention is computed (fa-attn, fa-cpu).
 
 mod block;
+pub mod cost;
 mod error;
 mod host;
 mod memory;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use fa_core::lengths::SideRows;
-use fa_core::{Alibi, Lengths, Mask, Pass, Problem, TensorLayout};
+use fa_core::{Alibi, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_cpu::check;
 use serde::{Deserialize, Serialize};
 
@@ -166,8 +166,11 @@ impl ShardPlan {
         if !lengths.is_uniform() && self.scheme != Scheme::Ulysses {
             return refuse("packed sequences".to_owned(), "use ulysses, or a call for each sequence");
         }
-        let score = self.problem.score;
-        let Mask { left, right } = self.problem.mask;
+        let (score, types) = (self.problem.score, self.problem.types);
+        if types != Types::same(types.q) {
+            return refuse(format!("tensors of several types ({types:?})"), "use one type for all tensors");
+        }
+        let (left, right) = (self.problem.mask.left, self.problem.mask.right);
         match (score.alibi, self.scheme) {
             (Some(Alibi::PerSequenceHead), _) => {
                 return refuse("slopes of each sequence".to_owned(), "use slopes of heads alone");
@@ -256,7 +259,7 @@ impl ShardPlan {
             problem.heads_kv,
             problem.head_dim,
             problem.head_dim_v,
-            problem.types.qkv,
+            problem.types.q,
             problem.mask,
             problem.softmax_scale,
             problem.score,
@@ -352,7 +355,7 @@ impl ShardPlan {
         mask: Mask,
     ) -> Part {
         // The scale follows from the head dim alone: parts have the whole's.
-        let problem = Problem { lengths, heads_q: heads.len(), heads_kv: kv_heads, mask, ..self.problem };
+        let problem = self.problem.with_lengths(lengths).with_heads(heads.len(), kv_heads).with_mask(mask);
         Part { problem, heads: heads.clone() }
     }
 

@@ -12,7 +12,7 @@ use crate::shard::Placed;
 /// What a rank does. All ranks end with the same result, merged in the order of ranks.
 pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     let tensors = plan.tensors(rank, Pass::Forward.is_backward());
-    let mut builder = Builder::new((rank, plan.world()), plan.problem().types.qkv, tensors);
+    let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
     let mut packed = Packed::new();
     let (heads, kv) = (0..plan.problem().heads_q, 0..plan.problem().heads_kv);
     let rows = 0..plan.queries().len();

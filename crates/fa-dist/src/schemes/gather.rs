@@ -51,7 +51,7 @@ struct Gather<'a> {
 impl<'a> Gather<'a> {
     fn new(plan: &'a ShardPlan, rank: usize, pass: Pass) -> Gather<'a> {
         let tensors = plan.tensors(rank, pass.is_backward());
-        let mut builder = Builder::new((rank, plan.world()), plan.problem().types.qkv, tensors);
+        let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
         let gathered = (0..plan.stages().min(2)).map(|_| staged(plan, &mut builder, Cell::Own)).collect();
         Gather { plan, rank, builder, gathered, packed: Packed::new() }
     }

@@ -43,7 +43,7 @@ struct Ring<'a> {
 impl<'a> Ring<'a> {
     fn new(plan: &'a ShardPlan, rank: usize, pass: Pass) -> Ring<'a> {
         let tensors = plan.tensors(rank, pass.is_backward());
-        let mut builder = Builder::new((rank, plan.world()), plan.problem().types.qkv, tensors);
+        let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
         let most = (0..plan.world()).map(|rank| plan.keys().rows(rank)).max().unwrap_or(0);
         let room = |builder: &mut Builder, rows: Option<usize>| {
             [Buffer::K, Buffer::V].map(|buffer| {

@@ -42,7 +42,7 @@ struct Ulysses<'a> {
 impl<'a> Ulysses<'a> {
     fn new(plan: &'a ShardPlan, rank: usize, pass: Pass) -> Ulysses<'a> {
         let tensors = plan.tensors(rank, pass.is_backward());
-        let builder = Builder::new((rank, plan.world()), plan.problem().types.qkv, tensors);
+        let builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
         Ulysses { plan, rank, builder }
     }
 

@@ -1,6 +1,6 @@
 //! Problems over ranks.
 
-use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
+use fa_core::{Dtype, Lengths, Mask, Problem};
 use fa_dist::{Layout, Scheme, ShardPlan};
 
 /// A small problem: queries and keys, query and K/V heads, a mask.
@@ -11,7 +11,7 @@ pub(crate) fn problem(
     mask: Mask,
 ) -> Problem {
     let square = Problem::square(batch, q, heads_q, 8, mask, Dtype::F32);
-    Problem { lengths: Lengths::uniform(batch, q, k), heads_kv, score: ScoreMod::NONE, ..square }
+    square.with_lengths(Lengths::uniform(batch, q, k)).with_heads_kv(heads_kv)
 }
 
 /// The masks of the tests.
@@ -20,8 +20,8 @@ pub(crate) const MASKS: [Mask; 6] = [
     Mask::CAUSAL,
     Mask::causal_window(5),
     Mask::window(3, 4),
-    Mask { left: Some(9), right: None },
-    Mask { left: None, right: Some(2) },
+    Mask::band(Some(9), None),
+    Mask::band(None, Some(2)),
 ];
 
 /// The schemes that have gradients, over a problem, that do not refuse it.

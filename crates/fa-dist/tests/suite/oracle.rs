@@ -187,7 +187,7 @@ fn check_plan<T: Wire + Default>(plan: &ShardPlan, extras: &Extras<'_>, order: O
     ];
     let [q, k, v, dout] = [0, 1, 2, 3].map(|i| view(&inputs.0[i], shapes[i]));
     let exact = reference::forward_extras(problem, extras, &q, &k, &v).unwrap();
-    let dtype = problem.types.qkv;
+    let dtype = problem.types.q;
     let one = alone(problem, &inputs, extras);
     let name = format!("{} {:?} {}", plan.scheme().name(), plan.queries().layout(), problem.mask);
     let judge = |what: &str, shape: [usize; 4], own: &[T], exact: &[f64], alone: &[T]| {
@@ -259,7 +259,7 @@ fn gather_and_ulysses_have_the_bits_of_one_process() {
     let heads = (4, 4);
     for mask in [Mask::CAUSAL, Mask::FULL, Mask::causal_window(70)] {
         let square =
-            Problem { lengths: Lengths::uniform(1, 512, 512), ..problem(1, (512, 512), heads, mask) };
+            problem(1, (512, 512), heads, mask);
         let inputs = inputs::<f32>(&square);
         let one = alone(&square, &inputs, &Extras::NONE);
         for scheme in [Scheme::Gather, Scheme::Ulysses] {
@@ -274,11 +274,11 @@ fn gather_and_ulysses_have_the_bits_of_one_process() {
 #[test]
 fn halves_do_as_well() {
     let square = problem(1, (128, 128), (4, 2), Mask::CAUSAL);
-    let halves = Problem { types: Types::same(Dtype::Bf16), ..square };
+    let halves = square.with_types(Types::same(Dtype::Bf16));
     for plan in plans(&halves, 2) {
         check_plan::<half::bf16>(&plan, &Extras::NONE, Order::Listed);
     }
-    let halves = Problem { types: Types::same(Dtype::F16), ..square };
+    let halves = square.with_types(Types::same(Dtype::F16));
     for plan in plans(&halves, 4) {
         check_plan::<half::f16>(&plan, &Extras::NONE, Order::Listed);
     }
@@ -304,7 +304,7 @@ fn decode_merges_what_ranks_hold() {
 fn ulysses_takes_packed_sequences() {
     let starts = [0, 5, 5, 30, 41];
     let square = problem(1, (41, 41), (4, 2), Mask::CAUSAL);
-    let packed = Problem { lengths: Lengths::packed(4, 41, 41, 25, 25), ..square };
+    let packed = square.with_lengths(Lengths::packed(4, 41, 41, 25, 25));
     let extras = Extras { cu_seqlens_q: Some(&starts), cu_seqlens_k: Some(&starts), ..Extras::NONE };
     for world in [1, 2, 4] {
         for plan in plans(&packed, world) {
@@ -323,12 +323,12 @@ fn ulysses_takes_packed_sequences() {
 fn slopes_and_sinks_go_with_their_heads() {
     let slopes = [0.5, 0.25, 0.125, 0.0625];
     let square = problem(1, (40, 40), (4, 2), Mask::CAUSAL);
-    let score = fa_core::ScoreMod { alibi: Some(fa_core::Alibi::PerHead), ..square.score };
+    let score = square.score.with_alibi(Some(fa_core::Alibi::PerHead));
     let extras = Extras { alibi_slopes: Some(&slopes), ..Extras::NONE };
-    let alibi = Problem { score, ..square };
+    let alibi = square.with_score(score);
     assert_eq!(plans(&alibi, 2).len(), 4);
     plans(&alibi, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
-    let sinks = Problem { score: fa_core::ScoreMod { sinks: true, ..square.score }, ..square };
+    let sinks = square.with_score(square.score.with_sinks(true));
     let extras = Extras { sinks: Some(&slopes), ..Extras::NONE };
     plans(&sinks, 2).iter().for_each(|plan| drop(check_plan::<f32>(plan, &extras, Order::Listed)));
     let refused = plans(&sinks, 2)[0].program(0, Pass::BACKWARD).unwrap_err().to_string();
