@@ -407,6 +407,7 @@ pub(crate) fn metadata_hint(file: &TensorFile, problem: &Problem, args: &Attenti
         ("causal", "--causal", causal_differs),
         ("window_left", "--window", other("window_left", side(problem.mask.left))),
         ("window_right", "--window", right_differs),
+        ("query_offset", "--query-offset", other("query_offset", Some(problem.mask.offset as f64))),
         ("softcap", "--softcap", other("softcap", problem.score.softcap)),
         ("scale", "--scale", scale.is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs())),
         ("rotary_interleaved", "--rotary-interleaved", rotary_differs),

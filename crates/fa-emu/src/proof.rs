@@ -114,7 +114,9 @@ impl Trial {
         match problem.types.q {
             Dtype::F16 => Trial::of(problem, pass, placement, extras, &normal::<f16>(problem)),
             Dtype::Bf16 => Trial::of(problem, pass, placement, extras, &normal::<bf16>(problem)),
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => panic!("kernels take 16-bit types, not {}", problem.types.q),
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => {
+                panic!("kernels take 16-bit types, not {}", problem.types.q)
+            }
         }
     }
 
@@ -136,7 +138,9 @@ impl Trial {
             Dtype::Bf16 => {
                 Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<bf16>(own)))
             }
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => panic!("kernels take 16-bit types, not {}", problem.types.q),
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => {
+                panic!("kernels take 16-bit types, not {}", problem.types.q)
+            }
         }
     }
 

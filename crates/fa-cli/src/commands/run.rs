@@ -261,5 +261,6 @@ fn metadata(problem: &Problem, layout: TensorLayout, backend: &str) -> BTreeMap<
         ("scale", problem.scale().to_string()),
         ("softcap", problem.score.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
     ];
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+    let moved = Some(("query_offset", problem.mask.offset.to_string())).filter(|_| problem.mask.offset != 0);
+    entries.into_iter().chain(moved).map(|(key, value)| (key.to_owned(), value)).collect()
 }

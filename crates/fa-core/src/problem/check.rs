@@ -17,6 +17,9 @@ const MOST_HEADS: usize = 1 << 20;
 /// The most columns of a head: likewise, and of V's the output has as many although V may have no rows.
 const MOST_HEAD_DIM: usize = 1 << 16;
 
+/// The largest offset of a mask with ALiBi: f32 has every integer up to it.
+const ALIBI_OFFSET: u64 = 1 << 24;
+
 impl Problem {
     /// Checks the relations between the fields. An empty batch and empty sequences are valid and give empty
     /// or zero outputs; in the limit on elements a length of 0 counts as 1.
@@ -41,6 +44,7 @@ impl Problem {
             return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
         }
         self.types.check()?;
+        self.check_offset()?;
         self.check_lengths()?;
         let (q, k) = (self.rows_of(self.lengths.q()), self.rows_of(self.lengths.k()));
         let tensors = [
@@ -57,6 +61,15 @@ impl Problem {
         }
         if let Some(value) = self.score.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
+        }
+        Ok(())
+    }
+
+    /// ALiBi's distances are exact in f32 as far as the offset goes.
+    fn check_offset(&self) -> Result<(), ProblemError> {
+        let offset = self.mask.offset;
+        if self.score.alibi.is_some() && offset.unsigned_abs() > ALIBI_OFFSET {
+            return Err(ProblemError::Offset { offset, limit: ALIBI_OFFSET });
         }
         Ok(())
     }
@@ -141,8 +154,14 @@ mod tests {
         assert_eq!(rowless.with_heads_q(MOST_HEADS).check(), Ok(()));
         let (half, fp8) = (Types::same(Dtype::F16), Types::same(Dtype::E4m3));
         for (types, part) in [
-            (half.with_out(Dtype::F32), "out_dtype is f32 and dtype is f16: nothing writes O wider than Q yet"),
-            (half.with_kv(Dtype::E4m3), "kv_dtype is e4m3 and dtype is f16: nothing reads an 8-bit cache yet"),
+            (
+                half.with_out(Dtype::F32),
+                "out_dtype is f32 and dtype is f16: nothing writes O wider than Q yet",
+            ),
+            (
+                half.with_kv(Dtype::E4m3),
+                "kv_dtype is e4m3 and dtype is f16: nothing reads an 8-bit cache yet",
+            ),
             (half.with_kv(Dtype::Int8), "dequantise K and V into Q's type and leave kv_dtype out"),
             (half.with_kv(Dtype::Bf16), "K and V have the type of Q; convert them"),
             (half.with_out(Dtype::Bf16), "O is written in the type of Q, K and V"),

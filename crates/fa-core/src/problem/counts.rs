@@ -57,8 +57,8 @@ impl Problem {
     /// and dV.
     pub fn bytes_held(&self, pass: Pass) -> f64 {
         let (q, k, v, o) = self.elements();
-        let [of_q, of_kv, of_out, of_dkv] = [self.types.q, self.types.kv, self.types.out, self.types.dkv]
-            .map(|dtype| dtype.bytes() as f64);
+        let [of_q, of_kv, of_out, of_dkv] =
+            [self.types.q, self.types.kv, self.types.out, self.types.dkv].map(|dtype| dtype.bytes() as f64);
         let forward = of_q * q + of_kv * (k + v) + of_out * o;
         let gradients = of_q * q + of_dkv * (k + v) + of_out * o;
         forward + if pass.is_backward() { gradients } else { 0.0 } + 4.0 * self.rows()

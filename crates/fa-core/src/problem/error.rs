@@ -35,6 +35,17 @@ pub enum ProblemError {
     /// Types that nothing computes together.
     #[error(transparent)]
     Types(#[from] TypesError),
+    /// ALiBi's distances would not be exact.
+    #[error(
+        "query_offset = {offset} with ALiBi: distances from the diagonal are f32, with offsets from -{limit} to \
+         {limit}"
+    )]
+    Offset {
+        /// The mask's offset.
+        offset: i64,
+        /// The largest.
+        limit: u64,
+    },
     /// A tensor would have more elements than can be addressed.
     #[error(
         "{tensor} has the shape {shape}, of more than 2^{limit_bits} - 1 elements (a length of 0 counts \

@@ -122,6 +122,7 @@ impl KernelSpec {
         if !self.mask.serves(&problem.mask) {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
         }
+        check_offset(problem)?;
         let (have, need) = (self.score, problem.score.kind());
         let (reads, of) = (self.reads, Reads::of(problem));
         for (what, have, need, [off, on]) in [
@@ -180,6 +181,23 @@ impl KernelSpec {
         }
         Ok(())
     }
+}
+
+/// The mask's offset is one that kernels compute: their windows have limits of 0 and more, which hold the
+/// offset, and their ALiBi is aligned to the bottom right corner.
+fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
+    let offset = problem.mask.offset;
+    let refuse = |kernel: &str| {
+        let problem = format!("{} (query_offset = {offset}); the CPU backend computes it", problem.mask);
+        Err(Mismatch { what: "query_offset", kernel: kernel.to_owned(), problem })
+    };
+    if offset != 0 && problem.score.alibi.is_some() {
+        return refuse("ALiBi with query_offset = 0");
+    }
+    if problem.mask.limits().into_iter().flatten().any(|limit| limit < 0) {
+        return refuse("offsets that leave the query's own bottom-right diagonal visible");
+    }
+    Ok(())
 }
 
 #[cfg(test)]

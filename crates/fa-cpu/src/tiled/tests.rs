@@ -76,13 +76,16 @@ fn check<T: Element + std::fmt::Debug>(problem: &Problem, options: Options) {
     passed("dv", compared(shapes[2], &dv, &oracle.dv).allowing(noise(0.0, &oracle.dv)));
 }
 
-const MASKS: [Mask; 6] = [
+const MASKS: [Mask; 9] = [
     Mask::FULL,
     Mask::CAUSAL,
     Mask::window(9, 4),
     Mask::causal_window(70),
     Mask::band(None, Some(40)),
     Mask::band(Some(3), None),
+    Mask::CAUSAL.with_offset(-11),
+    Mask::window(9, 4).with_offset(17),
+    Mask::FULL.with_offset(5),
 ];
 
 fn every_isa(check: impl Fn(Options)) {

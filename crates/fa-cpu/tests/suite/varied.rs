@@ -227,8 +227,15 @@ fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: 
     in_dtype!(problem.types.q, T => check::<T>(problem, extras, seed, with_backward));
 }
 
-pub(crate) const MASKS: [Mask; 5] =
-    [Mask::FULL, Mask::CAUSAL, Mask::window(9, 4), Mask::causal_window(40), Mask::band(None, Some(20))];
+pub(crate) const MASKS: [Mask; 7] = [
+    Mask::CAUSAL.with_offset(-6),
+    Mask::causal_window(9).with_offset(13),
+    Mask::FULL,
+    Mask::CAUSAL,
+    Mask::window(9, 4),
+    Mask::causal_window(40),
+    Mask::band(None, Some(20)),
+];
 
 const SCORES: [ScoreMod; 5] = [
     ScoreMod::NONE,
