@@ -28,7 +28,7 @@ pub(crate) fn block(
     keys: Range<usize>,
     tile: usize,
 ) -> Option<Block> {
-    let diagonal = len.1 as i64 - len.0 as i64;
+    let diagonal = len.1 as i64 - len.0 as i64 + mask.offset;
     let (mut first, mut last) = (rows.start as i64, rows.end as i64);
     let (mut begin, mut end) = (keys.start as i64, keys.end as i64);
     // Row i sees the keys from i + diagonal - left to i + diagonal + right.
@@ -71,6 +71,8 @@ mod tests {
             Mask::band(Some(1), None),
             Mask::band(None, Some(2)),
             Mask::window(0, 0),
+            Mask::CAUSAL.with_offset(2),
+            Mask::window(3, 2).with_offset(-3),
         ];
         let len = 9;
         for mask in masks {

@@ -178,8 +178,8 @@ impl ShardPlan {
             (Some(Alibi::PerHead), Scheme::Ring | Scheme::Decode) => {
                 return refuse("ALiBi".to_owned(), "use gather or ulysses");
             }
-            (Some(Alibi::PerHead), Scheme::Gather) if right != Some(0) => {
-                let what = "ALiBi without a causal mask".to_owned();
+            (Some(Alibi::PerHead), Scheme::Gather) if right != Some(0) || self.problem.mask.offset != 0 => {
+                let what = "ALiBi without a causal mask, or with an offset".to_owned();
                 return refuse(what, "use ulysses, or a causal mask");
             }
             (Some(Alibi::PerHead), Scheme::Gather | Scheme::Ulysses) | (None, _) => {}

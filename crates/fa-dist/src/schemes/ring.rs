@@ -176,7 +176,7 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
         })
         .collect();
     // Of calls in turn: their own queue orders them.
-    let part = ring.like(Buffer::Dq, Cell::Own);
+    let [part, wide] = [Cell::Own, Cell::F32].map(|cell| ring.like(Buffer::Dq, cell));
     let mut pool: Vec<[Buffer; 2]> = Vec::new();
     if world > 1 {
         ring.fetch(1);
@@ -210,7 +210,9 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
                     outputs: [of(part), keyed(parts[0]), keyed(parts[1])],
                 },
             );
-            let op = Op::Sum { parts: vec![of(dq), of(part)], to: of(dq) };
+            // Sums are of one type.
+            ring.builder.copy(Lane::Compute, of(part), of(wide));
+            let op = Op::Sum { parts: vec![of(dq), of(wide)], to: of(dq) };
             ring.builder.push(Lane::Compute, op);
             for (terms, buffer) in terms.iter_mut().zip(parts) {
                 terms.push(Term { rows: keys.clone(), buffer, first: keys.start });

@@ -15,11 +15,12 @@ pub(crate) fn problem(
 }
 
 /// The masks of the tests.
-pub(crate) const MASKS: [Mask; 6] = [
+pub(crate) const MASKS: [Mask; 7] = [
     Mask::FULL,
     Mask::CAUSAL,
     Mask::causal_window(5),
     Mask::window(3, 4),
+    Mask::CAUSAL.with_offset(-2),
     Mask::band(Some(9), None),
     Mask::band(None, Some(2)),
 ];

@@ -258,8 +258,7 @@ fn every_order_of_two_queues_and_every_delay_gives_the_same_bits() {
 fn gather_and_ulysses_have_the_bits_of_one_process() {
     let heads = (4, 4);
     for mask in [Mask::CAUSAL, Mask::FULL, Mask::causal_window(70)] {
-        let square =
-            problem(1, (512, 512), heads, mask);
+        let square = problem(1, (512, 512), heads, mask);
         let inputs = inputs::<f32>(&square);
         let one = alone(&square, &inputs, &Extras::NONE);
         for scheme in [Scheme::Gather, Scheme::Ulysses] {
