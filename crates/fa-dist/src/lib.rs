@@ -16,6 +16,7 @@ mod error;
 mod host;
 mod memory;
 mod nccl;
+mod passes;
 mod plan;
 pub mod program;
 mod run;

@@ -3,14 +3,13 @@
 use std::ops::Range;
 
 use fa_core::lengths::SideRows;
-use fa_core::{Alibi, Lengths, Mask, Pass, Problem, TensorLayout, Types};
+use fa_core::{Alibi, Lengths, Mask, Problem, TensorLayout, Types};
 use fa_cpu::check;
 use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, block};
 use crate::error::Error;
-use crate::program::{Buffer, Cell, Part, Program, Shape};
-use crate::schemes;
+use crate::program::{Buffer, Cell, Part, Shape};
 use crate::shard::{Layout, Shards};
 
 /// How ranks work together.
@@ -282,39 +281,6 @@ impl ShardPlan {
             Buffer::Lse => Shape { cell: Cell::F32, order: TensorLayout::Bhsd, ..own(queries, heads_q, 1) },
             Buffer::Scratch(_) => own(0, 0, 0),
         }
-    }
-
-    /// What `rank` does for a pass.
-    ///
-    /// # Errors
-    /// [`Error::Ranks`] for a rank that is none; [`Error::Refused`] for gradients of a decode, and of sinks.
-    pub fn program(&self, rank: usize, pass: Pass) -> Result<Program, Error> {
-        if rank >= self.world {
-            let need = format!("0 to {}", self.world - 1);
-            return Err(Error::Ranks { name: "rank", value: rank, need });
-        }
-        let refuse = |what: &str, instead: &str| Error::Refused {
-            scheme: self.scheme.name(),
-            world: self.world,
-            what: what.to_owned(),
-            instead: instead.to_owned(),
-        };
-        match (self.scheme, pass.is_backward()) {
-            (Scheme::Decode, true) => return Err(refuse("gradients", "use gather, ulysses or ring")),
-            (_, true) if self.problem.score.sinks => {
-                return Err(refuse("gradients of sinks", "compute them on one GPU"));
-            }
-            _ => {}
-        }
-        Ok(match (self.scheme, pass.is_backward()) {
-            (Scheme::Gather, false) => schemes::gather::forward(self, rank),
-            (Scheme::Gather, true) => schemes::gather::backward(self, rank),
-            (Scheme::Ulysses, false) => schemes::ulysses::forward(self, rank),
-            (Scheme::Ulysses, true) => schemes::ulysses::backward(self, rank),
-            (Scheme::Ring, false) => schemes::ring::forward(self, rank),
-            (Scheme::Ring, true) => schemes::ring::backward(self, rank),
-            (Scheme::Decode, _) => schemes::decode::forward(self, rank),
-        })
     }
 
     /// The caller's tensors of a pass, as shards of `rank`.

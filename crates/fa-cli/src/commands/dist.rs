@@ -1,163 +1,15 @@
 //! `fa dist`: attention over several GPUs, planned, checked and measured.
 
+mod args;
 mod jobs;
 mod parent;
+mod predict;
 mod rank;
 
-use clap::{Args, Subcommand, ValueEnum};
-use fa_core::{Arch, Dtype, Lengths, Pass, Problem, Types};
-use fa_dist::cost::{Link, Machine, rank as ranking};
-use fa_dist::{Layout, Scheme};
-use fa_lab::shape::{HeadDim, whole};
-use serde::Serialize;
+pub(crate) use args::DistArgs;
+use args::DistCommand;
 
-use crate::flags::{Heads, MaskArgs, Seqlen, passes};
 use crate::term::failure::Verdict;
-use crate::term::output;
-use fa_planner::Mode;
-
-/// `fa dist`.
-#[derive(Debug, Args)]
-#[command(after_help = DIST_EXAMPLES)]
-pub(crate) struct DistArgs {
-    #[command(subcommand)]
-    pub command: DistCommand,
-}
-
-const DIST_EXAMPLES: &str = "\
-Examples:
-  fa dist plan --ranks 8 --seqlen 131072 --heads 32:8 --causal
-  fa dist plan --ranks 2 --seqlen 1x1048576 --heads 32:8 --causal --link pcie
-  fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
-  fa dist bench --ranks 2           beside one GPU that computes the same, in the same run";
-
-/// The commands of `fa dist`.
-#[derive(Debug, Subcommand)]
-pub(crate) enum DistCommand {
-    /// Predict every scheme for a problem over several GPUs, and say what is hidden under what
-    Plan(PlanArgs),
-    /// Compare several GPUs of this machine with one of them, and test what happens when a rank fails
-    Check(RunArgs),
-    /// Measure several GPUs of this machine beside one of them
-    Bench(RunArgs),
-    /// One rank of `fa dist check` and `fa dist bench`, whose jobs are on standard input
-    #[command(hide = true)]
-    Rank,
-}
-
-/// What is between GPUs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum LinkName {
-    /// NVLink through a switch, 330 GB/s each way
-    Nvlink,
-    /// PCIe 5.0, 50 GB/s each way
-    Pcie,
-    /// A network of 400 Gb/s for each GPU
-    Network,
-}
-
-/// `fa dist plan`.
-#[derive(Debug, Args)]
-pub(crate) struct PlanArgs {
-    /// GPUs, each of which has a part of the sequence
-    #[arg(long, default_value_t = 8, value_parser = whole::<usize>)]
-    pub ranks: usize,
-    /// Independent sequences
-    #[arg(long, default_value_t = 1, value_parser = whole::<usize>)]
-    pub batch: usize,
-    /// Sequence length over all GPUs, or queries x keys as in 1x1048576
-    #[arg(long, value_name = "N[xM]", default_value = "131072")]
-    pub seqlen: Seqlen,
-    /// Query heads, and key/value heads if fewer
-    #[arg(long, value_name = "Q[:KV]", default_value = "32:8")]
-    pub heads: Heads,
-    /// Head dim, and the values' if different, as in 192-128
-    #[arg(long, value_name = "D[-DV]", default_value = "128")]
-    pub headdim: HeadDim,
-    #[command(flatten)]
-    pub mask: MaskArgs,
-    /// Element type: bf16, f16
-    #[arg(long, default_value = "bf16")]
-    pub dtype: Dtype,
-    /// GPU architecture
-    #[arg(long, default_value = "sm90")]
-    pub arch: Arch,
-    /// What is between the GPUs
-    #[arg(long, value_enum, default_value = "nvlink")]
-    pub link: LinkName,
-    /// Rate of the link in GB/s each way, instead of that of --link
-    #[arg(long, value_name = "GB/S", value_parser = positive)]
-    pub link_rate: Option<f64>,
-    /// Latency of a transfer in microseconds, instead of that of --link
-    #[arg(long, value_name = "US", value_parser = positive)]
-    pub link_latency: Option<f64>,
-    /// Which pass to plan [default: fwd]
-    #[arg(long, value_parser = passes())]
-    pub mode: Option<Mode>,
-    /// Chunks of a sequence dealt one by one instead of first with last
-    #[arg(long)]
-    pub contiguous: bool,
-    /// Print JSON
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// `fa dist check` and `fa dist bench`.
-#[derive(Debug, Args)]
-pub(crate) struct RunArgs {
-    /// GPUs: a process for each
-    #[arg(long, default_value_t = 2, value_parser = whole::<usize>)]
-    pub ranks: usize,
-    /// Fewer shapes
-    #[arg(long)]
-    pub quick: bool,
-    /// Print JSON lines
-    #[arg(long)]
-    pub json: bool,
-    /// Seconds after which ranks are ended, and so is a transfer that waits
-    #[arg(long, value_name = "S", default_value_t = 120, value_parser = whole::<u64>)]
-    pub deadline: u64,
-}
-
-/// A finite number above 0.
-fn positive(text: &str) -> Result<f64, String> {
-    let number = text.parse::<f64>().ok().filter(|number| number.is_finite() && *number > 0.0);
-    number.ok_or_else(|| format!("'{text}' is not a number above 0"))
-}
-
-impl PlanArgs {
-    fn machine(&self) -> Machine {
-        let named = match self.link {
-            LinkName::Nvlink => Link::NVLINK,
-            LinkName::Pcie => Link::PCIE,
-            LinkName::Network => Link::NETWORK,
-        };
-        let link = Link {
-            rate: self.link_rate.map_or(named.rate, |rate| rate * 1e9),
-            latency: self.link_latency.map_or(named.latency, |latency| latency * 1e-6),
-        };
-        Machine { arch: self.arch, link }
-    }
-
-    fn problem(&self) -> Problem {
-        Problem::new(
-            Lengths::uniform(self.batch, self.seqlen.q, self.seqlen.k),
-            (self.heads.q, self.heads.kv),
-            (self.headdim.qk, self.headdim.v),
-            Types::same(self.dtype),
-        )
-        .with_mask(self.mask.mask())
-    }
-}
-
-/// A scheme's prediction as JSON has it.
-#[derive(Serialize)]
-struct Row<'a> {
-    pass: &'static str,
-    #[serde(flatten)]
-    cost: &'a fa_dist::cost::Cost,
-    share: f64,
-}
 
 /// Runs the command.
 ///
@@ -165,40 +17,9 @@ struct Row<'a> {
 /// Bad input, no GPU, and what a rank reports.
 pub(crate) fn command(args: &DistArgs) -> anyhow::Result<Verdict> {
     match &args.command {
-        DistCommand::Plan(args) => plan(args),
+        DistCommand::Plan(args) => predict::plan(args),
         DistCommand::Check(args) => parent::check(args),
         DistCommand::Bench(args) => parent::bench(args),
         DistCommand::Rank => rank::command(),
     }
-}
-
-fn plan(args: &PlanArgs) -> anyhow::Result<Verdict> {
-    let problem = args.problem();
-    problem.check()?;
-    let passes: &[Pass] = match args.mode.unwrap_or(Mode::Fwd) {
-        Mode::Fwd => &[Pass::Forward],
-        Mode::Bwd => &[Pass::BACKWARD],
-        Mode::Both => &[Pass::Forward, Pass::BACKWARD],
-    };
-    let layout = if args.contiguous { Layout::Contiguous } else { Layout::Zigzag };
-    let (mut text, mut rows, mut fits) = (String::new(), Vec::new(), true);
-    for &pass in passes {
-        let found = ranking(&problem, args.ranks, layout, pass, args.machine())?;
-        text += &format!("{} over {} GPUs ({}):\n{found}\n", pass.name(), args.ranks, args.arch);
-        fits &= !found.plans.is_empty();
-        for (_, cost) in &found.plans {
-            let row = Row { pass: pass.name(), cost, share: cost.share(args.ranks) };
-            rows.push(serde_json::to_value(&row)?);
-        }
-    }
-    match args.json {
-        true => output::print_json(&rows)?,
-        false => output::print(text.trim_end())?,
-    }
-    Ok(if fits { Verdict::Good } else { Verdict::Bad })
-}
-
-/// A scheme's name and the stages that are not its default's.
-fn named(scheme: Scheme, stages: Option<usize>) -> String {
-    stages.map_or(scheme.name().to_owned(), |stages| format!("{}/{stages}", scheme.name()))
 }

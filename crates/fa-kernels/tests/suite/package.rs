@@ -152,6 +152,7 @@ fn published_crates_say_what_they_are() {
         "fa-kernels",
         "fa-cpu",
         "fa-attn",
+        "fa-dist",
         "fa-emu",
         "fa-lab",
         "fa-cli",

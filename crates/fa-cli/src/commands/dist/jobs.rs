@@ -4,6 +4,9 @@ use fa_core::{Dtype, Lengths, Mask, Problem};
 use fa_dist::{Layout, Scheme};
 use serde::{Deserialize, Serialize};
 
+/// The variable by which the parent says how long to wait.
+pub(super) const DEADLINE_VARIABLE: &str = "FA_DIST_DEADLINE";
+
 /// What a job is about.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Kind {

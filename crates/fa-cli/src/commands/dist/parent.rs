@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_dist::Scheme;
 
-use super::jobs::{Answer, Job, benches, checks, endless, odd};
-use super::rank::DEADLINE_VARIABLE;
-use super::{RunArgs, named};
+use super::args::RunArgs;
+use super::jobs::{Answer, DEADLINE_VARIABLE, Job, benches, checks, endless, odd};
+
 use crate::term::failure::Verdict;
 use crate::term::output;
 
@@ -144,7 +144,7 @@ pub(super) fn check(args: &RunArgs) -> anyhow::Result<Verdict> {
             "{} {:<28} {:<8} bits of one GPU: {:<5} same again: {:<5} O {:.1e} dQ {:.1e} dK {:.1e} dV {:.1e}",
             if passed { "pass" } else { "FAIL" },
             shape(job),
-            named(job.scheme, job.stages),
+            job.scheme.name(),
             same,
             repeats,
             worst(0),
@@ -241,7 +241,7 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
             output::print(&format!(
                 "{:<30} {:<8} {:<4} {:>11.4} {:>11.4} {:>7.2} {:>8.1}% {:>9.0}",
                 shape(job),
-                named(job.scheme, job.stages),
+                job.scheme.name(),
                 name,
                 one * 1e3,
                 seconds * 1e3,

@@ -11,11 +11,8 @@ use fa_cpu::TensorRef;
 use fa_dist::{Bootstrap, DeviceAttention, Error, Rank, RankOptions, Scheme, ShardPlan, Shards, one_gpu};
 use half::bf16;
 
-use super::jobs::{Answer, Job, Kind};
+use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Kind};
 use crate::term::failure::Verdict;
-
-/// The variable by which the parent says how long to wait.
-pub(super) const DEADLINE_VARIABLE: &str = "FA_DIST_DEADLINE";
 
 /// Does the jobs on standard input.
 ///
