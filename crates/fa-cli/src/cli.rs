@@ -5,6 +5,7 @@ use clap::{Parser, Subcommand};
 use crate::commands::bench::args::BenchArgs;
 use crate::commands::build::BuildArgs;
 use crate::commands::check::CheckArgs;
+use crate::commands::dist::DistArgs;
 use crate::commands::doctor::DoctorArgs;
 use crate::commands::emulate::EmulateArgs;
 use crate::commands::ladder::LadderArgs;
@@ -45,6 +46,7 @@ Environment:
   FA_TUNED           table of tuned kernels [default: tuned.json beside the compiled kernels]
   FA_NVRTC           the NVRTC library, or none to compile nothing [default: searched in CUDA_HOME, \
 CUDA_PATH, the loader's path and the active Python environment]
+  FA_NCCL            the NCCL library, for `fa dist` [default: searched as NVRTC is]
   FA_NVCC            nvcc, for `fa build --nvcc` [default: searched in CUDA_HOME, CUDA_PATH and PATH]
   FA_PYTHON          Python with torch, for `fa bench --peers` [default: python3]
   FA_EMULATOR_CACHE  folder of what `fa emulate` compiles [default: below the user's cache folder]
@@ -79,6 +81,8 @@ pub(crate) enum Command {
     Prove(ProveArgs),
     /// Run everything that needs a GPU after kernels have changed, in order
     Records(RecordsArgs),
+    /// Plan, check and measure attention over several GPUs
+    Dist(DistArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
     /// Do the job on standard input: the part of `fa validate` and `fa tune` that works on the GPU

@@ -76,6 +76,7 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Prove(args) => commands::prove::command(&args),
         Command::Records(args) => commands::records::command(&args),
         Command::Doctor(args) => commands::doctor::command(&args),
+        Command::Dist(args) => commands::dist::command(&args),
         Command::Worker => commands::worker::command(),
         Command::Completions(args) => commands::manual::completions(&args, Cli::command()),
         Command::Man(args) => commands::manual::man(&args, Cli::command()),

@@ -130,3 +130,31 @@ fn many_parts_sinks_and_rows_of_any_width_are_merged() {
     check(&Merge { parts: 1, dim: 8, sinks: true, ..f32_out }, TensorLayout::Bshd, 1);
     check(&Merge { seqlen: 0, ..TWO }, TensorLayout::Bshd, 1);
 }
+
+/// Parts without LSEs are added up in their order and rounded once: exactly what f32 gives.
+#[test]
+fn parts_without_lse_are_added_up() {
+    let unit = emulator().merge_unit(Arch::Sm80, &Headers::embedded()).unwrap();
+    for (parts, part, out) in
+        [(1, Dtype::Bf16, Dtype::Bf16), (3, Dtype::F32, Dtype::Bf16), (2, Dtype::F16, Dtype::F32)]
+    {
+        let merge = Merge { parts, part, out, ..TWO };
+        let count = merge.rows() * merge.dim;
+        let value = |part: usize, at: usize| ((at * 29 + part * 17) % 101) as f32 / 8.0 - 6.0;
+        let values: Vec<Vec<f32>> = (0..parts).map(|p| (0..count).map(|at| value(p, at)).collect()).collect();
+        let mut call = MergeCall {
+            parts: values.iter().map(|values| (bytes_of(part, values), vec![f32::NAN])).collect(),
+            layout: TensorLayout::Bshd,
+            sinks: None,
+            out: bytes_of(out, &vec![f32::NAN; count]),
+            lse: Vec::new(),
+        };
+        let launch = MergeLaunch::new(&merge, 4).unwrap();
+        let faults = unit.run(&launch, &mut call, &Options::seed(5)).unwrap();
+        assert!(faults.is_empty(), "{merge:?}:\n{}", faults.join("\n"));
+        let rounded: Vec<Vec<f32>> = values.iter().map(|v| values_of(part, &bytes_of(part, v))).collect();
+        let sum = |at: usize| rounded.iter().map(|values| values[at]).sum::<f32>();
+        let want: Vec<f32> = (0..count).map(sum).collect();
+        assert_eq!(call.out, bytes_of(out, &want), "{merge:?}");
+    }
+}
