@@ -321,7 +321,7 @@ fn judge_spec(
 ) -> anyhow::Result<(Tried, bool)> {
     let spec = read_spec(path)?;
     let backward = spec.kernel.is_backward();
-    let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions { board, ..PlanOptions::default() }) {
+    let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions::default().with_board(board)) {
         Ok(plan) => PlanSet { plans: vec![plan], rejected: Vec::new() },
         Err(reason) => PlanSet { plans: Vec::new(), rejected: vec![RejectedSpec { spec, reason }] },
     };
