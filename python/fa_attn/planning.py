@@ -146,8 +146,8 @@ def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit
 
     "forward" and "backward" have "tried" and "fit" (how many), "plans" (each with its "spec", registers,
     shared memory in bytes, and "cost": seconds, tflops, bottleneck) and "rejected" (by limit, with the
-    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121, or the name of a GPU, as in
-    "h100". `limit`: the most plans per pass.
+    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120 or sm121, or the name of a GPU,
+    as in "h200" or "a10g", whose number of SMs and rates are then taken. `limit`: the most plans per pass.
     """
     text, forward, backward = _asked(given, mode)
     family = None if family is None else _name("family", family)

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fa_attn::{Division, Pass, Problem, Tried, Tuning, TuningOutcome};
-use fa_core::{Arch, KernelSpec};
+use fa_core::{Arch, ArchLimits, Board, KernelSpec};
 use fa_planner::report::{PlanFamily, Planned, ReportError};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -148,11 +148,17 @@ fn outcome_of(outcome: &TuningOutcome) -> serde_json::Value {
     })
 }
 
-/// A problem, the architecture that it is planned for, and the family of kernels.
-type Asked = (Problem, Arch, Option<PlanFamily>);
+/// A problem, the architecture that it is planned for with a board where one is named, and the family of kernels.
+type Asked = (Problem, (Arch, Option<ArchLimits>), Option<PlanFamily>);
 
 fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {
-    let arch = arch.parse().map_err(|error| InputError::new_err(format!("arch: {error}")))?;
+    let on = match arch.parse::<Board>() {
+        Ok(board) => (board.arch, Some(board.limits)),
+        Err(_) => {
+            let arch = arch.parse().map_err(|error| InputError::new_err(format!("arch: {error}")))?;
+            (arch, None)
+        }
+    };
     let family = match family {
         None => None,
         Some(name) => {
@@ -160,11 +166,11 @@ fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {
             Some(PlanFamily::of(family))
         }
     };
-    Ok((problem_of(problem)?, arch, family))
+    Ok((problem_of(problem)?, on, family))
 }
 
-fn explore((problem, arch, family): &Asked, forward: bool, backward: Option<Pass>) -> PyResult<Planned> {
-    Planned::explore(problem, *arch, *family, forward, backward).map_err(refused)
+fn explore((problem, on, family): &Asked, forward: bool, backward: Option<Pass>) -> PyResult<Planned> {
+    Planned::explore(problem, *on, *family, forward, backward).map_err(refused)
 }
 
 fn refused(error: ReportError) -> PyErr {

@@ -35,6 +35,7 @@
 
 pub mod append;
 pub mod arch;
+pub mod board;
 pub mod division;
 pub mod dtype;
 pub mod extras;
@@ -56,6 +57,7 @@ pub mod words;
 
 pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
 pub use arch::{Arch, ArchLimits};
+pub use board::Board;
 pub use division::Division;
 pub use dtype::{Dtype, Types};
 pub use extras::{Extra, Extras};

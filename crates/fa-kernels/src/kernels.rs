@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
-use fa_core::{Append, Arch, KernelSpec, LaunchPlan, Merge, Problem};
+use fa_core::{Append, Arch, ArchLimits, KernelSpec, LaunchPlan, Merge, Problem};
 
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::Cache;
@@ -24,6 +24,7 @@ pub struct Kernels {
     context: Arc<CudaContext>,
     arch: Arch,
     sms: u32,
+    board: ArchLimits,
     headers: Headers,
     cache: Arc<Cache>,
     compiler: Mutex<Option<Arc<Compiler>>>,
@@ -47,11 +48,12 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::new`].
     pub fn with(context: &Arc<CudaContext>, cache: Cache, headers: Headers) -> Result<Kernels, Error> {
-        let (arch, sms) = driver::device(context)?;
+        let (arch, board) = driver::board(context)?;
         Ok(Kernels {
             context: context.clone(),
             arch,
-            sms,
+            sms: board.sms,
+            board,
             headers,
             cache: Arc::new(cache),
             compiler: Mutex::default(),
@@ -67,11 +69,12 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::new`].
     pub fn on(&self, context: &Arc<CudaContext>) -> Result<Kernels, Error> {
-        let (arch, sms) = driver::device(context)?;
+        let (arch, board) = driver::board(context)?;
         Ok(Kernels {
             context: context.clone(),
             arch,
-            sms,
+            sms: board.sms,
+            board,
             headers: self.headers.clone(),
             cache: self.cache.clone(),
             compiler: Mutex::new(lock(&self.compiler).clone()),
@@ -94,6 +97,11 @@ impl Kernels {
     /// SMs of the GPU.
     pub fn sms(&self) -> u32 {
         self.sms
+    }
+
+    /// The limits and rates of the GPU's board.
+    pub fn board(&self) -> &ArchLimits {
+        &self.board
     }
 
     /// The cache.

@@ -1,6 +1,6 @@
 //! The GPU that kernels are chosen for, as far as the choice needs it.
 
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, ArchLimits, KernelSpec, Problem};
 use fa_kernels::Kernels;
 use fa_planner::divide;
 
@@ -15,6 +15,9 @@ pub(crate) trait Seat {
 
     /// Its architecture.
     fn arch(&self) -> Arch;
+
+    /// The limits and rates of its board, where they rank kernels in place of the architecture's.
+    fn board(&self) -> Option<ArchLimits>;
 
     /// Its name, the key of tables of tuned kernels.
     ///
@@ -44,6 +47,13 @@ impl Seat for Kernels {
 
     fn arch(&self) -> Arch {
         Kernels::arch(self)
+    }
+
+    /// A board with as many SMs as the architecture's own is chosen for by the rates of that: the choices on
+    /// H100 and H200 were measured so.
+    fn board(&self) -> Option<ArchLimits> {
+        let board = *Kernels::board(self);
+        (board.sms != Kernels::arch(self).limits().sms).then_some(board)
     }
 
     fn name(&self) -> Result<String, Error> {

@@ -1,6 +1,6 @@
 //! Tests of what is chosen, remembered and measured, without a GPU.
 
-use fa_core::{Arch, Dtype, Lengths, Mask, Problem};
+use fa_core::{Arch, ArchLimits, Dtype, Lengths, Mask, Problem};
 use fa_planner::plan::{PlanError, PlanOptions, plan};
 
 use super::memory::{Choices, REMEMBERED};
@@ -110,6 +110,10 @@ impl<P, F: Fn(&KernelSpec) -> Result<P, fa_kernels::Error>> Seat for Fake<F> {
 
     fn arch(&self) -> Arch {
         Arch::Sm90
+    }
+
+    fn board(&self) -> Option<ArchLimits> {
+        None
     }
 
     fn name(&self) -> Result<String, Error> {
@@ -310,6 +314,10 @@ impl Seat for Shown {
 
     fn arch(&self) -> Arch {
         Arch::Sm90
+    }
+
+    fn board(&self) -> Option<ArchLimits> {
+        None
     }
 
     fn name(&self) -> Result<String, Error> {

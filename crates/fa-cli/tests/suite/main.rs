@@ -20,3 +20,4 @@ mod prove;
 mod readme;
 mod records;
 mod run;
+mod sources;

@@ -266,7 +266,9 @@ fn parameters_are_those_of_the_text_in_its_order() {
         let mut rest = text.as_str();
         // Of the parameters of all kernels, those that came later are written where they are on.
         let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
-        later.extend(matches!(spec.kernel, Kernel::Sm80Fwd(_)).then_some("pack_gqa"));
+        if matches!(spec.kernel, Kernel::Sm80Fwd(_)) {
+            later.extend(["pack_gqa", "exact_div"]);
+        }
         later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
         later.extend(matches!(spec.kernel, Kernel::Sm90Bwd(_)).then_some("persistent"));
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);

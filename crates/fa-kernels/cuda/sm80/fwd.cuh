@@ -56,7 +56,7 @@ struct Traits {
                       : Exponential::Natural;
     // O and the sums are rescaled only when the maximum exponent has grown by more than this.
     static constexpr int kRescaleThreshold = 8;
-    using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math>;
+    using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math && !C.exact_div>;
 
     static constexpr TileOrder kOrder = C.reverse_blocks ? TileOrder::LongestFirst : TileOrder::Natural;
 

@@ -124,7 +124,12 @@ impl Compiler {
     pub fn check_arch(&self, arch: Arch) -> Result<(), Error> {
         let (major, minor) = arch.compute_capability();
         if self.kind == CompilerKind::Nvrtc && !self.nvrtc()?.supports(10 * major + minor) {
-            let need = if matches!(arch, Arch::Sm103 | Arch::Sm121) { "12.9" } else { "12.8" };
+            let need = match arch {
+                // Known before as sm_101, whose code is that of no later name.
+                Arch::Sm110 => "13.0",
+                Arch::Sm103 | Arch::Sm121 => "12.9",
+                Arch::Sm80 | Arch::Sm86 | Arch::Sm89 | Arch::Sm90 | Arch::Sm100 | Arch::Sm120 => "12.8",
+            };
             return Err(Error::ArchTooNew { compiler: self.version()?, arch, need });
         }
         Ok(())

@@ -28,11 +28,10 @@ macro_rules! functions_of_the_backwards_cost {
             &self,
             problem: &fa_core::Problem,
             spec: &fa_core::KernelSpec,
-            arch: fa_core::Arch,
-            constants: &crate::cost::constants::CostConstants,
+            gpu: crate::cost::Gpu<'_>,
             cuts: &mut crate::cost::cuts::Cuts,
         ) -> crate::cost::core::Cost {
-            cost::predict(problem, spec, self, arch, constants, cuts)
+            cost::predict(problem, spec, self, gpu, cuts)
         }
 
         fn rates(

@@ -4,6 +4,7 @@ use fa_core::{Arch, ArchLimits, Division, Kernel, KernelSpec, Problem, each_kern
 
 use crate::account::code::Code;
 use crate::account::panels::BwdPanels;
+use crate::cost::Gpu;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks};
 use crate::cost::cuts::Cuts;
@@ -88,14 +89,7 @@ pub(crate) struct Forward<'a> {
 /// How long a backward takes.
 pub(crate) trait BackwardTime {
     /// Preprocess and postprocess included.
-    fn predict(
-        &self,
-        problem: &Problem,
-        spec: &KernelSpec,
-        arch: Arch,
-        constants: &CostConstants,
-        cuts: &mut Cuts,
-    ) -> Cost;
+    fn predict(&self, problem: &Problem, spec: &KernelSpec, gpu: Gpu<'_>, cuts: &mut Cuts) -> Cost;
 
     /// The rates by which the number of CTAs that share a group's heads is chosen.
     fn rates(&self, limits: &ArchLimits, constants: &CostConstants) -> BackwardRates;

@@ -4,6 +4,7 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
+use crate::cost::Gpu;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::cuts::Cuts;
@@ -77,16 +78,15 @@ pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
     kernel: &Sm80Bwd,
-    arch: Arch,
-    c: &CostConstants,
+    gpu: Gpu<'_>,
     cuts: &mut Cuts,
 ) -> Cost {
-    let limits = arch.limits();
+    let Gpu { arch, limits, constants: c } = gpu;
     let [tile_m, tile_n, warps] = [kernel.tile_m, kernel.tile_n, kernel.num_warps].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
-    let (split, work) = cuts.of_keys(problem, spec, rates(limits, c), arch);
+    let (split, work) = cuts.of_keys(problem, spec, rates(limits, c), limits);
     let resident = resident_blocks(work.tiles, blocks(spec, kernel, arch), limits);
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;
