@@ -426,6 +426,10 @@ impl Seat for Compiled {
         Arch::Sm90
     }
 
+    fn board(&self) -> Option<ArchLimits> {
+        None
+    }
+
     fn name(&self) -> Result<String, Error> {
         Ok("GPU".to_owned())
     }

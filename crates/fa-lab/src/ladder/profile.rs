@@ -223,7 +223,7 @@ fn flags(problem: &Problem) -> Vec<String> {
         ("--seqlen", if q == k { q.to_string() } else { format!("{q}x{k}") }),
         ("--heads", if heads_q == heads_kv { heads_q.to_string() } else { format!("{heads_q}:{heads_kv}") }),
         ("--headdim", format!("{}-{}", problem.head_dim, problem.head_dim_v)),
-        ("--dtype", problem.types.qkv.to_string()),
+        ("--dtype", problem.types.q.to_string()),
     ]
     .into_iter()
     .flat_map(|(flag, value)| [flag.to_owned(), value])
