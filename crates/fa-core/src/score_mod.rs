@@ -20,6 +20,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::program::{Interned, ScoreClass};
+
 /// Changes of the scaled scores of a problem, with their run-time values. Slopes and sinks are tensors of the
 /// call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -30,6 +32,9 @@ pub struct ScoreMod {
     pub alibi: Option<Alibi>,
     /// A logit per query head, f32 `[heads_q]`, in the denominator of the softmax.
     pub sinks: bool,
+    /// A mask, a change of scores, or both, of the caller's own. The mask hides keys that [`crate::Mask`]
+    /// leaves visible. The change takes the scaled score; a cap and ALiBi are then a part of it.
+    pub program: Option<Interned>,
 }
 
 /// The shape of the tensor of slopes of ALiBi.
@@ -51,11 +56,13 @@ pub struct ScoreKind {
     pub alibi: bool,
     /// A logit per query head joins the denominator.
     pub sinks: bool,
+    /// The caller's own mask and change of scores.
+    pub program: Option<Interned>,
 }
 
 impl ScoreMod {
     /// Scores as they are.
-    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false };
+    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false, program: None };
 
     /// A soft cap and nothing else.
     pub const fn softcap(cap: f64) -> ScoreMod {
@@ -69,7 +76,12 @@ impl ScoreMod {
 
     /// What a kernel needs code for.
     pub const fn kind(&self) -> ScoreKind {
-        ScoreKind { softcap: self.softcap.is_some(), alibi: self.alibi.is_some(), sinks: self.sinks }
+        ScoreKind {
+            softcap: self.softcap.is_some(),
+            alibi: self.alibi.is_some(),
+            sinks: self.sinks,
+            program: self.program,
+        }
     }
 }
 
@@ -93,7 +105,23 @@ impl Alibi {
 
 impl ScoreKind {
     /// Scores as they are.
-    pub const NONE: ScoreKind = ScoreKind { softcap: false, alibi: false, sinks: false };
+    pub const NONE: ScoreKind = ScoreKind { softcap: false, alibi: false, sinks: false, program: None };
+
+    /// Whether a program masks keys.
+    pub fn masks(&self) -> bool {
+        self.program.is_some_and(|program| program.mask().is_some())
+    }
+
+    /// Whether a program changes scores.
+    pub fn changes(&self) -> bool {
+        self.program.is_some_and(|program| program.score().is_some())
+    }
+
+    /// Whether that program's derivative by the score is other than 1.
+    pub fn has_slope(&self) -> bool {
+        self.changes()
+            && !self.program.is_some_and(|own| matches!(own.class(), Some(ScoreClass::Additive { .. })))
+    }
 }
 
 #[cfg(test)]

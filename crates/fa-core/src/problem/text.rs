@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Problem, ProblemError};
 use crate::lengths::{Side, SideRows};
+use crate::program::Interned;
 use crate::score_mod::Alibi;
 use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
 
@@ -42,6 +43,8 @@ pub(super) struct Flat {
     alibi: Option<Alibi>,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     sinks: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    program: Option<Interned>,
 }
 
 impl TryFrom<Flat> for Problem {
@@ -68,7 +71,12 @@ impl TryFrom<Flat> for Problem {
             mask: flat.mask,
             types: Types { qkv: flat.dtype, out: flat.out_dtype.unwrap_or(flat.dtype) },
             softmax_scale: flat.softmax_scale,
-            score: ScoreMod { softcap: flat.softcap, alibi: flat.alibi, sinks: flat.sinks },
+            score: ScoreMod {
+                softcap: flat.softcap,
+                alibi: flat.alibi,
+                sinks: flat.sinks,
+                program: flat.program,
+            },
         })
     }
 }
@@ -106,6 +114,7 @@ impl From<Problem> for Flat {
             softcap: score.softcap,
             alibi: score.alibi,
             sinks: score.sinks,
+            program: score.program,
         }
     }
 }

@@ -7,11 +7,13 @@ use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_hea
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
-use crate::jit::source::{DSINKS, DSINKS_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::jit::program_params::{ProgramParams, WithPrograms};
+use crate::jit::source::{DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
+use crate::launch::programs::BlockMap;
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -59,6 +61,18 @@ impl Launches {
             // Without queries there is nothing to preprocess, but tiles of keys are still drawn.
             steps.push(Step::Clear(counter));
         }
+        let mut programs = ProgramParams::default();
+        if let Some(map) = BlockMap::of(spec, problem)? {
+            workspace.add_map(map.list_bytes, map.tile_bytes)?;
+            programs.map = map.params;
+            if n_tiles > 0 && m_tiles > 0 {
+                steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
+            }
+            if n_tiles > 0 {
+                let ctas = (map.columns * 32).div_ceil(LISTS_THREADS);
+                steps.push(Step::Launch(Launch::plain(LISTS, ctas, LISTS_THREADS, 0)));
+            }
+        }
         if n_tiles > 0 {
             steps.push(main);
         }
@@ -80,9 +94,10 @@ impl Launches {
             extras: needs(problem, spec.kernel.pass(), plan_bytes),
             workspace,
             steps,
-            params: Params::Backward(params),
+            params: Params::Backward(WithPrograms { params, programs }),
             maps,
             plan_bytes,
+            program: problem.score.program,
         })
     }
 }

@@ -35,8 +35,11 @@ impl Launches {
             }
         }
         match self.params(&at) {
-            Params::Forward(params) => params.words(&mut words),
-            Params::Backward(params) => params.words(&mut words),
+            Params::Forward(own) => own.params.words(&mut words),
+            Params::Backward(own) => own.params.words(&mut words),
+        }
+        if self.program.is_some() {
+            self.params(&at).programs().words(&mut words);
         }
         for map in self.maps(&at) {
             let shape = map.shape;
