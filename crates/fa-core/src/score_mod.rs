@@ -21,10 +21,12 @@
 use serde::{Deserialize, Serialize};
 
 use crate::program::{Interned, ScoreClass};
+use crate::with_methods;
 
 /// Changes of the scaled scores of a problem, with their run-time values. Slopes and sinks are tensors of the
 /// call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct ScoreMod {
     /// `cap * tanh(s / cap)`; `None` for no cap.
     pub softcap: Option<f64>,
@@ -66,12 +68,14 @@ impl ScoreMod {
 
     /// A soft cap and nothing else.
     pub const fn softcap(cap: f64) -> ScoreMod {
-        ScoreMod { softcap: Some(cap), ..ScoreMod::NONE }
+        ScoreMod::NONE.with_softcap(Some(cap))
     }
 
-    /// A soft cap or none, and nothing else.
-    pub const fn softcap_or_none(softcap: Option<f64>) -> ScoreMod {
-        ScoreMod { softcap, ..ScoreMod::NONE }
+    with_methods! {
+        with_softcap(softcap: Option<f64>),
+        with_alibi(alibi: Option<Alibi>),
+        with_sinks(sinks: bool),
+        with_program(program: Option<Interned>),
     }
 
     /// What a kernel needs code for.
@@ -133,8 +137,8 @@ mod tests {
         assert_eq!(ScoreMod::NONE.kind(), ScoreKind::NONE);
         assert_eq!(ScoreMod::NONE, ScoreMod::default());
         assert_eq!(ScoreMod::softcap(1.0).kind(), ScoreKind { softcap: true, ..ScoreKind::NONE });
-        let all = ScoreMod { alibi: Some(Alibi::PerHead), sinks: true, ..ScoreMod::softcap(1.0) };
-        assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true });
+        let all = ScoreMod::softcap(1.0).with_alibi(Some(Alibi::PerHead)).with_sinks(true);
+        assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true, ..ScoreKind::NONE });
         assert_eq!(Alibi::PerHead.count(3, 8), 8);
         assert_eq!(Alibi::PerSequenceHead.count(3, 8), 24);
     }
