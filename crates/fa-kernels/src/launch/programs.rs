@@ -1,7 +1,7 @@
 //! Masks and changes of scores of the caller's own: the arrays and scalars that a call brings, and the map of
 //! tiles that the kernels of a mask make.
 
-use fa_core::program::{Deps, Element, Interned, Node, Program, Var};
+use fa_core::program::{Deps, Interned, Node, Program, Var};
 use fa_core::{KernelSpec, Problem};
 
 use crate::Error;
