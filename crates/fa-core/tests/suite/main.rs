@@ -1,4 +1,8 @@
-//! The laws of layouts and swizzles.
+//! The laws of layouts, swizzles and programs.
 
 mod layout_laws;
+mod programs;
 mod swizzle_laws;
+
+#[path = "../strategies/programs.rs"]
+mod random;
