@@ -53,19 +53,16 @@ static_assert(FA_OFFSETOF(BlockMapParams, batches) == 24);
 static_assert(FA_OFFSETOF(BlockMapParams, heads) == 28);
 static_assert(FA_OFFSETOF(BlockMapParams, head_group) == 32);
 
-// The parameters of a kernel's programs.
+// The arrays and scalars of a kernel's program.
 struct ProgramParams {
-    // The arrays of the mask's program, then those of the scores'.
+    // In the order of the program's declarations.
     ProgramArray arrays[8];
-    // The scalars in the same order, by their bits.
+    // The scalars, by their bits.
     unsigned scalars[8];
-    // Kernels with a mask's program only.
-    BlockMapParams map;
 };
-static_assert(sizeof(ProgramParams) == 520 && alignof(ProgramParams) == 8);
+static_assert(sizeof(ProgramParams) == 480 && alignof(ProgramParams) == 8);
 static_assert(FA_OFFSETOF(ProgramParams, arrays) == 0);
 static_assert(FA_OFFSETOF(ProgramParams, scalars) == 448);
-static_assert(FA_OFFSETOF(ProgramParams, map) == 480);
 
 }  // namespace fa
 

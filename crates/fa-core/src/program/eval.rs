@@ -197,6 +197,24 @@ impl<'a> Inputs<'a> {
         }
         Ok(Inputs { arrays, scalars })
     }
+
+    /// Checks that they are those of `program`.
+    ///
+    /// # Errors
+    /// As [`Inputs::new`].
+    pub fn check(&self, program: &Program) -> Result<(), InputError> {
+        Inputs::new(program, self.arrays.clone(), self.scalars.clone()).map(|_| ())
+    }
+
+    /// The arrays, in the order of the program's declarations.
+    pub fn arrays(&self) -> &[ArrayView<'a>] {
+        &self.arrays
+    }
+
+    /// The scalars, likewise.
+    pub fn scalars(&self) -> &[Value] {
+        &self.scalars
+    }
 }
 
 fn check_count(what: &'static str, names: Vec<&str>, given: usize) -> Result<(), InputError> {

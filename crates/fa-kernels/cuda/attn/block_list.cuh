@@ -58,7 +58,7 @@ __device__ __forceinline__ i64 map_slot(const BlockMapParams& map, int batch, in
 template <class Params>
 __device__ __forceinline__ Blocks key_list(const Params& params, int batch, int head, int m_block) {
     if constexpr (kMaskProgram) {
-        const BlockMapParams& map = programs_of(params).map;
+        const BlockMapParams& map = map_of(params);
         return {map.lists + (map_slot(map, batch, head) * map.rows + m_block) * (map.columns + 1)};
     } else {
         return {};
@@ -69,7 +69,7 @@ __device__ __forceinline__ Blocks key_list(const Params& params, int batch, int 
 template <class Params>
 __device__ __forceinline__ Blocks query_list(const Params& params, int batch, int kv_head, int n_block) {
     if constexpr (kMaskProgram) {
-        const BlockMapParams& map = programs_of(params).map;
+        const BlockMapParams& map = map_of(params);
         return {map.lists + (map_slot(map, batch, kv_head) * map.columns + n_block) * (map.rows + 1)};
     } else {
         return {};

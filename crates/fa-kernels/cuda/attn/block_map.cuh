@@ -72,7 +72,7 @@ __device__ __forceinline__ u32 tile_state(const ProgramParams& programs, const S
 template <MapRules R, class Params>
 __device__ __forceinline__ void map_blocks(const Params& params, int tile_queries) {
     const ProgramParams& programs = programs_of(params);
-    const BlockMapParams& map = programs.map;
+    const BlockMapParams& map = map_of(params);
     const int row = cta_index() % map.rows, slot = cta_index() / map.rows;
     const int batch = slot / map.heads, head = slot % map.heads * map.head_group;
     const auto seqlen = Seqlen<R.varied>::of(params, batch);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void map_blocks(const Params& params, int tile_querie
 // A warp for each tile of keys of each map: lists the tiles of queries that visit it.
 template <class Params>
 __device__ __forceinline__ void list_queries(const Params& params) {
-    const BlockMapParams& map = programs_of(params).map;
+    const BlockMapParams& map = map_of(params);
     const int item = (cta_index() * cta_threads() + thread_index()) / 32, lane = lane_index();
     if (item >= map.batches * map.heads * map.columns) return;
     const int n_block = item % map.columns, slot = item / map.columns;

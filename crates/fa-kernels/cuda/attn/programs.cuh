@@ -30,13 +30,19 @@ constexpr bool kScoreSlope = Mods::kScore && !Mods::kAdditive;
 // A launch's parameters, with those of its program behind them.
 template <class Params>
 struct WithPrograms : Params {
-    ProgramParams programs;
+    ProgramParams program;
+    BlockMapParams map;
 };
 
-// The parameters of the program. Only kernels that have one call it: theirs lie behind the launch's.
+// The parameters of the program, and of its mask's map. Only kernels that have one call it: theirs lie behind
+// the launch's.
 template <class Params>
 __device__ __forceinline__ const ProgramParams& programs_of(const Params& params) {
-    return static_cast<const WithPrograms<Params>&>(params).programs;
+    return static_cast<const WithPrograms<Params>&>(params).program;
+}
+template <class Params>
+__device__ __forceinline__ const BlockMapParams& map_of(const Params& params) {
+    return static_cast<const WithPrograms<Params>&>(params).map;
 }
 
 // Where a thread's part of a tile of S lies, or with Transposed of S^T. Register i holds row (i / 2) % 2 of

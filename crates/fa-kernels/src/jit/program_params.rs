@@ -42,26 +42,26 @@ param_struct! {
 }
 
 param_struct! {
-    /// The parameters of a kernel's programs.
+    /// The arrays and scalars of a kernel's program.
     pub struct ProgramParams {
-        /// The arrays of the mask's program, then those of the scores'.
+        /// In the order of the program's declarations.
         pub arrays: [ProgramArray; 8],
-        /// The scalars in the same order, by their bits.
+        /// The scalars, by their bits.
         pub scalars: [u32; 8],
-        /// Kernels with a mask's program only.
-        pub map: BlockMapParams,
     }
 }
 
-/// The parameters of a launch, with those of its programs behind them. Kernels without programs read the
+/// The parameters of a launch, with those of its program behind them. Kernels without a program read the
 /// former only.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct WithPrograms<P> {
     /// Of the launch.
     pub params: P,
-    /// Of its programs.
-    pub programs: ProgramParams,
+    /// Of its program.
+    pub program: ProgramParams,
+    /// Of the map of the program's mask.
+    pub map: BlockMapParams,
 }
 
 impl<P> Deref for WithPrograms<P> {

@@ -7,7 +7,7 @@ use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_hea
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
-use crate::jit::program_params::{ProgramParams, WithPrograms};
+use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
@@ -61,10 +61,10 @@ impl Launches {
             // Without queries there is nothing to preprocess, but tiles of keys are still drawn.
             steps.push(Step::Clear(counter));
         }
-        let mut programs = ProgramParams::default();
+        let mut own_map = BlockMapParams::default();
         if let Some(map) = BlockMap::of(spec, problem)? {
             workspace.add_map(map.list_bytes, map.tile_bytes)?;
-            programs.map = map.params;
+            own_map = map.params;
             if n_tiles > 0 && m_tiles > 0 {
                 steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
             }
@@ -94,7 +94,7 @@ impl Launches {
             extras: needs(problem, spec.kernel.pass(), plan_bytes),
             workspace,
             steps,
-            params: Params::Backward(WithPrograms { params, programs }),
+            params: Params::Backward(WithPrograms { params, map: own_map, ..WithPrograms::default() }),
             maps,
             plan_bytes,
             program: problem.score.program,

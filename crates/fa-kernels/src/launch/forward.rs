@@ -7,7 +7,7 @@ use fa_planner::account::{LARGEST_CLUSTER, MAX_SPLITS, combine_ctas, combines_in
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
-use crate::jit::program_params::{ProgramParams, WithPrograms};
+use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, MAP, MAP_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
@@ -58,10 +58,10 @@ impl Launches {
         if has_work && spec.reads.varied {
             steps.push(plan_step(spec, problem));
         }
-        let mut programs = ProgramParams::default();
+        let mut own_map = BlockMapParams::default();
         if let Some(map) = BlockMap::of(spec, problem)? {
             workspace.add_map(map.list_bytes, map.tile_bytes)?;
-            programs.map = map.params;
+            own_map = map.params;
             if has_work {
                 steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
             }
@@ -82,7 +82,7 @@ impl Launches {
             extras: needs(problem, Pass::Forward, plan_bytes),
             workspace,
             steps,
-            params: Params::Forward(WithPrograms { params, programs }),
+            params: Params::Forward(WithPrograms { params, map: own_map, ..WithPrograms::default() }),
             maps,
             plan_bytes,
             program: problem.score.program,

@@ -44,11 +44,11 @@ impl Params {
         }
     }
 
-    /// The parameters of the program.
-    pub fn programs(&self) -> &ProgramParams {
+    /// The parameters of the program, and of its mask's map.
+    pub fn program(&self) -> (&ProgramParams, &BlockMapParams) {
         match self {
-            Params::Forward(params) => &params.programs,
-            Params::Backward(params) => &params.programs,
+            Params::Forward(own) => (&own.program, &own.map),
+            Params::Backward(own) => (&own.program, &own.map),
         }
     }
 }
@@ -262,9 +262,11 @@ impl Launches {
             tma_do: tma(3),
             ..at.extras.varlen(params)
         };
-        let programs = |own: ProgramParams| {
-            let map = BlockMapParams { lists: words(parts.map_lists), tiles: words(parts.map_tiles), ..own.map };
-            ProgramParams { map, ..at.extras.program.unwrap_or_default().params() }
+        let program = at.extras.program.unwrap_or_default().params();
+        let map = |own: BlockMapParams| BlockMapParams {
+            lists: words(parts.map_lists),
+            tiles: words(parts.map_tiles),
+            ..own
         };
         match self.params {
             Params::Forward(own) => {
@@ -289,7 +291,7 @@ impl Launches {
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
                 };
-                Params::Forward(WithPrograms { params, programs: programs(own.programs) })
+                Params::Forward(WithPrograms { params, program, map: map(own.map) })
             }
             Params::Backward(own) => {
                 let params = own.params;
@@ -317,7 +319,7 @@ impl Launches {
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
                 };
-                Params::Backward(WithPrograms { params, programs: programs(own.programs) })
+                Params::Backward(WithPrograms { params, program, map: map(own.map) })
             }
         }
     }

@@ -41,7 +41,7 @@ impl RawProgram {
             extents,
         };
         let RawProgram { arrays, scalars } = *self;
-        ProgramParams { arrays: arrays.map(array), scalars, map: BlockMapParams::default() }
+        ProgramParams { arrays: arrays.map(array), scalars }
     }
 }
 

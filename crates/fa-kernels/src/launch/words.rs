@@ -39,7 +39,10 @@ impl Launches {
             Params::Backward(own) => own.params.words(&mut words),
         }
         if self.program.is_some() {
-            self.params(&at).programs().words(&mut words);
+            let params = self.params(&at);
+            let (program, map) = params.program();
+            program.words(&mut words);
+            map.words(&mut words);
         }
         for map in self.maps(&at) {
             let shape = map.shape;
