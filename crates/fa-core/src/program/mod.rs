@@ -32,6 +32,7 @@ mod graph;
 mod intern;
 mod lex;
 mod ops;
+mod owned;
 mod parse;
 mod print;
 mod types;
@@ -45,6 +46,7 @@ pub use eval::{ArrayData, ArrayView, InputError, Inputs, Outcome, Point};
 pub use graph::{Binary, Const, Node, NodeId, Unary};
 pub use intern::{Interned, MAX_INTERNED, TableFull};
 pub use ops::{Precision, Value};
+pub use owned::{OwnedArray, OwnedData, OwnedInputs};
 pub use types::{ArrayDecl, Deps, Element, ScalarDecl, Type, Var};
 
 use graph::Graph;
