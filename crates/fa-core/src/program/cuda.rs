@@ -53,8 +53,8 @@ struct Part {
     bits: bool,
 }
 
-struct Printer<'a> {
-    program: &'a Program,
+pub(super) struct Printer<'a> {
+    pub(super) program: &'a Program,
     /// Whether a node is needed by a result.
     used: Vec<bool>,
     /// Whether it is kept in a struct: made at its rate, used at another.
@@ -103,7 +103,7 @@ impl Printer<'_> {
         Rate::of(self.program.deps(node))
     }
 
-    fn node(&self, id: NodeId) -> Node {
+    pub(super) fn node(&self, id: NodeId) -> Node {
         self.program.nodes()[id.index()]
     }
 
@@ -156,7 +156,7 @@ impl Printer<'_> {
         let class = program.class();
         let _ = write!(
             self.text,
-            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n#include \"attn/program.cuh\"\n\n\
+            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n#include \"attn/spans.cuh\"\n\n\
              namespace fa {{\n\nstruct Mods {{\n",
             program.own_nodes()
         );
@@ -193,9 +193,27 @@ impl Printer<'_> {
             self.makes(rate);
             let _ = writeln!(self.text, "        return {own};\n    }}");
         }
-        for (name, root) in program.functions() {
-            self.function(&name, root);
+        let functions = program.functions();
+        for (name, root) in &functions {
+            self.function(name, *root);
         }
+        // What a kernel may name in code that it does not reach.
+        for (name, ty, takes, result) in [
+            ("mask", "bool", "", "true"),
+            ("score", "float", "float s, ", "s"),
+            ("slope", "float", "float, ", "1.f"),
+            ("gain", "float", "", "1.f"),
+            ("addend", "float", "", "0.f"),
+        ] {
+            if functions.iter().all(|(own, _)| own != name) {
+                let _ = writeln!(
+                    self.text,
+                    "\n    __device__ __forceinline__ {ty} {name}({takes}const Row&, const Column&) const {{ \
+                     return {result}; }}"
+                );
+            }
+        }
+        self.text.push_str(&self.tile_state());
         self.text.push_str("};\n\n}  // namespace fa\n");
     }
 
@@ -315,6 +333,11 @@ impl Printer<'_> {
         }
     }
 
+    /// A constant, a scalar or a variable of the tile.
+    pub(super) fn exact(&self, id: NodeId) -> String {
+        self.value(id, Rate::Tile)
+    }
+
     fn expression(&self, id: NodeId, at: Rate) -> String {
         let value = |x: NodeId| self.value(x, at);
         match self.node(id) {
@@ -419,7 +442,7 @@ const fn cuda_type(ty: Type) -> &'static str {
     }
 }
 
-const fn element(element: Element) -> &'static str {
+pub(super) const fn element(element: Element) -> &'static str {
     match element {
         Element::F32 => "f32",
         Element::F16 => "f16",

@@ -76,7 +76,7 @@ impl<'a> ArrayView<'a> {
     }
 
     /// The element at `indices`, each clamped to its axis.
-    fn load(&self, rank: usize, indices: [i32; MAX_RANK]) -> Value {
+    pub(super) fn load(&self, rank: usize, indices: [i32; MAX_RANK]) -> Value {
         let mut offset = 0;
         let mut bit = 0;
         for axis in 0..rank {
@@ -196,6 +196,14 @@ impl<'a> Inputs<'a> {
             }
         }
         Ok(Inputs { arrays, scalars })
+    }
+
+    pub(super) fn array(&self, array: usize) -> &ArrayView<'a> {
+        &self.arrays[array]
+    }
+
+    pub(super) fn scalar(&self, scalar: usize) -> Value {
+        self.scalars[scalar]
     }
 }
 

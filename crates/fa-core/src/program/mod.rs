@@ -25,15 +25,20 @@
 
 mod affine;
 mod cuda;
+mod cuda_tiles;
 mod derive;
 mod error;
 mod eval;
+mod forms;
 mod graph;
 mod intern;
 mod lex;
 mod ops;
 mod parse;
 mod print;
+mod rows;
+mod spans;
+mod tiles;
 mod types;
 
 use std::hash::{Hash, Hasher};
@@ -42,9 +47,12 @@ pub use affine::ScoreClass;
 pub use cuda::HEADER;
 pub use error::{ProgramError, ProgramProblem};
 pub use eval::{ArrayData, ArrayView, InputError, Inputs, Outcome, Point};
+pub use forms::{Axis, GradientForm};
 pub use graph::{Binary, Const, Node, NodeId, Unary};
 pub use intern::{Interned, MAX_INTERNED, TableFull};
 pub use ops::{Precision, Value};
+pub use rows::MAX_INTERVALS;
+pub use tiles::{MAX_SCANNED, Tile, TileState};
 pub use types::{ArrayDecl, Deps, Element, ScalarDecl, Type, Var};
 
 use graph::Graph;
