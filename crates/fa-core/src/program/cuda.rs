@@ -1,8 +1,8 @@
 //! The header of a program for kernels: a struct whose values are made per tile, per row, per column and per
 //! score, by what they depend on.
 //!
-//! Names are those of nodes (`v7`) and array slots; numbers are printed by their bits. No text of the user's is
-//! printed.
+//! Names are those of nodes (`v7`) and array slots; numbers are printed by their bits. No text of the user's
+//! is printed.
 
 use std::fmt::Write;
 
@@ -95,6 +95,46 @@ impl Program {
             functions.push((format!("gradient_{i}"), gradient.slope));
         }
         functions
+    }
+}
+
+/// How many operations and loads a result takes, by how often they are made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Operations {
+    /// Once per tile.
+    pub tile: usize,
+    /// Once per query.
+    pub row: usize,
+    /// Once per key.
+    pub column: usize,
+    /// For each query and key, without the score.
+    pub pair: usize,
+    /// For each score.
+    pub score: usize,
+}
+
+impl Program {
+    /// What the result `root` takes.
+    pub fn operations(&self, root: NodeId) -> Operations {
+        let mut needed = vec![false; root.index() + 1];
+        needed[root.index()] = true;
+        let mut count = Operations::default();
+        for index in (0..=root.index()).rev() {
+            let id = NodeId(index as u16);
+            let node = self.nodes()[index];
+            if !needed[index] || matches!(node, Node::Const(_) | Node::Var(_) | Node::Scalar(_)) {
+                continue;
+            }
+            Graph::operands(node).for_each(|x| needed[x.index()] = true);
+            match Rate::of(self.deps(id)) {
+                Rate::Tile => count.tile += 1,
+                Rate::Row => count.row += 1,
+                Rate::Column => count.column += 1,
+                Rate::Pair => count.pair += 1,
+                Rate::Score => count.score += 1,
+            }
+        }
+        count
     }
 }
 
@@ -345,10 +385,9 @@ impl Printer<'_> {
             Node::Load(array, _) => self.load(id, usize::from(array), at),
             Node::Unary(op, x) => unary(op, self.program.ty(x), &value(x)),
             Node::Binary(op, a, b) => {
-                let divisor = match self.node(b) {
-                    Node::Const(Const::I32(divisor)) => Some(divisor),
-                    _ => None,
-                };
+                let constant = |node| if let Node::Const(value) = node { Some(value) } else { None };
+                let divisor = constant(self.node(b))
+                    .and_then(|value| if let Const::I32(value) = value { Some(value) } else { None });
                 binary(op, self.program.ty(a), &value(a), &value(b), divisor)
             }
             Node::Select(c, a, b) => format!("{} ? {} : {}", value(c), value(a), value(b)),

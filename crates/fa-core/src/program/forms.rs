@@ -115,9 +115,9 @@ impl Program {
                 _ => None,
             },
             Node::Binary(Binary::Mul, a, b) => {
-                let factor = |x: NodeId| match self.nodes()[x.index()] {
-                    Node::Const(Const::I32(value)) => Some(i64::from(value)),
-                    _ => None,
+                let factor = |x: NodeId| {
+                    let Node::Const(Const::I32(value)) = self.nodes()[x.index()] else { return None };
+                    Some(i64::from(value))
                 };
                 let (line, by) = match (factor(a), factor(b)) {
                     (Some(by), _) => (self.slopes(b)?, by),

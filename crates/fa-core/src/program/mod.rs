@@ -20,8 +20,8 @@
 //! # Ok::<(), fa_core::program::ProgramError>(())
 //! ```
 //!
-//! The language is in `docs/programs.md`. No text of the user's reaches a compiler: the header is printed from
-//! the nodes with names of its own, and every load clamps its indices to its array.
+//! The language is in `docs/programs.md`. No text of the user's reaches a compiler: the header is printed
+//! from the nodes with names of its own, and every load clamps its indices to its array.
 
 mod affine;
 mod cuda;
@@ -44,7 +44,7 @@ mod types;
 use std::hash::{Hash, Hasher};
 
 pub use affine::ScoreClass;
-pub use cuda::HEADER;
+pub use cuda::{HEADER, Operations};
 pub use error::{ProgramError, ProgramProblem};
 pub use eval::{ArrayData, ArrayView, InputError, Inputs, Outcome, Point};
 pub use forms::{Axis, GradientForm};
@@ -270,8 +270,8 @@ fn copied(
     Ok((program.mask.map(at), program.score.map(at)))
 }
 
-/// Moves what sets scores to -inf into the mask: `select(c, x, -inf)` is `x` where the key is visible. A score that
-/// is `s` is none.
+/// Moves what sets scores to -inf into the mask: `select(c, x, -inf)` is `x` where the key is visible. A
+/// score that is `s` is none.
 fn hidden(
     graph: &mut Graph,
     mut mask: Option<NodeId>,

@@ -1,5 +1,5 @@
-//! The keys that a query sees, as intervals: by integers that are lines in `k`, piece by piece, and the sets of keys
-//! for which conditions hold.
+//! The keys that a query sees, as intervals: by integers that are lines in `k`, piece by piece, and the sets
+//! of keys for which conditions hold.
 
 use std::ops::Range;
 
@@ -41,23 +41,23 @@ enum Over {
 }
 
 impl Program {
-    /// The keys that query `point.q` sees, in order and apart, where they are at most [`MAX_INTERVALS`] intervals and
-    /// found without trying every key against the whole mask; `None` otherwise.
+    /// The keys that query `point.q` sees, in order and apart, where they are at most [`MAX_INTERVALS`]
+    /// intervals and found without trying every key against the whole mask; `None` otherwise.
     pub fn row_intervals(&self, inputs: &Inputs<'_>, point: &Point) -> Option<Vec<Range<i32>>> {
         let keys = i64::from(point.sk);
-        let everything = vec![0..keys];
+        let everything = Vec::from_iter(std::iter::once(0..keys));
         let Some(mask) = self.mask() else {
             return Some(everything.iter().map(|set| set.start as i32..set.end as i32).collect());
         };
         let values = self.values(inputs, &Point { k: 0, ..*point }, Precision::F32);
         let mut over: Vec<Option<Over>> = Vec::with_capacity(mask.index() + 1);
-        for index in 0..=mask.index() {
+        for (index, &value) in values.iter().enumerate().take(mask.index() + 1) {
             let id = NodeId(index as u16);
             let found = if self.deps(id).has(Deps::KEY) {
                 let row = Row { program: self, inputs, keys, over: &over };
                 row.node(id)
             } else {
-                Some(Over::One(values[index]))
+                Some(Over::One(value))
             };
             over.push(found);
         }
@@ -183,44 +183,42 @@ impl Row<'_> {
 
     fn compared(&self, op: Binary, a: NodeId, b: NodeId) -> Option<Vec<Range<i64>>> {
         let (x, y) = (self.pieces(a)?, self.pieces(b)?);
-        match op {
-            Binary::Lt => self.below(&x, &y, 0),
-            Binary::Le => self.below(&x, &y, 1),
-            _ => {
-                let same = both(&self.below(&x, &y, 1)?, &self.without(&self.below(&x, &y, 0)?));
-                Some(if op == Binary::Eq { same } else { self.without(&same) })
-            }
+        if op == Binary::Lt {
+            return self.below(&x, &y, 0);
         }
+        let within = self.below(&x, &y, 1)?;
+        if op == Binary::Le {
+            return Some(within);
+        }
+        let same = both(&within, &self.without(&self.below(&x, &y, 0)?));
+        Some(if op == Binary::Eq { same } else { self.without(&same) })
     }
 
     /// `x // d` compared with what is one for all keys, as a comparison of x: chunks may be many.
     fn of_quotient(&self, op: Binary, a: NodeId, b: NodeId) -> Option<Vec<Range<i64>>> {
-        let quotient = |id: NodeId| match self.program.nodes()[id.index()] {
-            Node::Binary(Binary::FloorDiv, x, divisor) => Some((self.pieces(x)?, self.one(divisor)?.max(1))),
-            _ => None,
+        let quotient = |id: NodeId| {
+            let Node::Binary(Binary::FloorDiv, x, divisor) = self.program.nodes()[id.index()] else {
+                return None;
+            };
+            Some((self.pieces(x)?, self.one(divisor)?.max(1)))
         };
+        let (is_left, value, (x, divisor)) = match (quotient(a), self.one(b)) {
+            (Some(quotient), Some(value)) => (true, value, quotient),
+            _ => (false, self.one(a)?, quotient(b)?),
+        };
+        // x // d < v where x < v d, and x // d <= v where x < (v + 1) d.
         let limit = |value: i64| vec![Piece { start: 0, slope: 0, offset: value }];
-        if let (Some((x, divisor)), Some(value)) = (quotient(a), self.one(b)) {
-            // x // d < v where x < v d, and x // d <= v where x < (v + 1) d.
-            let below = self.below(&x, &limit(value * divisor), 0)?;
-            let within = self.below(&x, &limit((value + 1) * divisor), 0)?;
-            let same = both(&within, &self.without(&below));
-            return Some(match op {
-                Binary::Lt => below,
-                Binary::Le => within,
-                Binary::Eq => same,
-                _ => self.without(&same),
-            });
-        }
-        let (Some(value), Some((x, divisor))) = (self.one(a), quotient(b)) else { return None };
         let below = self.below(&x, &limit(value * divisor), 0)?;
         let within = self.below(&x, &limit((value + 1) * divisor), 0)?;
-        let same = both(&within, &self.without(&below));
-        Some(match op {
-            Binary::Lt => self.without(&within),
-            Binary::Le => self.without(&below),
-            Binary::Eq => same,
-            _ => self.without(&same),
+        if matches!(op, Binary::Eq | Binary::Ne) {
+            let same = both(&within, &self.without(&below));
+            return Some(if op == Binary::Eq { same } else { self.without(&same) });
+        }
+        Some(match (is_left, op == Binary::Lt) {
+            (true, true) => below,
+            (true, false) => within,
+            (false, true) => self.without(&within),
+            (false, false) => self.without(&below),
         })
     }
 
@@ -394,7 +392,7 @@ impl Row<'_> {
 
     fn set(&self, id: NodeId) -> Option<Vec<Range<i64>>> {
         match self.over[id.index()].as_ref()? {
-            Over::One(Value::Bool(true)) => Some(Vec::from([0..self.keys])),
+            Over::One(Value::Bool(true)) => Some(self.without(&[])),
             Over::One(Value::Bool(false)) => Some(Vec::new()),
             Over::Set(set) => Some(set.clone()),
             Over::One(Value::F32(_) | Value::I32(_)) | Over::Pieces(_) => None,

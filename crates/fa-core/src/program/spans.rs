@@ -1,7 +1,8 @@
 //! Ranges of values, and what each operation makes of them: never too narrow.
 //!
-//! Integers are exact until a result leaves i32, where it wraps and may be anything. Numbers are widened after
-//! each operation by more than kernels round, so that what holds for a range holds for what a kernel computes.
+//! Integers are exact until a result leaves i32, where it wraps and may be anything. Numbers are widened
+//! after each operation by more than kernels round, so that what holds for a range holds for what a kernel
+//! computes.
 
 use super::graph::{Binary, Const, Unary};
 use super::ops::to_i32;
@@ -182,12 +183,8 @@ fn number(op: Unary, low: f64, high: f64, nan: bool) -> Span {
 
 /// A range without what no rounding leads to.
 fn at_least(span: Span, least: f64) -> Span {
-    match span {
-        Span::Float(low, high, nan) if !nan || low >= least => {
-            Span::Float(low.max(least), high.max(least), nan)
-        }
-        other => other,
-    }
+    let Span::Float(low, high, nan) = span else { return span };
+    if nan && low < least { span } else { Span::Float(low.max(least), high.max(least), nan) }
 }
 
 pub(super) fn binary(op: Binary, a: Span, b: Span) -> Span {

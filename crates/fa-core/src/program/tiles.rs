@@ -56,9 +56,36 @@ pub struct Tile {
 pub const MAX_SCANNED: usize = 4096;
 
 impl Program {
-    /// What `tile` has to see of the mask. Empty and full are proven, and partial is what is not: of a mask that
-    /// depends on more than ranges, tiles that are empty or full may count as partial.
+    /// What `tile` has to see of the mask. Empty and full are proven, and partial is what is not: of a mask
+    /// that depends on more than ranges, tiles that are empty or full may count as partial.
     pub fn tile_state(&self, inputs: &Inputs<'_>, tile: &Tile) -> TileState {
+        let scalar = |place| of_value(inputs.scalar(place));
+        self.state(tile, &scalar, |array, indices| self.loaded(inputs, array, indices))
+    }
+
+    /// [`tile_state`](Program::tile_state) whatever the arrays hold; scalars in the order of the
+    /// declarations. Of scalars that are not given, anything is possible.
+    pub fn tile_state_of_any(&self, scalars: &[Option<Value>], tile: &Tile) -> TileState {
+        let scalar = |place: usize| match (scalars.get(place).copied().flatten(), &self.scalars()[place]) {
+            (Some(value), _) => of_value(value),
+            (None, decl) if decl.positive => Span::Int(1, i32::MAX.into()),
+            (None, decl) => {
+                if decl.ty == Type::I32 {
+                    ANY_INT
+                } else {
+                    ANY_FLOAT
+                }
+            }
+        };
+        self.state(tile, &scalar, |array, _| any(self.arrays()[array].element))
+    }
+
+    fn state(
+        &self,
+        tile: &Tile,
+        scalar: &dyn Fn(usize) -> Span,
+        load: impl Fn(usize, [Span; super::MAX_RANK]) -> Span,
+    ) -> TileState {
         let Some(mask) = self.mask() else { return TileState::Full };
         let mut spans: Vec<Span> = Vec::with_capacity(mask.index() + 1);
         for (index, &node) in self.nodes()[..=mask.index()].iter().enumerate() {
@@ -66,10 +93,10 @@ impl Program {
             let span = match node {
                 Node::Const(value) => Span::of(value),
                 Node::Var(var) => variable(var, tile),
-                Node::Scalar(scalar) => of_value(inputs.scalar(usize::from(scalar))),
+                Node::Scalar(place) => scalar(usize::from(place)),
                 Node::Load(array, indices) => {
                     let indices = indices.map(|x| x.map_or(Span::Int(0, 0), at));
-                    self.loaded(inputs, usize::from(array), indices)
+                    load(usize::from(array), indices)
                 }
                 Node::Unary(op, x) => spans::unary(op, at(x)),
                 Node::Binary(op, a, b) => spans::binary(op, at(a), at(b)),
@@ -106,12 +133,7 @@ impl Program {
             elements = elements.saturating_mul((high - low + 1) as usize);
         }
         if elements > MAX_SCANNED {
-            return match decl.element {
-                Element::F32 | Element::F16 | Element::Bf16 => ANY_FLOAT,
-                Element::I32 => ANY_INT,
-                Element::U8 => Span::Int(0, 255),
-                Element::Bool | Element::Bits => ANY_TRUTH,
-            };
+            return any(decl.element);
         }
         let mut found: Option<Span> = None;
         let [first, second, third, last] = ranges.map(|(low, high)| low..=high);
@@ -126,6 +148,16 @@ impl Program {
             }
         }
         found.unwrap_or(ANY_TRUTH)
+    }
+}
+
+/// Anything that an element may be.
+fn any(element: Element) -> Span {
+    match element {
+        Element::F32 | Element::F16 | Element::Bf16 => ANY_FLOAT,
+        Element::I32 => ANY_INT,
+        Element::U8 => Span::Int(0, 255),
+        Element::Bool | Element::Bits => ANY_TRUTH,
     }
 }
 

@@ -69,7 +69,7 @@ pub(crate) const MASKS: [UsersMask; 27] = [
         "cross attention to images",
         "array lo: i32[_]; array hi: i32[_]; lo[k // 8] <= q < hi[k // 8]",
         &[],
-        false,
+        true,
     ),
     mask(
         "neighbourhood",

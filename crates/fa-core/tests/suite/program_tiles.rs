@@ -131,5 +131,6 @@ fn intervals_are_the_visible_keys() {
     let program = Program::parse("q // 8 == k // 8 and k <= q").unwrap();
     let inputs = Inputs::new(&program, vec![], vec![]).unwrap();
     let point = Point { q: 1_000_003, sq: 1 << 20, sk: 1 << 20, ..Point::default() };
-    assert_eq!(program.row_intervals(&inputs, &point), Some(Vec::from([1_000_000..1_000_004])));
+    let expected: Vec<_> = std::iter::once(1_000_000..1_000_004).collect();
+    assert_eq!(program.row_intervals(&inputs, &point), Some(expected));
 }

@@ -40,7 +40,9 @@ __device__ __forceinline__ IntSpan any_int() { return {kLowestInt, kHighestInt};
 __device__ __forceinline__ FloatSpan any_float() { return {minus_infinity(), span_infinity(), true}; }
 
 __device__ __forceinline__ IntSpan span_of(int x) { return {x, x}; }
-__device__ __forceinline__ FloatSpan span_of(float x) { return x != x ? any_float() : FloatSpan{x, x, false}; }
+__device__ __forceinline__ FloatSpan span_of(float x) {
+    return x != x ? any_float() : FloatSpan{x, x, false};
+}
 __device__ __forceinline__ TruthSpan span_of(bool x) { return {x, !x}; }
 
 __device__ __forceinline__ IntSpan span_or(IntSpan a, IntSpan b) {
@@ -49,7 +51,9 @@ __device__ __forceinline__ IntSpan span_or(IntSpan a, IntSpan b) {
 __device__ __forceinline__ FloatSpan span_or(FloatSpan a, FloatSpan b) {
     return {min_of(a.low, b.low), max_of(a.high, b.high), a.nan || b.nan};
 }
-__device__ __forceinline__ TruthSpan span_or(TruthSpan a, TruthSpan b) { return {a.yes || b.yes, a.no || b.no}; }
+__device__ __forceinline__ TruthSpan span_or(TruthSpan a, TruthSpan b) {
+    return {a.yes || b.yes, a.no || b.no};
+}
 
 template <class Span>
 __device__ __forceinline__ Span span_select(TruthSpan condition, Span yes, Span no) {
@@ -66,7 +70,8 @@ __device__ __forceinline__ bool is_one(IntSpan x) { return x.low == x.high; }
 __device__ __forceinline__ FloatSpan floats(float low, float high, bool nan) {
     if (low != low || high != high) return any_float();
     const float wide_low = abs_of(low) <= kLargest ? low - abs_of(low) * kSpanRelative - kSpanAbsolute : low;
-    const float wide_high = abs_of(high) <= kLargest ? high + abs_of(high) * kSpanRelative + kSpanAbsolute : high;
+    const float wide_high =
+        abs_of(high) <= kLargest ? high + abs_of(high) * kSpanRelative + kSpanAbsolute : high;
     return {min_of(wide_low, kLargest), max_of(wide_high, -kLargest), nan};
 }
 // Without what no rounding leads to.
@@ -84,16 +89,19 @@ __device__ __forceinline__ IntSpan span_abs(IntSpan x) {
 }
 __device__ __forceinline__ FloatSpan span_abs(FloatSpan x) {
     if (x.low >= 0.f) return x;
-    return x.high <= 0.f ? FloatSpan{-x.high, -x.low, x.nan}
-                         : FloatSpan{0.f, max_of(x.high, -x.low), x.nan};
+    return x.high <= 0.f ? FloatSpan{-x.high, -x.low, x.nan} : FloatSpan{0.f, max_of(x.high, -x.low), x.nan};
 }
-__device__ __forceinline__ FloatSpan span_floor(FloatSpan x) { return {floor_of(x.low), floor_of(x.high), x.nan}; }
+__device__ __forceinline__ FloatSpan span_floor(FloatSpan x) {
+    return {floor_of(x.low), floor_of(x.high), x.nan};
+}
 __device__ __forceinline__ IntSpan span_int(FloatSpan x) {
     const i64 low = int_of_float(x.low), high = int_of_float(x.high);
     return x.nan ? IntSpan{min_of<i64>(low, 0), max_of<i64>(high, 0)} : IntSpan{low, high};
 }
 __device__ __forceinline__ IntSpan span_int(TruthSpan x) { return {x.no ? 0 : 1, x.yes ? 1 : 0}; }
-__device__ __forceinline__ FloatSpan span_float(TruthSpan x) { return {x.no ? 0.f : 1.f, x.yes ? 1.f : 0.f, false}; }
+__device__ __forceinline__ FloatSpan span_float(TruthSpan x) {
+    return {x.no ? 0.f : 1.f, x.yes ? 1.f : 0.f, false};
+}
 // Within 2^24 integers are numbers; beyond, they are rounded.
 __device__ __forceinline__ FloatSpan span_float(IntSpan x) {
     const float low = static_cast<float>(x.low), high = static_cast<float>(x.high);
@@ -132,8 +140,12 @@ __device__ __forceinline__ FloatSpan span_wave(FloatSpan x) {
     return {-1.001f, 1.001f, x.nan || abs_of(x.low) > kLargest || abs_of(x.high) > kLargest};
 }
 
-__device__ __forceinline__ TruthSpan span_and(TruthSpan a, TruthSpan b) { return {a.yes && b.yes, a.no || b.no}; }
-__device__ __forceinline__ TruthSpan span_or_both(TruthSpan a, TruthSpan b) { return {a.yes || b.yes, a.no && b.no}; }
+__device__ __forceinline__ TruthSpan span_and(TruthSpan a, TruthSpan b) {
+    return {a.yes && b.yes, a.no || b.no};
+}
+__device__ __forceinline__ TruthSpan span_or_both(TruthSpan a, TruthSpan b) {
+    return {a.yes || b.yes, a.no && b.no};
+}
 __device__ __forceinline__ TruthSpan span_xor(TruthSpan a, TruthSpan b) {
     return {(a.yes && b.no) || (a.no && b.yes), (a.yes && b.yes) || (a.no && b.no)};
 }
@@ -143,7 +155,9 @@ __device__ __forceinline__ IntSpan around(i64 a, i64 b, i64 c, i64 d) {
 }
 __device__ __forceinline__ i64 floor_of_ratio(i64 a, i64 b) { return a / b - (a % b < 0 ? 1 : 0); }
 
-__device__ __forceinline__ IntSpan span_add(IntSpan a, IntSpan b) { return ints(a.low + b.low, a.high + b.high); }
+__device__ __forceinline__ IntSpan span_add(IntSpan a, IntSpan b) {
+    return ints(a.low + b.low, a.high + b.high);
+}
 __device__ __forceinline__ IntSpan span_subtract(IntSpan a, IntSpan b) {
     return ints(a.low - b.high, a.high - b.low);
 }
