@@ -1,8 +1,8 @@
 //! The header of a program for kernels: a struct whose values are made per tile, per row, per column and per
 //! score, by what they depend on.
 //!
-//! Names are those of nodes (`v7`) and array slots; numbers are printed by their bits. No text of the user's is
-//! printed.
+//! Names are those of nodes (`v7`) and array slots; numbers are printed by their bits. No text of the user's
+//! is printed.
 
 use std::fmt::Write;
 
@@ -53,8 +53,8 @@ struct Part {
     bits: bool,
 }
 
-struct Printer<'a> {
-    program: &'a Program,
+pub(super) struct Printer<'a> {
+    pub(super) program: &'a Program,
     /// Whether a node is needed by a result.
     used: Vec<bool>,
     /// Whether it is kept in a struct: made at its rate, used at another.
@@ -98,12 +98,52 @@ impl Program {
     }
 }
 
+/// How many operations and loads a result takes, by how often they are made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Operations {
+    /// Once per tile.
+    pub tile: usize,
+    /// Once per query.
+    pub row: usize,
+    /// Once per key.
+    pub column: usize,
+    /// For each query and key, without the score.
+    pub pair: usize,
+    /// For each score.
+    pub score: usize,
+}
+
+impl Program {
+    /// What the result `root` takes.
+    pub fn operations(&self, root: NodeId) -> Operations {
+        let mut needed = vec![false; root.index() + 1];
+        needed[root.index()] = true;
+        let mut count = Operations::default();
+        for index in (0..=root.index()).rev() {
+            let id = NodeId(index as u16);
+            let node = self.nodes()[index];
+            if !needed[index] || matches!(node, Node::Const(_) | Node::Var(_) | Node::Scalar(_)) {
+                continue;
+            }
+            Graph::operands(node).for_each(|x| needed[x.index()] = true);
+            match Rate::of(self.deps(id)) {
+                Rate::Tile => count.tile += 1,
+                Rate::Row => count.row += 1,
+                Rate::Column => count.column += 1,
+                Rate::Pair => count.pair += 1,
+                Rate::Score => count.score += 1,
+            }
+        }
+        count
+    }
+}
+
 impl Printer<'_> {
     fn rate(&self, node: NodeId) -> Rate {
         Rate::of(self.program.deps(node))
     }
 
-    fn node(&self, id: NodeId) -> Node {
+    pub(super) fn node(&self, id: NodeId) -> Node {
         self.program.nodes()[id.index()]
     }
 
@@ -156,7 +196,7 @@ impl Printer<'_> {
         let class = program.class();
         let _ = write!(
             self.text,
-            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n#include \"attn/program.cuh\"\n\n\
+            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n#include \"attn/spans.cuh\"\n\n\
              namespace fa {{\n\nstruct Mods {{\n",
             program.own_nodes()
         );
@@ -193,9 +233,27 @@ impl Printer<'_> {
             self.makes(rate);
             let _ = writeln!(self.text, "        return {own};\n    }}");
         }
-        for (name, root) in program.functions() {
-            self.function(&name, root);
+        let functions = program.functions();
+        for (name, root) in &functions {
+            self.function(name, *root);
         }
+        // What a kernel may name in code that it does not reach.
+        for (name, ty, takes, result) in [
+            ("mask", "bool", "", "true"),
+            ("score", "float", "float s, ", "s"),
+            ("slope", "float", "float, ", "1.f"),
+            ("gain", "float", "", "1.f"),
+            ("addend", "float", "", "0.f"),
+        ] {
+            if functions.iter().all(|(own, _)| own != name) {
+                let _ = writeln!(
+                    self.text,
+                    "\n    __device__ __forceinline__ {ty} {name}({takes}const Row&, const Column&) const {{ \
+                     return {result}; }}"
+                );
+            }
+        }
+        self.text.push_str(&self.tile_state());
         self.text.push_str("};\n\n}  // namespace fa\n");
     }
 
@@ -315,6 +373,11 @@ impl Printer<'_> {
         }
     }
 
+    /// A constant, a scalar or a variable of the tile.
+    pub(super) fn exact(&self, id: NodeId) -> String {
+        self.value(id, Rate::Tile)
+    }
+
     fn expression(&self, id: NodeId, at: Rate) -> String {
         let value = |x: NodeId| self.value(x, at);
         match self.node(id) {
@@ -322,10 +385,9 @@ impl Printer<'_> {
             Node::Load(array, _) => self.load(id, usize::from(array), at),
             Node::Unary(op, x) => unary(op, self.program.ty(x), &value(x)),
             Node::Binary(op, a, b) => {
-                let divisor = match self.node(b) {
-                    Node::Const(Const::I32(divisor)) => Some(divisor),
-                    _ => None,
-                };
+                let constant = |node| if let Node::Const(value) = node { Some(value) } else { None };
+                let divisor = constant(self.node(b))
+                    .and_then(|value| if let Const::I32(value) = value { Some(value) } else { None });
                 binary(op, self.program.ty(a), &value(a), &value(b), divisor)
             }
             Node::Select(c, a, b) => format!("{} ? {} : {}", value(c), value(a), value(b)),
@@ -419,7 +481,7 @@ const fn cuda_type(ty: Type) -> &'static str {
     }
 }
 
-const fn element(element: Element) -> &'static str {
+pub(super) const fn element(element: Element) -> &'static str {
     match element {
         Element::F32 => "f32",
         Element::F16 => "f16",

@@ -1,8 +1,8 @@
 //! Derivatives of the score: by `s`, and by the loads of arrays that want a gradient.
 //!
-//! Where the score does not depend smoothly on something, the derivative is that of the branch taken: of equal
-//! operands of min and max, the first one's; of abs at 0, 0; of floor, comparisons and integers, 0. What a
-//! select does not take has the derivative 0, whatever it is.
+//! Where the score does not depend smoothly on something, the derivative is that of the branch taken: of
+//! equal operands of min and max, the first one's; of abs at 0, 0; of floor, comparisons and integers, 0.
+//! What a select does not take has the derivative 0, whatever it is.
 
 use super::error::ProgramProblem;
 use super::graph::{Binary, Const, Graph, Node, NodeId, Unary};
@@ -25,12 +25,15 @@ pub(super) fn derivatives(
     for index in (0..=score.index()).rev() {
         let id = NodeId(index as u16);
         let Some(by) = adjoint.by_node[index] else { continue };
-        match adjoint.graph.nodes[index] {
-            Node::Var(Var::S) => slope = by,
-            Node::Load(array, _) if adjoint.graph.arrays[usize::from(array)].gradient => {
+        let node = adjoint.graph.nodes[index];
+        if node == Node::Var(Var::S) {
+            slope = by;
+        } else if let Node::Load(array, _) = node {
+            if adjoint.graph.arrays[usize::from(array)].gradient {
                 gradients.push(Gradient { array: array.into(), load: id, slope: by });
             }
-            node => adjoint.pass(id, node, by)?,
+        } else {
+            adjoint.pass(id, node, by)?;
         }
     }
     limit("nodes with its derivatives", MOST, adjoint.graph.nodes.len())?;
@@ -200,23 +203,26 @@ impl Adjoint<'_> {
         false
     }
 
-    /// `by * local`; a select that is 0 in one branch stays outside, so that 0 is 0 there, even times infinity.
+    /// `by * local`; a select that is 0 in one branch stays outside, so that 0 is 0 there, even times
+    /// infinity.
     fn scaled(&mut self, by: NodeId, local: NodeId) -> Result<NodeId, ProgramProblem> {
-        match self.graph.nodes[by.index()] {
-            Node::Select(condition, yes, no) if no == self.zero => {
-                let yes = self.scaled(yes, local)?;
-                self.graph.select(condition, yes, self.zero)
-            }
-            Node::Select(condition, yes, no) if yes == self.zero => {
-                let no = self.scaled(no, local)?;
-                self.graph.select(condition, self.zero, no)
-            }
-            _ if by == self.zero => Ok(self.zero),
-            _ if self.graph.constant(local) == Some(Const::F32((-1f32).to_bits())) => {
-                self.graph.unary(Unary::Neg, by)
-            }
-            _ => self.graph.binary(Binary::Mul, by, local),
+        if by == self.zero {
+            return Ok(self.zero);
         }
+        if let Node::Select(condition, yes, no) = self.graph.nodes[by.index()] {
+            if no == self.zero {
+                let yes = self.scaled(yes, local)?;
+                return self.graph.select(condition, yes, self.zero);
+            }
+            if yes == self.zero {
+                let no = self.scaled(no, local)?;
+                return self.graph.select(condition, self.zero, no);
+            }
+        }
+        if self.graph.constant(local) == Some(Const::F32((-1f32).to_bits())) {
+            return self.graph.unary(Unary::Neg, by);
+        }
+        self.graph.binary(Binary::Mul, by, local)
     }
 
     fn add(&mut self, node: NodeId, by: NodeId) -> Result<(), ProgramProblem> {
@@ -235,17 +241,15 @@ impl Adjoint<'_> {
     fn sum(&mut self, a: NodeId, b: NodeId) -> Result<NodeId, ProgramProblem> {
         if let (Node::Select(first, yes_a, no_a), Node::Select(second, yes_b, no_b)) =
             (self.graph.nodes[a.index()], self.graph.nodes[b.index()])
+            && first == second
         {
-            if first == second {
-                let yes = self.sum(yes_a, yes_b)?;
-                let no = self.sum(no_a, no_b)?;
-                return self.graph.select(first, yes, no);
-            }
+            let yes = self.sum(yes_a, yes_b)?;
+            let no = self.sum(no_a, no_b)?;
+            return self.graph.select(first, yes, no);
         }
-        match () {
-            () if a == self.zero => Ok(b),
-            () if b == self.zero => Ok(a),
-            () => self.graph.binary(Binary::Add, a, b),
+        if a == self.zero {
+            return Ok(b);
         }
+        if b == self.zero { Ok(a) } else { self.graph.binary(Binary::Add, a, b) }
     }
 }

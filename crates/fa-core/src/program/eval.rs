@@ -54,8 +54,8 @@ impl ArrayData<'_> {
 pub struct ArrayView<'a> {
     /// The elements, from the one at index 0 of every axis.
     pub data: ArrayData<'a>,
-    /// Elements from one index of an axis to the next; of bits, words, and along the last axis from one word to
-    /// the next.
+    /// Elements from one index of an axis to the next; of bits, words, and along the last axis from one word
+    /// to the next.
     pub strides: [i64; MAX_RANK],
     /// Indices of each axis; of bits, bits along the last.
     pub extents: [i32; MAX_RANK],
@@ -76,11 +76,11 @@ impl<'a> ArrayView<'a> {
     }
 
     /// The element at `indices`, each clamped to its axis.
-    fn load(&self, rank: usize, indices: [i32; MAX_RANK]) -> Value {
+    pub(super) fn load(&self, rank: usize, indices: [i32; MAX_RANK]) -> Value {
         let mut offset = 0;
         let mut bit = 0;
-        for axis in 0..rank {
-            let index = indices[axis].min(self.extents[axis] - 1).max(0);
+        for (axis, index) in indices.into_iter().enumerate().take(rank) {
+            let index = index.min(self.extents[axis] - 1).max(0);
             let is_bit = axis + 1 == rank && self.data.element() == Element::Bits;
             bit = if is_bit { index & 31 } else { bit };
             offset += i64::from(if is_bit { index >> 5 } else { index }) * self.strides[axis];
@@ -214,6 +214,14 @@ impl<'a> Inputs<'a> {
     /// The scalars, likewise.
     pub fn scalars(&self) -> &[Value] {
         &self.scalars
+    }
+
+    pub(super) fn array(&self, array: usize) -> &ArrayView<'a> {
+        &self.arrays[array]
+    }
+
+    pub(super) fn scalar(&self, scalar: usize) -> Value {
+        self.scalars[scalar]
     }
 }
 

@@ -591,10 +591,7 @@ impl Graph {
             });
         }
         let id = NodeId(self.nodes.len() as u16);
-        let deps = match node {
-            Node::Var(var) => Deps::of_var(var),
-            _ => Deps::NONE,
-        };
+        let deps = if let Node::Var(var) = node { Deps::of_var(var) } else { Deps::NONE };
         self.deps.push(Self::operands(node).fold(deps, |all, x| all.with(self.deps[x.index()])));
         let (key, ty) = (self.key(node), self.result(node));
         self.keys.push(key);

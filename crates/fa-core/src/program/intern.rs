@@ -10,8 +10,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::Program;
 
-/// The most programs of a process. A program takes some 20 KB, so that a server that is sent programs without end
-/// keeps at most 80 MB and gets a typed error for others; it can refuse or restart, and it cannot leak.
+/// The most programs of a process. A program takes some 20 KB, so that a server that is sent programs without
+/// end keeps at most 80 MB and gets a typed error for others; it can refuse or restart, and it cannot leak.
 pub const MAX_INTERNED: usize = 4096;
 
 static TABLE: LazyLock<Mutex<HashMap<String, &'static Program>>> = LazyLock::new(Mutex::default);
@@ -19,8 +19,8 @@ static TABLE: LazyLock<Mutex<HashMap<String, &'static Program>>> = LazyLock::new
 /// The process has [`MAX_INTERNED`] programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "this process has {MAX_INTERNED} programs, the most that it keeps; values that vary belong into scalars and \
-     arrays, which need no other program"
+    "this process has {MAX_INTERNED} programs, the most that it keeps; values that vary belong into scalars \
+     and arrays, which need no other program"
 )]
 pub struct TableFull;
 

@@ -20,14 +20,16 @@
 //! # Ok::<(), fa_core::program::ProgramError>(())
 //! ```
 //!
-//! The language is in `docs/programs.md`. No text of the user's reaches a compiler: the header is printed from
-//! the nodes with names of its own, and every load clamps its indices to its array.
+//! The language is in `docs/programs.md`. No text of the user's reaches a compiler: the header is printed
+//! from the nodes with names of its own, and every load clamps its indices to its array.
 
 mod affine;
 mod cuda;
+mod cuda_tiles;
 mod derive;
 mod error;
 mod eval;
+mod forms;
 mod graph;
 mod intern;
 mod lex;
@@ -35,18 +37,24 @@ mod ops;
 mod owned;
 mod parse;
 mod print;
+mod rows;
+mod spans;
+mod tiles;
 mod types;
 
 use std::hash::{Hash, Hasher};
 
 pub use affine::ScoreClass;
-pub use cuda::HEADER;
+pub use cuda::{HEADER, Operations};
 pub use error::{ProgramError, ProgramProblem};
 pub use eval::{ArrayData, ArrayView, InputError, Inputs, Outcome, Point};
+pub use forms::{Axis, GradientForm};
 pub use graph::{Binary, Const, Node, NodeId, Unary};
 pub use intern::{Interned, MAX_INTERNED, TableFull};
 pub use ops::{Precision, Value};
 pub use owned::{OwnedArray, OwnedData, OwnedInputs};
+pub use rows::MAX_INTERVALS;
+pub use tiles::{MAX_SCANNED, Tile, TileState};
 pub use types::{ArrayDecl, Deps, Element, ScalarDecl, Type, Var};
 
 use graph::Graph;
@@ -264,8 +272,8 @@ fn copied(
     Ok((program.mask.map(at), program.score.map(at)))
 }
 
-/// Moves what sets scores to -inf into the mask: `select(c, x, -inf)` is `x` where the key is visible. A score that
-/// is `s` is none.
+/// Moves what sets scores to -inf into the mask: `select(c, x, -inf)` is `x` where the key is visible. A
+/// score that is `s` is none.
 fn hidden(
     graph: &mut Graph,
     mut mask: Option<NodeId>,

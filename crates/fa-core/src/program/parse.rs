@@ -311,7 +311,17 @@ impl Parser<'_> {
     /// An operation; where one operand is f32, an i32 is converted, and `/` always is of f32.
     fn binary(&mut self, op: Binary, a: NodeId, b: NodeId, span: &Range<usize>) -> Parsed<NodeId> {
         let types = [self.graph.ty(a), self.graph.ty(b)];
-        let mixed = types == [Type::F32, Type::I32] || types == [Type::I32, Type::F32];
+        let of_integers = matches!(
+            op,
+            Binary::FloorDiv
+                | Binary::FloorMod
+                | Binary::Shl
+                | Binary::Shr
+                | Binary::And
+                | Binary::Or
+                | Binary::Xor
+        );
+        let mixed = !of_integers && (types == [Type::F32, Type::I32] || types == [Type::I32, Type::F32]);
         let (a, b) = if mixed || (op == Binary::Div && types == [Type::I32; 2]) {
             (self.promoted(a, span)?, self.promoted(b, span)?)
         } else {

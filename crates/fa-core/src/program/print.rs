@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::Program;
 use super::graph::{Binary, Const, Graph, Node, NodeId, Unary};
 use super::parse::{Level, is_reserved};
 use super::types::Type;
@@ -46,6 +47,22 @@ pub(super) fn text(graph: &Graph, mask: Option<NodeId>, score: Option<NodeId>) -
         }
     }
     text
+}
+
+/// The longest text of one expression.
+const LONGEST: usize = 400;
+
+impl Program {
+    /// A node as one expression, without names for what it uses more than once; `..` if it is long.
+    pub fn expression(&self, node: NodeId) -> String {
+        let mut printer = Printer { graph: &self.graph, shown: Vec::new() };
+        for &own in &self.graph.nodes[..=node.index()] {
+            let (text, level) = printer.expression(own);
+            let text = if text.len() > LONGEST { "..".to_owned() } else { text };
+            printer.shown.push((text, level));
+        }
+        printer.shown[node.index()].0.clone()
+    }
 }
 
 struct Printer<'a> {

@@ -103,7 +103,7 @@ fn errors_name_what_is_wrong_and_where() {
         ("s + 1e99", 4, "the number does not fit f32"),
         ("q @ k", 2, "the character '@' is not part of the language"),
         ("q < \u{3bb}", 4, "the character '\u{3bb}' is not part"),
-        (&deep, 63, "a program has at most 64 levels of nesting"),
+        (&deep, 64, "a program has at most 64 levels of nesting"),
         (&long, 0, "a program has at most 256 nodes"),
         ("select(q, 1, 2) == k", 0, "`select` takes a bool and two of one type"),
     ] {

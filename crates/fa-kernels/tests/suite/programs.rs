@@ -9,7 +9,7 @@ use crate::random::random_program;
 
 /// A unit that calls every function of each program's header.
 fn unit(programs: &[Program]) -> String {
-    let mut unit = "#include \"attn/program.cuh\"\n".to_owned();
+    let mut unit = "#include \"attn/spans.cuh\"\n".to_owned();
     for (i, program) in programs.iter().enumerate() {
         let _ = write!(
             unit,
