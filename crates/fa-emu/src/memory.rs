@@ -24,6 +24,8 @@ pub(crate) struct DeviceMemory<'a> {
     extras: Extras<Memory<'a>>,
     dsinks: Option<Memory<'a>>,
     arrays: Vec<Memory<'a>>,
+    /// Gradients of arrays, of a backward.
+    darrays: Vec<Option<Memory<'a>>>,
     program: Option<RawProgram>,
     page_faults: Option<Memory<'a>>,
     /// Rows that belong to no sequence: address and bytes.
@@ -67,7 +69,19 @@ impl<'a> DeviceMemory<'a> {
         }
         let has_dsinks = problem.score.sinks && unit.spec.kernel.pass() != Pass::Forward;
         let dsinks = has_dsinks.then(|| Memory::new(machine, "dsinks", 4 * problem.heads_q)).transpose()?;
-        let (arrays, program) = program(machine, problem, call)?;
+        let (arrays, mut program) = program(machine, problem, call)?;
+        let mut darrays = Vec::new();
+        if let (Some(raw), Some(own)) = (&mut program, problem.score.program)
+            && unit.spec.kernel.is_backward()
+        {
+            for (slot, decl) in own.arrays().iter().enumerate() {
+                let extents = &raw.arrays[slot].extents[..decl.rank];
+                let len: usize = extents.iter().map(|&extent| extent as usize).product();
+                let room = decl.gradient.then(|| Memory::new(machine, "darray", 4 * len)).transpose()?;
+                raw.gradients[slot] = room.as_ref().map_or(0, Memory::address);
+                darrays.push(room);
+            }
+        }
         let has_pages = problem.lengths.page().is_some();
         let mut page_faults = has_pages.then(|| Memory::new(machine, "page_faults", 4)).transpose()?;
         if let Some(memory) = &mut page_faults {
@@ -86,6 +100,7 @@ impl<'a> DeviceMemory<'a> {
             extras: extras(machine, call.extras)?,
             dsinks,
             arrays,
+            darrays,
             program,
             page_faults,
             foreign,
@@ -127,6 +142,10 @@ impl<'a> DeviceMemory<'a> {
         for (slot, memory) in self.arrays.iter().enumerate() {
             let bytes = memory.bytes().len() as u64;
             session.region(&format!("array {slot}"), memory.address(), bytes, around, Access::Input);
+        }
+        for memory in self.darrays.iter().flatten() {
+            let bytes = memory.bytes().len() as u64;
+            session.region("darray", memory.address(), bytes, around, Access::Unwritten);
         }
         if let Some(memory) = &self.page_faults {
             session.region("page_faults", memory.address(), 4, around, Access::Written);
@@ -206,6 +225,11 @@ impl<'a> DeviceMemory<'a> {
         let Some(part) = self.plan else { return Vec::new() };
         let bytes = &self.workspace.bytes()[part.offset..part.offset + part.bytes];
         bytes.chunks_exact(4).map(|word| i32::from_ne_bytes(word.try_into().expect("a word"))).collect()
+    }
+
+    /// Gradients of the program's arrays; empty where none is computed.
+    pub(crate) fn darrays(&self) -> Vec<Vec<f32>> {
+        self.darrays.iter().map(|memory| memory.as_ref().map_or_else(Vec::new, floats)).collect()
     }
 
     /// Gradients of the sinks; none where there are no sinks.

@@ -37,9 +37,11 @@ pub struct Trial {
     expected: Vec<Expected>,
     expected_lse: Vec<f64>,
     expected_dsinks: Option<ExpectedSinks>,
+    /// Of each array of the program; `None` for those without a gradient.
+    expected_darrays: Vec<Option<ExpectedSinks>>,
 }
 
-/// Expected gradients of the sinks.
+/// Expected gradients of the sinks, or of an array.
 #[derive(Clone, Debug)]
 struct ExpectedSinks {
     exact: Vec<f64>,
@@ -195,6 +197,7 @@ impl Trial {
             expected: Vec::new(),
             expected_lse: Vec::new(),
             expected_dsinks: None,
+            expected_darrays: Vec::new(),
             rows: [Vec::new(), Vec::new()],
         };
         if pass == Pass::Forward {
@@ -212,6 +215,12 @@ impl Trial {
                 expected("dv", shapes[2], exact.dv, &of_low.dv, exact.dv_noise),
             ];
             trial.lse = low.lse.iter().map(|lse| lse.to_f32()).collect();
+            let arrays = exact.darrays.into_iter().zip(of_low.darrays).zip(exact.darrays_noise);
+            trial.expected_darrays = arrays
+                .map(|((exact, low), noise)| {
+                    (!exact.is_empty()).then_some(ExpectedSinks { exact, low, noise })
+                })
+                .collect();
             trial.expected_dsinks = problem.score.sinks.then_some(ExpectedSinks {
                 exact: exact.dsinks,
                 low: of_low.dsinks,
@@ -279,6 +288,12 @@ impl Trial {
             let dtype = self.problem.types.q;
             let found = compare(shape, dtype, &outcome.dsinks, &own.exact, Some(&own.low));
             values.push(("dsinks", found.expect("of the same shape").allowing(own.noise)));
+        }
+        let arrays = self.expected_darrays.iter().zip(&outcome.darrays).filter(|_| finished);
+        for (own, found) in arrays.filter_map(|(own, found)| Some((own.as_ref()?, found))) {
+            let shape = [1, 1, own.exact.len(), 1];
+            let found = compare(shape, self.problem.types.q, found, &own.exact, Some(&own.low));
+            values.push(("darray", found.expect("of the same shape").allowing(own.noise)));
         }
         let texts: Vec<String> = outcome
             .outputs

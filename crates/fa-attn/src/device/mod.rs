@@ -17,7 +17,7 @@ pub use append::{DeviceAppend, DeviceTable};
 pub use backward::{DeviceBackward, DeviceGradients};
 pub use bind::BindOptions;
 pub use bound::Bound;
-pub use extras::DeviceExtras;
+pub use extras::{DeviceExtras, DeviceProgram};
 pub use forward::{DeviceForward, DeviceOutput, capture};
 pub use gpu::Gpu;
 pub use half::Half;

@@ -111,7 +111,7 @@ fn within(keys: &Range<usize>, block: &Range<usize>) -> Range<usize> {
 }
 
 /// What the forward computes.
-pub(super) struct Forward<R> {
+pub(crate) struct Forward<R> {
     /// Packed BSHD; NaN in rows of no sequence.
     pub out: Vec<R>,
     /// `[batch, heads_q, seqlen_q]`, NaN likewise.
@@ -154,7 +154,7 @@ fn forward<R: Real>(problem: &Problem, tensors: &Tensors<'_, R>) -> Forward<R> {
 /// What the backward computes, packed BSHD (NaN in rows of no sequence), or `[rows, dim]` where it is one
 /// head's of one sequence.
 #[derive(Default)]
-pub(super) struct Gradients<R> {
+pub(crate) struct Gradients<R> {
     pub dq: Vec<R>,
     pub dk: Vec<R>,
     pub dv: Vec<R>,

@@ -30,6 +30,7 @@
 
 mod formula;
 mod heads;
+pub(crate) mod in_f32;
 pub mod low_precision;
 mod over;
 mod own;

@@ -18,11 +18,11 @@ const PROGRAMS: [(&str, &str); 8] = [
         "causal",
         "array first: i32[_, _, _]; array last: i32[_, _]; mask = first[b, h, q] <= k and k < last[b, q];",
     ),
-    ("full", "array bias: bf16[_, _, _, _]; score = s + bias[b, h, q, k];"),
+    ("full", "array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k];"),
     ("causal", "array keep: bits[_, _]; scalar cap: f32; mask = keep[b, k]; score = cap * tanh(s / cap);"),
-    ("window", "array gain: f32[_]; score = s * gain[h] - 0.0625 * f32(abs(q + off - k));"),
+    ("window", "array gain: f32[_] grad; score = s * gain[h] - 0.0625 * f32(abs(q + off - k));"),
     ("causal", "array id: u8[_, _]; mask = id[b, q // 40] == id[b, k // 40];"),
-    ("full", "array bias: f32[_, _]; mask = q // 64 == k // 64 + 1; score = select(k % 7 == 3, -inf, s + bias[h, k]);"),
+    ("full", "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; score = select(k % 7 == 3, -inf, s + bias[h, k]);"),
     ("window", "array keep: bool[_, _, _]; array t: f16[_, _]; mask = keep[b, h, k]; score = s + t[h, q - k + 16];"),
 ];
 

@@ -32,6 +32,7 @@ template <class Params>
 struct WithPrograms : Params {
     ProgramParams program;
     BlockMapParams map;
+    ArrayGradientParams gradients;
 };
 
 // The parameters of the program, and of its mask's map. Only kernels that have one call it: theirs lie behind
@@ -43,6 +44,10 @@ __device__ __forceinline__ const ProgramParams& programs_of(const Params& params
 template <class Params>
 __device__ __forceinline__ const BlockMapParams& map_of(const Params& params) {
     return static_cast<const WithPrograms<Params>&>(params).map;
+}
+template <class Params>
+__device__ __forceinline__ const ArrayGradientParams& gradients_of(const Params& params) {
+    return static_cast<const WithPrograms<Params>&>(params).gradients;
 }
 
 // Where a thread's part of a tile of S lies, or with Transposed of S^T. Register i holds row (i / 2) % 2 of

@@ -2,6 +2,7 @@
 //! kernels compiled ahead.
 
 pub(crate) mod append_params;
+pub(crate) mod array_gradients;
 pub mod bundle;
 pub mod cache;
 mod code;

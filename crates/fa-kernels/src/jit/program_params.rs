@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use crate::jit::declare::{ConstPtr, DeviceType, MutU32Ptr, ParamField, ParamStruct, param_struct};
+use crate::jit::declare::{ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct};
 
 /// Arrays, and scalars, that the programs of a kernel may read together.
 pub const MAX_ARRAYS: usize = 8;
@@ -42,6 +42,14 @@ param_struct! {
 }
 
 param_struct! {
+    /// The gradients of a program's arrays; backward only.
+    pub struct ArrayGradientParams {
+        /// Of each array, packed in f32; null for none.
+        pub to: [MutF32Ptr; 8],
+    }
+}
+
+param_struct! {
     /// The arrays and scalars of a kernel's program.
     pub struct ProgramParams {
         /// In the order of the program's declarations.
@@ -62,6 +70,8 @@ pub struct WithPrograms<P> {
     pub program: ProgramParams,
     /// Of the map of the program's mask.
     pub map: BlockMapParams,
+    /// Of its arrays' gradients.
+    pub gradients: ArrayGradientParams,
 }
 
 impl<P> Deref for WithPrograms<P> {
@@ -80,5 +90,10 @@ impl<P> DerefMut for WithPrograms<P> {
 
 /// The structs in the order in which `program_params.cuh` declares them.
 pub(crate) fn declarations() -> Vec<ParamStruct> {
-    vec![ProgramArray::declaration(), BlockMapParams::declaration(), ProgramParams::declaration()]
+    vec![
+        ProgramArray::declaration(),
+        BlockMapParams::declaration(),
+        ArrayGradientParams::declaration(),
+        ProgramParams::declaration(),
+    ]
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use fa_core::{Arch, Family, KernelSpec, Traits, program};
 
+use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::code;
 use crate::jit::config;
 use crate::jit::hash::hash;
@@ -69,6 +70,22 @@ pub(crate) const LISTS: &str = "fa_lists";
 /// Threads of a CTA of [`LISTS`]: a warp a tile of keys.
 pub(crate) const LISTS_THREADS: u32 = 128;
 
+/// The entries of a backward whose program reads arrays that want gradients, one for each of
+/// [`program::Program::gradients`].
+pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
+    "fa_array_gradient_0",
+    "fa_array_gradient_1",
+    "fa_array_gradient_2",
+    "fa_array_gradient_3",
+    "fa_array_gradient_4",
+    "fa_array_gradient_5",
+    "fa_array_gradient_6",
+    "fa_array_gradient_7",
+];
+
+/// Threads of a CTA of [`ARRAY_GRADIENTS`].
+pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 128;
+
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
     spec.kernel.family() == Family::Sm90
@@ -95,7 +112,14 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
         (MAP, spec.score.masks()),
         (LISTS, spec.score.masks() && is_backward),
     ];
-    all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect()
+    let mut all: Vec<&str> = all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
+    all.extend(array_gradients(spec).iter().map(|gradient| ARRAY_GRADIENTS[gradient.index]));
+    all
+}
+
+/// The arrays whose gradients a kernel computes; none where it refuses to, which a launch reports.
+fn array_gradients(spec: &KernelSpec) -> Vec<ArrayGradient> {
+    ArrayGradient::all(spec).unwrap_or_default()
 }
 
 /// All that a compiler is given, except its flags.
@@ -225,6 +249,10 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     if spec.score.masks() {
         text.push_str("#include \"attn/block_map.cuh\"\n");
     }
+    let gradients = array_gradients(spec);
+    if !gradients.is_empty() {
+        text.push_str("#include \"attn/array_gradient.cuh\"\n");
+    }
     if spec.reads.varied {
         let of_pass = if spec.kernel.is_backward() { "plan" } else { "plan_few" };
         let _ = writeln!(text, "#include \"attn/{of_pass}.cuh\"");
@@ -303,6 +331,26 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         if backward {
             text.push_str(&call(LISTS, LISTS_THREADS, &all_params, format!("list_queries({of_params})")));
         }
+    }
+    if !gradients.is_empty() {
+        let _ = writeln!(
+            text,
+            "\nstatic_assert(array_gradient_smem_bytes<config> == {} && kArrayThreads == \
+             {ARRAY_GRADIENT_THREADS});",
+            array_gradient_smem(spec)
+        );
+    }
+    for gradient in &gradients {
+        let (index, rules) = (gradient.index, gradient.rules());
+        let _ = write!(
+            text,
+            "\nstruct Slope{index} {{\n    template <class Row, class Column>\n    __device__ \
+             __forceinline__ static float of(const Mods& mods, float s, const Row& row, const Column& column) \
+             {{\n        return mods.gradient_{index}(s, row, column);\n    }}\n}};\n"
+        );
+        let of_params = format!("static_cast<const {params}&>(params)");
+        let function = format!("array_gradient<config, ArrayRules{rules}, Slope{index}>({of_params})");
+        text.push_str(&call(ARRAY_GRADIENTS[index], ARRAY_GRADIENT_THREADS, &all_params, function));
     }
     if spec.split {
         let _ = writeln!(

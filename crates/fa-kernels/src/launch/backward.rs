@@ -6,6 +6,7 @@ use fa_planner::account::panels::BwdPanels;
 use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_heads};
 
 use crate::Error;
+use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
@@ -13,7 +14,7 @@ use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
-use crate::launch::programs::BlockMap;
+use crate::launch::programs::{BlockMap, array_gradient};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -86,6 +87,10 @@ impl Launches {
             let (heads, smem) = (params.shape.heads_q as u32, DSINKS_THREADS / 32 * 4);
             steps.push(Step::Launch(Launch::plain(DSINKS, heads, DSINKS_THREADS, smem)));
         }
+        let mut gradients = ArrayGradient::all(spec)?;
+        for gradient in &mut gradients {
+            steps.push(Step::Launch(array_gradient(gradient, spec, problem, arch)?));
+        }
         let panels = panels_of(spec).filter(|_| n_tiles > 0);
         let (tensors, is_ragged) = (Tensor::of_pass(problem, true), spec.reads.varied);
         let maps = panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, &tensors, is_ragged));
@@ -98,6 +103,7 @@ impl Launches {
             maps,
             plan_bytes,
             program: problem.score.program,
+            gradients,
         })
     }
 }

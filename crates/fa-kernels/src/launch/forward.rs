@@ -86,6 +86,7 @@ impl Launches {
             maps,
             plan_bytes,
             program: problem.score.program,
+            gradients: Vec::new(),
         })
     }
 }

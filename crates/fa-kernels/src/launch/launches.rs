@@ -8,12 +8,13 @@ use fa_core::{Arch, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
 
 use crate::Error;
+use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{
     BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
     VarlenParams,
 };
-use crate::jit::program_params::{BlockMapParams, ProgramParams, WithPrograms};
+use crate::jit::program_params::{ArrayGradientParams, BlockMapParams, ProgramParams, WithPrograms};
 use crate::jit::source::ENTRY;
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
@@ -179,6 +180,8 @@ pub struct Launches {
     pub plan_bytes: usize,
     /// The program, whose arrays and scalars calls bring.
     pub(crate) program: Option<Interned>,
+    /// The arrays whose gradients are computed; backward only.
+    pub(crate) gradients: Vec<ArrayGradient>,
 }
 
 impl Launches {
@@ -212,7 +215,7 @@ impl Launches {
             Ragged::of(tensor, &at.tensors[map.tensor].strides, map.group).check(tensor.name)?;
         }
         at.extras.check(&self.extras)?;
-        check_program(self.program, at.extras.program.as_ref())?;
+        check_program(self.program, at.extras.program.as_ref(), &self.gradients)?;
         let Workspace { bytes, align, .. } = self.workspace;
         if bytes > 0 && at.workspace.is_none() {
             return Err(Error::NoWorkspace { need: bytes });
@@ -291,7 +294,8 @@ impl Launches {
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
                 };
-                Params::Forward(WithPrograms { params, program, map: map(own.map) })
+                let gradients = ArrayGradientParams::default();
+                Params::Forward(WithPrograms { params, program, map: map(own.map), gradients })
             }
             Params::Backward(own) => {
                 let params = own.params;
@@ -319,7 +323,8 @@ impl Launches {
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
                 };
-                Params::Backward(WithPrograms { params, program, map: map(own.map) })
+                let gradients = at.extras.program.unwrap_or_default().gradients();
+                Params::Backward(WithPrograms { params, program, map: map(own.map), gradients })
             }
         }
     }

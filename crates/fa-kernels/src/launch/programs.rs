@@ -1,13 +1,16 @@
 //! Masks and changes of scores of the caller's own: the arrays and scalars that a call brings, and the map of
 //! tiles that the kernels of a mask make.
 
-use fa_core::program::{Deps, Interned, Node, Program, Var};
-use fa_core::{KernelSpec, Problem};
+use fa_core::program::{Axis, Deps, Interned, Node, Program, Var};
+use fa_core::{Arch, KernelSpec, Problem};
 
 use crate::Error;
-use crate::jit::declare::ConstPtr;
-use crate::jit::program_params::{BlockMapParams, MAX_ARRAYS, ProgramArray, ProgramParams};
+use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
+use crate::jit::declare::{ConstPtr, MutF32Ptr};
+use crate::jit::program_params::{ArrayGradientParams, BlockMapParams, MAX_ARRAYS, ProgramArray, ProgramParams};
+use crate::jit::source::{ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS};
 use crate::launch::checks::{check_address, count};
+use crate::launch::launches::Launch;
 
 /// Tiles of keys, and of queries, that a map's entries can name (`BlockEntry` of attn/block_list.cuh).
 const MOST_TILES: usize = 1 << 15;
@@ -30,9 +33,15 @@ pub struct RawProgram {
     pub arrays: [RawArray; MAX_ARRAYS],
     /// The bits of an i32 or f32 each.
     pub scalars: [u32; 8],
+    /// Where the gradients of arrays go, each packed in f32, written in full; 0 for none. Backward only.
+    pub gradients: [u64; MAX_ARRAYS],
 }
 
 impl RawProgram {
+    pub(crate) fn gradients(&self) -> ArrayGradientParams {
+        ArrayGradientParams { to: self.gradients.map(MutF32Ptr) }
+    }
+
     /// Their parameters.
     pub(crate) fn params(&self) -> ProgramParams {
         let array = |RawArray { address, strides, extents }| ProgramArray {
@@ -40,7 +49,7 @@ impl RawProgram {
             strides,
             extents,
         };
-        let RawProgram { arrays, scalars } = *self;
+        let RawProgram { arrays, scalars, .. } = *self;
         ProgramParams { arrays: arrays.map(array), scalars }
     }
 }
@@ -49,7 +58,11 @@ impl RawProgram {
 ///
 /// # Errors
 /// [`Error::MissingExtra`], [`Error::UnusedExtra`], [`Error::Address`] and [`Error::ProgramArray`].
-pub(crate) fn check_program(program: Option<Interned>, given: Option<&RawProgram>) -> Result<(), Error> {
+pub(crate) fn check_program(
+    program: Option<Interned>,
+    given: Option<&RawProgram>,
+    gradients: &[ArrayGradient],
+) -> Result<(), Error> {
     let Some(program) = program else {
         return given.map_or(Ok(()), |_| Err(Error::UnusedExtra { name: "program" }));
     };
@@ -63,8 +76,59 @@ pub(crate) fn check_program(program: Option<Interned>, given: Option<&RawProgram
             return Err(Error::ProgramArray { name: decl.name.clone(), axis });
         }
     }
+    for (slot, &address) in given.gradients.iter().enumerate().filter(|(_, address)| **address != 0) {
+        let Some(gradient) = gradients.iter().find(|gradient| gradient.slot == slot) else {
+            return Err(Error::UnusedExtra { name: "the gradient of an array" });
+        };
+        check_address("the gradient of an array", address, 4)?;
+        for (axis, &len) in gradient.lengths.iter().enumerate() {
+            let extent = given.arrays[slot].extents[axis];
+            if extent != 1 && extent as usize != len {
+                let name = program.arrays()[slot].name.clone();
+                return Err(Error::GradientExtent { name, axis, extent, len });
+            }
+        }
+    }
     Ok(())
 }
+
+/// The launch for a problem: a CTA for each tile that the array may have. Fills in `lengths`.
+///
+/// # Errors
+/// [`Error::TooLong`], and [`Error::NoCode`] for head dims whose tiles do not fit the GPU.
+pub(crate) fn array_gradient(
+    gradient: &mut ArrayGradient,
+    spec: &KernelSpec,
+    problem: &Problem,
+    arch: Arch,
+) -> Result<Launch, Error> {
+    let (q, k) = (problem.lengths.max_q(), problem.lengths.max_k());
+    let sequences = problem.lengths.sequences();
+    let mut ctas = 1usize;
+    gradient.lengths.clear();
+    for axis in &gradient.axes {
+        let (len, tiles) = match axis {
+            Axis::Batch => (sequences, sequences),
+            Axis::Head => (problem.heads_q, problem.heads_q),
+            Axis::HeadKv => (problem.heads_kv, problem.heads_kv),
+            Axis::Query => (q, q.div_ceil(ARRAY_TILE)),
+            Axis::Key => (k, k.div_ceil(ARRAY_TILE)),
+            Axis::Tile | Axis::Diagonal | Axis::Other => (1, 1),
+        };
+        gradient.lengths.push(len);
+        ctas = ctas.saturating_mul(tiles.max(1));
+    }
+    let smem = array_gradient_smem(spec);
+    if u64::from(smem) > u64::from(arch.limits().smem_per_block) {
+        let what = "gradients of arrays at these head dims on this GPU";
+        return Err(Error::NoCode { kernel: spec.kernel.name(), what });
+    }
+    let grid = count("tiles of an array's gradient", ctas)? as u32;
+    Ok(Launch::plain(ARRAY_GRADIENTS[gradient.index], grid, ARRAY_GRADIENT_THREADS, smem))
+}
+
+/// Queries, and keys, of a tile (`kArrayTile`).
+const ARRAY_TILE: usize = 64;
 
 /// The map of a mask's tiles, and the bytes of its lists and of its states.
 pub(crate) struct BlockMap {
