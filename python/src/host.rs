@@ -83,6 +83,7 @@ fn run_in<T: fa_attn::Element>(
                 out: tensor_mut("out", out)?,
                 lse: floats_mut("softmax_lse", lse)?,
                 extras,
+                program: None,
             };
             threads::detached(py, || call.run(tensors))?.map_err(raised)
         }
@@ -98,7 +99,9 @@ fn run_in<T: fa_attn::Element>(
                 dk: tensor_mut("dk", dk)?,
                 dv: tensor_mut("dv", dv)?,
                 dsinks: dsinks.map(|dsinks| floats_mut("dsinks", dsinks)).transpose()?,
+                darrays: None,
                 extras,
+                program: None,
             };
             threads::detached(py, || call.run(tensors))?.map_err(raised)
         }

@@ -6,7 +6,7 @@
 //! - `host`, `gpu`: a pass on the CPU and on a GPU.
 //! - `overlap`: whether two arrays have elements in common.
 //! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
-//! - `calls`, `merging`, `planning`: the functions of the module.
+//! - `calls`, `merging`, `planning`, `programs`: the functions of the module.
 //! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
@@ -20,6 +20,7 @@ mod host;
 mod merging;
 mod overlap;
 mod planning;
+mod programs;
 mod raw;
 mod threads;
 
@@ -31,6 +32,8 @@ mod _core {
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]
     use super::merging::merge;
+    #[pymodule_export]
+    use super::programs::{program, program_eval, program_with};
 
     #[pymodule_init]
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {

@@ -41,6 +41,7 @@
 //!         out: output.out.view_mut("out")?,
 //!         lse: &mut output.lse,
 //!         extras: Extras::NONE,
+//!         program: None,
 //!     })?;
 //! }
 //! # Ok::<(), fa_attn::Error>(())

@@ -5,6 +5,7 @@ use clap::{Parser, Subcommand};
 use crate::commands::bench::args::BenchArgs;
 use crate::commands::build::BuildArgs;
 use crate::commands::check::CheckArgs;
+use crate::commands::check_mod::CheckModArgs;
 use crate::commands::dist::DistArgs;
 use crate::commands::doctor::DoctorArgs;
 use crate::commands::emulate::EmulateArgs;
@@ -65,6 +66,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Compare two outputs and judge the difference
     Check(CheckArgs),
+    /// Say what a mask or a modification of scores is: its class, derivative, cost and tiles
+    CheckMod(CheckModArgs),
     /// Measure attention on this machine
     Bench(BenchArgs),
     /// Compile the shipped GPU kernels, without needing a GPU

@@ -67,6 +67,7 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Run(args) => commands::run::command(&args),
         Command::Plan(args) => commands::plan::command(&args),
         Command::Check(args) => commands::check::command(&args),
+        Command::CheckMod(args) => commands::check_mod::command(&args),
         Command::Bench(args) => commands::bench::command(&args),
         Command::Build(args) => commands::build::command(&args),
         Command::Validate(args) => commands::validate::command(&args),

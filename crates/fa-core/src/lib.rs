@@ -48,6 +48,7 @@ pub mod mask;
 pub mod merge;
 pub mod pass;
 pub mod problem;
+pub mod program;
 pub mod score_mod;
 pub mod spec;
 pub mod swizzle;

@@ -194,6 +194,7 @@ mod tests {
             ],
             outputs: Vec::new(),
             dsinks: Vec::new(),
+            darrays: Vec::new(),
             plan: Vec::new(),
             page_faults: 0,
             lse: Vec::new(),

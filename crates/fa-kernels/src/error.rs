@@ -27,6 +27,29 @@ pub enum Error {
         /// Where it is included.
         from: String,
     },
+    /// An array of a program has no elements.
+    #[error("the program's array {name} has no element along axis {axis}: give it one at least")]
+    ProgramArray {
+        /// The array.
+        name: String,
+        /// The axis.
+        axis: usize,
+    },
+    /// The gradient of an array whose axis is neither of one element nor as long as what indexes it.
+    #[error(
+        "the gradient of the program's array {name}: its axis {axis} has {extent} elements; it takes {len}, \
+         or 1 that all share"
+    )]
+    GradientExtent {
+        /// The array.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Its elements.
+        extent: i32,
+        /// What it is indexed by.
+        len: usize,
+    },
     /// The spec is not valid, or not for this architecture.
     #[error(transparent)]
     Spec(#[from] SpecError),

@@ -4,9 +4,11 @@
 use std::sync::Arc;
 
 use fa_core::lengths::SideRows;
+use fa_core::program::{Inputs, Program};
 use fa_core::{Extra, Pass, Problem};
-use fa_cpu::Extras;
+use fa_cpu::{Arguments, Extras};
 use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DeviceRepr};
+use fa_kernels::launch::{RawArray, RawProgram};
 use fa_kernels::{Backward, Error, Forward, RawExtras};
 
 use super::tensor::doing;
@@ -27,6 +29,8 @@ pub struct DeviceExtras {
     plan: Option<CudaSlice<u8>>,
     /// The same for backwards.
     backward_plan: Option<CudaSlice<u8>>,
+    /// The arrays and scalars of the problem's program.
+    pub program: Option<DeviceProgram>,
 }
 
 /// Extras of a forward that an append before it takes too: see [`DeviceExtras::for_append`].
@@ -38,15 +42,87 @@ pub struct AppendLengths<'a> {
     pub seqused_k: Option<&'a mut CudaSlice<i32>>,
 }
 
+/// Arrays and scalars of a program: the arrays in device memory, where a captured graph reads them.
+#[derive(Debug)]
+pub struct DeviceProgram {
+    /// The elements, in the order of the program's declarations.
+    pub arrays: Vec<CudaSlice<u8>>,
+    /// Their gradients, each packed, of those that a backward is to compute.
+    pub gradients: Vec<Option<CudaSlice<f32>>>,
+    /// Strides, extents and scalars; the addresses are those of `arrays`.
+    layout: RawProgram,
+}
+
+impl DeviceProgram {
+    /// Copies of the host's arrays.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn upload(stream: &Arc<CudaStream>, inputs: &Inputs<'_>) -> Result<DeviceProgram, Error> {
+        let mut layout = RawProgram { scalars: inputs.scalar_bits(), ..RawProgram::default() };
+        let mut arrays = Vec::new();
+        for (array, to) in inputs.arrays().iter().zip(&mut layout.arrays) {
+            *to = RawArray { address: 0, strides: array.strides, extents: array.extents };
+            arrays.push(copy(stream, &array.data.bytes())?);
+        }
+        Ok(DeviceProgram { arrays, gradients: Vec::new(), layout })
+    }
+
+    /// Makes room for the gradients of the arrays that want one; backwards write them from now on.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn want_gradients(&mut self, stream: &Arc<CudaStream>, program: &Program) -> Result<(), Error> {
+        self.gradients.clear();
+        for (decl, array) in program.arrays().iter().zip(&self.layout.arrays) {
+            let len = array.extents[..decl.rank].iter().map(|&extent| extent.max(0) as usize).product::<usize>();
+            let room = decl.gradient.then(|| stream.alloc_zeros(len.max(1))).transpose();
+            self.gradients.push(room.map_err(doing("allocating device memory"))?);
+        }
+        Ok(())
+    }
+
+    /// Copies other elements into the same memory, for instance between replays of a captured graph; scalars,
+    /// strides and extents stay those of the upload.
+    ///
+    /// # Errors
+    /// [`Error::TooShort`] where an array has another number of elements, [`Error::Driver`].
+    pub fn update(&mut self, stream: &Arc<CudaStream>, inputs: &Inputs<'_>) -> Result<(), Error> {
+        for (to, array) in self.arrays.iter_mut().zip(inputs.arrays()) {
+            let bytes = array.data.bytes();
+            replace(stream, "program", Some(to), Some(&bytes))?;
+        }
+        Ok(())
+    }
+
+    /// What a launch takes.
+    pub fn raw(&self, pass: Pass) -> RawProgram {
+        let mut raw = self.layout;
+        let wanted = self.gradients.iter().filter(|_| pass.is_backward());
+        for (to, gradient) in raw.gradients.iter_mut().zip(wanted) {
+            *to = gradient.as_ref().map_or(0, |own| own.device_ptr(own.stream()).0);
+        }
+        for (to, array) in raw.arrays.iter_mut().zip(&self.arrays) {
+            to.address = array.device_ptr(array.stream()).0;
+        }
+        raw
+    }
+}
+
 impl DeviceExtras {
     /// Copies of the host's extras.
     ///
     /// # Errors
     /// [`Error::Descending`] for starts that do not ascend from 0, [`Error::Driver`].
-    pub fn upload(stream: &Arc<CudaStream>, extras: &Extras<'_>) -> Result<DeviceExtras, Error> {
-        let packed_rows = packed_rows(extras)?;
+    pub fn upload<'a>(
+        stream: &Arc<CudaStream>,
+        arguments: impl Into<Arguments<'a>>,
+    ) -> Result<DeviceExtras, Error> {
+        let Arguments { extras, program } = arguments.into();
+        let packed_rows = packed_rows(&extras)?;
+        let program = program.map(|inputs| DeviceProgram::upload(stream, inputs)).transpose()?;
         let inputs = extras.try_map(|_, values| copy(stream, values), |_, values| copy(stream, values))?;
-        Ok(DeviceExtras { inputs, packed_rows, plan: None, backward_plan: None })
+        Ok(DeviceExtras { inputs, packed_rows, plan: None, backward_plan: None, program })
     }
 
     /// Tensors that are in device memory already.
@@ -58,7 +134,7 @@ impl DeviceExtras {
         inputs: fa_core::Extras<CudaSlice<i32>, CudaSlice<f32>>,
         packed_rows: [usize; 2],
     ) -> DeviceExtras {
-        DeviceExtras { inputs, packed_rows, plan: None, backward_plan: None }
+        DeviceExtras { inputs, packed_rows, plan: None, backward_plan: None, program: None }
     }
 
     /// Keys in use, `[batch]`.
@@ -173,7 +249,8 @@ impl DeviceExtras {
         let inputs = self.inputs.as_ref().read_by(pass);
         let inputs =
             inputs.map(|_, slice| slice as &dyn DevicePtr<i32>, |_, slice| slice as &dyn DevicePtr<f32>);
-        fa_kernels::Extras { inputs, ..fa_kernels::Extras::default() }
+        let program = self.program.as_ref().map(|program| program.raw(pass));
+        fa_kernels::Extras { inputs, program, ..fa_kernels::Extras::default() }
     }
 
     /// The addresses for a forward.
@@ -190,7 +267,8 @@ impl DeviceExtras {
         let inputs = self.inputs.as_ref().read_by(pass);
         let inputs = inputs.map(|_, slice| slice.device_ptr(stream).0, |_, slice| slice.device_ptr(stream).0);
         let plan = plan.as_ref().map(|plan| plan.device_ptr(stream).0);
-        RawExtras { inputs, plan, ..RawExtras::default() }
+        let program = self.program.as_ref().map(|program| program.raw(pass));
+        RawExtras { inputs, plan, program, ..RawExtras::default() }
     }
 }
 

@@ -4,6 +4,7 @@
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
+use crate::program::Interned;
 use crate::{Problem, SideRows};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
@@ -136,6 +137,10 @@ impl KernelSpec {
                 let text = |is_on: bool| if is_on { on } else { off }.to_owned();
                 return differs(what, text(have), text(need));
             }
+        }
+        if have.program != need.program {
+            let text = |own: Option<Interned>| own.map_or("no program".to_owned(), |own| own.to_string());
+            return differs("program", text(have.program), text(need.program));
         }
         let (group, tile_m) = (problem.group_size(), self.tile().0);
         if self.traits().tile_queries(group) == 0 {

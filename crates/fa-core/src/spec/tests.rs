@@ -331,7 +331,7 @@ fn another_type_of_o_is_refused() {
 /// A forward with everything on that reads and scores can have.
 fn all_on() -> KernelSpec {
     KernelSpec {
-        score: ScoreKind { softcap: true, alibi: true, sinks: true },
+        score: ScoreKind { softcap: true, alibi: true, sinks: true, ..ScoreKind::NONE },
         reads: Reads { varied: true, paged: true },
         split: true,
         ..sm90()
@@ -396,7 +396,7 @@ fn a_spec_serves_the_lengths_and_scores_that_it_has_code_for() {
     let with = |alibi, sinks| base.with_score(ScoreMod::NONE.with_alibi(alibi).with_sinks(sinks));
     let differs = |spec: &KernelSpec, problem: &Problem| spec.serves(problem).expect_err("it differs").what();
     for plain in [sm80(), sm90()] {
-        let score = |alibi, sinks| ScoreKind { softcap: false, alibi, sinks };
+        let score = |alibi, sinks| ScoreKind { alibi, sinks, ..ScoreKind::NONE };
         let varied = KernelSpec { reads: Reads { varied: true, paged: false }, ..plain.clone() };
         let pages = KernelSpec { reads: Reads { varied: true, paged: true }, ..plain.clone() };
         for split in [false, true] {

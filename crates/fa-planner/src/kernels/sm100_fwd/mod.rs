@@ -113,7 +113,7 @@ impl PlannedKernel for Sm100Fwd {
     }
 
     fn code(&self) -> Code {
-        Code { varied: true, ..Code::DENSE }
+        Code { varied: true, programs: false, ..Code::DENSE }
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
