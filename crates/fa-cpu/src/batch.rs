@@ -236,6 +236,7 @@ mod tests {
     use fa_core::{Dtype, Lengths, Mask, ScoreMod};
 
     use super::*;
+    use crate::Extras;
 
     fn problem(lengths: Lengths) -> Problem {
         Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32).with_lengths(lengths)
