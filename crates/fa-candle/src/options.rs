@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 /// How attention is computed; what candle-flash-attn's functions take, and more.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Options<'a> {
     /// Factor on Q K^T; usually `1 / sqrt(head_dim)`.
     pub softmax_scale: f32,
@@ -87,6 +88,19 @@ impl Options<'_> {
 
     /// No key right of the diagonal is visible, which ends in the bottom right corner.
     pub const fn causal(softmax_scale: f32) -> Options<'static> {
-        Options { window_size_right: Some(0), ..Options::full(softmax_scale) }
+        Options::full(softmax_scale).with_window_size_right(Some(0))
+    }
+}
+
+impl<'a> Options<'a> {
+    fa_core::with_methods! {
+        with_softmax_scale(softmax_scale: f32),
+        with_window_size_left(window_size_left: Option<usize>),
+        with_window_size_right(window_size_right: Option<usize>),
+        with_softcap(softcap: Option<f32>),
+        with_alibi_slopes(alibi_slopes: Option<&'a Tensor>),
+        with_sinks(sinks: Option<&'a Tensor>),
+        with_deterministic(deterministic: bool),
+        with_rows(rows: Rows<'a>),
     }
 }

@@ -274,17 +274,11 @@ fn problem_of(
         agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
     }
     sides.check_heads(heads_q)?;
-    let problem = Problem {
-        lengths: sides.lengths(q, k)?,
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        mask: args.mask.mask(),
-        types: Types::same(dtype),
-        softmax_scale: args.scale,
-        score: sides.score(args.softcap),
-    };
+    let problem =
+        Problem::new(sides.lengths(q, k)?, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
+            .with_mask(args.mask.mask())
+            .with_softmax_scale(args.scale)
+            .with_score(sides.score(args.softcap));
     problem.check()?;
     Ok(problem)
 }

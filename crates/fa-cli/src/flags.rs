@@ -70,7 +70,7 @@ impl MaskArgs {
     /// The mask: causal cuts the window's right side off.
     pub(crate) fn mask(&self) -> Mask {
         let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
-        Mask { left, right: if self.causal { Some(0) } else { right } }
+        Mask::band(left, if self.causal { Some(0) } else { right })
     }
 }
 
@@ -139,17 +139,14 @@ impl ProblemArgs {
             (Some(q), Some(k)) => Seqlen { q, k },
             _ => self.seqlen,
         };
-        let problem = Problem {
-            lengths: self.lengths.lengths(self.batch, seqlen.q, seqlen.k).map_err(InputError::Usage)?,
-            heads_q: self.heads.q,
-            heads_kv: self.heads.kv,
-            head_dim: self.headdim.qk,
-            head_dim_v: self.headdim.v,
-            mask: self.mask.mask(),
-            types: Types::same(self.dtype),
-            softmax_scale: None,
-            score: self.score.score(self.softcap),
-        };
+        let problem = Problem::new(
+            self.lengths.lengths(self.batch, seqlen.q, seqlen.k).map_err(InputError::Usage)?,
+            (self.heads.q, self.heads.kv),
+            (self.headdim.qk, self.headdim.v),
+            Types::same(self.dtype),
+        )
+        .with_mask(self.mask.mask())
+        .with_score(self.score.score(self.softcap));
         problem.check()?;
         Ok(problem)
     }
@@ -262,17 +259,14 @@ impl ShapeArgs {
                         Some(tokens) => (tokens / seqlen_k.max(1)).max(1),
                         None => self.batch.unwrap_or(1),
                     };
-                    let problem = Problem {
-                        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
-                        heads_q: self.heads.q,
-                        heads_kv: self.heads.kv,
-                        head_dim: qk,
-                        head_dim_v: v,
-                        mask,
-                        types: Types::same(dtype),
-                        softmax_scale: None,
-                        score: ScoreMod::softcap_or_none(self.softcap),
-                    };
+                    let problem = Problem::new(
+                        Lengths::uniform(batch, seqlen_q, seqlen_k),
+                        (self.heads.q, self.heads.kv),
+                        (qk, v),
+                        Types::same(dtype),
+                    )
+                    .with_mask(mask)
+                    .with_score(ScoreMod::NONE.with_softcap(self.softcap));
                     problem.check()?;
                     problems.push(problem);
                 }

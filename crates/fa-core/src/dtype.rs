@@ -6,6 +6,8 @@ use std::str::FromStr;
 use serde::de::{self, DeserializeSeed, EnumAccess, VariantAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::with_methods;
+
 /// Element type of an attention problem's tensors.
 ///
 /// `E4m3` can be named in a spec or a problem; everything refuses to compute in it. Error messages offer the
@@ -71,6 +73,7 @@ impl Dtype {
 
 /// The element types of a problem's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Types {
     /// Of Q, K and V, and of their gradients.
     pub qkv: Dtype,
@@ -82,6 +85,10 @@ impl Types {
     /// One type for all tensors.
     pub const fn same(dtype: Dtype) -> Types {
         Types { qkv: dtype, out: dtype }
+    }
+
+    with_methods! {
+        with_out(out: Dtype),
     }
 
     /// The type of O where it is not that of Q, K and V.

@@ -5,12 +5,15 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::with_methods;
+
 /// A band of visible keys around the diagonal, aligned to the bottom right corner.
 ///
 /// With `d = i + seqlen_k - seqlen_q`, query `i` sees the keys `j` with `d - left <= j <= d + right` (a side
 /// that is `None` has no limit). Causal is `right = 0`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Mask {
     /// How many keys left of the diagonal are visible; `None` for all.
     pub left: Option<u32>,
@@ -57,14 +60,30 @@ impl Mask {
     /// No key right of the (bottom-right aligned) diagonal is visible.
     pub const CAUSAL: Mask = Mask { left: None, right: Some(0) };
 
+    /// A band with these limits; `None` for none.
+    pub const fn band(left: Option<u32>, right: Option<u32>) -> Mask {
+        Mask { left, right }
+    }
+
+    with_methods! {
+        with_left(left: Option<u32>),
+        with_right(right: Option<u32>),
+    }
+
     /// `left` keys before the diagonal, the diagonal, and `right` keys after it.
     pub const fn window(left: u32, right: u32) -> Mask {
-        Mask { left: Some(left), right: Some(right) }
+        Mask::band(Some(left), Some(right))
     }
 
     /// `left` keys before the diagonal and the diagonal itself.
     pub const fn causal_window(left: u32) -> Mask {
         Mask::window(left, 0)
+    }
+
+    /// The mask of queries and keys exchanged: which queries see a key. Key `j` lies on query `j + seqlen_q -
+    /// seqlen_k`, in a band with its sides exchanged.
+    pub const fn transposed(&self) -> Mask {
+        Mask { left: self.right, right: self.left }
     }
 
     /// Whether every key is visible whatever the lengths.
@@ -143,9 +162,7 @@ impl Mask {
         if columns.is_empty() {
             return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
         }
-        // For a key the mask is a band with its sides exchanged: key j lies on query j + sq - sk.
-        let transposed = Mask { left: self.right, right: self.left };
-        transposed.n_blocks(columns, seqlen_k, seqlen_q, tile_m)
+        self.transposed().n_blocks(columns, seqlen_k, seqlen_q, tile_m)
     }
 }
 

@@ -20,9 +20,13 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::program::{Interned, ScoreClass};
+use crate::with_methods;
+
 /// Changes of the scaled scores of a problem, with their run-time values. Slopes and sinks are tensors of the
 /// call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct ScoreMod {
     /// `cap * tanh(s / cap)`; `None` for no cap.
     pub softcap: Option<f64>,
@@ -30,6 +34,9 @@ pub struct ScoreMod {
     pub alibi: Option<Alibi>,
     /// A logit per query head, f32 `[heads_q]`, in the denominator of the softmax.
     pub sinks: bool,
+    /// A mask, a change of scores, or both, of the caller's own. The mask hides keys that [`crate::Mask`]
+    /// leaves visible. The change takes the scaled score; a cap and ALiBi are then a part of it.
+    pub program: Option<Interned>,
 }
 
 /// The shape of the tensor of slopes of ALiBi.
@@ -51,25 +58,34 @@ pub struct ScoreKind {
     pub alibi: bool,
     /// A logit per query head joins the denominator.
     pub sinks: bool,
+    /// The caller's own mask and change of scores.
+    pub program: Option<Interned>,
 }
 
 impl ScoreMod {
     /// Scores as they are.
-    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false };
+    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false, program: None };
 
     /// A soft cap and nothing else.
     pub const fn softcap(cap: f64) -> ScoreMod {
-        ScoreMod { softcap: Some(cap), ..ScoreMod::NONE }
+        ScoreMod::NONE.with_softcap(Some(cap))
     }
 
-    /// A soft cap or none, and nothing else.
-    pub const fn softcap_or_none(softcap: Option<f64>) -> ScoreMod {
-        ScoreMod { softcap, ..ScoreMod::NONE }
+    with_methods! {
+        with_softcap(softcap: Option<f64>),
+        with_alibi(alibi: Option<Alibi>),
+        with_sinks(sinks: bool),
+        with_program(program: Option<Interned>),
     }
 
     /// What a kernel needs code for.
     pub const fn kind(&self) -> ScoreKind {
-        ScoreKind { softcap: self.softcap.is_some(), alibi: self.alibi.is_some(), sinks: self.sinks }
+        ScoreKind {
+            softcap: self.softcap.is_some(),
+            alibi: self.alibi.is_some(),
+            sinks: self.sinks,
+            program: self.program,
+        }
     }
 }
 
@@ -93,7 +109,23 @@ impl Alibi {
 
 impl ScoreKind {
     /// Scores as they are.
-    pub const NONE: ScoreKind = ScoreKind { softcap: false, alibi: false, sinks: false };
+    pub const NONE: ScoreKind = ScoreKind { softcap: false, alibi: false, sinks: false, program: None };
+
+    /// Whether a program masks keys.
+    pub fn masks(&self) -> bool {
+        self.program.is_some_and(|program| program.mask().is_some())
+    }
+
+    /// Whether a program changes scores.
+    pub fn changes(&self) -> bool {
+        self.program.is_some_and(|program| program.score().is_some())
+    }
+
+    /// Whether that program's derivative by the score is other than 1.
+    pub fn has_slope(&self) -> bool {
+        self.changes()
+            && !self.program.is_some_and(|own| matches!(own.class(), Some(ScoreClass::Additive { .. })))
+    }
 }
 
 #[cfg(test)]
@@ -105,8 +137,8 @@ mod tests {
         assert_eq!(ScoreMod::NONE.kind(), ScoreKind::NONE);
         assert_eq!(ScoreMod::NONE, ScoreMod::default());
         assert_eq!(ScoreMod::softcap(1.0).kind(), ScoreKind { softcap: true, ..ScoreKind::NONE });
-        let all = ScoreMod { alibi: Some(Alibi::PerHead), sinks: true, ..ScoreMod::softcap(1.0) };
-        assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true });
+        let all = ScoreMod::softcap(1.0).with_alibi(Some(Alibi::PerHead)).with_sinks(true);
+        assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true, ..ScoreKind::NONE });
         assert_eq!(Alibi::PerHead.count(3, 8), 8);
         assert_eq!(Alibi::PerSequenceHead.count(3, 8), 24);
     }

@@ -1,10 +1,11 @@
 //! The location of each sequence's rows: lengths, starts and page table of a call, checked once.
 
+use fa_core::program::{Inputs, Interned};
 use fa_core::{Alibi, Extra, Pass, Problem, Side, SideRows};
 
 use crate::check::q_shape;
 use crate::error::CpuError;
-use crate::extras::{Extras, check_extras};
+use crate::extras::{Arguments, check_extras};
 
 /// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +36,7 @@ pub struct Batch<'a> {
     slopes: Option<(&'a [f32], usize)>,
     sinks: Option<&'a [f32]>,
     dlse: Option<Dlse<'a>>,
+    program: Option<(Interned, Inputs<'a>)>,
 }
 
 /// The gradient of the LSE.
@@ -62,7 +64,10 @@ impl<'a> Batch<'a> {
     /// # Errors
     /// Those of [`check_extras`]; [`CpuError::Descending`], [`CpuError::Beyond`] and [`CpuError::Page`] for
     /// values that point outside the tensors; [`CpuError::Memory`].
-    pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
+    pub fn new(problem: &Problem, arguments: impl Into<Arguments<'a>>) -> Result<Batch<'a>, CpuError> {
+        let arguments = arguments.into();
+        let extras = &arguments.extras;
+        let program = arguments.of_program(problem)?;
         check_extras(problem, Pass::BACKWARD, extras)?;
         let lengths = &problem.lengths;
         let count = lengths.sequences();
@@ -95,7 +100,7 @@ impl<'a> Batch<'a> {
         let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
         let mut sequences = room(q.len())?;
         sequences.extend(q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }));
-        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse })
+        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse, program })
     }
 
     /// Whether all sequences are of the same lengths.
@@ -125,6 +130,11 @@ impl<'a> Batch<'a> {
     /// The slope of a query head; 0 without ALiBi.
     pub fn slope(&self, sequence: usize, head: usize) -> f32 {
         self.slopes.map_or(0.0, |(slopes, stride)| slopes[sequence * stride + head])
+    }
+
+    /// The mask and change of scores of the caller's own, with what it reads.
+    pub fn program(&self) -> Option<(Interned, &Inputs<'a>)> {
+        self.program.as_ref().map(|(program, inputs)| (*program, inputs))
     }
 
     /// The sink of a query head.
@@ -221,7 +231,7 @@ mod tests {
     use super::*;
 
     fn problem(lengths: Lengths) -> Problem {
-        Problem { lengths, ..Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32) }
+        Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32).with_lengths(lengths)
     }
 
     #[test]
@@ -298,13 +308,13 @@ mod tests {
 
     #[test]
     fn slopes_and_sinks_have_a_value_per_head() {
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
-        let problem = Problem { score, ..problem(Lengths::uniform(2, 1, 1)) };
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
+        let problem = problem(Lengths::uniform(2, 1, 1)).with_score(score);
         let extras =
             Extras { alibi_slopes: Some(&[1.0, 2.0, 3.0, 4.0]), sinks: Some(&[5.0, 6.0]), ..Extras::NONE };
         let batch = Batch::new(&problem, &extras).unwrap();
         assert_eq!((batch.slope(1, 0), batch.sink(1)), (3.0, Some(6.0)));
-        let per_head = Problem { score: ScoreMod { alibi: Some(Alibi::PerHead), ..score }, ..problem };
+        let per_head = problem.with_score(score.with_alibi(Some(Alibi::PerHead)));
         assert_eq!(
             Batch::new(&per_head, &extras).unwrap_err(),
             CpuError::Length { buffer: "alibi_slopes", got: 4, need: 2 }

@@ -133,6 +133,9 @@ pub enum CpuError {
         /// What their list takes; `usize::MAX` beyond.
         bytes: usize,
     },
+    /// Arrays or scalars that are not those of the problem's program.
+    #[error(transparent)]
+    Program(#[from] fa_core::program::InputError),
     /// Gradients of keys that lie in pages were asked for.
     #[error("keys and values lie in pages, which the backward does not take: pack or pad them")]
     PagedBackward,

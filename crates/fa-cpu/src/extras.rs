@@ -1,6 +1,7 @@
 //! The tensors of a call besides Q, K, V and O: whether a call has those that its problem names.
 
 use fa_core::extras::{HostExtras, Value};
+use fa_core::program::{Inputs, Interned};
 use fa_core::{Pass, Problem};
 
 use crate::check::check_len;
@@ -11,6 +12,46 @@ pub type Extras<'a> = HostExtras<'a>;
 
 /// [`Extras`] that own their values.
 pub use fa_core::extras::OwnedExtras;
+
+/// All that a call has besides Q, K, V and their gradients. Functions that take it take [`Extras`] alone as
+/// well.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Arguments<'a> {
+    /// Lengths, pages, slopes and sinks.
+    pub extras: Extras<'a>,
+    /// The arrays and scalars of the problem's program; may be left out for a program that reads none.
+    pub program: Option<&'a Inputs<'a>>,
+}
+
+impl<'a> From<&Extras<'a>> for Arguments<'a> {
+    fn from(extras: &Extras<'a>) -> Arguments<'a> {
+        Arguments { extras: *extras, program: None }
+    }
+}
+
+impl<'a> From<&Arguments<'a>> for Arguments<'a> {
+    fn from(own: &Arguments<'a>) -> Arguments<'a> {
+        *own
+    }
+}
+
+impl<'a> Arguments<'a> {
+    /// `problem`'s program with its inputs.
+    ///
+    /// # Errors
+    /// [`CpuError::Program`] for inputs that are not the program's, [`CpuError::Extra`] for those of none.
+    pub(crate) fn of_program(&self, problem: &Problem) -> Result<Option<(Interned, Inputs<'a>)>, CpuError> {
+        match (problem.score.program, self.program) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => Err(CpuError::Extra { name: "program", asked: false }),
+            (Some(program), None) => Ok(Some((program, Inputs::new(&program, vec![], vec![])?))),
+            (Some(program), Some(inputs)) => {
+                inputs.check(&program)?;
+                Ok(Some((program, inputs.clone())))
+            }
+        }
+    }
+}
 
 /// Those that `problem` names are given, and no others, each with as many values as it needs.
 ///
@@ -42,7 +83,7 @@ mod tests {
     #[test]
     fn even_extras_are_what_the_problem_names() {
         let square = Problem::square(1, 1, 4, 8, Mask::CAUSAL, Dtype::F32);
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
         let padded = Side::padded(7);
         for (lengths, counts) in [
             (Lengths::uniform(3, 7, 9), [7, 9]),
@@ -52,7 +93,7 @@ mod tests {
             (Lengths::of(3, padded, Side::paged(16, 50, 40)), [7, 40]),
         ] {
             for score in [ScoreMod::NONE, score] {
-                let problem = Problem { lengths, score, ..square };
+                let problem = square.with_lengths(lengths).with_score(score);
                 let extras = OwnedExtras::even(&problem);
                 let batch = Batch::new(&problem, &extras.view()).unwrap();
                 assert!(batch.sequences.iter().all(|one| [one.q.len, one.k.len] == counts), "{lengths:?}");

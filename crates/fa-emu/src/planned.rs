@@ -30,7 +30,7 @@ impl Planned {
     /// For a kernel of `spec` on a GPU of `sms` SMs; `None` for clusters, whose CTAs share their loads, for
     /// keys that several CTAs share, and for lengths that the device alone knows.
     pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Option<Planned> {
-        if spec.split || !problem.lengths.is_uniform() {
+        if spec.split || !problem.lengths.is_uniform() || spec.score.program.is_some() {
             return None;
         }
         let (tile_m, tile_n) = spec.tile();
@@ -148,7 +148,7 @@ mod tests {
         )
         .unwrap();
         let square = Problem::square(1, 64, 3, 64, Mask::window(24, 22), Dtype::Bf16);
-        let problem = Problem { heads_kv: 1, ..square };
+        let problem = square.with_heads_kv(1);
         // 3 heads in 2 parts: K and V are loaded twice, each head's queries once.
         assert_eq!(head_splits(&problem, &spec, Arch::Sm90, 2), 2);
         let planned = Planned::of(&spec, &problem, Arch::Sm90, 2).unwrap();

@@ -6,7 +6,8 @@ use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
-use fa_cpu::{Element, OwnedExtras, TensorRef, reference};
+use fa_core::program::OwnedInputs;
+use fa_cpu::{Arguments, Element, OwnedExtras, TensorRef, reference};
 use fa_lab::random::Random;
 use half::{bf16, f16};
 
@@ -27,6 +28,7 @@ pub struct Trial {
     pass: Pass,
     placement: Placement,
     extras: OwnedExtras,
+    program: Option<OwnedInputs>,
     /// Of queries and of keys: whether each row belongs to a sequence; empty where all do.
     rows: [Vec<bool>; 2],
     /// q, k, v and, of a backward, out and dout.
@@ -159,9 +161,12 @@ impl Trial {
         host: &[Vec<T>; 4],
     ) -> Trial {
         let shapes = shapes(problem);
-        let own = extras.view();
-        let of_forward = fa_cpu::Extras { dlse: None, ..own };
-        let rows = rows(problem, &own);
+        let program = OwnedInputs::drawn(problem, 1);
+        let inputs = program.as_ref().zip(problem.score.program);
+        let inputs = inputs.map(|(given, own)| given.view(&own).expect("the inputs are the program's"));
+        let own = Arguments { extras: extras.view(), program: inputs.as_ref() };
+        let of_forward = Arguments { extras: fa_cpu::Extras { dlse: None, ..own.extras }, ..own };
+        let rows = rows(problem, &own.extras);
         let view = |i: usize, name| {
             TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
         };
@@ -180,6 +185,7 @@ impl Trial {
             pass,
             placement,
             extras: extras.clone(),
+            program: program.clone(),
             inputs: (0..3).map(|i| placed(&host[i], i)).collect(),
             lse: Vec::new(),
             expected: Vec::new(),
@@ -236,7 +242,8 @@ impl Trial {
         );
         let lse = (self.pass != Pass::Forward).then_some(&self.lse[..]);
         let rows = [&self.rows[0][..], &self.rows[1][..]];
-        let call = Call { tensors, lse, extras: &self.extras, rows };
+        let program = self.program.as_ref();
+        let call = Call { tensors, lse, extras: &self.extras, program, rows };
         let outcome = unit.run(&self.problem, &call, options)?;
         Ok(match self.problem.types.qkv {
             Dtype::F16 => self.judge::<f16>(outcome),

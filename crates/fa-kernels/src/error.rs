@@ -27,6 +27,14 @@ pub enum Error {
         /// Where it is included.
         from: String,
     },
+    /// An array of a program has no elements.
+    #[error("the program's array {name} has no element along axis {axis}: give it one at least")]
+    ProgramArray {
+        /// The array.
+        name: String,
+        /// The axis.
+        axis: usize,
+    },
     /// The spec is not valid, or not for this architecture.
     #[error(transparent)]
     Spec(#[from] SpecError),

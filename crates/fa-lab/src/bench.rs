@@ -195,7 +195,7 @@ struct Found {
 fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_attn::Error> {
     let (mut found, mut refused) = (Vec::<Bound>::new(), Vec::new());
     if options.specs.is_empty() || options.beside_choice || !options.changes.is_empty() {
-        let choice = BindOptions { family: options.family, ..BindOptions::default() };
+        let choice = BindOptions::default().with_family(options.family);
         found.push(gpu.bind(problem, options.pass, &choice)?);
     }
     let mut mismatch = None;
@@ -307,7 +307,7 @@ mod tests {
     fn few_queries_are_decoding() {
         let of = |queries| {
             let square = Problem::square(1, 1, 8, 128, Mask::FULL, Dtype::Bf16);
-            row_of(Problem { lengths: Lengths::uniform(2, queries, 4096), ..square })
+            row_of(square.with_lengths(Lengths::uniform(2, queries, 4096)))
         };
         let (few, many) = (of(16), of(17));
         assert_eq!((few.unit, many.unit), (Unit::KvBytes, Unit::Flops));

@@ -62,6 +62,11 @@ impl Problem {
         if let Some(value) = self.score.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
         }
+        let changes = self.score.kind().changes();
+        let own = [("softcap", self.score.softcap.is_some()), ("alibi", self.score.alibi.is_some())];
+        if let Some((name, _)) = own.into_iter().find(|&(_, is_on)| is_on && changes) {
+            return Err(ProblemError::Program { name });
+        }
         Ok(())
     }
 
@@ -129,33 +134,33 @@ mod tests {
             assert!(text.contains(part), "{text} does not name {part}");
         };
         assert_eq!(BASE.check(), Ok(()));
-        assert_eq!(Problem { lengths: Lengths::uniform(0, 0, 1024), ..BASE }.check(), Ok(()));
-        refused(Problem { head_dim: 0, ..BASE }, "head_dim is 0");
-        refused(Problem { heads_kv: 3, ..BASE }, "heads_kv = 3");
-        refused(Problem { heads_kv: 0, ..BASE }, "heads_kv is 0");
-        assert_eq!(Problem { heads_kv: 0, ..BASE }.group_size(), 0);
-        refused(Problem { head_dim: MOST_HEAD_DIM + 1, ..BASE }, "head_dim = 65537: at most 65536");
+        assert_eq!(BASE.with_lengths(Lengths::uniform(0, 0, 1024)).check(), Ok(()));
+        refused(BASE.with_head_dim(0), "head_dim is 0");
+        refused(BASE.with_heads_kv(3), "heads_kv = 3");
+        refused(BASE.with_heads_kv(0), "heads_kv is 0");
+        assert_eq!(BASE.with_heads_kv(0).group_size(), 0);
+        refused(BASE.with_head_dim(MOST_HEAD_DIM + 1), "head_dim = 65537: at most 65536");
         // V without a row takes no memory, the output would take 2^40 columns a row.
-        let empty = Problem { lengths: Lengths::uniform(2, 1024, 0), ..BASE };
-        refused(Problem { head_dim_v: 1 << 40, ..empty }, "head_dim_v = 1099511627776: at most 65536");
-        assert_eq!(Problem { head_dim_v: MOST_HEAD_DIM, ..empty }.check(), Ok(()));
-        let rowless = Problem { lengths: Lengths::uniform(1, 0, 0), ..BASE };
-        refused(Problem { heads_q: 1 << 40, ..rowless }, "heads_q = 1099511627776: at most 1048576");
-        refused(Problem { heads_kv: usize::MAX, ..rowless }, "heads_kv = 18446744073709551615");
-        assert_eq!(Problem { heads_q: MOST_HEADS, ..rowless }.check(), Ok(()));
-        refused(Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..BASE }, "out_dtype is f32");
-        refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
-        refused(Problem { score: ScoreMod::softcap(0.0), ..BASE }, "softcap is 0");
-        refused(Problem { lengths: Lengths::uniform(2, 1024, usize::MAX), ..BASE }, "k has");
+        let empty = BASE.with_lengths(Lengths::uniform(2, 1024, 0));
+        refused(empty.with_head_dim_v(1 << 40), "head_dim_v = 1099511627776: at most 65536");
+        assert_eq!(empty.with_head_dim_v(MOST_HEAD_DIM).check(), Ok(()));
+        let rowless = BASE.with_lengths(Lengths::uniform(1, 0, 0));
+        refused(rowless.with_heads_q(1 << 40), "heads_q = 1099511627776: at most 1048576");
+        refused(rowless.with_heads_kv(usize::MAX), "heads_kv = 18446744073709551615");
+        assert_eq!(rowless.with_heads_q(MOST_HEADS).check(), Ok(()));
+        refused(BASE.with_types(Types { qkv: Dtype::F16, out: Dtype::F32 }), "out_dtype is f32");
+        refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
+        refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
+        refused(BASE.with_lengths(Lengths::uniform(2, 1024, usize::MAX)), "k has");
         refused(
-            Problem { lengths: Lengths::uniform(0, 1024, usize::MAX), ..BASE },
+            BASE.with_lengths(Lengths::uniform(0, 1024, usize::MAX)),
             "k has the shape 0 x 18446744073709551615",
         );
     }
 
     #[test]
     fn lengths_on_the_device_fit_32_bits() {
-        let check = |q, k| Problem { lengths: Lengths::of(3, q, k), ..BASE }.check();
+        let check = |q, k| BASE.with_lengths(Lengths::of(3, q, k)).check();
         let long = MAX_I32 + 1;
         let too_long = |name| Err(ProblemError::TooLong { name, value: long, limit: MAX_I32 });
         assert_eq!(check(Side::packed(0, 0), Side::packed(0, 0)), Ok(()));
@@ -172,7 +177,7 @@ mod tests {
         assert_eq!(check(Side::padded(1), Side::paged(1, 0, 0)), Ok(()));
         assert_eq!(check(Side::paged(4, 2, 8), Side::padded(8)), Err(ProblemError::PagedQueries { page: 4 }));
         let table = Lengths::of(MAX_I32, Side::packed(1, 1), Side::paged(1, 1, MAX_I32));
-        let error = Problem { lengths: table, ..BASE }.check().unwrap_err().to_string();
+        let error = BASE.with_lengths(table).check().unwrap_err().to_string();
         assert!(error.contains("page table has the shape 2147483647 x 2147483647"), "{error}");
     }
 }

@@ -85,6 +85,15 @@ pub enum ProblemError {
         /// Rows of a page.
         page: usize,
     },
+    /// A program changes the scores, and something else does.
+    #[error(
+        "{name} and a program that changes scores: write the program so that it computes both, or give it \
+         without {name}"
+    )]
+    Program {
+        /// The other change.
+        name: &'static str,
+    },
     /// A scalar that must be finite is not, or must be positive and is not.
     #[error("{name} is {value}: it must be {need}")]
     BadScalar {

@@ -1,9 +1,10 @@
 //! Values of a program on the CPU.
 
-use super::graph::{Node, NodeId};
+use super::limits::MAX_RANK;
+use super::node::{Node, NodeId};
 use super::ops::{self, Precision, Value};
 use super::types::{ArrayDecl, Element, Type, Var};
-use super::{MAX_RANK, Program};
+use super::whole::Program;
 
 /// The elements of an array, by its element type.
 #[derive(Clone, Copy, Debug)]
@@ -198,12 +199,22 @@ impl<'a> Inputs<'a> {
         Ok(Inputs { arrays, scalars })
     }
 
-    pub(super) fn array(&self, array: usize) -> &ArrayView<'a> {
-        &self.arrays[array]
+    /// Checks that they are those of `program`.
+    ///
+    /// # Errors
+    /// As [`Inputs::new`].
+    pub fn check(&self, program: &Program) -> Result<(), InputError> {
+        Inputs::new(program, self.arrays.clone(), self.scalars.clone()).map(|_| ())
     }
 
-    pub(super) fn scalar(&self, scalar: usize) -> Value {
-        self.scalars[scalar]
+    /// The arrays, in the order of the program's declarations.
+    pub fn arrays(&self) -> &[ArrayView<'a>] {
+        &self.arrays
+    }
+
+    /// The scalars, likewise.
+    pub fn scalars(&self) -> &[Value] {
+        &self.scalars
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::Program;
+use super::whole::Program;
 
 /// The most programs of a process. A program takes some 20 KB, so that a server that is sent programs without
 /// end keeps at most 80 MB and gets a typed error for others; it can refuse or restart, and it cannot leak.

@@ -4,6 +4,7 @@
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
+use crate::program::Interned;
 use crate::{Problem, SideRows, Types};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
@@ -132,6 +133,10 @@ impl KernelSpec {
                 return differs(what, text(have), text(need));
             }
         }
+        if have.program != need.program {
+            let text = |own: Option<Interned>| own.map_or("no program".to_owned(), |own| own.to_string());
+            return differs("program", text(have.program), text(need.program));
+        }
         let (group, tile_m) = (problem.group_size(), self.tile().0);
         if self.traits().tile_queries(group) == 0 {
             let kernel = format!("groups that fit tile_m = {tile_m}");
@@ -194,8 +199,7 @@ mod tests {
     #[test]
     fn pages_that_no_box_loads_are_not_served() {
         let reads = Reads { varied: true, paged: true };
-        let paged =
-            |page| Problem { lengths: Lengths::of(2, Side::padded(1), Side::paged(page, 64, 300)), ..BASE };
+        let paged = |page| BASE.with_lengths(Lengths::of(2, Side::padded(1), Side::paged(page, 64, 300)));
         let boxes = spec(Kernel::Sm90Fwd(Sm90Fwd::default()), reads);
         assert_eq!(boxes.serves(&paged(16)), Ok(()));
         let error = boxes.serves(&paged(1)).expect_err("128 boxes of one row for 32 lanes");
@@ -213,12 +217,7 @@ mod tests {
     fn counts_that_no_launch_holds_are_not_served() {
         let dense = spec(Kernel::Sm90Fwd(Sm90Fwd::default()), Reads::UNIFORM);
         let backward = spec(Kernel::Sm90Bwd(Sm90Bwd::default()), Reads::UNIFORM);
-        let of = |batch, q, k, heads| Problem {
-            lengths: Lengths::uniform(batch, q, k),
-            heads_q: heads,
-            heads_kv: 1,
-            ..BASE
-        };
+        let of = |batch, q, k, heads| BASE.with_lengths(Lengths::uniform(batch, q, k)).with_heads(heads, 1);
         let named = |spec: &KernelSpec, problem: &Problem| match spec.serves(problem) {
             Err(Unserved::TooLong { name, value, limit }) if value > limit && limit == MAX_COUNT => name,
             other => panic!("{other:?}"),
@@ -234,7 +233,7 @@ mod tests {
         assert_eq!(named(&spec(packs, Reads::UNIFORM), &of(1, MAX_COUNT, 1, 2)), "query rows of a head");
         let cache = Lengths::of(1, Side::padded(1), Side::paged(1 << 31, 1, 1));
         assert_eq!(
-            Problem { lengths: cache, ..BASE }.check_gpu(),
+            BASE.with_lengths(cache).check_gpu(),
             Err(Unserved::TooLong { name: "page", value: 1 << 31, limit: MAX_COUNT })
         );
     }
@@ -242,7 +241,9 @@ mod tests {
     #[test]
     fn factors_that_spoil_scores_are_not_served() {
         let of = |softmax_scale, softcap| {
-            Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..BASE }.check_gpu()
+            BASE.with_softmax_scale(softmax_scale)
+                .with_score(ScoreMod::NONE.with_softcap(softcap))
+                .check_gpu()
         };
         for softcap in [None, Some(1e-3), Some(30.0), Some(MAX_SOFTCAP)] {
             assert_eq!(of(None, softcap), Ok(()));

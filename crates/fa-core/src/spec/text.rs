@@ -6,6 +6,7 @@ use std::ops::Not;
 use serde::{Deserialize, Serialize};
 
 use super::{Kernel, KernelSpec, MaskKind, Reads, SpecError};
+use crate::program::Interned;
 use crate::{Dtype, ScoreKind, Types, each_kernel};
 
 /// A spec as text.
@@ -28,6 +29,8 @@ pub(super) struct Flat {
     alibi: bool,
     #[serde(default, skip_serializing_if = "Not::not")]
     sinks: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    program: Option<Interned>,
     #[serde(default, skip_serializing_if = "Not::not")]
     split: bool,
     kernel: Kernel,
@@ -39,9 +42,9 @@ impl TryFrom<Flat> for KernelSpec {
     /// Checked, so that whatever text a spec is read from, as a part of a record as well, it is valid.
     fn try_from(flat: Flat) -> Result<KernelSpec, SpecError> {
         let Flat { dtype, out_dtype, head_dim, head_dim_v, mask, .. } = flat;
-        let Flat { softcap, varied, paged, alibi, sinks, split, kernel, .. } = flat;
+        let Flat { softcap, varied, paged, alibi, sinks, program, split, kernel, .. } = flat;
         let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
-        let (score, reads) = (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged });
+        let (score, reads) = (ScoreKind { softcap, alibi, sinks, program }, Reads { varied, paged });
         let spec = KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel };
         spec.check().map(|()| spec)
     }
@@ -51,7 +54,7 @@ impl From<KernelSpec> for Flat {
     fn from(spec: KernelSpec) -> Flat {
         let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = spec;
         let (dtype, out_dtype) = (types.qkv, types.differing_out());
-        let (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged }) = (score, reads);
+        let (ScoreKind { softcap, alibi, sinks, program }, Reads { varied, paged }) = (score, reads);
         Flat {
             dtype,
             out_dtype,
@@ -63,6 +66,7 @@ impl From<KernelSpec> for Flat {
             paged,
             alibi,
             sinks,
+            program,
             split,
             kernel,
         }
@@ -113,6 +117,9 @@ impl fmt::Display for KernelSpec {
             (self.split, "-split"),
         ] {
             f.write_str(if on { name } else { "" })?;
+        }
+        if let Some(program) = self.score.program {
+            write!(f, "-program{:08x}", program.hash64() as u32)?;
         }
         write!(f, "-{tile_m}x{tile_n}")?;
         let parts = each_kernel!(&self.kernel, kernel => kernel.name_parts());

@@ -28,7 +28,7 @@ impl Band {
 
     /// The queries that see a key: the mask with its sides exchanged.
     pub(super) fn queries(&self, key: usize) -> Range<usize> {
-        Mask { left: self.mask.right, right: self.mask.left }.keys(key, self.k, self.q)
+        Mask::band(self.mask.right, self.mask.left).keys(key, self.k, self.q)
     }
 
     /// Whether a query sees a key.

@@ -104,7 +104,7 @@ fn trial_of(emulator: &Emulator, spec: &mut KernelSpec, batch: &Batch) -> (Unit,
     spec.reads = Reads { varied: true, paged: false };
     let unit = emulator.unit(spec, Arch::Sm90, &Headers::embedded()).unwrap();
     let one = Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv);
-    let problem = Problem { lengths: batch.lengths(), ..one };
+    let problem = one.with_lengths(batch.lengths());
     let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &batch.extras(&problem));
     (unit, problem, trial)
 }

@@ -2,30 +2,12 @@
 // language's operations. Integers wrap; every operation has a result for every operand.
 #pragma once
 #include "config.cuh"
+#include "program_params.cuh"
 #include "ptx/math.cuh"
 #include "ptx/special.cuh"
 #include "types.cuh"
 
 namespace fa {
-
-// An array of the caller. Axes beyond its rank are not read.
-struct ProgramArray {
-    // The element at index 0 of every axis.
-    const void* data;
-    // Elements from one index of an axis to the next; of bits, words of 32.
-    i64 strides[4];
-    // Indices of each axis, at least 1.
-    int extents[4];
-};
-static_assert(sizeof(ProgramArray) == 56);
-
-// The arrays and scalars of a program, in the order of its declarations.
-struct ProgramParams {
-    ProgramArray arrays[8];
-    // The bits of an i32 or f32 each.
-    u32 scalars[8];
-};
-static_assert(sizeof(ProgramParams) == 480);
 
 template <int Axis>
 __device__ __forceinline__ int clamped(const ProgramArray& array, int index) {

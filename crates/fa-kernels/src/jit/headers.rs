@@ -28,6 +28,14 @@ impl Headers {
         Ok(Headers(headers))
     }
 
+    /// These headers, with another one.
+    #[must_use]
+    pub fn with(&self, name: &'static str, text: String) -> Headers {
+        let mut own = self.clone();
+        own.0.insert(name.into(), text.into());
+        own
+    }
+
     /// A header's text.
     pub fn get(&self, name: &str) -> Option<&str> {
         self.0.get(name).map(|text| &**text)

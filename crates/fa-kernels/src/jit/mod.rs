@@ -15,6 +15,7 @@ pub(crate) mod headers;
 pub(crate) mod merge_params;
 mod nvrtc;
 pub mod params;
+pub mod program_params;
 pub(crate) mod report;
 pub mod ship;
 pub(crate) mod source;

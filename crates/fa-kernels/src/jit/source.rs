@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, Family, KernelSpec, Traits};
+use fa_core::{Arch, Family, KernelSpec, Traits, program};
 
 use crate::jit::code;
 use crate::jit::config;
@@ -56,6 +56,19 @@ pub(crate) const PLAN_SMEM: u32 = 20760 + 9 * 1024 * 8;
 /// The most CTAs of [`PLAN`], which are one cluster.
 pub(crate) const PLAN_CTAS: u32 = 8;
 
+/// The entry of kernels with a mask of the caller's own: the tiles that it leaves to be visited. Of a
+/// backward, their states.
+pub(crate) const MAP: &str = "fa_map";
+
+/// Threads of a CTA of [`MAP`].
+pub(crate) const MAP_THREADS: u32 = 512;
+
+/// The entry after [`MAP`] of a backward: the tiles of queries that each tile of keys visits.
+pub(crate) const LISTS: &str = "fa_lists";
+
+/// Threads of a CTA of [`LISTS`]: a warp a tile of keys.
+pub(crate) const LISTS_THREADS: u32 = 128;
+
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
     spec.kernel.family() == Family::Sm90
@@ -79,6 +92,8 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
         (DSINKS, is_backward && spec.score.sinks),
         (PLAN, spec.reads.varied),
         (COMBINE, spec.split),
+        (MAP, spec.score.masks()),
+        (LISTS, spec.score.masks() && is_backward),
     ];
     all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect()
 }
@@ -109,7 +124,10 @@ impl Source {
         spec.check()?;
         spec.check_arch(arch)?;
         let unit = unit(spec, smem_bytes);
-        let headers = headers
+        let own = spec.score.program.map(|program| headers.with(program::HEADER, program.cuda()));
+        let headers = own
+            .as_ref()
+            .unwrap_or(headers)
             .reachable(&unit)?
             .into_iter()
             .map(|(name, text)| (name.to_owned(), text.to_owned()))
@@ -197,7 +215,16 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
     let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
-    let mut text = format!("// {spec}\n#include \"{header}\"\n");
+    let all_params =
+        if spec.score.program.is_some() { format!("WithPrograms<{params}>") } else { params.to_owned() };
+    let mut text = format!("// {spec}\n");
+    if spec.score.program.is_some() {
+        let _ = writeln!(text, "#define FA_PROGRAMS\n#include \"{}\"", program::HEADER);
+    }
+    let _ = writeln!(text, "#include \"{header}\"");
+    if spec.score.masks() {
+        text.push_str("#include \"attn/block_map.cuh\"\n");
+    }
     if spec.reads.varied {
         let of_pass = if spec.kernel.is_backward() { "plan" } else { "plan_few" };
         let _ = writeln!(text, "#include \"attn/{of_pass}.cuh\"");
@@ -225,21 +252,23 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let bounds = format!("__launch_bounds__({}, {blocks_per_sm})", spec.threads());
     let _ = write!(
         text,
-        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {params} params"
+        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {all_params} params"
     );
     for map in &maps {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
-    let body = |entry: &str, threads: u32, function: String| {
+    let call = |entry: &str, threads: u32, params: &str, call: String| {
         // The plan's registers would be halved for a second CTA.
         let threads = if entry == PLAN { format!("{threads}, 1") } else { threads.to_string() };
         format!(
             "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
-             {entry}(const __grid_constant__ {params} params) {{\n    {function}(params);\n}}\n"
+             {entry}(const __grid_constant__ {params} params) {{\n    {call};\n}}\n"
         )
     };
+    let body =
+        |entry: &str, threads: u32, function: String| call(entry, threads, params, format!("{function}(params)"));
     let packs = spec.traits().packs_gqa;
     if spec.reads.varied {
         let _ = writeln!(
@@ -255,6 +284,25 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
             "plan_tiles<plan_rules>"
         };
         text.push_str(&body(PLAN, PLAN_THREADS, function.into()));
+    }
+    if spec.score.masks() {
+        let backward = spec.kernel.is_backward();
+        let (queries, last_first) = if backward {
+            ("config.tile_m".to_owned(), "last_keys_first<config.mask, config.deterministic>()")
+        } else {
+            (format!("tile_queries<{packs}, config.tile_m>(params)"), "false")
+        };
+        let _ = writeln!(
+            text,
+            "\nconstexpr MapRules map_rules{{config.mask, config.tile_n, config.varied, {backward}, \
+             {last_first}}};"
+        );
+        let of_params = format!("static_cast<const {params}&>(params)");
+        let map = format!("map_blocks<map_rules>({of_params}, {queries})");
+        text.push_str(&call(MAP, MAP_THREADS, &all_params, map));
+        if backward {
+            text.push_str(&call(LISTS, LISTS_THREADS, &all_params, format!("list_queries({of_params})")));
+        }
     }
     if spec.split {
         let _ = writeln!(

@@ -7,11 +7,13 @@ use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_hea
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
-use crate::jit::source::{DSINKS, DSINKS_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::jit::program_params::{BlockMapParams, WithPrograms};
+use crate::jit::source::{DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
+use crate::launch::programs::BlockMap;
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -59,6 +61,18 @@ impl Launches {
             // Without queries there is nothing to preprocess, but tiles of keys are still drawn.
             steps.push(Step::Clear(counter));
         }
+        let mut own_map = BlockMapParams::default();
+        if let Some(map) = BlockMap::of(spec, problem)? {
+            workspace.add_map(map.list_bytes, map.tile_bytes)?;
+            own_map = map.params;
+            if n_tiles > 0 && m_tiles > 0 {
+                steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
+            }
+            if n_tiles > 0 {
+                let ctas = (map.columns * 32).div_ceil(LISTS_THREADS);
+                steps.push(Step::Launch(Launch::plain(LISTS, ctas, LISTS_THREADS, 0)));
+            }
+        }
         if n_tiles > 0 {
             steps.push(main);
         }
@@ -80,9 +94,10 @@ impl Launches {
             extras: needs(problem, spec.kernel.pass(), plan_bytes),
             workspace,
             steps,
-            params: Params::Backward(params),
+            params: Params::Backward(WithPrograms { params, map: own_map, ..WithPrograms::default() }),
             maps,
             plan_bytes,
+            program: problem.score.program,
         })
     }
 }
@@ -239,8 +254,8 @@ mod tests {
     /// Heads of a section, and those that are left for the last one.
     fn sections(lengths: Lengths) -> (i32, i32) {
         let mask = Mask::causal_window(255);
-        let problem = Problem { lengths, ..Problem::square(8, 2048, 16, 64, mask, Dtype::Bf16) };
-        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let problem = Problem::square(8, 2048, 16, 64, mask, Dtype::Bf16).with_lengths(lengths);
+        let options = PlanOptions::default().with_pass(Pass::BACKWARD);
         let spec = best(&problem, Arch::Sm90, &options).expect("a plan").spec;
         let own = params(&spec, &spec.traits(), &problem, (Arch::Sm90, 132), 1).expect("parameters");
         assert_eq!(own.stores_dq, 1, "{spec}");

@@ -9,6 +9,7 @@ use crate::Error;
 use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
 use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
+use crate::launch::programs::RawProgram;
 
 /// Arguments besides Q, K, V and O, in device memory of cudarc. A call takes exactly those that its problem
 /// has.
@@ -24,6 +25,8 @@ pub struct Extras<'a> {
     pub plan: Option<&'a dyn DevicePtr<u8>>,
     /// The gradient of the sinks, `[heads_q]`, written in full; for a backward, and optional.
     pub dsinks: Option<&'a mut dyn DevicePtrMut<f32>>,
+    /// The arrays and scalars of the problem's program, by their addresses: cudarc does not track them.
+    pub program: Option<RawProgram>,
 }
 
 /// [`Extras`] by addresses alone.
@@ -41,6 +44,8 @@ pub struct RawExtras {
     pub counter: Option<u64>,
     /// As [`Extras::dsinks`].
     pub dsinks: Option<u64>,
+    /// The arrays and scalars of the problem's program.
+    pub program: Option<RawProgram>,
 }
 
 /// Extras are read and written word by word.
@@ -224,6 +229,7 @@ impl Extras<'_> {
             plan: address(&plan),
             counter: None,
             dsinks: address(&dsinks),
+            program: self.program,
         };
         Ok((raw, Guards { _inputs: inputs, _own: [page_faults, plan, dsinks] }))
     }
@@ -236,8 +242,8 @@ mod tests {
     use super::*;
 
     fn problem() -> Problem {
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
-        Problem { score, ..Problem::square(3, 16, 4, 64, Mask::FULL, Dtype::F16) }
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
+        Problem::square(3, 16, 4, 64, Mask::FULL, Dtype::F16).with_score(score)
     }
 
     #[test]
@@ -285,12 +291,12 @@ mod tests {
     #[test]
     fn the_problem_decides_strides_and_pages() {
         assert_eq!(mod_params(&problem()).alibi_stride, 4);
-        assert_eq!(mod_params(&Problem { score: ScoreMod::NONE, ..problem() }).alibi_stride, 0);
+        assert_eq!(mod_params(&problem().with_score(ScoreMod::NONE)).alibi_stride, 0);
         let cache = fa_core::Side::paged(16, 10, 100);
         let lengths = Lengths::of(3, fa_core::Side::packed(7, 4), cache);
         let params = varlen_params(&lengths).unwrap();
         assert_eq!((params.page, params.pages, params.table_stride, params.total_q), (16, 10, 7, 7));
-        let needs = needs(&Problem { lengths, score: ScoreMod::NONE, ..problem() }, Pass::Forward, 1024);
+        let needs = needs(&problem().with_lengths(lengths).with_score(ScoreMod::NONE), Pass::Forward, 1024);
         let names: Vec<_> = needs.iter().map(|need| (need.name, need.len)).collect();
         assert_eq!(
             names,

@@ -2,6 +2,7 @@
 //! that the driver and an emulation run the same launches.
 
 use fa_core::extras::Need;
+use fa_core::program::Interned;
 use fa_core::spec::{Scheduler, Traits};
 use fa_core::{Arch, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
@@ -12,10 +13,12 @@ use crate::jit::params::{
     BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
     VarlenParams,
 };
+use crate::jit::program_params::{BlockMapParams, ProgramParams, WithPrograms};
 use crate::jit::source::ENTRY;
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;
+use crate::launch::programs::check_program;
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;
@@ -27,17 +30,25 @@ const WORD_BYTES: u64 = 4;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Params {
     /// Of a forward.
-    Forward(FwdParams),
+    Forward(WithPrograms<FwdParams>),
     /// Of a backward.
-    Backward(BwdParams),
+    Backward(WithPrograms<BwdParams>),
 }
 
 impl Params {
     /// Their address and size in bytes, as a launch takes them.
     pub fn raw(&mut self) -> (*mut std::ffi::c_void, usize) {
         match self {
-            Params::Forward(params) => ((&raw mut *params).cast(), size_of::<FwdParams>()),
-            Params::Backward(params) => ((&raw mut *params).cast(), size_of::<BwdParams>()),
+            Params::Forward(params) => ((&raw mut *params).cast(), size_of_val(params)),
+            Params::Backward(params) => ((&raw mut *params).cast(), size_of_val(params)),
+        }
+    }
+
+    /// The parameters of the program, and of its mask's map.
+    pub fn program(&self) -> (&ProgramParams, &BlockMapParams) {
+        match self {
+            Params::Forward(own) => (&own.program, &own.map),
+            Params::Backward(own) => (&own.program, &own.map),
         }
     }
 }
@@ -166,6 +177,8 @@ pub struct Launches {
     pub(crate) maps: Vec<MapTemplate>,
     /// Bytes of a work plan; 0 where there is none.
     pub plan_bytes: usize,
+    /// The program, whose arrays and scalars calls bring.
+    pub(crate) program: Option<Interned>,
 }
 
 impl Launches {
@@ -199,6 +212,7 @@ impl Launches {
             Ragged::of(tensor, &at.tensors[map.tensor].strides, map.group).check(tensor.name)?;
         }
         at.extras.check(&self.extras)?;
+        check_program(self.program, at.extras.program.as_ref())?;
         let Workspace { bytes, align, .. } = self.workspace;
         if bytes > 0 && at.workspace.is_none() {
             return Err(Error::NoWorkspace { need: bytes });
@@ -248,8 +262,16 @@ impl Launches {
             tma_do: tma(3),
             ..at.extras.varlen(params)
         };
+        let program = at.extras.program.unwrap_or_default().params();
+        let map = |own: BlockMapParams| BlockMapParams {
+            lists: words(parts.map_lists),
+            tiles: words(parts.map_tiles),
+            ..own
+        };
         match self.params {
-            Params::Forward(params) => Params::Forward(FwdParams {
+            Params::Forward(own) => {
+                let params = own.params;
+                let params = FwdParams {
                 q: reads(0),
                 k: reads(1),
                 v: reads(2),
@@ -268,8 +290,12 @@ impl Launches {
                 },
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
-            }),
-            Params::Backward(params) => Params::Backward(BwdParams {
+                };
+                Params::Forward(WithPrograms { params, program, map: map(own.map) })
+            }
+            Params::Backward(own) => {
+                let params = own.params;
+                let params = BwdParams {
                 q: reads(0),
                 k: reads(1),
                 v: reads(2),
@@ -292,7 +318,9 @@ impl Launches {
                 dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
-            }),
+                };
+                Params::Backward(WithPrograms { params, program, map: map(own.map) })
+            }
         }
     }
 

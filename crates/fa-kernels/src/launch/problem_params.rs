@@ -98,7 +98,7 @@ mod tests {
         for softmax_scale in [None, Some(1.0), Some(0.0625), Some(1e-9)] {
             for cap in [1.0, 15.0, 30.0, 50.0, MAX_SOFTCAP] {
                 let problem = Problem::square(1, 16, 1, 128, Mask::FULL, Dtype::F16);
-                let problem = Problem { softmax_scale, score: ScoreMod::softcap(cap), ..problem };
+                let problem = problem.with_softmax_scale(softmax_scale).with_score(ScoreMod::softcap(cap));
                 let params = score_params(&problem).unwrap();
                 let per_cap = problem.scale() / cap;
                 let (mut near, mut worst) = (0, 0f64);
@@ -126,7 +126,9 @@ mod tests {
     fn scales_and_soft_caps_that_spoil_scores_are_refused() {
         let check = |softmax_scale, softcap| {
             let problem = Problem::square(1, 16, 1, 64, Mask::FULL, Dtype::F16);
-            score_params(&Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..problem })
+            score_params(
+                &problem.with_softmax_scale(softmax_scale).with_score(ScoreMod::NONE.with_softcap(softcap)),
+            )
         };
         assert_eq!(check(None, None).unwrap().scale, 0.125);
         for softcap in [1e-3, 30.0, MAX_SOFTCAP] {

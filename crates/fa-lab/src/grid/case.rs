@@ -153,7 +153,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
 
 /// The same for sequences of different lengths.
 pub fn case_of(group: &'static str, what: &'static str, problem: Problem, sequences: Sequences) -> Case {
-    let problem = Problem { lengths: sequences.lengths(), ..problem };
+    let problem = problem.with_lengths(sequences.lengths());
     Case { what, sequences: Some(sequences), ..case(group, problem) }
 }
 

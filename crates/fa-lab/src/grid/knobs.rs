@@ -48,7 +48,7 @@ fn serving(all: &[NamedSpec]) -> Vec<NamedSpec> {
     let varied = Reads { varied: true, paged: false };
     let paged = Reads { varied: true, paged: true };
     let none = ScoreKind::NONE;
-    let all_scores = ScoreKind { softcap: true, alibi: true, sinks: true };
+    let all_scores = ScoreKind { softcap: true, alibi: true, sinks: true, ..ScoreKind::NONE };
     let forms = [
         ("varlen", varied, false, none),
         ("paged", paged, false, none),

@@ -154,10 +154,8 @@ mod tests {
     #[test]
     fn rows_are_judged_under_every_mask() {
         for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(30, 9), Mask::causal_window(20)] {
-            let problem = Problem {
-                lengths: Lengths::uniform(2, 70, 90),
-                ..Problem::square(2, 70, 3, 32, mask, Dtype::Bf16)
-            };
+            let problem =
+                Problem::square(2, 70, 3, 32, mask, Dtype::Bf16).with_lengths(Lengths::uniform(2, 70, 90));
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
             let shapes = shapes(&problem);
             let view = |i: usize, name| {

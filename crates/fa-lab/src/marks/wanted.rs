@@ -109,7 +109,7 @@ impl Wanted {
 
     /// A shape of sequences of different lengths.
     pub fn of(problem: Problem, sequences: Sequences, group: &'static str) -> Wanted {
-        let problem = Problem { lengths: sequences.lengths(), ..problem };
+        let problem = problem.with_lengths(sequences.lengths());
         Wanted { sequences: Some(sequences), ..Wanted::new(problem, group) }
     }
 

@@ -65,7 +65,7 @@ mod tests {
 
     /// Of the planner's first choice on an H100.
     fn stores(problem: &Problem) -> Option<usize> {
-        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_pass(Pass::BACKWARD);
         let plan = best(problem, Arch::Sm90, &options).expect("a plan");
         storing_heads(&plan.spec, problem, Arch::Sm90, 132)
     }
@@ -75,16 +75,16 @@ mod tests {
         let causal = Problem::square(4, 4096, 32, 128, Mask::CAUSAL, Dtype::Bf16);
         assert_eq!(stores(&causal), Some(1));
         // 999 keys: the first of 1,000 queries sees none.
-        assert_eq!(stores(&Problem { lengths: Lengths::uniform(4, 1000, 999), ..causal }), None);
-        assert_eq!(stores(&Problem { mask: Mask::causal_window(512), ..causal }), Some(1));
-        assert_eq!(stores(&Problem { mask: Mask::window(64, 64), ..causal }), Some(1));
-        assert_eq!(stores(&Problem { mask: Mask::window(64, 1000), ..causal }), None);
-        assert_eq!(stores(&Problem { mask: Mask { left: Some(64), right: None }, ..causal }), None);
+        assert_eq!(stores(&causal.with_lengths(Lengths::uniform(4, 1000, 999))), None);
+        assert_eq!(stores(&causal.with_mask(Mask::causal_window(512))), Some(1));
+        assert_eq!(stores(&causal.with_mask(Mask::window(64, 64))), Some(1));
+        assert_eq!(stores(&causal.with_mask(Mask::window(64, 1000))), None);
+        assert_eq!(stores(&causal.with_mask(Mask::band(Some(64), None))), None);
         // A full mask: half the SMs' number of heads side by side, whose queries stay in the L2.
         let full = Problem::square(32, 512, 16, 64, Mask::FULL, Dtype::Bf16);
         assert_eq!(stores(&full), Some(66));
-        assert_eq!(stores(&Problem { heads_kv: 4, ..full }), None);
-        assert_eq!(stores(&Problem { lengths: Lengths::uniform(32, 8192, 8192), ..full }), None);
-        assert_eq!(stores(&Problem { lengths: Lengths::uniform(32, 512, 77), ..full }), Some(1));
+        assert_eq!(stores(&full.with_heads_kv(4)), None);
+        assert_eq!(stores(&full.with_lengths(Lengths::uniform(32, 8192, 8192))), None);
+        assert_eq!(stores(&full.with_lengths(Lengths::uniform(32, 512, 77))), Some(1));
     }
 }

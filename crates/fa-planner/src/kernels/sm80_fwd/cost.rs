@@ -217,7 +217,7 @@ mod tests {
         ] {
             let square = Problem::square(1, 1024, 1, head_dims[0] as usize, Mask::FULL, Dtype::Bf16);
             let score = if softcap { ScoreMod::softcap(30.0) } else { square.score };
-            let problem = Problem { head_dim_v: head_dims[1] as usize, score, ..square };
+            let problem = square.with_head_dim_v(head_dims[1] as usize).with_score(score);
             let kernel = Sm80Fwd { tile_m: 64, tile_n, num_warps: 4, stages, ..Sm80Fwd::default() };
             let spec = KernelSpec::for_problem(&problem, head_dims, kernel.clone());
             assert_eq!(blocks(&spec, &kernel, Arch::Sm90.limits()), ctas, "{spec}");
@@ -238,8 +238,8 @@ mod tests {
         ] {
             let square = Problem::square(batch, keys, heads.0, head_dim, mask, Dtype::Bf16);
             let lengths = Lengths::uniform(batch, queries, keys);
-            let problem = Problem { lengths, heads_kv: heads.1, ..square };
-            let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+            let problem = square.with_lengths(lengths).with_heads_kv(heads.1);
+            let options = PlanOptions::default().with_family(Some(Family::Sm80));
             let plan = best(&problem, Arch::Sm90, &options).expect("a plan");
             assert!(plan.spec.split && plan.cost.splits > 1, "{queries} x {keys}: {}", plan.spec);
             assert_eq!(plan.cost.step.resident, ctas, "{queries} x {keys}: {}", plan.spec);

@@ -1,0 +1,132 @@
+//! Masks and changes of scores of the caller's own: the arrays and scalars that a call brings, and the map of
+//! tiles that the kernels of a mask make.
+
+use fa_core::program::{Deps, Interned, Node, Program, Var};
+use fa_core::{KernelSpec, Problem};
+
+use crate::Error;
+use crate::jit::declare::ConstPtr;
+use crate::jit::program_params::{BlockMapParams, MAX_ARRAYS, ProgramArray, ProgramParams};
+use crate::launch::checks::{check_address, count};
+
+/// Tiles of keys, and of queries, that a map's entries can name (`BlockEntry` of attn/block_list.cuh).
+const MOST_TILES: usize = 1 << 15;
+
+/// An array of a program in device memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RawArray {
+    /// Its element at index 0 of every axis, on a multiple of the element's bytes.
+    pub address: u64,
+    /// Elements from one index of an axis to the next, 0 where all are the same; of bits, words.
+    pub strides: [i64; 4],
+    /// Indices of each axis, at least 1; axes beyond the rank have 1.
+    pub extents: [i32; 4],
+}
+
+/// What a call gives a problem's program, in the order of its declarations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RawProgram {
+    /// As many as the program declares; others are not read.
+    pub arrays: [RawArray; MAX_ARRAYS],
+    /// The bits of an i32 or f32 each.
+    pub scalars: [u32; 8],
+}
+
+impl RawProgram {
+    /// Their parameters.
+    pub(crate) fn params(&self) -> ProgramParams {
+        let array = |RawArray { address, strides, extents }| ProgramArray {
+            data: ConstPtr(address),
+            strides,
+            extents,
+        };
+        let RawProgram { arrays, scalars } = *self;
+        ProgramParams { arrays: arrays.map(array), scalars }
+    }
+}
+
+/// Checks that a call brings what its problem's program reads.
+///
+/// # Errors
+/// [`Error::MissingExtra`], [`Error::UnusedExtra`], [`Error::Address`] and [`Error::ProgramArray`].
+pub(crate) fn check_program(program: Option<Interned>, given: Option<&RawProgram>) -> Result<(), Error> {
+    let Some(program) = program else {
+        return given.map_or(Ok(()), |_| Err(Error::UnusedExtra { name: "program" }));
+    };
+    let inputs = program.arrays().len() + program.scalars().len();
+    let Some(given) = given else {
+        return if inputs == 0 { Ok(()) } else { Err(Error::MissingExtra { name: "program", need: inputs }) };
+    };
+    for (decl, array) in program.arrays().iter().zip(&given.arrays) {
+        check_address("program", array.address, decl.element.bytes() as u64)?;
+        if let Some(axis) = array.extents[..decl.rank].iter().position(|&extent| extent < 1) {
+            return Err(Error::ProgramArray { name: decl.name.clone(), axis });
+        }
+    }
+    Ok(())
+}
+
+/// The map of a mask's tiles, and the bytes of its lists and of its states.
+pub(crate) struct BlockMap {
+    pub params: BlockMapParams,
+    pub list_bytes: usize,
+    pub tile_bytes: usize,
+    /// CTAs that find the states, and tiles of keys whose queries are listed.
+    pub rows: u32,
+    pub columns: u32,
+}
+
+impl BlockMap {
+    /// The map of a kernel of `spec` for `problem`; `None` for a kernel without a mask of its own.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`].
+    pub(crate) fn of(spec: &KernelSpec, problem: &Problem) -> Result<Option<BlockMap>, Error> {
+        let Some(program) = spec.score.program.filter(|_| spec.score.masks()) else { return Ok(None) };
+        let traits = spec.traits();
+        let (group, lengths) = (problem.group_size(), &problem.lengths);
+        let queries = traits.tile_queries(group).max(1);
+        let rows = lengths.max_q().div_ceil(queries);
+        let columns = lengths.max_k().div_ceil(traits.tile.1 as usize);
+        for (name, value) in [("tiles of queries of a program's mask", rows), ("tiles of its keys", columns)] {
+            if value > MOST_TILES {
+                return Err(Error::TooLong { name, value, limit: MOST_TILES });
+            }
+        }
+        let (by_batch, by_head) = mask_axes(&program);
+        let batches = if by_batch || spec.reads.varied { lengths.sequences() } else { 1 };
+        let is_shared = spec.kernel.is_backward() || traits.packs_gqa;
+        let (heads, head_group) = match (by_head, is_shared) {
+            (false, _) => (1, 1),
+            (true, true) => (problem.heads_kv, group),
+            (true, false) => (problem.heads_q, 1),
+        };
+        let slots = batches.saturating_mul(heads);
+        let [outer, inner] = if spec.kernel.is_backward() { [columns, rows] } else { [rows, columns] };
+        let words = |each: usize| slots.saturating_mul(each).saturating_mul(4);
+        let list_bytes = words(outer.saturating_mul(inner + 1));
+        let tile_bytes = if spec.kernel.is_backward() { words(rows.saturating_mul(columns)) } else { 0 };
+        let ctas = |tiles: usize| count("tiles of a program's mask", slots.saturating_mul(tiles));
+        Ok(Some(BlockMap {
+            params: BlockMapParams {
+                rows: count("tiles", rows)?,
+                columns: count("tiles", columns)?,
+                batches: count("batch", batches)?,
+                heads: count("heads", heads)?,
+                head_group: count("heads", head_group)?,
+                ..BlockMapParams::default()
+            },
+            list_bytes,
+            tile_bytes,
+            rows: ctas(rows)? as u32,
+            columns: ctas(columns)? as u32,
+        }))
+    }
+}
+
+/// Whether a program's mask differs between sequences of one length, and between heads.
+fn mask_axes(program: &Program) -> (bool, bool) {
+    let deps = program.mask().map_or(Deps::NONE, |mask| program.deps(mask));
+    let names_sequence = program.nodes()[..program.own_nodes()].contains(&Node::Var(Var::B));
+    (deps.has(Deps::BATCH) && names_sequence, deps.has(Deps::HEAD))
+}
