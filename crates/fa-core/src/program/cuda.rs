@@ -127,8 +127,8 @@ impl Printer<'_> {
         let class = program.class();
         let _ = write!(
             self.text,
-            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n#include \"attn/spans.cuh\"\n\n\
-             namespace fa {{\n\nstruct Mods {{\n",
+            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n\
+             #include \"attn/spans.cuh\"\n\nnamespace fa {{\n\nstruct Mods {{\n",
             program.own_nodes()
         );
         let flags = [
@@ -149,8 +149,9 @@ impl Printer<'_> {
             self.text.push_str("    };\n");
         }
         self.text.push_str(
-            "\n    __device__ __forceinline__ Mods(const ProgramParams& params, int b, int h, int hk, int sq, \
-             int sk, int off)\n        : params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off) {\n",
+            "\n    __device__ __forceinline__ Mods(const ProgramParams& params, int b, int h, int hk, \
+             int sq, int sk, int off)\n        : \
+             params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off) {\n",
         );
         self.makes(Rate::Tile);
         self.text.push_str("    }\n");
@@ -265,7 +266,8 @@ impl Printer<'_> {
         let score = if takes_score { "float s, " } else { "" };
         let _ = writeln!(
             self.text,
-            "\n    __device__ __forceinline__ {ty} {name}({score}const Row& row, const Column& column) const {{"
+            "\n    __device__ __forceinline__ {ty} {name}({score}const Row& row, \
+             const Column& column) const {{"
         );
         let mut needed = vec![false; self.used.len()];
         needed[root.index()] = true;

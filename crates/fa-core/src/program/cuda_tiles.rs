@@ -9,9 +9,10 @@ use super::whole::Program;
 
 /// `tile_state`: the mask by ranges of values, in the order of its nodes.
 pub(super) fn tile_state(program: &Program) -> String {
-    let mut text = "\n    // Of the queries from first_q to last_q and the keys from first_k to last_k.\n    \
-                        __device__ __forceinline__ TileState tile_state(int first_q, int last_q, int first_k, \
-                        int last_k) const {\n"
+    let mut text =
+        "\n    // Of the queries from first_q to last_q and the keys from first_k to last_k.\n    \
+                        __device__ __forceinline__ TileState tile_state(int first_q, int last_q, \
+                        int first_k, int last_k) const {\n"
             .to_owned();
     let Some(mask) = program.mask() else {
         text.push_str("        return {true, true};\n    }\n");

@@ -10,8 +10,8 @@ const KEYWORDS: [&str; 15] = [
 ];
 
 /// The functions, for messages.
-pub(super) const FUNCTIONS: &str = "abs, min, max, clamp, floor, exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, sin, \
-                         cos, pow, select (or where), i32, f32";
+pub(super) const FUNCTIONS: &str = "abs, min, max, clamp, floor, exp, exp2, log, log2, tanh, sigmoid, \
+                                    sqrt, rsqrt, sin, cos, pow, select (or where), i32, f32";
 
 /// The functions of one operand.
 pub(super) const UNARY: [Unary; 14] = [

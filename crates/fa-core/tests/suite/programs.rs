@@ -1,7 +1,8 @@
 //! Programs: texts and their errors, values, derivatives.
 
 use fa_core::program::{
-    ArrayData, ArrayView, Deps, Inputs, Point, Precision, Program, ProgramProblem, ScoreClass, Value,
+    ArrayData, ArrayView, BiasElement, Deps, Inputs, Point, Precision, Program, ProgramProblem, ScoreClass,
+    Standard, Value,
 };
 
 use crate::random::{Random, random_program};
@@ -180,4 +181,28 @@ fn classes_and_slopes() {
             assert_eq!(program.eval(&own, &Point::default(), Precision::F64).slope, slope, "{text}");
         }
     }
+}
+
+#[test]
+fn standard_programs_join_those_of_users() {
+    let bias = Standard::Bias { element: BiasElement::Bf16, gradient: true };
+    for (standard, arrays, is_mask) in [
+        (Standard::Rows, 2, true),
+        (Standard::TwoRows, 4, true),
+        (Standard::Bits, 1, true),
+        (Standard::Chunk, 0, true),
+        (bias, 1, false),
+    ] {
+        let program = standard.program().unwrap();
+        assert_eq!((program.arrays().len(), program.mask().is_some()), (arrays, is_mask), "{standard:?}");
+        assert_eq!(program.arrays().iter().any(|array| array.gradient), standard == bias);
+    }
+    let own = parsed("scalar c: f32; mask = k <= q; score = c * tanh(s / c)");
+    let joined =
+        own.with(&bias.program().unwrap()).unwrap().with(&Standard::Bits.program().unwrap()).unwrap();
+    let expected = "array fa_bias: bf16[_, _, _, _] grad; array fa_bits: bits[_, _, _, _]; scalar c: f32;
+                    mask = k <= q and fa_bits[b, h, q, k]; score = c * tanh(s / c) + fa_bias[b, h, q, k];";
+    assert_eq!(joined, parsed(expected));
+    let error = own.with(&parsed("scalar c: i32; q < c")).unwrap_err();
+    assert_eq!(error.problem, ProgramProblem::Conflict { name: "c".to_owned() });
 }
