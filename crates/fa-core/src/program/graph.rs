@@ -31,6 +31,15 @@ impl Graph {
         Graph { arrays, scalars, ..Graph::default() }
     }
 
+    /// Frees what only new nodes need.
+    pub(super) fn finish(&mut self) {
+        self.keys = Vec::new();
+        self.index = HashMap::new();
+        self.nodes.shrink_to_fit();
+        self.types.shrink_to_fit();
+        self.deps.shrink_to_fit();
+    }
+
     pub(super) fn ty(&self, node: NodeId) -> Type {
         self.types[node.index()]
     }

@@ -118,6 +118,7 @@ impl Program {
         let (slope, gradients) =
             derived.map_or((None, Vec::new()), |(slope, gradients)| (Some(slope), gradients));
         let class = score.map(|score| affine::class(&mut graph, score)).transpose()?;
+        graph.finish();
         let hash = graph::fnv(text.as_bytes());
         Ok(Program { graph, own, mask, score, slope, class, gradients, text, hash })
     }
