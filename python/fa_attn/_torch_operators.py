@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ._core import InputError, UnsupportedError
-from ._options import NO_EXTRAS, TENSORS, Extras, division_of
+from ._options import NO_EXTRAS, TENSORS, Extras, division_of, moved
 from ._torch_caches import run_append
 from ._torch_flops import count_operations
 from ._torch_memory import (
@@ -28,7 +28,7 @@ from ._torch_passes import no_tangents, run_backward, run_forward
 
 # The extras in a schema, each an argument.
 _EXTRAS = ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt max_seqlen_q, SymInt max_seqlen_k"
-_OPTIONS = "float? scale, bool causal, SymInt left, SymInt right, float softcap, bool deterministic"
+_OPTIONS = "float? scale, bool causal, SymInt left, SymInt right, SymInt offset, float softcap, bool deterministic"
 
 
 def _parted(arguments):
@@ -43,11 +43,12 @@ def _read(extras):
 
 
 def _forward(q, k, v, *arguments):
-    extras, (scale, causal, left, right, softcap, _, *parts) = _parted(arguments)
+    extras, (scale, causal, left, right, offset, softcap, _, *parts) = _parted(arguments)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
     # Torch leaves out arguments that have their defaults.
     division = division_of(*parts, *(0, None)[len(parts) :])
-    return run_forward(q, k, v, scale, causal, (left, right), softcap, _read(extras), division=division)
+    window = (left, right, offset)
+    return run_forward(q, k, v, scale, causal, window, softcap, _read(extras), division=division)
 
 
 _forward_operator = torch.library.custom_op(
@@ -65,11 +66,11 @@ def _(q, k, v, *arguments):
 
 
 def _backward(dout, q, k, v, out, lse, dlse, *arguments):
-    extras, (scale, causal, left, right, softcap, deterministic) = _parted(arguments)
+    extras, (scale, causal, left, right, offset, softcap, deterministic) = _parted(arguments)
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
     q, k, v, extras = rows_of(q), rows_of(k), rows_of(v), _read(extras)
     grads = room_for_gradients(q, k, v, extras)
-    window = (left, right)
+    window = (left, right, offset)
     dsinks = run_backward(
         dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras, dlse
     )
@@ -100,7 +101,6 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
     extras = NO_EXTRAS if extras is None else extras
     if extras.sinks is not None and extras.sinks.dtype != FLOAT:
         extras = extras._replace(sinks=extras.sinks.to(FLOAT))
-    left, right = window
     tensors = distributed(dict(q=q, k=k, v=v), extras[:-2])
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
@@ -114,8 +114,7 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
         *extras[-2:],
         scale,
         bool(causal),
-        left,
-        right,
+        *moved(window),
         softcap,
         bool(deterministic),
         0 if splits is None else splits,

@@ -7,7 +7,7 @@ from functools import wraps
 import torch
 
 from . import _core
-from ._options import NO_EXTRAS, Extras, is_varied
+from ._options import NO_EXTRAS, Extras, is_varied, moved
 from ._torch_memory import FLOAT, aligned, allocator_of, fresh, is_seen, room_for_gradients, stream_of
 from ._torch_shardings import distributed
 
@@ -64,7 +64,7 @@ def backward_by_operator(
     """(dq, dk, dv, dsinks or None) by the operator, for code that records operators; without autograd."""
     extras = NO_EXTRAS if extras is None else extras
     dout = torch.zeros_like(out) if dout is None else dout
-    options = (*extras[-2:], scale, bool(causal), *window, softcap, bool(deterministic))
+    options = (*extras[-2:], scale, bool(causal), *moved(window), softcap, bool(deterministic))
     named = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
     beside = distributed(named, (dlse, *extras[:-2]))
     tensors = (None if x is None else x.detach() for x in (*named.values(), *beside))

@@ -61,12 +61,14 @@ def flash_attn_func(
     return_attn_probs=False,
     *,
     out=None,
+    query_offset=0,
     **others,
 ):
     """softmax(mask(softmax_scale * q k^T)) v for each query head of each sequence.
 
     q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`:
     None for 1 / sqrt(head_dim). `window_size`: (left, right) keys around the diagonal, -1 for no limit.
+    `query_offset`: query i lies on key i + seqlen_k - seqlen_q + query_offset, for masks and ALiBi.
     `softcap`: cap * tanh(score / cap), 0 for none. `alibi_slopes`: float32 (heads_q,) or (batch, heads_q).
     `deterministic`: gradients have the same bits in every run. `out`: an array of the result's shape and
     type, to which the result is written, without gradients. Returns out, in the shape of q; with
@@ -78,7 +80,7 @@ def flash_attn_func(
         extras = None
     else:
         extras = extras_of(alibi_slopes=alibi_slopes, **beside)
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     out, lse = face_of(q).attention(q, k, v, *options, extras, out=out, division=division)
     if return_attn_probs is not False or wants_lse:
         return returned(out, lse, wants_lse, return_attn_probs)
@@ -95,6 +97,8 @@ def flash_attn_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    query_offset=0,
     **others,
 ):
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
@@ -103,7 +107,7 @@ def flash_attn_qkvpacked_func(
     beside, wants_lse, division = others_of("flash_attn_qkvpacked_func", others)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     extras = extras_of(alibi_slopes=alibi_slopes, **beside)
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     out, lse = face.packed_attention(qkv, 2, *options, extras, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
 
@@ -170,6 +174,7 @@ def flash_attn_varlen_func(
     seqused_k=None,
     page_table=None,
     out=None,
+    query_offset=0,
     **others,
 ):
     """`flash_attn_func` of sequences that are packed end to end.
@@ -209,7 +214,7 @@ def flash_attn_varlen_func(
         max_seqlen_k=0 if max_seqlen_k is None else max_seqlen_k,
         **beside,
     )
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     out, lse = face.attention(q, k, v, *options, extras, out=out, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
 
@@ -226,6 +231,8 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    query_offset=0,
     **others,
 ):
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
@@ -243,7 +250,7 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen_k=max_seqlen,
         **beside,
     )
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
+    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     out, lse = face.packed_attention(qkv, 1, *options, extras, division=division)
     return returned(out, lse, wants_lse, return_attn_probs)
 
@@ -302,12 +309,13 @@ def flash_attn_backward(
     deterministic=False,
     sinks=None,
     dlse=None,
+    query_offset=0,
 ):
     """The gradients of `flash_attn_func`, for arrays without autograd. `out` and `softmax_lse` are its
     results, `dout` is the gradient of out, `dlse` that of softmax_lse, float32 in its shape. Returns (dq, dk,
     dv), with sinks (dq, dk, dv, dsinks)."""
     extras = extras_of(alibi_slopes=alibi_slopes, sinks=sinks)
-    options = (softmax_scale, causal, window_size, softcap, deterministic)
+    options = (softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
 
 
@@ -332,6 +340,7 @@ def flash_attn_varlen_backward(
     seqused_k=None,
     sinks=None,
     dlse=None,
+    query_offset=0,
 ):
     """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that belong to no sequence
     get 0."""
@@ -345,14 +354,14 @@ def flash_attn_varlen_backward(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    options = (softmax_scale, causal, window_size, softcap, deterministic)
+    options = (softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
 
 
 def _gradients(
-    dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, extras, dlse
+    dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, query_offset, extras, dlse
 ):
-    options = options_of(scale, causal, window_size, softcap, deterministic)
+    options = options_of(scale, causal, window_size, softcap, deterministic, query_offset)
     given_back(dout, q, k, v, out, lse)
     if dlse is not None:
         masses("dlse", dlse, q)

@@ -6,7 +6,7 @@ from math import isfinite
 from reprlib import repr as short
 
 from . import _core
-from ._checks import array, count, flag, given_back, number, one_of, window
+from ._checks import array, count, flag, given_back, most, number, one_of, window
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
 from ._options import TENSORS, Extras
@@ -25,6 +25,7 @@ def problem(
     dtype="bf16",
     causal=False,
     window_size=(-1, -1),
+    query_offset=0,
     softmax_scale=None,
     softcap=0.0,
     alibi=None,
@@ -42,7 +43,8 @@ def problem(
     `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache; `used_q`,
     `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
     `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16 or bf16, also by the names of numpy and
-    torch or as their types. `alibi`: "per_head" or "per_sequence_head".
+    torch or as their types. `query_offset`: keys by which queries lie right of the bottom-right alignment.
+    `alibi`: "per_head" or "per_sequence_head".
     """
     left, right = window(window_size)
     heads, heads_kv = _pair("heads", heads, ":", "heads_kv", heads_kv)
@@ -76,7 +78,7 @@ def problem(
         if value is not None and not isfinite(value):
             raise _core.InputError(f"{name} is {value}: it must be finite")
         fields[name] = value if name == "softmax_scale" else value or None
-    fields["mask"] = sides
+    fields["mask"] = {**sides, "offset": most("query_offset", query_offset)}
     fields["dtype"] = _dtype(dtype)
     fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
     for name, value in (("used_q", used_q), ("used_k", used_k), ("sinks", sinks)):

@@ -6,7 +6,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
-use crate::given::{Given, Options, bound, dtype_of, elsewhere, heads_and_dim, words};
+use crate::given::{Given, Options, Window, bound, dtype_of, elsewhere, heads_and_dim, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
@@ -119,7 +119,7 @@ pub(crate) fn forward<'py>(
     lse: &Bound<'py, PyAny>,
     scale: Option<f64>,
     causal: bool,
-    window: (i64, i64),
+    window: Window,
     softcap: f64,
     extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
@@ -146,7 +146,7 @@ pub(crate) fn check_forward<'py>(
     v: &Bound<'py, PyAny>,
     scale: Option<f64>,
     causal: bool,
-    window: (i64, i64),
+    window: Window,
     softcap: f64,
     extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
@@ -177,7 +177,7 @@ pub(crate) fn backward<'py>(
     dsinks: Option<&Bound<'py, PyAny>>,
     scale: Option<f64>,
     causal: bool,
-    window: (i64, i64),
+    window: Window,
     softcap: f64,
     deterministic: bool,
     extras: Option<Bound<'py, PyTuple>>,
@@ -225,7 +225,7 @@ pub(crate) fn report<'py>(
     v: &Bound<'py, PyAny>,
     scale: Option<f64>,
     causal: bool,
-    window: (i64, i64),
+    window: Window,
     softcap: f64,
     extras: Option<Bound<'py, PyTuple>>,
     backward: bool,

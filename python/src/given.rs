@@ -16,9 +16,30 @@ pub(crate) struct Options {
     pub scale: Option<f64>,
     pub causal: bool,
     /// Keys left and right of the diagonal that a query sees; negative for all.
-    pub window: (i64, i64),
+    pub window: Window,
     /// 0 for none.
     pub softcap: f64,
+}
+
+/// The sides of a window, and the keys by which queries lie right of the bottom-right alignment, where that is
+/// not 0.
+#[derive(Clone, Copy, Debug, FromPyObject)]
+pub(crate) enum Window {
+    Aligned((i64, i64)),
+    Moved((i64, i64, i64)),
+}
+
+impl Window {
+    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
+    /// side is.
+    fn mask(self, causal: bool) -> Mask {
+        let (left, right, offset) = match self {
+            Window::Aligned((left, right)) => (left, right, 0),
+            Window::Moved(all) => all,
+        };
+        let side = |side: i64| u32::try_from(side).ok();
+        Mask::band(side(left), if causal { Some(0) } else { side(right) }).with_offset(offset)
+    }
 }
 
 /// The arrays of a call other than Q, K and V.
@@ -189,7 +210,7 @@ impl<'py> Given<'py> {
             (head_dim, head_dim_v),
             Types::same(*dtype),
         )
-        .with_mask(mask(options.causal, options.window))
+        .with_mask(options.window.mask(options.causal))
         .with_softmax_scale(options.scale)
         .with_score(
             ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(extras.sinks.is_some()),
@@ -328,11 +349,4 @@ pub(crate) fn elsewhere(name: &str, place: Place) -> PyErr {
         Place::Cuda(device) => format!("on GPU {device}"),
     };
     InputError::new_err(format!("{name} lies elsewhere than q, which is {place}: move it there"))
-}
-
-/// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
-/// side is.
-fn mask(causal: bool, (left, right): (i64, i64)) -> Mask {
-    let side = |side: i64| u32::try_from(side).ok();
-    Mask::band(side(left), if causal { Some(0) } else { side(right) })
 }

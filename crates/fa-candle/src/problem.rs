@@ -199,10 +199,12 @@ fn dtype_of(q: &Tensor) -> Result<Dtype> {
 /// A window at least as wide as the sequence hides nothing.
 fn mask(options: &Options<'_>, lengths: &Lengths) -> Mask {
     let (max_q, max_k) = (lengths.max_q(), lengths.max_k());
-    let left = options.window_size_left.filter(|left| *left < max_k.saturating_sub(1));
-    let right = options.window_size_right.filter(|right| *right <= max_k && *right < max_q.saturating_sub(1));
+    let is_moved = options.query_offset != 0;
+    let left = options.window_size_left.filter(|left| is_moved || *left < max_k.saturating_sub(1));
+    let hides = |right: &usize| is_moved || *right <= max_k && *right < max_q.saturating_sub(1);
+    let right = options.window_size_right.filter(hides);
     let side = |side: Option<usize>| side.and_then(|side| u32::try_from(side).ok());
-    Mask::band(side(left), side(right))
+    Mask::band(side(left), side(right)).with_offset(options.query_offset)
 }
 
 fn dims<const N: usize>(tensor: &Tensor, name: &'static str, need: &str) -> Result<[usize; N]> {

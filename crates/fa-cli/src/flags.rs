@@ -19,8 +19,19 @@ use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
 /// with them as well: clap does not require a flag that conflicts with another, and would ignore the first.
-pub(crate) const OF_SHAPES: [&str; 10] =
-    ["batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap"];
+pub(crate) const OF_SHAPES: [&str; 11] = [
+    "batch",
+    "tokens",
+    "seqlen",
+    "heads",
+    "headdim",
+    "causal",
+    "window",
+    "query_offset",
+    "both_masks",
+    "dtype",
+    "softcap",
+];
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -64,13 +75,16 @@ pub(crate) struct MaskArgs {
     /// Each query sees L keys before and R keys after its own; 'inf' for no limit
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub window: Option<Window>,
+    /// Query i lies N keys right of key i + keys - queries, for the mask and for ALiBi
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    pub query_offset: i64,
 }
 
 impl MaskArgs {
     /// The mask: causal cuts the window's right side off.
     pub(crate) fn mask(&self) -> Mask {
         let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
-        Mask::band(left, if self.causal { Some(0) } else { right })
+        Mask::band(left, if self.causal { Some(0) } else { right }).with_offset(self.query_offset)
     }
 }
 
@@ -250,7 +264,11 @@ impl ShapeArgs {
         if dtype == Dtype::E4m3 {
             return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
         }
-        let masks = if self.both_masks { vec![Mask::FULL, Mask::CAUSAL] } else { vec![self.mask.mask()] };
+        let masks = if self.both_masks {
+            vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]
+        } else {
+            vec![self.mask.mask()]
+        };
         let mut problems = Vec::new();
         for &HeadDim { qk, v } in &self.headdim {
             for &mask in &masks {
@@ -433,7 +451,7 @@ fn file_of(what: &str, kinds: &[&str], text: &str) -> Result<PathBuf, String> {
 impl AttentionArgs {
     /// Whether any flag but the layout is given.
     pub(crate) fn describes_a_problem(&self) -> bool {
-        self.mask.causal || self.mask.window.is_some() || self.scale.is_some() || self.softcap.is_some()
+        self.mask.mask() != Mask::FULL || self.scale.is_some() || self.softcap.is_some()
     }
 
     /// The layout: the flag's, else the file's metadata entry, else BSHD.

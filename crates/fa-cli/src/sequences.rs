@@ -191,6 +191,7 @@ impl SideTensors {
             CpuError::Length { buffer, .. } => buffer,
             CpuError::Page { .. } => "page_table",
             CpuError::Problem(_)
+            | CpuError::Program(_)
             | CpuError::Append(_)
             | CpuError::Shape { .. }
             | CpuError::Dtype { .. }

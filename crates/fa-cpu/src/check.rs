@@ -59,8 +59,8 @@ pub fn check_forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
-    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.qkv) {
-        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.qkv });
+    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.q) {
+        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.q });
     }
     check_shape("q", q.shape(), q_shape(problem))?;
     check_shape("k", k.shape(), k_shape(problem))?;

@@ -230,7 +230,7 @@ fn subject(
         1,
         head_dim as usize,
         if mask == "full" { Mask::FULL } else { Mask::CAUSAL },
-        spec.types.qkv,
+        spec.types.q,
     )
     .with_lengths(Lengths::uniform(1, seqlen, seqlen))
     .with_heads(heads_q, heads_kv);

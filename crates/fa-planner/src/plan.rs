@@ -291,8 +291,8 @@ fn for_each(
     mut judge: impl FnMut(KernelSpec),
 ) -> Result<(), PlanError> {
     problem.check()?;
-    if !problem.types.qkv.is_half() {
-        return Err(PlanError::Dtype(problem.types.qkv));
+    if !problem.types.q.is_half() {
+        return Err(PlanError::Dtype(problem.types.q));
     }
     problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {

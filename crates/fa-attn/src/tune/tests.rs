@@ -37,7 +37,7 @@ fn the_nearest_measured_problem_decides() {
         Some(far)
     );
     let half = found(&table, &PROBLEM.with_types(Types::same(Dtype::F16))).expect("types stand in");
-    assert_eq!((half.types.qkv, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
+    assert_eq!((half.types.q, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
     for other in [
         PROBLEM.with_lengths(Lengths::uniform(PROBLEM.lengths.sequences(), 1, PROBLEM.lengths.max_k())),
         PROBLEM.with_head_dim(120),

@@ -55,7 +55,7 @@ fn verify_with<T: Half>(case: &Case, results: &DeviceGradients<T>, extras: &Extr
     let low = reference::low_precision::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
     let expected = [(exact.dq, low.dq), (exact.dk, low.dk), (exact.dv, low.dv)];
     for (i, (found, (exact, low))) in results.values.iter().zip(expected).enumerate() {
-        let found = compare::compare(case.shapes()[i], problem.types.qkv, found, &exact, Some(&low)).unwrap();
+        let found = compare::compare(case.shapes()[i], problem.types.q, found, &exact, Some(&low)).unwrap();
         assert!(found.passed(), "{case:?}: gradient {i}: {found}");
     }
 }

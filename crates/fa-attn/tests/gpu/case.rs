@@ -97,10 +97,10 @@ impl Case {
         let low = reference::low_precision::forward(problem, &q, &k, &v).unwrap();
         let shape = self.shapes()[3];
         let found =
-            compare::compare(shape, problem.types.qkv, &output.out, &expected.out, Some(&low.out)).unwrap();
+            compare::compare(shape, problem.types.q, &output.out, &expected.out, Some(&low.out)).unwrap();
         assert!(found.passed(), "{self:?}: {found}");
         let rows = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
-        let found = compare::compare_lse(rows, problem.types.qkv, &output.lse, &expected.lse).unwrap();
+        let found = compare::compare_lse(rows, problem.types.q, &output.lse, &expected.lse).unwrap();
         assert!(found.passed(), "{self:?}: LSE {found}");
         assert_eq!(output.strays, 0, "{self:?}: written between rows");
     }

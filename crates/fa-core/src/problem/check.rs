@@ -1,7 +1,6 @@
 //! Which problems are valid: relations between the fields, and sizes that can be addressed.
 
 use super::{Problem, ProblemError};
-use crate::Types;
 use crate::lengths::{Side, SideRows};
 
 /// The most that a count read on the device may be.
@@ -17,6 +16,9 @@ const MOST_HEADS: usize = 1 << 20;
 
 /// The most columns of a head: likewise, and of V's the output has as many although V may have no rows.
 const MOST_HEAD_DIM: usize = 1 << 16;
+
+/// The largest offset of a mask with ALiBi: f32 has every integer up to it.
+const ALIBI_OFFSET: u64 = 1 << 24;
 
 impl Problem {
     /// Checks the relations between the fields. An empty batch and empty sequences are valid and give empty
@@ -41,10 +43,8 @@ impl Problem {
         if !self.heads_q.is_multiple_of(self.heads_kv) {
             return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
         }
-        let Types { qkv, out } = self.types;
-        if qkv != out {
-            return Err(ProblemError::Types { qkv, out });
-        }
+        self.types.check()?;
+        self.check_offset()?;
         self.check_lengths()?;
         let (q, k) = (self.rows_of(self.lengths.q()), self.rows_of(self.lengths.k()));
         let tensors = [
@@ -66,6 +66,15 @@ impl Problem {
         let own = [("softcap", self.score.softcap.is_some()), ("alibi", self.score.alibi.is_some())];
         if let Some((name, _)) = own.into_iter().find(|&(_, is_on)| is_on && changes) {
             return Err(ProblemError::Program { name });
+        }
+        Ok(())
+    }
+
+    /// ALiBi's distances are exact in f32 as far as the offset goes.
+    fn check_offset(&self) -> Result<(), ProblemError> {
+        let offset = self.mask.offset;
+        if self.score.alibi.is_some() && offset.unsigned_abs() > ALIBI_OFFSET {
+            return Err(ProblemError::Offset { offset, limit: ALIBI_OFFSET });
         }
         Ok(())
     }
@@ -123,7 +132,7 @@ fn check_elements(tensor: &'static str, shape: [usize; 4]) -> Result<(), Problem
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Lengths, Mask, ScoreMod};
+    use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
 
     const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
 
@@ -148,7 +157,24 @@ mod tests {
         refused(rowless.with_heads_q(1 << 40), "heads_q = 1099511627776: at most 1048576");
         refused(rowless.with_heads_kv(usize::MAX), "heads_kv = 18446744073709551615");
         assert_eq!(rowless.with_heads_q(MOST_HEADS).check(), Ok(()));
-        refused(BASE.with_types(Types { qkv: Dtype::F16, out: Dtype::F32 }), "out_dtype is f32");
+        let (half, fp8) = (Types::same(Dtype::F16), Types::same(Dtype::E4m3));
+        for (types, part) in [
+            (
+                half.with_out(Dtype::F32),
+                "out_dtype is f32 and dtype is f16: nothing writes O wider than Q yet",
+            ),
+            (
+                half.with_kv(Dtype::E4m3),
+                "kv_dtype is e4m3 and dtype is f16: nothing reads an 8-bit cache yet",
+            ),
+            (half.with_kv(Dtype::Int8), "dequantise K and V into Q's type and leave kv_dtype out"),
+            (half.with_kv(Dtype::Bf16), "K and V have the type of Q; convert them"),
+            (half.with_out(Dtype::Bf16), "O is written in the type of Q, K and V"),
+            (half.with_dkv(Dtype::F32), "dkv_dtype is f32 and dtype is f16: dK and dV are written in"),
+            (fp8.with_out(Dtype::Bf16), "nothing computes an fp8 forward yet; convert Q, K and V"),
+        ] {
+            refused(BASE.with_types(types), part);
+        }
         refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
         refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
         refused(BASE.with_lengths(Lengths::uniform(2, 1024, usize::MAX)), "k has");

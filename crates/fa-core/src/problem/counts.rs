@@ -57,9 +57,11 @@ impl Problem {
     /// and dV.
     pub fn bytes_held(&self, pass: Pass) -> f64 {
         let (q, k, v, o) = self.elements();
-        let (qkv, out) = (self.types.qkv.bytes() as f64, self.types.out.bytes() as f64);
-        let times = if pass.is_backward() { 2.0 } else { 1.0 };
-        times * (qkv * (q + k + v) + out * o) + 4.0 * self.rows()
+        let [of_q, of_kv, of_out, of_dkv] =
+            [self.types.q, self.types.kv, self.types.out, self.types.dkv].map(|dtype| dtype.bytes() as f64);
+        let forward = of_q * q + of_kv * (k + v) + of_out * o;
+        let gradients = of_q * q + of_dkv * (k + v) + of_out * o;
+        forward + if pass.is_backward() { gradients } else { 0.0 } + 4.0 * self.rows()
     }
 
     /// Bytes of K and V that no query sees: those before a window. Where lengths are on the device an
@@ -68,7 +70,7 @@ impl Problem {
         let (mean_q, mean_k) = (self.lengths.mean_q(), self.lengths.mean_k());
         let seen = self.mask.keys_of_all(mean_q, mean_k).len() as f64;
         let (_, k, v, _) = self.elements();
-        self.types.qkv.bytes() as f64 * (k + v) * (1.0 - seen / (mean_k as f64).max(1.0))
+        self.types.kv.bytes() as f64 * (k + v) * (1.0 - seen / (mean_k as f64).max(1.0))
     }
 
     /// Query rows over all heads and sequences: the number of LSE values (at most, where lengths are on the

@@ -34,7 +34,11 @@ pub(super) struct Flat {
     mask: Mask,
     dtype: Dtype,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    kv_dtype: Option<Dtype>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     out_dtype: Option<Dtype>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dkv_dtype: Option<Dtype>,
     #[serde(default)]
     softmax_scale: Option<f64>,
     #[serde(default)]
@@ -66,7 +70,7 @@ impl TryFrom<Flat> for Problem {
             Lengths::of(flat.batch, with_used(q, flat.used_q), with_used(k, flat.used_k)),
             (flat.heads_q, flat.heads_kv),
             (flat.head_dim, flat.head_dim_v),
-            Types { qkv: flat.dtype, out: flat.out_dtype.unwrap_or(flat.dtype) },
+            Types::of(flat.dtype, [flat.kv_dtype, flat.out_dtype, flat.dkv_dtype]),
         )
         .with_mask(flat.mask)
         .with_softmax_scale(flat.softmax_scale)
@@ -92,6 +96,7 @@ impl From<Problem> for Flat {
             SideRows::Paged { page, pages, .. } => (Some(page), Some(pages)),
             SideRows::Padded { .. } | SideRows::Packed { .. } => (None, None),
         };
+        let [kv_dtype, out_dtype, dkv_dtype] = types.differing();
         Flat {
             batch: lengths.sequences(),
             seqlen_q: lengths.max_q(),
@@ -107,8 +112,10 @@ impl From<Problem> for Flat {
             head_dim,
             head_dim_v,
             mask,
-            dtype: types.qkv,
-            out_dtype: types.differing_out(),
+            dtype: types.q,
+            kv_dtype,
+            out_dtype,
+            dkv_dtype,
             softmax_scale,
             softcap: score.softcap,
             alibi: score.alibi,
@@ -144,8 +151,13 @@ mod tests {
         let ron = "(batch:2,seqlen_q:1024,seqlen_k:512,heads_q:16,heads_kv:16,head_dim:128,head_dim_v:128,\
                    mask:(left:Some(3),right:Some(4)),dtype:f16,softmax_scale:Some(0.5),softcap:Some(30.0))";
         assert_eq!(ron::to_string(&other).unwrap(), ron);
-        let mixed = base.with_types(Types { qkv: Dtype::F16, out: Dtype::F32 });
-        for problem in [base, other, mixed] {
+        let half = Types::same(Dtype::F16);
+        let named = [
+            half.with_out(Dtype::F32).with_dkv(Dtype::F32),
+            half.with_kv(Dtype::Int8),
+            Types::same(Dtype::E4m3).with_out(Dtype::Bf16),
+        ];
+        for problem in [base, other].into_iter().chain(named.map(|types| base.with_types(types))) {
             assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
             assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
         }

@@ -5,7 +5,7 @@ use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
 use crate::program::Interned;
-use crate::{Problem, SideRows, Types};
+use crate::{Problem, SideRows};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
 const MOST_CTAS: usize = 1 << 16;
@@ -72,7 +72,7 @@ impl KernelSpec {
         kernel: impl Into<Kernel>,
     ) -> Self {
         KernelSpec {
-            types: Types::same(problem.types.qkv),
+            types: problem.types,
             head_dim,
             head_dim_v,
             mask: MaskKind::of(&problem.mask),
@@ -101,9 +101,13 @@ impl KernelSpec {
     /// The kernel was compiled for problems of this kind.
     fn check_compiled(&self, problem: &Problem) -> Result<(), Mismatch> {
         let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
-        for (what, have, need) in
-            [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]
-        {
+        let (own, of) = (self.types, problem.types);
+        for (what, have, need) in [
+            ("dtype", own.q, of.q),
+            ("kv_dtype", own.kv, of.kv),
+            ("out_dtype", own.out, of.out),
+            ("dkv_dtype", own.dkv, of.dkv),
+        ] {
             if have != need {
                 return differs(what, have.to_string(), need.to_string());
             }
@@ -119,6 +123,7 @@ impl KernelSpec {
         if !self.mask.serves(&problem.mask) {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
         }
+        check_offset(problem)?;
         let (have, need) = (self.score, problem.score.kind());
         let (reads, of) = (self.reads, Reads::of(problem));
         for (what, have, need, [off, on]) in [
@@ -183,6 +188,23 @@ impl KernelSpec {
     }
 }
 
+/// The mask's offset is one that kernels compute: their windows have limits of 0 and more, which hold the
+/// offset, and their ALiBi is aligned to the bottom right corner.
+fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
+    let offset = problem.mask.offset;
+    let refuse = |kernel: &str| {
+        let problem = format!("{} (query_offset = {offset}); the CPU backend computes it", problem.mask);
+        Err(Mismatch { what: "query_offset", kernel: kernel.to_owned(), problem })
+    };
+    if offset != 0 && problem.score.alibi.is_some() {
+        return refuse("ALiBi with query_offset = 0");
+    }
+    if problem.mask.limits().into_iter().flatten().any(|limit| limit < 0) {
+        return refuse("offsets that leave the query's own bottom-right diagonal visible");
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -211,6 +233,33 @@ mod tests {
         let error = spec(Kernel::Sm90Fwd(narrow), reads).check().expect_err("lanes without a row");
         assert!(error.to_string().contains("tile_n of 64 or more"), "{error}");
         assert_eq!(spec(Kernel::Sm80Fwd(Sm80Fwd::default()), reads).serves(&paged(1)), Ok(()));
+    }
+
+    #[test]
+    fn offsets_that_a_window_holds_are_served_and_others_refused_by_name() {
+        let window = KernelSpec {
+            mask: MaskKind::Window,
+            ..spec(Kernel::Sm80Fwd(Sm80Fwd::default()), Reads::UNIFORM)
+        };
+        let of = |mask: Mask| BASE.with_mask(mask);
+        for mask in
+            [Mask::CAUSAL.with_offset(9), Mask::window(4, 2).with_offset(-2), Mask::band(Some(7), None)]
+        {
+            assert_eq!(window.serves(&of(mask)), Ok(()), "{mask}");
+        }
+        let sloped = ScoreMod::NONE.with_alibi(Some(crate::Alibi::PerHead));
+        for problem in [
+            of(Mask::CAUSAL.with_offset(-1)),
+            of(Mask::window(4, 2).with_offset(5)),
+            of(Mask::CAUSAL.with_offset(1)).with_score(sloped),
+        ] {
+            let error = window.serves(&problem).expect_err("a negative limit, or a moved diagonal");
+            assert_eq!(error.what(), "query_offset");
+            assert!(error.to_string().contains("the CPU backend computes it"), "{error}");
+        }
+        let causal = spec(Kernel::Sm80Fwd(Sm80Fwd::default()), Reads::UNIFORM);
+        let causal = KernelSpec { mask: MaskKind::Causal, ..causal };
+        assert_eq!(causal.serves(&of(Mask::CAUSAL.with_offset(9))).expect_err("not causal").what(), "mask");
     }
 
     #[test]

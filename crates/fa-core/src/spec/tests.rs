@@ -321,9 +321,9 @@ fn text_is_flat() {
 
 #[test]
 fn another_type_of_o_is_refused() {
-    let mixed = KernelSpec { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..sm80() };
+    let mixed = KernelSpec { types: Types::same(Dtype::F16).with_out(Dtype::F32), ..sm80() };
     let error = KernelSpec::from_ron(&mixed.to_ron()).expect_err("nothing writes it").to_string();
-    assert!(error.contains("out_dtype = f32"), "{error}");
+    assert!(error.contains("out_dtype is f32 and dtype is f16"), "{error}");
 }
 
 /// A forward with everything on that reads and scores can have.

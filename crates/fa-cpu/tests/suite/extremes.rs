@@ -242,7 +242,7 @@ fn check_edges<T: Element>(
     wanted: &reference::Gradients,
 ) {
     let (queries, dim) = (problem.lengths.max_q(), problem.head_dim_v);
-    let room = if problem.types.qkv == Dtype::F32 { 1e-4 } else { 0.06 };
+    let room = if problem.types.q == Dtype::F32 { 1e-4 } else { 0.06 };
     let mut all_within = true;
     for (row, (&lse, &want)) in got.lse.iter().zip(&exact.lse).enumerate() {
         let (head, query) = (row / queries, row % queries);

@@ -47,7 +47,8 @@ fn differences_of(
 
 pub(crate) fn masks() -> impl Strategy<Value = Mask> {
     let side = || prop_oneof![Just(None), (0u32..6).prop_map(Some)];
-    (side(), side()).prop_map(|(left, right)| Mask::band(left, right))
+    let offset = prop_oneof![3 => Just(0), 1 => -8i64..9];
+    (side(), side(), offset).prop_map(|(left, right, offset)| Mask::band(left, right).with_offset(offset))
 }
 
 prop_compose! {

@@ -361,7 +361,7 @@ proptest! {
 
     #[test]
     fn sixteen_bit_outputs_are_one_rounding_from_f64_of_f64(problem in problems(), seed: u64) {
-        let failures = if problem.types.qkv == Dtype::F16 {
+        let failures = if problem.types.q == Dtype::F16 {
             one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, seed))
         } else {
             let problem = problem.with_types(Types::same(Dtype::Bf16));

@@ -144,7 +144,7 @@ fn check<T: Element + std::fmt::Debug>(
 ) {
     let inputs = inputs::<T>(problem, extras, seed);
     let Views { q, k, v, dout } = inputs.views(problem);
-    let dtype = problem.types.qkv;
+    let dtype = problem.types.q;
     // Of half of the cases the LSE has a gradient too; rows of no sequence hold NaN there.
     let mut dlse: Vec<f32> = vec![f32::NAN; lse_len(problem)];
     let spans = Batch::new(problem, extras).unwrap();
@@ -224,11 +224,18 @@ fn gradients_of_blind_rows_do_not_leak_into_sinks() {
 }
 
 fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: bool) {
-    in_dtype!(problem.types.qkv, T => check::<T>(problem, extras, seed, with_backward));
+    in_dtype!(problem.types.q, T => check::<T>(problem, extras, seed, with_backward));
 }
 
-pub(crate) const MASKS: [Mask; 5] =
-    [Mask::FULL, Mask::CAUSAL, Mask::window(9, 4), Mask::causal_window(40), Mask::band(None, Some(20))];
+pub(crate) const MASKS: [Mask; 7] = [
+    Mask::CAUSAL.with_offset(-6),
+    Mask::causal_window(9).with_offset(13),
+    Mask::FULL,
+    Mask::CAUSAL,
+    Mask::window(9, 4),
+    Mask::causal_window(40),
+    Mask::band(None, Some(20)),
+];
 
 const SCORES: [ScoreMod; 5] = [
     ScoreMod::NONE,

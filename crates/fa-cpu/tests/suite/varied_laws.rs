@@ -127,7 +127,7 @@ proptest! {
         base in bases(), lens in lens(), q in lies(), k in lies(), seed: u64, with_backward: bool,
     ) {
         let (problem, owned) = problem(base, &lens, [q, k], seed);
-        in_dtype!(base.types.qkv, T => same_alone::<T>(&problem, &owned, seed, with_backward));
+        in_dtype!(base.types.q, T => same_alone::<T>(&problem, &owned, seed, with_backward));
     }
 
     #[test]
@@ -136,7 +136,7 @@ proptest! {
         page in prop_oneof![Just(1usize), Just(16), Just(64), 1usize..40, Just(256)], seed: u64,
     ) {
         let (problem, owned) = problem(base, &lens, [q, Lie::Paged(page)], seed);
-        in_dtype!(base.types.qkv, T => same_alone::<T>(&problem, &owned, seed, false));
+        in_dtype!(base.types.q, T => same_alone::<T>(&problem, &owned, seed, false));
     }
 
     /// Packed sequences of equal lengths are the dense batch, gradients on all threads included.
@@ -161,7 +161,7 @@ proptest! {
             }
             assert_eq!(a.dsinks, b.dsinks);
         }
-        in_dtype!(base.types.qkv, T => check::<T>(base, [batch, q, k], seed));
+        in_dtype!(base.types.q, T => check::<T>(base, [batch, q, k], seed));
     }
 
     /// Neither the number of threads nor that of splits on them is in the forward's bits.

@@ -46,7 +46,7 @@ fn tiles_are_drawn_by_ctas_that_persist() {
         let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
         // Fewer queries than keys; and more, so that the first see no key.
         for (queries, keys, heads_kv) in [(150, 290, 2), (290, 150, 1)] {
-            let problem = Problem::square(1, 1, 2, head_dim as usize, mask, spec.types.qkv)
+            let problem = Problem::square(1, 1, 2, head_dim as usize, mask, spec.types.q)
                 .with_lengths(Lengths::uniform(2, queries, keys))
                 .with_heads_kv(heads_kv);
             let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);

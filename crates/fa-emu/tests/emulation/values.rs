@@ -19,7 +19,7 @@ fn check(part: &str) {
         let spec = &file.shipped.spec;
         let arch = file.shipped.archs[0];
         let unit = emulator.unit(spec, arch, &headers).unwrap_or_else(|error| panic!("{error}"));
-        let problem = Problem::square(1, 300, 4, 64, fa_core::Mask::CAUSAL, spec.types.qkv).with_heads_kv(2);
+        let problem = Problem::square(1, 300, 4, 64, fa_core::Mask::CAUSAL, spec.types.q).with_heads_kv(2);
         let pass = spec.kernel.pass();
         let trial = Trial::new(&problem, pass, Placement::PACKED);
         for seed in 0..3 {

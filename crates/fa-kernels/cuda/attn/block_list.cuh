@@ -27,6 +27,7 @@ struct BlockEntry {
 struct ListedBlocks {
     const u32* list;
 
+    __device__ __forceinline__ static ListedBlocks of(const u32* list) { return {list}; }
     __device__ __forceinline__ int count() const { return list[0]; }
     __device__ __forceinline__ BlockEntry entry(int i) const { return {list[1 + i]}; }
     __device__ __forceinline__ int at(int i) const { return entry(i).block(); }
@@ -41,6 +42,7 @@ struct ListedBlocks {
 
 // Without a list: tile i is at place i.
 struct CountedBlocks {
+    __device__ __forceinline__ static CountedBlocks of(const u32*) { return {}; }
     __device__ __forceinline__ static int at(int i) { return i; }
     __device__ __forceinline__ static bool full(int) { return true; }
     __device__ __forceinline__ static int rank(int) { return 0; }
@@ -59,10 +61,10 @@ template <class Params>
 __device__ __forceinline__ Blocks key_list(const Params& params, int batch, int head, int m_block) {
     if constexpr (kMaskProgram) {
         const BlockMapParams& map = map_of(params);
-        return {map.lists + (map_slot(map, batch, head) * map.rows + m_block) * (map.columns + 1)};
-    } else {
-        return {};
+        const i64 row = map_slot(map, batch, head) * map.rows + m_block;
+        return Blocks::of(map.lists + row * (map.columns + 1));
     }
+    return Blocks::of(nullptr);
 }
 
 // The tiles of queries that visit tile `n_block` of the keys; backward.
@@ -70,10 +72,10 @@ template <class Params>
 __device__ __forceinline__ Blocks query_list(const Params& params, int batch, int kv_head, int n_block) {
     if constexpr (kMaskProgram) {
         const BlockMapParams& map = map_of(params);
-        return {map.lists + (map_slot(map, batch, kv_head) * map.columns + n_block) * (map.rows + 1)};
-    } else {
-        return {};
+        const i64 column = map_slot(map, batch, kv_head) * map.columns + n_block;
+        return Blocks::of(map.lists + column * (map.rows + 1));
     }
+    return Blocks::of(nullptr);
 }
 
 }  // namespace fa

@@ -242,7 +242,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
         // Turns products into masked scores of the tile of keys at place `i`.
         auto modify = [&](int i) {
-            const int n_block = blocks.at(i);
+            int n_block = i;
+            if constexpr (kMaskProgram) n_block = blocks.at(i);
             score_mod.apply(s);
             alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
             if constexpr (kMaskProgram || kScoreProgram) {

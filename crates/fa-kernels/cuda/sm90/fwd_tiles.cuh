@@ -188,7 +188,8 @@ template <Sm90FwdConfig C>
 __device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const VisibleKeys<C>& visible,
                                                   const WorkTile& tile, const Blocks& blocks) {
     const QueryEnds queries(visible.seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
-    const BlockRange all = blocks.within(key_blocks<C.tile_n>(visible, queries.first, queries.last));
+    BlockRange all = key_blocks<C.tile_n>(visible, queries.first, queries.last);
+    if constexpr (kMaskProgram) all = blocks.within(all);
     if constexpr (C.split) return part_of(all, tile.split, tile.splits);
     return all;
 }

@@ -9,6 +9,7 @@ use crate::launch::checks::count;
 
 /// The lengths, counts and window of `problem`.
 pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
+    let [left, right] = problem.mask.limits();
     Ok(ShapeParams {
         batch: count("batch", problem.lengths.sequences())?,
         heads_q: count("heads_q", problem.heads_q)?,
@@ -18,15 +19,15 @@ pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
         seqlen_k: count("seqlen_k", problem.lengths.max_k())?,
         head_dim: count("head_dim", problem.head_dim)?,
         head_dim_v: count("head_dim_v", problem.head_dim_v)?,
-        window_left: side(problem.mask.left, problem.lengths.max_k()),
-        window_right: side(problem.mask.right, problem.lengths.max_q()),
+        window_left: side(left, problem.lengths.max_k()),
+        window_right: side(right, problem.lengths.max_q()),
     })
 }
 
 /// A side of the window for the kernel: -1 for a side that hides no key of any query, so that the sum of a
 /// diagonal and a side fits 32 bits.
-fn side(side: Option<u32>, len: usize) -> i32 {
-    side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
+fn side(side: Option<i64>, len: usize) -> i32 {
+    side.filter(|&side| side < len as i64).map_or(-1, |side| side as i32)
 }
 
 /// The factors between products and scores, as f32.

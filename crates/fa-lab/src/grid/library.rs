@@ -311,7 +311,7 @@ mod tests {
         for cases in [library(Extent::Full, 10), gradients(Extent::Full, 10)] {
             for dtype in DTYPES {
                 let of = |f: &dyn Fn(&Problem) -> bool| {
-                    cases.iter().any(|case| case.problem.types.qkv == dtype && f(&case.problem))
+                    cases.iter().any(|case| case.problem.types.q == dtype && f(&case.problem))
                 };
                 for (q, k) in SHAPES {
                     assert!(of(&|p| (p.lengths.max_q(), p.lengths.max_k()) == (q, k)), "{q}x{k} {dtype}");

@@ -44,7 +44,7 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
                 .with_heads(heads_q, heads_kv)
                 .with_head_dims(spec.head_dim as usize - narrow, spec.head_dim_v as usize - narrow)
                 .with_mask(mask)
-                .with_types(Types::same(spec.types.qkv))
+                .with_types(Types::same(spec.types.q))
                 .with_score(
                     ScoreMod::NONE
                         .with_softcap(spec.score.softcap.then_some(7.0))

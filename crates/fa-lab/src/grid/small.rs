@@ -267,7 +267,7 @@ mod tests {
             c.problem.mask.left.is_none() && c.problem.mask.right.is_some_and(|right| right > 0)
         });
         of("a token", &|c| c.problem.lengths.max_q() == 1 && c.problem.lengths.max_k() > 500);
-        of("large scores", &|c| c.values == Values::Sharp && c.problem.types.qkv == Dtype::F16);
+        of("large scores", &|c| c.values == Values::Sharp && c.problem.types.q == Dtype::F16);
         assert!(cases.iter().all(|case| flops(case) <= most_flops(case)));
     }
 

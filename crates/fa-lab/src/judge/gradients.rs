@@ -152,7 +152,7 @@ impl<T: Half> GradientOracle<T> {
             }
             let shape = [1, values.len() / (heads * dim), heads, dim];
             let compare = |low: &[T]| -> Result<_, CpuError> {
-                let found = compare::compare(shape, problem.types.qkv, &values, &self.exact[i], Some(low))?;
+                let found = compare::compare(shape, problem.types.q, &values, &self.exact[i], Some(low))?;
                 Ok(found.allowing(self.noise[i]))
             };
             let mut found = compare(&self.low[i])?;

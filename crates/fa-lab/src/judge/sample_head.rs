@@ -114,7 +114,7 @@ impl SampleHead {
             let largest = self.gradients[i].iter().fold(0.0, |most: f64, value| most.max(value.abs()));
             let of_head = [1, rows.len(self.batch), heads, dim];
             let found =
-                compare::compare::<T, T>(of_head, self.problem.types.qkv, &own, &self.gradients[i], None)?
+                compare::compare::<T, T>(of_head, self.problem.types.q, &own, &self.gradients[i], None)?
                     .allowing(SHARE * largest);
             worst.passed &= found.passed();
             worst.rows += rows.len(self.batch) * heads;

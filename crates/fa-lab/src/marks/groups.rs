@@ -80,7 +80,7 @@ mod tests {
                     mask.into_iter().map(usize::from).sum(),
                     seqlen,
                     seqlen * problem.lengths.sequences(),
-                    problem.types.qkv as usize,
+                    problem.types.q as usize,
                 ]
             })
             .collect();

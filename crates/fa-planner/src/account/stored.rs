@@ -32,7 +32,9 @@ pub fn storing_heads(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32)
         MaskKind::Causal => Some(1),
         // A tile of keys begins with the queries whose last keys it has, as under a causal mask, unless many
         // of the others begin with the same ones.
-        MaskKind::Window => problem.mask.right.is_some_and(|right| right <= traits.tile.1).then_some(1),
+        MaskKind::Window => {
+            problem.mask.limits()[1].is_some_and(|right| right <= i64::from(traits.tile.1)).then_some(1)
+        }
         MaskKind::Full => full_storing_heads(problem, arch, sms),
     }
 }
@@ -52,7 +54,7 @@ fn full_storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> 
 
 /// Bytes that the CTAs of `heads` query heads share: Q, dO and dQ's accumulators.
 pub fn head_bytes(problem: &Problem, heads: usize) -> u64 {
-    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.q.bytes() + problem.head_dim * 4;
     (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)
 }
 

@@ -97,8 +97,8 @@ proptest! {
     ) {
         let (sequences, mut length) = (problem.lengths.sequences(), problem.lengths.max_q());
         let mut by = by;
-        if !(problem.head_dim * problem.types.qkv.bytes()).is_multiple_of(32)
-            || !(problem.head_dim_v * problem.types.qkv.bytes()).is_multiple_of(32)
+        if !(problem.head_dim * problem.types.q.bytes()).is_multiple_of(32)
+            || !(problem.head_dim_v * problem.types.q.bytes()).is_multiple_of(32)
         {
             // Where TMA is slow, only even numbers of tiles share their loads (NB-066): lengths of which all
             // tiles, of 64, 128 and 192 rows, are even in number.

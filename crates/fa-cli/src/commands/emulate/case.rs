@@ -93,7 +93,7 @@ fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Result<Option<Batch>, InputEr
 fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::Result<Problem> {
     let of_spec = problem_of(spec, lengths, (args.heads.q, args.heads.kv));
     let given = args.mask.mask();
-    let mask = if given.is_full() { of_spec.mask } else { given };
+    let mask = if given.is_full() { of_spec.mask.with_offset(given.offset) } else { given };
     let (head_dim, head_dim_v) =
         args.headdim.map_or((of_spec.head_dim, of_spec.head_dim_v), |dims| (dims.qk, dims.v));
     let score = of_spec

@@ -82,8 +82,8 @@ pub fn explore(
     constants: Option<CostConstants>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
-    if !problem.types.qkv.is_half() {
-        return Err(PlanError::Dtype(problem.types.qkv));
+    if !problem.types.q.is_half() {
+        return Err(PlanError::Dtype(problem.types.q));
     }
     if !arch.has_tcgen05() {
         return Err(PlanError::NoTensorMemory { arch });

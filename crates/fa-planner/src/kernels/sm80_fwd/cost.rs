@@ -159,7 +159,7 @@ fn model(
         if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
     let rows = (resident * c.sm80_rows + c.sm80_rows_alone) * tile_m * (hd + hdv) / (128.0 * 256.0);
     let packed = if k.pack_gqa { c.sm80_packed_row * tile_m } else { 0.0 };
-    let row_bytes = |head_dim: usize| head_dim * problem.types.qkv.bytes();
+    let row_bytes = |head_dim: usize| head_dim * problem.types.kv.bytes();
     let further =
         further_requests(row_bytes(problem.head_dim)) + further_requests(row_bytes(problem.head_dim_v));
     let requests = resident * tile_n * further * REQUEST_CLOCKS;
