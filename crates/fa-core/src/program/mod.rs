@@ -53,7 +53,7 @@ pub use affine::ScoreClass;
 pub use cuda::HEADER;
 pub use derive::Gradient;
 pub use error::{ProgramError, ProgramProblem};
-pub use eval::{ArrayData, ArrayView, InputError, Inputs, Outcome, Point};
+pub use eval::{ArrayData, ArrayView, InputError, Inputs, Outcome, Point, RowValues};
 pub use forms::{Axis, GradientForm};
 pub use intern::{Interned, MAX_INTERNED, TableFull};
 pub use limits::{MAX_ARRAYS, MAX_NAME, MAX_NESTING, MAX_NODES, MAX_RANK, MAX_SCALARS, MAX_TEXT};

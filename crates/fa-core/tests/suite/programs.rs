@@ -1,11 +1,12 @@
 //! Programs: texts and their errors, values, derivatives.
 
 use fa_core::program::{
-    ArrayData, ArrayView, BiasElement, Deps, Inputs, Point, Precision, Program, ProgramProblem, ScoreClass,
-    Standard, Value,
+    ArrayData, ArrayView, BiasElement, Deps, Inputs, Point, Precision, Program, ProgramProblem, RowValues,
+    ScoreClass, Standard, Value,
 };
 
 use crate::random::{Random, random_program};
+use crate::values::Values;
 
 fn parsed(text: &str) -> Program {
     Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"))
@@ -205,4 +206,25 @@ fn standard_programs_join_those_of_users() {
     assert_eq!(joined, parsed(expected));
     let error = own.with(&parsed("scalar c: i32; q < c")).unwrap_err();
     assert_eq!(error.problem, ProgramProblem::Conflict { name: "c".to_owned() });
+}
+
+#[test]
+fn rows_have_the_values_of_their_points() {
+    for seed in 0..200 {
+        let program = parsed(&random_program(seed));
+        let values = Values::new(seed);
+        let inputs = values.inputs(&program);
+        let point = Point { b: 1, h: 2, hk: 1, q: 11, sq: 30, sk: 35, off: 5, ..Point::default() };
+        let mut row = RowValues::new(&program, &inputs, &point, Precision::F32);
+        for k in 0..35 {
+            let s = f64::from(k) * 0.25 - 3.0;
+            let found = row.at(k, s).to_vec();
+            let expected = program.values(&inputs, &Point { k, s, ..point }, Precision::F32);
+            // As text, for NaN.
+            assert_eq!(format!("{found:?}"), format!("{expected:?}"), "{program}");
+            let outcome = program.eval(&inputs, &Point { k, s, ..point }, Precision::F32);
+            assert_eq!(row.visible(), outcome.visible);
+            assert!(row.score() == outcome.score || outcome.score.is_nan());
+        }
+    }
 }
