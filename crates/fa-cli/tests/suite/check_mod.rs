@@ -7,7 +7,7 @@ fn masks_and_scores_are_described() {
     let text = fa_args(&["check-mod", "k <= q + off and q + off - k < 512", "--seqlen", "1000x2048"]).good();
     for line in [
         "depends on  b, q, k",
-        "tiles       86 empty, 30 partial, 12 full (128x128 of 1000x2048)",
+        "tiles       81 empty, 30 partial, 17 full (128x128 of 1000x2048)",
         "query 0     537..1049",
         "query 999   1536..2048",
     ] {
@@ -16,6 +16,7 @@ fn masks_and_scores_are_described() {
     let program = "array t: bf16[_, _] grad; scalar c: f32; score = c * tanh(s / c) + t[h, q - k]";
     let json = fa_args(&["check-mod", program, "--json"]).json();
     assert_eq!(json["score"]["class"], "general");
+    assert_eq!(json["score"]["slope"], "1.0 - tanh(s / c) * tanh(s / c)");
     assert_eq!(json["score"]["gradients"][0]["form"], "diagonal");
     assert_eq!(json["score"]["gradients"][0]["slope"], "1.0");
     assert!(json.get("mask").is_none());

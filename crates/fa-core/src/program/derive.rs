@@ -233,6 +233,14 @@ impl Adjoint<'_> {
         if self.graph.constant(local) == Some(Const::F32((-1f32).to_bits())) {
             return self.graph.unary(Unary::Neg, by);
         }
+        // c * (y / c), as of a soft cap.
+        if let (Node::Binary(Binary::Mul, x, y), Node::Binary(Binary::Div, one, divisor)) =
+            (self.graph.nodes[by.index()], self.graph.nodes[local.index()])
+            && self.graph.constant(one) == Some(Const::F32(1f32.to_bits()))
+            && (x == divisor || y == divisor)
+        {
+            return Ok(if x == divisor { y } else { x });
+        }
         self.graph.binary(Binary::Mul, by, local)
     }
 
