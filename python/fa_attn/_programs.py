@@ -52,27 +52,30 @@ class Program:
         return hash(self.text)
 
     @classmethod
-    def of_mask(cls, function):
-        """The program of a text, or of a function (b, h, q_idx, kv_idx): whether a key is visible."""
-        return cls._of(function, "mask", _MASK)
+    def of_mask(cls, function, device=None):
+        """The program of a text, or of a function (b, h, q_idx, kv_idx): whether a key is visible.
+
+        device: where the function makes tensors that ask an index for its device."""
+        return cls._of(function, "mask", _MASK, device)
 
     @classmethod
-    def of_score(cls, function):
+    def of_score(cls, function, device=None):
         """The program of a text, or of a function (score, b, h, q_idx, kv_idx): a score."""
-        return cls._of(function, "score", _SCORE)
+        return cls._of(function, "score", _SCORE, device)
 
     @classmethod
-    def _of(cls, function, result, names):
+    def _of(cls, function, result, names, device):
         if isinstance(function, Program):
             program = function
         elif isinstance(function, str):
             program = cls(function)
         elif callable(function):
-            program = _traced(function, result, names)
+            program = _traced(function, result, names, device)
         else:
             raise InputError(f"{result}_mod is a function, a text or a Program, not {short(function)}")
-        if not getattr(program, result) or (result == "mask" and program.score):
-            raise InputError(f"{result}_mod has no {result}, or more: {short(program.text)}")
+        # A score that is -inf somewhere is a mask, too.
+        if result == "mask" and (program.score or not program.mask):
+            raise InputError(f"mask_mod is no mask alone: {short(program.text)}")
         return program
 
     def evaluate(self, points):
@@ -126,10 +129,10 @@ def _bytes_of(array, element):
     return array.tobytes(), list(array.shape)
 
 
-def _traced(function, result, names):
+def _traced(function, result, names, device):
     constants = set()
     while True:
-        recorder = Recorder(constants)
+        recorder = Recorder(constants, device)
         try:
             text = _text_of(recorder, function, result, names)
             break

@@ -38,9 +38,11 @@ class NeedsConstant(Exception):
 class Recorder:
     """The lines of a program while a function runs."""
 
-    def __init__(self, constants):
+    def __init__(self, constants, device=None):
         # Numbers, in the order in which the function names them, that are to be constants.
         self.constants = constants
+        # Where a function makes tensors that ask an index for its device.
+        self.device = device
         self.lines = []
         self.known = {}
         self.arrays = {}
@@ -202,6 +204,10 @@ class Recorder:
         """What the operation of this name of Python, torch or numpy gives."""
         operation = OPERATIONS.get(name.strip("_") if name.startswith("__") else name)
         if operation is None:
+            traced = [one for one in [*arguments, *options.values()] if isinstance(one, Traced)]
+            if traced and all(one.fixed for one in traced):
+                # Of captured numbers alone, as torch.arange(n).
+                raise NeedsConstant(set().union(*(one.scalars for one in traced)))
             raise UnsupportedError(
                 f"`{name}` has no equivalent in a mask or score function: there are "
                 + ", ".join(sorted(_SHOWN))
@@ -306,8 +312,8 @@ class Traced:
         if self.fixed and self.value is not None:
             return self.value
         raise UnsupportedError(
-            "a mask or score function cannot branch on its arguments: write torch.where(c, a, b) for `if`, and "
-            "& | ~ for `and`, `or` and `not`"
+            "a mask or score function cannot branch on its arguments: write torch.where(c, a, b) for `if`, "
+            "& | ~ for `and`, `or`, `not`, and torch's functions for math's"
         )
 
     def __bool__(self):
@@ -338,7 +344,7 @@ class Traced:
 
     @property
     def device(self):
-        return sys.modules["torch"].device("cpu")
+        return sys.modules["torch"].device(self.recorder.device or "cpu")
 
     @property
     def dtype(self):
@@ -607,7 +613,9 @@ def _pow(recorder, a, b):
     if b.scalars:
         raise NeedsConstant(b.scalars)
     if b.value is None:
-        # A positive base: the language has constant exponents.
+        if a.value is not None and a.value < 0:
+            raise UnsupportedError(f"a power of {a.value} with an exponent that varies is not computed")
+        # The language has constant exponents.
         a, b = (recorder.converted(x, "f32") for x in (a, b))
         return recorder.line(f"exp2({b.name} * log2({a.name}))", "f32", a, b)
     if a.kind != "f32" and b.kind == "i32" and 0 < b.value <= 8:

@@ -192,6 +192,7 @@ impl SideTensors {
             CpuError::Page { .. } => "page_table",
             CpuError::Sink { .. } => "sinks",
             CpuError::Problem(_)
+            | CpuError::Program(_)
             | CpuError::Append(_)
             | CpuError::Shape { .. }
             | CpuError::Dtype { .. }

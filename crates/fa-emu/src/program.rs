@@ -65,8 +65,8 @@ impl Score {
     }
 }
 
-const DECLARATIONS: &str = "struct Score { float s; int place[8]; int visible; float score, slope, by_parts; float \
-                            gradients[64]; int tile[4]; int state; };\n";
+const DECLARATIONS: &str = "struct Score { float s; int place[8]; int visible; float score, slope, \
+                            by_parts; float                             gradients[64]; int tile[4]; int state; };\n";
 
 /// Programs per unit.
 const PER_UNIT: usize = 125;
@@ -77,24 +77,24 @@ fn unit(programs: &[Program]) -> String {
         let header = program.cuda().replace("#pragma once", "");
         let _ = write!(
             unit,
-            "#define Mods Mods_{i}\n{header}\n#undef Mods\nextern \"C\" void program_{i}(const fa::ProgramParams* \
-             params, Score* x) {{\n    const int* at = x->place;\n    const fa::Mods_{i} mods(*params, at[0], at[1], \
-             at[2], at[5], at[6], at[7]);\n    const auto row = mods.row(at[3]);\n    const auto column = \
+            "#define Mods Mods_{i}\n{header}\n#undef Mods\nextern \"C\" void \
+             program_{i}(const fa::ProgramParams* params, Score* x) {{\n    const int* at = x->place;\n    const fa::Mods_{i} mods(*params, \
+             at[0], at[1],              at[2], at[5], at[6], at[7]);\n    const auto row = mods.row(at[3]);\n    const auto column = \
              mods.column(at[4]);\n"
         );
         let _ = writeln!(
             unit,
             "    x->visible = mods.mask(row, column);\n    x->by_parts = x->score = mods.score(x->s, row, \
-             column);\n    x->slope = mods.slope(x->s, row, column);\n    if constexpr (fa::Mods_{i}::kAffine) \
-             x->by_parts = x->s * mods.gain(row, column) + mods.addend(row, column);"
+             column);\n    x->slope = mods.slope(x->s, row, column);\n    if constexpr \
+             (fa::Mods_{i}::kAffine)              x->by_parts = x->s * mods.gain(row, column) + mods.addend(row, column);"
         );
         for gradient in 0..program.gradients().len() {
             let _ =
                 writeln!(unit, "    x->gradients[{gradient}] = mods.gradient_{gradient}(x->s, row, column);");
         }
         unit.push_str(
-            "    const int* t = x->tile;\n    const fa::TileState state = mods.tile_state(t[0], t[1], t[2], t[3]);\n    \
-             x->state = state.visible + 2 * state.full;\n}\n",
+            "    const int* t = x->tile;\n    const fa::TileState state = mods.tile_state(t[0], \
+             t[1], t[2], t[3]);\n                 x->state = state.visible + 2 * state.full;\n}\n",
         );
     }
     unit

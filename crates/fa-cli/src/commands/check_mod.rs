@@ -32,7 +32,7 @@ pub(crate) struct CheckModArgs {
     #[arg(long, value_name = "NAME=VALUE")]
     pub scalar: Vec<String>,
     /// Print the header that kernels are compiled with, and nothing else
-    #[arg(long, conflicts_with = "json")]
+    #[arg(long, conflicts_with_all = ["json", "seqlen", "tile", "scalar"])]
     pub header: bool,
     /// Print one JSON object
     #[arg(long)]

@@ -5,6 +5,7 @@ mod bad_flags;
 mod bad_input;
 mod bench;
 mod check;
+mod check_mod;
 mod common;
 mod emulate;
 mod files;

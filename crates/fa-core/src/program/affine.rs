@@ -1,7 +1,8 @@
 //! How a program's score depends on the score that it is given.
 
 use super::error::ProgramProblem;
-use super::graph::{Binary, Graph, Node, NodeId, Unary};
+use super::graph::Graph;
+use super::node::{Binary, Node, NodeId, Unary};
 use super::types::{Deps, Type, Var};
 
 /// What a program does to a score `s`. Kernels compute what does not depend on `s` before there is one.

@@ -6,44 +6,15 @@
 
 use std::fmt::Write;
 
-use super::Program;
 use super::affine::ScoreClass;
-use super::graph::{Binary, Const, Graph, Node, NodeId, Unary};
-use super::types::{Deps, Element, Type, Var};
+use super::cuda_names::{Rate, binary, cuda_type, element, literal, scalar_of, unary, variable};
+use super::cuda_tiles::tile_state;
+use super::node::{Const, Node, NodeId};
+use super::types::Element;
+use super::whole::Program;
 
 /// The name under which units include a program's header.
 pub const HEADER: &str = "mods.cuh";
-
-/// How often a value is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Rate {
-    /// Once per tile.
-    Tile,
-    /// Once per query.
-    Row,
-    /// Once per key.
-    Column,
-    /// For each query and key, before their score is there.
-    Pair,
-    /// For each score.
-    Score,
-}
-
-impl Rate {
-    fn of(deps: Deps) -> Rate {
-        match (deps.has(Deps::SCORE), deps.has(Deps::QUERY), deps.has(Deps::KEY)) {
-            (true, ..) => Rate::Score,
-            (_, true, true) => Rate::Pair,
-            (_, true, false) => Rate::Row,
-            (_, false, true) => Rate::Column,
-            (_, false, false) => Rate::Tile,
-        }
-    }
-
-    const fn is_kept(self) -> bool {
-        matches!(self, Rate::Tile | Rate::Row | Rate::Column)
-    }
-}
 
 /// The part of an address that is made at a lower rate than its load: `o7_row`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -53,8 +24,8 @@ struct Part {
     bits: bool,
 }
 
-pub(super) struct Printer<'a> {
-    pub(super) program: &'a Program,
+struct Printer<'a> {
+    program: &'a Program,
     /// Whether a node is needed by a result.
     used: Vec<bool>,
     /// Whether it is kept in a struct: made at its rate, used at another.
@@ -98,52 +69,12 @@ impl Program {
     }
 }
 
-/// How many operations and loads a result takes, by how often they are made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Operations {
-    /// Once per tile.
-    pub tile: usize,
-    /// Once per query.
-    pub row: usize,
-    /// Once per key.
-    pub column: usize,
-    /// For each query and key, without the score.
-    pub pair: usize,
-    /// For each score.
-    pub score: usize,
-}
-
-impl Program {
-    /// What the result `root` takes.
-    pub fn operations(&self, root: NodeId) -> Operations {
-        let mut needed = vec![false; root.index() + 1];
-        needed[root.index()] = true;
-        let mut count = Operations::default();
-        for index in (0..=root.index()).rev() {
-            let id = NodeId(index as u16);
-            let node = self.nodes()[index];
-            if !needed[index] || matches!(node, Node::Const(_) | Node::Var(_) | Node::Scalar(_)) {
-                continue;
-            }
-            Graph::operands(node).for_each(|x| needed[x.index()] = true);
-            match Rate::of(self.deps(id)) {
-                Rate::Tile => count.tile += 1,
-                Rate::Row => count.row += 1,
-                Rate::Column => count.column += 1,
-                Rate::Pair => count.pair += 1,
-                Rate::Score => count.score += 1,
-            }
-        }
-        count
-    }
-}
-
 impl Printer<'_> {
     fn rate(&self, node: NodeId) -> Rate {
         Rate::of(self.program.deps(node))
     }
 
-    pub(super) fn node(&self, id: NodeId) -> Node {
+    fn node(&self, id: NodeId) -> Node {
         self.program.nodes()[id.index()]
     }
 
@@ -164,7 +95,7 @@ impl Printer<'_> {
             let id = NodeId(index as u16);
             let rate = self.rate(id);
             let node = self.node(id);
-            for operand in Graph::operands(node) {
+            for operand in node.operands() {
                 self.used[operand.index()] = true;
                 let own = self.rate(operand);
                 let in_part = matches!(node, Node::Load(..)) && !rate.is_kept();
@@ -196,8 +127,8 @@ impl Printer<'_> {
         let class = program.class();
         let _ = write!(
             self.text,
-            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n#include \"attn/spans.cuh\"\n\n\
-             namespace fa {{\n\nstruct Mods {{\n",
+            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n\
+             #include \"attn/spans.cuh\"\n\nnamespace fa {{\n\nstruct Mods {{\n",
             program.own_nodes()
         );
         let flags = [
@@ -218,8 +149,9 @@ impl Printer<'_> {
             self.text.push_str("    };\n");
         }
         self.text.push_str(
-            "\n    __device__ __forceinline__ Mods(const ProgramParams& params, int b, int h, int hk, int sq, \
-             int sk, int off)\n        : params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off) {\n",
+            "\n    __device__ __forceinline__ Mods(const ProgramParams& params, int b, int h, int hk, \
+             int sq, int sk, int off)\n        : \
+             params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off) {\n",
         );
         self.makes(Rate::Tile);
         self.text.push_str("    }\n");
@@ -253,7 +185,7 @@ impl Printer<'_> {
                 );
             }
         }
-        self.text.push_str(&self.tile_state());
+        self.text.push_str(&tile_state(program));
         self.text.push_str("};\n\n}  // namespace fa\n");
     }
 
@@ -309,7 +241,7 @@ impl Printer<'_> {
         let mut needed: Vec<bool> =
             (0..count).map(|i| self.kept[i] && self.rate(NodeId(i as u16)) == rate).collect();
         for part in self.parts.iter().filter(|part| part.rate == rate) {
-            for index in Graph::operands(self.node(part.load)).filter(|&index| self.rate(index) == rate) {
+            for index in self.node(part.load).operands().filter(|&index| self.rate(index) == rate) {
                 needed[index.index()] = true;
             }
         }
@@ -322,7 +254,7 @@ impl Printer<'_> {
         for index in (0..needed.len()).rev() {
             let id = NodeId(index as u16);
             if needed[index] && self.rate(id) == rate {
-                Graph::operands(self.node(id)).for_each(|x| needed[x.index()] = true);
+                self.node(id).operands().for_each(|x| needed[x.index()] = true);
             }
         }
     }
@@ -334,7 +266,8 @@ impl Printer<'_> {
         let score = if takes_score { "float s, " } else { "" };
         let _ = writeln!(
             self.text,
-            "\n    __device__ __forceinline__ {ty} {name}({score}const Row& row, const Column& column) const {{"
+            "\n    __device__ __forceinline__ {ty} {name}({score}const Row& row, \
+             const Column& column) const {{"
         );
         let mut needed = vec![false; self.used.len()];
         needed[root.index()] = true;
@@ -357,10 +290,7 @@ impl Printer<'_> {
         let index = id.index();
         match self.node(id) {
             Node::Const(value) => literal(value),
-            Node::Scalar(scalar) => {
-                let cast = if self.program.ty(id) == Type::F32 { "float_of_bits" } else { "int" };
-                format!("{cast}(params.scalars[{scalar}])")
-            }
+            Node::Scalar(scalar) => scalar_of(scalar, self.program.ty(id)),
             Node::Var(var) => variable(var, at),
             Node::Load(..) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => {
                 let own = self.rate(id);
@@ -371,11 +301,6 @@ impl Printer<'_> {
                 }
             }
         }
-    }
-
-    /// A constant, a scalar or a variable of the tile.
-    pub(super) fn exact(&self, id: NodeId) -> String {
-        self.value(id, Rate::Tile)
     }
 
     fn expression(&self, id: NodeId, at: Rate) -> String {
@@ -397,7 +322,7 @@ impl Printer<'_> {
     fn load(&self, id: NodeId, array: usize, at: Rate) -> String {
         let rate = self.rate(id);
         let bits = self.program.arrays()[array].element == Element::Bits;
-        let last = Graph::operands(self.node(id)).last().map(|index| self.rate(index));
+        let last = self.node(id).operands().last().map(|index| self.rate(index));
         let mut offsets = Vec::new();
         let mut bit = String::new();
         if rate.is_kept() {
@@ -451,7 +376,7 @@ impl Printer<'_> {
     fn bit(&self, load: NodeId, at: Rate) -> String {
         let Node::Load(array, _) = self.node(load) else { return String::new() };
         let axis = self.program.arrays()[usize::from(array)].rank - 1;
-        let index = Graph::operands(self.node(load)).last().map_or_else(String::new, |x| self.value(x, at));
+        let index = self.node(load).operands().last().map_or_else(String::new, |x| self.value(x, at));
         format!("bit_index<{axis}>(params.arrays[{array}], {index})")
     }
 }
@@ -471,107 +396,4 @@ const fn owner(rate: Rate) -> &'static str {
         Rate::Column => "column.",
         Rate::Tile | Rate::Pair | Rate::Score => "",
     }
-}
-
-const fn cuda_type(ty: Type) -> &'static str {
-    match ty {
-        Type::I32 => "int",
-        Type::F32 => "float",
-        Type::Bool => "bool",
-    }
-}
-
-pub(super) const fn element(element: Element) -> &'static str {
-    match element {
-        Element::F32 => "f32",
-        Element::F16 => "f16",
-        Element::Bf16 => "bf16",
-        Element::I32 => "i32",
-        Element::U8 => "u8",
-        Element::Bool => "bool",
-        Element::Bits => "bit",
-    }
-}
-
-fn variable(var: Var, at: Rate) -> String {
-    match (var, at) {
-        (Var::Q, Rate::Pair | Rate::Score) => "row.q".to_owned(),
-        (Var::K, Rate::Pair | Rate::Score) => "column.k".to_owned(),
-        _ => var.name().to_owned(),
-    }
-}
-
-fn literal(value: Const) -> String {
-    match value {
-        Const::I32(i32::MIN) => "(-2147483647 - 1)".to_owned(),
-        Const::I32(value) if value < 0 => format!("({value})"),
-        Const::I32(value) => value.to_string(),
-        Const::F32(bits) => format!("float_of_bits({bits:#010x}u)"),
-        Const::Bool(value) => value.to_string(),
-    }
-}
-
-fn unary(op: Unary, ty: Type, x: &str) -> String {
-    let function = match (op, ty) {
-        (Unary::Neg, Type::I32) => "mods_negate",
-        (Unary::Neg, _) => return format!("-{x}"),
-        (Unary::Not, Type::Bool) => return format!("!{x}"),
-        (Unary::Not, _) => return format!("~{x}"),
-        (Unary::ToI32, Type::Bool) => return format!("{x} ? 1 : 0"),
-        (Unary::ToF32, Type::Bool) => return format!("{x} ? 1.f : 0.f"),
-        (Unary::ToF32, _) => return format!("static_cast<float>({x})"),
-        (Unary::ToI32, _) => "int_of_float",
-        (Unary::Abs, Type::I32) => "mods_abs",
-        (Unary::Abs, _) => "abs_of",
-        (Unary::Floor, _) => "floor_of",
-        (Unary::Exp, _) => "mods_exp",
-        (Unary::Exp2, _) => "exp2_approx",
-        (Unary::Log, _) => "mods_log",
-        (Unary::Log2, _) => "log2_approx",
-        (Unary::Tanh, _) => "mods_tanh",
-        (Unary::Sigmoid, _) => "mods_sigmoid",
-        (Unary::Sqrt, _) => "sqrt_approx",
-        (Unary::Rsqrt, _) => "rsqrt_approx",
-        (Unary::Sin, _) => "mods_sin",
-        (Unary::Cos, _) => "mods_cos",
-    };
-    format!("{function}({x})")
-}
-
-fn binary(op: Binary, ty: Type, a: &str, b: &str, divisor: Option<i32>) -> String {
-    let power = divisor.filter(|&divisor| divisor > 0 && divisor & (divisor - 1) == 0);
-    let function = match (op, ty) {
-        (Binary::Add, Type::I32) => "mods_add",
-        (Binary::Sub, Type::I32) => "mods_subtract",
-        (Binary::Mul, Type::I32) => "mods_multiply",
-        (Binary::FloorDiv, _) => match power {
-            Some(divisor) => return format!("{a} >> {}", divisor.trailing_zeros()),
-            None => "floor_divide",
-        },
-        (Binary::FloorMod, _) => match power {
-            Some(divisor) => return format!("{a} & {}", divisor - 1),
-            None => "floor_modulo",
-        },
-        (Binary::Shl, _) => "shift_left",
-        (Binary::Shr, _) => "shift_right",
-        (Binary::Min, Type::I32) => "min_of",
-        (Binary::Max, Type::I32) => "max_of",
-        (Binary::Min, _) => "min_or_nan",
-        (Binary::Max, _) => "max_or_nan",
-        (Binary::Div, _) => "divide",
-        (
-            Binary::Add
-            | Binary::Sub
-            | Binary::Mul
-            | Binary::And
-            | Binary::Or
-            | Binary::Xor
-            | Binary::Lt
-            | Binary::Le
-            | Binary::Eq
-            | Binary::Ne,
-            _,
-        ) => return format!("{a} {} {b}", op.name()),
-    };
-    format!("{function}({a}, {b})")
 }

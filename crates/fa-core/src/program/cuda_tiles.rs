@@ -2,73 +2,75 @@
 
 use std::fmt::Write;
 
-use super::cuda::Printer;
-use super::graph::{Binary, Graph, Node, NodeId, Unary};
+use super::cuda_names::{element, literal, scalar_of};
+use super::node::{Binary, Node, NodeId, Unary};
 use super::types::{Element, Type, Var};
+use super::whole::Program;
 
-impl Printer<'_> {
-    /// `tile_state`: the mask by ranges of values, in the order of its nodes.
-    pub(super) fn tile_state(&self) -> String {
-        let mut text = "\n    // Of the queries from first_q to last_q and the keys from first_k to last_k.\n    \
-                        __device__ __forceinline__ TileState tile_state(int first_q, int last_q, int first_k, \
-                        int last_k) const {\n"
+/// `tile_state`: the mask by ranges of values, in the order of its nodes.
+pub(super) fn tile_state(program: &Program) -> String {
+    let mut text =
+        "\n    // Of the queries from first_q to last_q and the keys from first_k to last_k.\n    \
+                        __device__ __forceinline__ TileState tile_state(int first_q, int last_q, \
+                        int first_k, int last_k) const {\n"
             .to_owned();
-        let Some(mask) = self.program.mask() else {
-            text.push_str("        return {true, true};\n    }\n");
-            return text;
-        };
-        let mut needed = vec![false; mask.index() + 1];
-        needed[mask.index()] = true;
-        for index in (0..=mask.index()).rev() {
-            if needed[index] {
-                Graph::operands(self.node(NodeId(index as u16))).for_each(|x| needed[x.index()] = true);
-            }
+    let Some(mask) = program.mask() else {
+        text.push_str("        return {true, true};\n    }\n");
+        return text;
+    };
+    let mut needed = vec![false; mask.index() + 1];
+    needed[mask.index()] = true;
+    for index in (0..=mask.index()).rev() {
+        if needed[index] {
+            program.nodes()[index].operands().for_each(|x| needed[x.index()] = true);
         }
-        for (index, _) in needed.into_iter().enumerate().filter(|(_, needed)| *needed) {
-            let id = NodeId(index as u16);
-            let ty = match self.program.ty(id) {
-                Type::I32 => "IntSpan",
-                Type::F32 => "FloatSpan",
-                Type::Bool => "TruthSpan",
-            };
-            let _ = writeln!(text, "        const {ty} r{index} = {};", self.span(id));
-        }
-        let root = mask.index();
-        let _ = writeln!(text, "        return {{r{root}.yes, !r{root}.no}};\n    }}");
-        text
     }
+    for (index, _) in needed.into_iter().enumerate().filter(|(_, needed)| *needed) {
+        let id = NodeId(index as u16);
+        let ty = match program.ty(id) {
+            Type::I32 => "IntSpan",
+            Type::F32 => "FloatSpan",
+            Type::Bool => "TruthSpan",
+        };
+        let _ = writeln!(text, "        const {ty} r{index} = {};", span(program, id));
+    }
+    let root = mask.index();
+    let _ = writeln!(text, "        return {{r{root}.yes, !r{root}.no}};\n    }}");
+    text
+}
 
-    fn span(&self, id: NodeId) -> String {
-        let at = |x: NodeId| format!("r{}", x.index());
-        match self.node(id) {
-            Node::Var(Var::Q) => "{first_q, last_q}".to_owned(),
-            Node::Var(Var::K) => "{first_k, last_k}".to_owned(),
-            Node::Var(Var::S | Var::B | Var::H | Var::Hk | Var::Sq | Var::Sk | Var::Off)
-            | Node::Const(_)
-            | Node::Scalar(_) => format!("span_of({})", self.exact(id)),
-            Node::Load(array, indices) => {
-                let decl = &self.program.arrays()[usize::from(array)];
-                let indices = indices.map(|x| x.map_or_else(|| "{0, 0}".to_owned(), at));
-                let (any, bits) = match decl.element {
-                    Element::F32 | Element::F16 | Element::Bf16 => ("any_float()", false),
-                    Element::I32 => ("any_int()", false),
-                    Element::U8 => ("IntSpan{0, 255}", false),
-                    Element::Bool => ("TruthSpan{true, true}", false),
-                    Element::Bits => ("TruthSpan{true, true}", true),
-                };
-                let load = super::cuda::element(decl.element);
-                let bit = if bits { ", bit" } else { "" };
-                format!(
-                    "span_load(params.arrays[{array}], {{{}}}, {}, {bits}, {any}, [&](i64 offset, int bit) {{ \
-                     return load_{load}(params.arrays[{array}], offset{bit}); }})",
-                    indices.join(", "),
-                    decl.rank
-                )
-            }
-            Node::Unary(op, x) => format!("{}({})", unary(op), at(x)),
-            Node::Binary(op, a, b) => format!("{}({}, {})", binary(op), at(a), at(b)),
-            Node::Select(c, a, b) => format!("span_select({}, {}, {})", at(c), at(a), at(b)),
+fn span(program: &Program, id: NodeId) -> String {
+    let at = |x: NodeId| format!("r{}", x.index());
+    match program.nodes()[id.index()] {
+        Node::Var(Var::Q) => "{first_q, last_q}".to_owned(),
+        Node::Var(Var::K) => "{first_k, last_k}".to_owned(),
+        Node::Var(var @ (Var::S | Var::B | Var::H | Var::Hk | Var::Sq | Var::Sk | Var::Off)) => {
+            format!("span_of({})", var.name())
         }
+        Node::Const(value) => format!("span_of({})", literal(value)),
+        Node::Scalar(scalar) => format!("span_of({})", scalar_of(scalar, program.ty(id))),
+        Node::Load(array, indices) => {
+            let decl = &program.arrays()[usize::from(array)];
+            let indices = indices.map(|x| x.map_or_else(|| "{0, 0}".to_owned(), at));
+            let (any, bits) = match decl.element {
+                Element::F32 | Element::F16 | Element::Bf16 => ("any_float()", false),
+                Element::I32 => ("any_int()", false),
+                Element::U8 => ("IntSpan{0, 255}", false),
+                Element::Bool => ("TruthSpan{true, true}", false),
+                Element::Bits => ("TruthSpan{true, true}", true),
+            };
+            let load = element(decl.element);
+            let bit = if bits { ", bit" } else { "" };
+            format!(
+                "span_load(params.arrays[{array}], {{{}}}, {}, {bits}, {any}, [&](i64 offset, int bit) {{ \
+                     return load_{load}(params.arrays[{array}], offset{bit}); }})",
+                indices.join(", "),
+                decl.rank
+            )
+        }
+        Node::Unary(op, x) => format!("{}({})", unary(op), at(x)),
+        Node::Binary(op, a, b) => format!("{}({}, {})", binary(op), at(a), at(b)),
+        Node::Select(c, a, b) => format!("span_select({}, {}, {})", at(c), at(a), at(b)),
     }
 }
 

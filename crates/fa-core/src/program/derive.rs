@@ -4,10 +4,21 @@
 //! equal operands of min and max, the first one's; of abs at 0, 0; of floor, comparisons and integers, 0.
 //! What a select does not take has the derivative 0, whatever it is.
 
-use super::error::ProgramProblem;
-use super::graph::{Binary, Const, Graph, Node, NodeId, Unary};
+use super::error::{ProgramProblem, limit};
+use super::graph::Graph;
+use super::node::{Binary, Const, Node, NodeId, Unary};
 use super::types::{Type, Var};
-use super::{Gradient, limit};
+
+/// The derivative of the score by one load of an array that wants a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gradient {
+    /// The array, by its place in [`Program::arrays`].
+    pub array: usize,
+    /// The load.
+    pub load: NodeId,
+    /// d score / d load.
+    pub slope: NodeId,
+}
 
 /// The most nodes with derivatives.
 const MOST: usize = 2048;
@@ -195,7 +206,7 @@ impl Adjoint<'_> {
                     | Node::Unary(..)
                     | Node::Binary(..)
                     | Node::Select(..)) => {
-                        Graph::operands(own).for_each(|x| needed[x.index()] = true);
+                        own.operands().for_each(|x| needed[x.index()] = true);
                     }
                 }
             }
@@ -221,6 +232,14 @@ impl Adjoint<'_> {
         }
         if self.graph.constant(local) == Some(Const::F32((-1f32).to_bits())) {
             return self.graph.unary(Unary::Neg, by);
+        }
+        // c * (y / c), as of a soft cap.
+        if let (Node::Binary(Binary::Mul, x, y), Node::Binary(Binary::Div, one, divisor)) =
+            (self.graph.nodes[by.index()], self.graph.nodes[local.index()])
+            && self.graph.constant(one) == Some(Const::F32(1f32.to_bits()))
+            && (x == divisor || y == divisor)
+        {
+            return Ok(if x == divisor { y } else { x });
         }
         self.graph.binary(Binary::Mul, by, local)
     }

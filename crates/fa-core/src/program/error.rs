@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use super::limits::MAX_RANK;
 use super::types::Type;
 
 /// What is wrong with a program, and where in its text.
@@ -120,7 +121,7 @@ pub enum ProgramProblem {
         given: usize,
     },
     /// An array without axes, or with too many.
-    #[error("an array has 1 to {most} axes, not {given}", most = super::MAX_RANK)]
+    #[error("an array has 1 to {most} axes, not {given}", most = MAX_RANK)]
     Axes {
         /// The axes given.
         given: usize,
@@ -180,4 +181,9 @@ pub enum ProgramProblem {
         /// The name.
         name: String,
     },
+}
+
+/// An error for more than `most`.
+pub(super) fn limit(what: &'static str, most: usize, given: usize) -> Result<(), ProgramProblem> {
+    if given > most { Err(ProgramProblem::Limit { what, most, given }) } else { Ok(()) }
 }

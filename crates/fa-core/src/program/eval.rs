@@ -1,9 +1,10 @@
 //! Values of a program on the CPU.
 
-use super::graph::{Node, NodeId};
+use super::limits::MAX_RANK;
+use super::node::{Node, NodeId};
 use super::ops::{self, Precision, Value};
-use super::types::{ArrayDecl, Element, Type, Var};
-use super::{MAX_RANK, Program};
+use super::types::{ArrayDecl, Deps, Element, Type, Var};
+use super::whole::Program;
 
 /// The elements of an array, by its element type.
 #[derive(Clone, Copy, Debug)]
@@ -215,14 +216,6 @@ impl<'a> Inputs<'a> {
     pub fn scalars(&self) -> &[Value] {
         &self.scalars
     }
-
-    pub(super) fn array(&self, array: usize) -> &ArrayView<'a> {
-        &self.arrays[array]
-    }
-
-    pub(super) fn scalar(&self, scalar: usize) -> Value {
-        self.scalars[scalar]
-    }
 }
 
 fn check_count(what: &'static str, names: Vec<&str>, given: usize) -> Result<(), InputError> {
@@ -313,29 +306,35 @@ impl Program {
     pub fn values(&self, inputs: &Inputs<'_>, point: &Point, precision: Precision) -> Vec<Value> {
         let mut values: Vec<Value> = Vec::with_capacity(self.nodes().len());
         for &node in self.nodes() {
-            let at = |x: NodeId| values[x.index()];
-            let value = match node {
-                Node::Const(value) => Value::of(value),
-                Node::Var(var) => point.value(var),
-                Node::Scalar(scalar) => inputs.scalars[usize::from(scalar)],
-                Node::Load(array, indices) => {
-                    let array = usize::from(array);
-                    let indices = indices.map(|x| x.map_or(0, |x| at(x).int()));
-                    inputs.arrays[array].load(self.arrays()[array].rank, indices)
-                }
-                Node::Unary(op, x) => ops::unary(op, at(x), precision),
-                Node::Binary(op, a, b) => ops::binary(op, at(a), at(b), precision),
-                Node::Select(c, a, b) => {
-                    if at(c).truth() {
-                        at(a)
-                    } else {
-                        at(b)
-                    }
-                }
-            };
+            let value = self.value(node, &values, inputs, point, precision);
             values.push(value);
         }
         values
+    }
+
+    /// The value of a node whose operands have theirs.
+    fn value(
+        &self,
+        node: Node,
+        values: &[Value],
+        inputs: &Inputs<'_>,
+        point: &Point,
+        precision: Precision,
+    ) -> Value {
+        let at = |x: NodeId| values[x.index()];
+        match node {
+            Node::Const(value) => Value::of(value),
+            Node::Var(var) => point.value(var),
+            Node::Scalar(scalar) => inputs.scalars[usize::from(scalar)],
+            Node::Load(array, indices) => {
+                let array = usize::from(array);
+                let indices = indices.map(|x| x.map_or(0, |x| at(x).int()));
+                inputs.arrays[array].load(self.arrays()[array].rank, indices)
+            }
+            Node::Unary(op, x) => ops::unary(op, at(x), precision),
+            Node::Binary(op, a, b) => ops::binary(op, at(a), at(b), precision),
+            Node::Select(c, a, b) => at(if at(c).truth() { a } else { b }),
+        }
     }
 
     /// What the program says of one score.
@@ -348,6 +347,69 @@ impl Program {
             slope: self.slope().map_or(1.0, |slope| at(slope).float()),
             gradients: self.gradients().iter().map(|gradient| at(gradient.slope).float()).collect(),
         }
+    }
+}
+
+/// The values of a program along the keys of a query: what depends on neither the key nor the score is made once.
+#[derive(Clone, Debug)]
+pub struct RowValues<'a> {
+    program: &'a Program,
+    inputs: &'a Inputs<'a>,
+    precision: Precision,
+    point: Point,
+    values: Vec<Value>,
+    /// The nodes that depend on the key or the score.
+    varying: Vec<NodeId>,
+}
+
+impl<'a> RowValues<'a> {
+    /// Those of query `point.q`.
+    pub fn new(
+        program: &'a Program,
+        inputs: &'a Inputs<'a>,
+        point: &Point,
+        precision: Precision,
+    ) -> RowValues<'a> {
+        let values = program.values(inputs, point, precision);
+        let nodes = (0..values.len()).map(|index| NodeId(index as u16));
+        let varies = |&node: &NodeId| {
+            let deps = program.deps(node);
+            deps.has(Deps::KEY) || deps.has(Deps::SCORE)
+        };
+        RowValues {
+            program,
+            inputs,
+            precision,
+            point: *point,
+            values,
+            varying: nodes.filter(varies).collect(),
+        }
+    }
+
+    /// The value of every node at key `k` and the score `s`.
+    pub fn at(&mut self, k: i32, s: f64) -> &[Value] {
+        (self.point.k, self.point.s) = (k, s);
+        for &node in &self.varying {
+            let own = self.program.nodes()[node.index()];
+            self.values[node.index()] =
+                self.program.value(own, &self.values, self.inputs, &self.point, self.precision);
+        }
+        &self.values
+    }
+
+    /// Whether the key of the last [`at`](RowValues::at) is visible.
+    pub fn visible(&self) -> bool {
+        self.program.mask().is_none_or(|mask| self.values[mask.index()].truth())
+    }
+
+    /// What its score becomes.
+    pub fn score(&self) -> f64 {
+        self.program.score().map_or(self.point.s, |score| self.values[score.index()].float())
+    }
+
+    /// The derivative of its score by `s`.
+    pub fn slope(&self) -> f64 {
+        self.program.slope().map_or(1.0, |slope| self.values[slope.index()].float())
     }
 }
 

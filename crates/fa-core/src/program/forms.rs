@@ -1,8 +1,8 @@
 //! How arrays are indexed: what an index follows, and so how the gradient of an array is summed.
 
-use super::Program;
-use super::graph::{Binary, Const, Graph, Node, NodeId, Unary};
+use super::node::{Binary, Const, Node, NodeId, Unary};
 use super::types::{Deps, Var};
+use super::whole::Program;
 
 /// What an index of a load follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +63,7 @@ impl Program {
         if !matches!(node, Node::Load(..)) {
             return Vec::new();
         }
-        Graph::operands(node).map(|index| self.axis(index)).collect()
+        node.operands().map(|index| self.axis(index)).collect()
     }
 
     fn axis(&self, index: NodeId) -> Axis {

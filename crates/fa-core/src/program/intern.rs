@@ -8,10 +8,10 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-use super::Program;
+use super::whole::Program;
 
-/// The most programs of a process. A program takes some 20 KB, so that a server that is sent programs without
-/// end keeps at most 80 MB and gets a typed error for others; it can refuse or restart, and it cannot leak.
+/// The most programs of a process. A program takes a few KB, and at most some 100 with all its derivatives: a
+/// server that is sent programs without end keeps a bounded number and gets a typed error for others.
 pub const MAX_INTERNED: usize = 4096;
 
 static TABLE: LazyLock<Mutex<HashMap<String, &'static Program>>> = LazyLock::new(Mutex::default);

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::error::{ProgramError, ProgramProblem};
-use super::{MAX_NAME, MAX_TEXT, Type};
+use super::limits::{MAX_NAME, MAX_TEXT};
+use super::types::Type;
 
 /// A token.
 #[derive(Clone, Debug, PartialEq)]

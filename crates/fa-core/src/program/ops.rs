@@ -1,7 +1,7 @@
 //! What each operation computes: integers as 32-bit GPUs do, numbers in f64 or rounded to f32 after each
 //! operation.
 
-use super::graph::{Binary, Const, Unary};
+use super::node::{Binary, Const, Unary};
 
 /// The value of an expression.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,10 +1,11 @@
 //! Arrays and scalars of a program that own their values, and values for tests and timing.
 
 use super::eval::{ArrayData, ArrayView, InputError, Inputs};
-use super::graph::Node;
+use super::limits::{MAX_RANK, MAX_SCALARS};
+use super::node::{Node, NodeId};
 use super::ops::Value;
 use super::types::{ArrayDecl, Element, Type, Var};
-use super::{MAX_RANK, NodeId, Program};
+use super::whole::Program;
 use crate::Problem;
 
 /// The elements of an array, by its element type; see [`ArrayData`].
@@ -85,8 +86,8 @@ impl ArrayData<'_> {
 
 impl Inputs<'_> {
     /// The scalars by their bits, as a launch takes them.
-    pub fn scalar_bits(&self) -> [u32; super::MAX_SCALARS] {
-        let mut bits = [0; super::MAX_SCALARS];
+    pub fn scalar_bits(&self) -> [u32; MAX_SCALARS] {
+        let mut bits = [0; MAX_SCALARS];
         for (to, value) in bits.iter_mut().zip(self.scalars()) {
             *to = match *value {
                 Value::I32(value) => value as u32,

@@ -2,12 +2,16 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::str::FromStr;
 
-use super::error::{ProgramError, ProgramProblem};
-use super::graph::{Binary, Const, Graph, NodeId, Unary};
+use super::error::{ProgramError, ProgramProblem, limit};
+use super::graph::Graph;
 use super::lex::{Token, tokens};
-use super::types::{ArrayDecl, Element, ScalarDecl, Type, Var};
-use super::{MAX_ARRAYS, MAX_NESTING, MAX_RANK, MAX_SCALARS, Program, limit};
+use super::limits::{MAX_ARRAYS, MAX_NESTING, MAX_RANK, MAX_SCALARS};
+use super::node::{Binary, Const, NodeId, Unary};
+use super::syntax::{FUNCTIONS, Level, UNARY, above, is_reserved};
+use super::types::{ArrayDecl, Deps, Element, ScalarDecl, Type, Var};
+use super::whole::Program;
 
 /// What a name stands for.
 #[derive(Clone, Copy)]
@@ -15,58 +19,6 @@ enum Named {
     Let(NodeId),
     Array(usize),
     Scalar(usize),
-}
-
-/// Names that the language has, beside variables, functions and types.
-const KEYWORDS: [&str; 15] = [
-    "let", "array", "scalar", "grad", "mask", "score", "true", "false", "inf", "nan", "and", "or", "not",
-    "_", "bool",
-];
-
-const FUNCTIONS: &str = "abs, min, max, clamp, floor, exp, exp2, log, log2, tanh, sigmoid, sqrt, rsqrt, sin, \
-                         cos, pow, select (or where), i32, f32";
-
-/// The functions of one operand.
-const UNARY: [Unary; 14] = [
-    Unary::Abs,
-    Unary::Floor,
-    Unary::Exp,
-    Unary::Exp2,
-    Unary::Log,
-    Unary::Log2,
-    Unary::Tanh,
-    Unary::Sigmoid,
-    Unary::Sqrt,
-    Unary::Rsqrt,
-    Unary::Sin,
-    Unary::Cos,
-    Unary::ToF32,
-    Unary::ToI32,
-];
-
-/// Whether the language itself uses a name.
-pub(super) fn is_reserved(name: &str) -> bool {
-    KEYWORDS.contains(&name)
-        || Var::ALL.iter().any(|var| var.name() == name)
-        || UNARY.iter().any(|op| op.name() == name)
-        || ["min", "max", "clamp", "pow", "select", "where"].contains(&name)
-}
-
-/// How tightly a binary operator binds: `or` least. Comparisons chain, as in `0 <= x < w`.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Level {
-    Or,
-    And,
-    Not,
-    Comparison,
-    BitOr,
-    BitXor,
-    BitAnd,
-    Shift,
-    Sum,
-    Product,
-    Sign,
-    Power,
 }
 
 enum Infix {
@@ -108,7 +60,25 @@ fn infix(token: &Token) -> Option<(Infix, Level)> {
     })
 }
 
-pub(super) fn parse(text: &str) -> Result<Program, ProgramError> {
+impl Program {
+    /// A program from its text.
+    ///
+    /// # Errors
+    /// What is wrong, and where.
+    pub fn parse(text: &str) -> Result<Program, ProgramError> {
+        parse(text)
+    }
+}
+
+impl FromStr for Program {
+    type Err = ProgramError;
+
+    fn from_str(text: &str) -> Result<Program, ProgramError> {
+        Program::parse(text)
+    }
+}
+
+fn parse(text: &str) -> Result<Program, ProgramError> {
     let tokens = tokens(text)?;
     let graph = Graph::default();
     let mut parser =
@@ -179,7 +149,7 @@ impl Parser<'_> {
         if given != needed {
             return Err(self.error(ProgramProblem::ResultType { result, needed, given }, span));
         }
-        if needed == Type::Bool && self.graph.deps[value.index()].has(super::Deps::SCORE) {
+        if needed == Type::Bool && self.graph.deps[value.index()].has(Deps::SCORE) {
             return Err(self.error(ProgramProblem::ScoreInMask, span));
         }
         let place = if needed == Type::Bool { &mut self.mask } else { &mut self.score };
@@ -582,22 +552,5 @@ impl Parser<'_> {
 
     fn error(&self, problem: ProgramProblem, span: Range<usize>) -> ProgramError {
         ProgramError::new(problem, self.text, span)
-    }
-}
-
-/// The level above.
-pub(super) fn above(level: Level) -> Level {
-    match level {
-        Level::Or => Level::And,
-        Level::And => Level::Not,
-        Level::Not => Level::Comparison,
-        Level::Comparison => Level::BitOr,
-        Level::BitOr => Level::BitXor,
-        Level::BitXor => Level::BitAnd,
-        Level::BitAnd => Level::Shift,
-        Level::Shift => Level::Sum,
-        Level::Sum => Level::Product,
-        Level::Product => Level::Sign,
-        Level::Sign | Level::Power => Level::Power,
     }
 }

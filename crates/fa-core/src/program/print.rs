@@ -2,15 +2,15 @@
 
 use std::fmt::Write;
 
-use super::Program;
-use super::graph::{Binary, Const, Graph, Node, NodeId, Unary};
-use super::parse::{Level, is_reserved};
+use super::graph::Graph;
+use super::node::{Binary, Const, Node, NodeId, Unary};
+use super::syntax::{Level, above, is_reserved};
 use super::types::Type;
 
 /// Declarations, a `let` for each operation that is used more than once, and the results.
 pub(super) fn text(graph: &Graph, mask: Option<NodeId>, score: Option<NodeId>) -> String {
     let mut uses = vec![0; graph.nodes.len()];
-    let operands = graph.nodes.iter().flat_map(|&node| Graph::operands(node));
+    let operands = graph.nodes.iter().flat_map(|&node| node.operands());
     for x in operands.chain(mask).chain(score) {
         uses[x.index()] += 1;
     }
@@ -52,17 +52,15 @@ pub(super) fn text(graph: &Graph, mask: Option<NodeId>, score: Option<NodeId>) -
 /// The longest text of one expression.
 const LONGEST: usize = 400;
 
-impl Program {
-    /// A node as one expression, without names for what it uses more than once; `..` if it is long.
-    pub fn expression(&self, node: NodeId) -> String {
-        let mut printer = Printer { graph: &self.graph, shown: Vec::new() };
-        for &own in &self.graph.nodes[..=node.index()] {
-            let (text, level) = printer.expression(own);
-            let text = if text.len() > LONGEST { "..".to_owned() } else { text };
-            printer.shown.push((text, level));
-        }
-        printer.shown[node.index()].0.clone()
+/// A node as one expression, without names for what it uses more than once; `..` where it is long.
+pub(super) fn expression(graph: &Graph, node: NodeId) -> String {
+    let mut printer = Printer { graph, shown: Vec::new() };
+    for &own in &graph.nodes[..=node.index()] {
+        let (text, level) = printer.expression(own);
+        let text = if text.len() > LONGEST { "..".to_owned() } else { text };
+        printer.shown.push((text, level));
     }
+    printer.shown[node.index()].0.clone()
 }
 
 struct Printer<'a> {
@@ -98,7 +96,7 @@ impl Printer<'_> {
                 let (left, right) = if level == Level::Comparison {
                     (Level::BitOr, Level::BitOr)
                 } else {
-                    (level, super::parse::above(level))
+                    (level, above(level))
                 };
                 (format!("{} {name} {}", self.within(a, left), self.within(b, right)), level)
             }

@@ -3,11 +3,11 @@
 
 use std::ops::Range;
 
-use super::Program;
 use super::eval::{Inputs, Point};
-use super::graph::{Binary, Graph, Node, NodeId, Unary};
+use super::node::{Binary, Node, NodeId, Unary};
 use super::ops::{self, Precision, Value};
 use super::types::{Deps, Type, Var};
+use super::whole::Program;
 
 /// The most pieces of an expression, and intervals of a condition, on the way to a row's intervals.
 const MOST_PIECES: usize = 64;
@@ -226,7 +226,7 @@ impl Row<'_> {
     fn pointwise(&self, id: NodeId) -> Option<Over> {
         let node = self.program.nodes()[id.index()];
         let operands: Vec<&Over> =
-            Graph::operands(node).map(|x| self.over[x.index()].as_ref()).collect::<Option<_>>()?;
+            node.operands().map(|x| self.over[x.index()].as_ref()).collect::<Option<_>>()?;
         let mut places = vec![0usize; operands.len()];
         let mut pieces: Vec<Piece> = Vec::new();
         let mut set: Vec<Range<i64>> = Vec::new();
@@ -237,7 +237,7 @@ impl Row<'_> {
                 Node::Load(array, indices) => {
                     let array = usize::from(array);
                     let indices = indices.map(|x| x.map_or(0, |_| next().int()));
-                    self.inputs.array(array).load(self.program.arrays()[array].rank, indices)
+                    self.inputs.arrays()[array].load(self.program.arrays()[array].rank, indices)
                 }
                 Node::Unary(op, _) => ops::unary(op, next(), Precision::F32),
                 Node::Binary(op, ..) => {

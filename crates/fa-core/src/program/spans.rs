@@ -4,7 +4,7 @@
 //! after each operation by more than kernels round, so that what holds for a range holds for what a kernel
 //! computes.
 
-use super::graph::{Binary, Const, Unary};
+use super::node::{Binary, Const, Unary};
 use super::ops::to_i32;
 
 /// The values that an expression may have.

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use super::Program;
 use super::eval::Inputs;
-use super::graph::{Node, NodeId};
+use super::limits::MAX_RANK;
+use super::node::{Node, NodeId};
 use super::ops::Value;
 use super::spans::{self, ANY_FLOAT, ANY_INT, ANY_TRUTH, Span};
 use super::types::{Element, Type, Var};
+use super::whole::Program;
 
 /// What a tile of queries and keys has to see of a mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -59,7 +60,7 @@ impl Program {
     /// What `tile` has to see of the mask. Empty and full are proven, and partial is what is not: of a mask
     /// that depends on more than ranges, tiles that are empty or full may count as partial.
     pub fn tile_state(&self, inputs: &Inputs<'_>, tile: &Tile) -> TileState {
-        let scalar = |place| of_value(inputs.scalar(place));
+        let scalar = |place| of_value(inputs.scalars()[place]);
         self.state(tile, &scalar, |array, indices| self.loaded(inputs, array, indices))
     }
 
@@ -84,7 +85,7 @@ impl Program {
         &self,
         tile: &Tile,
         scalar: &dyn Fn(usize) -> Span,
-        load: impl Fn(usize, [Span; super::MAX_RANK]) -> Span,
+        load: impl Fn(usize, [Span; MAX_RANK]) -> Span,
     ) -> TileState {
         let Some(mask) = self.mask() else { return TileState::Full };
         let mut spans: Vec<Span> = Vec::with_capacity(mask.index() + 1);
@@ -120,10 +121,10 @@ impl Program {
     }
 
     /// What an array holds where indices lie in ranges.
-    fn loaded(&self, inputs: &Inputs<'_>, array: usize, indices: [Span; super::MAX_RANK]) -> Span {
+    fn loaded(&self, inputs: &Inputs<'_>, array: usize, indices: [Span; MAX_RANK]) -> Span {
         let decl = &self.arrays()[array];
-        let view = inputs.array(array);
-        let mut ranges = [(0, 0); super::MAX_RANK];
+        let view = inputs.arrays()[array];
+        let mut ranges = [(0, 0); MAX_RANK];
         let mut elements = 1usize;
         for axis in 0..decl.rank {
             let Span::Int(low, high) = indices[axis] else { return ANY_TRUTH };

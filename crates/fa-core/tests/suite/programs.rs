@@ -1,10 +1,12 @@
 //! Programs: texts and their errors, values, derivatives.
 
 use fa_core::program::{
-    ArrayData, ArrayView, Deps, Inputs, Point, Precision, Program, ProgramProblem, ScoreClass, Value,
+    ArrayData, ArrayView, BiasElement, Deps, Inputs, Point, Precision, Program, ProgramProblem, RowValues,
+    ScoreClass, Standard, Value,
 };
 
 use crate::random::{Random, random_program};
+use crate::values::Values;
 
 fn parsed(text: &str) -> Program {
     Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"))
@@ -178,6 +180,51 @@ fn classes_and_slopes() {
             let scalars = program.scalars().iter().map(|_| Value::F32(2.0)).collect();
             let own = Inputs::new(&program, arrays, scalars).unwrap();
             assert_eq!(program.eval(&own, &Point::default(), Precision::F64).slope, slope, "{text}");
+        }
+    }
+}
+
+#[test]
+fn standard_programs_join_those_of_users() {
+    let bias = Standard::Bias { element: BiasElement::Bf16, gradient: true };
+    for (standard, arrays, is_mask) in [
+        (Standard::Rows, 2, true),
+        (Standard::TwoRows, 4, true),
+        (Standard::Bits, 1, true),
+        (Standard::Chunk, 0, true),
+        (bias, 1, false),
+    ] {
+        let program = standard.program().unwrap();
+        assert_eq!((program.arrays().len(), program.mask().is_some()), (arrays, is_mask), "{standard:?}");
+        assert_eq!(program.arrays().iter().any(|array| array.gradient), standard == bias);
+    }
+    let own = parsed("scalar c: f32; mask = k <= q; score = c * tanh(s / c)");
+    let joined =
+        own.with(&bias.program().unwrap()).unwrap().with(&Standard::Bits.program().unwrap()).unwrap();
+    let expected = "array fa_bias: bf16[_, _, _, _] grad; array fa_bits: bits[_, _, _, _]; scalar c: f32;
+                    mask = k <= q and fa_bits[b, h, q, k]; score = c * tanh(s / c) + fa_bias[b, h, q, k];";
+    assert_eq!(joined, parsed(expected));
+    let error = own.with(&parsed("scalar c: i32; q < c")).unwrap_err();
+    assert_eq!(error.problem, ProgramProblem::Conflict { name: "c".to_owned() });
+}
+
+#[test]
+fn rows_have_the_values_of_their_points() {
+    for seed in 0..200 {
+        let program = parsed(&random_program(seed));
+        let values = Values::new(seed);
+        let inputs = values.inputs(&program);
+        let point = Point { b: 1, h: 2, hk: 1, q: 11, sq: 30, sk: 35, off: 5, ..Point::default() };
+        let mut row = RowValues::new(&program, &inputs, &point, Precision::F32);
+        for k in 0..35 {
+            let s = f64::from(k) * 0.25 - 3.0;
+            let found = row.at(k, s).to_vec();
+            let expected = program.values(&inputs, &Point { k, s, ..point }, Precision::F32);
+            // As text, for NaN.
+            assert_eq!(format!("{found:?}"), format!("{expected:?}"), "{program}");
+            let outcome = program.eval(&inputs, &Point { k, s, ..point }, Precision::F32);
+            assert_eq!(row.visible(), outcome.visible);
+            assert!(row.score() == outcome.score || outcome.score.is_nan());
         }
     }
 }

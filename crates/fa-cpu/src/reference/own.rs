@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use fa_core::program::{Inputs, Node, NodeId, Point, Precision, Program, Value};
+use fa_core::program::{Inputs, Node, NodeId, Point, Precision, Program, RowValues, Value};
 
 use crate::batch::Batch;
 use crate::real::Real;
@@ -71,12 +71,13 @@ impl<'a> OwnProgram<'a> {
     /// What becomes of query `i`'s scores of `keys`. A score of -inf hides its key.
     pub(super) fn row<R: Real>(&self, i: usize, keys: Range<usize>, scores: &[R]) -> OwnRow<R> {
         let mut row = OwnRow::NONE;
+        let mut found = RowValues::new(self.program, self.inputs, &self.point(i, 0, 0.0), self.precision);
         for (j, score) in keys.zip(scores) {
-            let found = self.program.eval(self.inputs, &self.point(i, j, score.to_f64()), self.precision);
-            let changed = R::from_f64(found.score);
-            row.hidden.push(!found.visible || changed == R::NEG_INFINITY);
+            found.at(j as i32, score.to_f64());
+            let changed = R::from_f64(found.score());
+            row.hidden.push(!found.visible() || changed == R::NEG_INFINITY);
             row.scores.push(changed);
-            row.slopes.push(R::from_f64(found.slope));
+            row.slopes.push(R::from_f64(found.slope()));
         }
         row
     }
