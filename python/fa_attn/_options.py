@@ -129,13 +129,18 @@ def is_varied(extras):
     return not starts[0] is starts[1] is used[0] is used[1] is None
 
 
+# No offset.
+_ALIGNED = 0
+
+
 def options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset=0):
     """The options of a call, checked. Behind the sides of a window comes the offset, where there is one."""
     cap = number("softcap", softcap) or 0.0
     if cap < 0.0:
         raise InputError(f"softcap is {cap}: it must be above 0, or 0 for none")
     sides = window(window_size)
-    if not (type(query_offset) is int and query_offset == 0):
+    # Not by ==, which would ask torch.compile for a symbol's value.
+    if query_offset is not _ALIGNED:
         sides = (*sides, most("query_offset", query_offset))
     return (
         number("softmax_scale", softmax_scale),

@@ -28,7 +28,8 @@ from ._torch_passes import no_tangents, run_backward, run_forward
 
 # The extras in a schema, each an argument.
 _EXTRAS = ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt max_seqlen_q, SymInt max_seqlen_k"
-_OPTIONS = "float? scale, bool causal, SymInt left, SymInt right, SymInt offset, float softcap, bool deterministic"
+_WINDOW = "SymInt left, SymInt right, SymInt offset"
+_OPTIONS = f"float? scale, bool causal, {_WINDOW}, float softcap, bool deterministic"
 
 
 def _parted(arguments):

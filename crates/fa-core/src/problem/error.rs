@@ -37,8 +37,8 @@ pub enum ProblemError {
     Types(#[from] TypesError),
     /// ALiBi's distances would not be exact.
     #[error(
-        "query_offset = {offset} with ALiBi: distances from the diagonal are f32, with offsets from -{limit} to \
-         {limit}"
+        "query_offset = {offset} with ALiBi: distances from the diagonal are f32, with offsets from -{limit} \
+         to {limit}"
     )]
     Offset {
         /// The mask's offset.
