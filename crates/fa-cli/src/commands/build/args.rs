@@ -89,8 +89,8 @@ pub(crate) struct BuildArgs {
     /// Compile by nvcc instead of NVRTC
     #[arg(long)]
     pub nvcc: bool,
-    /// Write texts of each kernel to --out instead: its source with the headers that it includes, its PTX, or its
-    /// machine code (by nvdisasm)
+    /// Write texts of each kernel to --out instead: its source with the headers that it includes, its PTX, or
+    /// its machine code (by nvdisasm)
     #[arg(long, value_enum, value_name = "TEXT,..", value_delimiter = ',')]
     #[arg(conflicts_with_all = ["all_configs", "best"])]
     pub emit: Vec<Emitted>,
