@@ -79,7 +79,7 @@ pub struct Cost {
     pub received: usize,
     /// Bytes of the program's own memory on that rank.
     pub scratch: usize,
-    /// Whether O and LSE have the bits of one GPU.
+    /// Whether the results have the bits of one GPU.
     pub same_bits: bool,
 }
 
@@ -131,7 +131,8 @@ fn step_seconds(program: &Program, step: &Step, times: &mut Times) -> Result<f64
         }
         Op::Exchange { sends, recvs } => {
             let total = |views: &[(usize, crate::program::View)]| -> usize {
-                views.iter().map(|(_, view)| program.bytes(view)).sum()
+                let others = views.iter().filter(|(peer, _)| *peer != program.rank);
+                others.map(|(_, view)| program.bytes(view)).sum()
             };
             times.machine.link.seconds(total(sends).max(total(recvs)))
         }
@@ -242,7 +243,7 @@ pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
         one_gpu: times.of(plan.problem())?,
         received: programs.iter().map(Program::received).max().unwrap_or(0),
         scratch: programs.iter().map(Program::scratch_bytes).max().unwrap_or(0),
-        same_bits: plan.same_bits(),
+        same_bits: plan.same_bits() && !times.pass.is_backward(),
     })
 }
 
@@ -345,7 +346,7 @@ impl fmt::Display for Ranking {
                 ms(cost.exposed),
                 cost.received as f64 / 1e6,
                 cost.scratch as f64 / 1e6,
-                if cost.same_bits { "of one GPU" } else { "merged" },
+                if cost.same_bits { "of one GPU" } else { "other sums" },
             )?;
         }
         for (_, error) in &self.refused {
@@ -400,8 +401,8 @@ mod tests {
         let gather = long.plans.iter().find(|(_, cost)| cost.scheme == Scheme::Gather);
         let (_, best) = gather.expect("gather computes the problem");
         let share = best.share(8);
-        assert!((0.95..1.02).contains(&share), "{share} of one GPU");
-        assert!(best.exposed < 0.2 * (best.transfers + best.sums), "{best:?}");
+        assert!((0.92..1.02).contains(&share), "{share} of one GPU");
+        assert!(best.exposed < 0.4 * (best.transfers + best.sums), "{best:?}");
         let text = long.to_string();
         assert!(text.contains("of the next heads") && text.contains("times less time than one"), "{text}");
     }

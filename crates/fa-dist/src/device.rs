@@ -43,6 +43,9 @@ impl Default for RankOptions {
     }
 }
 
+/// A stream's priority: less is earlier.
+const HIGHEST: i32 = -5;
+
 /// One GPU of several: a process or a thread each.
 pub struct Rank {
     gpu: Arc<Gpu>,
@@ -68,7 +71,8 @@ impl Rank {
         let RankOptions { deadline, transfer_ctas } = *options;
         gpu.context().bind_to_thread().map_err(driver("entering the context"))?;
         let mut store = Store::join(bootstrap, place, deadline)?;
-        let transfer = gpu.context().new_stream().map_err(driver("making a stream"))?;
+        // Transfers get SMs before kernels that would hold all of them; the driver takes its own highest.
+        let transfer = gpu.context().new_stream_with_priority(HIGHEST).map_err(driver("making a stream"))?;
         let mut communicator = None;
         if place.world > 1 {
             let loaded = Nccl::load();
@@ -680,7 +684,15 @@ impl Engine for DeviceEngine<'_> {
         }
         let stream: *mut c_void = self.stream(step.lane).cu_stream().cast();
         let lost = self.rank.store.watch();
-        let Some(communicator) = &mut self.rank.communicator else { return Ok(()) };
+        let Some(communicator) = &mut self.rank.communicator else {
+            // A rank that is alone sends to itself.
+            return sends.iter().zip(&recvs).try_for_each(|(from, to)| {
+                // SAFETY: as below; both have as many bytes.
+                let copied =
+                    unsafe { result::memcpy_dtod_async(to.address, from.address, to.bytes, stream.cast()) };
+                copied.map_err(driver("copying device memory"))
+            });
+        };
         // SAFETY: pieces lie in the program's memory, which lives as long as the program; steps of other
         // queues that touch it wait for this one.
         unsafe { communicator.exchange(&sends, &recvs, stream, &lost) }

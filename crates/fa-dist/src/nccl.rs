@@ -419,4 +419,17 @@ mod tests {
         let text = Error::NoNccl { tried: "x".to_owned() }.to_string();
         assert!(text.contains("pip install nvidia-nccl-cu13") && text.contains("FA_NCCL"), "{text}");
     }
+
+    /// Where NCCL is installed: the functions are there, and rank 0 makes an id without a GPU.
+    #[test]
+    fn the_library_that_is_found_has_all_functions() {
+        match Nccl::load() {
+            Ok(nccl) => {
+                assert!(nccl.version().unwrap() >= CONFIG_VERSION as i32, "{}", nccl.path().display());
+                let id = nccl.unique_id().unwrap().to_hex();
+                assert!(id.bytes().any(|digit| digit != b'0'), "{id}");
+            }
+            Err(error) => assert!(matches!(error, Error::NoNccl { .. }), "{error}"),
+        }
+    }
 }

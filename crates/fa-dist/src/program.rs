@@ -158,7 +158,8 @@ pub enum Op {
         /// LSE, packed.
         lse: View,
     },
-    /// Sends and receives, all at once. Between two ranks messages arrive in the order of sending.
+    /// Sends and receives, all at once; also to the rank itself. Between two ranks messages arrive in the
+    /// order of sending.
     Exchange {
         /// To whom, and what.
         sends: Vec<(usize, View)>,
@@ -299,10 +300,13 @@ impl Program {
         }
     }
 
-    /// Bytes that this rank receives.
+    /// Bytes that this rank receives from others.
     pub fn received(&self) -> usize {
         let of = |step: &Step| match &step.op {
-            Op::Exchange { recvs, .. } => recvs.iter().map(|(_, view)| self.bytes(view)).sum(),
+            Op::Exchange { recvs, .. } => {
+                let others = recvs.iter().filter(|(peer, _)| *peer != self.rank);
+                others.map(|(_, view)| self.bytes(view)).sum()
+            }
             Op::Sum { .. }
             | Op::Nothing { .. }
             | Op::Forward { .. }

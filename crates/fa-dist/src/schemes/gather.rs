@@ -39,11 +39,17 @@ pub(super) fn others(plan: &ShardPlan, rank: usize) -> impl Iterator<Item = (usi
     (1..world).map(move |step| ((rank + step) % world, (rank + world - step) % world))
 }
 
+/// Stages whose keys are there or on their way: with three, one is fetched while kernels of the one before
+/// it run, and needs no memory that these read.
+const SLOTS: usize = 3;
+
 struct Gather<'a> {
     plan: &'a ShardPlan,
     rank: usize,
     builder: Builder,
-    /// K and V of one stage, twice.
+    /// The rank's own K and V, packed to be sent.
+    own: [Buffer; 2],
+    /// K and V of stages in turn.
     gathered: Vec<[Buffer; 2]>,
     packed: Packed,
 }
@@ -52,29 +58,52 @@ impl<'a> Gather<'a> {
     fn new(plan: &'a ShardPlan, rank: usize, pass: Pass) -> Gather<'a> {
         let tensors = plan.tensors(rank, pass.is_backward());
         let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
-        let gathered = (0..plan.stages().min(2)).map(|_| staged(plan, &mut builder, Cell::Own)).collect();
-        Gather { plan, rank, builder, gathered, packed: Packed::new() }
+        let gathered = (0..plan.stages().min(SLOTS)).map(|_| staged(plan, &mut builder, Cell::Own)).collect();
+        // All heads at once: later, kernels of attention hold every SM.
+        let own = [Buffer::K, Buffer::V].map(|from| {
+            let shape = builder.shape(from);
+            let to = builder.scratch(Shape { order: TensorLayout::Bhsd, ..shape });
+            let (from, whole) = (builder.whole(from), builder.whole(to));
+            builder.copy(Lane::Transfer, from, whole);
+            to
+        });
+        let mut gather = Gather { plan, rank, builder, own, gathered, packed: Packed::new() };
+        (0..plan.stages().min(SLOTS - 1)).for_each(|stage| gather.gather(stage));
+        gather
     }
 
-    /// Own keys and values to their places, and those of the others.
+    /// The keys and values of a stage, the rank's own among them, to their places in the sequence.
     fn gather(&mut self, stage: usize) {
-        let (plan, rank, builder) = (self.plan, self.rank, &mut self.builder);
+        let (plan, rank) = (self.plan, self.rank);
         let to = self.gathered[stage % self.gathered.len()];
         let (_, kv) = plan.stage_heads(stage);
-        let heads = 0..kv.len();
-        for placed in plan.keys().placed(rank) {
-            for (from, to) in [Buffer::K, Buffer::V].into_iter().zip(to) {
-                let from = View::of(from, &placed.locals(&placed.range), &kv);
-                builder.copy(Lane::Transfer, from, View::of(to, &placed.range, &heads));
-            }
-        }
-        let messages = |owner: usize, reader: usize, peer: usize| {
-            let ranges = shared(plan, owner, reader).into_iter();
-            ranges.flat_map(|rows| to.map(|to| (peer, View::of(to, &rows, &heads)))).collect::<Vec<_>>()
+        let placed = plan.keys().placed(rank);
+        let local = |rows: &Range<usize>| {
+            let own = placed.iter().find(|own| overlap(&own.range, rows).is_some());
+            own.map_or(0..0, |own| own.locals(rows))
         };
-        let sends = others(plan, rank).flat_map(|(next, _)| messages(rank, next, next)).collect();
-        let recvs = others(plan, rank).flat_map(|(_, last)| messages(last, rank, last)).collect();
-        builder.push(Lane::Transfer, Op::Exchange { sends, recvs });
+        let ranks = || others(plan, rank).chain([(rank, rank)]);
+        let sends = ranks().flat_map(|(next, _)| {
+            let ranges = shared(plan, rank, next).into_iter();
+            let of = |rows: Range<usize>| self.own.map(|from| (next, View::of(from, &local(&rows), &kv)));
+            ranges.flat_map(of).collect::<Vec<_>>()
+        });
+        let recvs = ranks().flat_map(|(_, last)| {
+            let ranges = shared(plan, last, rank).into_iter();
+            ranges
+                .flat_map(|rows| to.map(|to| (last, View::of(to, &rows, &(0..kv.len())))))
+                .collect::<Vec<_>>()
+        });
+        let exchange = Op::Exchange { sends: sends.collect(), recvs: recvs.collect() };
+        self.builder.push(Lane::Transfer, exchange);
+    }
+
+    /// The gather of a later stage, before the kernels of `stage` take all SMs.
+    fn gather_ahead(&mut self, stage: usize) {
+        let ahead = stage + SLOTS - 1;
+        if ahead < self.plan.stages() {
+            self.gather(ahead);
+        }
     }
 
     fn forward(&mut self, stage: usize) {
@@ -128,11 +157,8 @@ fn staged(plan: &ShardPlan, builder: &mut Builder, cell: Cell) -> [Buffer; 2] {
 /// The forward of a rank.
 pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
     let mut gather = Gather::new(plan, rank, Pass::Forward);
-    gather.gather(0);
     for stage in 0..plan.stages() {
-        if stage + 1 < plan.stages() {
-            gather.gather(stage + 1);
-        }
+        gather.gather_ahead(stage);
         gather.forward(stage);
     }
     gather.builder.finish()
@@ -257,11 +283,8 @@ impl Gather<'_> {
 pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
     let mut gather = Gather::new(plan, rank, Pass::BACKWARD);
     let returns = gather.returns();
-    gather.gather(0);
     for stage in 0..plan.stages() {
-        if stage + 1 < plan.stages() {
-            gather.gather(stage + 1);
-        }
+        gather.gather_ahead(stage);
         gather.backward(stage, &returns);
         gather.give_back(stage, &returns);
     }

@@ -21,11 +21,11 @@ fn heads(plan: &ShardPlan, rank: usize, stage: usize) -> (Range<usize>, Range<us
     (q.clone(), q.start / group..(q.end - 1) / group + 1)
 }
 
-/// A tensor of the whole sequence for the heads of a stage, twice, and room for what is sent and received.
+/// A tensor of the whole sequence for the heads of a stage, stages, and room for what is sent and received.
 struct Turned {
     /// The caller's tensor.
     local: Buffer,
-    /// All rows, of stages in turn.
+    /// All rows, for each stage.
     whole: Vec<Buffer>,
     /// For each rank the local rows of its heads (to it), or of its rows (from it).
     boxes: Vec<Vec<Buffer>>,
@@ -55,9 +55,10 @@ impl<'a> Ulysses<'a> {
         let (q, kv) = heads(self.plan, self.rank, 0);
         let count = if is_kv { kv.len() } else { q.len() };
         let rows = self.shards(is_kv).len();
-        let twice = self.plan.stages().min(2);
-        let whole = (0..twice).map(|_| self.builder.scratch(Shape { rows, heads: count, ..shape })).collect();
-        let boxes = (0..twice).map(|_| {
+        let stages = self.plan.stages();
+        let whole =
+            (0..stages).map(|_| self.builder.scratch(Shape { rows, heads: count, ..shape })).collect();
+        let boxes = (0..stages).map(|_| {
             let own = |_| self.builder.scratch(Shape { heads: count, ..shape });
             (0..self.plan.world()).map(own).collect()
         });
@@ -70,36 +71,46 @@ impl<'a> Ulysses<'a> {
         if turned.is_kv { kv } else { q }
     }
 
-    /// From shards of rows to shards of heads.
-    fn turn(&mut self, tensors: &[&Turned], stage: usize) {
+    /// Packs what is sent of a stage.
+    fn pack(&mut self, tensors: &[&Turned], stage: usize) {
         let (plan, rank) = (self.plan, self.rank);
-        let slot = stage % plan.stages().min(2);
         for turned in tensors {
             let shards = self.shards(turned.is_kv);
             for to in (0..plan.world()).filter(|to| *to != rank) {
                 let heads = self.heads_of(turned, to, stage);
                 let from = View::of(turned.local, &(0..shards.rows(rank)), &heads);
-                let to = self.builder.whole(turned.boxes[slot][to]);
+                let to = self.builder.whole(turned.boxes[stage][to]);
                 self.builder.copy(Lane::Transfer, from, to);
             }
             let own = self.heads_of(turned, rank, stage);
             for placed in shards.placed(rank) {
                 let from = View::of(turned.local, &placed.locals(&placed.range), &own);
-                let to = View::of(turned.whole[slot], &placed.range, &(0..own.len()));
+                let to = View::of(turned.whole[stage], &placed.range, &(0..own.len()));
                 self.builder.copy(Lane::Transfer, from, to);
             }
         }
+    }
+
+    /// From shards of rows to shards of heads. All is packed at first: later, kernels of attention hold every
+    /// SM.
+    fn turn(&mut self, tensors: &[&Turned]) {
+        (0..self.plan.stages()).for_each(|stage| self.pack(tensors, stage));
+        (0..self.plan.stages()).for_each(|stage| self.send(tensors, stage));
+    }
+
+    fn send(&mut self, tensors: &[&Turned], stage: usize) {
+        let (plan, rank) = (self.plan, self.rank);
         let (mut sends, mut recvs) = (Vec::new(), Vec::new());
         for (next, last) in others(plan, rank) {
             for turned in tensors {
                 let shards = self.shards(turned.is_kv);
                 let all = 0..self.heads_of(turned, rank, stage).len();
                 for placed in shards.placed(rank).iter().filter(|placed| !placed.range.is_empty()) {
-                    let view = View::of(turned.boxes[slot][next], &placed.locals(&placed.range), &all);
+                    let view = View::of(turned.boxes[stage][next], &placed.locals(&placed.range), &all);
                     sends.push((next, view));
                 }
                 for range in shards.ranges(last).iter().filter(|range| !range.is_empty()) {
-                    recvs.push((last, View::of(turned.whole[slot], range, &all)));
+                    recvs.push((last, View::of(turned.whole[stage], range, &all)));
                 }
             }
         }
@@ -109,17 +120,16 @@ impl<'a> Ulysses<'a> {
     /// From shards of heads back to shards of rows; replicas of K/V heads are added up.
     fn turn_back(&mut self, tensors: &[&Turned], stage: usize) {
         let (plan, rank) = (self.plan, self.rank);
-        let slot = stage % plan.stages().min(2);
         let (mut sends, mut recvs) = (Vec::new(), Vec::new());
         for (next, last) in others(plan, rank) {
             for turned in tensors {
                 let shards = self.shards(turned.is_kv);
                 let all = 0..self.heads_of(turned, rank, stage).len();
                 for range in shards.ranges(next).iter().filter(|range| !range.is_empty()) {
-                    sends.push((next, View::of(turned.whole[slot], range, &all)));
+                    sends.push((next, View::of(turned.whole[stage], range, &all)));
                 }
                 for placed in shards.placed(rank).iter().filter(|placed| !placed.range.is_empty()) {
-                    let to = View::of(turned.boxes[slot][last], &placed.locals(&placed.range), &all);
+                    let to = View::of(turned.boxes[stage][last], &placed.locals(&placed.range), &all);
                     recvs.push((last, to));
                 }
             }
@@ -140,8 +150,8 @@ impl<'a> Ulysses<'a> {
                 for placed in shards.placed(rank) {
                     let local = placed.locals(&placed.range);
                     let part = |from: &usize| match *from == rank {
-                        true => View::of(turned.whole[slot], &placed.range, &all),
-                        false => View::of(turned.boxes[slot][*from], &local, &all),
+                        true => View::of(turned.whole[stage], &placed.range, &all),
+                        false => View::of(turned.boxes[stage][*from], &local, &all),
                     };
                     let op = Op::Sum {
                         parts: replicas.iter().map(part).collect(),
@@ -155,7 +165,7 @@ impl<'a> Ulysses<'a> {
     }
 
     fn all(&self, turned: &Turned, stage: usize) -> View {
-        self.builder.whole(turned.whole[stage % self.plan.stages().min(2)])
+        self.builder.whole(turned.whole[stage])
     }
 
     fn part(&self, stage: usize) -> Part {
@@ -172,11 +182,8 @@ pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
         .map(|(own, is_kv)| turn.turned(own, is_kv));
     let results = [Buffer::Out, Buffer::Lse].map(|own| turn.turned(own, false));
     let [inputs_at, results_at] = [inputs.each_ref().to_vec(), results.each_ref().to_vec()];
-    turn.turn(&inputs_at, 0);
+    turn.turn(&inputs_at);
     for stage in 0..plan.stages() {
-        if stage + 1 < plan.stages() {
-            turn.turn(&inputs_at, stage + 1);
-        }
         let [q, k, v] = inputs.each_ref().map(|turned| turn.all(turned, stage));
         let [out, lse] = results.each_ref().map(|turned| turn.all(turned, stage));
         let op = Op::Forward { part: turn.part(stage), q, k, v, out, lse };
@@ -201,11 +208,8 @@ pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
     let results = [(Buffer::Dq, false), (Buffer::Dk, true), (Buffer::Dv, true)];
     let results = results.map(|(own, is_kv)| turn.turned(own, is_kv));
     let [inputs_at, results_at] = [inputs.each_ref().to_vec(), results.each_ref().to_vec()];
-    turn.turn(&inputs_at, 0);
+    turn.turn(&inputs_at);
     for stage in 0..plan.stages() {
-        if stage + 1 < plan.stages() {
-            turn.turn(&inputs_at, stage + 1);
-        }
         let op = Op::Backward {
             part: turn.part(stage),
             inputs: inputs.each_ref().map(|turned| turn.all(turned, stage)),
