@@ -1,7 +1,7 @@
 //! Host tensors, and those of one call.
 
-use fa_core::{Pass, Problem, TensorLayout};
 use fa_core::program::Inputs;
+use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::{Arguments, Element, Extras, TensorMut, TensorRef};
 
@@ -163,6 +163,21 @@ pub struct ForwardTensors<'a, T> {
 }
 
 impl<'a, T> ForwardTensors<'a, T> {
+    /// The tensors of a problem that names no others.
+    pub const fn new(
+        [q, k, v]: [TensorRef<'a, T>; 3],
+        out: TensorMut<'a, T>,
+        lse: &'a mut [f32],
+    ) -> ForwardTensors<'a, T> {
+        ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
+    }
+
+    /// The same with starts and lengths of sequences, page table, slopes and sinks.
+    #[must_use]
+    pub const fn with_extras(self, extras: Extras<'a>) -> ForwardTensors<'a, T> {
+        ForwardTensors { extras, ..self }
+    }
+
     /// The same with the arrays and scalars of the problem's program.
     #[must_use]
     pub fn with_program(self, inputs: &'a Inputs<'a>) -> ForwardTensors<'a, T> {
@@ -200,7 +215,15 @@ impl<'a, T: Element> ForwardTensors<'a, T> {
         output: &'a mut Output<T>,
         extras: Extras<'a>,
     ) -> Result<ForwardTensors<'a, T>, Error> {
-        Ok(ForwardTensors { q, k, v, out: output.out.view_mut("out")?, lse: &mut output.lse, extras, program: None })
+        Ok(ForwardTensors {
+            q,
+            k,
+            v,
+            out: output.out.view_mut("out")?,
+            lse: &mut output.lse,
+            extras,
+            program: None,
+        })
     }
 }
 

@@ -46,7 +46,8 @@ fn every_item_is_there_once_with_a_place_and_a_reason() {
 fn files_and_commands_that_are_named_exist() {
     let text = document();
     let help = |command: &str| {
-        let output = Command::new(env!("CARGO_BIN_EXE_fa")).args([command, "--help"]).output().expect("fa runs");
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_fa")).args([command, "--help"]).output().expect("fa runs");
         assert!(output.status.success(), "fa {command} is no command");
         String::from_utf8(output.stdout).expect("help is text")
     };

@@ -72,14 +72,8 @@ fn strides_are_free() {
     let engine = fa_attn::Engine::with(fa_attn::Backend::Cpu(CpuOptions::default())).unwrap();
     let problem = Problem::square(1, rows, heads, dim, Mask::CAUSAL, Dtype::F32);
     let mut output = fa_attn::Output::new(&problem, TensorLayout::Bshd).unwrap();
-    let tensors = fa_attn::ForwardTensors {
-        q: part(0),
-        k: part(1),
-        v: part(2),
-        out: output.out.view_mut("out").unwrap(),
-        lse: &mut output.lse,
-        extras: fa_attn::Extras::NONE,
-    };
+    let out = output.out.view_mut("out").unwrap();
+    let tensors = fa_attn::ForwardTensors::new([part(0), part(1), part(2)], out, &mut output.lse);
     engine.bind(&problem, fa_attn::Pass::Forward).unwrap().run(tensors).unwrap();
     let whole = engine.attention(&packed(0), &packed(1), &packed(2), Mask::CAUSAL).unwrap();
     assert_eq!(output.out.data, whole.out.data);
