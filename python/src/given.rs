@@ -21,8 +21,8 @@ pub(crate) struct Options {
     pub softcap: f64,
 }
 
-/// The sides of a window, and the keys by which queries lie right of the bottom-right alignment, where that is
-/// not 0.
+/// The sides of a window, and the keys by which queries lie right of the bottom-right alignment, where that
+/// is not 0.
 #[derive(Clone, Copy, Debug, FromPyObject)]
 pub(crate) enum Window {
     Aligned((i64, i64)),
@@ -30,8 +30,8 @@ pub(crate) enum Window {
 }
 
 impl Window {
-    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
-    /// side is.
+    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's
+    /// right side is.
     fn mask(self, causal: bool) -> Mask {
         let (left, right, offset) = match self {
             Window::Aligned((left, right)) => (left, right, 0),
