@@ -55,10 +55,9 @@ impl Owner {
             let reason = format!("it belongs to user {owner}, and this is user {user}");
             return Some((reason, "set FA_CACHE_DIR to a folder of your own".to_owned()));
         }
-        let writers = \
-         writers?;
-        let advice = "remove it, or `chmod go-w FOLDER` if nobody has written to it, or set FA_CACHE_DIR to a \
-                      folder that only you can write to";
+        let writers = writers?;
+        let advice = "remove it, or `chmod go-w FOLDER` if nobody has written to it, or set FA_CACHE_DIR to \
+                      a folder that only you can write to";
         Some((format!("{writers} may write to it (mode {:03o})", mode & 0o777), advice.to_owned()))
     }
 }
