@@ -350,7 +350,8 @@ impl Program {
     }
 }
 
-/// The values of a program along the keys of a query: what depends on neither the key nor the score is made once.
+/// The values of a program along the keys of a query: what depends on neither the key nor the score is made
+/// once.
 #[derive(Clone, Debug)]
 pub struct RowValues<'a> {
     program: &'a Program,
