@@ -311,7 +311,20 @@ pub struct Outcome {
 impl Program {
     /// The value of every node at `point`.
     pub fn values(&self, inputs: &Inputs<'_>, point: &Point, precision: Precision) -> Vec<Value> {
-        let mut values: Vec<Value> = Vec::with_capacity(self.nodes().len());
+        let mut values = Vec::with_capacity(self.nodes().len());
+        self.values_in(&mut values, inputs, point, precision);
+        values
+    }
+
+    /// The same in a list that is used again.
+    fn values_in(
+        &self,
+        values: &mut Vec<Value>,
+        inputs: &Inputs<'_>,
+        point: &Point,
+        precision: Precision,
+    ) {
+        values.clear();
         for &node in self.nodes() {
             let at = |x: NodeId| values[x.index()];
             let value = match node {
@@ -335,12 +348,22 @@ impl Program {
             };
             values.push(value);
         }
-        values
     }
 
     /// What the program says of one score.
     pub fn eval(&self, inputs: &Inputs<'_>, point: &Point, precision: Precision) -> Outcome {
-        let values = self.values(inputs, point, precision);
+        self.eval_in(&mut Vec::new(), inputs, point, precision)
+    }
+
+    /// [`Program::eval`] with a list of values that many scores use in turn.
+    pub fn eval_in(
+        &self,
+        values: &mut Vec<Value>,
+        inputs: &Inputs<'_>,
+        point: &Point,
+        precision: Precision,
+    ) -> Outcome {
+        self.values_in(values, inputs, point, precision);
         let at = |x: NodeId| values[x.index()];
         Outcome {
             visible: self.mask().is_none_or(|mask| at(mask).truth()),
