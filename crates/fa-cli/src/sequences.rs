@@ -198,6 +198,7 @@ impl SideTensors {
             | CpuError::Overlap { .. }
             | CpuError::Memory { .. }
             | CpuError::PagedBackward
+            | CpuError::Program(_)
             | CpuError::Range { .. }
             | CpuError::Isa { .. } => return InputError::Usage(error.to_string()),
         };

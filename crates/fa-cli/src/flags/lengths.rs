@@ -3,9 +3,10 @@
 use std::str::FromStr;
 
 use clap::Args;
-use fa_core::program::{Interned, Program};
 use fa_core::{Alibi, Lengths, ScoreMod, Side};
 use fa_lab::shape::parse_pair;
+
+use crate::flags::mods::ModArgs;
 
 /// How the sequences of a batch lie in memory. The lengths that other flags give are then upper bounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
