@@ -119,7 +119,7 @@ impl DeviceExtras {
         stream: &Arc<CudaStream>,
         arguments: impl Into<Arguments<'a>>,
     ) -> Result<DeviceExtras, Error> {
-        let Arguments { extras, program } = arguments.into();
+        let Arguments { extras, program, .. } = arguments.into();
         let packed_rows = packed_rows(&extras)?;
         let program = program.map(|inputs| DeviceProgram::upload(stream, inputs)).transpose()?;
         let inputs = extras.try_map(|_, values| copy(stream, values), |_, values| copy(stream, values))?;

@@ -180,6 +180,11 @@ fn problems(args: &TuneArgs) -> anyhow::Result<Problems> {
         let (count, seed) = (usize::from(count), args.seed.unwrap_or(0));
         return Ok(Problems::Drawn(Drawing { count, seed, passes, families: family.into_iter().collect() }));
     }
+    if args.shapes.mods.program().map_err(InputError::Usage)?.is_some() {
+        let message = "tables hold no kernels with programs: leave out --mask-mod, --score-mod, --bias and \
+                       --chunk";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     let pass = pass(args)?;
     let (problems, family) = match args.marks {
         Some(marks) => (marks.shapes().into_iter().map(|wanted| wanted.problem).collect(), marks.family()),
