@@ -206,7 +206,8 @@ impl Call {
         tensors: BackwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
         let arguments = tensors.arguments();
-        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, darrays, .. } = tensors;
+        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, darrays, .. } =
+            tensors;
         let inputs = BackwardInputs { q, k, v, out, lse, dout };
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();

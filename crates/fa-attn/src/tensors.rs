@@ -1,7 +1,7 @@
 //! Host tensors, and those of one call.
 
-use fa_core::{Pass, Problem, TensorLayout};
 use fa_core::program::Inputs;
+use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::{Arguments, Element, Extras, TensorMut, TensorRef};
 
@@ -200,7 +200,15 @@ impl<'a, T: Element> ForwardTensors<'a, T> {
         output: &'a mut Output<T>,
         extras: Extras<'a>,
     ) -> Result<ForwardTensors<'a, T>, Error> {
-        Ok(ForwardTensors { q, k, v, out: output.out.view_mut("out")?, lse: &mut output.lse, extras, program: None })
+        Ok(ForwardTensors {
+            q,
+            k,
+            v,
+            out: output.out.view_mut("out")?,
+            lse: &mut output.lse,
+            extras,
+            program: None,
+        })
     }
 }
 

@@ -2,11 +2,11 @@
 //!
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
+use fa_core::program::OwnedInputs;
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
-use fa_core::program::OwnedInputs;
 use fa_cpu::{Arguments, Element, OwnedExtras, TensorRef, reference};
 use fa_lab::random::Random;
 use half::{bf16, f16};

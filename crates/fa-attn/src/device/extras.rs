@@ -59,7 +59,8 @@ impl DeviceProgram {
     pub fn want_gradients(&mut self, stream: &Arc<CudaStream>, program: &Program) -> Result<(), Error> {
         self.gradients.clear();
         for (decl, array) in program.arrays().iter().zip(&self.layout.arrays) {
-            let len = array.extents[..decl.rank].iter().map(|&extent| extent.max(0) as usize).product::<usize>();
+            let len =
+                array.extents[..decl.rank].iter().map(|&extent| extent.max(0) as usize).product::<usize>();
             let room = decl.gradient.then(|| stream.alloc_zeros(len.max(1))).transpose();
             self.gradients.push(room.map_err(doing("allocating device memory"))?);
         }

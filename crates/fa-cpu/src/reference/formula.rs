@@ -322,9 +322,8 @@ impl<'a, R: Real> Head<'a, R> {
             }
         }
         let softmax = |((i, keys), scores): ((usize, Range<usize>), Vec<R>)| {
-            let own = self.program.as_ref().map_or(OwnRow::NONE, |program| {
-                program.row(i, keys.clone(), &scores)
-            });
+            let own =
+                self.program.as_ref().map_or(OwnRow::NONE, |program| program.row(i, keys.clone(), &scores));
             let mut biased: Vec<R> = if self.slope == R::ZERO {
                 scores.clone()
             } else {

@@ -71,7 +71,8 @@ pub fn forward_extras<'a, T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
-    let formula::Forward { out, lse, .. } = over::forward(problem, &arguments.into(), [q, k, v], T::held_f32, pass)?;
+    let formula::Forward { out, lse, .. } =
+        over::forward(problem, &arguments.into(), [q, k, v], T::held_f32, pass)?;
     Ok(LowForward { out: T::narrowed(&out), lse })
 }
 

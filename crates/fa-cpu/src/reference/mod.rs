@@ -127,7 +127,8 @@ pub fn forward_extras<'a, T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<Forward, CpuError> {
     let pass = |tensors: &Tensors<'_, f64>| formula::forward_f64(problem, tensors);
-    let formula::Forward { out, lse, out_terms } = over::forward(problem, &arguments.into(), [q, k, v], exact, pass)?;
+    let formula::Forward { out, lse, out_terms } =
+        over::forward(problem, &arguments.into(), [q, k, v], exact, pass)?;
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 

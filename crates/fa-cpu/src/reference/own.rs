@@ -92,12 +92,18 @@ impl<'a> OwnProgram<'a> {
     }
 
     /// Adds to the gradients of arrays what a score's gradient `ds` gives them; `signed` or in magnitude.
-    pub(super) fn add<R: Real>(&self, (i, j): (usize, usize), score: R, ds: R, signed: bool, to: &mut ArraySums<R>) {
+    pub(super) fn add<R: Real>(
+        &self,
+        (i, j): (usize, usize),
+        score: R,
+        ds: R,
+        signed: bool,
+        to: &mut ArraySums<R>,
+    ) {
         if self.program.gradients().is_empty() {
             return;
         }
-        let values =
-            self.program.values(self.inputs, &self.point(i, j, score.to_f64()), self.precision);
+        let values = self.program.values(self.inputs, &self.point(i, j, score.to_f64()), self.precision);
         for gradient in self.program.gradients() {
             let slope = match values[gradient.slope.index()] {
                 Value::F32(slope) => R::from_f64(if signed { slope } else { slope.abs() }),

@@ -22,8 +22,14 @@ const PROGRAMS: [(&str, &str); 8] = [
     ("causal", "array keep: bits[_, _]; scalar cap: f32; mask = keep[b, k]; score = cap * tanh(s / cap);"),
     ("window", "array gain: f32[_] grad; score = s * gain[h] - 0.0625 * f32(abs(q + off - k));"),
     ("causal", "array id: u8[_, _]; mask = id[b, q // 40] == id[b, k // 40];"),
-    ("full", "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; score = select(k % 7 == 3, -inf, s + bias[h, k]);"),
-    ("window", "array keep: bool[_, _, _]; array t: f16[_, _]; mask = keep[b, h, k]; score = s + t[h, q - k + 16];"),
+    (
+        "full",
+        "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; score = select(k % 7 == 3, -inf, s + bias[h, k]);",
+    ),
+    (
+        "window",
+        "array keep: bool[_, _, _]; array t: f16[_, _]; mask = keep[b, h, k]; score = s + t[h, q - k + 16];",
+    ),
 ];
 
 fn spec(kernel: &str, mask: &str, program: &str) -> KernelSpec {
@@ -46,10 +52,15 @@ fn cases(spec: &KernelSpec) -> Vec<Case> {
 
 /// A kernel under a program, on short cases, with what is wrong.
 fn faults(spec: &KernelSpec, trials: &Trials) -> Vec<String> {
-    let unit = emulator().unit(spec, Arch::Sm90, &Headers::embedded()).unwrap_or_else(|e| panic!("{spec}: {e}"));
+    let unit =
+        emulator().unit(spec, Arch::Sm90, &Headers::embedded()).unwrap_or_else(|e| panic!("{spec}: {e}"));
     let verdict = sweep(&unit, &cases(spec), &[2], trials).unwrap();
     assert!(verdict.runs > 0, "{spec} ran nothing");
-    verdict.faults.into_iter().map(|fault| format!("{spec}\n{}\n{fault}", spec.score.program.unwrap())).collect()
+    verdict
+        .faults
+        .into_iter()
+        .map(|fault| format!("{spec}\n{}\n{fault}", spec.score.program.unwrap()))
+        .collect()
 }
 
 fn check(kernels: &[usize], step: usize) {

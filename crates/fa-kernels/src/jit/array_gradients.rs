@@ -18,7 +18,8 @@ pub(crate) struct ArrayGradient {
 }
 
 /// What [`ArrayGradient`] computes no gradients of.
-const OTHER_INDICES: &str = "gradients of arrays that are read twice, or at indices other than b, h, hk, q and k";
+const OTHER_INDICES: &str =
+    "gradients of arrays that are read twice, or at indices other than b, h, hk, q and k";
 
 impl ArrayGradient {
     /// Those of a kernel's program.

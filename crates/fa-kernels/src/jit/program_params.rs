@@ -2,7 +2,9 @@
 
 use std::ops::{Deref, DerefMut};
 
-use crate::jit::declare::{ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct};
+use crate::jit::declare::{
+    ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
+};
 
 /// Arrays, and scalars, that the programs of a kernel may read together.
 pub const MAX_ARRAYS: usize = 8;

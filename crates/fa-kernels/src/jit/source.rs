@@ -295,8 +295,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
              {entry}(const __grid_constant__ {params} params) {{\n    {call};\n}}\n"
         )
     };
-    let body =
-        |entry: &str, threads: u32, function: String| call(entry, threads, params, format!("{function}(params)"));
+    let body = |entry: &str, threads: u32, function: String| {
+        call(entry, threads, params, format!("{function}(params)"))
+    };
     let packs = spec.traits().packs_gqa;
     if spec.reads.varied {
         let _ = writeln!(

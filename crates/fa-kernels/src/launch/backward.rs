@@ -9,7 +9,10 @@ use crate::Error;
 use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
-use crate::jit::source::{DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::jit::source::{
+    DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS,
+    PROCESS_THREADS,
+};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};

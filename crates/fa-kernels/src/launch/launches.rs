@@ -275,24 +275,24 @@ impl Launches {
             Params::Forward(own) => {
                 let params = own.params;
                 let params = FwdParams {
-                q: reads(0),
-                k: reads(1),
-                v: reads(2),
-                out: writes(3),
-                lse: MutF32Ptr(lse),
-                tile_counter: match (parts.tile_counter, at.extras.counter) {
-                    (Some(_), Some(counter)) => MutU32Ptr(counter),
-                    (own, _) => words(own),
-                },
-                varlen: varlen(params.varlen),
-                mods: at.extras.mods(params.mods),
-                split: SplitParams {
-                    out_partial: floats(parts.out_partial),
-                    lse_partial: floats(parts.lse_partial),
-                    ..params.split
-                },
-                plan: PlanParams { buffer: plan, ..params.plan },
-                ..params
+                    q: reads(0),
+                    k: reads(1),
+                    v: reads(2),
+                    out: writes(3),
+                    lse: MutF32Ptr(lse),
+                    tile_counter: match (parts.tile_counter, at.extras.counter) {
+                        (Some(_), Some(counter)) => MutU32Ptr(counter),
+                        (own, _) => words(own),
+                    },
+                    varlen: varlen(params.varlen),
+                    mods: at.extras.mods(params.mods),
+                    split: SplitParams {
+                        out_partial: floats(parts.out_partial),
+                        lse_partial: floats(parts.lse_partial),
+                        ..params.split
+                    },
+                    plan: PlanParams { buffer: plan, ..params.plan },
+                    ..params
                 };
                 let gradients = ArrayGradientParams::default();
                 Params::Forward(WithPrograms { params, program, map: map(own.map), gradients })
@@ -300,28 +300,28 @@ impl Launches {
             Params::Backward(own) => {
                 let params = own.params;
                 let params = BwdParams {
-                q: reads(0),
-                k: reads(1),
-                v: reads(2),
-                out: reads(3),
-                dout: reads(4),
-                dq: writes(5),
-                dk: writes(6),
-                dv: writes(7),
-                lse: ConstF32Ptr(lse),
-                lse_log2: floats(parts.lse_log2),
-                dpsum: floats(parts.dpsum),
-                dq_accum: floats(parts.dq_accum),
-                dk_accum: floats(parts.dk_accum),
-                dv_accum: floats(parts.dv_accum),
-                dq_semaphores: words(parts.dq_semaphores),
-                tile_counter: words(parts.tile_counter),
-                varlen: varlen(params.varlen),
-                mods: at.extras.mods(params.mods),
-                dkv_semaphores: words(parts.dkv_semaphores),
-                dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
-                plan: PlanParams { buffer: plan, ..params.plan },
-                ..params
+                    q: reads(0),
+                    k: reads(1),
+                    v: reads(2),
+                    out: reads(3),
+                    dout: reads(4),
+                    dq: writes(5),
+                    dk: writes(6),
+                    dv: writes(7),
+                    lse: ConstF32Ptr(lse),
+                    lse_log2: floats(parts.lse_log2),
+                    dpsum: floats(parts.dpsum),
+                    dq_accum: floats(parts.dq_accum),
+                    dk_accum: floats(parts.dk_accum),
+                    dv_accum: floats(parts.dv_accum),
+                    dq_semaphores: words(parts.dq_semaphores),
+                    tile_counter: words(parts.tile_counter),
+                    varlen: varlen(params.varlen),
+                    mods: at.extras.mods(params.mods),
+                    dkv_semaphores: words(parts.dkv_semaphores),
+                    dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
+                    plan: PlanParams { buffer: plan, ..params.plan },
+                    ..params
                 };
                 let gradients = at.extras.program.unwrap_or_default().gradients();
                 Params::Backward(WithPrograms { params, program, map: map(own.map), gradients })

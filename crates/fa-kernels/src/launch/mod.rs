@@ -26,7 +26,7 @@ mod workspace;
 pub use append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
-pub use programs::{RawArray, RawProgram};
 pub use merge::{BoundMerge, MergeArgs, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult};
+pub use programs::{RawArray, RawProgram};
 pub use tma::{MapShape, TensorMap};
 pub use workspace::{Part, Workspace};

@@ -7,7 +7,9 @@ use fa_core::{Arch, KernelSpec, Problem};
 use crate::Error;
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::declare::{ConstPtr, MutF32Ptr};
-use crate::jit::program_params::{ArrayGradientParams, BlockMapParams, MAX_ARRAYS, ProgramArray, ProgramParams};
+use crate::jit::program_params::{
+    ArrayGradientParams, BlockMapParams, MAX_ARRAYS, ProgramArray, ProgramParams,
+};
 use crate::jit::source::{ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS};
 use crate::launch::checks::{check_address, count};
 use crate::launch::launches::Launch;
@@ -152,7 +154,8 @@ impl BlockMap {
         let queries = traits.tile_queries(group).max(1);
         let rows = lengths.max_q().div_ceil(queries);
         let columns = lengths.max_k().div_ceil(traits.tile.1 as usize);
-        for (name, value) in [("tiles of queries of a program's mask", rows), ("tiles of its keys", columns)] {
+        for (name, value) in [("tiles of queries of a program's mask", rows), ("tiles of its keys", columns)]
+        {
             if value > MOST_TILES {
                 return Err(Error::TooLong { name, value, limit: MOST_TILES });
             }

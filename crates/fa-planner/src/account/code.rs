@@ -18,16 +18,15 @@ pub(crate) struct Code {
 
 impl Code {
     /// Dense tiles, with every change of scores. A kernel turns a switch on with the code that honours it.
-    pub(crate) const DENSE: Code =
-        Code {
-            varied: false,
-            paged: false,
-            alibi: true,
-            sinks: true,
-            split: false,
-            programs: true,
-            packs_gqa: false,
-        };
+    pub(crate) const DENSE: Code = Code {
+        varied: false,
+        paged: false,
+        alibi: true,
+        sinks: true,
+        split: false,
+        programs: true,
+        packs_gqa: false,
+    };
 
     /// The first thing that `spec` asks for and this code lacks.
     pub(crate) fn missing(self, spec: &KernelSpec) -> Option<&'static str> {
