@@ -37,8 +37,8 @@ pub(crate) struct LadderArgs {
     /// Time the peer of a ladder that has one beside its steps (torch, in the Python of FA_PYTHON)
     #[arg(long)]
     pub peers: bool,
-    /// Show registers, occupancy and planned shares of every step instead of rates, and with --ncu what Nsight
-    /// Compute counts
+    /// Show registers, occupancy and planned shares of every step instead of rates, and with --ncu what
+    /// Nsight Compute counts
     #[arg(long, conflicts_with_all = ["reps", "plot", "draw", "peers", "published"])]
     pub profile: bool,
     /// With --profile: run every step under Nsight Compute, `ncu` or the program given

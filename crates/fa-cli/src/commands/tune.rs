@@ -64,8 +64,8 @@ pub(crate) struct TuneArgs {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
     pub candidates: u16,
-    /// Try these kernels (RON, as `fa plan --format spec` prints them) in place of the planner's: a search space
-    /// of your own, all of one family
+    /// Try these kernels (RON, as `fa plan --format spec` prints them) in place of the planner's: a search
+    /// space of your own, all of one family
     #[arg(long = "spec", value_name = "FILE", num_args = 1.., conflicts_with_all = ["marks", "random", "family", "candidates"])]
     pub specs: Vec<PathBuf>,
     /// Timed launches of each kernel, in rounds of about six

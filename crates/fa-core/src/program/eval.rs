@@ -310,13 +310,7 @@ impl Program {
     }
 
     /// The same in a list that is used again.
-    fn values_in(
-        &self,
-        values: &mut Vec<Value>,
-        inputs: &Inputs<'_>,
-        point: &Point,
-        precision: Precision,
-    ) {
+    fn values_in(&self, values: &mut Vec<Value>, inputs: &Inputs<'_>, point: &Point, precision: Precision) {
         values.clear();
         for &node in self.nodes() {
             let value = self.value(node, &values, inputs, point, precision);

@@ -1,6 +1,6 @@
-//! Masks and changes of scores of the caller's own in all kernels: masks by rows, by bits and by formulas, some of
-//! which leave rows and columns without any key; biases, changes that are additive and others; per head, per
-//! sequence, and with packed heads, lengths on the device, pages and splits.
+//! Masks and changes of scores of the caller's own in all kernels: masks by rows, by bits and by formulas,
+//! some of which leave rows and columns without any key; biases, changes that are additive and others; per
+//! head, per sequence, and with packed heads, lengths on the device, pages and splits.
 
 use fa_core::program::Program;
 use fa_core::{Arch, KernelSpec, Reads};

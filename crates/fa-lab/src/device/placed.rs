@@ -5,8 +5,8 @@ use std::mem::swap;
 use std::sync::Arc;
 
 use fa_attn::device::{
-    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceProgram, DeviceTensor, Half, Placement, capture,
-    fill_with_nan,
+    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceProgram, DeviceTensor, Half, Placement,
+    capture, fill_with_nan,
 };
 use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
@@ -87,10 +87,7 @@ pub fn place_forward<T: Half>(
 }
 
 /// The arrays and scalars of the problem's program on the GPU.
-fn program<T: Half>(
-    stream: &Arc<CudaStream>,
-    inputs: &Inputs<T>,
-) -> Result<Option<DeviceProgram>, Error> {
+fn program<T: Half>(stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<Option<DeviceProgram>, Error> {
     inputs.program().map(|program| DeviceProgram::upload(stream, &program)).transpose()
 }
 

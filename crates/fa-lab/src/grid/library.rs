@@ -3,8 +3,8 @@
 use fa_core::{Dtype, Lengths, Mask, ScoreMod, Types};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
-use super::programs::programs;
 use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, Values, case};
+use super::programs::programs;
 
 /// The cases of the library's own choice of kernel.
 pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {

@@ -375,7 +375,13 @@ pub(crate) fn program_costs(score: ScoreKind) -> (f64, f64) {
         let deps = program.deps(id);
         let is_pair = deps.has(Deps::SCORE) || (deps.has(Deps::QUERY) && deps.has(Deps::KEY));
         let is_shared = deps.has(Deps::QUERY) || deps.has(Deps::KEY);
-        let share = if is_pair { 1.0 } else if is_shared { SHARED } else { 0.0 };
+        let share = if is_pair {
+            1.0
+        } else if is_shared {
+            SHARED
+        } else {
+            0.0
+        };
         let (mufu, ops) = match node {
             Node::Const(_) | Node::Var(_) | Node::Scalar(_) => (0.0, 0.0),
             Node::Load(..) => (0.0, LOAD_OPS),

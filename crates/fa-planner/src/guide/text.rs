@@ -11,8 +11,8 @@ use super::fwd::FwdConfig;
 use super::reject::Explain;
 use super::search::{HEAD_DIM_GRANULE, SearchResult};
 
-/// What a row of the guide's does not say, by head dims and direction: what the compiler makes of it, and where
-/// the guide's prose and its rules differ. The searches follow the rules.
+/// What a row of the guide's does not say, by head dims and direction: what the compiler makes of it, and
+/// where the guide's prose and its rules differ. The searches follow the rules.
 const NOTES: [(u32, u32, &str, &str); 3] = [
     (
         128,

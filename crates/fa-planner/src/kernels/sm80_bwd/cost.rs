@@ -4,10 +4,12 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
-use crate::cost::Gpu;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, program_costs, resident_blocks, softmax_clocks};
+use crate::cost::core::{
+    Cost, StepClocks, Terms, f32_lanes, overlap, program_costs, resident_blocks, softmax_clocks,
+};
 use crate::cost::cuts::Cuts;
+use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::{BackwardRates, Split};
 use crate::occupancy::{Occupancy, WARP};
 use crate::work::{Queue, TileClass, Work};

@@ -10,10 +10,10 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
 use crate::account::stored::storing_heads;
-use crate::cost::Gpu;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, overlap, program_costs, softmax_clocks};
 use crate::cost::cuts::Cuts;
+use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::BackwardRates;
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
