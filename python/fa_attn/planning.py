@@ -6,7 +6,7 @@ from math import isfinite
 from reprlib import repr as short
 
 from . import _core
-from ._checks import array, count, flag, given_back, number, one_of, window
+from ._checks import array, count, flag, check_backward, number, one_of, window
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
 from ._options import TENSORS, Extras
@@ -280,14 +280,14 @@ class Kernels:
     def forward(self, q, k, v, **beside):
         """(out, lse)."""
         extras = self._extras(q, k, v, beside)
-        return face_of(q).attention(q, k, v, *self._options, self.deterministic, extras)
+        return face_of(q).attention(q, k, v, self._options, extras)
 
     def backward(self, dout, q, k, v, out, lse, **beside):
         """(dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
         extras = self._extras(q, k, v, beside)
-        given_back(dout, q, k, v, out, lse)
+        check_backward(dout, q, k, v, out, lse)
         *grads, dsinks = face_of(q).backward(
-            dout, q, k, v, out, lse, *self._options, self.deterministic, extras
+            dout, q, k, v, out, lse, self._options, extras
         )
         return tuple(grads) if dsinks is None else (*grads, dsinks)
 

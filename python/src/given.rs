@@ -9,8 +9,8 @@ use pyo3::types::PyTuple;
 use crate::dlpack::{Place, Type, View};
 use crate::error::{InputError, UnsupportedError};
 
-/// The options of a call that are numbers.
-#[derive(Clone, Copy, Debug)]
+/// The options of a call that are numbers: the package's `CallOptions`, field by field.
+#[derive(Clone, Copy, Debug, FromPyObject)]
 pub(crate) struct Options {
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
@@ -19,6 +19,8 @@ pub(crate) struct Options {
     pub window: (i64, i64),
     /// 0 for none.
     pub softcap: f64,
+    /// Whether gradients have the same bits in every run.
+    pub deterministic: bool,
 }
 
 /// The arrays of a call other than Q, K and V.
@@ -30,6 +32,11 @@ pub(crate) struct Beside<'py> {
 }
 
 impl<'py> Beside<'py> {
+    /// These arrays with upper bounds on the rows of packed sequences.
+    pub(crate) fn bounded(extras: Extras<View<'py>>, max_q: i64, max_k: i64) -> PyResult<Beside<'py>> {
+        Ok(Beside { extras, max: (bound("max_seqlen_q", max_q)?, bound("max_seqlen_k", max_k)?) })
+    }
+
     /// The arrays of a tuple, in the order of [`arguments`], and the two bounds behind them.
     fn of(objects: Option<&Bound<'py, PyTuple>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
         let Some(objects) = objects else { return Ok(Beside::default()) };
@@ -130,8 +137,16 @@ impl<'py> Given<'py> {
         stream: Option<u64>,
     ) -> PyResult<Given<'py>> {
         let (q, k, v) = (View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?);
+        dtype_of("q", &q)?;
+        Given::of_views([q, k, v], Beside::of(extras, stream)?)
+    }
+
+    /// The same of arrays that are read already.
+    ///
+    /// # Errors As [`Given::of`].
+    pub(crate) fn of_views([q, k, v]: [View<'py>; 3], beside: Beside<'py>) -> PyResult<Given<'py>> {
         let dtype = dtype_of("q", &q)?;
-        let given = Given { q, k, v, beside: Beside::of(extras, stream)?, dtype };
+        let given = Given { q, k, v, beside, dtype };
         for (name, view) in [("k", &given.k), ("v", &given.v)] {
             let other = dtype_of(name, view)?;
             if other != dtype {
