@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional, Tuple, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional, Tuple, TypedDict, TypeVar, get_type_hints
 
 from ._checks import array, count, flag, is_neutral, number, surely, upper_bound, window
 from ._core import BESIDE, InputError, UnsupportedError
@@ -104,29 +104,39 @@ class Options(CommonOptions, total=False):
     ]
 
 
+class ExtraTensors(TypedDict, total=False):
+    """The tensors of `Extras` as keyword arguments of bound kernels."""
+
+    cu_seqlens_q: Optional[Array]
+    cu_seqlens_k: Optional[Array]
+    seqused_q: Optional[Array]
+    seqused_k: Optional[Array]
+    page_table: Optional[Array]
+    alibi_slopes: Optional[Array]
+    sinks: Optional[Array]
+
+
 _TABLE: Dict[str, Any] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Options, include_extras=True).items()
 }
-_TYPES = get_type_hints(Options)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def with_options(function):
-    """The function with the rows of `Options` in its signature, in place of `**options`."""
+def with_options(function: F) -> F:
+    """The function with the keywords of its `**options: Unpack[..]` in its signature, one by one."""
     signature = inspect.signature(function)
-    *own, _ = signature.parameters.values()
+    *own, rest = signature.parameters.values()
+    keywords = globals()[rest.annotation[len("Unpack[") : -1]]
     named = (
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=_TYPES[name]
-        )
-        for name in _TABLE
-        if name not in signature.parameters
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=kind)
+        for name, kind in get_type_hints(keywords).items()
     )
-    function.__signature__ = signature.replace(parameters=[*own, *named])
+    function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
     return function
 
 
 def _default_of(name):
-    row = _TABLE[name]
+    row = _TABLE.get(name)
     return row.values[0] if isinstance(row, Only) else None
 
 
