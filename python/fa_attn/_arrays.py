@@ -451,16 +451,26 @@ class _JaxArrays(Arrays):
     def attention(self, q, *others, out=None, division=None):
         if out is not None:
             raise UnsupportedError(_UNWRITTEN)
+        if _is_traced(q, *others):
+            # The work plans of other calls are behind the extras.
+            return self._traced().traced_attention(q, *others[:4], division)
         if _is_on_gpu(q):
             return self._by_torch("attention", q, *others, division=division)
         return super().attention(q, *others, division=division)
 
+    def _traced(self):
+        return importlib.import_module("fa_attn.jax")
+
     def backward(self, dout, *others):
+        if _is_traced(dout, *others):
+            return self._traced().traced_backward(dout, *others)
         if _is_on_gpu(dout):
             return self._by_torch("backward", dout, *others)
         return super().backward(dout, *others)
 
     def merge(self, outs, lses, sinks, dtype):
+        if _is_traced(tuple(outs), tuple(lses), sinks):
+            return self._traced().traced_merge(outs, lses, sinks, dtype)
         if _is_on_gpu(outs[0]):
             dtype = getattr(importlib.import_module("torch"), self.library.np.dtype(dtype).name)
             return self._by_torch("merge", tuple(outs), tuple(lses), sinks, dtype)
@@ -470,7 +480,7 @@ class _JaxArrays(Arrays):
         raise UnsupportedError(_UNWRITTEN)
 
     def is_in_host_memory(self, array):
-        return not _is_on_gpu(array)
+        return not _is_traced(array) and not _is_on_gpu(array)
 
     def check(self, *_):
         # `append` refuses all.
@@ -518,12 +528,15 @@ def _mapped(function, values):
 _UNWRITTEN = "out: jax arrays cannot be written, leave it out"
 
 
+def _is_traced(*values):
+    """Whether jax traces an array of these or of the tuples among them."""
+    tracer = importlib.import_module("jax").core.Tracer
+    return any(
+        _is_traced(*value) if isinstance(value, tuple) else isinstance(value, tracer) for value in values
+    )
+
+
 def _is_on_gpu(array):
-    if isinstance(array, importlib.import_module("jax").core.Tracer):
-        raise UnsupportedError(
-            "an array that jax traces (jit, grad, vmap): within jit call by jax.pure_callback, gradients are "
-            "flash_attn_backward's"
-        )
     devices = array.devices() if hasattr(array, "devices") else ()
     return {device.platform for device in devices} - {"cpu"} != set()
 

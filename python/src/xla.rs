@@ -156,6 +156,8 @@ struct Call {
     extras: Vec<String>,
     max_seqlen_q: i64,
     max_seqlen_k: i64,
+    /// A [`Division`].
+    division: (Option<usize>, Option<bool>),
     /// Whether the buffers are in the memory of a GPU.
     on_gpu: bool,
 }
@@ -257,7 +259,8 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
     let given = Given::of_views([q, k, v], Beside::bounded(extras, call.max_seqlen_q, call.max_seqlen_k)?)?;
     let Call { scale, causal, window, softcap, deterministic, .. } = call;
     let problem = given.problem(&Options { scale, causal, window, softcap, deterministic })?;
-    let on = On { stream, allocate: None, plans: None, division: Division::PLANNED };
+    let (splits, pack_gqa) = call.division;
+    let on = On { stream, allocate: None, plans: None, division: Division { splits, pack_gqa } };
     match (written.as_slice(), dout.zip(out).zip(lse)) {
         ([out, lse], None) => {
             run(py, &given, (&problem, Pass::Forward), &Written::Forward { out, lse }, None, on)
