@@ -2,7 +2,7 @@
 
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from ._options import Extras
+from ._options import CallOptions, Extras
 
 class InputError(ValueError):
     """Arrays or options that contradict each other."""
@@ -24,6 +24,9 @@ Allocate = Callable[[int, bool], Any]
 
 def version() -> str: ...
 def problem(json: str) -> str: ...
+def spec_name(json: str) -> str: ...
+def doctor() -> str: ...
+def xla_handlers() -> Tuple[int, int]: ...
 def needs(json: str) -> List[str]: ...
 def bind(problem: str, backward: bool, deterministic: bool, device: Optional[int] = None) -> str: ...
 def plan(
@@ -52,10 +55,7 @@ def forward(
     v: Any,
     out: Any,
     lse: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
@@ -73,11 +73,7 @@ def backward(
     dk: Any,
     dv: Any,
     dsinks: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
-    deterministic: bool,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
@@ -87,23 +83,16 @@ def report(
     q: Any,
     k: Any,
     v: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     backward: bool = False,
-    deterministic: bool = False,
     division: Optional[Division] = None,
 ) -> str: ...
 def check_forward(
     q: Any,
     k: Any,
     v: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
 ) -> None: ...

@@ -131,7 +131,7 @@ def with_options(function: F) -> F:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=kind)
         for name, kind in get_type_hints(keywords).items()
     )
-    function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*own, *named])
     return function
 
 

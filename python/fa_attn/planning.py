@@ -367,7 +367,7 @@ class Kernels:
                 raise _core.InputError(f"q lies {place}: bound is {self.device!r}")
         if all(x is None for x in extras):
             return None
-        return Extras(*extras, bound["seqlen_q"], bound["seqlen_k"])
+        return Extras(*extras, max_seqlen_q=bound["seqlen_q"], max_seqlen_k=bound["seqlen_k"])
 
     @with_options
     def forward(self, q: A, k: A, v: A, **tensors: Unpack[ExtraTensors]) -> Tuple[A, A]:

@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
         plans = _plans_of(scheduler_metadata)
         scheduler_metadata.check(q, k_cache, v_cache, numbers, batch, longest, is_paged)
         division = scheduler_metadata.divided(division)
-    used = cache_seqlens
+    used: Any = cache_seqlens
     if type(used) is int or (not getattr(used, "ndim", 0) and is_whole(used)):
         capacity = capacity_of(k_cache, table)
         if surely(used < 0) or surely(used > capacity):
@@ -228,7 +228,7 @@ def flash_attn_with_kvcache(
             raise InputError(
                 f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
             )
-    if k is None:
+    if k is None or v is None:
         if rotary_cos is not None:
             raise UnsupportedError(
                 "rotary embedding turns what is appended: give k and v, or turn q beforehand"
@@ -282,7 +282,8 @@ def flash_attn_with_kvcache(
         rows = 0 if starts is None else k_cache.shape[0]
     if face.has_autograd:
         # What is written in place has no gradients, so the gradients of the other arrays would be incomplete.
-        q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
+        q, k_cache = face.detached("q", q), face.detached("k_cache", k_cache)
+        v_cache = face.detached("v_cache", v_cache)
         tensors = {name: face.detached(name, value) for name, value in tensors.items()}
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,
@@ -518,7 +519,8 @@ def merge(
     if not merged:
         return face.merge(outs, lses, sinks, dtype)
     merged.append(face.merge(outs, lses, None, lses[0].dtype))
-    return merge(*zip(*merged), sinks, dtype)
+    outs, lses = zip(*merged)
+    return merge(outs, lses, sinks, dtype)
 
 
 def _is_other_type(dtype, given):
