@@ -153,13 +153,13 @@ def calls(array):
         ),
         "plan": (
             of.plan,
-            dict(given=planned, arch="sm90", mode="fwd", deterministic=False, family=None, limit=1),
+            dict(problem=planned, arch="sm90", mode="fwd", deterministic=False, family=None, limit=1),
         ),
         "explain": (
             of.explain,
-            dict(given=planned, query="tile_n=64", arch="sm90", mode="fwd", deterministic=False, family=None),
+            dict(problem=planned, query="tile_n=64", arch="sm90", mode="fwd", deterministic=False, family=None),
         ),
-        "Kernels": (of.Kernels, dict(given=problem, device="cpu", deterministic=False, backward=True)),
+        "Kernels": (of.Kernels, dict(problem=problem, device="cpu", deterministic=False, backward=True)),
         "Kernels forward": (kernels.forward, bound),
         "Kernels backward": (kernels.backward, dict(**results, **bound)),
         "tuning": (of.tuning, dict(on=False, candidates=4, budget=3.0)),

@@ -24,6 +24,10 @@ const TOOLS: [&str; 1] = ["maturin==1.16.0"];
 /// as it is a compiler's.
 const SHIPPING: [&str; 4] = ["ziglang==0.17.1", "auditwheel>=6.4,<7", "pyelftools>=0.31,<1", "packaging>=24"];
 const TESTS: [&str; 2] = ["numpy>=2,<3", "pytest>=8,<10"];
+/// What checks types, with the node that runs it. One version, whose findings are known.
+const TYPES: [&str; 2] = ["pyright[nodejs]==1.1.414", "numpy>=2,<3"];
+/// What the tests of jax need, 400 MB.
+const JAX: [&str; 3] = ["jax>=0.10,<0.11", "numpy>=2,<3", "pytest>=8,<10"];
 /// What the tests of torch and transformers need, 4.9 GB.
 const TORCH: [&str; 4] = ["torch>=2.11,<2.12", "transformers>=5.24,<6", "numpy>=2,<3", "pytest>=8,<10"];
 
@@ -36,6 +40,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let shipping = if args.release && cfg!(target_os = "linux") { Some(shipping(&folder)?) } else { None };
     let wheels = if args.release { workspace::target_dir().join("wheels") } else { folder.join("wheels") };
     let wheel = build(&tools, &wheels, args.release, shipping.as_deref())?;
+    check_types(&folder)?;
     if let Some(tools) = &shipping {
         audit(tools, &wheel)?;
     }
@@ -88,6 +93,15 @@ fn tools(tools: &Path, packages: &[&str]) -> Result<PathBuf> {
 /// Where the packages that ship a wheel are.
 fn shipping(folder: &Path) -> Result<PathBuf> {
     tools(&folder.join("shipping"), &SHIPPING)
+}
+
+/// Checks the types of the package's public functions, and that mistakes in calls of them are seen.
+fn check_types(folder: &Path) -> Result<()> {
+    let tools = tools(&folder.join("types"), &TYPES)?;
+    let mut pyright = Command::new(python());
+    pyright.args(["-m", "pyright", "--level", "error", "--project"]).arg(workspace::root().join("python"));
+    pyright.args(["--pythonpath", python()]).env("PYTHONPATH", tools);
+    finish(&mut pyright, "the types of the Python package")
 }
 
 /// Checks that the wheel needs no later glibc than its name says.
@@ -193,12 +207,22 @@ fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
 }
 
 /// Files of tests that need numpy alone.
-const FILES: [&str; 5] =
-    ["test_numpy.py", "test_refusals.py", "test_processes.py", "test_numpy_serving.py", "test_planning.py"];
+const FILES: [&str; 6] = [
+    "test_numpy.py",
+    "test_refusals.py",
+    "test_processes.py",
+    "test_numpy_serving.py",
+    "test_planning.py",
+    "test_program.py",
+];
+
+/// Tests of jax's arrays.
+const JAX_FILES: [&str; 2] = ["test_jax.py", "test_jax_traced.py"];
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 4] = [
+const TORCH_FILES: [&str; 5] = [
+    "test_notebook.py",
     "test_torch_compiled.py",
     "test_torch_shards.py",
     "test_torch_refusals.py",
@@ -206,8 +230,9 @@ const TORCH_FILES: [&str; 4] = [
 ];
 const TORCH_CHOSEN: &str = "not inductor and not 2x2 and not [4]";
 
-/// Fetches torch and transformers for the tests.
-pub(crate) fn fetch_torch() -> Result<()> {
+/// Fetches torch, transformers and jax for the tests.
+pub(crate) fn fetch_libraries() -> Result<()> {
+    tools(&workspace::target_dir().join("python/jax"), &JAX)?;
     tools(&workspace::target_dir().join("python/torch"), &TORCH).map(drop)
 }
 
@@ -234,7 +259,8 @@ fn test(folder: &Path, wheel: &Path) -> Result<()> {
         finish(&mut pytest, "the package's tests")
     };
     pytest("tools", &FILES)?;
-    fetch_torch()?;
+    fetch_libraries()?;
+    pytest("jax", &JAX_FILES)?;
     pytest("torch", &[&TORCH_FILES[..], &["-k", TORCH_CHOSEN]].concat())
 }
 
