@@ -83,7 +83,9 @@ def _planned(args: argparse.Namespace) -> Plan:
         try:
             left, right = map(int, sides)
         except ValueError:
-            raise _core.InputError(f"--window is {args.window!r}: it must be two numbers as in 127,0") from None
+            raise _core.InputError(
+                f"--window is {args.window!r}: it must be two numbers as in 127,0"
+            ) from None
         window = (left, right)
     seqlen = int(args.seqlen) if args.seqlen.isdigit() else args.seqlen
     posed = problem(

@@ -186,8 +186,9 @@ class Arrays:
         self.library = library
 
     def attention(self, q, k, v, options, extras, plans=None, *, out=None, division=None):
-        """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work plans that other calls have made, to which this one adds its own. `out`: the array that the
-        result is written to. `division`: how the work is divided, where the caller decides it."""
+        """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work plans
+        that other calls have made, to which this one adds its own. `out`: the array that the result is
+        written to. `division`: how the work is divided, where the caller decides it."""
         lib = self.library
         if not type(q) is type(k) is type(v):
             array("k", k), array("v", v)

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import inspect
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional, Tuple, TypedDict, TypeVar, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    NamedTuple,
+    Optional,
+    Tuple,
+    TypedDict,
+    TypeVar,
+    get_type_hints,
+)
 
 from ._checks import array, count, flag, is_neutral, number, surely, upper_bound, window
 from ._core import BESIDE, InputError, UnsupportedError

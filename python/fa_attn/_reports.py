@@ -29,7 +29,11 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     words += [problem["dtype"], mask_text(problem["mask"])]
     if problem.get("page") is not None:
         words.append(f"{problem['pages']} pages of {problem['page']}")
-    words += [f"{name} {problem[name]}" for name in ("total_q", "total_k", "softmax_scale", "softcap") if problem.get(name)]
+    words += [
+        f"{name} {problem[name]}"
+        for name in ("total_q", "total_k", "softmax_scale", "softcap")
+        if problem.get(name)
+    ]
     words += [name for name in ("used_q", "used_k", "alibi", "sinks") if problem.get(name)]
     return ", ".join(words)
 
@@ -86,7 +90,9 @@ def problem_html(problem: Mapping[str, Any]) -> str:
 
 def plan_html(plan: Mapping[str, Any]) -> str:
     """A plan's kernels with what limits each, and what was rejected."""
-    parts = [f"<p><b>{escape(plan['arch'])}</b>, {escape(plan['board'])}: {escape(problem_text(plan['problem']))}</p>"]
+    parts = [
+        f"<p><b>{escape(plan['arch'])}</b>, {escape(plan['board'])}: {escape(problem_text(plan['problem']))}</p>"
+    ]
     if plan.get("never_run"):
         parts.append(f"<p class=note>{escape(str(plan['never_run']))}</p>")
     for name, found in passes(plan):
@@ -102,7 +108,12 @@ def plan_html(plan: Mapping[str, Any]) -> str:
             parts.append(_table(("part", "time", ""), rows))
         if found["rejected"]:
             rows = (
-                (escape(each["limit"]), str(each["count"]), f"<code>{escape(str(each['nearest']))}</code>", escape(_need(each)))
+                (
+                    escape(each["limit"]),
+                    str(each["count"]),
+                    f"<code>{escape(str(each['nearest']))}</code>",
+                    escape(_need(each)),
+                )
                 for each in found["rejected"]
             )
             parts.append("<p>Rejected, with the nearest miss of each limit:</p>")
@@ -147,5 +158,5 @@ def _fragment(body: str) -> str:
 
 def page(title: str, fragments: Iterable[str]) -> str:
     """A page of its own from the parts that notebooks show."""
-    head = f'<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>'
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     return f"{head}<body><h1>{escape(title)}</h1>{''.join(fragments)}</body></html>\n"

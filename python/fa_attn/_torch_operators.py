@@ -206,5 +206,7 @@ _append_operator = torch.library.custom_op(
 
 
 @_append_operator.register_fake
-def _(k, v, k_cache, v_cache, q, cos, sin, interleaved, causal, left, right, cu_new, max_new, seqused_k, *others):
+def _(
+    k, v, k_cache, v_cache, q, cos, sin, interleaved, causal, left, right, cu_new, max_new, seqused_k, *others
+):
     return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(seqused_k)

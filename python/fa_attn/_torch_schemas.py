@@ -1,5 +1,5 @@
-"""The operators' arguments, each declared once: their schemas' text, and a call's options and extra tensors as
-the flat list that an operator takes."""
+"""The operators' arguments, each declared once: their schemas' text, and a call's options and extra tensors
+as the flat list that an operator takes."""
 
 from __future__ import annotations
 

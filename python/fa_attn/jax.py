@@ -3,9 +3,9 @@
 >>> from fa_attn.jax import flash_attn_func
 >>> step = jax.jit(jax.grad(lambda q, k, v: flash_attn_func(q, k, v, causal=True).sum(), argnums=(0, 1, 2)))
 
-Compiled programs call the library by `jax.ffi`: arrays are read where XLA has them, on a GPU on the program's
-own stream, and nothing goes through Python or the host. vmap folds its axis into the batch. Shapes, masks and
-options are those of `fa_attn.interface`; `dot_product_attention` has those of `jax.nn`. Functions of `fa_attn`
+Compiled programs call the library by `jax.ffi`: arrays are read where XLA has them, on a GPU on the
+program's own stream, and nothing goes through Python or the host. vmap folds its axis into the batch. Shapes,
+masks and options are those of `fa_attn.interface`; `dot_product_attention` has those of `jax.nn`. Functions of `fa_attn`
 itself come here where jax traces them.
 
 Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is
@@ -269,7 +269,9 @@ def dot_product_attention(
     """
     for name, value_of in (("bias", bias), ("mask", mask)):
         if value_of is not None:
-            raise UnsupportedError(f"{name}: masks are causal ones, windows and lengths; use jax.nn for others")
+            raise UnsupportedError(
+                f"{name}: masks are causal ones, windows and lengths; use jax.nn for others"
+            )
     has_batch = query.ndim == 4
     q, k, v = (x if has_batch else x[None] for x in (query, key, value))
     window: Window = (-1, -1)

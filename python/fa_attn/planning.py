@@ -214,9 +214,7 @@ def plan(
     family = None if family is None else _name("family", family)
     limit = None if limit is None else count("limit", limit)
     deterministic = flag("deterministic", deterministic)
-    found = json.loads(
-        _core.plan(text, _name("arch", arch), family, forward, backward, deterministic, limit)
-    )
+    found = json.loads(_core.plan(text, _name("arch", arch), family, forward, backward, deterministic, limit))
     found["problem"] = Problem(found["problem"])
     for name in ("forward", "backward"):
         for each in (found.get(name) or {}).get("plans", ()):
@@ -301,7 +299,9 @@ class Kernels:
         ordinal = self._ordinal()
         if ordinal is not None:
             find_nvrtc()
-        self.report: Dict[str, Dict[str, Any]] = {"forward": json.loads(_core.bind(text, False, False, ordinal))}
+        self.report: Dict[str, Dict[str, Any]] = {
+            "forward": json.loads(_core.bind(text, False, False, ordinal))
+        }
         # Keys in pages have no gradients.
         is_wanted = self.problem.get("page") is None if backward is None else flag("backward", backward)
         if is_wanted:
@@ -340,7 +340,9 @@ class Kernels:
         bound = self.problem
         for name, value in zip(TENSORS, extras):
             if (value is not None) != (name in self._needs):
-                fault = "missing: the problem has them" if value is None else "given, but the problem has none"
+                fault = (
+                    "missing: the problem has them" if value is None else "given, but the problem has none"
+                )
                 raise _core.InputError(f"{name}: {fault}")
         outer_q = [bound["batch"], bound["seqlen_q"]] if "total_q" not in bound else [bound["total_q"]]
         outer_k = [bound["batch"], bound["seqlen_k"]] if "total_k" not in bound else [bound["total_k"]]
@@ -382,9 +384,7 @@ class Kernels:
         """(dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
         extras = self._extras(q, k, v, tensors)
         check_backward(dout, q, k, v, out, lse)
-        *grads, dsinks = face_of(q).backward(
-            dout, q, k, v, out, lse, self._options, extras
-        )
+        *grads, dsinks = face_of(q).backward(dout, q, k, v, out, lse, self._options, extras)
         return tuple(grads) if dsinks is None else (*grads, dsinks)
 
 

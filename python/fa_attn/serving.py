@@ -202,7 +202,9 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is not None:
         shape = tuple(cache_batch_idx.shape)
         if shape != (batch,):
-            raise InputError(f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence")
+            raise InputError(
+                f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence"
+            )
         table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
     numbers = call_options(softmax_scale, causal, window_size, softcap, False)
     plans = None
@@ -214,7 +216,9 @@ def flash_attn_with_kvcache(
     if type(used) is int or (not getattr(used, "ndim", 0) and is_whole(used)):
         capacity = capacity_of(k_cache, table)
         if surely(used < 0) or surely(used > capacity):
-            raise InputError(f"cache_seqlens is {used}: it must be from 0 to {capacity}, the rows of the cache")
+            raise InputError(
+                f"cache_seqlens is {used}: it must be from 0 to {capacity}, the rows of the cache"
+            )
         used = face.ints(used, batch, q)
     elif used is not None and (k is not None or cache_leftpad is not None):
         _check_lengths(used, face, batch, capacity_of(k_cache, table))
@@ -333,9 +337,7 @@ def _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q):
         shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         raise InputError(f"k_cache and v_cache have the shapes {shapes}: only their last axes may differ")
     if cu_seqlens_q is not None and len(cu_seqlens_q.shape) != 1:
-        raise InputError(
-            f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)"
-        )
+        raise InputError(f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)")
     if len(array("q", q).shape) != (4 if cu_seqlens_q is None else 3):
         need = "(batch, seqlen_q" if cu_seqlens_q is None else "with cu_seqlens_q (total_q"
         raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}, heads_q, head_dim)")
@@ -386,7 +388,6 @@ class SchedulerMetadata:
                 raise InputError(
                     f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
                 )
-
 
     def divided(self, division):
         """How the call's work is divided: as the call says, or else the metadata."""

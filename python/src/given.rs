@@ -10,7 +10,7 @@ use crate::dlpack::{Place, Type, View};
 use crate::error::{InputError, UnsupportedError};
 
 /// The options of a call that are numbers: the package's `CallOptions`, field by field.
-#[derive(Clone, Copy, Debug, FromPyObject)]
+#[derive(Clone, Copy, Debug, serde::Deserialize, FromPyObject)]
 pub(crate) struct Options {
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,

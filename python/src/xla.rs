@@ -147,11 +147,8 @@ pub(crate) struct Frame {
 /// A call's options, its one attribute as JSON.
 #[derive(Deserialize)]
 struct Call {
-    scale: Option<f64>,
-    causal: bool,
-    window: (i64, i64),
-    softcap: f64,
-    deterministic: bool,
+    #[serde(flatten)]
+    options: Options,
     /// The names of the extra tensors, in the order of their buffers.
     extras: Vec<String>,
     max_seqlen_q: i64,
@@ -257,8 +254,7 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
     };
     extras.dlse = dlse;
     let given = Given::of_views([q, k, v], Beside::bounded(extras, call.max_seqlen_q, call.max_seqlen_k)?)?;
-    let Call { scale, causal, window, softcap, deterministic, .. } = call;
-    let problem = given.problem(&Options { scale, causal, window, softcap, deterministic })?;
+    let problem = given.problem(&call.options)?;
     let (splits, pack_gqa) = call.division;
     let on = On { stream, allocate: None, plans: None, division: Division { splits, pack_gqa } };
     match (written.as_slice(), dout.zip(out).zip(lse)) {
@@ -268,7 +264,8 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
         ([dq, dk, dv, dsinks @ ..], Some(((dout, out), lse))) => {
             let (dout, out, lse) = (&dout, &out, &lse);
             let to = Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks: dsinks.first() });
-            run(py, &given, (&problem, Pass::Backward { deterministic }), &to, None, on)
+            let pass = Pass::Backward { deterministic: call.options.deterministic };
+            run(py, &given, (&problem, pass), &to, None, on)
         }
         _ => Err(PyRuntimeError::new_err(format!("a call has {} results", written.len()))),
     }

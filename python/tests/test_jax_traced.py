@@ -162,7 +162,10 @@ def test_merging_under_jit():
     q, k, v = made(**SHAPES)
 
     def halves(q):
-        parts = [flash_attn_func(q, *rows, return_lse=True) for rows in ((k[:, :7], v[:, :7]), (k[:, 7:], v[:, 7:]))]
+        parts = [
+            flash_attn_func(q, *rows, return_lse=True)
+            for rows in ((k[:, :7], v[:, :7]), (k[:, 7:], v[:, 7:]))
+        ]
         return fa_attn.merge(*zip(*parts), sinks=SINKS)[0]
 
     whole = jax.jit(lambda q: flash_attn_func(q, k, v, sinks=SINKS))
@@ -170,12 +173,18 @@ def test_merging_under_jit():
     near(*(jax.grad(lambda q, f=f: (f(q) ** 2).sum())(q) for f in (halves, whole)))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(is_causal=True), dict(local_window_size=(3, 1)), dict(scale=0.2)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(is_causal=True), dict(local_window_size=(3, 1)), dict(scale=0.2)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dot_product_attention_is_jax_s(options, dtype):
     q, k, v = made(dtype=dtype, q=(2, 9, 4, 32), k=(2, 9, 2, 32), v=(2, 9, 2, 32))
     limit = 2e-5 if dtype == "float32" else 3e-2
-    near(jax.jit(lambda *x: dot_product_attention(*x, **options))(q, k, v), jax.nn.dot_product_attention(q, k, v, **options), limit)
+    near(
+        jax.jit(lambda *x: dot_product_attention(*x, **options))(q, k, v),
+        jax.nn.dot_product_attention(q, k, v, **options),
+        limit,
+    )
     near(dot_product_attention(q[0], k[0], v[0], **options), dot_product_attention(q, k, v, **options)[0], 0)
     lengths = jnp.asarray([4, 9], jnp.int32)
     got = dot_product_attention(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths, **options)

@@ -25,7 +25,17 @@ def test_doctor_says_what_works(capsys):
     report = json.loads(printed)
     assert status == 0 and report["version"] == fa_attn.__version__
     checks = {check["name"]: check for check in report["checks"]}
-    assert {"python", "cpu", "attention", "driver", "nvrtc", "cache", "numpy", "torch", "jax"} <= checks.keys()
+    assert {
+        "python",
+        "cpu",
+        "attention",
+        "driver",
+        "nvrtc",
+        "cache",
+        "numpy",
+        "torch",
+        "jax",
+    } <= checks.keys()
     assert checks["attention"]["status"] == checks["forward"]["status"] == checks["numpy"]["status"] == "ok"
     assert all(check["advice"] for check in checks.values() if check["status"] != "ok")
     status, printed, _ = run(capsys, "doctor")

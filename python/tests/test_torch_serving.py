@@ -358,7 +358,8 @@ def test_the_caller_divides_the_work(device, dtype, splits, packs):
             close(compiled(q, k, v, **options, **given)[0], want, dtype)
             torch.compiler.reset()
     if device == "cuda":
-        report = fa_attn._core.report(q, k, v, CallOptions(None, True, (-1, -1), 0.0, False), division=(splits or None, packs))
+        options = CallOptions(None, True, (-1, -1), 0.0, False)
+        report = fa_attn._core.report(q, k, v, options, division=(splits or None, packs))
         assert packs is None or ("-pack" in json.loads(report)["kernel"]) == packs
 
 
@@ -368,7 +369,8 @@ def test_the_kernel_is_the_one_that_divides_so():
     seen = {}
     for splits, packs in (*DIVISIONS, (16, True)):
         division = (splits or None, packs)
-        report = json.loads(fa_attn._core.report(q, k, v, CallOptions(None, True, (-1, -1), 0.0, False), division=division))
+        options = CallOptions(None, True, (-1, -1), 0.0, False)
+        report = json.loads(fa_attn._core.report(q, k, v, options, division=division))
         kernel, bytes_ = report["kernel"], report["workspace_bytes"]
         seen[splits, packs] = bytes_, kernel.startswith("sm90")
         assert splits == 0 or ("-split" in kernel) == (splits > 1), kernel

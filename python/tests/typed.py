@@ -10,7 +10,9 @@ import fa_attn
 
 q: "np.ndarray[Tuple[int, ...], np.dtype[np.float32]]" = np.zeros((1, 8, 2, 32), np.float32)
 
-assert_type(fa_attn.flash_attn_func(q, q, q, causal=True), "np.ndarray[Tuple[int, ...], np.dtype[np.float32]]")
+assert_type(
+    fa_attn.flash_attn_func(q, q, q, causal=True), "np.ndarray[Tuple[int, ...], np.dtype[np.float32]]"
+)
 out, lse = fa_attn.flash_attn_func(q, q, q, return_softmax_lse=True, sinks=None, num_splits=2)
 out.astype(np.float64)
 lse.max()
