@@ -19,7 +19,6 @@ from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 from ._options import Extras
 
-
 # Candidates that are tried before two arrays count as overlapping.
 _OVERLAP_WORK = 10_000
 
@@ -186,8 +185,8 @@ class Arrays:
         self.library = library
 
     def attention(self, q, k, v, options, extras, plans=None, *, out=None, division=None):
-        """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work plans
-        that other calls have made, to which this one adds its own. `out`: the array that the result is
+        """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work
+        plans that other calls have made, to which this one adds its own. `out`: the array that the result is
         written to. `division`: how the work is divided, where the caller decides it."""
         lib = self.library
         if not type(q) is type(k) is type(v):
@@ -308,7 +307,7 @@ class Arrays:
         )
         if dropped:
             raise InputError(
-                f"{dropped} rows have no place: beyond the rows of the cache, in a page that does not exist, or "
+                f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
                 "at a position beyond rotary_cos; the others are written"
             )
         return (q if rotated is None else rotated), after

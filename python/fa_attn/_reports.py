@@ -60,7 +60,8 @@ def plan_text(plan: Mapping[str, Any]) -> str:
         text = f"{name}: {found['fit']} of {found['tried']} kernels fit"
         if best is not None:
             cost = best["cost"]
-            text += f"; best {best['spec'].name}, {_time(cost['seconds'])} predicted, {cost['tflops']:.0f} TFLOP/s"
+            text += f"; best {best['spec'].name}, {_time(cost['seconds'])} predicted"
+            text += f", {cost['tflops']:.0f} TFLOP/s"
             text += f", bound by {cost['bottleneck']}"
         lines.append(text)
     return "\n".join(lines)
@@ -91,7 +92,8 @@ def problem_html(problem: Mapping[str, Any]) -> str:
 def plan_html(plan: Mapping[str, Any]) -> str:
     """A plan's kernels with what limits each, and what was rejected."""
     parts = [
-        f"<p><b>{escape(plan['arch'])}</b>, {escape(plan['board'])}: {escape(problem_text(plan['problem']))}</p>"
+        f"<p><b>{escape(plan['arch'])}</b>, {escape(plan['board'])}: "
+        f"{escape(problem_text(plan['problem']))}</p>"
     ]
     if plan.get("never_run"):
         parts.append(f"<p class=note>{escape(str(plan['never_run']))}</p>")

@@ -114,7 +114,7 @@ def run_append(
     )
     if dropped:
         raise _core.InputError(
-            f"{dropped} rows have no place: beyond the rows of the cache, in a page that does not exist, or "
+            f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
             "at a position beyond rotary_cos; the others are written"
         )
     return rotated, after

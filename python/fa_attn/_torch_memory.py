@@ -100,7 +100,7 @@ def is_aligned(x):
 
 
 def may_overlap(one, other):
-    """Whether the address ranges of both tensors overlap. Arrays of another library are taken to share none."""
+    """Whether the address ranges of both tensors overlap. Arrays of another library share none."""
     if not isinstance(other, torch.Tensor):
         return False
     # What records operators has no addresses.

@@ -5,8 +5,8 @@
 
 Compiled programs call the library by `jax.ffi`: arrays are read where XLA has them, on a GPU on the
 program's own stream, and nothing goes through Python or the host. vmap folds its axis into the batch. Shapes,
-masks and options are those of `fa_attn.interface`; `dot_product_attention` has those of `jax.nn`. Functions of `fa_attn`
-itself come here where jax traces them.
+masks and options are those of `fa_attn.interface`; `dot_product_attention` has those of `jax.nn`. Functions
+of `fa_attn` itself come here where jax traces them.
 
 Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is
 divided among devices is gathered, unless the call is within `jax.shard_map`.
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _core
-from ._core import InputError, UnsupportedError
+from ._core import UnsupportedError
 from ._nvrtc import find_nvrtc
 from ._options import NO_EXTRAS, TENSORS, CallOptions, Extras
 from ._types import Window

@@ -11,7 +11,7 @@ from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from . import _core
-from ._checks import array, count, flag, check_backward, number, one_of, window
+from ._checks import array, check_backward, count, flag, number, one_of, window
 from ._deprecated import renamed
 from ._faces import face_of
 from ._nvrtc import find_nvrtc

@@ -18,7 +18,6 @@ from ._torch_memory import (
     autocast,
     check_extras,
     check_tensor,
-    detached as detached_extras,
     goes_by_operator,
     is_aligned,
     may_overlap,
@@ -27,6 +26,9 @@ from ._torch_memory import (
     pad,
     rows_of,
     stream_of,
+)
+from ._torch_memory import (
+    detached as detached_extras,
 )
 from ._torch_operators import by_operator
 from ._torch_passes import Attention, PackedAttention, backward_by_operator, run_backward, run_forward
