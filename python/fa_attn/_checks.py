@@ -146,6 +146,11 @@ def upper_bound(name, value):
     return max(-_FAR, min(value, _FAR))
 
 
+def offset(name, value):
+    """A number of keys, either way; 0 where the value is None."""
+    return 0 if value is None else upper_bound(name, value)
+
+
 def count(name, value, least=0, largest=_FAR):
     """A whole number of a problem, from `least` to `largest`."""
     try:

@@ -21,7 +21,7 @@ from typing import (
     get_type_hints,
 )
 
-from ._checks import array, count, flag, is_neutral, number, surely, upper_bound, window
+from ._checks import array, count, flag, is_neutral, number, offset, surely, upper_bound, window
 from ._core import BESIDE, InputError, UnsupportedError
 from ._types import Array
 
@@ -39,6 +39,12 @@ class Tensor(NamedTuple):
 
 class Division(NamedTuple):
     """An argument that decides how a GPU's work is divided."""
+
+
+class Number(NamedTuple):
+    """An argument that is a number of `CallOptions`, which `call_options` reads, and its default."""
+
+    default: Any
 
 
 class Only(NamedTuple):
@@ -67,6 +73,7 @@ class CommonOptions(TypedDict, total=False):
     sinks: Annotated[Optional[Array], Tensor("sinks")]
     learnable_sink: Annotated[Optional[Array], Tensor("sinks")]
     s_aux: Annotated[Optional[Array], Tensor("sinks")]
+    query_offset: Annotated[Optional[int], Number(0)]
     pack_gqa: Annotated[Optional[bool], Division()]
     sm_margin: Annotated[Optional[int], Only((0, None), "kernels use all SMs, leave it at 0")]
     attention_chunk: Annotated[
@@ -148,6 +155,8 @@ def with_options(function: F) -> F:
 
 def _default_of(name):
     row = _TABLE.get(name)
+    if isinstance(row, Number):
+        return row.default
     return row.values[0] if isinstance(row, Only) else None
 
 
@@ -190,7 +199,7 @@ def read_options(function, options):
         elif isinstance(row, Unneeded):
             if value is not None:
                 row.check(name, value)
-        elif not isinstance(row, Division):
+        elif not isinstance(row, (Division, Number)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division
 
@@ -249,13 +258,15 @@ class CallOptions(NamedTuple):
     window: Any
     softcap: float
     deterministic: bool
+    # Keys by which queries lie right of the bottom-right alignment.
+    query_offset: Any = 0
 
     @property
     def has_mask(self):
         return self.causal or self.window != (-1, -1)
 
 
-def call_options(softmax_scale, causal, window_size, softcap, deterministic):
+def call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset=None):
     """The options of a call, checked."""
     cap = number("softcap", softcap) or 0.0
     if cap < 0.0:
@@ -266,6 +277,7 @@ def call_options(softmax_scale, causal, window_size, softcap, deterministic):
         window(window_size),
         cap,
         flag("deterministic", deterministic),
+        offset("query_offset", query_offset),
     )
 
 

@@ -42,10 +42,11 @@ def mask_text(mask: Mapping[str, Any]) -> str:
     left, right = mask["left"], mask["right"]
     if left is None and right is None:
         return "full"
-    if left is None and right == 0:
-        return "causal"
     sides = ["all" if side is None else str(side) for side in (left, right)]
-    return f"window {sides[0]} left, {sides[1]} right"
+    is_causal = left is None and right == 0
+    text = "causal" if is_causal else f"window {sides[0]} left, {sides[1]} right"
+    offset = mask.get("offset", 0)
+    return f"{text} at offset {offset}" if offset else text
 
 
 def _pair(one: int, other: int, between: str) -> str:

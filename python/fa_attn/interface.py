@@ -10,6 +10,7 @@ and LSE = -inf (or the sink).
 In addition to FlashAttention-2's arguments, every function takes these of its successors by name:
 
 - `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
+- `query_offset`: with it d = i + seqlen_k - seqlen_q + query_offset, for masks and ALiBi.
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
 - `num_splits`: parts of the keys of a tile of queries, each computed by a CTA of its own; 1 for undivided
   keys, 0 or None for the planner's choice, 256 at most. There are no more parts than steps; where lengths are
@@ -114,7 +115,9 @@ def flash_attn_func(
         extras = None
     else:
         extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
-    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
     out, lse = face_of(q).attention(q, k, v, numbers, extras, out=out, division=division)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
@@ -165,7 +168,9 @@ def flash_attn_qkvpacked_func(
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
-    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
     out, lse = face.packed_attention(qkv, 2, numbers, extras, division=division)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
@@ -342,7 +347,9 @@ def flash_attn_varlen_func(
         max_seqlen_k=0 if max_seqlen_k is None else max_seqlen_k,
         **tensors,
     )
-    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
     out, lse = face.attention(q, k, v, numbers, extras, out=out, division=division)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
@@ -406,7 +413,9 @@ def flash_attn_varlen_qkvpacked_func(
         max_seqlen_k=max_seqlen,
         **tensors,
     )
-    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
     out, lse = face.packed_attention(qkv, 1, numbers, extras, division=division)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
@@ -509,12 +518,13 @@ def flash_attn_backward(
     deterministic: bool = False,
     sinks: Optional[Array] = None,
     dlse: Optional[Array] = None,
+    query_offset: Optional[int] = 0,
 ) -> Tuple[A, ...]:
     """The gradients of `flash_attn_func`, for arrays without autograd. `out` and `softmax_lse` are its
     results, `dout` is the gradient of out, `dlse` that of softmax_lse, float32 in its shape. Returns (dq, dk,
     dv), with sinks (dq, dk, dv, dsinks)."""
     extras = extras_of(alibi_slopes=alibi_slopes, sinks=sinks)
-    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic)
+    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     return _gradients(dout, q, k, v, out, softmax_lse, numbers, extras, dlse)
 
 
@@ -539,6 +549,7 @@ def flash_attn_varlen_backward(
     seqused_k: Optional[Array] = None,
     sinks: Optional[Array] = None,
     dlse: Optional[Array] = None,
+    query_offset: Optional[int] = 0,
 ) -> Tuple[A, ...]:
     """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that belong to no sequence
     get 0."""
@@ -552,7 +563,7 @@ def flash_attn_varlen_backward(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic)
+    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
     return _gradients(dout, q, k, v, out, softmax_lse, numbers, extras, dlse)
 
 

@@ -11,7 +11,7 @@ from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from . import _core
-from ._checks import array, check_backward, count, flag, number, one_of, window
+from ._checks import array, check_backward, count, flag, number, offset, one_of, window
 from ._deprecated import renamed
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
@@ -80,6 +80,7 @@ def problem(
     dtype: Any = "bf16",
     causal: bool = False,
     window_size: Window = (-1, -1),
+    query_offset: Optional[int] = 0,
     softmax_scale: Optional[float] = None,
     softcap: float = 0.0,
     alibi: Optional[str] = None,
@@ -97,7 +98,8 @@ def problem(
     `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache; `used_q`,
     `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
     `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16 or bf16, also by the names of numpy and
-    torch or as their types. `alibi`: "per_head" or "per_sequence_head".
+    torch or as their types. `query_offset`: keys by which queries lie right of the bottom-right alignment.
+    `alibi`: "per_head" or "per_sequence_head".
     """
     left, right = window(window_size)
     heads, heads_kv = _pair("heads", heads, ":", "heads_kv", heads_kv)
@@ -131,7 +133,7 @@ def problem(
         if value is not None and not isfinite(value):
             raise _core.InputError(f"{name} is {value}: it must be finite")
         fields[name] = value if name == "softmax_scale" else value or None
-    fields["mask"] = sides
+    fields["mask"] = {**sides, "offset": offset("query_offset", query_offset)}
     fields["dtype"] = _dtype(dtype)
     fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
     for name, value in (("used_q", used_q), ("used_k", used_k), ("sinks", sinks)):
@@ -314,6 +316,7 @@ class Kernels:
             tuple(-1 if side is None else side for side in sides),
             self.problem["softcap"] or 0.0,
             self.deterministic,
+            mask.get("offset", 0),
         )
 
     def __repr__(self) -> str:

@@ -206,7 +206,9 @@ def flash_attn_with_kvcache(
                 f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence"
             )
         table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
-    numbers = call_options(softmax_scale, causal, window_size, softcap, False)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, False, options.get("query_offset")
+    )
     plans = None
     if scheduler_metadata is not None:
         plans = _plans_of(scheduler_metadata)

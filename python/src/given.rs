@@ -21,6 +21,19 @@ pub(crate) struct Options {
     pub softcap: f64,
     /// Whether gradients have the same bits in every run.
     pub deterministic: bool,
+    /// Keys by which queries lie right of the bottom-right alignment.
+    pub query_offset: i64,
+}
+
+impl Options {
+    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
+    /// side is.
+    fn mask(&self) -> Mask {
+        let (left, right) = self.window;
+        let side = |side: i64| u32::try_from(side).ok();
+        let right = if self.causal { Some(0) } else { side(right) };
+        Mask::band(side(left), right).with_offset(self.query_offset)
+    }
 }
 
 /// The arrays of a call other than Q, K and V.
@@ -198,17 +211,17 @@ impl<'py> Given<'py> {
             extras.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
         let softcap = (options.softcap != 0.0).then_some(options.softcap);
         let [_, head_dim_v] = heads_and_dim(v);
-        let problem = Problem {
-            lengths: Lengths::of(sequences, side_q, side_k),
-            heads_q,
-            heads_kv,
-            head_dim,
-            head_dim_v,
-            mask: mask(options.causal, options.window),
-            types: Types::same(*dtype),
-            softmax_scale: options.scale,
-            score: ScoreMod { softcap, alibi, sinks: extras.sinks.is_some() },
-        };
+        let problem = Problem::new(
+            Lengths::of(sequences, side_q, side_k),
+            (heads_q, heads_kv),
+            (head_dim, head_dim_v),
+            Types::same(*dtype),
+        )
+        .with_mask(options.mask())
+        .with_softmax_scale(options.scale)
+        .with_score(
+            ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(extras.sinks.is_some()),
+        );
         for extra in arguments() {
             if let (Some(Value::F32(view)), Some(axes)) = (extras.get(extra), extra.axes_of(&problem)) {
                 check_shape(extra.name(), view, axes.iter().map(|axis| axis.len(&problem)).collect())?;
@@ -343,11 +356,4 @@ pub(crate) fn elsewhere(name: &str, place: Place) -> PyErr {
         Place::Cuda(device) => format!("on GPU {device}"),
     };
     InputError::new_err(format!("{name} lies elsewhere than q, which is {place}: move it there"))
-}
-
-/// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
-/// side is.
-fn mask(causal: bool, (left, right): (i64, i64)) -> Mask {
-    let side = |side: i64| u32::try_from(side).ok();
-    Mask { left: side(left), right: if causal { Some(0) } else { side(right) } }
 }

@@ -158,7 +158,7 @@ impl Device {
             }
         }
         // Compiling takes a second; other threads go on meanwhile.
-        let options = BindOptions { division, rounded: true, ..BindOptions::default() };
+        let options = BindOptions::default().with_division(division).with_rounded(true);
         let kernel = py.detach(|| self.gpu.bind(problem, pass, &options)).map_err(raised)?;
         let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
         let entry = Arc::new(Entry { kernel, number });

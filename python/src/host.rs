@@ -55,11 +55,11 @@ pub(crate) fn run(
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
     let call = engine()?.bind(problem, pass).map_err(raised)?;
-    match problem.types.qkv {
+    match problem.types.q {
         Dtype::F32 => run_in::<f32>(py, given, &call, to),
         Dtype::F16 => run_in::<f16>(py, given, &call, to),
         Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
-        Dtype::E4m3 => Err(InputError::new_err("nothing computes in e4m3")),
+        Dtype::E4m3 | Dtype::Int8 => Err(InputError::new_err("nothing computes in e4m3")),
     }
 }
 
@@ -129,7 +129,7 @@ pub(crate) fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> 
         Dtype::F32 => append_in::<f32>(py, append, arrays),
         Dtype::F16 => append_in::<f16>(py, append, arrays),
         // The append itself refuses the other.
-        Dtype::Bf16 | Dtype::E4m3 => append_in::<bf16>(py, append, arrays),
+        Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 => append_in::<bf16>(py, append, arrays),
     }
 }
 

@@ -43,6 +43,7 @@ def calls(array):
     options = dict(softmax_scale=0.5, causal=True, window_size=(2, 2), softcap=1.0, alibi_slopes=rows(4))
     options["deterministic"] = False
     more = dict(dropout_p=0.0, return_attn_probs=False, sinks=rows(4), return_softmax_lse=True, num_splits=1)
+    more["query_offset"] = 1
     starts = dict(cu_seqlens_q=ints(0, 4, 8), cu_seqlens_k=ints(0, 6, 12), max_seqlen_q=4, max_seqlen_k=6)
     used = dict(seqused_q=ints(4, 3), seqused_k=ints(5, 6))
     out, lse = fa_attn.flash_attn_func(q, k, k, return_softmax_lse=True)

@@ -20,9 +20,9 @@ def close(got, want, dtype=np.float32, factor=1.0):
     assert np.abs(got - want).max(initial=0.0) <= limit
 
 
-def visible(seqlen_q, seqlen_k, left, right):
-    """Which keys each query sees, aligned to the bottom right; a negative side has no limit."""
-    distance = np.arange(seqlen_k)[None, :] - (np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q)
+def visible(seqlen_q, seqlen_k, left, right, offset=0):
+    """Which keys each query sees, aligned to the bottom right but for an offset; a negative side has no limit."""
+    distance = np.arange(seqlen_k)[None, :] - (np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q + offset)
     mask = np.ones((seqlen_q, seqlen_k), bool)
     if left >= 0:
         mask &= distance >= -left
@@ -31,7 +31,9 @@ def visible(seqlen_q, seqlen_k, left, right):
     return mask
 
 
-def attention(q, k, v, *, causal=False, window=(-1, -1), scale=None, softcap=0.0, slopes=None, sinks=None):
+def attention(
+    q, k, v, *, causal=False, window=(-1, -1), scale=None, softcap=0.0, slopes=None, sinks=None, offset=0
+):
     """(out, lse, probabilities) of one sequence: q (rows, heads_q, dim), k and v (keys, heads_kv, dim)."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -42,10 +44,10 @@ def attention(q, k, v, *, causal=False, window=(-1, -1), scale=None, softcap=0.0
         scores = softcap * np.tanh(scores / softcap)
     rows, keys = q.shape[0], k.shape[0]
     if slopes is not None:
-        distance = np.abs(np.arange(rows)[:, None] + keys - rows - np.arange(keys)[None, :])
+        distance = np.abs(np.arange(rows)[:, None] + keys - rows + offset - np.arange(keys)[None, :])
         scores = scores - np.asarray(slopes, np.float64)[:, None, None] * distance
     left, right = window
-    mask = visible(rows, keys, left, 0 if causal else right)
+    mask = visible(rows, keys, left, 0 if causal else right, offset)
     scores = np.where(mask, scores, -np.inf)
     logits = (
         scores

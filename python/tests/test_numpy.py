@@ -19,6 +19,8 @@ MASKS = [
     dict(window_size=(7, -1)),
     dict(causal=True, window_size=(9, 4)),
     dict(window_size=(None, 2)),
+    dict(causal=True, query_offset=4),
+    dict(window_size=(5, 3), query_offset=-6),
 ]
 
 
@@ -34,7 +36,7 @@ def test_masks_lengths_and_grouped_heads(mask, lengths, dtype):
     assert nothing is None and out.dtype == dtype and lse.dtype == np.float32
     dq, dk, dv = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, **mask)
     left, right = (-1 if side is None else side for side in mask.get("window_size", (-1, -1)))
-    options = dict(causal=mask.get("causal", False), window=(left, right))
+    options = dict(causal=mask.get("causal", False), window=(left, right), offset=mask.get("query_offset", 0))
     for b in range(2):
         want, want_lse, _ = reference.attention(q[b], k[b], v[b], **options)
         close(out[b], want, dtype)

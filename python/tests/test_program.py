@@ -106,10 +106,12 @@ def test_texts_are_short():
     assert repr(kernels).startswith("Kernels(batch 2, seqlen 4096") and "threads" in repr(kernels)
     for shown in (PROBLEM, plan, kernels):
         assert shown._repr_html_().startswith("<div class=fa>")
-    windowed = fa_attn.problem(1, "1x8192", heads=4, window_size=(127, 0), sinks=True, softcap=30.0)
+    windowed = fa_attn.problem(
+        1, "1x8192", heads=4, window_size=(127, 0), query_offset=2, sinks=True, softcap=30.0
+    )
     assert repr(windowed) == (
-        "Problem(batch 1, seqlen 1x8192, heads 4, head dim 64, bf16, window 127 left, 0 right, softcap 30.0, "
-        "sinks)"
+        "Problem(batch 1, seqlen 1x8192, heads 4, head dim 64, bf16, window 127 left, 0 right at offset 2, "
+        "softcap 30.0, sinks)"
     )
     # They stay dicts, whatever is put into them.
     assert repr(fa_attn.Problem(a=1)) == "{'a': 1}" and repr(fa_attn.Plan(a=1)) == "{'a': 1}"

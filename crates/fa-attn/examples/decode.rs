@@ -5,7 +5,7 @@
 //! ```
 
 use fa_attn::{
-    Dtype, Engine, Error, Extras, Lengths, Mask, Problem, ScoreMod, Side, Tensor, TensorLayout, Types, bf16,
+    Dtype, Engine, Error, Extras, Lengths, Mask, Problem, Side, Tensor, TensorLayout, Types, bf16,
 };
 
 /// Runs the step; the attention of every request's token, `[requests, 1, heads, head_dim]`.
@@ -15,17 +15,13 @@ use fa_attn::{
 pub(crate) fn step() -> Result<Tensor<bf16>, Error> {
     // 3 requests of at most 64 keys; 12 pages of 16 keys; 8 query heads on 2 key/value heads of 64.
     let (requests, page, pages, most) = (3, 16, 12, 64);
-    let problem = Problem {
-        lengths: Lengths::of(requests, Side::padded(1), Side::paged(page, pages, most)),
-        heads_q: 8,
-        heads_kv: 2,
-        head_dim: 64,
-        head_dim_v: 64,
-        mask: Mask::CAUSAL,
-        types: Types::same(Dtype::Bf16),
-        softmax_scale: None,
-        score: ScoreMod::NONE,
-    };
+    let problem = Problem::new(
+        Lengths::of(requests, Side::padded(1), Side::paged(page, pages, most)),
+        (8, 2),
+        (64, 64),
+        Types::same(Dtype::Bf16),
+    )
+    .with_mask(Mask::CAUSAL);
     let wave = |shape: [usize; 4], f: f32| {
         let data = (0..shape.iter().product()).map(|i: usize| bf16::from_f32((i as f32 * f).sin())).collect();
         Tensor::with_layout(shape, TensorLayout::Bshd, data)

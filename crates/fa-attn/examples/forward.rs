@@ -12,7 +12,7 @@ use fa_attn::device::{BindOptions, DeviceForward, Gpu, Placement, shapes};
 use fa_attn::{Dtype, Mask, Pass, Problem, TensorLayout, bf16};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let problem = Problem { heads_kv: 4, ..Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let problem = Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(4);
 
     let gpu = Gpu::open()?;
     let start = Instant::now();

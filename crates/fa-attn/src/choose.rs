@@ -204,11 +204,11 @@ fn measure(
         Some(scratch) => scratch,
         None => scratch.insert(Scratch::open(like)?),
     };
-    let tried = match problem.types.qkv {
+    let tried = match problem.types.q {
         Dtype::F16 => search(&mut scratch.bench::<half::f16>(problem, *pass)?, &specs, budget, stop),
         Dtype::Bf16 => search(&mut scratch.bench::<half::bf16>(problem, *pass)?, &specs, budget, stop),
         // No kernel is bound for these.
-        Dtype::F32 | Dtype::E4m3 => Vec::new(),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => Vec::new(),
     };
     scratch.settle();
     Ok(tried)

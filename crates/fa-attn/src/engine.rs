@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use fa_core::{Append, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_core::{Append, Dtype, Lengths, Mask, Pass, Problem, Types};
 use fa_cpu::check::{check_shape, k_shape, q_shape, v_shape};
 use fa_cpu::simd::Isa;
 use fa_cpu::{AppendExtras, AppendTensors, CpuError, Extras, TensorRef};
@@ -38,11 +38,19 @@ pub enum Backend {
 
 /// How the CPU computes; by default with its best instruction set and all threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CpuOptions {
     /// Instruction set; `None` for the best that the CPU has.
     pub isa: Option<Isa>,
     /// Threads; `None` for those of the current rayon pool.
     pub threads: Option<NonZeroUsize>,
+}
+
+impl CpuOptions {
+    fa_core::with_methods! {
+        with_isa(isa: Option<Isa>),
+        with_threads(threads: Option<NonZeroUsize>),
+    }
 }
 
 /// Computes attention on this machine. Made once, shared by threads.
@@ -320,17 +328,13 @@ pub fn problem_of<T: Element>(
     };
     agree("k", k.shape, [batch, seqlen_k, heads_kv, head_dim], "batch and head dim are those of q")?;
     agree("v", v.shape, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads are those of k")?;
-    let problem = Problem {
-        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        mask,
-        types: Types::same(T::dtype()),
-        softmax_scale: None,
-        score: ScoreMod::NONE,
-    };
+    let problem = Problem::new(
+        Lengths::uniform(batch, seqlen_q, seqlen_k),
+        (heads_q, heads_kv),
+        (head_dim, head_dim_v),
+        Types::same(T::dtype()),
+    )
+    .with_mask(mask);
     problem.check()?;
     Ok(problem)
 }

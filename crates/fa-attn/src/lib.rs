@@ -54,7 +54,7 @@
 //!
 //! // Sequences of 5, 0 and 7 positions: 12 rows, none longer than 7. Packed tensors have a batch of 1.
 //! let square = Problem::square(1, 12, 4, 32, Mask::CAUSAL, Dtype::F32);
-//! let problem = Problem { lengths: Lengths::packed(3, 12, 12, 7, 7), ..square };
+//! let problem = square.with_lengths(Lengths::packed(3, 12, 12, 7, 7));
 //! let q = Tensor::filled([1, 12, 4, 32], TensorLayout::Bshd, 0.5f32);
 //! let starts = [0, 5, 5, 12];
 //! let extras = Extras { cu_seqlens_q: Some(&starts), cu_seqlens_k: Some(&starts), ..Extras::NONE };

@@ -211,7 +211,7 @@ fn json(value: &impl Serialize) -> String {
 
 /// The entry's kernel in the problem's type.
 fn of_type(entry: &TunedEntry, problem: &Problem) -> KernelSpec {
-    KernelSpec { types: Types::same(problem.types.qkv), ..entry.spec.clone() }
+    KernelSpec { types: Types::same(problem.types.q), ..entry.spec.clone() }
 }
 
 /// A lock on the folder of the table at `path`, held until it is dropped; `None` where it cannot be locked.

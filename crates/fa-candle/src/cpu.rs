@@ -33,11 +33,11 @@ pub(crate) fn forward(
     let q = inputs[0].1.dims();
     let mut lse = with_lse.then(|| vec![0f32; lse_len(&posed.problem)]);
     let to = lse.as_deref_mut();
-    let storage = match posed.problem.types.qkv {
+    let storage = match posed.problem.types.q {
         Dtype::F32 => CpuStorage::F32(output(posed, inputs, to)?),
         Dtype::F16 => CpuStorage::F16(output(posed, inputs, to)?),
         Dtype::Bf16 => CpuStorage::BF16(output(posed, inputs, to)?),
-        Dtype::E4m3 => return Err(unknown(inputs[0].0.dtype())),
+        Dtype::E4m3 | Dtype::Int8 => return Err(unknown(inputs[0].0.dtype())),
     };
     let lse = lse.map(|lse| Tensor::from_vec(lse, posed.lse_shape(q), &Device::Cpu)).transpose()?;
     Ok((storage, Shape::from(posed.out_shape(q)), lse))
@@ -64,11 +64,11 @@ pub(crate) fn backward(
     dlse: Option<&Tensor>,
 ) -> Result<Gradients> {
     let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
-    match posed.problem.types.qkv {
+    match posed.problem.types.q {
         Dtype::F32 => gradients::<f32>(posed, all, dlse),
         Dtype::F16 => gradients::<f16>(posed, all, dlse),
         Dtype::Bf16 => gradients::<bf16>(posed, all, dlse),
-        Dtype::E4m3 => Err(unknown(inputs[0].dtype())),
+        Dtype::E4m3 | Dtype::Int8 => Err(unknown(inputs[0].dtype())),
     }
 }
 

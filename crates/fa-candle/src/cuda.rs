@@ -36,10 +36,10 @@ pub(crate) fn forward(
     with_lse: bool,
 ) -> Result<(CudaStorage, Shape, Option<Tensor>)> {
     let q = inputs[0].1.dims();
-    let (storage, lse) = match posed.problem.types.qkv {
+    let (storage, lse) = match posed.problem.types.q {
         Dtype::F16 => output::<f16>(posed, inputs, with_lse)?,
         Dtype::Bf16 => output::<bf16>(posed, inputs, with_lse)?,
-        Dtype::F32 | Dtype::E4m3 => return Err(unknown(inputs[0].0.dtype())),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => return Err(unknown(inputs[0].0.dtype())),
     };
     let device = inputs[0].0.device();
     let lse = lse.map(|lse| tensor(lse, posed.lse_shape(q), device));
@@ -87,10 +87,10 @@ pub(crate) fn backward(
     dlse: Option<&Tensor>,
 ) -> Result<Gradients> {
     let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
-    match posed.problem.types.qkv {
+    match posed.problem.types.q {
         Dtype::F16 => gradients::<f16>(posed, all, dlse),
         Dtype::Bf16 => gradients::<bf16>(posed, all, dlse),
-        Dtype::F32 | Dtype::E4m3 => Err(unknown(inputs[0].dtype())),
+        Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => Err(unknown(inputs[0].dtype())),
     }
 }
 

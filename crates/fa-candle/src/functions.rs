@@ -20,7 +20,7 @@ use crate::options::{Options, Rows};
 /// # Errors
 /// [`crate::Error`].
 pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
-    attention(q, k, v, &Options { window_size_right: right(causal), ..Options::full(softmax_scale) })
+    attention(q, k, v, &Options::full(softmax_scale).with_window_size_right(right(causal)))
 }
 
 /// Attention in a window around the diagonal.
@@ -35,7 +35,14 @@ pub fn flash_attn_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    attention(q, k, v, &Options { window_size_left, window_size_right, ..Options::full(softmax_scale) })
+    attention(
+        q,
+        k,
+        v,
+        &Options::full(softmax_scale)
+            .with_window_size_left(window_size_left)
+            .with_window_size_right(window_size_right),
+    )
 }
 
 /// [`flash_attn`] with ALiBi's slopes, `(heads)`.
@@ -104,7 +111,7 @@ pub fn flash_attn_varlen(
     causal: bool,
 ) -> Result<Tensor> {
     let rows = Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k };
-    attention(q, k, v, &Options { window_size_right: right(causal), rows, ..Options::full(softmax_scale) })
+    attention(q, k, v, &Options::full(softmax_scale).with_window_size_right(right(causal)).with_rows(rows))
 }
 
 /// [`flash_attn_windowed`] of packed sequences.
@@ -124,7 +131,15 @@ pub fn flash_attn_varlen_windowed(
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
     let rows = Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k };
-    attention(q, k, v, &Options { window_size_left, window_size_right, rows, ..Options::full(softmax_scale) })
+    attention(
+        q,
+        k,
+        v,
+        &Options::full(softmax_scale)
+            .with_window_size_left(window_size_left)
+            .with_window_size_right(window_size_right)
+            .with_rows(rows),
+    )
 }
 
 /// [`flash_attn_varlen_windowed`] of keys and values in pages, `(pages, page_block_size, heads, head_dim)`,
@@ -157,7 +172,7 @@ pub fn flash_attn_varlen_paged_windowed(
     }
     let windows = [window_size_left, window_size_right];
     let rows = Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q, max_seqlen_k };
-    attention(q, k, v, &Options { rows, ..mixed(softmax_scale, windows, None, softcap) })
+    attention(q, k, v, &mixed(softmax_scale, windows, None, softcap).with_rows(rows))
 }
 
 /// [`flash_attn_alibi`] of packed sequences.
@@ -177,12 +192,7 @@ pub fn flash_attn_varlen_alibi(
     causal: bool,
 ) -> Result<Tensor> {
     let rows = Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k };
-    attention(
-        q,
-        k,
-        v,
-        &Options { rows, ..mixed(softmax_scale, [None, right(causal)], Some(alibi_slopes), None) },
-    )
+    attention(q, k, v, &mixed(softmax_scale, [None, right(causal)], Some(alibi_slopes), None).with_rows(rows))
 }
 
 /// [`flash_attn_alibi_windowed`] of packed sequences.
@@ -204,7 +214,7 @@ pub fn flash_attn_varlen_alibi_windowed(
 ) -> Result<Tensor> {
     let windows = [window_size_left, window_size_right];
     let rows = Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k };
-    attention(q, k, v, &Options { rows, ..mixed(softmax_scale, windows, Some(alibi_slopes), None) })
+    attention(q, k, v, &mixed(softmax_scale, windows, Some(alibi_slopes), None).with_rows(rows))
 }
 
 /// [`flash_attn_alibi_windowed_softcap`] of packed sequences.
@@ -227,7 +237,7 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
 ) -> Result<Tensor> {
     let windows = [window_size_left, window_size_right];
     let rows = Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k };
-    attention(q, k, v, &Options { rows, ..mixed(softmax_scale, windows, alibi_slopes, Some(softcap)) })
+    attention(q, k, v, &mixed(softmax_scale, windows, alibi_slopes, Some(softcap)).with_rows(rows))
 }
 
 fn right(causal: bool) -> Option<usize> {
@@ -240,5 +250,9 @@ fn mixed(
     alibi_slopes: Option<&Tensor>,
     softcap: Option<f32>,
 ) -> Options<'_> {
-    Options { window_size_left, window_size_right, alibi_slopes, softcap, ..Options::full(softmax_scale) }
+    Options::full(softmax_scale)
+        .with_window_size_left(window_size_left)
+        .with_window_size_right(window_size_right)
+        .with_alibi_slopes(alibi_slopes)
+        .with_softcap(softcap)
 }

@@ -65,7 +65,7 @@ impl Device {
                 return Ok(bound.clone());
             }
         }
-        let options = BindOptions { rounded: true, ..BindOptions::default() };
+        let options = BindOptions::default().with_rounded(true);
         let bound = Arc::new(self.gpu.bind(problem, pass, &options).map_err(refused)?);
         let known = &mut lock(&self.bound).bound;
         if known.len() >= REMEMBERED {

@@ -35,7 +35,7 @@
 //! let used = Tensor::new(&[9u32, 5], &device)?;
 //! let sinks = Tensor::zeros(8, candle_core::DType::F32, &device)?;
 //! let rows = Rows::Padded { used_q: None, used_k: Some(&used) };
-//! let options = Options { sinks: Some(&sinks), rows, ..Options::causal(0.125) };
+//! let options = Options::causal(0.125).with_sinks(Some(&sinks)).with_rows(rows);
 //! let (out, lse) = attention_with_lse(&q, &cache, &cache, &options)?;
 //! assert_eq!((out.dims(), lse.dims()), (&[2, 1, 8, 64][..], &[2, 8, 1][..]));
 //! # Ok(())

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 /// How attention is computed; what candle-flash-attn's functions take, and more.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Options<'a> {
     /// Factor on Q K^T; usually `1 / sqrt(head_dim)`.
     pub softmax_scale: f32,
@@ -12,10 +13,13 @@ pub struct Options<'a> {
     /// How many keys right of the diagonal are visible; `None`, or more than there are, for all, `Some(0)`
     /// for a causal mask. The diagonal ends in the bottom right corner.
     pub window_size_right: Option<usize>,
+    /// How many keys right of the bottom-right alignment the queries lie, for windows and ALiBi: query `i` lies
+    /// on key `i + seqlen_k - seqlen_q + query_offset`.
+    pub query_offset: i64,
     /// Scores pass through `cap * tanh(s / cap)`; `None` or 0 for no cap.
     pub softcap: Option<f32>,
-    /// ALiBi: slopes `(heads)` or `(batch, heads)`; `slope * |i + seqlen_k - seqlen_q - j|` is subtracted
-    /// from scores. They get no gradient.
+    /// ALiBi: slopes `(heads)` or `(batch, heads)`; `slope * |i + seqlen_k - seqlen_q + query_offset -
+    /// j|` is subtracted from scores. They get no gradient.
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
     pub sinks: Option<&'a Tensor>,
@@ -77,6 +81,7 @@ impl Options<'_> {
             softmax_scale,
             window_size_left: None,
             window_size_right: None,
+            query_offset: 0,
             softcap: None,
             alibi_slopes: None,
             sinks: None,
@@ -87,6 +92,20 @@ impl Options<'_> {
 
     /// No key right of the diagonal is visible, which ends in the bottom right corner.
     pub const fn causal(softmax_scale: f32) -> Options<'static> {
-        Options { window_size_right: Some(0), ..Options::full(softmax_scale) }
+        Options::full(softmax_scale).with_window_size_right(Some(0))
+    }
+}
+
+impl<'a> Options<'a> {
+    fa_core::with_methods! {
+        with_softmax_scale(softmax_scale: f32),
+        with_window_size_left(window_size_left: Option<usize>),
+        with_window_size_right(window_size_right: Option<usize>),
+        with_query_offset(query_offset: i64),
+        with_softcap(softcap: Option<f32>),
+        with_alibi_slopes(alibi_slopes: Option<&'a Tensor>),
+        with_sinks(sinks: Option<&'a Tensor>),
+        with_deterministic(deterministic: bool),
+        with_rows(rows: Rows<'a>),
     }
 }

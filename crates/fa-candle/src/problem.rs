@@ -62,21 +62,15 @@ impl Posed {
             None => None,
         };
         beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
-        let problem = Problem {
-            lengths,
-            heads_q,
-            heads_kv,
-            head_dim,
-            head_dim_v,
-            mask: mask(options, &lengths),
-            types: Types::same(dtype),
-            softmax_scale: Some(f64::from(options.softmax_scale)),
-            score: ScoreMod {
-                softcap: options.softcap.filter(|cap| *cap != 0.0).map(f64::from),
-                alibi,
-                sinks: beside.sinks.is_some(),
-            },
-        };
+        let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
+            .with_mask(mask(options, &lengths))
+            .with_softmax_scale(Some(f64::from(options.softmax_scale)))
+            .with_score(
+                ScoreMod::NONE
+                    .with_softcap(options.softcap.filter(|cap| *cap != 0.0).map(f64::from))
+                    .with_alibi(alibi)
+                    .with_sinks(beside.sinks.is_some()),
+            );
         problem.check().map_err(refused)?;
         Ok(Posed {
             problem,
@@ -205,10 +199,12 @@ fn dtype_of(q: &Tensor) -> Result<Dtype> {
 /// A window at least as wide as the sequence hides nothing.
 fn mask(options: &Options<'_>, lengths: &Lengths) -> Mask {
     let (max_q, max_k) = (lengths.max_q(), lengths.max_k());
-    let left = options.window_size_left.filter(|left| *left < max_k.saturating_sub(1));
-    let right = options.window_size_right.filter(|right| *right <= max_k && *right < max_q.saturating_sub(1));
+    let is_moved = options.query_offset != 0;
+    let left = options.window_size_left.filter(|left| is_moved || *left < max_k.saturating_sub(1));
+    let hides = |right: &usize| is_moved || *right <= max_k && *right < max_q.saturating_sub(1);
+    let right = options.window_size_right.filter(hides);
     let side = |side: Option<usize>| side.and_then(|side| u32::try_from(side).ok());
-    Mask { left: side(left), right: side(right) }
+    Mask::band(side(left), side(right)).with_offset(options.query_offset)
 }
 
 fn dims<const N: usize>(tensor: &Tensor, name: &'static str, need: &str) -> Result<[usize; N]> {

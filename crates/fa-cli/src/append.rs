@@ -175,7 +175,7 @@ impl<T: Element + Stored> NewRows<T> {
             heads_kv: problem.heads_kv,
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
-            dtype: problem.types.qkv,
+            dtype: problem.types.q,
             rotary,
         };
         append.check().map_err(|error| InputError::Usage(format!("appending k_new and v_new: {error}")))?;
@@ -333,7 +333,7 @@ fn rotary<T: Stored>(
         dim: cos.shape[1].saturating_mul(2),
         pairs: if is_interleaved { RotaryPairs::Neighbours } else { RotaryPairs::Halves },
         positions: cos.shape[0],
-        table: if is_f32 { Dtype::F32 } else { problem.types.qkv },
+        table: if is_f32 { Dtype::F32 } else { problem.types.q },
         queries: Some(RotaryQueries { rows: lengths.q(), heads: *heads_q, positions }),
     };
     Ok(Some((rotary, [read(TABLES[0])?, read(TABLES[1])?])))

@@ -83,11 +83,11 @@ impl AnyInputs {
         let sequences = sides.sequences(&problem)?;
         let beside = Beside { sequences, sides, layout, backward };
         let turns = is_new.then_some(args.rotary_interleaved);
-        Ok(match problem.types.qkv {
+        Ok(match problem.types.q {
             Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, turns)?),
             Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, turns)?),
             Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, turns)?),
-            Dtype::E4m3 => unreachable!("problem_of refuses it"),
+            Dtype::E4m3 | Dtype::Int8 => unreachable!("problem_of refuses it"),
         })
     }
 
@@ -215,7 +215,7 @@ pub(crate) fn check_memory(problem: &Problem, backward: bool) -> Result<(), Inpu
     let tensors: u64 =
         [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)].map(elements).iter().sum();
     let copies = if backward { 2 } else { 1 };
-    let need = copies * tensors * problem.types.qkv.bytes() as u64 + 4 * lse_len(problem) as u64;
+    let need = copies * tensors * problem.types.q.bytes() as u64 + 4 * lse_len(problem) as u64;
     check_free(need, "the problem's tensors", "split the batch or the heads")
 }
 
@@ -274,17 +274,11 @@ fn problem_of(
         agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
     }
     sides.check_heads(heads_q)?;
-    let problem = Problem {
-        lengths: sides.lengths(q, k)?,
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        mask: args.mask.mask(),
-        types: Types::same(dtype),
-        softmax_scale: args.scale,
-        score: sides.score(args.softcap),
-    };
+    let problem =
+        Problem::new(sides.lengths(q, k)?, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
+            .with_mask(args.mask.mask())
+            .with_softmax_scale(args.scale)
+            .with_score(sides.score(args.softcap));
     problem.check()?;
     Ok(problem)
 }
@@ -349,7 +343,7 @@ pub(crate) fn describe(p: &Problem) -> String {
         pair(p.heads_q, p.heads_kv, ':'),
         head_dims(p),
         p.mask,
-        p.types.qkv,
+        p.types.q,
         scale_text(p.scale())
     );
     if let Some(cap) = p.score.softcap {
@@ -413,6 +407,7 @@ pub(crate) fn metadata_hint(file: &TensorFile, problem: &Problem, args: &Attenti
         ("causal", "--causal", causal_differs),
         ("window_left", "--window", other("window_left", side(problem.mask.left))),
         ("window_right", "--window", right_differs),
+        ("query_offset", "--query-offset", other("query_offset", Some(problem.mask.offset as f64))),
         ("softcap", "--softcap", other("softcap", problem.score.softcap)),
         ("scale", "--scale", scale.is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs())),
         ("rotary_interleaved", "--rotary-interleaved", rotary_differs),

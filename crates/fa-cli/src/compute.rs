@@ -35,7 +35,7 @@ pub(crate) fn engine(backend: Backend, cpu: &CpuArgs) -> anyhow::Result<Engine> 
         Backend::Auto if !of_the_cpu => fa_attn::Backend::Auto,
         Backend::Auto | Backend::Cpu => {
             check_isa(cpu.isa)?;
-            fa_attn::Backend::Cpu(CpuOptions { isa: cpu.isa, threads })
+            fa_attn::Backend::Cpu(CpuOptions::default().with_isa(cpu.isa).with_threads(threads))
         }
         Backend::Reference => fa_attn::Backend::Reference { threads },
         Backend::Cuda => fa_attn::Backend::Gpu,

@@ -19,8 +19,19 @@ use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
 /// with them as well: clap does not require a flag that conflicts with another, and would ignore the first.
-pub(crate) const OF_SHAPES: [&str; 10] =
-    ["batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap"];
+pub(crate) const OF_SHAPES: [&str; 11] = [
+    "batch",
+    "tokens",
+    "seqlen",
+    "heads",
+    "headdim",
+    "causal",
+    "window",
+    "query_offset",
+    "both_masks",
+    "dtype",
+    "softcap",
+];
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -64,13 +75,16 @@ pub(crate) struct MaskArgs {
     /// Each query sees L keys before and R keys after its own; 'inf' for no limit
     #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
     pub window: Option<Window>,
+    /// Query i lies N keys right of key i + keys - queries, for the mask and for ALiBi
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    pub query_offset: i64,
 }
 
 impl MaskArgs {
     /// The mask: causal cuts the window's right side off.
     pub(crate) fn mask(&self) -> Mask {
         let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
-        Mask { left, right: if self.causal { Some(0) } else { right } }
+        Mask::band(left, if self.causal { Some(0) } else { right }).with_offset(self.query_offset)
     }
 }
 
@@ -139,17 +153,14 @@ impl ProblemArgs {
             (Some(q), Some(k)) => Seqlen { q, k },
             _ => self.seqlen,
         };
-        let problem = Problem {
-            lengths: self.lengths.lengths(self.batch, seqlen.q, seqlen.k).map_err(InputError::Usage)?,
-            heads_q: self.heads.q,
-            heads_kv: self.heads.kv,
-            head_dim: self.headdim.qk,
-            head_dim_v: self.headdim.v,
-            mask: self.mask.mask(),
-            types: Types::same(self.dtype),
-            softmax_scale: None,
-            score: self.score.score(self.softcap),
-        };
+        let problem = Problem::new(
+            self.lengths.lengths(self.batch, seqlen.q, seqlen.k).map_err(InputError::Usage)?,
+            (self.heads.q, self.heads.kv),
+            (self.headdim.qk, self.headdim.v),
+            Types::same(self.dtype),
+        )
+        .with_mask(self.mask.mask())
+        .with_score(self.score.score(self.softcap));
         problem.check()?;
         Ok(problem)
     }
@@ -253,7 +264,11 @@ impl ShapeArgs {
         if dtype == Dtype::E4m3 {
             return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
         }
-        let masks = if self.both_masks { vec![Mask::FULL, Mask::CAUSAL] } else { vec![self.mask.mask()] };
+        let masks = if self.both_masks {
+            vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]
+        } else {
+            vec![self.mask.mask()]
+        };
         let mut problems = Vec::new();
         for &HeadDim { qk, v } in &self.headdim {
             for &mask in &masks {
@@ -262,17 +277,14 @@ impl ShapeArgs {
                         Some(tokens) => (tokens / seqlen_k.max(1)).max(1),
                         None => self.batch.unwrap_or(1),
                     };
-                    let problem = Problem {
-                        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
-                        heads_q: self.heads.q,
-                        heads_kv: self.heads.kv,
-                        head_dim: qk,
-                        head_dim_v: v,
-                        mask,
-                        types: Types::same(dtype),
-                        softmax_scale: None,
-                        score: ScoreMod::softcap_or_none(self.softcap),
-                    };
+                    let problem = Problem::new(
+                        Lengths::uniform(batch, seqlen_q, seqlen_k),
+                        (self.heads.q, self.heads.kv),
+                        (qk, v),
+                        Types::same(dtype),
+                    )
+                    .with_mask(mask)
+                    .with_score(ScoreMod::NONE.with_softcap(self.softcap));
                     problem.check()?;
                     problems.push(problem);
                 }
@@ -439,7 +451,7 @@ fn file_of(what: &str, kinds: &[&str], text: &str) -> Result<PathBuf, String> {
 impl AttentionArgs {
     /// Whether any flag but the layout is given.
     pub(crate) fn describes_a_problem(&self) -> bool {
-        self.mask.causal || self.mask.window.is_some() || self.scale.is_some() || self.softcap.is_some()
+        self.mask.mask() != Mask::FULL || self.scale.is_some() || self.softcap.is_some()
     }
 
     /// The layout: the flag's, else the file's metadata entry, else BSHD.

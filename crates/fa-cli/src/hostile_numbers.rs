@@ -87,7 +87,7 @@ fn price(spec: &KernelSpec) {
     for (heads_kv, seqlen) in [(8, 4096), (1, 1)] {
         for arch in [Arch::Sm80, Arch::Sm90, Arch::Sm100] {
             let problem = Problem::square(2, seqlen, 8, 64, Mask::CAUSAL, Dtype::Bf16);
-            let problem = Problem { heads_kv, ..problem };
+            let problem = problem.with_heads_kv(heads_kv);
             let _ = plan_spec(&problem, spec, arch, &PlanOptions::default());
             let cost = predict(&problem, spec, arch, &CostConstants::of(arch));
             assert!(cost.seconds > 0.0, "{spec}");
@@ -189,8 +189,7 @@ fn records_of_tuning() {
 
 #[test]
 fn problems() {
-    let problem =
-        Problem { heads_kv: 2, ..Problem::square(2, 1024, 8, 64, Mask::window(40, 7), Dtype::Bf16) };
+    let problem = Problem::square(2, 1024, 8, 64, Mask::window(40, 7), Dtype::Bf16).with_heads_kv(2);
     let text = ron::to_string(&problem).expect("plain data");
     let used = survive("a problem", &text, 300, |text| {
         let Ok(problem) = ron::from_str::<Problem>(text) else { return false };
@@ -199,7 +198,7 @@ fn problems() {
         }
         for arch in [Arch::Sm80, Arch::Sm90] {
             for pass in [Pass::Forward, Pass::BACKWARD] {
-                let _ = fa_planner::plan::plan(&problem, arch, &PlanOptions { pass, ..Default::default() });
+                let _ = fa_planner::plan::plan(&problem, arch, &PlanOptions::default().with_pass(pass));
             }
         }
         true

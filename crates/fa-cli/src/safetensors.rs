@@ -203,7 +203,7 @@ impl TensorFile {
             Some(fa_core::Dtype::F32) => self.read::<f32>(name).map(widen),
             Some(fa_core::Dtype::F16) => self.read::<f16>(name).map(widen),
             Some(fa_core::Dtype::Bf16) => self.read::<bf16>(name).map(widen),
-            Some(fa_core::Dtype::E4m3) | None => Err(InputError::Dtype {
+            Some(fa_core::Dtype::E4m3 | fa_core::Dtype::Int8) | None => Err(InputError::Dtype {
                 name: name.to_owned(),
                 got: stored.to_string(),
                 need: "F64, F32, F16 and BF16 can be compared".to_owned(),

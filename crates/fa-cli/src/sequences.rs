@@ -113,7 +113,7 @@ impl SideTensors {
             1 => Alibi::PerHead,
             _ => Alibi::PerSequenceHead,
         });
-        ScoreMod { softcap, alibi, sinks: self.values.sinks.is_some() }
+        ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(self.values.sinks.is_some())
     }
 
     /// The lengths of the problem, whose Q and K have the shapes `q` and `k` as [`shape_of`] gives them.
@@ -223,7 +223,7 @@ impl Sequences {
         if problem.lengths.is_uniform() {
             return work(problem);
         }
-        let one = |&[q, k]: &[usize; 2]| work(&Problem { lengths: Lengths::uniform(1, q, k), ..*problem });
+        let one = |&[q, k]: &[usize; 2]| work(&problem.with_lengths(Lengths::uniform(1, q, k)));
         // Not `sum`, which is -0 for an empty iterator.
         self.counts.iter().map(one).fold(0.0, |all, one| all + one)
     }
@@ -350,7 +350,7 @@ mod tests {
     fn problem(sides: &SideTensors, q: [usize; 4], k: [usize; 4]) -> Problem {
         let lengths = sides.lengths(q, k).unwrap();
         let square = Problem::square(1, 1, q[2], q[3], Mask::CAUSAL, Dtype::F32);
-        Problem { lengths, heads_kv: k[2], score: sides.score(None), ..square }
+        square.with_lengths(lengths).with_heads_kv(k[2]).with_score(sides.score(None))
     }
 
     #[test]

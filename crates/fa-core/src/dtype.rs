@@ -6,10 +6,12 @@ use std::str::FromStr;
 use serde::de::{self, DeserializeSeed, EnumAccess, VariantAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::with_methods;
+
 /// Element type of an attention problem's tensors.
 ///
-/// `E4m3` can be named in a spec or a problem; everything refuses to compute in it. Error messages offer the
-/// types of [`Dtype::COMPUTED`].
+/// The 8-bit types can be named in a spec or a problem; everything refuses to compute in them. Error messages
+/// offer the types of [`Dtype::COMPUTED`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -21,11 +23,13 @@ pub enum Dtype {
     Bf16,
     /// 8-bit float with 4 exponent and 3 mantissa bits (OCP OFP8, "fn" variant: no infinities).
     E4m3,
+    /// 8-bit signed integers of a quantised cache: a value is its code times a scale.
+    Int8,
 }
 
 impl Dtype {
     /// Every element type, in declaration order.
-    pub const ALL: [Dtype; 4] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3];
+    pub const ALL: [Dtype; 5] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::Int8];
 
     /// The types that are computed in: by the CPU all of them, by GPU kernels the 16-bit ones.
     pub const COMPUTED: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -35,7 +39,7 @@ impl Dtype {
         match self {
             Dtype::F32 => 4,
             Dtype::F16 | Dtype::Bf16 => 2,
-            Dtype::E4m3 => 1,
+            Dtype::E4m3 | Dtype::Int8 => 1,
         }
     }
 
@@ -43,7 +47,7 @@ impl Dtype {
     pub const fn is_half(self) -> bool {
         match self {
             Dtype::F16 | Dtype::Bf16 => true,
-            Dtype::F32 | Dtype::E4m3 => false,
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => false,
         }
     }
 
@@ -54,41 +58,112 @@ impl Dtype {
             Dtype::F16 => "f16",
             Dtype::Bf16 => "bf16",
             Dtype::E4m3 => "e4m3",
+            Dtype::Int8 => "int8",
         }
     }
 
     /// Half the distance between 1 and the next larger number: the largest relative rounding error of a
-    /// normal number.
+    /// normal number; of an int8 code, half a step of the largest.
     pub const fn unit_roundoff(self) -> f64 {
         match self {
             Dtype::F32 => 1.0 / (1u64 << 24) as f64,
             Dtype::F16 => 1.0 / (1u64 << 11) as f64,
             Dtype::Bf16 => 1.0 / (1u64 << 8) as f64,
             Dtype::E4m3 => 1.0 / (1u64 << 4) as f64,
+            Dtype::Int8 => 0.5 / 127.0,
         }
     }
 }
 
-/// The element types of a problem's tensors.
+/// The element types of a problem's tensors, by role.
+///
+/// Text (JSON, RON) has `dtype` for all of them, and `kv_dtype`, `out_dtype` and `dkv_dtype` where one
+/// differs. What nothing computes yet can be named and is refused by name ([`Types::check`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Types {
-    /// Of Q, K and V, and of their gradients.
-    pub qkv: Dtype,
-    /// Of O, and of its gradient.
+    /// Of Q, and of its gradient.
+    pub q: Dtype,
+    /// Of K and V: 8 bits for a quantised cache.
+    pub kv: Dtype,
+    /// Of O, and of its gradient: f32 for partial results that several GPUs combine.
     pub out: Dtype,
+    /// Of the gradients of K and V: f32 where several GPUs add them up.
+    pub dkv: Dtype,
+}
+
+/// Types that nothing computes together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name} is {value} and dtype is {q}: {need}")]
+pub struct TypesError {
+    /// The field whose type is refused, as text has it.
+    pub name: &'static str,
+    /// Its type.
+    pub value: Dtype,
+    /// Type of Q.
+    pub q: Dtype,
+    /// Why, and what works.
+    pub need: &'static str,
 }
 
 impl Types {
     /// One type for all tensors.
     pub const fn same(dtype: Dtype) -> Types {
-        Types { qkv: dtype, out: dtype }
+        Types { q: dtype, kv: dtype, out: dtype, dkv: dtype }
     }
 
-    /// The type of O where it is not that of Q, K and V.
-    pub(crate) fn differing_out(self) -> Option<Dtype> {
-        (self.out != self.qkv).then_some(self.out)
+    with_methods! {
+        with_kv(kv: Dtype),
+        with_out(out: Dtype),
+        with_dkv(dkv: Dtype),
+    }
+
+    /// Checks that something computes these types together: today, that they are one. Which types are
+    /// computed is the question of each backend.
+    ///
+    /// # Errors
+    /// [`TypesError`] for the first that differs.
+    pub fn check(&self) -> Result<(), TypesError> {
+        let Types { q, kv, out, dkv } = *self;
+        let refuse = |name, value, need| Err(TypesError { name, value, q, need });
+        if kv != q {
+            let is_cache = q.is_half() && matches!(kv, Dtype::E4m3 | Dtype::Int8);
+            return refuse("kv_dtype", kv, if is_cache { CACHE } else { MIXED });
+        }
+        if out != q {
+            return match (q, out) {
+                (Dtype::E4m3, Dtype::F16 | Dtype::Bf16) => refuse("out_dtype", out, FP8),
+                (Dtype::F16 | Dtype::Bf16, Dtype::F32) => refuse("out_dtype", out, WIDE_OUT),
+                _ => refuse("out_dtype", out, MIXED_OUT),
+            };
+        }
+        if dkv != q {
+            return refuse("dkv_dtype", dkv, WIDE_DKV);
+        }
+        Ok(())
+    }
+
+    /// The types of K and V, of O, and of the gradients of K and V where they are not that of Q, as text has
+    /// them.
+    pub(crate) fn differing(self) -> [Option<Dtype>; 3] {
+        [self.kv, self.out, self.dkv].map(|dtype| (dtype != self.q).then_some(dtype))
+    }
+
+    /// The inverse of [`Types::differing`].
+    pub(crate) fn of(dtype: Dtype, [kv, out, dkv]: [Option<Dtype>; 3]) -> Types {
+        let or_same = |other: Option<Dtype>| other.unwrap_or(dtype);
+        Types { q: dtype, kv: or_same(kv), out: or_same(out), dkv: or_same(dkv) }
     }
 }
+
+const CACHE: &str =
+    "nothing reads an 8-bit cache yet; dequantise K and V into Q's type and leave kv_dtype out";
+const MIXED: &str = "K and V have the type of Q; convert them and leave kv_dtype out";
+const FP8: &str = "nothing computes an fp8 forward yet; convert Q, K and V to the type of O";
+const WIDE_OUT: &str =
+    "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results by their LSE in f32";
+const MIXED_OUT: &str = "O is written in the type of Q, K and V; leave out_dtype out";
+const WIDE_DKV: &str = "dK and dV are written in the type of K and V; leave dkv_dtype out, and add them up in f32 after each call";
 
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -367,22 +367,22 @@ mod tests {
     #[test]
     fn a_call_takes_what_its_problem_names() {
         let square = Problem::square(3, 16, 4, 64, Mask::FULL, Dtype::F16);
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
         let packed = Lengths::packed(3, 20, 100, 7, 30);
         let paged = Lengths::of(3, Side::padded(7).with_used(), Side::paged(4, 5, 38));
         let (forward, backward) = (Pass::Forward, Pass::BACKWARD);
         for (problem, pass, expected) in [
             (square, forward, vec![]),
             (square, backward, vec![("dlse", 192)]),
-            (Problem { score, ..square }, forward, vec![("alibi_slopes", 12), ("sinks", 4)]),
-            (Problem { lengths: packed, ..square }, forward, vec![("cu_seqlens_q", 4), ("cu_seqlens_k", 4)]),
+            (square.with_score(score), forward, vec![("alibi_slopes", 12), ("sinks", 4)]),
+            (square.with_lengths(packed), forward, vec![("cu_seqlens_q", 4), ("cu_seqlens_k", 4)]),
             (
-                Problem { lengths: packed, ..square },
+                square.with_lengths(packed),
                 backward,
                 vec![("cu_seqlens_q", 4), ("cu_seqlens_k", 4), ("dlse", 80)],
             ),
             (
-                Problem { lengths: paged, ..square },
+                square.with_lengths(paged),
                 forward,
                 vec![("seqused_q", 3), ("seqused_k", 3), ("page_table", 30)],
             ),

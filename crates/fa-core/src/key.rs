@@ -37,20 +37,20 @@ impl From<&Problem> for ProblemKey {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, ScoreMod};
+    use crate::Dtype;
 
     #[test]
     fn keys_tell_problems_apart() {
         let problem = Problem::square(1, 128, 4, 64, Mask::CAUSAL, Dtype::Bf16);
         assert_eq!(ProblemKey::from(&problem), ProblemKey::from(&problem));
         let others = [
-            Problem { heads_kv: 2, ..problem },
-            Problem { head_dim_v: 32, ..problem },
-            Problem { mask: Mask::FULL, ..problem },
-            Problem { softmax_scale: Some(0.5), ..problem },
-            Problem { lengths: Lengths::uniform(1, 128, 64), ..problem },
-            Problem { score: ScoreMod { softcap: Some(30.0), ..problem.score }, ..problem },
-            Problem { score: ScoreMod { sinks: true, ..problem.score }, ..problem },
+            problem.with_heads_kv(2),
+            problem.with_head_dim_v(32),
+            problem.with_mask(Mask::FULL),
+            problem.with_softmax_scale(Some(0.5)),
+            problem.with_lengths(Lengths::uniform(1, 128, 64)),
+            problem.with_score(problem.score.with_softcap(Some(30.0))),
+            problem.with_score(problem.score.with_sinks(true)),
         ];
         for other in others {
             assert_ne!(ProblemKey::from(&problem), ProblemKey::from(&other), "{other:?}");

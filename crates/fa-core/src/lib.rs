@@ -13,7 +13,7 @@
 //! use fa_core::{Dtype, KernelSpec, Mask, Problem, ShippedSpec};
 //!
 //! // Batch 2, 4096 queries and keys, 16 heads of 128 on 2 K/V heads, causal, bf16.
-//! let problem = Problem { heads_kv: 2, ..Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16) };
+//! let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(2);
 //! problem.check()?;
 //! assert_eq!(problem.lengths.total_q(), 8192);
 //! // Bottom-right aligned: with 5 queries and 8 keys, query 2 sits on key 2 + 8 - 5.
@@ -28,7 +28,7 @@
 //!     ))))",
 //! )?.spec;
 //! assert_eq!(spec.serves(&problem), Ok(()));
-//! let full = Problem { mask: Mask::FULL, ..problem };
+//! let full = problem.with_mask(Mask::FULL);
 //! println!("{}", spec.serves(&full).unwrap_err());
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -51,6 +51,7 @@ pub mod score_mod;
 pub mod spec;
 pub mod swizzle;
 pub mod tensor;
+mod with;
 pub mod words;
 
 pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};

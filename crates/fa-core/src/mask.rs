@@ -5,17 +5,29 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::with_methods;
+
 /// A band of visible keys around the diagonal, aligned to the bottom right corner.
 ///
-/// With `d = i + seqlen_k - seqlen_q`, query `i` sees the keys `j` with `d - left <= j <= d + right` (a side
-/// that is `None` has no limit). Causal is `right = 0`.
+/// With `d = i + seqlen_k - seqlen_q + offset`, query `i` sees the keys `j` with `d - left <= j <= d + right`
+/// (a side that is `None` has no limit). Causal is `right = 0`. The offset moves queries away from the bottom
+/// right corner, as where they or the keys are a part of a sequence; ALiBi's distances move with them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Mask {
     /// How many keys left of the diagonal are visible; `None` for all.
     pub left: Option<u32>,
     /// How many keys right of the diagonal are visible; `None` for all, `0` for causal.
     pub right: Option<u32>,
+    /// How many keys the diagonal lies right of the bottom-right alignment.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub offset: i64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_zero(offset: &i64) -> bool {
+    *offset == 0
 }
 
 /// The tiles of `tile_n` keys that a range of queries has to visit.
@@ -53,18 +65,47 @@ impl BlockRange {
 
 impl Mask {
     /// Every key is visible.
-    pub const FULL: Mask = Mask { left: None, right: None };
+    pub const FULL: Mask = Mask::band(None, None);
     /// No key right of the (bottom-right aligned) diagonal is visible.
-    pub const CAUSAL: Mask = Mask { left: None, right: Some(0) };
+    pub const CAUSAL: Mask = Mask::band(None, Some(0));
+
+    /// A band with these limits, `None` for none, around the bottom-right diagonal.
+    pub const fn band(left: Option<u32>, right: Option<u32>) -> Mask {
+        Mask { left, right, offset: 0 }
+    }
+
+    with_methods! {
+        with_left(left: Option<u32>),
+        with_right(right: Option<u32>),
+        with_offset(offset: i64),
+    }
 
     /// `left` keys before the diagonal, the diagonal, and `right` keys after it.
     pub const fn window(left: u32, right: u32) -> Mask {
-        Mask { left: Some(left), right: Some(right) }
+        Mask::band(Some(left), Some(right))
     }
 
     /// `left` keys before the diagonal and the diagonal itself.
     pub const fn causal_window(left: u32) -> Mask {
         Mask::window(left, 0)
+    }
+
+    /// The mask of queries and keys exchanged: which queries see a key. Key `j` lies on query `j + seqlen_q -
+    /// seqlen_k - offset`, in a band with its sides exchanged.
+    pub const fn transposed(&self) -> Mask {
+        Mask { left: self.right, right: self.left, offset: self.offset.saturating_neg() }
+    }
+
+    /// The keys left and right of the bottom-right diagonal that are visible: the limits with the offset, by
+    /// which a side may be negative.
+    pub const fn limits(&self) -> [Option<i64>; 2] {
+        const fn moved(side: Option<u32>, by: i64) -> Option<i64> {
+            match side {
+                Some(side) => Some(by.saturating_add(side as i64)),
+                None => None,
+            }
+        }
+        [moved(self.left, self.offset.saturating_neg()), moved(self.right, self.offset)]
     }
 
     /// Whether every key is visible whatever the lengths.
@@ -74,12 +115,17 @@ impl Mask {
 
     /// Whether this is exactly the causal mask.
     pub const fn is_causal(&self) -> bool {
-        self.left.is_none() && matches!(self.right, Some(0))
+        self.left.is_none() && matches!(self.right, Some(0)) && self.offset == 0
+    }
+
+    /// The key that query `i` lies on, which may be none of the sequence.
+    pub fn diagonal(&self, i: usize, seqlen_q: usize, seqlen_k: usize) -> i128 {
+        i as i128 + seqlen_k as i128 - seqlen_q as i128 + i128::from(self.offset)
     }
 
     /// The keys that query `i` sees, as a range within `0..seqlen_k` (possibly empty).
     pub fn keys(&self, i: usize, seqlen_q: usize, seqlen_k: usize) -> Range<usize> {
-        let diagonal = i as i128 + seqlen_k as i128 - seqlen_q as i128;
+        let diagonal = self.diagonal(i, seqlen_q, seqlen_k);
         let clamp = |key: i128| key.clamp(0, seqlen_k as i128) as usize;
         let begin = self.left.map_or(0, |left| clamp(diagonal - i128::from(left)));
         let end = self.right.map_or(seqlen_k, |right| clamp(diagonal + i128::from(right) + 1));
@@ -106,8 +152,9 @@ impl Mask {
         let (sq, sk) = (seqlen_q.min(MAX_LEN) as i128, seqlen_k.min(MAX_LEN) as i128);
         // Row i ends at clamp(i + end) and begins at clamp(i + begin), so the count is a difference of two
         // clamped sums.
-        let end = self.right.map_or(sk * sq, |right| clamped_sum(sk - sq + i128::from(right) + 1, sq, sk));
-        let begin = self.left.map_or(0, |left| clamped_sum(sk - sq - i128::from(left), sq, sk));
+        let first = sk - sq + i128::from(self.offset);
+        let end = self.right.map_or(sk * sq, |right| clamped_sum(first + i128::from(right) + 1, sq, sk));
+        let begin = self.left.map_or(0, |left| clamped_sum(first - i128::from(left), sq, sk));
         (end - begin) as u128
     }
 
@@ -143,9 +190,7 @@ impl Mask {
         if columns.is_empty() {
             return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
         }
-        // For a key the mask is a band with its sides exchanged: key j lies on query j + sq - sk.
-        let transposed = Mask { left: self.right, right: self.left };
-        transposed.n_blocks(columns, seqlen_k, seqlen_q, tile_m)
+        self.transposed().n_blocks(columns, seqlen_k, seqlen_q, tile_m)
     }
 }
 
@@ -182,7 +227,8 @@ impl fmt::Display for Mask {
             (Some(left), Some(0)) => format!("causal+window({left})"),
             (left, right) => format!("window({},{})", side(left), side(right)),
         };
-        f.pad(&text)
+        let moved = if self.offset == 0 { String::new() } else { format!("+offset({})", self.offset) };
+        f.pad(&(text + &moved))
     }
 }
 
@@ -190,21 +236,29 @@ impl fmt::Display for Mask {
 mod tests {
     use super::*;
 
-    const MASKS: [Mask; 9] = [
+    const MASKS: [Mask; 17] = [
         Mask::FULL,
         Mask::CAUSAL,
         Mask::window(0, 0),
         Mask::window(3, 2),
         Mask::window(0, 7),
         Mask::causal_window(5),
-        Mask { left: Some(4), right: None },
-        Mask { left: None, right: Some(6) },
+        Mask::band(Some(4), None),
+        Mask::band(None, Some(6)),
         Mask::window(100, 100),
+        Mask::CAUSAL.with_offset(4),
+        Mask::CAUSAL.with_offset(-3),
+        Mask::window(3, 2).with_offset(-5),
+        Mask::window(3, 2).with_offset(7),
+        Mask::band(Some(4), None).with_offset(6),
+        Mask::band(None, Some(6)).with_offset(-20),
+        Mask::window(0, 0).with_offset(40),
+        Mask::FULL.with_offset(-2),
     ];
 
     /// The definition, element by element.
     fn sees(mask: &Mask, i: usize, j: usize, sq: usize, sk: usize) -> bool {
-        let distance = j as i64 - (i as i64 + sk as i64 - sq as i64);
+        let distance = j as i64 - (i as i64 + sk as i64 - sq as i64 + mask.offset);
         mask.left.is_none_or(|left| distance >= -i64::from(left))
             && mask.right.is_none_or(|right| distance <= i64::from(right))
     }
@@ -334,12 +388,39 @@ mod tests {
         for (left, right) in
             [(None, None), (None, Some(0)), (Some(u32::MAX), Some(u32::MAX)), (Some(0), None)]
         {
-            let mask = Mask { left, right };
-            for (sq, sk) in [(usize::MAX, usize::MAX), (usize::MAX, 1), (1, usize::MAX), (1 << 63, 1 << 62)] {
-                assert!(mask.pairs(sq, sk) <= 1 << 124, "{mask} {sq} {sk}");
+            for offset in [0, i64::MAX, i64::MIN] {
+                let mask = Mask::band(left, right).with_offset(offset);
+                for (sq, sk) in
+                    [(usize::MAX, usize::MAX), (usize::MAX, 1), (1, usize::MAX), (1 << 63, 1 << 62)]
+                {
+                    assert!(mask.pairs(sq, sk) <= 1 << 124, "{mask} {sq} {sk}");
+                }
             }
         }
         assert_eq!(Mask::FULL.pairs(usize::MAX, usize::MAX), 1 << 124);
+    }
+
+    #[test]
+    fn an_offset_moves_the_limits_and_text_has_it_where_there_is_one() {
+        assert_eq!(Mask::CAUSAL.with_offset(4).limits(), [None, Some(4)]);
+        assert_eq!(Mask::window(3, 2).with_offset(5).limits(), [Some(-2), Some(7)]);
+        assert_eq!(Mask::window(3, 2).with_offset(i64::MIN).limits(), [Some(i64::MAX), Some(i64::MIN + 2)]);
+        assert!(!Mask::CAUSAL.with_offset(1).is_causal() && Mask::FULL.with_offset(1).is_full());
+        for (mask, text) in [
+            (Mask::CAUSAL, r#"{"left":null,"right":0}"#),
+            (Mask::CAUSAL.with_offset(-3), r#"{"left":null,"right":0,"offset":-3}"#),
+        ] {
+            assert_eq!(serde_json::to_string(&mask).unwrap(), text);
+            assert_eq!(serde_json::from_str::<Mask>(text).unwrap(), mask);
+        }
+        for_each_case(|mask, sq, sk| {
+            let [left, right] = mask.limits();
+            for (i, j) in (0..sq).flat_map(|i| (0..sk).map(move |j| (i, j))) {
+                let distance = j as i64 - (i as i64 + sk as i64 - sq as i64);
+                let inside = left.is_none_or(|n| distance >= -n) && right.is_none_or(|n| distance <= n);
+                assert_eq!(inside, sees(mask, i, j, sq, sk), "{mask} {sq}x{sk} {i} {j}");
+            }
+        });
     }
 
     #[test]
@@ -357,5 +438,6 @@ mod tests {
                 "window(4,inf)"
             ]
         );
+        assert_eq!(names[9..12], ["causal+offset(4)", "causal+offset(-3)", "window(3,2)+offset(-5)"]);
     }
 }

@@ -7,7 +7,7 @@ mod text;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
+use crate::{Dtype, Lengths, Mask, ScoreMod, Types, with_methods};
 
 pub use check::ELEMENT_BITS;
 pub use error::ProblemError;
@@ -25,6 +25,7 @@ pub use error::ProblemError;
 /// `sinks` for the change of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "text::Flat", into = "text::Flat")]
+#[non_exhaustive]
 pub struct Problem {
     /// Sequences, with the queries and keys of each.
     pub lengths: Lengths,
@@ -56,17 +57,53 @@ impl Problem {
         mask: Mask,
         dtype: Dtype,
     ) -> Self {
+        let lengths = Lengths::uniform(batch, seqlen, seqlen);
+        Problem::new(lengths, (heads, heads), (head_dim, head_dim), Types::same(dtype)).with_mask(mask)
+    }
+
+    /// A problem with these query and K/V heads, and these elements of a query and of a value: every key is
+    /// visible, the scale is the default, scores are as they are.
+    pub const fn new(
+        lengths: Lengths,
+        (heads_q, heads_kv): (usize, usize),
+        (head_dim, head_dim_v): (usize, usize),
+        types: Types,
+    ) -> Self {
         Problem {
-            lengths: Lengths::uniform(batch, seqlen, seqlen),
-            heads_q: heads,
-            heads_kv: heads,
+            lengths,
+            heads_q,
+            heads_kv,
             head_dim,
-            head_dim_v: head_dim,
-            mask,
-            types: Types::same(dtype),
+            head_dim_v,
+            mask: Mask::FULL,
+            types,
             softmax_scale: None,
             score: ScoreMod::NONE,
         }
+    }
+
+    with_methods! {
+        with_lengths(lengths: Lengths),
+        with_heads_q(heads_q: usize),
+        with_heads_kv(heads_kv: usize),
+        with_head_dim(head_dim: usize),
+        with_head_dim_v(head_dim_v: usize),
+        with_mask(mask: Mask),
+        with_types(types: Types),
+        with_softmax_scale(softmax_scale: Option<f64>),
+        with_score(score: ScoreMod),
+    }
+
+    /// The same with other query heads and K/V heads.
+    #[must_use]
+    pub const fn with_heads(self, heads_q: usize, heads_kv: usize) -> Self {
+        self.with_heads_q(heads_q).with_heads_kv(heads_kv)
+    }
+
+    /// The same with other elements of a query, and of a value.
+    #[must_use]
+    pub const fn with_head_dims(self, head_dim: usize, head_dim_v: usize) -> Self {
+        self.with_head_dim(head_dim).with_head_dim_v(head_dim_v)
     }
 
     /// The factor on Q K^T.

@@ -1,6 +1,6 @@
 //! What is done to scaled scores before the mask and the softmax.
 //!
-//! With `d = |i + seqlen_k - seqlen_q - j|`, the score of query `i` and key `j` is `softcap(scale * q.k) -
+//! With `d = |i + seqlen_k - seqlen_q + offset - j|` (the mask's offset), the score of query `i` and key `j` is `softcap(scale * q.k) -
 //! slope * d`. A sink is one more logit of each row, in natural units, neither scaled nor capped nor masked:
 //! it joins the denominator and has no value. **LSE includes the sink**; a row that sees no key has `O = 0`
 //! and `LSE = sink` (`-inf` without one). Its gradient is `dsink[h] = -sum over the head's rows of
@@ -20,9 +20,12 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::with_methods;
+
 /// Changes of the scaled scores of a problem, with their run-time values. Slopes and sinks are tensors of the
 /// call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct ScoreMod {
     /// `cap * tanh(s / cap)`; `None` for no cap.
     pub softcap: Option<f64>,
@@ -59,12 +62,13 @@ impl ScoreMod {
 
     /// A soft cap and nothing else.
     pub const fn softcap(cap: f64) -> ScoreMod {
-        ScoreMod { softcap: Some(cap), ..ScoreMod::NONE }
+        ScoreMod::NONE.with_softcap(Some(cap))
     }
 
-    /// A soft cap or none, and nothing else.
-    pub const fn softcap_or_none(softcap: Option<f64>) -> ScoreMod {
-        ScoreMod { softcap, ..ScoreMod::NONE }
+    with_methods! {
+        with_softcap(softcap: Option<f64>),
+        with_alibi(alibi: Option<Alibi>),
+        with_sinks(sinks: bool),
     }
 
     /// What a kernel needs code for.
@@ -105,7 +109,7 @@ mod tests {
         assert_eq!(ScoreMod::NONE.kind(), ScoreKind::NONE);
         assert_eq!(ScoreMod::NONE, ScoreMod::default());
         assert_eq!(ScoreMod::softcap(1.0).kind(), ScoreKind { softcap: true, ..ScoreKind::NONE });
-        let all = ScoreMod { alibi: Some(Alibi::PerHead), sinks: true, ..ScoreMod::softcap(1.0) };
+        let all = ScoreMod::softcap(1.0).with_alibi(Some(Alibi::PerHead)).with_sinks(true);
         assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true });
         assert_eq!(Alibi::PerHead.count(3, 8), 8);
         assert_eq!(Alibi::PerSequenceHead.count(3, 8), 24);

@@ -45,12 +45,12 @@ fn main() {
                     let (q, k) = lengths.split_once('x').unwrap_or((lengths, lengths));
                     let [q, k] = [q, k].map(|n| n.parse().expect("a length"));
                     let square = Problem::square(batch, q, heads, hd, mask, dtype);
-                    let problem = Problem { lengths: Lengths::uniform(batch, q, k), heads_kv, ..square };
+                    let problem = square.with_lengths(Lengths::uniform(batch, q, k)).with_heads_kv(heads_kv);
                     let seconds = match dtype {
                         Dtype::F16 => time::<f16>(options, &problem, mode, layout),
                         Dtype::Bf16 => time::<bf16>(options, &problem, mode, layout),
                         Dtype::F32 => time::<f32>(options, &problem, mode, layout),
-                        Dtype::E4m3 => panic!("nothing computes in e4m3: use f32, f16 or bf16"),
+                        Dtype::E4m3 | Dtype::Int8 => panic!("nothing computes in e4m3: use f32, f16 or bf16"),
                     };
                     let flops =
                         if mode == "fwd" { problem.flops_forward() } else { problem.flops_backward() };

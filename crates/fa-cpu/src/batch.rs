@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     fn problem(lengths: Lengths) -> Problem {
-        Problem { lengths, ..Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32) }
+        Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32).with_lengths(lengths)
     }
 
     #[test]
@@ -298,13 +298,13 @@ mod tests {
 
     #[test]
     fn slopes_and_sinks_have_a_value_per_head() {
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
-        let problem = Problem { score, ..problem(Lengths::uniform(2, 1, 1)) };
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
+        let problem = problem(Lengths::uniform(2, 1, 1)).with_score(score);
         let extras =
             Extras { alibi_slopes: Some(&[1.0, 2.0, 3.0, 4.0]), sinks: Some(&[5.0, 6.0]), ..Extras::NONE };
         let batch = Batch::new(&problem, &extras).unwrap();
         assert_eq!((batch.slope(1, 0), batch.sink(1)), (3.0, Some(6.0)));
-        let per_head = Problem { score: ScoreMod { alibi: Some(Alibi::PerHead), ..score }, ..problem };
+        let per_head = problem.with_score(score.with_alibi(Some(Alibi::PerHead)));
         assert_eq!(
             Batch::new(&per_head, &extras).unwrap_err(),
             CpuError::Length { buffer: "alibi_slopes", got: 4, need: 2 }

@@ -59,8 +59,8 @@ pub fn check_forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
-    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.qkv) {
-        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.qkv });
+    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.q) {
+        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.q });
     }
     check_shape("q", q.shape(), q_shape(problem))?;
     check_shape("k", k.shape(), k_shape(problem))?;
@@ -122,8 +122,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_named() {
-        let problem =
-            Problem { heads_kv: 1, head_dim_v: 2, ..Problem::square(1, 3, 2, 4, Mask::FULL, Dtype::F32) };
+        let problem = Problem::square(1, 3, 2, 4, Mask::FULL, Dtype::F32).with_heads_kv(1).with_head_dim_v(2);
         let data = [0f32; 24];
         let view = |name, shape| TensorRef::packed(name, &data, shape, TensorLayout::Bshd).unwrap();
         let (q, k, v) = (view("q", [1, 3, 2, 4]), view("k", [1, 3, 1, 4]), view("v", [1, 3, 1, 2]));
@@ -132,12 +131,12 @@ mod tests {
             check_forward(&problem, &q, &v, &v),
             Err(CpuError::Shape { tensor: "k", got: [1, 3, 1, 2], need: [1, 3, 1, 4] })
         );
-        let sixteen = Problem { types: Types::same(Dtype::F16), ..problem };
+        let sixteen = problem.with_types(Types::same(Dtype::F16));
         assert_eq!(
             check_forward(&sixteen, &q, &k, &v),
             Err(CpuError::Dtype { got: Some(Dtype::F32), need: Dtype::F16 })
         );
-        let headless = Problem { heads_kv: 0, ..problem };
+        let headless = problem.with_heads_kv(0);
         assert_eq!(
             check_forward(&headless, &q, &k, &v),
             Err(CpuError::Problem(ProblemError::Zero { name: "heads_kv" }))

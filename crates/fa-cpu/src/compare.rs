@@ -177,7 +177,7 @@ pub fn compare_lse<T: Element>(
     let largest = largest_finite(reference, Dtype::F32);
     let tolerance = match dtype {
         Dtype::F32 => LSE_TOLERANCE_F32 * largest.max(1.0),
-        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => {
+        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::Int8 => {
             LSE_TOLERANCE_16.max(LSE_STEPS_16 * rounding_step(Dtype::F32, largest))
         }
     };
@@ -195,7 +195,7 @@ pub fn rounding_step(dtype: Dtype, magnitude: f64) -> f64 {
         Dtype::F32 => (-126, 23),
         Dtype::F16 => (-14, 10),
         Dtype::Bf16 => (-126, 7),
-        Dtype::E4m3 => (-6, 3),
+        Dtype::E4m3 | Dtype::Int8 => (-6, 3),
     };
     let bits = magnitude.abs().to_bits();
     let exponent = (bits >> 52) as i32 - 1023;
@@ -216,7 +216,7 @@ fn overflow_threshold(dtype: Dtype) -> f64 {
         Dtype::F32 => f64::from(f32::MAX) + rounding_step(Dtype::F32, f64::from(f32::MAX)) / 2.0,
         Dtype::F16 => 65520.0,
         Dtype::Bf16 => 2f64.powi(127) * (2.0 - 2f64.powi(-8)),
-        Dtype::E4m3 => 464.0,
+        Dtype::E4m3 | Dtype::Int8 => 464.0,
     }
 }
 

@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn even_extras_are_what_the_problem_names() {
         let square = Problem::square(1, 1, 4, 8, Mask::CAUSAL, Dtype::F32);
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
         let padded = Side::padded(7);
         for (lengths, counts) in [
             (Lengths::uniform(3, 7, 9), [7, 9]),
@@ -52,7 +52,7 @@ mod tests {
             (Lengths::of(3, padded, Side::paged(16, 50, 40)), [7, 40]),
         ] {
             for score in [ScoreMod::NONE, score] {
-                let problem = Problem { lengths, score, ..square };
+                let problem = square.with_lengths(lengths).with_score(score);
                 let extras = OwnedExtras::even(&problem);
                 let batch = Batch::new(&problem, &extras.view()).unwrap();
                 assert!(batch.sequences.iter().all(|one| [one.q.len, one.k.len] == counts), "{lengths:?}");

@@ -141,7 +141,7 @@ mod tests {
 
     fn problem(batch: &Batch) -> Problem {
         let one = Problem::square(1, 1, 4, 64, Mask::FULL, Dtype::Bf16);
-        Problem { lengths: batch.lengths(), heads_kv: 2, ..one }
+        one.with_lengths(batch.lengths()).with_heads_kv(2)
     }
 
     #[test]

@@ -77,7 +77,7 @@ impl Unit {
         memory.name_regions(&session, &launches);
         let mut params = launches.params(&addresses);
         let maps: Vec<EmulatedMap> =
-            launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.types.qkv)).collect();
+            launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.types.q)).collect();
         for step in &launches.steps {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),

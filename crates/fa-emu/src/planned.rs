@@ -148,7 +148,7 @@ mod tests {
         )
         .unwrap();
         let square = Problem::square(1, 64, 3, 64, Mask::window(24, 22), Dtype::Bf16);
-        let problem = Problem { heads_kv: 1, ..square };
+        let problem = square.with_heads_kv(1);
         // 3 heads in 2 parts: K and V are loaded twice, each head's queries once.
         assert_eq!(head_splits(&problem, &spec, Arch::Sm90, 2), 2);
         let planned = Planned::of(&spec, &problem, Arch::Sm90, 2).unwrap();

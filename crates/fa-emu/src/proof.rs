@@ -111,10 +111,12 @@ impl Trial {
     /// # Panics
     /// On a dtype that kernels do not take, and on extras that do not fit the problem.
     pub fn with(problem: &Problem, pass: Pass, placement: Placement, extras: &OwnedExtras) -> Trial {
-        match problem.types.qkv {
+        match problem.types.q {
             Dtype::F16 => Trial::of(problem, pass, placement, extras, &normal::<f16>(problem)),
             Dtype::Bf16 => Trial::of(problem, pass, placement, extras, &normal::<bf16>(problem)),
-            Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => {
+                panic!("kernels take 16-bit types, not {}", problem.types.q)
+            }
         }
     }
 
@@ -131,12 +133,14 @@ impl Trial {
         values: &[Vec<u16>; 4],
     ) -> Trial {
         let values = values.each_ref();
-        match problem.types.qkv {
+        match problem.types.q {
             Dtype::F16 => Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<f16>(own))),
             Dtype::Bf16 => {
                 Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<bf16>(own)))
             }
-            Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
+            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => {
+                panic!("kernels take 16-bit types, not {}", problem.types.q)
+            }
         }
     }
 
@@ -238,10 +242,10 @@ impl Trial {
         let rows = [&self.rows[0][..], &self.rows[1][..]];
         let call = Call { tensors, lse, extras: &self.extras, rows };
         let outcome = unit.run(&self.problem, &call, options)?;
-        Ok(match self.problem.types.qkv {
+        Ok(match self.problem.types.q {
             Dtype::F16 => self.judge::<f16>(outcome),
             Dtype::Bf16 => self.judge::<bf16>(outcome),
-            dtype @ (Dtype::F32 | Dtype::E4m3) => unreachable!("no unit computes in {dtype}"),
+            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8) => unreachable!("no unit computes in {dtype}"),
         })
     }
 
@@ -254,18 +258,18 @@ impl Trial {
                 stray.push(own.name);
             }
             let low: Vec<T> = own.low.iter().map(|&bits| T::of_bits(bits)).collect();
-            let found = compare(own.shape, self.problem.types.qkv, &packed, &own.exact, Some(&low));
+            let found = compare(own.shape, self.problem.types.q, &packed, &own.exact, Some(&low));
             values.push((own.name, found.expect("of the same shape").allowing(own.noise)));
         }
         if finished && self.pass == Pass::Forward {
             let [batch, seqlen, heads, _] = q_shape(&self.problem);
             let shape = [batch, heads, seqlen];
-            let found = compare_lse(shape, self.problem.types.qkv, &outcome.lse, &self.expected_lse);
+            let found = compare_lse(shape, self.problem.types.q, &outcome.lse, &self.expected_lse);
             values.push(("lse", found.expect("of the same shape")));
         }
         if let Some(own) = self.expected_dsinks.as_ref().filter(|_| finished) {
             let shape = [1, 1, self.problem.heads_q, 1];
-            let dtype = self.problem.types.qkv;
+            let dtype = self.problem.types.q;
             let found = compare(shape, dtype, &outcome.dsinks, &own.exact, Some(&own.low));
             values.push(("dsinks", found.expect("of the same shape").allowing(own.noise)));
         }

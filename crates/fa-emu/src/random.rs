@@ -108,7 +108,7 @@ pub fn draw(seed: u64, turn: u64) -> Option<Drawn> {
         true => Pass::Backward { deterministic: random.below(3) == 0 },
         false => Pass::Forward,
     };
-    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
     // A problem may have no kernel: head dims whose tiles do not fit.
     let (first, plans) = (0..20).find_map(|_| {
         let case = small(random, family, pass, None)?;
@@ -160,7 +160,7 @@ fn longer(problem: &Problem, random: &mut Random) -> Problem {
     let (q, k) = (lengths.q(), lengths.k());
     // A few tokens stay a few.
     let q = if q.max() > 16 { stretched(q) } else { q };
-    Problem { lengths: Lengths::of(lengths.sequences(), q, stretched(k)), ..*problem }
+    problem.with_lengths(Lengths::of(lengths.sequences(), q, stretched(k)))
 }
 
 /// The name of a random switch, and the kernel with it changed, which may contradict itself.

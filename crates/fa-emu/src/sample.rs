@@ -18,7 +18,7 @@ pub fn sample(day: &str, count: usize) -> Vec<Candidate> {
         for pass in
             [Pass::Forward, Pass::Backward { deterministic: false }, Pass::Backward { deterministic: true }]
         {
-            let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+            let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
             let mut own: BTreeMap<String, Candidate> = BTreeMap::new();
             for problem in problems() {
                 for planned in plan(&problem, arch, &options).unwrap_or_default() {
@@ -52,10 +52,10 @@ fn problems() -> Vec<Problem> {
     {
         for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(40, 7)] {
             let dtype = if turn % 2 == 0 { Dtype::Bf16 } else { Dtype::F16 };
-            let problem = Problem { head_dim_v, ..Problem::square(1, 2048, 8, head_dim, mask, dtype) };
+            let problem = Problem::square(1, 2048, 8, head_dim, mask, dtype).with_head_dim_v(head_dim_v);
             problems.push(problem);
-            problems.push(Problem { heads_kv: 2, ..problem });
-            problems.push(Problem { score: ScoreMod::softcap(15.0), ..problem });
+            problems.push(problem.with_heads_kv(2));
+            problems.push(problem.with_score(ScoreMod::softcap(15.0)));
         }
     }
     problems

@@ -95,7 +95,7 @@ fn small(spec: &KernelSpec, problem: &Problem) -> Case {
         (max_q.min(tile_m), max_k.min(TILES * tile_n))
     };
     let heads_q = if traits.packs_gqa { problem.group_size() } else { 1 };
-    let small = Problem { lengths: Lengths::uniform(1, q, k), heads_q, heads_kv: 1, ..*problem };
+    let small = problem.with_lengths(Lengths::uniform(1, q, k)).with_heads(heads_q, 1);
     if !spec.reads.varied {
         return Case {
             extras: with_mods(OwnedExtras::NONE, &small),
@@ -105,7 +105,7 @@ fn small(spec: &KernelSpec, problem: &Problem) -> Case {
     }
     let keys = if spec.reads.paged { Lie::Paged(problem.lengths.page().unwrap_or(16)) } else { Lie::Packed };
     let batch = Batch { sequences: vec![(q, k)], q: Lie::Packed, k: keys, slack: 0 };
-    let small = Problem { lengths: batch.lengths(), ..small };
+    let small = small.with_lengths(batch.lengths());
     Case { extras: batch.extras(&small), problem: small, placement: Placement::PACKED }
 }
 

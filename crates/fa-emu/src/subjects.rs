@@ -224,19 +224,16 @@ fn subject(
          {kernel})"
     );
     let spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
-    let problem = Problem {
-        lengths: Lengths::uniform(1, seqlen, seqlen),
-        heads_q,
-        heads_kv,
-        ..Problem::square(
-            1,
-            1,
-            1,
-            head_dim as usize,
-            if mask == "full" { Mask::FULL } else { Mask::CAUSAL },
-            spec.types.qkv,
-        )
-    };
+    let problem = Problem::square(
+        1,
+        1,
+        1,
+        head_dim as usize,
+        if mask == "full" { Mask::FULL } else { Mask::CAUSAL },
+        spec.types.q,
+    )
+    .with_lengths(Lengths::uniform(1, seqlen, seqlen))
+    .with_heads(heads_q, heads_kv);
     Subject { arch: arch_of(&spec), spec, case: Case::of(&problem, Placement::PACKED) }
 }
 

@@ -4,7 +4,7 @@
 
 namespace fa {
 
-enum class Dtype { F32, F16, Bf16, E4m3 };
+enum class Dtype { F32, F16, Bf16, E4m3, Int8 };
 
 enum class MaskKind { Full, Causal, Window };
 

@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn specs_that_no_launch_could_use_are_refused_with_numbers() {
         let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_pass(Pass::BACKWARD);
         let spec = plan(&problem, Arch::Sm80, &options).expect("there are plans").swap_remove(0).spec;
         assert!(check_fit(&spec, Arch::Sm80).is_ok());
         let error = check_fit(&spec, Arch::Sm86).expect_err("it is for 163 KiB").to_string();

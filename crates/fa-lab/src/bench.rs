@@ -2,6 +2,7 @@
 
 pub mod append;
 mod change;
+pub mod packed;
 pub mod report;
 
 use std::collections::BTreeMap;
@@ -145,7 +146,7 @@ fn measure_rows(
         if !found.is_empty() {
             let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
             let measured = with_half!(
-                types.qkv,
+                types.q,
                 T => measure::<T>(gpu, found, options, peers, &mut report.kernels),
                 else unreachable!("no kernel is found for other types")
             )?;
@@ -195,7 +196,7 @@ struct Found {
 fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Found, fa_attn::Error> {
     let (mut found, mut refused) = (Vec::<Bound>::new(), Vec::new());
     if options.specs.is_empty() || options.beside_choice || !options.changes.is_empty() {
-        let choice = BindOptions { family: options.family, ..BindOptions::default() };
+        let choice = BindOptions::default().with_family(options.family);
         found.push(gpu.bind(problem, options.pass, &choice)?);
     }
     let mut mismatch = None;
@@ -307,7 +308,7 @@ mod tests {
     fn few_queries_are_decoding() {
         let of = |queries| {
             let square = Problem::square(1, 1, 8, 128, Mask::FULL, Dtype::Bf16);
-            row_of(Problem { lengths: Lengths::uniform(2, queries, 4096), ..square })
+            row_of(square.with_lengths(Lengths::uniform(2, queries, 4096)))
         };
         let (few, many) = (of(16), of(17));
         assert_eq!((few.unit, many.unit), (Unit::KvBytes, Unit::Flops));

@@ -62,7 +62,7 @@ pub fn kinds() -> Vec<Kind> {
             for (head_dim, head_dim_v) in HEAD_DIMS {
                 for mask in MASKS {
                     let square = Problem::square(2, 8192, 32, head_dim, mask, Dtype::Bf16);
-                    let long = Problem { head_dim_v, heads_kv: 8, ..square };
+                    let long = square.with_head_dim_v(head_dim_v).with_heads_kv(8);
                     kinds.extend(of(&long, pass).into_iter().map(|problem| Kind {
                         problem,
                         pass,
@@ -88,19 +88,19 @@ pub fn drawn(count: usize, seed: u64) -> Vec<Kind> {
 }
 
 fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
-    let alike = |batch, q, k| Problem { lengths: Lengths::uniform(batch, q, k), ..*long };
-    let of_lengths = |q, k| Problem { lengths: Lengths::of(16, q, k), ..*long };
-    let of_score = |problem: &Problem, score| Problem { score, ..*problem };
-    let f16 = |problem: &Problem| Problem { types: fa_core::Types::same(Dtype::F16), ..*problem };
-    let alone = |problem: &Problem| Problem { heads_kv: problem.heads_q, ..*problem };
+    let alike = |batch, q, k| long.with_lengths(Lengths::uniform(batch, q, k));
+    let of_lengths = |q, k| long.with_lengths(Lengths::of(16, q, k));
+    let of_score = |problem: &Problem, score| problem.with_score(score);
+    let f16 = |problem: &Problem| problem.with_types(fa_core::Types::same(Dtype::F16));
+    let alone = |problem: &Problem| problem.with_heads_kv(problem.heads_q);
     let [short, middle] = [alike(16, 1024, 1024), alike(4, 4096, 4096)];
     let packed = of_lengths(Side::packed(16_384, 2048), Side::packed(16_384, 2048));
     // An image model's windows, texts of a few hundred tokens, and documents, by tiles of other sizes.
     let [windows, texts, documents] = [(16_384, 64), (8192, 512), (65_536, 16_384)]
         .map(|(total, longest)| of_lengths(Side::packed(total, longest), Side::packed(total, longest)));
-    let (capped, sunk) = (ScoreMod::softcap(30.0), ScoreMod { sinks: true, ..ScoreMod::NONE });
-    let sloped = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
-    let capped_and_sloped = ScoreMod { alibi: sloped.alibi, ..capped };
+    let (capped, sunk) = (ScoreMod::softcap(30.0), ScoreMod::NONE.with_sinks(true));
+    let sloped = ScoreMod::NONE.with_alibi(Some(Alibi::PerHead));
+    let capped_and_sloped = capped.with_alibi(sloped.alibi);
     let mut all = vec![*long, short, middle, alone(&short), f16(long), f16(&short), packed, f16(&packed)];
     for score in [capped, sloped, sunk, capped_and_sloped] {
         all.extend([of_score(&middle, score), of_score(&packed, score)]);
@@ -108,7 +108,7 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
     all.extend([alone(&windows), texts, documents, alone(&documents), f16(&of_score(&middle, capped))]);
     if long.mask.left.is_some() {
         // Wide windows, whose tiles have more steps.
-        let wide = |problem: &Problem| Problem { mask: Mask::causal_window(2047), ..*problem };
+        let wide = |problem: &Problem| problem.with_mask(Mask::causal_window(2047));
         all.extend([wide(&middle), wide(long), wide(&alone(&middle))]);
     }
     if pass == Pass::Forward {
@@ -117,11 +117,9 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
         let token = |page| of_lengths(Side::padded(1), pages(page));
         let decode = alike(16, 1, 8192);
         // A chunk of a prompt on one of several GPUs, which divides its keys.
-        let chunk = Problem { heads_q: 8, heads_kv: 1, ..alike(1, 512, 16_384) };
-        let paged_chunk = Problem {
-            lengths: Lengths::of(1, Side::packed(512, 512), Side::paged(16, 1024, 16_384)),
-            ..chunk
-        };
+        let chunk = alike(1, 512, 16_384).with_heads(8, 1);
+        let paged_chunk =
+            chunk.with_lengths(Lengths::of(1, Side::packed(512, 512), Side::paged(16, 1024, 16_384)));
         all.extend([prefill(64), prefill(1), token(16), token(1), decode, f16(&decode), chunk, paged_chunk]);
         all.extend([capped, sloped, sunk].map(|score| of_score(&prefill(16), score)));
         all.extend([capped, sloped, sunk].map(|score| of_score(&token(64), score)));
@@ -132,7 +130,7 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
 impl Kind {
     /// All that the planner tries for it; `None` for kernels that do not compute it.
     pub fn explored(&self) -> Option<PlanSet> {
-        let options = PlanOptions { family: Some(self.family), pass: self.pass, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_family(Some(self.family)).with_pass(self.pass);
         explore(&self.problem, self.arch, &options).ok()
     }
 }

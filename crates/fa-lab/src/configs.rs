@@ -78,13 +78,13 @@ pub struct Built {
 /// # Errors
 /// Head dims or a family that `arch` has no kernels for.
 pub fn list(head_dims: &[HeadDim], pass: Pass, family: Family, arch: Arch) -> Result<Vec<Config>> {
-    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
     let mut configs = Vec::new();
     for &HeadDim { qk, v } in head_dims {
         for mask in [Mask::FULL, Mask::CAUSAL] {
             let heads = (2048 / qk).max(1);
             let square = Problem::square(16_384 / SEQLEN, SEQLEN, heads, qk, mask, Dtype::Bf16);
-            let problem = Problem { head_dim_v: v, ..square };
+            let problem = square.with_head_dim_v(v);
             let set = explore(&problem, arch, &options)?;
             configs.extend(set.plans.into_iter().map(|plan| Config {
                 problem,

@@ -80,7 +80,7 @@ pub fn bind_spec(
         return Err(call::other_pass(own, pass).into());
     }
     let division = Division { splits, ..Division::PLANNED };
-    let options = BindOptions { division, spec: Some(spec.clone()), ..BindOptions::default() };
+    let options = BindOptions::default().with_division(division).with_spec(Some(spec.clone()));
     gpu.bind(problem, own, &options)
 }
 

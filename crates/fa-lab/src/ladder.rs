@@ -64,7 +64,7 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     for ladder in &ladders {
         progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.lengths.max_k())));
         let rows = with_half!(
-            ladder.problem.types.qkv,
+            ladder.problem.types.q,
             T => measure::<T>(&gpu, ladder, options.turns, &mut report),
             else unreachable!("ladders are of 16-bit types")
         )?;

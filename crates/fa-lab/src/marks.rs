@@ -300,7 +300,7 @@ impl Marks {
                 let mut seqlen = shortest;
                 while seqlen <= TOKENS {
                     let square = Problem::square(TOKENS / seqlen, seqlen, heads, head_dim, mask, Dtype::Bf16);
-                    shapes.push(Wanted::new(Problem { head_dim_v, ..square }, "bf16, 16k tokens"));
+                    shapes.push(Wanted::new(square.with_head_dim_v(head_dim_v), "bf16, 16k tokens"));
                     seqlen *= 2;
                 }
             }
@@ -308,7 +308,7 @@ impl Marks {
         if matches!(self, Marks::Sm80 | Marks::Sm80Bwd) {
             shapes.extend(SM80_OTHERS.map(|(batch, seqlen, (heads_q, heads_kv), head_dim, mask)| {
                 let square = Problem::square(batch, seqlen, heads_q, head_dim, mask, Dtype::Bf16);
-                Wanted::new(Problem { heads_kv, ..square }, "bf16, groups and real shapes")
+                Wanted::new(square.with_heads_kv(heads_kv), "bf16, groups and real shapes")
             }));
         }
         if self == Marks::Sm90 {
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(Marks::Sm90Bwd.shapes(), shapes[..48]);
         for Wanted { problem, .. } in &sm80[20..] {
             for pass in [Pass::Forward, Pass::BACKWARD] {
-                let options = PlanOptions { family: Some(Family::Sm80), pass, ..PlanOptions::default() };
+                let options = PlanOptions::default().with_family(Some(Family::Sm80)).with_pass(pass);
                 plan(problem, Arch::Sm90, &options).unwrap_or_else(|error| panic!("{problem:?}: {error}"));
             }
         }
@@ -375,7 +375,7 @@ mod tests {
             );
             for pass in [Pass::Forward, Pass::BACKWARD] {
                 assert_eq!(Marks::Models.check_pass(pass), Ok(()));
-                let options = PlanOptions { pass, ..PlanOptions::default() };
+                let options = PlanOptions::default().with_pass(pass);
                 plan(problem, Arch::Sm90, &options).unwrap_or_else(|error| panic!("{name}: {error}"));
             }
         }

@@ -62,12 +62,9 @@ struct Decoded {
 
 impl Decoded {
     fn problem(&self) -> Problem {
-        Problem {
-            lengths: Lengths::uniform(self.batch, 1, self.seqlen_k),
-            heads_q: self.heads_q,
-            heads_kv: self.heads_kv,
-            ..Problem::square(1, 1, 1, 128, Mask::FULL, Dtype::Bf16)
-        }
+        Problem::square(1, 1, 1, 128, Mask::FULL, Dtype::Bf16)
+            .with_lengths(Lengths::uniform(self.batch, 1, self.seqlen_k))
+            .with_heads(self.heads_q, self.heads_kv)
     }
 }
 
@@ -88,7 +85,7 @@ fn first_choices_of_decode_are_the_fastest_tiles() {
     assert_eq!(measured.len(), 8);
     for row in &measured {
         let problem = row.problem();
-        let options = PlanOptions { family: Some(Family::Sm90), ..PlanOptions::default() };
+        let options = PlanOptions::default().with_family(Some(Family::Sm90));
         let best = plan(&problem, Arch::Sm90, &options).expect("a plan").remove(0);
         let spec = &best.spec;
         let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };

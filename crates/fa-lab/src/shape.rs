@@ -98,7 +98,7 @@ impl From<&Problem> for Shape {
             head_dim_v: problem.head_dim_v,
             causal: problem.mask.is_causal(),
             mask: problem.mask.to_string(),
-            dtype: problem.types.qkv,
+            dtype: problem.types.q,
             softcap: problem.score.softcap,
         }
     }

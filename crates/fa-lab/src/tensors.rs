@@ -21,7 +21,7 @@ macro_rules! with_half {
                 type $T = half::bf16;
                 $body
             }
-            fa_core::Dtype::F32 | fa_core::Dtype::E4m3 => $other,
+            fa_core::Dtype::F32 | fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 => $other,
         }
     };
 }

@@ -62,7 +62,8 @@ impl Call {
             }
         }
         let of = |family| {
-            let options = PlanOptions { family: Some(family), pass, division, ..PlanOptions::default() };
+            let options =
+                PlanOptions::default().with_family(Some(family)).with_pass(pass).with_division(division);
             best(&problem, arch, &options).ok().map(|plan| plan.spec)
         };
         match family {
@@ -221,7 +222,8 @@ fn random(number: usize) -> Call {
     }
     let family = random.of(&[None, None, None, Some(Family::Sm80)]);
     let square = Problem::square(batch, 1, heads_kv * group, head_dim, mask, dtype);
-    let problem = Problem { lengths, heads_kv, head_dim_v, score, ..square };
+    let problem =
+        square.with_lengths(lengths).with_heads_kv(heads_kv).with_head_dim_v(head_dim_v).with_score(score);
     Call { problem, pass, family, division, arch, sms }
 }
 

@@ -22,7 +22,7 @@ fn plans(c: &mut Criterion) {
     }
     let square = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16);
     for (batch, keys) in [(1, 4097), (8, 4097), (1, 1 << 16)] {
-        let problem = Problem { heads_kv: 8, lengths: Lengths::uniform(batch, 1, keys), ..square };
+        let problem = square.with_heads_kv(8).with_lengths(Lengths::uniform(batch, 1, keys));
         for arch in [Arch::Sm80, Arch::Sm90] {
             c.bench_function(&format!("best/{arch}/decode/{batch}x{keys}"), |b| {
                 b.iter(|| best(black_box(&problem), arch, &PlanOptions::default()).expect("a plan"));

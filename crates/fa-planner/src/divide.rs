@@ -62,7 +62,7 @@ pub fn kv_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> 
     let alone = if lengths.is_uniform() {
         *problem
     } else {
-        Problem { lengths: Lengths::uniform(1, lengths.max_q(), lengths.max_k()), ..*problem }
+        problem.with_lengths(Lengths::uniform(1, lengths.max_q(), lengths.max_k()))
     };
     let limits = ArchLimits { sms, ..*arch.limits() };
     best_split(&alone, spec, &limits, &CostConstants::of(arch), (None, f64::INFINITY))
@@ -99,18 +99,16 @@ mod tests {
 
     #[test]
     fn parts_fill_the_gpu_where_that_costs_nothing() {
-        let problem = Problem {
-            heads_kv: 8,
-            lengths: Lengths::uniform(1, 1, 131_072),
-            ..Problem::square(1, 1, 64, 128, Mask::FULL, Dtype::Bf16)
-        };
+        let problem = Problem::square(1, 1, 64, 128, Mask::FULL, Dtype::Bf16)
+            .with_heads_kv(8)
+            .with_lengths(Lengths::uniform(1, 1, 131_072));
         let (arch, sms) = (Arch::Sm90, Arch::Sm90.limits().sms);
         let plans = explore(&problem, arch, &PlanOptions::default()).expect("a supported problem").plans;
         let spec = plans.into_iter().map(|plan| plan.spec).find(|spec| spec.split).expect("a split kernel");
         // Eight tiles on 132 SMs: in clusters of 8.
         assert_eq!(kv_splits(&problem, &spec, arch, sms), 8, "{spec}");
         // Four tiles need more CTAs than clusters of 8 have: as many as read at the full rate.
-        let fewer = Problem { heads_kv: 4, heads_q: 32, ..problem };
+        let fewer = problem.with_heads(32, 4);
         let splits = kv_splits(&fewer, &spec, arch, sms);
         assert!((16..=33).contains(&splits), "{spec}: {splits}");
     }

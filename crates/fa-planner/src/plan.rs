@@ -76,6 +76,7 @@ fn padded(extents: &[u32], name: &'static str, head_dim: usize) -> Result<[u32; 
 
 /// What to plan for.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct PlanOptions {
     /// Kernels to choose from; `None` for the fastest that the architecture runs, and where none of those
     /// fits, those of the SM80 class, which run everywhere.
@@ -90,6 +91,13 @@ pub struct PlanOptions {
 }
 
 impl PlanOptions {
+    fa_core::with_methods! {
+        with_family(family: Option<Family>),
+        with_constants(constants: Option<CostConstants>),
+        with_pass(pass: Pass),
+        with_division(division: Division),
+    }
+
     fn constants(&self, arch: Arch) -> CostConstants {
         self.constants.unwrap_or(CostConstants::of(arch))
     }
@@ -241,7 +249,7 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     let mut set = explore_native(problem, arch, options)?;
     if set.plans.is_empty() && options.family.is_none() && Family::native(arch) != Family::Sm80 {
-        let options = PlanOptions { family: Some(Family::Sm80), ..options.clone() };
+        let options = options.clone().with_family(Some(Family::Sm80));
         let other = explore_native(problem, arch, &options)?;
         set.plans = other.plans;
         set.rejected.extend(other.rejected);
@@ -283,8 +291,8 @@ fn for_each(
     mut judge: impl FnMut(KernelSpec),
 ) -> Result<(), PlanError> {
     problem.check()?;
-    if !problem.types.qkv.is_half() {
-        return Err(PlanError::Dtype(problem.types.qkv));
+    if !problem.types.q.is_half() {
+        return Err(PlanError::Dtype(problem.types.q));
     }
     problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
@@ -379,8 +387,7 @@ pub fn sweep(
     let square = problem.lengths.max_q() == problem.lengths.max_k();
     let best = |seqlen: usize| {
         let seqlen_q = if square { seqlen } else { problem.lengths.max_q() };
-        let problem =
-            Problem { lengths: Lengths::uniform(problem.lengths.sequences(), seqlen_q, seqlen), ..*problem };
+        let problem = problem.with_lengths(Lengths::uniform(problem.lengths.sequences(), seqlen_q, seqlen));
         let plans = plan(&problem, arch, options)?;
         Ok((seqlen, plans.into_iter().next().expect("a plan without error is not empty")))
     };

@@ -331,7 +331,7 @@ mod tests {
         let problem = Problem::square(2, 512, 4, 64, Mask::CAUSAL, Dtype::F16);
         let work = Work::of(&problem, 128, 128, false);
         assert_eq!((work.tiles, work.steps(), work.masked()), (32.0, 8.0 * 10.0, 8.0 * 4.0));
-        let full = Work::of(&Problem { mask: Mask::FULL, ..problem }, 128, 96, false);
+        let full = Work::of(&problem.with_mask(Mask::FULL), 128, 96, false);
         assert_eq!((full.tiles, full.steps(), full.masked()), (32.0, 32.0 * 6.0, 32.0));
     }
 
@@ -362,8 +362,7 @@ mod tests {
     fn parts_keep_the_steps_and_shorten_the_longest() {
         let problem = Problem::square(2, 5000, 4, 64, Mask::CAUSAL, Dtype::F16);
         for seqlen in [1, 100, 5000, 40_000] {
-            let whole =
-                Work::of(&Problem { lengths: Lengths::uniform(2, seqlen, seqlen), ..problem }, 64, 96, false);
+            let whole = Work::of(&problem.with_lengths(Lengths::uniform(2, seqlen, seqlen)), 64, 96, false);
             for parts in [1, 2, 3, 7, 1000] {
                 let work = whole.in_parts(parts);
                 assert!((work.steps() / whole.steps() - 1.0).abs() < 1e-9, "{seqlen} in {parts}");
@@ -375,7 +374,7 @@ mod tests {
                 assert!(work.classes.iter().all(|c| c.masked <= c.steps));
             }
         }
-        let one = Work::of(&Problem { lengths: Lengths::uniform(1, 1, 640), ..problem }, 64, 64, false);
+        let one = Work::of(&problem.with_lengths(Lengths::uniform(1, 1, 640)), 64, 64, false);
         let counts: Vec<_> = one.in_parts(4).classes.iter().map(|c| (c.count, c.steps)).collect();
         assert_eq!(counts, [(8.0, 2.0), (8.0, 3.0)]);
     }
@@ -399,19 +398,19 @@ mod tests {
     #[test]
     fn packed_work_is_that_of_the_mean_with_the_longest_at_the_bound() {
         let problem = Problem::square(1, 1, 4, 64, Mask::CAUSAL, Dtype::F16);
-        let packed = Problem { lengths: Lengths::packed(8, 4096, 4096, 2048, 2048), ..problem };
-        let mean = Problem { lengths: Lengths::uniform(8, 512, 512), ..problem };
+        let packed = problem.with_lengths(Lengths::packed(8, 4096, 4096, 2048, 2048));
+        let mean = problem.with_lengths(Lengths::uniform(8, 512, 512));
         let (work, even) = (Work::of(&packed, 128, 128, false), Work::of(&mean, 128, 128, false));
         assert_eq!((work.tiles, work.steps(), work.longest.steps), (even.tiles, even.steps(), 16.0));
         let (work, even) = (Work::of_keys(&packed, 64, 128, 1), Work::of_keys(&mean, 64, 128, 1));
         assert_eq!((work.tiles, work.steps(), work.longest.steps), (even.tiles, even.steps(), 32.0));
-        let none = Problem { lengths: Lengths::packed(8, 0, 4096, 0, 2048), ..problem };
+        let none = problem.with_lengths(Lengths::packed(8, 0, 4096, 0, 2048));
         assert_eq!(Work::of(&none, 128, 128, false).tiles, 0.0);
     }
 
     #[test]
     fn the_backward_is_cut_along_the_keys() {
-        let problem = Problem { heads_kv: 2, ..Problem::square(2, 512, 4, 64, Mask::CAUSAL, Dtype::F16) };
+        let problem = Problem::square(2, 512, 4, 64, Mask::CAUSAL, Dtype::F16).with_heads_kv(2);
         let work = Work::of_keys(&problem, 64, 128, 1);
         // Each of 4 key tiles sees 2 query tiles per 128 queries from its own position on, for 2 query heads.
         assert_eq!((work.tiles, work.steps()), (16.0, 4.0 * 2.0 * (8.0 + 6.0 + 4.0 + 2.0)));
@@ -419,7 +418,7 @@ mod tests {
         assert_eq!((split.tiles, split.steps()), (32.0, work.steps()));
         // Three query heads in two parts are two and one; five in four are two, two, one and none.
         for (group, parts, tiles) in [(3, 2, 2.0), (5, 4, 3.0), (7, 3, 3.0), (8, 8, 8.0)] {
-            let problem = Problem { heads_q: group, heads_kv: 1, ..problem };
+            let problem = problem.with_heads(group, 1);
             let (whole, split) =
                 (Work::of_keys(&problem, 64, 128, 1), Work::of_keys(&problem, 64, 128, parts));
             assert_eq!(
@@ -434,11 +433,9 @@ mod tests {
 
     #[test]
     fn packing_folds_a_group_into_the_rows() {
-        let decode = Problem {
-            lengths: Lengths::uniform(2, 1, 4096),
-            heads_kv: 8,
-            ..Problem::square(2, 4096, 32, 128, Mask::CAUSAL, Dtype::F16)
-        };
+        let decode = Problem::square(2, 4096, 32, 128, Mask::CAUSAL, Dtype::F16)
+            .with_lengths(Lengths::uniform(2, 1, 4096))
+            .with_heads_kv(8);
         let (apart, packed) = (Work::of(&decode, 64, 128, false), Work::of(&decode, 64, 128, true));
         assert_eq!((apart.tiles, packed.tiles), (64.0, 16.0));
         assert_eq!(packed.classes[0].steps, 32.0);

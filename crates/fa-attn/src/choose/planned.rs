@@ -46,7 +46,8 @@ fn planned<S: Seat>(
     let arch = kernels.arch();
     let mut first_error = None;
     for &family in families {
-        let options = PlanOptions { family: Some(family), pass, division, ..PlanOptions::default() };
+        let options =
+            PlanOptions::default().with_family(Some(family)).with_pass(pass).with_division(division);
         let best = match best(like, arch, &options) {
             Ok(best) => best.spec,
             Err(error) => {

@@ -11,7 +11,7 @@ fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
     let asked = Asked::of(&problem, Pass::Forward);
     let plans = |family| {
-        let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+        let options = PlanOptions::default().with_family(Some(family));
         plan(&problem, Arch::Sm90, &options).expect("there are plans").into_iter().map(|plan| plan.spec)
     };
     let families = [Family::Sm90, Family::Sm80];
@@ -26,7 +26,7 @@ fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     }
     // Nothing is compiled ahead for the problem, or at all.
     let gpu = Fake(|_: &KernelSpec| Err::<(), _>(none()));
-    let wide = Problem { head_dim: 192, head_dim_v: 192, ..problem };
+    let wide = problem.with_head_dims(192, 192);
     let asked = Asked::of(&wide, Pass::Forward);
     let error = planned_or_ahead(&gpu, &asked, &families, || specs.iter()).expect_err("another head dim");
     let text = error.to_string();
@@ -84,7 +84,7 @@ fn what_is_preferred_stays_and_what_is_chosen_takes_bounded_room() {
     let (first, second) = (next(), next());
     let mut choices = Choices::default();
     let key = |keys: usize| {
-        let problem = Problem { lengths: Lengths::uniform(1, 1, keys), ..problem };
+        let problem = problem.with_lengths(Lengths::uniform(1, 1, keys));
         Asked::of(&problem, Pass::Forward).key()
     };
     let preferred = key(1 << 20);
@@ -204,7 +204,7 @@ fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("tuned.json");
     let chooser = tuning(&path);
-    let odd = Problem { head_dim: 100, ..PROBLEM };
+    let odd = PROBLEM.with_head_dim(100);
     assert!(matches!(bind(&chooser, &odd, None), Err(Error::Plan(PlanError::HeadDim { value: 100, .. }))));
     assert!(chooser.finish_tuning().is_empty());
 
@@ -324,7 +324,7 @@ impl Seat for Shown {
 /// A kernel is chosen for one problem, by its table, and bound to another; a caller's splits come first.
 #[test]
 fn what_is_chosen_is_bound_to_the_problem_with_its_splits() {
-    let of = |keys| Problem { lengths: Lengths::uniform(1, 1, keys), heads_kv: 2, ..PROBLEM };
+    let of = |keys| PROBLEM.with_lengths(Lengths::uniform(1, 1, keys)).with_heads_kv(2);
     let (problem, like) = (of(8100), of(8192));
     let spec = plan(&like, Arch::Sm90, &PlanOptions::default()).expect("there are plans").swap_remove(0).spec;
     assert!(spec.split, "{spec}");
@@ -349,8 +349,8 @@ fn what_is_chosen_is_bound_to_the_problem_with_its_splits() {
 #[test]
 fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
     let chooser = Chooser::default();
-    let decode = Problem { lengths: Lengths::uniform(2, 1, 4096), heads_kv: 2, ..PROBLEM };
-    let decode = Problem { heads_q: 8, mask: Mask::CAUSAL, ..decode };
+    let decode = PROBLEM.with_lengths(Lengths::uniform(2, 1, 4096)).with_heads_kv(2);
+    let decode = decode.with_heads_q(8).with_mask(Mask::CAUSAL);
     let of = |problem: &Problem, splits, pack_gqa| {
         let division = Division { splits, pack_gqa };
         let asked = Asked { division, ..Asked::of(problem, Pass::Forward) };
@@ -362,15 +362,15 @@ fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
     assert!(!of(&decode, Some(1), None).expect("whole").split);
     assert!(!of(&decode, None, Some(false)).expect("unpacked").traits().packs_gqa);
     // The planner would not divide a long prefill, and packs this one.
-    let prefill = Problem { lengths: Lengths::uniform(2, 4096, 4096), ..decode };
+    let prefill = decode.with_lengths(Lengths::uniform(2, 4096, 4096));
     let planned = of(&prefill, None, None).expect("planned");
     assert!(!planned.split && planned.traits().packs_gqa, "{planned}");
     let neither = of(&prefill, Some(3), Some(false)).expect("divided and not packed");
     assert!(neither.split && !neither.traits().packs_gqa, "{neither}");
     // One key is one step, and one head has none to share with.
-    let short = Problem { lengths: Lengths::uniform(2, 1, 1), heads_kv: 8, ..decode };
+    let short = decode.with_lengths(Lengths::uniform(2, 1, 1)).with_heads_kv(8);
     assert!(of(&short, Some(4), Some(true)).is_ok());
-    let wide = Problem { heads_q: 512, heads_kv: 1, ..decode };
+    let wide = decode.with_heads(512, 1);
     let error = of(&wide, None, Some(true)).expect_err("512 heads").to_string();
     assert!(error.contains("no tile holds the 512 query heads"), "{error}");
 }

@@ -1,11 +1,12 @@
 //! What a caller decides of the kernel that is bound to a problem.
 
-use fa_core::{Division, Family, KernelSpec, Pass, Problem};
+use fa_core::{Division, Family, KernelSpec, Pass, Problem, with_methods};
 
 use crate::error::Error;
 
 /// What a caller decides of the kernel that [`Gpu::bind`](super::Gpu::bind) takes; by default nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct BindOptions {
     /// The family of the kernel, whether or not it is the fastest here; `None` for the fastest.
     pub family: Option<Family>,
@@ -21,6 +22,13 @@ pub struct BindOptions {
 }
 
 impl BindOptions {
+    with_methods! {
+        with_family(family: Option<Family>),
+        with_division(division: Division),
+        with_rounded(rounded: bool),
+        with_spec(spec: Option<KernelSpec>),
+    }
+
     /// Checks that the options go together and with the pass, and that the caller's kernel is what they ask
     /// for.
     ///

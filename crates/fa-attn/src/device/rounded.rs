@@ -24,7 +24,7 @@ pub(super) fn rounded(problem: &Problem) -> Problem {
         Side { rows, used: side.used }
     };
     let keys = side(lengths.k(), lengths.max_q() <= DECODE);
-    Problem { lengths: Lengths::of(lengths.sequences(), side(lengths.q(), false), keys), ..*problem }
+    problem.with_lengths(Lengths::of(lengths.sequences(), side(lengths.q(), false), keys))
 }
 
 #[cfg(test)]
@@ -36,7 +36,7 @@ mod tests {
     #[test]
     fn steps_of_decoding_and_packed_batches_share_a_choice() {
         let square = Problem::square(2, 1, 8, 64, Mask::FULL, Dtype::F16);
-        let of = |lengths| rounded(&Problem { lengths, ..square }).lengths;
+        let of = |lengths| rounded(&square.with_lengths(lengths)).lengths;
         assert_eq!(of(Lengths::uniform(2, 1, 129)), Lengths::uniform(2, 1, 256));
         assert_eq!(of(Lengths::uniform(2, 1, 256)), Lengths::uniform(2, 1, 256));
         assert_eq!(of(Lengths::uniform(2, 100, 129)), Lengths::uniform(2, 100, 129));
@@ -55,8 +55,8 @@ mod tests {
             for (queries, keys) in [(1, 1), (1, 500), (3, 4097), (16, 70_001), (0, 0), (16, 127), (5, 0)] {
                 for pass in [Pass::Forward, Pass::BACKWARD] {
                     let lengths = Lengths::uniform(2, queries, keys);
-                    let problem = Problem { lengths, heads_kv: 2, ..base };
-                    let options = PlanOptions { pass, ..PlanOptions::default() };
+                    let problem = base.with_lengths(lengths).with_heads_kv(2);
+                    let options = PlanOptions::default().with_pass(pass);
                     let chosen = best(&rounded(&problem), arch, &options).expect("a plan").spec;
                     assert_eq!(chosen.serves(&problem), Ok(()), "{arch} {queries} x {keys}: {chosen}");
                 }

@@ -51,7 +51,7 @@ impl TuneKey {
         // Lengths are bounded by the problem's check: their next power of two exists.
         let bucket = |n: usize| n.max(1).checked_next_power_of_two().unwrap_or(usize::MAX);
         TuneKey {
-            dtype: problem.types.qkv,
+            dtype: problem.types.q,
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
             mask: MaskKind::of(&problem.mask),

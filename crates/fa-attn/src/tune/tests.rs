@@ -20,7 +20,7 @@ fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
 
 #[test]
 fn the_nearest_measured_problem_decides() {
-    let longer = Problem { lengths: Lengths::uniform(1, 8192, 8192), ..PROBLEM };
+    let longer = PROBLEM.with_lengths(Lengths::uniform(1, 8192, 8192));
     let mut table = Tuned::default();
     table.set("GPU", entry(&PROBLEM, 0));
     // The two differ however the planner ranks either problem.
@@ -29,30 +29,21 @@ fn the_nearest_measured_problem_decides() {
     let spec = |rank| Some(entry(&PROBLEM, rank).spec);
     assert_eq!(found(&table, &PROBLEM), spec(0));
     assert_eq!(
-        found(
-            &table,
-            &Problem { lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 3000, 2500), ..PROBLEM }
-        ),
+        found(&table, &PROBLEM.with_lengths(Lengths::uniform(PROBLEM.lengths.sequences(), 3000, 2500))),
         spec(0)
     );
     assert_eq!(
-        found(
-            &table,
-            &Problem { lengths: Lengths::uniform(longer.lengths.sequences(), 16000, 8000), ..longer }
-        ),
+        found(&table, &longer.with_lengths(Lengths::uniform(longer.lengths.sequences(), 16000, 8000))),
         Some(far)
     );
-    let half = found(&table, &Problem { types: Types::same(Dtype::F16), ..PROBLEM }).expect("types stand in");
-    assert_eq!((half.types.qkv, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
+    let half = found(&table, &PROBLEM.with_types(Types::same(Dtype::F16))).expect("types stand in");
+    assert_eq!((half.types.q, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
     for other in [
-        Problem {
-            lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 1, PROBLEM.lengths.max_k()),
-            ..PROBLEM
-        },
-        Problem { head_dim: 120, ..PROBLEM },
-        Problem { mask: Mask::FULL, ..PROBLEM },
-        Problem { score: ScoreMod::softcap(3.0), ..PROBLEM },
-        Problem { heads_kv: 8, ..PROBLEM },
+        PROBLEM.with_lengths(Lengths::uniform(PROBLEM.lengths.sequences(), 1, PROBLEM.lengths.max_k())),
+        PROBLEM.with_head_dim(120),
+        PROBLEM.with_mask(Mask::FULL),
+        PROBLEM.with_score(ScoreMod::softcap(3.0)),
+        PROBLEM.with_heads_kv(8),
     ] {
         assert_eq!(found(&table, &other), None, "{other:?}");
     }
@@ -62,7 +53,7 @@ fn the_nearest_measured_problem_decides() {
 
 #[test]
 fn windows_of_other_widths_have_their_own_winners() {
-    let window = |left: u32| Problem { mask: Mask::causal_window(left), ..PROBLEM };
+    let window = |left: u32| PROBLEM.with_mask(Mask::causal_window(left));
     let (narrow, wide) = (window(127), window(1023));
     let mut table = Tuned::default();
     table.set("GPU", entry(&narrow, 0));
@@ -76,14 +67,14 @@ fn windows_of_other_widths_have_their_own_winners() {
     let has = |left: u32| table.has("GPU", &window(left), Family::Sm90, Pass::Forward);
     assert!(has(100) && has(600) && !has(200) && !has(3000));
     // A window that no sequence fills, and one without a limit, see all keys.
-    let open = Problem { mask: Mask { left: Some(100_000), right: None }, ..PROBLEM };
+    let open = PROBLEM.with_mask(Mask::band(Some(100_000), None));
     assert_eq!(TuneKey::of(&open).window, 4096);
     assert_eq!((TuneKey::of(&window(0)).window, TuneKey::of(&PROBLEM).window), (64, 0));
 }
 
 #[test]
 fn windows_of_tables_from_before_their_widths_were_counted_are_found() {
-    let window = |left: u32| Problem { mask: Mask::causal_window(left), ..PROBLEM };
+    let window = |left: u32| PROBLEM.with_mask(Mask::causal_window(left));
     let mut table = Tuned::default();
     table.set("GPU", entry(&window(127), 0));
     let text = table.to_json().replacen(",\"window\":128", "", 1);
@@ -120,7 +111,7 @@ fn the_users_table_goes_before_those_that_ship() {
 
 #[test]
 fn an_entry_may_name_its_splits() {
-    let decode = Problem { lengths: Lengths::uniform(1, 1, 8192), heads_kv: 2, ..PROBLEM };
+    let decode = PROBLEM.with_lengths(Lengths::uniform(1, 1, 8192)).with_heads_kv(2);
     let planned = entry(&decode, 0);
     assert!(planned.spec.split, "{}", planned.spec);
     let named = TunedEntry { splits: Some(4), ..planned.clone() };
@@ -155,9 +146,9 @@ fn an_entry_takes_the_place_of_its_key() {
 fn what_reads_or_scores_otherwise_has_its_own_entry() {
     // A cache used in part, dense rows and slopes are of one key.
     let used = Lengths::of(2, Side::padded(4096), Side::padded(4096).with_used());
-    let used = Problem { lengths: used, ..PROBLEM };
-    let slopes = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
-    let slopes = Problem { score: slopes, ..PROBLEM };
+    let used = PROBLEM.with_lengths(used);
+    let slopes = ScoreMod::NONE.with_alibi(Some(Alibi::PerHead));
+    let slopes = PROBLEM.with_score(slopes);
     let mut table = Tuned::default();
     let has = |table: &Tuned, problem| table.has("GPU", problem, Family::Sm90, Pass::Forward);
     for (count, problem) in [&PROBLEM, &used, &slopes].into_iter().enumerate() {
@@ -180,7 +171,7 @@ fn what_reads_or_scores_otherwise_has_its_own_entry() {
 fn changes_at_once_are_all_kept() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("new/tuned.json");
-    let problem = |at: usize| Problem { lengths: Lengths::uniform(1, 64 << at, 64 << at), ..PROBLEM };
+    let problem = |at: usize| PROBLEM.with_lengths(Lengths::uniform(1, 64 << at, 64 << at));
     let spec = entry(&PROBLEM, 0).spec;
     std::thread::scope(|scope| {
         for at in 0..8 {

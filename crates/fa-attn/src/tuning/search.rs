@@ -42,7 +42,7 @@ pub(crate) fn candidates(
     bound: &KernelSpec,
     count: usize,
 ) -> Result<Vec<KernelSpec>, Error> {
-    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
     let mut found = vec![bound.clone()];
     let cta = |spec: &KernelSpec| (spec.tile(), spec.threads());
     for plan in plan(problem, arch, &options)? {

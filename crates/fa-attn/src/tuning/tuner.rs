@@ -184,7 +184,7 @@ mod tests {
                     // Of the same key, though not the same problem.
                     for seqlen in [3000, 4096, 2049] {
                         let lengths = Lengths::uniform(2, seqlen, seqlen);
-                        let problem = Problem { lengths, ..PROBLEM };
+                        let problem = PROBLEM.with_lengths(lengths);
                         let is_taken = tuner.offer(job(problem), || false);
                         taken.fetch_add(usize::from(is_taken), Ordering::Relaxed);
                     }
@@ -193,7 +193,7 @@ mod tests {
         });
         let outcomes = tuner.finish();
         assert_eq!((outcomes.len(), taken.into_inner(), count.load(Ordering::Relaxed)), (1, 1, 1));
-        assert!(tuner.offer(job(Problem { mask: Mask::FULL, ..PROBLEM }), || false), "another key");
+        assert!(tuner.offer(job(PROBLEM.with_mask(Mask::FULL)), || false), "another key");
         assert_eq!(tuner.finish().len(), 1);
         assert!(tuner.finish().is_empty(), "outcomes are given once");
     }

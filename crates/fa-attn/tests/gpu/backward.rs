@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use fa_attn::device::{DeviceBackward, DeviceForward, DeviceGradients, DeviceTensor, Gpu, Half};
-use fa_core::{Dtype, LaunchPlan, Lengths, Problem, ScoreMod, Strides, TensorLayout, Types};
+use fa_core::{Dtype, LaunchPlan, Lengths, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::lse_len;
 use fa_cpu::{Extras, compare, reference};
 use fa_kernels::cudarc::driver::CudaStream;
@@ -55,7 +55,7 @@ fn verify_with<T: Half>(case: &Case, results: &DeviceGradients<T>, extras: &Extr
     let low = reference::low_precision::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
     let expected = [(exact.dq, low.dq), (exact.dk, low.dk), (exact.dv, low.dv)];
     for (i, (found, (exact, low))) in results.values.iter().zip(expected).enumerate() {
-        let found = compare::compare(case.shapes()[i], problem.types.qkv, found, &exact, Some(&low)).unwrap();
+        let found = compare::compare(case.shapes()[i], problem.types.q, found, &exact, Some(&low)).unwrap();
         assert!(found.passed(), "{case:?}: gradient {i}: {found}");
     }
 }
@@ -72,7 +72,7 @@ fn check<T: Half>(gpu: &Gpu, case: Case, deterministic: bool) {
 #[ignore = "needs a GPU"]
 fn a_gradient_of_the_lse_joins_that_of_the_output() {
     let gpu = gpu();
-    for problem in [BASE, GQA, Problem { score: ScoreMod::softcap(5.0), ..BASE }] {
+    for problem in [BASE, GQA, BASE.with_score(ScoreMod::softcap(5.0))] {
         for deterministic in [false, true] {
             let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
             let backward = bind_backward(&gpu, &problem, deterministic, None).unwrap();
@@ -91,16 +91,16 @@ fn a_gradient_of_the_lse_joins_that_of_the_output() {
 fn gradients_are_right_and_wholly_written() {
     let gpu = gpu();
     let more = [
-        Problem { lengths: Lengths::uniform(1, BASE.lengths.max_q(), 130), heads_q: 8, heads_kv: 1, ..BASE },
-        Problem { lengths: Lengths::uniform(GQA.lengths.sequences(), 500, GQA.lengths.max_k()), ..GQA },
-        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()), ..BASE },
-        Problem { lengths: Lengths::uniform(GQA.lengths.sequences(), 0, GQA.lengths.max_k()), ..GQA },
+        BASE.with_lengths(Lengths::uniform(1, BASE.lengths.max_q(), 130)).with_heads(8, 1),
+        GQA.with_lengths(Lengths::uniform(GQA.lengths.sequences(), 500, GQA.lengths.max_k())),
+        BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k())),
+        GQA.with_lengths(Lengths::uniform(GQA.lengths.sequences(), 0, GQA.lengths.max_k())),
     ];
     for problem in PROBLEMS.into_iter().chain(more) {
         for (layout, deterministic) in [(TensorLayout::Bshd, false), (TensorLayout::Bhsd, true)] {
             check::<bf16>(&gpu, Case { problem, layout, pad: 0 }, deterministic);
         }
-        let problem = Problem { types: Types::same(Dtype::F16), ..problem };
+        let problem = problem.with_types(Types::same(Dtype::F16));
         check::<f16>(&gpu, Case { problem, layout: TensorLayout::Bshd, pad: 24 }, false);
     }
 }
@@ -111,11 +111,8 @@ fn deterministic_gradients_are_bit_equal() {
     let gpu = gpu();
     let stream = &gpu.stream;
     for seqlen_k in [1111, 2000] {
-        let problem = Problem {
-            lengths: Lengths::uniform(BASE.lengths.sequences(), 1111, seqlen_k),
-            heads_q: 8,
-            ..BASE
-        };
+        let problem =
+            BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 1111, seqlen_k)).with_heads_q(8);
         let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
         let backward = bind_backward(&gpu, &problem, true, None).unwrap();
         let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, stream);
@@ -154,10 +151,7 @@ fn a_captured_backward_gives_the_same_result_when_replayed() {
 fn without_queries_keys_get_zeros_from_any_thread() {
     let gpu = gpu();
     let case = Case {
-        problem: Problem {
-            lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()),
-            ..BASE
-        },
+        problem: BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k())),
         layout: TensorLayout::Bshd,
         pad: 0,
     };

@@ -13,22 +13,22 @@ use crate::bind_forward;
 pub(crate) const BASE: Problem = Problem::square(2, 300, 4, 128, Mask::CAUSAL, Dtype::Bf16);
 
 /// [`BASE`] with three query heads on each K/V head.
-pub(crate) const GQA: Problem = Problem { heads_q: 6, heads_kv: 2, ..BASE };
+pub(crate) const GQA: Problem = BASE.with_heads(6, 2);
 
 /// What both passes are tried on: every field that decides which kernel runs and how.
 pub(crate) const PROBLEMS: [Problem; 12] = [
     BASE,
-    Problem { mask: Mask::FULL, ..BASE },
+    BASE.with_mask(Mask::FULL),
     GQA,
-    Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k()), ..BASE },
-    Problem { head_dim: 64, head_dim_v: 64, ..BASE },
-    Problem { head_dim: 40, head_dim_v: 72, mask: Mask::FULL, ..BASE },
-    Problem { head_dim: 192, ..BASE },
-    Problem { head_dim: 256, head_dim_v: 256, ..BASE },
-    Problem { mask: Mask::window(70, 9), ..BASE },
-    Problem { score: ScoreMod::softcap(5.0), ..BASE },
-    Problem { softmax_scale: Some(0.3), ..BASE },
-    Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 0), ..BASE },
+    BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k())),
+    BASE.with_head_dims(64, 64),
+    BASE.with_head_dims(40, 72).with_mask(Mask::FULL),
+    BASE.with_head_dim(192),
+    BASE.with_head_dims(256, 256),
+    BASE.with_mask(Mask::window(70, 9)),
+    BASE.with_score(ScoreMod::softcap(5.0)),
+    BASE.with_softmax_scale(Some(0.3)),
+    BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 0)),
 ];
 
 /// A problem, how its tensors lie, and how many elements stand between their rows.
@@ -97,10 +97,10 @@ impl Case {
         let low = reference::low_precision::forward(problem, &q, &k, &v).unwrap();
         let shape = self.shapes()[3];
         let found =
-            compare::compare(shape, problem.types.qkv, &output.out, &expected.out, Some(&low.out)).unwrap();
+            compare::compare(shape, problem.types.q, &output.out, &expected.out, Some(&low.out)).unwrap();
         assert!(found.passed(), "{self:?}: {found}");
         let rows = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
-        let found = compare::compare_lse(rows, problem.types.qkv, &output.lse, &expected.lse).unwrap();
+        let found = compare::compare_lse(rows, problem.types.q, &output.lse, &expected.lse).unwrap();
         assert!(found.passed(), "{self:?}: LSE {found}");
         assert_eq!(output.strays, 0, "{self:?}: written between rows");
     }

@@ -29,7 +29,7 @@ fn gpu() -> Gpu {
 
 /// The library's choice of a family for the forward.
 fn bind_forward(gpu: &Gpu, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
-    gpu.bind(problem, Pass::Forward, &BindOptions { family, ..BindOptions::default() })?.forward()
+    gpu.bind(problem, Pass::Forward, &BindOptions::default().with_family(family))?.forward()
 }
 
 /// The library's choice of a family for the backward.
@@ -39,7 +39,7 @@ fn bind_backward(
     deterministic: bool,
     family: Option<Family>,
 ) -> Result<Backward, Error> {
-    let options = BindOptions { family, ..BindOptions::default() };
+    let options = BindOptions::default().with_family(family);
     gpu.bind(problem, Pass::Backward { deterministic }, &options)?.backward()
 }
 
@@ -48,24 +48,20 @@ fn bind_backward(
 fn outputs_are_right_and_wholly_written() {
     let gpu = gpu();
     let more = [
-        Problem { lengths: Lengths::uniform(GQA.lengths.sequences(), 77, GQA.lengths.max_k()), ..GQA },
-        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 500, BASE.lengths.max_k()), ..BASE },
-        Problem {
-            mask: Mask::causal_window(33),
-            lengths: Lengths::uniform(BASE.lengths.sequences(), 128, BASE.lengths.max_k()),
-            ..BASE
-        },
+        GQA.with_lengths(Lengths::uniform(GQA.lengths.sequences(), 77, GQA.lengths.max_k())),
+        BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 500, BASE.lengths.max_k())),
+        BASE.with_mask(Mask::causal_window(33)).with_lengths(Lengths::uniform(
+            BASE.lengths.sequences(),
+            128,
+            BASE.lengths.max_k(),
+        )),
     ];
     for problem in PROBLEMS.into_iter().chain(more) {
         for layout in [TensorLayout::Bshd, TensorLayout::Bhsd] {
             Case { problem, layout, pad: 0 }.check::<bf16>(&gpu);
         }
-        Case {
-            problem: Problem { types: Types::same(Dtype::F16), ..problem },
-            layout: TensorLayout::Bshd,
-            pad: 24,
-        }
-        .check::<f16>(&gpu);
+        Case { problem: problem.with_types(Types::same(Dtype::F16)), layout: TensorLayout::Bshd, pad: 24 }
+            .check::<f16>(&gpu);
     }
 }
 
@@ -74,7 +70,7 @@ fn outputs_are_right_and_wholly_written() {
 fn runs_are_bit_equal() {
     let gpu = gpu();
     let case = Case {
-        problem: Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 1111, 1111), ..BASE },
+        problem: BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 1111, 1111)),
         layout: TensorLayout::Bshd,
         pad: 0,
     };
@@ -118,11 +114,11 @@ fn two_threads_with_a_stream_each_get_right_answers_at_once() {
             let gpu = &gpu;
             scope.spawn(move || {
                 let mask = if thread % 2 == 0 { Mask::CAUSAL } else { Mask::FULL };
-                let problem = Problem {
-                    mask,
-                    lengths: Lengths::uniform(BASE.lengths.sequences(), 400 + 100 * thread, 900),
-                    ..BASE
-                };
+                let problem = BASE.with_mask(mask).with_lengths(Lengths::uniform(
+                    BASE.lengths.sequences(),
+                    400 + 100 * thread,
+                    900,
+                ));
                 let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
                 let forward = bind_forward(gpu, &problem, None).unwrap();
                 let stream = &gpu.context().new_stream().unwrap();
@@ -162,19 +158,19 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
 
     let wrong_type = run_as_f16(&gpu, &forward, &tensors).unwrap_err().to_string();
     assert!(wrong_type.contains("dtype"), "{wrong_type}");
-    let f32_problem = Problem { types: Types::same(Dtype::F32), ..BASE };
+    let f32_problem = BASE.with_types(Types::same(Dtype::F32));
     assert!(bind_forward(&gpu, &f32_problem, None).unwrap_err().to_string().contains("use f16 or bf16"));
-    let wide = Problem { head_dim: 264, ..BASE };
+    let wide = BASE.with_head_dim(264);
     assert!(bind_forward(&gpu, &wide, None).unwrap_err().to_string().contains("head_dim = 264"));
-    let negative = Problem { softmax_scale: Some(-1.0), ..BASE };
+    let negative = BASE.with_softmax_scale(Some(-1.0));
     assert!(matches!(
         bind_forward(&gpu, &negative, None),
         Err(Error::Plan(PlanError::Unserved(Unserved::Scale { scale: -1.0 })))
     ));
     let spec = forward.kernel().spec.clone();
-    let headless = Problem { heads_kv: 0, ..BASE };
+    let headless = BASE.with_heads_kv(0);
     assert!(matches!(gpu.prefer(&headless, spec.clone()), Err(Error::Problem(_))));
-    let full = Problem { mask: Mask::FULL, ..BASE };
+    let full = BASE.with_mask(Mask::FULL);
     assert!(matches!(
         gpu.kernels.forward(&full, &LaunchPlan::whole(spec.clone())),
         Err(KernelError::Mismatch { what: "mask", .. })
@@ -213,7 +209,7 @@ fn run_as_f16(
 fn the_driver_agrees_with_the_plan() {
     let gpu = gpu();
     for mask in [Mask::CAUSAL, Mask::FULL] {
-        let forward = bind_forward(&gpu, &Problem { mask, ..BASE }, None).unwrap();
+        let forward = bind_forward(&gpu, &BASE.with_mask(mask), None).unwrap();
         let kernel = forward.kernel();
         let plan = fa_planner::account::account(&kernel.spec, kernel.arch).unwrap();
         assert_eq!(kernel.smem, plan.smem.total);
@@ -237,8 +233,8 @@ fn host_tensors_go_there_and_back() {
     for problem in [
         BASE,
         GQA,
-        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 0), ..BASE },
-        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()), ..BASE },
+        BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 0)),
+        BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k())),
     ] {
         let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
         let [q, k, v, dout] =
@@ -261,7 +257,7 @@ fn host_tensors_go_there_and_back() {
     // What the GPU does not compute goes to the CPU, which says so.
     let report = Engine::new()
         .unwrap()
-        .bind(&Problem { types: Types::same(Dtype::F32), ..BASE }, Pass::Forward)
+        .bind(&BASE.with_types(Types::same(Dtype::F32)), Pass::Forward)
         .unwrap()
         .report();
     assert_eq!((report.backend, report.kernel), ("cpu", None));

@@ -15,11 +15,11 @@ use fa_kernels::cudarc::driver::CudaStream;
 
 use crate::{bind_backward, bind_forward, gpu};
 
-const SQUARE: Problem = Problem { heads_q: 8, ..Problem::square(1, 1, 2, 128, Mask::CAUSAL, Dtype::Bf16) };
+const SQUARE: Problem = Problem::square(1, 1, 2, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_q(8);
 
 /// Problems with their extras.
 fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
-    let score = ScoreMod { softcap: Some(20.0), alibi: Some(Alibi::PerHead), sinks: true };
+    let score = ScoreMod::NONE.with_softcap(Some(20.0)).with_alibi(Some(Alibi::PerHead)).with_sinks(true);
     let with = |extras: &OwnedExtras| OwnedExtras {
         alibi_slopes: Some((0..8).map(|head| 0.5f32.powi(head + 1)).collect()),
         sinks: Some((0..8).map(|head| head as f32 - 3.0).collect()),
@@ -37,7 +37,7 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
         ..OwnedExtras::default()
     };
     let padded = Lengths::of(3, Side::padded(200).with_used(), Side::padded(256).with_used());
-    let narrow = Problem { head_dim: 64, head_dim_v: 64, ..SQUARE };
+    let narrow = SQUARE.with_head_dims(64, 64);
     let paged = |queries: usize, page: usize| {
         let (columns, pages) = (400usize.div_ceil(page), 3 * 400usize.div_ceil(page));
         // Shuffled by a stride that shares no factor with the pages; entries out of use name none.
@@ -53,18 +53,18 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
             ..OwnedExtras::default()
         };
         let lengths = Lengths::of(3, Side::padded(queries), Side::paged(page, pages, columns * page));
-        (Problem { lengths, ..SQUARE }, extras)
+        (SQUARE.with_lengths(lengths), extras)
     };
     let mut problems = vec![
-        ("packed", Problem { lengths, ..SQUARE }, packed.clone()),
-        ("packed, full", Problem { lengths, mask: Mask::FULL, ..SQUARE }, packed.clone()),
-        ("packed, window", Problem { lengths, mask: Mask::window(60, 9), ..SQUARE }, packed.clone()),
-        ("packed, scores", Problem { lengths, score, ..narrow }, with(&packed)),
-        ("used", Problem { lengths: padded, ..SQUARE }, used.clone()),
-        ("used, scores", Problem { lengths: padded, score, mask: Mask::FULL, ..narrow }, with(&used)),
+        ("packed", SQUARE.with_lengths(lengths), packed.clone()),
+        ("packed, full", SQUARE.with_lengths(lengths).with_mask(Mask::FULL), packed.clone()),
+        ("packed, window", SQUARE.with_lengths(lengths).with_mask(Mask::window(60, 9)), packed.clone()),
+        ("packed, scores", narrow.with_lengths(lengths).with_score(score), with(&packed)),
+        ("used", SQUARE.with_lengths(padded), used.clone()),
+        ("used, scores", narrow.with_lengths(padded).with_score(score).with_mask(Mask::FULL), with(&used)),
         (
             "scores",
-            Problem { lengths: Lengths::uniform(2, 300, 320), score, ..SQUARE },
+            SQUARE.with_lengths(Lengths::uniform(2, 300, 320)).with_score(score),
             with(&OwnedExtras::default()),
         ),
     ];
@@ -78,7 +78,7 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
         problems.push((name, problem, extras));
     }
     let (problem, extras) = paged(1, 16);
-    problems.push(("decode, scores", Problem { score, ..problem }, with(&extras)));
+    problems.push(("decode, scores", problem.with_score(score), with(&extras)));
     problems
 }
 

@@ -107,7 +107,7 @@ fn nothing_begins_in_a_capture() {
     let warm = bind_forward(&gpu, &PROBLEM, None).expect("bound");
     assert_eq!(gpu.finish_tuning().len(), 1);
     drop(warm);
-    let other = Problem { mask: Mask::FULL, ..PROBLEM };
+    let other = PROBLEM.with_mask(Mask::FULL);
     gpu.set_tuning(Tuning::Off).expect("off");
     drop(bind_forward(&gpu, &other, None).expect("bound"));
     gpu.set_tuning_in(TUNING, folder.path().join("other.ron")).expect("a table");

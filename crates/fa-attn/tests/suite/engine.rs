@@ -8,7 +8,7 @@ use fa_attn::{
     Mask, Output, Pass, Problem, Side, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
 };
 
-const PROBLEM: Problem = Problem { heads_q: 4, ..Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32) };
+const PROBLEM: Problem = Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32).with_heads_q(4);
 
 fn tensor<T: Element>(shape: [usize; 4], layout: TensorLayout, seed: f64) -> Tensor<T> {
     let [_, seqlen, heads, dim] = shape;
@@ -44,10 +44,7 @@ fn tensors<T: Element>(layout: TensorLayout) -> [Tensor<T>; 4] {
 fn both<T: Element>(backend: Backend, layout: TensorLayout) -> (Output<T>, Gradients<T>) {
     let engine = Engine::with(backend).unwrap();
     let [q, k, v, dout] = tensors::<T>(layout);
-    assert_eq!(
-        problem_of(&q, &k, &v, Mask::CAUSAL).unwrap(),
-        Problem { types: Types::same(T::dtype()), ..PROBLEM }
-    );
+    assert_eq!(problem_of(&q, &k, &v, Mask::CAUSAL).unwrap(), PROBLEM.with_types(Types::same(T::dtype())));
     let output = engine.attention(&q, &k, &v, Mask::CAUSAL).unwrap();
     let gradients = engine.gradients([&q, &k, &v], Mask::CAUSAL, &output, &dout).unwrap();
     (output, gradients)
@@ -69,7 +66,8 @@ fn agree<T: Element>() {
         let (exact, exact_gradients) = both::<T>(Backend::Reference { threads }, layout);
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Some).chain([None]) {
             let what = format!("{} {layout} {isa:?}", T::dtype());
-            let (output, gradients) = both::<T>(Backend::Cpu(CpuOptions { isa, threads }), layout);
+            let (output, gradients) =
+                both::<T>(Backend::Cpu(CpuOptions::default().with_isa(isa).with_threads(threads)), layout);
             check(&output.out, &exact.out, &what);
             let far = |(a, b): (&f32, &f32)| (a - b).abs() > 1e-3;
             assert!(!output.lse.iter().zip(&exact.lse).any(far), "{what}");
@@ -89,7 +87,7 @@ fn backends_layouts_and_types_agree() {
 
 #[test]
 fn a_call_says_what_runs_and_runs_again() {
-    let cpu = CpuOptions { isa: Some(Isa::Portable), threads: NonZeroUsize::new(3) };
+    let cpu = CpuOptions::default().with_isa(Some(Isa::Portable)).with_threads(NonZeroUsize::new(3));
     let engine = Engine::with(Backend::Cpu(cpu)).unwrap();
     assert!(engine.gpu().is_none());
     let call = engine.bind(&PROBLEM, Pass::Forward).unwrap();
@@ -131,7 +129,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     refused(attention(&q, &heads, &heads), "heads_q = 4 is not a multiple of heads_kv = 3");
 
     // Of a problem that is not the tensors', no memory is taken.
-    let huge = Problem { lengths: Lengths::uniform(1 << 20, 1 << 20, 1 << 20), ..PROBLEM };
+    let huge = PROBLEM.with_lengths(Lengths::uniform(1 << 20, 1 << 20, 1 << 20));
     huge.check().unwrap();
     let forward = engine.forward(&huge, [&q, &k, &v], &Extras::NONE);
     refused(forward.unwrap_err(), "q is [batch, seqlen, heads, dim]");
@@ -140,7 +138,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     refused(backward.unwrap_err(), "q is [batch, seqlen, heads, dim]");
 
     let pages = Lengths::of(2, Side::padded(37), Side::paged(16, 6, 37));
-    let paged = engine.bind(&Problem { lengths: pages, ..PROBLEM }, Pass::BACKWARD);
+    let paged = engine.bind(&PROBLEM.with_lengths(pages), Pass::BACKWARD);
     refused(paged.unwrap_err(), "pages");
 
     let call = engine.bind(&PROBLEM, Pass::BACKWARD).unwrap();
@@ -156,14 +154,14 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
         })
     };
     refused(forward(&mut output).unwrap_err(), "the call computes the backward");
-    let halves = engine.bind(&Problem { types: Types::same(Dtype::F16), ..PROBLEM }, Pass::Forward).unwrap();
+    let halves = engine.bind(&PROBLEM.with_types(Types::same(Dtype::F16)), Pass::Forward).unwrap();
     let inputs = [q.view("q").unwrap(), k.view("k").unwrap(), v.view("v").unwrap()];
     let error = halves.run(ForwardTensors::of(inputs, &mut output, Extras::NONE).unwrap());
     refused(error.unwrap_err(), "computes in f16, its tensors hold f32");
     assert!(output.out.data.iter().all(|value| value.is_nan()), "nothing is written on a refusal");
-    refused(engine.bind(&Problem { heads_kv: 3, ..PROBLEM }, Pass::Forward).unwrap_err(), "heads_kv = 3");
+    refused(engine.bind(&PROBLEM.with_heads_kv(3), Pass::Forward).unwrap_err(), "heads_kv = 3");
     if let Some(isa) = Isa::ALL.into_iter().find(|isa| !isa.is_available()) {
-        let cpu = CpuOptions { isa: Some(isa), threads: None };
+        let cpu = CpuOptions::default().with_isa(Some(isa)).with_threads(None);
         let error = Engine::with(Backend::Cpu(cpu)).unwrap_err();
         refused(error, &format!("this CPU has no {isa}: it has portable"));
     }

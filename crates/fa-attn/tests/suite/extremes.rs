@@ -29,18 +29,15 @@ fn an_output_wider_than_memory_is_refused() {
     let wide = ProblemError::TooMany { name: "head_dim_v", value: 1 << 40, limit: 1 << 16 };
     assert!(matches!(&error, Error::Problem(found) if *found == wide), "{error}");
     // The widest that is allowed, in more rows than memory holds.
-    let rows = Problem {
-        lengths: Lengths::uniform(1 << 31, 1, 0),
-        head_dim: 1,
-        head_dim_v: 1 << 16,
-        ..Problem::square(1, 1, 1, 1, Mask::FULL, Dtype::F32)
-    };
+    let rows = Problem::square(1, 1, 1, 1, Mask::FULL, Dtype::F32)
+        .with_lengths(Lengths::uniform(1 << 31, 1, 0))
+        .with_head_dims(1, 1 << 16);
     assert_eq!(rows.check(), Ok(()));
     let error = Output::<f32>::new(&rows, TensorLayout::Bshd).expect_err("2^49 bytes");
     let text = error.to_string();
     assert!(matches!(error, Error::Memory { tensor: "out", bytes } if bytes == 1 << 49), "{text}");
     assert!(text.contains("out takes 562949953421312 bytes"), "{text}");
-    assert!(Gradients::<f32>::new(&Problem { head_dim: 1 << 16, ..rows }, TensorLayout::Bshd).is_err());
+    assert!(Gradients::<f32>::new(&rows.with_head_dim(1 << 16), TensorLayout::Bshd).is_err());
 }
 
 /// Tensors without elements that claim as many rows, heads or sequences as are allowed.
@@ -99,16 +96,15 @@ impl Random {
         let lengths = Lengths::of(self.length(), q, k);
         let heads_kv = self.of(&[1, 2, 8, 1 << 10, 1 << 20, 1 << 40, usize::MAX]);
         let window = |random: &mut Random| random.of(&[None, Some(0), Some(1), Some(100), Some(u32::MAX)]);
-        Problem {
-            lengths,
-            heads_q: heads_kv.saturating_mul(self.of(&[1, 1, 4, 1 << 10, 1 << 20])),
-            heads_kv,
-            head_dim: self.of(&[8, 64, 128, 256, 264, 1 << 16, 1 << 40, usize::MAX]),
-            head_dim_v: self.of(&[8, 64, 128, 256, 1 << 16, 1 << 40, usize::MAX]),
-            mask: Mask { left: window(self), right: window(self) },
-            score: ScoreMod { sinks: self.below(4) == 0, ..ScoreMod::NONE },
-            ..Problem::square(1, 1, 1, 8, Mask::FULL, self.of(&[Dtype::Bf16, Dtype::F16, Dtype::F32]))
-        }
+        Problem::square(1, 1, 1, 8, Mask::FULL, self.of(&[Dtype::Bf16, Dtype::F16, Dtype::F32]))
+            .with_lengths(lengths)
+            .with_heads(heads_kv.saturating_mul(self.of(&[1, 1, 4, 1 << 10, 1 << 20])), heads_kv)
+            .with_head_dims(
+                self.of(&[8, 64, 128, 256, 264, 1 << 16, 1 << 40, usize::MAX]),
+                self.of(&[8, 64, 128, 256, 1 << 16, 1 << 40, usize::MAX]),
+            )
+            .with_mask(Mask::band(window(self), window(self)))
+            .with_score(ScoreMod::NONE.with_sinks(self.below(4) == 0))
     }
 }
 
@@ -129,7 +125,7 @@ fn problems_of_any_size_are_planned_or_refused() {
         valid += usize::from(checked.is_ok());
         let (arch, pass) = random.of(&[(Arch::Sm80, 0), (Arch::Sm90, 0), (Arch::Sm80, 1), (Arch::Sm90, 1)]);
         let pass = if pass == 0 { Pass::Forward } else { Pass::BACKWARD };
-        let Ok(plan) = best(&problem, arch, &PlanOptions { pass, ..PlanOptions::default() }) else {
+        let Ok(plan) = best(&problem, arch, &PlanOptions::default().with_pass(pass)) else {
             continue;
         };
         assert_eq!(checked, Ok(()), "{problem:?}");
@@ -148,7 +144,7 @@ fn more_sequences_than_rows_are_computed() {
     let engine = engine();
     let batch = 70_000;
     let lengths = Lengths::of(batch, Side::packed(3, 2), Side::packed(5, 5));
-    let problem = Problem { lengths, ..Problem::square(1, 1, 2, 8, Mask::FULL, Dtype::F32) };
+    let problem = Problem::square(1, 1, 2, 8, Mask::FULL, Dtype::F32).with_lengths(lengths);
     let mut starts = vec![3; batch + 1];
     starts[..3].copy_from_slice(&[0, 1, 3]);
     let keys: Vec<i32> = (0..=batch as i32).map(|at| at.min(5)).collect();

@@ -9,7 +9,7 @@ use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 #[path = "../../examples/decode.rs"]
 mod decode;
 
-const SQUARE: Problem = Problem { heads_q: 4, ..Problem::square(1, 1, 2, 16, Mask::CAUSAL, Dtype::F32) };
+const SQUARE: Problem = Problem::square(1, 1, 2, 16, Mask::CAUSAL, Dtype::F32).with_heads_q(4);
 
 fn engines() -> [Engine; 2] {
     let backends = [Backend::Cpu(CpuOptions::default()), Backend::Reference { threads: None }];
@@ -39,7 +39,7 @@ fn tensors(problem: &Problem, layout: TensorLayout) -> [Tensor<f32>; 4] {
 
 /// A problem with its extras, its name and whether it has gradients.
 fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
-    let score = ScoreMod { softcap: Some(3.0), alibi: Some(Alibi::PerHead), sinks: true };
+    let score = ScoreMod::NONE.with_softcap(Some(3.0)).with_alibi(Some(Alibi::PerHead)).with_sinks(true);
     let slopes = vec![0.5, 0.25, 0.125, 0.0625];
     let sinks = vec![-1.0, 0.0, 0.5, 2.0];
     let packed = OwnedExtras {
@@ -53,7 +53,7 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
         ..extras.clone()
     };
     let lengths = Lengths::packed(4, 43, 61, 30, 37);
-    let window = Mask { left: Some(5), right: Some(2) };
+    let window = Mask::window(5, 2);
     let used = OwnedExtras {
         seqused_q: Some(vec![0, 6, 11]),
         seqused_k: Some(vec![13, 0, 5]),
@@ -67,16 +67,16 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
     };
     let pages = Lengths::of(3, Side::padded(2), Side::paged(4, 8, 16));
     vec![
-        ("packed", Problem { lengths, ..SQUARE }, packed.clone()),
-        ("packed, scores", Problem { lengths, score, ..SQUARE }, with(&packed)),
-        ("packed, window", Problem { lengths, mask: window, ..SQUARE }, packed),
-        ("used", Problem { lengths: padded, ..SQUARE }, used.clone()),
-        ("used, scores", Problem { lengths: padded, score, mask: Mask::FULL, ..SQUARE }, with(&used)),
-        ("pages", Problem { lengths: pages, ..SQUARE }, paged.clone()),
-        ("pages, scores", Problem { lengths: pages, score, ..SQUARE }, with(&paged)),
+        ("packed", SQUARE.with_lengths(lengths), packed.clone()),
+        ("packed, scores", SQUARE.with_lengths(lengths).with_score(score), with(&packed)),
+        ("packed, window", SQUARE.with_lengths(lengths).with_mask(window), packed),
+        ("used", SQUARE.with_lengths(padded), used.clone()),
+        ("used, scores", SQUARE.with_lengths(padded).with_score(score).with_mask(Mask::FULL), with(&used)),
+        ("pages", SQUARE.with_lengths(pages), paged.clone()),
+        ("pages, scores", SQUARE.with_lengths(pages).with_score(score), with(&paged)),
         (
             "scores",
-            Problem { lengths: Lengths::uniform(2, 9, 12), score, ..SQUARE },
+            SQUARE.with_lengths(Lengths::uniform(2, 9, 12)).with_score(score),
             with(&Default::default()),
         ),
     ]
@@ -142,7 +142,7 @@ fn what_the_problem_names_must_be_there_and_nothing_else() {
                 None => refused(&Extras { seqused_q: Some(&one), ..given }, "seqused_q is given"),
             }
         }
-        let paged = Problem { lengths: Lengths::of(3, Side::padded(2), Side::paged(4, 8, 16)), ..SQUARE };
+        let paged = SQUARE.with_lengths(Lengths::of(3, Side::padded(2), Side::paged(4, 8, 16)));
         let [q, k, v, dout] = tensors(&paged, TensorLayout::Bshd);
         let extras = OwnedExtras::even(&paged);
         let output = engine.forward(&paged, [&q, &k, &v], &extras.view()).unwrap();
@@ -156,7 +156,7 @@ fn what_the_problem_names_must_be_there_and_nothing_else() {
 #[test]
 fn parts_of_the_keys_merge_into_the_whole() {
     let engine = Engine::with(Backend::Cpu(CpuOptions::default())).unwrap();
-    let whole = Problem { lengths: Lengths::uniform(2, 5, 30), mask: Mask::FULL, ..SQUARE };
+    let whole = SQUARE.with_lengths(Lengths::uniform(2, 5, 30)).with_mask(Mask::FULL);
     for layout in [TensorLayout::Bshd, TensorLayout::Bhsd] {
         let [q, k, v, _] = tensors(&whole, layout);
         let part = |tensor: &Tensor<f32>, keys: std::ops::Range<usize>| {
@@ -173,7 +173,7 @@ fn parts_of_the_keys_merge_into_the_whole() {
             part
         };
         let over = |keys: std::ops::Range<usize>| {
-            let problem = Problem { lengths: Lengths::uniform(2, 5, keys.len()), ..whole };
+            let problem = whole.with_lengths(Lengths::uniform(2, 5, keys.len()));
             let (k, v) = (part(&k, keys.clone()), part(&v, keys));
             engine.forward(&problem, [&q, &k, &v], &Extras::NONE).unwrap()
         };
@@ -185,7 +185,7 @@ fn parts_of_the_keys_merge_into_the_whole() {
         close(&merged.lse, &expected.lse, "lse");
         // A sink joins once, whatever the parts.
         let sinks = [3.0, -2.0, 0.0, f32::NEG_INFINITY];
-        let with_sinks = Problem { score: ScoreMod { sinks: true, ..ScoreMod::NONE }, ..whole };
+        let with_sinks = whole.with_score(ScoreMod::NONE.with_sinks(true));
         let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
         let expected = engine.forward(&with_sinks, [&q, &k, &v], &extras).unwrap();
         let merged = merge(&parts, Some(&sinks)).unwrap();

@@ -19,16 +19,14 @@ fn problems(dtype: Dtype) -> Vec<Problem> {
     for (i, (head_dim, head_dim_v)) in DIMS.into_iter().enumerate() {
         for (j, (queries, keys)) in LENGTHS.into_iter().enumerate() {
             let ((heads_q, heads_kv), mask) = (HEADS[(i + j) % 3], MASKS[(i + 3 * j) % 4]);
-            problems.push(Problem {
-                heads_q,
-                heads_kv,
-                head_dim,
-                head_dim_v,
-                mask,
-                lengths: Lengths::uniform(1 + j % 2, queries, keys),
-                types: Types::same(dtype),
-                ..Problem::square(1, 1, 1, 1, mask, dtype)
-            });
+            problems.push(
+                Problem::square(1, 1, 1, 1, mask, dtype)
+                    .with_heads(heads_q, heads_kv)
+                    .with_head_dims(head_dim, head_dim_v)
+                    .with_mask(mask)
+                    .with_lengths(Lengths::uniform(1 + j % 2, queries, keys))
+                    .with_types(Types::same(dtype)),
+            );
         }
     }
     problems

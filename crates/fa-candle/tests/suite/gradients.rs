@@ -25,17 +25,15 @@ fn gradients_follow_the_materialised_path() -> Result<()> {
         Scores { left: Some(4), right: Some(1), ..plain },
         Scores { softcap: Some(0.8), slopes: Some(&slopes), ..Scores::CAUSAL },
     ] {
-        let options = Options {
-            window_size_left: scores.left,
-            window_size_right: scores.right,
-            softcap: scores.softcap,
-            alibi_slopes: scores.slopes,
-            ..Options::full(SCALE)
-        };
+        let options = Options::full(SCALE)
+            .with_window_size_left(scores.left)
+            .with_window_size_right(scores.right)
+            .with_softcap(scores.softcap)
+            .with_alibi_slopes(scores.slopes);
         let got = gradients(&attention(q, k, v, &options)?, &weights, &[q, k, v])?;
         let need = gradients(&materialised(q, k, v, SCALE, scores)?.0, &weights, &[q, k, v])?;
         assert_gradients("padded", &got, &need, 5e-6);
-        let deterministic = Options { deterministic: true, ..options };
+        let deterministic = options.with_deterministic(true);
         let again = gradients(&attention(q, k, v, &deterministic)?, &weights, &[q, k, v])?;
         assert_gradients("deterministic", &again, &got, 0.0);
     }
@@ -47,7 +45,7 @@ fn sinks_get_a_gradient() -> Result<()> {
     let [q, k, v] = &vars([(2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)]);
     let sinks = &Var::from_tensor(&values(4, 30))?;
     let weights = values((2, 9, 4, 8), 31);
-    let out = attention(q, k, v, &Options { sinks: Some(sinks), ..Options::causal(SCALE) })?;
+    let out = attention(q, k, v, &Options::causal(SCALE).with_sinks(Some(sinks)))?;
     let need = materialised(q, k, v, SCALE, Scores { sinks: Some(sinks), ..Scores::CAUSAL })?.0;
     assert_close("out", &out, &need, 2e-6);
     let need = gradients(&need, &weights, &[q, k, v, sinks])?;
@@ -56,11 +54,11 @@ fn sinks_get_a_gradient() -> Result<()> {
         assert_gradients("sinks", &gradients(&out, &weights, &[q, k, v, sinks])?, &need, 5e-6);
     }
     // Sinks that need none are constants.
-    let out = attention(q, k, v, &Options { sinks: Some(&sinks.detach()), ..Options::causal(SCALE) })?;
+    let out = attention(q, k, v, &Options::causal(SCALE).with_sinks(Some(&sinks.detach())))?;
     assert_gradients("constant sinks", &gradients(&out, &weights, &[q, k, v])?, &need[..3], 5e-6);
     // Where only they do, the others are.
     let [q, k, v] = [q, k, v].map(|var| var.detach());
-    let out = attention(&q, &k, &v, &Options { sinks: Some(sinks), ..Options::causal(SCALE) })?;
+    let out = attention(&q, &k, &v, &Options::causal(SCALE).with_sinks(Some(sinks)))?;
     assert_close("dsinks", &gradients(&out, &weights, &[sinks])?[0], &need[3], 5e-6);
     Ok(())
 }
@@ -72,7 +70,7 @@ fn half_types_and_sinks_of_a_half_type_get_gradients_of_their_type() -> Result<(
     let [q, k, v] = [&q, &k, &v].map(|x| Var::from_tensor(x).unwrap());
     let sinks = Var::from_tensor(&values(4, 30).to_dtype(DType::BF16)?)?;
     let weights = values((1, 9, 4, 8), 31).to_dtype(DType::BF16)?;
-    let out = attention(&q, &k, &v, &Options { sinks: Some(&sinks), ..Options::causal(SCALE) })?;
+    let out = attention(&q, &k, &v, &Options::causal(SCALE).with_sinks(Some(&sinks)))?;
     let got = gradients(&out, &weights, &[&q, &k, &v, &sinks])?;
     assert!(got.iter().all(|gradient| gradient.dtype() == DType::BF16));
     let [q, k, v, sinks] =
@@ -130,7 +128,7 @@ fn packed_gradients_are_those_of_each_sequence_and_zero_elsewhere() -> Result<()
 fn threads_may_go_through_one_graph_at_once() -> Result<()> {
     let [q, k, v] = &vars([(1, 33, 4, 8), (1, 33, 2, 8), (1, 33, 2, 8)]);
     let sinks = &Var::from_tensor(&values(4, 30))?;
-    let out = &attention(q, k, v, &Options { sinks: Some(sinks), ..Options::causal(SCALE) })?;
+    let out = &attention(q, k, v, &Options::causal(SCALE).with_sinks(Some(sinks)))?;
     let weights: Vec<Tensor> = (0..4).map(|seed| values((1, 33, 4, 8), 60 + seed)).collect();
     let need = weights
         .iter()

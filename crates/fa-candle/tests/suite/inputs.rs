@@ -75,7 +75,7 @@ fn one_tensor_may_be_several_of_q_k_and_v() -> Result<()> {
     assert_close("all", got.get(q).unwrap(), need.get(q).unwrap(), 5e-6);
     // With sinks K and V go through the graph as one.
     let sinks = &Var::from_tensor(&values(4, 4))?;
-    let got = gradients(attention(q, x, x, &Options { sinks: Some(sinks), ..Options::causal(SCALE) })?)?;
+    let got = gradients(attention(q, x, x, &Options::causal(SCALE).with_sinks(Some(sinks)))?)?;
     let scores = Scores { sinks: Some(sinks), ..Scores::CAUSAL };
     let need = gradients(materialised(q, x, x, SCALE, scores)?.0)?;
     assert_close("sinks, dx", got.get(x).unwrap(), need.get(x).unwrap(), 5e-6);

@@ -29,14 +29,12 @@ fn they_follow_the_materialised_path() -> Result<()> {
         Scores { softcap: Some(0.8), slopes: Some(&slopes), ..Scores::CAUSAL },
         Scores { sinks: Some(sinks), ..Scores::CAUSAL },
     ] {
-        let options = Options {
-            window_size_left: scores.left,
-            window_size_right: scores.right,
-            softcap: scores.softcap,
-            alibi_slopes: scores.slopes,
-            sinks: scores.sinks,
-            ..Options::full(SCALE)
-        };
+        let options = Options::full(SCALE)
+            .with_window_size_left(scores.left)
+            .with_window_size_right(scores.right)
+            .with_softcap(scores.softcap)
+            .with_alibi_slopes(scores.slopes)
+            .with_sinks(scores.sinks);
         let got = attention_with_lse(q, k, v, &options)?;
         let need = materialised(q, k, v, SCALE, scores)?;
         assert_close("lse", &got.1, &need.1, 2e-6);
@@ -56,7 +54,7 @@ fn packed_sequences_have_theirs() -> Result<()> {
     let starts = |ends: [u32; 3]| Tensor::new(&ends, &Device::Cpu);
     let (seqlens_q, seqlens_k) = (&starts([0, 4, 12])?, &starts([0, 5, 13])?);
     let rows = Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q: 8, max_seqlen_k: 8 };
-    let options = Options { rows, ..Options::causal(SCALE) };
+    let options = Options::causal(SCALE).with_rows(rows);
     let got = attention_with_lse(&q.squeeze(0)?, &k.squeeze(0)?, &v.squeeze(0)?, &options)?;
     let one = |at_q, len_q, at_k, len_k| -> Result<(Tensor, Tensor)> {
         let (q, k, v) = (q.narrow(1, at_q, len_q)?, k.narrow(1, at_k, len_k)?, v.narrow(1, at_k, len_k)?);

@@ -308,15 +308,13 @@ fn computed(drawn: &Drawn, random: &mut Random) -> Result<Computed> {
     } else {
         Rows::Padded { used_q: None, used_k: used.as_ref() }
     };
-    let options = Options {
-        window_size_left: drawn.window[0],
-        window_size_right: drawn.window[1],
-        softcap: drawn.softcap,
-        alibi_slopes: drawn.slopes.as_ref(),
-        sinks: var_sinks.as_deref(),
-        rows,
-        ..Options::full(drawn.scale)
-    };
+    let options = Options::full(drawn.scale)
+        .with_window_size_left(drawn.window[0])
+        .with_window_size_right(drawn.window[1])
+        .with_softcap(drawn.softcap)
+        .with_alibi_slopes(drawn.slopes.as_ref())
+        .with_sinks(var_sinks.as_deref())
+        .with_rows(rows);
     let (out, lse) = attention_with_lse(&q, &k, &v, &options)?;
     let mut loss = (&out * &random.laid(&drawn.dout)?)?.to_dtype(DType::F32)?.sum_all()?;
     let dlse = random.chance(40).then(|| random.tensor(lse.dims(), DType::F32)).transpose()?;

@@ -146,7 +146,7 @@ fn a_cache_is_read_as_far_as_it_is_used() -> Result<()> {
     let (q, k, v) = (values((3, 2, 4, 8), 1), values((3, 12, 2, 8), 2), values((3, 12, 2, 8), 3));
     let used = Tensor::new(&[12u32, 5, 2], &Device::Cpu)?;
     let rows = Rows::Padded { used_q: None, used_k: Some(&used) };
-    let (out, lse) = attention_with_lse(&q, &k, &v, &Options { rows, ..Options::causal(SCALE) })?;
+    let (out, lse) = attention_with_lse(&q, &k, &v, &Options::causal(SCALE).with_rows(rows))?;
     for (b, len) in [12, 5, 2].into_iter().enumerate() {
         let part = |x: &Tensor| x.i(b..=b)?.narrow(1, 0, len);
         let (need, need_lse) = materialised(&q.i(b..=b)?, &part(&k)?, &part(&v)?, SCALE, Scores::CAUSAL)?;
@@ -160,12 +160,10 @@ fn a_cache_is_read_as_far_as_it_is_used() -> Result<()> {
 fn sinks_and_slopes_of_each_sequence_are_in_the_options() -> Result<()> {
     let (q, k, v) = (values((2, 9, 4, 8), 1), values((2, 9, 4, 8), 2), values((2, 9, 4, 8), 3));
     let (slopes, sinks) = (values((2, 4), 4).abs()?, values(4, 5));
-    let options = Options {
-        window_size_left: Some(4),
-        alibi_slopes: Some(&slopes),
-        sinks: Some(&sinks),
-        ..Options::causal(SCALE)
-    };
+    let options = Options::causal(SCALE)
+        .with_window_size_left(Some(4))
+        .with_alibi_slopes(Some(&slopes))
+        .with_sinks(Some(&sinks));
     let scores = Scores { left: Some(4), slopes: Some(&slopes), sinks: Some(&sinks), ..Scores::CAUSAL };
     let ((out, lse), (need, need_lse)) =
         (attention_with_lse(&q, &k, &v, &options)?, materialised(&q, &k, &v, SCALE, scores)?);

@@ -116,8 +116,8 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         isa: about.isa,
         threads: about.threads,
         fma_peak_gflops: gigaflops(Dtype::F32),
-        dtype: first.types.qkv,
-        peak_gflops: gigaflops(first.types.qkv),
+        dtype: first.types.q,
+        peak_gflops: gigaflops(first.types.q),
     };
     let mut timings = Vec::new();
     let mut steps = Steps::new(problems.len());
@@ -129,11 +129,11 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
             eprintln!("{note}");
         }
         steps.begin(name);
-        let measured = match problem.types.qkv {
+        let measured = match problem.types.q {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
             Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
-            Dtype::E4m3 => unreachable!("the shapes' flags refuse it"),
+            Dtype::E4m3 | Dtype::Int8 => unreachable!("the shapes' flags refuse it"),
         }?;
         timings.extend(measured.into_iter().map(|timing| (problem, timing)));
         destinations.keep(&Report::of(&machine, &timings))?;

@@ -132,7 +132,7 @@ fn attention_check() -> Check {
         let reference = compute(Backend::Reference { threads: None })?;
         let exact: Vec<f64> = reference.into_iter().map(f64::from).collect();
         let shape = fa_cpu::check::out_shape(&problem);
-        Ok(fa_cpu::compare::compare::<f32, f32>(shape, problem.types.qkv, &out, &exact, None)?)
+        Ok(fa_cpu::compare::compare::<f32, f32>(shape, problem.types.q, &out, &exact, None)?)
     });
     match judged {
         Ok(found) if found.passed() => {

@@ -36,7 +36,11 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
         return Err(InputError::Usage(format!("{flag} is for --random: give --random N too")).into());
     }
     // Flags that other commands have as well.
-    let of_one = [("--causal", args.mask.causal), ("--window", args.mask.window.is_some())];
+    let of_one = [
+        ("--causal", args.mask.causal),
+        ("--window", args.mask.window.is_some()),
+        ("--query-offset", args.mask.query_offset != 0),
+    ];
     if let (true, None, Some((flag, _))) =
         (args.mutate, &args.spec, of_one.into_iter().find(|(_, given)| *given))
     {

@@ -244,7 +244,7 @@ fn difference_from_own_out<T: Element + Stored>(
     let ours = attention::to_bshd(&outputs.output.out.data, shape, inputs.layout);
     let mut theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
     blank(&mut theirs, shape, TensorLayout::Bshd, inputs.sequences.q_rows.as_deref(), 0.0);
-    let found = compare::compare::<T, T>(shape, inputs.problem.types.qkv, &ours, &theirs, None)?;
+    let found = compare::compare::<T, T>(shape, inputs.problem.types.q, &ours, &theirs, None)?;
     Ok(Some(Difference::of(&found)))
 }
 
@@ -261,5 +261,6 @@ fn metadata(problem: &Problem, layout: TensorLayout, backend: &str) -> BTreeMap<
         ("scale", problem.scale().to_string()),
         ("softcap", problem.score.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
     ];
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+    let moved = Some(("query_offset", problem.mask.offset.to_string())).filter(|_| problem.mask.offset != 0);
+    entries.into_iter().chain(moved).map(|(key, value)| (key.to_owned(), value)).collect()
 }

@@ -125,7 +125,7 @@ impl LengthsArgs {
 impl ScoreArgs {
     /// The changes of scores, with a soft cap or without.
     pub(crate) fn score(&self, softcap: Option<f64>) -> ScoreMod {
-        ScoreMod { softcap, alibi: self.alibi, sinks: self.sinks }
+        ScoreMod::NONE.with_softcap(softcap).with_alibi(self.alibi).with_sinks(self.sinks)
     }
 }
 

@@ -116,7 +116,7 @@ impl Measured {
             && own.lengths.sequences() == problem.lengths.sequences()
             && square(own) == square(problem)
             && (square(own) || own.lengths.max_q() == problem.lengths.max_q())
-            && (Problem { lengths: problem.lengths, ..*own }) == *problem
+            && (own.with_lengths(problem.lengths)) == *problem
     }
 }
 
@@ -158,19 +158,16 @@ fn problem_of(row: &RecordRow, spec: &KernelSpec) -> Option<Problem> {
         return None;
     }
     let square = Problem::square(row.batch, 1, row.heads_q, row.head_dim, mask, row.dtype);
-    let problem = Problem {
-        lengths: Lengths::uniform(row.batch, row.seqlen_q, row.seqlen_k),
-        heads_kv: row.heads_kv,
-        head_dim_v: row.head_dim_v,
-        ..square
-    };
+    let problem = square
+        .with_lengths(Lengths::uniform(row.batch, row.seqlen_q, row.seqlen_k))
+        .with_heads_kv(row.heads_kv)
+        .with_head_dim_v(row.head_dim_v);
     problem.check().is_ok().then_some(problem)
 }
 
 /// The mask as far as it hides anything: from a single query, the last, no key is hidden as a later one.
 fn visible(problem: &Problem) -> Mask {
-    let right = problem.mask.right.filter(|_| problem.lengths.max_q() > 1);
-    Mask { right, ..problem.mask }
+    problem.mask.with_right(problem.mask.right.filter(|_| problem.lengths.max_q() > 1))
 }
 
 /// How far apart two problems are: the factor between their lengths, which the rate depends on most, and a

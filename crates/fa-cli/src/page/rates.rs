@@ -120,7 +120,7 @@ pub(crate) fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
     let mut found = Vec::new();
     for seqlen in lengths {
         let lengths = at_length(&problem.lengths, seqlen, is_square(problem));
-        let other = Problem { lengths, ..*problem };
+        let other = problem.with_lengths(lengths);
         // Past the addressable sizes there is nothing to predict.
         if other.check().is_err() {
             continue;

@@ -174,7 +174,7 @@ fn one_output_is_judged_by_its_inputs_alone() {
 fn gradients_are_judged_by_the_worst_of_three() {
     let lengths = Lengths::uniform(1, 5, 40);
     let square = Problem::square(1, 5, 2, 8, Mask::FULL, Dtype::Bf16);
-    let problem = Problem { lengths, softmax_scale: Some(8.0), ..square };
+    let problem = square.with_lengths(lengths).with_softmax_scale(Some(8.0));
     let shapes: [[usize; 4]; 4] = [[1, 5, 2, 8], [1, 40, 2, 8], [1, 40, 2, 8], [1, 5, 2, 8]];
     let names = ["q", "k", "v", "dout"];
     let (inputs, dq) = (0..400)

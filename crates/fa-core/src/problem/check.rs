@@ -1,7 +1,6 @@
 //! Which problems are valid: relations between the fields, and sizes that can be addressed.
 
 use super::{Problem, ProblemError};
-use crate::Types;
 use crate::lengths::{Side, SideRows};
 
 /// The most that a count read on the device may be.
@@ -17,6 +16,9 @@ const MOST_HEADS: usize = 1 << 20;
 
 /// The most columns of a head: likewise, and of V's the output has as many although V may have no rows.
 const MOST_HEAD_DIM: usize = 1 << 16;
+
+/// The largest offset of a mask with ALiBi: f32 has every integer up to it.
+const ALIBI_OFFSET: u64 = 1 << 24;
 
 impl Problem {
     /// Checks the relations between the fields. An empty batch and empty sequences are valid and give empty
@@ -41,10 +43,8 @@ impl Problem {
         if !self.heads_q.is_multiple_of(self.heads_kv) {
             return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
         }
-        let Types { qkv, out } = self.types;
-        if qkv != out {
-            return Err(ProblemError::Types { qkv, out });
-        }
+        self.types.check()?;
+        self.check_offset()?;
         self.check_lengths()?;
         let (q, k) = (self.rows_of(self.lengths.q()), self.rows_of(self.lengths.k()));
         let tensors = [
@@ -61,6 +61,15 @@ impl Problem {
         }
         if let Some(value) = self.score.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
+        }
+        Ok(())
+    }
+
+    /// ALiBi's distances are exact in f32 as far as the offset goes.
+    fn check_offset(&self) -> Result<(), ProblemError> {
+        let offset = self.mask.offset;
+        if self.score.alibi.is_some() && offset.unsigned_abs() > ALIBI_OFFSET {
+            return Err(ProblemError::Offset { offset, limit: ALIBI_OFFSET });
         }
         Ok(())
     }
@@ -118,7 +127,7 @@ fn check_elements(tensor: &'static str, shape: [usize; 4]) -> Result<(), Problem
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Lengths, Mask, ScoreMod};
+    use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
 
     const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
 
@@ -129,33 +138,50 @@ mod tests {
             assert!(text.contains(part), "{text} does not name {part}");
         };
         assert_eq!(BASE.check(), Ok(()));
-        assert_eq!(Problem { lengths: Lengths::uniform(0, 0, 1024), ..BASE }.check(), Ok(()));
-        refused(Problem { head_dim: 0, ..BASE }, "head_dim is 0");
-        refused(Problem { heads_kv: 3, ..BASE }, "heads_kv = 3");
-        refused(Problem { heads_kv: 0, ..BASE }, "heads_kv is 0");
-        assert_eq!(Problem { heads_kv: 0, ..BASE }.group_size(), 0);
-        refused(Problem { head_dim: MOST_HEAD_DIM + 1, ..BASE }, "head_dim = 65537: at most 65536");
+        assert_eq!(BASE.with_lengths(Lengths::uniform(0, 0, 1024)).check(), Ok(()));
+        refused(BASE.with_head_dim(0), "head_dim is 0");
+        refused(BASE.with_heads_kv(3), "heads_kv = 3");
+        refused(BASE.with_heads_kv(0), "heads_kv is 0");
+        assert_eq!(BASE.with_heads_kv(0).group_size(), 0);
+        refused(BASE.with_head_dim(MOST_HEAD_DIM + 1), "head_dim = 65537: at most 65536");
         // V without a row takes no memory, the output would take 2^40 columns a row.
-        let empty = Problem { lengths: Lengths::uniform(2, 1024, 0), ..BASE };
-        refused(Problem { head_dim_v: 1 << 40, ..empty }, "head_dim_v = 1099511627776: at most 65536");
-        assert_eq!(Problem { head_dim_v: MOST_HEAD_DIM, ..empty }.check(), Ok(()));
-        let rowless = Problem { lengths: Lengths::uniform(1, 0, 0), ..BASE };
-        refused(Problem { heads_q: 1 << 40, ..rowless }, "heads_q = 1099511627776: at most 1048576");
-        refused(Problem { heads_kv: usize::MAX, ..rowless }, "heads_kv = 18446744073709551615");
-        assert_eq!(Problem { heads_q: MOST_HEADS, ..rowless }.check(), Ok(()));
-        refused(Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..BASE }, "out_dtype is f32");
-        refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
-        refused(Problem { score: ScoreMod::softcap(0.0), ..BASE }, "softcap is 0");
-        refused(Problem { lengths: Lengths::uniform(2, 1024, usize::MAX), ..BASE }, "k has");
+        let empty = BASE.with_lengths(Lengths::uniform(2, 1024, 0));
+        refused(empty.with_head_dim_v(1 << 40), "head_dim_v = 1099511627776: at most 65536");
+        assert_eq!(empty.with_head_dim_v(MOST_HEAD_DIM).check(), Ok(()));
+        let rowless = BASE.with_lengths(Lengths::uniform(1, 0, 0));
+        refused(rowless.with_heads_q(1 << 40), "heads_q = 1099511627776: at most 1048576");
+        refused(rowless.with_heads_kv(usize::MAX), "heads_kv = 18446744073709551615");
+        assert_eq!(rowless.with_heads_q(MOST_HEADS).check(), Ok(()));
+        let (half, fp8) = (Types::same(Dtype::F16), Types::same(Dtype::E4m3));
+        for (types, part) in [
+            (
+                half.with_out(Dtype::F32),
+                "out_dtype is f32 and dtype is f16: nothing writes O wider than Q yet",
+            ),
+            (
+                half.with_kv(Dtype::E4m3),
+                "kv_dtype is e4m3 and dtype is f16: nothing reads an 8-bit cache yet",
+            ),
+            (half.with_kv(Dtype::Int8), "dequantise K and V into Q's type and leave kv_dtype out"),
+            (half.with_kv(Dtype::Bf16), "K and V have the type of Q; convert them"),
+            (half.with_out(Dtype::Bf16), "O is written in the type of Q, K and V"),
+            (half.with_dkv(Dtype::F32), "dkv_dtype is f32 and dtype is f16: dK and dV are written in"),
+            (fp8.with_out(Dtype::Bf16), "nothing computes an fp8 forward yet; convert Q, K and V"),
+        ] {
+            refused(BASE.with_types(types), part);
+        }
+        refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
+        refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
+        refused(BASE.with_lengths(Lengths::uniform(2, 1024, usize::MAX)), "k has");
         refused(
-            Problem { lengths: Lengths::uniform(0, 1024, usize::MAX), ..BASE },
+            BASE.with_lengths(Lengths::uniform(0, 1024, usize::MAX)),
             "k has the shape 0 x 18446744073709551615",
         );
     }
 
     #[test]
     fn lengths_on_the_device_fit_32_bits() {
-        let check = |q, k| Problem { lengths: Lengths::of(3, q, k), ..BASE }.check();
+        let check = |q, k| BASE.with_lengths(Lengths::of(3, q, k)).check();
         let long = MAX_I32 + 1;
         let too_long = |name| Err(ProblemError::TooLong { name, value: long, limit: MAX_I32 });
         assert_eq!(check(Side::packed(0, 0), Side::packed(0, 0)), Ok(()));
@@ -172,7 +198,7 @@ mod tests {
         assert_eq!(check(Side::padded(1), Side::paged(1, 0, 0)), Ok(()));
         assert_eq!(check(Side::paged(4, 2, 8), Side::padded(8)), Err(ProblemError::PagedQueries { page: 4 }));
         let table = Lengths::of(MAX_I32, Side::packed(1, 1), Side::paged(1, 1, MAX_I32));
-        let error = Problem { lengths: table, ..BASE }.check().unwrap_err().to_string();
+        let error = BASE.with_lengths(table).check().unwrap_err().to_string();
         assert!(error.contains("page table has the shape 2147483647 x 2147483647"), "{error}");
     }
 }

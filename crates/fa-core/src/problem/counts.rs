@@ -57,9 +57,11 @@ impl Problem {
     /// and dV.
     pub fn bytes_held(&self, pass: Pass) -> f64 {
         let (q, k, v, o) = self.elements();
-        let (qkv, out) = (self.types.qkv.bytes() as f64, self.types.out.bytes() as f64);
-        let times = if pass.is_backward() { 2.0 } else { 1.0 };
-        times * (qkv * (q + k + v) + out * o) + 4.0 * self.rows()
+        let [of_q, of_kv, of_out, of_dkv] =
+            [self.types.q, self.types.kv, self.types.out, self.types.dkv].map(|dtype| dtype.bytes() as f64);
+        let forward = of_q * q + of_kv * (k + v) + of_out * o;
+        let gradients = of_q * q + of_dkv * (k + v) + of_out * o;
+        forward + if pass.is_backward() { gradients } else { 0.0 } + 4.0 * self.rows()
     }
 
     /// Bytes of K and V that no query sees: those before a window. Where lengths are on the device an
@@ -68,7 +70,7 @@ impl Problem {
         let (mean_q, mean_k) = (self.lengths.mean_q(), self.lengths.mean_k());
         let seen = self.mask.keys_of_all(mean_q, mean_k).len() as f64;
         let (_, k, v, _) = self.elements();
-        self.types.qkv.bytes() as f64 * (k + v) * (1.0 - seen / (mean_k as f64).max(1.0))
+        self.types.kv.bytes() as f64 * (k + v) * (1.0 - seen / (mean_k as f64).max(1.0))
     }
 
     /// Query rows over all heads and sequences: the number of LSE values (at most, where lengths are on the
@@ -95,15 +97,15 @@ mod tests {
     fn counts_follow_the_published_convention() {
         assert_eq!(BASE.flops_forward(), 4.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 128.0);
         assert_eq!(BASE.flops_backward(), 2.5 * BASE.flops_forward());
-        let causal = Problem { mask: Mask::CAUSAL, ..BASE };
+        let causal = BASE.with_mask(Mask::CAUSAL);
         assert_eq!(causal.pairs(), 2.0 * 16.0 * 1024.0 * 1025.0 / 2.0);
         assert_eq!(BASE.bytes_forward(), 2.0 * 16.0 * 1024.0 * (4.0 * 128.0 * 2.0 + 4.0));
         assert_eq!(BASE.bytes_backward(), 2.0 * 16.0 * 1024.0 * (8.0 * 128.0 * 2.0 + 4.0));
         // One token of a window of 128 reads 128 keys of 1,024, and holds them all.
         let lengths = Lengths::uniform(2, 1, 1024);
-        let token = Problem { lengths, mask: Mask::causal_window(127), ..BASE };
+        let token = BASE.with_lengths(lengths).with_mask(Mask::causal_window(127));
         let [held, moved] = [token.bytes_held(Pass::Forward), token.bytes_forward()];
-        assert_eq!(held, Problem { mask: Mask::CAUSAL, ..token }.bytes_forward());
+        assert_eq!(held, token.with_mask(Mask::CAUSAL).bytes_forward());
         assert_eq!(held - moved, 2.0 * 16.0 * (1024.0 - 128.0) * 2.0 * 128.0 * 2.0);
         assert_eq!(token.bytes_held(Pass::BACKWARD) - token.bytes_backward(), held - moved);
     }
@@ -111,8 +113,8 @@ mod tests {
     #[test]
     fn estimates_of_problems_that_are_refused_do_not_panic() {
         let lengths = Lengths::uniform(usize::MAX, usize::MAX, usize::MAX);
-        let dims = Problem { head_dim: usize::MAX, head_dim_v: usize::MAX, ..BASE };
-        for problem in [Problem { lengths, ..BASE }, dims, Problem { lengths, heads_kv: 0, ..dims }] {
+        let dims = BASE.with_head_dims(usize::MAX, usize::MAX);
+        for problem in [BASE.with_lengths(lengths), dims, dims.with_lengths(lengths).with_heads_kv(0)] {
             assert!(problem.check().is_err());
             assert!(problem.flops_backward().is_finite() && problem.bytes(Pass::BACKWARD).is_finite());
         }
@@ -120,12 +122,12 @@ mod tests {
 
     #[test]
     fn counts_of_varied_problems_are_bounded_by_rows_and_lengths() {
-        let packed = Problem { lengths: Lengths::packed(4, 1000, 9000, 500, 1000), ..BASE };
+        let packed = BASE.with_lengths(Lengths::packed(4, 1000, 9000, 500, 1000));
         assert_eq!(packed.rows(), 16.0 * 1000.0);
         assert_eq!(packed.pairs(), 4.0 * 16.0 * 250.0 * 1000.0);
         let keys = 4000.0 * 2.0 * 128.0 * 16.0 * 2.0;
         assert_eq!(packed.bytes_forward(), keys + 1000.0 * 16.0 * (2.0 * 128.0 * 2.0 + 4.0));
-        let uniform = Problem { lengths: Lengths::uniform(4, 250, 1000), ..BASE };
+        let uniform = BASE.with_lengths(Lengths::uniform(4, 250, 1000));
         assert_eq!(
             (packed.flops_forward(), packed.bytes_backward()),
             (uniform.flops_forward(), uniform.bytes_backward())

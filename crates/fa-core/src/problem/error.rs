@@ -1,6 +1,6 @@
 //! What is wrong with a problem.
 
-use crate::Dtype;
+use crate::dtype::TypesError;
 
 /// Why a [`crate::Problem`] is invalid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -32,15 +32,19 @@ pub enum ProblemError {
         /// Key and value heads.
         heads_kv: usize,
     },
-    /// The type of O is not that of Q, K and V.
+    /// Types that nothing computes together.
+    #[error(transparent)]
+    Types(#[from] TypesError),
+    /// ALiBi's distances would not be exact.
     #[error(
-        "out_dtype is {out} and dtype is {qkv}: O is written in the type of Q, K and V, leave out_dtype out"
+        "query_offset = {offset} with ALiBi: distances from the diagonal are f32, with offsets from -{limit} to \
+         {limit}"
     )]
-    Types {
-        /// Type of Q, K and V.
-        qkv: Dtype,
-        /// Type of O.
-        out: Dtype,
+    Offset {
+        /// The mask's offset.
+        offset: i64,
+        /// The largest.
+        limit: u64,
     },
     /// A tensor would have more elements than can be addressed.
     #[error(

@@ -33,7 +33,11 @@ pub(super) struct Flat {
     mask: Mask,
     dtype: Dtype,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    kv_dtype: Option<Dtype>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     out_dtype: Option<Dtype>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dkv_dtype: Option<Dtype>,
     #[serde(default)]
     softmax_scale: Option<f64>,
     #[serde(default)]
@@ -59,17 +63,15 @@ impl TryFrom<Flat> for Problem {
             (page, pages, total_k) => return Err(ProblemError::Keys { page, pages, total_k }),
         };
         let with_used = |side: Side, used: bool| if used { side.with_used() } else { side };
-        Ok(Problem {
-            lengths: Lengths::of(flat.batch, with_used(q, flat.used_q), with_used(k, flat.used_k)),
-            heads_q: flat.heads_q,
-            heads_kv: flat.heads_kv,
-            head_dim: flat.head_dim,
-            head_dim_v: flat.head_dim_v,
-            mask: flat.mask,
-            types: Types { qkv: flat.dtype, out: flat.out_dtype.unwrap_or(flat.dtype) },
-            softmax_scale: flat.softmax_scale,
-            score: ScoreMod { softcap: flat.softcap, alibi: flat.alibi, sinks: flat.sinks },
-        })
+        Ok(Problem::new(
+            Lengths::of(flat.batch, with_used(q, flat.used_q), with_used(k, flat.used_k)),
+            (flat.heads_q, flat.heads_kv),
+            (flat.head_dim, flat.head_dim_v),
+            Types::of(flat.dtype, [flat.kv_dtype, flat.out_dtype, flat.dkv_dtype]),
+        )
+        .with_mask(flat.mask)
+        .with_softmax_scale(flat.softmax_scale)
+        .with_score(ScoreMod::NONE.with_softcap(flat.softcap).with_alibi(flat.alibi).with_sinks(flat.sinks)))
     }
 }
 
@@ -85,6 +87,7 @@ impl From<Problem> for Flat {
             SideRows::Paged { page, pages, .. } => (Some(page), Some(pages)),
             SideRows::Padded { .. } | SideRows::Packed { .. } => (None, None),
         };
+        let [kv_dtype, out_dtype, dkv_dtype] = types.differing();
         Flat {
             batch: lengths.sequences(),
             seqlen_q: lengths.max_q(),
@@ -100,8 +103,10 @@ impl From<Problem> for Flat {
             head_dim,
             head_dim_v,
             mask,
-            dtype: types.qkv,
-            out_dtype: types.differing_out(),
+            dtype: types.q,
+            kv_dtype,
+            out_dtype,
+            dkv_dtype,
             softmax_scale,
             softcap: score.softcap,
             alibi: score.alibi,
@@ -120,26 +125,29 @@ mod tests {
     fn text_is_flat() {
         const JSON: &str =
             r#"{"batch":2,"seqlen_q":1024,"seqlen_k":512,"heads_q":16,"heads_kv":16,"head_dim":128,"#;
-        let base = Problem { lengths: Lengths::uniform(2, 1024, 512), ..BASE };
+        let base = BASE.with_lengths(Lengths::uniform(2, 1024, 512));
         let json = |problem: &Problem| serde_json::to_string(problem).unwrap();
         let plain = r#""head_dim_v":128,"mask":{"left":null,"right":null},"dtype":"bf16","#;
         let unset = r#""softmax_scale":null,"softcap":null}"#;
         assert_eq!(json(&base), format!("{JSON}{plain}{unset}"));
-        let other = Problem {
-            mask: Mask::window(3, 4),
-            types: Types::same(Dtype::F16),
-            softmax_scale: Some(0.5),
-            score: ScoreMod::softcap(30.0),
-            ..base
-        };
+        let other = base
+            .with_mask(Mask::window(3, 4))
+            .with_types(Types::same(Dtype::F16))
+            .with_softmax_scale(Some(0.5))
+            .with_score(ScoreMod::softcap(30.0));
         let text = r#""head_dim_v":128,"mask":{"left":3,"right":4},"dtype":"f16","#;
         let set = r#""softmax_scale":0.5,"softcap":30.0}"#;
         assert_eq!(json(&other), format!("{JSON}{text}{set}"));
         let ron = "(batch:2,seqlen_q:1024,seqlen_k:512,heads_q:16,heads_kv:16,head_dim:128,head_dim_v:128,\
                    mask:(left:Some(3),right:Some(4)),dtype:f16,softmax_scale:Some(0.5),softcap:Some(30.0))";
         assert_eq!(ron::to_string(&other).unwrap(), ron);
-        let mixed = Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..base };
-        for problem in [base, other, mixed] {
+        let half = Types::same(Dtype::F16);
+        let named = [
+            half.with_out(Dtype::F32).with_dkv(Dtype::F32),
+            half.with_kv(Dtype::Int8),
+            Types::same(Dtype::E4m3).with_out(Dtype::Bf16),
+        ];
+        for problem in [base, other].into_iter().chain(named.map(|types| base.with_types(types))) {
             assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
             assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
         }
@@ -148,7 +156,7 @@ mod tests {
         // What may be left out, and what may not.
         let short = ron.replace(",softmax_scale:Some(0.5),softcap:Some(30.0)", "");
         let read: Problem = ron::from_str(&short).unwrap();
-        assert_eq!(read, Problem { softmax_scale: None, score: ScoreMod::NONE, ..other });
+        assert_eq!(read, other.with_softmax_scale(None).with_score(ScoreMod::NONE));
         let error = ron::from_str::<Problem>(&ron.replace("batch:2,", "")).unwrap_err().to_string();
         assert!(error.contains("batch"), "{error}");
         let error =
@@ -158,7 +166,7 @@ mod tests {
 
     #[test]
     fn text_of_varied_problems_says_how_rows_lie() {
-        let of = |q, k| Problem { lengths: Lengths::of(3, q, k), ..BASE };
+        let of = |q, k| BASE.with_lengths(Lengths::of(3, q, k));
         let sides = [Side::padded(7), Side::padded(7).with_used(), Side::packed(15, 7)];
         for (q, parts_q) in sides.iter().zip([&[][..], &["used_q:true"], &["total_q:Some(15)"]]) {
             for (k, parts_k) in [
@@ -187,9 +195,9 @@ mod tests {
         }
         let error = serde_json::from_str::<Problem>("\"x\"").unwrap_err().to_string();
         assert!(error.contains("expected the fields of a problem"), "{error}");
-        let score = ScoreMod { softcap: None, alibi: Some(Alibi::PerSequenceHead), sinks: true };
-        let text = ron::to_string(&Problem { score, ..BASE }).unwrap();
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
+        let text = ron::to_string(&BASE.with_score(score)).unwrap();
         assert!(text.ends_with("softcap:None,alibi:Some(per_sequence_head),sinks:true)"), "{text}");
-        assert_eq!(ron::from_str::<Problem>(&text).unwrap(), Problem { score, ..BASE });
+        assert_eq!(ron::from_str::<Problem>(&text).unwrap(), BASE.with_score(score));
     }
 }

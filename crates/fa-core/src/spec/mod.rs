@@ -198,14 +198,10 @@ impl KernelSpec {
     /// # Errors
     /// The first [`SpecError`] found.
     pub fn check(&self) -> Result<(), SpecError> {
-        let Types { qkv, out } = self.types;
-        if !qkv.is_half() {
-            return Err(SpecError::Dtype { dtype: qkv, kernel: self.kernel.name() });
-        }
-        if qkv != out {
-            let why =
-                format!("out_dtype = {out} and dtype = {qkv}: kernels write O in the type of Q, K and V");
-            return Err(SpecError::Conflict(why));
+        self.types.check().map_err(|error| SpecError::Conflict(error.to_string()))?;
+        let dtype = self.types.q;
+        if !dtype.is_half() {
+            return Err(SpecError::Dtype { dtype, kernel: self.kernel.name() });
         }
         params::multiple("head_dim", self.head_dim, 16, 16, MAX_HEAD_DIM)?;
         params::multiple("head_dim_v", self.head_dim_v, 16, 16, MAX_HEAD_DIM)?;
@@ -270,7 +266,7 @@ impl KernelSpec {
         let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = self;
         let param = |name, doc, value| Param { name, doc, value };
         let mut all = vec![
-            param("dtype", &[" Type of Q, K, V and O."] as &[_], types.qkv.into()),
+            param("dtype", &[" Type of Q, K, V and O."] as &[_], types.q.into()),
             param("head_dim", &[" Tile extent of the head dim of Q and K."], (*head_dim).into()),
             param("head_dim_v", &[" Tile extent of the head dim of V and O."], (*head_dim_v).into()),
             param("mask", &[" The mask that there is code for."], (*mask).into()),
@@ -305,6 +301,6 @@ impl KernelSpec {
 
     /// Bytes of an element of Q, K and V.
     pub const fn elem_bytes(&self) -> u32 {
-        self.types.qkv.bytes() as u32
+        self.types.q.bytes() as u32
     }
 }

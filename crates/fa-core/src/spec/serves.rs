@@ -4,7 +4,7 @@
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
-use crate::{Problem, SideRows, Types};
+use crate::{Problem, SideRows};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
 const MOST_CTAS: usize = 1 << 16;
@@ -71,7 +71,7 @@ impl KernelSpec {
         kernel: impl Into<Kernel>,
     ) -> Self {
         KernelSpec {
-            types: Types::same(problem.types.qkv),
+            types: problem.types,
             head_dim,
             head_dim_v,
             mask: MaskKind::of(&problem.mask),
@@ -100,9 +100,13 @@ impl KernelSpec {
     /// The kernel was compiled for problems of this kind.
     fn check_compiled(&self, problem: &Problem) -> Result<(), Mismatch> {
         let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
-        for (what, have, need) in
-            [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]
-        {
+        let (own, of) = (self.types, problem.types);
+        for (what, have, need) in [
+            ("dtype", own.q, of.q),
+            ("kv_dtype", own.kv, of.kv),
+            ("out_dtype", own.out, of.out),
+            ("dkv_dtype", own.dkv, of.dkv),
+        ] {
             if have != need {
                 return differs(what, have.to_string(), need.to_string());
             }
@@ -118,6 +122,7 @@ impl KernelSpec {
         if !self.mask.serves(&problem.mask) {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
         }
+        check_offset(problem)?;
         let (have, need) = (self.score, problem.score.kind());
         let (reads, of) = (self.reads, Reads::of(problem));
         for (what, have, need, [off, on]) in [
@@ -178,6 +183,23 @@ impl KernelSpec {
     }
 }
 
+/// The mask's offset is one that kernels compute: their windows have limits of 0 and more, which hold the
+/// offset, and their ALiBi is aligned to the bottom right corner.
+fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
+    let offset = problem.mask.offset;
+    let refuse = |kernel: &str| {
+        let problem = format!("{} (query_offset = {offset}); the CPU backend computes it", problem.mask);
+        Err(Mismatch { what: "query_offset", kernel: kernel.to_owned(), problem })
+    };
+    if offset != 0 && problem.score.alibi.is_some() {
+        return refuse("ALiBi with query_offset = 0");
+    }
+    if problem.mask.limits().into_iter().flatten().any(|limit| limit < 0) {
+        return refuse("offsets that leave the query's own bottom-right diagonal visible");
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -194,8 +216,7 @@ mod tests {
     #[test]
     fn pages_that_no_box_loads_are_not_served() {
         let reads = Reads { varied: true, paged: true };
-        let paged =
-            |page| Problem { lengths: Lengths::of(2, Side::padded(1), Side::paged(page, 64, 300)), ..BASE };
+        let paged = |page| BASE.with_lengths(Lengths::of(2, Side::padded(1), Side::paged(page, 64, 300)));
         let boxes = spec(Kernel::Sm90Fwd(Sm90Fwd::default()), reads);
         assert_eq!(boxes.serves(&paged(16)), Ok(()));
         let error = boxes.serves(&paged(1)).expect_err("128 boxes of one row for 32 lanes");
@@ -213,12 +234,7 @@ mod tests {
     fn counts_that_no_launch_holds_are_not_served() {
         let dense = spec(Kernel::Sm90Fwd(Sm90Fwd::default()), Reads::UNIFORM);
         let backward = spec(Kernel::Sm90Bwd(Sm90Bwd::default()), Reads::UNIFORM);
-        let of = |batch, q, k, heads| Problem {
-            lengths: Lengths::uniform(batch, q, k),
-            heads_q: heads,
-            heads_kv: 1,
-            ..BASE
-        };
+        let of = |batch, q, k, heads| BASE.with_lengths(Lengths::uniform(batch, q, k)).with_heads(heads, 1);
         let named = |spec: &KernelSpec, problem: &Problem| match spec.serves(problem) {
             Err(Unserved::TooLong { name, value, limit }) if value > limit && limit == MAX_COUNT => name,
             other => panic!("{other:?}"),
@@ -234,7 +250,7 @@ mod tests {
         assert_eq!(named(&spec(packs, Reads::UNIFORM), &of(1, MAX_COUNT, 1, 2)), "query rows of a head");
         let cache = Lengths::of(1, Side::padded(1), Side::paged(1 << 31, 1, 1));
         assert_eq!(
-            Problem { lengths: cache, ..BASE }.check_gpu(),
+            BASE.with_lengths(cache).check_gpu(),
             Err(Unserved::TooLong { name: "page", value: 1 << 31, limit: MAX_COUNT })
         );
     }
@@ -242,7 +258,9 @@ mod tests {
     #[test]
     fn factors_that_spoil_scores_are_not_served() {
         let of = |softmax_scale, softcap| {
-            Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..BASE }.check_gpu()
+            BASE.with_softmax_scale(softmax_scale)
+                .with_score(ScoreMod::NONE.with_softcap(softcap))
+                .check_gpu()
         };
         for softcap in [None, Some(1e-3), Some(30.0), Some(MAX_SOFTCAP)] {
             assert_eq!(of(None, softcap), Ok(()));

@@ -203,14 +203,14 @@ fn a_spec_serves_what_its_kernel_computes() {
     };
     for spec in [sm80(), sm90(), backward(), backward_sm80()] {
         assert_eq!(spec.serves(&base), Ok(()));
-        assert_eq!(spec.serves(&Problem { head_dim: 104, head_dim_v: 8, heads_kv: 2, ..base }), Ok(()));
-        differs(&spec, Problem { types: Types::same(Dtype::Bf16), ..base }, "dtype");
-        differs(&spec, Problem { head_dim: 136, ..base }, "head_dim");
-        differs(&spec, Problem { head_dim_v: 100, ..base }, "head_dim_v");
-        differs(&spec, Problem { mask: Mask::FULL, ..base }, "mask");
-        differs(&spec, Problem { score: ScoreMod::softcap(1.0), ..base }, "softcap");
+        assert_eq!(spec.serves(&base.with_head_dims(104, 8).with_heads_kv(2)), Ok(()));
+        differs(&spec, base.with_types(Types::same(Dtype::Bf16)), "dtype");
+        differs(&spec, base.with_head_dim(136), "head_dim");
+        differs(&spec, base.with_head_dim_v(100), "head_dim_v");
+        differs(&spec, base.with_mask(Mask::FULL), "mask");
+        differs(&spec, base.with_score(ScoreMod::softcap(1.0)), "softcap");
         let window = KernelSpec { mask: MaskKind::Window, ..spec };
-        assert_eq!(window.serves(&Problem { mask: Mask::window(3, 4), ..base }), Ok(()));
+        assert_eq!(window.serves(&base.with_mask(Mask::window(3, 4))), Ok(()));
     }
 }
 
@@ -220,10 +220,8 @@ fn packed_heads_must_fit_the_tile() {
         Kernel::Sm90Fwd(Sm90Fwd { tile_m: 128, pack_gqa: true, ..Sm90Fwd::default() }),
         Kernel::Sm80Fwd(Sm80Fwd { tile_m: 128, pack_gqa: true, ..Sm80Fwd::default() }),
     ];
-    let of = |heads_q, heads_kv| Problem {
-        heads_q,
-        heads_kv,
-        ..Problem::square(1, 64, 1, 128, Mask::CAUSAL, Dtype::F16)
+    let of = |heads_q, heads_kv| {
+        Problem::square(1, 64, 1, 128, Mask::CAUSAL, Dtype::F16).with_heads(heads_q, heads_kv)
     };
     for kernel in kernels {
         let packed = KernelSpec { kernel, ..sm90() };
@@ -323,9 +321,9 @@ fn text_is_flat() {
 
 #[test]
 fn another_type_of_o_is_refused() {
-    let mixed = KernelSpec { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..sm80() };
+    let mixed = KernelSpec { types: Types::same(Dtype::F16).with_out(Dtype::F32), ..sm80() };
     let error = KernelSpec::from_ron(&mixed.to_ron()).expect_err("nothing writes it").to_string();
-    assert!(error.contains("out_dtype = f32"), "{error}");
+    assert!(error.contains("out_dtype is f32 and dtype is f16"), "{error}");
 }
 
 /// A forward with everything on that reads and scores can have.
@@ -388,12 +386,12 @@ fn what_does_not_go_together_is_refused() {
 fn a_spec_serves_the_lengths_and_scores_that_it_has_code_for() {
     use crate::lengths::Side;
     let base = Problem::square(2, 1024, 4, 128, Mask::CAUSAL, Dtype::F16);
-    let packed = Problem { lengths: Lengths::packed(2, 2048, 2048, 1100, 1100), ..base };
+    let packed = base.with_lengths(Lengths::packed(2, 2048, 2048, 1100, 1100));
     let lengths = Lengths::of(2, Side::padded(1), Side::padded(1024).with_used());
-    let used = Problem { lengths, ..base };
+    let used = base.with_lengths(lengths);
     let lengths = Lengths::of(2, Side::packed(2, 1), Side::paged(16, 128, 1024));
-    let paged = Problem { lengths, ..base };
-    let with = |alibi, sinks| Problem { score: ScoreMod { softcap: None, alibi, sinks }, ..base };
+    let paged = base.with_lengths(lengths);
+    let with = |alibi, sinks| base.with_score(ScoreMod::NONE.with_alibi(alibi).with_sinks(sinks));
     let differs = |spec: &KernelSpec, problem: &Problem| spec.serves(problem).expect_err("it differs").what();
     for plain in [sm80(), sm90()] {
         let score = |alibi, sinks| ScoreKind { softcap: false, alibi, sinks };

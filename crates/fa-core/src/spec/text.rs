@@ -14,7 +14,11 @@ use crate::{Dtype, ScoreKind, Types, each_kernel};
 pub(super) struct Flat {
     dtype: Dtype,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    kv_dtype: Option<Dtype>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     out_dtype: Option<Dtype>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dkv_dtype: Option<Dtype>,
     head_dim: u32,
     head_dim_v: u32,
     mask: MaskKind,
@@ -38,9 +42,9 @@ impl TryFrom<Flat> for KernelSpec {
 
     /// Checked, so that whatever text a spec is read from, as a part of a record as well, it is valid.
     fn try_from(flat: Flat) -> Result<KernelSpec, SpecError> {
-        let Flat { dtype, out_dtype, head_dim, head_dim_v, mask, .. } = flat;
+        let Flat { dtype, kv_dtype, out_dtype, dkv_dtype, head_dim, head_dim_v, mask, .. } = flat;
         let Flat { softcap, varied, paged, alibi, sinks, split, kernel, .. } = flat;
-        let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
+        let types = Types::of(dtype, [kv_dtype, out_dtype, dkv_dtype]);
         let (score, reads) = (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged });
         let spec = KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel };
         spec.check().map(|()| spec)
@@ -50,11 +54,13 @@ impl TryFrom<Flat> for KernelSpec {
 impl From<KernelSpec> for Flat {
     fn from(spec: KernelSpec) -> Flat {
         let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = spec;
-        let (dtype, out_dtype) = (types.qkv, types.differing_out());
+        let (dtype, [kv_dtype, out_dtype, dkv_dtype]) = (types.q, types.differing());
         let (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged }) = (score, reads);
         Flat {
             dtype,
+            kv_dtype,
             out_dtype,
+            dkv_dtype,
             head_dim,
             head_dim_v,
             mask,
@@ -103,7 +109,7 @@ impl fmt::Display for KernelSpec {
         } else {
             format!("{}-{}", self.head_dim, self.head_dim_v)
         };
-        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.qkv, self.mask.name())?;
+        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.q, self.mask.name())?;
         for (on, name) in [
             (self.score.softcap, "-softcap"),
             (self.score.alibi, "-alibi"),

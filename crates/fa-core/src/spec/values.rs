@@ -40,7 +40,7 @@ impl MaskKind {
         }
     }
 
-    /// Whether code of this kind computes `mask`.
+    /// Whether code of this kind computes `mask`, but for an offset that makes a limit negative.
     pub fn serves(self, mask: &Mask) -> bool {
         self == MaskKind::Window || self == MaskKind::of(mask)
     }

@@ -16,7 +16,9 @@ fn masks() -> impl Strategy<Value = Mask> {
 
 fn scores(softcap: impl Strategy<Value = Option<f64>>) -> impl Strategy<Value = ScoreMod> {
     let alibi = prop_oneof![Just(None), Just(Some(Alibi::PerHead)), Just(Some(Alibi::PerSequenceHead))];
-    (softcap, alibi, any::<bool>()).prop_map(|(softcap, alibi, sinks)| ScoreMod { softcap, alibi, sinks })
+    (softcap, alibi, any::<bool>()).prop_map(|(softcap, alibi, sinks)| {
+        ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(sinks)
+    })
 }
 
 /// Queries and keys: padded, packed or, for keys, in pages, with lengths in use or without.
@@ -42,16 +44,10 @@ fn of(
 ) -> impl Strategy<Value = Problem> {
     let dtype = prop_oneof![Just(Dtype::F16), Just(Dtype::Bf16)];
     (lengths, 1usize..5, group, (1usize..33, 1usize..33), masks(), dtype, score).prop_map(
-        |(lengths, heads_kv, group, (hd, hdv), mask, dtype, score)| Problem {
-            lengths,
-            heads_q: heads_kv * group,
-            heads_kv,
-            head_dim: 8 * hd,
-            head_dim_v: 8 * hdv,
-            mask,
-            types: Types::same(dtype),
-            softmax_scale: None,
-            score,
+        |(lengths, heads_kv, group, (hd, hdv), mask, dtype, score)| {
+            Problem::new(lengths, (heads_kv * group, heads_kv), (8 * hd, 8 * hdv), Types::same(dtype))
+                .with_mask(mask)
+                .with_score(score)
         },
     )
 }
@@ -61,7 +57,7 @@ pub(crate) fn uniform() -> impl Strategy<Value = Problem> {
     let lengths =
         (0usize..5, 0usize..20_000, 0usize..20_000).prop_map(|(batch, q, k)| Lengths::uniform(batch, q, k));
     let cap = prop_oneof![Just(None), Just(Some(30.0))];
-    of(lengths, 1usize..9, cap.prop_map(ScoreMod::softcap_or_none))
+    of(lengths, 1usize..9, cap.prop_map(|cap| ScoreMod::NONE.with_softcap(cap)))
 }
 
 /// Problems of every kind that a launch holds.
@@ -98,5 +94,5 @@ pub(crate) fn beyond_launches() -> impl Strategy<Value = Problem> {
     ];
     let group = prop_oneof![8 => 1usize..9, 2 => Just(32usize), 1 => Just(1usize << 21)];
     (of(lengths, group, scores(cap)), scale)
-        .prop_map(|(problem, softmax_scale)| Problem { softmax_scale, ..problem })
+        .prop_map(|(problem, softmax_scale)| problem.with_softmax_scale(softmax_scale))
 }

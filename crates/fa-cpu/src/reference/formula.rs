@@ -310,10 +310,10 @@ impl<'a, R: Real> Head<'a, R> {
         queries.zip(keys).zip(scores).map(softmax).collect()
     }
 
-    /// `|i + seqlen_k - seqlen_q - j|`.
+    /// The distance of key `j` from the one that query `i` lies on.
     fn distance(&self, i: usize, j: usize) -> R {
         let [seqlen_q, seqlen_k] = self.seqlens;
-        R::from_f64((i + seqlen_k).abs_diff(seqlen_q + j) as f64)
+        R::from_f64((self.problem.mask.diagonal(i, seqlen_q, seqlen_k) - j as i128).abs() as f64)
     }
 
     /// O of the queries whose softmaxes are `rows`, packed, the exponentials rounded at `held` times their

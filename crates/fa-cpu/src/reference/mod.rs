@@ -3,7 +3,7 @@
 //! With query `i`, the keys `j` that it sees, and K/V head `h / (heads_q / heads_kv)` for query head `h`:
 //!
 //! ```text
-//! S_ij  = cap(scale * Q_i . K_j) - slope * |i + seqlen_k - seqlen_q - j|
+//! S_ij  = cap(scale * Q_i . K_j) - slope * |i + seqlen_k - seqlen_q + offset - j|
 //!                                           cap(s) = softcap * tanh(s / softcap), or s; without ALiBi 0
 //! LSE_i = ln (sum_j exp(S_ij) + exp(sink))  without the last term where there is no sink
 //! P_ij  = exp(S_ij - LSE_i)

@@ -28,7 +28,7 @@ impl Band {
 
     /// The queries that see a key: the mask with its sides exchanged.
     pub(super) fn queries(&self, key: usize) -> Range<usize> {
-        Mask { left: self.mask.right, right: self.mask.left }.keys(key, self.k, self.q)
+        self.mask.transposed().keys(key, self.k, self.q)
     }
 
     /// Whether a query sees a key.
@@ -74,7 +74,7 @@ impl Band {
     /// ALiBi's bias, in base 2, on the tile that begins at `query` and `key`; `None` where the slope is 0.
     /// Slopes stay finite, as the diagonal's bias is 0 times the slope.
     pub(super) fn bias(&self, slope: f32, query: usize, key: usize) -> Option<Bias> {
-        let first = (query + self.k) as i64 - (self.q + key) as i64;
+        let first = self.mask.diagonal(query, self.q, self.k) - key as i128;
         let exponent = (slope * std::f32::consts::LOG2_E).clamp(-f32::MAX, f32::MAX);
         (slope != 0.0).then_some(Bias { slope: exponent, first: first as f32 })
     }

@@ -239,7 +239,7 @@ pub fn backward_extras<T: Element>(
 fn check_type<T: Element>(problem: &Problem) -> Result<(), CpuError> {
     match T::DTYPE {
         Some(_) => Ok(()),
-        got @ None => Err(CpuError::Dtype { got, need: problem.types.qkv }),
+        got @ None => Err(CpuError::Dtype { got, need: problem.types.q }),
     }
 }
 

@@ -31,7 +31,7 @@ fn sum_anew<T: Element>(call: &Forward<'_, T>, [sequence, head, query]: [usize; 
         (0..problem.head_dim).map(|dim| q.at(outer, first + query, head, dim).to_f64()).collect();
     let keys = band.keys(query);
     let slope = f64::from(batch.slope(sequence, head));
-    let diagonal = (query + band.k) as f64 - band.q as f64;
+    let diagonal = band.mask.diagonal(query, band.q, band.k) as f64;
     let scores: Vec<f64> = keys
         .clone()
         .map(|key| {

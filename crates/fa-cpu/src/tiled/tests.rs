@@ -45,7 +45,7 @@ fn check<T: Element + std::fmt::Debug>(problem: &Problem, options: Options) {
     let passed = |what: &str, comparison: Comparison| {
         assert!(comparison.passed(), "{what} of {problem:?} with {options:?}: {comparison}");
     };
-    let dtype = problem.types.qkv;
+    let dtype = problem.types.q;
     passed("out", compare::<T, T>(out_shape, dtype, &out, &oracle.out, None).unwrap());
     let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
     passed("lse", compare_lse(lse_shape, dtype, &lse, &oracle.lse).unwrap());
@@ -76,13 +76,16 @@ fn check<T: Element + std::fmt::Debug>(problem: &Problem, options: Options) {
     passed("dv", compared(shapes[2], &dv, &oracle.dv).allowing(noise(0.0, &oracle.dv)));
 }
 
-const MASKS: [Mask; 6] = [
+const MASKS: [Mask; 9] = [
     Mask::FULL,
     Mask::CAUSAL,
     Mask::window(9, 4),
     Mask::causal_window(70),
-    Mask { left: None, right: Some(40) },
-    Mask { left: Some(3), right: None },
+    Mask::band(None, Some(40)),
+    Mask::band(Some(3), None),
+    Mask::CAUSAL.with_offset(-11),
+    Mask::window(9, 4).with_offset(17),
+    Mask::FULL.with_offset(5),
 ];
 
 fn every_isa(check: impl Fn(Options)) {
@@ -92,7 +95,7 @@ fn every_isa(check: impl Fn(Options)) {
 }
 
 fn base(sq: usize, sk: usize, mask: Mask) -> Problem {
-    Problem { lengths: Lengths::uniform(1, sq, sk), ..Problem::square(1, sq, 2, 40, mask, Dtype::F32) }
+    Problem::square(1, sq, 2, 40, mask, Dtype::F32).with_lengths(Lengths::uniform(1, sq, sk))
 }
 
 #[test]
@@ -134,14 +137,10 @@ fn head_dims_and_groups() {
     every_isa(|options| {
         for (hd, hdv) in [(1, 1), (8, 5), (33, 17), (64, 64), (72, 128), (192, 128), (128, 256)] {
             for (heads_q, heads_kv) in [(2, 2), (6, 2), (5, 1)] {
-                let problem = Problem {
-                    lengths: Lengths::uniform(2, 70, 81),
-                    heads_q,
-                    heads_kv,
-                    head_dim: hd,
-                    head_dim_v: hdv,
-                    ..base(70, 81, Mask::CAUSAL)
-                };
+                let problem = base(70, 81, Mask::CAUSAL)
+                    .with_lengths(Lengths::uniform(2, 70, 81))
+                    .with_heads(heads_q, heads_kv)
+                    .with_head_dims(hd, hdv);
                 check::<f32>(&problem, options);
             }
         }
@@ -153,14 +152,12 @@ fn sixteen_bit_types_scale_and_cap() {
     every_isa(|options| {
         for softcap in [None, Some(1.5)] {
             for softmax_scale in [None, Some(0.4), Some(-0.3), Some(0.0)] {
-                let problem = Problem {
-                    score: ScoreMod::softcap_or_none(softcap),
-                    softmax_scale,
-                    ..base(130, 150, Mask::window(50, 9))
-                };
+                let problem = base(130, 150, Mask::window(50, 9))
+                    .with_score(ScoreMod::NONE.with_softcap(softcap))
+                    .with_softmax_scale(softmax_scale);
                 check::<f32>(&problem, options);
-                check::<f16>(&Problem { types: Types::same(Dtype::F16), ..problem }, options);
-                check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..problem }, options);
+                check::<f16>(&problem.with_types(Types::same(Dtype::F16)), options);
+                check::<bf16>(&problem.with_types(Types::same(Dtype::Bf16)), options);
             }
         }
     });
@@ -170,10 +167,7 @@ fn sixteen_bit_types_scale_and_cap() {
 fn empty_problems_write_what_there_is() {
     every_isa(|options| {
         for (batch, sq, sk) in [(0, 4, 4), (1, 0, 4), (1, 4, 0), (2, 0, 0)] {
-            check::<f32>(
-                &Problem { lengths: Lengths::uniform(batch, sq, sk), ..base(sq, sk, Mask::CAUSAL) },
-                options,
-            );
+            check::<f32>(&base(sq, sk, Mask::CAUSAL).with_lengths(Lengths::uniform(batch, sq, sk)), options);
         }
     });
 }
@@ -183,10 +177,10 @@ fn few_heads_on_many_threads_split_the_keys() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
     let split = || {
         for mask in MASKS {
-            let problem = Problem { heads_q: 4, heads_kv: 2, ..base(410, 530, mask) };
+            let problem = base(410, 530, mask).with_heads(4, 2);
             check::<f32>(&problem, Options::default());
             check::<f32>(&problem, Options { isa: None, threads: Some(3) });
-            check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..problem }, Options::default());
+            check::<bf16>(&problem.with_types(Types::same(Dtype::Bf16)), Options::default());
         }
     };
     pool.install(|| schedule::tests::with_cores(5, split));
@@ -209,20 +203,15 @@ fn few_queries_of_every_number_and_group() {
             (16, 2, 2),
         ] {
             for (hd, hdv) in [(64, 64), (40, 72), (3, 21)] {
-                let shape = |mask| Problem {
-                    lengths: Lengths::uniform(2, queries, 700),
-                    heads_q,
-                    heads_kv,
-                    head_dim: hd,
-                    head_dim_v: hdv,
-                    ..base(queries, 700, mask)
+                let shape = |mask| {
+                    base(queries, 700, mask)
+                        .with_lengths(Lengths::uniform(2, queries, 700))
+                        .with_heads(heads_q, heads_kv)
+                        .with_head_dims(hd, hdv)
                 };
                 check::<f32>(&shape(Mask::CAUSAL), options);
-                check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..shape(Mask::FULL) }, options);
-                check::<f16>(
-                    &Problem { types: Types::same(Dtype::F16), ..shape(Mask::window(600, 0)) },
-                    options,
-                );
+                check::<bf16>(&shape(Mask::FULL).with_types(Types::same(Dtype::Bf16)), options);
+                check::<f16>(&shape(Mask::window(600, 0)).with_types(Types::same(Dtype::F16)), options);
             }
         }
     });
@@ -232,7 +221,7 @@ fn few_queries_of_every_number_and_group() {
 /// are the same.
 #[test]
 fn few_queries_have_the_same_bits_on_any_number_of_threads() {
-    let problem = Problem { heads_q: 12, heads_kv: 6, ..base(3, 1300, Mask::CAUSAL) };
+    let problem = base(3, 1300, Mask::CAUSAL).with_heads(12, 6);
     let shapes = [check::q_shape(&problem), check::k_shape(&problem), check::out_shape(&problem)];
     let (q, k) = (noise::<f32>(1, len(shapes[0])), noise::<f32>(2, len(shapes[1])));
     let (q, k) = (packed("q", &q, shapes[0]), packed("k", &k, shapes[1]));
@@ -291,16 +280,13 @@ fn divided_keys_have_the_same_bits_on_any_number_of_threads() {
                 (Mask::FULL, None),
                 (Mask::CAUSAL, Some(1.5)),
                 (Mask::causal_window(900), None),
-                (Mask { left: Some(3), right: None }, None),
+                (Mask::band(Some(3), None), None),
             ] {
                 for (heads_q, keys) in [(6, 1300), (2, 2100)] {
-                    let problem = Problem {
-                        heads_q,
-                        heads_kv: heads_q / 2,
-                        score: ScoreMod::softcap_or_none(softcap),
-                        ..base(25, keys, mask)
-                    };
-                    let typed = |dtype| Problem { types: Types::same(dtype), ..problem };
+                    let problem = base(25, keys, mask)
+                        .with_heads(heads_q, heads_q / 2)
+                        .with_score(ScoreMod::NONE.with_softcap(softcap));
+                    let typed = |dtype| problem.with_types(Types::same(dtype));
                     same::<f16>(&typed(Dtype::F16), options);
                     same::<bf16>(&typed(Dtype::Bf16), options);
                     same::<f32>(&problem, options);
@@ -317,14 +303,11 @@ fn divided_keys_of_every_form() {
     use fa_core::{Alibi, Side};
     fn one<T: Element + Into<f32> + std::fmt::Debug>(dtype: Dtype, mask: Mask, options: Options) {
         let (page, pages) = (48, 60);
-        let problem = Problem {
-            lengths: Lengths::of(2, Side::packed(60, 40), Side::paged(page, pages, 1400)),
-            heads_q: 4,
-            heads_kv: 1,
-            score: ScoreMod { sinks: true, alibi: Some(Alibi::PerHead), ..ScoreMod::NONE },
-            types: Types::same(dtype),
-            ..base(1, 1, mask)
-        };
+        let problem = base(1, 1, mask)
+            .with_lengths(Lengths::of(2, Side::packed(60, 40), Side::paged(page, pages, 1400)))
+            .with_heads(4, 1)
+            .with_score(ScoreMod::NONE.with_sinks(true).with_alibi(Some(Alibi::PerHead)))
+            .with_types(Types::same(dtype));
         let columns = problem.lengths.table_columns();
         let table: Vec<i32> = (0..2 * columns).map(|i| (i * 7 % pages) as i32).collect();
         let extras = Extras {
@@ -376,7 +359,7 @@ fn divided_keys_of_every_form() {
 fn any_strides() {
     // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with
     // gaps.
-    let problem = Problem { lengths: Lengths::uniform(2, 37, 45), ..base(37, 45, Mask::CAUSAL) };
+    let problem = base(37, 45, Mask::CAUSAL).with_lengths(Lengths::uniform(2, 37, 45));
     let (q, k, v) = (noise::<f32>(1, 40 * 37 * 4), noise(2, 45 * 2 * 40), noise(3, 45 * 100 * 2));
     let strides = |[batch, seq, head, dim]: [i64; 4]| Strides { batch, seq, head, dim };
     let q = TensorRef::new("q", &q, [2, 37, 2, 40], strides([74, 1, 37, 148])).unwrap();
@@ -469,19 +452,16 @@ fn bf16_of_every_form() {
     every_isa(|options| {
         for (sq, sk) in [(1, 1), (31, 33), (1, 200), (128, 128), (130, 257), (300, 290)] {
             for mask in MASKS {
-                check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..base(sq, sk, mask) }, options);
+                check::<bf16>(&base(sq, sk, mask).with_types(Types::same(Dtype::Bf16)), options);
             }
         }
         for (hd, hdv) in [(1, 1), (33, 17), (64, 64), (72, 128), (192, 128), (128, 256)] {
             for (heads_q, heads_kv) in [(2, 2), (6, 2), (5, 1)] {
-                let head_dims = Problem { head_dim: hd, head_dim_v: hdv, ..base(70, 81, Mask::CAUSAL) };
-                let problem = Problem {
-                    lengths: Lengths::uniform(2, head_dims.lengths.max_q(), head_dims.lengths.max_k()),
-                    heads_q,
-                    heads_kv,
-                    types: Types::same(Dtype::Bf16),
-                    ..head_dims
-                };
+                let head_dims = base(70, 81, Mask::CAUSAL).with_head_dims(hd, hdv);
+                let problem = head_dims
+                    .with_lengths(Lengths::uniform(2, head_dims.lengths.max_q(), head_dims.lengths.max_k()))
+                    .with_heads(heads_q, heads_kv)
+                    .with_types(Types::same(Dtype::Bf16));
                 check::<bf16>(&problem, options);
             }
         }
@@ -503,14 +483,14 @@ fn hidden_keys_and_values_may_hold_anything() {
         let mut view = packed_mut("out", &mut out, shapes[0]);
         forward_with(options, problem, &q, &k, &v, &mut view, None).unwrap();
         let oracle = reference::forward(problem, &q, &k, &v).unwrap();
-        let comparison = compare::<T, T>(shapes[0], problem.types.qkv, &out, &oracle.out, None).unwrap();
+        let comparison = compare::<T, T>(shapes[0], problem.types.q, &out, &oracle.out, None).unwrap();
         assert!(comparison.passed(), "{problem:?} with {options:?}: {comparison}");
     }
     every_isa(|options| {
         for mask in MASKS {
             let problem = base(120, 120, mask);
             check_one::<f32>(&problem, options);
-            check_one::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..problem }, options);
+            check_one::<bf16>(&problem.with_types(Types::same(Dtype::Bf16)), options);
         }
     });
 }
@@ -519,11 +499,9 @@ fn hidden_keys_and_values_may_hold_anything() {
 /// computes a unit: whether one thread has the unit or several share it, the bits are those without it.
 #[test]
 fn hidden_values_change_no_bits_on_any_number_of_threads() {
-    let problem = Problem {
-        lengths: Lengths::uniform(1, 60, 600),
-        types: Types::same(Dtype::Bf16),
-        ..base(60, 600, Mask::window(20, 20))
-    };
+    let problem = base(60, 600, Mask::window(20, 20))
+        .with_lengths(Lengths::uniform(1, 60, 600))
+        .with_types(Types::same(Dtype::Bf16));
     let shapes = [check::q_shape(&problem), check::k_shape(&problem), check::v_shape(&problem)];
     let clean = [0, 1, 2].map(|i| noise::<bf16>(i as u64, len(shapes[i])));
     let mut wild = clean.clone();

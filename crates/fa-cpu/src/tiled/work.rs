@@ -248,7 +248,7 @@ mod tests {
             for mask in [Mask::FULL, Mask::CAUSAL] {
                 for (workers, converts) in [(1, true), (2, true), (7, false), (7, true)] {
                     let problem =
-                        Problem { lengths, heads_kv: 2, ..Problem::square(1, 1, 6, 8, mask, Dtype::F32) };
+                        Problem::square(1, 1, 6, 8, mask, Dtype::F32).with_lengths(lengths).with_heads_kv(2);
                     let cu = cu.as_ref().map(|cu| &cu[..]);
                     let batch =
                         Batch::new(&problem, &Extras { cu_seqlens_q: cu, cu_seqlens_k: cu, ..Extras::NONE })

@@ -27,44 +27,31 @@ fn problem(
     mask: Mask,
     dtype: Dtype,
 ) -> Problem {
-    Problem {
-        lengths: Lengths::uniform(1, lengths.0, lengths.1),
-        heads_q: heads.0,
-        heads_kv: heads.1,
-        head_dim: dims.0,
-        head_dim_v: dims.1,
-        mask,
-        types: Types::same(dtype),
-        softmax_scale: None,
-        score: ScoreMod::NONE,
-    }
+    Problem::new(
+        Lengths::uniform(1, lengths.0, lengths.1),
+        (heads.0, heads.1),
+        (dims.0, dims.1),
+        Types::same(dtype),
+    )
+    .with_mask(mask)
 }
 
 fn within_budget(problem: Problem) -> Problem {
     let smaller = [
         problem,
-        Problem { lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()), ..problem },
-        Problem {
-            lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
-            heads_q: 6.min(problem.heads_q),
-            heads_kv: 1,
-            ..problem
-        },
-        Problem {
-            lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
-            heads_q: 2,
-            heads_kv: 1,
-            ..problem
-        },
-        Problem {
-            lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
-            heads_q: 1,
-            heads_kv: 1,
-            ..problem
-        },
+        problem.with_lengths(Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k())),
+        problem
+            .with_lengths(Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()))
+            .with_heads(6.min(problem.heads_q), 1),
+        problem
+            .with_lengths(Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()))
+            .with_heads(2, 1),
+        problem
+            .with_lengths(Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()))
+            .with_heads(1, 1),
     ];
     let fits = |problem: &Problem| problem.flops_forward() <= 2.0 * BUDGET;
-    let least = Problem { head_dim: 64, head_dim_v: 64, ..smaller[4] };
+    let least = smaller[4].with_head_dims(64, 64);
     smaller.into_iter().find(fits).unwrap_or(least)
 }
 
@@ -76,10 +63,11 @@ fn shapes(shapes: &[(usize, usize)]) -> impl Iterator<Item = Case> {
     cases.zip(head_dims().cycle()).enumerate().map(|(turn, ((lengths, mask, dtype), dims))| {
         let batch = BATCHES[(turn / 2) % BATCHES.len()];
         let problem = problem(lengths, HEADS[turn % HEADS.len()], dims, mask, dtype);
-        let problem = within_budget(Problem {
-            lengths: Lengths::uniform(batch, problem.lengths.max_q(), problem.lengths.max_k()),
-            ..problem
-        });
+        let problem = within_budget(problem.with_lengths(Lengths::uniform(
+            batch,
+            problem.lengths.max_q(),
+            problem.lengths.max_k(),
+        )));
         Case { problem, with_backward: true, all_isas: false }
     })
 }
@@ -98,7 +86,7 @@ fn longer_shapes() {
 #[test]
 fn long_shapes() {
     let long = |lengths, dims, mask, dtype, with_backward| {
-        let problem = Problem { heads_q: 2, ..problem(lengths, (2, 1), dims, mask, dtype) };
+        let problem = problem(lengths, (2, 1), dims, mask, dtype).with_heads_q(2);
         Case { problem, with_backward, all_isas: false }
     };
     check_all([
@@ -129,7 +117,7 @@ fn every_head_count_and_batch() {
             CAUSAL.into_iter().flat_map(move |mask| {
                 DTYPES.map(|dtype| {
                     let problem = problem((33, 48), heads, (16, 24), mask, dtype);
-                    let problem = Problem { lengths: Lengths::uniform(batch, 33, 48), ..problem };
+                    let problem = problem.with_lengths(Lengths::uniform(batch, 33, 48));
                     Case { problem, with_backward: true, all_isas: false }
                 })
             })
@@ -145,8 +133,8 @@ fn windows_caps_and_scales() {
         Mask::window(100, 0),
         Mask::window(0, 200),
         Mask::causal_window(16),
-        Mask { left: Some(40), right: None },
-        Mask { left: None, right: Some(25) },
+        Mask::band(Some(40), None),
+        Mask::band(None, Some(25)),
     ];
     let lengths = [(1, 77), (113, 203), (203, 113), (150, 9), (9, 150), (257, 257)];
     let turns = masks.into_iter().flat_map(|mask| lengths.map(|lengths| (mask, lengths)));
@@ -154,7 +142,8 @@ fn windows_caps_and_scales() {
         let problem = problem(lengths, (4, 2), (48, 32), mask, DTYPES[turn % 3]);
         let softmax_scale = [None, Some(0.5), Some(-0.25), Some(0.0)][turn % 4];
         let softcap = [None, Some(2.0), Some(30.0)][turn / 2 % 3];
-        let problem = Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..problem };
+        let problem =
+            problem.with_softmax_scale(softmax_scale).with_score(ScoreMod::NONE.with_softcap(softcap));
         Case { problem, with_backward: true, all_isas: true }
     }));
 }
@@ -163,7 +152,7 @@ fn windows_caps_and_scales() {
 #[test]
 fn large_batch_and_millions_of_keys() {
     let many = problem((2, 3), (2, 1), (4, 4), Mask::CAUSAL, Dtype::Bf16);
-    let many = Problem { lengths: Lengths::uniform(8300, 2, 3), ..many };
+    let many = many.with_lengths(Lengths::uniform(8300, 2, 3));
     let long = problem((1, (1 << 22) + 3), (1, 1), (2, 1), Mask::CAUSAL, Dtype::F16);
     check_all([many, long].map(|problem| Case { problem, with_backward: true, all_isas: false }));
 }

@@ -15,7 +15,7 @@ const MASKS: [Mask; 4] = [Mask::FULL, Mask::CAUSAL, Mask::window(20, 3), Mask::c
 
 fn problem((queries, keys): (usize, usize), mask: Mask, dtype: Dtype) -> Problem {
     let square = Problem::square(1, 1, 4, 24, mask, dtype);
-    Problem { lengths: Lengths::uniform(1, queries, keys), heads_kv: 2, head_dim_v: 16, ..square }
+    square.with_lengths(Lengths::uniform(1, queries, keys)).with_heads_kv(2).with_head_dim_v(16)
 }
 
 fn all<T: Element>(
@@ -139,7 +139,7 @@ fn large_and_tiny_values_keep_the_rule() {
 fn subnormal_values_survive_f32_sums() {
     for lengths in LENGTHS {
         let problem = problem(lengths, Mask::FULL, Dtype::F32);
-        let problem = Problem { types: Types::same(Dtype::F32), ..problem };
+        let problem = problem.with_types(Types::same(Dtype::F32));
         let mut inputs = Inputs::<f32>::random(&problem, 9);
         inputs.v.fill(3e-41);
         for isa in isas() {
@@ -203,8 +203,8 @@ fn slopes_and_sinks_up_to_the_largest_number() {
             for (slopes, sinks) in edges(4) {
                 for (alibi, has_sinks) in [(true, false), (false, true), (true, true)] {
                     let score =
-                        ScoreMod { alibi: alibi.then_some(Alibi::PerHead), sinks: has_sinks, softcap: None };
-                    let problem = Problem { score, ..problem(lengths, mask, dtype) };
+                        ScoreMod::NONE.with_alibi(alibi.then_some(Alibi::PerHead)).with_sinks(has_sinks);
+                    let problem = problem(lengths, mask, dtype).with_score(score);
                     let rows = 4 * lengths.0;
                     let dlse: Vec<f32> = (0..rows).map(|row| (row % 7) as f32 / 4.0 - 0.75).collect();
                     let extras = Extras {
@@ -242,7 +242,7 @@ fn check_edges<T: Element>(
     wanted: &reference::Gradients,
 ) {
     let (queries, dim) = (problem.lengths.max_q(), problem.head_dim_v);
-    let room = if problem.types.qkv == Dtype::F32 { 1e-4 } else { 0.06 };
+    let room = if problem.types.q == Dtype::F32 { 1e-4 } else { 0.06 };
     let mut all_within = true;
     for (row, (&lse, &want)) in got.lse.iter().zip(&exact.lse).enumerate() {
         let (head, query) = (row / queries, row % queries);
@@ -282,7 +282,7 @@ fn scores_near_the_lowest_of_f32_are_scores() {
         for (lengths, mask) in LENGTHS.into_iter().flat_map(|lengths| MASKS.map(|mask| (lengths, mask))) {
             // Products of 2^(a + b) and 24 of them: exponents to -3.3e38.
             for (q, k) in [(1.0, 60), (1.25, 61), (1.25, 58), (1.9, 40), (1.3, 15)] {
-                let problem = Problem { softmax_scale: Some(1.0), ..problem(lengths, mask, dtype) };
+                let problem = problem(lengths, mask, dtype).with_softmax_scale(Some(1.0));
                 let mut inputs = Inputs::<T>::random(&problem, 5);
                 let side = 2f64.powi(k);
                 inputs.q.fill(T::from_f64(q * side));

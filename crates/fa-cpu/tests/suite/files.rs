@@ -68,7 +68,7 @@ impl File {
             Some(Dtype::Bf16) => {
                 (FileDtype::BF16, read(bytes, |b| T::from_f32(bf16::from_le_bytes(b).to_f32())))
             }
-            Some(Dtype::E4m3) => panic!("no 8-bit files"),
+            Some(Dtype::E4m3 | Dtype::Int8) => panic!("no 8-bit files"),
         };
         assert_eq!(dtype, expected, "{}: {name}", self.name);
         values
@@ -81,20 +81,15 @@ impl File {
         let side = |key: &str| optional(key).map(|text| text.parse::<u32>().unwrap());
         let scalar = |key: &str| optional(key).map(|text| text.parse::<f64>().unwrap());
         let causal = self.text("causal") == "true";
-        Problem {
-            lengths: Lengths::uniform(number("batch"), number("seqlen_q"), number("seqlen_k")),
-            heads_q: number("heads_q"),
-            heads_kv: number("heads_kv"),
-            head_dim: number("head_dim"),
-            head_dim_v: number("head_dim_v"),
-            mask: Mask {
-                left: side("window_left"),
-                right: if causal { Some(0) } else { side("window_right") },
-            },
-            types: Types::same(self.text("dtype").parse().unwrap()),
-            softmax_scale: scalar("scale"),
-            score: ScoreMod::softcap_or_none(scalar("softcap")),
-        }
+        Problem::new(
+            Lengths::uniform(number("batch"), number("seqlen_q"), number("seqlen_k")),
+            (number("heads_q"), number("heads_kv")),
+            (number("head_dim"), number("head_dim_v")),
+            Types::same(self.text("dtype").parse().unwrap()),
+        )
+        .with_mask(Mask::band(side("window_left"), if causal { Some(0) } else { side("window_right") }))
+        .with_softmax_scale(scalar("scale"))
+        .with_score(ScoreMod::NONE.with_softcap(scalar("softcap")))
     }
 
     fn text(&self, key: &str) -> &str {

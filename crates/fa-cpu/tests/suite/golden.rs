@@ -46,11 +46,11 @@ fn for_each_file(check: [fn(&File); 3]) {
     for path in files {
         let file = File::read(&path);
         let [check_f32, check_f16, check_bf16] = check;
-        match file.problem().types.qkv {
+        match file.problem().types.q {
             Dtype::F32 => check_f32(&file),
             Dtype::F16 => check_f16(&file),
             Dtype::Bf16 => check_bf16(&file),
-            Dtype::E4m3 => panic!("{}: no 8-bit files", file.name),
+            Dtype::E4m3 | Dtype::Int8 => panic!("{}: no 8-bit files", file.name),
         }
     }
 }
@@ -85,7 +85,7 @@ fn the_low_precision_twin_is_off_by_few_roundings() {
         let views = inputs.views(problem);
         let forward = low_precision::forward(problem, &views.q, &views.k, &views.v).unwrap();
         let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
-        let lse = compare_lse(lse_shape, problem.types.qkv, &forward.lse, &golden.lse).unwrap();
+        let lse = compare_lse(lse_shape, problem.types.q, &forward.lse, &golden.lse).unwrap();
         assert!(lse.passed(), "{} lse: {lse}", file.name);
         let gradients = low_precision::backward(problem, &views.q, &views.k, &views.v, &views.dout).unwrap();
         for (name, shape, got, expected) in [
@@ -94,7 +94,7 @@ fn the_low_precision_twin_is_off_by_few_roundings() {
             ("dk", k_shape(problem), &gradients.dk, &golden.dk),
             ("dv", v_shape(problem), &gradients.dv, &golden.dv),
         ] {
-            let found: Comparison = compare::<T, T>(shape, problem.types.qkv, got, expected, None).unwrap();
+            let found: Comparison = compare::<T, T>(shape, problem.types.q, got, expected, None).unwrap();
             // Scores in the hundreds lose digits before the softmax, and dP - dO . O cancels where P is
             // nearly 1.
             let near = found.passed() || file.name.starts_with("large_scores") && found.cosine > 0.999_99;

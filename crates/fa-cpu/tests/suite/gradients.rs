@@ -47,7 +47,8 @@ fn differences_of(
 
 pub(crate) fn masks() -> impl Strategy<Value = Mask> {
     let side = || prop_oneof![Just(None), (0u32..6).prop_map(Some)];
-    (side(), side()).prop_map(|(left, right)| Mask { left, right })
+    let offset = prop_oneof![3 => Just(0), 1 => -8i64..9];
+    (side(), side(), offset).prop_map(|(left, right, offset)| Mask::band(left, right).with_offset(offset))
 }
 
 prop_compose! {
@@ -58,11 +59,15 @@ prop_compose! {
         softmax_scale in prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)],
         softcap in prop_oneof![Just(None), (0.5f64..5.0).prop_map(Some)],
     ) -> Problem {
-        Problem {
-            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
-            head_dim, head_dim_v, mask, types: Types::same(Dtype::F32), softmax_scale,
-            score: ScoreMod::softcap_or_none(softcap),
-        }
+        Problem::new(
+            Lengths::uniform(batch, seqlen_q, seqlen_k),
+            (heads_kv * group, heads_kv),
+            (head_dim, head_dim_v),
+            Types::same(Dtype::F32),
+        )
+        .with_mask(mask)
+        .with_softmax_scale(softmax_scale)
+        .with_score(ScoreMod::NONE.with_softcap(softcap))
     }
 }
 
@@ -137,8 +142,8 @@ proptest! {
     /// The gradients of the sinks too: these are f32, so their step is one that f32 holds exactly.
     #[test]
     fn gradients_with_slopes_and_sinks_are_what_finite_differences_say(problem in problems(), seed: u64) {
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..problem.score };
-        let problem = Problem { score, ..problem };
+        let score = problem.score.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
+        let problem = problem.with_score(score);
         let mut random = Random::new(seed);
         let count = problem.lengths.sequences() * problem.heads_q;
         let slopes: Vec<f32> = (0..count).map(|_| random.uniform() as f32).collect();

@@ -1,6 +1,6 @@
 //! Laws of online softmax and of merging, on random rows with the values that break implementations.
 
-use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
+use fa_core::{Dtype, Lengths, Mask, Problem, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, v_shape};
 use fa_cpu::compare::rounding_step;
 use fa_cpu::merge::{merge, merge_row};
@@ -163,11 +163,12 @@ prop_compose! {
         batch in 1usize..3, seqlen_q in 1usize..5, seqlen_k in 1usize..24,
         heads_kv in 1usize..3, group in 1usize..3, head_dim in 1usize..9, head_dim_v in 1usize..9,
     ) -> Problem {
-        Problem {
-            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
-            head_dim, head_dim_v, mask: Mask::FULL, types: Types::same(Dtype::F32), softmax_scale: None,
-            score: ScoreMod::NONE,
-        }
+        Problem::new(
+            Lengths::uniform(batch, seqlen_q, seqlen_k),
+            (heads_kv * group, heads_kv),
+            (head_dim, head_dim_v),
+            Types::same(Dtype::F32),
+        )
     }
 }
 
@@ -195,7 +196,7 @@ proptest! {
         let mut lse = vec![f64::NEG_INFINITY; lse_len(&problem)];
         for keys in cut(&order, &cuts) {
             let (sequences, queries) = (problem.lengths.sequences(), problem.lengths.max_q());
-            let part = Problem { lengths: Lengths::uniform(sequences, queries, keys.len()), ..problem };
+            let part = problem.with_lengths(Lengths::uniform(sequences, queries, keys.len()));
             let k = reordered(&inputs.k, k_shape(&problem), keys);
             let v = reordered(&inputs.v, v_shape(&problem), keys);
             let [k, v] = [bshd("k", &k, k_shape(&part)), bshd("v", &v, v_shape(&part))];
@@ -234,7 +235,7 @@ proptest! {
         full in full_problems(), seqlen_q in 1usize..30, mask in masks(), seed: u64,
     ) {
         let lengths = Lengths::uniform(full.lengths.sequences(), seqlen_q, full.lengths.max_k());
-        let problem = Problem { lengths, mask, ..full };
+        let problem = full.with_lengths(lengths).with_mask(mask);
         let (sq, sk) = (problem.lengths.max_q(), problem.lengths.max_k());
         let mut inputs = Inputs::<f64>::random(&problem, seed);
         let seen = |j: usize| (0..sq).any(|i| mask.visible(i, j, sq, sk));
@@ -299,11 +300,9 @@ fn infinite_and_nan_inputs_stay_in_their_rows() {
 /// Strides say where an element lies, not what it is: a broadcast view is the tensor that it repeats.
 #[test]
 fn broadcast_strides_give_the_packed_result() {
-    let problem = Problem {
-        heads_kv: 2,
-        lengths: Lengths::uniform(2, 4, 5),
-        ..Problem::square(2, 4, 4, 3, Mask::CAUSAL, Dtype::F32)
-    };
+    let problem = Problem::square(2, 4, 4, 3, Mask::CAUSAL, Dtype::F32)
+        .with_heads_kv(2)
+        .with_lengths(Lengths::uniform(2, 4, 5));
     let k_one_head: Vec<f32> = (0..2 * 5 * 3).map(|i| (i as f32 * 0.7).sin()).collect();
     let broadcast = Strides { batch: 15, seq: 3, head: 0, dim: 1 };
     let shape = k_shape(&problem);

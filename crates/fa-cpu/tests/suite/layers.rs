@@ -41,7 +41,7 @@ fn the_oracle_agrees_with_the_model_and_tiled_with_the_oracle() {
             differences.fold(0.0, f64::max),
         );
         assert!(
-            worst <= model_error(problem.types.qkv),
+            worst <= model_error(problem.types.q),
             "{}: off by {worst}, outputs up to {largest}",
             file.name
         );
@@ -59,6 +59,6 @@ fn the_oracle_agrees_with_the_model_and_tiled_with_the_oracle() {
     let layers = layers();
     assert_eq!(layers.len(), 3);
     for (file, problem) in &layers {
-        in_dtype!(problem.types.qkv, T => check::<T>(file, problem));
+        in_dtype!(problem.types.q, T => check::<T>(file, problem));
     }
 }

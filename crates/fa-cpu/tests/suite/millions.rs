@@ -12,7 +12,7 @@ const DIMS: usize = 4;
 
 fn problem(queries: usize, keys: usize, dtype: Dtype) -> Problem {
     let lengths = Lengths::uniform(1, queries, keys);
-    Problem { lengths, types: Types::same(dtype), ..Problem::square(1, 1, 1, DIMS, Mask::FULL, dtype) }
+    Problem::square(1, 1, 1, DIMS, Mask::FULL, dtype).with_lengths(lengths).with_types(Types::same(dtype))
 }
 
 /// So many rows that are all the same one.

@@ -16,11 +16,9 @@ fn exact<T: Element>(values: &[T]) -> Vec<f64> {
 /// dQ of the parts adds up to that of the whole, dK and dV are those of the whole. Each part has few keys,
 /// where a 16-bit O's rounding is avoided, and a part's probabilities do not sum to 1.
 fn parts_add_up<T: Element>(dtype: Dtype, tolerance: f64) {
-    let whole = Problem {
-        lengths: Lengths::uniform(1, 9, 40),
-        heads_kv: 1,
-        ..Problem::square(1, 9, 2, 32, Mask::FULL, dtype)
-    };
+    let whole = Problem::square(1, 9, 2, 32, Mask::FULL, dtype)
+        .with_lengths(Lengths::uniform(1, 9, 40))
+        .with_heads_kv(1);
     let inputs = Inputs::<T>::random(&whole, 31);
     for isa in isas() {
         let options = Options { isa: Some(isa), threads: Some(1) };
@@ -28,7 +26,7 @@ fn parts_add_up<T: Element>(dtype: Dtype, tolerance: f64) {
         let mut dq = vec![0f64; want.dq.len()];
         // 3, 16 and 21 keys: rows of dK and dV are 32 wide, of one head.
         for keys in [0..3, 3..19, 19..40] {
-            let part = Problem { lengths: Lengths::uniform(1, 9, keys.len()), ..whole };
+            let part = whole.with_lengths(Lengths::uniform(1, 9, keys.len()));
             let rows = 32 * keys.start..32 * keys.end;
             let (k, v) = (&inputs.k[rows.clone()], &inputs.v[rows.clone()]);
             let given = BackwardInputs {

@@ -15,12 +15,10 @@ use crate::tiled::{
     Case, Expected, Results, check, check_against, check_all, describe, isas, one_rounding_from_f64,
 };
 
-pub(crate) const SMALL: Problem = Problem {
-    heads_kv: 2,
-    lengths: Lengths::uniform(2, 37, 45),
-    head_dim_v: 9,
-    ..Problem::square(2, 37, 4, 13, Mask::CAUSAL, Dtype::F32)
-};
+pub(crate) const SMALL: Problem = Problem::square(2, 37, 4, 13, Mask::CAUSAL, Dtype::F32)
+    .with_heads_kv(2)
+    .with_lengths(Lengths::uniform(2, 37, 45))
+    .with_head_dim_v(9);
 
 pub(crate) fn exact(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&value| f64::from(value)).collect()
@@ -28,7 +26,7 @@ pub(crate) fn exact(values: &[f32]) -> Vec<f64> {
 
 #[test]
 fn more_queries_than_keys_under_causal() {
-    let problem = Problem { lengths: Lengths::uniform(SMALL.lengths.sequences(), 300, 41), ..SMALL };
+    let problem = SMALL.with_lengths(Lengths::uniform(SMALL.lengths.sequences(), 300, 41));
     let inputs = Inputs::<f32>::random(&problem, 1);
     let results = Results::compute(Options::default(), &problem, &inputs, true);
     let blind = problem.lengths.max_q() - problem.lengths.max_k();
@@ -48,7 +46,7 @@ fn more_queries_than_keys_under_causal() {
 fn nothing_to_see_and_nothing_to_do() {
     for (batch, seqlen_q, seqlen_k) in [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)] {
         for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(2, 2)] {
-            let problem = Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), mask, ..SMALL };
+            let problem = SMALL.with_lengths(Lengths::uniform(batch, seqlen_q, seqlen_k)).with_mask(mask);
             let inputs = Inputs::<f32>::random(&problem, 2);
             let results = Results::compute(Options::default(), &problem, &inputs, true);
             let Results { out, lse, dq, dk, dv, .. } = results;
@@ -68,7 +66,7 @@ fn nothing_to_see_and_nothing_to_do() {
 fn scores_too_large_for_the_digits_of_an_lse() {
     fn check<T: Element>(dtype: Dtype, mask: Mask, score: ScoreMod, seqlen_k: usize) {
         let lengths = Lengths::uniform(1, 70, seqlen_k);
-        let problem = Problem { lengths, score, ..Problem::square(1, 70, 2, 40, mask, dtype) };
+        let problem = Problem::square(1, 70, 2, 40, mask, dtype).with_lengths(lengths).with_score(score);
         for (seed, magnitude) in [(1, 1e3), (2, 1e4), (3, 3e4)] {
             let mut inputs = Inputs::<T>::random(&problem, seed);
             for values in [&mut inputs.q, &mut inputs.k] {
@@ -89,7 +87,7 @@ fn scores_too_large_for_the_digits_of_an_lse() {
     for mask in [Mask::FULL, Mask::CAUSAL] {
         // 9 keys and fewer have their delta from P and dP.
         for seqlen_k in [9, 90] {
-            for score in [ScoreMod::softcap_or_none(None), ScoreMod::softcap(1e9)] {
+            for score in [ScoreMod::NONE.with_softcap(None), ScoreMod::softcap(1e9)] {
                 check::<f32>(Dtype::F32, mask, score, seqlen_k);
                 check::<f16>(Dtype::F16, mask, score, seqlen_k);
                 check::<bf16>(Dtype::Bf16, mask, score, seqlen_k);
@@ -100,11 +98,9 @@ fn scores_too_large_for_the_digits_of_an_lse() {
 
 #[test]
 fn a_thousand_runs_give_the_same_bits() {
-    let problem = Problem {
-        lengths: Lengths::uniform(SMALL.lengths.sequences(), 70, 150),
-        mask: Mask::window(60, 9),
-        ..SMALL
-    };
+    let problem = SMALL
+        .with_lengths(Lengths::uniform(SMALL.lengths.sequences(), 70, 150))
+        .with_mask(Mask::window(60, 9));
     let inputs = Inputs::<f32>::random(&problem, 6);
     let first = Results::compute(Options::default(), &problem, &inputs, true).bits();
     for run in 0..1000 {
@@ -115,7 +111,7 @@ fn a_thousand_runs_give_the_same_bits() {
 
 #[test]
 fn calls_from_several_threads_at_once() {
-    let problem = Problem { lengths: Lengths::uniform(SMALL.lengths.sequences(), 130, 260), ..SMALL };
+    let problem = SMALL.with_lengths(Lengths::uniform(SMALL.lengths.sequences(), 130, 260));
     let inputs = Inputs::<f32>::random(&problem, 8);
     let alone = Results::compute(Options::default(), &problem, &inputs, true).bits();
     std::thread::scope(|scope| {
@@ -144,7 +140,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let mut out = vec![7f32; inputs.dout.len()];
     let mut lse = vec![7f32; lse_len(&SMALL)];
     let mut view = TensorMut::packed("out", &mut out, out_shape(&SMALL), TensorLayout::Bshd).unwrap();
-    let bad = Problem { types: Types::same(Dtype::Bf16), ..SMALL };
+    let bad = SMALL.with_types(Types::same(Dtype::Bf16));
     let wrong_type = tiled::forward(&bad, &q, &k, &v, &mut view, Some(&mut lse));
     assert_eq!(wrong_type, Err(CpuError::Dtype { got: Some(Dtype::F32), need: Dtype::Bf16 }));
     let swapped = tiled::forward(&SMALL, &q, &v, &k, &mut view, Some(&mut lse));
@@ -152,7 +148,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let short = tiled::forward(&SMALL, &q, &k, &v, &mut view, Some(&mut lse[1..]));
     let need = lse_len(&SMALL);
     assert_eq!(short, Err(CpuError::Length { buffer: "lse", got: need - 1, need }));
-    let bad = Problem { softmax_scale: Some(f64::INFINITY), ..SMALL };
+    let bad = SMALL.with_softmax_scale(Some(f64::INFINITY));
     assert!(matches!(tiled::forward(&bad, &q, &k, &v, &mut view, None), Err(CpuError::Problem(_))));
     for (scale, softcap) in [
         (1e39, None),
@@ -163,8 +159,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
         (1e20, Some(1e-20)),
         (1e20, Some(1e-18)),
     ] {
-        let beyond =
-            Problem { softmax_scale: Some(scale), score: ScoreMod::softcap_or_none(softcap), ..SMALL };
+        let beyond = SMALL.with_softmax_scale(Some(scale)).with_score(ScoreMod::NONE.with_softcap(softcap));
         let refused = tiled::forward(&beyond, &q, &k, &v, &mut view, Some(&mut lse));
         let limit = if softcap.is_some() { 1e30 } else { 6.93e29 };
         assert_eq!(refused, Err(CpuError::Range { scale, softcap, limit }));
@@ -183,8 +178,9 @@ fn steep_scales_and_soft_caps_give_no_nan() {
         for (scale, softcap) in
             [(9e11, Some(1e-18)), (-9e11, Some(1e-18)), (6.93e29, None), (1e10, None), (1e-300, Some(1e30))]
         {
-            let score = ScoreMod::softcap_or_none(softcap);
-            let problem = Problem { types: Types::same(dtype), softmax_scale: Some(scale), score, ..SMALL };
+            let score = ScoreMod::NONE.with_softcap(softcap);
+            let problem =
+                SMALL.with_types(Types::same(dtype)).with_softmax_scale(Some(scale)).with_score(score);
             let finite = in_dtype!(dtype, T => all_finite::<T>(&problem));
             assert!(finite, "{dtype}: scale {scale}, cap {softcap:?}");
         }
@@ -203,7 +199,7 @@ fn all_finite<T: Element>(problem: &Problem) -> bool {
 #[test]
 fn nan_and_infinity_where_the_oracle_has_them() {
     let problem =
-        Problem { mask: Mask::FULL, lengths: Lengths::uniform(SMALL.lengths.sequences(), 20, 200), ..SMALL };
+        SMALL.with_mask(Mask::FULL).with_lengths(Lengths::uniform(SMALL.lengths.sequences(), 20, 200));
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut of_query = Inputs::<f32>::random(&problem, 10);
         of_query.q[5 * 4 * 13 + 3] = bad;
@@ -226,10 +222,10 @@ fn nan_and_infinity_where_the_oracle_has_them() {
 /// no other.
 #[test]
 fn what_is_not_seen_leaks_into_no_gradient() {
-    let masks = [Mask::CAUSAL, Mask::window(3, 2), Mask::window(0, 0), Mask { left: Some(40), right: None }];
+    let masks = [Mask::CAUSAL, Mask::window(3, 2), Mask::window(0, 0), Mask::band(Some(40), None)];
     let shapes = [(5, 5), (5, 9), (9, 5), (150, 300)];
     for (mask, (seqlen_q, seqlen_k)) in masks.into_iter().flat_map(|mask| shapes.map(|shape| (mask, shape))) {
-        let problem = Problem { mask, lengths: Lengths::uniform(1, seqlen_q, seqlen_k), ..SMALL };
+        let problem = SMALL.with_mask(mask).with_lengths(Lengths::uniform(1, seqlen_q, seqlen_k));
         for bad in [f32::NAN, f32::INFINITY] {
             for (name, first) in
                 [("q", true), ("k", true), ("v", true), ("dout", true), ("q", false), ("dout", false)]
@@ -264,10 +260,11 @@ fn gradients_of_few_keys_keep_the_rule() {
                 for (j, head_dim_v) in [8, 32, 128].into_iter().enumerate() {
                     for seqlen_q in [1, 2, 5] {
                         let mask = if (i + j) % 2 == 0 { Mask::FULL } else { Mask::CAUSAL };
-                        let score = ScoreMod::softcap_or_none((i == 1).then_some(10.0));
+                        let score = ScoreMod::NONE.with_softcap((i == 1).then_some(10.0));
                         let lengths = Lengths::uniform(1, seqlen_q, seqlen_k);
                         let square = Problem::square(1, 1, 1, head_dim, mask, dtype);
-                        let problem = Problem { lengths, head_dim_v, score, ..square };
+                        let problem =
+                            square.with_lengths(lengths).with_head_dim_v(head_dim_v).with_score(score);
                         cases.push(Case { problem, with_backward: true, all_isas: false });
                     }
                 }
@@ -286,12 +283,10 @@ fn gradients_of_few_keys_keep_the_rule() {
 /// low-precision draw, and within the documented rule, of the worst of three; a wrong gradient is not.
 #[test]
 fn gradients_are_held_to_the_worst_of_three_draws() {
-    let problem = Problem {
-        softmax_scale: Some(8.0),
-        head_dim_v: 13,
-        lengths: Lengths::uniform(1, 5, 40),
-        ..Problem::square(1, 5, 2, 8, Mask::FULL, Dtype::Bf16)
-    };
+    let problem = Problem::square(1, 5, 2, 8, Mask::FULL, Dtype::Bf16)
+        .with_softmax_scale(Some(8.0))
+        .with_head_dim_v(13)
+        .with_lengths(Lengths::uniform(1, 5, 40));
     let inputs = Inputs::<bf16>::random(&problem, 23);
     let expected = Expected::compute(&problem, &inputs, true);
     let Views { q, k, v, dout } = inputs.views(&problem);
@@ -310,13 +305,11 @@ fn gradients_are_held_to_the_worst_of_three_draws() {
 /// A row of terms of 1.6 that cancel to 0.0002: what f32 arithmetic loses is relative to the terms.
 #[test]
 fn terms_that_cancel() {
-    let problem = Problem {
-        head_dim_v: 66,
-        softmax_scale: Some(-0.956_926_843_308_316_7),
-        lengths: Lengths::uniform(1, 132, 199),
-        mask: Mask { left: Some(1), right: None },
-        ..Problem::square(1, 132, 2, 68, Mask::FULL, Dtype::Bf16)
-    };
+    let problem = Problem::square(1, 132, 2, 68, Mask::FULL, Dtype::Bf16)
+        .with_head_dim_v(66)
+        .with_softmax_scale(Some(-0.956_926_843_308_316_7))
+        .with_lengths(Lengths::uniform(1, 132, 199))
+        .with_mask(Mask::band(Some(1), None));
     let failures =
         one_rounding_from_f64(&problem, &Inputs::<bf16>::random(&problem, 9_200_508_368_871_030_435));
     assert!(failures.is_empty(), "{}", failures.join("\n"));
@@ -325,14 +318,12 @@ fn terms_that_cancel() {
 /// Scores of up to 25 under a cap: P loses what they lost, which is relative to them.
 #[test]
 fn scores_of_a_wide_spread() {
-    let problem = Problem {
-        head_dim_v: 61,
-        heads_kv: 1,
-        softmax_scale: Some(0.983_351_308_282_411_5),
-        lengths: Lengths::uniform(1, 129, 110),
-        score: ScoreMod::softcap(18.365_921_306_886_346),
-        ..Problem::square(1, 129, 3, 60, Mask::CAUSAL, Dtype::F16)
-    };
+    let problem = Problem::square(1, 129, 3, 60, Mask::CAUSAL, Dtype::F16)
+        .with_head_dim_v(61)
+        .with_heads_kv(1)
+        .with_softmax_scale(Some(0.983_351_308_282_411_5))
+        .with_lengths(Lengths::uniform(1, 129, 110))
+        .with_score(ScoreMod::softcap(18.365_921_306_886_346));
     let failures =
         one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, 12_707_800_547_395_515_700));
     assert!(failures.is_empty(), "{}", failures.join("\n"));
@@ -347,11 +338,15 @@ prop_compose! {
         softmax_scale in prop_oneof![3 => Just(None), 1 => (-1f64..1.0).prop_map(Some)],
         softcap in prop_oneof![3 => Just(None), 1 => (1f64..50.0).prop_map(Some)],
     ) -> Problem {
-        Problem {
-            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
-            head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale,
-            score: ScoreMod::softcap_or_none(softcap),
-        }
+        Problem::new(
+            Lengths::uniform(batch, seqlen_q, seqlen_k),
+            (heads_kv * group, heads_kv),
+            (head_dim, head_dim_v),
+            Types::same(dtype),
+        )
+        .with_mask(mask)
+        .with_softmax_scale(softmax_scale)
+        .with_score(ScoreMod::NONE.with_softcap(softcap))
     }
 }
 
@@ -366,10 +361,10 @@ proptest! {
 
     #[test]
     fn sixteen_bit_outputs_are_one_rounding_from_f64_of_f64(problem in problems(), seed: u64) {
-        let failures = if problem.types.qkv == Dtype::F16 {
+        let failures = if problem.types.q == Dtype::F16 {
             one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, seed))
         } else {
-            let problem = Problem { types: Types::same(Dtype::Bf16), ..problem };
+            let problem = problem.with_types(Types::same(Dtype::Bf16));
             one_rounding_from_f64(&problem, &Inputs::<bf16>::random(&problem, seed))
         };
         prop_assert!(failures.is_empty(), "{}", failures.join("\n"));
@@ -378,14 +373,14 @@ proptest! {
     /// Parts of the keys computed separately and merged, as a decoder splits its cache.
     #[test]
     fn parts_of_the_keys_merge_to_the_whole(problem in problems(), seed: u64, cut in 0f64..1.0) {
-        let problem = Problem { mask: Mask::FULL, types: Types::same(Dtype::F32), ..problem };
+        let problem = problem.with_mask(Mask::FULL).with_types(Types::same(Dtype::F32));
         let inputs = Inputs::<f32>::random(&problem, seed);
         let Views { q, k, v, .. } = inputs.views(&problem);
         let whole = Results::compute(Options::default(), &problem, &inputs, false);
         let middle = (cut * problem.lengths.max_k() as f64) as usize;
         let (sequences, queries) = (problem.lengths.sequences(), problem.lengths.max_q());
         let part = |keys: std::ops::Range<usize>| {
-            let part = Problem { lengths: Lengths::uniform(sequences, queries, keys.len()), ..problem };
+            let part = problem.with_lengths(Lengths::uniform(sequences, queries, keys.len()));
             let rows = |tensor: &TensorRef<'_, f32>, shape: [usize; 4]| {
                 let rows = (0..shape[0]).flat_map(|b| keys.clone().map(move |j| (b, j)));
                 let [_, _, heads, dims] = shape;

@@ -1,6 +1,6 @@
 //! Tensors that are not packed: strides of every kind, broadcast axes, offsets beyond 31 bits.
 
-use fa_core::{Dtype, Lengths, Problem, Strides, TensorLayout, Types};
+use fa_core::{Dtype, Lengths, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::tiled::{self, Options};
 use fa_cpu::{TensorMut, TensorRef, reference};
@@ -144,13 +144,11 @@ fn offsets_past_two_to_the_31_elements() {
         eprintln!("not enough memory for tensors of 4 GiB: nothing checked");
         return;
     }
-    let problem = Problem {
-        types: Types::same(Dtype::Bf16),
-        heads_kv: 4,
-        lengths: Lengths::uniform(SMALL.lengths.sequences(), SMALL.lengths.max_q(), 37),
-        head_dim_v: 13,
-        ..SMALL
-    };
+    let problem = SMALL
+        .with_types(Types::same(Dtype::Bf16))
+        .with_heads_kv(4)
+        .with_lengths(Lengths::uniform(SMALL.lengths.sequences(), SMALL.lengths.max_q(), 37))
+        .with_head_dim_v(13);
     let shape = q_shape(&problem);
     let one = shape[1] * shape[2] * shape[3];
     let inputs = Inputs::<bf16>::random(&problem, 5);

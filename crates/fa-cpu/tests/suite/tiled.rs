@@ -114,7 +114,7 @@ impl<T: Element> Results<T> {
 
     /// The same by the low-precision gradients as they stand.
     pub(crate) fn by_one_draw(&self, name: &str, problem: &Problem, expected: &Expected<T>) -> Vec<String> {
-        let dtype = problem.types.qkv;
+        let dtype = problem.types.q;
         let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
         let of = |shape, ours: &[T], exact: &[f64], low: &[T], noise: f64| {
             compare(shape, dtype, ours, exact, Some(low)).unwrap().allowing(noise)
@@ -174,7 +174,7 @@ pub(crate) fn check(case: &Case) -> Vec<String> {
         let isas: Vec<Isa> = if case.all_isas { isas().collect() } else { vec![Isa::detect()] };
         isas.iter().flat_map(|&isa| check_against(&name, problem, &inputs, &expected, isa)).collect()
     }
-    in_dtype!(case.problem.types.qkv, T => typed::<T>(case))
+    in_dtype!(case.problem.types.q, T => typed::<T>(case))
 }
 
 /// Runs all cases and fails with every broken one.
@@ -191,7 +191,7 @@ pub(crate) fn check_all(cases: impl IntoIterator<Item = Case>) {
 pub(crate) fn describe(problem: &Problem) -> String {
     let Problem { heads_q, heads_kv, head_dim, head_dim_v, mask, .. } = problem;
     let (batch, seqlen_q, seqlen_k, dtype) =
-        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k(), problem.types.qkv);
+        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k(), problem.types.q);
     let cap = problem.score.softcap.map_or(String::new(), |cap| format!(" cap {cap}"));
     format!(
         "{dtype} b{batch} {seqlen_q}x{seqlen_k} h{heads_q}:{heads_kv} d{head_dim}-{head_dim_v} {mask}{cap} \
@@ -208,7 +208,7 @@ fn rounds_p(isa: Isa, dtype: Dtype) -> bool {
 /// Every 16-bit output is the f64 result with one rounding: of itself, and of each probability where these
 /// are rounded. f32 sums of values up to 4 leave a little of their own.
 pub(crate) fn one_rounding_from_f64<T: Element>(problem: &Problem, inputs: &Inputs<T>) -> Vec<String> {
-    let dtype = problem.types.qkv;
+    let dtype = problem.types.q;
     let Views { q, k, v, .. } = inputs.views(problem);
     let exact = reference::forward(problem, &q, &k, &v).unwrap().out;
     let magnitudes: Vec<T> = inputs.v.iter().map(|value| T::from_f64(value.to_f64().abs())).collect();

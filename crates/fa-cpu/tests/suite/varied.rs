@@ -90,7 +90,7 @@ pub(crate) fn problem(
         sinks: base.score.sinks.then(|| (0..base.heads_q).map(|_| 2.0 * random.normal() as f32).collect()),
         ..OwnedExtras::NONE
     };
-    (Problem { lengths: Lengths::of(lens.len(), q, k), ..base }, owned)
+    (base.with_lengths(Lengths::of(lens.len(), q, k)), owned)
 }
 
 /// Whether each row of a side belongs to a sequence.
@@ -144,7 +144,7 @@ fn check<T: Element + std::fmt::Debug>(
 ) {
     let inputs = inputs::<T>(problem, extras, seed);
     let Views { q, k, v, dout } = inputs.views(problem);
-    let dtype = problem.types.qkv;
+    let dtype = problem.types.q;
     // Of half of the cases the LSE has a gradient too; rows of no sequence hold NaN there.
     let mut dlse: Vec<f32> = vec![f32::NAN; lse_len(problem)];
     let spans = Batch::new(problem, extras).unwrap();
@@ -198,11 +198,9 @@ fn check<T: Element + std::fmt::Debug>(
 
 /// A row that sees no key has a sink's probability and an O of 0, whose gradient is nobody's business.
 fn blind_rows_add_nothing_to_sinks<T: Element + PartialEq + std::fmt::Debug>(dtype: Dtype) {
-    let problem = Problem {
-        lengths: Lengths::uniform(1, 70, 30),
-        score: ScoreMod { sinks: true, ..ScoreMod::NONE },
-        ..Problem::square(1, 1, 2, 16, Mask::CAUSAL, dtype)
-    };
+    let problem = Problem::square(1, 1, 2, 16, Mask::CAUSAL, dtype)
+        .with_lengths(Lengths::uniform(1, 70, 30))
+        .with_score(ScoreMod::NONE.with_sinks(true));
     let extras = Extras { sinks: Some(&[0.5, -1.0]), ..Extras::NONE };
     let clean = inputs::<T>(&problem, &extras, 5);
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
@@ -226,23 +224,25 @@ fn gradients_of_blind_rows_do_not_leak_into_sinks() {
 }
 
 fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: bool) {
-    in_dtype!(problem.types.qkv, T => check::<T>(problem, extras, seed, with_backward));
+    in_dtype!(problem.types.q, T => check::<T>(problem, extras, seed, with_backward));
 }
 
-pub(crate) const MASKS: [Mask; 5] = [
+pub(crate) const MASKS: [Mask; 7] = [
+    Mask::CAUSAL.with_offset(-6),
+    Mask::causal_window(9).with_offset(13),
     Mask::FULL,
     Mask::CAUSAL,
     Mask::window(9, 4),
     Mask::causal_window(40),
-    Mask { left: None, right: Some(20) },
+    Mask::band(None, Some(20)),
 ];
 
 const SCORES: [ScoreMod; 5] = [
     ScoreMod::NONE,
-    ScoreMod { sinks: true, ..ScoreMod::NONE },
-    ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE },
-    ScoreMod { softcap: Some(2.5), alibi: Some(Alibi::PerSequenceHead), sinks: true },
-    ScoreMod { softcap: Some(20.0), alibi: None, sinks: true },
+    ScoreMod::NONE.with_sinks(true),
+    ScoreMod::NONE.with_alibi(Some(Alibi::PerHead)),
+    ScoreMod::NONE.with_softcap(Some(2.5)).with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true),
+    ScoreMod::NONE.with_softcap(Some(20.0)).with_sinks(true),
 ];
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
@@ -260,16 +260,12 @@ const LENS: [&[(usize, usize)]; 6] = [
 fn base(turn: usize) -> Problem {
     let (heads_q, heads_kv) = [(2, 2), (4, 2), (3, 1), (8, 1)][turn % 4];
     let (head_dim, head_dim_v) = [(40, 40), (64, 32), (16, 24), (17, 9), (72, 72)][turn % 5];
-    Problem {
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        mask: MASKS[turn % MASKS.len()],
-        types: Types::same(DTYPES[turn / 2 % 3]),
-        score: SCORES[turn % SCORES.len()],
-        ..Problem::square(1, 1, 1, 1, Mask::FULL, Dtype::F32)
-    }
+    Problem::square(1, 1, 1, 1, Mask::FULL, Dtype::F32)
+        .with_heads(heads_q, heads_kv)
+        .with_head_dims(head_dim, head_dim_v)
+        .with_mask(MASKS[turn % MASKS.len()])
+        .with_types(Types::same(DTYPES[turn / 2 % 3]))
+        .with_score(SCORES[turn % SCORES.len()])
 }
 
 #[test]
@@ -283,7 +279,7 @@ fn packed_and_shortened_sequences() {
                 for shift in [0, 1] {
                     let score = SCORES[(turn + 2 * shift) % SCORES.len()];
                     let (problem, owned) =
-                        problem(Problem { score, ..base(turn + shift) }, lens, [q, k], turn as u64);
+                        problem(base(turn + shift).with_score(score), lens, [q, k], turn as u64);
                     check_type(&problem, &owned.view(), turn as u64, true);
                 }
                 turn += 1;
@@ -300,7 +296,7 @@ fn keys_in_pages_of_any_size() {
             for q in [Lie::Padded, Lie::Packed] {
                 let score = SCORES[(turn / 2) % SCORES.len()];
                 let (problem, owned) =
-                    problem(Problem { score, ..base(turn) }, lens, [q, Lie::Paged(page)], turn as u64);
+                    problem(base(turn).with_score(score), lens, [q, Lie::Paged(page)], turn as u64);
                 check_type(&problem, &owned.view(), turn as u64, false);
                 turn += 1;
             }
@@ -314,9 +310,9 @@ fn slopes_and_sinks_on_dense_problems() {
         for (index, mask) in MASKS.into_iter().enumerate() {
             for lens in [[(70, 81); 2], [(200, 130); 2], [(1, 300); 2], [(60, 3); 2]] {
                 let types = Types::same(DTYPES[(turn + index) % 3]);
-                let dense = Problem { mask, score, types, ..base(turn + index) };
+                let dense = base(turn + index).with_mask(mask).with_score(score).with_types(types);
                 let (_, owned) = problem(dense, &lens, [Lie::Padded; 2], turn as u64);
-                let dense = Problem { lengths: Lengths::uniform(2, lens[0].0, lens[0].1), ..dense };
+                let dense = dense.with_lengths(Lengths::uniform(2, lens[0].0, lens[0].1));
                 let extras = Extras { seqused_q: None, seqused_k: None, ..owned.view() };
                 check_type(&dense, &extras, index as u64, true);
             }
@@ -329,7 +325,7 @@ fn slopes_and_sinks_on_dense_problems() {
 fn many_short_sequences() {
     let lens: Vec<(usize, usize)> = (0..8300).map(|i| (i % 4, (i / 3) % 5)).collect();
     for dtype in DTYPES {
-        let base = Problem { types: Types::same(dtype), head_dim: 8, head_dim_v: 4, ..base(1) };
+        let base = base(1).with_types(Types::same(dtype)).with_head_dims(8, 4);
         let (problem, owned) = problem(base, &lens, [Lie::Packed; 2], 3);
         check_type(&problem, &owned.view(), 1, true);
     }
@@ -338,10 +334,8 @@ fn many_short_sequences() {
 /// A row with an infinite score is NaN, and so is what it adds to its sink's gradient.
 #[test]
 fn sinks_beside_an_infinite_score_have_a_gradient_of_nan() {
-    let problem = Problem {
-        score: ScoreMod { sinks: true, ..ScoreMod::NONE },
-        ..Problem::square(1, 20, 2, 8, Mask::FULL, Dtype::F32)
-    };
+    let problem =
+        Problem::square(1, 20, 2, 8, Mask::FULL, Dtype::F32).with_score(ScoreMod::NONE.with_sinks(true));
     let extras = Extras { sinks: Some(&[0.5, -1.0]), ..Extras::NONE };
     let mut given = inputs::<f32>(&problem, &extras, 5);
     given.k[0] = f32::INFINITY;
@@ -359,8 +353,7 @@ fn sinks_beside_an_infinite_score_have_a_gradient_of_nan() {
 #[test]
 fn infinite_keys_below_a_soft_cap_have_gradients() {
     for mask in [Mask::FULL, Mask::CAUSAL] {
-        let problem =
-            Problem { score: ScoreMod::softcap(2.0), ..Problem::square(1, 20, 2, 8, mask, Dtype::F32) };
+        let problem = Problem::square(1, 20, 2, 8, mask, Dtype::F32).with_score(ScoreMod::softcap(2.0));
         let mut given = inputs::<f32>(&problem, &Extras::NONE, 5);
         given.k[0] = f32::INFINITY;
         let Views { q, k, v, dout } = given.views(&problem);
@@ -378,9 +371,10 @@ fn infinite_keys_below_a_soft_cap_have_gradients() {
 /// A row that sees no key has the sink as its LSE and O = 0; sinks of -inf are as none.
 #[test]
 fn rows_that_see_nothing_keep_their_sink() {
-    let score = ScoreMod { sinks: true, ..ScoreMod::NONE };
-    let base = Problem { score, mask: Mask::CAUSAL, ..Problem::square(1, 7, 2, 8, Mask::CAUSAL, Dtype::F32) };
-    let dense = Problem { lengths: Lengths::uniform(1, 7, 3), ..base };
+    let score = ScoreMod::NONE.with_sinks(true);
+    let base =
+        Problem::square(1, 7, 2, 8, Mask::CAUSAL, Dtype::F32).with_score(score).with_mask(Mask::CAUSAL);
+    let dense = base.with_lengths(Lengths::uniform(1, 7, 3));
     let sinks = [0.75, f32::NEG_INFINITY];
     let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
     let inputs = Inputs::<f32>::random(&dense, 5);
@@ -393,7 +387,7 @@ fn rows_that_see_nothing_keep_their_sink() {
             assert!(got.dq[query * 16..][..16].iter().all(|&value| value == 0.0), "{isa}");
         }
         assert_eq!(got.dsinks[1], 0.0, "{isa}");
-        let without = Problem { score: ScoreMod::NONE, ..dense };
+        let without = dense.with_score(ScoreMod::NONE);
         let plain = Results::of(options, &without, &Extras::NONE, &inputs, true);
         assert_eq!(got.lse[7..], plain.lse[7..], "{isa}");
     }
@@ -402,7 +396,7 @@ fn rows_that_see_nothing_keep_their_sink() {
 #[test]
 fn what_does_not_go_together_is_refused_before_a_write() {
     let (paged, owned) = problem(base(0), &[(2, 5), (1, 3)], [Lie::Packed, Lie::Paged(2)], 1);
-    let paged = Problem { score: ScoreMod::NONE, types: Types::same(Dtype::F32), ..paged };
+    let paged = paged.with_score(ScoreMod::NONE).with_types(Types::same(Dtype::F32));
     let owned = OwnedExtras { sinks: None, alibi_slopes: None, ..owned };
     let inputs = inputs::<f32>(&paged, &owned.view(), 1);
     let Views { q, k, v, dout } = inputs.views(&paged);
@@ -434,11 +428,11 @@ fn what_does_not_go_together_is_refused_before_a_write() {
 #[test]
 fn what_needs_extras_is_refused_without() {
     let dense = Problem::square(1, 3, 2, 4, Mask::FULL, Dtype::F32);
-    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    let alibi = ScoreMod::NONE.with_alibi(Some(Alibi::PerHead));
     for (problem, name) in [
-        (Problem { lengths: Lengths::packed(1, 3, 3, 3, 3), ..dense }, "cu_seqlens_q"),
-        (Problem { score: alibi, ..dense }, "alibi_slopes"),
-        (Problem { score: ScoreMod { sinks: true, ..ScoreMod::NONE }, ..dense }, "sinks"),
+        (dense.with_lengths(Lengths::packed(1, 3, 3, 3, 3)), "cu_seqlens_q"),
+        (dense.with_score(alibi), "alibi_slopes"),
+        (dense.with_score(ScoreMod::NONE.with_sinks(true)), "sinks"),
     ] {
         let inputs = Inputs::<f32>::random(&problem, 1);
         let Views { q, k, v, dout } = inputs.views(&problem);
@@ -457,7 +451,7 @@ fn what_needs_extras_is_refused_without() {
 fn heads_may_lie_before_the_rows_of_a_page() {
     for lens in [&[(1, 70), (1, 33)][..], &[(40, 70), (9, 33)]] {
         let (paged, owned) = problem(base(1), lens, [Lie::Packed, Lie::Paged(16)], 2);
-        let paged = Problem { types: Types::same(Dtype::F32), ..paged };
+        let paged = paged.with_types(Types::same(Dtype::F32));
         let inputs = inputs::<f32>(&paged, &owned.view(), 2);
         let expected = Results::of(Options::default(), &paged, &owned.view(), &inputs, false);
         let heads_first = |data: &[f32], [pages, page, heads, dim]: [usize; 4]| {

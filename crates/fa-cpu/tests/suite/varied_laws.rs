@@ -44,14 +44,14 @@ fn alone<T: Element>(
         v: rows(&inputs.v, keys.iter().copied(), len(v_shape(problem))),
         dout: rows(&inputs.dout, queries.clone(), len(out_shape(problem))),
     };
-    let score = ScoreMod { alibi: problem.score.alibi.map(|_| Alibi::PerHead), ..problem.score };
+    let score = problem.score.with_alibi(problem.score.alibi.map(|_| Alibi::PerHead));
     let lengths = Lengths::uniform(1, sequence.q.len, sequence.k.len);
     let slopes = owned.alibi_slopes.as_ref().map(|slopes| match problem.score.alibi {
         Some(Alibi::PerSequenceHead) => slopes[index * problem.heads_q..][..problem.heads_q].to_vec(),
         _ => slopes.clone(),
     });
     let owned = OwnedExtras { alibi_slopes: slopes, sinks: owned.sinks.clone(), ..OwnedExtras::default() };
-    (Problem { lengths, score, ..*problem }, owned, inputs, queries, keys)
+    (problem.with_lengths(lengths).with_score(score), owned, inputs, queries, keys)
 }
 
 fn bits<T: Element>(values: &[T]) -> Vec<u64> {
@@ -90,7 +90,9 @@ fn same_alone<T: Element>(problem: &Problem, owned: &OwnedExtras, seed: u64, wit
 fn scores() -> impl Strategy<Value = ScoreMod> {
     let cap = prop_oneof![Just(None), (0.5f64..5.0).prop_map(Some)];
     let alibi = prop_oneof![Just(None), Just(Some(Alibi::PerHead)), Just(Some(Alibi::PerSequenceHead))];
-    (cap, alibi, any::<bool>()).prop_map(|(softcap, alibi, sinks)| ScoreMod { softcap, alibi, sinks })
+    (cap, alibi, any::<bool>()).prop_map(|(softcap, alibi, sinks)| {
+        ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(sinks)
+    })
 }
 
 fn lens() -> impl Strategy<Value = Vec<(usize, usize)>> {
@@ -104,11 +106,12 @@ prop_compose! {
         mask in prop_oneof![masks(), Just(Mask::FULL), Just(Mask::CAUSAL), Just(Mask::causal_window(60))],
         score in scores(), dtype in prop_oneof![Just(Dtype::F32), Just(Dtype::F16), Just(Dtype::Bf16)],
     ) -> Problem {
-        Problem {
-            heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask, score,
-            types: Types::same(dtype),
-            ..Problem::square(1, 1, 1, 1, Mask::FULL, Dtype::F32)
-        }
+        Problem::square(1, 1, 1, 1, Mask::FULL, Dtype::F32)
+            .with_heads(heads_kv * group, heads_kv)
+            .with_head_dims(head_dim, head_dim_v)
+            .with_mask(mask)
+            .with_score(score)
+            .with_types(Types::same(dtype))
     }
 }
 
@@ -124,7 +127,7 @@ proptest! {
         base in bases(), lens in lens(), q in lies(), k in lies(), seed: u64, with_backward: bool,
     ) {
         let (problem, owned) = problem(base, &lens, [q, k], seed);
-        in_dtype!(base.types.qkv, T => same_alone::<T>(&problem, &owned, seed, with_backward));
+        in_dtype!(base.types.q, T => same_alone::<T>(&problem, &owned, seed, with_backward));
     }
 
     #[test]
@@ -133,7 +136,7 @@ proptest! {
         page in prop_oneof![Just(1usize), Just(16), Just(64), 1usize..40, Just(256)], seed: u64,
     ) {
         let (problem, owned) = problem(base, &lens, [q, Lie::Paged(page)], seed);
-        in_dtype!(base.types.qkv, T => same_alone::<T>(&problem, &owned, seed, false));
+        in_dtype!(base.types.q, T => same_alone::<T>(&problem, &owned, seed, false));
     }
 
     /// Packed sequences of equal lengths are the dense batch, gradients on all threads included.
@@ -142,8 +145,8 @@ proptest! {
         base in bases(), batch in 1usize..4, q in 1usize..150, k in 1usize..300, seed: u64,
     ) {
         fn check<T: Element>(base: Problem, [batch, q, k]: [usize; 3], seed: u64) {
-            let dense = Problem { lengths: Lengths::uniform(batch, q, k), ..base };
-            let packed = Problem { lengths: Lengths::packed(batch, batch * q, batch * k, q, k), ..base };
+            let dense = base.with_lengths(Lengths::uniform(batch, q, k));
+            let packed = base.with_lengths(Lengths::packed(batch, batch * q, batch * k, q, k));
             let (_, owned) = problem(base, &vec![(q, k); batch], [Lie::Padded; 2], seed);
             let cu = |len: usize| (0..=batch).map(|i| (i * len) as i32).collect::<Vec<i32>>();
             let (of_q, of_k) = (cu(q), cu(k));
@@ -158,7 +161,7 @@ proptest! {
             }
             assert_eq!(a.dsinks, b.dsinks);
         }
-        in_dtype!(base.types.qkv, T => check::<T>(base, [batch, q, k], seed));
+        in_dtype!(base.types.q, T => check::<T>(base, [batch, q, k], seed));
     }
 
     /// Neither the number of threads nor that of splits on them is in the forward's bits.
@@ -167,7 +170,7 @@ proptest! {
         base in bases(), q in 1usize..70, k in 1usize..2000, seed: u64, threads in 1usize..4,
     ) {
         let (problem, owned) = problem(base, &[(q, k)], [Lie::Packed; 2], seed);
-        let problem = Problem { types: Types::same(Dtype::F32), ..problem };
+        let problem = problem.with_types(Types::same(Dtype::F32));
         let inputs = inputs::<f32>(&problem, &owned.view(), seed);
         let run = |threads| {
             let options = Options { isa: None, threads };
@@ -184,9 +187,10 @@ proptest! {
         heads_kv in 1usize..3, group in 1usize..3, q in 1usize..5, k in 1usize..24, seed: u64,
         ends in prop::collection::vec(0f64..1.0, 0..5), hidden in any::<bool>(),
     ) {
-        let score = ScoreMod { sinks: true, ..ScoreMod::NONE };
+        let score = ScoreMod::NONE.with_sinks(true);
         let square = Problem::square(2, q, heads_kv * group, 3, Mask::FULL, Dtype::F32);
-        let problem = Problem { heads_kv, lengths: Lengths::uniform(2, q, k), score, ..square };
+        let lengths = Lengths::uniform(2, q, k);
+        let problem = square.with_heads_kv(heads_kv).with_lengths(lengths).with_score(score);
         let mut random = Random::new(seed);
         let mut sinks: Vec<f32> = (0..problem.heads_q).map(|_| 3.0 * random.normal() as f32).collect();
         if hidden {
@@ -208,7 +212,7 @@ proptest! {
                 rows(&inputs.v, keys, heads_kv * problem.head_dim_v),
             );
             let lengths = Lengths::uniform(2, q, part[1] - part[0]);
-            let part = Problem { lengths, score: ScoreMod::NONE, ..problem };
+            let part = problem.with_lengths(lengths).with_score(ScoreMod::NONE);
             let (k, v) = (bshd("k", &rows_k, k_shape(&part)), bshd("v", &rows_v, v_shape(&part)));
             let part = reference::forward(&part, &views.q, &k, &v).unwrap();
             let mut to = TensorMut::packed("out", &mut out, shape, TensorLayout::Bshd).unwrap();

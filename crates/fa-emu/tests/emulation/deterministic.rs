@@ -61,12 +61,9 @@ fn sections_and_parts_give_the_same_bits_under_every_schedule() {
         for case in &cases {
             let spec = spec(&backward(family, "Natural", true), case.mask);
             let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
-            let problem = Problem {
-                lengths: case.lengths,
-                heads_q: case.heads.0,
-                heads_kv: case.heads.1,
-                ..Problem::square(1, 1, 1, 64, case.mask, spec.types.qkv)
-            };
+            let problem = Problem::square(1, 1, 1, 64, case.mask, spec.types.q)
+                .with_lengths(case.lengths)
+                .with_heads(case.heads.0, case.heads.1);
             let plan = divide(&problem, &spec, Arch::Sm90, case.sms, None);
             let launches = Launches::of(&plan, &problem, Arch::Sm90, case.sms).unwrap();
             let nowhere = RawTensor { address: 0, strides: TensorLayout::Bshd.strides(1, 1, 64) };

@@ -46,11 +46,9 @@ fn tiles_are_drawn_by_ctas_that_persist() {
         let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
         // Fewer queries than keys; and more, so that the first see no key.
         for (queries, keys, heads_kv) in [(150, 290, 2), (290, 150, 1)] {
-            let problem = Problem {
-                lengths: Lengths::uniform(2, queries, keys),
-                heads_kv,
-                ..Problem::square(1, 1, 2, head_dim as usize, mask, spec.types.qkv)
-            };
+            let problem = Problem::square(1, 1, 2, head_dim as usize, mask, spec.types.q)
+                .with_lengths(Lengths::uniform(2, queries, keys))
+                .with_heads_kv(heads_kv);
             let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
             for (seed, sms) in [(0, 2), (1, 3)] {
                 let options = Options { sms, resident: sms, ..Options::seed(seed) };

@@ -103,8 +103,8 @@ fn a_cluster_that_waits_too_little_is_found() {
 fn trial_of(emulator: &Emulator, spec: &mut KernelSpec, batch: &Batch) -> (Unit, Problem, Trial) {
     spec.reads = Reads { varied: true, paged: false };
     let unit = emulator.unit(spec, Arch::Sm90, &Headers::embedded()).unwrap();
-    let one = Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv);
-    let problem = Problem { lengths: batch.lengths(), ..one };
+    let one = Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.q);
+    let problem = one.with_lengths(batch.lengths());
     let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &batch.extras(&problem));
     (unit, problem, trial)
 }

@@ -45,12 +45,10 @@ fn soft_caps_are_right_for_scores_of_any_size() {
         // Scores are some tenths to some units: all near, some not, hardly any, and terms that f32 doesn't
         // hold.
         for (cap, softmax_scale) in [(50.0, None), (5.0, None), (0.5, None), (50.0, Some(1e-7))] {
-            let problem = Problem {
-                score: ScoreMod::softcap(cap),
-                softmax_scale,
-                heads_kv: 1,
-                ..Problem::square(1, 400, 2, 64, mask, spec.types.qkv)
-            };
+            let problem = Problem::square(1, 400, 2, 64, mask, spec.types.q)
+                .with_score(ScoreMod::softcap(cap))
+                .with_softmax_scale(softmax_scale)
+                .with_heads_kv(1);
             let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
             let proof = trial.run(&unit, &Options::seed(1)).unwrap();
             assert!(proof.passed(), "{spec} {problem:?}:\n{}", proof.faults().join("\n"));

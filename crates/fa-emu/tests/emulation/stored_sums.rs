@@ -34,11 +34,9 @@ fn the_first_keys_sums_of_dq_are_stored() {
             let spec = spec(if mask.is_full() { "full" } else { "causal" }, "Natural", deterministic);
             let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
             for heads_kv in [1, 3] {
-                let problem = Problem {
-                    lengths: Lengths::uniform(2, 150, keys),
-                    heads_kv,
-                    ..Problem::square(1, 1, 3, 64, mask, spec.types.qkv)
-                };
+                let problem = Problem::square(1, 1, 3, 64, mask, spec.types.q)
+                    .with_lengths(Lengths::uniform(2, 150, keys))
+                    .with_heads_kv(heads_kv);
                 let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
                 for seed in 0..2 {
                     let options = Options { sms: 4, resident: 2, ..Options::seed(seed) };
@@ -68,10 +66,8 @@ fn causal_sums_of_dq_are_stored_but_in_the_last_section_of_heads() {
         let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
         // Two tiles of keys; as many queries, and more, of which the first see no key.
         for (queries, heads) in if deterministic { vec![(150, 24)] } else { vec![(150, 96), (190, 8)] } {
-            let problem = Problem {
-                lengths: Lengths::uniform(1, queries, 150),
-                ..Problem::square(1, 1, heads, 64, Mask::CAUSAL, spec.types.qkv)
-            };
+            let problem = Problem::square(1, 1, heads, 64, Mask::CAUSAL, spec.types.q)
+                .with_lengths(Lengths::uniform(1, queries, 150));
             let trial = Trial::new(&problem, spec.kernel.pass(), Placement::PACKED);
             let options = Options { sms: 8, resident: 4, ..Options::seed(1) };
             let proof = trial.run(&unit, &options).unwrap();

@@ -19,8 +19,7 @@ fn check(part: &str) {
         let spec = &file.shipped.spec;
         let arch = file.shipped.archs[0];
         let unit = emulator.unit(spec, arch, &headers).unwrap_or_else(|error| panic!("{error}"));
-        let problem =
-            Problem { heads_kv: 2, ..Problem::square(1, 300, 4, 64, fa_core::Mask::CAUSAL, spec.types.qkv) };
+        let problem = Problem::square(1, 300, 4, 64, fa_core::Mask::CAUSAL, spec.types.q).with_heads_kv(2);
         let pass = spec.kernel.pass();
         let trial = Trial::new(&problem, pass, Placement::PACKED);
         for seed in 0..3 {
@@ -86,7 +85,7 @@ fn scores_near_the_lowest_of_f32() {
         let mask = if spec.mask == fa_core::MaskKind::Causal { Mask::CAUSAL } else { Mask::FULL };
         let square = Problem::square(1, 1, 2, 64, mask, Dtype::Bf16);
         let lengths = Lengths::uniform(1, 150, 230);
-        let problem = Problem { lengths, heads_kv: 1, softmax_scale: Some(1.0), ..square };
+        let problem = square.with_lengths(lengths).with_heads_kv(1).with_softmax_scale(Some(1.0));
         let of = |value: f32, heads: usize, rows: usize| {
             vec![half::bf16::from_f32(value).to_bits(); rows * heads * 64]
         };

@@ -109,10 +109,10 @@ fn find((keys, split): Form, fault: Option<[&str; 4]>) -> Result<Vec<String>, St
     }
     let q = if keys == Lie::Padded { Lie::Padded } else { Lie::Packed };
     let batch = Batch { sequences, q, k: keys, slack: 5 };
-    let score = ScoreMod { alibi: split.then_some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+    let score = ScoreMod::NONE.with_alibi(split.then_some(Alibi::PerSequenceHead)).with_sinks(true);
     let lengths = batch.lengths();
     let one = Problem::square(1, 1, 2, 64, Mask::CAUSAL, Dtype::Bf16);
-    let problem = Problem { lengths, heads_kv: 1, score, ..one };
+    let problem = one.with_lengths(lengths).with_heads_kv(1).with_score(score);
     let trial = Trial::with(&problem, spec.kernel.pass(), Placement::PACKED, &batch.extras(&problem));
     let run = |seed| {
         // So many SMs that CTAs of the combine kernel share a row.

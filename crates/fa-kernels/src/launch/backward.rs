@@ -239,8 +239,8 @@ mod tests {
     /// Heads of a section, and those that are left for the last one.
     fn sections(lengths: Lengths) -> (i32, i32) {
         let mask = Mask::causal_window(255);
-        let problem = Problem { lengths, ..Problem::square(8, 2048, 16, 64, mask, Dtype::Bf16) };
-        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let problem = Problem::square(8, 2048, 16, 64, mask, Dtype::Bf16).with_lengths(lengths);
+        let options = PlanOptions::default().with_pass(Pass::BACKWARD);
         let spec = best(&problem, Arch::Sm90, &options).expect("a plan").spec;
         let own = params(&spec, &spec.traits(), &problem, (Arch::Sm90, 132), 1).expect("parameters");
         assert_eq!(own.stores_dq, 1, "{spec}");

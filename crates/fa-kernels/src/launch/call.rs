@@ -113,7 +113,7 @@ impl<P> Bound<P> {
     /// As [`Forward::run_raw`] and [`Backward::run_raw`].
     unsafe fn enqueue(&self, stream: &CudaStream, at: &Addresses<'_>) -> Result<(), Error> {
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
-        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, at) }
+        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.q, stream, at) }
     }
 }
 

@@ -236,8 +236,8 @@ mod tests {
     use super::*;
 
     fn problem() -> Problem {
-        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
-        Problem { score, ..Problem::square(3, 16, 4, 64, Mask::FULL, Dtype::F16) }
+        let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
+        Problem::square(3, 16, 4, 64, Mask::FULL, Dtype::F16).with_score(score)
     }
 
     #[test]
@@ -285,12 +285,12 @@ mod tests {
     #[test]
     fn the_problem_decides_strides_and_pages() {
         assert_eq!(mod_params(&problem()).alibi_stride, 4);
-        assert_eq!(mod_params(&Problem { score: ScoreMod::NONE, ..problem() }).alibi_stride, 0);
+        assert_eq!(mod_params(&problem().with_score(ScoreMod::NONE)).alibi_stride, 0);
         let cache = fa_core::Side::paged(16, 10, 100);
         let lengths = Lengths::of(3, fa_core::Side::packed(7, 4), cache);
         let params = varlen_params(&lengths).unwrap();
         assert_eq!((params.page, params.pages, params.table_stride, params.total_q), (16, 10, 7, 7));
-        let needs = needs(&Problem { lengths, score: ScoreMod::NONE, ..problem() }, Pass::Forward, 1024);
+        let needs = needs(&problem().with_lengths(lengths).with_score(ScoreMod::NONE), Pass::Forward, 1024);
         let names: Vec<_> = needs.iter().map(|need| (need.name, need.len)).collect();
         assert_eq!(
             names,

@@ -9,6 +9,7 @@ use crate::launch::checks::count;
 
 /// The lengths, counts and window of `problem`.
 pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
+    let [left, right] = problem.mask.limits();
     Ok(ShapeParams {
         batch: count("batch", problem.lengths.sequences())?,
         heads_q: count("heads_q", problem.heads_q)?,
@@ -18,15 +19,15 @@ pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
         seqlen_k: count("seqlen_k", problem.lengths.max_k())?,
         head_dim: count("head_dim", problem.head_dim)?,
         head_dim_v: count("head_dim_v", problem.head_dim_v)?,
-        window_left: side(problem.mask.left, problem.lengths.max_k()),
-        window_right: side(problem.mask.right, problem.lengths.max_q()),
+        window_left: side(left, problem.lengths.max_k()),
+        window_right: side(right, problem.lengths.max_q()),
     })
 }
 
 /// A side of the window for the kernel: -1 for a side that hides no key of any query, so that the sum of a
 /// diagonal and a side fits 32 bits.
-fn side(side: Option<u32>, len: usize) -> i32 {
-    side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
+fn side(side: Option<i64>, len: usize) -> i32 {
+    side.filter(|&side| side < len as i64).map_or(-1, |side| side as i32)
 }
 
 /// The factors between products and scores, as f32.
@@ -98,7 +99,7 @@ mod tests {
         for softmax_scale in [None, Some(1.0), Some(0.0625), Some(1e-9)] {
             for cap in [1.0, 15.0, 30.0, 50.0, MAX_SOFTCAP] {
                 let problem = Problem::square(1, 16, 1, 128, Mask::FULL, Dtype::F16);
-                let problem = Problem { softmax_scale, score: ScoreMod::softcap(cap), ..problem };
+                let problem = problem.with_softmax_scale(softmax_scale).with_score(ScoreMod::softcap(cap));
                 let params = score_params(&problem).unwrap();
                 let per_cap = problem.scale() / cap;
                 let (mut near, mut worst) = (0, 0f64);
@@ -126,7 +127,9 @@ mod tests {
     fn scales_and_soft_caps_that_spoil_scores_are_refused() {
         let check = |softmax_scale, softcap| {
             let problem = Problem::square(1, 16, 1, 64, Mask::FULL, Dtype::F16);
-            score_params(&Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..problem })
+            score_params(
+                &problem.with_softmax_scale(softmax_scale).with_score(ScoreMod::NONE.with_softcap(softcap)),
+            )
         };
         assert_eq!(check(None, None).unwrap().scale, 0.125);
         for softcap in [1e-3, 30.0, MAX_SOFTCAP] {

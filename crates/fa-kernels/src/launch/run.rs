@@ -79,10 +79,10 @@ pub(crate) unsafe fn enqueue(
 /// # Errors
 /// [`Error::Mismatch`].
 pub(crate) fn check_element<T: Element>(problem: &Problem) -> Result<(), Error> {
-    if T::DTYPE == problem.types.qkv {
+    if T::DTYPE == problem.types.q {
         return Ok(());
     }
-    let (kernel, problem) = (problem.types.qkv.to_string(), T::DTYPE.to_string());
+    let (kernel, problem) = (problem.types.q.to_string(), T::DTYPE.to_string());
     Err(Error::Mismatch { what: "dtype", kernel, problem })
 }
 

@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn the_workspace_holds_the_parts_that_the_kernel_needs() {
-        let problem = Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+        let problem = Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(2);
         for (tile_m, tile_n) in [(64usize, 128usize), (80, 128)] {
             for (dq_turns, deterministic) in [(0, false), (1, false), (1, true), (2, true)] {
                 for splits in [1, 4] {

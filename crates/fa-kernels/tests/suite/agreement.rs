@@ -51,7 +51,7 @@ proptest! {
     fn what_is_planned_can_be_launched(problem in beyond_launches(), target in 0usize..5, pass in 0usize..3) {
         prop_assume!(problem.check().is_ok());
         let ((arch, family, sms), pass) = (TARGETS[target], PASSES[pass]);
-        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
         let set = match explore(&problem, arch, &options) {
             Ok(set) => set,
             Err(PlanError::Unserved(unserved)) => {
@@ -83,15 +83,11 @@ proptest! {
 /// A page of one key takes a gather, which takes panels of equal width: here K's have 64 columns and V's 32.
 #[test]
 fn pages_that_no_box_loads_are_planned_as_they_are_launched() {
-    let problem = Problem {
-        lengths: Lengths::of(3, Side::padded(300), Side::paged(1, 900, 300)),
-        heads_q: 5,
-        heads_kv: 1,
-        head_dim: 192,
-        head_dim_v: 96,
-        ..Problem::square(3, 300, 5, 192, Mask::FULL, Dtype::Bf16)
-    };
-    let of = |family| explore(&problem, Arch::Sm90, &PlanOptions { family, ..PlanOptions::default() });
+    let problem = Problem::square(3, 300, 5, 192, Mask::FULL, Dtype::Bf16)
+        .with_lengths(Lengths::of(3, Side::padded(300), Side::paged(1, 900, 300)))
+        .with_heads(5, 1)
+        .with_head_dims(192, 96);
+    let of = |family| explore(&problem, Arch::Sm90, &PlanOptions::default().with_family(family));
     let own = of(Some(Family::Sm90)).expect("there are candidates");
     assert!(own.plans.is_empty() && !own.rejected.is_empty());
     let by_page = own.rejected.iter().find(|r| matches!(r.reason, Reason::Launch(Unserved::Page { .. })));
@@ -109,12 +105,12 @@ fn pages_that_no_box_loads_are_planned_as_they_are_launched() {
 #[test]
 fn what_no_launch_holds_is_no_plan() {
     let base = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-    let capped = |cap| Problem { score: ScoreMod::softcap(cap), ..base };
-    let long = Problem { lengths: Lengths::uniform(1, 1 << 32, 1 << 32), heads_q: 1, heads_kv: 1, ..base };
+    let capped = |cap| base.with_score(ScoreMod::softcap(cap));
+    let long = base.with_lengths(Lengths::uniform(1, 1 << 32, 1 << 32)).with_heads(1, 1);
     for (problem, said) in [
         (capped(5000.0), "softcap = 5000.0"),
         (capped(1e-300), "softcap = 1e-300"),
-        (Problem { softmax_scale: Some(0.0), ..base }, "softmax_scale = 0.0"),
+        (base.with_softmax_scale(Some(0.0)), "softmax_scale = 0.0"),
         (long, "seqlen_q = 4294967296 is above 1073741824: split the problem"),
     ] {
         let error = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect_err("no launch");

@@ -18,7 +18,7 @@ fn first(
     cache: &Cache,
     known: &mut BTreeMap<String, bool>,
 ) -> KernelSpec {
-    let options = PlanOptions { division, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_division(division);
     let plans = plan(problem, Arch::Sm90, &options).expect("there are plans");
     let mut tiles = Vec::new();
     for spec in plans.into_iter().map(|plan| plan.spec) {
@@ -49,11 +49,11 @@ fn what_callers_divide_has_a_kernel_that_compiles() {
     let compiler = crate::nvrtc();
     let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
     let mut known = BTreeMap::new();
-    let base = Problem { heads_kv: 2, ..Problem::square(2, 2048, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let base = Problem::square(2, 2048, 8, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(2);
     let paged = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 4096, 4096));
     for lengths in [base.lengths, Lengths::uniform(2, 1, 4096), paged] {
         for (splits, pack_gqa) in [(Some(3), Some(true)), (Some(3), Some(false)), (Some(1), Some(false))] {
-            let (problem, division) = (Problem { lengths, ..base }, Division { splits, pack_gqa });
+            let (problem, division) = (base.with_lengths(lengths), Division { splits, pack_gqa });
             let spec = first(&problem, division, &compiler, &cache, &mut known);
             assert_eq!((spec.split, Some(spec.traits().packs_gqa)), (splits != Some(1), pack_gqa), "{spec}");
         }

@@ -13,7 +13,7 @@ use crate::{launches_in_parts, launches_of, sm80_spec, sm90_spec};
 const SMS: u32 = 132;
 
 fn problem() -> Problem {
-    Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 64, Mask::CAUSAL, Dtype::Bf16) }
+    Problem::square(3, 1000, 8, 64, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(2)
 }
 
 fn backward_spec(deterministic: bool) -> KernelSpec {
@@ -56,7 +56,7 @@ fn a_forward_is_one_launch_of_a_cta_for_each_tile() {
 
 #[test]
 fn persistent_kernels_fill_the_sms_with_whole_clusters() {
-    let full = Problem { mask: Mask::FULL, ..problem() };
+    let full = problem().with_mask(Mask::FULL);
     for (scheduler, cluster_m, expected, workspace) in [
         (Scheduler::Dynamic, 1, SMS, 8),
         (Scheduler::Static, 2, SMS, 0),
@@ -93,7 +93,7 @@ fn packed_heads_are_an_axis_of_the_map_of_q() {
     assert_eq!(params.k.strides.seq, 2 * 64);
 
     // 25 queries of five heads in 128 rows, the last three idle: 40 tiles of 1,000 queries, not 39.1.
-    let fives = Problem { heads_q: 10, ..problem() };
+    let fives = problem().with_heads_q(10);
     let launches = launches_of(&spec, &fives, Arch::Sm90, SMS).unwrap();
     let maps: Vec<_> = launches.maps(&at).collect();
     assert_eq!(maps[0].shape.tile, [64, 5, 25, 1, 1]);
@@ -106,10 +106,7 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     let spec = backward_spec(false);
     let launches = launches_of(
         &spec,
-        &Problem {
-            lengths: Lengths::uniform(1, problem().lengths.max_q(), problem().lengths.max_k()),
-            ..problem()
-        },
+        &problem().with_lengths(Lengths::uniform(1, problem().lengths.max_q(), problem().lengths.max_k())),
         Arch::Sm90,
         SMS,
     )
@@ -176,11 +173,9 @@ fn a_persistent_backward_has_a_cta_for_each_sm_and_a_counter() {
 
 #[test]
 fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
-    let none = Problem {
-        lengths: Lengths::uniform(problem().lengths.sequences(), 0, problem().lengths.max_k()),
-        mask: Mask::FULL,
-        ..problem()
-    };
+    let none = problem()
+        .with_lengths(Lengths::uniform(problem().lengths.sequences(), 0, problem().lengths.max_k()))
+        .with_mask(Mask::FULL);
     let spec = KernelSpec { mask: fa_core::MaskKind::Full, ..backward_spec(true) };
     let launches = launches_of(&spec, &none, Arch::Sm90, SMS).unwrap();
     let counter = launches.workspace.tile_counter.expect("tiles are drawn");
@@ -200,10 +195,11 @@ fn nothing_to_compute_is_nothing_to_launch() {
     for spec in [sm80_spec(), sm90_spec()] {
         let launches = launches_of(
             &spec,
-            &Problem {
-                lengths: Lengths::uniform(0, problem().lengths.max_q(), problem().lengths.max_k()),
-                ..problem()
-            },
+            &problem().with_lengths(Lengths::uniform(
+                0,
+                problem().lengths.max_q(),
+                problem().lengths.max_k(),
+            )),
             Arch::Sm90,
             SMS,
         )
@@ -244,11 +240,11 @@ fn what_no_device_code_computes_is_refused() {
     let square = problem().lengths;
     let (batch, q, k) = (square.sequences(), square.max_q(), square.max_k());
     let lengths = Lengths::packed(batch, batch * q, batch * k, q, k);
-    let sinks = ScoreMod { sinks: true, ..problem().score };
+    let sinks = problem().score.with_sinks(true);
     for plain in [sm80_spec(), sm90_spec(), backward_spec(false)] {
         for (problem, need) in [
-            (Problem { lengths, ..problem() }, "lengths on the device"),
-            (Problem { score: sinks, ..problem() }, "sinks"),
+            (problem().with_lengths(lengths), "lengths on the device"),
+            (problem().with_score(sinks), "sinks"),
         ] {
             let of = |spec: &KernelSpec| launches_of(spec, &problem, Arch::Sm90, SMS);
             assert!(matches!(of(&plain), Err(Error::Mismatch { .. })), "{need}");
@@ -267,8 +263,8 @@ fn what_no_device_code_computes_is_refused() {
 
 #[test]
 fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
-    let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
-    let problem = Problem { score, ..problem() };
+    let score = ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true);
+    let problem = problem().with_score(score);
     let inputs = Extras { alibi_slopes: Some(1 << 42), sinks: Some(1 << 43), ..Extras::NONE };
     let extras = RawExtras { inputs, ..RawExtras::default() };
 
@@ -282,7 +278,7 @@ fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
     assert_eq!((params.mods.alibi_stride, params.mods.dsinks.0), (8, 0));
     let without = Addresses { extras: RawExtras::default(), ..at };
     assert!(matches!(launches.check(&without), Err(Error::MissingExtra { name: "alibi_slopes", need: 24 })));
-    let plain = launches_of(&sm80_spec(), &Problem { score: ScoreMod::NONE, ..problem }, Arch::Sm80, SMS);
+    let plain = launches_of(&sm80_spec(), &problem.with_score(ScoreMod::NONE), Arch::Sm80, SMS);
     assert!(matches!(plain.unwrap().check(&at), Err(Error::UnusedExtra { name: "alibi_slopes" })));
 
     let backward = KernelSpec { score: score.kind(), ..backward_spec(false) };
@@ -290,13 +286,8 @@ fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
     assert_eq!(entries(&launches).last(), Some(&("fa_dsinks", 8)));
     assert!(
         !entries(
-            &launches_of(
-                &backward_spec(false),
-                &Problem { score: ScoreMod::NONE, ..problem },
-                Arch::Sm90,
-                SMS
-            )
-            .unwrap()
+            &launches_of(&backward_spec(false), &problem.with_score(ScoreMod::NONE), Arch::Sm90, SMS)
+                .unwrap()
         )
         .iter()
         .any(|(entry, _)| *entry == "fa_dsinks")
@@ -325,11 +316,9 @@ const DECODE: &str = "tile_m: 64, tile_n: 128, num_wg: 1, pv_is_rs: true, overla
 fn lengths_on_the_device_are_planned_first() {
     use fa_core::{Dtype, Lengths, Mask};
     let spec = sm90_forward("varied: true,", &DECODE.replace("Static", "PerTile"));
-    let problem = Problem {
-        lengths: Lengths::packed(5, 1000, 4000, 600, 900),
-        heads_kv: 2,
-        ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16)
-    };
+    let problem = Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16)
+        .with_lengths(Lengths::packed(5, 1000, 4000, 600, 900))
+        .with_heads_kv(2);
     let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
     // 4000 rows of a K/V head in tiles of 64, and one tile for each sequence that is not full.
     assert_eq!(entries(&launches), [("fa_plan", 1), ("fa_kernel", (62 + 5) * 2)]);
@@ -343,7 +332,7 @@ fn lengths_on_the_device_are_planned_first() {
     assert_eq!((shape(0), shape(1)), ((1, 1000, 8), (1, 4000, 2)));
     // The step can be left out by calls that bring a plan.
     assert!(matches!(launches.steps[0], Step::Plan(_)));
-    let nothing = Problem { lengths: Lengths::packed(5, 0, 4000, 0, 900), ..problem };
+    let nothing = problem.with_lengths(Lengths::packed(5, 0, 4000, 0, 900));
     assert_eq!(launches_of(&spec, &nothing, Arch::Sm90, 132).unwrap().steps, []);
 }
 
@@ -351,11 +340,9 @@ fn lengths_on_the_device_are_planned_first() {
 fn divided_keys_are_combined() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     let spec = sm90_forward("split: true,", DECODE);
-    let problem = Problem {
-        lengths: Lengths::uniform(1, 1, 8192),
-        heads_kv: 8,
-        ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
-    };
+    let problem = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
+        .with_lengths(Lengths::uniform(1, 1, 8192))
+        .with_heads_kv(8);
     let launches = launches_in_parts(&spec, &problem, Arch::Sm90, 132, Some(16)).unwrap();
     assert_eq!(entries(&launches), [("fa_kernel", 8 * 16), ("fa_combine", 32)]);
     let rows = 32 * 16;
@@ -363,13 +350,13 @@ fn divided_keys_are_combined() {
     assert_eq!(launches.workspace.out_partial.unwrap().bytes, 4 * 128 * rows);
     assert_eq!((launches.workspace.plan, launches.plan_bytes), (None, 0));
     // Enough tiles without: no parts, no memory for them.
-    let many = Problem { lengths: Lengths::uniform(512, 1, 512), ..problem };
+    let many = problem.with_lengths(Lengths::uniform(512, 1, 512));
     let launches = launches_of(&spec, &many, Arch::Sm90, 132).unwrap();
     assert_eq!((entries(&launches), launches.workspace.bytes), (vec![("fa_kernel", 132)], 0));
     // What the device decides has room for parts of all SMs, however long the sequences may be.
     let paged = sm90_forward("varied: true, paged: true, split: true,", DECODE);
     let lengths = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 1 << 20, 1 << 20));
-    let launches = launches_of(&paged, &Problem { lengths, ..problem }, Arch::Sm90, 132).unwrap();
+    let launches = launches_of(&paged, &problem.with_lengths(lengths), Arch::Sm90, 132).unwrap();
     let slots = 6 * 132 / 8 + 2;
     assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * slots * 8 * 4);
     assert_eq!(entries(&launches)[0], ("fa_plan", 1));
@@ -386,14 +373,14 @@ fn cluster(launches: &Launches) -> u32 {
 fn clusters_combine_their_parts() {
     use fa_core::{Dtype, Lengths, Mask};
     let spec = sm90_forward("split: true,", DECODE);
-    let base = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let base = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
     // Eight tiles by clusters of eight: no second kernel, and no memory between them.
-    let problem = Problem { lengths: Lengths::uniform(1, 1, 8192), ..base };
+    let problem = base.with_lengths(Lengths::uniform(1, 1, 8192));
     let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
     assert_eq!((entries(&launches), cluster(&launches)), (vec![("fa_kernel", 64)], 8));
     assert_eq!(launches.workspace.bytes, 0);
     // One tile by twelve clusters, whose results a second kernel combines.
-    let alone = Problem { heads_q: 32, heads_kv: 1, lengths: Lengths::uniform(1, 1, 32768), ..base };
+    let alone = base.with_heads(32, 1).with_lengths(Lengths::uniform(1, 1, 32768));
     let launches = launches_in_parts(&spec, &alone, Arch::Sm90, 132, Some(96)).unwrap();
     assert_eq!((entries(&launches), cluster(&launches)), (vec![("fa_kernel", 96), ("fa_combine", 32)], 8));
     assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * 32 * 12);
@@ -401,7 +388,7 @@ fn clusters_combine_their_parts() {
     // Not where the GPU has no room for all clusters at once, nor where rows of O are wide.
     for (spec, sms) in [(spec.clone(), 72), (KernelSpec { head_dim: 256, head_dim_v: 256, ..spec }, 132)] {
         let dim = spec.head_dim as usize;
-        let problem = Problem { head_dim: dim, head_dim_v: dim, ..problem };
+        let problem = problem.with_head_dims(dim, dim);
         let launches = launches_in_parts(&spec, &problem, Arch::Sm90, sms, Some(8)).unwrap();
         assert_eq!((cluster(&launches), entries(&launches)[1].0), (1, "fa_combine"));
     }
@@ -409,7 +396,7 @@ fn clusters_combine_their_parts() {
     let plain = sm90_forward("split: true,", &DECODE.replace("pack_gqa: true", "pack_gqa: false"));
     for (spec, queries, ctas) in [(&plain, 64, 3), (&plain, 65, 3), (&packed, 65, 3)] {
         let lengths = Lengths::uniform(1, queries, 8192);
-        let problem = Problem { heads_q: 4, heads_kv: 1, lengths, ..base };
+        let problem = base.with_heads(4, 1).with_lengths(lengths);
         let launches = launches_in_parts(spec, &problem, Arch::Sm90, 132, Some(3)).unwrap();
         assert_eq!(cluster(&launches), ctas, "{spec}, {queries} queries");
     }
@@ -419,9 +406,9 @@ fn clusters_combine_their_parts() {
 fn keys_are_divided_as_the_caller_says() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     let spec = sm90_forward("split: true,", DECODE);
-    let base = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let base = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
     let of = |spec: &KernelSpec, lengths, splits| {
-        launches_in_parts(spec, &Problem { lengths, ..base }, Arch::Sm90, 132, splits).unwrap()
+        launches_in_parts(spec, &base.with_lengths(lengths), Arch::Sm90, 132, splits).unwrap()
     };
     let (_, tile_n) = spec.tile();
     let parts = |launches: &Launches| {
@@ -453,11 +440,9 @@ fn keys_are_divided_as_the_caller_says() {
 #[test]
 fn a_plan_is_launched_as_it_is_or_refused() {
     let spec = sm90_forward("split: true,", DECODE);
-    let problem = Problem {
-        lengths: Lengths::uniform(1, 1, 8192),
-        heads_kv: 8,
-        ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
-    };
+    let problem = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
+        .with_lengths(Lengths::uniform(1, 1, 8192))
+        .with_heads_kv(8);
     let steps = 8192 / spec.tile().1 as usize;
     let of = |spec: &KernelSpec, splits, cluster| LaunchPlan { spec: spec.clone(), splits, cluster };
     for (splits, clusters) in [(1, 1), (2, 1), (2, 2), (8, 1), (8, 4), (8, 8), (steps, 1)] {
@@ -490,7 +475,7 @@ fn a_plan_is_launched_as_it_is_or_refused() {
         assert!(error.contains(part), "{error}");
     }
     // Clusters whose CTAs would take further tiles.
-    let many = Problem { lengths: Lengths::uniform(64, 1, 8192), ..problem };
+    let many = problem.with_lengths(Lengths::uniform(64, 1, 8192));
     let error = Launches::of(&of(&spec, 8, 8), &many, Arch::Sm90, SMS).expect_err("512 clusters").to_string();
     assert!(error.contains("cluster = 8: use 1 for more tiles than run at once"), "{error}");
 }
@@ -499,10 +484,10 @@ fn a_plan_is_launched_as_it_is_or_refused() {
 fn rows_of_no_sequence_launch_nothing() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
-    let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let base = Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(1);
     for (sequences, most, is_empty) in [(0, 1, true), (3, 0, true), (1, 1, false)] {
         let lengths = Lengths::of(sequences, Side::packed(7, most), Side::paged(16, 1024, 16_384));
-        let problem = Problem { lengths, ..base };
+        let problem = base.with_lengths(lengths);
         let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
         assert_eq!(launches.steps.is_empty(), is_empty, "{sequences} sequences of {most} queries at most");
     }
@@ -513,8 +498,8 @@ fn only_the_combination_starts_early() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
     let lengths = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 1024, 16_384));
-    let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
-    let launches = launches_of(&spec, &Problem { lengths, ..base }, Arch::Sm90, 132).unwrap();
+    let base = Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(1);
+    let launches = launches_of(&spec, &base.with_lengths(lengths), Arch::Sm90, 132).unwrap();
     let early: Vec<_> = (launches.steps.iter())
         .map(|step| match step {
             Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.starts_early),
@@ -529,10 +514,10 @@ fn chunks_in_pages_have_the_parts_of_a_dense_launch() {
     use fa_core::{Dtype, Lengths, Mask, Side};
     use fa_planner::divide::kv_splits;
     let spec = sm90_forward("varied: true, paged: true, split: true,", DECODE);
-    let base = Problem { heads_kv: 1, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let base = Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(1);
     for (queries, divided_alike) in [(512, true), (8, false)] {
         let lengths = Lengths::of(1, Side::packed(queries, queries), Side::paged(16, 1024, 16_384));
-        let problem = Problem { lengths, ..base };
+        let problem = base.with_lengths(lengths);
         let launches = launches_of(&spec, &problem, Arch::Sm90, 132).unwrap();
         let tensors = tensors(&launches);
         let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras: RawExtras::default() };
@@ -551,7 +536,7 @@ fn parts_of_pages_that_no_box_places_are_refused() {
     let spec = KernelSpec::from_ron(&text.replace("dim_v: 128", "dim_v: 96")).unwrap();
     let with = |page: usize| {
         let lengths = Lengths::of(2, Side::padded(1), Side::paged(page, 64, 700));
-        let problem = Problem { lengths, ..Problem::square(1, 1, 4, 96, Mask::CAUSAL, Dtype::Bf16) };
+        let problem = Problem::square(1, 1, 4, 96, Mask::CAUSAL, Dtype::Bf16).with_lengths(lengths);
         launches_of(&spec, &problem, Arch::Sm90, 132).map(|_| ())
     };
     // Rows of a panel are 64 bytes, and boxes start on 128.
@@ -562,7 +547,7 @@ fn parts_of_pages_that_no_box_places_are_refused() {
     let one = Err(fa_kernels::Error::Page { page: 1, tile_n: 128, head_dim: 128, multiple: 4 });
     let spec = sm90_forward("varied: true, paged: true,", DECODE);
     let lengths = Lengths::of(2, Side::padded(1), Side::paged(1, 700, 700));
-    let problem = Problem { lengths, ..Problem::square(1, 1, 4, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let problem = Problem::square(1, 1, 4, 128, Mask::CAUSAL, Dtype::Bf16).with_lengths(lengths);
     let refused = launches_of(&spec, &problem, Arch::Sm90, 132).map(|_| ());
     assert_eq!(format!("{refused:?}"), format!("{:?}", one as Result<(), _>));
     // Threads copy pages of any size.
@@ -574,7 +559,7 @@ fn parts_of_pages_that_no_box_places_are_refused() {
 #[test]
 fn first_sums_of_dq_are_stored_and_said_by_semaphores_of_several_tiles() {
     let stores = |spec: &KernelSpec, lengths| {
-        let launches = launches_of(spec, &Problem { lengths, ..problem() }, Arch::Sm90, SMS).unwrap();
+        let launches = launches_of(spec, &problem().with_lengths(lengths), Arch::Sm90, SMS).unwrap();
         let (tensors, extras) = (tensors(&launches), RawExtras::default());
         let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras };
         let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };

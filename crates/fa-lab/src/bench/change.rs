@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn fields_are_set_and_others_refused() {
         let problem = Problem::square(2, 8192, 16, 64, Mask::FULL, Dtype::Bf16);
-        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_pass(Pass::BACKWARD);
         let spec = best(&problem, Arch::Sm90, &options).expect("a plan").spec;
         let of = |text: &str| text.parse::<Change>().expect("a change").of(&spec);
         let Kernel::Sm90Bwd(own) = of("persistent=true,tile_order=LongestFirst").expect("valid").kernel

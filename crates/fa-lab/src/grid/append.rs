@@ -1,6 +1,6 @@
 //! New keys and values for a cache, keys and queries rotated by their positions.
 
-use fa_core::{Append, Dtype, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side, Types};
+use fa_core::{Append, Dtype, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side, Types};
 
 use super::case::{Action, BASE, Case, Extent, case};
 
@@ -55,8 +55,8 @@ pub(super) fn append(extent: Extent) -> Vec<Case> {
             let rotary = (turn % 7 != 5).then_some(rotary);
             let append =
                 Append { sequences: SEQUENCES, new, cache, heads_kv, head_dim, head_dim_v, dtype, rotary };
-            let problem = Problem { heads_q: heads, heads_kv, head_dim, head_dim_v, ..BASE };
-            let problem = Problem { types: Types::same(dtype), ..problem };
+            let problem = BASE.with_heads(heads, heads_kv).with_head_dims(head_dim, head_dim_v);
+            let problem = problem.with_types(Types::same(dtype));
             let of =
                 |action| Case { what: what_cache, append: Some(append), action, ..case("append", problem) };
             cases.push(of(Action::Once));

@@ -169,7 +169,7 @@ fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bo
     let heads_q = if few { heads_q.min(2) } else { heads_q };
     let widest = problem_of(spec, BASE.lengths, (heads_q, heads_kv));
     let narrower = if is_narrow { 8 } else { 0 };
-    Problem { head_dim: widest.head_dim - narrower, head_dim_v: widest.head_dim_v - narrower, ..widest }
+    widest.with_head_dims(widest.head_dim - narrower, widest.head_dim_v - narrower)
 }
 
 #[cfg(test)]

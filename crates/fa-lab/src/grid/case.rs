@@ -153,7 +153,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
 
 /// The same for sequences of different lengths.
 pub fn case_of(group: &'static str, what: &'static str, problem: Problem, sequences: Sequences) -> Case {
-    let problem = Problem { lengths: sequences.lengths(), ..problem };
+    let problem = problem.with_lengths(sequences.lengths());
     Case { what, sequences: Some(sequences), ..case(group, problem) }
 }
 
@@ -199,7 +199,7 @@ impl Case {
             pair(p.heads_q, p.heads_kv, ':'),
             head_dims(p),
             p.mask,
-            p.types.qkv
+            p.types.q
         );
         if let Some(cap) = p.score.softcap {
             name += &format!(" cap {cap}");
@@ -311,7 +311,7 @@ impl Case {
     /// Bytes of device memory that the tensors take.
     pub fn device_bytes(&self) -> u64 {
         let elements: u64 = self.placements().iter().map(|placement| placement.span() as u64).sum();
-        let tensors = elements * self.problem.types.qkv.bytes() as u64;
+        let tensors = elements * self.problem.types.q.bytes() as u64;
         if !self.pass.is_backward() {
             return tensors;
         }

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use fa_core::{Dtype, Lengths, Mask, Pass, Problem, Types};
+use fa_core::{Dtype, Lengths, Mask, Pass, Types};
 
 use super::case::{Action, BASE, Case, Extent, MASKS, Values, case};
 use super::library::library;
@@ -32,40 +32,29 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
             Case { pass: pass(2 * index % 7 < 2), ..case }
         })
         .collect();
-    let one = Problem {
-        lengths: Lengths::uniform(1, BASE.lengths.max_q(), BASE.lengths.max_k()),
-        heads_q: 2,
-        heads_kv: 1,
-        ..BASE
-    };
+    let one =
+        BASE.with_lengths(Lengths::uniform(1, BASE.lengths.max_q(), BASE.lengths.max_k())).with_heads(2, 1);
     let mut repeated = Vec::new();
     for (seqlen_q, seqlen_k) in [(4224, 4224), (2000, 4000)] {
-        repeated.extend(MASKS.map(|mask| Problem {
-            lengths: Lengths::uniform(one.lengths.sequences(), seqlen_q, seqlen_k),
-            mask,
-            ..one
+        repeated.extend(MASKS.map(|mask| {
+            one.with_lengths(Lengths::uniform(one.lengths.sequences(), seqlen_q, seqlen_k)).with_mask(mask)
         }));
     }
     // Head dims differ in how they add to dQ.
-    let ragged = Problem { lengths: Lengths::uniform(one.lengths.sequences(), 1111, 1111), ..one };
-    repeated.push(Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged });
-    repeated.push(Problem { head_dim: 256, head_dim_v: 256, types: Types::same(Dtype::F16), ..ragged });
+    let ragged = one.with_lengths(Lengths::uniform(one.lengths.sequences(), 1111, 1111));
+    repeated.push(ragged.with_head_dims(64, 64).with_mask(Mask::FULL));
+    repeated.push(ragged.with_head_dims(256, 256).with_types(Types::same(Dtype::F16)));
     // Groups: their parts take turns at dK and dV as well.
-    let grouped = Problem { heads_q: 16, ..ragged };
+    let grouped = ragged.with_heads_q(16);
     for (heads_kv, mask) in [(2, Mask::CAUSAL), (1, Mask::FULL), (4, Mask::window(300, 0))] {
-        repeated.push(Problem { heads_kv, mask, ..grouped });
+        repeated.push(grouped.with_heads_kv(heads_kv).with_mask(mask));
     }
     cases.extend(repeated.into_iter().map(|problem| {
         let action = Action::Repeat(repeat);
         Case { action, pass: pass(true), ..case("repeat", problem) }
     }));
-    let ragged = Problem {
-        lengths: Lengths::uniform(BASE.lengths.sequences(), 555, 777),
-        heads_q: 6,
-        heads_kv: 3,
-        ..BASE
-    };
-    for problem in [ragged, Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged }] {
+    let ragged = BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 555, 777)).with_heads(6, 3);
+    for problem in [ragged, ragged.with_head_dims(64, 64).with_mask(Mask::FULL)] {
         for action in [Action::Graph, Action::OwnStream, Action::Threads] {
             for deterministic in [false, true] {
                 cases.push(Case { action, pass: pass(deterministic), ..case("launch", problem) });
@@ -75,14 +64,17 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     if extent == Extent::Full {
         // More than 2^31 numbers in dQ's accumulators, whose rows are as wide as the tile.
         let (head_dim, head_dim_v) = (40, 8);
-        let wide = Problem { lengths: Lengths::uniform(520, 1 << 14, 64), head_dim, head_dim_v, ..BASE };
-        let problem = Problem { mask: Mask::FULL, ..wide };
+        let wide = BASE.with_lengths(Lengths::uniform(520, 1 << 14, 64)).with_head_dims(head_dim, head_dim_v);
+        let problem = wide.with_mask(Mask::FULL);
         cases.push(Case { pass: pass(false), ..case("sizes", problem) });
     }
     // Many query heads on one K/V head and few tiles of keys: heads are split over blocks.
     for (heads_q, heads_kv) in [(16, 1), (64, 2)] {
         for mask in MASKS {
-            let problem = Problem { heads_q, heads_kv, lengths: Lengths::uniform(1, 500, 300), mask, ..BASE };
+            let problem = BASE
+                .with_heads(heads_q, heads_kv)
+                .with_lengths(Lengths::uniform(1, 500, 300))
+                .with_mask(mask);
             cases.push(Case { pass: pass(false), ..case("head splits", problem) });
         }
     }

@@ -15,8 +15,8 @@ fn packed(what: &'static str, problem: Problem, q: &[usize], k: &[usize]) -> Cas
 
 /// Problems of the forward, and problems whose gradients failed as well.
 pub(super) fn known() -> Vec<Case> {
-    let grouped = Problem { heads_q: 8, heads_kv: 2, ..BASE };
-    let wide = Problem { head_dim: 256, head_dim_v: 256, heads_q: 2, heads_kv: 2, ..BASE };
+    let grouped = BASE.with_heads(8, 2);
+    let wide = BASE.with_head_dims(256, 256).with_heads(2, 2);
     let mut random = Random::new(2550);
     let mut drawn =
         |count: usize, most: usize| (0..count).map(|_| 1 + random.below(most)).collect::<Vec<usize>>();
@@ -33,12 +33,12 @@ pub(super) fn known() -> Vec<Case> {
         ),
         packed("2470: sequences without keys", BASE, &[64, 100, 3], &[0, 100, 0]),
         packed("2515: no queries at all", BASE, &[0, 0], &[100, 3]),
-        case("known", Problem { lengths: Lengths::uniform(2, 0, 128), ..BASE }),
-        case("known", Problem { lengths: Lengths::uniform(2, 128, 0), ..BASE }),
+        case("known", BASE.with_lengths(Lengths::uniform(2, 0, 128))),
+        case("known", BASE.with_lengths(Lengths::uniform(2, 128, 0))),
         packed("2470: no keys at all, grouped heads", grouped, &[30, 0, 2], &[0, 0, 0]),
     ];
     // Rows behind the last sequence hold NaN, in inputs and in gradients: they are neither read nor written.
-    for problem in [BASE, grouped, Problem { mask: Mask::FULL, ..BASE }] {
+    for problem in [BASE, grouped, BASE.with_mask(Mask::FULL)] {
         let lens = [100, 7, 193];
         let sequences = Sequences { q: Ragged::packed(&lens, 150), k: Ragged::packed(&lens, 150) };
         cases.push(case_of("known", "1661: rows behind the last sequence", problem, sequences));

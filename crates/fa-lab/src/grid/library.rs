@@ -1,6 +1,6 @@
 //! The cases of the forward by the library's own choice of kernel, of lengths that the host knows.
 
-use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
+use fa_core::{Dtype, Lengths, Mask, ScoreMod, Types};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
 use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, Values, case};
@@ -34,16 +34,12 @@ fn shapes_and_dims(full: bool) -> Vec<Case> {
                 turn += 1;
                 let (heads_q, heads_kv) = HEADS[turn / 2 % 5];
                 let batch = if seqlen_q.max(seqlen_k) >= 1023 { 1 } else { BATCHES[turn / 3 % 3] };
-                let problem = Problem {
-                    lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
-                    heads_q,
-                    heads_kv,
-                    head_dim,
-                    head_dim_v,
-                    mask,
-                    types: Types::same(DTYPES[turn / 5 % 2]),
-                    ..BASE
-                };
+                let problem = BASE
+                    .with_lengths(Lengths::uniform(batch, seqlen_q, seqlen_k))
+                    .with_heads(heads_q, heads_kv)
+                    .with_head_dims(head_dim, head_dim_v)
+                    .with_mask(mask)
+                    .with_types(Types::same(DTYPES[turn / 5 % 2]));
                 cases.push(case("shapes", problem));
             }
         }
@@ -59,14 +55,11 @@ fn padded(full: bool) -> Vec<Case> {
             let lengths = if full { &lengths[..] } else { &lengths[index % 2..=index % 2] };
             for &(seqlen_q, seqlen_k) in lengths {
                 let dtype = DTYPES[(index + turn) % 2];
-                let problem = Problem {
-                    lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
-                    head_dim,
-                    head_dim_v,
-                    mask,
-                    types: Types::same(dtype),
-                    ..BASE
-                };
+                let problem = BASE
+                    .with_lengths(Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k))
+                    .with_head_dims(head_dim, head_dim_v)
+                    .with_mask(mask)
+                    .with_types(Types::same(dtype));
                 cases.push(case("padded", problem));
             }
         }
@@ -80,14 +73,11 @@ fn heads() -> Vec<Case> {
         for mask in MASKS {
             for (turn, (seqlen_q, seqlen_k)) in [(113, 203), (1, 300), (20, 500)].into_iter().enumerate() {
                 let dtype = DTYPES[turn % 2];
-                let problem = Problem {
-                    heads_q,
-                    heads_kv,
-                    lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
-                    mask,
-                    types: Types::same(dtype),
-                    ..BASE
-                };
+                let problem = BASE
+                    .with_heads(heads_q, heads_kv)
+                    .with_lengths(Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k))
+                    .with_mask(mask)
+                    .with_types(Types::same(dtype));
                 cases.push(case("heads", problem));
             }
         }
@@ -102,8 +92,8 @@ fn windows(full: bool) -> Vec<Case> {
         Mask::causal_window(33),
         Mask::window(70, 9),
         Mask::window(0, 100),
-        Mask { left: Some(50), right: None },
-        Mask { left: None, right: Some(40) },
+        Mask::band(Some(50), None),
+        Mask::band(None, Some(40)),
         Mask::window(5000, 5000),
     ];
     let lengths = [(256, 256), (113, 203), (500, 128), (1, 400), (203, 1), (777, 1500)];
@@ -115,13 +105,10 @@ fn windows(full: bool) -> Vec<Case> {
             }
             let (head_dim, head_dim_v) =
                 [(128, 128), (64, 64), (192, 128), (256, 256)][(index + turn) / 2 % 4];
-            let problem = Problem {
-                lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
-                mask,
-                head_dim,
-                head_dim_v,
-                ..BASE
-            };
+            let problem = BASE
+                .with_lengths(Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k))
+                .with_mask(mask)
+                .with_head_dims(head_dim, head_dim_v);
             cases.push(case("windows", problem));
         }
     }
@@ -133,20 +120,18 @@ fn scores() -> Vec<Case> {
     let mut cases = Vec::new();
     for (turn, mask) in [Mask::CAUSAL, Mask::FULL, Mask::window(70, 9)].into_iter().enumerate() {
         let dtype = DTYPES[turn % 2];
-        let problem = Problem {
-            lengths: Lengths::uniform(BASE.lengths.sequences(), 200, 333),
-            mask,
-            types: Types::same(dtype),
-            ..BASE
-        };
+        let problem = BASE
+            .with_lengths(Lengths::uniform(BASE.lengths.sequences(), 200, 333))
+            .with_mask(mask)
+            .with_types(Types::same(dtype));
         for cap in [1.0, 5.0, 50.0] {
-            cases.push(case("softcap", Problem { score: ScoreMod::softcap(cap), ..problem }));
+            cases.push(case("softcap", problem.with_score(ScoreMod::softcap(cap))));
         }
         for scale in [1e-6, 0.3, 1.0, 4.0] {
-            cases.push(case("scale", Problem { softmax_scale: Some(scale), ..problem }));
+            cases.push(case("scale", problem.with_softmax_scale(Some(scale))));
         }
-        let both = Problem { softmax_scale: Some(1.0), score: ScoreMod::softcap(3.0), ..problem };
-        cases.push(case("softcap", Problem { head_dim: 64, head_dim_v: 64, ..both }));
+        let both = problem.with_softmax_scale(Some(1.0)).with_score(ScoreMod::softcap(3.0));
+        cases.push(case("softcap", both.with_head_dims(64, 64)));
     }
     cases
 }
@@ -158,16 +143,12 @@ fn values() -> Vec<Case> {
         for mask in MASKS {
             for (head_dim, head_dim_v) in [(64, 64), (128, 128), (256, 256)] {
                 let dtype = DTYPES[turn % 2];
-                let problem = Problem {
-                    lengths: Lengths::uniform(BASE.lengths.sequences(), 700, 900),
-                    heads_q: 2,
-                    heads_kv: 2,
-                    head_dim,
-                    head_dim_v,
-                    mask,
-                    types: Types::same(dtype),
-                    ..BASE
-                };
+                let problem = BASE
+                    .with_lengths(Lengths::uniform(BASE.lengths.sequences(), 700, 900))
+                    .with_heads(2, 2)
+                    .with_head_dims(head_dim, head_dim_v)
+                    .with_mask(mask)
+                    .with_types(Types::same(dtype));
                 cases.push(Case { values, ..case("values", problem) });
             }
         }
@@ -175,16 +156,12 @@ fn values() -> Vec<Case> {
     // Scores near the lowest of f32. Their gradients are not defined: an LSE of that size has no fractions.
     for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(70, 9)] {
         for head_dim in [64, 128, 256] {
-            let problem = Problem {
-                lengths: Lengths::uniform(1, 200, 333),
-                heads_q: 4,
-                heads_kv: 2,
-                head_dim,
-                head_dim_v: head_dim,
-                mask,
-                softmax_scale: Some(1.0),
-                ..BASE
-            };
+            let problem = BASE
+                .with_lengths(Lengths::uniform(1, 200, 333))
+                .with_heads(4, 2)
+                .with_head_dims(head_dim, head_dim)
+                .with_mask(mask)
+                .with_softmax_scale(Some(1.0));
             cases.push(Case { values: Values::Lowest, ..case("values", problem) });
         }
     }
@@ -202,27 +179,20 @@ fn arrangements(full: bool) -> Vec<Case> {
         Arrangement::SharedRows,
     ];
     let mut problems = vec![
-        Problem {
-            lengths: Lengths::uniform(BASE.lengths.sequences(), 113, 203),
-            heads_q: 6,
-            heads_kv: 3,
-            ..BASE
-        },
-        Problem { head_dim: 72, head_dim_v: 40, mask: Mask::FULL, types: Types::same(Dtype::F16), ..BASE },
+        BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 113, 203)).with_heads(6, 3),
+        BASE.with_head_dims(72, 40).with_mask(Mask::FULL).with_types(Types::same(Dtype::F16)),
     ];
     if full {
-        problems.push(Problem {
-            head_dim: 256,
-            head_dim_v: 256,
-            lengths: Lengths::uniform(BASE.lengths.sequences(), 300, BASE.lengths.max_k()),
-            ..BASE
-        });
-        problems.push(Problem {
-            head_dim: 192,
-            lengths: Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 999),
-            mask: Mask::window(100, 3),
-            ..BASE
-        });
+        problems.push(BASE.with_head_dims(256, 256).with_lengths(Lengths::uniform(
+            BASE.lengths.sequences(),
+            300,
+            BASE.lengths.max_k(),
+        )));
+        problems.push(
+            BASE.with_head_dim(192)
+                .with_lengths(Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 999))
+                .with_mask(Mask::window(100, 3)),
+        );
     }
     let mut cases = Vec::new();
     for problem in problems {
@@ -235,28 +205,27 @@ fn arrangements(full: bool) -> Vec<Case> {
 fn empties() -> Vec<Case> {
     let mut cases = Vec::new();
     for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(3, 3)] {
-        let problem = Problem { mask, ..BASE };
+        let problem = BASE.with_mask(mask);
         cases.extend(
             [
-                Problem {
-                    lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), 0),
-                    ..problem
-                },
-                Problem {
-                    lengths: Lengths::uniform(problem.lengths.sequences(), 0, problem.lengths.max_k()),
-                    ..problem
-                },
-                Problem {
-                    lengths: Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k()),
-                    ..problem
-                },
-                Problem { lengths: Lengths::uniform(problem.lengths.sequences(), 0, 0), ..problem },
-                Problem { lengths: Lengths::uniform(1, 1, 1), heads_q: 1, heads_kv: 1, ..problem },
+                problem.with_lengths(Lengths::uniform(
+                    problem.lengths.sequences(),
+                    problem.lengths.max_q(),
+                    0,
+                )),
+                problem.with_lengths(Lengths::uniform(
+                    problem.lengths.sequences(),
+                    0,
+                    problem.lengths.max_k(),
+                )),
+                problem.with_lengths(Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k())),
+                problem.with_lengths(Lengths::uniform(problem.lengths.sequences(), 0, 0)),
+                problem.with_lengths(Lengths::uniform(1, 1, 1)).with_heads(1, 1),
                 // Whole tiles of queries without a key.
-                Problem { lengths: Lengths::uniform(problem.lengths.sequences(), 1000, 5), ..problem },
+                problem.with_lengths(Lengths::uniform(problem.lengths.sequences(), 1000, 5)),
                 // Many more tiles than blocks, nearly all of them empty: a pipeline's phase must not flip in
                 // them.
-                Problem { lengths: Lengths::uniform(9, 3000, 40), heads_q: 6, heads_kv: 3, ..problem },
+                problem.with_lengths(Lengths::uniform(9, 3000, 40)).with_heads(6, 3),
             ]
             .map(|problem| case("empty", problem)),
         );
@@ -266,48 +235,37 @@ fn empties() -> Vec<Case> {
 
 /// Counts and offsets beyond what 16 and 32 bits hold.
 fn sizes(full: bool) -> Vec<Case> {
-    let small = Problem { lengths: Lengths::uniform(8300, 17, 33), heads_q: 2, heads_kv: 2, ..BASE };
+    let small = BASE.with_lengths(Lengths::uniform(8300, 17, 33)).with_heads(2, 2);
     let mut cases = vec![
-        case("sizes", Problem { head_dim: 64, head_dim_v: 64, ..small }),
-        case(
-            "sizes",
-            Problem { lengths: Lengths::uniform(1, 65, 65), heads_q: 3000, heads_kv: 1000, ..BASE },
-        ),
+        case("sizes", small.with_head_dims(64, 64)),
+        case("sizes", BASE.with_lengths(Lengths::uniform(1, 65, 65)).with_heads(3000, 1000)),
         Case {
             arrangement: Arrangement::FarBatch,
             ..case(
                 "sizes",
-                Problem {
-                    lengths: Lengths::uniform(BASE.lengths.sequences(), 200, BASE.lengths.max_k()),
-                    ..BASE
-                },
+                BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 200, BASE.lengths.max_k())),
             )
         },
     ];
     if full {
-        let far = Problem {
-            lengths: Lengths::uniform(1, BASE.lengths.max_q(), 128),
-            heads_q: 2,
-            heads_kv: 2,
-            ..BASE
-        };
+        let far = BASE.with_lengths(Lengths::uniform(1, BASE.lengths.max_q(), 128)).with_heads(2, 2);
         cases.push(Case { arrangement: Arrangement::FarKeys, ..case("sizes", far) });
-        let narrow = Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..BASE };
+        let narrow = BASE.with_head_dims(64, 64).with_mask(Mask::FULL);
         cases.push(Case { arrangement: Arrangement::FarBatch, ..case("sizes", narrow) });
-        let long = Problem { lengths: Lengths::uniform(1, 16, 4 << 20), heads_q: 1, heads_kv: 1, ..narrow };
+        let long = narrow.with_lengths(Lengths::uniform(1, 16, 4 << 20)).with_heads(1, 1);
         cases.push(case("sizes", long));
-        cases.push(case("sizes", Problem { mask: Mask::CAUSAL, ..long }));
+        cases.push(case("sizes", long.with_mask(Mask::CAUSAL)));
     }
     cases
 }
 
 fn actions(repeat: usize) -> Vec<Case> {
     let mut cases = Vec::new();
-    let ragged = Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 1111, 1111), ..BASE };
+    let ragged = BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 1111, 1111));
     for problem in [
         ragged,
-        Problem { mask: Mask::FULL, head_dim: 64, head_dim_v: 64, ..ragged },
-        Problem { head_dim: 256, head_dim_v: 256, types: Types::same(Dtype::F16), ..ragged },
+        ragged.with_mask(Mask::FULL).with_head_dims(64, 64),
+        ragged.with_head_dims(256, 256).with_types(Types::same(Dtype::F16)),
     ] {
         cases.push(Case { action: Action::Repeat(repeat), ..case("repeat", problem) });
         for action in [Action::Graph, Action::OwnStream, Action::Threads] {
@@ -320,6 +278,8 @@ fn actions(repeat: usize) -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+
+    use fa_core::Problem;
 
     use super::super::gradients::gradients;
     use super::super::serving::{serving, serving_gradients};
@@ -351,7 +311,7 @@ mod tests {
         for cases in [library(Extent::Full, 10), gradients(Extent::Full, 10)] {
             for dtype in DTYPES {
                 let of = |f: &dyn Fn(&Problem) -> bool| {
-                    cases.iter().any(|case| case.problem.types.qkv == dtype && f(&case.problem))
+                    cases.iter().any(|case| case.problem.types.q == dtype && f(&case.problem))
                 };
                 for (q, k) in SHAPES {
                     assert!(of(&|p| (p.lengths.max_q(), p.lengths.max_k()) == (q, k)), "{q}x{k} {dtype}");

@@ -1,6 +1,6 @@
 //! Partial results over different keys of the same queries, merged.
 
-use fa_core::{Dtype, Merge, Problem, Types};
+use fa_core::{Dtype, Merge, Types};
 
 use super::case::{BASE, Case, case};
 
@@ -14,8 +14,8 @@ pub(super) fn merge() -> Vec<Case> {
             let (part, out) = (types[(turn + of) % 3], types[(turn + of / 2) % 3]);
             let merge = Merge { parts, batch, seqlen, heads, dim, part, out, sinks: (turn + of) % 2 == 1 };
             // The problem's type does not matter: the parts are f32 on the host.
-            let problem = Problem { heads_q: heads, heads_kv: heads, ..BASE };
-            let problem = Problem { types: Types::same(Dtype::Bf16), ..problem };
+            let problem = BASE.with_heads(heads, heads);
+            let problem = problem.with_types(Types::same(Dtype::Bf16));
             cases.push(Case { merge: Some(merge), ..case("merge", problem) });
         }
     }

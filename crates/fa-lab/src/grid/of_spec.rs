@@ -1,6 +1,6 @@
 //! The cases of one kernel.
 
-use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Reads, ScoreMod, Types};
 use fa_cpu::grid::SHAPES;
 
 use super::awkward::awkward;
@@ -39,21 +39,18 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
             // Some problems narrower than the tile.
             let narrow = if turn % 3 == 2 { 8 } else { 0 };
             let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
-            let problem = Problem {
-                lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
-                heads_q,
-                heads_kv,
-                head_dim: spec.head_dim as usize - narrow,
-                head_dim_v: spec.head_dim_v as usize - narrow,
-                mask,
-                types: Types::same(spec.types.qkv),
-                score: ScoreMod {
-                    softcap: spec.score.softcap.then_some(7.0),
-                    alibi: spec.score.alibi.then_some(ALIBIS[turn % 2]),
-                    sinks: spec.score.sinks,
-                },
-                ..BASE
-            };
+            let problem = BASE
+                .with_lengths(Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k))
+                .with_heads(heads_q, heads_kv)
+                .with_head_dims(spec.head_dim as usize - narrow, spec.head_dim_v as usize - narrow)
+                .with_mask(mask)
+                .with_types(Types::same(spec.types.q))
+                .with_score(
+                    ScoreMod::NONE
+                        .with_softcap(spec.score.softcap.then_some(7.0))
+                        .with_alibi(spec.score.alibi.then_some(ALIBIS[turn % 2]))
+                        .with_sinks(spec.score.sinks),
+                );
             let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][turn % 3];
             let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
             // Gradients of long problems take the oracle seconds a head.

@@ -1,6 +1,6 @@
 //! Keys in pages, and decoding: few queries with many keys, which several CTAs share.
 
-use fa_core::{KernelSpec, Mask, Problem, ScoreMod};
+use fa_core::{KernelSpec, Mask, ScoreMod};
 
 use super::case::{Action, Arrangement, Case, Extent, MASKS, case, case_of};
 use super::varied::{ALL_MASKS, lengths, turned};
@@ -75,15 +75,15 @@ pub(super) fn split(extent: Extent, repeat: usize) -> Vec<Case> {
     for (index, &tokens) in tokens.iter().enumerate() {
         for (turn, mask) in ALL_MASKS.into_iter().enumerate() {
             let (heads_q, heads_kv) = heads[(index + turn) % heads.len()];
-            let problem = Problem { heads_q, heads_kv, ..turned([0, 1, 2, 4][(index + turn) % 4], mask) };
+            let problem = turned([0, 1, 2, 4][(index + turn) % 4], mask).with_heads(heads_q, heads_kv);
             let problem = match problem.group_size() * problem.heads_kv == heads_q {
                 true => problem,
-                false => Problem { heads_q: heads_kv, ..problem },
+                false => problem.with_heads_q(heads_kv),
             };
             for (keys, cap) in [(2000 + 7 * index, None), (130, Some(9.0)), (3, None)] {
                 let lengths = fa_core::Lengths::uniform(2, tokens, keys);
-                let score = ScoreMod { softcap: cap, ..ScoreMod::NONE };
-                cases.push(splits(case("split", Problem { lengths, score, ..problem })));
+                let score = ScoreMod::NONE.with_softcap(cap);
+                cases.push(splits(case("split", problem.with_lengths(lengths).with_score(score))));
             }
             // Lengths on the device: some have one split, some many, some none at all.
             let lens = [3000, 1, 0, 129, 777];
@@ -108,12 +108,12 @@ pub(super) fn split(extent: Extent, repeat: usize) -> Vec<Case> {
     for (queries, keys) in [(65, 1500), (200, 3000)] {
         for mask in MASKS {
             let lengths = fa_core::Lengths::uniform(1, queries, keys);
-            cases.push(splits(case("split", Problem { lengths, ..turned(3, mask) })));
+            cases.push(splits(case("split", turned(3, mask).with_lengths(lengths))));
         }
     }
     let lens = [2000, 1, 0, 300];
     for mask in MASKS {
-        let dense = Problem { lengths: fa_core::Lengths::uniform(3, 1, 1777), ..turned(3, mask) };
+        let dense = turned(3, mask).with_lengths(fa_core::Lengths::uniform(3, 1, 1777));
         let sequences = Sequences { q: Ragged::uniform(4, 2), k: pages_of(&lens, 16, 3) };
         let of_pages = || case_of("split", "launch", turned(3, mask), sequences.clone());
         for action in [Action::Repeat(repeat), Action::Graph] {

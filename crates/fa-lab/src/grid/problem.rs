@@ -11,19 +11,17 @@ pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usi
         MaskKind::Causal => Mask::CAUSAL,
         MaskKind::Window => Mask::window(40, 7),
     };
-    Problem {
+    Problem::new(
         lengths,
-        heads_q,
-        heads_kv: heads_kv.min(heads_q),
-        head_dim: spec.head_dim as usize,
-        head_dim_v: spec.head_dim_v as usize,
-        mask,
-        types: spec.types,
-        softmax_scale: None,
-        score: ScoreMod {
-            softcap: spec.score.softcap.then_some(15.0),
-            alibi: spec.score.alibi.then_some(Alibi::PerHead),
-            sinks: spec.score.sinks,
-        },
-    }
+        (heads_q, heads_kv.min(heads_q)),
+        (spec.head_dim as usize, spec.head_dim_v as usize),
+        spec.types,
+    )
+    .with_mask(mask)
+    .with_score(
+        ScoreMod::NONE
+            .with_softcap(spec.score.softcap.then_some(15.0))
+            .with_alibi(spec.score.alibi.then_some(Alibi::PerHead))
+            .with_sinks(spec.score.sinks),
+    )
 }

@@ -1,6 +1,6 @@
 //! Changes of scores besides a mask: ALiBi and sinks, alone and combined with everything else.
 
-use fa_core::{Alibi, Lengths, Mask, Problem, ScoreMod};
+use fa_core::{Alibi, Lengths, Mask, ScoreMod};
 
 use super::case::{Action, Case, Extent, MASKS, Values, case, case_of};
 use super::paged::pages_of;
@@ -21,15 +21,15 @@ pub(super) fn alibi(extent: Extent, repeat: usize) -> Vec<Case> {
         for (turn, (q, k)) in lengths.into_iter().cycle().skip(index).take(most).enumerate() {
             let turn = index + turn;
             let softcap = (turn % 3 == 2).then_some(7.0);
-            let score = ScoreMod { softcap, alibi: Some(ALIBIS[turn % 2]), ..NONE };
+            let score = NONE.with_softcap(softcap).with_alibi(Some(ALIBIS[turn % 2]));
             cases.push(case(
                 "alibi",
-                Problem { lengths: Lengths::uniform(2, q, k), score, ..turned(turn, mask) },
+                turned(turn, mask).with_lengths(Lengths::uniform(2, q, k)).with_score(score),
             ));
         }
     }
-    let score = ScoreMod { alibi: Some(Alibi::PerHead), ..NONE };
-    let repeated = Problem { lengths: Lengths::uniform(2, 555, 555), score, ..turned(0, Mask::CAUSAL) };
+    let score = NONE.with_alibi(Some(Alibi::PerHead));
+    let repeated = turned(0, Mask::CAUSAL).with_lengths(Lengths::uniform(2, 555, 555)).with_score(score);
     cases.push(Case { action: Action::Repeat(repeat), ..case("alibi", repeated) });
     cases
 }
@@ -39,25 +39,25 @@ pub(super) fn sinks(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     let lengths = [(256, 256), (113, 203), (300, 77), (1, 400), (515, 515), (5, 0), (203, 1)];
     let most = if extent == Extent::Full { lengths.len() } else { 3 };
-    let score = ScoreMod { sinks: true, ..NONE };
+    let score = NONE.with_sinks(true);
     for (index, mask) in ALL_MASKS.into_iter().enumerate() {
         for (turn, (q, k)) in lengths.into_iter().cycle().skip(index).take(most).enumerate() {
             let turn = index + turn;
-            let score = ScoreMod { softcap: (turn % 4 == 3).then_some(7.0), ..score };
+            let score = score.with_softcap((turn % 4 == 3).then_some(7.0));
             cases.push(case(
                 "sinks",
-                Problem { lengths: Lengths::uniform(2, q, k), score, ..turned(turn, mask) },
+                turned(turn, mask).with_lengths(Lengths::uniform(2, q, k)).with_score(score),
             ));
         }
     }
     // The shape of gpt-oss: more heads than a warp has lanes, and a window on every other layer.
     for mask in [Mask::CAUSAL, Mask::causal_window(127)] {
-        let wide = Problem { heads_q: 64, heads_kv: 8, head_dim: 64, head_dim_v: 64, ..turned(0, mask) };
-        cases.push(case("sinks", Problem { lengths: Lengths::uniform(1, 300, 300), score, ..wide }));
-        let many = Problem { heads_q: 130, heads_kv: 130, ..wide };
-        cases.push(case("sinks", Problem { lengths: Lengths::uniform(1, 40, 70), score, ..many }));
+        let wide = turned(0, mask).with_heads(64, 8).with_head_dims(64, 64);
+        cases.push(case("sinks", wide.with_lengths(Lengths::uniform(1, 300, 300)).with_score(score)));
+        let many = wide.with_heads(130, 130);
+        cases.push(case("sinks", many.with_lengths(Lengths::uniform(1, 40, 70)).with_score(score)));
     }
-    let long = Problem { lengths: Lengths::uniform(2, 300, 700), score, ..turned(0, Mask::CAUSAL) };
+    let long = turned(0, Mask::CAUSAL).with_lengths(Lengths::uniform(2, 300, 700)).with_score(score);
     for values in [Values::Rising, Values::Falling, Values::Sharp, Values::Equal] {
         cases.push(Case { values, ..case("sinks", long) });
     }
@@ -75,12 +75,12 @@ pub(super) fn edges(extent: Extent) -> Vec<Case> {
                 continue;
             }
             for score in [
-                ScoreMod { alibi: Some(ALIBIS[index % 2]), ..NONE },
-                ScoreMod { sinks: true, ..NONE },
-                ScoreMod { alibi: Some(ALIBIS[turn % 2]), sinks: true, ..NONE },
+                NONE.with_alibi(Some(ALIBIS[index % 2])),
+                NONE.with_sinks(true),
+                NONE.with_alibi(Some(ALIBIS[turn % 2])).with_sinks(true),
             ] {
                 let problem =
-                    Problem { lengths: Lengths::uniform(2, q, k), score, ..turned(turn + index, mask) };
+                    turned(turn + index, mask).with_lengths(Lengths::uniform(2, q, k)).with_score(score);
                 cases.push(Case { values: Values::Edges, ..case("edges", problem) });
             }
         }
@@ -90,12 +90,12 @@ pub(super) fn edges(extent: Extent) -> Vec<Case> {
 
 /// The changes of scores that are met together.
 const MIXES: [ScoreMod; 6] = [
-    ScoreMod { sinks: true, ..NONE },
-    ScoreMod { alibi: Some(Alibi::PerHead), ..NONE },
-    ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..NONE },
-    ScoreMod { softcap: Some(7.0), sinks: true, ..NONE },
-    ScoreMod { softcap: Some(7.0), alibi: Some(Alibi::PerSequenceHead), ..NONE },
-    ScoreMod { softcap: Some(20.0), alibi: Some(Alibi::PerHead), sinks: true },
+    NONE.with_sinks(true),
+    NONE.with_alibi(Some(Alibi::PerHead)),
+    NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true),
+    NONE.with_softcap(Some(7.0)).with_sinks(true),
+    NONE.with_softcap(Some(7.0)).with_alibi(Some(Alibi::PerSequenceHead)),
+    ScoreMod::NONE.with_softcap(Some(20.0)).with_alibi(Some(Alibi::PerHead)).with_sinks(true),
 ];
 
 /// Everything combined: changes of scores on packed batches, caches and pages, split and not.
@@ -108,7 +108,7 @@ pub(super) fn mixed(extent: Extent) -> Vec<Case> {
                 continue;
             }
             let turn = index + turn;
-            let problem = Problem { score, ..turned(turn, mask) };
+            let problem = turned(turn, mask).with_score(score);
             let packed = packed_of(&q, &k, turn);
             cases.push(case_of("mixed", "packed", problem, packed.clone()));
             let page = [16, 64, 1, 128][turn % 4];
@@ -125,9 +125,9 @@ pub(super) fn mixed(extent: Extent) -> Vec<Case> {
         }
     }
     for mask in MASKS {
-        let score = ScoreMod { alibi: Some(Alibi::PerHead), sinks: true, ..NONE };
+        let score = NONE.with_alibi(Some(Alibi::PerHead)).with_sinks(true);
         let one = packed_of(&[515], &[515], 0);
-        let case = case_of("mixed", "one sequence", Problem { score, ..turned(0, mask) }, one);
+        let case = case_of("mixed", "one sequence", turned(0, mask).with_score(score), one);
         cases.push(Case { action: Action::AsDense, ..case });
     }
     cases

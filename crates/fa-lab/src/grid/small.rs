@@ -80,21 +80,18 @@ fn draw(random: &mut Random, family: Family, pass: Pass, spec: Option<&KernelSpe
     // LSEs are compared within 1e-3: a few roundings of scores in the thousands exceed that.
     let is_large = matches!(values, Values::Rising | Values::Falling | Values::Spikes | Values::Sharp);
     let scales: &[f64] = if is_large { &[0.01, 0.05] } else { &[0.01, 0.2, 1.0, 2.0] };
-    let problem = Problem {
-        heads_q: heads_kv * group,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        mask: mask(random, spec),
-        types: spec.map_or(Types::same(dtype), |spec| spec.types),
-        softmax_scale: (random.below(6) == 0).then(|| random.of(scales)),
-        score: ScoreMod {
-            softcap: score[0].then(|| random.of(&[1.0, 10.0, 50.0])),
-            alibi: score[1].then(|| random.of(&[Alibi::PerHead, Alibi::PerSequenceHead])),
-            sinks: score[2],
-        },
-        ..case::BASE
-    };
+    let problem = case::BASE
+        .with_heads(heads_kv * group, heads_kv)
+        .with_head_dims(head_dim, head_dim_v)
+        .with_mask(mask(random, spec))
+        .with_types(spec.map_or(Types::same(dtype), |spec| spec.types))
+        .with_softmax_scale((random.below(6) == 0).then(|| random.of(scales)))
+        .with_score(
+            ScoreMod::NONE
+                .with_softcap(score[0].then(|| random.of(&[1.0, 10.0, 50.0])))
+                .with_alibi(score[1].then(|| random.of(&[Alibi::PerHead, Alibi::PerSequenceHead])))
+                .with_sinks(score[2]),
+        );
     let arrangement = random.of(&[
         Arrangement::Bshd,
         Arrangement::Bshd,
@@ -120,7 +117,7 @@ fn draw(random: &mut Random, family: Family, pass: Pass, spec: Option<&KernelSpe
         2 => (Arrangement::SharedRows, Values::Normal),
         _ => (arrangement, values),
     };
-    Case { arrangement, values, ..case::case("small", Problem { lengths, ..problem }) }
+    Case { arrangement, values, ..case::case("small", problem.with_lengths(lengths)) }
 }
 
 /// Head dims: those of models, any multiples of 8, different ones for values; for a given kernel, as wide as
@@ -162,7 +159,7 @@ fn mask(random: &mut Random, spec: Option<&KernelSpec>) -> Mask {
     match kind {
         MaskKind::Full => Mask::FULL,
         MaskKind::Causal => Mask::CAUSAL,
-        MaskKind::Window => Mask { left: side(random), right: side(random) },
+        MaskKind::Window => Mask::band(side(random), side(random)),
     }
 }
 
@@ -270,7 +267,7 @@ mod tests {
             c.problem.mask.left.is_none() && c.problem.mask.right.is_some_and(|right| right > 0)
         });
         of("a token", &|c| c.problem.lengths.max_q() == 1 && c.problem.lengths.max_k() > 500);
-        of("large scores", &|c| c.values == Values::Sharp && c.problem.types.qkv == Dtype::F16);
+        of("large scores", &|c| c.values == Values::Sharp && c.problem.types.q == Dtype::F16);
         assert!(cases.iter().all(|case| flops(case) <= most_flops(case)));
     }
 
@@ -285,7 +282,7 @@ mod tests {
     fn problems_of_a_kernel_are_served_by_it() {
         let mut served = 0;
         for (turn, case) in drawn(Family::Sm90, Pass::Forward, 40).into_iter().enumerate() {
-            let options = PlanOptions { family: Some(Family::Sm90), ..PlanOptions::default() };
+            let options = PlanOptions::default().with_family(Some(Family::Sm90));
             let Ok(plans) = plan(&case.problem, Arch::Sm90, &options) else { continue };
             let spec = &plans[turn % plans.len()].spec;
             let random = &mut Random::new(turn as u64);

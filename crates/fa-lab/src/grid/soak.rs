@@ -78,11 +78,11 @@ fn varied(case: Case, random: &mut Random) -> Case {
         rows.bounded(max + random.below(3) * random.below(300))
     };
     let sequences = Sequences { q: looser(q, random), k: looser(k, random) };
-    let score = ScoreMod {
-        alibi: (random.below(4) == 0).then(|| random.of(&[Alibi::PerHead, Alibi::PerSequenceHead])),
-        sinks: random.below(3) == 0,
-        ..case.problem.score
-    };
+    let score = case
+        .problem
+        .score
+        .with_alibi((random.below(4) == 0).then(|| random.of(&[Alibi::PerHead, Alibi::PerSequenceHead])))
+        .with_sinks(random.below(3) == 0);
     let is_shared = matches!(case.arrangement, Arrangement::SharedBatch | Arrangement::SharedHeads);
     let arrangement = if is_shared { Arrangement::Gap(8) } else { case.arrangement };
     let values = if arrangement == case.arrangement { case.values } else { Values::Normal };
@@ -90,7 +90,7 @@ fn varied(case: Case, random: &mut Random) -> Case {
         (Action::Once, 0) => Action::Relength,
         (action, _) => action,
     };
-    let problem = Problem { score, ..case.problem };
+    let problem = case.problem.with_score(score);
     Case { arrangement, values, action, ..case_of("soak", "", problem, sequences) }
 }
 
@@ -128,7 +128,7 @@ fn dense(seed: u64, turn: u64, family: Family) -> Case {
     let mask = match random.below(5) {
         0 | 1 => Mask::CAUSAL,
         2 | 3 => Mask::FULL,
-        _ => Mask { left: side(&mut random), right: side(&mut random) },
+        _ => Mask::band(side(&mut random), side(&mut random)),
     };
     let softcap = (random.below(8) == 0).then(|| random.of(&[1.0, 10.0, 50.0]));
     let softmax_scale = (random.below(6) == 0).then(|| random.of(&[0.01, 0.2, 1.0]));
@@ -141,17 +141,15 @@ fn dense(seed: u64, turn: u64, family: Family) -> Case {
         Arrangement::SharedBatch,
         Arrangement::SharedHeads,
     ]);
-    let problem = Problem {
-        lengths: Lengths::uniform(random.of(&[1, 1, 2, 3, 9]), seqlen_q, seqlen_k),
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        mask,
-        types: Types::same(random.of(&[Dtype::Bf16, Dtype::F16])),
-        score: ScoreMod::softcap_or_none(softcap),
-        softmax_scale,
-    };
+    let problem = Problem::new(
+        Lengths::uniform(random.of(&[1, 1, 2, 3, 9]), seqlen_q, seqlen_k),
+        (heads_q, heads_kv),
+        (head_dim, head_dim_v),
+        Types::same(random.of(&[Dtype::Bf16, Dtype::F16])),
+    )
+    .with_mask(mask)
+    .with_score(ScoreMod::NONE.with_softcap(softcap))
+    .with_softmax_scale(softmax_scale);
     // Broadcast tensors repeat their one row, head or entry.
     let values = if matches!(arrangement, Arrangement::SharedBatch | Arrangement::SharedHeads) {
         Values::Normal

@@ -25,13 +25,13 @@ const WIDTHS: [Width; 8] = [
 
 /// The masks that cases cycle through.
 pub(super) const ALL_MASKS: [Mask; 4] =
-    [Mask::CAUSAL, Mask::FULL, Mask::causal_window(70), Mask { left: Some(40), right: Some(11) }];
+    [Mask::CAUSAL, Mask::FULL, Mask::causal_window(70), Mask::window(40, 11)];
 
 /// The problem of turn `turn`: width, heads and type; its lengths are those of the sequences.
 pub(super) fn turned(turn: usize, mask: Mask) -> Problem {
     let ((head_dim, head_dim_v), (heads_q, heads_kv), dtype) = WIDTHS[turn % WIDTHS.len()];
     let types = Types::same(dtype);
-    Problem { heads_q, heads_kv, head_dim, head_dim_v, mask, types, ..BASE }
+    BASE.with_heads(heads_q, heads_kv).with_head_dims(head_dim, head_dim_v).with_mask(mask).with_types(types)
 }
 
 /// Queries and keys of each sequence.
@@ -123,7 +123,7 @@ fn many(extent: Extent) -> Vec<Case> {
         let mut random = Random::new(batch as u64);
         let mut lens = |most: usize| (0..batch).map(|_| random.below(most)).collect::<Vec<usize>>();
         let (q, k) = (lens(if batch > 1000 { 12 } else { 60 }), lens(if batch > 1000 { 40 } else { 150 }));
-        let narrow = Problem { heads_q: 2, heads_kv: 1, ..turned(turn % 2, MASKS[turn % 2]) };
+        let narrow = turned(turn % 2, MASKS[turn % 2]).with_heads(2, 1);
         cases.push(case_of("packed", "many", narrow, packed_of(&q, &k, turn)));
     }
     cases

@@ -35,7 +35,7 @@ fn affordable(cases: Vec<Case>, most: f64) -> Vec<Case> {
         let Problem { heads_q, head_dim, types, .. } = case.problem;
         let work = case.sequences().pairs(&case.problem.mask) * (heads_q * head_dim) as f64;
         let rows = case.sequences().q.total() + case.sequences().k.total();
-        is_serving(case.group) && types.qkv == Dtype::Bf16 && work < most && rows < 6000
+        is_serving(case.group) && types.q == Dtype::Bf16 && work < most && rows < 6000
     };
     let mut seen = std::collections::HashSet::new();
     cases.into_iter().filter(of).filter(|case| seen.insert(case.problem_name())).collect()

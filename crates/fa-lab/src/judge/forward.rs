@@ -69,7 +69,7 @@ impl<T: Half> Oracle<T> {
     pub fn judge(&self, inputs: &Inputs<T>, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
         let (problem, of_q) = (&inputs.problem, &inputs.sequences.q);
         let Problem { heads_q, head_dim_v, .. } = *problem;
-        let dtype = problem.types.qkv;
+        let dtype = problem.types.q;
         let mut out = Vec::with_capacity(self.out.len());
         let mut lse = Vec::with_capacity(self.lse.len());
         let mut at = Vec::with_capacity(self.lse.len());
@@ -248,11 +248,8 @@ mod tests {
 
     #[test]
     fn large_problems_are_judged_by_rows_from_everywhere_and_all_must_be_written() {
-        let problem = Problem {
-            lengths: Lengths::uniform(BASE.lengths.sequences(), 3000, 3000),
-            mask: Mask::CAUSAL,
-            ..BASE
-        };
+        let problem =
+            BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 3000, 3000)).with_mask(Mask::CAUSAL);
         let blocks = choose(&problem, &Sequences::uniform(&problem.lengths), 1e6, 3);
         assert!(blocks.len() < 2 * 2 * 3000 / 8 && blocks.len() > 4);
         assert!(blocks.iter().any(|block| block.rows.start == 0));
@@ -265,10 +262,11 @@ mod tests {
         outputs.out[16 * 77] = bf16::NAN;
         assert!(unwritten(&of_square, &outputs).unwrap().contains("row 38 head 1"));
         outputs.out[16 * 77] = bf16::ZERO;
-        let blind = Problem {
-            lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), 2999),
-            ..problem
-        };
+        let blind = problem.with_lengths(Lengths::uniform(
+            problem.lengths.sequences(),
+            problem.lengths.max_q(),
+            2999,
+        ));
         assert!(unwritten(&inputs(&blind), &outputs).unwrap().contains("row 0 head 0: sees no key"));
     }
 }

@@ -152,7 +152,7 @@ impl<T: Half> GradientOracle<T> {
             }
             let shape = [1, values.len() / (heads * dim), heads, dim];
             let compare = |low: &[T]| -> Result<_, CpuError> {
-                let found = compare::compare(shape, problem.types.qkv, &values, &self.exact[i], Some(low))?;
+                let found = compare::compare(shape, problem.types.q, &values, &self.exact[i], Some(low))?;
                 Ok(found.allowing(self.noise[i]))
             };
             let mut found = compare(&self.low[i])?;
@@ -308,16 +308,13 @@ mod tests {
 
     #[test]
     fn the_low_precision_gradients_pass_and_a_wrong_element_does_not() {
-        let base = Problem { heads_kv: 2, ..Problem::square(2, 37, 6, 16, Mask::CAUSAL, Dtype::Bf16) };
+        let base = Problem::square(2, 37, 6, 16, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(2);
         for problem in [
             base,
-            Problem {
-                mask: Mask::FULL,
-                lengths: Lengths::uniform(base.lengths.sequences(), base.lengths.max_q(), 20),
-                head_dim_v: 8,
-                ..base
-            },
-            Problem { lengths: Lengths::uniform(base.lengths.sequences(), 50, base.lengths.max_k()), ..base },
+            base.with_mask(Mask::FULL)
+                .with_lengths(Lengths::uniform(base.lengths.sequences(), base.lengths.max_q(), 20))
+                .with_head_dim_v(8),
+            base.with_lengths(Lengths::uniform(base.lengths.sequences(), 50, base.lengths.max_k())),
         ] {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let dout = random_dout::<bf16>(&inputs, 5);
@@ -355,15 +352,11 @@ mod tests {
     fn a_row_in_no_pair_has_no_gradient() {
         let square = Problem::square(1, 3, 1, 8, Mask::CAUSAL, Dtype::Bf16);
         // Queries 0 and 1 see no key; of a window of one, keys 0 and 1 are seen by no query.
-        let blind = Problem {
-            lengths: Lengths::uniform(square.lengths.sequences(), 5, square.lengths.max_k()),
-            ..square
-        };
-        let unseen = Problem {
-            lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 5),
-            mask: Mask::window(0, 0),
-            ..square
-        };
+        let blind =
+            square.with_lengths(Lengths::uniform(square.lengths.sequences(), 5, square.lengths.max_k()));
+        let unseen = square
+            .with_lengths(Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 5))
+            .with_mask(Mask::window(0, 0));
         for (problem, tensors) in [(blind, &[0][..]), (unseen, &[1, 2])] {
             let sequences = Sequences::uniform(&problem.lengths);
             let [q, k, v, _] = sequences.shapes(&problem);
@@ -387,6 +380,6 @@ mod tests {
         let heads = of(&problem);
         assert!(!heads.is_empty() && heads.len() < 16 && heads.contains(&(3, 15)));
         let none = Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k());
-        assert_eq!(of(&Problem { lengths: none, ..problem }), []);
+        assert_eq!(of(&problem.with_lengths(none)), []);
     }
 }

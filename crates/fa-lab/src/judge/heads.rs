@@ -12,11 +12,8 @@ pub(super) fn part(problem: &Problem) -> Problem {
 
 /// The same of a sequence of `q` queries and `k` keys.
 pub(super) fn part_of(problem: &Problem, q: usize, k: usize) -> Problem {
-    Problem {
-        lengths: Lengths::uniform(1, q, k),
-        heads_q: problem.group_size(),
-        heads_kv: 1,
-        score: per_head(problem.score),
-        ..*problem
-    }
+    problem
+        .with_lengths(Lengths::uniform(1, q, k))
+        .with_heads(problem.group_size(), 1)
+        .with_score(per_head(problem.score))
 }

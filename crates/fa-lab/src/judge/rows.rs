@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use fa_attn::device::Half;
-use fa_core::{Alibi, Lengths, Mask, Problem, ScoreMod, Strides};
+use fa_core::{Alibi, Lengths, Problem, ScoreMod, Strides};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, Extras, TensorRef};
 
@@ -22,34 +22,21 @@ pub(super) struct Rows {
 
 /// The changes of scores of some heads of one sequence.
 pub(super) fn per_head(score: ScoreMod) -> ScoreMod {
-    ScoreMod { alibi: score.alibi.map(|_| Alibi::PerHead), ..score }
+    score.with_alibi(score.alibi.map(|_| Alibi::PerHead))
 }
 
 /// The problem of some rows of one head: trailing keys that none of them sees are cut off, and the mask is
 /// shifted so that the rows keep their position relative to the diagonal.
 fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
-    let behind = problem.lengths.max_q() - rows.end;
-    let (seqlen_k, moved) = match problem.mask.right {
-        None => (problem.lengths.max_k(), behind),
-        Some(right) => {
-            let end = problem.lengths.max_k() as i128 - behind as i128 + i128::from(right);
-            let kept = end.clamp(0, problem.lengths.max_k() as i128) as usize;
-            (kept, (kept as i128 - end + i128::from(right)).max(0) as usize)
-        }
-    };
-    let side = |side: usize| u32::try_from(side).unwrap_or(u32::MAX);
-    let mask = Mask {
-        left: problem.mask.left.map(|left| side(left as usize + moved)),
-        right: problem.mask.right.map(|right| side((right as usize).saturating_sub(moved))),
-    };
-    Problem {
-        lengths: Lengths::uniform(1, rows.len(), seqlen_k),
-        heads_q: 1,
-        heads_kv: 1,
-        mask,
-        score: per_head(problem.score),
-        ..*problem
-    }
+    let (queries, keys) = (problem.lengths.max_q(), problem.lengths.max_k());
+    let seqlen_k = rows.clone().next_back().map_or(0, |last| problem.mask.keys(last, queries, keys).end);
+    let moved = (keys - seqlen_k) as i64 - (queries - rows.end) as i64;
+    let mask = problem.mask.with_offset(problem.mask.offset.saturating_add(moved));
+    problem
+        .with_lengths(Lengths::uniform(1, rows.len(), seqlen_k))
+        .with_heads(1, 1)
+        .with_mask(mask)
+        .with_score(per_head(problem.score))
 }
 
 /// The f64 result of some rows, and the same formula in the kernels' precision.
@@ -64,7 +51,7 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
     let (problem, sequences) = (&inputs.problem, &inputs.sequences);
     let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
     let (seqlen_q, seqlen_k) = (sequences.q.len(block.batch), sequences.k.len(block.batch));
-    let whole = Problem { lengths: Lengths::uniform(1, seqlen_q, seqlen_k), ..*problem };
+    let whole = problem.with_lengths(Lengths::uniform(1, seqlen_q, seqlen_k));
     let of_rows = part(&whole, &block.rows);
     let head_kv = block.head / problem.group_size();
     let view = |name, i: usize, first: usize, shape: [usize; 4], heads: usize, dim: usize| {
@@ -97,7 +84,7 @@ pub(super) fn extras<T>(inputs: &Inputs<T>, sequence: usize, heads: Range<usize>
 
 #[cfg(test)]
 pub(super) mod tests {
-    use fa_core::Dtype;
+    use fa_core::{Dtype, Mask};
 
     use super::*;
 
@@ -111,14 +98,16 @@ pub(super) mod tests {
             Mask::window(3, 2),
             Mask::window(0, 11),
             Mask::causal_window(5),
-            Mask { left: Some(4), right: None },
-            Mask { left: None, right: Some(60) },
+            Mask::band(Some(4), None),
+            Mask::band(None, Some(60)),
+            Mask::CAUSAL.with_offset(-7),
+            Mask::window(3, 2).with_offset(20),
         ];
         let lengths = [(37, 37), (40, 9), (9, 40), (5, 0)];
         masks
             .into_iter()
             .flat_map(|mask| {
-                lengths.map(|(q, k)| Problem { mask, lengths: Lengths::uniform(2, q, k), ..BASE })
+                lengths.map(|(q, k)| BASE.with_mask(mask).with_lengths(Lengths::uniform(2, q, k)))
             })
             .collect()
     }

@@ -1,7 +1,7 @@
 //! Judges gradients by one head, so that a large problem is checked quickly before it is timed.
 
 use fa_attn::device::{Half, shapes};
-use fa_core::{Dtype, Problem, ScoreMod, TensorLayout, Types};
+use fa_core::{Dtype, Problem, TensorLayout, Types};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, Extras, TensorMut, TensorRef, check, compare};
 use rayon::prelude::*;
@@ -55,8 +55,8 @@ impl SampleHead {
         let group = problem.group_size();
         let whole = part_of(&problem, of_q.len(batch), of_k.len(batch));
         // The LSE that gradients are computed from includes the sinks.
-        let score = ScoreMod { sinks: false, ..whole.score };
-        let own = Problem { types: Types::same(Dtype::F32), score, ..whole };
+        let score = whole.score.with_sinks(false);
+        let own = whole.with_types(Types::same(Dtype::F32)).with_score(score);
         let f32_of = |values: &[T], rows, width, heads| {
             last_heads(values, (rows, batch), width, heads, |value: &T| value.to_f32())
         };
@@ -114,7 +114,7 @@ impl SampleHead {
             let largest = self.gradients[i].iter().fold(0.0, |most: f64, value| most.max(value.abs()));
             let of_head = [1, rows.len(self.batch), heads, dim];
             let found =
-                compare::compare::<T, T>(of_head, self.problem.types.qkv, &own, &self.gradients[i], None)?
+                compare::compare::<T, T>(of_head, self.problem.types.q, &own, &self.gradients[i], None)?
                     .allowing(SHARE * largest);
             worst.passed &= found.passed();
             worst.rows += rows.len(self.batch) * heads;
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn right_gradients_pass_and_wrong_or_missing_ones_do_not() {
-        let problem = Problem { heads_kv: 2, ..Problem::square(2, 70, 4, 32, Mask::CAUSAL, Dtype::Bf16) };
+        let problem = Problem::square(2, 70, 4, 32, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(2);
         let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
         let dout = random_dout::<bf16>(&inputs, 3);
         let head = SampleHead::new(&inputs, &dout).unwrap();

@@ -92,7 +92,7 @@ impl SampleRows {
     /// [`CpuError`] when the output does not have the problem's size.
     pub fn judge<T: Half>(&self, outputs: &DeviceOutput<T>) -> Result<Judged, CpuError> {
         let Problem { heads_q, head_dim_v, .. } = self.problem;
-        let dtype = self.problem.types.qkv;
+        let dtype = self.problem.types.q;
         fa_cpu::check::check_len("out", outputs.out.len(), self.of_q.total() * heads_q * head_dim_v)?;
         let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: outputs.strays == 0 };
         let written = outputs.out.par_iter().all(|value| !value.to_f32().is_nan());
@@ -154,10 +154,8 @@ mod tests {
     #[test]
     fn rows_are_judged_under_every_mask() {
         for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(30, 9), Mask::causal_window(20)] {
-            let problem = Problem {
-                lengths: Lengths::uniform(2, 70, 90),
-                ..Problem::square(2, 70, 3, 32, mask, Dtype::Bf16)
-            };
+            let problem =
+                Problem::square(2, 70, 3, 32, mask, Dtype::Bf16).with_lengths(Lengths::uniform(2, 70, 90));
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
             let shapes = shapes(&problem);
             let view = |i: usize, name| {

@@ -32,7 +32,7 @@ impl SinkGradients {
                 squares += one.squares;
             }
             // The roundings of rows are independent; a low-precision sum is one sample of them.
-            let step = fa_cpu::compare::rounding_step(inputs.problem.types.qkv, 1.0) / 2.0;
+            let step = fa_cpu::compare::rounding_step(inputs.problem.types.q, 1.0) / 2.0;
             let drawn = 2.0 * f64::abs(low - exact);
             Ok((exact, drawn.max(ROUNDINGS * step * f64::sqrt(squares)).max(1e-5)))
         };

@@ -31,7 +31,7 @@ pub(super) fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> R
             for &seqlen in seqlens {
                 let batch = (TOKENS / seqlen).max(1);
                 let square = Problem::square(batch, seqlen, heads, qk, mask, Dtype::Bf16);
-                ladders.push(knobs(arch, Problem { head_dim_v: v, ..square })?);
+                ladders.push(knobs(arch, square.with_head_dim_v(v))?);
             }
         }
         ladders.push(grouped(arch, qk, v)?);
@@ -41,7 +41,7 @@ pub(super) fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> R
 
 /// The planner's choice.
 fn base(arch: Arch, problem: &Problem) -> Result<(KernelSpec, Sm90Fwd)> {
-    let options = PlanOptions { family: Some(Family::Sm90), ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(Family::Sm90));
     let best = plan(problem, arch, &options)?.into_iter().next();
     let spec = best.ok_or_else(|| Error::Request("no SM90 kernel fits".to_owned()))?.spec;
     let Kernel::Sm90Fwd(own) = &spec.kernel else {
@@ -112,12 +112,10 @@ fn knobs(arch: Arch, problem: Problem) -> Result<Ladder> {
 /// Sixteen queries, eight heads per K/V head: without packing they fill an eighth of a tile.
 fn grouped(arch: Arch, head_dim: usize, head_dim_v: usize) -> Result<Ladder> {
     let square = Problem::square(16, 16, 64, head_dim, Mask::CAUSAL, Dtype::Bf16);
-    let problem = Problem {
-        lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 8192),
-        heads_kv: 8,
-        head_dim_v,
-        ..square
-    };
+    let problem = square
+        .with_lengths(Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 8192))
+        .with_heads_kv(8)
+        .with_head_dim_v(head_dim_v);
     let (spec, own) = base(arch, &problem)?;
     // A group of eight has to divide the rows of a tile: all do.
     let with = |pack_gqa| KernelSpec {

@@ -7,15 +7,14 @@ use crate::error::Result;
 
 /// Kinds of calls that engines make, with a head dim.
 fn problems(head_dim: usize) -> Vec<Problem> {
-    let base =
-        Problem { heads_q: 32, heads_kv: 8, ..Problem::square(1, 1, 1, head_dim, Mask::CAUSAL, Dtype::Bf16) };
-    let of = |lengths, mask, score| Problem { lengths, mask, score, ..base };
+    let base = Problem::square(1, 1, 1, head_dim, Mask::CAUSAL, Dtype::Bf16).with_heads(32, 8);
+    let of = |lengths, mask, score| base.with_lengths(lengths).with_mask(mask).with_score(score);
     let decode = Lengths::of(64, Side::packed(64, 1), Side::paged(16, 32 << 10, 8 << 10));
     let few = Lengths::of(4, Side::padded(8), Side::padded(8 << 10).with_used());
     let packed = Lengths::packed(24, 16 << 10, 16 << 10, 8 << 10, 8 << 10);
     let chunk = Lengths::of(8, Side::packed(4096, 512), Side::paged(64, 4096, 16 << 10));
-    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
-    let sinks = ScoreMod { sinks: true, ..ScoreMod::NONE };
+    let alibi = ScoreMod::NONE.with_alibi(Some(Alibi::PerHead));
+    let sinks = ScoreMod::NONE.with_sinks(true);
     vec![
         of(Lengths::uniform(1, 1, 8 << 10), Mask::FULL, ScoreMod::NONE),
         of(Lengths::uniform(1, 4, 8 << 10), Mask::causal_window(4095), sinks),
@@ -32,15 +31,12 @@ fn problems(head_dim: usize) -> Vec<Problem> {
 /// Where the account once had room and the compiler did not: ALiBi near the limit, lengths on the device
 /// beside large tiles, gradients at head dim 256, keys divided among CTAs.
 fn near_the_register_limit() -> Vec<(Problem, Family, Pass)> {
-    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
-    let of =
-        |head_dim, mask| Problem { heads_kv: 8, ..Problem::square(2, 8192, 32, head_dim, mask, Dtype::Bf16) };
-    let packed = |problem: Problem| Problem {
-        lengths: Lengths::packed(24, 16 << 10, 16 << 10, 8 << 10, 8 << 10),
-        ..problem
-    };
-    let few = Problem { lengths: Lengths::uniform(1, 4, 8 << 10), ..of(128, Mask::FULL) };
-    let with_alibi = |problem: Problem| Problem { score: alibi, ..problem };
+    let alibi = ScoreMod::NONE.with_alibi(Some(Alibi::PerHead));
+    let of = |head_dim, mask| Problem::square(2, 8192, 32, head_dim, mask, Dtype::Bf16).with_heads_kv(8);
+    let packed =
+        |problem: Problem| problem.with_lengths(Lengths::packed(24, 16 << 10, 16 << 10, 8 << 10, 8 << 10));
+    let few = of(128, Mask::FULL).with_lengths(Lengths::uniform(1, 4, 8 << 10));
+    let with_alibi = |problem: Problem| problem.with_score(alibi);
     vec![
         (with_alibi(of(128, Mask::FULL)), Family::Sm80, Pass::Forward),
         (with_alibi(of(128, Mask::FULL)), Family::Sm90, Pass::Forward),
@@ -70,7 +66,7 @@ pub(super) fn choices() -> Result<Vec<KernelSpec>> {
         }
     }
     for (problem, family, pass) in near_the_register_limit() {
-        add(&problem, &PlanOptions { family: Some(family), pass, ..PlanOptions::default() })?;
+        add(&problem, &PlanOptions::default().with_family(Some(family)).with_pass(pass))?;
     }
     Ok(wanted)
 }

@@ -39,7 +39,7 @@ pub(super) fn packed_models() -> Vec<Wanted> {
     let mut documents = |tokens, longest| documents(&mut random, tokens, longest);
     let of = |name, (head_dims, heads): Heads, mask, lens: &[usize]| {
         let square = Problem::square(1, 1, heads.0, head_dims.0, mask, Dtype::Bf16);
-        let problem = Problem { heads_kv: heads.1, head_dim_v: head_dims.1, ..square };
+        let problem = square.with_heads_kv(heads.1).with_head_dim_v(head_dims.1);
         Wanted { name: Some(name), ..Wanted::of(problem, Sequences::packed(lens), "packed models, bf16") }
     };
     let (causal, full) = (Mask::CAUSAL, Mask::FULL);
@@ -50,7 +50,7 @@ pub(super) fn packed_models() -> Vec<Wanted> {
         Mask::causal_window(127),
         &documents(16384, 6000),
     );
-    gpt_oss.problem.score = ScoreMod { sinks: true, ..ScoreMod::NONE };
+    gpt_oss.problem.score = ScoreMod::NONE.with_sinks(true);
     vec![
         of("Qwen2.5-VL vision, windows of 64", (dims(80), (16, 16)), full, &[64; 324]),
         of("Qwen2.5-VL vision, 4 images", (dims(80), (16, 16)), full, &[5184, 2304, 1024, 4096]),

@@ -53,7 +53,7 @@ pub(super) fn shapes() -> Vec<Wanted> {
                 ][kind];
                 let dtype = if (i + j + kind) % 3 == 2 { Dtype::F16 } else { Dtype::Bf16 };
                 let square = Problem::square(positions / seqlen, seqlen, HEADS, head_dim, mask, dtype);
-                let problem = Problem { heads_kv: HEADS / group, head_dim_v, ..square };
+                let problem = square.with_heads_kv(HEADS / group).with_head_dim_v(head_dim_v);
                 shapes.push(Wanted::new(problem, summary));
             }
         }
@@ -80,7 +80,7 @@ mod tests {
                     mask.into_iter().map(usize::from).sum(),
                     seqlen,
                     seqlen * problem.lengths.sequences(),
-                    problem.types.qkv as usize,
+                    problem.types.q as usize,
                 ]
             })
             .collect();

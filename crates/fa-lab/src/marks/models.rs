@@ -195,13 +195,11 @@ impl Layer {
         let (heads_q, heads_kv) = self.heads;
         let (head_dim, head_dim_v) = self.head_dims;
         let square = Problem::square(self.batch, seqlen_q, heads_q, head_dim, self.mask, Dtype::Bf16);
-        Problem {
-            lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), seqlen_k),
-            heads_kv,
-            head_dim_v,
-            score: ScoreMod::softcap_or_none(self.softcap),
-            ..square
-        }
+        square
+            .with_lengths(Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), seqlen_k))
+            .with_heads_kv(heads_kv)
+            .with_head_dim_v(head_dim_v)
+            .with_score(ScoreMod::NONE.with_softcap(self.softcap))
     }
 
     /// The problem, summarised with the rows of `group`.

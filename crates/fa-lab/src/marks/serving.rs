@@ -7,7 +7,7 @@ use crate::random::Random;
 use crate::sequences::{Ragged, Sequences};
 
 /// 32 query heads on 8 K/V heads, as an 8B model has them.
-const GROUPED: Problem = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+const GROUPED: Problem = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
 
 /// Layers of a step.
 pub(super) const LAYERS: usize = 32;
@@ -25,7 +25,7 @@ pub(super) fn packed() -> Vec<Wanted> {
         ..Wanted::of(GROUPED, Sequences::packed(lens), "packed, bf16")
     };
     let short: Vec<usize> = (0..60).map(|i| 100 + 7 * i).collect();
-    let dense = Problem { lengths: Lengths::uniform(24, 1024, 1024), ..GROUPED };
+    let dense = GROUPED.with_lengths(Lengths::uniform(24, 1024, 1024));
     let dense = Wanted { name: Some("24 x 1024, dense"), ..Wanted::new(dense, "dense, bf16") };
     let comparison = Some("equal lengths, packed and dense");
     vec![
@@ -52,7 +52,7 @@ const DECODE: [(usize, (usize, usize), usize); 8] = [
 pub(super) fn decode() -> Vec<Wanted> {
     let of = |(batch, (heads_q, heads_kv), keys)| {
         let lengths = Lengths::uniform(batch, 1, keys);
-        let problem = Problem { lengths, heads_q, heads_kv, mask: Mask::FULL, ..GROUPED };
+        let problem = GROUPED.with_lengths(lengths).with_heads(heads_q, heads_kv).with_mask(Mask::FULL);
         Wanted::decoding(problem, "decode, bf16")
     };
     DECODE.into_iter().map(of).collect()
@@ -148,7 +148,7 @@ pub(super) fn mixed() -> Vec<Wanted> {
         };
         let (heads_q, heads_kv) = step.heads;
         let (head_dim, head_dim_v) = (step.head_dim, step.head_dim);
-        let problem = Problem { heads_q, heads_kv, head_dim, head_dim_v, ..GROUPED };
+        let problem = GROUPED.with_heads(heads_q, heads_kv).with_head_dims(head_dim, head_dim_v);
         let found = Wanted::of(problem, Sequences { q, k }, group);
         Wanted { name: Some(step.name), unit, graph: DECODE_CALLS, ..found }
     };
@@ -165,8 +165,8 @@ pub(super) fn sinks() -> Vec<Wanted> {
         ("sinks, window 128", "no sinks, window 128", Mask::causal_window(127)),
     ] {
         for (name, sinks) in [(name, true), (plain, false)] {
-            let score = ScoreMod { sinks, ..ScoreMod::NONE };
-            let problem = Problem { heads_kv: 8, mask, score, ..square };
+            let score = ScoreMod::NONE.with_sinks(sinks);
+            let problem = square.with_heads_kv(8).with_mask(mask).with_score(score);
             let comparison = Some(plain);
             wanted.push(Wanted { name: Some(name), comparison, ..Wanted::new(problem, "sinks, bf16") });
         }
@@ -311,7 +311,7 @@ mod tests {
         assert_eq!(rows.len(), 4);
         for pair in rows.chunks(2) {
             assert!(pair[0].problem.score.sinks && !pair[1].problem.score.sinks);
-            assert_eq!(Problem { score: ScoreMod::NONE, ..pair[0].problem }, pair[1].problem);
+            assert_eq!(pair[0].problem.with_score(ScoreMod::NONE), pair[1].problem);
         }
     }
 }

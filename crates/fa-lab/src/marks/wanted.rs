@@ -109,7 +109,7 @@ impl Wanted {
 
     /// A shape of sequences of different lengths.
     pub fn of(problem: Problem, sequences: Sequences, group: &'static str) -> Wanted {
-        let problem = Problem { lengths: sequences.lengths(), ..problem };
+        let problem = problem.with_lengths(sequences.lengths());
         Wanted { sequences: Some(sequences), ..Wanted::new(problem, group) }
     }
 
@@ -142,7 +142,7 @@ impl Wanted {
     pub fn kv_bytes(&self) -> f64 {
         let Problem { heads_kv, head_dim, head_dim_v, types, .. } = self.problem;
         let rows = self.sequences().k.total() * heads_kv;
-        (rows * (head_dim + head_dim_v) * types.qkv.bytes()) as f64
+        (rows * (head_dim + head_dim_v) * types.kv.bytes()) as f64
     }
 
     /// The rate of calls that take `ms` each, in the shape's unit.

@@ -15,7 +15,7 @@ pub(super) fn request(wanted: &Wanted, pass: Pass) -> serde_json::Value {
         "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
         "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
         "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-        "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
+        "causal": mask.is_causal(), "dtype": problem.types.q.to_string(),
     });
     if !(mask.is_full() || mask.is_causal()) {
         request["window"] = json!([mask.left, mask.right]);

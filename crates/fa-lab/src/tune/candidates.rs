@@ -33,7 +33,7 @@ pub fn of(
     pass: Pass,
     tiles: usize,
 ) -> Result<Vec<Candidate>, PlanError> {
-    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
     let plans = plan(problem, arch, &options)?;
     let mut found: Vec<Candidate> = Vec::new();
     for (rank, plan) in plans.iter().enumerate() {
@@ -109,7 +109,7 @@ mod tests {
         for family in [Family::Sm80, Family::Sm90] {
             for pass in [Pass::Forward, Pass::BACKWARD] {
                 let problem = Problem::square(4, 4096, 16, 64, Mask::CAUSAL, Dtype::Bf16);
-                let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+                let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
                 let spec = plan(&problem, Arch::Sm90, &options).expect("there are plans").swap_remove(0).spec;
                 let all = variants(&spec);
                 let kept = all.iter().filter(|variant| variant.check().is_ok()).count();

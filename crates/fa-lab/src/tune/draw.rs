@@ -83,7 +83,7 @@ impl Drawing {
             let mut random = Random::new(self.seed.wrapping_mul(0x9e37_79b9) ^ number as u64);
             // The first bits of neighbouring seeds depend on one another.
             random.bits();
-            let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+            let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
             let fits = |problem: &Problem| within(problem, pass) && plan(problem, arch, &options).is_ok();
             let problem = (0..ATTEMPTS).map(|_| problem(&mut random, pass)).find(fits).ok_or_else(|| {
                 let (family, pass) = (family.name(), pass.name());
@@ -142,7 +142,7 @@ fn problem(random: &mut Random, pass: Pass) -> Problem {
     let score = if random.below(16) == 0 { ScoreMod::softcap(50.0) } else { ScoreMod::NONE };
     let square = Problem::square(batch, seqlen_q, heads_q, head_dim, mask, dtype);
     let lengths = Lengths::uniform(batch, seqlen_q, seqlen_k);
-    Problem { lengths, heads_kv, head_dim_v, score, ..square }
+    square.with_lengths(lengths).with_heads_kv(heads_kv).with_head_dim_v(head_dim_v).with_score(score)
 }
 
 #[cfg(test)]
@@ -168,7 +168,7 @@ mod tests {
         for arch in [Arch::Sm90, Arch::Sm80] {
             for Wanted { problem, family, pass } in drawing(60, 1).draw(arch).expect("drawn") {
                 problem.check().expect("valid");
-                let options = PlanOptions { family, pass, ..PlanOptions::default() };
+                let options = PlanOptions::default().with_family(family).with_pass(pass);
                 plan(&problem, arch, &options).unwrap_or_else(|error| panic!("{problem:?}: {error}"));
                 assert!(
                     problem.flops(pass) <= FLOPS[1] && problem.bytes_held(pass) <= MOST_BYTES,

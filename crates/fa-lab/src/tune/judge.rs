@@ -211,7 +211,7 @@ impl Entry {
             ))
         };
         problem.check().map_err(|why| damaged(&why))?;
-        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
         let plans = plan(problem, arch, &options)?;
         let constants = CostConstants::of(arch);
         let mut timed = Vec::new();

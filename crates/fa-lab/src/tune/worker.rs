@@ -67,9 +67,9 @@ fn finalists(times: &[(usize, f64)], first: Option<usize>) -> Vec<usize> {
 pub(crate) fn work(job: &Job) -> Result<()> {
     let gpu = device::open()?;
     with_half!(
-        job.problem.types.qkv,
+        job.problem.types.q,
         T => measure::<T>(&gpu, job),
-        else Err(Error::Request(format!("no GPU kernel computes in {}", job.problem.types.qkv)))
+        else Err(Error::Request(format!("no GPU kernel computes in {}", job.problem.types.q)))
     )
 }
 

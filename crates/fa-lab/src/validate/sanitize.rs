@@ -42,25 +42,18 @@ pub struct Finding {
 /// The cases: small, and of every kind of tile, mask and placement.
 pub fn cases(pass: Pass) -> Vec<Case> {
     let mut cases = Vec::new();
-    let small = Problem {
-        lengths: Lengths::uniform(1, BASE.lengths.max_q(), BASE.lengths.max_k()),
-        heads_q: 2,
-        heads_kv: 1,
-        ..BASE
-    };
+    let small =
+        BASE.with_lengths(Lengths::uniform(1, BASE.lengths.max_q(), BASE.lengths.max_k())).with_heads(2, 1);
     for (turn, (head_dim, head_dim_v)) in
         [(64, 64), (128, 128), (256, 256), (192, 128), (72, 40)].into_iter().enumerate()
     {
         for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(40, 9)] {
             let dtype = [Dtype::Bf16, Dtype::F16][turn % 2];
-            let problem = Problem {
-                lengths: Lengths::uniform(small.lengths.sequences(), 200, 333),
-                head_dim,
-                head_dim_v,
-                mask,
-                types: Types::same(dtype),
-                ..small
-            };
+            let problem = small
+                .with_lengths(Lengths::uniform(small.lengths.sequences(), 200, 333))
+                .with_head_dims(head_dim, head_dim_v)
+                .with_mask(mask)
+                .with_types(Types::same(dtype));
             let arrangement = if turn == 4 { Arrangement::Gap(8) } else { Arrangement::Bshd };
             let case = Case { arrangement, pass, ..grid::case("sanitize", problem) };
             if pass.is_backward() {

@@ -26,9 +26,12 @@ mod tests {
 
     #[test]
     fn small_pages_are_gathered() {
-        let of = |page| Problem {
-            lengths: Lengths::of(2, Side::padded(1), Side::paged(page, 64, 100)),
-            ..Problem::square(2, 1, 8, 128, Mask::FULL, Dtype::Bf16)
+        let of = |page| {
+            Problem::square(2, 1, 8, 128, Mask::FULL, Dtype::Bf16).with_lengths(Lengths::of(
+                2,
+                Side::padded(1),
+                Side::paged(page, 64, 100),
+            ))
         };
         for (page, by_threads) in
             [(1, true), (4, true), (7, true), (8, false), (16, false), (100, true), (104, false)]

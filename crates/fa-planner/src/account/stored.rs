@@ -32,7 +32,9 @@ pub fn storing_heads(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32)
         MaskKind::Causal => Some(1),
         // A tile of keys begins with the queries whose last keys it has, as under a causal mask, unless many
         // of the others begin with the same ones.
-        MaskKind::Window => problem.mask.right.is_some_and(|right| right <= traits.tile.1).then_some(1),
+        MaskKind::Window => {
+            problem.mask.limits()[1].is_some_and(|right| right <= i64::from(traits.tile.1)).then_some(1)
+        }
         MaskKind::Full => full_storing_heads(problem, arch, sms),
     }
 }
@@ -52,7 +54,7 @@ fn full_storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> 
 
 /// Bytes that the CTAs of `heads` query heads share: Q, dO and dQ's accumulators.
 pub fn head_bytes(problem: &Problem, heads: usize) -> u64 {
-    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.q.bytes() + problem.head_dim * 4;
     (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)
 }
 
@@ -65,7 +67,7 @@ mod tests {
 
     /// Of the planner's first choice on an H100.
     fn stores(problem: &Problem) -> Option<usize> {
-        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_pass(Pass::BACKWARD);
         let plan = best(problem, Arch::Sm90, &options).expect("a plan");
         storing_heads(&plan.spec, problem, Arch::Sm90, 132)
     }
@@ -75,16 +77,16 @@ mod tests {
         let causal = Problem::square(4, 4096, 32, 128, Mask::CAUSAL, Dtype::Bf16);
         assert_eq!(stores(&causal), Some(1));
         // 999 keys: the first of 1,000 queries sees none.
-        assert_eq!(stores(&Problem { lengths: Lengths::uniform(4, 1000, 999), ..causal }), None);
-        assert_eq!(stores(&Problem { mask: Mask::causal_window(512), ..causal }), Some(1));
-        assert_eq!(stores(&Problem { mask: Mask::window(64, 64), ..causal }), Some(1));
-        assert_eq!(stores(&Problem { mask: Mask::window(64, 1000), ..causal }), None);
-        assert_eq!(stores(&Problem { mask: Mask { left: Some(64), right: None }, ..causal }), None);
+        assert_eq!(stores(&causal.with_lengths(Lengths::uniform(4, 1000, 999))), None);
+        assert_eq!(stores(&causal.with_mask(Mask::causal_window(512))), Some(1));
+        assert_eq!(stores(&causal.with_mask(Mask::window(64, 64))), Some(1));
+        assert_eq!(stores(&causal.with_mask(Mask::window(64, 1000))), None);
+        assert_eq!(stores(&causal.with_mask(Mask::band(Some(64), None))), None);
         // A full mask: half the SMs' number of heads side by side, whose queries stay in the L2.
         let full = Problem::square(32, 512, 16, 64, Mask::FULL, Dtype::Bf16);
         assert_eq!(stores(&full), Some(66));
-        assert_eq!(stores(&Problem { heads_kv: 4, ..full }), None);
-        assert_eq!(stores(&Problem { lengths: Lengths::uniform(32, 8192, 8192), ..full }), None);
-        assert_eq!(stores(&Problem { lengths: Lengths::uniform(32, 512, 77), ..full }), Some(1));
+        assert_eq!(stores(&full.with_heads_kv(4)), None);
+        assert_eq!(stores(&full.with_lengths(Lengths::uniform(32, 8192, 8192))), None);
+        assert_eq!(stores(&full.with_lengths(Lengths::uniform(32, 512, 77))), Some(1));
     }
 }

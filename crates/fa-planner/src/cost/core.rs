@@ -500,7 +500,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let width = f64::from(model.head_dim + model.head_dim_v);
         let power = steps * 2.0 * scores * width / (limits.peak_tensor_flops() * c.power_cap);
 
-        let element = problem.types.qkv.bytes() as f64;
+        let element = problem.types.q.bytes() as f64;
         let tile_bytes = tile_m * width * element;
         let l2_bytes = steps * tile_n * width * element / model.sharing + tiles * tile_bytes;
         let busy = tiles.min(sms).max(1.0);
@@ -566,7 +566,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
 /// Compulsory bytes, and for every further wave of a head's tiles the part of K and V that L2 does not hold.
 /// A wave reads the keys that its queries see.
 fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
-    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.types.qkv.bytes() as f64;
+    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.types.kv.bytes() as f64;
     if work.tiles == 0.0 {
         return 0.0;
     }

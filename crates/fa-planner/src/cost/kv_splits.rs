@@ -147,7 +147,7 @@ mod tests {
         let base = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16);
         for (batch, queries, keys) in [(1, 1, 4097), (1, 3, 70_000), (8, 1, 300), (3, 16, 5000), (40, 1, 900)]
         {
-            let problem = Problem { heads_kv: 8, lengths: Lengths::uniform(batch, queries, keys), ..base };
+            let problem = base.with_heads_kv(8).with_lengths(Lengths::uniform(batch, queries, keys));
             let (arch, limits) = (Arch::Sm90, Arch::Sm90.limits());
             let constants = CostConstants::of(arch);
             let plans = explore(&problem, arch, &PlanOptions::default()).expect("a supported problem").plans;

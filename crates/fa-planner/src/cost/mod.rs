@@ -95,7 +95,7 @@ fn one_after_another(
     let of = |problem: &Problem| best_split(problem, spec, limits, constants, (None, f64::INFINITY));
     let costs = phases.iter().map(of).collect::<Option<Vec<Cost>>>()?;
     let lengths = Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k());
-    let splits = if spec.split { of(&Problem { lengths, ..*problem })?.splits } else { 1 };
+    let splits = if spec.split { of(&problem.with_lengths(lengths))?.splits } else { 1 };
     let sum = |value: fn(&Cost) -> f64| costs.iter().map(value).sum::<f64>();
     let seconds = sum(|cost| cost.seconds);
     Some(Cost {

@@ -45,7 +45,7 @@ fn of(
         }
         SideRows::Padded { .. } | SideRows::Packed { .. } => Side::padded(longest).with_used(),
     };
-    Problem { lengths: Lengths::of(sequences, Side::packed(total, most), k), ..*problem }
+    problem.with_lengths(Lengths::of(sequences, Side::packed(total, most), k))
 }
 
 /// The mean of the longest of `n` exponentially distributed lengths, as a multiple of their mean: the sum of
@@ -64,7 +64,7 @@ mod tests {
     fn a_step_has_chunks_and_decoding_sequences() {
         let step = |sequences, total, max, k| {
             let lengths = Lengths::of(sequences, Side::packed(total, max), k);
-            let problem = Problem { lengths, ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+            let problem = Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16).with_lengths(lengths);
             let of = |phase: &Problem| {
                 let own = phase.lengths;
                 (own.sequences(), own.total_q(), own.max_q(), own.mean_k(), own.max_k())

@@ -119,7 +119,7 @@ pub struct Limit {
 /// The problem that tiles are ranked by: long, without a mask.
 pub const fn problem(dims: HeadDims) -> Problem {
     let square = Problem::square(4, 4096, 16, dims.head_dim as usize, Mask::FULL, Dtype::Bf16);
-    Problem { head_dim_v: dims.head_dim_v as usize, ..square }
+    square.with_head_dim_v(dims.head_dim_v as usize)
 }
 
 /// The tiles of the passes that fit, less those whose sides are not in the lists.
@@ -150,7 +150,7 @@ pub fn search(
     }
     if mode != Mode::Fwd {
         let pass = Pass::BACKWARD;
-        let set = plan::explore(&problem, arch, &PlanOptions { pass, ..PlanOptions::default() })?;
+        let set = plan::explore(&problem, arch, &PlanOptions::default().with_pass(pass))?;
         bwd.extend(set.plans.iter().filter_map(bwd_row).filter(|row| listed(row.tile_m, row.tile_n)));
         explain.bwd = limits(listed_specs(&set.rejected, listed), |miss| miss.spec.to_string());
     }

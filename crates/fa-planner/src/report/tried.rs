@@ -134,8 +134,7 @@ impl Tried {
         match family.unwrap_or(native) {
             PlanFamily::Kernels(family) => {
                 // None named: where the architecture's own fit nothing, the SM80 class, as the library does.
-                let options =
-                    PlanOptions { family: is_named.then_some(family), pass, ..PlanOptions::default() };
+                let options = PlanOptions::default().with_family(is_named.then_some(family)).with_pass(pass);
                 Ok(Tried::Kernels(plan::explore(problem, arch, &options)?))
             }
             PlanFamily::Sm100 if pass.is_backward() => Err(ReportError::Sm100Backward),

@@ -66,7 +66,7 @@ mod tests {
         for arch in [Arch::Sm80, Arch::Sm90] {
             for pass in [Pass::Forward, Pass::BACKWARD] {
                 for (head_dim, mask) in [(64, Mask::FULL), (128, Mask::CAUSAL), (256, Mask::CAUSAL)] {
-                    let options = PlanOptions { pass, ..PlanOptions::default() };
+                    let options = PlanOptions::default().with_pass(pass);
                     let set = explore(&problem(head_dim, mask), arch, &options).expect("plans");
                     for plan in &set.plans {
                         let timeline = of_kernel(&plan.spec, arch, &plan.cost.step);

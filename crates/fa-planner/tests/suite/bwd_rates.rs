@@ -64,13 +64,13 @@ fn problem(head: &str, seqlen: usize) -> Problem {
     let number = |at: usize| words[at].parse::<usize>().expect("head_dim A B heads H MASK");
     let mask = if words[5] == "causal" { Mask::CAUSAL } else { Mask::FULL };
     let square = Problem::square(16_384 / seqlen, seqlen, number(4), number(1), mask, Dtype::Bf16);
-    Problem { head_dim_v: number(2), ..square }
+    square.with_head_dim_v(number(2))
 }
 
 /// The planner's kernels by the name that the lines give them: what follows the mask, without the order of
 /// tiles.
 fn kernels(problem: &Problem) -> HashMap<String, KernelSpec> {
-    let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_pass(Pass::BACKWARD);
     let set = explore(problem, Arch::Sm90, &options).expect("candidates");
     // Some were measured that spill today: with one Q buffer at head dim 256 since LSE comes with dO.
     let spilled = set.rejected.into_iter().filter(|own| matches!(own.reason, Reason::Spills { .. }));

@@ -48,7 +48,7 @@ fn mask(causal: bool) -> Mask {
 fn problem(row: &Row, seqlen: usize) -> Problem {
     let (head_dim, head_dim_v) = row.head_dims;
     let square = Problem::square(16384 / seqlen, seqlen, row.heads, head_dim, mask(row.causal), Dtype::Bf16);
-    Problem { head_dim_v, ..square }
+    square.with_head_dim_v(head_dim_v)
 }
 
 fn fa3_spec(row: &Row) -> KernelSpec {

@@ -14,12 +14,9 @@ use crate::problems;
 
 /// One token for each of `batch` sequences of `keys` keys.
 fn decode(batch: usize, heads_q: usize, heads_kv: usize, keys: usize) -> Problem {
-    Problem {
-        lengths: Lengths::uniform(batch, 1, keys),
-        heads_q,
-        heads_kv,
-        ..Problem::square(1, 1, 1, 128, Mask::FULL, Dtype::Bf16)
-    }
+    Problem::square(1, 1, 1, 128, Mask::FULL, Dtype::Bf16)
+        .with_lengths(Lengths::uniform(batch, 1, keys))
+        .with_heads(heads_q, heads_kv)
 }
 
 /// The candidate with the least predicted time of those that fit, whether there is device code for it or not.
@@ -100,11 +97,11 @@ fn splits_fill_an_a100() {
 fn sequences_of_unknown_length_have_the_splits_of_one_alone() {
     let alone = decode(1, 32, 8, 8192);
     let lengths = Lengths::of(64, Side::packed(64, 1), Side::paged(16, 64 * 512, 8192));
-    let paged = Problem { lengths, ..alone };
+    let paged = alone.with_lengths(lengths);
     let (spec, cost) = best(&alone, Arch::Sm90);
     assert!(cost.splits >= 8);
     let varied = KernelSpec { reads: Reads::of(&paged), ..spec.clone() };
-    let alike = Problem { lengths: Lengths::of(1, Side::packed(1, 1), Side::paged(16, 512, 8192)), ..alone };
+    let alike = alone.with_lengths(Lengths::of(1, Side::packed(1, 1), Side::paged(16, 512, 8192)));
     let splits = kv_splits(&paged, &varied, Arch::Sm90, 132);
     assert!(splits >= cost.splits && splits == kv_splits(&alike, &varied, Arch::Sm90, 132));
     let whole = KernelSpec { split: false, ..spec };
@@ -118,7 +115,7 @@ fn decode_of_unknown_lengths_can_split() {
     for (batch, page) in [(2, 16), (16, 64), (64, 1)] {
         let lengths =
             Lengths::of(batch, Side::packed(batch, 1), Side::paged(page, batch * 8192 / page, 8192));
-        let paged = Problem { lengths, ..decode(batch, 32, 8, 8192) };
+        let paged = decode(batch, 32, 8, 8192).with_lengths(lengths);
         let (spec, _) = best(&paged, Arch::Sm90);
         assert!(spec.split && spec.reads == Reads { varied: true, paged: true }, "{spec}");
         let splits = kv_splits(&paged, &spec, Arch::Sm90, 132);
@@ -134,7 +131,7 @@ fn small_pages_take_longer() {
     let (spec, _) = best(&whole, Arch::Sm90);
     let seconds = |page: usize| {
         let paged = Side::paged(page, 64 * 8192usize.div_ceil(page), 8192);
-        let paged = Problem { lengths: Lengths::of(64, Side::padded(1), paged), ..whole };
+        let paged = whole.with_lengths(Lengths::of(64, Side::padded(1), paged));
         predict(&paged, &spec, Arch::Sm90, &CostConstants::of(Arch::Sm90)).seconds
     };
     let pages = [1, 2, 4, 8, 16, 64, 128].map(seconds);
@@ -149,7 +146,7 @@ fn small_pages_take_longer() {
 #[test]
 fn a_window_reads_what_it_sees() {
     let whole = decode(64, 32, 8, 8192);
-    let window = Problem { mask: Mask::causal_window(511), ..whole };
+    let window = whole.with_mask(Mask::causal_window(511));
     let [(_, all), (spec, seen)] = [whole, window].map(|problem| best(&problem, Arch::Sm90));
     assert!(all.seconds > 10.0 * seen.seconds, "{} {}", all.seconds, seen.seconds);
     assert!((40e-6..60e-6).contains(&seen.seconds), "{spec}: {}", seen.seconds);
@@ -182,7 +179,7 @@ proptest! {
         let targets = [(Arch::Sm90, Family::Sm90), (Arch::Sm90, Family::Sm80), (Arch::Sm86, Family::Sm80)];
         for (arch, family) in targets {
             for pass in [Pass::Forward, Pass::BACKWARD, Pass::DETERMINISTIC_BACKWARD] {
-                let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+                let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
                 let set = match explore(&problem, arch, &options) {
                     Ok(set) => set,
                     Err(PlanError::PagedBackward { page }) => {

@@ -48,7 +48,7 @@ fn table() -> BTreeMap<Case, (usize, BTreeMap<Config, f64>)> {
 fn plans((head_dim, head_dim_v, causal, seqlen): Case, heads: usize) -> Vec<Plan> {
     let mask = if causal { Mask::CAUSAL } else { Mask::FULL };
     let square = Problem::square(16_384 / seqlen, seqlen, heads, head_dim, mask, Dtype::Bf16);
-    let problem = Problem { head_dim_v, ..square };
+    let problem = square.with_head_dim_v(head_dim_v);
     explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("candidates").plans
 }
 
@@ -90,7 +90,7 @@ fn the_order_is_that_of_the_measurement() {
 #[test]
 fn warpgroups_run_ahead_by_the_buffers_of_k() {
     let square = Problem::square(9, 851, 12, 96, Mask::window(86, 0), Dtype::Bf16);
-    let problem = Problem { heads_kv: 3, ..square };
+    let problem = square.with_heads_kv(3);
     let plans = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("candidates").plans;
     let constants = CostConstants::of(Arch::Sm90);
     // With two buffers, as measured; the planner has a third by now.

@@ -12,7 +12,7 @@ const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf1
 
 fn families(arch: Arch) -> Vec<PlanOptions> {
     let all = if arch == Arch::Sm90 { vec![Family::Sm80, Family::Sm90] } else { vec![Family::Sm80] };
-    all.into_iter().map(|family| PlanOptions { family: Some(family), ..PlanOptions::default() }).collect()
+    all.into_iter().map(|family| PlanOptions::default().with_family(Some(family))).collect()
 }
 
 fn is_sound(problem: &Problem, arch: Arch, plan: &Plan) {
@@ -52,7 +52,7 @@ fn decode() -> impl Strategy<Value = Problem> {
                 2 => Lengths::of(batch, q, Side::padded(keys).with_used()),
                 _ => Lengths::of(batch, q, Side::paged(16, batch * keys.div_ceil(16) + 1, keys).with_used()),
             };
-            Problem { lengths, ..problem }
+            problem.with_lengths(lengths)
         },
     )
 }
@@ -68,7 +68,7 @@ proptest! {
     ) {
         let pass = if is_backward { Pass::BACKWARD } else { Pass::Forward };
         for options in families(arch) {
-            let options = PlanOptions { pass, ..options };
+            let options = options.with_pass(pass);
             let first = plan(&problem, arch, &options).map(|mut plans| plans.swap_remove(0));
             prop_assert_eq!(best(&problem, arch, &options), first);
         }
@@ -97,15 +97,15 @@ proptest! {
     ) {
         let (sequences, mut length) = (problem.lengths.sequences(), problem.lengths.max_q());
         let mut by = by;
-        if !(problem.head_dim * problem.types.qkv.bytes()).is_multiple_of(32)
-            || !(problem.head_dim_v * problem.types.qkv.bytes()).is_multiple_of(32)
+        if !(problem.head_dim * problem.types.q.bytes()).is_multiple_of(32)
+            || !(problem.head_dim_v * problem.types.q.bytes()).is_multiple_of(32)
         {
             // Where TMA is slow, only even numbers of tiles share their loads (NB-066): lengths of which all
             // tiles, of 64, 128 and 192 rows, are even in number.
             (length, by) = (length.next_multiple_of(768), by.next_multiple_of(768));
         }
-        let short = Problem { lengths: Lengths::uniform(sequences, length, length), ..problem };
-        let long = Problem { lengths: Lengths::uniform(sequences, length + by, length + by), ..short };
+        let short = problem.with_lengths(Lengths::uniform(sequences, length, length));
+        let long = short.with_lengths(Lengths::uniform(sequences, length + by, length + by));
         for options in families(arch) {
             let (a, b) = (explore(&short, arch, &options).unwrap(), explore(&long, arch, &options).unwrap());
             if let (Some(a), Some(b)) = (a.plans.first(), b.plans.first()) {
@@ -130,18 +130,12 @@ fn narrow_windows_pack_the_heads_of_a_group() {
         let Kernel::Sm90Fwd(kernel) = best.spec.kernel else { panic!("an SM90 kernel") };
         kernel.pack_gqa
     };
-    let one_key =
-        Problem { heads_kv: 1, ..Problem::square(1, 4209, 6, 128, Mask::window(0, 0), Dtype::Bf16) };
+    let one_key = Problem::square(1, 4209, 6, 128, Mask::window(0, 0), Dtype::Bf16).with_heads_kv(1);
     assert!(packs(&one_key));
-    assert!(packs(&Problem {
-        lengths: Lengths::uniform(one_key.lengths.sequences(), 4225, 4225),
-        ..one_key
-    }));
-    assert!(!packs(&Problem {
-        lengths: Lengths::uniform(BASE.lengths.sequences(), 6144, 6144),
-        heads_kv: 2,
-        ..BASE
-    }));
+    assert!(packs(&one_key.with_lengths(Lengths::uniform(one_key.lengths.sequences(), 4225, 4225))));
+    assert!(!packs(
+        &BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 6144, 6144)).with_heads_kv(2)
+    ));
 }
 
 /// Every forward that the tuning guide's model calls feasible also fits by the exact account, but for two
@@ -150,7 +144,7 @@ fn narrow_windows_pack_the_heads_of_a_group() {
 #[test]
 fn the_exact_account_accepts_what_the_guide_accepts() {
     for (hd, hdv) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)] {
-        let problem = Problem { head_dim: hd, head_dim_v: hdv, ..BASE };
+        let problem = BASE.with_head_dims(hd, hdv);
         let set = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("candidates");
         for rejected in &set.rejected {
             let Kernel::Sm90Fwd(k) = &rejected.spec.kernel else { panic!("SM90 kernels") };
@@ -180,37 +174,28 @@ fn bottlenecks_follow_the_problem() {
     let named = |problem: &Problem| {
         plan(problem, Arch::Sm90, &PlanOptions::default()).expect("plans")[0].cost.bottleneck
     };
-    assert_eq!(named(&Problem { mask: Mask::FULL, ..BASE }), Bottleneck::Tensor);
-    assert_eq!(
-        named(&Problem { head_dim: 64, head_dim_v: 64, score: ScoreMod::softcap(30.0), ..BASE }),
-        Bottleneck::Exp
-    );
-    let decode = Problem {
-        lengths: Lengths::uniform(64, 1, BASE.lengths.max_k()),
-        heads_q: 32,
-        heads_kv: 8,
-        mask: Mask::FULL,
-        ..BASE
-    };
+    assert_eq!(named(&BASE.with_mask(Mask::FULL)), Bottleneck::Tensor);
+    assert_eq!(named(&BASE.with_head_dims(64, 64).with_score(ScoreMod::softcap(30.0))), Bottleneck::Exp);
+    let decode = BASE
+        .with_lengths(Lengths::uniform(64, 1, BASE.lengths.max_k()))
+        .with_heads(32, 8)
+        .with_mask(Mask::FULL);
     assert_eq!(named(&decode), Bottleneck::Hbm);
     // One token of one sequence leaves most SMs idle, unless CTAs share its keys.
-    let one = Problem { lengths: Lengths::uniform(1, decode.lengths.max_q(), 65536), ..decode };
+    let one = decode.with_lengths(Lengths::uniform(1, decode.lengths.max_q(), 65536));
     assert_eq!(named(&one), Bottleneck::Hbm);
     let plans = plan(&one, Arch::Sm90, &PlanOptions::default()).expect("plans");
     let whole = plans.iter().find(|plan| !plan.spec.split).expect("a kernel without splits");
     assert_eq!(whole.cost.bottleneck, Bottleneck::Waves);
     assert!(plans[0].spec.split && whole.cost.seconds > 3.0 * plans[0].cost.seconds);
-    assert_eq!(
-        named(&Problem { lengths: Lengths::uniform(1, 64, 64), heads_q: 1, heads_kv: 1, ..BASE }),
-        Bottleneck::Latency
-    );
+    assert_eq!(named(&BASE.with_lengths(Lengths::uniform(1, 64, 64)).with_heads(1, 1)), Bottleneck::Latency);
 }
 
 #[test]
 fn empty_problems_cost_a_launch() {
     for problem in [
-        Problem { lengths: Lengths::uniform(0, BASE.lengths.max_q(), BASE.lengths.max_k()), ..BASE },
-        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()), ..BASE },
+        BASE.with_lengths(Lengths::uniform(0, BASE.lengths.max_q(), BASE.lengths.max_k())),
+        BASE.with_lengths(Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k())),
     ] {
         for (arch, options) in
             Arch::ALL.into_iter().flat_map(|a| families(a).into_iter().map(move |o| (a, o)))
@@ -227,7 +212,7 @@ fn empty_problems_cost_a_launch() {
 fn optimisation_steps_are_predicted_to_help() {
     let problem = Problem::square(4, 4096, 32, 128, Mask::CAUSAL, Dtype::F16);
     for arch in Arch::ALL {
-        let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+        let options = PlanOptions::default().with_family(Some(Family::Sm80));
         let best = plan(&problem, arch, &options).expect("plans").remove(0);
         for step in ["swizzle", "ldmatrix", "exp2", "fast_math", "loop_split", "reverse_blocks"] {
             let mut spec = best.spec.clone();
@@ -248,10 +233,9 @@ fn optimisation_steps_are_predicted_to_help() {
 
 #[test]
 fn the_shared_memory_of_the_part_decides_the_tile() {
-    let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(Family::Sm80));
     for (arch, limit) in [(Arch::Sm80, 163), (Arch::Sm86, 99), (Arch::Sm90, 227), (Arch::Sm120, 99)] {
-        let set =
-            explore(&Problem { head_dim: 256, head_dim_v: 256, ..BASE }, arch, &options).expect("candidates");
+        let set = explore(&BASE.with_head_dims(256, 256), arch, &options).expect("candidates");
         let largest = set.plans.iter().map(|p| p.smem.total).max().expect("plans");
         assert!(largest <= limit * 1024 && largest > (limit - 64) * 1024, "{arch}: {largest}");
         let miss =
@@ -269,7 +253,7 @@ fn head_dims_between_powers_of_two_have_tiles_of_their_own() {
     {
         let problem = Problem::square(4, 4096, 16, head_dim, Mask::FULL, Dtype::Bf16);
         for (family, extent) in [(Family::Sm90, sm90), (Family::Sm80, sm80)] {
-            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+            let options = PlanOptions::default().with_family(Some(family));
             let first = best(&problem, Arch::Sm90, &options).expect("a plan");
             assert_eq!((first.spec.head_dim, first.spec.head_dim_v), (extent, extent), "{head_dim} {family}");
         }
@@ -282,11 +266,9 @@ fn sweeps_keep_a_decode_problems_query() {
     let square = sweep(&BASE, Arch::Sm90, &PlanOptions::default(), &lengths).expect("plans");
     assert_eq!(square.iter().map(|(n, _)| *n).collect::<Vec<_>>(), lengths);
     assert!(square.windows(2).all(|w| w[0].1.cost.tflops < w[1].1.cost.tflops));
-    let decode = Problem {
-        lengths: Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k()),
-        heads_kv: 4,
-        ..BASE
-    };
+    let decode = BASE
+        .with_lengths(Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k()))
+        .with_heads_kv(4);
     for (seqlen, plan) in sweep(&decode, Arch::Sm90, &PlanOptions::default(), &lengths).expect("plans") {
         let parts = 16.0 * plan.cost.splits as f64;
         assert_eq!(plan.cost.tiles, parts, "N = {seqlen}: one packed tile per K/V head, or its parts");
@@ -305,25 +287,15 @@ fn plans_serialise() {
 #[test]
 fn refusals_say_what_works() {
     let options = PlanOptions::default();
-    let wide = Problem { head_dim: 264, ..BASE };
+    let wide = BASE.with_head_dim(264);
     for (problem, arch, options, part) in [
-        (Problem { types: Types::same(Dtype::F32), ..BASE }, Arch::Sm90, options.clone(), "use f16 or bf16"),
-        (
-            Problem { types: Types::same(Dtype::E4m3), ..BASE },
-            Arch::Sm80,
-            options.clone(),
-            "computes in e4m3",
-        ),
+        (BASE.with_types(Types::same(Dtype::F32)), Arch::Sm90, options.clone(), "use f16 or bf16"),
+        (BASE.with_types(Types::same(Dtype::E4m3)), Arch::Sm80, options.clone(), "computes in e4m3"),
         (wide, Arch::Sm90, options.clone(), "head_dim = 264"),
-        (Problem { head_dim_v: 260, head_dim: 64, ..BASE }, Arch::Sm80, options.clone(), "head_dim_v = 260"),
-        (Problem { head_dim: 33, ..BASE }, Arch::Sm90, options.clone(), "multiples of 8"),
-        (Problem { heads_kv: 3, ..BASE }, Arch::Sm90, options.clone(), "heads_kv = 3"),
-        (
-            BASE,
-            Arch::Sm80,
-            PlanOptions { family: Some(Family::Sm90), ..PlanOptions::default() },
-            "do not run on sm80",
-        ),
+        (BASE.with_head_dims(64, 260), Arch::Sm80, options.clone(), "head_dim_v = 260"),
+        (BASE.with_head_dim(33), Arch::Sm90, options.clone(), "multiples of 8"),
+        (BASE.with_heads_kv(3), Arch::Sm90, options.clone(), "heads_kv = 3"),
+        (BASE, Arch::Sm80, PlanOptions::default().with_family(Some(Family::Sm90)), "do not run on sm80"),
     ] {
         let error = plan(&problem, arch, &options).expect_err("must be refused").to_string();
         assert!(error.contains(part), "{error} does not say {part}");
@@ -344,17 +316,14 @@ fn a_given_spec_must_serve_the_problem() {
             plan_spec(&problem, &spec, Arch::Sm90, &PlanOptions::default()).expect_err("must be refused");
         assert!(reason.to_string().contains(part), "{reason} does not name {part}");
     };
+    refused(BASE.with_types(Types::same(Dtype::F16)), "dtype: the kernel computes bf16; the problem has f16");
+    refused(BASE.with_head_dim(136), "head_dim: the kernel computes multiples of 8 up to 128");
+    refused(BASE.with_mask(Mask::FULL), "mask: the kernel computes causal");
     refused(
-        Problem { types: Types::same(Dtype::F16), ..BASE },
-        "dtype: the kernel computes bf16; the problem has f16",
-    );
-    refused(Problem { head_dim: 136, ..BASE }, "head_dim: the kernel computes multiples of 8 up to 128");
-    refused(Problem { mask: Mask::FULL, ..BASE }, "mask: the kernel computes causal");
-    refused(
-        Problem { score: ScoreMod::softcap(1.0), ..BASE },
+        BASE.with_score(ScoreMod::softcap(1.0)),
         "softcap: the kernel computes no softcap; the problem has a softcap",
     );
-    let narrow = Problem { head_dim: 104, head_dim_v: 72, ..BASE };
+    let narrow = BASE.with_head_dims(104, 72);
     assert!(plan_spec(&narrow, &spec, Arch::Sm90, &PlanOptions::default()).is_ok());
     let elsewhere = plan_spec(&BASE, &spec, Arch::Sm80, &PlanOptions::default()).expect_err("no wgmma");
     assert!(elsewhere.to_string().contains("wgmma"), "{elsewhere}");
@@ -362,12 +331,11 @@ fn a_given_spec_must_serve_the_problem() {
 
 #[test]
 fn packed_heads_that_do_not_fit_the_tile_are_never_planned() {
-    let problem = Problem {
-        heads_q: 129,
-        heads_kv: 1,
-        lengths: Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k()),
-        ..BASE
-    };
+    let problem = BASE.with_heads(129, 1).with_lengths(Lengths::uniform(
+        BASE.lengths.sequences(),
+        1,
+        BASE.lengths.max_k(),
+    ));
     let mut spec = plan(&BASE, Arch::Sm90, &PlanOptions::default()).expect("plans").remove(0).spec;
     let Kernel::Sm90Fwd(kernel) = &mut spec.kernel else { panic!("an SM90 forward") };
     (kernel.num_wg, kernel.tile_m, kernel.pack_gqa) = (2, 128, true);
@@ -376,7 +344,7 @@ fn packed_heads_that_do_not_fit_the_tile_are_never_planned() {
     let planned = plan_spec(&problem, &spec, Arch::Sm90, &PlanOptions::default());
     assert_eq!(planned.map(|plan| plan.spec), Err(rule.into()));
     for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(128, 0)] {
-        let problem = Problem { mask, ..problem };
+        let problem = problem.with_mask(mask);
         let set = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("plans");
         assert!(!set.plans.is_empty());
         for plan in &set.plans {

@@ -10,11 +10,7 @@ mod sm80 {
     use super::*;
 
     fn options(deterministic: bool) -> PlanOptions {
-        PlanOptions {
-            family: Some(Family::Sm80),
-            pass: Pass::Backward { deterministic },
-            ..PlanOptions::default()
-        }
+        PlanOptions::default().with_family(Some(Family::Sm80)).with_pass(Pass::Backward { deterministic })
     }
 
     fn best(head_dim: usize, arch: Arch, deterministic: bool) -> KernelSpec {
@@ -71,7 +67,7 @@ mod sm90 {
     use super::*;
 
     fn options(deterministic: bool) -> PlanOptions {
-        PlanOptions { pass: Pass::Backward { deterministic }, ..PlanOptions::default() }
+        PlanOptions::default().with_pass(Pass::Backward { deterministic })
     }
 
     #[test]
@@ -114,9 +110,9 @@ mod sm90 {
         }
     }
 
-    /// Measured at 1024 and at lengths of 77 to 8192: 1.04 and 1.02; at 100 to 513: 0.99 (NB-114).
+    /// Measured at lengths of several hundred, with windows too: 1.06 in the mean of 22 batches (NB-174).
     #[test]
-    fn ctas_draw_tiles_of_packed_sequences_that_are_not_short() {
+    fn ctas_draw_tiles_of_packed_sequences_that_are_not_long() {
         let draws = |total, max, mask| {
             let mut problem = Problem::square(1, 1, 32, 128, mask, Dtype::Bf16);
             problem.lengths = Lengths::packed(16, total, total, max, max);
@@ -125,9 +121,8 @@ mod sm90 {
             kernel.persistent
         };
         assert!(draws(16 * 1024, 1024, Mask::CAUSAL) && draws(27_213, 8192, Mask::CAUSAL));
-        assert!(!draws(16 * 306, 513, Mask::CAUSAL), "short");
+        assert!(draws(16 * 306, 513, Mask::CAUSAL) && draws(16 * 1024, 1024, Mask::window(255, 0)));
         assert!(!draws(16 * 8192, 8192, Mask::CAUSAL), "long");
-        assert!(!draws(16 * 1024, 1024, Mask::window(255, 0)), "a window");
     }
 
     #[test]
@@ -137,7 +132,7 @@ mod sm90 {
             [(64, 64, 128, 0), (128, 128, 142, 6), (192, 192, 18, 0), (192, 128, 18, 0)]
         {
             let problem =
-                Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::CAUSAL, Dtype::Bf16) };
+                Problem::square(2, 2048, 4, head_dim, Mask::CAUSAL, Dtype::Bf16).with_head_dim_v(head_dim_v);
             let set = explore(&problem, Arch::Sm90, &options(false)).expect("plans");
             let is_guide = |spec: &KernelSpec| {
                 let Kernel::Sm90Bwd(kernel) = &spec.kernel else { panic!("a backward: {spec}") };
@@ -159,7 +154,7 @@ mod sm90 {
     fn head_dims_up_to_80_have_a_tile_of_their_own() {
         let best = |head_dim, score| {
             let square = Problem::square(4, 2048, 32, head_dim, Mask::CAUSAL, Dtype::Bf16);
-            let set = explore(&Problem { score, ..square }, Arch::Sm90, &options(false)).expect("plans");
+            let set = explore(&square.with_score(score), Arch::Sm90, &options(false)).expect("plans");
             let extents = |dim| set.plans.iter().any(|plan| plan.spec.head_dim == dim);
             assert!(extents(96), "{head_dim}");
             (set.plans[0].spec.head_dim, set.plans[0].spec.tile(), extents(80))
@@ -178,7 +173,7 @@ mod sm90 {
     fn head_dim_256_has_plans_of_our_own() {
         for (head_dim, head_dim_v) in [(256, 256), (200, 256), (256, 200)] {
             let problem =
-                Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::FULL, Dtype::F16) };
+                Problem::square(2, 2048, 4, head_dim, Mask::FULL, Dtype::F16).with_head_dim_v(head_dim_v);
             let best = &plan(&problem, Arch::Sm90, &options(true)).expect("plans")[0];
             let Kernel::Sm90Bwd(kernel) = &best.spec.kernel else { panic!("a backward") };
             assert!(!kernel.dq_via_smem && kernel.deterministic);
@@ -205,7 +200,7 @@ mod sm90 {
 fn head_dims_below_64_have_one_buffer_of_dout_where_64_has() {
     for head_dim in [32, 40, 64] {
         let problem = Problem::square(5, 3803, 24, head_dim, Mask::CAUSAL, Dtype::Bf16);
-        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_pass(Pass::BACKWARD);
         let first = plan(&problem, Arch::Sm90, &options).expect("plans").swap_remove(0).spec;
         let Kernel::Sm90Bwd(kernel) = &first.kernel else { panic!("{first}") };
         assert_eq!((kernel.tile_m, kernel.tile_n, kernel.do_stages), (128, 128, 1), "{first}");

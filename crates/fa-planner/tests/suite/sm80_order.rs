@@ -10,13 +10,13 @@ type Shape = [usize; 5];
 
 fn plans([batch, heads_q, heads_kv, seqlen_q, seqlen_k]: Shape, square: Problem, pass: Pass) -> Vec<Plan> {
     let lengths = Lengths::uniform(batch, seqlen_q, seqlen_k);
-    let problem = Problem { lengths, heads_q, heads_kv, ..square };
-    let options = PlanOptions { family: Some(Family::Sm80), pass, ..PlanOptions::default() };
+    let problem = square.with_lengths(lengths).with_heads(heads_q, heads_kv);
+    let options = PlanOptions::default().with_family(Some(Family::Sm80)).with_pass(pass);
     explore(&problem, Arch::Sm90, &options).expect("a supported problem").plans
 }
 
 fn problem(head_dim: usize, head_dim_v: usize, mask: Mask, dtype: Dtype) -> Problem {
-    Problem { head_dim_v, ..Problem::square(1, 1, 1, head_dim, mask, dtype) }
+    Problem::square(1, 1, 1, head_dim, mask, dtype).with_head_dim_v(head_dim_v)
 }
 
 /// Predicted milliseconds of the plan with this name.
@@ -54,7 +54,7 @@ fn rows_of_a_forward_tile_take_time_beside_those_of_other_ctas() {
 #[test]
 fn ctas_that_no_launch_bounds_promise_are_counted_by_what_the_compiler_takes() {
     let square = problem(128, 128, Mask::FULL, Dtype::Bf16);
-    let capped = Problem { score: ScoreMod::softcap(30.0), ..square };
+    let capped = square.with_score(ScoreMod::softcap(30.0));
     in_order(
         &plans([6, 64, 64, 521, 521], capped, Pass::Forward),
         ("sm80_fwd-bf16-hd128-full-softcap-64x80-w4-s1-b3-swz-ldm-exp2-fast-split", 0.2406),
@@ -140,10 +140,8 @@ fn packed_rows_take_time_each() {
 /// special-function units, and a soft cap asks for three results of a score (NB-148).
 #[test]
 fn a_soft_cap_is_slower_in_backwards_of_four_warps() {
-    let capped = |head_dim| Problem {
-        score: ScoreMod::softcap(50.0),
-        ..problem(head_dim, head_dim, Mask::CAUSAL, Dtype::F16)
-    };
+    let capped =
+        |head_dim| problem(head_dim, head_dim, Mask::CAUSAL, Dtype::F16).with_score(ScoreMod::softcap(50.0));
     in_order(
         &plans([4, 64, 32, 247, 1920], capped(32), Pass::BACKWARD),
         ("sm80_bwd-f16-hd32-causal-softcap-32x128-w8-s31-a142-q0-b1-lpt", 0.3185),

@@ -32,7 +32,7 @@ fn groups(text: &'static str, pass: Pass) -> Vec<(&'static str, Vec<Rate>, f64)>
             let seqlen = length.get(1).map_or(8192, |text| number(text));
             let problem =
                 Problem::square(16384 / seqlen, seqlen, number(heads), number(head_dim), mask, Dtype::Bf16);
-            let options = PlanOptions { family: Some(Family::Sm80), pass, ..PlanOptions::default() };
+            let options = PlanOptions::default().with_family(Some(Family::Sm80)).with_pass(pass);
             let plans = explore(&problem, Arch::Sm90, &options).expect("candidates").plans;
             let rates = plans.iter().filter_map(|plan| {
                 let name = plan.spec.to_string();

@@ -30,7 +30,7 @@ fn parse(line: &'static str) -> Measured {
         let (parts, rate) = word.split_once(':').expect("parts:rate");
         (parts.parse().expect("a count"), rate.parse().expect("a rate"))
     };
-    let problem = Problem { heads_kv: number(4), ..square };
+    let problem = square.with_heads_kv(number(4));
     Measured { line, problem, rates: words[6..].iter().map(rate).collect() }
 }
 
@@ -39,7 +39,7 @@ fn chosen(problem: &Problem, pass: Pass) -> usize {
 }
 
 fn chosen_of(problem: &Problem, pass: Pass, family: Option<Family>) -> usize {
-    let options = PlanOptions { pass, family, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_pass(pass).with_family(family);
     let first = plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0);
     head_splits(problem, &first.spec, Arch::Sm90, Arch::Sm90.limits().sms)
 }
@@ -85,25 +85,25 @@ fn short_groups_are_whole_and_long_ones_in_parts() {
     use fa_core::{Lengths, Side};
     for ((batch, queries, (heads_q, heads_kv)), best) in WHOLE_GROUPS {
         let square = Problem::square(batch, queries, heads_q, 128, Mask::CAUSAL, Dtype::Bf16);
-        let dense = Problem { heads_kv, ..square };
+        let dense = square.with_heads_kv(heads_kv);
         let side = || Side::packed(batch * queries, queries);
-        let packed = Problem { lengths: Lengths::of(batch, side(), side()), ..dense };
+        let packed = dense.with_lengths(Lengths::of(batch, side(), side()));
         for problem in [dense, packed] {
             let parts = chosen(&problem, Pass::BACKWARD);
             assert!(best.contains(&parts), "{problem:?}: {parts} parts");
         }
     }
     // With the last section of before, one part made it slower by a third.
-    let between = Problem { heads_kv: 8, ..Problem::square(4, 1536, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let between = Problem::square(4, 1536, 32, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(8);
     assert_ne!(chosen(&between, Pass::BACKWARD), 1);
 }
 
 #[test]
 fn single_heads_have_one_part() {
     for Measured { problem, .. } in measured() {
-        let own = Problem { heads_kv: problem.heads_q, ..problem };
+        let own = problem.with_heads_kv(problem.heads_q);
         assert_eq!(chosen(&own, Pass::DETERMINISTIC_BACKWARD), 1);
-        assert_eq!(chosen(&Problem { heads_kv: problem.heads_q, ..problem }, Pass::BACKWARD), 1);
+        assert_eq!(chosen(&problem.with_heads_kv(problem.heads_q), Pass::BACKWARD), 1);
     }
 }
 
@@ -122,7 +122,7 @@ fn deterministic_parts_are_as_many_as_a_group_has_heads_at_most() {
 #[test]
 fn the_sm80_class_fills_the_gpu_and_keeps_one_part_where_it_is_full() {
     let problem =
-        |heads_kv, mask| Problem { heads_kv, ..Problem::square(1, 4096, 64, 128, mask, Dtype::Bf16) };
+        |heads_kv, mask| Problem::square(1, 4096, 64, 128, mask, Dtype::Bf16).with_heads_kv(heads_kv);
     let parts = |heads_kv, mask| chosen_of(&problem(heads_kv, mask), Pass::BACKWARD, Some(Family::Sm80));
     // 32 tiles of 128 keys a K/V head: 256 CTAs of equal length on 132 SMs lose less than accumulators cost.
     assert_eq!(parts(8, Mask::FULL), 1);
@@ -141,13 +141,13 @@ fn a_packed_sequence_is_divided_as_a_dense_one() {
         for (q, k) in [(300, 777), (515, 515), (1, 900), (4096, 4096)] {
             for mask in [Mask::FULL, Mask::CAUSAL] {
                 let square = Problem::square(1, q, heads_q, 64, mask, Dtype::Bf16);
-                let dense = Problem { heads_kv, lengths: Lengths::uniform(1, q, k), ..square };
-                let options = PlanOptions { pass: Pass::DETERMINISTIC_BACKWARD, ..PlanOptions::default() };
+                let dense = square.with_heads_kv(heads_kv).with_lengths(Lengths::uniform(1, q, k));
+                let options = PlanOptions::default().with_pass(Pass::DETERMINISTIC_BACKWARD);
                 let spec = plan(&dense, Arch::Sm90, &options).expect("plans").swap_remove(0).spec;
                 let parts = head_splits(&dense, &spec, Arch::Sm90, 132);
                 for loose in [0, 100] {
                     let side = |len| Side::packed(len, len + loose);
-                    let packed = Problem { lengths: Lengths::of(1, side(q), side(k)), ..dense };
+                    let packed = dense.with_lengths(Lengths::of(1, side(q), side(k)));
                     let spec = KernelSpec { reads: Reads::of(&packed), ..spec.clone() };
                     assert_eq!(head_splits(&packed, &spec, Arch::Sm90, 132), parts, "{packed:?}");
                 }

@@ -46,7 +46,7 @@ fn problems(keep: impl Fn(usize) -> bool) -> Vec<Problem> {
                 for mask in [Mask::FULL, Mask::CAUSAL, Mask::causal_window(512)] {
                     for dtype in [Dtype::Bf16, Dtype::F16] {
                         let square = Problem::square(batch, 1, 32, head_dims.0, mask, dtype);
-                        all.push(Problem { heads_kv, head_dim_v: head_dims.1, ..square });
+                        all.push(square.with_heads_kv(heads_kv).with_head_dim_v(head_dims.1));
                     }
                 }
             }
@@ -56,7 +56,7 @@ fn problems(keep: impl Fn(usize) -> bool) -> Vec<Problem> {
 }
 
 fn first(problem: &Problem, arch: Arch, pass: Pass) -> Plan {
-    let options = PlanOptions { pass, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_pass(pass);
     best(problem, arch, &options).unwrap_or_else(|error| panic!("{arch} {pass:?} {problem:?}: {error}"))
 }
 
@@ -69,10 +69,9 @@ fn the_best_is_the_first_of_all() {
                     let lengths = shape.lengths(problem.lengths.sequences(), n);
                     let packed = Lengths::packed(3, 3 * n, 3 * n, n + n / 2, n + n / 2);
                     for lengths in if n == 257 { vec![lengths, packed] } else { vec![lengths] } {
-                        let problem = Problem { lengths, ..problem };
+                        let problem = problem.with_lengths(lengths);
                         for family in [Family::Sm80, Family::native(arch)] {
-                            let options =
-                                PlanOptions { pass, family: Some(family), ..PlanOptions::default() };
+                            let options = PlanOptions::default().with_pass(pass).with_family(Some(family));
                             let all = plan(&problem, arch, &options).expect("plans");
                             assert_eq!(best(&problem, arch, &options).as_ref(), Ok(&all[0]), "{problem:?}");
                         }
@@ -92,7 +91,7 @@ fn longer_problems_take_no_less_and_tiles_suit_the_rows() {
                 let mut before: Option<(usize, Plan)> = None;
                 for n in LENGTHS {
                     let batch = problem.lengths.sequences();
-                    let problem = Problem { lengths: shape.lengths(batch, n), ..problem };
+                    let problem = problem.with_lengths(shape.lengths(batch, n));
                     let plan = first(&problem, arch, pass);
                     let name = format!("{arch} {pass:?} {shape:?} {problem:?}: {}", plan.spec);
                     let seconds = plan.cost.seconds;

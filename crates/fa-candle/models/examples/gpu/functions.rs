@@ -186,8 +186,8 @@ const CASES: [Case; 17] = [
             flash_attn_varlen_alibi_windowed_softcap(q, k, v, slopes, s, s, n, n, SCALE, left, right, 3.0)?;
         x.with_gradients(out, false)
     }),
-    ("sinks", |x| x.options(Options { sinks: Some(&x.sinks), ..Options::causal(SCALE) })),
-    ("deterministic", |x| x.options(Options { deterministic: true, ..Options::causal(SCALE) })),
+    ("sinks", |x| x.options(Options::causal(SCALE).with_sinks(Some(&x.sinks)))),
+    ("deterministic", |x| x.options(Options::causal(SCALE).with_deterministic(true))),
     ("lse", |x| {
         let [q, k, v] = x.padded();
         let (out, lse) = attention_with_lse(q, k, v, &Options::causal(SCALE))?;
@@ -195,7 +195,7 @@ const CASES: [Case; 17] = [
     }),
     ("lse's gradients", |x| {
         let [q, k, v] = x.padded();
-        let options = Options { sinks: Some(&x.sinks), ..Options::causal(SCALE) };
+        let options = Options::causal(SCALE).with_sinks(Some(&x.sinks));
         let (out, lse) = attention_with_lse(q, k, v, &options)?;
         let loss = ((&out * &x.weights)?.to_dtype(DType::F32)?.sum_all()? + lse.sqr()?.sum_all()?)?;
         x.gradients(&loss, vec![out, lse], true)
@@ -204,7 +204,7 @@ const CASES: [Case; 17] = [
         let [q, k, v] = x.padded();
         let q = q.narrow(1, 191, 1)?;
         let rows = Rows::Padded { used_q: None, used_k: Some(&x.lengths) };
-        let (out, lse) = attention_with_lse(&q, k, v, &Options { rows, ..Options::causal(SCALE) })?;
+        let (out, lse) = attention_with_lse(&q, k, v, &Options::causal(SCALE).with_rows(rows))?;
         Ok(vec![out.detach(), lse])
     }),
 ];

@@ -69,6 +69,7 @@ Examples:
   fa bench --backend cuda --marks sm90 --peers --json marks.json
   fa bench --backend cuda --marks models --mode bwd --peers
   fa bench --backend cuda --random 40 --seed 1 --mode bwd --peers --peer fa4,cudnn
+  fa bench --backend cuda --random-packed 24 --seed 1 --mode bwd --peers --peer fa4
   fa bench --backend cuda --marks models --filter Gemma --spec kernel.ron
   fa bench --backend cuda --marks packed-bwd --mode bwd --change persistent=true
   fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
@@ -110,11 +111,16 @@ pub(crate) struct GpuArgs {
     #[arg(long, value_parser = flags::marks(), conflicts_with = "family", conflicts_with_all = OF_SHAPES)]
     pub marks: Option<Marks>,
     /// Measure this many shapes drawn at random: the problems of fa tune --random, of one pass
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000), group = "drawn")]
     #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES)]
     pub random: Option<u16>,
+    /// Measure this many packed batches drawn at random: lengths spread normally, lognormally, one long and
+    /// many short, and equal
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000), group = "drawn")]
+    #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES, conflicts_with = "family")]
+    pub random_packed: Option<u16>,
     /// The same seed draws the same shapes [default: 0]
-    #[arg(long, value_name = "S", requires = "random", value_parser = whole::<u64>)]
+    #[arg(long, value_name = "S", requires = "drawn", value_parser = whole::<u64>)]
     #[arg(conflicts_with_all = BESIDE_RANDOM, conflicts_with_all = OF_SHAPES)]
     pub seed: Option<u64>,
     /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
@@ -144,6 +150,7 @@ impl GpuArgs {
             (self.peers, "--peers"),
             (self.marks.is_some(), "--marks"),
             (self.random.is_some(), "--random"),
+            (self.random_packed.is_some(), "--random-packed"),
             (self.deterministic, "--deterministic"),
             (self.tune, "--tune"),
             (self.reps.is_some(), "--reps"),

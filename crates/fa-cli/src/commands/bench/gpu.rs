@@ -70,13 +70,14 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
         });
     }
     let family = args.gpu.family.map(PlanFamily::kernels);
-    let (shapes, specs) = match args.gpu.random {
-        Some(count) => {
-            let (count, seed) = (usize::from(count), args.gpu.seed.unwrap_or(0));
-            let families = family.into_iter().collect();
+    let seed = args.gpu.seed.unwrap_or(0);
+    let (shapes, specs) = match (args.gpu.random, args.gpu.random_packed) {
+        (Some(count), _) => {
+            let (count, families) = (usize::from(count), family.into_iter().collect());
             (bench::drawn(Drawing { count, seed, passes: vec![pass], families })?, Vec::new())
         }
-        None => {
+        (None, Some(count)) => (bench::packed::batches(usize::from(count), seed), Vec::new()),
+        (None, None) => {
             let problems = args.shapes.problems_of_halves()?;
             let spec = |path: &PathBuf| spec_for(path, pass, &problems);
             let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;

@@ -110,7 +110,7 @@ pub(crate) fn command(json: bool) -> anyhow::Result<Verdict> {
 fn text(report: &Report) -> Result<String, std::fmt::Error> {
     let Problem { heads_q, head_dim, mask, .. } = &report.problem;
     let (batch, seqlen_q, dtype) =
-        (report.problem.lengths.sequences(), report.problem.lengths.max_q(), report.problem.types.qkv);
+        (report.problem.lengths.sequences(), report.problem.lengths.max_q(), report.problem.types.q);
     let shape = format!("B {batch} H {heads_q} N {seqlen_q} hd {head_dim} {mask} {dtype}");
     let mut text = format!("{}, {shape}\n", report.gpu);
     let mut line = |what: &str, value: f64, limit: f64, unit: &str| {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fa_core::{Arch, KernelSpec, Lengths, Problem, ScoreMod};
+use fa_core::{Arch, KernelSpec, Lengths, Problem};
 use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
 use fa_emu::{Batch, Lie, Placement, with_mods};
@@ -93,17 +93,20 @@ fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Result<Option<Batch>, InputEr
 fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::Result<Problem> {
     let of_spec = problem_of(spec, lengths, (args.heads.q, args.heads.kv));
     let given = args.mask.mask();
-    let mask = if given.is_full() { of_spec.mask } else { given };
+    let mask = if given.is_full() { of_spec.mask.with_offset(given.offset) } else { given };
     let (head_dim, head_dim_v) =
         args.headdim.map_or((of_spec.head_dim, of_spec.head_dim_v), |dims| (dims.qk, dims.v));
-    let score = ScoreMod {
-        softcap: args.softcap.or(of_spec.score.softcap),
-        alibi: of_spec.score.alibi.map(|default| args.alibi.unwrap_or(default)),
-        ..of_spec.score
-    };
+    let score = of_spec
+        .score
+        .with_softcap(args.softcap.or(of_spec.score.softcap))
+        .with_alibi(of_spec.score.alibi.map(|default| args.alibi.unwrap_or(default)));
     let heads_kv = args.heads.kv;
-    let problem =
-        Problem { heads_kv, head_dim, head_dim_v, mask, softmax_scale: args.scale, score, ..of_spec };
+    let problem = of_spec
+        .with_heads_kv(heads_kv)
+        .with_head_dims(head_dim, head_dim_v)
+        .with_mask(mask)
+        .with_softmax_scale(args.scale)
+        .with_score(score);
     problem.check()?;
     // What takes seconds of emulation takes a GPU microseconds.
     const LIMIT: f64 = 4e11;
@@ -119,7 +122,7 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::R
         let message = format!("--gap {}: it must be a multiple of 8 of at most {MAX_GAP}", args.gap);
         return Err(InputError::Usage(message).into());
     }
-    let spread = Problem { head_dim: head_dim + args.gap, head_dim_v: head_dim_v + args.gap, ..problem };
+    let spread = problem.with_head_dims(head_dim + args.gap, head_dim_v + args.gap);
     check_memory(&spread, spec.kernel.is_backward())?;
     Ok(problem)
 }

@@ -16,7 +16,7 @@ fn rows(report: &Report) -> Vec<[String; 11]> {
             format!("{} {} {family}", p.number, p.kind),
             head_dims(problem),
             problem.mask.to_string(),
-            problem.types.qkv.to_string(),
+            problem.types.q.to_string(),
             format!(
                 "{}x{}x{}",
                 problem.lengths.sequences(),

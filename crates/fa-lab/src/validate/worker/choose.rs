@@ -78,7 +78,7 @@ pub(super) fn ranked(
 
 /// The planner's kernels, best first; where `split`, those whose CTAs share a row's keys.
 fn listed(problem: &Problem, pass: Pass, arch: Arch, family: Family, split: bool) -> Vec<KernelSpec> {
-    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
     let specs: Vec<KernelSpec> = match plan(problem, arch, &options) {
         Ok(plans) => plans.into_iter().map(|plan| plan.spec).collect(),
         Err(_) => Vec::new(),
@@ -110,7 +110,7 @@ pub(super) fn first(case: &Case, arch: Arch, family: Family) -> Option<KernelSpe
 /// # Errors
 /// What the planner says where it has none at all, and [`fa_kernels::Error::Mismatch`] where none splits.
 pub(super) fn splitting(case: &Case, arch: Arch, family: Family) -> Result<KernelSpec, fa_attn::Error> {
-    let options = PlanOptions { family: Some(family), pass: case.pass, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_family(Some(family)).with_pass(case.pass);
     plan(&case.problem, arch, &options)?;
     let none = || {
         let kernel = "kernels that do not split keys".to_owned();
@@ -153,11 +153,11 @@ mod tests {
     #[test]
     fn kernels_that_divide_keys_by_force_follow_those_that_gain_by_it() {
         let base = Problem::square(2, 1, 8, 64, Mask::window(40, 11), Dtype::Bf16);
-        let wide = Problem { head_dim: 192, head_dim_v: 128, heads_kv: 1, ..base };
-        let narrow = Problem { heads_q: 6, heads_kv: 1, ..base };
+        let wide = base.with_head_dims(192, 128).with_heads_kv(1);
+        let narrow = base.with_heads(6, 1);
         for problem in [
-            Problem { lengths: Lengths::uniform(2, 1, 2000), ..wide },
-            Problem { lengths: Lengths::uniform(2, 15, 2042), ..narrow },
+            wide.with_lengths(Lengths::uniform(2, 1, 2000)),
+            narrow.with_lengths(Lengths::uniform(2, 15, 2042)),
         ] {
             let case = Case { split: true, ..case("split", problem) };
             let own = listed(&problem, Pass::Forward, Arch::Sm90, Family::Sm80, true);

@@ -137,7 +137,7 @@ impl Session {
     /// twin, both have to compile cleanly.
     fn own_forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
         let family = self.other_family().filter(|_| !case.pass.is_backward());
-        let options = BindOptions { family, ..BindOptions::default() };
+        let options = BindOptions::default().with_family(family);
         let own = self.gpu.bind(&case.problem, Pass::Forward, &options)?.forward()?;
         if choose::twin_reads(case).is_none() {
             return Ok((own, Vec::new()));
@@ -187,7 +187,7 @@ impl Session {
             (Some(named), _) => Ok((bind(&named.spec)?, Vec::new())),
             (None, Some(spec)) => Ok(self.first_clean(case, case.pass, spec, bind)?),
             (None, None) => {
-                let options = BindOptions { family: self.other_family(), ..BindOptions::default() };
+                let options = BindOptions::default().with_family(self.other_family());
                 let bound = self.gpu.bind(&case.problem, Pass::Backward { deterministic }, &options)?;
                 Ok((bound.backward()?, Vec::new()))
             }

@@ -1,7 +1,7 @@
 //! The same rows for the same kernel, read in a simpler way: the bits must be equal.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::{KernelSpec, Lengths, Problem, Reads, TensorLayout};
+use fa_core::{KernelSpec, Lengths, Reads, TensorLayout};
 use fa_kernels::{Backward, Forward};
 
 use super::choose;
@@ -31,7 +31,7 @@ pub(super) fn of<T: Half>(case: &Case, inputs: &Inputs<T>) -> Result<Twin<T>> {
     } else {
         return Err(Error::NotTried("several sequences have no dense twin".to_owned()));
     };
-    let problem = Problem { lengths: sequences.lengths(), ..case.problem };
+    let problem = case.problem.with_lengths(sequences.lengths());
     let packed = |shape| Placement::packed(shape, TensorLayout::Bshd);
     let twin =
         Inputs { problem, placements: sequences.shapes(&problem).map(packed), sequences, ..inputs.clone() };

@@ -82,8 +82,8 @@ pub fn explore(
     constants: Option<CostConstants>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
-    if !problem.types.qkv.is_half() {
-        return Err(PlanError::Dtype(problem.types.qkv));
+    if !problem.types.q.is_half() {
+        return Err(PlanError::Dtype(problem.types.q));
     }
     if !arch.has_tcgen05() {
         return Err(PlanError::NoTensorMemory { arch });
@@ -185,7 +185,7 @@ mod tests {
             );
             assert!(best.cost.tflops < arch.limits().peak_tensor_flops() / 1e12);
         }
-        let wide = Problem { head_dim: 256, head_dim_v: 256, ..problem };
+        let wide = problem.with_head_dims(256, 256);
         let set = explore(&wide, Arch::Sm100, None).expect("plans");
         assert!(set.plans.iter().all(|plan| plan.tile.q_tiles == 1));
         assert!(matches!(explore(&problem, Arch::Sm90, None), Err(PlanError::NoTensorMemory { .. })));

@@ -201,7 +201,7 @@ impl Launches<'_> {
         // parts also dK and dV.
         let rows = problem.rows();
         let accumulators = rows * hd * 4.0;
-        let (qkv, out) = (problem.types.qkv.bytes() as f64, problem.types.out.bytes() as f64);
+        let (qkv, out) = (problem.types.q.bytes() as f64, problem.types.out.bytes() as f64);
         let around = rows * (2.0 * hdv * out + hd * qkv) + 2.0 * accumulators + 2.5 * split.sums;
         let hbm = (around + problem.bytes_backward()) / bandwidth + missed;
         // Parts of dK and dV are added up by a launch of their own.

@@ -159,7 +159,7 @@ fn model(
         if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
     let rows = (resident * c.sm80_rows + c.sm80_rows_alone) * tile_m * (hd + hdv) / (128.0 * 256.0);
     let packed = if k.pack_gqa { c.sm80_packed_row * tile_m } else { 0.0 };
-    let row_bytes = |head_dim: usize| head_dim * problem.types.qkv.bytes();
+    let row_bytes = |head_dim: usize| head_dim * problem.types.kv.bytes();
     let further =
         further_requests(row_bytes(problem.head_dim)) + further_requests(row_bytes(problem.head_dim_v));
     let requests = resident * tile_n * further * REQUEST_CLOCKS;
@@ -217,7 +217,7 @@ mod tests {
         ] {
             let square = Problem::square(1, 1024, 1, head_dims[0] as usize, Mask::FULL, Dtype::Bf16);
             let score = if softcap { ScoreMod::softcap(30.0) } else { square.score };
-            let problem = Problem { head_dim_v: head_dims[1] as usize, score, ..square };
+            let problem = square.with_head_dim_v(head_dims[1] as usize).with_score(score);
             let kernel = Sm80Fwd { tile_m: 64, tile_n, num_warps: 4, stages, ..Sm80Fwd::default() };
             let spec = KernelSpec::for_problem(&problem, head_dims, kernel.clone());
             assert_eq!(blocks(&spec, &kernel, Arch::Sm90.limits()), ctas, "{spec}");
@@ -238,8 +238,8 @@ mod tests {
         ] {
             let square = Problem::square(batch, keys, heads.0, head_dim, mask, Dtype::Bf16);
             let lengths = Lengths::uniform(batch, queries, keys);
-            let problem = Problem { lengths, heads_kv: heads.1, ..square };
-            let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+            let problem = square.with_lengths(lengths).with_heads_kv(heads.1);
+            let options = PlanOptions::default().with_family(Some(Family::Sm80));
             let plan = best(&problem, Arch::Sm90, &options).expect("a plan");
             assert!(plan.spec.split && plan.cost.splits > 1, "{queries} x {keys}: {}", plan.spec);
             assert_eq!(plan.cost.step.resident, ctas, "{queries} x {keys}: {}", plan.spec);

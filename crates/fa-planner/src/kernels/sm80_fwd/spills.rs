@@ -68,15 +68,15 @@ mod tests {
     fn a_soft_cap_beside_alibi_is_not_given_tiles_that_spill() {
         let square = Problem::square(64, 4096, 128, 88, Mask::window(u32::MAX, 3), Dtype::Bf16);
         let capped = ScoreMod::softcap(30.0);
-        let sloped = ScoreMod { alibi: Some(Alibi::PerHead), ..capped };
-        let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+        let sloped = capped.with_alibi(Some(Alibi::PerHead));
+        let options = PlanOptions::default().with_family(Some(Family::Sm80));
         let tile = |spec: &KernelSpec| {
             let Kernel::Sm80Fwd(own) = &spec.kernel else { panic!("an SM80-class forward, not {spec}") };
             (own.tile_m, own.tile_n, own.num_warps)
         };
         for mask in [Mask::FULL, Mask::CAUSAL, square.mask] {
             for (score, spills) in [(sloped, true), (capped, false)] {
-                let problem = Problem { mask, score, ..square };
+                let problem = square.with_mask(mask).with_score(score);
                 let set = explore(&problem, Arch::Sm90, &options).expect("candidates");
                 assert_eq!(set.plans.iter().all(|plan| tile(&plan.spec) != (128, 64, 4)), spills, "{mask}");
                 let why = set.rejected.iter().find(|rejected| {

@@ -50,7 +50,7 @@ const SLOW_ROW_OVERLAP_SKIPPING: f64 = 12.0;
 /// Whether the problem's head dims are no multiples of 32-byte sectors, as 72 and 88 are not: TMA takes such
 /// rows at half its rate or less.
 pub(super) fn slow_rows(problem: &Problem) -> bool {
-    let bytes = problem.types.qkv.bytes();
+    let bytes = problem.types.kv.bytes();
     [problem.head_dim, problem.head_dim_v].iter().any(|dim| !(dim * bytes).is_multiple_of(32))
 }
 

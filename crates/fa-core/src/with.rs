@@ -1,0 +1,18 @@
+//! Methods that set one field of a value.
+
+/// Methods `with_FIELD`, which replace a field of plain data. They are what other crates build such data with:
+/// the types are `#[non_exhaustive]`, so that a further field changes no code that does not name it.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! with_methods {
+    ($($method:ident($field:ident: $type:ty)),+ $(,)?) => {
+        $(
+            #[doc = concat!("The same with another `", stringify!($field), "`.")]
+            #[must_use]
+            pub const fn $method(mut self, $field: $type) -> Self {
+                self.$field = $field;
+                self
+            }
+        )+
+    };
+}
