@@ -27,7 +27,7 @@ const TESTS: [&str; 2] = ["numpy>=2,<3", "pytest>=8,<10"];
 /// What checks types, with the node that runs it. One version, whose findings are known.
 const TYPES: [&str; 2] = ["pyright[nodejs]==1.1.414", "numpy>=2,<3"];
 /// What the tests of jax need, 400 MB.
-const JAX: [&str; 3] = ["jax>=0.10,<0.11", "numpy>=2,<3", "pytest>=8,<10"];
+const JAX: [&str; 3] = ["jax==0.10.2", "numpy>=2,<3", "pytest>=8,<10"];
 /// What the tests of torch and transformers need, 4.9 GB.
 const TORCH: [&str; 4] = ["torch>=2.11,<2.12", "transformers>=5.24,<6", "numpy>=2,<3", "pytest>=8,<10"];
 
@@ -67,10 +67,12 @@ fn finish(command: &mut Command, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs `pip install` with these arguments.
+/// Runs `pip install` with these arguments. Of thousands of modules the tests import some, which are compiled
+/// when they are.
 fn install(arguments: &[&str], to: &Path, packages: &[&str]) -> Result<()> {
     let mut pip = Command::new(python());
-    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    pip.args(["--only-binary=:all:", "--no-compile"]);
     pip.args(arguments).arg("--target").arg(to).args(packages).env("PIP_ROOT_USER_ACTION", "ignore");
     finish(&mut pip, "Python 3.9 or newer with pip is needed, and a package index that it reaches")
 }
@@ -230,10 +232,12 @@ const TORCH_FILES: [&str; 5] = [
 ];
 const TORCH_CHOSEN: &str = "not inductor and not 2x2 and not [4]";
 
-/// Fetches torch, transformers and jax for the tests.
+/// Fetches what the check of types and the tests need beside the wheel's tools.
 pub(crate) fn fetch_libraries() -> Result<()> {
-    tools(&workspace::target_dir().join("python/jax"), &JAX)?;
-    tools(&workspace::target_dir().join("python/torch"), &TORCH).map(drop)
+    let folder = workspace::target_dir().join("python");
+    tools(&folder.join("types"), &TYPES)?;
+    tools(&folder.join("jax"), &JAX)?;
+    tools(&folder.join("torch"), &TORCH).map(drop)
 }
 
 /// Installs the wheel in a fresh environment and runs its tests there.
@@ -255,7 +259,8 @@ fn test(folder: &Path, wheel: &Path) -> Result<()> {
         let mut pytest = Command::new(&program);
         pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(arguments);
         pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join(packages));
-        pytest.env("PYTHONDONTWRITEBYTECODE", "1").env("OMP_NUM_THREADS", "1");
+        // Compiled once, and not in the folder of the sources.
+        pytest.env("PYTHONPYCACHEPREFIX", folder.join("compiled")).env("OMP_NUM_THREADS", "1");
         finish(&mut pytest, "the package's tests")
     };
     pytest("tools", &FILES)?;
