@@ -184,10 +184,11 @@ class Arrays:
     def __init__(self, library):
         self.library = library
 
-    def attention(self, q, k, v, options, extras, plans=None, *, out=None, division=None):
+    def attention(self, q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True):
         """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work
         plans that other calls have made, to which this one adds its own. `out`: the array that the result is
-        written to. `division`: how the work is divided, where the caller decides it."""
+        written to. `division`: how the work is divided, where the caller decides it. LSE is computed whether
+        it is wanted or not."""
         lib = self.library
         if not type(q) is type(k) is type(v):
             array("k", k), array("v", v)
@@ -226,7 +227,7 @@ class Arrays:
         arrays = (None if x is None else lib.contiguous(lib.read(x)) for x in extras[:-2])
         return Extras(*arrays, *extras[-2:])
 
-    def packed_attention(self, qkv, axis, *options, division=None):
+    def packed_attention(self, qkv, axis, *options, division=None, wants_lse=True):
         """`attention` of q, k and v in one array along `axis`."""
         return self.attention(*self.unstack(qkv, axis), *options, division=division)
 
@@ -265,6 +266,10 @@ class Arrays:
             self._check_out(out, q, k, v, extras)
         extras = None if extras is None else self.beside(extras)
         _core.check_forward(*map(lib.read, (q, k, v)), options, extras, lib.stream(q))
+
+    def decoded(self, *_):
+        # There is no shorter way.
+        return None
 
     def contiguous(self, array):
         return self.library.contiguous(array)
@@ -394,11 +399,11 @@ class _LentArrays(Arrays):
 
     lends = True
 
-    def attention(self, q, k, v, *others, out=None, division=None):
+    def attention(self, q, k, v, *others, out=None, division=None, wants_lse=True):
         out = None if out is None else self._lent(out)
         return super().attention(*map(self._lent, (q, k, v, *others)), out=out, division=division)
 
-    def packed_attention(self, stacked, *options, division=None):
+    def packed_attention(self, stacked, *options, division=None, wants_lse=True):
         return super().packed_attention(self._lent(stacked), *options, division=division)
 
     def unstack(self, stacked, axis):
@@ -448,7 +453,7 @@ class _JaxArrays(Arrays):
     """jax's arrays cannot be written and jax exposes no stream. Arrays on a GPU are lent to torch and results
     handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
 
-    def attention(self, q, *others, out=None, division=None):
+    def attention(self, q, *others, out=None, division=None, wants_lse=True):
         if out is not None:
             raise UnsupportedError(_UNWRITTEN)
         if _is_traced(q, *others):

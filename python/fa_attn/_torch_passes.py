@@ -15,10 +15,10 @@ from ._torch_shardings import distributed
 _empty = torch.empty
 
 
-def run_forward(q, k, v, options, extras, plans=None, out=None, division=None):
+def run_forward(q, k, v, options, extras, plans=None, out=None, division=None, wants_lse=True):
     """(out, lse); `out`: the tensor that out is written to; `division`: how the caller wants the work
-    divided."""
-    out, lse = new_results(q, v, extras, out)
+    divided. Where LSE is not wanted it may be None."""
+    out, lse = new_results(q, v, extras, out, wants_lse)
     _core.forward(q, k, v, out, lse, options, extras, stream_of(q), allocator_of(q), plans, division)
     return out, lse
 

@@ -118,7 +118,8 @@ def flash_attn_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    out, lse = face_of(q).attention(q, k, v, numbers, extras, out=out, division=division)
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
+    out, lse = face_of(q).attention(q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -171,7 +172,8 @@ def flash_attn_qkvpacked_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    out, lse = face.packed_attention(qkv, 2, numbers, extras, division=division)
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
+    out, lse = face.packed_attention(qkv, 2, numbers, extras, division=division, wants_lse=wants_lse)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -350,7 +352,8 @@ def flash_attn_varlen_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    out, lse = face.attention(q, k, v, numbers, extras, out=out, division=division)
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
+    out, lse = face.attention(q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -416,7 +419,8 @@ def flash_attn_varlen_qkvpacked_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    out, lse = face.packed_attention(qkv, 1, numbers, extras, division=division)
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
+    out, lse = face.packed_attention(qkv, 1, numbers, extras, division=division, wants_lse=wants_lse)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 

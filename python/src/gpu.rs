@@ -207,7 +207,7 @@ impl Device {
                     k,
                     v,
                     out: raw("out", out, place)?,
-                    lse: Some(floats("softmax_lse", lse, place)?),
+                    lse: lse.map(|lse| floats("softmax_lse", lse, place)).transpose()?,
                     workspace: workspace.as_ref().map(|workspace| workspace.address),
                     extras,
                 };

@@ -259,7 +259,7 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
     let on = On { stream, allocate: None, plans: None, division: Division { splits, pack_gqa } };
     match (written.as_slice(), dout.zip(out).zip(lse)) {
         ([out, lse], None) => {
-            run(py, &given, (&problem, Pass::Forward), &Written::Forward { out, lse }, None, on)
+            run(py, &given, (&problem, Pass::Forward), &Written::Forward { out, lse: Some(lse) }, None, on)
         }
         ([dq, dk, dv, dsinks @ ..], Some(((dout, out), lse))) => {
             let (dout, out, lse) = (&dout, &out, &lse);
