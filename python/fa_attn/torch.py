@@ -11,22 +11,31 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import apart, cache_rows, int32, room
+from ._checks import check_cache_rows, check_no_overlap, check_out, int32
+from ._options import Extras
 from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_memory import (
     FLOAT,
     autocast,
     check_extras,
     check_tensor,
-    detached as detached_extras,
     goes_by_operator,
+    has_rows,
     is_aligned,
+    is_compiling,
+    is_dual,
+    is_plain,
+    is_recorded,
+    is_transforming,
     may_overlap,
+    new_gradients,
     out_shape,
     pad,
-    room_for_gradients,
     rows_of,
     stream_of,
+)
+from ._torch_memory import (
+    detached as detached_extras,
 )
 from ._torch_operators import by_operator
 from ._torch_passes import Attention, PackedAttention, backward_by_operator, run_backward, run_forward
@@ -38,6 +47,7 @@ __all__ = [
     "cast_to_cache",
     "check",
     "contiguous",
+    "decoded",
     "detached",
     "differences",
     "has_autograd",
@@ -46,6 +56,7 @@ __all__ = [
     "lends",
     "merge",
     "packed_attention",
+    "run_forward",
     "stored",
     "swapped",
     "table_of_rows",
@@ -57,25 +68,11 @@ has_autograd = True
 lends = False
 
 
-def attention(
-    q,
-    k,
-    v,
-    scale,
-    causal,
-    window,
-    softcap,
-    deterministic,
-    extras,
-    plans=None,
-    *,
-    out=None,
-    division=None,
-):
+def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True):
     """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: for calls without gradients, work
     plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
     written to, without gradients. `division`: how the forward's work is divided, where the caller decides
-    it."""
+    it. Where LSE is not wanted it may be None."""
     as_operator = goes_by_operator(q, k, v)
     if extras is not None:
         check_extras(extras)
@@ -88,30 +85,19 @@ def attention(
     if out is not None:
         _check_out(out, q, k, v, extras)
         if as_operator or not is_aligned(out) or (q.is_cuda and (head_dim % 8 or head_dim_v % 8)):
-            options = (scale, causal, window, softcap, deterministic, extras, plans)
-            made, lse = attention(q, k, v, *options, division=division)
+            made, lse = attention(q, k, v, options, extras, plans, division=division, wants_lse=wants_lse)
             return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
-        scale = head_dim**-0.5 if scale is None else scale
+        if options.scale is None:
+            options = options._replace(scale=head_dim**-0.5)
         columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
-        out, lse = attention(
-            pad(q, columns),
-            pad(k, columns),
-            pad(v, columns_v),
-            scale,
-            causal,
-            window,
-            softcap,
-            deterministic,
-            extras,
-            plans,
-            division=division,
-        )
+        q, k, v = pad(q, columns), pad(k, columns), pad(v, columns_v)
+        out, lse = attention(q, k, v, options, extras, plans, division=division, wants_lse=wants_lse)
         return out[..., :head_dim_v], lse
     if as_operator:
-        return by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division)
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        return by_operator(q, k, v, options, extras, division)
+    if not (has_rows(q) and has_rows(k) and has_rows(v)):
         q, k, v = rows_of(q), rows_of(k), rows_of(v)
     if q.is_neg() or k.is_neg() or v.is_neg():
         # DLPack does not tell.
@@ -122,11 +108,31 @@ def attention(
     ):
         if extras is not None:
             extras = detached_extras(extras)
-        options = (scale, causal, window, softcap, deterministic)
-        return Attention.apply(q, k, v, sinks, *options, extras, division)
+        return Attention.apply(q, k, v, sinks, options, extras, division)
     extras = None if extras is None else detached_extras(extras)
-    options = (scale, causal, window, softcap, extras, plans, out, division)
-    return run_forward(q, k, v, *options, pinned=deterministic)
+    return run_forward(q, k, v, options, extras, plans, out, division, wants_lse)
+
+
+def decoded(q, k_cache, v_cache, used, table):
+    """The extras of queries of one length on a cache, where all tensors are plain and nothing records or
+    converts them, so that `run_forward` takes them as they are; None where that is not so."""
+    if is_compiling() or is_transforming() or is_dual() or is_recorded():
+        return None
+    if not (is_plain(q) and not q.is_meta and is_plain(k_cache) and is_plain(v_cache) and is_plain(used)):
+        return None
+    if not (used.is_contiguous() and (table is None or (is_plain(table) and table.is_contiguous()))):
+        return None
+    dtype, shape = q.dtype, q.shape
+    # Autocast converts float32 and several types; rows of other lengths are padded on a GPU.
+    if dtype is FLOAT or k_cache.dtype is not dtype or v_cache.dtype is not dtype:
+        return None
+    if not len(shape) == k_cache.dim() == v_cache.dim() == 4:
+        return None
+    if not (has_rows(q) and has_rows(k_cache) and has_rows(v_cache)):
+        return None
+    if shape[3] % 8 or v_cache.shape[-1] % 8:
+        return None
+    return Extras(None, None, None, used, table, None, None, shape[1], 0)
 
 
 def _refuse_axes(**tensors):
@@ -138,8 +144,8 @@ def _refuse_axes(**tensors):
 
 def _check_out(out, q, k, v, extras):
     check_tensor("out", out)
-    room(out, out_shape(q, v), q.dtype)
-    apart(out, q, k, v, extras, may_overlap)
+    check_out(out, out_shape(q, v), q.dtype)
+    check_no_overlap(out, q, k, v, extras, may_overlap)
     differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
         raise _core.InputError(
@@ -148,7 +154,7 @@ def _check_out(out, q, k, v, extras):
         )
 
 
-def check(q, k, v, scale, causal, window, softcap, extras, out):
+def check(q, k, v, options, extras, out):
     """Checks what `attention` is about to be given, without computing anything. What is recorded, what
     autocast will convert and rows that are not contiguous are left to `attention`."""
     kind = q.device.type
@@ -160,7 +166,7 @@ def check(q, k, v, scale, causal, window, softcap, extras, out):
     if all(x.stride(-1) == 1 and not x.is_neg() for x in (q, k, v)):
         extras = None if extras is None else detached_extras(extras)
         q, k, v = (x.detach() for x in (q, k, v))
-        _core.check_forward(q, k, v, scale, causal, window, softcap, extras, stream_of(q))
+        _core.check_forward(q, k, v, options, extras, stream_of(q))
 
 
 def detached(name, tensor):
@@ -173,7 +179,7 @@ def contiguous(tensor):
     return tensor.contiguous()
 
 
-def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras, *, division=None):
+def packed_attention(qkv, axis, options, extras, *, division=None, wants_lse=True):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     check_extras(extras)
     sinks = None if extras is None else extras.sinks
@@ -182,30 +188,27 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():
         extras = None if extras is None else detached_extras(extras)
-        options = (scale, causal, window, softcap, deterministic)
-        return PackedAttention.apply(qkv, axis, sinks, *options, extras, division)
+        return PackedAttention.apply(qkv, axis, sinks, options, extras, division)
     q, k, v = qkv.unbind(axis)
-    return attention(q, k, v, scale, causal, window, softcap, deterministic, extras, division=division)
+    return attention(q, k, v, options, extras, division=division, wants_lse=wants_lse)
 
 
-def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None):
+def backward(dout, q, k, v, out, lse, options, extras, dlse=None):
     """(dq, dk, dv, dsinks or None), without autograd."""
-    given = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
-    for name, x in given.items():
+    named = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
+    for name, x in named.items():
         check_tensor(name, x)
     if dlse is not None:
         check_tensor("dlse", dlse)
     check_extras(extras)
     if goes_by_operator(q, k, v, dout):
-        options = (scale, causal, window, softcap, deterministic)
-        return backward_by_operator(dout, q, k, v, out, lse, dlse, *options, extras)
+        return backward_by_operator(dout, q, k, v, out, lse, dlse, options, extras)
     extras = None if extras is None else detached_extras(extras)
-    dout, q, k, v, out, lse = (x.detach() for x in given.values())
+    dout, q, k, v, out, lse = (x.detach() for x in named.values())
     dlse = None if dlse is None else dlse.detach()
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    grads = room_for_gradients(q, k, v, extras)
-    options = (scale, causal, window, softcap, deterministic)
-    dsinks = run_backward(dout, q, k, v, out, lse, grads, *options, extras, dlse)
+    grads = new_gradients(q, k, v, extras)
+    dsinks = run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse)
     return (*grads, dsinks)
 
 
@@ -243,5 +246,5 @@ def table_of_rows(index, rows, table):
         check_tensor("page_table (block_table)", table)
     int32("cache_batch_idx", index)
     if host(index) is not None:
-        cache_rows(index, rows, table)
+        check_cache_rows(index, rows, table)
     return index.reshape(-1, 1) if table is None else table.index_select(0, index)

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from torch_cases import close, definition, needs_gpu, on, same_gradients, tensors  # noqa: E402
 
 import fa_attn  # noqa: E402
+import fa_attn.torch  # noqa: E402
 
 
 @on
@@ -268,7 +269,7 @@ def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
     for keys in range(513, 545):
         here = [x[:, :keys].contiguous() for x in (k, v)]
         close(fa_attn.flash_attn_func(q, *here, causal=True), definition(q, *here), torch.bfloat16)
-        report = fa_attn._core.report(q, *here, None, True, (-1, -1), 0.0)
+        report = fa_attn._core.report(q, *here, CallOptions(None, True, (-1, -1), 0.0, False))
         kernels.add(json.loads(report)["kernel"])
     assert len(kernels) == 1
 
@@ -283,7 +284,7 @@ def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeyp
         [outcome] = fa_attn.finish_tuning()
         assert outcome["pass"] == "forward" and outcome["error"] is None
         assert all(tried["ms"] for tried in outcome["tried"]) and len(outcome["tried"]) == 2
-        report = fa_attn._core.report(q, k, v, None, False, (-1, -1), 0.0)
+        report = fa_attn._core.report(q, k, v, CallOptions(None, False, (-1, -1), 0.0, False))
         assert json.loads(report)["kernel"] == outcome["winner"]
         close(fa_attn.flash_attn_func(q, k, v), first, torch.bfloat16)
     finally:
@@ -358,7 +359,8 @@ def test_the_caller_divides_the_work(device, dtype, splits, packs):
             close(compiled(q, k, v, **options, **given)[0], want, dtype)
             torch.compiler.reset()
     if device == "cuda":
-        report = fa_attn._core.report(q, k, v, None, True, (-1, -1), 0.0, division=(splits or None, packs))
+        options = CallOptions(None, True, (-1, -1), 0.0, False)
+        report = fa_attn._core.report(q, k, v, options, division=(splits or None, packs))
         assert packs is None or ("-pack" in json.loads(report)["kernel"]) == packs
 
 
@@ -368,7 +370,8 @@ def test_the_kernel_is_the_one_that_divides_so():
     seen = {}
     for splits, packs in (*DIVISIONS, (16, True)):
         division = (splits or None, packs)
-        report = json.loads(fa_attn._core.report(q, k, v, None, True, (-1, -1), 0.0, division=division))
+        options = CallOptions(None, True, (-1, -1), 0.0, False)
+        report = json.loads(fa_attn._core.report(q, k, v, options, division=division))
         kernel, bytes_ = report["kernel"], report["workspace_bytes"]
         seen[splits, packs] = bytes_, kernel.startswith("sm90")
         assert splits == 0 or ("-split" in kernel) == (splits > 1), kernel
@@ -419,6 +422,74 @@ def test_the_work_of_a_step_is_planned_once(device, dtype):
     got = compiled(q, k, v, scheduler_metadata=metadata, **options)
     close(got, want, dtype)
     torch.compiler.reset()
+
+
+@on
+def test_the_short_way_of_a_step_is_the_long_one(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 1, 4, 64), (6, 16, 2, 64), (6, 16, 2, 64), grad=False)
+    used = torch.tensor([20, 37], dtype=torch.int32, device=device)
+    table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    # This bound says nothing new, and the short way knows none.
+    bound = dict(max_seqlen_q=1)
+
+    def both(q, k, v, used, table=None, **options):
+        results = []
+        for beside in (dict(), bound):
+            try:
+                call = fa_attn.flash_attn_with_kvcache
+                results.append(call(q, k, v, cache_seqlens=used, block_table=table, **options, **beside))
+            except (fa_attn.InputError, fa_attn.UnsupportedError) as error:
+                results.append(f"{type(error).__name__}: {error}")
+        return results
+
+    is_short = dtype is not torch.float32
+    grown = torch.zeros(4, dtype=torch.int32, device=device)
+    grown[::2] = used
+    dense = (q, k[:2], v[:2], used % 16)
+    for arguments, short in (
+        ((q, k, v, used, table), is_short),
+        (dense, is_short),
+        ((q.expand(2, 3, 4, 64), k, v, used, table), is_short),
+        ((q, k, v, grown[::2], table), False),
+        ((q.detach().clone().requires_grad_(), k, v, used, table), False),
+        ((q.transpose(2, 3).contiguous().transpose(2, 3), k, v, used, table), False),
+    ):
+        found = fa_attn.torch.decoded(*arguments, *(None,) * (5 - len(arguments)))
+        assert (found is not None) == short
+        for options in (dict(causal=True), dict(window_size=(9, 0), softcap=3.0), dict(num_splits=2)):
+            one, other = both(*arguments, **options)
+            assert torch.equal(one, other) and not one.requires_grad and one.abs().sum() > 0
+            one, other = both(*arguments, return_softmax_lse=True, **options)
+            assert all(map(torch.equal, one, other))
+    with torch.inference_mode():
+        assert torch.equal(*both(q, k, v, used, table))
+    for wrong, said in (
+        ((q, k, v, used[:1], table), "cache_seqlens"),
+        ((q, k, v, used.long(), table), "int32"),
+        ((q, k, v, used, table[0]), "block_table"),
+        ((q, k, v[..., :1, :], used, table), "v"),
+        ((q, k[..., :32], v, used, table), "k"),
+        ((q[0], k, v, used, table), "q has the shape"),
+        ((q, k, v.to(torch.float64), used, table), "v holds float64"),
+    ):
+        one, other = both(*wrong)
+        assert one == other and isinstance(one, str) and said in one
+
+
+@on
+def test_out_does_not_depend_on_whether_lse_is_wanted(device, dtype):
+    q, k = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 64), grad=False)
+    starts = torch.tensor([0, 10, 80], dtype=torch.int32, device=device)
+    packed = (q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), starts, starts, 70, 70)
+    qkv = torch.stack([q, q, q], 2)
+    for call, arguments in (
+        (fa_attn.flash_attn_func, (q, k, k)),
+        (fa_attn.flash_attn_varlen_func, packed),
+        (fa_attn.flash_attn_qkvpacked_func, (qkv,)),
+    ):
+        out, lse = call(*arguments, causal=True, return_softmax_lse=True)
+        assert torch.equal(call(*arguments, causal=True), out) and lse.isfinite().all()
+        assert torch.equal(call(*arguments, causal=True, return_attn_probs=True)[1], lse)
 
 
 @on

@@ -54,8 +54,8 @@ pub(crate) struct TuneArgs {
     /// Measure nothing: show how far today's first choices are behind the best of these records (--json of
     /// earlier runs with --random); needs no GPU
     #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
-        "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "specs", "reps", "fresh", "output"
-    ])]
+        "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "specs"
+    ], conflicts_with_all = ["reps", "fresh", "output"])]
     pub judge: Vec<PathBuf>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]
@@ -66,7 +66,8 @@ pub(crate) struct TuneArgs {
     pub candidates: u16,
     /// Try these kernels (RON, as `fa plan --format spec` prints them) in place of the planner's: a search
     /// space of your own, all of one family
-    #[arg(long = "spec", value_name = "FILE", num_args = 1.., conflicts_with_all = ["marks", "random", "family", "candidates"])]
+    #[arg(long = "spec", value_name = "FILE", num_args = 1..)]
+    #[arg(conflicts_with_all = ["marks", "random", "family", "candidates"])]
     pub specs: Vec<PathBuf>,
     /// Timed launches of each kernel, in rounds of about six
     #[arg(long, value_name = "N", default_value_t = 24)]

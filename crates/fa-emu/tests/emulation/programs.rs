@@ -24,7 +24,8 @@ const PROGRAMS: [(&str, &str); 8] = [
     ("causal", "array id: u8[_, _]; mask = id[b, q // 40] == id[b, k // 40];"),
     (
         "full",
-        "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; score = select(k % 7 == 3, -inf, s + bias[h, k]);",
+        "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; \
+         score = select(k % 7 == 3, -inf, s + bias[h, k]);",
     ),
     (
         "window",

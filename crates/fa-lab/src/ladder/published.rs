@@ -112,8 +112,8 @@ pub fn rows() -> Result<Vec<Published>, PlanError> {
 
 /// The rows as a table of Markdown.
 pub fn table(rows: &[Published]) -> String {
-    let mut text = "| board | N | step | published | planned here | ratio | kernel planned |\n|---|--:|---|--:|--:|--:|---|\n"
-        .to_owned();
+    let head = "| board | N | step | published | planned here | ratio | kernel planned |";
+    let mut text = format!("{head}\n|---|--:|---|--:|--:|--:|---|\n");
     for row in rows {
         let Published { board, seqlen, step, published, kernel, planned } = row;
         let ratio = row.ratio();
