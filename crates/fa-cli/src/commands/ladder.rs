@@ -72,9 +72,9 @@ Examples:
   fa ladder --profile --ncu --seqlen 4096 --json profile.json
   fa ladder --draw docs/results/ladder/sm90-nvidia-h100-80gb-hbm3.json --plot ladder.svg
 
-The published ladders beside ours are other GPUs' (an A10G, a DGX Spark and a B200) and other kernels': their \
-shape is compared, as a ratio to the first step, not their rates. Every step's output is checked before it is timed, \
-and all steps on a shape take turns.";
+The published ladders beside ours are other GPUs' (an A10G, a DGX Spark and a B200) and other \
+kernels': their shape is compared, as a ratio to the first step, not their rates. Every step's output is \
+checked before it is timed, and all steps on a shape take turns.";
 
 fn family() -> impl TypedValueParser<Value = Family> {
     let values = [

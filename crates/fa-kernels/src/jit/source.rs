@@ -345,8 +345,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let (index, rules) = (gradient.index, gradient.rules());
         let _ = write!(
             text,
-            "\nstruct Slope{index} {{\n    template <class Row, class Column>\n    __device__ __forceinline__ \
-             static float of(const Mods& mods, float s, const Row& row, const Column& column) {{\n        return mods.gradient_{index}(s, row, column);\n    }}\n}};\n"
+            "\nstruct Slope{index} {{\n    template <class Row, class Column>\n    __device__ \
+             __forceinline__ static float of(const Mods& mods, float s, const Row& row, \
+             const Column& column) {{\n        return mods.gradient_{index}(s, row, column);\n    }}\n}};\n"
         );
         let of_params = format!("static_cast<const {params}&>(params)");
         let function = format!("array_gradient<config, ArrayRules{rules}, Slope{index}>({of_params})");

@@ -30,7 +30,8 @@ fn unit(programs: &[Program]) -> String {
             unit,
             "extern \"C\" __global__ void program_{i}(fa::ProgramParams params, float* x, int n) {{\n    \
              const fa::Mods_{i} mods(params, n, n + 1, n + 2, n + 3, n + 4, n + 5);\n    \
-             const auto row = mods.row(n * 7);\n    const auto column = mods.column(n * 5);\n    const float s = x[n];\n    x[n] = {};\n}}",
+             const auto row = mods.row(n * 7);\n    const auto column = \
+             mods.column(n * 5);\n    const float s = x[n];\n    x[n] = {};\n}}",
             sum.join(" + ")
         );
     }

@@ -18,8 +18,8 @@ const NOTES: [(u32, u32, &str, &str); 3] = [
         128,
         128,
         "forward",
-        "128 x 192 with overlap spills 172 bytes as our kernel (NVRTC 13.0) and is refused; without overlap it \
-         ran at 684 TFLOP/s on an H100, where 192 x 80 ran at 810",
+        "128 x 192 with overlap spills 172 bytes as our kernel (NVRTC 13.0) and is refused; without overlap \
+         it ran at 684 TFLOP/s on an H100, where 192 x 80 ran at 810",
     ),
     (
         192,
