@@ -376,8 +376,8 @@ fn why(best: &Cost, next: Option<&Cost>, world: usize) -> String {
         format!("; {} takes {:.1}% longer", next.scheme.name(), 100.0 * (next.seconds / best.seconds - 1.0))
     });
     format!(
-        "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs take {:.2} times \
-         less time than one ({} ms){than}",
+        "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs take {:.2} \
+         times less time than one ({} ms){than}",
         best.scheme.name(),
         ms(hidden),
         ms(best.transfers + best.sums),

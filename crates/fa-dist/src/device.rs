@@ -1,7 +1,7 @@
 //! Passes on a GPU: a rank's shard in device memory, computed by fa-attn's kernels, moved by NCCL.
 //!
-//! Everything is made when a rank is bound to a plan: kernels, memory, events. A call enqueues on the caller's
-//! stream and on one of its own, and waits for nothing but NCCL's enqueuing.
+//! Everything is made when a rank is bound to a plan: kernels, memory, events. A call enqueues on the
+//! caller's stream and on one of its own, and waits for nothing but NCCL's enqueuing.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;

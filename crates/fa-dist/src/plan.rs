@@ -96,7 +96,7 @@ impl ShardPlan {
         };
         plan.deal(layout);
         plan.check()?;
-        // Heads are gathered one by one, up to 8 times: the first transfer is the only one that nothing hides.
+        // Heads are gathered one by one, up to 8 times: nothing hides the first transfer alone.
         plan.stages = match scheme {
             Scheme::Gather => stages_of(problem.heads_kv, 8),
             Scheme::Ulysses => stages_of(plan.own_kv_heads(), 2),

@@ -356,10 +356,15 @@ proptest! {
     }
 
     #[test]
-    fn zigzag_is_balanced_within_a_tile(world in 1usize..9, tiles in 1usize..40, tile in prop::sample::select(vec![1usize, 64, 128])) {
+    fn zigzag_is_balanced_within_a_tile(
+        world in 1usize..9,
+        tiles in 1usize..40,
+        tile in prop::sample::select(vec![1usize, 64, 128]),
+    ) {
         let len = tiles * 2 * world * tile;
         let problem = problem(1, (len, len), (1, 1), Mask::CAUSAL);
-        let plan = ShardPlan::new(&problem, world, Scheme::Gather, Layout::Zigzag).unwrap().with_tiles(tile, tile);
+        let plan = ShardPlan::new(&problem, world, Scheme::Gather, Layout::Zigzag).unwrap();
+        let plan = plan.with_tiles(tile, tile);
         let pairs = |rank: usize| plan.queries().positions(rank).map(|row| row as u64 + 1).sum::<u64>();
         let all: Vec<u64> = (0..world).map(pairs).collect();
         prop_assert!(all.iter().all(|pairs| *pairs == all[0]), "{:?}", all);
