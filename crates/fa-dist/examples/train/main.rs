@@ -9,6 +9,8 @@
 mod attention;
 #[path = "../../../fa-attn/examples/train/layers.rs"]
 mod layers;
+// One process has a constructor of its own.
+#[allow(dead_code)]
 #[path = "../../../fa-attn/examples/train/model.rs"]
 mod model;
 
