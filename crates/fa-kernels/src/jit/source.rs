@@ -84,7 +84,7 @@ pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
 ];
 
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
-pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 128;
+pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
 
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
