@@ -339,7 +339,8 @@ fn rows(problem: &Problem, extras: &fa_cpu::Extras<'_>) -> [Vec<bool>; 2] {
     if problem.lengths.is_uniform() {
         return [Vec::new(), Vec::new()];
     }
-    let batch = Batch::new(problem, extras).expect("the extras are the problem's");
+    let plain = problem.with_score(problem.score.with_program(None));
+    let batch = Batch::new(&plain, extras).expect("the extras are the problem's");
     let [q, k] = [q_shape(problem), k_shape(problem)];
     let mut rows = [vec![false; q[0] * q[1]], vec![false; k[0] * k[1]]];
     for (index, sequence) in batch.sequences.iter().enumerate() {
