@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::error::Error;
+use crate::error::{Error, until};
 
 /// Where ranks meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -159,8 +159,8 @@ impl Store {
                 let path = |rank: usize| folder.join(format!("round{round}-rank{rank}"));
                 let written = path(rank);
                 fa_attn::atomic_file::write(&written, text.as_bytes()).map_err(fa_attn::Error::Write)?;
-                let until = Instant::now() + deadline;
-                let all = (0..world).map(|peer| await_file(&path(peer), peer, until, deadline, doing));
+                let end = until(deadline);
+                let all = (0..world).map(|peer| await_file(&path(peer), peer, end, deadline, doing));
                 let all = all.collect::<Result<Vec<_>, Error>>()?;
                 *round += 1;
                 Ok(all)
@@ -184,20 +184,14 @@ impl Drop for Store {
     }
 }
 
-fn await_file(
-    path: &Path,
-    peer: usize,
-    until: Instant,
-    after: Duration,
-    doing: &str,
-) -> Result<String, Error> {
+fn await_file(path: &Path, peer: usize, end: Instant, after: Duration, doing: &str) -> Result<String, Error> {
     loop {
         match fs::read_to_string(path) {
             Ok(text) => return Ok(text),
             Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
                 return Err(Error::Io { path: path.to_owned(), source });
             }
-            Err(_) if Instant::now() > until => {
+            Err(_) if Instant::now() > end => {
                 return Err(Error::Deadline { after, doing: format!("{doing}, waiting for rank {peer}") });
             }
             Err(_) => std::thread::sleep(AGAIN),
@@ -234,12 +228,12 @@ fn server(address: &str, world: usize, deadline: Duration, lost: &Arc<AtomicUsiz
     let listener = TcpListener::bind(address).map_err(|error| address_error(address, error))?;
     listener.set_nonblocking(true).map_err(|error| address_error(address, error))?;
     let mut found: Vec<[Option<TcpStream>; 2]> = (1..world).map(|_| [None, None]).collect();
-    let until = Instant::now() + deadline;
+    let end = until(deadline);
     while found.iter().flatten().any(Option::is_none) {
         let (mut stream, _) = match listener.accept() {
             Ok(accepted) => accepted,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                if Instant::now() > until {
+                if Instant::now() > end {
                     let missing = found.iter().position(|pair| pair.iter().any(Option::is_none));
                     let missing = missing.map_or(0, |index| index + 1);
                     let doing = format!("joining, waiting for rank {missing}");
@@ -297,7 +291,7 @@ fn note(lost: &AtomicUsize, rank: usize) {
 }
 
 fn client(address: &str, place: Place, deadline: Duration, lost: &Arc<AtomicUsize>) -> Result<Kind, Error> {
-    let until = Instant::now() + deadline;
+    let end = until(deadline);
     let connect = |which: usize| loop {
         match TcpStream::connect(address) {
             Ok(mut stream) => {
@@ -306,7 +300,7 @@ fn client(address: &str, place: Place, deadline: Duration, lost: &Arc<AtomicUsiz
                 let sent = ready.and_then(|()| write_text(&mut stream, &hello));
                 return sent.map(|()| stream).map_err(|error| address_error(address, error));
             }
-            Err(_) if Instant::now() > until => {
+            Err(_) if Instant::now() > end => {
                 let doing = format!("joining, connecting to rank 0 at {address}");
                 return Err(Error::Deadline { after: deadline, doing });
             }
