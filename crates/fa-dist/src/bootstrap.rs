@@ -133,7 +133,10 @@ impl Store {
                 NONE if late => {
                     Error::Deadline { after: deadline, doing: format!("{doing}, waiting for rank {peer}") }
                 }
-                NONE => Error::PeerLost { rank: peer, doing: doing.to_owned() },
+                NONE => {
+                    note(&lost, peer);
+                    Error::PeerLost { rank: peer, doing: doing.to_owned() }
+                }
                 told => Error::PeerLost { rank: told, doing: doing.to_owned() },
             }
         };
@@ -176,9 +179,14 @@ impl Drop for Store {
             Kind::Client { heart, .. } => vec![heart],
             Kind::Alone | Kind::Folder { .. } => Vec::new(),
         };
+        // A rank that ends because another one did says which, if nobody has told yet.
+        let lost = self.lost.load(Ordering::Acquire);
         for heart in hearts {
             // Whoever has ended already needs no word.
-            heart.write_all(&[BYE]).ok();
+            match lost {
+                NONE => heart.write_all(&[BYE]).ok(),
+                lost => write_text(heart, &lost.to_string()).ok(),
+            };
             heart.shutdown(std::net::Shutdown::Write).ok();
         }
     }
@@ -204,8 +212,8 @@ const MOST_TEXT: u32 = 1 << 24;
 
 fn write_text(stream: &mut TcpStream, text: &str) -> std::io::Result<()> {
     let len = u32::try_from(text.len()).map_err(std::io::Error::other)?;
-    stream.write_all(&len.to_le_bytes())?;
-    stream.write_all(text.as_bytes())
+    // In one piece: two threads may tell of a lost rank.
+    stream.write_all(&[&len.to_le_bytes(), text.as_bytes()].concat())
 }
 
 fn read_text(stream: &mut TcpStream) -> std::io::Result<String> {
@@ -274,11 +282,12 @@ fn server(address: &str, world: usize, deadline: Duration, lost: &Arc<AtomicUsiz
             heart.set_read_timeout(None).ok();
             let mut byte = [0];
             if !matches!(heart.read(&mut byte), Ok(1) if byte[0] == BYE) {
-                note(&lost, index + 1);
+                // Told before it is noted: who notes it may end at once.
                 for mut other in others {
                     // Ranks that have ended need no word.
                     write_text(&mut other, &(index + 1).to_string()).ok();
                 }
+                note(&lost, index + 1);
             }
         });
     }
