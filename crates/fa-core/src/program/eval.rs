@@ -313,7 +313,7 @@ impl Program {
     fn values_in(&self, values: &mut Vec<Value>, inputs: &Inputs<'_>, point: &Point, precision: Precision) {
         values.clear();
         for &node in self.nodes() {
-            let value = self.value(node, &values, inputs, point, precision);
+            let value = self.value(node, values, inputs, point, precision);
             values.push(value);
         }
     }

@@ -291,12 +291,12 @@ impl<'a, T: Half> Head<'a, T> {
 
     fn exact(&self) -> Result<reference::Gradients, CpuError> {
         let Head { problem, q, k, v, dout, .. } = self;
-        reference::backward_extras(problem, &self.arguments(), q, k, v, dout)
+        reference::backward_extras(problem, self.arguments(), q, k, v, dout)
     }
 
     fn low(&self, held: f32) -> Result<[Vec<T>; 3], CpuError> {
         let Head { problem, q, k, v, dout, .. } = self;
-        let low = low_precision::backward_extras_held_at(problem, &self.arguments(), q, k, v, dout, held)?;
+        let low = low_precision::backward_extras_held_at(problem, self.arguments(), q, k, v, dout, held)?;
         Ok([low.dq, low.dk, low.dv])
     }
 }
