@@ -9,6 +9,12 @@ fn git(args: &[&str]) -> Option<String> {
     done.status.success().then(|| String::from_utf8_lossy(&done.stdout).trim().to_owned())
 }
 
+/// Whether git tracks this file: a package that lies in another project's repository has no commit of its
+/// own.
+fn is_tracked() -> bool {
+    git(&["ls-files", "--error-unmatch", "build.rs"]).is_some()
+}
+
 /// What decides whether a result is right: oracle, tolerances, cases and their inputs.
 const JUDGE: [&str; 11] = [
     "../fa-cpu/src/compare",
@@ -49,8 +55,11 @@ fn main() {
         println!("cargo::rustc-env=FA_COMMIT=development");
         return;
     }
-    let commit = git(&["rev-parse", "HEAD"]).unwrap_or_else(|| "unknown".to_owned());
-    println!("cargo::rustc-env=FA_COMMIT={commit}");
+    let commit = is_tracked().then(|| git(&["rev-parse", "HEAD"])).flatten();
+    println!("cargo::rustc-env=FA_COMMIT={}", commit.as_deref().unwrap_or("unknown"));
+    if commit.is_none() {
+        return;
+    }
     // The reflog grows with every commit and checkout; without one there is nothing to watch.
     if let Some(log) = git(&["rev-parse", "--path-format=absolute", "--git-path", "logs/HEAD"])
         && std::path::Path::new(&log).exists()

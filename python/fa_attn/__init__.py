@@ -25,7 +25,7 @@ from .interface import (
     get_scheduler_metadata,
     merge,
 )
-from .planning import Kernels, Plan, Problem, explain, finish_tuning, plan, problem, tuning
+from .planning import Kernels, Plan, Problem, explain, finish_tuning, plan, problem, tune
 
 __version__ = version()
 
@@ -53,5 +53,5 @@ __all__ = [
     "merge",
     "plan",
     "problem",
-    "tuning",
+    "tune",
 ]

@@ -217,6 +217,7 @@ class Arrays:
             lib.allocate,
             plans,
             division,
+            deterministic,
         )
         return lib.give(out), lib.give(lse)
 

@@ -209,8 +209,8 @@ def plan(
 
     "forward" and "backward" have "tried" and "fit" (how many), "plans" (each with its "spec", registers,
     shared memory in bytes, and "cost": seconds, tflops, bottleneck) and "rejected" (by limit, with the
-    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121, or the name of a GPU, as in
-    "h100". `limit`: the most plans per pass.
+    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120 or sm121, or the name of a GPU,
+    as in "h200" or "a10g", whose number of SMs and rates are then taken. `limit`: the most plans per pass.
     """
     text, forward, backward = _wanted(problem, mode)
     family = None if family is None else _name("family", family)
@@ -242,25 +242,27 @@ def explain(
     return json.loads(_core.explain(text, query, arch, family, forward, backward, deterministic))
 
 
-def tuning(on: bool = True, *, candidates: int = 4, budget: float = 30.0) -> None:
-    """Switches tuning on or off, for all GPUs of this process; it is off by default.
+def tune(mode: str = "auto", *, candidates: int = 4, budget: float = 5.0) -> None:
+    """Switches tuning on ("auto") or off ("off"), for all GPUs of this process. Before the first call of this
+    it is as FA_TUNE says: auto, auto:SECONDS with a budget, or off, its default.
 
-    >>> fa_attn.tuning()
+    >>> fa_attn.tune("auto")
 
     Where it is on, the first call for a problem and pass computes at once, as it does without tuning, and
     hands the problem to a thread. There the kernel that ran and the best of the planner's others,
-    `candidates` in all, are compiled and measured, for `budget` seconds at most, with memory and a stream of
-    their own. The winner is used from the next call on, but not by captured graphs, and is kept for later
-    processes in the table that FA_TUNED names, or beside the kernel cache. Without a GPU there is nothing to
-    tune: DeviceError.
+    `candidates` in all, are compiled and measured, for `budget` seconds at most and a fifth of that where the
+    cache has the kernels, with memory and a stream of their own. The winner is used from the next call on, but
+    not by captured graphs, and is kept for later processes in the table that FA_TUNED names, or beside the
+    kernel cache. Calls with `deterministic=True` keep the kernels that they have without tuning. Without a GPU
+    there is nothing to tune: DeviceError.
     """
-    on, candidates = flag("on", on), count("candidates", candidates, 2)
+    on, candidates = one_of("mode", mode, ("auto", "off")) == "auto", count("candidates", candidates, 2)
     seconds = number("budget", budget)
     if seconds is None or not 0 < seconds <= _LONGEST_BUDGET:
         raise _core.InputError(f"budget is {seconds} s: it must be above 0 s and at most a day")
     if on:
         find_nvrtc()
-    _core.tuning(candidates if on else None, seconds)
+    _core.tune(candidates if on else None, seconds)
 
 
 def finish_tuning() -> List[Dict[str, Any]]:

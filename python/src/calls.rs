@@ -18,6 +18,8 @@ pub(crate) struct On<'a, 'py> {
     pub allocate: Option<&'a Bound<'py, PyAny>>,
     pub plans: Option<&'a Bound<'py, PyDict>>,
     pub division: Division,
+    /// Whether no measurement of tuning may change the kernel.
+    pub pinned: bool,
 }
 
 /// Computes the pass of `given` by `pass`. `q` is asked for its library's stream where `on` has none.
@@ -36,7 +38,7 @@ pub(crate) fn run(
         Place::Cuda(ordinal) => {
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
-            let entry = device.bind(py, problem, pass, on.division)?;
+            let entry = device.bind(py, problem, pass, (on.division, on.pinned))?;
             let stream = match (on.stream, q) {
                 (Some(stream), _) => stream,
                 (None, Some(q)) => current_stream(q, ordinal)?.unwrap_or(0),
@@ -103,8 +105,9 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
     }
 }
 
-/// Writes O to `out` and LSE to `lse`, which a GPU's arrays need not have. `plans` holds work plans for the same lengths, to which this call adds
-/// its own. `division` is a [`Division`] as a tuple; it has no effect on the CPU.
+/// Writes O to `out` and LSE to `lse`, which a GPU's arrays need not have. `plans` holds work plans for the
+/// same lengths, to which this call adds its own. `division` is a [`Division`] as a tuple; it has no effect
+/// on the CPU.
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, options, extras=None, stream=None, allocate=None,
@@ -132,7 +135,8 @@ pub(crate) fn forward<'py>(
     let to = Written::Forward { out: &out, lse: lse.as_ref() };
     let (splits, pack_gqa) = division.unwrap_or_default();
     let division = Division { splits, pack_gqa };
-    run(py, &given, (&problem, Pass::Forward), &to, Some(q), On { stream, allocate, plans, division })
+    let pinned = options.deterministic;
+    run(py, &given, (&problem, Pass::Forward), &to, Some(q), On { stream, allocate, plans, division, pinned })
 }
 
 /// Checks the arrays and options of a forward, without computing anything.
@@ -198,7 +202,7 @@ pub(crate) fn backward<'py>(
         (&problem, Pass::Backward { deterministic: options.deterministic }),
         &to,
         Some(q),
-        On { stream, allocate, plans: None, division: Division::PLANNED },
+        On { stream, allocate, plans: None, division: Division::PLANNED, pinned: options.deterministic },
     )
 }
 
@@ -222,7 +226,7 @@ pub(crate) fn report<'py>(
     let problem = given.problem(&options)?;
     let pass = if backward { Pass::Backward { deterministic: options.deterministic } } else { Pass::Forward };
     let (splits, pack_gqa) = division.unwrap_or_default();
-    report_of(py, &problem, pass, Division { splits, pack_gqa }, given.place())
+    report_of(py, &problem, pass, (Division { splits, pack_gqa }, options.deterministic), given.place())
 }
 
 /// The report on a pass of `problem` on a device, as JSON.
@@ -230,7 +234,7 @@ pub(crate) fn report_of(
     py: Python<'_>,
     problem: &Problem,
     pass: Pass,
-    division: Division,
+    (division, pinned): (Division, bool),
     place: Place,
 ) -> PyResult<String> {
     problem.check().map_err(|error| raised(error.into()))?;
@@ -239,7 +243,7 @@ pub(crate) fn report_of(
         Place::Cuda(ordinal) => {
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
-            let entry = device.bind(py, problem, pass, division)?;
+            let entry = device.bind(py, problem, pass, (division, pinned))?;
             serde_json::to_string(&serde_json::json!({
                 "backend": "cuda",
                 "kernel": entry.kernel.spec().to_string(),

@@ -15,8 +15,9 @@ use crate::gpu::{Device, lock};
 const MOST: usize = 64;
 static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
 
-/// The tuning of all GPUs: of those that are open, and of those that will be opened.
-static TUNING: Mutex<Tuning> = Mutex::new(Tuning::Off);
+/// The tuning of all GPUs: of those that are open, and of those that will be opened; what `FA_TUNE` says
+/// until the caller does.
+static TUNING: Mutex<Option<Tuning>> = Mutex::new(None);
 
 /// The thread's current context, restored when this is dropped: other libraries rely on their device being
 /// current.
@@ -56,8 +57,9 @@ pub(crate) fn device(ordinal: i32) -> PyResult<&'static Device> {
     }
     let gpu = Gpu::nth(index).map_err(raised)?;
     let tuning = lock(&TUNING);
-    if *tuning != Tuning::Off {
-        gpu.set_tuning(*tuning).map_err(raised)?;
+    let tuning = tuning.map_or_else(Tuning::from_environment, Ok).map_err(raised)?;
+    if tuning != Tuning::Off {
+        gpu.set_tuning(tuning).map_err(raised)?;
     }
     Ok(DEVICES[index].get_or_init(|| Device::new(gpu)))
 }
@@ -77,7 +79,7 @@ pub(crate) fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
         for device in DEVICES.iter().filter_map(OnceLock::get) {
             device.set_tuning(tuning)?;
         }
-        *now = tuning;
+        *now = Some(tuning);
         Ok(())
     })
     .map_err(raised)

@@ -82,7 +82,7 @@ const WORKSPACES: usize = 64;
 /// Bound kernels, and the number of tuning's winners when the first of them was bound.
 #[derive(Default)]
 struct Kept {
-    entries: HashMap<(ProblemKey, Pass, Division), Arc<Entry>>,
+    entries: HashMap<(ProblemKey, Pass, Division, bool), Arc<Entry>>,
     winners: u64,
 }
 
@@ -136,7 +136,7 @@ impl Device {
     }
 
     /// The kernel for a pass of `problem`, chosen for lengths rounded up, and of a forward so that it
-    /// divides the work as the caller says.
+    /// divides the work as the caller says; one that is pinned no measurement of tuning changes.
     ///
     /// # Errors
     /// As [`Gpu::bind`].
@@ -145,9 +145,9 @@ impl Device {
         py: Python<'_>,
         problem: &Problem,
         pass: Pass,
-        division: Division,
+        (division, pinned): (Division, bool),
     ) -> PyResult<Arc<Entry>> {
-        let key = (ProblemKey::from(problem), pass, division);
+        let key = (ProblemKey::from(problem), pass, division, pinned);
         let winners = self.gpu.tuned_winners();
         {
             let mut bound = lock(&self.bound);
@@ -158,7 +158,7 @@ impl Device {
             }
         }
         // Compiling takes a second; other threads go on meanwhile.
-        let options = BindOptions::default().with_division(division).with_rounded(true);
+        let options = BindOptions::default().with_division(division).with_rounded(true).with_pinned(pinned);
         let kernel = py.detach(|| self.gpu.bind(problem, pass, &options)).map_err(raised)?;
         let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
         let entry = Arc::new(Entry { kernel, number });
@@ -403,7 +403,8 @@ enum Memory {
     Stream { _slice: CudaSlice<u8> },
 }
 
-/// `bytes` bytes of device memory and their address, of the caller's library where it has a function for that.
+/// `bytes` bytes of device memory and their address, of the caller's library where it has a function for
+/// that.
 fn scratch(
     bytes: usize,
     zero: bool,

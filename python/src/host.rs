@@ -59,7 +59,9 @@ pub(crate) fn run(
         Dtype::F32 => run_in::<f32>(py, given, &call, to),
         Dtype::F16 => run_in::<f16>(py, given, &call, to),
         Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
-        Dtype::E4m3 | Dtype::Int8 => Err(InputError::new_err("nothing computes in e4m3")),
+        dtype @ (Dtype::E4m3 | Dtype::Int8) => {
+            Err(InputError::new_err(format!("nothing computes in {dtype}")))
+        }
     }
 }
 
@@ -81,6 +83,7 @@ fn run_in<T: fa_attn::Element>(
                 out: tensor_mut("out", out)?,
                 lse: floats_mut("softmax_lse", lse.ok_or_else(no_lse)?)?,
                 extras,
+                program: None,
             };
             threads::detached(py, || call.run(tensors))?.map_err(raised)
         }
@@ -96,7 +99,9 @@ fn run_in<T: fa_attn::Element>(
                 dk: tensor_mut("dk", dk)?,
                 dv: tensor_mut("dv", dv)?,
                 dsinks: dsinks.map(|dsinks| floats_mut("dsinks", dsinks)).transpose()?,
+                darrays: None,
                 extras,
+                program: None,
             };
             threads::detached(py, || call.run(tensors))?.map_err(raised)
         }

@@ -6,7 +6,7 @@
 //! - `host`, `gpu`: a pass on the CPU and on a GPU.
 //! - `overlap`: whether two arrays have elements in common.
 //! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
-//! - `calls`, `merging`, `planning`: the functions of the module.
+//! - `calls`, `merging`, `planning`, `programs`: the functions of the module.
 //! - `doctor`: what works on this machine.
 //! - `xla`: calls from programs that XLA compiles.
 //! - `threads`: work without the interpreter's lock.
@@ -23,6 +23,7 @@ mod host;
 mod merging;
 mod overlap;
 mod planning;
+mod programs;
 mod raw;
 mod threads;
 mod xla;
@@ -38,6 +39,8 @@ mod _core {
     #[pymodule_export]
     use super::merging::merge;
     #[pymodule_export]
+    use super::programs::{program, program_eval, program_with};
+    #[pymodule_export]
     use super::xla::xla_handlers;
 
     #[pymodule_init]
@@ -50,5 +53,5 @@ mod _core {
     }
 
     #[pymodule_export]
-    use super::planning::{bind, explain, finish_tuning, needs, plan, problem, spec_name, tuning, version};
+    use super::planning::{bind, explain, finish_tuning, needs, plan, problem, spec_name, tune, version};
 }

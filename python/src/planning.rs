@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fa_attn::{Division, Pass, Problem, Tried, Tuning, TuningOutcome};
-use fa_core::{Arch, KernelSpec};
+use fa_core::{Arch, ArchLimits, Board, KernelSpec};
 use fa_planner::report::{PlanFamily, Planned, ReportError};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -61,7 +61,13 @@ pub(crate) fn bind(
     device: Option<i32>,
 ) -> PyResult<String> {
     let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
-    report_of(py, &problem_of(problem)?, pass, Division::PLANNED, device.map_or(Place::Cpu, Place::Cuda))
+    report_of(
+        py,
+        &problem_of(problem)?,
+        pass,
+        (Division::PLANNED, deterministic),
+        device.map_or(Place::Cpu, Place::Cuda),
+    )
 }
 
 /// Everything that is tried for a problem on an architecture, as `fa plan --json` prints it; at most `limit`
@@ -110,12 +116,12 @@ pub(crate) fn explain(
 /// Switches tuning on, with `candidates` kernels and `budget` seconds for each problem and pass, or off.
 #[pyfunction]
 #[pyo3(signature = (candidates=None, budget=0.0))]
-pub(crate) fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResult<()> {
+pub(crate) fn tune(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResult<()> {
     let tuning = match candidates {
         None => Tuning::Off,
         Some(candidates) => {
             let budget = Duration::try_from_secs_f64(budget).map_err(|_| {
-                InputError::new_err(format!("tuning: budget is {budget} s, it must be above 0 s"))
+                InputError::new_err(format!("tune: budget is {budget} s, it must be above 0 s"))
             })?;
             Tuning::OnFirstUse { candidates, budget }
         }
@@ -150,11 +156,18 @@ fn outcome_of(outcome: &TuningOutcome) -> serde_json::Value {
     })
 }
 
-/// A problem, the architecture that it is planned for, and the family of kernels.
-type Asked = (Problem, Arch, Option<PlanFamily>);
+/// A problem, the architecture that it is planned for with a board where one is named, and the family of
+/// kernels.
+type Asked = (Problem, (Arch, Option<ArchLimits>), Option<PlanFamily>);
 
 fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {
-    let arch = arch.parse().map_err(|error| InputError::new_err(format!("arch: {error}")))?;
+    let on = match arch.parse::<Board>() {
+        Ok(board) => (board.arch, Some(board.limits)),
+        Err(_) => {
+            let arch = arch.parse().map_err(|error| InputError::new_err(format!("arch: {error}")))?;
+            (arch, None)
+        }
+    };
     let family = match family {
         None => None,
         Some(name) => {
@@ -162,11 +175,11 @@ fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {
             Some(PlanFamily::of(family))
         }
     };
-    Ok((problem_of(problem)?, arch, family))
+    Ok((problem_of(problem)?, on, family))
 }
 
-fn explore((problem, arch, family): &Asked, forward: bool, backward: Option<Pass>) -> PyResult<Planned> {
-    Planned::explore(problem, *arch, *family, forward, backward).map_err(refused)
+fn explore((problem, on, family): &Asked, forward: bool, backward: Option<Pass>) -> PyResult<Planned> {
+    Planned::explore(problem, *on, *family, forward, backward).map_err(refused)
 }
 
 fn refused(error: ReportError) -> PyErr {

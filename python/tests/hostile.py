@@ -163,7 +163,7 @@ def calls(array):
         "Kernels": (of.Kernels, dict(problem=problem, device="cpu", deterministic=False, backward=True)),
         "Kernels forward": (kernels.forward, bound),
         "Kernels backward": (kernels.backward, dict(**results, **bound)),
-        "tuning": (of.tuning, dict(on=False, candidates=4, budget=3.0)),
+        "tune": (of.tune, dict(mode="off", candidates=4, budget=3.0)),
     }
 
 

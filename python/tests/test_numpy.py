@@ -19,8 +19,9 @@ MASKS = [
     dict(window_size=(7, -1)),
     dict(causal=True, window_size=(9, 4)),
     dict(window_size=(None, 2)),
-    dict(causal=True, query_offset=4),
-    dict(window_size=(5, 3), query_offset=-6),
+    dict(causal=True, query_offset=-9),
+    dict(causal=True, window_size=(9, 4), query_offset=12),
+    dict(window_size=(5, 3), query_offset=-100),
 ]
 
 
@@ -43,6 +44,20 @@ def test_masks_lengths_and_grouped_heads(mask, lengths, dtype):
         close(lse[b], want_lse, dtype)
         for got, grad in zip((dq, dk, dv), reference.gradients(dout[b], q[b], k[b], v[b], **options)):
             close(got[b], grad, dtype, factor=8)
+
+
+@pytest.mark.parametrize("offset", [5, -11])
+def test_an_offset_moves_the_distances_of_slopes_too(offset):
+    q, k, v, slopes = arrays(20, (20, 4, 32), (2, 30, 4, 32), (2, 30, 4, 32), (4,))
+    starts = np.array([0, 8, 20], np.int32)
+    bounds = dict(cu_seqlens_q=starts, max_seqlen_q=12, alibi_slopes=np.abs(slopes))
+    out = fa_attn.flash_attn_varlen_func(q, k, v, causal=True, query_offset=offset, **bounds)
+    for b, (first, end) in enumerate(zip(starts, starts[1:])):
+        options = dict(causal=True, offset=offset, slopes=np.abs(slopes))
+        close(out[first:end], reference.attention(q[first:end], k[b], v[b], **options)[0])
+    for wrong, error in ((0.5, "must be a whole number"), (1 << 30, "query_offset = 1073741824 with ALiBi")):
+        with pytest.raises(fa_attn.InputError, match=error):
+            fa_attn.flash_attn_varlen_func(q, k, v, causal=True, query_offset=wrong, **bounds)
 
 
 def test_scores_are_scaled_capped_biased_and_have_sinks():

@@ -95,8 +95,8 @@ def test_kernels_are_bound_once():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (dict(on="yes"), "on is 'yes'"),
-        (dict(on=2), "on is 2"),
+        (dict(mode="yes"), "mode is 'yes'"),
+        (dict(mode=2), "mode is 2"),
         (dict(candidates=1), "candidates is 1"),
         (dict(candidates=-3), "candidates is -3"),
         (dict(candidates=2.5), "candidates is 2.5"),
@@ -107,19 +107,19 @@ def test_kernels_are_bound_once():
         (dict(budget=float("inf")), "budget is inf s"),
         (dict(budget=10**400), "budget is 1"),
         (dict(budget="long"), "budget is 'long'"),
-        (dict(on=False, candidates=0), "candidates is 0"),
+        (dict(mode="off", candidates=0), "candidates is 0"),
     ],
 )
 def test_tuning_refuses_numbers_that_tune_nothing(options, named):
     with pytest.raises(fa_attn.InputError, match="must be") as raised:
-        fa_attn.tuning(**options)
+        fa_attn.tune(**options)
     assert named in str(raised.value)
 
 
 def test_tuning_has_nothing_to_measure_without_a_gpu():
-    fa_attn.tuning(False)
+    fa_attn.tune("off")
     assert fa_attn.finish_tuning() == []
     if os.path.exists("/dev/nvidiactl"):
         pytest.skip("there is a GPU")
     with pytest.raises(fa_attn.DeviceError, match="nothing to tune"):
-        fa_attn.tuning()
+        fa_attn.tune()

@@ -96,6 +96,10 @@ CASES = {
         fa_attn.flash_attn_varlen_qkvpacked_func,
         lambda n: (rows(n, 3, 2, 64), starts(n), n),
     ),
+    "offset": (
+        lambda q, n: fa_attn.flash_attn_func(q, q, q, causal=True, query_offset=n - 24),
+        lambda n: (Q, n),
+    ),
     "window": (lambda q, n: fa_attn.flash_attn_func(q, q, q, window_size=(n, n + 1)), lambda n: (Q, n - 18)),
     "offset": (
         lambda q, n: fa_attn.flash_attn_func(q, q, q, causal=True, query_offset=n),

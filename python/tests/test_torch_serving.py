@@ -278,7 +278,7 @@ def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
 def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("FA_TUNED", str(tmp_path / "tuned.json"))
     q, k, v = tensors("cuda", torch.bfloat16, *[(2, 777, 8, 64)] * 3, grad=False)
-    fa_attn.tuning(candidates=2, budget=60.0)
+    fa_attn.tune(candidates=2, budget=60.0)
     try:
         first = fa_attn.flash_attn_func(q, k, v)
         [outcome] = fa_attn.finish_tuning()
@@ -288,7 +288,7 @@ def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeyp
         assert json.loads(report)["kernel"] == outcome["winner"]
         close(fa_attn.flash_attn_func(q, k, v), first, torch.bfloat16)
     finally:
-        fa_attn.tuning(False)
+        fa_attn.tune("off")
     assert (tmp_path / "tuned.json").exists() and fa_attn.finish_tuning() == []
 
 

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::passed::Passed;
 use crate::runner::{self, Tally, Which};
-use crate::{candle, device, python, toolkit, workspace};
+use crate::{candle, device, packages, python, toolkit, workspace};
 
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
@@ -96,6 +96,7 @@ fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
     let (own, of_docs) = std::thread::scope(|scope| {
         let rest = scope.spawn(|| {
             docs()?;
+            if args.full { packages::verify() } else { packages::check() }?;
             candle::check()?;
             python::check()?;
             doc_tests()

@@ -2,6 +2,7 @@
 //!
 //! - `ci`, `runner`, `passed`: all checks and tests, and which of them need not run again.
 //! - `build`, `validate`: hand their flags to `fa`; `search`: lists tiles by the planner's guide.
+//! - `packages`, `notices`: what would be published, built from it alone, and what of others is in it.
 //! - `candle`, `python`, `toolkit`: what is tested with, or fetched from, elsewhere.
 //! - `codegen`, `device`, `size`: generated headers, the format of CUDA sources, the program's size.
 //! - `imports`, `lines`, `notebook`: tests of the whole tree, on `rust_tokens`.
@@ -18,6 +19,8 @@ mod imports;
 mod lines;
 #[cfg(test)]
 mod notebook;
+mod notices;
+mod packages;
 mod passed;
 mod python;
 mod runner;
@@ -42,6 +45,8 @@ enum Task {
     Ci(ci::Args),
     Codegen(codegen::Args),
     Device(device::Args),
+    Notices(notices::Args),
+    Package(packages::Args),
     Python(python::Args),
     Search(search::Args),
     Size(size::Args),
@@ -59,6 +64,8 @@ fn main() -> ExitCode {
         Task::Ci(args) => ci::run(&args),
         Task::Codegen(args) => codegen::run(&args),
         Task::Device(args) => device::run(&args),
+        Task::Notices(args) => notices::run(&args),
+        Task::Package(args) => packages::run(&args),
         Task::Python(args) => python::run(&args),
         Task::Search(args) => search::run(args),
         Task::Size(args) => size::run(&args),

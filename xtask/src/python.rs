@@ -13,10 +13,17 @@ use crate::workspace;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Build the wheel that is shipped, optimised, with the bundle of `cargo xtask build` in it and, on
-    /// Linux, for glibc 2.17 and later, and leave it in target/wheels
+    /// Linux, for glibc 2.17 and later, and the source distribution; leave both in target/wheels
     #[arg(long)]
     release: bool,
+    /// Build the wheel of a release for Linux on Arm, too, which is not tested here (needs `rustup target add
+    /// aarch64-unknown-linux-gnu`; docs/packages.md says how to run it under qemu)
+    #[arg(long, requires = "release")]
+    aarch64: bool,
 }
+
+/// The target of [`Args::aarch64`].
+const AARCH64: &str = "aarch64-unknown-linux-gnu";
 
 /// What builds the wheel and what its tests need.
 const TOOLS: [&str; 1] = ["maturin==1.16.0"];
@@ -39,20 +46,31 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let tools = tools(&folder.join("tools"), &[&TOOLS[..], &TESTS[..]].concat())?;
     let shipping = if args.release && cfg!(target_os = "linux") { Some(shipping(&folder)?) } else { None };
     let wheels = if args.release { workspace::target_dir().join("wheels") } else { folder.join("wheels") };
-    let wheel = build(&tools, &wheels, args.release, shipping.as_deref())?;
+    if wheels.exists() {
+        std::fs::remove_dir_all(&wheels)?;
+    }
+    let wheel = build(&tools, &wheels, args.release, shipping.as_deref(), None)?;
     check_types(&folder)?;
+    let mut made = vec![wheel.clone()];
+    if args.aarch64 {
+        ensure!(cfg!(target_os = "linux"), "--aarch64: wheels for Linux are built on Linux");
+        made.push(build(&tools, &wheels, true, shipping.as_deref(), Some(AARCH64))?);
+    }
     if let Some(tools) = &shipping {
-        audit(tools, &wheel)?;
+        made.iter().try_for_each(|wheel| audit(tools, wheel))?;
     }
     if args.release {
-        println!("{}: {:.1} MB", wheel.display(), wheel.metadata()?.len() as f64 / 1e6);
+        made.push(source_distribution(&tools, &wheels)?);
+        for file in &made {
+            println!("{}: {:.1} MB", file.display(), file.metadata()?.len() as f64 / 1e6);
+        }
     }
     test(&folder, &wheel)
 }
 
 /// The wheel of a development build, tested: a step of `cargo xtask ci`.
 pub(crate) fn check() -> Result<()> {
-    run(&Args { release: false })
+    run(&Args { release: false, aarch64: false })
 }
 
 fn python() -> &'static str {
@@ -133,15 +151,51 @@ fn least_glibc(shown: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?, numbers.next()?))
 }
 
-/// Builds the wheel into `wheels`; its file.
-fn build(tools: &Path, wheels: &Path, release: bool, shipping: Option<&Path>) -> Result<PathBuf> {
-    if wheels.exists() {
-        std::fs::remove_dir_all(wheels)?;
+/// `maturin` with this command, writing to `to`.
+fn maturin(tools: &Path, command: &str, to: &Path) -> Command {
+    let mut maturin = Command::new(tools.join(format!("bin/maturin{}", std::env::consts::EXE_SUFFIX)));
+    maturin.args([command, "--quiet", "--manifest-path", "python/Cargo.toml", "--out"]).arg(to);
+    maturin.current_dir(workspace::root());
+    maturin
+}
+
+/// The sources as pip builds them; the file.
+fn source_distribution(tools: &Path, to: &Path) -> Result<PathBuf> {
+    let before = files(to)?;
+    finish(&mut maturin(tools, "sdist", to), "the source distribution is not made")?;
+    only_new(to, &before)
+}
+
+/// The files in a folder; none where there is no folder.
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Ok(Vec::new()) };
+    entries.map(|entry| Ok(entry?.path())).collect()
+}
+
+/// The file that a folder has besides those before.
+fn only_new(folder: &Path, before: &[PathBuf]) -> Result<PathBuf> {
+    let mut found = files(folder)?;
+    found.retain(|file| !before.contains(file));
+    match found.as_slice() {
+        [file] => Ok(file.clone()),
+        _ => bail!("{} has {} new files instead of one", folder.display(), found.len()),
     }
-    let program = tools.join(format!("bin/maturin{}", std::env::consts::EXE_SUFFIX));
-    let mut maturin = Command::new(program);
-    maturin.args(["build", "--quiet", "--locked", "--interpreter", python()]);
-    maturin.args(["--manifest-path", "python/Cargo.toml", "--out"]).arg(wheels);
+}
+
+/// Builds the wheel into `wheels`, for another target than this machine's where one is named; its file.
+fn build(
+    tools: &Path,
+    wheels: &Path,
+    release: bool,
+    shipping: Option<&Path>,
+    target: Option<&str>,
+) -> Result<PathBuf> {
+    let before = files(wheels)?;
+    let mut maturin = maturin(tools, "build", wheels);
+    maturin.args(["--locked", "--interpreter", python()]);
+    if let Some(target) = target {
+        maturin.args(["--target", target]);
+    }
     match shipping {
         Some(shipping) => {
             maturin.args(["--zig", "--compatibility", "manylinux2014"]).env("PYTHONPATH", shipping);
@@ -157,16 +211,8 @@ fn build(tools: &Path, wheels: &Path, release: bool, shipping: Option<&Path>) ->
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         maturin.env(CARGO_BEHIND, cargo).env("CARGO", workspace::program()?);
     }
-    maturin.current_dir(workspace::root());
     finish(&mut maturin, "the wheel is not built")?;
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(wheels)? {
-        found.push(entry?.path());
-    }
-    match found.as_slice() {
-        [wheel] => Ok(wheel.clone()),
-        _ => bail!("{} holds {} files instead of one wheel", wheels.display(), found.len()),
-    }
+    only_new(wheels, &before)
 }
 
 /// Where this is set, xtask stands for cargo, which is the variable's value: see [`stand_for_cargo`].
@@ -227,6 +273,7 @@ const JAX_CHOSEN: &str =
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
 const TORCH_FILES: [&str; 5] = [
+    "test_stand_in_installed.py",
     "test_notebook.py",
     "test_torch_compiled.py",
     "test_torch_shards.py",

@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// List at most N configurations of each direction [default: 10 in the table, all in JSON and RON].
     #[arg(short, long = "num-results", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     n: Option<u32>,
-    /// sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121.
+    /// sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120 or sm121.
     #[arg(long, default_value = "sm90")]
     arch: Arch,
     /// table, json or ron.

@@ -190,11 +190,12 @@ impl Call {
         cpu: &Cpu,
         tensors: ForwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
-        let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
+        let arguments = tensors.arguments();
+        let ForwardTensors { q, k, v, mut out, lse, .. } = tensors;
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
         cpu.install_tiled(|| {
-            tiled::forward_extras(options, problem, &extras, &q, &k, &v, &mut out, Some(lse))
+            tiled::forward_extras(options, problem, arguments, &q, &k, &v, &mut out, Some(lse))
         })?;
         Ok(start.elapsed())
     }
@@ -204,12 +205,15 @@ impl Call {
         cpu: &Cpu,
         tensors: BackwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
-        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, extras } = tensors;
+        let arguments = tensors.arguments();
+        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, darrays, .. } =
+            tensors;
         let inputs = BackwardInputs { q, k, v, out, lse, dout };
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
         cpu.install_tiled(|| {
-            tiled::backward_extras(options, problem, &extras, &inputs, &mut dq, &mut dk, &mut dv, dsinks)
+            let (dq, dk, dv) = (&mut dq, &mut dk, &mut dv);
+            tiled::backward_program(options, problem, arguments, &inputs, dq, dk, dv, dsinks, darrays)
         })?;
         Ok(start.elapsed())
     }

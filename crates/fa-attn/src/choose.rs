@@ -17,7 +17,7 @@ use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
 
 use crate::error::Error;
-use crate::tune::{Tables, TuneKey, TunedEntry};
+use crate::tune::{Code, Tables, TuneKey, TunedEntry};
 use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidates, search, winner};
 
 pub(crate) use asked::Asked;
@@ -41,8 +41,10 @@ impl Chooser {
         asked: &Asked<'_>,
         is_capturing: impl Fn() -> bool,
     ) -> Result<S::Bound, Error> {
-        let Asked { problem, like, family, pass, division } = *asked;
-        let is_measured = division == Division::PLANNED;
+        let Asked { problem, like, family, pass, division, pinned } = *asked;
+        let is_tuned = division == Division::PLANNED;
+        // The bits of what is deterministic do not change with the next measurement.
+        let is_measured = is_tuned && !pinned && !pass.deterministic();
         let key = asked.key();
         let (remembered, is_preferred, age) = {
             let choices = self.memory.choices();
@@ -72,7 +74,7 @@ impl Chooser {
             None if native == Family::Sm80 => vec![native],
             None => vec![native, Family::Sm80],
         };
-        let tuned = if is_measured { self.tuned(kernels, asked, wanted) } else { None };
+        let tuned = if is_tuned { self.tuned(kernels, asked, wanted) } else { None };
         let (bound, choice) = match tuned {
             Some(tuned) => tuned,
             None => {
@@ -98,14 +100,16 @@ impl Chooser {
         is_capturing: impl Fn() -> bool,
     ) {
         let Some(tuner) = lock(&self.tuner).clone() else { return };
-        // What stands in for another family's kernel has no entry that would be found.
-        if bound.kernel.family() != family {
+        // What stands in for another family's kernel has no entry that would be found; nor has a program.
+        if bound.kernel.family() != family || problem.score.program.is_some() {
             return;
         }
         let job = Job { problem: *problem, pass, family, bound: bound.clone() };
         let is_known = || {
             let gpu = kernels.name().ok();
-            gpu.is_none_or(|gpu| self.memory.look(|tables| tables.has(&gpu, problem, family, pass)))
+            let is_current = |entry: &TunedEntry| is_current(kernels, entry);
+            let has = |tables: &Tables, gpu: &str| tables.has(gpu, problem, (family, pass), is_current);
+            gpu.is_none_or(|gpu| self.memory.look(|tables| has(tables, &gpu)))
         };
         tuner.offer(job, || is_capturing() || is_known());
     }
@@ -119,16 +123,17 @@ impl Chooser {
             return Ok(());
         };
         let like = kernels.on(kernels.context())?;
+        let codes = kernels.on(kernels.context())?;
         let mut scratch: Option<Scratch> = None;
         let measure =
             move |job: &Job, stop: &AtomicBool| measure(&mut scratch, &like, job, (candidates, budget), stop);
-        self.tune_by(kernels, budget, path, measure)
+        self.tune_by(codes, budget, path, measure)
     }
 
     /// Starts measuring problems with `measure`, which knows the number of candidates and the budget.
     fn tune_by(
         &self,
-        seat: &impl Seat,
+        seat: impl Seat + Send + 'static,
         budget: Duration,
         path: PathBuf,
         mut measure: impl FnMut(&Job, &AtomicBool) -> Result<Vec<Tried>, Error> + Send + 'static,
@@ -137,7 +142,8 @@ impl Chooser {
         *lock(&self.memory.tables) = Some(Tables::with_own(&path)?);
         self.memory.choices().forget_chosen();
         let keeper = Keeper { memory: self.memory.clone(), path, gpu, budget };
-        let tuner = Tuner::start(move |job, stop| keeper.outcome(job, measure(job, stop)))?;
+        let code = move |spec: &KernelSpec| seat.code(spec);
+        let tuner = Tuner::start(move |job, stop| keeper.outcome(job, measure(job, stop), &code))?;
         self.replace(Some(Arc::new(tuner)));
         Ok(())
     }
@@ -171,10 +177,18 @@ impl Chooser {
     /// The kernel that won by measurement, where one did and it still compiles. One that does not compile
     /// cleanly any more is forgotten, so that the problem is measured again where tuning is on.
     fn tuned<S: Seat>(&self, kernels: &S, asked: &Asked<'_>, family: Family) -> Option<(S::Bound, Choice)> {
-        let Asked { problem, like, pass, .. } = *asked;
+        let Asked { problem, like, pass, pinned, .. } = *asked;
+        // Tables hold no kernels with programs.
+        if like.score.program.is_some() {
+            return None;
+        }
         let gpu = kernels.name().ok()?;
         loop {
-            let found = self.memory.look(|tables| tables.find(&gpu, like, family, pass))?;
+            let find = |tables: &Tables| match pinned {
+                true => tables.find_shipped(&gpu, like, family, pass),
+                false => tables.find(&gpu, like, (family, pass), |entry| is_current(kernels, entry)),
+            };
+            let found = self.memory.look(find)?;
             let TunedEntry { spec, splits, .. } = found;
             match kernels.bind(problem, &spec, splits) {
                 Ok(bound) => return Some((bound, Choice { spec, splits })),
@@ -190,6 +204,11 @@ impl Chooser {
     }
 }
 
+/// Whether the kernel of an entry is compiled by and from what it was measured with, or it does not say.
+fn is_current(kernels: &impl Seat, entry: &TunedEntry) -> bool {
+    entry.code.is_none() || entry.code == kernels.code(&entry.spec)
+}
+
 /// Candidates measured on the GPU of `like`; `scratch` is made for the first problem.
 fn measure(
     scratch: &mut Option<Scratch>,
@@ -200,6 +219,9 @@ fn measure(
 ) -> Result<Vec<Tried>, Error> {
     let Job { problem, pass, family, bound } = job;
     let specs = candidates(problem, like.arch(), (*family, *pass), bound, count)?;
+    if let [only] = specs.as_slice() {
+        return Ok(vec![Tried { spec: only.clone(), ms: None, error: None }]);
+    }
     let scratch = match scratch {
         Some(scratch) => scratch,
         None => scratch.insert(Scratch::open(like)?),
@@ -223,8 +245,13 @@ struct Keeper {
 }
 
 impl Keeper {
-    /// Keeps the winner of what was tried.
-    fn outcome(&self, job: &Job, tried: Result<Vec<Tried>, Error>) -> TuningOutcome {
+    /// Keeps the winner of what was tried, with what `code` says that it is compiled by and from.
+    fn outcome(
+        &self,
+        job: &Job,
+        tried: Result<Vec<Tried>, Error>,
+        code: &dyn Fn(&KernelSpec) -> Option<Code>,
+    ) -> TuningOutcome {
         let Job { problem, pass, family, .. } = *job;
         let mut outcome =
             TuningOutcome { problem, pass, family, tried: Vec::new(), winner: None, error: None };
@@ -232,14 +259,19 @@ impl Keeper {
             Ok(tried) => outcome.tried = tried,
             Err(error) => outcome.error = Some(error),
         }
-        if outcome.error.is_none() {
+        if let [Tried { spec, ms: None, error: None }] = outcome.tried.as_slice()
+            && *spec == job.bound
+        {
+            // There is no other kernel: nothing was measured.
+            outcome.winner = Some(spec.clone());
+        } else if outcome.error.is_none() {
             match winner(&outcome.tried, self.budget) {
                 Ok(best) => {
                     let ms = best.ms.unwrap_or(f64::INFINITY);
                     let tflops = (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0;
                     let spec = best.spec.clone();
-                    let entry =
-                        TunedEntry { key: TuneKey::of(&problem), spec: spec.clone(), splits: None, tflops };
+                    let (key, code) = (TuneKey::of(&problem), code(&spec));
+                    let entry = TunedEntry { key, spec: spec.clone(), splits: None, tflops, code };
                     outcome.error = self.memory.keep(&self.path, &self.gpu, entry).err();
                     // A table that cannot be read is left alone, and the kernel is not used.
                     let is_used = !matches!(outcome.error, Some(Error::Read { .. } | Error::BadTuned { .. }));

@@ -67,7 +67,8 @@ impl Engine {
     /// The GPU where there is one, else the CPU. Needs no GPU and no driver.
     ///
     /// # Errors
-    /// None today: what a GPU refuses sends the engine to the CPU, as a call's report says.
+    /// Those of `FA_TUNE` ([`Tuning::from_environment`]) and of the table of winners; what a GPU refuses
+    /// sends the engine to the CPU, as a call's report says.
     pub fn new() -> Result<Engine, Error> {
         Engine::with(Backend::Auto)
     }
@@ -75,8 +76,8 @@ impl Engine {
     /// An engine on a backend of the caller's choice.
     ///
     /// # Errors
-    /// [`Error::Isa`] for an instruction set that the CPU lacks, [`Error::Threads`], and what opening the GPU
-    /// reports.
+    /// [`Error::Isa`] for an instruction set that the CPU lacks, [`Error::Threads`], what opening the GPU
+    /// reports, and those of `FA_TUNE` and the table of winners, as [`Engine::new`].
     pub fn with(backend: Backend) -> Result<Engine, Error> {
         let best = Isa::detect();
         let (isa, threads) = match backend {
@@ -91,6 +92,7 @@ impl Engine {
         }
         let cpu = Cpu::new(isa, threads);
         let mut engine = Engine { backend, cpu, gpu: None, no_gpu: None };
+        let tuning = Tuning::from_environment()?;
         match backend {
             Backend::Gpu => engine.gpu = Some(Arc::new(Gpu::open()?)),
             Backend::Auto if driver::probe().is_ok() => match Gpu::open() {
@@ -103,6 +105,11 @@ impl Engine {
             Backend::Auto | Backend::Cpu(_) => {}
             #[cfg(feature = "reference")]
             Backend::Reference { .. } => {}
+        }
+        if let Some(gpu) = &engine.gpu
+            && tuning != Tuning::Off
+        {
+            gpu.set_tuning(tuning)?;
         }
         Ok(engine)
     }
@@ -145,7 +152,11 @@ impl Engine {
     /// [`Backend::Gpu`] those of planning, compiling and loading.
     pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Call, Error> {
         problem.check()?;
-        match self.on_gpu(problem, pass) {
+        self.bind_as(problem, pass, &BindOptions::default())
+    }
+
+    fn bind_as(&self, problem: &Problem, pass: Pass, options: &BindOptions) -> Result<Call, Error> {
+        match self.on_gpu(problem, pass, options) {
             Some(Ok(implementation)) => Ok(Call::new(problem, pass, implementation, None)),
             Some(Err(error)) if self.backend == Backend::Gpu => Err(error),
             Some(Err(error)) => self.on_cpu(problem, pass, Some(passed_over(&error))),
@@ -153,13 +164,17 @@ impl Engine {
         }
     }
 
-    /// The forward and the backward of `problem`, both on the GPU or both on the CPU.
+    /// The forward and the backward of `problem`, both on the GPU or both on the CPU. Where they are to be
+    /// deterministic, no measurement of tuning changes the kernel of either.
     ///
     /// # Errors
     /// As [`Engine::bind`].
     pub fn bind_both(&self, problem: &Problem, deterministic: bool) -> Result<(Call, Call), Error> {
         let backward = Pass::Backward { deterministic };
-        let calls = (self.bind(problem, Pass::Forward)?, self.bind(problem, backward)?);
+        problem.check()?;
+        let options = BindOptions::default().with_pinned(deterministic);
+        let bind = |pass| self.bind_as(problem, pass, &options);
+        let calls = (bind(Pass::Forward)?, bind(backward)?);
         match (calls.0.gpu_passed_over(), calls.1.gpu_passed_over()) {
             (None, Some(reason)) if calls.0.is_on_gpu() => {
                 let reason = reason.to_owned();
@@ -173,9 +188,14 @@ impl Engine {
         }
     }
 
-    fn on_gpu(&self, problem: &Problem, pass: Pass) -> Option<Result<Implementation, Error>> {
+    fn on_gpu(
+        &self,
+        problem: &Problem,
+        pass: Pass,
+        options: &BindOptions,
+    ) -> Option<Result<Implementation, Error>> {
         let gpu = self.gpu.as_ref()?;
-        let bound = gpu.bind(problem, pass, &BindOptions::default());
+        let bound = gpu.bind(problem, pass, options);
         Some(bound.map(|bound| Implementation::Gpu(gpu.clone(), Box::new(bound))))
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fa_core::{Pass, Problem, Strides, TensorLayout};
 use fa_cpu::batch::Batch;
-use fa_cpu::{AppendExtras, AppendTensors, Extras, TensorRef};
+use fa_cpu::{AppendExtras, AppendTensors, Arguments, TensorRef};
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{BoundAppend, Error as KernelError};
 
@@ -50,12 +50,12 @@ fn uploaded<T: Half>(
     bytes: usize,
     tensors: [&TensorRef<'_, T>; 3],
     out: Placement,
-    extras: &Extras<'_>,
+    arguments: &Arguments<'_>,
 ) -> Result<DeviceForward<T>, Error> {
     // Kernels trust starts, lengths and pages: those that point outside the tensors are found here.
-    Batch::new(problem, extras)?;
+    Batch::new(problem, arguments)?;
     let mut device = DeviceForward::upload(stream, problem, bytes, tensors, out)?;
-    device.extras = DeviceExtras::upload(stream, extras)?;
+    device.extras = DeviceExtras::upload(stream, arguments)?;
     Ok(device)
 }
 
@@ -65,7 +65,8 @@ fn forward<T: Half>(
     tensors: ForwardTensors<'_, T>,
     launches: usize,
 ) -> Result<Duration, Error> {
-    let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
+    let arguments = tensors.arguments();
+    let ForwardTensors { q, k, v, mut out, lse, extras, .. } = tensors;
     let problem: &Problem = bound.problem();
     fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
@@ -74,7 +75,7 @@ fn forward<T: Half>(
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let bytes = bound.workspace_bytes();
-    let mut device = uploaded(stream, problem, bytes, [&q, &k, &v], placement, &extras)?;
+    let mut device = uploaded(stream, problem, bytes, [&q, &k, &v], placement, &arguments)?;
     if !problem.lengths.is_uniform() {
         // Rows that no sequence has are not written, here as on the CPU.
         device.out = DeviceTensor::upload(stream, &out.as_ref())?;
@@ -100,7 +101,8 @@ fn backward<T: Half>(
     tensors: BackwardTensors<'_, T>,
     launches: usize,
 ) -> Result<Duration, Error> {
-    let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, extras } = tensors;
+    let arguments = tensors.arguments();
+    let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, darrays, .. } = tensors;
     let problem: &Problem = bound.problem();
     fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
@@ -110,8 +112,13 @@ fn backward<T: Half>(
     check_dsinks(problem, dsinks.as_deref())?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
-    let mut forward = uploaded(stream, problem, 0, [&q, &k, &v], placement, &extras)?;
+    let mut forward = uploaded(stream, problem, 0, [&q, &k, &v], placement, &arguments)?;
     forward.out = DeviceTensor::upload(stream, &out)?;
+    if let (Some(_), Some(own), Some(program)) =
+        (&darrays, &mut forward.extras.program, problem.score.program)
+    {
+        own.want_gradients(stream, &program)?;
+    }
     if !lse.is_empty() {
         forward.lse = stream.clone_htod(lse).map_err(doing("copying to the GPU"))?;
     }
@@ -131,6 +138,13 @@ fn backward<T: Half>(
     device.dv.download(stream, &mut dv)?;
     if let (Some(dsinks), Some(found)) = (dsinks, &device.dsinks) {
         stream.memcpy_dtoh(found, dsinks).map_err(doing("copying from the GPU"))?;
+    }
+    if let (Some(darrays), Some(own)) = (darrays, &forward.extras.program) {
+        darrays.clear();
+        for gradient in &own.gradients {
+            let found = gradient.as_ref().map(|gradient| stream.clone_dtoh(gradient)).transpose();
+            darrays.push(found.map_err(doing("copying from the GPU"))?.unwrap_or_default());
+        }
     }
     gpu.synchronize()?;
     Ok(time)

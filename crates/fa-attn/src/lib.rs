@@ -41,6 +41,7 @@
 //!         out: output.out.view_mut("out")?,
 //!         lse: &mut output.lse,
 //!         extras: Extras::NONE,
+//!         program: None,
 //!     })?;
 //! }
 //! # Ok::<(), fa_attn::Error>(())
@@ -118,7 +119,8 @@
 //! - `merge`: combines partial results in host memory; [`device::Gpu::merge`] those in a GPU's memory.
 //! - [`Engine::append`]: appends keys and values to a cache in host memory, with rotary embedding;
 //!   [`device::Gpu::append`] and [`device::DeviceAppend`] do so in a GPU's memory.
-//! - `device`: a GPU, its tensors, launches and their time.
+//! - `device`: a GPU, its tensors, launches and their time; `cuda`: the types of cudarc that it takes.
+//! - `errors`: what an [`Error`] holds.
 //! - `choose`, `clean`, `tune`: which kernel computes a problem; `tuning`: measures candidates in the
 //!   background and keeps the winners.
 //! - `atomic_file`: files that appear whole or not at all.
@@ -130,10 +132,12 @@ mod call;
 mod choose;
 mod clean;
 mod cpu;
+pub mod cuda;
 pub mod device;
 mod element;
 mod engine;
 mod error;
+pub mod errors;
 mod extras;
 mod host;
 mod merge;
@@ -148,14 +152,18 @@ pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
 pub use fa_core::{
-    Alibi, Append, Division, Dtype, Family, Lengths, Mask, Merge, Pass, Problem, ProblemKey, QueryPositions,
-    Rotary, RotaryPairs, RotaryQueries, ScoreMod, Side, SideRows, TensorLayout, Types,
+    Alibi, Append, Arch, Division, Dtype, Extra, Family, KernelSpec, LaunchPlan, Lengths, Mask, MaskKind,
+    Merge, Pass, Problem, ProblemKey, QueryPositions, Rotary, RotaryPairs, RotaryQueries, ScoreMod,
+    ShippedSpec, Side, SideRows, Strides, TensorLayout, Types,
 };
+#[doc(hidden)]
+pub use fa_cpu::Element as CpuElement;
 pub use fa_cpu::append::append;
 pub use fa_cpu::simd::Isa;
-pub use fa_cpu::{AppendExtras, AppendTensors, Extras, OwnedExtras, Table};
+pub use fa_cpu::tiled::Plan as CpuPlan;
+pub use fa_cpu::{AppendExtras, AppendTensors, Extras, OwnedExtras, Table, TensorMut, TensorRef};
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
 pub use merge::merge;
 pub use tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, Tensors};
-pub use tuning::{Tried, Tuning, TuningOutcome};
+pub use tuning::{TUNE_VARIABLE, Tried, Tuning, TuningOutcome};

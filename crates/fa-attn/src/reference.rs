@@ -29,12 +29,13 @@ fn forward<T: Element>(
     cpu: &Cpu,
     tensors: ForwardTensors<'_, T>,
 ) -> Result<Duration, Error> {
-    let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
+    let arguments = tensors.arguments();
+    let ForwardTensors { q, k, v, mut out, lse, .. } = tensors;
     check::check_out(problem, "out", out.shape())?;
     check::check_lse(problem, lse.len())?;
-    let batch = Batch::new(problem, &extras)?;
+    let batch = Batch::new(problem, arguments)?;
     let start = Instant::now();
-    let exact = cpu.install(|| reference::forward_extras(problem, &extras, &q, &k, &v))?;
+    let exact = cpu.install(|| reference::forward_extras(problem, arguments, &q, &k, &v))?;
     let time = start.elapsed();
     let spans = || batch.sequences.iter().map(|sequence| sequence.q);
     let [_, seqlen, heads, _] = out.shape();
@@ -53,14 +54,15 @@ fn backward<T: Element>(
     cpu: &Cpu,
     tensors: BackwardTensors<'_, T>,
 ) -> Result<Duration, Error> {
-    let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, extras } = tensors;
+    let arguments = tensors.arguments();
+    let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, darrays, .. } = tensors;
     check::check_out(problem, "out", out.shape())?;
     check::check_lse(problem, lse.len())?;
     check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
     check_dsinks(problem, dsinks.as_deref())?;
-    let batch = Batch::new(problem, &extras)?;
+    let batch = Batch::new(problem, arguments)?;
     let start = Instant::now();
-    let exact = cpu.install(|| reference::backward_extras(problem, &extras, &q, &k, &v, &dout))?;
+    let exact = cpu.install(|| reference::backward_extras(problem, arguments, &q, &k, &v, &dout))?;
     let time = start.elapsed();
     let keys = || batch.sequences.iter().map(|sequence| sequence.k);
     round_rows(&exact.dq, &mut dq, batch.sequences.iter().map(|sequence| sequence.q));
@@ -68,6 +70,10 @@ fn backward<T: Element>(
     round_rows(&exact.dv, &mut dv, keys());
     let dsinks = dsinks.into_iter().flatten().zip(&exact.dsinks);
     dsinks.for_each(|(to, &value)| *to = value as f32);
+    if let Some(darrays) = darrays {
+        let rounded = |array: &Vec<f64>| array.iter().map(|&value| value as f32).collect();
+        *darrays = exact.darrays.iter().map(rounded).collect();
+    }
     Ok(time)
 }
 

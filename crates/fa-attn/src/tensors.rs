@@ -1,8 +1,9 @@
 //! Host tensors, and those of one call.
 
+use fa_core::program::Inputs;
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
-use fa_cpu::{Element, Extras, TensorMut, TensorRef};
+use fa_cpu::{Arguments, Element, Extras, TensorMut, TensorRef};
 
 use crate::error::Error;
 
@@ -157,6 +158,51 @@ pub struct ForwardTensors<'a, T> {
     pub lse: &'a mut [f32],
     /// Starts and lengths of sequences, page table, slopes and sinks: those that the problem names.
     pub extras: Extras<'a>,
+    /// The arrays and scalars of the problem's program; may be left out for one that reads none.
+    pub program: Option<&'a Inputs<'a>>,
+}
+
+impl<'a, T> ForwardTensors<'a, T> {
+    /// The tensors of a problem that names no others.
+    pub const fn new(
+        [q, k, v]: [TensorRef<'a, T>; 3],
+        out: TensorMut<'a, T>,
+        lse: &'a mut [f32],
+    ) -> ForwardTensors<'a, T> {
+        ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
+    }
+
+    /// The same with starts and lengths of sequences, page table, slopes and sinks.
+    #[must_use]
+    pub const fn with_extras(self, extras: Extras<'a>) -> ForwardTensors<'a, T> {
+        ForwardTensors { extras, ..self }
+    }
+
+    /// The same with the arrays and scalars of the problem's program.
+    #[must_use]
+    pub fn with_program(self, inputs: &'a Inputs<'a>) -> ForwardTensors<'a, T> {
+        ForwardTensors { program: Some(inputs), ..self }
+    }
+
+    pub(crate) fn arguments(&self) -> Arguments<'a> {
+        Arguments { extras: self.extras, program: self.program, ..Arguments::default() }
+    }
+}
+
+impl<'a, T> BackwardTensors<'a, T> {
+    /// The same with the arrays and scalars of the problem's program, whose gradients go to `darrays`.
+    #[must_use]
+    pub fn with_program(
+        self,
+        inputs: &'a Inputs<'a>,
+        darrays: Option<&'a mut Vec<Vec<f32>>>,
+    ) -> BackwardTensors<'a, T> {
+        BackwardTensors { program: Some(inputs), darrays, ..self }
+    }
+
+    pub(crate) fn arguments(&self) -> Arguments<'a> {
+        Arguments { extras: self.extras, program: self.program, ..Arguments::default() }
+    }
 }
 
 impl<'a, T: Element> ForwardTensors<'a, T> {
@@ -169,7 +215,15 @@ impl<'a, T: Element> ForwardTensors<'a, T> {
         output: &'a mut Output<T>,
         extras: Extras<'a>,
     ) -> Result<ForwardTensors<'a, T>, Error> {
-        Ok(ForwardTensors { q, k, v, out: output.out.view_mut("out")?, lse: &mut output.lse, extras })
+        Ok(ForwardTensors {
+            q,
+            k,
+            v,
+            out: output.out.view_mut("out")?,
+            lse: &mut output.lse,
+            extras,
+            program: None,
+        })
     }
 }
 
@@ -197,8 +251,13 @@ pub struct BackwardTensors<'a, T> {
     /// The gradient of the sinks, `[heads_q]`, written; `None` where the problem has none, or to leave it
     /// out.
     pub dsinks: Option<&'a mut [f32]>,
+    /// The gradients of the arrays that the problem's program reads, each packed, and empty for those that
+    /// want none: written. `None` to leave them out.
+    pub darrays: Option<&'a mut Vec<Vec<f32>>>,
     /// As the forward's.
     pub extras: Extras<'a>,
+    /// As the forward's.
+    pub program: Option<&'a Inputs<'a>>,
 }
 
 impl<'a, T: Element> BackwardTensors<'a, T> {
@@ -225,7 +284,9 @@ impl<'a, T: Element> BackwardTensors<'a, T> {
             dk: gradients.dk.view_mut("dk")?,
             dv: gradients.dv.view_mut("dv")?,
             dsinks: gradients.dsinks.as_deref_mut(),
+            darrays: None,
             extras,
+            program: None,
         })
     }
 }

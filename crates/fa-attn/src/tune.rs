@@ -23,8 +23,9 @@ pub use key::TuneKey;
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
 
 /// The tables that ship, by file name. That of the H100 SXM was measured by `fa tune --marks sm80`;
-/// docs/results/tune/ has every candidate.
-static SHIPPED: &[(&str, &str)] = &[("h100.json", include_str!("../tuned/h100.json"))];
+/// docs/results/tune/ has every candidate. That of the H200 is for `fa tune --marks models`, of both passes.
+static SHIPPED: &[(&str, &str)] =
+    &[("h100.json", include_str!("../tuned/h100.json")), ("h200.json", include_str!("../tuned/h200.json"))];
 
 /// How long to wait for a table that another process is changing: a change takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -43,6 +44,20 @@ pub struct TunedEntry {
     pub splits: Option<usize>,
     /// Its rate when it won, in TFLOP/s.
     pub tflops: f64,
+    /// What it was compiled by and from when an engine measured it: with another compiler or other sources it
+    /// is measured again. `None` in tables that ship and those of `fa tune`, which stand until replaced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub code: Option<Code>,
+}
+
+/// What a kernel is compiled by and from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Code {
+    /// Name and version, as in `nvrtc 13.0 (89012224 B)`.
+    pub compiler: String,
+    /// The hash of compiler, flags and sources: the kernel's entry in the cache.
+    pub key: String,
 }
 
 /// The choices for one GPU.
@@ -158,8 +173,9 @@ impl Tuned {
         found
     }
 
-    /// Adds `entry`, replacing an entry with the same key, family and pass whose kernel finds its rows and
-    /// changes its scores in the same way: an entry for a cache in pages does not replace one for dense rows.
+    /// Adds `entry`, replacing an entry with the same key, family, pass and compiler whose kernel finds its
+    /// rows and changes its scores in the same way: an entry for a cache in pages does not replace one for
+    /// dense rows. One of no compiler replaces those of all.
     pub fn set(&mut self, gpu: &str, entry: TunedEntry) {
         let known = self.gpus.iter().position(|known| known.gpu == gpu);
         let index = known.unwrap_or_else(|| {
@@ -171,37 +187,59 @@ impl Tuned {
             let TunedEntry { key, spec, .. } = entry;
             (key.clone(), spec.kernel.family(), spec.kernel.pass(), spec.score, spec.reads)
         };
-        match entries.iter_mut().find(|known| id(known) == id(&entry)) {
-            Some(known) => *known = entry,
-            None => entries.push(entry),
-        }
+        let compiler = |entry: &TunedEntry| entry.code.as_ref().map(|code| code.compiler.clone());
+        let (own, by) = (id(&entry), compiler(&entry));
+        let place = entries.iter().position(|known| id(known) == own);
+        entries.retain(|known| {
+            id(known) != own || (by.is_some() && compiler(known).is_some_and(|known| Some(known) != by))
+        });
+        entries.insert(place.unwrap_or(entries.len()).min(entries.len()), entry);
     }
 
-    /// Whether a kernel of `family` for `pass` that computes this problem was measured for problems with
-    /// exactly its key, possibly in the other 16-bit type.
-    pub fn has(&self, gpu: &str, problem: &Problem, family: Family, pass: Pass) -> bool {
+    /// Whether a kernel of this family and pass that computes this problem was measured for problems with
+    /// exactly its key, possibly in the other 16-bit type, in an entry of which `is_current` holds.
+    fn has(
+        &self,
+        gpu: &str,
+        problem: &Problem,
+        (family, pass): (Family, Pass),
+        is_current: impl Fn(&TunedEntry) -> bool,
+    ) -> bool {
         let key = TuneKey::of(problem);
         let entries = self.gpus.iter().filter(|known| known.gpu == gpu).flat_map(|known| &known.entries);
         entries
             .filter(|entry| entry.spec.kernel.family() == family && entry.spec.kernel.pass() == pass)
             .filter(|entry| entry.key.distance(&key) == Some(0))
-            .any(|entry| of_type(entry, problem).serves(problem).is_ok())
+            .any(|entry| of_type(entry, problem).serves(problem).is_ok() && is_current(entry))
     }
 
     /// The entry with a kernel of `wanted` for `problem` on `gpu`, that computes `pass`: that of the nearest
     /// key, its kernel in the problem's own type.
     pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family, pass: Pass) -> Option<TunedEntry> {
+        self.find_current(gpu, problem, (wanted, pass), |_| true)
+    }
+
+    /// [`Tuned::find`], of several entries for the nearest key the first of which `is_current` holds.
+    fn find_current(
+        &self,
+        gpu: &str,
+        problem: &Problem,
+        (wanted, pass): (Family, Pass),
+        is_current: impl Fn(&TunedEntry) -> bool,
+    ) -> Option<TunedEntry> {
         let key = TuneKey::of(problem);
-        self.gpus
-            .iter()
-            .filter(|known| known.gpu == gpu)
-            .flat_map(|known| &known.entries)
+        let entries = self.gpus.iter().filter(|known| known.gpu == gpu).flat_map(|known| &known.entries);
+        let near = entries
             .filter(|entry| entry.spec.kernel.family() == wanted && entry.spec.kernel.pass() == pass)
-            .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
-            .map(|(doublings, other_type, entry)| (doublings, other_type, entry, of_type(entry, problem)))
-            .filter(|(_, _, _, spec)| spec.serves(problem).is_ok())
-            .min_by_key(|(doublings, other_type, ..)| (*doublings, *other_type))
-            .map(|(_, _, entry, spec)| TunedEntry { spec, ..entry.clone() })
+            .filter_map(|entry| Some(((entry.key.distance(&key)?, entry.key.dtype != key.dtype), entry)))
+            .filter(|(_, entry)| of_type(entry, problem).serves(problem).is_ok());
+        let near: Vec<_> = near.collect();
+        let nearest = near.iter().map(|(distance, _)| *distance).min()?;
+        let nearest = near.iter().filter(|(distance, _)| *distance == nearest).map(|(_, entry)| *entry);
+        let nearest: Vec<&TunedEntry> = nearest.collect();
+        let current = if nearest.len() > 1 { nearest.iter().find(|entry| is_current(entry)) } else { None };
+        let entry = *current.or(nearest.first())?;
+        Some(TunedEntry { spec: of_type(entry, problem), ..entry.clone() })
     }
 }
 
@@ -284,9 +322,26 @@ impl Tables {
         self.own.forget(gpu, spec) | self.shipped.forget(gpu, spec)
     }
 
-    /// Whether one of them has an entry of exactly the problem's key.
-    pub(crate) fn has(&self, gpu: &str, problem: &Problem, family: Family, pass: Pass) -> bool {
-        [&self.own, &self.shipped].into_iter().any(|table| table.has(gpu, problem, family, pass))
+    /// Whether one of them has an entry of exactly the problem's key of which `is_current` holds.
+    pub(crate) fn has(
+        &self,
+        gpu: &str,
+        problem: &Problem,
+        kind: (Family, Pass),
+        is_current: impl Fn(&TunedEntry) -> bool,
+    ) -> bool {
+        [&self.own, &self.shipped].into_iter().any(|table| table.has(gpu, problem, kind, &is_current))
+    }
+
+    /// The entry for `problem` on `gpu` of the tables that ship.
+    pub(crate) fn find_shipped(
+        &self,
+        gpu: &str,
+        problem: &Problem,
+        family: Family,
+        pass: Pass,
+    ) -> Option<TunedEntry> {
+        self.shipped.find(gpu, problem, family, pass)
     }
 
     /// The entry for `problem` on `gpu` of the user's table, or else of those that ship.
@@ -294,10 +349,10 @@ impl Tables {
         &self,
         gpu: &str,
         problem: &Problem,
-        family: Family,
-        pass: Pass,
+        kind: (Family, Pass),
+        is_current: impl Fn(&TunedEntry) -> bool,
     ) -> Option<TunedEntry> {
-        let found = |table: &Tuned| table.find(gpu, problem, family, pass);
+        let found = |table: &Tuned| table.find_current(gpu, problem, kind, &is_current);
         found(&self.own).or_else(|| found(&self.shipped))
     }
 }

@@ -74,7 +74,9 @@ fn output<T: Value>(
             workspace: workspace.map(|workspace| workspace as &mut dyn DevicePtrMut<u8>),
             extras: extras(&views),
         };
-        forward.run(&stream, args).map_err(refused)
+        // SAFETY: the workspace is zero and no plan is shared. Starts of packed sequences are the caller's
+        // word, as they are for candle-flash-attn: `flash_attn_varlen` documents them.
+        unsafe { forward.run(&stream, args) }.map_err(refused)
     })?;
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), lse))
 }
@@ -140,7 +142,8 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
             ..extras(&views)
         },
     };
-    backward.run(&stream, args).map_err(refused)?;
+    // SAFETY: as for the forward, whose starts these are.
+    unsafe { backward.run(&stream, args) }.map_err(refused)?;
     let like = |data: CudaSlice<T>, like: &Tensor| tensor(data, like.shape(), device);
     let made = [like(dq, tensors[0]), like(dk, tensors[1]), like(dv, tensors[2])];
     Ok((made, dsinks.map(|dsinks| tensor(dsinks, problem.heads_q, device))))

@@ -46,8 +46,12 @@ impl Device {
         if let Some(device) = devices.iter().find(|device| **device.gpu.context() == **context) {
             return Ok(device.clone());
         }
-        let kernels = Kernels::new(context).map_err(refused)?;
-        let made = Device { gpu: Gpu::with(kernels), bound: Mutex::default(), workspaces: Mutex::default() };
+        let gpu = Gpu::with(Kernels::new(context).map_err(refused)?);
+        let tuning = Tuning::from_environment().map_err(refused)?;
+        if tuning != Tuning::Off {
+            gpu.set_tuning(tuning).map_err(refused)?;
+        }
+        let made = Device { gpu, bound: Mutex::default(), workspaces: Mutex::default() };
         let device = Arc::new(made);
         devices.push(device.clone());
         Ok(device)
@@ -117,7 +121,7 @@ impl Device {
 
 /// Switches tuning on or off for the GPU of `device`: kernels are measured in the background of the first
 /// calls, the winners used from the next call on. [`Tuning`] says what happens when; captured graphs keep
-/// their kernels.
+/// their kernels. Without a call, `FA_TUNE=auto` switches it on for every GPU of the process.
 ///
 /// ```no_run
 /// let device = candle_core::Device::new_cuda(0)?;

@@ -5,6 +5,8 @@ use clap::{Parser, Subcommand};
 use crate::commands::bench::args::BenchArgs;
 use crate::commands::build::BuildArgs;
 use crate::commands::check::CheckArgs;
+use crate::commands::check_mod::CheckModArgs;
+use crate::commands::dist::DistArgs;
 use crate::commands::doctor::DoctorArgs;
 use crate::commands::emulate::EmulateArgs;
 use crate::commands::ladder::LadderArgs;
@@ -41,9 +43,11 @@ Examples:
 
 Environment:
   FA_CACHE_DIR       folder of compiled kernels [default: fa/kernels in the user's cache folder]
+  FA_TUNE            auto, auto:SECONDS or off: measure kernels in the background of calls [default: off]
   FA_TUNED           table of tuned kernels [default: tuned.json beside the compiled kernels]
   FA_NVRTC           the NVRTC library, or none to compile nothing [default: searched in CUDA_HOME, \
 CUDA_PATH, the loader's path and the active Python environment]
+  FA_NCCL            the NCCL library, for `fa dist` [default: searched as NVRTC is]
   FA_NVCC            nvcc, for `fa build --nvcc` [default: searched in CUDA_HOME, CUDA_PATH and PATH]
   FA_PYTHON          Python with torch, for `fa bench --peers` [default: python3]
   FA_EMULATOR_CACHE  folder of what `fa emulate` compiles [default: below the user's cache folder]
@@ -62,6 +66,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Compare two outputs and judge the difference
     Check(CheckArgs),
+    /// Say what a mask or a modification of scores is: its class, derivative, cost and tiles
+    CheckMod(CheckModArgs),
     /// Measure attention on this machine
     Bench(BenchArgs),
     /// Compile the shipped GPU kernels, without needing a GPU
@@ -78,6 +84,8 @@ pub(crate) enum Command {
     Prove(ProveArgs),
     /// Run everything that needs a GPU after kernels have changed, in order
     Records(RecordsArgs),
+    /// Plan, check and measure attention over several GPUs
+    Dist(DistArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
     /// Do the job on standard input: the part of `fa validate` and `fa tune` that works on the GPU

@@ -3,6 +3,8 @@
 pub(crate) mod bench;
 pub(crate) mod build;
 pub(crate) mod check;
+pub(crate) mod check_mod;
+pub(crate) mod dist;
 pub(crate) mod doctor;
 pub(crate) mod emulate;
 pub(crate) mod ladder;

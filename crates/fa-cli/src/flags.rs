@@ -1,6 +1,7 @@
 //! Flags that commands share, parsed once into resolved values. No command is imported here.
 
 pub(crate) mod lengths;
+pub(crate) mod mods;
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -9,12 +10,14 @@ use clap::builder::{PathBufValueParser, PossibleValue, PossibleValuesParser, Typ
 use clap::{Args, ValueEnum};
 use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::simd::Isa;
+use fa_kernels::Headers;
 use fa_lab::marks::Marks;
 use fa_lab::shape::{HeadDim, parse_pair, whole};
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::flags::lengths::{LengthsArgs, ScoreArgs};
+use crate::flags::mods::ModArgs;
 use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
@@ -44,6 +47,29 @@ pub(crate) enum Backend {
     Reference,
     /// Kernels compiled for the first NVIDIA GPU: f16 and bf16
     Cuda,
+}
+
+/// The device sources of kernels that are being written.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct HeadersArgs {
+    /// Folder of device sources in place of those in this program, as its repository's crates/fa-kernels/cuda
+    #[arg(long, value_name = "DIR")]
+    pub headers: Option<PathBuf>,
+}
+
+impl HeadersArgs {
+    /// Compiles kernels with them from now on, in workers too.
+    ///
+    /// # Errors
+    /// Where there is no such folder.
+    pub(crate) fn choose(&self) -> anyhow::Result<()> {
+        let Some(folder) = &self.headers else { return Ok(()) };
+        if !folder.is_dir() {
+            let message = format!("--headers {}: there is no such folder", folder.display());
+            return Err(InputError::Usage(message).into());
+        }
+        Ok(Headers::choose(folder)?)
+    }
 }
 
 /// The parts of a problem that the tensors of a file do not determine.
@@ -160,7 +186,7 @@ impl ProblemArgs {
             Types::same(self.dtype),
         )
         .with_mask(self.mask.mask())
-        .with_score(self.score.score(self.softcap));
+        .with_score(self.score.score(self.softcap).map_err(InputError::Usage)?);
         problem.check()?;
         Ok(problem)
     }
@@ -252,6 +278,8 @@ pub(crate) struct ShapeArgs {
     /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
+    #[command(flatten)]
+    pub mods: ModArgs,
 }
 
 impl ShapeArgs {
@@ -261,14 +289,15 @@ impl ShapeArgs {
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
     pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
-        if dtype == Dtype::E4m3 {
-            return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
+        if !Dtype::COMPUTED.contains(&dtype) {
+            return Err(InputError::Usage(format!("{dtype} is not computed: use f32, f16 or bf16")).into());
         }
         let masks = if self.both_masks {
             vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]
         } else {
             vec![self.mask.mask()]
         };
+        let program = self.mods.program().map_err(InputError::Usage)?;
         let mut problems = Vec::new();
         for &HeadDim { qk, v } in &self.headdim {
             for &mask in &masks {
@@ -284,7 +313,7 @@ impl ShapeArgs {
                         Types::same(dtype),
                     )
                     .with_mask(mask)
-                    .with_score(ScoreMod::NONE.with_softcap(self.softcap));
+                    .with_score(ScoreMod::NONE.with_softcap(self.softcap).with_program(program));
                     problem.check()?;
                     problems.push(problem);
                 }

@@ -47,7 +47,7 @@ pub(crate) struct Beside {
 /// # Errors
 /// When the planner cannot predict the other sequence lengths.
 pub(crate) fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
-    let limits = planned.arch.limits();
+    let limits = planned.limits();
     let passes = match (&planned.forward, &planned.backward) {
         (Some(_), Some(_)) => "forward and backward, ",
         (None, Some(_)) => "backward, ",
@@ -286,7 +286,8 @@ fn cards(view: &View, best: &Fit) -> String {
         Tried::Kernels(set) => set.plans.first().filter(|_| !view.backward()),
         Tried::Sm100(_) => None,
     };
-    let splits = splits.and_then(|plan| splits::reason(plan, view.problem(), view.planned.arch));
+    let splits =
+        splits.and_then(|plan| splits::reason(plan, view.problem(), (view.planned.arch, &view.limits())));
     let splits = splits.map_or(String::new(), |reason| format!("<br>Splits: {}.", escape(&reason)));
     format!(
         "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\">{}: \

@@ -190,7 +190,9 @@ impl SideTensors {
             | CpuError::Extra { name, .. } => name,
             CpuError::Length { buffer, .. } => buffer,
             CpuError::Page { .. } => "page_table",
+            CpuError::Sink { .. } => "sinks",
             CpuError::Problem(_)
+            | CpuError::Program(_)
             | CpuError::Append(_)
             | CpuError::Shape { .. }
             | CpuError::Dtype { .. }

@@ -150,7 +150,7 @@ impl Append {
     /// # Errors
     /// The first [`AppendError`] found.
     pub fn check(&self) -> Result<(), AppendError> {
-        if self.dtype == Dtype::E4m3 {
+        if !Dtype::COMPUTED.contains(&self.dtype) {
             let need = "f32, f16 or bf16".into();
             return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
         }

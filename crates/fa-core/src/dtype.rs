@@ -160,10 +160,11 @@ const CACHE: &str =
     "nothing reads an 8-bit cache yet; dequantise K and V into Q's type and leave kv_dtype out";
 const MIXED: &str = "K and V have the type of Q; convert them and leave kv_dtype out";
 const FP8: &str = "nothing computes an fp8 forward yet; convert Q, K and V to the type of O";
-const WIDE_OUT: &str =
-    "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results by their LSE in f32";
+const WIDE_OUT: &str = "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results \
+                        by their LSE in f32";
 const MIXED_OUT: &str = "O is written in the type of Q, K and V; leave out_dtype out";
-const WIDE_DKV: &str = "dK and dV are written in the type of K and V; leave dkv_dtype out, and add them up in f32 after each call";
+const WIDE_DKV: &str = "dK and dV are written in the type of K and V; leave dkv_dtype out, and add \
+                        them up in f32 after each call";
 
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -146,7 +146,7 @@ table! {
     AlibiSlopes alibi_slopes: F32 [Axis::HeadsQ], [Axis::Batch, Axis::HeadsQ] => |problem| {
         problem.score.alibi.map(|alibi| usize::from(alibi == Alibi::PerSequenceHead))
     };
-    /// A logit per query head, in natural units: `[heads_q]`.
+    /// A logit per query head, in natural units: `[heads_q]`; -inf for none, and never +inf.
     Sinks sinks: F32 [Axis::HeadsQ] => |problem| first_if(problem.score.sinks);
     /// The gradient of the LSE, in its shape, `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`: for a
     /// backward, and optional for every problem. Rows with an LSE of -inf have none.

@@ -1,5 +1,6 @@
 //! Problems as keys of maps.
 
+use crate::program::Interned;
 use crate::{Alibi, Lengths, Mask, Problem, Types};
 
 /// A [`Problem`] as the key of a map: two are equal where all fields are, floats by their bits.
@@ -14,6 +15,7 @@ pub struct ProblemKey {
     softcap: Option<u64>,
     alibi: Option<Alibi>,
     sinks: bool,
+    program: Option<Interned>,
 }
 
 impl From<&Problem> for ProblemKey {
@@ -30,6 +32,7 @@ impl From<&Problem> for ProblemKey {
             softcap: score.softcap.map(f64::to_bits),
             alibi: score.alibi,
             sinks: score.sinks,
+            program: score.program,
         }
     }
 }

@@ -35,6 +35,7 @@
 
 pub mod append;
 pub mod arch;
+pub mod board;
 pub mod division;
 pub mod dtype;
 pub mod extras;
@@ -47,6 +48,7 @@ pub mod mask;
 pub mod merge;
 pub mod pass;
 pub mod problem;
+pub mod program;
 pub mod score_mod;
 pub mod spec;
 pub mod swizzle;
@@ -56,6 +58,7 @@ pub mod words;
 
 pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
 pub use arch::{Arch, ArchLimits};
+pub use board::Board;
 pub use division::Division;
 pub use dtype::{Dtype, Types};
 pub use extras::{Extra, Extras};

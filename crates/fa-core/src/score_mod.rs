@@ -1,11 +1,11 @@
 //! What is done to scaled scores before the mask and the softmax.
 //!
-//! With `d = |i + seqlen_k - seqlen_q + offset - j|` (the mask's offset), the score of query `i` and key `j` is `softcap(scale * q.k) -
-//! slope * d`. A sink is one more logit of each row, in natural units, neither scaled nor capped nor masked:
-//! it joins the denominator and has no value. **LSE includes the sink**; a row that sees no key has `O = 0`
-//! and `LSE = sink` (`-inf` without one). Its gradient is `dsink[h] = -sum over the head's rows of
-//! exp(sink[h] - lse) * dPsum`. Partial results (splits of the keys, merges) leave the sink out; it is
-//! combined once.
+//! With `d = |i + seqlen_k - seqlen_q + offset - j|` (the mask's offset), the score of query `i` and key `j`
+//! is `softcap(scale * q.k) - slope * d`. A sink is one more logit of each row, in natural units, neither
+//! scaled nor capped nor masked: it joins the denominator and has no value. **LSE includes the sink**; a row
+//! that sees no key has `O = 0` and `LSE = sink` (`-inf` without one). Its gradient is `dsink[h] = -sum over
+//! the head's rows of exp(sink[h] - lse) * dPsum`. Partial results (splits of the keys, merges) leave the
+//! sink out; it is combined once.
 //!
 //! Sinks and slopes may be as large as f32 holds. A row whose sink is above every score has `O = 0` and
 //! `LSE = sink`, to the last bit; with a slope that large a query sees the key at distance 0 alone. Softmaxes
@@ -20,6 +20,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::program::{Interned, ScoreClass};
 use crate::with_methods;
 
 /// Changes of the scaled scores of a problem, with their run-time values. Slopes and sinks are tensors of the
@@ -33,6 +34,9 @@ pub struct ScoreMod {
     pub alibi: Option<Alibi>,
     /// A logit per query head, f32 `[heads_q]`, in the denominator of the softmax.
     pub sinks: bool,
+    /// A mask, a change of scores, or both, of the caller's own. The mask hides keys that [`crate::Mask`]
+    /// leaves visible. The change takes the scaled score; a cap and ALiBi are then a part of it.
+    pub program: Option<Interned>,
 }
 
 /// The shape of the tensor of slopes of ALiBi.
@@ -54,11 +58,13 @@ pub struct ScoreKind {
     pub alibi: bool,
     /// A logit per query head joins the denominator.
     pub sinks: bool,
+    /// The caller's own mask and change of scores.
+    pub program: Option<Interned>,
 }
 
 impl ScoreMod {
     /// Scores as they are.
-    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false };
+    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false, program: None };
 
     /// A soft cap and nothing else.
     pub const fn softcap(cap: f64) -> ScoreMod {
@@ -69,11 +75,17 @@ impl ScoreMod {
         with_softcap(softcap: Option<f64>),
         with_alibi(alibi: Option<Alibi>),
         with_sinks(sinks: bool),
+        with_program(program: Option<Interned>),
     }
 
     /// What a kernel needs code for.
     pub const fn kind(&self) -> ScoreKind {
-        ScoreKind { softcap: self.softcap.is_some(), alibi: self.alibi.is_some(), sinks: self.sinks }
+        ScoreKind {
+            softcap: self.softcap.is_some(),
+            alibi: self.alibi.is_some(),
+            sinks: self.sinks,
+            program: self.program,
+        }
     }
 }
 
@@ -97,7 +109,23 @@ impl Alibi {
 
 impl ScoreKind {
     /// Scores as they are.
-    pub const NONE: ScoreKind = ScoreKind { softcap: false, alibi: false, sinks: false };
+    pub const NONE: ScoreKind = ScoreKind { softcap: false, alibi: false, sinks: false, program: None };
+
+    /// Whether a program masks keys.
+    pub fn masks(&self) -> bool {
+        self.program.is_some_and(|program| program.mask().is_some())
+    }
+
+    /// Whether a program changes scores.
+    pub fn changes(&self) -> bool {
+        self.program.is_some_and(|program| program.score().is_some())
+    }
+
+    /// Whether that program's derivative by the score is other than 1.
+    pub fn has_slope(&self) -> bool {
+        self.changes()
+            && !self.program.is_some_and(|own| matches!(own.class(), Some(ScoreClass::Additive { .. })))
+    }
 }
 
 #[cfg(test)]
@@ -110,7 +138,7 @@ mod tests {
         assert_eq!(ScoreMod::NONE, ScoreMod::default());
         assert_eq!(ScoreMod::softcap(1.0).kind(), ScoreKind { softcap: true, ..ScoreKind::NONE });
         let all = ScoreMod::softcap(1.0).with_alibi(Some(Alibi::PerHead)).with_sinks(true);
-        assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true });
+        assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true, ..ScoreKind::NONE });
         assert_eq!(Alibi::PerHead.count(3, 8), 8);
         assert_eq!(Alibi::PerSequenceHead.count(3, 8), 24);
     }

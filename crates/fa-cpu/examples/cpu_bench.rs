@@ -50,7 +50,9 @@ fn main() {
                         Dtype::F16 => time::<f16>(options, &problem, mode, layout),
                         Dtype::Bf16 => time::<bf16>(options, &problem, mode, layout),
                         Dtype::F32 => time::<f32>(options, &problem, mode, layout),
-                        Dtype::E4m3 | Dtype::Int8 => panic!("nothing computes in e4m3: use f32, f16 or bf16"),
+                        dtype @ (Dtype::E4m3 | Dtype::Int8) => {
+                            panic!("nothing computes in {dtype}: use f32, f16 or bf16")
+                        }
                     };
                     let flops =
                         if mode == "fwd" { problem.flops_forward() } else { problem.flops_backward() };

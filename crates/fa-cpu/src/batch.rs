@@ -1,10 +1,11 @@
 //! The location of each sequence's rows: lengths, starts and page table of a call, checked once.
 
+use fa_core::program::{Inputs, Interned};
 use fa_core::{Alibi, Extra, Pass, Problem, Side, SideRows};
 
 use crate::check::q_shape;
 use crate::error::CpuError;
-use crate::extras::{Extras, check_extras};
+use crate::extras::{Arguments, Within, check_extras};
 
 /// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +36,8 @@ pub struct Batch<'a> {
     slopes: Option<(&'a [f32], usize)>,
     sinks: Option<&'a [f32]>,
     dlse: Option<Dlse<'a>>,
+    program: Option<(Interned, Inputs<'a>)>,
+    within: Within,
 }
 
 /// The gradient of the LSE.
@@ -60,10 +63,14 @@ impl<'a> Batch<'a> {
     /// Lengths and first rows of `problem`'s sequences, of a forward or a backward.
     ///
     /// # Errors
-    /// Those of [`check_extras`]; [`CpuError::Descending`], [`CpuError::Beyond`] and [`CpuError::Page`] for
-    /// values that point outside the tensors; [`CpuError::Memory`].
-    pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
+    /// Those of [`check_extras`]; [`CpuError::Sink`]; [`CpuError::Descending`], [`CpuError::Beyond`] and
+    /// [`CpuError::Page`] for values that point outside the tensors; [`CpuError::Memory`].
+    pub fn new(problem: &Problem, arguments: impl Into<Arguments<'a>>) -> Result<Batch<'a>, CpuError> {
+        let arguments = arguments.into();
+        let extras = &arguments.extras;
+        let program = arguments.of_program(problem)?;
         check_extras(problem, Pass::BACKWARD, extras)?;
+        check_sinks(extras.sinks.unwrap_or_default())?;
         let lengths = &problem.lengths;
         let count = lengths.sequences();
         // A tensor without elements may claim any number of sequences.
@@ -95,7 +102,7 @@ impl<'a> Batch<'a> {
         let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
         let mut sequences = room(q.len())?;
         sequences.extend(q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }));
-        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse })
+        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse, program, within: arguments.within })
     }
 
     /// Whether all sequences are of the same lengths.
@@ -125,6 +132,16 @@ impl<'a> Batch<'a> {
     /// The slope of a query head; 0 without ALiBi.
     pub fn slope(&self, sequence: usize, head: usize) -> f32 {
         self.slopes.map_or(0.0, |(slopes, stride)| slopes[sequence * stride + head])
+    }
+
+    /// The mask and change of scores of the caller's own, with what it reads.
+    pub fn program(&self) -> Option<(Interned, &Inputs<'a>)> {
+        self.program.as_ref().map(|(program, inputs)| (*program, inputs))
+    }
+
+    /// Where the problem is a part of a larger one.
+    pub fn within(&self) -> Within {
+        self.within
     }
 
     /// The sink of a query head.
@@ -161,6 +178,12 @@ fn room<T>(count: usize) -> Result<Vec<T>, CpuError> {
     let bytes = count.saturating_mul(size_of::<T>());
     list.try_reserve_exact(count).map_err(|_| CpuError::Memory { sequences: count, bytes })?;
     Ok(list)
+}
+
+/// Checks that no sink is +inf, of which softmax has no value: every probability is 0 and so is its gradient.
+pub(crate) fn check_sinks(sinks: &[f32]) -> Result<(), CpuError> {
+    let refused = sinks.iter().position(|&sink| sink == f32::INFINITY);
+    refused.map_or(Ok(()), |index| Err(CpuError::Sink { index }))
 }
 
 /// The rows of every sequence on one side, whose `cu` and `used` are as long as the problem says.
@@ -219,6 +242,7 @@ mod tests {
     use fa_core::{Dtype, Lengths, Mask, ScoreMod};
 
     use super::*;
+    use crate::Extras;
 
     fn problem(lengths: Lengths) -> Problem {
         Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32).with_lengths(lengths)
@@ -304,6 +328,11 @@ mod tests {
             Extras { alibi_slopes: Some(&[1.0, 2.0, 3.0, 4.0]), sinks: Some(&[5.0, 6.0]), ..Extras::NONE };
         let batch = Batch::new(&problem, &extras).unwrap();
         assert_eq!((batch.slope(1, 0), batch.sink(1)), (3.0, Some(6.0)));
+        let endless = [f32::NEG_INFINITY, f32::INFINITY];
+        for (sinks, refused) in [([f32::NEG_INFINITY, 6.0], None), (endless, Some(1))] {
+            let made = Batch::new(&problem, &Extras { sinks: Some(&sinks), ..extras });
+            assert_eq!(made.err(), refused.map(|index| CpuError::Sink { index }));
+        }
         let per_head = problem.with_score(score.with_alibi(Some(Alibi::PerHead)));
         assert_eq!(
             Batch::new(&per_head, &extras).unwrap_err(),

@@ -67,8 +67,12 @@ pub struct Comparison {
     pub worst_reference: f64,
     /// Root mean square of the differences.
     pub rms: f64,
+    /// Mean absolute difference.
+    pub mean_abs: f64,
     /// Cosine of the angle between output and reference; 1 when both are zero.
     pub cosine: f64,
+    /// The least of the same over rows `[batch, seq, head]`; that of all for LSEs.
+    pub least_cosine: f64,
     /// Positions that are infinite or NaN in one and not in the same way in the other.
     pub mismatches: usize,
     /// The first of them.
@@ -156,7 +160,7 @@ pub fn compare<T: Element, L: Element>(
         let [_, seq, heads, dim] = shape;
         [index / (seq * heads * dim), index / (heads * dim) % seq, index / dim % heads, index % dim]
     };
-    Ok(measure(dtype, out, reference, low_max_abs, tolerance, position))
+    Ok(measure(dtype, out, reference, low_max_abs, tolerance, (shape[3], position)))
 }
 
 /// Compares LSEs, `[batch, heads, seqlen_q]` both, of a problem whose inputs are `dtype`: within
@@ -185,7 +189,7 @@ pub fn compare_lse<T: Element>(
         let [_, heads, seq] = shape;
         [index / (heads * seq), index % seq, index / seq % heads, 0]
     };
-    Ok(measure(Dtype::F32, lse, reference, None, tolerance, position))
+    Ok(measure(Dtype::F32, lse, reference, None, tolerance, (0, position)))
 }
 
 /// One rounding step of `dtype` at `magnitude`: the distance between neighbouring numbers there.
@@ -195,7 +199,9 @@ pub fn rounding_step(dtype: Dtype, magnitude: f64) -> f64 {
         Dtype::F32 => (-126, 23),
         Dtype::F16 => (-14, 10),
         Dtype::Bf16 => (-126, 7),
-        Dtype::E4m3 | Dtype::Int8 => (-6, 3),
+        Dtype::E4m3 => (-6, 3),
+        // Whole numbers.
+        Dtype::Int8 => return 1.0,
     };
     let bits = magnitude.abs().to_bits();
     let exponent = (bits >> 52) as i32 - 1023;
@@ -210,13 +216,14 @@ pub fn assumed_low_error(dtype: Dtype, largest: f64) -> f64 {
     steps * rounding_step(dtype, largest)
 }
 
-/// The smallest magnitude that rounds to infinity (in E4m3, which has none, to NaN).
+/// The smallest magnitude that rounds to infinity (in E4m3, which has none, to NaN; codes are clamped).
 fn overflow_threshold(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => f64::from(f32::MAX) + rounding_step(Dtype::F32, f64::from(f32::MAX)) / 2.0,
         Dtype::F16 => 65520.0,
         Dtype::Bf16 => 2f64.powi(127) * (2.0 - 2f64.powi(-8)),
-        Dtype::E4m3 | Dtype::Int8 => 464.0,
+        Dtype::E4m3 => 464.0,
+        Dtype::Int8 => 127.5,
     }
 }
 
@@ -265,10 +272,11 @@ fn measure<T: Element>(
     reference: &[f64],
     low_max_abs: Option<f64>,
     tolerance: f64,
-    position: impl Fn(usize) -> [usize; 4],
+    (row_len, position): (usize, impl Fn(usize) -> [usize; 4]),
 ) -> Comparison {
-    let mut sums = Sums::default();
+    let mut sums = Sums::of_rows(row_len);
     each_part(out, reference, |out, reference| add(&mut sums, dtype, out, reference));
+    let (mean_abs, least_cosine) = (sums.mean_abs(), sums.least_cosine());
     let Sums { mismatches, first_mismatch, max_abs, worst, .. } = sums;
     Comparison {
         count: out.len(),
@@ -277,7 +285,9 @@ fn measure<T: Element>(
         worst_out: worst.map_or(0.0, |index| out[index].to_f64()),
         worst_reference: worst.map_or(0.0, |index| reference[index]),
         rms: sums.rms(),
+        mean_abs,
         cosine: sums.cosine(),
+        least_cosine,
         mismatches,
         first_mismatch: first_mismatch.map(position),
         low_max_abs,
@@ -312,6 +322,17 @@ mod tests {
     fn check<T: Element>(dtype: Dtype, out: &[f64], reference: &[f64], low: Option<&[f64]>) -> Comparison {
         let out: Vec<T> = out.iter().map(|&value| T::from_f64(value)).collect();
         compare([1, 1, 1, out.len()], dtype, &out, reference, low).unwrap()
+    }
+
+    #[test]
+    fn mean_and_least_cosine_are_of_elements_and_rows() {
+        // Two rows: one alike, one at a right angle.
+        let (out, reference) = ([3.0f32, 4.0, 1.0, 0.0], [3.0, 4.0, 0.0, 1.0]);
+        let found = compare::<f32, f32>([1, 2, 1, 2], Dtype::F32, &out, &reference, None).unwrap();
+        assert_eq!((found.mean_abs, found.max_abs, found.least_cosine), (0.5, 1.0, 0.0));
+        assert!((found.cosine - 25.0 / 26.0).abs() < 1e-12, "{}", found.cosine);
+        let lse = compare_lse::<f32>([1, 1, 4], Dtype::F32, &out, &reference).unwrap();
+        assert_eq!(lse.least_cosine, lse.cosine);
     }
 
     #[test]

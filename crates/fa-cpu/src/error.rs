@@ -71,6 +71,15 @@ pub enum CpuError {
         /// Whether the problem names it.
         asked: bool,
     },
+    /// A sink leaves nothing to any key.
+    #[error(
+        "sinks[{index}] is inf: it would take all of the head's probability; give a finite logit, or -inf \
+         for none"
+    )]
+    Sink {
+        /// The query head.
+        index: usize,
+    },
     /// Starts of packed sequences descend.
     #[error("{name}[{index}] = {before} and {name}[{}] = {after}: starts must not descend", index + 1)]
     Descending {
@@ -133,6 +142,9 @@ pub enum CpuError {
         /// What their list takes; `usize::MAX` beyond.
         bytes: usize,
     },
+    /// Arrays or scalars that are not those of the problem's program.
+    #[error(transparent)]
+    Program(#[from] fa_core::program::InputError),
     /// Gradients of keys that lie in pages were asked for.
     #[error("keys and values lie in pages, which the backward does not take: pack or pad them")]
     PagedBackward,

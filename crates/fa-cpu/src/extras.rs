@@ -1,6 +1,7 @@
 //! The tensors of a call besides Q, K, V and O: whether a call has those that its problem names.
 
 use fa_core::extras::{HostExtras, Value};
+use fa_core::program::{Inputs, Interned};
 use fa_core::{Pass, Problem};
 
 use crate::check::check_len;
@@ -11,6 +12,57 @@ pub type Extras<'a> = HostExtras<'a>;
 
 /// [`Extras`] that own their values.
 pub use fa_core::extras::OwnedExtras;
+
+/// All that a call has besides Q, K, V and their gradients. Functions that take it take [`Extras`] alone as
+/// well.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Arguments<'a> {
+    /// Lengths, pages, slopes and sinks.
+    pub extras: Extras<'a>,
+    /// The arrays and scalars of the problem's program; may be left out for a program that reads none.
+    pub program: Option<&'a Inputs<'a>>,
+    /// Where the problem is a part of a larger one, as the program sees it.
+    pub within: Within,
+}
+
+/// The place of a problem in a larger one of which it computes some heads and queries of one sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Within {
+    /// Its sequence, first query head, first K/V head and first query.
+    pub first: [usize; 4],
+    /// Queries and keys of the sequence; `None` for the problem's own.
+    pub lengths: Option<[usize; 2]>,
+}
+
+impl<'a> From<&Extras<'a>> for Arguments<'a> {
+    fn from(extras: &Extras<'a>) -> Arguments<'a> {
+        Arguments { extras: *extras, ..Arguments::default() }
+    }
+}
+
+impl<'a> From<&Arguments<'a>> for Arguments<'a> {
+    fn from(own: &Arguments<'a>) -> Arguments<'a> {
+        *own
+    }
+}
+
+impl<'a> Arguments<'a> {
+    /// `problem`'s program with its inputs.
+    ///
+    /// # Errors
+    /// [`CpuError::Program`] for inputs that are not the program's, [`CpuError::Extra`] for those of none.
+    pub(crate) fn of_program(&self, problem: &Problem) -> Result<Option<(Interned, Inputs<'a>)>, CpuError> {
+        match (problem.score.program, self.program) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => Err(CpuError::Extra { name: "program", asked: false }),
+            (Some(program), None) => Ok(Some((program, Inputs::new(&program, vec![], vec![])?))),
+            (Some(program), Some(inputs)) => {
+                inputs.check(&program)?;
+                Ok(Some((program, inputs.clone())))
+            }
+        }
+    }
+}
 
 /// Those that `problem` names are given, and no others, each with as many values as it needs.
 ///

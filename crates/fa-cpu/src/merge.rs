@@ -103,6 +103,7 @@ pub fn add_sinks<T: Element, R: Real>(
     let [batch, seqlen, heads, dim] = out.shape();
     check_len("lse", lse.len(), batch * heads * seqlen)?;
     check_len("sinks", sinks.len(), heads)?;
+    crate::batch::check_sinks(sinks)?;
     let strides = out.strides();
     let mut row = vec![R::ZERO; dim];
     for (index, lse) in lse.iter_mut().enumerate() {

@@ -205,11 +205,8 @@ void block(const char* waits_for, const void* on) {
     yield();
 }
 
-void wake(Thread& thread) {
-    if (thread.state != State::Blocked) return;
-    thread.state = State::Ready;
-    ++thread.warp->ready;
-    machine->progress = machine->step;
+// Adds a wait of the traced CTA to the timeline, once for the lanes of a warp.
+static void trace_wait(Thread& thread, const char* end) {
     Warp& warp = *thread.warp;
     // The lanes of a warp wait for the same; that they wait for each other is no wait of the warp.
     const bool told = warp.told_begin == thread.blocked_at && warp.told_what == thread.waits_for;
@@ -218,8 +215,27 @@ void wake(Thread& thread) {
     if (machine->step <= thread.blocked_at + 1) return;
     warp.told_begin = thread.blocked_at;
     warp.told_what = thread.waits_for;
-    machine->trace.add({"warp " + std::to_string(warp.id), thread.waits_for, thread.blocked_at, machine->step,
-                        walk(frame_of(thread.fiber), thread.fiber.stack)});
+    machine->trace.add({"warp " + std::to_string(warp.id), std::string(thread.waits_for) + end,
+                        thread.blocked_at, machine->step, walk(frame_of(thread.fiber), thread.fiber.stack)});
+}
+
+void wake(Thread& thread) {
+    if (thread.state != State::Blocked) return;
+    thread.state = State::Ready;
+    ++thread.warp->ready;
+    machine->progress = machine->step;
+    trace_wait(thread, "");
+}
+
+// The waits that have not ended where the machine stops.
+static void trace_unfinished() {
+    for (auto& cluster : machine->resident) {
+        for (auto& cta : cluster->ctas) {
+            for (Thread& thread : cta->threads) {
+                if (thread.state == State::Blocked) trace_wait(thread, ", which never ends");
+            }
+        }
+    }
 }
 
 void wake_on(Cta& cta, const void* on) {
@@ -301,14 +317,17 @@ bool run(Machine& machine) {
         }
         auto& agents = machine.agents;
         if (!best && agents.empty()) {
+            trace_unfinished();
             report_stuck(machine, "deadlock");
             break;
         }
         if (machine.step - machine.progress > kLivelockSteps) {
+            trace_unfinished();
             report_stuck(machine, "livelock");
             break;
         }
         if (options.step_limit && machine.step > options.step_limit) {
+            trace_unfinished();
             report_stuck(machine, "step limit");
             break;
         }

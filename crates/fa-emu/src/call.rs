@@ -1,6 +1,7 @@
 //! The tensors of a call on host memory.
 
 use fa_core::Strides;
+use fa_core::program::OwnedInputs;
 use fa_cpu::OwnedExtras;
 
 /// One tensor of a call, as elements of 16 bits.
@@ -21,6 +22,8 @@ pub struct Call<'a> {
     pub lse: Option<&'a [f32]>,
     /// The extras that the problem needs.
     pub extras: &'a OwnedExtras,
+    /// The arrays and scalars of the problem's program.
+    pub program: Option<&'a OwnedInputs>,
     /// For the tensors of queries and for those of keys: whether each row `[batch, seqlen]` belongs to a
     /// sequence. Other rows must not be touched. Empty where all rows belong to one.
     pub rows: [&'a [bool]; 2],
@@ -29,6 +32,6 @@ pub struct Call<'a> {
 impl<'a> Call<'a> {
     /// A call of a batch of equal lengths, without slopes and sinks.
     pub(crate) fn dense(tensors: Vec<Given<'a>>, lse: Option<&'a [f32]>) -> Call<'a> {
-        Call { tensors, lse, extras: &OwnedExtras::NONE, rows: [&[], &[]] }
+        Call { tensors, lse, extras: &OwnedExtras::NONE, program: None, rows: [&[], &[]] }
     }
 }

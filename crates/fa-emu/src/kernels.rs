@@ -68,6 +68,7 @@ impl EmulatedKernel for Sm80Fwd {
                 ("loop_split", |k, _| k.loop_split = !k.loop_split),
                 ("reverse_blocks", |k, _| k.reverse_blocks = !k.reverse_blocks),
                 ("pack_gqa", |k, _| k.pack_gqa = !k.pack_gqa),
+                ("exact_div", |k, _| k.exact_div = !k.exact_div),
             ],
             true,
             random,

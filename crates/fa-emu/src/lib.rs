@@ -42,6 +42,8 @@ mod outcome;
 mod pass;
 mod placement;
 mod planned;
+#[cfg(test)]
+mod program;
 mod proof;
 pub mod prove;
 pub mod random;

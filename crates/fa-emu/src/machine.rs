@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 50] = files![
+    pub(super) static ALL: [(&str, &str); 51] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -38,6 +38,7 @@ mod sources {
         "host/ptx/registers.cuh",
         "host/ptx/redux.cuh",
         "host/ptx/segment.cuh",
+        "host/ptx/special.cuh",
         "host/ptx/stmatrix.cuh",
         "host/ptx/sync.cuh",
         "host/ptx/tcgen05.cuh",

@@ -4,7 +4,7 @@
 
 use fa_core::{Extra, Extras, Pass, Problem, Strides};
 use fa_cpu::OwnedExtras;
-use fa_kernels::launch::{Addresses, Launches, Part, Shape, Workspace};
+use fa_kernels::launch::{Addresses, Launches, Part, RawArray, RawProgram, Shape, Workspace};
 use fa_kernels::{RawExtras, RawTensor};
 
 use crate::call::{Call, Given};
@@ -23,6 +23,10 @@ pub(crate) struct DeviceMemory<'a> {
     plan: Option<Part>,
     extras: Extras<Memory<'a>>,
     dsinks: Option<Memory<'a>>,
+    arrays: Vec<Memory<'a>>,
+    /// Gradients of arrays, of a backward.
+    darrays: Vec<Option<Memory<'a>>>,
+    program: Option<RawProgram>,
     page_faults: Option<Memory<'a>>,
     /// Rows that belong to no sequence: address and bytes.
     foreign: Vec<(u64, u64)>,
@@ -65,6 +69,19 @@ impl<'a> DeviceMemory<'a> {
         }
         let has_dsinks = problem.score.sinks && unit.spec.kernel.pass() != Pass::Forward;
         let dsinks = has_dsinks.then(|| Memory::new(machine, "dsinks", 4 * problem.heads_q)).transpose()?;
+        let (arrays, mut program) = program(machine, problem, call)?;
+        let mut darrays = Vec::new();
+        if let (Some(raw), Some(own)) = (&mut program, problem.score.program)
+            && unit.spec.kernel.is_backward()
+        {
+            for (slot, decl) in own.arrays().iter().enumerate() {
+                let extents = &raw.arrays[slot].extents[..decl.rank];
+                let len: usize = extents.iter().map(|&extent| extent as usize).product();
+                let room = decl.gradient.then(|| Memory::new(machine, "darray", 4 * len)).transpose()?;
+                raw.gradients[slot] = room.as_ref().map_or(0, Memory::address);
+                darrays.push(room);
+            }
+        }
         let has_pages = problem.lengths.page().is_some();
         let mut page_faults = has_pages.then(|| Memory::new(machine, "page_faults", 4)).transpose()?;
         if let Some(memory) = &mut page_faults {
@@ -82,6 +99,9 @@ impl<'a> DeviceMemory<'a> {
             plan: launches.workspace.plan,
             extras: extras(machine, call.extras)?,
             dsinks,
+            arrays,
+            darrays,
+            program,
             page_faults,
             foreign,
         })
@@ -93,6 +113,7 @@ impl<'a> DeviceMemory<'a> {
             inputs: self.extras.as_ref().map(|_, memory| memory.address(), |_, memory| memory.address()),
             page_faults: self.page_faults.as_ref().map(Memory::address),
             dsinks: self.dsinks.as_ref().map(Memory::address),
+            program: self.program,
             ..RawExtras::default()
         };
         Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
@@ -117,6 +138,14 @@ impl<'a> DeviceMemory<'a> {
         if let Some(memory) = &self.dsinks {
             let bytes = memory.bytes().len() as u64;
             session.region("dsinks", memory.address(), bytes, around, Access::Unwritten);
+        }
+        for (slot, memory) in self.arrays.iter().enumerate() {
+            let bytes = memory.bytes().len() as u64;
+            session.region(&format!("array {slot}"), memory.address(), bytes, around, Access::Input);
+        }
+        for memory in self.darrays.iter().flatten() {
+            let bytes = memory.bytes().len() as u64;
+            session.region("darray", memory.address(), bytes, around, Access::Unwritten);
         }
         if let Some(memory) = &self.page_faults {
             session.region("page_faults", memory.address(), 4, around, Access::Written);
@@ -198,6 +227,11 @@ impl<'a> DeviceMemory<'a> {
         bytes.chunks_exact(4).map(|word| i32::from_ne_bytes(word.try_into().expect("a word"))).collect()
     }
 
+    /// Gradients of the program's arrays; empty where none is computed.
+    pub(crate) fn darrays(&self) -> Vec<Vec<f32>> {
+        self.darrays.iter().map(|memory| memory.as_ref().map_or_else(Vec::new, floats)).collect()
+    }
+
     /// Gradients of the sinks; none where there are no sinks.
     pub(crate) fn dsinks(&self) -> Vec<f32> {
         self.dsinks.as_ref().map_or_else(Vec::new, floats)
@@ -224,6 +258,29 @@ fn placed<'a>(machine: &'a Machine, shape: &Shape, given: &Given) -> Result<(Mem
         fill(&mut memory, elements.iter().map(|element| element.to_ne_bytes()));
     }
     Ok((memory, strides))
+}
+
+/// Memory for the arrays of the problem's program, and what the call says of them.
+fn program<'a>(
+    machine: &'a Machine,
+    problem: &Problem,
+    call: &Call,
+) -> Result<(Vec<Memory<'a>>, Option<RawProgram>), Error> {
+    let (Some(program), Some(given)) = (problem.score.program, call.program) else {
+        return Ok((Vec::new(), None));
+    };
+    let inputs = given.view(&program).expect("the inputs are the program's");
+    let mut raw = RawProgram { scalars: inputs.scalar_bits(), ..RawProgram::default() };
+    let mut arrays = Vec::new();
+    for (array, to) in inputs.arrays().iter().zip(&mut raw.arrays) {
+        let bytes = array.data.bytes();
+        // Words are tracked whole.
+        let mut memory = Memory::new(machine, "array", bytes.len().next_multiple_of(4))?;
+        memory.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
+        *to = RawArray { address: memory.address(), strides: array.strides, extents: array.extents };
+        arrays.push(memory);
+    }
+    Ok((arrays, Some(raw)))
 }
 
 /// Memory for each of the extras that there are.
@@ -274,6 +331,8 @@ fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
         ("plan", workspace.plan),
         ("out_partial", workspace.out_partial),
         ("lse_partial", workspace.lse_partial),
+        ("map_lists", workspace.map_lists),
+        ("map_tiles", workspace.map_tiles),
     ];
     all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()
 }

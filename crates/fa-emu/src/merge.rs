@@ -27,7 +27,7 @@ pub struct MergeCall {
     pub sinks: Option<Vec<f32>>,
     /// The merged O.
     pub out: Vec<u8>,
-    /// The merged LSE.
+    /// The merged LSE; empty where the parts are added up.
     pub lse: Vec<f32>,
 }
 
@@ -69,19 +69,20 @@ impl MergeUnit {
         let out = memory("out", &call.out, Access::Unwritten)?;
         let lse = memory("lse", &bytes_of(&call.lse), Access::Unwritten)?;
 
+        let adds = call.lse.is_empty();
         let [_, seqlen, heads, dim] = launch.merge().shape();
         let strides = call.layout.strides(seqlen, heads, dim);
         let raw: Vec<RawPartialResult> = parts
             .iter()
             .map(|(out, lse)| RawPartialResult {
                 out: RawTensor { address: out.address(), strides },
-                lse: lse.address(),
+                lse: if adds { 0 } else { lse.address() },
             })
             .collect();
         let args = RawMergeArgs {
             parts: &raw,
             out: RawTensor { address: out.address(), strides },
-            lse: Some(lse.address()),
+            lse: (!adds).then(|| lse.address()),
             sinks: sinks.as_ref().map(Memory::address),
         };
         launch.check(&args)?;

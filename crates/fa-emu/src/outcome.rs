@@ -169,6 +169,8 @@ pub struct Outcome {
     /// Gradients of the sinks, of a backward that has them.
     #[serde(skip)]
     pub dsinks: Vec<f32>,
+    /// Gradients of the arrays that the problem's program reads, each packed.
+    pub darrays: Vec<Vec<f32>>,
     /// The ints of the work plan; none where lengths are uniform.
     #[serde(skip)]
     pub plan: Vec<i32>,

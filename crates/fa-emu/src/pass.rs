@@ -184,6 +184,7 @@ impl Unit {
             outputs: memory.outputs(),
             lse: memory.lse(),
             dsinks: memory.dsinks(),
+            darrays: memory.darrays(),
             plan: memory.plan(),
             page_faults: memory.page_faults(),
         }

@@ -30,7 +30,7 @@ impl Planned {
     /// For a kernel of `spec` on a GPU of `sms` SMs; `None` for clusters, whose CTAs share their loads, for
     /// keys that several CTAs share, and for lengths that the device alone knows.
     pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Option<Planned> {
-        if spec.split || !problem.lengths.is_uniform() {
+        if spec.split || !problem.lengths.is_uniform() || spec.score.program.is_some() {
             return None;
         }
         let (tile_m, tile_n) = spec.tile();

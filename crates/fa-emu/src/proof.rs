@@ -2,11 +2,12 @@
 //!
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
+use fa_core::program::OwnedInputs;
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
-use fa_cpu::{Element, OwnedExtras, TensorRef, reference};
+use fa_cpu::{Arguments, Element, OwnedExtras, TensorRef, reference};
 use fa_lab::random::Random;
 use half::{bf16, f16};
 
@@ -27,6 +28,7 @@ pub struct Trial {
     pass: Pass,
     placement: Placement,
     extras: OwnedExtras,
+    program: Option<OwnedInputs>,
     /// Of queries and of keys: whether each row belongs to a sequence; empty where all do.
     rows: [Vec<bool>; 2],
     /// q, k, v and, of a backward, out and dout.
@@ -35,9 +37,11 @@ pub struct Trial {
     expected: Vec<Expected>,
     expected_lse: Vec<f64>,
     expected_dsinks: Option<ExpectedSinks>,
+    /// Of each array of the program; `None` for those without a gradient.
+    expected_darrays: Vec<Option<ExpectedSinks>>,
 }
 
-/// Expected gradients of the sinks.
+/// Expected gradients of the sinks, or of an array.
 #[derive(Clone, Debug)]
 struct ExpectedSinks {
     exact: Vec<f64>,
@@ -163,9 +167,12 @@ impl Trial {
         host: &[Vec<T>; 4],
     ) -> Trial {
         let shapes = shapes(problem);
-        let own = extras.view();
-        let of_forward = fa_cpu::Extras { dlse: None, ..own };
-        let rows = rows(problem, &own);
+        let program = OwnedInputs::drawn(problem, 1);
+        let inputs = program.as_ref().zip(problem.score.program);
+        let inputs = inputs.map(|(given, own)| given.view(&own).expect("the inputs are the program's"));
+        let own = Arguments { extras: extras.view(), program: inputs.as_ref(), ..Arguments::default() };
+        let of_forward = Arguments { extras: fa_cpu::Extras { dlse: None, ..own.extras }, ..own };
+        let rows = rows(problem, &own.extras);
         let view = |i: usize, name| {
             TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
         };
@@ -184,11 +191,13 @@ impl Trial {
             pass,
             placement,
             extras: extras.clone(),
+            program: program.clone(),
             inputs: (0..3).map(|i| placed(&host[i], i)).collect(),
             lse: Vec::new(),
             expected: Vec::new(),
             expected_lse: Vec::new(),
             expected_dsinks: None,
+            expected_darrays: Vec::new(),
             rows: [Vec::new(), Vec::new()],
         };
         if pass == Pass::Forward {
@@ -206,6 +215,12 @@ impl Trial {
                 expected("dv", shapes[2], exact.dv, &of_low.dv, exact.dv_noise),
             ];
             trial.lse = low.lse.iter().map(|lse| lse.to_f32()).collect();
+            let arrays = exact.darrays.into_iter().zip(of_low.darrays).zip(exact.darrays_noise);
+            trial.expected_darrays = arrays
+                .map(|((exact, low), noise)| {
+                    (!exact.is_empty()).then_some(ExpectedSinks { exact, low, noise })
+                })
+                .collect();
             trial.expected_dsinks = problem.score.sinks.then_some(ExpectedSinks {
                 exact: exact.dsinks,
                 low: of_low.dsinks,
@@ -240,7 +255,8 @@ impl Trial {
         );
         let lse = (self.pass != Pass::Forward).then_some(&self.lse[..]);
         let rows = [&self.rows[0][..], &self.rows[1][..]];
-        let call = Call { tensors, lse, extras: &self.extras, rows };
+        let program = self.program.as_ref();
+        let call = Call { tensors, lse, extras: &self.extras, program, rows };
         let outcome = unit.run(&self.problem, &call, options)?;
         Ok(match self.problem.types.q {
             Dtype::F16 => self.judge::<f16>(outcome),
@@ -272,6 +288,12 @@ impl Trial {
             let dtype = self.problem.types.q;
             let found = compare(shape, dtype, &outcome.dsinks, &own.exact, Some(&own.low));
             values.push(("dsinks", found.expect("of the same shape").allowing(own.noise)));
+        }
+        let arrays = self.expected_darrays.iter().zip(&outcome.darrays).filter(|_| finished);
+        for (own, found) in arrays.filter_map(|(own, found)| Some((own.as_ref()?, found))) {
+            let shape = [1, 1, own.exact.len(), 1];
+            let found = compare(shape, self.problem.types.q, found, &own.exact, Some(&own.low));
+            values.push(("darray", found.expect("of the same shape").allowing(own.noise)));
         }
         let texts: Vec<String> = outcome
             .outputs

@@ -39,31 +39,52 @@ const KINDS: [(&str, &str, &str); 7] = [
     ("", "#8d97a8", "other waits"),
 ];
 
+/// The colour of waits that never end.
+const STUCK: &str = "#d02020";
+
 fn kind(what: &str) -> usize {
     KINDS.iter().position(|(mark, ..)| what.contains(mark)).unwrap_or(KINDS.len() - 1)
 }
 
-/// A page for an outcome whose CTA `cta` was traced. `title` and `lead` are text.
-pub fn page(title: &str, lead: &str, cta: u32, outcome: &Outcome) -> String {
+/// The end of a wait's name where it was not over when the emulation stopped.
+const NEVER_ENDS: &str = "never ends";
+
+/// What of the outcome the head says.
+fn verdict(outcome: &Outcome) -> String {
+    let unfinished = outcome.spans.iter().filter(|span| span.what.ends_with(NEVER_ENDS)).count();
+    let waits = match unfinished {
+        0 => String::new(),
+        1 => "; 1 wait of this CTA never ends".to_owned(),
+        many => format!("; {many} waits of this CTA never end"),
+    };
+    match outcome.findings.len() {
+        0 => format!("Nothing was found{waits}."),
+        1 => format!("1 finding{waits}."),
+        many => format!("{many} findings{waits}."),
+    }
+}
+
+/// A page for an outcome whose CTA `cta` was traced. `title` and the paragraphs of `lead` are text.
+pub fn page(title: &str, lead: &[String], cta: u32, outcome: &Outcome) -> String {
     let spans: Vec<&Span> = outcome.spans.iter().filter(|span| span.end > span.begin).collect();
     let mut body = format!(
-        "<h1>{}</h1>\n<p>{}</p>\n<p>CTA {cta} over emulated steps: a step is a warp that goes on to its next \
+        "<h1>{}</h1>\n<p><b>{}</b></p>\n{}<p>CTA {cta} over emulated steps: a step is a warp that goes \
+         on to its next \
          wait, or an operation that finishes. Lengths are an order of events, no times.</p>\n<p \
          class=\"key\">",
         escape(title),
-        escape(lead)
+        verdict(outcome),
+        lead.iter().map(|lead| format!("<p>{}</p>\n", escape(lead))).collect::<String>()
     );
     for (_, colour, words) in KINDS {
         let _ = write!(body, "<span><i style=\"background: {colour}\"></i>{words}</span>");
     }
+    let _ = write!(body, "<span><i style=\"background: {STUCK}\"></i>a wait that never ends</span>");
     body.push_str("</p>\n");
     if spans.is_empty() {
         body.push_str("<p>Nothing of this CTA took longer than a step.</p>\n");
     } else {
         body.push_str(&picture(&spans));
-    }
-    if outcome.findings.is_empty() {
-        body.push_str("<p>Nothing was found.</p>\n");
     }
     for finding in &outcome.findings {
         let _ = writeln!(body, "<pre>{}</pre>", escape(&finding.to_string()));
@@ -109,7 +130,7 @@ fn picture(spans: &[&Span]) -> String {
                 NAMES + x,
                 y + row as f64 * ROW * 0.55,
                 ROW * 0.5,
-                KINDS[kind(&span.what)].1,
+                if span.what.ends_with(NEVER_ENDS) { STUCK } else { KINDS[kind(&span.what)].1 },
                 escape(&span.what),
                 span.begin,
                 span.end,
@@ -170,17 +191,21 @@ mod tests {
                 span("TMA", "TMA box", 1, 5),
                 span("TMA", "TMA box", 2, 6),
                 span("warp 0", "nothing", 4, 4),
+                span("warp 5", "mbarrier.try_wait, which never ends", 6, 20),
             ],
             outputs: Vec::new(),
             dsinks: Vec::new(),
+            darrays: Vec::new(),
             plan: Vec::new(),
             page_faults: 0,
             lse: Vec::new(),
         };
-        let page = page("t", "l", 0, &outcome);
-        assert_eq!(page.matches("<rect").count(), 3);
+        let page = page("t", &["fa emulate <x>".to_owned()], 0, &outcome);
+        assert_eq!(page.matches("<rect").count(), 4);
+        assert_eq!(page.matches("fill=\"#d02020\"").count(), 1);
+        assert!(page.contains("<p>fa emulate &lt;x&gt;</p>"));
         assert!(page.contains("mbarrier.try_wait: 3 to 9\na.cuh:7 (f&lt;T&gt;)"));
         assert!(page.find(">TMA</text>").unwrap() < page.find(">warp 4</text>").unwrap());
-        assert!(page.contains("Nothing was found."));
+        assert!(page.contains("<b>Nothing was found; 1 wait of this CTA never ends.</b>"));
     }
 }

@@ -52,7 +52,7 @@ struct Sm80FwdConfig {
     bool ldmatrix;
     // exp2 with the scale folded into one multiply-add instead of exp of scaled scores.
     bool exp2;
-    // Flush-to-zero exponentials and approximate division.
+    // Flush-to-zero exponentials, and approximate division unless `exact_div`.
     bool fast_math;
     // Separate loops for masked and unmasked tiles instead of a mask on every tile.
     bool loop_split;
@@ -61,6 +61,8 @@ struct Sm80FwdConfig {
     // Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
     // with all of their heads.
     bool pack_gqa;
+    // With `fast_math`: divide exactly at the end all the same.
+    bool exact_div;
 };
 
 // Parameters of the SM90 forward.

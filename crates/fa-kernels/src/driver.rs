@@ -3,8 +3,10 @@
 
 use std::sync::{Arc, OnceLock};
 
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{CudaContext, result, sys};
-use fa_core::Arch;
+use fa_core::board::Reported;
+use fa_core::{Arch, ArchLimits, Board};
 use libloading::Library;
 
 use crate::Error;
@@ -61,10 +63,27 @@ pub fn context(ordinal: usize) -> Result<Arc<CudaContext>, Error> {
 pub(crate) fn device(context: &CudaContext) -> Result<(Arch, u32), Error> {
     let asked = |e: result::DriverError| Error::driver("asking about the GPU", e);
     let (major, minor) = context.compute_capability().map_err(asked)?;
-    let sms = context
-        .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-        .map_err(asked)?;
+    let sms = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).map_err(asked)?;
     let positive = |value: i32| u32::try_from(value).unwrap_or(0);
     let arch = Arch::of_compute_capability(positive(major), positive(minor));
     Ok((arch.ok_or(Error::Device { major, minor })?, positive(sms)))
+}
+
+/// The architecture of a context's GPU, and the limits and rates of its board: those of its datasheet where
+/// its name is known, else those that the driver reports.
+///
+/// # Errors
+/// [`Error::Device`] for a GPU that no kernel runs on.
+pub fn board(context: &CudaContext) -> Result<(Arch, ArchLimits), Error> {
+    let (arch, sms) = device(context)?;
+    let name = context.name().map_err(|e| Error::driver("asking the GPU's name", e))?;
+    // What a driver does not report counts as 0, for which the architecture's own board stands in.
+    let asked = |what| context.attribute(what).map_or(0.0, |value| f64::from(value.max(0)));
+    let clock_ghz = asked(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE) / 1e6;
+    let memory_clock = asked(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) * 1e3;
+    let bus_bytes = asked(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH) / 8.0;
+    let l2_bytes = asked(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE) as u64;
+    // Two transfers a clock.
+    let reported = Reported { sms, clock_ghz, l2_bytes, hbm_bytes_per_s: 2.0 * memory_clock * bus_bytes };
+    Ok((arch, Board::limits_of_device(arch, &name, reported)))
 }

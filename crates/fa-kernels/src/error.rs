@@ -27,6 +27,29 @@ pub enum Error {
         /// Where it is included.
         from: String,
     },
+    /// An array of a program has no elements.
+    #[error("the program's array {name} has no element along axis {axis}: give it one at least")]
+    ProgramArray {
+        /// The array.
+        name: String,
+        /// The axis.
+        axis: usize,
+    },
+    /// The gradient of an array whose axis is neither of one element nor as long as what indexes it.
+    #[error(
+        "the gradient of the program's array {name}: its axis {axis} has {extent} elements; it takes {len}, \
+         or 1 that all share"
+    )]
+    GradientExtent {
+        /// The array.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Its elements.
+        extent: i32,
+        /// What it is indexed by.
+        len: usize,
+    },
     /// The spec is not valid, or not for this architecture.
     #[error(transparent)]
     Spec(#[from] SpecError),
@@ -88,6 +111,20 @@ pub enum Error {
         /// The file of the whole log, when a folder is writable.
         log_file: Option<PathBuf>,
     },
+    /// Others may have put kernels into the cache.
+    #[error(
+        "{path} is not used as kernel cache: {reason}, and a GPU would run what others have put there; \
+         {advice}",
+        path = .path.display()
+    )]
+    UntrustedCache {
+        /// The cache's folder, or an entry's.
+        path: PathBuf,
+        /// Whose it is, or who may write to it.
+        reason: String,
+        /// What would work.
+        advice: String,
+    },
     /// A bundle of compiled kernels cannot be read.
     #[error("{path} is no bundle: {reason}; write one with `cargo xtask build`", path = .path.display())]
     BadBundle {
@@ -115,6 +152,28 @@ pub enum Error {
         doing: &'static str,
         /// Its answer.
         source: DriverError,
+    },
+    /// A sequence in a packed batch ends before it starts, or starts before the first row.
+    #[error("{name}[{index}] is {value}, below {least}: starts ascend from 0")]
+    Descending {
+        /// The extra.
+        name: &'static str,
+        /// Its element.
+        index: usize,
+        /// Its value.
+        value: i32,
+        /// The element before it, or 0.
+        least: i32,
+    },
+    /// The sequences of a packed batch have more rows than the problem.
+    #[error("{name} ends at row {rows}, and the problem has {most}: bind a problem of {rows} rows or more")]
+    Beyond {
+        /// The extra.
+        name: &'static str,
+        /// The rows of all sequences.
+        rows: usize,
+        /// The rows of the problem.
+        most: usize,
     },
     /// No kernel runs on the GPU.
     #[error(

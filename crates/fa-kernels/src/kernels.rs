@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
-use fa_core::{Append, Arch, KernelSpec, LaunchPlan, Merge, Problem};
+use fa_core::{Append, Arch, ArchLimits, KernelSpec, LaunchPlan, Merge, Problem};
 
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::Cache;
@@ -24,6 +24,7 @@ pub struct Kernels {
     context: Arc<CudaContext>,
     arch: Arch,
     sms: u32,
+    board: ArchLimits,
     headers: Headers,
     cache: Arc<Cache>,
     compiler: Mutex<Option<Arc<Compiler>>>,
@@ -33,12 +34,13 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Kernels for the GPU of `context`, with the default cache; nothing is compiled yet.
+    /// Kernels for the GPU of `context`, with the default cache and [`Headers::current`]; nothing is compiled
+    /// yet.
     ///
     /// # Errors
-    /// [`Error::Device`] for a GPU older than compute capability 8.0.
+    /// [`Error::Device`] for a GPU older than compute capability 8.0, [`Error::Io`] for headers.
     pub fn new(context: &Arc<CudaContext>) -> Result<Kernels, Error> {
-        Kernels::with(context, Cache::open_default(), Headers::embedded())
+        Kernels::with(context, Cache::open_default(), Headers::current()?)
     }
 
     /// [`Kernels::new`] with a cache and headers of the caller's choice.
@@ -46,11 +48,12 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::new`].
     pub fn with(context: &Arc<CudaContext>, cache: Cache, headers: Headers) -> Result<Kernels, Error> {
-        let (arch, sms) = driver::device(context)?;
+        let (arch, board) = driver::board(context)?;
         Ok(Kernels {
             context: context.clone(),
             arch,
-            sms,
+            sms: board.sms,
+            board,
             headers,
             cache: Arc::new(cache),
             compiler: Mutex::default(),
@@ -66,11 +69,12 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::new`].
     pub fn on(&self, context: &Arc<CudaContext>) -> Result<Kernels, Error> {
-        let (arch, sms) = driver::device(context)?;
+        let (arch, board) = driver::board(context)?;
         Ok(Kernels {
             context: context.clone(),
             arch,
-            sms,
+            sms: board.sms,
+            board,
             headers: self.headers.clone(),
             cache: self.cache.clone(),
             compiler: Mutex::new(lock(&self.compiler).clone()),
@@ -93,6 +97,11 @@ impl Kernels {
     /// SMs of the GPU.
     pub fn sms(&self) -> u32 {
         self.sms
+    }
+
+    /// The limits and rates of the GPU's board.
+    pub fn board(&self) -> &ArchLimits {
+        &self.board
     }
 
     /// The cache.
@@ -174,8 +183,7 @@ impl Kernels {
         if let Some(kernel) = slot.get() {
             return Ok(kernel.clone());
         }
-        check_fit(spec, self.arch)?;
-        let source = Source::new(spec, self.arch, Some(smem_bytes(spec)), &self.headers)?;
+        let source = self.source(spec)?;
         let device = (self.arch, self.sms);
         let kernel = match Bundle::embedded().find(&source) {
             Some(cubin) => LoadedKernel::load(&self.context, spec, device, cubin)?,
@@ -187,6 +195,32 @@ impl Kernels {
         };
         // If two threads load the same kernel, the first one wins; both loads are valid.
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
+    }
+
+    /// Compiles the kernel of `spec` where neither bundle nor cache have it, and does not load it.
+    ///
+    /// # Errors
+    /// As [`Kernels::load`].
+    pub fn compile(&self, spec: &KernelSpec) -> Result<(), Error> {
+        let source = self.source(spec)?;
+        if Bundle::embedded().find(&source).is_none() {
+            self.cache.get(&*self.compiler()?, spec, &source)?;
+        }
+        Ok(())
+    }
+
+    /// The compiler's name and version, and the key of the kernel of `spec` in the cache: a hash of compiler,
+    /// flags and sources.
+    ///
+    /// # Errors
+    /// As [`Kernels::load`], without compiling.
+    pub fn identity(&self, spec: &KernelSpec) -> Result<(String, String), Error> {
+        self.cache.identity(&*self.compiler()?, &self.source(spec)?)
+    }
+
+    fn source(&self, spec: &KernelSpec) -> Result<Source, Error> {
+        check_fit(spec, self.arch)?;
+        Source::new(spec, self.arch, Some(smem_bytes(spec)), &self.headers)
     }
 
     fn compiler(&self) -> Result<Arc<Compiler>, Error> {

@@ -24,7 +24,7 @@
 //! let mut workspace = stream.alloc_zeros::<u8>(forward.workspace_bytes().max(1))?;
 //!
 //! // Launches, and nothing else: no allocation, no synchronisation.
-//! forward.run(&stream, ForwardArgs {
+//! let args = ForwardArgs {
 //!     q: Input { data: &q, strides },
 //!     k: Input { data: &k, strides },
 //!     v: Input { data: &v, strides },
@@ -32,7 +32,9 @@
 //!     lse: Some(&mut lse),
 //!     workspace: Some(&mut workspace),
 //!     extras: Extras::default(),
-//! })?;
+//! };
+//! // SAFETY: nothing is packed, and the workspace is zero.
+//! unsafe { forward.run(&stream, args) }?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -56,7 +58,7 @@
 //! let backward = kernels.backward(&problem, &LaunchPlan::whole(spec))?;
 //! // Needs no initialisation; its size depends on the problem, the kernel and the GPU.
 //! let mut workspace = stream.alloc_zeros::<u8>(backward.workspace_bytes().max(1))?;
-//! backward.run(&stream, BackwardArgs {
+//! let args = BackwardArgs {
 //!     q: Input { data: &q, strides },
 //!     k: Input { data: &k, strides },
 //!     v: Input { data: &v, strides },
@@ -68,7 +70,9 @@
 //!     dv: Output { data: &mut dv, strides },
 //!     workspace: &mut workspace,
 //!     extras: Extras::default(),
-//! })?;
+//! };
+//! // SAFETY: nothing is packed.
+//! unsafe { backward.run(&stream, args) }?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -95,10 +99,11 @@ pub use error::Error;
 pub use jit::codegen::{Generated, generated};
 pub use jit::compile::{CompileFailure, Compiled, Compiler, CompilerKind};
 pub use jit::cubin::entry_codes;
-pub use jit::headers::Headers;
+pub use jit::headers::{HEADERS_VARIABLE, Headers};
+pub use jit::program_params::MAX_ARRAYS;
 pub use jit::report::{Fault, Report};
 pub use jit::source::{APPEND, ENTRY, MERGE, Source};
-pub use jit::{bundle, cache, cache::Cache, params, ship, toolchain};
+pub use jit::{bundle, cache, cache::Cache, params, program_params, ship, toolchain};
 pub use kernels::Kernels;
 pub use launch::append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use launch::append_call::{AppendArgs, AppendQueries, AppendTable};

@@ -9,6 +9,8 @@ use std::str::FromStr;
 use fa_attn::atomic_file;
 use fa_core::{Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Side};
 use fa_kernels::{CompileFailure, Compiler, Headers, Source, smem_bytes};
+use fa_planner::account::Reason;
+use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanOptions, PlanSet, explore};
 use rayon::prelude::*;
 
@@ -138,17 +140,28 @@ impl Kind {
 /// Step between the kinds that are visited: a prime, so that the first few cover all passes and forms.
 const STRIDE: usize = 1009;
 
-/// The best `count` kernels of every kind, each once: all first choices, then all second ones, and so on.
-pub fn best(kinds: &[Kind], count: usize) -> Vec<(Arch, KernelSpec)> {
+/// The best `count` kernels of every kind, each once: all first choices, then all second ones, and so on;
+/// `and_refused` those that would be among them if they were not known to be refused as well.
+pub fn best(kinds: &[Kind], count: usize, and_refused: bool) -> Vec<(Arch, KernelSpec)> {
     let of_kind = |kind: &Kind| -> Vec<(Arch, KernelSpec)> {
-        let plans = kind.explored().map_or_else(Vec::new, |set| set.plans);
-        plans.into_iter().take(count).map(|plan| (kind.arch, plan.spec)).collect()
+        let Some(set) = kind.explored() else { return Vec::new() };
+        let last = set.plans.get(count - 1).map_or(f64::INFINITY, |plan| plan.cost.seconds);
+        let constants = CostConstants::of(kind.arch);
+        let refused = set.rejected.into_iter().filter(|own| matches!(own.reason, Reason::Spills { .. }));
+        let ahead = refused
+            .filter(|own| {
+                and_refused && predict(&kind.problem, &own.spec, kind.arch, &constants).seconds <= last
+            })
+            .map(|own| own.spec);
+        let plans = set.plans.into_iter().take(count).map(|plan| plan.spec);
+        plans.chain(ahead).map(|spec| (kind.arch, spec)).collect()
     };
     let strided = (0..kinds.len()).map(|at| &kinds[at * STRIDE % kinds.len()]);
     let kinds: Vec<&Kind> = strided.collect();
     let of_kinds: Vec<Vec<(Arch, KernelSpec)>> = kinds.par_iter().map(|kind| of_kind(kind)).collect();
     let mut seen = BTreeSet::new();
-    let ranks = (0..count).flat_map(|rank| of_kinds.iter().filter_map(move |own| own.get(rank)));
+    let most = of_kinds.iter().map(Vec::len).max().unwrap_or(0);
+    let ranks = (0..most).flat_map(|rank| of_kinds.iter().filter_map(move |own| own.get(rank)));
     ranks.filter(|(arch, spec)| seen.insert(name(*arch, spec))).cloned().collect()
 }
 
@@ -333,7 +346,7 @@ mod tests {
     #[test]
     fn first_choices_come_first_and_each_kernel_once() {
         let kinds: Vec<Kind> = kinds().into_iter().step_by(97).collect();
-        let (one, three) = (best(&kinds, 1), best(&kinds, 3));
+        let (one, three) = (best(&kinds, 1, false), best(&kinds, 3, false));
         assert!(one.len() > 5 && three.len() > one.len() && three[..one.len()] == one[..]);
         let names: BTreeSet<String> = three.iter().map(|(arch, spec)| name(*arch, spec)).collect();
         assert_eq!(names.len(), three.len());

@@ -97,7 +97,8 @@ pub fn list(head_dims: &[HeadDim], pass: Pass, family: Family, arch: Arch) -> Re
                 },
             }));
             for miss in set.rejected {
-                let (Reason::Registers { need, have } | Reason::Spills { need, have }) = miss.reason else {
+                let (Reason::Registers { need, have } | Reason::Spills { need, have, .. }) = miss.reason
+                else {
                     continue;
                 };
                 let fits_otherwise = smem_bytes(&miss.spec) <= arch.limits().smem_per_block;
@@ -158,7 +159,11 @@ pub fn compile(
     compiler: &Compiler,
     progress: &mut Progress<'_>,
 ) -> Vec<Result<Report, String>> {
-    let (cache, headers) = (Cache::open_default(), Headers::embedded());
+    let headers = match Headers::current() {
+        Ok(headers) => headers,
+        Err(error) => return configs.iter().map(|_| Err(error.to_string())).collect(),
+    };
+    let cache = Cache::open_default();
     progress(Step::Total(configs.len()));
     let progress = Mutex::new(progress);
     let compile = |config: &Config| {

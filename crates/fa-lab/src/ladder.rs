@@ -1,5 +1,8 @@
 //! The gain of each optimisation step on this GPU.
 
+mod figures;
+pub mod profile;
+pub mod published;
 pub mod report;
 mod rungs;
 mod sm80;
@@ -11,6 +14,7 @@ use rayon::prelude::*;
 
 use crate::device;
 use crate::error::{Error, Result};
+use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{Provenance, without_logs};
 use crate::runner::{Runner, Turns};
@@ -32,6 +36,8 @@ pub struct Options {
     pub head_dims: Vec<HeadDim>,
     /// How often each step runs.
     pub turns: Turns,
+    /// Whether the peer of a ladder that has one is timed beside its steps.
+    pub peers: bool,
 }
 
 /// Measures every step of every ladder; a step that cannot run has the reason in its row.
@@ -59,13 +65,14 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         Bound::of(&gpu.kernels, problem, &gpu.launch_plan(problem, spec, None))
     };
     specs.par_iter().for_each(|(problem, spec)| drop(bind(problem, spec)));
+    let mut peers = options.peers.then(Peers::start).transpose()?;
     let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
     progress(Step::Total(ladders.len()));
     for ladder in &ladders {
         progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.lengths.max_k())));
         let rows = with_half!(
             ladder.problem.types.q,
-            T => measure::<T>(&gpu, ladder, options.turns, &mut report),
+            T => measure::<T>(&gpu, ladder, options.turns, peers.as_mut(), &mut report),
             else unreachable!("ladders are of 16-bit types")
         )?;
         report.rows.extend(rows);
@@ -75,7 +82,13 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
 }
 
 /// Measures the steps of one ladder, all in turns.
-fn measure<T: Half>(gpu: &Gpu, ladder: &Ladder, turns: Turns, report: &mut Report) -> Result<Vec<Row>> {
+fn measure<T: Half>(
+    gpu: &Gpu,
+    ladder: &Ladder,
+    turns: Turns,
+    peers: Option<&mut Peers>,
+    report: &mut Report,
+) -> Result<Vec<Row>> {
     let problem = &ladder.problem;
     let mut runner: Option<Runner<'_, T>> = None;
     let mut bound: Vec<(usize, Bound)> = Vec::new();
@@ -116,12 +129,16 @@ fn measure<T: Half>(gpu: &Gpu, ladder: &Ladder, turns: Turns, report: &mut Repor
         return Ok(report::rows(ladder, &[], &errors, &wrong));
     };
     let (indices, forwards): (Vec<usize>, Vec<Bound>) = bound.into_iter().unzip();
-    let outcome = runner.run(&forwards, None, turns)?;
+    let wanted: Vec<String> = ladder.peer.iter().map(|(name, _)| (*name).to_owned()).collect();
+    let peers = peers.filter(|_| !wanted.is_empty()).map(|peers| (peers, wanted.as_slice()));
+    let outcome = runner.run(&forwards, peers, turns)?;
     let timed: Vec<(usize, &KernelSpec, f64)> = indices
         .iter()
         .zip(&forwards)
         .zip(&outcome.ours)
         .map(|((&index, forward), times)| (index, forward.spec(), times.median()))
         .collect();
-    Ok(report::rows(ladder, &timed, &errors, &wrong))
+    let mut rows = report::rows(ladder, &timed, &errors, &wrong);
+    rows.extend(report::peer_row(ladder, &outcome, &rows));
+    Ok(rows)
 }

@@ -214,11 +214,12 @@ impl Ledger {
         text + "    },\n)\n"
     }
 
-    /// Adds a run, or its cases to one of the same day, program and machine: its name.
+    /// Adds a run, or its cases to one of the same day, program and machine, of which it is a further part:
+    /// its name. Each run of the emulation's tests is a whole one and takes the place of the one before.
     pub fn add(&mut self, run: &Run) -> String {
         let same = |own: &Run| Run { cases: run.cases, ..own.clone() } == *run;
         if let Some((id, own)) = self.runs.iter_mut().find(|(_, own)| same(own)) {
-            own.cases += run.cases;
+            own.cases = run.cases + if run.tier == Tier::Suite { 0 } else { own.cases };
             return id.clone();
         }
         let of = |number: usize| format!("{}{number}", run.tier);
@@ -256,6 +257,9 @@ mod tests {
         let (one, same, other) = (add("1"), add("1"), add("2"));
         assert_eq!((one.as_str(), one == same, other.as_str()), ("grid1", true, "grid2"));
         assert_eq!(ledger.runs["grid1"].cases, 6);
+        let mut suite = |cases| ledger.add(&Run { cases, ..run(Tier::Suite, "1") });
+        let (whole, again) = (suite(50), suite(51));
+        assert_eq!((whole.as_str(), again.as_str(), ledger.runs["suite1"].cases), ("suite1", "suite1", 51));
         let entry = Entry { code: "0123".into(), by: vec![one] };
         let registers = BTreeMap::from([(Arch::Sm90, 168)]);
         let entries = BTreeMap::from([("fa_kernel".to_owned(), entry)]);

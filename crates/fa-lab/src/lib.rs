@@ -53,6 +53,7 @@ mod planner_tests;
 mod progress;
 pub mod random;
 pub mod record;
+pub mod refusals;
 pub mod runner;
 pub mod sequences;
 mod serve;

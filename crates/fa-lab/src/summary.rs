@@ -5,13 +5,17 @@
 //! where a row has no such field) and `same` the fields that all rows share. [`read`] gives a full record and
 //! its summary in the same form.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use fa_core::Dtype;
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result, message, read_record};
 use crate::record;
+use crate::shape::pair;
 
 /// Significant digits of measured numbers.
 const DIGITS: usize = 6;
@@ -22,6 +26,80 @@ const EXACT: [&str; 2] = ["problem", "spec"];
 /// Fields that no summary has, wherever they are in a record.
 const LEFT_OUT: [&str; 7] =
     ["version", "memory_bytes", "sources", "judged", "peer_errors", "errors", "names"];
+
+/// A row of a record of `fa bench`, as far as tables and pages show it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct RateRow {
+    /// `fwd` or `bwd`.
+    pub kind: String,
+    /// The part of its list.
+    pub group: String,
+    /// Set for rows that a shape alone does not describe.
+    pub name: Option<String>,
+    /// Sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Heads of K and V.
+    pub heads_kv: usize,
+    /// Queries of a sequence.
+    pub seqlen_q: usize,
+    /// Keys of a sequence.
+    pub seqlen_k: usize,
+    /// Head dim of Q and K.
+    pub head_dim: usize,
+    /// Head dim of V.
+    pub head_dim_v: usize,
+    /// The mask, as in `causal+window(128)`.
+    pub mask: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// The kernel's name.
+    pub spec: String,
+    /// Milliseconds.
+    pub ms_median: f64,
+    /// 10^12 operations a second, where the row counts them.
+    pub tflops: Option<f64>,
+    /// What counts for the list, in `unit`.
+    pub rate: f64,
+    /// `TFLOP/s`, `TB/s`, or a time such as `ms per step`.
+    pub unit: String,
+    /// `rate` of other libraries, by name.
+    #[serde(default)]
+    pub peers: BTreeMap<String, f64>,
+    /// Why it was not measured.
+    pub error: Option<String>,
+}
+
+impl RateRow {
+    /// Its problem in words, as `2 x 8192, 32:8, hd 128, causal`.
+    pub fn shape(&self) -> String {
+        let RateRow { batch, mask, dtype, .. } = self;
+        let dtype = if *dtype == Dtype::Bf16 { String::new() } else { format!(", {dtype}") };
+        format!(
+            "{batch} x {}, {}, hd {}, {mask}{dtype}",
+            pair(self.seqlen_q, self.seqlen_k, 'x'),
+            pair(self.heads_q, self.heads_kv, ':'),
+            pair(self.head_dim, self.head_dim_v, '-')
+        )
+    }
+
+    /// Its name, or else its shape.
+    pub fn label(&self) -> String {
+        self.name.clone().unwrap_or_else(|| self.shape())
+    }
+
+    /// How many times as fast as a rate of another: of times (`ms per step`) the lesser is the better.
+    pub fn over(&self, rate: f64) -> f64 {
+        if self.unit.contains(" per ") { rate / self.rate } else { self.rate / rate }
+    }
+
+    /// The best other library and our rate over its.
+    pub fn best_peer(&self) -> Option<(&str, f64)> {
+        let over = self.peers.iter().map(|(name, &rate)| (name.as_str(), self.over(rate)));
+        over.min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+}
 
 /// What a record is of, which says where its summary is kept and what it lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

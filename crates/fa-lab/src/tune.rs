@@ -51,6 +51,8 @@ pub struct Options {
     pub problems: Problems,
     /// Number of tiles to try, the planner's best first; as many variants of the best ones are tried as well.
     pub candidates: usize,
+    /// The kernels to try in place of the planner's; none for those.
+    pub specs: Vec<KernelSpec>,
     /// How often each kernel runs.
     pub turns: Turns,
     /// Whether to measure again what has been measured.
@@ -80,7 +82,12 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
     let mut lists: Vec<(Wanted, Vec<Candidate>)> = Vec::new();
     for wanted in wanted {
         let family = wanted.family.unwrap_or(Family::native(arch));
-        let found = candidates::of(&wanted.problem, arch, family, wanted.pass, options.candidates)?;
+        let found = if options.specs.is_empty() {
+            candidates::of(&wanted.problem, arch, family, wanted.pass, options.candidates)?
+        } else {
+            candidates::given(&wanted.problem, arch, &options.specs)?
+        };
+        let family = found.first().map_or(family, |first| first.spec.kernel.family());
         lists.push((Wanted { family: Some(family), ..wanted }, found));
     }
     let faults = compile(&gpu, &lists, progress)?;
@@ -123,6 +130,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
                 spec: spec.clone(),
                 splits: None,
                 tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
+                code: None,
             };
             // Engines that tune may have added winners meanwhile.
             Tuned::change(table, |tuned| tuned.set(&name, entry))?.1?;
@@ -147,7 +155,7 @@ fn compile(
         }
     }
     let compiler = Compiler::find(CompilerKind::Nvrtc)?;
-    let (arch, headers, cache) = (gpu.arch(), Headers::embedded(), gpu.kernels.cache());
+    let (arch, headers, cache) = (gpu.arch(), Headers::current()?, gpu.kernels.cache());
     progress(Step::Total(specs.len()));
     let progress = Mutex::new(progress);
     let compile = |spec: &&KernelSpec| {

@@ -8,6 +8,7 @@ use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
+use fa_kernels::{HEADERS_VARIABLE, Headers};
 use serde::Serialize;
 
 use crate::error::{Context, Error, Result};
@@ -32,6 +33,9 @@ impl Program {
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.executable);
         command.args(&self.arguments);
+        if let Some(folder) = Headers::folder() {
+            command.env(HEADERS_VARIABLE, folder);
+        }
         command
     }
 }

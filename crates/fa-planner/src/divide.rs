@@ -84,7 +84,7 @@ pub fn head_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -
     match planned::of(&spec.kernel).time() {
         Time::Backward(kernel) => {
             let rates = kernel.rates(arch.limits(), &CostConstants::of(arch));
-            Split::choose(problem, spec, rates, arch, sms).parts
+            Split::choose(problem, spec, rates, arch.limits(), sms).parts
         }
         Time::Forward(_) => 1,
     }

@@ -2,7 +2,8 @@
 //!
 //! - [`plan`](mod@plan): from a problem to ranked kernels, with their accounts of registers and shared
 //!   memory, and reasons for the others; [`why`] asks about single candidates;
-//! - [`kernels`]: for each kernel its candidates, account, known spills and cost;
+//! - [`kernels`]: for each kernel its candidates, account and cost; [`refusals`]: those that a compiler is
+//!   known to spill;
 //! - [`timeline`]: the order of a steady step, by the same model;
 //! - [`account`]: what launching a kernel needs to know of it, the part that `fa-kernels` uses;
 //! - [`divide`](mod@divide): how a kernel's work is divided among CTAs, the rest of what a call launches;
@@ -38,6 +39,7 @@ pub mod head_dims;
 pub mod kernels;
 pub mod occupancy;
 pub mod plan;
+pub mod refusals;
 pub mod registers;
 #[cfg(feature = "reports")]
 pub mod report;

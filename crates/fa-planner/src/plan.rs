@@ -4,12 +4,14 @@
 //! and [`predict`](crate::cost::predict) no limits.
 
 use fa_core::{
-    Arch, Division, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError, Unserved,
+    Arch, ArchLimits, Division, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError,
+    Unserved,
 };
 use serde::Serialize;
 
 use crate::account::reason::Reason;
 use crate::account::{Account, account, missing_code};
+use crate::cost::gpu::Gpu;
 use crate::cost::{Cost, CostConstants, Cuts, at_least, predict_below};
 use crate::kernels::planned::{self, Wanted};
 use crate::occupancy::Occupancy;
@@ -83,6 +85,8 @@ pub struct PlanOptions {
     pub family: Option<Family>,
     /// Constants of the cost model; `None` for those of the architecture's board.
     pub constants: Option<CostConstants>,
+    /// The board whose limits and rates rank the kernels; `None` for the architecture's own.
+    pub board: Option<ArchLimits>,
     /// What the kernels are to compute.
     pub pass: Pass,
     /// What the caller decides of a forward's division among CTAs. Kernels are ranked by their time with as
@@ -94,12 +98,17 @@ impl PlanOptions {
     fa_core::with_methods! {
         with_family(family: Option<Family>),
         with_constants(constants: Option<CostConstants>),
+        with_board(board: Option<ArchLimits>),
         with_pass(pass: Pass),
         with_division(division: Division),
     }
 
     fn constants(&self, arch: Arch) -> CostConstants {
         self.constants.unwrap_or(CostConstants::of(arch))
+    }
+
+    fn limits(&self, arch: Arch) -> ArchLimits {
+        self.board.unwrap_or(*arch.limits())
     }
 }
 
@@ -206,13 +215,14 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
 /// # Errors
 /// As [`plan`].
 pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan, PlanError> {
-    let constants = options.constants(arch);
+    let (limits, constants) = (options.limits(arch), options.constants(arch));
+    let gpu = Gpu { arch, limits: &limits, constants: &constants };
     let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
     let pairs = problem.mask.pairs(mean_q, mean_k) as f64;
     let (mut fitting, mut number) = (Vec::new(), 0);
     for_each(problem, arch, options, |spec| {
         if let Ok(account) = fits(problem, &spec, arch) {
-            let least = at_least(problem, &spec, arch, (&constants, pairs));
+            let least = at_least(problem, &spec, gpu, pairs);
             fitting.push((least, number, spec, account));
         }
         number += 1;
@@ -226,8 +236,7 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
         if !spec.split && least > known {
             continue;
         }
-        let below = (&constants, known.next_up());
-        let Some(plan) = predicted(problem, spec, arch, account, below, &mut cuts) else { continue };
+        let Some(plan) = predicted(problem, spec, gpu, account, known.next_up(), &mut cuts) else { continue };
         // Of equals the first in the order of enumeration.
         let is_before = best.as_ref().is_none_or(|(_, first)| plan.cost.seconds < known || number < *first);
         if plan.cost.seconds <= known && is_before && !is_whole(problem, &plan, options) {
@@ -259,11 +268,12 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
 
 /// [`explore`] among the kernels of one family.
 fn explore_native(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
-    let constants = options.constants(arch);
+    let (limits, constants) = (options.limits(arch), options.constants(arch));
+    let gpu = Gpu { arch, limits: &limits, constants: &constants };
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
     let mut cuts = Cuts::default();
     for_each(problem, arch, options, |spec| {
-        match judge(problem, spec.clone(), arch, (&constants, f64::INFINITY), &mut cuts) {
+        match judge(problem, spec.clone(), gpu, f64::INFINITY, &mut cuts) {
             Ok(plan) => set.plans.extend(plan.filter(|plan| !is_whole(problem, plan, options))),
             Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
         }
@@ -333,8 +343,9 @@ pub fn plan_spec(
     options: &PlanOptions,
 ) -> Result<Plan, Reason> {
     problem.check().map_err(|e| Reason::Rule(e.to_string()))?;
-    let constants = options.constants(arch);
-    let plan = judge(problem, spec.clone(), arch, (&constants, f64::INFINITY), &mut Cuts::default())?;
+    let (limits, constants) = (options.limits(arch), options.constants(arch));
+    let gpu = Gpu { arch, limits: &limits, constants: &constants };
+    let plan = judge(problem, spec.clone(), gpu, f64::INFINITY, &mut Cuts::default())?;
     Ok(plan.expect("every time is below infinity"))
 }
 
@@ -343,12 +354,12 @@ pub fn plan_spec(
 fn judge(
     problem: &Problem,
     spec: KernelSpec,
-    arch: Arch,
-    below: (&CostConstants, f64),
+    gpu: Gpu<'_>,
+    below: f64,
     cuts: &mut Cuts,
 ) -> Result<Option<Plan>, Reason> {
-    let account = fits(problem, &spec, arch)?;
-    Ok(predicted(problem, spec, arch, account, below, cuts))
+    let account = fits(problem, &spec, gpu.arch)?;
+    Ok(predicted(problem, spec, gpu, account, below, cuts))
 }
 
 /// What a kernel that computes the problem takes of an SM, or the first limit that it breaks.
@@ -364,12 +375,12 @@ fn fits(problem: &Problem, spec: &KernelSpec, arch: Arch) -> Result<Account, Rea
 fn predicted(
     problem: &Problem,
     spec: KernelSpec,
-    arch: Arch,
+    gpu: Gpu<'_>,
     account: Account,
-    below: (&CostConstants, f64),
+    below: f64,
     cuts: &mut Cuts,
 ) -> Option<Plan> {
-    let cost = predict_below(cuts, problem, &spec, arch, below)?;
+    let cost = predict_below(cuts, problem, &spec, gpu, below)?;
     let Account { smem, regs, threads, occupancy, blocks_per_sm } = account;
     Some(Plan { spec, smem, regs, threads, occupancy, blocks_per_sm, cost })
 }

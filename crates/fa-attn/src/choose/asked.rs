@@ -14,19 +14,21 @@ pub(crate) struct Asked<'a> {
     pub pass: Pass,
     /// What the caller decides of a forward.
     pub division: Division,
+    /// Whether nothing that is measured on this machine may change the kernel.
+    pub pinned: bool,
 }
 
 impl<'a> Asked<'a> {
     pub(crate) fn of(problem: &'a Problem, pass: Pass) -> Asked<'a> {
-        Asked { problem, like: problem, family: None, pass, division: Division::PLANNED }
+        Asked { problem, like: problem, family: None, pass, division: Division::PLANNED, pinned: false }
     }
 
     /// Everything that a choice depends on; looked up when a problem is bound, never in a launch.
     pub(super) fn key(&self) -> ChoiceKey {
-        let Asked { problem: _, like, family, pass, division: Division { splits, pack_gqa } } = *self;
+        let Asked { problem: _, like, family, pass, division: Division { splits, pack_gqa }, pinned } = *self;
         // Of how many parts there are only the launch takes notice.
         let split = splits.map(|parts| parts > 1);
-        ChoiceKey { problem: ProblemKey::from(like), family, pass, split, pack_gqa }
+        ChoiceKey { problem: ProblemKey::from(like), family, pass, split, pack_gqa, pinned }
     }
 }
 
@@ -39,4 +41,5 @@ pub(super) struct ChoiceKey {
     /// Whether the caller divides keys.
     split: Option<bool>,
     pack_gqa: Option<bool>,
+    pinned: bool,
 }

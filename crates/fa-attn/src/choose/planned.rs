@@ -46,8 +46,11 @@ fn planned<S: Seat>(
     let arch = kernels.arch();
     let mut first_error = None;
     for &family in families {
-        let options =
-            PlanOptions::default().with_family(Some(family)).with_pass(pass).with_division(division);
+        let options = PlanOptions::default()
+            .with_family(Some(family))
+            .with_pass(pass)
+            .with_division(division)
+            .with_board(kernels.board());
         let best = match best(like, arch, &options) {
             Ok(best) => best.spec,
             Err(error) => {

@@ -1,6 +1,6 @@
 //! Tests of what is chosen, remembered and measured, without a GPU.
 
-use fa_core::{Arch, Dtype, Lengths, Mask, Problem};
+use fa_core::{Arch, ArchLimits, Dtype, Lengths, Mask, Problem};
 use fa_planner::plan::{PlanError, PlanOptions, plan};
 
 use super::memory::{Choices, REMEMBERED};
@@ -55,24 +55,25 @@ fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
     let key = Asked::of(&problem, pass).key();
     memory.choices().remember(0, key, plans[0].spec.clone().into());
 
-    let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(5, 0.8), tried(9, 0.9)]));
+    let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(5, 0.8), tried(9, 0.9)]), &|_| None);
     assert!(outcome.error.is_none() && outcome.winner.as_ref() == Some(&plans[5].spec), "{outcome:?}");
-    let found = |tables: &Tables| tables.find("GPU", &problem, family, pass).map(|entry| entry.spec);
+    let found =
+        |tables: &Tables| tables.find("GPU", &problem, (family, pass), |_| true).map(|entry| entry.spec);
     assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
     assert!(memory.choices().get(&key).is_none(), "what was chosen is chosen again");
     let again = Tables::with_own(&path).expect("read back");
     assert_eq!(found(&again), Some(plans[5].spec.clone()));
-    assert!(again.has("GPU", &problem, family, pass));
-    assert!(!again.has("GPU", &problem, family, Pass::BACKWARD));
+    assert!(again.has("GPU", &problem, (family, pass), |_| true));
+    assert!(!again.has("GPU", &problem, (family, Pass::BACKWARD), |_| true));
     let longer = Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16);
-    assert!(!again.has("GPU", &longer, family, pass), "near is not it");
+    assert!(!again.has("GPU", &longer, (family, pass), |_| true), "near is not it");
 
     std::fs::write(&path, "damaged").expect("written");
-    let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(9, 0.5)]));
+    let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(9, 0.5)]), &|_| None);
     assert!(matches!(outcome.error, Some(Error::BadTuned { .. })), "{outcome:?}");
     assert_eq!(std::fs::read_to_string(&path).expect("it is there"), "damaged");
     assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
-    let outcome = keeper.outcome(&job, Err(Error::NoTunedTable));
+    let outcome = keeper.outcome(&job, Err(Error::NoTunedTable), &|_| None);
     assert!(outcome.winner.is_none() && outcome.error.is_some());
 }
 
@@ -111,8 +112,16 @@ impl<P, F: Fn(&KernelSpec) -> Result<P, fa_kernels::Error>> Seat for Fake<F> {
         Arch::Sm90
     }
 
+    fn board(&self) -> Option<ArchLimits> {
+        None
+    }
+
     fn name(&self) -> Result<String, Error> {
         Ok("GPU".to_owned())
+    }
+
+    fn code(&self, spec: &KernelSpec) -> Option<Code> {
+        Some(Code { compiler: "nvrtc 13.0".to_owned(), key: spec.to_string() })
     }
 
     fn bind(&self, _: &Problem, spec: &KernelSpec, _: Option<usize>) -> Result<P, fa_kernels::Error> {
@@ -150,7 +159,7 @@ fn timed(job: &Job, count: usize) -> Result<Vec<Tried>, Error> {
 fn tuning(path: &std::path::Path) -> Chooser {
     let chooser = Chooser::default();
     let budget = Duration::from_secs(60);
-    chooser.tune_by(&clean(), budget, path.to_owned(), |job, _| timed(job, 4)).expect("a thread");
+    chooser.tune_by(clean(), budget, path.to_owned(), |job, _| timed(job, 4)).expect("a thread");
     chooser
 }
 
@@ -165,7 +174,7 @@ fn a_winner_that_comes_while_a_kernel_is_bound_is_used_from_the_next_bind_on() {
     // Another thread's call was measured meanwhile.
     let bind_slowly = |spec: &KernelSpec| {
         let job = Job { problem: PROBLEM, pass: Pass::Forward, family: Family::Sm90, bound: spec.clone() };
-        let outcome = keeper.outcome(&job, timed(&job, 4));
+        let outcome = keeper.outcome(&job, timed(&job, 4), &|_| None);
         Ok((spec.clone(), outcome.winner.expect("a winner")))
     };
     let (bound, winner) =
@@ -220,7 +229,7 @@ fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
             let tried = Tried { spec: job.bound.clone(), ms: None, error: None };
             Ok(vec![tried])
         };
-        chooser.tune_by(&clean(), Duration::from_secs(60), path.clone(), search).expect("a thread");
+        chooser.tune_by(clean(), Duration::from_secs(60), path.clone(), search).expect("a thread");
         bind(&chooser, &PROBLEM, None).expect("bound");
         wait.recv().expect("it began");
         if drops {
@@ -237,7 +246,7 @@ fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
 fn tables_that_cannot_be_used_are_named() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let start = |path: &std::path::Path| {
-        Chooser::default().tune_by(&clean(), Duration::from_secs(60), path.to_owned(), |job, _| timed(job, 2))
+        Chooser::default().tune_by(clean(), Duration::from_secs(60), path.to_owned(), |job, _| timed(job, 2))
     };
     assert!(matches!(start(folder.path()), Err(Error::Read { .. })), "a folder is no table");
     let path = folder.path().join("tuned.json");
@@ -307,8 +316,16 @@ impl Seat for Shown {
         Arch::Sm90
     }
 
+    fn board(&self) -> Option<ArchLimits> {
+        None
+    }
+
     fn name(&self) -> Result<String, Error> {
         Ok("GPU".to_owned())
+    }
+
+    fn code(&self, spec: &KernelSpec) -> Option<Code> {
+        Some(Code { compiler: "nvrtc 13.0".to_owned(), key: spec.to_string() })
     }
 
     fn bind(
@@ -332,7 +349,8 @@ fn what_is_chosen_is_bound_to_the_problem_with_its_splits() {
     let path = folder.path().join("tuned.json");
     let chooser = Chooser::default();
     *lock(&chooser.memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
-    let entry = TunedEntry { key: TuneKey::of(&like), spec: spec.clone(), splits: Some(5), tflops: 1.0 };
+    let entry =
+        TunedEntry { key: TuneKey::of(&like), spec: spec.clone(), splits: Some(5), tflops: 1.0, code: None };
     chooser.memory.keep(&path, "GPU", entry).expect("kept");
     let asked = Asked { like: &like, ..Asked::of(&problem, Pass::Forward) };
     // By the table, and as it is remembered.
@@ -373,4 +391,109 @@ fn a_division_that_the_caller_decides_is_that_of_the_kernel() {
     let wide = decode.with_heads(512, 1);
     let error = of(&wide, None, Some(true)).expect_err("512 heads").to_string();
     assert!(error.contains("no tile holds the 512 query heads"), "{error}");
+}
+
+/// What keeps its bits is neither measured nor changed by what was; a later call that may change is both.
+#[test]
+fn what_is_pinned_or_deterministic_keeps_the_planners_kernel() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let chooser = tuning(&folder.path().join("tuned.json"));
+    let free = Asked::of(&PROBLEM, Pass::Forward);
+    let pinned = Asked { pinned: true, ..free };
+    let choose = |asked: &Asked<'_>| chooser.choose(&clean(), asked, || false).expect("bound");
+    let first = choose(&pinned);
+    let gradients = choose(&Asked::of(&PROBLEM, Pass::DETERMINISTIC_BACKWARD));
+    assert!(gradients.kernel.pass().deterministic());
+    assert!(chooser.finish_tuning().is_empty(), "neither is measured");
+    assert_eq!(choose(&free), first);
+    let outcomes = chooser.finish_tuning();
+    assert_eq!(outcomes.len(), 1, "{outcomes:?}");
+    let winner = outcomes[0].winner.clone().expect("a winner");
+    assert_ne!(winner, first);
+    assert_eq!((choose(&free), choose(&pinned)), (winner, first.clone()));
+    // In a later process, too.
+    let later = tuning(&folder.path().join("tuned.json"));
+    assert_eq!(later.choose(&clean(), &pinned, || false).expect("bound"), first);
+}
+
+/// A GPU on which every kernel compiles, by a compiler of this name.
+struct Compiled(&'static str);
+
+impl Seat for Compiled {
+    type Bound = KernelSpec;
+
+    fn arch(&self) -> Arch {
+        Arch::Sm90
+    }
+
+    fn board(&self) -> Option<ArchLimits> {
+        None
+    }
+
+    fn name(&self) -> Result<String, Error> {
+        Ok("GPU".to_owned())
+    }
+
+    fn code(&self, spec: &KernelSpec) -> Option<Code> {
+        Some(Code { compiler: self.0.to_owned(), key: format!("{} {spec}", self.0) })
+    }
+
+    fn bind(
+        &self,
+        _: &Problem,
+        spec: &KernelSpec,
+        _: Option<usize>,
+    ) -> Result<KernelSpec, fa_kernels::Error> {
+        Ok(spec.clone())
+    }
+}
+
+/// Winners count where compiler and sources are what they were; each compiler has its own.
+#[test]
+fn another_compiler_measures_again_and_both_keep_their_winners() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.json");
+    let asked = Asked::of(&PROBLEM, Pass::Forward);
+    let mut winners = Vec::new();
+    for (compiler, count, measured) in
+        [("nvrtc 12.8", 2, 1), ("nvrtc 13.0", 4, 1), ("nvrtc 12.8", 4, 0), ("nvrtc 13.0", 2, 0)]
+    {
+        let chooser = Chooser::default();
+        let budget = Duration::from_secs(60);
+        let measure = move |job: &Job, _: &AtomicBool| timed(job, count);
+        chooser.tune_by(Compiled(compiler), budget, path.clone(), measure).expect("a thread");
+        chooser.choose(&Compiled(compiler), &asked, || false).expect("bound");
+        assert_eq!(chooser.finish_tuning().len(), measured, "{compiler}");
+        winners.push(chooser.choose(&Compiled(compiler), &asked, || false).expect("bound"));
+    }
+    assert_eq!((&winners[0], &winners[1]), (&winners[2], &winners[3]));
+    assert_ne!(winners[0], winners[1]);
+}
+
+/// Where no other kernel computes a problem, the one that does is the winner, and nothing is written.
+#[test]
+fn a_kernel_without_rivals_is_not_measured() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.json");
+    let chooser = Chooser::default();
+    let only = |job: &Job, _: &AtomicBool| Ok(vec![Tried { spec: job.bound.clone(), ms: None, error: None }]);
+    chooser.tune_by(clean(), Duration::from_secs(60), path.clone(), only).expect("a thread");
+    let first = bind(&chooser, &PROBLEM, None).expect("bound");
+    let outcomes = chooser.finish_tuning();
+    assert_eq!(outcomes.len(), 1, "{outcomes:?}");
+    assert!(outcomes[0].winner.as_ref() == Some(&first) && outcomes[0].error.is_none());
+    assert!(!path.exists(), "nothing was measured");
+}
+
+/// A bind in a capture serves the planner's kernel and begins nothing; the next one does.
+#[test]
+fn nothing_begins_in_a_capture() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let chooser = tuning(&folder.path().join("tuned.json"));
+    let asked = Asked::of(&PROBLEM, Pass::Forward);
+    let planned = bind(&Chooser::default(), &PROBLEM, None).expect("bound");
+    assert_eq!(chooser.choose(&clean(), &asked, || true).expect("bound"), planned);
+    assert!(chooser.finish_tuning().is_empty(), "in a capture");
+    chooser.choose(&clean(), &asked, || false).expect("bound");
+    assert_eq!(chooser.finish_tuning().len(), 1, "after it");
 }

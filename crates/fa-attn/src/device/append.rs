@@ -13,7 +13,7 @@ use super::half::Half;
 use super::tensor::{DeviceTensor, doing};
 
 /// New keys and values, the cache, and the other tensors of an append. Caches and lengths may belong to a
-/// [`super::DeviceForward`]: swap them in and out, or run [`BoundAppend::run`] on the tensors there.
+/// [`super::DeviceForward`]: for those run [`BoundAppend::run`] on the tensors there.
 #[derive(Debug)]
 pub struct DeviceAppend<T> {
     /// New keys, `[batch, rows, heads_kv, head_dim]` or packed.
@@ -162,15 +162,23 @@ impl<T: Half> DeviceAppend<T> {
         }
     }
 
-    /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive this
-    /// memory. Replays append at the lengths that `seqused_k` holds then.
+    /// A launch on `stream` (not the default one) captured as a CUDA graph. Replays append at the lengths
+    /// that
+    /// `seqused_k` holds then.
+    ///
+    /// # Safety
+    /// As for [`super::capture()`]: this memory stays while the graph is launched.
     ///
     /// # Errors
     /// [`Error::Driver`].
-    pub fn capture(&mut self, append: &BoundAppend, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
+    pub unsafe fn capture(
+        &mut self,
+        append: &BoundAppend,
+        stream: &Arc<CudaStream>,
+    ) -> Result<CudaGraph, Error> {
         let args = self.raw(stream);
         // SAFETY: the addresses are those of memory of these shapes, which the caller keeps for the graph.
-        capture(stream, || unsafe { append.run_raw(stream, &args) })
+        unsafe { capture(stream, || append.run_raw(stream, &args)) }
     }
 
     /// Copies the caches, the queries and the new lengths to the host; returns how many rows were skipped

@@ -104,22 +104,22 @@ impl<T: Half> DeviceBackward<T> {
         backward: &Backward,
         stream: &CudaStream,
     ) -> Result<(), Error> {
-        backward.run(
-            stream,
-            BackwardArgs {
-                q: forward.q.input(),
-                k: forward.k.input(),
-                v: forward.v.input(),
-                out: forward.out.input(),
-                lse: &forward.lse,
-                dout: self.dout.input(),
-                dq: self.dq.output(),
-                dk: self.dk.output(),
-                dv: self.dv.output(),
-                workspace: &mut self.workspace,
-                extras: forward.extras.backward_args(&mut self.dsinks),
-            },
-        )
+        forward.extras.check_rows(backward.problem())?;
+        let args = BackwardArgs {
+            q: forward.q.input(),
+            k: forward.k.input(),
+            v: forward.v.input(),
+            out: forward.out.input(),
+            lse: &forward.lse,
+            dout: self.dout.input(),
+            dq: self.dq.output(),
+            dk: self.dk.output(),
+            dv: self.dv.output(),
+            workspace: &mut self.workspace,
+            extras: forward.extras.backward_args(&mut self.dsinks),
+        };
+        // SAFETY: starts were checked when they were copied to the GPU, and against the problem now.
+        unsafe { backward.run(stream, args) }
     }
 
     /// The addresses.
@@ -142,21 +142,24 @@ impl<T: Half> DeviceBackward<T> {
         }
     }
 
-    /// The launches on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
-    /// tensors and the forward's.
+    /// The launches on `stream` (not the default one) captured as a CUDA graph.
+    ///
+    /// # Safety
+    /// As for [`super::capture()`]: these tensors and the forward's stay while the graph is launched.
     ///
     /// # Errors
-    /// [`Error::Driver`].
-    pub fn capture(
+    /// [`Error::Beyond`] and [`Error::Driver`].
+    pub unsafe fn capture(
         &mut self,
         forward: &DeviceForward<T>,
         backward: &Backward,
         stream: &Arc<CudaStream>,
     ) -> Result<CudaGraph, Error> {
+        forward.extras.check_rows(backward.problem())?;
         let args = self.raw(forward, stream);
         // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the
         // graph.
-        capture(stream, || unsafe { backward.run_raw(stream, &args) })
+        unsafe { capture(stream, || backward.run_raw(stream, &args)) }
     }
 
     /// Waits for the stream and reads what was written.

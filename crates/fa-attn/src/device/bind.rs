@@ -17,6 +17,10 @@ pub struct BindOptions {
     /// growing cache: choosing takes longer than a launch, and tuning would measure every length. Without
     /// effect where `spec` leaves nothing to choose.
     pub rounded: bool,
+    /// Whether results keep their bits from run to run: the kernel is the planner's, or that of a table that
+    /// ships with the library, and no measurement on this machine changes it. Deterministic gradients are
+    /// never measured by [`crate::Tuning`]; this is for the forward beside them.
+    pub pinned: bool,
     /// The kernel.
     pub spec: Option<KernelSpec>,
 }
@@ -26,6 +30,7 @@ impl BindOptions {
         with_family(family: Option<Family>),
         with_division(division: Division),
         with_rounded(rounded: bool),
+        with_pinned(pinned: bool),
         with_spec(spec: Option<KernelSpec>),
     }
 
@@ -35,7 +40,7 @@ impl BindOptions {
     /// # Errors
     /// [`Error::BindOption`], and [`fa_kernels::Error::Mismatch`] for a kernel of another pass.
     pub(super) fn check(&self, problem: &Problem, pass: Pass) -> Result<(), Error> {
-        let BindOptions { family, division, rounded: _, spec } = self;
+        let BindOptions { family, division, rounded: _, pinned: _, spec } = self;
         let refuse = |option, reason| Err(Error::BindOption { option, reason });
         if pass.is_backward() && *division != Division::PLANNED {
             return refuse("division", "a backward is divided as planned: leave it out".to_owned());

@@ -147,19 +147,17 @@ impl<T: Half> DeviceForward<T> {
         extras: &DeviceExtras,
         stream: &CudaStream,
     ) -> Result<(), Error> {
-        let page_faults = self.page_faults.as_mut().map(|faults| faults as &mut dyn DevicePtrMut<u32>);
-        forward.run(
-            stream,
-            ForwardArgs {
-                q: self.q.input(),
-                k: self.k.input(),
-                v: self.v.input(),
-                out: self.out.output(),
-                lse: Some(&mut self.lse),
-                workspace: Some(&mut self.workspace),
-                extras: Extras { page_faults, ..extras.args() },
-            },
-        )
+        let call = ForwardCall {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            out: &mut self.out,
+            lse: Some(&mut self.lse),
+            workspace: &mut self.workspace,
+            extras,
+            page_faults: self.page_faults.as_mut(),
+        };
+        call.run(forward, stream)
     }
 
     /// Starts counting page faults at 0: see [`DeviceForward::page_faults`].
@@ -201,32 +199,43 @@ impl<T: Half> DeviceForward<T> {
         }
     }
 
-    /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
-    /// tensors.
+    /// A launch on `stream` (not the default one) captured as a CUDA graph.
+    ///
+    /// # Safety
+    /// As for [`capture()`]: these tensors stay while the graph is launched.
     ///
     /// # Errors
-    /// [`Error::Driver`].
-    pub fn capture(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
+    /// [`Error::Beyond`] and [`Error::Driver`].
+    pub unsafe fn capture(
+        &mut self,
+        forward: &Forward,
+        stream: &Arc<CudaStream>,
+    ) -> Result<CudaGraph, Error> {
+        self.extras.check_rows(forward.problem())?;
         let args = self.raw(stream);
         // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the
         // graph.
-        capture(stream, || unsafe { forward.run_raw(stream, &args) })
+        unsafe { capture(stream, || forward.run_raw(stream, &args)) }
     }
 
     /// [`DeviceForward::capture`] with extras that layers share. Replays read the lengths, and the plan if
     /// there is one, that the memory holds then: [`DeviceExtras::update`], plan again, replay.
     ///
+    /// # Safety
+    /// As for [`capture()`]: these tensors and the extras stay while the graph is launched.
+    ///
     /// # Errors
-    /// [`Error::Driver`].
-    pub fn capture_with(
+    /// [`Error::Beyond`] and [`Error::Driver`].
+    pub unsafe fn capture_with(
         &mut self,
         forward: &Forward,
         extras: &DeviceExtras,
         stream: &Arc<CudaStream>,
     ) -> Result<CudaGraph, Error> {
+        extras.check_rows(forward.problem())?;
         let args = self.raw_with(extras.raw(stream), stream);
         // SAFETY: as above; the caller keeps the extras too.
-        capture(stream, || unsafe { forward.run_raw(stream, &args) })
+        unsafe { capture(stream, || forward.run_raw(stream, &args)) }
     }
 
     /// Waits for the stream and reads what was written.
@@ -241,11 +250,61 @@ impl<T: Half> DeviceForward<T> {
     }
 }
 
+/// A forward on tensors that lie where the caller keeps them, such as a cache that layers share or that is
+/// appended to.
+#[derive(Debug)]
+pub struct ForwardCall<'a, T> {
+    /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
+    pub q: &'a DeviceTensor<T>,
+    /// K, `[batch, seqlen_k, heads_kv, head_dim]`, or `[pages, page, heads_kv, head_dim]`.
+    pub k: &'a DeviceTensor<T>,
+    /// V, in the same shape with `head_dim_v`.
+    pub v: &'a DeviceTensor<T>,
+    /// O, `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: &'a mut DeviceTensor<T>,
+    /// LSE, `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]` of packed queries.
+    pub lse: Option<&'a mut CudaSlice<f32>>,
+    /// [`Forward::workspace_bytes`] bytes, zero before the first call; calls of a stream may share it.
+    pub workspace: &'a mut CudaSlice<u8>,
+    /// Starts and lengths of sequences, page table, slopes and sinks.
+    pub extras: &'a DeviceExtras,
+    /// As [`DeviceForward::page_faults`].
+    pub page_faults: Option<&'a mut CudaSlice<u32>>,
+}
+
+impl<T: Half> ForwardCall<'_, T> {
+    /// Launches `forward` on `stream`: allocates nothing, waits for nothing, and can be captured
+    /// ([`capture()`]).
+    ///
+    /// # Errors
+    /// A stride, an alignment or a length that does not fit, [`Error::Beyond`] for packed sequences that have
+    /// more rows than the problem, a stream or a tensor of another context, [`Error::Driver`].
+    pub fn run(self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
+        self.extras.check_rows(forward.problem())?;
+        let page_faults = self.page_faults.map(|faults| faults as &mut dyn DevicePtrMut<u32>);
+        let args = ForwardArgs {
+            q: self.q.input(),
+            k: self.k.input(),
+            v: self.v.input(),
+            out: self.out.output(),
+            lse: self.lse.map(|lse| lse as &mut dyn DevicePtrMut<f32>),
+            workspace: Some(self.workspace),
+            extras: Extras { page_faults, ..self.extras.args() },
+        };
+        // SAFETY: starts were checked when they were copied to the GPU, and against the problem now.
+        unsafe { forward.run(stream, args) }
+    }
+}
+
 /// What `launch` puts on `stream` (not the default one), as a CUDA graph.
+///
+/// # Safety
+/// A graph holds addresses: all memory that `launch` uses stays where it is while the graph is launched and
+/// runs, and nothing else uses it then in a way that `launch` itself would not allow.
 ///
 /// # Errors
 /// What `launch` refuses, and [`Error::Driver`].
-pub fn capture(
+pub unsafe fn capture(
     stream: &Arc<CudaStream>,
     launch: impl FnOnce() -> Result<(), Error>,
 ) -> Result<CudaGraph, Error> {

@@ -85,12 +85,13 @@ impl Gpu {
     /// that contradict each other, and those of compiling and loading.
     pub fn bind(&self, problem: &Problem, pass: Pass, options: &BindOptions) -> Result<Bound, Error> {
         options.check(problem, pass)?;
-        let BindOptions { family, division, rounded: is_rounded, spec } = options;
+        let BindOptions { family, division, rounded: is_rounded, pinned, spec } = options;
         if let Some(spec) = spec {
             let plan = self.launch_plan(problem, spec, division.splits);
             return Ok(Bound::of(&self.kernels, problem, &plan)?);
         }
-        let asked = Asked { family: *family, division: *division, ..Asked::of(problem, pass) };
+        let own = Asked::of(problem, pass);
+        let asked = Asked { family: *family, division: *division, pinned: *pinned, ..own };
         let like = is_rounded.then(|| rounded(problem));
         // What kernels of rounded lengths refuse is chosen for as it is.
         if let Some(like) = like.filter(|like| like != problem && like.check().is_ok())

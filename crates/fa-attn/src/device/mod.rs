@@ -2,6 +2,7 @@
 //! [`DeviceBackward`] and [`DeviceAppend`] allocate nothing and wait for nothing.
 
 mod append;
+pub mod args;
 mod backward;
 mod bind;
 mod bound;
@@ -17,8 +18,12 @@ pub use append::{DeviceAppend, DeviceTable};
 pub use backward::{DeviceBackward, DeviceGradients};
 pub use bind::BindOptions;
 pub use bound::Bound;
-pub use extras::DeviceExtras;
-pub use forward::{DeviceForward, DeviceOutput, capture};
+pub use extras::{AppendLengths, DeviceExtras, DeviceProgram};
+pub use fa_kernels::{
+    Backward, BackwardPass, BoundAppend, BoundMerge, Cache, Forward, ForwardPass, Headers, Kernels,
+    LoadedKernel, driver,
+};
+pub use forward::{DeviceForward, DeviceOutput, ForwardCall, capture};
 pub use gpu::Gpu;
 pub use half::Half;
 pub(crate) use tensor::doing;

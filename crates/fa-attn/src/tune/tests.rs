@@ -8,10 +8,12 @@ use super::*;
 
 const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
 
+const KIND: (Family, Pass) = (Family::Sm90, Pass::Forward);
+
 fn entry(problem: &Problem, rank: usize) -> TunedEntry {
     let spec =
         plan(problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans")[rank].spec.clone();
-    TunedEntry { key: TuneKey::of(problem), spec, splits: None, tflops: 1.0 }
+    TunedEntry { key: TuneKey::of(problem), spec, splits: None, tflops: 1.0, code: None }
 }
 
 fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
@@ -64,7 +66,7 @@ fn windows_of_other_widths_have_their_own_winners() {
     for (left, rank) in [(0, 0), (100, 0), (127, 0), (200, 0), (500, 1), (800, 1), (4000, 1), (9000, 1)] {
         assert_eq!(found(&table, &window(left)), spec(rank), "a window of {left}");
     }
-    let has = |left: u32| table.has("GPU", &window(left), Family::Sm90, Pass::Forward);
+    let has = |left: u32| table.has("GPU", &window(left), (Family::Sm90, Pass::Forward), |_| true);
     assert!(has(100) && has(600) && !has(200) && !has(3000));
     // A window that no sequence fills, and one without a limit, see all keys.
     let open = PROBLEM.with_mask(Mask::band(Some(100_000), None));
@@ -82,7 +84,7 @@ fn windows_of_tables_from_before_their_widths_were_counted_are_found() {
     assert_eq!(before.gpus[0].entries[0].key.window, 0);
     for left in [1, 127, 1023, 100_000] {
         assert_eq!(found(&before, &window(left)), Some(entry(&window(127), 0).spec), "{left}");
-        assert!(!before.has("GPU", &window(left), Family::Sm90, Pass::Forward), "{left}");
+        assert!(!before.has("GPU", &window(left), (Family::Sm90, Pass::Forward), |_| true), "{left}");
     }
     // What was measured for the width goes before it.
     before.set("GPU", entry(&window(127), 1));
@@ -100,8 +102,7 @@ fn the_users_table_goes_before_those_that_ship() {
         table.set("GPU", entry(&PROBLEM, rank));
         table
     };
-    let found =
-        |tables: &Tables| tables.find("GPU", &PROBLEM, Family::Sm90, Pass::Forward).map(|entry| entry.spec);
+    let found = |tables: &Tables| tables.find("GPU", &PROBLEM, KIND, |_| true).map(|entry| entry.spec);
     let (own, shipped) = (table(3), table(0));
     let (first, second) = (entry(&PROBLEM, 3).spec, entry(&PROBLEM, 0).spec);
     assert_eq!(found(&Tables { own, shipped: shipped.clone() }), Some(first));
@@ -142,6 +143,29 @@ fn an_entry_takes_the_place_of_its_key() {
     assert_eq!(table.gpus[0].entries, [entry(&PROBLEM, 3)]);
 }
 
+/// What was measured with one compiler stays beside what was with another; other sources, and `fa tune`,
+/// replace it.
+#[test]
+fn compilers_have_entries_of_their_own() {
+    let code = |compiler: &str, key: &str| Some(Code { compiler: compiler.to_owned(), key: key.to_owned() });
+    let of = |rank, code| TunedEntry { code, ..entry(&PROBLEM, rank) };
+    let mut table = Tuned::default();
+    for (rank, code, count) in
+        [(0, code("nvrtc 12.8", "a"), 1), (1, code("nvrtc 13.0", "b"), 2), (2, code("nvrtc 13.0", "c"), 2)]
+    {
+        table.set("GPU", of(rank, code.clone()));
+        assert_eq!(table.gpus[0].entries.len(), count);
+        let is_current = |entry: &TunedEntry| entry.code == code;
+        let found = table.find_current("GPU", &PROBLEM, KIND, is_current);
+        assert_eq!(found.map(|entry| entry.spec), Some(entry(&PROBLEM, rank).spec));
+        assert!(table.has("GPU", &PROBLEM, KIND, is_current));
+    }
+    assert!(!table.has("GPU", &PROBLEM, KIND, |entry| entry.code == code("nvrtc 13.0", "b")));
+    assert_eq!(Tuned::from_json(&table.to_json()).as_ref(), Ok(&table));
+    table.set("GPU", of(3, None));
+    assert_eq!(table.gpus[0].entries, [entry(&PROBLEM, 3)]);
+}
+
 #[test]
 fn what_reads_or_scores_otherwise_has_its_own_entry() {
     // A cache used in part, dense rows and slopes are of one key.
@@ -150,7 +174,7 @@ fn what_reads_or_scores_otherwise_has_its_own_entry() {
     let slopes = ScoreMod::NONE.with_alibi(Some(Alibi::PerHead));
     let slopes = PROBLEM.with_score(slopes);
     let mut table = Tuned::default();
-    let has = |table: &Tuned, problem| table.has("GPU", problem, Family::Sm90, Pass::Forward);
+    let has = |table: &Tuned, problem| table.has("GPU", problem, (Family::Sm90, Pass::Forward), |_| true);
     for (count, problem) in [&PROBLEM, &used, &slopes].into_iter().enumerate() {
         assert_eq!(TuneKey::of(problem), TuneKey::of(&PROBLEM));
         assert!(!has(&table, problem), "no other's entry computes {problem:?}");
@@ -182,6 +206,7 @@ fn changes_at_once_are_all_kept() {
                     spec: spec.clone(),
                     splits: None,
                     tflops: 1.0,
+                    code: None,
                 };
                 let (_, written) = Tuned::change(path, |table| table.set("GPU", entry)).expect("read");
                 written.expect("written");

@@ -1,7 +1,10 @@
 //! Candidates compiled and timed on a GPU, on a stream and tensors of the thread that measures.
 #![allow(unsafe_code)]
 
+use std::num::NonZero;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use fa_core::{KernelSpec, Pass, Problem};
@@ -23,6 +26,9 @@ const BLOCK: usize = 1 << 20;
 
 /// Milliseconds that a sample lasts at least: short kernels are launched several times within one.
 const SAMPLE_MS: f64 = 0.5;
+
+/// Milliseconds of a launch from which on it does not matter what the caches held before.
+const LONG_MS: f64 = 5.0;
 
 /// Launches of a sample at the most.
 const MOST_LAUNCHES: usize = 50;
@@ -88,6 +94,8 @@ impl<T: Half> Tensors<T> {
     fn new(stream: &Arc<CudaStream>, problem: &Problem, pass: Pass) -> Result<Tensors<T>, Error> {
         let made = Error::driver("allocating device memory");
         let block: Vec<T> = (0..BLOCK as u64).map(|at| T::from_f64(normal(at))).collect();
+        // Copied on the GPU from there on: gigabytes take too long from the host.
+        let block = stream.clone_htod(&block).map_err(Error::driver("copying to the GPU"))?;
         let tensor = |shape| -> Result<DeviceTensor<T>, Error> {
             let placement = Placement::packed(shape, fa_core::TensorLayout::Bshd);
             let mut data = stream.alloc_zeros(placement.span()).map_err(&made)?;
@@ -133,12 +141,13 @@ impl<T: Half> Tensors<T> {
 }
 
 /// Fills `to` with copies of `block`.
-fn fill<T: Half>(stream: &Arc<CudaStream>, to: &mut CudaSlice<T>, block: &[T]) -> Result<(), Error> {
-    let sent = Error::driver("copying to the GPU");
+fn fill<T: Half>(stream: &Arc<CudaStream>, to: &mut CudaSlice<T>, block: &CudaSlice<T>) -> Result<(), Error> {
+    let sent = Error::driver("copying on the GPU");
     let len = to.len();
     for from in (0..len).step_by(BLOCK) {
         let count = (len - from).min(BLOCK);
-        stream.memcpy_htod(&block[..count], &mut to.slice_mut(from..from + count)).map_err(&sent)?;
+        let mut part = to.slice_mut(from..from + count);
+        stream.memcpy_dtod(&block.slice(..count), &mut part).map_err(&sent)?;
     }
     Ok(())
 }
@@ -169,6 +178,8 @@ pub(crate) struct Candidate {
     bound: Bound,
     workspace: CudaSlice<u8>,
     launches: usize,
+    /// Milliseconds of a launch, about.
+    ms: f64,
 }
 
 impl<T: Half> OnGpu<'_, T> {
@@ -210,6 +221,25 @@ impl<T: Half> Bench for OnGpu<'_, T> {
         self.begun.elapsed()
     }
 
+    fn compile(&mut self, specs: &[KernelSpec], budget: Duration, stop: &AtomicBool) {
+        let (kernels, begun, next) = (&self.scratch.kernels, self.begun, AtomicUsize::new(0));
+        let work = || {
+            while !stop.load(Ordering::Relaxed) && begun.elapsed() < budget {
+                let Some(spec) = specs.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+                // Remembered with the kernel, and said where it is loaded.
+                let _ = kernels.compile(spec);
+            }
+        };
+        // Half of the cores are left to the caller.
+        let threads = thread::available_parallelism().map_or(1, NonZero::get).div_ceil(2).min(specs.len());
+        thread::scope(|scope| {
+            let others = (1..threads).map(|_| thread::Builder::new().spawn_scoped(scope, work));
+            // Where a thread cannot be made, fewer compile.
+            let _others: Vec<_> = others.collect();
+            work();
+        });
+    }
+
     fn ready(&mut self, spec: &KernelSpec) -> Result<Candidate, Error> {
         let Scratch { kernels, stream } = self.scratch;
         let plan = divide(&self.problem, spec, kernels.arch(), kernels.sms(), None);
@@ -219,18 +249,21 @@ impl<T: Half> Bench for OnGpu<'_, T> {
             self.room.checked_sub(bytes).ok_or(Error::TuningMemory { need: bytes, limit: self.room })?;
         // Zero before its first use, as kernels ask; kernels cut it up in different ways.
         let workspace = stream.alloc_zeros(bytes).map_err(Error::driver("allocating device memory"))?;
-        let mut candidate = Candidate { bound, workspace, launches: 1 };
+        let mut candidate = Candidate { bound, workspace, launches: 1, ms: 0.0 };
         // The first launch loads code.
         self.time(&mut candidate, 1)?;
         let ms = self.time(&mut candidate, 1)?;
+        candidate.ms = ms;
         candidate.launches = ((SAMPLE_MS / ms.max(1e-3)).ceil() as usize).clamp(1, MOST_LAUNCHES);
         Ok(candidate)
     }
 
     fn sample(&mut self, candidate: &mut Candidate) -> Result<f64, Error> {
         let launches = candidate.launches;
-        // One that does not count: the caches hold what the kernel before left.
-        self.time(candidate, 1)?;
+        if candidate.ms < LONG_MS {
+            // One that does not count: the caches hold what the kernel before left.
+            self.time(candidate, 1)?;
+        }
         Ok(self.time(candidate, launches)? / launches as f64)
     }
 }

@@ -78,7 +78,7 @@ fn a_gradient_of_the_lse_joins_that_of_the_output() {
             let backward = bind_backward(&gpu, &problem, deterministic, None).unwrap();
             let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, &gpu.stream);
             let dlse: Vec<f32> = (0..lse_len(&problem)).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect();
-            tensors.forward.extras.inputs.dlse = Some(gpu.stream.clone_htod(&dlse).unwrap());
+            tensors.forward.extras.set_dlse(Some(gpu.stream.clone_htod(&dlse).unwrap()));
             tensors.run(&backward, &gpu.stream).unwrap();
             let extras = Extras { dlse: Some(&dlse), ..Extras::NONE };
             verify_with(&case, &tensors.results(&gpu.stream), &extras);
@@ -137,7 +137,8 @@ fn a_captured_backward_gives_the_same_result_when_replayed() {
     tensors.run(&backward, stream).unwrap();
     let expected = tensors.results(stream);
 
-    let graph = tensors.backward.capture(&tensors.forward, &backward, stream).unwrap();
+    // SAFETY: the tensors outlive the graph.
+    let graph = unsafe { tensors.backward.capture(&tensors.forward, &backward, stream) }.unwrap();
     for _ in 0..3 {
         tensors.backward.poison(stream).unwrap();
         graph.launch().unwrap();

@@ -97,7 +97,8 @@ fn a_captured_run_gives_the_same_result_when_replayed() {
     tensors.run(&forward, stream).unwrap();
     let expected = tensors.read(stream).unwrap();
 
-    let graph = tensors.capture(&forward, stream).unwrap();
+    // SAFETY: the tensors outlive the graph.
+    let graph = unsafe { tensors.capture(&forward, stream) }.unwrap();
     for _ in 0..3 {
         tensors.poison(stream).unwrap();
         graph.launch().unwrap();
@@ -190,18 +191,17 @@ fn run_as_f16(
 ) -> Result<(), KernelError> {
     let [q, k, v, out] = tensors.placements().map(|placement| placement.strides);
     let [data, mut to] = [0, 1].map(|_| gpu.stream.alloc_zeros::<f16>(1).unwrap());
-    forward.run(
-        &gpu.stream,
-        ForwardArgs {
-            q: Input { data: &data, strides: q },
-            k: Input { data: &data, strides: k },
-            v: Input { data: &data, strides: v },
-            out: fa_kernels::Output { data: &mut to, strides: out },
-            lse: None,
-            workspace: None,
-            extras: fa_kernels::Extras::default(),
-        },
-    )
+    let args = ForwardArgs {
+        q: Input { data: &data, strides: q },
+        k: Input { data: &data, strides: k },
+        v: Input { data: &data, strides: v },
+        out: fa_kernels::Output { data: &mut to, strides: out },
+        lse: None,
+        workspace: None,
+        extras: fa_kernels::Extras::default(),
+    };
+    // SAFETY: it is refused.
+    unsafe { forward.run(&gpu.stream, args) }
 }
 
 #[test]

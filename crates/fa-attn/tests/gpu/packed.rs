@@ -245,7 +245,8 @@ fn one_graph_serves_whatever_lengths_and_pages_there_are() {
         }
         let bytes = forward.workspace_bytes();
         let mut tensors = forward_tensors(stream, &problem, &extras.view(), &values, bytes);
-        let graph = tensors.capture(&forward, stream).unwrap();
+        // SAFETY: the tensors outlive the graph.
+        let graph = unsafe { tensors.capture(&forward, stream) }.unwrap();
         for step in 0..20i32 {
             let mut now = extras.clone();
             let table = now.page_table.as_mut().unwrap();

@@ -151,6 +151,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
             out: output.out.view_mut("out")?,
             lse: &mut output.lse,
             extras: Extras::NONE,
+            program: None,
         })
     };
     refused(forward(&mut output).unwrap_err(), "the call computes the backward");

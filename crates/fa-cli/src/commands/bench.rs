@@ -93,6 +93,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if let Some(record) = &args.draw {
         return record::redraw("fa bench", record, args.plot.as_deref(), draw::Record::draw);
     }
+    args.gpu.headers.choose()?;
     if args.append {
         return append::command(args);
     }

@@ -3,6 +3,7 @@
 
 mod args;
 mod best;
+mod emit;
 mod every;
 
 use std::fmt::Write;
@@ -27,6 +28,7 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     if args.all_configs {
         return every::command(args);
     }
+    args.headers.choose()?;
     if let Some(count) = args.best {
         return best::command(args, usize::from(count));
     }
@@ -48,13 +50,16 @@ pub(crate) fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     }
     probe(&args.out)?;
     let compiler = args.compiler()?;
+    if !args.emit.is_empty() {
+        return emit::command(args, &shipped, &compiler);
+    }
     let steps = Mutex::new(Steps::new(jobs));
     let built = ship::build(
         &shipped,
         &args.arch,
         &compiler,
         &Cache::open_default(),
-        &Headers::embedded(),
+        &Headers::current()?,
         &|spec, arch| {
             if let Ok(mut steps) = steps.lock() {
                 steps.begin(format!("{spec} on {arch}"));

@@ -29,7 +29,13 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Print the licences and copyright notices of the third-party crates in this program instead
+    #[arg(long, conflicts_with_all = ["time", "json"])]
+    pub notices: bool,
 }
+
+/// Written by `cargo xtask notices`.
+const NOTICES: &str = include_str!("../../THIRD-PARTY.txt");
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -85,6 +91,10 @@ pub(crate) fn command(args: &DoctorArgs) -> anyhow::Result<Verdict> {
     }
     if args.time {
         return time::command(args.json);
+    }
+    if args.notices {
+        output::print(NOTICES)?;
+        return Ok(Verdict::Good);
     }
     let mut checks = cpu_checks();
     checks.push(attention_check());
@@ -248,6 +258,9 @@ fn cache_check() -> Check {
             format!("kernels are compiled again by every process: set {CACHE_VARIABLE}, or HOME"),
         );
     };
+    if let Err(error) = cache.check() {
+        return Check::broken("cache", root.display().to_string(), error.to_string());
+    }
     // The cache creates its folder when it stores a kernel, so the nearest existing folder must be writable.
     let nearest = root.ancestors().find(|folder| folder.exists());
     let writable = nearest.is_some_and(|folder| tempfile::tempfile_in(folder).is_ok());

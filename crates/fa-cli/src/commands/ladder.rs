@@ -6,15 +6,15 @@ mod table;
 use std::path::PathBuf;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use fa_core::Family;
-use fa_lab::ladder::{self, Options};
+use fa_core::{Arch, Family};
+use fa_lab::ladder::{self, Options, profile, published};
 use fa_lab::runner::Turns;
 use fa_lab::shape::HeadDim;
 
 use crate::draw::record;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
-use crate::term::progress;
+use crate::term::{output, progress};
 
 /// `fa ladder`.
 #[derive(Debug, clap::Args)]
@@ -34,6 +34,24 @@ pub(crate) struct LadderArgs {
     #[arg(long, value_name = "N", default_value_t = 24)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: u16,
+    /// Time the peer of a ladder that has one beside its steps (torch, in the Python of FA_PYTHON)
+    #[arg(long)]
+    pub peers: bool,
+    /// Show registers, occupancy and planned shares of every step instead of rates, and with --ncu what
+    /// Nsight Compute counts
+    #[arg(long, conflicts_with_all = ["reps", "plot", "draw", "peers", "published"])]
+    pub profile: bool,
+    /// With --profile: run every step under Nsight Compute, `ncu` or the program given
+    #[arg(long, value_name = "PROGRAM", num_args = 0..=1, default_missing_value = "ncu")]
+    #[arg(requires = "profile")]
+    pub ncu: Option<PathBuf>,
+    /// With --profile: the architecture that steps are compiled for
+    #[arg(long, value_name = "ARCH", default_value = "sm90", requires = "profile")]
+    pub target: Arch,
+    /// Print published ladders' rates by board beside what is planned there, as Markdown; nothing is measured
+    #[arg(long, conflicts_with_all = ["family", "seqlen", "headdim", "reps", "json"])]
+    #[arg(conflicts_with_all = ["plot", "draw", "peers"])]
+    pub published: bool,
     /// Write the rows as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
@@ -42,7 +60,7 @@ pub(crate) struct LadderArgs {
     pub plot: Option<PathBuf>,
     /// Draw the plot of this record, which --json wrote before; nothing is measured
     #[arg(long, value_name = "RECORD.json", requires = "plot")]
-    #[arg(conflicts_with_all = ["family", "seqlen", "headdim", "reps", "json"])]
+    #[arg(conflicts_with_all = ["family", "seqlen", "headdim", "reps", "json", "peers"])]
     pub draw: Option<PathBuf>,
 }
 
@@ -50,11 +68,13 @@ const EXAMPLES: &str = "\
 Examples:
   fa ladder --plot ladder.svg
   fa ladder --family sm90 --headdim 64,128 --seqlen 1024,8192 --json ladder.json
+  fa ladder --published
+  fa ladder --profile --ncu --seqlen 4096 --json profile.json
   fa ladder --draw docs/results/ladder/sm90-nvidia-h100-80gb-hbm3.json --plot ladder.svg
 
-The published ladders beside ours are other GPUs' (an A10G and a B200) and other kernels': their shape is \
-compared, as a ratio to the first step, not their rates. Every step's output is checked before it is timed, \
-and all steps on a shape take turns.";
+The published ladders beside ours are other GPUs' (an A10G, a DGX Spark and a B200) and other \
+kernels': their shape is compared, as a ratio to the first step, not their rates. Every step's output is \
+checked before it is timed, and all steps on a shape take turns.";
 
 fn family() -> impl TypedValueParser<Value = Family> {
     let values = [
@@ -76,16 +96,35 @@ pub(crate) fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
     if let Some(record) = &args.draw {
         return record::redraw("fa ladder", record, args.plot.as_deref(), draw::Record::draw);
     }
+    if args.published {
+        output::print(&published::table(&published::rows()?))?;
+        return Ok(Verdict::Good);
+    }
+    let seqlens: Vec<usize> = args.seqlen.iter().map(|&n| n as usize).collect();
     if args.family == Family::Sm80 && !args.headdim.is_empty() {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());
     }
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref(), &[])?;
+    if args.profile {
+        let options = profile::Options {
+            family: args.family,
+            arch: args.target,
+            seqlens,
+            head_dims: args.headdim.clone(),
+            program: std::env::current_exe()?,
+            ncu: args.ncu.clone(),
+        };
+        let report = profile::run(&options, &mut progress::steps())?;
+        destinations.write(&report, || Ok(String::new()), || table::profile(&report))?;
+        return Ok(Verdict::Good);
+    }
     let options = Options {
         family: args.family,
-        seqlens: args.seqlen.iter().map(|&n| n as usize).collect(),
+        seqlens,
         head_dims: args.headdim.clone(),
         turns: Turns::of(usize::from(args.reps)),
+        peers: args.peers,
     };
     let report = ladder::run(&options, &mut progress::steps())?;
     destinations.write(&report, || record::of::<draw::Record>(&report)?.draw(), || table::table(&report))?;

@@ -2,9 +2,13 @@
 
 use std::fmt::Write;
 use std::path::Path;
+use std::str::FromStr;
 
 use fa_attn::atomic_file::AtomicFile;
-use fa_core::{Arch, KernelSpec, Pass, Problem};
+use fa_core::arch::ParseArchError;
+use fa_core::board::ParseBoardError;
+use fa_core::{Arch, ArchLimits, Board, KernelSpec, Pass, Problem};
+use fa_kernels::driver;
 use fa_lab::read_text;
 use fa_lab::shape::whole;
 use fa_lab::spec_file::read_spec;
@@ -52,9 +56,13 @@ pub(crate) struct PlanArgs {
         "alibi", "sinks", "packed", "page", "used_q", "used_k"
     ])]
     pub problem_file: Option<PathBuf>,
-    /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121
+    /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120, sm121, or a board, as --board
     #[arg(long, default_value = "sm90")]
-    pub arch: Arch,
+    pub arch: ArchArg,
+    /// Plan by the SMs, clock and memory rate of a board, as in a10g, l40s, h200 or spark; `device` is the
+    /// GPU at hand [default: the board that --arch stands for]
+    #[arg(long, value_name = "BOARD", conflicts_with_all = ["arch", "guide"])]
+    pub board: Option<BoardArg>,
     /// Kernels to choose from [default: the fastest that the architecture runs]
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
@@ -93,7 +101,59 @@ pub(crate) struct PlanArgs {
     pub guide: GuideArgs,
 }
 
+/// The architecture of `--arch`, and the board where one was named.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct ArchArg {
+    arch: Arch,
+    board: Option<ArchLimits>,
+}
+
+impl FromStr for ArchArg {
+    type Err = ParseArchError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text.parse::<Board>() {
+            Ok(board) => Ok(ArchArg { arch: board.arch, board: Some(board.limits) }),
+            Err(_) => Ok(ArchArg { arch: text.parse()?, board: None }),
+        }
+    }
+}
+
+/// The board of `--board`.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum BoardArg {
+    /// The first GPU of this machine.
+    Device,
+    /// One that is known by name.
+    Known(Box<Board>),
+}
+
+impl FromStr for BoardArg {
+    type Err = ParseBoardError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let known = |text: &str| text.parse().map(|board| BoardArg::Known(Box::new(board)));
+        if text.eq_ignore_ascii_case("device") { Ok(BoardArg::Device) } else { known(text) }
+    }
+}
+
 impl PlanArgs {
+    /// What is planned for: an architecture, and a board where one is named.
+    ///
+    /// # Errors
+    /// Without a GPU where that of this machine is asked for.
+    fn target(&self) -> anyhow::Result<(Arch, Option<ArchLimits>)> {
+        match &self.board {
+            None => Ok((self.arch.arch, self.arch.board)),
+            Some(BoardArg::Known(board)) => Ok((board.arch, Some(board.limits))),
+            Some(BoardArg::Device) => {
+                let context = driver::context(0)?;
+                let (arch, limits) = driver::board(&context)?;
+                Ok((arch, Some(limits)))
+            }
+        }
+    }
+
     /// The passes to plan of a problem.
     fn mode(&self) -> Mode {
         self.mode.unwrap_or(Mode::Fwd)
@@ -104,6 +164,7 @@ const PLAN_EXAMPLES: &str = "\
 Examples:
   fa plan --headdim 128 --seqlen 8192 --heads 16 --causal
   fa plan --headdim 192-128 --mode bwd -n 5 --json
+  fa plan --batch 2 --seqlen 1024 --heads 8 --board a10g
   fa plan --headdim 128 --why tile_n=192
   fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html
   fa plan --headdim 128 --causal --report plan.html --emulate
@@ -188,7 +249,7 @@ fn report_line(report: Option<&AtomicFile>) -> String {
 /// `--guide`. Finding nothing is an answer.
 fn list_tiles(args: &PlanArgs, format: Format) -> anyhow::Result<Verdict> {
     let mode = args.mode.unwrap_or(Mode::Both);
-    let report = args.guide.search(args.problem.headdim, mode, args.arch, args.limit)?;
+    let report = args.guide.search(args.problem.headdim, mode, args.arch.arch, args.limit)?;
     if format != Format::Table {
         eprint!("{}", report.nothing_found());
     }
@@ -223,10 +284,10 @@ fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
 }
 
 fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
-    let arch = args.arch;
-    let mut planned = Planned { arch, problem, forward: None, backward: None };
+    let (arch, board) = args.target()?;
+    let mut planned = Planned { arch, board, problem, forward: None, backward: None };
     if let Some(path) = &args.spec {
-        let (judged, backward) = judge_spec(path, &problem, arch)?;
+        let (judged, backward) = judge_spec(path, &problem, (arch, board))?;
         let other = match (args.mode(), backward) {
             (Mode::Both, _) => Some("one kernel"),
             (Mode::Bwd, false) => Some("a forward kernel"),
@@ -249,14 +310,18 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
     }
     let backward = (args.mode() != Mode::Fwd).then_some(Pass::Backward { deterministic: args.deterministic });
     let forward = args.mode() != Mode::Bwd;
-    Ok(Planned::explore(&problem, arch, args.family, forward, backward)?)
+    Ok(Planned::explore(&problem, (arch, board), args.family, forward, backward)?)
 }
 
 /// A kernel from a file instead of a search, and whether it computes gradients.
-fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<(Tried, bool)> {
+fn judge_spec(
+    path: &Path,
+    problem: &Problem,
+    (arch, board): (Arch, Option<ArchLimits>),
+) -> anyhow::Result<(Tried, bool)> {
     let spec = read_spec(path)?;
     let backward = spec.kernel.is_backward();
-    let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions::default()) {
+    let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions::default().with_board(board)) {
         Ok(plan) => PlanSet { plans: vec![plan], rejected: Vec::new() },
         Err(reason) => PlanSet { plans: Vec::new(), rejected: vec![RejectedSpec { spec, reason }] },
     };
@@ -264,7 +329,7 @@ fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<(Tri
 }
 
 fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String {
-    let mut text = heading(planned.arch, &planned.problem);
+    let mut text = heading(planned.arch, planned.limits().board, &planned.problem);
     if let Some(never_run) = planned.never_run() {
         writeln!(text, "note      {never_run}").expect("writing to a string cannot fail");
     }
@@ -280,20 +345,20 @@ fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String 
         .expect("writing to a string cannot fail");
     }
     if let Some(forward) = &planned.forward {
-        text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);
+        text += &forward.text(&planned.problem, Pass::Forward, (planned.arch, &planned.limits()), limit);
     }
     if let Some(backward) = &planned.backward {
-        text += &backward::text(backward, &planned.problem, planned.arch, limit);
+        text += &backward::text(backward, &planned.problem, (planned.arch, &planned.limits()), limit);
     }
     text + &report_line(report)
 }
 
-fn heading(arch: Arch, problem: &Problem) -> String {
-    format!("problem   {}\ngpu       {arch} ({})\n", attention::describe(problem), arch.limits().board)
+fn heading(arch: Arch, board: &str, problem: &Problem) -> String {
+    format!("problem   {}\ngpu       {arch} ({board})\n", attention::describe(problem))
 }
 
 fn why_text(report: &WhyReport) -> String {
-    let mut text = heading(report.arch, &report.problem);
+    let mut text = heading(report.arch, report.board, &report.problem);
     if let Some(why) = &report.forward {
         text += &answer(why);
     }

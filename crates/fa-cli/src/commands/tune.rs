@@ -7,11 +7,12 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use fa_attn::tune::user_table;
-use fa_core::Pass;
+use fa_core::{KernelSpec, Pass};
 use fa_lab::Error;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
 use fa_lab::shape::whole;
+use fa_lab::spec_file::read_spec_of;
 use fa_lab::tune::draw::Drawing;
 use fa_lab::tune::judge::judge;
 use fa_lab::tune::{self, Options, Problems, Wanted};
@@ -19,7 +20,7 @@ use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::commands::worker;
-use crate::flags::{self, OF_SHAPES, ShapeArgs, pass_of};
+use crate::flags::{self, HeadersArgs, OF_SHAPES, ShapeArgs, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
@@ -28,6 +29,8 @@ use crate::term::{output, progress};
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct TuneArgs {
+    #[command(flatten)]
+    pub headers: HeadersArgs,
     #[command(flatten)]
     pub shapes: ShapeArgs,
     /// Which pass to tune; both with --random only
@@ -51,8 +54,8 @@ pub(crate) struct TuneArgs {
     /// Measure nothing: show how far today's first choices are behind the best of these records (--json of
     /// earlier runs with --random); needs no GPU
     #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
-        "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "reps", "fresh", "output"
-    ])]
+        "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "specs"
+    ], conflicts_with_all = ["reps", "fresh", "output"])]
     pub judge: Vec<PathBuf>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]
@@ -61,6 +64,11 @@ pub(crate) struct TuneArgs {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
     pub candidates: u16,
+    /// Try these kernels (RON, as `fa plan --format spec` prints them) in place of the planner's: a search
+    /// space of your own, all of one family
+    #[arg(long = "spec", value_name = "FILE", num_args = 1..)]
+    #[arg(conflicts_with_all = ["marks", "random", "family", "candidates"])]
+    pub specs: Vec<PathBuf>,
     /// Timed launches of each kernel, in rounds of about six
     #[arg(long, value_name = "N", default_value_t = 24)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=10_000))]
@@ -86,6 +94,7 @@ Examples:
   fa tune --marks sm90 -n 12 --report tuning.md --json tuning.json
   fa tune --mode bwd --marks sm90-bwd
   fa tune --headdim 64 --heads 32 --seqlen 1024 --family sm80 --fresh
+  fa tune --headdim 128 --heads 16 --seqlen 4096 --causal --spec a.ron b.ron c.ron
   fa tune --random 60 --seed 1 --mode both --json drawn.json --report drawn.md
   fa tune --judge drawn.json
 
@@ -102,6 +111,7 @@ stopped.";
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
 pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
+    args.headers.choose()?;
     if !args.judge.is_empty() {
         let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref(), &args.judge)?;
         let judgement = judge(&args.judge)?;
@@ -117,6 +127,7 @@ pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     let options = Options {
         problems,
         candidates: usize::from(args.candidates),
+        specs: specs(args)?,
         turns: Turns::of(usize::from(args.reps)),
         fresh: args.fresh,
         table,
@@ -132,6 +143,15 @@ pub(crate) fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     destinations.write(&report, || Ok(page::markdown(&report)), || page::table(&report))?;
     output::note(&format!("winners are in {}", options.table.display()));
     Ok(if report.all_have_winners() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// The kernels of `--spec`.
+fn specs(args: &TuneArgs) -> anyhow::Result<Vec<KernelSpec>> {
+    if args.specs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let pass = pass(args)?;
+    args.specs.iter().map(|path| Ok(read_spec_of(path, pass)?)).collect()
 }
 
 /// The one pass that is tuned.
@@ -160,6 +180,11 @@ fn problems(args: &TuneArgs) -> anyhow::Result<Problems> {
         };
         let (count, seed) = (usize::from(count), args.seed.unwrap_or(0));
         return Ok(Problems::Drawn(Drawing { count, seed, passes, families: family.into_iter().collect() }));
+    }
+    if args.shapes.mods.program().map_err(InputError::Usage)?.is_some() {
+        let message = "tables hold no kernels with programs: leave out --mask-mod, --score-mod, --bias and \
+                       --chunk";
+        return Err(InputError::Usage(message.to_owned()).into());
     }
     let pass = pass(args)?;
     let (problems, family) = match args.marks {

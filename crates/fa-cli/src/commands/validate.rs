@@ -20,6 +20,7 @@ use args::ValidateArgs;
 /// # Errors
 /// Without a driver, a GPU or a compiler, and for bad input.
 pub(crate) fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
+    args.headers.choose()?;
     let options = args.options()?;
     let program = worker::program()?;
     if args.sanitize {

@@ -3,8 +3,9 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreKind};
+use fa_core::{Arch, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreKind};
 use fa_lab::ledger::{self, Ledger, Tier};
+use fa_lab::summary::RateRow;
 use fa_lab::{message, summary};
 use fa_planner::cost::{CostConstants, predict};
 use serde::Deserialize;
@@ -30,38 +31,13 @@ struct Record {
     gpu: String,
     arch: Arch,
     kernels: Vec<RecordKernel>,
-    rows: Vec<RecordRow>,
+    rows: Vec<RateRow>,
 }
 
 #[derive(Deserialize)]
 struct RecordKernel {
     name: String,
     spec: serde_json::Value,
-}
-
-#[derive(Deserialize)]
-struct RecordRow {
-    /// Set for rows that a shape alone does not describe.
-    name: Option<String>,
-    batch: usize,
-    heads_q: usize,
-    heads_kv: usize,
-    seqlen_q: usize,
-    seqlen_k: usize,
-    head_dim: usize,
-    head_dim_v: usize,
-    mask: String,
-    dtype: Dtype,
-    spec: String,
-    ms_median: f64,
-    tflops: Option<f64>,
-    rate: Option<f64>,
-    #[serde(default)]
-    unit: String,
-    #[serde(default)]
-    error: Option<String>,
-    #[serde(default)]
-    peers: std::collections::BTreeMap<String, f64>,
 }
 
 /// A measured row with the prediction for its kernel.
@@ -146,7 +122,7 @@ struct Config {
 
 /// The problem of a row, taken to be of equal lengths; nothing where it has changes of scores that the row
 /// does not say.
-fn problem_of(row: &RecordRow, spec: &KernelSpec) -> Option<Problem> {
+fn problem_of(row: &RateRow, spec: &KernelSpec) -> Option<Problem> {
     let mask = match row.mask.as_str() {
         "full" => Mask::FULL,
         "causal" => Mask::CAUSAL,
@@ -272,7 +248,7 @@ impl Records {
             // Rows do not record which lengths a kernel reads on the device.
             let whole = !spec.reads.varied && !spec.reads.paged;
             let seconds = row.ms_median / 1e3;
-            let bytes = row.rate.filter(|_| row.unit == "TB/s").map(|rate| 1e3 * rate);
+            let bytes = (row.unit == "TB/s").then_some(1e3 * row.rate);
             let rates = if whole {
                 [problem.flops(pass) / seconds / 1e12, problem.bytes(pass) / seconds / 1e9]
             } else {

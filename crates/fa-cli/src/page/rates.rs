@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use fa_core::{Lengths, Problem, Side, SideRows, counted};
-use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
+use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict_on};
 use fa_planner::report::{PlanFamily, Tried};
 
 use crate::page::chart::{Axis, Line, Roof, chart};
@@ -125,8 +125,9 @@ pub(crate) fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
         if other.check().is_err() {
             continue;
         }
-        let explored = Tried::explore(&other, view.planned.arch, family(view.tried), view.pass)?;
-        let this = first.map(|plan| predict(&other, &plan.spec, view.planned.arch, &constants));
+        let on = (view.planned.arch, view.planned.board);
+        let explored = Tried::explore(&other, on, family(view.tried), view.pass)?;
+        let this = first.map(|plan| predict_on(&other, &plan.spec, (on.0, &view.limits()), &constants));
         if let Some(best) = explored.best().map(|fit| *fit.cost).or(this) {
             found.push(At { seqlen, problem: other, best, this });
         }

@@ -99,8 +99,8 @@ impl<'a> View<'a> {
         self.pass.is_backward()
     }
 
-    pub(crate) fn limits(&self) -> &'static ArchLimits {
-        self.planned.arch.limits()
+    pub(crate) fn limits(&self) -> ArchLimits {
+        self.planned.limits()
     }
 
     pub(crate) fn problem(&self) -> &'a Problem {

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Pass, Problem};
+use fa_core::{Arch, ArchLimits, Pass, Problem};
 use fa_planner::guide::reject::Rejected;
 use fa_planner::report::{Backward, BackwardWhy};
 
@@ -10,8 +10,8 @@ use crate::plan::tried::Shown;
 use crate::plan::why::why_lines;
 
 /// A backward's plans, for people.
-pub(crate) fn text(backward: &Backward, problem: &Problem, arch: Arch, limit: usize) -> String {
-    let mut text = backward.tried.text(problem, Pass::BACKWARD, arch, limit);
+pub(crate) fn text(backward: &Backward, problem: &Problem, on: (Arch, &ArchLimits), limit: usize) -> String {
+    let mut text = backward.tried.text(problem, Pass::BACKWARD, on, limit);
     let Some(guide) = &backward.guide else { return text };
     let mut line = |name: &str, value: String| {
         writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");

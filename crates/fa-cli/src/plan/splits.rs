@@ -1,7 +1,7 @@
 //! Why a forward divides the keys of its tiles among several CTAs, or does not.
 
-use fa_core::{Arch, KernelSpec, Problem};
-use fa_planner::cost::{CostConstants, predict};
+use fa_core::{Arch, ArchLimits, KernelSpec, Problem};
+use fa_planner::cost::{CostConstants, predict_on};
 use fa_planner::divide;
 use fa_planner::divide::kv_splits;
 use fa_planner::plan::Plan;
@@ -18,8 +18,8 @@ pub(crate) fn moves_bytes(problem: &Problem) -> bool {
 
 /// The number of splits of a forward's plan and the reason for it, in a line; nothing where splitting does
 /// not apply.
-pub(crate) fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<String> {
-    let sms = arch.limits().sms;
+pub(crate) fn reason(plan: &Plan, problem: &Problem, (arch, limits): (Arch, &ArchLimits)) -> Option<String> {
+    let sms = limits.sms;
     let cost = &plan.cost;
     let many = |count: f64, noun: &str| format!("{count:.0} {noun}{}", if count == 1.0 { "" } else { "s" });
     if plan.spec.split && !problem.lengths.is_uniform() {
@@ -33,7 +33,7 @@ pub(crate) fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<Strin
         return moves_bytes(problem).then(text);
     }
     let whole = KernelSpec { split: false, ..plan.spec.clone() };
-    let whole = predict(problem, &whole, arch, &CostConstants::of(arch));
+    let whole = predict_on(problem, &whole, (arch, limits), &CostConstants::of(arch));
     let combined = match divide(problem, &plan.spec, arch, sms, Some(cost.splits)).cluster {
         1 => "with the combine kernel".to_owned(),
         all if all == cost.splits => format!("in clusters of {all}, which combine them"),

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, KernelSpec, Pass, Problem, counted};
+use fa_core::{Arch, ArchLimits, KernelSpec, Pass, Problem, counted};
 use fa_kernels::launch::Launches;
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
@@ -84,8 +84,8 @@ pub(crate) trait Shown {
     fn misses(&self) -> Vec<Miss<'_>>;
 
     /// A table of at most `limit` plans and the account of the best. The plans are those of `pass` over
-    /// `problem`.
-    fn text(&self, problem: &Problem, pass: Pass, arch: Arch, limit: usize) -> String;
+    /// `problem` on an architecture, by the rates of a board.
+    fn text(&self, problem: &Problem, pass: Pass, on: (Arch, &ArchLimits), limit: usize) -> String;
 }
 
 impl Shown for Tried {
@@ -128,18 +128,19 @@ impl Shown for Tried {
         }
     }
 
-    fn text(&self, problem: &Problem, pass: Pass, arch: Arch, limit: usize) -> String {
+    fn text(&self, problem: &Problem, pass: Pass, on: (Arch, &ArchLimits), limit: usize) -> String {
+        let (arch, limits) = on;
         let fits = self.fits();
         let tried = fits.len() + self.misses().len();
         let mut text = format!("{:<10}{} of {tried} candidates fit\n", pass.name(), fits.len());
         if let Some(best) = fits.first() {
             text.push('\n');
             let moves_bytes = pass == Pass::Forward && splits::moves_bytes(problem);
-            text += &table(&fits[..fits.len().min(limit)], arch, moves_bytes.then(|| problem.bytes(pass)));
+            text += &table(&fits[..fits.len().min(limit)], limits, moves_bytes.then(|| problem.bytes(pass)));
             text.push('\n');
-            text += &account(best, problem, pass, arch);
+            text += &account(best, problem, pass, limits);
             if let Shape::Kernel(spec) = best.shape
-                && let sms = arch.limits().sms
+                && let sms = limits.sms
                 && let plan = divide(problem, spec, arch, sms, None)
                 && let Ok(launches) = Launches::of(&plan, problem, arch, sms)
             {
@@ -152,7 +153,7 @@ impl Shown for Tried {
             }
             if let Tried::Kernels(PlanSet { plans, .. }) = self
                 && pass == Pass::Forward
-                && let Some(reason) = splits::reason(&plans[0], problem, arch)
+                && let Some(reason) = splits::reason(&plans[0], problem, on)
             {
                 line(&mut text, "splits", &reason);
             }
@@ -170,8 +171,8 @@ fn line(text: &mut String, name: &str, value: &str) {
 
 /// The plans, with the rate at which they move `bytes` where that is what counts, and with splits where one
 /// has any.
-fn table(fits: &[Fit], arch: Arch, bytes: Option<f64>) -> String {
-    let peak = arch.limits().peak_tensor_flops() / 1e12;
+fn table(fits: &[Fit], limits: &ArchLimits, bytes: Option<f64>) -> String {
+    let peak = limits.peak_tensor_flops() / 1e12;
     let has_splits = fits.iter().any(|fit| fit.cost.splits > 1);
     let mut headers = vec![
         "#",
@@ -211,8 +212,7 @@ fn table(fits: &[Fit], arch: Arch, bytes: Option<f64>) -> String {
     output::table_text(&table)
 }
 
-fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
-    let limits = arch.limits();
+fn account(best: &Fit, problem: &Problem, pass: Pass, limits: &ArchLimits) -> String {
     let mut text = String::new();
     line(&mut text, "best", &best.name);
     line(&mut text, "predicted", &prediction(best.cost));
@@ -257,9 +257,11 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
         &mut text,
         "per SM",
         &format!(
-            "{} of {} threads planned (SMEM allows {}, registers {}, threads {})",
+            "{} of {} threads planned, {} % of the SM's {} (SMEM allows {}, registers {}, threads {})",
             counted(best.blocks_per_sm as usize, "block"),
             best.threads,
+            tenths(100.0 * f64::from(best.blocks_per_sm * best.threads) / f64::from(limits.threads_per_sm)),
+            limits.threads_per_sm,
             o.by_smem,
             o.by_registers,
             o.by_threads

@@ -36,6 +36,7 @@ fn planning_and_measuring_refuse_what_they_cannot_do() {
         ("plan --why tile_n=72", "64, 80, 96"),
         ("plan --mode bwd --why stages=2", "no kernel has a field 'stages'"),
         ("bench --dtype e4m3", "e4m3"),
+        ("bench --dtype int8", "int8 is not computed: use f32, f16 or bf16"),
         ("bench --seqlen 100000000 --heads 1024 --headdim 256", "memory are free"),
         ("bench --heads 3:2", "heads_kv = 2"),
         ("bench --seqlen 99999999999999", "more than 2^48"),

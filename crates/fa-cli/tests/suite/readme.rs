@@ -1,15 +1,17 @@
-//! What README says of the program.
+//! What README and docs/cli.md say of the program.
 
 use crate::common::{fa_args, repository, text};
 
-fn readme() -> String {
-    std::fs::read_to_string(repository("README.md")).expect("a README")
+fn pages() -> String {
+    let read =
+        |path| std::fs::read_to_string(repository(path)).unwrap_or_else(|error| panic!("{path}: {error}"));
+    read("README.md") + &read("docs/cli.md")
 }
 
 #[test]
-fn commands_of_the_readme_have_the_flags_that_it_gives_them() {
+fn commands_of_the_pages_have_the_flags_that_they_give_them() {
     let mut flags = 0;
-    for line in readme().lines() {
+    for line in pages().lines() {
         let Some(line) = line.strip_prefix("fa ").or(line.strip_prefix("cargo run --release -- ")) else {
             continue;
         };
@@ -18,7 +20,7 @@ fn commands_of_the_readme_have_the_flags_that_it_gives_them() {
         let help = fa_args(&[name, "--help"]).good();
         for flag in words.filter_map(|word| word.starts_with("--").then(|| word.split('=').next()).flatten())
         {
-            assert!(help.contains(flag), "README gives fa {name} the flag {flag}, which is not in\n{help}");
+            assert!(help.contains(flag), "a page gives fa {name} the flag {flag}, which is not in\n{help}");
             flags += 1;
         }
     }

@@ -62,6 +62,11 @@ impl Problem {
         if let Some(value) = self.score.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
         }
+        let changes = self.score.kind().changes();
+        let own = [("softcap", self.score.softcap.is_some()), ("alibi", self.score.alibi.is_some())];
+        if let Some((name, _)) = own.into_iter().find(|&(_, is_on)| is_on && changes) {
+            return Err(ProblemError::Program { name });
+        }
         Ok(())
     }
 

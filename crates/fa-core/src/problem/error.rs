@@ -37,8 +37,8 @@ pub enum ProblemError {
     Types(#[from] TypesError),
     /// ALiBi's distances would not be exact.
     #[error(
-        "query_offset = {offset} with ALiBi: distances from the diagonal are f32, with offsets from -{limit} to \
-         {limit}"
+        "query_offset = {offset} with ALiBi: distances from the diagonal are f32, with offsets from -{limit} \
+         to {limit}"
     )]
     Offset {
         /// The mask's offset.
@@ -88,6 +88,15 @@ pub enum ProblemError {
     PagedQueries {
         /// Rows of a page.
         page: usize,
+    },
+    /// A program changes the scores, and something else does.
+    #[error(
+        "{name} and a program that changes scores: write the program so that it computes both, or give it \
+         without {name}"
+    )]
+    Program {
+        /// The other change.
+        name: &'static str,
     },
     /// A scalar that must be finite is not, or must be positive and is not.
     #[error("{name} is {value}: it must be {need}")]

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Problem, ProblemError};
 use crate::lengths::{Side, SideRows};
+use crate::program::Interned;
 use crate::score_mod::Alibi;
 use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
 
@@ -46,6 +47,8 @@ pub(super) struct Flat {
     alibi: Option<Alibi>,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     sinks: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    program: Option<Interned>,
 }
 
 impl TryFrom<Flat> for Problem {
@@ -71,7 +74,13 @@ impl TryFrom<Flat> for Problem {
         )
         .with_mask(flat.mask)
         .with_softmax_scale(flat.softmax_scale)
-        .with_score(ScoreMod::NONE.with_softcap(flat.softcap).with_alibi(flat.alibi).with_sinks(flat.sinks)))
+        .with_score(
+            ScoreMod::NONE
+                .with_softcap(flat.softcap)
+                .with_alibi(flat.alibi)
+                .with_sinks(flat.sinks)
+                .with_program(flat.program),
+        ))
     }
 }
 
@@ -111,6 +120,7 @@ impl From<Problem> for Flat {
             softcap: score.softcap,
             alibi: score.alibi,
             sinks: score.sinks,
+            program: score.program,
         }
     }
 }

@@ -39,10 +39,11 @@ impl Sm90Fwd {
 
     /// Whether tiles whose scores are all at most half a soft cap take it as a polynomial, on the FMA units
     /// alone (NB-080). Both ways need registers beside S, P and O.
-    pub const fn near_cap(&self, spec: &KernelSpec) -> bool {
+    pub fn near_cap(&self, spec: &KernelSpec) -> bool {
         let need = self.tile_n / 4 * 3 + spec.head_dim_v / 2;
         let fits = need <= near_cap_registers(self.num_wg, spec.reads.varied);
-        spec.score.softcap && !spec.score.alibi && self.lazy_max() && fits
+        let others = spec.score.alibi || spec.score.program.is_some();
+        spec.score.softcap && !others && self.lazy_max() && fits
     }
 
     /// Whether a warpgroup skips tiles of keys that only rows of later warpgroups see, in tiles of fewer keys
@@ -63,7 +64,7 @@ impl Sm90Fwd {
         vec![
             switch("lazy_max", LAZY_MAX, self.lazy_max()),
             switch("near_cap", NEAR_CAP, self.near_cap(spec)),
-            switch("skips_blocks", SKIPS_BLOCKS, self.skips_blocks(spec.mask)),
+            switch("skips_blocks", SKIPS_BLOCKS, self.skips_blocks(spec.mask) && !spec.score.masks()),
             switch("shifts_values", SHIFTS_VALUES, self.shifts_values()),
         ]
     }
@@ -94,22 +95,23 @@ impl Sm100Fwd {
 }
 
 impl Sm90Bwd {
-    const fn may_store_dq(&self, spec: &KernelSpec) -> bool {
+    fn may_store_dq(&self, spec: &KernelSpec) -> bool {
         let is_drawn_first = match spec.mask {
             MaskKind::Full => true,
             MaskKind::Causal | MaskKind::Window => {
                 self.deterministic || matches!(self.tile_order, TileOrder::LongestFirst)
             }
         };
-        self.dq_via_smem && (spec.reads.varied || is_drawn_first)
+        // Which tile comes first under a program's mask is not known.
+        self.dq_via_smem && (spec.reads.varied || is_drawn_first) && !spec.score.masks()
     }
 
     fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
         vec![switch("may_store_dq", MAY_STORE_DQ, self.may_store_dq(spec))]
     }
 
-    const fn backward(&self, spec: &KernelSpec) -> Option<BackwardTraits> {
-        let by_warpgroup = spec.reads.varied && !self.deterministic;
+    fn backward(&self, spec: &KernelSpec) -> Option<BackwardTraits> {
+        let by_warpgroup = spec.reads.varied && !self.deterministic && !spec.score.masks();
         let dq_semaphores = if by_warpgroup { 2 * self.num_wg as usize } else { 1 };
         Some(BackwardTraits { may_store_dq: self.may_store_dq(spec), dq_semaphores })
     }
@@ -132,7 +134,7 @@ fn switch(name: &'static str, doc: &'static [&'static str], on: bool) -> Param {
 
 impl KernelSpec {
     /// The derived properties of a backward; `None` for a forward.
-    pub const fn backward(&self) -> Option<BackwardTraits> {
+    pub fn backward(&self) -> Option<BackwardTraits> {
         each_kernel!(&self.kernel, kernel => kernel.backward(self))
     }
 

@@ -235,6 +235,12 @@ impl KernelSpec {
                  would not load the same keys; use cluster_m = 1"
             ));
         }
+        if self.score.masks() && cluster > 1 {
+            return conflict(format!(
+                "cluster_m = {cluster} and a program that masks: the CTAs of a cluster would visit different \
+                 tiles of keys; use cluster_m = 1"
+            ));
+        }
         if self.split && cluster > 1 {
             return conflict(format!(
                 "cluster_m = {cluster} and split: CTAs of a cluster load the same keys, those of a split do \

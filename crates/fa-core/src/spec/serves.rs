@@ -4,6 +4,7 @@
 use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
+use crate::program::Interned;
 use crate::{Problem, SideRows};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
@@ -137,6 +138,10 @@ impl KernelSpec {
                 return differs(what, text(have), text(need));
             }
         }
+        if have.program != need.program {
+            let text = |own: Option<Interned>| own.map_or("no program".to_owned(), |own| own.to_string());
+            return differs("program", text(have.program), text(need.program));
+        }
         let (group, tile_m) = (problem.group_size(), self.tile().0);
         if self.traits().tile_queries(group) == 0 {
             let kernel = format!("groups that fit tile_m = {tile_m}");
@@ -188,14 +193,14 @@ impl KernelSpec {
 fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
     let offset = problem.mask.offset;
     let refuse = |kernel: &str| {
-        let problem = format!("{} (query_offset = {offset}); the CPU backend computes it", problem.mask);
+        let problem = format!("query_offset = {offset} ({}), which the CPU backend computes", problem.mask);
         Err(Mismatch { what: "query_offset", kernel: kernel.to_owned(), problem })
     };
     if offset != 0 && problem.score.alibi.is_some() {
         return refuse("ALiBi with query_offset = 0");
     }
     if problem.mask.limits().into_iter().flatten().any(|limit| limit < 0) {
-        return refuse("offsets that leave the query's own bottom-right diagonal visible");
+        return refuse("offsets up to left and from -right, by which no side of the window is negative");
     }
     Ok(())
 }
@@ -228,6 +233,33 @@ mod tests {
         let error = spec(Kernel::Sm90Fwd(narrow), reads).check().expect_err("lanes without a row");
         assert!(error.to_string().contains("tile_n of 64 or more"), "{error}");
         assert_eq!(spec(Kernel::Sm80Fwd(Sm80Fwd::default()), reads).serves(&paged(1)), Ok(()));
+    }
+
+    #[test]
+    fn offsets_that_a_window_holds_are_served_and_others_refused_by_name() {
+        let window = KernelSpec {
+            mask: MaskKind::Window,
+            ..spec(Kernel::Sm80Fwd(Sm80Fwd::default()), Reads::UNIFORM)
+        };
+        let of = |mask: Mask| BASE.with_mask(mask);
+        for mask in
+            [Mask::CAUSAL.with_offset(9), Mask::window(4, 2).with_offset(-2), Mask::band(Some(7), None)]
+        {
+            assert_eq!(window.serves(&of(mask)), Ok(()), "{mask}");
+        }
+        let sloped = ScoreMod::NONE.with_alibi(Some(crate::Alibi::PerHead));
+        for problem in [
+            of(Mask::CAUSAL.with_offset(-1)),
+            of(Mask::window(4, 2).with_offset(5)),
+            of(Mask::CAUSAL.with_offset(1)).with_score(sloped),
+        ] {
+            let error = window.serves(&problem).expect_err("a negative limit, or a moved diagonal");
+            assert_eq!(error.what(), "query_offset");
+            assert!(error.to_string().contains("which the CPU backend computes"), "{error}");
+        }
+        let causal = spec(Kernel::Sm80Fwd(Sm80Fwd::default()), Reads::UNIFORM);
+        let causal = KernelSpec { mask: MaskKind::Causal, ..causal };
+        assert_eq!(causal.serves(&of(Mask::CAUSAL.with_offset(9))).expect_err("not causal").what(), "mask");
     }
 
     #[test]

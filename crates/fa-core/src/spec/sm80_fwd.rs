@@ -26,7 +26,7 @@ kernel_params! {
         ldmatrix: bool = true,
         /// exp2 with the scale folded into one multiply-add instead of exp of scaled scores.
         exp2: bool = true,
-        /// Flush-to-zero exponentials and approximate division.
+        /// Flush-to-zero exponentials, and approximate division unless `exact_div`.
         fast_math: bool = true,
         /// Separate loops for masked and unmasked tiles instead of a mask on every tile.
         loop_split: bool = true,
@@ -36,6 +36,9 @@ kernel_params! {
         /// with all of their heads.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         pack_gqa: bool = false,
+        /// With `fast_math`: divide exactly at the end all the same.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        exact_div: bool = false,
     }
 }
 
@@ -43,6 +46,11 @@ impl Sm80Fwd {
     /// Checks the fields against the kernel's rules.
     pub(super) fn check(&self, _: (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
+        if self.exact_div && !self.fast_math {
+            let why = "exact_div turns off the approximate division of fast_math: leave it out with \
+                       fast_math = false";
+            return Err(SpecError::Conflict(why.to_owned()));
+        }
         multiple("tile_m", self.tile_m, 16 * self.num_warps, 16 * self.num_warps, 256)
     }
 
@@ -80,6 +88,7 @@ impl Sm80Fwd {
             loop_split,
             reverse_blocks,
             pack_gqa,
+            exact_div,
         } = self;
         vec![
             (true, format!("w{num_warps}")),
@@ -93,6 +102,7 @@ impl Sm80Fwd {
             (*loop_split, "split".into()),
             (*reverse_blocks, "rev".into()),
             (*pack_gqa, "pack".into()),
+            (*exact_div, "xdiv".into()),
         ]
     }
 }

@@ -266,7 +266,9 @@ fn parameters_are_those_of_the_text_in_its_order() {
         let mut rest = text.as_str();
         // Of the parameters of all kernels, those that came later are written where they are on.
         let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
-        later.extend(matches!(spec.kernel, Kernel::Sm80Fwd(_)).then_some("pack_gqa"));
+        if matches!(spec.kernel, Kernel::Sm80Fwd(_)) {
+            later.extend(["pack_gqa", "exact_div"]);
+        }
         later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
         later.extend(matches!(spec.kernel, Kernel::Sm90Bwd(_)).then_some("persistent"));
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
@@ -329,7 +331,7 @@ fn another_type_of_o_is_refused() {
 /// A forward with everything on that reads and scores can have.
 fn all_on() -> KernelSpec {
     KernelSpec {
-        score: ScoreKind { softcap: true, alibi: true, sinks: true },
+        score: ScoreKind { softcap: true, alibi: true, sinks: true, ..ScoreKind::NONE },
         reads: Reads { varied: true, paged: true },
         split: true,
         ..sm90()
@@ -394,7 +396,7 @@ fn a_spec_serves_the_lengths_and_scores_that_it_has_code_for() {
     let with = |alibi, sinks| base.with_score(ScoreMod::NONE.with_alibi(alibi).with_sinks(sinks));
     let differs = |spec: &KernelSpec, problem: &Problem| spec.serves(problem).expect_err("it differs").what();
     for plain in [sm80(), sm90()] {
-        let score = |alibi, sinks| ScoreKind { softcap: false, alibi, sinks };
+        let score = |alibi, sinks| ScoreKind { alibi, sinks, ..ScoreKind::NONE };
         let varied = KernelSpec { reads: Reads { varied: true, paged: false }, ..plain.clone() };
         let pages = KernelSpec { reads: Reads { varied: true, paged: true }, ..plain.clone() };
         for split in [false, true] {

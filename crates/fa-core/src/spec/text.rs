@@ -6,6 +6,7 @@ use std::ops::Not;
 use serde::{Deserialize, Serialize};
 
 use super::{Kernel, KernelSpec, MaskKind, Reads, SpecError};
+use crate::program::Interned;
 use crate::{Dtype, ScoreKind, Types, each_kernel};
 
 /// A spec as text.
@@ -32,6 +33,8 @@ pub(super) struct Flat {
     alibi: bool,
     #[serde(default, skip_serializing_if = "Not::not")]
     sinks: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    program: Option<Interned>,
     #[serde(default, skip_serializing_if = "Not::not")]
     split: bool,
     kernel: Kernel,
@@ -43,9 +46,9 @@ impl TryFrom<Flat> for KernelSpec {
     /// Checked, so that whatever text a spec is read from, as a part of a record as well, it is valid.
     fn try_from(flat: Flat) -> Result<KernelSpec, SpecError> {
         let Flat { dtype, kv_dtype, out_dtype, dkv_dtype, head_dim, head_dim_v, mask, .. } = flat;
-        let Flat { softcap, varied, paged, alibi, sinks, split, kernel, .. } = flat;
+        let Flat { softcap, varied, paged, alibi, sinks, program, split, kernel, .. } = flat;
         let types = Types::of(dtype, [kv_dtype, out_dtype, dkv_dtype]);
-        let (score, reads) = (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged });
+        let (score, reads) = (ScoreKind { softcap, alibi, sinks, program }, Reads { varied, paged });
         let spec = KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel };
         spec.check().map(|()| spec)
     }
@@ -55,7 +58,7 @@ impl From<KernelSpec> for Flat {
     fn from(spec: KernelSpec) -> Flat {
         let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = spec;
         let (dtype, [kv_dtype, out_dtype, dkv_dtype]) = (types.q, types.differing());
-        let (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged }) = (score, reads);
+        let (ScoreKind { softcap, alibi, sinks, program }, Reads { varied, paged }) = (score, reads);
         Flat {
             dtype,
             kv_dtype,
@@ -69,6 +72,7 @@ impl From<KernelSpec> for Flat {
             paged,
             alibi,
             sinks,
+            program,
             split,
             kernel,
         }
@@ -119,6 +123,9 @@ impl fmt::Display for KernelSpec {
             (self.split, "-split"),
         ] {
             f.write_str(if on { name } else { "" })?;
+        }
+        if let Some(program) = self.score.program {
+            write!(f, "-program{:08x}", program.hash64() as u32)?;
         }
         write!(f, "-{tile_m}x{tile_n}")?;
         let parts = each_kernel!(&self.kernel, kernel => kernel.name_parts());

@@ -7,6 +7,7 @@ use std::ops::Range;
 use fa_core::Problem;
 
 use super::heads::{for_each_head, interleave, row};
+use super::own::{ArraySums, OwnProgram, OwnRow, gathered};
 use super::vectors::{Norms, abs, add_scaled, dot, norm, row_mut, sum};
 use crate::batch::{Batch, Span};
 use crate::check;
@@ -44,6 +45,7 @@ struct Head<'a, R> {
     sink: Option<R>,
     /// The gradient of the LSE; empty without one.
     dlse: Vec<R>,
+    program: Option<OwnProgram<'a>>,
 }
 
 /// One query's softmax.
@@ -54,11 +56,31 @@ struct Row<R> {
     scores: Vec<R>,
     /// `exp(S - max)`.
     exps: Vec<R>,
+    /// What a program makes of the scores.
+    own: OwnRow<R>,
     /// `exp(sink - max)`; 0 without a sink.
     sink: R,
     /// The sum of all of these.
     sum: R,
     lse: R,
+}
+
+impl<R: Real> Row<R> {
+    /// Whether a program hides key `j`.
+    fn hides(&self, j: usize) -> bool {
+        self.own.hidden.get(j - self.keys.start).is_some_and(|&hidden| hidden)
+    }
+
+    /// The derivative of the score of key `j` by what the program takes.
+    fn slope(&self, j: usize) -> R {
+        self.own.slopes.get(j - self.keys.start).copied().unwrap_or(R::ONE)
+    }
+
+    /// The magnitude of the score that the program makes; 0 without one.
+    fn changed(&self, j: usize) -> R {
+        let score = self.own.scores.get(j - self.keys.start).copied().unwrap_or(R::ZERO);
+        abs(score).max(R::ZERO)
+    }
 }
 
 /// Queries that visit a block of keys together,
@@ -89,7 +111,7 @@ fn within(keys: &Range<usize>, block: &Range<usize>) -> Range<usize> {
 }
 
 /// What the forward computes.
-pub(super) struct Forward<R> {
+pub(crate) struct Forward<R> {
     /// Packed BSHD; NaN in rows of no sequence.
     pub out: Vec<R>,
     /// `[batch, heads_q, seqlen_q]`, NaN likewise.
@@ -132,7 +154,7 @@ fn forward<R: Real>(problem: &Problem, tensors: &Tensors<'_, R>) -> Forward<R> {
 /// What the backward computes, packed BSHD (NaN in rows of no sequence), or `[rows, dim]` where it is one
 /// head's of one sequence.
 #[derive(Default)]
-pub(super) struct Gradients<R> {
+pub(crate) struct Gradients<R> {
     pub dq: Vec<R>,
     pub dk: Vec<R>,
     pub dv: Vec<R>,
@@ -146,6 +168,12 @@ pub(super) struct Gradients<R> {
     pub dv_terms: Vec<R>,
     /// Per sink.
     pub dsinks_terms: Vec<R>,
+    /// Of each array that a program reads; empty where it wants no gradient.
+    pub darrays: Vec<Vec<R>>,
+    /// Per element.
+    pub darrays_terms: Vec<Vec<R>>,
+    /// One head's share of these two.
+    sums: [ArraySums<R>; 2],
 }
 
 /// The backward in f64, without any rounding but f64's.
@@ -200,6 +228,9 @@ fn backward<R: Real>(
         dk_terms: of_keys(|head| &head.dk_terms).concat(),
         dv_terms: of_keys(|head| &head.dv_terms).concat(),
         dsinks_terms: of_sinks(|head| &head.dsinks_terms),
+        darrays: gathered(batch, heads.iter().map(|head| &head.sums[0])),
+        darrays_terms: gathered(batch, heads.iter().map(|head| &head.sums[1])),
+        sums: Default::default(),
     }
 }
 
@@ -234,7 +265,7 @@ impl<R: Real> Work for OneBackward<'_, R> {
 }
 
 impl<'a, R: Real> Head<'a, R> {
-    fn gather(problem: &'a Problem, tensors: &Tensors<'_, R>, s: usize, h: usize) -> Self {
+    fn gather(problem: &'a Problem, tensors: &Tensors<'a, R>, s: usize, h: usize) -> Self {
         let (kv, sequence) = (h / problem.group_size(), tensors.batch.sequences[s]);
         Head {
             problem,
@@ -247,6 +278,7 @@ impl<'a, R: Real> Head<'a, R> {
             softcap: problem.score.softcap.map(R::from_f64),
             slope: R::from_element(tensors.batch.slope(s, h)),
             sink: tensors.batch.sink(h).map(R::from_element),
+            program: OwnProgram::of::<R>(tensors.batch, s, h, kv, 0),
             dlse: tensors
                 .batch
                 .dlse(s, h)
@@ -290,7 +322,9 @@ impl<'a, R: Real> Head<'a, R> {
             }
         }
         let softmax = |((i, keys), scores): ((usize, Range<usize>), Vec<R>)| {
-            let biased: Vec<R> = if self.slope == R::ZERO {
+            let own =
+                self.program.as_ref().map_or(OwnRow::NONE, |program| program.row(i, keys.clone(), &scores));
+            let mut biased: Vec<R> = if self.slope == R::ZERO {
                 scores.clone()
             } else {
                 keys.clone()
@@ -298,6 +332,12 @@ impl<'a, R: Real> Head<'a, R> {
                     .map(|(j, &score)| score - self.slope * self.distance(i, j))
                     .collect()
             };
+            if self.program.as_ref().is_some_and(OwnProgram::changes) {
+                biased.copy_from_slice(&own.scores);
+            }
+            for (score, _) in biased.iter_mut().zip(&own.hidden).filter(|(_, hidden)| **hidden) {
+                *score = R::NEG_INFINITY;
+            }
             let max = biased.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score));
             let max = origin(self.sink.map_or(max, |sink| max.max(sink)));
             let exps: Vec<R> = biased.iter().map(|&score| (score - max).exp()).collect();
@@ -305,7 +345,7 @@ impl<'a, R: Real> Head<'a, R> {
             let keys = if sum == R::ZERO { 0..0 } else { keys };
             let sink = self.sink.map_or(R::ZERO, |sink| (sink - max).exp());
             let sum = sum + sink;
-            Row { keys, scores, exps, sink, sum, lse: max + sum.ln() }
+            Row { keys, scores, exps, own, sink, sum, lse: max + sum.ln() }
         };
         queries.zip(keys).zip(scores).map(softmax).collect()
     }
@@ -324,7 +364,7 @@ impl<'a, R: Real> Head<'a, R> {
         let mut out = vec![R::ZERO; rows.len() * dim];
         for block in key_blocks(rows.iter().map(|row| &row.keys)) {
             for (row, out) in rows.iter().zip(out.chunks_mut(dim)) {
-                for j in within(&row.keys, &block) {
+                for j in within(&row.keys, &block).filter(|&j| !row.hides(j)) {
                     let exp = row.exps[j - row.keys.start];
                     add_scaled(out, (self.round)(exp * held), self.v(j));
                 }
@@ -348,9 +388,12 @@ impl<'a, R: Real> Head<'a, R> {
             let rows = self.rows(queries.clone());
             out.extend(self.outputs(&rows, R::ONE));
             for (i, row) in queries.zip(rows) {
-                let terms = row.keys.zip(&row.exps).map(|(j, &exp)| {
-                    let roundings = self.exp_roundings(q.norm[i], k.norm[j], self.distance(i, j), row.lse);
-                    exp / row.sum * roundings * v.largest[j]
+                let seen = row.keys.clone().zip(&row.exps).filter(|(j, _)| !row.hides(*j));
+                let terms = seen.map(|(j, &exp)| {
+                    let slope = abs(row.slope(j)).max(R::ONE);
+                    let norm = slope * q.norm[i];
+                    let roundings = self.exp_roundings(norm, k.norm[j], self.distance(i, j), row.lse);
+                    exp / row.sum * (roundings + row.changed(j)) * v.largest[j]
                 });
                 lse.push(row.lse);
                 out_terms.push(terms.fold(R::ZERO, |sum, term| sum + term));
@@ -373,6 +416,8 @@ impl<'a, R: Real> Head<'a, R> {
         let (v_norms, dout_norms) = (Norms::of(&self.v, head_dim_v), Norms::of(dout, head_dim_v));
         let longest_key = k_norms.norm.iter().fold(R::ZERO, |max, &norm| max.max(norm));
         let (mut dsink, mut dsink_terms) = (R::ZERO, R::ZERO);
+        let new_sums = || self.program.as_ref().map_or_else(Vec::new, OwnProgram::sums);
+        let mut sums = [new_sums(), new_sums()];
         for queries in blocks(0..seqlen_q, QUERIES) {
             let rows = self.rows(queries.clone());
             let out = self.outputs(&rows, held);
@@ -401,21 +446,29 @@ impl<'a, R: Real> Head<'a, R> {
                 for ((softmax, &(p_dp, out_norm)), i) in rows.iter().zip(&of_out).zip(queries.clone()) {
                     let Row { keys, scores, exps, sum, lse, .. } = softmax;
                     let dout = row(dout, i, head_dim_v);
-                    for j in within(keys, &block) {
+                    for j in within(keys, &block).filter(|&j| !softmax.hides(j)) {
                         let (score, exp) = (scores[j - keys.start], exps[j - keys.start]);
                         let p = exp / *sum;
                         let dp = dot(dout, self.v(j));
                         let tanh = self.softcap.map_or(R::ZERO, |cap| score / cap);
-                        let ds = (self.round)(p * (dp - p_dp) * (R::ONE - tanh * tanh));
+                        let slope = softmax.slope(j);
+                        let ds = (self.round)(p * (dp - p_dp) * (R::ONE - tanh * tanh) * slope);
                         add_scaled(row_mut(&mut dq, i, head_dim), ds, self.k(j));
                         add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
                         add_scaled(row_mut(&mut dv, j, head_dim_v), (self.round)(p), dout);
 
                         let distance = self.distance(i, j);
-                        let roundings = self.exp_roundings(q_norms.norm[i], k_norms.norm[j], distance, *lse);
+                        let norm = abs(slope).max(R::ONE) * q_norms.norm[i];
+                        let roundings = self.exp_roundings(norm, k_norms.norm[j], distance, *lse);
+                        let roundings = roundings + softmax.changed(j);
                         let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
                         let dp_terms = dp_terms + abs(self.dlse(i, softmax));
-                        let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
+                        let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms);
+                        if let Some(program) = &self.program {
+                            program.add((i, j), score, p * (dp - p_dp), true, &mut sums[0]);
+                            program.add((i, j), score, ds_terms, false, &mut sums[1]);
+                        }
+                        let ds_terms = ds_terms * abs(slope) * abs(self.scale);
                         dq_terms[i] += ds_terms * k_norms.largest[j];
                         dk_terms[j] += ds_terms * q_norms.largest[i];
                         dv_terms[j] += p * roundings * dout_norms.largest[i];
@@ -428,7 +481,19 @@ impl<'a, R: Real> Head<'a, R> {
         }
         let [dsinks, dsinks_terms] =
             [dsink, dsink_terms].map(|value| self.sink.map_or(vec![], |_| vec![value]));
-        Gradients { dq, dk, dv, dsinks, dq_terms, dk_terms, dv_terms, dsinks_terms }
+        Gradients {
+            dq,
+            dk,
+            dv,
+            dsinks,
+            dq_terms,
+            dk_terms,
+            dv_terms,
+            dsinks_terms,
+            darrays: vec![],
+            darrays_terms: vec![],
+            sums,
+        }
     }
 
     /// How many roundings, in the relative error of `exp(S - LSE)`, a computation may make: what S and LSE

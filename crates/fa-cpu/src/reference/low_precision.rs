@@ -14,7 +14,7 @@ use super::over;
 use crate::check::check_len;
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::extras::Extras;
+use crate::extras::{Arguments, Extras};
 use crate::view::TensorRef;
 
 /// Scales, relative to `exp(S - max)`, at which a forward may hold the probabilities when it rounds them: the
@@ -42,6 +42,8 @@ pub struct LowGradients<T> {
     pub dv: Vec<T>,
     /// `[heads_q]`; empty without sinks.
     pub dsinks: Vec<f32>,
+    /// Gradients of the arrays that the problem's program reads, each packed.
+    pub darrays: Vec<Vec<f32>>,
 }
 
 /// O and LSE with the rounding errors that a kernel may make.
@@ -61,15 +63,16 @@ pub fn forward<T: Element>(
 ///
 /// # Errors
 /// As [`super::forward_extras`].
-pub fn forward_extras<T: Element>(
+pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
-    let formula::Forward { out, lse, .. } = over::forward(problem, extras, [q, k, v], T::held_f32, pass)?;
+    let formula::Forward { out, lse, .. } =
+        over::forward(problem, &arguments.into(), [q, k, v], T::held_f32, pass)?;
     Ok(LowForward { out: T::narrowed(&out), lse })
 }
 
@@ -91,15 +94,15 @@ pub fn backward<T: Element>(
 ///
 /// # Errors
 /// As [`super::backward_extras`].
-pub fn backward_extras<T: Element>(
+pub fn backward_extras<'a, T: Element>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
     dout: &TensorRef<'_, T>,
 ) -> Result<LowGradients<T>, CpuError> {
-    backward_extras_held_at(problem, extras, q, k, v, dout, 1.0)
+    backward_extras_held_at(problem, arguments, q, k, v, dout, 1.0)
 }
 
 /// The same where the forward holds its probabilities at `held` times `exp(S - max)` when it rounds them, as
@@ -124,9 +127,9 @@ pub fn backward_held_at<T: Element>(
 ///
 /// # Errors
 /// As [`super::backward_extras`].
-pub fn backward_extras_held_at<T: Element>(
+pub fn backward_extras_held_at<'a, T: Element>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
@@ -135,32 +138,36 @@ pub fn backward_extras_held_at<T: Element>(
 ) -> Result<LowGradients<T>, CpuError> {
     let pass =
         |tensors: &Tensors<'_, f32>, dout: Rows<'_, f32>| formula::backward_f32(problem, tensors, dout, held);
-    let gradients = over::backward(problem, extras, [q, k, v, dout], T::held_f32, pass)?;
+    let gradients = over::backward(problem, &arguments.into(), [q, k, v, dout], T::held_f32, pass)?;
     let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| T::narrowed(gradient));
-    Ok(LowGradients { dq, dk, dv, dsinks: gradients.dsinks })
+    Ok(LowGradients { dq, dk, dv, dsinks: gradients.dsinks, darrays: gradients.darrays })
 }
 
 /// The worst of the draws [`HELD_AT`]: of each element the one that is farthest from `exact`.
 ///
 /// # Errors
 /// As [`super::backward_extras`]; [`CpuError::Length`] where `exact` is of another problem.
-pub fn backward_worst<T: Element>(
+pub fn backward_worst<'a, T: Element>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
     dout: &TensorRef<'_, T>,
     exact: &Gradients,
 ) -> Result<LowGradients<T>, CpuError> {
-    let draw = |held| backward_extras_held_at(problem, extras, q, k, v, dout, held);
+    let arguments = arguments.into();
+    let draw = |held| backward_extras_held_at(problem, arguments, q, k, v, dout, held);
     let mut worst = draw(HELD_AT[0])?;
     for held in &HELD_AT[1..] {
-        let LowGradients { dq, dk, dv, dsinks } = draw(*held)?;
+        let LowGradients { dq, dk, dv, dsinks, darrays } = draw(*held)?;
         keep_farther(&mut worst.dq, &dq, &exact.dq)?;
         keep_farther(&mut worst.dk, &dk, &exact.dk)?;
         keep_farther(&mut worst.dv, &dv, &exact.dv)?;
         keep_farther(&mut worst.dsinks, &dsinks, &exact.dsinks)?;
+        for ((worst, own), exact) in worst.darrays.iter_mut().zip(&darrays).zip(&exact.darrays) {
+            keep_farther(worst, own, exact)?;
+        }
     }
     Ok(worst)
 }

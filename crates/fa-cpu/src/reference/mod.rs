@@ -30,15 +30,17 @@
 
 mod formula;
 mod heads;
+pub(crate) mod in_f32;
 pub mod low_precision;
 mod over;
+mod own;
 mod vectors;
 
 use fa_core::Problem;
 
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::extras::Extras;
+use crate::extras::{Arguments, Extras};
 use crate::view::TensorRef;
 use formula::{Rows, Tensors};
 
@@ -64,6 +66,8 @@ pub struct Gradients {
     pub dv: Vec<f64>,
     /// `[heads_q]`; empty without sinks.
     pub dsinks: Vec<f64>,
+    /// Gradients of the arrays that the problem's program reads, each packed; empty for those that want none.
+    pub darrays: Vec<Vec<f64>>,
     /// Bound of the noise of f32 arithmetic in dQ.
     ///
     /// The roundings of a computation are relative to the terms that make a result, not to the result: scores
@@ -78,6 +82,8 @@ pub struct Gradients {
     pub dv_noise: f64,
     /// The same of the sinks' gradients.
     pub dsinks_noise: f64,
+    /// The same of the arrays' gradients.
+    pub darrays_noise: Vec<f64>,
 }
 
 /// The distance from 1 to the next f32: two roundings.
@@ -113,15 +119,16 @@ pub fn forward<T: Element>(
 /// # Errors
 /// Tensors that do not fit the problem: see [`crate::check::check_forward`] and
 /// [`crate::batch::Batch::new`].
-pub fn forward_extras<T: Element>(
+pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
 ) -> Result<Forward, CpuError> {
     let pass = |tensors: &Tensors<'_, f64>| formula::forward_f64(problem, tensors);
-    let formula::Forward { out, lse, out_terms } = over::forward(problem, extras, [q, k, v], exact, pass)?;
+    let formula::Forward { out, lse, out_terms } =
+        over::forward(problem, &arguments.into(), [q, k, v], exact, pass)?;
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 
@@ -144,9 +151,9 @@ pub fn backward<T: Element>(
 ///
 /// # Errors
 /// As [`forward_extras`], and [`CpuError::PagedBackward`].
-pub fn backward_extras<T: Element>(
+pub fn backward_extras<'a, T: Element>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
@@ -154,7 +161,7 @@ pub fn backward_extras<T: Element>(
 ) -> Result<Gradients, CpuError> {
     let pass =
         |tensors: &Tensors<'_, f64>, dout: Rows<'_, f64>| formula::backward_f64(problem, tensors, dout);
-    let found = over::backward(problem, extras, [q, k, v, dout], exact, pass)?;
+    let found = over::backward(problem, &arguments.into(), [q, k, v, dout], exact, pass)?;
     Ok(Gradients {
         dq: found.dq,
         dk: found.dk,
@@ -164,5 +171,7 @@ pub fn backward_extras<T: Element>(
         dk_noise: noise(found.dk_terms),
         dv_noise: noise(found.dv_terms),
         dsinks_noise: noise(found.dsinks_terms),
+        darrays: found.darrays,
+        darrays_noise: found.darrays_terms.into_iter().map(noise).collect(),
     })
 }

@@ -8,7 +8,7 @@ use crate::batch::Batch;
 use crate::check::{check_forward, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::extras::{Extras, check_extras};
+use crate::extras::{Arguments, check_extras};
 use crate::real::Real;
 use crate::view::TensorRef;
 
@@ -18,14 +18,14 @@ use crate::view::TensorRef;
 /// As [`super::forward_extras`].
 pub(super) fn forward<R: Real, T: Element, A>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: &Arguments<'_>,
     [q, k, v]: [&TensorRef<'_, T>; 3],
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> Result<A, CpuError> {
     check_forward(problem, q, k, v)?;
-    check_extras(problem, Pass::Forward, extras)?;
-    let batch = Batch::new(problem, extras)?;
+    check_extras(problem, Pass::Forward, &arguments.extras)?;
+    let batch = Batch::new(problem, arguments)?;
     Ok(read(&batch, [q, k, v], round, pass))
 }
 
@@ -35,14 +35,14 @@ pub(super) fn forward<R: Real, T: Element, A>(
 /// As [`super::backward_extras`].
 pub(super) fn backward<R: Real, T: Element, A>(
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: &Arguments<'_>,
     [q, k, v, dout]: [&TensorRef<'_, T>; 4],
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>, Rows<'_, R>) -> A,
 ) -> Result<A, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
-    let batch = Batch::new(problem, extras)?;
+    let batch = Batch::new(problem, arguments)?;
     if batch.is_paged() {
         return Err(CpuError::PagedBackward);
     }

@@ -20,6 +20,7 @@ mod gate;
 mod inputs;
 mod long;
 mod overflow;
+mod own;
 mod pack;
 mod pack16;
 mod panels;
@@ -37,7 +38,7 @@ use crate::batch::Batch;
 use crate::check;
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::extras::{Extras, check_extras};
+use crate::extras::{Arguments, Extras, check_extras};
 use crate::simd::{Isa, Kernels};
 use crate::view::{TensorMut, TensorRef};
 
@@ -124,10 +125,10 @@ pub fn forward_with<T: Element>(
 /// # Errors
 /// As [`forward_with`], and those of [`Batch::new`]; nothing is written then.
 #[allow(clippy::too_many_arguments)]
-pub fn forward_extras<T: Element>(
+pub fn forward_extras<'a, T: Element>(
     options: Options,
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
@@ -141,9 +142,13 @@ pub fn forward_extras<T: Element>(
         check::check_lse(problem, lse.len())?;
     }
     scores::Scores::check(problem)?;
-    check_extras(problem, Pass::Forward, extras)?;
-    let (batch, kernels) = (Batch::new(problem, extras)?, kernels(options)?);
+    let arguments = arguments.into();
+    check_extras(problem, Pass::Forward, &arguments.extras)?;
+    let (batch, kernels) = (Batch::new(problem, arguments)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
+    if own::applies(problem) {
+        return own::forward(problem, &arguments, [q, k, v], out, lse);
+    }
     let Options { threads, .. } = options;
     let call = work::Forward { kernels, threads, problem, batch: &batch, q: *q, k: *k, v: *v };
     by_type::run_forward(&call, out, lse);
@@ -200,15 +205,35 @@ pub fn backward_with<T: Element>(
 /// # Errors
 /// As [`backward_with`], those of [`Batch::new`], and [`CpuError::PagedBackward`]; nothing is written then.
 #[allow(clippy::too_many_arguments)]
-pub fn backward_extras<T: Element>(
+pub fn backward_extras<'a, T: Element>(
     options: Options,
     problem: &Problem,
-    extras: &Extras<'_>,
+    arguments: impl Into<Arguments<'a>>,
     inputs: &BackwardInputs<'_, T>,
     dq: &mut TensorMut<'_, T>,
     dk: &mut TensorMut<'_, T>,
     dv: &mut TensorMut<'_, T>,
     dsinks: Option<&mut [f32]>,
+) -> Result<(), CpuError> {
+    backward_program(options, problem, arguments, inputs, dq, dk, dv, dsinks, None)
+}
+
+/// [`backward_extras`] with the gradients of the arrays that the problem's program reads: `darrays` takes a
+/// packed array for each, which is empty where the program wants none.
+///
+/// # Errors
+/// As [`backward_extras`].
+#[allow(clippy::too_many_arguments)]
+pub fn backward_program<'a, T: Element>(
+    options: Options,
+    problem: &Problem,
+    arguments: impl Into<Arguments<'a>>,
+    inputs: &BackwardInputs<'_, T>,
+    dq: &mut TensorMut<'_, T>,
+    dk: &mut TensorMut<'_, T>,
+    dv: &mut TensorMut<'_, T>,
+    dsinks: Option<&mut [f32]>,
+    darrays: Option<&mut Vec<Vec<f32>>>,
 ) -> Result<(), CpuError> {
     check_type::<T>(problem)?;
     check::check_forward(problem, &inputs.q, &inputs.k, &inputs.v)?;
@@ -217,7 +242,11 @@ pub fn backward_extras<T: Element>(
     check::check_lse(problem, inputs.lse.len())?;
     check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
     scores::Scores::check(problem)?;
-    let (batch, kernels) = (Batch::new(problem, extras)?, kernels(options)?);
+    let arguments = arguments.into();
+    let (batch, kernels) = (Batch::new(problem, arguments)?, kernels(options)?);
+    if darrays.is_some() && !own::applies(problem) {
+        return Err(CpuError::Extra { name: "darrays", asked: false });
+    }
     if batch.is_paged() {
         return Err(CpuError::PagedBackward);
     }
@@ -231,7 +260,12 @@ pub fn backward_extras<T: Element>(
     let Options { threads, .. } = options;
     let call = inputs::Backward { kernels, threads, problem, batch: &batch, inputs: *inputs };
     let (dq, dk, dv) = (dq.reborrow(), dk.reborrow(), dv.reborrow());
-    by_type::run_backward(&call, &mut inputs::Gradients { dq, dk, dv, dsinks });
+    let mut to = inputs::Gradients { dq, dk, dv, dsinks };
+    if own::applies(problem) {
+        let BackwardInputs { q, k, v, dout, .. } = inputs;
+        return own::backward(problem, &arguments, [q, k, v, dout], &mut to, darrays);
+    }
+    by_type::run_backward(&call, &mut to);
     Ok(())
 }
 

@@ -17,7 +17,7 @@ macro_rules! in_dtype {
                 type $type = half::bf16;
                 $result
             }
-            fa_core::Dtype::E4m3 | fa_core::Dtype::Int8 => panic!("nothing computes in e4m3"),
+            dtype @ (fa_core::Dtype::E4m3 | fa_core::Dtype::Int8) => panic!("nothing computes in {dtype}"),
         }
     };
 }

@@ -12,6 +12,7 @@ mod merge;
 mod mods;
 mod packed;
 mod plan;
+mod programs;
 mod sample;
 mod softcap;
 mod stored_sums;

@@ -16,7 +16,7 @@ fn bytes_of(dtype: Dtype, values: &[f32]) -> Vec<u8> {
         Dtype::F32 => values.iter().flat_map(|value| value.to_ne_bytes()).collect(),
         Dtype::F16 => values.iter().flat_map(|value| two(f16::from_f32(*value).to_bits())).collect(),
         Dtype::Bf16 => values.iter().flat_map(|value| two(bf16::from_f32(*value).to_bits())).collect(),
-        Dtype::E4m3 | Dtype::Int8 => panic!("nothing is merged in e4m3"),
+        dtype @ (Dtype::E4m3 | Dtype::Int8) => panic!("nothing is merged in {dtype}"),
     }
 }
 
@@ -29,7 +29,7 @@ fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
             .collect(),
         Dtype::F16 => bytes.chunks_exact(2).map(|pair| f16::from_bits(two(pair)).to_f32()).collect(),
         Dtype::Bf16 => bytes.chunks_exact(2).map(|pair| bf16::from_bits(two(pair)).to_f32()).collect(),
-        Dtype::E4m3 | Dtype::Int8 => panic!("nothing is merged in e4m3"),
+        dtype @ (Dtype::E4m3 | Dtype::Int8) => panic!("nothing is merged in {dtype}"),
     }
 }
 
@@ -80,7 +80,7 @@ fn check(merge: &Merge, layout: TensorLayout, sms: u32) {
         Dtype::F32 => 2e-6,
         Dtype::F16 => 1e-3,
         Dtype::Bf16 => 8e-3,
-        Dtype::E4m3 | Dtype::Int8 => panic!("nothing is merged in e4m3"),
+        dtype @ (Dtype::E4m3 | Dtype::Int8) => panic!("nothing is merged in {dtype}"),
     };
     for row in 0..merge.rows() {
         let (mut want, mut lse) = (vec![0.0f32; dim], f32::NEG_INFINITY);
@@ -129,4 +129,33 @@ fn many_parts_sinks_and_rows_of_any_width_are_merged() {
     check(&Merge { parts: 5, dim: 40, batch: 1, seqlen: 37, sinks: true, ..TWO }, TensorLayout::Bhsd, 132);
     check(&Merge { parts: 1, dim: 8, sinks: true, ..f32_out }, TensorLayout::Bshd, 1);
     check(&Merge { seqlen: 0, ..TWO }, TensorLayout::Bshd, 1);
+}
+
+/// Parts without LSEs are added up in their order and rounded once: exactly what f32 gives.
+#[test]
+#[ignore = "emulation"]
+fn parts_without_lse_are_added_up() {
+    let unit = emulator().merge_unit(Arch::Sm80, &Headers::embedded()).unwrap();
+    for (parts, part, out) in
+        [(1, Dtype::Bf16, Dtype::Bf16), (3, Dtype::F32, Dtype::Bf16), (2, Dtype::F16, Dtype::F32)]
+    {
+        let merge = Merge { parts, part, out, ..TWO };
+        let count = merge.rows() * merge.dim;
+        let value = |part: usize, at: usize| ((at * 29 + part * 17) % 101) as f32 / 8.0 - 6.0;
+        let values: Vec<Vec<f32>> = (0..parts).map(|p| (0..count).map(|at| value(p, at)).collect()).collect();
+        let mut call = MergeCall {
+            parts: values.iter().map(|values| (bytes_of(part, values), vec![f32::NAN])).collect(),
+            layout: TensorLayout::Bshd,
+            sinks: None,
+            out: bytes_of(out, &vec![f32::NAN; count]),
+            lse: Vec::new(),
+        };
+        let launch = MergeLaunch::new(&merge, 4).unwrap();
+        let faults = unit.run(&launch, &mut call, &Options::seed(5)).unwrap();
+        assert!(faults.is_empty(), "{merge:?}:\n{}", faults.join("\n"));
+        let rounded: Vec<Vec<f32>> = values.iter().map(|v| values_of(part, &bytes_of(part, v))).collect();
+        let sum = |at: usize| rounded.iter().map(|values| values[at]).sum::<f32>();
+        let want: Vec<f32> = (0..count).map(sum).collect();
+        assert_eq!(call.out, bytes_of(out, &want), "{merge:?}");
+    }
 }

@@ -9,7 +9,7 @@ use fa_kernels::Headers;
 
 use crate::emulator;
 
-const KERNELS: [&str; 13] = [
+pub(crate) const KERNELS: [&str; 13] = [
     // P from the current maximum until its sum shows that the scores have outgrown it.
     "Sm90Fwd((tile_m: 128, tile_n: 64, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, kv_stages: \
      2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, cluster_m: 1, exp_poly_of_16: 4, \

@@ -3,6 +3,7 @@
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/exponent.cuh"
+#include "attn/programs.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
@@ -152,7 +153,7 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
             float lse_log2 = -minus_infinity();
             if (query < seqlen.q()) {
                 const bool is_empty = lse[i] == minus_infinity();
-                constexpr bool kMayBeLarge = C.sinks || C.alibi;
+                constexpr bool kMayBeLarge = C.sinks || C.alibi || kScoreProgram;
                 lse_log2 = is_empty ? 0.f : kMayBeLarge ? lse_exponent(lse[i]) : lse[i] * kLog2e;
                 if (params.dlse != nullptr && !is_empty) sum[i] -= params.dlse[lse_row(query)];
             }

@@ -1,6 +1,7 @@
 // The backward's work tiles, their positions in the workspace, and the semaphores that order the additions to
 // dQ in deterministic kernels.
 #pragma once
+#include "attn/block_list.cuh"
 #include "attn/block_range.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
@@ -64,7 +65,7 @@ __device__ __forceinline__ constexpr bool last_keys_first() {
 // order, and have the same bits, as with the length on the host.
 template <MaskKind Mask, bool Deterministic>
 __device__ __forceinline__ constexpr bool can_descend() {
-    return Deterministic && Mask == MaskKind::Causal;
+    return Deterministic && Mask == MaskKind::Causal && !kMaskProgram;
 }
 template <MaskKind Mask, bool Deterministic, bool Varied>
 __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile& tile) {
@@ -221,7 +222,7 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
             head = first + rest % in_section;
             const bool last_first =
                 last_keys_first<Mask, Deterministic>() || (Mask != MaskKind::Full && stores_dq<C>(params));
-            if (last_first && (Mask != MaskKind::Causal || section < params.sections))
+            if (last_first && (Mask != MaskKind::Causal || kMaskProgram || section < params.sections))
                 tile.n_block = params.n_blocks - 1 - tile.n_block;
         }
         tile.split = head % params.head_splits;
@@ -292,6 +293,14 @@ __device__ __forceinline__ bool wait_for_turn(const BwdParams& params,
     const unsigned before = last_first ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
     wait_for_parts(dq_semaphore<Turns>(params, tile, head, m_block, of), before * parts);
     return before > 0;
+}
+
+// The same where a list of the mask's program says how many tiles of keys add to the tile of dQ before.
+template <int Turns = 1, class Tile>
+__device__ __forceinline__ bool wait_for_rank(const BwdParams& params, const Tile& tile, int head,
+                                              int m_block, int rank, int parts, int of = 0) {
+    wait_for_parts(dq_semaphore<Turns>(params, tile, head, m_block, of), rank * parts);
+    return rank > 0;
 }
 
 // Ends this tile's turn at tile `m_block` of dQ: the next tile of keys may add.

@@ -65,11 +65,13 @@ __device__ __forceinline__ void write_eight(void* data, i64 at, int type, const 
 }
 
 // The kernel's body. Lane p computes the factor of part p: exp(LSE_p) divided by its sum over all parts (and
-// the sink). A part whose LSE is -inf is not read; if all are, O is 0 and LSE is -inf, or the sink.
+// the sink). A part whose LSE is -inf is not read; if all are, O is 0 and LSE is -inf, or the sink. Parts
+// without LSEs are added up.
 __device__ __forceinline__ void merge(const MergeParams& params) {
     const int lane = lane_index(), warp = warp_index(), warps = cta_threads() / 32;
     const i64 rows = i64(params.batch) * params.seqlen * params.heads;
     const i64 step = i64(cta_count()) * warps;
+    const bool adds = params.parts.items[0].lse == nullptr;
 #pragma unroll 1
     for (i64 index = i64(cta_index()) * warps + warp; index < rows; index += step) {
         const int head = int(index % params.heads);
@@ -77,7 +79,8 @@ __device__ __forceinline__ void merge(const MergeParams& params) {
         const int position = int(rest % params.seqlen), batch = int(rest / params.seqlen);
         const i64 at_lse = (i64(batch) * params.heads + head) * params.seqlen + position;
 
-        const float lse = lane < params.count ? params.parts.items[lane].lse[at_lse] : minus_infinity();
+        float lse = minus_infinity();
+        if (lane < params.count) lse = adds ? 0.f : params.parts.items[lane].lse[at_lse];
         const float sink = params.sinks == nullptr ? minus_infinity() : params.sinks[head];
         float top = fmaxf(lse, sink);
 #pragma unroll
@@ -87,7 +90,7 @@ __device__ __forceinline__ void merge(const MergeParams& params) {
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
         sum += exp2_approx((sink - base) * kLog2e);
-        weight = sum == 0.f ? 0.f : weight / sum;
+        if (!adds) weight = sum == 0.f ? 0.f : weight / sum;
 
 #pragma unroll 1
         for (int first = 0; first < params.dim; first += 32 * 8) {

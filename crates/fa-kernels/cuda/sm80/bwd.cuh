@@ -45,8 +45,10 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
                 smem.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, smem.tile.batch);
                 smem.seqlen = seqlen;
             }
-            smem.range =
-                query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen}, smem.tile.n_block * C.tile_n);
+            const Blocks blocks =
+                query_list(params, smem.tile.batch, smem.tile.kv_head, smem.tile.n_block);
+            smem.range = blocks.within(query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen},
+                                                                        smem.tile.n_block * C.tile_n));
             if constexpr (can_descend<C.mask, C.deterministic>())
                 smem.descending = descends<C.mask, C.deterministic, C.varied>(params, smem.tile);
             for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};

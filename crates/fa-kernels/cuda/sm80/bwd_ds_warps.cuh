@@ -1,5 +1,6 @@
 // The dS warps of the SM80-class backward: dS = P (dP - dPsum), dK, and the second part of dQ.
 #pragma once
+#include "attn/programs.cuh"
 #include "config.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
@@ -29,7 +30,7 @@ struct DsWarps : BwdGroup<C> {
         constexpr int kRounds = CutS::kRegisters / 4;
         u32 p[CutS::kFragments][2];
         constexpr u32 kDsFromP = L::Pds::kBytes;  // ds follows p in BwdStorage
-        const u32 of_p = this->buffer(smem.p[C.softcap]);
+        const u32 of_p = this->buffer(smem.p[kSlopedP<C>]);
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
             const u32 at = Base::words_at(of_p, 4 * round, place);
@@ -44,8 +45,12 @@ struct DsWarps : BwdGroup<C> {
                 for (int r = 0; r < 2; ++r) {
                     const u32 pair = p[f][r];
                     const float* of = dp[f] + 4 * round + 2 * r;
-                    const float low = unpack_low<C.dtype>(pair) * of[0],
-                                high = unpack_high<C.dtype>(pair) * of[1];
+                    float low = unpack_low<C.dtype>(pair) * of[0],
+                          high = unpack_high<C.dtype>(pair) * of[1];
+                    if constexpr (kMaskProgram || kScoreProgram) {
+                        low = unpack_low<C.dtype>(pair) == 0.f ? 0.f : low;
+                        high = unpack_high<C.dtype>(pair) == 0.f ? 0.f : high;
+                    }
                     store_shared_u32(at + kDsFromP + f * Base::kFragmentBytes + r * Base::kLowerBytes,
                                      pack<C.dtype>(low, high));
                 }

@@ -1,6 +1,7 @@
 // The code that both warp groups of the SM80-class backward share: copies, products, their parts of dQ,
 // deterministic turns, and the stores of gradients.
 #pragma once
+#include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
 #include "attn/seqlen.cuh"
@@ -88,7 +89,19 @@ struct BwdGroup {
     // The tile of queries that step `m_block` visits; steps ascend even where tiles are visited in descending
     // order.
     __device__ __forceinline__ int block(int m_block) const {
-        return query_block(range, descending(), m_block);
+        if constexpr (kMaskProgram) {
+            return listed().at(m_block);
+        } else {
+            return query_block(range, descending(), m_block);
+        }
+    }
+    // Whether the mask's program hides nothing of it.
+    __device__ __forceinline__ bool is_full(int m_block) const {
+        if constexpr (kMaskProgram) return listed().full(m_block);
+        return true;
+    }
+    __device__ __forceinline__ Blocks listed() const {
+        return query_list(params, tile.batch, tile.kv_head, tile.n_block);
     }
     __device__ __forceinline__ bool descending() const {
         if constexpr (can_descend<C.mask, C.deterministic>()) return smem.descending;
@@ -248,9 +261,16 @@ struct BwdGroup {
     // part.
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            if (thread_index() == group * L::kGroupThreads)
-                wait_for_turn<C.tile_m, C.tile_n, kDqParts>(params, visible(), tile, descending(), step.head,
-                                                            block(step.m_block), 1, group % kDqParts);
+            if (thread_index() == group * L::kGroupThreads) {
+                if constexpr (kMaskProgram) {
+                    wait_for_rank<kDqParts>(params, tile, step.head, block(step.m_block),
+                                            listed().rank(step.m_block), 1, group % kDqParts);
+                } else {
+                    wait_for_turn<C.tile_m, C.tile_n, kDqParts>(params, visible(), tile, descending(),
+                                                                step.head, block(step.m_block), 1,
+                                                                group % kDqParts);
+                }
+            }
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }

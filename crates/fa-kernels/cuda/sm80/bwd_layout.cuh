@@ -138,6 +138,10 @@ struct alignas(8) BwdStep {
     }
 };
 
+// Whether dS is of P times the slope of what changes the scores.
+template <Sm80BwdConfig C>
+constexpr bool kSlopedP = C.softcap || kScoreSlope;
+
 // ---- Shared memory ------------------------------------------------------------------------------
 
 struct NoSeqlen {};
@@ -150,8 +154,8 @@ struct alignas(128) BwdStorage {
     alignas(128) u8 dout[C.do_stages][L::Do::kBytes];
     alignas(128) u8 k[L::K::kBytes];
     alignas(128) u8 v[L::V::kBytes];
-    // P, and with a soft cap P times the cap's slope.
-    alignas(128) u8 p[C.softcap ? 2 : 1][L::Pds::kBytes];
+    // P, and with a soft cap or a program that has a slope P times the slope.
+    alignas(128) u8 p[kSlopedP<C> ? 2 : 1][L::Pds::kBytes];
     alignas(128) u8 ds[L::Pds::kBytes];
     // The base-2 LSE belongs to each Q buffer, dPsum to each dO buffer.
     alignas(128) float lse[C.q_stages][C.tile_m];

@@ -2,6 +2,7 @@
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/mask.cuh"
+#include "attn/programs.cuh"
 #include "attn/score_mod.cuh"
 #include "config.cuh"
 #include "ptx/address.cuh"
@@ -27,13 +28,13 @@ struct PWarps : BwdGroup<C> {
     // P as held in a register until it is stored. With a soft cap the register packs P and P times the cap's
     // derivative, 1 - share^2, each rounded. The dS warps could not recover the derivative from the rounded
     // P: where the cap saturates, the derivative is far below that rounding. A masked score has the share
-    // -inf and P 0.
+    // -inf and P 0. The same holds for the slope of a program.
     __device__ __forceinline__ static float kept(float p, float share) {
         if constexpr (!C.softcap) return p;
         return float_of_bits(pack<C.dtype>(p, p * ScoreMod<C.softcap>::slope(share)));
     }
     __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
-        if constexpr (C.softcap) {
+        if constexpr (kSlopedP<C>) {
             const u32 a = bits_of_float(first), b = bits_of_float(second);
             store_shared_u32(at, (a & 0xffff) | b << 16);
             store_shared_u32(at + L::Pds::kBytes, a >> 16 | (b & 0xffff0000));
@@ -58,7 +59,7 @@ struct PWarps : BwdGroup<C> {
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
             score_mod.apply_as_shares(s[f]);
-            if (masked) {
+            if (masked && !kScoreProgram) {
                 auto query_of = [&](int r) {
                     return this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r +
                            place.lane / 4;
@@ -66,6 +67,21 @@ struct PWarps : BwdGroup<C> {
                 const int first_key =
                     tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
                 mask_tile(s[f], this->visible(), query_of, first_key);
+            }
+            if constexpr (kMaskProgram || kScoreProgram) {
+                const int query = this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f +
+                                  place.lane / 4;
+                const ScorePlace<false> scores{
+                    tile.batch,
+                    this->queries(),
+                    this->keys(),
+                    this->keys() - this->queries(),
+                    params.shape.group_size,
+                    {step.head, step.head},
+                    {query, query + 8},
+                    tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4)};
+                change(s[f], scores, !this->is_full(step.m_block), masked, lse[f]);
+                if constexpr (kScoreProgram) continue;
             }
             if constexpr (C.alibi) {
                 float bias[CutS::kRegisters] = {};
@@ -84,6 +100,23 @@ struct PWarps : BwdGroup<C> {
                 for (int i = 0; i < CutS::kRegisters; ++i) {
                     s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i]);
                 }
+            }
+        }
+    }
+
+    // Turns a fragment of products into P by a score program, which the band has not masked yet; hides what
+    // the mask's program hides.
+    __device__ __forceinline__ void change(float (&s)[CutS::kRegisters], const ScorePlace<false>& place,
+                                           bool masks, bool masked, const float (&lse)[2]) const {
+        float slopes[CutS::kRegisters];
+        if constexpr (kScoreSlope) slopes_of(slopes, s, params, place);
+        apply_programs(s, params, place, kLog2e, masks);
+        if constexpr (kScoreProgram) {
+            if (masked) mask_tile(s, this->visible(), [&](int r) { return place.query[r]; }, place.key);
+#pragma unroll
+            for (int i = 0; i < CutS::kRegisters; ++i) {
+                const float p = probability(s[i], lse[i >> 1 & 1]);
+                s[i] = kScoreSlope ? float_of_bits(pack<C.dtype>(p, sloped(p, slopes[i]))) : p;
             }
         }
     }

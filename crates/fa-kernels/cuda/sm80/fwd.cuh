@@ -2,11 +2,14 @@
 // query rows.
 #pragma once
 #include "attn/alibi.cuh"
+#include "attn/block_list.cuh"
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/packed_copy.cuh"
 #include "attn/paged_copy.cuh"
+#include "attn/programs.cuh"
+#include "attn/row_place.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/score_mod.cuh"
@@ -56,7 +59,7 @@ struct Traits {
                       : Exponential::Natural;
     // O and the sums are rescaled only when the maximum exponent has grown by more than this.
     static constexpr int kRescaleThreshold = 8;
-    using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math>;
+    using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math && !C.exact_div>;
 
     static constexpr TileOrder kOrder = C.reverse_blocks ? TileOrder::LongestFirst : TileOrder::Natural;
 
@@ -213,7 +216,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const int first_row = tile.m_block * tile_rows;
     const int end_row = queries.end(seqlen, tile.m_block, tile_rows);
     const QueryEnds ends(seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
-    const BlockRange all = key_blocks<C.tile_n>(visible, ends.first, ends.last);
+    const Blocks blocks = key_list(params, tile.batch, tile.head, tile.m_block);
+    const BlockRange all = blocks.within(key_blocks<C.tile_n>(visible, ends.first, ends.last));
     BlockRange range = all;
     if constexpr (C.split) range = part_of(all, tile.split, tile.splits);
 
@@ -233,9 +237,9 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     }
 
     const ScoreMod<C.softcap> score_mod{params.score};
-    // With ALiBi the scores are exponents already.
+    // With ALiBi and programs the scores are exponents already.
     const float to_exponent = C.exp2 ? score_mod.to_log2() : score_mod.to_natural();
-    const float scale = C.alibi ? 1.f : to_exponent;
+    const float scale = C.alibi || kScoreProgram ? 1.f : to_exponent;
     const float unit = C.exp2 ? kLog2e : 1.f;  // exponents per natural unit
     float slope = 0.f;
     if constexpr (C.alibi && !C.pack_gqa)
@@ -262,15 +266,16 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto stage_k = [&](int stage) { return smem + Smem::kK + stage * T::K::kBytes; };
     auto stage_v = [&](int stage) { return smem + Smem::kV + stage * T::V::kBytes; };
     // Only the first tile of keys, the sequence's last, may run past the end.
-    auto load = [&](int n_block, int stage) {
+    auto load = [&](int i, int stage) {
+        const int n_block = blocks.at(i);
         copy_k.template start<false>(stage_k(stage), n_block * C.tile_n, seqlen.k());
         copy_v.template start<false>(stage_v(stage), n_block * C.tile_n, seqlen.k());
     };
     auto load_first_k = [&] {
-        copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, seqlen.k());
+        copy_k.template start<true>(stage_k(0), blocks.at(range.end - 1) * C.tile_n, seqlen.k());
     };
     auto load_first_v = [&] {
-        copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, seqlen.k());
+        copy_v.template start<true>(stage_v(0), blocks.at(range.end - 1) * C.tile_n, seqlen.k());
     };
     auto load_q = [&] { copy_q.template start<true>(smem_q, first_row, end_row); };
 
@@ -297,8 +302,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- One tile of keys -----------------------------------------------------------------------
 
-    // Turns products into masked scores.
-    auto modify = [&](int n_block, bool mask) {
+    // Turns products into masked scores of the tile of keys at place `i`.
+    auto modify = [&](int i, bool mask) {
+        const int n_block = blocks.at(i);
+        if constexpr (kMaskProgram) mask = range.needs_mask(n_block);
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
             score_mod.apply(s[f]);
@@ -314,6 +321,13 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
                     const int diagonal = row + seqlen.k() - seqlen.q();
                     add_alibi<C.mask>(s[f], to_exponent, {slope, slope}, {diagonal, diagonal + 8}, first_key);
                 }
+            }
+            if constexpr (kMaskProgram || kScoreProgram) {
+                const int thread = thread_index_volatile();
+                const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
+                                                         first_row + sm80::own_row<C>(thread) + 16 * f,
+                                                         n_block * C.tile_n + 2 * (thread % 4));
+                apply_programs(s[f], params, place, unit, !blocks.full(i));
             }
             if (mask) {
                 const int thread = thread_index_volatile();
@@ -377,7 +391,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cta_sync();
         }
         // The last tiles of keys may be visible to the work tile's last rows only.
-        if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(n_block)) {
+        if (kMaskProgram || !C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(n_block)) {
             compute(n_block, stage, mask);
         } else {
             load_ahead(n_block, stage);
@@ -411,7 +425,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     }
 
     int n_block = range.end - 1;
-    if constexpr (C.loop_split) {
+    if constexpr (C.loop_split && !kMaskProgram) {
         for (; n_block >= max(range.begin, range.full_end); --n_block) step(n_block, true);
         for (; n_block >= max(range.begin, range.full_begin); --n_block) step(n_block, false);
         if constexpr (C.mask == MaskKind::Window) {

@@ -1,8 +1,10 @@
 // The consumers of the SM90 backward: each warpgroup computes its part of the five products of a step.
 #pragma once
 #include "attn/alibi.cuh"
+#include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
+#include "attn/programs.cuh"
 #include "attn/query_range.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/tensor_view.cuh"
@@ -166,15 +168,49 @@ struct BwdConsumer {
         }
     }
 
-    // Turns products into probabilities P of a tile of queries, in place. `slope` is ALiBi's, in exponents of
-    // 2.
-    __device__ __forceinline__ void to_probabilities(int m_block, float slope) {
+    // Block `b` of a tile of S, as programs see it.
+    __device__ __forceinline__ ScorePlace<C.sdp_swap_ab> place_of(int b, int head, int m_block) const {
+        const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
+        const int column = column_of_s() + 2 * (lane % 4);
+        const int query = m_block * C.tile_m + (C.sdp_swap_ab ? column : row);
+        const int key = tile.n_block * C.tile_n + (C.sdp_swap_ab ? row : column);
+        const int queries = visible.seqlen.q(), keys = visible.seqlen.k();
+        return {tile.batch,   queries,           keys, keys - queries, params.shape.group_size,
+                {head, head}, {query, query + 8}, key};
+    }
+
+    // Turns products into probabilities P of a tile of queries, in place; `masks` where the mask's program
+    // hides keys of it. `slope` is ALiBi's, in exponents of 2. Where a program has a slope, P goes to
+    // p_words, and its product with the slope stays.
+    __device__ __forceinline__ void to_probabilities(int head, int m_block, bool masks, float slope) {
         const ScoreMod<C.softcap> score_mod{params.score};
+        if constexpr (kScoreSlope) return to_sloped_probabilities(head, m_block, masks);
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
             score_mod.apply(s[b]);
             if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
+            if constexpr (kMaskProgram || kScoreProgram)
+                apply_programs(s[b], params, place_of(b, head, m_block), kLog2e, masks);
         }
+        mask_band(m_block);
+        const float scale_log2 = C.alibi || kScoreProgram ? 1.f : score_mod.to_log2();
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < S::kRegisters / 4; ++i) {
+                float lse[4];
+                load_stats(smem.lse[places.dout.stage], b, i, lse);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    float& x = s[b][4 * i + j];
+                    x = kScoreProgram ? probability(x, lse[j]) : exp2_approx(fmaf(x, scale_log2, -lse[j]));
+                }
+            }
+        }
+    }
+
+    // Hides what the band hides.
+    __device__ __forceinline__ void mask_band(int m_block) {
         if (range.needs_mask(m_block)) {
             const int first_query = m_block * C.tile_m, first_key = tile.n_block * C.tile_n;
 #pragma unroll
@@ -189,7 +225,18 @@ struct BwdConsumer {
                 }
             }
         }
-        const float scale_log2 = C.alibi ? 1.f : score_mod.to_log2();
+    }
+
+    // The same with a program that has a slope.
+    __device__ __forceinline__ void to_sloped_probabilities(int head, int m_block, bool masks) {
+        float slopes[S::kBlocks][S::kRegisters];
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+            const auto place = place_of(b, head, m_block);
+            slopes_of(slopes[b], s[b], params, place);
+            apply_programs(s[b], params, place, kLog2e, masks);
+        }
+        mask_band(m_block);
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -197,9 +244,14 @@ struct BwdConsumer {
                 float lse[4];
                 load_stats(smem.lse[places.dout.stage], b, i, lse);
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
+                for (int j = 0; j < 4; ++j) s[b][4 * i + j] = probability(s[b][4 * i + j], lse[j]);
             }
+        }
+        pack_words(p_words, s);
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < S::kRegisters; ++i) s[b][i] = sloped(s[b][i], slopes[b][i]);
         }
     }
 
@@ -219,6 +271,7 @@ struct BwdConsumer {
                 for (int j = 0; j < 4; ++j) {
                     const float p = s[b][4 * i + j];
                     float ds = p * (dp[b][4 * i + j] - dpsum[j]);
+                    if constexpr (kMaskProgram || kScoreProgram) ds = p == 0.f ? 0.f : ds;
                     if constexpr (C.softcap) {
                         const float capped = C.alibi ? lse[j] - bias[4 * i + j] : lse[j];
                         const float factor = ScoreMod<C.softcap>{params.score}.slope(p, capped);
@@ -299,17 +352,17 @@ struct BwdConsumer {
     }
 
     // One step of the mainloop, a tile of queries. P and dS are ready before dV is issued.
-    __device__ __forceinline__ void step(int head, int m_block, float slope) {
+    __device__ __forceinline__ void step(int head, int m_block, bool masks, float slope) {
         smem.q_bars.wait_full(places.q);
         issue_s();
         smem.do_bars.wait_full(places.dout);
         issue_dp();
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
-        to_probabilities(m_block, slope);
+        to_probabilities(head, m_block, masks, slope);
         wgmma::wait<0>();
         differentiate(m_block, slope);
-        pack_words(p_words, s);
+        if constexpr (!kScoreSlope) pack_words(p_words, s);
         pack_words(ds_words, dp);
         wait_pds_free();
         if constexpr (C.mma_dkv_is_rs) {
@@ -345,10 +398,14 @@ struct BwdConsumer {
     __device__ __forceinline__ void main_loop() {
         mbarrier_wait(smem.k_full, places.keys_phase);
         mbarrier_wait(smem.v_full, places.keys_phase);
+        const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = alibi_slope<C.mask>(params.mods, tile.batch, head, kLog2e);
-            for (int i = range.begin; i < range.end; ++i) step(head, query_block<C>(range, walk, i), slope);
+            for (int i = range.begin; i < range.end; ++i) {
+                const int place = query_block<C>(range, walk, i);
+                step(head, blocks.at(place), !blocks.full(place), slope);
+            }
         }
         if (T::kDqAhead && accumulate) announce_dq();
         if constexpr (C.persistent) {

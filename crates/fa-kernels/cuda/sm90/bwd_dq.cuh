@@ -2,6 +2,7 @@
 // warpgroup, which add to them what the warpgroup leaves in shared memory or, where the warpgroup adds by
 // itself, wait for its turns.
 #pragma once
+#include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
 #include "attn/visibility.cuh"
@@ -36,6 +37,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     const int walk = work.walk;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
+    const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
     const bool first_is_stored =
         C.varied
             ? stores_dq<C>(params)
@@ -52,7 +54,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     for (int head = tile.first_head; head < tile.end_head; ++head) {
 #pragma unroll 1
         for (int step = range.begin; step < range.end; ++step) {
-            const int m_block = query_block<C>(range, walk, step);
+            const int place = query_block<C>(range, walk, step), m_block = blocks.at(place);
             bool stores = first_is_stored, claims = false;
             // Semaphores of this warpgroup's part of the tile: 0 counts the claims, 1 says that the first
             // sums are stored. A tile that reads the latter as set, before its own sums are ready, need not
@@ -81,8 +83,14 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 if (elected) {
                     if constexpr (C.deterministic) {
                         if (slice == 0) {
-                            const bool has_sums = wait_for_turn<C.tile_m, C.tile_n>(
-                                params, visible, tile, walk != 0, head, m_block, C.num_wg);
+                            bool has_sums;
+                            if constexpr (kMaskProgram) {
+                                has_sums = wait_for_rank(params, tile, head, m_block, blocks.rank(place),
+                                                         C.num_wg);
+                            } else {
+                                has_sums = wait_for_turn<C.tile_m, C.tile_n>(
+                                    params, visible, tile, walk != 0, head, m_block, C.num_wg);
+                            }
                             if constexpr (C.varied) stores = first_is_stored && !has_sums;
                         }
                     } else if (claims && slice == 0) {
@@ -122,15 +130,20 @@ __device__ __forceinline__ void bwd_take_turns(const BwdParams& params,
                                                const BwdWork<C>& work, int wg) {
     const auto& tile = work.tile;
     const BlockRange& range = work.range;
+    const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
     const bool elected = elect_one();
 #pragma unroll 1
     for (int head = tile.first_head; head < tile.end_head; ++head) {
 #pragma unroll 1
         for (int step = range.begin; step < range.end; ++step) {
-            const int m_block = query_block<C>(range, work.walk, step);
+            const int place = query_block<C>(range, work.walk, step), m_block = blocks.at(place);
             if (elected) {
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, work.walk != 0, head, m_block,
-                                                  C.num_wg);
+                if constexpr (kMaskProgram) {
+                    wait_for_rank(params, tile, head, m_block, blocks.rank(place), C.num_wg);
+                } else {
+                    wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, work.walk != 0, head, m_block,
+                                                      C.num_wg);
+                }
             }
             warp_sync();
             named_barrier_arrive(kDqFree + wg, 128 + 32);

@@ -1,5 +1,6 @@
 // The producer of the SM90 backward: one thread issues all TMA loads.
 #pragma once
+#include "attn/block_list.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/query_range.cuh"
 #include "attn/ragged.cuh"
@@ -42,6 +43,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     using T = BwdTraits<C>;
     const auto& tile = work.tile;
     const BlockRange& range = work.range;
+    const Blocks blocks = query_list(params, tile.batch, tile.kv_head, tile.n_block);
     auto& q_state = loads.q_state;
     auto& do_state = loads.do_state();
     // Loads rows from `row` on of a head. With lengths on the device the sequence has `len` rows and starts
@@ -84,7 +86,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
         const i64 stats = dq_tile(params, tile, head, 0) * C.tile_m;
 #pragma unroll 1
         for (int step = range.begin; step < range.end; ++step) {
-            const int row = query_block<C>(range, work.walk, step) * C.tile_m;
+            const int row = blocks.at(query_block<C>(range, work.walk, step)) * C.tile_m;
             if (!C.persistent && first) load_k();
             smem.q_bars.acquire(q_state, T::Q::kBytes);
             load_queries(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage],

@@ -4,6 +4,8 @@
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
+#include "attn/programs.cuh"
+#include "attn/row_place.cuh"
 #include "attn/rows.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/softmax.cuh"
@@ -118,9 +120,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.kv_stages> k_state, v_state;
     TileSource<C> tiles(params, cta_index(), heads);
     const ScoreMod<C.softcap> score_mod{params.score};
-    // With ALiBi the scores are exponents already.
+    // With ALiBi and programs the scores are exponents already.
     const float to_log2 = score_mod.to_log2();
-    const float scale_log2 = C.alibi ? 1.f : to_log2;
+    const float scale_log2 = C.alibi || kScoreProgram ? 1.f : to_log2;
 
     // Ping-pong: warpgroups issue products in turn. Warpgroup i waits at named barrier 1 + i, then signals
     // the next one.
@@ -221,7 +223,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const auto seqlen = tiles.seqlen_of(params, tile);
         const VisibleKeys<C> visible{params.shape, seqlen};
         const Rows<C.pack_gqa> rows(params.shape);
-        const BlockRange all = tile_blocks<C>(params, visible, tile);
+        const Blocks blocks = key_list(params, tile.batch, tile.head, tile.m_block);
+        const BlockRange all = tile_blocks<C>(params, visible, tile, blocks);
         BlockRange range = all;
         if constexpr (C.skips_blocks) range = warpgroup_blocks<C>(params, visible, rows, tile, all, 64 * wg);
         const int skipped = all.end - range.end;
@@ -237,10 +240,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         // Whether no score of the warp's rows has exceeded half the soft cap so far: see near_exponent().
         bool near = C.near_cap;
 
-        // Turns products into masked scores.
-        auto modify = [&](int n_block) {
+        // Turns products into masked scores of the tile of keys at place `i`.
+        auto modify = [&](int i) {
+            int n_block = i;
+            if constexpr (kMaskProgram) n_block = blocks.at(i);
             score_mod.apply(s);
             alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
+            if constexpr (kMaskProgram || kScoreProgram) {
+                const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head, row,
+                                                         n_block * C.tile_n + own_column);
+                apply_programs(s, params, place, kLog2e, !blocks.full(i));
+            }
             if (range.needs_mask(n_block)) {
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
                 mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);

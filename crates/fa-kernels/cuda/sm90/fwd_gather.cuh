@@ -313,7 +313,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
         if (!work.range.empty()) {
             if (Values && member == 0 && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
             int n_block = work.range.end - 1;
-            Entries entries = keys.entries_of(n_block);
+            Entries entries = keys.entries_of(work.blocks.at(n_block));
             // Loads tile n_block: its `box` if its rows are contiguous, else by `copy`. `prefetch` loads the
             // next tile's entries into the registers of this tile's, since a move would wait for them; they
             // are in flight while this tile is copied.
@@ -341,19 +341,20 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             };
 #pragma unroll 1
             do {
-                const bool contiguous = keys.are_valid(entries) && keys.in_one_piece(n_block, entries);
+                const int block = work.blocks.at(n_block);
+                const bool contiguous = keys.are_valid(entries) && keys.in_one_piece(block, entries);
                 Rows rows{};
-                if (!contiguous) rows = keys.template rows_of<!Values>(n_block, entries);
+                if (!contiguous) rows = keys.template rows_of<!Values>(block, entries);
                 load_tile(
-                    contiguous, [&] { entries = keys.entries_of(n_block - 1); },
-                    [&](int entry) { return keys.box(n_block, work.kv_head, entry); },
+                    contiguous, [&] { entries = keys.entries_of(work.blocks.at(n_block - 1)); },
+                    [&](int entry) { return keys.box(block, work.kv_head, entry); },
                     [&] {
                         const int column = Keys::lane_column() - shift;
                         u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
                         Keys::template start<Kv, false>(Keys::template lane_target<Kv>(smem_address(dst)),
                                                         first + column, unit, column, columns, rows);
                     });
-                if (!one_key) continue;
+                if (kMaskProgram || !one_key) continue;
                 // All tiles but the sequence's last have all their rows.
                 const int* at = keys.first_entry(n_block);
                 const u16* const cache = first + Keys::lane_column();

@@ -59,16 +59,16 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
         int next = 0;
         if (!work.range.empty()) {
             if (Values && leads) load_q<C>(smem, params, map_q, q_state, work);
-            int entry = keys.entry_of(work.range.end - 1);
+            int entry = keys.entry_of(work.blocks.at(work.range.end - 1));
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
                 // In flight while the warp waits for a stage.
-                const int before = keys.entry_of(n_block - 1);
-                load(n_block, entry);
+                const int before = keys.entry_of(work.blocks.at(n_block - 1));
+                load(work.blocks.at(n_block), entry);
                 entry = before;
             }
             if (draws) next = draw_tile<C>(tiles, params, index);
-            load(work.range.begin, entry);
+            load(work.blocks.at(work.range.begin), entry);
         } else {
             if (draws) next = draw_tile<C>(tiles, params, index);
         }

@@ -143,15 +143,15 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
         if (!work.range.empty()) {
             // A second Q buffer becomes free before the next K stage does; a single one does not.
             if constexpr (C.q_stages > 1) q();
-            load_k(work.range.end - 1);
+            load_k(work.blocks.at(work.range.end - 1));
             if constexpr (C.q_stages == 1) q();
 #pragma unroll 1
             for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
-                load_k(n_block - 1);
-                load_v(n_block);
+                load_k(work.blocks.at(n_block - 1));
+                load_v(work.blocks.at(n_block));
             }
             next = tiles.draw(params, index);
-            load_v(work.range.begin);
+            load_v(work.blocks.at(work.range.begin));
         } else {
             next = tiles.draw(params, index);
         }

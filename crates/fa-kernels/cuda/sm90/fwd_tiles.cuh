@@ -1,5 +1,6 @@
 // The work tiles of a CTA of the SM90 forward, and the tiles of keys that each of them visits.
 #pragma once
+#include "attn/block_list.cuh"
 #include "attn/block_range.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
@@ -185,9 +186,10 @@ using VisibleKeys = Visibility<C.mask, C.varied>;
 
 template <Sm90FwdConfig C>
 __device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const VisibleKeys<C>& visible,
-                                                  const WorkTile& tile) {
+                                                  const WorkTile& tile, const Blocks& blocks) {
     const QueryEnds queries(visible.seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
-    const BlockRange all = key_blocks<C.tile_n>(visible, queries.first, queries.last);
+    BlockRange all = key_blocks<C.tile_n>(visible, queries.first, queries.last);
+    if constexpr (kMaskProgram) all = blocks.within(all);
     if constexpr (C.split) return part_of(all, tile.split, tile.splits);
     return all;
 }
@@ -197,13 +199,15 @@ template <Sm90FwdConfig C>
 struct LoadTile {
     WorkTile tile;
     Seqlen<C.varied> seqlen;
-    BlockRange range;  // tiles of keys
+    [[no_unique_address]] Blocks blocks;
+    BlockRange range;  // tiles of keys, by their places among the blocks
     int kv_head;
 
     __device__ __forceinline__ LoadTile(const FwdParams& params, const TileSource<C>& tiles, int index,
                                         int heads)
         : tile(tiles.tile_of(params, index, heads)), seqlen(tiles.seqlen_of(params, tile)),
-          range(tile_blocks<C>(params, VisibleKeys<C>{params.shape, seqlen}, tile)),
+          blocks(key_list(params, tile.batch, tile.head, tile.m_block)),
+          range(tile_blocks<C>(params, VisibleKeys<C>{params.shape, seqlen}, tile, blocks)),
           kv_head(C.pack_gqa ? tile.head : tile.head / params.shape.group_size) {}
 
     // The sequence's row of the page table.

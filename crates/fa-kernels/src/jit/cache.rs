@@ -2,9 +2,11 @@
 //!
 //! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.json`.
 //! It is built in a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.json`
-//! holds a checksum of the cubin, so that a damaged entry is treated as missing and replaced. No locks:
+//! holds a checksum of the cubin, so that a damaged entry is treated as missing and replaced. The entry of a
+//! kernel that the compiler spills, or whose wgmma it serialises, has an empty cubin: it is refused without
+//! compiling from then on, under the same compiler, flags and sources. No locks:
 //! processes that race build the same bytes, and one of them wins. Where nothing can be written, kernels live
-//! in memory and a warning is traced.
+//! in memory and a warning is traced. A folder that others may write to is refused: see `trust`.
 
 use std::collections::HashMap;
 use std::fs;
@@ -22,6 +24,7 @@ use crate::jit::compile::{CompileFailure, Compiled, Compiler};
 use crate::jit::hash::hash;
 use crate::jit::report::Report;
 use crate::jit::source::Source;
+use crate::jit::trust::check_trust;
 
 /// The environment variable that names the cache's folder.
 pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
@@ -81,8 +84,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Compile`] for errors in the source, [`Error::Refused`] for code that spills or that ptxas
-    /// says lost what it was written for, and those of the compiler. A cache that cannot be written is no
-    /// error.
+    /// says lost what it was written for, [`Error::UntrustedCache`] for a folder that others may write to,
+    /// and those of the compiler. A cache that cannot be written is no error.
     pub fn get(
         &self,
         compiler: &Compiler,
@@ -103,6 +106,9 @@ impl Cache {
         spec: Option<&KernelSpec>,
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
+        if let Some(root) = &self.root {
+            check_trust(root)?;
+        }
         let spec = &Named { name, spec };
         let flags = compiler.flags(&source.target);
         let name = self.compiler_name(compiler)?;
@@ -112,7 +118,7 @@ impl Cache {
         let kernel = match remembered {
             Some(kernel) => kernel,
             None => {
-                let kernel = match self.read(&key) {
+                let kernel = match self.read(&key)? {
                     Some(kernel) => kernel,
                     None => self.compile(&key, compiler, (name, flags), spec, source)?,
                 };
@@ -130,6 +136,13 @@ impl Cache {
                 Err(Error::Refused { name, target, fault, log_file })
             }
         }
+    }
+
+    /// The name and version of `compiler`, and the key of what it makes of `source`.
+    pub(crate) fn identity(&self, compiler: &Compiler, source: &Source) -> Result<(String, String), Error> {
+        let name = self.compiler_name(compiler)?;
+        let key = key(&name, &compiler.flags(&source.target), source);
+        Ok((name, key))
     }
 
     /// Bytes on disk, all entries together.
@@ -158,7 +171,11 @@ impl Cache {
     ) -> Result<Compiled, Error> {
         tracing::info!(spec = spec.name, target = source.target, compiler = name, "compiling");
         match compiler.compile(source) {
-            Ok(compiled) => {
+            Ok(mut compiled) => {
+                // Of refused code the report is enough.
+                if compiled.report.fault().is_some() {
+                    compiled.cubin = Vec::new();
+                }
                 let cubin_sha256 = hash(&[&compiled.cubin]);
                 let entry = Entry { compiler: name, flags, cubin_sha256, report: compiled.report.clone() };
                 self.write(key, spec, source, &compiled.log, Some((&entry, &compiled.cubin)));
@@ -174,11 +191,12 @@ impl Cache {
     }
 
     /// An entry, if it exists and is complete. A damaged one is removed.
-    fn read(&self, key: &str) -> Option<Compiled> {
-        let folder = self.root.as_ref()?.join(key);
-        if !folder.is_dir() {
-            return None;
-        }
+    fn read(&self, key: &str) -> Result<Option<Compiled>, Error> {
+        let Some(folder) = self.root.as_ref().map(|root| root.join(key)).filter(|folder| folder.is_dir())
+        else {
+            return Ok(None);
+        };
+        check_trust(&folder)?;
         let read = || -> Option<Compiled> {
             let entry: Entry = serde_json::from_str(&fs::read_to_string(folder.join(ENTRY)).ok()?).ok()?;
             let cubin = fs::read(folder.join("kernel.cubin")).ok()?;
@@ -193,7 +211,15 @@ impl Cache {
                 tracing::warn!(%error, "cannot remove it");
             }
         }
-        found
+        Ok(found)
+    }
+
+    /// Whether the folder may hold what others have put there: see [`Error::UntrustedCache`].
+    ///
+    /// # Errors
+    /// [`Error::UntrustedCache`] with what would work.
+    pub fn check(&self) -> Result<(), Error> {
+        self.root.as_deref().map_or(Ok(()), check_trust)
     }
 
     /// Writes an entry and returns where its log lies; `None`, with a traced warning, when the folder is not
@@ -209,7 +235,7 @@ impl Cache {
         let root = self.root.as_ref()?;
         let folder = root.join(name);
         let store = || -> io::Result<()> {
-            fs::create_dir_all(root)?;
+            create_private(root)?;
             let temporary = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(root)?;
             let to = |file: &str| temporary.path().join(file);
             if let Some(spec) = spec.spec {
@@ -344,6 +370,16 @@ fn key(compiler: &str, flags: &[String], source: &Source) -> String {
     let headers = source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]);
     let parts: Vec<&[u8]> = fixed.into_iter().chain(headers).map(str::as_bytes).collect();
     hash(&parts)[..KEY_DIGITS].to_owned()
+}
+
+/// Creates a folder and those above it; with a mode of the system's that lets others write, they could put
+/// kernels there.
+fn create_private(root: &Path) -> io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o755);
+    builder.create(root)
 }
 
 /// Removes a folder atomically for readers: renamed first, then deleted.

@@ -9,6 +9,7 @@ use crate::jit::config::{self, ConfigField};
 use crate::jit::declare::ParamStruct;
 use crate::jit::merge_params;
 use crate::jit::params::{self, BwdParams, FwdParams};
+use crate::jit::program_params;
 
 /// A generated header.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,6 +32,10 @@ pub fn generated() -> Vec<Generated> {
         Generated {
             path: "bwd_params.cuh",
             text: launch_params_cuh("a backward", vec![BwdParams::declaration()]),
+        },
+        Generated {
+            path: "program_params.cuh",
+            text: launch_params_cuh("programs", program_params::declarations()),
         },
         Generated {
             path: "append/append_params.cuh",

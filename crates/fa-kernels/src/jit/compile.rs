@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use fa_core::Arch;
 
-use crate::jit::nvrtc::Nvrtc;
+use crate::jit::nvrtc::{Nvrtc, Wanted};
 use crate::jit::report::Report;
 use crate::jit::source::Source;
 use crate::{Error, toolchain};
@@ -124,7 +124,12 @@ impl Compiler {
     pub fn check_arch(&self, arch: Arch) -> Result<(), Error> {
         let (major, minor) = arch.compute_capability();
         if self.kind == CompilerKind::Nvrtc && !self.nvrtc()?.supports(10 * major + minor) {
-            let need = if matches!(arch, Arch::Sm103 | Arch::Sm121) { "12.9" } else { "12.8" };
+            let need = match arch {
+                // Known before as sm_101, whose code is that of no later name.
+                Arch::Sm110 => "13.0",
+                Arch::Sm103 | Arch::Sm121 => "12.9",
+                Arch::Sm80 | Arch::Sm86 | Arch::Sm89 | Arch::Sm90 | Arch::Sm100 | Arch::Sm120 => "12.8",
+            };
             return Err(Error::ArchTooNew { compiler: self.version()?, arch, need });
         }
         Ok(())
@@ -154,11 +159,30 @@ impl Compiler {
         }
     }
 
+    /// Compiles a source to PTX, for people to read: kernels are cubins.
+    ///
+    /// # Errors
+    /// As [`Compiler::compile`]; nvcc is refused.
+    pub fn ptx(&self, source: &Source) -> Result<String, CompileFailure> {
+        if self.kind == CompilerKind::Nvcc {
+            let reason = "PTX is emitted by NVRTC: leave --nvcc out".to_owned();
+            return Err(Error::BadCompiler { path: self.path.clone(), reason }.into());
+        }
+        let flags = self.flags(&source.target.replace("sm_", "compute_"));
+        // What ptxas is told is none of the front end's business.
+        let flags: Vec<String> = flags.into_iter().filter(|flag| !flag.contains("ptxas")).collect();
+        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &flags, Wanted::Ptx)?;
+        match output.code {
+            Some(text) => Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned()),
+            None => Err(CompileFailure::Log(output.log)),
+        }
+    }
+
     fn by_nvrtc(&self, source: &Source, more: &[&str]) -> Result<(Vec<u8>, String), CompileFailure> {
         let mut flags = self.flags(&source.target);
         flags.extend(more.iter().map(|flag| (*flag).to_owned()));
-        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &flags)?;
-        match output.cubin {
+        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &flags, Wanted::Cubin)?;
+        match output.code {
             Some(cubin) => Ok((cubin, output.log)),
             None => Err(CompileFailure::Log(output.log)),
         }

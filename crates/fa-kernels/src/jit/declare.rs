@@ -4,6 +4,9 @@
 pub(crate) trait DeviceType {
     const CUDA_TYPE: &'static str;
 
+    /// Elements of an array.
+    const COUNT: Option<usize> = None;
+
     /// Appends its values, each as a word.
     fn words(&self, words: &mut Vec<u64>);
 }
@@ -60,6 +63,15 @@ device_types! {
     f32 => "float", |own| own.to_bits().into();
 }
 
+impl<T: DeviceType, const N: usize> DeviceType for [T; N] {
+    const CUDA_TYPE: &'static str = T::CUDA_TYPE;
+    const COUNT: Option<usize> = Some(N);
+
+    fn words(&self, words: &mut Vec<u64>) {
+        self.iter().for_each(|element| element.words(words));
+    }
+}
+
 /// One field of a parameter struct.
 pub(crate) struct ParamField {
     pub name: &'static str,
@@ -108,7 +120,7 @@ macro_rules! param_struct {
                     fields: vec![$(ParamField {
                         name: stringify!($field),
                         cuda_type: <$type as DeviceType>::CUDA_TYPE,
-                        count: None,
+                        count: <$type as DeviceType>::COUNT,
                         offset: std::mem::offset_of!($name, $field),
                         doc: &[$($field_doc),+],
                     }),+],

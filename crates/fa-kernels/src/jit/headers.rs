@@ -2,9 +2,16 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use crate::Error;
+
+/// Names the folder of [`Headers::current`].
+pub const HEADERS_VARIABLE: &str = "FA_HEADERS";
+
+/// What [`Headers::choose`] was given.
+static CHOSEN: OnceLock<PathBuf> = OnceLock::new();
 
 static EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/headers.rs"));
 
@@ -26,6 +33,40 @@ impl Headers {
         let mut headers = BTreeMap::new();
         read_dir(folder, "", &mut headers)?;
         Ok(Headers(headers))
+    }
+
+    /// The headers that kernels are compiled with: of the folder that [`Headers::choose`] or else the
+    /// variable FA_HEADERS names, for kernels that are being written, or else those embedded.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the folder cannot be read.
+    pub fn current() -> Result<Headers, Error> {
+        Headers::folder().map_or_else(|| Ok(Headers::embedded()), |folder| Headers::from_dir(&folder))
+    }
+
+    /// The folder of [`Headers::current`]; `None` for the embedded ones.
+    pub fn folder() -> Option<PathBuf> {
+        let named =
+            || std::env::var_os(HEADERS_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
+        CHOSEN.get().cloned().or_else(named)
+    }
+
+    /// Compiles this process's kernels with the headers in `folder` from now on. The first choice stays.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the folder cannot be read.
+    pub fn choose(folder: &Path) -> Result<(), Error> {
+        Headers::from_dir(folder)?;
+        CHOSEN.get_or_init(|| folder.to_owned());
+        Ok(())
+    }
+
+    /// These headers, with another one.
+    #[must_use]
+    pub fn with(&self, name: &'static str, text: String) -> Headers {
+        let mut own = self.clone();
+        own.0.insert(name.into(), text.into());
+        own
     }
 
     /// A header's text.

@@ -2,6 +2,7 @@
 //! kernels compiled ahead.
 
 pub(crate) mod append_params;
+pub(crate) mod array_gradients;
 pub mod bundle;
 pub mod cache;
 mod code;
@@ -15,7 +16,9 @@ pub(crate) mod headers;
 pub(crate) mod merge_params;
 mod nvrtc;
 pub mod params;
+pub mod program_params;
 pub(crate) mod report;
 pub mod ship;
 pub(crate) mod source;
 pub mod toolchain;
+mod trust;

@@ -30,7 +30,14 @@ pub(crate) struct Output {
     /// Messages of the front end and of ptxas.
     pub log: String,
     /// The cubin, unless there were errors.
-    pub cubin: Option<Vec<u8>>,
+    pub code: Option<Vec<u8>>,
+}
+
+/// What a program is compiled to: a cubin for a real architecture, PTX for a virtual one.
+#[derive(Clone, Copy)]
+pub(super) enum Wanted {
+    Cubin,
+    Ptx,
 }
 
 type Program = *mut c_void;
@@ -58,6 +65,8 @@ struct Functions {
     log: unsafe extern "C" fn(Program, *mut c_char) -> Status,
     cubin_size: unsafe extern "C" fn(Program, *mut usize) -> Status,
     cubin: unsafe extern "C" fn(Program, *mut c_char) -> Status,
+    ptx_size: unsafe extern "C" fn(Program, *mut usize) -> Status,
+    ptx: unsafe extern "C" fn(Program, *mut c_char) -> Status,
 }
 
 impl Nvrtc {
@@ -86,6 +95,8 @@ impl Nvrtc {
                 log: symbol(&library, c"nvrtcGetProgramLog").map_err(&bad)?,
                 cubin_size: symbol(&library, c"nvrtcGetCUBINSize").map_err(&bad)?,
                 cubin: symbol(&library, c"nvrtcGetCUBIN").map_err(&bad)?,
+                ptx_size: symbol(&library, c"nvrtcGetPTXSize").map_err(&bad)?,
+                ptx: symbol(&library, c"nvrtcGetPTX").map_err(&bad)?,
             }
         };
         let mut nvrtc = Nvrtc {
@@ -129,6 +140,7 @@ impl Nvrtc {
         unit: &str,
         headers: &[(String, String)],
         options: &[String],
+        wanted: Wanted,
     ) -> Result<Output, Error> {
         let text = |text: &str| {
             CString::new(text).map_err(|_| self.bad("a source or option holds a zero byte".to_owned()))
@@ -164,13 +176,18 @@ impl Nvrtc {
             self.call("nvrtcGetProgramLog", (self.functions.log)(program.program, log.as_mut_ptr().cast()))?;
             let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
             if status == COMPILATION_FAILED {
-                return Ok(Output { log, cubin: None });
+                return Ok(Output { log, code: None });
             }
+            let Functions { cubin_size, cubin, ptx_size, ptx, .. } = &self.functions;
+            let (names, size_of, get) = match wanted {
+                Wanted::Cubin => (["nvrtcGetCUBINSize", "nvrtcGetCUBIN"], cubin_size, cubin),
+                Wanted::Ptx => (["nvrtcGetPTXSize", "nvrtcGetPTX"], ptx_size, ptx),
+            };
             let mut size = 0;
-            self.call("nvrtcGetCUBINSize", (self.functions.cubin_size)(program.program, &mut size))?;
-            let mut cubin = vec![0u8; size];
-            self.call("nvrtcGetCUBIN", (self.functions.cubin)(program.program, cubin.as_mut_ptr().cast()))?;
-            Ok(Output { log, cubin: Some(cubin) })
+            self.call(names[0], size_of(program.program, &mut size))?;
+            let mut code = vec![0u8; size];
+            self.call(names[1], get(program.program, code.as_mut_ptr().cast()))?;
+            Ok(Output { log, code: Some(code) })
         }
     }
 

@@ -3,8 +3,9 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, Family, KernelSpec, Traits};
+use fa_core::{Arch, Family, KernelSpec, Traits, program};
 
+use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::code;
 use crate::jit::config;
 use crate::jit::hash::hash;
@@ -56,6 +57,35 @@ pub(crate) const PLAN_SMEM: u32 = 20760 + 9 * 1024 * 8;
 /// The most CTAs of [`PLAN`], which are one cluster.
 pub(crate) const PLAN_CTAS: u32 = 8;
 
+/// The entry of kernels with a mask of the caller's own: the tiles that it leaves to be visited. Of a
+/// backward, their states.
+pub(crate) const MAP: &str = "fa_map";
+
+/// Threads of a CTA of [`MAP`].
+pub(crate) const MAP_THREADS: u32 = 512;
+
+/// The entry after [`MAP`] of a backward: the tiles of queries that each tile of keys visits.
+pub(crate) const LISTS: &str = "fa_lists";
+
+/// Threads of a CTA of [`LISTS`]: a warp a tile of keys.
+pub(crate) const LISTS_THREADS: u32 = 128;
+
+/// The entries of a backward whose program reads arrays that want gradients, one for each of
+/// [`program::Program::gradients`].
+pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
+    "fa_array_gradient_0",
+    "fa_array_gradient_1",
+    "fa_array_gradient_2",
+    "fa_array_gradient_3",
+    "fa_array_gradient_4",
+    "fa_array_gradient_5",
+    "fa_array_gradient_6",
+    "fa_array_gradient_7",
+];
+
+/// Threads of a CTA of [`ARRAY_GRADIENTS`].
+pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
+
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
     spec.kernel.family() == Family::Sm90
@@ -79,8 +109,17 @@ pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
         (DSINKS, is_backward && spec.score.sinks),
         (PLAN, spec.reads.varied),
         (COMBINE, spec.split),
+        (MAP, spec.score.masks()),
+        (LISTS, spec.score.masks() && is_backward),
     ];
-    all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect()
+    let mut all: Vec<&str> = all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect();
+    all.extend(array_gradients(spec).iter().map(|gradient| ARRAY_GRADIENTS[gradient.index]));
+    all
+}
+
+/// The arrays whose gradients a kernel computes; none where it refuses to, which a launch reports.
+fn array_gradients(spec: &KernelSpec) -> Vec<ArrayGradient> {
+    ArrayGradient::all(spec).unwrap_or_default()
 }
 
 /// All that a compiler is given, except its flags.
@@ -109,7 +148,10 @@ impl Source {
         spec.check()?;
         spec.check_arch(arch)?;
         let unit = unit(spec, smem_bytes);
-        let headers = headers
+        let own = spec.score.program.map(|program| headers.with(program::HEADER, program.cuda()));
+        let headers = own
+            .as_ref()
+            .unwrap_or(headers)
             .reachable(&unit)?
             .into_iter()
             .map(|(name, text)| (name.to_owned(), text.to_owned()))
@@ -197,7 +239,20 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
     let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
-    let mut text = format!("// {spec}\n#include \"{header}\"\n");
+    let all_params =
+        if spec.score.program.is_some() { format!("WithPrograms<{params}>") } else { params.to_owned() };
+    let mut text = format!("// {spec}\n");
+    if spec.score.program.is_some() {
+        let _ = writeln!(text, "#define FA_PROGRAMS\n#include \"{}\"", program::HEADER);
+    }
+    let _ = writeln!(text, "#include \"{header}\"");
+    if spec.score.masks() {
+        text.push_str("#include \"attn/block_map.cuh\"\n");
+    }
+    let gradients = array_gradients(spec);
+    if !gradients.is_empty() {
+        text.push_str("#include \"attn/array_gradient.cuh\"\n");
+    }
     if spec.reads.varied {
         let of_pass = if spec.kernel.is_backward() { "plan" } else { "plan_few" };
         let _ = writeln!(text, "#include \"attn/{of_pass}.cuh\"");
@@ -225,20 +280,24 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let bounds = format!("__launch_bounds__({}, {blocks_per_sm})", spec.threads());
     let _ = write!(
         text,
-        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {params} params"
+        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {all_params} params"
     );
     for map in &maps {
         let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
     }
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
-    let body = |entry: &str, threads: u32, function: String| {
-        // The plan's registers would be halved for a second CTA.
-        let threads = if entry == PLAN { format!("{threads}, 1") } else { threads.to_string() };
+    let call = |entry: &str, threads: u32, params: &str, call: String| {
+        // Registers would be halved for a second CTA.
+        let alone = entry == PLAN || ARRAY_GRADIENTS.contains(&entry);
+        let threads = if alone { format!("{threads}, 1") } else { threads.to_string() };
         format!(
             "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
-             {entry}(const __grid_constant__ {params} params) {{\n    {function}(params);\n}}\n"
+             {entry}(const __grid_constant__ {params} params) {{\n    {call};\n}}\n"
         )
+    };
+    let body = |entry: &str, threads: u32, function: String| {
+        call(entry, threads, params, format!("{function}(params)"))
     };
     let packs = spec.traits().packs_gqa;
     if spec.reads.varied {
@@ -255,6 +314,45 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
             "plan_tiles<plan_rules>"
         };
         text.push_str(&body(PLAN, PLAN_THREADS, function.into()));
+    }
+    if spec.score.masks() {
+        let backward = spec.kernel.is_backward();
+        let (queries, last_first) = if backward {
+            ("config.tile_m".to_owned(), "last_keys_first<config.mask, config.deterministic>()")
+        } else {
+            (format!("tile_queries<{packs}, config.tile_m>(params)"), "false")
+        };
+        let _ = writeln!(
+            text,
+            "\nconstexpr MapRules map_rules{{config.mask, config.tile_n, config.varied, {backward}, \
+             {last_first}}};"
+        );
+        let of_params = format!("static_cast<const {params}&>(params)");
+        let map = format!("map_blocks<map_rules>({of_params}, {queries})");
+        text.push_str(&call(MAP, MAP_THREADS, &all_params, map));
+        if backward {
+            text.push_str(&call(LISTS, LISTS_THREADS, &all_params, format!("list_queries({of_params})")));
+        }
+    }
+    if !gradients.is_empty() {
+        let _ = writeln!(
+            text,
+            "\nstatic_assert(array_gradient_smem_bytes<config> == {} && kArrayThreads == \
+             {ARRAY_GRADIENT_THREADS});",
+            array_gradient_smem(spec)
+        );
+    }
+    for gradient in &gradients {
+        let (index, rules) = (gradient.index, gradient.rules());
+        let _ = write!(
+            text,
+            "\nstruct Slope{index} {{\n    template <class Row, class Column>\n    __device__ \
+             __forceinline__ static float of(const Mods& mods, float s, const Row& row, \
+             const Column& column) {{\n        return mods.gradient_{index}(s, row, column);\n    }}\n}};\n"
+        );
+        let of_params = format!("static_cast<const {params}&>(params)");
+        let function = format!("array_gradient<config, ArrayRules{rules}, Slope{index}>({of_params})");
+        text.push_str(&call(ARRAY_GRADIENTS[index], ARRAY_GRADIENT_THREADS, &all_params, function));
     }
     if spec.split {
         let _ = writeln!(

@@ -6,12 +6,18 @@ use fa_planner::account::panels::BwdPanels;
 use fa_planner::account::{head_bytes, heads_side_by_side, panels_of, storing_heads};
 
 use crate::Error;
+use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::params::{BwdParams, PlanParams};
-use crate::jit::source::{DSINKS, DSINKS_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::jit::program_params::{BlockMapParams, WithPrograms};
+use crate::jit::source::{
+    DSINKS, DSINKS_THREADS, LISTS, LISTS_THREADS, MAP, MAP_THREADS, POSTPROCESS, POSTPROCESS_KV, PREPROCESS,
+    PROCESS_THREADS,
+};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
+use crate::launch::programs::{BlockMap, array_gradient};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -59,6 +65,18 @@ impl Launches {
             // Without queries there is nothing to preprocess, but tiles of keys are still drawn.
             steps.push(Step::Clear(counter));
         }
+        let mut own_map = BlockMapParams::default();
+        if let Some(map) = BlockMap::of(spec, problem)? {
+            workspace.add_map(map.list_bytes, map.tile_bytes)?;
+            own_map = map.params;
+            if n_tiles > 0 && m_tiles > 0 {
+                steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
+            }
+            if n_tiles > 0 {
+                let ctas = (map.columns * 32).div_ceil(LISTS_THREADS);
+                steps.push(Step::Launch(Launch::plain(LISTS, ctas, LISTS_THREADS, 0)));
+            }
+        }
         if n_tiles > 0 {
             steps.push(main);
         }
@@ -72,6 +90,10 @@ impl Launches {
             let (heads, smem) = (params.shape.heads_q as u32, DSINKS_THREADS / 32 * 4);
             steps.push(Step::Launch(Launch::plain(DSINKS, heads, DSINKS_THREADS, smem)));
         }
+        let mut gradients = ArrayGradient::all(spec)?;
+        for gradient in &mut gradients {
+            steps.push(Step::Launch(array_gradient(gradient, spec, problem, arch)?));
+        }
         let panels = panels_of(spec).filter(|_| n_tiles > 0);
         let (tensors, is_ragged) = (Tensor::of_pass(problem, true), spec.reads.varied);
         let maps = panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, &tensors, is_ragged));
@@ -80,9 +102,11 @@ impl Launches {
             extras: needs(problem, spec.kernel.pass(), plan_bytes),
             workspace,
             steps,
-            params: Params::Backward(params),
+            params: Params::Backward(WithPrograms { params, map: own_map, ..WithPrograms::default() }),
             maps,
             plan_bytes,
+            program: problem.score.program,
+            gradients,
         })
     }
 }

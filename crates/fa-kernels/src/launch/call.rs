@@ -122,10 +122,16 @@ impl Forward {
     /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
     /// a capture).
     ///
+    /// # Safety
+    /// What device memory holds is not read on the host. The starts of packed sequences ascend from 0 or more
+    /// to the rows that the problem has at most; a work plan is this kernel's and of these lengths; a
+    /// workspace is zero before the first call. Lengths in use and entries of a page table may hold anything:
+    /// kernels clamp them.
+    ///
     /// # Errors
     /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a
     /// tensor of another context; [`Error::Driver`].
-    pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
+    pub unsafe fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
         let ForwardArgs { q, k, v, out, lse, workspace, mut extras } = args;
         let tensors = [q.buffer(), k.buffer(), v.buffer(), out.buffer()];
         let lse_buffer = lse.as_ref().map(|lse| (lse.len(), lse.stream()));
@@ -140,7 +146,8 @@ impl Forward {
         let (lse, workspace) = (lse.as_ref().map(|raw| raw.0), workspace.as_ref().map(|raw| raw.0));
         let args = RawForwardArgs { q, k, v, out, lse, workspace, extras };
         // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the
-        // launch is enqueued, and cudarc orders the stream before any later use or release of them.
+        // launch is enqueued, and cudarc orders the stream before any later use or release of them. The
+        // caller vouches for their values.
         unsafe { self.run_raw(stream, &args) }
     }
 
@@ -167,10 +174,17 @@ impl Backward {
     /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
     /// a capture).
     ///
+    /// # Safety
+    /// As for [`Forward::run`].
+    ///
     /// # Errors
     /// The dtype, a stride, an alignment or a length that does not fit; a stream or a tensor of another
     /// context; [`Error::Driver`].
-    pub fn run<T: Element>(&self, stream: &CudaStream, args: BackwardArgs<'_, T>) -> Result<(), Error> {
+    pub unsafe fn run<T: Element>(
+        &self,
+        stream: &CudaStream,
+        args: BackwardArgs<'_, T>,
+    ) -> Result<(), Error> {
         let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, mut extras } = args;
         let inputs = [q.buffer(), k.buffer(), v.buffer(), out.buffer(), dout.buffer()];
         let tensors: Vec<Buffer<'_>> =
@@ -189,7 +203,7 @@ impl Backward {
         let (workspace, _workspace) = workspace.device_ptr_mut(stream);
         let args = RawBackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, extras };
         // SAFETY: the lengths cover the shapes under the strides, and the guards keep the memory until the
-        // launches are in the stream.
+        // launches are in the stream. The caller vouches for the values.
         unsafe { self.run_raw(stream, &args) }
     }
 

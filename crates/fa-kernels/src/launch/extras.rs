@@ -9,6 +9,7 @@ use crate::Error;
 use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
 use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
+use crate::launch::raw_program::RawProgram;
 
 /// Arguments besides Q, K, V and O, in device memory of cudarc. A call takes exactly those that its problem
 /// has.
@@ -24,6 +25,8 @@ pub struct Extras<'a> {
     pub plan: Option<&'a dyn DevicePtr<u8>>,
     /// The gradient of the sinks, `[heads_q]`, written in full; for a backward, and optional.
     pub dsinks: Option<&'a mut dyn DevicePtrMut<f32>>,
+    /// The arrays and scalars of the problem's program, by their addresses: cudarc does not track them.
+    pub program: Option<RawProgram>,
 }
 
 /// [`Extras`] by addresses alone.
@@ -41,6 +44,8 @@ pub struct RawExtras {
     pub counter: Option<u64>,
     /// As [`Extras::dsinks`].
     pub dsinks: Option<u64>,
+    /// The arrays and scalars of the problem's program.
+    pub program: Option<RawProgram>,
 }
 
 /// Extras are read and written word by word.
@@ -224,6 +229,7 @@ impl Extras<'_> {
             plan: address(&plan),
             counter: None,
             dsinks: address(&dsinks),
+            program: self.program,
         };
         Ok((raw, Guards { _inputs: inputs, _own: [page_faults, plan, dsinks] }))
     }

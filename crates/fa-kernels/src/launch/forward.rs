@@ -7,11 +7,13 @@ use fa_planner::account::{LARGEST_CLUSTER, MAX_SPLITS, combine_ctas, combines_in
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
-use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS};
+use crate::jit::program_params::{BlockMapParams, WithPrograms};
+use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, MAP, MAP_THREADS};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
+use crate::launch::programs::BlockMap;
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
 use crate::launch::varied::{PlanBounds, plan_step};
@@ -46,7 +48,7 @@ impl Launches {
         let tensors = Tensor::of_pass(problem, false);
         let plan_bytes = if spec.reads.varied { work.bounds.bytes() } else { 0 };
         let rows = work.slots.saturating_mul(work.heads).saturating_mul(work.slot_rows);
-        let workspace = Workspace::forward(ForwardParts {
+        let mut workspace = Workspace::forward(ForwardParts {
             draws_tiles,
             plan: plan_bytes,
             rows,
@@ -55,6 +57,14 @@ impl Launches {
         let mut steps = Vec::new();
         if has_work && spec.reads.varied {
             steps.push(plan_step(spec, problem));
+        }
+        let mut own_map = BlockMapParams::default();
+        if let Some(map) = BlockMap::of(spec, problem)? {
+            workspace.add_map(map.list_bytes, map.tile_bytes)?;
+            own_map = map.params;
+            if has_work {
+                steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));
+            }
         }
         if has_work {
             steps.push(Step::Launch(main));
@@ -72,9 +82,11 @@ impl Launches {
             extras: needs(problem, Pass::Forward, plan_bytes),
             workspace,
             steps,
-            params: Params::Forward(params),
+            params: Params::Forward(WithPrograms { params, map: own_map, ..WithPrograms::default() }),
             maps,
             plan_bytes,
+            program: problem.score.program,
+            gradients: Vec::new(),
         })
     }
 }

@@ -2,20 +2,24 @@
 //! that the driver and an emulation run the same launches.
 
 use fa_core::extras::Need;
+use fa_core::program::Interned;
 use fa_core::spec::{Scheduler, Traits};
 use fa_core::{Arch, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
 
 use crate::Error;
+use crate::jit::array_gradients::ArrayGradient;
 use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{
     BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, SplitParams, TmaStrides,
     VarlenParams,
 };
+use crate::jit::program_params::{ArrayGradientParams, BlockMapParams, ProgramParams, WithPrograms};
 use crate::jit::source::ENTRY;
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;
+use crate::launch::raw_program::check_program;
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;
@@ -27,17 +31,25 @@ const WORD_BYTES: u64 = 4;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Params {
     /// Of a forward.
-    Forward(FwdParams),
+    Forward(WithPrograms<FwdParams>),
     /// Of a backward.
-    Backward(BwdParams),
+    Backward(WithPrograms<BwdParams>),
 }
 
 impl Params {
     /// Their address and size in bytes, as a launch takes them.
     pub fn raw(&mut self) -> (*mut std::ffi::c_void, usize) {
         match self {
-            Params::Forward(params) => ((&raw mut *params).cast(), size_of::<FwdParams>()),
-            Params::Backward(params) => ((&raw mut *params).cast(), size_of::<BwdParams>()),
+            Params::Forward(params) => ((&raw mut *params).cast(), size_of_val(params)),
+            Params::Backward(params) => ((&raw mut *params).cast(), size_of_val(params)),
+        }
+    }
+
+    /// The parameters of the program, and of its mask's map.
+    pub fn program(&self) -> (&ProgramParams, &BlockMapParams) {
+        match self {
+            Params::Forward(own) => (&own.program, &own.map),
+            Params::Backward(own) => (&own.program, &own.map),
         }
     }
 }
@@ -166,6 +178,10 @@ pub struct Launches {
     pub(crate) maps: Vec<MapTemplate>,
     /// Bytes of a work plan; 0 where there is none.
     pub plan_bytes: usize,
+    /// The program, whose arrays and scalars calls bring.
+    pub(crate) program: Option<Interned>,
+    /// The arrays whose gradients are computed; backward only.
+    pub(crate) gradients: Vec<ArrayGradient>,
 }
 
 impl Launches {
@@ -199,6 +215,7 @@ impl Launches {
             Ragged::of(tensor, &at.tensors[map.tensor].strides, map.group).check(tensor.name)?;
         }
         at.extras.check(&self.extras)?;
+        check_program(self.program, at.extras.program.as_ref(), &self.gradients)?;
         let Workspace { bytes, align, .. } = self.workspace;
         if bytes > 0 && at.workspace.is_none() {
             return Err(Error::NoWorkspace { need: bytes });
@@ -248,51 +265,67 @@ impl Launches {
             tma_do: tma(3),
             ..at.extras.varlen(params)
         };
+        let program = at.extras.program.unwrap_or_default().params();
+        let map = |own: BlockMapParams| BlockMapParams {
+            lists: words(parts.map_lists),
+            tiles: words(parts.map_tiles),
+            ..own
+        };
         match self.params {
-            Params::Forward(params) => Params::Forward(FwdParams {
-                q: reads(0),
-                k: reads(1),
-                v: reads(2),
-                out: writes(3),
-                lse: MutF32Ptr(lse),
-                tile_counter: match (parts.tile_counter, at.extras.counter) {
-                    (Some(_), Some(counter)) => MutU32Ptr(counter),
-                    (own, _) => words(own),
-                },
-                varlen: varlen(params.varlen),
-                mods: at.extras.mods(params.mods),
-                split: SplitParams {
-                    out_partial: floats(parts.out_partial),
-                    lse_partial: floats(parts.lse_partial),
-                    ..params.split
-                },
-                plan: PlanParams { buffer: plan, ..params.plan },
-                ..params
-            }),
-            Params::Backward(params) => Params::Backward(BwdParams {
-                q: reads(0),
-                k: reads(1),
-                v: reads(2),
-                out: reads(3),
-                dout: reads(4),
-                dq: writes(5),
-                dk: writes(6),
-                dv: writes(7),
-                lse: ConstF32Ptr(lse),
-                lse_log2: floats(parts.lse_log2),
-                dpsum: floats(parts.dpsum),
-                dq_accum: floats(parts.dq_accum),
-                dk_accum: floats(parts.dk_accum),
-                dv_accum: floats(parts.dv_accum),
-                dq_semaphores: words(parts.dq_semaphores),
-                tile_counter: words(parts.tile_counter),
-                varlen: varlen(params.varlen),
-                mods: at.extras.mods(params.mods),
-                dkv_semaphores: words(parts.dkv_semaphores),
-                dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
-                plan: PlanParams { buffer: plan, ..params.plan },
-                ..params
-            }),
+            Params::Forward(own) => {
+                let params = own.params;
+                let params = FwdParams {
+                    q: reads(0),
+                    k: reads(1),
+                    v: reads(2),
+                    out: writes(3),
+                    lse: MutF32Ptr(lse),
+                    tile_counter: match (parts.tile_counter, at.extras.counter) {
+                        (Some(_), Some(counter)) => MutU32Ptr(counter),
+                        (own, _) => words(own),
+                    },
+                    varlen: varlen(params.varlen),
+                    mods: at.extras.mods(params.mods),
+                    split: SplitParams {
+                        out_partial: floats(parts.out_partial),
+                        lse_partial: floats(parts.lse_partial),
+                        ..params.split
+                    },
+                    plan: PlanParams { buffer: plan, ..params.plan },
+                    ..params
+                };
+                let gradients = ArrayGradientParams::default();
+                Params::Forward(WithPrograms { params, program, map: map(own.map), gradients })
+            }
+            Params::Backward(own) => {
+                let params = own.params;
+                let params = BwdParams {
+                    q: reads(0),
+                    k: reads(1),
+                    v: reads(2),
+                    out: reads(3),
+                    dout: reads(4),
+                    dq: writes(5),
+                    dk: writes(6),
+                    dv: writes(7),
+                    lse: ConstF32Ptr(lse),
+                    lse_log2: floats(parts.lse_log2),
+                    dpsum: floats(parts.dpsum),
+                    dq_accum: floats(parts.dq_accum),
+                    dk_accum: floats(parts.dk_accum),
+                    dv_accum: floats(parts.dv_accum),
+                    dq_semaphores: words(parts.dq_semaphores),
+                    tile_counter: words(parts.tile_counter),
+                    varlen: varlen(params.varlen),
+                    mods: at.extras.mods(params.mods),
+                    dkv_semaphores: words(parts.dkv_semaphores),
+                    dlse: ConstF32Ptr(at.extras.inputs.dlse.unwrap_or(0)),
+                    plan: PlanParams { buffer: plan, ..params.plan },
+                    ..params
+                };
+                let gradients = at.extras.program.unwrap_or_default().gradients();
+                Params::Backward(WithPrograms { params, program, map: map(own.map), gradients })
+            }
         }
     }
 

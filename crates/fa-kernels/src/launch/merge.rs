@@ -44,7 +44,7 @@ pub struct MergeArgs<'a, P, O> {
 pub struct RawPartialResult {
     /// O.
     pub out: RawTensor,
-    /// LSE.
+    /// LSE; 0 for none, of all parts or of no part: they are then added up, in their order, and rounded once.
     pub lse: u64,
 }
 
@@ -59,6 +59,13 @@ pub struct RawMergeArgs<'a> {
     pub lse: Option<u64>,
     /// Sinks.
     pub sinks: Option<u64>,
+}
+
+impl RawMergeArgs<'_> {
+    /// Whether the parts are added up: none has an LSE.
+    fn adds(&self) -> bool {
+        !self.parts.is_empty() && self.parts.iter().all(|part| part.lse == 0)
+    }
 }
 
 /// The launch of a merge, as data: nothing here calls CUDA.
@@ -125,6 +132,13 @@ impl MergeLaunch {
         for raw in at.parts {
             part.check_strides(&raw.out.strides, false)?;
             part.check_address(raw.out.address)?;
+        }
+        if at.adds() {
+            return match (at.lse, at.sinks) {
+                (None, None) => Ok(()),
+                (Some(_), _) => Err(Error::UnusedExtra { name: "lse" }),
+                (None, Some(_)) => Err(Error::UnusedExtra { name: "sinks" }),
+            };
         }
         if merge.rows() > 0 {
             let lse = at.parts.iter().map(|part| ("a part's lse", part.lse));
@@ -256,12 +270,13 @@ impl BoundMerge {
         launched
     }
 
-    /// [`BoundMerge::run`] on addresses alone.
+    /// [`BoundMerge::run`] on addresses alone, or the sum of parts without LSEs.
     ///
     /// # Safety
     /// Every element of the shapes under the given strides, the LSEs and the sinks lie in device memory that
     /// the stream's context can access, and stay there, untouched by others, until the stream has run the
-    /// kernel. The result shares no memory with the parts.
+    /// kernel. The result shares no memory with the parts,
+    /// except that a sum may be one of them.
     ///
     /// # Errors
     /// Those of [`MergeLaunch::check`], [`Error::Context`] and [`Error::Driver`].

@@ -35,8 +35,14 @@ impl Launches {
             }
         }
         match self.params(&at) {
-            Params::Forward(params) => params.words(&mut words),
-            Params::Backward(params) => params.words(&mut words),
+            Params::Forward(own) => own.params.words(&mut words),
+            Params::Backward(own) => own.params.words(&mut words),
+        }
+        if self.program.is_some() {
+            let params = self.params(&at);
+            let (program, map) = params.program();
+            program.words(&mut words);
+            map.words(&mut words);
         }
         for map in self.maps(&at) {
             let shape = map.shape;

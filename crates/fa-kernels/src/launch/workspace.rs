@@ -54,6 +54,10 @@ pub struct Workspace {
     pub out_partial: Option<Part>,
     /// LSE of parts of the keys.
     pub lse_partial: Option<Part>,
+    /// The tiles that a mask's program leaves to be visited.
+    pub map_lists: Option<Part>,
+    /// Their states, of a backward.
+    pub map_tiles: Option<Part>,
 }
 
 /// Memory that a forward needs besides its tensors.
@@ -128,6 +132,17 @@ impl Workspace {
         if self.tile_counter.is_none() {
             self.tile_counter = Some(self.add(4)?);
         }
+        Ok(())
+    }
+
+    /// Adds the map of a program's mask: its lists, and its states if there are any.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when it is then larger than the address space.
+    pub(crate) fn add_map(&mut self, lists: usize, tiles: usize) -> Result<(), Error> {
+        self.align = self.align.max(16);
+        self.map_lists = Some(self.add(lists)?);
+        self.map_tiles = if tiles > 0 { Some(self.add(tiles)?) } else { None };
         Ok(())
     }
 

@@ -176,6 +176,42 @@ fn a_read_only_folder_is_read() {
 }
 
 #[test]
+#[cfg(unix)]
+fn a_folder_that_others_can_write_to_is_refused_before_a_kernel_is_loaded() {
+    use std::os::unix::fs::PermissionsExt;
+    let root = tempfile::tempdir().unwrap();
+    let kernel = get(&open(root.path()), &small_source(30));
+    let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    let refused = |of: &Path| {
+        let error = open(root.path()).get(&nvrtc(), &sm80_spec(), &small_source(30)).expect_err("refused");
+        assert!(matches!(&error, Error::UntrustedCache { path, .. } if path == of), "{error}");
+        let said = error.to_string();
+        assert!(said.contains("every user may write to it (mode 777)"), "{said}");
+        assert!(said.contains(&format!("`chmod go-w {}`", of.display())), "{said}");
+    };
+    mode(root.path(), 0o777);
+    refused(root.path());
+    assert!(open(root.path()).check().is_err());
+    mode(root.path(), 0o700);
+    let entry = entry(root.path());
+    mode(&entry, 0o777);
+    refused(&entry);
+    mode(&entry, 0o755);
+    assert_eq!(get(&open(root.path()), &small_source(30)), kernel);
+    open(root.path()).check().unwrap();
+}
+
+#[test]
+#[cfg(unix)]
+fn a_folder_made_for_kernels_is_closed_to_others() {
+    use std::os::unix::fs::PermissionsExt;
+    let above = tempfile::tempdir().unwrap();
+    let root = above.path().join("a/b");
+    get(&open(&root), &small_source(31));
+    assert_eq!(fs::metadata(&root).unwrap().permissions().mode() & 0o022, 0);
+}
+
+#[test]
 fn memory_alone_does() {
     let cache = Cache::open(None, ROOMY);
     let kernel = get(&cache, &small_source(9));

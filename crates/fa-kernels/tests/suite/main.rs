@@ -9,13 +9,15 @@ mod errors;
 mod generated;
 mod launches;
 mod launches_beside;
-mod package;
+mod programs;
 mod shipped;
 mod tensor_memory;
 mod toolchain;
 
 #[path = "../../../fa-core/tests/strategies/problems.rs"]
 mod problems;
+#[path = "../../../fa-core/tests/strategies/programs.rs"]
+mod random;
 
 use std::process::Command;
 

@@ -192,7 +192,7 @@ fn measure(gpu: &Gpu, mark: &AppendMark, turns: Turns) -> Result<AppendRow> {
         let args = device.raw(&stream);
         // SAFETY: the addresses are those of `device`, which lives until the replays have been timed.
         let graph =
-            capture(&stream, || (0..GRAPH).try_for_each(|_| unsafe { bound.run_raw(&stream, &args) }))?;
+            unsafe { capture(&stream, || (0..GRAPH).try_for_each(|_| bound.run_raw(&stream, &args))) }?;
         let launched = |source| Error::Driver { doing: "launching a graph", source };
         for _ in 0..turns.rounds {
             let times = time_each(&stream, LEAD, turns.reps, || graph.launch().map_err(launched))?;

@@ -102,9 +102,6 @@ pub struct Row {
     /// Why the other peers did not run.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub peer_errors: BTreeMap<String, String>,
-    /// TFLOP/s published or measured elsewhere for others.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub recorded: BTreeMap<String, f64>,
     /// Our rate over that of the best peer of this run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ratio: Option<f64>,
@@ -152,7 +149,6 @@ impl Row {
             graph: (wanted.graph > 0).then_some(wanted.graph),
             peers: BTreeMap::new(),
             peer_errors: BTreeMap::new(),
-            recorded: wanted.recorded.clone(),
             ratio: None,
             judged: None,
             error: None,
@@ -225,8 +221,6 @@ impl Report {
             let to_peer = |row: &Row| row.peers.get(&name).map(|&rate| row.unit.ratio(row.rate, rate));
             summary.extend(groups.iter().filter_map(|group| self.summarise(group, &name, &to_peer)));
         }
-        let cutile = |row: &Row| row.recorded.get("cutile").map(|rate| row.tflops / rate);
-        summary.extend(groups.iter().filter_map(|group| self.summarise(group, "cutile, recorded", &cutile)));
         self.summary = summary;
     }
 

@@ -24,6 +24,9 @@ pub struct Wanted<'a> {
 const GRID: u64 = 1200;
 const SOAK: u64 = 300;
 
+/// Seconds of a ladder's steps, and the most that they take with kernels to compile.
+const LADDER: (u64, u64) = (90, 600);
+
 /// Rates: name, arguments after `bench --backend cuda`, whether peers can be timed, seconds.
 const RATES: [(&str, &str, bool, u64); 25] = [
     ("marks-models-fwd", "--marks models --mode fwd", true, 60),
@@ -98,6 +101,14 @@ pub fn steps_for(wanted: &Wanted<'_>) -> Result<Vec<Step>> {
         // Kernels that have not been compiled are compiled before the first rate.
         add(name.to_owned(), &flags, &path, (seconds, 5 * seconds + 120), summarised);
     }
+    for family in ["sm80", "sm90"] {
+        let record = wanted.state.join(format!("{family}-{}.json", wanted.gpu));
+        let path = [("--json", record.display().to_string())];
+        let peers = if family == "sm80" && wanted.peers { " --peers" } else { "" };
+        let summarised = Some(Summarised { record, results: wanted.results.to_owned() });
+        let flags = format!("ladder --family {family}{peers}");
+        add(format!("ladder-{family}"), &flags, &path, LADDER, summarised);
+    }
     let soak = format!("prove --tier soak --seconds {SOAK} --watchdog 240 --seed 21");
     add("prove-soak".to_owned(), &soak, &results, (4 * SOAK + 80, 8 * SOAK), None);
     add("prove-sanitized".to_owned(), "prove --tier sanitized", &results, (480, 3600), None);
@@ -138,6 +149,7 @@ mod tests {
         let steps = steps_for(&wanted).expect("steps");
         let names: BTreeSet<&str> = steps.iter().map(|step| step.name.as_str()).collect();
         assert_eq!(names.len(), steps.len());
+        assert!(names.contains("ladder-sm80") && names.contains("ladder-sm90"));
         assert!(steps.iter().all(|step| step.limit > step.expected));
         let measured: BTreeSet<&str> = steps
             .iter()

@@ -48,7 +48,7 @@ fn serving(all: &[NamedSpec]) -> Vec<NamedSpec> {
     let varied = Reads { varied: true, paged: false };
     let paged = Reads { varied: true, paged: true };
     let none = ScoreKind::NONE;
-    let all_scores = ScoreKind { softcap: true, alibi: true, sinks: true };
+    let all_scores = ScoreKind { softcap: true, alibi: true, sinks: true, ..ScoreKind::NONE };
     let forms = [
         ("varlen", varied, false, none),
         ("paged", paged, false, none),
@@ -190,6 +190,7 @@ fn sm80() -> Vec<NamedSpec> {
     change("naive", Sm80Fwd { swizzle: false, ldmatrix: false, stages: 1, ..base.clone() });
     change("exp", Sm80Fwd { exp2: false, ..base.clone() });
     change("exact arithmetic", Sm80Fwd { exp2: false, fast_math: false, ..base.clone() });
+    change("exact division", Sm80Fwd { exact_div: true, ..base.clone() });
     change("one loop", Sm80Fwd { loop_split: false, ..base.clone() });
     change("natural order", Sm80Fwd { reverse_blocks: false, ..base.clone() });
     changed

@@ -49,7 +49,8 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
                     ScoreMod::NONE
                         .with_softcap(spec.score.softcap.then_some(7.0))
                         .with_alibi(spec.score.alibi.then_some(ALIBIS[turn % 2]))
-                        .with_sinks(spec.score.sinks),
+                        .with_sinks(spec.score.sinks)
+                        .with_program(spec.score.program),
                 );
             let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][turn % 3];
             let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });

@@ -22,6 +22,7 @@ pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usi
         ScoreMod::NONE
             .with_softcap(spec.score.softcap.then_some(15.0))
             .with_alibi(spec.score.alibi.then_some(Alibi::PerHead))
-            .with_sinks(spec.score.sinks),
+            .with_sinks(spec.score.sinks)
+            .with_program(spec.score.program),
     )
 }

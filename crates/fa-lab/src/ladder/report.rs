@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::error::Result;
 use crate::record::{KernelRecord, Provenance};
-use crate::runner::Turns;
+use crate::runner::{Outcome, Times, Turns};
 use crate::shape::Shape;
 
 use super::rungs::{Ladder, Rung};
@@ -89,6 +89,27 @@ pub fn rows(
         }
     };
     ladder.steps.iter().enumerate().map(row).collect()
+}
+
+/// The row of a ladder's peer, after `rows` of its steps.
+pub(super) fn peer_row(ladder: &Ladder, outcome: &Outcome, rows: &[Row]) -> Option<Row> {
+    let (name, published) = ladder.peer?;
+    let ms = outcome.peers.get(name).map(Times::median);
+    let first = rows.first().and_then(|row| row.ms_median);
+    let why = || outcome.peer_errors.get(name).cloned().unwrap_or_else(|| "not asked: --peers".to_owned());
+    Some(Row {
+        ladder: ladder.name.clone(),
+        step: format!("{name} of torch"),
+        change: "another library's kernel",
+        shape: Shape::from(&ladder.problem),
+        spec: None,
+        ms_median: ms,
+        tflops: ms.map(|ms| ladder.problem.flops_forward() / (ms * 1e9)),
+        ratio: first.zip(ms).map(|(first, ms)| first / ms),
+        published_ratio: ladder.published.first().copied().flatten().map(|first| published / first),
+        error: if ms.is_some() { None } else { Some(why()) },
+        wrong: false,
+    })
 }
 
 impl Report {

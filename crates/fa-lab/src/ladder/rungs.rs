@@ -24,4 +24,6 @@ pub struct Ladder {
     pub steps: Vec<Rung>,
     /// Rates of a published ladder in TFLOP/s, by step; none for steps that it does not have.
     pub published: Vec<Option<f64>>,
+    /// Another library's kernel on the same problem, and its published rate.
+    pub peer: Option<(&'static str, f64)>,
 }

@@ -106,7 +106,7 @@ fn knobs(arch: Arch, problem: Problem) -> Result<Ladder> {
         });
     }
     let published = vec![None; steps.len()];
-    Ok(Ladder { name: "knobs".to_owned(), problem, steps, published })
+    Ok(Ladder { name: "knobs".to_owned(), problem, steps, published, peer: None })
 }
 
 /// Sixteen queries, eight heads per K/V head: without packing they fill an eighth of a tile.
@@ -126,7 +126,7 @@ fn grouped(arch: Arch, head_dim: usize, head_dim_v: usize) -> Result<Ladder> {
         step(arch, "base: pack_gqa off", "a tile holds one head's rows", with(false)),
         step(arch, "pack_gqa on", "a tile holds the rows of all heads of a group", with(true)),
     ];
-    Ok(Ladder { name: "grouped heads".to_owned(), problem, steps, published: vec![None; 2] })
+    Ok(Ladder { name: "grouped heads".to_owned(), problem, steps, published: vec![None; 2], peer: None })
 }
 
 #[cfg(test)]

@@ -1,7 +1,5 @@
 //! One shape of a list.
 
-use std::collections::BTreeMap;
-
 use fa_core::{Pass, Problem};
 use serde::Serialize;
 
@@ -28,8 +26,6 @@ pub struct Wanted {
     pub graph: usize,
     /// What its time is compared for: shapes of one comparison are timed in turns, unless peers run beside.
     pub comparison: Option<&'static str>,
-    /// Published or measured rates of others for this shape on an H100, in TFLOP/s.
-    pub recorded: BTreeMap<String, f64>,
 }
 
 /// The unit of a rate.
@@ -80,16 +76,7 @@ impl Unit {
 impl Wanted {
     /// A shape of a problem of uniform lengths.
     pub fn new(problem: Problem, group: &'static str) -> Wanted {
-        Wanted {
-            name: None,
-            problem,
-            sequences: None,
-            group,
-            unit: Unit::Flops,
-            graph: 0,
-            comparison: None,
-            recorded: BTreeMap::new(),
-        }
+        Wanted { name: None, problem, sequences: None, group, unit: Unit::Flops, graph: 0, comparison: None }
     }
 
     /// A shape of few queries on a long cache, as replays of a CUDA graph of as many calls as a small model

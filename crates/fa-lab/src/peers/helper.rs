@@ -11,14 +11,14 @@ use crate::worker::{Received, StandardError, Worker};
 
 /// The helper's files, which are written to a temporary folder, so that the program needs no other files.
 const FILES: [(&str, &str); 8] = [
-    (SCRIPT, include_str!("../../../../bench/peers.py")),
-    ("fa_peers/__init__.py", include_str!("../../../../bench/fa_peers/__init__.py")),
-    ("fa_peers/helper.py", include_str!("../../../../bench/fa_peers/helper.py")),
-    ("fa_peers/inputs.py", include_str!("../../../../bench/fa_peers/inputs.py")),
-    ("fa_peers/kernels.py", include_str!("../../../../bench/fa_peers/kernels.py")),
-    ("fa_peers/report.py", include_str!("../../../../bench/fa_peers/report.py")),
-    ("fa_peers/request.py", include_str!("../../../../bench/fa_peers/request.py")),
-    ("fa_peers/timing.py", include_str!("../../../../bench/fa_peers/timing.py")),
+    (SCRIPT, include_str!("../../peers/peers.py")),
+    ("fa_peers/__init__.py", include_str!("../../peers/fa_peers/__init__.py")),
+    ("fa_peers/helper.py", include_str!("../../peers/fa_peers/helper.py")),
+    ("fa_peers/inputs.py", include_str!("../../peers/fa_peers/inputs.py")),
+    ("fa_peers/kernels.py", include_str!("../../peers/fa_peers/kernels.py")),
+    ("fa_peers/report.py", include_str!("../../peers/fa_peers/report.py")),
+    ("fa_peers/request.py", include_str!("../../peers/fa_peers/request.py")),
+    ("fa_peers/timing.py", include_str!("../../peers/fa_peers/timing.py")),
 ];
 
 /// The script that is run.
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn the_helper_is_whole() {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/fa_peers");
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/fa_peers");
         let mut modules: Vec<String> = std::fs::read_dir(folder)
             .expect("the modules are here")
             .map(|entry| entry.expect("it can be read").file_name().into_string().expect("text"))

@@ -5,6 +5,7 @@ use fa_planner::account::account;
 use fa_planner::plan::{PlanError, PlanOptions, plan, plan_spec};
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
 use crate::kernels;
 
 /// A kernel to measure.
@@ -32,7 +33,7 @@ pub fn of(
     family: Family,
     pass: Pass,
     tiles: usize,
-) -> Result<Vec<Candidate>, PlanError> {
+) -> std::result::Result<Vec<Candidate>, PlanError> {
     let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
     let plans = plan(problem, arch, &options)?;
     let mut found: Vec<Candidate> = Vec::new();
@@ -62,6 +63,27 @@ pub fn of(
     Ok(found)
 }
 
+/// The kernels of a caller's own search space, in their order. They are of one family, by which the table of
+/// winners is asked.
+///
+/// # Errors
+/// A kernel that does not compute the problem or does not fit, and kernels of several families.
+pub fn given(problem: &Problem, arch: Arch, specs: &[KernelSpec]) -> Result<Vec<Candidate>> {
+    if let Some(other) = specs.iter().find(|spec| spec.kernel.family() != specs[0].kernel.family()) {
+        let text = format!("{} and {other} are of two families: tune each on its own", specs[0]);
+        return Err(Error::Request(text));
+    }
+    let mut found: Vec<Candidate> = Vec::new();
+    for spec in specs {
+        let planned = plan_spec(problem, spec, arch, &PlanOptions::default());
+        let plan = planned.map_err(|why| Error::Request(format!("{spec}: {why}")))?;
+        if !found.iter().any(|known| known.spec == *spec) {
+            found.push(Candidate { spec: spec.clone(), predicted_ms: plan.cost.seconds * 1e3, rank: None });
+        }
+    }
+    Ok(found)
+}
+
 /// A tile: its extents and number of warps.
 fn block(spec: &KernelSpec) -> (u32, u32, u32) {
     let (tile_m, tile_n) = spec.tile();
@@ -79,6 +101,22 @@ mod tests {
     use fa_core::{Dtype, Mask};
 
     use super::*;
+
+    #[test]
+    fn a_callers_search_space_is_taken_as_it_is() {
+        let problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+        let of = |family| of(&problem, Arch::Sm90, family, Pass::Forward, 3).expect("there are plans");
+        let own: Vec<KernelSpec> = of(Family::Sm80).into_iter().rev().map(|one| one.spec).collect();
+        let twice: Vec<KernelSpec> = own.iter().chain(&own).cloned().collect();
+        let found = given(&problem, Arch::Sm90, &twice).expect("they fit");
+        assert_eq!(found.iter().map(|one| &one.spec).collect::<Vec<_>>(), own.iter().collect::<Vec<_>>());
+        let refused =
+            |specs: &[KernelSpec]| given(&problem, Arch::Sm90, specs).expect_err("refused").to_string();
+        let mixed = [own[0].clone(), of(Family::Sm90)[0].spec.clone()];
+        assert!(refused(&mixed).contains("two families"), "{}", refused(&mixed));
+        let narrow = KernelSpec { head_dim: 64, head_dim_v: 64, ..own[0].clone() };
+        assert!(refused(&[narrow]).contains("head"), "an error names what differs");
+    }
 
     #[test]
     fn candidates_are_distinct_fit_and_start_with_the_planners_choice() {

@@ -10,14 +10,23 @@ pub(crate) struct Code {
     pub alibi: bool,
     pub sinks: bool,
     pub split: bool,
+    /// Masks and changes of scores of the caller's own.
+    pub programs: bool,
     /// Heads of a group in the rows of a tile.
     pub packs_gqa: bool,
 }
 
 impl Code {
     /// Dense tiles, with every change of scores. A kernel turns a switch on with the code that honours it.
-    pub(crate) const DENSE: Code =
-        Code { varied: false, paged: false, alibi: true, sinks: true, split: false, packs_gqa: false };
+    pub(crate) const DENSE: Code = Code {
+        varied: false,
+        paged: false,
+        alibi: true,
+        sinks: true,
+        split: false,
+        programs: true,
+        packs_gqa: false,
+    };
 
     /// The first thing that `spec` asks for and this code lacks.
     pub(crate) fn missing(self, spec: &KernelSpec) -> Option<&'static str> {
@@ -27,6 +36,7 @@ impl Code {
             (reads.paged && !self.paged, "keys in pages"),
             (score.alibi && !self.alibi, "alibi"),
             (score.sinks && !self.sinks, "sinks"),
+            (score.program.is_some() && !self.programs, "programs"),
             (*split && !self.split, "split"),
             (spec.traits().packs_gqa && !self.packs_gqa, "pack_gqa"),
         ]

@@ -17,8 +17,8 @@ use fa_core::{Arch, KernelSpec};
 use serde::Serialize;
 
 use crate::kernels::planned::{self, Time};
-use crate::kernels::spilled::is_known_to_spill;
 use crate::occupancy::register_ceiling;
+use crate::refusals::{COMPILER, Refusals};
 
 pub use crate::occupancy::Occupancy;
 pub use crate::registers::{Registers, SetMaxNReg};
@@ -68,8 +68,8 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
     }
-    if is_known_to_spill(spec, arch) {
-        return Err(Reason::Spills { need: regs.total, have: regs.limit });
+    if Refusals::shipped().has(spec, arch) {
+        return Err(Reason::Spills { need: regs.total, have: regs.limit, compiler: COMPILER });
     }
     let smem = kernel.smem(spec);
     if smem.total > limits.smem_per_block {

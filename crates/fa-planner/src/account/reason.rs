@@ -49,13 +49,15 @@ pub enum Reason {
         /// Registers that a thread may use.
         have: u32,
     },
-    /// Registers of one thread: the account has room, but the compiler is known to spill.
-    #[error("registers: {need} of {have} per thread, but the compiler is known to spill")]
+    /// Registers of one thread: the account has room, but a compiler is known to spill.
+    #[error("registers: {need} of {have} per thread, but it spills in {compiler}")]
     Spills {
         /// Registers counted.
         need: u32,
         /// Registers that a thread may use.
         have: u32,
+        /// The compiler, with its version.
+        compiler: &'static str,
     },
     /// Tensor memory of one CTA.
     #[error("tensor memory: needs {need} of {have} columns ({} too many)", need - have)]

@@ -246,7 +246,8 @@ const SM90: CostConstants = CostConstants {
 };
 
 impl CostConstants {
-    /// The constants for `arch`'s board, until a measurement on the GPU at hand replaces them.
+    /// The constants for `arch`. Those of SM90 are fitted to rates measured on an H100; the others are
+    /// assumed from public figures, and nothing replaces them unless a caller gives its own.
     pub const fn of(arch: Arch) -> CostConstants {
         match arch {
             Arch::Sm90 => SM90,
@@ -260,7 +261,9 @@ impl CostConstants {
                 ..SM90
             },
             // mma.sync keeps the rate of earlier SMs there, a quarter of tcgen05's.
-            Arch::Sm100 | Arch::Sm103 => CostConstants { mma_sync_rate: 0.25, power_cap: 0.78, ..SM90 },
+            Arch::Sm100 | Arch::Sm103 | Arch::Sm110 => {
+                CostConstants { mma_sync_rate: 0.25, power_cap: 0.78, ..SM90 }
+            }
         }
     }
 }

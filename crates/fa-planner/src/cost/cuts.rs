@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{ArchLimits, KernelSpec, Problem};
 
 use crate::work::Work;
 
@@ -31,12 +31,12 @@ impl Cuts {
         problem: &Problem,
         spec: &KernelSpec,
         rates: BackwardRates,
-        arch: Arch,
+        limits: &ArchLimits,
     ) -> (Split, &Work) {
         let traits = spec.traits();
         let (tile_m, tile_n) = traits.tile;
         let (split, work) = self.keys.entry((tile_m, tile_n, traits.blocks_per_sm)).or_insert_with(|| {
-            let split = Split::choose(problem, spec, rates, arch, arch.limits().sms);
+            let split = Split::choose(problem, spec, rates, limits, limits.sms);
             (split, Work::of_keys(problem, tile_m, tile_n, split.parts))
         });
         (*split, work)

@@ -1,6 +1,6 @@
 //! The number of CTAs that share the query heads of a K/V head in the backward that takes the least time.
 
-use fa_core::{Arch, ArchLimits, Family, KernelSpec, Problem};
+use fa_core::{ArchLimits, Family, KernelSpec, Problem};
 
 use crate::work::{Queue, TileClass, Work};
 
@@ -54,7 +54,7 @@ impl Split {
         problem: &Problem,
         spec: &KernelSpec,
         rates: BackwardRates,
-        arch: Arch,
+        limits: &ArchLimits,
         sms: u32,
     ) -> Split {
         let group = problem.group_size().max(1);
@@ -64,7 +64,7 @@ impl Split {
         if group == 1 || is_empty {
             return Split { parts: 1, added: 0.0, sums: 0.0, missed: 0.0 };
         }
-        let model = Model::new(problem, spec, rates, arch, sms);
+        let model = Model::new(problem, spec, rates, limits, sms);
         let mut best = model.split(1);
         let mut least = model.seconds(&best);
         let mut heads = group;
@@ -86,7 +86,7 @@ impl Split {
 /// in one part.
 struct Model<'a> {
     problem: &'a Problem,
-    limits: &'static ArchLimits,
+    limits: &'a ArchLimits,
     /// All query heads in parts of one.
     single_heads: Work,
     /// Whether [`SMALL_GROUP`] holds: not in deterministic kernels, whose CTAs wait for one another, nor in
@@ -108,10 +108,9 @@ impl Model<'_> {
         problem: &'a Problem,
         spec: &KernelSpec,
         rates: BackwardRates,
-        arch: Arch,
+        limits: &'a ArchLimits,
         sms: u32,
     ) -> Model<'a> {
-        let limits = arch.limits();
         let traits = spec.traits();
         let (tile_m, tile_n) = traits.tile;
         let tile = [tile_m, tile_n].map(f64::from);

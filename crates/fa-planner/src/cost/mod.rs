@@ -12,6 +12,7 @@ pub(crate) mod constants;
 pub(crate) mod core;
 mod correlation;
 pub(crate) mod cuts;
+pub(crate) mod gpu;
 pub(crate) mod head_splits;
 pub(crate) mod kv_splits;
 mod step;
@@ -25,6 +26,7 @@ pub use constants::{CostConstants, Sm90BwdConstants};
 pub use core::{Bottleneck, Cost, StepClocks, Terms};
 pub use correlation::rank_correlation;
 pub(crate) use cuts::Cuts;
+use gpu::Gpu;
 use kv_splits::{best_split, least_seconds};
 pub use step::{MOST_DECODED, phases};
 
@@ -35,22 +37,28 @@ pub use step::{MOST_DECODED, phases};
 /// kernel has as many resident CTAs as shared memory and registers allow, an SM90 kernel one. A kernel with
 /// `split` has the number of splits that takes the least time.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
+    predict_on(problem, spec, (arch, arch.limits()), constants)
+}
+
+/// The same on a board of `arch` with other limits and rates than its own.
+pub fn predict_on(
+    problem: &Problem,
+    spec: &KernelSpec,
+    (arch, limits): (Arch, &ArchLimits),
+    constants: &CostConstants,
+) -> Cost {
     if spec.check().is_err() || problem.check().is_err() {
         return Cost::NEVER;
     }
-    let cost = predict_below(&mut Cuts::default(), problem, spec, arch, (constants, f64::INFINITY));
+    let gpu = Gpu { arch, limits, constants };
+    let cost = predict_below(&mut Cuts::default(), problem, spec, gpu, f64::INFINITY);
     cost.unwrap_or(Cost::NEVER)
 }
 
 /// What [`predict`] is at least, before the tiles of a kernel are counted: infinite where keys are divided,
 /// which no bound is known for, and 0 for backwards, whose tiles are those of many kernels, and for steps of
 /// servers. `pairs` are those of a query and a key that it sees, in a head of a sequence of mean length.
-pub(crate) fn at_least(
-    problem: &Problem,
-    spec: &KernelSpec,
-    arch: Arch,
-    (constants, pairs): (&CostConstants, f64),
-) -> f64 {
+pub(crate) fn at_least(problem: &Problem, spec: &KernelSpec, gpu: Gpu<'_>, pairs: f64) -> f64 {
     if spec.split {
         return f64::INFINITY;
     }
@@ -58,7 +66,7 @@ pub(crate) fn at_least(
         return 0.0;
     }
     let work = Work::at_least(problem, spec.tile(), spec.traits().packs_gqa, pairs);
-    least_seconds(problem, spec, arch.limits(), constants, &work)
+    least_seconds(problem, spec, gpu.limits, gpu.constants, &work)
 }
 
 /// The same as [`predict`], with the tiles that `problem` was already cut into; `None` for some kernels that
@@ -67,19 +75,20 @@ pub(crate) fn predict_below(
     cuts: &mut Cuts,
     problem: &Problem,
     spec: &KernelSpec,
-    arch: Arch,
-    (constants, below): (&CostConstants, f64),
+    gpu: Gpu<'_>,
+    below: f64,
 ) -> Option<Cost> {
+    let Gpu { limits, constants, .. } = gpu;
     match planned::of(&spec.kernel).time() {
         Time::Forward(_) => {
             let (tile_m, tile_n) = spec.tile();
             if let Some(phases) = step::phases(problem) {
-                return one_after_another(problem, &phases, spec, arch.limits(), constants);
+                return one_after_another(problem, &phases, spec, limits, constants);
             }
             let work = cuts.of_queries(problem, tile_m, tile_n, spec.traits().packs_gqa);
-            best_split(problem, spec, arch.limits(), constants, (Some(work), below))
+            best_split(problem, spec, limits, constants, (Some(work), below))
         }
-        Time::Backward(kernel) => Some(kernel.predict(problem, spec, arch, constants, cuts)),
+        Time::Backward(kernel) => Some(kernel.predict(problem, spec, gpu, cuts)),
     }
 }
 

@@ -139,7 +139,7 @@ pub fn search(
     let problem = problem(dims);
     let (mut fwd, mut bwd, mut explain) = (Vec::new(), Vec::new(), Explain::default());
     if mode != Mode::Bwd && arch.has_tcgen05() {
-        let set = sm100::explore(&problem, arch, None)?;
+        let set = sm100::explore(&problem, arch, None, None)?;
         fwd.extend(set.plans.iter().map(sm100_row).filter(|row| listed(row.tile_m, row.tile_n)));
         let rejected = set.rejected.iter().filter(|miss| listed(miss.tile.tile_m(), miss.tile.tile_n));
         explain.fwd = limits(rejected.map(|miss| (miss, &miss.reason)), shape_name);
@@ -284,6 +284,12 @@ impl Found {
             let _ = write!(text, "{}", Table { header, rows });
             let _ =
                 writeln!(text, "\nTFLOP/s as predicted for bf16, batch 4, 16 heads, 4096 x 4096, no mask.");
+            if name == "forward" && self.fwd.iter().any(|row| row.tmem_columns > 0) {
+                text.push_str(
+                    "Forwards by tcgen05 were assembled and emulated, never run on a GPU: their rates are \
+                     assumptions.\n",
+                );
+            }
             if !explain || limits.is_empty() {
                 return text;
             }

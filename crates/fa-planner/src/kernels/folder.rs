@@ -9,10 +9,6 @@ macro_rules! functions_of_the_folder {
             account::smem(spec, self)
         }
 
-        fn is_known_to_spill(&self, spec: &fa_core::KernelSpec, arch: fa_core::Arch) -> bool {
-            spills::known(spec, self, arch)
-        }
-
         fn timeline(
             &self,
             spec: &fa_core::KernelSpec,
@@ -32,11 +28,10 @@ macro_rules! functions_of_the_backwards_cost {
             &self,
             problem: &fa_core::Problem,
             spec: &fa_core::KernelSpec,
-            arch: fa_core::Arch,
-            constants: &crate::cost::constants::CostConstants,
+            gpu: crate::cost::gpu::Gpu<'_>,
             cuts: &mut crate::cost::cuts::Cuts,
         ) -> crate::cost::core::Cost {
-            cost::predict(problem, spec, self, arch, constants, cuts)
+            cost::predict(problem, spec, self, gpu, cuts)
         }
 
         fn rates(

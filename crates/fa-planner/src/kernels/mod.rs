@@ -2,8 +2,6 @@
 //!
 //! - `candidates` enumerates the configurations that are tried for a problem, without judging them;
 //! - `account` adds up shared memory and registers;
-//! - `spills` lists configurations that the compiler is known to spill although the account has room (none of
-//!   `sm100_fwd`), by rules; `spilled` those that fit none;
 //! - `cost` predicts the time;
 //! - `timeline` draws the order of its main loop.
 //!
@@ -17,7 +15,6 @@ pub mod sm80_bwd;
 pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
-pub(crate) mod spilled;
 
 pub use planned::unbound;
 

@@ -7,6 +7,7 @@ use crate::account::panels::BwdPanels;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks};
 use crate::cost::cuts::Cuts;
+use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::BackwardRates;
 use crate::registers::Registers;
 use crate::smem::SmemPlan;
@@ -29,9 +30,6 @@ pub(crate) trait PlannedKernel {
 
     /// Registers of a computing thread.
     fn registers(&self, spec: &KernelSpec, arch: Arch) -> Registers;
-
-    /// Whether the compiler is known to spill although the account has room.
-    fn is_known_to_spill(&self, spec: &KernelSpec, arch: Arch) -> bool;
 
     /// The kernel without what its launch bounds promise, and without switches that are newer than most
     /// records of measurements: one of several kernels that count as the same there. `None` where it is that
@@ -91,14 +89,7 @@ pub(crate) struct Forward<'a> {
 /// How long a backward takes.
 pub(crate) trait BackwardTime {
     /// Preprocess and postprocess included.
-    fn predict(
-        &self,
-        problem: &Problem,
-        spec: &KernelSpec,
-        arch: Arch,
-        constants: &CostConstants,
-        cuts: &mut Cuts,
-    ) -> Cost;
+    fn predict(&self, problem: &Problem, spec: &KernelSpec, gpu: Gpu<'_>, cuts: &mut Cuts) -> Cost;
 
     /// The rates by which the number of CTAs that share a group's heads is chosen.
     fn rates(&self, limits: &ArchLimits, constants: &CostConstants) -> BackwardRates;

@@ -1,6 +1,6 @@
 //! The backward's plans, next to the verdict of the SM90 block size guide's model on its candidates.
 
-use fa_core::{Arch, Family, Pass, Problem};
+use fa_core::{Arch, ArchLimits, Family, Pass, Problem};
 use serde::Serialize;
 
 use crate::guide::candidates::BwdSpec;
@@ -50,11 +50,11 @@ impl Backward {
     /// [`ReportError`] where no candidate can be formed.
     pub fn explore(
         problem: &Problem,
-        arch: Arch,
+        (arch, board): (Arch, Option<ArchLimits>),
         family: Option<PlanFamily>,
         pass: Pass,
     ) -> Result<Backward, ReportError> {
-        let tried = Tried::explore(problem, arch, family, pass)?;
+        let tried = Tried::explore(problem, (arch, board), family, pass)?;
         let native = PlanFamily::Kernels(Family::native(arch));
         let guide = if family.unwrap_or(native) == PlanFamily::Kernels(Family::Sm90) {
             let found = search::search(head_dims(problem)?, Mode::Bwd, &Tiles::default())?;

@@ -1,6 +1,6 @@
 //! Everything that was planned for a problem.
 
-use fa_core::{Arch, Pass, Problem};
+use fa_core::{Arch, ArchLimits, Pass, Problem};
 use serde::Serialize;
 
 use crate::report::backward::{Backward, BackwardReport, BackwardWhy};
@@ -12,6 +12,8 @@ use crate::why::{self, Why};
 pub struct Planned {
     /// The architecture.
     pub arch: Arch,
+    /// The board whose limits and rates were taken; `None` for the architecture's own.
+    pub board: Option<ArchLimits>,
     /// The problem.
     pub problem: Problem,
     /// The forward, when asked for.
@@ -45,6 +47,8 @@ pub struct Report<'a> {
 pub struct WhyReport {
     /// The architecture.
     pub arch: Arch,
+    /// The GPU whose limits and rates are taken.
+    pub board: &'static str,
     /// The problem.
     pub problem: Problem,
     /// The forward's.
@@ -56,22 +60,28 @@ pub struct WhyReport {
 }
 
 impl Planned {
-    /// Tries everything for the passes `forward` and `backward` over `problem` on `arch`.
+    /// Tries everything for the passes `forward` and `backward` over `problem` on `arch`, by the rates of
+    /// `board` or of the architecture's own.
     ///
     /// # Errors
     /// [`ReportError`] where no candidate can be formed.
     pub fn explore(
         problem: &Problem,
-        arch: Arch,
+        (arch, board): (Arch, Option<ArchLimits>),
         family: Option<PlanFamily>,
         forward: bool,
         backward: Option<Pass>,
     ) -> Result<Planned, ReportError> {
-        let explore = || Tried::explore(problem, arch, family, Pass::Forward);
+        let explore = || Tried::explore(problem, (arch, board), family, Pass::Forward);
         let forward = forward.then(explore).transpose()?;
-        let explore = |pass| Backward::explore(problem, arch, family, pass);
+        let explore = |pass| Backward::explore(problem, (arch, board), family, pass);
         let backward = backward.map(explore).transpose()?;
-        Ok(Planned { arch, problem: *problem, forward, backward })
+        Ok(Planned { arch, board, problem: *problem, forward, backward })
+    }
+
+    /// The limits and rates that were taken.
+    pub fn limits(&self) -> ArchLimits {
+        self.board.unwrap_or(*self.arch.limits())
     }
 
     /// That the forward's kernels were never run on a GPU, where that is so, and what is chosen instead.
@@ -90,7 +100,7 @@ impl Planned {
     pub fn report(&self, limit: usize) -> Report<'_> {
         Report {
             arch: self.arch,
-            board: self.arch.limits().board,
+            board: self.limits().board,
             problem: &self.problem,
             never_run: self.never_run(),
             forward: self.forward.as_ref().map(|forward| forward.report(limit)),
@@ -109,6 +119,12 @@ impl Planned {
             Some(Tried::Sm100(_)) => return Err(ReportError::Sm100Why),
         };
         let backward = self.backward.as_ref().map(|b| b.why(&self.problem, query)).transpose()?;
-        Ok(WhyReport { arch: self.arch, problem: self.problem, forward, backward })
+        Ok(WhyReport {
+            arch: self.arch,
+            board: self.limits().board,
+            problem: self.problem,
+            forward,
+            backward,
+        })
     }
 }

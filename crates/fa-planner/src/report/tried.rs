@@ -1,6 +1,6 @@
 //! What was tried for a pass, of kernels that exist and of SM100 shapes, seen alike.
 
-use fa_core::{Arch, Family, Pass, Problem};
+use fa_core::{Arch, ArchLimits, Family, Pass, Problem};
 use serde::Serialize;
 
 use crate::account::Reason;
@@ -117,14 +117,14 @@ impl PlanFamily {
 }
 
 impl Tried {
-    /// Tries everything for `pass` over `problem` on `arch`, with what the architecture has where no family
-    /// is named.
+    /// Tries everything for `pass` over `problem` on `arch`, by the rates of `board` or of the architecture's
+    /// own, with what the architecture has where no family is named.
     ///
     /// # Errors
     /// [`ReportError`] where no candidate can be formed.
     pub fn explore(
         problem: &Problem,
-        arch: Arch,
+        (arch, board): (Arch, Option<ArchLimits>),
         family: Option<PlanFamily>,
         pass: Pass,
     ) -> Result<Tried, ReportError> {
@@ -134,11 +134,14 @@ impl Tried {
         match family.unwrap_or(native) {
             PlanFamily::Kernels(family) => {
                 // None named: where the architecture's own fit nothing, the SM80 class, as the library does.
-                let options = PlanOptions::default().with_family(is_named.then_some(family)).with_pass(pass);
+                let options = PlanOptions::default()
+                    .with_family(is_named.then_some(family))
+                    .with_board(board)
+                    .with_pass(pass);
                 Ok(Tried::Kernels(plan::explore(problem, arch, &options)?))
             }
             PlanFamily::Sm100 if pass.is_backward() => Err(ReportError::Sm100Backward),
-            PlanFamily::Sm100 => Ok(Tried::Sm100(sm100::explore(problem, arch, None)?)),
+            PlanFamily::Sm100 => Ok(Tried::Sm100(sm100::explore(problem, arch, None, board)?)),
         }
     }
 

@@ -75,7 +75,7 @@ mod tests {
                 }
             }
         }
-        let set = sm100_fwd::explore(&problem(128, Mask::CAUSAL), Arch::Sm100, None).expect("plans");
+        let set = sm100_fwd::explore(&problem(128, Mask::CAUSAL), Arch::Sm100, None, None).expect("plans");
         for plan in &set.plans {
             check(
                 "sm100",

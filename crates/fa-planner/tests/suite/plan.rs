@@ -75,7 +75,10 @@ proptest! {
     }
 
     #[test]
-    fn every_plan_is_sound(problem in problems::uniform(), arch in prop::sample::select(Arch::ALL.to_vec())) {
+    fn every_plan_is_sound(
+        problem in prop_oneof![problems::uniform(), decode()],
+        arch in prop::sample::select(Arch::ALL.to_vec()),
+    ) {
         for options in families(arch) {
             let set = explore(&problem, arch, &options).expect("a supported problem");
             set.plans.iter().for_each(|plan| is_sound(&problem, arch, plan));

@@ -10,7 +10,7 @@ use fa_lab::shape::whole;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
-use crate::flags::{self, Backend, CpuArgs, OF_SHAPES, ShapeArgs};
+use crate::flags::{self, Backend, CpuArgs, HeadersArgs, OF_SHAPES, ShapeArgs};
 
 /// What shapes drawn at random go without, besides the flags of shapes.
 const BESIDE_RANDOM: [&str; 6] = ["append", "beside_choice", "draw", "filter", "marks", "specs"];
@@ -85,6 +85,8 @@ and of peers.";
 /// Flags of `fa bench` that apply to the GPU only.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct GpuArgs {
+    #[command(flatten)]
+    pub headers: HeadersArgs,
     /// Measure the kernel of this file (RON, with `splits: 8` beside `spec` to divide keys so, or JSON as in
     /// the kernel cache; may be repeated) [default: the library's choice for each shape]
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
@@ -144,6 +146,7 @@ impl GpuArgs {
     /// The first flag that is given, for the error where there is no GPU.
     pub(crate) fn given(&self) -> Option<&'static str> {
         [
+            (self.headers.headers.is_some(), "--headers"),
             (!self.specs.is_empty(), "--spec"),
             (!self.changes.is_empty(), "--change"),
             (self.family.is_some(), "--family"),

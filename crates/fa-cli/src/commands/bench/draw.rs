@@ -53,8 +53,6 @@ struct Row {
     unit: Option<String>,
     #[serde(default)]
     peers: BTreeMap<String, f64>,
-    #[serde(default)]
-    recorded: BTreeMap<String, f64>,
     error: Option<String>,
 }
 
@@ -201,13 +199,12 @@ impl Record {
 }
 
 /// Ours, and the peers that have a colour of their own in every plot, with their names there.
-const KNOWN: [(&str, &str, usize); 7] = [
+const KNOWN: [(&str, &str, usize); 6] = [
     (OURS, OURS, 0),
     ("cudnn", "cuDNN", 1),
     ("fa4", "FlashAttention-4", 2),
     ("fa3", "FlashAttention-3", 3),
     ("fa2", "FlashAttention-2", 4),
-    ("cutile (recorded)", "cuTile (recorded)", 5),
     ("flex", "FlexAttention", 6),
 ];
 const OURS: &str = "fa (this project)";
@@ -282,9 +279,6 @@ fn lines(rows: &[&Row], colors: &mut Colors) -> Vec<Series> {
     for row in rows {
         for (name, rate) in &row.peers {
             add(name, true, (row.seqlen_k as f64, *rate));
-        }
-        if let Some(rate) = row.recorded.get("cutile") {
-            add("cutile (recorded)", true, (row.seqlen_k as f64, *rate));
         }
     }
     for line in &mut series {

@@ -59,9 +59,7 @@ fn rows(report: &Report) -> String {
     header.extend(["hd", "heads", "batch", "N", "mask", "dtype", "kernel", "ms", unit.unwrap_or("rate")]);
     header.extend(names.iter().map(String::as_str));
     let with_ratio = !names.is_empty();
-    let with_recorded = report.rows.iter().any(|row| !row.recorded.is_empty());
     header.extend(with_ratio.then_some("ratio"));
-    header.extend(with_recorded.then_some("recorded"));
     let mut table = output::table(&header);
     for row in &report.rows {
         let name = row.name.unwrap_or("-").to_owned();
@@ -90,9 +88,6 @@ fn rows(report: &Report) -> String {
                 cells.extend(names.iter().map(rate));
                 let ratio = row.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"));
                 cells.extend(with_ratio.then_some(ratio));
-                let recorded: Vec<String> =
-                    row.recorded.iter().map(|(name, rate)| format!("{name} {rate:.0}")).collect();
-                cells.extend(with_recorded.then(|| recorded.join(", ")));
             }
         }
         table.add_row(cells);

@@ -9,7 +9,7 @@ use fa_lab::shape::HeadDim;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
-use crate::flags;
+use crate::flags::{self, HeadersArgs};
 
 /// What is built from specs. Flags of --all-configs and --best name these as well: clap does not require a
 /// flag that conflicts with another.
@@ -74,6 +74,10 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "DIR", default_value = "docs/results")]
     #[arg(requires = "best", conflicts_with_all = OF_BEST)]
     pub results: PathBuf,
+    /// With --best: bring this set of known refusals up to date, as the planner's own
+    /// (crates/fa-planner/src/refusals); kernels that are known to be refused are compiled as well
+    #[arg(long, value_name = "FILE", requires = "best", conflicts_with_all = OF_BEST)]
+    pub refusals: Option<PathBuf>,
     /// With --best: folder with a line for every kernel compiled so far, from which a stopped run is resumed
     #[arg(long, value_name = "DIR", default_value = "target/records")]
     #[arg(requires = "best", conflicts_with_all = OF_BEST)]
@@ -85,6 +89,24 @@ pub(crate) struct BuildArgs {
     /// Compile by nvcc instead of NVRTC
     #[arg(long)]
     pub nvcc: bool,
+    /// Write texts of each kernel to --out instead: its source with the headers that it includes, its PTX, or
+    /// its machine code (by nvdisasm)
+    #[arg(long, value_enum, value_name = "TEXT,..", value_delimiter = ',')]
+    #[arg(conflicts_with_all = ["all_configs", "best"])]
+    pub emit: Vec<Emitted>,
+    #[command(flatten)]
+    pub headers: HeadersArgs,
+}
+
+/// A text of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Emitted {
+    /// CUDA C++
+    Source,
+    /// PTX
+    Ptx,
+    /// SASS
+    Sass,
 }
 
 impl BuildArgs {
@@ -101,8 +123,10 @@ const BUILD_EXAMPLES: &str = "\
 Examples:
   fa build --out dist
   fa build --arch sm90 --specs my-specs/
+  fa build --specs my-specs/ --headers my/cuda --emit source,ptx,sass --out texts
   fa build --all-configs --headdim 128 --mode bwd
   fa build --best 10                            what spills among the planner's best ten
+  fa build --best 10 --refusals crates/fa-planner/src/refusals/nvrtc-13.0.txt
   fa build --best 1 --random 200 --seed 1       what spills among first choices for problems at random
 
 Exit code 1 when a kernel fails to compile, or compiles with spills, serialised wgmma or an ignored \

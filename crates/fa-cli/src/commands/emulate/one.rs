@@ -45,7 +45,10 @@ pub(super) fn one(
             let message = format!("--cta {}: the largest launch has {ctas} CTAs, numbered from 0", args.cta);
             return Err(InputError::Usage(message).into());
         }
-        let lead = crate::attention::describe(&problem);
+        let words: Vec<String> =
+            std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+        let command = format!("{}: fa {}", fa_lab::record::today(), words.join(" "));
+        let lead = [crate::attention::describe(&problem), command];
         let page = timeline::page(&format!("{spec} on {arch}"), &lead, args.cta, &proof.outcome);
         target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
     }

@@ -1,5 +1,6 @@
 //! What was measured of the ladders, as a table.
 
+use fa_lab::ladder::profile;
 use fa_lab::ladder::report::{Report, Row};
 
 use crate::term::output;
@@ -38,6 +39,41 @@ pub(crate) fn table(report: &Report) -> String {
         text += &output::table_text(&table);
         for row in rows.iter().filter(|row| row.wrong) {
             text += &format!("{}: {}\n", row.step, row.error.as_deref().unwrap_or("wrong"));
+        }
+    }
+    text
+}
+
+/// A profile for a terminal.
+pub(crate) fn profile(report: &profile::Report) -> String {
+    let mut text = format!("{} by {}; counters: {}\n", report.arch, report.compiler, report.profiler);
+    for rows in report.rows.chunk_by(|a, b| a.ladder == b.ladder && a.shape == b.shape) {
+        text += &format!("\n{}: {}\n", rows[0].ladder, rows[0].shape.words());
+        let mut header = vec!["step", "registers", "planned", "blocks/SM", "occupancy %"];
+        let counted = rows.iter().find(|row| !row.measured.is_empty());
+        let planned: Vec<&str> = rows[0].planned.keys().copied().collect();
+        let measured: Vec<&str> = counted.map_or(Vec::new(), |row| row.measured.keys().copied().collect());
+        let planned_names: Vec<String> = planned.iter().map(|name| format!("planned {name}")).collect();
+        header.extend(planned_names.iter().map(String::as_str));
+        header.extend(&measured);
+        let mut table = output::table(&header);
+        for row in rows {
+            let whole = |value: Option<u32>| value.map_or("-".to_owned(), |value| value.to_string());
+            let tenth = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.1}"));
+            let mut cells = vec![
+                row.step.clone(),
+                whole(row.registers),
+                whole(row.planned_registers),
+                whole(row.blocks_per_sm),
+                tenth(row.occupancy_pct),
+            ];
+            cells.extend(planned.iter().map(|name| tenth(row.planned.get(name).copied())));
+            cells.extend(measured.iter().map(|name| tenth(row.measured.get(name).copied())));
+            table.add_row(cells);
+        }
+        text += &output::table_text(&table);
+        for row in rows {
+            text += &row.error.as_ref().map_or(String::new(), |error| format!("{}: {error}\n", row.step));
         }
     }
     text

@@ -1,12 +1,12 @@
 //! The tables of the documents, by name.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
+use fa_core::Dtype;
 use fa_lab::shape::pair;
-use fa_lab::summary;
+use fa_lab::summary::{self, RateRow};
 use serde::Deserialize;
 
 /// The records below the folder of the results.
@@ -21,67 +21,18 @@ struct Rates {
     name: String,
     command: String,
     date: String,
-    rows: Vec<Row>,
+    rows: Vec<RateRow>,
 }
 
-#[derive(Deserialize)]
-struct Row {
-    kind: String,
-    group: String,
-    name: Option<String>,
-    batch: usize,
-    heads_q: usize,
-    heads_kv: usize,
-    seqlen_q: usize,
-    seqlen_k: usize,
-    head_dim: usize,
-    head_dim_v: usize,
-    mask: String,
-    dtype: String,
-    unit: String,
-    rate: f64,
-    #[serde(default)]
-    peers: BTreeMap<String, f64>,
-    error: Option<String>,
-}
-
-impl Row {
-    fn shape(&self) -> String {
-        let Row { batch, mask, dtype, .. } = self;
-        let dtype = if dtype == "bf16" { String::new() } else { format!(", {dtype}") };
-        format!(
-            "{batch} x {}, {}, hd {}, {mask}{dtype}",
-            pair(self.seqlen_q, self.seqlen_k, 'x'),
-            pair(self.heads_q, self.heads_kv, ':'),
-            pair(self.head_dim, self.head_dim_v, '-')
-        )
-    }
-
-    fn label(&self) -> String {
-        self.name.clone().unwrap_or_else(|| self.shape())
-    }
-
-    /// How many times as fast as a rate of another: of times (`ms per step`) the lesser is the better.
-    fn over(&self, rate: f64) -> f64 {
-        if self.unit.contains(" per ") { rate / self.rate } else { self.rate / rate }
-    }
-
-    /// The best other library and our rate over its.
-    fn best_peer(&self) -> Option<(&str, f64)> {
-        let over = self.peers.iter().map(|(name, &rate)| (name.as_str(), self.over(rate)));
-        over.min_by(|a, b| a.1.total_cmp(&b.1))
-    }
-
-    /// `817 / 746 FA3 = 1.10`, `3.05 TB/s` where nothing else computes it.
-    fn cell(&self) -> String {
-        let unit = if self.unit == "TFLOP/s" { String::new() } else { format!(" {}", self.unit) };
-        let ours = format!("{}{unit}", digits(self.rate));
-        match self.best_peer() {
-            Some((peer, over)) => {
-                format!("{ours} / {} {} = {over:.2}", digits(self.peers[peer]), short_name(peer))
-            }
-            None => ours,
+/// `817 / 746 FA3 = 1.10`, `3.05 TB/s` where nothing else computes it.
+fn cell(row: &RateRow) -> String {
+    let unit = if row.unit == "TFLOP/s" { String::new() } else { format!(" {}", row.unit) };
+    let ours = format!("{}{unit}", digits(row.rate));
+    match row.best_peer() {
+        Some((peer, over)) => {
+            format!("{ours} / {} {} = {over:.2}", digits(row.peers[peer]), short_name(peer))
         }
+        None => ours,
     }
 }
 
@@ -223,12 +174,12 @@ fn rows(of: &[Rates]) -> String {
         format!("{first} {} |\n|{}\n", heads.join(" | "), "---|".repeat(of.len() + 1 + usize::from(named)));
     for (index, row) in of[0].rows.iter().enumerate() {
         // Records of one list have their rows in one order, but rows may be missing.
-        let same = |other: &&Row| {
+        let same = |other: &&RateRow| {
             other.label() == row.label() && other.shape() == row.shape() && other.group == row.group
         };
         let cells = of.iter().map(|rates| {
             let there = rates.rows.get(index).filter(same).or_else(|| rates.rows.iter().find(same));
-            there.map_or_else(String::new, Row::cell)
+            there.map_or_else(String::new, cell)
         });
         let cells = cells.collect::<Vec<_>>().join(" | ");
         let name = row.name.as_ref().map_or_else(String::new, |name| format!("{name} | "));
@@ -243,7 +194,7 @@ fn head(rates: &Rates) -> String {
     if rates.name.ends_with("-cudnn") { format!("{pass}, another run") } else { pass.to_owned() }
 }
 
-fn pass_of(row: &Row) -> &'static str {
+fn pass_of(row: &RateRow) -> &'static str {
     if row.kind == "bwd" { "backward" } else { "forward" }
 }
 
@@ -251,18 +202,18 @@ fn pass_of(row: &Row) -> &'static str {
 struct Spread<'a> {
     rows: usize,
     mean: f64,
-    lowest: (f64, &'a Row),
+    lowest: (f64, &'a RateRow),
     below: usize,
 }
 
 impl<'a> Spread<'a> {
     /// Against the best peer, or one of them.
-    fn of(rows: impl Iterator<Item = &'a Row>, peer: Option<&str>) -> Option<Spread<'a>> {
-        let ratio = |row: &'a Row| match peer {
+    fn of(rows: impl Iterator<Item = &'a RateRow>, peer: Option<&str>) -> Option<Spread<'a>> {
+        let ratio = |row: &'a RateRow| match peer {
             None => Some((row.best_peer()?.1, row)),
             Some(peer) => Some((row.over(*row.peers.get(peer)?), row)),
         };
-        let ratios: Vec<(f64, &Row)> = rows.filter_map(ratio).collect();
+        let ratios: Vec<(f64, &RateRow)> = rows.filter_map(ratio).collect();
         let lowest = *ratios.iter().min_by(|a, b| a.0.total_cmp(&b.0))?;
         let logs: f64 = ratios.iter().map(|own| own.0.ln()).sum();
         let below = ratios.iter().filter(|own| own.0 < 1.0).count();
@@ -313,13 +264,14 @@ fn means(of: &[Rates]) -> String {
 
 /// Square shapes in bf16: a row for each head dim and mask, a column for each length.
 fn squares(rates: &Rates) -> String {
-    let square =
-        |row: &&Row| row.seqlen_q == row.seqlen_k && row.dtype == "bf16" && row.group.starts_with("bf16");
-    let own: Vec<&Row> = rates.rows.iter().filter(square).collect();
+    let square = |row: &&RateRow| {
+        row.seqlen_q == row.seqlen_k && row.dtype == Dtype::Bf16 && row.group.starts_with("bf16")
+    };
+    let own: Vec<&RateRow> = rates.rows.iter().filter(square).collect();
     let mut lengths: Vec<usize> = own.iter().map(|row| row.seqlen_k).collect();
     lengths.sort_unstable();
     lengths.dedup();
-    let kind = |row: &Row| (row.head_dim, row.head_dim_v, row.mask.clone());
+    let kind = |row: &RateRow| (row.head_dim, row.head_dim_v, row.mask.clone());
     let mut kinds: Vec<_> = own.iter().map(|row| kind(row)).collect();
     kinds.sort_by(|a, b| (a.0, a.1).cmp(&(b.0, b.1)).then(b.2.cmp(&a.2)));
     kinds.dedup();
@@ -329,7 +281,7 @@ fn squares(rates: &Rates) -> String {
     for own_kind in kinds {
         let cell = |&length: &usize| {
             let row = own.iter().find(|row| row.seqlen_k == length && kind(row) == own_kind);
-            row.map_or_else(String::new, |row| row.cell())
+            row.map_or_else(String::new, |row| cell(row))
         };
         let cells: Vec<String> = lengths.iter().map(cell).collect();
         let (head_dim, head_dim_v, mask) = own_kind;

@@ -10,7 +10,7 @@ use fa_lab::shape::{HeadDim, whole};
 use fa_lab::spec_file::read_spec_of;
 use fa_lab::validate::{Cases, Options};
 
-use crate::flags::{self, pass_of};
+use crate::flags::{self, HeadersArgs, pass_of};
 
 /// Flags that validate a grid or a kernel. Flags of other validations name these as well: clap does not
 /// require a flag that conflicts with another.
@@ -20,6 +20,8 @@ const OF_GRID: [&str; 7] = ["quick", "full", "filter", "groups", "spec", "repeat
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct ValidateArgs {
+    #[command(flatten)]
+    pub headers: HeadersArgs,
     /// Kernels to validate [default: the fastest that the GPU runs]
     #[arg(long, alias = "arch", conflicts_with = "spec", value_parser = flags::family())]
     pub family: Option<Family>,
@@ -78,7 +80,7 @@ pub(crate) struct ValidateArgs {
     pub headdim: Vec<HeadDim>,
     /// Write a record of --all-configs to the results folder
     #[arg(long, requires = "all_configs", conflicts_with_all = OF_GRID)]
-    #[arg(conflicts_with_all = ["soak", "seed"])]
+    #[arg(conflicts_with_all = ["soak", "seed", "headers"])]
     pub record: bool,
     /// Folder of the records
     #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "record")]

@@ -85,7 +85,7 @@ pub(super) fn examine(session: &Session, case: &Case, merge: &Merge) -> Result<F
         Dtype::F32 => into::<f32>(session, case, merge),
         Dtype::F16 => into::<f16>(session, case, merge),
         Dtype::Bf16 => into::<bf16>(session, case, merge),
-        Dtype::E4m3 | Dtype::Int8 => Err(Error::NotTried("nothing is merged in e4m3".to_owned())),
+        dtype @ (Dtype::E4m3 | Dtype::Int8) => Err(Error::NotTried(format!("nothing is merged in {dtype}"))),
     }
 }
 
@@ -94,7 +94,9 @@ fn into<P: Value>(session: &Session, case: &Case, merge: &Merge) -> Result<Found
         Dtype::F32 => judged::<P, f32>(session, case, merge),
         Dtype::F16 => judged::<P, f16>(session, case, merge),
         Dtype::Bf16 => judged::<P, bf16>(session, case, merge),
-        Dtype::E4m3 | Dtype::Int8 => Err(Error::NotTried("nothing is merged into e4m3".to_owned())),
+        dtype @ (Dtype::E4m3 | Dtype::Int8) => {
+            Err(Error::NotTried(format!("nothing is merged into {dtype}")))
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The time of the SM100 forward. The constants are assumptions: the kernel was never run on a GPU.
 
-use fa_core::{Arch, ArchLimits, MaskKind, Problem};
+use fa_core::{ArchLimits, MaskKind, Problem};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{
@@ -11,15 +11,15 @@ use crate::work::{Queue, Work};
 use super::account::Sm100Account;
 use super::candidates::Q_ROWS;
 
-/// Predicts the forward of `problem` by a shape that fits `arch`.
+/// Predicts the forward of `problem` by a shape that fits its GPU.
 pub(super) fn predict(
     problem: &Problem,
     account: &Sm100Account,
-    arch: Arch,
+    limits: &ArchLimits,
     constants: &CostConstants,
 ) -> Cost {
     let work = Work::of(problem, account.tile.tile_m(), account.tile.tile_n, false);
-    cost(problem, account, &work, arch.limits(), constants)
+    cost(problem, account, &work, limits, constants)
 }
 
 /// The same with the tiles that `problem` is cut into.

@@ -10,7 +10,7 @@ pub mod candidates;
 mod cost;
 pub mod timeline;
 
-use fa_core::{Arch, KernelSpec, Problem, Sm100Fwd};
+use fa_core::{Arch, ArchLimits, KernelSpec, Problem, Sm100Fwd};
 use serde::Serialize;
 
 use crate::account::code::Code;
@@ -72,7 +72,8 @@ pub struct Sm100Set {
     pub rejected: Vec<Sm100Rejected>,
 }
 
-/// Plans `problem` for `arch`, with all shapes that are tried.
+/// Plans `problem` for `arch`, by the rates of `board` or of the architecture's own, with all shapes that are
+/// tried.
 ///
 /// # Errors
 /// [`PlanError`] for a problem that no shape computes, and for architectures without tensor memory.
@@ -80,6 +81,7 @@ pub fn explore(
     problem: &Problem,
     arch: Arch,
     constants: Option<CostConstants>,
+    board: Option<ArchLimits>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
     if !problem.types.q.is_half() {
@@ -91,11 +93,12 @@ pub fn explore(
     let head_dim = padded("head_dim", problem.head_dim)?;
     let head_dim_v = padded("head_dim_v", problem.head_dim_v)?;
     let constants = constants.unwrap_or(CostConstants::of(arch));
+    let limits = board.unwrap_or(*arch.limits());
     let mut set = Sm100Set { plans: Vec::new(), rejected: Vec::new() };
     for tile in candidates::candidates(head_dim, head_dim_v) {
-        match account::account(tile, arch.limits()) {
+        match account::account(tile, &limits) {
             Ok(account) => {
-                let cost = cost::predict(problem, &account, arch, &constants);
+                let cost = cost::predict(problem, &account, &limits, &constants);
                 set.plans.push(Sm100Plan::of(problem, account, cost));
             }
             Err(reason) => set.rejected.push(Sm100Rejected { tile, reason }),
@@ -111,7 +114,7 @@ impl PlannedKernel for Sm100Fwd {
     }
 
     fn code(&self) -> Code {
-        Code { varied: true, ..Code::DENSE }
+        Code { varied: true, programs: false, ..Code::DENSE }
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
@@ -125,10 +128,6 @@ impl PlannedKernel for Sm100Fwd {
 
     fn registers(&self, spec: &KernelSpec, _: Arch) -> Registers {
         account::registers(&Sm100Tile::of(spec, self))
-    }
-
-    fn is_known_to_spill(&self, _: &KernelSpec, _: Arch) -> bool {
-        false
     }
 
     fn time(&self) -> Time<'_> {
@@ -175,7 +174,7 @@ mod tests {
     fn two_query_tiles_win_where_they_fit() {
         let problem = Problem::square(4, 16384, 32, 128, Mask::CAUSAL, Dtype::F16);
         for arch in [Arch::Sm100, Arch::Sm103] {
-            let set = explore(&problem, arch, None).expect("plans");
+            let set = explore(&problem, arch, None, None).expect("plans");
             let best = &set.plans[0];
             assert_eq!((best.tile_m, best.tile.tile_n), (256, 128), "{arch}");
             assert!(
@@ -186,8 +185,8 @@ mod tests {
             assert!(best.cost.tflops < arch.limits().peak_tensor_flops() / 1e12);
         }
         let wide = problem.with_head_dims(256, 256);
-        let set = explore(&wide, Arch::Sm100, None).expect("plans");
+        let set = explore(&wide, Arch::Sm100, None, None).expect("plans");
         assert!(set.plans.iter().all(|plan| plan.tile.q_tiles == 1));
-        assert!(matches!(explore(&problem, Arch::Sm90, None), Err(PlanError::NoTensorMemory { .. })));
+        assert!(matches!(explore(&problem, Arch::Sm90, None, None), Err(PlanError::NoTensorMemory { .. })));
     }
 }

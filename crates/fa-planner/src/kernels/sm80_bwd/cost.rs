@@ -5,8 +5,11 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::core::{
+    Cost, StepClocks, Terms, f32_lanes, overlap, program_costs, resident_blocks, softmax_clocks,
+};
 use crate::cost::cuts::Cuts;
+use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::{BackwardRates, Split};
 use crate::occupancy::{Occupancy, WARP};
 use crate::work::{Queue, TileClass, Work};
@@ -77,16 +80,15 @@ pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
     kernel: &Sm80Bwd,
-    arch: Arch,
-    c: &CostConstants,
+    gpu: Gpu<'_>,
     cuts: &mut Cuts,
 ) -> Cost {
-    let limits = arch.limits();
+    let Gpu { arch, limits, constants: c } = gpu;
     let [tile_m, tile_n, warps] = [kernel.tile_m, kernel.tile_n, kernel.num_warps].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
-    let (split, work) = cuts.of_keys(problem, spec, rates(limits, c), arch);
+    let (split, work) = cuts.of_keys(problem, spec, rates(limits, c), limits);
     let resident = resident_blocks(work.tiles, blocks(spec, kernel, arch), limits);
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;
@@ -97,6 +99,9 @@ pub(crate) fn predict(
     let bytes = f64::from(bytes_read(spec, kernel)) + stored + loads;
     let smem = bytes / limits.smem_bytes;
     let (cap_mufu, cap_ops) = if spec.score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    // The program and its slope.
+    let (own_mufu, own_ops) = program_costs(spec.score);
+    let (cap_mufu, cap_ops) = (cap_mufu + 2.0 * own_mufu, cap_ops + 2.0 * own_ops);
     let [ops_p, ops_ds] = c.sm80_bwd_ops;
     let of_p = scores * softmax_clocks(limits, 1.0 + cap_mufu, ops_p + cap_ops);
     let of_ds = scores * softmax_clocks(limits, 0.0, ops_ds);

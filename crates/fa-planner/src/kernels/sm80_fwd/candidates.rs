@@ -73,6 +73,7 @@ pub fn candidates(
                 loop_split: true,
                 reverse_blocks: mask != MaskKind::Full,
                 pack_gqa,
+                exact_div: false,
             };
             KernelSpec { split, ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel) }
         })

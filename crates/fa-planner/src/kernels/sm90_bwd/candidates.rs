@@ -14,10 +14,9 @@ use crate::guide::kernel::{kernel_of, kernel_of_spec};
 use crate::guide::search::bwd_of_extents;
 use crate::head_dims::HeadDims;
 use crate::kernels::backward_order;
-use crate::kernels::spilled::is_known_to_spill;
+use crate::refusals::Refusals;
 
 use super::account::{registers, smem};
-use super::spills;
 
 /// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant
 /// with two buffers of P and dS; beyond the guide's head dims those without a buffer of dQ.
@@ -85,7 +84,7 @@ fn gains_by_drawing(drawn: &KernelSpec, kernel: &Sm90Bwd, problem: &Problem) -> 
         && kernel.mma_dkv_is_rs
         && kernel.dq_via_smem
         && drawn.check().is_ok()
-        && !is_known_to_spill(drawn, Arch::Sm90)
+        && !Refusals::shipped().has(drawn, Arch::Sm90)
 }
 
 /// The queries that see a key under a window.
@@ -129,7 +128,7 @@ fn with_direct_sums(problem: &Problem, drawn: &KernelSpec) -> Option<KernelSpec>
         && storing_heads(drawn, problem, Arch::Sm90, Arch::Sm90.limits().sms).is_none();
     let direct = Sm90Bwd { dq_via_smem: false, ..kernel.clone() };
     let spec = KernelSpec { kernel: Kernel::Sm90Bwd(direct.clone()), ..drawn.clone() };
-    (gains && !spills::known(&spec, &direct, Arch::Sm90)).then_some(spec)
+    (gains && !Refusals::shipped().has(&spec, Arch::Sm90)).then_some(spec)
 }
 
 /// The fewest queries from which one buffer of dO is faster than two under a causal mask: at head dims to 32,

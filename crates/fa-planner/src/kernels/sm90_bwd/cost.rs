@@ -6,13 +6,14 @@
 //! time.
 
 use fa_core::spec::{TileOrder, operand_columns};
-use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
+use fa_core::{ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
 use crate::account::stored::storing_heads;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
+use crate::cost::core::{Cost, StepClocks, Terms, overlap, program_costs, softmax_clocks};
 use crate::cost::cuts::Cuts;
+use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::BackwardRates;
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
@@ -41,11 +42,10 @@ pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
     kernel: &Sm90Bwd,
-    arch: Arch,
-    constants: &CostConstants,
+    gpu: Gpu<'_>,
     cuts: &mut Cuts,
 ) -> Cost {
-    let limits = arch.limits();
+    let Gpu { arch, limits, constants } = gpu;
     let c = &constants.sm90_bwd;
     let [tile_m, tile_n] = [kernel.tile_m, kernel.tile_n].map(f64::from);
     let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
@@ -72,6 +72,9 @@ pub(crate) fn predict(
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
     let (cap_mufu, cap_ops) =
         if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    // The program and its slope.
+    let (own_mufu, own_ops) = program_costs(spec.score);
+    let (cap_mufu, cap_ops) = (cap_mufu + 2.0 * own_mufu, cap_ops + 2.0 * own_ops);
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.ops + cap_ops);
     let products = overlap([tensor, smem], c.smem_overlap);
     let q_load = tile_m * hd * bytes / constants.sm_bytes_per_clock;
@@ -89,7 +92,7 @@ pub(crate) fn predict(
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (stored / f64::from(panels.q) + stored_v / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
-    let (split, work) = cuts.of_keys(problem, spec, rates(limits, constants), arch);
+    let (split, work) = cuts.of_keys(problem, spec, rates(limits, constants), limits);
     // A CTA computes nothing until its first Q and dO are there (NB-107). One that draws tiles loads those of
     // the next tile under the end of this one (NB-109).
     let waiting = if kernel.persistent { (sms / work.tiles.max(1.0)).min(1.0) } else { 1.0 };

@@ -3,7 +3,6 @@
 pub mod account;
 pub mod candidates;
 pub mod cost;
-pub mod spills;
 pub(crate) mod timeline;
 
 use fa_core::{Arch, Kernel, KernelSpec, Sm90Bwd};

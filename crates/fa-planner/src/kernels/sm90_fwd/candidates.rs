@@ -5,10 +5,10 @@ use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd};
 
 use super::account::smem;
 use super::cost::slow_rows;
-use super::spills;
 use crate::account::pages::gathers;
 use crate::account::tiles::query_tiles;
 use crate::kernels::{has_idle_warps, packings, split_choices};
+use crate::refusals::Refusals;
 
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
@@ -161,7 +161,7 @@ fn with_room(mut kernel: Sm90Fwd, problem: &Problem, spec_of: impl Fn(&Sm90Fwd) 
     if fits(&kernel) {
         for kv_stages in kernel.kv_stages + 1..=most_stages(problem, &kernel) {
             let deeper = Sm90Fwd { kv_stages, ..kernel.clone() };
-            if fits(&deeper) && !spills::known(&spec_of(&deeper), &deeper, Arch::Sm90) {
+            if fits(&deeper) && !Refusals::shipped().has(&spec_of(&deeper), Arch::Sm90) {
                 kernel = deeper;
             }
         }

@@ -1,0 +1,145 @@
+//! The flags of `fa dist`.
+
+use clap::{Args, Subcommand, ValueEnum};
+use fa_core::{Arch, Dtype, Lengths, Problem, Types};
+use fa_dist::cost::{Link, Machine};
+use fa_lab::shape::{HeadDim, whole};
+use fa_planner::Mode;
+
+use crate::flags::{Heads, MaskArgs, Seqlen, passes};
+
+/// `fa dist`.
+#[derive(Debug, Args)]
+#[command(after_help = DIST_EXAMPLES)]
+pub(crate) struct DistArgs {
+    #[command(subcommand)]
+    pub command: DistCommand,
+}
+
+const DIST_EXAMPLES: &str = "\
+Examples:
+  fa dist plan --ranks 8 --seqlen 131072 --heads 32:8 --causal
+  fa dist plan --ranks 2 --seqlen 1x1048576 --heads 32:8 --causal --link pcie
+  fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
+  fa dist bench --ranks 2           beside one GPU that computes the same, in the same run";
+
+/// The commands of `fa dist`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum DistCommand {
+    /// Predict every scheme for a problem over several GPUs, and say what is hidden under what
+    Plan(PlanArgs),
+    /// Compare several GPUs of this machine with one of them, and test what happens when a rank fails
+    Check(RunArgs),
+    /// Measure several GPUs of this machine beside one of them
+    Bench(RunArgs),
+    /// One rank of `fa dist check` and `fa dist bench`, whose jobs are on standard input
+    #[command(hide = true)]
+    Rank,
+}
+
+/// What is between GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LinkName {
+    /// NVLink through a switch, 330 GB/s each way
+    Nvlink,
+    /// PCIe 5.0, 50 GB/s each way
+    Pcie,
+    /// A network of 400 Gb/s for each GPU
+    Network,
+}
+
+/// `fa dist plan`.
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// GPUs, each of which has a part of the sequence
+    #[arg(long, default_value_t = 8, value_parser = whole::<usize>)]
+    pub ranks: usize,
+    /// Independent sequences
+    #[arg(long, default_value_t = 1, value_parser = whole::<usize>)]
+    pub batch: usize,
+    /// Sequence length over all GPUs, or queries x keys as in 1x1048576
+    #[arg(long, value_name = "N[xM]", default_value = "131072")]
+    pub seqlen: Seqlen,
+    /// Query heads, and key/value heads if fewer
+    #[arg(long, value_name = "Q[:KV]", default_value = "32:8")]
+    pub heads: Heads,
+    /// Head dim, and the values' if different, as in 192-128
+    #[arg(long, value_name = "D[-DV]", default_value = "128")]
+    pub headdim: HeadDim,
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Element type: bf16, f16
+    #[arg(long, default_value = "bf16")]
+    pub dtype: Dtype,
+    /// GPU architecture
+    #[arg(long, default_value = "sm90")]
+    pub arch: Arch,
+    /// What is between the GPUs
+    #[arg(long, value_enum, default_value = "nvlink")]
+    pub link: LinkName,
+    /// Rate of the link in GB/s each way, instead of that of --link
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
+    pub link_rate: Option<f64>,
+    /// Latency of a transfer in microseconds, instead of that of --link
+    #[arg(long, value_name = "US", value_parser = positive)]
+    pub link_latency: Option<f64>,
+    /// Which pass to plan [default: fwd]
+    #[arg(long, value_parser = passes())]
+    pub mode: Option<Mode>,
+    /// Chunks of a sequence dealt one by one instead of first with last
+    #[arg(long)]
+    pub contiguous: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `fa dist check` and `fa dist bench`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// GPUs: a process for each
+    #[arg(long, default_value_t = 2, value_parser = whole::<usize>)]
+    pub ranks: usize,
+    /// Fewer shapes
+    #[arg(long)]
+    pub quick: bool,
+    /// Print JSON lines
+    #[arg(long)]
+    pub json: bool,
+    /// Seconds after which ranks are ended, and so is a transfer that waits
+    #[arg(long, value_name = "S", default_value_t = 120, value_parser = whole::<u64>)]
+    pub deadline: u64,
+}
+
+/// A finite number above 0.
+fn positive(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|number| number.is_finite() && *number > 0.0);
+    number.ok_or_else(|| format!("'{text}' is not a number above 0"))
+}
+
+impl PlanArgs {
+    /// The GPUs and their link.
+    pub(super) fn machine(&self) -> Machine {
+        let named = match self.link {
+            LinkName::Nvlink => Link::NVLINK,
+            LinkName::Pcie => Link::PCIE,
+            LinkName::Network => Link::NETWORK,
+        };
+        let link = Link {
+            rate: self.link_rate.map_or(named.rate, |rate| rate * 1e9),
+            latency: self.link_latency.map_or(named.latency, |latency| latency * 1e-6),
+        };
+        Machine { arch: self.arch, link }
+    }
+
+    /// The whole problem.
+    pub(super) fn problem(&self) -> Problem {
+        Problem::new(
+            Lengths::uniform(self.batch, self.seqlen.q, self.seqlen.k),
+            (self.heads.q, self.heads.kv),
+            (self.headdim.qk, self.headdim.v),
+            Types::same(self.dtype),
+        )
+        .with_mask(self.mask.mask())
+    }
+}

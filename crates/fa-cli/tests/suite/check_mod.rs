@@ -1,0 +1,50 @@
+//! `fa check-mod`: what a program is, as text, as JSON and as a header.
+
+use crate::common::fa_args;
+
+#[test]
+fn masks_and_scores_are_described() {
+    let text = fa_args(&["check-mod", "k <= q + off and q + off - k < 512", "--seqlen", "1000x2048"]).good();
+    for line in [
+        "depends on  b, q, k",
+        "tiles       81 empty, 30 partial, 17 full (128x128 of 1000x2048)",
+        "query 0     537..1049",
+        "query 999   1536..2048",
+    ] {
+        assert!(text.contains(line), "no {line} in\n{text}");
+    }
+    let program = "array t: bf16[_, _] grad; scalar c: f32; score = c * tanh(s / c) + t[h, q - k]";
+    let json = fa_args(&["check-mod", program, "--json"]).json();
+    assert_eq!(json["score"]["class"], "general");
+    assert_eq!(json["score"]["slope"], "1.0 - tanh(s / c) * tanh(s / c)");
+    assert_eq!(json["score"]["gradients"][0]["form"], "diagonal");
+    assert_eq!(json["score"]["gradients"][0]["slope"], "1.0");
+    assert!(json.get("mask").is_none());
+    let header = fa_args(&["check-mod", program, "--header"]).good();
+    assert!(header.contains("struct Mods {") && header.contains("load_bf16(params.arrays[0]"), "{header}");
+    // Whatever a scalar is, and as it is given.
+    let unknown = fa_args(&["check-mod", "scalar w: i32; abs(q - k) <= w", "--json"]).json();
+    assert_eq!(unknown["mask"]["tiles"]["partial"], 32 * 32);
+    let known = ["check-mod", "scalar w: i32; abs(q - k) <= w", "--scalar", "w=127", "--json"];
+    let known = fa_args(&known).json();
+    assert_eq!(known["mask"]["tiles"]["empty"], 32 * 32 - 32 - 2 * 31);
+    assert_eq!(known["mask"]["intervals"][1]["keys"][0][0], 2048 - 127);
+}
+
+#[test]
+fn what_is_no_program_is_refused() {
+    for (program, rest, part) in [
+        ("k <= qq", vec![], "unknown name `qq`"),
+        ("k <= q", vec!["--scalar", "w=1"], "the program has no such scalar; it has none"),
+        ("scalar w: i32; k // w == 0", vec!["--scalar", "w=0"], "it divides, and has to be positive"),
+        ("scalar w: i32; k == w", vec!["--scalar", "w=x"], "this is no i32"),
+        ("k <= q", vec!["--seqlen", "100000000", "--tile", "1"], "use a larger --tile"),
+        ("k <= q", vec!["--tile", "0"], "lengths are 1 to 2^31 - 1"),
+        ("k <= q", vec!["--header", "--json"], "cannot be used with"),
+    ] {
+        let args: Vec<_> = ["check-mod", program].into_iter().chain(rest).collect();
+        let outcome = fa_args(&args);
+        assert_eq!(outcome.code, 2, "{program}: {}", outcome.stderr);
+        assert!(outcome.stderr.contains(part), "{program}: {}", outcome.stderr);
+    }
+}

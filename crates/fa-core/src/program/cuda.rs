@@ -1,0 +1,399 @@
+//! The header of a program for kernels: a struct whose values are made per tile, per row, per column and per
+//! score, by what they depend on.
+//!
+//! Names are those of nodes (`v7`) and array slots; numbers are printed by their bits. No text of the user's
+//! is printed.
+
+use std::fmt::Write;
+
+use super::affine::ScoreClass;
+use super::cuda_names::{Rate, binary, cuda_type, element, literal, scalar_of, unary, variable};
+use super::cuda_tiles::tile_state;
+use super::node::{Const, Node, NodeId};
+use super::types::Element;
+use super::whole::Program;
+
+/// The name under which units include a program's header.
+pub const HEADER: &str = "mods.cuh";
+
+/// The part of an address that is made at a lower rate than its load: `o7_row`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Part {
+    load: NodeId,
+    rate: Rate,
+    bits: bool,
+}
+
+struct Printer<'a> {
+    program: &'a Program,
+    /// Whether a node is needed by a result.
+    used: Vec<bool>,
+    /// Whether it is kept in a struct: made at its rate, used at another.
+    kept: Vec<bool>,
+    parts: Vec<Part>,
+    text: String,
+}
+
+impl Program {
+    /// The text of [`HEADER`]: the struct `Mods`, with the project's own names only.
+    pub fn cuda(&self) -> String {
+        let mut printer = Printer {
+            program: self,
+            used: vec![false; self.nodes().len()],
+            kept: vec![false; self.nodes().len()],
+            parts: Vec::new(),
+            text: String::new(),
+        };
+        printer.find_used();
+        printer.print();
+        printer.text
+    }
+
+    /// What `Mods` computes: the method, and the node that it returns.
+    fn functions(&self) -> Vec<(String, NodeId)> {
+        let mut functions = Vec::new();
+        functions.extend(self.mask().map(|node| ("mask".to_owned(), node)));
+        functions.extend(self.score().map(|node| ("score".to_owned(), node)));
+        functions.extend(self.slope().map(|node| ("slope".to_owned(), node)));
+        match self.class() {
+            Some(ScoreClass::Additive { addend }) => functions.push(("addend".to_owned(), addend)),
+            Some(ScoreClass::Affine { gain, addend }) => {
+                functions.extend([("gain".to_owned(), gain), ("addend".to_owned(), addend)]);
+            }
+            Some(ScoreClass::General) | None => {}
+        }
+        for (i, gradient) in self.gradients().iter().enumerate() {
+            functions.push((format!("gradient_{i}"), gradient.slope));
+        }
+        functions
+    }
+}
+
+impl Printer<'_> {
+    fn rate(&self, node: NodeId) -> Rate {
+        Rate::of(self.program.deps(node))
+    }
+
+    fn node(&self, id: NodeId) -> Node {
+        self.program.nodes()[id.index()]
+    }
+
+    /// Constants, variables and scalars are written where they are used.
+    fn is_inline(&self, id: NodeId) -> bool {
+        matches!(self.node(id), Node::Const(_) | Node::Var(_) | Node::Scalar(_))
+    }
+
+    fn find_used(&mut self) {
+        for (_, root) in self.program.functions() {
+            self.used[root.index()] = true;
+            self.kept[root.index()] |= self.rate(root).is_kept() && !self.is_inline(root);
+        }
+        for index in (0..self.used.len()).rev() {
+            if !self.used[index] {
+                continue;
+            }
+            let id = NodeId(index as u16);
+            let rate = self.rate(id);
+            let node = self.node(id);
+            for operand in node.operands() {
+                self.used[operand.index()] = true;
+                let own = self.rate(operand);
+                let in_part = matches!(node, Node::Load(..)) && !rate.is_kept();
+                self.kept[operand.index()] |=
+                    own.is_kept() && own != rate && !self.is_inline(operand) && !in_part;
+            }
+            if let Node::Load(array, indices) = node
+                && !rate.is_kept()
+            {
+                self.find_parts(id, usize::from(array), &indices);
+            }
+        }
+    }
+
+    /// The parts of the address of a load that is made for each score.
+    fn find_parts(&mut self, load: NodeId, array: usize, indices: &[Option<NodeId>]) {
+        let rates: Vec<_> = indices.iter().flatten().map(|&index| self.rate(index)).collect();
+        let is_bits = self.program.arrays()[array].element == Element::Bits;
+        for rate in [Rate::Tile, Rate::Row, Rate::Column] {
+            if rates.contains(&rate) {
+                let bits = is_bits && rates.last() == Some(&rate);
+                self.parts.push(Part { load, rate, bits });
+            }
+        }
+    }
+
+    fn print(&mut self) {
+        let program = self.program;
+        let class = program.class();
+        let _ = write!(
+            self.text,
+            "// Printed from a program of {} nodes; do not edit.\n#pragma once\n\
+             #include \"attn/spans.cuh\"\n\nnamespace fa {{\n\nstruct Mods {{\n",
+            program.own_nodes()
+        );
+        let flags = [
+            ("kMask", program.mask().is_some()),
+            ("kScore", program.score().is_some()),
+            ("kAdditive", matches!(class, Some(ScoreClass::Additive { .. }))),
+            ("kAffine", matches!(class, Some(ScoreClass::Additive { .. } | ScoreClass::Affine { .. }))),
+        ];
+        for (name, value) in flags {
+            let _ = writeln!(self.text, "    static constexpr bool {name} = {value};");
+        }
+        let _ = writeln!(self.text, "    static constexpr int kGradients = {};\n", program.gradients().len());
+        self.text.push_str("    const ProgramParams& params;\n    int b, h, hk, sq, sk, off;\n");
+        self.fields(Rate::Tile, "    ");
+        for (name, index, rate) in [("Row", "q", Rate::Row), ("Column", "k", Rate::Column)] {
+            let _ = writeln!(self.text, "    struct {name} {{\n        int {index};");
+            self.fields(rate, "        ");
+            self.text.push_str("    };\n");
+        }
+        self.text.push_str(
+            "\n    __device__ __forceinline__ Mods(const ProgramParams& params, int b, int h, int hk, \
+             int sq, int sk, int off)\n        : \
+             params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off) {\n",
+        );
+        self.makes(Rate::Tile);
+        self.text.push_str("    }\n");
+        for (name, index, rate) in [("Row", "q", Rate::Row), ("Column", "k", Rate::Column)] {
+            let own = name.to_lowercase();
+            let _ = writeln!(
+                self.text,
+                "\n    __device__ __forceinline__ {name} {own}(int {index}) const {{\n        {name} \
+                 {own};\n        {own}.{index} = {index};"
+            );
+            self.makes(rate);
+            let _ = writeln!(self.text, "        return {own};\n    }}");
+        }
+        let functions = program.functions();
+        for (name, root) in &functions {
+            self.function(name, *root);
+        }
+        // What a kernel may name in code that it does not reach.
+        for (name, ty, takes, result) in [
+            ("mask", "bool", "", "true"),
+            ("score", "float", "float s, ", "s"),
+            ("slope", "float", "float, ", "1.f"),
+            ("gain", "float", "", "1.f"),
+            ("addend", "float", "", "0.f"),
+        ] {
+            if functions.iter().all(|(own, _)| own != name) {
+                let _ = writeln!(
+                    self.text,
+                    "\n    __device__ __forceinline__ {ty} {name}({takes}const Row&, const Column&) const {{ \
+                     return {result}; }}"
+                );
+            }
+        }
+        self.text.push_str(&tile_state(program));
+        self.text.push_str("};\n\n}  // namespace fa\n");
+    }
+
+    fn fields(&mut self, rate: Rate, indent: &str) {
+        for index in 0..self.used.len() {
+            let id = NodeId(index as u16);
+            if self.kept[index] && self.rate(id) == rate {
+                let _ = writeln!(self.text, "{indent}{} v{index};", cuda_type(self.program.ty(id)));
+            }
+        }
+        for part in self.parts.iter().filter(|part| part.rate == rate) {
+            let index = part.load.index();
+            let _ = writeln!(self.text, "{indent}i64 o{index}_{};", suffix(rate));
+            if part.bits {
+                let _ = writeln!(self.text, "{indent}int bit{index};");
+            }
+        }
+    }
+
+    /// The nodes of one rate, which is a struct's, in order: those that are kept to fields.
+    fn makes(&mut self, rate: Rate) {
+        // A part needs the nodes of its rate, and comes after all of them.
+        let needed = self.reachable(rate);
+        for (index, needed) in needed.into_iter().enumerate() {
+            let id = NodeId(index as u16);
+            if !needed || self.rate(id) != rate || self.is_inline(id) {
+                continue;
+            }
+            let expression = self.expression(id, rate);
+            if self.kept[index] {
+                let _ = writeln!(self.text, "        {}v{index} = {expression};", owner(rate));
+                let ty = cuda_type(self.program.ty(id));
+                let _ = writeln!(self.text, "        const {ty} n{index} = {}v{index};", owner(rate));
+            } else {
+                let ty = cuda_type(self.program.ty(id));
+                let _ = writeln!(self.text, "        const {ty} n{index} = {expression};");
+            }
+        }
+        for part in self.parts.clone().into_iter().filter(|part| part.rate == rate) {
+            let index = part.load.index();
+            let offset = self.offset(part.load, rate, rate);
+            let _ = writeln!(self.text, "        {}o{index}_{} = {offset};", owner(rate), suffix(rate));
+            if part.bits {
+                let bit = self.bit(part.load, rate);
+                let _ = writeln!(self.text, "        {}bit{index} = {bit};", owner(rate));
+            }
+        }
+    }
+
+    /// The nodes that what is kept of a rate needs, of this rate.
+    fn reachable(&self, rate: Rate) -> Vec<bool> {
+        let count = self.used.len();
+        let mut needed: Vec<bool> =
+            (0..count).map(|i| self.kept[i] && self.rate(NodeId(i as u16)) == rate).collect();
+        for part in self.parts.iter().filter(|part| part.rate == rate) {
+            for index in self.node(part.load).operands().filter(|&index| self.rate(index) == rate) {
+                needed[index.index()] = true;
+            }
+        }
+        self.close(&mut needed, rate);
+        needed
+    }
+
+    /// Adds the operands at `rate` of what is needed at `rate`.
+    fn close(&self, needed: &mut [bool], rate: Rate) {
+        for index in (0..needed.len()).rev() {
+            let id = NodeId(index as u16);
+            if needed[index] && self.rate(id) == rate {
+                self.node(id).operands().for_each(|x| needed[x.index()] = true);
+            }
+        }
+    }
+
+    fn function(&mut self, name: &str, root: NodeId) {
+        let rate = self.rate(root);
+        let ty = cuda_type(self.program.ty(root));
+        let takes_score = !matches!(name, "mask" | "gain" | "addend");
+        let score = if takes_score { "float s, " } else { "" };
+        let _ = writeln!(
+            self.text,
+            "\n    __device__ __forceinline__ {ty} {name}({score}const Row& row, \
+             const Column& column) const {{"
+        );
+        let mut needed = vec![false; self.used.len()];
+        needed[root.index()] = true;
+        self.close(&mut needed, Rate::Score);
+        self.close(&mut needed, Rate::Pair);
+        for (index, needed) in needed.into_iter().enumerate() {
+            let id = NodeId(index as u16);
+            if needed && !self.rate(id).is_kept() && !self.is_inline(id) {
+                let expression = self.expression(id, Rate::Score);
+                let ty = cuda_type(self.program.ty(id));
+                let _ = writeln!(self.text, "        const {ty} n{index} = {expression};");
+            }
+        }
+        let result = self.value(root, if rate.is_kept() { Rate::Score } else { rate });
+        let _ = writeln!(self.text, "        return {result};\n    }}");
+    }
+
+    /// A node's value as code at `rate` names it.
+    fn value(&self, id: NodeId, at: Rate) -> String {
+        let index = id.index();
+        match self.node(id) {
+            Node::Const(value) => literal(value),
+            Node::Scalar(scalar) => scalar_of(scalar, self.program.ty(id)),
+            Node::Var(var) => variable(var, at),
+            Node::Load(..) | Node::Unary(..) | Node::Binary(..) | Node::Select(..) => {
+                let own = self.rate(id);
+                if own.is_kept() && own != at {
+                    format!("{}v{index}", owner(own))
+                } else {
+                    format!("n{index}")
+                }
+            }
+        }
+    }
+
+    fn expression(&self, id: NodeId, at: Rate) -> String {
+        let value = |x: NodeId| self.value(x, at);
+        match self.node(id) {
+            Node::Const(_) | Node::Var(_) | Node::Scalar(_) => value(id),
+            Node::Load(array, _) => self.load(id, usize::from(array), at),
+            Node::Unary(op, x) => unary(op, self.program.ty(x), &value(x)),
+            Node::Binary(op, a, b) => {
+                let constant = |node| if let Node::Const(value) = node { Some(value) } else { None };
+                let divisor = constant(self.node(b))
+                    .and_then(|value| if let Const::I32(value) = value { Some(value) } else { None });
+                binary(op, self.program.ty(a), &value(a), &value(b), divisor)
+            }
+            Node::Select(c, a, b) => format!("{} ? {} : {}", value(c), value(a), value(b)),
+        }
+    }
+
+    fn load(&self, id: NodeId, array: usize, at: Rate) -> String {
+        let rate = self.rate(id);
+        let bits = self.program.arrays()[array].element == Element::Bits;
+        let last = self.node(id).operands().last().map(|index| self.rate(index));
+        let mut offsets = Vec::new();
+        let mut bit = String::new();
+        if rate.is_kept() {
+            offsets.push(self.all_offsets(id, at));
+        } else {
+            for part in self.parts.iter().filter(|part| part.load == id) {
+                offsets.push(format!("{}o{}_{}", owner(part.rate), id.index(), suffix(part.rate)));
+                if part.bits {
+                    bit = format!("{}bit{}", owner(part.rate), id.index());
+                }
+            }
+            let own = self.offset(id, rate, at);
+            if !own.is_empty() {
+                offsets.push(own);
+            }
+        }
+        if bits && bit.is_empty() {
+            bit = self.bit(id, last.map_or(at, |_| at));
+        }
+        let element = element(self.program.arrays()[array].element);
+        let bit = if bits { format!(", {bit}") } else { String::new() };
+        format!("load_{element}(params.arrays[{array}], {}{bit})", offsets.join(" + "))
+    }
+
+    /// The sum of the offsets of the indices that are made at `rate`; for a load of scores, of the rest.
+    fn offset(&self, load: NodeId, rate: Rate, at: Rate) -> String {
+        self.offsets(load, at, |index| {
+            let own = self.rate(index);
+            own == rate || (!rate.is_kept() && !own.is_kept())
+        })
+    }
+
+    fn all_offsets(&self, load: NodeId, at: Rate) -> String {
+        self.offsets(load, at, |_| true)
+    }
+
+    fn offsets(&self, load: NodeId, at: Rate, takes: impl Fn(NodeId) -> bool) -> String {
+        let Node::Load(array, indices) = self.node(load) else { return String::new() };
+        let decl = &self.program.arrays()[usize::from(array)];
+        let mut terms = Vec::new();
+        for (axis, index) in indices.iter().enumerate().filter_map(|(axis, index)| Some((axis, (*index)?))) {
+            if takes(index) {
+                let is_bit = decl.element == Element::Bits && axis + 1 == decl.rank;
+                let function = if is_bit { "word_offset" } else { "axis_offset" };
+                terms.push(format!("{function}<{axis}>(params.arrays[{array}], {})", self.value(index, at)));
+            }
+        }
+        terms.join(" + ")
+    }
+
+    fn bit(&self, load: NodeId, at: Rate) -> String {
+        let Node::Load(array, _) = self.node(load) else { return String::new() };
+        let axis = self.program.arrays()[usize::from(array)].rank - 1;
+        let index = self.node(load).operands().last().map_or_else(String::new, |x| self.value(x, at));
+        format!("bit_index<{axis}>(params.arrays[{array}], {index})")
+    }
+}
+
+const fn suffix(rate: Rate) -> &'static str {
+    match rate {
+        Rate::Tile => "tile",
+        Rate::Row => "row",
+        Rate::Column => "column",
+        Rate::Pair | Rate::Score => "score",
+    }
+}
+
+const fn owner(rate: Rate) -> &'static str {
+    match rate {
+        Rate::Row => "row.",
+        Rate::Column => "column.",
+        Rate::Tile | Rate::Pair | Rate::Score => "",
+    }
+}

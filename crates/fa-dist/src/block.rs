@@ -1,0 +1,114 @@
+//! A mask cut down to some rows and some keys: the problem that a kernel is given for them.
+
+use std::ops::Range;
+
+use fa_core::Mask;
+
+/// Rows and keys of which at least one pair is visible, and the mask between them by a kernel's own
+/// (bottom-right) alignment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Block {
+    /// Rows of the sequence that see a key, and those between them.
+    pub(crate) rows: Range<usize>,
+    /// Keys of the sequence.
+    pub(crate) keys: Range<usize>,
+    /// The mask between them.
+    pub(crate) mask: Mask,
+}
+
+/// The visible part of `mask` for `rows` and `keys` of a sequence of `len` queries and keys, whose first key
+/// may be moved down to a multiple of `tile` for a kernel's tiles to be those of the whole sequence.
+///
+/// Rows and keys at the ends that see or are seen by nothing are left out: what is left of the mask is a band
+/// that every kernel knows, without an offset.
+pub(crate) fn block(
+    mask: Mask,
+    len: (usize, usize),
+    rows: Range<usize>,
+    keys: Range<usize>,
+    tile: usize,
+) -> Option<Block> {
+    let diagonal = len.1 as i64 - len.0 as i64 + mask.offset;
+    let (mut first, mut last) = (rows.start as i64, rows.end as i64);
+    let (mut begin, mut end) = (keys.start as i64, keys.end as i64);
+    // Row i sees the keys from i + diagonal - left to i + diagonal + right.
+    if let Some(left) = mask.left.map(i64::from) {
+        last = last.min(end + left - diagonal);
+        begin = begin.max(first + diagonal - left);
+    }
+    if let Some(right) = mask.right.map(i64::from) {
+        first = first.max(begin - right - diagonal);
+        end = end.min(last + diagonal + right);
+    }
+    if first >= last || begin >= end {
+        return None;
+    }
+    let low = (begin as usize / tile.max(1) * tile.max(1)).max(keys.start);
+    // A kernel's diagonal ends in the corner of the last row and the last key.
+    let shift = end - last - diagonal;
+    // The last row's diagonal ends at the last key: sides that reach beyond all keys are none.
+    let side = |side: Option<u32>, shift: i64, reach: i64| {
+        let moved = i64::from(side?) + shift;
+        if shift == 0 { side } else { u32::try_from(moved).ok().filter(|_| moved < reach) }
+    };
+    let (columns, count) = (end - low as i64 - 1, last - first - 1);
+    let mask = Mask::band(side(mask.left, shift, columns), side(mask.right, -shift, count));
+    Some(Block { rows: first as usize..last as usize, keys: low..end as usize, mask })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every cut of every small mask sees what the whole mask sees there, and nothing else.
+    #[test]
+    fn cuts_see_what_the_whole_mask_sees() {
+        let masks = [
+            Mask::FULL,
+            Mask::CAUSAL,
+            Mask::causal_window(2),
+            Mask::window(3, 2),
+            Mask::band(Some(1), None),
+            Mask::band(None, Some(2)),
+            Mask::window(0, 0),
+            Mask::CAUSAL.with_offset(2),
+            Mask::window(3, 2).with_offset(-3),
+        ];
+        let len = 9;
+        for mask in masks {
+            for (queries, total) in [(len, len), (len, len + 3), (len, len - 4)] {
+                for (a, b) in pairs(queries) {
+                    for (c, d) in pairs(total) {
+                        for tile in [1, 4] {
+                            check(mask, (queries, total), a..b, c..d, tile);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn pairs(len: usize) -> impl Iterator<Item = (usize, usize)> {
+        (0..len).flat_map(move |a| (a + 1..=len).map(move |b| (a, b)))
+    }
+
+    fn check(mask: Mask, len: (usize, usize), rows: Range<usize>, keys: Range<usize>, tile: usize) {
+        let text = format!("{mask} {len:?} {rows:?} {keys:?} {tile}");
+        let cut = block(mask, len, rows.clone(), keys.clone(), tile);
+        for i in rows {
+            for j in keys.clone() {
+                let seen = cut.as_ref().is_some_and(|cut| {
+                    cut.rows.contains(&i)
+                        && cut.keys.contains(&j)
+                        && cut.mask.visible(
+                            i - cut.rows.start,
+                            j - cut.keys.start,
+                            cut.rows.len(),
+                            cut.keys.len(),
+                        )
+                });
+                assert_eq!(seen, mask.visible(i, j, len.0, len.1), "{text}: ({i}, {j}) in {cut:?}");
+            }
+        }
+    }
+}

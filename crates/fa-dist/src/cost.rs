@@ -1,0 +1,439 @@
+//! How long a plan takes, by the planner's model of kernels and links as data, and what hides what.
+//!
+//! The programs of all ranks are simulated: two queues for each rank, kernels as long as fa-planner predicts,
+//! an exchange from when all that take part have come to it.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+
+use fa_core::{Arch, Pass, Problem};
+use fa_planner::plan::{self, PlanOptions};
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::plan::{Scheme, ShardPlan};
+use crate::program::{Lane, Op, Program, Step};
+use crate::shard::Layout;
+
+/// A link between GPUs: what each sends while it receives as much.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Link {
+    /// From the call to the first byte, in seconds.
+    pub latency: f64,
+    /// Bytes per second of a GPU, one way.
+    pub rate: f64,
+}
+
+impl Link {
+    /// NVLink of an H100 or H200 through a switch, by NCCL: 360 GB/s expected of its tests on 8 GPUs, 300 of
+    /// a send and a receive of 256 MB of which 13 GB/s were left at 1 MB.
+    pub const NVLINK: Link = Link { latency: 25e-6, rate: 330e9 };
+    /// PCIe 5.0 with 16 lanes.
+    pub const PCIE: Link = Link { latency: 30e-6, rate: 50e9 };
+    /// A network of 400 Gb/s for each GPU.
+    pub const NETWORK: Link = Link { latency: 40e-6, rate: 45e9 };
+
+    /// The time of an exchange of so many bytes.
+    fn seconds(&self, bytes: usize) -> f64 {
+        self.latency + bytes as f64 / self.rate
+    }
+}
+
+/// GPUs and what is between them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Machine {
+    /// The GPUs.
+    pub arch: Arch,
+    /// The link of each.
+    pub link: Link,
+}
+
+/// Launching a kernel, from the end of the one before.
+const LAUNCH: f64 = 3e-6;
+
+/// Of a memory's rate what sums reach.
+const SUM_SHARE: f64 = 0.7;
+
+/// The time of a plan.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Cost {
+    /// The scheme.
+    pub scheme: Scheme,
+    /// How rows are dealt.
+    pub layout: Layout,
+    /// Parts of the heads, one after the other.
+    pub stages: usize,
+    /// Until the last rank is done, in seconds.
+    pub seconds: f64,
+    /// Kernels of attention of the busiest rank.
+    pub kernels: f64,
+    /// Sums, copies and merges of the busiest rank.
+    pub sums: f64,
+    /// Transfers of the busiest rank.
+    pub transfers: f64,
+    /// The time that is not under kernels.
+    pub exposed: f64,
+    /// One GPU with the whole problem.
+    pub one_gpu: f64,
+    /// Bytes that the rank with the most receives.
+    pub received: usize,
+    /// Bytes of the program's own memory on that rank.
+    pub scratch: usize,
+    /// Whether the results have the bits of one GPU.
+    pub same_bits: bool,
+}
+
+impl Cost {
+    /// The rate of each GPU as a share of one GPU's on the whole problem.
+    pub fn share(&self, world: usize) -> f64 {
+        self.one_gpu / (world as f64 * self.seconds)
+    }
+}
+
+/// Predicted times of kernels, by problem: those of many parts are the same.
+#[derive(Debug)]
+pub struct Times {
+    machine: Machine,
+    pass: Pass,
+    known: HashMap<String, f64>,
+}
+
+impl Times {
+    /// No times yet, of a pass on a machine.
+    pub fn new(machine: Machine, pass: Pass) -> Times {
+        Times { machine, pass, known: HashMap::new() }
+    }
+
+    /// The time of the planner's best kernel.
+    fn of(&mut self, problem: &Problem) -> Result<f64, Error> {
+        let key = format!("{problem:?}");
+        if let Some(known) = self.known.get(&key) {
+            return Ok(*known);
+        }
+        let options = PlanOptions::default().with_pass(self.pass);
+        let best = plan::best(problem, self.machine.arch, &options).map_err(fa_attn::Error::Plan)?;
+        self.known.insert(key, best.cost.seconds);
+        Ok(best.cost.seconds)
+    }
+}
+
+/// What a step takes, in seconds, and of what kind it is.
+fn step_seconds(program: &Program, step: &Step, times: &mut Times) -> Result<f64, Error> {
+    let limits = times.machine.arch.limits();
+    let bytes = || {
+        let views = step.op.reads().into_iter().chain(step.op.writes());
+        views.map(|view| program.bytes(view)).sum::<usize>() as f64
+    };
+    Ok(match &step.op {
+        Op::Forward { part, .. } | Op::Backward { part, .. } => LAUNCH + times.of(&part.problem)?,
+        Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. } => {
+            LAUNCH + bytes() / (SUM_SHARE * limits.hbm_bytes_per_s)
+        }
+        Op::Exchange { sends, recvs } => {
+            let total = |views: &[(usize, crate::program::View)]| -> usize {
+                let others = views.iter().filter(|(peer, _)| *peer != program.rank);
+                others.map(|(_, view)| program.bytes(view)).sum()
+            };
+            times.machine.link.seconds(total(sends).max(total(recvs)))
+        }
+    })
+}
+
+/// A rank, and the number of one of its steps.
+type At = (usize, usize);
+
+/// For each exchange of each rank those of other ranks that it meets.
+fn meetings(programs: &[Program]) -> HashMap<At, BTreeSet<At>> {
+    // From one rank to another: the exchanges that send, and those that receive.
+    let mut messages: HashMap<(usize, usize), [Vec<At>; 2]> = HashMap::new();
+    for (rank, program) in programs.iter().enumerate() {
+        for (number, step) in program.steps.iter().enumerate() {
+            let Op::Exchange { sends, recvs } = &step.op else { continue };
+            for (peer, _) in sends {
+                messages.entry((rank, *peer)).or_default()[0].push((rank, number));
+            }
+            for (peer, _) in recvs {
+                messages.entry((*peer, rank)).or_default()[1].push((rank, number));
+            }
+        }
+    }
+    let mut all: HashMap<At, BTreeSet<At>> = HashMap::new();
+    for [sent, received] in messages.into_values() {
+        for (a, b) in sent.into_iter().zip(received) {
+            all.entry(a).or_default().insert(b);
+            all.entry(b).or_default().insert(a);
+        }
+    }
+    all
+}
+
+/// The time of `plan` for the pass of `times`.
+///
+/// # Errors
+/// What the plan and the planner refuse.
+pub fn predict(plan: &ShardPlan, times: &mut Times) -> Result<Cost, Error> {
+    let world = plan.world();
+    let programs =
+        (0..world).map(|rank| plan.program(rank, times.pass)).collect::<Result<Vec<_>, Error>>()?;
+    let seconds = programs.iter().map(|program| {
+        program
+            .steps
+            .iter()
+            .map(|step| step_seconds(program, step, times))
+            .collect::<Result<Vec<f64>, Error>>()
+    });
+    let seconds = seconds.collect::<Result<Vec<_>, Error>>()?;
+    let meetings = meetings(&programs);
+    let lane = |step: &Step| usize::from(step.lane == Lane::Transfer);
+    let mut clocks = vec![[0.0f64; 2]; world];
+    let mut done: Vec<Vec<Option<f64>>> =
+        programs.iter().map(|program| vec![None; program.steps.len()]).collect();
+    // When a rank has come to an exchange.
+    let mut come: HashMap<(usize, usize), f64> = HashMap::new();
+    loop {
+        let mut moved = false;
+        for rank in 0..world {
+            for number in 0..programs[rank].steps.len() {
+                let step = &programs[rank].steps[number];
+                let first_open = |lane_of: usize| {
+                    let open =
+                        |at: &usize| lane(&programs[rank].steps[*at]) == lane_of && done[rank][*at].is_none();
+                    (0..programs[rank].steps.len()).find(open)
+                };
+                if done[rank][number].is_some() || first_open(lane(step)) != Some(number) {
+                    continue;
+                }
+                let waited = match step.after {
+                    Some(after) => done[rank][after],
+                    None => Some(0.0),
+                };
+                let Some(waited) = waited else { continue };
+                let mut begin = waited.max(clocks[rank][lane(step)]);
+                if let Some(others) = meetings.get(&(rank, number)) {
+                    moved |= come.insert((rank, number), begin).is_none();
+                    let begun: Option<Vec<f64>> =
+                        others.iter().map(|other| come.get(other).copied()).collect();
+                    let Some(begun) = begun else { continue };
+                    begin = begun.into_iter().fold(begin, f64::max);
+                }
+                let end = begin + seconds[rank][number];
+                done[rank][number] = Some(end);
+                clocks[rank][lane(step)] = end;
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    let total = |kind: fn(&Op) -> bool| {
+        let of = |rank: usize| -> f64 {
+            let steps = programs[rank].steps.iter().zip(&seconds[rank]);
+            steps.filter(|(step, _)| kind(&step.op)).map(|(_, seconds)| *seconds).sum()
+        };
+        (0..world).map(of).fold(0.0, f64::max)
+    };
+    let kernels = total(|op| matches!(op, Op::Forward { .. } | Op::Backward { .. }));
+    let end = clocks.iter().flatten().copied().fold(0.0, f64::max);
+    Ok(Cost {
+        scheme: plan.scheme(),
+        layout: plan.queries().layout(),
+        stages: plan.stages(),
+        seconds: end,
+        kernels,
+        sums: total(|op| matches!(op, Op::Sum { .. } | Op::Nothing { .. } | Op::Merge { .. })),
+        transfers: total(|op| matches!(op, Op::Exchange { .. })),
+        exposed: end - kernels,
+        one_gpu: times.of(plan.problem())?,
+        received: programs.iter().map(Program::received).max().unwrap_or(0),
+        scratch: programs.iter().map(Program::scratch_bytes).max().unwrap_or(0),
+        same_bits: plan.same_bits() && !times.pass.is_backward(),
+    })
+}
+
+/// All schemes for a problem, the fastest first, and why the others do not compute it.
+#[derive(Debug)]
+pub struct Ranking {
+    /// Ranks.
+    pub world: usize,
+    /// The pass.
+    pub pass: Pass,
+    /// What computes the problem, the fastest first.
+    pub plans: Vec<(ShardPlan, Cost)>,
+    /// What does not, and why.
+    pub refused: Vec<(Scheme, Error)>,
+}
+
+/// Ranks every scheme, each with the number of stages that takes the least time.
+///
+/// # Errors
+/// A problem that contradicts itself, or that no kernel computes.
+pub fn rank(
+    problem: &Problem,
+    world: usize,
+    layout: Layout,
+    pass: Pass,
+    machine: Machine,
+) -> Result<Ranking, Error> {
+    let mut times = Times::new(machine, pass);
+    let mut ranking = Ranking { world, pass, plans: Vec::new(), refused: Vec::new() };
+    let is_decode = problem.lengths.max_q() * 16 <= problem.lengths.max_k();
+    for scheme in Scheme::ALL {
+        // A few queries are not worth a shard, and many not to be on every rank.
+        if (scheme == Scheme::Decode) != is_decode {
+            continue;
+        }
+        let plan = match ShardPlan::new(problem, world, scheme, layout) {
+            Ok(plan) => plan,
+            Err(error @ (Error::Problem(_) | Error::Ranks { .. })) => return Err(error),
+            Err(error) => {
+                ranking.refused.push((scheme, error));
+                continue;
+            }
+        };
+        let mut best: Option<(ShardPlan, Cost)> = None;
+        for stages in [1, 2, 4, 8] {
+            let Ok(staged) = plan.clone().with_stages(stages) else { continue };
+            match predict(&staged, &mut times) {
+                Ok(cost) if best.as_ref().is_none_or(|(_, known)| cost.seconds < known.seconds) => {
+                    best = Some((staged, cost));
+                }
+                Ok(_) => {}
+                Err(error) if best.is_none() && stages == 1 => {
+                    ranking.refused.push((scheme, error));
+                    break;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        ranking.plans.extend(best);
+    }
+    ranking.plans.sort_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
+    Ok(ranking)
+}
+
+/// Milliseconds, with digits that tell.
+fn ms(seconds: f64) -> String {
+    let ms = seconds * 1e3;
+    if ms < 10.0 { format!("{ms:.3}") } else { format!("{ms:.1}") }
+}
+
+impl fmt::Display for Ranking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<8} {:<10} {:>6} {:>10} {:>6} {:>10} {:>10} {:>10} {:>10} {:>9} {:>9}  bits",
+            "scheme",
+            "layout",
+            "stages",
+            "ms",
+            "share",
+            "kernels",
+            "transfers",
+            "sums",
+            "exposed",
+            "MB in",
+            "MB own"
+        )?;
+        for (_, cost) in &self.plans {
+            writeln!(
+                f,
+                "{:<8} {:<10} {:>6} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>10} {:>9.0} {:>9.0}  {}",
+                cost.scheme.name(),
+                cost.layout.name(),
+                cost.stages,
+                ms(cost.seconds),
+                100.0 * cost.share(self.world),
+                ms(cost.kernels),
+                ms(cost.transfers),
+                ms(cost.sums),
+                ms(cost.exposed),
+                cost.received as f64 / 1e6,
+                cost.scratch as f64 / 1e6,
+                if cost.same_bits { "of one GPU" } else { "other sums" },
+            )?;
+        }
+        for (_, error) in &self.refused {
+            writeln!(f, "refused: {error}")?;
+        }
+        if let Some((_, best)) = self.plans.first() {
+            writeln!(f, "{}", why(best, self.plans.get(1).map(|(_, cost)| cost), self.world))?;
+        }
+        Ok(())
+    }
+}
+
+/// Why the first is first, and what is hidden under what.
+fn why(best: &Cost, next: Option<&Cost>, world: usize) -> String {
+    let hidden = (best.transfers + best.sums - best.exposed).max(0.0);
+    let of = match best.scheme {
+        Scheme::Gather => "keys and values of the next heads come under the kernels of these",
+        Scheme::Ulysses => "the exchanges of the next heads run under the kernels of these",
+        Scheme::Ring => "the keys of the next rank come under the kernels of this step",
+        Scheme::Decode => "one exchange of (O, LSE), which nothing hides",
+    };
+    let than = next.map_or(String::new(), |next| {
+        format!("; {} takes {:.1}% longer", next.scheme.name(), 100.0 * (next.seconds / best.seconds - 1.0))
+    });
+    format!(
+        "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs take {:.2} \
+         times less time than one ({} ms){than}",
+        best.scheme.name(),
+        ms(hidden),
+        ms(best.transfers + best.sums),
+        ms(best.exposed),
+        best.one_gpu / best.seconds,
+        ms(best.one_gpu),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fa_core::{Dtype, Lengths, Mask};
+
+    const MACHINE: Machine = Machine { arch: Arch::Sm90, link: Link::NVLINK };
+
+    fn ranking(len: usize, heads: (usize, usize), world: usize, pass: Pass, link: Link) -> Ranking {
+        let problem = Problem::square(1, len, heads.0, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(heads.1);
+        rank(&problem, world, Layout::Zigzag, pass, Machine { link, ..MACHINE }).unwrap()
+    }
+
+    #[test]
+    fn long_sequences_hide_their_gathers() {
+        let long = ranking(131_072, (32, 8), 8, Pass::Forward, Link::NVLINK);
+        let gather = long.plans.iter().find(|(_, cost)| cost.scheme == Scheme::Gather);
+        let (_, best) = gather.expect("gather computes the problem");
+        let share = best.share(8);
+        assert!((0.92..1.02).contains(&share), "{share} of one GPU");
+        assert!(best.exposed < 0.4 * (best.transfers + best.sums), "{best:?}");
+        let text = long.to_string();
+        assert!(text.contains("of the next heads") && text.contains("times less time than one"), "{text}");
+    }
+
+    #[test]
+    fn slow_links_expose_more_and_never_less() {
+        let [fast, slow] = [Link::NVLINK, Link::NETWORK]
+            .map(|link| ranking(32_768, (32, 32), 4, Pass::BACKWARD, link).plans[0].1.clone());
+        assert!(slow.seconds > fast.seconds && slow.exposed > fast.exposed, "{fast:?} {slow:?}");
+    }
+
+    #[test]
+    fn decodes_are_ranked_apart() {
+        let problem = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
+            .with_heads_kv(8)
+            .with_lengths(Lengths::uniform(1, 1, 1 << 20));
+        let found = rank(&problem, 2, Layout::Contiguous, Pass::Forward, MACHINE).unwrap();
+        assert_eq!(found.plans.len(), 1);
+        let (_, cost) = &found.plans[0];
+        assert_eq!(cost.scheme, Scheme::Decode);
+        assert!((1.4..2.05).contains(&(cost.one_gpu / cost.seconds)), "{cost:?}");
+    }
+
+    #[test]
+    fn refusals_are_listed_with_their_reason() {
+        let found = ranking(16_384, (6, 3), 4, Pass::Forward, Link::NVLINK);
+        assert!(found.refused.iter().any(|(scheme, _)| *scheme == Scheme::Ulysses));
+        assert!(found.to_string().contains("refused: ulysses over 4 ranks"), "{found}");
+    }
+}

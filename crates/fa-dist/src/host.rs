@@ -1,0 +1,500 @@
+//! Passes on the CPU: a rank's shard in host memory, computed by fa-cpu.
+
+use std::collections::HashMap;
+
+use fa_core::{Pass, Strides};
+use fa_cpu::merge::merge_row;
+use fa_cpu::tiled::{self, BackwardInputs};
+use fa_cpu::{Element, Extras, TensorMut, TensorRef};
+
+use crate::error::Error;
+use crate::plan::ShardPlan;
+use crate::program::{Buffer, Cell, Op, Part, Piece, Program, Shape, Step, View};
+use crate::run::{Engine, Order, run};
+use crate::transport::HostTransport;
+
+/// An element type of host tensors that travels: f32, f16 or bf16.
+pub trait Wire: Element {
+    /// The bytes of elements, little-endian.
+    fn to_bytes(elements: &[Self]) -> Vec<u8>;
+    /// The elements of bytes.
+    fn from_bytes(bytes: &[u8]) -> Vec<Self>;
+}
+
+macro_rules! wire {
+    ($type:ty) => {
+        impl Wire for $type {
+            fn to_bytes(elements: &[Self]) -> Vec<u8> {
+                elements.iter().flat_map(|element| element.to_le_bytes()).collect()
+            }
+            fn from_bytes(bytes: &[u8]) -> Vec<Self> {
+                let chunks = bytes.as_chunks::<{ size_of::<$type>() }>().0;
+                chunks.iter().map(|bytes| <$type>::from_le_bytes(*bytes)).collect()
+            }
+        }
+    };
+}
+
+wire!(f32);
+wire!(half::f16);
+wire!(half::bf16);
+
+/// A buffer in host memory.
+enum Slot<'a, T> {
+    Read(TensorRef<'a, T>),
+    Write(TensorMut<'a, T>),
+    ReadF32(&'a [f32]),
+    WriteF32(&'a mut [f32]),
+    Own(Vec<T>),
+    OwnF32(Vec<f32>),
+}
+
+/// The buffers of a rank.
+struct HostMemory<'a, T> {
+    slots: HashMap<Buffer, (Shape, Slot<'a, T>)>,
+}
+
+fn strides(shape: &Shape) -> Strides {
+    shape.order.strides(shape.rows, shape.heads, shape.dim)
+}
+
+impl<'a, T: Wire> HostMemory<'a, T> {
+    fn new(program: &Program, tensors: Vec<(Buffer, Slot<'a, T>)>) -> HostMemory<'a, T> {
+        let given = tensors.into_iter().map(|(buffer, slot)| (buffer, (program.shape(buffer), slot)));
+        // NaN, so that reading what was never written shows.
+        let own = program.scratch.iter().enumerate().map(|(number, shape)| {
+            let slot = match shape.cell {
+                Cell::Own => Slot::Own(vec![T::from_f32(f32::NAN); shape.elements()]),
+                Cell::F32 => Slot::OwnF32(vec![f32::NAN; shape.elements()]),
+            };
+            (Buffer::Scratch(number), (*shape, slot))
+        });
+        HostMemory { slots: given.chain(own).collect() }
+    }
+
+    /// Calls `visit(number in the view, offset in memory)` for each element of a view, in the order
+    /// `[batch, rows, heads, dim]`.
+    fn each(&self, view: &View, mut visit: impl FnMut(usize, usize)) {
+        let (shape, slot) = &self.slots[&view.buffer];
+        let strides = match slot {
+            Slot::Read(tensor) => tensor.strides(),
+            Slot::Write(tensor) => tensor.strides(),
+            Slot::ReadF32(_) | Slot::WriteF32(_) | Slot::Own(_) | Slot::OwnF32(_) => strides(shape),
+        };
+        let mut number = 0;
+        for b in 0..shape.batch {
+            for row in view.rows.clone() {
+                for head in view.heads.clone() {
+                    for d in 0..shape.dim {
+                        visit(number, strides.offset(b, row, head, d) as usize);
+                        number += 1;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Shape of a view, `[batch, rows, heads, dim]`.
+    fn shape(&self, view: &View) -> [usize; 4] {
+        let shape = &self.slots[&view.buffer].0;
+        [shape.batch, view.rows.len(), view.heads.len(), shape.dim]
+    }
+
+    fn read_f32(&self, view: &View) -> Vec<f32> {
+        let mut values = Vec::with_capacity(self.shape(view).iter().product());
+        match &self.slots[&view.buffer].1 {
+            Slot::Read(tensor) => self.each(view, |_, at| values.push(tensor.data()[at].to_f32())),
+            Slot::Write(tensor) => {
+                let data = tensor.as_ref();
+                self.each(view, |_, at| values.push(data.data()[at].to_f32()));
+            }
+            Slot::Own(data) => self.each(view, |_, at| values.push(data[at].to_f32())),
+            Slot::ReadF32(data) => self.each(view, |_, at| values.push(data[at])),
+            Slot::WriteF32(data) => self.each(view, |_, at| values.push(data[at])),
+            Slot::OwnF32(data) => self.each(view, |_, at| values.push(data[at])),
+        }
+        values
+    }
+
+    /// A view's elements in the problem's type.
+    fn read(&self, view: &View) -> Vec<T> {
+        self.read_f32(view).into_iter().map(T::from_f32).collect()
+    }
+
+    fn write_f32(&mut self, view: &View, values: &[f32]) {
+        let mut places = Vec::with_capacity(values.len());
+        self.each(view, |_, at| places.push(at));
+        let Some((_, slot)) = self.slots.get_mut(&view.buffer) else { return };
+        let pairs = places.into_iter().zip(values);
+        match slot {
+            Slot::Write(tensor) => pairs.for_each(|(at, value)| tensor.data_mut()[at] = T::from_f32(*value)),
+            Slot::Own(data) => pairs.for_each(|(at, value)| data[at] = T::from_f32(*value)),
+            Slot::WriteF32(data) => pairs.for_each(|(at, value)| data[at] = *value),
+            Slot::OwnF32(data) => pairs.for_each(|(at, value)| data[at] = *value),
+            Slot::Read(_) | Slot::ReadF32(_) => unreachable!("programs do not write inputs"),
+        }
+    }
+
+    fn write(&mut self, view: &View, values: &[T]) {
+        let values: Vec<f32> = values.iter().map(|value| value.to_f32()).collect();
+        self.write_f32(view, &values);
+    }
+
+    /// An LSE in memory order, `[batch, heads, rows]`: its view is all of a buffer.
+    fn lse(&self, view: &View) -> &[f32] {
+        match &self.slots[&view.buffer].1 {
+            Slot::ReadF32(data) => data,
+            Slot::WriteF32(data) => data,
+            Slot::OwnF32(data) => data,
+            Slot::Read(_) | Slot::Write(_) | Slot::Own(_) => &[],
+        }
+    }
+
+    fn lse_mut(&mut self, view: &View) -> &mut [f32] {
+        match self.slots.get_mut(&view.buffer) {
+            Some((_, Slot::WriteF32(data))) => data,
+            Some((_, Slot::OwnF32(data))) => data,
+            _ => &mut [],
+        }
+    }
+}
+
+impl<T: Wire> HostMemory<'_, T> {
+    /// The bytes of a piece of the program's own memory.
+    fn bytes(&self, piece: &Piece) -> Vec<u8> {
+        match &self.slots[&piece.buffer].1 {
+            Slot::Own(data) => {
+                let size = size_of::<T>();
+                T::to_bytes(&data[piece.offset / size..][..piece.bytes / size])
+            }
+            Slot::OwnF32(data) => f32::to_bytes(&data[piece.offset / 4..][..piece.bytes / 4]),
+            Slot::Read(_) | Slot::Write(_) | Slot::ReadF32(_) | Slot::WriteF32(_) => {
+                unreachable!("programs send their own memory")
+            }
+        }
+    }
+
+    fn set_bytes(&mut self, piece: &Piece, bytes: &[u8]) {
+        match self.slots.get_mut(&piece.buffer) {
+            Some((_, Slot::Own(data))) => {
+                let size = size_of::<T>();
+                data[piece.offset / size..][..piece.bytes / size].copy_from_slice(&T::from_bytes(bytes));
+            }
+            Some((_, Slot::OwnF32(data))) => {
+                data[piece.offset / 4..][..piece.bytes / 4].copy_from_slice(&f32::from_bytes(bytes));
+            }
+            _ => unreachable!("programs receive in their own memory"),
+        }
+    }
+}
+
+/// A rank's buffers, fa-cpu's tiles and the way to the other ranks.
+struct HostEngine<'a, T> {
+    memory: HostMemory<'a, T>,
+    extras: Extras<'a>,
+    transport: &'a mut dyn HostTransport,
+}
+
+/// The extras of a part: those of its heads.
+fn part_extras<'a>(extras: &Extras<'a>, part: &Part) -> Extras<'a> {
+    let mut own = *extras;
+    own.alibi_slopes = own.alibi_slopes.and_then(|slopes| slopes.get(part.heads.clone()));
+    own.sinks = own.sinks.and_then(|sinks| sinks.get(part.heads.clone()));
+    own
+}
+
+impl<T: Wire> Engine for HostEngine<'_, T> {
+    fn before(&mut self, _: usize, _: &Step) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn exchange(&mut self, _: &Step, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error> {
+        let rank = self.transport.rank();
+        let sent = |piece: &Piece| (piece.peer, self.memory.bytes(piece));
+        let (own, sends): (Vec<_>, Vec<_>) = sends.iter().map(sent).partition(|(peer, _)| *peer == rank);
+        let others = || recvs.iter().filter(|piece| piece.peer != rank);
+        let wanted: Vec<(usize, usize)> = others().map(|piece| (piece.peer, piece.bytes)).collect();
+        let arrived = self.transport.exchange(sends, &wanted)?;
+        others().zip(arrived).for_each(|(piece, bytes)| self.memory.set_bytes(piece, &bytes));
+        // What a rank sends to itself needs no transport.
+        let mine = recvs.iter().filter(|piece| piece.peer == rank);
+        mine.zip(own).for_each(|(piece, (_, bytes))| self.memory.set_bytes(piece, &bytes));
+        Ok(())
+    }
+
+    fn apply(&mut self, _: usize, step: &Step) -> Result<(), Error> {
+        let memory = &mut self.memory;
+        match &step.op {
+            Op::Sum { parts, to } => {
+                let mut sum = vec![0.0f32; memory.shape(to).iter().product()];
+                for (index, part) in parts.iter().enumerate() {
+                    let values = memory.read_f32(part);
+                    match index {
+                        // A copy is exact, -0 included.
+                        0 => sum = values,
+                        _ => sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value),
+                    }
+                }
+                memory.write_f32(to, &sum);
+            }
+            Op::Nothing { to } => {
+                let values = vec![f32::NEG_INFINITY; memory.shape(to).iter().product()];
+                memory.write_f32(to, &values);
+            }
+            Op::Forward { part, q, k, v, out, lse } => {
+                let inputs = [q, k, v].map(|view| (memory.shape(view), memory.read(view)));
+                let [q, k, v] = [0, 1, 2].map(|i| packed("input", &inputs[i].1, inputs[i].0));
+                let (q, k, v) = (q?, k?, v?);
+                let shape = memory.shape(out);
+                let mut values = vec![T::from_f32(0.0); shape.iter().product()];
+                let mut own = vec![0.0f32; memory.lse(lse).len()];
+                let part_extras = part_extras(&self.extras, part);
+                tiled::forward_extras(
+                    tiled::Options::default(),
+                    &part.problem,
+                    &part_extras,
+                    &q,
+                    &k,
+                    &v,
+                    &mut packed_mut("out", &mut values, shape)?,
+                    Some(&mut own),
+                )?;
+                memory.write(out, &values);
+                memory.lse_mut(lse).copy_from_slice(&own);
+            }
+            Op::Backward { part, inputs: [q, k, v, out, lse, dout], outputs } => {
+                let inputs = [q, k, v, out, dout].map(|view| (memory.shape(view), memory.read(view)));
+                let view = |i: usize| packed("input", &inputs[i].1, inputs[i].0);
+                let own = memory.lse(lse).to_vec();
+                let part_extras = part_extras(&self.extras, part);
+                let given = BackwardInputs {
+                    q: view(0)?,
+                    k: view(1)?,
+                    v: view(2)?,
+                    out: view(3)?,
+                    lse: &own,
+                    dout: view(4)?,
+                };
+                let shapes = outputs.each_ref().map(|view| memory.shape(view));
+                let mut values = shapes.map(|shape| vec![T::from_f32(0.0); shape.iter().product()]);
+                let [dq, dk, dv] = &mut values;
+                tiled::backward_extras(
+                    tiled::Options::default(),
+                    &part.problem,
+                    &part_extras,
+                    &given,
+                    &mut packed_mut("dq", dq, shapes[0])?,
+                    &mut packed_mut("dk", dk, shapes[1])?,
+                    &mut packed_mut("dv", dv, shapes[2])?,
+                    None,
+                )?;
+                outputs.iter().zip(&values).for_each(|(view, values)| memory.write(view, values));
+            }
+            Op::Merge { parts, out, lse } => merge(memory, parts, out, lse),
+            Op::Exchange { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn after(&mut self, _: usize, _: &Step) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+fn merge<T: Wire>(memory: &mut HostMemory<'_, T>, parts: &[[View; 2]], out: &View, lse: &View) {
+    let [batch, rows, heads, dim] = memory.shape(out);
+    let mut values = vec![0.0f32; batch * rows * heads * dim];
+    let mut merged = vec![f32::NEG_INFINITY; batch * rows * heads];
+    for [part, part_lse] in parts {
+        let (own, own_lse) = (memory.read_f32(part), memory.read_f32(part_lse));
+        let rows = values.chunks_exact_mut(dim).zip(own.chunks_exact(dim));
+        for ((row, other), (lse, other_lse)) in rows.zip(merged.iter_mut().zip(own_lse)) {
+            merge_row(row, lse, other, other_lse);
+        }
+    }
+    memory.write_f32(out, &values);
+    memory.write_f32(lse, &merged);
+}
+
+fn packed<'a, T>(
+    name: &'static str,
+    values: &'a [T],
+    shape: [usize; 4],
+) -> Result<TensorRef<'a, T>, fa_cpu::CpuError> {
+    TensorRef::packed(name, values, shape, fa_core::TensorLayout::Bshd)
+}
+
+fn packed_mut<'a, T>(
+    name: &'static str,
+    values: &'a mut [T],
+    shape: [usize; 4],
+) -> Result<TensorMut<'a, T>, fa_cpu::CpuError> {
+    TensorMut::packed(name, values, shape, fa_core::TensorLayout::Bshd)
+}
+
+/// One rank's part of a sharded problem, on the CPU.
+///
+/// ```
+/// use fa_core::{Dtype, Mask, Problem, TensorLayout};
+/// use fa_cpu::{Extras, TensorMut, TensorRef};
+/// use fa_dist::{HostAttention, Layout, MemoryOptions, MemoryTransport, Scheme, ShardPlan};
+///
+/// let problem = Problem::square(1, 64, 4, 16, Mask::CAUSAL, Dtype::F32);
+/// let plan = ShardPlan::new(&problem, 2, Scheme::Gather, Layout::Zigzag)?;
+/// let whole: Vec<f32> = (0..64 * 4 * 16).map(|i| (i as f32 * 0.37).sin()).collect();
+/// let sums = MemoryTransport::run(2, &MemoryOptions::default(), |transport| {
+///     let mut rank = HostAttention::new(&plan, transport)?;
+///     let own = plan.queries().scatter(rank.rank(), &whole, 4 * 16);
+///     let shape = [1, own.len() / (4 * 16), 4, 16];
+///     let q = TensorRef::packed("q", &own, shape, TensorLayout::Bshd)?;
+///     let (mut out, mut lse) = (vec![0.0; own.len()], vec![0.0; 4 * shape[1]]);
+///     let mut to = TensorMut::packed("out", &mut out, shape, TensorLayout::Bshd)?;
+///     rank.forward([q, q, q], &mut to, &mut lse, &Extras::NONE)?;
+///     Ok::<f32, fa_dist::Error>(out.iter().sum())
+/// });
+/// assert!(sums.into_iter().all(|sum| sum.is_ok_and(f32::is_finite)));
+/// # Ok::<(), fa_dist::Error>(())
+/// ```
+pub struct HostAttention<X> {
+    plan: ShardPlan,
+    transport: X,
+    rank: usize,
+    order: Order,
+}
+
+impl<X: HostTransport> HostAttention<X> {
+    /// Agrees with the other ranks on the plan.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] where a rank has another plan, and those of the transport.
+    pub fn new(plan: &ShardPlan, mut transport: X) -> Result<HostAttention<X>, Error> {
+        if transport.world() != plan.world() {
+            let need = format!("the {} ranks of the plan", plan.world());
+            return Err(Error::Ranks { name: "world", value: transport.world(), need });
+        }
+        transport.agree(&plan.descriptor())?;
+        let rank = transport.rank();
+        Ok(HostAttention { plan: plan.clone(), transport, rank, order: Order::Listed })
+    }
+
+    /// Takes the steps in another order that two streams might take them in.
+    pub fn with_order(self, order: Order) -> HostAttention<X> {
+        HostAttention { order, ..self }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &ShardPlan {
+        &self.plan
+    }
+
+    /// The transport, for what ranks exchange besides.
+    pub fn transport(&mut self) -> &mut X {
+        &mut self.transport
+    }
+
+    /// The transport, given back.
+    pub fn into_transport(self) -> X {
+        self.transport
+    }
+
+    /// O and LSE (`[batch, heads_q, rows]`) of the rank's queries, from the shards of Q, K and V. Of a decode
+    /// every rank has all queries and gets all of O and LSE. Every rank calls it, in the same order.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] and those of the transport and of fa-cpu.
+    pub fn forward<T: Wire>(
+        &mut self,
+        [q, k, v]: [TensorRef<'_, T>; 3],
+        out: &mut TensorMut<'_, T>,
+        lse: &mut [f32],
+        extras: &Extras<'_>,
+    ) -> Result<(), Error> {
+        let program = self.plan.program(self.rank, Pass::Forward)?;
+        let given = [("q", Buffer::Q, q.shape()), ("k", Buffer::K, k.shape()), ("v", Buffer::V, v.shape())];
+        self.check(&given)?;
+        self.check(&[("out", Buffer::Out, out.shape())])?;
+        self.check_lse(lse.len())?;
+        let slots = vec![
+            (Buffer::Q, Slot::Read(q)),
+            (Buffer::K, Slot::Read(k)),
+            (Buffer::V, Slot::Read(v)),
+            (Buffer::Out, Slot::Write(out.reborrow())),
+            (Buffer::Lse, Slot::WriteF32(lse)),
+        ];
+        self.run(&program, slots, extras)
+    }
+
+    /// Gradients of the rank's queries, keys and values, from its shards of the forward's tensors and of dO.
+    /// Every rank calls it, in the same order.
+    ///
+    /// # Errors
+    /// As [`HostAttention::forward`].
+    pub fn backward<T: Wire>(
+        &mut self,
+        inputs: &BackwardInputs<'_, T>,
+        [dq, dk, dv]: [&mut TensorMut<'_, T>; 3],
+        extras: &Extras<'_>,
+    ) -> Result<(), Error> {
+        let program = self.plan.program(self.rank, Pass::BACKWARD)?;
+        let BackwardInputs { q, k, v, out, lse, dout } = *inputs;
+        self.check(&[
+            ("q", Buffer::Q, q.shape()),
+            ("k", Buffer::K, k.shape()),
+            ("v", Buffer::V, v.shape()),
+            ("out", Buffer::Out, out.shape()),
+            ("dout", Buffer::Dout, dout.shape()),
+            ("dq", Buffer::Dq, dq.shape()),
+            ("dk", Buffer::Dk, dk.shape()),
+            ("dv", Buffer::Dv, dv.shape()),
+        ])?;
+        self.check_lse(lse.len())?;
+        let slots = vec![
+            (Buffer::Q, Slot::Read(q)),
+            (Buffer::K, Slot::Read(k)),
+            (Buffer::V, Slot::Read(v)),
+            (Buffer::Out, Slot::Read(out)),
+            (Buffer::Lse, Slot::ReadF32(lse)),
+            (Buffer::Dout, Slot::Read(dout)),
+            (Buffer::Dq, Slot::Write(dq.reborrow())),
+            (Buffer::Dk, Slot::Write(dk.reborrow())),
+            (Buffer::Dv, Slot::Write(dv.reborrow())),
+        ];
+        self.run(&program, slots, extras)
+    }
+    fn run<'a, T: Wire>(
+        &'a mut self,
+        program: &Program,
+        slots: Vec<(Buffer, Slot<'a, T>)>,
+        extras: &Extras<'a>,
+    ) -> Result<(), Error> {
+        let memory = HostMemory::new(program, slots);
+        let mut engine = HostEngine { memory, extras: *extras, transport: &mut self.transport };
+        run(program, self.order, &mut engine)
+    }
+
+    fn check(&self, tensors: &[(&'static str, Buffer, [usize; 4])]) -> Result<(), Error> {
+        for (tensor, buffer, got) in tensors {
+            let Shape { batch, rows, heads, dim, .. } = self.plan.shape(self.rank, *buffer);
+            let need = [batch, rows, heads, dim];
+            if *got != need {
+                let (got, need) = (format!("{got:?}"), format!("{need:?}"));
+                return Err(Error::Tensor { tensor, got, need });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_lse(&self, got: usize) -> Result<(), Error> {
+        let need = self.plan.shape(self.rank, Buffer::Lse).elements();
+        if got == need {
+            return Ok(());
+        }
+        let (got, need) = (format!("{got} elements"), format!("{need}"));
+        Err(Error::Tensor { tensor: "lse", got, need })
+    }
+}

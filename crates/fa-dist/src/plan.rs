@@ -1,0 +1,341 @@
+//! A sharded problem: which rank holds what, and the program of each.
+
+use std::ops::Range;
+
+use fa_core::lengths::SideRows;
+use fa_core::{Alibi, Lengths, Mask, Problem, TensorLayout, Types};
+use fa_cpu::check;
+use serde::{Deserialize, Serialize};
+
+use crate::block::{Block, block};
+use crate::error::Error;
+use crate::program::{Buffer, Cell, Part, Shape};
+use crate::shard::{Layout, Shards};
+
+/// How ranks work together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scheme {
+    /// Every rank gathers the keys and values that its queries see, some heads at a time, and computes its
+    /// rows as one GPU would: nothing is merged, and the bits are those of one GPU.
+    Gather,
+    /// An exchange turns shards of rows into shards of heads, and another one turns them back: each rank
+    /// computes whole sequences for some heads.
+    Ulysses,
+    /// Keys and values of one rank after the other, whose partial results are merged: the least memory.
+    Ring,
+    /// Few queries, which all ranks hold, over keys that are spread over ranks: one exchange of (O, LSE).
+    Decode,
+}
+
+impl Scheme {
+    /// Every scheme.
+    pub const ALL: [Scheme; 4] = [Scheme::Gather, Scheme::Ulysses, Scheme::Ring, Scheme::Decode];
+
+    /// The name used on the command line and in errors.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Scheme::Gather => "gather",
+            Scheme::Ulysses => "ulysses",
+            Scheme::Ring => "ring",
+            Scheme::Decode => "decode",
+        }
+    }
+}
+
+/// The most ranks of a plan.
+pub const MAX_WORLD: usize = 1024;
+
+/// Rows at which a rank's parts begin by default: kernels' tiles of queries divide it.
+const TILE: (usize, usize) = (128, 128);
+
+/// A problem over ranks, as data.
+///
+/// ```
+/// use fa_core::{Dtype, Mask, Pass, Problem};
+/// use fa_dist::{Layout, Scheme, ShardPlan};
+///
+/// // 131,072 positions, 32 heads of 128, causal, over 8 GPUs.
+/// let problem = Problem::square(1, 131_072, 32, 128, Mask::CAUSAL, Dtype::Bf16);
+/// let plan = ShardPlan::new(&problem, 8, Scheme::Gather, Layout::Zigzag)?;
+/// assert_eq!(plan.queries().ranges(1), [8192..16384, 114_688..122_880]);
+/// let program = plan.program(0, Pass::Forward)?;
+/// println!("{} steps, {} bytes received", program.steps.len(), program.received());
+/// # Ok::<(), fa_dist::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShardPlan {
+    problem: Problem,
+    world: usize,
+    scheme: Scheme,
+    queries: Shards,
+    keys: Shards,
+    stages: usize,
+    tiles: (usize, usize),
+}
+
+impl ShardPlan {
+    /// The plan of `problem`, which is the whole one, for `world` ranks.
+    ///
+    /// # Errors
+    /// [`Error::Problem`], [`Error::Ranks`], and [`Error::Refused`] for what the scheme does not compute.
+    pub fn new(problem: &Problem, world: usize, scheme: Scheme, layout: Layout) -> Result<ShardPlan, Error> {
+        problem.check()?;
+        if world == 0 || world > MAX_WORLD {
+            return Err(Error::Ranks { name: "world", value: world, need: format!("1 to {MAX_WORLD}") });
+        }
+        let placeholder = Shards::new(layout, world, 0, 1);
+        let mut plan = ShardPlan {
+            problem: *problem,
+            world,
+            scheme,
+            queries: placeholder.clone(),
+            keys: placeholder,
+            stages: 1,
+            tiles: TILE,
+        };
+        plan.deal(layout);
+        plan.check()?;
+        // Heads are gathered one by one, up to 8 times: nothing hides the first transfer alone.
+        plan.stages = match scheme {
+            Scheme::Gather => stages_of(problem.heads_kv, 8),
+            Scheme::Ulysses => stages_of(plan.own_kv_heads(), 2),
+            Scheme::Ring | Scheme::Decode => 1,
+        };
+        Ok(plan)
+    }
+
+    /// The same plan with the heads in `stages` parts, the transfer of one under the products of another.
+    ///
+    /// # Errors
+    /// [`Error::Ranks`] for a number that does not divide the K/V heads that a rank computes.
+    pub fn with_stages(mut self, stages: usize) -> Result<ShardPlan, Error> {
+        let heads = match self.scheme {
+            Scheme::Gather => self.problem.heads_kv,
+            Scheme::Ulysses => self.own_kv_heads(),
+            Scheme::Ring | Scheme::Decode => 1,
+        };
+        if stages == 0 || !heads.is_multiple_of(stages) {
+            let need = format!("a divisor of the {heads} K/V heads that are gathered");
+            return Err(Error::Ranks { name: "stages", value: stages, need });
+        }
+        self.stages = stages;
+        Ok(self)
+    }
+
+    /// The same plan with shards that begin at multiples of `rows`, and keys of a window at multiples of
+    /// `keys`: the tiles of the kernel, for bits equal to those of one GPU.
+    pub fn with_tiles(mut self, rows: usize, keys: usize) -> ShardPlan {
+        self.tiles = (rows.max(1), keys.max(1));
+        self.deal(self.queries.layout());
+        self
+    }
+
+    /// Deals rows and keys to ranks. Short sequences are dealt in smaller pieces than tiles, for balance.
+    fn deal(&mut self, layout: Layout) {
+        let (world, decode) = (self.world, self.scheme == Scheme::Decode);
+        let [_, queries, ..] = check::q_shape(&self.problem);
+        let [_, keys, ..] = check::k_shape(&self.problem);
+        let align = |len: usize, tile: usize| if len >= 8 * tile * world { tile } else { 1 };
+        let align = align(queries.max(keys), self.tiles.0);
+        self.queries = if decode {
+            Shards::new(Layout::Contiguous, 1, queries, 1)
+        } else {
+            Shards::new(layout, world, queries, align)
+        };
+        self.keys = Shards::new(layout, world, keys, align);
+    }
+
+    /// What the scheme computes.
+    fn check(&self) -> Result<(), Error> {
+        let Problem { lengths, heads_q, heads_kv, .. } = self.problem;
+        let refuse = |what: String, instead: &str| {
+            let instead = instead.to_owned();
+            Err(Error::Refused { scheme: self.scheme.name(), world: self.world, what, instead })
+        };
+        if let SideRows::Paged { page, .. } = lengths.k().rows {
+            return refuse(format!("keys in pages of {page} rows"), "pack or pad the keys of each rank");
+        }
+        if lengths.q().used || lengths.k().used {
+            return refuse("lengths in use".to_owned(), "pack the sequences, or leave the lengths out");
+        }
+        if !lengths.is_uniform() && self.scheme != Scheme::Ulysses {
+            return refuse("packed sequences".to_owned(), "use ulysses, or a call for each sequence");
+        }
+        let (score, types) = (self.problem.score, self.problem.types);
+        if types != Types::same(types.q) {
+            return refuse(format!("tensors of several types ({types:?})"), "use one type for all tensors");
+        }
+        let (left, right) = (self.problem.mask.left, self.problem.mask.right);
+        match (score.alibi, self.scheme) {
+            (Some(Alibi::PerSequenceHead), _) => {
+                return refuse("slopes of each sequence".to_owned(), "use slopes of heads alone");
+            }
+            (Some(Alibi::PerHead), Scheme::Ring | Scheme::Decode) => {
+                return refuse("ALiBi".to_owned(), "use gather or ulysses");
+            }
+            (Some(Alibi::PerHead), Scheme::Gather) if right != Some(0) || self.problem.mask.offset != 0 => {
+                let what = "ALiBi without a causal mask, or with an offset".to_owned();
+                return refuse(what, "use ulysses, or a causal mask");
+            }
+            (Some(Alibi::PerHead), Scheme::Gather | Scheme::Ulysses) | (None, _) => {}
+        }
+        if score.sinks && matches!(self.scheme, Scheme::Ring | Scheme::Decode) {
+            return refuse("sinks".to_owned(), "use gather or ulysses");
+        }
+        if self.scheme == Scheme::Ulysses {
+            let world = self.world;
+            let whole = heads_q.is_multiple_of(world)
+                && (heads_kv.is_multiple_of(world) || world.is_multiple_of(heads_kv));
+            if !whole {
+                let what =
+                    format!("{heads_q} query heads and {heads_kv} K/V heads, which {world} does not divide");
+                return refuse(what, "use gather or ring");
+            }
+        }
+        if matches!(self.scheme, Scheme::Ring | Scheme::Decode) {
+            let windowed = left.is_some() || right.is_some_and(|right| right > 0);
+            let parts = if windowed { 4 * self.world } else { self.world };
+            if parts > fa_core::Merge::MAX_PARTS {
+                let what = format!("up to {parts} partial results");
+                return refuse(what, "use gather, or at most 16 ranks (4 with a window)");
+            }
+        }
+        Ok(())
+    }
+
+    /// The whole problem.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// Ranks.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    /// How they work together.
+    pub fn scheme(&self) -> Scheme {
+        self.scheme
+    }
+
+    /// In how many parts heads are transferred.
+    pub fn stages(&self) -> usize {
+        self.stages
+    }
+
+    /// Whose queries are whose; of a decode every rank has all.
+    pub fn queries(&self) -> &Shards {
+        &self.queries
+    }
+
+    /// Whose keys are whose.
+    pub fn keys(&self) -> &Shards {
+        &self.keys
+    }
+
+    /// Whether O and LSE have the bits of one GPU with the same kernel.
+    pub fn same_bits(&self) -> bool {
+        matches!(self.scheme, Scheme::Gather | Scheme::Ulysses)
+    }
+
+    /// One line that says all that ranks have to agree on.
+    pub fn descriptor(&self) -> String {
+        let problem = &self.problem;
+        format!(
+            "fa-dist {} {} {} world {} stages {} tiles {:?} {:?} heads {}:{} dim {}-{} {} {} {:?} {:?}",
+            env!("CARGO_PKG_VERSION"),
+            self.scheme.name(),
+            self.queries.layout().name(),
+            self.world,
+            self.stages,
+            self.tiles,
+            problem.lengths,
+            problem.heads_q,
+            problem.heads_kv,
+            problem.head_dim,
+            problem.head_dim_v,
+            problem.types.q,
+            problem.mask,
+            problem.softmax_scale,
+            problem.score,
+        )
+    }
+
+    /// Shape of the shard of a tensor that the caller has, `[batch, rows, heads, dim]`.
+    pub fn shape(&self, rank: usize, buffer: Buffer) -> Shape {
+        let [batch, ..] = check::q_shape(&self.problem);
+        let queries = if self.scheme == Scheme::Decode { 0 } else { rank };
+        let (queries, keys) = (self.queries.rows(queries), self.keys.rows(rank));
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
+        let own =
+            |rows, heads, dim| Shape { batch, rows, heads, dim, cell: Cell::Own, order: TensorLayout::Bshd };
+        match buffer {
+            Buffer::Q | Buffer::Dq => own(queries, heads_q, head_dim),
+            Buffer::K | Buffer::Dk => own(keys, heads_kv, head_dim),
+            Buffer::V | Buffer::Dv => own(keys, heads_kv, head_dim_v),
+            Buffer::Out | Buffer::Dout => own(queries, heads_q, head_dim_v),
+            Buffer::Lse => Shape { cell: Cell::F32, order: TensorLayout::Bhsd, ..own(queries, heads_q, 1) },
+            Buffer::Scratch(_) => own(0, 0, 0),
+        }
+    }
+
+    /// The caller's tensors of a pass, as shards of `rank`.
+    pub(crate) fn tensors(&self, rank: usize, backward: bool) -> Vec<(Buffer, Shape)> {
+        let forward = [Buffer::Q, Buffer::K, Buffer::V, Buffer::Out, Buffer::Lse];
+        let gradients = [Buffer::Dout, Buffer::Dq, Buffer::Dk, Buffer::Dv];
+        let gradients = gradients.iter().filter(|_| backward);
+        forward.iter().chain(gradients).map(|&buffer| (buffer, self.shape(rank, buffer))).collect()
+    }
+
+    /// Lengths of the whole sequence: queries and keys.
+    pub(crate) fn len(&self) -> (usize, usize) {
+        (self.queries.len(), self.keys.len())
+    }
+
+    /// What of the mask is visible between some rows and some keys.
+    pub(crate) fn block(&self, rows: Range<usize>, keys: Range<usize>) -> Option<Block> {
+        block(self.problem.mask, self.len(), rows, keys, self.tiles.1)
+    }
+
+    /// The problem of a kernel's call.
+    pub(crate) fn part(
+        &self,
+        (rows, keys): (usize, usize),
+        heads: &Range<usize>,
+        kv_heads: usize,
+        mask: Mask,
+    ) -> Part {
+        let lengths = Lengths::uniform(self.problem.lengths.sequences(), rows, keys);
+        self.part_of(lengths, heads, kv_heads, mask)
+    }
+
+    pub(crate) fn part_of(
+        &self,
+        lengths: Lengths,
+        heads: &Range<usize>,
+        kv_heads: usize,
+        mask: Mask,
+    ) -> Part {
+        // The scale follows from the head dim alone: parts have the whole's.
+        let problem = self.problem.with_lengths(lengths).with_heads(heads.len(), kv_heads).with_mask(mask);
+        Part { problem, heads: heads.clone() }
+    }
+
+    /// K/V heads that a rank of Ulysses computes.
+    pub(crate) fn own_kv_heads(&self) -> usize {
+        (self.problem.heads_kv / self.world).max(1)
+    }
+
+    /// Heads of stage `stage` of a gather, of K/V and of queries.
+    pub(crate) fn stage_heads(&self, stage: usize) -> (Range<usize>, Range<usize>) {
+        let (size, group) = (self.problem.heads_kv / self.stages, self.problem.group_size());
+        let kv = stage * size..(stage + 1) * size;
+        (kv.start * group..kv.end * group, kv)
+    }
+}
+
+/// The most stages, up to `most`, that divide `heads`.
+fn stages_of(heads: usize, most: usize) -> usize {
+    (1..=most.min(heads.max(1))).rev().find(|stages| heads.is_multiple_of(*stages)).unwrap_or(1)
+}

@@ -1,0 +1,72 @@
+//! Decode: queries on every rank, keys spread over ranks, one exchange of (O, LSE).
+
+use fa_core::Pass;
+
+use super::calls::{Call, calls};
+use super::gather::others;
+use super::{Packed, nothing, outside};
+use crate::plan::ShardPlan;
+use crate::program::{Buffer, Builder, Lane, Op, Program, View};
+use crate::shard::Placed;
+
+/// What a rank does. All ranks end with the same result, merged in the order of ranks.
+pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
+    let tensors = plan.tensors(rank, Pass::Forward.is_backward());
+    let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
+    let mut packed = Packed::new();
+    let (heads, kv) = (0..plan.problem().heads_q, 0..plan.problem().heads_kv);
+    let rows = 0..plan.queries().len();
+    let placed = [Placed { local: 0, range: rows.clone() }];
+    let [out_shape, lse_shape] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.shape(buffer));
+    let mut parts: Vec<Vec<[View; 2]>> = vec![Vec::new(); plan.world()];
+    for (owner, parts) in parts.iter_mut().enumerate() {
+        for Call { rows: own, keys, mask } in calls(plan, &placed, owner) {
+            let [out, lse] = [builder.scratch(out_shape), builder.scratch(lse_shape)];
+            parts.push([builder.whole(out), builder.whole(lse)]);
+            if owner != rank {
+                continue;
+            }
+            let to = View::of(lse, &own, &heads);
+            let own_lse = packed.of(&mut builder, &to);
+            builder.push(
+                Lane::Compute,
+                Op::Forward {
+                    part: plan.part((own.len(), keys.len()), &heads, kv.len(), mask),
+                    q: View::of(Buffer::Q, &own, &heads),
+                    k: View::of(Buffer::K, &keys, &kv),
+                    v: View::of(Buffer::V, &keys, &kv),
+                    out: View::of(out, &own, &heads),
+                    lse: own_lse.clone(),
+                },
+            );
+            if own_lse != to {
+                builder.copy(Lane::Compute, own_lse, to);
+            }
+            for unseen in outside(&rows, &own) {
+                builder.push(Lane::Compute, Op::Nothing { to: View::of(lse, &unseen, &heads) });
+                // Sent as it is: what the rows of O hold has to be something.
+                let to = View::of(out, &unseen, &heads);
+                builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to });
+            }
+        }
+    }
+    let (mut sends, mut recvs) = (Vec::new(), Vec::new());
+    for (next, last) in others(plan, rank) {
+        let views = |of: usize| parts[of].iter().flatten().cloned();
+        sends.extend(views(rank).map(|view| (next, view)));
+        recvs.extend(views(last).map(|view| (last, view)));
+    }
+    if !rows.is_empty() {
+        // Nothing hides this exchange: it stays on the caller's stream.
+        builder.push(Lane::Compute, Op::Exchange { sends, recvs });
+    }
+    let parts: Vec<[View; 2]> = parts.into_iter().flatten().collect();
+    match parts.is_empty() {
+        true => nothing(&mut builder, &rows, &heads),
+        false => {
+            let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| builder.whole(buffer));
+            builder.push(Lane::Compute, Op::Merge { parts, out, lse });
+        }
+    }
+    builder.finish()
+}

@@ -1,0 +1,257 @@
+//! The ring: keys and values of one rank after the other, partial results merged by their LSE.
+//!
+//! A rank gets keys from their owner directly, and only those that its queries see. Gradients of K and V go
+//! straight back to the owner, who adds them up in the order of the steps.
+
+use std::ops::Range;
+
+use fa_core::Pass;
+
+use super::calls::{Call, calls};
+use super::sums::{Term, sum};
+use super::{Packed, joined, nothing, outside};
+use crate::plan::ShardPlan;
+use crate::program::{Buffer, Builder, Cell, Lane, Op, Program, Shape, View};
+use crate::shard::{Placed, overlap};
+
+/// Keys of `owner` that `reader` needs, by the owner's own numbers, cut where its ranges meet.
+fn shared(plan: &ShardPlan, owner: usize, reader: usize) -> Vec<Range<usize>> {
+    let seen = joined(steps(plan, reader, owner).into_iter().map(|call| call.keys).collect());
+    let placed = plan.keys().placed(owner).into_iter();
+    let cut = |placed: Placed| {
+        let own = placed.locals(&placed.range);
+        seen.iter().filter_map(|range| overlap(range, &own)).collect::<Vec<_>>()
+    };
+    placed.flat_map(cut).collect()
+}
+
+fn steps(plan: &ShardPlan, rank: usize, owner: usize) -> Vec<Call> {
+    calls(plan, &plan.queries().placed(rank), owner)
+}
+
+struct Ring<'a> {
+    plan: &'a ShardPlan,
+    rank: usize,
+    builder: Builder,
+    /// The rank's own K and V, packed to be sent.
+    own: [Buffer; 2],
+    /// Those of others, of steps in turn.
+    others: Vec<[Buffer; 2]>,
+    packed: Packed,
+}
+
+impl<'a> Ring<'a> {
+    fn new(plan: &'a ShardPlan, rank: usize, pass: Pass) -> Ring<'a> {
+        let tensors = plan.tensors(rank, pass.is_backward());
+        let mut builder = Builder::new((rank, plan.world()), plan.problem().types.q, tensors);
+        let most = (0..plan.world()).map(|rank| plan.keys().rows(rank)).max().unwrap_or(0);
+        let room = |builder: &mut Builder, rows: Option<usize>| {
+            [Buffer::K, Buffer::V].map(|buffer| {
+                let shape = builder.shape(buffer);
+                builder.scratch(Shape { rows: rows.unwrap_or(shape.rows), ..shape })
+            })
+        };
+        let own = room(&mut builder, None);
+        let others = (0..(plan.world() - 1).min(2)).map(|_| room(&mut builder, Some(most))).collect();
+        for (from, to) in [Buffer::K, Buffer::V].into_iter().zip(own) {
+            let (from, to) = (builder.whole(from), builder.whole(to));
+            builder.copy(Lane::Transfer, from, to);
+        }
+        Ring { plan, rank, builder, own, others, packed: Packed::new() }
+    }
+
+    /// The rank whose keys are met at `step`, and the one that meets this rank's.
+    fn peers(&self, step: usize) -> (usize, usize) {
+        let world = self.plan.world();
+        ((self.rank + world - step) % world, (self.rank + step) % world)
+    }
+
+    /// K and V at `step`.
+    fn at(&self, step: usize) -> [Buffer; 2] {
+        if step == 0 { self.own } else { self.others[(step - 1) % self.others.len()] }
+    }
+
+    fn fetch(&mut self, step: usize) {
+        let (owner, reader) = self.peers(step);
+        let heads = 0..self.plan.problem().heads_kv;
+        let messages = |peer: usize, buffers: [Buffer; 2], ranges: Vec<Range<usize>>| {
+            let of = |rows: Range<usize>| buffers.map(|buffer| (peer, View::of(buffer, &rows, &heads)));
+            ranges.into_iter().flat_map(of).collect::<Vec<_>>()
+        };
+        let sends = messages(reader, self.own, shared(self.plan, self.rank, reader));
+        let recvs = messages(owner, self.at(step), shared(self.plan, owner, self.rank));
+        self.builder.push(Lane::Transfer, Op::Exchange { sends, recvs });
+    }
+
+    /// Memory like one of the caller's tensors.
+    fn like(&mut self, buffer: Buffer, cell: Cell) -> Buffer {
+        let shape = self.builder.shape(buffer);
+        self.builder.scratch(Shape { cell, ..shape })
+    }
+}
+
+/// The forward of a rank.
+pub(crate) fn forward(plan: &ShardPlan, rank: usize) -> Program {
+    let mut ring = Ring::new(plan, rank, Pass::Forward);
+    let heads = 0..plan.problem().heads_q;
+    let kv = 0..plan.problem().heads_kv;
+    let rows = 0..plan.queries().rows(rank);
+    let by_step: Vec<Vec<Call>> =
+        (0..plan.world()).map(|step| steps(plan, rank, ring.peers(step).0)).collect();
+    let count: usize = by_step.iter().map(Vec::len).sum();
+    if plan.world() > 1 {
+        ring.fetch(1);
+    }
+    let mut parts = Vec::new();
+    for (step, calls) in by_step.into_iter().enumerate() {
+        if step > 0 && step + 1 < plan.world() {
+            ring.fetch(step + 1);
+        }
+        let [k, v] = ring.at(step);
+        for Call { rows: own, keys, mask } in calls {
+            // A single part is the result.
+            let [out, lse] = match count {
+                1 => [Buffer::Out, Buffer::Lse],
+                _ => [ring.like(Buffer::Out, Cell::Own), ring.like(Buffer::Lse, Cell::F32)],
+            };
+            let to = View::of(lse, &own, &heads);
+            let packed = ring.packed.of(&mut ring.builder, &to);
+            ring.builder.push(
+                Lane::Compute,
+                Op::Forward {
+                    part: plan.part((own.len(), keys.len()), &heads, kv.len(), mask),
+                    q: View::of(Buffer::Q, &own, &heads),
+                    k: View::of(k, &keys, &kv),
+                    v: View::of(v, &keys, &kv),
+                    out: View::of(out, &own, &heads),
+                    lse: packed.clone(),
+                },
+            );
+            if packed != to {
+                ring.builder.copy(Lane::Compute, packed, to);
+            }
+            for unseen in outside(&rows, &own) {
+                match count {
+                    1 => nothing(&mut ring.builder, &unseen, &heads),
+                    _ => {
+                        let to = View::of(lse, &unseen, &heads);
+                        ring.builder.push(Lane::Compute, Op::Nothing { to });
+                    }
+                }
+            }
+            parts.push([ring.builder.whole(out), ring.builder.whole(lse)]);
+        }
+    }
+    match count {
+        0 => nothing(&mut ring.builder, &rows, &heads),
+        1 => {}
+        _ => {
+            let [out, lse] = [Buffer::Out, Buffer::Lse].map(|buffer| ring.builder.whole(buffer));
+            ring.builder.push(Lane::Compute, Op::Merge { parts, out, lse });
+        }
+    }
+    ring.builder.finish()
+}
+
+/// The backward of a rank.
+pub(crate) fn backward(plan: &ShardPlan, rank: usize) -> Program {
+    let mut ring = Ring::new(plan, rank, Pass::BACKWARD);
+    let world = plan.world();
+    let heads = 0..plan.problem().heads_q;
+    let kv = 0..plan.problem().heads_kv;
+    let dq = ring.like(Buffer::Dq, Cell::F32);
+    let sums = [Buffer::Dk, Buffer::Dv].map(|buffer| ring.like(buffer, Cell::F32));
+    let whole = ring.builder.whole(dq);
+    ring.builder.push(Lane::Compute, Op::Sum { parts: Vec::new(), to: whole });
+    let most = (0..world).map(|rank| plan.keys().rows(rank)).max().unwrap_or(0);
+    // What is returned of a step, and what comes back: of two steps in turn.
+    let rooms: Vec<[[Buffer; 2]; 2]> = (0..2)
+        .map(|_| {
+            [most, plan.keys().rows(rank)].map(|rows| {
+                [Buffer::Dk, Buffer::Dv].map(|buffer| {
+                    let shape = ring.builder.shape(buffer);
+                    ring.builder.scratch(Shape { cell: Cell::F32, rows, ..shape })
+                })
+            })
+        })
+        .collect();
+    // Of calls in turn: their own queue orders them.
+    let [part, wide] = [Cell::Own, Cell::F32].map(|cell| ring.like(Buffer::Dq, cell));
+    let mut pool: Vec<[Buffer; 2]> = Vec::new();
+    if world > 1 {
+        ring.fetch(1);
+    }
+    for step in 0..world {
+        if step > 0 && step + 1 < world {
+            ring.fetch(step + 1);
+        }
+        let (owner, reader) = ring.peers(step);
+        let [k, v] = ring.at(step);
+        let mut terms: [Vec<Term>; 2] = [Vec::new(), Vec::new()];
+        for (index, Call { rows: own, keys, mask }) in steps(plan, rank, owner).into_iter().enumerate() {
+            let of = |buffer| View::of(buffer, &own, &heads);
+            let lse = ring.packed.of(&mut ring.builder, &of(Buffer::Lse));
+            if lse != of(Buffer::Lse) {
+                ring.builder.copy(Lane::Compute, of(Buffer::Lse), lse.clone());
+            }
+            let keyed = |buffer| View::of(buffer, &keys, &kv);
+            if index == pool.len() {
+                pool.push([Buffer::Dk, Buffer::Dv].map(|buffer| {
+                    let shape = ring.builder.shape(buffer);
+                    ring.builder.scratch(Shape { rows: most, ..shape })
+                }));
+            }
+            let parts = pool[index];
+            ring.builder.push(
+                Lane::Compute,
+                Op::Backward {
+                    part: plan.part((own.len(), keys.len()), &heads, kv.len(), mask),
+                    inputs: [of(Buffer::Q), keyed(k), keyed(v), of(Buffer::Out), lse, of(Buffer::Dout)],
+                    outputs: [of(part), keyed(parts[0]), keyed(parts[1])],
+                },
+            );
+            // Sums are of one type.
+            ring.builder.copy(Lane::Compute, of(part), of(wide));
+            let op = Op::Sum { parts: vec![of(dq), of(wide)], to: of(dq) };
+            ring.builder.push(Lane::Compute, op);
+            for (terms, buffer) in terms.iter_mut().zip(parts) {
+                terms.push(Term { rows: keys.clone(), buffer, first: keys.start });
+            }
+        }
+        let [returned, received] = rooms[step % 2];
+        if step == 0 {
+            let own = 0..plan.keys().rows(rank);
+            for (terms, to) in terms.iter().zip(sums) {
+                sum(&mut ring.builder, Lane::Compute, terms, &kv, &own, (to, 0, &kv));
+            }
+            continue;
+        }
+        let back = shared(plan, owner, rank);
+        for (terms, to) in terms.iter().zip(returned) {
+            for rows in &back {
+                sum(&mut ring.builder, Lane::Compute, terms, &kv, rows, (to, rows.start, &kv));
+            }
+        }
+        let messages = |peer: usize, buffers: [Buffer; 2], ranges: &[Range<usize>]| {
+            let of = |rows: &Range<usize>| buffers.map(|buffer| (peer, View::of(buffer, rows, &kv)));
+            ranges.iter().flat_map(of).collect::<Vec<_>>()
+        };
+        let come = shared(plan, rank, reader);
+        let (sends, recvs) = (messages(owner, returned, &back), messages(reader, received, &come));
+        ring.builder.push(Lane::Transfer, Op::Exchange { sends, recvs });
+        for (from, to) in received.into_iter().zip(sums) {
+            for rows in &come {
+                let [from, to] = [from, to].map(|buffer| View::of(buffer, rows, &kv));
+                ring.builder.push(Lane::Transfer, Op::Sum { parts: vec![to.clone(), from], to });
+            }
+        }
+    }
+    let lanes = [Lane::Compute, Lane::Transfer, Lane::Transfer];
+    for ((from, to), lane) in
+        [(dq, Buffer::Dq), (sums[0], Buffer::Dk), (sums[1], Buffer::Dv)].into_iter().zip(lanes)
+    {
+        let [from, to] = [from, to].map(|buffer| ring.builder.whole(buffer));
+        ring.builder.copy(lane, from, to);
+    }
+    ring.builder.finish()
+}

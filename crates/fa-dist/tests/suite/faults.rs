@@ -1,0 +1,116 @@
+//! Ranks that end, stall, lose or damage messages, or do something else: a typed error on every survivor, in
+//! time.
+
+use std::time::{Duration, Instant};
+
+use fa_core::{Mask, Pass};
+use fa_cpu::Extras;
+use fa_dist::program::Op;
+use fa_dist::{
+    Error, Fault, FaultKind, HostAttention, Layout, MemoryOptions, MemoryTransport, Order, Scheme, ShardPlan,
+};
+
+use crate::cases::{plans, problem};
+use crate::oracle::{inputs, rank};
+
+/// What each rank answers when `fault` happens.
+fn answers(plan: &ShardPlan, fault: Fault) -> Vec<Option<Error>> {
+    let inputs = inputs::<f32>(plan.problem());
+    let deadline = Duration::from_millis(400);
+    let options = MemoryOptions { deadline, faults: vec![fault], ..MemoryOptions::default() };
+    let begun = Instant::now();
+    let found = MemoryTransport::run(plan.world(), &options, |transport| {
+        rank(plan, transport, Order::Listed, &inputs, &Extras::NONE).err()
+    });
+    assert!(begun.elapsed() < Duration::from_secs(20), "a rank hung");
+    found
+}
+
+#[test]
+fn a_rank_that_ends_is_named_by_all_others_at_every_stage() {
+    let problem = problem(1, (32, 32), (4, 4), Mask::CAUSAL);
+    for plan in plans(&problem, 3) {
+        let exchanges = |pass| {
+            let program = plan.program(1, pass).unwrap();
+            program.steps.iter().filter(|step| matches!(step.op, Op::Exchange { .. })).count()
+        };
+        for exchange in 0..exchanges(Pass::Forward) + exchanges(Pass::BACKWARD) {
+            let found = answers(&plan, Fault { rank: 1, exchange, kind: FaultKind::Die });
+            for (r, error) in found.into_iter().enumerate() {
+                // A rank that needs nothing more of it may have ended well.
+                match error {
+                    Some(Error::PeerLost { rank: 1, .. }) => {}
+                    None if r != 1 => {}
+                    other => panic!("{} rank {r} at {exchange}: {other:?}", plan.scheme().name()),
+                }
+            }
+        }
+        let first = answers(&plan, Fault { rank: 1, exchange: 0, kind: FaultKind::Die });
+        assert!(first.iter().any(|error| matches!(error, Some(Error::PeerLost { rank: 1, .. }))));
+    }
+}
+
+#[test]
+fn lost_swapped_and_cut_messages_are_found() {
+    let problem = problem(1, (32, 32), (4, 4), Mask::CAUSAL);
+    for plan in plans(&problem, 2) {
+        for kind in [FaultKind::Drop, FaultKind::Swap, FaultKind::Truncate] {
+            let found = answers(&plan, Fault { rank: 0, exchange: 0, kind });
+            let found = found[1].as_ref().unwrap_or_else(|| panic!("{kind:?} passed unseen"));
+            assert!(
+                matches!(found, Error::Mismatch { rank: 0, .. } | Error::Deadline { .. }),
+                "{kind:?}: {found}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_stalls_is_waited_for_until_the_deadline() {
+    let problem = problem(1, (32, 32), (4, 4), Mask::CAUSAL);
+    let plan = ShardPlan::new(&problem, 2, Scheme::Gather, Layout::Zigzag).unwrap();
+    let stall = |ms| Fault { rank: 0, exchange: 0, kind: FaultKind::Stall(Duration::from_millis(ms)) };
+    assert!(answers(&plan, stall(50)).iter().all(Option::is_none));
+    let late = answers(&plan, stall(1500));
+    let Some(Error::Deadline { after, doing }) = &late[1] else { panic!("{late:?}") };
+    assert_eq!((*after, doing.as_str()), (Duration::from_millis(400), "receiving from rank 0"));
+}
+
+#[test]
+fn ranks_with_other_plans_are_told_so() {
+    let base = problem(1, (32, 32), (4, 4), Mask::CAUSAL);
+    let plan = |problem, scheme| ShardPlan::new(&problem, 2, scheme, Layout::Zigzag).unwrap();
+    let others = [
+        plan(problem(1, (40, 40), (4, 4), Mask::CAUSAL), Scheme::Gather),
+        plan(problem(1, (32, 32), (4, 2), Mask::CAUSAL), Scheme::Gather),
+        plan(problem(1, (32, 32), (4, 4), Mask::FULL), Scheme::Gather),
+        plan(base, Scheme::Ring),
+        plan(base, Scheme::Gather).with_stages(2).unwrap(),
+    ];
+    for other in others {
+        let ours = plan(base, Scheme::Gather);
+        let found = MemoryTransport::run(2, &MemoryOptions::default(), |transport| {
+            let own = if fa_dist::HostTransport::rank(&transport) == 0 { &ours } else { &other };
+            HostAttention::new(own, transport).err()
+        });
+        for error in found {
+            assert!(matches!(error, Some(Error::Mismatch { .. })), "{error:?}");
+        }
+    }
+    let three = MemoryTransport::connect(3, &MemoryOptions::default()).remove(0);
+    let error = HostAttention::new(&plan(base, Scheme::Gather), three).err().unwrap().to_string();
+    assert!(error.contains("world = 3: use the 2 ranks of the plan"), "{error}");
+}
+
+#[test]
+fn what_cannot_be_is_refused_by_name() {
+    let base = problem(1, (32, 32), (6, 3), Mask::CAUSAL);
+    let refused =
+        |world, scheme| ShardPlan::new(&base, world, scheme, Layout::Zigzag).unwrap_err().to_string();
+    assert!(refused(2, Scheme::Ulysses).contains("6 query heads and 3 K/V heads, which 2 does not divide"));
+    assert!(refused(0, Scheme::Gather).contains("world = 0: use 1 to 1024"));
+    assert!(refused(17, Scheme::Ring).contains("up to 17 partial results: use gather"));
+    let plan = ShardPlan::new(&base, 2, Scheme::Decode, Layout::Contiguous).unwrap();
+    assert!(plan.program(2, Pass::Forward).unwrap_err().to_string().contains("rank = 2: use 0 to 1"));
+    assert!(plan.program(0, Pass::BACKWARD).unwrap_err().to_string().contains("gradients: use gather"));
+}

@@ -1,0 +1,24 @@
+// Twin of cuda/ptx/special.cuh: the same functions by the host's libm.
+#pragma once
+#include "ptx/math.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+EMU_INLINE float divide(float a, float b) { return flushed(flushed(a) / flushed(b)); }
+EMU_INLINE float sqrt_approx(float x) { return sqrtf(flushed(x)); }
+EMU_INLINE float rsqrt_approx(float x) { return 1.f / sqrtf(flushed(x)); }
+EMU_INLINE float sin_approx(float x) { return sinf(x); }
+EMU_INLINE float cos_approx(float x) { return cosf(x); }
+EMU_INLINE float min_or_nan(float a, float b) { return a != a || a <= b ? a : b; }
+EMU_INLINE float max_or_nan(float a, float b) { return a != a || a >= b ? a : b; }
+EMU_INLINE float abs_of(float x) { return fabsf(x); }
+EMU_INLINE float floor_of(float x) { return floorf(x); }
+EMU_INLINE float nearest_integer(float x) { return rintf(x); }
+EMU_INLINE int int_of_float(float x) {
+    if (x != x) return 0;
+    if (x >= 2147483648.f) return 2147483647;
+    return x < -2147483648.f ? -2147483647 - 1 : static_cast<int>(x);
+}
+
+}  // namespace fa

@@ -1,0 +1,118 @@
+//! Masks and changes of scores of the caller's own in all kernels: masks by rows, by bits and by formulas,
+//! some of which leave rows and columns without any key; biases, changes that are additive and others; per
+//! head, per sequence, and with packed heads, lengths on the device, pages and splits.
+
+use fa_core::program::Program;
+use fa_core::{Arch, KernelSpec, Reads};
+use fa_emu::sweep;
+use fa_emu::sweep::{Case, Trials, sweep};
+use fa_kernels::Headers;
+
+use crate::emulator;
+use crate::mods::KERNELS;
+
+/// A program, and the mask that it is combined with.
+const PROGRAMS: [(&str, &str); 8] = [
+    ("full", "mask = (q - k) % 4 == 0 or k < 3;"),
+    (
+        "causal",
+        "array first: i32[_, _, _]; array last: i32[_, _]; mask = first[b, h, q] <= k and k < last[b, q];",
+    ),
+    ("full", "array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k];"),
+    ("causal", "array keep: bits[_, _]; scalar cap: f32; mask = keep[b, k]; score = cap * tanh(s / cap);"),
+    ("window", "array gain: f32[_] grad; score = s * gain[h] - 0.0625 * f32(abs(q + off - k));"),
+    ("causal", "array id: u8[_, _]; mask = id[b, q // 40] == id[b, k // 40];"),
+    (
+        "full",
+        "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; \
+         score = select(k % 7 == 3, -inf, s + bias[h, k]);",
+    ),
+    (
+        "window",
+        "array keep: bool[_, _, _]; array t: f16[_, _]; mask = keep[b, h, k]; score = s + t[h, q - k + 16];",
+    ),
+];
+
+fn spec(kernel: &str, mask: &str, program: &str) -> KernelSpec {
+    let text = format!(
+        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: false, kernel: {kernel})"
+    );
+    let mut spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let program = Program::parse(program).unwrap_or_else(|error| panic!("{program}: {error}"));
+    spec.score.program = Some(program.intern().unwrap());
+    spec
+}
+
+/// The cases of the sweep that are short: an interpreter computes what is expected.
+fn cases(spec: &KernelSpec) -> Vec<Case> {
+    let mut cases = sweep::cases(spec);
+    cases.retain(|case| case.problem.lengths.max_q() < 180 && case.problem.lengths.max_k() < 300);
+    let count = cases.len();
+    cases.into_iter().step_by((count / 4).max(1)).collect()
+}
+
+/// A kernel under a program, on short cases, with what is wrong.
+fn faults(spec: &KernelSpec, trials: &Trials) -> Vec<String> {
+    let unit =
+        emulator().unit(spec, Arch::Sm90, &Headers::embedded()).unwrap_or_else(|e| panic!("{spec}: {e}"));
+    let verdict = sweep(&unit, &cases(spec), &[2], trials).unwrap();
+    assert!(verdict.runs > 0, "{spec} ran nothing");
+    verdict
+        .faults
+        .into_iter()
+        .map(|fault| format!("{spec}\n{}\n{fault}", spec.score.program.unwrap()))
+        .collect()
+}
+
+fn check(kernels: &[usize], step: usize) {
+    let trials = Trials::default();
+    let mut found = Vec::new();
+    for (turn, &kernel) in kernels.iter().enumerate() {
+        for (index, (mask, program)) in PROGRAMS.iter().enumerate() {
+            if (turn + index) % step == 0 {
+                found.extend(faults(&spec(KERNELS[kernel], mask, program), &trials));
+            }
+        }
+    }
+    assert!(found.is_empty(), "{} faults:\n{}", found.len(), found.join("\n\n"));
+}
+
+#[test]
+#[ignore = "emulation"]
+fn programs_are_right_in_sm90_forwards() {
+    check(&[0, 1, 2, 9], 4);
+}
+
+#[test]
+#[ignore = "emulation"]
+fn programs_are_right_in_sm80_forwards() {
+    check(&[3, 4, 10], 3);
+}
+
+#[test]
+#[ignore = "emulation"]
+fn programs_are_right_in_sm90_backwards() {
+    check(&[5, 6], 2);
+}
+
+#[test]
+#[ignore = "emulation"]
+fn programs_are_right_in_sm80_backwards() {
+    check(&[7, 8], 2);
+}
+
+#[test]
+#[ignore = "emulation"]
+fn programs_are_right_with_lengths_on_the_device() {
+    let trials = Trials::default();
+    let mut found = Vec::new();
+    for (turn, &kernel) in [0, 2, 3, 5, 6, 8].iter().enumerate() {
+        let (mask, program) = PROGRAMS[[1, 6, 3, 7, 4, 5][turn]];
+        let mut own = spec(KERNELS[kernel], mask, program);
+        let backward = own.kernel.is_backward();
+        own.reads = Reads { varied: true, paged: !backward && turn % 2 == 0 };
+        own.split = !backward && turn == 2;
+        found.extend(faults(&own, &trials));
+    }
+    assert!(found.is_empty(), "{} faults:\n{}", found.len(), found.join("\n\n"));
+}

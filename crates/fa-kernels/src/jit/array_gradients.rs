@@ -1,0 +1,62 @@
+//! The arrays of a program whose gradients a backward computes, and what their kernels are compiled for.
+
+use fa_core::KernelSpec;
+use fa_core::program::Axis;
+
+use crate::Error;
+
+/// An array whose gradient a backward computes, and what indexes its axes.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ArrayGradient {
+    /// Its place among the program's arrays.
+    pub slot: usize,
+    /// Its place among the program's gradients.
+    pub index: usize,
+    pub axes: Vec<Axis>,
+    /// Indices of each axis that has more than one.
+    pub lengths: Vec<usize>,
+}
+
+/// What [`ArrayGradient`] computes no gradients of.
+const OTHER_INDICES: &str =
+    "gradients of arrays that are read twice, or at indices other than b, h, hk, q and k";
+
+impl ArrayGradient {
+    /// Those of a kernel's program.
+    ///
+    /// # Errors
+    /// [`Error::NoCode`] for an array that is indexed in another way.
+    pub(crate) fn all(spec: &KernelSpec) -> Result<Vec<ArrayGradient>, Error> {
+        let Some(program) = spec.score.program.filter(|_| spec.kernel.is_backward()) else {
+            return Ok(Vec::new());
+        };
+        let lacks = Error::NoCode { kernel: spec.kernel.name(), what: OTHER_INDICES };
+        let mut all: Vec<ArrayGradient> = Vec::new();
+        for (index, gradient) in program.gradients().iter().enumerate() {
+            let axes = program.axes(gradient.load);
+            let plain = [Axis::Batch, Axis::Head, Axis::HeadKv, Axis::Query, Axis::Key];
+            let count = |axis: &Axis| axes.iter().filter(|own| *own == axis).count();
+            let heads = count(&Axis::Head) + count(&Axis::HeadKv);
+            let is_plain = axes.iter().all(|axis| plain.contains(axis) && count(axis) == 1) && heads <= 1;
+            if !is_plain || all.iter().any(|own| own.slot == gradient.array) {
+                return Err(lacks);
+            }
+            all.push(ArrayGradient { slot: gradient.array, index, axes, lengths: Vec::new() });
+        }
+        Ok(all)
+    }
+
+    /// `ArrayRules` of attn/array_gradient.cuh.
+    pub(crate) fn rules(&self) -> String {
+        let place = |axis: Axis| {
+            self.axes.iter().position(|own| *own == axis).map_or("-1".to_owned(), |at| at.to_string())
+        };
+        let axes = [Axis::Batch, Axis::Head, Axis::HeadKv, Axis::Query, Axis::Key].map(place);
+        format!("{{{}, {}}}", self.slot, axes.join(", "))
+    }
+}
+
+/// Bytes of shared memory of a CTA: 64 rows of Q, K, dO and V, and a tile of sums.
+pub(crate) fn array_gradient_smem(spec: &KernelSpec) -> u32 {
+    64 * 2 * 2 * (spec.head_dim + spec.head_dim_v) + 64 * 64 * 4
+}

@@ -1,0 +1,119 @@
+//! Masks and changes of scores of the caller's own: the arrays and scalars that a call brings, and the map of
+//! tiles that the kernels of a mask make.
+
+use fa_core::program::{Axis, Deps, Node, Program, Var};
+use fa_core::{Arch, KernelSpec, Problem};
+
+use crate::Error;
+use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
+use crate::jit::program_params::BlockMapParams;
+use crate::jit::source::{ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS};
+use crate::launch::checks::count;
+use crate::launch::launches::Launch;
+
+/// Tiles of keys, and of queries, that a map's entries can name (`BlockEntry` of attn/block_list.cuh).
+const MOST_TILES: usize = 1 << 15;
+
+/// The launch for a problem: a CTA for each tile that the array may have. Fills in `lengths`.
+///
+/// # Errors
+/// [`Error::TooLong`], and [`Error::NoCode`] for head dims whose tiles do not fit the GPU.
+pub(crate) fn array_gradient(
+    gradient: &mut ArrayGradient,
+    spec: &KernelSpec,
+    problem: &Problem,
+    arch: Arch,
+) -> Result<Launch, Error> {
+    let (q, k) = (problem.lengths.max_q(), problem.lengths.max_k());
+    let sequences = problem.lengths.sequences();
+    let mut ctas = 1usize;
+    gradient.lengths.clear();
+    for axis in &gradient.axes {
+        let (len, tiles) = match axis {
+            Axis::Batch => (sequences, sequences),
+            Axis::Head => (problem.heads_q, problem.heads_q),
+            Axis::HeadKv => (problem.heads_kv, problem.heads_kv),
+            Axis::Query => (q, q.div_ceil(ARRAY_TILE)),
+            Axis::Key => (k, k.div_ceil(ARRAY_TILE)),
+            Axis::Tile | Axis::Diagonal | Axis::Other => (1, 1),
+        };
+        gradient.lengths.push(len);
+        ctas = ctas.saturating_mul(tiles.max(1));
+    }
+    let smem = array_gradient_smem(spec);
+    if u64::from(smem) > u64::from(arch.limits().smem_per_block) {
+        let what = "gradients of arrays at these head dims on this GPU";
+        return Err(Error::NoCode { kernel: spec.kernel.name(), what });
+    }
+    let grid = count("tiles of an array's gradient", ctas)? as u32;
+    Ok(Launch::plain(ARRAY_GRADIENTS[gradient.index], grid, ARRAY_GRADIENT_THREADS, smem))
+}
+
+/// Queries, and keys, of a tile (`kArrayTile`).
+const ARRAY_TILE: usize = 64;
+
+/// The map of a mask's tiles, and the bytes of its lists and of its states.
+pub(crate) struct BlockMap {
+    pub params: BlockMapParams,
+    pub list_bytes: usize,
+    pub tile_bytes: usize,
+    /// CTAs that find the states, and tiles of keys whose queries are listed.
+    pub rows: u32,
+    pub columns: u32,
+}
+
+impl BlockMap {
+    /// The map of a kernel of `spec` for `problem`; `None` for a kernel without a mask of its own.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`].
+    pub(crate) fn of(spec: &KernelSpec, problem: &Problem) -> Result<Option<BlockMap>, Error> {
+        let Some(program) = spec.score.program.filter(|_| spec.score.masks()) else { return Ok(None) };
+        let traits = spec.traits();
+        let (group, lengths) = (problem.group_size(), &problem.lengths);
+        let queries = traits.tile_queries(group).max(1);
+        let rows = lengths.max_q().div_ceil(queries);
+        let columns = lengths.max_k().div_ceil(traits.tile.1 as usize);
+        for (name, value) in [("tiles of queries of a program's mask", rows), ("tiles of its keys", columns)]
+        {
+            if value > MOST_TILES {
+                return Err(Error::TooLong { name, value, limit: MOST_TILES });
+            }
+        }
+        let (by_batch, by_head) = mask_axes(&program);
+        let batches = if by_batch || spec.reads.varied { lengths.sequences() } else { 1 };
+        let is_shared = spec.kernel.is_backward() || traits.packs_gqa;
+        let (heads, head_group) = match (by_head, is_shared) {
+            (false, _) => (1, 1),
+            (true, true) => (problem.heads_kv, group),
+            (true, false) => (problem.heads_q, 1),
+        };
+        let slots = batches.saturating_mul(heads);
+        let [outer, inner] = if spec.kernel.is_backward() { [columns, rows] } else { [rows, columns] };
+        let words = |each: usize| slots.saturating_mul(each).saturating_mul(4);
+        let list_bytes = words(outer.saturating_mul(inner + 1));
+        let tile_bytes = if spec.kernel.is_backward() { words(rows.saturating_mul(columns)) } else { 0 };
+        let ctas = |tiles: usize| count("tiles of a program's mask", slots.saturating_mul(tiles));
+        Ok(Some(BlockMap {
+            params: BlockMapParams {
+                rows: count("tiles", rows)?,
+                columns: count("tiles", columns)?,
+                batches: count("batch", batches)?,
+                heads: count("heads", heads)?,
+                head_group: count("heads", head_group)?,
+                ..BlockMapParams::default()
+            },
+            list_bytes,
+            tile_bytes,
+            rows: ctas(rows)? as u32,
+            columns: ctas(columns)? as u32,
+        }))
+    }
+}
+
+/// Whether a program's mask differs between sequences of one length, and between heads.
+fn mask_axes(program: &Program) -> (bool, bool) {
+    let deps = program.mask().map_or(Deps::NONE, |mask| program.deps(mask));
+    let names_sequence = program.nodes()[..program.own_nodes()].contains(&Node::Var(Var::B));
+    (deps.has(Deps::BATCH) && names_sequence, deps.has(Deps::HEAD))
+}

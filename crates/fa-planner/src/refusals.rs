@@ -1,0 +1,232 @@
+//! Kernels that a compiler is known to refuse though the account has room for them: they spill, wgmma is
+//! serialised or setmaxnreg ignored. ptxas allocates registers after its own scheduling, and near the limit
+//! no count of live values predicts which.
+//!
+//! A set for one compiler ships with the program, written by `fa build --best N --refusals FILE` from what it
+//! made of the planner's kernels. What another compiler refuses is found when it compiles, and is remembered
+//! in the cache of kernels under the compiler's version, flags and sources.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+use fa_core::{Arch, KernelSpec};
+
+/// The compiler of the set that ships.
+pub const COMPILER: &str = "NVRTC 13.0";
+
+/// The set that ships.
+pub const SHIPPED: &str = include_str!("refusals/nvrtc-13.0.txt");
+
+/// Parameters by which refusals are found: every refusal names them.
+pub const KEYS: [&str; 4] = ["head_dim", "head_dim_v", "tile_m", "tile_n"];
+
+/// Kernels that are refused: those whose parameters have one of these values each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The architecture that they are compiled for.
+    pub arch: Arch,
+    /// The kernel's name, as in `sm90_fwd`.
+    pub kernel: String,
+    /// Parameters by name, and values as a spec's text has them; the others may have any. Those of [`KEYS`]
+    /// come first.
+    pub params: Vec<(String, Vec<String>)>,
+}
+
+impl Refusal {
+    /// Whether the kernel of `spec`, which has the kernel's name and the values of [`KEYS`], is one of them.
+    fn covers(&self, spec: &KernelSpec) -> bool {
+        let own = spec.params();
+        self.params.iter().skip(KEYS.len()).all(|(name, values)| {
+            let param = own.iter().find(|param| param.name == name);
+            param.is_some_and(|param| {
+                let value = param.value.to_string();
+                values.contains(&value)
+            })
+        })
+    }
+
+    /// Every combination of values of [`KEYS`].
+    fn keys(&self) -> Vec<[u32; KEYS.len()]> {
+        let mut keys = vec![[0; KEYS.len()]];
+        for (at, (_, values)) in self.params.iter().take(KEYS.len()).enumerate() {
+            let with = |key: &[u32; KEYS.len()]| {
+                let key = *key;
+                values.iter().filter_map(move |value| {
+                    let mut key = key;
+                    key[at] = value.parse().ok()?;
+                    Some(key)
+                })
+            };
+            keys = keys.iter().flat_map(with).collect();
+        }
+        keys
+    }
+}
+
+/// `sm90 sm90_fwd head_dim=128 head_dim_v=128 tile_m=128 tile_n=144|192 mask=full`.
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.arch, self.kernel)?;
+        self.params.iter().try_for_each(|(name, values)| write!(f, " {name}={}", values.join("|")))
+    }
+}
+
+impl FromStr for Refusal {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Refusal, String> {
+        let mut words = line.split(' ');
+        let (Some(arch), Some(kernel)) = (words.next(), words.next()) else {
+            return Err(format!("'{line}' is not `ARCH KERNEL PARAMETER=VALUE ..`"));
+        };
+        let arch = arch.parse().map_err(|error| format!("'{line}': {error}"))?;
+        let params = words.map(|word| {
+            let (name, values) =
+                word.split_once('=').ok_or_else(|| format!("'{line}': '{word}' has no ="))?;
+            Ok((name.to_owned(), values.split('|').map(str::to_owned).collect()))
+        });
+        let params = params.collect::<Result<Vec<(String, Vec<String>)>, String>>()?;
+        if !params.iter().map(|(name, _)| name.as_str()).take(KEYS.len()).eq(KEYS) {
+            return Err(format!("'{line}' does not begin with {}", KEYS.join(", ")));
+        }
+        Ok(Refusal { arch, kernel: kernel.to_owned(), params })
+    }
+}
+
+/// Reads a set: a refusal on each line, and comments.
+///
+/// # Errors
+/// The first line that is none.
+pub fn read(text: &str) -> Result<Vec<Refusal>, String> {
+    text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).map(str::parse).collect()
+}
+
+/// Refusals by what each names.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    found: HashMap<(Arch, [u32; KEYS.len()]), Vec<Refusal>>,
+}
+
+impl Refusals {
+    /// That of a list.
+    pub fn of(list: &[Refusal]) -> Refusals {
+        let mut refusals = Refusals::default();
+        for refusal in list {
+            for key in refusal.keys() {
+                refusals.found.entry((refusal.arch, key)).or_default().push(refusal.clone());
+            }
+        }
+        refusals
+    }
+
+    /// The set that ships.
+    pub fn shipped() -> &'static Refusals {
+        static REFUSALS: OnceLock<Refusals> = OnceLock::new();
+        // A test reads every line.
+        REFUSALS.get_or_init(|| Refusals::of(&read(SHIPPED).unwrap_or_default()))
+    }
+
+    /// Whether the kernel of `spec` is refused on `arch`.
+    pub fn has(&self, spec: &KernelSpec, arch: Arch) -> bool {
+        let (tile_m, tile_n) = spec.tile();
+        let of_key = self.found.get(&(arch, [spec.head_dim, spec.head_dim_v, tile_m, tile_n]));
+        let name = spec.kernel.name();
+        of_key.is_some_and(|own| own.iter().any(|refusal| refusal.kernel == name && refusal.covers(spec)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use fa_core::spec::Scheduler;
+    use fa_core::{Alibi, Dtype, Family, Kernel, Mask, MaskKind, Problem, ScoreMod, Sm90Fwd};
+
+    use super::*;
+    use crate::account::Reason;
+    use crate::plan::{PlanOptions, explore};
+
+    #[test]
+    fn every_line_that_ships_is_read_and_names_a_kernel_with_such_parameters() {
+        let all = read(SHIPPED).expect("a set");
+        assert!(all.len() > 1000, "{}", all.len());
+        let lines: BTreeSet<String> = all.iter().map(ToString::to_string).collect();
+        assert_eq!(lines.len(), all.len(), "none is there twice");
+        assert!(lines.iter().eq(SHIPPED.lines().filter(|line| !line.starts_with('#'))), "in order");
+        for refusal in &all {
+            let of_name = |kernel: &Kernel| kernel.name() == refusal.kernel;
+            let kernel = Kernel::defaults().into_iter().find(of_name).expect("its name is a kernel's");
+            let problem = Problem::square(1, 64, 1, 64, Mask::FULL, Dtype::Bf16);
+            let params = KernelSpec::for_problem(&problem, [64, 64], kernel).params();
+            for (name, values) in &refusal.params {
+                assert!(params.iter().any(|param| param.name == name), "{refusal}");
+                assert!(!values.is_empty() && !values.contains(&String::new()), "{refusal}");
+            }
+            assert!(!refusal.keys().is_empty(), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn lines_that_are_no_refusals_are_named() {
+        for (line, part) in [
+            ("sm90", "is not `ARCH KERNEL"),
+            ("sm7 sm90_fwd head_dim=64", "sm7"),
+            ("sm90 sm90_fwd head_dim", "has no ="),
+            ("sm90 sm90_fwd tile_m=64 head_dim=64", "does not begin with head_dim, head_dim_v"),
+        ] {
+            let error = line.parse::<Refusal>().expect_err(line);
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    /// Neighbours as compiled: the first tile spills, the second does not, for any type and scheduler.
+    #[test]
+    fn wide_tiles_spill_and_their_neighbours_do_not() {
+        let has = |num_wg: u32, tile_n: u32, head_dim: usize, mask: Mask, dtype, scheduler| {
+            let kernel = Sm90Fwd {
+                tile_m: 64 * num_wg,
+                tile_n,
+                num_wg,
+                pv_is_rs: true,
+                overlap_wg: true,
+                scheduler,
+                ..Sm90Fwd::default()
+            };
+            let problem = Problem::square(2, 4096, 16, head_dim, mask, dtype);
+            let spec = KernelSpec::for_problem(&problem, [head_dim as u32; 2], kernel);
+            assert_eq!(spec.mask, MaskKind::of(&mask));
+            Refusals::shipped().has(&spec, Arch::Sm90)
+        };
+        for (num_wg, head_dim, [spills, fits], mask) in [
+            (1, 128, [160, 144], Mask::CAUSAL),
+            (2, 64, [176, 160], Mask::FULL),
+            (2, 128, [144, 160], Mask::FULL),
+            (2, 128, [160, 144], Mask::CAUSAL),
+            (3, 64, [112, 80], Mask::CAUSAL),
+        ] {
+            for (dtype, scheduler) in [(Dtype::Bf16, Scheduler::Dynamic), (Dtype::F16, Scheduler::Static)] {
+                let of = |tile_n| has(num_wg, tile_n, head_dim, mask, dtype, scheduler);
+                assert!(of(spills) && !of(fits), "{num_wg} warpgroups, {head_dim}: {spills}, {fits}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_soft_cap_beside_alibi_is_not_given_tiles_that_spill() {
+        let square = Problem::square(64, 4096, 128, 88, Mask::window(u32::MAX, 3), Dtype::Bf16);
+        let score = ScoreMod::softcap(30.0).with_alibi(Some(Alibi::PerHead));
+        let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+        for mask in [Mask::FULL, Mask::CAUSAL, square.mask] {
+            let problem = square.with_mask(mask).with_score(score);
+            let set = explore(&problem, Arch::Sm90, &options).expect("candidates");
+            let is_wide = |spec: &KernelSpec| spec.tile() == (128, 64) && spec.threads() == 128;
+            assert!(set.plans.iter().all(|plan| !is_wide(&plan.spec)), "{mask}");
+            let why = set.rejected.iter().find(|rejected| is_wide(&rejected.spec));
+            let why = why.map(|rejected| &rejected.reason);
+            assert!(matches!(why, Some(Reason::Spills { .. })), "{mask}: {why:?}");
+            assert!(why.expect("refused").to_string().ends_with("but it spills in NVRTC 13.0"));
+        }
+    }
+}

@@ -1,0 +1,237 @@
+"""Masks and modifications of scores as programs: from text, or traced from a Python function.
+
+A function is called once with recording scalars in place of its arguments. What it does to them is written
+down as the text of a program (docs/programs.md); the arrays that it indexes and the numbers that it closes
+over become the program's arrays and run-time scalars, so that other contents and other numbers compile
+nothing.
+"""
+
+import functools
+import inspect
+import json
+import sys
+import types
+from reprlib import repr as short
+
+from ._core import InputError, UnsupportedError
+from ._core import program as _described
+from ._core import program_eval as _evaluated
+from ._traced import NeedsConstant, Recorder, Traced, recording
+
+_MASK = ("b", "h", "q", "k")
+_SCORE = ("s", *_MASK)
+
+
+class Program:
+    """A mask, a modification of scores, or both.
+
+    text: the canonical text. arrays and scalars: what a call passes, by name. mask, score: which it has.
+    gradients: the names of arrays that want a gradient. description: what fa_attn knows of it.
+    """
+
+    def __init__(self, text, arrays=None, scalars=None):
+        description = json.loads(_described(text))
+        self.description = description
+        self.text = description["text"]
+        self.mask, self.score = description["mask"], description["score"]
+        self.arrays = _by_name("array", description["arrays"], arrays or {})
+        self.scalars = _by_name("scalar", description["scalars"], scalars or {})
+        for scalar in description["scalars"]:
+            _check_scalar(scalar, self.scalars[scalar["name"]])
+        # Whether a function need not be traced again while it closes over the same arrays and numbers.
+        self.is_lasting = True
+        self.gradients = [array["name"] for array in description["arrays"] if array["gradient"]]
+
+    def __repr__(self):
+        return f"Program({self.text!r})"
+
+    def __eq__(self, other):
+        return isinstance(other, Program) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
+
+    @classmethod
+    def of_mask(cls, function, device=None):
+        """The program of a text, or of a function (b, h, q_idx, kv_idx): whether a key is visible.
+
+        device: where the function makes tensors that ask an index for its device."""
+        return cls._of(function, "mask", _MASK, device)
+
+    @classmethod
+    def of_score(cls, function, device=None):
+        """The program of a text, or of a function (score, b, h, q_idx, kv_idx): a score."""
+        return cls._of(function, "score", _SCORE, device)
+
+    @classmethod
+    def _of(cls, function, result, names, device):
+        if isinstance(function, Program):
+            program = function
+        elif isinstance(function, str):
+            program = cls(function)
+        elif callable(function):
+            program = _traced(function, result, names, device)
+        else:
+            raise InputError(f"{result}_mod is a function, a text or a Program, not {short(function)}")
+        # A score that is -inf somewhere is a mask, too.
+        if result == "mask" and (program.score or not program.mask):
+            raise InputError(f"mask_mod is no mask alone: {short(program.text)}")
+        return program
+
+    def evaluate(self, points):
+        """(visible, score, slope) at each of the points (s, b, h, hk, q, k, sq, sk, off), in f64."""
+        arrays = []
+        for array in self.description["arrays"]:
+            arrays.append(_bytes_of(self.arrays[array["name"]], array["element"]))
+        scalars = [float(self.scalars[scalar["name"]]) for scalar in self.description["scalars"]]
+        return _evaluated(self.text, arrays, scalars, [(float(s), [int(x) for x in at]) for s, *at in points])
+
+
+def _by_name(what, declared, given):
+    names = [one["name"] for one in declared]
+    missing = [name for name in names if name not in given]
+    unknown = [name for name in given if name not in names]
+    if missing or unknown:
+        wrong = f"lacks {', '.join(missing)}" if missing else f"has no {', '.join(map(str, unknown))}"
+        has = ", ".join(names) or "none"
+        raise InputError(f"the program's {what}s are {has}: the call {wrong}")
+    return {name: given[name] for name in names}
+
+
+def _check_scalar(scalar, value):
+    name, is_int = scalar["name"], scalar["type"] == "i32"
+    kinds = int if is_int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise InputError(f"the scalar {name} is of {scalar['type']}, not {short(value)}")
+    if is_int and not -(2**31) <= value < 2**31:
+        raise InputError(f"the scalar {name} does not fit 32 bits: {value}")
+    if scalar["positive"] and value <= 0:
+        raise InputError(f"the scalar {name} divides, and has to be positive, not {value}")
+
+
+def _bytes_of(array, element):
+    """The bytes of an array's elements, contiguous, and its extents."""
+    import numpy as np
+
+    if element == "bits":
+        words = np.ascontiguousarray(array, dtype=np.uint32)
+        return words.tobytes(), [*words.shape[:-1], words.shape[-1] * 32]
+    if hasattr(array, "detach"):
+        torch = sys.modules["torch"]
+        array = array.detach().cpu().contiguous()
+        if element == "bf16":
+            return array.to(torch.bfloat16).view(torch.int16).numpy().tobytes(), list(array.shape)
+        array = array.numpy()
+    kinds = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u8": np.uint8, "bool": np.bool_}
+    if element not in kinds:
+        raise UnsupportedError(f"arrays of {element} are evaluated from torch's tensors only")
+    array = np.ascontiguousarray(array, dtype=kinds[element])
+    return array.tobytes(), list(array.shape)
+
+
+def _traced(function, result, names, device):
+    constants = set()
+    while True:
+        recorder = Recorder(constants, device)
+        try:
+            text = _text_of(recorder, function, result, names)
+            break
+        except NeedsConstant as needed:
+            # Each turn makes at least one number a constant.
+            if not needed.names - constants:
+                raise InputError(f"the number of {result}_mod cannot be traced: {needed}") from None
+            constants |= needed.names
+    program = Program(text, recorder.arrays_by_name(), recorder.scalars_by_name())
+    program.is_lasting = recorder.is_lasting()
+    return program
+
+
+def _text_of(recorder, function, result, names):
+    arguments = [Traced(recorder, name, "f32" if name == "s" else "i32") for name in names]
+    _check_signature(function, result, names)
+    with recording(recorder):
+        value = _with_recorded(recorder, function, set())(*arguments)
+        value = recorder.operand(value)
+    if value is None:
+        raise UnsupportedError(f"{result}_mod returns neither a number nor a truth value")
+    kind = "bool" if result == "mask" else "f32"
+    if value.kind != kind:
+        if result == "mask" and value.kind != "i32":
+            raise InputError(f"{result}_mod returns {value.kind}, and a mask is a truth value")
+        value = recorder.converted(value, kind)
+    return recorder.text(result, value)
+
+
+def _check_signature(function, result, names):
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError:
+        taken = "(b, h, q_idx, kv_idx)" if result == "mask" else "(score, b, h, q_idx, kv_idx)"
+        raise InputError(f"{result}_mod takes {taken}") from None
+    except ValueError:
+        # A function without a signature is called as it is.
+        pass
+
+
+def _with_recorded(recorder, function, seen):
+    """The function with the numbers and arrays recorded that it closes over or reads by global names."""
+    if isinstance(function, functools.partial):
+        parts = [_recorded(recorder, part, seen) for part in function.args]
+        named = {name: _recorded(recorder, part, seen) for name, part in function.keywords.items()}
+        return functools.partial(_with_recorded(recorder, function.func, seen), *parts, **named)
+    if isinstance(function, types.MethodType):
+        return types.MethodType(_with_recorded(recorder, function.__func__, seen), function.__self__)
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return function
+    seen = seen | {id(function)}
+    cells = tuple(_cell(recorder, cell, seen) for cell in function.__closure__ or ())
+    defaults = function.__defaults__
+    defaults = defaults and tuple(_recorded(recorder, one, seen) for one in defaults)
+    named = function.__kwdefaults__ and {
+        name: _recorded(recorder, one, seen) for name, one in function.__kwdefaults__.items()
+    }
+    scope = function.__globals__
+    # Libraries read numbers of their own by global names.
+    if not function.__module__ or function.__module__.split(".")[0] not in ("torch", "numpy", "transformers"):
+        own = {name: scope[name] for name in _names_of(function.__code__) if name in scope}
+        new = {name: _recorded(recorder, value, seen) for name, value in own.items()}
+        if any(new[name] is not own[name] for name in own):
+            scope = {**scope, **new}
+    copy = types.FunctionType(function.__code__, scope, function.__name__, defaults, cells)
+    copy.__kwdefaults__ = named
+    return copy
+
+
+def _names_of(code):
+    """The global names of a function's code, and of functions within."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_of(constant)
+    return names
+
+
+def _cell(recorder, cell, seen):
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return cell
+    new = _recorded(recorder, content, seen)
+    return cell if new is content else types.CellType(new)
+
+
+def _recorded(recorder, value, seen):
+    if isinstance(value, bool) or value is None:
+        return value
+    if type(value) in (int, float):
+        return recorder.number(value)
+    if hasattr(value, "__dlpack__") and not type(value).__module__.startswith("torch"):
+        return recorder.array_proxy(value)
+    if isinstance(value, (types.FunctionType, functools.partial, types.MethodType)):
+        return _with_recorded(recorder, value, seen)
+    if type(value) in (list, tuple) and value and len(value) <= 64:
+        new = [_recorded(recorder, one, seen) for one in value]
+        return value if all(a is b for a, b in zip(new, value)) else type(value)(new)
+    return value
+
+

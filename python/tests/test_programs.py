@@ -1,0 +1,343 @@
+"""Programs traced from Python functions compute what the functions do."""
+
+import functools
+import math
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fa_attn  # noqa: E402
+from fa_attn._programs import Program  # noqa: E402
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks  # noqa: E402
+
+LENGTH, HEADS, BATCH = 48, 4, 2
+_generator = torch.Generator().manual_seed(7)
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=_generator).to(dtype)
+
+
+def ints(low, high, *shape, dtype=torch.int64):
+    return torch.randint(low, high, shape, generator=_generator).to(dtype)
+
+
+WINDOW = 9
+DOCUMENT = torch.arange(LENGTH) // 13
+DOCUMENTS = torch.stack([DOCUMENT, torch.arange(LENGTH) // 7])
+PREFIX = torch.tensor([5, 20])
+BIAS = draw(BATCH, HEADS, LENGTH, LENGTH)
+TABLE = draw(HEADS, 2 * LENGTH - 1, dtype=torch.bfloat16)
+SLOPES = torch.exp2(-torch.arange(1, HEADS + 1, dtype=torch.float32))
+LEVEL = torch.arange(LENGTH).float().add(1).log2().to(torch.uint8)
+VALID = ints(0, 2, BATCH, LENGTH, dtype=torch.bool)
+ANCESTORS = ints(0, 2, LENGTH, LENGTH, dtype=torch.bool)
+BUCKETS = draw(32, HEADS)
+FORGET = draw(BATCH, HEADS, LENGTH).cumsum(-1)
+NUMPY_SLOPES = SLOPES.numpy()
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def window(size):
+    def sliding_window(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= size)
+
+    return sliding_window
+
+
+def prefix(b, h, q_idx, kv_idx):
+    return kv_idx < PREFIX[b]
+
+
+def document(b, h, q_idx, kv_idx):
+    return DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx]
+
+
+def dilated(size, dilation):
+    def mask(b, h, q, k):
+        distance = (q - k).abs()
+        return (distance <= size) & (torch.remainder(q - k, dilation) == 0)
+
+    return mask
+
+
+def neighbourhood(width, height, kernel):
+    def mask(b, h, q, k):
+        qx, qy = q // width, q % width
+        kx, ky = k // width, k % width
+        center_x = qx.clamp(kernel // 2, height - 1 - kernel // 2)
+        center_y = qy.clamp(kernel // 2, width - 1 - kernel // 2)
+        return ((center_x - kx).abs() <= kernel // 2) & ((center_y - ky).abs() <= kernel // 2)
+
+    return mask
+
+
+def block_diffusion(n, block):
+    def mask(b, h, q_idx, kv_idx):
+        x0_q, x0_k = q_idx >= n, kv_idx >= n
+        bq = torch.where(x0_q, (q_idx - n) // block, q_idx // block)
+        bk = torch.where(x0_k == 1, (kv_idx - n) // block, kv_idx // block)
+        diagonal = (bq == bk) & (x0_q == x0_k)
+        offset = (bq > bk) & (x0_k == 1) & (x0_q == 0)
+        return diagonal | offset | ((bq >= bk) & (x0_k == 1) & (x0_q == 1))
+
+    return mask
+
+
+def morton(b, h, q, k):
+    def spread(x):
+        return (x & 1) | ((x >> 1) & 2) | ((x >> 2) & 4)
+
+    return torch.abs(spread(q) - spread(k)) <= 1
+
+
+def random_mask(seed):
+    def mask(b, h, q, k):
+        x = ((q * 7919) ^ (k * 10473) ^ seed) * 31
+        return ((x ^ (x >> 5)) & 7) < 3
+
+    return mask
+
+
+class Holder:
+    def __init__(self):
+        self.start, self.length = DOCUMENT * 13, 40
+
+    def mask(self, b, h, q, k):
+        return (self.start[q] <= k) & (k < self.length)
+
+
+MASKS = {
+    "causal": causal,
+    "window": window(5),
+    "window of a global": lambda b, h, q, k: abs(q - k) < WINDOW,
+    "prefix": or_masks(prefix, causal),
+    "documents": and_masks(document, causal),
+    "three": and_masks(or_masks(prefix, causal), window(11), noop_mask),
+    "dilated": dilated(12, 3),
+    "neighbourhood": neighbourhood(8, 6, 3),
+    "block diffusion": block_diffusion(24, 4),
+    "scales": lambda b, h, q, k: LEVEL[k] <= LEVEL[q],
+    "padding": lambda b, h, q, k: VALID[b, k],
+    "chained indices": lambda b, h, q, k: VALID[b][k] & ~VALID[b][q],
+    "tree": lambda b, h, q, k: (k < 16) | ANCESTORS[q, (k - 16).clamp(min=0)],
+    "morton": morton,
+    "heads": lambda b, h, q, k: torch.where(h % 2 == 0, q >= k, VALID[b, k]),
+    "hash": random_mask(12345),
+    "method": Holder().mask,
+    "partial": functools.partial(lambda size, b, h, q, k: q - k < size, 7),
+    "logical": lambda b, h, q, k: torch.logical_and(q >= k, torch.logical_not(VALID[b, k])),
+    "constant": lambda b, h, q, k: True,
+    "shifts": lambda b, h, q, k: (q >> 2) << 2 == torch.bitwise_left_shift(k >> 2, 2),
+    "numpy": lambda b, h, q, k: NUMPY_SLOPES[h] * q > 0.1 * k,
+    "level as float": lambda b, h, q, k: LEVEL[k].float() / 2 <= LEVEL[q].to(torch.float32),
+}
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def softcap(cap):
+    def mod(score, b, h, q, k):
+        return cap * torch.tanh(score / cap)
+
+    return mod
+
+
+def relative(score, b, h, q, k):
+    return score + TABLE[h, q - k + LENGTH - 1]
+
+
+def t5(score, b, h, q, k):
+    relative_position = k - q
+    buckets = (relative_position > 0).to(torch.long) * 16
+    distance = torch.abs(relative_position)
+    large = 8 + (torch.log(distance.float().clamp(min=1) / 8) / math.log(128 / 8) * 8).to(torch.long)
+    large = torch.min(large, torch.full_like(large, 15))
+    return score + BUCKETS[buckets + torch.where(distance < 8, distance, large), h]
+
+
+def mlp(score, b, h, q, k):
+    distance = (q - k).abs() + 1.0
+    return score - torch.relu(0.3 * torch.log(distance) - 0.1) - torch.nn.functional.softplus(-0.2 * distance)
+
+
+SCORES = {
+    "ALiBi": alibi,
+    "bias": lambda s, b, h, q, k: s + BIAS[b, h, q, k],
+    "scaled bias": lambda s, b, h, q, k: torch.add(s, BIAS[b, h, q, k], alpha=2),
+    "bias by head": lambda s, b, h, q, k: s + BIAS[0][h, q, k],
+    "relative": relative,
+    "T5": t5,
+    "soft cap": softcap(20.0),
+    "soft cap of an integer": softcap(20),
+    "forgetting": lambda s, b, h, q, k: s + FORGET[b, h, q] - FORGET[b, h, k],
+    "causal": lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
+    "causal by a tensor": lambda s, b, h, q, k: torch.where(q >= k, s, torch.tensor(float("-inf"))),
+    "masked_fill": lambda s, b, h, q, k: s.masked_fill(q < k, -1e9),
+    "decay": lambda s, b, h, q, k: s * torch.pow(torch.tensor(0.9), (q - k).abs()),
+    "decay by a number": lambda s, b, h, q, k: s * torch.exp(-0.1 * (q - k).abs()),
+    "SSMax": lambda s, b, h, q, k: s * 0.43 * torch.log(q + 1.0),
+    "gain": lambda s, b, h, q, k: s * SLOPES[h],
+    "local boost": lambda s, b, h, q, k: torch.where(abs(q - k) <= 3, s * 2, s),
+    "powers": lambda s, b, h, q, k: s**2 - 0.1 * (q - k) ** 2 + s.square().sqrt(),
+    "sigmoid": lambda s, b, h, q, k: torch.log(torch.sigmoid(s) + 1e-3),
+    "clamp": lambda s, b, h, q, k: torch.clamp(s, -1.0, 1.5) + s.clamp_min(0),
+    "waves": lambda s, b, h, q, k: s + torch.sin(q * 0.1) * torch.cos(k / 10),
+    "MLP of a distance": mlp,
+    "booleans": lambda s, b, h, q, k: s * (q >= k) + VALID[b, k] * 0.5,
+    "modulo of numbers": lambda s, b, h, q, k: s % 1.5 + (k / 7) // 2,
+    "zero-dim tensor": lambda s, b, h, q, k: s * SLOPES[1] + SLOPES.sum(),
+    "minimum": lambda s, b, h, q, k: torch.minimum(s, torch.maximum(s * 0 + 0.5, k - q + 0.0)),
+    "numpy functions": lambda s, b, h, q, k: s + np.where(q > k, np.abs(q - k), 0) * np.float32(0.25),
+    "other types": lambda s, b, h, q, k: s + (q - k).to(s.dtype) + torch.zeros_like(s) + q.new_ones(()),
+}
+
+
+def points(count=60):
+    generator = random.Random(3)
+    for _ in range(count):
+        b, h = generator.randrange(BATCH), generator.randrange(HEADS)
+        q, k = generator.randrange(LENGTH), generator.randrange(LENGTH)
+        yield generator.uniform(-4, 4), b, h, h // 2, q, k, LENGTH, LENGTH, 0
+
+
+def eager(function, point, mask):
+    s, b, h, _, q, k, *_ = point
+    indices = [torch.tensor(index) for index in (b, h, q, k)]
+    result = function(*indices) if mask else function(torch.tensor(s, dtype=torch.float64), *indices)
+    return result.item() if hasattr(result, "item") else result
+
+
+# Functions that call numpy's functions are run eagerly with numbers.
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_those_of_the_functions(name):
+    program = Program.of_mask(MASKS[name])
+    assert program.mask and not program.score
+    given = list(points())
+    for point, (visible, _, _) in zip(given, program.evaluate(given)):
+        assert visible == bool(eager(MASKS[name], point, True)), (point, program.text)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_those_of_the_functions(name):
+    program = Program.of_score(SCORES[name])
+    given = list(points())
+    for point, (visible, score, _) in zip(given, program.evaluate(given)):
+        expected = eager(SCORES[name], point, False)
+        got = score if visible else -math.inf
+        if name == "T5" and abs(point[4] - point[5]) in (16, 32):
+            # Where f32's logarithm is a whole number or just below.
+            continue
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-5), (point, program.text)
+
+
+def test_masking_functions_of_transformers():
+    masking = pytest.importorskip("transformers.masking_utils")
+    padding = torch.tensor([3, 0])
+    packed = DOCUMENTS
+    spans = torch.where(DOCUMENTS % 2 == 0, DOCUMENTS, -1)
+    positions = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH) % 20])
+    functions = [
+        masking.causal_mask_function,
+        masking.bidirectional_mask_function,
+        masking.sliding_window_causal_mask_function(9),
+        masking.sliding_window_bidirectional_mask_function(6),
+        masking.chunked_causal_mask_function(8, padding),
+        masking.and_masks(masking.padding_mask_function(VALID), masking.causal_mask_function),
+        masking.packed_sequence_mask_function(packed),
+        masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(spans)),
+        masking.remap_positions_for_packed_sequence(masking.causal_mask_function, positions),
+        masking.add_offsets_to_mask_function(masking.sliding_window_causal_mask_function(9), 11, 2),
+    ]
+    given = list(points())
+    for function in functions:
+        program = Program.of_mask(function)
+        for point, (visible, _, _) in zip(given, program.evaluate(given)):
+            assert visible == bool(eager(function, point, True)), (point, program.text)
+
+
+def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
+    a, b = Program.of_mask(window(5)), Program.of_mask(window(6))
+    assert a == b and (a.scalars, b.scalars) == ({"n0": 5}, {"n0": 6})
+    a, b = Program.of_score(softcap(20.0)), Program.of_score(softcap(50.0))
+    assert a == b and a.scalars == {"n0": 20.0}
+    # Python has to know these: how often a loop runs, and which way a branch goes.
+    def unrolled(count):
+        def mod(score, b, h, q, k):
+            for i in range(count):
+                score = score + SLOPES[i]
+            return score if count > 1 else -score
+
+        return mod
+
+    assert Program.of_score(unrolled(2)) != Program.of_score(unrolled(3))
+    assert Program.of_score(unrolled(2)).scalars == {}
+    def table(count):
+        return lambda b, h, q, k: torch.arange(count, device=q.device)[q % count] == 1
+
+    assert Program.of_mask(table(4)).scalars == {}
+    # A divisor stays a scalar, and has to be positive.
+    chunked = Program.of_mask(lambda b, h, q, k, size=8: q // size == k // size)
+    assert chunked.scalars == {"n0": 8}
+    with pytest.raises(fa_attn.InputError, match="the scalar n0 divides, and has to be positive, not 0"):
+        Program(chunked.text, scalars={"n0": 0})
+
+
+def test_arrays_are_the_callers_and_ask_for_gradients():
+    bias = draw(HEADS, LENGTH, dtype=torch.bfloat16).requires_grad_()
+    program = Program.of_score(lambda s, b, h, q, k: s + bias[h, k] - bias[h, q])
+    assert program.arrays == {"a0": bias} and program.arrays["a0"] is bias
+    assert program.gradients == ["a0"] and program.is_lasting
+    [array] = program.description["arrays"]
+    assert (array["element"], array["rank"], array["forms"]) == ("bf16", 2, ["column", "row"])
+    assert program.description["class"] == "additive"
+    # A parameter of one element.
+    cap = torch.tensor(3.0, requires_grad=True)
+    program = Program.of_score(lambda s, b, h, q, k: cap * torch.tanh(s / cap))
+    assert program.gradients == ["a0"] and program.description["arrays"][0]["forms"] == ["tile"]
+    # What the function computes anew for each call.
+    assert not Program.of_score(lambda s, b, h, q, k: s + (SLOPES * 2)[h]).is_lasting
+
+
+REFUSED = [
+    (lambda b, h, q, k: q if q > k else k, "cannot branch on its arguments"),
+    (lambda b, h, q, k: q > k and h > 1, "cannot branch"),
+    (lambda b, h, q, k: torch.erf(q) > k, "`erf` has no equivalent in a mask or score function"),
+    (lambda b, h, q, k: VALID[b], "returns neither a number nor a truth value"),
+    (lambda b, h, q, k: VALID[b, q:], "not by slices"),
+    (lambda b, h, q, k: VALID[b, q, k], "3 indices of an array of 2 axes"),
+    (lambda b, h, q, k: (q + 0.5) & 1, "takes integers or truth values"),
+    (lambda b, h, q, k: q // 0 == k, "integers are divided by positive ones, not by 0"),
+    (lambda b, h, q, k: BIAS.to(torch.complex64)[b, h, q, k] == 1, "cannot be read: convert it"),
+    (lambda b, h, q: q > 1, r"mask_mod takes \(b, h, q_idx, kv_idx\)"),
+    (lambda b, h, q, k: q * 0.5, "returns f32, and a mask is a truth value"),
+    (lambda b, h, q, k: BIAS.sum(0)[h] > q, "an array of 3 axes is used whole"),
+    (lambda b, h, q, k: torch.softmax(q, 0) > k, "`softmax` has no equivalent"),
+    ("q <", "expected an expression, found the end"),
+    ("s + 1", "mask_mod is no mask alone"),
+    (7, "mask_mod is a function, a text or a Program, not 7"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_refusals_say_what_has_no_equivalent(number):
+    function, message = REFUSED[number]
+    with pytest.raises(ValueError, match=message):
+        Program.of_mask(function)
+
+
+def test_texts_and_functions_are_one():
+    assert Program.of_mask("k <= q") == Program.of_mask(causal)
+    assert Program.of_mask(Program.of_mask(causal)) == Program("mask = k <= q")
+    with pytest.raises(fa_attn.InputError, match="the program's arrays are t: the call lacks t"):
+        Program("array t: f32[_]; s + t[h]")
+    program = Program("array t: f32[_]; scalar c: f32; c * s + t[h]", {"t": NUMPY_SLOPES}, {"c": 2.0})
+    assert program.evaluate([(1.0, 0, 1, 0, 0, 0, 4, 4, 0)]) == [(True, 2.25, 2.0)]

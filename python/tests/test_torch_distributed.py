@@ -1,0 +1,185 @@
+"""Ranks that are processes, over gloo, beside one process: outputs, gradients, and the drop-ins."""
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import fa_attn  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from fa_attn import distributed  # noqa: E402
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("torch without gloo", allow_module_level=True)
+
+
+def start(rank, world, path, work, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    try:
+        work(*arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks(world):
+    """A test whose body runs in `world` processes; what one raises fails the test."""
+
+    def decorate(work):
+        @functools.wraps(work)
+        def test(*args):
+            with tempfile.TemporaryDirectory() as folder:
+                given = (world, os.path.join(folder, "store"), WORK[work.__name__], args)
+                mp.start_processes(start, given, nprocs=world, start_method="fork")
+
+        WORK[work.__name__] = work
+        del test.__wrapped__
+        return test
+
+    return decorate
+
+
+WORK = {}
+
+
+def tensors(length, heads=(4, 2), batch=2, dim=16, seed=0):
+    """Q, K, V and dO of the whole, the same on every rank."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = [(batch, length, count, dim) for count in (heads[0], heads[1], heads[1], heads[0])]
+    return [torch.randn(shape, generator=make) for shape in shapes]
+
+
+def alone(q, k, v, dout, **options):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = fa_attn.flash_attn_func(q, k, v, **options)
+    out.backward(dout)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def over_ranks(function, whole, layout, **options):
+    q, k, v, dout = (distributed.shard(x, layout=layout) for x in whole)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = function(q, k, v, **options)
+    out.backward(dout)
+    return [distributed.unshard(x, layout=layout) for x in (out, q.grad, k.grad, v.grad)]
+
+
+def near(found, want, exact=False):
+    for name, one, other in zip(("out", "dq", "dk", "dv"), found, want):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5, msg=lambda text: f"{name}: {text}")
+    if exact:
+        assert torch.equal(found[0], want[0])
+
+
+@ranks(2)
+def test_two_ranks_compute_what_one_does():
+    whole = tensors(64)
+    for layout in distributed.LAYOUTS:
+        for options in (dict(causal=True), dict(causal=False), dict(causal=True, window_size=(9, 0))):
+            for stages in (None, 1, 2):
+                call = functools.partial(distributed.attention, layout=layout, stages=stages)
+                near(over_ranks(call, whole, layout, **options), alone(*whole, **options))
+
+
+@ranks(4)
+def test_four_ranks_and_their_drop_ins():
+    whole = tensors(64, heads=(8, 4))
+    for causal in (True, False):
+        want = alone(*whole, causal=causal)
+        zigzag = functools.partial(distributed.zigzag_ring_flash_attn_func, causal=causal)
+        near(over_ranks(zigzag, whole, "zigzag"), want)
+        ring = functools.partial(distributed.ring_flash_attn_func, causal=causal)
+        near(over_ranks(ring, whole, "contiguous"), want)
+        for layout in distributed.LAYOUTS:
+            call = functools.partial(distributed.ulysses_attention, layout=layout)
+            near(over_ranks(call, whole, layout, causal=causal), want)
+        module = distributed.UlyssesAttention()
+        near(over_ranks(module, whole, "contiguous", causal=causal), want)
+    stacked = [distributed.shard(x) for x in tensors(64, heads=(4, 4))[:3]]
+    packed = distributed.zigzag_ring_flash_attn_qkvpacked_func(torch.stack(stacked, 2), causal=True)
+    assert torch.equal(packed, distributed.zigzag_ring_flash_attn_func(*stacked, causal=True))
+
+
+@ranks(4)
+def test_ulysses_shares_few_key_heads():
+    whole = tensors(32, heads=(8, 2))
+    found = over_ranks(distributed.ulysses_attention, whole, "contiguous", causal=True)
+    near(found, alone(*whole, causal=True))
+
+
+@ranks(3)
+def test_llama3_deals_packed_sequences_evenly():
+    lengths, (total, rank) = [10, 1, 25, 12], (48, dist.get_rank())
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    q, k, v, dout = (x[0] for x in tensors(total, batch=1))
+    for causal in (True, False):
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        want = fa_attn.flash_attn_varlen_func(*whole, starts, starts, 25, 25, causal=causal)
+        want.backward(dout)
+        own = slice(rank * 16, (rank + 1) * 16)
+        local = [x[own].clone().requires_grad_() for x in (q, k, v)]
+        *given, keys = distributed.llama3_flash_attn_prepare_cu_seqlens(starts, causal, rank, 3)
+        out = distributed.llama3_flash_attn_varlen_func(*local, *given, 1, keys, causal=causal)
+        out.backward(dout[own])
+        torch.testing.assert_close(out, want[own], rtol=1e-4, atol=2e-5)
+        for x, y in zip(local, whole):
+            torch.testing.assert_close(x.grad, y.grad[own], rtol=1e-4, atol=2e-5)
+
+
+@ranks(2)
+def test_checkpoints_run_it_again():
+    from torch.utils.checkpoint import checkpoint
+
+    whole = tensors(32)
+    again = functools.partial(checkpoint, distributed.attention, use_reentrant=False)
+    near(over_ranks(again, whole, "zigzag"), over_ranks(distributed.attention, whole, "zigzag"), exact=True)
+
+
+@ranks(2)
+def test_context_parallel_replaces_scaled_dot_product_attention():
+    q, k, v, _ = (x.transpose(1, 2).contiguous() for x in tensors(32))
+    plain = torch.nn.functional.scaled_dot_product_attention
+    want = plain(q, k, v, is_causal=True, enable_gqa=True)
+    buffers = [q.clone(), k.clone(), v.clone()]
+    with distributed.context_parallel(None, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+        assert buffers[0].shape[2] == 16
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        out = sdpa(*buffers, is_causal=True, enable_gqa=True)
+    assert torch.nn.functional.scaled_dot_product_attention is plain
+    assert torch.equal(buffers[0], q)
+    torch.testing.assert_close(distributed.unshard(out, 2), want, rtol=1e-4, atol=2e-5)
+
+
+@ranks(2)
+def test_what_is_not_computed_is_refused_by_name():
+    q = k = v = torch.zeros(1, 8, 2, 8)
+    slopes = torch.zeros(2)
+    with pytest.raises(fa_attn.UnsupportedError, match="alibi_slopes over several ranks"):
+        distributed.zigzag_ring_flash_attn_func(q, k, v, alibi_slopes=slopes)
+    with pytest.raises(fa_attn.UnsupportedError, match="dropout_p is 0.5"):
+        distributed.ring_flash_attn_func(q, k, v, dropout_p=0.5)
+    with pytest.raises(fa_attn.UnsupportedError, match="use ulysses_attention"):
+        distributed.attention(q, k, v, causal=False, window_size=(3, 3))
+    with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
+        distributed.attention(q[:, :7], k[:, :7], v[:, :7])
+    with pytest.raises(fa_attn.InputError, match="stages is 3"):
+        distributed.attention(q, k, v, stages=3)
+    with pytest.raises(fa_attn.InputError, match="layout is 'striped'"):
+        distributed.attention(q, k, v, layout="striped")
+    with pytest.raises(fa_attn.UnsupportedError, match="3 query heads and 3 K/V heads over 2 ranks"):
+        distributed.ulysses_attention(*[torch.zeros(1, 8, 3, 8)] * 3)
+
+
+def test_a_llama_trains_over_two_ranks_as_on_one():
+    pytest.importorskip("transformers")
+    example = Path(__file__).parents[1] / "examples" / "train_over_ranks.py"
+    run = [sys.executable, str(example), "--ranks", "2", "--steps", "4"]
+    found = subprocess.run(run, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "the same losses" in found.stdout
