@@ -272,7 +272,7 @@ const JAX_CHOSEN: &str =
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 5] = [
+const TORCH_FILES: [&str; 6] = [
     "test_stand_in_installed.py",
     "test_notebook.py",
     "test_torch_compiled.py",
