@@ -217,7 +217,6 @@ class Arrays:
             lib.allocate,
             plans,
             division,
-            deterministic,
         )
         return lib.give(out), lib.give(lse)
 

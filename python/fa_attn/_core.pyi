@@ -69,7 +69,6 @@ def forward(
     allocate: Optional[Allocate] = None,
     plans: Optional[Dict[Tuple[int, int], Any]] = None,
     division: Optional[Division] = None,
-    pinned: bool = False,
 ) -> None: ...
 def backward(
     dout: Any,

@@ -107,15 +107,19 @@ def may_overlap(one, other):
     # What records operators has no addresses.
     if is_compiling() or one.is_meta or not (type(one) in PLAIN and type(other) in PLAIN):
         return False
-    if one.numel() == 0 or other.numel() == 0 or not (one.layout is other.layout is _STRIDED):
+    if not (one.layout is other.layout is _STRIDED) or one.numel() == 0 or other.numel() == 0:
         return False
+    first, other_first = one.data_ptr(), other.data_ptr()
+    if first > other_first + _reach(other) or other_first > first + _reach(one):
+        return False
+    return one.device == other.device
 
-    def ends(x):
-        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-        return x.data_ptr(), x.data_ptr() + last * x.element_size()
 
-    (first, last), (other_first, other_last) = ends(one), ends(other)
-    return one.device == other.device and first <= other_last and other_first <= last
+def _reach(x):
+    """Bytes from the first element to the last."""
+    if x.is_contiguous():
+        return (x.numel() - 1) * x.element_size()
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) * x.element_size()
 
 
 def aligned(x):

@@ -14,6 +14,7 @@ from torch_cases import close, definition, needs_gpu, on, same_gradients, tensor
 
 import fa_attn  # noqa: E402
 import fa_attn.torch  # noqa: E402
+from fa_attn._options import CallOptions  # noqa: E402
 
 
 @on
