@@ -227,7 +227,10 @@ fn stand_for_workspace(folder: &Path, patches: &[(&str, PathBuf)]) -> Result<()>
         root.push_str(&format!("{name} = {{ path = {:?} }}\n", path.display().to_string()));
     }
     write(&folder.join("Cargo.toml"), &root)?;
-    std::fs::copy(workspace::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
+    // The README is one that packages inherit.
+    for file in ["Cargo.lock", "README.md"] {
+        std::fs::copy(workspace::root().join(file), folder.join(file))?;
+    }
     for part in ["crates", "python", "xtask"] {
         link(&workspace::root().join(part), &folder.join(part))?;
     }

@@ -88,6 +88,20 @@ pub enum Error {
         /// What would work.
         instead: &'static str,
     },
+    /// The text of a program is none.
+    #[error("program: {0}")]
+    Program(#[from] fa_core::program::ProgramError),
+    /// The process has as many programs as it keeps.
+    #[error(transparent)]
+    Programs(#[from] fa_core::program::TableFull),
+    /// What a program is given is not what it reads.
+    #[error("program: `{name}` {problem}")]
+    ProgramInput {
+        /// The array or scalar.
+        name: String,
+        /// What is wrong with it, and what would work.
+        problem: String,
+    },
     /// The backward found no LSE of its forward.
     #[error("the backward has no LSE of a forward: call backward on the output of the forward")]
     NoForward,
