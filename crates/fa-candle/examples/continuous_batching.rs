@@ -71,6 +71,8 @@ pub(crate) fn requests() -> Vec<Request> {
 /// A decoder with weights from a formula.
 pub(crate) struct Model {
     embedding: Tensor,
+    /// From the last layer to tokens.
+    head: Tensor,
     /// Of each layer: Q, K, V and O.
     layers: Vec<[Tensor; 4]>,
 }
@@ -92,11 +94,13 @@ impl Model {
                 weight(HIDDEN, HIDDEN, seed)?,
                 weight(HIDDEN, kv, seed + 1)?,
                 weight(HIDDEN, kv, seed + 2)?,
-                weight(HIDDEN, HIDDEN, seed + 3)?,
+                // What is attended to decides the next token more than the token before it.
+                (weight(HIDDEN, HIDDEN, seed + 3)? * 3.0)?,
             ])
         };
         let embedding = (weight(VOCAB, HIDDEN, 0)? * 8.0)?;
-        Ok(Model { embedding, layers: (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()? })
+        let head = weight(HIDDEN, VOCAB, 99)?;
+        Ok(Model { embedding, head, layers: (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()? })
     }
 }
 
@@ -243,6 +247,6 @@ impl<'a> Server<'a> {
             x = (x + out.reshape((rows, HIDDEN))?.matmul(wo)?)?;
         }
         let last = normed(&x.index_select(&Tensor::new(ends, device)?, 0)?)?;
-        last.matmul(&self.model.embedding.t()?)?.argmax(D::Minus1)?.to_vec1()
+        last.matmul(&self.model.head)?.argmax(D::Minus1)?.to_vec1()
     }
 }
