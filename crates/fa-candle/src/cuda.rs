@@ -231,7 +231,7 @@ fn raw_program<'a>(
 }
 
 /// Where a tensor's first element lies.
-fn address<'a, T: CudaDType>(
+fn address<'a, T: CudaDType + 'a>(
     (storage, layout): Given<'a>,
     stream: &'a CudaStream,
 ) -> Result<(u64, SyncOnDrop<'a>)> {

@@ -195,7 +195,7 @@ fn programs_read_tensors_and_numbers_and_give_gradients() -> Result<()> {
     )?
     .with_array("slope", slopes)
     .with_scalar("left", 100);
-    for left in [7, 3] {
+    for left in [7u32, 3] {
         let program = program.clone().with_scalar("left", left);
         let options = Options::full(SCALE).with_program(Some(&program));
         let scores = Scores { left: Some(left as usize), slopes: Some(slopes), ..Scores::CAUSAL };
@@ -209,7 +209,8 @@ fn programs_read_tensors_and_numbers_and_give_gradients() -> Result<()> {
         }
         // A mask and a bias come after it.
         let bias = &values((1, 1, 11, 19), 91);
-        let seen = tensor(seen([2, 1, 1, 19], 92), [2, 1, 1, 19]);
+        let flags = seen([2, 1, 1, 19], 92).into_iter().map(u8::from).collect();
+        let seen = tensor(flags, [2, 1, 1, 19]);
         let visible = seen.to_dtype(DType::F32)?;
         let scores = Scores { bias: Some(bias), visible: Some(&visible), ..scores };
         let need = materialised(q, k, v, SCALE, scores)?.0;
