@@ -83,7 +83,11 @@ impl Model {
         let weight = |rows: usize, columns: usize, seed: usize| {
             let scale = (3.0 / rows as f32).sqrt();
             let value = |i: usize| {
-                (((i + 1) as f32 * 12.9898 + seed as f32 * 78.233).sin() * 43758.547).fract() * scale
+                let mut bits = (i as u32).wrapping_mul(0x9e37_79b9) ^ (seed as u32).wrapping_mul(0x85eb_ca6b);
+                for factor in [0x7feb_352du32, 0x846c_a68b] {
+                    bits = (bits ^ bits >> 16).wrapping_mul(factor);
+                }
+                ((bits ^ bits >> 16) as f32 / (1u32 << 31) as f32 - 1.0) * scale
             };
             Tensor::from_vec((0..rows * columns).map(value).collect::<Vec<f32>>(), (rows, columns), device)
         };
@@ -94,11 +98,10 @@ impl Model {
                 weight(HIDDEN, HIDDEN, seed)?,
                 weight(HIDDEN, kv, seed + 1)?,
                 weight(HIDDEN, kv, seed + 2)?,
-                // What is attended to decides the next token more than the token before it.
-                (weight(HIDDEN, HIDDEN, seed + 3)? * 3.0)?,
+                weight(HIDDEN, HIDDEN, seed + 3)?,
             ])
         };
-        let embedding = (weight(VOCAB, HIDDEN, 0)? * 8.0)?;
+        let embedding = (weight(VOCAB, HIDDEN, 0)? * 16.0)?;
         let head = weight(HIDDEN, VOCAB, 99)?;
         Ok(Model { embedding, head, layers: (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()? })
     }

@@ -361,10 +361,8 @@ fn what_does_not_fit_is_named() -> Result<()> {
     refused(of(&full.clone().with_array("t", &values((4, 1), 3))), &["`t` has the shape [4, 1]", "1 axes"]);
     refused(of(&full.clone().with_array("t", &zeros(&[4], DType::U8))), &["`t` holds U8", "F32"]);
     refused(of(&full.clone().with_array("t", &zeros(&[0], DType::F32))), &["`t`", "no element"]);
-    refused(
-        of(&full.with_array("t", &Var::from_tensor(&values(4, 3))?)),
-        &["`t` requires a gradient", "grad"],
-    );
+    let slopes = Var::from_tensor(&values(4, 3))?;
+    refused(of(&full.with_array("t", &slopes)), &["`t` requires a gradient", "grad"]);
     let own =
         Program::new("array fa_mask: f32[_]; score = s + fa_mask[h];")?.with_array("fa_mask", &values(4, 3));
     call(&options.with_program(Some(&own)))?;
