@@ -55,7 +55,7 @@ fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [
     let program = posed.program.as_ref().zip(locked.as_deref());
     let program = program.map(|(own, locked)| program_inputs(own, locked)).transpose()?;
     let arguments = Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) };
-    forward_extras(Options::default(), problem, &arguments, &q, &k, &v, &mut to, lse)
+    forward_extras(Options::default(), problem, arguments, &q, &k, &v, &mut to, lse)
         .map_err(|error| posed.refused(error))?;
     Ok(out)
 }
@@ -106,7 +106,7 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
     backward_program(
         Options::default(),
         problem,
-        &Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) },
+        Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) },
         &inputs,
         &mut written("dq", &mut dq, shapes[0])?,
         &mut written("dk", &mut dk, shapes[1])?,

@@ -129,11 +129,9 @@ fn check(at: usize, case: &Case) -> Result<()> {
     let got = gradients(&out, &weights, &ours)?;
     let need = gradients(&need, &weights, &theirs)?;
     for (index, (got, need)) in got.iter().zip(&need).enumerate() {
-        let bound = match got.dtype() {
-            DType::BF16 => 0.02,
-            DType::F16 => 0.002,
-            _ => 1e-5,
-        };
+        let bounds = [(DType::BF16, 0.02), (DType::F16, 0.002)];
+        let rounded = bounds.into_iter().find(|(dtype, _)| *dtype == got.dtype());
+        let bound = rounded.map_or(1e-5, |(_, bound)| bound);
         assert_eq!(got.dtype(), ours[index].dtype());
         assert_close(&format!("{at}: gradient {index}"), got, need, bound);
     }
