@@ -100,7 +100,7 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
     let locked_arrays = posed.program.as_ref().map(lock);
     let program = posed.program.as_ref().zip(locked_arrays.as_deref());
     let program = program.map(|(own, locked)| program_inputs(own, locked)).transpose()?;
-    let wanted: Vec<usize> = posed.program.iter().flat_map(programs::Posed::tracked).collect();
+    let wanted: Vec<usize> = posed.program.iter().flat_map(programs::ProgramCall::tracked).collect();
     let mut darrays = (!wanted.is_empty()).then(Vec::new);
     let mut dsinks = problem.score.sinks.then(|| vec![0f32; problem.heads_q]);
     backward_program(
@@ -131,12 +131,15 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
 /// The tensors of a program, while a call reads them.
 type Locked<'a> = Vec<(StorageRef<'a>, &'a Layout)>;
 
-fn lock(program: &programs::Posed) -> Locked<'_> {
+fn lock(program: &programs::ProgramCall) -> Locked<'_> {
     program.arrays.iter().map(Tensor::storage_and_layout).collect()
 }
 
 /// What the program reads, where it lies.
-fn program_inputs<'a>(own: &programs::Posed, locked: &'a [(StorageRef<'_>, &Layout)]) -> Result<Inputs<'a>> {
+fn program_inputs<'a>(
+    own: &programs::ProgramCall,
+    locked: &'a [(StorageRef<'_>, &Layout)],
+) -> Result<Inputs<'a>> {
     let mut arrays = Vec::with_capacity(locked.len());
     for ((decl, tensor), (storage, layout)) in own.program.arrays().iter().zip(&own.arrays).zip(locked) {
         let Storage::Cpu(storage) = &**storage else { return Err(Error::NoForward.into()) };

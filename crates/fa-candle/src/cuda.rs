@@ -200,13 +200,13 @@ fn extras<'a>(views: &'a Views<'_>) -> Extras<'a> {
 /// The arrays of a program, held while a launch is enqueued.
 type LockedArrays<'a> = Vec<(StorageRef<'a>, &'a Layout)>;
 
-fn lock_arrays(program: &programs::Posed) -> LockedArrays<'_> {
+fn lock_arrays(program: &programs::ProgramCall) -> LockedArrays<'_> {
     program.arrays.iter().map(Tensor::storage_and_layout).collect()
 }
 
 /// What a program reads, by addresses, and what orders other streams after the launch that reads there.
 fn raw_program<'a>(
-    own: &programs::Posed,
+    own: &programs::ProgramCall,
     locked: &'a [(StorageRef<'_>, &Layout)],
     stream: &'a CudaStream,
 ) -> Result<(RawProgram, Vec<SyncOnDrop<'a>>)> {

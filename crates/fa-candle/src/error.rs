@@ -1,6 +1,6 @@
 //! What the functions refuse, as the text of a candle error.
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// What the functions refuse. They return candle's error type, which carries these as
 /// [`candle_core::Error::Wrapped`].
@@ -135,4 +135,13 @@ impl From<fa_kernels::Error> for Error {
 /// What the crates below refuse, as a candle error.
 pub(crate) fn refused(error: impl Into<Error>) -> candle_core::Error {
     error.into().into()
+}
+
+/// A tensor that is on the device of `q`.
+pub(crate) fn same_device(name: &'static str, tensor: &Tensor, q: &Tensor) -> Result<()> {
+    if tensor.device().same_device(q.device()) {
+        return Ok(());
+    }
+    let (got, need) = (tensor.device().clone(), q.device().clone());
+    Err(Error::Device { tensor: name, got, need }.into())
 }

@@ -49,6 +49,7 @@
 //!
 //! - `functions`: candle-flash-attn's functions.
 //! - `attention`, `options`: attention with the options that those functions lack.
+//! - `program`: a text of the caller's own, with what it reads.
 //! - `programs`: masks, biases and programs as one program with the tensors that it reads.
 //! - `problem`: makes a checked problem of tensors and options.
 //! - `op`: operations of candle's graph, with gradients.
@@ -68,6 +69,7 @@ mod kernels;
 mod op;
 mod options;
 mod problem;
+mod program;
 mod programs;
 
 pub use attention::{attention, attention_with_lse};
@@ -78,7 +80,7 @@ pub use functions::*;
 #[cfg(feature = "cuda")]
 pub use kernels::{finish_tuning, set_tuning};
 pub use options::{Options, Rows};
-pub use programs::Program;
+pub use program::Program;
 
 /// The programs of the workspace's README, compiled and run as tests.
 #[cfg(doctest)]

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use crate::programs::Program;
+use crate::program::Program;
 
 /// How attention is computed; what candle-flash-attn's functions take, and more.
 #[derive(Clone, Copy, Debug)]

@@ -4,7 +4,7 @@ use candle_core::{DType, Layout, Result, Tensor};
 use fa_core::{Alibi, Dtype, Extra, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
 use fa_cpu::CpuError;
 
-use crate::error::{Error, refused};
+use crate::error::{Error, refused, same_device};
 use crate::options::{Options, Rows};
 use crate::programs;
 
@@ -13,7 +13,7 @@ use crate::programs;
 pub(crate) struct Posed {
     pub(crate) problem: Problem,
     pub(crate) beside: Beside,
-    pub(crate) program: Option<programs::Posed>,
+    pub(crate) program: Option<programs::ProgramCall>,
     /// Of gradients on a GPU.
     #[cfg(feature = "cuda")]
     pub(crate) deterministic: bool,
@@ -82,7 +82,7 @@ impl Posed {
             None => None,
         };
         beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
-        let program = programs::Posed::new(options, &lengths, heads_q, q)?;
+        let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
         let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
             .with_mask(mask(options, &lengths))
             .with_softmax_scale(Some(f64::from(options.softmax_scale)))
@@ -257,14 +257,6 @@ fn sequences(starts: &Tensor) -> Result<usize> {
     let [count] = dims(starts, "seqlens_q", need)?;
     let none = || Error::Shape { tensor: "seqlens_q", shape: vec![0], need: need.to_owned() };
     Ok(count.checked_sub(1).ok_or_else(none)?)
-}
-
-pub(crate) fn same_device(name: &'static str, tensor: &Tensor, q: &Tensor) -> Result<()> {
-    if tensor.device().same_device(q.device()) {
-        return Ok(());
-    }
-    let (got, need) = (tensor.device().clone(), q.device().clone());
-    Err(Error::Device { tensor: name, got, need }.into())
 }
 
 /// Starts, lengths or pages as kernels read them.
