@@ -178,9 +178,9 @@ impl CustomOp3 for Attention {
     }
 }
 
-/// Attention where more than Q, K and V requires a gradient: sinks, arrays of a program. An operation of candle's
-/// has three inputs at the most: all but Q stand in the graph as one tensor without content, which [`Joined`]
-/// makes of two at a time, and get their gradients from here.
+/// Attention where more than Q, K and V requires a gradient: sinks, arrays of a program. An operation of
+/// candle's has three inputs at the most: all but Q stand in the graph as one tensor without content, which
+/// [`Joined`] makes of two at a time, and get their gradients from here.
 struct WithMore {
     pass: Pass,
     k: Tensor,

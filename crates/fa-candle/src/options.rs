@@ -25,13 +25,13 @@ pub struct Options<'a> {
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
     pub sinks: Option<&'a Tensor>,
-    /// Which keys a query sees, `(batch, heads, seqlen_q, seqlen_k)`, beside the windows: u8, 0 where a key is
-    /// hidden, as candle's comparisons give, or a float type, which is added to the scores (`-inf` hides). Axes
-    /// may be 1 or, in front, missing. Of packed sequences and those in pages `seqlen_q` and `seqlen_k` are the
-    /// maxima, and indices count in each sequence. Rows that see no key are zero. It gets no gradient.
+    /// Which keys a query sees, `(batch, heads, seqlen_q, seqlen_k)`, beside the windows: u8, 0 where a key
+    /// is hidden, as candle's comparisons give, or a float type, which is added to the scores (`-inf` hides).
+    /// Axes may be 1 or, in front, missing. Of packed sequences and those in pages `seqlen_q` and `seqlen_k`
+    /// are the maxima, and indices count in each sequence. Rows that see no key are zero. It gets no gradient.
     pub mask: Option<&'a Tensor>,
-    /// Added to the scaled scores, in f32; of the shapes of `mask`. A key is hidden where it is `-inf`. It gets a
-    /// gradient, in its own shape.
+    /// Added to the scaled scores, in f32; of the shapes of `mask`. A key is hidden where it is `-inf`. It
+    /// gets a gradient, in its own shape.
     pub bias: Option<&'a Tensor>,
     /// A mask or a change of scores by a text of the caller's own, before mask and bias.
     pub program: Option<&'a Program>,

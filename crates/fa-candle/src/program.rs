@@ -8,9 +8,9 @@ use crate::error::refused;
 /// A mask or a change of scores of the caller's own, as a text of fa's language of programs, with the tensors
 /// and numbers that it reads. The text is parsed once; other tensors and numbers compile nothing.
 ///
-/// Arrays of `f32` take tensors of any float type, `f16`, `bf16`, `i32` (or u32), `u8` and `bool` (u8) those of
-/// their own, `bits` u32 words whose bits lie along the last axis. Strides are free: broadcast tensors are read as
-/// they lie. An array that is declared with `grad` gives its tensor a gradient.
+/// Arrays of `f32` take tensors of any float type, `f16`, `bf16`, `i32` (or u32), `u8` and `bool` (u8) those
+/// of their own, `bits` u32 words whose bits lie along the last axis. Strides are free: broadcast tensors are
+/// read as they lie. An array that is declared with `grad` gives its tensor a gradient.
 ///
 /// ```
 /// use candle_core::{Device, Result, Tensor};
@@ -45,7 +45,7 @@ impl Program {
     /// The program of a text, before it is given what it reads.
     ///
     /// # Errors
-    /// [`Error::Program`], which has the place in the text, and [`Error::Programs`].
+    /// [`crate::Error::Program`], which has the place in the text, and [`crate::Error::Programs`].
     pub fn new(text: &str) -> Result<Program> {
         let own = fa_core::program::Program::parse(text).map_err(refused)?.intern().map_err(refused)?;
         Ok(Program { own, arrays: Vec::new(), scalars: Vec::new() })
