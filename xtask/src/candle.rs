@@ -227,10 +227,7 @@ fn stand_for_workspace(folder: &Path, patches: &[(&str, PathBuf)]) -> Result<()>
         root.push_str(&format!("{name} = {{ path = {:?} }}\n", path.display().to_string()));
     }
     write(&folder.join("Cargo.toml"), &root)?;
-    // The README is one that packages inherit.
-    for file in ["Cargo.lock", "README.md"] {
-        std::fs::copy(workspace::root().join(file), folder.join(file))?;
-    }
+    std::fs::copy(workspace::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
     for part in ["crates", "python", "xtask"] {
         link(&workspace::root().join(part), &folder.join(part))?;
     }

@@ -28,7 +28,7 @@ pub struct Options<'a> {
     /// Which keys a query sees, `(batch, heads, seqlen_q, seqlen_k)`, beside the windows: u8, 0 where a key
     /// is hidden, as candle's comparisons give, or a float type, which is added to the scores (`-inf` hides).
     /// Axes may be 1 or, in front, missing. Of packed sequences and those in pages `seqlen_q` and `seqlen_k`
-    /// are the maxima, and indices count in each sequence. Rows that see no key are zero. It gets no gradient.
+    /// are the maxima, and indices count in each sequence. Rows that see no key are zero. No gradient.
     pub mask: Option<&'a Tensor>,
     /// Added to the scaled scores, in f32; of the shapes of `mask`. A key is hidden where it is `-inf`. It
     /// gets a gradient, in its own shape.
