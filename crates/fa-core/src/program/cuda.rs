@@ -151,7 +151,7 @@ impl Printer<'_> {
         self.text.push_str(
             "\n    __device__ __forceinline__ Mods(const ProgramParams& params, int b, int h, int hk, \
              int sq, int sk, int off)\n        : \
-             params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off) {\n",
+             params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off + params.offset) {\n",
         );
         self.makes(Rate::Tile);
         self.text.push_str("    }\n");

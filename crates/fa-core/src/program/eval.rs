@@ -268,7 +268,7 @@ pub struct Point {
     pub sq: i32,
     /// Keys of the sequence.
     pub sk: i32,
-    /// What `off` is: `sk - sq` plus the offset of the queries.
+    /// What `off` is: `sk - sq` plus the mask's offset.
     pub off: i32,
 }
 
