@@ -25,7 +25,7 @@ from .interface import (
     get_scheduler_metadata,
     merge,
 )
-from .planning import Kernels, explain, finish_tuning, plan, problem, tune
+from .planning import Kernels, Plan, Problem, explain, finish_tuning, plan, problem, tune
 
 __version__ = version()
 
@@ -34,6 +34,8 @@ __all__ = [
     "InputError",
     "InputTypeError",
     "Kernels",
+    "Plan",
+    "Problem",
     "UnsupportedError",
     "explain",
     "finish_tuning",

@@ -4,11 +4,20 @@ import importlib
 from reprlib import repr as short
 
 from . import _core
-from ._checks import LARGEST, apart, array, cache_rows, in_room, int32, pages_in_use, room, room_of
+from ._checks import (
+    LARGEST,
+    array,
+    capacity_of,
+    check_cache_rows,
+    check_no_overlap,
+    check_out,
+    check_pages,
+    check_within_cache,
+    int32,
+)
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 from ._options import Extras
-
 
 # Candidates that are tried before two arrays count as overlapping.
 _OVERLAP_WORK = 10_000
@@ -62,6 +71,24 @@ class _Numpy:
 
     def give(self, array):
         return array
+
+    def read_by_program(self, array):
+        """An array in a type that programs read: as tracing declares those that they do not."""
+        array = self.host(array)
+        kinds = {"float64": "float32", "int64": "int32", "int16": "int32", "int8": "int32"}
+        kind = kinds.get(array.dtype.name, array.dtype)
+        if array.dtype.name == "bool":
+            array, kind = array.view(self.np.uint8), self.np.uint8
+        if min(array.strides, default=0) < 0:
+            array = array.copy()
+        return array.astype(kind, copy=False)
+
+    def packed_bits(self, mask):
+        mask = self.host(mask)
+        if mask.shape[-1] == 1:
+            return self.np.where(mask, -1, 0).astype(self.np.int32)
+        mask = self.np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
+        return self.np.packbits(mask, axis=-1, bitorder="little").view(self.np.int32)
 
     def contiguous(self, array):
         return self.np.ascontiguousarray(array) if isinstance(array, self.np.ndarray) else array
@@ -175,25 +202,10 @@ class Arrays:
     def __init__(self, library):
         self.library = library
 
-    def attention(
-        self,
-        q,
-        k,
-        v,
-        scale,
-        causal,
-        window,
-        softcap,
-        deterministic,
-        extras,
-        plans=None,
-        *,
-        out=None,
-        division=None,
-    ):
-        """(out, lse); `deterministic`: no measurement of tuning changes the kernel. `plans`:
-        work plans that other calls have made, to which this one adds its own. `out`: the array that the
-        result is written to. `division`: how the work is divided, where the caller decides it."""
+    def attention(self, q, k, v, options, extras, plans=None, *, out=None, division=None, mods=None):
+        """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work
+        plans that other calls have made, to which this one adds its own. `out`: the array that the result is
+        written to. `division`: how the work is divided, where the caller decides it."""
         lib = self.library
         if not type(q) is type(k) is type(v):
             array("k", k), array("v", v)
@@ -206,8 +218,9 @@ class Arrays:
         else:
             self._check_out(out, q, k, v, extras)
             if min(getattr(out, "strides", None) or (0,)) < 0:
-                options = (scale, causal, window, softcap, deterministic, extras, plans)
-                made, lse = self.attention(q, k, v, *options, division=division)
+                made, lse = self.attention(
+                    q, k, v, options, extras, plans, division=division, mods=mods
+                )
                 return self.stored(made, out), lse
             out = lib.written(out)
         if extras is not None:
@@ -217,16 +230,13 @@ class Arrays:
             *map(lib.read, (q, k, v)),
             out,
             lse,
-            scale,
-            causal,
-            window,
-            softcap,
+            options,
             extras,
             lib.stream(q),
             lib.allocate,
             plans,
             division,
-            deterministic,
+            self.programs(mods),
         )
         return lib.give(out), lib.give(lse)
 
@@ -237,13 +247,27 @@ class Arrays:
         arrays = (None if x is None else lib.contiguous(lib.read(x)) for x in extras[:-2])
         return Extras(*arrays, *extras[-2:])
 
-    def packed_attention(self, qkv, axis, *options, division=None):
-        """`attention` of q, k and v in one array along `axis`."""
-        return self.attention(*self.unstack(qkv, axis), *options, division=division)
+    def programs(self, mods):
+        """A call's programs as the extension module takes them."""
+        if mods is None:
+            return None
+        return mods.with_arrays(map(self.library.read_by_program, mods.arrays)).programs
 
-    def backward(
-        self, dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None
-    ):
+    def narrow(self, array):
+        return array
+
+    def floats32(self, array):
+        return array.astype("float32")
+
+    def packed_bits(self, mask):
+        """A mask's bits along the last axis, in words of 32, the lowest first."""
+        return self.library.packed_bits(mask)
+
+    def packed_attention(self, qkv, axis, *options, division=None, mods=None):
+        """`attention` of q, k and v in one array along `axis`."""
+        return self.attention(*self.unstack(qkv, axis), *options, division=division, mods=mods)
+
+    def backward(self, dout, q, k, v, out, lse, options, extras, dlse=None):
         """(dq, dk, dv, dsinks or None)."""
         lib = self.library
         array("k", k), array("v", v)
@@ -259,11 +283,7 @@ class Arrays:
         _core.backward(
             *arrays,
             dsinks,
-            scale,
-            causal,
-            window,
-            softcap,
-            deterministic,
+            options,
             extras,
             lib.stream(q),
             lib.allocate,
@@ -272,16 +292,16 @@ class Arrays:
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
     def _check_out(self, out, q, k, v, extras):
-        room(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
-        apart(out, q, k, v, extras, self.library.overlap)
+        check_out(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
+        check_no_overlap(out, q, k, v, extras, self.library.overlap)
 
-    def check(self, q, k, v, scale, causal, window, softcap, extras, out):
+    def check(self, q, k, v, options, extras, out):
         """Checks what `attention` is about to be given, without computing anything."""
         lib = self.library
         if out is not None:
             self._check_out(out, q, k, v, extras)
         extras = None if extras is None else self.beside(extras)
-        _core.check_forward(*map(lib.read, (q, k, v)), scale, causal, window, softcap, extras, lib.stream(q))
+        _core.check_forward(*map(lib.read, (q, k, v)), options, extras, lib.stream(q))
 
     def contiguous(self, array):
         return self.library.contiguous(array)
@@ -300,19 +320,19 @@ class Arrays:
             for x in (append.used_k, append.page_table, append.cu_new, append.cu_q)
         )
         after = self.ints(0, used.shape[0], q)
-        turned = None
+        rotated = None
         if append.cos is not None:
-            turned = lib.copy(q)
+            rotated = lib.copy(q)
         arrays = (lib.read(append.k), lib.read(append.v))
         arrays += (lib.written(append.k_cache), lib.written(append.v_cache))
         tables = (None if x is None else lib.read(lib.contiguous(x)) for x in (append.cos, append.sin))
-        queries = (None, None) if turned is None else (lib.read(q), lib.read(turned))
+        queries = (None, None) if rotated is None else (lib.read(q), lib.read(rotated))
         dropped = _core.append(
             *arrays,
             *queries,
             *tables,
             append.interleaved,
-            append.causal or append.window != (-1, -1),
+            append.options.has_mask,
             starts[0],
             append.max_new,
             used,
@@ -324,10 +344,10 @@ class Arrays:
         )
         if dropped:
             raise InputError(
-                f"{dropped} rows have no place: beyond the cache's room, in a page that does not exist, or "
+                f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
                 "at a position beyond rotary_cos; the others are written"
             )
-        return (q if turned is None else turned), after
+        return (q if rotated is None else rotated), after
 
     def ints(self, value, count, like):
         return self.library.ints(value, count, like)
@@ -355,26 +375,26 @@ class Arrays:
         np, host = self.library.np, self.library.host
         leftpad, used = host(leftpad), host(used)
         table = None if table is None else host(table)
-        most = room_of(k_cache, table)
-        rows, room = k_cache.shape[:2]
+        capacity = capacity_of(k_cache, table)
+        rows, page = k_cache.shape[:2]
         if self.library.counts_on_host:
-            in_room("cache_leftpad", leftpad, most)
-            in_room("cache_seqlens", used, most)
+            check_within_cache("cache_leftpad", leftpad, capacity)
+            check_within_cache("cache_seqlens", used, capacity)
             if table is not None:
-                pages_in_use(table, leftpad, used, room, rows, np.arange(table.shape[1]))
-        # On a GPU what lies beyond the room is cut off, so that no key of another sequence is read.
-        leftpad = np.clip(leftpad, 0, most)
-        used = np.maximum(np.clip(used, 0, most) - leftpad, 0)
+                check_pages(table, leftpad, used, page, rows, np.arange(table.shape[1]))
+        # On a GPU what lies beyond the cache is cut off, so that no key of another sequence is read.
+        leftpad = np.clip(leftpad, 0, capacity)
+        used = np.maximum(np.clip(used, 0, capacity) - leftpad, 0)
         # Copied where the cache is not contiguous.
-        flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+        flat = [x.reshape(rows * page, *x.shape[2:]) for x in (k_cache, v_cache)]
         if table is None:
-            begins = np.arange(rows, dtype=np.int32) * room + leftpad
-            starts = np.append(begins, rows * room).astype(np.int32)
+            begins = np.arange(rows, dtype=np.int32) * page + leftpad
+            starts = np.append(begins, rows * page).astype(np.int32)
             return (*flat, starts, used.astype(np.int32), None)
         # Pages of one row, so that a sequence may begin anywhere.
-        places = table[:, :, None].astype(np.int64) * room + np.arange(room)
+        places = table[:, :, None].astype(np.int64) * page + np.arange(page)
         # Entries that are not in use may hold anything: what is no page is kept within int32's range.
-        places = np.clip(places.reshape(len(table), table.shape[1] * room), -1, LARGEST)
+        places = np.clip(places.reshape(len(table), table.shape[1] * page), -1, LARGEST)
         columns = np.minimum(np.arange(places.shape[1]) + leftpad[:, None], places.shape[1] - 1)
         table = np.ascontiguousarray(np.take_along_axis(places, columns, 1).astype(np.int32))
         return (*(x[:, None] for x in flat), None, used.astype(np.int32), table)
@@ -399,7 +419,7 @@ class Arrays:
         `index`. Without a table each row of the cache is a page."""
         int32("cache_batch_idx", index)
         if self.is_in_host_memory(index):
-            cache_rows(self.library.host(index), rows, table)
+            check_cache_rows(self.library.host(index), rows, table)
         return index.reshape(-1, 1) if table is None else table[index]
 
     def is_in_host_memory(self, array):
@@ -411,12 +431,12 @@ class _LentArrays(Arrays):
 
     lends = True
 
-    def attention(self, q, k, v, *options, out=None, division=None):
+    def attention(self, q, k, v, *others, out=None, **options):
         out = None if out is None else self._lent(out)
-        return super().attention(*map(self._lent, (q, k, v, *options)), out=out, division=division)
+        return super().attention(*map(self._lent, (q, k, v, *others)), out=out, **options)
 
-    def packed_attention(self, stacked, *options, division=None):
-        return super().packed_attention(self._lent(stacked), *options, division=division)
+    def packed_attention(self, stacked, *others, **options):
+        return super().packed_attention(self._lent(stacked), *others, **options)
 
     def unstack(self, stacked, axis):
         return super().unstack(self._lent(stacked), axis)
@@ -435,12 +455,12 @@ class _LentArrays(Arrays):
         return super().differences(self._lent(starts))
 
     def merge(self, outs, lses, sinks, dtype):
-        parts, masses, sinks = map(self._lent, (tuple(outs), tuple(lses), sinks))
-        for given, read in ((outs, parts), (lses, masses)):
-            if dtype == given[0].dtype:
+        own_outs, own_lses, sinks = map(self._lent, (tuple(outs), tuple(lses), sinks))
+        for lent, own in ((outs, own_outs), (lses, own_lses)):
+            if dtype == lent[0].dtype:
                 # Under numpy's name.
-                dtype = read[0].dtype
-        return super().merge(parts, masses, sinks, dtype)
+                dtype = own[0].dtype
+        return super().merge(own_outs, own_lses, sinks, dtype)
 
     def without_padding(self, *arrays):
         return super().without_padding(*map(self._lent, arrays))
@@ -450,7 +470,7 @@ class _LentArrays(Arrays):
 
     def _lent(self, value):
         if isinstance(value, tuple):
-            return tuple(map(self._lent, value))
+            return _mapped(self._lent, value)
         np = self.library.np
         if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
             return value
@@ -465,19 +485,31 @@ class _JaxArrays(Arrays):
     """jax's arrays cannot be written and jax exposes no stream. Arrays on a GPU are lent to torch and results
     handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
 
-    def attention(self, q, *others, out=None, division=None):
+    def attention(self, q, *others, out=None, division=None, mods=None):
         if out is not None:
             raise UnsupportedError(_UNWRITTEN)
+        if _is_traced(q, *others, mods):
+            if mods is not None:
+                raise UnsupportedError(_UNTRACED)
+            # The work plans of other calls are behind the extras.
+            return self._traced().traced_attention(q, *others[:4], division)
         if _is_on_gpu(q):
-            return self._by_torch("attention", q, *others, division=division)
-        return super().attention(q, *others, division=division)
+            return self._by_torch("attention", q, *others, division=division, mods=mods)
+        return super().attention(q, *others, division=division, mods=mods)
+
+    def _traced(self):
+        return importlib.import_module("fa_attn.jax")
 
     def backward(self, dout, *others):
+        if _is_traced(dout, *others):
+            return self._traced().traced_backward(dout, *others)
         if _is_on_gpu(dout):
             return self._by_torch("backward", dout, *others)
         return super().backward(dout, *others)
 
     def merge(self, outs, lses, sinks, dtype):
+        if _is_traced(tuple(outs), tuple(lses), sinks):
+            return self._traced().traced_merge(outs, lses, sinks, dtype)
         if _is_on_gpu(outs[0]):
             dtype = getattr(importlib.import_module("torch"), self.library.np.dtype(dtype).name)
             return self._by_torch("merge", tuple(outs), tuple(lses), sinks, dtype)
@@ -487,7 +519,7 @@ class _JaxArrays(Arrays):
         raise UnsupportedError(_UNWRITTEN)
 
     def is_in_host_memory(self, array):
-        return not _is_on_gpu(array)
+        return not _is_traced(array) and not _is_on_gpu(array)
 
     def check(self, *_):
         # `append` refuses all.
@@ -515,7 +547,7 @@ class _JaxArrays(Arrays):
                 device = tensor.device if device is None else device
                 return tensor
             if isinstance(value, tuple):
-                return tuple(map(lent, value))
+                return _mapped(lent, value)
             # Lengths that the package itself has computed.
             return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
 
@@ -523,18 +555,33 @@ class _JaxArrays(Arrays):
             return None if value is None else jax.dlpack.from_dlpack(value.contiguous())
 
         with torch.no_grad():
-            return tuple(map(handed, getattr(face, name)(*map(lent, arguments), **options)))
+            arguments = [*map(lent, arguments)]
+            named = {key: lent(value) for key, value in options.items()}
+            return tuple(map(handed, getattr(face, name)(*arguments, **named)))
 
 
+def _mapped(function, values):
+    """A tuple of the function's results, a named one by the same names."""
+    made = map(function, values)
+    return type(values)(*made) if hasattr(values, "_fields") else tuple(made)
+
+
+_UNTRACED = (
+    "a mask or a change of scores of one's own under jax.jit, grad or vmap: call it eagerly, or give causal, "
+    "window_size, softcap or alibi_slopes"
+)
 _UNWRITTEN = "out: jax arrays cannot be written, leave it out"
 
 
+def _is_traced(*values):
+    """Whether jax traces an array of these or of the tuples among them."""
+    tracer = importlib.import_module("jax").core.Tracer
+    return any(
+        _is_traced(*value) if isinstance(value, tuple) else isinstance(value, tracer) for value in values
+    )
+
+
 def _is_on_gpu(array):
-    if isinstance(array, importlib.import_module("jax").core.Tracer):
-        raise UnsupportedError(
-            "an array that jax traces (jit, grad, vmap): within jit call by jax.pure_callback, gradients are "
-            "flash_attn_backward's"
-        )
     devices = array.devices() if hasattr(array, "devices") else ()
     return {device.platform for device in devices} - {"cpu"} != set()
 

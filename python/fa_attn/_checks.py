@@ -133,7 +133,7 @@ def flag(name, value):
     raise InputTypeError(f"{name} is {short(value)}: it must be True or False")
 
 
-def most(name, value):
+def upper_bound(name, value):
     """An upper bound on rows. Whether it is negative is checked where it is used, in the extension module."""
     if type(value) is not int:
         try:
@@ -146,16 +146,21 @@ def most(name, value):
     return max(-_FAR, min(value, _FAR))
 
 
-def count(name, value, least=0, most=_FAR):
-    """A whole number of a problem, from `least` to `most`."""
+def offset(name, value):
+    """A number of keys, either way; 0 where the value is None."""
+    return 0 if value is None else upper_bound(name, value)
+
+
+def count(name, value, least=0, largest=_FAR):
+    """A whole number of a problem, from `least` to `largest`."""
     try:
         if isinstance(value, bool):
             raise TypeError
         number = _whole(value)
     except TypeError:
         raise InputTypeError(f"{name} is {short(value)}: it must be a whole number") from None
-    if surely(number < least) or surely(number > most):
-        raise InputError(f"{name} is {number}: it must be from {least} to {most}")
+    if surely(number < least) or surely(number > largest):
+        raise InputError(f"{name} is {number}: it must be from {least} to {largest}")
     return number
 
 
@@ -193,7 +198,7 @@ def int32(name, value):
     return value
 
 
-def masses(name, lse, out):
+def check_lse(name, lse, out):
     """The LSE, checked against the shape of `out` or q: (batch, heads, seqlen), or (heads, total)."""
     *outer, rows, heads, _ = tuple(array("out", out).shape)[-4:] if len(out.shape) > 2 else (0, 0, 0)
     need, have = (*outer, heads, rows), tuple(array(name, lse).shape)
@@ -204,7 +209,7 @@ def masses(name, lse, out):
     return lse
 
 
-def given_back(dout, q, k, v, out, lse):
+def check_backward(dout, q, k, v, out, lse):
     """Checks the axes of what a backward gets, and that the results and their gradient have one shape."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(array(name, x).shape) not in (3, 4):
@@ -216,10 +221,10 @@ def given_back(dout, q, k, v, out, lse):
     for name, x in (("dout", dout), ("out", out)):
         if tuple(array(name, x).shape) != need:
             raise InputError(f"{name} has the shape {tuple(x.shape)}: it must be {need}, that of the result")
-    masses("softmax_lse", lse, q)
+    check_lse("softmax_lse", lse, q)
 
 
-def room(out, shape, dtype):
+def check_out(out, shape, dtype):
     """Checks the shape and type of an array that the caller gives for a result."""
     have, need = tuple(array("out", out).shape), tuple(shape)
     if have != need:
@@ -229,25 +234,24 @@ def room(out, shape, dtype):
     return out
 
 
-def apart(out, q, k, v, extras, overlap):
+def check_no_overlap(out, q, k, v, extras, overlap):
     """Checks that no input of a call shares memory with the output."""
-    given = (q, k, v, *(extras or ()))
-    for name, value in zip(("q", "k", "v", *BESIDE), given):
+    for name, value in zip(("q", "k", "v", *BESIDE), (q, k, v, *(extras or ()))):
         if value is not None and overlap(out, value):
-            raise InputError(f"out lies in the memory of {name}, which is still read: give room of its own")
+            raise InputError(f"out lies in the memory of {name}, which is still read: give memory of its own")
 
 
-def in_room(name, rows, room):
-    """Checks numbers of rows of a cache, in host memory: each entry is within the cache's room."""
-    outside = (rows < 0) | (rows > room)
+def check_within_cache(name, rows, capacity):
+    """Checks numbers of rows of a cache, in host memory: each entry is within its capacity."""
+    outside = (rows < 0) | (rows > capacity)
     if outside.any():
         entry = int(outside.nonzero()[0][0])
         raise InputError(
-            f"{name}[{entry}] is {int(rows[entry])}: it must be from 0 to {room}, the cache's room"
+            f"{name}[{entry}] is {int(rows[entry])}: it must be from 0 to {capacity}, the rows of the cache"
         )
 
 
-def ascending(name, starts, rows):
+def check_ascending(name, starts, rows):
     """Checks the starts of packed sequences of `rows` rows, in host memory."""
     before = 0
     for entry, start in enumerate(starts.tolist()):
@@ -257,7 +261,7 @@ def ascending(name, starts, rows):
         before = start
 
 
-def pages_in_use(table, leftpad, used, page, pages, columns):
+def check_pages(table, leftpad, used, page, pages, columns):
     """Checks a page table in host memory: entries that hold keys in use, which `leftpad` rows precede, are
     pages of the cache. `columns` numbers the table's."""
     holds = (columns * page < used[:, None]) & ((columns + 1) * page > leftpad[:, None])
@@ -270,8 +274,8 @@ def pages_in_use(table, leftpad, used, page, pages, columns):
         )
 
 
-def room_of(cache, table):
-    """Keys of a sequence that a cache has room for."""
+def capacity_of(cache, table):
+    """The most keys of a sequence that a cache holds."""
     return cache.shape[1] * (1 if table is None else table.shape[1])
 
 
@@ -283,7 +287,7 @@ def lengths_of(name, value, batch, whose="a length for each sequence"):
     return value
 
 
-def cache_rows(index, rows, table):
+def check_cache_rows(index, rows, table):
     """Checks `cache_batch_idx` in host memory: each entry is one of the cache's `rows`, or a row of the
     table."""
     rows, of = (rows, "the cache") if table is None else (len(table), "the page table")

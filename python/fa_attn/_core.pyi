@@ -2,7 +2,7 @@
 
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from ._options import Extras
+from ._options import CallOptions, Extras
 
 class InputError(ValueError):
     """Arrays or options that contradict each other."""
@@ -32,6 +32,9 @@ def program_eval(
     points: Sequence[Tuple[float, Sequence[int]]],
 ) -> List[Tuple[bool, float, float]]: ...
 def problem(json: str) -> str: ...
+def spec_name(json: str) -> str: ...
+def doctor() -> str: ...
+def xla_handlers() -> Tuple[int, int]: ...
 def needs(json: str) -> List[str]: ...
 def bind(problem: str, backward: bool, deterministic: bool, device: Optional[int] = None) -> str: ...
 def plan(
@@ -60,16 +63,12 @@ def forward(
     v: Any,
     out: Any,
     lse: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
     plans: Optional[Dict[Tuple[int, int], Any]] = None,
     division: Optional[Division] = None,
-    pinned: bool = False,
 ) -> None: ...
 def backward(
     dout: Any,
@@ -82,11 +81,7 @@ def backward(
     dk: Any,
     dv: Any,
     dsinks: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
-    deterministic: bool,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
@@ -96,23 +91,16 @@ def report(
     q: Any,
     k: Any,
     v: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     backward: bool = False,
-    deterministic: bool = False,
     division: Optional[Division] = None,
 ) -> str: ...
 def check_forward(
     q: Any,
     k: Any,
     v: Any,
-    scale: Optional[float],
-    causal: bool,
-    window: Tuple[int, int],
-    softcap: float,
+    options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
 ) -> None: ...

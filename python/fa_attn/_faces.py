@@ -1,11 +1,15 @@
 """Which library an array belongs to, and the module that serves it."""
 
+from __future__ import annotations
+
+from typing import Any, Dict
+
 from ._core import InputTypeError
 
-_KNOWN = {}
+_KNOWN: Dict[type, Any] = {}
 
 
-def face_of(array):
+def face_of(array: Any) -> Any:
     """The module that serves arrays of this type: `fa_attn.torch`, or one of `fa_attn._arrays`."""
     kind = type(array)
     face = _KNOWN.get(kind)

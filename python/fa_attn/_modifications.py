@@ -3,12 +3,12 @@ scalars that the extension module takes."""
 
 from __future__ import annotations
 
-from reprlib import repr as short
 from typing import Any, NamedTuple, Optional, Tuple
 
 from ._checks import count
-from ._core import InputError, InputTypeError, UnsupportedError
+from ._core import InputError, InputTypeError
 from ._faces import face_of
+from ._options import MODIFICATIONS
 from ._programs import Program
 
 
@@ -127,6 +127,9 @@ def chunked(chunk: int) -> Modifications:
 
 
 def of_program(program: Program) -> Modifications:
+    for name, array in program.arrays.items():
+        if getattr(array, "requires_grad", False) and name not in program.gradients:
+            raise InputError(f"the array {name} requires a gradient: declare it with `grad`, or detach it")
     return Modifications(
         (program.text,), tuple(program.arrays), tuple(program.arrays.values()), tuple(program.scalars.items())
     )
@@ -134,8 +137,7 @@ def of_program(program: Program) -> Modifications:
 
 def modifications(
     q,
-    k,
-    extras=None,
+    extents,
     *,
     score_mod=None,
     mask_mod=None,
@@ -145,14 +147,12 @@ def modifications(
 ) -> Optional[Modifications]:
     """What a call's options make of its scores; None where they change nothing."""
     parts = []
-    if bias is not None or mask is not None:
-        extents = extents_of(q, k, extras)
-        if bias is not None:
-            if type_name(bias) == "bool":
-                raise InputTypeError("bias holds bool: what is True where a key is seen is a mask")
-            parts.append(additive("bias", bias, extents))
-        if mask is not None:
-            parts.append(masking("mask", mask, extents))
+    if bias is not None:
+        if type_name(bias) == "bool":
+            raise InputTypeError("bias holds bool: what is True where a key is seen is a mask")
+        parts.append(additive("bias", bias, extents))
+    if mask is not None:
+        parts.append(masking("mask", mask, extents))
     if attention_chunk is not None:
         chunk = count("attention_chunk", attention_chunk)
         if chunk:
@@ -170,6 +170,9 @@ def modifications(
     return whole
 
 
-def refuse_modifications(function: str, mods: Optional[Modifications]) -> None:
-    if mods is not None:
-        raise UnsupportedError(f"{function} takes no mask or change of scores of its own: {short(mods.texts)}")
+def asked(q: Any, extents: Any, options: Any) -> Optional[Modifications]:
+    """Those of a function's keyword arguments, where `extents()` says what biases and masks are indexed by."""
+    if not options:
+        return None
+    given = {name: options[name] for name in MODIFICATIONS if options.get(name) is not None}
+    return modifications(q, extents(), **given) if given else None

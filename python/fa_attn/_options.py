@@ -1,43 +1,170 @@
-"""The functions' options other than arrays: FlashAttention's, each honoured or refused."""
+"""The functions' options: FlashAttention's, each computed or refused.
 
+`Options` is the table of the keyword arguments that every function takes. A row is an argument's name, its
+type and how it is read; signatures, editors, type checkers and `read_options` all go by it.
+"""
+
+from __future__ import annotations
+
+import inspect
 from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    NamedTuple,
+    Optional,
+    Tuple,
+    TypedDict,
+    TypeVar,
+    get_type_hints,
+)
 
-from ._checks import array, count, flag, is_neutral, most, number, surely, window
+from ._checks import array, count, flag, is_neutral, number, offset, surely, upper_bound, window
 from ._core import BESIDE, InputError, UnsupportedError
+from ._types import Array
 
-# Arguments of FlashAttention's that are accepted at these values only, and what would work instead of others.
-_NEUTRAL = {
-    "sm_margin": ((0, None), "kernels use all SMs, leave it at 0"),
-    "attention_chunk": ((0, None), "use window_size, or pack each chunk as a sequence of its own"),
-    "qv": ((None,), "a second query on the values is not computed: join q and qv along the head dim"),
-    "q_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
-    "k_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
-    "v_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
-    "scheduler_metadata": ((None,), "it is for flash_attn_with_kvcache, other calls plan their own work"),
-    "score_mod": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
-    "mask_mod": ((None,), "masks are causal ones and windows"),
-    "block_sparse_tensors": ((None,), "masks are causal ones and windows"),
-    "aux_tensors": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
-    "score_mod_bwd": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
-    "aux_scalars": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
-    "block_sparse_tensors_bwd": ((None,), "masks are causal ones and windows"),
-    "gather_kv_indices": ((None,), "keys are read in order: gather them, or give pages of one row"),
-    "seqlen_k_per_split": ((None,), "how keys are divided is the planner's choice, leave it out"),
-    "q_v": ((None,), "a second query on the values is not computed: join q and q_v along the head dim"),
-    "cp_world_size": ((1, None), "keys of one process are attended to: join its parts by fa_attn.merge"),
-    "cp_rank": ((0, None), "keys of one process are attended to: join its parts by fa_attn.merge"),
-    "cp_tot_seqused_k": ((None,), "keys of one process are attended to: join its parts by fa_attn.merge"),
-    "num_heads_q": ((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func"),
+if TYPE_CHECKING:
+    from typing_extensions import Annotated
+else:
+    from typing import Annotated
+
+
+class Tensor(NamedTuple):
+    """An argument that is a tensor of `Extras`, by the name of its field."""
+
+    field: str
+
+
+class Division(NamedTuple):
+    """An argument that decides how a GPU's work is divided."""
+
+
+class Number(NamedTuple):
+    """An argument that is a number of `CallOptions`, which `call_options` reads, and its default."""
+
+    default: Any
+
+
+class Modification(NamedTuple):
+    """An argument that masks or changes scores, which `modifications` reads."""
+
+
+class Only(NamedTuple):
+    """An argument that is accepted at these values only, and what would work instead of others."""
+
+    values: Tuple[Any, ...]
+    advice: str
+
+
+class Unneeded(NamedTuple):
+    """An argument that is checked and has no effect: hints for FlashAttention's scheduler, and which
+    generation of it an engine calls."""
+
+    check: Callable[[str, Any], Any]
+
+
+_NO_FP8 = Only((None,), "no kernel computes in fp8: convert to bfloat16")
+_NO_SCORES = Only((None,), "score_mod is differentiated as it is, and closes over the arrays that it reads")
+_NO_MASKS = Only((None,), "a mask is given by mask_mod or mask, whose empty tiles are found")
+_ONE_PROCESS = "keys of one process are attended to: join its parts by fa_attn.merge"
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments that every function takes."""
+
+    sinks: Annotated[Optional[Array], Tensor("sinks")]
+    learnable_sink: Annotated[Optional[Array], Tensor("sinks")]
+    s_aux: Annotated[Optional[Array], Tensor("sinks")]
+    query_offset: Annotated[Optional[int], Number(0)]
+    pack_gqa: Annotated[Optional[bool], Division()]
+    sm_margin: Annotated[Optional[int], Only((0, None), "kernels use all SMs, leave it at 0")]
+    score_mod: Annotated[Any, Modification()]
+    mask_mod: Annotated[Any, Modification()]
+    bias: Annotated[Optional[Array], Modification()]
+    mask: Annotated[Optional[Array], Modification()]
+    attention_chunk: Annotated[Optional[int], Modification()]
+    qv: Annotated[
+        None, Only((None,), "a second query on the values is not computed: join q and qv along the head dim")
+    ]
+    q_v: Annotated[
+        None, Only((None,), "a second query on the values is not computed: join q and q_v along the head dim")
+    ]
+    q_descale: Annotated[None, _NO_FP8]
+    k_descale: Annotated[None, _NO_FP8]
+    v_descale: Annotated[None, _NO_FP8]
+    score_mod_bwd: Annotated[None, _NO_SCORES]
+    aux_tensors: Annotated[None, _NO_SCORES]
+    aux_scalars: Annotated[None, _NO_SCORES]
+    block_sparse_tensors: Annotated[None, _NO_MASKS]
+    block_sparse_tensors_bwd: Annotated[None, _NO_MASKS]
+    gather_kv_indices: Annotated[
+        None, Only((None,), "keys are read in order: gather them, or give pages of one row")
+    ]
+    seqlen_k_per_split: Annotated[
+        None, Only((None,), "how keys are divided is the planner's choice, leave it out")
+    ]
+    cp_world_size: Annotated[Optional[int], Only((1, None), _ONE_PROCESS)]
+    cp_rank: Annotated[Optional[int], Only((0, None), _ONE_PROCESS)]
+    cp_tot_seqused_k: Annotated[None, Only((None,), _ONE_PROCESS)]
+    num_heads_q: Annotated[
+        None, Only((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func")
+    ]
+    min_seqlen_k: Annotated[Optional[int], Unneeded(upper_bound)]
+    disable_scheduler_metadata: Annotated[Optional[bool], Unneeded(flag)]
+    fa_version: Annotated[Optional[int], Unneeded(upper_bound)]
+    ver: Annotated[Optional[int], Unneeded(upper_bound)]
+
+
+class Options(CommonOptions, total=False):
+    """Those of the functions but `flash_attn_with_kvcache`, to which these are more than options."""
+
+    num_splits: Annotated[Optional[int], Division()]
+    scheduler_metadata: Annotated[
+        Any, Only((None,), "it is for flash_attn_with_kvcache, other calls plan their own work")
+    ]
+
+
+MODIFICATIONS = ("score_mod", "mask_mod", "bias", "mask", "attention_chunk")
+
+
+class ExtraTensors(TypedDict, total=False):
+    """The tensors of `Extras` as keyword arguments of bound kernels."""
+
+    cu_seqlens_q: Optional[Array]
+    cu_seqlens_k: Optional[Array]
+    seqused_q: Optional[Array]
+    seqused_k: Optional[Array]
+    page_table: Optional[Array]
+    alibi_slopes: Optional[Array]
+    sinks: Optional[Array]
+
+
+_TABLE: Dict[str, Any] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(Options, include_extras=True).items()
 }
+F = TypeVar("F", bound=Callable[..., Any])
 
-# Accepted and not needed: hints for FlashAttention's scheduler, and which generation of it an engine calls.
-_NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag, "fa_version": most, "ver": most}
 
-# Extras by the names of their keywords.
-_EXTRAS = {"sinks": "sinks", "learnable_sink": "sinks", "s_aux": "sinks"}
-_LSE = ("return_softmax_lse", "return_lse")
-_DIVISION = ("num_splits", "pack_gqa")
+def with_options(function: F) -> F:
+    """The function with the keywords of its `**options: Unpack[..]` in its signature, one by one."""
+    signature = inspect.signature(function)
+    *own, rest = signature.parameters.values()
+    keywords = globals()[rest.annotation[len("Unpack[") : -1]]
+    named = (
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=kind)
+        for name, kind in get_type_hints(keywords).items()
+    )
+    function.__signature__ = signature.replace(parameters=[*own, *named])
+    return function
+
+
+def _default_of(name):
+    row = _TABLE.get(name)
+    if isinstance(row, Number):
+        return row.default
+    return row.values[0] if isinstance(row, Only) else None
 
 
 # The most parts of a tile's keys.
@@ -52,39 +179,36 @@ def division_of(num_splits, pack_gqa):
     packs = None if pack_gqa is None else flag("pack_gqa", pack_gqa)
     # By identity: a comparison would ask torch.compile for a symbol's value.
     if num_splits is not None and num_splits is not _PLANNED:
-        number = count("num_splits", num_splits, most=_MOST_SPLITS)
+        number = count("num_splits", num_splits, largest=_MOST_SPLITS)
         splits = None if surely(number == _PLANNED) else number
     return None if splits is packs is None else (splits, packs)
 
 
-def others_of(function, others):
-    """(extras, whether LSE is wanted, division of the work) from the keyword arguments; refuses what is not
-    supported."""
-    extras, wants_lse = {}, False
-    division = division_of(others.get("num_splits"), others.get("pack_gqa"))
-    for name, value in others.items():
-        if name in _DIVISION:
-            continue
-        if name in _EXTRAS:
-            field = _EXTRAS[name]
-            if value is not None and field in extras:
-                names = [other for other in _EXTRAS if _EXTRAS[other] == field]
+def read_options(function, options):
+    """(extra tensors by their fields, division of the work) from the keyword arguments of a function; refuses
+    what is not supported."""
+    if not options:
+        return {}, None
+    extras = {}
+    division = division_of(options.get("num_splits"), options.get("pack_gqa"))
+    for name, value in options.items():
+        row = _TABLE.get(name)
+        if isinstance(row, Tensor):
+            if value is not None and row.field in extras:
+                names = [other for other in _TABLE if _TABLE[other] == row]
                 names = f"{', '.join(names[:-1])} and {names[-1]}"
-                raise InputError(f"{field} are given twice: by one of the names {names}")
+                raise InputError(f"{row.field} are given twice: by one of the names {names}")
             if value is not None:
-                extras[field] = value
-        elif name in _LSE:
-            wants_lse = wants_lse or flag(name, value)
-        elif name in _NEUTRAL:
-            neutral, advice = _NEUTRAL[name]
-            if not is_neutral(value, neutral):
-                raise UnsupportedError(f"{name} = {short(value)}: {advice}")
-        elif name in _NEEDLESS:
+                extras[row.field] = value
+        elif isinstance(row, Only):
+            if not is_neutral(value, row.values):
+                raise UnsupportedError(f"{name} = {short(value)}: {row.advice}")
+        elif isinstance(row, Unneeded):
             if value is not None:
-                _NEEDLESS[name](name, value)
-        else:
+                row.check(name, value)
+        elif not isinstance(row, (Division, Modification, Number)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
-    return extras, wants_lse, division
+    return extras, division
 
 
 class Extras(NamedTuple):
@@ -98,8 +222,8 @@ class Extras(NamedTuple):
     page_table: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
+    max_seqlen_q: Any = 0
+    max_seqlen_k: Any = 0
 
 
 NO_EXTRAS = Extras()
@@ -117,7 +241,10 @@ def extras_of(**named):
             array(name, value)
     if not has_some:
         return None
-    bounds = most("max_seqlen_q", extras.max_seqlen_q), most("max_seqlen_k", extras.max_seqlen_k)
+    bounds = (
+        upper_bound("max_seqlen_q", extras.max_seqlen_q),
+        upper_bound("max_seqlen_k", extras.max_seqlen_k),
+    )
     return Extras(*extras[:-2], *bounds)
 
 
@@ -129,34 +256,42 @@ def is_varied(extras):
     return not starts[0] is starts[1] is used[0] is used[1] is None
 
 
-# No offset.
-_ALIGNED = 0
+class CallOptions(NamedTuple):
+    """The options of a call that are numbers, checked; the extension module reads them by these names."""
+
+    scale: Optional[float]
+    causal: bool
+    # (left, right), -1 for no limit.
+    window: Any
+    softcap: float
+    deterministic: bool
+    # Keys by which queries lie right of the bottom-right alignment.
+    query_offset: Any = 0
+
+    @property
+    def has_mask(self):
+        return self.causal or self.window != (-1, -1)
 
 
-def options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset=0):
-    """The options of a call, checked. Behind the sides of a window comes the offset, where there is one."""
+def call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset=None):
+    """The options of a call, checked."""
     cap = number("softcap", softcap) or 0.0
     if cap < 0.0:
         raise InputError(f"softcap is {cap}: it must be above 0, or 0 for none")
-    sides = window(window_size)
-    # Not by ==, which would ask torch.compile for a symbol's value.
-    if query_offset is not _ALIGNED:
-        sides = (*sides, most("query_offset", query_offset))
-    return (
+    return CallOptions(
         number("softmax_scale", softmax_scale),
         flag("causal", causal),
-        sides,
+        window(window_size),
         cap,
         flag("deterministic", deterministic),
+        offset("query_offset", query_offset),
     )
 
 
-def moved(window):
-    """A window of `options_of` as (left, right, offset)."""
-    return window if len(window) == 3 else (*window, 0)
-
-
-def returned(out, lse, wants_lse, return_attn_probs):
+def returned(out, lse, return_softmax_lse, return_lse, return_attn_probs):
+    """What a function returns of its results."""
+    wants_lse = flag("return_softmax_lse", return_softmax_lse)
+    wants_lse = flag("return_lse", return_lse) or wants_lse
     if flag("return_attn_probs", return_attn_probs):
         return out, lse, None
     return (out, lse) if wants_lse else out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import LARGEST, in_room, pages_in_use, room_of
+from ._checks import LARGEST, capacity_of, check_pages, check_within_cache
 from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, rows_of, stream_of
 from ._torch_shardings import check_caches, distributed
 
@@ -26,15 +26,16 @@ def append(append):
     if a.cos is not None:
         check_tensor("rotary_cos", a.cos)
         check_tensor("rotary_sin", a.sin)
-    arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.causal, *a.window)
+    arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.options.causal)
+    arguments += a.options.window
     arguments += (a.cu_new, a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
     if goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache):
         check_caches(a.k_cache, a.v_cache, a.page_table, a.cu_new is not None or a.cu_q is not None)
         named = dict(q=a.q, k=a.k, v=a.v, k_cache=a.k_cache, v_cache=a.v_cache)
-        turned, after = torch.ops.fa_attn.append(*arguments[:5], *distributed(named, arguments[5:]))
+        rotated, after = torch.ops.fa_attn.append(*arguments[:5], *distributed(named, arguments[5:]))
     else:
-        turned, after = run_append(*arguments)
-    return (a.q if a.cos is None else turned), after
+        rotated, after = run_append(*arguments)
+    return (a.q if a.cos is None else rotated), after
 
 
 def cast_to_cache(k_cache, q, k, v, cos, sin):
@@ -85,13 +86,13 @@ def run_append(
         for x in (used_k, page_table, cu_new, cu_q)
     )
     after = torch.empty_like(used_k)
-    turned = q.new_empty((0,))
+    rotated = q.new_empty((0,))
     queries = (None, None)
     if cos is not None:
         cos, sin, k, v, q = cos.contiguous(), sin.contiguous(), rows_of(k), rows_of(v), rows_of(q)
         # On the CPU queries are rotated in place.
-        turned = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q.is_cuda else q.clone()
-        queries = (q, turned)
+        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q.is_cuda else q.clone()
+        queries = (q, rotated)
     dropped = _core.append(
         k,
         v,
@@ -113,10 +114,10 @@ def run_append(
     )
     if dropped:
         raise _core.InputError(
-            f"{dropped} rows have no place: beyond the cache's room, in a page that does not exist, or "
+            f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
             "at a position beyond rotary_cos; the others are written"
         )
-    return turned, after
+    return rotated, after
 
 
 def append_padded(k, v, k_cache, v_cache, q, *others):
@@ -125,22 +126,22 @@ def append_padded(k, v, k_cache, v_cache, q, *others):
     dim, dim_v = k_cache.shape[-1], v_cache.shape[-1]
     columns, columns_v = -(-dim // 8) * 8, -(-dim_v // 8) * 8
     k_copy, v_copy = pad(k_cache.detach(), columns), pad(v_cache.detach(), columns_v)
-    turned, after = run_append(pad(k, columns), pad(v, columns_v), k_copy, v_copy, pad(q, columns), *others)
+    rotated, after = run_append(pad(k, columns), pad(v, columns_v), k_copy, v_copy, pad(q, columns), *others)
     k_cache.detach().copy_(k_copy[..., :dim])
     v_cache.detach().copy_(v_copy[..., :dim_v])
-    return (turned[..., :dim].contiguous() if turned.dim() > 1 else turned), after
+    return (rotated[..., :dim].contiguous() if rotated.dim() > 1 else rotated), after
 
 
 def merge(outs, lses, sinks, dtype):
     """(out, lse); see `fa_attn.interface.merge`."""
-    given = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
+    tensors = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
     names = ["a part of outs"] * len(outs) + ["a part of lses"] * len(lses) + ["sinks"]
-    for name, value in zip(names, given):
+    for name, value in zip(names, tensors):
         check_tensor(name, value)
     if not isinstance(dtype, torch.dtype):
         raise _core.InputError(f"dtype is {dtype!r}: it must be one of torch's")
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if wants_gradients or goes_by_operator(*given):
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if wants_gradients or goes_by_operator(*tensors):
         return _merged(outs, lses, sinks, dtype)
     # Kernels read rows of multiples of 8 elements.
     if outs[0].is_cuda and (outs[0].shape[-1] % 8 or any(x.data_ptr() % 16 for x in outs)):
@@ -148,27 +149,27 @@ def merge(outs, lses, sinks, dtype):
     out = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device)
     lse = torch.empty(lses[0].shape, dtype=FLOAT, device=outs[0].device)
     parts = [rows_of(x.detach()) for x in outs]
-    masses = [x.detach().contiguous() for x in lses]
+    lses = [x.detach().contiguous() for x in lses]
     sinks = None if sinks is None else sinks.detach().to(FLOAT).contiguous()
-    _core.merge(parts, masses, out, lse, sinks, stream_of(out))
+    _core.merge(parts, lses, out, lse, sinks, stream_of(out))
     return out, lse
 
 
 def _merged(outs, lses, sinks, dtype):
     """`merge` in torch's own operations, which have gradients."""
-    masses = [lse.to(FLOAT) for lse in lses]
+    lses = [lse.to(FLOAT) for lse in lses]
     if sinks is not None:
-        masses.append(sinks.to(FLOAT).view(-1, 1).expand_as(masses[0]))
-    masses = torch.stack(masses)
-    top = masses.detach().amax(0)
-    # Where there is no key, no mass is: the gradients are 0, where those of torch.logsumexp are NaN.
-    masses = torch.exp(masses - top.masked_fill(top == float("-inf"), 0.0))
-    whole = masses.sum(0)
-    is_empty = whole == 0
-    whole = whole.masked_fill(is_empty, 1.0)
-    lse = (torch.log(whole) + top).masked_fill(is_empty, float("-inf"))
+        lses.append(sinks.to(FLOAT).view(-1, 1).expand_as(lses[0]))
+    lses = torch.stack(lses)
+    top = lses.detach().amax(0)
+    # Where there is no key, all weights are 0: so are the gradients, where those of torch.logsumexp are NaN.
+    weights = torch.exp(lses - top.masked_fill(top == float("-inf"), 0.0))
+    total = weights.sum(0)
+    is_empty = total == 0
+    total = total.masked_fill(is_empty, 1.0)
+    lse = (torch.log(total) + top).masked_fill(is_empty, float("-inf"))
     out = 0
-    for part, weight in zip(outs, masses / whole):
+    for part, weight in zip(outs, weights / total):
         weight = weight.transpose(-1, -2).unsqueeze(-1)
         out = out + torch.where(weight > 0, part.to(FLOAT), 0.0) * weight
     return out.to(dtype), lse
@@ -179,28 +180,28 @@ def without_padding(k_cache, v_cache, leftpad, used, table):
     table or None)."""
     check_tensor("cache_leftpad", leftpad)
     check_tensor("cache_seqlens", used)
-    rows, room = k_cache.shape[:2]
-    most = room_of(k_cache, table)
+    rows, page = k_cache.shape[:2]
+    capacity = capacity_of(k_cache, table)
     if host(leftpad) is not None:
-        in_room("cache_leftpad", leftpad, most)
+        check_within_cache("cache_leftpad", leftpad, capacity)
         if table is not None:
-            pages_in_use(table, leftpad, used, room, rows, torch.arange(table.shape[1]))
+            check_pages(table, leftpad, used, page, rows, torch.arange(table.shape[1]))
     caches, int32 = dict(k_cache=k_cache, v_cache=v_cache), torch.int32
     leftpad, used, table = distributed(caches, (leftpad, used, table))
 
     def numbers(end, step=1, dtype=None):
         return distributed(caches, (torch.arange(0, end, step, dtype=dtype, device=used.device),))[0]
 
-    # On a GPU what lies beyond the room is cut off, so that no key of another sequence is read.
-    leftpad = leftpad.clamp(0, most)
-    used = (used.clamp(0, most) - leftpad).clamp(min=0).to(int32)
+    # On a GPU what lies beyond the cache is cut off, so that no key of another sequence is read.
+    leftpad = leftpad.clamp(0, capacity)
+    used = (used.clamp(0, capacity) - leftpad).clamp(min=0).to(int32)
     # Copied where the cache is not contiguous.
-    flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+    flat = [x.reshape(rows * page, *x.shape[2:]) for x in (k_cache, v_cache)]
     if table is None:
-        begins = numbers(rows * room, max(room, 1), int32) + leftpad
-        return (*flat, torch.nn.functional.pad(begins, (0, 1), value=rows * room).to(int32), used, None)
+        begins = numbers(rows * page, max(page, 1), int32) + leftpad
+        return (*flat, torch.nn.functional.pad(begins, (0, 1), value=rows * page).to(int32), used, None)
     # Pages of one row, so that a sequence may begin anywhere.
-    places = (table[:, :, None].long() * room + numbers(room)).flatten(1)
+    places = (table[:, :, None].long() * page + numbers(page)).flatten(1)
     # Entries that are not in use may hold anything: what is no page is kept within int32's range.
     places = places.clamp(-1, LARGEST)
     columns = numbers(places.shape[1]) + leftpad[:, None].long()

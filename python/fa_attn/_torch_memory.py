@@ -71,22 +71,19 @@ def out_shape(q, v):
     return (*q.shape[:-1], v.shape[-1])
 
 
-def fresh(q, v, extras, given=None):
-    """New tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
-    sequence are 0. `given` is used as out unchanged."""
+def new_results(q, v, extras, out=None):
+    """Tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
+    sequence are 0. An `out` of the caller's is left unchanged."""
     if extras is not None and (
         extras.seqused_q is not None or (extras.cu_seqlens_q is not None and not q.is_cuda)
     ):
         if q.is_quantized:
             check_tensor("q", q)
-        out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device) if given is None else given
+        out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device) if out is None else out
         return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
-    if given is not None:
-        out = given
-    elif q.shape[-1] == v.shape[-1]:
-        out = _empty_like(q, memory_format=_CONTIGUOUS)
-    else:
-        out = q.new_empty(out_shape(q, v))
+    if out is None:
+        same = q.shape[-1] == v.shape[-1]
+        out = _empty_like(q, memory_format=_CONTIGUOUS) if same else q.new_empty(out_shape(q, v))
     return out, q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
@@ -103,7 +100,7 @@ def is_aligned(x):
 
 
 def may_overlap(one, other):
-    """Whether the address ranges of both tensors overlap. Arrays of another library are taken to be apart."""
+    """Whether the address ranges of both tensors overlap. Arrays of another library share none."""
     if not isinstance(other, torch.Tensor):
         return False
     # What records operators has no addresses.
@@ -129,7 +126,7 @@ def aligned(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def room_for_gradients(q, k, v, extras):
+def new_gradients(q, k, v, extras):
     """New tensors for gradients. With packed sequences or rows used in part, rows that belong to no sequence
     are 0."""
     make = torch.zeros_like if is_varied(extras) else _empty_like
@@ -140,7 +137,7 @@ def pad(x, columns):
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
-def is_seen():
+def is_recorded():
     """Whether a trace or a mode records operators."""
     if not (_is_tracing() or _count_modes()):
         return False
@@ -157,7 +154,7 @@ def goes_by_operator(*tensors):
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
         tell_shardings()
         return True
-    if is_seen():
+    if is_recorded():
         tell_shardings()
         return True
     for x in tensors:

@@ -2,13 +2,11 @@
 tensors, torch.func and subclasses see. Options are flat: the sides of a window and each of the extra tensors
 are arguments of their own."""
 
-from typing import Optional, Tuple
-
 import torch
 from torch.autograd import forward_ad
 
 from ._core import InputError, UnsupportedError
-from ._options import NO_EXTRAS, TENSORS, Extras, division_of, moved
+from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._torch_caches import run_append
 from ._torch_flops import count_operations
 from ._torch_memory import (
@@ -18,24 +16,13 @@ from ._torch_memory import (
     is_compiling,
     is_transforming,
     lse_shape,
+    new_gradients,
     out_shape,
-    room_for_gradients,
     rows_of,
 )
-from ._torch_shardings import distributed
 from ._torch_passes import no_tangents, run_backward, run_forward
-
-
-# The extras in a schema, each an argument.
-_EXTRAS = ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt max_seqlen_q, SymInt max_seqlen_k"
-_WINDOW = "SymInt left, SymInt right, SymInt offset"
-_OPTIONS = f"float? scale, bool causal, {_WINDOW}, float softcap, bool deterministic"
-
-
-def _parted(arguments):
-    """(extras, other arguments) from an operator's arguments behind its first tensors."""
-    count = len(Extras._fields)
-    return Extras(*arguments[:count]), arguments[count:]
+from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
+from ._torch_shardings import distributed
 
 
 def _read(extras):
@@ -44,20 +31,21 @@ def _read(extras):
 
 
 def _forward(q, k, v, *arguments):
-    extras, (scale, causal, left, right, offset, softcap, deterministic, *parts) = _parted(arguments)
+    extras, arguments = extras_of(arguments)
+    options, parts = options_of(arguments)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
     # Torch leaves out arguments that have their defaults.
     division = division_of(*parts, *(0, None)[len(parts) :])
-    options = (scale, causal, (left, right, offset), softcap, _read(extras))
-    return run_forward(q, k, v, *options, division=division, pinned=deterministic)
+    return run_forward(q, k, v, options, _read(extras), division=division)
 
 
 _forward_operator = torch.library.custom_op(
     "fa_attn::forward",
     _forward,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_EXTRAS}, {_OPTIONS}, SymInt num_splits=0, bool? pack_gqa=None) "
-    "-> (Tensor, Tensor)",
+    schema=schema(
+        tensors("q", "k", "v"), EXTRAS, OPTIONS, "SymInt num_splits=0", "bool? pack_gqa=None", results=2
+    ),
 )
 
 
@@ -67,14 +55,11 @@ def _(q, k, v, *arguments):
 
 
 def _backward(dout, q, k, v, out, lse, dlse, *arguments):
-    extras, (scale, causal, left, right, offset, softcap, deterministic) = _parted(arguments)
+    extras, arguments = extras_of(arguments)
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
     q, k, v, extras = rows_of(q), rows_of(k), rows_of(v), _read(extras)
-    grads = room_for_gradients(q, k, v, extras)
-    window = (left, right, offset)
-    dsinks = run_backward(
-        dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras, dlse
-    )
+    grads = new_gradients(q, k, v, extras)
+    dsinks = run_backward(dout, q, k, v, out, lse, grads, options_of(arguments)[0], extras, dlse)
     return (*grads, q.new_empty((0,), dtype=FLOAT) if dsinks is None else dsinks)
 
 
@@ -82,19 +67,18 @@ _backward_operator = torch.library.custom_op(
     "fa_attn::backward",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_EXTRAS}, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=schema(tensors("dout", "q", "k", "v", "out", "lse", "dlse?"), EXTRAS, OPTIONS, results=4),
 )
 
 
 @_backward_operator.register_fake
 def _(dout, q, k, v, out, lse, dlse, *arguments):
-    sinks = _parted(arguments)[0].sinks
+    sinks = extras_of(arguments)[0].sinks
     dsinks = q.new_empty(q.shape[-2:-1] if sinks is not None else (0,), dtype=FLOAT)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division=None):
+def by_operator(q, k, v, options, extras, division=None):
     for name, x in (("k", k), ("v", v)):
         check_tensor(name, x)
         if x.device != q.device:
@@ -102,25 +86,13 @@ def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, 
     extras = NO_EXTRAS if extras is None else extras
     if extras.sinks is not None and extras.sinks.dtype != FLOAT:
         extras = extras._replace(sinks=extras.sinks.to(FLOAT))
-    tensors = distributed(dict(q=q, k=k, v=v), extras[:-2])
+    others = distributed(dict(q=q, k=k, v=v), extras[:-2])
     splits, packs = division or (None, None)
     operator = torch.ops.fa_attn.forward
     if not is_compiling() and (is_transforming() or forward_ad._current_level >= 0):
         operator = _Transformed.apply
-    return operator(
-        q,
-        k,
-        v,
-        *tensors,
-        *extras[-2:],
-        scale,
-        bool(causal),
-        *moved(window),
-        softcap,
-        bool(deterministic),
-        0 if splits is None else splits,
-        packs,
-    )
+    splits = 0 if splits is None else splits
+    return operator(q, k, v, *others, *extras[-2:], *flat(options), splits, packs)
 
 
 _ARGUMENTS = len(_forward_operator._opoverload._schema.arguments)
@@ -128,7 +100,7 @@ _ARGUMENTS = len(_forward_operator._opoverload._schema.arguments)
 
 def _setup(ctx, inputs, output):
     q, k, v, *arguments = inputs
-    extras, options = _parted(arguments)
+    extras, options = extras_of(arguments)
     ctx.is_paged, ctx.bounds, ctx.options = extras.page_table is not None, extras[-2:], options[:-2]
     ctx.save_for_backward(q, k, v, *output, *extras._replace(page_table=None)[:-2])
     ctx.set_materialize_grads(False)
@@ -218,46 +190,23 @@ for _operator in (_forward_operator, _backward_operator):
         _operator.register_vmap(_one_by_one(_operator))
 
 
-@torch.library.custom_op("fa_attn::append", mutates_args=("k_cache", "v_cache"))
-def _append_operator(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    q: torch.Tensor,
-    cos: Optional[torch.Tensor],
-    sin: Optional[torch.Tensor],
-    interleaved: bool,
-    causal: bool,
-    left: int,
-    right: int,
-    cu_new: Optional[torch.Tensor],
-    max_new: int,
-    seqused_k: torch.Tensor,
-    page_table: Optional[torch.Tensor],
-    cu_seqlens_q: Optional[torch.Tensor],
-    max_seqlen_q: int,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, causal, left, right)
-    return run_append(*arguments, cu_new, max_new, seqused_k, page_table, cu_seqlens_q, max_seqlen_q)
+_append_operator = torch.library.custom_op(
+    "fa_attn::append",
+    run_append,
+    mutates_args=("k_cache", "v_cache"),
+    schema=schema(
+        tensors("k", "v") + ", Tensor(a!) k_cache, Tensor(b!) v_cache, " + tensors("q", "cos?", "sin?"),
+        "bool interleaved, bool causal, SymInt left, SymInt right",
+        "Tensor? cu_new, SymInt max_new",
+        tensors("seqused_k", "page_table?", "cu_seqlens_q?"),
+        "SymInt max_seqlen_q",
+        results=2,
+    ),
+)
 
 
 @_append_operator.register_fake
 def _(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    q,
-    cos,
-    sin,
-    interleaved,
-    causal,
-    left,
-    right,
-    cu_new,
-    max_new,
-    seqused_k,
-    *others,
+    k, v, k_cache, v_cache, q, cos, sin, interleaved, causal, left, right, cu_new, max_new, seqused_k, *others
 ):
     return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(seqused_k)

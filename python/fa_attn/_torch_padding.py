@@ -4,23 +4,22 @@ padding between the tokens of a sequence is left out by copies."""
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
-
 import torch
 
 from . import _core, interface
-from ._options import Extras, options_of
+from ._options import Extras, call_options
 from ._torch_memory import (
     FLOAT,
     autocast,
     goes_by_operator,
     is_compiling,
+    new_gradients,
     out_shape,
     pad,
-    room_for_gradients,
     rows_of,
 )
-from ._torch_passes import _once, run_backward, run_forward
+from ._torch_passes import once_only, run_backward, run_forward
+from ._torch_schemas import OPTIONS, flat, options_of, schema, tensors
 
 
 class Padding:
@@ -145,7 +144,7 @@ def _cast_and_padded(compute, q, k, v, rows, sinks, options):
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if options["softmax_scale"] is None:
         options = dict(options, softmax_scale=head_dim**-0.5)
-    options = options_of(*options.values(), False)[:4]
+    options = call_options(*options.values(), False)
     if q.dtype is FLOAT or k.dtype is not q.dtype or v.dtype is not q.dtype:
         q, k, v = autocast(q, k, v)
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
@@ -162,8 +161,8 @@ def _shifted(q, k, v, padding, sinks, options):
         holes = p.holes if isinstance(p.holes, torch.Tensor) else None
         rows = (p.keys, p.queries, p.first, p.used_k, p.used_q, None, holes)
         return _operator(q, k, v, sinks, rows, options)
-    given = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    differentiated = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiated):
         return _Shifted.apply(q, k, v, sinks, padding, options)
     sinks = None if sinks is None else sinks.detach()
     return _run_shifted(q.detach(), k.detach(), v.detach(), sinks, padding, options)[0]
@@ -175,8 +174,7 @@ def _packed_in_graph(q, k, v, packed, sinks, options):
 
 
 def _operator(q, k, v, sinks, rows, options):
-    scale, causal, (left, right), softcap = options
-    return torch.ops.fa_attn.rows_forward(q, k, v, sinks, *rows, scale, causal, left, right, softcap)[0]
+    return torch.ops.fa_attn.rows_forward(q, k, v, sinks, *rows, *flat(options))[0]
 
 
 def _in_place(x):
@@ -192,10 +190,10 @@ def _in_place(x):
         step = outer
     if rows > 1 and (step <= 0 or outer % step or outer < rows * step):
         return None
-    apart = outer // step if step else rows
-    if apart < rows:
+    distance = outer // step if step else rows
+    if distance < rows:
         return None
-    return x.as_strided(((batch - 1) * apart + rows, heads, columns), (step, head, 1)), apart
+    return x.as_strided(((batch - 1) * distance + rows, heads, columns), (step, head, 1)), distance
 
 
 def _end_to_end(x):
@@ -203,11 +201,11 @@ def _end_to_end(x):
     return rows_of(x).reshape(-1, *x.shape[2:]), x.shape[1]
 
 
-def _extras(k, apart, rows, padding, sinks):
+def _extras(k, distance, rows, padding, sinks):
     """The extra tensors of a call on keys that begin at any row. On the CPU the distance from one sequence
     to the next is checked against the bound on their rows."""
     bound = rows if k.is_cuda else k.shape[0]
-    starts = padding.starts_of(apart, k.shape[0])
+    starts = padding.starts_of(distance, k.shape[0])
     used = dict(seqused_q=padding.used_q, seqused_k=padding.used_k)
     return Extras(cu_seqlens_k=starts, sinks=sinks, max_seqlen_k=bound, **used)
 
@@ -216,18 +214,18 @@ def _run_shifted(q, k, v, sinks, padding, options):
     views = _in_place(k), _in_place(v)
     if None in views or views[0][1] != views[1][1]:
         views = _end_to_end(k), _end_to_end(v)
-    (keys, apart), (values, _) = views
-    extras = _extras(keys, apart, k.shape[1], padding, sinks)
-    return run_forward(rows_of(q), keys, values, *options, extras)
+    (keys, distance), (values, _) = views
+    extras = _extras(keys, distance, k.shape[1], padding, sinks)
+    return run_forward(rows_of(q), keys, values, options, extras)
 
 
 def _differentiate_shifted(dout, q, k, v, out, lse, sinks, padding, options):
     """(dq, dk, dv, dsinks or None)."""
-    (keys, apart), (values, _) = _end_to_end(k), _end_to_end(v)
+    (keys, distance), (values, _) = _end_to_end(k), _end_to_end(v)
     q = rows_of(q)
-    extras = _extras(keys, apart, k.shape[1], padding, sinks)
-    dq, dk, dv = room_for_gradients(q, keys, values, extras)
-    dsinks = run_backward(dout, q, keys, values, out, lse, (dq, dk, dv), *options, False, extras)
+    extras = _extras(keys, distance, k.shape[1], padding, sinks)
+    dq, dk, dv = new_gradients(q, keys, values, extras)
+    dsinks = run_backward(dout, q, keys, values, out, lse, (dq, dk, dv), options, extras)
     return dq, dk.view(k.shape), dv.view(v.shape), dsinks
 
 
@@ -240,7 +238,7 @@ class _Shifted(torch.autograd.Function):
         return out
 
     @staticmethod
-    @_once
+    @once_only
     def backward(ctx, dout):
         q, k, v, out, lse, *sinks = ctx.saved_tensors
         sinks = sinks[0] if sinks else None
@@ -293,38 +291,32 @@ def _packed_extras(starts, facts, sinks):
     return Extras(cu_seqlens_q=starts, cu_seqlens_k=starts, sinks=sinks, **bounds)
 
 
-@torch.library.custom_op("fa_attn::rows_forward", mutates_args=())
-def _rows_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: Optional[torch.Tensor],
-    keys: Optional[torch.Tensor],
-    queries: Optional[torch.Tensor],
-    first: Optional[torch.Tensor],
-    used_k: Optional[torch.Tensor],
-    used_q: Optional[torch.Tensor],
-    starts: Optional[torch.Tensor],
-    facts: Optional[torch.Tensor],
-    scale: float,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    options = (scale, causal, (left, right), softcap)
+# The tensors that say where rows lie: of a `Padding`, then of a `Packed`.
+_ROWS = ("keys?", "queries?", "first?", "used_k?", "used_q?", "starts?", "facts?")
+
+
+def _rows_forward(q, k, v, sinks, keys, queries, first, used_k, used_q, starts, facts, *options):
+    options, _ = options_of(options)
     if starts is not None:
-        flat = [_end_to_end(x)[0] for x in (q, k, v)]
-        out, lse = run_forward(*flat, *options, _packed_extras(starts, facts, sinks))
+        rows = [_end_to_end(x)[0] for x in (q, k, v)]
+        out, lse = run_forward(*rows, options, _packed_extras(starts, facts, sinks))
         return out.view(out_shape(q, v)), lse
     padding = Padding(keys, queries, first, used_k, used_q, None)
     if facts is not None and facts.item():
-        check_window(keys, (left, right))
+        check_window(keys, options.window)
         q, k, v, used, (order, _) = _without_holes(q, k, v, padding)
         extras = Extras(seqused_q=used[0], seqused_k=used[1], sinks=sinks)
-        out, lse = run_forward(rows_of(q), k, v, *options, extras)
+        out, lse = run_forward(rows_of(q), k, v, options, extras)
         return (out if order is None else torch.zeros_like(out).scatter(1, _wide(order, out), out)), lse
     return _run_shifted(q, k, v, sinks, padding, options)
+
+
+_forward_operator = torch.library.custom_op(
+    "fa_attn::rows_forward",
+    _rows_forward,
+    mutates_args=(),
+    schema=schema(tensors("q", "k", "v", "sinks?", *_ROWS), OPTIONS, results=2),
+)
 
 
 def _lse_shape(q, starts):
@@ -332,40 +324,21 @@ def _lse_shape(q, starts):
     return (batch, heads, rows) if starts is None else (heads, batch * rows)
 
 
-@_rows_forward.register_fake
+@_forward_operator.register_fake
 def _(q, k, v, sinks, keys, queries, first, used_k, used_q, starts, *others):
     return q.new_empty(out_shape(q, v)), q.new_empty(_lse_shape(q, starts), dtype=FLOAT)
 
 
-@torch.library.custom_op("fa_attn::rows_backward", mutates_args=())
 def _rows_backward(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: Optional[torch.Tensor],
-    keys: Optional[torch.Tensor],
-    queries: Optional[torch.Tensor],
-    first: Optional[torch.Tensor],
-    used_k: Optional[torch.Tensor],
-    used_q: Optional[torch.Tensor],
-    starts: Optional[torch.Tensor],
-    facts: Optional[torch.Tensor],
-    scale: float,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    options, none = (scale, causal, (left, right), softcap), q.new_empty((0,), dtype=FLOAT)
+    dout, out, lse, q, k, v, sinks, keys, queries, first, used_k, used_q, starts, facts, *options
+):
+    (options, _), none = options_of(options), q.new_empty((0,), dtype=FLOAT)
     if starts is not None:
-        flat = [_end_to_end(x)[0] for x in (q, k, v)]
+        rows = [_end_to_end(x)[0] for x in (q, k, v)]
         extras = _packed_extras(starts, facts, sinks)
-        grads = room_for_gradients(*flat, extras)
+        grads = new_gradients(*rows, extras)
         douts = [x.contiguous().view(-1, *x.shape[2:]) for x in (dout, out)]
-        dsinks = run_backward(douts[0], *flat, douts[1], lse, grads, *options, False, extras)
+        dsinks = run_backward(douts[0], *rows, douts[1], lse, grads, options, extras)
         grads = [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
     elif facts is not None and facts.item():
         padding = Padding(keys, queries, None, None, None, None)
@@ -374,8 +347,8 @@ def _rows_backward(
         order = orders[0]
         dout, out = (x if order is None else x.gather(1, _wide(order, x)) for x in (dout, out))
         extras = Extras(seqused_q=used[0], seqused_k=used[1], sinks=sinks)
-        made = room_for_gradients(*near, extras)
-        dsinks = run_backward(dout, *near, out, lse, made, *options, False, extras)
+        made = new_gradients(*near, extras)
+        dsinks = run_backward(dout, *near, out, lse, made, options, extras)
         grads = [x.new_zeros(x.shape) for x in (q, k, v)]
         for grad, part, order in zip(grads, made, (orders[0], orders[1], orders[1])):
             grad.copy_(part) if order is None else grad.scatter_(1, _wide(order, part), part)
@@ -385,22 +358,32 @@ def _rows_backward(
     return (*grads, none if dsinks is None else dsinks)
 
 
-@_rows_backward.register_fake
+_backward_operator = torch.library.custom_op(
+    "fa_attn::rows_backward",
+    _rows_backward,
+    mutates_args=(),
+    schema=schema(tensors("dout", "out", "lse", "q", "k", "v", "sinks?", *_ROWS), OPTIONS, results=4),
+)
+
+
+@_backward_operator.register_fake
 def _(dout, out, lse, q, k, v, sinks, *others):
     dsinks = q.new_empty((0,) if sinks is None else sinks.shape, dtype=FLOAT)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*output, *inputs[:11])
-    ctx.options = inputs[11:]
+    count = 4 + len(_ROWS)
+    ctx.save_for_backward(*output, *inputs[:count])
+    ctx.options = inputs[count:]
 
 
 def _differentiate(ctx, dout, dlse):
-    out, lse, *given = ctx.saved_tensors
+    out, lse, *inputs = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = torch.ops.fa_attn.rows_backward(dout, out, lse, *given, *ctx.options)
-    return (dq, dk, dv, None if given[3] is None else dsinks, *(None,) * 12)
+    dq, dk, dv, dsinks = torch.ops.fa_attn.rows_backward(dout, out, lse, *inputs, *ctx.options)
+    others = len(_ROWS) + len(ctx.options)
+    return (dq, dk, dv, None if inputs[3] is None else dsinks, *(None,) * others)
 
 
-_rows_forward.register_autograd(_differentiate, setup_context=_setup)
+_forward_operator.register_autograd(_differentiate, setup_context=_setup)

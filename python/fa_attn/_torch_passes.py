@@ -7,28 +7,28 @@ from functools import wraps
 import torch
 
 from . import _core
-from ._options import NO_EXTRAS, Extras, is_varied, moved
-from ._torch_memory import FLOAT, aligned, allocator_of, fresh, is_seen, room_for_gradients, stream_of
+from ._options import NO_EXTRAS, Extras, is_varied
+from ._torch_memory import FLOAT, aligned, allocator_of, is_recorded, new_gradients, new_results, stream_of
+from ._torch_schemas import flat
 from ._torch_shardings import distributed
 
 _empty = torch.empty
 
 
-def run_forward(
-    q, k, v, scale, causal, window, softcap, extras, plans=None, given=None, division=None, pinned=False
-):
-    """(out, lse); `given`: the tensor that out is written to; `division`: how the caller wants the work
-    divided; `pinned`: no measurement of tuning changes the kernel."""
-    out, lse = fresh(q, v, extras, given)
-    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), plans, division)
-    _core.forward(q, k, v, out, lse, *options, pinned)
+def run_forward(q, k, v, options, extras, plans=None, out=None, division=None, programs=None):
+    """(out, lse); `out`: the tensor that out is written to; `division`: how the caller wants the work
+    divided; `programs`: as the extension module takes them."""
+    out, lse = new_results(q, v, extras, out)
+    others = (stream_of(q), allocator_of(q), plans, division, programs)
+    _core.forward(q, k, v, out, lse, options, extras, *others)
     return out, lse
 
 
 def run_backward(
-    dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras, dlse=None
+    dout, q, k, v, out, lse, grads, options, extras, dlse=None, programs=None, gradients=None
 ):
-    """Writes the gradients to `grads`; returns that of the sinks, or None."""
+    """Writes the gradients to `grads`, and those of the programs' arrays to `gradients`; returns that of the
+    sinks, or None."""
     dout = torch.zeros_like(out) if dout is None else aligned(dout)
     dlse = None if dlse is None else dlse.contiguous()
     if dlse is not None and dlse.shape != lse.shape:
@@ -38,39 +38,19 @@ def run_backward(
     dsinks = None
     if extras is not None and extras.sinks is not None:
         dsinks = _empty(extras.sinks.shape, dtype=FLOAT, device=q.device)
-    _core.backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *grads,
-        dsinks,
-        scale,
-        causal,
-        window,
-        softcap,
-        deterministic,
-        extras,
-        stream_of(q),
-        allocator_of(q),
-        dlse,
-    )
+    arrays = (dout, q, k, v, out, lse, *grads, dsinks)
+    _core.backward(*arrays, options, extras, stream_of(q), allocator_of(q), dlse, programs, gradients)
     return dsinks
 
 
-def backward_by_operator(
-    dout, q, k, v, out, lse, dlse, scale, causal, window, softcap, deterministic, extras
-):
+def backward_by_operator(dout, q, k, v, out, lse, dlse, options, extras):
     """(dq, dk, dv, dsinks or None) by the operator, for code that records operators; without autograd."""
     extras = NO_EXTRAS if extras is None else extras
     dout = torch.zeros_like(out) if dout is None else dout
-    options = (*extras[-2:], scale, bool(causal), *moved(window), softcap, bool(deterministic))
     named = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
-    beside = distributed(named, (dlse, *extras[:-2]))
-    tensors = (None if x is None else x.detach() for x in (*named.values(), *beside))
-    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *options)
+    others = distributed(named, (dlse, *extras[:-2]))
+    tensors = (None if x is None else x.detach() for x in (*named.values(), *others))
+    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(*tensors, *extras[-2:], *flat(options))
     return dq, dk, dv, None if extras.sinks is None else dsinks
 
 
@@ -96,7 +76,7 @@ def no_tangents(ctx, *tangents):
     )
 
 
-def _once(backward):
+def once_only(backward):
     """A backward whose gradients raise an error where they are differentiated. `once_differentiable` treats
     them as constants where `dout` is one, though they depend on q, k and v."""
 
@@ -117,16 +97,16 @@ def _once(backward):
 def _save(ctx, extras, *tensors):
     """Saves what the backward reads; the extra tensors too, so that autograd notices if one is written in
     between."""
-    ctx.places, beside = (), ()
+    ctx.places, saved = (), ()
     if extras is not None:
         # Lengths may be arrays of another library, or made in inference mode.
         ctx.places = [
             at for at, x in enumerate(extras) if isinstance(x, torch.Tensor) and not x.is_inference()
         ]
-        beside = [extras[at] for at in ctx.places]
+        saved = [extras[at] for at in ctx.places]
         extras = [None if at in ctx.places else x for at, x in enumerate(extras)]
     ctx.extras = extras
-    ctx.save_for_backward(*tensors, *beside)
+    ctx.save_for_backward(*tensors, *saved)
 
 
 def _saved(ctx):
@@ -144,53 +124,51 @@ class Attention(torch.autograd.Function):
     """out and LSE from q, k, v and sinks, with gradients."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras, division):
-        options = (scale, causal, window, softcap, extras)
-        out, lse = run_forward(q, k, v, *options, division=division, pinned=deterministic)
+    def forward(ctx, q, k, v, sinks, options, extras, division):
+        out, lse = run_forward(q, k, v, options, extras, division=division)
         _save(ctx, extras, q, k, v, out, lse)
-        ctx.options = (scale, causal, window, softcap, deterministic)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @_once
+    @once_only
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 11
+            return (None,) * 7
         (q, k, v, out, lse), extras = _saved(ctx)
-        if is_seen():
-            *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
-            return (*grads, dsinks, *(None,) * 7)
-        grads = room_for_gradients(q, k, v, extras)
-        dsinks = run_backward(dout, q, k, v, out, lse, grads, *ctx.options, extras, dlse)
-        return (*grads, dsinks, *(None,) * 7)
+        if is_recorded():
+            *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
+            return (*grads, dsinks, *(None,) * 3)
+        grads = new_gradients(q, k, v, extras)
+        dsinks = run_backward(dout, q, k, v, out, lse, grads, ctx.options, extras, dlse)
+        return (*grads, dsinks, *(None,) * 3)
 
 
 class PackedAttention(torch.autograd.Function):
     """The same with q, k and v in one tensor, whose gradients are written to one tensor."""
 
     @staticmethod
-    def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras, division):
+    def forward(ctx, qkv, axis, sinks, options, extras, division):
         q, k, v = qkv.unbind(axis)
-        options = (scale, causal, window, softcap, extras)
-        out, lse = run_forward(q, k, v, *options, division=division, pinned=deterministic)
+        out, lse = run_forward(q, k, v, options, extras, division=division)
         _save(ctx, extras, qkv, out, lse)
-        ctx.options, ctx.axis = (scale, causal, window, softcap, deterministic), axis
+        ctx.options, ctx.axis = options, axis
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @_once
+    @once_only
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 6
         (qkv, out, lse), extras = _saved(ctx)
-        if is_seen():
+        if is_recorded():
             q, k, v = qkv.unbind(ctx.axis)
-            *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, *ctx.options, extras)
-            return (torch.stack(grads, ctx.axis), None, dsinks, *(None,) * 7)
+            *grads, dsinks = backward_by_operator(dout, q, k, v, out, lse, dlse, ctx.options, extras)
+            return (torch.stack(grads, ctx.axis), None, dsinks, *(None,) * 3)
         make = torch.zeros if is_varied(extras) else torch.empty
         dqkv = make(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         q, k, v = qkv.unbind(ctx.axis)
-        dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, extras, dlse)
-        return (dqkv, None, dsinks, *(None,) * 7)
+        dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), ctx.options, extras, dlse)
+        return (dqkv, None, dsinks, *(None,) * 3)

@@ -18,7 +18,7 @@ _PER_SEQUENCE = ("seqused_q", "seqused_k", "page_table")
 _OUTPUTS = {
     "fa_attn::forward": ("out", "lse"),
     "fa_attn::backward": ("q", "k", "v", "dsinks"),
-    "fa_attn::append": ("turned", "seqused_k"),
+    "fa_attn::append": ("rotated", "seqused_k"),
 }
 
 _is_told = False
@@ -81,10 +81,10 @@ def _sharding(operator, given, way):
     is_paged = given.get("page_table") is not None
     axes = len(given["q"].shape)
     # Where these are not given, the result is a placeholder without elements.
-    has = {"turned": given.get("cos") is not None, "dsinks": given.get("sinks") is not None}
+    has = {"rotated": given.get("cos") is not None, "dsinks": given.get("sinks") is not None}
     outputs = []
     for name in _OUTPUTS[operator]:
-        like = "q" if name in ("out", "turned") else name
+        like = "q" if name in ("out", "rotated") else name
         count = {"lse": axes - 1, "dsinks": 1}.get(name) or len(given[like].shape)
         outputs.append(_placed(like, count, way if has.get(name, True) else _WHOLE, is_paged))
     inputs = [
@@ -132,12 +132,12 @@ def _ranks_by_heads(spec, axes):
     return ranks
 
 
-def distributed(named, beside):
-    """The tensors `beside` (a tuple) as DTensors, where the tensors of `named` are: what is no DTensor is the
+def distributed(named, others):
+    """The tensors `others` (a tuple) as DTensors, where the tensors of `named` are: what is no DTensor is the
     same on each rank."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not any(isinstance(x, module.DTensor) for x in (*named.values(), *beside)):
-        return beside
+    if module is None or not any(isinstance(x, module.DTensor) for x in (*named.values(), *others)):
+        return others
     first = next((name for name, x in named.items() if isinstance(x, module.DTensor)), None)
     for name, x in named.items():
         if not isinstance(x, module.DTensor):
@@ -154,7 +154,7 @@ def distributed(named, beside):
             return x
         return module.DTensor.from_local(x, mesh, whole, run_check=False)
 
-    return tuple(map(placed, beside))
+    return tuple(map(placed, others))
 
 
 def check_caches(k_cache, v_cache, table, is_packed):

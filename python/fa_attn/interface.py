@@ -10,26 +10,41 @@ and LSE = -inf (or the sink).
 In addition to FlashAttention-2's arguments, every function takes these of its successors by name:
 
 - `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
+- `query_offset`: with it d = i + seqlen_k - seqlen_q + query_offset, for masks and ALiBi.
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
 - `num_splits`: parts of the keys of a tile of queries, each computed by a CTA of its own; 1 for undivided
   keys, 0 or None for the planner's choice, 256 at most. There are no more parts than steps; where lengths are
   read on the GPU, it is the most parts of a tile. `pack_gqa`: whether the query heads of a K/V head share a
   tile, None for the planner's choice. Both concern the forward on a GPU, where they decide which kernel
   computes it; on the CPU the cores divide the work. Results are equal except for the order of sums.
-- arguments that are accepted at their neutral value only: `sm_margin` and `attention_chunk` 0; `qv`,
-  `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`, `score_mod`, `mask_mod`,
-  `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`, `seqlen_k_per_split`,
-  `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an
+- `bias`: floating point, added to the scaled scores; `mask`: True where a query sees a key, or added as a
+  bias. Both are broadcast to (batch, heads_q, seqlen_q, seqlen_k), of packed sequences to the bounds on
+  lengths. `score_mod` (score, b, h, q_idx, kv_idx) and `mask_mod` (b, h, q_idx, kv_idx): a function as
+  torch's flex_attention takes, a program's text or a `Program`; their indices are raw, and a mask is
+  intersected with `causal` and `window_size`. `attention_chunk`: a query sees its chunk of so many keys, 0
+  for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
+- arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`, `k_descale`,
+  `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
+  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an
   error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.
 """
 
-from ._checks import array, given_back, masses, most, no_dropout
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
+
+from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
 from ._core import InputError
 from ._faces import face_of
-from ._options import extras_of, options_of, others_of, returned
+from ._modifications import asked, extents_of
+from ._options import Options, call_options, extras_of, read_options, returned, with_options
+from ._types import A, Array, Window
 from .serving import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata, merge
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "flash_attn_backward",
@@ -47,84 +62,169 @@ __all__ = [
 ]
 
 
+# fmt: off
+@overload
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    q: A, k: A, v: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, *, out: Optional[Array] = None,
+    return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def flash_attn_func(
+    q: A, k: A, v: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, *, out: Optional[Array] = None,
+    return_softmax_lse: Literal[True], return_lse: bool = False, **options: Unpack[Options],
+) -> Tuple[A, A]: ...
+@overload
+def flash_attn_func(
+    q: A, k: A, v: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, out: Optional[Array] = None,
+    return_softmax_lse: bool = False, return_lse: bool = False, **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
+@with_options
+def flash_attn_func(
+    q: A,
+    k: A,
+    v: A,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    out=None,
-    query_offset=0,
-    **others,
-):
+    out: Optional[Array] = None,
+    return_softmax_lse: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
     """softmax(mask(softmax_scale * q k^T)) v for each query head of each sequence.
 
     q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`:
     None for 1 / sqrt(head_dim). `window_size`: (left, right) keys around the diagonal, -1 for no limit.
-    `query_offset`: query i lies on key i + seqlen_k - seqlen_q + query_offset, for masks and ALiBi.
     `softcap`: cap * tanh(score / cap), 0 for none. `alibi_slopes`: float32 (heads_q,) or (batch, heads_q).
     `deterministic`: gradients have the same bits in every run. `out`: an array of the result's shape and
     type, to which the result is written, without gradients. Returns out, in the shape of q; with
-    `return_attn_probs` (out, softmax_lse, None). `others`: see the module.
+    `return_attn_probs` (out, softmax_lse, None), with `return_softmax_lse` (also `return_lse`) (out,
+    softmax_lse). The options of every function (`sinks`, `num_splits`, ..): see the module.
     """
     no_dropout(dropout_p)
-    beside, wants_lse, division = others_of("flash_attn_func", others) if others else ({}, False, None)
-    if alibi_slopes is None and not beside:
+    tensors, division = read_options("flash_attn_func", options)
+    if alibi_slopes is None and not tensors:
         extras = None
     else:
-        extras = extras_of(alibi_slopes=alibi_slopes, **beside)
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    out, lse = face_of(q).attention(q, k, v, *options, extras, out=out, division=division)
-    if return_attn_probs is not False or wants_lse:
-        return returned(out, lse, wants_lse, return_attn_probs)
-    return out
+        extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
+    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    out, lse = face_of(q).attention(q, k, v, numbers, extras, out=out, division=division, mods=mods)
+    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
+# fmt: off
+@overload
 def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    qkv: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, *,
+    return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, *,
+    return_softmax_lse: Literal[True], return_lse: bool = False, **options: Unpack[Options],
+) -> Tuple[A, A]: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, return_softmax_lse: bool = False,
+    return_lse: bool = False, **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
+@with_options
+def flash_attn_qkvpacked_func(
+    qkv: A,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    query_offset=0,
-    **others,
-):
+    return_softmax_lse: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
     no_dropout(dropout_p)
-    beside, wants_lse, division = others_of("flash_attn_qkvpacked_func", others)
+    tensors, division = read_options("flash_attn_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
-    extras = extras_of(alibi_slopes=alibi_slopes, **beside)
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    out, lse = face.packed_attention(qkv, 2, *options, extras, division=division)
-    return returned(out, lse, wants_lse, return_attn_probs)
+    extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
+    mods = asked(qkv, lambda: extents_of(qkv[:, :, 0], qkv[:, :, 0], extras), options)
+    out, lse = face.packed_attention(qkv, 2, numbers, extras, division=division, mods=mods)
+    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
+# fmt: off
+@overload
 def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    **others,
-):
+    q: A, kv: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, *, out: Optional[Array] = None,
+    return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: A, kv: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, *, out: Optional[Array] = None,
+    return_softmax_lse: Literal[True], return_lse: bool = False, **options: Unpack[Options],
+) -> Tuple[A, A]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: A, kv: A, dropout_p: float = 0.0, softmax_scale: Optional[float] = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, out: Optional[Array] = None,
+    return_softmax_lse: bool = False, return_lse: bool = False, **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
+@with_options
+def flash_attn_kvpacked_func(
+    q: A,
+    kv: A,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    out: Optional[Array] = None,
+    return_softmax_lse: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
     """`flash_attn_func` of k and v in one array, kv (batch, seqlen, 2, heads_kv, head_dim), read where it
     lies."""
     k, v = _face_of_stacked("kv", kv, 5, 2, 2).unstack(kv, 2)
@@ -140,7 +240,10 @@ def flash_attn_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        **others,
+        out=out,
+        return_softmax_lse=return_softmax_lse,
+        return_lse=return_lse,
+        **options,
     )
 
 
@@ -152,31 +255,69 @@ def _face_of_stacked(name, stacked, axes, axis, count):
     return face_of(stacked)
 
 
+# fmt: off
+@overload
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
+    q: A, k: A, v: A, cu_seqlens_q: Optional[Array] = None, cu_seqlens_k: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None, dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: Literal[False] = False, block_table: Optional[Array] = None, *,
+    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
+    page_table: Optional[Array] = None, out: Optional[Array] = None,
+    return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def flash_attn_varlen_func(
+    q: A, k: A, v: A, cu_seqlens_q: Optional[Array] = None, cu_seqlens_k: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None, dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: Literal[False] = False, block_table: Optional[Array] = None, *,
+    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
+    page_table: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: Literal[True],
+    return_lse: bool = False, **options: Unpack[Options],
+) -> Tuple[A, A]: ...
+@overload
+def flash_attn_varlen_func(
+    q: A, k: A, v: A, cu_seqlens_q: Optional[Array] = None, cu_seqlens_k: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None, max_seqlen_k: Optional[int] = None, dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: Optional[Array] = None, *,
+    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None,
+    page_table: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: bool = False,
+    return_lse: bool = False, **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
+@with_options
+def flash_attn_varlen_func(
+    q: A,
+    k: A,
+    v: A,
+    cu_seqlens_q: Optional[Array] = None,
+    cu_seqlens_k: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None,
+    max_seqlen_k: Optional[int] = None,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Optional[Array] = None,
     *,
-    seqused_q=None,
-    seqused_k=None,
-    page_table=None,
-    out=None,
-    query_offset=0,
-    **others,
-):
+    seqused_q: Optional[Array] = None,
+    seqused_k: Optional[Array] = None,
+    page_table: Optional[Array] = None,
+    out: Optional[Array] = None,
+    return_softmax_lse: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
     """`flash_attn_func` of sequences that are packed end to end.
 
     q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim). `cu_seqlens_q`, `cu_seqlens_k`:
@@ -189,7 +330,7 @@ def flash_attn_varlen_func(
     tensors on a GPU, and where `out` is given, rows of out that belong to no sequence are not written.
     """
     no_dropout(dropout_p)
-    beside, wants_lse, division = others_of("flash_attn_varlen_func", others)
+    tensors, division = read_options("flash_attn_varlen_func", options)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     table = block_table if block_table is not None else page_table
@@ -212,66 +353,139 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         max_seqlen_q=0 if max_seqlen_q is None else max_seqlen_q,
         max_seqlen_k=0 if max_seqlen_k is None else max_seqlen_k,
-        **beside,
+        **tensors,
     )
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    out, lse = face.attention(q, k, v, *options, extras, out=out, division=division)
-    return returned(out, lse, wants_lse, return_attn_probs)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
+    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    out, lse = face.attention(q, k, v, numbers, extras, out=out, division=division, mods=mods)
+    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
+# fmt: off
+@overload
 def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
+    qkv: A, cu_seqlens: Array, max_seqlen: int, dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: Literal[False] = False, *, return_softmax_lse: Literal[False] = False,
+    return_lse: Literal[False] = False, **options: Unpack[Options],
+) -> A: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: A, cu_seqlens: Array, max_seqlen: int, dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: Literal[False] = False, *, return_softmax_lse: Literal[True],
+    return_lse: bool = False, **options: Unpack[Options],
+) -> Tuple[A, A]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: A, cu_seqlens: Array, max_seqlen: int, dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: bool = False, *, return_softmax_lse: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
+@with_options
+def flash_attn_varlen_qkvpacked_func(
+    qkv: A,
+    cu_seqlens: Array,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     *,
-    query_offset=0,
-    **others,
-):
+    return_softmax_lse: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
     no_dropout(dropout_p)
-    beside, wants_lse, division = others_of("flash_attn_varlen_qkvpacked_func", others)
+    tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if max_seqlen is None:
         raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
-    max_seqlen = most("max_seqlen", max_seqlen)
+    max_seqlen = upper_bound("max_seqlen", max_seqlen)
     extras = extras_of(
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_k=cu_seqlens,
         alibi_slopes=alibi_slopes,
         max_seqlen_q=max_seqlen,
         max_seqlen_k=max_seqlen,
-        **beside,
+        **tensors,
     )
-    options = options_of(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    out, lse = face.packed_attention(qkv, 1, *options, extras, division=division)
-    return returned(out, lse, wants_lse, return_attn_probs)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
+    mods = asked(qkv, lambda: extents_of(qkv[:, 0], qkv[:, 0], extras), options)
+    out, lse = face.packed_attention(qkv, 1, numbers, extras, division=division, mods=mods)
+    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
+# fmt: off
+@overload
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    **others,
-):
+    q: A, kv: A, cu_seqlens_q: Optional[Array], cu_seqlens_k: Optional[Array], max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int], dropout_p: float = 0.0, softmax_scale: Optional[float] = None,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: Literal[False] = False, *, seqused_q: Optional[Array] = None,
+    seqused_k: Optional[Array] = None, out: Optional[Array] = None,
+    return_softmax_lse: Literal[False] = False, return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> A: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: A, kv: A, cu_seqlens_q: Optional[Array], cu_seqlens_k: Optional[Array], max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int], dropout_p: float = 0.0, softmax_scale: Optional[float] = None,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None, deterministic: bool = False,
+    return_attn_probs: Literal[False] = False, *, seqused_q: Optional[Array] = None,
+    seqused_k: Optional[Array] = None, out: Optional[Array] = None, return_softmax_lse: Literal[True],
+    return_lse: bool = False, **options: Unpack[Options],
+) -> Tuple[A, A]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: A, kv: A, cu_seqlens_q: Optional[Array], cu_seqlens_k: Optional[Array], max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int], dropout_p: float = 0.0, softmax_scale: Optional[float] = None,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None, deterministic: bool = False, return_attn_probs: bool = False, *,
+    seqused_q: Optional[Array] = None, seqused_k: Optional[Array] = None, out: Optional[Array] = None,
+    return_softmax_lse: bool = False, return_lse: bool = False, **options: Unpack[Options],
+) -> Any: ...
+# fmt: on
+@with_options
+def flash_attn_varlen_kvpacked_func(
+    q: A,
+    kv: A,
+    cu_seqlens_q: Optional[Array],
+    cu_seqlens_k: Optional[Array],
+    max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int],
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused_q: Optional[Array] = None,
+    seqused_k: Optional[Array] = None,
+    out: Optional[Array] = None,
+    return_softmax_lse: bool = False,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Any:
     """`flash_attn_varlen_func` of k and v in one array, kv (total_k, 2, heads_kv, head_dim)."""
     k, v = _face_of_stacked("kv", kv, 4, 1, 2).unstack(kv, 1)
     return flash_attn_varlen_func(
@@ -290,58 +504,63 @@ def flash_attn_varlen_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        **others,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        out=out,
+        return_softmax_lse=return_softmax_lse,
+        return_lse=return_lse,
+        **options,
     )
 
 
 def flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    sinks=None,
-    dlse=None,
-    query_offset=0,
-):
+    dout: A,
+    q: A,
+    k: A,
+    v: A,
+    out: A,
+    softmax_lse: A,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    sinks: Optional[Array] = None,
+    dlse: Optional[Array] = None,
+    query_offset: Optional[int] = 0,
+) -> Tuple[A, ...]:
     """The gradients of `flash_attn_func`, for arrays without autograd. `out` and `softmax_lse` are its
     results, `dout` is the gradient of out, `dlse` that of softmax_lse, float32 in its shape. Returns (dq, dk,
     dv), with sinks (dq, dk, dv, dsinks)."""
     extras = extras_of(alibi_slopes=alibi_slopes, sinks=sinks)
-    options = (softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
+    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
+    return _gradients(dout, q, k, v, out, softmax_lse, numbers, extras, dlse)
 
 
 def flash_attn_varlen_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    seqused_q=None,
-    seqused_k=None,
-    sinks=None,
-    dlse=None,
-    query_offset=0,
-):
+    dout: A,
+    q: A,
+    k: A,
+    v: A,
+    out: A,
+    softmax_lse: A,
+    cu_seqlens_q: Optional[Array],
+    cu_seqlens_k: Optional[Array],
+    max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int],
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Array] = None,
+    deterministic: bool = False,
+    seqused_q: Optional[Array] = None,
+    seqused_k: Optional[Array] = None,
+    sinks: Optional[Array] = None,
+    dlse: Optional[Array] = None,
+    query_offset: Optional[int] = 0,
+) -> Tuple[A, ...]:
     """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that belong to no sequence
     get 0."""
     extras = extras_of(
@@ -354,16 +573,13 @@ def flash_attn_varlen_backward(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    options = (softmax_scale, causal, window_size, softcap, deterministic, query_offset)
-    return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
+    numbers = call_options(softmax_scale, causal, window_size, softcap, deterministic, query_offset)
+    return _gradients(dout, q, k, v, out, softmax_lse, numbers, extras, dlse)
 
 
-def _gradients(
-    dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, query_offset, extras, dlse
-):
-    options = options_of(scale, causal, window_size, softcap, deterministic, query_offset)
-    given_back(dout, q, k, v, out, lse)
+def _gradients(dout, q, k, v, out, lse, numbers, extras, dlse):
+    check_backward(dout, q, k, v, out, lse)
     if dlse is not None:
-        masses("dlse", dlse, q)
-    dq, dk, dv, dsinks = face_of(q).backward(dout, q, k, v, out, lse, *options, extras, dlse)
+        check_lse("dlse", dlse, q)
+    dq, dk, dv, dsinks = face_of(q).backward(dout, q, k, v, out, lse, numbers, extras, dlse)
     return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)

@@ -1,42 +1,97 @@
-"""Problems, plans and bound kernels as plain dicts."""
+"""Problems, plans and bound kernels, as dicts."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from html import escape
 from math import isfinite
+from pathlib import Path
 from reprlib import repr as short
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from . import _core
-from ._checks import array, count, flag, given_back, most, number, one_of, window
+from ._checks import array, check_backward, count, flag, number, offset, one_of, window
+from ._deprecated import renamed
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
-from ._options import TENSORS, Extras
+from ._options import TENSORS, CallOptions, Extras, ExtraTensors, with_options
+from ._reports import page, plan_html, plan_text, problem_html, problem_text
+from ._types import A, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Problem(Dict[str, Any]):
+    """An attention problem, of `problem`: a dict with a short text, and a table in notebooks."""
+
+    def __repr__(self) -> str:
+        try:
+            return f"Problem({problem_text(self)})"
+        except KeyError:
+            return super().__repr__()
+
+    def _repr_html_(self) -> str:
+        return problem_html(self)
+
+
+class Spec(Dict[str, Any]):
+    """A kernel's parameters: a dict whose text is the kernel's name."""
+
+    @property
+    def name(self) -> str:
+        return _core.spec_name(json.dumps(self))
+
+    def __repr__(self) -> str:
+        try:
+            return f"Spec({self.name})"
+        except _core.InputError:
+            return super().__repr__()
+
+
+class Plan(Dict[str, Any]):
+    """What was tried for a problem, of `plan`: a dict with a short text, and a report in notebooks."""
+
+    def __repr__(self) -> str:
+        try:
+            return f"Plan({plan_text(self)})"
+        except KeyError:
+            return super().__repr__()
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+    def save(self, path: Union[str, Path]) -> None:
+        """Writes the report as a page of its own."""
+        Path(path).write_text(page("fa: plan", [problem_html(self["problem"]), plan_html(self)]), "utf-8")
 
 
 def problem(
-    batch=1,
-    seqlen=None,
-    heads=1,
-    head_dim=64,
+    batch: int = 1,
+    seqlen: Union[int, str, None] = None,
+    heads: Union[int, str] = 1,
+    head_dim: Union[int, str] = 64,
     *,
-    seqlen_q=None,
-    seqlen_k=None,
-    heads_kv=None,
-    head_dim_v=None,
-    dtype="bf16",
-    causal=False,
-    window_size=(-1, -1),
-    query_offset=0,
-    softmax_scale=None,
-    softcap=0.0,
-    alibi=None,
-    sinks=False,
-    total_q=None,
-    total_k=None,
-    page=None,
-    pages=None,
-    used_q=False,
-    used_k=False,
-):
+    seqlen_q: Optional[int] = None,
+    seqlen_k: Optional[int] = None,
+    heads_kv: Optional[int] = None,
+    head_dim_v: Optional[int] = None,
+    dtype: Any = "bf16",
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    query_offset: Optional[int] = 0,
+    softmax_scale: Optional[float] = None,
+    softcap: float = 0.0,
+    alibi: Optional[str] = None,
+    sinks: bool = False,
+    total_q: Optional[int] = None,
+    total_k: Optional[int] = None,
+    page: Optional[int] = None,
+    pages: Optional[int] = None,
+    used_q: bool = False,
+    used_k: bool = False,
+) -> Problem:
     """An attention problem as a dict, checked.
 
     `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ. `total_q`,
@@ -57,7 +112,7 @@ def problem(
         "left": None if left < 0 else min(left, _WIDEST),
         "right": 0 if flag("causal", causal) else None if right < 0 else min(right, _WIDEST),
     }
-    fields = {
+    fields: Dict[str, Any] = {
         "batch": batch,
         "seqlen_q": seqlen if seqlen_q is None else seqlen_q,
         "seqlen_k": seqlen if seqlen_k is None else seqlen_k,
@@ -78,12 +133,12 @@ def problem(
         if value is not None and not isfinite(value):
             raise _core.InputError(f"{name} is {value}: it must be finite")
         fields[name] = value if name == "softmax_scale" else value or None
-    fields["mask"] = {**sides, "offset": most("query_offset", query_offset)}
+    fields["mask"] = {**sides, "offset": offset("query_offset", query_offset)}
     fields["dtype"] = _dtype(dtype)
     fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
     for name, value in (("used_q", used_q), ("used_k", used_k), ("sinks", sinks)):
         fields[name] = flag(name, value)
-    return json.loads(_core.problem(json.dumps(fields)))
+    return Problem(json.loads(_core.problem(json.dumps(fields))))
 
 
 def _pair(name, value, between, second_name, second):
@@ -121,17 +176,17 @@ _WIDEST = (1 << 32) - 1
 _MODES = {"fwd": (True, False), "bwd": (False, True), "both": (True, True)}
 
 
-def _asked(given, mode):
-    return _text(given), *_MODES[one_of("mode", mode, tuple(_MODES))]
+def _wanted(problem, mode):
+    return _text(problem), *_MODES[one_of("mode", mode, tuple(_MODES))]
 
 
-def _text(given):
-    if not isinstance(given, Mapping):
-        raise _core.InputTypeError(f"the problem is {short(given)}: make one by fa_attn.problem")
+def _text(problem):
+    if not isinstance(problem, Mapping):
+        raise _core.InputTypeError(f"the problem is {short(problem)}: make one by fa_attn.problem")
     try:
-        return json.dumps(given)
+        return json.dumps(problem)
     except (TypeError, ValueError):
-        raise _core.InputTypeError(f"{short(given)} is no problem: make one by fa_attn.problem") from None
+        raise _core.InputTypeError(f"{short(problem)} is no problem: make one by fa_attn.problem") from None
 
 
 def _name(name, value):
@@ -140,35 +195,54 @@ def _name(name, value):
     return value
 
 
-def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit=None):
+@renamed(given="problem")
+def plan(
+    problem: Mapping[str, Any],
+    arch: str = "sm90",
+    mode: str = "fwd",
+    deterministic: bool = False,
+    family: Optional[str] = None,
+    limit: Optional[int] = None,
+) -> Plan:
     """Which kernels fit a problem (of `problem`) on a GPU, best first, and why the others do not: the dict
-    that `fa plan --json` prints.
+    that `fa plan --json` prints, with a short text, a report in notebooks and `save`, which writes it.
 
     "forward" and "backward" have "tried" and "fit" (how many), "plans" (each with its "spec", registers,
     shared memory in bytes, and "cost": seconds, tflops, bottleneck) and "rejected" (by limit, with the
     nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120 or sm121, or the name of a GPU,
     as in "h200" or "a10g", whose number of SMs and rates are then taken. `limit`: the most plans per pass.
     """
-    text, forward, backward = _asked(given, mode)
+    text, forward, backward = _wanted(problem, mode)
     family = None if family is None else _name("family", family)
     limit = None if limit is None else count("limit", limit)
     deterministic = flag("deterministic", deterministic)
-    return json.loads(
-        _core.plan(text, _name("arch", arch), family, forward, backward, deterministic, limit)
-    )
+    found = json.loads(_core.plan(text, _name("arch", arch), family, forward, backward, deterministic, limit))
+    found["problem"] = Problem(found["problem"])
+    for name in ("forward", "backward"):
+        for each in (found.get(name) or {}).get("plans", ()):
+            each["spec"] = Spec(each["spec"])
+    return Plan(found)
 
 
-def explain(given, query, arch="sm90", mode="fwd", deterministic=False, family=None):
+@renamed(given="problem")
+def explain(
+    problem: Mapping[str, Any],
+    query: str,
+    arch: str = "sm90",
+    mode: str = "fwd",
+    deterministic: bool = False,
+    family: Optional[str] = None,
+) -> Dict[str, Any]:
     """Why the candidates that match `query`, as in "tile_n=192,num_wg=2", were chosen or not: "feasible" with
     rank and account, "rejected" with the limit that each breaks."""
-    text, forward, backward = _asked(given, mode)
+    text, forward, backward = _wanted(problem, mode)
     family = None if family is None else _name("family", family)
     query, arch = _name("query", query), _name("arch", arch)
     deterministic = flag("deterministic", deterministic)
     return json.loads(_core.explain(text, query, arch, family, forward, backward, deterministic))
 
 
-def tune(mode="auto", *, candidates=4, budget=5.0):
+def tune(mode: str = "auto", *, candidates: int = 4, budget: float = 5.0) -> None:
     """Switches tuning on ("auto") or off ("off"), for all GPUs of this process. Before the first call of this
     it is as FA_TUNE says: auto, auto:SECONDS with a budget, or off, its default.
 
@@ -191,7 +265,7 @@ def tune(mode="auto", *, candidates=4, budget=5.0):
     _core.tune(candidates if on else None, seconds)
 
 
-def finish_tuning():
+def finish_tuning() -> List[Dict[str, Any]]:
     """Waits until every problem has been measured. Returns the outcomes since the last call, a list of dicts:
     "problem", "pass" (forward or backward), "deterministic", "family", "tried" (each with "kernel", "ms" or
     "error"), "winner" (a kernel, or None) and "error". An empty list where tuning is off."""
@@ -214,26 +288,45 @@ class Kernels:
     alibi_slopes, sinks.
     """
 
-    def __init__(self, given, device="cpu", deterministic=False, backward=None):
-        text = _text(given)
-        self.problem, self._needs = json.loads(_core.problem(text)), _core.needs(text)
+    @renamed(given="problem")
+    def __init__(
+        self,
+        problem: Mapping[str, Any],
+        device: str = "cpu",
+        deterministic: bool = False,
+        backward: Optional[bool] = None,
+    ) -> None:
+        text = _text(problem)
+        self.problem = Problem(json.loads(_core.problem(text)))
+        self._needs = _core.needs(text)
         self.device, self.deterministic = str(device), flag("deterministic", deterministic)
         ordinal = self._ordinal()
         if ordinal is not None:
             find_nvrtc()
-        self.report = {"forward": json.loads(_core.bind(text, False, False, ordinal))}
+        self.report: Dict[str, Dict[str, Any]] = {
+            "forward": json.loads(_core.bind(text, False, False, ordinal))
+        }
         # Keys in pages have no gradients.
         is_wanted = self.problem.get("page") is None if backward is None else flag("backward", backward)
         if is_wanted:
             self.report["backward"] = json.loads(_core.bind(text, True, self.deterministic, ordinal))
         mask = self.problem["mask"]
         sides = (mask["left"], mask["right"])
-        self._options = (
+        self._options = CallOptions(
             self.problem["softmax_scale"],
             False,
             tuple(-1 if side is None else side for side in sides),
             self.problem["softcap"] or 0.0,
+            self.deterministic,
+            mask.get("offset", 0),
         )
+
+    def __repr__(self) -> str:
+        runs = "; ".join(f"{name} {_runner_text(report)}" for name, report in self.report.items())
+        return f"Kernels({problem_text(self.problem)}, on {self.device}: {runs})"
+
+    def _repr_html_(self) -> str:
+        return problem_html(self.problem) + f"<p>{escape(repr(self))}</p>"
 
     def _ordinal(self):
         kind, _, index = self.device.partition(":")
@@ -248,26 +341,28 @@ class Kernels:
         for name in named:
             if name not in TENSORS:
                 raise TypeError(f"unexpected keyword argument '{name}': {', '.join(TENSORS)} are known")
-        beside = tuple(named.get(name) for name in TENSORS)
-        given = self.problem
-        for name, value in zip(TENSORS, beside):
+        extras = tuple(named.get(name) for name in TENSORS)
+        bound = self.problem
+        for name, value in zip(TENSORS, extras):
             if (value is not None) != (name in self._needs):
-                fault = "missing: the problem has them" if value is None else "given, but the problem has none"
+                fault = (
+                    "missing: the problem has them" if value is None else "given, but the problem has none"
+                )
                 raise _core.InputError(f"{name}: {fault}")
-        outer_q = [given["batch"], given["seqlen_q"]] if "total_q" not in given else [given["total_q"]]
-        outer_k = [given["batch"], given["seqlen_k"]] if "total_k" not in given else [given["total_k"]]
-        if "page" in given:
-            outer_k = [given["pages"], given["page"]]
+        outer_q = [bound["batch"], bound["seqlen_q"]] if "total_q" not in bound else [bound["total_q"]]
+        outer_k = [bound["batch"], bound["seqlen_k"]] if "total_k" not in bound else [bound["total_k"]]
+        if "page" in bound:
+            outer_k = [bound["pages"], bound["page"]]
         need = {
-            "q": (*outer_q, given["heads_q"], given["head_dim"]),
-            "k": (*outer_k, given["heads_kv"], given["head_dim"]),
-            "v": (*outer_k, given["heads_kv"], given["head_dim_v"]),
+            "q": (*outer_q, bound["heads_q"], bound["head_dim"]),
+            "k": (*outer_k, bound["heads_kv"], bound["head_dim"]),
+            "v": (*outer_k, bound["heads_kv"], bound["head_dim_v"]),
         }
         for name, have in (("q", q), ("k", k), ("v", v)):
             if tuple(have.shape) != need[name]:
                 raise _core.InputError(f"{name} has the shape {tuple(have.shape)}: bound is {need[name]}")
-        if str(q.dtype).rpartition(".")[2] not in _NAMES[given["dtype"]]:
-            raise _core.InputError(f"q holds {q.dtype}: bound is {given['dtype']}")
+        if str(q.dtype).rpartition(".")[2] not in _NAMES[bound["dtype"]]:
+            raise _core.InputError(f"q holds {q.dtype}: bound is {bound['dtype']}")
         if hasattr(q, "__dlpack_device__"):
             try:
                 kind, index = q.__dlpack_device__()
@@ -277,23 +372,31 @@ class Kernels:
             if at != self._ordinal():
                 place = "in the memory of the CPU" if at is None else f"on GPU {at}"
                 raise _core.InputError(f"q lies {place}: bound is {self.device!r}")
-        if all(x is None for x in beside):
+        if all(x is None for x in extras):
             return None
-        return Extras(*beside, given["seqlen_q"], given["seqlen_k"])
+        return Extras(*extras, max_seqlen_q=bound["seqlen_q"], max_seqlen_k=bound["seqlen_k"])
 
-    def forward(self, q, k, v, **beside):
+    @with_options
+    def forward(self, q: A, k: A, v: A, **tensors: Unpack[ExtraTensors]) -> Tuple[A, A]:
         """(out, lse)."""
-        extras = self._extras(q, k, v, beside)
-        return face_of(q).attention(q, k, v, *self._options, self.deterministic, extras)
+        extras = self._extras(q, k, v, tensors)
+        return face_of(q).attention(q, k, v, self._options, extras)
 
-    def backward(self, dout, q, k, v, out, lse, **beside):
+    @with_options
+    def backward(
+        self, dout: A, q: A, k: A, v: A, out: A, lse: A, **tensors: Unpack[ExtraTensors]
+    ) -> Tuple[A, ...]:
         """(dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
-        extras = self._extras(q, k, v, beside)
-        given_back(dout, q, k, v, out, lse)
-        *grads, dsinks = face_of(q).backward(
-            dout, q, k, v, out, lse, *self._options, self.deterministic, extras
-        )
+        extras = self._extras(q, k, v, tensors)
+        check_backward(dout, q, k, v, out, lse)
+        *grads, dsinks = face_of(q).backward(dout, q, k, v, out, lse, self._options, extras)
         return tuple(grads) if dsinks is None else (*grads, dsinks)
+
+
+def _runner_text(report):
+    if report["backend"] == "cuda":
+        return f"{report['kernel']} on {report['gpu']}"
+    return f"{report['isa']} on {report['threads']} threads"
 
 
 # DLPack's device type for the CPU.

@@ -2,27 +2,43 @@
 layers, and results over parts of the keys that are merged into one. Shapes and options are those of
 `fa_attn.interface`."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from reprlib import repr as short
-from typing import Any
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Literal, Optional, Tuple, Union, overload
 
 from ._checks import (
     array,
-    ascending,
+    capacity_of,
+    check_ascending,
+    check_lse,
+    check_within_cache,
     count,
     flag,
-    in_room,
     int32,
+    is_neutral,
     is_whole,
     lengths_of,
-    masses,
-    most,
-    room_of,
     surely,
+    upper_bound,
 )
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
-from ._options import division_of, extras_of, options_of, others_of
+from ._modifications import Extents, asked
+from ._options import (
+    CallOptions,
+    CommonOptions,
+    call_options,
+    division_of,
+    extras_of,
+    read_options,
+    with_options,
+)
+from ._types import A, Array, Window
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
@@ -38,8 +54,7 @@ class Append:
     sin: Any
     interleaved: bool
     # Under a mask queries follow each other, without one they share a position.
-    causal: bool
-    window: Any
+    options: CallOptions
     cu_new: Any
     max_new: int
     used_k: Any
@@ -48,35 +63,83 @@ class Append:
     max_q: int
 
 
+# fmt: off
+@overload
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
+    q: A, k_cache: Array, v_cache: Array, k: Optional[Array] = None, v: Optional[Array] = None,
+    rotary_cos: Optional[Array] = None, rotary_sin: Optional[Array] = None,
+    cache_seqlens: Union[int, Array, None] = None, cache_batch_idx: Optional[Array] = None,
+    cache_leftpad: Optional[Array] = None, block_table: Optional[Array] = None,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Optional[Array] = None,
+    num_splits: Optional[int] = 0, return_softmax_lse: Literal[False] = False, *,
+    page_table: Optional[Array] = None, cu_seqlens_q: Optional[Array] = None,
+    cu_seqlens_k_new: Optional[Array] = None, max_seqlen_q: Optional[int] = None,
+    rotary_seqlens: Optional[Array] = None, out: Optional[Array] = None,
+    return_lse: Literal[False] = False,
+    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[CommonOptions],
+) -> A: ...
+@overload
+def flash_attn_with_kvcache(
+    q: A, k_cache: Array, v_cache: Array, k: Optional[Array] = None, v: Optional[Array] = None,
+    rotary_cos: Optional[Array] = None, rotary_sin: Optional[Array] = None,
+    cache_seqlens: Union[int, Array, None] = None, cache_batch_idx: Optional[Array] = None,
+    cache_leftpad: Optional[Array] = None, block_table: Optional[Array] = None,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Optional[Array] = None,
+    num_splits: Optional[int] = 0, *, page_table: Optional[Array] = None,
+    cu_seqlens_q: Optional[Array] = None, cu_seqlens_k_new: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None, rotary_seqlens: Optional[Array] = None,
+    out: Optional[Array] = None, return_lse: bool = False, return_softmax_lse: Literal[True],
+    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[CommonOptions],
+) -> Tuple[A, A]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: A, k_cache: Array, v_cache: Array, k: Optional[Array] = None, v: Optional[Array] = None,
+    rotary_cos: Optional[Array] = None, rotary_sin: Optional[Array] = None,
+    cache_seqlens: Union[int, Array, None] = None, cache_batch_idx: Optional[Array] = None,
+    cache_leftpad: Optional[Array] = None, block_table: Optional[Array] = None,
+    softmax_scale: Optional[float] = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Optional[Array] = None,
+    num_splits: Optional[int] = 0, return_softmax_lse: bool = False, *, page_table: Optional[Array] = None,
+    cu_seqlens_q: Optional[Array] = None, cu_seqlens_k_new: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None, rotary_seqlens: Optional[Array] = None,
+    out: Optional[Array] = None, return_lse: bool = False,
+    scheduler_metadata: Optional[SchedulerMetadata] = None, **options: Unpack[CommonOptions],
+) -> Any: ...
+# fmt: on
+@with_options
+def flash_attn_with_kvcache(
+    q: A,
+    k_cache: Array,
+    v_cache: Array,
+    k: Optional[Array] = None,
+    v: Optional[Array] = None,
+    rotary_cos: Optional[Array] = None,
+    rotary_sin: Optional[Array] = None,
+    cache_seqlens: Union[int, Array, None] = None,
+    cache_batch_idx: Optional[Array] = None,
+    cache_leftpad: Optional[Array] = None,
+    block_table: Optional[Array] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Optional[Array] = None,
+    num_splits: Optional[int] = 0,
+    return_softmax_lse: bool = False,
     *,
-    page_table=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    max_seqlen_q=None,
-    rotary_seqlens=None,
-    out=None,
-    **others,
-):
+    page_table: Optional[Array] = None,
+    cu_seqlens_q: Optional[Array] = None,
+    cu_seqlens_k_new: Optional[Array] = None,
+    max_seqlen_q: Optional[int] = None,
+    rotary_seqlens: Optional[Array] = None,
+    out: Optional[Array] = None,
+    return_lse: bool = False,
+    scheduler_metadata: Optional[SchedulerMetadata] = None,
+    **options: Unpack[CommonOptions],
+) -> Any:
     """Attention of new queries on a cache of keys and values, to which `k` and `v` are appended in place
     first.
 
@@ -93,10 +156,10 @@ def flash_attn_with_kvcache(
     `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. Returns out; with
     `return_softmax_lse` (out, lse). There are no gradients.
     """
-    metadata = others.pop("scheduler_metadata", None)
-    others["num_splits"] = num_splits
-    beside, wants_lse, division = others_of("flash_attn_with_kvcache", others)
-    wants_lse = flag("return_softmax_lse", return_softmax_lse) or wants_lse
+    tensors, _ = read_options("flash_attn_with_kvcache", options)
+    division = division_of(num_splits, options.get("pack_gqa"))
+    wants_lse = flag("return_softmax_lse", return_softmax_lse)
+    wants_lse = flag("return_lse", return_lse) or wants_lse
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     if (k is None) != (v is None):
@@ -126,14 +189,14 @@ def flash_attn_with_kvcache(
     for name, value in (*caches, ("out", out)):
         if value is not None:
             of_one_library(name, value, q, face)
-    turns = flag("rotary_interleaved", rotary_interleaved)
+    interleaved = flag("rotary_interleaved", rotary_interleaved)
     if k is not None and face.has_autograd:
         q, k, v, rotary_cos, rotary_sin = face.cast_to_cache(k_cache, q, k, v, rotary_cos, rotary_sin)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
     longest = q.shape[-3]
     if max_seqlen_q is not None:
-        bound = most("max_seqlen_q", max_seqlen_q)
+        bound = upper_bound("max_seqlen_q", max_seqlen_q)
         if surely(bound < 0):
             raise InputError(f"max_seqlen_q is {bound}: it must be at least 0")
         longest = longest if cu_seqlens_q is None else bound
@@ -141,22 +204,28 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is not None:
         shape = tuple(cache_batch_idx.shape)
         if shape != (batch,):
-            raise InputError(f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence")
+            raise InputError(
+                f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence"
+            )
         table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
-    options = options_of(softmax_scale, causal, window_size, softcap, False)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, False, options.get("query_offset")
+    )
     plans = None
-    if metadata is not None:
-        plans = _plans_of(metadata)
-        metadata.check(q, k_cache, v_cache, options, batch, longest, is_paged)
-        division = metadata.divided(division)
-    used = cache_seqlens
+    if scheduler_metadata is not None:
+        plans = _plans_of(scheduler_metadata)
+        scheduler_metadata.check(q, k_cache, v_cache, numbers, batch, longest, is_paged)
+        division = scheduler_metadata.divided(division)
+    used: Any = cache_seqlens
     if type(used) is int or (not getattr(used, "ndim", 0) and is_whole(used)):
-        room = room_of(k_cache, table)
-        if surely(used < 0) or surely(used > room):
-            raise InputError(f"cache_seqlens is {used}: it must be from 0 to {room}, the cache's room")
+        capacity = capacity_of(k_cache, table)
+        if surely(used < 0) or surely(used > capacity):
+            raise InputError(
+                f"cache_seqlens is {used}: it must be from 0 to {capacity}, the rows of the cache"
+            )
         used = face.ints(used, batch, q)
     elif used is not None and (k is not None or cache_leftpad is not None):
-        _check_lengths(used, face, batch, room_of(k_cache, table))
+        _check_lengths(used, face, batch, capacity_of(k_cache, table))
     if table is not None:
         table = face.contiguous(table)
     if cache_leftpad is not None:
@@ -167,7 +236,9 @@ def flash_attn_with_kvcache(
             raise InputError(
                 f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
             )
-    if k is None:
+    # Of the cache without padding, which is left out before keys are counted.
+    mods = asked(q, lambda: Extents(batch, q.shape[-2], longest, capacity_of(k_cache, table)), options)
+    if k is None or v is None:
         if rotary_cos is not None:
             raise UnsupportedError(
                 "rotary embedding turns what is appended: give k and v, or turn q beforehand"
@@ -189,9 +260,9 @@ def flash_attn_with_kvcache(
             page_table=table,
             alibi_slopes=alibi_slopes,
             max_seqlen_q=longest,
-            **beside,
+            **tensors,
         )
-        face.check(q, k_cache, v_cache, *options[:-1], extras, out)
+        face.check(q, k_cache, v_cache, numbers, extras, out)
         q, used = face.append(
             Append(
                 k,
@@ -201,9 +272,8 @@ def flash_attn_with_kvcache(
                 q,
                 rotary_cos,
                 rotary_sin,
-                turns,
-                options[1],
-                options[2],
+                interleaved,
+                numbers,
                 cu_seqlens_k_new,
                 k.shape[0],
                 used,
@@ -213,7 +283,7 @@ def flash_attn_with_kvcache(
             )
         )
     if (table is not None or cache_leftpad is not None) and used is None:
-        used = face.ints(room_of(k_cache, table), batch, q)
+        used = face.ints(capacity_of(k_cache, table), batch, q)
     starts, rows = None, 0
     if cache_leftpad is not None:
         k_cache, v_cache, starts, used, table = face.without_padding(
@@ -222,8 +292,11 @@ def flash_attn_with_kvcache(
         rows = 0 if starts is None else k_cache.shape[0]
     if face.has_autograd:
         # What is written in place has no gradients, so the gradients of the other arrays would be incomplete.
-        q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
-        beside = {name: face.detached(name, value) for name, value in beside.items()}
+        q, k_cache = face.detached("q", q), face.detached("k_cache", k_cache)
+        v_cache = face.detached("v_cache", v_cache)
+        tensors = {name: face.detached(name, value) for name, value in tensors.items()}
+        if mods is not None:
+            mods = mods.with_arrays(face.detached(*named) for named in zip(mods.names, mods.arrays))
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=starts,
@@ -232,18 +305,20 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes,
         max_seqlen_q=longest,
         max_seqlen_k=rows,
-        **beside,
+        **tensors,
     )
-    out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out, division=division)
+    out, lse = face.attention(
+        q, k_cache, v_cache, numbers, extras, plans, out=out, division=division, mods=mods
+    )
     return (out, lse) if wants_lse else out
 
 
-def _check_lengths(used, face, batch, room):
-    """Checks the keys in use of each sequence, on the CPU that the cache has room for them."""
+def _check_lengths(used, face, batch, capacity):
+    """Checks the keys in use of each sequence, on the CPU that the cache holds them."""
     lengths_of("cache_seqlens", used, batch)
     own = face.host(used)
     if own is not None:
-        in_room("cache_seqlens", own, room)
+        check_within_cache("cache_seqlens", own, capacity)
 
 
 def _refuse_rows(axes, **rows):
@@ -257,7 +332,7 @@ def _check_starts(starts, k, batch, face):
     lengths_of("cu_seqlens_k_new", starts, batch + 1, "batch + 1")
     own = face.host(starts)
     if own is not None:
-        ascending("cu_seqlens_k_new", own, k.shape[0])
+        check_ascending("cu_seqlens_k_new", own, k.shape[0])
 
 
 def _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q):
@@ -272,9 +347,7 @@ def _check_shapes(q, k_cache, v_cache, table, cu_seqlens_q):
         shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         raise InputError(f"k_cache and v_cache have the shapes {shapes}: only their last axes may differ")
     if cu_seqlens_q is not None and len(cu_seqlens_q.shape) != 1:
-        raise InputError(
-            f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)"
-        )
+        raise InputError(f"cu_seqlens_q has the shape {tuple(cu_seqlens_q.shape)}: it must be (batch + 1,)")
     if len(array("q", q).shape) != (4 if cu_seqlens_q is None else 3):
         need = "(batch, seqlen_q" if cu_seqlens_q is None else "with cu_seqlens_q (total_q"
         raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}, heads_q, head_dim)")
@@ -296,16 +369,15 @@ class SchedulerMetadata:
     headdim: int
     headdim_v: int
     qkv_dtype: Any
-    page_size: Any
+    page_size: Optional[int]
     causal: bool
-    window_size: Any
+    window_size: Window
     has_softcap: bool
     division: Any
-    plans: dict = field(default_factory=dict, repr=False)
+    plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
 
-    def check(self, q, k_cache, v_cache, options, batch, longest, is_paged):
+    def check(self, q, k_cache, v_cache, numbers, batch, longest, is_paged):
         """Raises an error where the call is not the one that was described."""
-        _, causal, window, softcap, _ = options
         there = {
             "batch_size": batch,
             "max_seqlen_q": longest,
@@ -315,9 +387,9 @@ class SchedulerMetadata:
             "headdim_v": v_cache.shape[-1],
             "qkv_dtype": q.dtype,
             "page_size": k_cache.shape[1] if is_paged else None,
-            "causal": causal,
-            "window_size": window,
-            "has_softcap": softcap != 0.0,
+            "causal": numbers.causal,
+            "window_size": numbers.window,
+            "has_softcap": numbers.softcap != 0.0,
         }
         for name, have in there.items():
             need = getattr(self, name)
@@ -326,7 +398,6 @@ class SchedulerMetadata:
                 raise InputError(
                     f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
                 )
-
 
     def divided(self, division):
         """How the call's work is divided: as the call says, or else the metadata."""
@@ -355,28 +426,28 @@ def _plans_of(metadata):
 
 
 def get_scheduler_metadata(
-    batch_size,
-    max_seqlen_q,
-    max_seqlen_k,
-    num_heads_q,
-    num_heads_kv,
-    headdim,
-    cache_seqlens,
-    qkv_dtype=None,
-    headdim_v=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k_new=None,
-    cache_leftpad=None,
-    page_size=None,
-    max_seqlen_k_new=0,
-    causal=False,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    has_softcap=False,
-    num_splits=0,
-    pack_gqa=None,
-    sm_margin=0,
-):
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Array,
+    qkv_dtype: Any = None,
+    headdim_v: Optional[int] = None,
+    cu_seqlens_q: Optional[Array] = None,
+    cu_seqlens_k_new: Optional[Array] = None,
+    cache_leftpad: Optional[Array] = None,
+    page_size: Optional[int] = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: Optional[int] = 0,
+    has_softcap: bool = False,
+    num_splits: Optional[int] = 0,
+    pack_gqa: Optional[bool] = None,
+    sm_margin: Optional[int] = 0,
+) -> SchedulerMetadata:
     """The plan of the work on a cache, made once for all layers of a step: give it to
     `flash_attn_with_kvcache` as `scheduler_metadata`.
 
@@ -387,7 +458,12 @@ def get_scheduler_metadata(
     lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls that do not give their own. A call
     that contradicts the arguments raises an error.
     """
-    others_of("get_scheduler_metadata", {"attention_chunk": attention_chunk, "sm_margin": sm_margin})
+    read_options("get_scheduler_metadata", {"sm_margin": sm_margin})
+    if not is_neutral(attention_chunk, (0, None)):
+        raise UnsupportedError(
+            f"attention_chunk = {short(attention_chunk)}: calls with chunks plan their own work, leave "
+            "scheduler_metadata out"
+        )
     division = division_of(num_splits, pack_gqa)
     lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     lengths.update(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad)
@@ -395,8 +471,8 @@ def get_scheduler_metadata(
         if value is not None or name == "cache_seqlens":
             array(name, value)
     for name, value in (("max_seqlen_k", max_seqlen_k), ("max_seqlen_k_new", max_seqlen_k_new)):
-        most(name, value)
-    _, causal, window, _, _ = options_of(None, causal, window_size, 0.0, False)
+        upper_bound(name, value)
+    numbers = call_options(None, causal, window_size, 0.0, False)
     batch = count("batch_size", batch_size)
     lengths_of("cache_seqlens", cache_seqlens, batch, "batch_size")
     headdim = count("headdim", headdim, 1)
@@ -405,15 +481,15 @@ def get_scheduler_metadata(
         raise InputError(f"num_heads_q is {heads_q}: it must be a multiple of num_heads_kv, {heads_kv}")
     return SchedulerMetadata(
         batch_size=batch,
-        max_seqlen_q=most("max_seqlen_q", max_seqlen_q),
+        max_seqlen_q=upper_bound("max_seqlen_q", max_seqlen_q),
         num_heads_q=heads_q,
         num_heads_kv=heads_kv,
         headdim=headdim,
         headdim_v=headdim if headdim_v is None else count("headdim_v", headdim_v, 1),
         qkv_dtype=qkv_dtype,
         page_size=None if page_size is None else count("page_size", page_size, 1),
-        causal=causal,
-        window_size=window,
+        causal=numbers.causal,
+        window_size=numbers.window,
         has_softcap=flag("has_softcap", has_softcap),
         division=division,
     )
@@ -423,7 +499,12 @@ def get_scheduler_metadata(
 _PARTS = 16
 
 
-def merge(outs, lses, sinks=None, dtype=None):
+def merge(
+    outs: Iterable[A],
+    lses: Iterable[A],
+    sinks: Optional[Array] = None,
+    dtype: Any = None,
+) -> Tuple[A, A]:
     """Merges results over different keys of the same queries into the result over all of them: parts of a
     long cache, a shared prefix and each sequence's own keys, the steps of ring attention.
 
@@ -437,7 +518,7 @@ def merge(outs, lses, sinks=None, dtype=None):
         raise InputError(
             f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
         )
-    lses = [masses("a part of lses", lse, out) for lse, out in zip(lses, outs)]
+    lses = [check_lse("a part of lses", lse, out) for lse, out in zip(lses, outs)]
     need = tuple(outs[0].shape)
     for index, part in enumerate(outs):
         if tuple(part.shape) != need:
@@ -454,7 +535,8 @@ def merge(outs, lses, sinks=None, dtype=None):
     if not merged:
         return face.merge(outs, lses, sinks, dtype)
     merged.append(face.merge(outs, lses, None, lses[0].dtype))
-    return merge(*zip(*merged), sinks, dtype)
+    outs, lses = zip(*merged)
+    return merge(outs, lses, sinks, dtype)
 
 
 def _is_other_type(dtype, given):
@@ -477,15 +559,15 @@ def _parts(name, parts):
 
 
 def flash_attn_combine(
-    out_partial,
-    lse_partial,
-    out=None,
-    out_dtype=None,
-    cu_seqlens=None,
-    seqused=None,
-    virtual_batch_idx=None,
-    return_lse=True,
-):
+    out_partial: A,
+    lse_partial: A,
+    out: Optional[A] = None,
+    out_dtype: Any = None,
+    cu_seqlens: Optional[Array] = None,
+    seqused: Optional[Array] = None,
+    virtual_batch_idx: Optional[Array] = None,
+    return_lse: bool = True,
+) -> Tuple[A, Optional[A]]:
     """`merge` by FlashAttention's name and shapes: parts along the first axis.
 
     `out_partial` (parts, batch, seqlen, heads, head_dim), or (parts, total, heads, head_dim) of packed
@@ -495,14 +577,14 @@ def flash_attn_combine(
     (out, lse), lse in the shape of a part of lse_partial; without `return_lse` (out, None).
     """
     shape = tuple(array("out_partial", out_partial).shape)
-    masses_shape = tuple(array("lse_partial", lse_partial).shape)
+    lse_shape = tuple(array("lse_partial", lse_partial).shape)
     if len(shape) not in (4, 5) or shape[0] == 0:
         raise InputError(
             f"out_partial has the shape {shape}: it must be (parts, batch, seqlen, heads, head_dim) or "
             "(parts, total, heads, head_dim), at least one part"
         )
-    if masses_shape != shape[:-1]:
-        raise InputError(f"lse_partial has the shape {masses_shape}: it must be {shape[:-1]}")
+    if lse_shape != shape[:-1]:
+        raise InputError(f"lse_partial has the shape {lse_shape}: it must be {shape[:-1]}")
     needless = {"cu_seqlens": cu_seqlens, "seqused": seqused, "virtual_batch_idx": virtual_batch_idx}
     for name, value in needless.items():
         if value is not None:

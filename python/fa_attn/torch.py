@@ -11,24 +11,27 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import apart, cache_rows, int32, room
+from ._checks import check_cache_rows, check_no_overlap, check_out, int32
 from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_memory import (
     FLOAT,
     autocast,
     check_extras,
     check_tensor,
-    detached as detached_extras,
     goes_by_operator,
     is_aligned,
     may_overlap,
+    new_gradients,
     out_shape,
     pad,
-    room_for_gradients,
     rows_of,
     stream_of,
 )
+from ._torch_memory import (
+    detached as detached_extras,
+)
 from ._torch_operators import by_operator
+from ._torch_programs import attention_with, narrow, packed_bits
 from ._torch_passes import Attention, PackedAttention, backward_by_operator, run_backward, run_forward
 
 __all__ = [
@@ -57,25 +60,11 @@ has_autograd = True
 lends = False
 
 
-def attention(
-    q,
-    k,
-    v,
-    scale,
-    causal,
-    window,
-    softcap,
-    deterministic,
-    extras,
-    plans=None,
-    *,
-    out=None,
-    division=None,
-):
+def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, mods=None):
     """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: for calls without gradients, work
     plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
     written to, without gradients. `division`: how the forward's work is divided, where the caller decides
-    it."""
+    it. `mods`: masks and changes of scores of the caller's own."""
     as_operator = goes_by_operator(q, k, v)
     if extras is not None:
         check_extras(extras)
@@ -87,30 +76,21 @@ def attention(
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if out is not None:
         _check_out(out, q, k, v, extras)
-        if as_operator or not is_aligned(out) or (q.is_cuda and (head_dim % 8 or head_dim_v % 8)):
-            options = (scale, causal, window, softcap, deterministic, extras, plans)
-            made, lse = attention(q, k, v, *options, division=division)
+        if as_operator or mods is not None or not is_aligned(out) or (q.is_cuda and (head_dim % 8 or head_dim_v % 8)):
+            made, lse = attention(q, k, v, options, extras, plans, division=division, mods=mods)
             return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
-        scale = head_dim**-0.5 if scale is None else scale
+        if options.scale is None:
+            options = options._replace(scale=head_dim**-0.5)
         columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
-        out, lse = attention(
-            pad(q, columns),
-            pad(k, columns),
-            pad(v, columns_v),
-            scale,
-            causal,
-            window,
-            softcap,
-            deterministic,
-            extras,
-            plans,
-            division=division,
-        )
+        q, k, v = pad(q, columns), pad(k, columns), pad(v, columns_v)
+        out, lse = attention(q, k, v, options, extras, plans, division=division, mods=mods)
         return out[..., :head_dim_v], lse
+    if mods is not None:
+        return attention_with(mods, q, k, v, options, extras, division)
     if as_operator:
-        return by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras, division)
+        return by_operator(q, k, v, options, extras, division)
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = rows_of(q), rows_of(k), rows_of(v)
     if q.is_neg() or k.is_neg() or v.is_neg():
@@ -122,11 +102,9 @@ def attention(
     ):
         if extras is not None:
             extras = detached_extras(extras)
-        options = (scale, causal, window, softcap, deterministic)
-        return Attention.apply(q, k, v, sinks, *options, extras, division)
+        return Attention.apply(q, k, v, sinks, options, extras, division)
     extras = None if extras is None else detached_extras(extras)
-    options = (scale, causal, window, softcap, extras, plans, out, division)
-    return run_forward(q, k, v, *options, pinned=deterministic)
+    return run_forward(q, k, v, options, extras, plans, out, division)
 
 
 def _refuse_axes(**tensors):
@@ -138,8 +116,8 @@ def _refuse_axes(**tensors):
 
 def _check_out(out, q, k, v, extras):
     check_tensor("out", out)
-    room(out, out_shape(q, v), q.dtype)
-    apart(out, q, k, v, extras, may_overlap)
+    check_out(out, out_shape(q, v), q.dtype)
+    check_no_overlap(out, q, k, v, extras, may_overlap)
     differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
         raise _core.InputError(
@@ -148,7 +126,7 @@ def _check_out(out, q, k, v, extras):
         )
 
 
-def check(q, k, v, scale, causal, window, softcap, extras, out):
+def check(q, k, v, options, extras, out):
     """Checks what `attention` is about to be given, without computing anything. What is recorded, what
     autocast will convert and rows that are not contiguous are left to `attention`."""
     kind = q.device.type
@@ -160,7 +138,7 @@ def check(q, k, v, scale, causal, window, softcap, extras, out):
     if all(x.stride(-1) == 1 and not x.is_neg() for x in (q, k, v)):
         extras = None if extras is None else detached_extras(extras)
         q, k, v = (x.detach() for x in (q, k, v))
-        _core.check_forward(q, k, v, scale, causal, window, softcap, extras, stream_of(q))
+        _core.check_forward(q, k, v, options, extras, stream_of(q))
 
 
 def detached(name, tensor):
@@ -173,39 +151,36 @@ def contiguous(tensor):
     return tensor.contiguous()
 
 
-def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras, *, division=None):
+def packed_attention(qkv, axis, options, extras, *, division=None, mods=None):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     check_extras(extras)
     sinks = None if extras is None else extras.sinks
-    plain = not goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
+    plain = mods is None and not goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
     if plain and (qkv.is_neg() or qkv.dtype is FLOAT):
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():
         extras = None if extras is None else detached_extras(extras)
-        options = (scale, causal, window, softcap, deterministic)
-        return PackedAttention.apply(qkv, axis, sinks, *options, extras, division)
+        return PackedAttention.apply(qkv, axis, sinks, options, extras, division)
     q, k, v = qkv.unbind(axis)
-    return attention(q, k, v, scale, causal, window, softcap, deterministic, extras, division=division)
+    return attention(q, k, v, options, extras, division=division, mods=mods)
 
 
-def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None):
+def backward(dout, q, k, v, out, lse, options, extras, dlse=None):
     """(dq, dk, dv, dsinks or None), without autograd."""
-    given = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
-    for name, x in given.items():
+    named = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
+    for name, x in named.items():
         check_tensor(name, x)
     if dlse is not None:
         check_tensor("dlse", dlse)
     check_extras(extras)
     if goes_by_operator(q, k, v, dout):
-        options = (scale, causal, window, softcap, deterministic)
-        return backward_by_operator(dout, q, k, v, out, lse, dlse, *options, extras)
+        return backward_by_operator(dout, q, k, v, out, lse, dlse, options, extras)
     extras = None if extras is None else detached_extras(extras)
-    dout, q, k, v, out, lse = (x.detach() for x in given.values())
+    dout, q, k, v, out, lse = (x.detach() for x in named.values())
     dlse = None if dlse is None else dlse.detach()
     q, k, v = rows_of(q), rows_of(k), rows_of(v)
-    grads = room_for_gradients(q, k, v, extras)
-    options = (scale, causal, window, softcap, deterministic)
-    dsinks = run_backward(dout, q, k, v, out, lse, grads, *options, extras, dlse)
+    grads = new_gradients(q, k, v, extras)
+    dsinks = run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse)
     return (*grads, dsinks)
 
 
@@ -243,5 +218,5 @@ def table_of_rows(index, rows, table):
         check_tensor("page_table (block_table)", table)
     int32("cache_batch_idx", index)
     if host(index) is not None:
-        cache_rows(index, rows, table)
+        check_cache_rows(index, rows, table)
     return index.reshape(-1, 1) if table is None else table.index_select(0, index)

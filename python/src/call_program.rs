@@ -137,8 +137,7 @@ impl<'py> CallProgram<'py> {
         let mut arrays = Vec::new();
         for (decl, view) in self.program.arrays().iter().zip(&self.arrays) {
             let Some(len) = view.span() else {
-                let message =
-                    format!("{} has the strides {:?}: copy the array", decl.name, view.strides());
+                let message = format!("{} has the strides {:?}: copy the array", decl.name, view.strides());
                 return Err(InputError::new_err(message));
             };
             // SAFETY: the elements of the view are of this type and reach as far.
@@ -170,9 +169,7 @@ impl<'py> CallProgram<'py> {
     /// # Errors
     /// Arrays that cannot be written.
     pub(crate) fn write_gradients(&self, found: &[Vec<f32>]) -> PyResult<()> {
-        for (decl, (gradient, found)) in
-            self.program.arrays().iter().zip(self.gradients.iter().zip(found))
-        {
+        for (decl, (gradient, found)) in self.program.arrays().iter().zip(self.gradients.iter().zip(found)) {
             if let Some(view) = gradient {
                 crate::host::floats_mut(&decl.name, view)?.copy_from_slice(found);
             }
@@ -251,7 +248,8 @@ fn check_array(name: &str, (element, rank): (Element, usize), view: &View<'_>) -
 }
 
 fn scalar(name: &str, ty: Type, positive: bool, value: f64) -> PyResult<Value> {
-    let wrong = |need: &str| InputError::new_err(format!("the scalar `{name}` is {value}: it must be {need}"));
+    let wrong =
+        |need: &str| InputError::new_err(format!("the scalar `{name}` is {value}: it must be {need}"));
     match ty {
         Type::F32 => Ok(Value::F32(f64::from(value as f32))),
         Type::I32 | Type::Bool => {

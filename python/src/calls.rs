@@ -4,31 +4,32 @@ use fa_attn::{Append, Division, Pass, Problem, QueryPositions, Rotary, RotaryPai
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::call_program::Programs;
 use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
-use crate::given::{Given, Options, Window, bound, dtype_of, elsewhere, heads_and_dim, words};
+use crate::given::{Given, Options, bound, dtype_of, elsewhere, heads_and_dim, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
 /// Where and how a call runs: the caller's stream, the function that allocates memory for it, the work plans
 /// that calls share, and how the caller wants the work divided.
 #[derive(Clone, Copy)]
-struct On<'a, 'py> {
-    stream: Option<u64>,
-    allocate: Option<&'a Bound<'py, PyAny>>,
-    plans: Option<&'a Bound<'py, PyDict>>,
-    division: Division,
+pub(crate) struct On<'a, 'py> {
+    pub stream: Option<u64>,
+    pub allocate: Option<&'a Bound<'py, PyAny>>,
+    pub plans: Option<&'a Bound<'py, PyDict>>,
+    pub division: Division,
     /// Whether no measurement of tuning may change the kernel.
-    pinned: bool,
+    pub pinned: bool,
 }
 
-/// Computes the pass of `given` by `pass`.
-fn run(
+/// Computes the pass of `given` by `pass`. `q` is asked for its library's stream where `on` has none.
+pub(crate) fn run(
     py: Python<'_>,
     given: &Given<'_>,
     (problem, pass): (&Problem, Pass),
     to: &Written<'_, '_>,
-    q: &Bound<'_, PyAny>,
+    q: Option<&Bound<'_, PyAny>>,
     on: On<'_, '_>,
 ) -> PyResult<()> {
     problem.check().map_err(|error| raised(error.into()))?;
@@ -39,9 +40,10 @@ fn run(
             let _current = devices::Current::keep();
             let device = devices::device(ordinal)?;
             let entry = device.bind(py, problem, pass, (on.division, on.pinned))?;
-            let stream = match on.stream {
-                Some(stream) => stream,
-                None => current_stream(q, ordinal)?.unwrap_or(0),
+            let stream = match (on.stream, q) {
+                (Some(stream), _) => stream,
+                (None, Some(q)) => current_stream(q, ordinal)?.unwrap_or(0),
+                (None, None) => 0,
             };
             let from = gpu::Caller { stream, allocate: on.allocate, plans: on.plans };
             device.run(py, &entry, given, to, from)
@@ -105,12 +107,11 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
 }
 
 /// Writes O to `out` and LSE to `lse`. `plans` holds work plans for the same lengths, to which this call adds
-/// its own. `division` is a [`Division`] as a tuple; it has no effect on the CPU. `pinned`: no measurement of
-/// tuning changes the kernel.
+/// its own. `division` is a [`Division`] as a tuple; it has no effect on the CPU.
 #[pyfunction]
 #[pyo3(signature = (
-    q, k, v, out, lse, scale, causal, window, softcap, extras=None, stream=None, allocate=None,
-    plans=None, division=None, pinned=false
+    q, k, v, out, lse, options, extras=None, stream=None, allocate=None,
+    plans=None, division=None, programs=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<'py>(
@@ -120,51 +121,48 @@ pub(crate) fn forward<'py>(
     v: &Bound<'py, PyAny>,
     out: &Bound<'py, PyAny>,
     lse: &Bound<'py, PyAny>,
-    scale: Option<f64>,
-    causal: bool,
-    window: Window,
-    softcap: f64,
+    options: Options,
     extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
     plans: Option<&Bound<'py, PyDict>>,
     division: Option<(Option<usize>, Option<bool>)>,
-    pinned: bool,
+    programs: Option<Programs<'py>>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream)?;
-    let problem = given.problem(&Options { scale, causal, window, softcap })?;
+    let given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
+    let problem = given.problem(&options)?;
     let (out, lse) = (View::of("out", out, stream)?, View::of("softmax_lse", lse, stream)?);
     let to = Written::Forward { out: &out, lse: &lse };
     let (splits, pack_gqa) = division.unwrap_or_default();
     let division = Division { splits, pack_gqa };
-    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate, plans, division, pinned })
+    let pinned = options.deterministic;
+    run(py, &given, (&problem, Pass::Forward), &to, Some(q), On { stream, allocate, plans, division, pinned })
 }
 
 /// Checks the arrays and options of a forward, without computing anything.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, scale, causal, window, softcap, extras=None, stream=None))]
+#[pyo3(signature = (q, k, v, options, extras=None, stream=None, programs=None))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn check_forward<'py>(
     q: &Bound<'py, PyAny>,
     k: &Bound<'py, PyAny>,
     v: &Bound<'py, PyAny>,
-    scale: Option<f64>,
-    causal: bool,
-    window: Window,
-    softcap: f64,
+    options: Options,
     extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
+    programs: Option<Programs<'py>>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream)?;
-    let problem = given.problem(&Options { scale, causal, window, softcap })?;
+    let given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
+    let problem = given.problem(&options)?;
     problem.check().map_err(|error| raised(error.into()))
 }
 
-/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
+/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one. `gradients`:
+/// where those of the programs' arrays go, by name.
 #[pyfunction]
 #[pyo3(signature = (
-    dout, q, k, v, out, lse, dq, dk, dv, dsinks, scale, causal, window, softcap, deterministic,
-    extras=None, stream=None, allocate=None, dlse=None
+    dout, q, k, v, out, lse, dq, dk, dv, dsinks, options, extras=None, stream=None, allocate=None, dlse=None,
+    programs=None, gradients=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn backward<'py>(
@@ -179,19 +177,20 @@ pub(crate) fn backward<'py>(
     dk: &Bound<'py, PyAny>,
     dv: &Bound<'py, PyAny>,
     dsinks: Option<&Bound<'py, PyAny>>,
-    scale: Option<f64>,
-    causal: bool,
-    window: Window,
-    softcap: f64,
-    deterministic: bool,
+    options: Options,
     extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
     dlse: Option<&Bound<'py, PyAny>>,
+    programs: Option<Programs<'py>>,
+    gradients: Option<Vec<(String, Bound<'py, PyAny>)>>,
 ) -> PyResult<()> {
-    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
+    if let (Some(program), Some(gradients)) = (&mut given.program, gradients) {
+        program.want(gradients, stream)?;
+    }
     given.beside.extras.dlse = dlse.map(|dlse| words("dlse", dlse, stream, dlpack::Type::F32)).transpose()?;
-    let problem = given.problem(&Options { scale, causal, window, softcap })?;
+    let problem = given.problem(&options)?;
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
     let (dout, out, lse) = (view("dout", dout)?, view("out", out)?, view("softmax_lse", lse)?);
     let (dq, dk, dv) = (view("dq", dq)?, view("dk", dk)?, view("dv", dv)?);
@@ -208,18 +207,17 @@ pub(crate) fn backward<'py>(
     run(
         py,
         &given,
-        (&problem, Pass::Backward { deterministic }),
+        (&problem, Pass::Backward { deterministic: options.deterministic }),
         &to,
-        q,
-        On { stream, allocate, plans: None, division: Division::PLANNED, pinned: deterministic },
+        Some(q),
+        On { stream, allocate, plans: None, division: Division::PLANNED, pinned: options.deterministic },
     )
 }
 
 /// What `forward` (or the backward) of these arrays runs: the engine's report as JSON. Nothing is computed.
 #[pyfunction]
 #[pyo3(signature = (
-    q, k, v, scale, causal, window, softcap, extras=None, backward=false, deterministic=false,
-    division=None
+    q, k, v, options, extras=None, backward=false, division=None, programs=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn report<'py>(
@@ -227,20 +225,17 @@ pub(crate) fn report<'py>(
     q: &Bound<'py, PyAny>,
     k: &Bound<'py, PyAny>,
     v: &Bound<'py, PyAny>,
-    scale: Option<f64>,
-    causal: bool,
-    window: Window,
-    softcap: f64,
+    options: Options,
     extras: Option<Bound<'py, PyTuple>>,
     backward: bool,
-    deterministic: bool,
     division: Option<(Option<usize>, Option<bool>)>,
+    programs: Option<Programs<'py>>,
 ) -> PyResult<String> {
-    let given = Given::of([q, k, v], extras.as_ref(), None)?;
-    let problem = given.problem(&Options { scale, causal, window, softcap })?;
-    let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
+    let given = Given::of([q, k, v], extras.as_ref(), None)?.with_programs(programs, None)?;
+    let problem = given.problem(&options)?;
+    let pass = if backward { Pass::Backward { deterministic: options.deterministic } } else { Pass::Forward };
     let (splits, pack_gqa) = division.unwrap_or_default();
-    report_of(py, &problem, pass, (Division { splits, pack_gqa }, deterministic), given.place())
+    report_of(py, &problem, pass, (Division { splits, pack_gqa }, options.deterministic), given.place())
 }
 
 /// The report on a pass of `problem` on a device, as JSON.

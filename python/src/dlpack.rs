@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
 use self::abi::{
-    BFLOAT16, CAPSULE, CAPSULE_VERSIONED, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DlDtype, DlManaged,
+    BFLOAT16, CAPSULE, CAPSULE_VERSIONED, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DlDevice, DlDtype, DlManaged,
     DlManagedVersioned, DlTensor, Exchange, READ_ONLY, USED, USED_VERSIONED, empty,
 };
 pub(crate) use self::exchange::current_stream;
@@ -120,6 +120,37 @@ impl<'py> View<'py> {
                 Ok(view)
             }
         }
+    }
+
+    /// Elements that lie end to end.
+    ///
+    /// # Safety
+    /// `data` holds as many elements of the type as `shape` says, and the view does not outlive them.
+    pub(crate) unsafe fn dense(
+        name: &str,
+        data: *mut u8,
+        place: Place,
+        dtype: Type,
+        shape: &[i64],
+    ) -> PyResult<View<'py>> {
+        let (code, bits) = match dtype {
+            Type::F32 => (2, 32),
+            Type::F16 => (2, 16),
+            Type::Bf16 => BFLOAT16,
+            Type::I32 => (0, 32),
+            Type::Other => (3, 8),
+        };
+        let mut tensor = empty();
+        let (kind, id) = match place {
+            Place::Cpu => (CPU, 0),
+            Place::Cuda(ordinal) => (CUDA, ordinal),
+        };
+        (tensor.data, tensor.device) = (data.cast(), DlDevice { kind, id });
+        tensor.ndim = i32::try_from(shape.len()).unwrap_or(i32::MAX);
+        tensor.dtype = DlDtype { code, bits, lanes: 1 };
+        tensor.shape = shape.as_ptr().cast_mut();
+        // SAFETY: the shape has as many entries as there are axes; the caller keeps the memory.
+        unsafe { View::read(name, &tensor, Owner::Object, false) }
     }
 
     fn exchanged(name: &str, object: &Bound<'py, PyAny>, exchange: &Exchange) -> PyResult<View<'py>> {

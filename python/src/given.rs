@@ -6,39 +6,34 @@ use fa_core::{Extra, Extras};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::call_program::{CallProgram, Programs};
 use crate::dlpack::{Place, Type, View};
 use crate::error::{InputError, UnsupportedError};
 
-/// The options of a call that are numbers.
-#[derive(Clone, Copy, Debug)]
+/// The options of a call that are numbers: the package's `CallOptions`, field by field.
+#[derive(Clone, Copy, Debug, serde::Deserialize, FromPyObject)]
 pub(crate) struct Options {
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
     pub causal: bool,
     /// Keys left and right of the diagonal that a query sees; negative for all.
-    pub window: Window,
+    pub window: (i64, i64),
     /// 0 for none.
     pub softcap: f64,
+    /// Whether gradients have the same bits in every run.
+    pub deterministic: bool,
+    /// Keys by which queries lie right of the bottom-right alignment.
+    pub query_offset: i64,
 }
 
-/// The sides of a window, and the keys by which queries lie right of the bottom-right alignment, where it is
-/// not 0.
-#[derive(Clone, Copy, Debug, FromPyObject)]
-pub(crate) enum Window {
-    Aligned((i64, i64)),
-    Moved((i64, i64, i64)),
-}
-
-impl Window {
-    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the right side
-    /// is.
-    fn mask(self, causal: bool) -> Mask {
-        let (left, right, offset) = match self {
-            Window::Aligned((left, right)) => (left, right, 0),
-            Window::Moved(all) => all,
-        };
+impl Options {
+    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
+    /// side is.
+    fn mask(&self) -> Mask {
+        let (left, right) = self.window;
         let side = |side: i64| u32::try_from(side).ok();
-        Mask::band(side(left), if causal { Some(0) } else { side(right) }).with_offset(offset)
+        let right = if self.causal { Some(0) } else { side(right) };
+        Mask::band(side(left), right).with_offset(self.query_offset)
     }
 }
 
@@ -51,6 +46,11 @@ pub(crate) struct Beside<'py> {
 }
 
 impl<'py> Beside<'py> {
+    /// These arrays with upper bounds on the rows of packed sequences.
+    pub(crate) fn bounded(extras: Extras<View<'py>>, max_q: i64, max_k: i64) -> PyResult<Beside<'py>> {
+        Ok(Beside { extras, max: (bound("max_seqlen_q", max_q)?, bound("max_seqlen_k", max_k)?) })
+    }
+
     /// The arrays of a tuple, in the order of [`arguments`], and the two bounds behind them.
     fn of(objects: Option<&Bound<'py, PyTuple>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
         let Some(objects) = objects else { return Ok(Beside::default()) };
@@ -122,6 +122,8 @@ pub(crate) struct Given<'py> {
     pub k: View<'py>,
     pub v: View<'py>,
     pub beside: Beside<'py>,
+    /// The call's own mask and change of scores.
+    pub program: Option<CallProgram<'py>>,
     pub dtype: Dtype,
 }
 
@@ -151,8 +153,16 @@ impl<'py> Given<'py> {
         stream: Option<u64>,
     ) -> PyResult<Given<'py>> {
         let (q, k, v) = (View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?);
+        dtype_of("q", &q)?;
+        Given::of_views([q, k, v], Beside::of(extras, stream)?)
+    }
+
+    /// The same of arrays that are read already.
+    ///
+    /// # Errors As [`Given::of`].
+    pub(crate) fn of_views([q, k, v]: [View<'py>; 3], beside: Beside<'py>) -> PyResult<Given<'py>> {
         let dtype = dtype_of("q", &q)?;
-        let given = Given { q, k, v, beside: Beside::of(extras, stream)?, dtype };
+        let given = Given { q, k, v, beside, program: None, dtype };
         for (name, view) in [("k", &given.k), ("v", &given.v)] {
             let other = dtype_of(name, view)?;
             if other != dtype {
@@ -171,6 +181,20 @@ impl<'py> Given<'py> {
         Ok(given)
     }
 
+    /// The same with programs.
+    ///
+    /// # Errors
+    /// As [`CallProgram::of`], and arrays that lie elsewhere.
+    pub(crate) fn with_programs(
+        self,
+        programs: Option<Programs<'py>>,
+        stream: Option<u64>,
+    ) -> PyResult<Given<'py>> {
+        let program = programs.map(|programs| CallProgram::of(programs, stream)).transpose()?.flatten();
+        program.as_ref().map_or(Ok(()), |program| program.check_place(self.place()))?;
+        Ok(Given { program, ..self })
+    }
+
     pub(crate) fn place(&self) -> Place {
         self.q.place
     }
@@ -180,7 +204,7 @@ impl<'py> Given<'py> {
     /// # Errors
     /// Shapes that contradict each other.
     pub(crate) fn problem(&self, options: &Options) -> PyResult<Problem> {
-        let Given { q, k, v, beside, dtype } = self;
+        let Given { q, k, v, beside, dtype, program } = self;
         let mut batch = Batch::default();
         let (side_q, side_k) = (self.queries(&mut batch)?, self.keys(&mut batch)?);
         let rows = k.shape().len();
@@ -210,10 +234,14 @@ impl<'py> Given<'py> {
             (head_dim, head_dim_v),
             Types::same(*dtype),
         )
-        .with_mask(options.window.mask(options.causal))
+        .with_mask(options.mask())
         .with_softmax_scale(options.scale)
         .with_score(
-            ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(extras.sinks.is_some()),
+            ScoreMod::NONE
+                .with_softcap(softcap)
+                .with_alibi(alibi)
+                .with_sinks(extras.sinks.is_some())
+                .with_program(program.as_ref().map(|own| own.program)),
         );
         for extra in arguments() {
             if let (Some(Value::F32(view)), Some(axes)) = (extras.get(extra), extra.axes_of(&problem)) {

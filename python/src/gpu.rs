@@ -17,8 +17,9 @@ use fa_kernels::{
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::call_program::CallProgram;
 use crate::dlpack::View;
-use crate::error::{InputError, raised};
+use crate::error::{DeviceError, InputError, raised};
 use crate::given::Given;
 use crate::host::{Appended, Backward, Merged, Written};
 use crate::raw::{extras, floats, on_device, raw};
@@ -67,7 +68,7 @@ impl Counters {
 /// Memory of the caller's library for the forwards on a stream. Kernels use it in turn: each leaves at zero
 /// what the next one needs to be zero.
 struct Workspace {
-    _memory: Py<PyAny>,
+    _memory: Memory,
     address: u64,
     bytes: usize,
     /// A counter apart from it; the memory is then not cleared.
@@ -192,9 +193,10 @@ impl Device {
         let place = given.place();
         let Caller { stream: handle, allocate, plans } = from;
         let stream = self.stream(handle);
-        let Given { q, k, v, beside, .. } = given;
+        let Given { q, k, v, beside, program, .. } = given;
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
         let mut extras = extras(beside);
+        extras.program = program.as_ref().map(CallProgram::raw);
         match (&entry.kernel, to) {
             (Kernel::Forward(forward), Written::Forward { out, lse }) => {
                 let workspace = self.workspace(forward.workspace_bytes(), &stream, from)?;
@@ -224,7 +226,8 @@ impl Device {
                 Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }),
             ) => {
                 extras.dsinks = dsinks.map(|dsinks| floats("dsinks", dsinks, place)).transpose()?;
-                let (_scratch, workspace) = scratch(backward.workspace_bytes().max(16), false, allocate)?;
+                let (_scratch, workspace) =
+                    scratch(backward.workspace_bytes().max(16), false, &stream, allocate)?;
                 let args = RawBackwardArgs {
                     q,
                     k,
@@ -270,7 +273,7 @@ impl Device {
             self.counters.get().and_then(Option::as_ref).and_then(Counters::take)
         };
         let bytes = if is_kept { bytes.next_power_of_two() } else { bytes };
-        let (memory, address) = scratch(bytes, counter.is_none(), from.allocate)?;
+        let (memory, address) = scratch(bytes, counter.is_none(), stream, from.allocate)?;
         let made = Arc::new(Workspace { _memory: memory, address, bytes, counter, turn: Mutex::default() });
         if is_kept {
             let mut kept = lock(&self.workspaces);
@@ -378,7 +381,10 @@ impl Entry {
             let (_, address): (Bound<'_, PyAny>, u64) = kept.extract()?;
             return Ok(Some(address));
         }
-        let (memory, address) = scratch(bytes, true, from.allocate)?;
+        let Some(allocate) = from.allocate else {
+            return Err(InputError::new_err("a plan that calls share needs `allocate`"));
+        };
+        let (memory, address) = library_memory(bytes, true, allocate)?;
         let extras = RawExtras { plan: Some(address), ..*extras };
         // SAFETY: as in `run`; the plan's memory is kept by `plans`.
         py.detach(|| unsafe { forward.plan_raw(stream, &extras) }).map_err(launched)?;
@@ -391,13 +397,39 @@ fn is_capturing(stream: &CudaStream) -> bool {
     !matches!(stream.capture_status(), Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE))
 }
 
-/// `bytes` bytes of device memory of the caller's library.
-fn scratch(bytes: usize, zero: bool, allocate: Option<&Bound<'_, PyAny>>) -> PyResult<(Py<PyAny>, u64)> {
-    let Some(allocate) = allocate else {
-        return Err(InputError::new_err(format!(
-            "the kernel needs {bytes} bytes of workspace: give `allocate`"
-        )));
+/// Device memory for a kernel.
+enum Memory {
+    /// Of the caller's library.
+    Library { _owner: Py<PyAny> },
+    /// Of the stream's pool, freed in its order.
+    Stream { _slice: CudaSlice<u8> },
+}
+
+/// `bytes` bytes of device memory and their address, of the caller's library where it has a function for that.
+fn scratch(
+    bytes: usize,
+    zero: bool,
+    stream: &Arc<CudaStream>,
+    allocate: Option<&Bound<'_, PyAny>>,
+) -> PyResult<(Memory, u64)> {
+    if let Some(allocate) = allocate {
+        let (owner, address) = library_memory(bytes, zero, allocate)?;
+        return Ok((Memory::Library { _owner: owner }, address));
+    }
+    let slice = if zero {
+        stream.alloc_zeros(bytes)
+    } else {
+        // SAFETY: kernels write what they read of a workspace that need not be 0.
+        unsafe { stream.alloc(bytes) }
     };
+    let slice: CudaSlice<u8> =
+        slice.map_err(|error| DeviceError::new_err(format!("{bytes} bytes of workspace: {error}")))?;
+    let address = slice.device_ptr(stream).0;
+    Ok((Memory::Stream { _slice: slice }, address))
+}
+
+/// `bytes` bytes of device memory of the caller's library.
+fn library_memory(bytes: usize, zero: bool, allocate: &Bound<'_, PyAny>) -> PyResult<(Py<PyAny>, u64)> {
     let memory = allocate.call1((bytes, zero))?;
     let address = View::of("workspace", &memory, None)?.address();
     Ok((memory.unbind(), address))

@@ -7,12 +7,17 @@
 //! - `overlap`: whether two arrays have elements in common.
 //! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
 //! - `calls`, `merging`, `planning`, `programs`: the functions of the module.
+//! - `call_program`: a call's own mask and change of scores.
+//! - `doctor`: what works on this machine.
+//! - `xla`: calls from programs that XLA compiles.
 //! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
+mod call_program;
 mod calls;
 mod devices;
 mod dlpack;
+mod doctor;
 mod error;
 mod given;
 mod gpu;
@@ -23,17 +28,22 @@ mod planning;
 mod programs;
 mod raw;
 mod threads;
+mod xla;
 
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
     use super::calls::{append, backward, check_forward, forward, report};
     #[pymodule_export]
+    use super::doctor::doctor;
+    #[pymodule_export]
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]
     use super::merging::merge;
     #[pymodule_export]
     use super::programs::{program, program_eval, program_with};
+    #[pymodule_export]
+    use super::xla::xla_handlers;
 
     #[pymodule_init]
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
@@ -45,5 +55,5 @@ mod _core {
     }
 
     #[pymodule_export]
-    use super::planning::{bind, explain, finish_tuning, needs, plan, problem, tune, version};
+    use super::planning::{bind, explain, finish_tuning, needs, plan, problem, spec_name, tune, version};
 }

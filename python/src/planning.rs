@@ -34,6 +34,14 @@ pub(crate) fn problem(json: &str) -> PyResult<String> {
     serde_json::to_string(&problem_of(json)?).map_err(|error| InputError::new_err(error.to_string()))
 }
 
+/// The name of a kernel's spec, from its JSON.
+#[pyfunction]
+pub(crate) fn spec_name(json: &str) -> PyResult<String> {
+    let spec: KernelSpec = serde_json::from_str(json)
+        .map_err(|error| InputError::new_err(format!("this is not a spec: {error}")))?;
+    Ok(spec.to_string())
+}
+
 /// The names of the extras that calls of a problem take, those that every function takes.
 #[pyfunction]
 pub(crate) fn needs(json: &str) -> PyResult<Vec<&'static str>> {

@@ -43,6 +43,7 @@ def calls(array):
     options = dict(softmax_scale=0.5, causal=True, window_size=(2, 2), softcap=1.0, alibi_slopes=rows(4))
     options["deterministic"] = False
     more = dict(dropout_p=0.0, return_attn_probs=False, sinks=rows(4), return_softmax_lse=True, num_splits=1)
+    more["query_offset"] = 1
     starts = dict(cu_seqlens_q=ints(0, 4, 8), cu_seqlens_k=ints(0, 6, 12), max_seqlen_q=4, max_seqlen_k=6)
     used = dict(seqused_q=ints(4, 3), seqused_k=ints(5, 6))
     out, lse = fa_attn.flash_attn_func(q, k, k, return_softmax_lse=True)
@@ -153,13 +154,13 @@ def calls(array):
         ),
         "plan": (
             of.plan,
-            dict(given=planned, arch="sm90", mode="fwd", deterministic=False, family=None, limit=1),
+            dict(problem=planned, arch="sm90", mode="fwd", deterministic=False, family=None, limit=1),
         ),
         "explain": (
             of.explain,
-            dict(given=planned, query="tile_n=64", arch="sm90", mode="fwd", deterministic=False, family=None),
+            dict(problem=planned, query="tile_n=64", arch="sm90", mode="fwd", deterministic=False, family=None),
         ),
-        "Kernels": (of.Kernels, dict(given=problem, device="cpu", deterministic=False, backward=True)),
+        "Kernels": (of.Kernels, dict(problem=problem, device="cpu", deterministic=False, backward=True)),
         "Kernels forward": (kernels.forward, bound),
         "Kernels backward": (kernels.backward, dict(**results, **bound)),
         "tune": (of.tune, dict(mode="off", candidates=4, budget=3.0)),

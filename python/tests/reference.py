@@ -21,7 +21,7 @@ def close(got, want, dtype=np.float32, factor=1.0):
 
 
 def visible(seqlen_q, seqlen_k, left, right, offset=0):
-    """Which keys each query sees, aligned to the bottom right; a negative side has no limit."""
+    """Which keys each query sees, aligned to the bottom right but for an offset; a negative side has no limit."""
     distance = np.arange(seqlen_k)[None, :] - (np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q + offset)
     mask = np.ones((seqlen_q, seqlen_k), bool)
     if left >= 0:
@@ -32,7 +32,7 @@ def visible(seqlen_q, seqlen_k, left, right, offset=0):
 
 
 def attention(
-    q, k, v, *, causal=False, window=(-1, -1), offset=0, scale=None, softcap=0.0, slopes=None, sinks=None
+    q, k, v, *, causal=False, window=(-1, -1), scale=None, softcap=0.0, slopes=None, sinks=None, offset=0
 ):
     """(out, lse, probabilities) of one sequence: q (rows, heads_q, dim), k and v (keys, heads_kv, dim)."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""The functions on jax's arrays and on numpy's bfloat16.
+"""The functions on jax's arrays outside of its transformations, and on numpy's bfloat16.
 
 pip install jax pytest && python -m pytest tests/test_jax.py
 """
@@ -88,26 +88,6 @@ def test_bfloat16_of_numpy():
     assert out.dtype == ml_dtypes.bfloat16
     want, _, _ = reference.attention(q[0], k[0], v[0])
     assert np.abs(out[0].astype(np.float64) - want).max() < TOLERANCE["bfloat16"]
-
-
-def test_what_jax_traces_is_refused_by_name_and_computed_by_a_callback():
-    jax = pytest.importorskip("jax")
-    with place(jax, "float32"):
-        q = jax.numpy.asarray(np.random.default_rng(4).standard_normal((1, 8, 2, 32), np.float32))
-    want = fa_attn.flash_attn_func(q, q, q, causal=True)
-
-    def call(x):
-        return fa_attn.flash_attn_func(x, x, x, causal=True)
-
-    for transformed in (jax.jit(call), jax.grad(lambda x: call(x).sum()), jax.vmap(call)):
-        with pytest.raises(fa_attn.UnsupportedError, match="jax.pure_callback"):
-            transformed(q)
-
-    @jax.jit
-    def by_callback(x):
-        return jax.pure_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    np.testing.assert_array_equal(np.asarray(by_callback(q)), np.asarray(want))
 
 
 def test_bfloat16_of_numpy_is_called_so():

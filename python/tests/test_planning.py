@@ -62,16 +62,18 @@ def test_plans_are_those_of_the_command_line():
 
 
 def test_kernels_are_bound_once():
-    problem = fa_attn.problem(1, 40, heads=4, heads_kv=2, head_dim=32, dtype="f32", causal=True, sinks=True)
+    problem = fa_attn.problem(
+        1, 40, heads=4, heads_kv=2, head_dim=32, dtype="f32", query_offset=3, causal=True, sinks=True
+    )
     kernels = fa_attn.Kernels(problem)
     assert kernels.report["forward"]["backend"] == "cpu" and kernels.report["backward"]["threads"] >= 1
     q, k, v, dout, sinks = arrays(12, (1, 40, 4, 32), (1, 40, 2, 32), (1, 40, 2, 32), (1, 40, 4, 32), (4,))
     out, lse = kernels.forward(q, k, v, sinks=sinks)
     *grads, dsinks = kernels.backward(dout, q, k, v, out, lse, sinks=sinks)
-    want, want_lse, _ = reference.attention(q[0], k[0], v[0], causal=True, sinks=sinks)
+    want, want_lse, _ = reference.attention(q[0], k[0], v[0], causal=True, sinks=sinks, offset=3)
     close(out[0], want)
     close(lse[0], want_lse)
-    *wanted, of_sinks = reference.gradients(dout[0], q[0], k[0], v[0], causal=True, sinks=sinks)
+    *wanted, of_sinks = reference.gradients(dout[0], q[0], k[0], v[0], causal=True, sinks=sinks, offset=3)
     for got, grad in zip(grads, wanted):
         close(got[0], grad, factor=8)
     close(dsinks, of_sinks, factor=8)

@@ -102,6 +102,10 @@ def cached(*new, cache=Q, **options):
     [
         (dense(window_size=5), "window_size is 5"),
         (dense(window_size=np.ones((2, 2))), "window_size is array"),
+        (dense(query_offset="ab"), "query_offset is 'ab'"),
+        (dense(query_offset=0.5), "query_offset is 0.5"),
+        (dense(query_offset=1 << 30, alibi_slopes=np.ones(2, np.float32)), "query_offset = 1073741824 with"),
+        (lambda: fa_attn.problem(1, 5, query_offset="x"), "query_offset is 'x'"),
         (dense(window_size="ab"), "window_size is 'ab'"),
         (dense(window_size={1: 2, 3: 4}), "window_size is {1: 2, 3: 4}"),
         (dense(softmax_scale=9e29), "for which it may be at most 6.93e29"),

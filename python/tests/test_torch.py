@@ -15,6 +15,7 @@ import fa_attn.torch  # noqa: E402, F401 - its operators
 
 
 MASKS = [dict(), dict(causal=True), dict(window_size=(17, 9)), dict(causal=True, window_size=(30, -1))]
+MASKS += [dict(causal=True, query_offset=5), dict(window_size=(17, 9), query_offset=-3)]
 
 
 @on
@@ -27,7 +28,10 @@ def test_gradients_by_autograd(device, dtype, mask, shape):
     )
     out, lse, _ = fa_attn.flash_attn_func(q, k, v, return_attn_probs=True, **mask)
     assert out.dtype == dtype and lse.shape == (2, heads, rows)
-    want = definition(q, k, v, mask.get("causal", False), mask.get("window_size", (-1, -1)))
+    offset = mask.get("query_offset", 0)
+    want = definition(
+        q, k, v, mask.get("causal", False), mask.get("window_size", (-1, -1)), offset=offset
+    )
     close(out, want, dtype)
     same_gradients(out, want, (q, k, v), dtype)
 
@@ -167,7 +171,7 @@ def test_operators_and_compile(device, dtype):
     q, k, v = tensors(device, dtype, (2, 48, 4, 64), (2, 48, 2, 64), (2, 48, 2, 64))
     (sinks,) = tensors(device, torch.float32, (4,))
     nothing = (None,) * 6
-    arguments = (q, k, v, *nothing, sinks, 0, 0, None, True, -1, -1, 3, 0.0, False)
+    arguments = (q, k, v, *nothing, sinks, 0, 0, None, True, -1, -1, 0.0, False, 0)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     rounding = dict(atol=1e-2, rtol=1e-2) if dtype != torch.float32 else {}
     torch.library.opcheck(torch.ops.fa_attn.forward, arguments, test_utils=tests, **rounding)

@@ -49,7 +49,7 @@ def varlen_backward(q, cu, most):
 
 
 def backward(q, side):
-    options = dict(window_size=(side, side))
+    options = dict(window_size=(side, side), query_offset=side)
     out, lse = fa_attn.flash_attn_func(q, q, q, return_softmax_lse=True, **options)
     return fa_attn.flash_attn_backward(out, q, q, q, out, lse, **options)
 
@@ -101,6 +101,10 @@ CASES = {
         lambda n: (Q, n),
     ),
     "window": (lambda q, n: fa_attn.flash_attn_func(q, q, q, window_size=(n, n + 1)), lambda n: (Q, n - 18)),
+    "offset": (
+        lambda q, n: fa_attn.flash_attn_func(q, q, q, causal=True, query_offset=n),
+        lambda n: (Q, n - 18),
+    ),
     "one side": (
         lambda q, sides: fa_attn.flash_attn_func(q, q, q, causal=True, window_size=sides),
         lambda n: (Q, (n - 18, -1)),

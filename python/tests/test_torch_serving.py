@@ -268,7 +268,7 @@ def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
     for keys in range(513, 545):
         here = [x[:, :keys].contiguous() for x in (k, v)]
         close(fa_attn.flash_attn_func(q, *here, causal=True), definition(q, *here), torch.bfloat16)
-        report = fa_attn._core.report(q, *here, None, True, (-1, -1), 0.0)
+        report = fa_attn._core.report(q, *here, CallOptions(None, True, (-1, -1), 0.0, False))
         kernels.add(json.loads(report)["kernel"])
     assert len(kernels) == 1
 
@@ -283,7 +283,7 @@ def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeyp
         [outcome] = fa_attn.finish_tuning()
         assert outcome["pass"] == "forward" and outcome["error"] is None
         assert all(tried["ms"] for tried in outcome["tried"]) and len(outcome["tried"]) == 2
-        report = fa_attn._core.report(q, k, v, None, False, (-1, -1), 0.0)
+        report = fa_attn._core.report(q, k, v, CallOptions(None, False, (-1, -1), 0.0, False))
         assert json.loads(report)["kernel"] == outcome["winner"]
         close(fa_attn.flash_attn_func(q, k, v), first, torch.bfloat16)
     finally:
@@ -358,7 +358,8 @@ def test_the_caller_divides_the_work(device, dtype, splits, packs):
             close(compiled(q, k, v, **options, **given)[0], want, dtype)
             torch.compiler.reset()
     if device == "cuda":
-        report = fa_attn._core.report(q, k, v, None, True, (-1, -1), 0.0, division=(splits or None, packs))
+        options = CallOptions(None, True, (-1, -1), 0.0, False)
+        report = fa_attn._core.report(q, k, v, options, division=(splits or None, packs))
         assert packs is None or ("-pack" in json.loads(report)["kernel"]) == packs
 
 
@@ -368,7 +369,8 @@ def test_the_kernel_is_the_one_that_divides_so():
     seen = {}
     for splits, packs in (*DIVISIONS, (16, True)):
         division = (splits or None, packs)
-        report = json.loads(fa_attn._core.report(q, k, v, None, True, (-1, -1), 0.0, division=division))
+        options = CallOptions(None, True, (-1, -1), 0.0, False)
+        report = json.loads(fa_attn._core.report(q, k, v, options, division=division))
         kernel, bytes_ = report["kernel"], report["workspace_bytes"]
         seen[splits, packs] = bytes_, kernel.startswith("sm90")
         assert splits == 0 or ("-split" in kernel) == (splits > 1), kernel

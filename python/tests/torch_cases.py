@@ -24,6 +24,7 @@ def definition(
     slopes=None,
     sinks=None,
     return_lse=False,
+    offset=0,
 ):
     """Attention in f64, differentiable; q (batch, seqlen, heads, dim)."""
     q, k, v = (x.double() for x in (q, k, v))
@@ -38,6 +39,7 @@ def definition(
         - torch.arange(rows, device=q.device)[:, None]
         - keys
         + rows
+        - offset
     )
     if slopes is not None:
         scores = scores - slopes.double().reshape(-1, slopes.shape[-1], 1, 1) * distance.abs()

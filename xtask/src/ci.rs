@@ -70,7 +70,7 @@ fn lint() -> Result<()> {
         let device = scope.spawn(|| {
             toolkit::install(false)?;
             device::format(true)?;
-            python::fetch_torch()
+            python::fetch_libraries()
         });
         let lints =
             workspace::cargo(&[&["clippy", "--workspace", "--all-targets", "--"], &LINTS[..]].concat());

@@ -31,6 +31,10 @@ const TOOLS: [&str; 1] = ["maturin==1.16.0"];
 /// as it is a compiler's.
 const SHIPPING: [&str; 4] = ["ziglang==0.17.1", "auditwheel>=6.4,<7", "pyelftools>=0.31,<1", "packaging>=24"];
 const TESTS: [&str; 2] = ["numpy>=2,<3", "pytest>=8,<10"];
+/// What checks types, with the node that runs it. One version, whose findings are known.
+const TYPES: [&str; 2] = ["pyright[nodejs]==1.1.414", "numpy>=2,<3"];
+/// What the tests of jax need, 400 MB.
+const JAX: [&str; 3] = ["jax==0.10.2", "numpy>=2,<3", "pytest>=8,<10"];
 /// What the tests of torch and transformers need, 4.9 GB.
 const TORCH: [&str; 4] = ["torch>=2.11,<2.12", "transformers>=5.24,<6", "numpy>=2,<3", "pytest>=8,<10"];
 
@@ -51,6 +55,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         ensure!(cfg!(target_os = "linux"), "--aarch64: wheels for Linux are built on Linux");
         made.push(build(&tools, &wheels, true, shipping.as_deref(), Some(AARCH64))?);
     }
+    check_types(&folder)?;
     if let Some(tools) = &shipping {
         made.iter().try_for_each(|wheel| audit(tools, wheel))?;
     }
@@ -80,10 +85,12 @@ fn finish(command: &mut Command, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs `pip install` with these arguments.
+/// Runs `pip install` with these arguments. Of thousands of modules the tests import some, which are compiled
+/// when they are.
 fn install(arguments: &[&str], to: &Path, packages: &[&str]) -> Result<()> {
     let mut pip = Command::new(python());
-    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary=:all:"]);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    pip.args(["--only-binary=:all:", "--no-compile"]);
     pip.args(arguments).arg("--target").arg(to).args(packages).env("PIP_ROOT_USER_ACTION", "ignore");
     finish(&mut pip, "Python 3.9 or newer with pip is needed, and a package index that it reaches")
 }
@@ -106,6 +113,15 @@ fn tools(tools: &Path, packages: &[&str]) -> Result<PathBuf> {
 /// Where the packages that ship a wheel are.
 fn shipping(folder: &Path) -> Result<PathBuf> {
     tools(&folder.join("shipping"), &SHIPPING)
+}
+
+/// Checks the types of the package's public functions, and that mistakes in calls of them are seen.
+fn check_types(folder: &Path) -> Result<()> {
+    let tools = tools(&folder.join("types"), &TYPES)?;
+    let mut pyright = Command::new(python());
+    pyright.args(["-m", "pyright", "--level", "error", "--project"]).arg(workspace::root().join("python"));
+    pyright.args(["--pythonpath", python()]).env("PYTHONPATH", tools);
+    finish(&mut pyright, "the types of the Python package")
 }
 
 /// Checks that the wheel needs no later glibc than its name says.
@@ -239,13 +255,23 @@ fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
 }
 
 /// Files of tests that need numpy alone.
-const FILES: [&str; 5] =
-    ["test_numpy.py", "test_refusals.py", "test_processes.py", "test_numpy_serving.py", "test_planning.py"];
+const FILES: [&str; 6] = [
+    "test_numpy.py",
+    "test_refusals.py",
+    "test_processes.py",
+    "test_numpy_serving.py",
+    "test_planning.py",
+    "test_program.py",
+];
+
+/// Tests of jax's arrays.
+const JAX_FILES: [&str; 2] = ["test_jax.py", "test_jax_traced.py"];
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
 const TORCH_FILES: [&str; 5] = [
     "test_stand_in_installed.py",
+    "test_notebook.py",
     "test_torch_compiled.py",
     "test_torch_shards.py",
     "test_torch_refusals.py",
@@ -253,9 +279,12 @@ const TORCH_FILES: [&str; 5] = [
 ];
 const TORCH_CHOSEN: &str = "not inductor and not 2x2 and not [4]";
 
-/// Fetches torch and transformers for the tests.
-pub(crate) fn fetch_torch() -> Result<()> {
-    tools(&workspace::target_dir().join("python/torch"), &TORCH).map(drop)
+/// Fetches what the check of types and the tests need beside the wheel's tools.
+pub(crate) fn fetch_libraries() -> Result<()> {
+    let folder = workspace::target_dir().join("python");
+    tools(&folder.join("types"), &TYPES)?;
+    tools(&folder.join("jax"), &JAX)?;
+    tools(&folder.join("torch"), &TORCH).map(drop)
 }
 
 /// Installs the wheel in a fresh environment and runs its tests there.
@@ -277,11 +306,13 @@ fn test(folder: &Path, wheel: &Path) -> Result<()> {
         let mut pytest = Command::new(&program);
         pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(arguments);
         pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join(packages));
-        pytest.env("PYTHONDONTWRITEBYTECODE", "1").env("OMP_NUM_THREADS", "1");
+        // Compiled once, and not in the folder of the sources.
+        pytest.env("PYTHONPYCACHEPREFIX", folder.join("compiled")).env("OMP_NUM_THREADS", "1");
         finish(&mut pytest, "the package's tests")
     };
     pytest("tools", &FILES)?;
-    fetch_torch()?;
+    fetch_libraries()?;
+    pytest("jax", &JAX_FILES)?;
     pytest("torch", &[&TORCH_FILES[..], &["-k", TORCH_CHOSEN]].concat())
 }
 

@@ -1,0 +1,308 @@
+"""Attention of jax's arrays under jit, grad and vmap, on the CPU and on GPUs.
+
+>>> from fa_attn.jax import flash_attn_func
+>>> step = jax.jit(jax.grad(lambda q, k, v: flash_attn_func(q, k, v, causal=True).sum(), argnums=(0, 1, 2)))
+
+Compiled programs call the library by `jax.ffi`: arrays are read where XLA has them, on a GPU on the
+program's own stream, and nothing goes through Python or the host. vmap folds its axis into the batch. Shapes,
+masks and options are those of `fa_attn.interface`; `dot_product_attention` has those of `jax.nn`. Functions
+of `fa_attn` itself come here where jax traces them.
+
+Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is
+divided among devices is gathered, unless the call is within `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Tuple, Union
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _core
+from ._core import UnsupportedError
+from ._nvrtc import find_nvrtc
+from ._options import NO_EXTRAS, TENSORS, CallOptions, Extras
+from ._types import Window
+from .interface import flash_attn_func, flash_attn_varlen_func
+
+if TYPE_CHECKING:
+    from jax import Array
+
+__all__ = ["dot_product_attention", "flash_attn_func", "flash_attn_varlen_func"]
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "CUDA"}
+_FORWARD, _BACKWARD = "fa_attn_forward", "fa_attn_backward"
+
+
+class _Call(NamedTuple):
+    """What is known of a call while jax traces it; equal calls share their compiled functions."""
+
+    options: CallOptions
+    # The names of the extra tensors that it has.
+    names: Tuple[str, ...]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    # (parts of the keys, whether the heads of a group share a tile), each None for the planner's choice.
+    division: Tuple[Optional[int], Optional[bool]] = (None, None)
+
+    def text(self, on_gpu: bool) -> str:
+        """The attribute that the handler reads."""
+        fields = self.options._asdict()
+        fields.update(extras=self.names, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
+        return json.dumps(dict(fields, division=self.division, on_gpu=on_gpu))
+
+    def folds(self, rank: int) -> bool:
+        """Whether a batch of such calls, with queries of that many axes, is a call of the same form."""
+        return rank == 4 and not {"cu_seqlens_q", "cu_seqlens_k", "page_table"} & set(self.names)
+
+
+@lru_cache(maxsize=None)
+def _register() -> None:
+    """Makes the handlers known to XLA."""
+    if not hasattr(jax, "ffi"):
+        raise UnsupportedError(f"jax {jax.__version__} has no jax.ffi: update it to 0.5 or newer")
+    find_nvrtc()
+    for name, address in zip((_FORWARD, _BACKWARD), _core.xla_handlers()):
+        for platform in _PLATFORMS.values():
+            capsule = jax.ffi.pycapsule(ctypes.c_void_p(address))
+            jax.ffi.register_ffi_target(name, capsule, platform=platform, api_version=1)
+
+
+def _lse_shape(q: Any) -> Tuple[int, ...]:
+    *outer, rows, heads, _ = q.shape
+    return (*outer, heads, rows)
+
+
+def _invoke(name: str, results: Any, call: _Call, *arrays: Any) -> Any:
+    """The handler's results, on whichever platform the program is compiled for."""
+
+    def on(on_gpu: bool) -> Any:
+        handler = jax.ffi.ffi_call(name, results)
+        return lambda *arrays: handler(*arrays, call=call.text(on_gpu))
+
+    return jax.lax.platform_dependent(*arrays, cpu=on(False), cuda=on(True))
+
+
+def _with_vmap(call: _Call, folds: bool, compute: Any) -> Any:
+    """The function with a rule for vmap: one call with the axis in the batch where it `folds`, or else one
+    call for each element."""
+
+    @jax.custom_batching.custom_vmap
+    def function(*arrays: Any) -> Any:
+        return tuple(compute(*arrays))
+
+    @function.def_vmap
+    def _(size: int, is_batched: Any, *arrays: Any) -> Any:
+        extras = dict(zip(call.names, arrays[len(arrays) - len(call.names) :]))
+        batched = dict(zip(call.names, is_batched[len(arrays) - len(call.names) :]))
+        count = len(arrays) - len(call.names)
+        if not folds or batched.get("sinks") or size == 0:
+
+            def one(elements: Any) -> Any:
+                it = iter(elements)
+                return function(*(next(it) if is_own else x for x, is_own in zip(arrays, is_batched)))
+
+            own = [x for x, is_own in zip(arrays, is_batched) if is_own]
+            if size > 0:
+                made = jax.lax.map(one, own)
+            else:
+                shapes = jax.eval_shape(one, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in own])
+                made = tuple(jnp.zeros((0, *x.shape), x.dtype) for x in shapes)
+            return made, (True,) * len(made)
+
+        def folded(x: Any, is_own: bool) -> Any:
+            x = x if is_own else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        batch = arrays[0].shape[1 if is_batched[0] else 0]
+        rows = [folded(x, is_own) for x, is_own in zip(arrays[:count], is_batched)]
+        for name, x in extras.items():
+            if name == "alibi_slopes" and batched[name] and x.ndim == 2:
+                # A row of slopes for each element becomes one for each sequence.
+                extras[name] = jnp.repeat(x, batch, axis=0)
+            elif name != "sinks" and (name != "alibi_slopes" or batched[name] or x.ndim == 2):
+                extras[name] = folded(x, batched[name])
+        made = function(*rows, *extras.values())
+        return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in made), (True,) * len(made)
+
+    return function
+
+
+@lru_cache(maxsize=1024)
+def _forward_of(call: _Call, rank: int) -> Any:
+    def compute(q: Any, k: Any, v: Any, *extras: Any) -> Any:
+        results = (
+            jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
+            jax.ShapeDtypeStruct(_lse_shape(q), jnp.float32),
+        )
+        return _invoke(_FORWARD, results, call, q, k, v, *extras)
+
+    return _with_vmap(call, call.folds(rank), compute)
+
+
+@lru_cache(maxsize=1024)
+def _backward_of(call: _Call, rank: int) -> Any:
+    def compute(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *extras: Any) -> Any:
+        results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
+        if "sinks" in call.names:
+            results += (jax.ShapeDtypeStruct(q.shape[-2:-1], jnp.float32),)
+        return _invoke(_BACKWARD, results, call, dout, q, k, v, out, lse, dlse, *extras)
+
+    # The gradient of the sinks is a sum over the batch, and each element has its own.
+    return _with_vmap(call, call.folds(rank) and "sinks" not in call.names, compute)
+
+
+@lru_cache(maxsize=1024)
+def _attention_of(call: _Call, rank: int) -> Any:
+    """The differentiable function of q, k, v and the extra tensors of a call."""
+
+    @jax.custom_vjp
+    def attention(q: Any, k: Any, v: Any, *extras: Any) -> Any:
+        return _forward_of(call, rank)(q, k, v, *extras)
+
+    def forward(q: Any, k: Any, v: Any, *extras: Any) -> Any:
+        out, lse = attention(q, k, v, *extras)
+        return (out, lse), (q, k, v, out, lse, extras)
+
+    def backward(saved: Any, gradients: Any) -> Any:
+        q, k, v, out, lse, extras = saved
+        dout, dlse = gradients
+        if "page_table" in call.names:
+            raise UnsupportedError("keys in pages have no gradients: pack or pad them")
+        dq, dk, dv, *dsinks = _backward_of(call, rank)(dout, q, k, v, out, lse, dlse, *extras)
+        others = [_no_gradient(x) for x in extras]
+        if dsinks:
+            others[call.names.index("sinks")] = dsinks[0]
+        return (dq, dk, dv, *others)
+
+    attention.defvjp(forward, backward)
+    return attention
+
+
+def _no_gradient(x: Any) -> Any:
+    """The gradient of what has none: of whole numbers jax wants its type without values. Slopes have one that
+    is not computed: NaN, which no program takes for 0."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return np.zeros(x.shape, jax.dtypes.float0)
+    return jnp.full_like(x, jnp.nan)
+
+
+def traced_attention(
+    q: Any, k: Any, v: Any, options: CallOptions, extras: Optional[Extras], division: Any = None
+) -> Any:
+    """(out, lse) with gradients, for the functions of `fa_attn.interface`; checked as far as is known while
+    jax traces the call."""
+    _register()
+    extras = NO_EXTRAS if extras is None else extras
+    named = {name: jnp.asarray(x) for name, x in zip(TENSORS, extras) if x is not None}
+    if "sinks" in named:
+        named["sinks"] = named["sinks"].astype(jnp.float32)
+    like = [_stand_in(x) for x in (q, k, v)]
+    stand_ins = {name: np.zeros(x.shape, x.dtype) for name, x in named.items()}
+    bounds = (int(extras.max_seqlen_q), int(extras.max_seqlen_k))
+    _core.check_forward(*like, options, Extras(**stand_ins, max_seqlen_q=bounds[0], max_seqlen_k=bounds[1]))
+    call = _Call(options, tuple(named), *bounds, division or (None, None))
+    return _attention_of(call, q.ndim)(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), *named.values())
+
+
+def traced_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, options: CallOptions, extras: Any, dlse: Any
+) -> Any:
+    """(dq, dk, dv, dsinks or None)."""
+    _register()
+    extras = NO_EXTRAS if extras is None else extras
+    named = {name: jnp.asarray(x) for name, x in zip(TENSORS, extras) if x is not None}
+    call = _Call(options, tuple(named), int(extras.max_seqlen_q), int(extras.max_seqlen_k))
+    dlse = jnp.zeros(_lse_shape(q), jnp.float32) if dlse is None else dlse
+    made = _backward_of(call, q.ndim)(dout, q, k, v, out, lse, dlse, *named.values())
+    return made if len(made) == 4 else (*made, None)
+
+
+def traced_merge(outs: Any, lses: Any, sinks: Any, dtype: Any) -> Tuple[Any, Any]:
+    """`fa_attn.merge` in jax's own operations."""
+    parts = jnp.stack([lse.astype(jnp.float32) for lse in lses])
+    logits = parts
+    if sinks is not None:
+        column = jnp.asarray(sinks, jnp.float32)[:, None]
+        logits = jnp.concatenate([parts, jnp.broadcast_to(column, parts.shape[1:])[None]])
+    top = jax.lax.stop_gradient(logits.max(0))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    total = jnp.exp(logits - top).sum(0)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1.0, total)
+    lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + top)
+    weights = jnp.swapaxes(jnp.exp(parts - top) / total, -1, -2)[..., None]
+    out = sum(jnp.where(weight > 0, part, 0.0) * weight for part, weight in zip(outs, weights))
+    return jnp.asarray(out, dtype), lse
+
+
+def _stand_in(x: Any) -> Any:
+    """An array of the shape and the type, without memory of its own."""
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Optional[Array] = None,
+    mask: Optional[Array] = None,
+    *,
+    scale: Optional[float] = None,
+    is_causal: bool = False,
+    query_seq_lengths: Optional[Array] = None,
+    key_value_seq_lengths: Optional[Array] = None,
+    local_window_size: Union[int, Tuple[int, int], None] = None,
+    return_residual: bool = False,
+) -> Any:
+    """`jax.nn.dot_product_attention`: query (batch, rows, heads, head_dim), key and value (batch, keys,
+    heads_kv, head_dim), or each without the batch.
+
+    jax aligns masks to the top left and this package to the bottom right: masks are computed where each
+    sequence has as many queries as keys, where both are the same. Rows beyond `query_seq_lengths` are 0.
+    `return_residual`: (out, LSE (batch, rows, heads)).
+    """
+    for name, value_of in (("bias", bias), ("mask", mask)):
+        if value_of is not None:
+            raise UnsupportedError(
+                f"{name}: masks are causal ones, windows and lengths; use jax.nn for others"
+            )
+    has_batch = query.ndim == 4
+    q, k, v = (x if has_batch else x[None] for x in (query, key, value))
+    window: Window = (-1, -1)
+    if local_window_size is not None:
+        sides = local_window_size
+        window = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
+    if is_causal or window != (-1, -1):
+        if q.shape[1] != k.shape[1]:
+            raise UnsupportedError(
+                f"a mask of {q.shape[1]} queries on {k.shape[1]} keys: jax aligns it to the top left, use "
+                "flash_attn_func, which aligns it to the bottom right"
+            )
+        if (query_seq_lengths is None) != (key_value_seq_lengths is None):
+            raise UnsupportedError(
+                "a mask with lengths of one side: give query_seq_lengths and key_value_seq_lengths, the same"
+            )
+        if query_seq_lengths is not key_value_seq_lengths:
+            raise UnsupportedError("a mask with lengths that differ: give one array as both")
+    out, lse = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        causal=is_causal,
+        window_size=window,
+        seqused_q=query_seq_lengths,
+        seqused_k=key_value_seq_lengths,
+        return_softmax_lse=True,
+    )
+    out = out if has_batch else out[0]
+    if not return_residual:
+        return out
+    lse = jnp.swapaxes(lse, -1, -2)
+    return out, lse if has_batch else lse[0]

@@ -1,0 +1,227 @@
+"""Attention of jax's arrays under jit, grad and vmap, against jax's own attention and numpy's results.
+
+pip install jax pytest && python -m pytest tests/test_jax_traced.py
+"""
+
+import numpy as np
+import pytest
+import reference
+
+import fa_attn
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from fa_attn.jax import dot_product_attention, flash_attn_func, flash_attn_varlen_func  # noqa: E402
+
+SHAPES = dict(q=(2, 12, 4, 32), k=(2, 15, 2, 32), v=(2, 15, 2, 16))
+SLOPES, SINKS = np.array([0.5, 0.25, 0.1, 0.0], np.float32), np.array([0.5, -1.0, 0.0, 2.0], np.float32)
+# Names: (options as ours, options of the reference).
+CASES = {
+    "full": (dict(), dict()),
+    "causal": (dict(causal=True), dict(causal=True)),
+    "window": (dict(window_size=(3, 1)), dict(window=(3, 1))),
+    "scale": (dict(causal=True, softmax_scale=0.3), dict(causal=True, scale=0.3)),
+    "offset": (dict(causal=True, query_offset=-5), dict(causal=True, offset=-5)),
+    "slopes": (dict(causal=True, alibi_slopes=SLOPES), dict(causal=True, slopes=SLOPES)),
+    "sinks": (dict(causal=True, sinks=SINKS), dict(causal=True, sinks=SINKS)),
+}
+# The CPU computes f32; a GPU does not.
+ON = jax.default_device(jax.devices("cpu")[0])
+
+
+def made(seed=0, dtype="float32", **shapes):
+    with ON:
+        keys = jax.random.split(jax.random.PRNGKey(seed), len(shapes))
+        return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes.values())]
+
+
+def near(one, other, limit=2e-5):
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    assert one.shape == other.shape and np.abs(one - other).max(initial=0.0) <= limit
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_under_jit(name):
+    options, of_reference = CASES[name]
+    q, k, v, dout = made(**SHAPES, dout=(2, 12, 4, 16))
+    sinks = options.get("sinks")
+    rest = {key: value for key, value in options.items() if key != "sinks"}
+
+    def both(q, k, v, sinks):
+        return flash_attn_func(q, k, v, sinks=sinks, return_softmax_lse=True, **rest)
+
+    out, lse = jax.jit(both)(q, k, v, sinks)
+
+    def loss(q, k, v, sinks):
+        return (both(q, k, v, sinks)[0] * dout).sum()
+
+    wanted = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
+    grads = jax.jit(jax.grad(loss, argnums=wanted))(q, k, v, sinks)
+    sums = np.zeros(4)
+    for b in range(2):
+        plain = [np.asarray(x[b], np.float64) for x in (q, k, v)]
+        want, want_lse, _ = reference.attention(*plain, **of_reference)
+        near(out[b], want)
+        near(lse[b], want_lse)
+        *want_grads, dsinks = reference.gradients(np.asarray(dout[b]), *plain, **of_reference)
+        for grad, want_grad in zip(grads, want_grads):
+            near(grad[b], want_grad, 1e-4)
+        sums += 0 if dsinks is None else dsinks
+    if sinks is not None:
+        near(grads[3], sums, 1e-4)
+    assert np.array_equal(out, fa_attn.flash_attn_func(q, k, v, **options))
+
+
+def test_the_gradient_of_lse_counts():
+    q, k, v = made(**SHAPES)
+
+    def plain(q):
+        wide = jnp.repeat(k, 2, axis=2)
+        return jax.nn.logsumexp(jnp.einsum("bihd,bjhd->bhij", q, wide) * 32**-0.5, axis=-1).sum()
+
+    def ours(q):
+        return flash_attn_func(q, k, v, return_softmax_lse=True)[1].sum()
+
+    near(jax.grad(ours)(q), jax.grad(plain)(q))
+
+
+@pytest.mark.parametrize("name", ["causal", "slopes", "sinks"])
+@pytest.mark.parametrize("axes", [(0, None, None), (2, 0, 1)])
+def test_vmap_is_each_element_by_itself(name, axes):
+    options, _ = CASES[name]
+    arrays = made(**{name: (3, *shape) for name, shape in SHAPES.items()})
+    moved = [x[0] if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip(arrays, axes)]
+
+    def call(q, k, v):
+        return flash_attn_func(q, k, v, **options)
+
+    def loss(q, k, v):
+        return (call(q, k, v) ** 2).sum()
+
+    def gradients(q, k, v):
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    got, grads = (jax.jit(jax.vmap(f, in_axes=axes))(*moved) for f in (call, gradients))
+    for at in range(3):
+        own = [x[0] if axis is None else x[at] for x, axis in zip(arrays, axes)]
+        near(got[at], call(*own), 1e-6)
+        for grad, want in zip(grads, gradients(*own)):
+            near(grad[at], want, 1e-5)
+
+
+def test_vmap_over_what_differs_for_each_element():
+    q, k, v = made(**SHAPES)
+    for options in (
+        dict(sinks=np.stack([SINKS, SINKS + 1])),
+        dict(alibi_slopes=np.stack([SLOPES, 2 * SLOPES])),
+        dict(seqused_k=np.array([[3, 15], [1, 7]], np.int32)),
+    ):
+        ((name, values),) = options.items()
+
+        def call(value, name=name):
+            return flash_attn_varlen_func(q, k, v, **{name: value})
+
+        got = jax.vmap(call)(jnp.asarray(values))
+        for at in range(2):
+            near(got[at], call(values[at]), 1e-6)
+    dsinks = jax.vmap(jax.grad(lambda x: flash_attn_func(q, k, v, sinks=x).sum()))(jnp.stack([SINKS, SINKS]))
+    near(dsinks[0], dsinks[1], 0)
+    none = jax.vmap(lambda q: flash_attn_func(q, k, v))(jnp.zeros((0, *q.shape)))
+    assert none.shape == (0, 2, 12, 4, 16)
+
+
+def test_packed_rows_and_caches():
+    q, k, v = made(q=(12, 4, 32), k=(12, 2, 32), v=(12, 2, 32))
+    starts = np.array([0, 5, 12], np.int32)
+
+    def packed(q, starts):
+        return flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=True)
+
+    got = jax.jit(packed)(q, starts)
+    for first, end in ((0, 5), (5, 12)):
+        near(got[first:end], flash_attn_func(*(x[None, first:end] for x in (q, k, v)), causal=True)[0], 1e-6)
+    both = jax.vmap(packed, in_axes=(0, None))(jnp.stack([q, 2 * q]), starts)
+    near(both[1], packed(2 * q, starts), 1e-6)
+    grads = jax.grad(lambda q: packed(q, starts).sum())(q)
+    assert np.isfinite(grads).all() and np.abs(grads).max() > 0
+
+    q, k, v = made(**SHAPES)
+    used = jnp.asarray([3, 15], jnp.int32)
+    step = jax.jit(lambda used: fa_attn.flash_attn_with_kvcache(q[:, -1:], k, v, cache_seqlens=used))
+    near(step(used), fa_attn.flash_attn_with_kvcache(q[:, -1:], k, v, cache_seqlens=used), 1e-6)
+    pages = made(pages=(6, 5, 2, 32))[0]
+    table = np.array([[0, 2, 4], [5, 3, 1]], np.int32)
+    paged = dict(page_table=table, seqused_k=used)
+    out = jax.jit(lambda q: flash_attn_varlen_func(q, pages, pages, **paged))(q)
+    near(out, fa_attn.flash_attn_varlen_func(q, pages, pages, **paged), 1e-6)
+    with pytest.raises(fa_attn.UnsupportedError, match="keys in pages have no gradients"):
+        jax.grad(lambda q: flash_attn_varlen_func(q, pages, pages, **paged).sum())(q)
+
+
+def test_merging_under_jit():
+    q, k, v = made(**SHAPES)
+
+    def halves(q):
+        parts = [
+            flash_attn_func(q, *rows, return_lse=True)
+            for rows in ((k[:, :7], v[:, :7]), (k[:, 7:], v[:, 7:]))
+        ]
+        return fa_attn.merge(*zip(*parts), sinks=SINKS)[0]
+
+    whole = jax.jit(lambda q: flash_attn_func(q, k, v, sinks=SINKS))
+    near(jax.jit(halves)(q), whole(q), 1e-6)
+    near(*(jax.grad(lambda q, f=f: (f(q) ** 2).sum())(q) for f in (halves, whole)))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(is_causal=True), dict(local_window_size=(3, 1)), dict(scale=0.2)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dot_product_attention_is_jax_s(options, dtype):
+    q, k, v = made(dtype=dtype, q=(2, 9, 4, 32), k=(2, 9, 2, 32), v=(2, 9, 2, 32))
+    limit = 2e-5 if dtype == "float32" else 3e-2
+    near(
+        jax.jit(lambda *x: dot_product_attention(*x, **options))(q, k, v),
+        jax.nn.dot_product_attention(q, k, v, **options),
+        limit,
+    )
+    near(dot_product_attention(q[0], k[0], v[0], **options), dot_product_attention(q, k, v, **options)[0], 0)
+    lengths = jnp.asarray([4, 9], jnp.int32)
+    got = dot_product_attention(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths, **options)
+    for b, n in enumerate((4, 9)):
+        near(got[b, :n], dot_product_attention(*(x[b, :n] for x in (q, k, v)), **options), limit)
+    assert not np.asarray(got[0, 4:], np.float32).any()
+
+
+@pytest.mark.parametrize(
+    ("fault", "call"),
+    [
+        ("^bias: masks", lambda q, k, v: dot_product_attention(q, k, v, q)),
+        ("aligns it to the top left", lambda q, k, v: dot_product_attention(q, k, v, is_causal=True)),
+        ("^k has a head dim of 16", lambda q, k, v: flash_attn_func(q, k[..., :16], v)),
+        ("^sinks has the shape", lambda q, k, v: flash_attn_func(q, k, v, sinks=SINKS[:3])),
+        ("^num_splits is 999", lambda q, k, v: flash_attn_func(q, k, v, num_splits=999)),
+        ("cannot be written", lambda q, k, v: flash_attn_func(q, k, v, out=q)),
+    ],
+)
+def test_refusals_are_those_of_calls_outside(fault, call):
+    with pytest.raises(ValueError, match=fault):
+        jax.jit(call)(*made(**SHAPES))
+
+
+def test_slopes_have_no_gradient_that_could_be_used():
+    q, k, v = made(**SHAPES)
+    grad = jax.grad(lambda slopes: flash_attn_func(q, k, v, alibi_slopes=slopes).sum())(jnp.asarray(SLOPES))
+    assert np.isnan(grad).all()
+
+
+def test_gradients_are_torch_s():
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = made(**SHAPES, dout=(2, 12, 4, 16))
+    options = dict(causal=True, window_size=(6, 0), softcap=3.0)
+    grads = jax.grad(lambda *x: (flash_attn_func(*x, **options) * dout).sum(), argnums=(0, 1, 2))(q, k, v)
+    leaves = [torch.tensor(np.asarray(x), requires_grad=True) for x in (q, k, v)]
+    (fa_attn.flash_attn_func(*leaves, **options) * torch.tensor(np.asarray(dout))).sum().backward()
+    for grad, leaf in zip(grads, leaves):
+        assert np.array_equal(grad, leaf.grad.numpy())
