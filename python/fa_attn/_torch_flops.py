@@ -44,12 +44,16 @@ def _backward(dout, q, k, v, out, lse, dlse, *others, out_val=None):
     return 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _forward_program(q, k, v, arrays, names, texts, scalar_names, scalars, *others, out_val=None):
-    return _forward(q, k, v, *others)
+# The arguments of a program: arrays, scalars and texts.
+_PROGRAM = 8 + 8 + 3
+
+
+def _forward_program(q, k, v, *others, out_val=None):
+    return _forward(q, k, v, *others[_PROGRAM:])
 
 
 def _backward_program(dout, q, k, v, out, lse, dlse, wants, *others, out_val=None):
-    return _backward(dout, q, k, v, out, lse, dlse, *others[5:])
+    return _backward(dout, q, k, v, out, lse, dlse, *others[_PROGRAM:])
 
 
 def _pairs(q, k, extras):

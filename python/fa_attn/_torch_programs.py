@@ -23,14 +23,48 @@ from ._torch_memory import (
 from ._torch_passes import run_backward, run_forward
 from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
 
-_PROGRAM = "Tensor[] arrays, str[] names, str[] texts, str[] scalar_names, float[] scalars"
-_PROGRAM_ARGUMENTS = 5
+# The most arrays and scalars of a program.
+_MOST = 8
+_SEPARATOR = "\x1e"
+_ARRAYS = [f"array_{at}" for at in range(_MOST)]
+_SCALARS = [f"scalar_{at}" for at in range(_MOST)]
+_PROGRAM = ", ".join(
+    [
+        *(f"Tensor? {name}" for name in _ARRAYS),
+        *(f"float {name}" for name in _SCALARS),
+        "str texts, str names, str scalar_names",
+    ]
+)
+_PROGRAM_ARGUMENTS = 2 * _MOST + 3
 
 
-def _programs(arrays, names, texts, scalar_names, scalars):
-    """As the extension module takes them."""
-    arrays = [x.detach().resolve_neg() for x in arrays]
-    return list(texts), list(zip(names, arrays)), list(zip(scalar_names, scalars))
+def _flat(mods, arrays):
+    """Programs as an operator's arguments."""
+    names, values = zip(*mods.scalars) if mods.scalars else ((), ())
+    for what, count in (("arrays", len(arrays)), ("scalars", len(values))):
+        if count > _MOST:
+            raise InputError(f"the programs of a call read {count} {what}: at most {_MOST} can be read")
+    arrays = (*arrays, *(None,) * (_MOST - len(arrays)))
+    values = (*map(float, values), *(0.0,) * (_MOST - len(values)))
+    return (*arrays, *values, _SEPARATOR.join(mods.texts), ",".join(mods.names), ",".join(names))
+
+
+def _names(text):
+    return text.split(",") if text else []
+
+
+def _programs(program):
+    """An operator's arguments as the extension module takes them."""
+    arrays, values = program[:_MOST], program[_MOST : 2 * _MOST]
+    texts, names, scalar_names = program[2 * _MOST :]
+    arrays = [(name, x.detach().resolve_neg()) for name, x in zip(_names(names), arrays)]
+    return texts.split(_SEPARATOR), arrays, list(zip(_names(scalar_names), values))
+
+
+def _parted(arguments):
+    """(program, extras, other arguments) from an operator's arguments behind its first tensors."""
+    extras, others = extras_of(arguments[_PROGRAM_ARGUMENTS:])
+    return arguments[:_PROGRAM_ARGUMENTS], extras, others
 
 
 def _read(extras):
@@ -38,13 +72,13 @@ def _read(extras):
 
 
 def _forward(q, k, v, *arguments):
-    programs, arguments = arguments[:_PROGRAM_ARGUMENTS], arguments[_PROGRAM_ARGUMENTS:]
-    extras, arguments = extras_of(arguments)
+    program, extras, arguments = _parted(arguments)
     options, parts = options_of(arguments)
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
+    # Torch leaves out arguments that have their defaults.
     division = division_of(*parts, *(0, None)[len(parts) :])
     return run_forward(
-        q, k, v, options, _read(extras), division=division, programs=_programs(*programs)
+        q, k, v, options, _read(extras), division=division, programs=_programs(program)
     )
 
 
@@ -69,67 +103,61 @@ def _(q, k, v, *arguments):
     return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
-def _room(arrays, wants, make):
+def _room(arrays, wants, like):
     """Where the gradients of arrays go, without elements for those that want none."""
     shapes = [x.shape if wanted else (0,) for x, wanted in zip(arrays, wants)]
-    return [make(shape, dtype=FLOAT, device=x.device) for shape, x in zip(shapes, arrays)]
+    shapes += [(0,)] * (_MOST - len(shapes))
+    return [like.new_empty(shape, dtype=FLOAT) for shape in shapes]
 
 
 def _backward(dout, q, k, v, out, lse, dlse, wants, *arguments):
-    programs, arguments = arguments[:_PROGRAM_ARGUMENTS], arguments[_PROGRAM_ARGUMENTS:]
-    extras, arguments = extras_of(arguments)
+    program, extras, arguments = _parted(arguments)
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
     q, k, v, extras = rows_of(q), rows_of(k), rows_of(v), _read(extras)
     grads = new_gradients(q, k, v, extras)
-    arrays, names = programs[:2]
-    made = _room(arrays, wants, torch.empty)
-    own = [(name, x) for name, x, wanted in zip(names, made, wants) if wanted]
-    dsinks = run_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        grads,
-        options_of(arguments)[0],
-        extras,
-        dlse,
-        programs=_programs(*programs),
-        gradients=own,
-    )
-    return (*grads, q.new_empty((0,), dtype=FLOAT) if dsinks is None else dsinks, made)
+    programs = _programs(program)
+    made = _room([x for _, x in programs[1]], wants, q)
+    own = [(name, x) for (name, _), x, wanted in zip(programs[1], made, wants) if wanted]
+    options = options_of(arguments)[0]
+    arrays = (dout, q, k, v, out, lse, grads)
+    dsinks = run_backward(*arrays, options, extras, dlse, programs=programs, gradients=own)
+    return (*grads, q.new_empty((0,), dtype=FLOAT) if dsinks is None else dsinks, *made)
 
 
 _backward_operator = torch.library.custom_op(
     "fa_attn::backward_program",
     _backward,
     mutates_args=(),
-    schema="("
-    + ", ".join(
-        [tensors("dout", "q", "k", "v", "out", "lse", "dlse?"), "bool[] wants", _PROGRAM, EXTRAS, OPTIONS]
-    )
-    + ") -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    schema=schema(
+        tensors("dout", "q", "k", "v", "out", "lse", "dlse?"),
+        "bool[] wants",
+        _PROGRAM,
+        EXTRAS,
+        OPTIONS,
+        results=4 + _MOST,
+    ),
 )
 
 
 @_backward_operator.register_fake
 def _(dout, q, k, v, out, lse, dlse, wants, *arguments):
-    sinks = extras_of(arguments[_PROGRAM_ARGUMENTS:])[0].sinks
-    dsinks = q.new_empty(q.shape[-2:-1] if sinks is not None else (0,), dtype=FLOAT)
-    made = _room(arguments[0], wants, torch.empty)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, made
+    program, extras, _ = _parted(arguments)
+    dsinks = q.new_empty(q.shape[-2:-1] if extras.sinks is not None else (0,), dtype=FLOAT)
+    arrays = [x for x in program[:_MOST] if x is not None]
+    made = _room(arrays, wants, q)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, *made
 
 
 _ARGUMENTS = len(_forward_operator._opoverload._schema.arguments)
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, arrays, *others = inputs
-    ctx.programs, others = others[: _PROGRAM_ARGUMENTS - 1], others[_PROGRAM_ARGUMENTS - 1 :]
-    extras, options = extras_of(others)
-    ctx.is_paged, ctx.bounds, ctx.options = extras.page_table is not None, extras[-2:], options[:-2]
-    ctx.wants = [x.requires_grad for x in arrays]
+    q, k, v, *others = inputs
+    program, extras, options = _parted(others)
+    ctx.is_paged, ctx.bounds = extras.page_table is not None, extras[-2:]
+    ctx.options, ctx.program = flat(options_of(options)[0]), program[_MOST:]
+    arrays = program[:_MOST]
+    ctx.wants = [x.requires_grad for x in arrays if x is not None]
     ctx.save_for_backward(q, k, v, *output, *extras._replace(page_table=None)[:-2], *arrays)
     ctx.set_materialize_grads(False)
 
@@ -137,21 +165,24 @@ def _setup(ctx, inputs, output):
 def _differentiate(ctx, dout, dlse):
     if ctx.is_paged:
         raise UnsupportedError("keys in pages have no gradients: pack or pad them")
-    q, k, v, out, lse, *others = ctx.saved_tensors
-    extras, arrays = others[: len(TENSORS)], list(others[len(TENSORS) :])
     if dout is None and dlse is None:
-        return (None, None, None, [None] * len(arrays), *(None,) * (_ARGUMENTS - 4))
+        return (None,) * _ARGUMENTS
+    q, k, v, out, lse, *others = ctx.saved_tensors
+    extras, arrays = others[: len(TENSORS)], others[len(TENSORS) :]
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks, darrays = torch.ops.fa_attn.backward_program(
-        dout, q, k, v, out, lse, dlse, ctx.wants, arrays, *ctx.programs, *extras, *ctx.bounds, *ctx.options
+    program = (*arrays, *ctx.program)
+    dq, dk, dv, dsinks, *made = torch.ops.fa_attn.backward_program(
+        dout, q, k, v, out, lse, dlse, ctx.wants, *program, *extras, *ctx.bounds, *ctx.options
     )
-    darrays = [
-        dx.to(x.dtype) if wanted else None for x, dx, wanted in zip(arrays, darrays, ctx.wants)
-    ]
+    darrays = [None] * _MOST
+    for at, (x, wanted) in enumerate(zip(arrays, ctx.wants)):
+        if wanted:
+            darrays[at] = made[at].to(x.dtype)
     has_sinks = extras[TENSORS.index("sinks")] is not None
     of_extras = Extras(sinks=dsinks if has_sinks else None, max_seqlen_q=None, max_seqlen_k=None)
-    none = (None,) * (_ARGUMENTS - 3 - _PROGRAM_ARGUMENTS - len(of_extras))
-    return (dq, dk, dv, darrays, *(None,) * (_PROGRAM_ARGUMENTS - 1), *of_extras, *none)
+    of_program = (*darrays, *(None,) * len(ctx.program))
+    none = (None,) * (_ARGUMENTS - 3 - len(of_program) - len(of_extras))
+    return (dq, dk, dv, *of_program, *of_extras, *none)
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
@@ -185,11 +216,7 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
         q,
         k,
         v,
-        arrays[2:],
-        list(mods.names),
-        list(mods.texts),
-        [name for name, _ in mods.scalars],
-        [float(value) for _, value in mods.scalars],
+        *_flat(mods, arrays[2:]),
         *extras,
         *flat(options),
         0 if splits is None else splits,
