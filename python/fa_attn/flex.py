@@ -27,6 +27,8 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "scaled_dot_product_attention",
+    "triangle_attention",
 ]
 
 
