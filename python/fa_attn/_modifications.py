@@ -95,7 +95,8 @@ def broadcast(name: str, array: Any, extents: Optional[Extents]) -> Any:
 
 def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h, q, k") -> Modifications:
     """An array that is added to the scores."""
-    array = face_of(array).narrow(broadcast(name, array, extents))
+    array = broadcast(name, array, extents)
+    array = face_of(array).narrow(array)
     if type_name(array) == "float64":
         array = face_of(array).floats32(array)
     element = _FLOATS.get(type_name(array))
@@ -111,7 +112,7 @@ def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h,
 
 def masking(name: str, array: Any, extents: Optional[Extents]) -> Modifications:
     """An array that hides keys: where it is False, or by the number that is added to the score."""
-    if type_name(array) != "bool":
+    if not hasattr(array, "dtype") or type_name(array) != "bool":
         return additive(name, array, extents)
     face = face_of(array)
     bits = face.packed_bits(broadcast(name, array, extents))
@@ -148,7 +149,7 @@ def modifications(
     """What a call's options make of its scores; None where they change nothing."""
     parts = []
     if bias is not None:
-        if type_name(bias) == "bool":
+        if hasattr(bias, "dtype") and type_name(bias) == "bool":
             raise InputTypeError("bias holds bool: what is True where a key is seen is a mask")
         parts.append(additive("bias", bias, extents))
     if mask is not None:

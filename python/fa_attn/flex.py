@@ -7,6 +7,8 @@ and takes no memory. Torch's own BlockMask is taken as well, with the blocks tha
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import and_, or_
 from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -53,24 +55,18 @@ def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def and_masks(*masks: Callable[..., Any]) -> Callable[..., Any]:
     """The keys that all of these show."""
-
-    def mask(b, h, q_idx, kv_idx):
-        seen = noop_mask(b, h, q_idx, kv_idx)
-        for one in masks:
-            seen = seen & one(b, h, q_idx, kv_idx)
-        return seen
-
-    return mask
+    return _combined(and_, masks, noop_mask)
 
 
 def or_masks(*masks: Callable[..., Any]) -> Callable[..., Any]:
     """The keys that one of these shows."""
+    return _combined(or_, masks, lambda b, h, q_idx, kv_idx: kv_idx < 0)
 
+
+def _combined(operation, masks, neutral):
     def mask(b, h, q_idx, kv_idx):
-        seen = kv_idx < 0
-        for one in masks:
-            seen = seen | one(b, h, q_idx, kv_idx)
-        return seen
+        seen = [one(b, h, q_idx, kv_idx) for one in masks] or [neutral(b, h, q_idx, kv_idx)]
+        return reduce(operation, seen)
 
     return mask
 

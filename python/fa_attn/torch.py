@@ -141,6 +141,10 @@ def check(q, k, v, options, extras, out):
         _core.check_forward(q, k, v, options, extras, stream_of(q))
 
 
+def floats32(tensor):
+    return tensor.float()
+
+
 def detached(name, tensor):
     check_tensor(name, tensor)
     return tensor.detach()

@@ -134,7 +134,7 @@ def expected(q, k, v, *, bias=None, mask=None, score_mod=None, mask_mod=None, at
     left, right = window_size
     right = 0 if causal else right
     seen = seen & ((j <= i + off + right) | (right < 0)) & ((j >= i + off - left) | (left < 0))
-    s = s.masked_fill(~seen, -math.inf)
+    s = s.double().masked_fill(~seen | (s == -math.inf), -math.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.double().reshape(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
         v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
@@ -146,13 +146,13 @@ def expected(q, k, v, *, bias=None, mask=None, score_mod=None, mask_mod=None, at
 def check(function, options, wanted=None, dtype=torch.float32, atol=2e-5):
     """out, LSE and all gradients of a call."""
     q, k, v = (draw(B, n, heads, D, dtype=dtype) for n, heads in ((SQ, H), (SK, HK), (SK, HK)))
-    own = [x.detach().requires_grad() for x in (q, k, v)]
-    true = [x.detach().double().requires_grad() for x in (q, k, v)]
+    own = [x.detach().requires_grad_() for x in (q, k, v)]
+    true = [x.detach().double().requires_grad_() for x in (q, k, v)]
     learned = ([], [])
     both = (dict(options), dict(options))
     if isinstance(wanted, str):
         for made, inputs in zip(both, learned):
-            inputs.append(made[wanted].detach().clone().requires_grad())
+            inputs.append(made[wanted].detach().clone().requires_grad_())
             made[wanted] = inputs[0]
     elif wanted is not None:
         learned = ([wanted], [wanted])
@@ -165,7 +165,9 @@ def check(function, options, wanted=None, dtype=torch.float32, atol=2e-5):
         torch.testing.assert_close(lse.double(), want_lse, atol=atol, rtol=1e-4)
         dout = draw(*out.shape, dtype=dtype)
         got = torch.autograd.grad(out, (*own, *learned[0]), dout)
-        need = torch.autograd.grad(want, (*true, *learned[1]), dout.double())
+        need = torch.autograd.grad(
+            want, (*true, *learned[1]), dout.double(), allow_unused=True, materialize_grads=True
+        )
         for name, x, y in zip(("dq", "dk", "dv", "darray"), got, need):
             assert not x.isnan().any(), name
             torch.testing.assert_close(x.double(), y.double(), atol=10 * atol, rtol=2e-2 if dtype != torch.float32 else 1e-4)
