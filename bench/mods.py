@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("FA_CACHE_DIR", tempfile.mkdtemp(prefix="fa-mods-"))
+for _name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    os.environ[_name] = tempfile.mkdtemp(prefix="fa-mods-")
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
