@@ -10,7 +10,11 @@ on all cores, torch's on their device and stream, with gradients. What is not su
 says what would work.
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
 from ._core import DeviceError, InputError, InputTypeError, UnsupportedError, version
+from ._programs import Program
 from .interface import (
     flash_attn_backward,
     flash_attn_combine,
@@ -27,16 +31,46 @@ from .interface import (
 )
 from .planning import Kernels, Plan, Problem, explain, finish_tuning, plan, problem, tune
 
+if TYPE_CHECKING:
+    from .flex import (
+        BlockMask,
+        create_block_mask,
+        flex_attention,
+        scaled_dot_product_attention,
+        triangle_attention,
+    )
+
 __version__ = version()
 
+# Torch's functions, imported when they are first asked for.
+_OF_TORCH = (
+    "BlockMask",
+    "create_block_mask",
+    "flex_attention",
+    "scaled_dot_product_attention",
+    "triangle_attention",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(_import_module("fa_attn.flex"), name)
+    return value
+
+
+
 __all__ = [
+    "BlockMask",
     "DeviceError",
     "InputError",
     "InputTypeError",
     "Kernels",
     "Plan",
     "Problem",
+    "Program",
     "UnsupportedError",
+    "create_block_mask",
     "explain",
     "finish_tuning",
     "flash_attn_backward",
@@ -49,9 +83,12 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "get_scheduler_metadata",
     "merge",
     "plan",
     "problem",
+    "scaled_dot_product_attention",
+    "triangle_attention",
     "tune",
 ]

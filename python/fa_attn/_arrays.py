@@ -72,6 +72,24 @@ class _Numpy:
     def give(self, array):
         return array
 
+    def read_by_program(self, array):
+        """An array in a type that programs read: as tracing declares those that they do not."""
+        array = self.host(array)
+        kinds = {"float64": "float32", "int64": "int32", "int16": "int32", "int8": "int32"}
+        kind = kinds.get(array.dtype.name, array.dtype)
+        if array.dtype.name == "bool":
+            array, kind = array.view(self.np.uint8), self.np.uint8
+        if min(array.strides, default=0) < 0:
+            array = array.copy()
+        return array.astype(kind, copy=False)
+
+    def packed_bits(self, mask):
+        mask = self.host(mask)
+        if mask.shape[-1] == 1:
+            return self.np.where(mask, -1, 0).astype(self.np.int32)
+        mask = self.np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
+        return self.np.packbits(mask, axis=-1, bitorder="little").view(self.np.int32)
+
     def contiguous(self, array):
         return self.np.ascontiguousarray(array) if isinstance(array, self.np.ndarray) else array
 
@@ -184,11 +202,13 @@ class Arrays:
     def __init__(self, library):
         self.library = library
 
-    def attention(self, q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True):
+    def attention(
+        self, q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None
+    ):
         """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work
         plans that other calls have made, to which this one adds its own. `out`: the array that the result is
-        written to. `division`: how the work is divided, where the caller decides it. LSE is computed whether
-        it is wanted or not."""
+        written to. `division`: how the work is divided, where the caller decides it. `mods`: masks and
+        changes of scores of the caller's own. LSE is computed whether it is wanted or not."""
         lib = self.library
         if not type(q) is type(k) is type(v):
             array("k", k), array("v", v)
@@ -201,7 +221,9 @@ class Arrays:
         else:
             self._check_out(out, q, k, v, extras)
             if min(getattr(out, "strides", None) or (0,)) < 0:
-                made, lse = self.attention(q, k, v, options, extras, plans, division=division)
+                made, lse = self.attention(
+                    q, k, v, options, extras, plans, division=division, mods=mods
+                )
                 return self.stored(made, out), lse
             out = lib.written(out)
         if extras is not None:
@@ -217,6 +239,7 @@ class Arrays:
             lib.allocate,
             plans,
             division,
+            self.programs(mods),
         )
         return lib.give(out), lib.give(lse)
 
@@ -227,9 +250,25 @@ class Arrays:
         arrays = (None if x is None else lib.contiguous(lib.read(x)) for x in extras[:-2])
         return Extras(*arrays, *extras[-2:])
 
-    def packed_attention(self, qkv, axis, *options, division=None, wants_lse=True):
+    def programs(self, mods):
+        """A call's programs as the extension module takes them."""
+        if mods is None:
+            return None
+        return mods.with_arrays(map(self.library.read_by_program, mods.arrays)).programs
+
+    def narrow(self, array):
+        return array
+
+    def floats32(self, array):
+        return array.astype("float32")
+
+    def packed_bits(self, mask):
+        """A mask's bits along the last axis, in words of 32, the lowest first."""
+        return self.library.packed_bits(mask)
+
+    def packed_attention(self, qkv, axis, *options, division=None, mods=None, wants_lse=True):
         """`attention` of q, k and v in one array along `axis`."""
-        return self.attention(*self.unstack(qkv, axis), *options, division=division)
+        return self.attention(*self.unstack(qkv, axis), *options, division=division, mods=mods)
 
     def backward(self, dout, q, k, v, out, lse, options, extras, dlse=None):
         """(dq, dk, dv, dsinks or None)."""
@@ -399,12 +438,12 @@ class _LentArrays(Arrays):
 
     lends = True
 
-    def attention(self, q, k, v, *others, out=None, division=None, wants_lse=True):
+    def attention(self, q, k, v, *others, out=None, **options):
         out = None if out is None else self._lent(out)
-        return super().attention(*map(self._lent, (q, k, v, *others)), out=out, division=division)
+        return super().attention(*map(self._lent, (q, k, v, *others)), out=out, **options)
 
-    def packed_attention(self, stacked, *options, division=None, wants_lse=True):
-        return super().packed_attention(self._lent(stacked), *options, division=division)
+    def packed_attention(self, stacked, *others, **options):
+        return super().packed_attention(self._lent(stacked), *others, **options)
 
     def unstack(self, stacked, axis):
         return super().unstack(self._lent(stacked), axis)
@@ -453,15 +492,17 @@ class _JaxArrays(Arrays):
     """jax's arrays cannot be written and jax exposes no stream. Arrays on a GPU are lent to torch and results
     handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
 
-    def attention(self, q, *others, out=None, division=None, wants_lse=True):
+    def attention(self, q, *others, out=None, division=None, wants_lse=True, mods=None):
         if out is not None:
             raise UnsupportedError(_UNWRITTEN)
-        if _is_traced(q, *others):
+        if _is_traced(q, *others, mods):
+            if mods is not None:
+                raise UnsupportedError(_UNTRACED)
             # The work plans of other calls are behind the extras.
             return self._traced().traced_attention(q, *others[:4], division)
         if _is_on_gpu(q):
-            return self._by_torch("attention", q, *others, division=division)
-        return super().attention(q, *others, division=division)
+            return self._by_torch("attention", q, *others, division=division, mods=mods)
+        return super().attention(q, *others, division=division, mods=mods)
 
     def _traced(self):
         return importlib.import_module("fa_attn.jax")
@@ -521,7 +562,9 @@ class _JaxArrays(Arrays):
             return None if value is None else jax.dlpack.from_dlpack(value.contiguous())
 
         with torch.no_grad():
-            return tuple(map(handed, getattr(face, name)(*map(lent, arguments), **options)))
+            arguments = [*map(lent, arguments)]
+            named = {key: lent(value) for key, value in options.items()}
+            return tuple(map(handed, getattr(face, name)(*arguments, **named)))
 
 
 def _mapped(function, values):
@@ -530,6 +573,10 @@ def _mapped(function, values):
     return type(values)(*made) if hasattr(values, "_fields") else tuple(made)
 
 
+_UNTRACED = (
+    "a mask or a change of scores of one's own under jax.jit, grad or vmap: call it eagerly, or give causal, "
+    "window_size, softcap or alibi_slopes"
+)
 _UNWRITTEN = "out: jax arrays cannot be written, leave it out"
 
 

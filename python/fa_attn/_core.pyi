@@ -20,6 +20,7 @@ BESIDE: Tuple[str, ...]
 """Names of the arguments besides Q, K and V in errors, in the order of `Extras`."""
 
 Division = Tuple[Optional[int], Optional[bool]]
+Programs = Tuple[Sequence[str], Sequence[Tuple[str, Any]], Sequence[Tuple[str, float]]]
 Allocate = Callable[[int, bool], Any]
 
 def version() -> str: ...
@@ -69,6 +70,7 @@ def forward(
     allocate: Optional[Allocate] = None,
     plans: Optional[Dict[Tuple[int, int], Any]] = None,
     division: Optional[Division] = None,
+    programs: Optional[Programs] = None,
 ) -> None: ...
 def backward(
     dout: Any,
@@ -86,6 +88,8 @@ def backward(
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
     dlse: Any = None,
+    programs: Optional[Programs] = None,
+    gradients: Optional[Sequence[Tuple[str, Any]]] = None,
 ) -> None: ...
 def report(
     q: Any,
@@ -95,6 +99,7 @@ def report(
     extras: Optional[Extras] = None,
     backward: bool = False,
     division: Optional[Division] = None,
+    programs: Optional[Programs] = None,
 ) -> str: ...
 def check_forward(
     q: Any,
@@ -103,6 +108,7 @@ def check_forward(
     options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,
+    programs: Optional[Programs] = None,
 ) -> None: ...
 def append(*arguments: Any) -> int: ...
 def merge(

@@ -48,6 +48,10 @@ class Number(NamedTuple):
     default: Any
 
 
+class Modification(NamedTuple):
+    """An argument that masks or changes scores, which `modifications` reads."""
+
+
 class Only(NamedTuple):
     """An argument that is accepted at these values only, and what would work instead of others."""
 
@@ -63,8 +67,8 @@ class Unneeded(NamedTuple):
 
 
 _NO_FP8 = Only((None,), "no kernel computes in fp8: convert to bfloat16")
-_NO_SCORES = Only((None,), "scores are changed by softcap, alibi_slopes and sinks alone")
-_NO_MASKS = Only((None,), "masks are causal ones and windows")
+_NO_SCORES = Only((None,), "score_mod is differentiated as it is, and closes over the arrays that it reads")
+_NO_MASKS = Only((None,), "a mask is given by mask_mod or mask, whose empty tiles are found")
 _ONE_PROCESS = "keys of one process are attended to: join its parts by fa_attn.merge"
 
 
@@ -77,9 +81,11 @@ class CommonOptions(TypedDict, total=False):
     query_offset: Annotated[Optional[int], Number(0)]
     pack_gqa: Annotated[Optional[bool], Division()]
     sm_margin: Annotated[Optional[int], Only((0, None), "kernels use all SMs, leave it at 0")]
-    attention_chunk: Annotated[
-        Optional[int], Only((0, None), "use window_size, or pack each chunk as a sequence of its own")
-    ]
+    score_mod: Annotated[Any, Modification()]
+    mask_mod: Annotated[Any, Modification()]
+    bias: Annotated[Optional[Array], Modification()]
+    mask: Annotated[Optional[Array], Modification()]
+    attention_chunk: Annotated[Optional[int], Modification()]
     qv: Annotated[
         None, Only((None,), "a second query on the values is not computed: join q and qv along the head dim")
     ]
@@ -89,11 +95,9 @@ class CommonOptions(TypedDict, total=False):
     q_descale: Annotated[None, _NO_FP8]
     k_descale: Annotated[None, _NO_FP8]
     v_descale: Annotated[None, _NO_FP8]
-    score_mod: Annotated[None, _NO_SCORES]
     score_mod_bwd: Annotated[None, _NO_SCORES]
     aux_tensors: Annotated[None, _NO_SCORES]
     aux_scalars: Annotated[None, _NO_SCORES]
-    mask_mod: Annotated[None, _NO_MASKS]
     block_sparse_tensors: Annotated[None, _NO_MASKS]
     block_sparse_tensors_bwd: Annotated[None, _NO_MASKS]
     gather_kv_indices: Annotated[
@@ -121,6 +125,9 @@ class Options(CommonOptions, total=False):
     scheduler_metadata: Annotated[
         Any, Only((None,), "it is for flash_attn_with_kvcache, other calls plan their own work")
     ]
+
+
+MODIFICATIONS = ("score_mod", "mask_mod", "bias", "mask", "attention_chunk")
 
 
 class ExtraTensors(TypedDict, total=False):
@@ -204,7 +211,7 @@ def read_options(function, options):
         elif isinstance(row, Unneeded):
             if value is not None:
                 row.check(name, value)
-        elif not isinstance(row, (Division, Number)):
+        elif not isinstance(row, (Division, Modification, Number)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division
 

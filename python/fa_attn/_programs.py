@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 import types
+import weakref
 from reprlib import repr as short
 
 from ._core import InputError, UnsupportedError
@@ -30,7 +31,7 @@ class Program:
     """
 
     def __init__(self, text, arrays=None, scalars=None):
-        description = json.loads(_described(text))
+        description = _description(text)
         self.description = description
         self.text = description["text"]
         self.mask, self.score = description["mask"], description["score"]
@@ -70,7 +71,7 @@ class Program:
         elif isinstance(function, str):
             program = cls(function)
         elif callable(function):
-            program = _traced(function, result, names, device)
+            program = _kept(function, result, names, device)
         else:
             raise InputError(f"{result}_mod is a function, a text or a Program, not {short(function)}")
         # A score that is -inf somewhere is a mask, too.
@@ -85,6 +86,14 @@ class Program:
             arrays.append(_bytes_of(self.arrays[array["name"]], array["element"]))
         scalars = [float(self.scalars[scalar["name"]]) for scalar in self.description["scalars"]]
         return _evaluated(self.text, arrays, scalars, [(float(s), [int(x) for x in at]) for s, *at in points])
+
+
+def _description(text):
+    return json.loads(_described(text))
+
+
+# Called by torch.compile where it traces, not traced.
+_description._dynamo_marked_constant = True
 
 
 def _by_name(what, declared, given):
@@ -129,10 +138,74 @@ def _bytes_of(array, element):
     return array.tobytes(), list(array.shape)
 
 
+# Programs by the function that they were traced from, each with what the function closed over.
+_PROGRAMS = weakref.WeakKeyDictionary()
+
+
+def _kept(function, result, names, device):
+    """The program of a function, traced again where it closes over other arrays, numbers or functions."""
+    found = _closed_over(function, set())
+    if found is None or not isinstance(function, types.FunctionType):
+        return _traced(function, result, names, device)
+    key = (result, str(device), *found)
+    kept = _PROGRAMS.get(function)
+    if kept is not None and kept[0] == key:
+        return kept[1]
+    program = _traced(function, result, names, device)
+    if program.is_lasting:
+        _PROGRAMS[function] = (key, program)
+    return program
+
+
+# torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each time.
+_kept._torchdynamo_disable = True
+
+
+def _closed_over(function, seen):
+    """What a program of a function follows from: numbers by value, arrays by identity; None where it cannot be
+    told, as of an object whose attributes may change."""
+    if id(function) in seen:
+        return ()
+    seen.add(id(function))
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    scope = function.__globals__
+    values += [scope[name] for name in sorted(_names_of(function.__code__)) if name in scope]
+    found = [id(function.__code__)]
+    for value in values:
+        part = _told(value, seen)
+        if part is None:
+            return None
+        found.append(part)
+    return tuple(found)
+
+
+def _told(value, seen):
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return type(value).__name__, repr(value)
+    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)) or hasattr(value, "__dlpack__"):
+        return id(value), getattr(value, "requires_grad", False)
+    if isinstance(value, types.FunctionType):
+        own = (value.__module__ or "").split(".")[0] in ("torch", "numpy", "transformers")
+        return id(value) if own and not value.__closure__ else _closed_over(value, seen)
+    if type(value) in (list, tuple) and len(value) <= 64:
+        parts = [_told(one, seen) for one in value]
+        return None if None in parts else tuple(parts)
+    return None
+
+
+def _is_filled(cell):
+    try:
+        cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
 def _traced(function, result, names, device):
     constants = set()
     while True:
-        recorder = Recorder(constants, device)
+        recorder = Recorder(constants, device, prefix="m" if result == "mask" else "")
         try:
             text = _text_of(recorder, function, result, names)
             break

@@ -22,6 +22,8 @@ def count_operations():
         return
     _is_told = True
     packets = {torch.ops.fa_attn.forward: _forward, torch.ops.fa_attn.backward: _backward}
+    packets[torch.ops.fa_attn.forward_program] = _forward_program
+    packets[torch.ops.fa_attn.backward_program] = _backward_program
     for packet, formula in packets.items():
         counter.register_flop_formula(packet, get_raw=True)(formula)
     # They copied the formulas when they were made.
@@ -40,6 +42,18 @@ def _backward(dout, q, k, v, out, lse, dlse, *others, out_val=None):
     """The operations of a backward: the scores again, dP and dV, dQ and dK."""
     pairs = _pairs(q, k, Extras(*others[: len(Extras._fields)]))
     return 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+# The arguments of a program: arrays, scalars and texts.
+_PROGRAM = 8 + 8 + 3
+
+
+def _forward_program(q, k, v, *others, out_val=None):
+    return _forward(q, k, v, *others[_PROGRAM:])
+
+
+def _backward_program(dout, q, k, v, out, lse, dlse, wants, *others, out_val=None):
+    return _backward(dout, q, k, v, out, lse, dlse, *others[_PROGRAM:])
 
 
 def _pairs(q, k, extras):

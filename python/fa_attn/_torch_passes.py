@@ -15,16 +15,22 @@ from ._torch_shardings import distributed
 _empty = torch.empty
 
 
-def run_forward(q, k, v, options, extras, plans=None, out=None, division=None, wants_lse=True):
+def run_forward(
+    q, k, v, options, extras, plans=None, out=None, division=None, wants_lse=True, programs=None
+):
     """(out, lse); `out`: the tensor that out is written to; `division`: how the caller wants the work
-    divided. Where LSE is not wanted it may be None."""
+    divided; `programs`: as the extension module takes them. Where LSE is not wanted it may be None."""
     out, lse = new_results(q, v, extras, out, wants_lse)
-    _core.forward(q, k, v, out, lse, options, extras, stream_of(q), allocator_of(q), plans, division)
+    others = (stream_of(q), allocator_of(q), plans, division, programs)
+    _core.forward(q, k, v, out, lse, options, extras, *others)
     return out, lse
 
 
-def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None):
-    """Writes the gradients to `grads`; returns that of the sinks, or None."""
+def run_backward(
+    dout, q, k, v, out, lse, grads, options, extras, dlse=None, programs=None, gradients=None
+):
+    """Writes the gradients to `grads`, and those of the programs' arrays to `gradients`; returns that of the
+    sinks, or None."""
     dout = torch.zeros_like(out) if dout is None else aligned(dout)
     dlse = None if dlse is None else dlse.contiguous()
     if dlse is not None and dlse.shape != lse.shape:
@@ -35,7 +41,7 @@ def run_backward(dout, q, k, v, out, lse, grads, options, extras, dlse=None):
     if extras is not None and extras.sinks is not None:
         dsinks = _empty(extras.sinks.shape, dtype=FLOAT, device=q.device)
     arrays = (dout, q, k, v, out, lse, *grads, dsinks)
-    _core.backward(*arrays, options, extras, stream_of(q), allocator_of(q), dlse)
+    _core.backward(*arrays, options, extras, stream_of(q), allocator_of(q), dlse, programs, gradients)
     return dsinks
 
 

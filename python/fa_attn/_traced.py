@@ -38,11 +38,13 @@ class NeedsConstant(Exception):
 class Recorder:
     """The lines of a program while a function runs."""
 
-    def __init__(self, constants, device=None):
+    def __init__(self, constants, device=None, prefix=""):
         # Numbers, in the order in which the function names them, that are to be constants.
         self.constants = constants
         # Where a function makes tensors that ask an index for its device.
         self.device = device
+        # Of the names of arrays and scalars, so that those of two functions differ.
+        self.prefix = prefix
         self.lines = []
         self.known = {}
         self.arrays = {}
@@ -65,7 +67,7 @@ class Recorder:
             return value
         if type(value) is float and not math.isfinite(_rounded(value)):
             return value
-        name = f"n{place}"
+        name = f"{self.prefix}n{place}"
         self.scalars[name] = value
         kind = "i32" if type(value) is int else "f32"
         return Traced(self, name, kind, scalars={place}, value=value)
@@ -78,7 +80,7 @@ class Recorder:
             if element is None:
                 have = ", ".join(sorted(set(_ELEMENTS)))
                 raise UnsupportedError(f"an array of {tensor.dtype} cannot be read: convert it to {have}")
-            known = self.arrays[id(tensor)] = (f"a{len(self.arrays)}", element, tensor)
+            known = self.arrays[id(tensor)] = (f"{self.prefix}a{len(self.arrays)}", element, tensor)
         return known
 
     def array_proxy(self, array):

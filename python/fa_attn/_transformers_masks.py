@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ._core import UnsupportedError
+from ._programs import Program
 from ._torch_padding import Packed, Padding, check_window
 
 FAR = 1 << 40
@@ -364,6 +365,58 @@ class Mask:
                 f"{self.shape[3]}, which does not say what the others are; {_OTHER}"
             )
         return part
+
+
+class ProgramMask(Mask):
+    """A mask of any other form: `program` says what is seen, of the keys that `padding_of_keys` (batch, keys), where
+    there is one, leaves."""
+
+    def __init__(self, shape, device, function, program, padding_of_keys=None):
+        super().__init__(shape, device, FAR, FAR, shape[3])
+        self.function, self.program, self.padding_of_keys = function, program, padding_of_keys
+
+    def tensor(self):
+        batch, _, rows, keys = self.shape
+        places = [torch.arange(n, device=self.device) for n in (batch, 1, rows, keys)]
+        b, h, q, k = (x.view(*(-1 if at == axis else 1 for at in range(4))) for axis, x in enumerate(places))
+        seen = self.function(b, h, q, k).expand(batch, 1, rows, keys)
+        return seen if self.padding_of_keys is None else seen & self.padding_of_keys[:, None, None]
+
+    def to(self, *args, **options):
+        found = [x for x in (*args, options.get("device")) if isinstance(x, (str, int, torch.device))]
+        if any(torch.device(x) != self.device for x in found):
+            raise UnsupportedError(f"a mask of another form than these is moved between devices: {_KNOWN}; {_OTHER}")
+        return self
+
+    def of_first(self, count):
+        if count >= self.shape[3]:
+            return self
+        seen = self.padding_of_keys
+        seen = None if seen is None else seen[:, :count]
+        return ProgramMask((*self.shape[:3], count), self.device, self.function, self.program, seen)
+
+    def attended(self, rows, keys, name):
+        if self.shape[2] != rows or self.shape[3] < keys:
+            raise UnsupportedError(
+                f"{name}: a layer of {rows} queries and {keys} keys, and a mask of {self.shape[2]} and "
+                f"{self.shape[3]}, which does not say what the others are; {_OTHER}"
+            )
+        return self.of_first(keys)
+
+
+def program_mask(function, batch, rows, keys, q_offset, kv_offset, attention_mask, device):
+    """The `ProgramMask` of transformers' arguments for a mask function of any form."""
+
+    def moved(b, h, q, k):
+        return function(b, h, q + q_offset, k + kv_offset)
+
+    program = Program.of_mask(moved, device)
+    seen = None
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise UnsupportedError(f"a mask of the shape {tuple(attention_mask.shape)}: {_KNOWN}; {_OTHER}")
+        seen = _seen(attention_mask.to(device).expand(batch, -1), kv_offset, keys)
+    return ProgramMask((batch, 1, rows, keys), device, moved, program, seen)
 
 
 def _as_tensor(name):

@@ -17,10 +17,15 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   read on the GPU, it is the most parts of a tile. `pack_gqa`: whether the query heads of a K/V head share a
   tile, None for the planner's choice. Both concern the forward on a GPU, where they decide which kernel
   computes it; on the CPU the cores divide the work. Results are equal except for the order of sums.
-- arguments that are accepted at their neutral value only: `sm_margin` and `attention_chunk` 0; `qv`,
-  `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`, `score_mod`, `mask_mod`,
-  `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`, `seqlen_k_per_split`,
-  `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an
+- `bias`: floating point, added to the scaled scores; `mask`: True where a query sees a key, or added as a
+  bias. Both are broadcast to (batch, heads_q, seqlen_q, seqlen_k), of packed sequences to the bounds on
+  lengths. `score_mod` (score, b, h, q_idx, kv_idx) and `mask_mod` (b, h, q_idx, kv_idx): a function as
+  torch's flex_attention takes, a program's text or a `Program`; their indices are raw, and a mask is
+  intersected with `causal` and `window_size`. `attention_chunk`: a query sees its chunk of so many keys, 0
+  for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
+- arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`, `k_descale`,
+  `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
+  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an
   error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.
@@ -33,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
 from ._core import InputError
 from ._faces import face_of
+from ._modifications import asked, extents_of
 from ._options import Options, call_options, extras_of, read_options, returned, with_options
 from ._types import A, Array, Window
 from .serving import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata, merge
@@ -119,7 +125,10 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    out, lse = face_of(q).attention(q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse)
+    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    out, lse = face_of(q).attention(
+        q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -173,7 +182,10 @@ def flash_attn_qkvpacked_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    out, lse = face.packed_attention(qkv, 2, numbers, extras, division=division, wants_lse=wants_lse)
+    mods = asked(qkv, lambda: extents_of(qkv[:, :, 0], qkv[:, :, 0], extras), options)
+    out, lse = face.packed_attention(
+        qkv, 2, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -353,7 +365,10 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    out, lse = face.attention(q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse)
+    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    out, lse = face.attention(
+        q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -420,7 +435,10 @@ def flash_attn_varlen_qkvpacked_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    out, lse = face.packed_attention(qkv, 1, numbers, extras, division=division, wants_lse=wants_lse)
+    mods = asked(qkv, lambda: extents_of(qkv[:, 0], qkv[:, 0], extras), options)
+    out, lse = face.packed_attention(
+        qkv, 1, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 

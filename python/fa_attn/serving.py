@@ -17,6 +17,7 @@ from ._checks import (
     count,
     flag,
     int32,
+    is_neutral,
     is_whole,
     lengths_of,
     surely,
@@ -24,6 +25,7 @@ from ._checks import (
 )
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
+from ._modifications import Extents, asked
 from ._options import (
     CallOptions,
     CommonOptions,
@@ -256,6 +258,8 @@ def flash_attn_with_kvcache(
             raise InputError(
                 f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
             )
+    # Of the cache without padding, which is left out before keys are counted.
+    mods = asked(q, lambda: Extents(batch, q.shape[-2], longest, capacity_of(k_cache, table)), options)
     if k is None or v is None:
         if rotary_cos is not None:
             raise UnsupportedError(
@@ -313,6 +317,8 @@ def flash_attn_with_kvcache(
         q, k_cache = face.detached("q", q), face.detached("k_cache", k_cache)
         v_cache = face.detached("v_cache", v_cache)
         tensors = {name: face.detached(name, value) for name, value in tensors.items()}
+        if mods is not None:
+            mods = mods.with_arrays(face.detached(*named) for named in zip(mods.names, mods.arrays))
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=starts,
@@ -324,7 +330,8 @@ def flash_attn_with_kvcache(
         **tensors,
     )
     out, lse = face.attention(
-        q, k_cache, v_cache, numbers, extras, plans, out=out, division=division, wants_lse=wants_lse
+        q, k_cache, v_cache, numbers, extras, plans,
+        out=out, division=division, wants_lse=wants_lse, mods=mods
     )
     return (out, lse) if wants_lse else out
 
@@ -512,7 +519,12 @@ def get_scheduler_metadata(
     lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls that do not give their own. A call
     that contradicts the arguments raises an error.
     """
-    read_options("get_scheduler_metadata", {"attention_chunk": attention_chunk, "sm_margin": sm_margin})
+    read_options("get_scheduler_metadata", {"sm_margin": sm_margin})
+    if not is_neutral(attention_chunk, (0, None)):
+        raise UnsupportedError(
+            f"attention_chunk = {short(attention_chunk)}: calls with chunks plan their own work, leave "
+            "scheduler_metadata out"
+        )
     division = division_of(num_splits, pack_gqa)
     lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     lengths.update(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad)

@@ -5,9 +5,9 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa", dtype="bfloat16")
 
 Causal, bidirectional and sliding-window attention, grouped heads, soft caps and sinks, padded batches and
-packed sequences, on CPUs and GPUs, with gradients. What the model's mask says is computed, whatever its
-layers say; where it makes none, `is_causal` of a layer decides, as in torch's own attention. Masks of any
-other form, dropout, attention weights, and models that compute attention in their own code (Bloom, MPNet,
+packed sequences, masks of any other form (chunks, image spans, 4-D masks) and position biases, on CPUs and
+GPUs, with gradients. What the model's mask says is computed, whatever its
+layers say; where it makes none, `is_causal` of a layer decides, as in torch's own attention. Dropout, attention weights, and models that compute attention in their own code (Bloom, MPNet,
 RoFormer, ...) or support only their own raise an error.
 """
 
@@ -18,13 +18,21 @@ import torch
 from . import interface
 from ._core import UnsupportedError
 from ._torch_padding import Padding, packed_attention, padded_attention
-from ._transformers_masks import FAR, Mask, band_of, made_mask, told_by_positions
+from ._transformers_masks import (
+    FAR,
+    Mask,
+    ProgramMask,
+    band_of,
+    made_mask,
+    program_mask,
+    told_by_positions,
+)
 from ._transformers_models import check_model, check_when_made
 
 NAME = "fa"
 
 # Arguments of models that change scores, and that are not computed.
-_REFUSED = ("position_bias", "head_mask", "alibi", "score_mod", "block_table", "k_cache", "v_cache", "cache")
+_REFUSED = ("head_mask", "alibi", "score_mod", "block_table", "k_cache", "v_cache", "cache")
 _REFUSED += ("indices", "block_indices", "sinks")
 
 
@@ -54,15 +62,21 @@ def mask(
     if isinstance(attention_mask, Mask):
         # `generate` makes masks that models pass here again.
         return attention_mask
-    band = band_of(mask_function)
-    if band.segments is not None and others.get("use_vmap") and (band.segments.diff(dim=1) < 0).any():
-        # Of the caller's own.
-        raise UnsupportedError("sequences of packed rows whose numbers do not ascend: number them in order")
     device = others.get("device")
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
+    device = torch.device(device)
     lengths = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    return made_mask(band, *lengths, attention_mask, torch.device(device))
+    try:
+        band = band_of(mask_function)
+        if band.chunk is not None and kv_offset + kv_length > band.chunk:
+            raise UnsupportedError("chunks")
+    except UnsupportedError:
+        return program_mask(mask_function, *lengths, attention_mask, device)
+    if band.segments is not None and others.get("use_vmap") and (band.segments.diff(dim=1) < 0).any():
+        # Of the caller's own.
+        raise UnsupportedError("sequences of packed rows whose numbers do not ascend: number them in order")
+    return made_mask(band, *lengths, attention_mask, device)
 
 
 def attention(
@@ -98,6 +112,11 @@ def attention(
             raise UnsupportedError(f"{name}: not computed; use attn_implementation='eager' for this model")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     rows, keys = q.shape[1], k.shape[1]
+    bias = others.get("position_bias")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
+        # A mask of the caller's says all, as for torch's own attention.
+        own = dict(softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux, bias=bias)
+        return interface.flash_attn_func(q, k, v, mask=attention_mask[..., :keys], **own), None
     made = attention_mask
     if made is None or not isinstance(made, Mask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -114,6 +133,11 @@ def attention(
     options = dict(
         softmax_scale=scaling, causal=made.causal, window_size=made.window, softcap=softcap or 0.0
     )
+    if bias is not None or isinstance(made, ProgramMask):
+        if cu_seq_lens_q is not None:
+            raise UnsupportedError("cu_seq_lens_q with a bias or a mask of one's own: leave it out")
+        _check_batch(module, made, q)
+        return interface.flash_attn_func(q, k, v, sinks=s_aux, bias=bias, **_dense(made, options)), None
     if cu_seq_lens_q is not None:
         # Of a mask that a graph reads it is not known whether it has any.
         if made.padding is not None and isinstance(made.padding.holes, bool):
@@ -133,6 +157,25 @@ def attention(
         _check_batch(module, made, q)
         return interface.flash_attn_varlen_func(q, k, v, seqused_k=made.used, sinks=s_aux, **options), None
     return interface.flash_attn_func(q, k, v, sinks=s_aux, **options), None
+
+
+def _dense(made, options):
+    """The options of a call in which rows and keys keep their places, as a bias counts them."""
+    if isinstance(made, ProgramMask):
+        seen = made.padding_of_keys
+        own = dict(mask_mod=made.program, mask=None if seen is None else seen[:, None, None])
+        return {**options, **own, "causal": False, "window_size": (-1, -1)}
+    if isinstance(made.end, torch.Tensor) or made.segments is not None:
+        # Of one query as a rule, and of packed rows.
+        return {**options, "mask": made.tensor(), "causal": False, "window_size": (-1, -1)}
+    seen = None if made.padding is None else made.padding.keys
+    if made.used is not None:
+        seen = torch.arange(made.shape[3], device=made.device) < made.used[:, None]
+    return {
+        **options,
+        "mask": None if seen is None else seen[:, None, None],
+        "query_offset": made.end - made.shape[3],
+    }
 
 
 def _bound(longest, x):
@@ -170,8 +213,8 @@ def _padding(keys, made):
     """The padding of a mask that `mask` has not made: (batch, keys), False or 0 for padding."""
     if keys.dim() != 2 or keys.is_floating_point():
         raise UnsupportedError(
-            f"a mask of {keys.dtype} and the shape {tuple(keys.shape)}: computed are causal masks and "
-            "windows, with padding as (batch, keys); use attn_implementation='sdpa' for others"
+            f"a mask of {keys.dtype} and the shape {tuple(keys.shape)}: computed are masks as (batch, "
+            "keys) or with 4 axes; use attn_implementation='sdpa' for others"
         )
     rows, count = made.shape[2], keys.shape[1]
     if count > made.shape[3]:

@@ -4,6 +4,7 @@ use fa_attn::{Append, Division, Pass, Problem, QueryPositions, Rotary, RotaryPai
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::call_program::Programs;
 use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
 use crate::given::{Given, Options, bound, dtype_of, elsewhere, heads_and_dim, words};
@@ -111,7 +112,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, options, extras=None, stream=None, allocate=None,
-    plans=None, division=None
+    plans=None, division=None, programs=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward<'py>(
@@ -127,8 +128,9 @@ pub(crate) fn forward<'py>(
     allocate: Option<&Bound<'py, PyAny>>,
     plans: Option<&Bound<'py, PyDict>>,
     division: Option<(Option<usize>, Option<bool>)>,
+    programs: Option<Programs<'py>>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    let given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
     let problem = given.problem(&options)?;
     let out = View::of("out", out, stream)?;
     let lse = lse.map(|lse| View::of("softmax_lse", lse, stream)).transpose()?;
@@ -141,7 +143,7 @@ pub(crate) fn forward<'py>(
 
 /// Checks the arrays and options of a forward, without computing anything.
 #[pyfunction]
-#[pyo3(signature = (q, k, v, options, extras=None, stream=None))]
+#[pyo3(signature = (q, k, v, options, extras=None, stream=None, programs=None))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn check_forward<'py>(
     q: &Bound<'py, PyAny>,
@@ -150,16 +152,19 @@ pub(crate) fn check_forward<'py>(
     options: Options,
     extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
+    programs: Option<Programs<'py>>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    let given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
     let problem = given.problem(&options)?;
     problem.check().map_err(|error| raised(error.into()))
 }
 
-/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
+/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one. `gradients`:
+/// where those of the programs' arrays go, by name.
 #[pyfunction]
 #[pyo3(signature = (
-    dout, q, k, v, out, lse, dq, dk, dv, dsinks, options, extras=None, stream=None, allocate=None, dlse=None
+    dout, q, k, v, out, lse, dq, dk, dv, dsinks, options, extras=None, stream=None, allocate=None, dlse=None,
+    programs=None, gradients=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn backward<'py>(
@@ -179,8 +184,13 @@ pub(crate) fn backward<'py>(
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
     dlse: Option<&Bound<'py, PyAny>>,
+    programs: Option<Programs<'py>>,
+    gradients: Option<Vec<(String, Bound<'py, PyAny>)>>,
 ) -> PyResult<()> {
-    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
+    if let (Some(program), Some(gradients)) = (&mut given.program, gradients) {
+        program.want(gradients, stream)?;
+    }
     given.beside.extras.dlse = dlse.map(|dlse| words("dlse", dlse, stream, dlpack::Type::F32)).transpose()?;
     let problem = given.problem(&options)?;
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
@@ -209,7 +219,7 @@ pub(crate) fn backward<'py>(
 /// What `forward` (or the backward) of these arrays runs: the engine's report as JSON. Nothing is computed.
 #[pyfunction]
 #[pyo3(signature = (
-    q, k, v, options, extras=None, backward=false, division=None
+    q, k, v, options, extras=None, backward=false, division=None, programs=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn report<'py>(
@@ -221,8 +231,9 @@ pub(crate) fn report<'py>(
     extras: Option<Bound<'py, PyTuple>>,
     backward: bool,
     division: Option<(Option<usize>, Option<bool>)>,
+    programs: Option<Programs<'py>>,
 ) -> PyResult<String> {
-    let given = Given::of([q, k, v], extras.as_ref(), None)?;
+    let given = Given::of([q, k, v], extras.as_ref(), None)?.with_programs(programs, None)?;
     let problem = given.problem(&options)?;
     let pass = if backward { Pass::Backward { deterministic: options.deterministic } } else { Pass::Forward };
     let (splits, pack_gqa) = division.unwrap_or_default();

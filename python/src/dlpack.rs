@@ -272,6 +272,11 @@ impl<'py> View<'py> {
         self.shape().iter().fold(1, |product: usize, &len| product.saturating_mul(len))
     }
 
+    /// Whether elements are of DLPack's type `code` in `bits` bits.
+    pub(crate) fn is_of(&self, code: u8, bits: u8) -> bool {
+        self.code == (code, bits)
+    }
+
     /// Bytes of an element, 1 at least.
     pub(crate) fn element_bytes(&self) -> u8 {
         self.code.1.div_ceil(8).max(1)

@@ -6,6 +6,7 @@ use fa_core::{Extra, Extras};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::call_program::{CallProgram, Programs};
 use crate::dlpack::{Place, Type, View};
 use crate::error::{InputError, UnsupportedError};
 
@@ -121,6 +122,8 @@ pub(crate) struct Given<'py> {
     pub k: View<'py>,
     pub v: View<'py>,
     pub beside: Beside<'py>,
+    /// The call's own mask and change of scores.
+    pub program: Option<CallProgram<'py>>,
     pub dtype: Dtype,
 }
 
@@ -159,7 +162,7 @@ impl<'py> Given<'py> {
     /// # Errors As [`Given::of`].
     pub(crate) fn of_views([q, k, v]: [View<'py>; 3], beside: Beside<'py>) -> PyResult<Given<'py>> {
         let dtype = dtype_of("q", &q)?;
-        let given = Given { q, k, v, beside, dtype };
+        let given = Given { q, k, v, beside, program: None, dtype };
         for (name, view) in [("k", &given.k), ("v", &given.v)] {
             let other = dtype_of(name, view)?;
             if other != dtype {
@@ -178,6 +181,20 @@ impl<'py> Given<'py> {
         Ok(given)
     }
 
+    /// The same with programs.
+    ///
+    /// # Errors
+    /// As [`CallProgram::of`], and arrays that lie elsewhere.
+    pub(crate) fn with_programs(
+        self,
+        programs: Option<Programs<'py>>,
+        stream: Option<u64>,
+    ) -> PyResult<Given<'py>> {
+        let program = programs.map(|programs| CallProgram::of(programs, stream)).transpose()?.flatten();
+        program.as_ref().map_or(Ok(()), |program| program.check_place(self.place()))?;
+        Ok(Given { program, ..self })
+    }
+
     pub(crate) fn place(&self) -> Place {
         self.q.place
     }
@@ -187,7 +204,7 @@ impl<'py> Given<'py> {
     /// # Errors
     /// Shapes that contradict each other.
     pub(crate) fn problem(&self, options: &Options) -> PyResult<Problem> {
-        let Given { q, k, v, beside, dtype } = self;
+        let Given { q, k, v, beside, dtype, program } = self;
         let mut batch = Batch::default();
         let (side_q, side_k) = (self.queries(&mut batch)?, self.keys(&mut batch)?);
         let rows = k.shape().len();
@@ -220,7 +237,11 @@ impl<'py> Given<'py> {
         .with_mask(options.mask())
         .with_softmax_scale(options.scale)
         .with_score(
-            ScoreMod::NONE.with_softcap(softcap).with_alibi(alibi).with_sinks(extras.sinks.is_some()),
+            ScoreMod::NONE
+                .with_softcap(softcap)
+                .with_alibi(alibi)
+                .with_sinks(extras.sinks.is_some())
+                .with_program(program.as_ref().map(|own| own.program)),
         );
         for extra in arguments() {
             if let (Some(Value::F32(view)), Some(axes)) = (extras.get(extra), extra.axes_of(&problem)) {

@@ -17,6 +17,7 @@ use fa_kernels::{
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::call_program::CallProgram;
 use crate::dlpack::View;
 use crate::error::{DeviceError, InputError, raised};
 use crate::given::Given;
@@ -192,9 +193,10 @@ impl Device {
         let place = given.place();
         let Caller { stream: handle, allocate, plans } = from;
         let stream = self.stream(handle);
-        let Given { q, k, v, beside, .. } = given;
+        let Given { q, k, v, beside, program, .. } = given;
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
         let mut extras = extras(beside);
+        extras.program = program.as_ref().map(CallProgram::raw);
         match (&entry.kernel, to) {
             (Kernel::Forward(forward), Written::Forward { out, lse }) => {
                 let workspace = self.workspace(forward.workspace_bytes(), &stream, from)?;

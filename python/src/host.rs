@@ -11,6 +11,7 @@ use fa_core::Strides;
 use fa_cpu::{TensorMut, TensorRef};
 use pyo3::prelude::*;
 
+use crate::call_program::CallProgram;
 use crate::dlpack::{Type, View};
 use crate::error::{InputError, raised};
 use crate::given::{Beside, Given};
@@ -71,9 +72,10 @@ fn run_in<T: fa_attn::Element>(
     call: &fa_attn::Call,
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
-    let Given { q, k, v, beside, .. } = given;
+    let Given { q, k, v, beside, program, .. } = given;
     let (q, k, v) = (tensor::<T>("q", q)?, tensor("k", k)?, tensor("v", v)?);
     let extras = extras(beside);
+    let inputs = program.as_ref().map(CallProgram::inputs).transpose()?;
     match to {
         Written::Forward { out, lse } => {
             let tensors = ForwardTensors {
@@ -83,11 +85,13 @@ fn run_in<T: fa_attn::Element>(
                 out: tensor_mut("out", out)?,
                 lse: floats_mut("softmax_lse", lse.ok_or_else(no_lse)?)?,
                 extras,
-                program: None,
+                program: inputs.as_ref(),
             };
             threads::detached(py, || call.run(tensors))?.map_err(raised)
         }
         Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }) => {
+            let own = program.as_ref().filter(|own| own.wants_gradients());
+            let mut darrays = Vec::new();
             let tensors = BackwardTensors {
                 q,
                 k,
@@ -99,11 +103,12 @@ fn run_in<T: fa_attn::Element>(
                 dk: tensor_mut("dk", dk)?,
                 dv: tensor_mut("dv", dv)?,
                 dsinks: dsinks.map(|dsinks| floats_mut("dsinks", dsinks)).transpose()?,
-                darrays: None,
+                darrays: own.is_some().then_some(&mut darrays),
                 extras,
-                program: None,
+                program: inputs.as_ref(),
             };
-            threads::detached(py, || call.run(tensors))?.map_err(raised)
+            threads::detached(py, || call.run(tensors))?.map_err(raised)?;
+            own.map_or(Ok(()), |own| own.write_gradients(&darrays))
         }
     }
 }

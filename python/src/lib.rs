@@ -7,11 +7,13 @@
 //! - `overlap`: whether two arrays have elements in common.
 //! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
 //! - `calls`, `merging`, `planning`, `programs`: the functions of the module.
+//! - `call_program`: a call's own mask and change of scores.
 //! - `doctor`: what works on this machine.
 //! - `xla`: calls from programs that XLA compiles.
 //! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
+mod call_program;
 mod calls;
 mod devices;
 mod dlpack;

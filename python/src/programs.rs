@@ -40,7 +40,7 @@ struct Scalar<'a> {
     positive: bool,
 }
 
-fn parsed(text: &str) -> PyResult<Program> {
+pub(crate) fn parsed(text: &str) -> PyResult<Program> {
     Program::parse(text).map_err(|error| InputError::new_err(error.to_string()))
 }
 

@@ -32,7 +32,7 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "pack_gqa is 2: it must be True or False", call, q, k, v, pack_gqa=2)
     refused(unsupported, "sm_margin = 8", call, q, k, v, sm_margin=8)
     refused(unsupported, "bfloat16", call, q, k, v, q_descale=np.ones(1))
-    refused(unsupported, "window_size", call, q, k, v, attention_chunk=128)
+    refused(wrong, "attention_chunk", call, q, k, v, attention_chunk=-1)
     refused(unsupported, "head dim", call, q, k, v, qv=q)
     refused(unsupported, "float16 and bfloat16", call, *(x.astype(np.float64) for x in (q, k, v)))
     refused(wrong, "of one type", call, q, k.astype(np.float16), v)
@@ -232,7 +232,11 @@ def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise
     used = np.array([4], np.int32)
     out = fa_attn.flash_attn_varlen_func(Q, Q, Q, seqused_k=used, causal=True, **others)
     assert np.array_equal(out, want)
-    for name in sorted(set(neutral) - {"learnable_sink", "min_seqlen_k", "pack_gqa"}):
+    for name in ("mask_mod", "score_mod"):
+        with pytest.raises(fa_attn.InputError, match=f"{name} is a function, a text or a Program, not 3"):
+            fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
+    computed = {"learnable_sink", "mask_mod", "min_seqlen_k", "pack_gqa", "score_mod"}
+    for name in sorted(set(neutral) - computed):
         with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
 

@@ -170,15 +170,15 @@ def test_one_graph_for_models(name):
     torch.compiler.reset()
 
 
-def test_more_rows_than_keys_and_masks_of_four_axes_raise():
+def test_more_rows_than_keys_and_masks_of_three_axes_raise():
     x, y = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 5, 16)
     module = torch.nn.Module()
     keys = torch.ones(2, 5, dtype=torch.bool)
     keys[1, 0] = False
     with pytest.raises(fa_attn.UnsupportedError, match="8 queries on 5 keys"):
         fa_attn.transformers.attention(module, x, y, y, keys, is_causal=True)
-    with pytest.raises(fa_attn.UnsupportedError, match=r"\(2, 1, 8, 8\).*attn_implementation='sdpa'"):
-        mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
+    with pytest.raises(fa_attn.UnsupportedError, match=r"\(2, 8, 8\).*attn_implementation='sdpa'"):
+        mask = torch.ones(2, 8, 8, dtype=torch.bool)
         fa_attn.transformers.attention(module, x, x, x, mask, is_causal=True)
     # One key that is padding is not all keys that are none.
     keys = torch.zeros(1, 1, dtype=torch.bool)
@@ -229,20 +229,11 @@ def test_windows_to_both_sides():
         assert ((eager - ours).abs() * keys[..., None]).max() < 1e-5
 
 
-def test_other_masks_and_options_raise():
-    from transformers import masking_utils
-
-    chunked = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(fa_attn.UnsupportedError, match="chunked_overlay"):
-        fa_attn.transformers.mask(1, 16, 16, mask_function=chunked)
-    blocks = masking_utils.blockwise_overlay(torch.zeros(1, 16, dtype=torch.int64))
-    either = masking_utils.or_masks(masking_utils.causal_mask_function, blocks)
-    with pytest.raises(fa_attn.UnsupportedError, match="or_mask"):
-        fa_attn.transformers.mask(1, 16, 16, mask_function=either)
+def test_dropout_and_biases_of_other_shapes_raise():
     x = torch.randn(1, 2, 8, 16)
     with pytest.raises(fa_attn.UnsupportedError, match="dropout"):
         fa_attn.transformers.attention(None, x, x, x, None, dropout=0.1)
-    with pytest.raises(fa_attn.UnsupportedError, match="position_bias"):
+    with pytest.raises(fa_attn.InputError, match="16 along keys where the call has 8"):
         fa_attn.transformers.attention(None, x, x, x, None, position_bias=x)
 
 

@@ -71,25 +71,43 @@ def test_mask_functions_are_read(name):
     assert (band.left, band.right) == (left, right)
 
 
-def test_other_mask_functions_are_refused():
-    blocks = torch.zeros(1, 16, dtype=torch.int64)
-    table = torch.zeros(16, 16, dtype=torch.bool)
-    cases = (
-        made.or_masks(made.causal_mask_function, made.blockwise_overlay(blocks)),
-        made.or_masks(made.sliding_window_bidirectional_overlay(1), own_window(0, 0)),
-        made.packed_sequence_mask_function(blocks),
-        lambda batch, head, q, k: table[q, k],
-        lambda batch, head, q, k: (q - k) % 2 == 0,
-        lambda batch, head, q, k: q >= 3,
-    )
-    refused = 0
-    for function in cases:
-        try:
-            fa_attn.transformers.mask(1, 16, 16, mask_function=function)
-        except fa_attn.UnsupportedError as error:
-            refused += "use attn_implementation='sdpa'" in str(error)
-    # The union with nothing and one row of equal numbers are computed.
-    assert refused == len(cases) - 2
+OTHERS = {
+    "image spans": made.or_masks(
+        made.causal_mask_function, made.blockwise_overlay(torch.tensor([[-1] * 3 + [0] * 6 + [-1] * 4 + [1] * 3] * 2))
+    ),
+    "a gap": made.or_masks(made.sliding_window_bidirectional_overlay(1), own_window(3, 0)),
+    "packed rows": made.packed_sequence_mask_function(torch.tensor([[0] * 7 + [1] * 9] * 2)),
+    "chunks": made.chunked_causal_mask_function(5, torch.tensor([2, 0])),
+    "a table": lambda batch, head, q, k: TABLE[q, k],
+    "every other key": lambda batch, head, q, k: (q - k) % 2 == 0,
+    "rows without keys": lambda batch, head, q, k: q >= 3,
+}
+TABLE = torch.arange(256).reshape(16, 16) % 3 != 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_other_mask_functions_are_programs(name, padded):
+    """As sdpa's tensor, which they become in a model's own code, and by position biases beside them."""
+    keys = torch.ones(2, 16, dtype=torch.bool)
+    keys[1, :4] = not padded
+    options = dict(batch_size=2, q_length=12, kv_length=16, q_offset=4, attention_mask=keys, mask_function=OTHERS[name])
+    if name == "packed rows":
+        options.update(q_length=16, q_offset=0, attention_mask=None)
+    want = made.sdpa_mask(**options, allow_is_causal_skip=False).expand(2, -1, -1, -1)
+    mask = fa_attn.transformers.mask(**options)
+    assert torch.equal(mask.tensor(), want)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (want.shape[2], 16, 16))
+    for bias in (None, torch.randn(1, 2, want.shape[2], 16)):
+        for given in (mask, want, torch.where(want, 0.0, float("-inf"))):
+            out = fa_attn.transformers.attention(torch.nn.Module(), q, k, v, given, position_bias=bias)[0]
+            scores = q @ k.mT / 4 + (0.0 if bias is None else bias)
+            expected = scores.masked_fill(~want, float("-inf")).softmax(-1).nan_to_num(0.0) @ v
+            torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-5, rtol=1e-4)
+
+
+def test_masks_that_hide_a_query_s_own_key_are_refused():
     x = torch.randn(1, 2, 16, 16)
     for function in (lambda batch, head, q, k: k < q, made.sliding_window_causal_mask_function(0)):
         mask = fa_attn.transformers.mask(1, 16, 16, mask_function=function)
@@ -153,8 +171,8 @@ def test_a_mask_in_a_model_s_own_code():
     ):
         assert torch.equal(one, other)
     x = torch.randn(2, 2, 4, 16)
-    with pytest.raises(fa_attn.UnsupportedError, match=r"torch.bool and the shape \(2, 1, 4, 4\)"):
-        fa_attn.transformers.attention(None, x, x, x, mask & want)
+    same = [fa_attn.transformers.attention(None, x, x, x, given)[0] for given in (mask, mask & want)]
+    torch.testing.assert_close(same[0] * keys[..., None, None], same[1] * keys[..., None, None])
     wider = torch.randn(2, 2, 6, 16)
     with pytest.raises(fa_attn.UnsupportedError, match="Module: a layer of 4 queries and 6 keys"):
         fa_attn.transformers.attention(torch.nn.Module(), x, wider, wider, mask)

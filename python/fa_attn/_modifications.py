@@ -1,0 +1,179 @@
+"""A call's own mask and change of scores: biases, masks and programs of the caller's as the texts, arrays and
+scalars that the extension module takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+from ._checks import count
+from ._core import InputError, InputTypeError
+from ._faces import face_of
+from ._options import MODIFICATIONS
+from ._programs import Program
+
+
+class Modifications(NamedTuple):
+    """Programs in the order in which they change scores, and what they read by name."""
+
+    texts: Tuple[str, ...] = ()
+    names: Tuple[str, ...] = ()
+    arrays: Tuple[Any, ...] = ()
+    scalars: Tuple[Tuple[str, float], ...] = ()
+
+    def joined(self, other: Modifications) -> Modifications:
+        """These, then the other."""
+        arrays = dict(zip(self.names, self.arrays))
+        for name, array in zip(other.names, other.arrays):
+            if arrays.setdefault(name, array) is not array:
+                raise InputError(f"two programs of a call read other arrays of the name {name}: rename one")
+        scalars = dict(self.scalars)
+        for name, value in other.scalars:
+            if scalars.setdefault(name, value) != value:
+                raise InputError(f"two programs of a call read other scalars of the name {name}: rename one")
+        texts = (*self.texts, *other.texts)
+        return Modifications(texts, tuple(arrays), tuple(arrays.values()), tuple(scalars.items()))
+
+    def with_arrays(self, arrays) -> Modifications:
+        return self._replace(arrays=tuple(arrays))
+
+    @property
+    def programs(self):
+        """As the extension module takes them."""
+        return list(self.texts), list(zip(self.names, self.arrays)), list(self.scalars)
+
+
+class Extents(NamedTuple):
+    """What a bias or a mask is indexed by: sequences, query heads, and the most queries and keys of one."""
+
+    batch: int
+    heads: int
+    rows: int
+    keys: int
+
+
+def extents_of(q, k, extras=None) -> Extents:
+    """Those of a call's arrays."""
+    heads = q.shape[-2]
+    starts_q, starts_k, table = (None,) * 3
+    if extras is not None:
+        starts_q, starts_k, table = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.page_table
+    batch = q.shape[0] if starts_q is None else starts_q.shape[0] - 1
+    rows = q.shape[1] if starts_q is None else min(extras.max_seqlen_q, q.shape[0])
+    if table is not None:
+        keys = table.shape[1] * k.shape[1]
+    else:
+        keys = k.shape[1] if starts_k is None else min(extras.max_seqlen_k, k.shape[0])
+    return Extents(batch, heads, rows, keys)
+
+
+# The types that a bias may have, by the names of libraries.
+_FLOATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_AXES = ("batch", "heads", "queries", "keys")
+
+
+def type_name(array: Any) -> str:
+    return str(array.dtype).rsplit(".", 1)[-1]
+
+
+def broadcast(name: str, array: Any, extents: Optional[Extents]) -> Any:
+    """The array with four axes, checked to be broadcast to the extents."""
+    shape = tuple(getattr(array, "shape", ()))
+    if not hasattr(array, "dtype"):
+        raise InputTypeError(f"{name} is {type(array).__name__}: it must be an array")
+    if len(shape) > 4:
+        raise InputError(f"{name} has the shape {shape}: it must be broadcast to (batch, heads, queries, keys)")
+    shape = (1,) * (4 - len(shape)) + shape
+    if extents is not None:
+        for axis, have, need in zip(_AXES, shape, extents):
+            if have != 1 and have != need:
+                raise InputError(
+                    f"{name} has {have} along {axis} where the call has {need}: it must be broadcast to "
+                    f"{tuple(extents)}"
+                )
+    return array.reshape(shape) if len(array.shape) < 4 else array
+
+
+def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h, q, k") -> Modifications:
+    """An array that is added to the scores."""
+    array = broadcast(name, array, extents)
+    array = face_of(array).narrow(array)
+    if type_name(array) == "float64":
+        array = face_of(array).floats32(array)
+    element = _FLOATS.get(type_name(array))
+    if element is None:
+        raise InputTypeError(
+            f"{name} holds {type_name(array)}: it is added to scores, and must be float32, float16 or bfloat16"
+        )
+    gradient = " grad" if getattr(array, "requires_grad", False) else ""
+    own = f"fa_{name}"
+    text = f"array {own}: {element}[_, _, _, _]{gradient};\nscore = s + {own}[{at}];"
+    return Modifications((text,), (own,), (array,))
+
+
+def masking(name: str, array: Any, extents: Optional[Extents]) -> Modifications:
+    """An array that hides keys: where it is False, or by the number that is added to the score."""
+    if not hasattr(array, "dtype") or type_name(array) != "bool":
+        return additive(name, array, extents)
+    face = face_of(array)
+    bits = face.packed_bits(broadcast(name, array, extents))
+    own = f"fa_{name}_bits"
+    text = f"array {own}: bits[_, _, _, _];\nmask = {own}[b, h, q, k];"
+    return Modifications((text,), (own,), (bits,))
+
+
+def chunked(chunk: int) -> Modifications:
+    """Llama 4's and FlashAttention-3's chunks: aligned at the end of the keys."""
+    text = "scalar fa_chunk: i32;\nmask = (q + off) // fa_chunk == k // fa_chunk;"
+    return Modifications((text,), (), (), (("fa_chunk", chunk),))
+
+
+def of_program(program: Program) -> Modifications:
+    for name, array in program.arrays.items():
+        if getattr(array, "requires_grad", False) and name not in program.gradients:
+            raise InputError(f"the array {name} requires a gradient: declare it with `grad`, or detach it")
+    return Modifications(
+        (program.text,), tuple(program.arrays), tuple(program.arrays.values()), tuple(program.scalars.items())
+    )
+
+
+def modifications(
+    q,
+    extents,
+    *,
+    score_mod=None,
+    mask_mod=None,
+    bias=None,
+    mask=None,
+    attention_chunk=None,
+) -> Optional[Modifications]:
+    """What a call's options make of its scores; None where they change nothing."""
+    parts = []
+    if bias is not None:
+        if hasattr(bias, "dtype") and type_name(bias) == "bool":
+            raise InputTypeError("bias holds bool: what is True where a key is seen is a mask")
+        parts.append(additive("bias", bias, extents))
+    if mask is not None:
+        parts.append(masking("mask", mask, extents))
+    if attention_chunk is not None:
+        chunk = count("attention_chunk", attention_chunk)
+        if chunk:
+            parts.append(chunked(chunk))
+    device = getattr(q, "device", None)
+    if mask_mod is not None:
+        parts.append(of_program(Program.of_mask(mask_mod, device)))
+    if score_mod is not None:
+        parts.append(of_program(Program.of_score(score_mod, device)))
+    if not parts:
+        return None
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.joined(part)
+    return whole
+
+
+def asked(q: Any, extents: Any, options: Any) -> Optional[Modifications]:
+    """Those of a function's keyword arguments, where `extents()` says what biases and masks are indexed by."""
+    if not options:
+        return None
+    given = {name: options[name] for name in MODIFICATIONS if options.get(name) is not None}
+    return modifications(q, extents(), **given) if given else None

@@ -1,0 +1,258 @@
+"""The operators `fa_attn::forward_program` and `fa_attn::backward_program`: attention with programs of the
+caller's, which are texts, with lists of the arrays and scalars that they read. All such calls go by them."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from ._core import InputError, UnsupportedError
+from ._modifications import Modifications
+from ._options import NO_EXTRAS, TENSORS, Extras, division_of
+from ._torch_flops import count_operations
+from ._torch_memory import (
+    FLOAT,
+    check_tensor,
+    detached,
+    is_transforming,
+    lse_shape,
+    new_gradients,
+    out_shape,
+    rows_of,
+)
+from ._torch_passes import run_backward, run_forward
+from ._torch_schemas import EXTRAS, OPTIONS, extras_of, flat, options_of, schema, tensors
+
+# The most arrays and scalars of a program.
+_MOST = 8
+_SEPARATOR = "\x1e"
+_ARRAYS = [f"array_{at}" for at in range(_MOST)]
+_SCALARS = [f"scalar_{at}" for at in range(_MOST)]
+_PROGRAM = ", ".join(
+    [
+        *(f"Tensor? {name}" for name in _ARRAYS),
+        *(f"float {name}" for name in _SCALARS),
+        "str texts, str names, str scalar_names",
+    ]
+)
+_PROGRAM_ARGUMENTS = 2 * _MOST + 3
+
+
+def _flat(mods, arrays):
+    """Programs as an operator's arguments."""
+    names, values = zip(*mods.scalars) if mods.scalars else ((), ())
+    for what, count in (("arrays", len(arrays)), ("scalars", len(values))):
+        if count > _MOST:
+            raise InputError(f"the programs of a call read {count} {what}: at most {_MOST} can be read")
+    arrays = (*arrays, *(None,) * (_MOST - len(arrays)))
+    values = (*map(float, values), *(0.0,) * (_MOST - len(values)))
+    return (*arrays, *values, _SEPARATOR.join(mods.texts), ",".join(mods.names), ",".join(names))
+
+
+def _names(text):
+    return text.split(",") if text else []
+
+
+def _programs(program):
+    """An operator's arguments as the extension module takes them."""
+    arrays, values = program[:_MOST], program[_MOST : 2 * _MOST]
+    texts, names, scalar_names = program[2 * _MOST :]
+    arrays = [(name, x.detach().resolve_neg()) for name, x in zip(_names(names), arrays)]
+    return texts.split(_SEPARATOR), arrays, list(zip(_names(scalar_names), values))
+
+
+def _parted(arguments):
+    """(program, extras, other arguments) from an operator's arguments behind its first tensors."""
+    extras, others = extras_of(arguments[_PROGRAM_ARGUMENTS:])
+    return arguments[:_PROGRAM_ARGUMENTS], extras, others
+
+
+def _read(extras):
+    return None if all(x is None for x in extras[:-2]) else detached(extras)
+
+
+def _forward(q, k, v, *arguments):
+    program, extras, arguments = _parted(arguments)
+    options, parts = options_of(arguments)
+    q, k, v = (rows_of(x.detach()) for x in (q, k, v))
+    # Torch leaves out arguments that have their defaults.
+    division = division_of(*parts, *(0, None)[len(parts) :])
+    return run_forward(
+        q, k, v, options, _read(extras), division=division, programs=_programs(program)
+    )
+
+
+_forward_operator = torch.library.custom_op(
+    "fa_attn::forward_program",
+    _forward,
+    mutates_args=(),
+    schema=schema(
+        tensors("q", "k", "v"),
+        _PROGRAM,
+        EXTRAS,
+        OPTIONS,
+        "SymInt num_splits=0",
+        "bool? pack_gqa=None",
+        results=2,
+    ),
+)
+
+
+@_forward_operator.register_fake
+def _(q, k, v, *arguments):
+    return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=FLOAT)
+
+
+def _room(arrays, wants, like):
+    """Where the gradients of arrays go, without elements for those that want none."""
+    shapes = [x.shape if wanted else (0,) for x, wanted in zip(arrays, wants)]
+    shapes += [(0,)] * (_MOST - len(shapes))
+    return [like.new_empty(shape, dtype=FLOAT) for shape in shapes]
+
+
+def _backward(dout, q, k, v, out, lse, dlse, wants, *arguments):
+    program, extras, arguments = _parted(arguments)
+    dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    q, k, v, extras = rows_of(q), rows_of(k), rows_of(v), _read(extras)
+    grads = new_gradients(q, k, v, extras)
+    programs = _programs(program)
+    made = _room([x for _, x in programs[1]], wants, q)
+    own = [(name, x) for (name, _), x, wanted in zip(programs[1], made, wants) if wanted]
+    options = options_of(arguments)[0]
+    arrays = (dout, q, k, v, out, lse, grads)
+    dsinks = run_backward(*arrays, options, extras, dlse, programs=programs, gradients=own)
+    return (*grads, q.new_empty((0,), dtype=FLOAT) if dsinks is None else dsinks, *made)
+
+
+_backward_operator = torch.library.custom_op(
+    "fa_attn::backward_program",
+    _backward,
+    mutates_args=(),
+    schema=schema(
+        tensors("dout", "q", "k", "v", "out", "lse", "dlse?"),
+        "bool[] wants",
+        _PROGRAM,
+        EXTRAS,
+        OPTIONS,
+        results=4 + _MOST,
+    ),
+)
+
+
+@_backward_operator.register_fake
+def _(dout, q, k, v, out, lse, dlse, wants, *arguments):
+    program, extras, _ = _parted(arguments)
+    dsinks = q.new_empty(q.shape[-2:-1] if extras.sinks is not None else (0,), dtype=FLOAT)
+    arrays = [x for x in program[:_MOST] if x is not None]
+    made = _room(arrays, wants, q)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, *made
+
+
+_ARGUMENTS = len(_forward_operator._opoverload._schema.arguments)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, *others = inputs
+    program, extras, options = _parted(others)
+    ctx.is_paged, ctx.bounds = extras.page_table is not None, extras[-2:]
+    ctx.options, ctx.program = flat(options_of(options)[0]), program[_MOST:]
+    arrays = program[:_MOST]
+    ctx.wants = [x.requires_grad for x in arrays if x is not None]
+    ctx.save_for_backward(q, k, v, *output, *extras._replace(page_table=None)[:-2], *arrays)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, dlse):
+    if ctx.is_paged:
+        raise UnsupportedError("keys in pages have no gradients: pack or pad them")
+    if dout is None and dlse is None:
+        return (None,) * _ARGUMENTS
+    q, k, v, out, lse, *others = ctx.saved_tensors
+    extras, arrays = others[: len(TENSORS)], others[len(TENSORS) :]
+    dout = torch.zeros_like(out) if dout is None else dout
+    program = (*arrays, *ctx.program)
+    dq, dk, dv, dsinks, *made = torch.ops.fa_attn.backward_program(
+        dout, q, k, v, out, lse, dlse, ctx.wants, *program, *extras, *ctx.bounds, *ctx.options
+    )
+    darrays = [None] * _MOST
+    for at, (x, wanted) in enumerate(zip(arrays, ctx.wants)):
+        if wanted:
+            darrays[at] = made[at].to(x.dtype)
+    has_sinks = extras[TENSORS.index("sinks")] is not None
+    of_extras = Extras(sinks=dsinks if has_sinks else None, max_seqlen_q=None, max_seqlen_k=None)
+    of_program = (*darrays, *(None,) * len(ctx.program))
+    none = (None,) * (_ARGUMENTS - 3 - len(of_program) - len(of_extras))
+    return (dq, dk, dv, *of_program, *of_extras, *none)
+
+
+_forward_operator.register_autograd(_differentiate, setup_context=_setup)
+
+
+def attention_with(mods: Modifications, q, k, v, options, extras, division=None):
+    """(out, lse) of a call with programs, with gradients for the arrays that they read."""
+    if is_transforming() or forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            "a mask or a change of scores of one's own within torch.func or forward-mode derivatives: call it "
+            "outside, gradients are by backward() and torch.autograd.grad"
+        )
+    arrays = []
+    for name, x in zip(("k", "v", *mods.names), (k, v, *mods.arrays)):
+        if not isinstance(x, torch.Tensor):
+            # Of numpy, as functions close over them.
+            x = torch.from_numpy(x).to(q.device)
+        check_tensor(name, x)
+        if hasattr(x, "placements"):
+            raise UnsupportedError(
+                f"{name} is a DTensor beside a mask or a change of scores of one's own: call it on local tensors"
+            )
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device} and q on {q.device}: move it there")
+        arrays.append(_as_read(x))
+    extras = NO_EXTRAS if extras is None else extras
+    if extras.sinks is not None and extras.sinks.dtype != FLOAT:
+        extras = extras._replace(sinks=extras.sinks.to(FLOAT))
+    splits, packs = division or (None, None)
+    return torch.ops.fa_attn.forward_program(
+        q,
+        k,
+        v,
+        *_flat(mods, arrays[2:]),
+        *extras,
+        *flat(options),
+        0 if splits is None else splits,
+        packs,
+    )
+
+
+_READ = {torch.float64: torch.float32, torch.int64: torch.int32, torch.int16: torch.int32, torch.int8: torch.int32}
+
+
+def _as_read(x):
+    """An array in a type that programs read: as tracing declares those that they do not."""
+    kind = _READ.get(x.dtype)
+    return x if kind is None else x.to(kind)
+
+
+def narrow(x):
+    """The array with an axis of 1 where it is expanded, which is summed in one go for its gradient."""
+    if torch.compiler.is_compiling() or 0 not in x.stride():
+        return x
+    if x.requires_grad and type(x.grad_fn).__name__ != "ExpandBackward0":
+        return x
+    for axis, (size, stride) in enumerate(zip(x.shape, x.stride())):
+        if stride == 0 and size > 1:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
+def packed_bits(mask):
+    """A mask's bits along the last axis, in words of 32, the lowest first."""
+    if mask.shape[-1] == 1:
+        return torch.where(mask, -1, 0).to(torch.int32)
+    mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    eights = mask.reshape(*mask.shape[:-1], -1, 8)
+    return (eights * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+count_operations()

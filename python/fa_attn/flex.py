@@ -1,0 +1,401 @@
+"""The functions of torch.nn.attention.flex_attention, with its signatures, layouts and rules: tensors are
+(batch, heads, seqlen, head_dim), and masks and scores see raw indices, which nothing aligns.
+
+A mask is a program, in which kernels find their empty tiles by themselves: `create_block_mask` evaluates nothing
+and takes no memory. Torch's own BlockMask is taken as well, with the blocks that it lists.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_, or_
+from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
+
+import torch
+
+from ._checks import count, flag, number
+from ._core import InputError, InputTypeError, UnsupportedError
+from ._modifications import Extents, Modifications, modifications, of_program
+from ._options import call_options
+from ._programs import Program
+from .torch import attention
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+    "scaled_dot_product_attention",
+    "triangle_attention",
+]
+
+
+class AuxRequest(NamedTuple):
+    """What a call is asked for besides out, as torch's."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """What a call gives besides out, as torch's."""
+
+    lse: Optional[torch.Tensor] = None
+    max_scores: Optional[torch.Tensor] = None
+
+
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Every query sees every key."""
+    return kv_idx >= 0
+
+
+def and_masks(*masks: Callable[..., Any]) -> Callable[..., Any]:
+    """The keys that all of these show."""
+    return _combined(and_, masks, noop_mask)
+
+
+def or_masks(*masks: Callable[..., Any]) -> Callable[..., Any]:
+    """The keys that one of these shows."""
+    return _combined(or_, masks, lambda b, h, q_idx, kv_idx: kv_idx < 0)
+
+
+def _combined(operation, masks, neutral):
+    def mask(b, h, q_idx, kv_idx):
+        seen = [one(b, h, q_idx, kv_idx) for one in masks] or [neutral(b, h, q_idx, kv_idx)]
+        return reduce(operation, seen)
+
+    return mask
+
+
+class BlockMask:
+    """A mask for `flex_attention`: `mask_mod` over (B, H, *seq_lengths), B and H None for any.
+
+    `states`: of lists made elsewhere, 0 for a block without keys, 1 for one where mask_mod says, 2 for one with
+    all keys, uint8 (B or 1, H or 1, blocks of queries, blocks of keys).
+    """
+
+    def __init__(self, program, batch, heads, seq_lengths, block_size, mask_mod, states=None):
+        self.program, self.mask_mod, self.states = program, mask_mod, states
+        self.batch, self.heads = batch, heads
+        self.seq_lengths, self.BLOCK_SIZE = seq_lengths, block_size
+
+    @property
+    def shape(self) -> Tuple[int, ...]:
+        return (self.batch or 1, self.heads or 1, *self.seq_lengths)
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: torch.Tensor,
+        kv_indices: torch.Tensor,
+        full_kv_num_blocks: Optional[torch.Tensor] = None,
+        full_kv_indices: Optional[torch.Tensor] = None,
+        BLOCK_SIZE: Union[int, Tuple[int, int]] = 128,
+        mask_mod: Optional[Callable[..., Any]] = None,
+        seq_lengths: Optional[Tuple[int, int]] = None,
+        compute_q_blocks: bool = True,
+    ) -> BlockMask:
+        """The mask of lists: for each block of queries the blocks of keys in which `mask_mod` says what is seen,
+        and those of which all is."""
+        flag("compute_q_blocks", compute_q_blocks)
+        block = _block_size(BLOCK_SIZE)
+        if kv_indices.dim() < 2 or kv_num_blocks.shape != kv_indices.shape[:-1]:
+            raise InputError(
+                f"kv_indices has the shape {tuple(kv_indices.shape)} and kv_num_blocks "
+                f"{tuple(kv_num_blocks.shape)}: a list for each block of queries, and its length"
+            )
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            raise InputError("full_kv_num_blocks and full_kv_indices belong together: give both or neither")
+        states = _states(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        if seq_lengths is None:
+            seq_lengths = (states.shape[2] * block[0], states.shape[3] * block[1])
+        return cls._of_states(states, tuple(seq_lengths), block, mask_mod)
+
+    @classmethod
+    def _of_states(cls, states, seq_lengths, block, mask_mod):
+        covered = (states.shape[2] * block[0], states.shape[3] * block[1])
+        if covered[0] < seq_lengths[0] or covered[1] < seq_lengths[1]:
+            raise InputError(f"the lists have blocks for {covered} queries and keys, of {seq_lengths}")
+        program = _with_blocks(states, block, mask_mod)
+        return cls(program, states.shape[0], states.shape[1], seq_lengths, block, mask_mod, states)
+
+    def to(self, device: Any) -> BlockMask:
+        """The mask of arrays on another device."""
+        states = None if self.states is None else self.states.to(device)
+        program = self.program
+        arrays = {
+            name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in program.arrays.items()
+        }
+        moved = Program(program.text, arrays, program.scalars)
+        sizes = (self.batch, self.heads, self.seq_lengths, self.BLOCK_SIZE)
+        return BlockMask(moved, *sizes, self.mask_mod, states)
+
+    def __repr__(self):
+        return f"BlockMask(shape={self.shape}, {self.program.text!r})"
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: Optional[int],
+    H: Optional[int],
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: Union[int, Tuple[int, int]] = 128,
+    _compile: bool = False,
+) -> BlockMask:
+    """The mask of a function (b, h, q_idx, kv_idx), for `flex_attention`. The function is traced once; nothing
+    of size Q_LEN x KV_LEN is computed. `BLOCK_SIZE` has no effect: kernels have tiles of their own.
+
+    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1024, 1024)
+    """
+    flag("_compile", _compile)
+    lengths = (count("Q_LEN", Q_LEN), count("KV_LEN", KV_LEN))
+    B = None if B is None else count("B", B)
+    H = None if H is None else count("H", H)
+    program = Program.of_mask(mask_mod, device)
+    return BlockMask(program, B, H, lengths, _block_size(BLOCK_SIZE), mask_mod)
+
+
+def _block_size(size):
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or any(not isinstance(x, int) or x < 1 for x in pair):
+        raise InputError(f"BLOCK_SIZE is {size}: it must be a positive number, or two, of queries and of keys")
+    return tuple(pair)
+
+
+def _states(partial_counts, partial, full_counts, full):
+    """What a block is, by lists of blocks; entries behind a list's length may hold anything."""
+    *outer, columns = partial.shape
+    states = torch.zeros((*outer, columns + 1), dtype=torch.uint8, device=partial.device)
+    for state, counts, indices in ((1, partial_counts, partial), (2, full_counts, full)):
+        if counts is None:
+            continue
+        there = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        indices = torch.where(there & (indices >= 0) & (indices < columns), indices, columns)
+        states.scatter_(-1, indices.long(), state)
+    states = states[..., :columns]
+    return states.reshape((1,) * (4 - states.dim()) + states.shape)
+
+
+def _with_blocks(states, block, mask_mod):
+    """The program of block states, and of mask_mod in those that are partial."""
+    rows, keys = block
+    index = f"fa_blocks[b, h, q // {rows}, k // {keys}]"
+    if mask_mod is None or mask_mod is noop_mask or mask_mod is _torch_noop():
+        return Program(f"array fa_blocks: u8[_, _, _, _];\nmask = {index} != 0;", {"fa_blocks": states})
+
+    def mask(b, h, q_idx, kv_idx):
+        state = states[b, h, q_idx // rows, kv_idx // keys]
+        return (state == 2) | ((state == 1) & mask_mod(b, h, q_idx, kv_idx))
+
+    return Program.of_mask(mask, states.device)
+
+
+def _torch_noop():
+    try:
+        from torch.nn.attention.flex_attention import noop_mask as own
+    except ImportError:
+        return None
+    return own
+
+
+def _own_mask(block_mask, extents):
+    """A `BlockMask` of ours, checked to be of these lengths."""
+    if not isinstance(block_mask, BlockMask):
+        if not hasattr(block_mask, "kv_indices") or not hasattr(block_mask, "mask_mod"):
+            raise InputTypeError(f"block_mask is {type(block_mask).__name__}: make it by create_block_mask")
+        lists = (block_mask.kv_num_blocks, block_mask.kv_indices)
+        lists += (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        lengths = tuple(getattr(block_mask, "seq_lengths", (extents.rows, extents.keys)))
+        block = _block_size(tuple(block_mask.BLOCK_SIZE))
+        block_mask = BlockMask._of_states(_states(*lists), lengths, block, block_mask.mask_mod)
+    if block_mask.seq_lengths != (extents.rows, extents.keys):
+        raise InputError(
+            f"block_mask is of {block_mask.seq_lengths} queries and keys, and the call of "
+            f"{(extents.rows, extents.keys)}: make one for these lengths"
+        )
+    for name, have, need in (("B", block_mask.batch, extents.batch), ("H", block_mask.heads, extents.heads)):
+        if have not in (None, 1, need):
+            raise InputError(f"block_mask has {name} = {have}, and the call {need}: 1, None or {need} fit")
+    return block_mask
+
+
+# What flex_attention's callers set for its own kernels, and why it is not needed.
+_NO_EFFECT = (
+    "BACKEND BLOCK_M BLOCK_N BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 BLOCKS_ARE_CONTIGUOUS FORCE_USE_FLEX_ATTENTION "
+    "PRESCALE_QK ROWS_GUARANTEED_SAFE USE_TMA WRITE_DQ OUTPUT_LOGSUMEXP OUTPUT_MAX num_warps num_stages "
+    "fwd_num_warps fwd_num_stages bwd_num_warps bwd_num_stages kpack matrix_instr_nonkdim waves_per_eu"
+).split()
+
+
+def _check_kernel_options(options):
+    for name in options or {}:
+        bare = name[4:] if name.startswith(("fwd_", "bwd_")) else name
+        if name not in _NO_EFFECT and bare not in _NO_EFFECT:
+            raise UnsupportedError(
+                f"kernel_options has {name!r}: kernels are the planner's choice, these are known and have no "
+                f"effect: {', '.join(_NO_EFFECT)}"
+            )
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Optional[Callable[..., Any]] = None,
+    block_mask: Any = None,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Optional[dict] = None,
+    *,
+    return_aux: Optional[Any] = None,
+) -> Any:
+    """Torch's flex_attention: query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev); out is (B, Hq, L,
+    Ev). A batch of 1 of key and value is shared.
+
+    `score_mod` (score, b, h, q_idx, kv_idx): what a scaled score becomes, `block_mask`: what `create_block_mask`
+    of this module or of torch makes. Tensors that functions read have gradients. A query that sees no key gives
+    0, with an LSE of -inf. `return_lse`, or `return_aux` with lse: the natural logarithm, float32 (B, Hq, L).
+    """
+    _check_kernel_options(kernel_options)
+    q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
+    extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    wants_lse = flag("return_lse", return_lse)
+    if return_aux is not None and getattr(return_aux, "max_scores", False):
+        raise UnsupportedError("max_scores: kernels keep no maximum of the scores, ask for lse alone")
+    mods = None
+    if block_mask is not None:
+        mods = of_program(_own_mask(block_mask, extents).program)
+    if score_mod is not None:
+        own = modifications(q, extents, score_mod=score_mod)
+        mods = own if mods is None else mods.joined(own)
+    out, lse = _attention(q, k, v, mods, scale)
+    if return_aux is not None:
+        kind = type(return_aux).__name__
+        made = lse if getattr(return_aux, "lse", False) else None
+        return out, (AuxOutput(lse=made) if kind == "AuxRequest" else made)
+    return (out, lse) if wants_lse else out
+
+
+def _attention(q, k, v, mods: Optional[Modifications], scale, causal=False, offset=0):
+    """(out, lse) in torch's layout."""
+    options = call_options(number("scale", scale), causal, (-1, -1), 0.0, False, offset)
+    out, lse = attention(q, k, v, options, None, mods=mods)
+    return out.transpose(1, 2), lse
+
+
+def _rows(query, key, value, enable_gqa):
+    """q, k and v with heads behind rows."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise InputTypeError(f"{name} is {type(x).__name__}: it must be a torch tensor")
+        if x.dim() != 4:
+            raise InputError(f"{name} has the shape {tuple(x.shape)}: it must be (batch, heads, seqlen, head_dim)")
+    heads, heads_kv = query.shape[1], key.shape[1]
+    if heads != heads_kv and not enable_gqa:
+        raise InputError(f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads")
+    if key.shape[0] == 1 and query.shape[0] != 1:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Optional[torch.Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Torch's scaled_dot_product_attention: query (.., Hq, L, E), key (.., H, S, E), value (.., H, S, Ev).
+
+    `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores, with
+    a gradient where it asks for one. `is_causal` is aligned at the top left. A query that sees no key gives 0.
+    """
+    if number("dropout_p", dropout_p):
+        raise UnsupportedError(f"dropout_p = {dropout_p}: there is no dropout, leave it at 0")
+    is_causal = flag("is_causal", is_causal)
+    if is_causal and attn_mask is not None:
+        raise InputError("attn_mask and is_causal: write the mask so that it is causal, or leave one out")
+    if not isinstance(query, torch.Tensor) or query.dim() < 2:
+        raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
+    if query.dim() != 4:
+        return _with_other_axes(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
+    extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
+    # At the top left query i sees the keys up to its own.
+    offset = q.shape[1] - k.shape[1] if is_causal else 0
+    return _attention(q, k, v, mods, scale, is_causal, offset)[0]
+
+
+def _with_other_axes(query, key, value, attn_mask, *options):
+    """The same of tensors with fewer or more than four axes."""
+    axes = query.dim()
+    if key.dim() != axes or value.dim() != axes or (attn_mask is not None and attn_mask.dim() > axes):
+        raise InputError(
+            f"query, key and value have {axes}, {key.dim()} and {value.dim()} axes: they must have as many, and "
+            "attn_mask no more"
+        )
+    if axes < 4:
+        # Of one head.
+        q, k, v = (x.reshape(-1 if axes == 3 else 1, 1, *x.shape[-2:]) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask[:, None]
+    else:
+        q, k, v = (x.flatten(0, -4) for x in (query, key, value))
+        if attn_mask is not None and attn_mask.dim() > 3:
+            attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    out = scaled_dot_product_attention(q, k, v, attn_mask, 0.0, *options)
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def triangle_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    mask: Optional[torch.Tensor] = None,
+    scale: Optional[float] = None,
+    return_aux: bool = False,
+) -> Any:
+    """Triangle attention with cuEquivariance's shapes: q, k and v (B, N, H, S, D), `bias` (B, 1, H, Q, K), shared
+    by the N rows, `mask` (B, N, 1, 1, K), True where a key is seen.
+
+    `bias` has a gradient. A row without keys gives 0, where cuEquivariance gives the mean of v. Returns out (B, N,
+    H, Q, D); with `return_aux` (out, lse, None), LSE (B, N, H, Q, 1): there is no maximum.
+    """
+    if any(x.dim() == 4 for x in (q, k, v)):
+        q, k, v = (x[None] if x.dim() == 4 else x for x in (q, k, v))
+        bias = bias if bias.dim() == 5 else bias[None]
+        mask = mask if mask is None or mask.dim() == 5 else mask[None]
+        made = triangle_attention(q, k, v, bias, mask, scale, return_aux)
+        return tuple(x if x is None else x[0] for x in made) if return_aux else made[0]
+    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias)):
+        if x.dim() != 5:
+            raise InputError(f"{name} has the shape {tuple(x.shape)}: it must be (B, N, H, rows, columns)")
+    batch, rows, heads, queries = q.shape[:4]
+    extents = (batch, 1, heads, queries, k.shape[3])
+    if tuple(bias.shape) != extents:
+        raise InputError(f"bias has the shape {tuple(bias.shape)}: it must be {extents}")
+    if mask is not None and tuple(mask.shape) != (batch, rows, 1, 1, k.shape[3]):
+        need = (batch, rows, 1, 1, k.shape[3])
+        raise InputError(f"mask has the shape {tuple(mask.shape)}: it must be {need}")
+    made = []
+    for at in range(batch):
+        own_q, own_k, own_v = (x[at].transpose(1, 2) for x in (q, k, v))
+        own = Extents(rows, heads, queries, k.shape[3])
+        mods = modifications(
+            own_q, own, bias=bias[at], mask=None if mask is None else mask[at].bool()
+        )
+        made.append(_attention(own_q, own_k, own_v, mods, scale))
+    out, lse = (x[0][None] if batch == 1 else torch.stack(x) for x in zip(*made))
+    return (out, lse[..., None], None) if flag("return_aux", return_aux) else out

@@ -1,0 +1,233 @@
+"""flex_attention, scaled_dot_product_attention and triangle_attention: torch's signatures, layouts and rules."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fa_attn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
+from torch.nn.attention import flex_attention as flex  # noqa: E402
+
+B, H, HK, L, S, D = 2, 4, 2, 35, 50, 16
+_generator = torch.Generator().manual_seed(3)
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=_generator)
+
+
+SLOPES = torch.exp2(-torch.arange(1.0, H + 1))
+DOCUMENT = torch.arange(S) // 17
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def documents(b, h, q_idx, kv_idx):
+    return DOCUMENT[q_idx] == DOCUMENT[kv_idx]
+
+
+def by_batch_and_head(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() < 5 + 4 * b + h
+
+
+def empty_rows(b, h, q_idx, kv_idx):
+    return (q_idx >= 8) & (kv_idx != 3)
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score - SLOPES[h] * (q_idx - kv_idx).abs()
+
+
+def cap(score, b, h, q_idx, kv_idx):
+    return 3.0 * torch.tanh(score / 3.0)
+
+
+def inputs(*shapes):
+    own = [draw(*shape).requires_grad_() for shape in shapes]
+    return own, [x.detach().double().requires_grad_() for x in own]
+
+
+def formula(q, k, v, score_mod=None, seen=None, scale=None):
+    """(out, lse) in float64 of (batch, heads, seqlen, head_dim)."""
+    k, v = (x.expand(q.shape[0], -1, -1, -1).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    grid = torch.meshgrid(*map(torch.arange, s.shape), indexing="ij")
+    s = s if score_mod is None else score_mod(s, *grid).double()
+    seen = seen(*grid) if callable(seen) else seen
+    if seen is not None:
+        s = s.masked_fill(~seen.expand(s.shape), -math.inf)
+    lse = s.logsumexp(-1)
+    return (s - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp() @ v, lse
+
+
+def same(got, want, own, true):
+    """out (and LSE), then the gradients."""
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=1e-4)
+    dout = draw(*got[0].shape)
+    made = torch.autograd.grad(got[0], own, dout), torch.autograd.grad(want[0], true, dout.double())
+    for x, y in zip(*made):
+        torch.testing.assert_close(x.double(), y.double(), atol=2e-4, rtol=1e-4)
+
+
+CASES = [
+    ("plain", None, None),
+    ("causal from the top left", None, causal),
+    ("documents", None, documents),
+    ("by batch and head", cap, by_batch_and_head),
+    ("rows and columns without keys", None, empty_rows),
+    ("ALiBi", alibi, causal),
+]
+
+
+@pytest.mark.parametrize("score_mod, mask_mod", [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize("made_by", ["ours", "torch"])
+def test_flex_attention_is_the_formula(score_mod, mask_mod, made_by):
+    own, true = inputs((B, H, L, D), (B, HK, S, D), (B, HK, S, D))
+    mask = None
+    if mask_mod is not None:
+        make = create_block_mask if made_by == "ours" else flex.create_block_mask
+        sizes = (B, H) if mask_mod is by_batch_and_head else (None, None)
+        mask = make(mask_mod, *sizes, L, S, device="cpu")
+    got = flex_attention(*own, score_mod, mask, enable_gqa=True, return_lse=True)
+    same(got, formula(*true, score_mod, mask_mod), own, true)
+
+
+def test_lists_are_honoured_where_the_mask_says_nothing():
+    # pytorch#188322. Entries behind a list's length may hold anything.
+    counts = torch.tensor([[[1, 2, 0]]], dtype=torch.int32)
+    indices = torch.tensor([[[[3, 77, -5, 9], [0, 2, 1 << 30, 1], [1, 1, 1, 1]]]], dtype=torch.int32)
+    block = (16, 16)
+    blocks = torch.tensor([[0, 0, 0, 1], [1, 0, 1, 0], [0, 0, 0, 0]]).bool()
+    seen = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1)[:L, :S]
+    own, true = inputs((B, H, L, D), (B, H, S, D), (B, H, S, D))
+    for make in (BlockMask, flex.BlockMask):
+        mask = make.from_kv_blocks(counts, indices, BLOCK_SIZE=block, seq_lengths=(L, S))
+        got = flex_attention(*own, block_mask=mask, return_lse=True)
+        same(got, formula(*true, None, seen), own, true)
+        assert torch.equal(got[0][:, :, 32:], torch.zeros(B, H, L - 32, D))
+        assert (got[1][:, :, 32:] == -math.inf).all()
+    # In full blocks mask_mod is not evaluated.
+    nothing = torch.zeros_like(counts)
+    mask = BlockMask.from_kv_blocks(nothing, indices, counts, indices, block, causal, (L, S))
+    same(flex_attention(*own, block_mask=mask, return_lse=True), formula(*true, None, seen), own, true)
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=block, mask_mod=causal, seq_lengths=(L, S))
+    lower = seen & torch.ones(L, S).tril().bool()
+    same(flex_attention(*own, block_mask=mask, return_lse=True), formula(*true, None, lower), own, true)
+
+
+def test_batches_of_one_scales_and_combinators():
+    own, true = inputs((B, H, L, D), (1, H, S, D), (1, H, S, D))
+    seen = flex.or_masks(flex.and_masks(causal, documents), by_batch_and_head)
+    mask = create_block_mask(seen, B, H, L, S)
+    got = flex_attention(*own, block_mask=mask, scale=0.5, return_aux=flex.AuxRequest(lse=True))
+    want = formula(*true, None, lambda *at: (causal(*at) & documents(*at)) | by_batch_and_head(*at), 0.5)
+    same((got[0], got[1].lse), want, own, true)
+    ours = create_block_mask(fa_attn.flex.or_masks(fa_attn.flex.and_masks(causal, documents), by_batch_and_head), B, H, L, S)
+    assert ours.program == mask.program
+
+
+def test_captured_scalars_learn():
+    # pytorch#145208: the gradient of a captured scalar, and of a table.
+    gain, table = torch.tensor([1.3], requires_grad=True), draw(H, L + S).requires_grad_()
+    own, true = inputs((B, H, L, D), (B, H, S, D), (B, H, S, D))
+
+    def learned(score, b, h, q_idx, kv_idx):
+        return score * gain[0] + table[h, q_idx - kv_idx + S]
+
+    got = flex_attention(*own, learned, return_lse=True)
+    same(got, formula(*true, learned), [*own, gain, table], [*true, gain, table])
+
+
+@pytest.mark.parametrize("sk", [L, S, 20])
+@pytest.mark.parametrize(
+    "mask", ["none", "causal", "bool", "row", "float", "keys", "two axes", "learned", "head", "nothing seen"]
+)
+def test_scaled_dot_product_attention_is_torchs(mask, sk):
+    own, true = inputs((B, H, L, D), (B, HK, sk, D), (B, HK, sk, D))
+    options, both = dict(enable_gqa=True), {}
+    made = {
+        "bool": torch.rand(B, H, L, sk, generator=_generator) > 0.3,
+        "row": (torch.arange(sk) < torch.tensor([[sk], [7]]))[:, None, None],
+        "float": draw(B, 1, L, sk),
+        "keys": draw(B, 1, 1, sk),
+        "two axes": draw(L, sk),
+        "learned": draw(1, H, L, sk).requires_grad_(),
+        "head": draw(H, 1, 1).requires_grad_(),
+        "nothing seen": torch.zeros(1, 1, L, sk, dtype=torch.bool),
+    }
+    attn_mask = made.get(mask)
+    options["is_causal"] = mask == "causal"
+    if attn_mask is not None:
+        both = dict(attn_mask=attn_mask if attn_mask.dtype == torch.bool else attn_mask.double())
+    got = fa_attn.scaled_dot_product_attention(*own, attn_mask=attn_mask, **options)
+    want = F.scaled_dot_product_attention(*true, **both, **options)
+    learned = [attn_mask] if attn_mask is not None and attn_mask.requires_grad else []
+    same((got,), (want,), [*own, *learned], [*true, *learned])
+
+
+@pytest.mark.parametrize("shape", [(9, D), (3, 9, D), (2, 2, 3, 9, D)])
+def test_scaled_dot_product_attention_of_other_axes(shape):
+    own, true = inputs(*(shape,) * 3)
+    mask = torch.rand(*shape[:-2], 9, 9, generator=_generator) > 0.2
+    got = fa_attn.scaled_dot_product_attention(*own, mask)
+    same((got,), (F.scaled_dot_product_attention(*true, mask),), own, true)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_triangle_attention_shares_a_bias_between_rows(batch):
+    rows, heads, n = 3, 2, 19
+    own, true = inputs(*((batch, rows, heads, n, D),) * 3, (batch, 1, heads, n, n))
+    mask = torch.rand(batch, rows, 1, 1, n, generator=_generator) > 0.3
+    mask[0, 1] = False
+    out, lse, _ = fa_attn.triangle_attention(*own, mask, scale=0.3, return_aux=True)
+    q, k, v, bias = true
+    s = (0.3 * q @ k.mT + bias).masked_fill(~mask, -math.inf)
+    want_lse = s.logsumexp(-1, keepdim=True)
+    want = (s - want_lse.masked_fill(want_lse == -math.inf, 0.0)).exp() @ v
+    same((out, lse), (want, want_lse), own, true)
+    assert torch.equal(out[0, 1], torch.zeros(heads, n, D))
+    # openfold-3 PR 271: the bits of the gradient of a shared bias do not change.
+    grads = [torch.autograd.grad(fa_attn.triangle_attention(*own, mask).sum(), own[3])[0] for _ in range(2)]
+    assert torch.equal(*grads)
+
+
+def test_what_torch_refuses_or_nothing_computes_is_an_error():
+    q, k, v = draw(B, H, L, D), draw(B, H, S, D), draw(B, H, S, D)
+    mask = create_block_mask(causal, None, None, L, S + 1)
+    wrong = [
+        (lambda: flex_attention(q, k, v, block_mask=mask), "make one for these lengths"),
+        (lambda: flex_attention(q, k, v, block_mask=7), "block_mask is int"),
+        (lambda: flex_attention(q, k[:, :2], v[:, :2]), "enable_gqa"),
+        (lambda: flex_attention(q[0], k, v), "must be \\(batch, heads"),
+        (lambda: flex_attention(q, k, v, kernel_options={"speed": 9}), "kernel_options has 'speed'"),
+        (lambda: flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True)), "max_scores"),
+        (lambda: flex_attention(q, k, v, block_mask=create_block_mask(causal, 3, None, L, S)), "B = 3"),
+        (lambda: create_block_mask(causal, None, None, -1, S), "Q_LEN"),
+        (lambda: create_block_mask(causal, None, None, L, S, BLOCK_SIZE=0), "BLOCK_SIZE"),
+        (lambda: fa_attn.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "dropout"),
+        (lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S).bool(), 0.0, True), "is_causal"),
+        (lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S + 1)), "along keys"),
+        (lambda: fa_attn.triangle_attention(q[None], k[None], v[None], draw(1, 1, H, L, L)), "bias"),
+    ]
+    for call, message in wrong:
+        with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError), match=message):
+            call()
+
+
+def test_compiled_flex_has_no_break_with_a_block_mask():
+    q, k, v = (draw(B, H, n, D).requires_grad_() for n in (L, S, S))
+    mask, score = create_block_mask(causal, None, None, L, S), fa_attn.Program.of_score(alibi)
+
+    def step(q, k, v):
+        return flex_attention(q * 2.0, k, v, score, mask) + 1.0
+
+    out, want = torch.compile(step, backend="aot_eager", fullgraph=True)(q, k, v), step(q, k, v)
+    torch.testing.assert_close(out, want)
+    for x, y in zip(*(torch.autograd.grad(one.square().sum(), (q, k, v)) for one in (out, want))):
+        torch.testing.assert_close(x, y)
