@@ -182,6 +182,11 @@ mod tests {
         }
         refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
         refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
+        let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
+        let own = BASE.with_score(ScoreMod::NONE.with_program(Some(program)));
+        let moved = |offset| own.with_mask(Mask::CAUSAL.with_offset(offset));
+        assert_eq!(moved(-(1 << 30)).check(), Ok(()));
+        refused(moved((1 << 30) + 1), "query_offset = 1073741825 with a program");
         refused(BASE.with_lengths(Lengths::uniform(2, 1024, usize::MAX)), "k has");
         refused(
             BASE.with_lengths(Lengths::uniform(0, 1024, usize::MAX)),

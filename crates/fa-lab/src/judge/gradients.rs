@@ -410,7 +410,7 @@ mod tests {
     /// Failures are judged by the worst of all draws, which is never nearer than the first, and somewhere
     /// farther except in dV, which does not depend on O.
     fn assert_farther(oracle: &GradientOracle<bf16>, tensor: usize) {
-        let worst = &oracle.worst.get().expect("it failed by the first draw")[tensor];
+        let worst = &oracle.worst.get().expect("it failed by the first draw").0[tensor];
         let off = |value: bf16, exact: f64| (value.to_f64() - exact).abs();
         let both = worst.iter().zip(&oracle.low[tensor]).zip(&oracle.exact[tensor]);
         let further: Vec<f64> = both.map(|((&w, &l), &exact)| off(w, exact) - off(l, exact)).collect();
