@@ -9,7 +9,8 @@ fn git(args: &[&str]) -> Option<String> {
     done.status.success().then(|| String::from_utf8_lossy(&done.stdout).trim().to_owned())
 }
 
-/// Whether git tracks this file: a package that lies in another project's repository has no commit of its own.
+/// Whether git tracks this file: a package that lies in another project's repository has no commit of its
+/// own.
 fn is_tracked() -> bool {
     git(&["ls-files", "--error-unmatch", "build.rs"]).is_some()
 }

@@ -1,4 +1,4 @@
-"""Trains a small Llama of transformers with its sequences spread over ranks, and on one rank: the same losses.
+"""Trains a small Llama of transformers with its sequences spread over ranks, with the losses of one rank.
 
 Run it alone (`python train_over_ranks.py --ranks 2`: processes and gloo on the CPU, NCCL where there are as
 many GPUs), or each rank by torchrun (`torchrun --nproc-per-node 2 train_over_ranks.py`).

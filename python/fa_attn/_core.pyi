@@ -63,7 +63,7 @@ def forward(
     k: Any,
     v: Any,
     out: Any,
-    lse: Any,
+    lse: Optional[Any],
     options: CallOptions,
     extras: Optional[Extras] = None,
     stream: Optional[int] = None,

@@ -7,6 +7,7 @@ type and how it is read; signatures, editors, type checkers and `read_options` a
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from reprlib import repr as short
 from typing import (
     TYPE_CHECKING,
@@ -126,9 +127,6 @@ class Options(CommonOptions, total=False):
     ]
 
 
-MODIFICATIONS = ("score_mod", "mask_mod", "bias", "mask", "attention_chunk")
-
-
 class ExtraTensors(TypedDict, total=False):
     """The tensors of `Extras` as keyword arguments of bound kernels."""
 
@@ -144,6 +142,8 @@ class ExtraTensors(TypedDict, total=False):
 _TABLE: Dict[str, Any] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Options, include_extras=True).items()
 }
+# Those that mask or change scores.
+MODIFICATIONS = tuple(name for name, row in _TABLE.items() if isinstance(row, Modification))
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -152,12 +152,16 @@ def with_options(function: F) -> F:
     signature = inspect.signature(function)
     *own, rest = signature.parameters.values()
     keywords = globals()[rest.annotation[len("Unpack[") : -1]]
-    named = (
+    function.__signature__ = signature.replace(parameters=[*own, *_parameters_of(keywords)])
+    return function
+
+
+@lru_cache(maxsize=None)
+def _parameters_of(keywords):
+    return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default_of(name), annotation=kind)
         for name, kind in get_type_hints(keywords).items()
-    )
-    function.__signature__ = signature.replace(parameters=[*own, *named])
-    return function
+    ]
 
 
 def _default_of(name):
@@ -231,21 +235,29 @@ NO_EXTRAS = Extras()
 TENSORS = Extras._fields[:-2]
 
 
-def extras_of(**named):
+def extras_of(
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    page_table=None,
+    alibi_slopes=None,
+    sinks=None,
+    max_seqlen_q: Any = 0,
+    max_seqlen_k: Any = 0,
+):
     """The extras of a call, checked to be arrays; None where there are none."""
-    extras = Extras(**named)
+    arrays = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, alibi_slopes, sinks)
     has_some = False
-    for name, value in zip(BESIDE, extras):
+    for at, value in enumerate(arrays):
         if value is not None:
             has_some = True
-            array(name, value)
+            array(BESIDE[at], value)
     if not has_some:
         return None
-    bounds = (
-        upper_bound("max_seqlen_q", extras.max_seqlen_q),
-        upper_bound("max_seqlen_k", extras.max_seqlen_k),
+    return Extras(
+        *arrays, upper_bound("max_seqlen_q", max_seqlen_q), upper_bound("max_seqlen_k", max_seqlen_k)
     )
-    return Extras(*extras[:-2], *bounds)
 
 
 def is_varied(extras):
@@ -278,18 +290,21 @@ def call_options(softmax_scale, causal, window_size, softcap, deterministic, que
     cap = number("softcap", softcap) or 0.0
     if cap < 0.0:
         raise InputError(f"softcap is {cap}: it must be above 0, or 0 for none")
+    # Most are what they should be: a function for each would take a third of the host's time here.
     return CallOptions(
-        number("softmax_scale", softmax_scale),
-        flag("causal", causal),
+        None if softmax_scale is None else number("softmax_scale", softmax_scale),
+        causal if causal is True or causal is False else flag("causal", causal),
         window(window_size),
         cap,
-        flag("deterministic", deterministic),
-        offset("query_offset", query_offset),
+        False if deterministic is False else flag("deterministic", deterministic),
+        0 if query_offset is None else offset("query_offset", query_offset),
     )
 
 
 def returned(out, lse, return_softmax_lse, return_lse, return_attn_probs):
     """What a function returns of its results."""
+    if lse is None:
+        return out
     wants_lse = flag("return_softmax_lse", return_softmax_lse)
     wants_lse = flag("return_lse", return_lse) or wants_lse
     if flag("return_attn_probs", return_attn_probs):

@@ -71,9 +71,9 @@ def out_shape(q, v):
     return (*q.shape[:-1], v.shape[-1])
 
 
-def new_results(q, v, extras, out=None):
+def new_results(q, v, extras, out=None, wants_lse=True):
     """Tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
-    sequence are 0. An `out` of the caller's is left unchanged."""
+    sequence are 0. An `out` of the caller's is left unchanged. On a GPU an LSE that nobody wants is None."""
     if extras is not None and (
         extras.seqused_q is not None or (extras.cu_seqlens_q is not None and not q.is_cuda)
     ):
@@ -84,7 +84,8 @@ def new_results(q, v, extras, out=None):
     if out is None:
         same = q.shape[-1] == v.shape[-1]
         out = _empty_like(q, memory_format=_CONTIGUOUS) if same else q.new_empty(out_shape(q, v))
-    return out, q.new_empty(lse_shape(q), dtype=FLOAT)
+    # A tensor takes more of the host's time than all checks of a call.
+    return out, None if not wants_lse and q.is_cuda else q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
 def rows_of(x):
@@ -106,15 +107,19 @@ def may_overlap(one, other):
     # What records operators has no addresses.
     if is_compiling() or one.is_meta or not (type(one) in PLAIN and type(other) in PLAIN):
         return False
-    if one.numel() == 0 or other.numel() == 0 or not (one.layout is other.layout is _STRIDED):
+    if not (one.layout is other.layout is _STRIDED) or one.numel() == 0 or other.numel() == 0:
         return False
+    first, other_first = one.data_ptr(), other.data_ptr()
+    if first > other_first + _reach(other) or other_first > first + _reach(one):
+        return False
+    return one.device == other.device
 
-    def ends(x):
-        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-        return x.data_ptr(), x.data_ptr() + last * x.element_size()
 
-    (first, last), (other_first, other_last) = ends(one), ends(other)
-    return one.device == other.device and first <= other_last and other_first <= last
+def _reach(x):
+    """Bytes from the first element to the last."""
+    if x.is_contiguous():
+        return (x.numel() - 1) * x.element_size()
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) * x.element_size()
 
 
 def aligned(x):
@@ -154,7 +159,7 @@ def goes_by_operator(*tensors):
     if is_compiling() or is_transforming() or forward_ad._current_level >= 0 or tensors[0].is_meta:
         tell_shardings()
         return True
-    if is_recorded():
+    if (_is_tracing() or _count_modes()) and is_recorded():
         tell_shardings()
         return True
     for x in tensors:
@@ -204,11 +209,40 @@ def check_tensor(name, value):
         raise UnsupportedError(f"{name} holds {value.dtype}: it must not be quantized, {name}.dequantize()")
 
 
+def is_plain(x):
+    """Whether the value is a tensor that the library reads as it is where its rows are contiguous: of torch's
+    own type, dense and without autograd."""
+    if type(x) not in PLAIN or x.is_nested or x.layout is not _STRIDED:
+        return False
+    return not (x.is_neg() or x.requires_grad)
+
+
+def has_rows(x):
+    """Whether a plain tensor's rows are contiguous."""
+    # Asking this of the whole tensor takes a third of the time, which small calls notice.
+    return x.is_contiguous() or x.stride(-1) == 1
+
+
+def is_dual():
+    """Whether forward-mode derivatives are taken."""
+    return forward_ad._current_level >= 0
+
+
+def _are_read_in_place(extras):
+    """Whether all tensors are plain and contiguous."""
+    for x in extras[:-2]:
+        if x is not None and not (is_plain(x) and x.is_contiguous()):
+            return False
+    return True
+
+
 def detached(extras):
     """The extra tensors (lengths, tables, slopes, sinks) as the library reads them: contiguous (engines pass
     the columns in use of a longer table, slopes are expanded over a batch), sinks in float32, detached from
     autograd."""
     sinks = extras.sinks
+    if sinks is None and _are_read_in_place(extras):
+        return extras
     if extras.page_table is not None:
         check_tensor("page_table (block_table)", extras.page_table)
     if sinks is not None:

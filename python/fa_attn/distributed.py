@@ -67,8 +67,8 @@ def _chunks(layout, world):
 def _chunk_length(rows, per_rank, layout):
     if rows % per_rank:
         raise InputError(
-            f"a rank has {rows} rows, which {per_rank} chunks of equal length do not have: pad the sequence to "
-            f"a multiple of {per_rank} times the ranks ({layout} shards)"
+            f"a rank has {rows} rows, which {per_rank} chunks of equal length do not have: pad the sequence "
+            f"to a multiple of {per_rank} times the ranks ({layout} shards)"
         )
     return rows // per_rank
 
@@ -121,8 +121,8 @@ class _Options:
         self.causal, self.left = right == 0, left
         if right > 0 or (left >= 0 and right != 0):
             raise UnsupportedError(
-                f"window_size is {tuple(window)} without causal: over several ranks masks are causal, with or "
-                "without a left side, or none; use ulysses_attention"
+                f"window_size is {tuple(window)} without causal: over several ranks masks are causal, with "
+                "or without a left side, or none; use ulysses_attention"
             )
         self.common = dict(softmax_scale=scale, softcap=softcap)
         self.backward = dict(self.common, deterministic=deterministic)
@@ -280,9 +280,9 @@ def attention(
 ):
     """Attention of this rank's queries over the keys of all ranks.
 
-    q (batch, rows, heads_q, head_dim), k and v (batch, rows, heads_kv, head_dim): this rank's rows, as many on
-    every rank. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one after
-    the other; a divisor of their number. Returns out, in the shape of q, and with `return_lse` (out, lse).
+    q (batch, rows, heads_q, head_dim), k and v (batch, rows, heads_kv, head_dim): this rank's rows, as many
+    on every rank. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one
+    after the other; a divisor of their number. Returns out, in the shape of q, and with `return_lse` (out, lse).
     """
     _check(0.0, None, q=(q, 4), k=(k, 4), v=(v, 4))
     options = _Options(softmax_scale, causal, window_size, softcap, deterministic)
@@ -341,13 +341,13 @@ def ulysses_attention(q, k, v, *, group=None, layout="contiguous", return_lse=Fa
     if return_lse:
         raise UnsupportedError("return_lse of ulysses_attention: the LSE is spread over heads, use attention")
     if options.get("alibi_slopes") is not None:
-        raise UnsupportedError("alibi_slopes of ulysses_attention: its heads are spread over ranks, leave it out")
+        raise UnsupportedError("alibi_slopes of ulysses_attention: heads are spread over ranks, leave it out")
     world = dist.get_world_size(group)
     heads_q, heads_kv = q.shape[2], k.shape[2]
     if heads_q % world or (heads_kv % world and world % heads_kv):
         raise UnsupportedError(
-            f"{heads_q} query heads and {heads_kv} K/V heads over {world} ranks: ulysses needs ranks that divide "
-            "them, use attention"
+            f"{heads_q} query heads and {heads_kv} K/V heads over {world} ranks: ulysses needs ranks that "
+            "divide them, use attention"
         )
     if heads_kv < world:
         k, v = (x.repeat_interleave(world // heads_kv, 2) for x in (k, v))
@@ -356,7 +356,7 @@ def ulysses_attention(q, k, v, *, group=None, layout="contiguous", return_lse=Fa
     return _Exchange.apply(_ordered(out, world, layout, back=True), group, False)
 
 
-def _ring(layout):
+def _ring(layout, name):
     def function(
         q,
         k,
@@ -388,6 +388,7 @@ def _ring(layout):
         )
         return (out, lse, None) if return_attn_probs else out
 
+    function.__name__ = function.__qualname__ = name
     function.__doc__ = function.__doc__.replace("{layout}", layout)
     return function
 
@@ -402,10 +403,8 @@ def _packed(function, name, axis):
     return packed
 
 
-zigzag_ring_flash_attn_func = _ring("zigzag")
-zigzag_ring_flash_attn_func.__name__ = zigzag_ring_flash_attn_func.__qualname__ = "zigzag_ring_flash_attn_func"
-ring_flash_attn_func = _ring("contiguous")
-ring_flash_attn_func.__name__ = ring_flash_attn_func.__qualname__ = "ring_flash_attn_func"
+zigzag_ring_flash_attn_func = _ring("zigzag", "zigzag_ring_flash_attn_func")
+ring_flash_attn_func = _ring("contiguous", "ring_flash_attn_func")
 zigzag_ring_flash_attn_kvpacked_func = _packed(
     zigzag_ring_flash_attn_func, "zigzag_ring_flash_attn_kvpacked_func", 2
 )
@@ -535,10 +534,12 @@ def llama3_flash_attn_varlen_qkvpacked_func(qkv, *args, **options):
 
 
 class UlyssesAttention(torch.nn.Module):
-    """yunchang's module (DeepSpeed's DistributedAttention): q, k and v (batch, rows, heads, head_dim) are this
-    rank's rows, dealt contiguously."""
+    """yunchang's module (DeepSpeed's DistributedAttention): q, k and v (batch, rows, heads, head_dim) are
+    this rank's rows, dealt contiguously."""
 
-    def __init__(self, sequence_process_group=None, scatter_idx=2, gather_idx=1, use_sync=False, attn_type=None):
+    def __init__(
+        self, sequence_process_group=None, scatter_idx=2, gather_idx=1, use_sync=False, attn_type=None
+    ):
         super().__init__()
         if (scatter_idx, gather_idx) != (2, 1):
             raise UnsupportedError(
@@ -587,7 +588,9 @@ def context_parallel(mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buf
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     buffers, dims = list(buffers or []), list(buffer_seq_dims or [])
     if len(buffers) != len(dims):
-        raise InputError(f"buffers has {len(buffers)} entries and buffer_seq_dims {len(dims)}: give one axis each")
+        raise InputError(
+            f"buffers has {len(buffers)} entries and buffer_seq_dims {len(dims)}: give one axis each"
+        )
     kept = no_restore_buffers or set()
     whole = [None if any(x is other for other in kept) else x.detach().clone() for x in buffers]
     plain = functional.scaled_dot_product_attention

@@ -25,8 +25,8 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
 - arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`, `k_descale`,
   `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
-  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an
-  error.
+  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size`
+  1, `cp_rank` 0. Any other value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.
 """
@@ -124,8 +124,11 @@ def flash_attn_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
-    out, lse = face_of(q).attention(q, k, v, numbers, extras, out=out, division=division, mods=mods)
+    out, lse = face_of(q).attention(
+        q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -178,8 +181,11 @@ def flash_attn_qkvpacked_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(qkv, lambda: extents_of(qkv[:, :, 0], qkv[:, :, 0], extras), options)
-    out, lse = face.packed_attention(qkv, 2, numbers, extras, division=division, mods=mods)
+    out, lse = face.packed_attention(
+        qkv, 2, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -358,8 +364,11 @@ def flash_attn_varlen_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
-    out, lse = face.attention(q, k, v, numbers, extras, out=out, division=division, mods=mods)
+    out, lse = face.attention(
+        q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -425,8 +434,11 @@ def flash_attn_varlen_qkvpacked_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(qkv, lambda: extents_of(qkv[:, 0], qkv[:, 0], extras), options)
-    out, lse = face.packed_attention(qkv, 1, numbers, extras, division=division, mods=mods)
+    out, lse = face.packed_attention(
+        qkv, 1, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
+    )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 

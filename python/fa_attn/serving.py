@@ -156,6 +156,28 @@ def flash_attn_with_kvcache(
     `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. Returns out; with
     `return_softmax_lse` (out, lse). There are no gradients.
     """
+    if (
+        k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
+        and cu_seqlens_q is cu_seqlens_k_new is max_seqlen_q is rotary_seqlens is out is None
+        and (block_table is None or page_table is None)
+        and (return_softmax_lse is True or return_softmax_lse is False)
+        and (return_lse is True or return_lse is False)
+        and not options
+    ):
+        wants_lse = return_softmax_lse or return_lse
+        made = _step(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens,
+            page_table if block_table is None else block_table,
+            call_options(softmax_scale, causal, window_size, softcap, False),
+            scheduler_metadata,
+            division_of(num_splits, None),
+            wants_lse,
+        )
+        if made is not None:
+            return made if wants_lse else made[0]
     tensors, _ = read_options("flash_attn_with_kvcache", options)
     division = division_of(num_splits, options.get("pack_gqa"))
     wants_lse = flag("return_softmax_lse", return_softmax_lse)
@@ -208,9 +230,7 @@ def flash_attn_with_kvcache(
                 f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence"
             )
         table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
-    numbers = call_options(
-        softmax_scale, causal, window_size, softcap, False, options.get("query_offset")
-    )
+    numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
     plans = None
     if scheduler_metadata is not None:
         plans = _plans_of(scheduler_metadata)
@@ -308,9 +328,39 @@ def flash_attn_with_kvcache(
         **tensors,
     )
     out, lse = face.attention(
-        q, k_cache, v_cache, numbers, extras, plans, out=out, division=division, mods=mods
+        q,
+        k_cache,
+        v_cache,
+        numbers,
+        extras,
+        plans,
+        out=out,
+        division=division,
+        wants_lse=wants_lse,
+        mods=mods,
     )
     return (out, lse) if wants_lse else out
+
+
+def _step(q, k_cache, v_cache, used, table, numbers, metadata, division, wants_lse):
+    """(out, lse) of queries on a cache and nothing beside, checked by the extension module alone. None where
+    it refuses, whose error the long way words, and where arrays are not as it reads them."""
+    face = face_of(q)
+    extras = face.decoded(q, k_cache, v_cache, used, table)
+    if extras is None:
+        return None
+    plans = None
+    if metadata is not None:
+        page = None if table is None else k_cache.shape[1]
+        if type(metadata) is not SchedulerMetadata or not metadata.is_of(q, k_cache, v_cache, numbers, page):
+            return None
+        plans, division = metadata.plans, metadata.divided(division)
+    try:
+        return face.run_forward(
+            q, k_cache, v_cache, numbers, extras, plans, division=division, wants_lse=wants_lse
+        )
+    except (InputError, UnsupportedError):
+        return None
 
 
 def _check_lengths(used, face, batch, capacity):
@@ -375,6 +425,23 @@ class SchedulerMetadata:
     has_softcap: bool
     division: Any
     plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
+
+    def is_of(self, q, k_cache, v_cache, numbers, page):
+        """Whether the call is the one that was described; outside of torch.compile."""
+        batch, longest, heads_q, headdim = q.shape
+        return (
+            self.batch_size == batch
+            and self.max_seqlen_q == longest
+            and self.num_heads_q == heads_q
+            and self.num_heads_kv == k_cache.shape[-2]
+            and self.headdim == headdim
+            and self.headdim_v == v_cache.shape[-1]
+            and (self.qkv_dtype is None or self.qkv_dtype is q.dtype)
+            and (self.page_size is None or self.page_size == page)
+            and self.causal is numbers.causal
+            and self.window_size == numbers.window
+            and self.has_softcap is (numbers.softcap != 0.0)
+        )
 
     def check(self, q, k_cache, v_cache, numbers, batch, longest, is_paged):
         """Raises an error where the call is not the one that was described."""

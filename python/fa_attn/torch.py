@@ -12,6 +12,7 @@ import torch
 
 from . import _core
 from ._checks import check_cache_rows, check_no_overlap, check_out, int32
+from ._options import Extras
 from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_memory import (
     FLOAT,
@@ -19,7 +20,13 @@ from ._torch_memory import (
     check_extras,
     check_tensor,
     goes_by_operator,
+    has_rows,
     is_aligned,
+    is_compiling,
+    is_dual,
+    is_plain,
+    is_recorded,
+    is_transforming,
     may_overlap,
     new_gradients,
     out_shape,
@@ -41,6 +48,7 @@ __all__ = [
     "cast_to_cache",
     "check",
     "contiguous",
+    "decoded",
     "detached",
     "differences",
     "has_autograd",
@@ -49,6 +57,7 @@ __all__ = [
     "lends",
     "merge",
     "packed_attention",
+    "run_forward",
     "stored",
     "swapped",
     "table_of_rows",
@@ -60,11 +69,11 @@ has_autograd = True
 lends = False
 
 
-def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, mods=None):
+def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None):
     """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: for calls without gradients, work
     plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
     written to, without gradients. `division`: how the forward's work is divided, where the caller decides
-    it. `mods`: masks and changes of scores of the caller's own."""
+    it. Where LSE is not wanted it may be None. `mods`: masks and changes of scores of the caller's own."""
     as_operator = goes_by_operator(q, k, v)
     if extras is not None:
         check_extras(extras)
@@ -76,8 +85,15 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if out is not None:
         _check_out(out, q, k, v, extras)
-        if as_operator or mods is not None or not is_aligned(out) or (q.is_cuda and (head_dim % 8 or head_dim_v % 8)):
-            made, lse = attention(q, k, v, options, extras, plans, division=division, mods=mods)
+        if (
+            as_operator
+            or mods is not None
+            or not is_aligned(out)
+            or (q.is_cuda and (head_dim % 8 or head_dim_v % 8))
+        ):
+            made, lse = attention(
+                q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
+            )
             return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
@@ -85,13 +101,15 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
             options = options._replace(scale=head_dim**-0.5)
         columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
         q, k, v = pad(q, columns), pad(k, columns), pad(v, columns_v)
-        out, lse = attention(q, k, v, options, extras, plans, division=division, mods=mods)
+        out, lse = attention(
+            q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
+        )
         return out[..., :head_dim_v], lse
     if mods is not None:
         return attention_with(mods, q, k, v, options, extras, division)
     if as_operator:
         return by_operator(q, k, v, options, extras, division)
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+    if not (has_rows(q) and has_rows(k) and has_rows(v)):
         q, k, v = rows_of(q), rows_of(k), rows_of(v)
     if q.is_neg() or k.is_neg() or v.is_neg():
         # DLPack does not tell.
@@ -104,7 +122,29 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
             extras = detached_extras(extras)
         return Attention.apply(q, k, v, sinks, options, extras, division)
     extras = None if extras is None else detached_extras(extras)
-    return run_forward(q, k, v, options, extras, plans, out, division)
+    return run_forward(q, k, v, options, extras, plans, out, division, wants_lse)
+
+
+def decoded(q, k_cache, v_cache, used, table):
+    """The extras of queries of one length on a cache, where all tensors are plain and nothing records or
+    converts them, so that `run_forward` takes them as they are; None where that is not so."""
+    if is_compiling() or is_transforming() or is_dual() or is_recorded():
+        return None
+    if not (is_plain(q) and not q.is_meta and is_plain(k_cache) and is_plain(v_cache) and is_plain(used)):
+        return None
+    if not (used.is_contiguous() and (table is None or (is_plain(table) and table.is_contiguous()))):
+        return None
+    dtype, shape = q.dtype, q.shape
+    # Autocast converts float32 and several types; rows of other lengths are padded on a GPU.
+    if dtype is FLOAT or k_cache.dtype is not dtype or v_cache.dtype is not dtype:
+        return None
+    if not len(shape) == k_cache.dim() == v_cache.dim() == 4:
+        return None
+    if not (has_rows(q) and has_rows(k_cache) and has_rows(v_cache)):
+        return None
+    if shape[3] % 8 or v_cache.shape[-1] % 8:
+        return None
+    return Extras(None, None, None, used, table, None, None, shape[1], 0)
 
 
 def _refuse_axes(**tensors):
@@ -155,18 +195,23 @@ def contiguous(tensor):
     return tensor.contiguous()
 
 
-def packed_attention(qkv, axis, options, extras, *, division=None, mods=None):
+def packed_attention(qkv, axis, options, extras, *, division=None, wants_lse=True, mods=None):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     check_extras(extras)
     sinks = None if extras is None else extras.sinks
-    plain = mods is None and not goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
+    plain = (
+        mods is None
+        and not goes_by_operator(qkv)
+        and qkv.stride(-1) == 1
+        and not (qkv.is_cuda and qkv.shape[-1] % 8)
+    )
     if plain and (qkv.is_neg() or qkv.dtype is FLOAT):
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():
         extras = None if extras is None else detached_extras(extras)
         return PackedAttention.apply(qkv, axis, sinks, options, extras, division)
     q, k, v = qkv.unbind(axis)
-    return attention(q, k, v, options, extras, division=division, mods=mods)
+    return attention(q, k, v, options, extras, division=division, wants_lse=wants_lse, mods=mods)
 
 
 def backward(dout, q, k, v, out, lse, options, extras, dlse=None):

@@ -86,7 +86,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
     match to {
         Written::Forward { out, lse } => {
             same("out", out, q, problem.head_dim_v)?;
-            rows("softmax_lse", lse, lse_rows)
+            lse.map_or(Ok(()), |lse| rows("softmax_lse", lse, lse_rows))
         }
         Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }) => {
             same("dout", dout, q, problem.head_dim_v)?;
@@ -106,8 +106,9 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
     }
 }
 
-/// Writes O to `out` and LSE to `lse`. `plans` holds work plans for the same lengths, to which this call adds
-/// its own. `division` is a [`Division`] as a tuple; it has no effect on the CPU.
+/// Writes O to `out` and LSE to `lse`, which a GPU's arrays need not have. `plans` holds work plans for the
+/// same lengths, to which this call adds its own. `division` is a [`Division`] as a tuple; it has no effect
+/// on the CPU.
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, options, extras=None, stream=None, allocate=None,
@@ -120,7 +121,7 @@ pub(crate) fn forward<'py>(
     k: &Bound<'py, PyAny>,
     v: &Bound<'py, PyAny>,
     out: &Bound<'py, PyAny>,
-    lse: &Bound<'py, PyAny>,
+    lse: Option<&Bound<'py, PyAny>>,
     options: Options,
     extras: Option<Bound<'py, PyTuple>>,
     stream: Option<u64>,
@@ -131,8 +132,9 @@ pub(crate) fn forward<'py>(
 ) -> PyResult<()> {
     let given = Given::of([q, k, v], extras.as_ref(), stream)?.with_programs(programs, stream)?;
     let problem = given.problem(&options)?;
-    let (out, lse) = (View::of("out", out, stream)?, View::of("softmax_lse", lse, stream)?);
-    let to = Written::Forward { out: &out, lse: &lse };
+    let out = View::of("out", out, stream)?;
+    let lse = lse.map(|lse| View::of("softmax_lse", lse, stream)).transpose()?;
+    let to = Written::Forward { out: &out, lse: lse.as_ref() };
     let (splits, pack_gqa) = division.unwrap_or_default();
     let division = Division { splits, pack_gqa };
     let pinned = options.deterministic;

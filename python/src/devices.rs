@@ -15,8 +15,8 @@ use crate::gpu::{Device, lock};
 const MOST: usize = 64;
 static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
 
-/// The tuning of all GPUs: of those that are open, and of those that will be opened; what `FA_TUNE` says until
-/// the caller does.
+/// The tuning of all GPUs: of those that are open, and of those that will be opened; what `FA_TUNE` says
+/// until the caller does.
 static TUNING: Mutex<Option<Tuning>> = Mutex::new(None);
 
 /// The thread's current context, restored when this is dropped: other libraries rely on their device being

@@ -72,6 +72,8 @@ pub(crate) fn raised(error: Error) -> PyErr {
             | Kernels::Append(_)
             | Kernels::Merge(_)
             | Kernels::Parts { .. }
+            | Kernels::ProgramArray { .. }
+            | Kernels::GradientExtent { .. }
             | Kernels::MissingExtra { .. }
             | Kernels::UnusedExtra { .. }
             | Kernels::SameMemory { .. },

@@ -27,8 +27,8 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right
-    /// side is.
+    /// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's
+    /// right side is.
     fn mask(&self) -> Mask {
         let (left, right) = self.window;
         let side = |side: i64| u32::try_from(side).ok();

@@ -209,7 +209,7 @@ impl Device {
                     k,
                     v,
                     out: raw("out", out, place)?,
-                    lse: Some(floats("softmax_lse", lse, place)?),
+                    lse: lse.map(|lse| floats("softmax_lse", lse, place)).transpose()?,
                     workspace: workspace.as_ref().map(|workspace| workspace.address),
                     extras,
                 };
@@ -405,7 +405,8 @@ enum Memory {
     Stream { _slice: CudaSlice<u8> },
 }
 
-/// `bytes` bytes of device memory and their address, of the caller's library where it has a function for that.
+/// `bytes` bytes of device memory and their address, of the caller's library where it has a function for
+/// that.
 fn scratch(
     bytes: usize,
     zero: bool,

@@ -29,7 +29,7 @@ pub(crate) fn engine() -> PyResult<&'static Engine> {
 
 /// The arrays that a pass writes.
 pub(crate) enum Written<'a, 'py> {
-    Forward { out: &'a View<'py>, lse: &'a View<'py> },
+    Forward { out: &'a View<'py>, lse: Option<&'a View<'py>> },
     Backward(Backward<'a, 'py>),
 }
 
@@ -83,7 +83,7 @@ fn run_in<T: fa_attn::Element>(
                 k,
                 v,
                 out: tensor_mut("out", out)?,
-                lse: floats_mut("softmax_lse", lse)?,
+                lse: floats_mut("softmax_lse", lse.ok_or_else(no_lse)?)?,
                 extras,
                 program: inputs.as_ref(),
             };
@@ -111,6 +111,10 @@ fn run_in<T: fa_attn::Element>(
             own.map_or(Ok(()), |own| own.write_gradients(&darrays))
         }
     }
+}
+
+fn no_lse() -> PyErr {
+    InputError::new_err("softmax_lse is missing: on the CPU it is always computed")
 }
 
 /// The arrays of an append, in the order of [`fa_attn::AppendTensors`] and [`fa_attn::AppendExtras`].

@@ -156,7 +156,8 @@ fn outcome_of(outcome: &TuningOutcome) -> serde_json::Value {
     })
 }
 
-/// A problem, the architecture that it is planned for with a board where one is named, and the family of kernels.
+/// A problem, the architecture that it is planned for with a board where one is named, and the family of
+/// kernels.
 type Asked = (Problem, (Arch, Option<ArchLimits>), Option<PlanFamily>);
 
 fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {

@@ -1,6 +1,6 @@
 //! Calls from programs that XLA compiles, as jax does under jit: handlers of its C ABI for foreign functions
-//! (`xla/ffi/api/c_api.h`, whose version 0 only adds at the ends of its structs). Buffers are read and written
-//! in place, on the CPU and on the program's CUDA stream.
+//! (`xla/ffi/api/c_api.h`, whose version 0 only adds at the ends of its structs). Buffers are read and
+//! written in place, on the CPU and on the program's CUDA stream.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
@@ -256,12 +256,11 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
     let given = Given::of_views([q, k, v], Beside::bounded(extras, call.max_seqlen_q, call.max_seqlen_k)?)?;
     let problem = given.problem(&call.options)?;
     let (splits, pack_gqa) = call.division;
-    let division = Division { splits, pack_gqa };
-    let pinned = call.options.deterministic;
+    let (division, pinned) = (Division { splits, pack_gqa }, call.options.deterministic);
     let on = On { stream, allocate: None, plans: None, division, pinned };
     match (written.as_slice(), dout.zip(out).zip(lse)) {
         ([out, lse], None) => {
-            run(py, &given, (&problem, Pass::Forward), &Written::Forward { out, lse }, None, on)
+            run(py, &given, (&problem, Pass::Forward), &Written::Forward { out, lse: Some(lse) }, None, on)
         }
         ([dq, dk, dv, dsinks @ ..], Some(((dout, out), lse))) => {
             let (dout, out, lse) = (&dout, &out, &lse);
@@ -332,7 +331,8 @@ unsafe fn stream_of(frame: &Frame) -> PyResult<(Place, Option<u64>)> {
 unsafe fn views<'a>(buffers: &Buffers, place: Place) -> PyResult<Vec<View<'a>>> {
     let count = usize::try_from(buffers.count).unwrap_or(0);
     let view = |at: usize| {
-        // SAFETY: there are `count` buffers, dense and in row-major order, each with a dimension for each axis.
+        // SAFETY: there are `count` buffers, dense and in row-major order, each with a dimension for each
+        // axis.
         unsafe {
             let buffer = &**buffers.buffers.add(at);
             let dims = match usize::try_from(buffer.rank).unwrap_or(0) {

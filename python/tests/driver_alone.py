@@ -18,6 +18,7 @@ import numpy as np
 import reference
 
 from fa_attn import DeviceError, _core
+from fa_attn._options import CallOptions
 
 CUDA = 2
 TYPES = {"bf16": (4, np.uint16), "f16": (2, np.float16), "f32": (2, np.float32)}
@@ -129,11 +130,11 @@ def case(driver, dtype, head_dim, causal):
         kept.append(Array(driver, (count // 4 + 4,), "f32"))
         return kept[-1]
 
-    options = (None, causal, (-1, -1), 0.0)
+    options = CallOptions(None, causal, (-1, -1), 0.0, False)
     begin = time.perf_counter()
     try:
-        _core.forward(q, k, v, out, lse, *options, None, 1, allocate)
-        _core.backward(dout, q, k, v, out, lse, *grads, None, *options, False, None, 1, allocate)
+        _core.forward(q, k, v, out, lse, options, None, 1, allocate)
+        _core.backward(dout, q, k, v, out, lse, *grads, None, options, None, 1, allocate)
     except DeviceError as error:
         return str(error)
     driver("cuCtxSynchronize")

@@ -22,7 +22,7 @@ CASES = {
     "causal": (dict(causal=True), dict(causal=True)),
     "window": (dict(window_size=(3, 1)), dict(window=(3, 1))),
     "scale": (dict(causal=True, softmax_scale=0.3), dict(causal=True, scale=0.3)),
-    "offset": (dict(causal=True, query_offset=-5), dict(causal=True, offset=-5)),
+    "offset": (dict(causal=True, query_offset=2), dict(causal=True, offset=2)),
     "slopes": (dict(causal=True, alibi_slopes=SLOPES), dict(causal=True, slopes=SLOPES)),
     "sinks": (dict(causal=True, sinks=SINKS), dict(causal=True, sinks=SINKS)),
 }

@@ -22,8 +22,6 @@ MASKS = [
     dict(causal=True, query_offset=-9),
     dict(causal=True, window_size=(9, 4), query_offset=12),
     dict(window_size=(5, 3), query_offset=-100),
-    dict(causal=True, query_offset=4),
-    dict(window_size=(5, 3), query_offset=-6),
 ]
 
 

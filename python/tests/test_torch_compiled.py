@@ -101,10 +101,6 @@ CASES = {
         lambda n: (Q, n),
     ),
     "window": (lambda q, n: fa_attn.flash_attn_func(q, q, q, window_size=(n, n + 1)), lambda n: (Q, n - 18)),
-    "offset": (
-        lambda q, n: fa_attn.flash_attn_func(q, q, q, causal=True, query_offset=n),
-        lambda n: (Q, n - 18),
-    ),
     "one side": (
         lambda q, sides: fa_attn.flash_attn_func(q, q, q, causal=True, window_size=sides),
         lambda n: (Q, (n - 18, -1)),

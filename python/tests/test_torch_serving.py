@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch")
 from torch_cases import close, definition, needs_gpu, on, same_gradients, tensors  # noqa: E402
 
 import fa_attn  # noqa: E402
+import fa_attn.torch  # noqa: E402
+from fa_attn._options import CallOptions  # noqa: E402
 
 
 @on
@@ -421,6 +423,74 @@ def test_the_work_of_a_step_is_planned_once(device, dtype):
     got = compiled(q, k, v, scheduler_metadata=metadata, **options)
     close(got, want, dtype)
     torch.compiler.reset()
+
+
+@on
+def test_the_short_way_of_a_step_is_the_long_one(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 1, 4, 64), (6, 16, 2, 64), (6, 16, 2, 64), grad=False)
+    used = torch.tensor([20, 37], dtype=torch.int32, device=device)
+    table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
+    # This bound says nothing new, and the short way knows none.
+    bound = dict(max_seqlen_q=1)
+
+    def both(q, k, v, used, table=None, **options):
+        results = []
+        for beside in (dict(), bound):
+            try:
+                call = fa_attn.flash_attn_with_kvcache
+                results.append(call(q, k, v, cache_seqlens=used, block_table=table, **options, **beside))
+            except (fa_attn.InputError, fa_attn.UnsupportedError) as error:
+                results.append(f"{type(error).__name__}: {error}")
+        return results
+
+    is_short = dtype is not torch.float32
+    grown = torch.zeros(4, dtype=torch.int32, device=device)
+    grown[::2] = used
+    dense = (q, k[:2], v[:2], used % 16)
+    for arguments, short in (
+        ((q, k, v, used, table), is_short),
+        (dense, is_short),
+        ((q.expand(2, 3, 4, 64), k, v, used, table), is_short),
+        ((q, k, v, grown[::2], table), False),
+        ((q.detach().clone().requires_grad_(), k, v, used, table), False),
+        ((q.transpose(2, 3).contiguous().transpose(2, 3), k, v, used, table), False),
+    ):
+        found = fa_attn.torch.decoded(*arguments, *(None,) * (5 - len(arguments)))
+        assert (found is not None) == short
+        for options in (dict(causal=True), dict(window_size=(9, 0), softcap=3.0), dict(num_splits=2)):
+            one, other = both(*arguments, **options)
+            assert torch.equal(one, other) and not one.requires_grad and one.abs().sum() > 0
+            one, other = both(*arguments, return_softmax_lse=True, **options)
+            assert all(map(torch.equal, one, other))
+    with torch.inference_mode():
+        assert torch.equal(*both(q, k, v, used, table))
+    for wrong, said in (
+        ((q, k, v, used[:1], table), "cache_seqlens"),
+        ((q, k, v, used.long(), table), "int32"),
+        ((q, k, v, used, table[0]), "block_table"),
+        ((q, k, v[..., :1, :], used, table), "v"),
+        ((q, k[..., :32], v, used, table), "k"),
+        ((q[0], k, v, used, table), "q has the shape"),
+        ((q, k, v.to(torch.float64), used, table), "v holds float64"),
+    ):
+        one, other = both(*wrong)
+        assert one == other and isinstance(one, str) and said in one
+
+
+@on
+def test_out_does_not_depend_on_whether_lse_is_wanted(device, dtype):
+    q, k = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 64), grad=False)
+    starts = torch.tensor([0, 10, 80], dtype=torch.int32, device=device)
+    packed = (q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), starts, starts, 70, 70)
+    qkv = torch.stack([q, q, q], 2)
+    for call, arguments in (
+        (fa_attn.flash_attn_func, (q, k, k)),
+        (fa_attn.flash_attn_varlen_func, packed),
+        (fa_attn.flash_attn_qkvpacked_func, (qkv,)),
+    ):
+        out, lse = call(*arguments, causal=True, return_softmax_lse=True)
+        assert torch.equal(call(*arguments, causal=True), out) and lse.isfinite().all()
+        assert torch.equal(call(*arguments, causal=True, return_attn_probs=True)[1], lse)
 
 
 @on

@@ -1,5 +1,5 @@
-//! `cargo xtask notices`: the third-party crates in the program `fa` and in the Python wheel, with their licences
-//! and copyright notices.
+//! `cargo xtask notices`: the third-party crates in the program `fa` and in the Python wheel, with their
+//! licences and copyright notices.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -125,7 +125,8 @@ fn copyright(texts: &[String]) -> BTreeSet<String> {
 /// The notices of what `root` is compiled from.
 fn text(metadata: &Value, root: &str) -> Result<String> {
     let mut text = format!(
-        "Third-party crates compiled into {root}, each with the licence that it offers, those that are taken of it,\n\
+        "Third-party crates compiled into {root}, each with the licence that it offers, those that are \
+         taken of it,\n\
          and its copyright notices. Written by `cargo xtask notices`. The licences' texts are at the end.\n"
     );
     let mut texts: BTreeMap<&str, String> = BTreeMap::new();

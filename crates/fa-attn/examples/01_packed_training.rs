@@ -1,5 +1,5 @@
-//! Training on a packed batch: sequences of different lengths end to end, without padding. Gradient descent on
-//! Q, K and V until the attention of each sequence is what it should be. On the GPU where there is one.
+//! Training on a packed batch: sequences of different lengths end to end, without padding. Gradient descent
+//! on Q, K and V until the attention of each sequence is what it should be. On the GPU where there is one.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example 01_packed_training

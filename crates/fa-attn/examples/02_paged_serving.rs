@@ -1,6 +1,6 @@
-//! Steps of a server: a new token of each request is appended to a cache in pages, rotated, and attends to its
-//! request's keys. On a GPU a step is a CUDA graph: append and forward share cache, page table and lengths, and
-//! every layer of a model could share the last two.
+//! Steps of a server: a new token of each request is appended to a cache in pages, rotated, and attends to
+//! its request's keys. On a GPU a step is a CUDA graph: append and forward share cache, page table and
+//! lengths, and every layer of a model could share the last two.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example 02_paged_serving

@@ -1,5 +1,5 @@
-//! Merging: a prompt that requests share is attended to once for all of them, each request's own keys apart, and
-//! the results are combined by their LSE into the attention over all keys.
+//! Merging: a prompt that requests share is attended to once for all of them, each request's own keys apart,
+//! and the results are combined by their LSE into the attention over all keys.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example 03_merging
@@ -16,7 +16,8 @@ const DIM: usize = 64;
 fn main() -> Result<(), Error> {
     let difference = difference()?;
     println!(
-        "{REQUESTS} requests, {PREFIX} keys shared and {OWN} of their own: at most {difference:.2e} from one call over all"
+        "{REQUESTS} requests, {PREFIX} keys shared and {OWN} of their own: at most {difference:.2e} \
+         from one call over all"
     );
     Ok(())
 }

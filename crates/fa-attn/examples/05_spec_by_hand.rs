@@ -1,5 +1,5 @@
-//! A kernel spec by hand: plain data that says all that a kernel is specialised on. It is read from text, asked
-//! what it computes, and on a GPU compiled, launched and compared with the planner's own choice.
+//! A kernel spec by hand: plain data that says all that a kernel is specialised on. It is read from text,
+//! asked what it computes, and on a GPU compiled, launched and compared with the planner's own choice.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example 05_spec_by_hand

@@ -195,7 +195,7 @@ impl Call {
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
         cpu.install_tiled(|| {
-            tiled::forward_extras(options, problem, &arguments, &q, &k, &v, &mut out, Some(lse))
+            tiled::forward_extras(options, problem, arguments, &q, &k, &v, &mut out, Some(lse))
         })?;
         Ok(start.elapsed())
     }
@@ -213,7 +213,7 @@ impl Call {
         let start = Instant::now();
         cpu.install_tiled(|| {
             let (dq, dk, dv) = (&mut dq, &mut dk, &mut dv);
-            tiled::backward_program(options, problem, &arguments, &inputs, dq, dk, dv, dsinks, darrays)
+            tiled::backward_program(options, problem, arguments, &inputs, dq, dk, dv, dsinks, darrays)
         })?;
         Ok(start.elapsed())
     }

@@ -67,8 +67,8 @@ impl Engine {
     /// The GPU where there is one, else the CPU. Needs no GPU and no driver.
     ///
     /// # Errors
-    /// Those of `FA_TUNE` ([`Tuning::from_environment`]) and of the table of winners; what a GPU refuses sends
-    /// the engine to the CPU, as a call's report says.
+    /// Those of `FA_TUNE` ([`Tuning::from_environment`]) and of the table of winners; what a GPU refuses
+    /// sends the engine to the CPU, as a call's report says.
     pub fn new() -> Result<Engine, Error> {
         Engine::with(Backend::Auto)
     }

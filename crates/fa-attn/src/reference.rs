@@ -33,9 +33,9 @@ fn forward<T: Element>(
     let ForwardTensors { q, k, v, mut out, lse, .. } = tensors;
     check::check_out(problem, "out", out.shape())?;
     check::check_lse(problem, lse.len())?;
-    let batch = Batch::new(problem, &arguments)?;
+    let batch = Batch::new(problem, arguments)?;
     let start = Instant::now();
-    let exact = cpu.install(|| reference::forward_extras(problem, &arguments, &q, &k, &v))?;
+    let exact = cpu.install(|| reference::forward_extras(problem, arguments, &q, &k, &v))?;
     let time = start.elapsed();
     let spans = || batch.sequences.iter().map(|sequence| sequence.q);
     let [_, seqlen, heads, _] = out.shape();
@@ -60,9 +60,9 @@ fn backward<T: Element>(
     check::check_lse(problem, lse.len())?;
     check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
     check_dsinks(problem, dsinks.as_deref())?;
-    let batch = Batch::new(problem, &arguments)?;
+    let batch = Batch::new(problem, arguments)?;
     let start = Instant::now();
-    let exact = cpu.install(|| reference::backward_extras(problem, &arguments, &q, &k, &v, &dout))?;
+    let exact = cpu.install(|| reference::backward_extras(problem, arguments, &q, &k, &v, &dout))?;
     let time = start.elapsed();
     let keys = || batch.sequences.iter().map(|sequence| sequence.k);
     round_rows(&exact.dq, &mut dq, batch.sequences.iter().map(|sequence| sequence.q));

@@ -185,7 +185,7 @@ impl<'a, T> ForwardTensors<'a, T> {
     }
 
     pub(crate) fn arguments(&self) -> Arguments<'a> {
-        Arguments { extras: self.extras, program: self.program }
+        Arguments { extras: self.extras, program: self.program, ..Arguments::default() }
     }
 }
 
@@ -201,7 +201,7 @@ impl<'a, T> BackwardTensors<'a, T> {
     }
 
     pub(crate) fn arguments(&self) -> Arguments<'a> {
-        Arguments { extras: self.extras, program: self.program }
+        Arguments { extras: self.extras, program: self.program, ..Arguments::default() }
     }
 }
 

@@ -74,8 +74,8 @@ fn output<T: Value>(
             workspace: workspace.map(|workspace| workspace as &mut dyn DevicePtrMut<u8>),
             extras: extras(&views),
         };
-        // SAFETY: the workspace is zero and no plan is shared. Starts of packed sequences are the caller's word,
-        // as they are for candle-flash-attn: `flash_attn_varlen` documents them.
+        // SAFETY: the workspace is zero and no plan is shared. Starts of packed sequences are the caller's
+        // word, as they are for candle-flash-attn: `flash_attn_varlen` documents them.
         unsafe { forward.run(&stream, args) }.map_err(refused)
     })?;
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), lse))

@@ -13,8 +13,8 @@ pub struct Options<'a> {
     /// How many keys right of the diagonal are visible; `None`, or more than there are, for all, `Some(0)`
     /// for a causal mask. The diagonal ends in the bottom right corner.
     pub window_size_right: Option<usize>,
-    /// How many keys right of the bottom-right alignment queries lie, for windows and ALiBi: query `i` lies on
-    /// key `i + seqlen_k - seqlen_q + query_offset`.
+    /// How many keys right of the bottom-right alignment queries lie, for windows and ALiBi: query `i` lies
+    /// on key `i + seqlen_k - seqlen_q + query_offset`.
     pub query_offset: i64,
     /// Scores pass through `cap * tanh(s / cap)`; `None` or 0 for no cap.
     pub softcap: Option<f32>,

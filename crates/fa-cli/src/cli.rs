@@ -43,7 +43,7 @@ Examples:
 
 Environment:
   FA_CACHE_DIR       folder of compiled kernels [default: fa/kernels in the user's cache folder]
-  FA_TUNE            auto, auto:SECONDS or off: measure kernels in the background of first calls [default: off]
+  FA_TUNE            auto, auto:SECONDS or off: measure kernels in the background of calls [default: off]
   FA_TUNED           table of tuned kernels [default: tuned.json beside the compiled kernels]
   FA_NVRTC           the NVRTC library, or none to compile nothing [default: searched in CUDA_HOME, \
 CUDA_PATH, the loader's path and the active Python environment]

@@ -6,6 +6,7 @@ use std::time::Duration;
 use fa_attn::{
     BackwardTensors, Call, CpuOptions, Element, Engine, ForwardTensors, Gradients, Isa, Output, Pass, Tensor,
 };
+use fa_core::program::{self, OwnedInputs};
 use fa_core::{Problem, Side, SideRows, TensorLayout};
 
 use crate::attention::Inputs;
@@ -83,7 +84,10 @@ impl Calls {
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Duration> {
-        let tensors = ForwardTensors::of(inputs.views()?, &mut outputs.output, inputs.sides.extras())?;
+        let drawn = OwnedInputs::drawn(&inputs.problem, 0);
+        let program = program_of(&inputs.problem, drawn.as_ref())?;
+        let mut tensors = ForwardTensors::of(inputs.views()?, &mut outputs.output, inputs.sides.extras())?;
+        tensors.program = program.as_ref();
         Ok(self.forward.time(tensors)?)
     }
 
@@ -102,9 +106,20 @@ impl Calls {
             return Ok(None);
         };
         let extras = inputs.sides.extras();
-        let tensors = BackwardTensors::of(inputs.views()?, output, dout, gradients, extras)?;
+        let drawn = OwnedInputs::drawn(&inputs.problem, 0);
+        let program = program_of(&inputs.problem, drawn.as_ref())?;
+        let mut tensors = BackwardTensors::of(inputs.views()?, output, dout, gradients, extras)?;
+        tensors.program = program.as_ref();
         Ok(Some(call.time(tensors)?))
     }
+}
+
+/// The random arrays and scalars of a problem's program.
+fn program_of<'a>(
+    problem: &Problem,
+    drawn: Option<&'a OwnedInputs>,
+) -> anyhow::Result<Option<program::Inputs<'a>>> {
+    Ok(drawn.zip(problem.score.program).map(|(drawn, program)| drawn.view(&program)).transpose()?)
 }
 
 /// The results, packed in the inputs' layout; NaN until they are computed.

@@ -1,6 +1,7 @@
 //! Flags that commands share, parsed once into resolved values. No command is imported here.
 
 pub(crate) mod lengths;
+pub(crate) mod mods;
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -16,6 +17,7 @@ use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::flags::lengths::{LengthsArgs, ScoreArgs};
+use crate::flags::mods::ModArgs;
 use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
@@ -184,7 +186,7 @@ impl ProblemArgs {
             Types::same(self.dtype),
         )
         .with_mask(self.mask.mask())
-        .with_score(self.score.score(self.softcap));
+        .with_score(self.score.score(self.softcap).map_err(InputError::Usage)?);
         problem.check()?;
         Ok(problem)
     }
@@ -276,6 +278,8 @@ pub(crate) struct ShapeArgs {
     /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
+    #[command(flatten)]
+    pub mods: ModArgs,
 }
 
 impl ShapeArgs {
@@ -293,6 +297,7 @@ impl ShapeArgs {
         } else {
             vec![self.mask.mask()]
         };
+        let program = self.mods.program().map_err(InputError::Usage)?;
         let mut problems = Vec::new();
         for &HeadDim { qk, v } in &self.headdim {
             for &mask in &masks {
@@ -308,7 +313,7 @@ impl ShapeArgs {
                         Types::same(dtype),
                     )
                     .with_mask(mask)
-                    .with_score(ScoreMod::NONE.with_softcap(self.softcap));
+                    .with_score(ScoreMod::NONE.with_softcap(self.softcap).with_program(program));
                     problem.check()?;
                     problems.push(problem);
                 }

@@ -303,8 +303,8 @@ impl fmt::Display for Arch {
 /// A text that is not the name of an [`Arch`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "unknown architecture '{0}': use one of sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120, sm121, or the \
-     name of a GPU, as in h100"
+    "unknown architecture '{0}': use one of sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120, sm121, or \
+     the name of a GPU, as in h100"
 )]
 pub struct ParseArchError(pub String);
 

@@ -43,7 +43,8 @@ pub struct Reported {
 /// A board of `arch` by name on the command line, words, marketing name, SMs, GHz, FLOP per SM and clock, L2
 /// in MiB, GB/s, published TFLOP/s and source.
 macro_rules! board {
-    ($arch:ident, $name:literal, [$($word:literal),*], $board:literal, $sms:literal, $ghz:literal, $flops:literal,
+    ($arch:ident, $name:literal, [$($word:literal),*], $board:literal, $sms:literal, $ghz:literal,
+        $flops:literal,
      $l2:literal, $gbs:literal, $tflops:literal, $source:literal) => {{
         let own = Arch::$arch.limits();
         Board {
@@ -69,21 +70,25 @@ macro_rules! board {
 /// Every board, by architecture; the first of each is the one that [`Arch::limits`] describes.
 #[rustfmt::skip]
 pub const BOARDS: [Board; 25] = [
-    board!(Sm80, "a100", ["a100"], "A100 80GB SXM", 108, 1.41, 2048.0, 40, 2039.0, 312.0, "A100 80GB datasheet"),
+    board!(Sm80, "a100", ["a100"], "A100 80GB SXM", 108, 1.41, 2048.0, 40, 2039.0, 312.0,
+        "A100 80GB datasheet"),
     board!(Sm80, "a30", ["a30"], "A30", 56, 1.44, 2048.0, 24, 933.0, 165.0, "A30 datasheet"),
     board!(Sm86, "a10", ["a10"], "A10", 72, 1.695, 1024.0, 6, 600.0, 125.0, "A10 datasheet"),
     board!(Sm86, "a10g", ["a10g"], "A10G", 80, 1.71, 512.0, 6, 600.0, 70.0, "A10G datasheet (AWS G5)"),
     board!(Sm86, "a40", ["a40"], "A40", 84, 1.74, 1024.0, 6, 696.0, 149.7, "A40 datasheet"),
     board!(Sm86, "a6000", ["a6000"], "RTX A6000", 84, 1.8, 1024.0, 6, 768.0, 154.8, "RTX A6000 datasheet"),
-    board!(Sm86, "rtx3090", ["3090"], "GeForce RTX 3090", 82, 1.695, 512.0, 6, 936.0, 71.0, "GA102 whitepaper"),
-    board!(Sm89, "rtx4090", ["4090"], "GeForce RTX 4090", 128, 2.52, 512.0, 72, 1008.0, 165.2, "Ada whitepaper"),
+    board!(Sm86, "rtx3090", ["3090"], "GeForce RTX 3090", 82, 1.695, 512.0, 6, 936.0, 71.0,
+        "GA102 whitepaper"),
+    board!(Sm89, "rtx4090", ["4090"], "GeForce RTX 4090", 128, 2.52, 512.0, 72, 1008.0, 165.2,
+        "Ada whitepaper"),
     board!(Sm89, "l4", ["l4"], "L4", 58, 2.04, 1024.0, 48, 300.0, 121.0, "L4 datasheet"),
     board!(Sm89, "l40", ["l40"], "L40", 142, 2.49, 512.0, 96, 864.0, 181.05, "L40 datasheet"),
     board!(Sm89, "l40s", ["l40s"], "L40S", 142, 2.49, 1024.0, 96, 864.0, 362.05, "L40S datasheet"),
     board!(Sm89, "rtx6000ada", ["6000", "ada"], "RTX 6000 Ada", 142, 2.505, 1024.0, 96, 960.0, 364.2,
         "Ada whitepaper, professional"),
     board!(Sm90, "h100", ["h100"], "H100 SXM5", 132, 1.83, 4096.0, 50, 3350.0, 989.4, "H100 datasheet"),
-    board!(Sm90, "h100-pcie", ["h100", "pcie"], "H100 PCIe", 114, 1.62, 4096.0, 50, 2000.0, 756.0, "H100 datasheet"),
+    board!(Sm90, "h100-pcie", ["h100", "pcie"], "H100 PCIe", 114, 1.62, 4096.0, 50, 2000.0, 756.0,
+        "H100 datasheet"),
     board!(Sm90, "h100-nvl", ["h100", "nvl"], "H100 NVL", 132, 1.545, 4096.0, 50, 3900.0, 835.0,
         "H100 NVL datasheet"),
     board!(Sm90, "h200", ["h200"], "H200 SXM", 132, 1.83, 4096.0, 50, 4800.0, 989.4, "H200 datasheet"),
@@ -99,7 +104,8 @@ pub const BOARDS: [Board; 25] = [
         "RTX Blackwell whitepaper"),
     board!(Sm120, "rtx5070ti", ["5070", "ti"], "GeForce RTX 5070 Ti", 70, 2.452, 512.0, 48, 896.0, 87.9,
         "RTX Blackwell whitepaper"),
-    board!(Sm120, "rtxpro6000", ["pro", "6000", "blackwell"], "RTX PRO 6000 Blackwell", 188, 2.617, 1024.0, 128,
+    board!(Sm120, "rtxpro6000", ["pro", "6000", "blackwell"], "RTX PRO 6000 Blackwell", 188, 2.617, 1024.0,
+        128,
         1792.0, 503.8, "RTX Blackwell PRO whitepaper"),
     board!(Sm121, "spark", ["gb10"], "GB10", 48, 2.418, 1024.0, 24, 273.0, 125.0,
         "DGX Spark datasheet: 1 PFLOP/s of sparse fp4 is 8 times its dense f16"),

@@ -1,11 +1,11 @@
 //! What is done to scaled scores before the mask and the softmax.
 //!
 //! With `d = |i + seqlen_k - seqlen_q + offset - j|` (the mask's offset), the score of query `i` and key `j`
-//! is `softcap(scale * q.k) - slope * d`. A sink is one more logit of each row, in natural units, neither scaled nor capped nor masked:
-//! it joins the denominator and has no value. **LSE includes the sink**; a row that sees no key has `O = 0`
-//! and `LSE = sink` (`-inf` without one). Its gradient is `dsink[h] = -sum over the head's rows of
-//! exp(sink[h] - lse) * dPsum`. Partial results (splits of the keys, merges) leave the sink out; it is
-//! combined once.
+//! is `softcap(scale * q.k) - slope * d`. A sink is one more logit of each row, in natural units, neither
+//! scaled nor capped nor masked: it joins the denominator and has no value. **LSE includes the sink**; a row
+//! that sees no key has `O = 0` and `LSE = sink` (`-inf` without one). Its gradient is `dsink[h] = -sum over
+//! the head's rows of exp(sink[h] - lse) * dPsum`. Partial results (splits of the keys, merges) leave the
+//! sink out; it is combined once.
 //!
 //! Sinks and slopes may be as large as f32 holds. A row whose sink is above every score has `O = 0` and
 //! `LSE = sink`, to the last bit; with a slope that large a query sees the key at distance 0 alone. Softmaxes

@@ -1,7 +1,7 @@
 //! Methods that set one field of a value.
 
-/// Methods `with_FIELD`, which replace a field of plain data. Other crates build such data with them: the types
-/// are `#[non_exhaustive]`, so that a further field changes no code that does not name it.
+/// Methods `with_FIELD`, which replace a field of plain data. Other crates build such data with them: the
+/// types are `#[non_exhaustive]`, so that a further field changes no code that does not name it.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! with_methods {

@@ -5,7 +5,7 @@ use fa_core::{Alibi, Extra, Pass, Problem, Side, SideRows};
 
 use crate::check::q_shape;
 use crate::error::CpuError;
-use crate::extras::{Arguments, check_extras};
+use crate::extras::{Arguments, Within, check_extras};
 
 /// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +37,7 @@ pub struct Batch<'a> {
     sinks: Option<&'a [f32]>,
     dlse: Option<Dlse<'a>>,
     program: Option<(Interned, Inputs<'a>)>,
+    within: Within,
 }
 
 /// The gradient of the LSE.
@@ -101,7 +102,7 @@ impl<'a> Batch<'a> {
         let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
         let mut sequences = room(q.len())?;
         sequences.extend(q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }));
-        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse, program })
+        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse, program, within: arguments.within })
     }
 
     /// Whether all sequences are of the same lengths.
@@ -136,6 +137,11 @@ impl<'a> Batch<'a> {
     /// The mask and change of scores of the caller's own, with what it reads.
     pub fn program(&self) -> Option<(Interned, &Inputs<'a>)> {
         self.program.as_ref().map(|(program, inputs)| (*program, inputs))
+    }
+
+    /// Where the problem is a part of a larger one.
+    pub fn within(&self) -> Within {
+        self.within
     }
 
     /// The sink of a query head.

@@ -73,8 +73,8 @@ pub enum CpuError {
     },
     /// A sink leaves nothing to any key.
     #[error(
-        "sinks[{index}] is inf: it would take all of the head's probability; give a finite logit, or -inf for \
-         none"
+        "sinks[{index}] is inf: it would take all of the head's probability; give a finite logit, or -inf \
+         for none"
     )]
     Sink {
         /// The query head.

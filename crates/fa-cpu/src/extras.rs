@@ -21,11 +21,22 @@ pub struct Arguments<'a> {
     pub extras: Extras<'a>,
     /// The arrays and scalars of the problem's program; may be left out for a program that reads none.
     pub program: Option<&'a Inputs<'a>>,
+    /// Where the problem is a part of a larger one, as the program sees it.
+    pub within: Within,
+}
+
+/// The place of a problem in a larger one of which it computes some heads and queries of one sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Within {
+    /// Its sequence, first query head, first K/V head and first query.
+    pub first: [usize; 4],
+    /// Queries and keys of the sequence; `None` for the problem's own.
+    pub lengths: Option<[usize; 2]>,
 }
 
 impl<'a> From<&Extras<'a>> for Arguments<'a> {
     fn from(extras: &Extras<'a>) -> Arguments<'a> {
-        Arguments { extras: *extras, program: None }
+        Arguments { extras: *extras, ..Arguments::default() }
     }
 }
 

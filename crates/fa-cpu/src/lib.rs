@@ -62,6 +62,6 @@ pub mod view;
 pub use append::{AppendExtras, AppendTensors, Table};
 pub use element::Element;
 pub use error::CpuError;
-pub use extras::{Arguments, Extras, OwnedExtras};
+pub use extras::{Arguments, Extras, OwnedExtras, Within};
 pub use real::Real;
 pub use view::{TensorMut, TensorRef};

@@ -206,7 +206,7 @@ fn await_file(
 }
 
 /// The longest text: more is none of ours.
-const MOST_TEXT: u32 = 1 << 20;
+const MOST_TEXT: u32 = 1 << 24;
 
 fn write_text(stream: &mut TcpStream, text: &str) -> std::io::Result<()> {
     let len = u32::try_from(text.len()).map_err(std::io::Error::other)?;

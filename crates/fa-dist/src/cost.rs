@@ -139,9 +139,13 @@ fn step_seconds(program: &Program, step: &Step, times: &mut Times) -> Result<f64
     })
 }
 
+/// A rank, and the number of one of its steps.
+type At = (usize, usize);
+
 /// For each exchange of each rank those of other ranks that it meets.
-fn meetings(programs: &[Program]) -> HashMap<(usize, usize), BTreeSet<(usize, usize)>> {
-    let mut messages: HashMap<(usize, usize), [Vec<(usize, usize)>; 2]> = HashMap::new();
+fn meetings(programs: &[Program]) -> HashMap<At, BTreeSet<At>> {
+    // From one rank to another: the exchanges that send, and those that receive.
+    let mut messages: HashMap<(usize, usize), [Vec<At>; 2]> = HashMap::new();
     for (rank, program) in programs.iter().enumerate() {
         for (number, step) in program.steps.iter().enumerate() {
             let Op::Exchange { sends, recvs } = &step.op else { continue };
@@ -153,7 +157,7 @@ fn meetings(programs: &[Program]) -> HashMap<(usize, usize), BTreeSet<(usize, us
             }
         }
     }
-    let mut all: HashMap<(usize, usize), BTreeSet<(usize, usize)>> = HashMap::new();
+    let mut all: HashMap<At, BTreeSet<At>> = HashMap::new();
     for [sent, received] in messages.into_values() {
         for (a, b) in sent.into_iter().zip(received) {
             all.entry(a).or_default().insert(b);
@@ -372,8 +376,8 @@ fn why(best: &Cost, next: Option<&Cost>, world: usize) -> String {
         format!("; {} takes {:.1}% longer", next.scheme.name(), 100.0 * (next.seconds / best.seconds - 1.0))
     });
     format!(
-        "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs take {:.2} times \
-         less time than one ({} ms){than}",
+        "{}: {of}; {} of {} ms of transfers and sums are hidden, {} ms are not: {world} GPUs take {:.2} \
+         times less time than one ({} ms){than}",
         best.scheme.name(),
         ms(hidden),
         ms(best.transfers + best.sums),

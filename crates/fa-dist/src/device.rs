@@ -1,7 +1,7 @@
 //! Passes on a GPU: a rank's shard in device memory, computed by fa-attn's kernels, moved by NCCL.
 //!
-//! Everything is made when a rank is bound to a plan: kernels, memory, events. A call enqueues on the caller's
-//! stream and on one of its own, and waits for nothing but NCCL's enqueuing.
+//! Everything is made when a rank is bound to a plan: kernels, memory, events. A call enqueues on the
+//! caller's stream and on one of its own, and waits for nothing but NCCL's enqueuing.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -118,6 +118,29 @@ impl Rank {
     /// [`Error::PeerLost`] and [`Error::Deadline`].
     pub fn gather(&mut self, text: &str) -> Result<Vec<String>, Error> {
         self.store.gather("exchanging a text", text)
+    }
+
+    /// Adds up a few host values over all ranks, in their order: losses, and gradients of small models. It
+    /// goes by the bootstrap's connections, as text.
+    ///
+    /// # Errors
+    /// As [`Rank::gather`], and [`Error::Mismatch`] where a rank has another number of values.
+    pub fn sum(&mut self, values: &mut [f32]) -> Result<(), Error> {
+        let own: String = values.iter().map(|value| format!("{:08x}", value.to_bits())).collect();
+        let all = self.store.gather("adding up values", &own)?;
+        values.fill(0.0);
+        for (rank, text) in all.iter().enumerate() {
+            if text.len() != own.len() {
+                let [theirs, ours] = [text, &own].map(|text| format!("{} values", text.len() / 8));
+                return Err(Error::Mismatch { rank, theirs, ours });
+            }
+            let word =
+                |at: usize| text.get(8 * at..8 * at + 8).and_then(|word| u32::from_str_radix(word, 16).ok());
+            for (at, value) in values.iter_mut().enumerate() {
+                *value += word(at).map_or(f32::NAN, f32::from_bits);
+            }
+        }
+        Ok(())
     }
 
     /// Waits for what is enqueued on `stream`: until a rank is lost, NCCL fails, or the deadline is over,

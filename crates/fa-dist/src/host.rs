@@ -392,6 +392,11 @@ impl<X: HostTransport> HostAttention<X> {
         &self.plan
     }
 
+    /// The transport, for what ranks exchange besides.
+    pub fn transport(&mut self) -> &mut X {
+        &mut self.transport
+    }
+
     /// The transport, given back.
     pub fn into_transport(self) -> X {
         self.transport

@@ -1,7 +1,7 @@
 //! Attention over several GPUs: sequences whose rows are spread over ranks.
 //!
-//! - [`ShardPlan`]: which rank holds which rows, and the [`program`] of each rank, as data: nothing here knows
-//!   CUDA. [`Scheme`] has the ways to work together, [`cost`] predicts their times.
+//! - [`ShardPlan`]: which rank holds which rows, and the [`program`] of each rank, as data: nothing here
+//!   knows CUDA. [`Scheme`] has the ways to work together, [`cost`] predicts their times.
 //! - [`HostAttention`]: passes on the CPU, over a [`HostTransport`] such as threads ([`MemoryTransport`]).
 //! - [`DeviceAttention`]: the same programs on a GPU, over NCCL; [`Rank`] joins the ranks, [`Bootstrap`] says
 //!   where they meet.

@@ -96,7 +96,7 @@ impl ShardPlan {
         };
         plan.deal(layout);
         plan.check()?;
-        // Heads are gathered one by one, up to 8 times: the first transfer is the only one that nothing hides.
+        // Heads are gathered one by one, up to 8 times: nothing hides the first transfer alone.
         plan.stages = match scheme {
             Scheme::Gather => stages_of(problem.heads_kv, 8),
             Scheme::Ulysses => stages_of(plan.own_kv_heads(), 2),
@@ -136,10 +136,7 @@ impl ShardPlan {
         let (world, decode) = (self.world, self.scheme == Scheme::Decode);
         let [_, queries, ..] = check::q_shape(&self.problem);
         let [_, keys, ..] = check::k_shape(&self.problem);
-        let align = |len: usize, tile: usize| match layout {
-            _ if len >= 8 * tile * world => tile,
-            _ => 1,
-        };
+        let align = |len: usize, tile: usize| if len >= 8 * tile * world { tile } else { 1 };
         let align = align(queries.max(keys), self.tiles.0);
         self.queries = if decode {
             Shards::new(Layout::Contiguous, 1, queries, 1)

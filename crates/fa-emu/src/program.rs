@@ -65,37 +65,41 @@ impl Score {
     }
 }
 
-const DECLARATIONS: &str = "struct Score { float s; int place[8]; int visible; float score, slope, \
-                            by_parts; float                             gradients[64]; int tile[4]; int state; };\n";
+const DECLARATIONS: &str = "struct Score { float s; int place[8]; int visible; float score, slope, by_parts; \
+                            float gradients[64]; int tile[4]; int state; };\n";
 
 /// Programs per unit.
 const PER_UNIT: usize = 125;
+
+/// The function of a program, whose header precedes it under the name `Mods_N`.
+const FUNCTION: &str = "
+extern \"C\" void program_N(const fa::ProgramParams* params, Score* x) {
+    const int* at = x->place;
+    const fa::Mods_N mods(*params, at[0], at[1], at[2], at[5], at[6], at[7]);
+    const auto row = mods.row(at[3]);
+    const auto column = mods.column(at[4]);
+    x->visible = mods.mask(row, column);
+    x->by_parts = x->score = mods.score(x->s, row, column);
+    if constexpr (fa::Mods_N::kAffine) {
+        x->by_parts = x->s * mods.gain(row, column) + mods.addend(row, column);
+    }
+    x->slope = mods.slope(x->s, row, column);
+    GRADIENTS
+    const int* t = x->tile;
+    const fa::TileState state = mods.tile_state(t[0], t[1], t[2], t[3]);
+    x->state = state.visible + 2 * state.full;
+}
+";
 
 fn unit(programs: &[Program]) -> String {
     let mut unit = format!("#include \"attn/spans.cuh\"\n{DECLARATIONS}");
     for (i, program) in programs.iter().enumerate() {
         let header = program.cuda().replace("#pragma once", "");
-        let _ = write!(
-            unit,
-            "#define Mods Mods_{i}\n{header}\n#undef Mods\nextern \"C\" void \
-             program_{i}(const fa::ProgramParams* params, Score* x) {{\n    const int* at = x->place;\n    const fa::Mods_{i} mods(*params, \
-             at[0], at[1],              at[2], at[5], at[6], at[7]);\n    const auto row = mods.row(at[3]);\n    const auto column = \
-             mods.column(at[4]);\n"
-        );
-        let _ = writeln!(
-            unit,
-            "    x->visible = mods.mask(row, column);\n    x->by_parts = x->score = mods.score(x->s, row, \
-             column);\n    x->slope = mods.slope(x->s, row, column);\n    if constexpr \
-             (fa::Mods_{i}::kAffine)              x->by_parts = x->s * mods.gain(row, column) + mods.addend(row, column);"
-        );
-        for gradient in 0..program.gradients().len() {
-            let _ =
-                writeln!(unit, "    x->gradients[{gradient}] = mods.gradient_{gradient}(x->s, row, column);");
-        }
-        unit.push_str(
-            "    const int* t = x->tile;\n    const fa::TileState state = mods.tile_state(t[0], \
-             t[1], t[2], t[3]);\n                 x->state = state.visible + 2 * state.full;\n}\n",
-        );
+        let gradients: String = (0..program.gradients().len())
+            .map(|g| format!("x->gradients[{g}] = mods.gradient_{g}(x->s, row, column);\n    "))
+            .collect();
+        let function = FUNCTION.replace("_N", &format!("_{i}")).replace("GRADIENTS", &gradients);
+        let _ = write!(unit, "#define Mods Mods_{i}\n{header}\n#undef Mods\n{function}");
     }
     unit
 }

@@ -170,7 +170,7 @@ impl Trial {
         let program = OwnedInputs::drawn(problem, 1);
         let inputs = program.as_ref().zip(problem.score.program);
         let inputs = inputs.map(|(given, own)| given.view(&own).expect("the inputs are the program's"));
-        let own = Arguments { extras: extras.view(), program: inputs.as_ref() };
+        let own = Arguments { extras: extras.view(), program: inputs.as_ref(), ..Arguments::default() };
         let of_forward = Arguments { extras: fa_cpu::Extras { dlse: None, ..own.extras }, ..own };
         let rows = rows(problem, &own.extras);
         let view = |i: usize, name| {

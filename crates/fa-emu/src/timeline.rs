@@ -68,7 +68,8 @@ fn verdict(outcome: &Outcome) -> String {
 pub fn page(title: &str, lead: &[String], cta: u32, outcome: &Outcome) -> String {
     let spans: Vec<&Span> = outcome.spans.iter().filter(|span| span.end > span.begin).collect();
     let mut body = format!(
-        "<h1>{}</h1>\n<p><b>{}</b></p>\n{}<p>CTA {cta} over emulated steps: a step is a warp that goes on to its next \
+        "<h1>{}</h1>\n<p><b>{}</b></p>\n{}<p>CTA {cta} over emulated steps: a step is a warp that goes \
+         on to its next \
          wait, or an operation that finishes. Lengths are an order of events, no times.</p>\n<p \
          class=\"key\">",
         escape(title),

@@ -53,6 +53,14 @@ static_assert(FA_OFFSETOF(BlockMapParams, batches) == 24);
 static_assert(FA_OFFSETOF(BlockMapParams, heads) == 28);
 static_assert(FA_OFFSETOF(BlockMapParams, head_group) == 32);
 
+// The gradients of a program's arrays; backward only.
+struct ArrayGradientParams {
+    // Of each array, packed in f32; null for none.
+    float* to[8];
+};
+static_assert(sizeof(ArrayGradientParams) == 64 && alignof(ArrayGradientParams) == 8);
+static_assert(FA_OFFSETOF(ArrayGradientParams, to) == 0);
+
 // The arrays and scalars of a kernel's program.
 struct ProgramParams {
     // In the order of the program's declarations.

@@ -69,8 +69,8 @@ pub(crate) fn device(context: &CudaContext) -> Result<(Arch, u32), Error> {
     Ok((arch.ok_or(Error::Device { major, minor })?, positive(sms)))
 }
 
-/// The architecture of a context's GPU, and the limits and rates of its board: those of its datasheet where its
-/// name is known, else those that the driver reports.
+/// The architecture of a context's GPU, and the limits and rates of its board: those of its datasheet where
+/// its name is known, else those that the driver reports.
 ///
 /// # Errors
 /// [`Error::Device`] for a GPU that no kernel runs on.

@@ -113,7 +113,8 @@ pub enum Error {
     },
     /// Others may have put kernels into the cache.
     #[error(
-        "{path} is not used as kernel cache: {reason}, and a GPU would run what others have put there; {advice}",
+        "{path} is not used as kernel cache: {reason}, and a GPU would run what others have put there; \
+         {advice}",
         path = .path.display()
     )]
     UntrustedCache {

@@ -14,6 +14,7 @@ mod merge;
 mod of_spec;
 mod paged;
 mod problem;
+mod programs;
 mod scores;
 mod serving;
 mod small;

@@ -1,5 +1,6 @@
 //! The gain of each optimisation step on this GPU.
 
+mod figures;
 pub mod profile;
 pub mod published;
 pub mod report;

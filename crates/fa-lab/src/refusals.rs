@@ -46,9 +46,9 @@ pub fn update(path: &Path, compiler: &str, kinds: &[Kind], said: &[Said]) -> Res
     let judged: Vec<Judged> = kinds.par_iter().flat_map_iter(of_kind).collect();
     let list = updated(before, judged, |own| said.contains_key(name(own.arch, &own.spec).as_str()));
     let head = format!(
-        "# Kernels that {compiler} spills, serialises the wgmma of or denies setmaxnreg although the planner's \
-         account has\n# room for them: architecture, kernel, and the values of its parameters; those left out \
-         may have any. Written by\n# `fa build --best N --refusals FILE`.\n"
+        "# Kernels that {compiler} spills, serialises the wgmma of or denies setmaxnreg although the \
+         planner's account has\n# room for them: architecture, kernel, and the values of its parameters; \
+         those left out may have any. Written by\n# `fa build --best N --refusals FILE`.\n"
     );
     let text: String = list.iter().map(|own| format!("{own}\n")).collect();
     atomic_file::write(path, (head + &text).as_bytes())?;

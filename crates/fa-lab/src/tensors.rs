@@ -1,6 +1,7 @@
 //! A problem's tensors on the host: values, and their layout on the GPU.
 
 use fa_attn::device::{Half, Placement};
+use fa_core::program::{self, OwnedInputs};
 use fa_core::{Problem, Strides, TensorLayout};
 use rayon::prelude::*;
 
@@ -41,6 +42,16 @@ pub struct Inputs<T> {
     pub sequences: Sequences,
     /// The slopes and sinks; may be empty.
     pub mods: Mods,
+    /// The arrays and scalars of the problem's program.
+    pub program: Option<OwnedInputs>,
+}
+
+impl<T> Inputs<T> {
+    /// The arrays and scalars of the program, as a call takes them.
+    pub fn program(&self) -> Option<program::Inputs<'_>> {
+        let (given, own) = (self.program.as_ref()?, self.problem.score.program?);
+        Some(given.view(&own).expect("they are drawn for the program"))
+    }
 }
 
 impl<T: Half> Inputs<T> {
@@ -72,7 +83,8 @@ impl<T: Half> Inputs<T> {
             values
         });
         let mods = Mods::random(problem, seed);
-        Inputs { problem: *problem, values, placements, sequences, mods }
+        let program = OwnedInputs::drawn(problem, seed);
+        Inputs { problem: *problem, values, placements, sequences, mods, program }
     }
 }
 

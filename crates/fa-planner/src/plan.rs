@@ -11,7 +11,8 @@ use serde::Serialize;
 
 use crate::account::reason::Reason;
 use crate::account::{Account, account, missing_code};
-use crate::cost::{Cost, CostConstants, Cuts, Gpu, at_least, predict_below};
+use crate::cost::gpu::Gpu;
+use crate::cost::{Cost, CostConstants, Cuts, at_least, predict_below};
 use crate::kernels::planned::{self, Wanted};
 use crate::occupancy::Occupancy;
 use crate::registers::Registers;

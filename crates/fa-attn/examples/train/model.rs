@@ -46,8 +46,10 @@ struct Trace {
     hidden: Vec<f32>,
 }
 
-/// The model and its text.
+/// The model and its text, or the rows of it that a rank has.
 pub(crate) struct Model {
+    /// Which tokens of each sequence are there.
+    places: Vec<usize>,
     tokens: Vec<usize>,
     targets: Vec<usize>,
     classes: usize,
@@ -73,11 +75,18 @@ impl Generator {
     }
 }
 
-const SHAPE: Shape = Shape { batch: BATCH, seqlen: CONTEXT, heads: HEADS, head_dim: WIDTH / HEADS };
+fn shape(seqlen: usize) -> Shape {
+    Shape { batch: BATCH, seqlen, heads: HEADS, head_dim: WIDTH / HEADS }
+}
 
 impl Model {
-    /// The untrained model.
+    /// The untrained model, on whole sequences.
     pub(crate) fn new() -> Model {
+        Model::of((0..CONTEXT).collect())
+    }
+
+    /// The untrained model, on the tokens at `places` of each sequence.
+    pub(crate) fn of(places: Vec<usize>) -> Model {
         let bytes = TEXT.as_bytes();
         let mut alphabet: Vec<u8> = bytes.to_vec();
         alphabet.sort_unstable();
@@ -86,13 +95,16 @@ impl Model {
             bytes.iter().map(|byte| alphabet.partition_point(|known| known < byte)).collect();
         let stride = (ids.len() - CONTEXT - 1) / (BATCH - 1);
         let windows = |shift: usize| -> Vec<usize> {
-            (0..BATCH).flat_map(|i| ids[i * stride + shift..][..CONTEXT].to_vec()).collect()
+            let of = |i: usize| places.iter().map(move |place| i * stride + shift + place);
+            (0..BATCH).flat_map(of).map(|at| ids[at]).collect()
         };
         let mut generator = Generator(1);
         let classes = alphabet.len();
+        let (tokens, targets) = (windows(0), windows(1));
         Model {
-            tokens: windows(0),
-            targets: windows(1),
+            places,
+            tokens,
+            targets,
             classes,
             embedding: generator.param(classes * WIDTH),
             position: generator.param(CONTEXT * WIDTH),
@@ -118,26 +130,26 @@ impl Model {
     pub(crate) fn train(&mut self, attention: &Attention) -> Result<f64> {
         let mut x = vec![0.0; self.tokens.len() * WIDTH];
         for (i, (row, &token)) in x.chunks_exact_mut(WIDTH).zip(&self.tokens).enumerate() {
-            let (token, position) = (token * WIDTH, i % CONTEXT * WIDTH);
+            let (token, position) = (token * WIDTH, self.places[i % self.places.len()] * WIDTH);
             for (j, x) in row.iter_mut().enumerate() {
                 *x = self.embedding.value[token + j] + self.position.value[position + j];
             }
         }
         let mut traces = Vec::with_capacity(BLOCKS);
         for block in &self.blocks {
-            traces.push(block.forward(attention, &mut x)?);
+            traces.push(block.forward(attention, shape(self.places.len()), &mut x)?);
         }
         let (normed, factors) = layers::norm(&x, WIDTH);
         let mut logits = layers::matmul(&normed, &self.head.value, WIDTH, self.classes);
-        let loss = layers::cross_entropy(&mut logits, &self.targets, self.classes);
+        let mut loss = [layers::cross_entropy(&mut logits, &self.targets, self.classes) as f32];
 
         let dnormed = layers::matmul_backward(&normed, &mut self.head, &logits, WIDTH, self.classes);
         let mut dx = layers::norm_backward(&normed, &factors, &dnormed, WIDTH);
         for (block, trace) in self.blocks.iter_mut().zip(&traces).rev() {
-            block.backward(attention, trace, &mut dx)?;
+            block.backward(attention, shape(self.places.len()), trace, &mut dx)?;
         }
         for (i, (row, &token)) in dx.chunks_exact(WIDTH).zip(&self.tokens).enumerate() {
-            let (token, position) = (token * WIDTH, i % CONTEXT * WIDTH);
+            let (token, position) = (token * WIDTH, self.places[i % self.places.len()] * WIDTH);
             for (j, dx) in row.iter().enumerate() {
                 self.embedding.grad[token + j] += dx;
                 self.position.grad[position + j] += dx;
@@ -145,8 +157,12 @@ impl Model {
         }
         self.steps += 1;
         let steps = self.steps;
-        self.params().for_each(|param| param.step(steps));
-        Ok(loss)
+        attention.average(&mut loss)?;
+        for param in self.params() {
+            attention.average(&mut param.grad)?;
+            param.step(steps);
+        }
+        Ok(f64::from(loss[0]))
     }
 
     fn params(&mut self) -> impl Iterator<Item = &mut Param> {
@@ -166,11 +182,11 @@ impl Model {
 
 impl Block {
     /// Adds what the block has to say to `x`.
-    fn forward(&self, attention: &Attention, x: &mut [f32]) -> Result<Trace> {
+    fn forward(&self, attention: &Attention, shape: Shape, x: &mut [f32]) -> Result<Trace> {
         let (normed, factors) = layers::norm(x, WIDTH);
         let project = |param: &Param| layers::matmul(&normed, &param.value, WIDTH, WIDTH);
         let (q, k, v) = (project(&self.query), project(&self.key), project(&self.value));
-        let (out, lse) = attention.forward(SHAPE, &q, &k, &v)?;
+        let (out, lse) = attention.forward(shape, &q, &k, &v)?;
         add(x, &layers::matmul(&out, &self.output.value, WIDTH, WIDTH));
         let (normed_after, factors_after) = layers::norm(x, WIDTH);
         let hidden = layers::matmul(&normed_after, &self.up.value, WIDTH, HIDDEN);
@@ -180,7 +196,7 @@ impl Block {
     }
 
     /// From the gradient of the block's output to that of its input, in place.
-    fn backward(&mut self, attention: &Attention, trace: &Trace, dx: &mut [f32]) -> Result<()> {
+    fn backward(&mut self, attention: &Attention, shape: Shape, trace: &Trace, dx: &mut [f32]) -> Result<()> {
         let active: Vec<f32> = trace.hidden.iter().copied().map(layers::gelu).collect();
         let mut dhidden = layers::matmul_backward(&active, &mut self.down, dx, HIDDEN, WIDTH);
         for (dhidden, &hidden) in dhidden.iter_mut().zip(&trace.hidden) {
@@ -190,7 +206,7 @@ impl Block {
         add(dx, &layers::norm_backward(&trace.normed_after, &trace.factors_after, &dnormed, WIDTH));
 
         let dout = layers::matmul_backward(&trace.out, &mut self.output, dx, WIDTH, WIDTH);
-        let of = attention.backward(SHAPE, [&trace.q, &trace.k, &trace.v], &trace.out, &trace.lse, &dout)?;
+        let of = attention.backward(shape, [&trace.q, &trace.k, &trace.v], &trace.out, &trace.lse, &dout)?;
         let mut dnormed = layers::matmul_backward(&trace.normed, &mut self.query, &of.dq, WIDTH, WIDTH);
         add(&mut dnormed, &layers::matmul_backward(&trace.normed, &mut self.key, &of.dk, WIDTH, WIDTH));
         add(&mut dnormed, &layers::matmul_backward(&trace.normed, &mut self.value, &of.dv, WIDTH, WIDTH));

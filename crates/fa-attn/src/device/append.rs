@@ -162,7 +162,8 @@ impl<T: Half> DeviceAppend<T> {
         }
     }
 
-    /// A launch on `stream` (not the default one) captured as a CUDA graph. Replays append at the lengths that
+    /// A launch on `stream` (not the default one) captured as a CUDA graph. Replays append at the lengths
+    /// that
     /// `seqused_k` holds then.
     ///
     /// # Safety

@@ -119,7 +119,7 @@ impl DeviceExtras {
         stream: &Arc<CudaStream>,
         arguments: impl Into<Arguments<'a>>,
     ) -> Result<DeviceExtras, Error> {
-        let Arguments { extras, program } = arguments.into();
+        let Arguments { extras, program, .. } = arguments.into();
         let packed_rows = packed_rows(&extras)?;
         let program = program.map(|inputs| DeviceProgram::upload(stream, inputs)).transpose()?;
         let inputs = extras.try_map(|_, values| copy(stream, values), |_, values| copy(stream, values))?;
@@ -129,8 +129,8 @@ impl DeviceExtras {
     /// Tensors that are in device memory already.
     ///
     /// # Safety
-    /// Starts of packed sequences ascend from 0 to no more than `packed_rows`, of queries and of keys, and do so
-    /// as long as launches read them.
+    /// Starts of packed sequences ascend from 0 to no more than `packed_rows`, of queries and of keys, and do
+    /// so as long as launches read them.
     pub unsafe fn of_device(
         inputs: fa_core::Extras<CudaSlice<i32>, CudaSlice<f32>>,
         packed_rows: [usize; 2],
@@ -143,8 +143,8 @@ impl DeviceExtras {
         self.inputs.seqused_k.as_ref()
     }
 
-    /// [`DeviceExtras::seqused_k`] to be written, by [`AppendArgs::used_out`](super::args::AppendArgs::used_out) or
-    /// by a copy.
+    /// [`DeviceExtras::seqused_k`] to be written, by
+    /// [`AppendArgs::used_out`](super::args::AppendArgs::used_out) or by a copy.
     pub fn seqused_k_mut(&mut self) -> Option<&mut CudaSlice<i32>> {
         self.inputs.seqused_k.as_mut()
     }

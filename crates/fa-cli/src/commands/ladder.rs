@@ -37,18 +37,20 @@ pub(crate) struct LadderArgs {
     /// Time the peer of a ladder that has one beside its steps (torch, in the Python of FA_PYTHON)
     #[arg(long)]
     pub peers: bool,
-    /// Show registers, occupancy and planned shares of every step instead of rates, and with --ncu what Nsight
-    /// Compute counts
+    /// Show registers, occupancy and planned shares of every step instead of rates, and with --ncu what
+    /// Nsight Compute counts
     #[arg(long, conflicts_with_all = ["reps", "plot", "draw", "peers", "published"])]
     pub profile: bool,
     /// With --profile: run every step under Nsight Compute, `ncu` or the program given
-    #[arg(long, value_name = "PROGRAM", num_args = 0..=1, default_missing_value = "ncu", requires = "profile")]
+    #[arg(long, value_name = "PROGRAM", num_args = 0..=1, default_missing_value = "ncu")]
+    #[arg(requires = "profile")]
     pub ncu: Option<PathBuf>,
     /// With --profile: the architecture that steps are compiled for
     #[arg(long, value_name = "ARCH", default_value = "sm90", requires = "profile")]
     pub target: Arch,
     /// Print published ladders' rates by board beside what is planned there, as Markdown; nothing is measured
-    #[arg(long, conflicts_with_all = ["family", "seqlen", "headdim", "reps", "json", "plot", "draw", "peers"])]
+    #[arg(long, conflicts_with_all = ["family", "seqlen", "headdim", "reps", "json"])]
+    #[arg(conflicts_with_all = ["plot", "draw", "peers"])]
     pub published: bool,
     /// Write the rows as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
@@ -70,9 +72,9 @@ Examples:
   fa ladder --profile --ncu --seqlen 4096 --json profile.json
   fa ladder --draw docs/results/ladder/sm90-nvidia-h100-80gb-hbm3.json --plot ladder.svg
 
-The published ladders beside ours are other GPUs' (an A10G, a DGX Spark and a B200) and other kernels': their shape is \
-compared, as a ratio to the first step, not their rates. Every step's output is checked before it is timed, \
-and all steps on a shape take turns.";
+The published ladders beside ours are other GPUs' (an A10G, a DGX Spark and a B200) and other \
+kernels': their shape is compared, as a ratio to the first step, not their rates. Every step's output is \
+checked before it is timed, and all steps on a shape take turns.";
 
 fn family() -> impl TypedValueParser<Value = Family> {
     let values = [

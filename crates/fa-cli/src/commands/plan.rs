@@ -59,8 +59,8 @@ pub(crate) struct PlanArgs {
     /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120, sm121, or a board, as --board
     #[arg(long, default_value = "sm90")]
     pub arch: ArchArg,
-    /// Plan by the SMs, clock and memory rate of a board, as in a10g, l40s, h200 or spark; `device` is the GPU at
-    /// hand [default: the board that --arch stands for]
+    /// Plan by the SMs, clock and memory rate of a board, as in a10g, l40s, h200 or spark; `device` is the
+    /// GPU at hand [default: the board that --arch stands for]
     #[arg(long, value_name = "BOARD", conflicts_with_all = ["arch", "guide"])]
     pub board: Option<BoardArg>,
     /// Kernels to choose from [default: the fastest that the architecture runs]

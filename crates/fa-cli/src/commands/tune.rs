@@ -54,8 +54,8 @@ pub(crate) struct TuneArgs {
     /// Measure nothing: show how far today's first choices are behind the best of these records (--json of
     /// earlier runs with --random); needs no GPU
     #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
-        "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "specs", "reps", "fresh", "output"
-    ])]
+        "marks", "random", "seed", "mode", "deterministic", "family", "candidates", "specs"
+    ], conflicts_with_all = ["reps", "fresh", "output"])]
     pub judge: Vec<PathBuf>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]
@@ -64,9 +64,10 @@ pub(crate) struct TuneArgs {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
     pub candidates: u16,
-    /// Try these kernels (RON, as `fa plan --format spec` prints them) in place of the planner's: a search space
-    /// of your own, all of one family
-    #[arg(long = "spec", value_name = "FILE", num_args = 1.., conflicts_with_all = ["marks", "random", "family", "candidates"])]
+    /// Try these kernels (RON, as `fa plan --format spec` prints them) in place of the planner's: a search
+    /// space of your own, all of one family
+    #[arg(long = "spec", value_name = "FILE", num_args = 1..)]
+    #[arg(conflicts_with_all = ["marks", "random", "family", "candidates"])]
     pub specs: Vec<PathBuf>,
     /// Timed launches of each kernel, in rounds of about six
     #[arg(long, value_name = "N", default_value_t = 24)]
@@ -179,6 +180,11 @@ fn problems(args: &TuneArgs) -> anyhow::Result<Problems> {
         };
         let (count, seed) = (usize::from(count), args.seed.unwrap_or(0));
         return Ok(Problems::Drawn(Drawing { count, seed, passes, families: family.into_iter().collect() }));
+    }
+    if args.shapes.mods.program().map_err(InputError::Usage)?.is_some() {
+        let message = "tables hold no kernels with programs: leave out --mask-mod, --score-mod, --bias and \
+                       --chunk";
+        return Err(InputError::Usage(message.to_owned()).into());
     }
     let pass = pass(args)?;
     let (problems, family) = match args.marks {

@@ -6,6 +6,8 @@ use clap::Args;
 use fa_core::{Alibi, Lengths, ScoreMod, Side};
 use fa_lab::shape::parse_pair;
 
+use crate::flags::mods::ModArgs;
+
 /// How the sequences of a batch lie in memory. The lengths that other flags give are then upper bounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct LengthsArgs {
@@ -25,7 +27,7 @@ pub(crate) struct LengthsArgs {
 }
 
 /// What joins the scores beside mask and soft cap.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct ScoreArgs {
     /// ALiBi: slope * |distance| is subtracted from the scores; a slope per query head, or with
     /// --alibi=per_sequence_head one per sequence and query head
@@ -35,6 +37,8 @@ pub(crate) struct ScoreArgs {
     /// Attention sinks: one more logit per query head joins the softmax denominator
     #[arg(long)]
     pub sinks: bool,
+    #[command(flatten)]
+    pub mods: ModArgs,
 }
 
 /// Rows of packed tensors.
@@ -124,8 +128,12 @@ impl LengthsArgs {
 
 impl ScoreArgs {
     /// The changes of scores, with a soft cap or without.
-    pub(crate) fn score(&self, softcap: Option<f64>) -> ScoreMod {
-        ScoreMod::NONE.with_softcap(softcap).with_alibi(self.alibi).with_sinks(self.sinks)
+    ///
+    /// # Errors
+    /// Programs that are none.
+    pub(crate) fn score(&self, softcap: Option<f64>) -> Result<ScoreMod, String> {
+        let score = ScoreMod::NONE.with_softcap(softcap).with_alibi(self.alibi).with_sinks(self.sinks);
+        Ok(score.with_program(self.mods.program()?))
     }
 }
 

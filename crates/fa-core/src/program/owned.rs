@@ -108,8 +108,8 @@ impl OwnedInputs {
         Inputs::new(program, self.arrays.iter().map(OwnedArray::view).collect(), self.scalars.clone())
     }
 
-    /// Values for tests and timing: arrays as large as the indices of `problem` that read them ask for, and of
-    /// about normal numbers; integers up to the number of keys. `None` for a problem without a program.
+    /// Values for tests and timing: arrays as large as the indices of `problem` that read them ask for, and
+    /// of about normal numbers; integers up to the number of keys. `None` for a problem without a program.
     pub fn drawn(problem: &Problem, seed: u64) -> Option<OwnedInputs> {
         let program = problem.score.program?;
         let mut random = Random(seed ^ program.hash64());

@@ -1,7 +1,7 @@
 //! Programs that need no text of the user's: masks by rows, by bits and by chunks, and biases.
 //!
-//! Their arrays are broadcast over what has an axis of 1. Their names begin with `fa_`, so that a program of the
-//! user's joins them ([`Program::with`]).
+//! Their arrays are broadcast over what has an axis of 1. Their names begin with `fa_`, so that a program of
+//! the user's joins them ([`Program::with`]).
 
 use super::error::ProgramError;
 use super::types::Element;
@@ -56,8 +56,8 @@ impl Standard {
         match self {
             Standard::Rows => format!("{ROWS}mask = fa_begin[b, h, q] <= k < fa_end[b, h, q];"),
             Standard::TwoRows => format!(
-                "{ROWS}array fa_begin_2: i32[_, _, _]; array fa_end_2: i32[_, _, _];\nmask = fa_begin[b, h, q] <= k \
-                 < fa_end[b, h, q] or fa_begin_2[b, h, q] <= k < fa_end_2[b, h, q];"
+                "{ROWS}array fa_begin_2: i32[_, _, _]; array fa_end_2: i32[_, _, _];\nmask = \
+                 fa_begin[b, h, q] <= k < fa_end[b, h, q] or fa_begin_2[b, h, q] <= k < fa_end_2[b, h, q];"
             ),
             Standard::Bits => "array fa_bits: bits[_, _, _, _];\nmask = fa_bits[b, h, q, k];".to_owned(),
             Standard::Chunk => {

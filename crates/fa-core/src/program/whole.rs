@@ -52,6 +52,11 @@ impl Program {
         &self.graph.nodes
     }
 
+    /// The nodes that are its own, not derivatives', with what they are named by.
+    pub fn own(&self) -> impl Iterator<Item = (NodeId, Node)> + '_ {
+        self.nodes()[..self.own].iter().enumerate().map(|(index, &node)| (NodeId(index as u16), node))
+    }
+
     /// How many of [`nodes`](Program::nodes) are its own, not derivatives'.
     pub fn own_nodes(&self) -> usize {
         self.own

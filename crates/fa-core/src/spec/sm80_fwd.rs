@@ -47,7 +47,8 @@ impl Sm80Fwd {
     pub(super) fn check(&self, _: (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
         if self.exact_div && !self.fast_math {
-            let why = "exact_div turns off the approximate division of fast_math: leave it out with fast_math = false";
+            let why = "exact_div turns off the approximate division of fast_math: leave it out with \
+                       fast_math = false";
             return Err(SpecError::Conflict(why.to_owned()));
         }
         multiple("tile_m", self.tile_m, 16 * self.num_warps, 16 * self.num_warps, 256)

@@ -45,11 +45,15 @@ impl<'a> OwnProgram<'a> {
         let (program, inputs) = batch.program()?;
         let sequence = batch.sequences[s];
         let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
-        let (sq, sk) = (count(sequence.q.len), count(sequence.k.len));
+        let within = batch.within();
+        let [q, k] = within.lengths.unwrap_or([sequence.q.len, sequence.k.len]);
+        let (sq, sk) = (count(q), count(k));
+        let [first_s, first_h, first_kv, first_q] = within.first;
         let at = Point {
-            b: count(s),
-            h: count(h),
-            hk: count(kv_head),
+            b: count(first_s + s),
+            h: count(first_h + h),
+            hk: count(first_kv + kv_head),
+            q: count(first_q),
             sq,
             sk,
             off: sk - sq + offset as i32,
@@ -65,7 +69,7 @@ impl<'a> OwnProgram<'a> {
     }
 
     fn point(&self, i: usize, j: usize, s: f64) -> Point {
-        Point { q: i as i32, k: j as i32, s, ..self.at }
+        Point { q: self.at.q + i as i32, k: j as i32, s, ..self.at }
     }
 
     /// What becomes of query `i`'s scores of `keys`. A score of -inf hides its key.

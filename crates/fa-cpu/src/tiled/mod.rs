@@ -144,7 +144,7 @@ pub fn forward_extras<'a, T: Element>(
     scores::Scores::check(problem)?;
     let arguments = arguments.into();
     check_extras(problem, Pass::Forward, &arguments.extras)?;
-    let (batch, kernels) = (Batch::new(problem, &arguments)?, kernels(options)?);
+    let (batch, kernels) = (Batch::new(problem, arguments)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
     if own::applies(problem) {
         return own::forward(problem, &arguments, [q, k, v], out, lse);
@@ -243,7 +243,7 @@ pub fn backward_program<'a, T: Element>(
     check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
     scores::Scores::check(problem)?;
     let arguments = arguments.into();
-    let (batch, kernels) = (Batch::new(problem, &arguments)?, kernels(options)?);
+    let (batch, kernels) = (Batch::new(problem, arguments)?, kernels(options)?);
     if darrays.is_some() && !own::applies(problem) {
         return Err(CpuError::Extra { name: "darrays", asked: false });
     }

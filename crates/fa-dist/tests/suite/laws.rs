@@ -69,7 +69,9 @@ impl Rank {
     fn row(&self, place: Place, want: Buffer) -> (usize, usize) {
         match self.get(place) {
             Held::Row(buffer, position, head) if buffer == want => (position, head),
-            other => panic!("{place:?} holds {other:?} where {want:?} is read"),
+            other @ (Held::Row(..) | Held::OverKeys(..) | Held::OverQueries(..) | Held::Empty) => {
+                panic!("{place:?} holds {other:?} where {want:?} is read")
+            }
         }
     }
 
@@ -202,47 +204,50 @@ fn add(a: Held, b: Held) -> Held {
     }
 }
 
+/// Messages under way: their bytes, and what they hold.
+type Mail = VecDeque<(usize, Vec<Held>)>;
+
 /// Runs all ranks' programs; an exchange ends when its messages are there, and its own have been taken.
 fn execute(plan: &ShardPlan, pass: Pass) -> Vec<Rank> {
     let world = plan.world();
     let mut ranks: Vec<Rank> = (0..world).map(|rank| Rank::new(plan, rank, pass)).collect();
-    let mut mail: HashMap<(usize, usize), VecDeque<(usize, Vec<Held>)>> = HashMap::new();
+    let mut mail: HashMap<(usize, usize), Mail> = HashMap::new();
     loop {
         let mut moved = false;
-        for r in 0..world {
-            let Some(step) = ranks[r].program.steps.get(ranks[r].next).cloned() else { continue };
+        for (r, rank) in ranks.iter_mut().enumerate() {
+            let Some(step) = rank.program.steps.get(rank.next).cloned() else { continue };
             let Op::Exchange { sends, recvs } = &step.op else {
-                ranks[r].apply(&step.op, plan.problem());
-                ranks[r].next += 1;
+                rank.apply(&step.op, plan.problem());
+                rank.next += 1;
                 moved = true;
                 continue;
             };
-            if !ranks[r].sent {
+            if !rank.sent {
                 for (peer, view) in sends {
-                    let values = places(view).map(|place| ranks[r].get(place)).collect();
-                    let bytes = ranks[r].program.pieces(*peer, view).iter().map(|piece| piece.bytes).sum();
+                    let values = places(view).map(|place| rank.get(place)).collect();
+                    let bytes = rank.program.pieces(*peer, view).iter().map(|piece| piece.bytes).sum();
                     mail.entry((r, *peer)).or_default().push_back((bytes, values));
                 }
-                ranks[r].sent = true;
+                rank.sent = true;
                 moved = true;
             }
             let mut wanted: HashMap<usize, usize> = HashMap::new();
             recvs.iter().for_each(|(peer, _)| *wanted.entry(*peer).or_default() += 1);
             let there =
-                wanted.iter().all(|(peer, count)| mail.get(&(*peer, r)).map_or(0, VecDeque::len) >= *count);
+                wanted.iter().all(|(peer, count)| mail.get(&(*peer, r)).map_or(0, Mail::len) >= *count);
             if there {
                 for (peer, view) in recvs {
                     let (bytes, values) = mail.get_mut(&(*peer, r)).unwrap().pop_front().unwrap();
-                    let pieces = ranks[r].program.pieces(*peer, view);
+                    let pieces = rank.program.pieces(*peer, view);
                     assert_eq!(bytes, pieces.iter().map(|piece| piece.bytes).sum::<usize>());
                     let targets: Vec<Place> = places(view).collect();
                     assert_eq!(targets.len(), values.len());
                     for (place, held) in targets.into_iter().zip(values) {
-                        ranks[r].set(place, held);
+                        rank.set(place, held);
                     }
                 }
-                ranks[r].next += 1;
-                ranks[r].sent = false;
+                rank.next += 1;
+                rank.sent = false;
                 moved = true;
             }
         }
@@ -255,7 +260,7 @@ fn execute(plan: &ShardPlan, pass: Pass) -> Vec<Rank> {
             ranks.iter().map(|rank| rank.next).collect::<Vec<_>>()
         );
     }
-    assert!(mail.values().all(VecDeque::is_empty), "messages that nobody has received");
+    assert!(mail.values().all(Mail::is_empty), "messages that nobody has received");
     ranks
 }
 
@@ -356,10 +361,15 @@ proptest! {
     }
 
     #[test]
-    fn zigzag_is_balanced_within_a_tile(world in 1usize..9, tiles in 1usize..40, tile in prop::sample::select(vec![1usize, 64, 128])) {
+    fn zigzag_is_balanced_within_a_tile(
+        world in 1usize..9,
+        tiles in 1usize..40,
+        tile in prop::sample::select(vec![1usize, 64, 128]),
+    ) {
         let len = tiles * 2 * world * tile;
         let problem = problem(1, (len, len), (1, 1), Mask::CAUSAL);
-        let plan = ShardPlan::new(&problem, world, Scheme::Gather, Layout::Zigzag).unwrap().with_tiles(tile, tile);
+        let plan = ShardPlan::new(&problem, world, Scheme::Gather, Layout::Zigzag).unwrap();
+        let plan = plan.with_tiles(tile, tile);
         let pairs = |rank: usize| plan.queries().positions(rank).map(|row| row as u64 + 1).sum::<u64>();
         let all: Vec<u64> = (0..world).map(pairs).collect();
         prop_assert!(all.iter().all(|pairs| *pairs == all[0]), "{:?}", all);

@@ -4,3 +4,4 @@ mod cases;
 mod faults;
 mod laws;
 mod oracle;
+mod train;

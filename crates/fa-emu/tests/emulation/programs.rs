@@ -1,6 +1,6 @@
-//! Masks and changes of scores of the caller's own in all kernels: masks by rows, by bits and by formulas, some of
-//! which leave rows and columns without any key; biases, changes that are additive and others; per head, per
-//! sequence, and with packed heads, lengths on the device, pages and splits.
+//! Masks and changes of scores of the caller's own in all kernels: masks by rows, by bits and by formulas,
+//! some of which leave rows and columns without any key; biases, changes that are additive and others; per
+//! head, per sequence, and with packed heads, lengths on the device, pages and splits.
 
 use fa_core::program::Program;
 use fa_core::{Arch, KernelSpec, Reads};
@@ -24,7 +24,8 @@ const PROGRAMS: [(&str, &str); 8] = [
     ("causal", "array id: u8[_, _]; mask = id[b, q // 40] == id[b, k // 40];"),
     (
         "full",
-        "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; score = select(k % 7 == 3, -inf, s + bias[h, k]);",
+        "array bias: f32[_, _] grad; mask = q // 64 == k // 64 + 1; \
+         score = select(k % 7 == 3, -inf, s + bias[h, k]);",
     ),
     (
         "window",

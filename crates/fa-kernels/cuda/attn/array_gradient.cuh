@@ -28,7 +28,7 @@ struct ArrayRules {
     int batch, head, kv_head, query, key;
 };
 
-constexpr int kArrayTile = 64, kArrayThreads = 128;
+constexpr int kArrayTile = 64, kArrayThreads = 256;
 
 template <auto C>
 struct ArrayGradientStorage {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
     using Smem = ArrayGradientStorage<C>;
     using Q = typename Smem::Q;
     using V = typename Smem::V;
-    using Cut = sm80::WarpCut<kArrayTile, kArrayTile, kArrayThreads / 32, 2>;
+    using Cut = sm80::WarpCut<kArrayTile, kArrayTile, kArrayThreads / 32, 4>;
     const ProgramParams& programs = programs_of(params);
     const ProgramArray& array = programs.arrays[R.slot];
     float* const to = gradients_of(params).to[R.slot];

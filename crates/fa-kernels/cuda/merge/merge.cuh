@@ -65,8 +65,8 @@ __device__ __forceinline__ void write_eight(void* data, i64 at, int type, const 
 }
 
 // The kernel's body. Lane p computes the factor of part p: exp(LSE_p) divided by its sum over all parts (and
-// the sink). A part whose LSE is -inf is not read; if all are, O is 0 and LSE is -inf, or the sink. Parts without
-// LSEs are added up.
+// the sink). A part whose LSE is -inf is not read; if all are, O is 0 and LSE is -inf, or the sink. Parts
+// without LSEs are added up.
 __device__ __forceinline__ void merge(const MergeParams& params) {
     const int lane = lane_index(), warp = warp_index(), warps = cta_threads() / 32;
     const i64 rows = i64(params.batch) * params.seqlen * params.heads;

@@ -84,8 +84,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Compile`] for errors in the source, [`Error::Refused`] for code that spills or that ptxas
-    /// says lost what it was written for, [`Error::UntrustedCache`] for a folder that others may write to, and
-    /// those of the compiler. A cache that cannot be written is no error.
+    /// says lost what it was written for, [`Error::UntrustedCache`] for a folder that others may write to,
+    /// and those of the compiler. A cache that cannot be written is no error.
     pub fn get(
         &self,
         compiler: &Compiler,

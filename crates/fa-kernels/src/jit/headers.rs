@@ -35,8 +35,8 @@ impl Headers {
         Ok(Headers(headers))
     }
 
-    /// The headers that kernels are compiled with: of the folder that [`Headers::choose`] or else the variable
-    /// FA_HEADERS names, for kernels that are being written, or else those embedded.
+    /// The headers that kernels are compiled with: of the folder that [`Headers::choose`] or else the
+    /// variable FA_HEADERS names, for kernels that are being written, or else those embedded.
     ///
     /// # Errors
     /// [`Error::Io`] when the folder cannot be read.

@@ -24,9 +24,9 @@ param_struct! {
 param_struct! {
     /// The tiles that a mask's program leaves to be visited, which `attn/block_map.cuh` finds.
     pub struct BlockMapParams {
-        /// Workspace. Forward `[batches, heads, rows, 1 + columns]`: the tiles of keys of each tile of queries,
-        /// after their number. Backward `[batches, heads, columns, 1 + rows]`: the tiles of queries of each
-        /// tile of keys.
+        /// Workspace. Forward `[batches, heads, rows, 1 + columns]`: the tiles of keys of each tile of
+        /// queries, after their number. Backward `[batches, heads, columns, 1 + rows]`: the tiles of queries
+        /// of each tile of keys.
         pub lists: MutU32Ptr,
         /// Workspace `[batches, heads, rows, columns]`: states of tiles; backward only.
         pub tiles: MutU32Ptr,

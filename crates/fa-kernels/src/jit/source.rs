@@ -84,7 +84,7 @@ pub(crate) const ARRAY_GRADIENTS: [&str; 8] = [
 ];
 
 /// Threads of a CTA of [`ARRAY_GRADIENTS`].
-pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 128;
+pub(crate) const ARRAY_GRADIENT_THREADS: u32 = 256;
 
 /// Whether several CTAs of [`PLAN`] may divide the sequences: where GPUs have clusters.
 pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
@@ -288,8 +288,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
     let call = |entry: &str, threads: u32, params: &str, call: String| {
-        // The plan's registers would be halved for a second CTA.
-        let threads = if entry == PLAN { format!("{threads}, 1") } else { threads.to_string() };
+        // Registers would be halved for a second CTA.
+        let alone = entry == PLAN || ARRAY_GRADIENTS.contains(&entry);
+        let threads = if alone { format!("{threads}, 1") } else { threads.to_string() };
         format!(
             "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
              {entry}(const __grid_constant__ {params} params) {{\n    {call};\n}}\n"
@@ -346,8 +347,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = write!(
             text,
             "\nstruct Slope{index} {{\n    template <class Row, class Column>\n    __device__ \
-             __forceinline__ static float of(const Mods& mods, float s, const Row& row, const Column& column) \
-             {{\n        return mods.gradient_{index}(s, row, column);\n    }}\n}};\n"
+             __forceinline__ static float of(const Mods& mods, float s, const Row& row, \
+             const Column& column) {{\n        return mods.gradient_{index}(s, row, column);\n    }}\n}};\n"
         );
         let of_params = format!("static_cast<const {params}&>(params)");
         let function = format!("array_gradient<config, ArrayRules{rules}, Slope{index}>({of_params})");

@@ -14,7 +14,8 @@ use crate::Error;
 pub(crate) fn check_trust(folder: &Path) -> Result<(), Error> {
     use std::os::unix::fs::MetadataExt;
     let Ok(facts) = std::fs::metadata(folder) else { return Ok(()) };
-    let user = rustix::process::geteuid().as_raw();
+    // The owner of a process's folder is its effective user. Where there is none, modes alone are looked at.
+    let user = std::fs::metadata("/proc/self").map_or(facts.uid(), |own| own.uid());
     let owner = Owner { user: facts.uid(), group: facts.gid(), mode: facts.mode() };
     match owner.objection(user) {
         None => Ok(()),
@@ -55,8 +56,8 @@ impl Owner {
             return Some((reason, "set FA_CACHE_DIR to a folder of your own".to_owned()));
         }
         let writers = writers?;
-        let advice = "remove it, or `chmod go-w FOLDER` if nobody has written to it, or set FA_CACHE_DIR to a \
-                      folder that only you can write to";
+        let advice = "remove it, or `chmod go-w FOLDER` if nobody has written to it, or set FA_CACHE_DIR to \
+                      a folder that only you can write to";
         Some((format!("{writers} may write to it (mode {:03o})", mode & 0o777), advice.to_owned()))
     }
 }

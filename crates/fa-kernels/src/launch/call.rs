@@ -124,9 +124,9 @@ impl Forward {
     ///
     /// # Safety
     /// What device memory holds is not read on the host. The starts of packed sequences ascend from 0 or more
-    /// to the rows that the problem has at most; a work plan is this kernel's and of these lengths; a workspace
-    /// is zero before the first call. Lengths in use and entries of a page table may hold anything: kernels
-    /// clamp them.
+    /// to the rows that the problem has at most; a work plan is this kernel's and of these lengths; a
+    /// workspace is zero before the first call. Lengths in use and entries of a page table may hold anything:
+    /// kernels clamp them.
     ///
     /// # Errors
     /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a

@@ -9,7 +9,7 @@ use crate::Error;
 use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
 use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
-use crate::launch::programs::RawProgram;
+use crate::launch::raw_program::RawProgram;
 
 /// Arguments besides Q, K, V and O, in device memory of cudarc. A call takes exactly those that its problem
 /// has.

@@ -19,7 +19,7 @@ use crate::jit::source::ENTRY;
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::extras::RawExtras;
-use crate::launch::programs::check_program;
+use crate::launch::raw_program::check_program;
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 use crate::smem_bytes;

@@ -1,98 +1,18 @@
 //! Masks and changes of scores of the caller's own: the arrays and scalars that a call brings, and the map of
 //! tiles that the kernels of a mask make.
 
-use fa_core::program::{Axis, Deps, Interned, Node, Program, Var};
+use fa_core::program::{Axis, Deps, Node, Program, Var};
 use fa_core::{Arch, KernelSpec, Problem};
 
 use crate::Error;
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
-use crate::jit::declare::{ConstPtr, MutF32Ptr};
-use crate::jit::program_params::{
-    ArrayGradientParams, BlockMapParams, MAX_ARRAYS, ProgramArray, ProgramParams,
-};
+use crate::jit::program_params::BlockMapParams;
 use crate::jit::source::{ARRAY_GRADIENT_THREADS, ARRAY_GRADIENTS};
-use crate::launch::checks::{check_address, count};
+use crate::launch::checks::count;
 use crate::launch::launches::Launch;
 
 /// Tiles of keys, and of queries, that a map's entries can name (`BlockEntry` of attn/block_list.cuh).
 const MOST_TILES: usize = 1 << 15;
-
-/// An array of a program in device memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RawArray {
-    /// Its element at index 0 of every axis, on a multiple of the element's bytes.
-    pub address: u64,
-    /// Elements from one index of an axis to the next, 0 where all are the same; of bits, words.
-    pub strides: [i64; 4],
-    /// Indices of each axis, at least 1; axes beyond the rank have 1.
-    pub extents: [i32; 4],
-}
-
-/// What a call gives a problem's program, in the order of its declarations.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RawProgram {
-    /// As many as the program declares; others are not read.
-    pub arrays: [RawArray; MAX_ARRAYS],
-    /// The bits of an i32 or f32 each.
-    pub scalars: [u32; 8],
-    /// Where the gradients of arrays go, each packed in f32, written in full; 0 for none. Backward only.
-    pub gradients: [u64; MAX_ARRAYS],
-}
-
-impl RawProgram {
-    pub(crate) fn gradients(&self) -> ArrayGradientParams {
-        ArrayGradientParams { to: self.gradients.map(MutF32Ptr) }
-    }
-
-    /// Their parameters.
-    pub(crate) fn params(&self) -> ProgramParams {
-        let array = |RawArray { address, strides, extents }| ProgramArray {
-            data: ConstPtr(address),
-            strides,
-            extents,
-        };
-        let RawProgram { arrays, scalars, .. } = *self;
-        ProgramParams { arrays: arrays.map(array), scalars }
-    }
-}
-
-/// Checks that a call brings what its problem's program reads.
-///
-/// # Errors
-/// [`Error::MissingExtra`], [`Error::UnusedExtra`], [`Error::Address`] and [`Error::ProgramArray`].
-pub(crate) fn check_program(
-    program: Option<Interned>,
-    given: Option<&RawProgram>,
-    gradients: &[ArrayGradient],
-) -> Result<(), Error> {
-    let Some(program) = program else {
-        return given.map_or(Ok(()), |_| Err(Error::UnusedExtra { name: "program" }));
-    };
-    let inputs = program.arrays().len() + program.scalars().len();
-    let Some(given) = given else {
-        return if inputs == 0 { Ok(()) } else { Err(Error::MissingExtra { name: "program", need: inputs }) };
-    };
-    for (decl, array) in program.arrays().iter().zip(&given.arrays) {
-        check_address("program", array.address, decl.element.bytes() as u64)?;
-        if let Some(axis) = array.extents[..decl.rank].iter().position(|&extent| extent < 1) {
-            return Err(Error::ProgramArray { name: decl.name.clone(), axis });
-        }
-    }
-    for (slot, &address) in given.gradients.iter().enumerate().filter(|(_, address)| **address != 0) {
-        let Some(gradient) = gradients.iter().find(|gradient| gradient.slot == slot) else {
-            return Err(Error::UnusedExtra { name: "the gradient of an array" });
-        };
-        check_address("the gradient of an array", address, 4)?;
-        for (axis, &len) in gradient.lengths.iter().enumerate() {
-            let extent = given.arrays[slot].extents[axis];
-            if extent != 1 && extent as usize != len {
-                let name = program.arrays()[slot].name.clone();
-                return Err(Error::GradientExtent { name, axis, extent, len });
-            }
-        }
-    }
-    Ok(())
-}
 
 /// The launch for a problem: a CTA for each tile that the array may have. Fills in `lengths`.
 ///

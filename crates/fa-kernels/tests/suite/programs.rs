@@ -28,9 +28,10 @@ fn unit(programs: &[Program]) -> String {
         }
         let _ = writeln!(
             unit,
-            "extern \"C\" __global__ void program_{i}(fa::ProgramParams params, float* x, int n) {{\n    const \
-             fa::Mods_{i} mods(params, n, n + 1, n + 2, n + 3, n + 4, n + 5);\n    const auto row = mods.row(n * \
-             7);\n    const auto column = mods.column(n * 5);\n    const float s = x[n];\n    x[n] = {};\n}}",
+            "extern \"C\" __global__ void program_{i}(fa::ProgramParams params, float* x, int n) {{\n    \
+             const fa::Mods_{i} mods(params, n, n + 1, n + 2, n + 3, n + 4, n + 5);\n    \
+             const auto row = mods.row(n * 7);\n    const auto column = \
+             mods.column(n * 5);\n    const float s = x[n];\n    x[n] = {};\n}}",
             sum.join(" + ")
         );
     }

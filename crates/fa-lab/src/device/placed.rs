@@ -5,8 +5,8 @@ use std::mem::swap;
 use std::sync::Arc;
 
 use fa_attn::device::{
-    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceTensor, Half, Placement, capture,
-    fill_with_nan,
+    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceProgram, DeviceTensor, Half, Placement,
+    capture, fill_with_nan,
 };
 use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
@@ -62,14 +62,16 @@ pub fn place_forward<T: Half>(
     let (workspace, heads_q) = (forward.workspace_bytes(), inputs.problem.heads_q);
     if inputs.is_plain() {
         let values = [&inputs.values[0], &inputs.values[1], &inputs.values[2]].map(Vec::as_slice);
-        let tensors = DeviceForward::place(stream, &inputs.problem, workspace, values, &inputs.placements)?;
+        let mut tensors =
+            DeviceForward::place(stream, &inputs.problem, workspace, values, &inputs.placements)?;
+        tensors.extras.program = program(stream, inputs)?;
         return Ok(PlacedForward { tensors, sequences: None, heads_q });
     }
     let [q, k, v] = place_inputs(stream, inputs)?;
     let rows = inputs.sequences.q.lse_len(heads_q);
     // Zero before its first use, as kernels require.
     let zeroed = stream.alloc_zeros(workspace.max(16)).map_err(doing("allocating device memory"))?;
-    let tensors = DeviceForward {
+    let mut tensors = DeviceForward {
         q,
         k,
         v,
@@ -80,7 +82,13 @@ pub fn place_forward<T: Half>(
         extras: DeviceExtras::upload(stream, &inputs.arrays().view())?,
         page_faults: None,
     };
+    tensors.extras.program = program(stream, inputs)?;
     Ok(PlacedForward { tensors, sequences: Some(inputs.sequences.clone()), heads_q })
+}
+
+/// The arrays and scalars of the problem's program on the GPU.
+fn program<T: Half>(stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<Option<DeviceProgram>, Error> {
+    inputs.program().map(|program| DeviceProgram::upload(stream, &program)).transpose()
 }
 
 /// Another copy of Q, K and V on the GPU, placed as [`place_forward`] places them.

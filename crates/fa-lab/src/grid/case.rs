@@ -210,6 +210,9 @@ impl Case {
         if p.score.sinks {
             name += " sinks";
         }
+        if let Some(program) = p.score.program {
+            name += &format!(" program {:08x}", program.hash64() as u32);
+        }
         if let Some(scale) = p.softmax_scale {
             name += &format!(" scale {scale}");
         }

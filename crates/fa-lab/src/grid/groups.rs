@@ -1,7 +1,7 @@
 //! The groups that cases are chosen by.
 
 /// Every group of the grid: the first parts of cases' names.
-pub const GROUPS: [&str; 26] = [
+pub const GROUPS: [&str; 27] = [
     "shapes",
     "padded",
     "heads",
@@ -24,6 +24,7 @@ pub const GROUPS: [&str; 26] = [
     "edges",
     "mixed",
     "known",
+    "programs",
     "append",
     "merge",
     "shipped",

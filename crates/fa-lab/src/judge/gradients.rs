@@ -4,13 +4,13 @@
 use std::sync::OnceLock;
 
 use fa_attn::device::Half;
-use fa_core::{Problem, Strides};
+use fa_core::{Problem, Strides, program};
 use fa_cpu::compare::{self, Verdict};
 use fa_cpu::reference::{
     self,
     low_precision::{self, HELD_AT},
 };
-use fa_cpu::{CpuError, Extras, TensorRef};
+use fa_cpu::{Arguments, CpuError, Extras, TensorRef, Within};
 use rayon::prelude::*;
 
 use super::forward::Judgement;
@@ -250,6 +250,8 @@ fn choose(problem: &Problem, sequences: &Sequences, seed: u64) -> Vec<(usize, us
 struct Head<'a, T> {
     problem: Problem,
     extras: Extras<'a>,
+    program: Option<program::Inputs<'a>>,
+    within: Within,
     q: TensorRef<'a, T>,
     k: TensorRef<'a, T>,
     v: TensorRef<'a, T>,
@@ -274,6 +276,8 @@ impl<'a, T: Half> Head<'a, T> {
         Ok(Head {
             problem: part_of(whole, of_q.len(batch), of_k.len(batch)),
             extras: extras(inputs, batch, head * group..(head + 1) * group),
+            program: inputs.program(),
+            within: Within { first: [batch, head * group, head, 0], lengths: None },
             q: view("q", &inputs.values[0], of_q, heads_q, group, head_dim)?,
             k: view("k", &inputs.values[1], of_k, heads_kv, 1, head_dim)?,
             v: view("v", &inputs.values[2], of_k, heads_kv, 1, head_dim_v)?,
@@ -281,13 +285,18 @@ impl<'a, T: Half> Head<'a, T> {
         })
     }
 
+    fn arguments(&self) -> Arguments<'_> {
+        Arguments { extras: self.extras, program: self.program.as_ref(), within: self.within }
+    }
+
     fn exact(&self) -> Result<reference::Gradients, CpuError> {
-        reference::backward_extras(&self.problem, &self.extras, &self.q, &self.k, &self.v, &self.dout)
+        let Head { problem, q, k, v, dout, .. } = self;
+        reference::backward_extras(problem, &self.arguments(), q, k, v, dout)
     }
 
     fn low(&self, held: f32) -> Result<[Vec<T>; 3], CpuError> {
-        let Head { problem, extras, q, k, v, dout } = self;
-        let low = low_precision::backward_extras_held_at(problem, extras, q, k, v, dout, held)?;
+        let Head { problem, q, k, v, dout, .. } = self;
+        let low = low_precision::backward_extras_held_at(problem, &self.arguments(), q, k, v, dout, held)?;
         Ok([low.dq, low.dk, low.dv])
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use fa_attn::device::Half;
 use fa_core::{Alibi, Lengths, Problem, ScoreMod, Strides};
 use fa_cpu::reference::{self, low_precision};
-use fa_cpu::{CpuError, Extras, TensorRef};
+use fa_cpu::{Arguments, CpuError, Extras, TensorRef, Within};
 
 use crate::tensors::Inputs;
 
@@ -65,10 +65,18 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
     let q = view("q", 0, first_q, [1, rows, 1, head_dim], heads_q, head_dim)?;
     let k = view("k", 1, first_kv * head_dim, [1, keys, 1, head_dim], heads_kv, head_dim)?;
     let v = view("v", 2, first_kv * head_dim_v, [1, keys, 1, head_dim_v], heads_kv, head_dim_v)?;
-    let extras = extras(inputs, block.batch, block.head..block.head + 1);
+    let program = inputs.program();
+    let arguments = Arguments {
+        extras: extras(inputs, block.batch, block.head..block.head + 1),
+        program: program.as_ref(),
+        within: Within {
+            first: [block.batch, block.head, head_kv, block.rows.start],
+            lengths: Some([seqlen_q, seqlen_k]),
+        },
+    };
     Ok((
-        reference::forward_extras(&of_rows, &extras, &q, &k, &v)?,
-        low_precision::forward_extras(&of_rows, &extras, &q, &k, &v)?,
+        reference::forward_extras(&of_rows, &arguments, &q, &k, &v)?,
+        low_precision::forward_extras(&of_rows, &arguments, &q, &k, &v)?,
     ))
 }
 

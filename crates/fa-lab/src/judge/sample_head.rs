@@ -3,7 +3,7 @@
 use fa_attn::device::{Half, shapes};
 use fa_core::{Dtype, Problem, TensorLayout, Types};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{CpuError, Extras, TensorMut, TensorRef, check, compare};
+use fa_cpu::{Arguments, CpuError, Extras, TensorMut, TensorRef, Within, check, compare};
 use rayon::prelude::*;
 
 use super::heads::part_of;
@@ -65,7 +65,12 @@ impl SampleHead {
         let v = f32_of(&inputs.values[2], of_k, [heads_kv, head_dim_v], 1);
         let dout = f32_of(dout, of_q, [heads_q, head_dim_v], group);
         let heads = heads_q - group..heads_q;
-        let extras = Extras { sinks: None, ..extras(inputs, batch, heads.clone()) };
+        let program = inputs.program();
+        let arguments = Arguments {
+            extras: Extras { sinks: None, ..extras(inputs, batch, heads.clone()) },
+            program: program.as_ref(),
+            within: Within { first: [batch, heads.start, heads_kv - 1, 0], lengths: None },
+        };
         let [q_shape, k_shape, v_shape, out_shape] = shapes(&own);
         let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd);
         let (q, k, v) = (view("q", &q, q_shape)?, view("k", &k, k_shape)?, view("v", &v, v_shape)?);
@@ -73,7 +78,7 @@ impl SampleHead {
         let mut lse = vec![0.0; check::lse_len(&own)];
         let mut written = TensorMut::packed("out", &mut out, out_shape, TensorLayout::Bshd)?;
         let options = tiled::Options::default();
-        tiled::forward_extras(options, &own, &extras, &q, &k, &v, &mut written, Some(&mut lse))?;
+        tiled::forward_extras(options, &own, &arguments, &q, &k, &v, &mut written, Some(&mut lse))?;
         if let Some(sinks) = inputs.mods.sinks_of(&problem, heads) {
             add_sinks(sinks, head_dim_v, &mut out, &mut lse);
         }
@@ -84,7 +89,7 @@ impl SampleHead {
         let (mut dq, mut dk, mut dv) =
             (room("dq", dq, q_shape)?, room("dk", dk, k_shape)?, room("dv", dv, v_shape)?);
         let from = BackwardInputs { q, k, v, out, lse: &lse, dout };
-        tiled::backward_extras(options, &own, &extras, &from, &mut dq, &mut dk, &mut dv, None)?;
+        tiled::backward_extras(options, &own, &arguments, &from, &mut dq, &mut dk, &mut dv, None)?;
         let gradients = found.map(|values| values.into_iter().map(f64::from).collect());
         Ok(SampleHead { problem, sequences, batch, gradients })
     }

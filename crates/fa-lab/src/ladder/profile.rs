@@ -1,5 +1,5 @@
-//! What a profiler would show of a ladder's steps: registers and occupancy from the compiler and the plan, and
-//! where Nsight Compute is on the machine its counters beside what the plan predicts of the same.
+//! What a profiler would show of a ladder's steps: registers and occupancy from the compiler and the plan,
+//! and where Nsight Compute is on the machine its counters beside what the plan predicts of the same.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -3,7 +3,7 @@
 use fa_core::{Arch, Dtype, Family, KernelSpec, Mask, Pass, Problem, Sm80Fwd};
 use fa_planner::plan::PlanError;
 
-use super::published::{ARITHMETIC, MEMORY, SDPA, SDPA_PUBLISHED, TILES};
+use super::figures::{ARITHMETIC, MEMORY, SDPA, SDPA_PUBLISHED, TILES};
 use super::rungs::{Ladder, Rung};
 use crate::tune::candidates;
 

@@ -246,8 +246,8 @@ const SM90: CostConstants = CostConstants {
 };
 
 impl CostConstants {
-    /// The constants for `arch`. Those of SM90 are fitted to rates measured on an H100; the others are assumed
-    /// from public figures, and nothing replaces them unless a caller gives its own.
+    /// The constants for `arch`. Those of SM90 are fitted to rates measured on an H100; the others are
+    /// assumed from public figures, and nothing replaces them unless a caller gives its own.
     pub const fn of(arch: Arch) -> CostConstants {
         match arch {
             Arch::Sm90 => SM90,

@@ -1,6 +1,7 @@
 //! The part of the model that all kernels share: the resources that a step keeps busy, and how steps add up
 //! to a launch.
 
+use fa_core::program::{Binary, Deps, Node, Unary};
 use fa_core::{ArchLimits, Pass, Problem, ScoreKind};
 use serde::Serialize;
 
@@ -355,7 +356,54 @@ const ALIBI_OPS: f64 = 2.0;
 /// Special-function results and f32 instructions per element that the changes of scores add to a forward.
 pub(crate) fn score_costs(score: ScoreKind, c: &CostConstants) -> (f64, f64) {
     let (mufu, ops) = if score.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
-    (mufu, ops + if score.alibi { ALIBI_OPS } else { 0.0 })
+    let (own_mufu, own_ops) = program_costs(score);
+    (mufu + own_mufu, ops + own_ops + if score.alibi { ALIBI_OPS } else { 0.0 })
+}
+
+/// Issue slots of a load of one value a lane: 32 lanes a clock are served.
+const LOAD_OPS: f64 = 4.0;
+
+/// What of a node is computed once a row or a column falls to each score.
+const SHARED: f64 = 0.1;
+
+/// Special results and f32 instructions of a score by a program of the caller's own: its nodes, by what they
+/// depend on.
+pub(crate) fn program_costs(score: ScoreKind) -> (f64, f64) {
+    let Some(program) = score.program else { return (0.0, 0.0) };
+    let mut costs = (0.0, 0.0);
+    for (id, node) in program.own() {
+        let deps = program.deps(id);
+        let is_pair = deps.has(Deps::SCORE) || (deps.has(Deps::QUERY) && deps.has(Deps::KEY));
+        let is_shared = deps.has(Deps::QUERY) || deps.has(Deps::KEY);
+        let share = if is_pair {
+            1.0
+        } else if is_shared {
+            SHARED
+        } else {
+            0.0
+        };
+        let (mufu, ops) = match node {
+            Node::Const(_) | Node::Var(_) | Node::Scalar(_) => (0.0, 0.0),
+            Node::Load(..) => (0.0, LOAD_OPS),
+            Node::Unary(Unary::Tanh | Unary::Sigmoid, _) => (2.0, 3.0),
+            Node::Unary(
+                Unary::Exp
+                | Unary::Exp2
+                | Unary::Log
+                | Unary::Log2
+                | Unary::Sqrt
+                | Unary::Rsqrt
+                | Unary::Sin
+                | Unary::Cos,
+                _,
+            ) => (1.0, 1.0),
+            Node::Unary(..) | Node::Select(..) => (0.0, 1.0),
+            Node::Binary(Binary::FloorDiv | Binary::FloorMod, ..) => (0.0, 12.0),
+            Node::Binary(..) => (0.0, 1.0),
+        };
+        costs = (costs.0 + share * mufu, costs.1 + share * ops);
+    }
+    costs
 }
 
 /// f32 instructions per clock of an SM.

@@ -12,6 +12,7 @@ pub(crate) mod constants;
 pub(crate) mod core;
 mod correlation;
 pub(crate) mod cuts;
+pub(crate) mod gpu;
 pub(crate) mod head_splits;
 pub(crate) mod kv_splits;
 mod step;
@@ -25,6 +26,7 @@ pub use constants::{CostConstants, Sm90BwdConstants};
 pub use core::{Bottleneck, Cost, StepClocks, Terms};
 pub use correlation::rank_correlation;
 pub(crate) use cuts::Cuts;
+use gpu::Gpu;
 use kv_splits::{best_split, least_seconds};
 pub use step::{MOST_DECODED, phases};
 
@@ -51,17 +53,6 @@ pub fn predict_on(
     let gpu = Gpu { arch, limits, constants };
     let cost = predict_below(&mut Cuts::default(), problem, spec, gpu, f64::INFINITY);
     cost.unwrap_or(Cost::NEVER)
-}
-
-/// The GPU that costs are predicted for.
-#[derive(Clone, Copy)]
-pub(crate) struct Gpu<'a> {
-    /// Its architecture, which decides the code.
-    pub arch: Arch,
-    /// The limits and rates of its board.
-    pub limits: &'a ArchLimits,
-    /// What the model assumes beyond these.
-    pub constants: &'a CostConstants,
 }
 
 /// What [`predict`] is at least, before the tiles of a kernel are counted: infinite where keys are divided,

@@ -286,7 +286,8 @@ impl Found {
                 writeln!(text, "\nTFLOP/s as predicted for bf16, batch 4, 16 heads, 4096 x 4096, no mask.");
             if name == "forward" && self.fwd.iter().any(|row| row.tmem_columns > 0) {
                 text.push_str(
-                    "Forwards by tcgen05 were assembled and emulated, never run on a GPU: their rates are assumptions.\n",
+                    "Forwards by tcgen05 were assembled and emulated, never run on a GPU: their rates are \
+                     assumptions.\n",
                 );
             }
             if !explain || limits.is_empty() {

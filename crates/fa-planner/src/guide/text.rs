@@ -11,28 +11,29 @@ use super::fwd::FwdConfig;
 use super::reject::Explain;
 use super::search::{HEAD_DIM_GRANULE, SearchResult};
 
-/// What a row of the guide's does not say, by head dims and direction: what the compiler makes of it, and where
-/// the guide's prose and its rules differ. The searches follow the rules.
+/// What a row of the guide's does not say, by head dims and direction: what the compiler makes of it, and
+/// where the guide's prose and its rules differ. The searches follow the rules.
 const NOTES: [(u32, u32, &str, &str); 3] = [
     (
         128,
         128,
         "forward",
-        "128 x 192 with overlap spills 172 bytes as our kernel (NVRTC 13.0) and is refused; without overlap it ran at \
-         684 TFLOP/s on an H100, where 192 x 80 ran at 810",
+        "128 x 192 with overlap spills 172 bytes as our kernel (NVRTC 13.0) and is refused; without overlap \
+         it ran at 684 TFLOP/s on an H100, where 192 x 80 ran at 810",
     ),
     (
         192,
         192,
         "backward",
-        "the guide's prose calls 64 x 96 with 3 warpgroups the only one with tile_n above 64; its rules also admit \
-         64 x 96 and 64 x 80 with 2, and rank those first",
+        "the guide's prose calls 64 x 96 with 3 warpgroups the only one with tile_n above 64; its rules also \
+         admit 64 x 96 and 64 x 80 with 2, and rank those first",
     ),
     (
         192,
         128,
         "backward",
-        "the guide's prose has tile_n 64 with 2 warpgroups at 168 KiB; its rules give it two buffers of dO, 184 KiB",
+        "the guide's prose has tile_n 64 with 2 warpgroups at 168 KiB; its rules give it two buffers \
+         of dO, 184 KiB",
     ),
 ];
 

@@ -28,7 +28,7 @@ macro_rules! functions_of_the_backwards_cost {
             &self,
             problem: &fa_core::Problem,
             spec: &fa_core::KernelSpec,
-            gpu: crate::cost::Gpu<'_>,
+            gpu: crate::cost::gpu::Gpu<'_>,
             cuts: &mut crate::cost::cuts::Cuts,
         ) -> crate::cost::core::Cost {
             cost::predict(problem, spec, self, gpu, cuts)

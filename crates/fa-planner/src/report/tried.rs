@@ -117,8 +117,8 @@ impl PlanFamily {
 }
 
 impl Tried {
-    /// Tries everything for `pass` over `problem` on `arch`, by the rates of `board` or of the architecture's own, with what the
-    /// architecture has where no family is named.
+    /// Tries everything for `pass` over `problem` on `arch`, by the rates of `board` or of the architecture's
+    /// own, with what the architecture has where no family is named.
     ///
     /// # Errors
     /// [`ReportError`] where no candidate can be formed.

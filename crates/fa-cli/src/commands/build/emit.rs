@@ -61,7 +61,8 @@ fn write(text: Emitted, source: &Source, compiler: &Compiler, path: &Path) -> an
         Emitted::Ptx => Ok(std::fs::write(path, compiler.ptx(source).map_err(said)?)?),
         Emitted::Sass => {
             let tool = toolchain::find_tool("nvdisasm").context(
-                "--emit sass needs nvdisasm: run `cargo xtask toolkit` in the fa workspace, or set CUDA_HOME to a \
+                "--emit sass needs nvdisasm: run `cargo xtask toolkit` in the fa workspace, or set \
+                 CUDA_HOME to a \
                  CUDA toolkit",
             )?;
             let compiled = compiler.compile(source).map_err(said)?;

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -71,10 +71,7 @@ impl Ranks {
 
     /// The next answer; `None` when all ranks have ended, or the time is over.
     fn next(&self, until: Instant) -> Option<Answer> {
-        match self.answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
-            Ok(answer) => Some(answer),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        self.answers.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     }
 }
 

@@ -72,7 +72,8 @@ pub struct Sm100Set {
     pub rejected: Vec<Sm100Rejected>,
 }
 
-/// Plans `problem` for `arch`, by the rates of `board` or of the architecture's own, with all shapes that are tried.
+/// Plans `problem` for `arch`, by the rates of `board` or of the architecture's own, with all shapes that are
+/// tried.
 ///
 /// # Errors
 /// [`PlanError`] for a problem that no shape computes, and for architectures without tensor memory.

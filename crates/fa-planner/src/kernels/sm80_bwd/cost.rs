@@ -4,10 +4,12 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
-use crate::cost::Gpu;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::core::{
+    Cost, StepClocks, Terms, f32_lanes, overlap, program_costs, resident_blocks, softmax_clocks,
+};
 use crate::cost::cuts::Cuts;
+use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::{BackwardRates, Split};
 use crate::occupancy::{Occupancy, WARP};
 use crate::work::{Queue, TileClass, Work};
@@ -97,6 +99,9 @@ pub(crate) fn predict(
     let bytes = f64::from(bytes_read(spec, kernel)) + stored + loads;
     let smem = bytes / limits.smem_bytes;
     let (cap_mufu, cap_ops) = if spec.score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    // The program and its slope.
+    let (own_mufu, own_ops) = program_costs(spec.score);
+    let (cap_mufu, cap_ops) = (cap_mufu + 2.0 * own_mufu, cap_ops + 2.0 * own_ops);
     let [ops_p, ops_ds] = c.sm80_bwd_ops;
     let of_p = scores * softmax_clocks(limits, 1.0 + cap_mufu, ops_p + cap_ops);
     let of_ds = scores * softmax_clocks(limits, 0.0, ops_ds);

@@ -10,10 +10,10 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
 use crate::account::stored::storing_heads;
-use crate::cost::Gpu;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
+use crate::cost::core::{Cost, StepClocks, Terms, overlap, program_costs, softmax_clocks};
 use crate::cost::cuts::Cuts;
+use crate::cost::gpu::Gpu;
 use crate::cost::head_splits::BackwardRates;
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
@@ -72,6 +72,9 @@ pub(crate) fn predict(
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
     let (cap_mufu, cap_ops) =
         if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    // The program and its slope.
+    let (own_mufu, own_ops) = program_costs(spec.score);
+    let (cap_mufu, cap_ops) = (cap_mufu + 2.0 * own_mufu, cap_ops + 2.0 * own_ops);
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.ops + cap_ops);
     let products = overlap([tensor, smem], c.smem_overlap);
     let q_load = tile_m * hd * bytes / constants.sm_bytes_per_clock;

@@ -1,0 +1,95 @@
+//! Flags of a mask and of changes of scores of the caller's own.
+
+use clap::Args;
+use fa_core::program::{Interned, Program};
+
+/// Programs by their texts, and those that have a flag of their own. Their arrays hold random values.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
+pub(crate) struct ModArgs {
+    /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and arrays that hold random values, as
+    /// in "k <= q + off"; see docs/programs.md
+    #[arg(long, value_name = "TEXT")]
+    pub mask_mod: Option<String>,
+    /// A change of the scores of your own, likewise, of s, as in "20 * tanh(s / 20)"
+    #[arg(long, value_name = "TEXT")]
+    pub score_mod: Option<String>,
+    /// A bias of random values is added to the scores
+    #[arg(long)]
+    pub bias: bool,
+    /// The bias's axes of their own, of b, h, q and k; the others share its elements
+    #[arg(long, value_name = "AXES", default_value = "b,h,q,k")]
+    pub bias_shape: String,
+    /// The bias's type: bf16, f16 or f32; the gradient of a bias is f32
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    pub bias_dtype: String,
+    /// A backward computes the gradient of the bias as well
+    #[arg(long, requires = "bias")]
+    pub bias_grad: bool,
+    /// Queries see the keys of their own chunk of N only (Llama 4)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub chunk: Option<u32>,
+}
+
+impl ModArgs {
+    /// The programs of the flags as one.
+    ///
+    /// # Errors
+    /// Texts that are no programs, and flags that name no axis.
+    pub(crate) fn program(&self) -> Result<Option<Interned>, String> {
+        let mut texts = Vec::new();
+        let whole = |result: &str, text: &str| match text.contains('=') && text.contains(';') {
+            true => text.to_owned(),
+            false => format!("{result} = {text};"),
+        };
+        texts.extend(self.mask_mod.as_ref().map(|text| ("--mask-mod", whole("mask", text))));
+        texts.extend(self.chunk.map(|n| ("--chunk", format!("mask = (q + off) // {n} == k // {n};"))));
+        if self.bias {
+            let axes: Vec<&str> = self.bias_shape.split(',').map(str::trim).collect();
+            if let Some(other) = axes.iter().find(|axis| !["b", "h", "q", "k"].contains(axis)) {
+                return Err(format!("--bias-shape {}: {other} is none of b, h, q and k", self.bias_shape));
+            }
+            let blanks = vec!["_"; axes.len()].join(", ");
+            let (dtype, indices) = (&self.bias_dtype, axes.join(", "));
+            let grad = if self.bias_grad { " grad" } else { "" };
+            let text = format!("array bias: {dtype}[{blanks}]{grad}; score = s + bias[{indices}];");
+            texts.push(("--bias", text));
+        }
+        texts.extend(self.score_mod.as_ref().map(|text| ("--score-mod", whole("score", text))));
+        let mut all: Option<Program> = None;
+        for (flag, text) in texts {
+            let own = Program::parse(&text).map_err(|error| format!("{flag}: {error}"))?;
+            all = Some(match all {
+                Some(before) => before.with(&own).map_err(|error| format!("{flag}: {error}"))?,
+                None => own,
+            });
+        }
+        all.map(|program| program.intern().map_err(|error| error.to_string())).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_join_to_one_program() {
+        assert_eq!(ModArgs::default().program(), Ok(None));
+        let all = ModArgs {
+            mask_mod: Some("k % 3 != 1".into()),
+            score_mod: Some("scalar c: f32; score = c * tanh(s / c);".into()),
+            bias: true,
+            bias_shape: "h, k".into(),
+            bias_dtype: "f32".into(),
+            bias_grad: true,
+            chunk: Some(64),
+        };
+        let program = all.program().unwrap().unwrap();
+        assert!(program.mask().is_some() && program.score().is_some());
+        assert_eq!((program.arrays()[0].rank, program.arrays()[0].gradient), (2, true));
+        assert_eq!(program.scalars().len(), 1);
+        let wrong = ModArgs { bias_shape: "h,x".into(), ..all.clone() };
+        assert!(wrong.program().is_err_and(|error| error.contains("x is none of b, h, q and k")));
+        let wrong = ModArgs { mask_mod: Some("k +".into()), ..ModArgs::default() };
+        assert!(wrong.program().is_err_and(|error| error.starts_with("--mask-mod: ")));
+    }
+}

@@ -1,0 +1,83 @@
+//! Masks and changes of scores of the caller's own: those that have a face of their own, and formulas.
+
+use fa_core::program::Program;
+use fa_core::{Lengths, Mask, Problem, ScoreMod, Types};
+
+use super::case::{Action, BASE, Case, DTYPES, case, case_of};
+use super::paged::pages_of;
+use crate::sequences::{Ragged, Sequences};
+
+/// What it is, its text, and whether the causal mask joins it.
+const PROGRAMS: [(&str, &str, bool); 14] = [
+    (
+        "rows",
+        "array first: i32[_, _, _]; array last: i32[_, _]; mask = first[b, h, q] <= k and k < last[b, q];",
+        false,
+    ),
+    ("documents", "array start: i32[_, _]; mask = start[b, q] <= k;", true),
+    ("chunk", "mask = (q + off) // 100 == k // 100;", true),
+    ("bits", "array keep: bits[_, _, _]; mask = keep[b, q, k];", false),
+    ("padding", "array keep: bool[_, _]; mask = keep[b, k];", false),
+    ("prefix", "array prefix: i32[_]; mask = k < prefix[b] or k <= q + off;", false),
+    ("stripes", "mask = (q - k) % 4 == 0;", true),
+    ("neighbours", "mask = abs(q % 16 - k % 16) <= 3 and abs(q // 16 - k // 16) <= 3;", false),
+    ("bias", "array bias: bf16[_, _, _, _]; score = s + bias[b, h, q, k];", false),
+    ("shared bias", "array bias: f32[_, _, _]; score = s + bias[h, q, k];", true),
+    ("key bias", "array bias: f16[_, _]; score = s + bias[h, k];", false),
+    ("table", "array t: f32[_, _]; score = s + t[h, min(max(q - k, 0), 31)];", true),
+    ("cap", "scalar c: f32; score = c * tanh(s / c);", true),
+    ("gain", "array w: f32[_]; score = s * w[h] - 0.0625 * f32(abs(q + off - k));", false),
+];
+
+fn score(text: &str) -> ScoreMod {
+    let program = Program::parse(text).ok().and_then(|program| program.intern().ok());
+    ScoreMod::NONE.with_program(Some(program.expect("the grid's programs are programs")))
+}
+
+/// Of lengths that the host knows.
+pub(super) fn programs(repeat: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let lengths = [(200, 333), (256, 256), (130, 77), (1, 500)];
+    let dims = [(128, 128), (64, 64), (96, 96), (256, 256), (192, 128), (32, 32)];
+    let heads = [(4, 4), (6, 2), (4, 1)];
+    for (turn, (what, text, is_causal)) in PROGRAMS.into_iter().enumerate() {
+        for step in 0..2 {
+            let (seqlen_q, seqlen_k) = lengths[(turn + step) % 4];
+            let (head_dim, head_dim_v) = dims[(turn + 3 * step) % 6];
+            let (heads_q, heads_kv) = heads[(turn + step) % 3];
+            let problem = BASE
+                .with_lengths(Lengths::uniform(2, seqlen_q, seqlen_k))
+                .with_heads(heads_q, heads_kv)
+                .with_head_dims(head_dim, head_dim_v)
+                .with_mask(if is_causal { Mask::CAUSAL } else { Mask::FULL })
+                .with_types(Types::same(DTYPES[(turn + step) % 2]))
+                .with_score(score(text));
+            cases.push(Case { what, ..case("programs", problem) });
+        }
+    }
+    let whole = of(3).with_lengths(Lengths::uniform(2, 700, 700));
+    cases.push(Case { action: Action::Repeat(repeat), what: "bits", ..case("programs", whole) });
+    cases.push(Case { action: Action::Graph, what: "rows", ..case("programs", of(0)) });
+    cases
+}
+
+fn of(index: usize) -> Problem {
+    BASE.with_head_dims(64, 64).with_mask(Mask::FULL).with_score(score(PROGRAMS[index].1))
+}
+
+/// Of lengths on the device: packed, in pages, and divided among CTAs.
+pub(super) fn varied_programs() -> Vec<Case> {
+    let (q, k) = (vec![70, 0, 200, 1], vec![90, 40, 200, 333]);
+    let packed = || Sequences { q: Ragged::packed(&q, 2), k: Ragged::packed(&k, 0) };
+    let mut cases: Vec<Case> =
+        [0, 2, 4, 8, 13].map(|i| case_of("programs", PROGRAMS[i].0, of(i), packed())).into();
+    let cache = [700, 33, 0, 250];
+    for (i, page) in [(4, 16), (9, 64), (11, 3)] {
+        let sequences = Sequences { q: Ragged::uniform(4, 1), k: pages_of(&cache, page, 1) };
+        let problem = of(i).with_heads(8, 2);
+        cases.push(case_of("programs", PROGRAMS[i].0, problem, sequences));
+    }
+    let long = Sequences { q: Ragged::uniform(1, 1), k: Ragged::packed(&[9000], 0) };
+    cases.push(Case { split: true, ..case_of("programs", "split", of(6), long) });
+    cases
+}
