@@ -159,8 +159,8 @@ pub(crate) fn check_forward<'py>(
     problem.check().map_err(|error| raised(error.into()))
 }
 
-/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one. `gradients`:
-/// where those of the programs' arrays go, by name.
+/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
+/// `gradients`: where those of the programs' arrays go, by name.
 #[pyfunction]
 #[pyo3(signature = (
     dout, q, k, v, out, lse, dq, dk, dv, dsinks, options, extras=None, stream=None, allocate=None, dlse=None,

@@ -33,8 +33,8 @@ pub(crate) struct ModArgs {
 /// Programs by their texts, whose arrays are tensors of a file.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ProgramArgs {
-    /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and of arrays and scalars, which are the
-    /// file's tensors of their names, as in "array last: i32[_]; k < last[q]"; see docs/programs.md
+    /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and of arrays and scalars, which are
+    /// the file's tensors of their names, as in "array last: i32[_]; k < last[q]"; see docs/programs.md
     #[arg(long, value_name = "TEXT")]
     pub mask_mod: Option<String>,
     /// A change of the scores of your own, likewise, of s, as in

@@ -1,5 +1,5 @@
-//! Masks, biases and changes of scores by programs: the tiled path against the oracle in each form of a batch,
-//! and the oracle against what has a name of its own.
+//! Masks, biases and changes of scores by programs: the tiled path against the oracle in each form of a
+//! batch, and the oracle against what has a name of its own.
 
 use fa_core::program::{BiasElement, Interned, OwnedData, OwnedInputs, Program, Standard};
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, TensorLayout, Types};
@@ -93,10 +93,10 @@ fn check<T: Element + std::fmt::Debug>(problem: &Problem, owned: &OwnedExtras, s
     let own = drawn.view(&program).unwrap();
     let arguments = Arguments { extras: owned.view(), program: Some(&own), ..Arguments::default() };
     let Views { q, k, v, dout } = inputs.views(problem);
-    let exact = reference::forward_extras(problem, &arguments, &q, &k, &v).unwrap();
-    let low = low_precision::forward_extras(problem, &arguments, &q, &k, &v).unwrap();
-    let of_exact = reference::backward_extras(problem, &arguments, &q, &k, &v, &dout).unwrap();
-    let of_low = low_precision::backward_extras(problem, &arguments, &q, &k, &v, &dout).unwrap();
+    let exact = reference::forward_extras(problem, arguments, &q, &k, &v).unwrap();
+    let low = low_precision::forward_extras(problem, arguments, &q, &k, &v).unwrap();
+    let of_exact = reference::backward_extras(problem, arguments, &q, &k, &v, &dout).unwrap();
+    let of_low = low_precision::backward_extras(problem, arguments, &q, &k, &v, &dout).unwrap();
     let got = tiled(problem, &arguments, &inputs);
     let dtype = problem.types.q;
     let tensor = |what: &str, shape, got: &[f64], exact: &[f64], low: &[T], noise: f64| {
@@ -176,8 +176,8 @@ fn oracle(problem: &Problem, drawn: Option<&OwnedInputs>, inputs: &Inputs<f64>) 
     let own = drawn.zip(problem.score.program).map(|(drawn, program)| drawn.view(&program).unwrap());
     let arguments = Arguments { program: own.as_ref(), ..Arguments::default() };
     let Views { q, k, v, dout } = inputs.views(problem);
-    let forward = reference::forward_extras(problem, &arguments, &q, &k, &v).unwrap();
-    let found = reference::backward_extras(problem, &arguments, &q, &k, &v, &dout).unwrap();
+    let forward = reference::forward_extras(problem, arguments, &q, &k, &v).unwrap();
+    let found = reference::backward_extras(problem, arguments, &q, &k, &v, &dout).unwrap();
     Found {
         out: forward.out,
         lse: forward.lse,

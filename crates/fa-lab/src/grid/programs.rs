@@ -65,8 +65,8 @@ fn of(index: usize) -> Problem {
     BASE.with_head_dims(64, 64).with_mask(Mask::FULL).with_score(score(PROGRAMS[index].1))
 }
 
-/// Gradients of arrays, whose text and heads these are: by what a bias is broadcast over, with masks that leave
-/// tiles empty, and of a change that is not additive.
+/// Gradients of arrays, whose text and heads these are: by what a bias is broadcast over, with masks that
+/// leave tiles empty, and of a change that is not additive.
 const GRADIENTS: [(&str, &str, (usize, usize)); 7] = [
     ("dbias", "array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k];", (4, 4)),
     ("dbias of heads", "array bias: f32[_, _, _] grad; score = s + bias[h, q, k];", (6, 2)),
