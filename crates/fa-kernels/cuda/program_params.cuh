@@ -27,9 +27,9 @@ static_assert(FA_OFFSETOF(ProgramArray, extents) == 40);
 
 // The tiles that a mask's program leaves to be visited, which `attn/block_map.cuh` finds.
 struct BlockMapParams {
-    // Workspace. Forward `[batches, heads, rows, 1 + columns]`: the tiles of keys of each tile of queries,
-    // after their number. Backward `[batches, heads, columns, 1 + rows]`: the tiles of queries of each
-    // tile of keys.
+    // Workspace. Forward `[batches, heads, rows, 1 + columns]`: the tiles of keys of each tile of
+    // queries, after their number. Backward `[batches, heads, columns, 1 + rows]`: the tiles of queries
+    // of each tile of keys.
     unsigned* lists;
     // Workspace `[batches, heads, rows, columns]`: states of tiles; backward only.
     unsigned* tiles;
