@@ -8,9 +8,8 @@ use fa_core::program::{ArrayData, ArrayView, Element, Inputs, Interned, MAX_INTE
 use fa_kernels::launch::{RawArray, RawProgram};
 use pyo3::prelude::*;
 
-use crate::dlpack::{self, Place, View};
+use crate::dlpack::{self, Place, View, elsewhere};
 use crate::error::InputError;
-use crate::given::elsewhere;
 use crate::programs::parsed;
 
 /// A call's programs as Python has them: the texts, in the order in which they change scores, then arrays and

@@ -5,9 +5,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call_program::Programs;
-use crate::dlpack::{Place, View, current_stream};
+use crate::dlpack::{Place, View, current_stream, elsewhere};
 use crate::error::{InputError, raised};
-use crate::given::{Given, Options, bound, dtype_of, elsewhere, heads_and_dim, words};
+use crate::given::{Given, Options, bound, dtype_of, heads_and_dim, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 

@@ -337,3 +337,12 @@ fn type_of(dtype: DlDtype) -> Type {
         _ => Type::Other,
     }
 }
+
+/// The refusal of an array on another device than Q.
+pub(crate) fn elsewhere(name: &str, place: Place) -> PyErr {
+    let place = match place {
+        Place::Cpu => "in the memory of the CPU".to_owned(),
+        Place::Cuda(device) => format!("on GPU {device}"),
+    };
+    InputError::new_err(format!("{name} lies elsewhere than q, which is {place}: move it there"))
+}

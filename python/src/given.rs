@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::call_program::{CallProgram, Programs};
-use crate::dlpack::{Place, Type, View};
+use crate::dlpack::{Place, Type, View, elsewhere};
 use crate::error::{InputError, UnsupportedError};
 
 /// The options of a call that are numbers: the package's `CallOptions`, field by field.
@@ -368,13 +368,4 @@ fn alibi(slopes: &View<'_>, sequences: usize, heads: usize) -> PyResult<Alibi> {
             "alibi_slopes has the shape {shape:?}: it must be ({heads},) or ({sequences}, {heads})"
         ))),
     }
-}
-
-/// The refusal of an array on another device than Q.
-pub(crate) fn elsewhere(name: &str, place: Place) -> PyErr {
-    let place = match place {
-        Place::Cpu => "in the memory of the CPU".to_owned(),
-        Place::Cuda(device) => format!("on GPU {device}"),
-    };
-    InputError::new_err(format!("{name} lies elsewhere than q, which is {place}: move it there"))
 }

@@ -7,9 +7,9 @@ use fa_cpu::{TensorMut, TensorRef};
 use pyo3::prelude::*;
 
 use crate::devices;
-use crate::dlpack::{Place, Type, View, current_stream};
+use crate::dlpack::{Place, Type, View, current_stream, elsewhere};
 use crate::error::InputError;
-use crate::given::{dtype_of, elsewhere, words};
+use crate::given::{dtype_of, words};
 use crate::host::{Merged, floats, floats_mut, placement, tensor, tensor_mut};
 
 /// Merges the parts `outs`, `(batch, seqlen, heads, head_dim)` each or packed, with their `lses` into `out`

@@ -4,9 +4,9 @@ use fa_core::Strides;
 use fa_kernels::{RawExtras, RawTensor};
 use pyo3::prelude::*;
 
-use crate::dlpack::{Place, Type, View};
+use crate::dlpack::{Place, Type, View, elsewhere};
 use crate::error::InputError;
-use crate::given::{Beside, elsewhere};
+use crate::given::Beside;
 use crate::host::placement;
 
 pub(crate) fn on_device(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {

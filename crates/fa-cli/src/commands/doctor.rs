@@ -24,7 +24,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long)]
     pub time: bool,
     /// Start up once and report how long it took: what --time runs in a separate process
-    #[arg(long, hide = true, requires = "time")]
+    #[arg(long, hide = true, requires = "time", conflicts_with = "notices")]
     pub start: bool,
     /// Print one JSON object
     #[arg(long)]

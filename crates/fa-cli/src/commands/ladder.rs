@@ -16,6 +16,9 @@ use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
 
+/// Flags of rates, which a profile has none of.
+const OF_RATES: [&str; 5] = ["reps", "plot", "draw", "peers", "published"];
+
 /// `fa ladder`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
@@ -39,14 +42,15 @@ pub(crate) struct LadderArgs {
     pub peers: bool,
     /// Show registers, occupancy and planned shares of every step instead of rates, and with --ncu what
     /// Nsight Compute counts
-    #[arg(long, conflicts_with_all = ["reps", "plot", "draw", "peers", "published"])]
+    #[arg(long, conflicts_with_all = OF_RATES)]
     pub profile: bool,
     /// With --profile: run every step under Nsight Compute, `ncu` or the program given
     #[arg(long, value_name = "PROGRAM", num_args = 0..=1, default_missing_value = "ncu")]
-    #[arg(requires = "profile")]
+    #[arg(requires = "profile", conflicts_with_all = OF_RATES)]
     pub ncu: Option<PathBuf>,
     /// With --profile: the architecture that steps are compiled for
-    #[arg(long, value_name = "ARCH", default_value = "sm90", requires = "profile")]
+    #[arg(long, value_name = "ARCH", default_value = "sm90")]
+    #[arg(requires = "profile", conflicts_with_all = OF_RATES)]
     pub target: Arch,
     /// Print published ladders' rates by board beside what is planned there, as Markdown; nothing is measured
     #[arg(long, conflicts_with_all = ["family", "seqlen", "headdim", "reps", "json"])]

@@ -73,7 +73,7 @@ Examples:
   fa run examples/packed-causal.safetensors --causal --backward -o grads.safetensors
   fa run examples/decode-paged.safetensors --causal -o out.safetensors
   fa run examples/append-paged.safetensors --causal -o out.safetensors      new keys, rotary embedding
-  fa run qkv.safetensors --score-mod \"array bias: f32[_, _] grad; s + bias[q, k]\" --backward -o out.safetensors
+  fa run qkv.safetensors --score-mod \"array bias: f32[_, _] grad; s + bias[q, k]\" -o out.safetensors
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
 heads_kv, head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, \
@@ -94,8 +94,8 @@ cache k, v behind the cache_seqlens keys that it holds, before attention; the ou
 cache_seqlens as they are then
   rotary_cos, rotary_sin       f32 or q's type [positions, rotary_dim / 2]: new keys are turned by their \
 positions, and q, by those of the new keys under --causal or --window, else all by the first
-  arrays and scalars of --mask-mod and --score-mod, by their names: a scalar is a tensor of one element, bits \
-are U32 words; with --backward, an array NAME declared with `grad` has its gradient in dNAME, f32
+  arrays and scalars of --mask-mod and --score-mod, by their names: a scalar is a tensor of one element, \
+bits are U32 words; with --backward, an array NAME declared with `grad` has its gradient in dNAME, f32
 
 Rows that belong to no sequence are written as out = 0, lse = -inf and gradients of 0.";
 

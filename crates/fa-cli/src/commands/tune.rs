@@ -49,7 +49,7 @@ pub(crate) struct TuneArgs {
     pub random: Option<u16>,
     /// The same seed draws the same problems [default: 0]
     #[arg(long, value_name = "S", requires = "random", conflicts_with_all = OF_SHAPES)]
-    #[arg(conflicts_with = "marks", value_parser = whole::<u64>)]
+    #[arg(conflicts_with_all = ["marks", "specs"], value_parser = whole::<u64>)]
     pub seed: Option<u64>,
     /// Measure nothing: show how far today's first choices are behind the best of these records (--json of
     /// earlier runs with --random); needs no GPU

@@ -127,7 +127,7 @@ impl Cache {
                 kernel
             }
         };
-        match kernel.report.fault() {
+        match kernel.report.fault_beyond(source.spills_allowed()) {
             None => Ok(kernel),
             Some(fault) => {
                 let log_file =
@@ -173,7 +173,7 @@ impl Cache {
         match compiler.compile(source) {
             Ok(mut compiled) => {
                 // Of refused code the report is enough.
-                if compiled.report.fault().is_some() {
+                if compiled.report.fault_beyond(source.spills_allowed()).is_some() {
                     compiled.cubin = Vec::new();
                 }
                 let cubin_sha256 = hash(&[&compiled.cubin]);

@@ -72,11 +72,16 @@ impl Report {
 
     /// The first fault, if any.
     pub fn fault(&self) -> Option<Fault> {
+        self.fault_beyond(0)
+    }
+
+    /// The first fault, if any, of a kernel that may store and load as many bytes by spills.
+    pub(crate) fn fault_beyond(&self, spilled: u32) -> Option<Fault> {
         let forbidden = |line: &&String| FORBIDDEN.iter().any(|code| line.contains(code));
         if let Some(warning) = self.warnings.iter().find(forbidden) {
             return Some(Fault::Forbidden { warning: warning.clone() });
         }
-        (self.spill_stores > 0 || self.spill_loads > 0)
+        (self.spill_stores > spilled || self.spill_loads > spilled)
             .then_some(Fault::Spills { stores: self.spill_stores, loads: self.spill_loads })
     }
 }

@@ -133,7 +133,16 @@ pub struct Source {
     pub target: String,
 }
 
+/// Bytes that a kernel with a program of the caller's may store, and load, by spills: no list knows what its
+/// registers hold, and a few words in the L1 cost less than a smaller tile or none.
+const SPILLS_OF_PROGRAMS: u32 = 64;
+
 impl Source {
+    /// Bytes that the kernel may store, and load, by spills.
+    pub(crate) fn spills_allowed(&self) -> u32 {
+        if self.headers.iter().any(|(name, _)| name == program::HEADER) { SPILLS_OF_PROGRAMS } else { 0 }
+    }
+
     /// The source of `spec` for `arch`. With `smem_bytes`, the unit asserts that the kernel's shared storage
     /// has that size, so that a plan that accounts differently from the kernel does not compile.
     ///

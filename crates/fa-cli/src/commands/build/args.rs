@@ -13,9 +13,9 @@ use crate::flags::{self, HeadersArgs};
 
 /// What is built from specs. Flags of --all-configs and --best name these as well: clap does not require a
 /// flag that conflicts with another.
-const OF_BEST: [&str; 9] =
-    ["specs", "out", "arch", "all_configs", "headdim", "mode", "deterministic", "family", "json"];
-const OF_LISTED: [&str; 3] = ["specs", "out", "best"];
+const OF_BEST: [&str; 10] =
+    ["specs", "out", "arch", "all_configs", "headdim", "mode", "deterministic", "family", "json", "emit"];
+const OF_LISTED: [&str; 4] = ["specs", "out", "best", "emit"];
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]
