@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use crate::dlpack::{self, Place, View, elsewhere};
 use crate::error::InputError;
 use crate::programs::parsed;
+use crate::slices::floats_mut;
 
 /// A call's programs as Python has them: the texts, in the order in which they change scores, then arrays and
 /// scalars by name. Another array or scalar than those declared is an error.
@@ -170,7 +171,7 @@ impl<'py> CallProgram<'py> {
     pub(crate) fn write_gradients(&self, found: &[Vec<f32>]) -> PyResult<()> {
         for (decl, (gradient, found)) in self.program.arrays().iter().zip(self.gradients.iter().zip(found)) {
             if let Some(view) = gradient {
-                crate::host::floats_mut(&decl.name, view)?.copy_from_slice(found);
+                floats_mut(&decl.name, view)?.copy_from_slice(found);
             }
         }
         Ok(())

@@ -27,6 +27,7 @@ mod overlap;
 mod planning;
 mod programs;
 mod raw;
+mod slices;
 mod threads;
 mod xla;
 

@@ -10,7 +10,8 @@ use crate::devices;
 use crate::dlpack::{Place, Type, View, current_stream, elsewhere};
 use crate::error::InputError;
 use crate::given::{dtype_of, words};
-use crate::host::{Merged, floats, floats_mut, placement, tensor, tensor_mut};
+use crate::host::{Merged, placement, tensor, tensor_mut};
+use crate::slices::{floats, floats_mut};
 
 /// Merges the parts `outs`, `(batch, seqlen, heads, head_dim)` each or packed, with their `lses` into `out`
 /// and `lse`. Parts are of one type, the result may be of another.
