@@ -182,7 +182,8 @@ def flash_attn_qkvpacked_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = asked(qkv, lambda: extents_of(qkv[:, :, 0], qkv[:, :, 0], extras), options)
+    stacked: Any = qkv
+    mods = asked(qkv, lambda: extents_of(stacked[:, :, 0], stacked[:, :, 0], extras), options)
     out, lse = face.packed_attention(
         qkv, 2, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
     )
@@ -435,7 +436,8 @@ def flash_attn_varlen_qkvpacked_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = asked(qkv, lambda: extents_of(qkv[:, 0], qkv[:, 0], extras), options)
+    stacked: Any = qkv
+    mods = asked(qkv, lambda: extents_of(stacked[:, 0], stacked[:, 0], extras), options)
     out, lse = face.packed_attention(
         qkv, 1, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
     )
