@@ -286,9 +286,9 @@ def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
     assert Program.of_mask(table(4)).scalars == {}
     # A divisor stays a scalar, and has to be positive.
     chunked = Program.of_mask(lambda b, h, q, k, size=8: q // size == k // size)
-    assert chunked.scalars == {"n0": 8}
-    with pytest.raises(fa_attn.InputError, match="the scalar n0 divides, and has to be positive, not 0"):
-        Program(chunked.text, scalars={"n0": 0})
+    assert chunked.scalars == {"mn0": 8}
+    with pytest.raises(fa_attn.InputError, match="the scalar mn0 divides, and has to be positive, not 0"):
+        Program(chunked.text, scalars={"mn0": 0})
 
 
 def test_arrays_are_the_callers_and_ask_for_gradients():
