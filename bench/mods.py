@@ -3,10 +3,11 @@
 
     python bench/mods.py OUT.json [SECONDS] [NAME ..]
 
-Each row is checked first: rows of out and dQ against the formula in float32, dK and dV against a peer's. Then the
-contestants are timed in turns, and the median of the turns counts. TFLOP/s are of visible pairs: 4 operations a
-pair and element of the head dim in the forward, 10 in the backward. "first" is the first forward of the process
-and "first with gradients" the first backward after it, compiling included, in an empty cache of kernels.
+Each row is checked first: rows of out and dQ against the formula in float32, dK and dV against a peer's. Then
+the contestants are timed in turns, and the median of the turns counts. TFLOP/s are of visible pairs: 4
+operations a pair and element of the head dim in the forward, 10 in the backward. "first" is the first forward
+of the process and "first with gradients" the first backward after it, compiling included, in an empty cache
+of kernels.
 """
 
 import json
@@ -90,7 +91,9 @@ def cases():
         # The same documents as sequences of a packed call.
         starts_of_all = torch.cat([starts[:-1] + at * N for at in range(B)] + [starts[-1:] + (B - 1) * N])
         rows = (x.transpose(1, 2).reshape(B * N, x.shape[1], D) for x in (q, k, v))
-        out = fa_attn.flash_attn_varlen_func(*rows, starts_of_all, starts_of_all, longest, longest, causal=True)
+        out = fa_attn.flash_attn_varlen_func(
+            *rows, starts_of_all, starts_of_all, longest, longest, causal=True
+        )
         return out.view(B, N, HQ, D).transpose(1, 2)
 
     def built_in(**options):
@@ -178,7 +181,12 @@ def formula(q, k, v, dout, rows, mask, score, bias=None):
     if score is not None:
         s = score(s, torch.tensor(b, device=DEVICE), torch.tensor(h, device=DEVICE), *at)
     if bias is not None:
-        s = s + bias.detach().float().expand(q.shape[0], q.shape[1], *bias.shape[2:])[b, h, rows % bias.shape[2]]
+        s = (
+            s
+            + bias.detach()
+            .float()
+            .expand(q.shape[0], q.shape[1], *bias.shape[2:])[b, h, rows % bias.shape[2]]
+        )
     if mask is not None:
         s = s.masked_fill(~mask(b, h, *at), float("-inf"))
     out = s.softmax(-1) @ values
@@ -216,7 +224,9 @@ def measured(row, calls, inputs, dout, reference, operations, extra=()):
                 row[f"{name}: error"] = f"results differ: {errors}"
                 continue
         forwards[name] = lambda call=call: call(*inputs)
-        backwards[name] = lambda out=out, wanted=wanted: torch.autograd.grad(out, wanted, dout, retain_graph=True)
+        backwards[name] = lambda out=out, wanted=wanted: torch.autograd.grad(
+            out, wanted, dout, retain_graph=True
+        )
     with torch.no_grad():
         for name, ms in in_turns(forwards).items():
             row[f"{name}: fwd"] = operations / ms / 1e9
@@ -237,9 +247,15 @@ def main():
     def put(row):
         table.append(row)
         with open(out + ".part", "w") as file:
-            json.dump(dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=table), file, indent=1)
+            json.dump(
+                dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=table), file, indent=1
+            )
         os.replace(out + ".part", out)
-        print(f"[{time.time() - BEGIN:.0f} s] {row['case']}", {k: v for k, v in row.items() if "error" in k}, flush=True)
+        print(
+            f"[{time.time() - BEGIN:.0f} s] {row['case']}",
+            {k: v for k, v in row.items() if "error" in k},
+            flush=True,
+        )
 
     for name, mask, score, built_in in cases():
         if not is_wanted(name):
@@ -263,12 +279,16 @@ def main():
         if built_in is not None:
             calls["built in"] = built_in
         operations = 4.0 * D * pairs_of(mask, B, HQ)
-        measured(row, calls, (q, k, v), dout, lambda rows: formula(q, k, v, dout, rows, mask, score), operations)
+        measured(
+            row, calls, (q, k, v), dout, lambda rows: formula(q, k, v, dout, rows, mask, score), operations
+        )
         put(row)
 
     for batch, heads, length, dim, shape, learns in BIASES:
         for with_gradient in (False, True) if learns else (False,):
-            name = f"bias {shape} on {batch} x {heads} x {length}, hd {dim}{', dBias' if with_gradient else ''}"
+            name = (
+                f"bias {shape} on {batch} x {heads} x {length}, hd {dim}{', dBias' if with_gradient else ''}"
+            )
             if not is_wanted(name):
                 continue
             q, k, v = (draw(batch, heads, length, dim) for _ in range(3))
@@ -277,7 +297,9 @@ def main():
             seen = None
             if shape[2] == 1:
                 # Padding: keys that no query sees.
-                seen = torch.arange(length, device=DEVICE) < torch.randint(length // 2, length, (batch, 1), device=DEVICE)
+                seen = torch.arange(length, device=DEVICE) < torch.randint(
+                    length // 2, length, (batch, 1), device=DEVICE
+                )
                 seen = seen[:, None, None]
 
             def by_torch(backend):
@@ -292,7 +314,9 @@ def main():
             calls = {
                 "efficient": by_torch(SDPBackend.EFFICIENT_ATTENTION),
                 "cudnn": by_torch(SDPBackend.CUDNN_ATTENTION),
-                "ours": lambda *x: fa_attn.scaled_dot_product_attention(*x, attn_mask=bias if seen is None else seen),
+                "ours": lambda *x: fa_attn.scaled_dot_product_attention(
+                    *x, attn_mask=bias if seen is None else seen
+                ),
                 "ours, no bias": lambda *x: fa_attn.scaled_dot_product_attention(*x),
             }
             row = dict(case=name)

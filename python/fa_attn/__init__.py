@@ -59,7 +59,6 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-
 __all__ = [
     "BlockMask",
     "DeviceError",

@@ -81,7 +81,9 @@ def broadcast(name: str, array: Any, extents: Optional[Extents]) -> Any:
     if not hasattr(array, "dtype"):
         raise InputTypeError(f"{name} is {type(array).__name__}: it must be an array")
     if len(shape) > 4:
-        raise InputError(f"{name} has the shape {shape}: it must be broadcast to (batch, heads, queries, keys)")
+        raise InputError(
+            f"{name} has the shape {shape}: it must be broadcast to (batch, heads, queries, keys)"
+        )
     shape = (1,) * (4 - len(shape)) + shape
     if extents is not None:
         for axis, have, need in zip(_AXES, shape, extents):
@@ -102,7 +104,7 @@ def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h,
     element = _FLOATS.get(type_name(array))
     if element is None:
         raise InputTypeError(
-            f"{name} holds {type_name(array)}: it is added to scores, and must be float32, float16 or bfloat16"
+            f"{name} holds {type_name(array)}: it must be float32, float16 or bfloat16"
         )
     gradient = " grad" if getattr(array, "requires_grad", False) else ""
     own = f"fa_{name}"
@@ -172,7 +174,7 @@ def modifications(
 
 
 def asked(q: Any, extents: Any, options: Any) -> Optional[Modifications]:
-    """Those of a function's keyword arguments, where `extents()` says what biases and masks are indexed by."""
+    """Those of a function's keyword arguments; `extents()` is what biases and masks are indexed by."""
     if not options:
         return None
     given = {name: options[name] for name in MODIFICATIONS if options.get(name) is not None}

@@ -127,9 +127,6 @@ class Options(CommonOptions, total=False):
     ]
 
 
-MODIFICATIONS = ("score_mod", "mask_mod", "bias", "mask", "attention_chunk")
-
-
 class ExtraTensors(TypedDict, total=False):
     """The tensors of `Extras` as keyword arguments of bound kernels."""
 
@@ -145,6 +142,8 @@ class ExtraTensors(TypedDict, total=False):
 _TABLE: Dict[str, Any] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Options, include_extras=True).items()
 }
+# Those that mask or change scores.
+MODIFICATIONS = tuple(name for name, row in _TABLE.items() if isinstance(row, Modification))
 F = TypeVar("F", bound=Callable[..., Any])
 
 

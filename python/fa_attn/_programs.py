@@ -144,8 +144,8 @@ _PROGRAMS = weakref.WeakKeyDictionary()
 
 def _kept(function, result, names, device):
     """The program of a function, traced again where it closes over other arrays, numbers or functions."""
-    found = _closed_over(function, set())
-    if found is None or not isinstance(function, types.FunctionType):
+    found = _closed_over(function, set()) if isinstance(function, types.FunctionType) else None
+    if found is None:
         return _traced(function, result, names, device)
     key = (result, str(device), *found)
     kept = _PROGRAMS.get(function)
@@ -157,13 +157,14 @@ def _kept(function, result, names, device):
     return program
 
 
-# torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each time.
+# torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each
+# time.
 _kept._torchdynamo_disable = True
 
 
 def _closed_over(function, seen):
-    """What a program of a function follows from: numbers by value, arrays by identity; None where it cannot be
-    told, as of an object whose attributes may change."""
+    """What a program of a function follows from: numbers by value, arrays by identity; None where it cannot
+    be told, as of an object whose attributes may change."""
     if id(function) in seen:
         return ()
     seen.add(id(function))
@@ -306,5 +307,3 @@ def _recorded(recorder, value, seen):
         new = [_recorded(recorder, one, seen) for one in value]
         return value if all(a is b for a, b in zip(new, value)) else type(value)(new)
     return value
-
-

@@ -77,9 +77,7 @@ def _forward(q, k, v, *arguments):
     q, k, v = (rows_of(x.detach()) for x in (q, k, v))
     # Torch leaves out arguments that have their defaults.
     division = division_of(*parts, *(0, None)[len(parts) :])
-    return run_forward(
-        q, k, v, options, _read(extras), division=division, programs=_programs(program)
-    )
+    return run_forward(q, k, v, options, _read(extras), division=division, programs=_programs(program))
 
 
 _forward_operator = torch.library.custom_op(
@@ -192,8 +190,8 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
     """(out, lse) of a call with programs, with gradients for the arrays that they read."""
     if is_transforming() or forward_ad._current_level >= 0:
         raise UnsupportedError(
-            "a mask or a change of scores of one's own within torch.func or forward-mode derivatives: call it "
-            "outside, gradients are by backward() and torch.autograd.grad"
+            "a mask or a change of scores of one's own within torch.func or forward-mode derivatives: call "
+            "it outside, gradients are by backward() and torch.autograd.grad"
         )
     arrays = []
     for name, x in zip(("k", "v", *mods.names), (k, v, *mods.arrays)):
@@ -203,7 +201,7 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
         check_tensor(name, x)
         if hasattr(x, "placements"):
             raise UnsupportedError(
-                f"{name} is a DTensor beside a mask or a change of scores of one's own: call it on local tensors"
+                f"{name} is a DTensor: with a mask or a change of scores of one's own give local tensors"
             )
         if x.device != q.device:
             raise InputError(f"{name} is on {x.device} and q on {q.device}: move it there")
@@ -224,7 +222,12 @@ def attention_with(mods: Modifications, q, k, v, options, extras, division=None)
     )
 
 
-_READ = {torch.float64: torch.float32, torch.int64: torch.int32, torch.int16: torch.int32, torch.int8: torch.int32}
+_READ = {
+    torch.float64: torch.float32,
+    torch.int64: torch.int32,
+    torch.int16: torch.int32,
+    torch.int8: torch.int32,
+}
 
 
 def _as_read(x):

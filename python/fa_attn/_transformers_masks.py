@@ -239,9 +239,7 @@ class Mask:
     dtype = torch.bool
     requires_grad = False
 
-    def __init__(
-        self, shape, device, left, right, end, used=None, padding=None, packed=None, segments=None
-    ):
+    def __init__(self, shape, device, left, right, end, used=None, padding=None, packed=None, segments=None):
         self.shape, self.device = shape, device
         self.left, self.right, self.end = left, right, end
         self.used, self.padding, self.packed, self.segments = used, padding, packed, segments
@@ -368,8 +366,8 @@ class Mask:
 
 
 class ProgramMask(Mask):
-    """A mask of any other form: `program` says what is seen, of the keys that `padding_of_keys` (batch, keys), where
-    there is one, leaves."""
+    """A mask of any other form: `program` says what is seen, of the keys that `padding_of_keys` (batch,
+    keys), where there is one, leaves."""
 
     def __init__(self, shape, device, function, program, padding_of_keys=None):
         super().__init__(shape, device, FAR, FAR, shape[3])
@@ -385,7 +383,9 @@ class ProgramMask(Mask):
     def to(self, *args, **options):
         found = [x for x in (*args, options.get("device")) if isinstance(x, (str, int, torch.device))]
         if any(torch.device(x) != self.device for x in found):
-            raise UnsupportedError(f"a mask of another form than these is moved between devices: {_KNOWN}; {_OTHER}")
+            raise UnsupportedError(
+                f"a mask of another form than these is moved between devices: {_KNOWN}; {_OTHER}"
+            )
         return self
 
     def of_first(self, count):

@@ -1,8 +1,8 @@
 """The functions of torch.nn.attention.flex_attention, with its signatures, layouts and rules: tensors are
 (batch, heads, seqlen, head_dim), and masks and scores see raw indices, which nothing aligns.
 
-A mask is a program, in which kernels find their empty tiles by themselves: `create_block_mask` evaluates nothing
-and takes no memory. Torch's own BlockMask is taken as well, with the blocks that it lists.
+A mask is a program, in which kernels find their empty tiles by themselves: `create_block_mask` evaluates
+nothing and takes no memory. Torch's own BlockMask is taken as well, with the blocks that it lists.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _combined(operation, masks, neutral):
 class BlockMask:
     """A mask for `flex_attention`: `mask_mod` over (B, H, *seq_lengths), B and H None for any.
 
-    `states`: of lists made elsewhere, 0 for a block without keys, 1 for one where mask_mod says, 2 for one with
-    all keys, uint8 (B or 1, H or 1, blocks of queries, blocks of keys).
+    `states`: of lists made elsewhere, 0 for a block without keys, 1 for one where mask_mod says, 2 for one
+    with all keys, uint8 (B or 1, H or 1, blocks of queries, blocks of keys).
     """
 
     def __init__(self, program, batch, heads, seq_lengths, block_size, mask_mod, states=None):
@@ -99,8 +99,8 @@ class BlockMask:
         seq_lengths: Optional[Tuple[int, int]] = None,
         compute_q_blocks: bool = True,
     ) -> BlockMask:
-        """The mask of lists: for each block of queries the blocks of keys in which `mask_mod` says what is seen,
-        and those of which all is."""
+        """The mask of lists: for each block of queries the blocks of keys in which `mask_mod` says what is
+        seen, and those of which all is."""
         flag("compute_q_blocks", compute_q_blocks)
         block = _block_size(BLOCK_SIZE)
         if kv_indices.dim() < 2 or kv_num_blocks.shape != kv_indices.shape[:-1]:
@@ -148,8 +148,8 @@ def create_block_mask(
     BLOCK_SIZE: Union[int, Tuple[int, int]] = 128,
     _compile: bool = False,
 ) -> BlockMask:
-    """The mask of a function (b, h, q_idx, kv_idx), for `flex_attention`. The function is traced once; nothing
-    of size Q_LEN x KV_LEN is computed. `BLOCK_SIZE` has no effect: kernels have tiles of their own.
+    """The mask of a function (b, h, q_idx, kv_idx), for `flex_attention`. The function is traced once;
+    nothing of size Q_LEN x KV_LEN is computed. `BLOCK_SIZE` has no effect: kernels have tiles of their own.
 
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1024, 1024)
     """
@@ -164,7 +164,9 @@ def create_block_mask(
 def _block_size(size):
     pair = size if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2 or any(not isinstance(x, int) or x < 1 for x in pair):
-        raise InputError(f"BLOCK_SIZE is {size}: it must be a positive number, or two, of queries and of keys")
+        raise InputError(
+            f"BLOCK_SIZE is {size}: it must be a positive number, or two, of queries and of keys"
+        )
     return tuple(pair)
 
 
@@ -227,7 +229,8 @@ def _own_mask(block_mask, extents):
 
 # What flex_attention's callers set for its own kernels, and why it is not needed.
 _NO_EFFECT = (
-    "BACKEND BLOCK_M BLOCK_N BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 BLOCKS_ARE_CONTIGUOUS FORCE_USE_FLEX_ATTENTION "
+    "BACKEND BLOCK_M BLOCK_N BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 BLOCKS_ARE_CONTIGUOUS "
+    "FORCE_USE_FLEX_ATTENTION "
     "PRESCALE_QK ROWS_GUARANTEED_SAFE USE_TMA WRITE_DQ OUTPUT_LOGSUMEXP OUTPUT_MAX num_warps num_stages "
     "fwd_num_warps fwd_num_stages bwd_num_warps bwd_num_stages kpack matrix_instr_nonkdim waves_per_eu"
 ).split()
@@ -256,12 +259,13 @@ def flex_attention(
     *,
     return_aux: Optional[Any] = None,
 ) -> Any:
-    """Torch's flex_attention: query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev); out is (B, Hq, L,
-    Ev). A batch of 1 of key and value is shared.
+    """Torch's flex_attention: query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev); out is (B, Hq,
+    L, Ev). A batch of 1 of key and value is shared.
 
-    `score_mod` (score, b, h, q_idx, kv_idx): what a scaled score becomes, `block_mask`: what `create_block_mask`
-    of this module or of torch makes. Tensors that functions read have gradients. A query that sees no key gives
-    0, with an LSE of -inf. `return_lse`, or `return_aux` with lse: the natural logarithm, float32 (B, Hq, L).
+    `score_mod` (score, b, h, q_idx, kv_idx): what a scaled score becomes, `block_mask`: what
+    `create_block_mask` of this module or of torch makes. Tensors that functions read have gradients. A query
+    that sees no key gives 0, with an LSE of -inf. `return_lse`, or `return_aux` with lse: the natural
+    logarithm, float32 (B, Hq, L).
     """
     _check_kernel_options(kernel_options)
     q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
@@ -296,10 +300,14 @@ def _rows(query, key, value, enable_gqa):
         if not isinstance(x, torch.Tensor):
             raise InputTypeError(f"{name} is {type(x).__name__}: it must be a torch tensor")
         if x.dim() != 4:
-            raise InputError(f"{name} has the shape {tuple(x.shape)}: it must be (batch, heads, seqlen, head_dim)")
+            raise InputError(
+                f"{name} has the shape {tuple(x.shape)}: it must be (batch, heads, seqlen, head_dim)"
+            )
     heads, heads_kv = query.shape[1], key.shape[1]
     if heads != heads_kv and not enable_gqa:
-        raise InputError(f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads")
+        raise InputError(
+            f"query has {heads} heads and key {heads_kv}: set enable_gqa, or repeat the keys' heads"
+        )
     if key.shape[0] == 1 and query.shape[0] != 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -317,8 +325,9 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """Torch's scaled_dot_product_attention: query (.., Hq, L, E), key (.., H, S, E), value (.., H, S, Ev).
 
-    `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores, with
-    a gradient where it asks for one. `is_causal` is aligned at the top left. A query that sees no key gives 0.
+    `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
+    with a gradient where it asks for one. `is_causal` is aligned at the top left. A query that sees no key
+    gives 0.
     """
     if number("dropout_p", dropout_p):
         raise UnsupportedError(f"dropout_p = {dropout_p}: there is no dropout, leave it at 0")
@@ -342,8 +351,8 @@ def _with_other_axes(query, key, value, attn_mask, *options):
     axes = query.dim()
     if key.dim() != axes or value.dim() != axes or (attn_mask is not None and attn_mask.dim() > axes):
         raise InputError(
-            f"query, key and value have {axes}, {key.dim()} and {value.dim()} axes: they must have as many, and "
-            "attn_mask no more"
+            f"query, key and value have {axes}, {key.dim()} and {value.dim()} axes: as many are "
+            "needed, and attn_mask has no more"
         )
     if axes < 4:
         # Of one head.
@@ -367,11 +376,11 @@ def triangle_attention(
     scale: Optional[float] = None,
     return_aux: bool = False,
 ) -> Any:
-    """Triangle attention with cuEquivariance's shapes: q, k and v (B, N, H, S, D), `bias` (B, 1, H, Q, K), shared
-    by the N rows, `mask` (B, N, 1, 1, K), True where a key is seen.
+    """Triangle attention with cuEquivariance's shapes: q, k and v (B, N, H, S, D), `bias` (B, 1, H, Q, K),
+    shared by the N rows, `mask` (B, N, 1, 1, K), True where a key is seen.
 
-    `bias` has a gradient. A row without keys gives 0, where cuEquivariance gives the mean of v. Returns out (B, N,
-    H, Q, D); with `return_aux` (out, lse, None), LSE (B, N, H, Q, 1): there is no maximum.
+    `bias` has a gradient. A row without keys gives 0, where cuEquivariance gives the mean of v. Returns out
+    (B, N, H, Q, D); with `return_aux` (out, lse, None), LSE (B, N, H, Q, 1): there is no maximum.
     """
     if any(x.dim() == 4 for x in (q, k, v)):
         q, k, v = (x[None] if x.dim() == 4 else x for x in (q, k, v))
@@ -393,9 +402,7 @@ def triangle_attention(
     for at in range(batch):
         own_q, own_k, own_v = (x[at].transpose(1, 2) for x in (q, k, v))
         own = Extents(rows, heads, queries, k.shape[3])
-        mods = modifications(
-            own_q, own, bias=bias[at], mask=None if mask is None else mask[at].bool()
-        )
+        mods = modifications(own_q, own, bias=bias[at], mask=None if mask is None else mask[at].bool())
         made.append(_attention(own_q, own_k, own_v, mods, scale))
     out, lse = (x[0][None] if batch == 1 else torch.stack(x) for x in zip(*made))
     return (out, lse[..., None], None) if flag("return_aux", return_aux) else out

@@ -25,8 +25,8 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
 - arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`, `k_descale`,
   `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
-  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other value raises an
-  error.
+  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size`
+  1, `cp_rank` 0. Any other value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.
 """

@@ -230,9 +230,7 @@ def flash_attn_with_kvcache(
                 f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence"
             )
         table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
-    numbers = call_options(
-        softmax_scale, causal, window_size, softcap, False, options.get("query_offset")
-    )
+    numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
     plans = None
     if scheduler_metadata is not None:
         plans = _plans_of(scheduler_metadata)
@@ -330,8 +328,21 @@ def flash_attn_with_kvcache(
         **tensors,
     )
     out, lse = face.attention(
+<<<<<<< HEAD
         q, k_cache, v_cache, numbers, extras, plans,
         out=out, division=division, wants_lse=wants_lse, mods=mods
+=======
+        q,
+        k_cache,
+        v_cache,
+        numbers,
+        extras,
+        plans,
+        out=out,
+        division=division,
+        wants_lse=wants_lse,
+        mods=mods,
+>>>>>>> h/faces
     )
     return (out, lse) if wants_lse else out
 

@@ -69,6 +69,7 @@ has_autograd = True
 lends = False
 
 
+<<<<<<< HEAD
 def attention(
     q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None
 ):
@@ -76,6 +77,13 @@ def attention(
     plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
     written to, without gradients. `division`: how the forward's work is divided, where the caller decides
     it. `mods`: masks and changes of scores of the caller's own. Where LSE is not wanted it may be None."""
+=======
+def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None):
+    """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: for calls without gradients, work
+    plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
+    written to, without gradients. `division`: how the forward's work is divided, where the caller decides
+    it. Where LSE is not wanted it may be None. `mods`: masks and changes of scores of the caller's own."""
+>>>>>>> h/faces
     as_operator = goes_by_operator(q, k, v)
     if extras is not None:
         check_extras(extras)
@@ -87,10 +95,22 @@ def attention(
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if out is not None:
         _check_out(out, q, k, v, extras)
+<<<<<<< HEAD
         odd = q.is_cuda and (head_dim % 8 or head_dim_v % 8)
         if as_operator or mods is not None or not is_aligned(out) or odd:
             others = dict(division=division, wants_lse=wants_lse, mods=mods)
             made, lse = attention(q, k, v, options, extras, plans, **others)
+=======
+        if (
+            as_operator
+            or mods is not None
+            or not is_aligned(out)
+            or (q.is_cuda and (head_dim % 8 or head_dim_v % 8))
+        ):
+            made, lse = attention(
+                q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
+            )
+>>>>>>> h/faces
             return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
@@ -98,8 +118,14 @@ def attention(
             options = options._replace(scale=head_dim**-0.5)
         columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
         q, k, v = pad(q, columns), pad(k, columns), pad(v, columns_v)
+<<<<<<< HEAD
         others = dict(division=division, wants_lse=wants_lse, mods=mods)
         out, lse = attention(q, k, v, options, extras, plans, **others)
+=======
+        out, lse = attention(
+            q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
+        )
+>>>>>>> h/faces
         return out[..., :head_dim_v], lse
     if mods is not None:
         return attention_with(mods, q, k, v, options, extras, division)
@@ -195,7 +221,12 @@ def packed_attention(qkv, axis, options, extras, *, division=None, wants_lse=Tru
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     check_extras(extras)
     sinks = None if extras is None else extras.sinks
-    plain = mods is None and not goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
+    plain = (
+        mods is None
+        and not goes_by_operator(qkv)
+        and qkv.stride(-1) == 1
+        and not (qkv.is_cuda and qkv.shape[-1] % 8)
+    )
     if plain and (qkv.is_neg() or qkv.dtype is FLOAT):
         plain = not qkv.is_neg() and autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():

@@ -7,8 +7,9 @@
 Causal, bidirectional and sliding-window attention, grouped heads, soft caps and sinks, padded batches and
 packed sequences, masks of any other form (chunks, image spans, 4-D masks) and position biases, on CPUs and
 GPUs, with gradients. What the model's mask says is computed, whatever its
-layers say; where it makes none, `is_causal` of a layer decides, as in torch's own attention. Dropout, attention weights, and models that compute attention in their own code (Bloom, MPNet,
-RoFormer, ...) or support only their own raise an error.
+layers say; where it makes none, `is_causal` of a layer decides, as in torch's own attention. Dropout,
+attention weights, and models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) or
+support only their own raise an error.
 """
 
 import weakref
@@ -130,9 +131,7 @@ def attention(
                 k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
     else:
         made = made.attended(rows, keys, type(module).__name__)
-    options = dict(
-        softmax_scale=scaling, causal=made.causal, window_size=made.window, softcap=softcap or 0.0
-    )
+    options = dict(softmax_scale=scaling, causal=made.causal, window_size=made.window, softcap=softcap or 0.0)
     if bias is not None or isinstance(made, ProgramMask):
         if cu_seq_lens_q is not None:
             raise UnsupportedError("cu_seq_lens_q with a bias or a mask of one's own: leave it out")

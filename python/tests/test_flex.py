@@ -1,4 +1,4 @@
-"""flex_attention, scaled_dot_product_attention and triangle_attention: torch's signatures, layouts and rules."""
+"""flex_attention, scaled_dot_product_attention and triangle_attention: torch's signatures and rules."""
 
 import math
 
@@ -128,7 +128,9 @@ def test_batches_of_one_scales_and_combinators():
     got = flex_attention(*own, block_mask=mask, scale=0.5, return_aux=flex.AuxRequest(lse=True))
     want = formula(*true, None, lambda *at: (causal(*at) & documents(*at)) | by_batch_and_head(*at), 0.5)
     same((got[0], got[1].lse), want, own, true)
-    ours = create_block_mask(fa_attn.flex.or_masks(fa_attn.flex.and_masks(causal, documents), by_batch_and_head), B, H, L, S)
+    ours = create_block_mask(
+        fa_attn.flex.or_masks(fa_attn.flex.and_masks(causal, documents), by_batch_and_head), B, H, L, S
+    )
     assert ours.program == mask.program
 
 
@@ -211,7 +213,10 @@ def test_what_torch_refuses_or_nothing_computes_is_an_error():
         (lambda: create_block_mask(causal, None, None, -1, S), "Q_LEN"),
         (lambda: create_block_mask(causal, None, None, L, S, BLOCK_SIZE=0), "BLOCK_SIZE"),
         (lambda: fa_attn.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "dropout"),
-        (lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S).bool(), 0.0, True), "is_causal"),
+        (
+            lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S).bool(), 0.0, True),
+            "is_causal",
+        ),
         (lambda: fa_attn.scaled_dot_product_attention(q, k, v, torch.ones(L, S + 1)), "along keys"),
         (lambda: fa_attn.triangle_attention(q[None], k[None], v[None], draw(1, 1, H, L, L)), "bias"),
     ]

@@ -87,7 +87,11 @@ CASES = [
     ("boolean mask", dict(mask=drop(B, H, SQ, SK)), None),
     ("boolean mask, rows without keys", dict(mask=row_hidden(drop(B, 1, SQ, SK))), None),
     ("padding", dict(mask=(torch.arange(SK) < torch.tensor([[30], [11]]))[:, None, None]), None),
-    ("left padding", dict(mask=(torch.arange(SK) >= torch.tensor([[3], [20]]))[:, None, None], causal=True), None),
+    (
+        "left padding",
+        dict(mask=(torch.arange(SK) >= torch.tensor([[3], [20]]))[:, None, None], causal=True),
+        None,
+    ),
     ("mask by rows", dict(mask=drop(1, 1, SQ, 1)), None),
     ("mask of 2 axes and a bias", dict(mask=drop(SQ, SK), bias=BIAS), "bias"),
     ("mask and a window", dict(mask=drop(B, 1, SQ, SK), window_size=(9, 4)), None),
@@ -107,8 +111,20 @@ CASES = [
 ]
 
 
-def expected(q, k, v, *, bias=None, mask=None, score_mod=None, mask_mod=None, attention_chunk=0, causal=False,
-             window_size=(-1, -1), sinks=None):
+def expected(
+    q,
+    k,
+    v,
+    *,
+    bias=None,
+    mask=None,
+    score_mod=None,
+    mask_mod=None,
+    attention_chunk=0,
+    causal=False,
+    window_size=(-1, -1),
+    sinks=None,
+):
     """(out, lse) in float64 of (batch, seqlen, heads, head_dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -161,7 +177,9 @@ def check(function, options, wanted=None, dtype=torch.float32, atol=2e-5):
             learned[0][0].requires_grad_()
         out, lse = function(*own, **both[0])
         want, want_lse = expected(*true, **both[1])
-        torch.testing.assert_close(out.double(), want, atol=atol, rtol=1e-2 if dtype != torch.float32 else 1e-5)
+        torch.testing.assert_close(
+            out.double(), want, atol=atol, rtol=1e-2 if dtype != torch.float32 else 1e-5
+        )
         torch.testing.assert_close(lse.double(), want_lse, atol=atol, rtol=1e-4)
         dout = draw(*out.shape, dtype=dtype)
         got = torch.autograd.grad(out, (*own, *learned[0]), dout)
@@ -170,7 +188,9 @@ def check(function, options, wanted=None, dtype=torch.float32, atol=2e-5):
         )
         for name, x, y in zip(("dq", "dk", "dv", "darray"), got, need):
             assert not x.isnan().any(), name
-            torch.testing.assert_close(x.double(), y.double(), atol=10 * atol, rtol=2e-2 if dtype != torch.float32 else 1e-4)
+            torch.testing.assert_close(
+                x.double(), y.double(), atol=10 * atol, rtol=2e-2 if dtype != torch.float32 else 1e-4
+            )
     finally:
         for x in learned[0] if not isinstance(wanted, str) else ():
             x.requires_grad_(False)
@@ -192,7 +212,8 @@ def test_half_precision_beside_a_float_bias(dtype):
 
 
 def test_hidden_keys_and_hidden_biases_have_no_influence():
-    # pytorch#101967: NaN and inf of K and V at masked keys; a NaN of a bias at a masked place has none either.
+    # pytorch#101967: NaN and inf of K and V at masked keys; a NaN of a bias at a masked place has none
+    # either.
     q, k, v = draw(B, SQ, H, D), draw(B, SK, HK, D), draw(B, SK, HK, D)
     mask = drop(B, 1, 1, SK)
     clean = fa_attn.flash_attn_func(q, k, v, mask=mask, bias=BIAS)
@@ -252,9 +273,12 @@ def test_contents_scalars_and_lengths_are_those_of_the_call():
     first = fa_attn.flash_attn_func(q, k, v, mask=mask)
     mask ^= True
     second = fa_attn.flash_attn_func(q, k, v, mask=mask)
-    torch.testing.assert_close(second.double(), expected(*(x.double() for x in (q, k, v)), mask=mask)[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        second.double(), expected(*(x.double() for x in (q, k, v)), mask=mask)[0], atol=2e-5, rtol=1e-5
+    )
     assert not torch.equal(first, second)
     for window in (3, 5):
+
         def near(b, h, i, j):
             return (i - j).abs() <= window
 
@@ -274,21 +298,36 @@ def test_packed_sequences_and_caches_have_masks_and_biases_of_their_own():
         rows = slice(begin, end)
         n = lengths[at]
         want = fa_attn.flash_attn_func(
-            q[None, rows], k[None, rows], v[None, rows], mask_mod=options["mask_mod"], bias=bias[at : at + 1, :, :n, :n]
+            q[None, rows],
+            k[None, rows],
+            v[None, rows],
+            mask_mod=options["mask_mod"],
+            bias=bias[at : at + 1, :, :n, :n],
         )
         torch.testing.assert_close(out[rows], want[0])
     cache_k, cache_v = draw(B, SK, HK, D), draw(B, SK, HK, D)
     query, used = draw(B, 1, H, D), torch.tensor([30, 12], dtype=torch.int32)
-    got = fa_attn.flash_attn_with_kvcache(query, cache_k, cache_v, cache_seqlens=used, mask_mod="k % 2 == 0", bias=BIAS[:, :, :1])
+    got = fa_attn.flash_attn_with_kvcache(
+        query, cache_k, cache_v, cache_seqlens=used, mask_mod="k % 2 == 0", bias=BIAS[:, :, :1]
+    )
     for at, n in enumerate(used.tolist()):
         mask = torch.arange(n) % 2 == 0
-        want, _ = expected(*(x[at : at + 1, :n].double() for x in (query, cache_k, cache_v)), mask=mask, bias=BIAS[at : at + 1, :, :1, :n])
+        want, _ = expected(
+            *(x[at : at + 1, :n].double() for x in (query, cache_k, cache_v)),
+            mask=mask,
+            bias=BIAS[at : at + 1, :, :1, :n],
+        )
         torch.testing.assert_close(got[at : at + 1].double(), want, atol=2e-5, rtol=1e-5)
 
 
 def test_numpy_and_torch_agree():
     q, k, v = draw(B, SQ, H, D), draw(B, SK, HK, D), draw(B, SK, HK, D)
-    for options in (dict(bias=BIAS, causal=True), dict(mask=drop(B, 1, SQ, SK)), dict(attention_chunk=8), dict(mask_mod=documents)):
+    for options in (
+        dict(bias=BIAS, causal=True),
+        dict(mask=drop(B, 1, SQ, SK)),
+        dict(attention_chunk=8),
+        dict(mask_mod=documents),
+    ):
         lent = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         got = fa_attn.flash_attn_func(q.numpy(), k.numpy(), v.numpy(), **lent)
         np.testing.assert_allclose(got, fa_attn.flash_attn_func(q, k, v, **options).numpy(), atol=1e-6)
@@ -314,7 +353,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("options, error, message", WRONG, ids=[f"{case[2][:20]}-{i}" for i, case in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    "options, error, message", WRONG, ids=[f"{case[2][:20]}-{i}" for i, case in enumerate(WRONG)]
+)
 def test_hostile_arguments_are_refused(options, error, message):
     q, k, v = draw(B, SQ, H, D), draw(B, SK, HK, D), draw(B, SK, HK, D)
     with pytest.raises(error, match=message):
@@ -336,7 +377,9 @@ def test_indices_outside_read_no_other_memory():
     # pytorch#147551: a negative index at masked places; it is clamped.
     table = torch.arange(4.0)
     q, k, v = draw(1, 9, 2, D), draw(1, 9, 2, D), draw(1, 9, 2, D)
-    got = fa_attn.flash_attn_func(q, k, v, score_mod=lambda s, b, h, i, j: s + table[(i - j) * 100000], causal=True)
+    got = fa_attn.flash_attn_func(
+        q, k, v, score_mod=lambda s, b, h, i, j: s + table[(i - j) * 100000], causal=True
+    )
     i, j = torch.meshgrid(torch.arange(9), torch.arange(9), indexing="ij")
     bias = table[((i - j) * 100000).clamp(0, 3)]
     torch.testing.assert_close(got, fa_attn.flash_attn_func(q, k, v, bias=bias, causal=True))
@@ -379,4 +422,6 @@ def test_autocast_leaves_biases_alone():
     with torch.autocast("cpu", torch.bfloat16):
         out = fa_attn.flash_attn_func(q, k, v, bias=BIAS)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), expected(*(x.double() for x in (q, k, v)), bias=BIAS)[0], atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(
+        out.double(), expected(*(x.double() for x in (q, k, v)), bias=BIAS)[0], atol=3e-2, rtol=3e-2
+    )

@@ -266,7 +266,7 @@ def test_masking_functions_of_transformers():
 
 def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
     a, b = Program.of_mask(window(5)), Program.of_mask(window(6))
-    assert a == b and (a.scalars, b.scalars) == ({"n0": 5}, {"n0": 6})
+    assert a == b and (a.scalars, b.scalars) == ({"mn0": 5}, {"mn0": 6})
     a, b = Program.of_score(softcap(20.0)), Program.of_score(softcap(50.0))
     assert a == b and a.scalars == {"n0": 20.0}
     # Python has to know these: how often a loop runs, and which way a branch goes.
@@ -286,9 +286,9 @@ def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
     assert Program.of_mask(table(4)).scalars == {}
     # A divisor stays a scalar, and has to be positive.
     chunked = Program.of_mask(lambda b, h, q, k, size=8: q // size == k // size)
-    assert chunked.scalars == {"n0": 8}
-    with pytest.raises(fa_attn.InputError, match="the scalar n0 divides, and has to be positive, not 0"):
-        Program(chunked.text, scalars={"n0": 0})
+    assert chunked.scalars == {"mn0": 8}
+    with pytest.raises(fa_attn.InputError, match="the scalar mn0 divides, and has to be positive, not 0"):
+        Program(chunked.text, scalars={"mn0": 0})
 
 
 def test_arrays_are_the_callers_and_ask_for_gradients():

@@ -66,7 +66,11 @@ def t5():
     )
     keys = torch.ones(2, 20, dtype=torch.int64)
     keys[1, 14:] = 0
-    return transformers.T5ForConditionalGeneration, config, dict(input_ids=ids(2, 20), attention_mask=keys, labels=ids(2, 9))
+    return (
+        transformers.T5ForConditionalGeneration,
+        config,
+        dict(input_ids=ids(2, 20), attention_mask=keys, labels=ids(2, 9)),
+    )
 
 
 def llama4():
@@ -117,10 +121,14 @@ def with_image(count, begin, suffix=None):
         kinds = (torch.arange(tokens.shape[1]) >= tokens.shape[1] - suffix).long().expand(2, -1)
     pixels = torch.randn(2, 3, 28, 28, generator=_generator)
     mask = torch.ones_like(tokens)
-    return dict(input_ids=tokens, pixel_values=pixels, attention_mask=mask, token_type_ids=kinds, labels=tokens)
+    return dict(
+        input_ids=tokens, pixel_values=pixels, attention_mask=mask, token_type_ids=kinds, labels=tokens
+    )
 
 
-@pytest.mark.parametrize("make", [t5, llama4, gpt_oss, four_axes, paligemma, gemma3], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [t5, llama4, gpt_oss, four_axes, paligemma, gemma3], ids=lambda make: make.__name__
+)
 def test_losses_gradients_and_tokens_are_those_of_eager(make):
     kind, config, batch = make()
     torch.manual_seed(0)

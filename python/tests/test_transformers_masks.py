@@ -73,7 +73,8 @@ def test_mask_functions_are_read(name):
 
 OTHERS = {
     "image spans": made.or_masks(
-        made.causal_mask_function, made.blockwise_overlay(torch.tensor([[-1] * 3 + [0] * 6 + [-1] * 4 + [1] * 3] * 2))
+        made.causal_mask_function,
+        made.blockwise_overlay(torch.tensor([[-1] * 3 + [0] * 6 + [-1] * 4 + [1] * 3] * 2)),
     ),
     "a gap": made.or_masks(made.sliding_window_bidirectional_overlay(1), own_window(3, 0)),
     "packed rows": made.packed_sequence_mask_function(torch.tensor([[0] * 7 + [1] * 9] * 2)),
@@ -91,7 +92,9 @@ def test_other_mask_functions_are_programs(name, padded):
     """As sdpa's tensor, which they become in a model's own code, and by position biases beside them."""
     keys = torch.ones(2, 16, dtype=torch.bool)
     keys[1, :4] = not padded
-    options = dict(batch_size=2, q_length=12, kv_length=16, q_offset=4, attention_mask=keys, mask_function=OTHERS[name])
+    options = dict(
+        batch_size=2, q_length=12, kv_length=16, q_offset=4, attention_mask=keys, mask_function=OTHERS[name]
+    )
     if name == "packed rows":
         options.update(q_length=16, q_offset=0, attention_mask=None)
     want = made.sdpa_mask(**options, allow_is_causal_skip=False).expand(2, -1, -1, -1)

@@ -93,10 +93,10 @@ fn check<T: Element + std::fmt::Debug>(problem: &Problem, owned: &OwnedExtras, s
     let own = drawn.view(&program).unwrap();
     let arguments = Arguments { extras: owned.view(), program: Some(&own), ..Arguments::default() };
     let Views { q, k, v, dout } = inputs.views(problem);
-    let exact = reference::forward_extras(problem, &arguments, &q, &k, &v).unwrap();
-    let low = low_precision::forward_extras(problem, &arguments, &q, &k, &v).unwrap();
-    let of_exact = reference::backward_extras(problem, &arguments, &q, &k, &v, &dout).unwrap();
-    let of_low = low_precision::backward_extras(problem, &arguments, &q, &k, &v, &dout).unwrap();
+    let exact = reference::forward_extras(problem, arguments, &q, &k, &v).unwrap();
+    let low = low_precision::forward_extras(problem, arguments, &q, &k, &v).unwrap();
+    let of_exact = reference::backward_extras(problem, arguments, &q, &k, &v, &dout).unwrap();
+    let of_low = low_precision::backward_extras(problem, arguments, &q, &k, &v, &dout).unwrap();
     let got = tiled(problem, &arguments, &inputs);
     let dtype = problem.types.q;
     let tensor = |what: &str, shape, got: &[f64], exact: &[f64], low: &[T], noise: f64| {
@@ -176,8 +176,8 @@ fn oracle(problem: &Problem, drawn: Option<&OwnedInputs>, inputs: &Inputs<f64>) 
     let own = drawn.zip(problem.score.program).map(|(drawn, program)| drawn.view(&program).unwrap());
     let arguments = Arguments { program: own.as_ref(), ..Arguments::default() };
     let Views { q, k, v, dout } = inputs.views(problem);
-    let forward = reference::forward_extras(problem, &arguments, &q, &k, &v).unwrap();
-    let found = reference::backward_extras(problem, &arguments, &q, &k, &v, &dout).unwrap();
+    let forward = reference::forward_extras(problem, arguments, &q, &k, &v).unwrap();
+    let found = reference::backward_extras(problem, arguments, &q, &k, &v, &dout).unwrap();
     Found {
         out: forward.out,
         lse: forward.lse,
