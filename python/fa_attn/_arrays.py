@@ -203,6 +203,14 @@ class Arrays:
         self.library = library
 
     def attention(
+<<<<<<< HEAD
+        self, q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None
+    ):
+        """(out, lse); `options`: the call's `CallOptions`, `extras`: its `Extras` or None. `plans`: work
+        plans that other calls have made, to which this one adds its own. `out`: the array that the result is
+        written to. `division`: how the work is divided, where the caller decides it. `mods`: masks and
+        changes of scores of the caller's own. LSE is computed whether it is wanted or not."""
+=======
         self,
         q,
         k,
@@ -220,6 +228,7 @@ class Arrays:
         plans that other calls have made, to which this one adds its own. `out`: the array that the result is
         written to. `division`: how the work is divided, where the caller decides it. LSE is computed whether
         it is wanted or not. `mods`: masks and changes of scores of the caller's own."""
+>>>>>>> h/faces
         lib = self.library
         if not type(q) is type(k) is type(v):
             array("k", k), array("v", v)
@@ -232,7 +241,13 @@ class Arrays:
         else:
             self._check_out(out, q, k, v, extras)
             if min(getattr(out, "strides", None) or (0,)) < 0:
+<<<<<<< HEAD
+                made, lse = self.attention(
+                    q, k, v, options, extras, plans, division=division, mods=mods
+                )
+=======
                 made, lse = self.attention(q, k, v, options, extras, plans, division=division, mods=mods)
+>>>>>>> h/faces
                 return self.stored(made, out), lse
             out = lib.written(out)
         if extras is not None:
@@ -275,7 +290,11 @@ class Arrays:
         """A mask's bits along the last axis, in words of 32, the lowest first."""
         return self.library.packed_bits(mask)
 
+<<<<<<< HEAD
+    def packed_attention(self, qkv, axis, *options, division=None, mods=None, wants_lse=True):
+=======
     def packed_attention(self, qkv, axis, *options, division=None, wants_lse=True, mods=None):
+>>>>>>> h/faces
         """`attention` of q, k and v in one array along `axis`."""
         return self.attention(*self.unstack(qkv, axis), *options, division=division, mods=mods)
 

@@ -282,7 +282,8 @@ def attention(
 
     q (batch, rows, heads_q, head_dim), k and v (batch, rows, heads_kv, head_dim): this rank's rows, as many
     on every rank. `layout`: how rows are dealt. `stages`: in how many parts the K/V heads are gathered, one
-    after the other; a divisor of their number. Returns out, in the shape of q, and with `return_lse` (out, lse).
+    after the other; a divisor of their number. Returns out, in the shape of q, and with `return_lse`
+    (out, lse).
     """
     _check(0.0, None, q=(q, 4), k=(k, 4), v=(v, 4))
     options = _Options(softmax_scale, causal, window_size, softcap, deterministic)

@@ -328,6 +328,10 @@ def flash_attn_with_kvcache(
         **tensors,
     )
     out, lse = face.attention(
+<<<<<<< HEAD
+        q, k_cache, v_cache, numbers, extras, plans,
+        out=out, division=division, wants_lse=wants_lse, mods=mods
+=======
         q,
         k_cache,
         v_cache,
@@ -338,6 +342,7 @@ def flash_attn_with_kvcache(
         division=division,
         wants_lse=wants_lse,
         mods=mods,
+>>>>>>> h/faces
     )
     return (out, lse) if wants_lse else out
 

@@ -69,11 +69,21 @@ has_autograd = True
 lends = False
 
 
+<<<<<<< HEAD
+def attention(
+    q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None
+):
+    """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: for calls without gradients, work
+    plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
+    written to, without gradients. `division`: how the forward's work is divided, where the caller decides
+    it. `mods`: masks and changes of scores of the caller's own. Where LSE is not wanted it may be None."""
+=======
 def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, wants_lse=True, mods=None):
     """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: for calls without gradients, work
     plans that other calls have made, to which this one adds its own. `out`: the tensor that the result is
     written to, without gradients. `division`: how the forward's work is divided, where the caller decides
     it. Where LSE is not wanted it may be None. `mods`: masks and changes of scores of the caller's own."""
+>>>>>>> h/faces
     as_operator = goes_by_operator(q, k, v)
     if extras is not None:
         check_extras(extras)
@@ -85,6 +95,12 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if out is not None:
         _check_out(out, q, k, v, extras)
+<<<<<<< HEAD
+        odd = q.is_cuda and (head_dim % 8 or head_dim_v % 8)
+        if as_operator or mods is not None or not is_aligned(out) or odd:
+            others = dict(division=division, wants_lse=wants_lse, mods=mods)
+            made, lse = attention(q, k, v, options, extras, plans, **others)
+=======
         if (
             as_operator
             or mods is not None
@@ -94,6 +110,7 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
             made, lse = attention(
                 q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
             )
+>>>>>>> h/faces
             return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
@@ -101,9 +118,14 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
             options = options._replace(scale=head_dim**-0.5)
         columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
         q, k, v = pad(q, columns), pad(k, columns), pad(v, columns_v)
+<<<<<<< HEAD
+        others = dict(division=division, wants_lse=wants_lse, mods=mods)
+        out, lse = attention(q, k, v, options, extras, plans, **others)
+=======
         out, lse = attention(
             q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
         )
+>>>>>>> h/faces
         return out[..., :head_dim_v], lse
     if mods is not None:
         return attention_with(mods, q, k, v, options, extras, division)

@@ -196,7 +196,7 @@ mod tests {
             _ => vec![],
         };
         let names: HashSet<String> = published.iter().map(|one| name(one)).collect();
-        for wanted in ["core", "planner", "cpu", "kernels", "attn", "candle", "emu", "lab", "cli"] {
+        for wanted in ["core", "planner", "cpu", "kernels", "attn", "candle", "dist", "emu", "lab", "cli"] {
             assert!(names.contains(&format!("fa-{wanted}")), "fa-{wanted} is not published: {names:?}");
         }
         let (mut pages, mut repositories) = (HashSet::new(), HashSet::new());

@@ -1,21 +1,21 @@
 //! Both passes on tensors in host memory, by fa-cpu's tiled kernels: inputs are read where they lie.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType};
+use fa_core::program::{ArrayData, ArrayView, Element as ArrayElement, Inputs};
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
-use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
-use fa_cpu::{Element, OwnedExtras, TensorMut, TensorRef};
+use fa_cpu::tiled::{BackwardInputs, Options, backward_program, forward_extras};
+use fa_cpu::{Arguments, Element, OwnedExtras, TensorMut, TensorRef};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::error::{Error, refused};
-use crate::problem::{Beside, Posed, strides};
+use crate::problem::{Beside, Gradients, Posed, strides};
+use crate::programs;
 
 /// An input: storage and layout.
 type Input<'a> = (&'a CpuStorage, &'a Layout);
-
-/// The gradients of Q, K and V, and of the sinks where there are some.
-type Gradients = ([Tensor; 3], Option<Tensor>);
 
 /// An element type of both candle and fa-cpu.
 trait Value: WithDType + Element + Default {}
@@ -51,7 +51,11 @@ fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [
     let v = view("v", v, v_shape(problem))?;
     let mut out: Vec<T> = zeros(out_shape(problem));
     let mut to = written("out", &mut out, out_shape(problem))?;
-    forward_extras(Options::default(), problem, &beside.view(), &q, &k, &v, &mut to, lse)
+    let locked = posed.program.as_ref().map(lock);
+    let program = posed.program.as_ref().zip(locked.as_deref());
+    let program = program.map(|(own, locked)| program_inputs(own, locked)).transpose()?;
+    let arguments = Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) };
+    forward_extras(Options::default(), problem, arguments, &q, &k, &v, &mut to, lse)
         .map_err(|error| posed.refused(error))?;
     Ok(out)
 }
@@ -93,22 +97,66 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
     };
     let shapes = [q_shape(problem), k_shape(problem), v_shape(problem)];
     let [mut dq, mut dk, mut dv] = shapes.map(zeros::<T>);
+    let locked_arrays = posed.program.as_ref().map(lock);
+    let program = posed.program.as_ref().zip(locked_arrays.as_deref());
+    let program = program.map(|(own, locked)| program_inputs(own, locked)).transpose()?;
+    let wanted: Vec<usize> = posed.program.iter().flat_map(programs::ProgramCall::tracked).collect();
+    let mut darrays = (!wanted.is_empty()).then(Vec::new);
     let mut dsinks = problem.score.sinks.then(|| vec![0f32; problem.heads_q]);
-    backward_extras(
+    backward_program(
         Options::default(),
         problem,
-        &beside.view(),
+        Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) },
         &inputs,
         &mut written("dq", &mut dq, shapes[0])?,
         &mut written("dk", &mut dk, shapes[1])?,
         &mut written("dv", &mut dv, shapes[2])?,
         dsinks.as_deref_mut(),
+        darrays.as_mut(),
     )
-    .map_err(refused)?;
+    .map_err(|error| posed.refused(error))?;
     let tensor = |data: Vec<T>, like: &Tensor| Tensor::from_vec(data, like.shape(), &Device::Cpu);
-    let made = [tensor(dq, tensors[0])?, tensor(dk, tensors[1])?, tensor(dv, tensors[2])?];
-    let dsinks = dsinks.map(|data| Tensor::from_vec(data, problem.heads_q, &Device::Cpu)).transpose()?;
-    Ok((made, dsinks))
+    let inputs = [tensor(dq, tensors[0])?, tensor(dk, tensors[1])?, tensor(dv, tensors[2])?];
+    let sinks = dsinks.map(|data| Tensor::from_vec(data, problem.heads_q, &Device::Cpu)).transpose()?;
+    let mut arrays = Vec::new();
+    if let (Some(own), Some(mut darrays)) = (&posed.program, darrays) {
+        for slot in wanted {
+            let made = darrays.get_mut(slot).map(std::mem::take).unwrap_or_default();
+            arrays.push(Tensor::from_vec(made, own.arrays[slot].shape(), &Device::Cpu)?);
+        }
+    }
+    Ok(Gradients { inputs, sinks, arrays })
+}
+
+/// The tensors of a program, while a call reads them.
+type Locked<'a> = Vec<(StorageRef<'a>, &'a Layout)>;
+
+fn lock(program: &programs::ProgramCall) -> Locked<'_> {
+    program.arrays.iter().map(Tensor::storage_and_layout).collect()
+}
+
+/// What the program reads, where it lies.
+fn program_inputs<'a>(
+    own: &programs::ProgramCall,
+    locked: &'a [(StorageRef<'_>, &Layout)],
+) -> Result<Inputs<'a>> {
+    let mut arrays = Vec::with_capacity(locked.len());
+    for ((decl, tensor), (storage, layout)) in own.program.arrays().iter().zip(&own.arrays).zip(locked) {
+        let Storage::Cpu(storage) = &**storage else { return Err(Error::NoForward.into()) };
+        let data = match decl.element {
+            ArrayElement::F32 => ArrayData::F32(elements(storage, layout)?),
+            ArrayElement::F16 => ArrayData::F16(elements::<f16>(storage, layout)?.reinterpret_cast()),
+            ArrayElement::Bf16 => ArrayData::Bf16(elements::<bf16>(storage, layout)?.reinterpret_cast()),
+            ArrayElement::I32 => ArrayData::I32(elements(storage, layout)?),
+            ArrayElement::U8 => ArrayData::U8(elements(storage, layout)?),
+            ArrayElement::Bool => ArrayData::Bool(elements(storage, layout)?),
+            ArrayElement::Bits => ArrayData::Bits(elements(storage, layout)?),
+        };
+        let (strides, extents) = programs::axes(decl.element, tensor)?;
+        arrays.push(ArrayView { data, strides, extents });
+    }
+    Inputs::new(&own.program, arrays, own.scalars.clone())
+        .map_err(|error| refused(fa_cpu::CpuError::from(error)))
 }
 
 /// The small tensors as fa-cpu takes them.

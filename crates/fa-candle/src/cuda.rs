@@ -7,21 +7,23 @@ use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, StorageRef, Tensor};
 use fa_attn::device::Bound;
+use fa_core::program::Element as ArrayElement;
 use fa_core::{Dtype, Pass, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
-use fa_kernels::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
+use fa_kernels::cudarc::driver::{
+    CudaSlice, CudaStream, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
+};
+use fa_kernels::launch::{RawArray, RawProgram};
 use fa_kernels::{BackwardArgs, Element, Extras, ForwardArgs, Input, Output};
 use half::{bf16, f16};
 
 use crate::error::{Error, refused};
 use crate::kernels::Device;
-use crate::problem::{Posed, strides};
+use crate::problem::{Gradients, Posed, strides};
+use crate::programs;
 
 /// An input: storage and layout.
 type Given<'a> = (&'a CudaStorage, &'a Layout);
-
-/// The gradients of Q, K and V, and of the sinks where there are some.
-type Gradients = ([Tensor; 3], Option<Tensor>);
 
 /// An element type of both candle and the kernels.
 trait Value: CudaDType + DeviceRepr + ValidAsZeroBits + Element {}
@@ -63,6 +65,9 @@ fn output<T: Value>(
     };
     let beside = lock(posed.beside.as_ref());
     let views = views(&beside)?;
+    let arrays = posed.program.as_ref().map(lock_arrays);
+    let arrays = posed.program.as_ref().zip(arrays.as_deref());
+    let program = arrays.map(|(own, arrays)| raw_program(own, arrays, &stream)).transpose()?;
     let [(q, q_strides), (k, k_strides), (v, v_strides)] = [view::<T>(q)?, view(k)?, view(v)?];
     kernels.with_workspace(&stream, forward.workspace_bytes(), |workspace| {
         let args = ForwardArgs {
@@ -72,7 +77,7 @@ fn output<T: Value>(
             out: written(&mut out, out_shape(problem)),
             lse: lse.as_mut().map(|lse| lse as &mut dyn DevicePtrMut<f32>),
             workspace: workspace.map(|workspace| workspace as &mut dyn DevicePtrMut<u8>),
-            extras: extras(&views),
+            extras: Extras { program: program.as_ref().map(|(raw, _)| *raw), ..extras(&views) },
         };
         // SAFETY: the workspace is zero and no plan is shared. Starts of packed sequences are the caller's
         // word, as they are for candle-flash-attn: `flash_attn_varlen` documents them.
@@ -117,6 +122,19 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
     let mut workspace = unsafe { device.alloc::<u8>(backward.workspace_bytes().max(16))? };
     let beside = lock(fa_core::Extras { dlse, ..posed.beside.as_ref() });
     let views = views(&beside)?;
+    let arrays = posed.program.as_ref().map(lock_arrays);
+    let arrays = posed.program.as_ref().zip(arrays.as_deref());
+    let mut program = arrays.map(|(own, arrays)| raw_program(own, arrays, &stream)).transpose()?;
+    let mut darrays = Vec::new();
+    for (own, slot) in posed.program.iter().flat_map(|own| own.tracked().map(move |slot| (own, slot))) {
+        let shape = own.arrays[slot].shape();
+        // SAFETY: a backward writes every element.
+        let mut to = unsafe { device.alloc::<f32>(shape.elem_count().max(1))? };
+        if let Some((raw, _)) = &mut program {
+            raw.gradients[slot] = to.device_ptr_mut(&stream).0;
+        }
+        darrays.push((to, shape));
+    }
     let mut inputs = [None, None, None, None, None];
     for (at, input) in inputs.iter_mut().enumerate() {
         *input = Some(view::<T>(given(at)?)?);
@@ -139,14 +157,17 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tenso
         workspace: &mut workspace,
         extras: Extras {
             dsinks: dsinks.as_mut().map(|dsinks| dsinks as &mut dyn DevicePtrMut<f32>),
+            program: program.as_ref().map(|(raw, _)| *raw),
             ..extras(&views)
         },
     };
     // SAFETY: as for the forward, whose starts these are.
     unsafe { backward.run(&stream, args) }.map_err(refused)?;
     let like = |data: CudaSlice<T>, like: &Tensor| tensor(data, like.shape(), device);
-    let made = [like(dq, tensors[0]), like(dk, tensors[1]), like(dv, tensors[2])];
-    Ok((made, dsinks.map(|dsinks| tensor(dsinks, problem.heads_q, device))))
+    let inputs = [like(dq, tensors[0]), like(dk, tensors[1]), like(dv, tensors[2])];
+    let sinks = dsinks.map(|dsinks| tensor(dsinks, problem.heads_q, device));
+    let arrays = darrays.into_iter().map(|(data, shape)| tensor(data, shape, device)).collect();
+    Ok(Gradients { inputs, sinks, arrays })
 }
 
 /// A tensor of one element, for the graph alone.
@@ -174,6 +195,48 @@ fn extras<'a>(views: &'a Views<'_>) -> Extras<'a> {
     let inputs = views.as_ref();
     let inputs = inputs.map(|_, view| view as &dyn DevicePtr<i32>, |_, view| view as &dyn DevicePtr<f32>);
     Extras { inputs, ..Extras::default() }
+}
+
+/// The arrays of a program, held while a launch is enqueued.
+type LockedArrays<'a> = Vec<(StorageRef<'a>, &'a Layout)>;
+
+fn lock_arrays(program: &programs::ProgramCall) -> LockedArrays<'_> {
+    program.arrays.iter().map(Tensor::storage_and_layout).collect()
+}
+
+/// What a program reads, by addresses, and what orders other streams after the launch that reads there.
+fn raw_program<'a>(
+    own: &programs::ProgramCall,
+    locked: &'a [(StorageRef<'_>, &Layout)],
+    stream: &'a CudaStream,
+) -> Result<(RawProgram, Vec<SyncOnDrop<'a>>)> {
+    let mut raw = RawProgram { scalars: own.scalar_bits(), ..RawProgram::default() };
+    let mut guards = Vec::with_capacity(locked.len());
+    let arrays = own.program.get().arrays().iter().zip(&own.arrays);
+    for (((decl, tensor), place), to) in arrays.zip(locked).zip(&mut raw.arrays) {
+        let given = on_gpu(place)?;
+        let (address, guard) = match decl.element {
+            ArrayElement::F32 => address::<f32>(given, stream)?,
+            ArrayElement::F16 => address::<f16>(given, stream)?,
+            ArrayElement::Bf16 => address::<bf16>(given, stream)?,
+            ArrayElement::I32 if tensor.dtype() == DType::I32 => address::<i32>(given, stream)?,
+            ArrayElement::I32 | ArrayElement::Bits => address::<u32>(given, stream)?,
+            ArrayElement::U8 | ArrayElement::Bool => address::<u8>(given, stream)?,
+        };
+        let (strides, extents) = programs::axes(decl.element, tensor)?;
+        *to = RawArray { address, strides, extents };
+        guards.push(guard);
+    }
+    Ok((raw, guards))
+}
+
+/// Where a tensor's first element lies.
+fn address<'a, T: CudaDType + 'a>(
+    (storage, layout): Given<'a>,
+    stream: &'a CudaStream,
+) -> Result<(u64, SyncOnDrop<'a>)> {
+    let (start, guard) = storage.as_cuda_slice::<T>()?.device_ptr(stream);
+    Ok((start + (layout.start_offset() * size_of::<T>()) as u64, guard))
 }
 
 fn on_gpu<'a>((storage, layout): &'a (StorageRef<'_>, &Layout)) -> Result<Given<'a>> {

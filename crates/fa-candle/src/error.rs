@@ -1,6 +1,6 @@
 //! What the functions refuse, as the text of a candle error.
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// What the functions refuse. They return candle's error type, which carries these as
 /// [`candle_core::Error::Wrapped`].
@@ -88,6 +88,20 @@ pub enum Error {
         /// What would work.
         instead: &'static str,
     },
+    /// The text of a program is none.
+    #[error("program: {0}")]
+    Program(#[from] fa_core::program::ProgramError),
+    /// The process has as many programs as it keeps.
+    #[error(transparent)]
+    Programs(#[from] fa_core::program::TableFull),
+    /// What a program is given is not what it reads.
+    #[error("program: `{name}` {problem}")]
+    ProgramInput {
+        /// The array or scalar.
+        name: String,
+        /// What is wrong with it, and what would work.
+        problem: String,
+    },
     /// The backward found no LSE of its forward.
     #[error("the backward has no LSE of a forward: call backward on the output of the forward")]
     NoForward,
@@ -121,4 +135,13 @@ impl From<fa_kernels::Error> for Error {
 /// What the crates below refuse, as a candle error.
 pub(crate) fn refused(error: impl Into<Error>) -> candle_core::Error {
     error.into().into()
+}
+
+/// A tensor that is on the device of `q`.
+pub(crate) fn same_device(name: &'static str, tensor: &Tensor, q: &Tensor) -> Result<()> {
+    if tensor.device().same_device(q.device()) {
+        return Ok(());
+    }
+    let (got, need) = (tensor.device().clone(), q.device().clone());
+    Err(Error::Device { tensor: name, got, need }.into())
 }

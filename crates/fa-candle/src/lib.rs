@@ -20,8 +20,8 @@
 //! ```
 //!
 //! [`attention`] takes what candle-flash-attn's functions do not: sinks (with their gradient), lengths in use
-//! of a cache that fills up, slopes for each sequence, deterministic gradients. [`attention_with_lse`]
-//! returns LSE too:
+//! of a cache that fills up, slopes for each sequence, masks and biases of any broadcast shape, programs
+//! ([`Program`]), deterministic gradients. [`attention_with_lse`] returns LSE too:
 //!
 //! ```
 //! use candle_core::{Device, Result, Tensor};
@@ -49,6 +49,8 @@
 //!
 //! - `functions`: candle-flash-attn's functions.
 //! - `attention`, `options`: attention with the options that those functions lack.
+//! - `program`: a text of the caller's own, with what it reads.
+//! - `programs`: masks, biases and programs as one program with the tensors that it reads.
 //! - `problem`: makes a checked problem of tensors and options.
 //! - `op`: operations of candle's graph, with gradients.
 //! - `cpu`, `cuda`: forward and backward on each device; `kernels`: a GPU's kernels and workspaces.
@@ -67,6 +69,8 @@ mod kernels;
 mod op;
 mod options;
 mod problem;
+mod program;
+mod programs;
 
 pub use attention::{attention, attention_with_lse};
 pub use error::Error;
@@ -76,6 +80,7 @@ pub use functions::*;
 #[cfg(feature = "cuda")]
 pub use kernels::{finish_tuning, set_tuning};
 pub use options::{Options, Rows};
+pub use program::Program;
 
 /// The programs of the workspace's README, compiled and run as tests.
 #[cfg(doctest)]

@@ -3,7 +3,7 @@
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 
 use crate::error::Error;
-use crate::problem::Posed;
+use crate::problem::{Gradients, Posed};
 
 pub(crate) fn forward(
     _: &Posed,
@@ -13,12 +13,7 @@ pub(crate) fn forward(
     Err(Error::Backend { device: "CUDA" }.into())
 }
 
-pub(crate) fn backward(
-    _: &Posed,
-    _: [&Tensor; 3],
-    _: [&Tensor; 3],
-    _: Option<&Tensor>,
-) -> Result<([Tensor; 3], Option<Tensor>)> {
+pub(crate) fn backward(_: &Posed, _: [&Tensor; 3], _: [&Tensor; 3], _: Option<&Tensor>) -> Result<Gradients> {
     Err(Error::Backend { device: "other" }.into())
 }
 

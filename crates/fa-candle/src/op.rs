@@ -8,7 +8,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 
 use crate::error::Error;
-use crate::problem::Posed;
+use crate::problem::{Gradients, Posed};
 use crate::{cpu, cuda};
 
 /// O, and LSE where it was asked for.
@@ -19,8 +19,8 @@ pub(crate) fn apply(
     posed: Posed,
     needs_lse: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let sinks = posed.beside.sinks.clone().filter(Tensor::track_op);
-    let tracked = sinks.is_some() || [q, k, v].iter().any(|tensor| tensor.track_op());
+    let beside = posed.tracked();
+    let tracked = !beside.is_empty() || [q, k, v].iter().any(|tensor| tensor.track_op());
     let kept = Arc::new(OnceLock::new());
     let pass = Pass { posed, gives: Gives::Out, kept: kept.clone(), needs_lse: needs_lse || tracked };
     if !tracked {
@@ -28,17 +28,24 @@ pub(crate) fn apply(
         return Ok((out, kept.get().cloned()));
     }
     let of_lse = needs_lse.then(|| Pass { gives: Gives::Lse, ..pass.clone() });
-    let out = tracked_op(q, k, v, sinks.as_ref(), pass)?;
-    let lse = of_lse.map(|pass| tracked_op(q, k, v, sinks.as_ref(), pass)).transpose()?;
+    let out = tracked_op([q, k, v], &beside, pass)?;
+    let lse = of_lse.map(|pass| tracked_op([q, k, v], &beside, pass)).transpose()?;
     Ok((out, lse))
 }
 
 /// One of the two operations, with gradients.
-fn tracked_op(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, pass: Pass) -> Result<Tensor> {
-    let Some(sinks) = sinks else { return q.apply_op3(k, v, Attention { pass }) };
-    let gradients = Arc::new(Handed::default());
-    let keys = k.apply_op2(v, Keys { gradients: gradients.clone() })?;
-    q.apply_op3(&keys, sinks, WithSinks { pass, k: k.clone(), v: v.clone(), gradients })
+fn tracked_op([q, k, v]: [&Tensor; 3], beside: &[Tensor], pass: Pass) -> Result<Tensor> {
+    if beside.is_empty() {
+        return q.apply_op3(k, v, Attention { pass });
+    }
+    let mut joints = vec![Arc::new(Handed::default())];
+    let mut token = k.apply_op2(v, Joined { gradients: joints[0].clone() })?;
+    for tensor in beside {
+        let gradients = Arc::new(Handed::default());
+        token = token.apply_op2(tensor, Joined { gradients: gradients.clone() })?;
+        joints.push(gradients);
+    }
+    q.apply_op2(&token, WithMore { pass, k: k.clone(), v: v.clone(), joints })
 }
 
 /// What an operation gives. O and LSE come from one launch, the one for O, and stand in the graph as an
@@ -91,12 +98,7 @@ impl Pass {
         Ok(self.kept.get().ok_or(Error::NoForward)?)
     }
 
-    fn gradients(
-        &self,
-        inputs: [&Tensor; 3],
-        out: &Tensor,
-        dout: &Tensor,
-    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+    fn gradients(&self, inputs: [&Tensor; 3], out: &Tensor, dout: &Tensor) -> Result<Gradients> {
         if self.gives == Gives::Lse {
             return self.gradients_of_lse(inputs, dout);
         }
@@ -106,7 +108,7 @@ impl Pass {
     }
 
     /// From the gradient of LSE, with zeros as that of O.
-    fn gradients_of_lse(&self, inputs: [&Tensor; 3], dlse: &Tensor) -> Result<([Tensor; 3], Option<Tensor>)> {
+    fn gradients_of_lse(&self, inputs: [&Tensor; 3], dlse: &Tensor) -> Result<Gradients> {
         let q = inputs[0];
         let zeros = Tensor::zeros(self.posed.problem.head_dim_v, q.dtype(), q.device())?;
         let zeros = zeros.broadcast_as(self.posed.out_shape(q.dims()))?;
@@ -119,7 +121,7 @@ impl Pass {
         out: &Tensor,
         dout: &Tensor,
         dlse: Option<&Tensor>,
-    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+    ) -> Result<Gradients> {
         let lse = self.lse()?;
         if inputs[0].device().is_cpu() {
             cpu::backward(&self.posed, inputs, [out, lse, dout], dlse)
@@ -171,23 +173,24 @@ impl CustomOp3 for Attention {
         out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let ([dq, dk, dv], _) = self.pass.gradients([q, k, v], out, dout)?;
+        let [dq, dk, dv] = self.pass.gradients([q, k, v], out, dout)?.inputs;
         Ok((Some(dq), Some(dk), Some(dv)))
     }
 }
 
-/// Attention of Q, K, V and sinks that require a gradient. An operation of candle's has three inputs at the
-/// most: K and V stand in the graph as one tensor without content, [`Keys`], which gets their gradients from
-/// here.
-struct WithSinks {
+/// Attention where more than Q, K and V requires a gradient: sinks, arrays of a program. An operation of
+/// candle's has three inputs at the most: all but Q stand in the graph as one tensor without content, which
+/// [`Joined`] makes of two at a time, and get their gradients from here.
+struct WithMore {
     pass: Pass,
     k: Tensor,
     v: Tensor,
-    gradients: Arc<Handed>,
+    /// Of K and V, then of each further tensor with those before it.
+    joints: Vec<Arc<Handed>>,
 }
 
-/// The gradients of K and V on their way from one operation to the other. A graph's backward runs on one
-/// thread, and several may run at once.
+/// Gradients on their way from one operation to the other. A graph's backward runs on one thread, and several
+/// may run at once.
 #[derive(Default)]
 struct Handed(Mutex<HashMap<ThreadId, (Tensor, Tensor)>>);
 
@@ -203,17 +206,15 @@ impl Handed {
     }
 }
 
-impl CustomOp3 for WithSinks {
+impl CustomOp2 for WithMore {
     fn name(&self) -> &'static str {
-        "attention with sinks"
+        "attention with more than three inputs"
     }
 
     fn cpu_fwd(
         &self,
         q: &CpuStorage,
         q_layout: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
@@ -232,8 +233,6 @@ impl CustomOp3 for WithSinks {
         q_layout: &Layout,
         _: &CudaStorage,
         _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let [(k, k_layout), (v, v_layout)] = [&self.k, &self.v].map(Tensor::storage_and_layout);
         match (&*k, &*v) {
@@ -247,26 +246,31 @@ impl CustomOp3 for WithSinks {
     fn bwd(
         &self,
         q: &Tensor,
-        keys: &Tensor,
-        _: &Tensor,
+        token: &Tensor,
         out: &Tensor,
         dout: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let ([dq, dk, dv], dsinks) = self.pass.gradients([q, &self.k, &self.v], out, dout)?;
-        self.gradients.put((dk, dv));
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let gradients = self.pass.gradients([q, &self.k, &self.v], out, dout)?;
+        let [dq, dk, dv] = gradients.inputs.clone();
         // candle asks an operation for its gradients where its result has got one.
-        Ok((Some(dq), Some(keys.zeros_like()?), dsinks))
+        let zero = token.zeros_like()?;
+        let beside = gradients.beside(&self.pass.posed).into_iter().zip(self.pass.posed.tracked());
+        for (joint, (gradient, tensor)) in self.joints[1..].iter().zip(beside) {
+            joint.put((zero.clone(), gradient.to_dtype(tensor.dtype())?));
+        }
+        self.joints[0].put((dk, dv));
+        Ok((Some(dq), Some(zero)))
     }
 }
 
-/// K and V as one input of [`WithSinks`].
-struct Keys {
+/// Two inputs of [`WithMore`] as one.
+struct Joined {
     gradients: Arc<Handed>,
 }
 
-impl CustomOp2 for Keys {
+impl CustomOp2 for Joined {
     fn name(&self) -> &'static str {
-        "keys of attention with sinks"
+        "inputs of attention"
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -275,12 +279,12 @@ impl CustomOp2 for Keys {
 
     fn cuda_fwd(
         &self,
-        k: &CudaStorage,
+        like: &CudaStorage,
         _: &Layout,
         _: &CudaStorage,
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        cuda::token(k)
+        cuda::token(like)
     }
 
     fn bwd(
@@ -290,7 +294,7 @@ impl CustomOp2 for Keys {
         _: &Tensor,
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dk, dv) = self.gradients.take().ok_or(Error::NoForward)?;
-        Ok((Some(dk), Some(dv)))
+        let (first, second) = self.gradients.take().ok_or(Error::NoForward)?;
+        Ok((Some(first), Some(second)))
     }
 }

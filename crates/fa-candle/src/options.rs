@@ -2,6 +2,8 @@
 
 use candle_core::Tensor;
 
+use crate::program::Program;
+
 /// How attention is computed; what candle-flash-attn's functions take, and more.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -23,6 +25,16 @@ pub struct Options<'a> {
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
     pub sinks: Option<&'a Tensor>,
+    /// Which keys a query sees, `(batch, heads, seqlen_q, seqlen_k)`, beside the windows: u8, 0 where a key
+    /// is hidden, as candle's comparisons give, or a float type, which is added to the scores (`-inf` hides).
+    /// Axes may be 1 or, in front, missing. Of packed sequences and those in pages `seqlen_q` and `seqlen_k`
+    /// are the maxima, and indices count in each sequence. Rows that see no key are zero. No gradient.
+    pub mask: Option<&'a Tensor>,
+    /// Added to the scaled scores, in f32; of the shapes of `mask`. A key is hidden where it is `-inf`. It
+    /// gets a gradient, in its own shape.
+    pub bias: Option<&'a Tensor>,
+    /// A mask or a change of scores by a text of the caller's own, before mask and bias.
+    pub program: Option<&'a Program>,
     /// Whether gradients are the same bits from run to run on a GPU, at some cost of time. On the CPU they
     /// are, whatever this says.
     pub deterministic: bool,
@@ -85,6 +97,9 @@ impl Options<'_> {
             softcap: None,
             alibi_slopes: None,
             sinks: None,
+            mask: None,
+            bias: None,
+            program: None,
             deterministic: false,
             rows: Rows::EVEN,
         }
@@ -105,6 +120,9 @@ impl<'a> Options<'a> {
         with_softcap(softcap: Option<f32>),
         with_alibi_slopes(alibi_slopes: Option<&'a Tensor>),
         with_sinks(sinks: Option<&'a Tensor>),
+        with_mask(mask: Option<&'a Tensor>),
+        with_bias(bias: Option<&'a Tensor>),
+        with_program(program: Option<&'a Program>),
         with_deterministic(deterministic: bool),
         with_rows(rows: Rows<'a>),
     }

@@ -4,17 +4,37 @@ use candle_core::{DType, Layout, Result, Tensor};
 use fa_core::{Alibi, Dtype, Extra, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
 use fa_cpu::CpuError;
 
-use crate::error::{Error, refused};
+use crate::error::{Error, refused, same_device};
 use crate::options::{Options, Rows};
+use crate::programs;
 
 /// A call's problem and the tensors that it names.
 #[derive(Clone, Debug)]
 pub(crate) struct Posed {
     pub(crate) problem: Problem,
     pub(crate) beside: Beside,
+    pub(crate) program: Option<programs::ProgramCall>,
     /// Of gradients on a GPU.
     #[cfg(feature = "cuda")]
     pub(crate) deterministic: bool,
+}
+
+/// The gradients that a backward gives.
+pub(crate) struct Gradients {
+    /// Of Q, K and V.
+    pub(crate) inputs: [Tensor; 3],
+    /// Of the sinks, where there are some.
+    pub(crate) sinks: Option<Tensor>,
+    /// Of the program's arrays that [`Posed::tracked`] has, f32.
+    pub(crate) arrays: Vec<Tensor>,
+}
+
+impl Gradients {
+    /// Those of [`Posed::tracked`].
+    pub(crate) fn beside(self, posed: &Posed) -> Vec<Tensor> {
+        let wants_sinks = posed.beside.sinks.as_ref().is_some_and(Tensor::track_op);
+        self.sinks.filter(|_| wants_sinks).into_iter().chain(self.arrays).collect()
+    }
 }
 
 /// Tensors beside Q, K and V: contiguous, on Q's device; starts, lengths and pages u32 or i32, the others
@@ -62,6 +82,7 @@ impl Posed {
             None => None,
         };
         beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
+        let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
         let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
             .with_mask(mask(options, &lengths))
             .with_softmax_scale(Some(f64::from(options.softmax_scale)))
@@ -69,15 +90,24 @@ impl Posed {
                 ScoreMod::NONE
                     .with_softcap(options.softcap.filter(|cap| *cap != 0.0).map(f64::from))
                     .with_alibi(alibi)
-                    .with_sinks(beside.sinks.is_some()),
+                    .with_sinks(beside.sinks.is_some())
+                    .with_program(program.as_ref().map(|own| own.program)),
             );
         problem.check().map_err(refused)?;
         Ok(Posed {
             problem,
             beside,
+            program,
             #[cfg(feature = "cuda")]
             deterministic: options.deterministic,
         })
+    }
+
+    /// The tensors beside Q, K and V that require a gradient: sinks, then arrays of the program.
+    pub(crate) fn tracked(&self) -> Vec<Tensor> {
+        let sinks = self.beside.sinks.clone().filter(Tensor::track_op);
+        let arrays = self.program.iter().flat_map(|own| own.tracked().map(|slot| own.arrays[slot].clone()));
+        sinks.into_iter().chain(arrays).collect()
     }
 
     /// Shape of the output: that of Q, with V's rows.
@@ -227,14 +257,6 @@ fn sequences(starts: &Tensor) -> Result<usize> {
     let [count] = dims(starts, "seqlens_q", need)?;
     let none = || Error::Shape { tensor: "seqlens_q", shape: vec![0], need: need.to_owned() };
     Ok(count.checked_sub(1).ok_or_else(none)?)
-}
-
-fn same_device(name: &'static str, tensor: &Tensor, q: &Tensor) -> Result<()> {
-    if tensor.device().same_device(q.device()) {
-        return Ok(());
-    }
-    let (got, need) = (tensor.device().clone(), q.device().clone());
-    Err(Error::Device { tensor: name, got, need }.into())
 }
 
 /// Starts, lengths or pages as kernels read them.

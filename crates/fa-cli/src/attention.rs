@@ -1,8 +1,9 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
 use fa_attn::{Append, AppendExtras, AppendTensors, Element, Engine, Tensor};
+use fa_core::program::{self, OwnedInputs};
 use fa_core::{Alibi, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types, counted};
-use fa_cpu::TensorRef;
+use fa_cpu::{Arguments, TensorRef};
 use fa_lab::machine;
 use fa_lab::shape::{head_dims, pair};
 use half::{bf16, f16};
@@ -10,6 +11,7 @@ use safetensors::Dtype as StoredDtype;
 
 use crate::append::{Appended, NewRows};
 use crate::flags::{AttentionArgs, parse_layout};
+use crate::programs;
 use crate::safetensors::{NewTensor, Stored, TensorFile, dtype_of};
 use crate::sequences::{Sequences, SideTensors, shape_of};
 use crate::term::failure::InputError;
@@ -33,6 +35,8 @@ pub(crate) struct Inputs<T> {
     pub dout: Option<Tensor<T>>,
     /// Starts, lengths, pages, slopes and sinks.
     pub sides: SideTensors,
+    /// The arrays and scalars of the problem's program.
+    pub program: Option<OwnedInputs>,
     /// The sequences that these describe.
     pub sequences: Sequences,
     /// New keys and values, until they are appended; lengths and sequences count them already.
@@ -169,6 +173,7 @@ impl<T: Element + Stored> Inputs<T> {
             }
             None => None,
         };
+        let program = problem.score.program.map(|program| programs::read(file, program)).transpose()?;
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
             Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
         };
@@ -180,6 +185,7 @@ impl<T: Element + Stored> Inputs<T> {
             v: tensor("v", v_shape(&problem))?,
             dout: backward.then(|| tensor("dout", out_shape(&problem))).transpose()?,
             sides,
+            program,
             sequences,
             new,
             grown: false,
@@ -192,6 +198,17 @@ impl<T: Element + Stored> Inputs<T> {
     /// When a tensor is shorter than the problem says.
     pub(crate) fn views(&self) -> Result<[TensorRef<'_, T>; 3], fa_attn::Error> {
         Ok([self.q.view("q")?, self.k.view("k")?, self.v.view("v")?])
+    }
+
+    /// The arrays and scalars of the program, as a call takes them.
+    pub(crate) fn program(&self) -> Option<program::Inputs<'_>> {
+        let (given, own) = (self.program.as_ref()?, self.problem.score.program?);
+        Some(given.view(&own).expect("they have been checked where they were read"))
+    }
+
+    /// All that a call has besides tensors and gradients, with [`Inputs::program`].
+    pub(crate) fn arguments<'a>(&'a self, program: Option<&'a program::Inputs<'a>>) -> Arguments<'a> {
+        Arguments { extras: self.sides.extras(), program, ..Arguments::default() }
     }
 
     /// A view of dO, if it was read.
@@ -274,11 +291,12 @@ fn problem_of(
         agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
     }
     sides.check_heads(heads_q)?;
+    let program = args.program.program().map_err(InputError::Usage)?;
     let problem =
         Problem::new(sides.lengths(q, k)?, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
             .with_mask(args.mask.mask())
             .with_softmax_scale(args.scale)
-            .with_score(sides.score(args.softcap));
+            .with_score(sides.score(args.softcap).with_program(program));
     problem.check()?;
     Ok(problem)
 }
@@ -402,6 +420,8 @@ pub(crate) fn metadata_hint(file: &TensorFile, problem: &Problem, args: &Attenti
     let interleaved = entry("rotary_interleaved").and_then(|said| said.parse::<bool>().ok());
     let rotary_differs =
         NewRows::are_rotated(file) && interleaved.is_some_and(|said| said != args.rotary_interleaved);
+    let own = problem.score.program.map(|program| program.text().to_owned());
+    let program_differs = entry("program").is_some_and(|said| own.as_deref() != Some(said));
     let differs = [
         ("layout", "--layout", layout_differs),
         ("causal", "--causal", causal_differs),
@@ -411,6 +431,7 @@ pub(crate) fn metadata_hint(file: &TensorFile, problem: &Problem, args: &Attenti
         ("softcap", "--softcap", other("softcap", problem.score.softcap)),
         ("scale", "--scale", scale.is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs())),
         ("rotary_interleaved", "--rotary-interleaved", rotary_differs),
+        ("program", "--mask-mod, --score-mod", program_differs),
     ];
     let differ: Vec<String> = differs
         .into_iter()

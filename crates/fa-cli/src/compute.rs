@@ -6,7 +6,6 @@ use std::time::Duration;
 use fa_attn::{
     BackwardTensors, Call, CpuOptions, Element, Engine, ForwardTensors, Gradients, Isa, Output, Pass, Tensor,
 };
-use fa_core::program::{self, OwnedInputs};
 use fa_core::{Problem, Side, SideRows, TensorLayout};
 
 use crate::attention::Inputs;
@@ -84,8 +83,7 @@ impl Calls {
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Duration> {
-        let drawn = OwnedInputs::drawn(&inputs.problem, 0);
-        let program = program_of(&inputs.problem, drawn.as_ref())?;
+        let program = inputs.program();
         let mut tensors = ForwardTensors::of(inputs.views()?, &mut outputs.output, inputs.sides.extras())?;
         tensors.program = program.as_ref();
         Ok(self.forward.time(tensors)?)
@@ -101,25 +99,17 @@ impl Calls {
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Option<Duration>> {
-        let Outputs { output, gradients } = outputs;
+        let Outputs { output, gradients, darrays } = outputs;
         let (Some(call), Some(dout), Some(gradients)) = (&self.backward, &inputs.dout, gradients) else {
             return Ok(None);
         };
         let extras = inputs.sides.extras();
-        let drawn = OwnedInputs::drawn(&inputs.problem, 0);
-        let program = program_of(&inputs.problem, drawn.as_ref())?;
+        let program = inputs.program();
         let mut tensors = BackwardTensors::of(inputs.views()?, output, dout, gradients, extras)?;
         tensors.program = program.as_ref();
+        tensors.darrays = program.is_some().then_some(darrays);
         Ok(Some(call.time(tensors)?))
     }
-}
-
-/// The random arrays and scalars of a problem's program.
-fn program_of<'a>(
-    problem: &Problem,
-    drawn: Option<&'a OwnedInputs>,
-) -> anyhow::Result<Option<program::Inputs<'a>>> {
-    Ok(drawn.zip(problem.score.program).map(|(drawn, program)| drawn.view(&program)).transpose()?)
 }
 
 /// The results, packed in the inputs' layout; NaN until they are computed.
@@ -129,6 +119,8 @@ pub(crate) struct Outputs<T> {
     pub output: Output<T>,
     /// dQ, dK and dV; `None` without a dO.
     pub gradients: Option<Gradients<T>>,
+    /// Of the program's arrays, each packed; empty for those without a gradient.
+    pub darrays: Vec<Vec<f32>>,
 }
 
 impl<T: Element + Stored> Outputs<T> {
@@ -136,7 +128,7 @@ impl<T: Element + Stored> Outputs<T> {
     pub(crate) fn new(inputs: &Inputs<T>) -> anyhow::Result<Outputs<T>> {
         let (problem, layout) = (&inputs.problem, inputs.layout);
         let gradients = inputs.dout.is_some().then(|| Gradients::new(problem, layout)).transpose()?;
-        Ok(Outputs { output: Output::new(problem, layout)?, gradients })
+        Ok(Outputs { output: Output::new(problem, layout)?, gradients, darrays: Vec::new() })
     }
 
     /// Sets rows that belong to no sequence, which nothing computes, to the values of rows that see no key.
@@ -159,7 +151,8 @@ impl<T: Element + Stored> Outputs<T> {
     }
 
     /// The tensors to write to a file.
-    pub(crate) fn tensors(&self, problem: &Problem) -> Vec<NewTensor> {
+    pub(crate) fn tensors(&self, inputs: &Inputs<T>) -> Vec<NewTensor> {
+        let problem = &inputs.problem;
         let Output { out, lse } = &self.output;
         let packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
         let [q, k] = [packed(problem.lengths.q()), packed(problem.lengths.k())];
@@ -171,6 +164,13 @@ impl<T: Element + Stored> Outputs<T> {
             let gradients = [("dq", dq, q), ("dk", dk, k), ("dv", dv, k)];
             tensors.extend(gradients.map(|(name, tensor, packed)| NewTensor::of(name, tensor, packed)));
             tensors.extend(dsinks.as_ref().map(|dsinks| NewTensor::new("dsinks", &[dsinks.len()], dsinks)));
+        }
+        if let (Some(program), Some(given)) = (problem.score.program, &inputs.program) {
+            let arrays = program.arrays().iter().zip(&given.arrays).zip(&self.darrays);
+            for ((decl, array), gradient) in arrays.filter(|((decl, _), _)| decl.gradient) {
+                let shape: Vec<usize> = array.extents[..decl.rank].iter().map(|&n| n as usize).collect();
+                tensors.push(NewTensor::new(format!("d{}", decl.name), &shape, gradient));
+            }
         }
         tensors
     }

@@ -17,7 +17,7 @@ use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::flags::lengths::{LengthsArgs, ScoreArgs};
-use crate::flags::mods::ModArgs;
+use crate::flags::mods::{ModArgs, ProgramArgs};
 use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
@@ -90,6 +90,8 @@ pub(crate) struct AttentionArgs {
     /// (Llama)
     #[arg(long)]
     pub rotary_interleaved: bool,
+    #[command(flatten)]
+    pub program: ProgramArgs,
 }
 
 /// Mask flags.
@@ -480,7 +482,9 @@ fn file_of(what: &str, kinds: &[&str], text: &str) -> Result<PathBuf, String> {
 impl AttentionArgs {
     /// Whether any flag but the layout is given.
     pub(crate) fn describes_a_problem(&self) -> bool {
-        self.mask.mask() != Mask::FULL || self.scale.is_some() || self.softcap.is_some()
+        let ProgramArgs { mask_mod, score_mod } = &self.program;
+        let is_own = mask_mod.is_some() || score_mod.is_some();
+        self.mask.mask() != Mask::FULL || self.scale.is_some() || self.softcap.is_some() || is_own
     }
 
     /// The layout: the flag's, else the file's metadata entry, else BSHD.

@@ -17,6 +17,7 @@ mod flags;
 mod hostile_numbers;
 mod page;
 mod plan;
+mod programs;
 mod safetensors;
 mod sequences;
 mod term;

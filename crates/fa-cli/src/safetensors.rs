@@ -6,6 +6,7 @@
 //! untrusted header is checked as a whole (names, lengths, offsets, overlaps, products) before a byte of data
 //! is read or a buffer is allocated, each refusal names the tensor, and only the tensors asked for are read.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -61,6 +62,24 @@ macro_rules! stored {
     };
 }
 
+/// A truth value, by its byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Truth(pub u8);
+
+impl Plain for Truth {
+    const STORED: Dtype = Dtype::BOOL;
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        Truth(bytes[0])
+    }
+
+    fn push_bytes(self, bytes: &mut Vec<u8>) {
+        bytes.push(self.0);
+    }
+}
+
+stored!(u8, U8);
+stored!(u32, U32);
 stored!(i32, I32);
 stored!(f64, F64);
 stored!(f32, F32);
@@ -380,7 +399,7 @@ fn check_cover(entries: &BTreeMap<String, TensorInfo>, data_len: u64) -> Result<
 /// A tensor to be written.
 #[derive(Debug)]
 pub(crate) struct NewTensor {
-    name: &'static str,
+    name: Cow<'static, str>,
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Vec<u8>,
@@ -388,7 +407,12 @@ pub(crate) struct NewTensor {
 
 impl NewTensor {
     /// A tensor with `values` in the order of `shape`, slowest first.
-    pub(crate) fn new<T: Plain>(name: &'static str, shape: &[usize], values: &[T]) -> NewTensor {
+    pub(crate) fn new<T: Plain>(
+        name: impl Into<Cow<'static, str>>,
+        shape: &[usize],
+        values: &[T],
+    ) -> NewTensor {
+        let name = name.into();
         debug_assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
         let mut bytes = Vec::with_capacity(size_of_val(values));
         values.iter().for_each(|&value| value.push_bytes(&mut bytes));
@@ -418,19 +442,20 @@ pub(crate) fn write(
         #[serde(rename = "__metadata__", skip_serializing_if = "BTreeMap::is_empty")]
         metadata: &'a BTreeMap<String, String>,
         #[serde(flatten)]
-        entries: BTreeMap<&'static str, TensorInfo>,
+        entries: BTreeMap<&'a str, TensorInfo>,
     }
     // Widest elements first keep every tensor aligned to its element size.
     let mut order: Vec<&NewTensor> = tensors.iter().collect();
-    order.sort_by_key(|tensor| (std::cmp::Reverse(tensor.dtype.bitsize()), tensor.name));
+    order.sort_by(|a, b| b.dtype.bitsize().cmp(&a.dtype.bitsize()).then_with(|| a.name.cmp(&b.name)));
     let mut offset = 0;
-    let entry = |tensor: &&NewTensor| {
+    let mut entries = BTreeMap::new();
+    for tensor in &order {
         let begin = offset;
         offset += tensor.bytes.len();
         let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
-        (tensor.name, TensorInfo { dtype, shape, data_offsets: (begin, offset) })
-    };
-    let header = Header { metadata, entries: order.iter().map(entry).collect() };
+        entries.insert(&*tensor.name, TensorInfo { dtype, shape, data_offsets: (begin, offset) });
+    }
+    let header = Header { metadata, entries };
     let mut text = serde_json::to_vec(&header)?;
     text.resize(text.len().next_multiple_of(8), b' ');
     writer.write_all(&(text.len() as u64).to_le_bytes())?;

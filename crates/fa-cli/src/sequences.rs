@@ -172,7 +172,9 @@ impl SideTensors {
     /// # Errors
     /// [`InputError::Usage`] for starts, lengths and pages that point outside the tensors.
     pub(crate) fn sequences(&self, problem: &Problem) -> Result<Sequences, InputError> {
-        let batch = Batch::new(problem, &self.extras()).map_err(|error| self.named(&error))?;
+        // What a program reads says nothing about sequences.
+        let plain = problem.with_score(problem.score.with_program(None));
+        let batch = Batch::new(&plain, &self.extras()).map_err(|error| self.named(&error))?;
         let lengths = &problem.lengths;
         Ok(Sequences {
             counts: batch.sequences.iter().map(|sequence| [sequence.q.len, sequence.k.len]).collect(),

@@ -53,6 +53,10 @@ pub mod peak;
 pub mod real;
 #[cfg(feature = "reference")]
 pub mod reference;
+/// What is left without the feature: the formula in f32, which the tiled path computes programs by.
+#[cfg(not(feature = "reference"))]
+#[allow(dead_code, unreachable_pub)]
+mod reference;
 pub mod simd;
 pub mod softmax;
 pub mod threads;

@@ -88,7 +88,6 @@ impl<'a, T: Copy> Row<'a, T> {
 
 impl<'a, T: Copy> TensorRef<'a, T> {
     /// The row at `(batch, seq, head)`.
-    #[cfg(feature = "reference")]
     pub(crate) fn row(&self, batch: usize, seq: usize, head: usize) -> Row<'a, T> {
         let first = self.strides.offset(batch, seq, head, 0);
         Row { data: self.data, first, step: self.strides.dim, len: self.shape[3] }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::error::Error;
+use crate::error::{Error, until};
 
 /// Where ranks meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -133,7 +133,10 @@ impl Store {
                 NONE if late => {
                     Error::Deadline { after: deadline, doing: format!("{doing}, waiting for rank {peer}") }
                 }
-                NONE => Error::PeerLost { rank: peer, doing: doing.to_owned() },
+                NONE => {
+                    note(&lost, peer);
+                    Error::PeerLost { rank: peer, doing: doing.to_owned() }
+                }
                 told => Error::PeerLost { rank: told, doing: doing.to_owned() },
             }
         };
@@ -159,8 +162,8 @@ impl Store {
                 let path = |rank: usize| folder.join(format!("round{round}-rank{rank}"));
                 let written = path(rank);
                 fa_attn::atomic_file::write(&written, text.as_bytes()).map_err(fa_attn::Error::Write)?;
-                let until = Instant::now() + deadline;
-                let all = (0..world).map(|peer| await_file(&path(peer), peer, until, deadline, doing));
+                let end = until(deadline);
+                let all = (0..world).map(|peer| await_file(&path(peer), peer, end, deadline, doing));
                 let all = all.collect::<Result<Vec<_>, Error>>()?;
                 *round += 1;
                 Ok(all)
@@ -176,28 +179,27 @@ impl Drop for Store {
             Kind::Client { heart, .. } => vec![heart],
             Kind::Alone | Kind::Folder { .. } => Vec::new(),
         };
+        // A rank that ends because another one did says which, if nobody has told yet.
+        let lost = self.lost.load(Ordering::Acquire);
         for heart in hearts {
             // Whoever has ended already needs no word.
-            heart.write_all(&[BYE]).ok();
+            match lost {
+                NONE => heart.write_all(&[BYE]).ok(),
+                lost => write_text(heart, &lost.to_string()).ok(),
+            };
             heart.shutdown(std::net::Shutdown::Write).ok();
         }
     }
 }
 
-fn await_file(
-    path: &Path,
-    peer: usize,
-    until: Instant,
-    after: Duration,
-    doing: &str,
-) -> Result<String, Error> {
+fn await_file(path: &Path, peer: usize, end: Instant, after: Duration, doing: &str) -> Result<String, Error> {
     loop {
         match fs::read_to_string(path) {
             Ok(text) => return Ok(text),
             Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
                 return Err(Error::Io { path: path.to_owned(), source });
             }
-            Err(_) if Instant::now() > until => {
+            Err(_) if Instant::now() > end => {
                 return Err(Error::Deadline { after, doing: format!("{doing}, waiting for rank {peer}") });
             }
             Err(_) => std::thread::sleep(AGAIN),
@@ -210,8 +212,8 @@ const MOST_TEXT: u32 = 1 << 24;
 
 fn write_text(stream: &mut TcpStream, text: &str) -> std::io::Result<()> {
     let len = u32::try_from(text.len()).map_err(std::io::Error::other)?;
-    stream.write_all(&len.to_le_bytes())?;
-    stream.write_all(text.as_bytes())
+    // In one piece: two threads may tell of a lost rank.
+    stream.write_all(&[&len.to_le_bytes(), text.as_bytes()].concat())
 }
 
 fn read_text(stream: &mut TcpStream) -> std::io::Result<String> {
@@ -234,12 +236,12 @@ fn server(address: &str, world: usize, deadline: Duration, lost: &Arc<AtomicUsiz
     let listener = TcpListener::bind(address).map_err(|error| address_error(address, error))?;
     listener.set_nonblocking(true).map_err(|error| address_error(address, error))?;
     let mut found: Vec<[Option<TcpStream>; 2]> = (1..world).map(|_| [None, None]).collect();
-    let until = Instant::now() + deadline;
+    let end = until(deadline);
     while found.iter().flatten().any(Option::is_none) {
         let (mut stream, _) = match listener.accept() {
             Ok(accepted) => accepted,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                if Instant::now() > until {
+                if Instant::now() > end {
                     let missing = found.iter().position(|pair| pair.iter().any(Option::is_none));
                     let missing = missing.map_or(0, |index| index + 1);
                     let doing = format!("joining, waiting for rank {missing}");
@@ -280,11 +282,12 @@ fn server(address: &str, world: usize, deadline: Duration, lost: &Arc<AtomicUsiz
             heart.set_read_timeout(None).ok();
             let mut byte = [0];
             if !matches!(heart.read(&mut byte), Ok(1) if byte[0] == BYE) {
-                note(&lost, index + 1);
+                // Told before it is noted: who notes it may end at once.
                 for mut other in others {
                     // Ranks that have ended need no word.
                     write_text(&mut other, &(index + 1).to_string()).ok();
                 }
+                note(&lost, index + 1);
             }
         });
     }
@@ -297,7 +300,7 @@ fn note(lost: &AtomicUsize, rank: usize) {
 }
 
 fn client(address: &str, place: Place, deadline: Duration, lost: &Arc<AtomicUsize>) -> Result<Kind, Error> {
-    let until = Instant::now() + deadline;
+    let end = until(deadline);
     let connect = |which: usize| loop {
         match TcpStream::connect(address) {
             Ok(mut stream) => {
@@ -306,7 +309,7 @@ fn client(address: &str, place: Place, deadline: Duration, lost: &Arc<AtomicUsiz
                 let sent = ready.and_then(|()| write_text(&mut stream, &hello));
                 return sent.map(|()| stream).map_err(|error| address_error(address, error));
             }
-            Err(_) if Instant::now() > until => {
+            Err(_) if Instant::now() > end => {
                 let doing = format!("joining, connecting to rank 0 at {address}");
                 return Err(Error::Deadline { after: deadline, doing });
             }

@@ -1,7 +1,7 @@
 //! What a plan refuses, and what fails between ranks.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fa_core::ProblemError;
 use fa_cpu::CpuError;
@@ -114,4 +114,10 @@ pub enum Error {
     /// A launch or the driver fails.
     #[error(transparent)]
     Kernels(#[from] fa_kernels::Error),
+}
+
+/// When a deadline that begins now is over; those beyond the clock are a year away.
+pub(crate) fn until(deadline: Duration) -> Instant {
+    const YEAR: Duration = Duration::from_secs(365 * 86_400);
+    Instant::now() + deadline.min(YEAR)
 }

@@ -4,7 +4,7 @@
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use crate::error::Error;
+use crate::error::{Error, until};
 use crate::transport::HostTransport;
 
 /// What goes wrong.
@@ -157,12 +157,12 @@ impl MemoryTransport {
         Error::PeerLost { rank, doing: doing.to_owned() }
     }
 
-    fn take(&mut self, peer: usize, until: Instant) -> Result<Envelope, Error> {
+    fn take(&mut self, peer: usize, end: Instant) -> Result<Envelope, Error> {
         let doing = format!("receiving from rank {peer}");
         let Some(from) = self.from.get(peer).and_then(Option::as_ref) else {
             return Err(self.lost(peer, &doing));
         };
-        match from.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        match from.recv_timeout(end.saturating_duration_since(Instant::now())) {
             Ok(Envelope::Lost(rank)) => Err(self.lost(rank, &doing)),
             Ok(envelope) => Ok(envelope),
             Err(RecvTimeoutError::Timeout) => Err(Error::Deadline { after: self.deadline, doing }),
@@ -221,13 +221,13 @@ impl HostTransport for MemoryTransport {
                 self.post(peer, Envelope::Bytes { number, bytes })?;
             }
         }
-        let until = Instant::now() + self.deadline;
+        let end = until(self.deadline);
         let mut arrived = Vec::with_capacity(recvs.len());
         for &(peer, len) in recvs {
             let expected = self.received[peer];
             self.received[peer] += 1;
             let ours = format!("message {expected} of {len} bytes");
-            match self.take(peer, until)? {
+            match self.take(peer, end)? {
                 Envelope::Bytes { number, bytes } if number == expected && bytes.len() == len => {
                     arrived.push(bytes);
                 }
@@ -247,9 +247,9 @@ impl HostTransport for MemoryTransport {
         for &peer in &others {
             self.post(peer, Envelope::Text(text.to_owned()))?;
         }
-        let until = Instant::now() + self.deadline;
+        let end = until(self.deadline);
         for &peer in &others {
-            match self.take(peer, until)? {
+            match self.take(peer, end)? {
                 Envelope::Text(theirs) if theirs == text => {}
                 Envelope::Text(theirs) => {
                     return Err(Error::Mismatch { rank: peer, theirs, ours: text.to_owned() });

@@ -166,6 +166,10 @@ impl ShardPlan {
         if types != Types::same(types.q) {
             return refuse(format!("tensors of several types ({types:?})"), "use one type for all tensors");
         }
+        if score.program.is_some() {
+            // A rank would give it the queries and heads of its part.
+            return refuse("a program of masks or scores".to_owned(), "use one GPU, or fa's own masks");
+        }
         let (left, right) = (self.problem.mask.left, self.problem.mask.right);
         match (score.alibi, self.scheme) {
             (Some(Alibi::PerSequenceHead), _) => {

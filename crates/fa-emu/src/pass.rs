@@ -98,7 +98,9 @@ impl Unit {
                             cluster: launch.cluster,
                             resident: options.resident,
                             smem_bytes: launch.smem,
-                            cp_async: self.spec.traits().copies_rows(),
+                            // So do the kernels of arrays' gradients, of every family.
+                            cp_async: self.spec.traits().copies_rows()
+                                || launch.entry.starts_with("fa_array_gradient"),
                         })
                     };
                     if !finished {

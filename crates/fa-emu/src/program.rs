@@ -31,6 +31,7 @@ struct Array {
 struct Params {
     arrays: [Array; 8],
     scalars: [u32; 8],
+    offset: i32,
 }
 
 /// What a unit's function takes and gives.
@@ -67,6 +68,9 @@ impl Score {
 
 const DECLARATIONS: &str = "struct Score { float s; int place[8]; int visible; float score, slope, by_parts; \
                             float gradients[64]; int tile[4]; int state; };\n";
+
+/// The offset of the mask that a program joins.
+const OFFSET: i32 = 3;
 
 /// Programs per unit.
 const PER_UNIT: usize = 125;
@@ -108,6 +112,7 @@ fn params(program: &Program, values: &Values) -> Params {
     let mut params = Params {
         arrays: std::array::from_fn(|_| Array { data: std::ptr::null(), strides: [0; 4], extents: [1; 4] }),
         scalars: [0; 8],
+        offset: OFFSET,
     };
     for (slot, decl) in params.arrays.iter_mut().zip(program.arrays()) {
         let ArrayView { strides, extents, .. } = values.view(&decl.name);
@@ -231,7 +236,7 @@ fn headers_compute_what_the_interpreter_does() {
                 // SAFETY: as above.
                 unsafe { function(&params, &mut score) };
                 let [b, h, hk, q, k, sq, sk, off] = place;
-                let point = Point { s: score.s.into(), b, h, hk, q, k, sq, sk, off };
+                let point = Point { s: score.s.into(), b, h, hk, q, k, sq, sk, off: off + OFFSET };
                 let mut seen = [false; 2];
                 for (q, k) in (tile[0]..=tile[1]).flat_map(|q| (tile[2]..=tile[3]).map(move |k| (q, k))) {
                     let at = Point { q, k, ..point };

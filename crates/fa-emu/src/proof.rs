@@ -178,7 +178,7 @@ impl Trial {
         };
         let (q, k, v, dout) = (view(0, "q"), view(1, "k"), view(2, "v"), view(3, "dout"));
         let fits = "the tensors are the problem's";
-        let low = reference::low_precision::forward_extras(problem, &of_forward, &q, &k, &v).expect(fits);
+        let low = reference::low_precision::forward_extras(problem, of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
             place(values, (shapes[i], of_keys), placement, &rows[usize::from(of_keys)])
@@ -201,13 +201,13 @@ impl Trial {
             rows: [Vec::new(), Vec::new()],
         };
         if pass == Pass::Forward {
-            let exact = reference::forward_extras(problem, &of_forward, &q, &k, &v).expect(fits);
+            let exact = reference::forward_extras(problem, of_forward, &q, &k, &v).expect(fits);
             trial.expected = vec![expected("out", shapes[3], exact.out, &low.out, exact.out_noise)];
             trial.expected_lse = exact.lse;
         } else {
             trial.inputs.extend([placed(&low.out, 3), placed(&host[3], 3)]);
-            let exact = reference::backward_extras(problem, &own, &q, &k, &v, &dout).expect(fits);
-            let of_low = reference::low_precision::backward_extras(problem, &own, &q, &k, &v, &dout);
+            let exact = reference::backward_extras(problem, own, &q, &k, &v, &dout).expect(fits);
+            let of_low = reference::low_precision::backward_extras(problem, own, &q, &k, &v, &dout);
             let of_low = of_low.expect(fits);
             trial.expected = vec![
                 expected("dq", shapes[0], exact.dq, &of_low.dq, exact.dq_noise),
@@ -339,7 +339,8 @@ fn rows(problem: &Problem, extras: &fa_cpu::Extras<'_>) -> [Vec<bool>; 2] {
     if problem.lengths.is_uniform() {
         return [Vec::new(), Vec::new()];
     }
-    let batch = Batch::new(problem, extras).expect("the extras are the problem's");
+    let plain = problem.with_score(problem.score.with_program(None));
+    let batch = Batch::new(&plain, extras).expect("the extras are the problem's");
     let [q, k] = [q_shape(problem), k_shape(problem)];
     let mut rows = [vec![false; q[0] * q[1]], vec![false; k[0] * k[1]]];
     for (index, sequence) in batch.sequences.iter().enumerate() {

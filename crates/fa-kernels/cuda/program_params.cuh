@@ -67,10 +67,13 @@ struct ProgramParams {
     ProgramArray arrays[8];
     // The scalars, by their bits.
     unsigned scalars[8];
+    // The mask's offset, which `off` counts in.
+    int offset;
 };
-static_assert(sizeof(ProgramParams) == 480 && alignof(ProgramParams) == 8);
+static_assert(sizeof(ProgramParams) == 488 && alignof(ProgramParams) == 8);
 static_assert(FA_OFFSETOF(ProgramParams, arrays) == 0);
 static_assert(FA_OFFSETOF(ProgramParams, scalars) == 448);
+static_assert(FA_OFFSETOF(ProgramParams, offset) == 480);
 
 }  // namespace fa
 

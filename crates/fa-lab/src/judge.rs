@@ -2,6 +2,7 @@
 
 #[cfg(test)]
 mod agree;
+mod arrays;
 pub mod forward;
 pub mod gradients;
 mod heads;

@@ -15,20 +15,23 @@ pub struct Gradients<T> {
     pub strays: usize,
     /// Gradients of the sinks, `[heads_q]`; empty where there are none.
     pub dsinks: Vec<f32>,
+    /// Gradients of the program's arrays, each packed; empty for those without one.
+    pub darrays: Vec<Vec<f32>>,
 }
 
 impl<T: Half> Gradients<T> {
     /// Whether every bit is the same.
     pub fn same_bits(&self, other: &Gradients<T>) -> bool {
-        let sinks = |of: &Gradients<T>| of.dsinks.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        let arrays = |of: &Gradients<T>| of.darrays.iter().map(|own| bits(own)).collect::<Vec<_>>();
         let values = self.values.iter().zip(&other.values).all(|(a, b)| T::bits(a) == T::bits(b));
-        values && sinks(self) == sinks(other)
+        values && bits(&self.dsinks) == bits(&other.dsinks) && arrays(self) == arrays(other)
     }
 }
 
 impl<T> From<DeviceGradients<T>> for Gradients<T> {
     fn from(DeviceGradients { values, strays, .. }: DeviceGradients<T>) -> Gradients<T> {
-        Gradients { values, strays, dsinks: Vec::new() }
+        Gradients { values, strays, dsinks: Vec::new(), darrays: Vec::new() }
     }
 }
 

@@ -7,5 +7,6 @@ mod gradients;
 mod inputs;
 mod lse;
 mod materialised;
+mod programs;
 mod random;
 mod rows;

@@ -11,11 +11,22 @@ pub(crate) struct Scores<'a> {
     pub softcap: Option<f32>,
     pub slopes: Option<&'a Tensor>,
     pub sinks: Option<&'a Tensor>,
+    /// Finite, added to scores.
+    pub bias: Option<&'a Tensor>,
+    /// f32, 0 where a key is hidden and 1 elsewhere.
+    pub visible: Option<&'a Tensor>,
 }
 
 impl Scores<'_> {
-    pub(crate) const CAUSAL: Scores<'static> =
-        Scores { left: None, right: Some(0), softcap: None, slopes: None, sinks: None };
+    pub(crate) const CAUSAL: Scores<'static> = Scores {
+        left: None,
+        right: Some(0),
+        softcap: None,
+        slopes: None,
+        sinks: None,
+        bias: None,
+        visible: None,
+    };
 }
 
 /// O `(batch, seqlen_q, heads, dim)` and LSE `(batch, heads, seqlen_q)` of f32 tensors.
@@ -58,8 +69,14 @@ pub(crate) fn attention(
         scores.left.is_none_or(|left| distance >= -(left as i64))
             && scores.right.is_none_or(|right| distance <= right as i64)
     };
-    let visible = each(&|distance| f32::from(u8::from(sees(distance))))?;
-    let hidden = each(&|distance| if sees(distance) { 0.0 } else { -1e30 })?;
+    if let Some(bias) = scores.bias {
+        s = s.broadcast_add(bias)?;
+    }
+    let mut visible = each(&|distance| f32::from(u8::from(sees(distance))))?;
+    if let Some(own) = scores.visible {
+        visible = visible.broadcast_mul(own)?;
+    }
+    let hidden = ((&visible - 1.0)? * 1e30)?;
     let s = s.broadcast_mul(&visible)?.broadcast_add(&hidden)?;
     let sinks = match scores.sinks {
         Some(sinks) => Some(sinks.reshape((1, heads, 1, 1))?),

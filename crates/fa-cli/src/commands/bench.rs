@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use fa_attn::{Element, Engine, Tensor};
+use fa_core::program::OwnedInputs;
 use fa_core::{Dtype, Pass, Problem, TensorLayout, counted};
 use fa_lab::machine;
 use fa_lab::random::Random;
@@ -268,6 +269,7 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
         v: tensor(v_shape(problem)),
         dout: with_dout.then(|| tensor(out_shape(problem))),
         sides: SideTensors::default(),
+        program: OwnedInputs::drawn(problem, 0),
         sequences: Sequences::default(),
         new: None,
         grown: false,

@@ -73,6 +73,7 @@ Examples:
   fa run examples/packed-causal.safetensors --causal --backward -o grads.safetensors
   fa run examples/decode-paged.safetensors --causal -o out.safetensors
   fa run examples/append-paged.safetensors --causal -o out.safetensors      new keys, rotary embedding
+  fa run qkv.safetensors --score-mod \"array bias: f32[_, _] grad; s + bias[q, k]\" --backward -o out.safetensors
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
 heads_kv, head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, \
@@ -93,6 +94,8 @@ cache k, v behind the cache_seqlens keys that it holds, before attention; the ou
 cache_seqlens as they are then
   rotary_cos, rotary_sin       f32 or q's type [positions, rotary_dim / 2]: new keys are turned by their \
 positions, and q, by those of the new keys under --causal or --window, else all by the first
+  arrays and scalars of --mask-mod and --score-mod, by their names: a scalar is a tensor of one element, bits \
+are U32 words; with --backward, an array NAME declared with `grad` has its gradient in dNAME, f32
 
 Rows that belong to no sequence are written as out = 0, lse = -inf and gradients of 0.";
 
@@ -190,7 +193,7 @@ fn compute<T: Element + Stored>(
     };
     if let Some(target) = target {
         let metadata = metadata(&problem, inputs.layout, report.engine.backend);
-        let mut tensors = outputs.tensors(&problem);
+        let mut tensors = outputs.tensors(inputs);
         tensors.extend(inputs.grown_tensors());
         target
             .write(|mut writer| safetensors::write(&mut writer, &tensors, &metadata))
@@ -262,5 +265,6 @@ fn metadata(problem: &Problem, layout: TensorLayout, backend: &str) -> BTreeMap<
         ("softcap", problem.score.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
     ];
     let moved = Some(("query_offset", problem.mask.offset.to_string())).filter(|_| problem.mask.offset != 0);
-    entries.into_iter().chain(moved).map(|(key, value)| (key.to_owned(), value)).collect()
+    let own = problem.score.program.map(|program| ("program", program.text().to_owned()));
+    entries.into_iter().chain(moved).chain(own).map(|(key, value)| (key.to_owned(), value)).collect()
 }

@@ -30,6 +30,30 @@ pub(crate) struct ModArgs {
     pub chunk: Option<u32>,
 }
 
+/// Programs by their texts, whose arrays are tensors of a file.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct ProgramArgs {
+    /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and of arrays and scalars, which are the
+    /// file's tensors of their names, as in "array last: i32[_]; k < last[q]"; see docs/programs.md
+    #[arg(long, value_name = "TEXT")]
+    pub mask_mod: Option<String>,
+    /// A change of the scores of your own, likewise, of s, as in
+    /// "array bias: f32[_, _] grad; s + bias[q, k]"; --backward writes the gradient as dbias
+    #[arg(long, value_name = "TEXT")]
+    pub score_mod: Option<String>,
+}
+
+impl ProgramArgs {
+    /// Both as one.
+    ///
+    /// # Errors
+    /// Texts that are no programs.
+    pub(crate) fn program(&self) -> Result<Option<Interned>, String> {
+        let Self { mask_mod, score_mod } = self.clone();
+        ModArgs { mask_mod, score_mod, ..ModArgs::default() }.program()
+    }
+}
+
 impl ModArgs {
     /// The programs of the flags as one.
     ///
@@ -37,7 +61,7 @@ impl ModArgs {
     /// Texts that are no programs, and flags that name no axis.
     pub(crate) fn program(&self) -> Result<Option<Interned>, String> {
         let mut texts = Vec::new();
-        let whole = |result: &str, text: &str| match text.contains('=') && text.contains(';') {
+        let whole = |result: &str, text: &str| match text.contains(';') {
             true => text.to_owned(),
             false => format!("{result} = {text};"),
         };

@@ -114,6 +114,8 @@ pub(crate) fn write(path: &Path, tensors: &[Tensor], metadata: &[(&str, &str)]) 
             "BF16" => Dtype::BF16,
             "I32" => Dtype::I32,
             "I64" => Dtype::I64,
+            "U32" => Dtype::U32,
+            "BOOL" => Dtype::BOOL,
             other => panic!("no dtype {other} here"),
         };
         (*name, TensorView::new(dtype, shape.to_vec(), bytes).expect("a valid tensor"))
@@ -133,6 +135,8 @@ fn encode(dtype: &str, values: &[f64]) -> Vec<u8> {
         "BF16" => values.iter().flat_map(|v| bf16::from_f64(*v).to_le_bytes()).collect(),
         "I32" => values.iter().flat_map(|v| (*v as i32).to_le_bytes()).collect(),
         "I64" => values.iter().flat_map(|v| (*v as i64).to_le_bytes()).collect(),
+        "U32" => values.iter().flat_map(|v| (*v as u32).to_le_bytes()).collect(),
+        "BOOL" => values.iter().map(|v| u8::from(*v != 0.0)).collect(),
         other => panic!("no dtype {other} here"),
     }
 }

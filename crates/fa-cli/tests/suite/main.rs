@@ -17,6 +17,7 @@ mod no_threads;
 mod packed;
 mod page;
 mod plan;
+mod programs;
 mod prove;
 mod readme;
 mod records;

@@ -20,6 +20,9 @@ const MOST_HEAD_DIM: usize = 1 << 16;
 /// The largest offset of a mask with ALiBi: f32 has every integer up to it.
 const ALIBI_OFFSET: u64 = 1 << 24;
 
+/// The largest offset of a mask with a program.
+const PROGRAM_OFFSET: u64 = 1 << 30;
+
 impl Problem {
     /// Checks the relations between the fields. An empty batch and empty sequences are valid and give empty
     /// or zero outputs; in the limit on elements a length of 0 counts as 1.
@@ -70,13 +73,15 @@ impl Problem {
         Ok(())
     }
 
-    /// ALiBi's distances are exact in f32 as far as the offset goes.
+    /// ALiBi's distances are exact in f32 as far as the offset goes, and a program's `off` fits an i32.
     fn check_offset(&self) -> Result<(), ProblemError> {
         let offset = self.mask.offset;
-        if self.score.alibi.is_some() && offset.unsigned_abs() > ALIBI_OFFSET {
-            return Err(ProblemError::Offset { offset, limit: ALIBI_OFFSET });
+        let of_alibi = self.score.alibi.map(|_| ("ALiBi, whose distances are f32", ALIBI_OFFSET));
+        let of_program = self.score.program.map(|_| ("a program, whose `off` is i32", PROGRAM_OFFSET));
+        match of_alibi.or(of_program).filter(|(_, limit)| offset.unsigned_abs() > *limit) {
+            Some((what, limit)) => Err(ProblemError::Offset { offset, what, limit }),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// The outer lengths of a side's tensor: sequences and rows, 1 and all rows, or pages and rows of one.
@@ -177,6 +182,11 @@ mod tests {
         }
         refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
         refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
+        let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
+        let own = BASE.with_score(ScoreMod::NONE.with_program(Some(program)));
+        let moved = |offset| own.with_mask(Mask::CAUSAL.with_offset(offset));
+        assert_eq!(moved(-(1 << 30)).check(), Ok(()));
+        refused(moved((1 << 30) + 1), "query_offset = 1073741825 with a program");
         refused(BASE.with_lengths(Lengths::uniform(2, 1024, usize::MAX)), "k has");
         refused(
             BASE.with_lengths(Lengths::uniform(0, 1024, usize::MAX)),

@@ -35,14 +35,13 @@ pub enum ProblemError {
     /// Types that nothing computes together.
     #[error(transparent)]
     Types(#[from] TypesError),
-    /// ALiBi's distances would not be exact.
-    #[error(
-        "query_offset = {offset} with ALiBi: distances from the diagonal are f32, with offsets from -{limit} \
-         to {limit}"
-    )]
+    /// ALiBi's distances would not be exact, or a program's `off` overflow.
+    #[error("query_offset = {offset} with {what}: use an offset from -{limit} to {limit}")]
     Offset {
         /// The mask's offset.
         offset: i64,
+        /// What it counts in.
+        what: &'static str,
         /// The largest.
         limit: u64,
     },

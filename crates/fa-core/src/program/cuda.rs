@@ -150,8 +150,8 @@ impl Printer<'_> {
         }
         self.text.push_str(
             "\n    __device__ __forceinline__ Mods(const ProgramParams& params, int b, int h, int hk, \
-             int sq, int sk, int off)\n        : \
-             params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(off) {\n",
+             int sq, int sk, int aligned)\n        : \
+             params(params), b(b), h(h), hk(hk), sq(sq), sk(sk), off(aligned + params.offset) {\n",
         );
         self.makes(Rate::Tile);
         self.text.push_str("    }\n");

@@ -268,7 +268,7 @@ pub struct Point {
     pub sq: i32,
     /// Keys of the sequence.
     pub sk: i32,
-    /// What `off` is: `sk - sq` plus the offset of the queries.
+    /// What `off` is: `sk - sq` plus the mask's offset.
     pub off: i32,
 }
 
@@ -313,7 +313,7 @@ impl Program {
     fn values_in(&self, values: &mut Vec<Value>, inputs: &Inputs<'_>, point: &Point, precision: Precision) {
         values.clear();
         for &node in self.nodes() {
-            let value = self.value(node, &values, inputs, point, precision);
+            let value = self.value(node, values, inputs, point, precision);
             values.push(value);
         }
     }

@@ -109,7 +109,7 @@ pub enum Var {
     Sq,
     /// The sequence's keys.
     Sk,
-    /// `sk - sq`: a query is aligned with key `q + off`.
+    /// `sk - sq` plus the mask's offset: a query is aligned with key `q + off`.
     Off,
 }
 

@@ -278,7 +278,7 @@ impl<'a, R: Real> Head<'a, R> {
             softcap: problem.score.softcap.map(R::from_f64),
             slope: R::from_element(tensors.batch.slope(s, h)),
             sink: tensors.batch.sink(h).map(R::from_element),
-            program: OwnProgram::of::<R>(tensors.batch, s, h, kv, 0),
+            program: OwnProgram::of::<R>(tensors.batch, s, h, kv, problem.mask.offset),
             dlse: tensors
                 .batch
                 .dlse(s, h)

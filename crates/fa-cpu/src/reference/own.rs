@@ -56,7 +56,11 @@ impl<'a> OwnProgram<'a> {
             q: count(first_q),
             sq,
             sk,
-            off: sk - sq + offset as i32,
+            // The mask's offset counts from the queries of this part.
+            off: count(sequence.k.len)
+                .wrapping_sub(count(sequence.q.len))
+                .wrapping_add(offset as i32)
+                .wrapping_sub(count(first_q)),
             ..Point::default()
         };
         let precision = if size_of::<R>() == 4 { Precision::F32 } else { Precision::F64 };

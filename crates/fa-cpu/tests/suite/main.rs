@@ -34,6 +34,7 @@ mod layers;
 mod millions;
 mod parts;
 mod pitfalls;
+mod programs;
 mod strides;
 mod tiled;
 mod varied;

@@ -334,6 +334,12 @@ fn slopes_and_sinks_go_with_their_heads() {
     assert!(refused.contains("gradients of sinks"), "{refused}");
     let ring = ShardPlan::new(&sinks, 2, Scheme::Ring, Layout::Zigzag).unwrap_err().to_string();
     assert!(ring.contains("sinks: use gather or ulysses"), "{ring}");
+    let program = fa_core::program::Program::parse("mask = (q - k) % 4 == 0;").unwrap().intern().unwrap();
+    let own = square.with_score(square.score.with_program(Some(program)));
+    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
+        let refused = ShardPlan::new(&own, 2, scheme, Layout::Zigzag).unwrap_err().to_string();
+        assert!(refused.contains("a program of masks or scores: use one GPU"), "{refused}");
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 // index. A CTA owns 64 queries by 64 keys of the array, recomputes S and dP for each tile that reads them, and
 // sums in registers, always in the same order: no atomics.
 #pragma once
+#include "attn/block_map.cuh"
 #include "attn/block_range.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/programs.cuh"
@@ -54,6 +55,27 @@ struct Shared {
         return own ? Shared{index, index + 1} : Shared{0, count};
     }
 };
+
+// Whether the program's mask hides every pair of a tile, by the states of the main kernel's tiles that it lies
+// in.
+template <auto C, class Params>
+__device__ __forceinline__ bool hides_tile(const Params& params, int batch, int head, int first_query,
+                                           int first_key) {
+    const BlockMapParams& map = map_of(params);
+    const int own_batch = map.batches == 1 ? 0 : batch, own_head = map.heads == 1 ? 0 : head / map.head_group;
+    const u32* const states =
+        map.tiles + (i64(own_batch) * map.heads + own_head) * map.rows * map.columns;
+    const int last_row = min((first_query + kArrayTile - 1) / C.tile_m, map.rows - 1);
+    const int last_column = min((first_key + kArrayTile - 1) / C.tile_n, map.columns - 1);
+#pragma unroll 1
+    for (int row = first_query / C.tile_m; row <= last_row; ++row) {
+#pragma unroll 1
+        for (int column = first_key / C.tile_n; column <= last_column; ++column) {
+            if ((states[i64(row) * map.columns + column] & kTileSeen) != 0) return false;
+        }
+    }
+    return true;
+}
 
 // Slope: the score's derivative by the element.
 template <auto C, ArrayRules R, class Slope>
@@ -116,6 +138,9 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                 for (int n_block = max(n_blocks.begin, range.begin); n_block < min(n_blocks.end, range.end);
                      ++n_block) {
                     const int first_key = n_block * kArrayTile;
+                    if constexpr (kMaskProgram) {
+                        if (hides_tile<C>(params, batch, head, first_query, first_key)) continue;
+                    }
                     auto copy = [&](auto tile, const u8* buffer, const ConstTensor& tensor, int of_head,
                                     int offset, int first, int count, int columns) {
                         using Tile = decltype(tile);

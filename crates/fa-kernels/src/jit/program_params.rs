@@ -58,6 +58,8 @@ param_struct! {
         pub arrays: [ProgramArray; 8],
         /// The scalars, by their bits.
         pub scalars: [u32; 8],
+        /// The mask's offset, which `off` counts in.
+        pub offset: i32,
     }
 }
 

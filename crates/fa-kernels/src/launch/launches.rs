@@ -180,6 +180,8 @@ pub struct Launches {
     pub plan_bytes: usize,
     /// The program, whose arrays and scalars calls bring.
     pub(crate) program: Option<Interned>,
+    /// The mask's offset, which a program's `off` counts in.
+    pub(crate) mask_offset: i32,
     /// The arrays whose gradients are computed; backward only.
     pub(crate) gradients: Vec<ArrayGradient>,
 }
@@ -265,7 +267,7 @@ impl Launches {
             tma_do: tma(3),
             ..at.extras.varlen(params)
         };
-        let program = at.extras.program.unwrap_or_default().params();
+        let program = at.extras.program.unwrap_or_default().params(self.mask_offset);
         let map = |own: BlockMapParams| BlockMapParams {
             lists: words(parts.map_lists),
             tiles: words(parts.map_tiles),

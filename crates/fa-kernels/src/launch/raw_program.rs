@@ -35,15 +35,15 @@ impl RawProgram {
         ArrayGradientParams { to: self.gradients.map(MutF32Ptr) }
     }
 
-    /// Their parameters.
-    pub(crate) fn params(&self) -> ProgramParams {
+    /// Their parameters, with the offset of the mask that the program joins.
+    pub(crate) fn params(&self, offset: i32) -> ProgramParams {
         let array = |RawArray { address, strides, extents }| ProgramArray {
             data: ConstPtr(address),
             strides,
             extents,
         };
         let RawProgram { arrays, scalars, .. } = *self;
-        ProgramParams { arrays: arrays.map(array), scalars }
+        ProgramParams { arrays: arrays.map(array), scalars, offset }
     }
 }
 

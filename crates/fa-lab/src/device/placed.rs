@@ -86,9 +86,16 @@ pub fn place_forward<T: Half>(
     Ok(PlacedForward { tensors, sequences: Some(inputs.sequences.clone()), heads_q })
 }
 
-/// The arrays and scalars of the problem's program on the GPU.
+/// The arrays and scalars of the problem's program on the GPU, with room for the gradients of those that have
+/// one, which holds NaN.
 fn program<T: Half>(stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<Option<DeviceProgram>, Error> {
-    inputs.program().map(|program| DeviceProgram::upload(stream, &program)).transpose()
+    let (Some(given), Some(own)) = (inputs.program(), inputs.problem.score.program) else { return Ok(None) };
+    let mut placed = DeviceProgram::upload(stream, &given)?;
+    placed.want_gradients(stream, &own)?;
+    for gradient in placed.gradients.iter_mut().flatten() {
+        fill_with_nan(stream, gradient)?;
+    }
+    Ok(Some(placed))
 }
 
 /// Another copy of Q, K and V on the GPU, placed as [`place_forward`] places them.
@@ -350,10 +357,16 @@ impl<T: Half> PlacedBackward<T> {
     /// # Errors
     /// [`Error::Driver`], also for errors on the GPU meanwhile.
     pub fn read(&self, forward: &PlacedForward<T>, stream: &Arc<CudaStream>) -> Result<Gradients<T>, Error> {
-        let Some(Sequences { q, k }) = &forward.sequences else {
-            return self.tensors.read(stream).map(Gradients::from);
-        };
         let read = doing("copying from the GPU");
+        let mut darrays = Vec::new();
+        for gradient in forward.tensors.extras.program.iter().flat_map(|program| &program.gradients) {
+            let own = gradient.as_ref().map(|own| stream.clone_dtoh(own)).transpose();
+            darrays.push(own.map_err(&read)?.unwrap_or_default());
+        }
+        let Some(Sequences { q, k }) = &forward.sequences else {
+            let found = Gradients::from(self.tensors.read(stream)?);
+            return Ok(Gradients { darrays, ..found });
+        };
         let DeviceBackward { dq, dk, dv, dsinks, .. } = &self.tensors;
         let mut strays = 0;
         let mut values = [Vec::new(), Vec::new(), Vec::new()];
@@ -367,6 +380,6 @@ impl<T: Half> PlacedBackward<T> {
             Some(dsinks) => stream.clone_dtoh(dsinks).map_err(&read)?,
             None => Vec::new(),
         };
-        Ok(Gradients { values, strays, dsinks })
+        Ok(Gradients { values, strays, dsinks, darrays })
     }
 }

@@ -6,6 +6,7 @@ use fa_core::{Dtype, Lengths, Mask, Pass, Types};
 
 use super::case::{Action, BASE, Case, Extent, MASKS, Values, case};
 use super::library::library;
+use super::programs::array_gradients;
 
 /// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads for
 /// long sequences and fewer columns for the longest, where the oracle takes seconds for the gradients of a
@@ -68,6 +69,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
         let problem = wide.with_mask(Mask::FULL);
         cases.push(Case { pass: pass(false), ..case("sizes", problem) });
     }
+    cases.extend(array_gradients(repeat));
     // Many query heads on one K/V head and few tiles of keys: heads are split over blocks.
     for (heads_q, heads_kv) in [(16, 1), (64, 2)] {
         for mask in MASKS {

@@ -1,7 +1,7 @@
 //! Masks and changes of scores of the caller's own: those that have a face of their own, and formulas.
 
 use fa_core::program::Program;
-use fa_core::{Lengths, Mask, Problem, ScoreMod, Types};
+use fa_core::{Lengths, Mask, Pass, Problem, ScoreMod, Types};
 
 use super::case::{Action, BASE, Case, DTYPES, case, case_of};
 use super::paged::pages_of;
@@ -63,6 +63,47 @@ pub(super) fn programs(repeat: usize) -> Vec<Case> {
 
 fn of(index: usize) -> Problem {
     BASE.with_head_dims(64, 64).with_mask(Mask::FULL).with_score(score(PROGRAMS[index].1))
+}
+
+/// Gradients of arrays, whose text and heads these are: by what a bias is broadcast over, with masks that leave
+/// tiles empty, and of a change that is not additive.
+const GRADIENTS: [(&str, &str, (usize, usize)); 7] = [
+    ("dbias", "array bias: bf16[_, _, _, _] grad; score = s + bias[b, h, q, k];", (4, 4)),
+    ("dbias of heads", "array bias: f32[_, _, _] grad; score = s + bias[h, q, k];", (6, 2)),
+    ("dbias of pairs", "array bias: f16[_, _] grad; score = s + bias[q, k];", (4, 1)),
+    ("dbias of keys", "array bias: f32[_, _] grad; score = s + bias[b, k];", (4, 4)),
+    (
+        "dbias of queries",
+        "array bias: f32[_, _] grad; mask = k % 3 != 1; score = 2.0 * s + bias[hk, q];",
+        (6, 2),
+    ),
+    ("dgain", "array gain: f32[_] grad; score = s * gain[h];", (4, 2)),
+    (
+        "masked dbias",
+        "array bias: bf16[_, _, _] grad; mask = q // 96 == k // 96; score = s + bias[h, q, k];",
+        (2, 2),
+    ),
+];
+
+/// The gradients of arrays.
+pub(super) fn array_gradients(repeat: usize) -> Vec<Case> {
+    let lengths = [(200, 333), (256, 256), (130, 77)];
+    let dims = [(64, 64), (128, 128), (96, 96)];
+    let mut cases = Vec::new();
+    for (turn, (what, text, (heads_q, heads_kv))) in GRADIENTS.into_iter().enumerate() {
+        let ((seqlen_q, seqlen_k), (head_dim, head_dim_v)) = (lengths[turn % 3], dims[turn % 3]);
+        let problem = BASE
+            .with_lengths(Lengths::uniform(2, seqlen_q, seqlen_k))
+            .with_heads(heads_q, heads_kv)
+            .with_head_dims(head_dim, head_dim_v)
+            .with_mask(if turn % 2 == 0 { Mask::CAUSAL } else { Mask::FULL })
+            .with_types(Types::same(DTYPES[turn % 2]))
+            .with_score(score(text));
+        let pass = Pass::Backward { deterministic: turn % 3 == 0 };
+        let action = if turn == 3 { Action::Repeat(repeat) } else { Action::Once };
+        cases.push(Case { action, what, pass, ..case("programs", problem) });
+    }
+    cases
 }
 
 /// Of lengths on the device: packed, in pages, and divided among CTAs.

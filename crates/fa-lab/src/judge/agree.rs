@@ -4,7 +4,7 @@
 use fa_attn::device::{DeviceOutput, shapes};
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::reference::low_precision;
-use fa_cpu::{OwnedExtras, TensorRef};
+use fa_cpu::{Arguments, OwnedExtras, TensorRef};
 use half::bf16;
 
 use super::forward::Oracle;
@@ -18,15 +18,17 @@ use crate::tensors::{Inputs, dout_placement, random_dout};
 pub(super) fn low_precision_gradients(inputs: &Inputs<bf16>, dout: &[bf16]) -> Gradients<bf16> {
     let [q, k, v, out] = shapes(&inputs.problem);
     let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
-    let low = low_precision::backward(
+    let program = inputs.program();
+    let low = low_precision::backward_extras(
         &inputs.problem,
+        Arguments { program: program.as_ref(), ..Arguments::default() },
         &view("q", &inputs.values[0], q),
         &view("k", &inputs.values[1], k),
         &view("v", &inputs.values[2], v),
         &view("dout", dout, out),
     )
     .unwrap();
-    Gradients { values: [low.dq, low.dk, low.dv], strays: 0, dsinks: Vec::new() }
+    Gradients { values: [low.dq, low.dk, low.dv], strays: 0, dsinks: low.dsinks, darrays: low.darrays }
 }
 
 /// Cases that a test can afford, of every group.
@@ -107,7 +109,7 @@ fn gradients_of_whole_batches_pass_the_oracles_of_single_heads() {
             .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
         let [p, r, s, _] = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements();
         let values = [load(found.dq, of_q, &p).0, load(found.dk, of_k, &r).0, load(found.dv, of_k, &s).0];
-        let mut gradients = Gradients { values, strays: 0, dsinks: found.dsinks };
+        let mut gradients = Gradients { values, strays: 0, dsinks: found.dsinks, darrays: found.darrays };
         let oracle = GradientOracle::new(&inputs, &dout, case.seed()).expect("inputs that fit");
         let judged = oracle.judge(&inputs, &dout, &gradients).expect("gradients that fit");
         assert!(judged.passed, "{}: {}", case.name(), judged.detail);

@@ -13,6 +13,7 @@ use fa_cpu::reference::{
 use fa_cpu::{Arguments, CpuError, Extras, TensorRef, Within};
 use rayon::prelude::*;
 
+use super::arrays::{self, ArrayGradients, Arrays};
 use super::forward::Judgement;
 use super::heads::{part, part_of};
 use super::rows::extras;
@@ -36,8 +37,10 @@ pub struct GradientOracle<T> {
     /// The first draw of [`HELD_AT`], within whose tolerance nearly every kernel is.
     low: [Vec<T>; 3],
     /// The worst of all draws, where the first has not been enough.
-    worst: OnceLock<[Vec<T>; 3]>,
+    worst: OnceLock<([Vec<T>; 3], Arrays)>,
     noise: [f64; 3],
+    /// Of the program's arrays, where there are any and every head is computed.
+    arrays: Option<ArrayGradients>,
     /// Of sinks, where there are any and every head is computed.
     sinks: Option<SinkGradients>,
 }
@@ -73,19 +76,29 @@ impl<T: Half> GradientOracle<T> {
             low: Default::default(),
             worst: OnceLock::new(),
             noise: [0.0; 3],
+            arrays: None,
             sinks: None,
         };
+        let mut of_arrays = ArrayGradients::default();
         for (exact, low) in computed {
             let noise = [exact.dq_noise, exact.dk_noise, exact.dv_noise];
             for (i, values) in [exact.dq, exact.dk, exact.dv].into_iter().enumerate() {
                 oracle.exact[i].extend(values);
                 oracle.noise[i] = oracle.noise[i].max(noise[i]);
             }
+            let (low, low_arrays) = low;
             for (i, values) in low.into_iter().enumerate() {
                 oracle.low[i].extend(values);
             }
+            of_arrays.noise.resize(exact.darrays.len(), 0.0);
+            of_arrays.noise.iter_mut().zip(exact.darrays_noise).for_each(|(sum, own)| *sum += own);
+            arrays::add(&mut of_arrays.exact, exact.darrays);
+            arrays::add(&mut of_arrays.low, low_arrays);
         }
         let all = oracle.heads.len() == inputs.sequences.count() * inputs.problem.heads_kv;
+        if of_arrays.exact.iter().any(|own| !own.is_empty()) && all {
+            oracle.arrays = Some(of_arrays);
+        }
         if inputs.problem.score.sinks && all {
             oracle.sinks = Some(SinkGradients::new(inputs, dout)?);
         }
@@ -105,23 +118,29 @@ impl<T: Half> GradientOracle<T> {
     }
 
     /// Of each element the draw that is farthest from the exact value.
-    fn worst(&self, inputs: &Inputs<T>, dout: &[T]) -> Result<&[Vec<T>; 3], CpuError> {
+    fn worst(&self, inputs: &Inputs<T>, dout: &[T]) -> Result<&([Vec<T>; 3], Arrays), CpuError> {
         if let Some(known) = self.worst.get() {
             return Ok(known);
         }
         let mut worst = self.low.clone();
+        let mut worst_arrays = self.arrays.as_ref().map_or_else(Vec::new, |arrays| arrays.low.clone());
         for held in &HELD_AT[1..] {
-            let draws: Vec<[Vec<T>; 3]> = self
+            let draws: Vec<([Vec<T>; 3], Arrays)> = self
                 .heads
                 .par_iter()
                 .map(|&head| Head::of(inputs, dout, head)?.low(*held))
                 .collect::<Result<_, CpuError>>()?;
             for (i, worst) in worst.iter_mut().enumerate() {
-                let draw: Vec<T> = draws.iter().flat_map(|draw| &draw[i]).copied().collect();
+                let draw: Vec<T> = draws.iter().flat_map(|(draw, _)| &draw[i]).copied().collect();
                 low_precision::keep_farther(worst, &draw, &self.exact[i])?;
             }
+            if let Some(arrays) = &self.arrays {
+                let mut sums = Vec::new();
+                draws.into_iter().for_each(|(_, draw)| arrays::add(&mut sums, draw));
+                arrays.keep_farther(&mut worst_arrays, &sums)?;
+            }
         }
-        Ok(self.worst.get_or_init(|| worst))
+        Ok(self.worst.get_or_init(|| (worst, worst_arrays)))
     }
 
     /// Compares the gradients of a backward: the chosen heads by the rule of [`compare`]. All others must be
@@ -157,7 +176,7 @@ impl<T: Half> GradientOracle<T> {
             };
             let mut found = compare(&self.low[i])?;
             if found.verdict != Verdict::Pass {
-                found = compare(&self.worst(inputs, dout)?[i])?;
+                found = compare(&self.worst(inputs, dout)?.0[i])?;
             }
             if found.verdict != Verdict::Pass {
                 let at = found.first_mismatch.or(found.worst).map(|[_, row, head, column]| {
@@ -175,6 +194,24 @@ impl<T: Half> GradientOracle<T> {
                 .position_first(|row| row.iter().any(|x| x.to_f32().is_nan()));
             if let Some(row) = missing {
                 faults.push(format!("{} holds NaN in row {row} of [rows, heads]: not written", NAMES[i]));
+            }
+        }
+        if let (Some(arrays), Some(program)) = (&self.arrays, problem.score.program) {
+            for (slot, decl) in program.arrays().iter().enumerate() {
+                let of = |low| arrays.compare(slot, problem.types.q, &gradients.darrays, low);
+                let Some(mut found) = of(&arrays.low)? else { continue };
+                if found.verdict != Verdict::Pass {
+                    found = of(&self.worst(inputs, dout)?.1)?.unwrap_or(found);
+                }
+                let ratio = found.max_abs / found.tolerance;
+                worst = worst.max(if ratio.is_finite() { ratio } else { 0.0 });
+                match found.verdict {
+                    Verdict::Pass => figures
+                        .push(format!("d{} {:.2e} of {:.2e}", decl.name, found.max_abs, found.tolerance)),
+                    Verdict::NonFiniteMismatch | Verdict::TooFar => {
+                        faults.push(format!("d{}: {found}", decl.name))
+                    }
+                }
             }
         }
         if let Some(sinks) = &self.sinks {
@@ -291,13 +328,13 @@ impl<'a, T: Half> Head<'a, T> {
 
     fn exact(&self) -> Result<reference::Gradients, CpuError> {
         let Head { problem, q, k, v, dout, .. } = self;
-        reference::backward_extras(problem, &self.arguments(), q, k, v, dout)
+        reference::backward_extras(problem, self.arguments(), q, k, v, dout)
     }
 
-    fn low(&self, held: f32) -> Result<[Vec<T>; 3], CpuError> {
+    fn low(&self, held: f32) -> Result<([Vec<T>; 3], Arrays), CpuError> {
         let Head { problem, q, k, v, dout, .. } = self;
-        let low = low_precision::backward_extras_held_at(problem, &self.arguments(), q, k, v, dout, held)?;
-        Ok([low.dq, low.dk, low.dv])
+        let low = low_precision::backward_extras_held_at(problem, self.arguments(), q, k, v, dout, held)?;
+        Ok(([low.dq, low.dk, low.dv], low.darrays))
     }
 }
 
@@ -346,10 +383,34 @@ mod tests {
         }
     }
 
+    #[test]
+    fn gradients_of_arrays_are_judged_by_the_sums_over_heads() {
+        let text = "array t: bf16[_, _] grad; array u: i32[_]; mask = k != u[q]; score = s + t[h, k];";
+        let program = program::Program::parse(text).unwrap().intern().unwrap();
+        let problem = Problem::square(2, 37, 6, 16, Mask::CAUSAL, Dtype::Bf16)
+            .with_heads_kv(2)
+            .with_score(fa_core::ScoreMod::NONE.with_program(Some(program)));
+        let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
+        let dout = random_dout::<bf16>(&inputs, 5);
+        let oracle = GradientOracle::new(&inputs, &dout, 1).unwrap();
+        let good = low_precision_gradients(&inputs, &dout);
+        assert_eq!(good.darrays.iter().map(Vec::len).collect::<Vec<_>>(), [6 * 37, 0]);
+        let found = oracle.judge(&inputs, &dout, &good).unwrap();
+        assert!(found.passed && found.detail.contains("dt "), "{}", found.detail);
+        for wrong in [2.0, f32::NAN] {
+            let mut bad = good.clone();
+            bad.darrays[0][100] += wrong;
+            let found = oracle.judge(&inputs, &dout, &bad).unwrap();
+            assert!(!found.passed && found.detail.contains("dt: "), "{}", found.detail);
+        }
+        let missing = Gradients { darrays: Vec::new(), ..good };
+        assert!(oracle.judge(&inputs, &dout, &missing).is_err());
+    }
+
     /// Failures are judged by the worst of all draws, which is never nearer than the first, and somewhere
     /// farther except in dV, which does not depend on O.
     fn assert_farther(oracle: &GradientOracle<bf16>, tensor: usize) {
-        let worst = &oracle.worst.get().expect("it failed by the first draw")[tensor];
+        let worst = &oracle.worst.get().expect("it failed by the first draw").0[tensor];
         let off = |value: bf16, exact: f64| (value.to_f64() - exact).abs();
         let both = worst.iter().zip(&oracle.low[tensor]).zip(&oracle.exact[tensor]);
         let further: Vec<f64> = both.map(|((&w, &l), &exact)| off(w, exact) - off(l, exact)).collect();

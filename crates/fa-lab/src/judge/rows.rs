@@ -75,8 +75,8 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
         },
     };
     Ok((
-        reference::forward_extras(&of_rows, &arguments, &q, &k, &v)?,
-        low_precision::forward_extras(&of_rows, &arguments, &q, &k, &v)?,
+        reference::forward_extras(&of_rows, arguments, &q, &k, &v)?,
+        low_precision::forward_extras(&of_rows, arguments, &q, &k, &v)?,
     ))
 }
 

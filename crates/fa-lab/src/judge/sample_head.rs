@@ -78,7 +78,7 @@ impl SampleHead {
         let mut lse = vec![0.0; check::lse_len(&own)];
         let mut written = TensorMut::packed("out", &mut out, out_shape, TensorLayout::Bshd)?;
         let options = tiled::Options::default();
-        tiled::forward_extras(options, &own, &arguments, &q, &k, &v, &mut written, Some(&mut lse))?;
+        tiled::forward_extras(options, &own, arguments, &q, &k, &v, &mut written, Some(&mut lse))?;
         if let Some(sinks) = inputs.mods.sinks_of(&problem, heads) {
             add_sinks(sinks, head_dim_v, &mut out, &mut lse);
         }
@@ -89,7 +89,7 @@ impl SampleHead {
         let (mut dq, mut dk, mut dv) =
             (room("dq", dq, q_shape)?, room("dk", dk, k_shape)?, room("dv", dv, v_shape)?);
         let from = BackwardInputs { q, k, v, out, lse: &lse, dout };
-        tiled::backward_extras(options, &own, &arguments, &from, &mut dq, &mut dk, &mut dv, None)?;
+        tiled::backward_extras(options, &own, arguments, &from, &mut dq, &mut dk, &mut dv, None)?;
         let gradients = found.map(|values| values.into_iter().map(f64::from).collect());
         Ok(SampleHead { problem, sequences, batch, gradients })
     }

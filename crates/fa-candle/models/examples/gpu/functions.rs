@@ -20,6 +20,10 @@ struct Given {
     lengths: Tensor,
     table: Tensor,
     weights: Tensor,
+    /// u8 `(2, 1, 192, 192)`, with a row that sees no key.
+    mask: Tensor,
+    /// `(1, 8, 192, 192)`, of the type of Q.
+    bias: Var,
 }
 
 /// Sequences of the packed cases, and rows of each.
@@ -39,6 +43,8 @@ impl Given {
         let var = |x: Tensor| Var::from_tensor(&x);
         let cpu = &Device::Cpu;
         let pages: Vec<u32> = (0..4 * 9).map(|i| (i * 7 + 3) % 40).collect();
+        let sees = |at: usize| u8::from(at / 192 % 192 != 5 && !(at * at / 7).is_multiple_of(5));
+        let seen: Vec<u8> = (0..2 * 192 * 192).map(sees).collect();
         Ok(Given {
             q: var(of(&[2, 192, 8, dim])?)?,
             k: var(of(&[2, 192, heads_kv, dim])?)?,
@@ -49,6 +55,8 @@ impl Given {
             lengths: Tensor::new(&[150u32, 33], cpu)?,
             table: Tensor::from_vec(pages, (4, 9), cpu)?,
             weights: of(&[2, 192, 8, dim])?,
+            mask: Tensor::from_vec(seen, (2, 1, 192, 192), cpu)?,
+            bias: var(of(&[1, 8, 192, 192])?)?,
         })
     }
 
@@ -65,6 +73,8 @@ impl Given {
             lengths: self.lengths.to_device(device)?,
             table: self.table.to_device(device)?,
             weights: there(&self.weights)?,
+            mask: self.mask.to_device(device)?,
+            bias: var(&self.bias)?,
         })
     }
 
@@ -100,7 +110,7 @@ impl Given {
     }
 }
 
-const CASES: [Case; 17] = [
+const CASES: [Case; 22] = [
     ("flash_attn", |x| {
         let [q, k, v] = x.padded();
         x.with_gradients(flash_attn(q, k, v, SCALE, false)?, false)
@@ -206,6 +216,26 @@ const CASES: [Case; 17] = [
         let rows = Rows::Padded { used_q: None, used_k: Some(&x.lengths) };
         let (out, lse) = attention_with_lse(&q, k, v, &Options::causal(SCALE).with_rows(rows))?;
         Ok(vec![out.detach(), lse])
+    }),
+    ("mask", |x| x.options(Options::full(SCALE).with_mask(Some(&x.mask)))),
+    ("mask that is added", |x| {
+        let mask = (x.mask.to_dtype(DType::F32)?.log()?.narrow(0, 0, 1)?).broadcast_as((2, 8, 192, 192))?;
+        x.options(Options::causal(SCALE).with_mask(Some(&mask)).with_sinks(Some(&x.sinks)))
+    }),
+    ("bias", |x| {
+        x.options(Options::causal(SCALE).with_mask(Some(&x.mask)).with_bias(Some(&x.bias.detach())))
+    }),
+    ("bias' gradient", |x| {
+        let out = attention(&x.q, &x.k, &x.v, &Options::full(SCALE).with_bias(Some(&x.bias)))?;
+        let loss = (&out * &x.weights)?.to_dtype(DType::F32)?.sum_all()?;
+        let dbias = loss.backward()?.get(&x.bias).cloned();
+        Ok(vec![out, dbias.ok_or_else(|| candle_core::Error::msg("no gradient"))?])
+    }),
+    ("program", |x| {
+        let text = "array slope: f32[_]; scalar w: i32; let distance = q + off - k;
+                    mask = 0 <= distance < w; score = s - slope[h] * distance;";
+        let program = Program::new(text)?.with_array("slope", &x.slopes).with_scalar("w", 70);
+        x.options(Options::full(SCALE).with_program(Some(&program)))
     }),
 ];
 

@@ -25,7 +25,8 @@ pub(crate) struct Reference {
 /// # Errors
 /// Inputs that do not fit their problem.
 pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<References, fa_attn::Error> {
-    let (problem, extras) = (&inputs.problem, &inputs.sides.extras());
+    let program = inputs.program();
+    let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
     let [q, k, v] = inputs.views()?;
     let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
     let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
@@ -56,7 +57,8 @@ pub(crate) fn hold_to_worst<T: Element + Stored>(
     references: &mut References,
 ) -> Result<(), fa_attn::Error> {
     let Some(dout) = inputs.dout_view()? else { return Ok(()) };
-    let (problem, extras) = (&inputs.problem, &inputs.sides.extras());
+    let program = inputs.program();
+    let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
     let [q, k, v] = inputs.views()?;
     let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
     let low = low_precision::backward_worst(problem, extras, &q, &k, &v, &dout, &exact)?;

@@ -98,7 +98,7 @@ pub(crate) struct PlanArgs {
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// GPUs: a process for each
-    #[arg(long, default_value_t = 2, value_parser = whole::<usize>)]
+    #[arg(long, default_value_t = 2, value_parser = gpus)]
     pub ranks: usize,
     /// Fewer shapes
     #[arg(long)]
@@ -107,8 +107,21 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     pub json: bool,
     /// Seconds after which ranks are ended, and so is a transfer that waits
-    #[arg(long, value_name = "S", default_value_t = 120, value_parser = whole::<u64>)]
+    #[arg(long, value_name = "S", default_value_t = 120, value_parser = seconds)]
     pub deadline: u64,
+}
+
+/// GPUs of one machine.
+fn gpus(text: &str) -> Result<usize, String> {
+    Some(whole::<usize>(text)?)
+        .filter(|count| (1..=64).contains(count))
+        .ok_or_else(|| "use 1 to 64".to_owned())
+}
+
+/// Seconds, up to a day.
+fn seconds(text: &str) -> Result<u64, String> {
+    let given = Some(whole::<u64>(text)?).filter(|seconds| (1..=86_400).contains(seconds));
+    given.ok_or_else(|| "use 1 to 86400, which is a day".to_owned())
 }
 
 /// A finite number above 0.

@@ -15,6 +15,11 @@ use super::jobs::{Answer, DEADLINE_VARIABLE, Job, benches, checks, endless, odd}
 use crate::term::failure::Verdict;
 use crate::term::output;
 
+/// Prints a line.
+fn line(text: &str) -> anyhow::Result<()> {
+    output::print(&format!("{text}\n"))
+}
+
 /// Ranks that are running.
 struct Ranks {
     children: Vec<Child>,
@@ -93,7 +98,7 @@ fn answers(
         };
         last = Instant::now();
         if args.json {
-            output::print(&serde_json::to_string(&answer)?)?;
+            line(&serde_json::to_string(&answer)?)?;
         }
         if let Some((variant, text)) = &answer.error {
             output::note(&format!("rank {} at job {}: {variant}: {text}", answer.rank, answer.job));
@@ -137,7 +142,7 @@ pub(super) fn check(args: &RunArgs) -> anyhow::Result<Verdict> {
         if args.json {
             return Ok(());
         }
-        output::print(&format!(
+        line(&format!(
             "{} {:<28} {:<8} bits of one GPU: {:<5} same again: {:<5} O {:.1e} dQ {:.1e} dK {:.1e} dV {:.1e}",
             if passed { "pass" } else { "FAIL" },
             shape(job),
@@ -150,8 +155,11 @@ pub(super) fn check(args: &RunArgs) -> anyhow::Result<Verdict> {
             worst(3),
         ))
     })?;
+    if !whole {
+        return Ok(Verdict::Bad);
+    }
     let faults = args.ranks < 2 || (killed(args)? & disagreeing(args)?);
-    Ok(if whole && good && faults { Verdict::Good } else { Verdict::Bad })
+    Ok(if good && faults { Verdict::Good } else { Verdict::Bad })
 }
 
 /// What survivors say of a rank that is killed: that it is lost, in time.
@@ -184,7 +192,7 @@ fn killed(args: &RunArgs) -> anyhow::Result<bool> {
             told += 1;
             let after = begun.elapsed().as_secs_f64();
             let verdict = if named { "pass" } else { "FAIL" };
-            output::print(&format!(
+            line(&format!(
                 "{verdict} rank {last} killed under {}: rank {} says after {after:.2} s: {text}",
                 scheme.name(),
                 answer.rank
@@ -206,7 +214,7 @@ fn disagreeing(args: &RunArgs) -> anyhow::Result<bool> {
         good &= mismatch;
         let verdict = if mismatch { "pass" } else { "FAIL" };
         let text = answer.error.map_or("no error".to_owned(), |(variant, _)| variant);
-        output::print(&format!("{verdict} ranks with other shapes: rank {} says {text}", answer.rank))?;
+        line(&format!("{verdict} ranks with other shapes: rank {} says {text}", answer.rank))?;
     }
     Ok(good)
 }
@@ -220,7 +228,7 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
             return Ok(());
         }
         if std::mem::take(&mut header) {
-            output::print(&format!(
+            line(&format!(
                 "{:<30} {:<8} {:<4} {:>11} {:>11} {:>7} {:>9} {:>9}",
                 "shape", "scheme", "pass", "1 GPU ms", "ms", "times", "per GPU", "MB own"
             ))?;
@@ -235,7 +243,7 @@ pub(super) fn bench(args: &RunArgs) -> anyhow::Result<Verdict> {
                 continue;
             }
             let memory = found.iter().map(|answer| answer.memory).max().unwrap_or(0);
-            output::print(&format!(
+            line(&format!(
                 "{:<30} {:<8} {:<4} {:>11.4} {:>11.4} {:>7.2} {:>8.1}% {:>9.0}",
                 shape(job),
                 job.scheme.name(),

@@ -44,7 +44,7 @@ pub(super) fn plan(args: &PlanArgs) -> anyhow::Result<Verdict> {
     }
     match args.json {
         true => output::print_json(&rows)?,
-        false => output::print(text.trim_end())?,
+        false => output::print(&format!("{}\n", text.trim_end()))?,
     }
     Ok(if fits { Verdict::Good } else { Verdict::Bad })
 }
