@@ -8,7 +8,6 @@ from torch.autograd import forward_ad
 from ._core import InputError, UnsupportedError
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
 from ._torch_caches import run_append
-from ._torch_flops import count_operations
 from ._torch_memory import (
     FLOAT,
     check_tensor,
@@ -181,8 +180,6 @@ def _one_by_one(operator):
 
     return rule
 
-
-count_operations()
 
 for _operator in (_forward_operator, _backward_operator):
     # torch 2.5 and newer.

@@ -581,7 +581,7 @@ def _div(recorder, a, b, rounding_mode=None):
 
 def _divisor(recorder, x):
     """A divisor that the language takes: a positive constant, a scalar, or what is at least 1."""
-    if x.fixed and x.scalars and not x.name.startswith("n"):
+    if x.fixed and x.scalars and x.name not in recorder.scalars:
         raise NeedsConstant(x.scalars)
     if x.fixed and x.value is not None and x.value <= 0:
         if x.scalars:
