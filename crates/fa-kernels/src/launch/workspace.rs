@@ -60,6 +60,9 @@ pub struct Workspace {
     pub map_tiles: Option<Part>,
 }
 
+/// Bytes of a forward's counters, at the beginning of its workspace.
+const COUNTERS: usize = 8;
+
 /// Memory that a forward needs besides its tensors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ForwardParts {
@@ -85,10 +88,10 @@ impl Workspace {
 
     fn forward_parts(parts: ForwardParts) -> Option<Workspace> {
         let ForwardParts { draws_tiles, plan, rows, columns } = parts;
-        let tile_counter = draws_tiles.then_some(Part { offset: 0, bytes: 8 });
+        let tile_counter = draws_tiles.then_some(Part { offset: 0, bytes: COUNTERS });
         // The space of the counters is reserved, with or without counters: kernels may take turns at one
         // workspace.
-        let mut end = if draws_tiles || plan > 0 || rows > 0 { 8usize } else { 0 };
+        let mut end = if draws_tiles || plan > 0 || rows > 0 { COUNTERS } else { 0 };
         let mut part = |bytes: usize| -> Option<Option<Part>> {
             if bytes == 0 {
                 return Some(None);
@@ -100,7 +103,7 @@ impl Workspace {
         let plan = part(plan)?;
         let lse_partial = part(rows.checked_mul(4)?)?;
         let out_partial = part(rows.checked_mul(columns)?.checked_mul(4)?)?;
-        let align = if end > 8 { 16 } else { 4 };
+        let align = if end > COUNTERS { 16 } else { 4 };
         Some(Workspace {
             bytes: end,
             align,
@@ -141,6 +144,8 @@ impl Workspace {
     /// [`Error::TooLong`] when it is then larger than the address space.
     pub(crate) fn add_map(&mut self, lists: usize, tiles: usize) -> Result<(), Error> {
         self.align = self.align.max(16);
+        // Forwards take turns at one workspace: the counters of others stay zero.
+        self.bytes = self.bytes.max(COUNTERS);
         self.map_lists = Some(self.add(lists)?);
         self.map_tiles = if tiles > 0 { Some(self.add(tiles)?) } else { None };
         Ok(())
@@ -232,6 +237,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_map_leaves_the_counters_of_other_forwards_alone() {
+        for draws_tiles in [false, true] {
+            let mut own =
+                Workspace::forward(ForwardParts { draws_tiles, ..ForwardParts::default() }).unwrap();
+            own.add_map(1000, 0).unwrap();
+            assert!(own.map_lists.unwrap().offset >= COUNTERS);
+        }
+    }
 
     #[test]
     fn the_workspace_holds_the_parts_that_the_kernel_needs() {
