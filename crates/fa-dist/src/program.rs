@@ -1,6 +1,6 @@
 //! What a rank does, as data: transfers, products and sums over named buffers.
 //!
-//! The program of a rank is made once. The CPU and a GPU interpret the same steps ([`crate::run`]), the cost
+//! The program of a rank is made once. The CPU and a GPU interpret the same steps (`run.rs`), the cost
 //! model simulates them ([`crate::cost`]), and the tests of this crate execute them on sets of (query, key)
 //! pairs.
 

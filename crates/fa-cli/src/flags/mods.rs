@@ -34,11 +34,11 @@ pub(crate) struct ModArgs {
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ProgramArgs {
     /// A mask of your own, as an expression of b, h, q, k, sq, sk, off and of arrays and scalars, which are
-    /// the file's tensors of their names, as in "array last: i32[_]; k < last[q]"; see docs/programs.md
+    /// the file's tensors of their names, as in `array last: i32[_]; k < last[q]`; see docs/programs.md
     #[arg(long, value_name = "TEXT")]
     pub mask_mod: Option<String>,
     /// A change of the scores of your own, likewise, of s, as in
-    /// "array bias: f32[_, _] grad; s + bias[q, k]"; --backward writes the gradient as dbias
+    /// `array bias: f32[_, _] grad; s + bias[q, k]`; --backward writes the gradient as dbias
     #[arg(long, value_name = "TEXT")]
     pub score_mod: Option<String>,
 }

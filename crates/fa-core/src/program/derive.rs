@@ -12,7 +12,7 @@ use super::types::{Type, Var};
 /// The derivative of the score by one load of an array that wants a gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gradient {
-    /// The array, by its place in [`Program::arrays`].
+    /// The array, by its place in [`Program::arrays`](super::Program::arrays).
     pub array: usize,
     /// The load.
     pub load: NodeId,
