@@ -305,17 +305,11 @@ impl Program {
     /// The value of every node at `point`.
     pub fn values(&self, inputs: &Inputs<'_>, point: &Point, precision: Precision) -> Vec<Value> {
         let mut values = Vec::with_capacity(self.nodes().len());
-        self.values_in(&mut values, inputs, point, precision);
-        values
-    }
-
-    /// The same in a list that is used again.
-    fn values_in(&self, values: &mut Vec<Value>, inputs: &Inputs<'_>, point: &Point, precision: Precision) {
-        values.clear();
         for &node in self.nodes() {
-            let value = self.value(node, values, inputs, point, precision);
+            let value = self.value(node, &values, inputs, point, precision);
             values.push(value);
         }
+        values
     }
 
     /// The value of a node whose operands have theirs.
@@ -345,18 +339,7 @@ impl Program {
 
     /// What the program says of one score.
     pub fn eval(&self, inputs: &Inputs<'_>, point: &Point, precision: Precision) -> Outcome {
-        self.eval_in(&mut Vec::new(), inputs, point, precision)
-    }
-
-    /// [`Program::eval`] with a list of values that many scores use in turn.
-    pub fn eval_in(
-        &self,
-        values: &mut Vec<Value>,
-        inputs: &Inputs<'_>,
-        point: &Point,
-        precision: Precision,
-    ) -> Outcome {
-        self.values_in(values, inputs, point, precision);
+        let values = self.values(inputs, point, precision);
         let at = |x: NodeId| values[x.index()];
         Outcome {
             visible: self.mask().is_none_or(|mask| at(mask).truth()),

@@ -148,8 +148,8 @@ impl Program {
             | Node::Binary(..)
             | Node::Select(..) => 32.min(lengths.max_k()),
         };
-        for node in &self.nodes()[..self.own_nodes()] {
-            let Node::Load(array, indices) = *node else { continue };
+        for (_, node) in self.own() {
+            let Node::Load(array, indices) = node else { continue };
             if usize::from(array) != slot {
                 continue;
             }

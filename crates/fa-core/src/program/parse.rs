@@ -248,7 +248,7 @@ impl Parser<'_> {
         while let Some((op, level)) = infix(self.peek()).filter(|&(_, level)| level >= least) {
             self.next();
             if matches!(op, Infix::Power) {
-                left = self.power(left, start)?;
+                left = self.power(left, Level::Sign, start)?;
                 continue;
             }
             let right = self.expression(above(level))?;
@@ -310,8 +310,10 @@ impl Parser<'_> {
         self.made(made, span)
     }
 
-    fn power(&mut self, base: NodeId, start: usize) -> Parsed<NodeId> {
-        let exponent = self.expression(Level::Sign)?;
+    /// `base`, which begins at `start`, to the constant exponent that comes next, of operators from `level`
+    /// on.
+    fn power(&mut self, base: NodeId, level: Level, start: usize) -> Parsed<NodeId> {
+        let exponent = self.expression(level)?;
         let span = start..self.end();
         let exponent = match self.graph.constant(exponent) {
             Some(Const::I32(value)) => value as f32,
@@ -437,7 +439,7 @@ impl Parser<'_> {
         if function == "pow" {
             let base = self.expression(Level::Or)?;
             self.mark(",", "`,` and the exponent")?;
-            let power = self.power_argument(base, span.start)?;
+            let power = self.power(base, Level::Or, span.start)?;
             self.mark(")", "`)`")?;
             return Ok(power);
         }
@@ -475,19 +477,6 @@ impl Parser<'_> {
                 self.made(made, &span)
             }
         }
-    }
-
-    fn power_argument(&mut self, base: NodeId, start: usize) -> Parsed<NodeId> {
-        let exponent = self.expression(Level::Or)?;
-        let span = start..self.end();
-        let exponent = match self.graph.constant(exponent) {
-            Some(Const::I32(value)) => value as f32,
-            Some(Const::F32(bits)) => f32::from_bits(bits),
-            Some(Const::Bool(_)) | None => return Err(self.error(ProgramProblem::Exponent, span)),
-        };
-        let base = self.promoted(base, &span)?;
-        let made = self.graph.power(base, exponent);
-        self.made(made, &span)
     }
 
     fn made(&self, made: Result<NodeId, ProgramProblem>, span: &Range<usize>) -> Parsed<NodeId> {

@@ -114,6 +114,6 @@ impl BlockMap {
 /// Whether a program's mask differs between sequences of one length, and between heads.
 fn mask_axes(program: &Program) -> (bool, bool) {
     let deps = program.mask().map_or(Deps::NONE, |mask| program.deps(mask));
-    let names_sequence = program.nodes()[..program.own_nodes()].contains(&Node::Var(Var::B));
+    let names_sequence = program.own().any(|(_, node)| node == Node::Var(Var::B));
     (deps.has(Deps::BATCH) && names_sequence, deps.has(Deps::HEAD))
 }
