@@ -48,19 +48,20 @@ impl Launches {
         let tensors = Tensor::of_pass(problem, false);
         let plan_bytes = if spec.reads.varied { work.bounds.bytes() } else { 0 };
         let rows = work.slots.saturating_mul(work.heads).saturating_mul(work.slot_rows);
-        let mut workspace = Workspace::forward(ForwardParts {
+        let map = BlockMap::of(spec, problem)?;
+        let workspace = Workspace::forward(ForwardParts {
             draws_tiles,
             plan: plan_bytes,
             rows,
             columns: problem.head_dim_v,
+            map_lists: map.as_ref().map_or(0, |map| map.list_bytes),
         })?;
         let mut steps = Vec::new();
         if has_work && spec.reads.varied {
             steps.push(plan_step(spec, problem));
         }
         let mut own_map = BlockMapParams::default();
-        if let Some(map) = BlockMap::of(spec, problem)? {
-            workspace.add_map(map.list_bytes, map.tile_bytes)?;
+        if let Some(map) = map {
             own_map = map.params;
             if has_work {
                 steps.push(Step::Launch(Launch::plain(MAP, map.rows, MAP_THREADS, 0)));

@@ -34,12 +34,12 @@ impl Launches {
                 Step::Launch(launch) => self.launch(3, launch, &mut words),
             }
         }
-        match self.params(&at) {
+        let params = self.params(&at);
+        match &params {
             Params::Forward(own) => own.params.words(&mut words),
             Params::Backward(own) => own.params.words(&mut words),
         }
         if self.program.is_some() {
-            let params = self.params(&at);
             let (program, map) = params.program();
             program.words(&mut words);
             map.words(&mut words);

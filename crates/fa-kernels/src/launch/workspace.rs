@@ -74,6 +74,8 @@ pub(crate) struct ForwardParts {
     pub rows: usize,
     /// Columns of O.
     pub columns: usize,
+    /// Bytes of the lists of a program's mask.
+    pub map_lists: usize,
 }
 
 impl Workspace {
@@ -87,11 +89,11 @@ impl Workspace {
     }
 
     fn forward_parts(parts: ForwardParts) -> Option<Workspace> {
-        let ForwardParts { draws_tiles, plan, rows, columns } = parts;
+        let ForwardParts { draws_tiles, plan, rows, columns, map_lists } = parts;
         let tile_counter = draws_tiles.then_some(Part { offset: 0, bytes: COUNTERS });
         // The space of the counters is reserved, with or without counters: kernels may take turns at one
         // workspace.
-        let mut end = if draws_tiles || plan > 0 || rows > 0 { COUNTERS } else { 0 };
+        let mut end = if draws_tiles || plan > 0 || rows > 0 || map_lists > 0 { COUNTERS } else { 0 };
         let mut part = |bytes: usize| -> Option<Option<Part>> {
             if bytes == 0 {
                 return Some(None);
@@ -103,6 +105,7 @@ impl Workspace {
         let plan = part(plan)?;
         let lse_partial = part(rows.checked_mul(4)?)?;
         let out_partial = part(rows.checked_mul(columns)?.checked_mul(4)?)?;
+        let map_lists = part(map_lists)?;
         let align = if end > COUNTERS { 16 } else { 4 };
         Some(Workspace {
             bytes: end,
@@ -112,6 +115,7 @@ impl Workspace {
             plan,
             out_partial,
             lse_partial,
+            map_lists,
             ..Workspace::default()
         })
     }
@@ -138,16 +142,14 @@ impl Workspace {
         Ok(())
     }
 
-    /// Adds the map of a program's mask: its lists, and its states if there are any.
+    /// Adds the map of a program's mask to a backward's: its lists and the tiles' states.
     ///
     /// # Errors
     /// [`Error::TooLong`] when it is then larger than the address space.
     pub(crate) fn add_map(&mut self, lists: usize, tiles: usize) -> Result<(), Error> {
         self.align = self.align.max(16);
-        // Forwards take turns at one workspace: the counters of others stay zero.
-        self.bytes = self.bytes.max(COUNTERS);
         self.map_lists = Some(self.add(lists)?);
-        self.map_tiles = if tiles > 0 { Some(self.add(tiles)?) } else { None };
+        self.map_tiles = Some(self.add(tiles)?);
         Ok(())
     }
 
@@ -241,9 +243,8 @@ mod tests {
     #[test]
     fn a_map_leaves_the_counters_of_other_forwards_alone() {
         for draws_tiles in [false, true] {
-            let mut own =
-                Workspace::forward(ForwardParts { draws_tiles, ..ForwardParts::default() }).unwrap();
-            own.add_map(1000, 0).unwrap();
+            let parts = ForwardParts { draws_tiles, map_lists: 1000, ..ForwardParts::default() };
+            let own = Workspace::forward(parts).unwrap();
             assert!(own.map_lists.unwrap().offset >= COUNTERS);
         }
     }
