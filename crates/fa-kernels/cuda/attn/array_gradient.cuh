@@ -1,7 +1,7 @@
 // The gradient of an array that a score program reads at the indices of the sequence, the head, the query and
 // the key, or at some of them: dS times the score's derivative by the element, summed over what is not an
-// index. A CTA owns 64 queries by 64 keys of the array, recomputes S and dP for each tile that reads them, and
-// sums in registers, always in the same order: no atomics.
+// index. A CTA owns 64 queries by 64 keys of the array, recomputes S and dP for each tile that reads them,
+// and sums in registers, always in the same order: no atomics.
 #pragma once
 #include "attn/block_map.cuh"
 #include "attn/block_range.cuh"
@@ -14,8 +14,8 @@
 #include "config.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/sync.cuh"
 #include "ptx/math.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "tile/copy_tile.cuh"
@@ -56,15 +56,14 @@ struct Shared {
     }
 };
 
-// Whether the program's mask hides every pair of a tile, by the states of the main kernel's tiles that it lies
-// in.
+// Whether the program's mask hides every pair of a tile, by the states of the main kernel's tiles that it
+// lies in.
 template <auto C, class Params>
 __device__ __forceinline__ bool hides_tile(const Params& params, int batch, int head, int first_query,
                                            int first_key) {
     const BlockMapParams& map = map_of(params);
     const int own_batch = map.batches == 1 ? 0 : batch, own_head = map.heads == 1 ? 0 : head / map.head_group;
-    const u32* const states =
-        map.tiles + (i64(own_batch) * map.heads + own_head) * map.rows * map.columns;
+    const u32* const states = map.tiles + (i64(own_batch) * map.heads + own_head) * map.rows * map.columns;
     const int last_row = min((first_query + kArrayTile - 1) / C.tile_m, map.rows - 1);
     const int last_column = min((first_key + kArrayTile - 1) / C.tile_n, map.columns - 1);
 #pragma unroll 1
@@ -125,8 +124,7 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
             i64 first_stat = (i64(batch) * shape.heads_q + head) * params.m_blocks * C.tile_m;
             if constexpr (C.varied) {
                 const auto at = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, batch);
-                first_stat =
-                    ((i64(at.entry) * shape.heads_q + head) * params.m_blocks + at.first) * C.tile_m;
+                first_stat = ((i64(at.entry) * shape.heads_q + head) * params.m_blocks + at.first) * C.tile_m;
             }
 #pragma unroll 1
             for (int m_block = m_blocks.begin; m_block < m_blocks.end; ++m_block) {
@@ -195,7 +193,8 @@ __device__ __forceinline__ void array_gradient(const BwdParams& params) {
                                                       first_key + own_column};
                         place.template for_each<Cut::kRegisters>(
                             programs, [&](int i, const auto& mods, const auto& row, const auto& column) {
-                                const int r = (i >> 1) & 1, key = first_key + own_column + 8 * (i / 4) + i % 2;
+                                const int r = (i >> 1) & 1,
+                                          key = first_key + own_column + 8 * (i / 4) + i % 2;
                                 const float product = s[f][i] * params.score.scale;
                                 bool sees = key >= begin[r] && key < end[r];
                                 if constexpr (kMaskProgram) sees = sees && mods.mask(row, column);

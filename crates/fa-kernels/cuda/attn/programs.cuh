@@ -57,8 +57,8 @@ template <bool Transposed>
 struct ScorePlace {
     int batch, queries, keys, offset;  // its sequence, the lengths of that, and what `off` is
     int group;                         // query heads of a K/V head
-    int head[2], query[2];  // of the rows; with Transposed the first are those of the first column
-    int key;                // of the first column; with Transposed of the first row
+    int head[2], query[2];             // of the rows; with Transposed the first are those of the first column
+    int key;                           // of the first column; with Transposed of the first row
 
     __device__ __forceinline__ Mods mods(const ProgramParams& params, int row) const {
         return Mods(params, batch, head[row], head[row] / group, queries, keys, offset);
@@ -97,16 +97,17 @@ __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& para
                                                const ScorePlace<Transposed>& place, float unit, bool masks) {
     const ProgramParams& programs = programs_of(params);
     if constexpr (kScoreProgram) {
-        place.template for_each<N>(programs, [&](int i, const auto& mods, const auto& row, const auto& column) {
-            s[i] = mods.score(s[i] * params.score.scale, row, column) * unit;
-        });
+        place.template for_each<N>(programs,
+                                   [&](int i, const auto& mods, const auto& row, const auto& column) {
+                                       s[i] = mods.score(s[i] * params.score.scale, row, column) * unit;
+                                   });
     }
     if constexpr (kMaskProgram) {
         if (masks) {
-            place.template for_each<N>(
-                programs, [&](int i, const auto& mods, const auto& row, const auto& column) {
-                    s[i] = mods.mask(row, column) ? s[i] : minus_infinity();
-                });
+            place.template for_each<N>(programs,
+                                       [&](int i, const auto& mods, const auto& row, const auto& column) {
+                                           s[i] = mods.mask(row, column) ? s[i] : minus_infinity();
+                                       });
         }
     }
 }

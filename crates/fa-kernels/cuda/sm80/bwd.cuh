@@ -45,8 +45,7 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
                 smem.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, smem.tile.batch);
                 smem.seqlen = seqlen;
             }
-            const Blocks blocks =
-                query_list(params, smem.tile.batch, smem.tile.kv_head, smem.tile.n_block);
+            const Blocks blocks = query_list(params, smem.tile.batch, smem.tile.kv_head, smem.tile.n_block);
             smem.range = blocks.within(query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen},
                                                                         smem.tile.n_block * C.tile_n));
             if constexpr (can_descend<C.mask, C.deterministic>())

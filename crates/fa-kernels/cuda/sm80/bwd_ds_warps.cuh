@@ -45,8 +45,7 @@ struct DsWarps : BwdGroup<C> {
                 for (int r = 0; r < 2; ++r) {
                     const u32 pair = p[f][r];
                     const float* of = dp[f] + 4 * round + 2 * r;
-                    float low = unpack_low<C.dtype>(pair) * of[0],
-                          high = unpack_high<C.dtype>(pair) * of[1];
+                    float low = unpack_low<C.dtype>(pair) * of[0], high = unpack_high<C.dtype>(pair) * of[1];
                     if constexpr (kMaskProgram || kScoreProgram) {
                         low = unpack_low<C.dtype>(pair) == 0.f ? 0.f : low;
                         high = unpack_high<C.dtype>(pair) == 0.f ? 0.f : high;

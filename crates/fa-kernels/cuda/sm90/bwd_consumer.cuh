@@ -175,8 +175,8 @@ struct BwdConsumer {
         const int query = m_block * C.tile_m + (C.sdp_swap_ab ? column : row);
         const int key = tile.n_block * C.tile_n + (C.sdp_swap_ab ? row : column);
         const int queries = visible.seqlen.q(), keys = visible.seqlen.k();
-        return {tile.batch,   queries,           keys, keys - queries, params.shape.group_size,
-                {head, head}, {query, query + 8}, key};
+        return {tile.batch,         queries, keys, keys - queries, params.shape.group_size, {head, head},
+                {query, query + 8}, key};
     }
 
     // Turns products into probabilities P of a tile of queries, in place; `masks` where the mask's program

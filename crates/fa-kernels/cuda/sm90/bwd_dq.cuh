@@ -85,11 +85,11 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                         if (slice == 0) {
                             bool has_sums;
                             if constexpr (kMaskProgram) {
-                                has_sums = wait_for_rank(params, tile, head, m_block, blocks.rank(place),
-                                                         C.num_wg);
+                                has_sums =
+                                    wait_for_rank(params, tile, head, m_block, blocks.rank(place), C.num_wg);
                             } else {
-                                has_sums = wait_for_turn<C.tile_m, C.tile_n>(
-                                    params, visible, tile, walk != 0, head, m_block, C.num_wg);
+                                has_sums = wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, walk != 0,
+                                                                             head, m_block, C.num_wg);
                             }
                             if constexpr (C.varied) stores = first_is_stored && !has_sums;
                         }
