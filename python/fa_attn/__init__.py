@@ -32,17 +32,16 @@ from .interface import (
 from .planning import Kernels, Plan, Problem, explain, finish_tuning, plan, problem, tune
 
 if TYPE_CHECKING:
-    from .flex import (
-        BlockMask,
-        create_block_mask,
-        flex_attention,
-        scaled_dot_product_attention,
-        triangle_attention,
-    )
+    from .flex import BlockMask as BlockMask
+    from .flex import create_block_mask as create_block_mask
+    from .flex import flex_attention as flex_attention
+    from .flex import scaled_dot_product_attention as scaled_dot_product_attention
+    from .flex import triangle_attention as triangle_attention
 
 __version__ = version()
 
-# Torch's functions, imported when they are first asked for.
+# Functions of torch, imported when they are first asked for. `__all__` leaves them out, so that
+# `from fa_attn import *` works without torch.
 _OF_TORCH = (
     "BlockMask",
     "create_block_mask",
@@ -60,7 +59,6 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "BlockMask",
     "DeviceError",
     "InputError",
     "InputTypeError",
@@ -69,7 +67,6 @@ __all__ = [
     "Problem",
     "Program",
     "UnsupportedError",
-    "create_block_mask",
     "explain",
     "finish_tuning",
     "flash_attn_backward",
@@ -82,12 +79,13 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
-    "flex_attention",
     "get_scheduler_metadata",
     "merge",
     "plan",
     "problem",
-    "scaled_dot_product_attention",
-    "triangle_attention",
     "tune",
 ]
+
+
+def __dir__() -> "list[str]":
+    return sorted({*globals(), *_OF_TORCH})

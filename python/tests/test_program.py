@@ -130,6 +130,7 @@ def test_former_names_warn():
 
 
 def test_signatures_have_every_option():
+    assert {"flex_attention", "BlockMask"} <= set(dir(fa_attn)) - set(fa_attn.__all__)
     for name in fa_attn.__all__:
         function = getattr(fa_attn, name)
         if not name.startswith("flash_attn_") or name.endswith(("backward", "combine")):
