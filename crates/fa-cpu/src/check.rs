@@ -87,7 +87,7 @@ pub fn check_lse(problem: &Problem, len: usize) -> Result<(), CpuError> {
 ///
 /// # Errors
 /// [`CpuError::LatentBackward`] or [`CpuError::PagedBackward`].
-pub(crate) fn check_backward(problem: &Problem) -> Result<(), CpuError> {
+pub fn check_backward(problem: &Problem) -> Result<(), CpuError> {
     match (problem.latent, problem.lengths.page()) {
         (true, _) => Err(CpuError::LatentBackward),
         (false, Some(_)) => Err(CpuError::PagedBackward),
