@@ -259,6 +259,11 @@ fn problem_of(
     layout: TensorLayout,
     backward: bool,
 ) -> anyhow::Result<Problem> {
+    if backward && args.latent {
+        let message = "--latent: absorbed heads have no gradients; leave --backward out, or train on the heads \
+                       before absorption";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     if backward && sides.values.page_table.is_some() {
         let message = "the keys lie in pages, which have no gradients: leave --backward out, or give k and v \
                        packed, with cu_seqlens_k, or padded";
@@ -272,11 +277,6 @@ fn problem_of(
     let [batch_k, seqlen_k, heads_kv, _] = k;
     let head_dim_v = v[3];
     let latents = if args.latent { head_dim_v } else { 0 };
-    if backward && args.latent {
-        let message = "--latent: absorbed heads have no gradients; leave --backward out, or train on the heads \
-                       before absorption";
-        return Err(InputError::Usage(message.to_owned()).into());
-    }
     let agree = |name: &str, got: [usize; 4], need: [usize; 4], why: &str| {
         if got == need {
             return Ok(());
