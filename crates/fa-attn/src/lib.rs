@@ -85,6 +85,7 @@
 //!     head_dim: 64,
 //!     head_dim_v: 64,
 //!     dtype: Dtype::Bf16,
+//!     codes: None,
 //!     rotary: None,
 //! };
 //! let new = Tensor::filled(append.new_shape(64), TensorLayout::Bshd, bf16::ONE);
@@ -100,8 +101,8 @@
 //! let left_out = Engine::new()?.append(&append, &mut extras, &mut AppendTensors {
 //!     k_new: new.view("k_new")?,
 //!     v_new: new.view("v_new")?,
-//!     k_cache: k.view_mut("k_cache")?,
-//!     v_cache: v.view_mut("v_cache")?,
+//!     k_cache: k.view_mut("k_cache")?.into(),
+//!     v_cache: v.view_mut("v_cache")?.into(),
 //!     q: None,
 //!     tables: None,
 //! })?;

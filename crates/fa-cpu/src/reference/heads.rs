@@ -46,10 +46,7 @@ pub(super) fn gather_keys<R: Real, T: Element>(
 ) -> Vec<R> {
     let len = batch.sequences[sequence].k.len;
     let mut rows = Vec::with_capacity(len * keys.dims());
-    for key in 0..len {
-        let (outer, inner) = batch.key(sequence, key);
-        keys.parts().for_each(|part| R::append_row(&part.row(outer, inner, head), &mut rows));
-    }
+    (0..len).for_each(|key| keys.append_row(batch, [sequence, key, head], &mut rows));
     rows
 }
 

@@ -6,6 +6,7 @@ use super::formula::{Rows, Tensors};
 use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
 use crate::check::{check_backward, check_forward, check_out};
+use crate::codes::{KvRef, Of, Values};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, check_extras};
@@ -20,14 +21,18 @@ use crate::view::TensorRef;
 pub(super) fn forward<R: Real, T: Element, A>(
     problem: &Problem,
     arguments: &Arguments<'_>,
-    [q, k, v]: [&TensorRef<'_, T>; 3],
+    q: &TensorRef<'_, T>,
+    [k, v]: [KvRef<'_, T>; 2],
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> Result<A, CpuError> {
-    check_forward(problem, q, k, v)?;
+    check_forward(problem, q, &k, &v)?;
     check_extras(problem, Pass::Forward, &arguments.extras)?;
     let batch = Batch::new(problem, arguments)?;
-    Ok(read(&batch, q, Keys::of(problem, k, v), *v, round, pass))
+    let extras = &arguments.extras;
+    let k = Values::new(problem, extras, Of::K, &k);
+    let v = Values::new(problem, extras, Of::V, &v);
+    Ok(read(&batch, q, [Keys::of(problem, k, v), v.into()], round, pass))
 }
 
 /// The backward `pass` over Q, K, V and dO.
@@ -41,23 +46,22 @@ pub(super) fn backward<R: Real, T: Element, A>(
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>, Rows<'_, R>) -> A,
 ) -> Result<A, CpuError> {
+    problem.check_pass(Pass::BACKWARD)?;
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
     let batch = Batch::new(problem, arguments)?;
     check_backward(problem)?;
     let dout = |s: usize, h: usize| gather_queries(dout, &batch, s, h);
-    Ok(read(&batch, q, (*k).into(), *v, round, |tensors| pass(tensors, &dout)))
+    Ok(read(&batch, q, [k, v].map(|tensor| Keys::from(*tensor)), round, |tensors| pass(tensors, &dout)))
 }
 
 fn read<R: Real, T: Element, A>(
     batch: &Batch<'_>,
     q: &TensorRef<'_, T>,
-    k: Keys<'_, T>,
-    v: TensorRef<'_, T>,
+    [k, v]: [Keys<'_, T>; 2],
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> A {
-    let v = v.into();
     pass(&Tensors {
         batch,
         q: &|s, h| gather_queries(q, batch, s, h),

@@ -23,6 +23,7 @@ use crate::batch::Sequence;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
 use crate::simd::row_products::Factor;
+use crate::simd::row_set::RowSet;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;
@@ -64,6 +65,8 @@ struct Scratch<'a, T> {
     /// Products of the columns of K that are not the first.
     rest: Buffer,
     slices: Vec<&'a [T]>,
+    /// A tile of K or V, where they are codes.
+    decoded: Buffer,
     /// Where the next tile's rows of K and V begin, of several units.
     next: [Vec<&'a [T]>; 2],
     /// A row of O, where parts are merged.
@@ -187,6 +190,7 @@ pub(super) fn run<T: Element + Factor>(
             s: Buffer::new(rows * TILE_N),
             rest: Buffer::new(if call.k.rest.is_some() { rows * TILE_N } else { 0 }),
             slices: Vec::with_capacity(TILE_N),
+            decoded: Buffer::new(if job.v.are_codes() { TILE_N * ldq.max(ldo) } else { 0 }),
             next: [(); 2].map(|()| Vec::with_capacity(TILE_N)),
             sums: Buffer::new(if parts > 0 { ldo } else { 0 }),
         },
@@ -282,7 +286,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
     /// One split of units of a sequence: the scratch's states become their results.
     fn split(&self, scratch: &mut Scratch<'a, T>, units: &[Unit], band: &Band, keys: &Range<usize>) {
         let Forward { kernels, problem, batch, q, .. } = *self.call;
-        let Scratch { units: of_units, s, rest, slices, next, .. } = scratch;
+        let Scratch { units: of_units, s, rest, slices, decoded, next, .. } = scratch;
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
@@ -312,7 +316,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
                     [_] => Ahead::Follow,
                     _ => Ahead::Rows(&next[from..to], rows.across(units.len())),
                 });
-                self.tile(unit, band, &tile(first), ahead, of_unit, [s, rest], slices);
+                self.tile(unit, band, &tile(first), ahead, of_unit, [s, rest], (slices, decoded));
             }
         }
     }
@@ -327,7 +331,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         [ahead_k, ahead_v]: [Ahead<'_, T>; 2],
         Rows { q, state }: &mut Rows,
         [s, rest]: [&mut [f32]; 2],
-        slices: &mut Vec<&'a [T]>,
+        (slices, decoded): (&mut Vec<&'a [T]>, &mut [f32]),
     ) {
         let Forward { kernels, problem, batch, .. } = *self.call;
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
@@ -338,8 +342,14 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         let (mut first, mut ahead) = (0, ahead_k);
         for part in &self.k {
             let (to, dims) = (if first == 0 { &mut *s } else { &mut *rest }, part.dims());
-            let keys = part.rows(unit, tile.clone(), slices);
-            kernels.dots(keys, ahead, dims, rows, &q[first..], ldq, to, TILE_N);
+            if part.are_codes() {
+                let (data, step) = part.tile(kernels, unit, tile.clone(), decoded);
+                let keys = RowSet::Strided { data, step, count: tile.len() };
+                kernels.dots(keys, Ahead::Nothing, dims, rows, &q[first..], ldq, to, TILE_N);
+            } else {
+                let keys = part.rows(unit, tile.clone(), slices);
+                kernels.dots(keys, ahead, dims, rows, &q[first..], ldq, to, TILE_N);
+            }
             if first > 0 {
                 for (s, rest) in s.chunks_mut(TILE_N).zip(rest.chunks(TILE_N)).take(rows) {
                     s[..columns].iter_mut().zip(rest).for_each(|(s, rest)| *s += rest);
@@ -367,10 +377,30 @@ impl<'a, T: Element + Factor> Job<'a, T> {
                 state.o[row * ldo..][..ldo].iter_mut().for_each(|value| *value *= factor);
             }
         }
-        let values = self.v.rows(unit, tile.clone(), slices);
-        let dims = problem.head_dim_v;
+        if self.v.are_codes() {
+            let (data, step) = self.v.tile(kernels, unit, tile.clone(), decoded);
+            let values = RowSet::Strided { data, step, count: tile.len() };
+            self.accumulate(values, Ahead::Nothing, band, tile, s, state);
+        } else {
+            self.accumulate(self.v.rows(unit, tile.clone(), slices), ahead_v, band, tile, s, state);
+        }
+    }
+
+    /// Adds the products of probabilities and a tile of V.
+    fn accumulate<U: Element + Factor>(
+        &self,
+        values: RowSet<'_, U>,
+        ahead: Ahead<'_, U>,
+        band: &Band,
+        tile: &Range<usize>,
+        s: &[f32],
+        state: &mut State,
+    ) {
+        let Forward { kernels, problem, .. } = *self.call;
+        let (dims, ldo) = (problem.head_dim_v, row_stride(problem.head_dim_v));
+        let rows = problem.group_size() * band.q;
         if band.sees_all(&(0..band.q), tile) {
-            kernels.accumulate(values, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
+            kernels.accumulate(values, ahead, dims, rows, s, TILE_N, &mut state.o, ldo);
             return;
         }
         // A masked value may be anything, and 0 times infinity is NaN: what all queries see, before and after
@@ -390,7 +420,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         alone(&mut state.o, &|seen| seen.start..seen.end.min(all.start));
         if !all.is_empty() {
             let s = &s[all.start..];
-            kernels.accumulate(values.part(all.clone()), ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
+            kernels.accumulate(values.part(all.clone()), ahead, dims, rows, s, TILE_N, &mut state.o, ldo);
         }
         alone(&mut state.o, &|seen| seen.start.max(all.end)..seen.end);
     }

@@ -7,6 +7,7 @@ use super::buffer::Buffer;
 use super::schedule;
 use super::work::Unit;
 use crate::batch::{Batch, Span};
+use crate::codes::Values;
 use crate::element::Element;
 use crate::keys::Keys;
 use crate::simd::row_set::RowSet;
@@ -23,9 +24,9 @@ pub(super) fn row_stride(len: usize) -> usize {
 #[derive(Clone, Copy)]
 pub(super) struct KeyRows<'a, T> {
     /// The rows, or their first columns.
-    tensor: TensorRef<'a, T>,
+    values: Values<'a, T>,
     /// The columns behind those.
-    rest: Option<TensorRef<'a, T>>,
+    rest: Option<Values<'a, T>>,
     batch: &'a Batch<'a>,
     /// The tensor itself, where it is f32 with the head dim contiguous: products read its rows as they lie.
     in_place: Option<TensorRef<'a, f32>>,
@@ -33,22 +34,25 @@ pub(super) struct KeyRows<'a, T> {
 
 impl<'a, T: Element> KeyRows<'a, T> {
     pub(super) fn new(keys: impl Into<Keys<'a, T>>, batch: &'a Batch<'a>) -> Self {
-        let Keys { first: tensor, rest } = keys.into();
-        let strides = tensor.strides();
+        let Keys { first: values, rest } = keys.into();
+        let strides = values.strides();
         let in_one_piece = rest.is_none() && strides.dim == 1 && !batch.is_paged();
-        let lies_well = in_one_piece && strides.seq >= tensor.shape()[3] as i64;
-        let in_place = if lies_well { cast::tensor(&tensor) } else { None };
-        KeyRows { tensor, rest, batch, in_place }
+        let lies_well = in_one_piece && strides.seq >= values.shape()[3] as i64;
+        let in_place = match &values {
+            Values::Same(tensor) if lies_well => cast::tensor(tensor),
+            Values::Same(_) | Values::Codes(_) => None,
+        };
+        KeyRows { values, rest, batch, in_place }
     }
 
     /// The tensors of its rows, from left to right, each as rows of its own.
     pub(super) fn parts(&self) -> impl Iterator<Item = KeyRows<'a, T>> {
-        std::iter::once(self.tensor).chain(self.rest).map(|part| KeyRows::new(part, self.batch))
+        std::iter::once(self.values).chain(self.rest).map(|part| KeyRows::new(part, self.batch))
     }
 
     /// Elements of a row.
     pub(super) fn dims(&self) -> usize {
-        self.tensor.shape()[3] + self.rest.map_or(0, |rest| rest.shape()[3])
+        self.values.shape()[3] + self.rest.map_or(0, |rest| rest.shape()[3])
     }
 
     /// Whether rows have to be converted.
@@ -56,15 +60,21 @@ impl<'a, T: Element> KeyRows<'a, T> {
         self.in_place.is_none()
     }
 
-    /// Whether rows are contiguous in the tensor.
+    /// Whether they are codes, which are decoded tile by tile wherever they are needed.
+    pub(super) fn are_codes(&self) -> bool {
+        matches!(self.values, Values::Codes(_))
+    }
+
+    /// Whether rows are contiguous in the tensor, or decoded.
     pub(super) fn has_slices(&self) -> bool {
-        self.tensor.strides().dim == 1
+        self.are_codes() || self.values.strides().dim == 1
     }
 
     /// Values of the rows of this many consecutive heads, where they are contiguous.
     pub(super) fn across(&self, heads: usize) -> usize {
-        let next = self.tensor.strides().head;
-        let side_by_side = next >= 0 && next < self.tensor.strides().seq;
+        let strides = self.values.strides();
+        let next = strides.head;
+        let side_by_side = next >= 0 && next < strides.seq;
         if side_by_side { (heads - 1) * next as usize + self.dims() } else { self.dims() }
     }
 
@@ -97,24 +107,29 @@ impl<'a, T: Element> KeyRows<'a, T> {
     ) {
         for (key, row) in keys.zip(to.chunks_mut(ld)) {
             let (outer, inner) = self.batch.key(sequence, key);
-            let (row, rest) = row.split_at_mut(self.tensor.shape()[3]);
-            read_row(kernels, &self.tensor, [outer, inner, kv_head], row);
-            let (row, padding) = rest.split_at_mut(self.rest.map_or(0, |rest| rest.shape()[3]));
-            if let Some(rest) = &self.rest {
-                read_row(kernels, rest, [outer, inner, kv_head], row);
+            let at = [outer, inner, kv_head];
+            let mut to = row;
+            for part in std::iter::once(&self.values).chain(&self.rest) {
+                let (row, behind) = to.split_at_mut(part.shape()[3]);
+                match part {
+                    Values::Same(tensor) => read_row(kernels, tensor, at, row),
+                    Values::Codes(rows) => rows.read(sequence, at, row),
+                }
+                to = behind;
             }
-            padding.fill(0.0);
+            to.fill(0.0);
         }
     }
 
     /// Some rows of one head as they lie, listed in `list` where they are not at one step; the tensor [has
-    /// slices](Self::has_slices).
+    /// slices](Self::has_slices), and no codes.
     pub(super) fn rows<'s>(
         &self,
         unit: Unit,
         keys: Range<usize>,
         list: &'s mut Vec<&'a [T]>,
     ) -> RowSet<'s, T> {
+        debug_assert!(!self.are_codes(), "codes are decoded");
         if let Some((data, step)) = self.strided(unit, &keys) {
             return RowSet::Strided { data, step, count: keys.len() };
         }
@@ -124,19 +139,21 @@ impl<'a, T: Element> KeyRows<'a, T> {
 
     /// The tensor from the first row on and the distance between rows, where they follow each other.
     fn strided(&self, Unit { sequence, kv_head }: Unit, keys: &Range<usize>) -> Option<(&'a [T], usize)> {
+        let Values::Same(tensor) = &self.values else { return None };
         if self.batch.is_paged() || keys.is_empty() {
             return None;
         }
-        let (Span { batch, first, .. }, strides) = (self.batch.sequences[sequence].k, self.tensor.strides());
+        let (Span { batch, first, .. }, strides) = (self.batch.sequences[sequence].k, tensor.strides());
         let step = usize::try_from(strides.seq).ok().filter(|&step| step >= self.dims().max(1))?;
         let start = strides.offset(batch, first + keys.start, kv_head, 0) as usize;
-        Some((&self.tensor.data()[start..], step))
+        Some((&tensor.data()[start..], step))
     }
 
-    /// The same as a list.
+    /// The same as a list; empty for codes, of which no element lies in the tensor.
     pub(super) fn slices(&self, unit: Unit, keys: Range<usize>, to: &mut Vec<&'a [T]>) {
-        let (dims, strides, data) = (self.dims(), self.tensor.strides(), self.tensor.data());
         to.clear();
+        let Values::Same(tensor) = &self.values else { return };
+        let (dims, strides, data) = (self.dims(), tensor.strides(), tensor.data());
         if let Some((data, step)) = self.strided(unit, &keys) {
             return to.extend(data.chunks(step).take(keys.len()).map(|row| &row[..dims]));
         }
@@ -171,7 +188,7 @@ impl<'a, T: Element> Shared<'a, T> {
         let mut tensors = both.map(|rows| {
             let (ld, mut len) = (row_stride(rows.dims()), 0);
             let starts = units.iter().zip(shared).map(|(unit, &shared)| {
-                (shared && rows.converts()).then(|| {
+                (shared && rows.converts() && !rows.are_codes()).then(|| {
                     let start = len;
                     len += rows.batch.sequences[unit.sequence].k.len * ld;
                     start

@@ -11,6 +11,7 @@ use half::slice::HalfFloatSliceExt;
 use super::buffer::Buffer;
 use super::work::{Forward, TILE_N, Unit};
 use crate::batch::Batch;
+use crate::codes::Values;
 use crate::keys::Keys;
 use crate::simd::Kernels;
 use crate::simd::bf16::GRAIN;
@@ -40,6 +41,7 @@ fn read_padded(rows: &Keys<'_, bf16>, at: [usize; 3], to: &mut [u32]) {
     let mut to = halves_mut(to);
     for part in rows.parts() {
         let (row, behind) = to.split_at_mut(part.shape()[3]);
+        let Values::Same(part) = part else { unreachable!("codes are decoded in f32") };
         read_row(&part, at, row);
         to = behind;
     }

@@ -7,6 +7,7 @@ use fa_core::Problem;
 use super::band::Band;
 use super::long;
 use crate::batch::Batch;
+use crate::codes::Values;
 use crate::element::Element;
 use crate::keys::Keys;
 use crate::simd::Kernels;
@@ -31,7 +32,7 @@ pub(super) struct Forward<'a, T> {
     pub batch: &'a Batch<'a>,
     pub q: TensorRef<'a, T>,
     pub k: Keys<'a, T>,
-    pub v: TensorRef<'a, T>,
+    pub v: Values<'a, T>,
 }
 
 impl<T: Element> Forward<'_, T> {

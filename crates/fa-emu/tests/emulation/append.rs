@@ -107,8 +107,8 @@ fn check<T: Half>(emulator: &Emulator, append: &Append, words: &Words, dropped: 
     let mut tensors = AppendTensors {
         k_new: TensorRef::packed("k_new", k_new, shapes[0], layout).unwrap(),
         v_new: TensorRef::packed("v_new", v_new, shapes[1], layout).unwrap(),
-        k_cache: TensorMut::packed("k_cache", k_cache, shapes[2], layout).unwrap(),
-        v_cache: TensorMut::packed("v_cache", v_cache, shapes[3], layout).unwrap(),
+        k_cache: TensorMut::packed("k_cache", k_cache, shapes[2], layout).unwrap().into(),
+        v_cache: TensorMut::packed("v_cache", v_cache, shapes[3], layout).unwrap().into(),
         q: queries.map(|_| TensorMut::packed("q", q, shapes[4], layout).unwrap()),
         tables: rotary.map(|_| tables),
     };
@@ -140,6 +140,7 @@ fn rows_are_appended_to_a_cache_in_one_piece() {
         head_dim: 64,
         head_dim_v: 40,
         dtype: Dtype::F16,
+        codes: None,
         rotary: None,
     };
     check::<f16>(emulator, &append, &words(), 0);
@@ -168,6 +169,7 @@ fn keys_and_queries_are_turned_on_their_way_to_pages() {
         head_dim: 64,
         head_dim_v: 64,
         dtype: Dtype::Bf16,
+        codes: None,
         rotary: Some(rotary),
     };
     // Keys 15 to 17 of the second sequence are in the page that does not exist.
