@@ -33,8 +33,15 @@ class _Numpy:
         """The array in a form that the extension module reads."""
         if type(array) is not self.np.ndarray:
             return self.written(array)
-        # The module takes rows in any order but from the last to the first.
-        return array if array.flags.c_contiguous or min(array.strides) >= 0 else array.copy()
+        return array if self.is_read(array) else array.copy()
+
+    def is_read(self, array):
+        """Whether the extension module takes an array where it lies: rows in any order but from the last to
+        the first, of whole elements at their own alignment."""
+        flags, size = array.flags, array.itemsize
+        if flags.c_contiguous and flags.aligned:
+            return True
+        return flags.aligned and all(stride >= 0 and stride % size == 0 for stride in array.strides)
 
     def written(self, array):
         """An array in which the module writes, or another library's."""
@@ -125,6 +132,9 @@ class _Cupy(_Numpy):
     def overlap(self, one, other):
         has_both = isinstance(other, self.np.ndarray) and one.size > 0 and other.size > 0
         return has_both and self.np.may_share_memory(one, other)
+
+    def is_read(self, array):
+        return array.flags.c_contiguous or min(array.strides) >= 0
 
     # Not in host memory, where nothing is checked: lengths stay on the GPU.
     counts_on_host = False

@@ -96,8 +96,10 @@ def broadcast(name: str, array: Any, extents: Optional[Extents]) -> Any:
 
 
 def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h, q, k") -> Modifications:
-    """An array that is added to the scores."""
+    """An array that is added to the scores. One without elements is of a call without scores."""
     array = broadcast(name, array, extents)
+    if 0 in array.shape:
+        return Modifications()
     array = face_of(array).narrow(array)
     if type_name(array) == "float64":
         array = face_of(array).floats32(array)
@@ -117,7 +119,10 @@ def masking(name: str, array: Any, extents: Optional[Extents]) -> Modifications:
     if not hasattr(array, "dtype") or type_name(array) != "bool":
         return additive(name, array, extents)
     face = face_of(array)
-    bits = face.packed_bits(broadcast(name, array, extents))
+    array = broadcast(name, array, extents)
+    if 0 in array.shape:
+        return Modifications()
+    bits = face.packed_bits(array)
     own = f"fa_{name}_bits"
     text = f"array {own}: bits[_, _, _, _];\nmask = {own}[b, h, q, k];"
     return Modifications((text,), (own,), (bits,))
@@ -170,7 +175,7 @@ def modifications(
     whole = parts[0]
     for part in parts[1:]:
         whole = whole.joined(part)
-    return whole
+    return whole if whole.texts else None
 
 
 def asked(q: Any, extents: Any, options: Any) -> Optional[Modifications]:

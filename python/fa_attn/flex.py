@@ -338,12 +338,32 @@ def scaled_dot_product_attention(
         raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
     if query.dim() != 4:
         return _with_other_axes(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
+    enable_gqa = flag("enable_gqa", enable_gqa)
+    if not enable_gqa:
+        query, key, value = _broadcast(query, key, value)
+    # One head of keys is shared by all heads of queries.
+    q, k, v = _rows(query, key, value, enable_gqa or key.shape[1] == 1)
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
     # At the top left query i sees the keys up to its own.
     offset = q.shape[1] - k.shape[1] if is_causal else 0
     return _attention(q, k, v, mods, scale, is_causal, offset)[0]
+
+
+def _broadcast(query, key, value):
+    """Tensors of four axes with the batch and the heads of all three, as torch's own products broadcast them;
+    a single head of both key and value stays one."""
+    shapes = [x.shape for x in (query, key, value) if isinstance(x, torch.Tensor) and x.dim() == 4]
+    if len(shapes) < 3 or shapes[0][:2] == shapes[1][:2] == shapes[2][:2]:
+        return query, key, value
+    try:
+        batch, heads = torch.broadcast_shapes(*(shape[:2] for shape in shapes))
+    except RuntimeError:
+        # What differs is said by the checks.
+        return query, key, value
+    heads_kv = 1 if key.shape[1] == value.shape[1] == 1 else heads
+    query = query.expand(batch, heads, -1, -1)
+    return query, *(x.expand(batch, heads_kv, -1, -1) for x in (key, value))
 
 
 def _with_other_axes(query, key, value, attn_mask, *options):
@@ -355,16 +375,17 @@ def _with_other_axes(query, key, value, attn_mask, *options):
             "needed, and attn_mask has no more"
         )
     if axes < 4:
-        # Of one head.
-        q, k, v = (x.reshape(-1 if axes == 3 else 1, 1, *x.shape[-2:]) for x in (query, key, value))
-        if attn_mask is not None and attn_mask.dim() == 3:
-            attn_mask = attn_mask[:, None]
+        # Of one sequence.
+        q, k, v = (x[(None,) * (4 - axes)] for x in (query, key, value))
     else:
-        q, k, v = (x.flatten(0, -4) for x in (query, key, value))
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+        q, k, v = (x.expand(*batch, *x.shape[-3:]).flatten(0, -4) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 3:
-            attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+            attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
     out = scaled_dot_product_attention(q, k, v, attn_mask, 0.0, *options)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    if axes < 4:
+        return out[(0,) * (4 - axes)]
+    return out.unflatten(0, batch)
 
 
 def triangle_attention(

@@ -173,12 +173,33 @@ def test_scaled_dot_product_attention_is_torchs(mask, sk):
     same((got,), (want,), [*own, *learned], [*true, *learned])
 
 
-@pytest.mark.parametrize("shape", [(9, D), (3, 9, D), (2, 2, 3, 9, D)])
-def test_scaled_dot_product_attention_of_other_axes(shape):
-    own, true = inputs(*(shape,) * 3)
-    mask = torch.rand(*shape[:-2], 9, 9, generator=_generator) > 0.2
-    got = fa_attn.scaled_dot_product_attention(*own, mask)
-    same((got,), (F.scaled_dot_product_attention(*true, mask),), own, true)
+@pytest.mark.parametrize(
+    "query, key, mask",
+    [
+        ((9, D), (9, D), (9, 9)),
+        ((3, 9, D), (3, 9, D), (3, 9, 9)),
+        ((6, 9, D), (2, 5, D), (9, 1)),
+        ((2, 2, 3, 9, D), (2, 2, 3, 9, D), (2, 2, 3, 9, 9)),
+        ((2, 2, 3, 9, D), (1, 2, 3, 9, D), (9, 9)),
+        ((B, H, 9, D), (1, 1, 7, D), (7,)),
+        ((B, 1, 9, D), (B, H, 7, D), (H, 9, 7)),
+        ((B, H, 0, D), (B, H, 7, D), (B, 1, 0, 7)),
+        ((B, H, 9, D), (B, HK, 0, D), (9, 0)),
+        ((0, H, 9, D), (0, H, 7, D), (0, H, 9, 7)),
+        ((0, D), (3, D), (0, 3)),
+    ],
+)
+def test_scaled_dot_product_attention_of_other_axes(query, key, mask):
+    own, true = inputs(query, key, key)
+    seen = torch.rand(mask, generator=_generator) > 0.2
+    gqa = len(query) > 2 and query[-3] > key[-3] > 1
+    for mask in (seen, torch.where(seen, 0.5, -math.inf)):
+        # Torch takes no mask of one axis.
+        theirs = torch.where(seen, 0.0, -math.inf) if mask is seen else mask
+        theirs = torch.atleast_2d(theirs.double())
+        want = F.scaled_dot_product_attention(*true, theirs, enable_gqa=gqa)
+        got = fa_attn.scaled_dot_product_attention(*own, mask, enable_gqa=gqa)
+        same((got,), (want.nan_to_num(),), own, true)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -107,6 +107,39 @@ def test_strides_are_honoured_and_inputs_are_not_copied():
     assert (fa_attn.flash_attn_func(one, qkv[:, :, 1], qkv[:, :, 2]) == want).all()
 
 
+def _unaligned(x):
+    return np.frombuffer(b"0" + x.tobytes(), np.uint8)[1:].view(x.dtype).reshape(x.shape)
+
+
+def _field(x):
+    records = np.zeros(x.shape, [("tag", "i1"), ("value", x.dtype)])
+    records["value"] = x
+    return records["value"]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, ::-1],
+        lambda x: x[..., ::-1],
+        np.asfortranarray,
+        lambda x: np.repeat(x, 2, -1)[..., ::2],
+        lambda x: np.broadcast_to(x[:, :, :1], x.shape),
+        _unaligned,
+        _field,
+    ],
+)
+def test_views_of_any_layout_are_read(view):
+    given = [view(x) for x in arrays(21, *((2, 9, 2, 16),) * 3)]
+    out, lse = fa_attn.flash_attn_func(*given, causal=True, return_lse=True)
+    grads = fa_attn.flash_attn_backward(view(out), *given, out, lse, causal=True)
+    for b in range(2):
+        close(out[b], reference.attention(*(x[b] for x in given), causal=True)[0])
+        *want, _ = reference.gradients(view(out)[b], *(x[b] for x in given), causal=True)
+        for got, grad in zip(grads, want):
+            close(got[b], grad, factor=8)
+
+
 def packed(seed, lengths_q, lengths_k):
     starts = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
     rows, keys = sum(lengths_q) + 3, sum(lengths_k) + 2
@@ -201,9 +234,9 @@ def test_strange_arrays():
     assert np.array_equal(call(q, q, q, window_size=(None, -0)), want)
     assert call(q[:0], q[:0], q[:0]).shape == (0, 8, 2, 32)
     assert (call(q, q[:, :0], q[:, :0]) == 0).all()
-    odd = np.frombuffer(b"x" + q.tobytes(), np.uint8)[1:].view(np.float32).reshape(q.shape)
+    odd = np.frombuffer(bytearray(b"x" + q.tobytes()), np.uint8)[1:].view(np.float32).reshape(q.shape)
     for arguments, options, error, part in (
-        ((odd, q, q), {}, fa_attn.InputError, "no multiple of its elements' 4 bytes"),
+        ((q, q, q), dict(out=odd), fa_attn.InputError, "no multiple of its elements' 4 bytes"),
         ((q[0, 0],) * 3, {}, fa_attn.InputError, "(batch, seqlen, heads, head_dim)"),
         ((np.float32(1),) * 3, {}, fa_attn.InputError, "q has the shape ()"),
         ((q, q, q), dict(window_size=3), fa_attn.InputError, "window_size is 3"),

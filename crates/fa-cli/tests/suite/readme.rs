@@ -1,30 +1,68 @@
-//! What README and docs/cli.md say of the program.
+//! What README and the other pages say of the program.
+
+use std::collections::BTreeMap;
 
 use crate::common::{fa_args, repository, text};
 
-fn pages() -> String {
-    let read =
-        |path| std::fs::read_to_string(repository(path)).unwrap_or_else(|error| panic!("{path}: {error}"));
-    read("README.md") + &read("docs/cli.md")
+/// The pages of the repository, but for the notebook, whose commands were of their day.
+fn pages() -> Vec<(String, String)> {
+    let mut paths: Vec<String> =
+        ["README.md", "CONTRIBUTING.md", "python/README.md", "crates/fa-cli/README.md"]
+            .map(str::to_owned)
+            .into();
+    for entry in std::fs::read_dir(repository("docs")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if name.ends_with(".md") {
+            paths.push(format!("docs/{name}"));
+        }
+    }
+    let read = |path: &str| {
+        std::fs::read_to_string(repository(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+    };
+    paths.into_iter().map(|path| (path.clone(), read(&path))).collect()
+}
+
+/// Commands of the program in a page: lines of code blocks, and code within sentences.
+fn commands(page: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    for line in page.lines() {
+        let line = line.trim_start();
+        if let Some(block) = line.strip_prefix("fa ").or(line.strip_prefix("cargo run --release -- ")) {
+            found.push(block.split('#').next().unwrap_or_default());
+        }
+    }
+    let spans = page.split('`').skip(1).step_by(2);
+    found.extend(spans.filter(|code| code.len() < 200).filter_map(|code| code.strip_prefix("fa ")));
+    found
 }
 
 #[test]
 fn commands_of_the_pages_have_the_flags_that_they_give_them() {
-    let mut flags = 0;
-    for line in pages().lines() {
-        let Some(line) = line.strip_prefix("fa ").or(line.strip_prefix("cargo run --release -- ")) else {
-            continue;
-        };
-        let mut words = line.split('#').next().unwrap_or_default().split_whitespace();
-        let Some(name) = words.next().filter(|name| *name != "help") else { continue };
-        let help = fa_args(&[name, "--help"]).good();
-        for flag in words.filter_map(|word| word.starts_with("--").then(|| word.split('=').next()).flatten())
-        {
-            assert!(help.contains(flag), "a page gives fa {name} the flag {flag}, which is not in\n{help}");
-            flags += 1;
+    let (mut flags, mut helps) = (0, BTreeMap::<Vec<String>, String>::new());
+    for (path, page) in pages() {
+        for command in commands(&page) {
+            let words: Vec<&str> = command.split_whitespace().collect();
+            let length = if words.first() == Some(&"dist") { 2 } else { 1 };
+            let is_name = |word: &&&str| word.chars().all(|c| c.is_ascii_lowercase() || c == '-');
+            let name: Vec<String> =
+                words.iter().take(length).take_while(is_name).map(|word| (*word).to_owned()).collect();
+            if name.is_empty() || name[0] == "help" || name[0].starts_with('-') {
+                continue;
+            }
+            let help = helps.entry(name.clone()).or_insert_with(|| {
+                let name: Vec<&str> = name.iter().map(String::as_str).chain(["--help"]).collect();
+                fa_args(&name).good()
+            });
+            for word in words.iter().filter(|word| word.starts_with("--")) {
+                let flag = word.split(['=', ',', '[', ']', ':']).next().unwrap_or_default();
+                let is_there =
+                    help.split(|c: char| c != '-' && !c.is_ascii_alphanumeric()).any(|w| w == flag);
+                assert!(is_there, "{path} gives fa {name:?} the flag {flag}, which is not in\n{help}");
+                flags += 1;
+            }
         }
     }
-    assert!(flags > 20, "{flags}");
+    assert!(flags > 100, "{flags}");
 }
 
 /// Those between markers, from records and from what `fa plan` prints.

@@ -14,7 +14,7 @@ pub const ALIGN: u32 = 128;
 
 /// Registers of a thread for K and V fragments, row maxima and sums, addresses and loop state. With a tenth
 /// of S, for P on its way to operands, this value best separates the configurations that spill from those
-/// that do not, of 1,044 at head dims 64 and 128 (`fa validate --arch sm80 --all-configs`).
+/// that do not, of 1,044 at head dims 64 and 128 (`fa validate --family sm80 --all-configs`).
 const OVERHEAD: u32 = 56;
 
 /// Further registers of a thread that adds ALiBi: its rows' positions and slopes. Of 97 first choices for
