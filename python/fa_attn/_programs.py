@@ -17,7 +17,8 @@ from reprlib import repr as short
 from ._core import InputError, UnsupportedError
 from ._core import program as _described
 from ._core import program_eval as _evaluated
-from ._traced import NeedsConstant, Recorder, Traced, recording
+from ._recorder import Recorder, recording
+from ._traced import NeedsConstant, Traced
 
 _MASK = ("b", "h", "q", "k")
 _SCORE = ("s", *_MASK)
@@ -157,9 +158,11 @@ def _kept(function, result, names, device):
     return program
 
 
-# torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each
-# time.
-_kept._torchdynamo_disable = True
+def not_compiled(disable):
+    """torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each
+    time."""
+    global _kept
+    _kept = disable(_kept)
 
 
 def _closed_over(function, seen):
@@ -221,7 +224,9 @@ def _traced(function, result, names, device):
 
 
 def _text_of(recorder, function, result, names):
-    arguments = [Traced(recorder, name, "f32" if name == "s" else "i32") for name in names]
+    arguments = [
+        Traced(recorder, name, "f32" if name == "s" else "i32", is_natural=name != "s") for name in names
+    ]
     _check_signature(function, result, names)
     with recording(recorder):
         value = _with_recorded(recorder, function, set())(*arguments)

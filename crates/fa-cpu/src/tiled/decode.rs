@@ -20,6 +20,7 @@ use super::schedule;
 use super::scores::{Scores, finish};
 use super::work::{Forward, Unit};
 use crate::batch::Sequence;
+use crate::codes::Values;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
 use crate::simd::row_products::Factor;
@@ -109,9 +110,10 @@ fn most_queries<T: Element>(call: &Forward<'_, T>) -> usize {
     if by_tiles { QUERIES } else { (call.kernels.panel() / PART).max(QUERIES) }
 }
 
-/// Whether this path takes the call's tensors: rows of K and V must be slices.
+/// Whether this path takes the call: rows of K and V must be slices, and a program is evaluated in panels.
 pub(super) fn applies<T: Element>(call: &Forward<'_, T>) -> bool {
-    call.k.parts().chain([call.v]).all(|tensor| tensor.strides().dim == 1)
+    let lies = |part: Values<'_, T>| KeyRows::new(part, call.batch).has_slices();
+    call.problem.score.program.is_none() && call.k.parts().chain([call.v]).all(lies)
 }
 
 /// Keys of a split of a sequence with so many queries: the results of splits, which are kept until the last

@@ -50,8 +50,9 @@ const MAX_SCALE: f32 = 1024.0;
 /// V are no codes.
 pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     let Scores { scale, cap } = Scores::new(problem);
-    let lies = !problem.types.kv.is_code();
-    lies && kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
+    let has_form = !problem.types.kv.is_code() && problem.score.program.is_none();
+    let scales = scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE);
+    kernels.has_bf16() && has_form && scales
 }
 
 /// Whether the 16-bit paths are the faster ones for a sequence of so many queries. Their tiles have [`PANEL`]
