@@ -9,6 +9,7 @@ pub struct ProblemKey {
     lengths: Lengths,
     heads: [usize; 2],
     head_dims: [usize; 2],
+    latent: bool,
     mask: Mask,
     types: Types,
     softmax_scale: Option<u64>,
@@ -20,12 +21,23 @@ pub struct ProblemKey {
 
 impl From<&Problem> for ProblemKey {
     fn from(problem: &Problem) -> ProblemKey {
-        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
-            *problem;
+        let Problem {
+            lengths,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            latent,
+            mask,
+            types,
+            softmax_scale,
+            score,
+        } = *problem;
         ProblemKey {
             lengths,
             heads: [heads_q, heads_kv],
             head_dims: [head_dim, head_dim_v],
+            latent,
             mask,
             types,
             softmax_scale: softmax_scale.map(f64::to_bits),
@@ -49,6 +61,7 @@ mod tests {
         let others = [
             problem.with_heads_kv(2),
             problem.with_head_dim_v(32),
+            problem.with_latent(true),
             problem.with_mask(Mask::FULL),
             problem.with_softmax_scale(Some(0.5)),
             problem.with_lengths(Lengths::uniform(1, 128, 64)),

@@ -19,6 +19,17 @@ pub use error::ProblemError;
 /// head `h` reads K and V head `h / (heads_q / heads_kv)`. Packed sides are `[total, heads, head_dim]`, a
 /// cache in pages `[pages, page, heads_kv, head_dim]` ([`crate::lengths::SideRows`]).
 ///
+/// # Latent problems
+///
+/// Multi-head latent attention (MLA) keeps one row per token for all heads: a latent vector, which is the
+/// value and begins the key, and the part of the key that rotary embedding turned. With [`Problem::latent`]
+/// a key is therefore V's row followed by K's: V is `[.., head_dim_v]` as ever, Q `[.., head_dim]` in the
+/// order latent, rotary, and the tensor K holds the other [`Problem::head_dim_k`] `= head_dim - head_dim_v`
+/// columns only (none where head dims are equal: `[.., 0]`). DeepSeek's cache of rows of 576 is V
+/// `row[..512]` and K `row[512..]`, two views of one buffer. Such a problem names its softmax scale: that
+/// of the heads before their projection was absorbed into Q, `(128 + 64)^-0.5` for DeepSeek, which does not
+/// follow from 576. It has no gradients: those are taken of the heads that are not absorbed.
+///
 /// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths (upper bounds
 /// where lengths are on the device) with `total_q` and `total_k` for packed sides, `page` and `pages` for a
 /// cache in pages, `used_q` and `used_k` for lengths in use; `dtype` for the types; `softcap`, `alibi` and
@@ -37,11 +48,13 @@ pub struct Problem {
     pub head_dim: usize,
     /// Elements of a value or output row.
     pub head_dim_v: usize,
+    /// Whether V is also the first `head_dim_v` columns of each key, of which K has the others.
+    pub latent: bool,
     /// Which keys a query sees.
     pub mask: Mask,
     /// Types of the tensors.
     pub types: Types,
-    /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
+    /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`, which latent problems do not have.
     pub softmax_scale: Option<f64>,
     /// What is done to the scaled scores, before the mask.
     pub score: ScoreMod,
@@ -75,6 +88,7 @@ impl Problem {
             heads_kv,
             head_dim,
             head_dim_v,
+            latent: false,
             mask: Mask::FULL,
             types,
             softmax_scale: None,
@@ -88,6 +102,7 @@ impl Problem {
         with_heads_kv(heads_kv: usize),
         with_head_dim(head_dim: usize),
         with_head_dim_v(head_dim_v: usize),
+        with_latent(latent: bool),
         with_mask(mask: Mask),
         with_types(types: Types),
         with_softmax_scale(softmax_scale: Option<f64>),
@@ -104,6 +119,11 @@ impl Problem {
     #[must_use]
     pub const fn with_head_dims(self, head_dim: usize, head_dim_v: usize) -> Self {
         self.with_head_dim(head_dim).with_head_dim_v(head_dim_v)
+    }
+
+    /// Columns of the tensor K: `head_dim`, and of latent problems those behind V's.
+    pub const fn head_dim_k(&self) -> usize {
+        if self.latent { self.head_dim.saturating_sub(self.head_dim_v) } else { self.head_dim }
     }
 
     /// The factor on Q K^T.

@@ -151,6 +151,19 @@ pub enum PlanError {
         /// `forward` or `backward`.
         pass: &'static str,
     },
+    /// Keys that begin with their values.
+    #[error(
+        "a latent problem ({head_dim}-{head_dim_v}: V is the first columns of K): no GPU kernel computes its \
+         {pass}; use the CPU backend for the forward"
+    )]
+    Latent {
+        /// Elements of a key.
+        head_dim: usize,
+        /// Elements of a value.
+        head_dim_v: usize,
+        /// `forward` or `backward`.
+        pass: &'static str,
+    },
     /// Gradients of keys in pages.
     #[error("keys in pages of {page} rows have no backward: pack or pad them")]
     PagedBackward {
@@ -305,6 +318,10 @@ fn for_each(
         return Err(PlanError::Dtype(problem.types.q));
     }
     problem.check_gpu()?;
+    if problem.latent {
+        let Problem { head_dim, head_dim_v, .. } = *problem;
+        return Err(PlanError::Latent { head_dim, head_dim_v, pass: options.pass.name() });
+    }
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
         return Err(PlanError::PagedBackward { page });
     }

@@ -46,13 +46,14 @@ impl Problem {
         if !self.heads_q.is_multiple_of(self.heads_kv) {
             return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
         }
+        self.check_latent()?;
         self.types.check()?;
         self.check_offset()?;
         self.check_lengths()?;
         let (q, k) = (self.rows_of(self.lengths.q()), self.rows_of(self.lengths.k()));
         let tensors = [
             ("q", q, self.heads_q, self.head_dim),
-            ("k", k, self.heads_kv, self.head_dim),
+            ("k", k, self.heads_kv, self.head_dim_k()),
             ("v", k, self.heads_kv, self.head_dim_v),
             ("out", q, self.heads_q, self.head_dim_v),
         ];
@@ -69,6 +70,18 @@ impl Problem {
         let own = [("softcap", self.score.softcap.is_some()), ("alibi", self.score.alibi.is_some())];
         if let Some((name, _)) = own.into_iter().find(|&(_, is_on)| is_on && changes) {
             return Err(ProblemError::Program { name });
+        }
+        Ok(())
+    }
+
+    /// Keys of a latent problem have their values' columns, and its scale is known.
+    fn check_latent(&self) -> Result<(), ProblemError> {
+        let Problem { head_dim, head_dim_v, .. } = *self;
+        if self.latent && head_dim < head_dim_v {
+            return Err(ProblemError::LatentColumns { head_dim, head_dim_v });
+        }
+        if self.latent && self.softmax_scale.is_none() {
+            return Err(ProblemError::LatentScale { head_dim });
         }
         Ok(())
     }
@@ -181,6 +194,13 @@ mod tests {
             refused(BASE.with_types(types), part);
         }
         refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
+        let latent = BASE.with_head_dims(576, 512).with_latent(true);
+        refused(latent, "192^-0.5");
+        let latent = latent.with_softmax_scale(Some(0.07217));
+        assert_eq!((latent.check(), latent.head_dim_k()), (Ok(()), 64));
+        let equal = latent.with_head_dim(512);
+        assert_eq!((equal.check(), equal.head_dim_k()), (Ok(()), 0));
+        refused(latent.with_head_dim(511), "head_dim = 511 and head_dim_v = 512 of a latent problem");
         refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
         let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
         let own = BASE.with_score(ScoreMod::NONE.with_program(Some(program)));

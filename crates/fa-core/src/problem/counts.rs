@@ -82,7 +82,7 @@ impl Problem {
     fn elements(&self) -> (f64, f64, f64, f64) {
         let keys = self.heads_kv as f64 * self.lengths.reach_k() as f64;
         let (hd, hdv) = (self.head_dim as f64, self.head_dim_v as f64);
-        (self.rows() * hd, keys * hd, keys * hdv, self.rows() * hdv)
+        (self.rows() * hd, keys * self.head_dim_k() as f64, keys * hdv, self.rows() * hdv)
     }
 }
 
@@ -101,6 +101,10 @@ mod tests {
         assert_eq!(causal.pairs(), 2.0 * 16.0 * 1024.0 * 1025.0 / 2.0);
         assert_eq!(BASE.bytes_forward(), 2.0 * 16.0 * 1024.0 * (4.0 * 128.0 * 2.0 + 4.0));
         assert_eq!(BASE.bytes_backward(), 2.0 * 16.0 * 1024.0 * (8.0 * 128.0 * 2.0 + 4.0));
+        // A latent row is read once, as key and as value.
+        let latent = BASE.with_heads_kv(1).with_head_dims(576, 512).with_latent(true);
+        let (rows, keys) = (2.0 * 16.0 * 1024.0, 2.0 * 1024.0);
+        assert_eq!(latent.bytes_forward(), rows * (1088.0 * 2.0 + 4.0) + keys * 576.0 * 2.0);
         // One token of a window of 128 reads 128 keys of 1,024, and holds them all.
         let lengths = Lengths::uniform(2, 1, 1024);
         let token = BASE.with_lengths(lengths).with_mask(Mask::causal_window(127));

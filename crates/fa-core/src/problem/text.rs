@@ -31,6 +31,8 @@ pub(super) struct Flat {
     heads_kv: usize,
     head_dim: usize,
     head_dim_v: usize,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    latent: bool,
     mask: Mask,
     dtype: Dtype,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -72,6 +74,7 @@ impl TryFrom<Flat> for Problem {
             (flat.head_dim, flat.head_dim_v),
             Types::of(flat.dtype, [flat.kv_dtype, flat.out_dtype, flat.dkv_dtype]),
         )
+        .with_latent(flat.latent)
         .with_mask(flat.mask)
         .with_softmax_scale(flat.softmax_scale)
         .with_score(
@@ -86,8 +89,18 @@ impl TryFrom<Flat> for Problem {
 
 impl From<Problem> for Flat {
     fn from(problem: Problem) -> Flat {
-        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
-            problem;
+        let Problem {
+            lengths,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            latent,
+            mask,
+            types,
+            softmax_scale,
+            score,
+        } = problem;
         let total = |side: Side| match side.rows {
             SideRows::Packed { total, .. } => Some(total),
             SideRows::Padded { .. } | SideRows::Paged { .. } => None,
@@ -111,6 +124,7 @@ impl From<Problem> for Flat {
             heads_kv,
             head_dim,
             head_dim_v,
+            latent,
             mask,
             dtype: types.q,
             kv_dtype,
@@ -157,7 +171,9 @@ mod tests {
             half.with_kv(Dtype::Int8),
             Types::same(Dtype::E4m3).with_out(Dtype::Bf16),
         ];
-        for problem in [base, other].into_iter().chain(named.map(|types| base.with_types(types))) {
+        let latent = other.with_head_dims(576, 512).with_latent(true);
+        assert!(json(&latent).contains(r#""head_dim_v":512,"latent":true,"mask""#));
+        for problem in [base, other, latent].into_iter().chain(named.map(|types| base.with_types(types))) {
             assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
             assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
         }

@@ -32,7 +32,8 @@ pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
 pub use sm100_fwd::Sm100Fwd;
 pub use values::{
-    MAX_COUNT, MAX_HEAD_DIM, MAX_SOFTCAP, MaskKind, Reads, Scheduler, TileOrder, Traits, tile_queries,
+    MAX_COUNT, MAX_HEAD_DIM, MAX_SOFTCAP, MaskKind, Reads, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM,
+    tile_queries,
 };
 
 /// A kernel's compile-time parameters.
@@ -46,9 +47,9 @@ pub use values::{
 pub struct KernelSpec {
     /// Types of the tensors.
     pub types: Types,
-    /// Tile extent of the head dim of Q and K; a multiple of 16 up to [`MAX_HEAD_DIM`].
+    /// Tile extent of the head dim of Q and K; a multiple of 16 up to [`Traits::max_head_dim`].
     pub head_dim: u32,
-    /// Tile extent of the head dim of V and O; a multiple of 16 up to [`MAX_HEAD_DIM`].
+    /// Tile extent of the head dim of V and O; a multiple of 16 up to [`Traits::max_head_dim`].
     pub head_dim_v: u32,
     /// Masking code.
     pub mask: MaskKind,
@@ -203,8 +204,9 @@ impl KernelSpec {
         if !dtype.is_half() {
             return Err(SpecError::Dtype { dtype, kernel: self.kernel.name() });
         }
-        params::multiple("head_dim", self.head_dim, 16, 16, MAX_HEAD_DIM)?;
-        params::multiple("head_dim_v", self.head_dim_v, 16, 16, MAX_HEAD_DIM)?;
+        let widest = self.kernel.traits().max_head_dim;
+        params::multiple("head_dim", self.head_dim, 16, 16, widest)?;
+        params::multiple("head_dim_v", self.head_dim_v, 16, 16, widest)?;
         self.check_reads()?;
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
         each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))

@@ -120,6 +120,10 @@ impl KernelSpec {
                 return differs(what, format!("multiples of 8 up to {have}"), need.to_string());
             }
         }
+        if problem.latent {
+            let problem = "V in the first columns of K (latent), which the CPU backend computes".to_owned();
+            return differs("latent", "K and V of their own".to_owned(), problem);
+        }
         if !self.mask.serves(&problem.mask) {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
         }

@@ -3,7 +3,7 @@
 
 use super::error::SpecError;
 use super::params::kernel_params;
-use super::values::{MaskKind, Scheduler, TileOrder, Traits};
+use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -74,6 +74,7 @@ impl Sm100Fwd {
             pass: Pass::Forward,
             family: Family::Sm100,
             tile: (self.tile_m, self.tile_n),
+            max_head_dim: WHOLE_ROW_HEAD_DIM,
             threads: self.q_tiles.saturating_add(2).saturating_mul(128),
             blocks_per_sm: 1,
             cluster: 1,

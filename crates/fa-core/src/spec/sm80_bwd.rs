@@ -2,7 +2,7 @@
 
 use super::error::SpecError;
 use super::params::kernel_params;
-use super::values::{MaskKind, Scheduler, TileOrder, Traits};
+use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -77,6 +77,7 @@ impl Sm80Bwd {
             pass: Pass::Backward { deterministic: self.deterministic },
             family: Family::Sm80,
             tile: (self.tile_m, self.tile_n),
+            max_head_dim: WHOLE_ROW_HEAD_DIM,
             threads: self.num_warps.saturating_mul(32),
             blocks_per_sm: self.blocks_per_sm,
             cluster: 1,

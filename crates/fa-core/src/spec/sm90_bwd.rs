@@ -3,7 +3,7 @@
 use super::error::SpecError;
 use super::pages::operand_columns;
 use super::params::kernel_params;
-use super::values::{MaskKind, Scheduler, TileOrder, Traits};
+use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -156,6 +156,7 @@ impl Sm90Bwd {
             pass: Pass::Backward { deterministic: self.deterministic },
             family: Family::Sm90,
             tile: (self.tile_m, self.tile_n),
+            max_head_dim: WHOLE_ROW_HEAD_DIM,
             threads: self.num_wg.saturating_add(1).saturating_mul(128),
             blocks_per_sm: 1,
             cluster: 1,

@@ -5,8 +5,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Family, Mask, Pass, Problem};
 
-/// The largest head dim that a kernel's tiles may span.
-pub const MAX_HEAD_DIM: u32 = 256;
+/// The largest head dim that a kernel's tiles may span: that of DeepSeek's latent rows.
+pub const MAX_HEAD_DIM: u32 = 576;
+
+/// The largest head dim of kernels whose warps hold whole rows of O: a thread has no registers for more.
+pub const WHOLE_ROW_HEAD_DIM: u32 = 256;
 
 /// Lengths and counts that kernels hold in 32-bit integers are at most this, with room for a tile beyond the
 /// end.
@@ -106,6 +109,8 @@ pub struct Traits {
     pub family: Family,
     /// Query rows and keys of a tile.
     pub tile: (u32, u32),
+    /// The largest head dim that its tiles may span.
+    pub max_head_dim: u32,
     /// Threads of a CTA.
     pub threads: u32,
     /// Resident CTAs per SM that its launch bounds ask the compiler for.

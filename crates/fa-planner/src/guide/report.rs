@@ -20,7 +20,7 @@ pub const TABLE_ROWS: usize = 10;
 /// What to search for, and how much of the result to list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Query {
-    /// Head dims, 1 to 512.
+    /// Head dims, 1 to 576.
     pub head_dims: HeadDims,
     /// The directions.
     pub mode: Mode,

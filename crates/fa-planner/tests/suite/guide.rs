@@ -152,7 +152,7 @@ fn sizes_out_of_range_are_refused() {
         let error = search(HeadDims::square(64), Mode::Both, &tiles(side));
         assert_eq!(error, Err(SearchError::Tile { name: "bwd tile_n", value: side }));
     }
-    for head_dim in [0, 513, u32::MAX] {
+    for head_dim in [0, 577, u32::MAX] {
         let error = search(HeadDims::square(head_dim), Mode::Both, &Tiles::default());
         assert!(matches!(error, Err(SearchError::HeadDims(_))));
     }

@@ -296,6 +296,13 @@ fn refusals_say_what_works() {
         (BASE.with_types(Types::same(Dtype::E4m3)), Arch::Sm80, options.clone(), "computes in e4m3"),
         (wide, Arch::Sm90, options.clone(), "head_dim = 264"),
         (BASE.with_head_dims(64, 260), Arch::Sm80, options.clone(), "head_dim_v = 260"),
+        (BASE.with_head_dims(512, 512), Arch::Sm90, options.clone(), "head_dim = 512"),
+        (
+            BASE.with_head_dims(576, 512).with_heads_kv(1).with_latent(true).with_softmax_scale(Some(0.07)),
+            Arch::Sm90,
+            options.clone(),
+            "a latent problem (576-512",
+        ),
         (BASE.with_head_dim(33), Arch::Sm90, options.clone(), "multiples of 8"),
         (BASE.with_heads_kv(3), Arch::Sm90, options.clone(), "heads_kv = 3"),
         (BASE, Arch::Sm80, PlanOptions::default().with_family(Some(Family::Sm90)), "do not run on sm80"),
@@ -326,6 +333,8 @@ fn a_given_spec_must_serve_the_problem() {
         BASE.with_score(ScoreMod::softcap(1.0)),
         "softcap: the kernel computes no softcap; the problem has a softcap",
     );
+    let latent = BASE.with_head_dim_v(64).with_latent(true).with_softmax_scale(Some(0.1));
+    refused(latent, "latent: the kernel computes K and V of their own");
     let narrow = BASE.with_head_dims(104, 72);
     assert!(plan_spec(&narrow, &spec, Arch::Sm90, &PlanOptions::default()).is_ok());
     let elsewhere = plan_spec(&BASE, &spec, Arch::Sm80, &PlanOptions::default()).expect_err("no wgmma");
