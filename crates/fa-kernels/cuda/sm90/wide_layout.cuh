@@ -14,7 +14,7 @@ struct Traits {
     static_assert(C.tile_m == 64 && C.tile_n == 64, "one m64 of wgmma; P is one panel");
     static_assert(C.head_dim % 64 == 0, "whole panels of Q and K");
     static_assert(C.head_dim_v % 128 == 0 && C.head_dim_v <= 512, "whole panels of O for each warpgroup");
-    static_assert(!C.latent || C.head_dim > C.head_dim_v, "K's rows are V's and further columns");
+    static_assert(!C.latent || C.head_dim >= C.head_dim_v, "K's rows begin with V's");
     static_assert(C.scheduler != Scheduler::Dynamic, "no tile is drawn from a counter");
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
     static_assert(C.head_parts == 1 || C.pack_gqa, "parts of the heads that share a tile");
@@ -50,13 +50,13 @@ struct Traits {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
-// Tiles of V; in the latent form they are the first panels of K's.
+// Tiles of V and their barriers. In the latent form they are the first panels of K's, and there are none.
 template <int Bytes, int Stages>
 struct VTiles {
     alignas(1024) u8 tiles[Stages][Bytes];
-    PipelineBarriers<Stages> bars;
 };
 struct NoVTiles {};
+struct NoVBarriers {};
 
 // The planner's account of sm90_wide names the same buffers in the same order; the generated unit asserts the
 // size.
@@ -65,12 +65,13 @@ struct alignas(1024) SharedStorage {
     using T = Traits<C>;
     alignas(1024) u8 q[T::Q::kBytes];
     alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
+    [[no_unique_address]] Either<C.latent, NoVTiles, VTiles<T::V::kBytes, C.kv_stages>> v;
     alignas(1024) u8 p[T::P::kBytes];
     // From the leader to the follower: the factor of each row of O, beside P of a step and at the end.
     alignas(128) float factor[C.tile_m];
     PipelineBarriers<1> q_bars;
     PipelineBarriers<C.kv_stages> k_bars;
-    [[no_unique_address]] Either<C.latent, NoVTiles, VTiles<T::V::kBytes, C.kv_stages>> v;
+    [[no_unique_address]] Either<C.latent, NoVBarriers, PipelineBarriers<C.kv_stages>> v_bars;
 
     // The first stage of V, and the barriers of its stages.
     __device__ __forceinline__ u8* values() {
@@ -84,7 +85,7 @@ struct alignas(1024) SharedStorage {
         if constexpr (C.latent) {
             return k_bars;
         } else {
-            return v.bars;
+            return v_bars;
         }
     }
 
@@ -92,7 +93,7 @@ struct alignas(1024) SharedStorage {
         q_bars.init(T::kConsumerWarps / 2);
         // The follower reads no K.
         k_bars.init(C.latent ? T::kConsumerWarps : T::kConsumerWarps / 2, T::kLoadingWarps);
-        if constexpr (!C.latent) v.bars.init(T::kConsumerWarps, T::kLoadingWarps);
+        if constexpr (!C.latent) v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
         mbarrier_init_fence();
     }
 };

@@ -104,16 +104,18 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             Mbarrier& full = smem.k_bars.full[stage];
             if constexpr (C.latent) {
                 load_keys<C, typename T::V>(smem.k[stage], map_v, varlen.tma_v, full, work, kv_head, key);
-                load_keys<C, typename T::Rope>(smem.k[stage] + T::V::kBytes, map_k, varlen.tma_k, full, work,
-                                               kv_head, key);
+                if constexpr (T::kRopePanels > 0) {
+                    load_keys<C, typename T::Rope>(smem.k[stage] + T::V::kBytes, map_k, varlen.tma_k, full,
+                                                   work, kv_head, key);
+                }
             } else {
                 load_keys<C, typename T::K>(smem.k[stage], map_k, varlen.tma_k, full, work, kv_head, key);
             }
             // A stage becomes free before the previous work tile's last S has read Q.
             if (n_block == work.range.end - 1) load_q<C>(smem, params, map_q, q_state, work);
             if constexpr (!C.latent) {
-                smem.v.bars.acquire(state, T::V::kBytes);
-                load_keys<C, typename T::V>(smem.v.tiles[stage], map_v, varlen.tma_v, smem.v.bars.full[stage],
+                smem.v_bars.acquire(state, T::V::kBytes);
+                load_keys<C, typename T::V>(smem.v.tiles[stage], map_v, varlen.tma_v, smem.v_bars.full[stage],
                                             work, kv_head, key);
             }
             state.advance();

@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_boxes(SharedStorage<C>& smem, const FwdPara
                                                 C.latent || Values ? params.varlen.tma_v
                                                                    : params.varlen.tma_k,
                                                 full, n_block, entry, member, !Values && member == 0);
-            if constexpr (C.latent) {
+            if constexpr (C.latent && T::kRopePanels > 0) {
                 // The last warp has the fewest panels of latents.
                 const int last = member == kMembers - 1 ? 0 : 1;
                 keys.template load<typename T::Rope, kMembers>(dst + T::V::kBytes, map_k, params.varlen.tma_k,
@@ -147,7 +147,7 @@ __device__ __forceinline__ void copy_rows(SharedStorage<C>& smem, const FwdParam
                 CopiedPanels<C, Half, Second ? kHalf : 0>::template start<!Second>(
                     k + (Second ? Half::kBytes : 0), params, params.v, varlen.tma_v, params.shape.head_dim_v,
                     work, n_block, entries);
-                if constexpr (Second) {
+                if constexpr (Second && T::kRopePanels > 0) {
                     CopiedPanels<C, typename T::Rope, 0>::template start<false>(
                         k + T::V::kBytes, params, params.k, varlen.tma_k,
                         params.shape.head_dim - params.shape.head_dim_v, work, n_block, entries);
