@@ -18,13 +18,13 @@
 namespace fa {
 
 template <Sm90WideConfig C>
-constexpr int sm90_wide_smem_bytes = sizeof(sm90_wide::SharedStorage<C>);
+constexpr int sm90_wide_smem_bytes = sizeof(wide::SharedStorage<C>);
 
 template <Sm90WideConfig C>
 __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorMap& map_q,
                                           const TensorMap& map_k, const TensorMap& map_v) {
-    using T = sm90_wide::Traits<C>;
-    auto& smem = shared_memory<sm90_wide::SharedStorage<C>>();
+    using T = wide::Traits<C>;
+    auto& smem = shared_memory<wide::SharedStorage<C>>();
 
     const int warp = warp_index();
     if (warp == 0 && elect_one()) {
@@ -33,29 +33,29 @@ __device__ __forceinline__ void sm90_wide(const FwdParams& params, const TensorM
         tma_prefetch_map(map_v);
         smem.init_barriers();
     }
-    if constexpr (C.pack_gqa) sm90_wide::clear_idle_rows<C>(smem, params);
+    if constexpr (C.pack_gqa) wide::clear_idle_rows<C>(smem, params);
     cta_sync();
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
         if constexpr (C.paged) {
             if constexpr (C.gather) {
-                sm90_wide::gather_pages<C>(smem, params, map_q, warp);
+                wide::gather_pages<C>(smem, params, map_q, warp);
             } else {
-                sm90_wide::produce_pages<C>(smem, params, map_q, map_k, map_v, warp);
+                wide::produce_pages<C>(smem, params, map_q, map_k, map_v, warp);
             }
             if constexpr (C.split) let_next_launch_start();
         } else if (warp == 0 && elect_one()) {
-            sm90_wide::produce<C>(smem, params, map_q, map_k, map_v);
+            wide::produce<C>(smem, params, map_q, map_k, map_v);
             // Not before: CTAs of the combination that wait would crowd on idle SMs (NB-167).
             if constexpr (C.split) let_next_launch_start();
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         if (warp < 8) {
-            sm90_wide::lead<C>(smem, params);
+            wide::lead<C>(smem, params);
         } else {
-            sm90_wide::follow<C>(smem, params);
+            wide::follow<C>(smem, params);
         }
     }
 }

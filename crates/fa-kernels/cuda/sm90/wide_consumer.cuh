@@ -25,7 +25,7 @@
 #include "tile/stmatrix_tile.cuh"
 #include "types.cuh"
 
-namespace fa::sm90_wide {
+namespace fa::wide {
 
 // Named barriers between the two: P and its factors are in shared memory; they have been read.
 constexpr int kReady = 1, kRead = 2;
@@ -268,4 +268,4 @@ __device__ __forceinline__ void follow(SharedStorage<C>& smem, const FwdParams& 
     });
 }
 
-}  // namespace fa::sm90_wide
+}  // namespace fa::wide

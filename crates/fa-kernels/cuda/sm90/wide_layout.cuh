@@ -7,7 +7,7 @@
 #include "tile/pipeline.cuh"
 #include "types.cuh"
 
-namespace fa::sm90_wide {
+namespace fa::wide {
 
 template <Sm90WideConfig C>
 struct Traits {
@@ -102,4 +102,4 @@ struct alignas(1024) SharedStorage {
 template <Sm90WideConfig C>
 constexpr u32 kValueStage = C.latent ? Traits<C>::K::kBytes : Traits<C>::V::kBytes;
 
-}  // namespace fa::sm90_wide
+}  // namespace fa::wide

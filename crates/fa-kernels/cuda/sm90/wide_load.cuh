@@ -14,7 +14,7 @@
 #include "tile/pipeline.cuh"
 #include "types.cuh"
 
-namespace fa::sm90_wide {
+namespace fa::wide {
 
 // Zeroes the rows of Q that no tile fills with PackGqa. All threads call it, before their first barrier.
 template <Sm90WideConfig C>
@@ -123,4 +123,4 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     });
 }
 
-}  // namespace fa::sm90_wide
+}  // namespace fa::wide

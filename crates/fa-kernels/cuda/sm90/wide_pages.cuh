@@ -16,7 +16,7 @@
 #include "tile/pipeline.cuh"
 #include "types.cuh"
 
-namespace fa::sm90_wide {
+namespace fa::wide {
 
 // The loop of a warp, one of `Members` that divide the panels of a tile among them: the latent form's, or
 // with `Values` V's, else K's. Warp 0 of those that load V loads Q.
@@ -179,4 +179,4 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     }
 }
 
-}  // namespace fa::sm90_wide
+}  // namespace fa::wide

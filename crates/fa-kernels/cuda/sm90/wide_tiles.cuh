@@ -10,7 +10,7 @@
 #include "fwd_params.cuh"
 #include "ptx/thread.cuh"
 
-namespace fa::sm90_wide {
+namespace fa::wide {
 
 // Heads of the launch: K/V heads, or parts of their groups, with PackGqa; else query heads.
 template <Sm90WideConfig C>
@@ -65,4 +65,4 @@ __device__ __forceinline__ void for_each_loaded(const FwdParams& params, const E
     });
 }
 
-}  // namespace fa::sm90_wide
+}  // namespace fa::wide
