@@ -279,6 +279,8 @@ class CallOptions(NamedTuple):
     deterministic: bool
     # Keys by which queries lie right of the bottom-right alignment.
     query_offset: Any = 0
+    # Whether v is the first columns of each key, of which k has the others.
+    latent: bool = False
 
     @property
     def has_mask(self):

@@ -306,8 +306,9 @@ class Kernels:
         self.report: Dict[str, Dict[str, Any]] = {
             "forward": json.loads(_core.bind(text, False, False, ordinal))
         }
-        # Keys in pages have no gradients.
-        is_wanted = self.problem.get("page") is None if backward is None else flag("backward", backward)
+        # Keys in pages and latents have no gradients.
+        has_gradients = self.problem.get("page") is None and not self.problem.get("latent")
+        is_wanted = has_gradients if backward is None else flag("backward", backward)
         if is_wanted:
             self.report["backward"] = json.loads(_core.bind(text, True, self.deterministic, ordinal))
         mask = self.problem["mask"]
@@ -319,6 +320,7 @@ class Kernels:
             self.problem["softcap"] or 0.0,
             self.deterministic,
             mask.get("offset", 0),
+            self.problem.get("latent", False),
         )
 
     def __repr__(self) -> str:
@@ -353,9 +355,10 @@ class Kernels:
         outer_k = [bound["batch"], bound["seqlen_k"]] if "total_k" not in bound else [bound["total_k"]]
         if "page" in bound:
             outer_k = [bound["pages"], bound["page"]]
+        latents = bound["head_dim_v"] if bound.get("latent") else 0
         need = {
             "q": (*outer_q, bound["heads_q"], bound["head_dim"]),
-            "k": (*outer_k, bound["heads_kv"], bound["head_dim"]),
+            "k": (*outer_k, bound["heads_kv"], bound["head_dim"] - latents),
             "v": (*outer_k, bound["heads_kv"], bound["head_dim_v"]),
         }
         for name, have in (("q", q), ("k", k), ("v", v)):

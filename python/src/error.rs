@@ -53,7 +53,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
             InputError::new_err(text)
         }
         Error::Plan(_)
-        | Error::Cpu(CpuError::PagedBackward)
+        | Error::Cpu(CpuError::LatentBackward | CpuError::PagedBackward)
         | Error::Isa { .. }
         | Error::Kernels(
             Kernels::Mismatch { .. }

@@ -24,6 +24,8 @@ pub(crate) struct Options {
     pub deterministic: bool,
     /// Keys by which queries lie right of the bottom-right alignment.
     pub query_offset: i64,
+    /// Whether V is the first columns of each key, of which K has the others.
+    pub latent: bool,
 }
 
 impl Options {
@@ -217,9 +219,16 @@ impl<'py> Given<'py> {
         }
         let [heads_q, head_dim] = heads_and_dim(q);
         let [heads_kv, head_dim_k] = heads_and_dim(k);
-        if head_dim_k != head_dim {
+        let [_, head_dim_v] = heads_and_dim(v);
+        if !options.latent && head_dim_k != head_dim {
             return Err(InputError::new_err(format!(
                 "k has a head dim of {head_dim_k} and q of {head_dim}: they must be equal"
+            )));
+        }
+        if options.latent && head_dim_k.saturating_add(head_dim_v) != head_dim {
+            return Err(InputError::new_err(format!(
+                "q has a head dim of {head_dim}: a key begins with its latent, of {head_dim_v} columns, and has \
+                 {head_dim_k} others"
             )));
         }
         let sequences = batch.sequences();
@@ -227,13 +236,13 @@ impl<'py> Given<'py> {
         let alibi =
             extras.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
         let softcap = (options.softcap != 0.0).then_some(options.softcap);
-        let [_, head_dim_v] = heads_and_dim(v);
         let problem = Problem::new(
             Lengths::of(sequences, side_q, side_k),
             (heads_q, heads_kv),
             (head_dim, head_dim_v),
             Types::same(*dtype),
         )
+        .with_latent(options.latent)
         .with_mask(options.mask())
         .with_softmax_scale(options.scale)
         .with_score(

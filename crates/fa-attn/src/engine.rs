@@ -4,9 +4,9 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use fa_core::{Append, Dtype, Lengths, Mask, Pass, Problem, Types};
-use fa_cpu::check::{check_shape, k_shape, q_shape, v_shape};
+use fa_cpu::check::{check_backward, check_shape, k_shape, q_shape, v_shape};
 use fa_cpu::simd::Isa;
-use fa_cpu::{AppendExtras, AppendTensors, CpuError, Extras, TensorRef};
+use fa_cpu::{AppendExtras, AppendTensors, Extras, TensorRef};
 use fa_kernels::driver;
 
 use crate::call::{Call, Implementation};
@@ -148,7 +148,7 @@ impl Engine {
     /// where the GPU does not compute the problem, and [`crate::Report::gpu_passed_over`] says why.
     ///
     /// # Errors
-    /// [`Error::Problem`]; [`Error::Cpu`] for gradients of keys in pages, which nothing computes; on
+    /// [`Error::Problem`]; [`Error::Cpu`] for gradients of keys in pages and of latent problems, which nothing computes; on
     /// [`Backend::Gpu`] those of planning, compiling and loading.
     pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Call, Error> {
         problem.check()?;
@@ -200,8 +200,8 @@ impl Engine {
     }
 
     fn on_cpu(&self, problem: &Problem, pass: Pass, passed_over: Option<String>) -> Result<Call, Error> {
-        if problem.lengths.page().is_some() && pass.is_backward() {
-            return Err(CpuError::PagedBackward.into());
+        if pass.is_backward() {
+            check_backward(problem)?;
         }
         let implementation = match self.backend {
             #[cfg(feature = "reference")]
@@ -250,7 +250,7 @@ impl Engine {
     /// `dout`, for an `output` of [`Engine::forward`]. Allocates them, in the layout of `q`.
     ///
     /// # Errors
-    /// As [`Engine::forward`]; keys in pages have no gradients.
+    /// As [`Engine::forward`]; keys in pages and latent problems have no gradients.
     pub fn backward<T: Element>(
         &self,
         problem: &Problem,

@@ -137,7 +137,7 @@ impl<T: Element + Stored> NewRows<T> {
         let shape = |name| shape_of(file, name, layout, CU_NEW);
         let (k, v) = (shape("k_new")?, shape("v_new")?);
         let rows = k[1];
-        for (name, got, dim) in [("k_new", k, problem.head_dim), ("v_new", v, problem.head_dim_v)] {
+        for (name, got, dim) in [("k_new", k, problem.head_dim_k()), ("v_new", v, problem.head_dim_v)] {
             let entry = file.entry(name)?;
             let of_q = file.entry("q")?.dtype;
             if entry.dtype != of_q {
@@ -167,13 +167,20 @@ impl<T: Element + Stored> NewRows<T> {
             Some(_) => Side::packed(rows, counts.iter().copied().max().unwrap_or(0)),
             None => Side::padded(rows),
         };
+        if problem.latent && NewRows::are_rotated(file) {
+            usage(
+                "the file has rotary_cos and --latent: q begins with latents, which are not rotated; rotate \
+                 q's last columns and k_new before"
+                    .to_owned(),
+            )?;
+        }
         let (rotary, tables) = rotary(file, problem, is_interleaved)?.unzip();
         let append = Append {
             sequences: batch,
             new,
             cache: Side { rows: problem.lengths.k().rows, used: false },
             heads_kv: problem.heads_kv,
-            head_dim: problem.head_dim,
+            head_dim: problem.head_dim_k(),
             head_dim_v: problem.head_dim_v,
             dtype: problem.types.q,
             rotary,

@@ -259,6 +259,11 @@ fn problem_of(
     layout: TensorLayout,
     backward: bool,
 ) -> anyhow::Result<Problem> {
+    if backward && args.latent {
+        let message = "--latent: absorbed heads have no gradients; leave --backward out, or train on the heads \
+                       before absorption";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     if backward && sides.values.page_table.is_some() {
         let message = "the keys lie in pages, which have no gradients: leave --backward out, or give k and v \
                        packed, with cu_seqlens_k, or padded";
@@ -271,6 +276,7 @@ fn problem_of(
     let v = shape_of(file, "v", layout, "cu_seqlens_k")?;
     let [batch_k, seqlen_k, heads_kv, _] = k;
     let head_dim_v = v[3];
+    let latents = if args.latent { head_dim_v } else { 0 };
     let agree = |name: &str, got: [usize; 4], need: [usize; 4], why: &str| {
         if got == need {
             return Ok(());
@@ -280,11 +286,14 @@ fn problem_of(
         let need = format!("{why} (in {layout}: {:?})", shape(need));
         Err(InputError::Shape { name: name.to_owned(), got: shape(got), need })
     };
-    let (batch_of_k, why) = match sides.are_padded() {
-        true => (batch, "batch and head_dim must be q's"),
-        false => (batch_k, "head_dim must be q's"),
+    let batch_of_k = if sides.are_padded() { batch } else { batch_k };
+    let why = match (args.latent, k[3] > 0 && k[3] + head_dim_v == head_dim) {
+        (true, _) => "with --latent, q has the columns of v and then those of k",
+        (false, true) => "head_dim must be q's, or v's latents the first columns of keys: add --latent",
+        (false, false) if sides.are_padded() => "batch and head_dim must be q's",
+        (false, false) => "head_dim must be q's",
     };
-    agree("k", k, [batch_of_k, seqlen_k, heads_kv, head_dim], why)?;
+    agree("k", k, [batch_of_k, seqlen_k, heads_kv, head_dim.saturating_sub(latents)], why)?;
     agree("v", v, [batch_k, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads must be k's")?;
     if backward {
         let dout = shape_of(file, "dout", layout, "cu_seqlens_q")?;
@@ -295,6 +304,7 @@ fn problem_of(
     let problem =
         Problem::new(sides.lengths(q, k)?, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
             .with_mask(args.mask.mask())
+            .with_latent(args.latent)
             .with_softmax_scale(args.scale)
             .with_score(sides.score(args.softcap).with_program(program));
     problem.check()?;

@@ -12,7 +12,7 @@ use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayou
 use fa_cpu::simd::Isa;
 use fa_kernels::Headers;
 use fa_lab::marks::Marks;
-use fa_lab::shape::{HeadDim, parse_pair, whole};
+use fa_lab::shape::{HeadDim, LATENT_SCALE, parse_pair, whole};
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
@@ -22,12 +22,13 @@ use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
 /// with them as well: clap does not require a flag that conflicts with another, and would ignore the first.
-pub(crate) const OF_SHAPES: [&str; 11] = [
+pub(crate) const OF_SHAPES: [&str; 12] = [
     "batch",
     "tokens",
     "seqlen",
     "heads",
     "headdim",
+    "latent",
     "causal",
     "window",
     "query_offset",
@@ -77,9 +78,12 @@ impl HeadersArgs {
 pub(crate) struct AttentionArgs {
     #[command(flatten)]
     pub mask: MaskArgs,
-    /// Factor on Q K^T [default: 1/sqrt(head_dim)]
+    /// Factor on Q K^T [default: 1/sqrt(head_dim); none with --latent]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub scale: Option<f64>,
+    /// v holds latents (MLA), with which keys begin: q has v's columns and then k's
+    #[arg(long)]
+    pub latent: bool,
     /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
@@ -157,6 +161,9 @@ pub(crate) struct ProblemArgs {
     /// Head dim, and the values' if different, as in 192-128
     #[arg(long, value_name = "D[-DV]", default_value = "128")]
     pub headdim: HeadDim,
+    /// V is the first DV columns of K (MLA), as in --headdim 576-512 --heads 128:1
+    #[arg(long)]
+    pub latent: bool,
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Element type: bf16, f16, f32
@@ -189,9 +196,15 @@ impl ProblemArgs {
         )
         .with_mask(self.mask.mask())
         .with_score(self.score.score(self.softcap).map_err(InputError::Usage)?);
+        let problem = latent_if(self.latent, problem);
         problem.check()?;
         Ok(problem)
     }
+}
+
+/// The problem, or with `--latent` the latent one, whose times do not depend on its scale.
+fn latent_if(latent: bool, problem: Problem) -> Problem {
+    if latent { problem.with_latent(true).with_softmax_scale(Some(LATENT_SCALE)) } else { problem }
 }
 
 fn pass_values() -> [PossibleValue; 2] {
@@ -269,6 +282,9 @@ pub(crate) struct ShapeArgs {
     /// Head dims, each D or D-DV
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', default_value = "64")]
     pub headdim: Vec<HeadDim>,
+    /// V is the first DV columns of K (MLA), as in --headdim 576-512 --heads 128:1
+    #[arg(long)]
+    pub latent: bool,
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Both without a mask and with a causal one
@@ -316,6 +332,7 @@ impl ShapeArgs {
                     )
                     .with_mask(mask)
                     .with_score(ScoreMod::NONE.with_softcap(self.softcap).with_program(program));
+                    let problem = latent_if(self.latent, problem);
                     problem.check()?;
                     problems.push(problem);
                 }
@@ -484,7 +501,8 @@ impl AttentionArgs {
     pub(crate) fn describes_a_problem(&self) -> bool {
         let ProgramArgs { mask_mod, score_mod } = &self.program;
         let is_own = mask_mod.is_some() || score_mod.is_some();
-        self.mask.mask() != Mask::FULL || self.scale.is_some() || self.softcap.is_some() || is_own
+        let is_scored = self.scale.is_some() || self.softcap.is_some() || is_own;
+        self.mask.mask() != Mask::FULL || self.latent || is_scored
     }
 
     /// The layout: the flag's, else the file's metadata entry, else BSHD.

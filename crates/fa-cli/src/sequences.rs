@@ -201,6 +201,7 @@ impl SideTensors {
             | CpuError::OutOfBounds { .. }
             | CpuError::Overlap { .. }
             | CpuError::Memory { .. }
+            | CpuError::LatentBackward
             | CpuError::PagedBackward
             | CpuError::Range { .. }
             | CpuError::Isa { .. } => return InputError::Usage(error.to_string()),

@@ -23,10 +23,10 @@ pub const fn q_shape(problem: &Problem) -> [usize; 4] {
 }
 
 /// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]` packed, or `[pages, page,
-/// ..]`.
+/// ..]`; with rows of [`Problem::head_dim_k`] where V has the other columns.
 pub const fn k_shape(problem: &Problem) -> [usize; 4] {
     let [batch, seqlen] = outer(problem, problem.lengths.k());
-    [batch, seqlen, problem.heads_kv, problem.head_dim]
+    [batch, seqlen, problem.heads_kv, problem.head_dim_k()]
 }
 
 /// Shape of V and dV: as [`k_shape`], with rows of `head_dim_v`.
@@ -81,6 +81,18 @@ pub fn check_out(problem: &Problem, tensor: &'static str, shape: [usize; 4]) -> 
 /// [`CpuError::Length`].
 pub fn check_lse(problem: &Problem, len: usize) -> Result<(), CpuError> {
     check_len("lse", len, lse_len(problem))
+}
+
+/// The problem has gradients: keys that are also values, and keys in pages, have none.
+///
+/// # Errors
+/// [`CpuError::LatentBackward`] or [`CpuError::PagedBackward`].
+pub fn check_backward(problem: &Problem) -> Result<(), CpuError> {
+    match (problem.latent, problem.lengths.page()) {
+        (true, _) => Err(CpuError::LatentBackward),
+        (false, Some(_)) => Err(CpuError::PagedBackward),
+        (false, None) => Ok(()),
+    }
 }
 
 /// dQ, dK and dV have the shapes of Q, K and V.

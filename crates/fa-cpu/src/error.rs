@@ -145,6 +145,12 @@ pub enum CpuError {
     /// Arrays or scalars that are not those of the problem's program.
     #[error(transparent)]
     Program(#[from] fa_core::program::InputError),
+    /// Gradients of keys that begin with their values were asked for.
+    #[error(
+        "a latent problem has no backward: train on the heads before absorption (DeepSeek's 192-128), of which \
+         K and V are projections of the latents"
+    )]
+    LatentBackward,
     /// Gradients of keys that lie in pages were asked for.
     #[error("keys and values lie in pages, which the backward does not take: pack or pad them")]
     PagedBackward,

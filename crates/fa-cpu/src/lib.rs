@@ -48,6 +48,7 @@ pub mod element;
 pub mod error;
 pub mod extras;
 pub mod grid;
+mod keys;
 pub mod merge;
 pub mod peak;
 pub mod real;

@@ -156,6 +156,11 @@ impl ShardPlan {
         if let SideRows::Paged { page, .. } = lengths.k().rows {
             return refuse(format!("keys in pages of {page} rows"), "pack or pad the keys of each rank");
         }
+        if self.problem.latent {
+            let instead = "split the heads between ranks, each of which holds all latents, or their keys, with a \
+                           call on each rank and a merge by LSE";
+            return refuse("latent problems, whose keys begin with their values".to_owned(), instead);
+        }
         if lengths.q().used || lengths.k().used {
             return refuse("lengths in use".to_owned(), "pack the sequences, or leave the lengths out");
         }

@@ -11,10 +11,18 @@ pub fn pair(a: usize, b: usize, separator: char) -> String {
     if a == b { a.to_string() } else { format!("{a}{separator}{b}") }
 }
 
-/// Head dims as in flags: `128`, or `192-128`.
+/// Head dims as in flags: `128`, or `192-128`, and whether they are those of a latent problem.
 pub fn head_dims(problem: &Problem) -> String {
-    pair(problem.head_dim, problem.head_dim_v, '-')
+    head_dims_of([problem.head_dim, problem.head_dim_v], problem.latent)
 }
+
+fn head_dims_of([qk, v]: [usize; 2], latent: bool) -> String {
+    pair(qk, v, '-') + if latent { " latent" } else { "" }
+}
+
+/// DeepSeek's softmax scale, for latent problems of which only the time matters: that of heads of 128 columns
+/// and 64 rotary ones.
+pub const LATENT_SCALE: f64 = 0.072_168_783_648_703_22;
 
 /// Head dims of Q and K, and of V and O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +83,9 @@ pub struct Shape {
     pub head_dim: usize,
     /// Of V and O.
     pub head_dim_v: usize,
+    /// Whether V is the first columns of K.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub latent: bool,
     /// Whether the mask is causal, without a window.
     pub causal: bool,
     /// The mask's name.
@@ -96,6 +107,7 @@ impl From<&Problem> for Shape {
             seqlen_k: problem.lengths.max_k(),
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
+            latent: problem.latent,
             causal: problem.mask.is_causal(),
             mask: problem.mask.to_string(),
             dtype: problem.types.q,
@@ -114,7 +126,7 @@ impl Shape {
 
     /// Head dims as in flags.
     pub fn head_dims(&self) -> String {
-        pair(self.head_dim, self.head_dim_v, '-')
+        head_dims_of([self.head_dim, self.head_dim_v], self.latent)
     }
 
     /// Heads as in flags.

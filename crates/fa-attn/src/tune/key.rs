@@ -19,6 +19,9 @@ pub struct TuneKey {
     pub head_dim: usize,
     /// Head dim of V.
     pub head_dim_v: usize,
+    /// Whether V is the first columns of K.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub latent: bool,
     /// Masking code.
     pub mask: MaskKind,
     /// Whether scores are capped.
@@ -54,6 +57,7 @@ impl TuneKey {
             dtype: problem.types.q,
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
+            latent: problem.latent,
             mask: MaskKind::of(&problem.mask),
             softcap: problem.score.softcap.is_some(),
             group: problem.group_size(),
@@ -68,7 +72,8 @@ impl TuneKey {
     /// take the same time, so that they stand in for one another. A window of unknown width is one doubling
     /// from any.
     pub(super) fn distance(&self, other: &TuneKey) -> Option<u32> {
-        let same = |key: &TuneKey| (key.head_dim, key.head_dim_v, key.mask, key.softcap, key.group);
+        let same =
+            |key: &TuneKey| (key.head_dim, key.head_dim_v, key.latent, key.mask, key.softcap, key.group);
         if same(self) != same(other) {
             return None;
         }

@@ -8,8 +8,13 @@ use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 
 #[path = "../../examples/decode.rs"]
 mod decode;
+#[path = "../../examples/07_mla_decode.rs"]
+mod mla_decode;
 
 const SQUARE: Problem = Problem::square(1, 1, 2, 16, Mask::CAUSAL, Dtype::F32).with_heads_q(4);
+
+const LATENT: Problem =
+    SQUARE.with_heads_kv(1).with_head_dims(24, 16).with_latent(true).with_softmax_scale(Some(0.3));
 
 fn engines() -> [Engine; 2] {
     let backends = [Backend::Cpu(CpuOptions::default()), Backend::Reference { threads: None }];
@@ -73,6 +78,12 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
         ("used", SQUARE.with_lengths(padded), used.clone()),
         ("used, scores", SQUARE.with_lengths(padded).with_score(score).with_mask(Mask::FULL), with(&used)),
         ("pages", SQUARE.with_lengths(pages), paged.clone()),
+        ("pages of latents", LATENT.with_lengths(pages), paged.clone()),
+        (
+            "pages of latents without other columns",
+            LATENT.with_head_dim(16).with_lengths(pages),
+            paged.clone(),
+        ),
         ("pages, scores", SQUARE.with_lengths(pages).with_score(score), with(&paged)),
         (
             "scores",
@@ -148,6 +159,13 @@ fn what_the_problem_names_must_be_there_and_nothing_else() {
         let output = engine.forward(&paged, [&q, &k, &v], &extras.view()).unwrap();
         let error = engine.backward(&paged, [&q, &k, &v], &extras.view(), &output, &dout).unwrap_err();
         assert!(error.to_string().contains("pages"), "{error}");
+        let latent = LATENT.with_lengths(Lengths::uniform(2, 3, 4));
+        let [q, k, v, _] = tensors(&latent, TensorLayout::Bshd);
+        let error =
+            engine.forward(&latent.with_softmax_scale(None), [&q, &k, &v], &Extras::NONE).unwrap_err();
+        assert!(error.to_string().contains("softmax_scale is not given"), "{error}");
+        let error = engine.bind(&latent, Pass::BACKWARD).unwrap_err();
+        assert!(error.to_string().contains("a latent problem has no backward"), "{error}");
         let call = engine.bind(&paged, Pass::Forward).unwrap();
         assert_eq!(call.problem(), &paged);
     }
@@ -201,10 +219,13 @@ fn parts_of_the_keys_merge_into_the_whole() {
 }
 
 #[test]
-fn the_decoding_example_gives_what_its_keys_say() {
-    let out = decode::step().unwrap();
-    assert_eq!(out.shape, [3, 1, 8, 64]);
-    assert!(out.data.iter().all(|value| value.to_f32().is_finite()));
+fn the_decoding_examples_give_what_their_keys_say() {
+    for (out, shape) in
+        [(decode::step().unwrap(), [3, 1, 8, 64]), (mla_decode::step().unwrap(), [3, 2, 128, 512])]
+    {
+        assert_eq!(out.shape, shape);
+        assert!(out.data.iter().all(|value| value.to_f32().is_finite()));
+    }
 }
 
 #[test]

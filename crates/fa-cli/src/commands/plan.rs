@@ -52,7 +52,7 @@ pub(crate) struct PlanArgs {
     pub problem: ProblemArgs,
     /// Read the problem from a RON file instead: a problem, or a plan as --format ron prints it
     #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
-        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap",
+        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "latent", "causal", "window", "dtype", "softcap",
         "alibi", "sinks", "packed", "page", "used_q", "used_k"
     ])]
     pub problem_file: Option<PathBuf>,
@@ -171,6 +171,7 @@ Examples:
   fa plan --headdim 128 --causal --format spec > my.ron       for fa emulate, fa bench --spec
   fa plan --batch 32 --heads 32:8 --seqlen 8192 --packed 65536 --causal --sinks
   fa plan --batch 64 --heads 32:8 --seqlen 1x8192 --packed 64 --page 16
+  fa plan --headdim 576-512 --latent --heads 128:1 --seqlen 1x4096
   fa plan --guide --headdim 192-128 --mode bwd --explain";
 
 /// Plans that a table shows by default.

@@ -73,12 +73,17 @@ Examples:
   fa run examples/packed-causal.safetensors --causal --backward -o grads.safetensors
   fa run examples/decode-paged.safetensors --causal -o out.safetensors
   fa run examples/append-paged.safetensors --causal -o out.safetensors      new keys, rotary embedding
+  fa run latents.safetensors --latent --scale 0.0721688 --causal -o out.safetensors
   fa run qkv.safetensors --score-mod \"array bias: f32[_, _] grad; s + bias[q, k]\" -o out.safetensors
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
 heads_kv, head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, \
 heads_q, seqlen_q] (natural logarithm). Masks are aligned at the bottom right: query i sits on key i + \
 seqlen_k - seqlen_q.
+
+With --latent (MLA), v holds the latents with which every key begins, and k the columns behind them: q is \
+[.., head_dim_v + k's], in that order, and --scale is that of the heads before absorption, as 192^-0.5 = \
+0.0721688 for DeepSeek.
 
 Tensors beside them, found by name:
   cu_seqlens_q, cu_seqlens_k   i32 [batch + 1], the sequences' starts: q (k and v) are then [total, heads, \

@@ -10,13 +10,14 @@ use fa_planner::{HeadDims, Mode};
 use crate::term::failure::InputError;
 
 /// What plans a problem. Flags of the search name these too: clap asks for no flag that another rules out.
-const OF_PROBLEMS: [&str; 23] = [
+const OF_PROBLEMS: [&str; 24] = [
     "batch",
     "board",
     "seqlen",
     "seqlen_q",
     "seqlen_k",
     "heads",
+    "latent",
     "causal",
     "window",
     "dtype",

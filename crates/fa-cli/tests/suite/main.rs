@@ -10,6 +10,7 @@ mod common;
 mod emulate;
 mod files;
 mod forms;
+mod latent;
 mod manual;
 mod no_gpu;
 #[cfg(target_os = "linux")]

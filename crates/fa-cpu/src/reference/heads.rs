@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use crate::batch::{Batch, Span};
 use crate::element::Element;
+use crate::keys::Keys;
 use crate::real::Real;
 use crate::threads;
 use crate::view::TensorRef;
@@ -36,18 +37,18 @@ pub(super) fn gather_queries<R: Real, T: Element>(
     rows
 }
 
-/// One head of a tensor of keys or values, packed `[rows of the sequence, dim]`.
+/// One head of keys or values, packed `[rows of the sequence, dim]`.
 pub(super) fn gather_keys<R: Real, T: Element>(
-    tensor: &TensorRef<'_, T>,
+    keys: &Keys<'_, T>,
     batch: &Batch<'_>,
     sequence: usize,
     head: usize,
 ) -> Vec<R> {
-    let (len, dim) = (batch.sequences[sequence].k.len, tensor.shape()[3]);
-    let mut rows = Vec::with_capacity(len * dim);
+    let len = batch.sequences[sequence].k.len;
+    let mut rows = Vec::with_capacity(len * keys.dims());
     for key in 0..len {
         let (outer, inner) = batch.key(sequence, key);
-        R::append_row(&tensor.row(outer, inner, head), &mut rows);
+        keys.parts().for_each(|part| R::append_row(&part.row(outer, inner, head), &mut rows));
     }
     rows
 }

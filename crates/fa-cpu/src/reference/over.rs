@@ -5,10 +5,11 @@ use fa_core::{Pass, Problem};
 use super::formula::{Rows, Tensors};
 use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
-use crate::check::{check_forward, check_out};
+use crate::check::{check_backward, check_forward, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, check_extras};
+use crate::keys::Keys;
 use crate::real::Real;
 use crate::view::TensorRef;
 
@@ -26,7 +27,7 @@ pub(super) fn forward<R: Real, T: Element, A>(
     check_forward(problem, q, k, v)?;
     check_extras(problem, Pass::Forward, &arguments.extras)?;
     let batch = Batch::new(problem, arguments)?;
-    Ok(read(&batch, [q, k, v], round, pass))
+    Ok(read(&batch, q, Keys::of(problem, k, v), *v, round, pass))
 }
 
 /// The backward `pass` over Q, K, V and dO.
@@ -43,24 +44,25 @@ pub(super) fn backward<R: Real, T: Element, A>(
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
     let batch = Batch::new(problem, arguments)?;
-    if batch.is_paged() {
-        return Err(CpuError::PagedBackward);
-    }
+    check_backward(problem)?;
     let dout = |s: usize, h: usize| gather_queries(dout, &batch, s, h);
-    Ok(read(&batch, [q, k, v], round, |tensors| pass(tensors, &dout)))
+    Ok(read(&batch, q, (*k).into(), *v, round, |tensors| pass(tensors, &dout)))
 }
 
 fn read<R: Real, T: Element, A>(
     batch: &Batch<'_>,
-    [q, k, v]: [&TensorRef<'_, T>; 3],
+    q: &TensorRef<'_, T>,
+    k: Keys<'_, T>,
+    v: TensorRef<'_, T>,
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> A {
+    let v = v.into();
     pass(&Tensors {
         batch,
         q: &|s, h| gather_queries(q, batch, s, h),
-        k: &|s, h| gather_keys(k, batch, s, h),
-        v: &|s, h| gather_keys(v, batch, s, h),
+        k: &|s, h| gather_keys(&k, batch, s, h),
+        v: &|s, h| gather_keys(&v, batch, s, h),
         round,
     })
 }

@@ -42,7 +42,7 @@ pub(super) fn run<T: Element + Factor>(
         return vec![];
     }
     let group = problem.group_size();
-    let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
+    let (k, v) = (KeyRows::new(inputs.k, batch), KeyRows::new(inputs.v, batch));
     let job = Job { call, scores: &Scores::new(problem), sizes };
     let tile = [sizes.tile_m, problem.head_dim * sizes.tile_m];
     let writers = Writers::new(call, &cuts, [&mut to.dq, &mut to.dk, &mut to.dv], tile);

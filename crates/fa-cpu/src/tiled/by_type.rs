@@ -8,6 +8,7 @@ use super::inputs::{Backward, BackwardInputs, Gradients};
 use super::work::{Forward, Unit, units};
 use super::{backward, backward16, decode, forward, forward16};
 use crate::element::Element;
+use crate::keys::Keys;
 use crate::simd::cast;
 use crate::simd::row_products::Factor;
 use crate::view::TensorMut;
@@ -93,7 +94,12 @@ fn backward_of<T: Element + Factor>(call: &Backward<'_, T>, to: &mut Gradients<'
 
 fn cast_forward<'a, T: Element, U: Element>(call: &Forward<'a, T>) -> Option<Forward<'a, U>> {
     let Forward { kernels, threads, problem, batch, ref q, ref k, ref v } = *call;
-    let (q, k, v) = (cast::tensor(q)?, cast::tensor(k)?, cast::tensor(v)?);
+    let rest = match &k.rest {
+        Some(rest) => Some(cast::tensor(rest)?),
+        None => None,
+    };
+    let (q, v) = (cast::tensor(q)?, cast::tensor(v)?);
+    let k = Keys { first: cast::tensor(&k.first)?, rest };
     Some(Forward { kernels, threads, problem, batch, q, k, v })
 }
 

@@ -8,6 +8,8 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use fa_core::Problem;
+
 use super::band::Band;
 use super::buffer::Buffer;
 use super::forward::lse_tensor;
@@ -34,8 +36,10 @@ const ROWS: usize = 16;
 const PART: usize = 6;
 /// Keys of a tile: its scores stay in the first-level cache.
 const TILE_N: usize = 128;
-/// Keys of a split.
+/// Keys of a split, of which a sequence of more rows has more: see [`split_of`].
 const SPLIT: usize = 512;
+/// Values of a split's result for which [`SPLIT`] keys are enough.
+const RESULT: usize = 1 << 14;
 
 /// Multiply-adds that a thread is worth waking for: some ten microseconds.
 const PRODUCTS: usize = 1 << 17;
@@ -57,6 +61,8 @@ struct Item {
 struct Scratch<'a, T> {
     units: Vec<Rows>,
     s: Buffer,
+    /// Products of the columns of K that are not the first.
+    rest: Buffer,
     slices: Vec<&'a [T]>,
     /// Where the next tile's rows of K and V begin, of several units.
     next: [Vec<&'a [T]>; 2],
@@ -102,7 +108,13 @@ fn most_queries<T: Element>(call: &Forward<'_, T>) -> usize {
 
 /// Whether this path takes the call's tensors: rows of K and V must be slices.
 pub(super) fn applies<T: Element>(call: &Forward<'_, T>) -> bool {
-    KeyRows::new(&call.k, call.batch).has_slices() && KeyRows::new(&call.v, call.batch).has_slices()
+    call.k.parts().chain([call.v]).all(|tensor| tensor.strides().dim == 1)
+}
+
+/// Keys of a split of a sequence with so many queries: the results of splits, which are kept until the last
+/// one is there, take a small part of the memory of the keys. It follows from the sequence alone.
+fn split_of(problem: &Problem, queries: usize) -> usize {
+    SPLIT * (queries * problem.group_size() * problem.head_dim_v / RESULT).max(1)
 }
 
 /// Computes O and LSE of the given units, all of which it [suits].
@@ -118,15 +130,15 @@ pub(super) fn run<T: Element + Factor>(
     }
     let seen = |unit: &Unit| {
         let band = call.band(unit.sequence);
-        let seen = band.visible_keys(&(0..band.q));
-        let splits = seen.end.div_ceil(SPLIT).saturating_sub(seen.start / SPLIT).max(1);
-        (seen, splits)
+        let (seen, split) = (band.visible_keys(&(0..band.q)), split_of(problem, band.q));
+        let splits = seen.end.div_ceil(split).saturating_sub(seen.start / split).max(1);
+        (seen, splits, split)
     };
     // Splits of each unit that are still to come, and its first partial result.
     let (mut open, mut parts, mut all) = (Vec::with_capacity(units.len()), 0, 0);
     let mut products = 0;
     for unit in units {
-        let (seen, splits) = seen(unit);
+        let (seen, splits, _) = seen(unit);
         let rows = batch.sequences[unit.sequence].q.len * problem.group_size();
         products += rows * seen.len() * (problem.head_dim + problem.head_dim_v);
         open.push((AtomicUsize::new(splits), parts));
@@ -138,7 +150,7 @@ pub(super) fn run<T: Element + Factor>(
     let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
     // Where a key's heads are adjacent, a thread reads several of them: one by one, each would touch another
     // page for a few cache lines.
-    let strides = call.k.strides();
+    let strides = call.k.first.strides();
     let side_by_side = strides.head.abs() < strides.seq.abs();
     let workers = schedule::workers(threads).min(products / PRODUCTS).max(1);
     let fair = all / (4 * workers);
@@ -148,11 +160,11 @@ pub(super) fn run<T: Element + Factor>(
     while first < units.len() {
         let of_sequence = units[first..].iter().take_while(|unit| unit.sequence == units[first].sequence);
         let end = first + of_sequence.take(together).count();
-        let (seen, splits) = seen(&units[first]);
+        let (seen, splits, keys) = seen(&units[first]);
         for split in 0..splits {
-            let start = (seen.start / SPLIT + split) * SPLIT;
+            let start = (seen.start / keys + split) * keys;
             let begin = start.max(seen.start);
-            let keys = begin..seen.end.min(start + SPLIT).max(begin);
+            let keys = begin..seen.end.min(start + keys).max(begin);
             items.push(Item { units: first..end, keys, split: (splits > 1).then_some(split) });
         }
         first = end;
@@ -163,7 +175,8 @@ pub(super) fn run<T: Element + Factor>(
     let lse = lse.as_mut().map(|lse| Scatter::new(lse, spans()));
     let out = Scatter::new(out, spans());
     let scores = Scores::new(problem);
-    let job = Job { call, scores: &scores, k: KeyRows::new(&call.k, batch), v: KeyRows::new(&call.v, batch) };
+    let (k, v) = (KeyRows::new(call.k, batch), KeyRows::new(call.v, batch));
+    let job = Job { call, scores: &scores, k: k.parts().collect(), v };
     schedule::run(
         items.len(),
         Some(workers),
@@ -172,6 +185,7 @@ pub(super) fn run<T: Element + Factor>(
                 .map(|_| Rows { q: Buffer::new(rows * ldq), state: State::new(rows, ldo) })
                 .collect(),
             s: Buffer::new(rows * TILE_N),
+            rest: Buffer::new(if call.k.rest.is_some() { rows * TILE_N } else { 0 }),
             slices: Vec::with_capacity(TILE_N),
             next: [(); 2].map(|()| Vec::with_capacity(TILE_N)),
             sums: Buffer::new(if parts > 0 { ldo } else { 0 }),
@@ -195,7 +209,7 @@ pub(super) fn run<T: Element + Factor>(
                     if left.fetch_sub(1, Ordering::AcqRel) > 1 {
                         continue;
                     }
-                    let (_, splits) = seen(&units[index]);
+                    let (_, splits, _) = seen(&units[index]);
                     let parts = partial[*first..].iter().map_while(OnceLock::get).take(splits);
                     widest(Merge { to: state, parts, rows, ldo, sums: &mut scratch.sums });
                 }
@@ -259,7 +273,8 @@ impl<'a, P: Iterator<Item = &'a State> + Clone> Work for Merge<'_, P> {
 struct Job<'a, T> {
     call: &'a Forward<'a, T>,
     scores: &'a Scores,
-    k: KeyRows<'a, T>,
+    /// K's columns, from left to right.
+    k: Vec<KeyRows<'a, T>>,
     v: KeyRows<'a, T>,
 }
 
@@ -267,7 +282,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
     /// One split of units of a sequence: the scratch's states become their results.
     fn split(&self, scratch: &mut Scratch<'a, T>, units: &[Unit], band: &Band, keys: &Range<usize>) {
         let Forward { kernels, problem, batch, q, .. } = *self.call;
-        let Scratch { units: of_units, s, slices, next, .. } = scratch;
+        let Scratch { units: of_units, s, rest, slices, next, .. } = scratch;
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
@@ -284,7 +299,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         }
         let tile = |first: usize| first.max(keys.start)..keys.end.min(first + TILE_N);
         for first in (keys.start / TILE_N * TILE_N..keys.end).step_by(TILE_N) {
-            for (rows, next) in [&self.k, &self.v].into_iter().zip(&mut *next) {
+            for (rows, next) in [&self.k[0], &self.v].into_iter().zip(&mut *next) {
                 next.clear();
                 if units.len() > 1 {
                     rows.slices(units[0], tile(first + TILE_N), next);
@@ -293,11 +308,11 @@ impl<'a, T: Element + Factor> Job<'a, T> {
             for (index, (&unit, of_unit)) in units.iter().zip(&mut *of_units).enumerate() {
                 // With several units, each prefetches a share of the next tile's keys of all units.
                 let [from, to] = [index, index + 1].map(|index| index * next[0].len() / units.len());
-                let ahead = [(&self.k, &next[0]), (&self.v, &next[1])].map(|(rows, next)| match units {
+                let ahead = [(&self.k[0], &next[0]), (&self.v, &next[1])].map(|(rows, next)| match units {
                     [_] => Ahead::Follow,
                     _ => Ahead::Rows(&next[from..to], rows.across(units.len())),
                 });
-                self.tile(unit, band, &tile(first), ahead, of_unit, s, slices);
+                self.tile(unit, band, &tile(first), ahead, of_unit, [s, rest], slices);
             }
         }
     }
@@ -311,17 +326,27 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         tile: &Range<usize>,
         [ahead_k, ahead_v]: [Ahead<'_, T>; 2],
         Rows { q, state }: &mut Rows,
-        s: &mut [f32],
+        [s, rest]: [&mut [f32]; 2],
         slices: &mut Vec<&'a [T]>,
     ) {
         let Forward { kernels, problem, batch, .. } = *self.call;
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
-        let keys = self.k.rows(unit, tile.clone(), slices);
-        kernels.dots(keys, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
         // Whole registers of scores; those beyond the last key are masked like the others.
         let columns = tile.len().next_multiple_of(kernels.lanes());
+        let (mut first, mut ahead) = (0, ahead_k);
+        for part in &self.k {
+            let (to, dims) = (if first == 0 { &mut *s } else { &mut *rest }, part.dims());
+            let keys = part.rows(unit, tile.clone(), slices);
+            kernels.dots(keys, ahead, dims, rows, &q[first..], ldq, to, TILE_N);
+            if first > 0 {
+                for (s, rest) in s.chunks_mut(TILE_N).zip(rest.chunks(TILE_N)).take(rows) {
+                    s[..columns].iter_mut().zip(rest).for_each(|(s, rest)| *s += rest);
+                }
+            }
+            (first, ahead) = (first + dims, Ahead::Follow);
+        }
         for (row, s) in s.chunks_mut(TILE_N).take(rows).enumerate() {
             let (head, query) = (unit.kv_head * group + row / band.q, row % band.q);
             let s = &mut s[..columns];
@@ -348,13 +373,26 @@ impl<'a, T: Element + Factor> Job<'a, T> {
             kernels.accumulate(values, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
             return;
         }
-        // A masked value may be anything, and 0 times infinity is NaN.
-        for row in 0..rows {
-            let seen = clip(&band.keys(row % band.q), tile);
-            let (s, o) = (&s[row * TILE_N + seen.start..], &mut state.o[row * ldo..]);
-            let ahead = if row == 0 { ahead_v } else { Ahead::Nothing };
-            kernels.accumulate(values.part(seen), ahead, dims, 1, s, TILE_N, o, ldo);
+        // A masked value may be anything, and 0 times infinity is NaN: what all queries see, before and after
+        // it what only some do.
+        let seen = |query: usize| clip(&band.keys(query), tile);
+        let all = (0..band.q).map(seen).reduce(|a, b| a.start.max(b.start)..a.end.min(b.end));
+        let all = all.filter(|all| !all.is_empty()).unwrap_or(0..0);
+        let alone = |o: &mut [f32], keys: &dyn Fn(Range<usize>) -> Range<usize>| {
+            for (row, o) in o.chunks_mut(ldo).enumerate().take(rows) {
+                let keys = keys(seen(row % band.q));
+                if !keys.is_empty() {
+                    let s = &s[row * TILE_N + keys.start..];
+                    kernels.accumulate(values.part(keys), Ahead::Nothing, dims, 1, s, TILE_N, o, ldo);
+                }
+            }
+        };
+        alone(&mut state.o, &|seen| seen.start..seen.end.min(all.start));
+        if !all.is_empty() {
+            let s = &s[all.start..];
+            kernels.accumulate(values.part(all.clone()), ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
         }
+        alone(&mut state.o, &|seen| seen.start.max(all.end)..seen.end);
     }
 }
 

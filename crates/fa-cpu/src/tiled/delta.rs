@@ -32,7 +32,7 @@ pub(super) struct ExactDelta<'a, T> {
 impl<'a, T: Element + Factor> ExactDelta<'a, T> {
     pub(super) fn new(call: &'a Backward<'a, T>) -> Self {
         let Backward { problem, batch, ref inputs, .. } = *call;
-        let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
+        let (k, v) = (KeyRows::new(inputs.k, batch), KeyRows::new(inputs.v, batch));
         let converted = if k.has_slices() && v.has_slices() { 0 } else { FEW_KEYS };
         ExactDelta {
             call,

@@ -53,7 +53,7 @@ pub(super) fn run<T: Element>(
 ) {
     let Forward { kernels, threads, problem, batch, q, .. } = *call;
     let workers = schedule::workers(threads);
-    let rows = [&call.k, &call.v].map(|tensor| KeyRows::new(tensor, batch));
+    let rows = [call.k, call.v.into()].map(|rows| KeyRows::new(rows, batch));
     let converts = rows.iter().any(KeyRows::converts);
     let cut = items(problem, batch, units, |queries| panel_of(kernels, queries), PANELS, converts, workers);
     if cut.items.is_empty() {

@@ -39,6 +39,7 @@ use crate::check;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras, check_extras};
+use crate::keys::Keys;
 use crate::simd::{Isa, Kernels};
 use crate::view::{TensorMut, TensorRef};
 
@@ -150,7 +151,8 @@ pub fn forward_extras<'a, T: Element>(
         return own::forward(problem, &arguments, [q, k, v], out, lse);
     }
     let Options { threads, .. } = options;
-    let call = work::Forward { kernels, threads, problem, batch: &batch, q: *q, k: *k, v: *v };
+    let call =
+        work::Forward { kernels, threads, problem, batch: &batch, q: *q, k: Keys::of(problem, k, v), v: *v };
     by_type::run_forward(&call, out, lse);
     Ok(())
 }
@@ -247,9 +249,7 @@ pub fn backward_program<'a, T: Element>(
     if darrays.is_some() && !own::applies(problem) {
         return Err(CpuError::Extra { name: "darrays", asked: false });
     }
-    if batch.is_paged() {
-        return Err(CpuError::PagedBackward);
-    }
+    check::check_backward(problem)?;
     if let Some(dsinks) = &dsinks {
         if !problem.score.sinks {
             return Err(CpuError::Extra { name: "dsinks", asked: false });

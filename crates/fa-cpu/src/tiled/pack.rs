@@ -8,6 +8,7 @@ use super::schedule;
 use super::work::Unit;
 use crate::batch::{Batch, Span};
 use crate::element::Element;
+use crate::keys::Keys;
 use crate::simd::row_set::RowSet;
 use crate::simd::{Kernels, Work, cast, widest};
 use crate::view::TensorRef;
@@ -21,23 +22,33 @@ pub(super) fn row_stride(len: usize) -> usize {
 /// K or V of a call.
 #[derive(Clone, Copy)]
 pub(super) struct KeyRows<'a, T> {
+    /// The rows, or their first columns.
     tensor: TensorRef<'a, T>,
+    /// The columns behind those.
+    rest: Option<TensorRef<'a, T>>,
     batch: &'a Batch<'a>,
     /// The tensor itself, where it is f32 with the head dim contiguous: products read its rows as they lie.
     in_place: Option<TensorRef<'a, f32>>,
 }
 
 impl<'a, T: Element> KeyRows<'a, T> {
-    pub(super) fn new(tensor: &TensorRef<'a, T>, batch: &'a Batch<'a>) -> Self {
+    pub(super) fn new(keys: impl Into<Keys<'a, T>>, batch: &'a Batch<'a>) -> Self {
+        let Keys { first: tensor, rest } = keys.into();
         let strides = tensor.strides();
-        let lies_well = strides.dim == 1 && strides.seq >= tensor.shape()[3] as i64 && !batch.is_paged();
-        let in_place = if lies_well { cast::tensor(tensor) } else { None };
-        KeyRows { tensor: *tensor, batch, in_place }
+        let in_one_piece = rest.is_none() && strides.dim == 1 && !batch.is_paged();
+        let lies_well = in_one_piece && strides.seq >= tensor.shape()[3] as i64;
+        let in_place = if lies_well { cast::tensor(&tensor) } else { None };
+        KeyRows { tensor, rest, batch, in_place }
+    }
+
+    /// The tensors of its rows, from left to right, each as rows of its own.
+    pub(super) fn parts(&self) -> impl Iterator<Item = KeyRows<'a, T>> {
+        std::iter::once(self.tensor).chain(self.rest).map(|part| KeyRows::new(part, self.batch))
     }
 
     /// Elements of a row.
     pub(super) fn dims(&self) -> usize {
-        self.tensor.shape()[3]
+        self.tensor.shape()[3] + self.rest.map_or(0, |rest| rest.shape()[3])
     }
 
     /// Whether rows have to be converted.
@@ -86,8 +97,12 @@ impl<'a, T: Element> KeyRows<'a, T> {
     ) {
         for (key, row) in keys.zip(to.chunks_mut(ld)) {
             let (outer, inner) = self.batch.key(sequence, key);
-            let (row, padding) = row.split_at_mut(self.dims());
+            let (row, rest) = row.split_at_mut(self.tensor.shape()[3]);
             read_row(kernels, &self.tensor, [outer, inner, kv_head], row);
+            let (row, padding) = rest.split_at_mut(self.rest.map_or(0, |rest| rest.shape()[3]));
+            if let Some(rest) = &self.rest {
+                read_row(kernels, rest, [outer, inner, kv_head], row);
+            }
             padding.fill(0.0);
         }
     }

@@ -11,6 +11,7 @@ use half::slice::HalfFloatSliceExt;
 use super::buffer::Buffer;
 use super::work::{Forward, TILE_N, Unit};
 use crate::batch::Batch;
+use crate::keys::Keys;
 use crate::simd::Kernels;
 use crate::simd::bf16::GRAIN;
 use crate::simd::cast::{halves, halves_mut};
@@ -35,10 +36,14 @@ fn read_row(tensor: &TensorRef<'_, bf16>, [batch, seq, head]: [usize; 3], to: &m
 }
 
 /// A row as words, filled up with zeros.
-fn read_padded(tensor: &TensorRef<'_, bf16>, at: [usize; 3], to: &mut [u32]) {
-    let (row, padding) = halves_mut(to).split_at_mut(tensor.shape()[3]);
-    read_row(tensor, at, row);
-    padding.fill(0);
+fn read_padded(rows: &Keys<'_, bf16>, at: [usize; 3], to: &mut [u32]) {
+    let mut to = halves_mut(to);
+    for part in rows.parts() {
+        let (row, behind) = to.split_at_mut(part.shape()[3]);
+        read_row(&part, at, row);
+        to = behind;
+    }
+    to.fill(0);
 }
 
 /// Whether a row holds neither infinities nor NaN: no exponent of all ones.
@@ -64,7 +69,7 @@ pub(super) fn read_rows(
 ) {
     let (full, rest) = to.split_at_mut(rows * words);
     for (i, row) in full.chunks_mut(words).enumerate() {
-        read_padded(tensor, [batch, first + i, head], row);
+        read_padded(&(*tensor).into(), [batch, first + i, head], row);
     }
     rest.fill(0);
 }
@@ -83,8 +88,8 @@ pub(super) fn pair_rows(rows: &[u32], words: usize, to: &mut [u32]) {
 /// with zeros to a multiple of [`GRAIN`], its capacity.
 pub(super) struct Packed<'a> {
     batch: &'a Batch<'a>,
-    k: TensorRef<'a, bf16>,
-    v: TensorRef<'a, bf16>,
+    k: Keys<'a, bf16>,
+    v: Keys<'a, bf16>,
     /// Words of a row of K, of a row of V.
     words_k: usize,
     words_v: usize,
@@ -131,7 +136,8 @@ impl<'a> Packed<'a> {
     /// Packs the tiles of all `units` that are `shared`, with all threads.
     pub(super) fn new(call: &Forward<'a, bf16>, units: &[Unit], shared: &[bool]) -> Packed<'a> {
         let Forward { batch, k, v, threads, kernels, .. } = *call;
-        let (words_k, words_v) = (grain(k.shape()[3]) / 2, grain(v.shape()[3]) / 2);
+        let v = Keys::from(v);
+        let (words_k, words_v) = (grain(k.dims()) / 2, grain(v.dims()) / 2);
         let (mut len_k, mut len_vt, mut pieces) = (0, 0, Vec::new());
         let starts = units.iter().zip(shared).enumerate().map(|(index, (unit, &shared))| {
             let keys = batch.sequences[unit.sequence].k.len;
@@ -220,18 +226,11 @@ impl<'a> Packed<'a> {
     }
 
     /// Rows of K or V as words, zeros behind the last one.
-    fn read(
-        &self,
-        tensor: &TensorRef<'_, bf16>,
-        unit: Unit,
-        keys: &Range<usize>,
-        to: &mut [u32],
-        words: usize,
-    ) {
+    fn read(&self, rows: &Keys<'_, bf16>, unit: Unit, keys: &Range<usize>, to: &mut [u32], words: usize) {
         let (full, rest) = to.split_at_mut(keys.len() * words);
         for (key, row) in keys.clone().zip(full.chunks_mut(words)) {
             let (outer, inner) = self.batch.key(unit.sequence, key);
-            read_padded(tensor, [outer, inner, unit.kv_head], row);
+            read_padded(rows, [outer, inner, unit.kv_head], row);
         }
         rest.fill(0);
     }

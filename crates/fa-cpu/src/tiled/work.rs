@@ -8,6 +8,7 @@ use super::band::Band;
 use super::long;
 use crate::batch::Batch;
 use crate::element::Element;
+use crate::keys::Keys;
 use crate::simd::Kernels;
 use crate::view::TensorRef;
 
@@ -29,7 +30,7 @@ pub(super) struct Forward<'a, T> {
     pub problem: &'a Problem,
     pub batch: &'a Batch<'a>,
     pub q: TensorRef<'a, T>,
-    pub k: TensorRef<'a, T>,
+    pub k: Keys<'a, T>,
     pub v: TensorRef<'a, T>,
 }
 

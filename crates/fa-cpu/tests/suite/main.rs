@@ -29,6 +29,7 @@ mod files;
 mod golden;
 mod gradients;
 mod inputs;
+mod latent;
 mod laws;
 mod layers;
 mod millions;

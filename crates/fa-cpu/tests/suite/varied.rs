@@ -123,7 +123,8 @@ pub(crate) fn inputs<T: Element>(problem: &Problem, extras: &Extras<'_>, seed: u
     let mut inputs = Inputs::<T>::random(problem, seed);
     let [q, k] = rows_of(problem, extras);
     let poison = |data: &mut [T], owned: &[bool], shape: [usize; 4]| {
-        for (row, _) in data.chunks_mut(shape[2] * shape[3]).zip(owned).filter(|(_, owned)| !**owned) {
+        for (row, _) in data.chunks_mut((shape[2] * shape[3]).max(1)).zip(owned).filter(|(_, owned)| !**owned)
+        {
             row.fill(T::from_f64(f64::NAN));
         }
     };
@@ -223,7 +224,7 @@ fn gradients_of_blind_rows_do_not_leak_into_sinks() {
     blind_rows_add_nothing_to_sinks::<bf16>(Dtype::Bf16);
 }
 
-fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: bool) {
+pub(crate) fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: bool) {
     in_dtype!(problem.types.q, T => check::<T>(problem, extras, seed, with_backward));
 }
 

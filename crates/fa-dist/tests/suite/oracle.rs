@@ -311,6 +311,10 @@ fn ulysses_takes_packed_sequences() {
             check_plan::<f32>(&plan, &extras, Order::Listed);
         }
     }
+    let latent = problem(1, (1, 9), (4, 1), Mask::FULL).with_head_dim(24).with_latent(true);
+    let latent = latent.with_softmax_scale(Some(0.2));
+    let refused = ShardPlan::new(&latent, 2, Scheme::Decode, Layout::Contiguous).unwrap_err().to_string();
+    assert!(refused.contains("does not compute latent problems"), "{refused}");
     let refused = ShardPlan::new(&packed, 2, Scheme::Ring, Layout::Zigzag).unwrap_err().to_string();
     assert!(
         refused.contains("ring over 2 ranks does not compute packed sequences: use ulysses"),
