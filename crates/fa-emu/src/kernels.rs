@@ -1,7 +1,7 @@
 //! What the emulation knows of each kernel beyond the planner's numbers.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, Sm100Fwd, each_kernel};
 use fa_lab::random::Random;
 
 /// A kernel as the emulation sees it.
@@ -136,6 +136,33 @@ impl EmulatedKernel for Sm100Fwd {
                 ("rescale_threshold", |k, random| k.rescale_threshold = random.of(&[0, 1, 8, 15])),
             ],
             false,
+            random,
+        )
+    }
+}
+
+impl EmulatedKernel for Sm90Wide {
+    /// P's rows of 128 bytes spread over all banks.
+    fn is_conflict_free(&self) -> bool {
+        true
+    }
+
+    fn computes_whole_steps(&self, _: &Problem) -> bool {
+        true
+    }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                ("scheduler", |k, random| k.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static])),
+                ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+                ("exp_poly_of_16", |k, random| k.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16])),
+                ("rescale_threshold", |k, random| k.rescale_threshold = random.of(&[0, 1, 8, 15])),
+                ("kv_stages", |k, random| k.kv_stages = 1 + random.below(4) as u32),
+                ("gather", |k, _| k.gather = !k.gather),
+            ],
+            true,
             random,
         )
     }

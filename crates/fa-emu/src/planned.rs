@@ -46,7 +46,9 @@ impl Planned {
         };
         let kernel = kernels::of(&spec.kernel);
         let (conflict_free, whole_steps) = (kernel.is_conflict_free(), kernel.computes_whole_steps(problem));
-        let Traits { cluster, packs_gqa: packed, .. } = spec.traits();
+        let Traits { cluster, packs_gqa: packed, is_latent, .. } = spec.traits();
+        // The keys' rows hold the values'.
+        let key_row = if is_latent { row } else { row + row_v };
         if cluster > 1 {
             return None;
         }
@@ -56,14 +58,15 @@ impl Planned {
         };
         Some(match spec.kernel.pass() {
             Pass::Forward => {
-                let (steps, tiles) = of_steps(&Work::of(problem, tile_m, tile_n, packed));
+                let tiled = spec.traits().tiled(problem);
+                let (steps, tiles) = of_steps(&Work::of(&tiled, tile_m, tile_n, packed));
                 // Of packed heads whole groups are loaded.
-                let queries = spec.traits().tile_queries(problem.group_size());
-                let rows = (queries * if packed { problem.group_size() } else { 1 }) as f64;
+                let queries = spec.traits().tile_queries(tiled.group_size());
+                let rows = (queries * if packed { tiled.group_size() } else { 1 }) as f64;
                 Planned {
                     tile_flops: steps * 2.0 * m * n * (hd + hdv),
                     problem_flops: exact(1.0, 1.0),
-                    tile_bytes: 2.0 * (steps * n * (row + row_v) + tiles * rows * row),
+                    tile_bytes: 2.0 * (steps * n * key_row + tiles * rows * row),
                     stat_bytes: 0.0,
                     conflict_free,
                     whole_steps,

@@ -1,7 +1,7 @@
 //! What tests and measurements vary in a kernel.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{Arch, Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, Sm100Fwd, each_kernel};
 
 /// A kernel as the lab sees it.
 pub(crate) trait LabKernel {
@@ -102,6 +102,27 @@ impl LabKernel for Sm90Fwd {
 
     fn without_pages(&self) -> Option<Kernel> {
         Some(Sm90Fwd { gather: false, ..self.clone() }.into())
+    }
+}
+
+impl LabKernel for Sm90Wide {
+    fn variants(&self) -> Vec<Kernel> {
+        changed(
+            self,
+            &[
+                |k| {
+                    let fixed = k.scheduler == Scheduler::Static;
+                    k.scheduler = if fixed { Scheduler::PerTile } else { Scheduler::Static };
+                },
+                |k| k.tile_order = other(k.tile_order),
+                |k| k.kv_stages = k.kv_stages.saturating_sub(1),
+                |k| k.exp_poly_of_16 += 1,
+            ],
+        )
+    }
+
+    fn without_pages(&self) -> Option<Kernel> {
+        Some(Sm90Wide { gather: false, ..self.clone() }.into())
     }
 }
 

@@ -71,7 +71,7 @@ fn padded(extents: &[u32], name: &'static str, head_dim: usize) -> Result<[u32; 
     let least = holding
         .next()
         .filter(|_| head_dim > 0 && head_dim.is_multiple_of(8))
-        .ok_or(PlanError::HeadDim { name, value: head_dim })?;
+        .ok_or(PlanError::HeadDim { name, value: head_dim, most: extents.last().copied().unwrap_or(0) })?;
     let beside = if least.is_multiple_of(32) { least } else { holding.next().unwrap_or(least) };
     Ok([least, beside])
 }
@@ -129,7 +129,7 @@ pub enum PlanError {
     KvDtype(Dtype),
     /// No kernel has tiles for this head dim.
     #[error(
-        "{name} = {value}: GPU kernels take multiples of 8 from 8 to 256 (pad with zeros, or use the CPU \
+        "{name} = {value}: GPU kernels take multiples of 8 from 8 to {most} (pad with zeros, or use the CPU \
          backend)"
     )]
     HeadDim {
@@ -137,6 +137,8 @@ pub enum PlanError {
         name: &'static str,
         /// Its value.
         value: usize,
+        /// The largest that the family's kernels take.
+        most: u32,
     },
     /// The family's kernels do not run there.
     #[error("{family} kernels do not run on {arch}: use those of the sm80 family there")]
@@ -324,10 +326,6 @@ fn for_each(
         return Err(PlanError::KvDtype(problem.types.kv));
     }
     problem.check_gpu()?;
-    if problem.latent {
-        let Problem { head_dim, head_dim_v, .. } = *problem;
-        return Err(PlanError::Latent { head_dim, head_dim_v, pass: options.pass.name() });
-    }
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
         return Err(PlanError::PagedBackward { page });
     }
@@ -335,11 +333,16 @@ fn for_each(
     if !family.runs_on(arch) {
         return Err(PlanError::Family { family, arch });
     }
-    let kernel = Kernel::of(family, options.pass)
-        .ok_or_else(|| PlanError::NoKernel { family, pass: options.pass.name() })?;
-    let kernel = planned::of(&kernel);
+    let kernels: Vec<Kernel> = Kernel::all_of(family, options.pass).collect();
+    let widest = kernels.last().ok_or(PlanError::NoKernel { family, pass: options.pass.name() })?;
+    let own = kernels.iter().find(|kernel| planned::of(kernel).takes(problem));
+    if own.is_none() && problem.latent {
+        let Problem { head_dim, head_dim_v, .. } = *problem;
+        return Err(PlanError::Latent { head_dim, head_dim_v, pass: options.pass.name() });
+    }
+    let kernel = planned::of(own.unwrap_or(widest));
     let [head_dim, wider] = padded(kernel.head_dims(), "head_dim", problem.head_dim)?;
-    let [head_dim_v, wider_v] = padded(kernel.head_dims(), "head_dim_v", problem.head_dim_v)?;
+    let [head_dim_v, wider_v] = padded(kernel.head_dims_v(), "head_dim_v", problem.head_dim_v)?;
     let wanted = Wanted {
         problem,
         head_dim,

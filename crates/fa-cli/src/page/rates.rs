@@ -351,11 +351,14 @@ pub(crate) fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
         return None;
     }
     let problem = view.problem();
-    let (packs, queries) = match best.shape {
-        Shape::Kernel(spec) => (spec.traits().packs_gqa, spec.traits().tile_queries(problem.group_size())),
-        Shape::Sm100(_) => (false, best.tile_m as usize),
+    let (heads, queries) = match best.shape {
+        Shape::Kernel(spec) => {
+            let (traits, group) = (spec.traits(), spec.traits().tiled(&problem).group_size());
+            (if traits.packs_gqa { group } else { 1 }, traits.tile_queries(group))
+        }
+        Shape::Sm100(_) => (1, best.tile_m as usize),
     };
-    let rows = problem.lengths.mean_q() * if packs { problem.group_size() } else { 1 };
+    let rows = problem.lengths.mean_q() * heads;
     let tiles = problem.lengths.mean_q().div_ceil(queries.max(1)).max(1);
     Some((rows as f64 / tiles as f64, best.tile_m))
 }

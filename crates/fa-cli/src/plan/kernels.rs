@@ -1,7 +1,7 @@
 //! What plans and pages show of a kernel besides its tile.
 
 use fa_core::spec::Scheduler;
-use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, Sm100Fwd, each_kernel};
 use fa_planner::banks::Access;
 
 /// Bytes of an element: GPU kernels hold 16-bit types.
@@ -157,6 +157,49 @@ impl ShownKernel for Sm90Fwd {
             list.push(issued("stmatrix of P", (tile_m, tile_n), Access::Stmatrix));
         }
         list
+    }
+
+    fn swizzles(&self) -> bool {
+        true
+    }
+}
+
+impl ShownKernel for Sm90Wide {
+    fn knobs(&self, spec: &KernelSpec) -> Vec<String> {
+        let mut knobs = vec!["2 wg share the columns of O".to_owned()];
+        knobs.extend(switched_on([(self.latent, "V is K's first columns")]));
+        knobs.push(stages(self.kv_stages));
+        knobs.extend(switched_on([
+            (self.pack_gqa, "pack GQA"),
+            (self.gather, "gather"),
+            (spec.split, "split"),
+        ]));
+        if self.head_parts > 1 {
+            knobs.push(format!("{} parts of a group's heads", self.head_parts));
+        }
+        knobs
+    }
+
+    fn group(&self) -> Group {
+        let Sm90Wide { tile_m, latent, pack_gqa, .. } = *self;
+        let form = if latent { "latents" } else { "wide heads" };
+        let rows = if pack_gqa { ", heads packed" } else { "" };
+        Group::new(
+            [tile_m, u32::from(latent), u32::from(pack_gqa)],
+            format!("tile_m {tile_m}, {form}{rows}"),
+        )
+    }
+
+    /// As the SM90 forward's; the follower reads P from shared memory.
+    fn accesses(&self, spec: &KernelSpec) -> Vec<Issued> {
+        let Sm90Wide { tile_m, tile_n, .. } = *self;
+        let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
+        vec![
+            issued("wgmma reads Q (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
+            issued("wgmma reads K (8 rows x 16 B)", (tile_n, hd), Access::Ldmatrix),
+            issued("wgmma reads V transposed", (tile_n, hdv), Access::LdmatrixTrans),
+            issued("stmatrix of P", (tile_m, tile_n), Access::Stmatrix),
+        ]
     }
 
     fn swizzles(&self) -> bool {

@@ -3,7 +3,7 @@
 
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
-use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd};
+use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, Sm100Fwd};
 use crate::each_kernel;
 
 /// Properties of a backward that follow from its parameters, in addition to its [`super::Traits`].
@@ -85,6 +85,16 @@ impl Sm80Fwd {
 }
 
 impl Sm100Fwd {
+    fn derived(&self, _: &KernelSpec) -> Vec<Param> {
+        Vec::new()
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        None
+    }
+}
+
+impl Sm90Wide {
     fn derived(&self, _: &KernelSpec) -> Vec<Param> {
         Vec::new()
     }

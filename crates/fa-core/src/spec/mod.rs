@@ -12,6 +12,7 @@ mod sm80_bwd;
 mod sm80_fwd;
 mod sm90_bwd;
 mod sm90_fwd;
+mod sm90_wide;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -30,6 +31,7 @@ pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
+pub use sm90_wide::Sm90Wide;
 pub use sm100_fwd::Sm100Fwd;
 pub use values::{
     MAX_COUNT, MAX_HEAD_DIM, MAX_SOFTCAP, MaskKind, Reads, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM,
@@ -78,6 +80,8 @@ pub enum Kernel {
     /// Forward by tcgen05 and TMA in tensor memory, on 10.0 and 10.3. Assembled and emulated, never run on a
     /// GPU.
     Sm100Fwd(Sm100Fwd),
+    /// Forward for heads wider than a warpgroup's registers and for latents, by wgmma and TMA; runs on 9.0 only.
+    Sm90Wide(Sm90Wide),
 }
 
 macro_rules! from_params {
@@ -90,7 +94,7 @@ macro_rules! from_params {
     };
 }
 
-from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd);
+from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd, Sm90Wide);
 
 /// The same expression for whichever kernel a [`Kernel`] is, with its parameters bound to a name: the one
 /// match that names every kernel. A crate that treats kernels differently declares a trait, implements it for
@@ -98,12 +102,13 @@ from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd);
 /// compile.
 ///
 /// ```
-/// use fa_core::{Kernel, Sm100Fwd, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+/// use fa_core::{Kernel, Sm100Fwd, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, each_kernel};
 ///
 /// trait Warps {
 ///     fn warps(&self) -> u32;
 /// }
 /// # impl Warps for Sm90Fwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
+/// # impl Warps for Sm90Wide { fn warps(&self) -> u32 { 12 } }
 /// # impl Warps for Sm100Fwd { fn warps(&self) -> u32 { 4 * (self.q_tiles + 2) } }
 /// # impl Warps for Sm80Bwd { fn warps(&self) -> u32 { self.num_warps } }
 /// # impl Warps for Sm90Bwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
@@ -126,20 +131,22 @@ macro_rules! each_kernel {
             $crate::Kernel::Sm90Bwd($params) => $result,
             $crate::Kernel::Sm80Bwd($params) => $result,
             $crate::Kernel::Sm100Fwd($params) => $result,
+            $crate::Kernel::Sm90Wide($params) => $result,
         }
     };
 }
 
 impl Kernel {
-    /// Each kernel with its defaults: small tiles and valid for a head dim of 64, to be changed field by
-    /// field.
-    pub fn defaults() -> [Kernel; 5] {
+    /// Each kernel with its defaults: small tiles and valid for a head dim of 64 ([`Kernel::Sm90Wide`] of
+    /// 128), to be changed field by field.
+    pub fn defaults() -> [Kernel; 6] {
         [
             Kernel::Sm80Fwd(Sm80Fwd::default()),
             Kernel::Sm90Fwd(Sm90Fwd::default()),
             Kernel::Sm80Bwd(Sm80Bwd::default()),
             Kernel::Sm90Bwd(Sm90Bwd::default()),
             Kernel::Sm100Fwd(Sm100Fwd::default()),
+            Kernel::Sm90Wide(Sm90Wide::default()),
         ]
     }
 
@@ -164,11 +171,17 @@ impl Kernel {
         each_kernel!(self, kernel => kernel.doc())
     }
 
-    /// The family's kernel for `pass` with its default parameters; `None` where the family has none.
+    /// The family's kernel for `pass` and head dims up to [`WHOLE_ROW_HEAD_DIM`] with its default parameters;
+    /// `None` where the family has none.
     pub fn of(family: Family, pass: Pass) -> Option<Kernel> {
+        Kernel::all_of(family, pass).next()
+    }
+
+    /// All of the family's kernels for `pass` with their default parameters, those for wide heads last.
+    pub fn all_of(family: Family, pass: Pass) -> impl Iterator<Item = Kernel> {
         let is_asked =
-            |kernel: &Kernel| kernel.family() == family && kernel.is_backward() == pass.is_backward();
-        Kernel::defaults().into_iter().find(is_asked)
+            move |kernel: &Kernel| kernel.family() == family && kernel.is_backward() == pass.is_backward();
+        Kernel::defaults().into_iter().filter(is_asked)
     }
 
     /// The kernel's name, as in source files and tables.

@@ -120,9 +120,20 @@ impl KernelSpec {
                 return differs(what, format!("multiples of 8 up to {have}"), need.to_string());
             }
         }
-        if problem.latent {
-            let problem = "V in the first columns of K (latent), which the CPU backend computes".to_owned();
-            return differs("latent", "K and V of their own".to_owned(), problem);
+        let traits = self.traits();
+        let forms = ["K and V of their own", "V in the first columns of K (latent)"];
+        match (traits.is_latent, problem.latent) {
+            (false, true) => {
+                let problem = format!("{}, which the CPU backend computes", forms[1]);
+                return differs("latent", forms[0].to_owned(), problem);
+            }
+            (true, false) => return differs("latent", forms[1].to_owned(), forms[0].to_owned()),
+            (false, false) | (true, true) => {}
+        }
+        // Its columns have panels of their own behind V's.
+        let (rope, need) = ((self.head_dim.saturating_sub(self.head_dim_v)) as usize, problem.head_dim_k());
+        if problem.latent && need > rope {
+            return differs("head_dim - head_dim_v", format!("up to {rope}"), need.to_string());
         }
         if !self.mask.serves(&problem.mask) {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
@@ -146,9 +157,16 @@ impl KernelSpec {
             let text = |own: Option<Interned>| own.map_or("no program".to_owned(), |own| own.to_string());
             return differs("program", text(have.program), text(need.program));
         }
-        let (group, tile_m) = (problem.group_size(), self.tile().0);
-        if self.traits().tile_queries(group) == 0 {
-            let kernel = format!("groups that fit tile_m = {tile_m}");
+        let (group, tile_m, parts) = (problem.group_size(), self.tile().0, traits.head_parts);
+        if !group.is_multiple_of(parts as usize) {
+            let kernel = format!("groups of a multiple of {parts}");
+            return differs("head_parts", kernel, format!("{group} query heads per K/V head"));
+        }
+        if traits.tile_queries(group / parts as usize) == 0 {
+            let kernel = match parts {
+                1 => format!("groups that fit tile_m = {tile_m}"),
+                _ => format!("groups of which {parts} parts fit tile_m = {tile_m}"),
+            };
             return differs("pack_gqa", kernel, format!("{group} query heads per K/V head"));
         }
         Ok(())
@@ -157,6 +175,7 @@ impl KernelSpec {
     /// The rows of a head and the tiles of all heads fit a launch.
     fn check_tiles(&self, problem: &Problem) -> Result<(), Unserved> {
         let traits = self.traits();
+        let problem = &traits.tiled(problem);
         let Traits { tile: (_, tile_n), packs_gqa, cluster, .. } = traits;
         let (group, heads) =
             if packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };

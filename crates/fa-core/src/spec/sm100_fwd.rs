@@ -81,6 +81,8 @@ impl Sm100Fwd {
             scheduler: self.scheduler,
             tile_order: self.tile_order,
             packs_gqa: false,
+            head_parts: 1,
+            is_latent: false,
             tensor_maps: &["q", "k", "v"],
             query_box: self.tile_m / if self.q_tiles > 0 { self.q_tiles } else { 1 },
             gathers: false,

@@ -84,6 +84,8 @@ impl Sm80Bwd {
             scheduler: Scheduler::PerTile,
             tile_order: self.tile_order,
             packs_gqa: false,
+            head_parts: 1,
+            is_latent: false,
             tensor_maps: &[],
             query_box: self.tile_m,
             gathers: false,

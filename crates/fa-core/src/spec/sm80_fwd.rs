@@ -67,6 +67,8 @@ impl Sm80Fwd {
             scheduler: Scheduler::PerTile,
             tile_order: if self.reverse_blocks { TileOrder::LongestFirst } else { TileOrder::Natural },
             packs_gqa: self.pack_gqa,
+            head_parts: 1,
+            is_latent: false,
             tensor_maps: &[],
             query_box: self.tile_m,
             gathers: false,

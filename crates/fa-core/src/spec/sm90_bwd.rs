@@ -163,6 +163,8 @@ impl Sm90Bwd {
             scheduler: if self.persistent { Scheduler::Dynamic } else { Scheduler::PerTile },
             tile_order: self.tile_order,
             packs_gqa: false,
+            head_parts: 1,
+            is_latent: false,
             tensor_maps: &["q", "k", "v", "do"],
             query_box: self.tile_m,
             gathers: false,

@@ -106,6 +106,8 @@ impl Sm90Fwd {
             scheduler: self.scheduler,
             tile_order: self.tile_order,
             packs_gqa: self.pack_gqa,
+            head_parts: 1,
+            is_latent: false,
             tensor_maps: &["q", "k", "v"],
             query_box: self.tile_m,
             gathers: self.gather,

@@ -123,6 +123,10 @@ pub struct Traits {
     pub tile_order: TileOrder,
     /// Whether the query heads of a K/V head are folded into the rows of a tile.
     pub packs_gqa: bool,
+    /// Equal parts of those heads, each with tiles of its own; 1 for whole groups.
+    pub head_parts: u32,
+    /// Whether V is the first columns of K's tile, of which the tensor K has the others.
+    pub is_latent: bool,
     /// The tensors that it loads by TMA, in the order in which its entry takes their maps; empty for kernels
     /// whose threads copy all rows (cp.async).
     pub tensor_maps: &'static [&'static str],
@@ -136,6 +140,12 @@ impl Traits {
     /// Queries of a tile, with `group` query heads per K/V head: see [`tile_queries`].
     pub const fn tile_queries(&self, group: usize) -> usize {
         tile_queries(self.tile.0, self.packs_gqa, group)
+    }
+
+    /// The problem in whose heads the kernel's tiles are counted: each part of a K/V head's query heads has
+    /// a K/V head of its own.
+    pub fn tiled(&self, problem: &Problem) -> Problem {
+        problem.with_heads_kv(problem.heads_kv.saturating_mul(self.head_parts as usize))
     }
 
     /// Whether it loads by TMA.

@@ -71,27 +71,28 @@ __device__ __forceinline__ void store_nothing_partial(const PartialRows& rows, i
 
 constexpr int kCombineThreads = 128;
 constexpr int kCombineWarps = kCombineThreads / 32;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 256;  // of O, in most kernels
 
 // The parts of a row that a warp reads at once.
 constexpr int kCombineBatch = 4;
 
+template <int Columns>
 struct CombineStorage {
-    alignas(16) float sums[kCombineWarps][kMaxHeadDim];
+    alignas(16) float sums[kCombineWarps][Columns];
 };
-constexpr int combine_smem_bytes = sizeof(CombineStorage);
+constexpr int combine_smem_bytes = sizeof(CombineStorage<kMaxHeadDim>);
 
 // Adds `Count` parts of a row to the lane's columns of O: `split` and every `Stride`-th after it. All their
 // loads are in flight at once.
-template <int Count, int Stride>
-__device__ __forceinline__ void add_parts(float4 (&acc)[2], const float* lse, const float* out, float base,
+template <int Count, int Stride, int Parts>
+__device__ __forceinline__ void add_parts(float4 (&acc)[Parts], const float* lse, const float* out, float base,
                                           float factor, int split, i64 step, int columns) {
     float weight[Count];
 #pragma unroll
     for (int i = 0; i < Count; ++i)
         weight[i] = exp2_approx((lse[(split + i * Stride) * step] - base) * kLog2e) * factor;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < Parts; ++part) {
         const int column = 128 * part + 4 * lane_index();
         if (column >= columns) continue;
         float4 own[Count];
@@ -115,10 +116,12 @@ __device__ __forceinline__ void add_parts(float4 (&acc)[2], const float* lse, co
 }
 
 // Combines the parts' results into O and LSE, for every `stride`-th of `rows` rows from row `index` on. A row
-// is combined by a warp, or, if Shared, by the warps of a CTA, which share the parts.
-template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks, bool Shared>
+// is combined by a warp, or, if Shared, by the warps of a CTA, which share the parts. O has at most `Columns`
+// columns.
+template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks, int Columns, bool Shared>
 __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, i64 index, i64 stride) {
-    auto& smem = shared_memory<CombineStorage>();
+    constexpr int kParts = Columns / 128;  // of 4 columns for each lane of a warp
+    auto& smem = shared_memory<CombineStorage<Columns>>();
     const int lane = lane_index(), warp = warp_index(), thread = thread_index();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int slot_rows = params.split.slot_rows, columns = params.shape.head_dim_v;
@@ -162,7 +165,7 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
         if constexpr (Sinks) sum += exp2_approx((sink - base) * kLog2e);
         const float factor = sum > 0.f ? 1.f / sum : 0.f;
 
-        float4 acc[2] = {};
+        float4 acc[kParts] = {};
         const float* out = params.split.out_partial + first * columns;
         constexpr int kStride = Shared ? kCombineWarps : 1;
         int split = Shared ? warp : 0;
@@ -174,13 +177,15 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
             add_parts<1, kStride>(acc, lse, out, base, factor, split, step, columns);
         if constexpr (Shared) {
 #pragma unroll
-            for (int part = 0; part < 2; ++part) {
+            for (int part = 0; part < kParts; ++part) {
                 const int column = 128 * part + 4 * lane;
                 if (column < columns) *reinterpret_cast<float4*>(&smem.sums[warp][column]) = acc[part];
             }
             cta_sync();
-            const int column = 2 * thread;
-            if (column < columns) {
+#pragma unroll
+            for (int part = 0; part < Columns / (2 * kCombineThreads); ++part) {
+                const int column = 2 * kCombineThreads * part + 2 * thread;
+                if (column >= columns) continue;
                 float a = 0.f, b = 0.f;
 #pragma unroll
                 for (int i = 0; i < kCombineWarps; ++i) {
@@ -191,7 +196,7 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
             }
         } else {
 #pragma unroll
-            for (int part = 0; part < 2; ++part) {
+            for (int part = 0; part < kParts; ++part) {
                 const int column = 128 * part + 4 * lane;
                 if (column >= columns) continue;
                 u32* to = reinterpret_cast<u32*>(target.out + column);
@@ -207,17 +212,17 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
 
 // The combine kernel's body. A warp combines a row where there are more rows than CTAs; else a CTA does,
 // whose warps share the parts.
-template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
+template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks, int Columns = kMaxHeadDim>
 __device__ __forceinline__ void combine(const FwdParams& params) {
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int tiles =
         Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;
     const i64 rows = i64(tiles) * heads * params.split.slot_rows;
     if (rows > cta_count()) {
-        combine_rows<T, TileM, PackGqa, Varied, Sinks, false>(
+        combine_rows<T, TileM, PackGqa, Varied, Sinks, Columns, false>(
             params, rows, i64(cta_index()) * kCombineWarps + warp_index(), i64(cta_count()) * kCombineWarps);
     } else {
-        combine_rows<T, TileM, PackGqa, Varied, Sinks, true>(params, rows, cta_index(), cta_count());
+        combine_rows<T, TileM, PackGqa, Varied, Sinks, Columns, true>(params, rows, cta_index(), cta_count());
     }
     wait_for_launches_before();  // CTAs without rows: no launch ends before the one before it
 }

@@ -88,8 +88,8 @@ pub(crate) fn struct_name(kernel: &Kernel) -> String {
 pub(crate) fn samples() -> impl Iterator<Item = KernelSpec> {
     Kernel::defaults().into_iter().map(|kernel| KernelSpec {
         types: Types::same(Dtype::Bf16),
-        head_dim: 64,
-        head_dim_v: 64,
+        head_dim: 128,
+        head_dim_v: 128,
         mask: MaskKind::Full,
         score: ScoreKind::NONE,
         reads: Reads::UNIFORM,

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use fa_core::spec::WHOLE_ROW_HEAD_DIM;
 use fa_core::{Arch, Family, KernelSpec, Traits, program};
 
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
@@ -94,9 +95,22 @@ pub(crate) fn plans_in_clusters(spec: &KernelSpec) -> bool {
 /// The entry of a forward that divides keys among CTAs: O and LSE from the parts' results.
 pub(crate) const COMBINE: &str = "fa_combine";
 
-/// Threads of a CTA of [`COMBINE`], and its shared memory in bytes.
+/// Threads of a CTA of [`COMBINE`], and its shared memory in bytes for rows of [`COMBINE_COLUMNS`].
 pub(crate) const COMBINE_THREADS: u32 = 128;
-pub(crate) const COMBINE_SMEM: u32 = 4096;
+const COMBINE_SMEM: u32 = 4096;
+
+/// The most columns of O of most kernels, for which its code is (`kMaxHeadDim`).
+const COMBINE_COLUMNS: u32 = WHOLE_ROW_HEAD_DIM;
+
+/// Shared memory of a CTA of [`COMBINE`] in bytes.
+pub(crate) fn combine_smem(spec: &KernelSpec) -> u32 {
+    if combines_wide_rows(spec) { 2 * COMBINE_SMEM } else { COMBINE_SMEM }
+}
+
+/// Whether rows of O may have more than [`COMBINE_COLUMNS`].
+fn combines_wide_rows(spec: &KernelSpec) -> bool {
+    spec.head_dim_v > COMBINE_COLUMNS
+}
 
 /// The entry functions of a spec's unit, the main one first.
 pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
@@ -364,11 +378,20 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         text.push_str(&call(ARRAY_GRADIENTS[index], ARRAY_GRADIENT_THREADS, &all_params, function));
     }
     if spec.split {
+        let (bytes, columns) = if combines_wide_rows(spec) {
+            let columns = 2 * COMBINE_COLUMNS;
+            (format!("sizeof(CombineStorage<{columns}>)"), format!(", {columns}"))
+        } else {
+            ("combine_smem_bytes".to_owned(), String::new())
+        };
         let _ = writeln!(
             text,
-            "\nstatic_assert(combine_smem_bytes == {COMBINE_SMEM} && kCombineThreads == {COMBINE_THREADS});"
+            "\nstatic_assert({bytes} == {} && kCombineThreads == {COMBINE_THREADS});",
+            combine_smem(spec)
         );
-        let function = format!("combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks>");
+        let function = format!(
+            "combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks{columns}>"
+        );
         text.push_str(&body(COMBINE, COMBINE_THREADS, function));
     }
     if spec.kernel.is_backward() {

@@ -8,7 +8,7 @@ use fa_planner::account::{LARGEST_CLUSTER, MAX_SPLITS, combine_ctas, combines_in
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
-use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, MAP, MAP_THREADS};
+use crate::jit::source::{COMBINE, COMBINE_THREADS, MAP, MAP_THREADS, combine_smem};
 use crate::launch::checks::count;
 use crate::launch::extras::{mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
@@ -29,8 +29,9 @@ impl Launches {
         let traits = check(spec, problem, false)?;
         let uses_tma = traits.uses_tma();
         check_division(plan, &traits, problem)?;
-        let work = Work::of(plan, &traits, problem, sms);
-        let params = params(spec, &traits, problem, &work, (arch, sms))?;
+        let tiled = traits.tiled(problem);
+        let work = Work::of(plan, &traits, &tiled, sms);
+        let params = params(spec, &traits, &tiled, &work, (arch, sms))?;
         // For lengths on the device, the upper bound on tiles.
         let tiles = params.num_tiles as u32;
         let mut main = Launch::main(spec, tiles, sms);
@@ -74,10 +75,10 @@ impl Launches {
             // With a plan, the upper bound on divided rows.
             let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
             let grid = combine_ctas(rows, sms as usize) as u32;
-            let combine = Launch::plain(COMBINE, grid, COMBINE_THREADS, COMBINE_SMEM);
+            let combine = Launch::plain(COMBINE, grid, COMBINE_THREADS, combine_smem(spec));
             steps.push(Step::Launch(combine.early(arch)));
         }
-        let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors) } else { Vec::new() };
+        let maps = if has_work && uses_tma { maps(spec, &traits, &tiled, &tensors) } else { Vec::new() };
         Ok(Launches {
             tensors,
             extras: needs(problem, Pass::Forward, plan_bytes),
@@ -176,7 +177,12 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.
     let no_keys = problem.lengths.max_k() == 0 || tensors[1].shape.is_empty();
-    let (k, v) = if no_keys { (0, 0) } else { (1, 2) };
+    // Nor is K where it has no columns of its own.
+    let (k, v) = match no_keys {
+        true => (0, 0),
+        false if problem.head_dim_k() == 0 => (2, 2),
+        false => (1, 2),
+    };
     // CTAs of a cluster load an equal share of each K and V tile.
     let mut share = tile_n / traits.cluster;
     if let Some(page) = problem.lengths.page() {

@@ -133,7 +133,7 @@ impl Tensor {
         };
         let mut tensors = vec![
             queries("q", head_dim, false),
-            keys("k", head_dim, false),
+            keys("k", problem.head_dim_k(), false),
             keys("v", head_dim_v, false),
             queries("out", head_dim_v, !backward),
         ];

@@ -615,7 +615,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
 /// Compulsory bytes, and for every further wave of a head's tiles the part of K and V that L2 does not hold.
 /// A wave reads the keys that its queries see.
 fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
-    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.types.kv.bytes() as f64;
+    let width = (problem.head_dim_k() + problem.head_dim_v) as f64 * problem.types.kv.bytes() as f64;
     if work.tiles == 0.0 {
         return 0.0;
     }

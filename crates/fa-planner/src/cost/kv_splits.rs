@@ -30,8 +30,10 @@ pub(crate) fn best_split(
     constants: &CostConstants,
     (cut, below): (Option<&Work>, f64),
 ) -> Option<Cost> {
-    let (tile_m, tile_n) = spec.tile();
-    let own_cut = cut.is_none().then(|| Work::of(problem, tile_m, tile_n, spec.traits().packs_gqa));
+    let traits = spec.traits();
+    let (tile_m, tile_n) = traits.tile;
+    let own_cut =
+        cut.is_none().then(|| Work::of(&traits.tiled(problem), tile_m, tile_n, traits.packs_gqa));
     let work = cut.or(own_cut.as_ref())?;
     match planned::of(&spec.kernel).time() {
         Time::Forward(kernel) => {

@@ -65,7 +65,8 @@ pub(crate) fn at_least(problem: &Problem, spec: &KernelSpec, gpu: Gpu<'_>, pairs
     if spec.kernel.is_backward() || step::phases(problem).is_some() {
         return 0.0;
     }
-    let work = Work::at_least(problem, spec.tile(), spec.traits().packs_gqa, pairs);
+    let traits = spec.traits();
+    let work = Work::at_least(&traits.tiled(problem), traits.tile, traits.packs_gqa, pairs);
     least_seconds(problem, spec, gpu.limits, gpu.constants, &work)
 }
 
@@ -81,11 +82,12 @@ pub(crate) fn predict_below(
     let Gpu { limits, constants, .. } = gpu;
     match planned::of(&spec.kernel).time() {
         Time::Forward(_) => {
-            let (tile_m, tile_n) = spec.tile();
+            let traits = spec.traits();
+            let (tile_m, tile_n) = traits.tile;
             if let Some(phases) = step::phases(problem) {
                 return one_after_another(problem, &phases, spec, limits, constants);
             }
-            let work = cuts.of_queries(problem, tile_m, tile_n, spec.traits().packs_gqa);
+            let work = cuts.of_queries(&traits.tiled(problem), tile_m, tile_n, traits.packs_gqa);
             best_split(problem, spec, limits, constants, (Some(work), below))
         }
         Time::Backward(kernel) => Some(kernel.predict(problem, spec, gpu, cuts)),

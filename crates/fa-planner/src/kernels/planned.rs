@@ -19,6 +19,17 @@ pub(crate) trait PlannedKernel {
     /// Extents of the head dims of its tiles, in ascending order.
     fn head_dims(&self) -> &'static [u32];
 
+    /// The same of V and O.
+    fn head_dims_v(&self) -> &'static [u32] {
+        self.head_dims()
+    }
+
+    /// Whether it is the kernel of its family and pass for `problem`, by head dims and form.
+    fn takes(&self, problem: &Problem) -> bool {
+        let widest = self.head_dims().last().map_or(0, |&widest| widest as usize);
+        !problem.latent && problem.head_dim.max(problem.head_dim_v) <= widest
+    }
+
     /// The features of its device code.
     fn code(&self) -> Code;
 

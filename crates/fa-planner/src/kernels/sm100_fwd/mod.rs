@@ -157,7 +157,8 @@ impl ForwardTime for Sm100Fwd {
 
 fn padded(name: &'static str, value: usize) -> Result<u32, PlanError> {
     let extent = HEAD_DIMS.into_iter().find(|&extent| extent as usize >= value);
-    extent.filter(|_| value.is_multiple_of(8)).ok_or(PlanError::HeadDim { name, value })
+    let most = HEAD_DIMS[HEAD_DIMS.len() - 1];
+    extent.filter(|_| value.is_multiple_of(8)).ok_or(PlanError::HeadDim { name, value, most })
 }
 
 impl Sm100Plan {

@@ -1,0 +1,271 @@
+// The consumers of the SM90 forward for wide heads: two warpgroups that share the columns of O. The leader
+// computes S and P, which it passes to the follower through shared memory, and the first half of O's columns;
+// the follower computes the second half.
+#pragma once
+#include "attn/alibi.cuh"
+#include "attn/epilogue.cuh"
+#include "attn/mask.cuh"
+#include "attn/rows.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/softmax.cuh"
+#include "attn/split.cuh"
+#include "attn/store_rows.cuh"
+#include "config.cuh"
+#include "fwd_params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/math.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/wide_layout.cuh"
+#include "sm90/wide_tiles.cuh"
+#include "tile/descriptor.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/stmatrix_tile.cuh"
+#include "types.cuh"
+
+namespace fa::wide {
+
+// Named barriers between the two: P and its factors are in shared memory; they have been read.
+constexpr int kReady = 1, kRead = 2;
+
+// What both warpgroups do: products with their columns of V, and the store of their columns of O.
+template <Sm90WideConfig C>
+struct Columns {
+    using T = Traits<C>;
+    static constexpr int kRegisters = T::kColumns / 2;
+
+    SharedStorage<C>& smem;
+    const FwdParams& params;
+    int first;  // of the columns
+    bool elected;
+    int own_row;  // the thread's first accumulator row
+    Descriptor desc_v;
+    PipelineState<C.kv_stages> state;
+
+    __device__ __forceinline__ Columns(SharedStorage<C>& smem, const FwdParams& params, int first)
+        : smem(smem), params(params), first(first), elected(elect_one()),
+          own_row(16 * (warp_index() % 4) + lane_index() / 4),
+          desc_v(descriptor_mn_major<typename T::V>(smem_address(smem.values()) +
+                                                    first / 64 * T::V::kPanelBytes)) {}
+
+    // Scales O's rows, unless all factors of the warp are 1.
+    __device__ __forceinline__ static void rescale(float (&o)[kRegisters], const float (&factor)[2]) {
+        if (warp_any(factor[0] != 1.f || factor[1] != 1.f)) scale_rows(o, factor);
+    }
+
+    // O += P V for V's current stage, by `product(o, k, V's descriptor, accumulate)` for each k16 step;
+    // releases the stage.
+    template <class Product>
+    __device__ __forceinline__ void multiply(float (&o)[kRegisters], bool accumulate,
+                                             const Product& product) {
+        smem.value_bars().wait_full(state);
+        const Descriptor b = desc_v.recomputed();
+        const u32 stage = state.stage * kValueStage<C>;
+        wgmma::fence();
+#pragma unroll
+        for (int k = 0; k < C.tile_n; k += 16)
+            product(o, k, b.at(stage + T::V::row_offset(k)), k != 0 || accumulate);
+        wgmma::commit();
+        wgmma::wait<0>();
+        smem.value_bars().release(state, elected);
+        state.advance();
+    }
+
+    // Stores the columns, times `factor`, in O or in the partial result of a part of the keys.
+    __device__ __forceinline__ void store(const QueryTile<C>& work, const float (&o)[kRegisters],
+                                          const float (&factor)[2]) const {
+        const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+        const int row = work.tile.m_block * tile_rows + own_row;
+        const int end = Rows<C.pack_gqa>(params.shape).end(work.seqlen, work.tile.m_block, tile_rows);
+        const int columns = params.shape.head_dim_v;
+        if (work.is_part()) {
+            const PartialRows partial = workspace_rows(params, work.tile, tile_heads<C>(params));
+            const int lane = thread_index() % 4;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (row + 8 * r >= end) continue;
+                float* out = partial.out + i64(own_row + 8 * r) * partial.stride + first + 2 * lane;
+#pragma unroll
+                for (int block = 0; block < kRegisters / 4; ++block) {
+                    const int i = 4 * block + 2 * r;
+                    if (first + 8 * block < columns)
+                        *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r], o[i + 1] * factor[r]};
+                }
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const OutputRow<C.pack_gqa> target(params, work.seqlen, row + 8 * r, end, work.tile.head,
+                                                   work.tile.batch);
+                store_fragment_row<C.dtype>(r, target.out, target.inside, o, factor[r], first, columns);
+            }
+        }
+    }
+
+    // Stores the LSE of the thread's rows.
+    __device__ __forceinline__ void store_lse(const QueryTile<C>& work, const float (&lse)[2]) const {
+        if (lane_index() % 4 != 0) return;
+        const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+        const int end = Rows<C.pack_gqa>(params.shape).end(work.seqlen, work.tile.m_block, tile_rows);
+        for (int r = 0; r < 2; ++r) {
+            const int in_tile = own_row + 8 * r, row = work.tile.m_block * tile_rows + in_tile;
+            if (row >= end) continue;
+            if (work.is_part()) {
+                workspace_rows(params, work.tile, tile_heads<C>(params)).lse[in_tile] = lse[r];
+            } else if (params.lse != nullptr) {
+                const OutputRow<C.pack_gqa> target(params, work.seqlen, row, end, work.tile.head,
+                                                   work.tile.batch);
+                params.lse[target.lse] = lse[r];
+            }
+        }
+    }
+
+    // Stores a tile whose queries see no key, or no key of the part.
+    __device__ __forceinline__ void store_nothing(const QueryTile<C>& work) const {
+        const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+        const int row = work.tile.m_block * tile_rows + own_row;
+        const int end = Rows<C.pack_gqa>(params.shape).end(work.seqlen, work.tile.m_block, tile_rows);
+        if (work.is_part()) {
+            store_nothing_partial(workspace_rows(params, work.tile, tile_heads<C>(params)), row, end,
+                                  own_row);
+        } else {
+            store_nothing_seen<C.pack_gqa, C.sinks>(params, work.seqlen, row, end, work.tile.head,
+                                                    work.tile.batch);
+        }
+    }
+};
+
+template <Sm90WideConfig C>
+__device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& params) {
+    using T = Traits<C>;
+    Columns<C> own(smem, params, 0);
+    const int warp = warp_index() % 4, lane = lane_index();
+    const int own_column = 2 * (lane % 4);
+    const Descriptor desc_q = descriptor_k_major<typename T::Q>(smem_address(smem.q));
+    const Descriptor desc_k = descriptor_k_major<typename T::K>(smem_address(smem.k[0]));
+    const u32 address_p = smem_address(smem.p);
+    const ScoreMod<C.softcap> score_mod{params.score};
+    // With ALiBi the scores are exponents already.
+    const float to_log2 = score_mod.to_log2();
+    const float scale_log2 = C.alibi ? 1.f : to_log2;
+    PipelineState<1> q_state;
+    PipelineState<C.kv_stages> k_state;
+
+    float s[C.tile_n / 2];
+    float o[Columns<C>::kRegisters] = {};
+    u32 p[C.tile_n / 4];
+
+    // Gives the follower the rows' factors, and what was stored to shared memory before.
+    auto publish = [&](const float (&factor)[2]) {
+        if (lane % 4 == 0) {
+            smem.factor[own.own_row] = factor[0];
+            smem.factor[own.own_row + 8] = factor[1];
+        }
+        fence_async_shared();
+        named_barrier_arrive(kReady, T::kThreads);
+    };
+
+    for_each_tile<C>(params, [&](const QueryTile<C>& work) {
+        if (work.range.empty()) {
+            own.store_nothing(work);
+            return;
+        }
+        const auto visible = work.visible(params);
+        const Rows<C.pack_gqa> rows(params.shape);
+        const int row = work.tile.m_block * tile_rows<C.pack_gqa, C.tile_m>(params) + own.own_row;
+        const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, work.seqlen, row, work.tile.head,
+                                                           work.tile.batch, kLog2e);
+        Softmax<C.exp_poly_of_16, C.rescale_threshold> softmax;
+        bool accumulate = false;
+        smem.q_bars.wait_full(q_state);
+#pragma unroll 1
+        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+            smem.k_bars.wait_full(k_state);
+            const Descriptor a = desc_q.recomputed(), b = desc_k.recomputed();
+            const u32 stage = k_state.stage * T::K::kBytes;
+            wgmma::fence();
+#pragma unroll
+            for (int k = 0; k < C.head_dim; k += 16) {
+                T::MmaS::template ss<0, 0>(s, a.at(T::Q::column_offset(k)),
+                                           b.at(stage + T::K::column_offset(k)), k != 0);
+            }
+            wgmma::commit();
+            wgmma::wait<0>();
+            // Latents are still to be multiplied by P.
+            if constexpr (!C.latent) smem.k_bars.release(k_state, own.elected);
+            k_state.advance();
+            if (n_block == work.range.begin) smem.q_bars.release(q_state, own.elected);
+
+            const int first_key = n_block * C.tile_n + own_column;
+            score_mod.apply(s);
+            alibi.apply(s, to_log2, first_key);
+            if (work.range.needs_mask(n_block))
+                mask_tile(s, visible, [&](int r) { return rows.query(row + 8 * r); }, first_key);
+            float rescale[2];
+            softmax.template step<false>(s, scale_log2, rescale);
+
+            // P in the order of the A operand (PTX ISA, wgmma fragments), and in shared memory.
+#pragma unroll
+            for (int i = 0; i < C.tile_n / 4; ++i) p[i] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
+            named_barrier_sync(kRead, T::kThreads);
+            store_accumulator_tile<C.dtype, typename T::P>(address_p, s, warp, lane);
+            publish(rescale);
+            if (accumulate) own.rescale(o, rescale);
+            own.multiply(o, accumulate, [&](auto& o, int k, u64 v, bool accumulate) {
+                T::MmaO::template rs<1>(o, p + k / 4, v, accumulate);
+            });
+            accumulate = true;
+        }
+        q_state.advance();
+        float factor[2], lse[2];
+        if (work.is_part()) {
+            // The combine kernel adds the sinks.
+            softmax.finish(factor, lse);
+        } else {
+            finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, work.tile.head, factor, lse);
+        }
+        named_barrier_sync(kRead, T::kThreads);
+        publish(factor);
+        own.store_lse(work, lse);
+        own.store(work, o, factor);
+    });
+}
+
+template <Sm90WideConfig C>
+__device__ __forceinline__ void follow(SharedStorage<C>& smem, const FwdParams& params) {
+    using T = Traits<C>;
+    Columns<C> own(smem, params, T::kColumns);
+    const Descriptor desc_p = descriptor_k_major<typename T::P>(smem_address(smem.p));
+    float o[Columns<C>::kRegisters] = {};
+
+    // Waits for what the leader publishes, and reads the factors.
+    auto receive = [&](float (&factor)[2]) {
+        named_barrier_sync(kReady, T::kThreads);
+        factor[0] = smem.factor[own.own_row];
+        factor[1] = smem.factor[own.own_row + 8];
+    };
+    auto have_read = [&] { named_barrier_arrive(kRead, T::kThreads); };
+
+    have_read();
+    for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
+        float factor[2];
+        bool accumulate = false;
+#pragma unroll 1
+        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+            receive(factor);
+            if (accumulate) own.rescale(o, factor);
+            own.multiply(o, accumulate, [&](auto& o, int k, u64 v, bool accumulate) {
+                T::MmaO::template ss<0, 1>(o, desc_p.at(T::P::column_offset(k)), v, accumulate);
+            });
+            have_read();
+            accumulate = true;
+        }
+        receive(factor);
+        have_read();
+        own.store(work, o, factor);
+    });
+}
+
+}  // namespace fa::wide

@@ -1,0 +1,99 @@
+//! What the SM90 forward for wide heads takes of an SM: its shared memory, buffer by buffer, and its registers.
+
+use fa_core::{KernelSpec, Sm90Wide};
+
+use crate::registers::{Registers, SetMaxNReg};
+use crate::smem::{SmemPlan, TILE_ALIGN};
+
+/// Tile extents of the head dim of Q and K: whole panels, of 64 columns.
+pub const HEAD_DIMS: [u32; 9] = [64, 128, 192, 256, 320, 384, 448, 512, 576];
+
+/// The same of V and O, whose columns two warpgroups share in whole panels.
+pub const HEAD_DIMS_V: [u32; 4] = [128, 256, 384, 512];
+
+/// The kernel's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]`
+/// panels):
+///
+/// - `q` `[tile_m, hd]` T, `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, which in the
+///   latent form is a part of `k`, and `p` `[tile_m, tile_n]` T;
+/// - `factor` `[tile_m]` f32: O's factors, from the leader to the follower;
+/// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, the latter four per stage.
+pub fn smem(spec: &KernelSpec, kernel: &Sm90Wide) -> SmemPlan {
+    let bytes = spec.elem_bytes();
+    let Sm90Wide { tile_m, tile_n, kv_stages, latent, .. } = *kernel;
+    let mut plan = SmemPlan::default();
+    plan.push("q", tile_m * spec.head_dim * bytes, TILE_ALIGN);
+    plan.push("k", kv_stages * tile_n * spec.head_dim * bytes, TILE_ALIGN);
+    if !latent {
+        plan.push("v", kv_stages * tile_n * spec.head_dim_v * bytes, TILE_ALIGN);
+    }
+    plan.push("p", tile_m * tile_n * bytes, TILE_ALIGN);
+    plan.push("factor", tile_m * 4, 128);
+    plan.push_mbarriers("q_full", 1);
+    plan.push_mbarriers("q_empty", 1);
+    let of_v: &[&str] = if latent { &[] } else { &["v_full", "v_empty"] };
+    for &name in ["k_full", "k_empty"].iter().chain(of_v) {
+        plan.push_mbarriers(name, kv_stages);
+    }
+    plan.round_up(TILE_ALIGN)
+}
+
+/// Registers in addition to the accumulators and P: those of the SM90 forward with P as a register operand and
+/// one product after the other.
+const OVERHEAD: u32 = 28;
+
+/// Predicted registers of a thread of the leader, which holds S and P beside its half of O's columns.
+pub fn registers(spec: &KernelSpec, kernel: &Sm90Wide) -> Registers {
+    let (s, p, o) = (kernel.tile_n / 2, kernel.tile_n / 4, spec.head_dim_v / 4);
+    let split = if kernel.gather {
+        SetMaxNReg::with_gather(2)
+    } else {
+        SetMaxNReg::with_lengths(2, spec.reads.varied)
+    };
+    Registers {
+        s,
+        p,
+        o,
+        q: 0,
+        other: OVERHEAD,
+        total: s + p + o + OVERHEAD,
+        limit: split.mma,
+        setmaxnreg: Some(split),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fa_core::{Arch, Dtype, Kernel, MaskKind, Reads, ScoreKind, Types};
+
+    fn spec((head_dim, head_dim_v): (u32, u32), kernel: &Sm90Wide) -> KernelSpec {
+        KernelSpec {
+            types: Types::same(Dtype::Bf16),
+            head_dim,
+            head_dim_v,
+            mask: MaskKind::Full,
+            score: ScoreKind::NONE,
+            reads: Reads::UNIFORM,
+            split: false,
+            kernel: Kernel::Sm90Wide(kernel.clone()),
+        }
+    }
+
+    #[test]
+    fn two_tiles_of_latents_and_one_of_wide_keys_fit() {
+        let latent = Sm90Wide { latent: true, kv_stages: 2, ..Sm90Wide::default() };
+        let plan = smem(&spec((576, 512), &latent), &latent);
+        let at = |plan: &SmemPlan, name: &str| plan.buffer(name).map(|b| (b.offset, b.size));
+        assert_eq!(at(&plan, "k"), Some((73_728, 147_456)));
+        assert_eq!((at(&plan, "v"), at(&plan, "p")), (None, Some((221_184, 8_192))));
+        assert_eq!((at(&plan, "factor"), at(&plan, "q_full")), (Some((229_376, 256)), Some((229_632, 8))));
+        assert_eq!(plan.total, 225 * 1024);
+        let plain = Sm90Wide::default();
+        let plan = smem(&spec((512, 512), &plain), &plain);
+        assert_eq!((at(&plan, "v"), plan.total), (Some((131_072, 65_536)), 201 * 1024));
+        let limit = Arch::Sm90.limits().smem_per_block;
+        assert!(plan.total < limit && 225 * 1024 < limit);
+        assert_eq!(registers(&spec((576, 512), &latent), &latent).total, 204);
+    }
+}

@@ -1,0 +1,79 @@
+//! The SM90 forwards for wide heads that are tried for a problem.
+
+use fa_core::spec::TileOrder;
+use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90Wide};
+
+use super::account::smem;
+use crate::account::pages::gathers;
+use crate::kernels::{packings, split_choices};
+
+/// Query rows and keys of a tile.
+const TILE: u32 = 64;
+
+/// The least extent of latents: a panel for each warp that loads pages.
+const LEAST_LATENT: u32 = 256;
+
+/// The most buffers of keys that are tried: more are not in flight at once.
+const MOST_STAGES: u32 = 4;
+
+/// Every kernel that is tried for `problem`, in order: heads of a group packed or not, keys in one piece or
+/// shared by several CTAs.
+pub fn candidates(
+    problem: &Problem,
+    head_dim: u32,
+    head_dim_v: u32,
+    division: Division,
+) -> impl Iterator<Item = KernelSpec> {
+    let problem = *problem;
+    // Of latent rows, the further columns of K have panels of their own behind V's.
+    let (head_dim, head_dim_v) = if problem.latent {
+        let head_dim_v = head_dim_v.max(LEAST_LATENT);
+        (head_dim_v + (problem.head_dim_k() as u32).next_multiple_of(64), head_dim_v)
+    } else {
+        (head_dim, head_dim_v)
+    };
+    let parts = head_parts(problem.group_size());
+    let tiled = problem.with_heads_kv(problem.heads_kv.saturating_mul(parts as usize));
+    let alike = MaskKind::of(&problem.mask) == MaskKind::Full && !Reads::of(&problem).varied;
+    packings(&tiled, TILE, division).iter().flat_map(move |&pack_gqa| {
+        let counted = if pack_gqa { tiled } else { problem };
+        split_choices(&counted, TILE, TILE, pack_gqa, division).iter().map(move |&split| {
+            let kernel = Sm90Wide {
+                latent: problem.latent,
+                tile_order: if alike { TileOrder::Natural } else { TileOrder::LongestFirst },
+                pack_gqa,
+                head_parts: if pack_gqa { parts } else { 1 },
+                gather: gathers(&problem, TILE, (head_dim, head_dim_v)),
+                ..Sm90Wide::default()
+            };
+            let of = |kernel: Sm90Wide| KernelSpec {
+                split,
+                ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel)
+            };
+            let fits = |kv_stages: &u32| {
+                let kernel = Sm90Wide { kv_stages: *kv_stages, ..kernel.clone() };
+                smem(&of(kernel.clone()), &kernel).total <= Arch::Sm90.limits().smem_per_block
+            };
+            let kv_stages = (1..=MOST_STAGES).rev().find(fits).unwrap_or(1);
+            of(Sm90Wide { kv_stages, ..kernel.clone() })
+        })
+    })
+}
+
+/// The fewest equal parts of `group` heads of which each fits a tile.
+fn head_parts(group: usize) -> u32 {
+    let fits = |parts: &usize| group.is_multiple_of(*parts) && group / parts <= TILE as usize;
+    (1..=group.max(1)).find(fits).and_then(|parts| u32::try_from(parts).ok()).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_are_divided_into_equal_parts_that_fit() {
+        for (group, parts) in [(1, 1), (16, 1), (64, 1), (126, 2), (128, 2), (96, 2), (130, 5), (67, 67)] {
+            assert_eq!(head_parts(group), parts, "{group}");
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! The time of the SM90 forward for wide heads: S by one warpgroup, its softmax, then P V by two.
+
+use fa_core::spec::TileOrder;
+use fa_core::{ArchLimits, KernelSpec, Problem, Sm90Wide};
+
+use crate::account::pages::page_part;
+use crate::cost::constants::CostConstants;
+use crate::cost::core::{KernelModel, Launch, Memory, f32_lanes, overlap, score_costs, softmax_clocks};
+use crate::kernels::planned::Forward;
+use crate::work::Queue;
+
+/// The forward of `problem`, cut into the tiles of `kernel`.
+pub(super) fn launch<'a>(
+    kernel: &'a Sm90Wide,
+    forward: &Forward<'a>,
+) -> Launch<'a, impl Fn(f64) -> f64 + use<'a>> {
+    let Forward { problem, spec, work, limits, constants } = *forward;
+    let (model, step) = model(problem, spec, kernel, limits, constants);
+    let step = move |_on_sm: f64| step;
+    Launch { problem, tile: (kernel.tile_m, kernel.tile_n), work, model, step, limits, constants }
+}
+
+/// Clocks of TMA for a box, however small; four warps issue those of pages (NB-058).
+const BOX_CLOCKS: f64 = 60.0;
+const BOX_WARPS: f64 = 4.0;
+
+/// The bytes that an SM must have in flight, as seconds of its share of the device memory's bandwidth
+/// (NB-150).
+const IN_FLIGHT_S: f64 = 2.6e-6;
+
+/// Bytes of the rows of a key in shared memory: latent rows hold their values.
+fn key_bytes(spec: &KernelSpec, k: &Sm90Wide) -> f64 {
+    let columns = if k.latent { spec.head_dim } else { spec.head_dim + spec.head_dim_v };
+    f64::from(columns * spec.elem_bytes())
+}
+
+/// Where each key is read once, loads are in flight whenever a buffer is free.
+fn memory(spec: &KernelSpec, k: &Sm90Wide, rows: usize, limits: &ArchLimits) -> Memory {
+    if rows > k.tile_m as usize {
+        return Memory::Throttled;
+    }
+    let step_bytes = f64::from(k.tile_n) * key_bytes(spec, k);
+    let enough = IN_FLIGHT_S * limits.hbm_bytes_per_s / f64::from(limits.sms);
+    let in_flight = f64::from(k.kv_stages) * step_bytes / enough;
+    Memory::Fed { in_flight, step_bytes, planned: spec.reads.varied }
+}
+
+/// The kernel, and the clocks of a step, in which nothing overlaps but products and their operands.
+fn model(
+    problem: &Problem,
+    spec: &KernelSpec,
+    k: &Sm90Wide,
+    limits: &ArchLimits,
+    c: &CostConstants,
+) -> (KernelModel, f64) {
+    let [tile_m, tile_n] = [k.tile_m, k.tile_n].map(f64::from);
+    let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
+    let scores = tile_m * tile_n;
+    let tensor = 2.0 * scores * (hd + hdv) / limits.tensor_flops / c.tensor_efficiency;
+    // S reads Q and K, P V reads V, and one of its warpgroups P, which the other one writes; TMA writes keys.
+    let bytes = f64::from(spec.elem_bytes());
+    let keys = tile_n * key_bytes(spec, k);
+    let traffic = ((tile_m + tile_n) * hd + tile_n * hdv + 2.0 * scores) * bytes + keys;
+    let smem = traffic / limits.smem_bytes;
+
+    let poly = f64::from(k.exp_poly_of_16) / 16.0;
+    let lazy = k.rescale_threshold > 0;
+    let (cap_mufu, cap_ops) = score_costs(spec.score, c);
+    let rescale = hdv / tile_n * if lazy { c.rescale_left } else { 1.0 };
+    let ops = c.sm90_softmax_ops[usize::from(lazy)] + rescale + poly * c.poly_ops + cap_ops;
+    let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);
+
+    let products = overlap([tensor, smem], 4.0);
+    let exposed = c.sm90_step + c.sm90_p_store;
+    let parts = problem.lengths.page().filter(|_| !k.gather).map(|page| k.tile_n as usize / page_part(page, k.tile_n));
+    let panels = key_bytes(spec, k) / (64.0 * bytes);
+    let copies = parts.map_or(0.0, |parts| panels * parts as f64 * BOX_CLOCKS / BOX_WARPS);
+    let tiled = problem.heads_q / problem.heads_kv.max(1) / k.head_parts as usize;
+    let rows = problem.lengths.mean_q() * if k.pack_gqa { tiled } else { 1 };
+    let model = KernelModel {
+        head_dim: spec.head_dim,
+        head_dim_v: spec.head_dim_v,
+        // Of latent rows the values are not loaded again.
+        sharing: (hd + hdv) * bytes / key_bytes(spec, k),
+        queue: match k.tile_order {
+            TileOrder::LongestFirst => Queue::LongestFirst,
+            TileOrder::Natural => Queue::ShortestFirst,
+        },
+        resident: 1.0,
+        tensor,
+        exp,
+        smem,
+        mask: scores * c.sm90_mask_ops / f32_lanes(limits),
+        exposed,
+        tile: c.sm90_block,
+        second: 0.0,
+        start: 0.0,
+        // Q and the keys of the first step are asked for by all SMs at once.
+        first: (tile_m * hd * bytes + keys) / c.sm90_first_bytes,
+        rows: tile_m.min(rows as f64),
+        in_clusters: false,
+        memory: memory(spec, k, rows, limits),
+    };
+    (model, (products + exp + exposed).max(copies))
+}

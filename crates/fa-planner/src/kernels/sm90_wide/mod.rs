@@ -1,0 +1,61 @@
+//! The SM90 forward for wide heads: two warpgroups share the columns of O, and V may be K's first columns.
+
+pub mod account;
+pub mod candidates;
+mod cost;
+pub(crate) mod timeline;
+
+use fa_core::{Arch, KernelSpec, Problem, Sm90Wide};
+
+use crate::account::code::Code;
+use crate::cost::core::Cost;
+use crate::cost::kv_splits::best_of;
+use crate::kernels::folder::functions_of_the_folder;
+use crate::kernels::planned::{Forward, ForwardTime, PlannedKernel, Time, Wanted};
+use crate::registers::Registers;
+
+/// The largest head dim that other kernels take.
+const NARROW: usize = fa_core::spec::WHOLE_ROW_HEAD_DIM as usize;
+
+impl PlannedKernel for Sm90Wide {
+    functions_of_the_folder!();
+
+    fn head_dims(&self) -> &'static [u32] {
+        &account::HEAD_DIMS
+    }
+
+    fn head_dims_v(&self) -> &'static [u32] {
+        &account::HEAD_DIMS_V
+    }
+
+    fn takes(&self, problem: &Problem) -> bool {
+        problem.latent || problem.head_dim.max(problem.head_dim_v) > NARROW
+    }
+
+    fn code(&self) -> Code {
+        Code { varied: true, paged: true, split: true, packs_gqa: true, programs: false, ..Code::DENSE }
+    }
+
+    fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
+        let Wanted { problem, head_dim, head_dim_v, division, .. } = wanted;
+        Box::new(candidates::candidates(problem, head_dim, head_dim_v, division))
+    }
+
+    fn registers(&self, spec: &KernelSpec, _: Arch) -> Registers {
+        account::registers(spec, self)
+    }
+
+    fn time(&self) -> Time<'_> {
+        Time::Forward(self)
+    }
+}
+
+impl ForwardTime for Sm90Wide {
+    fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
+        best_of(&cost::launch(self, forward), forward.spec.split, below)
+    }
+
+    fn least_seconds(&self, forward: &Forward<'_>) -> f64 {
+        cost::launch(self, forward).at_least(1)
+    }
+}
