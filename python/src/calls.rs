@@ -420,6 +420,7 @@ fn appended(
         head_dim,
         head_dim_v,
         dtype,
+        codes: None,
         rotary: tables.map(|tables| rotary(tables, interleaved, queries)).transpose()?,
     };
     append.check().map_err(|error| raised(fa_cpu::CpuError::from(error).into()))?;

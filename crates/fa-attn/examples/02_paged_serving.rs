@@ -63,6 +63,7 @@ fn append() -> Append {
         head_dim: DIM,
         head_dim_v: DIM,
         dtype: Dtype::Bf16,
+        codes: None,
         rotary: Some(Rotary {
             dim: DIM,
             pairs: RotaryPairs::Halves,

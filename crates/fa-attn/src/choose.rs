@@ -100,8 +100,10 @@ impl Chooser {
         is_capturing: impl Fn() -> bool,
     ) {
         let Some(tuner) = lock(&self.tuner).clone() else { return };
-        // What stands in for another family's kernel has no entry that would be found; nor has a program.
-        if bound.kernel.family() != family || problem.score.program.is_some() {
+        // What stands in for another family's kernel has no entry that would be found; nor has a program, or
+        // an 8-bit K and V.
+        let has_entry = problem.score.program.is_none() && !problem.types.kv.is_code();
+        if bound.kernel.family() != family || !has_entry {
             return;
         }
         let job = Job { problem: *problem, pass, family, bound: bound.clone() };
@@ -178,8 +180,8 @@ impl Chooser {
     /// cleanly any more is forgotten, so that the problem is measured again where tuning is on.
     fn tuned<S: Seat>(&self, kernels: &S, asked: &Asked<'_>, family: Family) -> Option<(S::Bound, Choice)> {
         let Asked { problem, like, pass, pinned, .. } = *asked;
-        // Tables hold no kernels with programs.
-        if like.score.program.is_some() {
+        // Tables hold no kernels with programs, and none for an 8-bit K and V.
+        if like.score.program.is_some() || like.types.kv.is_code() {
             return None;
         }
         let gpu = kernels.name().ok()?;

@@ -151,7 +151,7 @@ impl Engine {
     /// [`Error::Problem`]; [`Error::Cpu`] for gradients of keys in pages, which nothing computes; on
     /// [`Backend::Gpu`] those of planning, compiling and loading.
     pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Call, Error> {
-        problem.check()?;
+        problem.check_pass(pass)?;
         self.bind_as(problem, pass, &BindOptions::default())
     }
 
@@ -171,7 +171,7 @@ impl Engine {
     /// As [`Engine::bind`].
     pub fn bind_both(&self, problem: &Problem, deterministic: bool) -> Result<(Call, Call), Error> {
         let backward = Pass::Backward { deterministic };
-        problem.check()?;
+        problem.check_pass(backward)?;
         let options = BindOptions::default().with_pinned(deterministic);
         let bind = |pass| self.bind_as(problem, pass, &options);
         let calls = (bind(Pass::Forward)?, bind(backward)?);

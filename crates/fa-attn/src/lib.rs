@@ -85,6 +85,7 @@
 //!     head_dim: 64,
 //!     head_dim_v: 64,
 //!     dtype: Dtype::Bf16,
+//!     codes: None,
 //!     rotary: None,
 //! };
 //! let new = Tensor::filled(append.new_shape(64), TensorLayout::Bshd, bf16::ONE);

@@ -176,6 +176,7 @@ impl<T: Element + Stored> NewRows<T> {
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
             dtype: problem.types.q,
+            codes: None,
             rotary,
         };
         append.check().map_err(|error| InputError::Usage(format!("appending k_new and v_new: {error}")))?;

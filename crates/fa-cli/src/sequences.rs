@@ -141,7 +141,18 @@ impl SideTensors {
             let need = match axes.first() {
                 Some(Axis::Starts) => batch + 1,
                 Some(Axis::Batch) => batch,
-                Some(Axis::Pages | Axis::HeadsQ | Axis::SeqlenQ | Axis::TotalQ) | None => continue,
+                Some(
+                    Axis::Pages
+                    | Axis::HeadsQ
+                    | Axis::SeqlenQ
+                    | Axis::TotalQ
+                    | Axis::HeadsKv
+                    | Axis::SeqlenK
+                    | Axis::TotalK
+                    | Axis::CachePages
+                    | Axis::Page,
+                )
+                | None => continue,
             };
             if shape[0] != need {
                 return wrong(self.name_of(extra), shape, need);

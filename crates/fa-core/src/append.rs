@@ -4,10 +4,16 @@
 //! length before (`seqused_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding, K is rotated
 //! by that position as it is copied, and Q by the positions of its rows. Rows without a slot (beyond the
 //! cache's capacity, in a page that does not exist, at a position beyond the tables) are skipped and counted.
+//!
+//! A cache of codes ([`Append::codes`]) gets each value times `1 / descale`, as
+//! [`crate::quantize`] rounds it. Descales per head, or per sequence and head, are read; those per row and head
+//! ([`DescaleForm::TokenHead`]) are written, from the largest magnitude of the row after the rotation. No other
+//! row of the cache or of the descales is touched.
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Dtype, Side, SideRows};
+use crate::quantize::Codes;
+use crate::{DescaleForm, Descales, Dtype, Side, SideRows};
 
 /// New rows for a cache, and how they are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,10 +30,21 @@ pub struct Append {
     pub head_dim: usize,
     /// Elements of a value; on a GPU a multiple of 8.
     pub head_dim_v: usize,
-    /// Element type of all tensors but the tables: f16 or bf16, on the CPU also f32.
+    /// Element type of all tensors but the tables and a cache of codes: f16 or bf16, on the CPU also f32.
     pub dtype: Dtype,
+    /// What the cache holds where it is in 8 bits; `None` for elements of `dtype`.
+    pub codes: Option<CacheCodes>,
     /// Rotary embedding of keys and queries; `None` for none.
     pub rotary: Option<Rotary>,
+}
+
+/// A cache in 8 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheCodes {
+    /// Its codes.
+    pub kind: Codes,
+    /// What they are multiplied by.
+    pub descales: Descales,
 }
 
 /// Rotary embedding: pairs among the first `dim` elements of a row are rotated by the angle of the row's
@@ -219,6 +236,10 @@ impl Append {
             let need = "f16 or bf16 on a GPU (the CPU appends f32 too)".to_owned();
             return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
         }
+        if self.codes.is_some() {
+            let need = format!("{} on a GPU (the CPU appends codes too)", self.dtype);
+            return Err(AppendError::Dtype { name: "cache", dtype: self.cache_dtype(), need });
+        }
         multiple("head_dim", self.head_dim, CHUNK, WIDEST)?;
         multiple("head_dim_v", self.head_dim_v, CHUNK, WIDEST)?;
         let Some(rotary) = &self.rotary else { return Ok(()) };
@@ -227,6 +248,36 @@ impl Append {
             return Err(AppendError::BadValue { name: "head_dim", value: self.head_dim, need });
         }
         multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)
+    }
+
+    /// Element type of the cache.
+    pub const fn cache_dtype(&self) -> Dtype {
+        match self.codes {
+            Some(codes) => codes.kind.dtype(),
+            None => self.dtype,
+        }
+    }
+
+    /// The forms of the cache's descales.
+    pub const fn descales(&self) -> Descales {
+        match self.codes {
+            Some(codes) => codes.descales,
+            None => Descales::NONE,
+        }
+    }
+
+    /// The shape of a tensor of descales; `None` where there is none.
+    pub fn descale_shape(&self, form: DescaleForm) -> Option<Vec<usize>> {
+        let heads = self.heads_kv;
+        match form {
+            DescaleForm::None => None,
+            DescaleForm::Head => Some(vec![heads]),
+            DescaleForm::SequenceHead => Some(vec![self.sequences, heads]),
+            DescaleForm::TokenHead => {
+                let [outer, rows] = outer(self.cache, self.sequences);
+                Some(vec![outer, rows, heads])
+            }
+        }
     }
 
     /// The queries that are rotated.
@@ -285,6 +336,7 @@ mod tests {
             head_dim: 128,
             head_dim_v: 64,
             dtype: Dtype::Bf16,
+            codes: None,
             rotary: Some(Rotary {
                 dim: 64,
                 pairs: RotaryPairs::Halves,
@@ -305,6 +357,9 @@ mod tests {
         let padded = Append { new: Side::padded(5), cache: Side::padded(64), rotary: None, ..append };
         assert_eq!((padded.new_shape(64), padded.cache_shape(64)), ([3, 5, 2, 64], [3, 64, 2, 64]));
         assert_eq!((padded.query_shape(), padded.table_columns()), ([0; 4], 0));
+        let forms = DescaleForm::ALL.map(|form| append.descale_shape(form));
+        assert_eq!(forms, [None, Some(vec![2]), Some(vec![3, 2]), Some(vec![20, 16, 2])]);
+        assert_eq!(padded.descale_shape(DescaleForm::TokenHead), Some(vec![3, 64, 2]));
     }
 
     #[test]
@@ -348,6 +403,16 @@ mod tests {
             ),
             (Append { head_dim: 8, rotary: turned(8), ..good }, "head_dim = 8: must be at least 16"),
             (Append { dtype: Dtype::F32, ..good }, "dtype is f32: must be f16 or bf16 on a GPU"),
+            (
+                Append {
+                    codes: Some(CacheCodes {
+                        kind: Codes::E4m3,
+                        descales: Descales::both(DescaleForm::TokenHead),
+                    }),
+                    ..good
+                },
+                "cache is e4m3: must be bf16 on a GPU",
+            ),
         ] {
             append.check().unwrap();
             let text = append.check_on_gpu().expect_err("must be refused").to_string();

@@ -10,8 +10,8 @@ use crate::with_methods;
 
 /// Element type of an attention problem's tensors.
 ///
-/// The 8-bit types can be named in a spec or a problem; everything refuses to compute in them. Error messages
-/// offer the types of [`Dtype::COMPUTED`].
+/// The 8-bit types are those of K and V alone, whose values are codes times a descale; nothing computes in
+/// them. Error messages about a problem's type offer those of [`Dtype::COMPUTED`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -48,6 +48,17 @@ impl Dtype {
         match self {
             Dtype::F16 | Dtype::Bf16 => true,
             Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => false,
+        }
+    }
+
+    /// The types of codes: K and V may have one, beside a Q of a type of [`Dtype::COMPUTED`].
+    pub const CODES: [Dtype; 2] = [Dtype::E4m3, Dtype::Int8];
+
+    /// Whether this is one of [`Dtype::CODES`].
+    pub const fn is_code(self) -> bool {
+        match self {
+            Dtype::E4m3 | Dtype::Int8 => true,
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 => false,
         }
     }
 
@@ -118,17 +129,16 @@ impl Types {
         with_dkv(dkv: Dtype),
     }
 
-    /// Checks that something computes these types together: today, that they are one. Which types are
-    /// computed is the question of each backend.
+    /// Checks that something computes these types together: one type, or one and K and V in 8 bits. Which
+    /// types are computed is the question of each backend.
     ///
     /// # Errors
     /// [`TypesError`] for the first that differs.
     pub fn check(&self) -> Result<(), TypesError> {
         let Types { q, kv, out, dkv } = *self;
         let refuse = |name, value, need| Err(TypesError { name, value, q, need });
-        if kv != q {
-            let is_cache = q.is_half() && matches!(kv, Dtype::E4m3 | Dtype::Int8);
-            return refuse("kv_dtype", kv, if is_cache { CACHE } else { MIXED });
+        if kv != q && !(kv.is_code() && !q.is_code()) {
+            return refuse("kv_dtype", kv, MIXED);
         }
         if out != q {
             return match (q, out) {
@@ -139,6 +149,18 @@ impl Types {
         }
         if dkv != q {
             return refuse("dkv_dtype", dkv, WIDE_DKV);
+        }
+        Ok(())
+    }
+
+    /// Checks that K and V have gradients.
+    ///
+    /// # Errors
+    /// [`TypesError`] where they are codes.
+    pub fn check_gradients(&self) -> Result<(), TypesError> {
+        let Types { q, kv, .. } = *self;
+        if kv.is_code() {
+            return Err(TypesError { name: "kv_dtype", value: kv, q, need: NO_GRADIENTS });
         }
         Ok(())
     }
@@ -156,9 +178,10 @@ impl Types {
     }
 }
 
-const CACHE: &str =
-    "nothing reads an 8-bit cache yet; dequantise K and V into Q's type and leave kv_dtype out";
-const MIXED: &str = "K and V have the type of Q; convert them and leave kv_dtype out";
+const MIXED: &str = "K and V have the type of Q, or 8 bits beside a wider Q (e4m3 or int8); convert them and \
+                     leave kv_dtype out";
+const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave kv_dtype \
+                            out";
 const FP8: &str = "nothing computes an fp8 forward yet; convert Q, K and V to the type of O";
 const WIDE_OUT: &str = "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results \
                         by their LSE in f32";

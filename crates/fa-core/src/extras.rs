@@ -3,7 +3,7 @@
 
 use std::convert::Infallible;
 
-use crate::{Alibi, Pass, Problem, Side, SideRows};
+use crate::{Alibi, DescaleForm, Pass, Problem, Side, SideRows};
 
 /// Picks the argument for an element type.
 macro_rules! of_elem {
@@ -153,10 +153,32 @@ table! {
     Dlse dlse: F32 [Axis::Batch, Axis::HeadsQ, Axis::SeqlenQ], [Axis::HeadsQ, Axis::TotalQ] => |problem| {
         Some(usize::from(problem.lengths.q().is_packed()))
     };
+    /// What the codes of an 8-bit K are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or for each row of
+    /// each head in the layout of K, `[batch, seqlen_k, heads_kv]`, `[total_k, heads_kv]` or `[pages, page,
+    /// heads_kv]` ([`DescaleForm`]).
+    KDescale k_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv],
+        [Axis::Batch, Axis::SeqlenK, Axis::HeadsKv], [Axis::TotalK, Axis::HeadsKv],
+        [Axis::CachePages, Axis::Page, Axis::HeadsKv] => |problem| form_of_descale(problem, problem.descales.k);
+    /// The same of V.
+    VDescale v_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv],
+        [Axis::Batch, Axis::SeqlenK, Axis::HeadsKv], [Axis::TotalK, Axis::HeadsKv],
+        [Axis::CachePages, Axis::Page, Axis::HeadsKv] => |problem| form_of_descale(problem, problem.descales.v);
 }
 
 fn first_if(is_needed: bool) -> Option<usize> {
     is_needed.then_some(0)
+}
+
+/// The place of a descale's form in the table.
+fn form_of_descale(problem: &Problem, form: DescaleForm) -> Option<usize> {
+    match (form, problem.lengths.k().rows) {
+        (DescaleForm::None, _) => None,
+        (DescaleForm::Head, _) => Some(0),
+        (DescaleForm::SequenceHead, _) => Some(1),
+        (DescaleForm::TokenHead, SideRows::Padded { .. }) => Some(2),
+        (DescaleForm::TokenHead, SideRows::Packed { .. }) => Some(3),
+        (DescaleForm::TokenHead, SideRows::Paged { .. }) => Some(4),
+    }
 }
 
 /// An axis of one of the [`Extras`].
@@ -174,6 +196,16 @@ pub enum Axis {
     SeqlenQ,
     /// Rows of packed queries.
     TotalQ,
+    /// Key and value heads.
+    HeadsKv,
+    /// Keys of a padded sequence.
+    SeqlenK,
+    /// Rows of packed keys.
+    TotalK,
+    /// Pages of a cache.
+    CachePages,
+    /// Rows of a page.
+    Page,
 }
 
 /// Slices in host memory.
@@ -212,6 +244,11 @@ impl Axis {
             Axis::HeadsQ => "heads_q",
             Axis::SeqlenQ => "seqlen_q",
             Axis::TotalQ => "total_q",
+            Axis::HeadsKv => "heads_kv",
+            Axis::SeqlenK => "seqlen_k",
+            Axis::TotalK => "total_k",
+            Axis::CachePages => "pages",
+            Axis::Page => "page",
         }
     }
 
@@ -225,6 +262,14 @@ impl Axis {
             Axis::HeadsQ => problem.heads_q,
             Axis::SeqlenQ => lengths.max_q(),
             Axis::TotalQ => lengths.q().total(lengths.sequences()),
+            Axis::HeadsKv => problem.heads_kv,
+            Axis::SeqlenK => lengths.max_k(),
+            Axis::TotalK => lengths.k().total(lengths.sequences()),
+            Axis::CachePages => match lengths.k().rows {
+                SideRows::Paged { pages, .. } => pages,
+                SideRows::Padded { .. } | SideRows::Packed { .. } => 0,
+            },
+            Axis::Page => lengths.page().unwrap_or(0),
         }
     }
 }
@@ -310,7 +355,7 @@ impl OwnedExtras {
     }
 
     /// The extras that `problem` names, for timing: sequences of equal length within the problem's bounds,
-    /// pages in order, slopes from 1/2 down, sinks of 0.
+    /// pages in order, slopes from 1/2 down, sinks of 0, descales of 1.
     pub fn even(problem: &Problem) -> OwnedExtras {
         let lengths = &problem.lengths;
         let batch = lengths.sequences();
@@ -332,6 +377,7 @@ impl OwnedExtras {
             let slope = |i: usize| 0.5f32.powi((i % problem.heads_q % 16) as i32 + 1);
             (0..alibi.count(batch, problem.heads_q)).map(slope).collect()
         });
+        let ones = |extra: Extra| extra.need(problem, Pass::Forward).map(|need| vec![1.0; need.len]);
         OwnedExtras {
             cu_seqlens_q: starts(q),
             cu_seqlens_k: starts(k),
@@ -341,6 +387,8 @@ impl OwnedExtras {
             alibi_slopes,
             sinks: problem.score.sinks.then(|| vec![0.0; problem.heads_q]),
             dlse: None,
+            k_descale: ones(Extra::KDescale),
+            v_descale: ones(Extra::VDescale),
         }
     }
 }
@@ -362,7 +410,7 @@ fn count(n: usize) -> i32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Lengths, Mask, ScoreMod};
+    use crate::{Descales, Dtype, Lengths, Mask, ScoreMod, Types};
 
     #[test]
     fn a_call_takes_what_its_problem_names() {
@@ -371,6 +419,11 @@ mod tests {
         let packed = Lengths::packed(3, 20, 100, 7, 30);
         let paged = Lengths::of(3, Side::padded(7).with_used(), Side::paged(4, 5, 38));
         let (forward, backward) = (Pass::Forward, Pass::BACKWARD);
+        let cache = square
+            .with_heads_kv(2)
+            .with_types(Types::same(Dtype::F16).with_kv(Dtype::E4m3))
+            .with_descales(Descales::new(DescaleForm::Head, DescaleForm::TokenHead));
+        let per_sequence = DescaleForm::SequenceHead;
         for (problem, pass, expected) in [
             (square, forward, vec![]),
             (square, backward, vec![("dlse", 192)]),
@@ -385,6 +438,23 @@ mod tests {
                 square.with_lengths(paged),
                 forward,
                 vec![("seqused_q", 3), ("seqused_k", 3), ("page_table", 30)],
+            ),
+            (cache, forward, vec![("k_descale", 2), ("v_descale", 3 * 16 * 2)]),
+            (
+                cache.with_lengths(packed).with_descales(Descales::both(DescaleForm::TokenHead)),
+                forward,
+                vec![("cu_seqlens_q", 4), ("cu_seqlens_k", 4), ("k_descale", 200), ("v_descale", 200)],
+            ),
+            (
+                cache.with_lengths(paged).with_descales(Descales::new(DescaleForm::TokenHead, per_sequence)),
+                forward,
+                vec![
+                    ("seqused_q", 3),
+                    ("seqused_k", 3),
+                    ("page_table", 30),
+                    ("k_descale", 4 * 5 * 2),
+                    ("v_descale", 6),
+                ],
             ),
         ] {
             let needs = Extra::ALL.into_iter().filter_map(|extra| extra.need(&problem, pass));

@@ -1,7 +1,7 @@
 //! Problems as keys of maps.
 
 use crate::program::Interned;
-use crate::{Alibi, Lengths, Mask, Problem, Types};
+use crate::{Alibi, Descales, Lengths, Mask, Problem, Types};
 
 /// A [`Problem`] as the key of a map: two are equal where all fields are, floats by their bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -11,6 +11,7 @@ pub struct ProblemKey {
     head_dims: [usize; 2],
     mask: Mask,
     types: Types,
+    descales: Descales,
     softmax_scale: Option<u64>,
     softcap: Option<u64>,
     alibi: Option<Alibi>,
@@ -20,14 +21,16 @@ pub struct ProblemKey {
 
 impl From<&Problem> for ProblemKey {
     fn from(problem: &Problem) -> ProblemKey {
-        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, descales, .. } =
             *problem;
+        let Problem { softmax_scale, score, .. } = *problem;
         ProblemKey {
             lengths,
             heads: [heads_q, heads_kv],
             head_dims: [head_dim, head_dim_v],
             mask,
             types,
+            descales,
             softmax_scale: softmax_scale.map(f64::to_bits),
             softcap: score.softcap.map(f64::to_bits),
             alibi: score.alibi,
@@ -40,7 +43,7 @@ impl From<&Problem> for ProblemKey {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Dtype;
+    use crate::{DescaleForm, Dtype};
 
     #[test]
     fn keys_tell_problems_apart() {
@@ -54,6 +57,8 @@ mod tests {
             problem.with_lengths(Lengths::uniform(1, 128, 64)),
             problem.with_score(problem.score.with_softcap(Some(30.0))),
             problem.with_score(problem.score.with_sinks(true)),
+            problem.with_types(problem.types.with_kv(Dtype::E4m3)),
+            problem.with_descales(Descales::NONE.with_v(DescaleForm::Head)),
         ];
         for other in others {
             assert_ne!(ProblemKey::from(&problem), ProblemKey::from(&other), "{other:?}");

@@ -36,6 +36,7 @@
 pub mod append;
 pub mod arch;
 pub mod board;
+pub mod descales;
 pub mod division;
 pub mod dtype;
 pub mod extras;
@@ -49,6 +50,7 @@ pub mod merge;
 pub mod pass;
 pub mod problem;
 pub mod program;
+pub mod quantize;
 pub mod score_mod;
 pub mod spec;
 pub mod swizzle;
@@ -56,9 +58,10 @@ pub mod tensor;
 mod with;
 pub mod words;
 
-pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
+pub use append::{Append, AppendError, CacheCodes, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
 pub use arch::{Arch, ArchLimits};
 pub use board::Board;
+pub use descales::{DescaleForm, Descales};
 pub use division::Division;
 pub use dtype::{Dtype, Types};
 pub use extras::{Extra, Extras};

@@ -7,7 +7,7 @@ mod text;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Dtype, Lengths, Mask, ScoreMod, Types, with_methods};
+use crate::{Descales, Dtype, Lengths, Mask, ScoreMod, Types, with_methods};
 
 pub use check::ELEMENT_BITS;
 pub use error::ProblemError;
@@ -21,8 +21,8 @@ pub use error::ProblemError;
 ///
 /// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths (upper bounds
 /// where lengths are on the device) with `total_q` and `total_k` for packed sides, `page` and `pages` for a
-/// cache in pages, `used_q` and `used_k` for lengths in use; `dtype` for the types; `softcap`, `alibi` and
-/// `sinks` for the change of scores.
+/// cache in pages, `used_q` and `used_k` for lengths in use; `dtype` for the types, with `kv_dtype`,
+/// `k_descale` and `v_descale` for an 8-bit K and V; `softcap`, `alibi` and `sinks` for the change of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "text::Flat", into = "text::Flat")]
 #[non_exhaustive]
@@ -41,6 +41,8 @@ pub struct Problem {
     pub mask: Mask,
     /// Types of the tensors.
     pub types: Types,
+    /// What the codes of an 8-bit K and V are multiplied by; none for other types.
+    pub descales: Descales,
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
     pub softmax_scale: Option<f64>,
     /// What is done to the scaled scores, before the mask.
@@ -77,6 +79,7 @@ impl Problem {
             head_dim_v,
             mask: Mask::FULL,
             types,
+            descales: Descales::NONE,
             softmax_scale: None,
             score: ScoreMod::NONE,
         }
@@ -90,6 +93,7 @@ impl Problem {
         with_head_dim_v(head_dim_v: usize),
         with_mask(mask: Mask),
         with_types(types: Types),
+        with_descales(descales: Descales),
         with_softmax_scale(softmax_scale: Option<f64>),
         with_score(score: ScoreMod),
     }

@@ -59,8 +59,10 @@ pub fn check_forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
-    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.q) {
-        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.q });
+    for need in [problem.types.q, problem.types.kv] {
+        if T::DTYPE.is_some_and(|dtype| dtype != need) {
+            return Err(CpuError::Dtype { got: T::DTYPE, need });
+        }
     }
     check_shape("q", q.shape(), q_shape(problem))?;
     check_shape("k", k.shape(), k_shape(problem))?;

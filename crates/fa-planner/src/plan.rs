@@ -124,6 +124,9 @@ pub enum PlanError {
     /// No kernel computes in this type.
     #[error("no GPU kernel computes in {0}: use f16 or bf16 (or the CPU backend, which also takes f32)")]
     Dtype(Dtype),
+    /// No kernel reads K and V of this type.
+    #[error("no GPU kernel reads K and V in {0}: dequantise them into Q's type, or use the CPU backend")]
+    KvDtype(Dtype),
     /// No kernel has tiles for this head dim.
     #[error(
         "{name} = {value}: GPU kernels take multiples of 8 from 8 to 256 (pad with zeros, or use the CPU \
@@ -300,9 +303,12 @@ fn for_each(
     options: &PlanOptions,
     mut judge: impl FnMut(KernelSpec),
 ) -> Result<(), PlanError> {
-    problem.check()?;
+    problem.check_pass(options.pass)?;
     if !problem.types.q.is_half() {
         return Err(PlanError::Dtype(problem.types.q));
+    }
+    if problem.types.kv.is_code() {
+        return Err(PlanError::KvDtype(problem.types.kv));
     }
     problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {

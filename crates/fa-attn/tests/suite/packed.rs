@@ -217,6 +217,7 @@ fn appends_are_the_same_through_the_engine_and_refusals_write_nothing() {
         head_dim: 32,
         head_dim_v: 16,
         dtype: Dtype::F16,
+        codes: None,
         rotary: None,
     };
     let values = |shape: [usize; 4], seed: f32| {

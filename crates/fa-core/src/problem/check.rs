@@ -1,6 +1,7 @@
 //! Which problems are valid: relations between the fields, and sizes that can be addressed.
 
 use super::{Problem, ProblemError};
+use crate::Pass;
 use crate::lengths::{Side, SideRows};
 
 /// The most that a count read on the device may be.
@@ -47,6 +48,7 @@ impl Problem {
             return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
         }
         self.types.check()?;
+        self.check_codes()?;
         self.check_offset()?;
         self.check_lengths()?;
         let (q, k) = (self.rows_of(self.lengths.q()), self.rows_of(self.lengths.k()));
@@ -69,6 +71,27 @@ impl Problem {
         let own = [("softcap", self.score.softcap.is_some()), ("alibi", self.score.alibi.is_some())];
         if let Some((name, _)) = own.into_iter().find(|&(_, is_on)| is_on && changes) {
             return Err(ProblemError::Program { name });
+        }
+        Ok(())
+    }
+
+    /// [`Problem::check`], and that there is such a pass of it: K and V of 8 bits have no gradients.
+    ///
+    /// # Errors
+    /// The first [`ProblemError`] found.
+    pub fn check_pass(&self, pass: Pass) -> Result<(), ProblemError> {
+        self.check()?;
+        if pass.is_backward() { Ok(self.types.check_gradients()?) } else { Ok(()) }
+    }
+
+    /// Descales are of codes, and programs not of them.
+    fn check_codes(&self) -> Result<(), ProblemError> {
+        let dtype = self.types.kv;
+        if let (Some((name, _)), false) = (self.descales.first(), dtype.is_code()) {
+            return Err(ProblemError::Descale { name, dtype });
+        }
+        if self.score.program.is_some() && dtype.is_code() {
+            return Err(ProblemError::CodesUnderProgram { dtype });
         }
         Ok(())
     }
@@ -137,7 +160,7 @@ fn check_elements(tensor: &'static str, shape: [usize; 4]) -> Result<(), Problem
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
+    use crate::{DescaleForm, Descales, Dtype, Lengths, Mask, ScoreMod, Types};
 
     const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
 
@@ -168,22 +191,36 @@ mod tests {
                 half.with_out(Dtype::F32),
                 "out_dtype is f32 and dtype is f16: nothing writes O wider than Q yet",
             ),
+            (half.with_kv(Dtype::Bf16), "kv_dtype is bf16 and dtype is f16: K and V have the type of Q"),
+            (fp8.with_kv(Dtype::Int8), "kv_dtype is int8 and dtype is e4m3: K and V have the type of Q"),
             (
-                half.with_kv(Dtype::E4m3),
-                "kv_dtype is e4m3 and dtype is f16: nothing reads an 8-bit cache yet",
+                half.with_kv(Dtype::E4m3).with_dkv(Dtype::E4m3),
+                "dkv_dtype is e4m3 and dtype is f16: dK and dV are written in",
             ),
-            (half.with_kv(Dtype::Int8), "dequantise K and V into Q's type and leave kv_dtype out"),
-            (half.with_kv(Dtype::Bf16), "K and V have the type of Q; convert them"),
             (half.with_out(Dtype::Bf16), "O is written in the type of Q, K and V"),
             (half.with_dkv(Dtype::F32), "dkv_dtype is f32 and dtype is f16: dK and dV are written in"),
             (fp8.with_out(Dtype::Bf16), "nothing computes an fp8 forward yet; convert Q, K and V"),
         ] {
             refused(BASE.with_types(types), part);
         }
+        for (q, kv) in [(Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Int8), (Dtype::F32, Dtype::E4m3)] {
+            let cache = BASE.with_types(Types::same(q).with_kv(kv));
+            assert_eq!(cache.with_descales(Descales::both(DescaleForm::TokenHead)).check(), Ok(()));
+            assert_eq!(cache.check_pass(Pass::Forward), Ok(()));
+            let text = cache.check_pass(Pass::BACKWARD).unwrap_err().to_string();
+            assert!(
+                text.contains(&format!("kv_dtype is {kv} and dtype is {q}: 8-bit K and V have no")),
+                "{text}"
+            );
+        }
+        let descales = Descales::NONE.with_v(DescaleForm::Head);
+        refused(BASE.with_descales(descales), "v_descale with K and V in bf16");
         refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
         refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
         let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
         let own = BASE.with_score(ScoreMod::NONE.with_program(Some(program)));
+        let codes = own.with_types(half.with_kv(Dtype::Int8));
+        refused(codes, "a program with K and V in int8");
         let moved = |offset| own.with_mask(Mask::CAUSAL.with_offset(offset));
         assert_eq!(moved(-(1 << 30)).check(), Ok(()));
         refused(moved((1 << 30) + 1), "query_offset = 1073741825 with a program");

@@ -1,5 +1,6 @@
 //! What is wrong with a problem.
 
+use crate::Dtype;
 use crate::dtype::TypesError;
 
 /// Why a [`crate::Problem`] is invalid.
@@ -35,6 +36,26 @@ pub enum ProblemError {
     /// Types that nothing computes together.
     #[error(transparent)]
     Types(#[from] TypesError),
+    /// Descales of K and V that are no codes.
+    #[error(
+        "{name} with K and V in {dtype}: descales are of 8-bit codes; use kv_dtype e4m3 or int8, or leave \
+         {name} out"
+    )]
+    Descale {
+        /// The tensor.
+        name: &'static str,
+        /// Type of K and V.
+        dtype: Dtype,
+    },
+    /// A program over an 8-bit K and V.
+    #[error(
+        "a program with K and V in {dtype}: programs (bias included) are computed over K and V of Q's type; \
+         dequantise them and leave kv_dtype out"
+    )]
+    CodesUnderProgram {
+        /// Type of K and V.
+        dtype: Dtype,
+    },
     /// ALiBi's distances would not be exact, or a program's `off` overflow.
     #[error("query_offset = {offset} with {what}: use an offset from -{limit} to {limit}")]
     Offset {

@@ -6,7 +6,7 @@ use super::{Problem, ProblemError};
 use crate::lengths::{Side, SideRows};
 use crate::program::Interned;
 use crate::score_mod::Alibi;
-use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
+use crate::{DescaleForm, Descales, Dtype, Lengths, Mask, ScoreMod, Types};
 
 /// A problem as text.
 #[derive(Serialize, Deserialize)]
@@ -39,6 +39,10 @@ pub(super) struct Flat {
     out_dtype: Option<Dtype>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dkv_dtype: Option<Dtype>,
+    #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
+    k_descale: DescaleForm,
+    #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
+    v_descale: DescaleForm,
     #[serde(default)]
     softmax_scale: Option<f64>,
     #[serde(default)]
@@ -73,6 +77,7 @@ impl TryFrom<Flat> for Problem {
             Types::of(flat.dtype, [flat.kv_dtype, flat.out_dtype, flat.dkv_dtype]),
         )
         .with_mask(flat.mask)
+        .with_descales(Descales::new(flat.k_descale, flat.v_descale))
         .with_softmax_scale(flat.softmax_scale)
         .with_score(
             ScoreMod::NONE
@@ -86,8 +91,8 @@ impl TryFrom<Flat> for Problem {
 
 impl From<Problem> for Flat {
     fn from(problem: Problem) -> Flat {
-        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
-            problem;
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, descales, .. } = problem;
+        let Problem { softmax_scale, score, .. } = problem;
         let total = |side: Side| match side.rows {
             SideRows::Packed { total, .. } => Some(total),
             SideRows::Padded { .. } | SideRows::Paged { .. } => None,
@@ -116,6 +121,8 @@ impl From<Problem> for Flat {
             kv_dtype,
             out_dtype,
             dkv_dtype,
+            k_descale: descales.k,
+            v_descale: descales.v,
             softmax_scale,
             softcap: score.softcap,
             alibi: score.alibi,
@@ -161,6 +168,13 @@ mod tests {
             assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
             assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
         }
+        let cache = base.with_types(half.with_kv(Dtype::E4m3));
+        let cache = cache.with_descales(Descales::new(DescaleForm::SequenceHead, DescaleForm::TokenHead));
+        let text = ron::to_string(&cache).unwrap();
+        let part = "dtype:f16,kv_dtype:Some(e4m3),k_descale:sequence_head,v_descale:token_head,softmax_scale";
+        assert!(text.contains(part), "{text}");
+        assert_eq!(ron::from_str::<Problem>(&text).unwrap(), cache);
+        assert_eq!(serde_json::from_str::<Problem>(&json(&cache)).unwrap(), cache);
         let named: Problem = ron::from_str(&format!("Problem{ron}")).unwrap();
         assert_eq!(named, other);
         // What may be left out, and what may not.

@@ -25,6 +25,17 @@ pub enum SpecError {
         /// The kernel.
         kernel: &'static str,
     },
+    /// The kernel does not read K and V of this type.
+    #[error(
+        "kv_dtype {dtype} is not supported by {kernel}: dequantise K and V into Q's type, or use the CPU \
+         backend"
+    )]
+    KvDtype {
+        /// The type of K and V.
+        dtype: Dtype,
+        /// The kernel.
+        kernel: &'static str,
+    },
     /// Two options exclude each other.
     #[error("{0}")]
     Conflict(String),

@@ -203,6 +203,9 @@ impl KernelSpec {
         if !dtype.is_half() {
             return Err(SpecError::Dtype { dtype, kernel: self.kernel.name() });
         }
+        if self.types.kv != dtype {
+            return Err(SpecError::KvDtype { dtype: self.types.kv, kernel: self.kernel.name() });
+        }
         params::multiple("head_dim", self.head_dim, 16, 16, MAX_HEAD_DIM)?;
         params::multiple("head_dim_v", self.head_dim_v, 16, 16, MAX_HEAD_DIM)?;
         self.check_reads()?;

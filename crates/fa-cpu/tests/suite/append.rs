@@ -55,6 +55,7 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
         head_dim,
         head_dim_v: head_dim,
         dtype: T::DTYPE.unwrap(),
+        codes: None,
         rotary: Some(rotary),
     };
     let shapes = [what.new_shape(head_dim), what.cache_shape(head_dim), what.query_shape()];

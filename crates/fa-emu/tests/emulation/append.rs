@@ -140,6 +140,7 @@ fn rows_are_appended_to_a_cache_in_one_piece() {
         head_dim: 64,
         head_dim_v: 40,
         dtype: Dtype::F16,
+        codes: None,
         rotary: None,
     };
     check::<f16>(emulator, &append, &words(), 0);
@@ -168,6 +169,7 @@ fn keys_and_queries_are_turned_on_their_way_to_pages() {
         head_dim: 64,
         head_dim_v: 64,
         dtype: Dtype::Bf16,
+        codes: None,
         rotary: Some(rotary),
     };
     // Keys 15 to 17 of the second sequence are in the page that does not exist.

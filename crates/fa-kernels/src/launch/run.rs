@@ -74,16 +74,19 @@ pub(crate) unsafe fn enqueue(
     Ok(())
 }
 
-/// Checks that T is the type of the problem's tensors.
+/// Checks that T is the type of the problem's tensors, K and V included.
 ///
 /// # Errors
 /// [`Error::Mismatch`].
 pub(crate) fn check_element<T: Element>(problem: &Problem) -> Result<(), Error> {
-    if T::DTYPE == problem.types.q {
-        return Ok(());
+    let types = problem.types;
+    for (what, need) in [("dtype", types.q), ("kv_dtype", types.kv)] {
+        if need != T::DTYPE {
+            let (kernel, problem) = (need.to_string(), T::DTYPE.to_string());
+            return Err(Error::Mismatch { what, kernel, problem });
+        }
     }
-    let (kernel, problem) = (problem.types.q.to_string(), T::DTYPE.to_string());
-    Err(Error::Mismatch { what: "dtype", kernel, problem })
+    Ok(())
 }
 
 /// Checks strides, lengths and contexts of a call's buffers; LSE and workspace by their length and stream.

@@ -28,6 +28,7 @@ fn an_append_is_one_launch_whose_memory_is_checked() {
         head_dim: 128,
         head_dim_v: 64,
         dtype: Dtype::Bf16,
+        codes: None,
         rotary: Some(rotary),
     };
     let launch = AppendLaunch::new(&append, SMS).unwrap();
@@ -82,6 +83,7 @@ fn an_append_of_nothing_takes_empty_arrays() {
         head_dim: 64,
         head_dim_v: 64,
         dtype: Dtype::Bf16,
+        codes: None,
         rotary: None,
     };
     let packed = Side::packed(0, 0);

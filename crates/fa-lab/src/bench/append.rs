@@ -64,6 +64,7 @@ pub fn marks() -> Vec<AppendMark> {
             head_dim: 128,
             head_dim_v: 128,
             dtype: Dtype::Bf16,
+            codes: None,
             rotary: rotary.then_some(turned),
         };
         AppendMark { name, append }

@@ -53,8 +53,17 @@ pub(super) fn append(extent: Extent) -> Vec<Case> {
                 queries: (turn % 4 != 1).then_some(queries),
             };
             let rotary = (turn % 7 != 5).then_some(rotary);
-            let append =
-                Append { sequences: SEQUENCES, new, cache, heads_kv, head_dim, head_dim_v, dtype, rotary };
+            let append = Append {
+                sequences: SEQUENCES,
+                new,
+                cache,
+                heads_kv,
+                head_dim,
+                head_dim_v,
+                dtype,
+                codes: None,
+                rotary,
+            };
             let problem = BASE.with_heads(heads, heads_kv).with_head_dims(head_dim, head_dim_v);
             let problem = problem.with_types(Types::same(dtype));
             let of =

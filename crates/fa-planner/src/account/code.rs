@@ -14,6 +14,8 @@ pub(crate) struct Code {
     pub programs: bool,
     /// Heads of a group in the rows of a tile.
     pub packs_gqa: bool,
+    /// K and V in 8 bits.
+    pub codes: bool,
 }
 
 impl Code {
@@ -26,6 +28,7 @@ impl Code {
         split: false,
         programs: true,
         packs_gqa: false,
+        codes: false,
     };
 
     /// The first thing that `spec` asks for and this code lacks.
@@ -39,6 +42,7 @@ impl Code {
             (score.program.is_some() && !self.programs, "programs"),
             (*split && !self.split, "split"),
             (spec.traits().packs_gqa && !self.packs_gqa, "pack_gqa"),
+            (spec.types.kv.is_code() && !self.codes, "K and V in 8 bits"),
         ]
         .into_iter()
         .find_map(|(lacks, what)| lacks.then_some(what))

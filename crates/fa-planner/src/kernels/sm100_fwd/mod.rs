@@ -87,6 +87,9 @@ pub fn explore(
     if !problem.types.q.is_half() {
         return Err(PlanError::Dtype(problem.types.q));
     }
+    if problem.types.kv.is_code() {
+        return Err(PlanError::KvDtype(problem.types.kv));
+    }
     if !arch.has_tcgen05() {
         return Err(PlanError::NoTensorMemory { arch });
     }

@@ -1,0 +1,88 @@
+//! What the codes of an 8-bit K and V are multiplied by.
+//!
+//! A value is its code (an e4m3 number, or an integer) times a descale. With `s = scale * (q . code_k) *
+//! k_descale`, a soft cap acts on `s` and masks come after it; `O = (sum P code_v * v_descale) / l`. LSE is that
+//! of the descaled scores, and says nothing of V.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::with_methods;
+
+/// The shape of a tensor of descales; elements are f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DescaleForm {
+    /// No tensor: every descale is 1.
+    #[default]
+    None,
+    /// `[heads_kv]`.
+    Head,
+    /// `[batch, heads_kv]`.
+    SequenceHead,
+    /// One for each row of each head, in the layout of K and V: `[batch, seqlen_k, heads_kv]`, `[total_k,
+    /// heads_kv]` or `[pages, page, heads_kv]`.
+    TokenHead,
+}
+
+/// The forms of K's and V's descales.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub struct Descales {
+    /// Of `k_descale`.
+    pub k: DescaleForm,
+    /// Of `v_descale`.
+    pub v: DescaleForm,
+}
+
+impl DescaleForm {
+    /// All, in declaration order.
+    pub const ALL: [DescaleForm; 4] =
+        [DescaleForm::None, DescaleForm::Head, DescaleForm::SequenceHead, DescaleForm::TokenHead];
+
+    /// The name in text.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DescaleForm::None => "none",
+            DescaleForm::Head => "head",
+            DescaleForm::SequenceHead => "sequence_head",
+            DescaleForm::TokenHead => "token_head",
+        }
+    }
+
+    pub(crate) fn is_none(&self) -> bool {
+        *self == DescaleForm::None
+    }
+}
+
+impl fmt::Display for DescaleForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl Descales {
+    /// Every descale is 1.
+    pub const NONE: Descales = Descales::both(DescaleForm::None);
+
+    /// K's and V's.
+    pub const fn new(k: DescaleForm, v: DescaleForm) -> Descales {
+        Descales { k, v }
+    }
+
+    /// The same form for K and V.
+    pub const fn both(form: DescaleForm) -> Descales {
+        Descales { k: form, v: form }
+    }
+
+    with_methods! {
+        with_k(k: DescaleForm),
+        with_v(v: DescaleForm),
+    }
+
+    /// The first tensor that there is, with its form.
+    pub(crate) fn first(self) -> Option<(&'static str, DescaleForm)> {
+        [("k_descale", self.k), ("v_descale", self.v)].into_iter().find(|(_, form)| !form.is_none())
+    }
+}
