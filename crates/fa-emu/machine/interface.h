@@ -63,7 +63,7 @@ void mbarrier_wait(void* bar, u32 parity);
 
 // ---- Asynchronous copies ----
 
-void cp_async_16(u32 dst, const void* src, int bytes);
+void cp_async(u32 dst, const void* src, int size, int bytes);
 void cp_async_commit();
 void cp_async_wait(int pending);
 // `blocks`: the CTAs of the cluster that a multicast writes to, a bit each; 0 for this one alone.

@@ -322,9 +322,6 @@ fn for_each(
     if !problem.types.q.is_half() {
         return Err(PlanError::Dtype(problem.types.q));
     }
-    if problem.types.kv.is_code() {
-        return Err(PlanError::KvDtype(problem.types.kv));
-    }
     problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
         return Err(PlanError::PagedBackward { page });

@@ -1,5 +1,6 @@
 //! The SM90 forward for wide heads: two warpgroups share the columns of O, and V may be K's first columns.
 
+use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MAX_HEAD_DIM, MaskKind, Scheduler, TileOrder, Traits};
@@ -70,6 +71,11 @@ impl Sm90Wide {
             )));
         }
         Ok(())
+    }
+
+    /// K and V of 8 bits are for other kernels.
+    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
     }
 
     pub(super) const fn traits(&self) -> Traits {

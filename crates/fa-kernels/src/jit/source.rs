@@ -262,8 +262,13 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
     let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
-    let all_params =
-        if spec.score.program.is_some() { format!("WithPrograms<{params}>") } else { params.to_owned() };
+    let all_params = if spec.reads_codes() {
+        "WithCache".to_owned()
+    } else if spec.score.program.is_some() {
+        format!("WithPrograms<{params}>")
+    } else {
+        params.to_owned()
+    };
     let mut text = format!("// {spec}\n");
     if spec.score.program.is_some() {
         let _ = writeln!(text, "#define FA_PROGRAMS\n#include \"{}\"", program::HEADER);

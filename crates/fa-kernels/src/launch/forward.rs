@@ -10,7 +10,7 @@ use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{COMBINE, COMBINE_THREADS, MAP, MAP_THREADS, combine_smem};
 use crate::launch::checks::count;
-use crate::launch::extras::{mod_params, needs, varlen_params};
+use crate::launch::extras::{cache_params, mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::programs::BlockMap;
@@ -84,10 +84,16 @@ impl Launches {
             extras: needs(problem, Pass::Forward, plan_bytes),
             workspace,
             steps,
-            params: Params::Forward(WithPrograms { params, map: own_map, ..WithPrograms::default() }),
+            params: Params::Forward(WithPrograms {
+                params,
+                map: own_map,
+                cache: cache_params(problem),
+                ..WithPrograms::default()
+            }),
             maps,
             plan_bytes,
             program: problem.score.program,
+            descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients: Vec::new(),
         })
@@ -189,11 +195,13 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
         share = if traits.gathers { tile_n / 2 } else { page_part(page, tile_n) as u32 };
     }
     let is_ragged = spec.reads.varied;
-    vec![
+    let mut maps = vec![
         MapTemplate { name: "q", tensor: 0, panel, rows: traits.query_box, group, is_ragged },
         MapTemplate { name: "k", tensor: k, panel, rows: share, group: None, is_ragged },
         MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None, is_ragged },
-    ]
+    ];
+    maps.truncate(traits.tensor_maps.len());
+    maps
 }
 
 /// The parameters that the problem alone decides.

@@ -244,6 +244,7 @@ mod tests {
     use fa_core::spec::operand_panel;
 
     use super::*;
+    use crate::launch::args::STEP;
 
     /// The address at coordinates of `attn/ragged.cuh`, in bytes modulo 2^64.
     fn address(map: &MapShape, [x, y, z]: [u64; 3]) -> u64 {
@@ -254,7 +255,7 @@ mod tests {
 
     #[test]
     fn ragged_coordinates_lead_to_rows() {
-        let shape = Shape { name: "k", batch: 7, seqlen: 48, heads: 4, dim: 64 };
+        let shape = Shape { name: "k", batch: 7, seqlen: 48, heads: 4, dim: 64, step: STEP };
         for strides in [
             TensorLayout::Bshd.strides(48, 4, 64),
             TensorLayout::Bhsd.strides(48, 4, 64),
@@ -294,7 +295,7 @@ mod tests {
 
     #[test]
     fn ragged_maps_have_limits() {
-        let shape = Shape { name: "k", batch: 1 << 20, seqlen: 16, heads: 8, dim: 128 };
+        let shape = Shape { name: "k", batch: 1 << 20, seqlen: 16, heads: 8, dim: 128, step: STEP };
         let strides = TensorLayout::Bshd.strides(16, 8, 128);
         Ragged::of(&shape, &strides, None).check("k").unwrap();
         // An odd stride leaves units of 16 bytes, of which 2^31 are 32 GB.
@@ -307,7 +308,7 @@ mod tests {
     /// Pages of one key: a box of several rows steps from page to page.
     #[test]
     fn entries_of_one_position_are_rows() {
-        let shape = Shape { name: "k", batch: 4096, seqlen: 1, heads: 8, dim: 128 };
+        let shape = Shape { name: "k", batch: 4096, seqlen: 1, heads: 8, dim: 128, step: STEP };
         let of = |strides: Strides| Ragged::of(&shape, &strides, None);
         let pages = of(TensorLayout::Bshd.strides(1, 8, 128));
         assert_eq!((pages.row, pages.unit), (8 * 128, 128));
