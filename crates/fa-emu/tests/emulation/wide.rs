@@ -127,10 +127,17 @@ const STEP: &[(usize, usize)] = &[(2, 300), (1, 0), (2, 1), (1, 63), (2, 64), (2
 #[test]
 #[ignore = "emulation"]
 fn latents_of_varied_lengths_and_pages() {
-    for (turn, keys) in
-        [Lie::Padded, Lie::Packed, Lie::Paged(64), Lie::Paged(128), Lie::Paged(16), Lie::Paged(1), Lie::Paged(61)]
-            .into_iter()
-            .enumerate()
+    for (turn, keys) in [
+        Lie::Padded,
+        Lie::Packed,
+        Lie::Paged(64),
+        Lie::Paged(128),
+        Lie::Paged(16),
+        Lie::Paged(1),
+        Lie::Paged(61),
+    ]
+    .into_iter()
+    .enumerate()
     {
         for split in [false, true] {
             let heads = ([8, 16, 128][turn % 3], 1);
