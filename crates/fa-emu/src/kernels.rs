@@ -1,7 +1,9 @@
 //! What the emulation knows of each kernel beyond the planner's numbers.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, Sm100Fwd, each_kernel};
+use fa_core::{
+    Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, Sm100Fwd, each_kernel,
+};
 use fa_lab::random::Random;
 
 /// A kernel as the emulation sees it.

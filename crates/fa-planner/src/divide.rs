@@ -35,7 +35,8 @@ pub fn divide(
     if spec.reads.varied {
         // Sequences of several tiles fill the SMs with as many parts as a dense one has; the plan kernel
         // alone would cut four for each CTA.
-        let several = problem.lengths.max_q() > traits.tile_queries(traits.tiled(problem).group_size()).max(1);
+        let several =
+            problem.lengths.max_q() > traits.tile_queries(traits.tiled(problem).group_size()).max(1);
         let planned = || if several { kv_splits(problem, spec, arch, sms) } else { LaunchPlan::UNBOUNDED };
         return LaunchPlan { splits: splits.unwrap_or_else(planned).max(1), ..whole };
     }

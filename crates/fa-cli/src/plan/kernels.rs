@@ -184,10 +184,7 @@ impl ShownKernel for Sm90Wide {
         let Sm90Wide { tile_m, latent, pack_gqa, .. } = *self;
         let form = if latent { "latents" } else { "wide heads" };
         let rows = if pack_gqa { ", heads packed" } else { "" };
-        Group::new(
-            [tile_m, u32::from(latent), u32::from(pack_gqa)],
-            format!("tile_m {tile_m}, {form}{rows}"),
-        )
+        Group::new([tile_m, u32::from(latent), u32::from(pack_gqa)], format!("tile_m {tile_m}, {form}{rows}"))
     }
 
     /// As the SM90 forward's; the follower reads P from shared memory.

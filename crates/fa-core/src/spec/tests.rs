@@ -430,11 +430,56 @@ fn numbers_out_of_range_are_refused_and_no_panic() {
             | Kernel::Sm80Bwd(Sm80Bwd { num_warps: many, .. })
             | Kernel::Sm90Fwd(Sm90Fwd { num_wg: many, .. })
             | Kernel::Sm90Bwd(Sm90Bwd { num_wg: many, .. })
-            | Kernel::Sm100Fwd(Sm100Fwd { q_tiles: many, .. }) => *many = u32::MAX,
+            | Kernel::Sm100Fwd(Sm100Fwd { q_tiles: many, .. })
+            | Kernel::Sm90Wide(Sm90Wide { head_parts: many, .. }) => *many = u32::MAX,
         }
-        assert_eq!(spec.threads(), u32::MAX);
+        // Wide heads have one count of threads.
+        let threads = if matches!(spec.kernel, Kernel::Sm90Wide(_)) { 384 } else { u32::MAX };
+        assert_eq!(spec.threads(), threads);
         assert!(spec.check().is_err() && !spec.to_string().is_empty());
     }
+}
+
+#[test]
+fn wide_heads_have_whole_panels_and_their_parts_fit_a_tile() {
+    let of = |head_dims: (u32, u32), kernel: &Sm90Wide| {
+        let (head_dim, head_dim_v) = head_dims;
+        KernelSpec { head_dim, head_dim_v, kernel: Kernel::Sm90Wide(kernel.clone()), ..sm80() }
+    };
+    let base = Sm90Wide::default();
+    let latent = Sm90Wide { latent: true, pack_gqa: true, ..base.clone() };
+    let parts = Sm90Wide { head_parts: 2, ..latent.clone() };
+    assert_eq!((of((512, 512), &base).check(), of((576, 512), &parts).check()), (Ok(()), Ok(())));
+    for (head_dims, kernel, part) in [
+        ((80, 256), base.clone(), "a multiple of 64"),
+        ((576, 576), base.clone(), "128, 256, 384 or 512"),
+        ((640, 512), base.clone(), "from 16 to 576"),
+        ((256, 512), latent.clone(), "head_dim of head_dim_v or more"),
+        ((512, 512), Sm90Wide { head_parts: 2, ..base.clone() }, "head_parts = 2 needs pack_gqa"),
+        ((512, 512), Sm90Wide { scheduler: Scheduler::Dynamic, ..base.clone() }, "use PerTile or Static"),
+    ] {
+        let error = of(head_dims, &kernel).check().expect_err(part).to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    let decode = |heads: usize| {
+        Problem::square(1, 1, heads, 576, Mask::FULL, sm80().types.q)
+            .with_heads_kv(1)
+            .with_head_dim_v(512)
+            .with_latent(true)
+            .with_softmax_scale(Some(0.0721))
+    };
+    let serves = |kernel: &Sm90Wide, problem: &Problem| {
+        let spec = KernelSpec { mask: MaskKind::Full, ..of((576, 512), kernel) };
+        spec.serves(problem).map_err(|error| error.what())
+    };
+    assert_eq!((serves(&latent, &decode(64)), serves(&parts, &decode(128))), (Ok(()), Ok(())));
+    assert_eq!(serves(&latent, &decode(128)), Err("pack_gqa"));
+    assert_eq!(serves(&parts, &decode(63)), Err("head_parts"));
+    assert_eq!(serves(&base, &decode(1)), Err("latent"));
+    assert_eq!(serves(&latent, &decode(16).with_latent(false)), Err("latent"));
+    assert_eq!(serves(&latent, &decode(16).with_head_dims(576, 448)), Err("head_dim - head_dim_v"));
+    // Tiles are counted in the heads of the parts.
+    assert_eq!(parts.traits().tiled(&decode(128)).heads_kv, 2);
 }
 
 #[test]

@@ -21,6 +21,7 @@ mod values;
 mod varied;
 mod varied_faults;
 mod varied_sm80;
+mod wide;
 
 use std::path::Path;
 use std::sync::OnceLock;

@@ -394,9 +394,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
             "\nstatic_assert({bytes} == {} && kCombineThreads == {COMBINE_THREADS});",
             combine_smem(spec)
         );
-        let function = format!(
-            "combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks{columns}>"
-        );
+        let function =
+            format!("combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks{columns}>");
         text.push_str(&body(COMBINE, COMBINE_THREADS, function));
     }
     if spec.kernel.is_backward() {

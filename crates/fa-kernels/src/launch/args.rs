@@ -240,7 +240,7 @@ impl Shape {
 
     /// Whether it has no elements.
     pub(crate) fn is_empty(&self) -> bool {
-        self.batch == 0 || self.seqlen == 0
+        self.batch == 0 || self.seqlen == 0 || self.dim == 0
     }
 
     fn axes(&self, strides: &Strides) -> [(&'static str, usize, i64); 3] {

@@ -182,11 +182,11 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.
-    let no_keys = problem.lengths.max_k() == 0 || tensors[1].shape.is_empty();
+    let no_keys = problem.lengths.max_k() == 0 || tensors[2].shape.is_empty();
     // Nor is K where it has no columns of its own.
     let (k, v) = match no_keys {
         true => (0, 0),
-        false if problem.head_dim_k() == 0 => (2, 2),
+        false if tensors[1].shape.is_empty() => (2, 2),
         false => (1, 2),
     };
     // CTAs of a cluster load an equal share of each K and V tile.

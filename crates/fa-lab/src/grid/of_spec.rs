@@ -39,9 +39,13 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
             // Some problems narrower than the tile.
             let narrow = if turn % 3 == 2 { 8 } else { 0 };
             let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
+            let traits = spec.traits();
+            let scale = traits.is_latent.then(|| 1.0 / f64::from(spec.head_dim).sqrt());
             let problem = BASE
+                .with_latent(traits.is_latent)
+                .with_softmax_scale(scale)
                 .with_lengths(Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k))
-                .with_heads(heads_q, heads_kv)
+                .with_heads(heads_q * traits.head_parts as usize, heads_kv)
                 .with_head_dims(spec.head_dim as usize - narrow, spec.head_dim_v as usize - narrow)
                 .with_mask(mask)
                 .with_types(Types::same(spec.types.q))

@@ -11,12 +11,16 @@ pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usi
         MaskKind::Causal => Mask::CAUSAL,
         MaskKind::Window => Mask::window(40, 7),
     };
+    let traits = spec.traits();
+    let scale = traits.is_latent.then(|| 1.0 / f64::from(spec.head_dim).sqrt());
     Problem::new(
         lengths,
-        (heads_q, heads_kv.min(heads_q)),
+        (heads_q * traits.head_parts as usize, heads_kv.min(heads_q)),
         (spec.head_dim as usize, spec.head_dim_v as usize),
         spec.types,
     )
+    .with_latent(traits.is_latent)
+    .with_softmax_scale(scale)
     .with_mask(mask)
     .with_score(
         ScoreMod::NONE

@@ -47,6 +47,22 @@ fn near_the_register_limit() -> Vec<(Problem, Family, Pass)> {
     ]
 }
 
+/// Latents and wide heads: tokens of a server's step, pages of any size, and whole sequences.
+fn wide() -> Vec<Problem> {
+    let latent = Problem::square(1, 1, 128, 576, Mask::CAUSAL, Dtype::Bf16)
+        .with_heads_kv(1)
+        .with_head_dim_v(512)
+        .with_latent(true)
+        .with_softmax_scale(Some(1.0 / 192f64.sqrt()));
+    let paged = |page: usize| {
+        let cache = Side::paged(page, (512 << 10) / page, 8 << 10);
+        latent.with_heads(16, 1).with_lengths(Lengths::of(64, Side::padded(2), cache))
+    };
+    let square = Problem::square(1, 8 << 10, 8, 512, Mask::CAUSAL, Dtype::Bf16).with_heads_kv(4);
+    let dense = latent.with_lengths(Lengths::uniform(8, 1, 8 << 10));
+    vec![dense, paged(64), paged(1), square, square.with_head_dims(320, 256)]
+}
+
 /// The first choices, each once.
 ///
 /// # Errors
@@ -64,6 +80,9 @@ pub(super) fn choices() -> Result<Vec<KernelSpec>> {
         for problem in problems(head_dim) {
             add(&problem, &PlanOptions::default())?;
         }
+    }
+    for problem in wide() {
+        add(&problem, &PlanOptions::default())?;
     }
     for (problem, family, pass) in near_the_register_limit() {
         add(&problem, &PlanOptions::default().with_family(Some(family)).with_pass(pass))?;

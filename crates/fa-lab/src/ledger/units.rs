@@ -40,11 +40,12 @@ pub enum Subject {
 const AT_HAND: Arch = Arch::Sm90;
 
 /// Shipped files whose forms are proven as well: every kernel, all masks, deterministic ones.
-const BASES: [&str; 10] = [
+const BASES: [&str; 11] = [
     "sm100/hd128-causal-bf16.ron",
     "sm90/hd64-causal-bf16.ron",
     "sm90/hd128-full-f16.ron",
     "sm90/hd128-window-bf16.ron",
+    "sm90/hd576-512-latent-causal-bf16.ron",
     "sm80/hd64-causal-bf16.ron",
     "sm80/hd128-window-bf16.ron",
     "sm90/hd64-causal-bf16-bwd.ron",

@@ -32,8 +32,7 @@ pub(crate) fn best_split(
 ) -> Option<Cost> {
     let traits = spec.traits();
     let (tile_m, tile_n) = traits.tile;
-    let own_cut =
-        cut.is_none().then(|| Work::of(&traits.tiled(problem), tile_m, tile_n, traits.packs_gqa));
+    let own_cut = cut.is_none().then(|| Work::of(&traits.tiled(problem), tile_m, tile_n, traits.packs_gqa));
     let work = cut.or(own_cut.as_ref())?;
     match planned::of(&spec.kernel).time() {
         Time::Forward(kernel) => {

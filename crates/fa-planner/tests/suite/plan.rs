@@ -294,12 +294,18 @@ fn refusals_say_what_works() {
     for (problem, arch, options, part) in [
         (BASE.with_types(Types::same(Dtype::F32)), Arch::Sm90, options.clone(), "use f16 or bf16"),
         (BASE.with_types(Types::same(Dtype::E4m3)), Arch::Sm80, options.clone(), "computes in e4m3"),
-        (wide, Arch::Sm90, options.clone(), "head_dim = 264"),
+        (wide, Arch::Sm80, options.clone(), "head_dim = 264: GPU kernels take multiples of 8 from 8 to 256"),
+        (BASE.with_head_dim(584), Arch::Sm90, options.clone(), "from 8 to 576"),
         (BASE.with_head_dims(64, 260), Arch::Sm80, options.clone(), "head_dim_v = 260"),
-        (BASE.with_head_dims(512, 512), Arch::Sm90, options.clone(), "head_dim = 512"),
+        (
+            BASE.with_head_dims(512, 512),
+            Arch::Sm90,
+            options.clone().with_pass(Pass::BACKWARD),
+            "head_dim = 512: GPU kernels take multiples of 8 from 8 to 256",
+        ),
         (
             BASE.with_head_dims(576, 512).with_heads_kv(1).with_latent(true).with_softmax_scale(Some(0.07)),
-            Arch::Sm90,
+            Arch::Sm80,
             options.clone(),
             "a latent problem (576-512",
         ),

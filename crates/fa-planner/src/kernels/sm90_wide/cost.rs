@@ -72,7 +72,11 @@ fn model(
 
     let products = overlap([tensor, smem], 4.0);
     let exposed = c.sm90_step + c.sm90_p_store;
-    let parts = problem.lengths.page().filter(|_| !k.gather).map(|page| k.tile_n as usize / page_part(page, k.tile_n));
+    let parts = problem
+        .lengths
+        .page()
+        .filter(|_| !k.gather)
+        .map(|page| k.tile_n as usize / page_part(page, k.tile_n));
     let panels = key_bytes(spec, k) / (64.0 * bytes);
     let copies = parts.map_or(0.0, |parts| panels * parts as f64 * BOX_CLOCKS / BOX_WARPS);
     let tiled = problem.heads_q / problem.heads_kv.max(1) / k.head_parts as usize;
