@@ -2,7 +2,7 @@
 """Small random Llama, Qwen and gpt-oss models: the tokens that they generate and the losses of their
 training, by this package and by transformers' own eager attention.
 
-    pip install fa-attn[transformers] && python examples/transformers_models.py [cuda]
+    pip install target/wheels/fa_attn-*.whl transformers && python examples/transformers_models.py [cuda]
 """
 
 import sys

@@ -1,6 +1,7 @@
 """Ranks that are processes, over gloo, beside one process: outputs, gradients, and the drop-ins."""
 
 import functools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,11 +20,19 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
 
 
-def start(rank, world, path, work, arguments):
+# What a rank imports, once for all: ranks are forks of a process that has computed nothing, whereas torch's
+# autograd does not survive a fork of one that has.
+multiprocessing.set_forkserver_preload(["torch.testing", "torch._dynamo", "fa_attn.distributed", "pytest"])
+
+# Bodies of tests by name.
+WORK = {}
+
+
+def start(rank, world, path, name, arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
     try:
-        work(*arguments)
+        WORK[name](*arguments)
     finally:
         dist.destroy_process_group()
 
@@ -35,17 +44,14 @@ def ranks(world):
         @functools.wraps(work)
         def test(*args):
             with tempfile.TemporaryDirectory() as folder:
-                given = (world, os.path.join(folder, "store"), WORK[work.__name__], args)
-                mp.start_processes(start, given, nprocs=world, start_method="fork")
+                given = (world, os.path.join(folder, "store"), work.__name__, args)
+                mp.start_processes(start, given, nprocs=world, start_method="forkserver")
 
         WORK[work.__name__] = work
         del test.__wrapped__
         return test
 
     return decorate
-
-
-WORK = {}
 
 
 def tensors(length, heads=(4, 2), batch=2, dim=16, seed=0):

@@ -271,16 +271,18 @@ const JAX_CHOSEN: &str =
     "not (full or window or scale or axes1 or options1 or options2 or (bfloat16 and options))";
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
-/// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 6] = [
+/// tensors, ranks, masks and padding. The others (and inductor, which compiles C++) take minutes more.
+const TORCH_FILES: [&str; 7] = [
     "test_stand_in_installed.py",
     "test_notebook.py",
     "test_torch_compiled.py",
     "test_torch_shards.py",
     "test_torch_refusals.py",
+    "test_torch_distributed.py",
     "test_transformers_masks.py",
 ];
-const TORCH_CHOSEN: &str = "not inductor and not 2x2 and not [4] and not one_computes[1]";
+const TORCH_CHOSEN: &str =
+    "not inductor and not 2x2 and not [4] and not one_computes[1] and not llama_trains";
 
 /// Fetches what the check of types and the tests need beside the wheel's tools.
 pub(crate) fn fetch_libraries() -> Result<()> {

@@ -63,7 +63,10 @@ pub(crate) fn command(args: &ProveArgs) -> anyhow::Result<Verdict> {
     };
     let units = ledger::units()?.into_iter().filter(|unit| args.takes(&unit.key())).collect::<Vec<_>>();
     if units.is_empty() {
-        let message = format!("--only {}: no unit's name contains it; see --list", args.only.join(","));
+        let message = format!(
+            "--only {}: no unit's name contains it: `fa prove --check --json` lists them",
+            args.only.join(",")
+        );
         return Err(InputError::Usage(message).into());
     }
     let compared = progress::spinner("comparing", || ledger::compare(&ledger, units, workshop.as_ref()));

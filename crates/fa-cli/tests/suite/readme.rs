@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::{fa_args, repository, text};
+use crate::common::{Dir, command, fa_args, repository, text};
 
 /// The pages of the repository, but for the notebook, whose commands were of their day.
 fn pages() -> Vec<(String, String)> {
@@ -63,6 +63,40 @@ fn commands_of_the_pages_have_the_flags_that_they_give_them() {
         }
     }
     assert!(flags > 100, "{flags}");
+}
+
+/// In a folder that has the repository's files, in the order of each page.
+#[test]
+fn commands_of_the_pages_run_as_they_stand() {
+    let mut ran = 0;
+    for (path, page) in pages() {
+        let folder = Dir::new();
+        for part in ["examples", "crates", "docs"] {
+            let to = std::fs::canonicalize(repository(part)).unwrap();
+            std::os::unix::fs::symlink(to, folder.path(part)).unwrap();
+        }
+        for line in page.lines().filter_map(|line| line.trim_start().strip_prefix("fa ")) {
+            let words: Vec<&str> = line
+                .split('#')
+                .next()
+                .unwrap_or_default()
+                .split("    ")
+                .next()
+                .unwrap_or_default()
+                .split_whitespace()
+                .collect();
+            let is_own =
+                |word: &&str| word.starts_with("IN.") || word.starts_with("in.") || word.contains('\'');
+            if !matches!(words.first(), Some(&("run" | "check" | "plan"))) || words.iter().any(is_own) {
+                continue;
+            }
+            let done = command(&words).current_dir(folder.root()).output().unwrap();
+            let said = String::from_utf8_lossy(&done.stderr);
+            assert!(done.status.success(), "{path}: fa {words:?}: {said}");
+            ran += 1;
+        }
+    }
+    assert!(ran >= 12, "{ran}");
 }
 
 /// Those between markers, from records and from what `fa plan` prints.

@@ -1,0 +1,277 @@
+//! A prepared program's steps, enqueued on a GPU's streams.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use fa_attn::device::Bound;
+use fa_kernels::cudarc::driver::{CudaStream, result, sys};
+use fa_kernels::{RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult, RawTensor};
+
+use super::memory::driver;
+use super::prepared::{Kernel, Prepared};
+use super::rank::Rank;
+use crate::error::Error;
+use crate::nccl::DevicePiece;
+use crate::program::{Buffer, Lane, Op, Part, Piece, Step, View};
+use crate::run::{Engine, Order, run};
+
+/// Addresses of the caller's tensors.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Given {
+    pub(super) q: Option<RawTensor>,
+    pub(super) k: Option<RawTensor>,
+    pub(super) v: Option<RawTensor>,
+    pub(super) out: Option<RawTensor>,
+    pub(super) lse: u64,
+    pub(super) dout: Option<RawTensor>,
+    pub(super) gradients: [Option<RawTensor>; 3],
+    pub(super) extras: RawExtras,
+}
+
+/// Enqueues a program on the caller's stream and the rank's own.
+pub(super) fn launch(
+    rank: &mut Rank,
+    prepared: &Prepared,
+    given: Given,
+    stream: &Arc<CudaStream>,
+) -> Result<(), Error> {
+    let recorded = driver("recording an event");
+    let waited = driver("waiting for an event");
+    prepared.begun.record(stream).map_err(&recorded)?;
+    rank.transfer.wait(&prepared.begun).map_err(&waited)?;
+    let transfer = rank.transfer.clone();
+    let mut engine = DeviceEngine { rank, prepared, given, streams: [stream, &transfer] };
+    run(&prepared.program, Order::Listed, &mut engine)?;
+    prepared.ended.record(&transfer).map_err(&recorded)?;
+    stream.wait(&prepared.ended).map_err(&waited)
+}
+
+struct DeviceEngine<'a> {
+    rank: &'a mut Rank,
+    prepared: &'a Prepared,
+    given: Given,
+    streams: [&'a Arc<CudaStream>; 2],
+}
+
+impl DeviceEngine<'_> {
+    fn stream(&self, lane: Lane) -> &CudaStream {
+        match lane {
+            Lane::Compute => self.streams[0],
+            Lane::Transfer => self.streams[1],
+        }
+    }
+
+    /// A buffer's address and strides.
+    fn base(&self, buffer: Buffer) -> RawTensor {
+        let shape = self.prepared.program.shape(buffer);
+        let strides = shape.order.strides(shape.rows, shape.heads, shape.dim);
+        let own = |address: u64| RawTensor { address, strides };
+        let given = match buffer {
+            Buffer::Q => self.given.q,
+            Buffer::K => self.given.k,
+            Buffer::V => self.given.v,
+            Buffer::Out => self.given.out,
+            Buffer::Lse => Some(own(self.given.lse)),
+            Buffer::Dout => self.given.dout,
+            Buffer::Dq => self.given.gradients[0],
+            Buffer::Dk => self.given.gradients[1],
+            Buffer::Dv => self.given.gradients[2],
+            Buffer::Scratch(number) => Some(own(self.prepared.scratch[number].address)),
+        };
+        // A tensor without elements has no address, and nothing of it is touched.
+        given.unwrap_or(own(0))
+    }
+
+    fn element(&self, buffer: Buffer) -> u64 {
+        let program = &self.prepared.program;
+        program.shape(buffer).cell.bytes(program.dtype) as u64
+    }
+
+    /// The tensor of a view.
+    fn raw(&self, view: &View) -> RawTensor {
+        let RawTensor { address, strides } = self.base(view.buffer);
+        let offset = strides.offset(0, view.rows.start, view.heads.start, 0) as u64;
+        RawTensor { address: address + offset * self.element(view.buffer), strides }
+    }
+
+    /// The extras of a part: those of its heads.
+    fn extras(&self, part: &Part) -> RawExtras {
+        let mut extras = self.given.extras;
+        let shift = 4 * part.heads.start as u64;
+        extras.inputs.alibi_slopes = extras.inputs.alibi_slopes.map(|address| address + shift);
+        extras.inputs.sinks = extras.inputs.sinks.map(|address| address + shift);
+        extras
+    }
+
+    /// Rows of elements that follow one another, as a plane for the driver's copies and fills: the address of
+    /// each sequence and head with its count of rows, for tensors of one element a row.
+    fn lines(&self, view: &View) -> Vec<(u64, i64)> {
+        let shape = self.prepared.program.shape(view.buffer);
+        let RawTensor { address, strides } = self.base(view.buffer);
+        let at = |b: usize| strides.offset(b, view.rows.start, view.heads.start, 0) as u64;
+        (0..shape.batch).map(|b| (address + at(b) * self.element(view.buffer), strides.head)).collect()
+    }
+
+    fn sum(&self, number: usize, lane: Lane, parts: &[View], to: &View) -> Result<(), Error> {
+        let stream = self.stream(lane);
+        match (&self.prepared.kernels[number], parts) {
+            (Kernel::Merge(merge), _) => {
+                let of = |view: &View| RawPartialResult { out: self.raw(view), lse: 0 };
+                let parts: Vec<RawPartialResult> = parts.iter().map(of).collect();
+                let args = RawMergeArgs { parts: &parts, out: self.raw(to), lse: None, sinks: None };
+                // SAFETY: programs name rows and heads that their buffers have; the caller's tensors were
+                // checked against them.
+                Ok(unsafe { merge.run_raw(stream, &args) }?)
+            }
+            (_, []) => self.fill(stream, to, 0),
+            (_, [from, ..]) => self.copy_lines(stream, from, to),
+        }
+    }
+
+    /// Copies an LSE's rows: one element each, those of a head side by side.
+    fn copy_lines(&self, stream: &CudaStream, from: &View, to: &View) -> Result<(), Error> {
+        let size = self.element(to.buffer);
+        for ((from, from_step), (to_at, to_step)) in self.lines(from).into_iter().zip(self.lines(to)) {
+            let plane = sys::CUDA_MEMCPY2D_st {
+                srcXInBytes: 0,
+                srcY: 0,
+                srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                srcHost: std::ptr::null(),
+                srcDevice: from,
+                srcArray: std::ptr::null_mut(),
+                srcPitch: from_step as usize * size as usize,
+                dstXInBytes: 0,
+                dstY: 0,
+                dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+                dstHost: std::ptr::null_mut(),
+                dstDevice: to_at,
+                dstArray: std::ptr::null_mut(),
+                dstPitch: to_step as usize * size as usize,
+                WidthInBytes: to.rows.len() * size as usize,
+                Height: to.heads.len(),
+            };
+            // SAFETY: both planes lie in their buffers, as programs name rows and heads that these have.
+            let copied = unsafe { sys::cuMemcpy2DAsync_v2(&plane, stream.cu_stream()) }.result();
+            copied.map_err(driver("copying an LSE"))?;
+        }
+        Ok(())
+    }
+
+    /// Fills with 32-bit words: an LSE, or zeros of any type.
+    fn fill(&self, stream: &CudaStream, to: &View, word: u32) -> Result<(), Error> {
+        let (shape, size) = (self.prepared.program.shape(to.buffer), self.element(to.buffer) as usize);
+        let RawTensor { address, strides } = self.base(to.buffer);
+        // Of a row of elements each head apart; of an LSE each head's rows together.
+        let (outer, inner, width) = match shape.dim {
+            1 => (to.heads.clone(), 0..1, to.rows.len() * size),
+            dim => (to.rows.clone(), to.heads.clone(), dim * size),
+        };
+        for b in 0..shape.batch {
+            for second in inner.clone() {
+                let (first, pitch) = match shape.dim {
+                    1 => (strides.offset(b, to.rows.start, outer.start, 0), strides.head),
+                    _ => (strides.offset(b, outer.start, second, 0), strides.seq),
+                };
+                let at = address + first as u64 * size as u64;
+                let pitch = pitch as usize * size;
+                // SAFETY: the plane lies in the buffer; widths and pitches are whole words.
+                let filled = unsafe {
+                    sys::cuMemsetD2D32Async(at, pitch, word, width / 4, outer.len(), stream.cu_stream())
+                };
+                filled.result().map_err(driver("filling device memory"))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Engine for DeviceEngine<'_> {
+    fn before(&mut self, _: usize, step: &Step) -> Result<(), Error> {
+        let event = step.after.and_then(|after| self.prepared.events[after].as_ref());
+        match event {
+            Some(event) => self.stream(step.lane).wait(event).map_err(driver("waiting for an event")),
+            None => Ok(()),
+        }
+    }
+
+    fn apply(&mut self, number: usize, step: &Step) -> Result<(), Error> {
+        let workspace = self.prepared.workspace.address;
+        let stream = self.stream(step.lane);
+        match (&step.op, &self.prepared.kernels[number]) {
+            (Op::Sum { parts, to }, _) => self.sum(number, step.lane, parts, to),
+            (Op::Nothing { to }, _) => self.fill(stream, to, f32::NEG_INFINITY.to_bits()),
+            (Op::Forward { part, q, k, v, out, lse }, Kernel::Attention(bound)) => {
+                let Bound::Forward(forward) = bound.as_ref() else { return Ok(()) };
+                let args = RawForwardArgs {
+                    q: self.raw(q),
+                    k: self.raw(k),
+                    v: self.raw(v),
+                    out: self.raw(out),
+                    lse: Some(self.raw(lse).address),
+                    workspace: (forward.workspace_bytes() > 0).then_some(workspace),
+                    extras: self.extras(part),
+                };
+                // SAFETY: as for sums; the workspace is zero, and all that uses it is in this queue.
+                Ok(unsafe { forward.run_raw(stream, &args) }?)
+            }
+            (Op::Backward { part, inputs, outputs }, Kernel::Attention(bound)) => {
+                let Bound::Backward(backward) = bound.as_ref() else { return Ok(()) };
+                let [q, k, v, out, lse, dout] = inputs.each_ref().map(|view| self.raw(view));
+                let [dq, dk, dv] = outputs.each_ref().map(|view| self.raw(view));
+                let lse = lse.address;
+                let extras = self.extras(part);
+                let args = RawBackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, extras };
+                // SAFETY: as for sums.
+                Ok(unsafe { backward.run_raw(stream, &args) }?)
+            }
+            (Op::Merge { parts, out, lse }, Kernel::Merge(merge)) => {
+                let of = |[out, lse]: &[View; 2]| RawPartialResult {
+                    out: self.raw(out),
+                    lse: self.raw(lse).address,
+                };
+                let parts: Vec<RawPartialResult> = parts.iter().map(of).collect();
+                let lse = Some(self.raw(lse).address);
+                let args = RawMergeArgs { parts: &parts, out: self.raw(out), lse, sinks: None };
+                // SAFETY: as for sums; the result is in memory of its own.
+                Ok(unsafe { merge.run_raw(stream, &args) }?)
+            }
+            (Op::Forward { .. } | Op::Backward { .. } | Op::Merge { .. } | Op::Exchange { .. }, _) => {
+                unreachable!("kernels are made for their steps")
+            }
+        }
+    }
+
+    fn exchange(&mut self, step: &Step, sends: &[Piece], recvs: &[Piece]) -> Result<(), Error> {
+        let device = |piece: &Piece| DevicePiece {
+            peer: piece.peer,
+            address: self.base(piece.buffer).address + piece.offset as u64,
+            bytes: piece.bytes,
+        };
+        let [sends, recvs] = [sends, recvs].map(|all| all.iter().map(device).collect::<Vec<_>>());
+        if sends.is_empty() && recvs.is_empty() {
+            return Ok(());
+        }
+        let stream: *mut c_void = self.stream(step.lane).cu_stream().cast();
+        let lost = self.rank.store.watch();
+        let Some(communicator) = &mut self.rank.communicator else {
+            // A rank that is alone sends to itself.
+            return sends.iter().zip(&recvs).try_for_each(|(from, to)| {
+                // SAFETY: as below; both have as many bytes.
+                let copied =
+                    unsafe { result::memcpy_dtod_async(to.address, from.address, to.bytes, stream.cast()) };
+                copied.map_err(driver("copying device memory"))
+            });
+        };
+        // SAFETY: pieces lie in the program's memory, which lives as long as the program; steps of other
+        // queues that touch it wait for this one.
+        unsafe { communicator.exchange(&sends, &recvs, stream, &lost) }
+    }
+
+    fn after(&mut self, number: usize, step: &Step) -> Result<(), Error> {
+        match &self.prepared.events[number] {
+            Some(event) => event.record(self.stream(step.lane)).map_err(driver("recording an event")),
+            None => Ok(()),
+        }
+    }
+}
