@@ -37,7 +37,7 @@ struct Traits {
     // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
     // of 8. Producers need more with lengths on the device, with the gather and with codes.
     static constexpr int kMoreRegs = C.num_wg == 1               ? 0
-                                     : kCodes                    ? (C.num_wg == 2 ? 24 : 16)
+                                     : kCodes                    ? (C.num_wg == 3 ? 16 : C.head_dim_v > 128 ? 24 : 32)
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
                                                                  : 0;

@@ -81,6 +81,9 @@ fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
     (s, p, spec.head_dim_v / 2)
 }
 
+/// The same of one whose factors of scores are a tile's: of 144, what needs 144 without them spills.
+const CODES: u32 = 4;
+
 /// Registers that the compiler does without where three warpgroups leave more of them to the producers: 192 x
 /// 80 at head dim 128 fits with every mask, soft cap and sinks, and with keys divided (NB-077).
 const GATHER: u32 = 4;
@@ -90,7 +93,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
     let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
     let split = if spec.reads_codes() {
-        SetMaxNReg::with_codes(kernel.num_wg)
+        SetMaxNReg::with_codes(kernel.num_wg, spec.head_dim_v)
     } else if kernel.gather {
         SetMaxNReg::with_gather(kernel.num_wg)
     } else {
@@ -98,7 +101,8 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     };
     let own = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
     let alibi = if spec.score.alibi && kernel.num_wg == 3 { ALIBI } else { 0 };
-    let other = own + alibi - if kernel.gather && kernel.num_wg == 3 { GATHER } else { 0 };
+    let codes = if spec.reads_codes() && kernel.num_wg == 3 { CODES } else { 0 };
+    let other = own + alibi + codes - if kernel.gather && kernel.num_wg == 3 { GATHER } else { 0 };
     Registers {
         s,
         p,
