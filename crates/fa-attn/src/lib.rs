@@ -101,8 +101,8 @@
 //! let left_out = Engine::new()?.append(&append, &mut extras, &mut AppendTensors {
 //!     k_new: new.view("k_new")?,
 //!     v_new: new.view("v_new")?,
-//!     k_cache: k.view_mut("k_cache")?,
-//!     v_cache: v.view_mut("v_cache")?,
+//!     k_cache: k.view_mut("k_cache")?.into(),
+//!     v_cache: v.view_mut("v_cache")?.into(),
 //!     q: None,
 //!     tables: None,
 //! })?;
@@ -152,14 +152,16 @@ pub use call::{Call, Report};
 pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
+pub use fa_core::quantize;
 pub use fa_core::{
-    Alibi, Append, Arch, Division, Dtype, Extra, Family, KernelSpec, LaunchPlan, Lengths, Mask, MaskKind,
-    Merge, Pass, Problem, ProblemKey, QueryPositions, Rotary, RotaryPairs, RotaryQueries, ScoreMod,
-    ShippedSpec, Side, SideRows, Strides, TensorLayout, Types,
+    Alibi, Append, Arch, CacheCodes, DescaleForm, Descales, Division, Dtype, Extra, Family, KernelSpec,
+    LaunchPlan, Lengths, Mask, MaskKind, Merge, Pass, Problem, ProblemKey, QueryPositions, Rotary,
+    RotaryPairs, RotaryQueries, ScoreMod, ShippedSpec, Side, SideRows, Strides, TensorLayout, Types,
 };
 #[doc(hidden)]
 pub use fa_cpu::Element as CpuElement;
-pub use fa_cpu::append::append;
+pub use fa_cpu::append::{CacheMut, append};
+pub use fa_cpu::codes::{KvRef, bits_of};
 pub use fa_cpu::simd::Isa;
 pub use fa_cpu::tiled::Plan as CpuPlan;
 pub use fa_cpu::{AppendExtras, AppendTensors, Extras, OwnedExtras, Table, TensorMut, TensorRef};
