@@ -76,9 +76,9 @@ struct PTiles {
 struct NoPTiles {};
 template <int KBytes, int VBytes, int Stages, int TileN>
 struct CodeStages {
-    alignas(1024) u8 k[Stages][2][KBytes];  // each half of a tile's rows
-    alignas(1024) u8 v[Stages][2][VBytes];
-    alignas(16) float descales[Stages][2][TileN];  // of the rows of K and V
+    alignas(128) u8 k[Stages][2][KBytes];  // each half of a tile's rows
+    alignas(128) u8 v[Stages][2][VBytes];
+    alignas(128) float descales[Stages][2][TileN];  // of the rows of K and V
 };
 struct NoCodeStages {};
 template <bool Varied>

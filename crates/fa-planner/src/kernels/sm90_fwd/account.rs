@@ -36,9 +36,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     }
     if spec.reads_codes() {
         let rows = kernel.code_stages(spec) * tile_n;
-        plan.push("k_codes", rows * hd, TILE_ALIGN);
-        plan.push("v_codes", rows * hdv, TILE_ALIGN);
-        plan.push("descales", rows * 2 * 4, 16);
+        plan.push("k_codes", rows * hd, CODE_ALIGN);
+        plan.push("v_codes", rows * hdv, CODE_ALIGN);
+        plan.push("descales", rows * 2 * 4, CODE_ALIGN);
     }
     plan.push_mbarriers("q_full", q_stages);
     plan.push_mbarriers("q_empty", q_stages);
@@ -52,6 +52,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     }
     plan.round_up(TILE_ALIGN)
 }
+
+/// Alignment of codes and their descales: a full sweep over the 32 banks.
+const CODE_ALIGN: u32 = 128;
 
 /// Registers in addition to the accumulators, by number of MMA warpgroups: the tuning guide's overheads (24
 /// and 32). A single warpgroup has the same 24 within the compiler's limit of 255.
