@@ -14,7 +14,7 @@ mod rounded;
 mod tensor;
 
 pub use crate::clean::{Clean, first_clean};
-pub use append::{DeviceAppend, DeviceTable};
+pub use append::{DeviceAppend, DeviceCache, DeviceTable};
 pub use backward::{DeviceBackward, DeviceGradients};
 pub use bind::BindOptions;
 pub use bound::Bound;
