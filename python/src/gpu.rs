@@ -322,6 +322,8 @@ impl Device {
             used_new: None,
             seqused_k: address("cache_seqlens", &arrays.seqused_k)?,
             page_table: address("page_table (block_table)", &arrays.page_table)?,
+            k_descale: address("k_descale", &arrays.k_descale)?,
+            v_descale: address("v_descale", &arrays.v_descale)?,
             cu_seqlens_q: address("cu_seqlens_q", &arrays.cu_seqlens_q)?,
             seqused_q: None,
             used_out: address("cache_seqlens", &arrays.used_out)?,

@@ -177,6 +177,8 @@ fn on_gpu(gpu: &Gpu, steps: usize) -> Result<Vec<Vec<bf16>>, Box<dyn Error>> {
                 used_new: None,
                 seqused_k: Some(&keys),
                 page_table: lengths.page_table.map(|table| table as _),
+                k_descale: None,
+                v_descale: None,
                 cu_seqlens_q: None,
                 seqused_q: None,
                 used_out: lengths.seqused_k.map(|after| after as _),

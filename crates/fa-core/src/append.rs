@@ -236,10 +236,6 @@ impl Append {
             let need = "f16 or bf16 on a GPU (the CPU appends f32 too)".to_owned();
             return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
         }
-        if self.codes.is_some() {
-            let need = format!("{} on a GPU (the CPU appends codes too)", self.dtype);
-            return Err(AppendError::Dtype { name: "cache", dtype: self.cache_dtype(), need });
-        }
         multiple("head_dim", self.head_dim, CHUNK, WIDEST)?;
         multiple("head_dim_v", self.head_dim_v, CHUNK, WIDEST)?;
         let Some(rotary) = &self.rotary else { return Ok(()) };
@@ -394,6 +390,9 @@ mod tests {
         good.check_on_gpu().unwrap();
         let rotary = good.rotary.unwrap();
         let turned = |dim| Some(Rotary { dim, ..rotary });
+        let descales = Descales::both(DescaleForm::TokenHead);
+        let codes = Some(CacheCodes { kind: Codes::E4m3, descales });
+        assert_eq!(Append { codes, ..good }.check_on_gpu(), Ok(()));
         for (append, part) in [
             (Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8"),
             (Append { head_dim_v: 4, ..good }, "head_dim_v = 4: must be a multiple of 8"),
@@ -403,16 +402,6 @@ mod tests {
             ),
             (Append { head_dim: 8, rotary: turned(8), ..good }, "head_dim = 8: must be at least 16"),
             (Append { dtype: Dtype::F32, ..good }, "dtype is f32: must be f16 or bf16 on a GPU"),
-            (
-                Append {
-                    codes: Some(CacheCodes {
-                        kind: Codes::E4m3,
-                        descales: Descales::both(DescaleForm::TokenHead),
-                    }),
-                    ..good
-                },
-                "cache is e4m3: must be bf16 on a GPU",
-            ),
         ] {
             append.check().unwrap();
             let text = append.check_on_gpu().expect_err("must be refused").to_string();

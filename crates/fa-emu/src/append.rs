@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use fa_core::{Arch, Strides, TensorLayout};
-use fa_kernels::{APPEND, AppendLaunch, Headers, RawAppendArgs, RawTensor, Source};
+use fa_kernels::{APPEND, APPEND_CODES, AppendLaunch, Headers, RawAppendArgs, RawTensor, Source};
 
 use crate::compiler::Compiler;
 use crate::error::Error;
@@ -20,7 +20,12 @@ pub struct AppendUnit(Single);
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AppendCall {
     /// New keys, new values, the caches of keys and values, and queries (rotated in place; empty for none).
+    /// Caches of codes have none here.
     pub tensors: [Vec<u16>; 5],
+    /// Caches of keys and values that are of codes.
+    pub codes: [Vec<u8>; 2],
+    /// Descales of both; `None` for none.
+    pub descales: [Option<Vec<f32>>; 2],
     /// Cosines and sines, bytes of their type; empty for none.
     pub tables: [Vec<u8>; 2],
     /// cu_new, used_new, seqused_k, page_table, cu_seqlens_q and seqused_q; `None` for what the append does
@@ -41,9 +46,13 @@ impl AppendUnit {
         machine: Arc<Machine>,
         arch: Arch,
         headers: &Headers,
+        codes: bool,
     ) -> Result<AppendUnit, Error> {
-        let source = Source::append(arch, headers)?;
-        Ok(AppendUnit(Single::load(compiler, machine, arch, &source, APPEND)?))
+        let (source, entry) = match codes {
+            true => (Source::append_codes(arch, headers)?, APPEND_CODES),
+            false => (Source::append(arch, headers)?, APPEND),
+        };
+        Ok(AppendUnit(Single::load(compiler, machine, arch, &source, entry)?))
     }
 
     /// Runs a call; returns the findings (races, accesses out of bounds, ...).
@@ -68,11 +77,26 @@ impl AppendUnit {
 
         let shapes = launch.tensors();
         let mut tensors = Vec::new();
-        for ((shape, is_output), values) in shapes.iter().zip(&call.tensors) {
-            assert_eq!(values.len(), shape.batch * shape.seqlen * shape.heads * shape.dim, "{}", shape.name);
+        let of_codes = launch.append().codes.is_some();
+        for (i, ((shape, is_output), values)) in shapes.iter().zip(&call.tensors).enumerate() {
             let access = if *is_output { Access::Written } else { Access::Input };
-            tensors.push(memory(shape.name, &bytes_of(values), access)?);
+            let (bytes, len) = match i {
+                2 | 3 if of_codes => (call.codes[i - 2].clone(), call.codes[i - 2].len()),
+                _ => (bytes_of(values), values.len()),
+            };
+            assert_eq!(len, shape.batch * shape.seqlen * shape.heads * shape.dim, "{}", shape.name);
+            tensors.push(memory(shape.name, &bytes, access)?);
         }
+        let descales: Vec<Option<Memory<'_>>> = ["k_descale", "v_descale"]
+            .into_iter()
+            .zip(&call.descales)
+            .map(|(name, values)| {
+                let bytes = |values: &Vec<f32>| -> Vec<u8> {
+                    values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+                };
+                values.as_ref().map(|values| memory(name, &bytes(values), Access::Written)).transpose()
+            })
+            .collect::<Result<_, Error>>()?;
         let tables = if call.tables[0].is_empty() {
             Vec::new()
         } else {
@@ -109,6 +133,8 @@ impl AppendUnit {
             used_new: word(1),
             seqused_k: word(2),
             page_table: word(3),
+            k_descale: descales[0].as_ref().map(Memory::address),
+            v_descale: descales[1].as_ref().map(Memory::address),
             cu_seqlens_q: word(4),
             seqused_q: word(5),
             used_out: Some(used_out.address()),
@@ -118,11 +144,25 @@ impl AppendUnit {
         if launch.grid == 0 {
             return Ok(Vec::new());
         }
-        let params = launch.params(&args);
         let shape = Shape { grid: launch.grid, threads: launch.threads, smem: launch.smem };
         // SAFETY: the entry takes these parameters, and all that they point at has been named and lives on.
-        let faults = unsafe { run.launch(&params, &shape) };
+        let faults = unsafe {
+            match of_codes {
+                true => run.launch(&launch.codes_params(&args), &shape),
+                false => run.launch(&launch.params(&args), &shape),
+            }
+        };
+        for (to, memory) in call.descales.iter_mut().zip(&descales) {
+            if let (Some(to), Some(memory)) = (to, memory) {
+                let words = memory.bytes().chunks_exact(4);
+                *to = words.map(|word| f32::from_ne_bytes(word.try_into().expect("a word"))).collect();
+            }
+        }
         for (i, memory) in tensors.iter().enumerate().skip(2) {
+            if of_codes && i < 4 {
+                call.codes[i - 2] = memory.bytes().to_vec();
+                continue;
+            }
             let pairs = memory.bytes().chunks_exact(2);
             call.tensors[i] = pairs.map(|pair| u16::from_ne_bytes([pair[0], pair[1]])).collect();
         }

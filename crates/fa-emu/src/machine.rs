@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 51] = files![
+    pub(super) static ALL: [(&str, &str); 52] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -35,6 +35,7 @@ mod sources {
         "host/ptx/mbarrier.cuh",
         "host/ptx/mma_sync.cuh",
         "host/ptx/multiply.cuh",
+        "host/ptx/packed.cuh",
         "host/ptx/registers.cuh",
         "host/ptx/redux.cuh",
         "host/ptx/segment.cuh",

@@ -10,7 +10,7 @@ use fa_core::{Append, Arch, ArchLimits, KernelSpec, LaunchPlan, Merge, Problem};
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiler, CompilerKind};
-use crate::jit::source::{APPEND, MERGE, Source};
+use crate::jit::source::{APPEND, APPEND_CODES, MERGE, Source};
 use crate::launch::Launches;
 use crate::launch::append::{AppendLaunch, BoundAppend};
 use crate::launch::call::{Backward, Forward};
@@ -30,6 +30,7 @@ pub struct Kernels {
     compiler: Mutex<Option<Arc<Compiler>>>,
     loaded: Mutex<HashMap<KernelSpec, Arc<OnceLock<Arc<LoadedKernel>>>>>,
     append: OnceLock<Arc<Single>>,
+    append_codes: OnceLock<Arc<Single>>,
     merge: OnceLock<Arc<Single>>,
 }
 
@@ -59,6 +60,7 @@ impl Kernels {
             compiler: Mutex::default(),
             loaded: Mutex::default(),
             append: OnceLock::new(),
+            append_codes: OnceLock::new(),
             merge: OnceLock::new(),
         })
     }
@@ -80,6 +82,7 @@ impl Kernels {
             compiler: Mutex::new(lock(&self.compiler).clone()),
             loaded: Mutex::default(),
             append: OnceLock::new(),
+            append_codes: OnceLock::new(),
             merge: OnceLock::new(),
         })
     }
@@ -134,7 +137,10 @@ impl Kernels {
     /// [`Error::Append`], and those of compiling and loading.
     pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
         append.check_on_gpu()?;
-        let kernel = self.single(&self.append, APPEND, Source::append)?;
+        let kernel = match append.codes {
+            Some(_) => self.single(&self.append_codes, APPEND_CODES, Source::append_codes)?,
+            None => self.single(&self.append, APPEND, Source::append)?,
+        };
         Ok(BoundAppend::new(kernel, AppendLaunch::new(append, self.sms)?))
     }
 

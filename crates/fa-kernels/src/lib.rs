@@ -102,13 +102,13 @@ pub use jit::cubin::entry_codes;
 pub use jit::headers::{HEADERS_VARIABLE, Headers};
 pub use jit::program_params::MAX_ARRAYS;
 pub use jit::report::{Fault, Report};
-pub use jit::source::{APPEND, ENTRY, MERGE, Source};
+pub use jit::source::{APPEND, APPEND_CODES, ENTRY, MERGE, Source};
 pub use jit::{bundle, cache, cache::Cache, params, program_params, ship, toolchain};
 pub use kernels::Kernels;
 pub use launch::append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use launch::append_call::{AppendArgs, AppendQueries, AppendTable};
 pub use launch::args::{
-    BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
+    BackwardArgs, Element, ForwardArgs, Input, KvElement, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };
 pub use launch::call::{Backward, BackwardPass, Bound, Forward, ForwardPass};
 pub use launch::extras::{Extras, RawExtras};

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use fa_cpu::append::CacheMut;
-use fa_cpu::{AppendExtras, AppendTensors, Table, TensorMut};
+use fa_cpu::{AppendExtras, AppendTensors, Table};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
-use fa_kernels::{AppendArgs, AppendQueries, AppendTable, BoundAppend, Error, RawAppendArgs};
+use fa_kernels::{AppendArgs, AppendQueries, AppendTable, BoundAppend, Error, RawAppendArgs, RawTensor};
 
 use super::extras::copy;
 use super::forward::capture;
@@ -22,9 +22,13 @@ pub struct DeviceAppend<T> {
     /// New values, `[batch, rows, heads_kv, head_dim_v]` or packed.
     pub v_new: DeviceTensor<T>,
     /// The cache of keys, written where rows are appended.
-    pub k_cache: DeviceTensor<T>,
+    pub k_cache: DeviceCache<T>,
     /// The cache of values.
-    pub v_cache: DeviceTensor<T>,
+    pub v_cache: DeviceCache<T>,
+    /// Descales of a cache of codes: read, or per row and head written for the new rows.
+    pub k_descale: Option<CudaSlice<f32>>,
+    /// The same of values.
+    pub v_descale: Option<CudaSlice<f32>>,
     /// Queries, rotated in place.
     pub q: Option<DeviceTensor<T>>,
     /// Cosines and sines, `[positions, dim / 2]`.
@@ -79,10 +83,44 @@ impl<T: Half> DeviceTable<T> {
     }
 }
 
-/// A cache of the type of the new rows: no kernel appends codes.
-fn same<'s, 'a, T: Half>(cache: &'s mut CacheMut<'a, T>) -> Result<&'s mut TensorMut<'a, T>, Error> {
-    let (kernel, problem) = ("elements of the new rows' type".to_owned(), "codes".to_owned());
-    cache.same().ok_or(Error::Mismatch { what: "cache", kernel, problem })
+/// A cache of K or V in device memory.
+#[derive(Debug)]
+pub enum DeviceCache<T> {
+    /// Elements of the new rows' type.
+    Same(DeviceTensor<T>),
+    /// The bits of codes.
+    Codes(DeviceTensor<u8>),
+}
+
+impl<T: Half> DeviceCache<T> {
+    fn upload(stream: &Arc<CudaStream>, cache: &CacheMut<'_, T>) -> Result<DeviceCache<T>, Error> {
+        Ok(match cache {
+            CacheMut::Same(tensor) => DeviceCache::Same(DeviceTensor::upload(stream, &tensor.as_ref())?),
+            CacheMut::Codes(tensor) => DeviceCache::Codes(DeviceTensor::upload(stream, &tensor.as_ref())?),
+        })
+    }
+
+    fn download(&self, stream: &Arc<CudaStream>, cache: &mut CacheMut<'_, T>) -> Result<(), Error> {
+        match (self, cache) {
+            (DeviceCache::Same(from), CacheMut::Same(to)) => from.download(stream, to),
+            (DeviceCache::Codes(from), CacheMut::Codes(to)) => from.download(stream, to),
+            (DeviceCache::Same(_), CacheMut::Codes(_)) | (DeviceCache::Codes(_), CacheMut::Same(_)) => {
+                Err(mixed("the cache that was uploaded"))
+            }
+        }
+    }
+
+    fn raw(&self, stream: &CudaStream) -> RawTensor {
+        match self {
+            DeviceCache::Same(tensor) => tensor.raw(stream),
+            DeviceCache::Codes(tensor) => tensor.raw(stream),
+        }
+    }
+}
+
+/// A cache of another type than that of `kernel`.
+fn mixed(kernel: &str) -> Error {
+    Error::Mismatch { what: "type of the cache", kernel: kernel.to_owned(), problem: "another type".into() }
 }
 
 impl<T: Half> DeviceAppend<T> {
@@ -93,8 +131,9 @@ impl<T: Half> DeviceAppend<T> {
     pub fn upload(
         stream: &Arc<CudaStream>,
         extras: &AppendExtras<'_>,
-        tensors: &mut AppendTensors<'_, T>,
+        tensors: &AppendTensors<'_, T>,
     ) -> Result<DeviceAppend<T>, Error> {
+        let floats = |floats: Option<&[f32]>| floats.map(|floats| copy(stream, floats)).transpose();
         let words = |words: Option<&[i32]>| words.map(|words| copy(stream, words)).transpose();
         let tables = match &tensors.tables {
             Some([cos, sin]) => Some([DeviceTable::upload(stream, cos)?, DeviceTable::upload(stream, sin)?]),
@@ -103,8 +142,10 @@ impl<T: Half> DeviceAppend<T> {
         Ok(DeviceAppend {
             k_new: DeviceTensor::upload(stream, &tensors.k_new)?,
             v_new: DeviceTensor::upload(stream, &tensors.v_new)?,
-            k_cache: DeviceTensor::upload(stream, &same(&mut tensors.k_cache)?.as_ref())?,
-            v_cache: DeviceTensor::upload(stream, &same(&mut tensors.v_cache)?.as_ref())?,
+            k_cache: DeviceCache::upload(stream, &tensors.k_cache)?,
+            v_cache: DeviceCache::upload(stream, &tensors.v_cache)?,
+            k_descale: floats(extras.k_descale.as_deref())?,
+            v_descale: floats(extras.v_descale.as_deref())?,
             q: tensors.q.as_ref().map(|q| DeviceTensor::upload(stream, &q.as_ref())).transpose()?,
             tables,
             cu_new: words(extras.cu_new)?,
@@ -126,25 +167,38 @@ impl<T: Half> DeviceAppend<T> {
         fn read(words: &Option<CudaSlice<i32>>) -> Option<&dyn DevicePtr<i32>> {
             words.as_ref().map(|words| words as &dyn DevicePtr<i32>)
         }
-        append.run(
-            stream,
-            AppendArgs {
+macro_rules! run {
+            ($k:expr, $v:expr) => {
+                append.run(
+                    stream,
+                    AppendArgs {
                 k_new: self.k_new.input(),
                 v_new: self.v_new.input(),
-                k_cache: self.k_cache.output(),
-                v_cache: self.v_cache.output(),
+                k_cache: $k.output(),
+                v_cache: $v.output(),
                 queries: self.q.as_mut().map(|q| AppendQueries::InPlace(q.output())),
                 tables: self.tables.as_ref().map(|[cos, sin]| [cos.argument(), sin.argument()]),
                 cu_new: read(&self.cu_new),
                 used_new: read(&self.used_new),
                 seqused_k: read(&self.seqused_k),
                 page_table: read(&self.page_table),
+                k_descale: self.k_descale.as_mut().map(|to| to as &mut dyn DevicePtrMut<f32>),
+                v_descale: self.v_descale.as_mut().map(|to| to as &mut dyn DevicePtrMut<f32>),
                 cu_seqlens_q: read(&self.cu_seqlens_q),
                 seqused_q: read(&self.seqused_q),
                 used_out: self.used_out.as_mut().map(|to| to as &mut dyn DevicePtrMut<i32>),
                 dropped: Some(&mut self.dropped),
             },
-        )
+                )
+            };
+        }
+        match (&mut self.k_cache, &mut self.v_cache) {
+            (DeviceCache::Same(k), DeviceCache::Same(v)) => run!(k, v),
+            (DeviceCache::Codes(k), DeviceCache::Codes(v)) => run!(k, v),
+            (DeviceCache::Same(_), DeviceCache::Codes(_)) | (DeviceCache::Codes(_), DeviceCache::Same(_)) => {
+                Err(mixed("the cache of K"))
+            }
+        }
     }
 
     /// The addresses.
@@ -162,6 +216,8 @@ impl<T: Half> DeviceAppend<T> {
             used_new: at(&self.used_new),
             seqused_k: at(&self.seqused_k),
             page_table: at(&self.page_table),
+            k_descale: self.k_descale.as_mut().map(|to| to.device_ptr_mut(stream).0),
+            v_descale: self.v_descale.as_mut().map(|to| to.device_ptr_mut(stream).0),
             cu_seqlens_q: at(&self.cu_seqlens_q),
             seqused_q: at(&self.seqused_q),
             used_out: self.used_out.as_mut().map(|to| to.device_ptr_mut(stream).0),
@@ -200,8 +256,18 @@ impl<T: Half> DeviceAppend<T> {
         tensors: &mut AppendTensors<'_, T>,
     ) -> Result<usize, Error> {
         let read = doing("copying from the GPU");
-        self.k_cache.download(stream, same(&mut tensors.k_cache)?)?;
-        self.v_cache.download(stream, same(&mut tensors.v_cache)?)?;
+        self.k_cache.download(stream, &mut tensors.k_cache)?;
+        self.v_cache.download(stream, &mut tensors.v_cache)?;
+        for (from, to) in [
+            (&self.k_descale, extras.k_descale.as_deref_mut()),
+            (&self.v_descale, extras.v_descale.as_deref_mut()),
+        ] {
+            if let (Some(from), Some(to)) = (from, to)
+                && !to.is_empty()
+            {
+                stream.memcpy_dtoh(&from.slice(..to.len()), to).map_err(&read)?;
+            }
+        }
         if let (Some(from), Some(to)) = (&self.q, &mut tensors.q) {
             from.download(stream, to)?;
         }

@@ -1,7 +1,8 @@
 //! The parameters of the append kernel (`cuda/append/append.cuh`).
 
 use crate::jit::declare::{
-    ConstI32Ptr, ConstPtr, DeviceType, MutI32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
+    ConstF32Ptr, ConstI32Ptr, ConstPtr, DeviceType, MutF32Ptr, MutI32Ptr, MutU32Ptr, ParamField, ParamStruct,
+    param_struct,
 };
 use crate::jit::params::{ConstTensor, MutTensor};
 
@@ -81,4 +82,37 @@ param_struct! {
         /// CTAs that process new keys; those after them process queries.
         pub ctas_new: i32,
     }
+}
+
+param_struct! {
+    /// The descales of K, or of V. Without both pointers they are 1.
+    pub struct AppendDescales {
+        /// `[heads_kv]` or `[batch, heads_kv]`, read; null for none, and where each row has its own.
+        pub of_head: ConstF32Ptr,
+        /// `[rows of the cache, heads_kv]`, written for new rows; null unless each row has its own.
+        pub of_rows: MutF32Ptr,
+        /// Distance between the descales of two sequences; 0 for descales per head.
+        pub sequence_stride: i64,
+    }
+}
+
+param_struct! {
+    /// The arguments of the append kernel of caches of 8-bit codes.
+    pub struct AppendCodesParams {
+        /// Those of the other kernel; the caches are of codes.
+        pub append: AppendParams,
+        /// Of K.
+        pub k: AppendDescales,
+        /// Of V.
+        pub v: AppendDescales,
+        /// Rows of a sequence, or of a page, of the cache.
+        pub block_rows: i32,
+        /// Whether codes are int8, not e4m3.
+        pub is_int8: i32,
+    }
+}
+
+/// The structs in the order in which `append_codes_params.cuh` declares them.
+pub(crate) fn codes_declarations() -> Vec<ParamStruct> {
+    vec![AppendDescales::declaration(), AppendCodesParams::declaration()]
 }

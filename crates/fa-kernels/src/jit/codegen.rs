@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use fa_core::KernelSpec;
 
-use crate::jit::append_params::AppendParams;
+use crate::jit::append_params::{self, AppendParams};
 use crate::jit::cache_params;
 use crate::jit::config::{self, ConfigField};
 use crate::jit::declare::ParamStruct;
@@ -45,6 +45,11 @@ pub fn generated() -> Vec<Generated> {
         Generated {
             path: "append/append_params.cuh",
             text: launch_params_cuh("the append kernel", vec![AppendParams::declaration()]),
+        },
+        Generated {
+            path: "append/append_codes_params.cuh",
+            text: launch_params_cuh("appends of codes", append_params::codes_declarations())
+                .replace("#include \"params.cuh\"", "#include \"append/append_params.cuh\""),
         },
         Generated {
             path: "merge/merge_params.cuh",

@@ -33,6 +33,9 @@ pub(crate) const DSINKS_THREADS: u32 = 1024;
 /// The entry of the append kernel's unit.
 pub const APPEND: &str = "fa_append";
 
+/// The entry of the same for caches of 8-bit codes.
+pub const APPEND_CODES: &str = "fa_append_codes";
+
 /// Threads of a CTA of [`APPEND`].
 pub(crate) const APPEND_THREADS: u32 = 256;
 
@@ -192,6 +195,21 @@ impl Source {
              static_assert(append_smem_bytes == {APPEND_SMEM});\n\n\
              extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
              {APPEND}(const __grid_constant__ AppendParams params) {{\n    append(params);\n}}\n"
+        );
+        Source::of(unit, arch, headers)
+    }
+
+    /// The source of the append kernel of caches of 8-bit codes.
+    ///
+    /// # Errors
+    /// [`Error::MissingHeader`].
+    pub fn append_codes(arch: Arch, headers: &Headers) -> Result<Source, Error> {
+        let unit = format!(
+            "// append of codes\n#include \"append/append_codes.cuh\"\n\nusing namespace fa;\n\n\
+             static_assert(append_smem_bytes == {APPEND_SMEM});\n\n\
+             extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
+             {APPEND_CODES}(const __grid_constant__ AppendCodesParams params) {{\n    \
+             append_codes(params);\n}}\n"
         );
         Source::of(unit, arch, headers)
     }

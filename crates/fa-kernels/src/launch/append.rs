@@ -5,11 +5,14 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use fa_core::{Append, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
+use fa_core::quantize::Codes;
+use fa_core::{Append, DescaleForm, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
 
 use crate::Error;
-use crate::jit::append_params::AppendParams;
-use crate::jit::declare::{ConstI32Ptr, ConstPtr, MutI32Ptr, MutPtr, MutU32Ptr};
+use crate::jit::append_params::{AppendCodesParams, AppendDescales, AppendParams};
+use crate::jit::declare::{
+    ConstF32Ptr, ConstI32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr,
+};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
 use crate::jit::source::{APPEND_SMEM, APPEND_THREADS};
 use crate::launch::args::{RawTensor, Shape, step_of};
@@ -44,6 +47,10 @@ pub struct RawAppendArgs {
     pub seqused_k: Option<u64>,
     /// `[batch, table_columns]` i32.
     pub page_table: Option<u64>,
+    /// f32 descales of K in a cache of codes: read, or per row and head written for the new rows.
+    pub k_descale: Option<u64>,
+    /// The same of V.
+    pub v_descale: Option<u64>,
     /// `[batch + 1]` i32, of packed queries.
     pub cu_seqlens_q: Option<u64>,
     /// `[batch]` i32, of queries used in part.
@@ -181,6 +188,16 @@ impl AppendLaunch {
         given("used_new", at.used_new.is_some(), append.new.used, batch)?;
         let is_paged = matches!(append.cache.rows, SideRows::Paged { .. });
         given("page_table", at.page_table.is_some(), is_paged, batch * append.table_columns())?;
+        let descales = append.descales();
+        for (name, form, address) in
+            [("k_descale", descales.k, at.k_descale), ("v_descale", descales.v, at.v_descale)]
+        {
+            let need: usize = append.descale_shape(form).map_or(0, |shape| shape.iter().product());
+            given(name, address.is_some(), form != DescaleForm::None, need)?;
+            if let (Some(address), true) = (address, need > 0) {
+                check_address(name, address, 4)?;
+            }
+        }
         given("cu_seqlens_q", at.cu_seqlens_q.is_some(), is_packed(of_q), batch + 1)?;
         given("seqused_q", at.seqused_q.is_some(), of_q.used, batch)?;
         let mut raw = vec![at.k_new, at.v_new, at.k_cache, at.v_cache];
@@ -222,6 +239,32 @@ impl AppendLaunch {
                 Err(Error::SameMemory { tensor: "used_out", with: "seqused_k" })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// The parameters of the kernel of caches of codes.
+    pub fn codes_params(&self, at: &RawAppendArgs) -> AppendCodesParams {
+        let of = |form: DescaleForm, address: Option<u64>| {
+            let address = address.unwrap_or(0);
+            match form {
+                DescaleForm::None => AppendDescales::default(),
+                DescaleForm::Head | DescaleForm::SequenceHead => AppendDescales {
+                    of_head: ConstF32Ptr(address),
+                    sequence_stride: if form == DescaleForm::Head { 0 } else { self.append.heads_kv as i64 },
+                    ..AppendDescales::default()
+                },
+                DescaleForm::TokenHead => {
+                    AppendDescales { of_rows: MutF32Ptr(address), ..AppendDescales::default() }
+                }
+            }
+        };
+        let descales = self.append.descales();
+        AppendCodesParams {
+            append: self.params(at),
+            k: of(descales.k, at.k_descale),
+            v: of(descales.v, at.v_descale),
+            block_rows: self.append.cache_shape(0)[1].min(1 << 30) as i32,
+            is_int8: self.append.codes.is_some_and(|codes| codes.kind == Codes::Int8).into(),
         }
     }
 
@@ -312,6 +355,11 @@ impl BoundAppend {
             return Ok(());
         }
         // SAFETY: the entry takes these parameters; the caller vouches for the addresses.
-        unsafe { self.kernel.launch(stream, (grid, threads, smem), self.launch.params(args)) }
+        unsafe {
+            match self.launch.append.codes {
+                Some(_) => self.kernel.launch(stream, (grid, threads, smem), self.launch.codes_params(args)),
+                None => self.kernel.launch(stream, (grid, threads, smem), self.launch.params(args)),
+            }
+        }
     }
 }

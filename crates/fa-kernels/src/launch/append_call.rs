@@ -6,7 +6,7 @@ use fa_core::Dtype;
 
 use crate::Error;
 use crate::launch::append::{BoundAppend, RawAppendArgs};
-use crate::launch::args::{Element, Input, Output, RawTensor, Shape};
+use crate::launch::args::{Element, Input, KvElement, Output, RawTensor, Shape};
 
 /// Cosines or sines, `[positions, dim / 2]`, in the type that [`fa_core::Rotary::table`] names, on a multiple
 /// of 16 bytes.
@@ -32,16 +32,16 @@ pub enum AppendQueries<'a, T> {
 }
 
 /// The arguments of an append. Shapes are those of [`fa_core::Append`], by each tensor's strides; what the
-/// append does not name is `None`.
-pub struct AppendArgs<'a, T> {
+/// append does not name is `None`. The caches are of `K`: the type of the new rows, or the bits of codes.
+pub struct AppendArgs<'a, T, K = T> {
     /// New keys, `[batch, rows, heads_kv, head_dim]` or packed.
     pub k_new: Input<'a, T>,
     /// New values, `[batch, rows, heads_kv, head_dim_v]` or packed.
     pub v_new: Input<'a, T>,
     /// The cache of keys, written where rows are appended.
-    pub k_cache: Output<'a, T>,
+    pub k_cache: Output<'a, K>,
     /// The cache of values, written where rows are appended.
-    pub v_cache: Output<'a, T>,
+    pub v_cache: Output<'a, K>,
     /// Queries.
     pub queries: Option<AppendQueries<'a, T>>,
     /// Cosines and sines.
@@ -54,6 +54,11 @@ pub struct AppendArgs<'a, T> {
     pub seqused_k: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch, table_columns]`: pages of each sequence.
     pub page_table: Option<&'a dyn DevicePtr<i32>>,
+    /// Descales of K in a cache of codes, [`fa_core::Append::descale_shape`]: read, or per row and head
+    /// written for the new rows.
+    pub k_descale: Option<&'a mut dyn DevicePtrMut<f32>>,
+    /// The same of V.
+    pub v_descale: Option<&'a mut dyn DevicePtrMut<f32>>,
     /// `[batch + 1]`: the first query of each sequence, where they are packed.
     pub cu_seqlens_q: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch]`: queries in use, where they are used in part.
@@ -135,8 +140,19 @@ impl BoundAppend {
     /// # Errors
     /// The dtype, a stride, an alignment or a length that does not fit; memory that the append does not name,
     /// or lacks; a stream or memory of another context; [`Error::Driver`].
-    pub fn run<T: Element>(&self, stream: &CudaStream, mut args: AppendArgs<'_, T>) -> Result<(), Error> {
+    pub fn run<T: Element, K: KvElement>(
+        &self,
+        stream: &CudaStream,
+        mut args: AppendArgs<'_, T, K>,
+    ) -> Result<(), Error> {
         let append = *self.launch().append();
+        if !K::holds(append.cache_dtype()) {
+            let (kernel, problem) = (append.cache_dtype().to_string(), K::name());
+            return Err(Error::Mismatch { what: "type of the cache", kernel, problem });
+        }
+        let descales = append.descales();
+        let descale_len =
+            |form| append.descale_shape(form).map_or(0, |shape| shape.iter().product::<usize>());
         if T::DTYPE != append.dtype {
             let (kernel, problem) = (append.dtype.to_string(), T::DTYPE.to_string());
             return Err(Error::Mismatch { what: "dtype", kernel, problem });
@@ -192,6 +208,8 @@ impl BoundAppend {
             used_new: taker.read("used_new", batch, args.used_new)?,
             seqused_k: taker.read("seqused_k", batch, args.seqused_k)?,
             page_table: taker.read("page_table", entries, args.page_table)?,
+            k_descale: taker.write("k_descale", descale_len(descales.k), args.k_descale.as_deref_mut())?,
+            v_descale: taker.write("v_descale", descale_len(descales.v), args.v_descale.as_deref_mut())?,
             cu_seqlens_q: taker.read("cu_seqlens_q", batch + 1, args.cu_seqlens_q)?,
             seqused_q: taker.read("seqused_q", batch, args.seqused_q)?,
             used_out: taker.write("used_out", batch, args.used_out.as_deref_mut())?,

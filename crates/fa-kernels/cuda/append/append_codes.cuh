@@ -1,0 +1,128 @@
+// The append kernel of caches of 8-bit codes (e4m3, int8): as append.cuh, and each new row of K and V is
+// multiplied by the reciprocal of its descale, rounded and stored as codes. Descales of each row are computed
+// from the row, rotated, and stored too.
+#pragma once
+#include "append/append.cuh"
+#include "append/append_codes_params.cuh"
+#include "attn/store_rows.cuh"
+#include "config.cuh"
+#include "ptx/math.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+// The largest numbers of e4m3 and of int8 codes.
+__device__ constexpr float kLargestE4m3 = 448.f, kLargestInt8 = 127.f;
+
+// The nearest code, ties to even, saturating; NaN gives NaN, of int8 0.
+__device__ __forceinline__ u32 encode(float x, bool is_int8) {
+    // Adding it leaves the nearest integer in the low mantissa bits.
+    constexpr float kRound = 12582912.f;
+    const bool nan = x != x;
+    if (is_int8) {
+        const float clamped = fminf(fmaxf(x, -kLargestInt8), kLargestInt8);
+        return nan ? 0 : bits_of_float(clamped + kRound) & 0xff;
+    }
+    const float size = fminf(fabsf(x), kLargestE4m3);
+    u32 code = bits_of_float(multiply_rounded(size, 512.f) + kRound) & 0xff;  // below 2^-6: steps of 2^-9
+    if (size >= 0.015625f) {
+        const u32 bits = bits_of_float(size);
+        code = (bits + 0x7ffff + (bits >> 20 & 1) >> 20) - (120 << 3);
+    }
+    return nan ? 0x7f : code | bits_of_float(x) >> 24 & 0x80;
+}
+
+// What a row is multiplied by.
+__device__ __forceinline__ float reciprocal(float descale) {
+    const float factor = 1.f / descale;
+    if (descale == 0.f) return 0.f;
+    return factor > kLargest ? kLargest : factor < -kLargest ? -kLargest : factor;
+}
+
+// The largest finite magnitude of a warp's row, of which a lane has `own`.
+__device__ __forceinline__ float row_amax(float own) {
+#pragma unroll
+    for (int mask = 1; mask < 32; mask <<= 1) own = fmaxf(own, shuffle_xor(own, mask));
+    return own;
+}
+
+// Stores the rows of K and V as codes, a warp a row and head; queries as in the other kernel.
+struct MoveCodes {
+    const AppendCodesParams& codes;
+
+    template <Dtype T>
+    __device__ __forceinline__ void move_rows(const AppendParams& params, const AppendRows& smem, int rows,
+                                              bool queries) const {
+        if (queries) return MoveRows{}.move_rows<T>(params, smem, rows, true);
+        const int warp = thread_index() / 32, warps = cta_threads() / 32, heads = params.heads_kv;
+        for (int i = warp; i < rows * heads * 2; i += warps) {
+            const AppendRow& row = smem.rows[i / (2 * heads)];
+            if (row.position < 0) continue;
+            const int head = i / 2 % heads;
+            if (i % 2 == 0) {
+                move_row<T>(params, row, head, params.k_new, params.k_cache, codes.k, params.head_dim,
+                            params.rotary_dim);
+            } else {
+                move_row<T>(params, row, head, params.v_new, params.v_cache, codes.v, params.head_dim_v, 0);
+            }
+        }
+    }
+
+    template <Dtype T>
+    __device__ __forceinline__ void move_row(const AppendParams& params, const AppendRow& row, int head,
+                                             const ConstTensor& source, const MutTensor& target,
+                                             const AppendDescales& descales, int columns, int turned) const {
+        const int lane = lane_index(), items = items_of(params, columns, turned);
+        const u16* const from = view(source).row(row.sequence, row.from, head);
+        u8* const to = static_cast<u8*>(target.data) + row.block * target.strides.batch +
+                       row.to * target.strides.seq + head * target.strides.head;
+        float descale = 1.f;
+        if (descales.of_rows != nullptr) {
+            float amax = 0.f;
+            auto take = [&](int, const Vec16& vec) {
+#pragma unroll
+                for (const u32& pair : vec.words) {
+                    const float sizes[2] = {fabsf(unpack_low<T>(pair)), fabsf(unpack_high<T>(pair))};
+#pragma unroll
+                    for (const float& size : sizes) amax = size <= kLargest ? fmaxf(amax, size) : amax;
+                }
+            };
+            for (int item = lane; item < items; item += 32)
+                move_item<T>(params, from, item, row.position, turned, take);
+            const float largest = codes.is_int8 ? kLargestInt8 : kLargestE4m3;
+            descale = fmaxf(row_amax(amax) / largest, 1.17549435e-38f);
+            if (lane == 0)
+                descales.of_rows[(i64(row.block) * codes.block_rows + row.to) * params.heads_kv + head] =
+                    descale;
+        } else if (descales.of_head != nullptr) {
+            const AppendSide side{params.cu_new, params.used_new, params.rows_new};
+            const int sequence = side.cu == nullptr ? row.sequence : side.sequence(row.from, params.batch);
+            descale = descales.of_head[i64(sequence) * descales.sequence_stride + head];
+        }
+        const float factor = reciprocal(descale);
+        auto write = [&](int column, const Vec16& vec) {
+            u32 words[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                words[half] = 0;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const u32 pair = vec.words[2 * half + i / 2];
+                    const float value = i % 2 == 0 ? unpack_low<T>(pair) : unpack_high<T>(pair);
+                    words[half] |= encode(multiply_rounded(value, factor), codes.is_int8) << 8 * i;
+                }
+            }
+            *reinterpret_cast<u64*>(to + column) = u64(words[1]) << 32 | words[0];
+        };
+        for (int item = lane; item < items; item += 32)
+            move_item<T>(params, from, item, row.position, turned, write);
+    }
+};
+
+__device__ __forceinline__ void append_codes(const AppendCodesParams& params) {
+    append_by(params.append, MoveCodes{params});
+}
+
+}  // namespace fa
