@@ -72,10 +72,19 @@ fn forward<T: Half>(
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;
+    let (Some(k), Some(v)) = (k.same(), v.same()) else {
+        let kernel = problem.types.q.to_string();
+        return Err(KernelError::Mismatch {
+            what: "kv_dtype",
+            kernel,
+            problem: problem.types.kv.to_string(),
+        }
+        .into());
+    };
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let bytes = bound.workspace_bytes();
-    let mut device = uploaded(stream, problem, bytes, [&q, &k, &v], placement, &arguments)?;
+    let mut device = uploaded(stream, problem, bytes, [&q, k, v], placement, &arguments)?;
     if !problem.lengths.is_uniform() {
         // Rows that no sequence has are not written, here as on the CPU.
         device.out = DeviceTensor::upload(stream, &out.as_ref())?;
