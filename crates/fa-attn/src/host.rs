@@ -68,12 +68,8 @@ fn forward<T: Half>(
     let arguments = tensors.arguments();
     let ForwardTensors { q, k, v, mut out, lse, extras, .. } = tensors;
     let problem: &Problem = bound.problem();
-    fa_cpu::check::check_forward(problem, &q, &k, &v)?;
-    fa_cpu::check::check_out(problem, "out", out.shape())?;
-    fa_cpu::check::check_lse(problem, lse.len())?;
-    fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;
-    let (Some(k), Some(v)) = (k.same(), v.same()) else {
-        let kernel = problem.types.q.to_string();
+    let (Some(q), Some(k), Some(v)) = (q.same(), k.same(), v.same()) else {
+        let kernel = T::dtype().to_string();
         return Err(KernelError::Mismatch {
             what: "kv_dtype",
             kernel,
@@ -81,10 +77,14 @@ fn forward<T: Half>(
         }
         .into());
     };
+    fa_cpu::check::check_forward(problem, q, k, v)?;
+    fa_cpu::check::check_out(problem, "out", out.shape())?;
+    fa_cpu::check::check_lse(problem, lse.len())?;
+    fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let bytes = bound.workspace_bytes();
-    let mut device = uploaded(stream, problem, bytes, [&q, k, v], placement, &arguments)?;
+    let mut device = uploaded(stream, problem, bytes, [q, k, v], placement, &arguments)?;
     if !problem.lengths.is_uniform() {
         // Rows that no sequence has are not written, here as on the CPU.
         device.out = DeviceTensor::upload(stream, &out.as_ref())?;
