@@ -169,7 +169,9 @@ impl Call {
     }
 
     fn execute<T: Element>(&self, tensors: Tensors<'_, T>, launches: usize) -> Result<Duration, Error> {
-        let dtype: Dtype = self.problem.types.q;
+        // Of fp8 the codes are bytes, and O alone says what T is.
+        let types = self.problem.types;
+        let dtype: Dtype = if types.is_fp8() { types.out } else { types.q };
         if T::dtype() != dtype {
             return Err(Error::Dtype { got: T::dtype(), need: dtype });
         }

@@ -68,11 +68,15 @@ fn forward<T: Half>(
     let arguments = tensors.arguments();
     let ForwardTensors { q, k, v, mut out, lse, extras, .. } = tensors;
     let problem: &Problem = bound.problem();
-    fa_cpu::check::check_forward(problem, &q, &k, &v)?;
+    let Some(q) = q.same() else {
+        let (kernel, problem) = (T::dtype().to_string(), problem.types.q.to_string());
+        return Err(KernelError::Mismatch { what: "dtype", kernel, problem }.into());
+    };
+    fa_cpu::check::check_forward(problem, q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;
-    let (to, q) = ((gpu, bound, launches), &q);
+    let to = (gpu, bound, launches);
     match (&k, &v) {
         (KvRef::Same(k), KvRef::Same(v)) => forward_of(to, q, [k, v], &mut out, lse, &arguments),
         (KvRef::Codes(k), KvRef::Codes(v)) => forward_of(to, q, [k, v], &mut out, lse, &arguments),

@@ -13,7 +13,7 @@
 //! [`batch`] says where the rows of each sequence lie.
 //!
 //! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16. K and V may be codes of
-//! 8 bits ([`KvRef`]), which the forward decodes tile by tile.
+//! 8 bits ([`KvRef`]), which the forward decodes tile by tile; so may Q ([`tiled::forward_fp8`]).
 //!
 //! ```
 //! use fa_core::{Dtype, Mask, Problem, TensorLayout};
@@ -49,6 +49,7 @@ pub mod compare;
 pub mod element;
 pub mod error;
 pub mod extras;
+mod fp8;
 pub mod grid;
 mod keys;
 pub mod merge;

@@ -1,7 +1,7 @@
 //! What is wrong with a problem.
 
-use crate::Dtype;
 use crate::dtype::TypesError;
+use crate::{DescaleForm, Dtype};
 
 /// Why a [`crate::Problem`] is invalid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -68,14 +68,19 @@ pub enum ProblemError {
         /// Type of K and V.
         dtype: Dtype,
     },
-    /// A program over an 8-bit K and V.
+    /// Descales of a Q that is no codes.
     #[error(
-        "a program with K and V in {dtype}: programs (bias included) are computed over K and V of Q's type; \
-         dequantise them and leave kv_dtype out"
+        "q_descale with Q in {dtype}: descales are of 8-bit codes; use dtype e4m3, or leave q_descale out"
     )]
-    CodesUnderProgram {
-        /// Type of K and V.
+    QDescale {
+        /// Type of Q.
         dtype: Dtype,
+    },
+    /// Descales of Q in a form that they do not have.
+    #[error("q_descale is {form}: it is per K/V head, head or sequence_head")]
+    QDescaleForm {
+        /// The form.
+        form: DescaleForm,
     },
     /// ALiBi's distances would not be exact, or a program's `off` overflow.
     #[error("query_offset = {offset} with {what}: use an offset from -{limit} to {limit}")]

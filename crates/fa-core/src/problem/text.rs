@@ -42,6 +42,8 @@ pub(super) struct Flat {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dkv_dtype: Option<Dtype>,
     #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
+    q_descale: DescaleForm,
+    #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
     k_descale: DescaleForm,
     #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
     v_descale: DescaleForm,
@@ -80,7 +82,7 @@ impl TryFrom<Flat> for Problem {
         )
         .with_latent(flat.latent)
         .with_mask(flat.mask)
-        .with_descales(Descales::new(flat.k_descale, flat.v_descale))
+        .with_descales(Descales { q: flat.q_descale, k: flat.k_descale, v: flat.v_descale })
         .with_softmax_scale(flat.softmax_scale)
         .with_score(
             ScoreMod::NONE
@@ -125,6 +127,7 @@ impl From<Problem> for Flat {
             kv_dtype,
             out_dtype,
             dkv_dtype,
+            q_descale: descales.q,
             k_descale: descales.k,
             v_descale: descales.v,
             softmax_scale,
@@ -166,7 +169,7 @@ mod tests {
         let named = [
             half.with_out(Dtype::F32).with_dkv(Dtype::F32),
             half.with_kv(Dtype::Int8),
-            Types::same(Dtype::E4m3).with_out(Dtype::Bf16),
+            Types::fp8(Dtype::Bf16),
         ];
         let latent = other.with_head_dims(576, 512).with_latent(true);
         assert!(json(&latent).contains(r#""head_dim_v":512,"latent":true,"mask""#));
@@ -181,6 +184,13 @@ mod tests {
         assert!(text.contains(part), "{text}");
         assert_eq!(ron::from_str::<Problem>(&text).unwrap(), cache);
         assert_eq!(serde_json::from_str::<Problem>(&json(&cache)).unwrap(), cache);
+        let fp8 = base.with_types(Types::fp8(Dtype::Bf16));
+        let fp8 = fp8.with_descales(Descales::all(DescaleForm::Head));
+        let text = ron::to_string(&fp8).unwrap();
+        let part =
+            "dtype:e4m3,out_dtype:Some(bf16),q_descale:head,k_descale:head,v_descale:head,softmax_scale";
+        assert!(text.contains(part), "{text}");
+        assert_eq!(ron::from_str::<Problem>(&text).unwrap(), fp8);
         let named: Problem = ron::from_str(&format!("Problem{ron}")).unwrap();
         assert_eq!(named, other);
         // What may be left out, and what may not.

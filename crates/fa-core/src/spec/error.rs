@@ -88,6 +88,18 @@ pub enum Unserved {
         /// The largest.
         limit: usize,
     },
+    /// Something of an 8-bit problem that GPU kernels do not compute.
+    #[error("{what} = {value} with K and V in {dtype}: GPU kernels need {need} (the CPU backend takes any)")]
+    Codes {
+        /// Type of K and V.
+        dtype: Dtype,
+        /// The field.
+        what: &'static str,
+        /// Its value.
+        value: String,
+        /// What works.
+        need: &'static str,
+    },
     /// The softmax scale is outside the GPU kernels' range.
     #[error("softmax_scale = {scale:?}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
     Scale {
@@ -117,6 +129,7 @@ impl Unserved {
             Unserved::Differs(Mismatch { what, .. }) => what,
             Unserved::Page { .. } => "pages",
             Unserved::TooLong { name, .. } => name,
+            Unserved::Codes { what, .. } => what,
             Unserved::Scale { .. } => "softmax_scale",
             Unserved::Softcap { .. } => "softcap",
         }

@@ -73,7 +73,7 @@ pub fn forward_extras<'a, T: Element>(
 ) -> Result<LowForward<T>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
     let formula::Forward { out, lse, .. } =
-        over::forward(problem, &arguments.into(), q, [k.into(), v.into()], T::held_f32, pass)?;
+        over::forward(problem, &arguments.into(), [&q.into(), &k.into(), &v.into()], T::held_f32, pass)?;
     Ok(LowForward { out: T::narrowed(&out), lse })
 }
 

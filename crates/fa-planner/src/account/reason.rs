@@ -125,7 +125,8 @@ impl From<Unserved> for Reason {
             other @ (Unserved::Page { .. }
             | Unserved::TooLong { .. }
             | Unserved::Scale { .. }
-            | Unserved::Softcap { .. }) => Reason::Launch(other),
+            | Unserved::Softcap { .. }
+            | Unserved::Codes { .. }) => Reason::Launch(other),
         }
     }
 }
