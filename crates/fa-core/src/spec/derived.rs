@@ -3,7 +3,7 @@
 
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
-use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd};
+use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm100Fwd};
 use crate::each_kernel;
 
 /// Properties of a backward that follow from its parameters, in addition to its [`super::Traits`].
@@ -94,6 +94,19 @@ impl Sm100Fwd {
     }
 }
 
+impl Sm90FwdFp8 {
+    fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
+        vec![
+            Param { name: "out_dtype", doc: &[" Type of O."], value: spec.types.out.into() },
+            Param { name: "slice", doc: SLICE, value: self.slice(spec.head_dim_v).into() },
+        ]
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        None
+    }
+}
+
 impl Sm90Bwd {
     fn may_store_dq(&self, spec: &KernelSpec) -> bool {
         let is_drawn_first = match spec.mask {
@@ -160,6 +173,7 @@ const SKIPS_BLOCKS: &[&str] = &[
 ];
 const SHIFTS_VALUES: &[&str] =
     &[" V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill."];
+const SLICE: &[&str] = &[" Columns of O that one product of P and V has: those for whose sums there are registers."];
 const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
     " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",

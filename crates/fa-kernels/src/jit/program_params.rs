@@ -2,6 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
+use crate::jit::fp8_params::Fp8Params;
 use crate::jit::declare::{
     ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
 };
@@ -76,6 +77,8 @@ pub struct WithPrograms<P> {
     pub map: BlockMapParams,
     /// Of its arrays' gradients.
     pub gradients: ArrayGradientParams,
+    /// Of e4m3 tensors.
+    pub fp8: Fp8Params,
 }
 
 impl<P> Deref for WithPrograms<P> {
