@@ -14,7 +14,7 @@ enum class TileOrder { Natural, LongestFirst };
 
 // Parameters of the SM80-class forward. Each optimisation is a switch, so that it can be measured alone.
 struct Sm80FwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -63,11 +63,13 @@ struct Sm80FwdConfig {
     bool pack_gqa;
     // With `fast_math`: divide exactly at the end all the same.
     bool exact_div;
+    // Type of K and V in device memory: `dtype`, or codes of 8 bits.
+    Dtype kv_dtype;
 };
 
 // Parameters of the SM90 forward.
 struct Sm90FwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -134,6 +136,10 @@ struct Sm90FwdConfig {
     bool skips_blocks;
     // V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill.
     bool shifts_values;
+    // Type of K and V in device memory: `dtype`, or codes of 8 bits.
+    Dtype kv_dtype;
+    // Stages of codes in flight; 0 for K and V of 16 bits.
+    int code_stages;
 };
 
 // Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`
@@ -142,7 +148,7 @@ struct Sm90FwdConfig {
 // Each of the five products of a step (see `Sm90Bwd`) is divided among the warps into whole 16 x 16
 // blocks.
 struct Sm80BwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -195,7 +201,7 @@ struct Sm80BwdConfig {
 // (`[tile_m, head dim]`). Each can be computed transposed (swap_ab), and its rows or its columns are
 // divided among the warpgroups (atom layout).
 struct Sm90BwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -263,7 +269,7 @@ struct Sm90BwdConfig {
 
 // Parameters of the SM100 forward, which was assembled and emulated, and never run on a GPU.
 struct Sm100FwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;

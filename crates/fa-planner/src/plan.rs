@@ -319,9 +319,6 @@ fn for_each(
     if !(types.q.is_half() || types.q == Dtype::E4m3) {
         return Err(PlanError::Dtype(types.q));
     }
-    if types.kv != types.q {
-        return Err(PlanError::KvDtype(types.kv));
-    }
     problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
         return Err(PlanError::PagedBackward { page });

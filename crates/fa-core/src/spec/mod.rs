@@ -24,7 +24,7 @@ use crate::{Arch, Dtype, Family, Pass, ScoreKind, Types};
 
 pub use derived::BackwardTraits;
 pub use error::{Mismatch, SpecError, Unserved};
-pub use pages::{boxes_need, operand_columns, operand_panel, page_part, panel};
+pub use pages::{boxes_need, byte_panel, operand_columns, operand_panel, page_part, panel};
 pub use params::{Param, ParamValue};
 pub use shipped::{PinnedSpec, ShippedSpec};
 pub use sm80_bwd::Sm80Bwd;
@@ -238,14 +238,21 @@ impl KernelSpec {
         {
             return Err(SpecError::Dtype { dtype, kernel: self.kernel.name(), need: self.kernel.dtypes() });
         }
-        if self.types.kv != dtype {
-            return Err(SpecError::KvDtype { dtype: self.types.kv, kernel: self.kernel.name() });
-        }
         params::multiple("head_dim", self.head_dim, 16, 16, MAX_HEAD_DIM)?;
         params::multiple("head_dim_v", self.head_dim_v, 16, 16, MAX_HEAD_DIM)?;
         self.check_reads()?;
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
-        each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))
+        each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))?;
+        if self.reads_codes() {
+            each_kernel!(&self.kernel, kernel => kernel.check_codes(self))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Whether K and V are codes of 8 bits, which the kernel converts to the type of Q.
+    pub const fn reads_codes(&self) -> bool {
+        self.types.kv.is_code() && !self.types.q.is_code()
     }
 
     /// What finds rows, splits keys and shares loads goes together.
@@ -300,9 +307,11 @@ impl KernelSpec {
         Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
-    /// What the kernel has in common with the others.
+    /// What the kernel has in common with the others. Codes are copied by threads, whatever loads Q.
     pub const fn traits(&self) -> Traits {
-        self.kernel.traits()
+        let traits = self.kernel.traits();
+        let tensor_maps: &[&str] = if traits.uses_tma() { &["q"] } else { &[] };
+        if self.reads_codes() { Traits { tensor_maps, ..traits } } else { traits }
     }
 
     /// Every compile-time parameter in the order of declaration: those of all kernels, then the kernel's own.
@@ -310,7 +319,7 @@ impl KernelSpec {
         let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = self;
         let param = |name, doc, value| Param { name, doc, value };
         let mut all = vec![
-            param("dtype", &[" Type of Q, K, V and O."] as &[_], types.q.into()),
+            param("dtype", &[" Type of Q and O, and of the tiles of K and V."] as &[_], types.q.into()),
             param("head_dim", &[" Tile extent of the head dim of Q and K."], (*head_dim).into()),
             param("head_dim_v", &[" Tile extent of the head dim of V and O."], (*head_dim_v).into()),
             param("mask", &[" The mask that there is code for."], (*mask).into()),

@@ -1,5 +1,6 @@
 //! The SM90 forward of e4m3 tensors: wgmma on 8 bits, V transposed on chip.
 
+use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits};
@@ -79,6 +80,11 @@ impl Sm90FwdFp8 {
             )));
         }
         Ok(())
+    }
+
+    /// The kernel converts no codes: it multiplies them.
+    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: "sm90_fwd_fp8" })
     }
 
     pub(super) const fn traits(&self) -> Traits {

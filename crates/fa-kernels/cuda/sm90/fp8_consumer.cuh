@@ -2,8 +2,8 @@
 // they see.
 #pragma once
 #include "attn/block_range.cuh"
+#include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
-#include "attn/fp8_descales.cuh"
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
 #include "attn/softmax.cuh"
@@ -46,8 +46,15 @@ __device__ __forceinline__ void add_products(float (&o)[N], const float (&produc
     for (int i = 0; i < Products; ++i) o[first + i] = fmaf(o[first + i], rescale[i >> 1 & 1], products[i]);
 }
 
+// The factor from products to exponents of 2 in a work tile, with Q's and K's descales.
+__device__ __forceinline__ float descaled_log2(const FwdParams& params, int batch, int kv_head) {
+    const CacheParams& descales = cache_of(params);
+    return TileScores<true>::at_least(params.score.scale_log2 * head_descale(descales.q, batch, kv_head) *
+                                      head_descale(descales.k, batch, kv_head));
+}
+
 template <Sm90FwdFp8Config C>
-__device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const WithFp8& params, int wg) {
+__device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& params, int wg) {
     using T = Fp8Traits<C>;
     constexpr int kEarly = max_of(8, C.tile_n / 2 / 4 / 8 * 8);
     const bool elected = elect_one();
@@ -178,7 +185,7 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const WithFp8& par
         };
 
         if (!range.empty()) {
-            const float scale_log2 = descaled_log2(params, params.fp8, tile.batch, kv_head);
+            const float scale_log2 = descaled_log2(params, tile.batch, kv_head);
             Softmax<C.exp_poly_of_16, 0, Exponential::Base2Approx, false, kP8Offset> softmax;
             smem.q_bars.wait_full(q_state);
             // The first tile of keys: there is nothing to rescale.
@@ -254,7 +261,7 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const WithFp8& par
             add_pv(accumulate);
             float factor[2], lse[2];
             softmax.finish(factor, lse);
-            descale_rows(params.fp8, tile.batch, kv_head, factor);
+            descale_rows(params, tile.batch, kv_head, factor);
             store_output8<C>(params, seqlen, o, factor, lse, row, end(), tile);
         } else {
             store_nothing_seen<C.pack_gqa, false>(params, seqlen, row, end(), tile.head, tile.batch);

@@ -1,8 +1,8 @@
 // Attention forward of e4m3 tensors for SM90, warp-specialised: a producer warpgroup loads by TMA and
 // transposes V, and consumer warpgroups multiply by wgmma on 8 bits, 64 query rows each.
 #pragma once
-#include "attn/fp8_descales.cuh"
 #include "config.cuh"
+#include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
@@ -20,7 +20,7 @@ template <Sm90FwdFp8Config C>
 constexpr int sm90_fwd_fp8_smem_bytes = sizeof(sm90::Fp8Storage<C>);
 
 template <Sm90FwdFp8Config C>
-__device__ __forceinline__ void sm90_fwd_fp8(const WithFp8& params, const TensorMap& map_q,
+__device__ __forceinline__ void sm90_fwd_fp8(const FwdParams& params, const TensorMap& map_q,
                                              const TensorMap& map_k, const TensorMap& map_v) {
     using T = sm90::Fp8Traits<C>;
     auto& smem = shared_memory<sm90::Fp8Storage<C>>();

@@ -5,9 +5,9 @@ use std::fmt::Write;
 use fa_core::KernelSpec;
 
 use crate::jit::append_params::AppendParams;
+use crate::jit::cache_params;
 use crate::jit::config::{self, ConfigField};
 use crate::jit::declare::ParamStruct;
-use crate::jit::fp8_params;
 use crate::jit::merge_params;
 use crate::jit::params::{self, BwdParams, FwdParams};
 use crate::jit::program_params;
@@ -39,8 +39,8 @@ pub fn generated() -> Vec<Generated> {
             text: launch_params_cuh("programs", program_params::declarations()),
         },
         Generated {
-            path: "fp8_params.cuh",
-            text: launch_params_cuh("a forward of e4m3 tensors", fp8_params::declarations()),
+            path: "cache_params.cuh",
+            text: launch_params_cuh("an 8-bit cache", cache_params::declarations()),
         },
         Generated {
             path: "append/append_params.cuh",

@@ -248,10 +248,10 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
     let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
-    let all_params = if spec.score.program.is_some() {
+    let all_params = if spec.reads_codes() || spec.kernel.computes_in_8_bits() {
+        "WithCache".to_owned()
+    } else if spec.score.program.is_some() {
         format!("WithPrograms<{params}>")
-    } else if spec.kernel.computes_in_8_bits() {
-        "WithFp8".to_owned()
     } else {
         params.to_owned()
     };

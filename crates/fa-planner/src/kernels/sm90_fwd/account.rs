@@ -15,6 +15,8 @@ pub const HEAD_DIMS: [u32; 10] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256];
 /// - `q` `[q_stages][tile_m, hd]` T (O goes from registers straight to device memory);
 /// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P
 ///   stays in registers;
+/// - where K and V are codes of 8 bits `k_codes` `[code_stages][tile_n, hd]`, `v_codes` `[code_stages][tile_n,
+///   hdv]` and `descales` `[code_stages][2][tile_n]` f32;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
 /// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32; 12 for
 ///   lengths on the device).
@@ -31,6 +33,12 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     plan.push("v", kv_stages * tile_n * hdv * bytes, TILE_ALIGN);
     if !kernel.pv_is_rs {
         plan.push("p", tile_m * tile_n * bytes, TILE_ALIGN);
+    }
+    if spec.reads_codes() {
+        let rows = kernel.code_stages(spec) * tile_n;
+        plan.push("k_codes", rows * hd, TILE_ALIGN);
+        plan.push("v_codes", rows * hdv, TILE_ALIGN);
+        plan.push("descales", rows * 2 * 4, 16);
     }
     plan.push_mbarriers("q_full", q_stages);
     plan.push_mbarriers("q_empty", q_stages);
@@ -81,7 +89,9 @@ const GATHER: u32 = 4;
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
     let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
-    let split = if kernel.gather {
+    let split = if spec.reads_codes() {
+        SetMaxNReg::with_codes(kernel.num_wg)
+    } else if kernel.gather {
         SetMaxNReg::with_gather(kernel.num_wg)
     } else {
         SetMaxNReg::with_lengths(kernel.num_wg, spec.reads.varied)
