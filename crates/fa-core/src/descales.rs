@@ -1,8 +1,9 @@
-//! What the codes of an 8-bit K and V are multiplied by.
+//! What the codes of an 8-bit K and V, and of an fp8 Q, are multiplied by.
 //!
 //! A value is its code (an e4m3 number, or an integer) times a descale. With `s = scale * (q . code_k) *
-//! k_descale`, a soft cap acts on `s` and masks come after it; `O = (sum P code_v * v_descale) / l`. LSE is that
-//! of the descaled scores, and says nothing of V.
+//! q_descale * k_descale`, a soft cap acts on `s` and masks come after it; `O = (sum P code_v * v_descale) / l`.
+//! LSE is that of the descaled scores, and says nothing of V. The descales of Q, too, are per K/V head: the
+//! query heads of a group share one.
 
 use std::fmt;
 
@@ -26,10 +27,12 @@ pub enum DescaleForm {
     TokenHead,
 }
 
-/// The forms of K's and V's descales.
+/// The forms of the descales of K, V, and an fp8 Q.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub struct Descales {
+    /// Of `q_descale`: anything but [`DescaleForm::TokenHead`].
+    pub q: DescaleForm,
     /// Of `k_descale`.
     pub k: DescaleForm,
     /// Of `v_descale`.
@@ -66,23 +69,29 @@ impl Descales {
     /// Every descale is 1.
     pub const NONE: Descales = Descales::both(DescaleForm::None);
 
-    /// K's and V's.
+    /// K's and V's, with none of Q.
     pub const fn new(k: DescaleForm, v: DescaleForm) -> Descales {
-        Descales { k, v }
+        Descales { q: DescaleForm::None, k, v }
     }
 
-    /// The same form for K and V.
+    /// The same form for K and V, with none of Q.
     pub const fn both(form: DescaleForm) -> Descales {
-        Descales { k: form, v: form }
+        Descales::new(form, form)
+    }
+
+    /// The same form for Q, K and V.
+    pub const fn all(form: DescaleForm) -> Descales {
+        Descales { q: form, k: form, v: form }
     }
 
     with_methods! {
+        with_q(q: DescaleForm),
         with_k(k: DescaleForm),
         with_v(v: DescaleForm),
     }
 
-    /// The first tensor that there is, with its form.
-    pub(crate) fn first(self) -> Option<(&'static str, DescaleForm)> {
+    /// The first tensor of K and V that there is, with its form.
+    pub(crate) fn first_of_kv(self) -> Option<(&'static str, DescaleForm)> {
         [("k_descale", self.k), ("v_descale", self.v)].into_iter().find(|(_, form)| !form.is_none())
     }
 }

@@ -10,8 +10,7 @@ use crate::with_methods;
 
 /// Element type of an attention problem's tensors.
 ///
-/// The 8-bit types are those of K and V alone, whose values are codes times a descale; nothing computes in
-/// them. Error messages about a problem's type offer those of [`Dtype::COMPUTED`].
+/// Values of the 8-bit types are codes times a descale: of K and V alone, or, in e4m3, of Q as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -31,7 +30,8 @@ impl Dtype {
     /// Every element type, in declaration order.
     pub const ALL: [Dtype; 5] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::Int8];
 
-    /// The types that are computed in: by the CPU all of them, by GPU kernels the 16-bit ones.
+    /// The types of numbers that stand for themselves: the CPU computes all of them, GPU kernels the 16-bit
+    /// ones.
     pub const COMPUTED: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
     /// Bytes of one element.
@@ -51,7 +51,8 @@ impl Dtype {
         }
     }
 
-    /// The types of codes: K and V may have one, beside a Q of a type of [`Dtype::COMPUTED`].
+    /// The types of codes: K and V may have one, beside a Q of a type of [`Dtype::COMPUTED`], or all three
+    /// e4m3.
     pub const CODES: [Dtype; 2] = [Dtype::E4m3, Dtype::Int8];
 
     /// Whether this is one of [`Dtype::CODES`].
@@ -93,11 +94,12 @@ impl Dtype {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Types {
-    /// Of Q, and of its gradient.
+    /// Of Q, and of its gradient: e4m3 for an fp8 forward.
     pub q: Dtype,
     /// Of K and V: 8 bits for a quantised cache.
     pub kv: Dtype,
-    /// Of O, and of its gradient: f32 for partial results that several GPUs combine.
+    /// Of O, and of its gradient: f32 for partial results that several GPUs combine. Of an fp8 forward bf16,
+    /// or on the CPU f16 or f32.
     pub out: Dtype,
     /// Of the gradients of K and V: f32 where several GPUs add them up.
     pub dkv: Dtype,
@@ -123,26 +125,42 @@ impl Types {
         Types { q: dtype, kv: dtype, out: dtype, dkv: dtype }
     }
 
+    /// Q, K and V in e4m3, and O in `out`.
+    pub const fn fp8(out: Dtype) -> Types {
+        Types::same(Dtype::E4m3).with_out(out)
+    }
+
+    /// Whether Q, K and V are in e4m3.
+    pub const fn is_fp8(&self) -> bool {
+        matches!(self.q, Dtype::E4m3)
+    }
+
     with_methods! {
         with_kv(kv: Dtype),
         with_out(out: Dtype),
         with_dkv(dkv: Dtype),
     }
 
-    /// Checks that something computes these types together: one type, or one and K and V in 8 bits. Which
-    /// types are computed is the question of each backend.
+    /// Checks that something computes these types together: one type, or one and K and V in 8 bits, or Q, K
+    /// and V in e4m3 and O in a wider type. Which types are computed is the question of each backend.
     ///
     /// # Errors
     /// [`TypesError`] for the first that differs.
     pub fn check(&self) -> Result<(), TypesError> {
         let Types { q, kv, out, dkv } = *self;
         let refuse = |name, value, need| Err(TypesError { name, value, q, need });
+        if q == Dtype::Int8 {
+            return refuse("dtype", q, INT8_Q);
+        }
         if kv != q && !(kv.is_code() && !q.is_code()) {
             return refuse("kv_dtype", kv, MIXED);
         }
-        if out != q {
+        if self.is_fp8() {
+            if out.is_code() {
+                return refuse("out_dtype", out, FP8_OUT);
+            }
+        } else if out != q {
             return match (q, out) {
-                (Dtype::E4m3, Dtype::F16 | Dtype::Bf16) => refuse("out_dtype", out, FP8),
                 (Dtype::F16 | Dtype::Bf16, Dtype::F32) => refuse("out_dtype", out, WIDE_OUT),
                 _ => refuse("out_dtype", out, MIXED_OUT),
             };
@@ -153,12 +171,15 @@ impl Types {
         Ok(())
     }
 
-    /// Checks that K and V have gradients.
+    /// Checks that Q, K and V have gradients.
     ///
     /// # Errors
     /// [`TypesError`] where they are codes.
     pub fn check_gradients(&self) -> Result<(), TypesError> {
         let Types { q, kv, .. } = *self;
+        if self.is_fp8() {
+            return Err(TypesError { name: "dtype", value: q, q, need: FP8_GRADIENTS });
+        }
         if kv.is_code() {
             return Err(TypesError { name: "kv_dtype", value: kv, q, need: NO_GRADIENTS });
         }
@@ -182,7 +203,11 @@ const MIXED: &str = "K and V have the type of Q, or 8 bits beside a wider Q (e4m
                      leave kv_dtype out";
 const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave kv_dtype \
                             out";
-const FP8: &str = "nothing computes an fp8 forward yet; convert Q, K and V to the type of O";
+const INT8_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 for K and V alone";
+const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtype to bf16 (on the CPU also f16 \
+                       or f32)";
+const FP8_GRADIENTS: &str = "fp8 Q, K and V have no gradients; dequantise them into 16 bits for the backward, \
+                             which takes O and LSE of the fp8 forward";
 const WIDE_OUT: &str = "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results \
                         by their LSE in f32";
 const MIXED_OUT: &str = "O is written in the type of Q, K and V; leave out_dtype out";
@@ -197,7 +222,7 @@ impl fmt::Display for Dtype {
 
 /// A text that is not the name of a [`Dtype`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype '{0}': use one of f32, f16, bf16")]
+#[error("unknown dtype '{0}': use one of f32, f16, bf16, e4m3, int8")]
 pub struct ParseDtypeError(pub String);
 
 impl FromStr for Dtype {
@@ -210,13 +235,13 @@ impl FromStr for Dtype {
 }
 
 impl<'de> Deserialize<'de> for Dtype {
-    /// From the name, in any format. The error for an unknown name lists the types of [`Dtype::COMPUTED`].
+    /// From the name, in any format. The error for an unknown name lists all.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Dtype, D::Error> {
         deserializer.deserialize_enum("Dtype", &NAMES, DtypeVisitor)
     }
 }
 
-const NAMES: [&str; 3] = ["f32", "f16", "bf16"];
+const NAMES: [&str; 5] = ["f32", "f16", "bf16", "e4m3", "int8"];
 
 struct DtypeVisitor;
 
@@ -263,20 +288,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_offer_what_something_computes_in() {
-        assert_eq!(Dtype::COMPUTED.map(Dtype::name), NAMES);
+    fn errors_offer_all_types() {
+        assert_eq!(Dtype::ALL.map(Dtype::name), NAMES);
         for dtype in Dtype::ALL {
             assert_eq!(ron::from_str(dtype.name()), Ok(dtype));
             assert_eq!(serde_json::from_str::<Dtype>(&format!("\"{dtype}\"")).unwrap(), dtype);
         }
         let errors = [
-            ron::from_str::<Dtype>("bf17").unwrap_err().to_string(),
-            serde_json::from_str::<Dtype>("\"bf17\"").unwrap_err().to_string(),
-            "bf17".parse::<Dtype>().unwrap_err().to_string(),
+            ron::from_str::<Dtype>("e5m2").unwrap_err().to_string(),
+            serde_json::from_str::<Dtype>("\"e5m2\"").unwrap_err().to_string(),
+            "e5m2".parse::<Dtype>().unwrap_err().to_string(),
         ];
         for error in errors {
-            let named = Dtype::COMPUTED.iter().all(|dtype| error.contains(dtype.name()));
-            assert!(named && error.contains("bf17") && !error.contains("e4m3"), "{error}");
+            let named = Dtype::ALL.iter().all(|dtype| error.contains(dtype.name()));
+            assert!(named && error.contains("e5m2"), "{error}");
         }
     }
 

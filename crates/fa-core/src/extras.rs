@@ -153,6 +153,10 @@ table! {
     Dlse dlse: F32 [Axis::Batch, Axis::HeadsQ, Axis::SeqlenQ], [Axis::HeadsQ, Axis::TotalQ] => |problem| {
         Some(usize::from(problem.lengths.q().is_packed()))
     };
+    /// What the codes of an fp8 Q are multiplied by, per K/V head: `[heads_kv]` or `[batch, heads_kv]`.
+    QDescale q_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv] => |problem| {
+        form_of_descale(problem, problem.descales.q)
+    };
     /// What the codes of an 8-bit K are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or for each row of
     /// each head in the layout of K, `[batch, seqlen_k, heads_kv]`, `[total_k, heads_kv]` or `[pages, page,
     /// heads_kv]` ([`DescaleForm`]).
@@ -387,6 +391,7 @@ impl OwnedExtras {
             alibi_slopes,
             sinks: problem.score.sinks.then(|| vec![0.0; problem.heads_q]),
             dlse: None,
+            q_descale: ones(Extra::QDescale),
             k_descale: ones(Extra::KDescale),
             v_descale: ones(Extra::VDescale),
         }
@@ -424,6 +429,7 @@ mod tests {
             .with_types(Types::same(Dtype::F16).with_kv(Dtype::E4m3))
             .with_descales(Descales::new(DescaleForm::Head, DescaleForm::TokenHead));
         let per_sequence = DescaleForm::SequenceHead;
+        let fp8 = square.with_heads_kv(2).with_types(Types::fp8(Dtype::Bf16));
         for (problem, pass, expected) in [
             (square, forward, vec![]),
             (square, backward, vec![("dlse", 192)]),
@@ -455,6 +461,11 @@ mod tests {
                     ("k_descale", 4 * 5 * 2),
                     ("v_descale", 6),
                 ],
+            ),
+            (
+                fp8.with_descales(Descales::all(DescaleForm::Head).with_q(per_sequence)),
+                forward,
+                vec![("q_descale", 6), ("k_descale", 2), ("v_descale", 2)],
             ),
         ] {
             let needs = Extra::ALL.into_iter().filter_map(|extra| extra.need(&problem, pass));

@@ -59,6 +59,7 @@ mod tests {
             problem.with_score(problem.score.with_sinks(true)),
             problem.with_types(problem.types.with_kv(Dtype::E4m3)),
             problem.with_descales(Descales::NONE.with_v(DescaleForm::Head)),
+            problem.with_descales(Descales::NONE.with_q(DescaleForm::Head)),
         ];
         for other in others {
             assert_ne!(ProblemKey::from(&problem), ProblemKey::from(&other), "{other:?}");

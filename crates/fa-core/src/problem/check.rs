@@ -1,8 +1,8 @@
 //! Which problems are valid: relations between the fields, and sizes that can be addressed.
 
 use super::{Problem, ProblemError};
-use crate::Pass;
 use crate::lengths::{Side, SideRows};
+use crate::{DescaleForm, Pass};
 
 /// The most that a count read on the device may be.
 const MAX_I32: usize = i32::MAX as usize;
@@ -75,7 +75,7 @@ impl Problem {
         Ok(())
     }
 
-    /// [`Problem::check`], and that there is such a pass of it: K and V of 8 bits have no gradients.
+    /// [`Problem::check`], and that there is such a pass of it: 8-bit tensors have no gradients.
     ///
     /// # Errors
     /// The first [`ProblemError`] found.
@@ -84,13 +84,23 @@ impl Problem {
         if pass.is_backward() { Ok(self.types.check_gradients()?) } else { Ok(()) }
     }
 
-    /// Descales are of codes, and programs not of them.
+    /// Descales are of codes, and programs not of them unless Q is one too.
     fn check_codes(&self) -> Result<(), ProblemError> {
-        let dtype = self.types.kv;
-        if let (Some((name, _)), false) = (self.descales.first(), dtype.is_code()) {
+        let (of_q, dtype) = (self.types.q, self.types.kv);
+        if let (Some((name, _)), false) = (self.descales.first_of_kv(), dtype.is_code()) {
             return Err(ProblemError::Descale { name, dtype });
         }
-        if self.score.program.is_some() && dtype.is_code() {
+        match self.descales.q {
+            DescaleForm::None => (),
+            DescaleForm::Head | DescaleForm::SequenceHead if of_q.is_code() => (),
+            form @ DescaleForm::TokenHead if of_q.is_code() => {
+                return Err(ProblemError::QDescaleForm { form });
+            }
+            DescaleForm::Head | DescaleForm::SequenceHead | DescaleForm::TokenHead => {
+                return Err(ProblemError::QDescale { dtype: of_q });
+            }
+        }
+        if self.score.program.is_some() && dtype.is_code() && !of_q.is_code() {
             return Err(ProblemError::CodesUnderProgram { dtype });
         }
         Ok(())
@@ -160,7 +170,7 @@ fn check_elements(tensor: &'static str, shape: [usize; 4]) -> Result<(), Problem
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DescaleForm, Descales, Dtype, Lengths, Mask, ScoreMod, Types};
+    use crate::{Descales, Dtype, Lengths, Mask, ScoreMod, Types};
 
     const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
 
@@ -199,7 +209,10 @@ mod tests {
             ),
             (half.with_out(Dtype::Bf16), "O is written in the type of Q, K and V"),
             (half.with_dkv(Dtype::F32), "dkv_dtype is f32 and dtype is f16: dK and dV are written in"),
-            (fp8.with_out(Dtype::Bf16), "nothing computes an fp8 forward yet; convert Q, K and V"),
+            (fp8, "out_dtype is e4m3 and dtype is e4m3: O of an fp8 forward is wider than its codes; set"),
+            (fp8.with_out(Dtype::Int8), "out_dtype is int8 and dtype is e4m3: O of an fp8 forward"),
+            (Types::fp8(Dtype::Bf16).with_dkv(Dtype::F32), "dkv_dtype is f32 and dtype is e4m3"),
+            (Types::same(Dtype::Int8), "dtype is int8 and dtype is int8: Q has no integer codes"),
         ] {
             refused(BASE.with_types(types), part);
         }
@@ -213,12 +226,27 @@ mod tests {
                 "{text}"
             );
         }
+        for out in Dtype::COMPUTED {
+            let fp8 = BASE.with_types(Types::fp8(out)).with_head_dims(20, 3);
+            let all = Descales::both(DescaleForm::TokenHead).with_q(DescaleForm::SequenceHead);
+            assert_eq!(fp8.with_descales(all).check_pass(Pass::Forward), Ok(()));
+            let text = fp8.check_pass(Pass::BACKWARD).unwrap_err().to_string();
+            assert!(text.contains("which takes O and LSE of the fp8 forward"), "{text}");
+            refused(
+                fp8.with_descales(all.with_q(DescaleForm::TokenHead)),
+                "q_descale is token_head: it is per",
+            );
+        }
+        let of_q = Descales::NONE.with_q(DescaleForm::Head);
+        refused(BASE.with_descales(of_q), "q_descale with Q in bf16");
+        refused(BASE.with_types(half.with_kv(Dtype::E4m3)).with_descales(of_q), "q_descale with Q in f16");
         let descales = Descales::NONE.with_v(DescaleForm::Head);
         refused(BASE.with_descales(descales), "v_descale with K and V in bf16");
         refused(BASE.with_softmax_scale(Some(f64::NAN)), "NaN");
         refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
         let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
         let own = BASE.with_score(ScoreMod::NONE.with_program(Some(program)));
+        assert_eq!(own.with_types(Types::fp8(Dtype::Bf16)).check(), Ok(()));
         let codes = own.with_types(half.with_kv(Dtype::Int8));
         refused(codes, "a program with K and V in int8");
         let moved = |offset| own.with_mask(Mask::CAUSAL.with_offset(offset));

@@ -1,7 +1,7 @@
 //! What is wrong with a problem.
 
-use crate::Dtype;
 use crate::dtype::TypesError;
+use crate::{DescaleForm, Dtype};
 
 /// Why a [`crate::Problem`] is invalid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -47,7 +47,21 @@ pub enum ProblemError {
         /// Type of K and V.
         dtype: Dtype,
     },
-    /// A program over an 8-bit K and V.
+    /// Descales of a Q that is no codes.
+    #[error(
+        "q_descale with Q in {dtype}: descales are of 8-bit codes; use dtype e4m3, or leave q_descale out"
+    )]
+    QDescale {
+        /// Type of Q.
+        dtype: Dtype,
+    },
+    /// Descales of Q in a form that they do not have.
+    #[error("q_descale is {form}: it is per K/V head, head or sequence_head")]
+    QDescaleForm {
+        /// The form.
+        form: DescaleForm,
+    },
+    /// A program over an 8-bit K and V beside a wider Q.
     #[error(
         "a program with K and V in {dtype}: programs (bias included) are computed over K and V of Q's type; \
          dequantise them and leave kv_dtype out"

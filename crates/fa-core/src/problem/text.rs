@@ -40,6 +40,8 @@ pub(super) struct Flat {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dkv_dtype: Option<Dtype>,
     #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
+    q_descale: DescaleForm,
+    #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
     k_descale: DescaleForm,
     #[serde(default, skip_serializing_if = "DescaleForm::is_none")]
     v_descale: DescaleForm,
@@ -77,7 +79,7 @@ impl TryFrom<Flat> for Problem {
             Types::of(flat.dtype, [flat.kv_dtype, flat.out_dtype, flat.dkv_dtype]),
         )
         .with_mask(flat.mask)
-        .with_descales(Descales::new(flat.k_descale, flat.v_descale))
+        .with_descales(Descales { q: flat.q_descale, k: flat.k_descale, v: flat.v_descale })
         .with_softmax_scale(flat.softmax_scale)
         .with_score(
             ScoreMod::NONE
@@ -121,6 +123,7 @@ impl From<Problem> for Flat {
             kv_dtype,
             out_dtype,
             dkv_dtype,
+            q_descale: descales.q,
             k_descale: descales.k,
             v_descale: descales.v,
             softmax_scale,
@@ -162,7 +165,7 @@ mod tests {
         let named = [
             half.with_out(Dtype::F32).with_dkv(Dtype::F32),
             half.with_kv(Dtype::Int8),
-            Types::same(Dtype::E4m3).with_out(Dtype::Bf16),
+            Types::fp8(Dtype::Bf16),
         ];
         for problem in [base, other].into_iter().chain(named.map(|types| base.with_types(types))) {
             assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
@@ -175,6 +178,13 @@ mod tests {
         assert!(text.contains(part), "{text}");
         assert_eq!(ron::from_str::<Problem>(&text).unwrap(), cache);
         assert_eq!(serde_json::from_str::<Problem>(&json(&cache)).unwrap(), cache);
+        let fp8 = base.with_types(Types::fp8(Dtype::Bf16));
+        let fp8 = fp8.with_descales(Descales::all(DescaleForm::Head));
+        let text = ron::to_string(&fp8).unwrap();
+        let part =
+            "dtype:e4m3,out_dtype:Some(bf16),q_descale:head,k_descale:head,v_descale:head,softmax_scale";
+        assert!(text.contains(part), "{text}");
+        assert_eq!(ron::from_str::<Problem>(&text).unwrap(), fp8);
         let named: Problem = ron::from_str(&format!("Problem{ron}")).unwrap();
         assert_eq!(named, other);
         // What may be left out, and what may not.

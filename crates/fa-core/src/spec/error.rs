@@ -90,6 +90,16 @@ pub enum Unserved {
         /// The largest.
         limit: usize,
     },
+    /// Something of an fp8 problem that GPU kernels do not compute.
+    #[error("{what} = {value} in e4m3: GPU kernels need {need} (the CPU backend takes any)")]
+    Fp8 {
+        /// The field.
+        what: &'static str,
+        /// Its value.
+        value: String,
+        /// What works.
+        need: &'static str,
+    },
     /// The softmax scale is outside the GPU kernels' range.
     #[error("softmax_scale = {scale:?}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
     Scale {
@@ -119,6 +129,7 @@ impl Unserved {
             Unserved::Differs(Mismatch { what, .. }) => what,
             Unserved::Page { .. } => "pages",
             Unserved::TooLong { name, .. } => name,
+            Unserved::Fp8 { what, .. } => what,
             Unserved::Scale { .. } => "softmax_scale",
             Unserved::Softcap { .. } => "softcap",
         }

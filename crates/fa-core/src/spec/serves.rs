@@ -5,17 +5,18 @@ use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
 use crate::program::Interned;
-use crate::{Problem, SideRows};
+use crate::{DescaleForm, Dtype, Problem, SideRows};
 
 /// An upper bound on the CTAs that a GPU computes at once: more than any does.
 const MOST_CTAS: usize = 1 << 16;
 
 impl Problem {
     /// Checks what every GPU kernel asks of a problem beyond [`Problem::check`], whichever kernel it is:
-    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds.
+    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds, and of fp8 what
+    /// kernels for it compute.
     ///
     /// # Errors
-    /// [`Unserved::TooLong`], [`Unserved::Scale`] or [`Unserved::Softcap`], the first found.
+    /// [`Unserved::TooLong`], [`Unserved::Scale`], [`Unserved::Softcap`] or [`Unserved::Fp8`], the first found.
     pub fn check_gpu(&self) -> Result<(), Unserved> {
         let Problem { lengths, heads_q, heads_kv, .. } = *self;
         let sequences = lengths.sequences();
@@ -39,7 +40,37 @@ impl Problem {
             }
         }
         counts.into_iter().try_for_each(|(name, value)| count(name, value))?;
-        self.check_scores()
+        self.check_scores()?;
+        self.check_fp8()
+    }
+
+    /// Of fp8: head dims in whole steps of its products, O in bf16, descales that are the same for all keys of
+    /// a head, and no change of scores but ALiBi and sinks.
+    fn check_fp8(&self) -> Result<(), Unserved> {
+        if !self.types.is_fp8() {
+            return Ok(());
+        }
+        let refuse = |what, value, need| Err(Unserved::Fp8 { what, value, need });
+        for (what, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
+            if !value.is_multiple_of(16) {
+                return refuse(what, value.to_string(), "a multiple of 16; pad with zeros");
+            }
+        }
+        if self.types.out != Dtype::Bf16 {
+            return refuse("out_dtype", self.types.out.to_string(), "bf16");
+        }
+        for (what, form) in [("k_descale", self.descales.k), ("v_descale", self.descales.v)] {
+            if form == DescaleForm::TokenHead {
+                return refuse(what, form.to_string(), "head or sequence_head");
+            }
+        }
+        if let Some(softcap) = self.score.softcap {
+            return refuse("softcap", softcap.to_string(), "none, or Q, K and V in 16 bits");
+        }
+        match self.score.program {
+            Some(program) => refuse("program", program.to_string(), "none, or Q, K and V in 16 bits"),
+            None => Ok(()),
+        }
     }
 
     /// The softmax scale is positive, and it, its product with log2(e) and what goes with a soft cap are
@@ -209,7 +240,7 @@ fn check_offset(problem: &Problem) -> Result<(), Mismatch> {
 mod tests {
     use super::*;
     use crate::spec::{Sm80Fwd, Sm90Bwd, Sm90Fwd};
-    use crate::{Dtype, Kernel, Lengths, Mask, MaskKind, ScoreKind, ScoreMod, Side, Types};
+    use crate::{Descales, Kernel, Lengths, Mask, MaskKind, ScoreKind, ScoreMod, Side, Types};
 
     const BASE: Problem = Problem::square(2, 300, 5, 64, Mask::FULL, Dtype::Bf16);
 
@@ -285,6 +316,44 @@ mod tests {
             BASE.with_lengths(cache).check_gpu(),
             Err(Unserved::TooLong { name: "page", value: 1 << 31, limit: MAX_COUNT })
         );
+    }
+
+    #[test]
+    fn what_no_fp8_kernel_computes_is_refused_by_name() {
+        let fp8 = BASE.with_types(Types::fp8(Dtype::Bf16)).with_descales(Descales::all(DescaleForm::Head));
+        assert_eq!(fp8.check_gpu(), Ok(()));
+        let sloped = ScoreMod::NONE.with_alibi(Some(crate::Alibi::PerHead)).with_sinks(true);
+        assert_eq!(fp8.with_score(sloped).with_head_dims(48, 16).check_gpu(), Ok(()));
+        let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
+        for (problem, what, part) in [
+            (fp8.with_head_dim(72), "head_dim", "head_dim = 72 in e4m3: GPU kernels need a multiple of 16"),
+            (fp8.with_head_dim_v(8), "head_dim_v", "pad with zeros"),
+            (
+                fp8.with_types(Types::fp8(Dtype::F16)),
+                "out_dtype",
+                "out_dtype = f16 in e4m3: GPU kernels need bf16",
+            ),
+            (
+                fp8.with_descales(fp8.descales.with_v(DescaleForm::TokenHead)),
+                "v_descale",
+                "need head or sequence_head",
+            ),
+            (
+                fp8.with_score(ScoreMod::softcap(30.0)),
+                "softcap",
+                "softcap = 30 in e4m3: GPU kernels need none",
+            ),
+            (
+                fp8.with_score(ScoreMod::NONE.with_program(Some(program))),
+                "program",
+                "the CPU backend takes any",
+            ),
+        ] {
+            let error = problem.check_gpu().expect_err("must be refused");
+            assert_eq!(error.what(), what);
+            assert!(error.to_string().contains(part), "{error}");
+            assert_eq!(problem.check(), Ok(()));
+        }
     }
 
     #[test]

@@ -182,7 +182,7 @@ fn unknown_fields_and_bad_values_are_refused() {
     refused(&text.replace("softcap: false", "softcap: false, bias: true"), "bias");
     refused(&text.replace("tile_n: 64", "tile_n: 60"), "tile_n = 60");
     refused(&text.replace("tile_n: 64", "tile_n: -1"), "not a kernel spec");
-    refused(&text.replace("f16", "e4m3"), "dtype e4m3");
+    refused(&text.replace("dtype: f16", "dtype: e4m3, out_dtype: Some(bf16)"), "dtype e4m3");
     refused(&sm90().to_ron().replace("tile_m: 128", "tile_m: 192"), "64 * num_wg = 128");
 }
 

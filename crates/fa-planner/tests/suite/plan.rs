@@ -293,7 +293,7 @@ fn refusals_say_what_works() {
     let wide = BASE.with_head_dim(264);
     for (problem, arch, options, part) in [
         (BASE.with_types(Types::same(Dtype::F32)), Arch::Sm90, options.clone(), "use f16 or bf16"),
-        (BASE.with_types(Types::same(Dtype::E4m3)), Arch::Sm80, options.clone(), "computes in e4m3"),
+        (BASE.with_types(Types::fp8(Dtype::Bf16)), Arch::Sm80, options.clone(), "computes in e4m3"),
         (wide, Arch::Sm90, options.clone(), "head_dim = 264"),
         (BASE.with_head_dims(64, 260), Arch::Sm80, options.clone(), "head_dim_v = 260"),
         (BASE.with_head_dim(33), Arch::Sm90, options.clone(), "multiples of 8"),
