@@ -253,6 +253,16 @@ pub enum Error {
         /// The largest.
         limit: usize,
     },
+    /// Something of an fp8 problem that GPU kernels do not compute.
+    #[error("{}", Unserved::Fp8 { what, value: value.clone(), need })]
+    Fp8 {
+        /// The field.
+        what: &'static str,
+        /// Its value.
+        value: String,
+        /// What works.
+        need: &'static str,
+    },
     /// The softmax scale is outside the GPU kernels' range.
     #[error("{}", Unserved::Scale { scale: *scale })]
     Scale {
@@ -398,6 +408,7 @@ impl From<Unserved> for Error {
                 Error::Page { page, tile_n, head_dim, multiple }
             }
             Unserved::TooLong { name, value, limit } => Error::TooLong { name, value, limit },
+            Unserved::Fp8 { what, value, need } => Error::Fp8 { what, value, need },
             Unserved::Scale { scale } => Error::Scale { scale },
             Unserved::Softcap { softcap, scale, limit } => Error::Softcap { softcap, scale, limit },
         }
