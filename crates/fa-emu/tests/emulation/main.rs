@@ -8,6 +8,7 @@ mod append;
 mod deterministic;
 mod drawn;
 mod faults;
+mod fp8;
 mod merge;
 mod mods;
 mod packed;
