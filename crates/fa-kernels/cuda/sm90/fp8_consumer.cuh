@@ -136,24 +136,14 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
             if (accumulate) scale_rows(o, rescale);
             issue_pv(o, 0, accumulate);
             wgmma::wait<0>();
-        } else if constexpr (T::kSlices == 1) {
-            float products[C.slice / 2];
-            issue_pv(products, 0, false);
-            wgmma::wait<0>();
-            add_products(o, products, 0, rescale);
         } else {
-            // The next slice's product runs while this one's is added.
-            float products[2][C.slice / 2];
-            issue_pv(products[0], 0, false);
+            // One slice after the other: registers for two would be those of longer tiles of keys.
 #pragma unroll
             for (int slice = 0; slice < T::kSlices; ++slice) {
-                if (slice + 1 < T::kSlices) {
-                    issue_pv(products[(slice + 1) % 2], slice + 1, false);
-                    wgmma::wait<1>();
-                } else {
-                    wgmma::wait<0>();
-                }
-                add_products(o, products[slice % 2], slice * C.slice / 2, rescale);
+                float products[C.slice / 2];
+                issue_pv(products, slice, false);
+                wgmma::wait<0>();
+                add_products(o, products, slice * C.slice / 2, rescale);
             }
         }
         release_v();

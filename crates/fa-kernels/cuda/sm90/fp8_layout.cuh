@@ -22,8 +22,8 @@ struct Fp8Traits {
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     static constexpr int kProducerWarps = 4;
     // Registers per thread after setmaxnreg; the producers transpose V.
-    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 56 : 32;
-    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 224 : 160;
+    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 40 : 32;
+    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 232 : 160;
 
     using Q = BytePanelTile<C.tile_m, C.head_dim>;
     using K = BytePanelTile<C.tile_n, C.head_dim>;

@@ -40,7 +40,7 @@ struct ByteTransposer {
             const int group = warp % kAcross + i * kAcross;
             // The lane's row of the transposed tile.
             const u32 row = to + (32 * group + lane) * To::kRowBytes + (To::twist(lane) << 4);
-#pragma unroll
+#pragma unroll 2
             for (int step = 0; step < kKeySteps; ++step) {
                 const int keys = warp / kAcross + step * kDown;
                 if (Keys / 16 % kDown != 0 && keys >= Keys / 16) break;

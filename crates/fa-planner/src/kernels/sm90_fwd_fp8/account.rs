@@ -55,15 +55,10 @@ const fn split(num_wg: u32) -> SetMaxNReg {
     }
 }
 
-/// Registers of the products of a step, which f32 units add to O: of a slice of the columns, or of two
-/// slices in turn; none where the tensor cores add to O.
+/// Registers of the products of a step, which f32 units add to O: of a slice of the columns; none where the
+/// tensor cores add to O.
 fn products(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> u32 {
-    let slice = kernel.slice(spec.head_dim_v);
-    match (kernel.two_level, slice < spec.head_dim_v) {
-        (false, _) => 0,
-        (true, false) => slice / 2,
-        (true, true) => slice,
-    }
+    if kernel.two_level { kernel.slice(spec.head_dim_v) / 2 } else { 0 }
 }
 
 /// Predicted registers of an MMA thread and their limit. Without overlap the scores of a step are gone when
