@@ -158,8 +158,8 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
     let mut tensors: AppendTensors<'_, T> = AppendTensors {
         k_new: tensor("k", &arrays.k_new)?,
         v_new: tensor("v", &arrays.v_new)?,
-        k_cache: tensor_mut("k_cache", &arrays.k_cache)?,
-        v_cache: tensor_mut("v_cache", &arrays.v_cache)?,
+        k_cache: tensor_mut::<T>("k_cache", &arrays.k_cache)?.into(),
+        v_cache: tensor_mut::<T>("v_cache", &arrays.v_cache)?.into(),
         q: queries.map(|q| tensor_mut("q", q)).transpose()?,
         tables,
     };
@@ -171,6 +171,7 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         cu_seqlens_q: arrays.cu_seqlens_q.as_ref().map(ints),
         seqused_q: None,
         used_out: arrays.used_out.as_ref().map(|view| slice_mut("cache_seqlens", view)).transpose()?,
+        ..AppendExtras::default()
     };
     threads::detached(py, || fa_attn::append(append, &mut extras, &mut tensors))?
         .map_err(|error| raised(error.into()))

@@ -122,8 +122,8 @@ pub(crate) fn on_cpu(steps: usize) -> Result<Vec<Vec<bf16>>, fa_attn::Error> {
             &mut AppendTensors {
                 k_new: k_new.view("k_new")?,
                 v_new: v_new.view("v_new")?,
-                k_cache: k.view_mut("k_cache")?,
-                v_cache: v.view_mut("v_cache")?,
+                k_cache: k.view_mut("k_cache")?.into(),
+                v_cache: v.view_mut("v_cache")?.into(),
                 q: Some(q.view_mut("q")?),
                 tables: Some([Table::F32(&cos), Table::F32(&sin)]),
             },

@@ -101,8 +101,8 @@
 //! let left_out = Engine::new()?.append(&append, &mut extras, &mut AppendTensors {
 //!     k_new: new.view("k_new")?,
 //!     v_new: new.view("v_new")?,
-//!     k_cache: k.view_mut("k_cache")?,
-//!     v_cache: v.view_mut("v_cache")?,
+//!     k_cache: k.view_mut("k_cache")?.into(),
+//!     v_cache: v.view_mut("v_cache")?.into(),
 //!     q: None,
 //!     tables: None,
 //! })?;

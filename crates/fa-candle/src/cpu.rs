@@ -47,8 +47,8 @@ fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [
     let problem = &posed.problem;
     let beside = on_host(&posed.beside)?;
     let q = view("q", q, q_shape(problem))?;
-    let k = view("k", k, k_shape(problem))?;
-    let v = view("v", v, v_shape(problem))?;
+    let k = view::<T>("k", k, k_shape(problem))?;
+    let v = view::<T>("v", v, v_shape(problem))?;
     let mut out: Vec<T> = zeros(out_shape(problem));
     let mut to = written("out", &mut out, out_shape(problem))?;
     let locked = posed.program.as_ref().map(lock);

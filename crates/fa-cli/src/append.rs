@@ -214,7 +214,7 @@ impl<T: Element + Stored> NewRows<T> {
             page_table: sides.values.page_table.as_deref(),
             cu_seqlens_q: sides.values.cu_seqlens_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
             seqused_q: sides.values.seqused_q.as_deref().filter(|_| of_q.is_some()),
-            used_out: None,
+            ..AppendExtras::default()
         };
         let tables = self.tables.as_ref().map(|tables| {
             [0, 1].map(|i: usize| match &tables[i] {
@@ -225,8 +225,8 @@ impl<T: Element + Stored> NewRows<T> {
         let mut tensors = AppendTensors {
             k_new: self.k.view("k_new")?,
             v_new: self.v.view("v_new")?,
-            k_cache: k.view_mut("k")?,
-            v_cache: v.view_mut("v")?,
+            k_cache: k.view_mut("k")?.into(),
+            v_cache: v.view_mut("v")?.into(),
             q: of_q.map(|_| q.view_mut("q")).transpose()?,
             tables,
         };

@@ -209,6 +209,7 @@ impl SideTensors {
             | CpuError::Append(_)
             | CpuError::Shape { .. }
             | CpuError::Dtype { .. }
+            | CpuError::Codes { .. }
             | CpuError::OutOfBounds { .. }
             | CpuError::Overlap { .. }
             | CpuError::Memory { .. }

@@ -1,16 +1,57 @@
 //! Appends new keys and values to a cache in place, and rotates keys and queries (rotary embedding):
 //! [`fa_core::Append`] says what that means. The bits are those of the GPU's kernel.
 
+mod codes;
 mod rows;
 
 use fa_core::{Append, QueryPositions, Side, SideRows};
 
 pub use rows::Table;
-use rows::{Row, Turns, copy, write};
+use rows::{Row, Scratch, Turns, copy, write};
 
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::{TensorMut, TensorRef};
+use codes::{Descaling, Quantiser};
+
+/// A cache of K or V, written where rows are appended. Made from a tensor of the new rows' type or of bytes,
+/// which are the bits of codes.
+#[derive(Debug)]
+pub enum CacheMut<'a, T> {
+    /// Elements of the type of the new rows.
+    Same(TensorMut<'a, T>),
+    /// The bits of e4m3 or int8 codes.
+    Codes(TensorMut<'a, u8>),
+}
+
+impl<'a, T: Element> From<TensorMut<'a, T>> for CacheMut<'a, T> {
+    fn from(tensor: TensorMut<'a, T>) -> CacheMut<'a, T> {
+        CacheMut::Same(tensor)
+    }
+}
+
+impl<'a, T: Element> From<TensorMut<'a, u8>> for CacheMut<'a, T> {
+    fn from(tensor: TensorMut<'a, u8>) -> CacheMut<'a, T> {
+        CacheMut::Codes(tensor)
+    }
+}
+
+impl<'a, T> CacheMut<'a, T> {
+    /// The tensor, where its elements are of the new rows' type.
+    pub fn same(&mut self) -> Option<&mut TensorMut<'a, T>> {
+        match self {
+            CacheMut::Same(tensor) => Some(tensor),
+            CacheMut::Codes(_) => None,
+        }
+    }
+
+    fn shape(&self) -> [usize; 4] {
+        match self {
+            CacheMut::Same(tensor) => tensor.shape(),
+            CacheMut::Codes(tensor) => tensor.shape(),
+        }
+    }
+}
 
 /// The tensors of an append; shapes as [`Append`]'s methods say.
 #[derive(Debug)]
@@ -19,10 +60,10 @@ pub struct AppendTensors<'a, T> {
     pub k_new: TensorRef<'a, T>,
     /// New values.
     pub v_new: TensorRef<'a, T>,
-    /// The cache of keys, written where rows are appended.
-    pub k_cache: TensorMut<'a, T>,
+    /// The cache of keys.
+    pub k_cache: CacheMut<'a, T>,
     /// The cache of values.
-    pub v_cache: TensorMut<'a, T>,
+    pub v_cache: CacheMut<'a, T>,
     /// Queries, rotated in place; `None` where none are.
     pub q: Option<TensorMut<'a, T>>,
     /// Cosines and sines; `None` without rotary embedding.
@@ -46,21 +87,21 @@ pub struct AppendExtras<'a> {
     pub seqused_q: Option<&'a [i32]>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<&'a mut [i32]>,
+    /// Descales of a K of codes, in the shape of [`Append::descale_shape`]: read, or written where they are per
+    /// row and head.
+    pub k_descale: Option<&'a mut [f32]>,
+    /// The same of V.
+    pub v_descale: Option<&'a mut [f32]>,
 }
 
-fn check_shape<T: Copy>(
-    tensor: &'static str,
-    view: &TensorRef<'_, T>,
-    need: [usize; 4],
-) -> Result<(), CpuError> {
-    let got = view.shape();
+fn check_shape(tensor: &'static str, got: [usize; 4], need: [usize; 4]) -> Result<(), CpuError> {
     if got == need { Ok(()) } else { Err(CpuError::Shape { tensor, got, need }) }
 }
 
 /// Checks that exactly the arrays that the append names are given, with the right lengths.
-fn check_words(
+fn check_words<N>(
     name: &'static str,
-    given: Option<&[i32]>,
+    given: Option<&[N]>,
     asked: bool,
     is_optional: bool,
     need: usize,
@@ -86,13 +127,21 @@ pub fn check<T: Element>(
     if T::DTYPE != Some(append.dtype) {
         return Err(CpuError::Dtype { got: T::DTYPE, need: append.dtype });
     }
-    check_shape("k_new", &tensors.k_new, append.new_shape(append.head_dim))?;
-    check_shape("v_new", &tensors.v_new, append.new_shape(append.head_dim_v))?;
-    check_shape("k_cache", &tensors.k_cache.as_ref(), append.cache_shape(append.head_dim))?;
-    check_shape("v_cache", &tensors.v_cache.as_ref(), append.cache_shape(append.head_dim_v))?;
+    check_shape("k_new", tensors.k_new.shape(), append.new_shape(append.head_dim))?;
+    check_shape("v_new", tensors.v_new.shape(), append.new_shape(append.head_dim_v))?;
+    check_shape("k_cache", tensors.k_cache.shape(), append.cache_shape(append.head_dim))?;
+    check_shape("v_cache", tensors.v_cache.shape(), append.cache_shape(append.head_dim_v))?;
+    for cache in [&tensors.k_cache, &tensors.v_cache] {
+        let need = append.cache_dtype();
+        match (cache, append.codes) {
+            (CacheMut::Same(_), None) | (CacheMut::Codes(_), Some(_)) => {}
+            (CacheMut::Same(_), Some(_)) => return Err(CpuError::Dtype { got: T::DTYPE, need }),
+            (CacheMut::Codes(_), None) => return Err(CpuError::Codes { need }),
+        }
+    }
     let queries = append.queries();
     match (&tensors.q, queries) {
-        (Some(q), Some(_)) => check_shape("q", &q.as_ref(), append.query_shape())?,
+        (Some(q), Some(_)) => check_shape("q", q.shape(), append.query_shape())?,
         (None, None) => {}
         (given, _) => return Err(CpuError::Extra { name: "q", asked: given.is_none() }),
     }
@@ -127,6 +176,13 @@ pub fn check<T: Element>(
     check_words("cu_seqlens_q", extras.cu_seqlens_q, is_packed(of_q), false, batch + 1)?;
     check_words("seqused_q", extras.seqused_q, of_q.used, false, batch)?;
     check_words("used_out", extras.used_out.as_deref(), true, true, batch)?;
+    let descales = append.descales();
+    for (name, form, given) in
+        [("k_descale", descales.k, &extras.k_descale), ("v_descale", descales.v, &extras.v_descale)]
+    {
+        let need = append.descale_shape(form).map(|shape| shape.iter().product());
+        check_words(name, given.as_deref(), need.is_some(), false, need.unwrap_or(0))?;
+    }
     for (name, starts) in [("cu_new", extras.cu_new), ("cu_seqlens_q", extras.cu_seqlens_q)] {
         let Some(starts) = starts else { continue };
         for index in 0..batch {
@@ -175,7 +231,7 @@ pub fn append<T: Element>(
         for t in 0..count {
             let position = cached + t;
             match place(append, extras.page_table, sequence, position).filter(|_| has_row(position)) {
-                Some(to) => of_new.push(Row { from: (entry, begin + t), to, position }),
+                Some(to) => of_new.push(Row { from: (entry, begin + t), to, position, sequence }),
                 None => dropped += 1,
             }
         }
@@ -191,7 +247,7 @@ pub fn append<T: Element>(
             };
             let at = (entry, begin + t);
             if has_row(position) {
-                of_q.push(Row { from: at, to: at, position });
+                of_q.push(Row { from: at, to: at, position, sequence });
             } else {
                 dropped += 1;
             }
@@ -199,13 +255,24 @@ pub fn append<T: Element>(
     }
     let AppendTensors { k_new, v_new, k_cache, v_cache, q, tables } = tensors;
     let turns = tables.as_ref().zip(append.rotary).map(|(tables, rotary)| Turns::new(rotary, tables));
-    write(k_cache, &of_new, |row, head, own, scratch| {
+    let k_row = |row: &Row, head: usize, own: &mut [T], scratch: &mut Scratch| {
         copy(k_new, row.from, head, own);
         if let Some(turns) = &turns {
             turns.apply(own, row.position, scratch);
         }
-    });
-    write(v_cache, &of_new, |row, head, own, _| copy(v_new, row.from, head, own));
+    };
+    let v_row = |row: &Row, head: usize, own: &mut [T], _: &mut Scratch| copy(v_new, row.from, head, own);
+    let descales = append.descales();
+    let of_k = Descaling::new(append, descales.k, extras.k_descale.as_deref_mut());
+    let of_v = Descaling::new(append, descales.v, extras.v_descale.as_deref_mut());
+    match k_cache {
+        CacheMut::Same(cache) => write(cache, &of_new, k_row),
+        CacheMut::Codes(cache) => Quantiser::new(append, of_k).write(cache, &of_new, k_row),
+    }
+    match v_cache {
+        CacheMut::Same(cache) => write(cache, &of_new, v_row),
+        CacheMut::Codes(cache) => Quantiser::new(append, of_v).write(cache, &of_new, v_row),
+    }
     if let (Some(q), Some(turns)) = (q, &turns) {
         write(q, &of_q, |row, _, own, scratch| turns.apply(own, row.position, scratch));
     }

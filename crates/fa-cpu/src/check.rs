@@ -2,6 +2,7 @@
 
 use fa_core::{Problem, Side, SideRows};
 
+use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::TensorRef;
@@ -47,23 +48,32 @@ pub const fn lse_len(problem: &Problem) -> usize {
     batch.saturating_mul(problem.heads_q).saturating_mul(seqlen)
 }
 
-/// The problem is valid, the elements are of its dtype (or f64, which stands for any), and Q, K and V have
-/// its shapes.
+/// The problem is valid, the elements are of its types (or f64, which stands for any but codes), and Q, K and
+/// V have its shapes.
 ///
 /// # Errors
-/// [`CpuError::Problem`], [`CpuError::Dtype`] or [`CpuError::Shape`].
-pub fn check_forward<T: Element>(
+/// [`CpuError::Problem`], [`CpuError::Dtype`], [`CpuError::Codes`] or [`CpuError::Shape`].
+pub fn check_forward<'a, T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
+) -> Result<(), CpuError> {
+    check_inputs(problem, q, &k.into(), &v.into())
+}
+
+fn check_inputs<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &KvRef<'_, T>,
+    v: &KvRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
-    for need in [problem.types.q, problem.types.kv] {
-        if T::DTYPE.is_some_and(|dtype| dtype != need) {
-            return Err(CpuError::Dtype { got: T::DTYPE, need });
-        }
+    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.q) {
+        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.q });
     }
+    k.check(problem.types.kv)?;
+    v.check(problem.types.kv)?;
     check_shape("q", q.shape(), q_shape(problem))?;
     check_shape("k", k.shape(), k_shape(problem))?;
     check_shape("v", v.shape(), v_shape(problem))

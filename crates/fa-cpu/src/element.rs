@@ -13,7 +13,7 @@ mod sealed {
 
 /// A number that tensors may hold: f64, f32, f16 or bf16. Conversions are exact upwards and round to nearest
 /// even downwards.
-pub trait Element: Copy + Send + Sync + Stored + sealed::Sealed + 'static {
+pub trait Element: Copy + Default + Send + Sync + Stored + sealed::Sealed + 'static {
     /// The element type's name in problems; `None` for f64, which only the oracle's own tensors have.
     const DTYPE: Option<Dtype>;
     /// Rounds to this type.

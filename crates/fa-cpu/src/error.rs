@@ -29,6 +29,12 @@ pub enum CpuError {
         /// The problem's.
         need: Dtype,
     },
+    /// K and V are codes, and the problem's are not.
+    #[error("K and V hold codes of 8 bits, the problem's kv_dtype is {need}: it must be e4m3 or int8")]
+    Codes {
+        /// The problem's type of K and V.
+        need: Dtype,
+    },
     /// Shape and strides reach outside the storage.
     #[error("{tensor} reaches element {last}, its storage holds {len}")]
     OutOfBounds {

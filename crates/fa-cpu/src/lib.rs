@@ -12,7 +12,8 @@
 //! Sequences of different lengths, keys in pages, ALiBi slopes and sinks come with a call's [`Extras`];
 //! [`batch`] says where the rows of each sequence lie.
 //!
-//! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16.
+//! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16. K and V may be codes of
+//! 8 bits ([`KvRef`]), which the forward decodes tile by tile.
 //!
 //! ```
 //! use fa_core::{Dtype, Mask, Problem, TensorLayout};
@@ -42,6 +43,7 @@
 pub mod append;
 pub mod batch;
 pub mod check;
+pub mod codes;
 #[cfg(feature = "reference")]
 pub mod compare;
 pub mod element;
@@ -64,6 +66,7 @@ pub mod tiled;
 pub mod view;
 
 pub use append::{AppendExtras, AppendTensors, Table};
+pub use codes::KvRef;
 pub use element::Element;
 pub use error::CpuError;
 pub use extras::{Arguments, Extras, OwnedExtras, Within};

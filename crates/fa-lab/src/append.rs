@@ -147,6 +147,7 @@ impl<T: Half> AppendInputs<T> {
             cu_seqlens_q: cu.as_deref().filter(|_| of_q.is_some_and(is_packed)),
             seqused_q: used.as_deref().filter(|_| of_q.is_some_and(|side| side.used)),
             used_out: Some(used_out),
+            ..AppendExtras::default()
         };
         let is_f32 = append.rotary.is_some_and(|rotary| rotary.table == Dtype::F32);
         let tables = [0, 1]
@@ -157,8 +158,8 @@ impl<T: Half> AppendInputs<T> {
         let mut tensors = AppendTensors {
             k_new: TensorRef::packed("k_new", k_new, shapes[0], layout)?,
             v_new: TensorRef::packed("v_new", v_new, shapes[1], layout)?,
-            k_cache: TensorMut::packed("k_cache", k_cache, shapes[2], layout)?,
-            v_cache: TensorMut::packed("v_cache", v_cache, shapes[3], layout)?,
+            k_cache: TensorMut::packed("k_cache", k_cache, shapes[2], layout)?.into(),
+            v_cache: TensorMut::packed("v_cache", v_cache, shapes[3], layout)?.into(),
             q,
             tables: append.rotary.map(|_| tables),
         };

@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use fa_cpu::{AppendExtras, AppendTensors, Table};
+use fa_cpu::append::CacheMut;
+use fa_cpu::{AppendExtras, AppendTensors, Table, TensorMut};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use fa_kernels::{AppendArgs, AppendQueries, AppendTable, BoundAppend, Error, RawAppendArgs};
 
@@ -78,6 +79,12 @@ impl<T: Half> DeviceTable<T> {
     }
 }
 
+/// A cache of the type of the new rows: no kernel appends codes.
+fn same<'s, 'a, T: Half>(cache: &'s mut CacheMut<'a, T>) -> Result<&'s mut TensorMut<'a, T>, Error> {
+    let (kernel, problem) = ("elements of the new rows' type".to_owned(), "codes".to_owned());
+    cache.same().ok_or(Error::Mismatch { what: "cache", kernel, problem })
+}
+
 impl<T: Half> DeviceAppend<T> {
     /// Copies of host tensors and arrays, as [`crate::append`] takes them.
     ///
@@ -86,7 +93,7 @@ impl<T: Half> DeviceAppend<T> {
     pub fn upload(
         stream: &Arc<CudaStream>,
         extras: &AppendExtras<'_>,
-        tensors: &AppendTensors<'_, T>,
+        tensors: &mut AppendTensors<'_, T>,
     ) -> Result<DeviceAppend<T>, Error> {
         let words = |words: Option<&[i32]>| words.map(|words| copy(stream, words)).transpose();
         let tables = match &tensors.tables {
@@ -96,8 +103,8 @@ impl<T: Half> DeviceAppend<T> {
         Ok(DeviceAppend {
             k_new: DeviceTensor::upload(stream, &tensors.k_new)?,
             v_new: DeviceTensor::upload(stream, &tensors.v_new)?,
-            k_cache: DeviceTensor::upload(stream, &tensors.k_cache.as_ref())?,
-            v_cache: DeviceTensor::upload(stream, &tensors.v_cache.as_ref())?,
+            k_cache: DeviceTensor::upload(stream, &same(&mut tensors.k_cache)?.as_ref())?,
+            v_cache: DeviceTensor::upload(stream, &same(&mut tensors.v_cache)?.as_ref())?,
             q: tensors.q.as_ref().map(|q| DeviceTensor::upload(stream, &q.as_ref())).transpose()?,
             tables,
             cu_new: words(extras.cu_new)?,
@@ -193,8 +200,8 @@ impl<T: Half> DeviceAppend<T> {
         tensors: &mut AppendTensors<'_, T>,
     ) -> Result<usize, Error> {
         let read = doing("copying from the GPU");
-        self.k_cache.download(stream, &mut tensors.k_cache)?;
-        self.v_cache.download(stream, &mut tensors.v_cache)?;
+        self.k_cache.download(stream, same(&mut tensors.k_cache)?)?;
+        self.v_cache.download(stream, same(&mut tensors.v_cache)?)?;
         if let (Some(from), Some(to)) = (&self.q, &mut tensors.q) {
             from.download(stream, to)?;
         }

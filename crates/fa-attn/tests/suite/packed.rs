@@ -242,8 +242,8 @@ fn appends_are_the_same_through_the_engine_and_refusals_write_nothing() {
             let mut tensors = AppendTensors {
                 k_new: k_new.view("k_new").expect("a view"),
                 v_new: v_new.view("v_new").expect("a view"),
-                k_cache: k.view_mut("k_cache").expect("a view"),
-                v_cache: v.view_mut("v_cache").expect("a view"),
+                k_cache: k.view_mut("k_cache").expect("a view").into(),
+                v_cache: v.view_mut("v_cache").expect("a view").into(),
                 q: None,
                 tables: None,
             };

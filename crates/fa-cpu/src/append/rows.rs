@@ -10,12 +10,14 @@ use crate::simd::{Isa, Kernels};
 use crate::tiled::schedule;
 use crate::view::{TensorMut, TensorRef};
 
-/// A row of all heads: entry and row of the tensors that it comes from and goes to, and its position.
+/// A row of all heads: entry and row of the tensors that it comes from and goes to, its position and its
+/// sequence.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row {
     pub from: (usize, usize),
     pub to: (usize, usize),
     pub position: usize,
+    pub sequence: usize,
 }
 
 /// Elements that a thread takes at a time: fewer take less time than waking the thread.
@@ -23,7 +25,7 @@ const ELEMENTS: usize = 16 << 10;
 
 /// Calls `fill(row, head, elements, scratch)` for every head of all `rows`, with the current elements of
 /// `to`. Of several rows with the same destination the last one is written.
-pub(super) fn write<T: Element>(
+pub(super) fn write<T: Copy + Default + Send + Sync>(
     to: &mut TensorMut<'_, T>,
     rows: &[Row],
     fill: impl Fn(&Row, usize, &mut [T], &mut Scratch) + Sync,
@@ -35,7 +37,7 @@ pub(super) fn write<T: Element>(
     let data = to.data_mut();
     let offset = |row: &Row, head: usize| strides.offset(row.to.0, row.to.1, head, 0) as usize;
     if strides.dim != 1 && dim > 1 {
-        let (mut own, mut scratch) = (vec![T::from_f32(0.0); dim], Scratch::default());
+        let (mut own, mut scratch) = (vec![T::default(); dim], Scratch::default());
         for (row, head) in rows.iter().flat_map(|row| (0..heads).map(move |head| (row, head))) {
             let at = |i: usize| (offset(row, head) as i64 + i as i64 * strides.dim) as usize;
             own.iter_mut().enumerate().for_each(|(i, value)| *value = data[at(i)]);

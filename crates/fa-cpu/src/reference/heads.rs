@@ -4,6 +4,7 @@ use fa_core::Problem;
 use rayon::prelude::*;
 
 use crate::batch::{Batch, Span};
+use crate::codes::Values;
 use crate::element::Element;
 use crate::real::Real;
 use crate::threads;
@@ -36,19 +37,16 @@ pub(super) fn gather_queries<R: Real, T: Element>(
     rows
 }
 
-/// One head of a tensor of keys or values, packed `[rows of the sequence, dim]`.
+/// One head of keys or values, packed `[rows of the sequence, dim]`.
 pub(super) fn gather_keys<R: Real, T: Element>(
-    tensor: &TensorRef<'_, T>,
+    values: &Values<'_, T>,
     batch: &Batch<'_>,
     sequence: usize,
     head: usize,
 ) -> Vec<R> {
-    let (len, dim) = (batch.sequences[sequence].k.len, tensor.shape()[3]);
+    let (len, dim) = (batch.sequences[sequence].k.len, values.shape()[3]);
     let mut rows = Vec::with_capacity(len * dim);
-    for key in 0..len {
-        let (outer, inner) = batch.key(sequence, key);
-        R::append_row(&tensor.row(outer, inner, head), &mut rows);
-    }
+    (0..len).for_each(|key| values.append_row(batch, [sequence, key, head], &mut rows));
     rows
 }
 

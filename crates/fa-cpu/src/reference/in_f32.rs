@@ -5,6 +5,7 @@ use fa_core::Problem;
 
 use super::formula::{self, Forward, Gradients, Rows, Tensors};
 use super::over;
+use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Arguments;
@@ -17,10 +18,11 @@ fn exact(value: f32) -> f32 {
 pub(crate) fn forward<T: Element>(
     problem: &Problem,
     arguments: &Arguments<'_>,
-    inputs: [&TensorRef<'_, T>; 3],
+    q: &TensorRef<'_, T>,
+    kv: [KvRef<'_, T>; 2],
 ) -> Result<Forward<f32>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
-    over::forward(problem, arguments, inputs, exact, pass)
+    over::forward(problem, arguments, q, kv, exact, pass)
 }
 
 pub(crate) fn backward<T: Element>(

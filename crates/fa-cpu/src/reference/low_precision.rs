@@ -12,6 +12,7 @@ use super::Gradients;
 use super::formula::{self, Rows, Tensors};
 use super::over;
 use crate::check::check_len;
+use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras};
@@ -50,11 +51,11 @@ pub struct LowGradients<T> {
 ///
 /// # Errors
 /// As [`super::forward`].
-pub fn forward<T: Element>(
+pub fn forward<'a, T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
 ) -> Result<LowForward<T>, CpuError> {
     forward_extras(problem, &Extras::NONE, q, k, v)
 }
@@ -67,12 +68,12 @@ pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
     arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
 ) -> Result<LowForward<T>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
     let formula::Forward { out, lse, .. } =
-        over::forward(problem, &arguments.into(), [q, k, v], T::held_f32, pass)?;
+        over::forward(problem, &arguments.into(), q, [k.into(), v.into()], T::held_f32, pass)?;
     Ok(LowForward { out: T::narrowed(&out), lse })
 }
 

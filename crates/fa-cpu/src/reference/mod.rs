@@ -38,6 +38,7 @@ mod vectors;
 
 use fa_core::Problem;
 
+use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras};
@@ -105,11 +106,11 @@ fn noise(terms: Vec<f64>) -> f64 {
 /// # Errors
 /// Tensors that do not fit the problem: see [`crate::check::check_forward`]. A problem that needs
 /// [`Extras`]: see [`forward_extras`].
-pub fn forward<T: Element>(
+pub fn forward<'a, T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
 ) -> Result<Forward, CpuError> {
     forward_extras(problem, &Extras::NONE, q, k, v)
 }
@@ -123,12 +124,12 @@ pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
     arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
 ) -> Result<Forward, CpuError> {
     let pass = |tensors: &Tensors<'_, f64>| formula::forward_f64(problem, tensors);
     let formula::Forward { out, lse, out_terms } =
-        over::forward(problem, &arguments.into(), [q, k, v], exact, pass)?;
+        over::forward(problem, &arguments.into(), q, [k.into(), v.into()], exact, pass)?;
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 

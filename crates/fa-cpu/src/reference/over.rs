@@ -6,6 +6,7 @@ use super::formula::{Rows, Tensors};
 use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
 use crate::check::{check_forward, check_out};
+use crate::codes::{KvRef, Of, Values};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, check_extras};
@@ -19,14 +20,18 @@ use crate::view::TensorRef;
 pub(super) fn forward<R: Real, T: Element, A>(
     problem: &Problem,
     arguments: &Arguments<'_>,
-    [q, k, v]: [&TensorRef<'_, T>; 3],
+    q: &TensorRef<'_, T>,
+    [k, v]: [KvRef<'_, T>; 2],
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> Result<A, CpuError> {
-    check_forward(problem, q, k, v)?;
+    check_forward(problem, q, &k, &v)?;
     check_extras(problem, Pass::Forward, &arguments.extras)?;
     let batch = Batch::new(problem, arguments)?;
-    Ok(read(&batch, [q, k, v], round, pass))
+    let extras = &arguments.extras;
+    let k = Values::new(problem, extras, Of::K, &k);
+    let v = Values::new(problem, extras, Of::V, &v);
+    Ok(read(&batch, q, [k, v], round, pass))
 }
 
 /// The backward `pass` over Q, K, V and dO.
@@ -40,6 +45,7 @@ pub(super) fn backward<R: Real, T: Element, A>(
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>, Rows<'_, R>) -> A,
 ) -> Result<A, CpuError> {
+    problem.check_pass(Pass::BACKWARD)?;
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
     let batch = Batch::new(problem, arguments)?;
@@ -47,20 +53,22 @@ pub(super) fn backward<R: Real, T: Element, A>(
         return Err(CpuError::PagedBackward);
     }
     let dout = |s: usize, h: usize| gather_queries(dout, &batch, s, h);
-    Ok(read(&batch, [q, k, v], round, |tensors| pass(tensors, &dout)))
+    let [k, v] = [k, v].map(|tensor| Values::Same(*tensor));
+    Ok(read(&batch, q, [k, v], round, |tensors| pass(tensors, &dout)))
 }
 
 fn read<R: Real, T: Element, A>(
     batch: &Batch<'_>,
-    [q, k, v]: [&TensorRef<'_, T>; 3],
+    q: &TensorRef<'_, T>,
+    [k, v]: [Values<'_, T>; 2],
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> A {
     pass(&Tensors {
         batch,
         q: &|s, h| gather_queries(q, batch, s, h),
-        k: &|s, h| gather_keys(k, batch, s, h),
-        v: &|s, h| gather_keys(v, batch, s, h),
+        k: &|s, h| gather_keys(&k, batch, s, h),
+        v: &|s, h| gather_keys(&v, batch, s, h),
         round,
     })
 }

@@ -18,6 +18,7 @@ use super::scores::{Scores, lse_exponent};
 use super::scratch::{QueryTile, Scratch};
 use super::sink_terms::SinkTerms;
 use super::work::Unit;
+use crate::codes::Values;
 use crate::element::Element;
 use crate::simd::row_products::Factor;
 use crate::simd::{Init, Order, Product, TileShape};
@@ -42,7 +43,7 @@ pub(super) fn run<T: Element + Factor>(
         return vec![];
     }
     let group = problem.group_size();
-    let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
+    let [k, v] = [inputs.k, inputs.v].map(|tensor| KeyRows::new(&Values::Same(tensor), batch));
     let job = Job { call, scores: &Scores::new(problem), sizes };
     let tile = [sizes.tile_m, problem.head_dim * sizes.tile_m];
     let writers = Writers::new(call, &cuts, [&mut to.dq, &mut to.dk, &mut to.dv], tile);

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use super::inputs::{Backward, BackwardInputs, Gradients};
 use super::work::{Forward, Unit, units};
 use super::{backward, backward16, decode, forward, forward16};
+use crate::codes::Values;
 use crate::element::Element;
 use crate::simd::cast;
 use crate::simd::row_products::Factor;
@@ -93,8 +94,15 @@ fn backward_of<T: Element + Factor>(call: &Backward<'_, T>, to: &mut Gradients<'
 
 fn cast_forward<'a, T: Element, U: Element>(call: &Forward<'a, T>) -> Option<Forward<'a, U>> {
     let Forward { kernels, threads, problem, batch, ref q, ref k, ref v } = *call;
-    let (q, k, v) = (cast::tensor(q)?, cast::tensor(k)?, cast::tensor(v)?);
+    let (q, k, v) = (cast::tensor(q)?, cast_values(k)?, cast_values(v)?);
     Some(Forward { kernels, threads, problem, batch, q, k, v })
+}
+
+fn cast_values<'a, T: Element, U: Element>(values: &Values<'a, T>) -> Option<Values<'a, U>> {
+    Some(match values {
+        Values::Same(tensor) => Values::Same(cast::tensor(tensor)?),
+        Values::Codes(rows) => Values::Codes(*rows),
+    })
 }
 
 fn cast_backward<'a, T: Element, U: Element>(call: &Backward<'a, T>) -> Option<Backward<'a, U>> {

@@ -21,6 +21,7 @@ use crate::batch::Sequence;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
 use crate::simd::row_products::Factor;
+use crate::simd::row_set::RowSet;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;
@@ -58,6 +59,8 @@ struct Scratch<'a, T> {
     units: Vec<Rows>,
     s: Buffer,
     slices: Vec<&'a [T]>,
+    /// A tile of K or V, where they are codes.
+    decoded: Buffer,
     /// Where the next tile's rows of K and V begin, of several units.
     next: [Vec<&'a [T]>; 2],
     /// A row of O, where parts are merged.
@@ -173,6 +176,7 @@ pub(super) fn run<T: Element + Factor>(
                 .collect(),
             s: Buffer::new(rows * TILE_N),
             slices: Vec::with_capacity(TILE_N),
+            decoded: Buffer::new(if job.k.are_codes() { TILE_N * ldq.max(ldo) } else { 0 }),
             next: [(); 2].map(|()| Vec::with_capacity(TILE_N)),
             sums: Buffer::new(if parts > 0 { ldo } else { 0 }),
         },
@@ -267,7 +271,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
     /// One split of units of a sequence: the scratch's states become their results.
     fn split(&self, scratch: &mut Scratch<'a, T>, units: &[Unit], band: &Band, keys: &Range<usize>) {
         let Forward { kernels, problem, batch, q, .. } = *self.call;
-        let Scratch { units: of_units, s, slices, next, .. } = scratch;
+        let Scratch { units: of_units, s, slices, decoded, next, .. } = scratch;
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
@@ -297,7 +301,7 @@ impl<'a, T: Element + Factor> Job<'a, T> {
                     [_] => Ahead::Follow,
                     _ => Ahead::Rows(&next[from..to], rows.across(units.len())),
                 });
-                self.tile(unit, band, &tile(first), ahead, of_unit, s, slices);
+                self.tile(unit, band, &tile(first), ahead, of_unit, s, (slices, decoded));
             }
         }
     }
@@ -312,14 +316,20 @@ impl<'a, T: Element + Factor> Job<'a, T> {
         [ahead_k, ahead_v]: [Ahead<'_, T>; 2],
         Rows { q, state }: &mut Rows,
         s: &mut [f32],
-        slices: &mut Vec<&'a [T]>,
+        (slices, decoded): (&mut Vec<&'a [T]>, &mut [f32]),
     ) {
         let Forward { kernels, problem, batch, .. } = *self.call;
         let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
         let group = problem.group_size();
         let rows = group * band.q;
-        let keys = self.k.rows(unit, tile.clone(), slices);
-        kernels.dots(keys, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
+        if self.k.are_codes() {
+            let (data, step) = self.k.tile(kernels, unit, tile.clone(), decoded);
+            let keys = RowSet::Strided { data, step, count: tile.len() };
+            kernels.dots(keys, Ahead::Nothing, problem.head_dim, rows, q, ldq, s, TILE_N);
+        } else {
+            let keys = self.k.rows(unit, tile.clone(), slices);
+            kernels.dots(keys, ahead_k, problem.head_dim, rows, q, ldq, s, TILE_N);
+        }
         // Whole registers of scores; those beyond the last key are masked like the others.
         let columns = tile.len().next_multiple_of(kernels.lanes());
         for (row, s) in s.chunks_mut(TILE_N).take(rows).enumerate() {
@@ -342,17 +352,37 @@ impl<'a, T: Element + Factor> Job<'a, T> {
                 state.o[row * ldo..][..ldo].iter_mut().for_each(|value| *value *= factor);
             }
         }
-        let values = self.v.rows(unit, tile.clone(), slices);
-        let dims = problem.head_dim_v;
+        if self.v.are_codes() {
+            let (data, step) = self.v.tile(kernels, unit, tile.clone(), decoded);
+            let values = RowSet::Strided { data, step, count: tile.len() };
+            self.accumulate(values, Ahead::Nothing, band, tile, s, state);
+        } else {
+            self.accumulate(self.v.rows(unit, tile.clone(), slices), ahead_v, band, tile, s, state);
+        }
+    }
+
+    /// Adds the products of probabilities and a tile of V.
+    fn accumulate<U: Element + Factor>(
+        &self,
+        values: RowSet<'_, U>,
+        ahead: Ahead<'_, U>,
+        band: &Band,
+        tile: &Range<usize>,
+        s: &[f32],
+        state: &mut State,
+    ) {
+        let Forward { kernels, problem, .. } = *self.call;
+        let (dims, ldo) = (problem.head_dim_v, row_stride(problem.head_dim_v));
+        let rows = problem.group_size() * band.q;
         if band.sees_all(&(0..band.q), tile) {
-            kernels.accumulate(values, ahead_v, dims, rows, s, TILE_N, &mut state.o, ldo);
+            kernels.accumulate(values, ahead, dims, rows, s, TILE_N, &mut state.o, ldo);
             return;
         }
         // A masked value may be anything, and 0 times infinity is NaN.
         for row in 0..rows {
             let seen = clip(&band.keys(row % band.q), tile);
             let (s, o) = (&s[row * TILE_N + seen.start..], &mut state.o[row * ldo..]);
-            let ahead = if row == 0 { ahead_v } else { Ahead::Nothing };
+            let ahead = if row == 0 { ahead } else { Ahead::Nothing };
             kernels.accumulate(values.part(seen), ahead, dims, 1, s, TILE_N, o, ldo);
         }
     }

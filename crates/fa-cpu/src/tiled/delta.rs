@@ -8,6 +8,7 @@ use super::inputs::Backward;
 use super::pack::{KeyRows, row_stride};
 use super::scores::{Scores, lse_exponent};
 use super::work::Unit;
+use crate::codes::Values;
 use crate::element::Element;
 use crate::simd::ahead::Ahead;
 use crate::simd::row_products::Factor;
@@ -32,7 +33,7 @@ pub(super) struct ExactDelta<'a, T> {
 impl<'a, T: Element + Factor> ExactDelta<'a, T> {
     pub(super) fn new(call: &'a Backward<'a, T>) -> Self {
         let Backward { problem, batch, ref inputs, .. } = *call;
-        let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
+        let [k, v] = [inputs.k, inputs.v].map(|tensor| KeyRows::new(&Values::Same(tensor), batch));
         let converted = if k.has_slices() && v.has_slices() { 0 } else { FEW_KEYS };
         ExactDelta {
             call,

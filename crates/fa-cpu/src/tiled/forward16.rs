@@ -46,10 +46,12 @@ struct Scratch {
 /// rounding of the LSE: as an exponent of 2 that must stay small. The forward takes the same problems.
 const MAX_SCALE: f32 = 1024.0;
 
-/// Whether this path can take the problem: the kernels are there and scores keep their order when scaled.
+/// Whether this path can take the problem: the kernels are there, scores keep their order when scaled, and K and
+/// V are no codes.
 pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     let Scores { scale, cap } = Scores::new(problem);
-    kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
+    let lies = !problem.types.kv.is_code();
+    lies && kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
 }
 
 /// Whether the 16-bit paths are the faster ones for a sequence of so many queries. Their tiles have [`PANEL`]

@@ -36,6 +36,7 @@ pub use inputs::BackwardInputs;
 
 use crate::batch::Batch;
 use crate::check;
+use crate::codes::{KvRef, Of, Values};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras, check_extras};
@@ -89,11 +90,11 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
 ///
 /// # Errors
 /// [`CpuError`] when problem, shapes, dtype or buffer lengths do not fit together; nothing is written then.
-pub fn forward<T: Element>(
+pub fn forward<'a, T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
@@ -104,12 +105,12 @@ pub fn forward<T: Element>(
 ///
 /// # Errors
 /// As [`forward`], and [`CpuError::Isa`] when the CPU lacks the instruction set.
-pub fn forward_with<T: Element>(
+pub fn forward_with<'a, T: Element>(
     options: Options,
     problem: &Problem,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
@@ -120,7 +121,7 @@ pub fn forward_with<T: Element>(
 ///
 /// Packed queries are `[1, total_q, heads_q, head_dim]`, with an LSE `[heads_q, total_q]`; keys in pages are
 /// `[pages, page, heads_kv, head_dim]`. Rows of no sequence are neither read nor written. LSE includes the
-/// sink.
+/// sink. K and V of 8 bits are decoded tile by tile, in f32: no memory grows with them.
 ///
 /// # Errors
 /// As [`forward_with`], and those of [`Batch::new`]; nothing is written then.
@@ -130,8 +131,19 @@ pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
     arguments: impl Into<Arguments<'a>>,
     q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
+    k: impl Into<KvRef<'a, T>>,
+    v: impl Into<KvRef<'a, T>>,
+    out: &mut TensorMut<'_, T>,
+    lse: Option<&mut [f32]>,
+) -> Result<(), CpuError> {
+    forward_of(options, problem, &arguments.into(), (q, &k.into(), &v.into()), out, lse)
+}
+
+fn forward_of<T: Element>(
+    options: Options,
+    problem: &Problem,
+    arguments: &Arguments<'_>,
+    (q, k, v): (&TensorRef<'_, T>, &KvRef<'_, T>, &KvRef<'_, T>),
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
@@ -142,15 +154,16 @@ pub fn forward_extras<'a, T: Element>(
         check::check_lse(problem, lse.len())?;
     }
     scores::Scores::check(problem)?;
-    let arguments = arguments.into();
-    check_extras(problem, Pass::Forward, &arguments.extras)?;
+    let extras = &arguments.extras;
+    check_extras(problem, Pass::Forward, extras)?;
     let (batch, kernels) = (Batch::new(problem, arguments)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
     if own::applies(problem) {
-        return own::forward(problem, &arguments, [q, k, v], out, lse);
+        return own::forward(problem, arguments, q, [*k, *v], out, lse);
     }
     let Options { threads, .. } = options;
-    let call = work::Forward { kernels, threads, problem, batch: &batch, q: *q, k: *k, v: *v };
+    let [k, v] = [(Of::K, k), (Of::V, v)].map(|(of, tensor)| Values::new(problem, extras, of, tensor));
+    let call = work::Forward { kernels, threads, problem, batch: &batch, q: *q, k, v };
     by_type::run_forward(&call, out, lse);
     Ok(())
 }
@@ -236,6 +249,7 @@ pub fn backward_program<'a, T: Element>(
     darrays: Option<&mut Vec<Vec<f32>>>,
 ) -> Result<(), CpuError> {
     check_type::<T>(problem)?;
+    problem.check_pass(Pass::BACKWARD)?;
     check::check_forward(problem, &inputs.q, &inputs.k, &inputs.v)?;
     check::check_out(problem, "out", inputs.out.shape())?;
     check::check_out(problem, "dout", inputs.dout.shape())?;

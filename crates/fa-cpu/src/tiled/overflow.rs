@@ -35,9 +35,8 @@ fn sum_anew<T: Element>(call: &Forward<'_, T>, [sequence, head, query]: [usize; 
     let scores: Vec<f64> = keys
         .clone()
         .map(|key| {
-            let (outer, inner) = batch.key(sequence, key);
-            let products =
-                queries.iter().enumerate().map(|(dim, q)| q * k.at(outer, inner, kv_head, dim).to_f64());
+            let at = [sequence, key, kv_head];
+            let products = queries.iter().enumerate().map(|(dim, q)| q * k.number(batch, at, dim));
             let score = problem.scale() * products.sum::<f64>();
             let score = problem.score.softcap.map_or(score, |cap| cap * (score / cap).tanh());
             score - slope * (diagonal - key as f64).abs()
@@ -48,10 +47,9 @@ fn sum_anew<T: Element>(call: &Forward<'_, T>, [sequence, head, query]: [usize; 
     let total: f64 = scores.iter().map(|score| (score - max).exp()).sum::<f64>() + (sink - max).exp();
     let mut sums = vec![0.0; problem.head_dim_v];
     for (key, score) in keys.zip(scores) {
-        let (outer, inner) = batch.key(sequence, key);
         let weight = (score - max).exp() / total;
         for (dim, sum) in sums.iter_mut().enumerate() {
-            *sum += weight * v.at(outer, inner, kv_head, dim).to_f64();
+            *sum += weight * v.number(batch, [sequence, key, kv_head], dim);
         }
         // The result is finite where every value is.
         if !sums.iter().all(|sum| sum.is_finite()) {

@@ -5,6 +5,7 @@ use fa_core::Problem;
 
 use super::inputs::Gradients;
 use crate::batch::Batch;
+use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Arguments;
@@ -20,11 +21,12 @@ pub(super) fn applies(problem: &Problem) -> bool {
 pub(super) fn forward<T: Element>(
     problem: &Problem,
     arguments: &Arguments<'_>,
-    inputs: [&TensorRef<'_, T>; 3],
+    q: &TensorRef<'_, T>,
+    kv: [KvRef<'_, T>; 2],
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
-    let found = in_f32::forward(problem, arguments, inputs)?;
+    let found = in_f32::forward(problem, arguments, q, kv)?;
     let batch = Batch::new(problem, arguments)?;
     let rows = |index: usize| {
         let span = batch.sequences[index].q;

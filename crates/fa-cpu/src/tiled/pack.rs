@@ -7,6 +7,7 @@ use super::buffer::Buffer;
 use super::schedule;
 use super::work::Unit;
 use crate::batch::{Batch, Span};
+use crate::codes::Values;
 use crate::element::Element;
 use crate::simd::row_set::RowSet;
 use crate::simd::{Kernels, Work, cast, widest};
@@ -21,23 +22,26 @@ pub(super) fn row_stride(len: usize) -> usize {
 /// K or V of a call.
 #[derive(Clone, Copy)]
 pub(super) struct KeyRows<'a, T> {
-    tensor: TensorRef<'a, T>,
+    values: Values<'a, T>,
     batch: &'a Batch<'a>,
     /// The tensor itself, where it is f32 with the head dim contiguous: products read its rows as they lie.
     in_place: Option<TensorRef<'a, f32>>,
 }
 
 impl<'a, T: Element> KeyRows<'a, T> {
-    pub(super) fn new(tensor: &TensorRef<'a, T>, batch: &'a Batch<'a>) -> Self {
-        let strides = tensor.strides();
-        let lies_well = strides.dim == 1 && strides.seq >= tensor.shape()[3] as i64 && !batch.is_paged();
-        let in_place = if lies_well { cast::tensor(tensor) } else { None };
-        KeyRows { tensor: *tensor, batch, in_place }
+    pub(super) fn new(values: &Values<'a, T>, batch: &'a Batch<'a>) -> Self {
+        let strides = values.strides();
+        let lies_well = strides.dim == 1 && strides.seq >= values.shape()[3] as i64 && !batch.is_paged();
+        let in_place = match values {
+            Values::Same(tensor) if lies_well => cast::tensor(tensor),
+            Values::Same(_) | Values::Codes(_) => None,
+        };
+        KeyRows { values: *values, batch, in_place }
     }
 
     /// Elements of a row.
     pub(super) fn dims(&self) -> usize {
-        self.tensor.shape()[3]
+        self.values.shape()[3]
     }
 
     /// Whether rows have to be converted.
@@ -45,15 +49,21 @@ impl<'a, T: Element> KeyRows<'a, T> {
         self.in_place.is_none()
     }
 
-    /// Whether rows are contiguous in the tensor.
+    /// Whether they are codes, which are decoded tile by tile wherever they are needed.
+    pub(super) fn are_codes(&self) -> bool {
+        matches!(self.values, Values::Codes(_))
+    }
+
+    /// Whether rows are contiguous in the tensor, or decoded.
     pub(super) fn has_slices(&self) -> bool {
-        self.tensor.strides().dim == 1
+        self.are_codes() || self.values.strides().dim == 1
     }
 
     /// Values of the rows of this many consecutive heads, where they are contiguous.
     pub(super) fn across(&self, heads: usize) -> usize {
-        let next = self.tensor.strides().head;
-        let side_by_side = next >= 0 && next < self.tensor.strides().seq;
+        let strides = self.values.strides();
+        let next = strides.head;
+        let side_by_side = next >= 0 && next < strides.seq;
         if side_by_side { (heads - 1) * next as usize + self.dims() } else { self.dims() }
     }
 
@@ -87,19 +97,23 @@ impl<'a, T: Element> KeyRows<'a, T> {
         for (key, row) in keys.zip(to.chunks_mut(ld)) {
             let (outer, inner) = self.batch.key(sequence, key);
             let (row, padding) = row.split_at_mut(self.dims());
-            read_row(kernels, &self.tensor, [outer, inner, kv_head], row);
+            match &self.values {
+                Values::Same(tensor) => read_row(kernels, tensor, [outer, inner, kv_head], row),
+                Values::Codes(rows) => rows.read(sequence, [outer, inner, kv_head], row),
+            }
             padding.fill(0.0);
         }
     }
 
     /// Some rows of one head as they lie, listed in `list` where they are not at one step; the tensor [has
-    /// slices](Self::has_slices).
+    /// slices](Self::has_slices), and no codes.
     pub(super) fn rows<'s>(
         &self,
         unit: Unit,
         keys: Range<usize>,
         list: &'s mut Vec<&'a [T]>,
     ) -> RowSet<'s, T> {
+        debug_assert!(!self.are_codes(), "codes are decoded");
         if let Some((data, step)) = self.strided(unit, &keys) {
             return RowSet::Strided { data, step, count: keys.len() };
         }
@@ -109,19 +123,21 @@ impl<'a, T: Element> KeyRows<'a, T> {
 
     /// The tensor from the first row on and the distance between rows, where they follow each other.
     fn strided(&self, Unit { sequence, kv_head }: Unit, keys: &Range<usize>) -> Option<(&'a [T], usize)> {
+        let Values::Same(tensor) = &self.values else { return None };
         if self.batch.is_paged() || keys.is_empty() {
             return None;
         }
-        let (Span { batch, first, .. }, strides) = (self.batch.sequences[sequence].k, self.tensor.strides());
+        let (Span { batch, first, .. }, strides) = (self.batch.sequences[sequence].k, tensor.strides());
         let step = usize::try_from(strides.seq).ok().filter(|&step| step >= self.dims().max(1))?;
         let start = strides.offset(batch, first + keys.start, kv_head, 0) as usize;
-        Some((&self.tensor.data()[start..], step))
+        Some((&tensor.data()[start..], step))
     }
 
-    /// The same as a list.
+    /// The same as a list; empty for codes, of which no element lies in the tensor.
     pub(super) fn slices(&self, unit: Unit, keys: Range<usize>, to: &mut Vec<&'a [T]>) {
-        let (dims, strides, data) = (self.dims(), self.tensor.strides(), self.tensor.data());
         to.clear();
+        let Values::Same(tensor) = &self.values else { return };
+        let (dims, strides, data) = (self.dims(), tensor.strides(), tensor.data());
         if let Some((data, step)) = self.strided(unit, &keys) {
             return to.extend(data.chunks(step).take(keys.len()).map(|row| &row[..dims]));
         }
@@ -156,7 +172,7 @@ impl<'a, T: Element> Shared<'a, T> {
         let mut tensors = both.map(|rows| {
             let (ld, mut len) = (row_stride(rows.dims()), 0);
             let starts = units.iter().zip(shared).map(|(unit, &shared)| {
-                (shared && rows.converts()).then(|| {
+                (shared && rows.converts() && !rows.are_codes()).then(|| {
                     let start = len;
                     len += rows.batch.sequences[unit.sequence].k.len * ld;
                     start

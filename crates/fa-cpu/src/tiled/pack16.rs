@@ -11,6 +11,7 @@ use half::slice::HalfFloatSliceExt;
 use super::buffer::Buffer;
 use super::work::{Forward, TILE_N, Unit};
 use crate::batch::Batch;
+use crate::codes::Values;
 use crate::simd::Kernels;
 use crate::simd::bf16::GRAIN;
 use crate::simd::cast::{halves, halves_mut};
@@ -130,7 +131,10 @@ pub(super) struct TileBuffer {
 impl<'a> Packed<'a> {
     /// Packs the tiles of all `units` that are `shared`, with all threads.
     pub(super) fn new(call: &Forward<'a, bf16>, units: &[Unit], shared: &[bool]) -> Packed<'a> {
-        let Forward { batch, k, v, threads, kernels, .. } = *call;
+        let Forward { batch, threads, kernels, .. } = *call;
+        let (Values::Same(k), Values::Same(v)) = (call.k, call.v) else {
+            unreachable!("codes are decoded in f32")
+        };
         let (words_k, words_v) = (grain(k.shape()[3]) / 2, grain(v.shape()[3]) / 2);
         let (mut len_k, mut len_vt, mut pieces) = (0, 0, Vec::new());
         let starts = units.iter().zip(shared).enumerate().map(|(index, (unit, &shared))| {

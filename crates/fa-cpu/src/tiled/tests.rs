@@ -360,7 +360,8 @@ fn any_strides() {
     // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with
     // gaps.
     let problem = base(37, 45, Mask::CAUSAL).with_lengths(Lengths::uniform(2, 37, 45));
-    let (q, k, v) = (noise::<f32>(1, 40 * 37 * 4), noise(2, 45 * 2 * 40), noise(3, 45 * 100 * 2));
+    let (q, k, v) =
+        (noise::<f32>(1, 40 * 37 * 4), noise::<f32>(2, 45 * 2 * 40), noise::<f32>(3, 45 * 100 * 2));
     let strides = |[batch, seq, head, dim]: [i64; 4]| Strides { batch, seq, head, dim };
     let q = TensorRef::new("q", &q, [2, 37, 2, 40], strides([74, 1, 37, 148])).unwrap();
     let k = TensorRef::new("k", &k, [2, 45, 2, 40], strides([0, 80, 40, 1])).unwrap();

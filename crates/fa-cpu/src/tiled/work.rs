@@ -7,6 +7,7 @@ use fa_core::Problem;
 use super::band::Band;
 use super::long;
 use crate::batch::Batch;
+use crate::codes::Values;
 use crate::element::Element;
 use crate::simd::Kernels;
 use crate::view::TensorRef;
@@ -29,8 +30,8 @@ pub(super) struct Forward<'a, T> {
     pub problem: &'a Problem,
     pub batch: &'a Batch<'a>,
     pub q: TensorRef<'a, T>,
-    pub k: TensorRef<'a, T>,
-    pub v: TensorRef<'a, T>,
+    pub k: Values<'a, T>,
+    pub v: Values<'a, T>,
 }
 
 impl<T: Element> Forward<'_, T> {

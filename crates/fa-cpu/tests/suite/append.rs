@@ -121,8 +121,8 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     let mut tensors = AppendTensors {
         k_new: TensorRef::new("k_new", &news[0], shapes[0], of_new).unwrap(),
         v_new: TensorRef::new("v_new", &news[1], shapes[0], of_new).unwrap(),
-        k_cache: TensorMut::new("k_cache", &mut keys, shapes[1], of_cached).unwrap(),
-        v_cache: TensorMut::new("v_cache", &mut cached, shapes[1], of_cached).unwrap(),
+        k_cache: TensorMut::new("k_cache", &mut keys, shapes[1], of_cached).unwrap().into(),
+        v_cache: TensorMut::new("v_cache", &mut cached, shapes[1], of_cached).unwrap().into(),
         q: Some(TensorMut::new("q", &mut got_q, shapes[2], of_q).unwrap()),
         tables: Some([Table::F32(&cos), Table::F32(&sin)]),
     };

@@ -24,6 +24,7 @@ macro_rules! in_dtype {
 
 mod append;
 mod cases;
+mod codes;
 mod extremes;
 mod files;
 mod golden;

@@ -107,8 +107,8 @@ fn check<T: Half>(emulator: &Emulator, append: &Append, words: &Words, dropped: 
     let mut tensors = AppendTensors {
         k_new: TensorRef::packed("k_new", k_new, shapes[0], layout).unwrap(),
         v_new: TensorRef::packed("v_new", v_new, shapes[1], layout).unwrap(),
-        k_cache: TensorMut::packed("k_cache", k_cache, shapes[2], layout).unwrap(),
-        v_cache: TensorMut::packed("v_cache", v_cache, shapes[3], layout).unwrap(),
+        k_cache: TensorMut::packed("k_cache", k_cache, shapes[2], layout).unwrap().into(),
+        v_cache: TensorMut::packed("v_cache", v_cache, shapes[3], layout).unwrap().into(),
         q: queries.map(|_| TensorMut::packed("q", q, shapes[4], layout).unwrap()),
         tables: rotary.map(|_| tables),
     };
