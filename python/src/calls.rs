@@ -1,13 +1,17 @@
 //! The functions that the package's Python calls: a pass on arrays in place, on the device that holds them.
 
-use fa_attn::{Append, Division, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side};
+use fa_attn::quantize::Codes;
+use fa_attn::{
+    Append, CacheCodes, Descales, Division, Dtype, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
+    RotaryQueries, Side,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::call_program::Programs;
 use crate::dlpack::{Place, View, current_stream, elsewhere};
 use crate::error::{InputError, raised};
-use crate::given::{Given, Options, bound, dtype_of, heads_and_dim, words};
+use crate::given::{Given, Options, bound, descale_form, dtype_of, dtype_of_kv, heads_and_dim, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{devices, dlpack, gpu, overlap};
 
@@ -32,7 +36,7 @@ pub(crate) fn run(
     q: Option<&Bound<'_, PyAny>>,
     on: On<'_, '_>,
 ) -> PyResult<()> {
-    problem.check().map_err(|error| raised(error.into()))?;
+    problem.check_pass(pass).map_err(|error| raised(error.into()))?;
     check(given, problem, to)?;
     match given.place() {
         Place::Cpu => host::run(py, given, problem, pass, to),
@@ -248,7 +252,7 @@ pub(crate) fn report_of(
     (division, pinned): (Division, bool),
     place: Place,
 ) -> PyResult<String> {
-    problem.check().map_err(|error| raised(error.into()))?;
+    problem.check_pass(pass).map_err(|error| raised(error.into()))?;
     let report = match place {
         Place::Cpu => serde_json::to_string(&host::engine()?.bind(problem, pass).map_err(raised)?.report()),
         Place::Cuda(ordinal) => {
@@ -273,7 +277,7 @@ pub(crate) fn report_of(
 #[pyfunction]
 #[pyo3(signature = (
     k, v, k_cache, v_cache, q, q_out, cos, sin, interleaved, following, cu_new, max_new, seqused_k,
-    page_table, cu_seqlens_q, max_q, used_out, stream=None
+    page_table, cu_seqlens_q, max_q, used_out, k_descale=None, v_descale=None, stream=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn append<'py>(
@@ -295,6 +299,8 @@ pub(crate) fn append<'py>(
     cu_seqlens_q: Option<&Bound<'py, PyAny>>,
     max_q: i64,
     used_out: &Bound<'py, PyAny>,
+    k_descale: Option<&Bound<'py, PyAny>>,
+    v_descale: Option<&Bound<'py, PyAny>>,
     stream: Option<u64>,
 ) -> PyResult<usize> {
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
@@ -303,6 +309,9 @@ pub(crate) fn append<'py>(
     };
     let ints = |name: &str, object: Option<&Bound<'py, PyAny>>| {
         object.map(|object| words(name, object, stream, dlpack::Type::I32)).transpose()
+    };
+    let floats = |name: &str, object: Option<&Bound<'py, PyAny>>| {
+        object.map(|object| words(name, object, stream, dlpack::Type::F32)).transpose()
     };
     let tables = match (cos, sin) {
         (Some(cos), Some(sin)) => Some([view("rotary_cos", cos)?, view("rotary_sin", sin)?]),
@@ -322,6 +331,8 @@ pub(crate) fn append<'py>(
         seqused_k: ints("cache_seqlens", Some(seqused_k))?,
         page_table: ints("page_table (block_table)", page_table)?,
         used_out: ints("cache_seqlens", Some(used_out))?,
+        k_descale: floats("k_descale", k_descale)?,
+        v_descale: floats("v_descale", v_descale)?,
     };
     let bounds = (bound("max_seqlen_k_new", max_new)?, bound("max_seqlen_q", max_q)?);
     let append = appended(&arrays, (interleaved, following), bounds)?;
@@ -374,14 +385,23 @@ fn appended(
     (interleaved, following): (bool, bool),
     (max_new, max_q): (usize, usize),
 ) -> PyResult<Append> {
-    let dtype = dtype_of("k_cache", &arrays.k_cache)?;
-    for (name, other) in [("k", &arrays.k_new), ("v", &arrays.v_new), ("v_cache", &arrays.v_cache)] {
-        let other = dtype_of(name, other)?;
-        if other != dtype {
-            let message = format!("{name} holds {other} and k_cache {dtype}: they must be of one type");
-            return Err(InputError::new_err(message));
+    let of_cache = dtype_of_kv("k_cache", &arrays.k_cache)?;
+    // New rows of a cache of codes are of one type, which is quantised.
+    let (dtype, first) = match of_cache.is_code() {
+        true => (dtype_of("k", &arrays.k_new)?, "k"),
+        false => (of_cache, "k_cache"),
+    };
+    let same = |name: &str, have: Dtype, (like, need): (&str, Dtype)| {
+        if have == need {
+            return Ok(());
         }
+        let message = format!("{name} holds {have} and {like} {need}: they must be of one type");
+        Err(InputError::new_err(message))
+    };
+    for (name, other) in [("k", &arrays.k_new), ("v", &arrays.v_new)] {
+        same(name, dtype_of(name, other)?, (first, dtype))?;
     }
+    same("v_cache", dtype_of_kv("v_cache", &arrays.v_cache)?, ("k_cache", of_cache))?;
     let (packed_new, packed_q) = (arrays.cu_new.is_some(), arrays.cu_seqlens_q.is_some());
     axes("k", &arrays.k_new, packed_new)?;
     axes("v", &arrays.v_new, packed_new)?;
@@ -401,7 +421,8 @@ fn appended(
         Some(q) if arrays.tables.is_some() => {
             axes("q", q, packed_q)?;
             if dtype_of("q", q)? != dtype {
-                return Err(InputError::new_err(format!("q must be of the cache's type, {dtype}")));
+                let like = if of_cache.is_code() { "the new keys'" } else { "the cache's" };
+                return Err(InputError::new_err(format!("q must be of {like} type, {dtype}")));
             }
             let positions = if following { QueryPositions::Following } else { QueryPositions::Same };
             let [heads, _] = heads_and_dim(q);
@@ -420,7 +441,7 @@ fn appended(
         head_dim,
         head_dim_v,
         dtype,
-        codes: None,
+        codes: codes_of(arrays, of_cache, sequences),
         rotary: tables.map(|tables| rotary(tables, interleaved, queries)).transpose()?,
     };
     append.check().map_err(|error| raised(fa_cpu::CpuError::from(error).into()))?;
@@ -436,7 +457,26 @@ fn appended(
             return Err(InputError::new_err(message));
         }
     }
+    let descales = append.descales();
+    for (name, view, form) in
+        [("k_descale", &arrays.k_descale, descales.k), ("v_descale", &arrays.v_descale, descales.v)]
+    {
+        if let (Some(view), Some(need)) = (view, append.descale_shape(form))
+            && view.shape() != need
+        {
+            let message = format!("{name} has the shape {:?}: it must be {need:?}", view.shape());
+            return Err(InputError::new_err(message));
+        }
+    }
     Ok(append)
+}
+
+/// The codes of a cache of this type, where it holds some.
+fn codes_of(arrays: &Appended<'_>, of_cache: Dtype, sequences: usize) -> Option<CacheCodes> {
+    let Appended { k_cache, k_descale, v_descale, .. } = arrays;
+    let form = |descales| descale_form(descales, k_cache, sequences);
+    let kind = Codes::of(of_cache)?;
+    Some(CacheCodes { kind, descales: Descales::new(form(k_descale), form(v_descale)) })
 }
 
 fn axes(name: &str, view: &View<'_>, is_packed: bool) -> PyResult<()> {

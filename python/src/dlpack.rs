@@ -51,6 +51,10 @@ pub(crate) enum Type {
     F16,
     Bf16,
     I32,
+    /// The bits of e4m3 codes: uint8 as well, which the package has checked to be meant so.
+    E4m3,
+    /// Codes of int8.
+    I8,
     /// A type that no call reads.
     Other,
 }
@@ -138,6 +142,8 @@ impl<'py> View<'py> {
             Type::F16 => (2, 16),
             Type::Bf16 => BFLOAT16,
             Type::I32 => (0, 32),
+            Type::E4m3 => (1, 8),
+            Type::I8 => (0, 8),
             Type::Other => (3, 8),
         };
         let mut tensor = empty();
@@ -334,6 +340,8 @@ fn type_of(dtype: DlDtype) -> Type {
         (2, 16, 1) => Type::F16,
         (4, 16, 1) => Type::Bf16,
         (0, 32, 1) => Type::I32,
+        (1 | 10, 8, 1) => Type::E4m3,
+        (0, 8, 1) => Type::I8,
         _ => Type::Other,
     }
 }

@@ -1,7 +1,7 @@
 //! The library's errors as Python's exceptions.
 
 use fa_attn::Error;
-use fa_core::Unserved;
+use fa_core::{ProblemError, Unserved};
 use fa_cpu::CpuError;
 use fa_planner::plan::PlanError;
 use pyo3::create_exception;
@@ -53,6 +53,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
             InputError::new_err(text)
         }
         Error::Plan(_)
+        | Error::Problem(ProblemError::Types(_) | ProblemError::CodesUnderProgram { .. })
         | Error::Cpu(CpuError::PagedBackward)
         | Error::Isa { .. }
         | Error::Kernels(

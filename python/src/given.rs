@@ -1,6 +1,6 @@
 //! The arrays and options of a call, and the problem that they pose.
 
-use fa_attn::{Alibi, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
+use fa_attn::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
 use fa_core::extras::Value;
 use fa_core::{Extra, Extras};
 use pyo3::prelude::*;
@@ -24,6 +24,25 @@ pub(crate) struct Options {
     pub deterministic: bool,
     /// Keys by which queries lie right of the bottom-right alignment.
     pub query_offset: i64,
+    /// The codes that K and V are, where they are of 8 bits: bytes alone do not say.
+    #[serde(default)]
+    pub kv_dtype: Option<KvDtype>,
+}
+
+/// The codes of K and V.
+#[derive(Clone, Copy, Debug, serde::Deserialize)]
+#[serde(transparent)]
+pub(crate) struct KvDtype(pub Dtype);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for KvDtype {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<KvDtype> {
+        let name: String = object.extract()?;
+        name.parse()
+            .map(KvDtype)
+            .map_err(|error: fa_core::dtype::ParseDtypeError| InputError::new_err(error.to_string()))
+    }
 }
 
 impl Options {
@@ -125,6 +144,8 @@ pub(crate) struct Given<'py> {
     /// The call's own mask and change of scores.
     pub program: Option<CallProgram<'py>>,
     pub dtype: Dtype,
+    /// The type of K and V: that of Q, or codes.
+    pub kv: Dtype,
 }
 
 /// The element type of an array.
@@ -133,13 +154,22 @@ pub(crate) fn dtype_of(name: &str, view: &View<'_>) -> PyResult<Dtype> {
         Type::F32 => Ok(Dtype::F32),
         Type::F16 => Ok(Dtype::F16),
         Type::Bf16 => Ok(Dtype::Bf16),
-        Type::I32 | Type::Other => {
+        Type::I32 | Type::E4m3 | Type::I8 | Type::Other => {
             let message = format!(
                 "{name} holds {}: attention computes in float16 and bfloat16, on the CPU also in float32",
                 view.type_name()
             );
             Err(UnsupportedError::new_err(message))
         }
+    }
+}
+
+/// The element type of K or V.
+pub(crate) fn dtype_of_kv(name: &str, view: &View<'_>) -> PyResult<Dtype> {
+    match view.dtype {
+        Type::E4m3 => Ok(Dtype::E4m3),
+        Type::I8 => Ok(Dtype::Int8),
+        Type::F32 | Type::F16 | Type::Bf16 | Type::I32 | Type::Other => dtype_of(name, view),
     }
 }
 
@@ -162,11 +192,14 @@ impl<'py> Given<'py> {
     /// # Errors As [`Given::of`].
     pub(crate) fn of_views([q, k, v]: [View<'py>; 3], beside: Beside<'py>) -> PyResult<Given<'py>> {
         let dtype = dtype_of("q", &q)?;
-        let given = Given { q, k, v, beside, program: None, dtype };
+        let kv = dtype_of_kv("k", &k)?;
+        let kv = if kv.is_code() { kv } else { dtype };
+        let given = Given { q, k, v, beside, program: None, dtype, kv };
         for (name, view) in [("k", &given.k), ("v", &given.v)] {
-            let other = dtype_of(name, view)?;
-            if other != dtype {
-                let message = format!("{name} holds {other} and q {dtype}: they must be of one type");
+            let other = dtype_of_kv(name, view)?;
+            if other != kv {
+                let like = if kv == dtype { "q" } else { "k" };
+                let message = format!("{name} holds {other} and {like} {kv}: they must be of one type");
                 return Err(InputError::new_err(message));
             }
         }
@@ -204,7 +237,12 @@ impl<'py> Given<'py> {
     /// # Errors
     /// Shapes that contradict each other.
     pub(crate) fn problem(&self, options: &Options) -> PyResult<Problem> {
-        let Given { q, k, v, beside, dtype, program } = self;
+        let Given { q, k, v, beside, dtype, kv, program } = self;
+        let named = options.kv_dtype.map(|KvDtype(dtype)| dtype);
+        if kv.is_code() && named != Some(*kv) {
+            let message = format!("k holds {}: attention computes in float16 and bfloat16", k.type_name());
+            return Err(UnsupportedError::new_err(message));
+        }
         let mut batch = Batch::default();
         let (side_q, side_k) = (self.queries(&mut batch)?, self.keys(&mut batch)?);
         let rows = k.shape().len();
@@ -232,8 +270,12 @@ impl<'py> Given<'py> {
             Lengths::of(sequences, side_q, side_k),
             (heads_q, heads_kv),
             (head_dim, head_dim_v),
-            Types::same(*dtype),
+            Types::same(*dtype).with_kv(*kv),
         )
+        .with_descales(Descales::new(
+            descale_form(&extras.k_descale, k, sequences),
+            descale_form(&extras.v_descale, k, sequences),
+        ))
         .with_mask(options.mask())
         .with_softmax_scale(options.scale)
         .with_score(
@@ -358,6 +400,20 @@ fn used(name: &'static str, lengths: &Option<View<'_>>, side: Side, batch: &mut 
 pub(crate) fn heads_and_dim(view: &View<'_>) -> [usize; 2] {
     let axes = view.shape().len();
     [view.shape()[axes - 2], view.shape()[axes - 1]]
+}
+
+/// The form of descales of K or V, whose rows lie as those of `k`: by the axes, which are then checked. Of
+/// packed keys two axes are (batch, heads_kv), or else (total_k, heads_kv).
+pub(crate) fn descale_form(descales: &Option<View<'_>>, k: &View<'_>, sequences: usize) -> DescaleForm {
+    let Some(descales) = descales else { return DescaleForm::None };
+    match descales.shape() {
+        [_] => DescaleForm::Head,
+        [rows, _] if k.shape().len() == 3 && *rows == k.shape()[0] && *rows != sequences => {
+            DescaleForm::TokenHead
+        }
+        [_, _] => DescaleForm::SequenceHead,
+        _ => DescaleForm::TokenHead,
+    }
 }
 
 fn alibi(slopes: &View<'_>, sequences: usize, heads: usize) -> PyResult<Alibi> {

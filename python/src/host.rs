@@ -8,7 +8,8 @@ use fa_attn::{
     ForwardTensors, Pass, Problem, Table, bf16, f16,
 };
 use fa_core::Strides;
-use fa_cpu::{TensorMut, TensorRef};
+use fa_cpu::append::CacheMut;
+use fa_cpu::{KvRef, TensorMut, TensorRef};
 use pyo3::prelude::*;
 
 use crate::call_program::CallProgram;
@@ -74,15 +75,15 @@ fn run_in<T: fa_attn::Element>(
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
     let Given { q, k, v, beside, program, .. } = given;
-    let (q, k, v) = (tensor::<T>("q", q)?, tensor("k", k)?, tensor("v", v)?);
+    let q = tensor::<T>("q", q)?;
     let extras = extras(beside);
     let inputs = program.as_ref().map(CallProgram::inputs).transpose()?;
     match to {
         Written::Forward { out, lse } => {
             let tensors = ForwardTensors {
                 q,
-                k,
-                v,
+                k: kv("k", k)?,
+                v: kv("v", v)?,
                 out: tensor_mut("out", out)?,
                 lse: floats_mut("softmax_lse", lse.ok_or_else(no_lse)?)?,
                 extras,
@@ -95,8 +96,8 @@ fn run_in<T: fa_attn::Element>(
             let mut darrays = Vec::new();
             let tensors = BackwardTensors {
                 q,
-                k,
-                v,
+                k: tensor("k", k)?,
+                v: tensor("v", v)?,
                 out: tensor("out", out)?,
                 lse: floats("softmax_lse", lse)?,
                 dout: tensor("dout", dout)?,
@@ -133,6 +134,8 @@ pub(crate) struct Appended<'py> {
     pub page_table: Option<View<'py>>,
     pub cu_seqlens_q: Option<View<'py>>,
     pub used_out: Option<View<'py>>,
+    pub k_descale: Option<View<'py>>,
+    pub v_descale: Option<View<'py>>,
 }
 
 /// Appends; returns how many rows had no slot.
@@ -158,8 +161,8 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
     let mut tensors: AppendTensors<'_, T> = AppendTensors {
         k_new: tensor("k", &arrays.k_new)?,
         v_new: tensor("v", &arrays.v_new)?,
-        k_cache: tensor_mut::<T>("k_cache", &arrays.k_cache)?.into(),
-        v_cache: tensor_mut::<T>("v_cache", &arrays.v_cache)?.into(),
+        k_cache: cache("k_cache", &arrays.k_cache, append)?,
+        v_cache: cache("v_cache", &arrays.v_cache, append)?,
         q: queries.map(|q| tensor_mut("q", q)).transpose()?,
         tables,
     };
@@ -171,7 +174,8 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         cu_seqlens_q: arrays.cu_seqlens_q.as_ref().map(ints),
         seqused_q: None,
         used_out: arrays.used_out.as_ref().map(|view| slice_mut("cache_seqlens", view)).transpose()?,
-        ..AppendExtras::default()
+        k_descale: arrays.k_descale.as_ref().map(|view| floats_mut("k_descale", view)).transpose()?,
+        v_descale: arrays.v_descale.as_ref().map(|view| floats_mut("v_descale", view)).transpose()?,
     };
     threads::detached(py, || fa_attn::append(append, &mut extras, &mut tensors))?
         .map_err(|error| raised(error.into()))
@@ -231,6 +235,22 @@ pub(crate) fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<
     // SAFETY: the array has that many elements of the type, which the caller has checked; it is borrowed.
     let data = unsafe { elements(view.data.cast::<T>(), span(name, view)?) };
     TensorRef::new(name, data, shape, strides).map_err(|error| raised(error.into()))
+}
+
+/// K or V, whose type has been checked to be Q's or one of codes.
+fn kv<'a, T: fa_attn::Element>(name: &'static str, view: &'a View<'_>) -> PyResult<KvRef<'a, T>> {
+    match view.dtype {
+        Type::E4m3 | Type::I8 => Ok(KvRef::Codes(tensor(name, view)?)),
+        Type::F32 | Type::F16 | Type::Bf16 | Type::I32 | Type::Other => Ok(KvRef::Same(tensor(name, view)?)),
+    }
+}
+
+/// A cache of the append's type.
+fn cache<'a, T>(name: &'static str, view: &'a View<'_>, append: &Append) -> PyResult<CacheMut<'a, T>> {
+    Ok(match append.codes {
+        Some(_) => CacheMut::Codes(tensor_mut(name, view)?),
+        None => CacheMut::Same(tensor_mut(name, view)?),
+    })
 }
 
 pub(crate) fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {

@@ -7,6 +7,7 @@
 //! - `overlap`: whether two arrays have elements in common.
 //! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
 //! - `calls`, `merging`, `planning`, `programs`: the functions of the module.
+//! - `codes`: the quantisers of K and V.
 //! - `call_program`: a call's own mask and change of scores.
 //! - `doctor`: what works on this machine.
 //! - `xla`: calls from programs that XLA compiles.
@@ -15,6 +16,7 @@
 
 mod call_program;
 mod calls;
+mod codes;
 mod devices;
 mod dlpack;
 mod doctor;
@@ -35,6 +37,8 @@ mod xla;
 mod _core {
     #[pymodule_export]
     use super::calls::{append, backward, check_forward, forward, report};
+    #[pymodule_export]
+    use super::codes::encode;
     #[pymodule_export]
     use super::doctor::doctor;
     #[pymodule_export]

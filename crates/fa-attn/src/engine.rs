@@ -246,6 +246,47 @@ impl Engine {
         Ok(output)
     }
 
+    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the descales
+    /// among the extras.
+    ///
+    /// ```
+    /// use fa_attn::quantize::{Codes, Scales};
+    /// use fa_attn::{DescaleForm, Descales, Dtype, Engine, Extras, Lengths, Problem, Tensor, Types, bf16};
+    ///
+    /// // One query of 4 heads on 100 keys of 2 heads, which are e4m3 with a descale per head.
+    /// let types = Types::same(Dtype::Bf16).with_kv(Dtype::E4m3);
+    /// let problem = Problem::new(Lengths::uniform(1, 1, 100), (4, 2), (64, 64), types)
+    ///     .with_descales(Descales::both(DescaleForm::Head));
+    /// let (shape, values) = ([1, 100, 2, 64], vec![0.5; 100 * 2 * 64]);
+    /// let made = Codes::E4m3.quantize(&values, shape, Scales::Head);
+    /// let (k, v) = (Tensor::new(shape, made.codes.clone())?, Tensor::new(shape, made.codes)?);
+    /// let q = Tensor::new([1, 1, 4, 64], vec![bf16::ONE; 4 * 64])?;
+    /// let descales = Some(&made.descales[..]);
+    /// let extras = Extras { k_descale: descales, v_descale: descales, ..Extras::NONE };
+    /// let output = Engine::new()?.forward_codes(&problem, &q, [&k, &v], &extras)?;
+    /// assert!(output.out.data.iter().all(|&value| value == bf16::from_f32(0.5)));
+    /// # Ok::<(), fa_attn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Engine::forward`].
+    pub fn forward_codes<T: Element>(
+        &self,
+        problem: &Problem,
+        q: &Tensor<T>,
+        [k, v]: [&Tensor<u8>; 2],
+        extras: &Extras<'_>,
+    ) -> Result<Output<T>, Error> {
+        let call = self.bind(problem, Pass::Forward)?;
+        check_shape("q", q.shape, q_shape(problem))?;
+        check_shape("k", k.shape, k_shape(problem))?;
+        check_shape("v", v.shape, v_shape(problem))?;
+        let mut output = Output::new(problem, q.layout)?;
+        let (q, kv, out) = (q.view("q")?, [k.view("k")?, v.view("v")?], output.out.view_mut("out")?);
+        call.run(ForwardTensors::with_codes(q, kv, out, &mut output.lse).with_extras(*extras))?;
+        Ok(output)
+    }
+
     /// The gradients of `q`, `k` and `v`, and of the sinks where there are some, from that of the output,
     /// `dout`, for an `output` of [`Engine::forward`]. Allocates them, in the layout of `q`.
     ///

@@ -152,14 +152,16 @@ pub use call::{Call, Report};
 pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
+pub use fa_core::quantize;
 pub use fa_core::{
-    Alibi, Append, Arch, Division, Dtype, Extra, Family, KernelSpec, LaunchPlan, Lengths, Mask, MaskKind,
-    Merge, Pass, Problem, ProblemKey, QueryPositions, Rotary, RotaryPairs, RotaryQueries, ScoreMod,
-    ShippedSpec, Side, SideRows, Strides, TensorLayout, Types,
+    Alibi, Append, Arch, CacheCodes, DescaleForm, Descales, Division, Dtype, Extra, Family, KernelSpec,
+    LaunchPlan, Lengths, Mask, MaskKind, Merge, Pass, Problem, ProblemKey, QueryPositions, Rotary,
+    RotaryPairs, RotaryQueries, ScoreMod, ShippedSpec, Side, SideRows, Strides, TensorLayout, Types,
 };
 #[doc(hidden)]
 pub use fa_cpu::Element as CpuElement;
-pub use fa_cpu::append::append;
+pub use fa_cpu::append::{CacheMut, append};
+pub use fa_cpu::codes::{KvRef, bits_of};
 pub use fa_cpu::simd::Isa;
 pub use fa_cpu::tiled::Plan as CpuPlan;
 pub use fa_cpu::{AppendExtras, AppendTensors, Extras, OwnedExtras, Table, TensorMut, TensorRef};

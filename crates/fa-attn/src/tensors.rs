@@ -3,7 +3,7 @@
 use fa_core::program::Inputs;
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
-use fa_cpu::{Arguments, Element, Extras, TensorMut, TensorRef};
+use fa_cpu::{Arguments, Element, Extras, KvRef, TensorMut, TensorRef};
 
 use crate::error::Error;
 
@@ -18,7 +18,7 @@ pub struct Tensor<T> {
     pub layout: TensorLayout,
 }
 
-impl<T: Element> Tensor<T> {
+impl<T: Clone> Tensor<T> {
     /// A tensor of `data`, `[batch, seqlen, heads, dim]` in memory.
     ///
     /// # Errors
@@ -148,15 +148,15 @@ fn room<T: Clone>(tensor: &'static str, len: usize, value: T) -> Result<Vec<T>, 
 pub struct ForwardTensors<'a, T> {
     /// Q.
     pub q: TensorRef<'a, T>,
-    /// K.
-    pub k: TensorRef<'a, T>,
+    /// K: elements of Q's type, or the bits of codes ([`fa_core::Types::kv`]).
+    pub k: KvRef<'a, T>,
     /// V.
-    pub v: TensorRef<'a, T>,
+    pub v: KvRef<'a, T>,
     /// O; rows that belong to a sequence are written.
     pub out: TensorMut<'a, T>,
     /// LSE, `[batch, heads_q, seqlen_q]` or packed `[heads_q, total_q]`; rows of sequences are written.
     pub lse: &'a mut [f32],
-    /// Starts and lengths of sequences, page table, slopes and sinks: those that the problem names.
+    /// Starts and lengths of sequences, page table, slopes, sinks and descales: those that the problem names.
     pub extras: Extras<'a>,
     /// The arrays and scalars of the problem's program; may be left out for one that reads none.
     pub program: Option<&'a Inputs<'a>>,
@@ -169,6 +169,18 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
+        let (k, v) = (KvRef::Same(k), KvRef::Same(v));
+        ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
+    }
+
+    /// The same where K and V are the bits of codes.
+    pub const fn with_codes(
+        q: TensorRef<'a, T>,
+        [k, v]: [TensorRef<'a, u8>; 2],
+        out: TensorMut<'a, T>,
+        lse: &'a mut [f32],
+    ) -> ForwardTensors<'a, T> {
+        let (k, v) = (KvRef::Codes(k), KvRef::Codes(v));
         ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
     }
 
@@ -215,15 +227,8 @@ impl<'a, T: Element> ForwardTensors<'a, T> {
         output: &'a mut Output<T>,
         extras: Extras<'a>,
     ) -> Result<ForwardTensors<'a, T>, Error> {
-        Ok(ForwardTensors {
-            q,
-            k,
-            v,
-            out: output.out.view_mut("out")?,
-            lse: &mut output.lse,
-            extras,
-            program: None,
-        })
+        let out = output.out.view_mut("out")?;
+        Ok(ForwardTensors::new([q, k, v], out, &mut output.lse).with_extras(extras))
     }
 }
 

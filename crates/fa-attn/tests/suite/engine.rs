@@ -146,8 +146,8 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     let forward = |output: &mut Output<f32>| {
         call.run(ForwardTensors {
             q: q.view("q")?,
-            k: k.view("k")?,
-            v: v.view("v")?,
+            k: k.view("k")?.into(),
+            v: v.view("v")?.into(),
             out: output.out.view_mut("out")?,
             lse: &mut output.lse,
             extras: Extras::NONE,

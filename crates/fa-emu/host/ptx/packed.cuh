@@ -21,12 +21,7 @@ EMU_INLINE u32 bytes_of(u32 low, u32 high) {
     return bytes;
 }
 
-// By arithmetic on their bits, as on GPUs without the instruction: unless a unit asks for it.
-#ifdef EMU_CONVERTS_E4M3
-constexpr bool kConvertsE4m3 = true;
-#else
-constexpr bool kConvertsE4m3 = false;
-#endif
+constexpr bool kConvertsE4m3 = __CUDA_ARCH__ >= 890;
 
 EMU_INLINE u32 f16_of_e4m3(u16 codes) {
     auto value = [](u32 code) {

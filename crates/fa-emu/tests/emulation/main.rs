@@ -5,6 +5,7 @@
 //! `fa prove --tier suite`, and `cargo test -p fa-emu --test emulation -- --ignored` at any time.
 
 mod append;
+mod codes;
 mod deterministic;
 mod drawn;
 mod faults;

@@ -150,12 +150,8 @@ struct CodeCopy {
         const int thread = thread_index_volatile();
         const u8* const codes = smem + kStages + stage * Codes::kBytes;
         const float* const factors = reinterpret_cast<const float*>(smem + descales(stage));
-        auto factor = [&](int row) { return factors[row]; };
-        if (rows.descales != nullptr) {
-            Codes::template convert<C.kv_dtype, C.dtype, true>(codes, smem + kTile, thread, factor);
-        } else {
-            Codes::template convert<C.kv_dtype, C.dtype, false>(codes, smem + kTile, thread, factor);
-        }
+        Codes::template convert<C.kv_dtype, C.dtype>(codes, smem + kTile, thread,
+                                                     rows.descales != nullptr ? factors : nullptr);
     }
 };
 struct NoCodeCopy {

@@ -87,13 +87,8 @@ struct CodeHalf {
     // Converts the half in `stage`, which has arrived, to the tile of `to`.
     __device__ __forceinline__ void convert(int stage, int to, bool scales) const {
         u8* const tile = (Values ? smem.v[to] : smem.k[to]) + Kv::row_offset(kHalf) * member;
-        const float* const factors = descales(stage);
-        auto factor = [&](int row) { return factors[row]; };
-        if (scales) {
-            Codes::template convert<C.kv_dtype, C.dtype, true>(codes(stage), tile, lane_index(), factor);
-        } else {
-            Codes::template convert<C.kv_dtype, C.dtype, false>(codes(stage), tile, lane_index(), factor);
-        }
+        Codes::template convert<C.kv_dtype, C.dtype>(codes(stage), tile, lane_index(),
+                                                     scales ? descales(stage) : nullptr);
     }
 };
 

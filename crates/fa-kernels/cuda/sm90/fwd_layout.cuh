@@ -42,7 +42,7 @@ struct Traits {
     // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
     // of 8. Producers need more with lengths on the device, with the gather and with codes.
     static constexpr int kMoreRegs = C.num_wg == 1               ? 0
-                                     : kCodes                    ? (C.num_wg == 2 ? 24 : 16)
+                                     : kCodes                    ? (C.num_wg == 3 ? 16 : C.head_dim_v > 128 ? 24 : 32)
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
                                                                  : 0;
@@ -81,9 +81,9 @@ struct PTiles {
 struct NoPTiles {};
 template <int KBytes, int VBytes, int Stages, int TileN>
 struct CodeStages {
-    alignas(1024) u8 k[Stages][2][KBytes];  // each half of a tile's rows
-    alignas(1024) u8 v[Stages][2][VBytes];
-    alignas(16) float descales[Stages][2][TileN];  // of the rows of K and V
+    alignas(128) u8 k[Stages][2][KBytes];  // each half of a tile's rows
+    alignas(128) u8 v[Stages][2][VBytes];
+    alignas(128) float descales[Stages][2][TileN];  // of the rows of K and V
 };
 struct NoCodeStages {};
 template <bool Varied>

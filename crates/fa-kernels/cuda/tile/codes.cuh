@@ -69,29 +69,27 @@ struct Decoder {
         return values | bits - (bits >> (kF16 ? 5 : 8));
     }
 
-    // Sixteen codes, in order.
-    __device__ __forceinline__ static void decode(const Vec16& codes, Vec16 (&values)[2]) {
-        u32 nan = 0;
+    // Sixteen codes, in order. Whether one of them was NaN is added to `nan`; it comes out as NaN if KeepsNan.
+    template <bool KeepsNan>
+    __device__ __forceinline__ static void decode(const Vec16& codes, Vec16 (&values)[2], u32& nan) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32 pairs[2];
-            if constexpr (Code == Dtype::E4m3) {
-                decode_e4m3(codes.words[i], pairs);
-                if constexpr (!kConverts) nan |= nan_bits(codes.words[i]);
-            } else {
+            if constexpr (Code == Dtype::Int8) {
                 decode_int8(codes.words[i], pairs);
+            } else {
+                decode_e4m3(codes.words[i], pairs);
+                if constexpr (!kConverts) {
+                    const u32 bits = nan_bits(codes.words[i]);
+                    nan |= bits;
+                    if constexpr (KeepsNan) {
+                        pairs[0] = with_nan(pairs[0], bytes_of<0x1404>(bits, 0));
+                        pairs[1] = with_nan(pairs[1], bytes_of<0x3424>(bits, 0));
+                    }
+                }
             }
             values[i / 2].words[i % 2 * 2] = pairs[0];
             values[i / 2].words[i % 2 * 2 + 1] = pairs[1];
-        }
-        if (Code == Dtype::E4m3 && !kConverts && nan != 0) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 bits = nan_bits(codes.words[i]);
-                u32* const pairs = values[i / 2].words + i % 2 * 2;
-                pairs[0] = with_nan(pairs[0], bytes_of<0x1404>(bits, 0));
-                pairs[1] = with_nan(pairs[1], bytes_of<0x3424>(bits, 0));
-            }
         }
     }
 };
@@ -151,29 +149,45 @@ struct CodeTile {
         }
     }
 
-    // Converts the thread's units of `stage`, which have arrived, to the tile at `tile`. `factor(row)` is what
-    // the numbers of a row are multiplied by, if Scales.
-    template <Dtype Code, Dtype T, bool Scales, class Factor>
+    // Converts the thread's units of `stage`, which have arrived, to the tile at `tile`. The numbers of a row
+    // are multiplied by the row's of `factors`, unless that is null.
+    template <Dtype Code, Dtype T>
     __device__ __forceinline__ static void convert(const u8* stage, u8* tile, int thread,
-                                                   const Factor& factor) {
+                                                   const float* factors) {
+        if (factors != nullptr) {
+            convert_units<Code, T, 1, true, true>(stage, tile, thread, factors);
+        } else if (convert_units<Code, T, kAtOnce, false, false>(stage, tile, thread, factors) != 0) {
+            convert_units<Code, T, 1, true, false>(stage, tile, thread, factors);
+        }
+    }
+
+    // Sweeps whose units are converted side by side, which hides the latency of each step: about four units.
+    static constexpr int kAtOnce = max_of(1, min_of(kSweeps, 4 / kPanels));
+
+    // The same of `AtOnce` sweeps at once; returns not 0 if a code is NaN, and does not come out as NaN.
+    template <Dtype Code, Dtype T, int AtOnce, bool KeepsNan, bool Scales>
+    __device__ __forceinline__ static u32 convert_units(const u8* stage, u8* tile, int thread,
+                                                        const float* factors) {
         const int column = thread % kLanes * 16;
         const u32 first[2] = {Tile::offset(thread / kLanes, column), Tile::offset(thread / kLanes, column + 8)};
-#pragma unroll
+        u32 nan = 0;
+#pragma unroll AtOnce
         for (int sweep = 0; sweep < kSweeps; ++sweep) {
             if (!has_row(thread, sweep)) break;
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
                 Vec16 values[2];
-                Decoder<Code, T>::decode(*reinterpret_cast<const Vec16*>(stage + unit(thread, sweep, panel)),
-                                         values);
+                const Vec16 codes = *reinterpret_cast<const Vec16*>(stage + unit(thread, sweep, panel));
+                Decoder<Code, T>::template decode<KeepsNan>(codes, values, nan);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    if constexpr (Scales) scale_values<T>(values[i], factor(row(thread, sweep)));
+                    if constexpr (Scales) scale_values<T>(values[i], factors[row(thread, sweep)]);
                     *reinterpret_cast<Vec16*>(tile + first[i] + sweep * kSweep * Tile::kRowBytes +
                                               Tile::panel_offset(panel * kPanel)) = values[i];
                 }
             }
         }
+        return nan;
     }
 };
 

@@ -27,6 +27,35 @@ impl Element for half::bf16 {
     const DTYPE: Dtype = Dtype::Bf16;
 }
 
+/// A Rust type that K and V are in: an [`Element`], or the bits of codes.
+pub trait KvElement: 'static {
+    /// Whether its values are of `dtype`.
+    fn holds(dtype: Dtype) -> bool;
+
+    /// Its name.
+    fn name() -> String;
+}
+
+impl<T: Element> KvElement for T {
+    fn holds(dtype: Dtype) -> bool {
+        dtype == T::DTYPE
+    }
+
+    fn name() -> String {
+        T::DTYPE.to_string()
+    }
+}
+
+impl KvElement for u8 {
+    fn holds(dtype: Dtype) -> bool {
+        dtype.is_code()
+    }
+
+    fn name() -> String {
+        "8-bit codes".to_owned()
+    }
+}
+
 /// A tensor that is read: device memory of cudarc, with element `[0, 0, 0, 0]` first, on a multiple of 16
 /// bytes.
 #[derive(Clone, Copy)]
@@ -34,7 +63,8 @@ pub struct Input<'a, T> {
     /// The elements: a `CudaSlice`, a `CudaView`, or anything else that cudarc can point at.
     pub data: &'a dyn DevicePtr<T>,
     /// Strides in elements; `TensorLayout::strides` gives those of packed BSHD and BHSD tensors. Rows are
-    /// contiguous (`dim` is 1), the other strides multiples of 8 elements; 0 broadcasts along the axis.
+    /// contiguous (`dim` is 1), the other strides multiples of 8 elements, of codes of 16; 0 broadcasts along
+    /// the axis.
     pub strides: Strides,
 }
 
@@ -86,14 +116,15 @@ pub(crate) struct Buffer<'a> {
     pub stream: &'a CudaStream,
 }
 
-/// The arguments of a forward call. Shapes are the problem's, by each tensor's strides.
-pub struct ForwardArgs<'a, T> {
+/// The arguments of a forward call. Shapes are the problem's, by each tensor's strides. K and V are of `K`:
+/// the type of Q, or the bits of codes.
+pub struct ForwardArgs<'a, T, K = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
     pub q: Input<'a, T>,
     /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
-    pub k: Input<'a, T>,
+    pub k: Input<'a, K>,
     /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
-    pub v: Input<'a, T>,
+    pub v: Input<'a, K>,
     /// O, `[batch, seqlen_q, heads_q, head_dim_v]`; every element is written.
     pub out: Output<'a, T>,
     /// LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; every element is written.

@@ -151,7 +151,8 @@ fn model(
     let masked_everywhere = !k.loop_split && spec.mask != MaskKind::Full;
     let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
     let exp = resident * idle * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
-        + if masked_everywhere { mask } else { 0.0 };
+        + if masked_everywhere { mask } else { 0.0 }
+        + if spec.reads_codes() { resident * tile_n * (hd + hdv) / CODES_PER_CLOCK } else { 0.0 };
 
     let warps = warps_per_scheduler / (warps_per_scheduler + 2.0);
     let exponent = 1.0 + c.sm80_fwd_overlap * warps + c.sm80_apart * (resident - 1.0);
@@ -172,9 +173,7 @@ fn model(
     let further =
         further_requests(row_bytes(problem.head_dim)) + further_requests(row_bytes(problem.head_dim_v));
     let requests = resident * tile_n * further * REQUEST_CLOCKS;
-    let converted = tile_n * (hd + hdv);
-    let conversion = if spec.reads_codes() { resident * converted / CODES_PER_CLOCK } else { 0.0 };
-    let exposed = c.sm80_fwd_step / resident + wait + in_step + requests + conversion;
+    let exposed = c.sm80_fwd_step / resident + wait + in_step + requests;
     let hidden = overlap([tensor, exp, smem], exponent);
     let model = KernelModel {
         head_dim: spec.head_dim,

@@ -1,0 +1,52 @@
+"""The quantisers of K and V for numpy's arrays, and for others that numpy reads: those of fa-core."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import _core
+from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
+from ._core import InputError
+
+
+def _floats(name, x):
+    x = np.asarray(x)
+    if not (np.issubdtype(x.dtype, np.floating) or x.dtype.name == "bfloat16"):
+        raise InputError(f"{name} holds {x.dtype}: it must be floating point")
+    return x.astype(np.float32)
+
+
+def quantized(x, codes, largest, axes, descale):
+    values = _floats("x", x)
+    if descale is None:
+        magnitudes = np.where(np.isfinite(values), np.abs(values), np.float32(0))
+        top = magnitudes.max(axes, initial=np.float32(0))
+        descale = np.atleast_1d(np.maximum(top / np.float32(largest), np.float32(_SMALLEST_NORMAL)))
+    factor = _floats("descale", descale).reshape(broadcast_shape(descale, values))
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = np.clip(np.float32(1) / factor, -_LARGEST_FLOAT, _LARGEST_FLOAT, dtype=np.float32)
+        scaled = np.ascontiguousarray(values * np.where(factor == 0, np.float32(0), inverse))
+    made = np.empty(values.shape, np.int8 if codes == "int8" else np.uint8)
+    _core.encode(scaled, made, codes)
+    return made, descale
+
+
+# The number of every e4m3 code.
+_BITS = np.arange(256)
+_MAGNITUDES = np.where(
+    _BITS & 0x78,
+    (1 + (_BITS & 7) / 8) * 2.0 ** ((_BITS >> 3 & 15) - 7.0),
+    (_BITS & 7) / 512,
+)
+_E4M3 = np.where(_BITS & 0x7F == 0x7F, np.nan, np.where(_BITS < 128, 1, -1) * _MAGNITUDES).astype(np.float32)
+
+
+def decoded(codes, descale, dtype):
+    codes = np.asarray(codes)
+    if codes.dtype.name not in ("uint8", "int8", "float8_e4m3fn"):
+        raise InputError(f"codes holds {codes.dtype}: it must be uint8 (the bits of e4m3), float8_e4m3fn or int8")
+    is_int8 = codes.dtype == np.int8
+    values = codes.astype(np.float32) if is_int8 else _E4M3[codes.view(np.uint8)]
+    if descale is not None:
+        values = values * _floats("descale", descale).reshape(broadcast_shape(descale, codes))
+    return values if dtype is None else values.astype(dtype)

@@ -1,0 +1,37 @@
+"""The quantisers of K and V in torch's operations: those of fa-core, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
+from ._torch_memory import FLOAT, check_tensor
+
+_TYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def quantized(x, codes, largest, axes, descale):
+    check_tensor("x", x)
+    values = x.detach().to(FLOAT)
+    if descale is None:
+        magnitudes = torch.where(torch.isfinite(values), values.abs(), 0.0)
+        top = magnitudes.amax(axes) if values.numel() else magnitudes.sum(axes)
+        descale = (top / largest).clamp(min=_SMALLEST_NORMAL)
+        descale = descale.reshape(1) if descale.dim() == 0 else descale
+    check_tensor("descale", descale)
+    factor = descale.detach().to(FLOAT).reshape(broadcast_shape(descale, x))
+    factor = torch.where(factor == 0, 0.0, (1.0 / factor).clamp(-_LARGEST_FLOAT, _LARGEST_FLOAT))
+    values = (values * factor).clamp(-largest, largest)
+    if codes == "int8":
+        values = values.nan_to_num(0.0).round()
+    return values.to(_TYPES[codes]), descale
+
+
+def decoded(codes, descale, dtype):
+    check_tensor("codes", codes)
+    codes = codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
+    values = codes.to(FLOAT)
+    if descale is not None:
+        check_tensor("descale", descale)
+        values = values * descale.to(FLOAT).reshape(broadcast_shape(descale, codes))
+    return values if dtype is None else values.to(dtype)
