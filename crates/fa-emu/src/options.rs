@@ -74,6 +74,7 @@ impl Options<'_> {
             pace,
             sms: 2,
             resident: 2,
+            splits: None,
             order: true,
             poison: true,
             hazards: true,
