@@ -81,7 +81,7 @@ fn run_in<T: fa_attn::Element>(
     match to {
         Written::Forward { out, lse } => {
             let tensors = ForwardTensors {
-                q,
+                q: KvRef::Same(q),
                 k: kv("k", k)?,
                 v: kv("v", v)?,
                 out: tensor_mut("out", out)?,

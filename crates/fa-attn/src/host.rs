@@ -69,7 +69,7 @@ fn forward<T: Half>(
     let ForwardTensors { q, k, v, mut out, lse, extras, .. } = tensors;
     let problem: &Problem = bound.problem();
     let Some(q) = q.same() else {
-        let (kernel, problem) = (T::dtype().to_string(), problem.types.q.to_string());
+        let (kernel, problem) = (problem.types.out.to_string(), problem.types.q.to_string());
         return Err(KernelError::Mismatch { what: "dtype", kernel, problem }.into());
     };
     fa_cpu::check::check_forward(problem, q, &k, &v)?;

@@ -76,8 +76,9 @@ void bulk_wait(bool read_only);
 
 // ---- Warpgroup products ----
 
+enum class Element { F16, Bf16, E4m3 };
 struct Wgmma {
-    bool bf16;
+    Element element;
     int n;
     bool a_mn_major, b_mn_major;
     float* d;

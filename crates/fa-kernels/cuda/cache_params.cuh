@@ -11,7 +11,7 @@
 
 namespace fa {
 
-// What the codes of K, or of V, are multiplied by. Without both pointers that is 1.
+// What the codes of a tensor are multiplied by. Without both pointers that is 1.
 struct CodeDescales {
     // `[heads_kv]` or `[batch, heads_kv]`; null for none, and where each row has its own.
     const float* of_head;
@@ -25,16 +25,19 @@ static_assert(FA_OFFSETOF(CodeDescales, of_head) == 0);
 static_assert(FA_OFFSETOF(CodeDescales, of_rows) == 8);
 static_assert(FA_OFFSETOF(CodeDescales, sequence_stride) == 16);
 
-// The descales of an 8-bit cache.
+// The descales of 8-bit tensors.
 struct CacheParams {
     // Of K.
     CodeDescales k;
     // Of V.
     CodeDescales v;
+    // Of an e4m3 Q, by its K/V head.
+    CodeDescales q;
 };
-static_assert(sizeof(CacheParams) == 48 && alignof(CacheParams) == 8);
+static_assert(sizeof(CacheParams) == 72 && alignof(CacheParams) == 8);
 static_assert(FA_OFFSETOF(CacheParams, k) == 0);
 static_assert(FA_OFFSETOF(CacheParams, v) == 24);
+static_assert(FA_OFFSETOF(CacheParams, q) == 48);
 
 }  // namespace fa
 

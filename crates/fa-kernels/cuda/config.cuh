@@ -309,9 +309,9 @@ struct Sm100FwdConfig {
     int rescale_threshold;
 };
 
-// Parameters of the SM90 forward for wide heads, of which two warpgroups share the columns of O.
-struct Sm90WideConfig {
-    // Type of Q, K, V and O.
+// Parameters of the SM90 forward of e4m3 tensors.
+struct Sm90FwdFp8Config {
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -331,32 +331,38 @@ struct Sm90WideConfig {
     bool sinks;
     // Split keys: several CTAs share the keys of a tile.
     bool split;
-    // Query rows per CTA: the 64 of a wgmma.
+    // Query rows per CTA: `64 * num_wg`.
     int tile_m;
-    // Keys per step: 64.
+    // Keys per step; a multiple of 32 up to 256.
     int tile_n;
-    // V is the first columns of K's tile, of which the tensor K has the others.
-    bool latent;
-    // K and V buffers in flight, 1 to 4.
+    // Consumer warpgroups, 1 to 3; one more loads, and transposes V.
+    int num_wg;
+    // Issue S of the next step before P V of this one (overlap within a warpgroup).
+    bool overlap_wg;
+    // The tensor cores add P V of one step at a time, and f32 units add the steps: sums of many keys on
+    // tensor cores lose 6 % of O at 4k keys, 66 % at 128k.
+    bool two_level;
+    // Q buffers, 1 or 2: with 2, the next tile's Q is loaded while this one's is in use.
+    int q_stages;
+    // Buffers of K, and of V transposed, 1 to 4.
     int kv_stages;
-    // How tiles are assigned to CTAs: `PerTile` or `Static`.
+    // Buffers of V as it is loaded, 1 or 2.
+    int v_stages;
+    // Warpgroups take turns at the tensor cores: the softmax of one runs under the products of another.
+    bool ping_pong;
+    // How tiles are assigned to CTAs.
     Scheduler scheduler;
     // The order of tiles.
     TileOrder tile_order;
     // How many of every 16 exponentials are polynomials on the FMA units: 0 to 16.
     int exp_poly_of_16;
-    // Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
-    // rescales whenever it grew. Beyond 15, P would leave f16.
-    int rescale_threshold;
     // Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
     // with all of their heads.
     bool pack_gqa;
-    // Equal parts of the query heads of a K/V head, each with tiles of its own: where a group has more
-    // heads than a tile has rows.
-    int head_parts;
-    // Rows of paged keys are copied by the producer's threads, for pages of any size, instead of by TMA
-    // with a box for each part of a page.
-    bool gather;
+    // Type of O.
+    Dtype out_dtype;
+    // Columns of O that one product of P and V has: those for whose sums there are registers.
+    int slice;
 };
 
 }  // namespace fa

@@ -13,11 +13,12 @@ use super::extras::DeviceExtras;
 use super::half::{Half, Stored};
 use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
 
-/// Q, K, V, O, LSE and workspace of one forward. K and V are of `K`: the type of Q, or the bits of codes.
+/// Q, K, V, O, LSE and workspace of one forward. K and V are of `K`, and Q of `Q`: the type of O, or the bits of
+/// codes.
 #[derive(Debug)]
-pub struct DeviceForward<T, K = T> {
+pub struct DeviceForward<T, K = T, Q = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: DeviceTensor<T>,
+    pub q: DeviceTensor<Q>,
     /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
     pub k: DeviceTensor<K>,
     /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
@@ -90,8 +91,8 @@ impl<T: Half> DeviceForward<T> {
     }
 }
 
-impl<T: Half, K: Stored + KvElement> DeviceForward<T, K> {
-    /// [`DeviceForward::upload`] with K and V of a type of their own.
+impl<T: Half, K: Stored + KvElement, Q: Stored + KvElement> DeviceForward<T, K, Q> {
+    /// [`DeviceForward::upload`] with K and V, and Q, of types of their own.
     ///
     /// # Errors
     /// [`Error::Driver`], above all for want of memory.
@@ -99,10 +100,10 @@ impl<T: Half, K: Stored + KvElement> DeviceForward<T, K> {
         stream: &Arc<CudaStream>,
         problem: &Problem,
         workspace_bytes: usize,
-        q: &TensorRef<'_, T>,
+        q: &TensorRef<'_, Q>,
         [k, v]: [&TensorRef<'_, K>; 2],
         out: Placement,
-    ) -> Result<DeviceForward<T, K>, Error> {
+    ) -> Result<DeviceForward<T, K, Q>, Error> {
         let (q, k) = (DeviceTensor::upload(stream, q)?, DeviceTensor::upload(stream, k)?);
         let (kv, out) = ([k, DeviceTensor::upload(stream, v)?], DeviceTensor::nan(stream, out)?);
         DeviceForward::of(stream, problem, workspace_bytes, q, kv, out)
@@ -112,10 +113,10 @@ impl<T: Half, K: Stored + KvElement> DeviceForward<T, K> {
         stream: &Arc<CudaStream>,
         problem: &Problem,
         workspace_bytes: usize,
-        q: DeviceTensor<T>,
+        q: DeviceTensor<Q>,
         [k, v]: [DeviceTensor<K>; 2],
         out: DeviceTensor<T>,
-    ) -> Result<DeviceForward<T, K>, Error> {
+    ) -> Result<DeviceForward<T, K, Q>, Error> {
         let made = doing("allocating device memory");
         let rows = fa_cpu::check::lse_len(problem);
         let mut lse = stream.alloc_zeros(rows.max(1)).map_err(&made)?;
@@ -268,9 +269,9 @@ impl<T: Half, K: Stored + KvElement> DeviceForward<T, K> {
 /// A forward on tensors that lie where the caller keeps them, such as a cache that layers share or that is
 /// appended to.
 #[derive(Debug)]
-pub struct ForwardCall<'a, T, K = T> {
+pub struct ForwardCall<'a, T, K = T, Q = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: &'a DeviceTensor<T>,
+    pub q: &'a DeviceTensor<Q>,
     /// K, `[batch, seqlen_k, heads_kv, head_dim]`, or `[pages, page, heads_kv, head_dim]`.
     pub k: &'a DeviceTensor<K>,
     /// V, in the same shape with `head_dim_v`.
@@ -287,7 +288,7 @@ pub struct ForwardCall<'a, T, K = T> {
     pub page_faults: Option<&'a mut CudaSlice<u32>>,
 }
 
-impl<T: Half, K: Stored + KvElement> ForwardCall<'_, T, K> {
+impl<T: Half, K: Stored + KvElement, Q: Stored + KvElement> ForwardCall<'_, T, K, Q> {
     /// Launches `forward` on `stream`: allocates nothing, waits for nothing, and can be captured
     /// ([`capture()`]).
     ///

@@ -4,7 +4,7 @@
 use super::pages::operand_columns;
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
-use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, Sm100Fwd};
+use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm90Wide, Sm100Fwd};
 use crate::each_kernel;
 
 /// Properties of a backward that follow from its parameters, in addition to its [`super::Traits`].
@@ -118,6 +118,19 @@ impl Sm90Wide {
     }
 }
 
+impl Sm90FwdFp8 {
+    fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
+        vec![
+            Param { name: "out_dtype", doc: &[" Type of O."], value: spec.types.out.into() },
+            Param { name: "slice", doc: SLICE, value: self.slice(spec.head_dim_v).into() },
+        ]
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        None
+    }
+}
+
 impl Sm90Bwd {
     fn may_store_dq(&self, spec: &KernelSpec) -> bool {
         let is_drawn_first = match spec.mask {
@@ -188,6 +201,7 @@ const SKIPS_BLOCKS: &[&str] = &[
 ];
 const SHIFTS_VALUES: &[&str] =
     &[" V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill."];
+const SLICE: &[&str] = &[" Columns of O that one product of P and V has: those for whose sums there are registers."];
 const KV_DTYPE: &[&str] = &[" Type of K and V in device memory: `dtype`, or codes of 8 bits."];
 const CODE_STAGES: &[&str] = &[" Stages of codes in flight; 0 for K and V of 16 bits."];
 const MAY_STORE_DQ: &[&str] = &[

@@ -12,6 +12,7 @@ mod sm80_bwd;
 mod sm80_fwd;
 mod sm90_bwd;
 mod sm90_fwd;
+mod sm90_fwd_fp8;
 mod sm90_wide;
 #[cfg(test)]
 mod tests;
@@ -20,17 +21,18 @@ mod values;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Family, Pass, ScoreKind, Types};
+use crate::{Arch, Dtype, Family, Pass, ScoreKind, Types};
 
 pub use derived::BackwardTraits;
 pub use error::{Mismatch, SpecError, Unserved};
-pub use pages::{boxes_need, operand_columns, operand_panel, page_part, panel};
+pub use pages::{boxes_need, byte_panel, operand_columns, operand_panel, page_part, panel};
 pub use params::{Param, ParamValue};
 pub use shipped::{PinnedSpec, ShippedSpec};
 pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
+pub use sm90_fwd_fp8::Sm90FwdFp8;
 pub use sm90_wide::Sm90Wide;
 pub use sm100_fwd::Sm100Fwd;
 pub use values::{
@@ -82,6 +84,8 @@ pub enum Kernel {
     Sm100Fwd(Sm100Fwd),
     /// Forward for heads wider than a warpgroup's registers and for latents, by wgmma and TMA; runs on 9.0 only.
     Sm90Wide(Sm90Wide),
+    /// Forward of e4m3 tensors by wgmma and TMA with warp specialisation; runs on 9.0 only.
+    Sm90FwdFp8(Sm90FwdFp8),
 }
 
 macro_rules! from_params {
@@ -94,7 +98,7 @@ macro_rules! from_params {
     };
 }
 
-from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd, Sm90Wide);
+from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd, Sm90Wide, Sm90FwdFp8);
 
 /// The same expression for whichever kernel a [`Kernel`] is, with its parameters bound to a name: the one
 /// match that names every kernel. A crate that treats kernels differently declares a trait, implements it for
@@ -102,13 +106,14 @@ from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd, Sm90Wide);
 /// compile.
 ///
 /// ```
-/// use fa_core::{Kernel, Sm100Fwd, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90Wide, each_kernel};
+/// use fa_core::{Kernel, Sm100Fwd, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm90Wide, each_kernel};
 ///
 /// trait Warps {
 ///     fn warps(&self) -> u32;
 /// }
 /// # impl Warps for Sm90Fwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
 /// # impl Warps for Sm90Wide { fn warps(&self) -> u32 { 12 } }
+/// # impl Warps for Sm90FwdFp8 { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
 /// # impl Warps for Sm100Fwd { fn warps(&self) -> u32 { 4 * (self.q_tiles + 2) } }
 /// # impl Warps for Sm80Bwd { fn warps(&self) -> u32 { self.num_warps } }
 /// # impl Warps for Sm90Bwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
@@ -132,6 +137,7 @@ macro_rules! each_kernel {
             $crate::Kernel::Sm80Bwd($params) => $result,
             $crate::Kernel::Sm100Fwd($params) => $result,
             $crate::Kernel::Sm90Wide($params) => $result,
+            $crate::Kernel::Sm90FwdFp8($params) => $result,
         }
     };
 }
@@ -139,7 +145,7 @@ macro_rules! each_kernel {
 impl Kernel {
     /// Each kernel with its defaults: small tiles and valid for a head dim of 64 ([`Kernel::Sm90Wide`] of
     /// 128), to be changed field by field.
-    pub fn defaults() -> [Kernel; 6] {
+    pub fn defaults() -> [Kernel; 7] {
         [
             Kernel::Sm80Fwd(Sm80Fwd::default()),
             Kernel::Sm90Fwd(Sm90Fwd::default()),
@@ -147,6 +153,7 @@ impl Kernel {
             Kernel::Sm90Bwd(Sm90Bwd::default()),
             Kernel::Sm100Fwd(Sm100Fwd::default()),
             Kernel::Sm90Wide(Sm90Wide::default()),
+            Kernel::Sm90FwdFp8(Sm90FwdFp8::default()),
         ]
     }
 
@@ -171,17 +178,39 @@ impl Kernel {
         each_kernel!(self, kernel => kernel.doc())
     }
 
-    /// The family's kernel for `pass` and head dims up to [`WHOLE_ROW_HEAD_DIM`] with its default parameters;
-    /// `None` where the family has none.
+    /// The family's kernel for `pass` in 16 bits and head dims up to [`WHOLE_ROW_HEAD_DIM`] with its default
+    /// parameters; `None` where the family has none.
     pub fn of(family: Family, pass: Pass) -> Option<Kernel> {
-        Kernel::all_of(family, pass).next()
+        Kernel::all_of(family, pass, Types::same(Dtype::Bf16)).next()
     }
 
-    /// All of the family's kernels for `pass` with their default parameters, those for wide heads last.
-    pub fn all_of(family: Family, pass: Pass) -> impl Iterator<Item = Kernel> {
-        let is_asked =
-            move |kernel: &Kernel| kernel.family() == family && kernel.is_backward() == pass.is_backward();
+    /// All of the family's kernels for `pass` of tensors of these types with their default parameters, those
+    /// for wide heads last.
+    pub fn all_of(family: Family, pass: Pass, types: Types) -> impl Iterator<Item = Kernel> {
+        let is_asked = move |kernel: &Kernel| {
+            kernel.family() == family
+                && kernel.is_backward() == pass.is_backward()
+                && kernel.computes_in_8_bits() == (types.q == Dtype::E4m3)
+        };
         Kernel::defaults().into_iter().filter(is_asked)
+    }
+
+    /// Whether the kernel multiplies e4m3 numbers.
+    pub const fn computes_in_8_bits(&self) -> bool {
+        match self {
+            Kernel::Sm90FwdFp8(_) => true,
+            Kernel::Sm80Fwd(_)
+            | Kernel::Sm90Fwd(_)
+            | Kernel::Sm90Bwd(_)
+            | Kernel::Sm80Bwd(_)
+            | Kernel::Sm100Fwd(_)
+            | Kernel::Sm90Wide(_) => false,
+        }
+    }
+
+    /// The types of Q that the kernel computes in, as error messages say it.
+    const fn dtypes(&self) -> &'static str {
+        if self.computes_in_8_bits() { "e4m3" } else { "f16 or bf16" }
     }
 
     /// The kernel's name, as in source files and tables.
@@ -214,8 +243,10 @@ impl KernelSpec {
     pub fn check(&self) -> Result<(), SpecError> {
         self.types.check().map_err(|error| SpecError::Conflict(error.to_string()))?;
         let dtype = self.types.q;
-        if !dtype.is_half() {
-            return Err(SpecError::Dtype { dtype, kernel: self.kernel.name() });
+        if !(dtype.is_half() || dtype == Dtype::E4m3)
+            || self.kernel.computes_in_8_bits() != (dtype == Dtype::E4m3)
+        {
+            return Err(SpecError::Dtype { dtype, kernel: self.kernel.name(), need: self.kernel.dtypes() });
         }
         let widest = self.kernel.traits().max_head_dim;
         params::multiple("head_dim", self.head_dim, 16, 16, widest)?;
@@ -232,7 +263,7 @@ impl KernelSpec {
 
     /// Whether K and V are codes of 8 bits, which the kernel converts to the type of Q.
     pub const fn reads_codes(&self) -> bool {
-        self.types.kv.is_code()
+        self.types.kv.is_code() && !self.types.q.is_code()
     }
 
     /// What finds rows, splits keys and shares loads goes together.

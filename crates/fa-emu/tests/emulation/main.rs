@@ -9,6 +9,7 @@ mod codes;
 mod deterministic;
 mod drawn;
 mod faults;
+mod fp8;
 mod merge;
 mod mods;
 mod packed;

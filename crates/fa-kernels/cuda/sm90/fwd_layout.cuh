@@ -10,6 +10,13 @@
 
 namespace fa::sm90 {
 
+// CTAs that share a tile's keys may be a cluster, which combines in shared memory (fwd_combine.cuh). A
+// wider O leaves no registers for it.
+template <class Config>
+__host__ __device__ constexpr bool parts_in_clusters(const Config& config) {
+    return config.split && !config.varied && config.head_dim_v <= 128;
+}
+
 template <Sm90FwdConfig C>
 struct Traits {
     static_assert(C.tile_m == 64 * C.num_wg, "one warpgroup per 64 rows: the m64 of wgmma");
@@ -26,9 +33,7 @@ struct Traits {
     static constexpr bool kCodes = is_code(C.kv_dtype);
     static_assert(!kCodes || (!C.gather && C.cluster_m == 1 && C.tile_n % 32 == 0 && C.tile_n >= 64));
 
-    // CTAs that share a tile's keys may be a cluster, which combines in shared memory (fwd_combine.cuh). A
-    // wider O leaves no registers for it.
-    static constexpr bool kPartsInClusters = C.split && !C.varied && C.head_dim_v <= 128;
+    static constexpr bool kPartsInClusters = parts_in_clusters(C);
 
     // A wide O is rescaled before P V is issued, while S runs.
     static constexpr bool kRescaleFirst = C.head_dim_v > 128;

@@ -1,9 +1,9 @@
-//! The parameters of an 8-bit cache, which follow all others of a forward.
+//! The parameters of 8-bit tensors, which follow all others of a forward.
 
 use crate::jit::declare::{ConstF32Ptr, DeviceType, ParamField, ParamStruct, param_struct};
 
 param_struct! {
-    /// What the codes of K, or of V, are multiplied by. Without both pointers that is 1.
+    /// What the codes of a tensor are multiplied by. Without both pointers that is 1.
     pub struct CodeDescales {
         /// `[heads_kv]` or `[batch, heads_kv]`; null for none, and where each row has its own.
         pub of_head: ConstF32Ptr,
@@ -15,12 +15,14 @@ param_struct! {
 }
 
 param_struct! {
-    /// The descales of an 8-bit cache.
+    /// The descales of 8-bit tensors.
     pub struct CacheParams {
         /// Of K.
         pub k: CodeDescales,
         /// Of V.
         pub v: CodeDescales,
+        /// Of an e4m3 Q, by its K/V head.
+        pub q: CodeDescales,
     }
 }
 

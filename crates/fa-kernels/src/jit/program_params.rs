@@ -77,7 +77,7 @@ pub struct WithPrograms<P> {
     pub map: BlockMapParams,
     /// Of its arrays' gradients.
     pub gradients: ArrayGradientParams,
-    /// Of a cache of codes; forward only.
+    /// Of 8-bit tensors; forward only.
     pub cache: CacheParams,
 }
 

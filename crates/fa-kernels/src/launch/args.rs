@@ -118,9 +118,9 @@ pub(crate) struct Buffer<'a> {
 
 /// The arguments of a forward call. Shapes are the problem's, by each tensor's strides. K and V are of `K`:
 /// the type of Q, or the bits of codes.
-pub struct ForwardArgs<'a, T, K = T> {
+pub struct ForwardArgs<'a, T, K = T, Q = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: Input<'a, T>,
+    pub q: Input<'a, Q>,
     /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
     pub k: Input<'a, K>,
     /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.

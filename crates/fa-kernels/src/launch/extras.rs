@@ -128,6 +128,7 @@ impl RawExtras {
         CacheParams {
             k: of(params.k, descales.k, self.inputs.k_descale),
             v: of(params.v, descales.v, self.inputs.v_descale),
+            q: of(params.q, descales.q, self.inputs.q_descale),
         }
     }
 
@@ -191,7 +192,7 @@ pub(crate) fn cache_params(problem: &Problem) -> CacheParams {
         let sequence_stride = if form == DescaleForm::SequenceHead { problem.heads_kv as i64 } else { 0 };
         CodeDescales { sequence_stride, ..CodeDescales::default() }
     };
-    CacheParams { k: of(problem.descales.k), v: of(problem.descales.v) }
+    CacheParams { k: of(problem.descales.k), v: of(problem.descales.v), q: of(problem.descales.q) }
 }
 
 /// An address, with a guard that is dropped after the launch and then notes in cudarc that the stream has

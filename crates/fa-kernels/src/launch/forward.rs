@@ -1,7 +1,6 @@
 //! The launches of a forward as data: parameters, tensor maps, workspace and the order of its kernels.
 
-use fa_core::spec::operand_panel;
-use fa_core::spec::{Scheduler, TileOrder, Traits};
+use fa_core::spec::{Scheduler, TileOrder, Traits, byte_panel, operand_panel};
 use fa_core::{Arch, KernelSpec, LaunchPlan, Pass, Problem};
 use fa_planner::account::{LARGEST_CLUSTER, MAX_SPLITS, combine_ctas, combines_in_clusters, page_part};
 
@@ -178,7 +177,8 @@ fn check_division(plan: &LaunchPlan, traits: &Traits, problem: &Problem) -> Resu
 /// Where threads copy rows, half a tile's: boxes load those that are contiguous.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (_, tile_n) = traits.tile;
-    let (panel, panel_v) = (operand_panel(spec.head_dim), operand_panel(spec.head_dim_v));
+    let panel_of = if spec.kernel.computes_in_8_bits() { byte_panel } else { operand_panel };
+    let (panel, panel_v) = (panel_of(spec.head_dim), panel_of(spec.head_dim_v));
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.

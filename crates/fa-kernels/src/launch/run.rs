@@ -74,18 +74,20 @@ pub(crate) unsafe fn enqueue(
     Ok(())
 }
 
-/// Checks that T is the type of the problem's tensors, and K that of K and V.
+/// Checks that T is the type of the problem's O, Q that of Q, and K that of K and V.
 ///
 /// # Errors
 /// [`Error::Mismatch`].
-pub(crate) fn check_element<T: Element, K: KvElement>(problem: &Problem) -> Result<(), Error> {
+pub(crate) fn check_element<T: Element, K: KvElement, Q: KvElement>(problem: &Problem) -> Result<(), Error> {
     let types = problem.types;
-    if types.q != T::DTYPE {
-        let (kernel, problem) = (types.q.to_string(), T::DTYPE.to_string());
-        return Err(Error::Mismatch { what: "dtype", kernel, problem });
-    }
-    if !K::holds(types.kv) {
-        return Err(Error::Mismatch { what: "kv_dtype", kernel: types.kv.to_string(), problem: K::name() });
+    for (what, dtype, holds, name) in [
+        ("dtype", types.q, Q::holds(types.q), Q::name()),
+        ("kv_dtype", types.kv, K::holds(types.kv), K::name()),
+        ("out_dtype", types.out, T::DTYPE == types.out, T::DTYPE.to_string()),
+    ] {
+        if !holds {
+            return Err(Error::Mismatch { what, kernel: dtype.to_string(), problem: name });
+        }
     }
     Ok(())
 }
