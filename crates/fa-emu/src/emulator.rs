@@ -59,7 +59,15 @@ impl Emulator {
     /// # Errors
     /// As [`Emulator::unit`].
     pub fn append_unit(&self, arch: Arch, headers: &Headers) -> Result<AppendUnit, Error> {
-        AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers)
+        AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers, false)
+    }
+
+    /// The append kernel of caches of 8-bit codes for `arch`, compiled now or before.
+    ///
+    /// # Errors
+    /// As [`Emulator::unit`].
+    pub fn append_codes_unit(&self, arch: Arch, headers: &Headers) -> Result<AppendUnit, Error> {
+        AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers, true)
     }
 
     /// The merge kernel for `arch`, compiled now or before.

@@ -167,28 +167,28 @@ impl<T: Half> DeviceAppend<T> {
         fn read(words: &Option<CudaSlice<i32>>) -> Option<&dyn DevicePtr<i32>> {
             words.as_ref().map(|words| words as &dyn DevicePtr<i32>)
         }
-macro_rules! run {
+        macro_rules! run {
             ($k:expr, $v:expr) => {
                 append.run(
                     stream,
                     AppendArgs {
-                k_new: self.k_new.input(),
-                v_new: self.v_new.input(),
-                k_cache: $k.output(),
-                v_cache: $v.output(),
-                queries: self.q.as_mut().map(|q| AppendQueries::InPlace(q.output())),
-                tables: self.tables.as_ref().map(|[cos, sin]| [cos.argument(), sin.argument()]),
-                cu_new: read(&self.cu_new),
-                used_new: read(&self.used_new),
-                seqused_k: read(&self.seqused_k),
-                page_table: read(&self.page_table),
-                k_descale: self.k_descale.as_mut().map(|to| to as &mut dyn DevicePtrMut<f32>),
-                v_descale: self.v_descale.as_mut().map(|to| to as &mut dyn DevicePtrMut<f32>),
-                cu_seqlens_q: read(&self.cu_seqlens_q),
-                seqused_q: read(&self.seqused_q),
-                used_out: self.used_out.as_mut().map(|to| to as &mut dyn DevicePtrMut<i32>),
-                dropped: Some(&mut self.dropped),
-            },
+                        k_new: self.k_new.input(),
+                        v_new: self.v_new.input(),
+                        k_cache: $k.output(),
+                        v_cache: $v.output(),
+                        queries: self.q.as_mut().map(|q| AppendQueries::InPlace(q.output())),
+                        tables: self.tables.as_ref().map(|[cos, sin]| [cos.argument(), sin.argument()]),
+                        cu_new: read(&self.cu_new),
+                        used_new: read(&self.used_new),
+                        seqused_k: read(&self.seqused_k),
+                        page_table: read(&self.page_table),
+                        k_descale: self.k_descale.as_mut().map(|to| to as &mut dyn DevicePtrMut<f32>),
+                        v_descale: self.v_descale.as_mut().map(|to| to as &mut dyn DevicePtrMut<f32>),
+                        cu_seqlens_q: read(&self.cu_seqlens_q),
+                        seqused_q: read(&self.seqused_q),
+                        used_out: self.used_out.as_mut().map(|to| to as &mut dyn DevicePtrMut<i32>),
+                        dropped: Some(&mut self.dropped),
+                    },
                 )
             };
         }

@@ -10,9 +10,7 @@ use fa_core::{Append, DescaleForm, Dtype, QueryPositions, RotaryPairs, Side, Sid
 
 use crate::Error;
 use crate::jit::append_params::{AppendCodesParams, AppendDescales, AppendParams};
-use crate::jit::declare::{
-    ConstF32Ptr, ConstI32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr,
-};
+use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
 use crate::jit::source::{APPEND_SMEM, APPEND_THREADS};
 use crate::launch::args::{RawTensor, Shape, step_of};
