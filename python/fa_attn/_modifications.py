@@ -3,6 +3,7 @@ scalars that the extension module takes."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, Optional, Tuple
 
 from ._checks import count
@@ -10,6 +11,10 @@ from ._core import InputError, InputTypeError
 from ._faces import face_of
 from ._options import MODIFICATIONS
 from ._programs import Program
+
+
+# The declaration of an array, and its name.
+_DECLARED = re.compile(r"(\barray\s+(\w+)\s*:[^;]*?\])(?:\s*grad)?\s*;")
 
 
 class Modifications(NamedTuple):
@@ -35,6 +40,14 @@ class Modifications(NamedTuple):
 
     def with_arrays(self, arrays) -> Modifications:
         return self._replace(arrays=tuple(arrays))
+
+    def with_gradients(self, names) -> Modifications:
+        """These, with gradients for the arrays of these names and no others."""
+
+        def declared(found):
+            return found[1] + (" grad;" if found[2] in names else ";")
+
+        return self._replace(texts=tuple(_DECLARED.sub(declared, text) for text in self.texts))
 
     @property
     def programs(self):

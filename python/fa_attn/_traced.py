@@ -69,7 +69,8 @@ class Indexed:
 
     def whole(self):
         """The element of an array of one; None of others."""
-        if self._indices not in ((), (None,)) or math.prod(self._tensor.shape) != 1:
+        is_open = all(index is None for index in self._indices)
+        if not is_open or len(self._indices) > 1 or math.prod(self._tensor.shape) != 1:
             return None
         return self._recorder.operand(self._tensor)
 

@@ -26,6 +26,7 @@ CASES = {
     "slopes": (dict(causal=True, alibi_slopes=SLOPES), dict(causal=True, slopes=SLOPES)),
     "sinks": (dict(causal=True, sinks=SINKS), dict(causal=True, sinks=SINKS)),
 }
+LENGTHS = np.array([5, 12], np.int32)
 # The CPU computes f32; a GPU does not.
 ON = jax.default_device(jax.devices("cpu")[0])
 
@@ -197,8 +198,11 @@ def test_dot_product_attention_is_jax_s(options, dtype):
 @pytest.mark.parametrize(
     ("fault", "call"),
     [
-        ("^bias: masks", lambda q, k, v: dot_product_attention(q, k, v, q)),
-        ("aligns it to the top left", lambda q, k, v: dot_product_attention(q, k, v, is_causal=True)),
+        ("^bias has 12 along heads", lambda q, k, v: dot_product_attention(q, k, v, q)),
+        (
+            "aligns it to the top left",
+            lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, query_seq_lengths=LENGTHS),
+        ),
         ("^k has a head dim of 16", lambda q, k, v: flash_attn_func(q, k[..., :16], v)),
         ("^sinks has the shape", lambda q, k, v: flash_attn_func(q, k, v, sinks=SINKS[:3])),
         ("^num_splits is 999", lambda q, k, v: flash_attn_func(q, k, v, num_splits=999)),
