@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use fa_core::{Pass, Problem, Strides, TensorLayout};
 use fa_cpu::batch::Batch;
-use fa_cpu::{AppendExtras, AppendTensors, Arguments, TensorRef};
+use fa_cpu::{AppendExtras, AppendTensors, Arguments, KvRef, TensorMut, TensorRef};
 use fa_kernels::cudarc::driver::CudaStream;
-use fa_kernels::{BoundAppend, Error as KernelError};
+use fa_kernels::{BoundAppend, Error as KernelError, KvElement};
 
 use crate::device::{
     Bound, DeviceAppend, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Half, Placement,
-    doing,
+    Stored, doing,
 };
 use crate::error::Error;
 use crate::extras::check_dsinks;
@@ -44,17 +44,17 @@ fn out_placement(shape: [usize; 4], strides: Strides) -> Placement {
 }
 
 /// Checks the extras and copies Q, K, V and them to the GPU, with room for O and a workspace of `bytes`.
-fn uploaded<T: Half>(
+fn uploaded<T: Half, K: Stored + KvElement, Q: Stored + KvElement>(
     stream: &Arc<CudaStream>,
     problem: &Problem,
     bytes: usize,
-    tensors: [&TensorRef<'_, T>; 3],
+    (q, kv): (&TensorRef<'_, Q>, [&TensorRef<'_, K>; 2]),
     out: Placement,
     arguments: &Arguments<'_>,
-) -> Result<DeviceForward<T>, Error> {
+) -> Result<DeviceForward<T, K, Q>, Error> {
     // Kernels trust starts, lengths and pages: those that point outside the tensors are found here.
     Batch::new(problem, arguments)?;
-    let mut device = DeviceForward::upload(stream, problem, bytes, tensors, out)?;
+    let mut device = DeviceForward::upload_with(stream, problem, bytes, q, kv, out)?;
     device.extras = DeviceExtras::upload(stream, arguments)?;
     Ok(device)
 }
@@ -68,23 +68,42 @@ fn forward<T: Half>(
     let arguments = tensors.arguments();
     let ForwardTensors { q, k, v, mut out, lse, extras, .. } = tensors;
     let problem: &Problem = bound.problem();
-    let (Some(q), Some(k), Some(v)) = (q.same(), k.same(), v.same()) else {
-        let kernel = T::dtype().to_string();
-        return Err(KernelError::Mismatch {
-            what: "kv_dtype",
-            kernel,
-            problem: problem.types.kv.to_string(),
-        }
-        .into());
-    };
-    fa_cpu::check::check_forward(problem, q, k, v)?;
+    fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;
+    let to = (gpu, bound, launches);
+    match (&q, &k, &v) {
+        (KvRef::Same(q), KvRef::Same(k), KvRef::Same(v)) => {
+            forward_of(to, q, [k, v], &mut out, lse, &arguments)
+        }
+        (KvRef::Same(q), KvRef::Codes(k), KvRef::Codes(v)) => {
+            forward_of(to, q, [k, v], &mut out, lse, &arguments)
+        }
+        (KvRef::Codes(q), KvRef::Codes(k), KvRef::Codes(v)) => {
+            forward_of(to, q, [k, v], &mut out, lse, &arguments)
+        }
+        (_, KvRef::Same(_), _) | (_, _, KvRef::Same(_)) => {
+            let (kernel, problem) = (problem.types.kv.to_string(), "K and V of two types".to_owned());
+            Err(KernelError::Mismatch { what: "kv_dtype", kernel, problem }.into())
+        }
+    }
+}
+
+/// [`forward`] on K and V of one type.
+fn forward_of<T: Half, K: Stored + KvElement, Q: Stored + KvElement>(
+    (gpu, bound, launches): (&Gpu, &fa_kernels::Forward, usize),
+    q: &TensorRef<'_, Q>,
+    kv: [&TensorRef<'_, K>; 2],
+    out: &mut TensorMut<'_, T>,
+    lse: &mut [f32],
+    arguments: &Arguments<'_>,
+) -> Result<Duration, Error> {
+    let problem: &Problem = bound.problem();
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let bytes = bound.workspace_bytes();
-    let mut device = uploaded(stream, problem, bytes, [q, k, v], placement, &arguments)?;
+    let mut device = uploaded(stream, problem, bytes, (q, kv), placement, arguments)?;
     if !problem.lengths.is_uniform() {
         // Rows that no sequence has are not written, here as on the CPU.
         device.out = DeviceTensor::upload(stream, &out.as_ref())?;
@@ -99,7 +118,7 @@ fn forward<T: Half>(
     if !lse.is_empty() {
         stream.memcpy_dtoh(&device.lse.slice(..lse.len()), lse).map_err(doing("copying from the GPU"))?;
     }
-    device.out.download(stream, &mut out)?;
+    device.out.download(stream, out)?;
     gpu.synchronize()?;
     Ok(time)
 }
@@ -121,7 +140,7 @@ fn backward<T: Half>(
     check_dsinks(problem, dsinks.as_deref())?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
-    let mut forward = uploaded(stream, problem, 0, [&q, &k, &v], placement, &arguments)?;
+    let mut forward = uploaded(stream, problem, 0, (&q, [&k, &v]), placement, &arguments)?;
     forward.out = DeviceTensor::upload(stream, &out)?;
     if let (Some(_), Some(own), Some(program)) =
         (&darrays, &mut forward.extras.program, problem.score.program)

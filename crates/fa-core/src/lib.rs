@@ -77,7 +77,7 @@ pub use problem::{Problem, ProblemError};
 pub use score_mod::{Alibi, ScoreKind, ScoreMod};
 pub use spec::{
     Kernel, KernelSpec, MaskKind, Mismatch, PinnedSpec, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd,
-    Sm90Fwd, Sm100Fwd, SpecError, Traits, Unserved,
+    Sm90Fwd, Sm90FwdFp8, Sm100Fwd, SpecError, Traits, Unserved,
 };
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

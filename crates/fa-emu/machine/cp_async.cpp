@@ -1,18 +1,20 @@
-// cp.async: copies of 16 bytes that a thread issues, closes into groups and waits for.
+// cp.async: copies of 4 or 16 bytes that a thread issues, closes into groups and waits for.
 #include <cstring>
 
 #include "machine.h"
 
 namespace emu {
 
-void cp_async_16(u32 dst, const void* src, int bytes) {
+void cp_async(u32 dst, const void* src, int size, int bytes) {
     ENTER();
     Thread& thread = *current;
     Cta& cta = *thread.cta;
-    u8* const to = shared(dst, 16, 16);
+    u8* const to = shared(dst, u32(size), u32(size));
     if (bytes) {
-        if (u64(src) % 16) fatal("misaligned", me() + ": the source of cp.async is no multiple of 16");
-        machine->global.access(u64(src), 16, Use::Read, "copies by cp.async");
+        if (u64(src) % u64(size)) {
+            fatal("misaligned", me() + ": the source of cp.async is no multiple of " + std::to_string(size));
+        }
+        machine->global.access(u64(src), u64(bytes), Use::Read, "copies by cp.async");
     }
     if (thread.copies_slot < 0) {
         thread.copies_slot = new_slot(*cta.cluster, "cp.async of thread " + std::to_string(thread.id));
@@ -20,17 +22,14 @@ void cp_async_16(u32 dst, const void* src, int bytes) {
     const u32 group = thread.copies.start();
     if (machine->options.order) {
         cta.shadow.access(
-            cta, dst - kSharedBase, 16, true,
+            cta, dst - kSharedBase, u32(size), true,
             {Slot(thread.copies_slot), group, Proxy::Generic, false, &thread.order, site_of(pc), "writes"});
     }
-    poison(to, 16);
+    poison(to, size);
     machine->counters.cp_async_bytes += u32(bytes);
     add_agent(cta, 30, [=, &thread] {
-        if (bytes) {
-            memcpy(to, src, 16);
-        } else {
-            memset(to, 0, 16);
-        }
+        memcpy(to, src, size_t(bytes));
+        memset(to + bytes, 0, size_t(size - bytes));
         thread.copies.finish(group);
         if (thread.waits_on == &thread.copies) wake(thread);
     });

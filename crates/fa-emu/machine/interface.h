@@ -63,7 +63,7 @@ void mbarrier_wait(void* bar, u32 parity);
 
 // ---- Asynchronous copies ----
 
-void cp_async_16(u32 dst, const void* src, int bytes);
+void cp_async(u32 dst, const void* src, int size, int bytes);
 void cp_async_commit();
 void cp_async_wait(int pending);
 // `blocks`: the CTAs of the cluster that a multicast writes to, a bit each; 0 for this one alone.
@@ -76,8 +76,9 @@ void bulk_wait(bool read_only);
 
 // ---- Warpgroup products ----
 
+enum class Element { F16, Bf16, E4m3 };
 struct Wgmma {
-    bool bf16;
+    Element element;
     int n;
     bool a_mn_major, b_mn_major;
     float* d;

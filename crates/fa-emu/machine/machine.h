@@ -293,6 +293,13 @@ inline u32 Thread::warp_of_cluster() const {
     return cta->rank * u32(cta->warps.size()) + u32(view.warp);
 }
 
+inline float from_e4m3(u8 code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float size = exponent == 0 ? float(mantissa) / 512.f : ldexpf(float(8 + mantissa), exponent - 10);
+    const float own = (code & 0x7f) == 0x7f ? NAN : size;
+    return code & 0x80 ? -own : own;
+}
+
 inline float from16(bool bf16, u16 bits) {
     if (bf16) return __builtin_bit_cast(float, u32(bits) << 16);
     return float(__builtin_bit_cast(_Float16, bits));

@@ -55,6 +55,17 @@ inline void read_operand(const Cta& cta, bool bf16, const MatrixDescriptor& d, b
     });
 }
 
+// The same of e4m3 numbers, K-major: 32 along k.
+inline void read_bytes(const Cta& cta, const MatrixDescriptor& d, int first, int rows, float* out,
+                       int row_stride, int k_stride) {
+    const u32 limit = machine->launch.smem_bytes;
+    for_chunks(d, false, first, rows, [&](u32 offset, int row, int k) {
+        if (offset + 16 > limit) return;  // reported when it was issued
+        float* to = out + row * row_stride + 2 * k * k_stride;
+        for (int i = 0; i < 16; ++i) to[i * k_stride] = from_e4m3(cta.memory[offset + u32(i)]);
+    });
+}
+
 // Notes that `actor` reads the operand, by an instruction of this name.
 inline void access_operand(Cta& cta, const char* instruction, const MatrixDescriptor& d, bool mn_major,
                            int first, int rows, const Actor& actor) {

@@ -26,18 +26,32 @@ void multiply(Warp& warp) {
     warp.queue.pop_front();
     const Wgmma& op = own.op;
     const int n = op.n;
-    alignas(64) float a[16][16], b[16][256], d[16][256];
-    read_operand(*warp.cta, op.bf16, decoded(op.desc_b), op.b_mn_major, 0, n, &b[0][0], 1, 256);
+    const bool bytes = op.element == Element::E4m3, bf16 = op.element == Element::Bf16;
+    const int steps = bytes ? 32 : 16;  // the k of the instruction
+    alignas(64) float a[16][32], b[32][256], d[16][256];
+    auto read = [&](u64 descriptor, bool mn_major, int first, int rows, float* out, int row_stride,
+                    int k_stride) {
+        const MatrixDescriptor own = decoded(descriptor);
+        if (bytes) {
+            read_bytes(*warp.cta, own, first, rows, out, row_stride, k_stride);
+        } else {
+            read_operand(*warp.cta, bf16, own, mn_major, first, rows, out, row_stride, k_stride);
+        }
+    };
+    read(op.desc_b, op.b_mn_major, 0, n, &b[0][0], 1, 256);
     if (own.a[0]) {
+        // A register has rows lane / 4 or 8 further, and 4 bytes of 16.
         for (int lane = 0; lane < 32; ++lane) {
-            for (int i = 0; i < 8; ++i) {
-                a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] =
-                    from16(op.bf16, u16(own.a[lane][i / 2] >> 16 * (i % 2)));
+            for (int i = 0; i < 4; ++i) {
+                float* const to = a[lane / 4 + i % 2 * 8] + i / 2 * steps / 2 + lane % 4 * steps / 8;
+                const u32 word = own.a[lane][i];
+                for (int j = 0; j < steps / 8; ++j) {
+                    to[j] = bytes ? from_e4m3(u8(word >> 8 * j)) : from16(bf16, u16(word >> 16 * j));
+                }
             }
         }
     } else {
-        read_operand(*warp.cta, op.bf16, decoded(op.desc_a), op.a_mn_major, warp.id % 4 * 16, 16, &a[0][0],
-                     16, 1);
+        read(op.desc_a, op.a_mn_major, warp.id % 4 * 16, 16, &a[0][0], 32, 1);
     }
     // Register i of a lane: rows lane / 4 and 8 further, columns in pairs of every eight.
     auto row_of = [](int lane, int i) { return lane / 4 + 8 * (i / 2 & 1); };
@@ -47,7 +61,7 @@ void multiply(Warp& warp) {
             d[row_of(lane, i)][column_of(lane, i)] = op.accumulate ? own.d[lane][i] : 0.f;
     }
     for (int row = 0; row < 16; ++row) {
-        for (int k = 0; k < 16; ++k) {
+        for (int k = 0; k < steps; ++k) {
             const float factor = a[row][k];
             for (int column = 0; column < n; ++column) d[row][column] += factor * b[k][column];
         }
@@ -56,7 +70,7 @@ void multiply(Warp& warp) {
         for (int i = 0; i < n / 2; ++i) own.d[lane][i] = d[row_of(lane, i)][column_of(lane, i)];
     }
     ++machine->counters.wgmma;
-    machine->counters.flops += 2 * 16 * 16 * u64(n);
+    machine->counters.flops += 2 * 16 * u64(steps) * u64(n);
     warp.products.finish(own.group);
     for (int lane = 0; lane < 32; ++lane) {
         if (warp.lanes[lane].waits_on == &warp.products) wake(warp.lanes[lane]);

@@ -4,13 +4,25 @@ use fa_core::Strides;
 use fa_core::program::OwnedInputs;
 use fa_cpu::OwnedExtras;
 
-/// One tensor of a call, as elements of 16 bits.
+/// One tensor of a call, as elements of 16 bits or codes of 8.
 #[derive(Clone, Copy, Debug)]
 pub enum Given<'a> {
     /// An input.
     Input(&'a [u16], Strides),
+    /// An input of 8-bit codes.
+    Codes(&'a [u8], Strides),
     /// An output of this many elements.
     Output(usize, Strides),
+}
+
+impl Given<'_> {
+    /// Bytes of an element.
+    pub(crate) fn element_bytes(&self) -> usize {
+        match self {
+            Given::Input(..) | Given::Output(..) => 2,
+            Given::Codes(..) => 1,
+        }
+    }
 }
 
 /// The tensors of a call.

@@ -1,7 +1,9 @@
 //! What the emulation knows of each kernel beyond the planner's numbers.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{
+    Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm100Fwd, each_kernel,
+};
 use fa_lab::random::Random;
 
 /// A kernel as the emulation sees it.
@@ -105,6 +107,37 @@ impl EmulatedKernel for Sm90Fwd {
                 ("gather", |k, _| k.gather = !k.gather),
             ],
             true,
+            random,
+        )
+    }
+}
+
+impl EmulatedKernel for Sm90FwdFp8 {
+    /// V is read and written in whole swizzled chunks.
+    fn is_conflict_free(&self) -> bool {
+        true
+    }
+
+    fn computes_whole_steps(&self, _: &Problem) -> bool {
+        true
+    }
+
+    fn changed(&self, random: &mut Random) -> Option<(&'static str, Kernel)> {
+        changed(
+            self,
+            &[
+                ("scheduler", |k, random| {
+                    k.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static, Scheduler::Dynamic]);
+                }),
+                ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+                ("ping_pong", |k, _| k.ping_pong = !k.ping_pong),
+                ("overlap_wg", |k, _| k.overlap_wg = !k.overlap_wg),
+                ("two_level", |k, _| k.two_level = !k.two_level),
+                ("exp_poly_of_16", |k, random| k.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16])),
+                ("kv_stages", |k, random| k.kv_stages = 1 + random.below(4) as u32),
+                ("v_stages", |k, _| k.v_stages = other_of_two(k.v_stages)),
+            ],
+            false,
             random,
         )
     }

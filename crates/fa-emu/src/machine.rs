@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub(super) static ALL: [(&str, &str); 51] = files![
+    pub(super) static ALL: [(&str, &str); 53] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -29,12 +29,14 @@ mod sources {
         "host/ptx/cluster.cuh",
         "host/ptx/compiler.cuh",
         "host/ptx/cp_async.cuh",
+        "host/ptx/e4m3.cuh",
         "host/ptx/grid.cuh",
         "host/ptx/ldmatrix.cuh",
         "host/ptx/math.cuh",
         "host/ptx/mbarrier.cuh",
         "host/ptx/mma_sync.cuh",
         "host/ptx/multiply.cuh",
+        "host/ptx/packed.cuh",
         "host/ptx/registers.cuh",
         "host/ptx/redux.cuh",
         "host/ptx/segment.cuh",

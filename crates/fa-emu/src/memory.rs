@@ -49,7 +49,8 @@ impl<'a> DeviceMemory<'a> {
             for row in (0..rows.len()).filter(|&row| !rows[row]) {
                 for head in 0..shape.heads {
                     let at = strides.offset(row / shape.seqlen, row % shape.seqlen, head, 0);
-                    foreign.push((memory.address() + 2 * at as u64, 2 * shape.dim as u64));
+                    let bytes = given.element_bytes() as u64;
+                    foreign.push((memory.address() + bytes * at as u64, bytes * shape.dim as u64));
                 }
             }
             tensors.push((shape.name, tensor.is_output, memory, strides));
@@ -238,10 +239,11 @@ impl<'a> DeviceMemory<'a> {
     }
 }
 
-/// Memory for a tensor of 16-bit elements, with those of an input in it.
+/// Memory for a tensor, with the elements of an input in it.
 fn placed<'a>(machine: &'a Machine, shape: &Shape, given: &Given) -> Result<(Memory<'a>, Strides), Error> {
     let (have, strides) = match *given {
         Given::Input(elements, strides) => (elements.len(), strides),
+        Given::Codes(codes, strides) => (codes.len(), strides),
         Given::Output(elements, strides) => (elements, strides),
     };
     let is_empty = shape.batch * shape.seqlen * shape.heads * shape.dim == 0;
@@ -253,9 +255,11 @@ fn placed<'a>(machine: &'a Machine, shape: &Shape, given: &Given) -> Result<(Mem
     if !is_empty && usize::try_from(need).is_ok_and(|need| need > have) {
         return Err(Error::TooShort { tensor: shape.name, have, need: need as usize });
     }
-    let mut memory = Memory::new(machine, shape.name, 2 * have)?;
-    if let Given::Input(elements, _) = given {
-        fill(&mut memory, elements.iter().map(|element| element.to_ne_bytes()));
+    let mut memory = Memory::new(machine, shape.name, given.element_bytes() * have)?;
+    match given {
+        Given::Input(elements, _) => fill(&mut memory, elements.iter().map(|element| element.to_ne_bytes())),
+        Given::Codes(codes, _) => memory.bytes_mut()[..have].copy_from_slice(codes),
+        Given::Output(..) => {}
     }
     Ok((memory, strides))
 }

@@ -30,6 +30,8 @@ pub struct Options<'a> {
     pub sms: u32,
     /// CTAs that run at a time.
     pub resident: u32,
+    /// Parts of the keys of a forward's tile; `None` for those that the planner takes.
+    pub splits: Option<usize>,
     /// Whether order is checked: races, proxy fences, reads of uninitialised memory.
     pub order: bool,
     /// Whether the destination of a copy in flight is NaN until it completes.
@@ -72,6 +74,7 @@ impl Options<'_> {
             pace,
             sms: 2,
             resident: 2,
+            splits: None,
             order: true,
             poison: true,
             hazards: true,

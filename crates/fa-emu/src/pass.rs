@@ -60,7 +60,7 @@ impl Unit {
     /// # Errors
     /// Those of the library for a problem that the kernel does not compute.
     pub fn launches(&self, problem: &Problem, options: &Options) -> Result<Launches, Error> {
-        let plan = divide(problem, &self.spec, self.arch, options.sms, None);
+        let plan = divide(problem, &self.spec, self.arch, options.sms, options.splits);
         Ok(Launches::of(&plan, problem, self.arch, options.sms)?)
     }
 

@@ -14,7 +14,7 @@ enum class TileOrder { Natural, LongestFirst };
 
 // Parameters of the SM80-class forward. Each optimisation is a switch, so that it can be measured alone.
 struct Sm80FwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -63,11 +63,13 @@ struct Sm80FwdConfig {
     bool pack_gqa;
     // With `fast_math`: divide exactly at the end all the same.
     bool exact_div;
+    // Type of K and V in device memory: `dtype`, or codes of 8 bits.
+    Dtype kv_dtype;
 };
 
 // Parameters of the SM90 forward.
 struct Sm90FwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -134,6 +136,10 @@ struct Sm90FwdConfig {
     bool skips_blocks;
     // V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill.
     bool shifts_values;
+    // Type of K and V in device memory: `dtype`, or codes of 8 bits.
+    Dtype kv_dtype;
+    // Stages of codes in flight; 0 for K and V of 16 bits.
+    int code_stages;
 };
 
 // Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`
@@ -142,7 +148,7 @@ struct Sm90FwdConfig {
 // Each of the five products of a step (see `Sm90Bwd`) is divided among the warps into whole 16 x 16
 // blocks.
 struct Sm80BwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -195,7 +201,7 @@ struct Sm80BwdConfig {
 // (`[tile_m, head dim]`). Each can be computed transposed (swap_ab), and its rows or its columns are
 // divided among the warpgroups (atom layout).
 struct Sm90BwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -263,7 +269,7 @@ struct Sm90BwdConfig {
 
 // Parameters of the SM100 forward, which was assembled and emulated, and never run on a GPU.
 struct Sm100FwdConfig {
-    // Type of Q, K, V and O.
+    // Type of Q and O, and of the tiles of K and V.
     Dtype dtype;
     // Tile extent of the head dim of Q and K.
     int head_dim;
@@ -301,6 +307,62 @@ struct Sm100FwdConfig {
     // Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
     // rescales whenever it grew. Beyond 15, P would leave f16.
     int rescale_threshold;
+};
+
+// Parameters of the SM90 forward of e4m3 tensors.
+struct Sm90FwdFp8Config {
+    // Type of Q and O, and of the tiles of K and V.
+    Dtype dtype;
+    // Tile extent of the head dim of Q and K.
+    int head_dim;
+    // Tile extent of the head dim of V and O.
+    int head_dim_v;
+    // The mask that there is code for.
+    MaskKind mask;
+    // Scores become cap * tanh(s / cap).
+    bool softcap;
+    // Lengths and starts of sequences are read on the device.
+    bool varied;
+    // K and V are in pages, found through a page table.
+    bool paged;
+    // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
+    bool alibi;
+    // A logit per query head joins the softmax denominator.
+    bool sinks;
+    // Split keys: several CTAs share the keys of a tile.
+    bool split;
+    // Query rows per CTA: `64 * num_wg`.
+    int tile_m;
+    // Keys per step; a multiple of 32 up to 256.
+    int tile_n;
+    // Consumer warpgroups, 1 to 3; one more loads, and transposes V.
+    int num_wg;
+    // Issue S of the next step before P V of this one (overlap within a warpgroup).
+    bool overlap_wg;
+    // The tensor cores add P V of one step at a time, and f32 units add the steps: sums of many keys on
+    // tensor cores lose 6 % of O at 4k keys, 66 % at 128k.
+    bool two_level;
+    // Q buffers, 1 or 2: with 2, the next tile's Q is loaded while this one's is in use.
+    int q_stages;
+    // Buffers of K, and of V transposed, 1 to 4.
+    int kv_stages;
+    // Buffers of V as it is loaded, 1 or 2.
+    int v_stages;
+    // Warpgroups take turns at the tensor cores: the softmax of one runs under the products of another.
+    bool ping_pong;
+    // How tiles are assigned to CTAs.
+    Scheduler scheduler;
+    // The order of tiles.
+    TileOrder tile_order;
+    // How many of every 16 exponentials are polynomials on the FMA units: 0 to 16.
+    int exp_poly_of_16;
+    // Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
+    // with all of their heads.
+    bool pack_gqa;
+    // Type of O.
+    Dtype out_dtype;
+    // Columns of O that one product of P and V has: those for whose sums there are registers.
+    int slice;
 };
 
 }  // namespace fa

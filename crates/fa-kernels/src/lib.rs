@@ -108,7 +108,7 @@ pub use kernels::Kernels;
 pub use launch::append::{AppendLaunch, BoundAppend, RawAppendArgs};
 pub use launch::append_call::{AppendArgs, AppendQueries, AppendTable};
 pub use launch::args::{
-    BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
+    BackwardArgs, Element, ForwardArgs, Input, KvElement, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };
 pub use launch::call::{Backward, BackwardPass, Bound, Forward, ForwardPass};
 pub use launch::extras::{Extras, RawExtras};

@@ -1,7 +1,7 @@
 //! What tests and measurements vary in a kernel.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{Arch, Kernel, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm100Fwd, each_kernel};
 
 /// A kernel as the lab sees it.
 pub(crate) trait LabKernel {
@@ -102,6 +102,25 @@ impl LabKernel for Sm90Fwd {
 
     fn without_pages(&self) -> Option<Kernel> {
         Some(Sm90Fwd { gather: false, ..self.clone() }.into())
+    }
+}
+
+impl LabKernel for Sm90FwdFp8 {
+    fn variants(&self) -> Vec<Kernel> {
+        changed(
+            self,
+            &[
+                |k| k.ping_pong = !k.ping_pong,
+                |k| k.overlap_wg = !k.overlap_wg,
+                |k| k.exp_poly_of_16 = 4 - k.exp_poly_of_16.min(4),
+                |k| k.tile_n += 32,
+                |k| k.tile_n = k.tile_n.saturating_sub(32),
+                |k| k.v_stages = 3 - k.v_stages,
+                |k| k.q_stages = 3 - k.q_stages,
+                |k| k.kv_stages += 1,
+                |k| k.tile_order = other(k.tile_order),
+            ],
+        )
     }
 }
 

@@ -154,6 +154,17 @@ pub enum PlanError {
         /// `forward` or `backward`.
         pass: &'static str,
     },
+    /// The family has no kernel of e4m3 tensors for the pass.
+    #[error(
+        "there is no {family} kernel for the {pass} of e4m3 tensors: the forward of sm90 computes in them; \
+         elsewhere convert Q, K and V to f16 or bf16"
+    )]
+    NoFp8 {
+        /// The family asked for.
+        family: Family,
+        /// `forward` or `backward`.
+        pass: &'static str,
+    },
     /// Gradients of keys in pages.
     #[error("keys in pages of {page} rows have no backward: pack or pad them")]
     PagedBackward {
@@ -304,11 +315,9 @@ fn for_each(
     mut judge: impl FnMut(KernelSpec),
 ) -> Result<(), PlanError> {
     problem.check_pass(options.pass)?;
-    if !problem.types.q.is_half() {
-        return Err(PlanError::Dtype(problem.types.q));
-    }
-    if problem.types.kv.is_code() {
-        return Err(PlanError::KvDtype(problem.types.kv));
+    let types = problem.types;
+    if !(types.q.is_half() || types.q == Dtype::E4m3) {
+        return Err(PlanError::Dtype(types.q));
     }
     problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
@@ -318,8 +327,11 @@ fn for_each(
     if !family.runs_on(arch) {
         return Err(PlanError::Family { family, arch });
     }
-    let kernel = Kernel::of(family, options.pass)
-        .ok_or_else(|| PlanError::NoKernel { family, pass: options.pass.name() })?;
+    let pass = options.pass;
+    let kernel = Kernel::of_types(family, pass, types).ok_or_else(|| {
+        let pass = pass.name();
+        if types.q == Dtype::E4m3 { PlanError::NoFp8 { family, pass } } else { PlanError::NoKernel { family, pass } }
+    })?;
     let kernel = planned::of(&kernel);
     let [head_dim, wider] = padded(kernel.head_dims(), "head_dim", problem.head_dim)?;
     let [head_dim_v, wider_v] = padded(kernel.head_dims(), "head_dim_v", problem.head_dim_v)?;

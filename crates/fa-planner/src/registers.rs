@@ -58,6 +58,16 @@ impl SetMaxNReg {
         }
     }
 
+    /// The split of a forward whose producers convert codes of 8 bits.
+    pub const fn with_codes(num_wg: u32, head_dim_v: u32) -> SetMaxNReg {
+        match num_wg {
+            2 if head_dim_v > 128 => SetMaxNReg { mma: 216, producer: 72 },
+            2 => SetMaxNReg { mma: 208, producer: 88 },
+            3 => SetMaxNReg { mma: 144, producer: 80 },
+            _ => SetMaxNReg { producer: 96, ..SetMaxNReg::of(num_wg) },
+        }
+    }
+
     /// The split of a forward whose producers copy the rows of pages.
     pub const fn with_gather(num_wg: u32) -> SetMaxNReg {
         match num_wg {

@@ -3,7 +3,7 @@
 
 pub use fa_core::Extras as ExtrasOf;
 pub use fa_kernels::{
-    AppendArgs, AppendQueries, AppendTable, BackwardArgs, Element, Extras, ForwardArgs, Input, MergeArgs,
-    Output, PartialResult, RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs,
-    RawPartialResult, RawTensor,
+    AppendArgs, AppendQueries, AppendTable, BackwardArgs, Element, Extras, ForwardArgs, Input, KvElement,
+    MergeArgs, Output, PartialResult, RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs,
+    RawMergeArgs, RawPartialResult, RawTensor,
 };

@@ -7,21 +7,22 @@ use fa_core::Problem;
 use fa_cpu::TensorRef;
 use fa_kernels::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DriverError};
-use fa_kernels::{Error, Extras, Forward, ForwardArgs, RawExtras, RawForwardArgs};
+use fa_kernels::{Error, Extras, Forward, ForwardArgs, KvElement, RawExtras, RawForwardArgs};
 
 use super::extras::DeviceExtras;
-use super::half::Half;
+use super::half::{Half, Stored};
 use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
 
-/// Q, K, V, O, LSE and workspace of one forward.
+/// Q, K, V, O, LSE and workspace of one forward. K and V are of `K`, and Q of `Q`: the type of O, or the bits of
+/// codes.
 #[derive(Debug)]
-pub struct DeviceForward<T> {
+pub struct DeviceForward<T, K = T, Q = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: DeviceTensor<T>,
+    pub q: DeviceTensor<Q>,
     /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
-    pub k: DeviceTensor<T>,
+    pub k: DeviceTensor<K>,
     /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
-    pub v: DeviceTensor<T>,
+    pub v: DeviceTensor<K>,
     /// O, `[batch, seqlen_q, heads_q, head_dim_v]`.
     pub out: DeviceTensor<T>,
     /// LSE, `[batch, heads_q, seqlen_q]`; one element where there is no row.
@@ -69,12 +70,7 @@ impl<T: Half> DeviceForward<T> {
         [q, k, v]: [&TensorRef<'_, T>; 3],
         out: Placement,
     ) -> Result<DeviceForward<T>, Error> {
-        let inputs = [
-            DeviceTensor::upload(stream, q)?,
-            DeviceTensor::upload(stream, k)?,
-            DeviceTensor::upload(stream, v)?,
-        ];
-        DeviceForward::of(stream, problem, workspace_bytes, inputs, DeviceTensor::nan(stream, out)?)
+        DeviceForward::upload_with(stream, problem, workspace_bytes, q, [k, v], out)
     }
 
     /// Q, K and V from `values`, packed `[batch, seqlen, heads, dim]`, and O, with the strides of
@@ -91,16 +87,36 @@ impl<T: Half> DeviceForward<T> {
     ) -> Result<DeviceForward<T>, Error> {
         let [q, k, v] = [0, 1, 2].map(|i| DeviceTensor::place(stream, values[i], placements[i]));
         let out = DeviceTensor::nan(stream, placements[3])?;
-        DeviceForward::of(stream, problem, workspace_bytes, [q?, k?, v?], out)
+        DeviceForward::of(stream, problem, workspace_bytes, q?, [k?, v?], out)
+    }
+}
+
+impl<T: Half, K: Stored + KvElement, Q: Stored + KvElement> DeviceForward<T, K, Q> {
+    /// [`DeviceForward::upload`] with K and V, and Q, of types of their own.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], above all for want of memory.
+    pub fn upload_with(
+        stream: &Arc<CudaStream>,
+        problem: &Problem,
+        workspace_bytes: usize,
+        q: &TensorRef<'_, Q>,
+        [k, v]: [&TensorRef<'_, K>; 2],
+        out: Placement,
+    ) -> Result<DeviceForward<T, K, Q>, Error> {
+        let (q, k) = (DeviceTensor::upload(stream, q)?, DeviceTensor::upload(stream, k)?);
+        let (kv, out) = ([k, DeviceTensor::upload(stream, v)?], DeviceTensor::nan(stream, out)?);
+        DeviceForward::of(stream, problem, workspace_bytes, q, kv, out)
     }
 
     fn of(
         stream: &Arc<CudaStream>,
         problem: &Problem,
         workspace_bytes: usize,
-        [q, k, v]: [DeviceTensor<T>; 3],
+        q: DeviceTensor<Q>,
+        [k, v]: [DeviceTensor<K>; 2],
         out: DeviceTensor<T>,
-    ) -> Result<DeviceForward<T>, Error> {
+    ) -> Result<DeviceForward<T, K, Q>, Error> {
         let made = doing("allocating device memory");
         let rows = fa_cpu::check::lse_len(problem);
         let mut lse = stream.alloc_zeros(rows.max(1)).map_err(&made)?;
@@ -253,13 +269,13 @@ impl<T: Half> DeviceForward<T> {
 /// A forward on tensors that lie where the caller keeps them, such as a cache that layers share or that is
 /// appended to.
 #[derive(Debug)]
-pub struct ForwardCall<'a, T> {
+pub struct ForwardCall<'a, T, K = T, Q = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: &'a DeviceTensor<T>,
+    pub q: &'a DeviceTensor<Q>,
     /// K, `[batch, seqlen_k, heads_kv, head_dim]`, or `[pages, page, heads_kv, head_dim]`.
-    pub k: &'a DeviceTensor<T>,
+    pub k: &'a DeviceTensor<K>,
     /// V, in the same shape with `head_dim_v`.
-    pub v: &'a DeviceTensor<T>,
+    pub v: &'a DeviceTensor<K>,
     /// O, `[batch, seqlen_q, heads_q, head_dim_v]`.
     pub out: &'a mut DeviceTensor<T>,
     /// LSE, `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]` of packed queries.
@@ -272,7 +288,7 @@ pub struct ForwardCall<'a, T> {
     pub page_faults: Option<&'a mut CudaSlice<u32>>,
 }
 
-impl<T: Half> ForwardCall<'_, T> {
+impl<T: Half, K: Stored + KvElement, Q: Stored + KvElement> ForwardCall<'_, T, K, Q> {
     /// Launches `forward` on `stream`: allocates nothing, waits for nothing, and can be captured
     /// ([`capture()`]).
     ///

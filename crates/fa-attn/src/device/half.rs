@@ -24,3 +24,32 @@ impl Half for half::bf16 {
         values.reinterpret_cast()
     }
 }
+
+/// An element type of tensors in device memory: one that kernels compute in, or the bits of codes.
+pub trait Stored: DeviceRepr + ValidAsZeroBits + Default + Copy {
+    /// What unwritten elements hold: NaN, by bits of all ones.
+    fn nan() -> Self;
+
+    /// Whether it is NaN.
+    fn is_nan(self) -> bool;
+}
+
+impl<T: Half> Stored for T {
+    fn nan() -> T {
+        T::from_f32(f32::NAN)
+    }
+
+    fn is_nan(self) -> bool {
+        self.to_f32().is_nan()
+    }
+}
+
+impl Stored for u8 {
+    fn nan() -> u8 {
+        u8::MAX
+    }
+
+    fn is_nan(self) -> bool {
+        self == u8::MAX
+    }
+}

@@ -25,6 +25,6 @@ pub use fa_kernels::{
 };
 pub use forward::{DeviceForward, DeviceOutput, ForwardCall, capture};
 pub use gpu::Gpu;
-pub use half::Half;
+pub use half::{Half, Stored};
 pub(crate) use tensor::doing;
 pub use tensor::{DeviceTensor, Placement, fill_with_nan, shapes};

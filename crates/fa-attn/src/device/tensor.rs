@@ -10,7 +10,7 @@ use fa_kernels::cudarc::driver::{
 };
 use fa_kernels::{Error, Input, Output, RawTensor};
 
-use super::half::Half;
+use super::half::Stored;
 
 /// A tensor's shape and strides in device memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -96,7 +96,7 @@ pub struct DeviceTensor<T> {
 /// row), and what lies between entries is not looked at.
 const WHOLE_LIMIT: usize = 1 << 28;
 
-impl<T: Half> DeviceTensor<T> {
+impl<T: Stored> DeviceTensor<T> {
     /// A tensor filled with NaN, so that elements which a kernel fails to write show.
     ///
     /// # Errors
@@ -159,7 +159,7 @@ impl<T: Half> DeviceTensor<T> {
             return Ok(tensor);
         }
         let [batch, seqlen, heads, dim] = placement.shape;
-        let nan = T::from_f32(f32::NAN);
+        let nan = T::nan();
         if placement.span() <= WHOLE_LIMIT {
             let mut whole = vec![nan; placement.span()];
             for b in 0..batch {
@@ -237,12 +237,12 @@ impl<T: Half> DeviceTensor<T> {
         if placement.layout() == Some(TensorLayout::Bshd) && elements > 0 {
             return Ok((stream.clone_dtoh(&self.data).map_err(read)?, 0));
         }
-        let written = |values: &[T]| values.iter().filter(|value| !value.to_f32().is_nan()).count();
+        let written = |values: &[T]| values.iter().filter(|value| !value.is_nan()).count();
         if elements == 0 {
             return Ok((Vec::new(), written(&stream.clone_dtoh(&self.data).map_err(read)?)));
         }
         let [batch, seqlen, heads, dim] = placement.shape;
-        let nan = T::from_f32(f32::NAN);
+        let nan = T::nan();
         let mut values = vec![T::default(); elements];
         let mut strays = 0;
         let mut take = |block: &mut [T], base: usize, b: usize| {

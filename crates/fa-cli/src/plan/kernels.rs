@@ -1,7 +1,9 @@
 //! What plans and pages show of a kernel besides its tile.
 
 use fa_core::spec::Scheduler;
-use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd, each_kernel};
+use fa_core::{
+    Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm100Fwd, each_kernel,
+};
 use fa_planner::banks::Access;
 
 /// Bytes of an element: GPU kernels hold 16-bit types.
@@ -157,6 +159,40 @@ impl ShownKernel for Sm90Fwd {
             list.push(issued("stmatrix of P", (tile_m, tile_n), Access::Stmatrix));
         }
         list
+    }
+
+    fn swizzles(&self) -> bool {
+        true
+    }
+}
+
+impl ShownKernel for Sm90FwdFp8 {
+    fn knobs(&self, _: &KernelSpec) -> Vec<String> {
+        let mut knobs = vec![format!("{} wg", self.num_wg)];
+        knobs.extend(switched_on([(self.overlap_wg, "overlap"), (!self.two_level, "one level of sums")]));
+        knobs.push(stages(self.kv_stages));
+        knobs.extend(switched_on([(self.ping_pong, "ping-pong"), (self.pack_gqa, "pack GQA")]));
+        knobs
+    }
+
+    fn group(&self) -> Group {
+        let Sm90FwdFp8 { tile_m, num_wg, overlap_wg, .. } = *self;
+        let overlap = if overlap_wg { ", overlap" } else { "" };
+        Group::new([num_wg, 0, u32::from(!overlap_wg)], format!("tile_m {tile_m} ({num_wg} wg){overlap}"))
+    }
+
+    /// wgmma's descriptors read core matrices of 8 rows x 16 bytes, as ldmatrix does; a pair of columns of
+    /// 8-bit tiles is one of 16 bits. O goes from registers to global memory.
+    fn accesses(&self, spec: &KernelSpec) -> Vec<Issued> {
+        let Sm90FwdFp8 { tile_m, tile_n, .. } = *self;
+        let (hd, hdv) = (spec.head_dim / 2, spec.head_dim_v / 2);
+        vec![
+            issued("wgmma reads Q (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
+            issued("wgmma reads K (8 rows x 16 B)", (tile_n, hd), Access::Ldmatrix),
+            issued("V by ldmatrix.x4.trans", (tile_n, hdv), Access::LdmatrixTrans),
+            issued("stmatrix of V transposed", (spec.head_dim_v, tile_n / 2), Access::Stmatrix),
+            issued("wgmma reads V transposed (8 rows x 16 B)", (spec.head_dim_v, tile_n / 2), Access::Ldmatrix),
+        ]
     }
 
     fn swizzles(&self) -> bool {

@@ -1,9 +1,10 @@
 //! Properties that follow from a spec's parameters, decide how its kernel computes, and have to be known on
 //! the host as well. Planner and launch ask here; CUDA's config lists them after the parameters.
 
+use super::pages::operand_columns;
 use super::params::Param;
 use super::values::{MaskKind, TileOrder};
-use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm100Fwd};
+use super::{KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm100Fwd};
 use crate::each_kernel;
 
 /// Properties of a backward that follow from its parameters, in addition to its [`super::Traits`].
@@ -18,6 +19,9 @@ pub struct BackwardTraits {
     /// Semaphores of a tile of dQ in a launch that orders the sums: `dq_turns` in `cuda/attn/bwd_tile.cuh`.
     pub dq_semaphores: usize,
 }
+
+/// Bytes of codes that an SM has room for in flight, but for the limits on their stages.
+const CODE_BYTES: u32 = 64 << 10;
 
 /// Registers per thread for a soft cap's two ways beside S, P and O: by consumer warpgroups (one or two, or
 /// three), fewer with lengths on the device.
@@ -43,7 +47,8 @@ impl Sm90Fwd {
         let need = self.tile_n / 4 * 3 + spec.head_dim_v / 2;
         let fits = need <= near_cap_registers(self.num_wg, spec.reads.varied);
         let others = spec.score.alibi || spec.score.program.is_some();
-        spec.score.softcap && !others && self.lazy_max() && fits
+        // The polynomial's terms would be those of each tile's descale.
+        spec.score.softcap && !others && self.lazy_max() && fits && !spec.reads_codes()
     }
 
     /// Whether a warpgroup skips tiles of keys that only rows of later warpgroups see, in tiles of fewer keys
@@ -65,8 +70,17 @@ impl Sm90Fwd {
             switch("lazy_max", LAZY_MAX, self.lazy_max()),
             switch("near_cap", NEAR_CAP, self.near_cap(spec)),
             switch("skips_blocks", SKIPS_BLOCKS, self.skips_blocks(spec.mask) && !spec.score.masks()),
-            switch("shifts_values", SHIFTS_VALUES, self.shifts_values()),
+            switch("shifts_values", SHIFTS_VALUES, self.shifts_values() && !spec.reads_codes()),
+            kv_dtype(spec),
+            Param { name: "code_stages", doc: CODE_STAGES, value: self.code_stages(spec).into() },
         ]
+    }
+
+    /// Stages of the codes of an 8-bit K and V: as many as keep an SM's share of the device memory's bandwidth
+    /// busy while others are converted; 0 for other types.
+    pub fn code_stages(&self, spec: &KernelSpec) -> u32 {
+        let step = self.tile_n * (operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
+        if spec.reads_codes() { (CODE_BYTES / step.max(1)).clamp(2, 4) } else { 0 }
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -75,8 +89,8 @@ impl Sm90Fwd {
 }
 
 impl Sm80Fwd {
-    fn derived(&self, _: &KernelSpec) -> Vec<Param> {
-        Vec::new()
+    fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
+        vec![kv_dtype(spec)]
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -87,6 +101,19 @@ impl Sm80Fwd {
 impl Sm100Fwd {
     fn derived(&self, _: &KernelSpec) -> Vec<Param> {
         Vec::new()
+    }
+
+    const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
+        None
+    }
+}
+
+impl Sm90FwdFp8 {
+    fn derived(&self, spec: &KernelSpec) -> Vec<Param> {
+        vec![
+            Param { name: "out_dtype", doc: &[" Type of O."], value: spec.types.out.into() },
+            Param { name: "slice", doc: SLICE, value: self.slice(spec.head_dim_v).into() },
+        ]
     }
 
     const fn backward(&self, _: &KernelSpec) -> Option<BackwardTraits> {
@@ -128,6 +155,10 @@ impl Sm80Bwd {
     }
 }
 
+fn kv_dtype(spec: &KernelSpec) -> Param {
+    Param { name: "kv_dtype", doc: KV_DTYPE, value: spec.types.kv.into() }
+}
+
 fn switch(name: &'static str, doc: &'static [&'static str], on: bool) -> Param {
     Param { name, doc, value: on.into() }
 }
@@ -160,6 +191,9 @@ const SKIPS_BLOCKS: &[&str] = &[
 ];
 const SHIFTS_VALUES: &[&str] =
     &[" V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill."];
+const SLICE: &[&str] = &[" Columns of O that one product of P and V has: those for whose sums there are registers."];
+const KV_DTYPE: &[&str] = &[" Type of K and V in device memory: `dtype`, or codes of 8 bits."];
+const CODE_STAGES: &[&str] = &[" Stages of codes in flight; 0 for K and V of 16 bits."];
 const MAY_STORE_DQ: &[&str] = &[
     " The first sums of a tile of dQ can be stored, by bulk copies, instead of added to zeros (NB-082). With",
     " equal lengths the tile of keys that stores was drawn before the others: the first one under a full",

@@ -18,12 +18,14 @@ pub enum SpecError {
         need: String,
     },
     /// The kernel does not compute in this type.
-    #[error("dtype {dtype} is not supported by {kernel}: use f16 or bf16")]
+    #[error("dtype {dtype} is not supported by {kernel}: use {need}")]
     Dtype {
         /// The type.
         dtype: Dtype,
         /// The kernel.
         kernel: &'static str,
+        /// Types that are.
+        need: &'static str,
     },
     /// The kernel does not read K and V of this type.
     #[error(

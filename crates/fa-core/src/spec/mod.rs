@@ -12,6 +12,7 @@ mod sm80_bwd;
 mod sm80_fwd;
 mod sm90_bwd;
 mod sm90_fwd;
+mod sm90_fwd_fp8;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -19,17 +20,18 @@ mod values;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Family, Pass, ScoreKind, Types};
+use crate::{Arch, Dtype, Family, Pass, ScoreKind, Types};
 
 pub use derived::BackwardTraits;
 pub use error::{Mismatch, SpecError, Unserved};
-pub use pages::{boxes_need, operand_columns, operand_panel, page_part, panel};
+pub use pages::{boxes_need, byte_panel, operand_columns, operand_panel, page_part, panel};
 pub use params::{Param, ParamValue};
 pub use shipped::{PinnedSpec, ShippedSpec};
 pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
+pub use sm90_fwd_fp8::Sm90FwdFp8;
 pub use sm100_fwd::Sm100Fwd;
 pub use values::{
     MAX_COUNT, MAX_HEAD_DIM, MAX_SOFTCAP, MaskKind, Reads, Scheduler, TileOrder, Traits, tile_queries,
@@ -77,6 +79,8 @@ pub enum Kernel {
     /// Forward by tcgen05 and TMA in tensor memory, on 10.0 and 10.3. Assembled and emulated, never run on a
     /// GPU.
     Sm100Fwd(Sm100Fwd),
+    /// Forward of e4m3 tensors by wgmma and TMA with warp specialisation; runs on 9.0 only.
+    Sm90FwdFp8(Sm90FwdFp8),
 }
 
 macro_rules! from_params {
@@ -89,7 +93,7 @@ macro_rules! from_params {
     };
 }
 
-from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd);
+from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd, Sm90FwdFp8);
 
 /// The same expression for whichever kernel a [`Kernel`] is, with its parameters bound to a name: the one
 /// match that names every kernel. A crate that treats kernels differently declares a trait, implements it for
@@ -97,12 +101,13 @@ from_params!(Sm80Fwd, Sm90Fwd, Sm90Bwd, Sm80Bwd, Sm100Fwd);
 /// compile.
 ///
 /// ```
-/// use fa_core::{Kernel, Sm100Fwd, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, each_kernel};
+/// use fa_core::{Kernel, Sm100Fwd, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, each_kernel};
 ///
 /// trait Warps {
 ///     fn warps(&self) -> u32;
 /// }
 /// # impl Warps for Sm90Fwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
+/// # impl Warps for Sm90FwdFp8 { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
 /// # impl Warps for Sm100Fwd { fn warps(&self) -> u32 { 4 * (self.q_tiles + 2) } }
 /// # impl Warps for Sm80Bwd { fn warps(&self) -> u32 { self.num_warps } }
 /// # impl Warps for Sm90Bwd { fn warps(&self) -> u32 { 4 * (self.num_wg + 1) } }
@@ -125,6 +130,7 @@ macro_rules! each_kernel {
             $crate::Kernel::Sm90Bwd($params) => $result,
             $crate::Kernel::Sm80Bwd($params) => $result,
             $crate::Kernel::Sm100Fwd($params) => $result,
+            $crate::Kernel::Sm90FwdFp8($params) => $result,
         }
     };
 }
@@ -132,13 +138,14 @@ macro_rules! each_kernel {
 impl Kernel {
     /// Each kernel with its defaults: small tiles and valid for a head dim of 64, to be changed field by
     /// field.
-    pub fn defaults() -> [Kernel; 5] {
+    pub fn defaults() -> [Kernel; 6] {
         [
             Kernel::Sm80Fwd(Sm80Fwd::default()),
             Kernel::Sm90Fwd(Sm90Fwd::default()),
             Kernel::Sm80Bwd(Sm80Bwd::default()),
             Kernel::Sm90Bwd(Sm90Bwd::default()),
             Kernel::Sm100Fwd(Sm100Fwd::default()),
+            Kernel::Sm90FwdFp8(Sm90FwdFp8::default()),
         ]
     }
 
@@ -163,11 +170,37 @@ impl Kernel {
         each_kernel!(self, kernel => kernel.doc())
     }
 
-    /// The family's kernel for `pass` with its default parameters; `None` where the family has none.
+    /// The family's kernel for `pass` in 16 bits with its default parameters; `None` where the family has
+    /// none.
     pub fn of(family: Family, pass: Pass) -> Option<Kernel> {
-        let is_asked =
-            |kernel: &Kernel| kernel.family() == family && kernel.is_backward() == pass.is_backward();
+        Kernel::of_types(family, pass, Types::same(Dtype::Bf16))
+    }
+
+    /// The same for tensors of these types.
+    pub fn of_types(family: Family, pass: Pass, types: Types) -> Option<Kernel> {
+        let is_asked = |kernel: &Kernel| {
+            kernel.family() == family
+                && kernel.is_backward() == pass.is_backward()
+                && kernel.computes_in_8_bits() == (types.q == Dtype::E4m3)
+        };
         Kernel::defaults().into_iter().find(is_asked)
+    }
+
+    /// Whether the kernel multiplies e4m3 numbers.
+    pub const fn computes_in_8_bits(&self) -> bool {
+        match self {
+            Kernel::Sm90FwdFp8(_) => true,
+            Kernel::Sm80Fwd(_)
+            | Kernel::Sm90Fwd(_)
+            | Kernel::Sm90Bwd(_)
+            | Kernel::Sm80Bwd(_)
+            | Kernel::Sm100Fwd(_) => false,
+        }
+    }
+
+    /// The types of Q that the kernel computes in, as error messages say it.
+    const fn dtypes(&self) -> &'static str {
+        if self.computes_in_8_bits() { "e4m3" } else { "f16 or bf16" }
     }
 
     /// The kernel's name, as in source files and tables.
@@ -200,17 +233,26 @@ impl KernelSpec {
     pub fn check(&self) -> Result<(), SpecError> {
         self.types.check().map_err(|error| SpecError::Conflict(error.to_string()))?;
         let dtype = self.types.q;
-        if !dtype.is_half() {
-            return Err(SpecError::Dtype { dtype, kernel: self.kernel.name() });
-        }
-        if self.types.kv != dtype {
-            return Err(SpecError::KvDtype { dtype: self.types.kv, kernel: self.kernel.name() });
+        if !(dtype.is_half() || dtype == Dtype::E4m3)
+            || self.kernel.computes_in_8_bits() != (dtype == Dtype::E4m3)
+        {
+            return Err(SpecError::Dtype { dtype, kernel: self.kernel.name(), need: self.kernel.dtypes() });
         }
         params::multiple("head_dim", self.head_dim, 16, 16, MAX_HEAD_DIM)?;
         params::multiple("head_dim_v", self.head_dim_v, 16, 16, MAX_HEAD_DIM)?;
         self.check_reads()?;
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
-        each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))
+        each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))?;
+        if self.reads_codes() {
+            each_kernel!(&self.kernel, kernel => kernel.check_codes(self))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Whether K and V are codes of 8 bits, which the kernel converts to the type of Q.
+    pub const fn reads_codes(&self) -> bool {
+        self.types.kv.is_code() && !self.types.q.is_code()
     }
 
     /// What finds rows, splits keys and shares loads goes together.
@@ -265,9 +307,11 @@ impl KernelSpec {
         Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
-    /// What the kernel has in common with the others.
+    /// What the kernel has in common with the others. Codes are copied by threads, whatever loads Q.
     pub const fn traits(&self) -> Traits {
-        self.kernel.traits()
+        let traits = self.kernel.traits();
+        let tensor_maps: &[&str] = if traits.uses_tma() { &["q"] } else { &[] };
+        if self.reads_codes() { Traits { tensor_maps, ..traits } } else { traits }
     }
 
     /// Every compile-time parameter in the order of declaration: those of all kernels, then the kernel's own.
@@ -275,7 +319,7 @@ impl KernelSpec {
         let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = self;
         let param = |name, doc, value| Param { name, doc, value };
         let mut all = vec![
-            param("dtype", &[" Type of Q, K, V and O."] as &[_], types.q.into()),
+            param("dtype", &[" Type of Q and O, and of the tiles of K and V."] as &[_], types.q.into()),
             param("head_dim", &[" Tile extent of the head dim of Q and K."], (*head_dim).into()),
             param("head_dim_v", &[" Tile extent of the head dim of V and O."], (*head_dim_v).into()),
             param("mask", &[" The mask that there is code for."], (*mask).into()),

@@ -22,6 +22,11 @@ pub const fn operand_panel(columns: u32) -> u32 {
     panel(operand_columns(columns))
 }
 
+/// Columns of a panel of a tile of 8-bit elements: rows of as many bytes as those of half as many 16-bit ones.
+pub const fn byte_panel(columns: u32) -> u32 {
+    2 * panel(columns / 2)
+}
+
 /// Rows of a page that one box of TMA loads: the largest number that divides both page and tile.
 pub const fn page_part(page: usize, tile_n: u32) -> usize {
     let (mut a, mut b) = (page, tile_n as usize);

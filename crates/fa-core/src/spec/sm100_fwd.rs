@@ -1,6 +1,7 @@
 //! The SM100 forward: tcgen05 and TMA, scores and outputs in tensor memory. Assembled and emulated, never
 //! run on a GPU.
 
+use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits};
@@ -66,6 +67,11 @@ impl Sm100Fwd {
             )));
         }
         Ok(())
+    }
+
+    /// K and V of 8 bits are for other kernels.
+    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
     }
 
     pub(super) const fn traits(&self) -> Traits {

@@ -1,5 +1,6 @@
 //! The SM80-class backward: mma.sync and cp.async.
 
+use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits};
@@ -69,6 +70,11 @@ impl Sm80Bwd {
             }
         }
         Ok(())
+    }
+
+    /// K and V of 8 bits are for other kernels.
+    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
     }
 
     pub(super) const fn traits(&self) -> Traits {

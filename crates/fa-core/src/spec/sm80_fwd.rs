@@ -1,5 +1,6 @@
 //! The SM80-class forward: mma.sync and cp.async.
 
+use super::KernelSpec;
 use super::error::SpecError;
 use super::params::{kernel_params, multiple};
 use super::values::{MaskKind, Scheduler, TileOrder, Traits};
@@ -52,6 +53,15 @@ impl Sm80Fwd {
             return Err(SpecError::Conflict(why.to_owned()));
         }
         multiple("tile_m", self.tile_m, 16 * self.num_warps, 16 * self.num_warps, 256)
+    }
+
+    /// Checks what conversion of codes asks for.
+    pub(super) fn check_codes(&self, _: &KernelSpec) -> Result<(), SpecError> {
+        if self.swizzle {
+            return Ok(());
+        }
+        let why = "kv_dtype of 8 bits needs swizzle = true: codes are converted to swizzled tiles";
+        Err(SpecError::Conflict(why.to_owned()))
     }
 
     pub(super) const fn traits(&self) -> Traits {

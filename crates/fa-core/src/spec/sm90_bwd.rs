@@ -1,5 +1,6 @@
 //! The SM90 backward: wgmma and TMA, with warpgroups that load or compute.
 
+use super::KernelSpec;
 use super::error::SpecError;
 use super::pages::operand_columns;
 use super::params::kernel_params;
@@ -148,6 +149,11 @@ impl Sm90Bwd {
         let along_columns = self.num_wg / along_rows;
         (rows.is_multiple_of(along_rows) && columns.is_multiple_of(along_columns))
             .then(|| Share { rows: rows / along_rows, columns: columns / along_columns })
+    }
+
+    /// K and V of 8 bits are for other kernels.
+    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
     }
 
     pub(super) const fn traits(&self) -> Traits {

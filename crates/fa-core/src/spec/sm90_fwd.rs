@@ -1,5 +1,6 @@
 //! The SM90 forward: wgmma and TMA, with warpgroups that load or compute.
 
+use super::KernelSpec;
 use super::error::SpecError;
 use super::pages::operand_panel;
 use super::params::kernel_params;
@@ -89,6 +90,22 @@ impl Sm90Fwd {
                 operand_panel(head_dim),
                 operand_panel(head_dim_v)
             )));
+        }
+        Ok(())
+    }
+
+    /// Checks what conversion of codes asks for: two warps convert half of a tile's rows each.
+    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+        let refuse = |why: &str| Err(SpecError::Conflict(format!("kv_dtype {}: {why}", spec.types.kv)));
+        if self.gather {
+            return refuse("codes are copied by threads wherever they lie; use gather = false");
+        }
+        if self.cluster_m > 1 {
+            return refuse("each CTA converts its own codes; use cluster_m = 1");
+        }
+        if !self.tile_n.is_multiple_of(32) || self.tile_n < 64 {
+            let need = "a multiple of 32 from 64 with K and V in 8 bits, half of it for each of two warps";
+            return Err(SpecError::BadValue { field: "tile_n", value: self.tile_n, need: need.to_owned() });
         }
         Ok(())
     }

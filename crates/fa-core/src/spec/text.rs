@@ -113,7 +113,11 @@ impl fmt::Display for KernelSpec {
         } else {
             format!("{}-{}", self.head_dim, self.head_dim_v)
         };
-        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.q, self.mask.name())?;
+        write!(f, "{}-{}", self.kernel.name(), self.types.q)?;
+        if self.reads_codes() {
+            write!(f, "-{}kv", self.types.kv)?;
+        }
+        write!(f, "-hd{head_dim}-{}", self.mask.name())?;
         for (on, name) in [
             (self.score.softcap, "-softcap"),
             (self.score.alibi, "-alibi"),

@@ -138,10 +138,10 @@ impl Traits {
         !self.tensor_maps.is_empty()
     }
 
-    /// Whether its threads copy rows of keys one by one, wherever they lie: kernels without TMA, and kernels
-    /// that gather the rows of pages.
+    /// Whether its threads copy rows of keys one by one, wherever they lie: kernels that load no keys by TMA,
+    /// and kernels that gather the rows of pages.
     pub const fn copies_rows(&self) -> bool {
-        !self.uses_tma() || self.gathers
+        self.tensor_maps.len() < 2 || self.gathers
     }
 }
 

@@ -5,9 +5,11 @@
 //! `fa prove --tier suite`, and `cargo test -p fa-emu --test emulation -- --ignored` at any time.
 
 mod append;
+mod codes;
 mod deterministic;
 mod drawn;
 mod faults;
+mod fp8;
 mod merge;
 mod mods;
 mod packed;

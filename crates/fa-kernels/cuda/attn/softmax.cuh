@@ -25,9 +25,10 @@ enum class Exponential { Base2Approx, Base2, NaturalApprox, Natural };
 // is finite even if no key was seen, so that no difference of infinities arises. `sum` is this thread's part
 // of the row sum until finish(). `scale` turns scores into exponents: of 2 (scale * log2 e), or of e for the
 // natural kinds. ExpPolyOf16 of every 16 exponentials run on the FMA units. With RescaleThreshold > 0 the
-// maximum (and so O and the sum) is kept until an exponent exceeds it by more than that.
+// maximum (and so O and the sum) is kept until an exponent exceeds it by more than that. `max` is Offset less
+// than the largest exponent: P, and the sum with it, are 2^Offset times as large.
 template <int ExpPolyOf16, int RescaleThreshold, Exponential E = Exponential::Base2Approx,
-          bool ApproxDivision = false>
+          bool ApproxDivision = false, int Offset = 0>
 struct Softmax {
     static constexpr bool kNatural = E == Exponential::NaturalApprox || E == Exponential::Natural;
     static constexpr float kNothing = -kLargest;  // no exponent is below: larger ones raise it
@@ -85,7 +86,9 @@ struct Softmax {
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            float grown = fmaxf(quad_max(fmaxf(tile_max[row], other_max[row])) * scale, max[row]);
+            float grown = quad_max(fmaxf(tile_max[row], other_max[row])) * scale;
+            if constexpr (Offset != 0) grown -= float(Offset);
+            grown = fmaxf(grown, max[row]);
             if constexpr (!First && RescaleThreshold > 0) {
                 if (grown - max[row] <= float(RescaleThreshold)) grown = max[row];
             }

@@ -4,6 +4,8 @@
 #include "attn/alibi.cuh"
 #include "attn/block_list.cuh"
 #include "attn/block_range.cuh"
+#include "attn/code_rows.cuh"
+#include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/packed_copy.cuh"
@@ -27,6 +29,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
+#include "tile/codes.cuh"
 #include "tile/copy_tile.cuh"
 #include "tile/fragment.cuh"
 #include "tile/smem_tile.cuh"
@@ -44,6 +47,10 @@ struct Traits {
                   "the k16 steps of Q K^T and the n8 pairs of P V");
     static_assert(C.stages >= 1 && C.stages <= 4);
 
+    // K and V are codes, copied to stages of their own and converted to one tile of each.
+    static constexpr bool kCodes = is_code(C.kv_dtype);
+    static_assert(C.swizzle || !kCodes);
+
     static constexpr int kThreads = 32 * C.num_warps;
     static constexpr int kWarpRows = C.tile_m / C.num_warps;
     static constexpr int kFragments =
@@ -52,6 +59,8 @@ struct Traits {
     using Q = SmemTile<C.tile_m, C.head_dim, C.swizzle>;
     using K = SmemTile<C.tile_n, C.head_dim, C.swizzle>;
     using V = SmemTile<C.tile_n, C.head_dim_v, C.swizzle>;
+    using KCodes = CodeTile<K, C.tile_n, kThreads>;
+    using VCodes = CodeTile<V, C.tile_n, kThreads>;
 
     static constexpr Exponential kExponential =
         C.exp2        ? C.fast_math ? Exponential::Base2Approx : Exponential::Base2
@@ -71,17 +80,23 @@ struct Traits {
 
 // The planner's account has the same buffers at the same offsets; the generated unit asserts the size. With Q
 // in registers, Q shares memory with K and V: it is read before the stages it overlaps are filled, and it is
-// at the end, so that the first K usually does not overlap it.
+// at the end, so that the first K usually does not overlap it. Codes have stages, each with the descales of
+// its rows, before the tiles that they are converted to.
 template <Sm80FwdConfig C>
 struct alignas(128) SharedStorage {
     using T = Traits<C>;
-    static constexpr int kKeyValueBytes = C.stages * (T::K::kBytes + T::V::kBytes);
+    static constexpr int kTiles = T::kCodes ? 1 : C.stages;
+    static constexpr int kFirst = C.q_in_regs ? 0 : T::Q::kBytes;
+    static constexpr int kKCodes = kFirst;
+    static constexpr int kVCodes = kKCodes + (T::kCodes ? C.stages * T::KCodes::kBytes : 0);
+    static constexpr int kDescales = kVCodes + (T::kCodes ? C.stages * T::VCodes::kBytes : 0);
+    static constexpr int kK = kDescales + (T::kCodes ? C.stages * 2 * C.tile_n * 4 : 0);
+    static constexpr int kV = kK + kTiles * T::K::kBytes;
+    static constexpr int kKeyValueBytes = kV + kTiles * T::V::kBytes - kFirst;
     static constexpr int kQ = C.q_in_regs ? max_of(kKeyValueBytes - T::Q::kBytes, 0) : 0;
-    static constexpr int kK = C.q_in_regs ? 0 : T::Q::kBytes;
-    static constexpr int kV = kK + C.stages * T::K::kBytes;
 
     u8 bytes[max_of(kQ + T::Q::kBytes,
-                    kK + kKeyValueBytes)];  // [tile_m, head_dim]; [stages][tile_n, head_dim(_v)]
+                    kFirst + kKeyValueBytes)];  // [tile_m, head_dim]; [stages][tile_n, head_dim(_v)]
 };
 
 // The tile's row of a thread's first accumulator.
@@ -89,6 +104,62 @@ template <Sm80FwdConfig C>
 __device__ __forceinline__ int own_row(int thread) {
     return thread / 32 * Traits<C>::kWarpRows + thread % 32 / 4;
 }
+
+// ---- Codes --------------------------------------------------------------------------------------
+
+// The copies of codes of K, or with Values of V, and their conversion.
+template <Sm80FwdConfig C, bool Values>
+struct CodeCopy {
+    using T = Traits<C>;
+    using Smem = SharedStorage<C>;
+    using Codes = Either<Values, typename T::VCodes, typename T::KCodes>;
+    static constexpr int kStages = Values ? Smem::kVCodes : Smem::kKCodes;
+    static constexpr int kTile = Values ? Smem::kV : Smem::kK;
+
+    CodeRows<C.paged> rows;
+    int columns;
+
+    template <class Seqlen>
+    __device__ __forceinline__ static CodeCopy of(const FwdParams& params, const Seqlen& seqlen, int batch,
+                                                  int head) {
+        const CacheParams& cache = cache_of(params);
+        return {CodeRows<C.paged>::of(params, Values ? params.v : params.k, Values ? cache.v : cache.k, seqlen,
+                                      batch, head),
+                Values ? params.shape.head_dim_v : params.shape.head_dim};
+    }
+
+    // The descale of each row of a stage.
+    __device__ __forceinline__ static u32 descales(int stage) {
+        return Smem::kDescales + (2 * stage + Values) * C.tile_n * 4;
+    }
+
+    // Starts to copy the keys of tile `n_block` to `stage`. Those past the end become zeros.
+    __device__ __forceinline__ void start(u32 smem, int stage, int n_block) const {
+        const int thread = thread_index_volatile();
+        Codes::start(smem + kStages + stage * Codes::kBytes, thread, rows.first, columns, [&](int sweep) {
+            const int row = Codes::row(thread, sweep), key = n_block * C.tile_n + row;
+            const auto place = rows.place_of(key, rows.entry_of(key), thread % Codes::kLanes == 0);
+            if (rows.descales != nullptr && thread % Codes::kLanes == 0)
+                rows.copy_descale(smem + descales(stage) + row * 4, place);
+            return place.at;
+        });
+    }
+
+    // Converts the codes of `stage`, which have arrived, to the tile.
+    __device__ __forceinline__ void convert(u8* smem, int stage) const {
+        const int thread = thread_index_volatile();
+        const u8* const codes = smem + kStages + stage * Codes::kBytes;
+        const float* const factors = reinterpret_cast<const float*>(smem + descales(stage));
+        Codes::template convert<C.kv_dtype, C.dtype>(codes, smem + kTile, thread,
+                                                     rows.descales != nullptr ? factors : nullptr);
+    }
+};
+struct NoCodeCopy {
+    template <class... Of>
+    __device__ __forceinline__ static NoCodeCopy of(const Of&...) {
+        return {};
+    }
+};
 
 // ---- Operands of the products, as warp_multiply() reads them ------------------------------------
 
@@ -236,7 +307,9 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         return;
     }
 
-    const ScoreMod<C.softcap> score_mod{params.score};
+    TileScores<T::kCodes> scores(params);
+    scores.of_tile(params, tile.batch, kv_head);
+    const ScoreMod<C.softcap> score_mod{scores.params};
     // With ALiBi and programs the scores are exponents already.
     const float to_exponent = C.exp2 ? score_mod.to_log2() : score_mod.to_natural();
     const float scale = C.alibi || kScoreProgram ? 1.f : to_exponent;
@@ -263,19 +336,39 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     using CopyV = KeyCopy<C.paged, typename T::V, T::kThreads>;
     const auto copy_k = CopyK::of(params, params.k, seqlen, tile.batch, kv_head, params.shape.head_dim);
     const auto copy_v = CopyV::of(params, params.v, seqlen, tile.batch, kv_head, params.shape.head_dim_v);
-    auto stage_k = [&](int stage) { return smem + Smem::kK + stage * T::K::kBytes; };
-    auto stage_v = [&](int stage) { return smem + Smem::kV + stage * T::V::kBytes; };
+    using CodesK = Either<T::kCodes, sm80::CodeCopy<C, false>, sm80::NoCodeCopy>;
+    using CodesV = Either<T::kCodes, sm80::CodeCopy<C, true>, sm80::NoCodeCopy>;
+    [[maybe_unused]] const auto codes_k = CodesK::of(params, seqlen, tile.batch, kv_head);
+    [[maybe_unused]] const auto codes_v = CodesV::of(params, seqlen, tile.batch, kv_head);
+    // The tiles of a stage; codes have one tile each.
+    auto stage_k = [&](int stage) { return smem + Smem::kK + (T::kCodes ? 0 : stage * T::K::kBytes); };
+    auto stage_v = [&](int stage) { return smem + Smem::kV + (T::kCodes ? 0 : stage * T::V::kBytes); };
     // Only the first tile of keys, the sequence's last, may run past the end.
     auto load = [&](int i, int stage) {
         const int n_block = blocks.at(i);
-        copy_k.template start<false>(stage_k(stage), n_block * C.tile_n, seqlen.k());
-        copy_v.template start<false>(stage_v(stage), n_block * C.tile_n, seqlen.k());
+        if constexpr (T::kCodes) {
+            codes_k.start(smem, stage, n_block);
+            codes_v.start(smem, stage, n_block);
+        } else {
+            copy_k.template start<false>(stage_k(stage), n_block * C.tile_n, seqlen.k());
+            copy_v.template start<false>(stage_v(stage), n_block * C.tile_n, seqlen.k());
+        }
     };
     auto load_first_k = [&] {
-        copy_k.template start<true>(stage_k(0), blocks.at(range.end - 1) * C.tile_n, seqlen.k());
+        const int n_block = blocks.at(range.end - 1);
+        if constexpr (T::kCodes) {
+            codes_k.start(smem, 0, n_block);
+        } else {
+            copy_k.template start<true>(stage_k(0), n_block * C.tile_n, seqlen.k());
+        }
     };
     auto load_first_v = [&] {
-        copy_v.template start<true>(stage_v(0), blocks.at(range.end - 1) * C.tile_n, seqlen.k());
+        const int n_block = blocks.at(range.end - 1);
+        if constexpr (T::kCodes) {
+            codes_v.start(smem, 0, n_block);
+        } else {
+            copy_v.template start<true>(stage_v(0), n_block * C.tile_n, seqlen.k());
+        }
     };
     auto load_q = [&] { copy_q.template start<true>(smem_q, first_row, end_row); };
 
@@ -340,7 +433,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     };
     // Starts the copy of a later tile into the stage that the previous tile has released.
     auto load_ahead = [&](int n_block, int stage) {
-        if constexpr (C.stages > 1) {
+        if constexpr (C.stages > 1 && !T::kCodes) {
             const int ahead = n_block - (C.stages - 1);
             if (ahead >= range.begin) load(ahead, stage == 0 ? C.stages - 1 : stage - 1);
             cp_async_commit();
@@ -377,7 +470,16 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     int stage = 0;
     auto step = [&](int n_block, bool mask) {
-        if constexpr (C.stages == 1) {
+        if constexpr (T::kCodes) {
+            cp_async_wait<C.stages - 1>();
+            // All threads' copies have arrived, and the previous step's tiles have been read.
+            cta_sync();
+            codes_k.convert(shared_memory<Smem>().bytes, stage);
+            codes_v.convert(shared_memory<Smem>().bytes, stage);
+            cta_sync();
+            if (n_block - C.stages >= range.begin) load(n_block - C.stages, stage);
+            cp_async_commit();
+        } else if constexpr (C.stages == 1) {
             if (n_block != range.end - 1) {
                 cta_sync();
                 load(n_block, 0);
@@ -400,7 +502,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     };
 
     if constexpr (C.q_in_regs) {
-        constexpr bool kClear = Smem::kQ >= T::K::kBytes;  // the first K does not overlap Q
+        // The first K does not overlap Q.
+        constexpr bool kClear = Smem::kQ >= (T::kCodes ? Smem::kK : T::K::kBytes);
         load_q();
         cp_async_commit();
         if constexpr (kClear) {
@@ -419,7 +522,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     load_first_v();
     cp_async_commit();
 #pragma unroll
-    for (int i = 1; i < C.stages - 1; ++i) {
+    for (int i = 1; i < C.stages - (T::kCodes ? 0 : 1); ++i) {
         if (range.end - 1 - i >= range.begin) load(range.end - 1 - i, i);
         cp_async_commit();
     }
@@ -448,12 +551,20 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
+        auto descale = [&] {
+            if constexpr (T::kCodes) {
+                const int head = C.pack_gqa ? output.head : output.head / params.shape.group_size;
+                descale_rows(params, output.batch, head, factor);
+            }
+        };
         if (C.split && output.splits > 1) {
             rows[f].finish(factor, lse);
+            descale();
             store_partial(workspace_rows(params, output, heads), params.shape.head_dim_v, o[f], factor, lse,
                           row + 16 * f, end, own_row + 16 * f, 0);
         } else {
             finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
+            descale();
             store_output<C.dtype, C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f, end,
                                               output.head, output.batch, 0);
         }

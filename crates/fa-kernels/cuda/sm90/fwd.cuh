@@ -10,6 +10,8 @@
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
+#include "attn/descales.cuh"
+#include "sm90/fwd_codes.cuh"
 #include "sm90/fwd_consumer.cuh"
 #include "sm90/fwd_gather.cuh"
 #include "sm90/fwd_layout.cuh"
@@ -19,11 +21,13 @@
 namespace fa {
 namespace sm90 {
 
-// The producer for keys in pages: loads K, or with `Values` Q and V.
+// The producer for keys in pages and for codes: loads K, or with `Values` Q and V.
 template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void load_pages(SharedStorage<C>& smem, const FwdParams& params,
                                            const TensorMap& map_q, const TensorMap& map, int member) {
-    if constexpr (C.gather) {
+    if constexpr (Traits<C>::kCodes) {
+        produce_codes<C, Values>(smem, params, map_q, member);
+    } else if constexpr (C.gather) {
         gather_pages<C, Values>(smem, params, map_q, map, member);
     } else {
         produce_pages<C, Values>(smem, params, map_q, map, member);
@@ -44,8 +48,10 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     const int warp = warp_index();
     if (warp == 0 && elect_one()) {
         tma_prefetch_map(map_q);
-        tma_prefetch_map(map_k);
-        tma_prefetch_map(map_v);
+        if constexpr (!T::kCodes) {
+            tma_prefetch_map(map_k);
+            tma_prefetch_map(map_v);
+        }
         smem.q_bars.init(T::kConsumerWarps);
         smem.k_bars.init(T::kConsumerWarps, T::kLoadingWarps);
         smem.v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
@@ -63,7 +69,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if constexpr (C.paged) {
+        if constexpr (C.paged || T::kCodes) {
             const int member = warp % T::kPageWarps;
             if (warp < T::kPageWarps) {
                 sm90::load_pages<C, false>(smem, params, map_q, map_k, member);
@@ -83,6 +89,13 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         // as arrived.)
         if constexpr (C.cluster_m > 1) cluster_sync();
     }
+}
+
+// The same for codes, which take no maps of K and V.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void sm90_fwd(const WithCache& params, const TensorMap& map_q) {
+    static_assert(sm90::Traits<C>::kCodes);
+    sm90_fwd<C>(params, map_q, map_q, map_q);
 }
 
 }  // namespace fa

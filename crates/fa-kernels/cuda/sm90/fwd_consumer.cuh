@@ -2,6 +2,7 @@
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
+#include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/programs.cuh"
@@ -119,10 +120,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
     TileSource<C> tiles(params, cta_index(), heads);
-    const ScoreMod<C.softcap> score_mod{params.score};
+    TileScores<T::kCodes> scores(params);
+    const ScoreMod<C.softcap> score_mod{scores.params};
     // With ALiBi and programs the scores are exponents already.
-    const float to_log2 = score_mod.to_log2();
-    const float scale_log2 = C.alibi || kScoreProgram ? 1.f : to_log2;
+    float to_log2 = score_mod.to_log2();
+    float scale_log2 = C.alibi || kScoreProgram ? 1.f : to_log2;
 
     // Ping-pong: warpgroups issue products in turn. Warpgroup i waits at named barrier 1 + i, then signals
     // the next one.
@@ -232,6 +234,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const int row = tile.m_block * tile_rows + own_row;
         // The end of the tile's rows, recomputed at each use to save a register.
         auto end = [&] { return rows.end(seqlen, tile.m_block, tile_rows); };
+        if constexpr (T::kCodes) {
+            const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
+            scores.of_tile(params, tile.batch, kv_head);
+            to_log2 = score_mod.to_log2();
+            if constexpr (!C.alibi) scale_log2 = to_log2;
+        }
         Softmax<C.exp_poly_of_16, C.lazy_max ? 0 : C.rescale_threshold> softmax;
 
         const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
@@ -356,6 +364,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 }
             }
             const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
+            if constexpr (T::kCodes) descale_rows(params, tile.batch, kv_head, factor);
             const int shift = value_shift<C>(params, kv_head);
             if (C.split && tile.splits > 1) {
                 store_partial(partial_rows<C>(smem, params, tile, heads), params.shape.head_dim_v, o, factor,

@@ -3,10 +3,19 @@
 #include "config.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/operand.cuh"
+#include "tile/codes.cuh"
 #include "tile/panel.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/smem_tile.cuh"
 
 namespace fa::sm90 {
+
+// CTAs that share a tile's keys may be a cluster, which combines in shared memory (fwd_combine.cuh). A
+// wider O leaves no registers for it.
+template <class Config>
+__host__ __device__ constexpr bool parts_in_clusters(const Config& config) {
+    return config.split && !config.varied && config.head_dim_v <= 128;
+}
 
 template <Sm90FwdConfig C>
 struct Traits {
@@ -20,21 +29,24 @@ struct Traits {
     static_assert(C.cluster_m == 1 || (!C.varied && !C.split), "CTAs of a cluster load the same keys");
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
 
-    // CTAs that share a tile's keys may be a cluster, which combines in shared memory (fwd_combine.cuh). A
-    // wider O leaves no registers for it.
-    static constexpr bool kPartsInClusters = C.split && !C.varied && C.head_dim_v <= 128;
+    // K and V are codes, which four warps copy to stages of their own and convert (fwd_codes.cuh).
+    static constexpr bool kCodes = is_code(C.kv_dtype);
+    static_assert(!kCodes || (!C.gather && C.cluster_m == 1 && C.tile_n % 32 == 0 && C.tile_n >= 64));
+
+    static constexpr bool kPartsInClusters = parts_in_clusters(C);
 
     // A wide O is rescaled before P V is issued, while S runs.
     static constexpr bool kRescaleFirst = C.head_dim_v > 128;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
-    // of 8. Producers need more with lengths on the device and with the gather.
+    // of 8. Producers need more with lengths on the device, with the gather and with codes.
     static constexpr int kMoreRegs = C.num_wg == 1               ? 0
+                                     : kCodes                    ? (C.num_wg == 3 ? 16 : C.head_dim_v > 128 ? 24 : 32)
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
                                                                  : 0;
-    static constexpr int kProducerRegs = (C.num_wg == 1   ? (C.gather ? 96 : 56)
+    static constexpr int kProducerRegs = (C.num_wg == 1   ? (C.gather || kCodes ? 96 : 56)
                                           : C.num_wg == 2 ? 24
                                                           : 32) +
                                          C.num_wg * kMoreRegs;
@@ -45,11 +57,15 @@ struct Traits {
     using V = OperandTile<C.tile_n, C.head_dim_v>;
     using P = PanelTile<64, C.tile_n>;  // one per warpgroup
 
-    // With keys in pages: warps that load K, and as many that load V; all producer warps; and warps that
+    // Codes of half a tile, which a warp copies and converts.
+    template <class Kv>
+    using Codes = CodeTile<SmemTile<C.tile_n, Kv::kPanel * Kv::kPanels, true>, C.tile_n / 2, 32>;
+
+    // With keys in pages, and with codes: warps that load K, and as many that load V; all producer warps; and warps that
     // signal that a tile of K, or of V, has arrived.
-    static constexpr int kPageWarps = C.gather || max_of(K::kPanels, V::kPanels) > 1 ? 2 : 1;
-    static constexpr int kProducerWarps = C.paged ? 2 * kPageWarps : 1;
-    static constexpr int kLoadingWarps = C.gather ? kPageWarps : 1;
+    static constexpr int kPageWarps = C.gather || kCodes || max_of(K::kPanels, V::kPanels) > 1 ? 2 : 1;
+    static constexpr int kProducerWarps = C.paged || kCodes ? 2 * kPageWarps : 1;
+    static constexpr int kLoadingWarps = C.gather || kCodes ? kPageWarps : 1;
 
     using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
     using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;
@@ -63,6 +79,13 @@ struct PTiles {
     alignas(1024) u8 tiles[Groups][Bytes];
 };
 struct NoPTiles {};
+template <int KBytes, int VBytes, int Stages, int TileN>
+struct CodeStages {
+    alignas(128) u8 k[Stages][2][KBytes];  // each half of a tile's rows
+    alignas(128) u8 v[Stages][2][VBytes];
+    alignas(128) float descales[Stages][2][TileN];  // of the rows of K and V
+};
+struct NoCodeStages {};
 template <bool Varied>
 struct TileTicket {
     PipelineBarriers<1> bars;
@@ -78,6 +101,12 @@ struct alignas(1024) SharedStorage {
     alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
     alignas(1024) u8 v[C.kv_stages][T::V::kBytes];
     [[no_unique_address]] Either<C.pv_is_rs, NoPTiles, PTiles<T::P::kBytes, C.num_wg>> p;
+    [[no_unique_address]] Either<
+        T::kCodes,
+        CodeStages<T::template Codes<typename T::K>::kBytes, T::template Codes<typename T::V>::kBytes,
+                   max_of(C.code_stages, 1), C.tile_n>,
+        NoCodeStages>
+        codes;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;

@@ -22,6 +22,7 @@ __device__ __forceinline__ int column_shift(const ConstTensor& tensor, int head,
 // That of K's tiles. Q's have the same, so that the columns of their product meet.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ int key_shift(const FwdParams& params, int kv_head) {
+    if constexpr (Traits<C>::kCodes) return 0;
     return column_shift<C.head_dim>(params.k, kv_head, params.shape.head_dim);
 }
 

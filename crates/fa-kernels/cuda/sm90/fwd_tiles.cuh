@@ -1,4 +1,4 @@
-// The work tiles of a CTA of the SM90 forward, and the tiles of keys that each of them visits.
+// The work tiles of a CTA of an SM90 forward, and the tiles of keys that each of them visits.
 #pragma once
 #include "attn/block_list.cuh"
 #include "attn/block_range.cuh"
@@ -29,7 +29,7 @@ struct NoVariedTile {};
 
 // The work tile of a cluster, which computes no other: its CTAs divide the tile's part of the keys among
 // them.
-template <Sm90FwdConfig C>
+template <auto C>
 __device__ __forceinline__ WorkTile cluster_tile(const FwdParams& params, int heads) {
     WorkTile tile = work_tile_at<C.tile_order, false, true>(params, cluster_index(), heads);
     tile.split = tile.split * cluster_cta_count() + cluster_cta_rank();
@@ -41,7 +41,7 @@ __device__ __forceinline__ WorkTile cluster_tile(const FwdParams& params, int he
 // Tiles of the dynamic scheduler are drawn by the producer, which passes them to the consumers through shared
 // memory one tile ahead; with lengths on the device it passes the plan's entry and the lengths too, whose
 // loads are as slow.
-template <Sm90FwdConfig C>
+template <auto C>
 struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
     static constexpr bool kReadsAhead = kDynamic && C.varied;
@@ -88,7 +88,7 @@ struct TileSource {
     __device__ __forceinline__ WorkTile tile_of(const FwdParams& params, int index, int heads) const {
         if constexpr (kReadsAhead) {
             return own.tile;
-        } else if constexpr (Traits<C>::kPartsInClusters) {
+        } else if constexpr (parts_in_clusters(C)) {
             return cluster_cta_count() > 1 ? cluster_tile<C>(params, heads)
                                            : work_tile_at<C.tile_order, false, true>(params, index, heads);
         } else {
@@ -118,7 +118,8 @@ struct TileSource {
     }
 
     // Producer: publishes it to the consumers.
-    __device__ __forceinline__ void publish(SharedStorage<C>& smem, int next) {
+    template <class Storage>
+    __device__ __forceinline__ void publish(Storage& smem, int next) {
         if constexpr (kDynamic) {
             mbarrier_wait(smem.ticket.bars.empty[0], state.phase ^ 1);
             int* const ticket = smem.ticket.next;
@@ -141,7 +142,8 @@ struct TileSource {
 
     // All other warps: waits for the next tile and returns its number. Every lane reads the ticket and
     // arrives for itself, since racecheck does not see an order through warp_sync().
-    __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile) {
+    template <class Storage>
+    __device__ __forceinline__ int next(Storage& smem, const FwdParams& params, int tile) {
         if constexpr (kDynamic) {
             smem.ticket.bars.wait_full(state);
             const int* const ticket = smem.ticket.next;
@@ -163,7 +165,7 @@ struct TileSource {
 };
 
 // The draw of a whole warp: one lane draws for all.
-template <Sm90FwdConfig C>
+template <auto C>
 __device__ __forceinline__ int draw_tile(TileSource<C>& tiles, const FwdParams& params, int tile) {
     if constexpr (C.scheduler == Scheduler::Dynamic) {
         return shuffle_from(lane_index() == 0 ? tiles.draw(params, tile) : 0, 0);
@@ -181,10 +183,10 @@ __device__ __forceinline__ void retire_counter(const FwdParams& params) {
     }
 }
 
-template <Sm90FwdConfig C>
+template <auto C>
 using VisibleKeys = Visibility<C.mask, C.varied>;
 
-template <Sm90FwdConfig C>
+template <auto C>
 __device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const VisibleKeys<C>& visible,
                                                   const WorkTile& tile, const Blocks& blocks) {
     const QueryEnds queries(visible.seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
@@ -195,7 +197,7 @@ __device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const
 }
 
 // A work tile with what a producer needs of it.
-template <Sm90FwdConfig C>
+template <auto C>
 struct LoadTile {
     WorkTile tile;
     Seqlen<C.varied> seqlen;
@@ -218,7 +220,7 @@ struct LoadTile {
 
 // The part of a work tile's range of key tiles that its 64 rows from `first` on visit: it ends at their own
 // diagonal. Its beginning is the work tile's, so that tiles left of a window are visited by all rows.
-template <Sm90FwdConfig C>
+template <auto C>
 __device__ __forceinline__ BlockRange warpgroup_blocks(const FwdParams& params, const VisibleKeys<C>& visible,
                                                        const Rows<C.pack_gqa>& rows, const WorkTile& tile,
                                                        const BlockRange& all, int first) {

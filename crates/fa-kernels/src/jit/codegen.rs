@@ -5,6 +5,7 @@ use std::fmt::Write;
 use fa_core::KernelSpec;
 
 use crate::jit::append_params::AppendParams;
+use crate::jit::cache_params;
 use crate::jit::config::{self, ConfigField};
 use crate::jit::declare::ParamStruct;
 use crate::jit::merge_params;
@@ -36,6 +37,10 @@ pub fn generated() -> Vec<Generated> {
         Generated {
             path: "program_params.cuh",
             text: launch_params_cuh("programs", program_params::declarations()),
+        },
+        Generated {
+            path: "cache_params.cuh",
+            text: launch_params_cuh("an 8-bit cache", cache_params::declarations()),
         },
         Generated {
             path: "append/append_params.cuh",

@@ -5,6 +5,7 @@ pub(crate) mod append_params;
 pub(crate) mod array_gradients;
 pub mod bundle;
 pub mod cache;
+pub(crate) mod cache_params;
 mod code;
 pub(crate) mod codegen;
 pub(crate) mod compile;

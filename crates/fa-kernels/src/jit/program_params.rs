@@ -2,6 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
+use crate::jit::cache_params::CacheParams;
 use crate::jit::declare::{
     ConstPtr, DeviceType, MutF32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
 };
@@ -63,8 +64,8 @@ param_struct! {
     }
 }
 
-/// The parameters of a launch, with those of its program behind them. Kernels without a program read the
-/// former only.
+/// The parameters of a launch, with those of its program and of its cache behind them. Kernels without a
+/// program read the first only, kernels of codes of 8 bits all.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct WithPrograms<P> {
@@ -76,6 +77,8 @@ pub struct WithPrograms<P> {
     pub map: BlockMapParams,
     /// Of its arrays' gradients.
     pub gradients: ArrayGradientParams,
+    /// Of 8-bit tensors; forward only.
+    pub cache: CacheParams,
 }
 
 impl<P> Deref for WithPrograms<P> {

@@ -244,12 +244,17 @@ fn target(spec: &KernelSpec, arch: Arch) -> String {
 fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let name = spec.kernel.name();
     // As in the folders: `sm90_fwd` is `sm90/fwd.cuh`.
-    let header = format!("{}.cuh", name.replace('_', "/"));
+    let header = format!("{}.cuh", name.replacen('_', "/", 1));
     let Traits { blocks_per_sm, cluster, tensor_maps, .. } = spec.traits();
     let maps: Vec<String> = tensor_maps.iter().map(|tensor| format!("tma_{tensor}")).collect();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
-    let all_params =
-        if spec.score.program.is_some() { format!("WithPrograms<{params}>") } else { params.to_owned() };
+    let all_params = if spec.reads_codes() || spec.kernel.computes_in_8_bits() {
+        "WithCache".to_owned()
+    } else if spec.score.program.is_some() {
+        format!("WithPrograms<{params}>")
+    } else {
+        params.to_owned()
+    };
     let mut text = format!("// {spec}\n");
     if spec.score.program.is_some() {
         let _ = writeln!(text, "#define FA_PROGRAMS\n#include \"{}\"", program::HEADER);

@@ -12,7 +12,7 @@ use crate::jit::append_params::AppendParams;
 use crate::jit::declare::{ConstI32Ptr, ConstPtr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
 use crate::jit::source::{APPEND_SMEM, APPEND_THREADS};
-use crate::launch::args::{RawTensor, Shape};
+use crate::launch::args::{RawTensor, Shape, step_of};
 use crate::launch::checks::check_address;
 use crate::launch::single::Single;
 
@@ -142,14 +142,16 @@ impl AppendLaunch {
     /// whether they are written.
     pub fn tensors(&self) -> Vec<(Shape, bool)> {
         let append = &self.append;
-        let shape = |name, [batch, seqlen, heads, dim]: [usize; 4], is_output| {
-            (Shape { name, batch, seqlen, heads, dim }, is_output)
+        let of = |name, [batch, seqlen, heads, dim]: [usize; 4], dtype: Dtype, is_output| {
+            (Shape { name, batch, seqlen, heads, dim, step: step_of(dtype) }, is_output)
         };
+        let shape = |name, shape, is_output| of(name, shape, append.dtype, is_output);
+        let cache = |name, shape| of(name, shape, append.cache_dtype(), true);
         let mut all = vec![
             shape("k_new", append.new_shape(append.head_dim), false),
             shape("v_new", append.new_shape(append.head_dim_v), false),
-            shape("k_cache", append.cache_shape(append.head_dim), true),
-            shape("v_cache", append.cache_shape(append.head_dim_v), true),
+            cache("k_cache", append.cache_shape(append.head_dim)),
+            cache("v_cache", append.cache_shape(append.head_dim_v)),
         ];
         if append.queries().is_some() {
             all.push(shape("q", append.query_shape(), true));

@@ -27,6 +27,35 @@ impl Element for half::bf16 {
     const DTYPE: Dtype = Dtype::Bf16;
 }
 
+/// A Rust type that K and V are in: an [`Element`], or the bits of codes.
+pub trait KvElement: 'static {
+    /// Whether its values are of `dtype`.
+    fn holds(dtype: Dtype) -> bool;
+
+    /// Its name.
+    fn name() -> String;
+}
+
+impl<T: Element> KvElement for T {
+    fn holds(dtype: Dtype) -> bool {
+        dtype == T::DTYPE
+    }
+
+    fn name() -> String {
+        T::DTYPE.to_string()
+    }
+}
+
+impl KvElement for u8 {
+    fn holds(dtype: Dtype) -> bool {
+        dtype.is_code()
+    }
+
+    fn name() -> String {
+        "8-bit codes".to_owned()
+    }
+}
+
 /// A tensor that is read: device memory of cudarc, with element `[0, 0, 0, 0]` first, on a multiple of 16
 /// bytes.
 #[derive(Clone, Copy)]
@@ -34,7 +63,8 @@ pub struct Input<'a, T> {
     /// The elements: a `CudaSlice`, a `CudaView`, or anything else that cudarc can point at.
     pub data: &'a dyn DevicePtr<T>,
     /// Strides in elements; `TensorLayout::strides` gives those of packed BSHD and BHSD tensors. Rows are
-    /// contiguous (`dim` is 1), the other strides multiples of 8 elements; 0 broadcasts along the axis.
+    /// contiguous (`dim` is 1), the other strides multiples of 8 elements, of codes of 16; 0 broadcasts along
+    /// the axis.
     pub strides: Strides,
 }
 
@@ -86,14 +116,15 @@ pub(crate) struct Buffer<'a> {
     pub stream: &'a CudaStream,
 }
 
-/// The arguments of a forward call. Shapes are the problem's, by each tensor's strides.
-pub struct ForwardArgs<'a, T> {
+/// The arguments of a forward call. Shapes are the problem's, by each tensor's strides. K and V are of `K`:
+/// the type of Q, or the bits of codes.
+pub struct ForwardArgs<'a, T, K = T, Q = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: Input<'a, T>,
+    pub q: Input<'a, Q>,
     /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
-    pub k: Input<'a, T>,
+    pub k: Input<'a, K>,
     /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
-    pub v: Input<'a, T>,
+    pub v: Input<'a, K>,
     /// O, `[batch, seqlen_q, heads_q, head_dim_v]`; every element is written.
     pub out: Output<'a, T>,
     /// LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; every element is written.
@@ -200,24 +231,42 @@ pub struct Shape {
     pub heads: usize,
     /// Elements of a row.
     pub dim: usize,
+    /// Elements that its strides are multiples of: [`STEP`], or twice as many of one byte.
+    pub step: i64,
 }
 
-/// Copies move 16 bytes: 8 elements of 16 bits.
+/// Copies move 16 bytes.
 const ALIGN_BYTES: u64 = 16;
-const ALIGN_ELEMENTS: i64 = 8;
+
+/// Elements of 16 bits that copies move.
+pub(crate) const STEP: i64 = 8;
+
+/// The same of codes of 8 bits.
+const CODE_STEP: i64 = 16;
+
+/// Elements that the strides of a tensor of `dtype` are multiples of.
+pub(crate) const fn step_of(dtype: Dtype) -> i64 {
+    if dtype.is_code() { CODE_STEP } else { STEP }
+}
 
 /// Strides that stay within the 40 bits of bytes that a tensor map holds.
 const MAX_STRIDE: i64 = (1 << 39) - 1;
 
 impl Shape {
     /// The tensor of one side of a batch: packed rows are one entry, and pages are the entries of a cache.
-    pub(crate) fn of(name: &'static str, side: Side, sequences: usize, heads: usize, dim: usize) -> Shape {
+    pub(crate) fn of(
+        name: &'static str,
+        side: Side,
+        sequences: usize,
+        heads: usize,
+        (dim, dtype): (usize, Dtype),
+    ) -> Shape {
         let (batch, seqlen) = match side.rows {
             SideRows::Padded { len } => (sequences, len),
             SideRows::Packed { total, .. } => (1, total),
             SideRows::Paged { page, pages, .. } => (pages, page),
         };
-        Shape { name, batch, seqlen, heads, dim }
+        Shape { name, batch, seqlen, heads, dim, step: step_of(dtype) }
     }
 
     /// Whether it has no elements.
@@ -233,8 +282,7 @@ impl Shape {
         ]
     }
 
-    /// Checks what every kernel requires: a contiguous head dim, other strides in multiples of 8 elements
-    /// (axes of length 1 excepted), and for outputs that each axis steps over all that the axes of smaller
+    /// Checks what every kernel requires: a contiguous head dim, other strides in multiples of 16 bytes (axes of length 1 excepted), and for outputs that each axis steps over all that the axes of smaller
     /// strides reach, so that no two rows share memory. An empty tensor always passes.
     pub(crate) fn check_strides(&self, strides: &Strides, is_output: bool) -> Result<(), Error> {
         if self.is_empty() {
@@ -249,12 +297,12 @@ impl Shape {
             if len <= 1 {
                 continue;
             }
-            if stride % ALIGN_ELEMENTS != 0 || !(0..=MAX_STRIDE).contains(&stride) {
-                return Err(bad(
-                    axis,
-                    stride,
-                    "a multiple of 8 elements from 0 to 2^39: pad the rows to one",
-                ));
+            if stride % self.step != 0 || !(0..=MAX_STRIDE).contains(&stride) {
+                let need = match self.step {
+                    CODE_STEP => "a multiple of 16 elements from 0 to 2^39: pad the rows to one",
+                    _ => "a multiple of 8 elements from 0 to 2^39: pad the rows to one",
+                };
+                return Err(bad(axis, stride, need));
             }
         }
         if is_output {
@@ -273,6 +321,24 @@ impl Shape {
             }
         }
         Ok(())
+    }
+
+    /// Checks that kernels can count the bytes of an 8-bit cache's rows from its first: units of 16, in 32
+    /// bits. The strides have been checked.
+    pub(crate) fn check_reach(&self, strides: &Strides) -> Result<(), Error> {
+        if self.step != CODE_STEP {
+            return Ok(());
+        }
+        let axes = [("batch", self.batch, strides.batch), ("seq", self.seqlen, strides.seq)];
+        let reach: i128 =
+            axes.iter().map(|&(_, len, stride)| (len as i128 - 1).max(0) * i128::from(stride)).sum();
+        let units = reach / i128::from(ALIGN_BYTES);
+        if units < i128::from(u32::MAX) {
+            return Ok(());
+        }
+        let (axis, _, stride) = if self.batch > 1 { axes[0] } else { axes[1] };
+        let need = "shorter: rows of 8-bit K and V lie within 64 GiB of the first";
+        Err(Error::Stride { tensor: self.name, axis, stride, need })
     }
 
     /// Checks that the tensor starts on 16 bytes.
@@ -305,7 +371,7 @@ mod tests {
 
     use super::*;
 
-    const SHAPE: Shape = Shape { name: "k", batch: 2, seqlen: 100, heads: 3, dim: 64 };
+    const SHAPE: Shape = Shape { name: "k", batch: 2, seqlen: 100, heads: 3, dim: 64, step: STEP };
 
     #[test]
     fn packed_layouts_pass() {
@@ -338,6 +404,10 @@ mod tests {
         let within = Strides { batch: 100 * 576, seq: 576, ..packed };
         SHAPE.check_strides(&within, true).unwrap();
         SHAPE.check_strides(&Strides { batch: 0, seq: 0, head: 0, ..packed }, false).unwrap();
+        let codes = Shape { dim: 72, step: CODE_STEP, ..SHAPE };
+        let text =
+            codes.check_strides(&TensorLayout::Bshd.strides(100, 3, 72), false).unwrap_err().to_string();
+        assert!(text.contains("a multiple of 16 elements"), "{text}");
         let single = Shape { heads: 1, ..SHAPE };
         single.check_strides(&Strides { head: 7, ..packed }, true).unwrap();
         let empty = Shape { seqlen: 0, ..SHAPE };

@@ -106,6 +106,7 @@ impl Launches {
             maps,
             plan_bytes,
             program: problem.score.program,
+            descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients,
         })

@@ -8,7 +8,9 @@ use cudarc::driver::CudaStream;
 use fa_core::{LaunchPlan, Problem};
 
 use crate::Error;
-use crate::launch::args::{BackwardArgs, Buffer, Element, ForwardArgs, RawBackwardArgs, RawForwardArgs};
+use crate::launch::args::{
+    BackwardArgs, Buffer, Element, ForwardArgs, KvElement, RawBackwardArgs, RawForwardArgs,
+};
 use crate::launch::extras::{Extras, Guards, RawExtras};
 use crate::launch::launches::{Addresses, Launches};
 use crate::launch::module::LoadedKernel;
@@ -85,13 +87,13 @@ impl<P> Bound<P> {
     ///
     /// # Errors
     /// Those of [`check_element`] and [`check_buffers`].
-    fn check<T: Element>(
+    fn check<T: Element, K: KvElement, Q: KvElement>(
         &self,
         tensors: &[Buffer<'_>],
         lse: Option<(usize, &Arc<CudaStream>)>,
         workspace: Option<(usize, &Arc<CudaStream>)>,
     ) -> Result<(), Error> {
-        check_element::<T>(&self.problem)?;
+        check_element::<T, K, Q>(&self.problem)?;
         check_buffers(&self.kernel, &self.launches, tensors, lse, workspace)
     }
 
@@ -131,12 +133,16 @@ impl Forward {
     /// # Errors
     /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a
     /// tensor of another context; [`Error::Driver`].
-    pub unsafe fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
+    pub unsafe fn run<T: Element, K: KvElement, Q: KvElement>(
+        &self,
+        stream: &CudaStream,
+        args: ForwardArgs<'_, T, K, Q>,
+    ) -> Result<(), Error> {
         let ForwardArgs { q, k, v, out, lse, workspace, mut extras } = args;
         let tensors = [q.buffer(), k.buffer(), v.buffer(), out.buffer()];
         let lse_buffer = lse.as_ref().map(|lse| (lse.len(), lse.stream()));
         let workspace_buffer = workspace.as_ref().map(|workspace| (workspace.len(), workspace.stream()));
-        self.check::<T>(&tensors, lse_buffer, workspace_buffer)?;
+        self.check::<T, K, Q>(&tensors, lse_buffer, workspace_buffer)?;
         // Dropped after the launch, each guard notes in cudarc that the stream has used its tensor.
         let (extras, _extras) = self.raw_extras(&mut extras, stream)?;
         let ((q, _q), (k, _k), (v, _v)) = (q.raw(stream), k.raw(stream), v.raw(stream));
@@ -189,7 +195,7 @@ impl Backward {
         let inputs = [q.buffer(), k.buffer(), v.buffer(), out.buffer(), dout.buffer()];
         let tensors: Vec<Buffer<'_>> =
             inputs.into_iter().chain([dq.buffer(), dk.buffer(), dv.buffer()]).collect();
-        self.check::<T>(
+        self.check::<T, T, T>(
             &tensors,
             Some((lse.len(), lse.stream())),
             Some((workspace.len(), workspace.stream())),

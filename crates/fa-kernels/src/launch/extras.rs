@@ -3,9 +3,10 @@
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use fa_core::extras::{Extra, Need, Value};
 use fa_core::lengths::SideRows;
-use fa_core::{Lengths, Pass, Problem};
+use fa_core::{DescaleForm, Descales, Lengths, Pass, Problem};
 
 use crate::Error;
+use crate::jit::cache_params::{CacheParams, CodeDescales};
 use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
 use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
@@ -114,6 +115,23 @@ impl RawExtras {
         }
     }
 
+    /// The parameters of an 8-bit cache: addresses by the forms of its descales, and what the problem decides.
+    pub(crate) fn cache(&self, params: CacheParams, descales: Descales) -> CacheParams {
+        let of = |own: CodeDescales, form: DescaleForm, address: Option<u64>| {
+            let address = ConstF32Ptr(address.unwrap_or(0));
+            match form {
+                DescaleForm::None => own,
+                DescaleForm::Head | DescaleForm::SequenceHead => CodeDescales { of_head: address, ..own },
+                DescaleForm::TokenHead => CodeDescales { of_rows: address, ..own },
+            }
+        };
+        CacheParams {
+            k: of(params.k, descales.k, self.inputs.k_descale),
+            v: of(params.v, descales.v, self.inputs.v_descale),
+            q: of(params.q, descales.q, self.inputs.q_descale),
+        }
+    }
+
     /// The parameters of score changes: addresses, and what the problem decides.
     pub(crate) fn mods(&self, params: ModParams) -> ModParams {
         ModParams {
@@ -166,6 +184,15 @@ pub(crate) fn mod_params(problem: &Problem) -> ModParams {
     use fa_core::Alibi;
     let per_sequence = problem.score.alibi == Some(Alibi::PerSequenceHead);
     ModParams { alibi_stride: if per_sequence { problem.heads_q as i64 } else { 0 }, ..ModParams::default() }
+}
+
+/// The parameters of an 8-bit cache that the problem decides.
+pub(crate) fn cache_params(problem: &Problem) -> CacheParams {
+    let of = |form: DescaleForm| {
+        let sequence_stride = if form == DescaleForm::SequenceHead { problem.heads_kv as i64 } else { 0 };
+        CodeDescales { sequence_stride, ..CodeDescales::default() }
+    };
+    CacheParams { k: of(problem.descales.k), v: of(problem.descales.v), q: of(problem.descales.q) }
 }
 
 /// An address, with a guard that is dropped after the launch and then notes in cudarc that the stream has

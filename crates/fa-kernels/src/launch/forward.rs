@@ -1,7 +1,6 @@
 //! The launches of a forward as data: parameters, tensor maps, workspace and the order of its kernels.
 
-use fa_core::spec::operand_panel;
-use fa_core::spec::{Scheduler, TileOrder, Traits};
+use fa_core::spec::{Scheduler, TileOrder, Traits, byte_panel, operand_panel};
 use fa_core::{Arch, KernelSpec, LaunchPlan, Pass, Problem};
 use fa_planner::account::{LARGEST_CLUSTER, MAX_SPLITS, combine_ctas, combines_in_clusters, page_part};
 
@@ -10,7 +9,7 @@ use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
 use crate::jit::program_params::{BlockMapParams, WithPrograms};
 use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, MAP, MAP_THREADS};
 use crate::launch::checks::count;
-use crate::launch::extras::{mod_params, needs, varlen_params};
+use crate::launch::extras::{cache_params, mod_params, needs, varlen_params};
 use crate::launch::launches::{Launch, Launches, Params, Step, Tensor, check};
 use crate::launch::problem_params::{score_params, shape_params};
 use crate::launch::programs::BlockMap;
@@ -83,10 +82,16 @@ impl Launches {
             extras: needs(problem, Pass::Forward, plan_bytes),
             workspace,
             steps,
-            params: Params::Forward(WithPrograms { params, map: own_map, ..WithPrograms::default() }),
+            params: Params::Forward(WithPrograms {
+                params,
+                map: own_map,
+                cache: cache_params(problem),
+                ..WithPrograms::default()
+            }),
             maps,
             plan_bytes,
             program: problem.score.program,
+            descales: problem.descales,
             mask_offset: problem.mask.offset as i32,
             gradients: Vec::new(),
         })
@@ -171,7 +176,8 @@ fn check_division(plan: &LaunchPlan, traits: &Traits, problem: &Problem) -> Resu
 /// Where threads copy rows, half a tile's: boxes load those that are contiguous.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (_, tile_n) = traits.tile;
-    let (panel, panel_v) = (operand_panel(spec.head_dim), operand_panel(spec.head_dim_v));
+    let panel_of = if spec.kernel.computes_in_8_bits() { byte_panel } else { operand_panel };
+    let (panel, panel_v) = (panel_of(spec.head_dim), panel_of(spec.head_dim_v));
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.
@@ -183,11 +189,13 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
         share = if traits.gathers { tile_n / 2 } else { page_part(page, tile_n) as u32 };
     }
     let is_ragged = spec.reads.varied;
-    vec![
+    let mut maps = vec![
         MapTemplate { name: "q", tensor: 0, panel, rows: traits.query_box, group, is_ragged },
         MapTemplate { name: "k", tensor: k, panel, rows: share, group: None, is_ragged },
         MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None, is_ragged },
-    ]
+    ];
+    maps.truncate(traits.tensor_maps.len());
+    maps
 }
 
 /// The parameters that the problem alone decides.

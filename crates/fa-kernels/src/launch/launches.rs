@@ -4,7 +4,7 @@
 use fa_core::extras::Need;
 use fa_core::program::Interned;
 use fa_core::spec::{Scheduler, Traits};
-use fa_core::{Arch, KernelSpec, LaunchPlan, Problem, Strides};
+use fa_core::{Arch, Descales, KernelSpec, LaunchPlan, Problem, Strides};
 use fa_planner::account::missing_code;
 
 use crate::Error;
@@ -122,13 +122,13 @@ pub struct Tensor {
 impl Tensor {
     /// The tensors of a pass in the order of a call: q, k, v, out; of a backward also dout, dq, dk, dv.
     pub(crate) fn of_pass(problem: &Problem, backward: bool) -> Vec<Tensor> {
-        let Problem { heads_q, heads_kv, head_dim, head_dim_v, lengths, .. } = *problem;
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, lengths, types, .. } = *problem;
         let queries = |name, dim, is_output| {
-            let shape = Shape::of(name, lengths.q(), lengths.sequences(), heads_q, dim);
+            let shape = Shape::of(name, lengths.q(), lengths.sequences(), heads_q, (dim, types.q));
             Tensor { shape, is_output }
         };
         let keys = |name, dim, is_output| {
-            let shape = Shape::of(name, lengths.k(), lengths.sequences(), heads_kv, dim);
+            let shape = Shape::of(name, lengths.k(), lengths.sequences(), heads_kv, (dim, types.kv));
             Tensor { shape, is_output }
         };
         let mut tensors = vec![
@@ -180,6 +180,8 @@ pub struct Launches {
     pub plan_bytes: usize,
     /// The program, whose arrays and scalars calls bring.
     pub(crate) program: Option<Interned>,
+    /// What the codes of K and V are multiplied by.
+    pub(crate) descales: Descales,
     /// The mask's offset, which a program's `off` counts in.
     pub(crate) mask_offset: i32,
     /// The arrays whose gradients are computed; backward only.
@@ -211,6 +213,7 @@ impl Launches {
         for (tensor, raw) in self.tensors.iter().zip(at.tensors) {
             tensor.shape.check_strides(&raw.strides, tensor.is_output)?;
             tensor.shape.check_address(raw.address)?;
+            tensor.shape.check_reach(&raw.strides)?;
         }
         for map in self.maps.iter().filter(|map| map.is_ragged) {
             let tensor = &self.tensors[map.tensor].shape;
@@ -297,7 +300,8 @@ impl Launches {
                     ..params
                 };
                 let gradients = ArrayGradientParams::default();
-                Params::Forward(WithPrograms { params, program, map: map(own.map), gradients })
+                let cache = at.extras.cache(own.cache, self.descales);
+                Params::Forward(WithPrograms { params, program, map: map(own.map), gradients, cache })
             }
             Params::Backward(own) => {
                 let params = own.params;
@@ -326,7 +330,8 @@ impl Launches {
                     ..params
                 };
                 let gradients = at.extras.program.unwrap_or_default().gradients();
-                Params::Backward(WithPrograms { params, program, map: map(own.map), gradients })
+                let cache = own.cache;
+                Params::Backward(WithPrograms { params, program, map: map(own.map), gradients, cache })
             }
         }
     }

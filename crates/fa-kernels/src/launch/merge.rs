@@ -12,7 +12,7 @@ use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr};
 use crate::jit::merge_params::{MergeParams, MergePart as PartParams, MergeParts};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
 use crate::jit::source::MERGE_THREADS;
-use crate::launch::args::{Element, Input, Output, RawTensor, Shape};
+use crate::launch::args::{Element, Input, Output, RawTensor, STEP, Shape};
 use crate::launch::checks::check_address;
 use crate::launch::single::Single;
 
@@ -106,7 +106,7 @@ impl MergeLaunch {
 
     fn shape(&self, name: &'static str) -> Shape {
         let [batch, seqlen, heads, dim] = self.merge.shape();
-        Shape { name, batch, seqlen, heads, dim }
+        Shape { name, batch, seqlen, heads, dim, step: STEP }
     }
 
     /// Checks counts, strides, alignment and presence of a call's memory. Lengths are the caller's

@@ -10,7 +10,7 @@ use cudarc::driver::{CudaStream, result};
 use fa_core::{Dtype, Problem};
 
 use crate::Error;
-use crate::launch::args::{Buffer, Element};
+use crate::launch::args::{Buffer, Element, KvElement};
 use crate::launch::launches::{Addresses, Launches, Step};
 use crate::launch::module::LoadedKernel;
 use crate::launch::tma;
@@ -74,16 +74,19 @@ pub(crate) unsafe fn enqueue(
     Ok(())
 }
 
-/// Checks that T is the type of the problem's tensors, K and V included.
+/// Checks that T is the type of the problem's O, Q that of Q, and K that of K and V.
 ///
 /// # Errors
 /// [`Error::Mismatch`].
-pub(crate) fn check_element<T: Element>(problem: &Problem) -> Result<(), Error> {
+pub(crate) fn check_element<T: Element, K: KvElement, Q: KvElement>(problem: &Problem) -> Result<(), Error> {
     let types = problem.types;
-    for (what, need) in [("dtype", types.q), ("kv_dtype", types.kv)] {
-        if need != T::DTYPE {
-            let (kernel, problem) = (need.to_string(), T::DTYPE.to_string());
-            return Err(Error::Mismatch { what, kernel, problem });
+    for (what, dtype, holds, name) in [
+        ("dtype", types.q, Q::holds(types.q), Q::name()),
+        ("kv_dtype", types.kv, K::holds(types.kv), K::name()),
+        ("out_dtype", types.out, T::DTYPE == types.out, T::DTYPE.to_string()),
+    ] {
+        if !holds {
+            return Err(Error::Mismatch { what, kernel: dtype.to_string(), problem: name });
         }
     }
     Ok(())

@@ -96,9 +96,6 @@ const RAGGED_STRIDE: u64 = 1 << 31;
 /// The extent of its axis of units.
 const RAGGED_UNITS: u64 = 1 << 31;
 
-/// Copies move 16 bytes: 8 elements of 16 bits.
-const UNIT: u64 = 8;
-
 /// A ragged map: see `attn/ragged.cuh`. Strides in elements, 0 along axes that are never stepped along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ragged {
@@ -113,6 +110,8 @@ pub(crate) struct Ragged {
     unit: u64,
     /// The largest multiple of the unit that a range of rows ends at.
     span: u64,
+    /// Elements in 16 bytes, which copies move.
+    step: u64,
 }
 
 impl Ragged {
@@ -120,7 +119,8 @@ impl Ragged {
         fn gcd(a: u64, b: u64) -> u64 {
             if b == 0 { a } else { gcd(b, a % b) }
         }
-        let Shape { batch, seqlen, heads, dim, .. } = *shape;
+        let Shape { batch, seqlen, heads, dim, step, .. } = *shape;
+        let step = step as u64;
         let along = |len: usize, stride: i64| if len > 1 { stride.max(0) as u64 } else { 0 };
         let group = group.unwrap_or(1) as usize;
         let head = along(heads / group, strides.head) * group as u64;
@@ -129,7 +129,7 @@ impl Ragged {
         let row = match (seqlen > 1, entry) {
             (true, _) => strides.seq.max(0) as u64,
             (false, 1..RAGGED_STRIDE) => entry,
-            (false, _) => (dim as u64).next_multiple_of(UNIT),
+            (false, _) => (dim as u64).next_multiple_of(step),
         };
         let last = |len: usize, stride: u64| (len.max(1) as u64 - 1).saturating_mul(stride);
         let span = (seqlen as u64)
@@ -137,8 +137,8 @@ impl Ragged {
             .saturating_add(last(heads / group, head))
             .saturating_add(last(batch, entry));
         let unit = gcd(gcd(row, head), entry);
-        let unit = if unit == 0 { UNIT } else { unit };
-        Ragged { dim: dim as u64, row, head, entry, within: strides.head.max(0) as u64, unit, span }
+        let unit = if unit == 0 { step } else { unit };
+        Ragged { dim: dim as u64, row, head, entry, within: strides.head.max(0) as u64, unit, span, step }
     }
 
     /// Checks that the map's coordinates reach all of the tensor.
@@ -166,9 +166,9 @@ impl Ragged {
 
     /// `{head dim, row, unit, wrap}`; with packed heads `{head dim, group, row, unit, wrap}`.
     fn map_shape(&self, map: &MapTemplate) -> MapShape {
-        // Times two bytes, the last axis steps over 2^34 bytes less a row: 2^30 steps wrap around to minus
+        // In bytes, the last axis steps over 2^34 bytes less a row: 2^30 steps wrap around to minus
         // 2^30 rows.
-        let wrap = RAGGED_ROWS * UNIT - self.row;
+        let wrap = RAGGED_ROWS * self.step - self.row;
         match map.group {
             None => MapShape {
                 rank: 4,
@@ -206,7 +206,7 @@ pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error
     // The stride of an axis of length 1 is never used; it only has to pass the driver's checks.
     let strides: [u64; MAX_RANK] = std::array::from_fn(|axis| {
         let stepped = shape.dims[axis] > 1;
-        bytes * if stepped { shape.strides[axis] } else { shape.dims[0].next_multiple_of(8) }
+        bytes * if stepped { shape.strides[axis] } else { shape.dims[0].next_multiple_of(16 / bytes) }
     });
     let swizzle = match u64::from(shape.tile[0]) * bytes {
         128 => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
@@ -244,6 +244,7 @@ mod tests {
     use fa_core::spec::operand_panel;
 
     use super::*;
+    use crate::launch::args::STEP;
 
     /// The address at coordinates of `attn/ragged.cuh`, in bytes modulo 2^64.
     fn address(map: &MapShape, [x, y, z]: [u64; 3]) -> u64 {
@@ -254,7 +255,7 @@ mod tests {
 
     #[test]
     fn ragged_coordinates_lead_to_rows() {
-        let shape = Shape { name: "k", batch: 7, seqlen: 48, heads: 4, dim: 64 };
+        let shape = Shape { name: "k", batch: 7, seqlen: 48, heads: 4, dim: 64, step: STEP };
         for strides in [
             TensorLayout::Bshd.strides(48, 4, 64),
             TensorLayout::Bhsd.strides(48, 4, 64),
@@ -294,7 +295,7 @@ mod tests {
 
     #[test]
     fn ragged_maps_have_limits() {
-        let shape = Shape { name: "k", batch: 1 << 20, seqlen: 16, heads: 8, dim: 128 };
+        let shape = Shape { name: "k", batch: 1 << 20, seqlen: 16, heads: 8, dim: 128, step: STEP };
         let strides = TensorLayout::Bshd.strides(16, 8, 128);
         Ragged::of(&shape, &strides, None).check("k").unwrap();
         // An odd stride leaves units of 16 bytes, of which 2^31 are 32 GB.
@@ -307,7 +308,7 @@ mod tests {
     /// Pages of one key: a box of several rows steps from page to page.
     #[test]
     fn entries_of_one_position_are_rows() {
-        let shape = Shape { name: "k", batch: 4096, seqlen: 1, heads: 8, dim: 128 };
+        let shape = Shape { name: "k", batch: 4096, seqlen: 1, heads: 8, dim: 128, step: STEP };
         let of = |strides: Strides| Ragged::of(&shape, &strides, None);
         let pages = of(TensorLayout::Bshd.strides(1, 8, 128));
         assert_eq!((pages.row, pages.unit), (8 * 128, 128));

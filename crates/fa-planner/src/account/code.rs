@@ -7,6 +7,7 @@ use fa_core::KernelSpec;
 pub(crate) struct Code {
     pub varied: bool,
     pub paged: bool,
+    pub softcap: bool,
     pub alibi: bool,
     pub sinks: bool,
     pub split: bool,
@@ -23,6 +24,7 @@ impl Code {
     pub(crate) const DENSE: Code = Code {
         varied: false,
         paged: false,
+        softcap: true,
         alibi: true,
         sinks: true,
         split: false,
@@ -37,6 +39,7 @@ impl Code {
         [
             (reads.varied && !self.varied, "lengths on the device"),
             (reads.paged && !self.paged, "keys in pages"),
+            (score.softcap && !self.softcap, "softcap"),
             (score.alibi && !self.alibi, "alibi"),
             (score.sinks && !self.sinks, "sinks"),
             (score.program.is_some() && !self.programs, "programs"),

@@ -124,6 +124,7 @@ impl From<Unserved> for Reason {
             }
             other @ (Unserved::Page { .. }
             | Unserved::TooLong { .. }
+            | Unserved::Codes { .. }
             | Unserved::Scale { .. }
             | Unserved::Softcap { .. }) => Reason::Launch(other),
         }

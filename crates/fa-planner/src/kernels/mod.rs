@@ -15,6 +15,7 @@ pub mod sm80_bwd;
 pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
+pub mod sm90_fwd_fp8;
 
 pub use planned::unbound;
 

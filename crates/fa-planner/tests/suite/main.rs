@@ -3,6 +3,7 @@
 
 mod banks;
 mod bwd_rates;
+mod codes;
 mod cost_peers;
 mod decode;
 mod guide;

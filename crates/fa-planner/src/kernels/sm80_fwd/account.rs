@@ -32,7 +32,9 @@ const PAGES: u32 = 20;
 /// plain rows with the swizzle off, without padding:
 ///
 /// - `q` `[tile_m, hd]` T;
-/// - `k` `[stages][tile_n, hd]` T and `v` `[stages][tile_n, hdv]` T.
+/// - `k` `[stages][tile_n, hd]` T and `v` `[stages][tile_n, hdv]` T;
+/// - where K and V are codes of 8 bits, before these `k_codes` `[stages][tile_n, hd]`, `v_codes`
+///   `[stages][tile_n, hdv]` and `descales` `[stages][2][tile_n]` f32; `k` and `v` then have one stage.
 ///
 /// The epilogue uses none: O goes from registers to global memory. With Q in registers, `q` overlays the end
 /// of K's and V's memory: it is read before those stages are filled, and the first K, at the other end, does
@@ -40,15 +42,20 @@ const PAGES: u32 = 20;
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
     let bytes = spec.elem_bytes();
     let q = kernel.tile_m * spec.head_dim * bytes;
-    let k = kernel.stages * kernel.tile_n * spec.head_dim * bytes;
-    let v = kernel.stages * kernel.tile_n * spec.head_dim_v * bytes;
+    let rows = kernel.stages * kernel.tile_n;
+    let tile_rows = if spec.reads_codes() { kernel.tile_n } else { rows };
 
     let mut plan = SmemPlan::default();
     if !kernel.q_in_regs {
         plan.push("q", q, ALIGN);
     }
-    plan.push("k", k, ALIGN);
-    plan.push("v", v, ALIGN);
+    if spec.reads_codes() {
+        plan.push("k_codes", rows * spec.head_dim, ALIGN);
+        plan.push("v_codes", rows * spec.head_dim_v, ALIGN);
+        plan.push("descales", rows * 2 * 4, ALIGN);
+    }
+    plan.push("k", tile_rows * spec.head_dim * bytes, ALIGN);
+    plan.push("v", tile_rows * spec.head_dim_v * bytes, ALIGN);
     if kernel.q_in_regs {
         let offset = plan.total.saturating_sub(q);
         plan.buffers.push(SmemBuffer {

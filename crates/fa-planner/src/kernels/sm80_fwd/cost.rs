@@ -88,6 +88,9 @@ fn taken_freely(spec: &KernelSpec, k: &Sm80Fwd) -> u32 {
 /// Clocks of an SM for each request to the L2 beyond one per 128 bytes, fitted to seeds 1 to 16 (NB-158).
 const REQUEST_CLOCKS: f64 = 0.8;
 
+/// Codes of 8 bits that an SM converts in a clock: some three integer instructions each, 64 of which it issues.
+const CODES_PER_CLOCK: f64 = 20.0;
+
 /// Requests to the L2 beyond one per 128 bytes by which cp.async copies a row of K or V: one for each block
 /// of 128, 64 or 32 bytes, whichever the rows begin on. Where they begin in the middle of 32 bytes, as every
 /// other head's do at head dims 72 and 88, it asks for both sectors of each two chunks (NB-157).
@@ -135,7 +138,9 @@ fn model(
     let conflict = if k.swizzle { 1.0 } else { c.row_major_conflict };
     let loads = if k.ldmatrix { 1.0 } else { c.plain_loads };
     let writes = tile_n * (hd + hdv) * bytes;
-    let smem = resident * (reads * conflict * loads + writes) / limits.smem_bytes;
+    // Codes are written and read once more before they are converted.
+    let staged = if spec.reads_codes() { 2.0 * tile_n * (hd + hdv) } else { 0.0 };
+    let smem = resident * (reads * conflict * loads + writes + staged) / limits.smem_bytes;
 
     let (cap_mufu, cap_ops) = score_costs(spec.score, c);
     let mut ops = c.sm80_softmax_ops + c.sm80_rescale * hdv / tile_n + cap_ops;
@@ -146,13 +151,18 @@ fn model(
     let masked_everywhere = !k.loop_split && spec.mask != MaskKind::Full;
     let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
     let exp = resident * idle * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
-        + if masked_everywhere { mask } else { 0.0 };
+        + if masked_everywhere { mask } else { 0.0 }
+        + if spec.reads_codes() { resident * tile_n * (hd + hdv) / CODES_PER_CLOCK } else { 0.0 };
 
     let warps = warps_per_scheduler / (warps_per_scheduler + 2.0);
     let exponent = 1.0 + c.sm80_fwd_overlap * warps + c.sm80_apart * (resident - 1.0);
     // With one stage a copy is issued once its buffer is free, and all of K and V has to arrive before the
     // products go on, in an SM whose other CTAs run meanwhile.
-    let wait = if stages < 2.0 { (c.sm80_wait + writes / c.sm_bytes_per_clock) / resident } else { 0.0 };
+    let wait = if stages < 2.0 && !spec.reads_codes() {
+        (c.sm80_wait + writes / c.sm_bytes_per_clock) / resident
+    } else {
+        0.0
+    };
     // Reading Q into registers is a step by itself, under which nothing runs; else each step reads it.
     let q_read = resident * tile_m * hd * bytes / limits.smem_bytes;
     let (in_step, in_tile) =

@@ -20,7 +20,7 @@ impl PlannedKernel for Sm80Fwd {
     }
 
     fn code(&self) -> Code {
-        Code { varied: true, paged: true, split: true, packs_gqa: true, ..Code::DENSE }
+        Code { varied: true, paged: true, codes: true, split: true, packs_gqa: true, ..Code::DENSE }
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {

@@ -15,6 +15,8 @@ pub const HEAD_DIMS: [u32; 10] = [32, 64, 80, 96, 112, 128, 160, 192, 224, 256];
 /// - `q` `[q_stages][tile_m, hd]` T (O goes from registers straight to device memory);
 /// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P
 ///   stays in registers;
+/// - where K and V are codes of 8 bits `k_codes` `[code_stages][tile_n, hd]`, `v_codes` `[code_stages][tile_n,
+///   hdv]` and `descales` `[code_stages][2][tile_n]` f32;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
 /// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32; 12 for
 ///   lengths on the device).
@@ -32,6 +34,12 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     if !kernel.pv_is_rs {
         plan.push("p", tile_m * tile_n * bytes, TILE_ALIGN);
     }
+    if spec.reads_codes() {
+        let rows = kernel.code_stages(spec) * tile_n;
+        plan.push("k_codes", rows * hd, CODE_ALIGN);
+        plan.push("v_codes", rows * hdv, CODE_ALIGN);
+        plan.push("descales", rows * 2 * 4, CODE_ALIGN);
+    }
     plan.push_mbarriers("q_full", q_stages);
     plan.push_mbarriers("q_empty", q_stages);
     for name in ["k_full", "k_empty", "v_full", "v_empty"] {
@@ -44,6 +52,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     }
     plan.round_up(TILE_ALIGN)
 }
+
+/// Alignment of codes and their descales: a full sweep over the 32 banks.
+const CODE_ALIGN: u32 = 128;
 
 /// Registers in addition to the accumulators, by number of MMA warpgroups: the tuning guide's overheads (24
 /// and 32). A single warpgroup has the same 24 within the compiler's limit of 255.
@@ -73,6 +84,9 @@ fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
     (s, p, spec.head_dim_v / 2)
 }
 
+/// The same of one whose factors of scores are a tile's: of 144, what needs 144 without them spills.
+const CODES: u32 = 4;
+
 /// Registers that the compiler does without where three warpgroups leave more of them to the producers: 192 x
 /// 80 at head dim 128 fits with every mask, soft cap and sinks, and with keys divided (NB-077).
 const GATHER: u32 = 4;
@@ -81,14 +95,17 @@ const GATHER: u32 = 4;
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
     let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
-    let split = if kernel.gather {
+    let split = if spec.reads_codes() {
+        SetMaxNReg::with_codes(kernel.num_wg, spec.head_dim_v)
+    } else if kernel.gather {
         SetMaxNReg::with_gather(kernel.num_wg)
     } else {
         SetMaxNReg::with_lengths(kernel.num_wg, spec.reads.varied)
     };
     let own = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
     let alibi = if spec.score.alibi && kernel.num_wg == 3 { ALIBI } else { 0 };
-    let other = own + alibi - if kernel.gather && kernel.num_wg == 3 { GATHER } else { 0 };
+    let codes = if spec.reads_codes() && kernel.num_wg == 3 { CODES } else { 0 };
+    let other = own + alibi + codes - if kernel.gather && kernel.num_wg == 3 { GATHER } else { 0 };
     Registers {
         s,
         p,

@@ -41,9 +41,12 @@ pub fn candidates(
         let short = !split && are_short(&problem, rows, tile_n, pack_gqa);
         if alike && !slow_rows(&problem) && !short { Scheduler::Static } else { Scheduler::Dynamic }
     };
+    let codes = problem.types.kv.is_code();
     let switches = [(true, true), (true, false), (false, true), (false, false)];
     (1..=3u32)
         .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
+        // Warps convert codes of 16 rows at a time, each in half of a tile.
+        .filter(move |(_, tile_n)| !codes || tile_n.is_multiple_of(32))
         .flat_map(move |tile| switches.into_iter().map(move |switch| (tile, switch)))
         .flat_map(move |(tile, switch)| {
             let has_rows = move |pack_gqa: &&bool| !has_idle_warps(&problem, 64 * tile.0, **pack_gqa);
@@ -82,7 +85,7 @@ pub fn candidates(
                 exp_poly_of_16: 0,
                 rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
                 pack_gqa,
-                gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
+                gather: !codes && gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
             let spec_of = |kernel: &Sm90Fwd| KernelSpec {
                 split,
@@ -132,6 +135,8 @@ fn most_stages(problem: &Problem, kernel: &Sm90Fwd) -> u32 {
     let skips =
         || kernel.skips_blocks(MaskKind::of(&problem.mask)) && problem.lengths.max_k() <= SKIPPED_KEYS;
     match kernel.num_wg {
+        // What is in flight are the stages of codes.
+        _ if problem.types.kv.is_code() => 2,
         0..=1 if has_room_in_flight(problem, kernel) => 3,
         0..=1 => 2,
         _ if problem.lengths.page().is_some() => 4,
@@ -167,6 +172,9 @@ fn with_room(mut kernel: Sm90Fwd, problem: &Problem, spec_of: impl Fn(&Sm90Fwd) 
         }
     } else {
         kernel.q_stages = 1;
+        if problem.types.kv.is_code() && !fits(&kernel) {
+            kernel.kv_stages = 1;
+        }
     }
     spec_of(&kernel)
 }

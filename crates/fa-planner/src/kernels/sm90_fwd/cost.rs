@@ -35,6 +35,10 @@ const UNEVEN: f64 = 0.1;
 /// Clocks of TMA for a box, however small: an SM loads 28 boxes of one row in a microsecond (NB-058).
 const BOX_CLOCKS: f64 = 60.0;
 
+/// Codes of 8 bits that the producer's four warps convert in a clock: some three integer instructions each,
+/// of which an SM issues 64 in a clock.
+const CODES_PER_CLOCK: f64 = 16.0;
+
 /// Clocks of TMA for a row of a head dim that is no multiple of 32 bytes, whatever its length: where tiles
 /// begin between sectors (NB-066), where K's alone begin on one, and where K's and V's do (NB-158).
 const SLOW_ROW_CLOCKS: [f64; 3] = [16.5, 15.0, 14.0];
@@ -51,7 +55,8 @@ const SLOW_ROW_OVERLAP_SKIPPING: f64 = 12.0;
 /// rows at half its rate or less.
 pub(super) fn slow_rows(problem: &Problem) -> bool {
     let bytes = problem.types.kv.bytes();
-    [problem.head_dim, problem.head_dim_v].iter().any(|dim| !(dim * bytes).is_multiple_of(32))
+    let by_tma = !problem.types.kv.is_code();
+    by_tma && [problem.head_dim, problem.head_dim_v].iter().any(|dim| !(dim * bytes).is_multiple_of(32))
 }
 
 /// Key tiles in the mean that a warpgroup skips which has `below` others below it, whose rows see 64 keys
@@ -90,7 +95,7 @@ fn slow_row_clocks(problem: &Problem, k: &Sm90Fwd, rows: f64) -> f64 {
 /// TMA boxes of a step: panels of K and V, for keys in pages times the parts of pages that a tile is made of.
 /// None where threads copy the rows.
 fn boxes(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Fwd) -> f64 {
-    if kernel.gather {
+    if kernel.gather || spec.reads_codes() {
         return 0.0;
     }
     let panels = spec.head_dim.div_ceil(64) + spec.head_dim_v.div_ceil(64);
@@ -113,9 +118,10 @@ fn memory(problem: &Problem, spec: &KernelSpec, k: &Sm90Fwd, rows: usize, limits
     if k.num_wg > 1 || rows > k.tile_m as usize {
         return Memory::Throttled;
     }
-    let row = (spec.head_dim + spec.head_dim_v) * spec.elem_bytes();
+    let row = (spec.head_dim + spec.head_dim_v) * spec.types.kv.bytes() as u32;
     let step_bytes = f64::from(k.tile_n * row);
-    let in_flight = f64::from(k.kv_stages) * step_bytes;
+    let stages = if spec.reads_codes() { k.code_stages(spec) } else { k.kv_stages };
+    let in_flight = f64::from(stages) * step_bytes;
     let seconds = if problem.lengths.page().is_some() { IN_FLIGHT_PAGED_S } else { IN_FLIGHT_S };
     let enough = seconds * limits.hbm_bytes_per_s / f64::from(limits.sms);
     Memory::Fed { in_flight: in_flight / enough, step_bytes, planned: spec.reads.varied }
@@ -143,7 +149,9 @@ fn model(
     let reads = num_wg * ((64.0 + tile_n) * hd + tile_n * hdv) * bytes + p_bytes;
     let stored = f64::from(operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
     let writes = tile_n * stored * bytes + p_bytes;
-    let smem = (reads + writes) / limits.smem_bytes;
+    // Codes are written and read once more before they are converted.
+    let staged = if spec.reads_codes() { 2.0 * tile_n * stored } else { 0.0 };
+    let smem = (reads + writes + staged) / limits.smem_bytes;
 
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
     let lazy = k.rescale_threshold > 0;
@@ -226,5 +234,6 @@ fn model(
     } else {
         overlap([work, slow], SLOW_ROW_OVERLAP[usize::from(k.kv_stages > 2)]) + exposed
     };
-    (model, step.max(copies))
+    let conversion = if spec.reads_codes() { tile_n * stored / CODES_PER_CLOCK } else { 0.0 };
+    (model, step.max(copies).max(conversion))
 }

@@ -1,0 +1,363 @@
+//! Forwards that read K and V as codes of 8 bits: the bits of O and LSE are those of the same kernel on the
+//! numbers that the codes stand for, with descales that are powers of two; with descales of each row, on the
+//! numbers times these, rounded.
+
+use fa_core::quantize::Codes;
+use fa_core::{
+    Arch, DescaleForm, Descales, Dtype, Extra, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod,
+    Side, TensorLayout, Types,
+};
+use fa_cpu::OwnedExtras;
+use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
+use fa_emu::{Batch, Call, Given, Lie, Options, Outcome, with_mods};
+use fa_kernels::Headers;
+use fa_lab::random::Random;
+use half::{bf16, f16};
+
+use crate::emulator;
+
+/// A kernel and a problem.
+#[derive(Clone, Copy)]
+struct Own {
+    kernel: &'static str,
+    arch: Arch,
+    /// Of Q and O, and of the codes.
+    types: (Dtype, Dtype),
+    head_dim: usize,
+    mask: Mask,
+    /// Those of the spec.
+    flags: &'static str,
+    rows: Rows,
+    descales: Descales,
+    /// Whether a key in use, and a value, is NaN.
+    nan: bool,
+}
+
+#[derive(Clone, Copy)]
+enum Rows {
+    Uniform(usize, usize),
+    /// Keys as they lie; single queries, or several.
+    Varied(Lie, bool),
+}
+
+const NONE: Descales = Descales::NONE;
+const TOKENS: Descales = Descales::both(DescaleForm::TokenHead);
+const MIXED: Descales = Descales::new(DescaleForm::SequenceHead, DescaleForm::Head);
+
+const SMALL: &str = "Sm80Fwd((tile_m: 64, tile_n: 64, num_warps: 4, stages: 2, q_in_regs: false, \
+                     blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
+                     loop_split: true, reverse_blocks: true))";
+const IN_REGISTERS: &str = "Sm80Fwd((tile_m: 128, tile_n: 48, num_warps: 4, stages: 1, q_in_regs: true, \
+                            blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: false, fast_math: false, \
+                            loop_split: false, reverse_blocks: false))";
+const PACKED: &str = "Sm80Fwd((tile_m: 64, tile_n: 32, num_warps: 4, stages: 3, q_in_regs: true, \
+                      blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
+                      loop_split: true, reverse_blocks: true, pack_gqa: true))";
+const DECODE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, q_stages: 2, \
+                      kv_stages: 2, ping_pong: false, scheduler: Dynamic, tile_order: LongestFirst, \
+                      cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true))";
+const PREFILL: &str = "Sm90Fwd((tile_m: 128, tile_n: 128, num_wg: 2, pv_is_rs: true, overlap_wg: true, \
+                       q_stages: 1, kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: \
+                       LongestFirst, cluster_m: 1, exp_poly_of_16: 4, rescale_threshold: 0, pack_gqa: false))";
+const STATIC: &str = "Sm90Fwd((tile_m: 192, tile_n: 96, num_wg: 3, pv_is_rs: false, overlap_wg: false, \
+                      q_stages: 1, kv_stages: 1, ping_pong: false, scheduler: Static, tile_order: Natural, \
+                      cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))";
+const SIMPLE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
+                      kv_stages: 1, ping_pong: false, scheduler: PerTile, tile_order: Natural, cluster_m: 1, \
+                      exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))";
+
+impl Own {
+    const fn of(kernel: &'static str, arch: Arch, types: (Dtype, Dtype), rows: Rows) -> Own {
+        let (mask, flags) = (Mask::CAUSAL, "");
+        Own { kernel, arch, types, head_dim: 64, mask, flags, rows, descales: MIXED, nan: false }
+    }
+
+    const fn with(self, head_dim: usize, mask: Mask, flags: &'static str, descales: Descales) -> Own {
+        Own { head_dim, mask, flags, descales, ..self }
+    }
+
+    /// The spec of the kernel for the tile's head dim, with codes or the type of Q.
+    fn spec(&self, codes: bool) -> KernelSpec {
+        let Own { types: (q, kv), head_dim, mask, flags, .. } = *self;
+        let hd = head_dim.next_multiple_of(16).max(32);
+        let kv = if codes { format!("kv_dtype: Some({kv}),") } else { String::new() };
+        // Pages of any size.
+        let gathers = !codes && flags.contains("paged") && self.kernel.starts_with("Sm90");
+        let kernel = match gathers {
+            true => self.kernel.replace("pack_gqa", "gather: true, pack_gqa"),
+            false => self.kernel.to_owned(),
+        };
+        let mask = MaskKind::of(&mask).name();
+        let text = format!(
+            "(dtype: {q}, {kv} head_dim: {hd}, head_dim_v: {hd}, mask: {mask}, {flags} kernel: {kernel})"
+        );
+        KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    fn batch(&self) -> Option<Batch> {
+        let Rows::Varied(k, single) = self.rows else { return None };
+        let many = vec![(70, 150), (33, 33), (0, 40), (20, 0), (1, 210)];
+        let one = vec![(1, 150), (1, 33), (1, 1), (1, 0), (1, 330)];
+        Some(Batch { sequences: if single { one } else { many }, q: Lie::Packed, k, slack: 5 })
+    }
+
+    fn problem(&self) -> Problem {
+        let types = Types::same(self.types.0).with_kv(self.types.1);
+        let lengths = match (self.rows, self.batch()) {
+            (Rows::Uniform(q, k), _) => Lengths::of(2, Side::padded(q), Side::padded(k)),
+            (Rows::Varied(..), batch) => batch.expect("of its own lengths").lengths(),
+        };
+        let score = ScoreMod::NONE
+            .with_softcap(self.flags.contains("softcap").then_some(20.0))
+            .with_alibi(self.flags.contains("alibi").then_some(fa_core::Alibi::PerHead))
+            .with_sinks(self.flags.contains("sinks"));
+        Problem::square(1, 1, 4, self.head_dim, self.mask, self.types.0)
+            .with_heads_kv(2)
+            .with_lengths(lengths)
+            .with_types(types)
+            .with_score(score)
+            .with_descales(self.descales)
+    }
+}
+
+/// 16 bits of a number, rounded.
+fn half_bits(dtype: Dtype, value: f32) -> u16 {
+    if dtype == Dtype::F16 { f16::from_f32(value).to_bits() } else { bf16::from_f32(value).to_bits() }
+}
+
+fn is_nan(dtype: Dtype, bits: u16) -> bool {
+    if dtype == Dtype::F16 { f16::from_bits(bits).is_nan() } else { bf16::from_bits(bits).is_nan() }
+}
+
+/// Rows of keys that belong to a sequence: `[entry, row]`; all for an empty list.
+fn own_rows(problem: &Problem, extras: &OwnedExtras) -> [Vec<bool>; 2] {
+    if problem.lengths.is_uniform() {
+        return [Vec::new(), Vec::new()];
+    }
+    let batch = fa_cpu::batch::Batch::new(problem, &extras.view()).expect("the extras are the problem's");
+    let [q, k] = [q_shape(problem), k_shape(problem)];
+    let mut rows = [vec![false; q[0] * q[1]], vec![false; k[0] * k[1]]];
+    for (index, sequence) in batch.sequences.iter().enumerate() {
+        for row in 0..sequence.q.len {
+            rows[0][sequence.q.batch * q[1] + sequence.q.first + row] = true;
+        }
+        for row in 0..sequence.k.len {
+            let (entry, at) = batch.key(index, row);
+            rows[1][entry * k[1] + at] = true;
+        }
+    }
+    rows
+}
+
+/// K or V in both types: codes whose rows are padded to 16 bytes, and numbers, packed.
+struct Side8 {
+    codes: Vec<u8>,
+    numbers: Vec<u16>,
+}
+
+/// Codes and numbers of a tensor of `shape`. `descale(entry, row, head)` is in the numbers.
+fn drawn(
+    own: &Own,
+    shape: [usize; 4],
+    rows: &[bool],
+    random: &mut Random,
+    descale: impl Fn(usize, usize, usize) -> f32,
+) -> Side8 {
+    let [entries, len, heads, dim] = shape;
+    let codes_of = Codes::of(own.types.1).expect("codes");
+    let width = dim.next_multiple_of(16);
+    let (mut codes, mut numbers) = (vec![0x7f; entries * len * heads * width], Vec::new());
+    let nan_row = rows.iter().position(|&own| own).unwrap_or(0) + 3;
+    for index in 0..entries * len * heads {
+        let (entry, row, head) = (index / heads / len, index / heads % len, index % heads);
+        let is_own = rows.is_empty() || rows[entry * len + row];
+        for column in 0..dim {
+            // All codes but NaN; about normal, as far as codes go.
+            let is_nan = own.nan && head == 1 && entry * len + row == nan_row && column == 5;
+            let code = match own.types.1 {
+                _ if !is_own || is_nan => 0x7f,
+                Dtype::Int8 if column % 7 == 0 => random.below(256) as u8,
+                Dtype::Int8 => codes_of.encode(random.normal() * 40.0),
+                _ if column % 31 == 0 => {
+                    [random.below(256) as u8].map(|c| if c & 0x7f == 0x7f { 8 } else { c })[0]
+                }
+                _ => codes_of.encode(random.normal()),
+            };
+            codes[index * width + column] = code;
+            let number = codes_of.decode(code) * descale(entry, row, head);
+            numbers.push(half_bits(own.types.0, number));
+        }
+    }
+    Side8 { codes, numbers }
+}
+
+/// Runs both kernels and compares their bits.
+fn check(own: &Own, seed: u64) {
+    let problem = own.problem();
+    let plain = problem.with_types(Types::same(own.types.0)).with_descales(NONE);
+    let extras =
+        own.batch().map_or_else(|| with_mods(OwnedExtras::NONE, &plain), |batch| batch.extras(&plain));
+    let rows = own_rows(&plain, &extras);
+    let mut random = Random::new(seed + 5);
+    let [q, k, v, out] = [q_shape(&problem), k_shape(&problem), v_shape(&problem), out_shape(&problem)];
+    let queries: Vec<u16> =
+        (0..q.iter().product()).map(|_| half_bits(own.types.0, random.normal())).collect();
+    let mut coded = extras.clone();
+    let mut sides = Vec::new();
+    for (extra, form, shape) in
+        [(Extra::KDescale, problem.descales.k, k), (Extra::VDescale, problem.descales.v, v)]
+    {
+        let [_, len, heads, _] = shape;
+        let need = extra.need(&problem, Pass::Forward).map_or(0, |need| need.len);
+        let small = if own.types.1 == Dtype::Int8 { 1.0 / 64.0 } else { 1.0 };
+        let values: Vec<f32> = (0..need)
+            .map(|i| match form {
+                DescaleForm::TokenHead => small * (0.3 + random.normal().abs()),
+                _ => small * [1.0, 0.5, 2.0, 0.25][i % 4],
+            })
+            .collect();
+        // The sequence of a row of packed or paged keys is found by its page or its start.
+        let sequence_of = |entry: usize, row: usize| sequence_of(&plain, &extras, entry, row);
+        let side = drawn(own, shape, &rows[1], &mut random, |entry, row, head| match form {
+            DescaleForm::None => 1.0,
+            DescaleForm::Head => values[head],
+            DescaleForm::SequenceHead => values[sequence_of(entry, row) * heads + head],
+            DescaleForm::TokenHead => values[(entry * len + row) * heads + head],
+        });
+        sides.push(side);
+        let values = (form != DescaleForm::None).then_some(values);
+        if extra == Extra::KDescale { coded.k_descale = values } else { coded.v_descale = values }
+    }
+    let strides = |shape: [usize; 4], width: usize| TensorLayout::Bshd.strides(shape[1], shape[2], width);
+    let output = Given::Output(out.iter().product(), strides(out, out[3]));
+    let query = Given::Input(&queries, strides(q, q[3]));
+    let codes = |side: usize, shape: [usize; 4]| {
+        Given::Codes(&sides[side].codes, strides(shape, shape[3].next_multiple_of(16)))
+    };
+    let numbers =
+        |side: usize, shape: [usize; 4]| Given::Input(&sides[side].numbers, strides(shape, shape[3]));
+    let run = |problem: &Problem,
+               spec: &KernelSpec,
+               tensors: Vec<Given<'_>>,
+               extras: &OwnedExtras|
+     -> Outcome {
+        let unit =
+            emulator().unit(spec, own.arch, &Headers::current().unwrap()).unwrap_or_else(|e| panic!("{spec}: {e}"));
+        let rows = [&rows[0][..], &rows[1][..]];
+        let call = Call { tensors, lse: None, extras, program: None, rows };
+        let outcome =
+            unit.run(problem, &call, &Options { splits: spec.split.then_some(3), ..Options::of(spec, seed) }).unwrap_or_else(|e| panic!("{spec}: {e}"));
+        let faults: Vec<String> = outcome.findings.iter().map(ToString::to_string).collect();
+        assert!(faults.is_empty(), "{spec} {problem:?} seed {seed}:\n{}", faults.join("\n"));
+        assert!(outcome.launches.iter().all(|launch| launch.finished) && outcome.page_faults == 0, "{spec}");
+        outcome
+    };
+    let (spec, like) = (own.spec(true), own.spec(false));
+    let found = run(&problem, &spec, vec![query, codes(0, k), codes(1, v), output], &coded);
+    let expected = run(&plain, &like, vec![query, numbers(0, k), numbers(1, v), output], &extras);
+    let same = |a: u16, b: u16| a == b || (own.nan && is_nan(own.types.0, a) && is_nan(own.types.0, b));
+    let (o, of) = (&found.outputs[0], &expected.outputs[0]);
+    let wrong = o.iter().zip(of).position(|(&a, &b)| !same(a, b));
+    assert_eq!(wrong.map(|at| (at, o[at], of[at])), None, "{spec} {problem:?} seed {seed}: O of {}", o.len());
+    let wrong = found.lse.iter().zip(&expected.lse).position(|(a, b)| a.to_bits() != b.to_bits() && !own.nan);
+    assert_eq!(wrong.map(|at| (at, found.lse[at], expected.lse[at])), None, "{spec} {problem:?}: LSE");
+    assert!(o.iter().any(|&bits| bits != 0 && !is_nan(own.types.0, bits)), "{spec}: nothing was computed");
+    if own.nan {
+        let count = o.iter().filter(|&&bits| is_nan(own.types.0, bits)).count();
+        assert!(count > 0 && count < o.len(), "{spec}: {count} of {} are NaN", o.len());
+    }
+}
+
+/// The sequence that a row of keys belongs to; 0 for none.
+fn sequence_of(problem: &Problem, extras: &OwnedExtras, entry: usize, row: usize) -> usize {
+    if problem.lengths.is_uniform() {
+        return entry;
+    }
+    let batch = fa_cpu::batch::Batch::new(problem, &extras.view()).expect("the extras are the problem's");
+    let has = |(index, len): (usize, usize)| (0..len).any(|key| batch.key(index, key) == (entry, row));
+    let lens = batch.sequences.iter().map(|sequence| sequence.k.len).enumerate();
+    lens.into_iter().find(|&own| has(own)).map_or(0, |(index, _)| index)
+}
+
+const BF16: (Dtype, Dtype) = (Dtype::Bf16, Dtype::E4m3);
+const F16: (Dtype, Dtype) = (Dtype::F16, Dtype::E4m3);
+const BF16_INT8: (Dtype, Dtype) = (Dtype::Bf16, Dtype::Int8);
+const F16_INT8: (Dtype, Dtype) = (Dtype::F16, Dtype::Int8);
+const PAGED: &str = "varied: true, paged: true,";
+const VARIED: &str = "varied: true,";
+
+#[test]
+fn codes_give_the_bits_of_their_numbers() {
+    check(&Own::of(SMALL, Arch::Sm80, BF16, Rows::Uniform(40, 100)), 0);
+    check(&Own::of(SIMPLE, Arch::Sm90, F16, Rows::Uniform(40, 100)), 1);
+    let paged = Own::of(DECODE, Arch::Sm90, BF16_INT8, Rows::Varied(Lie::Paged(17), true));
+    check(&paged.with(64, Mask::CAUSAL, "varied: true, paged: true, split: true,", TOKENS), 2);
+}
+
+#[test]
+#[ignore = "emulation"]
+fn sm80_codes_give_the_bits_of_their_numbers() {
+    let of = |kernel, types, rows| Own::of(kernel, Arch::Sm80, types, rows);
+    let window = Mask::window(40, 7);
+    let cases = [
+        of(SMALL, F16, Rows::Uniform(150, 150)).with(128, Mask::FULL, "", NONE),
+        of(SMALL, BF16_INT8, Rows::Uniform(70, 330)).with(72, window, "", MIXED),
+        of(IN_REGISTERS, F16_INT8, Rows::Uniform(140, 200)).with(80, Mask::CAUSAL, "softcap: true,", MIXED),
+        of(IN_REGISTERS, BF16, Rows::Uniform(1, 70)).with(256, Mask::CAUSAL, "alibi: true,", TOKENS),
+        of(SMALL, BF16, Rows::Varied(Lie::Packed, false)).with(64, Mask::CAUSAL, VARIED, MIXED),
+        of(SMALL, F16, Rows::Varied(Lie::Padded, false)).with(128, window, VARIED, TOKENS),
+        of(PACKED, F16, Rows::Varied(Lie::PackedUsed, true)).with(64, Mask::FULL, VARIED, TOKENS),
+        of(PACKED, BF16_INT8, Rows::Varied(Lie::Paged(1), true)).with(128, Mask::CAUSAL, PAGED, MIXED),
+        of(SMALL, F16_INT8, Rows::Varied(Lie::Paged(16), false)).with(64, window, PAGED, TOKENS),
+        of(PACKED, BF16, Rows::Varied(Lie::Paged(17), false)).with(
+            64,
+            Mask::CAUSAL,
+            "varied: true, paged: true, split: true, sinks: true,",
+            MIXED,
+        ),
+        of(SMALL, BF16, Rows::Varied(Lie::Paged(256), true)).with(256, Mask::CAUSAL, PAGED, NONE),
+        of(PACKED, F16, Rows::Uniform(2, 700)).with(64, Mask::CAUSAL, "split: true,", MIXED),
+    ];
+    for (case, seed) in cases.iter().zip([0, 1, 2].into_iter().cycle()) {
+        check(case, seed);
+    }
+}
+
+#[test]
+#[ignore = "emulation"]
+fn sm90_codes_give_the_bits_of_their_numbers() {
+    let of = |kernel, types, rows| Own::of(kernel, Arch::Sm90, types, rows);
+    let window = Mask::window(40, 7);
+    let split = "varied: true, paged: true, split: true, sinks: true,";
+    let cases = [
+        of(PREFILL, BF16, Rows::Uniform(300, 300)).with(128, Mask::CAUSAL, "", MIXED),
+        of(PREFILL, F16_INT8, Rows::Varied(Lie::Packed, false)).with(64, Mask::CAUSAL, VARIED, TOKENS),
+        of(PREFILL, BF16, Rows::Varied(Lie::Paged(16), false)).with(128, window, PAGED, NONE),
+        of(STATIC, F16, Rows::Uniform(200, 330)).with(80, Mask::FULL, "softcap: true,", MIXED),
+        of(STATIC, BF16_INT8, Rows::Uniform(500, 100)).with(72, Mask::CAUSAL, "alibi: true,", TOKENS),
+        of(SIMPLE, BF16_INT8, Rows::Uniform(130, 330)).with(256, Mask::CAUSAL, "sinks: true,", MIXED),
+        of(DECODE, F16, Rows::Uniform(1, 1300)).with(128, Mask::FULL, "split: true,", MIXED),
+        of(DECODE, BF16, Rows::Varied(Lie::Paged(1), true)).with(128, Mask::CAUSAL, split, MIXED),
+        of(DECODE, F16, Rows::Varied(Lie::Paged(16), false)).with(64, window, split, TOKENS),
+        of(DECODE, BF16_INT8, Rows::Varied(Lie::Paged(256), false)).with(64, Mask::CAUSAL, PAGED, NONE),
+        of(DECODE, BF16, Rows::Varied(Lie::Padded, true)).with(256, Mask::CAUSAL, VARIED, TOKENS),
+        of(DECODE, F16_INT8, Rows::Varied(Lie::PackedUsed, false)).with(96, Mask::FULL, VARIED, MIXED),
+    ];
+    for (case, seed) in cases.iter().zip([0, 1, 2].into_iter().cycle()) {
+        check(case, seed);
+    }
+}
+
+/// A key that is NaN shows in the rows that see it, as in 16 bits.
+#[test]
+#[ignore = "emulation"]
+fn codes_that_are_nan_stay_so() {
+    for (kernel, arch, types) in [
+        (SMALL, Arch::Sm80, BF16),
+        (SMALL, Arch::Sm89, F16),
+        (SIMPLE, Arch::Sm90, F16),
+        (PREFILL, Arch::Sm90, BF16),
+    ] {
+        check(&Own { nan: true, ..Own::of(kernel, arch, types, Rows::Uniform(200, 200)) }, 2);
+    }
+}

@@ -1,0 +1,194 @@
+// Tiles of a cache whose elements are codes of 8 bits (e4m3, int8): copied to shared memory as they are, then
+// converted to the tiles of 16-bit elements that products read.
+#pragma once
+#include "attn/store_rows.cuh"
+#include "config.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
+#include "ptx/multiply.cuh"
+#include "ptx/packed.cuh"
+#include "tile/panel.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+// Whether elements of the type are codes.
+__host__ __device__ constexpr bool is_code(Dtype dtype) {
+    return dtype == Dtype::E4m3 || dtype == Dtype::Int8;
+}
+
+// Codes as numbers of type T, all of which are exact, NaN included.
+template <Dtype Code, Dtype T>
+struct Decoder {
+    static_assert(is_code(Code) && (T == Dtype::F16 || T == Dtype::Bf16));
+    static constexpr bool kF16 = T == Dtype::F16;
+    static constexpr bool kConverts = kF16 && kConvertsE4m3;
+
+    // The lower and the upper two codes of a word, as numbers: NaN comes out as +-480.
+    __device__ __forceinline__ static void decode_e4m3(u32 word, u32 (&values)[2]) {
+        if constexpr (kConverts) {
+            values[0] = f16_of_e4m3(u16(word));
+            values[1] = f16_of_e4m3(u16(word >> 16));
+        } else {
+            // Exponent and mantissa move to their places in T, 2^(bias of T - bias of e4m3) too small.
+            constexpr u32 kPlaces = kF16 ? 0x3f803f80 : 0x07f007f0;
+            constexpr u32 kFactor = kF16 ? 0x5c005c00 : 0x7b807b80;  // 2^8, 2^120
+            constexpr u32 kNothing = 0x80008000;                     // -0
+            const u32 upper[2] = {bytes_of<0x1404>(word, 0), bytes_of<0x3424>(word, 0)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 small = upper[i] >> (kF16 ? 1 : 4) & kPlaces | upper[i] & 0x80008000;
+                values[i] = fma_packed<T>(small, kFactor, kNothing);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void decode_int8(u32 word, u32 (&values)[2]) {
+        if constexpr (kF16) {
+            // 1024 + (code + 128), less 1152.
+            const u32 shifted = word ^ 0x80808080;
+            values[0] = fma_packed<T>(bytes_of<0x4140>(shifted, 0x64646464), 0x3c003c00, 0xe480e480);
+            values[1] = fma_packed<T>(bytes_of<0x4342>(shifted, 0x64646464), 0x3c003c00, 0xe480e480);
+        } else {
+            // 128 + the lower seven bits, less 128, or 256 for a negative code.
+            const u32 lower[2] = {bytes_of<0x4140>(word, 0), bytes_of<0x4342>(word, 0)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                values[i] = fma_packed<T>(lower[i] & 0x007f007f | 0x43004300, 0x3f803f80,
+                                          lower[i] & 0x00800080 | 0xc300c300);
+            }
+        }
+    }
+
+    // The top bit of each byte of a word: whether its code is NaN.
+    __device__ __forceinline__ static u32 nan_bits(u32 word) {
+        return (word & 0x7f7f7f7f) + 0x01010101 & 0x80808080;
+    }
+    // Sets the exponents of two numbers whose codes' NaN bits are the top bits of the halves.
+    __device__ __forceinline__ static u32 with_nan(u32 values, u32 bits) {
+        return values | bits - (bits >> (kF16 ? 5 : 8));
+    }
+
+    // Sixteen codes, in order. Whether one of them was NaN is added to `nan`; it comes out as NaN if KeepsNan.
+    template <bool KeepsNan>
+    __device__ __forceinline__ static void decode(const Vec16& codes, Vec16 (&values)[2], u32& nan) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 pairs[2];
+            if constexpr (Code == Dtype::Int8) {
+                decode_int8(codes.words[i], pairs);
+            } else {
+                decode_e4m3(codes.words[i], pairs);
+                if constexpr (!kConverts) {
+                    const u32 bits = nan_bits(codes.words[i]);
+                    nan |= bits;
+                    if constexpr (KeepsNan) {
+                        pairs[0] = with_nan(pairs[0], bytes_of<0x1404>(bits, 0));
+                        pairs[1] = with_nan(pairs[1], bytes_of<0x3424>(bits, 0));
+                    }
+                }
+            }
+            values[i / 2].words[i % 2 * 2] = pairs[0];
+            values[i / 2].words[i % 2 * 2 + 1] = pairs[1];
+        }
+    }
+};
+
+// Multiplies eight numbers by `factor` in f32 and rounds the products.
+template <Dtype T>
+__device__ __forceinline__ void scale_values(Vec16& values, float factor) {
+#pragma unroll
+    for (u32& pair : values.words) pair = pack<T>(unpack_low<T>(pair) * factor, unpack_high<T>(pair) * factor);
+}
+
+// A place in a cache, in units of 16 bytes, that is of no row: its codes are zeros.
+__device__ constexpr u32 kNowhere = ~0u;
+
+// Copies and converts `Rows` rows of a Tile by `Threads` threads. Each thread converts the 16 bytes that it
+// has copied itself; as many neighbouring lanes as a panel has units copy those of a row. A stage of shared
+// memory has [panel][row][lane] units.
+template <class Tile, int Rows, int Threads>
+struct CodeTile {
+    static constexpr int kPanel = widest_panel(Tile::kColumns);
+    static constexpr int kPanels = Tile::kColumns / kPanel;
+    static constexpr int kLanes = kPanel / 16;
+    static constexpr int kSweep = Threads / kLanes;  // rows copied at once
+    static constexpr int kSweeps = ceil_div(Rows, kSweep);
+    static constexpr int kBytes = Rows * Tile::kColumns;
+    static_assert(kSweep % 8 == 0, "the swizzle repeats every 8 rows");
+
+    // The row of a thread in a sweep, within the rows of the tile.
+    __device__ __forceinline__ static int row(int thread, int sweep) {
+        return thread / kLanes + sweep * kSweep;
+    }
+    __device__ __forceinline__ static bool has_row(int thread, int sweep) {
+        return Rows % kSweep == 0 || sweep + 1 < kSweeps || row(thread, sweep) < Rows;
+    }
+    // The stage's offset of a thread's unit.
+    __device__ __forceinline__ static u32 unit(int thread, int sweep, int panel) {
+        return panel * (Rows * kPanel) + (thread + sweep * Threads) * 16;
+    }
+
+    // Starts to copy rows to `stage`. `at(sweep)` is the place of the thread's row, relative to `first`. Rows
+    // have `columns` columns; others become zeros.
+    template <class At>
+    __device__ __forceinline__ static void start(u32 stage, int thread, const u8* first, int columns,
+                                                 const At& at) {
+        const int column = thread % kLanes * 16;
+#pragma unroll
+        for (int sweep = 0; sweep < kSweeps; ++sweep) {
+            if (!has_row(thread, sweep)) break;
+            const u32 place = at(sweep);
+            const bool exists = place != kNowhere;
+            const u8* const from = bytes_after(first, exists ? place : 0, 16) + column;
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                const int bytes = exists ? max(0, min(columns - panel * kPanel - column, 16)) : 0;
+                cp_async_16(stage + unit(thread, sweep, panel), from + panel * kPanel, bytes);
+            }
+        }
+    }
+
+    // Converts the thread's units of `stage`, which have arrived, to the tile at `tile`. The numbers of a row
+    // are multiplied by the row's of `factors`, unless that is null.
+    template <Dtype Code, Dtype T>
+    __device__ __forceinline__ static void convert(const u8* stage, u8* tile, int thread,
+                                                   const float* factors) {
+        if (factors != nullptr) {
+            convert_units<Code, T, 1, true, true>(stage, tile, thread, factors);
+        } else if (convert_units<Code, T, kAtOnce, false, false>(stage, tile, thread, factors) != 0) {
+            convert_units<Code, T, 1, true, false>(stage, tile, thread, factors);
+        }
+    }
+
+    // Sweeps whose units are converted side by side, which hides the latency of each step: about four units.
+    static constexpr int kAtOnce = max_of(1, min_of(kSweeps, 4 / kPanels));
+
+    // The same of `AtOnce` sweeps at once; returns not 0 if a code is NaN, and does not come out as NaN.
+    template <Dtype Code, Dtype T, int AtOnce, bool KeepsNan, bool Scales>
+    __device__ __forceinline__ static u32 convert_units(const u8* stage, u8* tile, int thread,
+                                                        const float* factors) {
+        const int column = thread % kLanes * 16;
+        const u32 first[2] = {Tile::offset(thread / kLanes, column), Tile::offset(thread / kLanes, column + 8)};
+        u32 nan = 0;
+#pragma unroll AtOnce
+        for (int sweep = 0; sweep < kSweeps; ++sweep) {
+            if (!has_row(thread, sweep)) break;
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                Vec16 values[2];
+                const Vec16 codes = *reinterpret_cast<const Vec16*>(stage + unit(thread, sweep, panel));
+                Decoder<Code, T>::template decode<KeepsNan>(codes, values, nan);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    if constexpr (Scales) scale_values<T>(values[i], factors[row(thread, sweep)]);
+                    *reinterpret_cast<Vec16*>(tile + first[i] + sweep * kSweep * Tile::kRowBytes +
+                                              Tile::panel_offset(panel * kPanel)) = values[i];
+                }
+            }
+        }
+        return nan;
+    }
+};
+
+}  // namespace fa

@@ -1,0 +1,126 @@
+//! What the SM90 forward of e4m3 tensors takes of an SM: its shared memory, buffer by buffer, and its
+//! registers.
+
+use fa_core::spec::Scheduler;
+use fa_core::{KernelSpec, Sm90FwdFp8};
+
+use crate::registers::{Registers, SetMaxNReg};
+use crate::smem::{SmemPlan, TILE_ALIGN};
+
+/// Tile extents of the head dims: multiples of the k32 steps of wgmma on 8 bits.
+pub const HEAD_DIMS: [u32; 6] = [64, 96, 128, 160, 192, 256];
+
+/// The forward's `Fp8Storage`, in declaration order; elements are bytes:
+///
+/// - `q` `[q_stages][tile_m, hd]`;
+/// - `k` `[kv_stages][tile_n, hd]`, `vt` (V transposed) `[kv_stages][hdv, tile_n]`, `v` (as it is loaded)
+///   `[v_stages][tile_n, hdv]`;
+/// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `vt_full`, `vt_empty`, `v_full`, `v_empty`, one of
+///   each per stage;
+/// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32; 12 for
+///   lengths on the device).
+pub fn smem(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> SmemPlan {
+    let Sm90FwdFp8 { tile_m, tile_n, q_stages, kv_stages, v_stages, .. } = *kernel;
+    let [hd, hdv] = [spec.head_dim, spec.head_dim_v];
+    let mut plan = SmemPlan::default();
+    plan.push("q", q_stages * tile_m * hd, TILE_ALIGN);
+    plan.push("k", kv_stages * tile_n * hd, TILE_ALIGN);
+    plan.push("vt", kv_stages * tile_n * hdv, TILE_ALIGN);
+    plan.push("v", v_stages * tile_n * hdv, TILE_ALIGN);
+    for (full, empty, stages) in [
+        ("q_full", "q_empty", q_stages),
+        ("k_full", "k_empty", kv_stages),
+        ("vt_full", "vt_empty", kv_stages),
+        ("v_full", "v_empty", v_stages),
+    ] {
+        plan.push_mbarriers(full, stages);
+        plan.push_mbarriers(empty, stages);
+    }
+    if kernel.scheduler == Scheduler::Dynamic {
+        plan.push_mbarriers("sched_full", 1);
+        plan.push_mbarriers("sched_empty", 1);
+        plan.push("tile_slot", if spec.reads.varied { 12 * 4 } else { 4 * 4 }, 16);
+    }
+    plan.round_up(TILE_ALIGN)
+}
+
+/// Registers in addition to the accumulators and P.
+const OVERHEAD: u32 = 28;
+
+/// The split of the registers: the producers transpose V.
+const fn split(num_wg: u32) -> SetMaxNReg {
+    match num_wg {
+        2 => SetMaxNReg { mma: 232, producer: 40 },
+        _ => SetMaxNReg::of(num_wg),
+    }
+}
+
+/// Registers of the products of a step, which f32 units add to O: of a slice of the columns; none where the
+/// tensor cores add to O.
+fn products(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> u32 {
+    if kernel.two_level { kernel.slice(spec.head_dim_v) / 2 } else { 0 }
+}
+
+/// Predicted registers of an MMA thread and their limit. Without overlap the scores of a step are gone when
+/// its products come.
+pub fn registers(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> Registers {
+    let (scores, products) = (kernel.tile_n / 2, products(spec, kernel));
+    let s = if kernel.overlap_wg { scores + products } else { scores.max(products) };
+    let (p, o) = (kernel.tile_n / 8, spec.head_dim_v / 2);
+    let own = split(kernel.num_wg);
+    Registers {
+        s,
+        p,
+        o,
+        q: 0,
+        other: OVERHEAD,
+        total: s + p + o + OVERHEAD,
+        // The allocation allows 256; an instruction can name 255.
+        limit: own.mma.min(255),
+        setmaxnreg: Some(own),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, MaskKind, Reads, ScoreKind, Types};
+
+    use super::*;
+
+    fn spec(head_dim: u32, kernel: &Sm90FwdFp8) -> KernelSpec {
+        KernelSpec {
+            types: Types::same(Dtype::E4m3).with_out(Dtype::Bf16),
+            head_dim,
+            head_dim_v: head_dim,
+            mask: MaskKind::Full,
+            score: ScoreKind::NONE,
+            reads: Reads::UNIFORM,
+            split: false,
+            kernel: kernel.clone().into(),
+        }
+    }
+
+    /// 128 x 192 at head dim 128 by hand: 16 of Q, 2 x 24 of K and of V transposed, 24 of V.
+    #[test]
+    fn storage_is_laid_out_as_declared() {
+        let kernel = Sm90FwdFp8 { tile_n: 192, scheduler: Scheduler::Dynamic, ..Sm90FwdFp8::default() };
+        let plan = smem(&spec(128, &kernel), &kernel);
+        let at = |name: &str| plan.buffer(name).map(|b| (b.offset, b.size));
+        let kib = 1024;
+        assert_eq!((at("q"), at("k")), (Some((0, 16 * kib)), Some((16 * kib, 48 * kib))));
+        assert_eq!((at("vt"), at("v")), (Some((64 * kib, 48 * kib)), Some((112 * kib, 24 * kib))));
+        assert_eq!((at("q_full"), at("k_empty")), (Some((136 * kib, 8)), Some((136 * kib + 32, 16))));
+        assert_eq!((at("v_empty"), at("tile_slot")), (Some((136 * kib + 88, 8)), Some((136 * kib + 112, 16))));
+        assert_eq!(plan.total, 137 * kib);
+    }
+
+    #[test]
+    fn products_take_the_place_of_scores_without_overlap() {
+        let total = |head_dim, kernel: Sm90FwdFp8| registers(&spec(head_dim, &kernel), &kernel).total;
+        let base = Sm90FwdFp8::default();
+        assert_eq!(total(128, Sm90FwdFp8 { tile_n: 192, ..base.clone() }), 96 + 24 + 64 + 28);
+        assert_eq!(total(128, Sm90FwdFp8 { tile_n: 96, overlap_wg: true, ..base.clone() }), 232 - 16);
+        assert_eq!(total(256, Sm90FwdFp8 { tile_n: 96, ..base.clone() }), 64 + 12 + 128 + 28);
+        assert_eq!(total(256, Sm90FwdFp8 { two_level: false, ..base }), 64 + 16 + 128 + 28);
+    }
+}

@@ -1,0 +1,75 @@
+//! The SM90 forwards of e4m3 tensors that are tried for a problem.
+
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90FwdFp8};
+
+use super::account::smem;
+use crate::kernels::{has_idle_warps, packings};
+
+/// Keys per step that are tried.
+pub const TILE_N: [u32; 7] = [64, 96, 128, 160, 192, 224, 256];
+
+/// Of 16 exponentials those by polynomial: the special-function units take as long as the tensor cores on 8
+/// bits.
+const POLY_OF_16: u32 = 4;
+
+/// Every forward that is tried for `problem`. In order: warpgroups, keys per step, intra-warpgroup overlap or
+/// not, heads of a group packed or not. All add in two levels.
+pub fn candidates(
+    problem: &Problem,
+    head_dim: u32,
+    head_dim_v: u32,
+    division: Division,
+) -> impl Iterator<Item = KernelSpec> {
+    let problem = *problem;
+    // Tiles of equal length are assigned statically; others are drawn, the longest first.
+    let alike = MaskKind::of(&problem.mask) == MaskKind::Full && !Reads::of(&problem).varied;
+    let (scheduler, tile_order) = if alike {
+        (Scheduler::Static, TileOrder::Natural)
+    } else {
+        (Scheduler::Dynamic, TileOrder::LongestFirst)
+    };
+    (1..=3u32)
+        .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
+        .flat_map(|tile| [true, false].into_iter().map(move |overlap_wg| (tile, overlap_wg)))
+        .flat_map(move |((num_wg, tile_n), overlap_wg)| {
+            let has_rows = move |pack_gqa: &&bool| !has_idle_warps(&problem, 64 * num_wg, **pack_gqa);
+            let packings = packings(&problem, 64 * num_wg, division).iter().filter(has_rows);
+            packings.map(move |&pack_gqa| {
+                let kernel = Sm90FwdFp8 {
+                    tile_m: 64 * num_wg,
+                    tile_n,
+                    num_wg,
+                    overlap_wg,
+                    two_level: true,
+                    q_stages: 2,
+                    kv_stages: 2,
+                    v_stages: 2,
+                    ping_pong: num_wg >= 2,
+                    scheduler,
+                    tile_order,
+                    exp_poly_of_16: POLY_OF_16,
+                    pack_gqa,
+                };
+                let spec_of = |kernel: Sm90FwdFp8| {
+                    KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel)
+                };
+                with_room(kernel, spec_of)
+            })
+        })
+        .filter(|spec| spec.check().is_ok())
+}
+
+/// The spec of `kernel` with one buffer of V as it is loaded, and then of Q, where shared memory has no room
+/// for two.
+fn with_room(mut kernel: Sm90FwdFp8, spec_of: impl Fn(Sm90FwdFp8) -> KernelSpec) -> KernelSpec {
+    let limit = Arch::Sm90.limits().smem_per_block;
+    let fits = |kernel: &Sm90FwdFp8| smem(&spec_of(kernel.clone()), kernel).total <= limit;
+    if !fits(&kernel) {
+        kernel.v_stages = 1;
+    }
+    if !fits(&kernel) {
+        kernel.q_stages = 1;
+    }
+    spec_of(kernel)
+}

@@ -1,0 +1,115 @@
+//! K and V in 8 bits: which kernels are planned, in how much shared memory, and how fast.
+
+use fa_core::{
+    Arch, Dtype, Family, Kernel, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Side, Sm80Fwd, Sm90Fwd,
+    Types,
+};
+use fa_planner::account::{account, smem};
+use fa_planner::plan::{Plan, PlanError, PlanOptions, best, plan};
+
+/// `queries` of 32 heads on `keys` of 8 in each of `batch` sequences.
+fn problem(batch: usize, queries: usize, keys: usize, head_dim: usize, kv: Dtype) -> Problem {
+    Problem::square(1, 1, 32, head_dim, Mask::CAUSAL, Dtype::Bf16)
+        .with_heads_kv(8)
+        .with_lengths(Lengths::uniform(batch, queries, keys))
+        .with_types(Types::same(Dtype::Bf16).with_kv(kv))
+}
+
+fn first(problem: &Problem, arch: Arch, family: Option<Family>) -> Plan {
+    let options = PlanOptions::default().with_family(family);
+    best(problem, arch, &options).unwrap_or_else(|error| panic!("{problem:?} on {arch}: {error}"))
+}
+
+#[test]
+fn every_head_dim_has_a_kernel_that_fits() {
+    for head_dim in [32, 64, 72, 80, 96, 128, 192, 256] {
+        for kv in Dtype::CODES {
+            for (queries, keys) in [(1, 8192), (512, 8192), (4096, 4096)] {
+                for (arch, family) in [
+                    (Arch::Sm90, None),
+                    (Arch::Sm80, None),
+                    (Arch::Sm89, None),
+                    (Arch::Sm100, None),
+                    (Arch::Sm120, Some(Family::Sm80)),
+                ] {
+                    for page in [None, Some(1), Some(16)] {
+                        let own = problem(4, queries, keys, head_dim, kv);
+                        let cache = |page: usize| {
+                            Lengths::of(
+                                4,
+                                Side::padded(queries),
+                                Side::paged(page, 4 * keys / page + 1, keys),
+                            )
+                        };
+                        let own = page.map_or(own, |page| own.with_lengths(cache(page)));
+                        let plan = first(&own, arch, family);
+                        assert_eq!(plan.spec.types, own.types, "{}", plan.spec);
+                        assert_eq!(plan.spec.serves(&own), Ok(()), "{}", plan.spec);
+                        assert!(plan.spec.traits().tensor_maps.len() < 2 && plan.spec.traits().copies_rows());
+                        let names = ["k_codes", "v_codes", "descales"];
+                        assert!(names.iter().all(|name| plan.smem.buffer(name).is_some()), "{}", plan.spec);
+                        assert!(plan.smem.total <= arch.limits().smem_per_block);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Decoding reads half the bytes, and takes little more than half the time where memory is the limit.
+#[test]
+fn decoding_a_cache_of_codes_is_faster() {
+    for (arch, least) in [(Arch::Sm90, 1.5), (Arch::Sm80, 1.0)] {
+        for head_dim in [64, 128] {
+            let seconds = |kv| first(&problem(32, 1, 32 << 10, head_dim, kv), arch, None).cost.seconds;
+            let gain = seconds(Dtype::Bf16) / seconds(Dtype::E4m3);
+            assert!(gain > least && gain < 2.1, "{arch}, head dim {head_dim}: {gain}");
+        }
+    }
+}
+
+/// By hand: Q, a stage of codes, descales and one tile of each; on SM90 the stages of tiles and codes.
+#[test]
+fn shared_memory_by_hand() {
+    let own = problem(1, 4096, 4096, 128, Dtype::E4m3);
+    let of = |kernel: Kernel| fa_core::KernelSpec::for_problem(&own, [128, 128], kernel);
+    let sm80 = Sm80Fwd { tile_m: 128, tile_n: 64, stages: 1, ..Sm80Fwd::default() };
+    let plan = smem(&of(sm80.clone().into()));
+    assert_eq!(plan.total, 32768 + 2 * 64 * 128 + 2 * 64 * 4 + 2 * 64 * 128 * 2);
+    // Q in registers lies over the end of the tiles, which are written after it has been read.
+    let plan = smem(&of(Sm80Fwd { q_in_regs: true, ..sm80 }.into()));
+    assert_eq!(plan.total, 2 * 64 * 128 + 2 * 64 * 4 + 2 * 64 * 128 * 2);
+    let sm90 = Sm90Fwd { tile_m: 128, tile_n: 128, kv_stages: 2, q_stages: 1, ..Sm90Fwd::default() };
+    let plan = smem(&of(sm90.into()));
+    let bars = 2 * 8 + 4 * 2 * 8;
+    let codes = 2 * 128 * 256 + 2 * 2 * 128 * 4;
+    assert_eq!(plan.total, (32768u32 + 2 * 2 * 128 * 128 * 2 + codes + bars).next_multiple_of(1024));
+}
+
+#[test]
+fn what_no_kernel_does_with_codes_is_refused_by_name() {
+    let own = problem(1, 128, 128, 64, Dtype::Int8);
+    let error = plan(&own, Arch::Sm90, &PlanOptions::default().with_pass(Pass::BACKWARD)).unwrap_err();
+    assert!(matches!(&error, PlanError::Problem(_)) && error.to_string().contains("int8"), "{error}");
+    let options = PlanOptions::default().with_family(Some(Family::Sm100));
+    let error = plan(&own, Arch::Sm100, &options).unwrap_err().to_string();
+    assert!(error.contains("sm100_fwd has no device code for K and V in 8 bits"), "{error}");
+    let spec = |kernel: Kernel| fa_core::KernelSpec::for_problem(&own, [64, 64], kernel);
+    for (kernel, part) in [
+        (Sm90Fwd { gather: true, ..Sm90Fwd::default() }.into(), "gather"),
+        (Sm90Fwd { cluster_m: 2, ..Sm90Fwd::default() }.into(), "cluster_m"),
+        (Sm90Fwd { tile_n: 80, ..Sm90Fwd::default() }.into(), "a multiple of 32"),
+        (Sm80Fwd { swizzle: false, ..Sm80Fwd::default() }.into(), "swizzle"),
+    ] as [(Kernel, &str); 4]
+    {
+        let mut spec = spec(kernel);
+        spec.mask = MaskKind::Full;
+        let error = account(&spec, Arch::Sm90).unwrap_err().to_string();
+        assert!(error.contains(part), "{error} does not name {part}");
+    }
+    // Soft caps by a polynomial have no descales.
+    let capped = own.with_score(ScoreMod::softcap(30.0));
+    let plan = first(&capped, Arch::Sm90, None);
+    let Kernel::Sm90Fwd(kernel) = &plan.spec.kernel else { panic!("{}", plan.spec) };
+    assert!(!kernel.near_cap(&plan.spec));
+}
