@@ -136,6 +136,7 @@ mod tests {
     use fa_core::{Mask, ProblemError, TensorLayout, Types};
 
     use super::*;
+    use crate::view::TensorRef;
 
     #[test]
     fn what_does_not_fit_is_named() {
