@@ -169,8 +169,7 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
-        let (q, k, v) = (KvRef::Same(q), KvRef::Same(k), KvRef::Same(v));
-        ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
+        ForwardTensors::with_kv(KvRef::Same(q), [KvRef::Same(k), KvRef::Same(v)], out, lse)
     }
 
     /// The same where K and V are the bits of codes.
@@ -180,8 +179,7 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
-        let (q, k, v) = (KvRef::Same(q), KvRef::Codes(k), KvRef::Codes(v));
-        ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
+        ForwardTensors::with_kv(KvRef::Same(q), [KvRef::Codes(k), KvRef::Codes(v)], out, lse)
     }
 
     /// The same where Q, too, is the bits of codes, and O of a wider type ([`fa_core::Types::fp8`]).
@@ -190,7 +188,16 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
-        let (q, k, v) = (KvRef::Codes(q), KvRef::Codes(k), KvRef::Codes(v));
+        ForwardTensors::with_kv(KvRef::Codes(q), [KvRef::Codes(k), KvRef::Codes(v)], out, lse)
+    }
+
+    /// The same where each is either.
+    pub const fn with_kv(
+        q: KvRef<'a, T>,
+        [k, v]: [KvRef<'a, T>; 2],
+        out: TensorMut<'a, T>,
+        lse: &'a mut [f32],
+    ) -> ForwardTensors<'a, T> {
         ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
     }
 
