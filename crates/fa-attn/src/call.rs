@@ -169,9 +169,7 @@ impl Call {
     }
 
     fn execute<T: Element>(&self, tensors: Tensors<'_, T>, launches: usize) -> Result<Duration, Error> {
-        // Of fp8 the codes are bytes, and O alone says what T is.
-        let types = self.problem.types;
-        let dtype: Dtype = if types.is_fp8() { types.out } else { types.q };
+        let dtype: Dtype = self.problem.types.wide();
         if T::dtype() != dtype {
             return Err(Error::Dtype { got: T::dtype(), need: dtype });
         }

@@ -27,7 +27,7 @@ pub(crate) struct Inputs<T> {
     /// The order of every tensor's axes.
     pub layout: TensorLayout,
     /// `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: Tensor<T>,
+    pub q: KvTensor<T>,
     /// `[batch, seqlen_k, heads_kv, head_dim]`.
     pub k: KvTensor<T>,
     /// `[batch, seqlen_k, heads_kv, head_dim_v]`.
@@ -46,10 +46,10 @@ pub(crate) struct Inputs<T> {
     pub grown: bool,
 }
 
-/// K or V as the file holds it.
+/// Q, K or V as the file holds it.
 #[derive(Debug)]
 pub(crate) enum KvTensor<T> {
-    /// Elements of Q's type.
+    /// Elements of Q's type; of an fp8 problem T is that of O.
     Same(Tensor<T>),
     /// The bits of codes.
     Codes(Tensor<u8>, Codes),
@@ -91,9 +91,9 @@ impl<T: Element + Stored> KvTensor<T> {
         })
     }
 
-    fn stored(&self, name: &'static str) -> NewTensor {
+    fn stored(&self, name: &'static str, packed: bool) -> NewTensor {
         match self {
-            KvTensor::Same(tensor) => NewTensor::of(name, tensor, false),
+            KvTensor::Same(tensor) => NewTensor::of(name, tensor, packed),
             KvTensor::Codes(tensor, codes) => NewTensor::of_codes(name, tensor, *codes),
         }
     }
@@ -141,7 +141,11 @@ impl AnyInputs {
         let sequences = sides.sequences(&problem)?;
         let beside = Beside { sequences, sides, layout, backward };
         let turns = is_new.then_some(args.rotary_interleaved);
-        Ok(match problem.types.q {
+        if is_new && problem.types.is_fp8() {
+            let message = "the file has k_new and an fp8 q: rows are appended beside a q of 16 bits or f32";
+            return Err(InputError::Usage(message.to_owned()).into());
+        }
+        Ok(match problem.types.wide() {
             Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, turns)?),
             Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, turns)?),
             Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, turns)?),
@@ -186,6 +190,7 @@ impl<T: Element + Stored> Inputs<T> {
     ) -> anyhow::Result<Option<Appended>> {
         let Some(new) = self.new.take() else { return Ok(None) };
         let (append, Inputs { q, k, v, sides, .. }) = (new.append(), &mut *self);
+        let KvTensor::Same(q) = q else { unreachable!("a file with new rows and an fp8 q is refused") };
         let done = new.apply((q, [k, v]), sides, |extras, tensors| act(&append, extras, tensors))?;
         self.grown = true;
         Ok(Some(done))
@@ -203,7 +208,7 @@ impl<T: Element + Stored> Inputs<T> {
             return Vec::new();
         }
         let is_packed = sides.values.cu_seqlens_q.is_some();
-        let mut tensors = vec![NewTensor::of("q", q, is_packed), k.stored("k"), v.stored("v")];
+        let mut tensors = vec![q.stored("q", is_packed), k.stored("k", false), v.stored("v", false)];
         tensors.extend(sides.lengths_and_pages());
         tensors.extend(sides.descale_tensors());
         tensors
@@ -231,7 +236,7 @@ impl<T: Element + Stored> Inputs<T> {
         Ok(Inputs {
             problem,
             layout,
-            q: tensor("q", q_shape(&problem))?,
+            q: KvTensor::read(file, "q", q_shape(&problem), layout, Codes::of(problem.types.q))?,
             k: KvTensor::read(file, "k", k_shape(&problem), layout, Codes::of(problem.types.kv))?,
             v: KvTensor::read(file, "v", v_shape(&problem), layout, Codes::of(problem.types.kv))?,
             dout: backward.then(|| tensor("dout", out_shape(&problem))).transpose()?,
@@ -243,12 +248,12 @@ impl<T: Element + Stored> Inputs<T> {
         })
     }
 
-    /// Views of Q, and of K and V.
+    /// Views of Q, K and V.
     ///
     /// # Errors
     /// When a tensor is shorter than the problem says.
-    pub(crate) fn views(&self) -> Result<(TensorRef<'_, T>, [KvRef<'_, T>; 2]), fa_attn::Error> {
-        Ok((self.q.view("q")?, [self.k.view("k")?, self.v.view("v")?]))
+    pub(crate) fn views(&self) -> Result<[KvRef<'_, T>; 3], fa_attn::Error> {
+        Ok([self.q.view("q")?, self.k.view("k")?, self.v.view("v")?])
     }
 
     /// Views of Q, K and V for gradients.
@@ -257,10 +262,10 @@ impl<T: Element + Stored> Inputs<T> {
     /// As [`Inputs::views`], and for codes, which have none.
     pub(crate) fn differentiable(&self) -> Result<[TensorRef<'_, T>; 3], fa_attn::Error> {
         self.problem.check_pass(Pass::BACKWARD)?;
-        let (q, [k, v]) = self.views()?;
+        let [q, k, v] = self.views()?;
         let types = self.problem.types;
-        match [k.same(), v.same()] {
-            [Some(k), Some(v)] => Ok([q, *k, *v]),
+        match [q.same(), k.same(), v.same()] {
+            [Some(q), Some(k), Some(v)] => Ok([*q, *k, *v]),
             _ => Err(fa_attn::Error::Dtype { got: types.kv, need: types.q }),
         }
     }
@@ -297,8 +302,9 @@ pub(crate) fn check_memory(problem: &Problem, backward: bool) -> Result<(), Inpu
     let tensors: u64 =
         [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)].map(elements).iter().sum();
     let copies = if backward { 2 } else { 1 };
-    // Codes take half or a quarter of this.
-    let need = copies * tensors * problem.types.q.bytes() as u64 + 4 * lse_len(problem) as u64;
+    // Codes take half or a quarter of this, but of fp8 Q and O are in f32 as well.
+    let bytes = if problem.types.is_fp8() { Dtype::F32 } else { problem.types.q }.bytes() as u64;
+    let need = copies * tensors * bytes + 4 * lse_len(problem) as u64;
     check_free(need, "the problem's tensors", "split the batch or the heads")
 }
 
@@ -335,7 +341,7 @@ fn problem_of(
                        packed, with cu_seqlens_k, or padded";
         return Err(InputError::Usage(message.to_owned()).into());
     }
-    let types = common_types(file, backward)?;
+    let types = common_types(file, args.out_dtype, backward)?;
     if backward {
         types
             .check_gradients()
@@ -385,15 +391,24 @@ fn problem_of(
 }
 
 /// The element type that the tensors share, and that of k and v where they are codes.
-fn common_types(file: &TensorFile, backward: bool) -> Result<Types, InputError> {
+fn common_types(file: &TensorFile, out: Option<Dtype>, backward: bool) -> Result<Types, InputError> {
     let first = file.entry("q")?.dtype;
     let wrong = |name: &str, got: StoredDtype, need: String| {
         Err(InputError::Dtype { name: name.to_owned(), got: got.to_string(), need })
     };
-    let Some(dtype) = dtype_of(first) else {
-        return wrong("q", first, "attention is computed on F32, F16 and BF16".to_owned());
-    };
     let of_k = file.entry("k")?.dtype;
+    if first == StoredDtype::F8_E4M3 {
+        for name in ["k", "v"] {
+            let got = file.entry(name)?.dtype;
+            if got != first {
+                return wrong(name, got, "q holds F8_E4M3: k and v must hold it as well".to_owned());
+            }
+        }
+        return Ok(Types::fp8(out.unwrap_or(Dtype::Bf16)));
+    }
+    let Some(dtype) = dtype_of(first) else {
+        return wrong("q", first, "attention is computed on F32, F16, BF16 and F8_E4M3".to_owned());
+    };
     let codes = codes_of(of_k);
     let of_kv = codes.map_or(first, |_| of_k);
     let others = [("k", of_kv), ("v", of_kv)].into_iter().chain(backward.then_some(("dout", first)));
@@ -409,7 +424,8 @@ fn common_types(file: &TensorFile, backward: bool) -> Result<Types, InputError> 
             return wrong(name, got, need);
         }
     }
-    Ok(Types::same(dtype).with_kv(codes.map_or(dtype, Codes::dtype)))
+    let types = Types::same(dtype).with_kv(codes.map_or(dtype, Codes::dtype));
+    Ok(types.with_out(out.unwrap_or(dtype)))
 }
 
 /// Packs a tensor of `layout` as BSHD; `shape` is `[batch, seqlen, heads, dim]`.
@@ -469,20 +485,21 @@ pub(crate) fn describe(p: &Problem) -> String {
     text
 }
 
-/// The types, and the descales of K and V of 8 bits.
+/// The types, and the descales of 8 bits.
 fn types(p: &Problem) -> String {
-    let (q, kv) = (p.types.q, p.types.kv);
-    if kv == q {
+    let Types { q, kv, out, .. } = p.types;
+    if !kv.is_code() {
         return q.to_string();
     }
-    let named = [("K", p.descales.k), ("V", p.descales.v)];
+    let named = [("Q", p.descales.q), ("K", p.descales.k), ("V", p.descales.v)];
     let descales = named.map(|(name, form)| match form {
         DescaleForm::None => String::new(),
         DescaleForm::Head => format!(", {name}'s descale per head"),
         DescaleForm::SequenceHead => format!(", {name}'s descale per sequence and head"),
         DescaleForm::TokenHead => format!(", {name}'s descale per row and head"),
     });
-    format!("{q} with K and V in {kv}{}", descales.concat())
+    let beside = if p.types.is_fp8() { format!("O in {out}") } else { format!("K and V in {kv}") };
+    format!("{q} with {beside}{}", descales.concat())
 }
 
 /// How rows lie where lengths are on the device; nothing for uniform lengths.

@@ -84,7 +84,7 @@ impl Calls {
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Duration> {
         let program = inputs.program();
-        let (q, [k, v]) = inputs.views()?;
+        let [q, k, v] = inputs.views()?;
         let Output { out, lse } = &mut outputs.output;
         let mut tensors =
             ForwardTensors::with_kv(q, [k, v], out.view_mut("out")?, lse).with_extras(inputs.sides.extras());

@@ -25,7 +25,7 @@ use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
 /// with them as well: clap does not require a flag that conflicts with another, and would ignore the first.
-pub(crate) const OF_SHAPES: [&str; 14] = [
+pub(crate) const OF_SHAPES: [&str; 15] = [
     "batch",
     "tokens",
     "seqlen",
@@ -39,6 +39,7 @@ pub(crate) const OF_SHAPES: [&str; 14] = [
     "dtype",
     "kv_dtype",
     "kv_descale",
+    "out_dtype",
     "softcap",
 ];
 
@@ -99,6 +100,9 @@ pub(crate) struct AttentionArgs {
     /// (Llama)
     #[arg(long)]
     pub rotary_interleaved: bool,
+    /// Element type of O where q, k and v are F8_E4M3: bf16, f16, f32 [default: bf16]
+    #[arg(long, value_name = "TYPE")]
+    pub out_dtype: Option<Dtype>,
     #[command(flatten)]
     pub program: ProgramArgs,
 }
@@ -125,30 +129,42 @@ impl MaskArgs {
     }
 }
 
-/// Flags of K and V in 8 bits.
+/// Flags of 8 bits.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(crate) struct KvArgs {
     /// Element type of K and V where they are codes of 8 bits: e4m3, int8 [default: that of --dtype]
     #[arg(long, value_name = "TYPE", value_parser = parse_codes)]
     pub kv_dtype: Option<Codes>,
-    /// What shares a descale of 8-bit K and V: none, head, sequence_head, token_head [default: head]
+    /// What shares a descale of 8-bit K and V, and of Q in e4m3: none, head, sequence_head, of K and V also
+    /// token_head [default: head]
     #[arg(long, value_name = "FORM", value_parser = parse_descale)]
     pub kv_descale: Option<DescaleForm>,
+    /// Element type of O where --dtype is e4m3: bf16, f16, f32 [default: bf16]
+    #[arg(long, value_name = "TYPE")]
+    pub out_dtype: Option<Dtype>,
 }
 
 impl KvArgs {
-    /// The problem with K and V of these types.
+    /// The problem with K, V and O of these types.
     ///
     /// # Errors
     /// [`InputError::Usage`] for descales of what is no code.
     pub(crate) fn of(self, problem: Problem) -> Result<Problem, InputError> {
+        let form = self.kv_descale.unwrap_or(DescaleForm::Head);
+        if problem.types.is_fp8() {
+            let types = Types::fp8(self.out_dtype.unwrap_or(Dtype::Bf16));
+            let types = self.kv_dtype.map_or(types, |codes| types.with_kv(codes.dtype()));
+            let of_q = if form == DescaleForm::TokenHead { DescaleForm::Head } else { form };
+            return Ok(problem.with_types(types).with_descales(Descales::both(form).with_q(of_q)));
+        }
+        let out = self.out_dtype.unwrap_or(problem.types.out);
+        let problem = problem.with_types(problem.types.with_out(out));
         let Some(codes) = self.kv_dtype else {
             return match self.kv_descale {
                 Some(_) => Err(InputError::Usage("--kv-descale is of codes: add --kv-dtype".to_owned())),
                 None => Ok(problem),
             };
         };
-        let form = self.kv_descale.unwrap_or(DescaleForm::Head);
         Ok(problem.with_types(problem.types.with_kv(codes.dtype())).with_descales(Descales::both(form)))
     }
 }
@@ -209,7 +225,7 @@ pub(crate) struct ProblemArgs {
     pub latent: bool,
     #[command(flatten)]
     pub mask: MaskArgs,
-    /// Element type: bf16, f16, f32
+    /// Element type: bf16, f16, f32, or e4m3 of Q, K and V
     #[arg(long, default_value = "bf16")]
     pub dtype: Dtype,
     #[command(flatten)]
@@ -335,7 +351,7 @@ pub(crate) struct ShapeArgs {
     /// Both without a mask and with a causal one
     #[arg(long, conflicts_with_all = ["causal", "window"])]
     pub both_masks: bool,
-    /// Element type: f32, f16, bf16 [default: bf16 on the GPU, f32 on the CPU]
+    /// Element type: f32, f16, bf16, or e4m3 of Q, K and V [default: bf16 on the GPU, f32 on the CPU]
     #[arg(long)]
     pub dtype: Option<Dtype>,
     #[command(flatten)]
@@ -354,10 +370,9 @@ impl ShapeArgs {
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
     pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
-        if !Dtype::COMPUTED.contains(&dtype) {
-            let codes = if dtype.is_code() { " (K and V alone may be codes: --kv-dtype)" } else { "" };
-            let message = format!("{dtype} is not computed: use f32, f16 or bf16{codes}");
-            return Err(InputError::Usage(message).into());
+        if dtype == Dtype::Int8 {
+            let message = "int8 is of K and V alone: use --kv-dtype int8 and --dtype f32, f16 or bf16";
+            return Err(InputError::Usage(message.to_owned()).into());
         }
         let masks = if self.both_masks {
             vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]

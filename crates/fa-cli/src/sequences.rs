@@ -63,9 +63,9 @@ impl SideTensors {
 
     /// Those of a problem of equal lengths for timing: its descales.
     pub(crate) fn even(problem: &Problem) -> SideTensors {
-        let OwnedExtras { k_descale, v_descale, .. } = OwnedExtras::even(problem);
+        let OwnedExtras { q_descale, k_descale, v_descale, .. } = OwnedExtras::even(problem);
         SideTensors {
-            values: OwnedExtras { k_descale, v_descale, ..OwnedExtras::NONE },
+            values: OwnedExtras { q_descale, k_descale, v_descale, ..OwnedExtras::NONE },
             ..SideTensors::default()
         }
     }
@@ -135,7 +135,11 @@ impl SideTensors {
             let of = |shape: &Vec<usize>| DescaleForm::of_shape(shape, lengths.k(), lengths.sequences());
             shape.as_ref().map_or(DescaleForm::None, of)
         };
-        Descales::new(form(&self.shapes.k_descale), form(&self.shapes.v_descale))
+        let of_q = self.shapes.q_descale.as_ref().map_or(DescaleForm::None, |shape| match shape[..] {
+            [] | [_] => DescaleForm::Head,
+            _ => DescaleForm::SequenceHead,
+        });
+        Descales::new(form(&self.shapes.k_descale), form(&self.shapes.v_descale)).with_q(of_q)
     }
 
     /// The descales are of the problem's keys and heads.
@@ -300,7 +304,7 @@ impl Sequences {
 }
 
 fn is_descale(extra: Extra) -> bool {
-    matches!(extra, Extra::KDescale | Extra::VDescale)
+    matches!(extra, Extra::QDescale | Extra::KDescale | Extra::VDescale)
 }
 
 /// Rows of the longest of packed sequences.

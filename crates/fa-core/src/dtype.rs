@@ -130,6 +130,11 @@ impl Types {
         Types::same(Dtype::E4m3).with_out(out)
     }
 
+    /// The type of a call's numbers: that of Q, or of O where Q is codes.
+    pub const fn wide(&self) -> Dtype {
+        if self.is_fp8() { self.out } else { self.q }
+    }
+
     /// Whether Q, K and V are in e4m3.
     pub const fn is_fp8(&self) -> bool {
         matches!(self.q, Dtype::E4m3)

@@ -165,9 +165,8 @@ pub fn compare<T: Element, L: Element>(
     Ok(measure(dtype, out, reference, low_max_abs, tolerance, (shape[3], position)))
 }
 
-/// Compares the output of an fp8 kernel, packed `[batch, seq, head, dim]`, with the f64 reference: within three
-/// times the error of `kernel`, which has the same kind of roundings, and 2^-8 of the largest value that a row
-/// sees.
+/// Compares the output of an fp8 kernel, packed `[batch, seq, head, dim]`, with the f64 reference by the
+/// [tolerance](AsKernel::tolerance) of `kernel`.
 ///
 /// # Errors
 /// [`CpuError::Length`] as for [`compare`].
@@ -179,7 +178,7 @@ pub fn compare_fp8<T: Element>(
     kernel: &AsKernel,
 ) -> Result<Comparison, CpuError> {
     let found = compare(shape, dtype, out, reference, Some(&kernel.out))?;
-    let tolerance = 3.0 * found.low_max_abs.unwrap_or(0.0) + kernel.largest_v / 256.0;
+    let tolerance = kernel.tolerance(reference);
     Ok(Comparison { tolerance, verdict: verdict(found.mismatches, found.max_abs, tolerance), ..found })
 }
 

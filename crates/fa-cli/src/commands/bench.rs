@@ -119,8 +119,8 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         isa: about.isa,
         threads: about.threads,
         fma_peak_gflops: gigaflops(Dtype::F32),
-        dtype: first.types.q,
-        peak_gflops: gigaflops(first.types.q),
+        dtype: first.types.wide(),
+        peak_gflops: gigaflops(first.types.wide()),
     };
     let mut timings = Vec::new();
     let mut steps = Steps::new(problems.len());
@@ -132,7 +132,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
             eprintln!("{note}");
         }
         steps.begin(name);
-        let measured = match problem.types.q {
+        let measured = match problem.types.wide() {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
             Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
@@ -262,8 +262,9 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
         let data = (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect();
         Tensor { data, shape, layout }
     };
-    let q = tensor(q_shape(problem));
-    let [k, v] = [k_shape(problem), v_shape(problem)].map(|shape| match Codes::of(problem.types.kv) {
+    let types = problem.types;
+    let shapes = [(q_shape(problem), types.q), (k_shape(problem), types.kv), (v_shape(problem), types.kv)];
+    let [q, k, v] = shapes.map(|(shape, dtype)| match Codes::of(dtype) {
         Some(codes) => {
             // As with a descale of amax / largest, for an amax of some five.
             let encoded = |value: &T| codes.encode(value.to_f32() * codes.largest() / 5.0);

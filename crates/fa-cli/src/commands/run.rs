@@ -30,7 +30,8 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES)]
 pub(crate) struct RunArgs {
-    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16; cu_seqlens_q,
+    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16, or q, k and v F8_E4M3;
+    /// cu_seqlens_q,
     /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged, k_new and
     /// v_new are appended first
     pub input: PathBuf,
@@ -254,7 +255,7 @@ fn difference_from_own_out<T: Element + Stored>(
     let ours = attention::to_bshd(&outputs.output.out.data, shape, inputs.layout);
     let mut theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
     blank(&mut theirs, shape, TensorLayout::Bshd, inputs.sequences.q_rows.as_deref(), 0.0);
-    let found = compare::compare::<T, T>(shape, inputs.problem.types.q, &ours, &theirs, None)?;
+    let found = compare::compare::<T, T>(shape, inputs.problem.types.wide(), &ours, &theirs, None)?;
     Ok(Some(Difference::of(&found)))
 }
 

@@ -107,6 +107,60 @@ fn new_rows_of_a_file_are_quantised() {
     }
 }
 
+/// Q, K and V in e4m3: what the decoded tensors give, O in bf16 or as asked.
+#[test]
+fn fp8_tensors_of_a_file_are_decoded_and_multiplied() {
+    let folder = Dir::new();
+    let q: Vec<f64> = codes(Codes::E4m3, 5)[..384].to_vec();
+    let (k, v) = (codes(Codes::E4m3, 1), codes(Codes::E4m3, 2));
+    let (of_q, of_kv) = ([0.01, 0.02, 0.005, 0.0025], [0.01, 0.004]);
+    let decoded = |codes: &[f64], descale: &dyn Fn(usize) -> f64| -> Vec<f64> {
+        codes.iter().enumerate().map(|(at, &code)| number(Codes::E4m3, code) * descale(at)).collect()
+    };
+    // Four query heads of 16 elements, of which two read a K/V head; three rows of a sequence.
+    let q_of = |at: usize| f64::from(of_q[at / (3 * 4 * 16) * 2 + at / 32 % 2] as f32);
+    let kv_of = |at: usize| f64::from(of_kv[at / 16 % 2] as f32);
+    let given = folder.write(
+        "given",
+        &[
+            ("q", "F8_E4M3", &Q, q.clone()),
+            ("k", "F8_E4M3", &K, k.clone()),
+            ("v", "F8_E4M3", &K, v.clone()),
+            ("q_descale", "F32", &[2, 2], of_q.to_vec()),
+            ("k_descale", "F32", &[2], of_kv.to_vec()),
+            ("v_descale", "F32", &[2], of_kv.to_vec()),
+        ],
+    );
+    let plain = folder.write(
+        "plain",
+        &[
+            ("q", "F32", &Q, decoded(&q, &q_of)),
+            ("k", "F32", &K, decoded(&k, &kv_of)),
+            ("v", "F32", &K, decoded(&v, &kv_of)),
+        ],
+    );
+    for backend in ["cpu", "reference"] {
+        let run = |input: &str, flags: &str| {
+            let output = folder.file("out");
+            let text = fa(&format!("run {input} --causal --backend {backend} {flags} -o {output}")).good();
+            (text, read(&PathBuf::from(output)))
+        };
+        let (text, wide) = run(&given, "--out-dtype f32");
+        assert!(text.contains("e4m3 with O in f32, Q's descale per sequence and head"), "{text}");
+        let (_, expected) = run(&plain, "");
+        for name in ["out", "lse"] {
+            let pairs = wide[name].2.iter().zip(&expected[name].2);
+            let far = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(far < 1e-5, "{name} by {backend}: {far}");
+        }
+        let (_, narrow) = run(&given, "");
+        assert_eq!(narrow["out"].0, "BF16");
+    }
+    let output = folder.file("out");
+    fa(&format!("run {given} --causal -o {output}")).good();
+    fa(&format!("check {output} {output} --inputs {given} --causal")).good();
+}
+
 #[test]
 fn refusals_name_the_tensor_or_the_flag() {
     let folder = Dir::new();
@@ -115,6 +169,21 @@ fn refusals_name_the_tensor_or_the_flag() {
     let one = |len: usize| vec![1.0; len];
     for (tensors, flags, parts) in [
         (vec![q(), k("k", "U8"), k("v", "U8")], "", vec!["tensor 'k'", "F8_E4M3 or I8"]),
+        (
+            vec![("q", "F8_E4M3", &Q, one(384)), k("k", "F8_E4M3"), k("v", "I8")],
+            "",
+            vec!["tensor 'v'", "q holds F8_E4M3: k and v must hold it as well"],
+        ),
+        (
+            vec![("q", "F8_E4M3", &Q, one(384)), k("k", "F8_E4M3"), k("v", "F8_E4M3")],
+            "--backward",
+            vec!["fp8 Q, K and V have no gradients", "leave --backward out"],
+        ),
+        (
+            vec![("q", "F8_E5M2", &Q, one(384)), k("k", "F8_E4M3"), k("v", "F8_E4M3")],
+            "",
+            vec!["tensor 'q'", "F8_E5M2", "F16, BF16 and F8_E4M3"],
+        ),
         (vec![q(), k("k", "I8"), k("v", "F32")], "", vec!["tensor 'v'", "k and v must be of one type"]),
         (
             vec![q(), k("k", "F32"), k("v", "F32"), ("k_descale", "F32", &[2], one(2))],
@@ -138,7 +207,11 @@ fn refusals_name_the_tensor_or_the_flag() {
     refused(&fa("plan --kv-descale head"), &["--kv-descale", "add --kv-dtype"], "plan");
     let other = fa("plan --kv-dtype f16");
     assert!(other.code == 2 && other.stderr.contains("no type of codes: use e4m3 or int8"), "{other:?}");
-    refused(&fa("bench --dtype e4m3 --backend cpu"), &["e4m3 is not computed", "--kv-dtype"], "bench");
+    refused(&fa("bench --dtype int8 --backend cpu"), &["int8 is of K and V alone", "--kv-dtype"], "bench");
+    let odd = fa("bench --dtype f16 --out-dtype f32 --backend cpu");
+    refused(&odd, &["out_dtype is f32 and dtype is f16"], "bench");
+    let fp8 = "bench --backend cpu --headdim 16 --seqlen 1x64 --heads 2 --seconds 0.001 --dtype e4m3";
+    assert!(fa(fp8).good().contains("e4m3"));
     let flags = "--headdim 16 --seqlen 1x64 --heads 2 --seconds 0.001 --kv-dtype int8";
     let text = fa(&format!("bench --backend cpu {flags} --kv-descale token_head")).good();
     assert!(text.contains("f32/int8"), "{text}");

@@ -55,6 +55,15 @@ pub struct AsKernel {
     pub largest_v: f64,
 }
 
+impl AsKernel {
+    /// What an fp8 kernel's O may be off by: three times the error of this one, which has the same kind of
+    /// roundings, and 2^-8 of the largest value that a row sees.
+    pub fn tolerance(&self, exact: &[f64]) -> f64 {
+        let errors = self.out.iter().zip(exact).map(|(&value, exact)| (f64::from(value) - exact).abs());
+        3.0 * errors.filter(|error| error.is_finite()).fold(0.0, f64::max) + self.largest_v / 256.0
+    }
+}
+
 /// O and LSE as a kernel computes them: tiles of keys from the last to the first, with the largest score so far
 /// as the origin; each probability, times [`HELD_AT`], rounded to e4m3 for the product with V, and unrounded in
 /// the row sum; f32 between tiles. Scores are those of f32 products.

@@ -53,7 +53,7 @@ pub struct LowGradients<T> {
 /// As [`super::forward`].
 pub fn forward<'a, T: Element>(
     problem: &Problem,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
 ) -> Result<LowForward<T>, CpuError> {
@@ -67,7 +67,7 @@ pub fn forward<'a, T: Element>(
 pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
     arguments: impl Into<Arguments<'a>>,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
 ) -> Result<LowForward<T>, CpuError> {
