@@ -47,10 +47,14 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> SmemPlan {
 /// Registers in addition to the accumulators and P, without and with overlap.
 const OVERHEAD: [u32; 2] = [28, 24];
 
+/// The same of three warpgroups, which share fewer.
+const OVERHEAD_OF_THREE: u32 = 20;
+
 /// The split of the registers: the producers transpose V.
 const fn split(num_wg: u32) -> SetMaxNReg {
     match num_wg {
         2 => SetMaxNReg { mma: 232, producer: 40 },
+        3 => SetMaxNReg { mma: 152, producer: 56 },
         _ => SetMaxNReg::of(num_wg),
     }
 }
@@ -67,7 +71,10 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> Registers {
     let (scores, products) = (kernel.tile_n / 2, products(spec, kernel));
     let s = if kernel.overlap_wg { scores + products } else { scores.max(products) };
     let (p, o) = (kernel.tile_n / 8, spec.head_dim_v / 2);
-    let other = OVERHEAD[usize::from(kernel.overlap_wg)];
+    let other = match kernel.num_wg {
+        3 => OVERHEAD_OF_THREE,
+        _ => OVERHEAD[usize::from(kernel.overlap_wg)],
+    };
     let own = split(kernel.num_wg);
     Registers {
         s,
