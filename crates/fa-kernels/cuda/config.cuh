@@ -309,6 +309,56 @@ struct Sm100FwdConfig {
     int rescale_threshold;
 };
 
+// Parameters of the SM90 forward for wide heads, of which two warpgroups share the columns of O.
+struct Sm90WideConfig {
+    // Type of Q and O, and of the tiles of K and V.
+    Dtype dtype;
+    // Tile extent of the head dim of Q and K.
+    int head_dim;
+    // Tile extent of the head dim of V and O.
+    int head_dim_v;
+    // The mask that there is code for.
+    MaskKind mask;
+    // Scores become cap * tanh(s / cap).
+    bool softcap;
+    // Lengths and starts of sequences are read on the device.
+    bool varied;
+    // K and V are in pages, found through a page table.
+    bool paged;
+    // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
+    bool alibi;
+    // A logit per query head joins the softmax denominator.
+    bool sinks;
+    // Split keys: several CTAs share the keys of a tile.
+    bool split;
+    // Query rows per CTA: the 64 of a wgmma.
+    int tile_m;
+    // Keys per step: 64.
+    int tile_n;
+    // V is the first columns of K's tile, of which the tensor K has the others.
+    bool latent;
+    // K and V buffers in flight, 1 to 4.
+    int kv_stages;
+    // How tiles are assigned to CTAs: `PerTile` or `Static`.
+    Scheduler scheduler;
+    // The order of tiles.
+    TileOrder tile_order;
+    // How many of every 16 exponentials are polynomials on the FMA units: 0 to 16.
+    int exp_poly_of_16;
+    // Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
+    // rescales whenever it grew. Beyond 15, P would leave f16.
+    int rescale_threshold;
+    // Fold the query heads of a K/V head into the rows of a tile, which takes as many queries as fit
+    // with all of their heads.
+    bool pack_gqa;
+    // Equal parts of the query heads of a K/V head, each with tiles of its own: where a group has more
+    // heads than a tile has rows.
+    int head_parts;
+    // Rows of paged keys are copied by the producer's threads, for pages of any size, instead of by TMA
+    // with a box for each part of a page.
+    bool gather;
+};
+
 // Parameters of the SM90 forward of e4m3 tensors.
 struct Sm90FwdFp8Config {
     // Type of Q and O, and of the tiles of K and V.
