@@ -184,6 +184,7 @@ fn register_file(view: &View, fit: &Fit) -> String {
             | Kernel::Sm80Bwd(_)
             | Kernel::Sm90Fwd(_)
             | Kernel::Sm90FwdFp8(_)
+            | Kernel::Sm90Wide(_)
             | Kernel::Sm90Bwd(_) => None,
         },
         Shape::Sm100(plan) => Some(plan.roles.clone()),
