@@ -23,7 +23,7 @@ pub(crate) fn apply(
     let tracked = !beside.is_empty() || [q, k, v].iter().any(|tensor| tensor.track_op());
     if tracked {
         // What candle differentiates and this crate cannot is refused before anything is computed.
-        posed.problem.types.check_gradients().map_err(refused)?;
+        posed.problem.check_pass(fa_core::Pass::BACKWARD).map_err(refused)?;
     }
     let kept = Arc::new(OnceLock::new());
     let pass = Pass { posed, gives: Gives::Out, kept: kept.clone(), needs_lse: needs_lse || tracked };
