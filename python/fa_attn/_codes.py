@@ -73,16 +73,20 @@ def no_codes(name, options):
         raise UnsupportedError(f"kv_cache_dtype: {name} has q, k and v of one type, give them apart")
 
 
-def coded(face, q, k, v, tensors, numbers, asked=None, batch=None, is_packed=False, names=("k", "v")):
+def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False):
     """(k, v, tensors, numbers) with k and v as bytes, descales by their forms and the codes' name, where k and
-    v hold codes; else what was given."""
-    if asked is None and k.dtype is q.dtype:
+    v hold codes; else what was given. `names`: those of k and v for errors;
+    `is_cache`: gradients are not asked for."""
+    if asked is None and getattr(k, "dtype", None) is getattr(q, "dtype", k):
         return k, v, tensors, numbers
     asked = asked_codes(asked)
-    codes = _codes_of(names[0], array(names[0], k), asked)
-    other = _codes_of(names[1], array(names[1], v), asked)
+    codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     if codes is other is None:
         return k, v, tensors, numbers
+    face = face_of(array("q", q))
+    for name, x in zip(names, (k, v)):
+        array(name, x)
+    batch = q.shape[0] if cu_seqlens_q is None else array("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     if codes != other:
         raise InputError(f"{names[0]} holds {_type_of(k)} and {names[1]} {_type_of(v)}: give both in one type")
     if len(k.shape) < 3:
@@ -91,15 +95,15 @@ def coded(face, q, k, v, tensors, numbers, asked=None, batch=None, is_packed=Fal
     for name in _DESCALES:
         if name in tensors:
             face.refuse_gradient(name, tensors[name])
-            descales[name] = _form(face, name, tensors[name], k, batch, is_packed)
-    face.refuse_gradient("q", q)
+            descales[name] = _form(face, name, tensors[name], k, batch)
+    if not is_cache:
+        face.refuse_gradient("q", q)
     return face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
 
 
-def _form(face, name, x, k, batch, is_packed):
+def _form(face, name, x, k, batch):
     """Descales in one of the forms that the extension module takes."""
     shape, rows, heads = tuple(array(name, x).shape), tuple(k.shape[:-1]), k.shape[-2]
-    batch = rows[0] if batch is None else batch
     if len(shape) == len(rows) and shape == rows and (len(rows) == 3 or rows[0] != batch):
         return x
     if shape == (heads,):
