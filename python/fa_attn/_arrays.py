@@ -15,6 +15,7 @@ from ._checks import (
     check_within_cache,
     int32,
 )
+from ._codes import is_per_row
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 from ._options import Extras
@@ -319,6 +320,19 @@ class Arrays:
         # There is no shorter way.
         return None
 
+    def bits(self, array):
+        """Codes as bytes."""
+        name = getattr(array.dtype, "name", None) or str(array.dtype)
+        return array.view("uint8") if name == "float8_e4m3fn" else array
+
+    def expanded(self, array, shape):
+        array = self.library.host(array)
+        return self.library.np.broadcast_to(array.reshape(1) if array.size == 1 else array, shape)
+
+    def refuse_gradient(self, name, array):
+        # There are none without autograd.
+        pass
+
     def contiguous(self, array):
         return self.library.contiguous(array)
 
@@ -336,6 +350,8 @@ class Arrays:
             for x in (append.used_k, append.page_table, append.cu_new, append.cu_q)
         )
         after = self.ints(0, used.shape[0], q)
+        descales = (append.k_descale, append.v_descale)
+        own = [None if x is None else lib.contiguous(x) for x in descales]
         rotated = None
         if append.cos is not None:
             rotated = lib.copy(q)
@@ -356,8 +372,13 @@ class Arrays:
             starts[1],
             append.max_q,
             after,
+            *own,
             lib.stream(q),
         )
+        for x, made in zip(descales, own):
+            # Of a view, as within pages, the rows that are written are those of a copy.
+            if is_per_row(x) and made is not x:
+                x[...] = made
         if dropped:
             raise InputError(
                 f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
@@ -508,6 +529,8 @@ class _JaxArrays(Arrays):
             if mods is not None:
                 raise UnsupportedError(_UNTRACED)
             # The work plans of other calls are behind the extras.
+            if others[2].kv_dtype is not None:
+                raise UnsupportedError("k and v of 8 bits under jax.jit, grad or vmap: call it eagerly")
             return self._traced().traced_attention(q, *others[:4], division)
         if _is_on_gpu(q):
             return self._by_torch("attention", q, *others, division=division, mods=mods)

@@ -181,12 +181,13 @@ def autocast(*tensors):
 
 
 def check_extras(extras):
-    """Checks the slopes and the sinks of a call, which are torch's as q is."""
+    """Checks the slopes, the sinks and the descales of a call, which are torch's as q is."""
     if extras is None:
         return
     slopes, sinks = extras.alibi_slopes, extras.sinks
-    if sinks is not None:
-        check_tensor("sinks", sinks)
+    for name, x in (("sinks", sinks), ("k_descale", extras.k_descale), ("v_descale", extras.v_descale)):
+        if x is not None:
+            check_tensor(name, x)
     if slopes is not None:
         check_tensor("alibi_slopes", slopes)
         if slopes.requires_grad and torch.is_grad_enabled():
@@ -250,6 +251,9 @@ def detached(extras):
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
         extras = extras._replace(sinks=sinks)
+    descales = {name: getattr(extras, name) for name in ("k_descale", "v_descale")}
+    descales = {name: x.detach() for name, x in descales.items() if isinstance(x, torch.Tensor)}
+    extras = extras._replace(**descales)
     try:
         # Lengths may be arrays of another library.
         ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in extras[:-2]]

@@ -190,13 +190,14 @@ for _operator in (_forward_operator, _backward_operator):
 _append_operator = torch.library.custom_op(
     "fa_attn::append",
     run_append,
-    mutates_args=("k_cache", "v_cache"),
+    mutates_args=("k_cache", "v_cache", "k_descale", "v_descale"),
     schema=schema(
         tensors("k", "v") + ", Tensor(a!) k_cache, Tensor(b!) v_cache, " + tensors("q", "cos?", "sin?"),
         "bool interleaved, bool causal, SymInt left, SymInt right",
         "Tensor? cu_new, SymInt max_new",
         tensors("seqused_k", "page_table?", "cu_seqlens_q?"),
         "SymInt max_seqlen_q",
+        "Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None",
         results=2,
     ),
 )

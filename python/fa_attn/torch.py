@@ -45,18 +45,21 @@ __all__ = [
     "append",
     "attention",
     "backward",
+    "bits",
     "cast_to_cache",
     "check",
     "contiguous",
     "decoded",
     "detached",
     "differences",
+    "expanded",
     "has_autograd",
     "host",
     "ints",
     "lends",
     "merge",
     "packed_attention",
+    "refuse_gradient",
     "run_forward",
     "stored",
     "swapped",
@@ -144,7 +147,7 @@ def decoded(q, k_cache, v_cache, used, table):
         return None
     if shape[3] % 8 or v_cache.shape[-1] % 8:
         return None
-    return Extras(None, None, None, used, table, None, None, shape[1], 0)
+    return Extras(seqused_k=used, page_table=table, max_seqlen_q=shape[1])
 
 
 def _refuse_axes(**tensors):
@@ -179,6 +182,26 @@ def check(q, k, v, options, extras, out):
         extras = None if extras is None else detached_extras(extras)
         q, k, v = (x.detach() for x in (q, k, v))
         _core.check_forward(q, k, v, options, extras, stream_of(q))
+
+
+def bits(tensor):
+    """Codes as bytes."""
+    check_tensor("k or v", tensor)
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+
+
+def expanded(tensor, shape):
+    return tensor.reshape(-1)[:1].expand(shape) if tensor.numel() == 1 else tensor.expand(shape)
+
+
+def refuse_gradient(name, tensor):
+    """Refuses a tensor beside K and V of 8 bits that would get no gradient."""
+    check_tensor(name, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise _core.UnsupportedError(
+            f"{name} requires a gradient: with k and v of 8 bits there are none, detach it or call under "
+            "torch.no_grad()"
+        )
 
 
 def floats32(tensor):

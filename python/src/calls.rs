@@ -441,7 +441,7 @@ fn appended(
         head_dim,
         head_dim_v,
         dtype,
-        codes: codes_of(arrays, of_cache, sequences),
+        codes: codes_of(arrays, of_cache, (cache, sequences)),
         rotary: tables.map(|tables| rotary(tables, interleaved, queries)).transpose()?,
     };
     append.check().map_err(|error| raised(fa_cpu::CpuError::from(error).into()))?;
@@ -472,9 +472,9 @@ fn appended(
 }
 
 /// The codes of a cache of this type, where it holds some.
-fn codes_of(arrays: &Appended<'_>, of_cache: Dtype, sequences: usize) -> Option<CacheCodes> {
-    let Appended { k_cache, k_descale, v_descale, .. } = arrays;
-    let form = |descales| descale_form(descales, k_cache, sequences);
+fn codes_of(arrays: &Appended<'_>, of_cache: Dtype, (cache, sequences): (Side, usize)) -> Option<CacheCodes> {
+    let Appended { k_descale, v_descale, .. } = arrays;
+    let form = |descales| descale_form(descales, cache, sequences);
     let kind = Codes::of(of_cache)?;
     Some(CacheCodes { kind, descales: Descales::new(form(k_descale), form(v_descale)) })
 }

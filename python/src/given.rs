@@ -273,8 +273,8 @@ impl<'py> Given<'py> {
             Types::same(*dtype).with_kv(*kv),
         )
         .with_descales(Descales::new(
-            descale_form(&extras.k_descale, k, sequences),
-            descale_form(&extras.v_descale, k, sequences),
+            descale_form(&extras.k_descale, side_k, sequences),
+            descale_form(&extras.v_descale, side_k, sequences),
         ))
         .with_mask(options.mask())
         .with_softmax_scale(options.scale)
@@ -402,18 +402,10 @@ pub(crate) fn heads_and_dim(view: &View<'_>) -> [usize; 2] {
     [view.shape()[axes - 2], view.shape()[axes - 1]]
 }
 
-/// The form of descales of K or V, whose rows lie as those of `k`: by the axes, which are then checked. Of
-/// packed keys two axes are (batch, heads_kv), or else (total_k, heads_kv).
-pub(crate) fn descale_form(descales: &Option<View<'_>>, k: &View<'_>, sequences: usize) -> DescaleForm {
-    let Some(descales) = descales else { return DescaleForm::None };
-    match descales.shape() {
-        [_] => DescaleForm::Head,
-        [rows, _] if k.shape().len() == 3 && *rows == k.shape()[0] && *rows != sequences => {
-            DescaleForm::TokenHead
-        }
-        [_, _] => DescaleForm::SequenceHead,
-        _ => DescaleForm::TokenHead,
-    }
+/// The form of descales of K or V.
+pub(crate) fn descale_form(descales: &Option<View<'_>>, keys: Side, sequences: usize) -> DescaleForm {
+    let form = |view: &View<'_>| DescaleForm::of_shape(view.shape(), keys, sequences);
+    descales.as_ref().map_or(DescaleForm::None, form)
 }
 
 fn alibi(slopes: &View<'_>, sequences: usize, heads: usize) -> PyResult<Alibi> {

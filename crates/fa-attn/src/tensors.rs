@@ -169,8 +169,7 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
-        let (k, v) = (KvRef::Same(k), KvRef::Same(v));
-        ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
+        ForwardTensors::with_kv(q, [KvRef::Same(k), KvRef::Same(v)], out, lse)
     }
 
     /// The same where K and V are the bits of codes.
@@ -180,7 +179,16 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
-        let (k, v) = (KvRef::Codes(k), KvRef::Codes(v));
+        ForwardTensors::with_kv(q, [KvRef::Codes(k), KvRef::Codes(v)], out, lse)
+    }
+
+    /// The same where K and V are either.
+    pub const fn with_kv(
+        q: TensorRef<'a, T>,
+        [k, v]: [KvRef<'a, T>; 2],
+        out: TensorMut<'a, T>,
+        lse: &'a mut [f32],
+    ) -> ForwardTensors<'a, T> {
         ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
     }
 

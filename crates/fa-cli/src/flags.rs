@@ -8,7 +8,10 @@ use std::str::FromStr;
 
 use clap::builder::{PathBufValueParser, PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
+use fa_core::quantize::Codes;
+use fa_core::{
+    DescaleForm, Descales, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types,
+};
 use fa_cpu::simd::Isa;
 use fa_kernels::Headers;
 use fa_lab::marks::Marks;
@@ -22,7 +25,7 @@ use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
 /// with them as well: clap does not require a flag that conflicts with another, and would ignore the first.
-pub(crate) const OF_SHAPES: [&str; 11] = [
+pub(crate) const OF_SHAPES: [&str; 13] = [
     "batch",
     "tokens",
     "seqlen",
@@ -33,6 +36,8 @@ pub(crate) const OF_SHAPES: [&str; 11] = [
     "query_offset",
     "both_masks",
     "dtype",
+    "kv_dtype",
+    "kv_descale",
     "softcap",
 ];
 
@@ -116,6 +121,44 @@ impl MaskArgs {
     }
 }
 
+/// Flags of K and V in 8 bits.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct KvArgs {
+    /// Element type of K and V where they are codes of 8 bits: e4m3, int8 [default: that of --dtype]
+    #[arg(long, value_name = "TYPE", value_parser = parse_codes)]
+    pub kv_dtype: Option<Codes>,
+    /// What shares a descale of 8-bit K and V: none, head, sequence_head, token_head [default: head]
+    #[arg(long, value_name = "FORM", value_parser = parse_descale)]
+    pub kv_descale: Option<DescaleForm>,
+}
+
+impl KvArgs {
+    /// The problem with K and V of these types.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for descales of what is no code.
+    pub(crate) fn of(self, problem: Problem) -> Result<Problem, InputError> {
+        let Some(codes) = self.kv_dtype else {
+            return match self.kv_descale {
+                Some(_) => Err(InputError::Usage("--kv-descale is of codes: add --kv-dtype".to_owned())),
+                None => Ok(problem),
+            };
+        };
+        let form = self.kv_descale.unwrap_or(DescaleForm::Head);
+        Ok(problem.with_types(problem.types.with_kv(codes.dtype())).with_descales(Descales::both(form)))
+    }
+}
+
+fn parse_codes(text: &str) -> Result<Codes, String> {
+    let known = text.parse::<Dtype>().ok().and_then(Codes::of);
+    known.ok_or_else(|| format!("'{text}' is no type of codes: use e4m3 or int8, or leave it out"))
+}
+
+fn parse_descale(text: &str) -> Result<DescaleForm, String> {
+    let known = DescaleForm::ALL.into_iter().find(|form| form.name() == text);
+    known.ok_or_else(|| format!("unknown form '{text}': use none, head, sequence_head or token_head"))
+}
+
 /// Flags of the CPU implementation.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct CpuArgs {
@@ -162,6 +205,8 @@ pub(crate) struct ProblemArgs {
     /// Element type: bf16, f16, f32
     #[arg(long, default_value = "bf16")]
     pub dtype: Dtype,
+    #[command(flatten)]
+    pub kv: KvArgs,
     /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
@@ -189,6 +234,7 @@ impl ProblemArgs {
         )
         .with_mask(self.mask.mask())
         .with_score(self.score.score(self.softcap).map_err(InputError::Usage)?);
+        let problem = self.kv.of(problem)?;
         problem.check()?;
         Ok(problem)
     }
@@ -277,6 +323,8 @@ pub(crate) struct ShapeArgs {
     /// Element type: f32, f16, bf16 [default: bf16 on the GPU, f32 on the CPU]
     #[arg(long)]
     pub dtype: Option<Dtype>,
+    #[command(flatten)]
+    pub kv: KvArgs,
     /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
@@ -292,7 +340,9 @@ impl ShapeArgs {
     pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
         if !Dtype::COMPUTED.contains(&dtype) {
-            return Err(InputError::Usage(format!("{dtype} is not computed: use f32, f16 or bf16")).into());
+            let codes = if dtype.is_code() { " (K and V alone may be codes: --kv-dtype)" } else { "" };
+            let message = format!("{dtype} is not computed: use f32, f16 or bf16{codes}");
+            return Err(InputError::Usage(message).into());
         }
         let masks = if self.both_masks {
             vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]
@@ -316,6 +366,7 @@ impl ShapeArgs {
                     )
                     .with_mask(mask)
                     .with_score(ScoreMod::NONE.with_softcap(self.softcap).with_program(program));
+                    let problem = self.kv.of(problem)?;
                     problem.check()?;
                     problems.push(problem);
                 }

@@ -8,6 +8,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::lengths::{Side, SideRows};
 use crate::with_methods;
 
 /// The shape of a tensor of descales; elements are f32.
@@ -48,6 +49,19 @@ impl DescaleForm {
             DescaleForm::Head => "head",
             DescaleForm::SequenceHead => "sequence_head",
             DescaleForm::TokenHead => "token_head",
+        }
+    }
+
+    /// The form of a tensor of this shape, whose axes are then those of [`crate::Extra::axes_of`], beside keys of
+    /// these rows. Of packed keys two axes are `[batch, heads_kv]` where the first is the batch, else
+    /// `[total_k, heads_kv]`.
+    pub fn of_shape(shape: &[usize], keys: Side, sequences: usize) -> DescaleForm {
+        let is_packed = matches!(keys.rows, SideRows::Packed { .. });
+        match shape {
+            [] | [_] => DescaleForm::Head,
+            [rows, _] if is_packed && *rows != sequences => DescaleForm::TokenHead,
+            [_, _] => DescaleForm::SequenceHead,
+            _ => DescaleForm::TokenHead,
         }
     }
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_attn::{Element, Engine, Tensor};
 use fa_core::program::OwnedInputs;
+use fa_core::quantize::Codes;
 use fa_core::{Dtype, Pass, Problem, TensorLayout, counted};
 use fa_lab::machine;
 use fa_lab::random::Random;
@@ -19,7 +20,7 @@ use fa_planner::Mode;
 use half::{bf16, f16};
 use serde::Serialize;
 
-use crate::attention::{self, Inputs};
+use crate::attention::{self, Inputs, KvTensor};
 use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
 use crate::draw::record;
@@ -261,14 +262,24 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
         let data = (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect();
         Tensor { data, shape, layout }
     };
+    let q = tensor(q_shape(problem));
+    let [k, v] = [k_shape(problem), v_shape(problem)].map(|shape| match Codes::of(problem.types.kv) {
+        Some(codes) => {
+            // As with a descale of amax / largest, for an amax of some five.
+            let encoded = |value: &T| codes.encode(value.to_f32() * codes.largest() / 5.0);
+            let data = tensor(shape).data.iter().map(encoded).collect();
+            KvTensor::Codes(Tensor { data, shape, layout }, codes)
+        }
+        None => KvTensor::Same(tensor(shape)),
+    });
     Inputs {
         problem: *problem,
         layout,
-        q: tensor(q_shape(problem)),
-        k: tensor(k_shape(problem)),
-        v: tensor(v_shape(problem)),
+        q,
+        k,
+        v,
         dout: with_dout.then(|| tensor(out_shape(problem))),
-        sides: SideTensors::default(),
+        sides: SideTensors::even(problem),
         program: OwnedInputs::drawn(problem, 0),
         sequences: Sequences::default(),
         new: None,
@@ -302,7 +313,7 @@ fn table(report: &Report) -> String {
     for row in &report.rows {
         table.add_row([
             row.kind.to_owned(),
-            row.shape.dtype.to_string(),
+            row.shape.types(),
             row.shape.batch.to_string(),
             row.shape.heads(),
             row.shape.seqlens(),

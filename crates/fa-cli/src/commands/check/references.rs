@@ -27,7 +27,7 @@ pub(crate) struct Reference {
 pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<References, fa_attn::Error> {
     let program = inputs.program();
     let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
-    let [q, k, v] = inputs.views()?;
+    let (q, [k, v]) = inputs.views()?;
     let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
     let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
     let mut references = BTreeMap::from([
@@ -35,6 +35,7 @@ pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<Refe
         ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),
     ]);
     if let Some(dout) = inputs.dout_view()? {
+        let [q, k, v] = inputs.differentiable()?;
         let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
         let low = low_precision::backward_extras(problem, extras, &q, &k, &v, &dout)?;
         references.insert("dq", Reference { exact: exact.dq, low: widen(&low.dq), noise: exact.dq_noise });
@@ -59,7 +60,7 @@ pub(crate) fn hold_to_worst<T: Element + Stored>(
     let Some(dout) = inputs.dout_view()? else { return Ok(()) };
     let program = inputs.program();
     let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
-    let [q, k, v] = inputs.views()?;
+    let [q, k, v] = inputs.differentiable()?;
     let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
     let low = low_precision::backward_worst(problem, extras, &q, &k, &v, &dout, &exact)?;
     let tensors = [("dq", widen(&low.dq)), ("dk", widen(&low.dk)), ("dv", widen(&low.dv))];
