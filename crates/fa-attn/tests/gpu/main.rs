@@ -5,6 +5,7 @@
 
 mod backward;
 mod case;
+mod codes;
 mod packed;
 mod tuning;
 

@@ -15,10 +15,10 @@ use fa_kernels::cudarc::driver::CudaStream;
 
 use crate::{bind_backward, bind_forward, gpu};
 
-const SQUARE: Problem = Problem::square(1, 1, 2, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_q(8);
+pub(crate) const SQUARE: Problem = Problem::square(1, 1, 2, 128, Mask::CAUSAL, Dtype::Bf16).with_heads_q(8);
 
 /// Problems with their extras.
-fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
+pub(crate) fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
     let score = ScoreMod::NONE.with_softcap(Some(20.0)).with_alibi(Some(Alibi::PerHead)).with_sinks(true);
     let with = |extras: &OwnedExtras| OwnedExtras {
         alibi_slopes: Some((0..8).map(|head| 0.5f32.powi(head + 1)).collect()),
@@ -83,7 +83,7 @@ fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
 }
 
 /// Values of Q, K, V and dO, NaN in rows that belong to no sequence.
-fn values(problem: &Problem, extras: &Extras<'_>) -> [Vec<bf16>; 4] {
+pub(crate) fn values(problem: &Problem, extras: &Extras<'_>) -> [Vec<bf16>; 4] {
     let batch = Batch::new(problem, extras).unwrap();
     let [q, k, v, out] = shapes(problem);
     let rows = |[entries, seqlen, ..]: [usize; 4], keys: bool| {

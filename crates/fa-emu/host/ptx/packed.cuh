@@ -26,7 +26,8 @@ constexpr bool kConvertsE4m3 = __CUDA_ARCH__ >= 890;
 EMU_INLINE u32 f16_of_e4m3(u16 codes) {
     auto value = [](u32 code) {
         const int exponent = int(code >> 3 & 15), mantissa = int(code & 7);
-        const float size = exponent == 0 ? ldexpf(float(mantissa), -9) : ldexpf(float(8 + mantissa), exponent - 10);
+        const float size =
+            exponent == 0 ? ldexpf(float(mantissa), -9) : ldexpf(float(8 + mantissa), exponent - 10);
         const float own = (code & 0x7f) == 0x7f ? NAN : size;
         return code & 0x80 ? -own : own;
     };

@@ -130,11 +130,17 @@ __device__ __forceinline__ int items_of(const AppendParams& params, int columns,
     return columns / 8 - (params.interleaved ? 0 : rotary / 16);
 }
 
-// Gives item `item` of a row, rotated where it belongs to the rotary part, to `write(column, vec)`.
-template <Dtype T, class Write>
-__device__ __forceinline__ void move_item(const AppendParams& params, const u16* from, int item, int position,
-                                          int rotary, const Write& write) {
+// Stores eight elements of a row from `column` on.
+__device__ __forceinline__ void store_item(u16* to, int column, const Vec16& vec) {
+    *reinterpret_cast<Vec16*>(to + column) = vec;
+}
+
+// Copies item `item` of a row, rotated where it belongs to the rotary part, by store_item().
+template <Dtype T, class To>
+__device__ __forceinline__ void move_item(const AppendParams& params, const u16* from, To to, int item,
+                                          int position, int rotary) {
     auto read = [&](int column) { return *reinterpret_cast<const Vec16*>(from + column); };
+    auto write = [&](int column, const Vec16& vec) { store_item(to, column, vec); };
     const i64 row = i64(position) * (rotary / 2);
     if (!params.interleaved && item < rotary / 16) {
         const int column = 8 * item, other = column + rotary / 2;
@@ -175,37 +181,33 @@ __device__ __forceinline__ void move_item(const AppendParams& params, const u16*
 // ---- Kernel -------------------------------------------------------------------------------------
 
 // Processes the CTA's rows, listed in shared memory, head by head.
-struct MoveRows {
-    template <Dtype T>
-    __device__ __forceinline__ void move_rows(const AppendParams& params, const AppendRows& smem, int rows,
-                                              bool queries) const {
-        const int rotary = params.rotary_dim;
-        auto move = [&](const ConstTensor& source, const MutTensor& target, int heads, int columns, int turned) {
-            const int items = items_of(params, columns, turned), row_items = heads * items;
-            const int all = rows * row_items;
-            for (int i = thread_index(); i < all; i += cta_threads()) {
-                const AppendRow& row = smem.rows[i / row_items];
-                if (row.position < 0) continue;
-                const int head = i % row_items / items;
-                u16* const to = view(target).row(row.block, row.to, head);
-                auto write = [&](int column, const Vec16& vec) { *reinterpret_cast<Vec16*>(to + column) = vec; };
-                move_item<T>(params, view(source).row(row.sequence, row.from, head), i % items, row.position,
-                             turned, write);
-            }
-        };
-        if (queries) {
-            move(params.q, params.q_out, params.heads_q, params.q_columns, rotary);
-        } else {
-            move(params.k_new, params.k_cache, params.heads_kv, params.head_dim, rotary);
-            move(params.v_new, params.v_cache, params.heads_kv, params.head_dim_v, 0);
+template <Dtype T>
+__device__ __forceinline__ void move_rows(const AppendParams& params, const AppendRows& smem, int rows,
+                                          bool queries) {
+    const int rotary = params.rotary_dim;
+    auto move = [&](const ConstTensor& source, const MutTensor& target, int heads, int columns, int turned) {
+        const int items = items_of(params, columns, turned), row_items = heads * items;
+        const int all = rows * row_items;
+        for (int i = thread_index(); i < all; i += cta_threads()) {
+            const AppendRow& row = smem.rows[i / row_items];
+            if (row.position < 0) continue;
+            const int head = i % row_items / items;
+            move_item<T>(params, view(source).row(row.sequence, row.from, head),
+                         view(target).row(row.block, row.to, head), i % items, row.position, turned);
         }
+    };
+    if (queries) {
+        move(params.q, params.q_out, params.heads_q, params.q_columns, rotary);
+    } else {
+        move(params.k_new, params.k_cache, params.heads_kv, params.head_dim, rotary);
+        move(params.v_new, params.v_cache, params.heads_kv, params.head_dim_v, 0);
     }
-};
+}
 
 // The kernel's body. The first `ctas_new` CTAs process `rows_per_cta` new keys each, the others as many
-// queries, by `mover`. The cache's new lengths are written too.
-template <class Mover>
-__device__ __forceinline__ void append_by(const AppendParams& params, const Mover& mover) {
+// queries, by move_rows() of these parameters. The cache's new lengths are written too.
+template <class Params>
+__device__ __forceinline__ void append(const Params& params) {
     auto& smem = shared_memory<AppendRows>();
     const int cta = cta_index(), thread = thread_index();
     const bool queries = cta >= params.ctas_new;
@@ -222,12 +224,10 @@ __device__ __forceinline__ void append_by(const AppendParams& params, const Move
     }
     cta_sync();
     if (params.is_f16) {
-        mover.template move_rows<Dtype::F16>(params, smem, rows, queries);
+        move_rows<Dtype::F16>(params, smem, rows, queries);
     } else {
-        mover.template move_rows<Dtype::Bf16>(params, smem, rows, queries);
+        move_rows<Dtype::Bf16>(params, smem, rows, queries);
     }
 }
-
-__device__ __forceinline__ void append(const AppendParams& params) { append_by(params, MoveRows{}); }
 
 }  // namespace fa

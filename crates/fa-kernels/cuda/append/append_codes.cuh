@@ -48,81 +48,93 @@ __device__ __forceinline__ float row_amax(float own) {
     return own;
 }
 
-// Stores the rows of K and V as codes, a warp a row and head; queries as in the other kernel.
-struct MoveCodes {
-    const AppendCodesParams& codes;
-
-    template <Dtype T>
-    __device__ __forceinline__ void move_rows(const AppendParams& params, const AppendRows& smem, int rows,
-                                              bool queries) const {
-        if (queries) return MoveRows{}.move_rows<T>(params, smem, rows, true);
-        const int warp = thread_index() / 32, warps = cta_threads() / 32, heads = params.heads_kv;
-        for (int i = warp; i < rows * heads * 2; i += warps) {
-            const AppendRow& row = smem.rows[i / (2 * heads)];
-            if (row.position < 0) continue;
-            const int head = i / 2 % heads;
-            if (i % 2 == 0) {
-                move_row<T>(params, row, head, params.k_new, params.k_cache, codes.k, params.head_dim,
-                            params.rotary_dim);
-            } else {
-                move_row<T>(params, row, head, params.v_new, params.v_cache, codes.v, params.head_dim_v, 0);
-            }
-        }
-    }
-
-    template <Dtype T>
-    __device__ __forceinline__ void move_row(const AppendParams& params, const AppendRow& row, int head,
-                                             const ConstTensor& source, const MutTensor& target,
-                                             const AppendDescales& descales, int columns, int turned) const {
-        const int lane = lane_index(), items = items_of(params, columns, turned);
-        const u16* const from = view(source).row(row.sequence, row.from, head);
-        u8* const to = static_cast<u8*>(target.data) + row.block * target.strides.batch +
-                       row.to * target.strides.seq + head * target.strides.head;
-        float descale = 1.f;
-        if (descales.of_rows != nullptr) {
-            float amax = 0.f;
-            auto take = [&](int, const Vec16& vec) {
-#pragma unroll
-                for (const u32& pair : vec.words) {
-                    const float sizes[2] = {fabsf(unpack_low<T>(pair)), fabsf(unpack_high<T>(pair))};
-#pragma unroll
-                    for (const float& size : sizes) amax = size <= kLargest ? fmaxf(amax, size) : amax;
-                }
-            };
-            for (int item = lane; item < items; item += 32)
-                move_item<T>(params, from, item, row.position, turned, take);
-            const float largest = codes.is_int8 ? kLargestInt8 : kLargestE4m3;
-            descale = fmaxf(row_amax(amax) / largest, 1.17549435e-38f);
-            if (lane == 0)
-                descales.of_rows[(i64(row.block) * codes.block_rows + row.to) * params.heads_kv + head] =
-                    descale;
-        } else if (descales.of_head != nullptr) {
-            const AppendSide side{params.cu_new, params.used_new, params.rows_new};
-            const int sequence = side.cu == nullptr ? row.sequence : side.sequence(row.from, params.batch);
-            descale = descales.of_head[i64(sequence) * descales.sequence_stride + head];
-        }
-        const float factor = reciprocal(descale);
-        auto write = [&](int column, const Vec16& vec) {
-            u32 words[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                words[half] = 0;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const u32 pair = vec.words[2 * half + i / 2];
-                    const float value = i % 2 == 0 ? unpack_low<T>(pair) : unpack_high<T>(pair);
-                    words[half] |= encode(multiply_rounded(value, factor), codes.is_int8) << 8 * i;
-                }
-            }
-            *reinterpret_cast<u64*>(to + column) = u64(words[1]) << 32 | words[0];
-        };
-        for (int item = lane; item < items; item += 32)
-            move_item<T>(params, from, item, row.position, turned, write);
-    }
+// In the place of a row: takes its largest finite magnitude, or stores it as codes.
+template <Dtype T>
+struct Amax {
+    float& amax;
+};
+template <Dtype T>
+struct Quantiser {
+    u8* to;
+    float factor;
+    bool is_int8;
 };
 
-__device__ __forceinline__ void append_codes(const AppendCodesParams& params) {
-    append_by(params.append, MoveCodes{params});
+template <Dtype T>
+__device__ __forceinline__ void store_item(const Amax<T>& of, int, const Vec16& vec) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const u32 pair = vec.words[i / 2];
+        const float size = fabsf(i % 2 == 0 ? unpack_low<T>(pair) : unpack_high<T>(pair));
+        of.amax = size <= kLargest ? fmaxf(of.amax, size) : of.amax;
+    }
+}
+
+template <Dtype T>
+__device__ __forceinline__ void store_item(const Quantiser<T>& of, int column, const Vec16& vec) {
+    u64 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const u32 pair = vec.words[i / 2];
+        const float value = i % 2 == 0 ? unpack_low<T>(pair) : unpack_high<T>(pair);
+        codes |= u64(encode(multiply_rounded(value, of.factor), of.is_int8)) << 8 * i;
+    }
+    *reinterpret_cast<u64*>(of.to + column) = codes;
+}
+
+// The parameters of the kernel.
+struct AppendCodesParams : AppendParams {
+    AppendCodes codes;
+};
+static_assert(sizeof(AppendCodesParams) == sizeof(AppendParams) + sizeof(AppendCodes));
+
+// Stores a row of K or V as codes. A warp calls it.
+template <Dtype T>
+__device__ __forceinline__ void quantise_row(const AppendCodesParams& params, const AppendRow& row, int head,
+                                             const ConstTensor& source, const MutTensor& target,
+                                             const AppendDescales& descales, int columns, int turned) {
+    const int lane = lane_index(), items = items_of(params, columns, turned);
+    const u16* const from = view(source).row(row.sequence, row.from, head);
+    u8* const to = static_cast<u8*>(target.data) + row.block * target.strides.batch +
+                   row.to * target.strides.seq + head * target.strides.head;
+    float descale = 1.f;
+    if (descales.of_rows != nullptr) {
+        float amax = 0.f;
+        for (int item = lane; item < items; item += 32)
+            move_item<T>(params, from, Amax<T>{amax}, item, row.position, turned);
+        const float largest = params.codes.is_int8 ? kLargestInt8 : kLargestE4m3;
+        descale = fmaxf(row_amax(amax) / largest, 1.17549435e-38f);
+        if (lane == 0)
+            descales.of_rows[(i64(row.block) * params.codes.block_rows + row.to) * params.heads_kv + head] =
+                descale;
+    } else if (descales.of_head != nullptr) {
+        const AppendSide side{params.cu_new, params.used_new, params.rows_new};
+        const int sequence = side.cu == nullptr ? row.sequence : side.sequence(row.from, params.batch);
+        descale = descales.of_head[i64(sequence) * descales.sequence_stride + head];
+    }
+    const Quantiser<T> quantiser{to, reciprocal(descale), params.codes.is_int8 != 0};
+    for (int item = lane; item < items; item += 32)
+        move_item<T>(params, from, quantiser, item, row.position, turned);
+}
+
+// The rows of K and V as codes, a warp a row and head; queries as in the other kernel.
+template <Dtype T>
+__device__ __forceinline__ void move_rows(const AppendCodesParams& params, const AppendRows& smem, int rows,
+                                          bool queries) {
+    if (queries) return move_rows<T>(static_cast<const AppendParams&>(params), smem, rows, true);
+    const int warp = thread_index() / 32, warps = cta_threads() / 32, heads = params.heads_kv;
+    for (int i = warp; i < rows * heads * 2; i += warps) {
+        const AppendRow& row = smem.rows[i / (2 * heads)];
+        if (row.position < 0) continue;
+        const int head = i / 2 % heads;
+        if (i % 2 == 0) {
+            quantise_row<T>(params, row, head, params.k_new, params.k_cache, params.codes.k, params.head_dim,
+                            params.rotary_dim);
+        } else {
+            quantise_row<T>(params, row, head, params.v_new, params.v_cache, params.codes.v,
+                            params.head_dim_v, 0);
+        }
+    }
 }
 
 }  // namespace fa

@@ -1,7 +1,7 @@
 // Written by `cargo xtask codegen` from the Rust types; do not edit.
 // The parameters of appends of codes.
 #pragma once
-#include "append/append_params.cuh"
+#include "params.cuh"
 
 #ifdef __CUDACC_RTC__
 #define FA_OFFSETOF(type, field) __INTADDR__(&((type*)0)->field)
@@ -25,25 +25,22 @@ static_assert(FA_OFFSETOF(AppendDescales, of_head) == 0);
 static_assert(FA_OFFSETOF(AppendDescales, of_rows) == 8);
 static_assert(FA_OFFSETOF(AppendDescales, sequence_stride) == 16);
 
-// The arguments of the append kernel of caches of 8-bit codes.
-struct AppendCodesParams {
-    // Those of the other kernel; the caches are of codes.
-    AppendParams append;
-    // Of K.
+// The codes of a cache, and their descales.
+struct AppendCodes {
+    // Descales of K.
     AppendDescales k;
-    // Of V.
+    // Descales of V.
     AppendDescales v;
     // Rows of a sequence, or of a page, of the cache.
     int block_rows;
     // Whether codes are int8, not e4m3.
     int is_int8;
 };
-static_assert(sizeof(AppendCodesParams) == 408 && alignof(AppendCodesParams) == 8);
-static_assert(FA_OFFSETOF(AppendCodesParams, append) == 0);
-static_assert(FA_OFFSETOF(AppendCodesParams, k) == 352);
-static_assert(FA_OFFSETOF(AppendCodesParams, v) == 376);
-static_assert(FA_OFFSETOF(AppendCodesParams, block_rows) == 400);
-static_assert(FA_OFFSETOF(AppendCodesParams, is_int8) == 404);
+static_assert(sizeof(AppendCodes) == 56 && alignof(AppendCodes) == 8);
+static_assert(FA_OFFSETOF(AppendCodes, k) == 0);
+static_assert(FA_OFFSETOF(AppendCodes, v) == 24);
+static_assert(FA_OFFSETOF(AppendCodes, block_rows) == 48);
+static_assert(FA_OFFSETOF(AppendCodes, is_int8) == 52);
 
 }  // namespace fa
 

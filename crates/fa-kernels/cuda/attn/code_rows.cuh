@@ -15,9 +15,9 @@ namespace fa {
 template <bool Paged>
 struct CodeRows {
     const VarlenParams& varlen;
-    const u8* first;       // the head's row 0, of the sequence or of page 0
-    const float* descales;  // of that row; null unless each row has its own
-    const int* table;      // the sequence's row of the page table
+    const u8* first;            // the head's row 0, of the sequence or of page 0
+    const float* descales;      // of that row; null unless each row has its own
+    const int* table;           // the sequence's row of the page table
     u32 row_units, page_units;  // from row to row, and from page to page, in units of 16 bytes
     int heads, keys;
 

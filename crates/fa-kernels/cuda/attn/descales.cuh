@@ -4,6 +4,7 @@
 #include "attn/programs.cuh"
 #include "cache_params.cuh"
 #include "fwd_params.cuh"
+#include "ptx/math.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -21,7 +22,8 @@ __device__ __forceinline__ const CacheParams& cache_of(const FwdParams& params) 
 
 // The descale of a sequence and head; 1 where there is none, or one of each row.
 __device__ __forceinline__ float head_descale(const CodeDescales& descales, int batch, int kv_head) {
-    return descales.of_head == nullptr ? 1.f : descales.of_head[i64(batch) * descales.sequence_stride + kv_head];
+    return descales.of_head == nullptr ? 1.f
+                                       : descales.of_head[i64(batch) * descales.sequence_stride + kv_head];
 }
 
 // The factors of a work tile's scores: those of the launch, or with Codes times K's descale.
@@ -48,9 +50,10 @@ struct TileScores<true> {
         params.softcap_exponent = launch.score.softcap_exponent * descale;
     }
 
-    // NaN stays NaN.
+    // NaN stays NaN, and a negative factor becomes it: the largest product would not be the largest score.
     __device__ __forceinline__ static float at_least(float factor) {
-        return factor < kLeast ? kLeast : factor;
+        const float least = factor < 0.f ? float_of_bits(0x7fc00000) : kLeast;
+        return factor < kLeast ? least : factor;
     }
 };
 

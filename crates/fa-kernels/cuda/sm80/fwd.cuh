@@ -123,8 +123,8 @@ struct CodeCopy {
     __device__ __forceinline__ static CodeCopy of(const FwdParams& params, const Seqlen& seqlen, int batch,
                                                   int head) {
         const CacheParams& cache = cache_of(params);
-        return {CodeRows<C.paged>::of(params, Values ? params.v : params.k, Values ? cache.v : cache.k, seqlen,
-                                      batch, head),
+        return {CodeRows<C.paged>::of(params, Values ? params.v : params.k, Values ? cache.v : cache.k,
+                                      seqlen, batch, head),
                 Values ? params.shape.head_dim_v : params.shape.head_dim};
     }
 

@@ -1,6 +1,7 @@
 // Attention forward for SM90, warp-specialised: a producer warpgroup loads by TMA, and consumer warpgroups
 // multiply by wgmma, 64 query rows each.
 #pragma once
+#include "attn/descales.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/grid.cuh"
@@ -10,7 +11,6 @@
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
-#include "attn/descales.cuh"
 #include "sm90/fwd_codes.cuh"
 #include "sm90/fwd_consumer.cuh"
 #include "sm90/fwd_gather.cuh"

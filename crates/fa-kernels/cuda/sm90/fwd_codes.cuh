@@ -79,9 +79,8 @@ struct CodeHalf {
             if (rows.descales != nullptr && row < kHalf)
                 rows.copy_descale(smem_address(descales(stage) + row), place);
         }
-        Codes::start(smem_address(codes(stage)), lane_index(), rows.first, columns, [&](int sweep) {
-            return shuffle_within<kLanes>(at[sweep / kLanes], sweep % kLanes);
-        });
+        Codes::start(smem_address(codes(stage)), lane_index(), rows.first, columns,
+                     [&](int sweep) { return shuffle_within<kLanes>(at[sweep / kLanes], sweep % kLanes); });
     }
 
     // Converts the half in `stage`, which has arrived, to the tile of `to`.
@@ -140,8 +139,7 @@ __device__ __forceinline__ void produce_codes(SharedStorage<C>& smem, const FwdP
         int next = 0;
         if (!work.range.empty()) {
             if (Values && member == 0 && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, work);
-            const Rows rows =
-                Rows::of(params, tensor, descales, work.seqlen, work.tile.batch, work.kv_head);
+            const Rows rows = Rows::of(params, tensor, descales, work.seqlen, work.tile.batch, work.kv_head);
             int n_block = work.range.end - 1;
             auto entries = half.entries_of(rows, work.blocks.at(n_block));
 #pragma unroll 1

@@ -69,7 +69,8 @@ struct Decoder {
         return values | bits - (bits >> (kF16 ? 5 : 8));
     }
 
-    // Sixteen codes, in order. Whether one of them was NaN is added to `nan`; it comes out as NaN if KeepsNan.
+    // Sixteen codes, in order. Whether one of them was NaN is added to `nan`; it comes out as NaN if
+    // KeepsNan.
     template <bool KeepsNan>
     __device__ __forceinline__ static void decode(const Vec16& codes, Vec16 (&values)[2], u32& nan) {
 #pragma unroll
@@ -98,7 +99,8 @@ struct Decoder {
 template <Dtype T>
 __device__ __forceinline__ void scale_values(Vec16& values, float factor) {
 #pragma unroll
-    for (u32& pair : values.words) pair = pack<T>(unpack_low<T>(pair) * factor, unpack_high<T>(pair) * factor);
+    for (u32& pair : values.words)
+        pair = pack<T>(unpack_low<T>(pair) * factor, unpack_high<T>(pair) * factor);
 }
 
 // A place in a cache, in units of 16 bytes, that is of no row: its codes are zeros.
@@ -169,7 +171,8 @@ struct CodeTile {
     __device__ __forceinline__ static u32 convert_units(const u8* stage, u8* tile, int thread,
                                                         const float* factors) {
         const int column = thread % kLanes * 16;
-        const u32 first[2] = {Tile::offset(thread / kLanes, column), Tile::offset(thread / kLanes, column + 8)};
+        const u32 first[2] = {Tile::offset(thread / kLanes, column),
+                              Tile::offset(thread / kLanes, column + 8)};
         u32 nan = 0;
 #pragma unroll AtOnce
         for (int sweep = 0; sweep < kSweeps; ++sweep) {

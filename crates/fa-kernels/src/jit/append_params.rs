@@ -97,13 +97,11 @@ param_struct! {
 }
 
 param_struct! {
-    /// The arguments of the append kernel of caches of 8-bit codes.
-    pub struct AppendCodesParams {
-        /// Those of the other kernel; the caches are of codes.
-        pub append: AppendParams,
-        /// Of K.
+    /// The codes of a cache, and their descales.
+    pub struct AppendCodes {
+        /// Descales of K.
         pub k: AppendDescales,
-        /// Of V.
+        /// Descales of V.
         pub v: AppendDescales,
         /// Rows of a sequence, or of a page, of the cache.
         pub block_rows: i32,
@@ -112,7 +110,17 @@ param_struct! {
     }
 }
 
+/// The arguments of the append kernel of caches of 8-bit codes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(C)]
+pub struct AppendCodesParams {
+    /// Those of the other kernel; the caches are of codes.
+    pub append: AppendParams,
+    /// Which codes.
+    pub codes: AppendCodes,
+}
+
 /// The structs in the order in which `append_codes_params.cuh` declares them.
 pub(crate) fn codes_declarations() -> Vec<ParamStruct> {
-    vec![AppendDescales::declaration(), AppendCodesParams::declaration()]
+    vec![AppendDescales::declaration(), AppendCodes::declaration()]
 }

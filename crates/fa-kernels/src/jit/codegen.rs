@@ -48,8 +48,7 @@ pub fn generated() -> Vec<Generated> {
         },
         Generated {
             path: "append/append_codes_params.cuh",
-            text: launch_params_cuh("appends of codes", append_params::codes_declarations())
-                .replace("#include \"params.cuh\"", "#include \"append/append_params.cuh\""),
+            text: launch_params_cuh("appends of codes", append_params::codes_declarations()),
         },
         Generated {
             path: "merge/merge_params.cuh",

@@ -209,7 +209,7 @@ impl Source {
              static_assert(append_smem_bytes == {APPEND_SMEM});\n\n\
              extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
              {APPEND_CODES}(const __grid_constant__ AppendCodesParams params) {{\n    \
-             append_codes(params);\n}}\n"
+             append(params);\n}}\n"
         );
         Source::of(unit, arch, headers)
     }

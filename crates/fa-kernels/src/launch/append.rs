@@ -9,7 +9,7 @@ use fa_core::quantize::Codes;
 use fa_core::{Append, DescaleForm, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
 
 use crate::Error;
-use crate::jit::append_params::{AppendCodesParams, AppendDescales, AppendParams};
+use crate::jit::append_params::{AppendCodes, AppendCodesParams, AppendDescales, AppendParams};
 use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
 use crate::jit::source::{APPEND_SMEM, APPEND_THREADS};
@@ -259,10 +259,12 @@ impl AppendLaunch {
         let descales = self.append.descales();
         AppendCodesParams {
             append: self.params(at),
-            k: of(descales.k, at.k_descale),
-            v: of(descales.v, at.v_descale),
-            block_rows: self.append.cache_shape(0)[1].min(1 << 30) as i32,
-            is_int8: self.append.codes.is_some_and(|codes| codes.kind == Codes::Int8).into(),
+            codes: AppendCodes {
+                k: of(descales.k, at.k_descale),
+                v: of(descales.v, at.v_descale),
+                block_rows: self.append.cache_shape(0)[1].min(1 << 30) as i32,
+                is_int8: self.append.codes.is_some_and(|codes| codes.kind == Codes::Int8).into(),
+            },
         }
     }
 
