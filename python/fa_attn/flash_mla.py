@@ -8,7 +8,8 @@ have that of their heads before absorption (192 ** -0.5 for DeepSeek), and LSE i
 key. Any page size, number of heads and of columns; arrays of numpy, torch and other libraries, of float16 and
 bfloat16, on the CPU also float32. There are no gradients, and no GPU kernel yet: arrays on a GPU are refused.
 
->>> meta, _ = fa_attn.flash_mla.get_mla_metadata()
+>>> from fa_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+>>> meta, _ = get_mla_metadata()
 >>> out, lse = flash_mla_with_kvcache(
 ...     q, cache, block_table, cache_seqlens, 512, meta, softmax_scale=192**-0.5, causal=True)
 """

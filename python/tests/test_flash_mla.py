@@ -245,4 +245,4 @@ def test_problems_and_bound_kernels():
     with pytest.raises(fa_attn.InputError, match="softmax_scale is not given"):
         fa_attn.problem(2, "1x32", "8:1", "24:16", latent=True)
     with pytest.raises(fa_attn.UnsupportedError, match="a latent problem .24-16"):
-        fa_attn.plan(problem)
+        fa_attn.plan({**problem, "dtype": "f16"})

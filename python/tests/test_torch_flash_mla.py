@@ -109,7 +109,7 @@ def test_a_second_query_on_the_values():
     out = fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, qv=qv)
     torch.testing.assert_close(out, want)
     compiled = torch.compile(
-        lambda q, qv, k, v: fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv), fullgraph=True
+        lambda q, qv, k, v: fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv), fullgraph=True, backend="aot_eager"
     )
     torch.testing.assert_close(compiled(q, qv, k, v), want)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -146,6 +146,7 @@ def test_a_compiled_step_serves_changing_lengths():
             q, cache, table, used, 512, softmax_scale=SCALE, causal=True
         ),
         fullgraph=True,
+        backend="aot_eager",
     )
     q, cache, table, used = step(dtype=torch.float32)
     for shorter in (0, 7):
