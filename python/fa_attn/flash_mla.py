@@ -167,7 +167,7 @@ def flash_mla_sparse_fwd(
     _check_axes("kv", kv, 3, "(seqlen_k, 1, head_dim)")
     _check_axes("indices", indices, 3, "(seqlen_q, 1, topk)")
     if kv.shape[1] != 1:
-        raise UnsupportedError(f"kv has {kv.shape[1]} heads: rows that all heads share are computed, give one")
+        raise UnsupportedError(f"kv has {kv.shape[1]} heads: give one, whose rows all heads share")
     columns = _columns(q, kv, "kv", d_v)
     numbers = _numbers(sm_scale, q, False)
     q, kv = _without_gradients(face, q=q, kv=kv)

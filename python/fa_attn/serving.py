@@ -154,9 +154,9 @@ def flash_attn_with_kvcache(
     (positions, rotary_dim / 2): new keys are rotated by their positions in the cache, queries by theirs
     (without a mask, all queries by cache_seqlens). `rotary_interleaved`: whether neighbouring elements are
     paired, or else halves. `out`: an array of the result's shape and type, to which the result is written.
-    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. `qv`: see the module; q and
-    k_cache are then of the rotary columns, v_cache of the latents, by which an MLA model decodes. Returns out; with
-    `return_softmax_lse` (out, lse). There are no gradients.
+    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. `qv`: see the module; q
+    and k_cache are then of the rotary columns, v_cache of the latents, by which an MLA model decodes. Returns
+    out; with `return_softmax_lse` (out, lse). There are no gradients.
     """
     if (
         k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None

@@ -12,8 +12,8 @@ use crate::view::{TensorMut, TensorRef};
 /// Query heads from which on a panel of them is faster than rows one by one.
 const HEADS: usize = 32;
 
-/// Shape and strides of a tensor of queries `[batch, seqlen, heads, dim]` as `[queries, heads, 1, dim]`, where
-/// queries follow each other.
+/// Shape and strides of a tensor of queries `[batch, seqlen, heads, dim]` as `[queries, heads, 1, dim]`,
+/// where queries follow each other.
 fn by_query([batch, seqlen, heads, dim]: [usize; 4], strides: Strides) -> Option<([usize; 4], Strides)> {
     let step = if seqlen > 1 { strides.seq } else { strides.batch };
     let follows = batch <= 1 || i64::try_from(seqlen).ok()?.checked_mul(step) == Some(strides.batch);

@@ -1,5 +1,5 @@
-//! Latent problems, whose keys begin with their values: against the oracle, against the same problem with whole
-//! keys, and on the one buffer of rows that serving engines keep.
+//! Latent problems, whose keys begin with their values: against the oracle, against the same problem with
+//! whole keys, and on the one buffer of rows that serving engines keep.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
