@@ -63,7 +63,7 @@ fn forward_of<T: Element + Factor>(
     let few = |unit: &Unit| decodes && decode::suits(call, &call.batch.sequences[unit.sequence]);
     let mut all = units(call.problem, call.batch);
     if let (Some(call), Some(out)) = (cast_forward(call), cast::tensor_mut(out))
-        && fold::applies(&call, out)
+        && fold::applies(&call)
     {
         let folded: Vec<Unit> = all.extract_if(.., |unit| fold::suits(&call, unit)).collect();
         fold::run(&call, &folded, out, lse.as_deref_mut());

@@ -214,7 +214,7 @@ fn choose(problem: &Problem, sequences: &Sequences, budget: f64, seed: u64) -> V
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Lengths, Mask, Problem, TensorLayout};
+    use fa_core::{Lengths, Mask, TensorLayout};
     use fa_cpu::TensorRef;
     use fa_cpu::reference::low_precision;
     use half::bf16;
