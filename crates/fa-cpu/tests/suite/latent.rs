@@ -92,6 +92,36 @@ fn many_heads_on_one_row_are_within_tolerance() {
     }
 }
 
+/// Neither the rest of a batch nor the order of axes changes a bit.
+#[test]
+fn many_heads_have_the_bits_of_each_sequence_alone() {
+    let alone = latent(40, (72, 64), Mask::CAUSAL, Dtype::Bf16).with_lengths(Lengths::uniform(1, 2, 150));
+    let batch = alone.with_lengths(Lengths::uniform(3, 2, 150));
+    let given = Inputs::<bf16>::random(&batch, 5);
+    let Views { q, k, v, .. } = given.views(&batch);
+    let whole = run(&batch, &Extras::NONE, [&q, &k, &v]).unwrap();
+    let [_, rows, heads, dims] = q_shape(&batch);
+    let heads_first: Vec<bf16> = (0..3 * heads * rows * dims)
+        .map(|i| {
+            let (at, d) = (i / dims, i % dims);
+            q.at(at / (heads * rows), at % rows, at / rows % heads, d)
+        })
+        .collect();
+    let other = TensorRef::packed("q", &heads_first, q_shape(&batch), TensorLayout::Bhsd).unwrap();
+    assert_eq!(run(&batch, &Extras::NONE, [&other, &k, &v]).unwrap(), whole);
+    let part = |values: &[bf16], index: usize| -> Vec<bf16> {
+        values.chunks(values.len() / 3).nth(index).unwrap().to_vec()
+    };
+    for index in 0..3 {
+        let [q, k, v] = [&given.q, &given.k, &given.v].map(|values| part(values, index));
+        let views =
+            [bshd("q", &q, q_shape(&alone)), bshd("k", &k, k_shape(&alone)), bshd("v", &v, v_shape(&alone))];
+        let (out, lse) = run(&alone, &Extras::NONE, views.each_ref()).unwrap();
+        assert_eq!(out, whole.0[index * out.len()..][..out.len()], "{index}");
+        assert_eq!(lse, whole.1[index * lse.len()..][..lse.len()], "{index}");
+    }
+}
+
 #[test]
 fn prefills_are_within_tolerance() {
     let lens = [(130, 200), (33, 33), (7, 300), (0, 5), (40, 20)];
