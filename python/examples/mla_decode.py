@@ -56,7 +56,8 @@ class Attention(nn.Module):
 
     def absorbed(self, q):
         """Queries that meet latents: each head's projection of keys is a factor of its queries."""
-        return torch.cat([torch.einsum("...hd,hdl->...hl", q[..., :NOPE], self.up[:, :NOPE]), q[..., NOPE:]], -1)
+        meets = torch.einsum("...hd,hdl->...hl", q[..., :NOPE], self.up[:, :NOPE])
+        return torch.cat([meets, q[..., NOPE:]], -1)
 
     def values(self, out):
         """Each head's values of attended latents."""
@@ -103,7 +104,8 @@ class Heads:
         self.v = torch.zeros(LAYERS, batch, ROOM, HEADS, VALUE, dtype=dtype)
 
     def filled(self, layer, attention, sequence, row):
-        self.k[layer, sequence, : row.shape[1]], self.v[layer, sequence, : row.shape[1]] = attention.heads(row[0])
+        k, v = attention.heads(row[0])
+        self.k[layer, sequence, : len(k)], self.v[layer, sequence, : len(v)] = k, v
 
     def step(self, lengths):
         def attend(layer, attention, q, row):
@@ -137,8 +139,8 @@ class Latents:
         def attend(layer, attention, q, row):
             self.write(layer, torch.arange(len(lengths)), lengths.long(), row[:, 0])
             out, _ = flash_mla_with_kvcache(
-                attention.absorbed(q), self.rows[layer], self.table, lengths + 1, LATENT, metadata, splits, SCALE,
-                causal=True,
+                attention.absorbed(q), self.rows[layer], self.table, lengths + 1, LATENT, metadata, splits,
+                SCALE, causal=True,
             )  # fmt: skip
             return attention.values(out)
 
@@ -192,7 +194,8 @@ def main(count=48):
         tokens, seconds = generated(model, prompts, count, kind)
         same = (tokens == exact).sum().item()
         rate = (count - 1) * len(prompts) / seconds
-        print(f"{kind.__name__:7}: {same} of {exact.numel()} tokens as by the definition, {rate:.0f} a second")
+        name, all_of = kind.__name__, exact.numel()
+        print(f"{name:7}: {same} of {all_of} tokens as by the definition, {rate:.0f} a second")
 
 
 if __name__ == "__main__":

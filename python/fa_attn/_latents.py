@@ -36,7 +36,7 @@ class Latents:
         return self.library.give(largest)
 
     def sunk(self, out, lse, sinks):
-        """out (.., rows, heads, columns) with a sink in the denominators; lse (.., heads, rows) is without."""
+        """out (.., rows, heads, columns) with a sink in the denominators; lse (.., heads, rows) has none."""
         np = self.library.np
         out, lse = self.library.host(out), self.library.host(lse)
         sinks = self.library.host(sinks).astype(np.float32)[:, None]

@@ -8,7 +8,8 @@ have that of their heads before absorption (192 ** -0.5 for DeepSeek), and LSE i
 key. Any page size, number of heads and of columns; arrays of numpy, torch and other libraries, of float16 and
 bfloat16, on the CPU also float32. There are no gradients, and no GPU kernel yet: arrays on a GPU are refused.
 
->>> meta, _ = fa_attn.flash_mla.get_mla_metadata()
+>>> from fa_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+>>> meta, _ = get_mla_metadata()
 >>> out, lse = flash_mla_with_kvcache(
 ...     q, cache, block_table, cache_seqlens, 512, meta, softmax_scale=192**-0.5, causal=True)
 """
@@ -166,7 +167,7 @@ def flash_mla_sparse_fwd(
     _check_axes("kv", kv, 3, "(seqlen_k, 1, head_dim)")
     _check_axes("indices", indices, 3, "(seqlen_q, 1, topk)")
     if kv.shape[1] != 1:
-        raise UnsupportedError(f"kv has {kv.shape[1]} heads: rows that all heads share are computed, give one")
+        raise UnsupportedError(f"kv has {kv.shape[1]} heads: give one, whose rows all heads share")
     columns = _columns(q, kv, "kv", d_v)
     numbers = _numbers(sm_scale, q, False)
     q, kv = _without_gradients(face, q=q, kv=kv)

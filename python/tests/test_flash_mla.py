@@ -14,7 +14,8 @@ SCALE = 192**-0.5
 
 def rows_of(cache, table, length, page):
     """The rows of a sequence, (length, columns)."""
-    return np.stack([cache[table[i // page], i % page, 0] for i in range(length)]) if length else cache[0, :0, 0]
+    rows = [cache[table[i // page], i % page, 0] for i in range(length)]
+    return np.stack(rows) if rows else cache[0, :0, 0]
 
 
 def step(seed, batch, seqlen_q, heads, page, lengths, dtype=np.float16, columns=COLUMNS):
@@ -210,7 +211,8 @@ def test_refusals_name_the_arguments():
     wrong, unsupported = fa_attn.InputError, fa_attn.UnsupportedError
     refused(unsupported, "is_fp8_kvcache", call, q, cache, table, used, LATENT, is_fp8_kvcache=True)
     refused(wrong, "num_splits", call, q, cache, table, used, LATENT, None, 3)
-    refused(fa_attn.InputTypeError, "tile_scheduler_metadata is ndarray", call, q, cache, table, used, LATENT, used)
+    kind = fa_attn.InputTypeError
+    refused(kind, "tile_scheduler_metadata is ndarray", call, q, cache, table, used, LATENT, used)
     refused(wrong, "head_dim_v is 577", call, q, cache, table, used, 577)
     refused(wrong, "rows of 570 columns", call, q, cache[..., :570], table, used, LATENT)
     refused(wrong, "block_table and cache_seqlens are missing", call, q, cache, None, used, LATENT)
@@ -245,4 +247,4 @@ def test_problems_and_bound_kernels():
     with pytest.raises(fa_attn.InputError, match="softmax_scale is not given"):
         fa_attn.problem(2, "1x32", "8:1", "24:16", latent=True)
     with pytest.raises(fa_attn.UnsupportedError, match="a latent problem .24-16"):
-        fa_attn.plan(problem)
+        fa_attn.plan({**problem, "dtype": "f16"})

@@ -33,7 +33,8 @@ def reference(q, cache, table, used, columns_v, scale, causal):
     lse = torch.full((batch, heads, rows), torch.inf, dtype=torch.float64)
     for b in range(batch):
         n = int(used[b])
-        keys = torch.cat([cache[p, :, 0] for p in table[b].tolist() if p < cache.shape[0]] + [cache[:0, 0, 0]])
+        pages = [cache[p, :, 0] for p in table[b].tolist() if p < cache.shape[0]]
+        keys = torch.cat([*pages, cache[:0, 0, 0]])
         keys = keys[:n].double()
         scores = torch.einsum("ihd,jd->hij", q[b].double(), keys) * scale
         if causal:
@@ -54,7 +55,9 @@ def close(got, want, room):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype, room", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(
+    "dtype, room", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 2e-6)]
+)
 def test_a_layer_of_a_larger_cache(dtype, room, causal):
     q, cache, table, used = step(dtype=dtype)
     meta, none = flash_mla.get_mla_metadata()
@@ -98,7 +101,8 @@ def test_tokens_on_rows_of_their_choice():
 
 def qkv(dtype=torch.float32):
     torch.manual_seed(1)
-    return (torch.randn(2, n, h, d, dtype=dtype) for n, h, d in [(3, 4, 8), (3, 4, 24), (20, 1, 8), (20, 1, 24)])
+    shapes = [(3, 4, 8), (3, 4, 24), (20, 1, 8), (20, 1, 24)]
+    return (torch.randn(2, *shape, dtype=dtype) for shape in shapes)
 
 
 def test_a_second_query_on_the_values():
@@ -108,15 +112,14 @@ def test_a_second_query_on_the_values():
     used = torch.tensor([20, 20], dtype=torch.int32)
     out = fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, qv=qv)
     torch.testing.assert_close(out, want)
-    compiled = torch.compile(
-        lambda q, qv, k, v: fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv), fullgraph=True
-    )
+    call = lambda q, qv, k, v: fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, qv, k, v), want)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv)
     assert half.dtype is torch.bfloat16
     torch.testing.assert_close(half.float(), want, atol=3e-2, rtol=3e-2)
-    each = torch.func.vmap(lambda q, qv, k, v: fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv))
+    each = torch.func.vmap(call)
     torch.testing.assert_close(each(q[:, None], qv[:, None], k[:, None], v[:, None])[:, 0], want)
 
 
@@ -146,6 +149,7 @@ def test_a_compiled_step_serves_changing_lengths():
             q, cache, table, used, 512, softmax_scale=SCALE, causal=True
         ),
         fullgraph=True,
+        backend="aot_eager",
     )
     q, cache, table, used = step(dtype=torch.float32)
     for shorter in (0, 7):

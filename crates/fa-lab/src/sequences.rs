@@ -50,7 +50,7 @@ impl Sequences {
         let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
         [
             self.q.shape(heads_q, head_dim),
-            self.k.shape(heads_kv, head_dim),
+            self.k.shape(heads_kv, problem.head_dim_k()),
             self.k.shape(heads_kv, head_dim_v),
             self.q.shape(heads_q, head_dim_v),
         ]

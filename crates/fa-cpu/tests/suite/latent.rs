@@ -1,5 +1,5 @@
-//! Latent problems, whose keys begin with their values: against the oracle, against the same problem with whole
-//! keys, and on the one buffer of rows that serving engines keep.
+//! Latent problems, whose keys begin with their values: against the oracle, against the same problem with
+//! whole keys, and on the one buffer of rows that serving engines keep.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
@@ -69,6 +69,56 @@ fn decodes_of_any_pages_heads_and_types_are_within_tolerance() {
                 check_type(&problem, &owned.view(), turn as u64, false);
             }
         }
+    }
+}
+
+/// As many query heads on one K/V head as make panels of their own, with and without latents.
+#[test]
+fn many_heads_on_one_row_are_within_tolerance() {
+    let mut turn = 0;
+    for lens in DECODES {
+        for lie in [Lie::Padded, Lie::PackedUsed, Lie::Paged(61), Lie::Paged(16)] {
+            for mask in [Mask::CAUSAL, Mask::FULL, Mask::band(None, Some(3)), Mask::CAUSAL.with_offset(-2)] {
+                turn += 1;
+                let (heads, dims) = [(32, (72, 64)), (50, (40, 40)), (33, (24, 8))][turn % 3];
+                let score = ScoreMod::NONE.with_softcap([None, Some(20.0)][turn / 2 % 2]);
+                let base = latent(heads, dims, mask, Dtype::Bf16).with_score(score);
+                let base = base.with_latent(turn % 2 == 0);
+                let q = [Lie::Packed, Lie::Padded][turn / 4 % 2];
+                let (problem, owned) = problem(base, lens, [q, lie], turn as u64);
+                check_type(&problem, &owned.view(), turn as u64, false);
+            }
+        }
+    }
+}
+
+/// Neither the rest of a batch nor the order of axes changes a bit.
+#[test]
+fn many_heads_have_the_bits_of_each_sequence_alone() {
+    let alone = latent(40, (72, 64), Mask::CAUSAL, Dtype::Bf16).with_lengths(Lengths::uniform(1, 2, 150));
+    let batch = alone.with_lengths(Lengths::uniform(3, 2, 150));
+    let given = Inputs::<bf16>::random(&batch, 5);
+    let Views { q, k, v, .. } = given.views(&batch);
+    let whole = run(&batch, &Extras::NONE, [&q, &k, &v]).unwrap();
+    let [_, rows, heads, dims] = q_shape(&batch);
+    let heads_first: Vec<bf16> = (0..3 * heads * rows * dims)
+        .map(|i| {
+            let (at, d) = (i / dims, i % dims);
+            q.at(at / (heads * rows), at % rows, at / rows % heads, d)
+        })
+        .collect();
+    let other = TensorRef::packed("q", &heads_first, q_shape(&batch), TensorLayout::Bhsd).unwrap();
+    assert_eq!(run(&batch, &Extras::NONE, [&other, &k, &v]).unwrap(), whole);
+    let part = |values: &[bf16], index: usize| -> Vec<bf16> {
+        values.chunks(values.len() / 3).nth(index).unwrap().to_vec()
+    };
+    for index in 0..3 {
+        let [q, k, v] = [&given.q, &given.k, &given.v].map(|values| part(values, index));
+        let views =
+            [bshd("q", &q, q_shape(&alone)), bshd("k", &k, k_shape(&alone)), bshd("v", &v, v_shape(&alone))];
+        let (out, lse) = run(&alone, &Extras::NONE, views.each_ref()).unwrap();
+        assert_eq!(out, whole.0[index * out.len()..][..out.len()], "{index}");
+        assert_eq!(lse, whole.1[index * lse.len()..][..lse.len()], "{index}");
     }
 }
 

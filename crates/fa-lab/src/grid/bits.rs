@@ -42,7 +42,7 @@ fn bits_of<T: Half>(case: &Case) -> ([Vec<u16>; 4], OwnedExtras) {
     };
     let values = [
         spread(&q, &of_q, heads_q, head_dim),
-        spread(&k, &of_k, heads_kv, head_dim),
+        spread(&k, &of_k, heads_kv, case.problem.head_dim_k()),
         spread(&v, &of_k, heads_kv, head_dim_v),
         spread(&dout, &of_q, heads_q, head_dim_v),
     ];

@@ -224,7 +224,10 @@ mod tests {
 
     #[test]
     fn the_low_precision_result_passes_and_a_wrong_element_does_not() {
-        for problem in problems() {
+        let latent = |problem: Problem| {
+            problem.with_head_dim(24).with_heads_kv(1).with_latent(true).with_softmax_scale(Some(0.2))
+        };
+        for problem in problems().into_iter().flat_map(|problem| [problem, latent(problem)]) {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let oracle = Oracle::new(&inputs, 1).unwrap();
             let shapes = fa_attn::device::shapes(&problem);

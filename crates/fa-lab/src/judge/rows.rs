@@ -63,7 +63,8 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
     let first_kv = sequences.k.start(block.batch) * heads_kv + head_kv;
     let (rows, keys) = (of_rows.lengths.max_q(), of_rows.lengths.max_k());
     let q = view("q", 0, first_q, [1, rows, 1, head_dim], heads_q, head_dim)?;
-    let k = view("k", 1, first_kv * head_dim, [1, keys, 1, head_dim], heads_kv, head_dim)?;
+    let dim_k = problem.head_dim_k();
+    let k = view("k", 1, first_kv * dim_k, [1, keys, 1, dim_k], heads_kv, dim_k)?;
     let v = view("v", 2, first_kv * head_dim_v, [1, keys, 1, head_dim_v], heads_kv, head_dim_v)?;
     let program = inputs.program();
     let arguments = Arguments {

@@ -127,7 +127,7 @@ fn bad_pages<T: Half>(
 ) -> Result<Found> {
     let (table, lost) = inputs.sequences.k.bad_pages();
     let mut zeroed = inputs.clone();
-    for (tensor, width) in [(1, case.problem.head_dim), (2, case.problem.head_dim_v)] {
+    for (tensor, width) in [(1, case.problem.head_dim_k()), (2, case.problem.head_dim_v)] {
         let row = case.problem.heads_kv * width;
         for rows in &lost {
             zeroed.values[tensor][rows.start * row..rows.end * row].fill(T::default());
