@@ -16,6 +16,7 @@ from ._checks import (
     int32,
 )
 from ._core import InputError, InputTypeError, UnsupportedError
+from ._latents import Latents
 from ._nvrtc import find_nvrtc
 from ._options import Extras
 
@@ -192,7 +193,7 @@ def lent_face():
     return _face(_Numpy, _LentArrays)
 
 
-class Arrays:
+class Arrays(Latents):
     """What `fa_attn.interface` needs from an array library."""
 
     has_autograd = False
@@ -418,6 +419,10 @@ class Arrays:
     def unstack(self, array, axis):
         return self.library.unstack(array, axis)
 
+    def side_by_side(self, *arrays):
+        """The columns of several arrays in one."""
+        return self.library.np.concatenate(arrays, -1)
+
     def swapped(self, array):
         """The array with its last two axes exchanged, contiguous, as the extension module reads it."""
         return self.library.contiguous(array.swapaxes(-1, -2))
@@ -469,6 +474,9 @@ class _LentArrays(Arrays):
 
     def differences(self, starts):
         return super().differences(self._lent(starts))
+
+    def side_by_side(self, *arrays):
+        return super().side_by_side(*map(self._lent, arrays))
 
     def merge(self, outs, lses, sinks, dtype):
         own_outs, own_lses, sinks = map(self._lent, (tuple(outs), tuple(lses), sinks))
@@ -530,6 +538,9 @@ class _JaxArrays(Arrays):
             dtype = getattr(importlib.import_module("torch"), self.library.np.dtype(dtype).name)
             return self._by_torch("merge", tuple(outs), tuple(lses), sinks, dtype)
         return super().merge(outs, lses, sinks, dtype)
+
+    def side_by_side(self, *arrays):
+        return self.library.jax.numpy.concatenate(arrays, -1)
 
     def stored(self, values, out):
         raise UnsupportedError(_UNWRITTEN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
+from operator import ne
 from reprlib import repr as short
 from typing import (
     TYPE_CHECKING,
@@ -24,6 +25,7 @@ from typing import (
 
 from ._checks import array, count, flag, is_neutral, number, offset, surely, upper_bound, window
 from ._core import BESIDE, InputError, UnsupportedError
+from ._faces import of_one_library
 from ._types import Array
 
 if TYPE_CHECKING:
@@ -59,6 +61,10 @@ class Only(NamedTuple):
     advice: str
 
 
+class OnValues(NamedTuple):
+    """An argument that is a part of the queries, of what meets the values as keys; `on_values` reads it."""
+
+
 class Unneeded(NamedTuple):
     """An argument that is checked and has no effect: hints for FlashAttention's scheduler, and which
     generation of it an engine calls."""
@@ -86,12 +92,8 @@ class CommonOptions(TypedDict, total=False):
     bias: Annotated[Optional[Array], Modification()]
     mask: Annotated[Optional[Array], Modification()]
     attention_chunk: Annotated[Optional[int], Modification()]
-    qv: Annotated[
-        None, Only((None,), "a second query on the values is not computed: join q and qv along the head dim")
-    ]
-    q_v: Annotated[
-        None, Only((None,), "a second query on the values is not computed: join q and q_v along the head dim")
-    ]
+    qv: Annotated[Optional[Array], OnValues()]
+    q_v: Annotated[Optional[Array], OnValues()]
     q_descale: Annotated[None, _NO_FP8]
     k_descale: Annotated[None, _NO_FP8]
     v_descale: Annotated[None, _NO_FP8]
@@ -210,9 +212,31 @@ def read_options(function, options):
         elif isinstance(row, Unneeded):
             if value is not None:
                 row.check(name, value)
+        elif isinstance(row, OnValues):
+            if value is not None and "packed" in function:
+                raise UnsupportedError(f"{name} with keys and values in one array: give q, k and v apart")
         elif not isinstance(row, (Division, Modification, Number)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division
+
+
+def on_values(face, q, v, options, numbers):
+    """(q, numbers) of a call whose keys begin with their values where it has `qv`, the part of the queries
+    that meets them: q with those columns first, and the scale of all columns by default."""
+    given = {name: options[name] for name in ("qv", "q_v") if options.get(name) is not None}
+    if not given:
+        return q, numbers
+    if len(given) == 2:
+        raise InputError("qv and q_v are two names of one array: give one")
+    ((name, qv),) = given.items()
+    of_one_library(name, array(name, qv), q, face)
+    shape, need = tuple(qv.shape), (*q.shape[:-1], v.shape[-1])
+    if len(shape) != len(need) or any(map(surely, map(ne, shape, need))):
+        raise InputError(f"{name} has the shape {shape}: it must be {need}, q's rows of v's columns")
+    if qv.dtype != q.dtype:
+        raise InputError(f"{name} holds {qv.dtype} and q {q.dtype}: they must be of one type")
+    scale = (q.shape[-1] + v.shape[-1]) ** -0.5 if numbers.scale is None else numbers.scale
+    return face.side_by_side(qv, q), numbers._replace(scale=scale, latent=True)
 
 
 class Extras(NamedTuple):

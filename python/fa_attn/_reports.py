@@ -34,7 +34,7 @@ def problem_text(problem: Mapping[str, Any]) -> str:
         for name in ("total_q", "total_k", "softmax_scale", "softcap")
         if problem.get(name)
     ]
-    words += [name for name in ("used_q", "used_k", "alibi", "sinks") if problem.get(name)]
+    words += [name for name in ("used_q", "used_k", "alibi", "sinks", "latent") if problem.get(name)]
     return ", ".join(words)
 
 

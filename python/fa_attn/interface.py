@@ -23,10 +23,14 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   torch's flex_attention takes, a program's text or a `Program`; their indices are raw, and a mask is
   intersected with `causal` and `window_size`. `attention_chunk`: a query sees its chunk of so many keys, 0
   for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
-- arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`, `k_descale`,
+- `qv` (also `q_v`): q's rows of v's columns. Keys are then v followed by k, as in multi-head latent
+  attention (MLA): scores are q k^T + qv v^T, and `softmax_scale` is by default 1 / sqrt(head_dim +
+  head_dim_v), FlashAttention-3's; a model has that of its heads before absorption. On the CPU, without
+  gradients; v may have any columns.
+- arguments that are accepted at their neutral value only: `sm_margin` 0; `q_descale`, `k_descale`,
   `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
-  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size`
-  1, `cp_rank` 0. Any other value raises an error.
+  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q` and `cp_tot_seqused_k` None; `cp_world_size` 1,
+  `cp_rank` 0. Any other value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.
 """
@@ -39,7 +43,7 @@ from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
 from ._core import InputError
 from ._faces import face_of
 from ._modifications import asked, extents_of
-from ._options import Options, call_options, extras_of, read_options, returned, with_options
+from ._options import Options, call_options, extras_of, on_values, read_options, returned, with_options
 from ._types import A, Array, Window
 from .serving import flash_attn_combine, flash_attn_with_kvcache, get_scheduler_metadata, merge
 
@@ -124,9 +128,11 @@ def flash_attn_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    face = face_of(q)
+    q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
-    out, lse = face_of(q).attention(
+    out, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
@@ -365,6 +371,7 @@ def flash_attn_varlen_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
     out, lse = face.attention(

@@ -91,6 +91,7 @@ def problem(
     pages: Optional[int] = None,
     used_q: bool = False,
     used_k: bool = False,
+    latent: bool = False,
 ) -> Problem:
     """An attention problem as a dict, checked.
 
@@ -99,7 +100,8 @@ def problem(
     `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
     `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16 or bf16, also by the names of numpy and
     torch or as their types. `query_offset`: keys by which queries lie right of the bottom-right alignment.
-    `alibi`: "per_head" or "per_sequence_head".
+    `alibi`: "per_head" or "per_sequence_head". `latent`: whether v is the first columns of each key, of which
+    k has the others (MLA); `softmax_scale` is then needed.
     """
     left, right = window(window_size)
     heads, heads_kv = _pair("heads", heads, ":", "heads_kv", heads_kv)
@@ -136,7 +138,12 @@ def problem(
     fields["mask"] = {**sides, "offset": offset("query_offset", query_offset)}
     fields["dtype"] = _dtype(dtype)
     fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
-    for name, value in (("used_q", used_q), ("used_k", used_k), ("sinks", sinks)):
+    for name, value in (
+        ("used_q", used_q),
+        ("used_k", used_k),
+        ("sinks", sinks),
+        ("latent", latent),
+    ):
         fields[name] = flag(name, value)
     return Problem(json.loads(_core.problem(json.dumps(fields))))
 

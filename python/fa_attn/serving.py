@@ -32,6 +32,7 @@ from ._options import (
     call_options,
     division_of,
     extras_of,
+    on_values,
     read_options,
     with_options,
 )
@@ -153,8 +154,9 @@ def flash_attn_with_kvcache(
     (positions, rotary_dim / 2): new keys are rotated by their positions in the cache, queries by theirs
     (without a mask, all queries by cache_seqlens). `rotary_interleaved`: whether neighbouring elements are
     paired, or else halves. `out`: an array of the result's shape and type, to which the result is written.
-    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. Returns out; with
-    `return_softmax_lse` (out, lse). There are no gradients.
+    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. `qv`: see the module; q
+    and k_cache are then of the rotary columns, v_cache of the latents, by which an MLA model decodes. Returns
+    out; with `return_softmax_lse` (out, lse). There are no gradients.
     """
     if (
         k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
@@ -282,7 +284,7 @@ def flash_attn_with_kvcache(
             max_seqlen_q=longest,
             **tensors,
         )
-        face.check(q, k_cache, v_cache, numbers, extras, out)
+        face.check(*_on_values(face, q, k_cache, v_cache, options, numbers), extras, out)
         q, used = face.append(
             Append(
                 k,
@@ -302,6 +304,7 @@ def flash_attn_with_kvcache(
                 longest,
             )
         )
+    q, numbers = on_values(face, q, v_cache, options, numbers)
     if (table is not None or cache_leftpad is not None) and used is None:
         used = face.ints(capacity_of(k_cache, table), batch, q)
     starts, rows = None, 0
@@ -361,6 +364,11 @@ def _step(q, k_cache, v_cache, used, table, numbers, metadata, division, wants_l
         )
     except (InputError, UnsupportedError):
         return None
+
+
+def _on_values(face, q, k_cache, v_cache, options, numbers):
+    q, numbers = on_values(face, q, v_cache, options, numbers)
+    return q, k_cache, v_cache, numbers
 
 
 def _check_lengths(used, face, batch, capacity):

@@ -14,6 +14,7 @@ from . import _core
 from ._checks import check_cache_rows, check_no_overlap, check_out, int32
 from ._options import Extras
 from ._torch_caches import append, cast_to_cache, host, merge, without_padding
+from ._torch_latents import chosen, largest_scores, repeated, rows_of_pages, sunk, without_blind
 from ._torch_memory import (
     FLOAT,
     autocast,
@@ -47,6 +48,7 @@ __all__ = [
     "backward",
     "cast_to_cache",
     "check",
+    "chosen",
     "contiguous",
     "decoded",
     "detached",
@@ -54,14 +56,20 @@ __all__ = [
     "has_autograd",
     "host",
     "ints",
+    "largest_scores",
     "lends",
     "merge",
     "packed_attention",
+    "repeated",
+    "rows_of_pages",
     "run_forward",
+    "side_by_side",
     "stored",
+    "sunk",
     "swapped",
     "table_of_rows",
     "unstack",
+    "without_blind",
     "without_padding",
 ]
 
@@ -83,19 +91,15 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     if dtype is FLOAT or k.dtype is not dtype or v.dtype is not dtype:
         q, k, v = autocast(q, k, v)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    is_padded = q.is_cuda and (head_dim % 8 or head_dim_v % 8) and not options.latent
     if out is not None:
         _check_out(out, q, k, v, extras)
-        if (
-            as_operator
-            or mods is not None
-            or not is_aligned(out)
-            or (q.is_cuda and (head_dim % 8 or head_dim_v % 8))
-        ):
+        if as_operator or mods is not None or not is_aligned(out) or is_padded:
             made, lse = attention(
                 q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
             )
             return out.copy_(made), lse
-    if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
+    if is_padded:
         # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
         if options.scale is None:
             options = options._replace(scale=head_dim**-0.5)
@@ -257,6 +261,11 @@ def stored(values, out):
 
 def unstack(tensor, axis):
     return tensor.unbind(axis)
+
+
+def side_by_side(*tensors):
+    """The columns of several tensors in one."""
+    return torch.cat(tensors, -1)
 
 
 def table_of_rows(index, rows, table):

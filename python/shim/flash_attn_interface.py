@@ -12,10 +12,9 @@ def _refuse(**given):
             raise UnsupportedError(f"{name}: not computed")
 
 
-def _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin):
+def _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin):
     """Refuses arguments that functions here take and no kernel supports."""
     _refuse(
-        qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -43,11 +42,12 @@ def flash_attn_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     return fa_attn.flash_attn_func(
         q,
         k,
         v,
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -76,7 +76,7 @@ def flash_attn_qkvpacked_func(
 ):
     """Attention of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim)
     with `num_heads_q`."""
-    _refuse_uncomputed(None, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     return fa_attn.flash_attn_varlen_func(
         q,
         k,
@@ -129,6 +129,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -174,7 +175,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     return fa_attn.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -187,6 +188,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx,
         cache_leftpad,
         page_table=page_table,
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -244,8 +246,9 @@ def _flash_attn_forward(
     sm_margin=0,
 ):
     """(out, softmax_lse, two empty partial results), without autograd."""
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
     options = dict(
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=(window_size_left, window_size_right),

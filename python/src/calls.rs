@@ -92,7 +92,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
             same("dout", dout, q, problem.head_dim_v)?;
             same("out", out, q, problem.head_dim_v)?;
             same("dq", dq, q, problem.head_dim)?;
-            same("dk", dk, k, problem.head_dim)?;
+            same("dk", dk, k, problem.head_dim_k())?;
             same("dv", dv, v, problem.head_dim_v)?;
             rows("softmax_lse", lse, lse_rows)?;
             if let Some(dlse) = &given.beside.extras.dlse {

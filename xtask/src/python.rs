@@ -255,7 +255,8 @@ fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
 }
 
 /// Files of tests that need numpy alone.
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
+    "test_flash_mla.py",
     "test_numpy.py",
     "test_refusals.py",
     "test_processes.py",
@@ -272,7 +273,9 @@ const JAX_CHOSEN: &str =
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 6] = [
+const TORCH_FILES: [&str; 8] = [
+    "test_mla_model.py",
+    "test_torch_flash_mla.py",
     "test_stand_in_installed.py",
     "test_notebook.py",
     "test_torch_compiled.py",

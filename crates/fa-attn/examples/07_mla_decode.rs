@@ -1,6 +1,6 @@
-//! A step of DeepSeek's multi-head latent attention: 128 heads of each request on one row of 576 per token, of
-//! which the first 512 columns are the value and the others the part of the key that was rotated. The cache is
-//! one buffer in pages, of which K and V are two views.
+//! A step of DeepSeek's multi-head latent attention: 128 heads of each request on one row of 576 per token,
+//! of which the first 512 columns are the value and the others the part of the key that was rotated. The
+//! cache is one buffer in pages, of which K and V are two views.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example 07_mla_decode
@@ -24,8 +24,8 @@ const TOKENS: usize = 2;
 const PAGE: usize = 64;
 const PAGES: usize = 8;
 
-/// Runs the step; the attended latents of every head, `[requests, tokens, heads, 512]`. A model multiplies each
-/// by its head's values' projection.
+/// Runs the step; the attended latents of every head, `[requests, tokens, heads, 512]`. A model multiplies
+/// each by its head's values' projection.
 ///
 /// # Errors
 /// What the engine refuses.

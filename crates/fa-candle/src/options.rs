@@ -35,6 +35,10 @@ pub struct Options<'a> {
     pub bias: Option<&'a Tensor>,
     /// A mask or a change of scores by a text of the caller's own, before mask and bias.
     pub program: Option<&'a Program>,
+    /// Multi-head latent attention: every key is V's row followed by K's, of which Q has the columns in that
+    /// order; see [`fa_core::Problem`]. The scale is that of the heads before absorption. On the CPU, without
+    /// gradients.
+    pub latent: bool,
     /// Whether gradients are the same bits from run to run on a GPU, at some cost of time. On the CPU they
     /// are, whatever this says.
     pub deterministic: bool,
@@ -100,6 +104,7 @@ impl Options<'_> {
             mask: None,
             bias: None,
             program: None,
+            latent: false,
             deterministic: false,
             rows: Rows::EVEN,
         }
@@ -123,6 +128,7 @@ impl<'a> Options<'a> {
         with_mask(mask: Option<&'a Tensor>),
         with_bias(bias: Option<&'a Tensor>),
         with_program(program: Option<&'a Program>),
+        with_latent(latent: bool),
         with_deterministic(deterministic: bool),
         with_rows(rows: Rows<'a>),
     }

@@ -63,13 +63,14 @@ impl Posed {
                 return Err(Error::Dtype { tensor: name, got: tensor.dtype(), need }.into());
             }
         }
+        let inputs = Inputs { q, k, v, latent: options.latent };
         let (sides, mut beside) = match options.rows {
-            Rows::Padded { used_q, used_k } => padded([q, k, v], [used_q, used_k])?,
+            Rows::Padded { used_q, used_k } => padded(inputs, [used_q, used_k])?,
             Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k } => {
-                packed([q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?
+                packed(inputs, [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])?
             }
             Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q, max_seqlen_k } => {
-                paged([q, k, v], [seqlens_q, seqlens_k], block_table, [max_seqlen_q, max_seqlen_k])?
+                paged(inputs, [seqlens_q, seqlens_k], block_table, [max_seqlen_q, max_seqlen_k])?
             }
         };
         let Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v } = sides;
@@ -84,6 +85,7 @@ impl Posed {
         beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
         let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
         let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
+            .with_latent(options.latent)
             .with_mask(mask(options, &lengths))
             .with_softmax_scale(Some(f64::from(options.softmax_scale)))
             .with_score(
@@ -135,12 +137,30 @@ struct Sides {
     head_dim_v: usize,
 }
 
-fn padded([q, k, v]: [&Tensor; 3], used: [Option<&Tensor>; 2]) -> Result<(Sides, Beside)> {
+/// Q, K and V, and whether V has the first columns of keys.
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
+    q: &'a Tensor,
+    k: &'a Tensor,
+    v: &'a Tensor,
+    latent: bool,
+}
+
+impl Inputs<'_> {
+    /// Checks K, of these rows and heads, and V: K has the columns of Q, or those that V does not have.
+    fn check(&self, rows: &[usize], head_dim: usize, head_dim_v: usize) -> Result<()> {
+        let of_k = head_dim.saturating_sub(if self.latent { head_dim_v } else { 0 });
+        fits("k", self.k, &[rows, &[of_k]].concat())?;
+        fits("v", self.v, &[rows, &[head_dim_v]].concat())
+    }
+}
+
+fn padded(inputs: Inputs<'_>, used: [Option<&Tensor>; 2]) -> Result<(Sides, Beside)> {
+    let Inputs { q, k, v, .. } = inputs;
     let [batch, seqlen_q, heads_q, head_dim] = dims(q, "q", "(batch, seqlen_q, heads, head_dim)")?;
     let [_, seqlen_k, heads_kv, _] = dims(k, "k", "(batch, seqlen_k, heads_kv, head_dim)")?;
     let [_, _, _, head_dim_v] = dims(v, "v", "(batch, seqlen_k, heads_kv, head_dim_v)")?;
-    fits("k", k, &[batch, seqlen_k, heads_kv, head_dim])?;
-    fits("v", v, &[batch, seqlen_k, heads_kv, head_dim_v])?;
+    inputs.check(&[batch, seqlen_k, heads_kv], head_dim, head_dim_v)?;
     let [used_q, used_k] = used;
     let side = |len: usize, used: Option<&Tensor>| {
         if used.is_some() { Side::padded(len).with_used() } else { Side::padded(len) }
@@ -152,12 +172,12 @@ fn padded([q, k, v]: [&Tensor; 3], used: [Option<&Tensor>; 2]) -> Result<(Sides,
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }
 
-fn packed([q, k, v]: [&Tensor; 3], starts: [&Tensor; 2], max: [usize; 2]) -> Result<(Sides, Beside)> {
+fn packed(inputs: Inputs<'_>, starts: [&Tensor; 2], max: [usize; 2]) -> Result<(Sides, Beside)> {
+    let Inputs { q, k, v, .. } = inputs;
     let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
     let [total_k, heads_kv, _] = dims(k, "k", "(total_k, heads_kv, head_dim)")?;
     let [_, _, head_dim_v] = dims(v, "v", "(total_k, heads_kv, head_dim_v)")?;
-    fits("k", k, &[total_k, heads_kv, head_dim])?;
-    fits("v", v, &[total_k, heads_kv, head_dim_v])?;
+    inputs.check(&[total_k, heads_kv], head_dim, head_dim_v)?;
     let [seqlens_q, seqlens_k] = starts;
     let batch = sequences(seqlens_q)?;
     let beside = Beside {
@@ -170,16 +190,16 @@ fn packed([q, k, v]: [&Tensor; 3], starts: [&Tensor; 2], max: [usize; 2]) -> Res
 }
 
 fn paged(
-    [q, k, v]: [&Tensor; 3],
+    inputs: Inputs<'_>,
     starts: [&Tensor; 2],
     block_table: &Tensor,
     max: [usize; 2],
 ) -> Result<(Sides, Beside)> {
+    let Inputs { q, k, v, .. } = inputs;
     let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
     let [pages, page, heads_kv, _] = dims(k, "k", "(pages, page_block_size, heads_kv, head_dim)")?;
     let [_, _, _, head_dim_v] = dims(v, "v", "(pages, page_block_size, heads_kv, head_dim_v)")?;
-    fits("k", k, &[pages, page, heads_kv, head_dim])?;
-    fits("v", v, &[pages, page, heads_kv, head_dim_v])?;
+    inputs.check(&[pages, page, heads_kv], head_dim, head_dim_v)?;
     let [seqlens_q, seqlens_k] = starts;
     let batch = sequences(seqlens_q)?;
     let cu_q = integers("seqlens_q", seqlens_q, &[batch + 1], q)?;

@@ -260,8 +260,8 @@ fn problem_of(
     backward: bool,
 ) -> anyhow::Result<Problem> {
     if backward && args.latent {
-        let message = "--latent: absorbed heads have no gradients; leave --backward out, or train on the heads \
-                       before absorption";
+        let message = "--latent: absorbed heads have no gradients; leave --backward out, or train on the \
+                       heads before absorption";
         return Err(InputError::Usage(message.to_owned()).into());
     }
     if backward && sides.values.page_table.is_some() {

@@ -38,6 +38,8 @@ pub struct Batch<'a> {
     dlse: Option<Dlse<'a>>,
     program: Option<(Interned, Inputs<'a>)>,
     within: Within,
+    /// Of each sequence the row of the page table, where it is another than its own.
+    rows: Option<Vec<usize>>,
 }
 
 /// The gradient of the LSE.
@@ -102,7 +104,21 @@ impl<'a> Batch<'a> {
         let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
         let mut sequences = room(q.len())?;
         sequences.extend(q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }));
-        Ok(Batch { sequences, pages, slopes, sinks: extras.sinks, dlse, program, within: arguments.within })
+        Ok(Batch {
+            sequences,
+            pages,
+            slopes,
+            sinks: extras.sinks,
+            dlse,
+            program,
+            within: arguments.within,
+            rows: None,
+        })
+    }
+
+    /// Other sequences over the same rows of K and V: with each the one whose keys it has some of.
+    pub(crate) fn of_sequences(&self, sequences: Vec<Sequence>, rows: Vec<usize>) -> Batch<'a> {
+        Batch { sequences, rows: Some(rows), ..self.clone() }
     }
 
     /// Whether all sequences are of the same lengths.
@@ -120,7 +136,8 @@ impl<'a> Batch<'a> {
     pub fn key(&self, sequence: usize, key: usize) -> (usize, usize) {
         match &self.pages {
             Some(Pages { table, columns, page }) => {
-                (table[sequence * columns + key / page] as usize, key % page)
+                let row = self.rows.as_ref().map_or(sequence, |rows| rows[sequence]);
+                (table[row * columns + key / page] as usize, key % page)
             }
             None => {
                 let span = self.sequences[sequence].k;

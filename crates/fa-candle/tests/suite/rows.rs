@@ -171,3 +171,46 @@ fn sinks_and_slopes_of_each_sequence_are_in_the_options() -> Result<()> {
     assert_close("lse", &lse, &need_lse, 2e-6);
     Ok(())
 }
+
+/// Multi-head latent attention: heads whose keys and values are projections of one latent per token, and the
+/// same with the projections absorbed into queries and outputs, on rows of one buffer in pages.
+#[test]
+fn absorbed_heads_give_what_their_own_keys_do() -> Result<()> {
+    let (heads, nope, rotary, value, latent) = (4, 12, 8, 16, 24);
+    let (total_q, total_k) = (Q.iter().sum::<usize>(), K.iter().sum::<usize>());
+    let q = values((total_q, heads, nope + rotary), 1);
+    let rows = values((total_k, 1, latent + rotary), 2);
+    let (up_k, up_v) = (values((heads, latent, nope), 3), values((heads, latent, value), 4));
+    // Of every head its own key and value: `[heads, rows, latent] x [heads, latent, ..]`.
+    let latents = rows.narrow(2, 0, latent)?.squeeze(1)?;
+    let of_heads = |up: &Tensor| latents.broadcast_left(heads)?.matmul(up)?.transpose(0, 1)?.contiguous();
+    let turned = rows.narrow(2, latent, rotary)?.broadcast_as((total_k, heads, rotary))?;
+    let k = Tensor::cat(&[&of_heads(&up_k)?, &turned.contiguous()?], 2)?;
+    let need = one_by_one(&[q.clone(), k, of_heads(&up_v)?], Scores::CAUSAL)?;
+
+    let meets = q.narrow(2, 0, nope)?.transpose(0, 1)?.contiguous()?.matmul(&up_k.t()?.contiguous()?)?;
+    let absorbed =
+        Tensor::cat(&[&meets.transpose(0, 1)?.contiguous()?, &q.narrow(2, nope, rotary)?.contiguous()?], 2)?;
+    let (cache, table) = pages(&rows)?;
+    let (v, k) = (cache.narrow(3, 0, latent)?, cache.narrow(3, latent, rotary)?);
+    let rows = Rows::Paged {
+        seqlens_q: &starts(&Q),
+        seqlens_k: &starts(&K),
+        block_table: &table,
+        max_seqlen_q: 11,
+        max_seqlen_k: 40,
+    };
+    let options = Options::causal(SCALE).with_rows(rows).with_latent(true);
+    let out = attention(&absorbed, &k, &v, &options)?;
+    let out = out.transpose(0, 1)?.contiguous()?.matmul(&up_v)?.transpose(0, 1)?.contiguous()?;
+    assert_close("absorbed", &out, &need, 2e-5);
+
+    let text = attention(&absorbed, &v, &v, &options).unwrap_err().to_string();
+    assert!(text.contains("[16, 8, 1, 8]"), "{text}");
+    let (q, k, v) = (values((1, 3, 4, 24), 1), values((1, 5, 1, 8), 2), values((1, 5, 1, 16), 3));
+    let q = candle_core::Var::from_tensor(&q)?;
+    let out = attention(q.as_tensor(), &k, &v, &Options::causal(SCALE).with_latent(true))?;
+    let text = out.sum_all()?.backward().unwrap_err().to_string();
+    assert!(text.contains("a latent problem has no backward"), "{text}");
+    Ok(())
+}

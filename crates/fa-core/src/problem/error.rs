@@ -34,8 +34,8 @@ pub enum ProblemError {
     },
     /// K's rows would have fewer columns than V's, with which they begin.
     #[error(
-        "head_dim = {head_dim} and head_dim_v = {head_dim_v} of a latent problem: a key begins with its value, \
-         so head_dim must be head_dim_v or more (576 and 512 for DeepSeek)"
+        "head_dim = {head_dim} and head_dim_v = {head_dim_v} of a latent problem: a key begins with its \
+         value, so head_dim must be head_dim_v or more (576 and 512 for DeepSeek)"
     )]
     LatentColumns {
         /// Elements of a key.
@@ -45,8 +45,8 @@ pub enum ProblemError {
     },
     /// A latent problem without a softmax scale.
     #[error(
-        "softmax_scale is not given: a latent problem of head_dim = {head_dim} has no default. Give the scale of \
-         the heads before absorption, (d_nope + d_rope)^-0.5: 192^-0.5 = 0.07217 for DeepSeek's 128 + 64, \
+        "softmax_scale is not given: a latent problem of head_dim = {head_dim} has no default. Give the scale \
+         of the heads before absorption, (d_nope + d_rope)^-0.5: 192^-0.5 = 0.07217 for DeepSeek's 128 + 64, \
          times what YaRN adds"
     )]
     LatentScale {

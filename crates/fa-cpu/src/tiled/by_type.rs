@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::inputs::{Backward, BackwardInputs, Gradients};
 use super::work::{Forward, Unit, units};
-use super::{backward, backward16, decode, forward, forward16};
+use super::{backward, backward16, decode, fold, forward, forward16};
 use crate::element::Element;
 use crate::keys::Keys;
 use crate::simd::cast;
@@ -61,7 +61,14 @@ fn forward_of<T: Element + Factor>(
 ) {
     let decodes = decode::applies(call);
     let few = |unit: &Unit| decodes && decode::suits(call, &call.batch.sequences[unit.sequence]);
-    let (few, mut many): (Vec<_>, Vec<_>) = units(call.problem, call.batch).into_iter().partition(few);
+    let mut all = units(call.problem, call.batch);
+    if let (Some(call), Some(out)) = (cast_forward(call), cast::tensor_mut(out))
+        && fold::applies(&call, out)
+    {
+        let folded: Vec<Unit> = all.extract_if(.., |unit| fold::suits(&call, unit)).collect();
+        fold::run(&call, &folded, out, lse.as_deref_mut());
+    }
+    let (few, mut many): (Vec<_>, Vec<_>) = all.into_iter().partition(few);
     decode::run(call, &few, out, lse.as_deref_mut());
     if forward16::applies(call.kernels, call.problem)
         && let (Some(call), Some(out)) = (cast_forward(call), cast::tensor_mut(out))

@@ -29,7 +29,7 @@ use crate::view::TensorMut;
 
 /// The most queries of a sequence, or rows of a group together, for this path: more fill enough of a panel's
 /// columns.
-const QUERIES: usize = 4;
+pub(super) const QUERIES: usize = 4;
 const ROWS: usize = 16;
 /// With many keys, queries that fill no more than this part of a panel take this path, in groups of any size:
 /// the panel path takes as long for them as for a whole panel.

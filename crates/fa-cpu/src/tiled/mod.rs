@@ -14,6 +14,7 @@ mod cut;
 mod decode;
 mod delta;
 mod dq;
+mod fold;
 mod forward;
 mod forward16;
 mod gate;

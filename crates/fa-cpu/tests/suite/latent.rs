@@ -1,5 +1,5 @@
-//! Latent problems, whose keys begin with their values: against the oracle, against the same problem with whole
-//! keys, and on the one buffer of rows that serving engines keep.
+//! Latent problems, whose keys begin with their values: against the oracle, against the same problem with
+//! whole keys, and on the one buffer of rows that serving engines keep.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
@@ -65,6 +65,26 @@ fn decodes_of_any_pages_heads_and_types_are_within_tolerance() {
                 }
                 let base = latent(heads, dims, mask, dtype).with_score(score);
                 let q = [Lie::Padded, Lie::Packed][turn % 2];
+                let (problem, owned) = problem(base, lens, [q, lie], turn as u64);
+                check_type(&problem, &owned.view(), turn as u64, false);
+            }
+        }
+    }
+}
+
+/// As many query heads on one K/V head as make panels of their own, with and without latents.
+#[test]
+fn many_heads_on_one_row_are_within_tolerance() {
+    let mut turn = 0;
+    for lens in DECODES {
+        for lie in [Lie::Padded, Lie::PackedUsed, Lie::Paged(61), Lie::Paged(16)] {
+            for mask in [Mask::CAUSAL, Mask::FULL, Mask::band(None, Some(3)), Mask::CAUSAL.with_offset(-2)] {
+                turn += 1;
+                let (heads, dims) = [(32, (72, 64)), (50, (40, 40)), (33, (24, 8))][turn % 3];
+                let score = ScoreMod::NONE.with_softcap([None, Some(20.0)][turn / 2 % 2]);
+                let base = latent(heads, dims, mask, Dtype::Bf16).with_score(score);
+                let base = base.with_latent(turn % 2 == 0);
+                let q = [Lie::Packed, Lie::Padded][turn / 4 % 2];
                 let (problem, owned) = problem(base, lens, [q, lie], turn as u64);
                 check_type(&problem, &owned.view(), turn as u64, false);
             }

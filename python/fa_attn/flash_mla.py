@@ -1,0 +1,231 @@
+"""FlashMLA's functions: multi-head latent attention (MLA) on a cache of rows that all heads share.
+
+A row of the cache is a key; its first `head_dim_v` columns, the latent, are also the value. DeepSeek's rows
+have 576 columns, 512 of the latent and 64 that rotary embedding turned; queries have as many, in that order,
+for each of up to 128 heads. Names, arguments, layouts and results are FlashMLA's, and so are two conventions
+that other functions here do not have: the default scale is that of the rows, 1 / sqrt(576), although models
+have that of their heads before absorption (192 ** -0.5 for DeepSeek), and LSE is +inf for a row that sees no
+key. Any page size, number of heads and of columns; arrays of numpy, torch and other libraries, of float16 and
+bfloat16, on the CPU also float32. There are no gradients, and no GPU kernel yet: arrays on a GPU are refused.
+
+>>> from fa_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+>>> meta, _ = get_mla_metadata()
+>>> out, lse = flash_mla_with_kvcache(
+...     q, cache, block_table, cache_seqlens, 512, meta, softmax_scale=192**-0.5, causal=True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, Optional, Tuple
+
+from ._checks import array, count, flag, lengths_of, surely
+from ._core import InputError, InputTypeError, UnsupportedError
+from ._faces import face_of
+from ._options import call_options, extras_of
+from ._types import A, Array
+from .serving import merge
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """What calls on the same lengths have in common, of `get_mla_metadata`: the first call that gets it sets
+    it, and later ones are checked against that."""
+
+    config: Optional[Dict[str, Any]] = None
+    plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
+
+    def check(self, **call: Any) -> None:
+        if self.config is None:
+            self.config = call
+        for name, have in call.items():
+            need = self.config[name]
+            if need is not have and surely(need != have):
+                raise InputError(
+                    f"tile_scheduler_metadata is of calls with {name} = {need}, this one has {have}: take "
+                    "another of get_mla_metadata"
+                )
+
+
+def get_mla_metadata(*arguments: Any, **options: Any) -> Tuple[FlashMLASchedMeta, None]:
+    """(metadata, None) for the calls of a step, one for each layer. FlashMLA's arguments, of this and of
+    older versions (cache_seqlens, heads, ..), are not needed: the first call sets them."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: A,
+    k_cache: Array,
+    block_table: Optional[Array],
+    cache_seqlens: Optional[Array],
+    head_dim_v: int,
+    tile_scheduler_metadata: Optional[FlashMLASchedMeta] = None,
+    num_splits: None = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Optional[Array] = None,
+    attn_sink: Optional[Array] = None,
+    extra_k_cache: Optional[Array] = None,
+    extra_indices_in_kvcache: Optional[Array] = None,
+    topk_length: Optional[Array] = None,
+    extra_topk_length: Optional[Array] = None,
+) -> Tuple[A, A]:
+    """(out, lse) of new tokens on their sequences' rows, or on those that `indices` names.
+
+    q (batch, seqlen_q, heads_q, head_dim), k_cache (pages, page, heads_kv, head_dim), of which the first
+    `head_dim_v` columns are the values. `block_table`: int32 (batch, pages of a sequence); `cache_seqlens`:
+    int32 (batch,), rows of each sequence, with those of the new tokens. `causal`: aligned to the bottom
+    right. `indices`: int32 (batch, seqlen_q, topk), for each token the rows that it sees, page * page size +
+    place, instead of block_table and cache_seqlens; an entry that is no row of the cache names none, as do
+    those from `topk_length` (batch,) on. `extra_k_cache`, `extra_indices_in_kvcache`, `extra_topk_length`: a
+    second cache and the rows that each token sees of it. `attn_sink`: float32 (heads_q,), a logit that joins
+    the denominators of out, not lse. Returns out (batch, seqlen_q, heads_q, head_dim_v) and lse float32
+    (batch, heads_q, seqlen_q).
+    """
+    face = face_of(array("q", q))
+    for name, value, axes in (("q", q, "(batch, seqlen_q"), ("k_cache", k_cache, "(pages, page")):
+        _check_axes(name, value, 4, f"{axes}, heads, head_dim)")
+    if flag("is_fp8_kvcache", is_fp8_kvcache):
+        raise UnsupportedError("is_fp8_kvcache: no kernel reads a cache of fp8, convert it to q's type")
+    if num_splits is not None:
+        raise InputError("num_splits: how keys are divided is in tile_scheduler_metadata, give None")
+    metadata = tile_scheduler_metadata
+    if metadata is None:
+        metadata = FlashMLASchedMeta()
+    if not isinstance(metadata, FlashMLASchedMeta):
+        kind = type(metadata).__name__
+        raise InputTypeError(f"tile_scheduler_metadata is {kind}: it must be what get_mla_metadata gives")
+    columns = _columns(q, k_cache, "k_cache", head_dim_v)
+    numbers = _numbers(softmax_scale, q, causal)
+    metadata.check(
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        heads_q=q.shape[2],
+        page_size=k_cache.shape[1],
+        heads_kv=k_cache.shape[2],
+        causal=numbers.causal,
+        topk=None if indices is None else indices.shape[-1],
+    )
+    q, k_cache = _without_gradients(face, q=q, k_cache=k_cache)
+    if indices is None:
+        of_indices = {
+            "extra_k_cache": extra_k_cache,
+            "extra_indices_in_kvcache": extra_indices_in_kvcache,
+            "topk_length": topk_length,
+            "extra_topk_length": extra_topk_length,
+        }
+        for name, value in of_indices.items():
+            if value is not None:
+                raise InputError(f"{name} without indices: it belongs to them, leave it out")
+        if block_table is None or cache_seqlens is None:
+            raise InputError("block_table and cache_seqlens are missing: give both, or indices")
+        lengths_of("cache_seqlens", cache_seqlens, q.shape[0])
+        extras = extras_of(
+            seqused_k=cache_seqlens,
+            page_table=face.contiguous(array("block_table", block_table)),
+            max_seqlen_q=q.shape[1],
+        )
+        keys = k_cache[..., columns:], k_cache[..., :columns]
+        out, lse = face.attention(q, *keys, numbers, extras, metadata.plans)
+    else:
+        if numbers.causal:
+            raise InputError("causal with indices: they say which rows a token sees, leave it out")
+        out, lse = _on_indices(face, q, k_cache, columns, numbers, "indices", indices, topk_length)
+        if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
+            raise InputError("extra_k_cache and extra_indices_in_kvcache belong together: give both")
+        if extra_k_cache is not None:
+            _columns(q, extra_k_cache, "extra_k_cache", head_dim_v)
+            (extra_k_cache,) = _without_gradients(face, extra_k_cache=extra_k_cache)
+            named = ("extra_indices_in_kvcache", extra_indices_in_kvcache, extra_topk_length)
+            more, more_lse = _on_indices(face, q, extra_k_cache, columns, numbers, *named)
+            out, lse = merge([out, more], [lse, more_lse])
+    return _finished(face, out, lse, attn_sink)
+
+
+def flash_mla_sparse_fwd(
+    q: A,
+    kv: Array,
+    indices: Array,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Optional[Array] = None,
+    topk_length: Optional[Array] = None,
+) -> Tuple[A, A, A]:
+    """(out, max_logits, lse) of tokens on the rows that `indices` names: the prefill of sparse attention.
+
+    q (seqlen_q, heads_q, head_dim), kv (seqlen_k, 1, head_dim), of which the first `d_v` columns are the
+    values. `indices`: int32 (seqlen_q, 1, topk), the rows that each token sees; an entry outside of kv names
+    none, as do those from `topk_length` (seqlen_q,) on. `attn_sink`: float32 (heads_q,), a logit that joins
+    the denominators of out. Returns out (seqlen_q, heads_q, d_v) and two float32 (seqlen_q, heads_q): the
+    largest scaled score of each row, -inf where it sees none, and lse, both without the sink.
+    """
+    face = face_of(array("q", q))
+    _check_axes("q", q, 3, "(seqlen_q, heads_q, head_dim)")
+    _check_axes("kv", kv, 3, "(seqlen_k, 1, head_dim)")
+    _check_axes("indices", indices, 3, "(seqlen_q, 1, topk)")
+    if kv.shape[1] != 1:
+        raise UnsupportedError(f"kv has {kv.shape[1]} heads: give one, whose rows all heads share")
+    columns = _columns(q, kv, "kv", d_v)
+    numbers = _numbers(sm_scale, q, False)
+    q, kv = _without_gradients(face, q=q, kv=kv)
+    named = ("indices", indices, topk_length)
+    out, lse = _on_indices(face, q[:, None], kv[:, None], columns, numbers, *named)
+    out, lse = _finished(face, out, lse, attn_sink)
+    chosen = face.chosen(indices[:, 0], kv.shape[0], topk_length)
+    return out[:, 0], face.largest_scores(q, kv[:, 0], *chosen, numbers.scale), lse[..., 0]
+
+
+def _check_axes(name, value, axes, need):
+    if len(array(name, value).shape) != axes:
+        raise InputError(f"{name} has the shape {tuple(value.shape)}: it must be {need}")
+
+
+def _columns(q, cache, name, head_dim_v):
+    """The columns of a row that are its value."""
+    columns = count("head_dim_v", head_dim_v, 1)
+    head_dim = q.shape[-1]
+    if array(name, cache).shape[-1] != head_dim:
+        raise InputError(f"{name} has rows of {cache.shape[-1]} columns and q of {head_dim}: as many")
+    if columns > head_dim:
+        raise InputError(f"head_dim_v is {columns}: it must be at most {head_dim}, the columns of a row")
+    return columns
+
+
+def _numbers(scale, q, causal):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return call_options(scale, causal, (-1, -1), 0.0, False)._replace(latent=True)
+
+
+def _without_gradients(face, **arrays):
+    if not face.has_autograd:
+        return tuple(arrays.values())
+    return tuple(face.detached(name, value) for name, value in arrays.items())
+
+
+def _on_indices(face, q, cache, columns, numbers, name, indices, lengths):
+    """(out, lse) of each token on the rows of its own: a sequence of one query, with pages of one row."""
+    batch, rows, heads, head_dim = q.shape
+    indices = array(name, indices)
+    if len(indices.shape) != 3 or tuple(indices.shape[:2]) != (batch, rows):
+        raise InputError(f"{name} has the shape {tuple(indices.shape)}: it must be ({batch}, {rows}, topk)")
+    if lengths is not None:
+        lengths_of("topk_length", lengths, batch)
+        lengths = face.repeated(lengths, rows)
+    cache = face.rows_of_pages(cache)
+    table, used = face.chosen(indices.reshape(batch * rows, indices.shape[2]), cache.shape[0], lengths)
+    extras = extras_of(seqused_k=used, page_table=table, max_seqlen_q=1)
+    alone = q.reshape(batch * rows, 1, heads, head_dim)
+    out, lse = face.attention(alone, cache[..., columns:], cache[..., :columns], numbers, extras)
+    return out.reshape(batch, rows, heads, columns), face.swapped(lse.reshape(batch, rows, heads))
+
+
+def _finished(face, out, lse, sinks):
+    if sinks is not None:
+        need = tuple(out.shape[-2:-1])
+        if tuple(array("attn_sink", sinks).shape) != need:
+            raise InputError(f"attn_sink has the shape {tuple(sinks.shape)}: it must be {need}, (heads_q,)")
+        out = face.sunk(out, lse, sinks)
+    return out, face.without_blind(lse)

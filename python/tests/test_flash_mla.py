@@ -1,0 +1,250 @@
+"""FlashMLA's functions and FlashAttention-3's `qv` against the definition in f64."""
+
+import numpy as np
+import pytest
+import reference
+from reference import arrays, close
+
+import fa_attn
+from fa_attn import flash_mla
+
+COLUMNS, LATENT = 576, 512
+SCALE = 192**-0.5
+
+
+def rows_of(cache, table, length, page):
+    """The rows of a sequence, (length, columns)."""
+    rows = [cache[table[i // page], i % page, 0] for i in range(length)]
+    return np.stack(rows) if rows else cache[0, :0, 0]
+
+
+def step(seed, batch, seqlen_q, heads, page, lengths, dtype=np.float16, columns=COLUMNS):
+    """Queries, a cache that is NaN where no sequence has a row, and a table that ends in garbage."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-length // page) for length in lengths]
+    pages = sum(needed) + 2
+    cache = np.full((pages, page, 1, columns), np.nan, dtype)
+    table = np.full((batch, max([*needed, 1]) + 2), 2147480000, np.int32)
+    free = list(rng.permutation(pages))
+    for b, length in enumerate(lengths):
+        for i in range(needed[b]):
+            table[b, i] = free.pop()
+            count = min(page, length - i * page)
+            cache[table[b, i], :count, 0] = rng.standard_normal((count, columns)).astype(dtype)
+    q = rng.standard_normal((batch, seqlen_q, heads, columns)).astype(dtype)
+    return q, cache, table, np.array(lengths, np.int32)
+
+
+def check(q, cache, table, lengths, out, lse, causal, columns_v, dtype, scale=SCALE):
+    for b, length in enumerate(lengths):
+        keys = rows_of(cache, table[b], length, cache.shape[1])[:, None]
+        want, want_lse, _ = reference.attention(q[b], keys, keys[..., :columns_v], causal=causal, scale=scale)
+        close(out[b], want, dtype)
+        assert (np.isposinf(lse[b]) == np.isneginf(want_lse)).all()
+        close(np.where(np.isposinf(lse[b]), -np.inf, lse[b]), want_lse, np.float32, 20)
+
+
+CASES = [
+    (1, 1, 64), (3, 4, 61), (9, 2, 69), (16, 1, 64), (63, 2, 2), (64, 4, 64), (126, 1, 61), (128, 2, 64)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads, seqlen_q, page", CASES)
+def test_tokens_on_their_pages(heads, seqlen_q, page, causal):
+    lengths = [0, 1, page, 3, 2 * page + 37, 130]
+    q, cache, table, used = step(heads, 6, seqlen_q, heads, page, lengths)
+    meta, no_splits = flash_mla.get_mla_metadata(used, heads * seqlen_q, 1)
+    call = (cache, table, used, LATENT, meta, no_splits, SCALE, causal)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, *call)
+    assert out.shape == (6, seqlen_q, heads, LATENT) and out.dtype == q.dtype
+    assert lse.shape == (6, heads, seqlen_q) and lse.dtype == np.float32
+    check(q, cache, table, lengths, out, lse, causal, LATENT, np.float16)
+    assert (out[0] == 0).all() and np.isposinf(lse[0]).all()
+    # Again by the same metadata, and by that of another shape.
+    again = flash_mla.flash_mla_with_kvcache(q, *call)
+    assert (again[0] == out).all() and (again[1] == lse).all()
+    with pytest.raises(fa_attn.InputError, match="tile_scheduler_metadata is of calls with batch = 6"):
+        flash_mla.flash_mla_with_kvcache(q[:1], cache, table[:1], used[:1], *call[3:])
+
+
+@pytest.mark.parametrize("columns, latent", [(512, 512), (320, 256), (40, 16), (17, 9)])
+def test_rows_of_other_columns(columns, latent):
+    q, cache, table, used = step(2, 3, 2, 5, 16, [33, 0, 7], np.float32, columns)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, used, latent, causal=True)
+    check(q, cache, table, used, out, lse, True, latent, np.float32, columns**-0.5)
+
+
+def test_a_step_of_many_splits():
+    q, cache, table, used = step(5, 2, 1, 16, 64, [3000, 700])
+    meta = flash_mla.get_mla_metadata()[0]
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, used, LATENT, meta, softmax_scale=SCALE)
+    check(q, cache, table, used, out, lse, False, LATENT, np.float16)
+
+
+def chosen(rng, batch, seqlen_q, topk, there):
+    """For each token rows of those that are `there`, with entries that name none among them."""
+    indices = rng.choice(there, (batch, seqlen_q, topk)).astype(np.int32)
+    indices[rng.random(indices.shape) < 0.3] = -1
+    indices[rng.random(indices.shape) < 0.1] = 2147480000
+    indices[0, 0] = -1
+    return indices
+
+
+def seen(indices, rows, length=None):
+    own = indices if length is None else indices[:length]
+    return own[(own >= 0) & (own < rows)]
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_tokens_on_rows_of_their_choice(with_lengths):
+    rng = np.random.default_rng(3)
+    q, cache, table, used = step(8, 2, 3, 16, 64, [130, 64])
+    flat = cache.reshape(-1, COLUMNS)
+    there = np.flatnonzero(np.isfinite(flat[:, 0]))
+    indices = chosen(rng, 2, 3, 40, there)
+    lengths = np.array([40, 11], np.int32) if with_lengths else None
+    sinks = np.array([*rng.standard_normal(14), np.inf, -np.inf], np.float32)
+    meta = flash_mla.get_mla_metadata()[0]
+    call = dict(softmax_scale=SCALE, indices=indices, topk_length=lengths)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, None, None, LATENT, meta, **call)
+    sunk, same = flash_mla.flash_mla_with_kvcache(q, cache, None, None, LATENT, meta, attn_sink=sinks, **call)
+    assert (lse == same).all()
+    for b in range(2):
+        for i in range(3):
+            rows = seen(indices[b, i], len(flat), None if lengths is None else lengths[b])
+            keys = flat[rows][:, None]
+            of_row = (q[b, i : i + 1], keys, keys[..., :LATENT])
+            want, want_lse, _ = reference.attention(*of_row, scale=SCALE)
+            close(out[b, i], want[0], np.float16)
+            assert np.isposinf(lse[b, :, i]).all() == (len(rows) == 0)
+            if len(rows):
+                close(lse[b, :, i], want_lse[:, 0], np.float32, 20)
+            share = 1 / (1 + np.exp(sinks.astype(np.float64) - want_lse[:, 0])) if len(rows) else np.zeros(16)
+            close(sunk[b, i], want[0] * share[:, None], np.float16)
+    # A second cache joins: both together are one.
+    more = chosen(rng, 2, 3, 7, there)
+    both, both_lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, LATENT, softmax_scale=SCALE, indices=indices, extra_k_cache=cache,
+        extra_indices_in_kvcache=more,
+    )  # fmt: skip
+    one, one_lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, LATENT, softmax_scale=SCALE, indices=np.concatenate([indices, more], -1)
+    )
+    close(both, one, np.float16)
+    close(both_lse, one_lse, np.float32, 20)
+
+
+def test_prefill_on_rows_of_its_choice():
+    rng = np.random.default_rng(4)
+    q, kv = arrays(1, (5, 8, COLUMNS), (70, 1, COLUMNS), dtype=np.float16)
+    kv[60:] = np.nan
+    indices = chosen(rng, 5, 1, 24, np.arange(60))
+    lengths = np.array([24, 3, 0, 24, 24], np.int32)
+    out, most, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, topk_length=lengths)
+    assert out.shape == (5, 8, LATENT) and most.shape == lse.shape == (5, 8)
+    for i in range(5):
+        rows = seen(indices[i, 0], 70, lengths[i])
+        want, want_lse, _ = reference.attention(q[i : i + 1], kv[rows], kv[rows, :, :LATENT], scale=SCALE)
+        close(out[i], want[0], np.float16)
+        if not len(rows):
+            assert np.isposinf(lse[i]).all() and np.isneginf(most[i]).all()
+            continue
+        close(lse[i], want_lse[:, 0], np.float32, 20)
+        scores = q[i].astype(np.float64) @ kv[rows, 0].astype(np.float64).T * SCALE
+        close(most[i], scores.max(-1), np.float32, 20)
+
+
+@pytest.mark.parametrize("name", ["qv", "q_v"])
+def test_a_second_query_on_the_values(name):
+    q, qv, k, v = arrays(2, (2, 3, 6, 8), (2, 3, 6, 24), (2, 20, 2, 8), (2, 20, 2, 24))
+    keys, queries = np.concatenate([v, k], -1), np.concatenate([qv, q], -1)
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_lse=True, **{name: qv})
+    want, want_lse = fa_attn.flash_attn_func(queries, keys, v, causal=True, return_lse=True)
+    close(out, want)
+    close(lse, want_lse)
+    for b in range(2):
+        exact, _, _ = reference.attention(queries[b], keys[b], v[b], causal=True, scale=32**-0.5)
+        close(out[b], exact)
+    cu = np.array([0, 20, 40], np.int32)
+    packed = fa_attn.flash_attn_varlen_func(
+        q, k.reshape(40, 2, 8), v.reshape(40, 2, 24), None, cu, None, 20, causal=True, qv=qv
+    )
+    close(packed, out)
+    # Decoding, with what is new appended and its rotary columns turned.
+    new_k, new_v = arrays(3, (2, 3, 2, 8), (2, 3, 2, 24))
+    angles = np.random.default_rng(8).uniform(0, 6.28, (40, 4)).astype(np.float32)
+    tables = dict(rotary_cos=np.cos(angles), rotary_sin=np.sin(angles))
+    k_cache, v_cache = np.zeros((2, 30, 2, 8), np.float32), np.zeros((2, 30, 2, 24), np.float32)
+    k_cache[:, :20], v_cache[:, :20] = k, v
+    used = np.array([20, 11], np.int32)
+    out = fa_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, new_k, new_v, cache_seqlens=used, causal=True, qv=qv, softmax_scale=0.3, **tables
+    )
+    turned = lambda x, at: np.stack(  # noqa: E731
+        [
+            x[..., 0::2] * np.cos(angles)[at][:, None] - x[..., 1::2] * np.sin(angles)[at][:, None],
+            x[..., 0::2] * np.sin(angles)[at][:, None] + x[..., 1::2] * np.cos(angles)[at][:, None],
+        ],
+        -1,
+    ).reshape(x.shape)
+    for b, n in enumerate(used):
+        at = np.arange(n, n + 3)
+        own_k = np.concatenate([k[b, :n], turned(new_k[b], at)])
+        own_v = np.concatenate([v[b, :n], new_v[b]])
+        own_q = np.concatenate([qv[b], turned(q[b], at)], -1)
+        keys = np.concatenate([own_v, own_k], -1)
+        want, _, _ = reference.attention(own_q, keys, own_v, causal=True, scale=0.3)
+        close(out[b], want)
+        close(v_cache[b, n : n + 3], new_v[b])
+
+
+def test_refusals_name_the_arguments():
+    q, cache, table, used = step(1, 2, 1, 4, 16, [5, 20])
+    call = flash_mla.flash_mla_with_kvcache
+
+    def refused(error, part, function, *arguments, **options):
+        with pytest.raises(error) as raised:
+            function(*arguments, **options)
+        assert part in str(raised.value), str(raised.value)
+
+    wrong, unsupported = fa_attn.InputError, fa_attn.UnsupportedError
+    refused(unsupported, "is_fp8_kvcache", call, q, cache, table, used, LATENT, is_fp8_kvcache=True)
+    refused(wrong, "num_splits", call, q, cache, table, used, LATENT, None, 3)
+    kind = fa_attn.InputTypeError
+    refused(kind, "tile_scheduler_metadata is ndarray", call, q, cache, table, used, LATENT, used)
+    refused(wrong, "head_dim_v is 577", call, q, cache, table, used, 577)
+    refused(wrong, "rows of 570 columns", call, q, cache[..., :570], table, used, LATENT)
+    refused(wrong, "block_table and cache_seqlens are missing", call, q, cache, None, used, LATENT)
+    refused(wrong, "topk_length without indices", call, q, cache, table, used, LATENT, topk_length=used)
+    refused(wrong, "cache_seqlens", call, q, cache, table, used[:1], LATENT)
+    refused(wrong, "is 2147480000", call, q, cache, table, np.array([5, 60], np.int32), LATENT)
+    indices = np.zeros((2, 1, 4), np.int32)
+    refused(wrong, "causal with indices", call, q, cache, None, None, LATENT, causal=True, indices=indices)
+    refused(wrong, "must be (2, 1, topk)", call, q, cache, None, None, LATENT, indices=indices[:1])
+    refused(wrong, "attn_sink", call, q, cache, table, used, LATENT, attn_sink=np.zeros(3, np.float32))
+    k, qv = cache[..., :8], q[..., :LATENT]
+    one = fa_attn.flash_attn_with_kvcache
+    kept = dict(block_table=table, cache_seqlens=used)
+    refused(wrong, "qv has the shape (2, 1, 4, 8)", one, q[..., :8], k, cache, qv=q[..., :8], **kept)
+    refused(wrong, "two names of one array", one, q[..., :8], k, cache[..., :LATENT], qv=qv, q_v=qv, **kept)
+    qkv = np.zeros((1, 3, 3, 2, 8), np.float32)
+    refused(unsupported, "give q, k and v apart", fa_attn.flash_attn_qkvpacked_func, qkv, qv=qkv[:, :, 0])
+
+
+def test_problems_and_bound_kernels():
+    q, cache, table, used = step(6, 2, 1, 8, 4, [32, 9], np.float32, 24)
+    problem = fa_attn.problem(
+        2, "1x32", "8:1", "24:16", latent=True, softmax_scale=0.2, dtype="f32", page=4, pages=len(cache)
+    )
+    assert problem["latent"] is True and "latent" in repr(problem)
+    kernels = fa_attn.Kernels(problem)
+    assert list(kernels.report) == ["forward"]
+    out, lse = kernels.forward(
+        q, cache[..., 16:], cache[..., :16], seqused_k=used, page_table=np.ascontiguousarray(table[:, :8])
+    )
+    check(q, cache, table, used, out, np.where(np.isneginf(lse), np.inf, lse), False, 16, np.float32, 0.2)
+    with pytest.raises(fa_attn.InputError, match="softmax_scale is not given"):
+        fa_attn.problem(2, "1x32", "8:1", "24:16", latent=True)
+    with pytest.raises(fa_attn.UnsupportedError, match="a latent problem .24-16"):
+        fa_attn.plan({**problem, "dtype": "f16"})
