@@ -55,8 +55,8 @@ struct Columns {
         if (warp_any(factor[0] != 1.f || factor[1] != 1.f)) scale_rows(o, factor);
     }
 
-    // Issues O += P V for V's current stage, as one wgmma group, by `product(o, k, V's descriptor, accumulate)`
-    // for each k16 step.
+    // Issues O += P V for V's current stage, as one wgmma group, by `product(o, k, V's descriptor,
+    // accumulate)` for each k16 step.
     template <class Product>
     __device__ __forceinline__ void issue(float (&o)[kRegisters], bool accumulate, const Product& product) {
         smem.value_bars().wait_full(state);
@@ -94,7 +94,8 @@ struct Columns {
                 for (int block = 0; block < kRegisters / 4; ++block) {
                     const int i = 4 * block + 2 * r;
                     if (first + 8 * block < columns)
-                        *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r], o[i + 1] * factor[r]};
+                        *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r],
+                                                                       o[i + 1] * factor[r]};
                 }
             }
         } else {
@@ -161,7 +162,7 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
     u32 p[C.tile_n / 4];
 
     // Gives the follower the rows' factors, and what was stored to shared memory before.
-    auto publish = [&](const float (&factor)[2]) {
+    auto publish = [&](const float(&factor)[2]) {
         if (lane % 4 == 0) {
             smem.factor[own.own_row] = factor[0];
             smem.factor[own.own_row + 8] = factor[1];
@@ -177,8 +178,8 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
         wgmma::fence();
 #pragma unroll
         for (int k = 0; k < C.head_dim; k += 16) {
-            T::MmaS::template ss<0, 0>(s, a.at(T::Q::column_offset(k)),
-                                       b.at(stage + T::K::column_offset(k)), k != 0);
+            T::MmaS::template ss<0, 0>(s, a.at(T::Q::column_offset(k)), b.at(stage + T::K::column_offset(k)),
+                                       k != 0);
         }
         wgmma::commit();
     };
@@ -188,7 +189,7 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
         });
     };
     // P in the order of the A operand (PTX ISA, wgmma fragments), and for the follower in shared memory.
-    auto give_p = [&](const float (&rescale)[2]) {
+    auto give_p = [&](const float(&rescale)[2]) {
 #pragma unroll
         for (int i = 0; i < C.tile_n / 4; ++i) p[i] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
         named_barrier_sync(kRead, T::kThreads);
@@ -239,8 +240,8 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
                 issue_pv(accumulate);
                 wgmma::wait<1>();
                 take_s(n_block);
-                // ptxas would move the wait ahead of the softmax, but for a branch on the sums (never taken: P
-                // is not negative).
+                // ptxas would move the wait ahead of the softmax, but for a branch on the sums (never taken:
+                // P is not negative).
                 if (softmax.sum[0] + softmax.sum[1] < 0.f) pause();
                 own.finish();
                 give_p(rescale);
@@ -285,7 +286,7 @@ __device__ __forceinline__ void follow(SharedStorage<C>& smem, const FwdParams& 
     float o[Columns<C>::kRegisters] = {};
 
     // Waits for what the leader publishes, and reads the factors.
-    auto receive = [&](float (&factor)[2]) {
+    auto receive = [&](float(&factor)[2]) {
         named_barrier_sync(kReady, T::kThreads);
         factor[0] = smem.factor[own.own_row];
         factor[1] = smem.factor[own.own_row + 8];

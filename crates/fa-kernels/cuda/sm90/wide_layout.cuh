@@ -23,8 +23,8 @@ struct Traits {
     static_assert(C.head_parts == 1 || C.pack_gqa, "parts of the heads that share a tile");
 
     // Two warpgroups share the columns of O: the leader also computes S and P, the follower only its columns.
-    static constexpr int kThreads = 256;         // of both
-    static constexpr int kConsumerWarps = 8;     // of both
+    static constexpr int kThreads = 256;               // of both
+    static constexpr int kConsumerWarps = 8;           // of both
     static constexpr int kColumns = C.head_dim_v / 2;  // of O, of each
 
     // Registers per thread after setmaxnreg. Producers need more with lengths on the device, and with the

@@ -78,8 +78,7 @@ __device__ __forceinline__ void load_keys(u8* dst, const TensorMap& map, const T
     for (int i = 0; i < Tile::kPanels; ++i) {
         u8* const panel = dst + i * Tile::kPanelBytes;
         if constexpr (C.varied) {
-            const RaggedRows rows(strides, work.tile.batch, kv_head, work.seqlen.k_offset(),
-                                  work.seqlen.k());
+            const RaggedRows rows(strides, work.tile.batch, kv_head, work.seqlen.k_offset(), work.seqlen.k());
             load_ragged(panel, map, full, 64 * i, rows, key, L2Policy::EvictLast);
         } else {
             tma_load_4d(panel, map, full, 64 * i, key, kv_head, work.tile.batch, L2Policy::EvictLast);
