@@ -175,9 +175,9 @@ impl EmulatedKernel for Sm100Fwd {
 }
 
 impl EmulatedKernel for Sm90Wide {
-    /// P's rows of 128 bytes spread over all banks.
+    /// Rows of 128 bytes spread over all banks.
     fn is_conflict_free(&self) -> bool {
-        true
+        self.tile_n == 64
     }
 
     fn computes_whole_steps(&self, _: &Problem) -> bool {
@@ -190,6 +190,8 @@ impl EmulatedKernel for Sm90Wide {
             &[
                 ("scheduler", |k, random| k.scheduler = random.of(&[Scheduler::PerTile, Scheduler::Static])),
                 ("tile_order", |k, _| k.tile_order = other(k.tile_order)),
+                ("overlap", |k, _| k.overlap = !k.overlap),
+                ("tile_n", |k, _| k.tile_n = 96 - k.tile_n.clamp(32, 64)),
                 ("exp_poly_of_16", |k, random| k.exp_poly_of_16 = random.of(&[0, 1, 5, 8, 16])),
                 ("rescale_threshold", |k, random| k.rescale_threshold = random.of(&[0, 1, 8, 15])),
                 ("kv_stages", |k, random| k.kv_stages = 1 + random.below(4) as u32),

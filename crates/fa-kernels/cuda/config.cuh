@@ -333,10 +333,12 @@ struct Sm90WideConfig {
     bool split;
     // Query rows per CTA: the 64 of a wgmma.
     int tile_m;
-    // Keys per step: 64.
+    // Keys per step: 32 or 64.
     int tile_n;
     // V is the first columns of K's tile, of which the tensor K has the others.
     bool latent;
+    // Issue S of the next step before P V of this one, under which the softmax then runs.
+    bool overlap;
     // K and V buffers in flight, 1 to 4.
     int kv_stages;
     // How tiles are assigned to CTAs: `PerTile` or `Static`.

@@ -112,6 +112,12 @@ impl LabKernel for Sm90Wide {
         changed(
             self,
             &[
+                |k| k.overlap = !k.overlap,
+                |k| k.kv_stages += 1,
+                |k| {
+                    (k.tile_n, k.kv_stages) =
+                        if k.tile_n == 64 { (32, 2 * k.kv_stages) } else { (64, k.kv_stages.div_ceil(2)) };
+                },
                 |k| {
                     let fixed = k.scheduler == Scheduler::Static;
                     k.scheduler = if fixed { Scheduler::PerTile } else { Scheduler::Static };

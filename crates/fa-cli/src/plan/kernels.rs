@@ -169,7 +169,7 @@ impl ShownKernel for Sm90Fwd {
 impl ShownKernel for Sm90Wide {
     fn knobs(&self, spec: &KernelSpec) -> Vec<String> {
         let mut knobs = vec!["2 wg share the columns of O".to_owned()];
-        knobs.extend(switched_on([(self.latent, "V is K's first columns")]));
+        knobs.extend(switched_on([(self.latent, "V is K's first columns"), (self.overlap, "overlap")]));
         knobs.push(stages(self.kv_stages));
         knobs.extend(switched_on([
             (self.pack_gqa, "pack GQA"),

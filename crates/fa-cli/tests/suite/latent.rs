@@ -60,6 +60,22 @@ fn latents_give_what_whole_keys_give() {
 }
 
 #[test]
+fn plans_of_latents_and_wide_heads_have_their_kernel() {
+    for (line, parts) in [
+        (
+            "plan --headdim 576-512 --latent --heads 128:1 --seqlen 8192 --seqlen-q 1 --batch 8",
+            ["latent", "parts2"],
+        ),
+        ("plan --headdim 512 --heads 8:4 --seqlen 4096 --causal", ["sm90_wide", "hd512"]),
+    ] {
+        let report = fa(line).good();
+        for part in parts {
+            assert!(report.contains(part), "{line}: no {part} in\n{report}");
+        }
+    }
+}
+
+#[test]
 fn what_latents_do_not_have_is_refused_by_name() {
     let folder = Dir::new();
     let latent = file(&folder, "latent", LATENT..LATENT + ROTARY);
@@ -67,9 +83,12 @@ fn what_latents_do_not_have_is_refused_by_name() {
         (format!("run {latent} --latent"), "softmax_scale is not given"),
         (format!("run {latent} --scale 0.2"), "add --latent"),
         (format!("run {latent} --latent --scale 0.2 --backward"), "absorbed heads have no gradients"),
-        ("plan --headdim 576-512 --latent --heads 128:1".into(), "a latent problem (576-512"),
+        ("plan --headdim 576-512 --latent --heads 128:1 --arch sm80".into(), "a latent problem (576-512"),
         ("plan --headdim 512 --latent --mode bwd".into(), "no GPU kernel computes its backward"),
-        ("plan --headdim 512".into(), "head_dim = 512: GPU kernels take multiples of 8 from 8 to 256"),
+        (
+            "plan --headdim 512 --arch sm80".into(),
+            "head_dim = 512: GPU kernels take multiples of 8 from 8 to 256",
+        ),
         ("plan --headdim 128-512 --latent".into(), "head_dim = 128 and head_dim_v = 512"),
         (
             "bench --backend cpu --headdim 24-16 --latent --mode bwd".into(),

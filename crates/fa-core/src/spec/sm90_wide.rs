@@ -11,10 +11,12 @@ kernel_params! {
     pub struct Sm90Wide {
         /// Query rows per CTA: the 64 of a wgmma.
         tile_m: u32 = 64 => range(64, 64),
-        /// Keys per step: 64.
-        tile_n: u32 = 64 => range(64, 64),
+        /// Keys per step: 32 or 64.
+        tile_n: u32 = 64 => multiple(32, 32, 64),
         /// V is the first columns of K's tile, of which the tensor K has the others.
         latent: bool = false,
+        /// Issue S of the next step before P V of this one, under which the softmax then runs.
+        overlap: bool = false,
         /// K and V buffers in flight, 1 to 4.
         kv_stages: u32 = 1 => range(1, 4),
         /// How tiles are assigned to CTAs: `PerTile` or `Static`.
@@ -57,6 +59,19 @@ impl Sm90Wide {
             return Err(SpecError::Conflict(format!(
                 "latent needs head_dim of head_dim_v or more, and head_dim_v of 256 or more; here they are \
                  {head_dim} and {head_dim_v}"
+            )));
+        }
+        if self.latent && self.overlap && self.kv_stages < 2 {
+            return Err(SpecError::Conflict(
+                "latent and overlap need kv_stages of 2 or more: S of a step and P V of the one before read two \
+                 tiles of latents"
+                    .into(),
+            ));
+        }
+        if self.gather && self.tile_n < 64 {
+            return Err(SpecError::Conflict(format!(
+                "gather needs tile_n = 64, a row of half a tile for each lane of a warp; here it is {}",
+                self.tile_n
             )));
         }
         if self.scheduler == Scheduler::Dynamic {
@@ -105,6 +120,7 @@ impl Sm90Wide {
             tile_m: _,
             tile_n: _,
             latent,
+            overlap,
             kv_stages,
             scheduler,
             tile_order,
@@ -116,6 +132,7 @@ impl Sm90Wide {
         } = self;
         vec![
             (*latent, "latent".into()),
+            (*overlap, "ovl".into()),
             (true, format!("s{kv_stages}")),
             (*scheduler != Scheduler::PerTile, format!("{scheduler:?}").to_lowercase()),
             (*tile_order == TileOrder::LongestFirst, "lpt".into()),

@@ -252,9 +252,10 @@ fn names_tell_the_switches() {
 #[test]
 fn every_default_is_valid() {
     let ordered = Kernel::defaults().map(|kernel| kernel.name());
-    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd"]);
+    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd", "sm90_wide"]);
     for kernel in Kernel::defaults() {
-        let spec = KernelSpec { mask: MaskKind::Causal, head_dim: 64, head_dim_v: 64, kernel, ..sm80() };
+        let dim = if matches!(kernel, Kernel::Sm90Wide(_)) { 128 } else { 64 };
+        let spec = KernelSpec { mask: MaskKind::Causal, head_dim: dim, head_dim_v: dim, kernel, ..sm80() };
         assert_eq!(spec.check(), Ok(()), "{spec}");
     }
 }

@@ -149,7 +149,7 @@ fn latents_of_varied_lengths_and_pages() {
 #[test]
 #[ignore = "emulation"]
 fn latents_with_divided_keys() {
-    for (sms, sequences) in [(4, &[(1, 1000)]), (8, &[(3, 500)])] {
+    for (sms, sequences) in [(4, &[(1, 1000)]), (32, &[(3, 500)])] {
         for heads in [16, 128] {
             Wide { split: true, sequences, sms, heads: (heads, 1), ..LATENT }.check(&SEEDS);
         }
@@ -183,6 +183,12 @@ fn wide_heads_with_values_of_their_own() {
     }
 }
 
+/// The kernel of `spec` with other knobs.
+fn with(spec: &KernelSpec, change: impl FnOnce(Sm90Wide) -> Sm90Wide) -> KernelSpec {
+    let Kernel::Sm90Wide(kernel) = spec.kernel.clone() else { panic!("{spec}") };
+    KernelSpec { kernel: Kernel::Sm90Wide(change(kernel)), ..spec.clone() }
+}
+
 /// CTAs that compute several tiles, one after the other.
 #[test]
 #[ignore = "emulation"]
@@ -192,9 +198,39 @@ fn a_cta_for_each_sm() {
         Wide { sequences: &[(300, 130)], heads: (2, 2), ..PLAIN },
     ] {
         let problem = case.problem();
-        let spec = case.spec(&problem);
-        let Kernel::Sm90Wide(kernel) = spec.kernel.clone() else { panic!("{spec}") };
-        let kernel = Sm90Wide { scheduler: fa_core::spec::Scheduler::Static, ..kernel };
-        case.check_spec(&problem, &KernelSpec { kernel: Kernel::Sm90Wide(kernel), ..spec }, &SEEDS);
+        for overlap in [false, true] {
+            let scheduler = fa_core::spec::Scheduler::Static;
+            let spec = with(&case.spec(&problem), |kernel| Sm90Wide {
+                scheduler,
+                overlap,
+                tile_n: 64,
+                kv_stages: 1 + u32::from(case.latent),
+                ..kernel
+            });
+            case.check_spec(&problem, &spec, &SEEDS);
+        }
+    }
+}
+
+/// Every step that the planner tries: products one after the other, and the softmax under P V.
+#[test]
+#[ignore = "emulation"]
+fn steps_with_and_without_overlap() {
+    for case in [
+        Wide { sequences: &[(3, 500)], heads: (16, 1), ..LATENT },
+        Wide { sequences: STEP, keys: Some(Lie::Packed), heads: (128, 1), ..LATENT },
+        Wide { sequences: STEP, keys: Some(Lie::Paged(16)), sms: 8, ..LATENT },
+        Wide { sequences: &[(150, 200)], mask: Mask::window(70, 9), ..PLAIN },
+        Wide { sequences: STEP, keys: Some(Lie::Paged(64)), ..PLAIN },
+        Wide { head_dims: (320, 256), sequences: &[(70, 300)], mask: Mask::FULL, ..PLAIN },
+    ] {
+        let problem = case.problem();
+        let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).unwrap_or_else(|e| panic!("{e}"));
+        let mut tried = 0;
+        for plan in plans.into_iter().filter(|plan| !plan.spec.split) {
+            case.check_spec(&problem, &plan.spec, &SEEDS);
+            tried += 1;
+        }
+        assert!(tried >= 3, "{tried} kernels of {case:?}");
     }
 }

@@ -85,8 +85,8 @@ constexpr int combine_smem_bytes = sizeof(CombineStorage<kMaxHeadDim>);
 // Adds `Count` parts of a row to the lane's columns of O: `split` and every `Stride`-th after it. All their
 // loads are in flight at once.
 template <int Count, int Stride, int Parts>
-__device__ __forceinline__ void add_parts(float4 (&acc)[Parts], const float* lse, const float* out, float base,
-                                          float factor, int split, i64 step, int columns) {
+__device__ __forceinline__ void add_parts(float4 (&acc)[Parts], const float* lse, const float* out,
+                                          float base, float factor, int split, i64 step, int columns) {
     float weight[Count];
 #pragma unroll
     for (int i = 0; i < Count; ++i)

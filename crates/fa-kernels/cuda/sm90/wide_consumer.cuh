@@ -55,11 +55,10 @@ struct Columns {
         if (warp_any(factor[0] != 1.f || factor[1] != 1.f)) scale_rows(o, factor);
     }
 
-    // O += P V for V's current stage, by `product(o, k, V's descriptor, accumulate)` for each k16 step;
-    // releases the stage.
+    // Issues O += P V for V's current stage, as one wgmma group, by `product(o, k, V's descriptor,
+    // accumulate)` for each k16 step.
     template <class Product>
-    __device__ __forceinline__ void multiply(float (&o)[kRegisters], bool accumulate,
-                                             const Product& product) {
+    __device__ __forceinline__ void issue(float (&o)[kRegisters], bool accumulate, const Product& product) {
         smem.value_bars().wait_full(state);
         const Descriptor b = desc_v.recomputed();
         const u32 stage = state.stage * kValueStage<C>;
@@ -68,6 +67,10 @@ struct Columns {
         for (int k = 0; k < C.tile_n; k += 16)
             product(o, k, b.at(stage + T::V::row_offset(k)), k != 0 || accumulate);
         wgmma::commit();
+    }
+
+    // Waits for all products and releases the stage.
+    __device__ __forceinline__ void finish() {
         wgmma::wait<0>();
         smem.value_bars().release(state, elected);
         state.advance();
@@ -91,7 +94,8 @@ struct Columns {
                 for (int block = 0; block < kRegisters / 4; ++block) {
                     const int i = 4 * block + 2 * r;
                     if (first + 8 * block < columns)
-                        *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r], o[i + 1] * factor[r]};
+                        *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r],
+                                                                       o[i + 1] * factor[r]};
                 }
             }
         } else {
@@ -158,13 +162,39 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
     u32 p[C.tile_n / 4];
 
     // Gives the follower the rows' factors, and what was stored to shared memory before.
-    auto publish = [&](const float (&factor)[2]) {
+    auto publish = [&](const float(&factor)[2]) {
         if (lane % 4 == 0) {
             smem.factor[own.own_row] = factor[0];
             smem.factor[own.own_row + 8] = factor[1];
         }
         fence_async_shared();
         named_barrier_arrive(kReady, T::kThreads);
+    };
+    // Issues S = Q K^T for the next tile of keys, as one wgmma group.
+    auto issue_s = [&] {
+        smem.k_bars.wait_full(k_state);
+        const Descriptor a = desc_q.recomputed(), b = desc_k.recomputed();
+        const u32 stage = k_state.stage * T::K::kBytes;
+        wgmma::fence();
+#pragma unroll
+        for (int k = 0; k < C.head_dim; k += 16) {
+            T::MmaS::template ss<0, 0>(s, a.at(T::Q::column_offset(k)), b.at(stage + T::K::column_offset(k)),
+                                       k != 0);
+        }
+        wgmma::commit();
+    };
+    auto issue_pv = [&](bool accumulate) {
+        own.issue(o, accumulate, [&](auto& o, int k, u64 v, bool accumulate) {
+            T::MmaO::template rs<1>(o, p + k / 4, v, accumulate);
+        });
+    };
+    // P in the order of the A operand (PTX ISA, wgmma fragments), and for the follower in shared memory.
+    auto give_p = [&](const float(&rescale)[2]) {
+#pragma unroll
+        for (int i = 0; i < C.tile_n / 4; ++i) p[i] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
+        named_barrier_sync(kRead, T::kThreads);
+        store_accumulator_tile<C.dtype, typename T::P>(address_p, s, warp, lane);
+        publish(rescale);
     };
 
     for_each_tile<C>(params, [&](const QueryTile<C>& work) {
@@ -178,45 +208,60 @@ __device__ __forceinline__ void lead(SharedStorage<C>& smem, const FwdParams& pa
         const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, work.seqlen, row, work.tile.head,
                                                            work.tile.batch, kLog2e);
         Softmax<C.exp_poly_of_16, C.rescale_threshold> softmax;
-        bool accumulate = false;
-        smem.q_bars.wait_full(q_state);
-#pragma unroll 1
-        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
-            smem.k_bars.wait_full(k_state);
-            const Descriptor a = desc_q.recomputed(), b = desc_k.recomputed();
-            const u32 stage = k_state.stage * T::K::kBytes;
-            wgmma::fence();
-#pragma unroll
-            for (int k = 0; k < C.head_dim; k += 16) {
-                T::MmaS::template ss<0, 0>(s, a.at(T::Q::column_offset(k)),
-                                           b.at(stage + T::K::column_offset(k)), k != 0);
-            }
-            wgmma::commit();
-            wgmma::wait<0>();
+        float rescale[2];
+
+        // After S of tile `n_block`: releases what it read, and turns it into P.
+        auto take_s = [&](int n_block) {
             // Latents are still to be multiplied by P.
             if constexpr (!C.latent) smem.k_bars.release(k_state, own.elected);
             k_state.advance();
             if (n_block == work.range.begin) smem.q_bars.release(q_state, own.elected);
-
             const int first_key = n_block * C.tile_n + own_column;
             score_mod.apply(s);
             alibi.apply(s, to_log2, first_key);
             if (work.range.needs_mask(n_block))
                 mask_tile(s, visible, [&](int r) { return rows.query(row + 8 * r); }, first_key);
-            float rescale[2];
             softmax.template step<false>(s, scale_log2, rescale);
+        };
 
-            // P in the order of the A operand (PTX ISA, wgmma fragments), and in shared memory.
-#pragma unroll
-            for (int i = 0; i < C.tile_n / 4; ++i) p[i] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
-            named_barrier_sync(kRead, T::kThreads);
-            store_accumulator_tile<C.dtype, typename T::P>(address_p, s, warp, lane);
-            publish(rescale);
+        bool accumulate = false;
+        int n_block = work.range.end - 1;
+        smem.q_bars.wait_full(q_state);
+        if constexpr (C.overlap) {
+            // The softmax runs under this tile's P V, which follows the next tile's S.
+            issue_s();
+            wgmma::wait<0>();
+            take_s(n_block);
+            give_p(rescale);
+#pragma unroll 1
+            while (--n_block >= work.range.begin) {
+                issue_s();
+                if (accumulate) own.rescale(o, rescale);
+                issue_pv(accumulate);
+                wgmma::wait<1>();
+                take_s(n_block);
+                // ptxas would move the wait ahead of the softmax, but for a branch on the sums (never taken:
+                // P is not negative).
+                if (softmax.sum[0] + softmax.sum[1] < 0.f) pause();
+                own.finish();
+                give_p(rescale);
+                accumulate = true;
+            }
             if (accumulate) own.rescale(o, rescale);
-            own.multiply(o, accumulate, [&](auto& o, int k, u64 v, bool accumulate) {
-                T::MmaO::template rs<1>(o, p + k / 4, v, accumulate);
-            });
-            accumulate = true;
+            issue_pv(accumulate);
+            own.finish();
+        } else {
+#pragma unroll 1
+            for (; n_block >= work.range.begin; --n_block) {
+                issue_s();
+                wgmma::wait<0>();
+                take_s(n_block);
+                give_p(rescale);
+                if (accumulate) own.rescale(o, rescale);
+                issue_pv(accumulate);
+                own.finish();
+                accumulate = true;
+            }
         }
         q_state.advance();
         float factor[2], lse[2];
@@ -241,7 +286,7 @@ __device__ __forceinline__ void follow(SharedStorage<C>& smem, const FwdParams& 
     float o[Columns<C>::kRegisters] = {};
 
     // Waits for what the leader publishes, and reads the factors.
-    auto receive = [&](float (&factor)[2]) {
+    auto receive = [&](float(&factor)[2]) {
         named_barrier_sync(kReady, T::kThreads);
         factor[0] = smem.factor[own.own_row];
         factor[1] = smem.factor[own.own_row + 8];
@@ -256,9 +301,10 @@ __device__ __forceinline__ void follow(SharedStorage<C>& smem, const FwdParams& 
         for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
             receive(factor);
             if (accumulate) own.rescale(o, factor);
-            own.multiply(o, accumulate, [&](auto& o, int k, u64 v, bool accumulate) {
+            own.issue(o, accumulate, [&](auto& o, int k, u64 v, bool accumulate) {
                 T::MmaO::template ss<0, 1>(o, desc_p.at(T::P::column_offset(k)), v, accumulate);
             });
+            own.finish();
             have_read();
             accumulate = true;
         }

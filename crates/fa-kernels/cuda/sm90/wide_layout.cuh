@@ -11,7 +11,10 @@ namespace fa::wide {
 
 template <Sm90WideConfig C>
 struct Traits {
-    static_assert(C.tile_m == 64 && C.tile_n == 64, "one m64 of wgmma; P is one panel");
+    static_assert(C.tile_m == 64, "one m64 of wgmma");
+    static_assert(C.tile_n == 32 || C.tile_n == 64, "P is one panel");
+    static_assert(C.tile_n == 64 || !C.gather, "a row of half a tile for each lane that looks up pages");
+    static_assert(!C.latent || !C.overlap || C.kv_stages > 1, "S and P V read two tiles of latents");
     static_assert(C.head_dim % 64 == 0, "whole panels of Q and K");
     static_assert(C.head_dim_v % 128 == 0 && C.head_dim_v <= 512, "whole panels of O for each warpgroup");
     static_assert(!C.latent || C.head_dim >= C.head_dim_v, "K's rows begin with V's");
@@ -20,8 +23,8 @@ struct Traits {
     static_assert(C.head_parts == 1 || C.pack_gqa, "parts of the heads that share a tile");
 
     // Two warpgroups share the columns of O: the leader also computes S and P, the follower only its columns.
-    static constexpr int kThreads = 256;         // of both
-    static constexpr int kConsumerWarps = 8;     // of both
+    static constexpr int kThreads = 256;               // of both
+    static constexpr int kConsumerWarps = 8;           // of both
     static constexpr int kColumns = C.head_dim_v / 2;  // of O, of each
 
     // Registers per thread after setmaxnreg. Producers need more with lengths on the device, and with the

@@ -78,8 +78,7 @@ __device__ __forceinline__ void load_keys(u8* dst, const TensorMap& map, const T
     for (int i = 0; i < Tile::kPanels; ++i) {
         u8* const panel = dst + i * Tile::kPanelBytes;
         if constexpr (C.varied) {
-            const RaggedRows rows(strides, work.tile.batch, kv_head, work.seqlen.k_offset(),
-                                  work.seqlen.k());
+            const RaggedRows rows(strides, work.tile.batch, kv_head, work.seqlen.k_offset(), work.seqlen.k());
             load_ragged(panel, map, full, 64 * i, rows, key, L2Policy::EvictLast);
         } else {
             tma_load_4d(panel, map, full, 64 * i, key, kv_head, work.tile.batch, L2Policy::EvictLast);
@@ -93,15 +92,15 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                                         const TensorMap& map_v) {
     using T = Traits<C>;
     PipelineState<1> q_state;
-    PipelineState<C.kv_stages> state;
+    PipelineState<C.kv_stages> state, v_state;
     const VarlenParams& varlen = params.varlen;
     for_each_loaded<C>(params, [&](const QueryTile<C>& work) {
         const int kv_head = work.kv_head(params);
-#pragma unroll 1
-        for (int n_block = work.range.end - 1; n_block >= work.range.begin; --n_block) {
+        auto load_k = [&](int n_block) {
             const int key = n_block * C.tile_n, stage = state.stage;
             smem.k_bars.acquire(state, T::K::kBytes);
             Mbarrier& full = smem.k_bars.full[stage];
+            state.advance();
             if constexpr (C.latent) {
                 load_keys<C, typename T::V>(smem.k[stage], map_v, varlen.tma_v, full, work, kv_head, key);
                 if constexpr (T::kRopePanels > 0) {
@@ -111,15 +110,28 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             } else {
                 load_keys<C, typename T::K>(smem.k[stage], map_k, varlen.tma_k, full, work, kv_head, key);
             }
-            // A stage becomes free before the previous work tile's last S has read Q.
-            if (n_block == work.range.end - 1) load_q<C>(smem, params, map_q, q_state, work);
+        };
+        auto load_v = [&](int n_block) {
             if constexpr (!C.latent) {
-                smem.v_bars.acquire(state, T::V::kBytes);
+                const int stage = v_state.stage;
+                smem.v_bars.acquire(v_state, T::V::kBytes);
+                v_state.advance();
                 load_keys<C, typename T::V>(smem.v.tiles[stage], map_v, varlen.tma_v, smem.v_bars.full[stage],
-                                            work, kv_head, key);
+                                            work, kv_head, n_block * C.tile_n);
             }
-            state.advance();
+        };
+        // In the order in which the buffers become free: a stage before the previous work tile's last S has
+        // read Q, and with overlap that of the next K before that of V.
+        int n_block = work.range.end - 1;
+        load_k(n_block);
+        load_q<C>(smem, params, map_q, q_state, work);
+        if constexpr (!C.overlap) load_v(n_block);
+#pragma unroll 1
+        while (--n_block >= work.range.begin) {
+            load_k(n_block);
+            load_v(n_block + C.overlap);
         }
+        if constexpr (C.overlap) load_v(work.range.begin);
     });
 }
 

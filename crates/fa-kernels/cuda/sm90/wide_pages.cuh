@@ -57,10 +57,10 @@ __device__ __forceinline__ void load_boxes(SharedStorage<C>& smem, const FwdPara
             warp_sync();
             if (leads) bars.announce(state, Tile::kBytes);
             Mbarrier& full = bars.full[state.stage];
-            keys.template load<Boxes, kMembers>(dst, C.latent || Values ? map_v : map_k,
-                                                C.latent || Values ? params.varlen.tma_v
-                                                                   : params.varlen.tma_k,
-                                                full, n_block, entry, member, !Values && member == 0);
+            keys.template load<Boxes, kMembers>(
+                dst, C.latent || Values ? map_v : map_k,
+                C.latent || Values ? params.varlen.tma_v : params.varlen.tma_k, full, n_block, entry, member,
+                !Values && member == 0);
             if constexpr (C.latent && T::kRopePanels > 0) {
                 // The last warp has the fewest panels of latents.
                 const int last = member == kMembers - 1 ? 0 : 1;

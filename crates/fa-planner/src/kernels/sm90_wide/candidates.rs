@@ -7,8 +7,12 @@ use super::account::smem;
 use crate::account::pages::gathers;
 use crate::kernels::{packings, split_choices};
 
-/// Query rows and keys of a tile.
+/// Query rows of a tile, and keys where threads copy the rows of pages.
 const TILE: u32 = 64;
+
+/// Keys of a step, and whether the next step's S is issued before its P V. Halves of a tile leave room for
+/// loads beside the two tiles of latents that overlapping products read.
+const STEPS: [(u32, bool); 3] = [(64, false), (64, true), (32, true)];
 
 /// The least extent of latents: a panel for each warp that loads pages.
 const LEAST_LATENT: u32 = 256;
@@ -16,8 +20,8 @@ const LEAST_LATENT: u32 = 256;
 /// The most buffers of keys that are tried: more are not in flight at once.
 const MOST_STAGES: u32 = 4;
 
-/// Every kernel that is tried for `problem`, in order: heads of a group packed or not, keys in one piece or
-/// shared by several CTAs.
+/// Every kernel that is tried for `problem`, in order: steps, heads of a group packed or not, keys in one piece
+/// or shared by several CTAs.
 pub fn candidates(
     problem: &Problem,
     head_dim: u32,
@@ -26,36 +30,43 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let problem = *problem;
     // Of latent rows, the further columns of K have panels of their own behind V's.
-    let (head_dim, head_dim_v) = if problem.latent {
+    let head_dims = if problem.latent {
         let head_dim_v = head_dim_v.max(LEAST_LATENT);
-        (head_dim_v + (problem.head_dim_k() as u32).next_multiple_of(64), head_dim_v)
+        [head_dim_v + (problem.head_dim_k() as u32).next_multiple_of(64), head_dim_v]
     } else {
-        (head_dim, head_dim_v)
+        [head_dim, head_dim_v]
     };
     let parts = head_parts(problem.group_size());
     let tiled = problem.with_heads_kv(problem.heads_kv.saturating_mul(parts as usize));
     let alike = MaskKind::of(&problem.mask) == MaskKind::Full && !Reads::of(&problem).varied;
-    packings(&tiled, TILE, division).iter().flat_map(move |&pack_gqa| {
-        let counted = if pack_gqa { tiled } else { problem };
-        split_choices(&counted, TILE, TILE, pack_gqa, division).iter().map(move |&split| {
-            let kernel = Sm90Wide {
-                latent: problem.latent,
-                tile_order: if alike { TileOrder::Natural } else { TileOrder::LongestFirst },
-                pack_gqa,
-                head_parts: if pack_gqa { parts } else { 1 },
-                gather: gathers(&problem, TILE, (head_dim, head_dim_v)),
-                ..Sm90Wide::default()
-            };
-            let of = |kernel: Sm90Wide| KernelSpec {
-                split,
-                ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel)
-            };
-            let fits = |kv_stages: &u32| {
-                let kernel = Sm90Wide { kv_stages: *kv_stages, ..kernel.clone() };
-                smem(&of(kernel.clone()), &kernel).total <= Arch::Sm90.limits().smem_per_block
-            };
-            let kv_stages = (1..=MOST_STAGES).rev().find(fits).unwrap_or(1);
-            of(Sm90Wide { kv_stages, ..kernel.clone() })
+    STEPS.into_iter().flat_map(move |(tile_n, overlap)| {
+        packings(&tiled, TILE, division).iter().flat_map(move |&pack_gqa| {
+            let counted = if pack_gqa { tiled } else { problem };
+            split_choices(&counted, TILE, tile_n, pack_gqa, division).iter().filter_map(move |&split| {
+                let kernel = Sm90Wide {
+                    tile_n,
+                    latent: problem.latent,
+                    overlap,
+                    tile_order: if alike { TileOrder::Natural } else { TileOrder::LongestFirst },
+                    pack_gqa,
+                    head_parts: if pack_gqa { parts } else { 1 },
+                    gather: gathers(&problem, tile_n, (head_dims[0], head_dims[1])),
+                    ..Sm90Wide::default()
+                };
+                let is_held = problem.latent && overlap;
+                let copies = kernel.gather && tile_n < TILE;
+                let of = |kernel: Sm90Wide| KernelSpec {
+                    split,
+                    ..KernelSpec::for_problem(&problem, head_dims, kernel)
+                };
+                let fits = |kv_stages: &u32| {
+                    let kernel = Sm90Wide { kv_stages: *kv_stages, ..kernel.clone() };
+                    smem(&of(kernel.clone()), &kernel).total <= Arch::Sm90.limits().smem_per_block
+                };
+                let least = 1 + u32::from(is_held);
+                let kv_stages = (least..=MOST_STAGES).rev().find(fits).unwrap_or(least);
+                (!copies).then(|| of(Sm90Wide { kv_stages, ..kernel.clone() }))
+            })
         })
     })
 }

@@ -41,11 +41,16 @@ fn memory(spec: &KernelSpec, k: &Sm90Wide, rows: usize, limits: &ArchLimits) -> 
     }
     let step_bytes = f64::from(k.tile_n) * key_bytes(spec, k);
     let enough = IN_FLIGHT_S * limits.hbm_bytes_per_s / f64::from(limits.sms);
-    let in_flight = f64::from(k.kv_stages) * step_bytes / enough;
+    // A tile of latents waits for the next one before its P V.
+    let loading = k.kv_stages - u32::from(k.latent && k.overlap);
+    let in_flight = f64::from(loading) * step_bytes / enough;
     Memory::Fed { in_flight, step_bytes, planned: spec.reads.varied }
 }
 
-/// The kernel, and the clocks of a step, in which nothing overlaps but products and their operands.
+/// How well the softmax hides under P V, which is half of the products: an exponent as in [`overlap`].
+const SOFTMAX_OVERLAP: f64 = 4.0;
+
+/// The kernel, and the clocks of a step, overlap and latency included.
 fn model(
     problem: &Problem,
     spec: &KernelSpec,
@@ -71,7 +76,10 @@ fn model(
     let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);
 
     let products = overlap([tensor, smem], 4.0);
-    let exposed = c.sm90_step + c.sm90_p_store;
+    // Both tiles of latents are in use until P V is done, and the next S then waits for its tile.
+    let refill = if k.latent && k.overlap && k.kv_stages == 2 { keys / c.sm_bytes_per_clock } else { 0.0 };
+    let exposed = c.sm90_step + c.sm90_p_store + refill;
+    let hidden = if k.overlap { overlap([products, exp], SOFTMAX_OVERLAP) } else { products + exp };
     let parts = problem
         .lengths
         .page()
@@ -105,5 +113,5 @@ fn model(
         in_clusters: false,
         memory: memory(spec, k, rows, limits),
     };
-    (model, (products + exp + exposed).max(copies))
+    (model, (hidden + exposed).max(copies))
 }
