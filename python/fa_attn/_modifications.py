@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, Optional, Tuple
 
+from ._blocks import of_tensors
 from ._checks import count
 from ._core import InputError, InputTypeError
 from ._faces import face_of
@@ -160,6 +161,7 @@ def modifications(
     bias=None,
     mask=None,
     attention_chunk=None,
+    block_sparse_tensors=None,
 ) -> Optional[Modifications]:
     """What a call's options make of its scores; None where they change nothing."""
     parts = []
@@ -174,7 +176,10 @@ def modifications(
         if chunk:
             parts.append(chunked(chunk))
     device = getattr(q, "device", None)
-    if mask_mod is not None:
+    if block_sparse_tensors is not None:
+        lengths = (extents.rows, extents.keys)
+        parts.append(of_program(of_tensors(block_sparse_tensors, mask_mod, lengths)))
+    elif mask_mod is not None:
         parts.append(of_program(Program.of_mask(mask_mod, device)))
     if score_mod is not None:
         parts.append(of_program(Program.of_score(score_mod, device)))

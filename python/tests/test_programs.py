@@ -38,6 +38,7 @@ ANCESTORS = ints(0, 2, LENGTH, LENGTH, dtype=torch.bool)
 BUCKETS = draw(32, HEADS)
 FORGET = draw(BATCH, HEADS, LENGTH).cumsum(-1)
 NUMPY_SLOPES = SLOPES.numpy()
+SIGNED = torch.tensor([3, -2, 1, -5])
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -136,6 +137,13 @@ MASKS = {
     "constant": lambda b, h, q, k: True,
     "shifts": lambda b, h, q, k: (q >> 2) << 2 == torch.bitwise_left_shift(k >> 2, 2),
     "numpy": lambda b, h, q, k: NUMPY_SLOPES[h] * q > 0.1 * k,
+    "divisors of either sign": lambda b, h, q, k: (
+        ((q - k) // -3 + (q - k) % -3 + (k - q) // SIGNED[h] + (k - q) % SIGNED[h]) % 2 == 0
+    ),
+    "towards zero": lambda b, h, q, k: (
+        torch.div(q - k, 3, rounding_mode="trunc") + torch.fmod(q - k, -4) + torch.fmod(k - q, SIGNED[h]) > 0
+    ),
+    "slices": lambda b, h, q, k: VALID[:, k][b] & ~VALID[b, ...][q] & VALID[b][:][k],
     "level as float": lambda b, h, q, k: LEVEL[k].float() / 2 <= LEVEL[q].to(torch.float32),
 }
 
@@ -196,6 +204,14 @@ SCORES = {
     "modulo of numbers": lambda s, b, h, q, k: s % 1.5 + (k / 7) // 2,
     "zero-dim tensor": lambda s, b, h, q, k: s * SLOPES[1] + SLOPES.sum(),
     "minimum": lambda s, b, h, q, k: torch.minimum(s, torch.maximum(s * 0 + 0.5, k - q + 0.0)),
+    "activations": lambda s, b, h, q, k: (
+        torch.nn.functional.silu(s)
+        + torch.nn.functional.leaky_relu(s, 0.3)
+        + torch.nn.functional.gelu(s, approximate="tanh")
+        + torch.nn.functional.hardtanh(s, -0.5, 0.7)
+    ),
+    "hyperbolic": lambda s, b, h, q, k: torch.sinh(s * 0.3) + torch.cosh(s) + torch.logaddexp(s, s * 0.5),
+    "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2) + torch.fmod(s, 1.5),
     "numpy functions": lambda s, b, h, q, k: s + np.where(q > k, np.abs(q - k), 0) * np.float32(0.25),
     "other types": lambda s, b, h, q, k: s + (q - k).to(s.dtype) + torch.zeros_like(s) + q.new_ones(()),
 }
@@ -315,11 +331,11 @@ REFUSED = [
     (lambda b, h, q, k: VALID[b, q:], "not by slices"),
     (lambda b, h, q, k: VALID[b, q, k], "3 indices of an array of 2 axes"),
     (lambda b, h, q, k: (q + 0.5) & 1, "takes integers or truth values"),
-    (lambda b, h, q, k: q // 0 == k, "integers are divided by positive ones, not by 0"),
+    (lambda b, h, q, k: q // 0 == k, "integers are divided by others than 0"),
     (lambda b, h, q, k: BIAS.to(torch.complex64)[b, h, q, k] == 1, "cannot be read: convert it"),
     (lambda b, h, q: q > 1, r"mask_mod takes \(b, h, q_idx, kv_idx\)"),
     (lambda b, h, q, k: q * 0.5, "returns f32, and a mask is a truth value"),
-    (lambda b, h, q, k: BIAS.sum(0)[h] > q, "an array of 3 axes is used whole"),
+    (lambda b, h, q, k: BIAS.sum(0)[h] > q, "an array of 3 axes is used with 1 of its indices"),
     (lambda b, h, q, k: torch.softmax(q, 0) > k, "`softmax` has no equivalent"),
     ("q <", "expected an expression, found the end"),
     ("s + 1", "mask_mod is no mask alone"),
