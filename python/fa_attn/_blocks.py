@@ -1,5 +1,5 @@
-"""Lists of blocks: which blocks of keys a block of queries sees in part, and which whole. They become an array of
-states that a mask reads: exactly the blocks that are listed are seen, whatever tiles a kernel has."""
+"""Lists of blocks: which blocks of keys a block of queries sees in part, and which whole. They become an
+array of states that a mask reads: exactly the blocks that are listed are seen, whatever tiles a kernel has."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ def block_size(size: Any) -> Tuple[int, int]:
 
 
 def states_of(partial_counts: Any, partial: Any, full_counts: Any = None, full: Any = None) -> Any:
-    """What blocks are, uint8 (B or 1, H or 1, blocks of queries, blocks of keys): 0 without keys, 1 where a mask
-    says what is seen, 2 with all keys. Entries behind a list's length may hold anything; a block in both lists
-    is whole."""
-    given = [(state, counts, indices) for state, counts, indices in ((1, partial_counts, partial), (2, full_counts, full))]
+    """What blocks are, uint8 (B or 1, H or 1, blocks of queries, blocks of keys): 0 without keys, 1 where a
+    mask says what is seen, 2 with all keys. Entries behind a list's length may hold anything; a block in both
+    lists is whole."""
+    given = [
+        (state, counts, indices)
+        for state, counts, indices in ((1, partial_counts, partial), (2, full_counts, full))
+    ]
     for state, counts, indices in given:
         name = "partial" if state == PARTIAL else "full"
         if (counts is None) != (indices is None):
             raise InputError(f"the {name} blocks have a list of counts or of indices: give both or neither")
-        if counts is not None and (len(indices.shape) < 2 or tuple(counts.shape) != tuple(indices.shape[:-1])):
+        if counts is not None and (
+            len(indices.shape) < 2 or tuple(counts.shape) != tuple(indices.shape[:-1])
+        ):
             raise InputError(
                 f"the indices of {name} blocks have the shape {tuple(indices.shape)} and the counts "
                 f"{tuple(counts.shape)}: a list for each block of queries, and its length"
@@ -40,7 +45,9 @@ def states_of(partial_counts: Any, partial: Any, full_counts: Any = None, full: 
         raise InputError("there is no list of blocks: give that of partial or of full blocks")
     shapes = {tuple(indices.shape[:-1]) for _, _, indices in given}
     if len(shapes) > 1:
-        raise InputError(f"the lists of partial and of full blocks are of {' and '.join(map(str, shapes))} blocks")
+        raise InputError(
+            f"the lists of partial and of full blocks are of {' and '.join(map(str, shapes))} blocks"
+        )
     columns = max(indices.shape[-1] for _, _, indices in given)
     make = _torch_states if hasattr(given[0][2], "scatter_") else _numpy_states
     states = make(given, columns)
@@ -79,7 +86,9 @@ def states_of_rows(indptr: Any, indices: Any, columns: Optional[int] = None) -> 
             raise InputError(f"{name} has the shape {tuple(x.shape)}: it must have one axis")
     starts, listed = [int(x) for x in indptr], [int(x) for x in indices]
     if not starts or starts[0] != 0 or starts[-1] != len(listed) or sorted(starts) != starts:
-        raise InputError(f"indptr goes from 0 to {len(listed)}, the number of indices, without decreasing: not {starts}")
+        raise InputError(
+            f"indptr goes from 0 to {len(listed)}, the number of indices, without decreasing: not {starts}"
+        )
     columns = max(listed, default=0) + 1 if columns is None else columns
     wrong = [at for at in listed if not 0 <= at < columns]
     if wrong:
@@ -143,12 +152,14 @@ def of_tensors(tensors: Any, mask_mod: Any, lengths: Tuple[int, int]) -> Program
         named[name] = tensors.get(name) if isinstance(tensors, dict) else getattr(tensors, name, None)
     if named["mask_block_cnt"] is None and named["full_block_cnt"] is None:
         kind = type(tensors).__name__
-        raise InputTypeError(f"block_sparse_tensors is {kind}: it must have mask_block_cnt and mask_block_idx")
+        raise InputTypeError(
+            f"block_sparse_tensors is {kind}: it must have mask_block_cnt and mask_block_idx"
+        )
     for name in ("cu_total_m_blocks", "cu_block_idx_offsets"):
         if named[name] is not None:
             raise UnsupportedError(
-                f"block_sparse_tensors has {name}: lists of packed sequences are not read, pad the sequences or "
-                "write a mask_mod"
+                f"block_sparse_tensors has {name}: lists of packed sequences are not read, pad the "
+                "sequences or write a mask_mod"
             )
     if named["block_size"] is None:
         raise InputError("block_sparse_tensors has no block_size: give the queries and keys of a block")
@@ -158,9 +169,11 @@ def of_tensors(tensors: Any, mask_mod: Any, lengths: Tuple[int, int]) -> Program
     return with_blocks(states, block, mask_mod)
 
 
-def tiles_of(program: Program, sizes: Tuple[int, int], lengths: Tuple[int, int], block: Tuple[int, int]) -> Any:
-    """What a program is known to leave of blocks, as `states_of`, of numpy: a block that is called partial may
-    turn out to be empty or whole where that follows from more than ranges of values."""
+def tiles_of(
+    program: Program, sizes: Tuple[int, int], lengths: Tuple[int, int], block: Tuple[int, int]
+) -> Any:
+    """What a program is known to leave of blocks, as `states_of`, of numpy: a block that is called partial
+    may turn out to be empty or whole where that follows from more than ranges of values."""
     import numpy as np
 
     arrays = [bytes_of(program.arrays[one["name"]], one["element"]) for one in program.description["arrays"]]

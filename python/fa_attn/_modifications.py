@@ -13,7 +13,6 @@ from ._faces import face_of
 from ._options import MODIFICATIONS
 from ._programs import Program
 
-
 # The declaration of an array, and its name.
 _DECLARED = re.compile(r"(\barray\s+(\w+)\s*:[^;]*?\])(?:\s*grad)?\s*;")
 
@@ -117,9 +116,7 @@ def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h,
         array = face_of(array).floats32(array)
     element = _FLOATS.get(type_name(array))
     if element is None:
-        raise InputTypeError(
-            f"{name} holds {type_name(array)}: it must be float32, float16 or bfloat16"
-        )
+        raise InputTypeError(f"{name} holds {type_name(array)}: it must be float32, float16 or bfloat16")
     gradient = " grad" if getattr(array, "requires_grad", False) else ""
     own = f"fa_{name}"
     text = f"array {own}: {element}[_, _, _, _]{gradient};\nscore = s + {own}[{at}];"

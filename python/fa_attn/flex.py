@@ -92,7 +92,7 @@ class BlockMask:
 
     @mask_mod.setter
     def mask_mod(self, function: Any) -> None:
-        """As a part of a mask, of which a decoding step takes a block of queries, gets the mask of its rows."""
+        """As a part of a mask, of which a decoding step takes a block of queries, gets that of its rows."""
         if self.states is None:
             self._program = Program.of_mask(function)
         else:
@@ -102,7 +102,9 @@ class BlockMask:
     @property
     def program(self) -> Program:
         if self._program is None:
-            raise InputError("block_mask is a part of another: set its mask_mod, whose q_idx counts from its first row")
+            raise InputError(
+                "block_mask is a part of another: set its mask_mod, whose q_idx is that of the part"
+            )
         return self._program
 
     @property
@@ -130,7 +132,9 @@ class BlockMask:
 
     def _listed(self, state):
         there = self._blocks() == state
-        return there.sum(-1, dtype=torch.int32), there.int().argsort(dim=-1, descending=True, stable=True).int()
+        return there.sum(-1, dtype=torch.int32), there.int().argsort(
+            dim=-1, descending=True, stable=True
+        ).int()
 
     kv_num_blocks = property(lambda self: self._listed(PARTIAL)[0])
     kv_indices = property(lambda self: self._listed(PARTIAL)[1])
@@ -138,9 +142,13 @@ class BlockMask:
     full_kv_indices = property(lambda self: self._listed(FULL)[1])
 
     def __getitem__(self, index: Any) -> BlockMask:
-        """The part of some sequences, heads and blocks of queries, as torch's; its `mask_mod` is to be set."""
+        """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
         index = index if isinstance(index, tuple) else (index,)
-        axes = [range(self.batch or 1), range(self.heads or 1), range(-(-self.seq_lengths[0] // self.BLOCK_SIZE[0]))]
+        axes = [
+            range(self.batch or 1),
+            range(self.heads or 1),
+            range(-(-self.seq_lengths[0] // self.BLOCK_SIZE[0])),
+        ]
         if len(index) > len(axes):
             raise InputError(f"block_mask has {len(index)} indices: B, H and blocks of queries can be given")
         found = []
@@ -148,7 +156,9 @@ class BlockMask:
             if not isinstance(at, slice):
                 places = at.reshape(-1).tolist() if isinstance(at, torch.Tensor) else [at]
                 if any(not -len(axis) <= place < len(axis) for place in places):
-                    raise InputError(f"block_mask has {len(axis)} blocks along an axis, and the index is {at}")
+                    raise InputError(
+                        f"block_mask has {len(axis)} blocks along an axis, and the index is {at}"
+                    )
                 found.append([place % len(axis) for place in places])
             else:
                 found.append(list(axis[at]))
@@ -303,7 +313,9 @@ def flex_attention(
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     wants_lse = flag("return_lse", return_lse)
     if wants_lse and return_aux is not None:
-        raise InputError("return_lse and return_aux: ask for the LSE by return_aux=AuxRequest(lse=True) alone")
+        raise InputError(
+            "return_lse and return_aux: ask for the LSE by return_aux=AuxRequest(lse=True) alone"
+        )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise UnsupportedError("max_scores: kernels keep no maximum of the scores, ask for lse alone")
     mods = None

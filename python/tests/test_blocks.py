@@ -1,4 +1,4 @@
-"""Lists of blocks of the caller's: exactly those that are listed are seen, in the forward and the backward."""
+"""Lists of blocks of the caller's: exactly those that are listed are seen, in forward and backward."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import fa_attn  # noqa: E402
-from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
 from test_flex import causal, documents, formula, inputs, same  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
+
+import fa_attn  # noqa: E402
+from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
 
 B, H, L, S, D = 2, 4, 70, 90, 16
 BLOCK = (16, 32)
@@ -41,8 +42,11 @@ def lists(states, state):
 
 def seen(states, mask_mod=None, block=BLOCK):
     wide = states.repeat_interleave(block[0], 2)[:, :, :L].repeat_interleave(block[1], 3)[..., :S]
-    own = torch.ones(L, S, dtype=torch.bool) if mask_mod is None else mask_mod(0, 0, *torch.meshgrid(
-        torch.arange(L), torch.arange(S), indexing="ij"))
+    own = (
+        torch.ones(L, S, dtype=torch.bool)
+        if mask_mod is None
+        else mask_mod(0, 0, *torch.meshgrid(torch.arange(L), torch.arange(S), indexing="ij"))
+    )
     return (wide == 2) | ((wide == 1) & own)
 
 
@@ -73,7 +77,9 @@ def test_block_sparse_tensors_of_flash_attention_4(mask_mod):
     own, true = draws()
     tensors = BlockSparse(*lists(STATES, 1), *lists(STATES, 2))
     rows = [x.transpose(1, 2) for x in own]
-    out, lse = fa_attn.flash_attn_func(*rows, block_sparse_tensors=tensors, mask_mod=mask_mod, return_lse=True)
+    out, lse = fa_attn.flash_attn_func(
+        *rows, block_sparse_tensors=tensors, mask_mod=mask_mod, return_lse=True
+    )
     want = formula(*true, None, seen(STATES, None if mask_mod is None else causal))
     same((out.transpose(1, 2), lse), want, own, true)
     # Lists of one kind alone, shared by sequences and heads, of numpy.
@@ -83,7 +89,9 @@ def test_block_sparse_tensors_of_flash_attention_4(mask_mod):
         *arrays, block_sparse_tensors=BlockSparse(full_block_cnt=counts, full_block_idx=indices)
     )
     want = formula(*true, None, seen(STATES[:1, :1] // 2 * 2))[0]
-    torch.testing.assert_close(torch.from_numpy(out).transpose(1, 2).double(), want.detach(), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.from_numpy(out).transpose(1, 2).double(), want.detach(), atol=2e-5, rtol=1e-4
+    )
 
 
 def test_compressed_rows():
@@ -93,7 +101,12 @@ def test_compressed_rows():
     indptr = torch.tensor([0, *states[0, 0].sum(-1).cumsum(0).tolist()])
     for mask_mod in (None, causal):
         mask = BlockMask.from_csr(indptr, indices, BLOCK, mask_mod, (L, S))
-        same(flex_attention(*own, block_mask=mask, return_lse=True), formula(*true, None, seen(states, mask_mod)), own, true)
+        same(
+            flex_attention(*own, block_mask=mask, return_lse=True),
+            formula(*true, None, seen(states, mask_mod)),
+            own,
+            true,
+        )
 
 
 def test_a_part_of_a_mask_is_that_of_a_decoding_step():
@@ -113,7 +126,9 @@ def test_a_part_of_a_mask_is_that_of_a_decoding_step():
         create_block_mask(causal, B, 1, S, S)[0].program
 
 
-@pytest.mark.parametrize("mask_mod", [causal, documents, lambda b, h, q, k: k >= 0], ids=["causal", "documents", "all"])
+@pytest.mark.parametrize(
+    "mask_mod", [causal, documents, lambda b, h, q, k: k >= 0], ids=["causal", "documents", "all"]
+)
 def test_a_mask_lists_the_blocks_that_torch_lists(mask_mod):
     ours = create_block_mask(mask_mod, None, None, 50, 50, BLOCK_SIZE=16)
     torchs = flex.create_block_mask(mask_mod, None, None, 50, 50, device="cpu", BLOCK_SIZE=16)
@@ -122,10 +137,18 @@ def test_a_mask_lists_the_blocks_that_torch_lists(mask_mod):
     # Torch counts the last block, of 2 of 16, as whole numbers of positions of its own.
     assert ours.sparsity() == pytest.approx(100 * (1 - torchs.to_dense().float().mean().item()))
     full = flex.BlockMask.from_kv_blocks(
-        ours.kv_num_blocks, ours.kv_indices, ours.full_kv_num_blocks, ours.full_kv_indices, 16, mask_mod, (50, 50)
+        ours.kv_num_blocks,
+        ours.kv_indices,
+        ours.full_kv_num_blocks,
+        ours.full_kv_indices,
+        16,
+        mask_mod,
+        (50, 50),
     )
     (q, k, v), _ = inputs((1, 2, 50, D), (1, 2, 50, D), (1, 2, 50, D))
-    torch.testing.assert_close(flex_attention(q, k, v, block_mask=full), flex_attention(q, k, v, block_mask=ours))
+    torch.testing.assert_close(
+        flex_attention(q, k, v, block_mask=full), flex_attention(q, k, v, block_mask=ours)
+    )
 
 
 def test_a_mask_of_lists_that_say_nothing_is_an_error():
@@ -134,12 +157,20 @@ def test_a_mask_of_lists_that_say_nothing_is_an_error():
     wrong = [
         (lambda: BlockMask.from_kv_blocks(counts[:, :, 1:], indices), "a list for each block of queries"),
         (lambda: BlockMask.from_kv_blocks(counts, indices, counts), "full blocks have a list of counts or"),
-        (lambda: BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=8, seq_lengths=(L, S)), "have blocks for"),
+        (
+            lambda: BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=8, seq_lengths=(L, S)),
+            "have blocks for",
+        ),
         (lambda: BlockMask.from_csr(torch.tensor([0, 2]), torch.tensor([1])), "indptr goes from 0 to 1"),
-        (lambda: BlockMask.from_csr(torch.tensor([0, 1]), torch.tensor([7]), 16, None, (L, S)), "has the block 7"),
+        (
+            lambda: BlockMask.from_csr(torch.tensor([0, 1]), torch.tensor([7]), 16, None, (L, S)),
+            "has the block 7",
+        ),
         (lambda: fa_attn.flash_attn_func(q, k, v, block_sparse_tensors=7), "block_sparse_tensors is int"),
         (
-            lambda: fa_attn.flash_attn_func(q, k, v, block_sparse_tensors=BlockSparse(counts, indices, block_size=None)),
+            lambda: fa_attn.flash_attn_func(
+                q, k, v, block_sparse_tensors=BlockSparse(counts, indices, block_size=None)
+            ),
             "no block_size",
         ),
         (

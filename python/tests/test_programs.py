@@ -9,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks  # noqa: E402
+
 import fa_attn  # noqa: E402
 from fa_attn._programs import Program  # noqa: E402
-from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks  # noqa: E402
 
 LENGTH, HEADS, BATCH = 48, 4, 2
 _generator = torch.Generator().manual_seed(7)
@@ -285,6 +286,7 @@ def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
     assert a == b and (a.scalars, b.scalars) == ({"mn0": 5}, {"mn0": 6})
     a, b = Program.of_score(softcap(20.0)), Program.of_score(softcap(50.0))
     assert a == b and a.scalars == {"n0": 20.0}
+
     # Python has to know these: how often a loop runs, and which way a branch goes.
     def unrolled(count):
         def mod(score, b, h, q, k):
@@ -296,6 +298,7 @@ def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
 
     assert Program.of_score(unrolled(2)) != Program.of_score(unrolled(3))
     assert Program.of_score(unrolled(2)).scalars == {}
+
     def table(count):
         return lambda b, h, q, k: torch.arange(count, device=q.device)[q % count] == 1
 

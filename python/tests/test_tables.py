@@ -1,5 +1,5 @@
-"""Tables of relative positions, with gradients: T5's buckets, Swin's windows with and without shift, and tables by
-distance."""
+"""Tables of relative positions, with gradients: T5's buckets, Swin's windows with and without shift, and
+tables by distance."""
 
 import math
 
@@ -7,9 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_flex import draw, formula, inputs, same  # noqa: E402
+
 import fa_attn  # noqa: E402
 from fa_attn import flex_attention  # noqa: E402
-from test_flex import draw, formula, inputs, same  # noqa: E402
 
 B, H, L, S, D = 2, 4, 40, 50, 16
 
@@ -44,7 +45,9 @@ def test_t5s_buckets_of_every_distance(bidirectional):
 @pytest.mark.parametrize("form", ["by distance", "clamped", "of both heads", "of rows and columns"])
 def test_tables_by_distance(form):
     own, true = inputs((B, H, L, D), (B, H, S, D), (B, H, S, D))
-    shape = {"of both heads": (L + S,), "clamped": (H, 21), "of rows and columns": (H, 2, L + S)}.get(form, (H, L + S))
+    shape = {"of both heads": (L + S,), "clamped": (H, 21), "of rows and columns": (H, 2, L + S)}.get(
+        form, (H, L + S)
+    )
     table = draw(*shape).requires_grad_()
 
     def learned(score, b, h, q_idx, kv_idx):
@@ -62,7 +65,7 @@ def test_tables_by_distance(form):
 
 
 class Swin(torch.nn.Module):
-    """Swin's attention in windows of `side` by `side`, shifted by `shift`, over an image of `size` by `size`."""
+    """Swin's attention in windows of `side` by `side`, shifted by `shift`, over a square image."""
 
     def __init__(self, size, side, shift, heads, dim, attention):
         super().__init__()
@@ -129,4 +132,4 @@ def test_swins_windows_are_as_eager(attention, shift):
         loss.backward()
     for (name, x), y in zip(ours.named_parameters(), want.parameters()):
         assert x.grad.abs().max() > 0, name
-        torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-4, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-4, msg=name)

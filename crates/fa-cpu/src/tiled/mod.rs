@@ -16,6 +16,7 @@ mod delta;
 mod dq;
 mod forward;
 mod forward16;
+mod functions;
 mod gate;
 mod inputs;
 mod lanes;
