@@ -84,7 +84,7 @@ class Program:
         """(visible, score, slope) at each of the points (s, b, h, hk, q, k, sq, sk, off), in f64."""
         arrays = []
         for array in self.description["arrays"]:
-            arrays.append(_bytes_of(self.arrays[array["name"]], array["element"]))
+            arrays.append(bytes_of(self.arrays[array["name"]], array["element"]))
         scalars = [float(self.scalars[scalar["name"]]) for scalar in self.description["scalars"]]
         return _evaluated(self.text, arrays, scalars, [(float(s), [int(x) for x in at]) for s, *at in points])
 
@@ -119,7 +119,7 @@ def _check_scalar(scalar, value):
         raise InputError(f"the scalar {name} divides, and has to be positive, not {value}")
 
 
-def _bytes_of(array, element):
+def bytes_of(array, element):
     """The bytes of an array's elements, contiguous, and its extents."""
     import numpy as np
 

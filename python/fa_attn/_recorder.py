@@ -28,7 +28,6 @@ _ELEMENTS = {
 _LOADED = {"f32": "f32", "f16": "f32", "bf16": "f32", "i32": "i32", "u8": "i32", "bool": "bool"}
 
 
-
 class Recorder:
     """The lines of a program while a function runs."""
 

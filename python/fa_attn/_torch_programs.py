@@ -265,7 +265,7 @@ count_operations()
 not_compiled(
     partial(
         torch.compiler.disable,
-        reason="a function of masks or scores is traced by fa_attn, not by torch.compile: with fullgraph=True make "
-        "a fa_attn.Program of it, or a BlockMask, outside of the compiled function",
+        reason="a function of masks or scores is traced by fa_attn, not by torch.compile: with "
+        "fullgraph=True make a fa_attn.Program of it, or a BlockMask, outside of the compiled function",
     )
 )

@@ -1,4 +1,5 @@
-"""What stands for scalars and arrays while a function is recorded: all that is done to them goes to the recorder."""
+"""What stands for scalars and arrays while a function is recorded: all that is done to them goes to the
+recorder."""
 
 import math
 import struct
@@ -51,7 +52,9 @@ class Indexed:
             given, axes = len(self._tensor.shape) - len(is_open) + len(more), len(self._tensor.shape)
             raise InputError(f"{given} indices of an array of {axes} axes in a mod")
         if any(one is None or isinstance(one, slice) and not _is_whole(one) for one in more):
-            raise UnsupportedError("an array is indexed by integers, `:` and `...` in a mod, not by slices or None")
+            raise UnsupportedError(
+                "an array is indexed by integers, `:` and `...` in a mod, not by slices or None"
+            )
         found = list(self._indices)
         for at, index in zip(is_open, more):
             found[at] = None if isinstance(index, slice) else index
@@ -88,8 +91,8 @@ def _whole(array):
         given = sum(index is not None for index in array._indices)
         if given:
             return (
-                f"an array of {len(array._indices)} axes is used with {given} of its indices in a mask or score "
-                "function: index it to a scalar"
+                f"an array of {len(array._indices)} axes is used with {given} of its indices in a mask or "
+                "score function: index it to a scalar"
             )
         array = array._tensor
     return f"an array of {len(array.shape)} axes is used whole in a mask or score function: index it"
@@ -118,7 +121,7 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function, kinds, arguments=(), options=None):
-        return _called(_recorder_of(arguments, options or {}), function, arguments, options or {})
+        return called(recorder_of(arguments, options or {}), function, arguments, options or {})
 
     def __array_ufunc__(self, function, method, *arguments, **options):
         if method != "__call__":

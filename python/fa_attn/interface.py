@@ -22,7 +22,9 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   lengths. `score_mod` (score, b, h, q_idx, kv_idx) and `mask_mod` (b, h, q_idx, kv_idx): a function as
   torch's flex_attention takes, a program's text or a `Program`; their indices are raw, and a mask is
   intersected with `causal` and `window_size`. `attention_chunk`: a query sees its chunk of so many keys, 0
-  for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
+  for all. `block_sparse_tensors`: FlashAttention 4's lists of blocks, with their block_size; `mask_mod` says
+  what is seen in those that are partial. With torch tensors, biases and arrays that a function reads have
+  gradients (docs/programs.md).
 - `k_descale`, `v_descale`: what k and v of 8 bits (float8_e4m3fn, int8) are multiplied by, beside a q of 16
   bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
   or one for each row of each head, in the shape of k without its last axis. None for 1. `kv_cache_dtype`:
@@ -32,7 +34,7 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   head_dim_v), FlashAttention-3's; a model has that of its heads before absorption. On the CPU, without
   gradients; v may have any columns.
 - arguments that are accepted at their neutral value only: `sm_margin` 0; `q_descale`, `scheduler_metadata`,
-  `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
+  `score_mod_bwd`, `block_sparse_tensors_bwd`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
   `seqlen_k_per_split`, `num_heads_q` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other
   value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,

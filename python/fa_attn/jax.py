@@ -9,8 +9,9 @@ masks and options are those of `fa_attn.interface`; `dot_product_attention` has 
 of `fa_attn` itself come here where jax traces them.
 
 Masks, biases and programs of one's own are computed as well (docs/programs.md), with gradients of what they
-read; vmap calls them once for each element. Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is
-divided among devices is gathered, unless the call is within `jax.shard_map`.
+read; vmap calls them once for each element. Second and forward-mode derivatives are not computed; a gradient
+of slopes is NaN. An array that is divided among devices is gathered, unless the call is within
+`jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ class _Call(NamedTuple):
 
     def folds(self, rank: int) -> bool:
         """Whether a batch of such calls, with queries of that many axes, is a call of the same form."""
-        return rank == 4 and not self.texts and not {"cu_seqlens_q", "cu_seqlens_k", "page_table"} & set(self.names)
+        return (
+            rank == 4
+            and not self.texts
+            and not {"cu_seqlens_q", "cu_seqlens_k", "page_table"} & set(self.names)
+        )
 
 
 @lru_cache(maxsize=None)
@@ -231,7 +236,9 @@ def packed_bits(mask: Any) -> Any:
         return jnp.where(mask, -1, 0).astype(jnp.int32)
     mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
     words = mask.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type((words << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32), jnp.int32)
+    return jax.lax.bitcast_convert_type(
+        (words << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32), jnp.int32
+    )
 
 
 # The types that programs read, as tracing declares those that they do not.
@@ -327,8 +334,8 @@ def dot_product_attention(
     heads_kv, head_dim), or each without the batch.
 
     `bias` is added to the scaled scores, with a gradient, `mask` True where a query sees a key; both are
-    broadcast to (batch, heads, rows, keys). jax aligns `is_causal` and `local_window_size` to the top left: with
-    lengths they are computed where each sequence has as many queries as keys. Rows beyond
+    broadcast to (batch, heads, rows, keys). jax aligns `is_causal` and `local_window_size` to the top left:
+    with lengths they are computed where each sequence has as many queries as keys. Rows beyond
     `query_seq_lengths`, and rows that see no key, are 0.
     `return_residual`: (out, LSE (batch, rows, heads)).
     """

@@ -4,10 +4,12 @@ pip install jax pytest && python -m pytest tests/test_jax_programs.py
 """
 
 import math
+from functools import partial
 
-import fa_attn
 import numpy as np
 import pytest
+
+import fa_attn
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -41,7 +43,7 @@ def relative(table):
     return lambda s, b, h, q, k: s * 0.5 + table[h, q - k + S]
 
 
-# Names: (options of a call by its array, the formula's score of that array, the keys that are seen, the array).
+# Names: (options of a call by its array, the formula's score of that array, the keys that are seen, it).
 CASES = {
     "bias": (lambda x: dict(bias=x), lambda s, x: s + x, True, BIAS),
     "bias of keys": (lambda x: dict(bias=x), lambda s, x: s + x, True, BIAS[:, :1, :1]),
@@ -75,7 +77,9 @@ def test_results_and_gradients_under_jit(name):
     near(flash_attn_func(Q, K, V, **options(x)), formula(Q, K, V, score, seen, x))
     every = (0, 1, 2, 3)
     near(
-        jax.jit(jax.value_and_grad(ours, every))(Q, K, V, x), jax.value_and_grad(true, every)(Q, K, V, x), 5e-5
+        jax.jit(jax.value_and_grad(ours, every))(Q, K, V, x),
+        jax.value_and_grad(true, every)(Q, K, V, x),
+        5e-5,
     )
     # What is not differentiated has no gradient to compute.
     near(jax.grad(ours, 0)(Q, K, V, x), jax.grad(true, 0)(Q, K, V, x))
@@ -124,4 +128,4 @@ def test_what_a_program_refuses_is_refused_under_jit():
         ("softcap .* program", dict(score_mod="s * 2", softcap=3.0)),
     ):
         with pytest.raises(ValueError, match=fault):
-            jax.jit(lambda q: flash_attn_func(q, K, V, **options))(Q)
+            jax.jit(partial(flash_attn_func, k=K, v=V, **options))(Q)

@@ -9,6 +9,7 @@ use fa_core::program::{
     Value, Var,
 };
 
+use super::functions;
 use crate::simd::{Work, widest};
 
 /// The nodes that some results need, each after its operands.
@@ -264,12 +265,12 @@ fn numbers_of_one(op: Unary, x: &[f32], ints: &mut [i32], floats: &mut [f32]) {
         Unary::Not | Unary::ToF32 => floats.copy_from_slice(x),
         Unary::Abs => each(floats, x, f32::abs),
         Unary::Floor => each(floats, x, f32::floor),
-        Unary::Exp => each(floats, x, f32::exp),
-        Unary::Exp2 => each(floats, x, f32::exp2),
+        Unary::Exp => each(floats, x, functions::exp),
+        Unary::Exp2 => each(floats, x, functions::exp2),
         Unary::Log => each(floats, x, f32::ln),
         Unary::Log2 => each(floats, x, f32::log2),
-        Unary::Tanh => each(floats, x, f32::tanh),
-        Unary::Sigmoid => each(floats, x, |x| 1.0 / (1.0 + (-x).exp())),
+        Unary::Tanh => each(floats, x, functions::tanh),
+        Unary::Sigmoid => each(floats, x, functions::sigmoid),
         Unary::Sqrt => each(floats, x, f32::sqrt),
         Unary::Rsqrt => each(floats, x, |x| 1.0 / x.sqrt()),
         Unary::Sin => each(floats, x, f32::sin),

@@ -18,6 +18,7 @@ mod fold;
 mod forward;
 mod forward16;
 mod fp8;
+mod functions;
 mod gate;
 mod inputs;
 mod lanes;
