@@ -93,11 +93,16 @@ def _lse_shape(q: Any) -> Tuple[int, ...]:
     return (*outer, heads, rows)
 
 
-def _invoke(name: str, results: Any, call: _Call, *arrays: Any) -> Any:
-    """The handler's results, on whichever platform the program is compiled for."""
+def _invoke(name: str, results: Any, call: _Call, *arrays: Any, fills: Any = None) -> Any:
+    """The handler's results, on whichever platform the program is compiled for. `fills`: the value of each
+    result where nothing is written, as of rows that belong to no sequence."""
+    aliases = {}
+    if fills is not None:
+        aliases = {len(arrays) + at: at for at in range(len(results))}
+        arrays = (*arrays, *(jnp.full(x.shape, fill, x.dtype) for x, fill in zip(results, fills)))
 
     def on(on_gpu: bool) -> Any:
-        handler = jax.ffi.ffi_call(name, results)
+        handler = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)
         return lambda *arrays: handler(*arrays, call=call.text(on_gpu))
 
     return jax.lax.platform_dependent(*arrays, cpu=on(False), cuda=on(True))
@@ -155,7 +160,8 @@ def _forward_of(call: _Call, rank: int) -> Any:
             jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
             jax.ShapeDtypeStruct(_lse_shape(q), jnp.float32),
         )
-        return _invoke(_FORWARD, results, call, q, k, v, *extras)
+        fills = (0, -jnp.inf) if {"cu_seqlens_q", "seqused_q"} & set(call.names) else None
+        return _invoke(_FORWARD, results, call, q, k, v, *extras, fills=fills)
 
     return _with_vmap(call, call.folds(rank), compute)
 
@@ -168,7 +174,9 @@ def _backward_of(call: _Call, rank: int) -> Any:
             results += (jax.ShapeDtypeStruct(q.shape[-2:-1], jnp.float32),)
         own = dict(zip(call.arrays, extras[len(call.names) :]))
         results += tuple(jax.ShapeDtypeStruct(own[name].shape, jnp.float32) for name in call.wants)
-        return _invoke(_BACKWARD, results, call, dout, q, k, v, out, lse, dlse, *extras)
+        varied = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"} & set(call.names)
+        fills = (0,) * len(results) if varied else None
+        return _invoke(_BACKWARD, results, call, dout, q, k, v, out, lse, dlse, *extras, fills=fills)
 
     # The gradient of the sinks is a sum over the batch, and each element has its own.
     return _with_vmap(call, call.folds(rank) and "sinks" not in call.names, compute)
@@ -345,22 +353,15 @@ def dot_product_attention(
     if local_window_size is not None:
         sides = local_window_size
         window = (sides, sides) if isinstance(sides, int) else (sides[0], sides[1])
-    offset = 0
-    has_lengths = query_seq_lengths is not None or key_value_seq_lengths is not None
     if is_causal or window != (-1, -1):
-        # From the bottom right to the top left.
-        offset = q.shape[1] - k.shape[1]
-        if offset and has_lengths:
-            raise UnsupportedError(
-                f"a mask of {q.shape[1]} queries on {k.shape[1]} keys with lengths: jax aligns it to the top "
-                "left, use flash_attn_func, which aligns it to the bottom right of each sequence"
-            )
         if (query_seq_lengths is None) != (key_value_seq_lengths is None):
             raise UnsupportedError(
                 "a mask with lengths of one side: give query_seq_lengths and key_value_seq_lengths, the same"
             )
         if query_seq_lengths is not key_value_seq_lengths:
             raise UnsupportedError("a mask with lengths that differ: give one array as both")
+    # From the bottom right of all rows to the top left; of sequences of equal lengths both are the same.
+    offset = q.shape[1] - k.shape[1] if query_seq_lengths is None else 0
     out, lse = flash_attn_varlen_func(
         q,
         k,
@@ -368,7 +369,7 @@ def dot_product_attention(
         softmax_scale=scale,
         causal=is_causal,
         window_size=window,
-        query_offset=offset,
+        query_offset=offset if is_causal or window != (-1, -1) else 0,
         bias=bias,
         mask=mask,
         seqused_q=query_seq_lengths,

@@ -187,6 +187,10 @@ def test_dot_product_attention_is_jax_s(options, dtype):
         jax.nn.dot_product_attention(q, k, v, **options),
         limit,
     )
+    # Of queries that see no key jax gives the mean of the values.
+    for rows in ((4, 9), (5, 4)):
+        some = q[:, : rows[0]], k[:, : rows[1]], v[:, : rows[1]]
+        near(dot_product_attention(*some, **options), jax.nn.dot_product_attention(*some, **options), limit)
     near(dot_product_attention(q[0], k[0], v[0], **options), dot_product_attention(q, k, v, **options)[0], 0)
     lengths = jnp.asarray([4, 9], jnp.int32)
     got = dot_product_attention(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths, **options)
@@ -195,13 +199,36 @@ def test_dot_product_attention_is_jax_s(options, dtype):
     assert not np.asarray(got[0, 4:], np.float32).any()
 
 
+@pytest.mark.parametrize("sides", [("query",), ("key_value",), ("query", "key_value")])
+def test_rows_that_are_not_in_use_have_no_results_and_no_gradients(sides):
+    arrays = made(q=(2, 17, 6, 24), k=(2, 17, 2, 24), v=(2, 17, 2, 24))
+    lengths = {f"{side}_seq_lengths": jnp.asarray([3, 17], jnp.int32) for side in sides}
+
+    def step(function, *arrays):
+        def loss(*arrays):
+            out = function(*arrays, **lengths)
+            return (out**2).sum(), out
+
+        (_, out), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+        return out, *grads
+
+    want = step(jax.nn.dot_product_attention, *arrays)
+    # Memory that is given back holds numbers, which the next program's results may begin as.
+    jax.jit(lambda *x: [jnp.sin(y) + 7.0 for y in x])(*arrays, *want)[0].block_until_ready()
+    got = jax.jit(lambda *x: step(dot_product_attention, *x))(*arrays)
+    for one, other in zip(got, want):
+        near(one, other, 1e-4)
+
+
 @pytest.mark.parametrize(
     ("fault", "call"),
     [
         ("^bias has 12 along heads", lambda q, k, v: dot_product_attention(q, k, v, q)),
         (
-            "aligns it to the top left",
-            lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, query_seq_lengths=LENGTHS),
+            "lengths of one side",
+            lambda q, k, v: dot_product_attention(
+                q, k, v, is_causal=True, query_seq_lengths=jnp.asarray([1, 2], jnp.int32)
+            ),
         ),
         ("^k has a head dim of 16", lambda q, k, v: flash_attn_func(q, k[..., :16], v)),
         ("^sinks has the shape", lambda q, k, v: flash_attn_func(q, k, v, sinks=SINKS[:3])),
