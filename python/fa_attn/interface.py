@@ -27,8 +27,10 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
   or one for each row of each head, in the shape of k without its last axis. None for 1. `kv_cache_dtype`:
   'fp8_e4m3' where k and v are uint8 with the bits of e4m3. There are no gradients. `quantize_kv` makes both.
-- arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`,
-  `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
+- `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
+  or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32.
+- arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `scheduler_metadata`,
+  `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
   `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size`
   1, `cp_rank` 0. Any other value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
@@ -125,7 +127,7 @@ def flash_attn_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    k, v, tensors, numbers = coded(
+    q, k, v, tensors, numbers = coded(
         face_of(q), q, k, v, tensors, numbers, options.get("kv_cache_dtype")
     )
     if alibi_slopes is None and not tensors:
@@ -363,7 +365,7 @@ def flash_attn_varlen_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    k, v, tensors, numbers = coded(
+    q, k, v, tensors, numbers = coded(
         face,
         q,
         k,

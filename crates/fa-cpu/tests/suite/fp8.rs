@@ -483,3 +483,24 @@ fn what_is_not_computed_is_refused_by_name() {
     };
     assert!(error.contains("fp8 Q, K and V have no gradients; dequantise them"), "{error}");
 }
+
+#[test]
+fn fp8_table() {
+    for sigma in [1.0, 0.3] {
+        for keys in [1024, 4096, 16384, 65536, 131072] {
+            let mut case = long_sum(keys, 64);
+            case.problem = case.problem.with_softmax_scale(Some(sigma / 8.0));
+            let mean = |how| {
+                let out = case.as_kernel(how).out;
+                out.iter().map(|&v| f64::from(v)).sum::<f64>() / out.len() as f64
+            };
+            let mut text = format!("sigma {sigma} keys {keys}: exact128 {:.4}", mean(Accumulation::exact(128)));
+            for tile_n in [64, 128, 256, 512, 1024, 2048] {
+                let how = Accumulation { truncates: true, ..Accumulation::exact(tile_n) };
+                text += &format!(" {tile_n}: {:.4}", mean(how));
+            }
+            let how = Accumulation { truncates: true, two_level: false, tile_n: 128 };
+            eprintln!("TABLE {text} one: {:.4}", mean(how));
+        }
+    }
+}
