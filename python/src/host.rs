@@ -94,7 +94,7 @@ fn run_in<T: fa_attn::Element>(
             let own = program.as_ref().filter(|own| own.wants_gradients());
             let mut darrays = Vec::new();
             let tensors = BackwardTensors {
-                q: tensor("q", q)?,
+                q: tensor::<T>("q", q)?,
                 k: tensor("k", k)?,
                 v: tensor("v", v)?,
                 out: tensor("out", out)?,
