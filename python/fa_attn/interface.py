@@ -373,7 +373,7 @@ def flash_attn_varlen_func(
         tensors,
         numbers,
         options.get("kv_cache_dtype"),
-        batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        batch=q.shape[0] if cu_seqlens_q is None else array("cu_seqlens_q", cu_seqlens_q).shape[0] - 1,
         is_packed=cu_seqlens_k is not None,
     )
     extras = extras_of(

@@ -324,10 +324,10 @@ fn long_sum(keys: usize, head_dim: usize) -> Case {
 }
 
 /// Dao-AILab/flash-attention#2250, vllm#23813: one accumulator of a tensor core over all keys loses what is below
-/// its last bit. Emptied at each tile it does not.
+/// its last bit: of a sum of 1 what an H200 is measured to leave. Emptied at each tile it does not.
 #[test]
 fn long_sums_need_two_levels() {
-    for (keys, head_dim, lost) in [(4096, 64, 0.02), (16384, 128, 0.15)] {
+    for (keys, head_dim, left) in [(4096, 64, 0.942), (16384, 128, 0.757)] {
         let case = long_sum(keys, head_dim);
         let farthest = |out: &[f32]| out.iter().map(|value| (value - 1.0).abs()).fold(0.0, f32::max);
         let (out, _) = case.tiled::<f32>(None);
@@ -339,7 +339,7 @@ fn long_sums_need_two_levels() {
         }
         let one = case.as_kernel(Accumulation { two_level: false, ..how });
         let mean = one.out.iter().sum::<f32>() / one.out.len() as f32;
-        assert!(mean < 1.0 - lost, "{keys} keys in one accumulator: {mean}");
+        assert!((mean - left).abs() < 0.015, "{keys} keys in one accumulator: {mean} for {left}");
     }
 }
 
@@ -482,25 +482,4 @@ fn what_is_not_computed_is_refused_by_name() {
         other => panic!("{other:?}"),
     };
     assert!(error.contains("fp8 Q, K and V have no gradients; dequantise them"), "{error}");
-}
-
-#[test]
-fn fp8_table() {
-    for sigma in [1.0, 0.3] {
-        for keys in [1024, 4096, 16384, 65536, 131072] {
-            let mut case = long_sum(keys, 64);
-            case.problem = case.problem.with_softmax_scale(Some(sigma / 8.0));
-            let mean = |how| {
-                let out = case.as_kernel(how).out;
-                out.iter().map(|&v| f64::from(v)).sum::<f64>() / out.len() as f64
-            };
-            let mut text = format!("sigma {sigma} keys {keys}: exact128 {:.4}", mean(Accumulation::exact(128)));
-            for tile_n in [64, 128, 256, 512, 1024, 2048] {
-                let how = Accumulation { truncates: true, ..Accumulation::exact(tile_n) };
-                text += &format!(" {tile_n}: {:.4}", mean(how));
-            }
-            let how = Accumulation { truncates: true, two_level: false, tile_n: 128 };
-            eprintln!("TABLE {text} one: {:.4}", mean(how));
-        }
-    }
 }
