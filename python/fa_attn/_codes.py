@@ -78,29 +78,33 @@ def no_codes(name, options):
             raise UnsupportedError(f"{descale}: {name} is of 16 bits, give q, k and v of 8 bits apart")
 
 
-def coded(face, q, k, v, tensors, numbers, asked=None, batch=None, is_packed=False, names=("k", "v")):
+def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False):
     """(q, k, v, tensors, numbers) with k and v, and perhaps q, as bytes, descales by their forms and the codes'
-    name, where k and v hold codes; else what was given."""
-    if asked is None and k.dtype is q.dtype and getattr(q.dtype, "itemsize", 2) > 1:
+    name, where k and v hold codes; else what was given. `names`: those of k and v for errors;
+    `is_cache`: gradients are not asked for."""
+    dtype = getattr(q, "dtype", k)
+    if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
         if "q_descale" in tensors:
             raise UnsupportedError(_WIDE_Q)
         return q, k, v, tensors, numbers
     asked = asked_codes(asked)
-    codes = _codes_of(names[0], array(names[0], k), asked)
-    other = _codes_of(names[1], array(names[1], v), asked)
+    codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     held = _type_of(q)
     is_fp8 = held in ("uint8", "int8") or held.startswith("float8")
     if is_fp8:
         if held == "int8":
             raise UnsupportedError("q holds int8: q of 8 bits is float8_e4m3fn, with k and v like it")
-        own = _codes_of("q", q, asked)
-        if not codes == other == own:
+        if not codes == other == _codes_of("q", q, asked):
             types = f"{names[0]} {_type_of(k)} and {names[1]} {_type_of(v)}"
             raise InputError(f"q holds {held}, {types}: give all three in float8_e4m3fn, or q in 16 bits")
     elif "q_descale" in tensors:
         raise UnsupportedError(_WIDE_Q)
     if codes is other is None:
         return q, k, v, tensors, numbers
+    face = face_of(array("q", q))
+    for name, x in zip(names, (k, v)):
+        array(name, x)
+    batch = q.shape[0] if cu_seqlens_q is None else array("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     if codes != other:
         raise InputError(f"{names[0]} holds {_type_of(k)} and {names[1]} {_type_of(v)}: give both in one type")
     if len(k.shape) < 3:
@@ -109,18 +113,18 @@ def coded(face, q, k, v, tensors, numbers, asked=None, batch=None, is_packed=Fal
     for name in _DESCALES:
         if name in tensors:
             face.refuse_gradient(name, tensors[name])
-            descales[name] = _form(face, name, tensors[name], k, batch, is_packed)
-    for name, x in zip(("q", *names), (q, k, v)):
-        face.refuse_gradient(name, x)
+            descales[name] = _form(face, name, tensors[name], k, batch)
+    if not is_cache:
+        for name, x in zip(("q", *names), (q, k, v)):
+            face.refuse_gradient(name, x)
     if is_fp8:
         q, numbers = face.bits(q), numbers._replace(out_dtype=face.out_of_codes(q))
     return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
 
 
-def _form(face, name, x, k, batch, is_packed):
+def _form(face, name, x, k, batch):
     """Descales in one of the forms that the extension module takes."""
     shape, rows, heads = tuple(array(name, x).shape), tuple(k.shape[:-1]), k.shape[-2]
-    batch = rows[0] if batch is None else batch
     per_row = name != "q_descale"
     if per_row and len(shape) == len(rows) and shape == rows and (len(rows) == 3 or rows[0] != batch):
         return x

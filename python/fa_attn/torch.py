@@ -189,7 +189,7 @@ def check(q, k, v, options, extras, out):
 def bits(tensor):
     """Codes as bytes."""
     check_tensor("q, k or v", tensor)
-    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+    return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
 
 
 def out_of_codes(_):
