@@ -271,7 +271,8 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
 /// [`PlanError`] where no candidate can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     let mut set = explore_native(problem, arch, options)?;
-    if set.plans.is_empty() && options.family.is_none() && Family::native(arch) != Family::Sm80 {
+    let has_others = Family::native(arch) != Family::Sm80 && !problem.types.is_fp8();
+    if set.plans.is_empty() && options.family.is_none() && has_others {
         let options = options.clone().with_family(Some(Family::Sm80));
         let other = explore_native(problem, arch, &options)?;
         set.plans = other.plans;

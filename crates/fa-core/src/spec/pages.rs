@@ -42,11 +42,11 @@ const LANES: usize = 32;
 /// Bytes that boxes start on in shared memory.
 const BOX_ALIGN: usize = 128;
 
-/// The number of which pages must be a multiple, so that TMA boxes can load tiles of `tile_n` rows and
-/// `columns` columns; `None` for pages that they can load.
-pub const fn boxes_need(page: usize, tile_n: u32, columns: u32) -> Option<usize> {
+/// The number of which pages must be a multiple, so that TMA boxes can load tiles of `tile_n` rows whose panels
+/// have rows of `row_bytes`; `None` for pages that they can load.
+pub const fn boxes_need(page: usize, tile_n: u32, row_bytes: u32) -> Option<usize> {
     let part = page_part(page, tile_n);
-    let aligned = BOX_ALIGN / (2 * operand_panel(columns) as usize);
+    let aligned = BOX_ALIGN / row_bytes as usize;
     if aligned > 1 && !part.is_multiple_of(aligned) {
         return Some(aligned);
     }
@@ -66,13 +66,15 @@ mod tests {
         for (page, tile_n, part) in [(16, 128, 16), (1, 128, 1), (256, 176, 16), (48, 128, 16), (7, 64, 1)] {
             assert_eq!(page_part(page, tile_n), part);
         }
-        assert_eq!(boxes_need(16, 128, 128), None);
+        let need = |page, tile_n, columns| boxes_need(page, tile_n, 2 * operand_panel(columns));
+        assert_eq!(need(16, 128, 128), None);
         // 64 boxes of two rows for 32 lanes.
-        assert_eq!(boxes_need(2, 128, 128), Some(4));
-        assert_eq!(boxes_need(4, 80, 128), None);
+        assert_eq!(need(2, 128, 128), Some(4));
+        assert_eq!(need(4, 80, 128), None);
         // Rows of 64 bytes: boxes of an odd number would start within 128 bytes.
-        assert_eq!((boxes_need(9, 144, 96), boxes_need(9, 144, 128)), (Some(2), None));
-        assert_eq!((boxes_need(9, 144, 80), boxes_need(8, 144, 80)), (Some(2), None));
+        assert_eq!((need(9, 144, 96), need(9, 144, 128)), (Some(2), None));
+        assert_eq!((need(9, 144, 80), need(8, 144, 80)), (Some(2), None));
+        assert_eq!([64, 128, 96, 192, 256].map(byte_panel), [64, 128, 32, 64, 128]);
         assert_eq!([64, 128, 192, 256, 96, 32, 80].map(panel), [64, 64, 64, 64, 32, 32, 16]);
     }
 

@@ -2,7 +2,7 @@
 //! scores, pages). [`KernelSpec::serves`] is the only rule; planner and launch both ask it.
 
 use super::error::{Mismatch, Unserved};
-use super::pages::boxes_need;
+use super::pages::{boxes_need, byte_panel, operand_panel};
 use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, MaskKind, Reads, Traits};
 use crate::program::Interned;
 use crate::{DescaleForm, Dtype, Problem, SideRows};
@@ -212,7 +212,11 @@ impl KernelSpec {
         let (_, tile_n) = traits.tile;
         let Some(page) = problem.lengths.page().filter(|_| !traits.copies_rows()) else { return Ok(()) };
         for head_dim in [self.head_dim, self.head_dim_v] {
-            if let Some(multiple) = boxes_need(page, tile_n, head_dim) {
+            let row_bytes = match self.kernel.computes_in_8_bits() {
+                true => byte_panel(head_dim),
+                false => 2 * operand_panel(head_dim),
+            };
+            if let Some(multiple) = boxes_need(page, tile_n, row_bytes) {
                 return Err(Unserved::Page { page, tile_n, head_dim, multiple });
             }
         }

@@ -3,7 +3,7 @@
 
 use fa_core::quantize::e4m3;
 use fa_core::{
-    Arch, DescaleForm, Descales, Dtype, Extra, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem, Side,
+    Alibi, Arch, DescaleForm, Descales, Dtype, Extra, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Side,
     TensorLayout, Types,
 };
 use fa_cpu::OwnedExtras;
@@ -26,6 +26,8 @@ struct Own {
     rows: Rows,
     descales: Descales,
     values: Values,
+    /// Those of the spec that change scores.
+    flags: &'static str,
 }
 
 #[derive(Clone, Copy)]
@@ -65,7 +67,7 @@ const BASE: [(&str, &str); 13] = [
 const fn of(kernel: &'static [(&'static str, &'static str)], head_dim: usize, rows: Rows) -> Own {
     let descales = Descales::all(DescaleForm::SequenceHead);
     let (head_dims, heads, values) = ((head_dim, head_dim), (2, 1), Values::Normal);
-    Own { kernel, head_dims, mask: Mask::FULL, heads, rows, descales, values }
+    Own { kernel, head_dims, mask: Mask::FULL, heads, rows, descales, values, flags: "" }
 }
 
 impl Own {
@@ -98,9 +100,10 @@ impl Own {
             Rows::Varied(_) => "varied: true,",
         };
         let text = format!(
-            "(dtype: e4m3, out_dtype: Some(bf16), head_dim: {hd}, head_dim_v: {hdv}, mask: {}, {reads} kernel: \
-             Sm90FwdFp8(({})))",
+            "(dtype: e4m3, out_dtype: Some(bf16), head_dim: {hd}, head_dim_v: {hdv}, mask: {}, {reads} {} \
+             kernel: Sm90FwdFp8(({})))",
             MaskKind::of(&self.mask).name(),
+            self.flags,
             fields.join(", ")
         );
         KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -111,11 +114,15 @@ impl Own {
             (Rows::Uniform(q, k), _) => Lengths::of(2, Side::padded(q), Side::padded(k)),
             (Rows::Varied(_), batch) => batch.expect("of its own lengths").lengths(),
         };
+        let score = ScoreMod::NONE
+            .with_alibi(self.flags.contains("alibi").then_some(Alibi::PerHead))
+            .with_sinks(self.flags.contains("sinks"));
         Problem::square(1, 1, self.heads.0, self.head_dims.0, self.mask, Dtype::Bf16)
             .with_heads_kv(self.heads.1)
             .with_head_dim_v(self.head_dims.1)
             .with_lengths(lengths)
             .with_types(Types::fp8(Dtype::Bf16))
+            .with_score(score)
             .with_descales(self.descales)
     }
 
@@ -156,11 +163,17 @@ struct Row {
     lse: f64,
 }
 
-/// A row of attention over `keys` scores and rows of values, with P rounded as the kernel does if `tiles` gives
-/// its tiles of keys.
-fn row(scores: &[f64], value: &dyn Fn(usize, usize) -> f64, columns: usize, tiles: Option<usize>) -> Row {
+/// A row of attention over `scores`, a sink and rows of values, with P rounded as the kernel does if `tiles`
+/// gives its tiles of keys.
+fn row(
+    scores: &[f64],
+    sink: f64,
+    value: &dyn Fn(usize, usize) -> f64,
+    columns: usize,
+    tiles: Option<usize>,
+) -> Row {
     if scores.is_empty() {
-        return Row { out: vec![0.0; columns], lse: f64::NEG_INFINITY };
+        return Row { out: vec![0.0; columns], lse: sink };
     }
     let (mut max, mut sum, mut out) = (f64::NEG_INFINITY, 0.0, vec![0.0; columns]);
     let tile = tiles.unwrap_or(scores.len());
@@ -179,6 +192,7 @@ fn row(scores: &[f64], value: &dyn Fn(usize, usize) -> f64, columns: usize, tile
             out.iter_mut().enumerate().for_each(|(column, own)| *own += p * value(key, column));
         }
     }
+    sum += (sink - max).exp();
     out.iter_mut().for_each(|own| *own /= sum);
     Row { out, lse: max + sum.ln() }
 }
@@ -269,7 +283,10 @@ fn check(own: &Own, seed: u64) {
                         let product = |column| {
                             code(0, q.batch, q.first + query, head, column) * code(1, entry, row, kv_head, column)
                         };
+                        let diagonal = (query + keys.len()) as f64 - q.len as f64;
+                        let slope = extras.alibi_slopes.as_ref().map_or(0.0, |own| f64::from(own[head]));
                         factor * (0..problem.head_dim).map(product).sum::<f64>()
+                            - slope * (diagonal - key as f64).abs()
                     })
                     .collect();
                 let first = visible.start;
@@ -277,8 +294,9 @@ fn check(own: &Own, seed: u64) {
                     let (entry, row) = keys[first + key];
                     code(2, entry, row, kv_head, column) * descale(2)
                 };
-                let exact = row(&scores, &value, problem.head_dim_v, None);
-                let rounded = row(&scores, &value, problem.head_dim_v, Some(spec.tile().1 as usize));
+                let sink = extras.sinks.as_ref().map_or(f64::NEG_INFINITY, |own| f64::from(own[head]));
+                let exact = row(&scores, sink, &value, problem.head_dim_v, None);
+                let rounded = row(&scores, sink, &value, problem.head_dim_v, Some(spec.tile().1 as usize));
                 let largest = (0..scores.len())
                     .flat_map(|key| (0..problem.head_dim_v).map(move |column| (key, column)))
                     .map(|(key, column)| value(key, column).abs())
@@ -366,6 +384,8 @@ fn e4m3_tensors_of_equal_lengths_give_o_and_lse() {
         (Own { head_dims: (192, 128), ..of(&[], 128, Rows::Uniform(20, 257)) }, 0),
         (Own { heads: (6, 2), ..of(PACKED, 128, Rows::Uniform(3, 300)).masked(Mask::CAUSAL) }, 1),
         (Own { heads: (4, 2), descales: Descales::NONE, ..of(&[], 64, Rows::Uniform(1, 1)) }, 2),
+        (Own { flags: "alibi: true,", ..of(OVERLAP, 64, Rows::Uniform(70, 200)).masked(Mask::CAUSAL) }, 0),
+        (Own { flags: "sinks: true,", heads: (6, 2), ..of(PACKED, 64, Rows::Uniform(30, 200)).masked(window) }, 1),
     ] {
         check(&own, seed);
     }
@@ -381,6 +401,9 @@ fn e4m3_tensors_of_other_lengths_give_o_and_lse() {
         (of(OVERLAP, 128, Rows::Varied(Lie::Padded)), 1),
         (Own { descales: head, ..of(WIDE, 64, Rows::Varied(Lie::PackedUsed)).masked(window) }, 2),
         (Own { heads: (6, 2), ..of(PACKED, 64, Rows::Varied(Lie::Padded)).masked(Mask::CAUSAL) }, 0),
+        (of(TURNS, 128, Rows::Varied(Lie::Paged(16))).masked(Mask::CAUSAL), 1),
+        (Own { heads: (6, 2), ..of(PACKED, 64, Rows::Varied(Lie::Paged(24))).masked(window) }, 2),
+        (of(WIDE, 256, Rows::Varied(Lie::Paged(64))).with(Values::AllCodes), 0),
     ] {
         check(&own, seed);
     }

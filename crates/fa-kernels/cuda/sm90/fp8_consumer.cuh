@@ -1,6 +1,7 @@
 // The consumers of the SM90 forward of e4m3 tensors: each warpgroup computes 64 query rows over the keys that
 // they see.
 #pragma once
+#include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
 #include "attn/descales.cuh"
 #include "attn/epilogue.cuh"
@@ -168,14 +169,21 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
         auto end = [&] { return rows.end(seqlen, tile.m_block, tile_rows); };
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
-        auto mask = [&](float(&s)[C.tile_n / 2], int n_block) {
+        const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
+                                                           kLog2e);
+        const float to_log2 = descaled_log2(params, tile.batch, kv_head);
+        // With ALiBi the scores are exponents already.
+        const float scale_log2 = C.alibi ? 1.f : to_log2;
+
+        // Turns products into masked scores.
+        auto modify = [&](float(&s)[C.tile_n / 2], int n_block) {
+            alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
             if (!range.needs_mask(n_block)) return;
             auto query_of = [&](int r) { return rows.query(row + 8 * r); };
             mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
         };
 
         if (!range.empty()) {
-            const float scale_log2 = descaled_log2(params, tile.batch, kv_head);
             Softmax<C.exp_poly_of_16, 0, Exponential::Base2Approx, false, kP8Offset> softmax;
             smem.q_bars.wait_full(q_state);
             // The first tile of keys: there is nothing to rescale.
@@ -184,14 +192,19 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
                 float s[C.tile_n / 2];
                 smem.k_bars.wait_full(k_state);
                 issue_s(s);
+                // Loaded under the product.
+                float sink[2];
+                if constexpr (C.sinks) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
                 if constexpr (C.two_level) {
 #pragma unroll
                     for (float& sum : o) sum = 0.f;
                 }
                 wgmma::wait<0>();
                 release_k();
-                mask(s, n_block);
+                modify(s, n_block);
+                if constexpr (C.sinks) softmax.begin(sink);
                 softmax.template step<true>(s, scale_log2, rescale);
+                if constexpr (C.sinks) softmax.add_sinks(sink, own_column == 0);
                 pack_p(s);
             }
             bool accumulate = false;
@@ -213,7 +226,7 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
                     signal_next();
                     wgmma::wait<1>();
                     release_k();
-                    mask(s, n_block);
+                    modify(s, n_block);
                     softmax.template take_max<false>(s, scale_log2, next_rescale);
                     softmax.template exponentiate<kEarly>(s, 0, scale_log2);
                     hold(softmax.sum);
@@ -241,7 +254,7 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
                     signal_next();
                     wgmma::wait<0>();
                     release_k();
-                    mask(s, n_block);
+                    modify(s, n_block);
                     softmax.template step<false>(s, scale_log2, rescale);
                     pack_p(s);
                 }
@@ -251,10 +264,17 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
             add_pv(accumulate);
             float factor[2], lse[2];
             softmax.finish(factor, lse);
+            if constexpr (C.sinks) {
+                if (softmax.is_beyond_sinks(lse)) {
+                    float sink[2];
+                    load_sinks<C.pack_gqa>(params, row, tile.head, sink);
+                    softmax.relate_to_sinks(sink, lse);
+                }
+            }
             descale_rows(params, tile.batch, kv_head, factor);
             store_output8<C>(params, seqlen, o, factor, lse, row, end(), tile);
         } else {
-            store_nothing_seen<C.pack_gqa, false>(params, seqlen, row, end(), tile.head, tile.batch);
+            store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, end(), tile.head, tile.batch);
         }
         index = tiles.next(smem, params, index);
     }

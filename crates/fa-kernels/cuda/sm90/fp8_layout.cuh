@@ -17,13 +17,14 @@ struct Fp8Traits {
     static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
     static_assert(C.head_dim_v % C.slice == 0);
     static_assert(C.num_wg >= 2 || !C.ping_pong);
-    static_assert(!C.softcap && !C.alibi && !C.sinks && !C.split);
+    static_assert(!C.softcap && !C.split);
+    static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     static constexpr int kProducerWarps = 4;
     // Registers per thread after setmaxnreg; the producers transpose V.
-    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 40 : 32;
-    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 232 : 160;
+    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 40 : 56;
+    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 232 : 152;
 
     using Q = BytePanelTile<C.tile_m, C.head_dim>;
     using K = BytePanelTile<C.tile_n, C.head_dim>;

@@ -1,6 +1,7 @@
-// The producer warpgroup of the SM90 forward of e4m3 tensors: one thread issues all TMA loads, and all of its
-// threads transpose V.
+// The producer warpgroup of the SM90 forward of e4m3 tensors: one thread issues all TMA loads (of keys in pages
+// a warp does, a box each lane), and all of its threads transpose V.
 #pragma once
+#include "attn/paged_keys.cuh"
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "config.cuh"
@@ -31,7 +32,7 @@ __device__ __forceinline__ void clear_idle_rows8(Fp8Storage<C>& smem, const FwdP
     fence_async_shared();
 }
 
-// The loads of a work tile. One thread calls them.
+// The loads of a work tile. One thread calls them; for keys in pages a whole warp calls k() and v().
 template <Sm90FwdFp8Config C>
 struct Fp8Loads {
     using T = Fp8Traits<C>;
@@ -71,20 +72,34 @@ struct Fp8Loads {
     }
 
     __device__ __forceinline__ void k(const LoadTile<C>& work, int n_block) {
-        keys(typename T::K{}, smem.k[k_state.stage], map_k, params.varlen.tma_k, smem.k_bars, k_state, work,
+        keys<true>(typename T::K{}, smem.k[k_state.stage], map_k, params.varlen.tma_k, smem.k_bars, k_state, work,
              n_block);
     }
     __device__ __forceinline__ void v(const LoadTile<C>& work, int n_block) {
-        keys(typename T::V{}, smem.v[v_state.stage], map_v, params.varlen.tma_v, smem.v_bars, v_state, work,
+        keys<false>(typename T::V{}, smem.v[v_state.stage], map_v, params.varlen.tma_v, smem.v_bars, v_state, work,
              n_block);
     }
 
-    // Rows past the end of a sequence become zeros.
-    template <class Tile, class Bars, class State>
+    // Rows past the end of a sequence become zeros. Counts: entries of the page table that name no page are
+    // counted.
+    template <bool Counts, class Tile, class Bars, class State>
     __device__ __forceinline__ void keys(Tile, u8* dst, const TensorMap& map, const TmaStrides& strides,
                                          Bars& bars, State& state, const LoadTile<C>& work, int n_block) {
-        bars.acquire(state, Tile::kBytes);
         Mbarrier& full = bars.full[state.stage];
+        if constexpr (C.paged) {
+            const PagedKeys<C.tile_n> pages{params.varlen, work.table(params), work.seqlen.k(), work.kv_head,
+                                            0};
+            const int entry = pages.entry_of(n_block);
+            bars.wait_empty(state);
+            // No lane may start the next phase before all lanes have seen the previous one end. Boxes may
+            // arrive before their bytes are announced.
+            warp_sync();
+            if (lane_index() == 0) bars.announce(state, Tile::kBytes);
+            pages.template load<Tile, 1>(dst, map, strides, full, n_block, entry, 0, Counts);
+            state.advance();
+            return;
+        }
+        bars.acquire(state, Tile::kBytes);
         const int first = n_block * C.tile_n;
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
@@ -130,22 +145,23 @@ __device__ __forceinline__ void produce8(Fp8Storage<C>& smem, const FwdParams& p
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     TileSource<C> tiles(params, cta_index(), heads);
     const bool leads = warp == 0 && lane_index() == 0;
+    const bool loads_keys = C.paged ? warp == 0 : leads;
     const bool draws = C.scheduler != Scheduler::Dynamic || warp == 0;
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
         const BlockRange& range = work.range;
-        if (leads && !range.empty()) {
+        if (loads_keys && !range.empty()) {
             // A second Q buffer becomes free before the next K stage does; a single one does not.
-            if constexpr (C.q_stages > 1) loads.q(work);
+            if (C.q_stages > 1 && leads) loads.q(work);
             loads.k(work, range.end - 1);
-            if constexpr (C.q_stages == 1) loads.q(work);
+            if (C.q_stages == 1 && leads) loads.q(work);
             loads.v(work, range.end - 1);
         }
 #pragma unroll 1
         for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
-            const bool more = leads && n_block > range.begin;
+            const bool more = loads_keys && n_block > range.begin;
             if (more) {
                 loads.k(work, n_block - 1);
                 if constexpr (C.v_stages > 1) loads.v(work, n_block - 1);

@@ -14,7 +14,8 @@ const BOX_ROWS: usize = 8;
 /// be.
 pub(crate) fn gathers(problem: &Problem, tile_n: u32, (head_dim, head_dim_v): (u32, u32)) -> bool {
     let Some(page) = problem.lengths.page() else { return false };
-    let boxes = [head_dim, head_dim_v].into_iter().all(|columns| boxes_need(page, tile_n, columns).is_none());
+    let fits = |columns: u32| boxes_need(page, tile_n, 2 * operand_panel(columns)).is_none();
+    let boxes = fits(head_dim) && fits(head_dim_v);
     operand_panel(head_dim) == operand_panel(head_dim_v) && (!boxes || page_part(page, tile_n) < BOX_ROWS)
 }
 

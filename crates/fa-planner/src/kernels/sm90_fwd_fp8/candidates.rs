@@ -73,3 +73,43 @@ fn with_room(mut kernel: Sm90FwdFp8, spec_of: impl Fn(Sm90FwdFp8) -> KernelSpec)
     }
     spec_of(kernel)
 }
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Family, Lengths, Mask, Side, Types};
+
+    use super::*;
+    use crate::plan::{PlanError, PlanOptions, plan};
+
+    const BASE: Problem =
+        Problem::square(4, 8192, 16, 128, Mask::FULL, Dtype::Bf16).with_types(Types::fp8(Dtype::Bf16));
+
+    #[test]
+    fn e4m3_problems_have_plans_on_sm90() {
+        for (problem, tflops) in [
+            (BASE, 700.0),
+            (BASE.with_mask(Mask::CAUSAL), 700.0),
+            (BASE.with_head_dims(64, 64), 480.0),
+            (BASE.with_head_dims(256, 256), 900.0),
+            (BASE.with_head_dims(192, 128), 800.0),
+            (BASE.with_head_dims(80, 80).with_mask(Mask::window(500, 0)), 100.0),
+            (BASE.with_heads_kv(2).with_lengths(Lengths::of(4, Side::packed(9000, 8192), Side::padded(8192).with_used())), 500.0),
+        ] {
+            let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("a plan");
+            assert!(plans[0].spec.kernel.computes_in_8_bits() && plans[0].spec.serves(&problem).is_ok());
+            assert!(plans[0].cost.tflops > tflops, "{}: {:.0}", plans[0].spec, plans[0].cost.tflops);
+            assert!(plans[0].cost.tflops < 2.0 * Arch::Sm90.limits().peak_tensor_flops() / 1e12);
+        }
+    }
+
+    #[test]
+    fn what_no_kernel_computes_in_e4m3_is_refused_by_name() {
+        let of = |problem: Problem, arch, family| {
+            plan(&problem, arch, &PlanOptions::default().with_family(family)).expect_err("no plan")
+        };
+        assert!(matches!(of(BASE, Arch::Sm80, None), PlanError::NoFp8 { family: Family::Sm80, .. }));
+        assert!(matches!(of(BASE, Arch::Sm90, Some(Family::Sm80)), PlanError::NoFp8 { .. }));
+        let text = of(BASE.with_types(Types::fp8(Dtype::F16)), Arch::Sm90, None).to_string();
+        assert!(text.contains("out_dtype = f16 in e4m3"), "{text}");
+    }
+}

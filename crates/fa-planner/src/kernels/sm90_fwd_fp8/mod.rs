@@ -24,9 +24,8 @@ impl PlannedKernel for Sm90FwdFp8 {
     fn code(&self) -> Code {
         Code {
             varied: true,
+            paged: true,
             softcap: false,
-            alibi: false,
-            sinks: false,
             programs: false,
             packs_gqa: true,
             codes: true,
