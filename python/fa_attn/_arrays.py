@@ -60,8 +60,8 @@ class _Numpy:
     def empty(self, shape, like, dtype=None):
         return self.np.empty(shape, like.dtype if dtype is None else dtype)
 
-    def zeros(self, shape, like):
-        return self.np.zeros(shape, like.dtype)
+    def zeros(self, shape, like, dtype=None):
+        return self.np.zeros(shape, like.dtype if dtype is None else dtype)
 
     def floats(self, shape, like):
         return self.np.empty(shape, self.np.float32)
@@ -240,9 +240,9 @@ class Arrays(Latents):
         lse = lib.floats(_lse_shape(q), q)
         shape = (*q.shape[:-1], *v.shape[-1:])
         if out is None:
-            out = make(shape, q)
+            out = make(shape, q, self._type_of(q, options))
         else:
-            self._check_out(out, q, k, v, extras)
+            self._check_out(out, q, k, v, options, extras)
             if min(getattr(out, "strides", None) or (0,)) < 0:
                 made, lse = self.attention(q, k, v, options, extras, plans, division=division, mods=mods)
                 return self.stored(made, out), lse
@@ -315,15 +315,23 @@ class Arrays(Latents):
         )
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
-    def _check_out(self, out, q, k, v, extras):
-        check_out(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
+    def _type_of(self, q, options):
+        """The type of out: q's, or the one that the options name."""
+        if options.out_dtype is None:
+            return q.dtype
+        # That of codes is of the same package as bfloat16.
+        is_wide = options.out_dtype == "f32"
+        return self.library.np.dtype("float32" if is_wide else importlib.import_module("ml_dtypes").bfloat16)
+
+    def _check_out(self, out, q, k, v, options, extras):
+        check_out(out, (*q.shape[:-1], *v.shape[-1:]), self._type_of(q, options))
         check_no_overlap(out, q, k, v, extras, self.library.overlap)
 
     def check(self, q, k, v, options, extras, out):
         """Checks what `attention` is about to be given, without computing anything."""
         lib = self.library
         if out is not None:
-            self._check_out(out, q, k, v, extras)
+            self._check_out(out, q, k, v, options, extras)
         extras = None if extras is None else self.beside(extras)
         _core.check_forward(*map(lib.read, (q, k, v)), options, extras, lib.stream(q))
 
@@ -335,6 +343,10 @@ class Arrays(Latents):
         """Codes as bytes."""
         name = getattr(array.dtype, "name", None) or str(array.dtype)
         return array.view("uint8") if name == "float8_e4m3fn" else array
+
+    def out_of_codes(self, array):
+        """The type of out where q is codes: FlashAttention's where there is such a type."""
+        return "f32" if str(array.dtype) == "uint8" else "bf16"
 
     def expanded(self, array, shape):
         array = self.library.host(array)

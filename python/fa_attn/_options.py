@@ -76,7 +76,6 @@ class Codes(NamedTuple):
     """An argument that names the codes of K and V, which `coded` reads."""
 
 
-_WIDE_Q = Only((None,), "q is of 16 bits and has no descale: multiply softmax_scale by it")
 _NO_SCORES = Only((None,), "score_mod is differentiated as it is, and closes over the arrays that it reads")
 _ONE_PROCESS = "keys of one process are attended to: join its parts by fa_attn.merge"
 
@@ -97,7 +96,7 @@ class CommonOptions(TypedDict, total=False):
     attention_chunk: Annotated[Optional[int], Modification()]
     qv: Annotated[Optional[Array], OnValues()]
     q_v: Annotated[Optional[Array], OnValues()]
-    q_descale: Annotated[None, _WIDE_Q]
+    q_descale: Annotated[Optional[Array], Tensor("q_descale")]
     k_descale: Annotated[Optional[Array], Tensor("k_descale")]
     v_descale: Annotated[Optional[Array], Tensor("v_descale")]
     kv_cache_dtype: Annotated[Optional[str], Codes()]
@@ -145,6 +144,7 @@ class ExtraTensors(TypedDict, total=False):
     page_table: Optional[Array]
     alibi_slopes: Optional[Array]
     sinks: Optional[Array]
+    q_descale: Optional[Array]
     k_descale: Optional[Array]
     v_descale: Optional[Array]
 
@@ -258,6 +258,7 @@ class Extras(NamedTuple):
     page_table: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
+    q_descale: Any = None
     k_descale: Any = None
     v_descale: Any = None
     max_seqlen_q: Any = 0
@@ -277,6 +278,7 @@ def extras_of(
     page_table=None,
     alibi_slopes=None,
     sinks=None,
+    q_descale=None,
     k_descale=None,
     v_descale=None,
     max_seqlen_q: Any = 0,
@@ -284,7 +286,7 @@ def extras_of(
 ):
     """The extras of a call, checked to be arrays; None where there are none."""
     arrays = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, alibi_slopes, sinks)
-    arrays += (k_descale, v_descale)
+    arrays += (q_descale, k_descale, v_descale)
     has_some = False
     for at, value in enumerate(arrays):
         if value is not None:
@@ -320,6 +322,8 @@ class CallOptions(NamedTuple):
     latent: bool = False
     # The codes that k and v are, where they are bytes.
     kv_dtype: Optional[str] = None
+    # The type of out, where q is codes as well.
+    out_dtype: Optional[str] = None
 
     @property
     def has_mask(self):

@@ -17,6 +17,7 @@ from ._torch_memory import (
     lse_shape,
     new_gradients,
     out_shape,
+    out_type,
     rows_of,
 )
 from ._torch_passes import no_tangents, run_backward, run_forward
@@ -50,7 +51,9 @@ _forward_operator = torch.library.custom_op(
 
 @_forward_operator.register_fake
 def _(q, k, v, *arguments):
-    return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=FLOAT)
+    options = options_of(extras_of(arguments)[1])[0]
+    out = q.new_empty(out_shape(q, v), dtype=out_type(q, options.out_dtype))
+    return out, q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
 def _backward(dout, q, k, v, out, lse, dlse, *arguments):

@@ -14,7 +14,7 @@ _HEADS, _BATCH, _WHOLE = "heads", "batch", "whole"
 
 # What the operators' tensors are, by their names in the schemas.
 _ROWS = ("q", "k", "v", "out", "dout", "k_cache", "v_cache")
-_DESCALES = ("k_descale", "v_descale")
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 _PER_SEQUENCE = ("seqused_q", "seqused_k", "page_table")
 _OUTPUTS = {
     "fa_attn::forward": ("out", "lse"),

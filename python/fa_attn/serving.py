@@ -230,7 +230,7 @@ def flash_attn_with_kvcache(
         longest = longest if cu_seqlens_q is None else bound
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
-    k_cache, v_cache, tensors, numbers = coded(
+    q, k_cache, v_cache, tensors, numbers = coded(
         q,
         k_cache,
         v_cache,
@@ -241,6 +241,8 @@ def flash_attn_with_kvcache(
         names=("k_cache", "v_cache"),
         is_cache=True,
     )
+    if k is not None and numbers.out_dtype is not None:
+        raise UnsupportedError("k and an fp8 q: rows are appended beside a q of 16 bits")
     if k is not None and face.has_autograd:
         # What joins a cache of codes is quantised, and of q's type.
         like = k_cache if numbers.kv_dtype is None else q

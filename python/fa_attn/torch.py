@@ -31,6 +31,7 @@ from ._torch_memory import (
     may_overlap,
     new_gradients,
     out_shape,
+    out_type,
     pad,
     rows_of,
     stream_of,
@@ -61,6 +62,7 @@ __all__ = [
     "largest_scores",
     "lends",
     "merge",
+    "out_of_codes",
     "packed_attention",
     "refuse_gradient",
     "repeated",
@@ -96,7 +98,7 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     is_padded = q.is_cuda and (head_dim % 8 or head_dim_v % 8) and not options.latent
     if out is not None:
-        _check_out(out, q, k, v, extras)
+        _check_out(out, q, k, v, options, extras)
         if as_operator or mods is not None or not is_aligned(out) or is_padded:
             made, lse = attention(
                 q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
@@ -161,9 +163,9 @@ def _refuse_axes(**tensors):
     )
 
 
-def _check_out(out, q, k, v, extras):
+def _check_out(out, q, k, v, options, extras):
     check_tensor("out", out)
-    check_out(out, out_shape(q, v), q.dtype)
+    check_out(out, out_shape(q, v), out_type(q, options.out_dtype))
     check_no_overlap(out, q, k, v, extras, may_overlap)
     differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
@@ -181,7 +183,7 @@ def check(q, k, v, options, extras, out):
         return
     check_extras(extras)
     if out is not None:
-        _check_out(out, q, k, v, extras)
+        _check_out(out, q, k, v, options, extras)
     if all(x.stride(-1) == 1 and not x.is_neg() for x in (q, k, v)):
         extras = None if extras is None else detached_extras(extras)
         q, k, v = (x.detach() for x in (q, k, v))
@@ -190,8 +192,13 @@ def check(q, k, v, options, extras, out):
 
 def bits(tensor):
     """Codes as bytes."""
-    check_tensor("k or v", tensor)
-    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+    check_tensor("q, k or v", tensor)
+    return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+
+
+def out_of_codes(_):
+    """The type of out where q is codes: FlashAttention's."""
+    return "bf16"
 
 
 def expanded(tensor, shape):

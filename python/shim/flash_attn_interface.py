@@ -12,15 +12,9 @@ def _refuse(**given):
             raise UnsupportedError(f"{name}: not computed")
 
 
-def _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin):
+def _refuse_uncomputed(attention_chunk, sm_margin):
     """Refuses arguments that functions here take and no kernel supports."""
-    _refuse(
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    _refuse(attention_chunk=attention_chunk, sm_margin=sm_margin)
 
 
 def flash_attn_func(
@@ -42,7 +36,7 @@ def flash_attn_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(attention_chunk, sm_margin)
     return fa_attn.flash_attn_func(
         q,
         k,
@@ -56,6 +50,9 @@ def flash_attn_func(
         return_softmax_lse=return_attn_probs,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
 
 
@@ -76,13 +73,16 @@ def flash_attn_qkvpacked_func(
 ):
     """Attention of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim)
     with `num_heads_q`."""
-    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_softmax_lse=return_attn_probs,
     )
     if len(qkv.shape) == 5:
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(attention_chunk, sm_margin)
     return fa_attn.flash_attn_varlen_func(
         q,
         k,
@@ -140,6 +140,9 @@ def flash_attn_varlen_func(
         return_softmax_lse=return_attn_probs,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
 
 
@@ -175,7 +178,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(attention_chunk, sm_margin)
     return fa_attn.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -201,6 +204,9 @@ def flash_attn_with_kvcache(
         scheduler_metadata=scheduler_metadata,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_softmax_lse=return_softmax_lse,
     )
 
@@ -246,7 +252,7 @@ def _flash_attn_forward(
     sm_margin=0,
 ):
     """(out, softmax_lse, two empty partial results), without autograd."""
-    _refuse_uncomputed(q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(attention_chunk, sm_margin)
     options = dict(
         qv=qv,
         softmax_scale=softmax_scale,
@@ -257,6 +263,9 @@ def _flash_attn_forward(
         out=out_,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_softmax_lse=True,
     )
     of_a_cache = dict(k=k_new, v=v_new, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k)

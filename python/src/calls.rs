@@ -57,7 +57,7 @@ pub(crate) fn run(
 
 /// Checks shapes and types of the arrays other than Q, K and V: only their addresses go to the GPU.
 fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult<()> {
-    let Given { q, k, v, dtype, .. } = given;
+    let (Given { q, k, v, .. }, dtype) = (given, problem.types.wide());
     let place = given.place();
     let same = |name: &str, view: &View<'_>, like: &View<'_>, dim: usize| {
         let axes = like.shape().len() - 1;
@@ -73,7 +73,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
             let message = format!("{name} has the shape {:?}: it must be {need:?}", view.shape());
             return Err(InputError::new_err(message));
         }
-        if dtype_of(name, view)? != *dtype {
+        if dtype_of(name, view)? != dtype {
             let message =
                 format!("{name} holds {} and q {dtype}: they must be of one type", view.type_name());
             return Err(InputError::new_err(message));

@@ -58,7 +58,7 @@ pub(crate) fn run(
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
     let call = engine()?.bind(problem, pass).map_err(raised)?;
-    match problem.types.q {
+    match problem.types.wide() {
         Dtype::F32 => run_in::<f32>(py, given, &call, to),
         Dtype::F16 => run_in::<f16>(py, given, &call, to),
         Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
@@ -75,13 +75,12 @@ fn run_in<T: fa_attn::Element>(
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
     let Given { q, k, v, beside, program, .. } = given;
-    let q = tensor::<T>("q", q)?;
     let extras = extras(beside);
     let inputs = program.as_ref().map(CallProgram::inputs).transpose()?;
     match to {
         Written::Forward { out, lse } => {
             let tensors = ForwardTensors {
-                q: KvRef::Same(q),
+                q: kv::<T>("q", q)?,
                 k: kv("k", k)?,
                 v: kv("v", v)?,
                 out: tensor_mut("out", out)?,
@@ -95,7 +94,7 @@ fn run_in<T: fa_attn::Element>(
             let own = program.as_ref().filter(|own| own.wants_gradients());
             let mut darrays = Vec::new();
             let tensors = BackwardTensors {
-                q,
+                q: tensor::<T>("q", q)?,
                 k: tensor("k", k)?,
                 v: tensor("v", v)?,
                 out: tensor("out", out)?,
@@ -251,7 +250,7 @@ pub(crate) fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<
     TensorRef::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-/// K or V, whose type has been checked to be Q's or one of codes.
+/// Q, K or V, whose type has been checked to be the call's or one of codes.
 fn kv<'a, T: fa_attn::Element>(name: &'static str, view: &'a View<'_>) -> PyResult<KvRef<'a, T>> {
     match view.dtype {
         Type::E4m3 | Type::I8 => Ok(KvRef::Codes(tensor(name, view)?)),

@@ -273,11 +273,6 @@ def test_refusals_say_what_works(library):
             "k_descale has the shape (3, 2)",
         ),
         (fa_attn.UnsupportedError, lambda: fa_attn.flash_attn_func(q, k, k, q_descale=descale), "q_descale"),
-        (
-            fa_attn.UnsupportedError,
-            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="fp8", bias=long[:1, :1]),
-            "a program with K and V in e4m3",
-        ),
     ):
         with pytest.raises(error) as found:
             call()

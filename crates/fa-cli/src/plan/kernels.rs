@@ -231,7 +231,11 @@ impl ShownKernel for Sm90FwdFp8 {
             issued("wgmma reads K (8 rows x 16 B)", (tile_n, hd), Access::Ldmatrix),
             issued("V by ldmatrix.x4.trans", (tile_n, hdv), Access::LdmatrixTrans),
             issued("stmatrix of V transposed", (spec.head_dim_v, tile_n / 2), Access::Stmatrix),
-            issued("wgmma reads V transposed (8 rows x 16 B)", (spec.head_dim_v, tile_n / 2), Access::Ldmatrix),
+            issued(
+                "wgmma reads V transposed (8 rows x 16 B)",
+                (spec.head_dim_v, tile_n / 2),
+                Access::Ldmatrix,
+            ),
         ]
     }
 

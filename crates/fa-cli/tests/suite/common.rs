@@ -119,6 +119,7 @@ pub(crate) fn write(path: &Path, tensors: &[Tensor], metadata: &[(&str, &str)]) 
             "I8" => Dtype::I8,
             "U8" => Dtype::U8,
             "F8_E4M3" => Dtype::F8_E4M3,
+            "F8_E5M2" => Dtype::F8_E5M2,
             other => panic!("no dtype {other} here"),
         };
         (*name, TensorView::new(dtype, shape.to_vec(), bytes).expect("a valid tensor"))
@@ -142,7 +143,7 @@ fn encode(dtype: &str, values: &[f64]) -> Vec<u8> {
         "BOOL" => values.iter().map(|v| u8::from(*v != 0.0)).collect(),
         "I8" => values.iter().map(|v| *v as i8 as u8).collect(),
         // The bits of codes.
-        "F8_E4M3" | "U8" => values.iter().map(|v| *v as u8).collect(),
+        "F8_E4M3" | "F8_E5M2" | "U8" => values.iter().map(|v| *v as u8).collect(),
         other => panic!("no dtype {other} here"),
     }
 }

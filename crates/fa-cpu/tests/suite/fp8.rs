@@ -324,10 +324,10 @@ fn long_sum(keys: usize, head_dim: usize) -> Case {
 }
 
 /// Dao-AILab/flash-attention#2250, vllm#23813: one accumulator of a tensor core over all keys loses what is below
-/// its last bit. Emptied at each tile it does not.
+/// its last bit: of a sum of 1 what an H200 is measured to leave. Emptied at each tile it does not.
 #[test]
 fn long_sums_need_two_levels() {
-    for (keys, head_dim, lost) in [(4096, 64, 0.02), (16384, 128, 0.15)] {
+    for (keys, head_dim, left) in [(4096, 64, 0.942), (16384, 128, 0.757)] {
         let case = long_sum(keys, head_dim);
         let farthest = |out: &[f32]| out.iter().map(|value| (value - 1.0).abs()).fold(0.0, f32::max);
         let (out, _) = case.tiled::<f32>(None);
@@ -339,7 +339,7 @@ fn long_sums_need_two_levels() {
         }
         let one = case.as_kernel(Accumulation { two_level: false, ..how });
         let mean = one.out.iter().sum::<f32>() / one.out.len() as f32;
-        assert!(mean < 1.0 - lost, "{keys} keys in one accumulator: {mean}");
+        assert!((mean - left).abs() < 0.015, "{keys} keys in one accumulator: {mean} for {left}");
     }
 }
 

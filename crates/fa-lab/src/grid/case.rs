@@ -1,7 +1,7 @@
 //! A case: a problem, where its tensors lie, what they hold, and what is done with it.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::{Append, Dtype, Mask, Merge, Pass, Problem, Strides, TensorLayout};
+use fa_core::{Append, Descales, Dtype, Mask, Merge, Pass, Problem, Strides, TensorLayout};
 use serde::{Deserialize, Serialize};
 
 use crate::sequences::Sequences;
@@ -201,6 +201,10 @@ impl Case {
             p.mask,
             p.types.q
         );
+        if p.descales != Descales::NONE {
+            let Descales { q, k, v, .. } = p.descales;
+            name += &format!(" descales {q} {k} {v}");
+        }
         if let Some(cap) = p.score.softcap {
             name += &format!(" cap {cap}");
         }
@@ -308,6 +312,7 @@ impl Case {
             }
             Values::Edges => inputs.mods = inputs.mods.at_the_edges(),
         }
+        inputs.hold_codes();
         inputs
     }
 
