@@ -331,7 +331,11 @@ fn for_each(
     let pass = options.pass;
     let kernel = Kernel::of_types(family, pass, types).ok_or_else(|| {
         let pass = pass.name();
-        if types.q == Dtype::E4m3 { PlanError::NoFp8 { family, pass } } else { PlanError::NoKernel { family, pass } }
+        if types.q == Dtype::E4m3 {
+            PlanError::NoFp8 { family, pass }
+        } else {
+            PlanError::NoKernel { family, pass }
+        }
     })?;
     let kernel = planned::of(&kernel);
     let [head_dim, wider] = padded(kernel.head_dims(), "head_dim", problem.head_dim)?;

@@ -5,6 +5,7 @@
 
 mod backward;
 mod case;
+mod fp8;
 mod packed;
 mod tuning;
 

@@ -252,10 +252,18 @@ fn names_tell_the_switches() {
 #[test]
 fn every_default_is_valid() {
     let ordered = Kernel::defaults().map(|kernel| kernel.name());
-    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd"]);
+    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd", "sm90_fwd_fp8"]);
     for kernel in Kernel::defaults() {
-        let spec = KernelSpec { mask: MaskKind::Causal, head_dim: 64, head_dim_v: 64, kernel, ..sm80() };
+        let types =
+            if kernel.computes_in_8_bits() { Types::fp8(Dtype::Bf16) } else { Types::same(Dtype::F16) };
+        let spec =
+            KernelSpec { types, mask: MaskKind::Causal, head_dim: 64, head_dim_v: 64, kernel, ..sm80() };
         assert_eq!(spec.check(), Ok(()), "{spec}");
+        let other = if types.is_fp8() { Types::same(Dtype::F16) } else { Types::fp8(Dtype::Bf16) };
+        let error = KernelSpec { types: other, ..spec.clone() }.check().expect_err("another type");
+        assert!(matches!(error, SpecError::Dtype { .. }), "{error}");
+        let kernel = Kernel::of_types(spec.kernel.family(), spec.kernel.pass(), types);
+        assert_eq!(kernel, Some(spec.kernel));
     }
 }
 
@@ -429,6 +437,7 @@ fn numbers_out_of_range_are_refused_and_no_panic() {
             Kernel::Sm80Fwd(Sm80Fwd { num_warps: many, .. })
             | Kernel::Sm80Bwd(Sm80Bwd { num_warps: many, .. })
             | Kernel::Sm90Fwd(Sm90Fwd { num_wg: many, .. })
+            | Kernel::Sm90FwdFp8(Sm90FwdFp8 { num_wg: many, .. })
             | Kernel::Sm90Bwd(Sm90Bwd { num_wg: many, .. })
             | Kernel::Sm100Fwd(Sm100Fwd { q_tiles: many, .. }) => *many = u32::MAX,
         }

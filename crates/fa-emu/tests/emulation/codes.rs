@@ -241,12 +241,14 @@ fn check(own: &Own, seed: u64) {
                tensors: Vec<Given<'_>>,
                extras: &OwnedExtras|
      -> Outcome {
-        let unit =
-            emulator().unit(spec, own.arch, &Headers::current().unwrap()).unwrap_or_else(|e| panic!("{spec}: {e}"));
+        let unit = emulator()
+            .unit(spec, own.arch, &Headers::current().unwrap())
+            .unwrap_or_else(|e| panic!("{spec}: {e}"));
         let rows = [&rows[0][..], &rows[1][..]];
         let call = Call { tensors, lse: None, extras, program: None, rows };
-        let outcome =
-            unit.run(problem, &call, &Options { splits: spec.split.then_some(3), ..Options::of(spec, seed) }).unwrap_or_else(|e| panic!("{spec}: {e}"));
+        let outcome = unit
+            .run(problem, &call, &Options { splits: spec.split.then_some(3), ..Options::of(spec, seed) })
+            .unwrap_or_else(|e| panic!("{spec}: {e}"));
         let faults: Vec<String> = outcome.findings.iter().map(ToString::to_string).collect();
         assert!(faults.is_empty(), "{spec} {problem:?} seed {seed}:\n{}", faults.join("\n"));
         assert!(outcome.launches.iter().all(|launch| launch.finished) && outcome.page_faults == 0, "{spec}");
