@@ -180,8 +180,8 @@ impl Types {
 
 const MIXED: &str = "K and V have the type of Q, or 8 bits beside a wider Q (e4m3 or int8); convert them and \
                      leave kv_dtype out";
-const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave kv_dtype \
-                            out";
+const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave \
+                            kv_dtype out";
 const FP8: &str = "nothing computes an fp8 forward yet; convert Q, K and V to the type of O";
 const WIDE_OUT: &str = "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results \
                         by their LSE in f32";
