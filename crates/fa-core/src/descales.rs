@@ -55,8 +55,8 @@ impl DescaleForm {
         }
     }
 
-    /// The form of a tensor of this shape, whose axes are then those of [`crate::Extra::axes_of`], beside keys of
-    /// these rows. Of packed keys two axes are `[batch, heads_kv]` where the first is the batch, else
+    /// The form of a tensor of this shape, whose axes are then those of [`crate::Extra::axes_of`], beside
+    /// keys of these rows. Of packed keys two axes are `[batch, heads_kv]` where the first is the batch, else
     /// `[total_k, heads_kv]`.
     pub fn of_shape(shape: &[usize], keys: Side, sequences: usize) -> DescaleForm {
         let is_packed = matches!(keys.rows, SideRows::Packed { .. });

@@ -206,8 +206,8 @@ impl Types {
 
 const MIXED: &str = "K and V have the type of Q, or 8 bits beside a wider Q (e4m3 or int8); convert them and \
                      leave kv_dtype out";
-const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave kv_dtype \
-                            out";
+const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave \
+                            kv_dtype out";
 const INT8_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 for K and V alone";
 const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtype to bf16 (on the CPU also f16 \
                        or f32)";
