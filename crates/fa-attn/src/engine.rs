@@ -287,8 +287,8 @@ impl Engine {
         Ok(output)
     }
 
-    /// [`Engine::forward`] on Q, K and V in e4m3 ([`Types::fp8`]): the bits of the codes, with the descales among
-    /// the extras. T is the type of O.
+    /// [`Engine::forward`] on Q, K and V in e4m3 ([`Types::fp8`]): the bits of the codes, with the descales
+    /// among the extras. T is the type of O.
     ///
     /// ```
     /// use fa_attn::quantize::{Codes, Scales};
