@@ -13,6 +13,7 @@ says what would work.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
+from ._codes import dequantize_kv, quantize_kv
 from ._core import DeviceError, InputError, InputTypeError, UnsupportedError, version
 from ._programs import Program
 from .interface import (
@@ -67,6 +68,7 @@ __all__ = [
     "Problem",
     "Program",
     "UnsupportedError",
+    "dequantize_kv",
     "explain",
     "finish_tuning",
     "flash_attn_backward",
@@ -83,6 +85,7 @@ __all__ = [
     "merge",
     "plan",
     "problem",
+    "quantize_kv",
     "tune",
 ]
 

@@ -15,6 +15,7 @@ from ._checks import (
     check_within_cache,
     int32,
 )
+from ._codes import is_per_row
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._nvrtc import find_nvrtc
 from ._options import Extras
@@ -51,8 +52,8 @@ class _Numpy:
     def empty(self, shape, like, dtype=None):
         return self.np.empty(shape, like.dtype if dtype is None else dtype)
 
-    def zeros(self, shape, like):
-        return self.np.zeros(shape, like.dtype)
+    def zeros(self, shape, like, dtype=None):
+        return self.np.zeros(shape, like.dtype if dtype is None else dtype)
 
     def floats(self, shape, like):
         return self.np.empty(shape, self.np.float32)
@@ -228,9 +229,9 @@ class Arrays:
         lse = lib.floats(_lse_shape(q), q)
         shape = (*q.shape[:-1], *v.shape[-1:])
         if out is None:
-            out = make(shape, q)
+            out = make(shape, q, self._type_of(q, options))
         else:
-            self._check_out(out, q, k, v, extras)
+            self._check_out(out, q, k, v, options, extras)
             if min(getattr(out, "strides", None) or (0,)) < 0:
                 made, lse = self.attention(q, k, v, options, extras, plans, division=division, mods=mods)
                 return self.stored(made, out), lse
@@ -303,21 +304,46 @@ class Arrays:
         )
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
-    def _check_out(self, out, q, k, v, extras):
-        check_out(out, (*q.shape[:-1], *v.shape[-1:]), q.dtype)
+    def _type_of(self, q, options):
+        """The type of out: q's, or the one that the options name."""
+        if options.out_dtype is None:
+            return q.dtype
+        # That of codes is of the same package as bfloat16.
+        is_wide = options.out_dtype == "f32"
+        return self.library.np.dtype("float32" if is_wide else importlib.import_module("ml_dtypes").bfloat16)
+
+    def _check_out(self, out, q, k, v, options, extras):
+        check_out(out, (*q.shape[:-1], *v.shape[-1:]), self._type_of(q, options))
         check_no_overlap(out, q, k, v, extras, self.library.overlap)
 
     def check(self, q, k, v, options, extras, out):
         """Checks what `attention` is about to be given, without computing anything."""
         lib = self.library
         if out is not None:
-            self._check_out(out, q, k, v, extras)
+            self._check_out(out, q, k, v, options, extras)
         extras = None if extras is None else self.beside(extras)
         _core.check_forward(*map(lib.read, (q, k, v)), options, extras, lib.stream(q))
 
     def decoded(self, *_):
         # There is no shorter way.
         return None
+
+    def bits(self, array):
+        """Codes as bytes."""
+        name = getattr(array.dtype, "name", None) or str(array.dtype)
+        return array.view("uint8") if name == "float8_e4m3fn" else array
+
+    def out_of_codes(self, array):
+        """The type of out where q is codes: FlashAttention's where there is such a type."""
+        return "f32" if str(array.dtype) == "uint8" else "bf16"
+
+    def expanded(self, array, shape):
+        array = self.library.host(array)
+        return self.library.np.broadcast_to(array.reshape(1) if array.size == 1 else array, shape)
+
+    def refuse_gradient(self, name, array):
+        # There are none without autograd.
+        pass
 
     def contiguous(self, array):
         return self.library.contiguous(array)
@@ -336,6 +362,8 @@ class Arrays:
             for x in (append.used_k, append.page_table, append.cu_new, append.cu_q)
         )
         after = self.ints(0, used.shape[0], q)
+        descales = (append.k_descale, append.v_descale)
+        own = [None if x is None else lib.contiguous(x) for x in descales]
         rotated = None
         if append.cos is not None:
             rotated = lib.copy(q)
@@ -356,8 +384,13 @@ class Arrays:
             starts[1],
             append.max_q,
             after,
+            *own,
             lib.stream(q),
         )
+        for x, made in zip(descales, own):
+            # Of a view, as within pages, the rows that are written are those of a copy.
+            if is_per_row(x) and made is not x:
+                x[...] = made
         if dropped:
             raise InputError(
                 f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "
@@ -508,6 +541,8 @@ class _JaxArrays(Arrays):
             if mods is not None:
                 raise UnsupportedError(_UNTRACED)
             # The work plans of other calls are behind the extras.
+            if others[2].kv_dtype is not None:
+                raise UnsupportedError("k and v of 8 bits under jax.jit, grad or vmap: call it eagerly")
             return self._traced().traced_attention(q, *others[:4], division)
         if _is_on_gpu(q):
             return self._by_torch("attention", q, *others, division=division, mods=mods)

@@ -1,9 +1,10 @@
-"""K and V in 8 bits: which arrays hold codes, the forms of descales, and the quantisers.
+"""K and V in 8 bits, and Q beside them: which arrays hold codes, the forms of descales, and the quantisers.
 
-A value is its code (an e4m3 number, or an integer) times a descale: `k_descale` and `v_descale`, float32, of the
-shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv), or one for each row of each
-head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n is the
-batch, else (total_k, heads_kv).
+A value is its code (an e4m3 number, or an integer) times a descale: `k_descale` and `v_descale`, float32, of
+the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv), or one for each row of
+each head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n
+is the batch, else (total_k, heads_kv). Where q holds e4m3 codes as well, `q_descale` is of the same shapes but
+those of rows, per K/V head, and out is of 16 bits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _LARGEST = {"e4m3": 448.0, "int8": 127.0}
 _SMALLEST_NORMAL = 1.1754943508222875e-38
 _LARGEST_FLOAT = 3.4028234663852886e38
 _PER = ("tensor", "head", "sequence_head", "token_head")
-_DESCALES = ("k_descale", "v_descale")
+_DESCALES = ("q_descale", "k_descale", "v_descale")
+_WIDE_Q = "q_descale: q is of 16 bits and has no descale, multiply softmax_scale by it"
 
 
 def _type_of(x):
@@ -56,8 +58,8 @@ def _codes_of(name, x, asked):
         if asked == "e4m3":
             return asked
         raise UnsupportedError(
-            f"{name} holds uint8: where its bytes are e4m3 codes give kv_cache_dtype='fp8_e4m3', or view it as "
-            "float8_e4m3fn"
+            f"{name} holds uint8: where its bytes are e4m3 codes give kv_cache_dtype='fp8_e4m3', or view it "
+            "as float8_e4m3fn"
         )
     if held.startswith("float8") and held not in _HELD:
         raise UnsupportedError(f"{name} holds {held}: K and V of 8 bits are float8_e4m3fn or int8")
@@ -71,36 +73,61 @@ def no_codes(name, options):
     """Refuses `kv_cache_dtype` where k and v are parts of an array with q."""
     if asked_codes(options.get("kv_cache_dtype")) is not None:
         raise UnsupportedError(f"kv_cache_dtype: {name} has q, k and v of one type, give them apart")
+    for descale in _DESCALES:
+        if options.get(descale) is not None:
+            raise UnsupportedError(f"{descale}: {name} is of 16 bits, give q, k and v of 8 bits apart")
 
 
-def coded(face, q, k, v, tensors, numbers, asked=None, batch=None, is_packed=False, names=("k", "v")):
-    """(k, v, tensors, numbers) with k and v as bytes, descales by their forms and the codes' name, where k and
-    v hold codes; else what was given."""
-    if asked is None and k.dtype is q.dtype:
-        return k, v, tensors, numbers
+def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False):
+    """(q, k, v, tensors, numbers) with k and v, and perhaps q, as bytes, descales by their forms and the
+    codes' name, where k and v hold codes; else what was given. `names`: those of k and v for errors;
+    `is_cache`: gradients are not asked for."""
+    dtype = getattr(q, "dtype", k)
+    if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
+        if "q_descale" in tensors:
+            raise UnsupportedError(_WIDE_Q)
+        return q, k, v, tensors, numbers
     asked = asked_codes(asked)
-    codes = _codes_of(names[0], array(names[0], k), asked)
-    other = _codes_of(names[1], array(names[1], v), asked)
+    codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
+    held = _type_of(q)
+    is_fp8 = held in ("uint8", "int8") or held.startswith("float8")
+    if is_fp8:
+        if held == "int8":
+            raise UnsupportedError("q holds int8: q of 8 bits is float8_e4m3fn, with k and v like it")
+        if not codes == other == _codes_of("q", q, asked):
+            types = f"{names[0]} {_type_of(k)} and {names[1]} {_type_of(v)}"
+            raise InputError(f"q holds {held}, {types}: give all three in float8_e4m3fn, or q in 16 bits")
+    elif "q_descale" in tensors:
+        raise UnsupportedError(_WIDE_Q)
     if codes is other is None:
-        return k, v, tensors, numbers
+        return q, k, v, tensors, numbers
+    face = face_of(array("q", q))
+    for name, x in zip(names, (k, v)):
+        array(name, x)
+    batch = q.shape[0] if cu_seqlens_q is None else array("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     if codes != other:
-        raise InputError(f"{names[0]} holds {_type_of(k)} and {names[1]} {_type_of(v)}: give both in one type")
+        held = f"{names[0]} holds {_type_of(k)} and {names[1]} {_type_of(v)}"
+        raise InputError(f"{held}: give both in one type")
     if len(k.shape) < 3:
         raise InputError(f"{names[0]} has the shape {tuple(k.shape)}: it must have 3 or 4 axes")
     descales = {}
     for name in _DESCALES:
         if name in tensors:
             face.refuse_gradient(name, tensors[name])
-            descales[name] = _form(face, name, tensors[name], k, batch, is_packed)
-    face.refuse_gradient("q", q)
-    return face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
+            descales[name] = _form(face, name, tensors[name], k, batch)
+    if not is_cache:
+        for name, x in zip(("q", *names), (q, k, v)):
+            face.refuse_gradient(name, x)
+    if is_fp8:
+        q, numbers = face.bits(q), numbers._replace(out_dtype=face.out_of_codes(q))
+    return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
 
 
-def _form(face, name, x, k, batch, is_packed):
+def _form(face, name, x, k, batch):
     """Descales in one of the forms that the extension module takes."""
     shape, rows, heads = tuple(array(name, x).shape), tuple(k.shape[:-1]), k.shape[-2]
-    batch = rows[0] if batch is None else batch
-    if len(shape) == len(rows) and shape == rows and (len(rows) == 3 or rows[0] != batch):
+    per_row = name != "q_descale"
+    if per_row and len(shape) == len(rows) and shape == rows and (len(rows) == 3 or rows[0] != batch):
         return x
     if shape == (heads,):
         return x
@@ -108,9 +135,8 @@ def _form(face, name, x, k, batch, is_packed):
         return face.expanded(x, (heads,))
     if len(shape) == 2 and shape[0] in (1, batch) and shape[1] in (1, heads):
         return face.expanded(x, (batch, heads))
-    raise InputError(
-        f"{name} has the shape {shape}: it must be (1,), ({heads},), ({batch}, {heads}) or, for each row, {rows}"
-    )
+    rows = f" or, for each row, {rows}" if per_row else ""
+    raise InputError(f"{name} has the shape {shape}: it must be (1,), ({heads},), ({batch}, {heads}){rows}")
 
 
 def is_per_row(x):
@@ -124,13 +150,13 @@ def quantize_kv(
     per: Literal["tensor", "head", "sequence_head", "token_head"] = "head",
     descale: Optional[Array] = None,
 ) -> Tuple[Any, Any]:
-    """(codes, descale) of keys or values x (batch, seqlen, heads, head_dim), packed (total, heads, head_dim), or
-    in pages (pages, page, heads, head_dim).
+    """(codes, descale) of keys or values x (batch, seqlen, heads, head_dim), packed (total, heads, head_dim),
+    or in pages (pages, page, heads, head_dim).
 
-    `per`: which values share a descale, amax / 448 of e4m3 and amax / 127 of int8 (at least the smallest normal
-    number): all, those of a head, of a sequence and head, or of a row and head. `descale`: descales to use
-    instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped and rounded to
-    nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in int8. Codes are
+    `per`: which values share a descale, amax / 448 of e4m3 and amax / 127 of int8 (at least the smallest
+    normal number): all, those of a head, of a sequence and head, or of a row and head. `descale`: descales to
+    use instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped and rounded
+    to nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in int8. Codes are
     torch.float8_e4m3fn or int8 for torch, else numpy's uint8 (the bits of e4m3; give the functions
     kv_cache_dtype='fp8_e4m3') or int8.
     """
@@ -172,9 +198,8 @@ def broadcast_shape(descale, codes):
         return (*shape, 1)
     if all(n == 1 for n in shape):
         return (1,)
-    raise InputError(
-        f"descale has the shape {shape}: it must be (1,), ({rows[-2]},), {rows[:1] + rows[-2:-1]} or {rows[:-1]}"
-    )
+    need = f"(1,), ({rows[-2]},), {rows[:1] + rows[-2:-1]} or {rows[:-1]}"
+    raise InputError(f"descale has the shape {shape}: it must be {need}")
 
 
 def _quantisers(x):

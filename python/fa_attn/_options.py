@@ -66,7 +66,10 @@ class Unneeded(NamedTuple):
     check: Callable[[str, Any], Any]
 
 
-_NO_FP8 = Only((None,), "no kernel computes in fp8: convert to bfloat16")
+class Codes(NamedTuple):
+    """An argument that names the codes of K and V, which `coded` reads."""
+
+
 _NO_SCORES = Only((None,), "score_mod is differentiated as it is, and closes over the arrays that it reads")
 _NO_MASKS = Only((None,), "a mask is given by mask_mod or mask, whose empty tiles are found")
 _ONE_PROCESS = "keys of one process are attended to: join its parts by fa_attn.merge"
@@ -92,9 +95,10 @@ class CommonOptions(TypedDict, total=False):
     q_v: Annotated[
         None, Only((None,), "a second query on the values is not computed: join q and q_v along the head dim")
     ]
-    q_descale: Annotated[None, _NO_FP8]
-    k_descale: Annotated[None, _NO_FP8]
-    v_descale: Annotated[None, _NO_FP8]
+    q_descale: Annotated[Optional[Array], Tensor("q_descale")]
+    k_descale: Annotated[Optional[Array], Tensor("k_descale")]
+    v_descale: Annotated[Optional[Array], Tensor("v_descale")]
+    kv_cache_dtype: Annotated[Optional[str], Codes()]
     score_mod_bwd: Annotated[None, _NO_SCORES]
     aux_tensors: Annotated[None, _NO_SCORES]
     aux_scalars: Annotated[None, _NO_SCORES]
@@ -137,6 +141,9 @@ class ExtraTensors(TypedDict, total=False):
     page_table: Optional[Array]
     alibi_slopes: Optional[Array]
     sinks: Optional[Array]
+    q_descale: Optional[Array]
+    k_descale: Optional[Array]
+    v_descale: Optional[Array]
 
 
 _TABLE: Dict[str, Any] = {
@@ -210,7 +217,7 @@ def read_options(function, options):
         elif isinstance(row, Unneeded):
             if value is not None:
                 row.check(name, value)
-        elif not isinstance(row, (Division, Modification, Number)):
+        elif not isinstance(row, (Codes, Division, Modification, Number)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division
 
@@ -226,6 +233,9 @@ class Extras(NamedTuple):
     page_table: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
     max_seqlen_q: Any = 0
     max_seqlen_k: Any = 0
 
@@ -243,11 +253,15 @@ def extras_of(
     page_table=None,
     alibi_slopes=None,
     sinks=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
     max_seqlen_q: Any = 0,
     max_seqlen_k: Any = 0,
 ):
     """The extras of a call, checked to be arrays; None where there are none."""
     arrays = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, alibi_slopes, sinks)
+    arrays += (q_descale, k_descale, v_descale)
     has_some = False
     for at, value in enumerate(arrays):
         if value is not None:
@@ -279,6 +293,10 @@ class CallOptions(NamedTuple):
     deterministic: bool
     # Keys by which queries lie right of the bottom-right alignment.
     query_offset: Any = 0
+    # The codes that k and v are, where they are bytes.
+    kv_dtype: Optional[str] = None
+    # The type of out, where q is codes as well.
+    out_dtype: Optional[str] = None
 
     @property
     def has_mask(self):

@@ -6,6 +6,7 @@ import torch
 
 from . import _core
 from ._checks import LARGEST, capacity_of, check_pages, check_within_cache
+from ._codes import is_per_row
 from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, rows_of, stream_of
 from ._torch_shardings import check_caches, distributed
 
@@ -28,7 +29,7 @@ def append(append):
         check_tensor("rotary_sin", a.sin)
     arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.options.causal)
     arguments += a.options.window
-    arguments += (a.cu_new, a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
+    arguments += (a.cu_new, a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q, a.k_descale, a.v_descale)
     if goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache):
         check_caches(a.k_cache, a.v_cache, a.page_table, a.cu_new is not None or a.cu_q is not None)
         named = dict(q=a.q, k=a.k, v=a.v, k_cache=a.k_cache, v_cache=a.v_cache)
@@ -73,11 +74,13 @@ def run_append(
     page_table,
     cu_q,
     max_q,
+    k_descale=None,
+    v_descale=None,
 ):
     """(q rotated, or None without tables, and the lengths afterwards)."""
     if k_cache.is_cuda and (k_cache.shape[-1] % 8 or v_cache.shape[-1] % 8):
         mask = (interleaved, causal, left, right)
-        rows = (cu_new, max_new, used_k, page_table, cu_q, max_q)
+        rows = (cu_new, max_new, used_k, page_table, cu_q, max_q, k_descale, v_descale)
         return append_padded(k, v, k_cache, v_cache, q, cos, sin, *mask, *rows)
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
     used_k, page_table, cu_new, cu_q = (
@@ -85,6 +88,8 @@ def run_append(
         x.contiguous() if isinstance(x, torch.Tensor) else x
         for x in (used_k, page_table, cu_new, cu_q)
     )
+    descales = [None if x is None else x.detach() for x in (k_descale, v_descale)]
+    own = [None if x is None else x.contiguous() for x in descales]
     after = torch.empty_like(used_k)
     rotated = q.new_empty((0,))
     queries = (None, None)
@@ -110,8 +115,13 @@ def run_append(
         cu_q,
         max_q,
         after,
+        *own,
         stream_of(q),
     )
+    for x, made in zip(descales, own):
+        # Of a view, as within pages, the rows that are written are those of a copy.
+        if is_per_row(x) and made is not x:
+            x.copy_(made)
     if dropped:
         raise _core.InputError(
             f"{dropped} rows have no place: beyond the cache, in a page that does not exist, or "

@@ -29,6 +29,7 @@ _empty_like = torch.empty_like
 _CONTIGUOUS = torch.contiguous_format
 _STRIDED = torch.strided
 FLOAT = torch.float32
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def stream_of(q):
@@ -71,7 +72,12 @@ def out_shape(q, v):
     return (*q.shape[:-1], v.shape[-1])
 
 
-def new_results(q, v, extras, out=None, wants_lse=True):
+def out_type(q, out_dtype):
+    """The type of out: q's, or the one that `CallOptions` name."""
+    return q.dtype if out_dtype is None else torch.bfloat16
+
+
+def new_results(q, v, extras, out=None, wants_lse=True, out_dtype=None):
     """Tensors for out and LSE; on the CPU, and where queries are used in part, rows that belong to no
     sequence are 0. An `out` of the caller's is left unchanged. On a GPU an LSE that nobody wants is None."""
     if extras is not None and (
@@ -79,11 +85,14 @@ def new_results(q, v, extras, out=None, wants_lse=True):
     ):
         if q.is_quantized:
             check_tensor("q", q)
-        out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device) if out is None else out
+        dtype = out_type(q, out_dtype)
+        out = torch.zeros(out_shape(q, v), dtype=dtype, device=q.device) if out is None else out
         return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
     if out is None:
-        same = q.shape[-1] == v.shape[-1]
-        out = _empty_like(q, memory_format=_CONTIGUOUS) if same else q.new_empty(out_shape(q, v))
+        if q.shape[-1] == v.shape[-1] and out_dtype is None:
+            out = _empty_like(q, memory_format=_CONTIGUOUS)
+        else:
+            out = q.new_empty(out_shape(q, v), dtype=out_type(q, out_dtype))
     # A tensor takes more of the host's time than all checks of a call.
     return out, None if not wants_lse and q.is_cuda else q.new_empty(lse_shape(q), dtype=FLOAT)
 
@@ -181,12 +190,14 @@ def autocast(*tensors):
 
 
 def check_extras(extras):
-    """Checks the slopes and the sinks of a call, which are torch's as q is."""
+    """Checks the slopes, the sinks and the descales of a call, which are torch's as q is."""
     if extras is None:
         return
-    slopes, sinks = extras.alibi_slopes, extras.sinks
-    if sinks is not None:
-        check_tensor("sinks", sinks)
+    slopes = extras.alibi_slopes
+    for name in ("sinks", *DESCALES):
+        x = getattr(extras, name)
+        if x is not None:
+            check_tensor(name, x)
     if slopes is not None:
         check_tensor("alibi_slopes", slopes)
         if slopes.requires_grad and torch.is_grad_enabled():
@@ -250,6 +261,9 @@ def detached(extras):
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
         extras = extras._replace(sinks=sinks)
+    descales = {name: getattr(extras, name) for name in DESCALES}
+    descales = {name: x.detach() for name, x in descales.items() if isinstance(x, torch.Tensor)}
+    extras = extras._replace(**descales)
     try:
         # Lengths may be arrays of another library.
         ends = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in extras[:-2]]

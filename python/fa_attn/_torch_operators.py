@@ -17,6 +17,7 @@ from ._torch_memory import (
     lse_shape,
     new_gradients,
     out_shape,
+    out_type,
     rows_of,
 )
 from ._torch_passes import no_tangents, run_backward, run_forward
@@ -50,7 +51,9 @@ _forward_operator = torch.library.custom_op(
 
 @_forward_operator.register_fake
 def _(q, k, v, *arguments):
-    return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=FLOAT)
+    options = options_of(extras_of(arguments)[1])[0]
+    out = q.new_empty(out_shape(q, v), dtype=out_type(q, options.out_dtype))
+    return out, q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
 def _backward(dout, q, k, v, out, lse, dlse, *arguments):
@@ -190,13 +193,14 @@ for _operator in (_forward_operator, _backward_operator):
 _append_operator = torch.library.custom_op(
     "fa_attn::append",
     run_append,
-    mutates_args=("k_cache", "v_cache"),
+    mutates_args=("k_cache", "v_cache", "k_descale", "v_descale"),
     schema=schema(
         tensors("k", "v") + ", Tensor(a!) k_cache, Tensor(b!) v_cache, " + tensors("q", "cos?", "sin?"),
         "bool interleaved, bool causal, SymInt left, SymInt right",
         "Tensor? cu_new, SymInt max_new",
         tensors("seqused_k", "page_table?", "cu_seqlens_q?"),
         "SymInt max_seqlen_q",
+        "Tensor(c!)? k_descale, Tensor(d!)? v_descale",
         results=2,
     ),
 )

@@ -18,6 +18,7 @@ from ._torch_memory import (
     lse_shape,
     new_gradients,
     out_shape,
+    out_type,
     rows_of,
 )
 from ._torch_passes import run_backward, run_forward
@@ -98,7 +99,9 @@ _forward_operator = torch.library.custom_op(
 
 @_forward_operator.register_fake
 def _(q, k, v, *arguments):
-    return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=FLOAT)
+    options = options_of(_parted(arguments)[2])[0]
+    out = q.new_empty(out_shape(q, v), dtype=out_type(q, options.out_dtype))
+    return out, q.new_empty(lse_shape(q), dtype=FLOAT)
 
 
 def _room(arrays, wants, like):

@@ -13,6 +13,8 @@ _OPTIONS = {
     "softcap": ("float softcap",),
     "deterministic": ("bool deterministic",),
     "query_offset": ("SymInt query_offset",),
+    "kv_dtype": ("str? kv_dtype",),
+    "out_dtype": ("str? out_dtype",),
 }
 OPTIONS = ", ".join(argument for field in CallOptions._fields for argument in _OPTIONS[field])
 EXTRAS = ", ".join(f"Tensor? {name}" for name in TENSORS) + ", SymInt max_seqlen_q, SymInt max_seqlen_k"

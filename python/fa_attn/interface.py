@@ -23,8 +23,14 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   torch's flex_attention takes, a program's text or a `Program`; their indices are raw, and a mask is
   intersected with `causal` and `window_size`. `attention_chunk`: a query sees its chunk of so many keys, 0
   for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
-- arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`, `k_descale`,
-  `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
+- `k_descale`, `v_descale`: what k and v of 8 bits (float8_e4m3fn, int8) are multiplied by, beside a q of 16
+  bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
+  or one for each row of each head, in the shape of k without its last axis. None for 1. `kv_cache_dtype`:
+  'fp8_e4m3' where k and v are uint8 with the bits of e4m3. There are no gradients. `quantize_kv` makes both.
+- `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
+  or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32.
+- arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `scheduler_metadata`,
+  `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
   `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size`
   1, `cp_rank` 0. Any other value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
@@ -36,6 +42,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
 from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
+from ._codes import coded, no_codes
 from ._core import InputError
 from ._faces import face_of
 from ._modifications import asked, extents_of
@@ -117,13 +124,14 @@ def flash_attn_func(
     """
     no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_func", options)
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
+    q, k, v, tensors, numbers = coded(q, k, v, tensors, numbers, options.get("kv_cache_dtype"))
     if alibi_slopes is None and not tensors:
         extras = None
     else:
         extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
-    numbers = call_options(
-        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
-    )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
     out, lse = face_of(q).attention(
@@ -176,6 +184,7 @@ def flash_attn_qkvpacked_func(
     lies."""
     no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
+    no_codes("qkv", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
     numbers = call_options(
@@ -351,6 +360,12 @@ def flash_attn_varlen_func(
     for name, starts, longest in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
         if starts is not None and longest is None:
             raise InputError(f"max_seqlen_{name} is None: with cu_seqlens_{name} it must be an upper bound")
+    numbers = call_options(
+        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
+    )
+    q, k, v, tensors, numbers = coded(
+        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q
+    )
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -361,9 +376,6 @@ def flash_attn_varlen_func(
         max_seqlen_q=0 if max_seqlen_q is None else max_seqlen_q,
         max_seqlen_k=0 if max_seqlen_k is None else max_seqlen_k,
         **tensors,
-    )
-    numbers = call_options(
-        softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
@@ -420,6 +432,7 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
     no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
+    no_codes("qkv", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if max_seqlen is None:
         raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")

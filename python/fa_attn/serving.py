@@ -23,6 +23,7 @@ from ._checks import (
     surely,
     upper_bound,
 )
+from ._codes import coded, is_per_row
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._modifications import Extents, asked
@@ -61,6 +62,9 @@ class Append:
     page_table: Any
     cu_q: Any
     max_q: int
+    # Of a cache of codes: written where they are per row.
+    k_descale: Any
+    v_descale: Any
 
 
 # fmt: off
@@ -153,7 +157,10 @@ def flash_attn_with_kvcache(
     (positions, rotary_dim / 2): new keys are rotated by their positions in the cache, queries by theirs
     (without a mask, all queries by cache_seqlens). `rotary_interleaved`: whether neighbouring elements are
     paired, or else halves. `out`: an array of the result's shape and type, to which the result is written.
-    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. Returns out; with
+    `scheduler_metadata`: the result of `get_scheduler_metadata` for these lengths. A cache of 8 bits
+    (float8_e4m3fn, int8) beside q, k and v of 16: new rows are quantised by `k_descale` and `v_descale`, as
+    `quantize_kv` does; descales for each row, in the shape of the cache without its last axis, are written
+    with the rows. Returns out; with
     `return_softmax_lse` (out, lse). There are no gradients.
     """
     if (
@@ -212,8 +219,6 @@ def flash_attn_with_kvcache(
         if value is not None:
             of_one_library(name, value, q, face)
     interleaved = flag("rotary_interleaved", rotary_interleaved)
-    if k is not None and face.has_autograd:
-        q, k, v, rotary_cos, rotary_sin = face.cast_to_cache(k_cache, q, k, v, rotary_cos, rotary_sin)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
     longest = q.shape[-3]
@@ -223,6 +228,24 @@ def flash_attn_with_kvcache(
             raise InputError(f"max_seqlen_q is {bound}: it must be at least 0")
         longest = longest if cu_seqlens_q is None else bound
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
+    q, k_cache, v_cache, tensors, numbers = coded(
+        q,
+        k_cache,
+        v_cache,
+        tensors,
+        numbers,
+        options.get("kv_cache_dtype"),
+        cu_seqlens_q,
+        names=("k_cache", "v_cache"),
+        is_cache=True,
+    )
+    if k is not None and numbers.out_dtype is not None:
+        raise UnsupportedError("k and an fp8 q: rows are appended beside a q of 16 bits")
+    if k is not None and face.has_autograd:
+        # What joins a cache of codes is quantised, and of q's type.
+        like = k_cache if numbers.kv_dtype is None else q
+        q, k, v, rotary_cos, rotary_sin = face.cast_to_cache(like, q, k, v, rotary_cos, rotary_sin)
     if cache_batch_idx is not None:
         shape = tuple(cache_batch_idx.shape)
         if shape != (batch,):
@@ -230,7 +253,6 @@ def flash_attn_with_kvcache(
                 f"cache_batch_idx has the shape {shape}: it must be ({batch},), a row per sequence"
             )
         table = face.table_of_rows(cache_batch_idx, k_cache.shape[0], table)
-    numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
     plans = None
     if scheduler_metadata is not None:
         plans = _plans_of(scheduler_metadata)
@@ -300,12 +322,15 @@ def flash_attn_with_kvcache(
                 table,
                 cu_seqlens_q,
                 longest,
+                tensors.get("k_descale"),
+                tensors.get("v_descale"),
             )
         )
     if (table is not None or cache_leftpad is not None) and used is None:
         used = face.ints(capacity_of(k_cache, table), batch, q)
     starts, rows = None, 0
     if cache_leftpad is not None:
+        _without_page(tensors, table)
         k_cache, v_cache, starts, used, table = face.without_padding(
             k_cache, v_cache, cache_leftpad, used, table
         )
@@ -340,6 +365,15 @@ def flash_attn_with_kvcache(
         mods=mods,
     )
     return (out, lse) if wants_lse else out
+
+
+def _without_page(tensors, table):
+    """Descales per row as those of a cache without padding lie: packed rows, or pages of one row."""
+    for name in ("k_descale", "v_descale"):
+        x = tensors.get(name)
+        if is_per_row(x):
+            pages, page, heads = x.shape
+            tensors[name] = x.reshape((pages * page, heads) if table is None else (pages * page, 1, heads))
 
 
 def _step(q, k_cache, v_cache, used, table, numbers, metadata, division, wants_lse):

@@ -30,6 +30,7 @@ from ._torch_memory import (
     may_overlap,
     new_gradients,
     out_shape,
+    out_type,
     pad,
     rows_of,
     stream_of,
@@ -45,18 +46,22 @@ __all__ = [
     "append",
     "attention",
     "backward",
+    "bits",
     "cast_to_cache",
     "check",
     "contiguous",
     "decoded",
     "detached",
     "differences",
+    "expanded",
     "has_autograd",
     "host",
     "ints",
     "lends",
     "merge",
+    "out_of_codes",
     "packed_attention",
+    "refuse_gradient",
     "run_forward",
     "stored",
     "swapped",
@@ -84,7 +89,7 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
         q, k, v = autocast(q, k, v)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if out is not None:
-        _check_out(out, q, k, v, extras)
+        _check_out(out, q, k, v, options, extras)
         if (
             as_operator
             or mods is not None
@@ -144,7 +149,7 @@ def decoded(q, k_cache, v_cache, used, table):
         return None
     if shape[3] % 8 or v_cache.shape[-1] % 8:
         return None
-    return Extras(None, None, None, used, table, None, None, shape[1], 0)
+    return Extras(seqused_k=used, page_table=table, max_seqlen_q=shape[1])
 
 
 def _refuse_axes(**tensors):
@@ -154,9 +159,9 @@ def _refuse_axes(**tensors):
     )
 
 
-def _check_out(out, q, k, v, extras):
+def _check_out(out, q, k, v, options, extras):
     check_tensor("out", out)
-    check_out(out, out_shape(q, v), q.dtype)
+    check_out(out, out_shape(q, v), out_type(q, options.out_dtype))
     check_no_overlap(out, q, k, v, extras, may_overlap)
     differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
@@ -174,11 +179,36 @@ def check(q, k, v, options, extras, out):
         return
     check_extras(extras)
     if out is not None:
-        _check_out(out, q, k, v, extras)
+        _check_out(out, q, k, v, options, extras)
     if all(x.stride(-1) == 1 and not x.is_neg() for x in (q, k, v)):
         extras = None if extras is None else detached_extras(extras)
         q, k, v = (x.detach() for x in (q, k, v))
         _core.check_forward(q, k, v, options, extras, stream_of(q))
+
+
+def bits(tensor):
+    """Codes as bytes."""
+    check_tensor("q, k or v", tensor)
+    return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+
+
+def out_of_codes(_):
+    """The type of out where q is codes: FlashAttention's."""
+    return "bf16"
+
+
+def expanded(tensor, shape):
+    return tensor.reshape(-1)[:1].expand(shape) if tensor.numel() == 1 else tensor.expand(shape)
+
+
+def refuse_gradient(name, tensor):
+    """Refuses a tensor beside K and V of 8 bits that would get no gradient."""
+    check_tensor(name, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise _core.UnsupportedError(
+            f"{name} requires a gradient: with k and v of 8 bits there are none, detach it or call under "
+            "torch.no_grad()"
+        )
 
 
 def floats32(tensor):

@@ -12,16 +12,9 @@ def _refuse(**given):
             raise UnsupportedError(f"{name}: not computed")
 
 
-def _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin):
+def _refuse_uncomputed(qv, attention_chunk, sm_margin):
     """Refuses arguments that functions here take and no kernel supports."""
-    _refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        sm_margin=sm_margin,
-    )
+    _refuse(qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
 
 
 def flash_attn_func(
@@ -43,7 +36,7 @@ def flash_attn_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(qv, attention_chunk, sm_margin)
     return fa_attn.flash_attn_func(
         q,
         k,
@@ -56,6 +49,9 @@ def flash_attn_func(
         return_softmax_lse=return_attn_probs,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
 
 
@@ -76,13 +72,16 @@ def flash_attn_qkvpacked_func(
 ):
     """Attention of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim)
     with `num_heads_q`."""
-    _refuse_uncomputed(None, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(None, attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_softmax_lse=return_attn_probs,
     )
     if len(qkv.shape) == 5:
@@ -120,7 +119,7 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(qv, attention_chunk, sm_margin)
     return fa_attn.flash_attn_varlen_func(
         q,
         k,
@@ -139,6 +138,9 @@ def flash_attn_varlen_func(
         return_softmax_lse=return_attn_probs,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
 
 
@@ -174,7 +176,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(qv, attention_chunk, sm_margin)
     return fa_attn.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -199,6 +201,9 @@ def flash_attn_with_kvcache(
         scheduler_metadata=scheduler_metadata,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_softmax_lse=return_softmax_lse,
     )
 
@@ -244,7 +249,7 @@ def _flash_attn_forward(
     sm_margin=0,
 ):
     """(out, softmax_lse, two empty partial results), without autograd."""
-    _refuse_uncomputed(qv, q_descale, k_descale, v_descale, attention_chunk, sm_margin)
+    _refuse_uncomputed(qv, attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -254,6 +259,9 @@ def _flash_attn_forward(
         out=out_,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_softmax_lse=True,
     )
     of_a_cache = dict(k=k_new, v=v_new, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k)

@@ -57,7 +57,7 @@ pub(crate) fn run(
 
 /// Checks shapes and types of the arrays other than Q, K and V: only their addresses go to the GPU.
 fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult<()> {
-    let Given { q, k, v, dtype, .. } = given;
+    let (Given { q, k, v, .. }, dtype) = (given, problem.types.wide());
     let place = given.place();
     let same = |name: &str, view: &View<'_>, like: &View<'_>, dim: usize| {
         let axes = like.shape().len() - 1;
@@ -73,7 +73,7 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
             let message = format!("{name} has the shape {:?}: it must be {need:?}", view.shape());
             return Err(InputError::new_err(message));
         }
-        if dtype_of(name, view)? != *dtype {
+        if dtype_of(name, view)? != dtype {
             let message =
                 format!("{name} holds {} and q {dtype}: they must be of one type", view.type_name());
             return Err(InputError::new_err(message));
@@ -441,7 +441,7 @@ fn appended(
         head_dim,
         head_dim_v,
         dtype,
-        codes: codes_of(arrays, of_cache, sequences),
+        codes: codes_of(arrays, of_cache, (cache, sequences)),
         rotary: tables.map(|tables| rotary(tables, interleaved, queries)).transpose()?,
     };
     append.check().map_err(|error| raised(fa_cpu::CpuError::from(error).into()))?;
@@ -472,9 +472,9 @@ fn appended(
 }
 
 /// The codes of a cache of this type, where it holds some.
-fn codes_of(arrays: &Appended<'_>, of_cache: Dtype, sequences: usize) -> Option<CacheCodes> {
-    let Appended { k_cache, k_descale, v_descale, .. } = arrays;
-    let form = |descales| descale_form(descales, k_cache, sequences);
+fn codes_of(arrays: &Appended<'_>, of_cache: Dtype, (cache, sequences): (Side, usize)) -> Option<CacheCodes> {
+    let Appended { k_descale, v_descale, .. } = arrays;
+    let form = |descales| descale_form(descales, cache, sequences);
     let kind = Codes::of(of_cache)?;
     Some(CacheCodes { kind, descales: Descales::new(form(k_descale), form(v_descale)) })
 }

@@ -53,7 +53,7 @@ pub(crate) fn raised(error: Error) -> PyErr {
             InputError::new_err(text)
         }
         Error::Plan(_)
-        | Error::Problem(ProblemError::Types(_) | ProblemError::CodesUnderProgram { .. })
+        | Error::Problem(ProblemError::Types(_))
         | Error::Cpu(CpuError::PagedBackward)
         | Error::Isa { .. }
         | Error::Kernels(

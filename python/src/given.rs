@@ -27,9 +27,12 @@ pub(crate) struct Options {
     /// The codes that K and V are, where they are of 8 bits: bytes alone do not say.
     #[serde(default)]
     pub kv_dtype: Option<KvDtype>,
+    /// The type of O, where Q is codes as well.
+    #[serde(default)]
+    pub out_dtype: Option<KvDtype>,
 }
 
-/// The codes of K and V.
+/// A type by its name, as of the codes of K and V.
 #[derive(Clone, Copy, Debug, serde::Deserialize)]
 #[serde(transparent)]
 pub(crate) struct KvDtype(pub Dtype);
@@ -164,7 +167,7 @@ pub(crate) fn dtype_of(name: &str, view: &View<'_>) -> PyResult<Dtype> {
     }
 }
 
-/// The element type of K or V.
+/// The element type of K or V, or of a Q that may be codes.
 pub(crate) fn dtype_of_kv(name: &str, view: &View<'_>) -> PyResult<Dtype> {
     match view.dtype {
         Type::E4m3 => Ok(Dtype::E4m3),
@@ -183,7 +186,7 @@ impl<'py> Given<'py> {
         stream: Option<u64>,
     ) -> PyResult<Given<'py>> {
         let (q, k, v) = (View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?);
-        dtype_of("q", &q)?;
+        dtype_of_kv("q", &q)?;
         Given::of_views([q, k, v], Beside::of(extras, stream)?)
     }
 
@@ -191,7 +194,7 @@ impl<'py> Given<'py> {
     ///
     /// # Errors As [`Given::of`].
     pub(crate) fn of_views([q, k, v]: [View<'py>; 3], beside: Beside<'py>) -> PyResult<Given<'py>> {
-        let dtype = dtype_of("q", &q)?;
+        let dtype = dtype_of_kv("q", &q)?;
         let kv = dtype_of_kv("k", &k)?;
         let kv = if kv.is_code() { kv } else { dtype };
         let given = Given { q, k, v, beside, program: None, dtype, kv };
@@ -238,11 +241,21 @@ impl<'py> Given<'py> {
     /// Shapes that contradict each other.
     pub(crate) fn problem(&self, options: &Options) -> PyResult<Problem> {
         let Given { q, k, v, beside, dtype, kv, program } = self;
+        let extras = &beside.extras;
         let named = options.kv_dtype.map(|KvDtype(dtype)| dtype);
-        if kv.is_code() && named != Some(*kv) {
-            let message = format!("k holds {}: attention computes in float16 and bfloat16", k.type_name());
-            return Err(UnsupportedError::new_err(message));
+        for (name, view, own) in [("q", q, dtype), ("k", k, kv)] {
+            if own.is_code() && named != Some(*own) {
+                let held = view.type_name();
+                let message = format!("{name} holds {held}: attention computes in float16 and bfloat16");
+                return Err(UnsupportedError::new_err(message));
+            }
         }
+        let types = Types::same(*dtype).with_kv(*kv);
+        let types = options.out_dtype.map_or(types, |KvDtype(out)| types.with_out(out));
+        let of_q = extras.q_descale.as_ref().map_or(DescaleForm::None, |view| match view.shape() {
+            [] | [_] => DescaleForm::Head,
+            _ => DescaleForm::SequenceHead,
+        });
         let mut batch = Batch::default();
         let (side_q, side_k) = (self.queries(&mut batch)?, self.keys(&mut batch)?);
         let rows = k.shape().len();
@@ -261,7 +274,6 @@ impl<'py> Given<'py> {
             )));
         }
         let sequences = batch.sequences();
-        let extras = &beside.extras;
         let alibi =
             extras.alibi_slopes.as_ref().map(|slopes| alibi(slopes, sequences, heads_q)).transpose()?;
         let softcap = (options.softcap != 0.0).then_some(options.softcap);
@@ -270,12 +282,15 @@ impl<'py> Given<'py> {
             Lengths::of(sequences, side_q, side_k),
             (heads_q, heads_kv),
             (head_dim, head_dim_v),
-            Types::same(*dtype).with_kv(*kv),
+            types,
         )
-        .with_descales(Descales::new(
-            descale_form(&extras.k_descale, k, sequences),
-            descale_form(&extras.v_descale, k, sequences),
-        ))
+        .with_descales(
+            Descales::new(
+                descale_form(&extras.k_descale, side_k, sequences),
+                descale_form(&extras.v_descale, side_k, sequences),
+            )
+            .with_q(of_q),
+        )
         .with_mask(options.mask())
         .with_softmax_scale(options.scale)
         .with_score(
@@ -402,18 +417,10 @@ pub(crate) fn heads_and_dim(view: &View<'_>) -> [usize; 2] {
     [view.shape()[axes - 2], view.shape()[axes - 1]]
 }
 
-/// The form of descales of K or V, whose rows lie as those of `k`: by the axes, which are then checked. Of
-/// packed keys two axes are (batch, heads_kv), or else (total_k, heads_kv).
-pub(crate) fn descale_form(descales: &Option<View<'_>>, k: &View<'_>, sequences: usize) -> DescaleForm {
-    let Some(descales) = descales else { return DescaleForm::None };
-    match descales.shape() {
-        [_] => DescaleForm::Head,
-        [rows, _] if k.shape().len() == 3 && *rows == k.shape()[0] && *rows != sequences => {
-            DescaleForm::TokenHead
-        }
-        [_, _] => DescaleForm::SequenceHead,
-        _ => DescaleForm::TokenHead,
-    }
+/// The form of descales of K or V.
+pub(crate) fn descale_form(descales: &Option<View<'_>>, keys: Side, sequences: usize) -> DescaleForm {
+    let form = |view: &View<'_>| DescaleForm::of_shape(view.shape(), keys, sequences);
+    descales.as_ref().map_or(DescaleForm::None, form)
 }
 
 fn alibi(slopes: &View<'_>, sequences: usize, heads: usize) -> PyResult<Alibi> {

@@ -4,8 +4,8 @@
 use std::sync::OnceLock;
 
 use fa_attn::{
-    Append, AppendExtras, AppendTensors, Backend, BackwardTensors, CpuOptions, Dtype, Engine, Error, Extras,
-    ForwardTensors, Pass, Problem, Table, bf16, f16,
+    Append, AppendExtras, AppendTensors, Backend, BackwardTensors, CpuOptions, DescaleForm, Dtype, Engine,
+    Error, Extras, ForwardTensors, Pass, Problem, Table, bf16, f16,
 };
 use fa_core::Strides;
 use fa_cpu::append::CacheMut;
@@ -58,7 +58,7 @@ pub(crate) fn run(
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
     let call = engine()?.bind(problem, pass).map_err(raised)?;
-    match problem.types.q {
+    match problem.types.wide() {
         Dtype::F32 => run_in::<f32>(py, given, &call, to),
         Dtype::F16 => run_in::<f16>(py, given, &call, to),
         Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
@@ -75,13 +75,12 @@ fn run_in<T: fa_attn::Element>(
     to: &Written<'_, '_>,
 ) -> PyResult<()> {
     let Given { q, k, v, beside, program, .. } = given;
-    let q = tensor::<T>("q", q)?;
     let extras = extras(beside);
     let inputs = program.as_ref().map(CallProgram::inputs).transpose()?;
     match to {
         Written::Forward { out, lse } => {
             let tensors = ForwardTensors {
-                q,
+                q: kv::<T>("q", q)?,
                 k: kv("k", k)?,
                 v: kv("v", v)?,
                 out: tensor_mut("out", out)?,
@@ -95,7 +94,7 @@ fn run_in<T: fa_attn::Element>(
             let own = program.as_ref().filter(|own| own.wants_gradients());
             let mut darrays = Vec::new();
             let tensors = BackwardTensors {
-                q,
+                q: tensor::<T>("q", q)?,
                 k: tensor("k", k)?,
                 v: tensor("v", v)?,
                 out: tensor("out", out)?,
@@ -166,6 +165,9 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         q: queries.map(|q| tensor_mut("q", q)).transpose()?,
         tables,
     };
+    let (descales, [k_descale, v_descale]) = (append.descales(), [&arrays.k_descale, &arrays.v_descale]);
+    let (mut k_own, k_written) = descale("k_descale", k_descale, descales.k)?;
+    let (mut v_own, v_written) = descale("v_descale", v_descale, descales.v)?;
     let mut extras = AppendExtras {
         cu_new: arrays.cu_new.as_ref().map(ints),
         used_new: None,
@@ -174,11 +176,23 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         cu_seqlens_q: arrays.cu_seqlens_q.as_ref().map(ints),
         seqused_q: None,
         used_out: arrays.used_out.as_ref().map(|view| slice_mut("cache_seqlens", view)).transpose()?,
-        k_descale: arrays.k_descale.as_ref().map(|view| floats_mut("k_descale", view)).transpose()?,
-        v_descale: arrays.v_descale.as_ref().map(|view| floats_mut("v_descale", view)).transpose()?,
+        k_descale: k_own.as_deref_mut().or(k_written),
+        v_descale: v_own.as_deref_mut().or(v_written),
     };
     threads::detached(py, || fa_attn::append(append, &mut extras, &mut tensors))?
         .map_err(|error| raised(error.into()))
+}
+
+/// Descales of a cache: copied where they are read, since arrays may be read-only, or the array that is
+/// written.
+type OwnOrWritten<'a> = (Option<Vec<f32>>, Option<&'a mut [f32]>);
+
+fn descale<'a>(name: &str, view: &'a Option<View<'_>>, form: DescaleForm) -> PyResult<OwnOrWritten<'a>> {
+    Ok(match view {
+        None => (None, None),
+        Some(view) if form == DescaleForm::TokenHead => (None, Some(floats_mut(name, view)?)),
+        Some(view) => (Some(floats(name, view)?.to_vec()), None),
+    })
 }
 
 /// The arrays of a merge: each part's O and LSE, the result, and sinks.
@@ -237,7 +251,7 @@ pub(crate) fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<
     TensorRef::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-/// K or V, whose type has been checked to be Q's or one of codes.
+/// Q, K or V, whose type has been checked to be the call's or one of codes.
 fn kv<'a, T: fa_attn::Element>(name: &'static str, view: &'a View<'_>) -> PyResult<KvRef<'a, T>> {
     match view.dtype {
         Type::E4m3 | Type::I8 => Ok(KvRef::Codes(tensor(name, view)?)),

@@ -31,7 +31,7 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "num_splits is 1.5: it must be a whole number", call, q, k, v, num_splits=1.5)
     refused(wrong, "pack_gqa is 2: it must be True or False", call, q, k, v, pack_gqa=2)
     refused(unsupported, "sm_margin = 8", call, q, k, v, sm_margin=8)
-    refused(unsupported, "bfloat16", call, q, k, v, q_descale=np.ones(1))
+    refused(unsupported, "q is of 16 bits and has no descale", call, q, k, v, q_descale=np.ones(1))
     refused(wrong, "attention_chunk", call, q, k, v, attention_chunk=-1)
     refused(unsupported, "head dim", call, q, k, v, qv=q)
     refused(unsupported, "float16 and bfloat16", call, *(x.astype(np.float64) for x in (q, k, v)))
@@ -236,6 +236,7 @@ def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise
         with pytest.raises(fa_attn.InputError, match=f"{name} is a function, a text or a Program, not 3"):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
     computed = {"learnable_sink", "mask_mod", "min_seqlen_k", "pack_gqa", "score_mod"}
+    computed |= {"k_descale", "v_descale"}
     for name in sorted(set(neutral) - computed):
         with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})

@@ -169,7 +169,7 @@ impl Call {
     }
 
     fn execute<T: Element>(&self, tensors: Tensors<'_, T>, launches: usize) -> Result<Duration, Error> {
-        let dtype: Dtype = self.problem.types.q;
+        let dtype: Dtype = self.problem.types.wide();
         if T::dtype() != dtype {
             return Err(Error::Dtype { got: T::dtype(), need: dtype });
         }

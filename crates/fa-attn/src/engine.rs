@@ -246,8 +246,8 @@ impl Engine {
         Ok(output)
     }
 
-    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the descales
-    /// among the extras.
+    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the
+    /// descales among the extras.
     ///
     /// ```
     /// use fa_attn::quantize::{Codes, Scales};
@@ -284,6 +284,45 @@ impl Engine {
         let mut output = Output::new(problem, q.layout)?;
         let (q, kv, out) = (q.view("q")?, [k.view("k")?, v.view("v")?], output.out.view_mut("out")?);
         call.run(ForwardTensors::with_codes(q, kv, out, &mut output.lse).with_extras(*extras))?;
+        Ok(output)
+    }
+
+    /// [`Engine::forward`] on Q, K and V in e4m3 ([`Types::fp8`]): the bits of the codes, with the descales
+    /// among the extras. T is the type of O.
+    ///
+    /// ```
+    /// use fa_attn::quantize::{Codes, Scales};
+    /// use fa_attn::{DescaleForm, Descales, Dtype, Engine, Extras, Mask, Problem, Tensor, Types, bf16};
+    ///
+    /// // 100 tokens of 2 heads, quantised with a descale per sequence and head.
+    /// let problem = Problem::square(1, 100, 2, 64, Mask::CAUSAL, Dtype::Bf16)
+    ///     .with_types(Types::fp8(Dtype::Bf16))
+    ///     .with_descales(Descales::all(DescaleForm::SequenceHead));
+    /// let (shape, values) = ([1, 100, 2, 64], vec![0.5; 100 * 2 * 64]);
+    /// let made = Codes::E4m3.quantize(&values, shape, Scales::SequenceHead);
+    /// let codes = Tensor::new(shape, made.codes)?;
+    /// let of = Some(&made.descales[..]);
+    /// let extras = Extras { q_descale: of, k_descale: of, v_descale: of, ..Extras::NONE };
+    /// let output = Engine::new()?.forward_fp8::<bf16>(&problem, [&codes; 3], &extras)?;
+    /// assert!(output.out.data.iter().all(|&value| value == bf16::from_f32(0.5)));
+    /// # Ok::<(), fa_attn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Engine::forward`].
+    pub fn forward_fp8<T: Element>(
+        &self,
+        problem: &Problem,
+        [q, k, v]: [&Tensor<u8>; 3],
+        extras: &Extras<'_>,
+    ) -> Result<Output<T>, Error> {
+        let call = self.bind(problem, Pass::Forward)?;
+        check_shape("q", q.shape, q_shape(problem))?;
+        check_shape("k", k.shape, k_shape(problem))?;
+        check_shape("v", v.shape, v_shape(problem))?;
+        let mut output = Output::new(problem, q.layout)?;
+        let (inputs, out) = ([q.view("q")?, k.view("k")?, v.view("v")?], output.out.view_mut("out")?);
+        call.run(ForwardTensors::fp8(inputs, out, &mut output.lse).with_extras(*extras))?;
         Ok(output)
     }
 

@@ -44,14 +44,14 @@ fn out_placement(shape: [usize; 4], strides: Strides) -> Placement {
 }
 
 /// Checks the extras and copies Q, K, V and them to the GPU, with room for O and a workspace of `bytes`.
-fn uploaded<T: Half, K: Stored + KvElement>(
+fn uploaded<T: Half, K: Stored + KvElement, Q: Stored + KvElement>(
     stream: &Arc<CudaStream>,
     problem: &Problem,
     bytes: usize,
-    (q, kv): (&TensorRef<'_, T>, [&TensorRef<'_, K>; 2]),
+    (q, kv): (&TensorRef<'_, Q>, [&TensorRef<'_, K>; 2]),
     out: Placement,
     arguments: &Arguments<'_>,
-) -> Result<DeviceForward<T, K>, Error> {
+) -> Result<DeviceForward<T, K, Q>, Error> {
     // Kernels trust starts, lengths and pages: those that point outside the tensors are found here.
     Batch::new(problem, arguments)?;
     let mut device = DeviceForward::upload_with(stream, problem, bytes, q, kv, out)?;
@@ -72,11 +72,18 @@ fn forward<T: Half>(
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;
-    let (to, q) = ((gpu, bound, launches), &q);
-    match (&k, &v) {
-        (KvRef::Same(k), KvRef::Same(v)) => forward_of(to, q, [k, v], &mut out, lse, &arguments),
-        (KvRef::Codes(k), KvRef::Codes(v)) => forward_of(to, q, [k, v], &mut out, lse, &arguments),
-        (KvRef::Same(_), KvRef::Codes(_)) | (KvRef::Codes(_), KvRef::Same(_)) => {
+    let to = (gpu, bound, launches);
+    match (&q, &k, &v) {
+        (KvRef::Same(q), KvRef::Same(k), KvRef::Same(v)) => {
+            forward_of(to, q, [k, v], &mut out, lse, &arguments)
+        }
+        (KvRef::Same(q), KvRef::Codes(k), KvRef::Codes(v)) => {
+            forward_of(to, q, [k, v], &mut out, lse, &arguments)
+        }
+        (KvRef::Codes(q), KvRef::Codes(k), KvRef::Codes(v)) => {
+            forward_of(to, q, [k, v], &mut out, lse, &arguments)
+        }
+        (_, KvRef::Same(_), _) | (_, _, KvRef::Same(_)) => {
             let (kernel, problem) = (problem.types.kv.to_string(), "K and V of two types".to_owned());
             Err(KernelError::Mismatch { what: "kv_dtype", kernel, problem }.into())
         }
@@ -84,9 +91,9 @@ fn forward<T: Half>(
 }
 
 /// [`forward`] on K and V of one type.
-fn forward_of<T: Half, K: Stored + KvElement>(
+fn forward_of<T: Half, K: Stored + KvElement, Q: Stored + KvElement>(
     (gpu, bound, launches): (&Gpu, &fa_kernels::Forward, usize),
-    q: &TensorRef<'_, T>,
+    q: &TensorRef<'_, Q>,
     kv: [&TensorRef<'_, K>; 2],
     out: &mut TensorMut<'_, T>,
     lse: &mut [f32],

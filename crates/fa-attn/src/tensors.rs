@@ -146,8 +146,8 @@ fn room<T: Clone>(tensor: &'static str, len: usize, value: T) -> Result<Vec<T>, 
 /// heads_kv, dim]`. Strides are free.
 #[derive(Debug)]
 pub struct ForwardTensors<'a, T> {
-    /// Q.
-    pub q: TensorRef<'a, T>,
+    /// Q: elements of O's type, or for an fp8 problem the bits of codes.
+    pub q: KvRef<'a, T>,
     /// K: elements of Q's type, or the bits of codes ([`fa_core::Types::kv`]).
     pub k: KvRef<'a, T>,
     /// V.
@@ -169,8 +169,7 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
-        let (k, v) = (KvRef::Same(k), KvRef::Same(v));
-        ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
+        ForwardTensors::with_kv(KvRef::Same(q), [KvRef::Same(k), KvRef::Same(v)], out, lse)
     }
 
     /// The same where K and V are the bits of codes.
@@ -180,7 +179,25 @@ impl<'a, T> ForwardTensors<'a, T> {
         out: TensorMut<'a, T>,
         lse: &'a mut [f32],
     ) -> ForwardTensors<'a, T> {
-        let (k, v) = (KvRef::Codes(k), KvRef::Codes(v));
+        ForwardTensors::with_kv(KvRef::Same(q), [KvRef::Codes(k), KvRef::Codes(v)], out, lse)
+    }
+
+    /// The same where Q, too, is the bits of codes, and O of a wider type ([`fa_core::Types::fp8`]).
+    pub const fn fp8(
+        [q, k, v]: [TensorRef<'a, u8>; 3],
+        out: TensorMut<'a, T>,
+        lse: &'a mut [f32],
+    ) -> ForwardTensors<'a, T> {
+        ForwardTensors::with_kv(KvRef::Codes(q), [KvRef::Codes(k), KvRef::Codes(v)], out, lse)
+    }
+
+    /// The same where each is either.
+    pub const fn with_kv(
+        q: KvRef<'a, T>,
+        [k, v]: [KvRef<'a, T>; 2],
+        out: TensorMut<'a, T>,
+        lse: &'a mut [f32],
+    ) -> ForwardTensors<'a, T> {
         ForwardTensors { q, k, v, out, lse, extras: Extras::NONE, program: None }
     }
 

@@ -8,8 +8,11 @@ use fa_attn::{
     Append, AppendExtras, AppendTensors, Element, QueryPositions, Rotary, RotaryPairs, Table, Tensor,
 };
 use fa_core::append::RotaryQueries;
-use fa_core::{Dtype, Problem, Side, SideRows, TensorLayout, counted};
+use fa_core::extras::OwnedExtras;
+use fa_core::quantize::Codes;
+use fa_core::{CacheCodes, Dtype, Problem, Side, SideRows, TensorLayout, counted};
 
+use crate::attention::KvTensor;
 use crate::safetensors::{Stored, TensorFile};
 use crate::sequences::{SideTensors, shape_of};
 use crate::term::failure::InputError;
@@ -176,7 +179,7 @@ impl<T: Element + Stored> NewRows<T> {
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
             dtype: problem.types.q,
-            codes: None,
+            codes: Codes::of(problem.types.kv).map(|kind| CacheCodes { kind, descales: problem.descales }),
             rotary,
         };
         append.check().map_err(|error| InputError::Usage(format!("appending k_new and v_new: {error}")))?;
@@ -201,20 +204,23 @@ impl<T: Element + Stored> NewRows<T> {
     /// Those of `act`.
     pub(crate) fn apply(
         &self,
-        [q, k, v]: [&mut Tensor<T>; 3],
-        sides: &SideTensors,
+        (q, [k, v]): (&mut Tensor<T>, [&mut KvTensor<T>; 2]),
+        sides: &mut SideTensors,
         act: impl FnOnce(&mut AppendExtras<'_>, &mut AppendTensors<'_, T>) -> Result<usize, fa_attn::Error>,
     ) -> anyhow::Result<Appended> {
         let of_q = self.append.queries().map(|queries| queries.rows);
         let is_packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
+        let OwnedExtras { page_table, cu_seqlens_q, seqused_q, k_descale, v_descale, .. } = &mut sides.values;
         let mut extras = AppendExtras {
             cu_new: self.cu.as_deref(),
             used_new: None,
             seqused_k: Some(&self.before),
-            page_table: sides.values.page_table.as_deref(),
-            cu_seqlens_q: sides.values.cu_seqlens_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
-            seqused_q: sides.values.seqused_q.as_deref().filter(|_| of_q.is_some()),
-            ..AppendExtras::default()
+            page_table: page_table.as_deref(),
+            cu_seqlens_q: cu_seqlens_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
+            seqused_q: seqused_q.as_deref().filter(|_| of_q.is_some()),
+            used_out: None,
+            k_descale: k_descale.as_deref_mut(),
+            v_descale: v_descale.as_deref_mut(),
         };
         let tables = self.tables.as_ref().map(|tables| {
             [0, 1].map(|i: usize| match &tables[i] {
@@ -225,8 +231,8 @@ impl<T: Element + Stored> NewRows<T> {
         let mut tensors = AppendTensors {
             k_new: self.k.view("k_new")?,
             v_new: self.v.view("v_new")?,
-            k_cache: k.view_mut("k")?.into(),
-            v_cache: v.view_mut("v")?.into(),
+            k_cache: k.view_mut("k")?,
+            v_cache: v.view_mut("v")?,
             q: of_q.map(|_| q.view_mut("q")).transpose()?,
             tables,
         };

@@ -1,8 +1,9 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
-use fa_attn::{Append, AppendExtras, AppendTensors, Element, Engine, Tensor};
+use fa_attn::quantize::Codes;
+use fa_attn::{Append, AppendExtras, AppendTensors, CacheMut, Element, Engine, KvRef, Pass, Tensor};
 use fa_core::program::{self, OwnedInputs};
-use fa_core::{Alibi, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types, counted};
+use fa_core::{Alibi, DescaleForm, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types, counted};
 use fa_cpu::{Arguments, TensorRef};
 use fa_lab::machine;
 use fa_lab::shape::{head_dims, pair};
@@ -12,7 +13,7 @@ use safetensors::Dtype as StoredDtype;
 use crate::append::{Appended, NewRows};
 use crate::flags::{AttentionArgs, parse_layout};
 use crate::programs;
-use crate::safetensors::{NewTensor, Stored, TensorFile, dtype_of};
+use crate::safetensors::{NewTensor, Stored, TensorFile, codes_of, dtype_of};
 use crate::sequences::{Sequences, SideTensors, shape_of};
 use crate::term::failure::InputError;
 use crate::term::output::si;
@@ -26,11 +27,11 @@ pub(crate) struct Inputs<T> {
     /// The order of every tensor's axes.
     pub layout: TensorLayout,
     /// `[batch, seqlen_q, heads_q, head_dim]`.
-    pub q: Tensor<T>,
+    pub q: KvTensor<T>,
     /// `[batch, seqlen_k, heads_kv, head_dim]`.
-    pub k: Tensor<T>,
+    pub k: KvTensor<T>,
     /// `[batch, seqlen_k, heads_kv, head_dim_v]`.
-    pub v: Tensor<T>,
+    pub v: KvTensor<T>,
     /// `[batch, seqlen_q, heads_q, head_dim_v]`.
     pub dout: Option<Tensor<T>>,
     /// Starts, lengths, pages, slopes and sinks.
@@ -43,6 +44,59 @@ pub(crate) struct Inputs<T> {
     pub new: Option<NewRows<T>>,
     /// Whether they have been.
     pub grown: bool,
+}
+
+/// Q, K or V as the file holds it.
+#[derive(Debug)]
+pub(crate) enum KvTensor<T> {
+    /// Elements of Q's type; of an fp8 problem T is that of O.
+    Same(Tensor<T>),
+    /// The bits of codes.
+    Codes(Tensor<u8>, Codes),
+}
+
+impl<T: Element + Stored> KvTensor<T> {
+    fn read(
+        file: &TensorFile,
+        name: &str,
+        shape: [usize; 4],
+        layout: TensorLayout,
+        codes: Option<Codes>,
+    ) -> anyhow::Result<KvTensor<T>> {
+        Ok(match codes {
+            Some(codes) => KvTensor::Codes(Tensor::with_layout(shape, layout, file.read_bits(name)?)?, codes),
+            None => KvTensor::Same(Tensor::with_layout(shape, layout, file.read(name)?)?),
+        })
+    }
+
+    /// A view for a call.
+    ///
+    /// # Errors
+    /// When it is shorter than the problem says.
+    pub(crate) fn view(&self, name: &'static str) -> Result<KvRef<'_, T>, fa_attn::Error> {
+        Ok(match self {
+            KvTensor::Same(tensor) => tensor.view(name)?.into(),
+            KvTensor::Codes(tensor, _) => tensor.view(name)?.into(),
+        })
+    }
+
+    /// A view that is appended to.
+    ///
+    /// # Errors
+    /// As [`KvTensor::view`].
+    pub(crate) fn view_mut(&mut self, name: &'static str) -> Result<CacheMut<'_, T>, fa_attn::Error> {
+        Ok(match self {
+            KvTensor::Same(tensor) => tensor.view_mut(name)?.into(),
+            KvTensor::Codes(tensor, _) => tensor.view_mut(name)?.into(),
+        })
+    }
+
+    fn stored(&self, name: &'static str, packed: bool) -> NewTensor {
+        match self {
+            KvTensor::Same(tensor) => NewTensor::of(name, tensor, packed),
+            KvTensor::Codes(tensor, codes) => NewTensor::of_codes(name, tensor, *codes),
+        }
+    }
 }
 
 /// [`Inputs`] of whichever type the file holds.
@@ -87,7 +141,11 @@ impl AnyInputs {
         let sequences = sides.sequences(&problem)?;
         let beside = Beside { sequences, sides, layout, backward };
         let turns = is_new.then_some(args.rotary_interleaved);
-        Ok(match problem.types.q {
+        if is_new && problem.types.is_fp8() {
+            let message = "the file has k_new and an fp8 q: rows are appended beside a q of 16 bits or f32";
+            return Err(InputError::Usage(message.to_owned()).into());
+        }
+        Ok(match problem.types.wide() {
             Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, turns)?),
             Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, turns)?),
             Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, turns)?),
@@ -132,7 +190,8 @@ impl<T: Element + Stored> Inputs<T> {
     ) -> anyhow::Result<Option<Appended>> {
         let Some(new) = self.new.take() else { return Ok(None) };
         let (append, Inputs { q, k, v, sides, .. }) = (new.append(), &mut *self);
-        let done = new.apply([q, k, v], sides, |extras, tensors| act(&append, extras, tensors))?;
+        let KvTensor::Same(q) = q else { unreachable!("a file with new rows and an fp8 q is refused") };
+        let done = new.apply((q, [k, v]), sides, |extras, tensors| act(&append, extras, tensors))?;
         self.grown = true;
         Ok(Some(done))
     }
@@ -149,12 +208,9 @@ impl<T: Element + Stored> Inputs<T> {
             return Vec::new();
         }
         let is_packed = sides.values.cu_seqlens_q.is_some();
-        let mut tensors = vec![
-            NewTensor::of("q", q, is_packed),
-            NewTensor::of("k", k, false),
-            NewTensor::of("v", v, false),
-        ];
+        let mut tensors = vec![q.stored("q", is_packed), k.stored("k", false), v.stored("v", false)];
         tensors.extend(sides.lengths_and_pages());
+        tensors.extend(sides.descale_tensors());
         tensors
     }
 
@@ -180,9 +236,9 @@ impl<T: Element + Stored> Inputs<T> {
         Ok(Inputs {
             problem,
             layout,
-            q: tensor("q", q_shape(&problem))?,
-            k: tensor("k", k_shape(&problem))?,
-            v: tensor("v", v_shape(&problem))?,
+            q: KvTensor::read(file, "q", q_shape(&problem), layout, Codes::of(problem.types.q))?,
+            k: KvTensor::read(file, "k", k_shape(&problem), layout, Codes::of(problem.types.kv))?,
+            v: KvTensor::read(file, "v", v_shape(&problem), layout, Codes::of(problem.types.kv))?,
             dout: backward.then(|| tensor("dout", out_shape(&problem))).transpose()?,
             sides,
             program,
@@ -196,8 +252,22 @@ impl<T: Element + Stored> Inputs<T> {
     ///
     /// # Errors
     /// When a tensor is shorter than the problem says.
-    pub(crate) fn views(&self) -> Result<[TensorRef<'_, T>; 3], fa_attn::Error> {
+    pub(crate) fn views(&self) -> Result<[KvRef<'_, T>; 3], fa_attn::Error> {
         Ok([self.q.view("q")?, self.k.view("k")?, self.v.view("v")?])
+    }
+
+    /// Views of Q, K and V for gradients.
+    ///
+    /// # Errors
+    /// As [`Inputs::views`], and for codes, which have none.
+    pub(crate) fn differentiable(&self) -> Result<[TensorRef<'_, T>; 3], fa_attn::Error> {
+        self.problem.check_pass(Pass::BACKWARD)?;
+        let [q, k, v] = self.views()?;
+        let types = self.problem.types;
+        match [q.same(), k.same(), v.same()] {
+            [Some(q), Some(k), Some(v)] => Ok([*q, *k, *v]),
+            _ => Err(fa_attn::Error::Dtype { got: types.kv, need: types.q }),
+        }
     }
 
     /// The arrays and scalars of the program, as a call takes them.
@@ -232,7 +302,9 @@ pub(crate) fn check_memory(problem: &Problem, backward: bool) -> Result<(), Inpu
     let tensors: u64 =
         [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)].map(elements).iter().sum();
     let copies = if backward { 2 } else { 1 };
-    let need = copies * tensors * problem.types.q.bytes() as u64 + 4 * lse_len(problem) as u64;
+    // Codes take half or a quarter of this, but of fp8 Q and O are in f32 as well.
+    let bytes = if problem.types.is_fp8() { Dtype::F32 } else { problem.types.q }.bytes() as u64;
+    let need = copies * tensors * bytes + 4 * lse_len(problem) as u64;
     check_free(need, "the problem's tensors", "split the batch or the heads")
 }
 
@@ -264,7 +336,12 @@ fn problem_of(
                        packed, with cu_seqlens_k, or padded";
         return Err(InputError::Usage(message.to_owned()).into());
     }
-    let dtype = common_dtype(file, backward)?;
+    let types = common_types(file, args.out_dtype, backward)?;
+    if backward {
+        types
+            .check_gradients()
+            .map_err(|error| InputError::Usage(format!("{error}; leave --backward out")))?;
+    }
     let q = shape_of(file, "q", layout, "cu_seqlens_q")?;
     let [batch, seqlen_q, heads_q, head_dim] = q;
     let k = shape_of(file, "k", layout, "cu_seqlens_k")?;
@@ -292,31 +369,53 @@ fn problem_of(
     }
     sides.check_heads(heads_q)?;
     let program = args.program.program().map_err(InputError::Usage)?;
-    let problem =
-        Problem::new(sides.lengths(q, k)?, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
-            .with_mask(args.mask.mask())
-            .with_softmax_scale(args.scale)
-            .with_score(sides.score(args.softcap).with_program(program));
+    let lengths = sides.lengths(q, k)?;
+    let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), types)
+        .with_descales(sides.descales(&lengths))
+        .with_mask(args.mask.mask())
+        .with_softmax_scale(args.scale)
+        .with_score(sides.score(args.softcap).with_program(program));
     problem.check()?;
+    sides.check_descales(&problem)?;
     Ok(problem)
 }
 
-/// The element type that the tensors share.
-fn common_dtype(file: &TensorFile, backward: bool) -> Result<Dtype, InputError> {
+/// The element type that the tensors share, and that of k and v where they are codes.
+fn common_types(file: &TensorFile, out: Option<Dtype>, backward: bool) -> Result<Types, InputError> {
     let first = file.entry("q")?.dtype;
     let wrong = |name: &str, got: StoredDtype, need: String| {
         Err(InputError::Dtype { name: name.to_owned(), got: got.to_string(), need })
     };
+    let of_k = file.entry("k")?.dtype;
+    if first == StoredDtype::F8_E4M3 {
+        for name in ["k", "v"] {
+            let got = file.entry(name)?.dtype;
+            if got != first {
+                return wrong(name, got, "q holds F8_E4M3: k and v must hold it as well".to_owned());
+            }
+        }
+        return Ok(Types::fp8(out.unwrap_or(Dtype::Bf16)));
+    }
     let Some(dtype) = dtype_of(first) else {
-        return wrong("q", first, "attention is computed on F32, F16 and BF16".to_owned());
+        return wrong("q", first, "attention is computed on F32, F16, BF16 and F8_E4M3".to_owned());
     };
-    for name in ["k", "v"].into_iter().chain(backward.then_some("dout")) {
+    let codes = codes_of(of_k);
+    let of_kv = codes.map_or(first, |_| of_k);
+    let others = [("k", of_kv), ("v", of_kv)].into_iter().chain(backward.then_some(("dout", first)));
+    for (name, need) in others {
         let got = file.entry(name)?.dtype;
-        if got != first {
-            return wrong(name, got, format!("q holds {first}, and all tensors must be of one type"));
+        if got != need {
+            let need = match codes {
+                Some(_) => format!("k holds {of_k}: k and v must be of one type, dout of q's"),
+                None => format!(
+                    "q holds {first}, and all tensors must be of one type, but for k and v of F8_E4M3 or I8"
+                ),
+            };
+            return wrong(name, got, need);
         }
     }
-    Ok(dtype)
+    let types = Types::same(dtype).with_kv(codes.map_or(dtype, Codes::dtype));
+    Ok(types.with_out(out.unwrap_or(dtype)))
 }
 
 /// Packs a tensor of `layout` as BSHD; `shape` is `[batch, seqlen, heads, dim]`.
@@ -361,7 +460,7 @@ pub(crate) fn describe(p: &Problem) -> String {
         pair(p.heads_q, p.heads_kv, ':'),
         head_dims(p),
         p.mask,
-        p.types.q,
+        types(p),
         scale_text(p.scale())
     );
     if let Some(cap) = p.score.softcap {
@@ -374,6 +473,23 @@ pub(crate) fn describe(p: &Problem) -> String {
     }
     text += if p.score.sinks { ", sinks" } else { "" };
     text
+}
+
+/// The types, and the descales of 8 bits.
+fn types(p: &Problem) -> String {
+    let Types { q, kv, out, .. } = p.types;
+    if !kv.is_code() {
+        return q.to_string();
+    }
+    let named = [("Q", p.descales.q), ("K", p.descales.k), ("V", p.descales.v)];
+    let descales = named.map(|(name, form)| match form {
+        DescaleForm::None => String::new(),
+        DescaleForm::Head => format!(", {name}'s descale per head"),
+        DescaleForm::SequenceHead => format!(", {name}'s descale per sequence and head"),
+        DescaleForm::TokenHead => format!(", {name}'s descale per row and head"),
+    });
+    let beside = if p.types.is_fp8() { format!("O in {out}") } else { format!("K and V in {kv}") };
+    format!("{q} with {beside}{}", descales.concat())
 }
 
 /// How rows lie where lengths are on the device; nothing for uniform lengths.

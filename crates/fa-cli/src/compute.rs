@@ -84,7 +84,10 @@ impl Calls {
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Duration> {
         let program = inputs.program();
-        let mut tensors = ForwardTensors::of(inputs.views()?, &mut outputs.output, inputs.sides.extras())?;
+        let [q, k, v] = inputs.views()?;
+        let Output { out, lse } = &mut outputs.output;
+        let mut tensors =
+            ForwardTensors::with_kv(q, [k, v], out.view_mut("out")?, lse).with_extras(inputs.sides.extras());
         tensors.program = program.as_ref();
         Ok(self.forward.time(tensors)?)
     }
@@ -105,7 +108,7 @@ impl Calls {
         };
         let extras = inputs.sides.extras();
         let program = inputs.program();
-        let mut tensors = BackwardTensors::of(inputs.views()?, output, dout, gradients, extras)?;
+        let mut tensors = BackwardTensors::of(inputs.differentiable()?, output, dout, gradients, extras)?;
         tensors.program = program.as_ref();
         tensors.darrays = program.is_some().then_some(darrays);
         Ok(Some(call.time(tensors)?))

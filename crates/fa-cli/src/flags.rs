@@ -8,7 +8,10 @@ use std::str::FromStr;
 
 use clap::builder::{PathBufValueParser, PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
+use fa_core::quantize::Codes;
+use fa_core::{
+    DescaleForm, Descales, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types,
+};
 use fa_cpu::simd::Isa;
 use fa_kernels::Headers;
 use fa_lab::marks::Marks;
@@ -22,7 +25,7 @@ use crate::term::failure::InputError;
 
 /// The flags of [`ShapeArgs`]. A flag that conflicts with these cannot require another flag that conflicts
 /// with them as well: clap does not require a flag that conflicts with another, and would ignore the first.
-pub(crate) const OF_SHAPES: [&str; 11] = [
+pub(crate) const OF_SHAPES: [&str; 14] = [
     "batch",
     "tokens",
     "seqlen",
@@ -33,6 +36,9 @@ pub(crate) const OF_SHAPES: [&str; 11] = [
     "query_offset",
     "both_masks",
     "dtype",
+    "kv_dtype",
+    "kv_descale",
+    "out_dtype",
     "softcap",
 ];
 
@@ -90,6 +96,9 @@ pub(crate) struct AttentionArgs {
     /// (Llama)
     #[arg(long)]
     pub rotary_interleaved: bool,
+    /// Element type of O where q, k and v are F8_E4M3: bf16, f16, f32 [default: bf16]
+    #[arg(long, value_name = "TYPE")]
+    pub out_dtype: Option<Dtype>,
     #[command(flatten)]
     pub program: ProgramArgs,
 }
@@ -114,6 +123,56 @@ impl MaskArgs {
         let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
         Mask::band(left, if self.causal { Some(0) } else { right }).with_offset(self.query_offset)
     }
+}
+
+/// Flags of 8 bits.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct KvArgs {
+    /// Element type of K and V where they are codes of 8 bits: e4m3, int8 [default: that of --dtype]
+    #[arg(long, value_name = "TYPE", value_parser = parse_codes)]
+    pub kv_dtype: Option<Codes>,
+    /// What shares a descale of 8-bit K and V, and of Q in e4m3: none, head, sequence_head, of K and V also
+    /// token_head [default: head]
+    #[arg(long, value_name = "FORM", value_parser = parse_descale)]
+    pub kv_descale: Option<DescaleForm>,
+    /// Element type of O where --dtype is e4m3: bf16, f16, f32 [default: bf16]
+    #[arg(long, value_name = "TYPE")]
+    pub out_dtype: Option<Dtype>,
+}
+
+impl KvArgs {
+    /// The problem with K, V and O of these types.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for descales of what is no code.
+    pub(crate) fn of(self, problem: Problem) -> Result<Problem, InputError> {
+        let form = self.kv_descale.unwrap_or(DescaleForm::Head);
+        if problem.types.is_fp8() {
+            let types = Types::fp8(self.out_dtype.unwrap_or(Dtype::Bf16));
+            let types = self.kv_dtype.map_or(types, |codes| types.with_kv(codes.dtype()));
+            let of_q = if form == DescaleForm::TokenHead { DescaleForm::Head } else { form };
+            return Ok(problem.with_types(types).with_descales(Descales::both(form).with_q(of_q)));
+        }
+        let out = self.out_dtype.unwrap_or(problem.types.out);
+        let problem = problem.with_types(problem.types.with_out(out));
+        let Some(codes) = self.kv_dtype else {
+            return match self.kv_descale {
+                Some(_) => Err(InputError::Usage("--kv-descale is of codes: add --kv-dtype".to_owned())),
+                None => Ok(problem),
+            };
+        };
+        Ok(problem.with_types(problem.types.with_kv(codes.dtype())).with_descales(Descales::both(form)))
+    }
+}
+
+fn parse_codes(text: &str) -> Result<Codes, String> {
+    let known = text.parse::<Dtype>().ok().and_then(Codes::of);
+    known.ok_or_else(|| format!("'{text}' is no type of codes: use e4m3 or int8, or leave it out"))
+}
+
+fn parse_descale(text: &str) -> Result<DescaleForm, String> {
+    let known = DescaleForm::ALL.into_iter().find(|form| form.name() == text);
+    known.ok_or_else(|| format!("unknown form '{text}': use none, head, sequence_head or token_head"))
 }
 
 /// Flags of the CPU implementation.
@@ -159,9 +218,11 @@ pub(crate) struct ProblemArgs {
     pub headdim: HeadDim,
     #[command(flatten)]
     pub mask: MaskArgs,
-    /// Element type: bf16, f16, f32
+    /// Element type: bf16, f16, f32, or e4m3 of Q, K and V
     #[arg(long, default_value = "bf16")]
     pub dtype: Dtype,
+    #[command(flatten)]
+    pub kv: KvArgs,
     /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
@@ -189,6 +250,7 @@ impl ProblemArgs {
         )
         .with_mask(self.mask.mask())
         .with_score(self.score.score(self.softcap).map_err(InputError::Usage)?);
+        let problem = self.kv.of(problem)?;
         problem.check()?;
         Ok(problem)
     }
@@ -274,9 +336,11 @@ pub(crate) struct ShapeArgs {
     /// Both without a mask and with a causal one
     #[arg(long, conflicts_with_all = ["causal", "window"])]
     pub both_masks: bool,
-    /// Element type: f32, f16, bf16 [default: bf16 on the GPU, f32 on the CPU]
+    /// Element type: f32, f16, bf16, or e4m3 of Q, K and V [default: bf16 on the GPU, f32 on the CPU]
     #[arg(long)]
     pub dtype: Option<Dtype>,
+    #[command(flatten)]
+    pub kv: KvArgs,
     /// Soft cap: scores become X tanh(score / X), before the mask
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
@@ -291,8 +355,9 @@ impl ShapeArgs {
     /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
     pub(crate) fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
         let dtype = self.dtype.unwrap_or(dtype);
-        if !Dtype::COMPUTED.contains(&dtype) {
-            return Err(InputError::Usage(format!("{dtype} is not computed: use f32, f16 or bf16")).into());
+        if dtype == Dtype::Int8 {
+            let message = "int8 is of K and V alone: use --kv-dtype int8 and --dtype f32, f16 or bf16";
+            return Err(InputError::Usage(message.to_owned()).into());
         }
         let masks = if self.both_masks {
             vec![Mask::FULL, Mask::CAUSAL.with_offset(self.mask.query_offset)]
@@ -316,6 +381,7 @@ impl ShapeArgs {
                     )
                     .with_mask(mask)
                     .with_score(ScoreMod::NONE.with_softcap(self.softcap).with_program(program));
+                    let problem = self.kv.of(problem)?;
                     problem.check()?;
                     problems.push(problem);
                 }

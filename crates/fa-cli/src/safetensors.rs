@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use fa_attn::Tensor;
 use fa_core::counted;
+use fa_core::quantize::Codes;
 use fa_cpu::Element;
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, TensorInfo};
@@ -230,6 +231,14 @@ impl TensorFile {
         }
     }
 
+    /// A tensor's bytes: the bits of the codes that it is stored as.
+    ///
+    /// # Errors
+    /// [`InputError::MissingTensor`], [`InputError::Read`].
+    pub(crate) fn read_bits(&self, name: &str) -> Result<Vec<u8>, InputError> {
+        self.bytes(self.entry(name)?)
+    }
+
     fn bytes(&self, entry: &TensorInfo) -> Result<Vec<u8>, InputError> {
         let (begin, end) = entry.data_offsets;
         let mut bytes = vec![0; end - begin];
@@ -237,6 +246,18 @@ impl TensorFile {
         file.seek(SeekFrom::Start(self.data_start + begin as u64)).map_err(InputError::read(&self.path))?;
         file.read_exact(&mut bytes).map_err(InputError::read(&self.path))?;
         Ok(bytes)
+    }
+}
+
+/// The codes that K and V of a stored type are; `None` for numbers.
+pub(crate) fn codes_of(stored: Dtype) -> Option<Codes> {
+    [Codes::E4m3, Codes::Int8].into_iter().find(|codes| stored_codes(*codes) == stored)
+}
+
+fn stored_codes(codes: Codes) -> Dtype {
+    match codes {
+        Codes::E4m3 => Dtype::F8_E4M3,
+        Codes::Int8 => Dtype::I8,
     }
 }
 
@@ -417,6 +438,13 @@ impl NewTensor {
         let mut bytes = Vec::with_capacity(size_of_val(values));
         values.iter().for_each(|&value| value.push_bytes(&mut bytes));
         NewTensor { name, dtype: T::STORED, shape: shape.to_vec(), bytes }
+    }
+
+    /// A tensor of codes of a cache, as their type.
+    pub(crate) fn of_codes(name: &'static str, tensor: &Tensor<u8>, codes: Codes) -> NewTensor {
+        let [batch, seqlen, heads, dim] = tensor.shape;
+        let shape = tensor.layout.shape(batch, seqlen, heads, dim).to_vec();
+        NewTensor { name: name.into(), dtype: stored_codes(codes), shape, bytes: tensor.data.clone() }
     }
 
     /// A tensor of attention, its axes in its own order; of packed sequences without the batch.

@@ -1,7 +1,7 @@
-//! A file's tensors besides q, k and v: packed sequences, lengths in use, pages, slopes and sinks.
+//! A file's tensors besides q, k and v: packed sequences, lengths in use, pages, slopes, sinks and descales.
 
 use fa_core::extras::{Axis, Extra, Extras, HostExtras, OwnedExtras, Value};
-use fa_core::{Alibi, Lengths, Pass, Problem, ScoreMod, Side, SideRows, TensorLayout};
+use fa_core::{Alibi, DescaleForm, Descales, Lengths, Pass, Problem, ScoreMod, Side, SideRows, TensorLayout};
 use fa_cpu::CpuError;
 use fa_cpu::batch::{Batch, Span};
 
@@ -61,6 +61,15 @@ impl SideTensors {
         })
     }
 
+    /// Those of a problem of equal lengths for timing: its descales.
+    pub(crate) fn even(problem: &Problem) -> SideTensors {
+        let OwnedExtras { q_descale, k_descale, v_descale, .. } = OwnedExtras::even(problem);
+        SideTensors {
+            values: OwnedExtras { q_descale, k_descale, v_descale, ..OwnedExtras::NONE },
+            ..SideTensors::default()
+        }
+    }
+
     /// As arguments of a call.
     pub(crate) fn extras(&self) -> HostExtras<'_> {
         self.values.view()
@@ -107,6 +116,50 @@ impl SideTensors {
         Ok(())
     }
 
+    /// The descales, as tensors of a file.
+    pub(crate) fn descale_tensors(&self) -> Vec<NewTensor> {
+        let descales = self.values.iter().filter_map(|(extra, values)| match values {
+            Value::F32(values) if is_descale(extra) => Some((extra, values)),
+            Value::F32(_) | Value::I32(_) => None,
+        });
+        let found = descales.filter_map(|(extra, values)| {
+            let shape = self.shapes.get(extra)?.into_inner();
+            Some(NewTensor::new(extra.name(), shape, values))
+        });
+        found.collect()
+    }
+
+    /// The forms of the descales that there are.
+    pub(crate) fn descales(&self, lengths: &Lengths) -> Descales {
+        let form = |shape: &Option<Vec<usize>>| {
+            let of = |shape: &Vec<usize>| DescaleForm::of_shape(shape, lengths.k(), lengths.sequences());
+            shape.as_ref().map_or(DescaleForm::None, of)
+        };
+        let of_q = self.shapes.q_descale.as_ref().map_or(DescaleForm::None, |shape| match shape[..] {
+            [] | [_] => DescaleForm::Head,
+            _ => DescaleForm::SequenceHead,
+        });
+        Descales::new(form(&self.shapes.k_descale), form(&self.shapes.v_descale)).with_q(of_q)
+    }
+
+    /// The descales are of the problem's keys and heads.
+    ///
+    /// # Errors
+    /// [`InputError::Shape`].
+    pub(crate) fn check_descales(&self, problem: &Problem) -> Result<(), InputError> {
+        for (extra, shape) in self.shapes.iter().filter(|(extra, _)| is_descale(*extra)) {
+            let got = shape.into_inner();
+            let axes = extra.axes_of(problem).unwrap_or_default();
+            let need: Vec<usize> = axes.iter().map(|axis| axis.len(problem)).collect();
+            if *got != need {
+                let named: Vec<&str> = axes.iter().map(|axis| axis.name()).collect();
+                let need = format!("it must be {need:?}, [{}]", named.join(", "));
+                return Err(InputError::Shape { name: extra.name().to_owned(), got: got.clone(), need });
+            }
+        }
+        Ok(())
+    }
+
     /// The changes of scores that the tensors ask for, beside a soft cap.
     pub(crate) fn score(&self, softcap: Option<f64>) -> ScoreMod {
         let alibi = self.shapes.alibi_slopes.as_ref().map(|shape| match shape.len() {
@@ -137,6 +190,10 @@ impl SideTensors {
         };
         for (extra, shape) in self.shapes.iter() {
             let shape = shape.into_inner();
+            // Of descales the form depends on these lengths.
+            if is_descale(extra) {
+                continue;
+            }
             let axes = extra.axes(shape.len()).unwrap_or_default();
             let need = match axes.first() {
                 Some(Axis::Starts) => batch + 1,
@@ -243,6 +300,10 @@ impl Sequences {
         // Not `sum`, which is -0 for an empty iterator.
         self.counts.iter().map(one).fold(0.0, |all, one| all + one)
     }
+}
+
+fn is_descale(extra: Extra) -> bool {
+    matches!(extra, Extra::QDescale | Extra::KDescale | Extra::VDescale)
 }
 
 /// Rows of the longest of packed sequences.

@@ -1,11 +1,10 @@
 //! Whether tensors fit their problem: checked once at the entry of every implementation, before a write.
 
-use fa_core::{Problem, Side, SideRows};
+use fa_core::{Dtype, Problem, Side, SideRows};
 
 use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::view::TensorRef;
 
 /// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or
 /// pages and rows of a page.
@@ -55,22 +54,28 @@ pub const fn lse_len(problem: &Problem) -> usize {
 /// [`CpuError::Problem`], [`CpuError::Dtype`], [`CpuError::Codes`] or [`CpuError::Shape`].
 pub fn check_forward<'a, T: Element>(
     problem: &Problem,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
 ) -> Result<(), CpuError> {
-    check_inputs(problem, q, &k.into(), &v.into())
+    check_inputs(problem, &q.into(), &k.into(), &v.into())
 }
 
 fn check_inputs<T: Element>(
     problem: &Problem,
-    q: &TensorRef<'_, T>,
+    q: &KvRef<'_, T>,
     k: &KvRef<'_, T>,
     v: &KvRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
-    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.q) {
-        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.q });
+    let types = problem.types;
+    let (got, need) = match q {
+        KvRef::Same(_) => (T::DTYPE.or((!types.is_fp8()).then_some(types.q)), types.q),
+        KvRef::Codes(_) if types.is_fp8() => (T::DTYPE.or(Some(types.out)), types.out),
+        KvRef::Codes(_) => (Some(Dtype::E4m3), types.q),
+    };
+    if got != Some(need) {
+        return Err(CpuError::Dtype { got, need });
     }
     k.check(problem.types.kv)?;
     v.check(problem.types.kv)?;
@@ -128,9 +133,10 @@ pub fn check_len(buffer: &'static str, got: usize, need: usize) -> Result<(), Cp
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask, ProblemError, TensorLayout, Types};
+    use fa_core::{Mask, ProblemError, TensorLayout, Types};
 
     use super::*;
+    use crate::view::TensorRef;
 
     #[test]
     fn what_does_not_fit_is_named() {

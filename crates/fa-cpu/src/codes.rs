@@ -12,8 +12,8 @@ use crate::real::Real;
 use crate::simd::{Work, widest};
 use crate::view::TensorRef;
 
-/// K or V of a call. Made from a reference to a tensor of Q's type or of bytes, which are the bits of codes:
-/// the problem says of which ([`fa_core::Types::kv`]).
+/// K or V of a call, or Q of an fp8 one. Made from a reference to a tensor of Q's type (of fp8 that of O) or
+/// of bytes, which are the bits of codes: the problem says of which ([`fa_core::Types::kv`]).
 #[derive(Clone, Copy, Debug)]
 pub enum KvRef<'a, T> {
     /// Elements of Q's type.
@@ -58,6 +58,14 @@ impl<'a, T: Element> KvRef<'a, T> {
         match self {
             KvRef::Same(tensor) => Some(tensor),
             KvRef::Codes(_) => None,
+        }
+    }
+
+    /// The bits, where they are those of codes.
+    pub fn codes(&self) -> Option<&TensorRef<'a, u8>> {
+        match self {
+            KvRef::Codes(tensor) => Some(tensor),
+            KvRef::Same(_) => None,
         }
     }
 

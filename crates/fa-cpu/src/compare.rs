@@ -13,7 +13,8 @@
 //! are samples of the same noise, which another order of sums, scores in base 2 or an LSE rounded in between
 //! make larger or smaller. There the error of low counts as no less than [`assumed_low_error`]. Gradients
 //! that are beyond the tolerance of one low-precision computation are judged by the worst of three
-//! ([`crate::reference::low_precision::backward_worst`]). LSEs have a rule of their own.
+//! ([`crate::reference::low_precision::backward_worst`]). LSEs and outputs of fp8 kernels have rules of their
+//! own.
 
 mod sums;
 
@@ -24,6 +25,7 @@ use fa_core::Dtype;
 use crate::check::check_len;
 use crate::element::Element;
 use crate::error::CpuError;
+use crate::reference::fp8::AsKernel;
 use crate::view::Row;
 use sums::Sums;
 
@@ -161,6 +163,23 @@ pub fn compare<T: Element, L: Element>(
         [index / (seq * heads * dim), index / (heads * dim) % seq, index / dim % heads, index % dim]
     };
     Ok(measure(dtype, out, reference, low_max_abs, tolerance, (shape[3], position)))
+}
+
+/// Compares the output of an fp8 kernel, packed `[batch, seq, head, dim]`, with the f64 reference by the
+/// [tolerance](AsKernel::tolerance) of `kernel`.
+///
+/// # Errors
+/// [`CpuError::Length`] as for [`compare`].
+pub fn compare_fp8<T: Element>(
+    shape: [usize; 4],
+    dtype: Dtype,
+    out: &[T],
+    reference: &[f64],
+    kernel: &AsKernel,
+) -> Result<Comparison, CpuError> {
+    let found = compare(shape, dtype, out, reference, Some(&kernel.out))?;
+    let tolerance = kernel.tolerance(reference);
+    Ok(Comparison { tolerance, verdict: verdict(found.mismatches, found.max_abs, tolerance), ..found })
 }
 
 /// Compares LSEs, `[batch, heads, seqlen_q]` both, of a problem whose inputs are `dtype`: within

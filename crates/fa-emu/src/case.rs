@@ -35,8 +35,8 @@ impl Case {
         let placement = match case.arrangement {
             Arrangement::Bshd => Placement::PACKED,
             Arrangement::Bhsd => Placement::of(TensorLayout::Bhsd, 0),
-            Arrangement::Gap(gap) => Placement::of(TensorLayout::Bshd, gap),
-            Arrangement::BhsdGap(gap) => Placement::of(TensorLayout::Bhsd, gap),
+            Arrangement::Gap(gap) => Placement::of(TensorLayout::Bshd, case.gap(gap)),
+            Arrangement::BhsdGap(gap) => Placement::of(TensorLayout::Bhsd, case.gap(gap)),
             Arrangement::SharedBatch => shared(Shared::Batch),
             Arrangement::SharedHeads => shared(Shared::Heads),
             Arrangement::SharedRows => shared(Shared::Rows),
@@ -46,7 +46,9 @@ impl Case {
         let mut extras = with_mods(rows, &case.problem);
         if case.values == Values::Edges {
             let own = |given: &Option<Vec<f32>>| given.clone().unwrap_or_default();
-            let mods = Mods { slopes: own(&extras.alibi_slopes), sinks: own(&extras.sinks) }.at_the_edges();
+            let mods =
+                Mods { slopes: own(&extras.alibi_slopes), sinks: own(&extras.sinks), ..Mods::default() };
+            let mods = mods.at_the_edges();
             extras.alibi_slopes = extras.alibi_slopes.map(|_| mods.slopes);
             extras.sinks = extras.sinks.map(|_| mods.sinks);
         }

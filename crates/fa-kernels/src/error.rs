@@ -253,9 +253,11 @@ pub enum Error {
         /// The largest.
         limit: usize,
     },
-    /// Something of an fp8 problem that GPU kernels do not compute.
-    #[error("{}", Unserved::Fp8 { what, value: value.clone(), need })]
-    Fp8 {
+    /// Something of an 8-bit problem that GPU kernels do not compute.
+    #[error("{}", Unserved::Codes { dtype: *dtype, what, value: value.clone(), need })]
+    Codes {
+        /// Type of K and V.
+        dtype: fa_core::Dtype,
         /// The field.
         what: &'static str,
         /// Its value.
@@ -408,7 +410,7 @@ impl From<Unserved> for Error {
                 Error::Page { page, tile_n, head_dim, multiple }
             }
             Unserved::TooLong { name, value, limit } => Error::TooLong { name, value, limit },
-            Unserved::Fp8 { what, value, need } => Error::Fp8 { what, value, need },
+            Unserved::Codes { dtype, what, value, need } => Error::Codes { dtype, what, value, need },
             Unserved::Scale { scale } => Error::Scale { scale },
             Unserved::Softcap { softcap, scale, limit } => Error::Softcap { softcap, scale, limit },
         }

@@ -146,7 +146,7 @@ fn measure_rows(
         if !found.is_empty() {
             let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
             let measured = with_half!(
-                types.q,
+                types.wide(),
                 T => measure::<T>(gpu, found, options, peers, &mut report.kernels),
                 else unreachable!("no kernel is found for other types")
             )?;

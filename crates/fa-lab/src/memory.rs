@@ -1,10 +1,10 @@
 //! Tensors as laid out in device memory: rows of the sequences at their positions, NaN everywhere else.
 
-use fa_attn::device::{DeviceGradients, Half, Placement};
+use fa_attn::device::{DeviceGradients, Half, Placement, Stored};
 use fa_cpu::OwnedExtras;
 
 use crate::sequences::{Ragged, Sequences};
-use crate::tensors::Inputs;
+use crate::tensors::{Inputs, codes_of};
 
 /// The gradients of a backward.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,9 +39,13 @@ impl<T: Half> Inputs<T> {
     /// The arrays of these inputs.
     pub fn arrays(&self) -> OwnedExtras {
         let given = |values: &[f32]| (!values.is_empty()).then(|| values.to_vec());
+        let [q_descale, k_descale, v_descale] = self.mods.descales.each_ref().map(|own| given(own));
         OwnedExtras {
             alibi_slopes: given(&self.mods.slopes),
             sinks: given(&self.mods.sinks),
+            q_descale,
+            k_descale,
+            v_descale,
             ..self.sequences.arrays()
         }
     }
@@ -53,9 +57,17 @@ impl<T: Half> Inputs<T> {
         [store(&self.values[0], q, of_q), store(&self.values[1], k, of_k), store(&self.values[2], k, of_v)]
     }
 
-    /// Whether there are no lengths, pages, slopes or sinks to pass with the tensors.
+    /// The codes of an fp8 Q, K and V as laid out in memory.
+    pub(crate) fn stored_codes(&self) -> [Vec<u8>; 3] {
+        let Sequences { q, k } = &self.sequences;
+        let [of_q, of_k, of_v, _] = &self.placements;
+        let [q8, k8, v8] = self.values.each_ref().map(|values| codes_of(values));
+        [store(&q8, q, of_q), store(&k8, k, of_k), store(&v8, k, of_v)]
+    }
+
+    /// Whether there are no lengths, pages, slopes, sinks, codes or descales to pass with the tensors.
     pub fn is_plain(&self) -> bool {
-        self.arrays() == OwnedExtras::default()
+        self.arrays() == OwnedExtras::default() && !self.problem.types.is_fp8()
     }
 }
 
@@ -74,9 +86,9 @@ fn each_row(rows: &Ragged, placement: &Placement, mut row: impl FnMut(usize, usi
 }
 
 /// `values`, `[rows, heads, dim]` end to end, at their positions in memory; NaN everywhere else.
-pub fn store<T: Half>(values: &[T], rows: &Ragged, placement: &Placement) -> Vec<T> {
+pub fn store<T: Stored>(values: &[T], rows: &Ragged, placement: &Placement) -> Vec<T> {
     let dim = placement.shape[3];
-    let mut memory = vec![T::from_f32(f32::NAN); placement.span()];
+    let mut memory = vec![T::nan(); placement.span()];
     each_row(rows, placement, |to, from| {
         memory[to..to + dim].copy_from_slice(&values[from..from + dim]);
     });

@@ -1,17 +1,21 @@
-//! Changes of scores besides the mask: a problem's slopes and sinks.
+//! A problem's slopes, sinks and descales.
 
-use fa_core::{Alibi, Problem};
+use fa_core::{Alibi, Extra, Pass, Problem};
 
 use crate::random::Random;
 
-/// The slopes and sinks of a problem; empty where it has none.
+/// The slopes, sinks and descales of a problem; empty where it has none.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Mods {
     /// ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
     pub slopes: Vec<f32>,
     /// A logit for each query head, `[heads_q]`.
     pub sinks: Vec<f32>,
+    /// What the codes of an fp8 Q, K and V are multiplied by, `[heads_kv]` or `[batch, heads_kv]`.
+    pub descales: [Vec<f32>; 3],
 }
+
+const DESCALES: [Extra; 3] = [Extra::QDescale, Extra::KDescale, Extra::VDescale];
 
 impl Mods {
     /// ALiBi's slopes, halved from head to head, different for each sequence where the problem has slopes per
@@ -32,7 +36,11 @@ impl Mods {
             .collect();
         let sinks = if problem.score.sinks { heads } else { 0 };
         let sinks = (0..sinks).map(|_| 2.0 * random.normal()).collect();
-        Mods { slopes, sinks }
+        let mut descale = |extra: Extra| {
+            let len = extra.need(problem, Pass::Forward).map_or(0, |need| need.len);
+            (0..len).map(|_| 0.5 + random.below(17) as f32 / 16.0).collect()
+        };
+        Mods { slopes, sinks, descales: DESCALES.map(&mut descale) }
     }
 
     /// As many slopes and sinks up to the largest number of f32, among ordinary ones: in turns by head.
@@ -42,6 +50,7 @@ impl Mods {
         Mods {
             slopes: turns(&self.slopes, [3e38, 0.5, 1e10, f32::MAX, 1e30]),
             sinks: turns(&self.sinks, [3e38, -3e38, 0.5, f32::MAX, 1e10]),
+            descales: self.descales.clone(),
         }
     }
 
@@ -63,6 +72,14 @@ impl Mods {
     /// Sinks of `heads`; none where there are none.
     pub fn sinks_of(&self, problem: &Problem, heads: std::ops::Range<usize>) -> Option<&[f32]> {
         if problem.score.sinks { self.sinks.get(heads) } else { None }
+    }
+
+    /// The descales of Q, K and V of a K/V head of a sequence; none where there are none.
+    pub fn descales_of(&self, problem: &Problem, sequence: usize, kv_head: usize) -> [Option<&[f32]>; 3] {
+        self.descales.each_ref().map(|own| {
+            let of_sequence = if own.len() > problem.heads_kv { sequence * problem.heads_kv } else { 0 };
+            own.get(of_sequence + kv_head..of_sequence + kv_head + 1)
+        })
     }
 
     /// The LSE of a row of `head` that sees no key.

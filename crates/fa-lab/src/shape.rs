@@ -81,6 +81,9 @@ pub struct Shape {
     pub mask: String,
     /// Element type.
     pub dtype: Dtype,
+    /// Element type of K and V, where it is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_dtype: Option<Dtype>,
     /// The soft cap of the scores, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f64>,
@@ -99,6 +102,7 @@ impl From<&Problem> for Shape {
             causal: problem.mask.is_causal(),
             mask: problem.mask.to_string(),
             dtype: problem.types.q,
+            kv_dtype: (problem.types.kv != problem.types.q).then_some(problem.types.kv),
             softcap: problem.score.softcap,
         }
     }
@@ -107,9 +111,17 @@ impl From<&Problem> for Shape {
 impl Shape {
     /// The shape in words.
     pub fn words(&self) -> String {
-        let Shape { batch, mask, dtype, .. } = self;
+        let Shape { batch, mask, .. } = self;
         let (heads, seqlens, dims) = (self.heads(), self.seqlens(), self.head_dims());
-        format!("B {batch} H {heads} N {seqlens} hd {dims} {mask} {dtype}")
+        format!("B {batch} H {heads} N {seqlens} hd {dims} {mask} {}", self.types())
+    }
+
+    /// Element types: Q's, and K's and V's where they have another.
+    pub fn types(&self) -> String {
+        match self.kv_dtype {
+            Some(kv) => format!("{}/{kv}", self.dtype),
+            None => self.dtype.to_string(),
+        }
     }
 
     /// Head dims as in flags.

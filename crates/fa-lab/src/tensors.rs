@@ -2,6 +2,7 @@
 
 use fa_attn::device::{Half, Placement};
 use fa_core::program::{self, OwnedInputs};
+use fa_core::quantize::e4m3;
 use fa_core::{Problem, Strides, TensorLayout};
 use rayon::prelude::*;
 
@@ -34,7 +35,7 @@ pub(crate) use with_half;
 pub struct Inputs<T> {
     /// The problem.
     pub problem: Problem,
-    /// Q, K and V, rows end to end.
+    /// Q, K and V, rows end to end; of an fp8 problem the numbers of codes.
     pub values: [Vec<T>; 3],
     /// Placement of Q, K, V and O on the GPU.
     pub placements: [Placement; 4],
@@ -84,8 +85,23 @@ impl<T: Half> Inputs<T> {
         });
         let mods = Mods::random(problem, seed);
         let program = OwnedInputs::drawn(problem, seed);
-        Inputs { problem: *problem, values, placements, sequences, mods, program }
+        let mut inputs = Inputs { problem: *problem, values, placements, sequences, mods, program };
+        inputs.hold_codes();
+        inputs
     }
+
+    /// Rounds the values of an fp8 problem to those that codes have.
+    pub(crate) fn hold_codes(&mut self) {
+        if self.problem.types.is_fp8() {
+            let round = |value: &mut T| *value = T::from_f32(e4m3::decode(e4m3::encode(value.to_f32())));
+            self.values.iter_mut().for_each(|values| values.par_iter_mut().for_each(round));
+        }
+    }
+}
+
+/// The codes of values that have one.
+pub(crate) fn codes_of<T: Half>(values: &[T]) -> Vec<u8> {
+    values.par_iter().map(|value| e4m3::encode(value.to_f32())).collect()
 }
 
 fn normal<T: Half>(len: usize, seed: u64) -> Vec<T> {

@@ -145,7 +145,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd).unwrap();
     let forward = |output: &mut Output<f32>| {
         call.run(ForwardTensors {
-            q: q.view("q")?,
+            q: q.view("q")?.into(),
             k: k.view("k")?.into(),
             v: v.view("v")?.into(),
             out: output.out.view_mut("out")?,

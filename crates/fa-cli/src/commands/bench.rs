@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_attn::{Element, Engine, Tensor};
 use fa_core::program::OwnedInputs;
+use fa_core::quantize::Codes;
 use fa_core::{Dtype, Pass, Problem, TensorLayout, counted};
 use fa_lab::machine;
 use fa_lab::random::Random;
@@ -19,7 +20,7 @@ use fa_planner::Mode;
 use half::{bf16, f16};
 use serde::Serialize;
 
-use crate::attention::{self, Inputs};
+use crate::attention::{self, Inputs, KvTensor};
 use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
 use crate::draw::record;
@@ -118,8 +119,8 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         isa: about.isa,
         threads: about.threads,
         fma_peak_gflops: gigaflops(Dtype::F32),
-        dtype: first.types.q,
-        peak_gflops: gigaflops(first.types.q),
+        dtype: first.types.wide(),
+        peak_gflops: gigaflops(first.types.wide()),
     };
     let mut timings = Vec::new();
     let mut steps = Steps::new(problems.len());
@@ -131,7 +132,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
             eprintln!("{note}");
         }
         steps.begin(name);
-        let measured = match problem.types.q {
+        let measured = match problem.types.wide() {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
             Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
@@ -261,14 +262,25 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
         let data = (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect();
         Tensor { data, shape, layout }
     };
+    let types = problem.types;
+    let shapes = [(q_shape(problem), types.q), (k_shape(problem), types.kv), (v_shape(problem), types.kv)];
+    let [q, k, v] = shapes.map(|(shape, dtype)| match Codes::of(dtype) {
+        Some(codes) => {
+            // As with a descale of amax / largest, for an amax of some five.
+            let encoded = |value: &T| codes.encode(value.to_f32() * codes.largest() / 5.0);
+            let data = tensor(shape).data.iter().map(encoded).collect();
+            KvTensor::Codes(Tensor { data, shape, layout }, codes)
+        }
+        None => KvTensor::Same(tensor(shape)),
+    });
     Inputs {
         problem: *problem,
         layout,
-        q: tensor(q_shape(problem)),
-        k: tensor(k_shape(problem)),
-        v: tensor(v_shape(problem)),
+        q,
+        k,
+        v,
         dout: with_dout.then(|| tensor(out_shape(problem))),
-        sides: SideTensors::default(),
+        sides: SideTensors::even(problem),
         program: OwnedInputs::drawn(problem, 0),
         sequences: Sequences::default(),
         new: None,
@@ -302,7 +314,7 @@ fn table(report: &Report) -> String {
     for row in &report.rows {
         table.add_row([
             row.kind.to_owned(),
-            row.shape.dtype.to_string(),
+            row.shape.types(),
             row.shape.batch.to_string(),
             row.shape.heads(),
             row.shape.seqlens(),

@@ -231,7 +231,7 @@ fn judge_by_inputs(
                 blank_unused(&pair.name, values, pair.shape, sequences);
             }
         }
-        rows_by(references, pairs, problem.types.q)
+        rows_by(references, pairs, problem.types.wide())
     };
     let rows = judge(&mut references)?;
     let beyond = |row: &Row| gradients.contains(&row.tensor.as_str()) && !row.found.passed();

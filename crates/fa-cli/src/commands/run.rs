@@ -30,7 +30,8 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES)]
 pub(crate) struct RunArgs {
-    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16; cu_seqlens_q,
+    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16, or q, k and v F8_E4M3;
+    /// cu_seqlens_q,
     /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged, k_new and
     /// v_new are appended first
     pub input: PathBuf,
@@ -89,6 +90,9 @@ heads_kv, dim], and cache_seqlens says how long each sequence is
   alibi_slopes                 f32 [heads_q] or [batch, heads_q]: scores lose slope times the distance from \
 the diagonal
   sinks                        f32 [heads_q]: a logit of each row in the denominator; lse includes it
+  k_descale, v_descale         f32 [heads_kv], [batch, heads_kv] or one for each row of each head, in the \
+shape of k without dim: k and v are F8_E4M3 or I8, and each value is its code times this [default: 1]
+  q_descale                    f32 [heads_kv] or [batch, heads_kv]: q is F8_E4M3 as k and v are
   k_new, v_new                 [batch, new, heads_kv, dim], or packed with cu_seqlens_k_new: appended to the \
 cache k, v behind the cache_seqlens keys that it holds, before attention; the output file has k, v and \
 cache_seqlens as they are then
@@ -247,7 +251,7 @@ fn difference_from_own_out<T: Element + Stored>(
     let ours = attention::to_bshd(&outputs.output.out.data, shape, inputs.layout);
     let mut theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
     blank(&mut theirs, shape, TensorLayout::Bshd, inputs.sequences.q_rows.as_deref(), 0.0);
-    let found = compare::compare::<T, T>(shape, inputs.problem.types.q, &ours, &theirs, None)?;
+    let found = compare::compare::<T, T>(shape, inputs.problem.types.wide(), &ours, &theirs, None)?;
     Ok(Some(Difference::of(&found)))
 }
 

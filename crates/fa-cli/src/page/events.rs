@@ -123,7 +123,9 @@ fn title(name: &str, spec: &KernelSpec) -> String {
 /// What a warp is for, in kernels whose warps have roles.
 fn role(spec: &KernelSpec, warp: u32) -> Option<String> {
     match &spec.kernel {
-        Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Bwd(_) if warp < 4 => Some("producer".to_owned()),
+        Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Bwd(_) if warp < 4 => {
+            Some("producer".to_owned())
+        }
         Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Bwd(_) => {
             Some(format!("warpgroup {}", warp / 4 - 1))
         }

@@ -1,9 +1,7 @@
 //! What plans and pages show of a kernel besides its tile.
 
 use fa_core::spec::Scheduler;
-use fa_core::{
-    Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm100Fwd, each_kernel,
-};
+use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm100Fwd, each_kernel};
 use fa_planner::banks::Access;
 
 /// Bytes of an element: GPU kernels hold 16-bit types.
@@ -191,7 +189,11 @@ impl ShownKernel for Sm90FwdFp8 {
             issued("wgmma reads K (8 rows x 16 B)", (tile_n, hd), Access::Ldmatrix),
             issued("V by ldmatrix.x4.trans", (tile_n, hdv), Access::LdmatrixTrans),
             issued("stmatrix of V transposed", (spec.head_dim_v, tile_n / 2), Access::Stmatrix),
-            issued("wgmma reads V transposed (8 rows x 16 B)", (spec.head_dim_v, tile_n / 2), Access::Ldmatrix),
+            issued(
+                "wgmma reads V transposed (8 rows x 16 B)",
+                (spec.head_dim_v, tile_n / 2),
+                Access::Ldmatrix,
+            ),
         ]
     }
 

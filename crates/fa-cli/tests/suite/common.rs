@@ -116,6 +116,10 @@ pub(crate) fn write(path: &Path, tensors: &[Tensor], metadata: &[(&str, &str)]) 
             "I64" => Dtype::I64,
             "U32" => Dtype::U32,
             "BOOL" => Dtype::BOOL,
+            "I8" => Dtype::I8,
+            "U8" => Dtype::U8,
+            "F8_E4M3" => Dtype::F8_E4M3,
+            "F8_E5M2" => Dtype::F8_E5M2,
             other => panic!("no dtype {other} here"),
         };
         (*name, TensorView::new(dtype, shape.to_vec(), bytes).expect("a valid tensor"))
@@ -137,6 +141,9 @@ fn encode(dtype: &str, values: &[f64]) -> Vec<u8> {
         "I64" => values.iter().flat_map(|v| (*v as i64).to_le_bytes()).collect(),
         "U32" => values.iter().flat_map(|v| (*v as u32).to_le_bytes()).collect(),
         "BOOL" => values.iter().map(|v| u8::from(*v != 0.0)).collect(),
+        "I8" => values.iter().map(|v| *v as i8 as u8).collect(),
+        // The bits of codes.
+        "F8_E4M3" | "F8_E5M2" | "U8" => values.iter().map(|v| *v as u8).collect(),
         other => panic!("no dtype {other} here"),
     }
 }
@@ -154,6 +161,8 @@ pub(crate) fn read(path: &Path) -> HashMap<String, (String, Vec<usize>, Vec<f64>
             "F16" => data.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f64()).collect(),
             "BF16" => data.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f64()).collect(),
             "I32" => data.as_chunks().0.iter().map(|b| i32::from_le_bytes(*b).into()).collect(),
+            "I8" => data.iter().map(|&b| f64::from(b as i8)).collect(),
+            "F8_E4M3" => data.iter().map(|&b| f64::from(b)).collect(),
             other => panic!("{name} is {other}"),
         };
         (name, (dtype, view.shape().to_vec(), values))

@@ -6,6 +6,7 @@ mod bad_input;
 mod bench;
 mod check;
 mod check_mod;
+mod codes;
 mod common;
 mod emulate;
 mod files;

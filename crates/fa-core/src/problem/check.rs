@@ -84,26 +84,17 @@ impl Problem {
         if pass.is_backward() { Ok(self.types.check_gradients()?) } else { Ok(()) }
     }
 
-    /// Descales are of codes, and programs not of them unless Q is one too.
+    /// Descales are of codes.
     fn check_codes(&self) -> Result<(), ProblemError> {
         let (of_q, dtype) = (self.types.q, self.types.kv);
         if let (Some((name, _)), false) = (self.descales.first_of_kv(), dtype.is_code()) {
             return Err(ProblemError::Descale { name, dtype });
         }
-        match self.descales.q {
-            DescaleForm::None => (),
-            DescaleForm::Head | DescaleForm::SequenceHead if of_q.is_code() => (),
-            form @ DescaleForm::TokenHead if of_q.is_code() => {
-                return Err(ProblemError::QDescaleForm { form });
-            }
-            DescaleForm::Head | DescaleForm::SequenceHead | DescaleForm::TokenHead => {
-                return Err(ProblemError::QDescale { dtype: of_q });
-            }
+        let form = self.descales.q;
+        if !form.is_none() && !of_q.is_code() {
+            return Err(ProblemError::QDescale { dtype: of_q });
         }
-        if self.score.program.is_some() && dtype.is_code() && !of_q.is_code() {
-            return Err(ProblemError::CodesUnderProgram { dtype });
-        }
-        Ok(())
+        if form == DescaleForm::TokenHead { Err(ProblemError::QDescaleForm { form }) } else { Ok(()) }
     }
 
     /// ALiBi's distances are exact in f32 as far as the offset goes, and a program's `off` fits an i32.
@@ -246,9 +237,9 @@ mod tests {
         refused(BASE.with_score(ScoreMod::softcap(0.0)), "softcap is 0");
         let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
         let own = BASE.with_score(ScoreMod::NONE.with_program(Some(program)));
-        assert_eq!(own.with_types(Types::fp8(Dtype::Bf16)).check(), Ok(()));
-        let codes = own.with_types(half.with_kv(Dtype::Int8));
-        refused(codes, "a program with K and V in int8");
+        for types in [Types::fp8(Dtype::Bf16), half.with_kv(Dtype::Int8)] {
+            assert_eq!(own.with_types(types).check(), Ok(()));
+        }
         let moved = |offset| own.with_mask(Mask::CAUSAL.with_offset(offset));
         assert_eq!(moved(-(1 << 30)).check(), Ok(()));
         refused(moved((1 << 30) + 1), "query_offset = 1073741825 with a program");

@@ -61,15 +61,6 @@ pub enum ProblemError {
         /// The form.
         form: DescaleForm,
     },
-    /// A program over an 8-bit K and V beside a wider Q.
-    #[error(
-        "a program with K and V in {dtype}: programs (bias included) are computed over K and V of Q's type; \
-         dequantise them and leave kv_dtype out"
-    )]
-    CodesUnderProgram {
-        /// Type of K and V.
-        dtype: Dtype,
-    },
     /// ALiBi's distances would not be exact, or a program's `off` overflow.
     #[error("query_offset = {offset} with {what}: use an offset from -{limit} to {limit}")]
     Offset {

@@ -90,9 +90,11 @@ pub enum Unserved {
         /// The largest.
         limit: usize,
     },
-    /// Something of an fp8 problem that GPU kernels do not compute.
-    #[error("{what} = {value} in e4m3: GPU kernels need {need} (the CPU backend takes any)")]
-    Fp8 {
+    /// Something of an 8-bit problem that GPU kernels do not compute.
+    #[error("{what} = {value} with K and V in {dtype}: GPU kernels need {need} (the CPU backend takes any)")]
+    Codes {
+        /// Type of K and V.
+        dtype: Dtype,
         /// The field.
         what: &'static str,
         /// Its value.
@@ -129,7 +131,7 @@ impl Unserved {
             Unserved::Differs(Mismatch { what, .. }) => what,
             Unserved::Page { .. } => "pages",
             Unserved::TooLong { name, .. } => name,
-            Unserved::Fp8 { what, .. } => what,
+            Unserved::Codes { what, .. } => what,
             Unserved::Scale { .. } => "softmax_scale",
             Unserved::Softcap { .. } => "softcap",
         }

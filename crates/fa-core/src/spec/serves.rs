@@ -12,11 +12,12 @@ const MOST_CTAS: usize = 1 << 16;
 
 impl Problem {
     /// Checks what every GPU kernel asks of a problem beyond [`Problem::check`], whichever kernel it is:
-    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds, and of fp8 what
-    /// kernels for it compute.
+    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds, and of 8 bits
+    /// what kernels for them compute.
     ///
     /// # Errors
-    /// [`Unserved::TooLong`], [`Unserved::Scale`], [`Unserved::Softcap`] or [`Unserved::Fp8`], the first found.
+    /// [`Unserved::TooLong`], [`Unserved::Scale`], [`Unserved::Softcap`] or [`Unserved::Codes`], the first
+    /// found.
     pub fn check_gpu(&self) -> Result<(), Unserved> {
         let Problem { lengths, heads_q, heads_kv, .. } = *self;
         let sequences = lengths.sequences();
@@ -41,16 +42,20 @@ impl Problem {
         }
         counts.into_iter().try_for_each(|(name, value)| count(name, value))?;
         self.check_scores()?;
-        self.check_fp8()
+        self.check_8_bits()
     }
 
-    /// Of fp8: head dims in whole steps of its products, O in bf16, descales that are the same for all keys of
-    /// a head, and no change of scores but ALiBi and sinks.
-    fn check_fp8(&self) -> Result<(), Unserved> {
+    /// No program over 8 bits. Of an fp8 Q as well: head dims in whole steps of its products, O in bf16,
+    /// descales that are the same for all keys of a head, and no soft cap.
+    fn check_8_bits(&self) -> Result<(), Unserved> {
+        let dtype = self.types.kv;
+        let refuse = |what, value, need| Err(Unserved::Codes { dtype, what, value, need });
+        if let Some(program) = self.score.program.filter(|_| dtype.is_code()) {
+            return refuse("program", program.to_string(), "none, or K and V in 16 bits");
+        }
         if !self.types.is_fp8() {
             return Ok(());
         }
-        let refuse = |what, value, need| Err(Unserved::Fp8 { what, value, need });
         for (what, value) in [("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)] {
             if !value.is_multiple_of(16) {
                 return refuse(what, value.to_string(), "a multiple of 16; pad with zeros");
@@ -64,11 +69,8 @@ impl Problem {
                 return refuse(what, form.to_string(), "head or sequence_head");
             }
         }
-        if let Some(softcap) = self.score.softcap {
-            return refuse("softcap", softcap.to_string(), "none, or Q, K and V in 16 bits");
-        }
-        match self.score.program {
-            Some(program) => refuse("program", program.to_string(), "none, or Q, K and V in 16 bits"),
+        match self.score.softcap {
+            Some(softcap) => refuse("softcap", softcap.to_string(), "none, or Q, K and V in 16 bits"),
             None => Ok(()),
         }
     }
@@ -323,30 +325,30 @@ mod tests {
     }
 
     #[test]
-    fn what_no_fp8_kernel_computes_is_refused_by_name() {
+    fn what_no_kernel_of_codes_computes_is_refused_by_name() {
         let fp8 = BASE.with_types(Types::fp8(Dtype::Bf16)).with_descales(Descales::all(DescaleForm::Head));
         assert_eq!(fp8.check_gpu(), Ok(()));
         let sloped = ScoreMod::NONE.with_alibi(Some(crate::Alibi::PerHead)).with_sinks(true);
         assert_eq!(fp8.with_score(sloped).with_head_dims(48, 16).check_gpu(), Ok(()));
         let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
         for (problem, what, part) in [
-            (fp8.with_head_dim(72), "head_dim", "head_dim = 72 in e4m3: GPU kernels need a multiple of 16"),
+            (
+                fp8.with_head_dim(72),
+                "head_dim",
+                "head_dim = 72 with K and V in e4m3: GPU kernels need a multiple of 16",
+            ),
             (fp8.with_head_dim_v(8), "head_dim_v", "pad with zeros"),
             (
                 fp8.with_types(Types::fp8(Dtype::F16)),
                 "out_dtype",
-                "out_dtype = f16 in e4m3: GPU kernels need bf16",
+                "out_dtype = f16 with K and V in e4m3: GPU kernels need bf16",
             ),
             (
                 fp8.with_descales(fp8.descales.with_v(DescaleForm::TokenHead)),
                 "v_descale",
                 "need head or sequence_head",
             ),
-            (
-                fp8.with_score(ScoreMod::softcap(30.0)),
-                "softcap",
-                "softcap = 30 in e4m3: GPU kernels need none",
-            ),
+            (fp8.with_score(ScoreMod::softcap(30.0)), "softcap", "softcap = 30 with K and V in e4m3"),
             (
                 fp8.with_score(ScoreMod::NONE.with_program(Some(program))),
                 "program",

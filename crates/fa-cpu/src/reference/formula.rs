@@ -30,10 +30,10 @@ pub(super) struct Tensors<'a, R> {
 }
 
 /// Q, K and V of one query head of one sequence, packed `[rows, dim]`, and the scalars.
-struct Head<'a, R> {
-    problem: &'a Problem,
+pub(super) struct Head<'a, R> {
+    pub(super) problem: &'a Problem,
     /// Queries and keys of the sequence.
-    seqlens: [usize; 2],
+    pub(super) seqlens: [usize; 2],
     q: Vec<R>,
     k: Vec<R>,
     v: Vec<R>,
@@ -42,7 +42,7 @@ struct Head<'a, R> {
     softcap: Option<R>,
     /// ALiBi's; 0 without it.
     slope: R,
-    sink: Option<R>,
+    pub(super) sink: Option<R>,
     /// The gradient of the LSE; empty without one.
     dlse: Vec<R>,
     program: Option<OwnProgram<'a>>,
@@ -84,13 +84,13 @@ impl<R: Real> Row<R> {
 }
 
 /// Queries that visit a block of keys together,
-const QUERIES: usize = 16;
+pub(super) const QUERIES: usize = 16;
 
 /// and the keys of a step, whose rows of K, V, dK and dV stay in a core's own cache meanwhile.
 const KEYS: usize = 32;
 
 /// `range` in pieces of `step`.
-fn blocks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn blocks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(step).map(move |first| first..(first + step).min(range.end))
 }
 
@@ -131,10 +131,18 @@ pub(super) fn forward_f32(problem: &Problem, tensors: &Tensors<'_, f32>) -> Forw
 }
 
 fn forward<R: Real>(problem: &Problem, tensors: &Tensors<'_, R>) -> Forward<R> {
+    forward_by(problem, tensors, |head| widest(OneForward { head }))
+}
+
+/// The forward by what computes one query head.
+pub(super) fn forward_by<R: Real>(
+    problem: &Problem,
+    tensors: &Tensors<'_, R>,
+    of_head: impl Fn(Head<'_, R>) -> Forward<R> + Sync,
+) -> Forward<R> {
     let batch = tensors.batch;
-    let heads: Vec<Forward<R>> = for_each_head(problem, batch, |s, h| {
-        widest(OneForward { head: Head::gather(problem, tensors, s, h) })
-    });
+    let heads: Vec<Forward<R>> =
+        for_each_head(problem, batch, |s, h| of_head(Head::gather(problem, tensors, s, h)));
     let out: Vec<&[R]> = heads.iter().map(|head| &head.out[..]).collect();
     let spans: Vec<Span> = batch.sequences.iter().map(|sequence| sequence.q).collect();
     let mut lse = vec![R::NAN; check::lse_len(problem)];
@@ -297,7 +305,7 @@ impl<'a, R: Real> Head<'a, R> {
         row(&self.k, j, self.problem.head_dim)
     }
 
-    fn v(&self, j: usize) -> &[R] {
+    pub(super) fn v(&self, j: usize) -> &[R] {
         row(&self.v, j, self.problem.head_dim_v)
     }
 
@@ -306,9 +314,9 @@ impl<'a, R: Real> Head<'a, R> {
         if softmax.lse == R::NEG_INFINITY { R::ZERO } else { self.dlse.get(i).copied().unwrap_or(R::ZERO) }
     }
 
-    /// The softmaxes of some queries.
+    /// The keys that some queries see by the mask, and the scores of those, capped.
     #[inline(always)]
-    fn rows(&self, queries: Range<usize>) -> Vec<Row<R>> {
+    pub(super) fn scores(&self, queries: Range<usize>) -> impl Iterator<Item = (Range<usize>, Vec<R>)> {
         let Problem { mask, .. } = *self.problem;
         let [seqlen_q, seqlen_k] = self.seqlens;
         let keys: Vec<Range<usize>> = queries.clone().map(|i| mask.keys(i, seqlen_q, seqlen_k)).collect();
@@ -321,23 +329,33 @@ impl<'a, R: Real> Head<'a, R> {
                 }
             }
         }
-        let softmax = |((i, keys), scores): ((usize, Range<usize>), Vec<R>)| {
-            let own =
-                self.program.as_ref().map_or(OwnRow::NONE, |program| program.row(i, keys.clone(), &scores));
-            let mut biased: Vec<R> = if self.slope == R::ZERO {
-                scores.clone()
-            } else {
-                keys.clone()
-                    .zip(&scores)
-                    .map(|(j, &score)| score - self.slope * self.distance(i, j))
-                    .collect()
-            };
-            if self.program.as_ref().is_some_and(OwnProgram::changes) {
-                biased.copy_from_slice(&own.scores);
-            }
-            for (score, _) in biased.iter_mut().zip(&own.hidden).filter(|(_, hidden)| **hidden) {
-                *score = R::NEG_INFINITY;
-            }
+        keys.into_iter().zip(scores)
+    }
+
+    /// What the program makes of a query's scores, and the scores with ALiBi's bias or changed by the
+    /// program; -inf where it hides a key.
+    #[inline(always)]
+    pub(super) fn biased(&self, i: usize, keys: &Range<usize>, scores: &[R]) -> (OwnRow<R>, Vec<R>) {
+        let own = self.program.as_ref().map_or(OwnRow::NONE, |program| program.row(i, keys.clone(), scores));
+        let mut biased: Vec<R> = if self.slope == R::ZERO {
+            scores.to_vec()
+        } else {
+            keys.clone().zip(scores).map(|(j, &score)| score - self.slope * self.distance(i, j)).collect()
+        };
+        if self.program.as_ref().is_some_and(OwnProgram::changes) {
+            biased.copy_from_slice(&own.scores);
+        }
+        for (score, _) in biased.iter_mut().zip(&own.hidden).filter(|(_, hidden)| **hidden) {
+            *score = R::NEG_INFINITY;
+        }
+        (own, biased)
+    }
+
+    /// The softmaxes of some queries.
+    #[inline(always)]
+    fn rows(&self, queries: Range<usize>) -> Vec<Row<R>> {
+        let softmax = |(i, (keys, scores)): (usize, (Range<usize>, Vec<R>))| {
+            let (own, biased) = self.biased(i, &keys, &scores);
             let max = biased.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score));
             let max = origin(self.sink.map_or(max, |sink| max.max(sink)));
             let exps: Vec<R> = biased.iter().map(|&score| (score - max).exp()).collect();
@@ -347,7 +365,7 @@ impl<'a, R: Real> Head<'a, R> {
             let sum = sum + sink;
             Row { keys, scores, exps, own, sink, sum, lse: max + sum.ln() }
         };
-        queries.zip(keys).zip(scores).map(softmax).collect()
+        queries.clone().zip(self.scores(queries)).map(softmax).collect()
     }
 
     /// The distance of key `j` from the one that query `i` lies on.

@@ -22,7 +22,7 @@ pub(crate) fn forward<T: Element>(
     kv: [KvRef<'_, T>; 2],
 ) -> Result<Forward<f32>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
-    over::forward(problem, arguments, q, kv, exact, pass)
+    over::forward(problem, arguments, [&q.into(), &kv[0], &kv[1]], exact, pass)
 }
 
 pub(crate) fn backward<T: Element>(

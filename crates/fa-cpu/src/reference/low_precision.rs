@@ -53,7 +53,7 @@ pub struct LowGradients<T> {
 /// As [`super::forward`].
 pub fn forward<'a, T: Element>(
     problem: &Problem,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
 ) -> Result<LowForward<T>, CpuError> {
@@ -67,13 +67,13 @@ pub fn forward<'a, T: Element>(
 pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
     arguments: impl Into<Arguments<'a>>,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
 ) -> Result<LowForward<T>, CpuError> {
     let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
     let formula::Forward { out, lse, .. } =
-        over::forward(problem, &arguments.into(), q, [k.into(), v.into()], T::held_f32, pass)?;
+        over::forward(problem, &arguments.into(), [&q.into(), &k.into(), &v.into()], T::held_f32, pass)?;
     Ok(LowForward { out: T::narrowed(&out), lse })
 }
 

@@ -26,9 +26,12 @@
 //! results, which marks an output that was never written.
 //!
 //! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of
-//! [`crate::compare`] is based on its error.
+//! [`crate::compare`] is based on its error. [`fp8`] is the formula for Q, K and V in e4m3, exactly and with
+//! a kernel's roundings.
 
 mod formula;
+#[cfg(feature = "reference")]
+pub mod fp8;
 mod heads;
 pub(crate) mod in_f32;
 pub mod low_precision;
@@ -100,15 +103,15 @@ fn noise(terms: Vec<f64>) -> f64 {
     F32_ROUNDING * terms.into_iter().filter(|term| term.is_finite()).fold(0.0, f64::max)
 }
 
-/// O and LSE of `problem` on the given tensors. Heads are computed in parallel; the result does not depend on
-/// how many threads there are.
+/// O and LSE of `problem` on the given tensors: of an fp8 problem the bits of codes ([`KvRef::Codes`]). Heads
+/// are computed in parallel; the result does not depend on how many threads there are.
 ///
 /// # Errors
 /// Tensors that do not fit the problem: see [`crate::check::check_forward`]. A problem that needs
 /// [`Extras`]: see [`forward_extras`].
 pub fn forward<'a, T: Element>(
     problem: &Problem,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
 ) -> Result<Forward, CpuError> {
@@ -123,13 +126,14 @@ pub fn forward<'a, T: Element>(
 pub fn forward_extras<'a, T: Element>(
     problem: &Problem,
     arguments: impl Into<Arguments<'a>>,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
 ) -> Result<Forward, CpuError> {
     let pass = |tensors: &Tensors<'_, f64>| formula::forward_f64(problem, tensors);
+    let inputs = [&q.into(), &k.into(), &v.into()];
     let formula::Forward { out, lse, out_terms } =
-        over::forward(problem, &arguments.into(), q, [k.into(), v.into()], exact, pass)?;
+        over::forward(problem, &arguments.into(), inputs, exact, pass)?;
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 

@@ -10,6 +10,7 @@ use crate::codes::{KvRef, Of, Values};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, check_extras};
+use crate::fp8::Decoded;
 use crate::real::Real;
 use crate::view::TensorRef;
 
@@ -18,6 +19,23 @@ use crate::view::TensorRef;
 /// # Errors
 /// As [`super::forward_extras`].
 pub(super) fn forward<R: Real, T: Element, A>(
+    problem: &Problem,
+    arguments: &Arguments<'_>,
+    [q, k, v]: [&KvRef<'_, T>; 3],
+    round: fn(R) -> R,
+    pass: impl FnOnce(&Tensors<'_, R>) -> A,
+) -> Result<A, CpuError> {
+    match q {
+        KvRef::Same(q) => of_numbers(problem, arguments, q, [*k, *v], round, pass),
+        KvRef::Codes(q) => {
+            let own = Decoded::<R>::of(problem, arguments, q)?;
+            let kv = [own.beside(k)?, own.beside(v)?];
+            of_numbers(&own.problem, &own.arguments, &own.q()?, kv, round, pass)
+        }
+    }
+}
+
+fn of_numbers<R: Real, T: Element, A>(
     problem: &Problem,
     arguments: &Arguments<'_>,
     q: &TensorRef<'_, T>,

@@ -16,6 +16,7 @@ mod delta;
 mod dq;
 mod forward;
 mod forward16;
+mod fp8;
 mod gate;
 mod inputs;
 mod long;
@@ -88,11 +89,14 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
 /// Sums are f32 whatever the element type; a row of O whose sums overflow, because values are near the type's
 /// largest, is computed again in f64. Rows that see no key give 0 and -inf.
 ///
+/// Of an fp8 problem ([`fa_core::Types::fp8`]) `q`, `k` and `v` are the bits of codes. Beside the tensors a
+/// call takes 4 bytes for each element of Q, and for each of O where that is not f32.
+///
 /// # Errors
 /// [`CpuError`] when problem, shapes, dtype or buffer lengths do not fit together; nothing is written then.
 pub fn forward<'a, T: Element>(
     problem: &Problem,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
     out: &mut TensorMut<'_, T>,
@@ -108,7 +112,7 @@ pub fn forward<'a, T: Element>(
 pub fn forward_with<'a, T: Element>(
     options: Options,
     problem: &Problem,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
     out: &mut TensorMut<'_, T>,
@@ -130,24 +134,28 @@ pub fn forward_extras<'a, T: Element>(
     options: Options,
     problem: &Problem,
     arguments: impl Into<Arguments<'a>>,
-    q: &TensorRef<'_, T>,
+    q: impl Into<KvRef<'a, T>>,
     k: impl Into<KvRef<'a, T>>,
     v: impl Into<KvRef<'a, T>>,
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
-    forward_of(options, problem, &arguments.into(), (q, &k.into(), &v.into()), out, lse)
+    forward_of(options, problem, &arguments.into(), [&q.into(), &k.into(), &v.into()], out, lse)
 }
 
 fn forward_of<T: Element>(
     options: Options,
     problem: &Problem,
     arguments: &Arguments<'_>,
-    (q, k, v): (&TensorRef<'_, T>, &KvRef<'_, T>, &KvRef<'_, T>),
+    [q, k, v]: [&KvRef<'_, T>; 3],
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
     check_type::<T>(problem)?;
+    let q = match q {
+        KvRef::Same(q) => q,
+        KvRef::Codes(q) => return fp8::forward(options, problem, arguments, (q, k, v), out, lse),
+    };
     check::check_forward(problem, q, k, v)?;
     check::check_out(problem, "out", out.shape())?;
     if let Some(lse) = &lse {

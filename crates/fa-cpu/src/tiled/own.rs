@@ -78,7 +78,7 @@ pub(super) fn backward<T: Element>(
 }
 
 /// Rows of sequences from a packed tensor.
-fn scatter<T: Element>(
+pub(super) fn scatter<T: Element>(
     packed: &[f32],
     to: &mut TensorMut<'_, T>,
     rows: impl Iterator<Item = (usize, std::ops::Range<usize>)>,

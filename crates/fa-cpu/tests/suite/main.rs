@@ -27,6 +27,7 @@ mod cases;
 mod codes;
 mod extremes;
 mod files;
+mod fp8;
 mod golden;
 mod gradients;
 mod inputs;

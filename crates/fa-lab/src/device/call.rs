@@ -8,7 +8,9 @@ use fa_core::Pass;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream};
 use fa_kernels::{Backward, Error, Forward};
 
-use super::placed::{PlacedBackward, PlacedForward, place_backward, place_dout, place_forward, place_inputs};
+use super::placed::{
+    PlacedBackward, PlacedForward, PlacedInputs, place_backward, place_dout, place_forward, place_inputs,
+};
 use crate::memory::Gradients;
 use crate::tensors::Inputs;
 
@@ -24,7 +26,7 @@ pub struct Calls<T> {
 /// What a pass has besides: the other copies of what it reads (Q, K and V, or a whole forward and dO), and a
 /// backward's tensors.
 enum Own<T> {
-    Forward { others: Vec<[DeviceTensor<T>; 3]> },
+    Forward { others: Vec<PlacedInputs<T>> },
     Backward { tensors: Box<PlacedBackward<T>>, others: Vec<(PlacedForward<T>, DeviceTensor<T>)> },
 }
 

@@ -5,12 +5,12 @@ use std::mem::swap;
 use std::sync::Arc;
 
 use fa_attn::device::{
-    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceProgram, DeviceTensor, Half, Placement,
-    capture, fill_with_nan,
+    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceProgram, DeviceTensor, ForwardCall,
+    Half, Placement, Stored, capture, fill_with_nan,
 };
 use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
-use fa_kernels::{Backward, Error, Forward, RawExtras};
+use fa_kernels::{Backward, Error, Forward, RawExtras, RawForwardArgs};
 
 use crate::memory::{Gradients, load, load_lse, store};
 use crate::sequences::Sequences;
@@ -19,9 +19,19 @@ use crate::tensors::{Inputs, dout_placement};
 /// Tensors of a forward.
 pub struct PlacedForward<T> {
     tensors: DeviceForward<T>,
+    /// Q, K and V of fp8, in whose place `tensors` has placements without elements.
+    codes: Option<[DeviceTensor<u8>; 3]>,
     /// The sequences, where lengths, pages, slopes or sinks are passed with the tensors.
     sequences: Option<Sequences>,
     heads_q: usize,
+}
+
+/// Q, K and V of a forward.
+pub(super) enum PlacedInputs<T> {
+    /// Elements of O's type.
+    Same([DeviceTensor<T>; 3]),
+    /// Codes.
+    Codes([DeviceTensor<u8>; 3]),
 }
 
 /// Tensors of a backward.
@@ -41,7 +51,7 @@ fn poisoned(stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<f32>, Erro
 }
 
 /// `memory` on the GPU.
-fn tensor<T: Half>(
+fn tensor<T: Stored>(
     stream: &Arc<CudaStream>,
     memory: &[T],
     placement: Placement,
@@ -65,9 +75,16 @@ pub fn place_forward<T: Half>(
         let mut tensors =
             DeviceForward::place(stream, &inputs.problem, workspace, values, &inputs.placements)?;
         tensors.extras.program = program(stream, inputs)?;
-        return Ok(PlacedForward { tensors, sequences: None, heads_q });
+        return Ok(PlacedForward { tensors, codes: None, sequences: None, heads_q });
     }
-    let [q, k, v] = place_inputs(stream, inputs)?;
+    let ([q, k, v], codes) = match place_inputs(stream, inputs)? {
+        PlacedInputs::Same(tensors) => (tensors, None),
+        PlacedInputs::Codes(codes) => {
+            let [q, k, v, _] = inputs.placements;
+            let none = |placement| tensor(stream, &[T::default()], placement);
+            ([none(q)?, none(k)?, none(v)?], Some(codes))
+        }
+    };
     let rows = inputs.sequences.q.lse_len(heads_q);
     // Zero before its first use, as kernels require.
     let zeroed = stream.alloc_zeros(workspace.max(16)).map_err(doing("allocating device memory"))?;
@@ -83,7 +100,7 @@ pub fn place_forward<T: Half>(
         page_faults: None,
     };
     tensors.extras.program = program(stream, inputs)?;
-    Ok(PlacedForward { tensors, sequences: Some(inputs.sequences.clone()), heads_q })
+    Ok(PlacedForward { tensors, codes, sequences: Some(inputs.sequences.clone()), heads_q })
 }
 
 /// The arrays and scalars of the problem's program on the GPU, with room for the gradients of those that have
@@ -105,15 +122,21 @@ fn program<T: Half>(stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<Opti
 pub(super) fn place_inputs<T: Half>(
     stream: &Arc<CudaStream>,
     inputs: &Inputs<T>,
-) -> Result<[DeviceTensor<T>; 3], Error> {
+) -> Result<PlacedInputs<T>, Error> {
     let [of_q, of_k, of_v, _] = inputs.placements;
+    if inputs.problem.types.is_fp8() {
+        let [q, k, v] = inputs.stored_codes();
+        let codes = [tensor(stream, &q, of_q)?, tensor(stream, &k, of_k)?, tensor(stream, &v, of_v)?];
+        return Ok(PlacedInputs::Codes(codes));
+    }
     if inputs.is_plain() {
         let [q, k, v] = [&inputs.values[0], &inputs.values[1], &inputs.values[2]];
         let place = |values, placement| DeviceTensor::place(stream, values, placement);
-        return Ok([place(q, of_q)?, place(k, of_k)?, place(v, of_v)?]);
+        return Ok(PlacedInputs::Same([place(q, of_q)?, place(k, of_k)?, place(v, of_v)?]));
     }
     let [q, k, v] = inputs.stored();
-    Ok([tensor(stream, &q, of_q)?, tensor(stream, &k, of_k)?, tensor(stream, &v, of_v)?])
+    let own = [tensor(stream, &q, of_q)?, tensor(stream, &k, of_k)?, tensor(stream, &v, of_v)?];
+    Ok(PlacedInputs::Same(own))
 }
 
 /// `dout`, rows end to end, on the GPU, placed beside the tensors of its forward.
@@ -153,10 +176,26 @@ pub fn place_backward<T: Half>(
 
 impl<T: Half> PlacedForward<T> {
     /// Exchanges Q, K and V for those of another copy, of the same shapes and strides.
-    pub(super) fn swap_inputs(&mut self, [q, k, v]: &mut [DeviceTensor<T>; 3]) {
-        swap(&mut self.tensors.q, q);
-        swap(&mut self.tensors.k, k);
-        swap(&mut self.tensors.v, v);
+    pub(super) fn swap_inputs(&mut self, inputs: &mut PlacedInputs<T>) {
+        match inputs {
+            PlacedInputs::Same([q, k, v]) => {
+                swap(&mut self.tensors.q, q);
+                swap(&mut self.tensors.k, k);
+                swap(&mut self.tensors.v, v);
+            }
+            PlacedInputs::Codes(codes) => self.codes.iter_mut().for_each(|own| swap(own, codes)),
+        }
+    }
+
+    /// The addresses.
+    fn raw(&mut self, stream: &CudaStream) -> RawForwardArgs {
+        let args = self.tensors.raw(stream);
+        match &self.codes {
+            None => args,
+            Some([q, k, v]) => {
+                RawForwardArgs { q: q.raw(stream), k: k.raw(stream), v: v.raw(stream), ..args }
+            }
+        }
     }
 
     /// Launches `forward` without allocating or waiting.
@@ -164,7 +203,10 @@ impl<T: Half> PlacedForward<T> {
     /// # Errors
     /// What the kernel refuses.
     pub fn run(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
-        self.tensors.run(forward, stream)
+        let Some([q, k, v]) = &self.codes else { return self.tensors.run(forward, stream) };
+        let DeviceForward { out, lse, workspace, extras, page_faults, .. } = &mut self.tensors;
+        let (lse, page_faults) = (Some(lse), page_faults.as_mut());
+        ForwardCall { q, k, v, out, lse, workspace, extras, page_faults }.run(forward, stream)
     }
 
     /// A launch by addresses, taken before a capture begins: taking them orders streams by events.
@@ -173,7 +215,7 @@ impl<T: Half> PlacedForward<T> {
         forward: &'f Forward,
         stream: &CudaStream,
     ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
-        let args = self.tensors.raw(stream);
+        let args = self.raw(stream);
         // SAFETY: the addresses are those of tensors with the problem's shapes and strides, which the caller
         // keeps for the graph.
         move |stream| unsafe { forward.run_raw(stream, &args) }
@@ -186,7 +228,7 @@ impl<T: Half> PlacedForward<T> {
         stream: &CudaStream,
         plan: &CudaSlice<u8>,
     ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
-        let mut args = self.tensors.raw(stream);
+        let mut args = self.raw(stream);
         args.extras.plan = Some(plan.device_ptr(stream).0);
         // SAFETY: as of any launch; the caller keeps the plan as well.
         move |stream| unsafe { forward.run_raw(stream, &args) }
@@ -226,8 +268,14 @@ impl<T: Half> PlacedForward<T> {
     pub fn write(&mut self, stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<(), Error> {
         assert_eq!(self.tensors.placements(), inputs.placements, "other inputs lie as those before");
         let DeviceForward { q, k, v, extras, .. } = &mut self.tensors;
-        for (to, from) in [q, k, v].into_iter().zip(inputs.stored()) {
-            stream.memcpy_htod(&from, &mut to.data).map_err(doing("copying to the GPU"))?;
+        if let Some(codes) = &mut self.codes {
+            for (to, from) in codes.iter_mut().zip(inputs.stored_codes()) {
+                stream.memcpy_htod(&from, &mut to.data).map_err(doing("copying to the GPU"))?;
+            }
+        } else {
+            for (to, from) in [q, k, v].into_iter().zip(inputs.stored()) {
+                stream.memcpy_htod(&from, &mut to.data).map_err(doing("copying to the GPU"))?;
+            }
         }
         extras.update(stream, &inputs.arrays().view())?;
         self.sequences = Some(inputs.sequences.clone());

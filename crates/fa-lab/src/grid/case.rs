@@ -1,7 +1,7 @@
 //! A case: a problem, where its tensors lie, what they hold, and what is done with it.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::{Append, Dtype, Mask, Merge, Pass, Problem, Strides, TensorLayout};
+use fa_core::{Append, Descales, Dtype, Mask, Merge, Pass, Problem, Strides, TensorLayout};
 use serde::{Deserialize, Serialize};
 
 use crate::sequences::Sequences;
@@ -201,6 +201,10 @@ impl Case {
             p.mask,
             p.types.q
         );
+        if p.descales != Descales::NONE {
+            let Descales { q, k, v, .. } = p.descales;
+            name += &format!(" descales {q} {k} {v}");
+        }
         if let Some(cap) = p.score.softcap {
             name += &format!(" cap {cap}");
         }
@@ -252,8 +256,8 @@ impl Case {
         match self.arrangement {
             Arrangement::Bshd => packed,
             Arrangement::Bhsd => all(bhsd, 0),
-            Arrangement::Gap(gap) => all(bshd, gap),
-            Arrangement::BhsdGap(gap) => all(bhsd, gap),
+            Arrangement::Gap(gap) => all(bshd, self.gap(gap)),
+            Arrangement::BhsdGap(gap) => all(bhsd, self.gap(gap)),
             Arrangement::SharedBatch => with_kv(|strides| Strides { batch: 0, ..strides }),
             Arrangement::SharedHeads => with_kv(|strides| Strides { head: 0, ..strides }),
             Arrangement::SharedRows => with_kv(|strides| Strides { seq: 0, ..strides }),
@@ -263,6 +267,11 @@ impl Case {
             }),
             Arrangement::FarKeys => with_kv(|strides| Strides { seq: (1 << 25) + 8, ..strides }),
         }
+    }
+
+    /// Elements of a gap of so many elements of 16 bits: of codes twice as many, which keeps rows aligned.
+    pub fn gap(&self, elements: usize) -> usize {
+        if self.problem.types.is_fp8() { 2 * elements } else { elements }
     }
 
     /// The seed of the inputs, different for every problem.
@@ -308,6 +317,7 @@ impl Case {
             }
             Values::Edges => inputs.mods = inputs.mods.at_the_edges(),
         }
+        inputs.hold_codes();
         inputs
     }
 

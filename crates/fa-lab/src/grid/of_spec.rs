@@ -1,6 +1,6 @@
 //! The cases of one kernel.
 
-use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Reads, ScoreMod, Types};
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Reads, ScoreMod};
 use fa_cpu::grid::SHAPES;
 
 use super::awkward::awkward;
@@ -37,14 +37,15 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
     for &mask in masks {
         for (turn, &(seqlen_q, seqlen_k)) in lengths.iter().enumerate() {
             // Some problems narrower than the tile.
-            let narrow = if turn % 3 == 2 { 8 } else { 0 };
+            let step = if spec.types.is_fp8() { 16 } else { 8 };
+            let narrow = if turn % 3 == 2 { step } else { 0 };
             let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
             let problem = BASE
                 .with_lengths(Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k))
                 .with_heads(heads_q, heads_kv)
                 .with_head_dims(spec.head_dim as usize - narrow, spec.head_dim_v as usize - narrow)
                 .with_mask(mask)
-                .with_types(Types::same(spec.types.q))
+                .with_types(spec.types)
                 .with_score(
                     ScoreMod::NONE
                         .with_softcap(spec.score.softcap.then_some(7.0))

@@ -69,7 +69,7 @@ impl<T: Half> Oracle<T> {
     pub fn judge(&self, inputs: &Inputs<T>, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
         let (problem, of_q) = (&inputs.problem, &inputs.sequences.q);
         let Problem { heads_q, head_dim_v, .. } = *problem;
-        let dtype = problem.types.q;
+        let dtype = problem.types.wide();
         let mut out = Vec::with_capacity(self.out.len());
         let mut lse = Vec::with_capacity(self.lse.len());
         let mut at = Vec::with_capacity(self.lse.len());

@@ -3,9 +3,11 @@
 use std::ops::Range;
 
 use fa_attn::device::Half;
-use fa_core::{Alibi, Lengths, Problem, ScoreMod, Strides};
+use fa_core::quantize::e4m3;
+use fa_core::{Alibi, Lengths, Problem, ScoreMod, Strides, TensorLayout};
+use fa_cpu::reference::fp8::{self, Accumulation};
 use fa_cpu::reference::{self, low_precision};
-use fa_cpu::{Arguments, CpuError, Extras, TensorRef, Within};
+use fa_cpu::{Arguments, CpuError, Extras, KvRef, TensorRef, Within};
 
 use crate::tensors::Inputs;
 
@@ -74,16 +76,53 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
             lengths: Some([seqlen_q, seqlen_k]),
         },
     };
+    if problem.types.is_fp8() {
+        return expected_of_codes(&of_rows, arguments, [&q, &k, &v]);
+    }
     Ok((
         reference::forward_extras(&of_rows, arguments, &q, &k, &v)?,
         low_precision::forward_extras(&of_rows, arguments, &q, &k, &v)?,
     ))
 }
 
-/// Slopes and sinks of some heads of a sequence.
+/// The expected results of rows of numbers that stand for codes: the low-precision ones are an fp8 kernel's,
+/// and the tolerance of those is the noise.
+///
+/// # Errors
+/// As [`expected`].
+fn expected_of_codes<T: Half>(
+    problem: &Problem,
+    arguments: Arguments<'_>,
+    tensors: [&TensorRef<'_, T>; 3],
+) -> Result<Expected<T>, CpuError> {
+    let codes = tensors.map(|tensor| {
+        let [_, rows, _, dim] = tensor.shape();
+        let row = |at: usize| (0..dim).map(move |d| e4m3::encode(tensor.at(0, at, 0, d).to_f32()));
+        (0..rows).flat_map(row).collect::<Vec<u8>>()
+    });
+    let view = |i: usize, name| TensorRef::packed(name, &codes[i], tensors[i].shape(), TensorLayout::Bshd);
+    let (q, k, v) = (view(0, "q")?, view(1, "k")?, view(2, "v")?);
+    let bits: [KvRef<'_, T>; 3] = [q, k, v].map(KvRef::Codes);
+    let exact = reference::forward_extras(problem, arguments, &bits[0], &bits[1], &bits[2])?;
+    let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, Accumulation::exact(TILE_N))?;
+    let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
+    let low = low_precision::LowForward { out: T::narrowed(&kernel.out), lse: kernel.lse };
+    Ok((reference::Forward { out_noise: noise, ..exact }, low))
+}
+
+/// Keys of a tile of the kernel that fp8 results are held to: whichever a kernel has, its error is much the
+/// same.
+const TILE_N: usize = 128;
+
+/// Slopes, sinks and descales of some heads of a sequence.
 pub(super) fn extras<T>(inputs: &Inputs<T>, sequence: usize, heads: Range<usize>) -> Extras<'_> {
     let (problem, mods) = (&inputs.problem, &inputs.mods);
+    let kv_head = heads.start / problem.group_size();
+    let [q_descale, k_descale, v_descale] = mods.descales_of(problem, sequence, kv_head);
     Extras {
+        q_descale,
+        k_descale,
+        v_descale,
         alibi_slopes: mods.slopes_of(problem, sequence, heads.clone()),
         sinks: mods.sinks_of(problem, heads),
         ..Extras::default()

@@ -92,7 +92,7 @@ impl SampleRows {
     /// [`CpuError`] when the output does not have the problem's size.
     pub fn judge<T: Half>(&self, outputs: &DeviceOutput<T>) -> Result<Judged, CpuError> {
         let Problem { heads_q, head_dim_v, .. } = self.problem;
-        let dtype = self.problem.types.q;
+        let dtype = self.problem.types.wide();
         fa_cpu::check::check_len("out", outputs.out.len(), self.of_q.total() * heads_q * head_dim_v)?;
         let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: outputs.strays == 0 };
         let written = outputs.out.par_iter().all(|value| !value.to_f32().is_nan());

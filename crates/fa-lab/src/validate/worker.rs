@@ -96,7 +96,7 @@ fn shared(cases: &[Case]) -> Result<HashMap<String, Arc<dyn Any + Send + Sync>>>
     }
     let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
     let prepared = several.par_iter().with_max_len(1).map(|case| {
-        let inputs = with_half!(case.problem.types.q, T => {
+        let inputs = with_half!(case.problem.types.wide(), T => {
             match case.pass {
                 Pass::Forward => Arc::new(forward::prepare::<T>(case)?) as Arc<dyn Any + Send + Sync>,
                 Pass::Backward { .. } => Arc::new(backward::prepare::<T>(case)?),
@@ -109,8 +109,9 @@ fn shared(cases: &[Case]) -> Result<HashMap<String, Arc<dyn Any + Send + Sync>>>
 
 fn run_case(session: &Session, case: &Case) {
     let name = case.name();
-    let found = with_half!(case.problem.types.q, T => examine::<T>(session, case), else Err(Error::NotTried(
-        format!("no GPU kernel computes in {}", case.problem.types.q))));
+    let types = case.problem.types;
+    let found = with_half!(types.wide(), T => examine::<T>(session, case), else Err(Error::NotTried(
+        format!("no GPU kernel computes in {}", types.q))));
     let fate = |status, detail| CaseResult {
         name: name.clone(),
         kernel: String::new(),
@@ -127,7 +128,7 @@ fn run_case(session: &Session, case: &Case) {
         }
         Err(Error::NotTried(why)) => fate(Status::Skipped, why),
         // The library refuses problems without a kernel with the same error.
-        Err(error) if is_serving(case.group) && is_unplanned(&error) => {
+        Err(error) if (is_serving(case.group) || case.group == "fp8") && is_unplanned(&error) => {
             fate(Status::Skipped, message(&error))
         }
         // No kernel with a switch that this compiler ignores ships or is chosen by the library.

@@ -124,7 +124,7 @@ impl From<Unserved> for Reason {
             }
             other @ (Unserved::Page { .. }
             | Unserved::TooLong { .. }
-            | Unserved::Fp8 { .. }
+            | Unserved::Codes { .. }
             | Unserved::Scale { .. }
             | Unserved::Softcap { .. }) => Reason::Launch(other),
         }

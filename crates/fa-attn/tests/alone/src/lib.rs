@@ -4,6 +4,9 @@
 
 // Each example's `main` is a program's.
 #[allow(dead_code)]
+#[path = "../../../examples/07_eight_bit_cache.rs"]
+mod eight_bit_cache;
+#[allow(dead_code)]
 #[path = "../../../examples/03_merging.rs"]
 mod merging;
 #[allow(dead_code)]
@@ -22,12 +25,22 @@ mod streams;
 #[path = "../../../examples/04_tuning.rs"]
 mod tuning;
 
+use fa_attn::quantize::Codes;
 use fa_attn::{Arch, CpuOptions, Dtype, Mask, Problem, Strides, Tensor, TensorLayout, TensorRef, errors};
 
 #[test]
 fn training_on_a_packed_batch_lowers_the_loss() {
     let losses = packed_training::train(20).unwrap();
     assert!(losses[0] > 0.5 && losses[20] < 0.8 * losses[0], "{losses:?}");
+}
+
+#[test]
+fn a_cache_of_8_bits_stays_within_its_rounding() {
+    let exact = eight_bit_cache::serve(20, None).unwrap();
+    for (codes, most) in [(Codes::E4m3, 0.06), (Codes::Int8, 0.02)] {
+        let far = eight_bit_cache::farthest(&eight_bit_cache::serve(20, Some(codes)).unwrap(), &exact);
+        assert!(far > 0.0 && far < most, "{codes:?}: {far}");
+    }
 }
 
 #[test]

@@ -70,7 +70,7 @@ fn rows(report: &Report) -> String {
             row.shape.batch.to_string(),
             row.shape.seqlens(),
             row.shape.mask.clone(),
-            row.shape.dtype.to_string(),
+            row.shape.types(),
             row.spec.clone(),
         ]);
         match &row.error {

@@ -3,10 +3,14 @@
 use std::collections::BTreeMap;
 
 use fa_attn::Element;
+use fa_cpu::reference::fp8::{self, Accumulation};
 use fa_cpu::reference::{self, low_precision};
 
 use crate::attention::Inputs;
 use crate::safetensors::Stored;
+
+/// Keys of a tile of the fp8 kernel that outputs are held to.
+const TILE_N: usize = 128;
 
 /// By name of the output.
 pub(crate) type References = BTreeMap<&'static str, Reference>;
@@ -29,12 +33,22 @@ pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<Refe
     let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
     let [q, k, v] = inputs.views()?;
     let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
+    if let [Some(q), Some(k), Some(v)] = [q.codes(), k.codes(), v.codes()] {
+        let kernel = fp8::as_kernel(problem, extras, q, k, v, Accumulation::exact(TILE_N))?;
+        let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
+        let [out, lse] = [&kernel.out, &kernel.lse].map(|values| widen(values));
+        return Ok(BTreeMap::from([
+            ("out", Reference { exact: exact.out, low: out, noise }),
+            ("lse", Reference { exact: exact.lse, low: lse, noise: 0.0 }),
+        ]));
+    }
     let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
     let mut references = BTreeMap::from([
         ("out", Reference { exact: exact.out, low: widen(&low.out), noise: exact.out_noise }),
         ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),
     ]);
     if let Some(dout) = inputs.dout_view()? {
+        let [q, k, v] = inputs.differentiable()?;
         let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
         let low = low_precision::backward_extras(problem, extras, &q, &k, &v, &dout)?;
         references.insert("dq", Reference { exact: exact.dq, low: widen(&low.dq), noise: exact.dq_noise });
@@ -59,7 +73,7 @@ pub(crate) fn hold_to_worst<T: Element + Stored>(
     let Some(dout) = inputs.dout_view()? else { return Ok(()) };
     let program = inputs.program();
     let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
-    let [q, k, v] = inputs.views()?;
+    let [q, k, v] = inputs.differentiable()?;
     let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
     let low = low_precision::backward_worst(problem, extras, &q, &k, &v, &dout, &exact)?;
     let tensors = [("dq", widen(&low.dq)), ("dk", widen(&low.dk)), ("dv", widen(&low.dv))];

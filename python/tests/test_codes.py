@@ -1,0 +1,330 @@
+"""K and V in 8 bits on numpy, and torch where it is there: quantisers, descales, appends, refusals."""
+
+import importlib.util
+
+import fa_attn
+import numpy as np
+import pytest
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
+KINDS = ("e4m3", "int8")
+PER = ("tensor", "head", "sequence_head", "token_head")
+# What a call says of numpy's bytes.
+ASKED = {"e4m3": "fp8_e4m3", "int8": None}
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def libraries():
+    return ("numpy", pytest.param("torch", marks=needs_torch))
+
+
+def as_array(library, x):
+    if library == "numpy":
+        return x
+    import torch
+
+    return torch.from_numpy(np.array(x) if not x.flags.writeable else np.ascontiguousarray(x))
+
+
+def as_bytes(x):
+    """torch's codes as uint8; others as they are."""
+    if not HAS_TORCH or isinstance(x, np.ndarray):
+        return x
+    import torch
+
+    return x.view(torch.uint8)
+
+
+def as_numpy(x):
+    return np.asarray(x.float() if hasattr(x, "float") else x)
+
+
+def given(library, kind, x, per="head"):
+    """(codes, descale, their values, keywords of a call)."""
+    codes, descale = fa_attn.quantize_kv(as_array(library, x), kind, per)
+    values = as_numpy(fa_attn.dequantize_kv(codes, descale))
+    asked = ASKED[kind] if library == "numpy" else None
+    return codes, descale, values, {} if asked is None else {"kv_cache_dtype": asked}
+
+
+@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per", PER)
+def test_quantised_values_are_within_half_a_step(library, kind, per):
+    x = normal(2, 5, 3, 16)
+    codes, descale, values, _ = given(library, kind, x, per)
+    shapes = {"tensor": (1,), "head": (3,), "sequence_head": (2, 3), "token_head": (2, 5, 3)}
+    assert tuple(descale.shape) == shapes[per]
+    step = np.abs(x) / 16 + 1e-3 if kind == "e4m3" else as_numpy(descale).max() / 2
+    assert (np.abs(values - x) <= step * 1.001).all()
+    # With the descales given, the codes are the same.
+    again, _ = fa_attn.quantize_kv(as_array(library, x), kind, descale=descale)
+    assert (as_numpy(again) == as_numpy(codes)).all()
+
+
+@needs_torch
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_and_numpy_quantise_to_the_same_codes(kind):
+    import torch
+
+    edges = [0.0, -0.0, 448, 449, 464, 465, 1e9, np.inf, -np.inf, np.nan, 2**-9, 2**-10, 3 * 2**-10, 1e-40]
+    ties = [(a + b) / 2 for a, b in zip(range(1, 100), range(2, 101))]
+    x = np.concatenate([edges, ties, np.negative(ties), 300 * normal(500)]).astype(np.float32)
+    x = x.reshape(1, 1, 1, -1)
+    one = np.ones(1, np.float32)
+    ours, _ = fa_attn.quantize_kv(x, kind, descale=one)
+    theirs, _ = fa_attn.quantize_kv(torch.from_numpy(x), kind, descale=torch.from_numpy(one))
+    theirs = theirs.view(torch.uint8 if kind == "e4m3" else torch.int8).numpy()
+    assert (ours == theirs).all()
+    # pytorch#150756: what torch's own cast makes NaN saturates, and NaN stays.
+    if kind == "e4m3":
+        assert list(ours.reshape(-1)[2:10]) == [0x7E] * 6 + [0xFE, 0x7F]
+
+
+@pytest.mark.parametrize("library", libraries())
+def test_all_codes_come_back(library):
+    bits = np.arange(256, dtype=np.uint8)
+    values = as_numpy(fa_attn.dequantize_kv(as_array(library, bits)))
+    assert np.isnan(values[[0x7F, 0xFF]]).all() and np.isnan(values).sum() == 2
+    assert (values[0x7E], values[1], values[8], values[0x88]) == (448.0, 2.0**-9, 2.0**-6, -(2.0**-6))
+    one = as_array(library, np.ones(1, np.float32))
+    again, _ = fa_attn.quantize_kv(as_array(library, values.reshape(1, 1, 1, 256)), descale=one)
+    again = np.asarray(as_bytes(again)).reshape(-1)
+    same = np.ones(256, bool)
+    same[0xFF] = False
+    assert (again == bits)[same].all()
+
+
+@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per", PER)
+def test_attention_is_that_of_the_values(library, kind, per):
+    q, k, v = normal(2, 7, 4, 32), normal(2, 50, 2, 32, seed=1), normal(2, 50, 2, 24, seed=2)
+    k8, k_descale, k_values, options = given(library, kind, k, per)
+    v8, v_descale, v_values, _ = given(library, kind, v, per)
+    q = as_array(library, q)
+    call = dict(causal=True, softcap=5.0, return_softmax_lse=True)
+    out, lse = fa_attn.flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale, **call, **options)
+    want, want_lse = fa_attn.flash_attn_func(
+        q, as_array(library, k_values), as_array(library, v_values), **call
+    )
+    assert np.abs(as_numpy(out) - as_numpy(want)).max() < 1e-5
+    assert np.abs(as_numpy(lse) - as_numpy(want_lse)).max() < 1e-4
+
+
+@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_and_paged_keys(library, kind):
+    lens, starts = [3, 0, 20], np.array([0, 3, 3, 23], np.int32)
+    q, k, v = normal(3, 1, 4, 16), normal(23, 2, 16, seed=1), normal(23, 2, 16, seed=2)
+    for per in ("tensor", "head", "token_head"):
+        k8, k_descale, k_values, options = given(library, kind, k, per)
+        v8, v_descale, v_values, _ = given(library, kind, v, per)
+        named = dict(cu_seqlens_k=as_array(library, starts), max_seqlen_k=20)
+        out = fa_attn.flash_attn_varlen_func(
+            as_array(library, q), k8, v8, **named, k_descale=k_descale, v_descale=v_descale, **options
+        )
+        values = [as_array(library, x) for x in (q, k_values, v_values)]
+        want = fa_attn.flash_attn_varlen_func(*values, **named)
+        assert np.abs(as_numpy(out) - as_numpy(want)).max() < 1e-5
+        # The same in pages of 4 rows, in disorder.
+        order = np.random.default_rng(3).permutation(9)
+        table = np.full((3, 5), -1, np.int32)
+        caches = [np.zeros((9, 4, 2, 16), np.asarray(as_numpy(x)).dtype) for x in (k_values, v_values)]
+        at = iter(order)
+        for sequence, (first, length) in enumerate(zip(starts, lens)):
+            for row in range(length):
+                if row % 4 == 0:
+                    table[sequence, row // 4] = next(at)
+                page = table[sequence, row // 4]
+                for cache, x in zip(caches, (k_values, v_values)):
+                    cache[page, row % 4] = x[first + row]
+        made = [given(library, kind, x, per) for x in caches]
+        paged = fa_attn.flash_attn_with_kvcache(
+            as_array(library, q),
+            made[0][0],
+            made[1][0],
+            cache_seqlens=as_array(library, np.array(lens, np.int32)),
+            block_table=as_array(library, table),
+            k_descale=made[0][1],
+            v_descale=made[1][1],
+            **options,
+        )
+        again = fa_attn.flash_attn_with_kvcache(
+            as_array(library, q),
+            *(as_array(library, x[2]) for x in made),
+            cache_seqlens=as_array(library, np.array(lens, np.int32)),
+            block_table=as_array(library, table),
+        )
+        assert np.abs(as_numpy(paged) - as_numpy(again)).max() < 1e-5
+
+
+@pytest.mark.parametrize("library", libraries())
+def test_descales_broadcast_and_each_is_applied(library):
+    q, k, v = normal(2, 3, 4, 16), normal(2, 9, 2, 16, seed=1), normal(2, 9, 2, 16, seed=2)
+    k8, _, _, options = given(library, "int8", k)
+    v8, _, _, _ = given(library, "int8", v)
+    q = as_array(library, q)
+
+    def call(**named):
+        named = {name: as_array(library, x) if isinstance(x, np.ndarray) else x for name, x in named.items()}
+        return as_numpy(fa_attn.flash_attn_func(q, k8, v8, **named, **options))
+
+    two, scale = np.full(1, 0.02, np.float32), 16**-0.5
+    base = call(k_descale=two, v_descale=two)
+    for shape in ((2,), (1, 1), (2, 1), (1, 2), (2, 2), (2, 9, 2)):
+        spread = np.broadcast_to(two.reshape((1,) * len(shape)), shape)
+        assert (call(k_descale=spread, v_descale=spread) == base).all(), shape
+    # flashinfer#1023: a descale that is accepted and not applied.
+    doubled = call(k_descale=two, v_descale=two, softmax_scale=2 * scale)
+    assert (call(k_descale=2 * two, v_descale=two) == doubled).all()
+    assert (call(k_descale=two, v_descale=2 * two) == 2 * base).all()
+    # flashinfer#2595: tiny descales and 0.
+    tiny = np.full(1, 1e-23, np.float32)
+    assert np.isfinite(call(k_descale=tiny, v_descale=tiny)).all()
+    assert (call(k_descale=two, v_descale=0 * two) == 0).all()
+
+
+@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ("none", "head", "sequence_head", "token_head"))
+def test_appends_quantise_new_rows_alone(library, kind, form):
+    q, k, v = normal(2, 1, 4, 16), normal(2, 3, 2, 16, seed=1), normal(2, 3, 2, 16, seed=2)
+    is_per_row = form == "token_head"
+    dtype = np.uint8 if kind == "e4m3" else np.int8
+    caches = [np.full((5, 4, 2, 16), 7, dtype) for _ in range(2)]
+    table, used = np.array([[3, 1], [0, 4]], np.int32), np.array([2, 4], np.int32)
+    shapes = {"none": None, "head": (2,), "sequence_head": (2, 2), "token_head": (5, 4, 2)}
+    scales = [None if shapes[form] is None else np.full(shapes[form], 0.03125, np.float32) for _ in range(2)]
+    # Of descales in pages a view whose elements do not lie end to end.
+    wide = [np.full((5, 4, 2, 2), 0.03125, np.float32) for _ in range(2)]
+    if is_per_row:
+        scales = [x[..., 0] for x in wide]
+    # These share numpy's memory.
+    own = [as_array(library, x) for x in caches]
+    given_scales = [None if x is None else as_array(library, x) for x in scales]
+    if is_per_row:
+        given_scales = [as_array(library, x)[..., 0] for x in wide]
+    before = [x.copy() for x in caches]
+    named = {name: x for name, x in zip(("k_descale", "v_descale"), given_scales) if x is not None}
+    out = fa_attn.flash_attn_with_kvcache(
+        as_array(library, q),
+        *own,
+        as_array(library, k),
+        as_array(library, v),
+        cache_seqlens=as_array(library, used),
+        block_table=as_array(library, table),
+        kv_cache_dtype="fp8_e4m3" if kind == "e4m3" else "int8",
+        causal=True,
+        **named,
+    )
+    assert np.isfinite(as_numpy(out)).all()
+    touched = np.zeros((5, 4), bool)
+    for i, (new, cache) in enumerate(zip((k, v), caches)):
+        if form == "none":
+            made, made_scales = fa_attn.quantize_kv(new, kind, descale=np.ones(1, np.float32))
+        elif is_per_row:
+            made, made_scales = fa_attn.quantize_kv(new, kind, "token_head")
+        else:
+            made, made_scales = fa_attn.quantize_kv(new, kind, descale=np.full(1, 0.03125, np.float32))
+        for sequence in range(2):
+            for t in range(3):
+                position = used[sequence] + t
+                page, row = table[sequence, position // 4], position % 4
+                touched[page, row] = True
+                assert (cache[page, row] == made[sequence, t]).all()
+                if is_per_row:
+                    assert (wide[i][page, row, :, 0] == made_scales[sequence, t]).all()
+        assert (cache[~touched] == before[i][~touched]).all()
+        if is_per_row:
+            assert (wide[i][~touched] == 0.03125).all() and (wide[i][..., 1] == 0.03125).all()
+
+
+def test_numpy_types_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    q, k = normal(1, 2, 2, 16), normal(1, 9, 2, 16, seed=1)
+    k8, descale = fa_attn.quantize_kv(k)
+    want = fa_attn.flash_attn_func(q, k8, k8, k_descale=descale, v_descale=descale, kv_cache_dtype="fp8")
+    k8 = k8.view(ml_dtypes.float8_e4m3fn)
+    assert (fa_attn.flash_attn_func(q, k8, k8, k_descale=descale, v_descale=descale) == want).all()
+
+
+@pytest.mark.parametrize("library", libraries())
+def test_refusals_say_what_works(library):
+    q, k = normal(1, 2, 2, 16), normal(1, 9, 2, 16, seed=1)
+    k8, descale, _, _ = given(library, "e4m3", k)
+    q, k = as_array(library, q), as_array(library, k)
+    bits = as_bytes(k8)
+    long = as_array(library, np.ones((3, 2), np.float32))
+    for error, call, part in (
+        (
+            fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(q, bits, bits),
+            "give kv_cache_dtype='fp8_e4m3'",
+        ),
+        (
+            fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="fp8_e5m2"),
+            "use 'auto' or one of 'fp8'",
+        ),
+        (fa_attn.InputError, lambda: fa_attn.flash_attn_func(q, k, k, kv_cache_dtype="fp8"), "holds float32"),
+        (
+            fa_attn.InputError,
+            lambda: fa_attn.flash_attn_func(q, k, k, k_descale=descale),
+            "k_descale with K and V in f32",
+        ),
+        (
+            fa_attn.InputError,
+            lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="fp8", k_descale=long),
+            "k_descale has the shape (3, 2)",
+        ),
+        (fa_attn.UnsupportedError, lambda: fa_attn.flash_attn_func(q, k, k, q_descale=descale), "q_descale"),
+    ):
+        with pytest.raises(error) as found:
+            call()
+        assert part in str(found.value)
+
+
+@needs_torch
+def test_gradients_are_refused_and_compiled_calls_agree():
+    import torch
+
+    q, k = torch.from_numpy(normal(1, 2, 4, 16)).bfloat16(), torch.from_numpy(normal(1, 9, 2, 16, seed=1))
+    k8, descale = fa_attn.quantize_kv(k)
+    wants = q.clone().requires_grad_()
+    with pytest.raises(fa_attn.UnsupportedError, match="q requires a gradient: with k and v of 8 bits"):
+        fa_attn.flash_attn_func(wants, k8, k8)
+    with torch.no_grad():
+        plain = fa_attn.flash_attn_func(wants, k8, k8, k_descale=descale, v_descale=descale)
+
+    def call(q, k8, descale):
+        return fa_attn.flash_attn_func(q, k8, k8, k_descale=descale, v_descale=descale)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k8, descale), plain)
+    codes8, descale8 = fa_attn.quantize_kv(k, "int8", "token_head")
+    assert torch.equal(compiled(q, codes8, descale8), call(q, codes8, descale8))
+
+
+@needs_torch
+def test_compiled_appends_write_codes_and_descales():
+    import torch
+
+    def call(q, k_cache, v_cache, k, v, used, k_descale, v_descale):
+        return fa_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=used, k_descale=k_descale, v_descale=v_descale
+        )
+
+    q, k = torch.from_numpy(normal(2, 1, 4, 16)), torch.from_numpy(normal(2, 1, 2, 16, seed=1))
+    used = torch.tensor([3, 0], dtype=torch.int32)
+    results = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="eager")):
+        caches = [torch.zeros(2, 8, 2, 16, dtype=torch.int8) for _ in range(2)]
+        scales = [torch.ones(2, 8, 2) for _ in range(2)]
+        results.append((run(q, *caches, k, k, used, *scales), *caches, *scales))
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+    assert results[0][1][0, 3].abs().max() == 127 and (results[0][3][0, 4:] == 1).all()
