@@ -246,8 +246,8 @@ impl Engine {
         Ok(output)
     }
 
-    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the descales
-    /// among the extras.
+    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the
+    /// descales among the extras.
     ///
     /// ```
     /// use fa_attn::quantize::{Codes, Scales};
@@ -287,8 +287,8 @@ impl Engine {
         Ok(output)
     }
 
-    /// [`Engine::forward`] on Q, K and V in e4m3 ([`Types::fp8`]): the bits of the codes, with the descales among
-    /// the extras. T is the type of O.
+    /// [`Engine::forward`] on Q, K and V in e4m3 ([`Types::fp8`]): the bits of the codes, with the descales
+    /// among the extras. T is the type of O.
     ///
     /// ```
     /// use fa_attn::quantize::{Codes, Scales};

@@ -25,9 +25,9 @@ pub struct Options<'a> {
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
     pub sinks: Option<&'a Tensor>,
-    /// What K of candle's `F8E4M3` is multiplied by, beside a Q of another type, f32: `(1)`, `(heads)` or `(batch,
-    /// heads)`, or for each row of each head, in the shape of K without its last axis; `None` for 1. On the CPU, and
-    /// without gradients.
+    /// What K of candle's `F8E4M3` is multiplied by, beside a Q of another type, f32: `(1)`, `(heads)` or
+    /// `(batch, heads)`, or for each row of each head, in the shape of K without its last axis; `None` for 1.
+    /// On the CPU, and without gradients.
     pub k_descale: Option<&'a Tensor>,
     /// The same of V.
     pub v_descale: Option<&'a Tensor>,

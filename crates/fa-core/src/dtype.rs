@@ -206,13 +206,13 @@ impl Types {
 
 const MIXED: &str = "K and V have the type of Q, or 8 bits beside a wider Q (e4m3 or int8); convert them and \
                      leave kv_dtype out";
-const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave kv_dtype \
-                            out";
+const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave \
+                            kv_dtype out";
 const INT8_Q: &str = "Q has no integer codes; use f16, bf16 or e4m3, and kv_dtype int8 for K and V alone";
-const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtype to bf16 (on the CPU also f16 \
-                       or f32)";
-const FP8_GRADIENTS: &str = "fp8 Q, K and V have no gradients; dequantise them into 16 bits for the backward, \
-                             which takes O and LSE of the fp8 forward";
+const FP8_OUT: &str = "O of an fp8 forward is wider than its codes; set out_dtype to bf16 (on the CPU also \
+                       f16 or f32)";
+const FP8_GRADIENTS: &str = "fp8 Q, K and V have no gradients; dequantise them into 16 bits for the \
+                             backward, which takes O and LSE of the fp8 forward";
 const WIDE_OUT: &str = "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results \
                         by their LSE in f32";
 const MIXED_OUT: &str = "O is written in the type of Q, K and V; leave out_dtype out";

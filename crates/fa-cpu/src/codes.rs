@@ -12,8 +12,8 @@ use crate::real::Real;
 use crate::simd::{Work, widest};
 use crate::view::TensorRef;
 
-/// K or V of a call, or Q of an fp8 one. Made from a reference to a tensor of Q's type (of fp8 that of O) or of
-/// bytes, which are the bits of codes: the problem says of which ([`fa_core::Types::kv`]).
+/// K or V of a call, or Q of an fp8 one. Made from a reference to a tensor of Q's type (of fp8 that of O) or
+/// of bytes, which are the bits of codes: the problem says of which ([`fa_core::Types::kv`]).
 #[derive(Clone, Copy, Debug)]
 pub enum KvRef<'a, T> {
     /// Elements of Q's type.

@@ -35,8 +35,8 @@ impl Case {
         let placement = match case.arrangement {
             Arrangement::Bshd => Placement::PACKED,
             Arrangement::Bhsd => Placement::of(TensorLayout::Bhsd, 0),
-            Arrangement::Gap(gap) => Placement::of(TensorLayout::Bshd, gap),
-            Arrangement::BhsdGap(gap) => Placement::of(TensorLayout::Bhsd, gap),
+            Arrangement::Gap(gap) => Placement::of(TensorLayout::Bshd, case.gap(gap)),
+            Arrangement::BhsdGap(gap) => Placement::of(TensorLayout::Bhsd, case.gap(gap)),
             Arrangement::SharedBatch => shared(Shared::Batch),
             Arrangement::SharedHeads => shared(Shared::Heads),
             Arrangement::SharedRows => shared(Shared::Rows),

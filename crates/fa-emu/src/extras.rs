@@ -1,11 +1,11 @@
 //! The extras of a call, and batches of sequences of different lengths to try kernels on.
 
-use fa_core::{Lengths, Problem, Side};
+use fa_core::{Extra, Lengths, Pass, Problem, Side};
 use fa_cpu::OwnedExtras;
 use fa_lab::random::Random;
 
-/// `extras` with slopes and sinks for a problem that has them: slopes as published models have them, and
-/// sinks of which some outweigh the keys.
+/// `extras` with slopes, sinks and descales for a problem that has them: slopes as published models have
+/// them, sinks of which some outweigh the keys, and descales of which all differ from their neighbours.
 #[must_use]
 pub fn with_mods(mut extras: OwnedExtras, problem: &Problem) -> OwnedExtras {
     let heads = problem.heads_q;
@@ -17,7 +17,16 @@ pub fn with_mods(mut extras: OwnedExtras, problem: &Problem) -> OwnedExtras {
     if problem.score.sinks {
         extras.sinks = Some((0..heads).map(|head| [1.5, -3.0, 4.25, 0.0][head % 4]).collect());
     }
-    extras
+    let descale = |extra: Extra| {
+        let need = extra.need(problem, Pass::Forward)?;
+        Some((0..need.len).map(|i| 0.75 + 0.25 * (i % 5) as f32).collect())
+    };
+    OwnedExtras {
+        q_descale: descale(Extra::QDescale),
+        k_descale: descale(Extra::KDescale),
+        v_descale: descale(Extra::VDescale),
+        ..extras
+    }
 }
 
 /// The layout of one side of a batch.

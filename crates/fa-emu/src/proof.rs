@@ -3,11 +3,13 @@
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
 use fa_core::program::OwnedInputs;
+use fa_core::quantize::e4m3;
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
-use fa_cpu::{Arguments, Element, OwnedExtras, TensorRef, reference};
+use fa_cpu::reference::fp8;
+use fa_cpu::{Arguments, Element, KvRef, OwnedExtras, TensorRef, reference};
 use fa_lab::random::Random;
 use half::{bf16, f16};
 
@@ -33,6 +35,8 @@ pub struct Trial {
     rows: [Vec<bool>; 2],
     /// q, k, v and, of a backward, out and dout.
     inputs: Vec<Vec<u16>>,
+    /// q, k and v of fp8, in place of `inputs`.
+    codes: Vec<Vec<u8>>,
     lse: Vec<f32>,
     expected: Vec<Expected>,
     expected_lse: Vec<f64>,
@@ -115,17 +119,17 @@ impl Trial {
     /// # Panics
     /// On a dtype that kernels do not take, and on extras that do not fit the problem.
     pub fn with(problem: &Problem, pass: Pass, placement: Placement, extras: &OwnedExtras) -> Trial {
-        match problem.types.q {
+        match problem.types.wide() {
             Dtype::F16 => Trial::of(problem, pass, placement, extras, &normal::<f16>(problem)),
             Dtype::Bf16 => Trial::of(problem, pass, placement, extras, &normal::<bf16>(problem)),
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => {
-                panic!("kernels take 16-bit types, not {}", problem.types.q)
+            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8) => {
+                panic!("kernels take 16-bit types, not {dtype}")
             }
         }
     }
 
     /// The same of given values: q, k, v and dout, packed `[batch, seqlen, heads, dim]`, as bits. (A forward
-    /// reads no dout.)
+    /// reads no dout.) Of fp8 they are rounded to codes.
     ///
     /// # Panics
     /// On a dtype that kernels do not take, and on values and extras that do not fit the problem.
@@ -137,13 +141,13 @@ impl Trial {
         values: &[Vec<u16>; 4],
     ) -> Trial {
         let values = values.each_ref();
-        match problem.types.q {
+        match problem.types.wide() {
             Dtype::F16 => Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<f16>(own))),
             Dtype::Bf16 => {
                 Trial::of(problem, pass, placement, extras, &values.map(|own| of_bits::<bf16>(own)))
             }
-            Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => {
-                panic!("kernels take 16-bit types, not {}", problem.types.q)
+            dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8) => {
+                panic!("kernels take 16-bit types, not {dtype}")
             }
         }
     }
@@ -178,10 +182,15 @@ impl Trial {
         };
         let (q, k, v, dout) = (view(0, "q"), view(1, "k"), view(2, "v"), view(3, "dout"));
         let fits = "the tensors are the problem's";
+        if problem.types.is_fp8() {
+            let codes = [0, 1, 2].map(|i| host[i].iter().map(|value| e4m3::encode(value.to_f32())).collect());
+            return Trial::of_codes::<T>(problem, placement, extras, &codes, rows);
+        }
         let low = reference::low_precision::forward_extras(problem, of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
-            place(values, (shapes[i], of_keys), placement, &rows[usize::from(of_keys)])
+            let bits: Vec<u16> = values.iter().map(|value| value.bits()).collect();
+            place(&bits, POISON, (shapes[i], of_keys), placement, &rows[usize::from(of_keys)])
         };
         let bits = |values: &[T]| values.iter().map(|value| value.bits()).collect();
         let expected =
@@ -193,6 +202,7 @@ impl Trial {
             extras: extras.clone(),
             program: program.clone(),
             inputs: (0..3).map(|i| placed(&host[i], i)).collect(),
+            codes: Vec::new(),
             lse: Vec::new(),
             expected: Vec::new(),
             expected_lse: Vec::new(),
@@ -231,6 +241,47 @@ impl Trial {
         trial
     }
 
+    /// A forward of fp8, whose low-precision results are a kernel's, and the noise the tolerance of those.
+    fn of_codes<T: Half>(
+        problem: &Problem,
+        placement: Placement,
+        extras: &OwnedExtras,
+        codes: &[Vec<u8>; 3],
+        rows: [Vec<bool>; 2],
+    ) -> Trial {
+        let (shapes, arguments) = (shapes(problem), Arguments::from(&extras.view()));
+        let view = |i: usize, name| {
+            TensorRef::packed(name, &codes[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
+        };
+        let (q, k, v) = (view(0, "q"), view(1, "k"), view(2, "v"));
+        let bits: [KvRef<'_, T>; 3] = [q, k, v].map(KvRef::Codes);
+        let fits = "the tensors are the problem's";
+        let exact = reference::forward_extras(problem, arguments, &bits[0], &bits[1], &bits[2]).expect(fits);
+        let how = fp8::Accumulation::exact(TILE_N);
+        let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, how).expect(fits);
+        let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
+        let low = kernel.out.iter().map(|&value| T::from_f32(value).bits()).collect();
+        let placed = |i: usize| {
+            let of_keys = i > 0;
+            place(&codes[i], u8::MAX, (shapes[i], of_keys), placement, &rows[usize::from(of_keys)])
+        };
+        Trial {
+            problem: *problem,
+            pass: Pass::Forward,
+            placement,
+            extras: extras.clone(),
+            program: None,
+            codes: (0..3).map(placed).collect(),
+            inputs: Vec::new(),
+            lse: Vec::new(),
+            expected: vec![Expected { name: "out", shape: shapes[3], exact: exact.out, low, noise }],
+            expected_lse: exact.lse,
+            expected_dsinks: None,
+            expected_darrays: Vec::new(),
+            rows,
+        }
+    }
+
     /// The problem.
     pub fn problem(&self) -> &Problem {
         &self.problem
@@ -245,10 +296,10 @@ impl Trial {
             let [q, k, v, out] = [q_shape, k_shape, v_shape, out_shape].map(|of| of(&self.problem));
             if self.pass == Pass::Forward { vec![q, k, v] } else { vec![q, k, v, out, out] }
         };
-        let inputs = self.inputs.iter().zip(shapes).enumerate();
-        let strides = |i: usize, shape| self.placement.input_strides(matches!(i, 1 | 2), shape);
-        let mut tensors: Vec<Given> =
-            inputs.map(|(i, (values, shape))| Given::Input(values, strides(i, shape))).collect();
+        let strides = |i: usize| self.placement.input_strides(matches!(i, 1 | 2), shapes[i]);
+        let codes = self.codes.iter().enumerate().map(|(i, codes)| Given::Codes(codes, strides(i)));
+        let inputs = self.inputs.iter().enumerate().map(|(i, values)| Given::Input(values, strides(i)));
+        let mut tensors: Vec<Given> = codes.chain(inputs).collect();
         let outputs = self.expected.iter().map(|own| own.shape);
         tensors.extend(
             outputs.map(|shape| Given::Output(self.placement.len(shape), self.placement.strides(shape))),
@@ -258,7 +309,7 @@ impl Trial {
         let program = self.program.as_ref();
         let call = Call { tensors, lse, extras: &self.extras, program, rows };
         let outcome = unit.run(&self.problem, &call, options)?;
-        Ok(match self.problem.types.q {
+        Ok(match self.problem.types.wide() {
             Dtype::F16 => self.judge::<f16>(outcome),
             Dtype::Bf16 => self.judge::<bf16>(outcome),
             dtype @ (Dtype::F32 | Dtype::E4m3 | Dtype::Int8) => unreachable!("no unit computes in {dtype}"),
@@ -274,7 +325,7 @@ impl Trial {
                 stray.push(own.name);
             }
             let low: Vec<T> = own.low.iter().map(|&bits| T::of_bits(bits)).collect();
-            let found = compare(own.shape, self.problem.types.q, &packed, &own.exact, Some(&low));
+            let found = compare(own.shape, self.problem.types.wide(), &packed, &own.exact, Some(&low));
             values.push((own.name, found.expect("of the same shape").allowing(own.noise)));
         }
         if finished && self.pass == Pass::Forward {
@@ -376,21 +427,26 @@ fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [u
         .map(move |i| [i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim])
 }
 
+/// Keys of a tile of the kernel that fp8 results are held to: whichever a kernel has, its error is much the
+/// same.
+const TILE_N: usize = 128;
+
 /// NaN in every 16-bit type.
 const POISON: u16 = 0xffff;
 
-/// Values in their layout; NaN between rows, and in rows that belong to no sequence.
-fn place<T: Half>(
-    values: &[T],
+/// Values by their bits in their layout; NaN, `poison`, between rows and in rows that belong to no sequence.
+fn place<B: Copy>(
+    values: &[B],
+    poison: B,
     (shape, of_keys): ([usize; 4], bool),
     placement: Placement,
     rows: &[bool],
-) -> Vec<u16> {
+) -> Vec<B> {
     let strides = placement.input_strides(of_keys, shape);
-    let mut placed = vec![POISON; placement.len(shape)];
+    let mut placed = vec![poison; placement.len(shape)];
     for ([b, s, h, d], value) in positions(shape).zip(values) {
         if rows.get(b * shape[1] + s).is_none_or(|&own| own) {
-            placed[strides.offset(b, s, h, d) as usize] = value.bits();
+            placed[strides.offset(b, s, h, d) as usize] = *value;
         }
     }
     placed

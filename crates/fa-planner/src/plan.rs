@@ -347,7 +347,11 @@ fn for_each(
     let kernels: Vec<Kernel> = Kernel::all_of(family, pass, types).collect();
     let widest = kernels.last().ok_or_else(|| {
         let pass = pass.name();
-        if types.q == Dtype::E4m3 { PlanError::NoFp8 { family, pass } } else { PlanError::NoKernel { family, pass } }
+        if types.q == Dtype::E4m3 {
+            PlanError::NoFp8 { family, pass }
+        } else {
+            PlanError::NoKernel { family, pass }
+        }
     })?;
     let own = kernels.iter().find(|kernel| planned::of(kernel).takes(problem));
     if own.is_none() && problem.latent {

@@ -13,8 +13,8 @@ use super::extras::DeviceExtras;
 use super::half::{Half, Stored};
 use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
 
-/// Q, K, V, O, LSE and workspace of one forward. K and V are of `K`, and Q of `Q`: the type of O, or the bits of
-/// codes.
+/// Q, K, V, O, LSE and workspace of one forward. K and V are of `K`, and Q of `Q`: the type of O, or the bits
+/// of codes.
 #[derive(Debug)]
 pub struct DeviceForward<T, K = T, Q = T> {
     /// Q, `[batch, seqlen_q, heads_q, head_dim]`.

@@ -6,6 +6,7 @@
 mod backward;
 mod case;
 mod codes;
+mod fp8;
 mod packed;
 mod tuning;
 

@@ -201,7 +201,8 @@ const SKIPS_BLOCKS: &[&str] = &[
 ];
 const SHIFTS_VALUES: &[&str] =
     &[" V's tiles begin on a sector (fwd_shift.cuh): not where O's store would then spill."];
-const SLICE: &[&str] = &[" Columns of O that one product of P and V has: those for whose sums there are registers."];
+const SLICE: &[&str] =
+    &[" Columns of O that one product of P and V has: those for whose sums there are registers."];
 const KV_DTYPE: &[&str] = &[" Type of K and V in device memory: `dtype`, or codes of 8 bits."];
 const CODE_STAGES: &[&str] = &[" Stages of codes in flight; 0 for K and V of 16 bits."];
 const MAY_STORE_DQ: &[&str] = &[

@@ -12,11 +12,12 @@ const MOST_CTAS: usize = 1 << 16;
 
 impl Problem {
     /// Checks what every GPU kernel asks of a problem beyond [`Problem::check`], whichever kernel it is:
-    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds, and of 8 bits what
-    /// kernels for them compute.
+    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds, and of 8 bits
+    /// what kernels for them compute.
     ///
     /// # Errors
-    /// [`Unserved::TooLong`], [`Unserved::Scale`], [`Unserved::Softcap`] or [`Unserved::Codes`], the first found.
+    /// [`Unserved::TooLong`], [`Unserved::Scale`], [`Unserved::Softcap`] or [`Unserved::Codes`], the first
+    /// found.
     pub fn check_gpu(&self) -> Result<(), Unserved> {
         let Problem { lengths, heads_q, heads_kv, .. } = *self;
         let sequences = lengths.sequences();

@@ -43,15 +43,17 @@ kernel_params! {
 /// Columns of O whose products of a step are in registers at once beside all of O, where O is wide.
 const SLICE: u32 = 64;
 
-/// Registers of O and of a step's scores beyond which its products come in slices.
+/// Keys of a step from which the products of 128 columns come in slices: registers of their scores are those of
+/// the products otherwise.
 const SLICED_FROM: u32 = 160;
 
 impl Sm90FwdFp8 {
     /// Columns of O that one product of P and V has: all, or with two levels of sums slices where O, or O and
     /// the scores, take many registers.
     pub const fn slice(&self, head_dim_v: u32) -> u32 {
-        let is_wide = head_dim_v > 128 || (!self.overlap_wg && (head_dim_v + self.tile_n) / 2 >= SLICED_FROM);
-        match self.two_level && is_wide && head_dim_v > SLICE {
+        let is_wide =
+            head_dim_v > 128 || (head_dim_v == 128 && !self.overlap_wg && self.tile_n >= SLICED_FROM);
+        match self.two_level && is_wide {
             true if head_dim_v.is_multiple_of(SLICE) => SLICE,
             true => 32,
             false => head_dim_v,

@@ -252,11 +252,20 @@ fn names_tell_the_switches() {
 #[test]
 fn every_default_is_valid() {
     let ordered = Kernel::defaults().map(|kernel| kernel.name());
-    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd", "sm90_wide"]);
+    let names = ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd", "sm100_fwd", "sm90_wide", "sm90_fwd_fp8"];
+    assert_eq!(ordered, names);
     for kernel in Kernel::defaults() {
+        let types =
+            if kernel.computes_in_8_bits() { Types::fp8(Dtype::Bf16) } else { Types::same(Dtype::F16) };
         let dim = if matches!(kernel, Kernel::Sm90Wide(_)) { 128 } else { 64 };
-        let spec = KernelSpec { mask: MaskKind::Causal, head_dim: dim, head_dim_v: dim, kernel, ..sm80() };
+        let spec =
+            KernelSpec { types, mask: MaskKind::Causal, head_dim: dim, head_dim_v: dim, kernel, ..sm80() };
         assert_eq!(spec.check(), Ok(()), "{spec}");
+        let other = if types.is_fp8() { Types::same(Dtype::F16) } else { Types::fp8(Dtype::Bf16) };
+        let error = KernelSpec { types: other, ..spec.clone() }.check().expect_err("another type");
+        assert!(matches!(error, SpecError::Dtype { .. }), "{error}");
+        let mut all = Kernel::all_of(spec.kernel.family(), spec.kernel.pass(), types);
+        assert!(all.any(|kernel| kernel == spec.kernel));
     }
 }
 
@@ -430,6 +439,7 @@ fn numbers_out_of_range_are_refused_and_no_panic() {
             Kernel::Sm80Fwd(Sm80Fwd { num_warps: many, .. })
             | Kernel::Sm80Bwd(Sm80Bwd { num_warps: many, .. })
             | Kernel::Sm90Fwd(Sm90Fwd { num_wg: many, .. })
+            | Kernel::Sm90FwdFp8(Sm90FwdFp8 { num_wg: many, .. })
             | Kernel::Sm90Bwd(Sm90Bwd { num_wg: many, .. })
             | Kernel::Sm100Fwd(Sm100Fwd { q_tiles: many, .. })
             | Kernel::Sm90Wide(Sm90Wide { head_parts: many, .. }) => *many = u32::MAX,

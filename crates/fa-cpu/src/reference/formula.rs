@@ -332,8 +332,8 @@ impl<'a, R: Real> Head<'a, R> {
         keys.into_iter().zip(scores)
     }
 
-    /// What the program makes of a query's scores, and the scores with ALiBi's bias or changed by the program;
-    /// -inf where it hides a key.
+    /// What the program makes of a query's scores, and the scores with ALiBi's bias or changed by the
+    /// program; -inf where it hides a key.
     #[inline(always)]
     pub(super) fn biased(&self, i: usize, keys: &Range<usize>, scores: &[R]) -> (OwnRow<R>, Vec<R>) {
         let own = self.program.as_ref().map_or(OwnRow::NONE, |program| program.row(i, keys.clone(), scores));

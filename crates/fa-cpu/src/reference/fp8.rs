@@ -1,5 +1,5 @@
-//! The forward of an fp8 Q, K and V with the roundings of a kernel that computes both products in e4m3: what the
-//! tolerance of such a kernel is made of.
+//! The forward of an fp8 Q, K and V with the roundings of a kernel that computes both products in e4m3: what
+//! the tolerance of such a kernel is made of.
 
 use std::ops::Range;
 
@@ -20,8 +20,8 @@ pub const HELD_AT: f32 = 256.0;
 /// Products that a tensor core adds up at once.
 const STEP: usize = 32;
 
-/// Bits after the leading one that Hopper's fp8 tensor core keeps of an addend, relative to the largest one of
-/// a step.
+/// Bits after the leading one that Hopper's fp8 tensor core keeps of an addend, relative to the largest one
+/// of a step.
 const KEPT_BITS: i32 = 13;
 
 /// How a kernel adds up P V.
@@ -32,8 +32,8 @@ pub struct Accumulation {
     /// Whether a tile's products are added up apart, and their sum to O in f32; otherwise all in one
     /// accumulator.
     pub two_level: bool,
-    /// Whether accumulators are those of Hopper's tensor core, which cuts off what is below [`KEPT_BITS`] of the
-    /// largest addend; otherwise they are exact.
+    /// Whether accumulators are those of Hopper's tensor core, which cuts off what is below [`KEPT_BITS`] of
+    /// the largest addend; otherwise they are exact.
     pub truncates: bool,
 }
 
@@ -64,9 +64,9 @@ impl AsKernel {
     }
 }
 
-/// O and LSE as a kernel computes them: tiles of keys from the last to the first, with the largest score so far
-/// as the origin; each probability, times [`HELD_AT`], rounded to e4m3 for the product with V, and unrounded in
-/// the row sum; f32 between tiles. Scores are those of f32 products.
+/// O and LSE as a kernel computes them: tiles of keys from the last to the first, with the largest score so
+/// far as the origin; each probability, times [`HELD_AT`], rounded to e4m3 for the product with V, and
+/// unrounded in the row sum; f32 between tiles. Scores are those of f32 products.
 ///
 /// # Errors
 /// As [`super::forward_extras`]; [`CpuError::Dtype`] for a problem that is not of fp8.

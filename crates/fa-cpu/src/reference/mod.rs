@@ -26,8 +26,8 @@
 //! results, which marks an output that was never written.
 //!
 //! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of
-//! [`crate::compare`] is based on its error. [`fp8`] is the formula for Q, K and V in e4m3, exactly and with a
-//! kernel's roundings.
+//! [`crate::compare`] is based on its error. [`fp8`] is the formula for Q, K and V in e4m3, exactly and with
+//! a kernel's roundings.
 
 mod formula;
 #[cfg(feature = "reference")]
@@ -103,8 +103,8 @@ fn noise(terms: Vec<f64>) -> f64 {
     F32_ROUNDING * terms.into_iter().filter(|term| term.is_finite()).fold(0.0, f64::max)
 }
 
-/// O and LSE of `problem` on the given tensors: of an fp8 problem the bits of codes ([`KvRef::Codes`]). Heads are computed in parallel; the result does not depend on
-/// how many threads there are.
+/// O and LSE of `problem` on the given tensors: of an fp8 problem the bits of codes ([`KvRef::Codes`]). Heads
+/// are computed in parallel; the result does not depend on how many threads there are.
 ///
 /// # Errors
 /// Tensors that do not fit the problem: see [`crate::check::check_forward`]. A problem that needs

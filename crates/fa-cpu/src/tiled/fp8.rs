@@ -1,5 +1,5 @@
-//! The forward of an fp8 Q, K and V: Q is decoded as a whole, K and V tile by tile, and the rest is f32's. Nothing
-//! is rounded to 8 bits on the way.
+//! The forward of an fp8 Q, K and V: Q is decoded as a whole, K and V tile by tile, and the rest is f32's.
+//! Nothing is rounded to 8 bits on the way.
 
 use fa_core::{Problem, TensorLayout};
 

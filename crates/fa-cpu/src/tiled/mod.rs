@@ -94,8 +94,8 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
 /// Sums are f32 whatever the element type; a row of O whose sums overflow, because values are near the type's
 /// largest, is computed again in f64. Rows that see no key give 0 and -inf.
 ///
-/// Of an fp8 problem ([`fa_core::Types::fp8`]) `q`, `k` and `v` are the bits of codes. Beside the tensors a call
-/// takes 4 bytes for each element of Q, and for each of O where that is not f32.
+/// Of an fp8 problem ([`fa_core::Types::fp8`]) `q`, `k` and `v` are the bits of codes. Beside the tensors a
+/// call takes 4 bytes for each element of Q, and for each of O where that is not f32.
 ///
 /// # Errors
 /// [`CpuError`] when problem, shapes, dtype or buffer lengths do not fit together; nothing is written then.

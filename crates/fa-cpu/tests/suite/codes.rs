@@ -224,8 +224,8 @@ fn results_have_the_bits_of_a_decoded_cache() {
     }
 }
 
-/// flashinfer#1023: descales that are accepted and not applied. Doubling K's is doubling the softmax scale, and
-/// doubling V's doubles O, each exactly.
+/// flashinfer#1023: descales that are accepted and not applied. Doubling K's is doubling the softmax scale,
+/// and doubling V's doubles O, each exactly.
 #[test]
 fn each_descale_is_applied() {
     for form in [DescaleForm::Head, DescaleForm::SequenceHead, DescaleForm::TokenHead] {
@@ -281,8 +281,8 @@ fn tiny_descales_and_0_give_numbers() {
     }
 }
 
-/// mlx#4135: NaN codes that become numbers. Each code is in a key of its own: rows that see a NaN are NaN, others
-/// are what the oracle says. NaN of rows that no query sees changes nothing (vllm#57716).
+/// mlx#4135: NaN codes that become numbers. Each code is in a key of its own: rows that see a NaN are NaN,
+/// others are what the oracle says. NaN of rows that no query sees changes nothing (vllm#57716).
 #[test]
 fn every_code_is_read_and_nan_reaches_those_who_see_it() {
     for kv in Dtype::CODES {

@@ -117,8 +117,8 @@ impl Case {
         }
     }
 
-    /// The oracle is that of decoded queries, and every instruction set is within the tolerance of the output's
-    /// type; so is a kernel's arithmetic within that of fp8.
+    /// The oracle is that of decoded queries, and every instruction set is within the tolerance of the
+    /// output's type; so is a kernel's arithmetic within that of fp8.
     fn check(&self) {
         let (Case { problem, extras, .. }, [_, k, v]) = (self, self.views());
         let exact = self.exact();
@@ -189,8 +189,8 @@ fn small(descales: Descales) -> Problem {
         .with_descales(descales)
 }
 
-/// flashinfer#1023: descales that are accepted and not applied. Q's and K's are the softmax scale, V's the size of
-/// O, each exactly, and LSE follows the former alone.
+/// flashinfer#1023: descales that are accepted and not applied. Q's and K's are the softmax scale, V's the
+/// size of O, each exactly, and LSE follows the former alone.
 #[test]
 fn each_descale_is_applied() {
     for form in [DescaleForm::Head, DescaleForm::SequenceHead] {
@@ -323,8 +323,8 @@ fn long_sum(keys: usize, head_dim: usize) -> Case {
     case
 }
 
-/// Dao-AILab/flash-attention#2250, vllm#23813: one accumulator of a tensor core over all keys loses what is below
-/// its last bit: of a sum of 1 what an H200 is measured to leave. Emptied at each tile it does not.
+/// Dao-AILab/flash-attention#2250, vllm#23813: one accumulator of a tensor core over all keys loses what is
+/// below its last bit: of a sum of 1 what an H200 is measured to leave. Emptied at each tile it does not.
 #[test]
 fn long_sums_need_two_levels() {
     for (keys, head_dim, left) in [(4096, 64, 0.942), (16384, 128, 0.757)] {
@@ -343,7 +343,8 @@ fn long_sums_need_two_levels() {
     }
 }
 
-/// A first key that takes nearly all of the probability: tiles from the last to the first leave the others theirs.
+/// A first key that takes nearly all of the probability: tiles from the last to the first leave the others
+/// theirs.
 #[test]
 fn a_dominant_first_key_leaves_the_sum_whole() {
     let base = long_sum(8192, 64);
@@ -365,8 +366,8 @@ fn a_dominant_first_key_leaves_the_sum_whole() {
     }
 }
 
-/// Dao-AILab/flash-attention#2577: errors that jump where a tile begins. A kernel's arithmetic has much the same
-/// error at any number of keys.
+/// Dao-AILab/flash-attention#2577: errors that jump where a tile begins. A kernel's arithmetic has much the
+/// same error at any number of keys.
 #[test]
 fn errors_do_not_jump_where_a_tile_begins() {
     for keys in [1, 63, 127, 128, 129, 130, 255, 256, 257, 384, 512] {

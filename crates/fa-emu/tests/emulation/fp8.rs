@@ -3,8 +3,8 @@
 
 use fa_core::quantize::e4m3;
 use fa_core::{
-    Alibi, Arch, DescaleForm, Descales, Dtype, Extra, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Side,
-    TensorLayout, Types,
+    Alibi, Arch, DescaleForm, Descales, Dtype, Extra, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem,
+    ScoreMod, Side, TensorLayout, Types,
 };
 use fa_cpu::OwnedExtras;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
@@ -149,7 +149,8 @@ fn drawn(own: &Own, tensor: usize, shape: [usize; 4], rows: &[bool], random: &mu
     for (index, code) in codes.iter_mut().enumerate() {
         let (row, head, column) = (index / dim / heads, index / dim % heads, index % dim);
         debug_assert!(row < shape[0] * len);
-        let is_nan = own.values == Values::AllCodes && tensor > 0 && head == 0 && row == nan_row && column == 5;
+        let is_nan =
+            own.values == Values::AllCodes && tensor > 0 && head == 0 && row == nan_row && column == 5;
         if (rows.is_empty() || rows[row]) && !is_nan {
             *code = own.code(tensor, column, random);
         }
@@ -225,9 +226,8 @@ fn check(own: &Own, seed: u64) {
     let rows = own_rows(&plain, &extras);
     let mut random = Random::new(seed + 7);
     let shapes = [q_shape(&problem), k_shape(&problem), v_shape(&problem)];
-    let codes: Vec<Vec<u8>> = (0..3)
-        .map(|i| drawn(own, i, shapes[i], &rows[usize::from(i > 0)], &mut random))
-        .collect();
+    let codes: Vec<Vec<u8>> =
+        (0..3).map(|i| drawn(own, i, shapes[i], &rows[usize::from(i > 0)], &mut random)).collect();
     let kinds = [Extra::QDescale, Extra::KDescale, Extra::VDescale];
     let descales = kinds.map(|extra| {
         let need = extra.need(&problem, Pass::Forward).map_or(0, |need| need.len);
@@ -256,7 +256,8 @@ fn check(own: &Own, seed: u64) {
 
     let sequences: Vec<_> = {
         let lengths = OwnedExtras { q_descale: None, k_descale: None, v_descale: None, ..extras.clone() };
-        let batch = fa_cpu::batch::Batch::new(&plain, &lengths.view()).expect("the lengths are the problem's");
+        let batch =
+            fa_cpu::batch::Batch::new(&plain, &lengths.view()).expect("the lengths are the problem's");
         let places = |i: usize, len: usize| (0..len).map(|key| batch.key(i, key)).collect::<Vec<_>>();
         batch.sequences.iter().enumerate().map(|(i, own)| (own.q, places(i, own.k.len))).collect()
     };
@@ -281,7 +282,8 @@ fn check(own: &Own, seed: u64) {
                     .map(|key| {
                         let (entry, row) = keys[key];
                         let product = |column| {
-                            code(0, q.batch, q.first + query, head, column) * code(1, entry, row, kv_head, column)
+                            code(0, q.batch, q.first + query, head, column)
+                                * code(1, entry, row, kv_head, column)
                         };
                         let diagonal = (query + keys.len()) as f64 - q.len as f64;
                         let slope = extras.alibi_slopes.as_ref().map_or(0.0, |own| f64::from(own[head]));
@@ -303,11 +305,13 @@ fn check(own: &Own, seed: u64) {
                     .fold(0.0, f64::max);
                 let at = ((q.batch * out[1] + q.first + query) * out[2] + head) * out[3];
                 let lse = f64::from(outcome.lse[(q.batch * out[2] + head) * out[1] + q.first + query]);
-                let place = format!("{spec} {problem:?} seed {seed}: sequence {index}, head {head}, query {query}");
+                let place =
+                    format!("{spec} {problem:?} seed {seed}: sequence {index}, head {head}, query {query}");
                 if exact.lse.is_nan() {
                     assert!(lse.is_nan(), "{place}: LSE {lse}");
                 } else if exact.lse.is_finite() {
-                    let allowed = 2e-6 * (1.0 + exact.lse.abs()) + 3e-5;
+                    // The error of polynomial exponentials (`exp2_polynomial`).
+                    let allowed = 2e-6 * (1.0 + exact.lse.abs()) + 8e-5;
                     assert!((lse - exact.lse).abs() <= allowed, "{place}: LSE {lse}, not {}", exact.lse);
                 } else {
                     assert_eq!(lse, exact.lse, "{place}");
@@ -347,12 +351,20 @@ fn check(own: &Own, seed: u64) {
 
 const DRAWN: [(&str, &str); 2] = [("scheduler", "Dynamic"), ("tile_order", "LongestFirst")];
 const SMALL: &[(&str, &str)] = &[("tile_m", "64"), ("num_wg", "1"), ("tile_n", "64")];
-const OVERLAP: &[(&str, &str)] =
-    &[("tile_n", "96"), ("overlap_wg", "true"), ("ping_pong", "true"), ("v_stages", "2"), ("exp_poly_of_16", "4")];
-const TURNS: &[(&str, &str)] = &[("tile_n", "192"), ("ping_pong", "true"), ("q_stages", "2"), DRAWN[0], DRAWN[1]];
+const OVERLAP: &[(&str, &str)] = &[
+    ("tile_n", "96"),
+    ("overlap_wg", "true"),
+    ("ping_pong", "true"),
+    ("v_stages", "2"),
+    ("exp_poly_of_16", "4"),
+];
+const TURNS: &[(&str, &str)] =
+    &[("tile_n", "192"), ("ping_pong", "true"), ("q_stages", "2"), DRAWN[0], DRAWN[1]];
 const ONE_LEVEL: &[(&str, &str)] = &[("two_level", "false"), ("tile_n", "160"), ("kv_stages", "1")];
-const ONE_LEVEL_OVERLAP: &[(&str, &str)] = &[("two_level", "false"), ("overlap_wg", "true"), ("kv_stages", "3")];
-const WIDE: &[(&str, &str)] = &[("tile_n", "64"), ("ping_pong", "true"), ("v_stages", "2"), DRAWN[0], DRAWN[1]];
+const ONE_LEVEL_OVERLAP: &[(&str, &str)] =
+    &[("two_level", "false"), ("overlap_wg", "true"), ("kv_stages", "3")];
+const WIDE: &[(&str, &str)] =
+    &[("tile_n", "64"), ("ping_pong", "true"), ("v_stages", "2"), DRAWN[0], DRAWN[1]];
 const THREE: &[(&str, &str)] =
     &[("tile_m", "192"), ("num_wg", "3"), ("tile_n", "128"), ("scheduler", "Static"), ("ping_pong", "true")];
 const PACKED: &[(&str, &str)] =
@@ -384,8 +396,6 @@ fn e4m3_tensors_of_equal_lengths_give_o_and_lse() {
         (Own { head_dims: (192, 128), ..of(&[], 128, Rows::Uniform(20, 257)) }, 0),
         (Own { heads: (6, 2), ..of(PACKED, 128, Rows::Uniform(3, 300)).masked(Mask::CAUSAL) }, 1),
         (Own { heads: (4, 2), descales: Descales::NONE, ..of(&[], 64, Rows::Uniform(1, 1)) }, 2),
-        (Own { flags: "alibi: true,", ..of(OVERLAP, 64, Rows::Uniform(70, 200)).masked(Mask::CAUSAL) }, 0),
-        (Own { flags: "sinks: true,", heads: (6, 2), ..of(PACKED, 64, Rows::Uniform(30, 200)).masked(window) }, 1),
     ] {
         check(&own, seed);
     }
@@ -418,6 +428,26 @@ fn special_codes_and_descales_are_honoured() {
         (of(TURNS, 64, Rows::Uniform(70, 300)).with(Values::AllCodes), 2),
         (of(&[], 128, Rows::Varied(Lie::Padded)).with(Values::AllCodes).masked(Mask::CAUSAL), 0),
         (Own { heads: (4, 4), ..of(&[], 64, Rows::Uniform(40, 150)).with(Values::Extreme) }, 1),
+    ] {
+        check(&own, seed);
+    }
+}
+
+#[test]
+#[ignore = "emulation"]
+fn e4m3_scores_are_changed() {
+    let window = Mask::window(40, 7);
+    for (own, seed) in [
+        (Own { flags: "alibi: true,", ..of(OVERLAP, 64, Rows::Uniform(70, 200)).masked(Mask::CAUSAL) }, 0),
+        (
+            Own {
+                flags: "sinks: true,",
+                heads: (6, 2),
+                ..of(PACKED, 64, Rows::Uniform(30, 200)).masked(window)
+            },
+            1,
+        ),
+        (of(TURNS, 128, Rows::Uniform(130, 330)).masked(Mask::CAUSAL), 2),
     ] {
         check(&own, seed);
     }

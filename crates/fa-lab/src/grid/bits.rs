@@ -13,7 +13,7 @@ impl Case {
     /// `[batch, seqlen, heads, dim]`, rows of no sequence zero; and the extras. `None` for a type that no
     /// kernel takes.
     pub fn bits(&self) -> Option<([Vec<u16>; 4], OwnedExtras)> {
-        match self.problem.types.q {
+        match self.problem.types.wide() {
             Dtype::F16 => Some(bits_of::<half::f16>(self)),
             Dtype::Bf16 => Some(bits_of::<half::bf16>(self)),
             Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => None,

@@ -256,8 +256,8 @@ impl Case {
         match self.arrangement {
             Arrangement::Bshd => packed,
             Arrangement::Bhsd => all(bhsd, 0),
-            Arrangement::Gap(gap) => all(bshd, gap),
-            Arrangement::BhsdGap(gap) => all(bhsd, gap),
+            Arrangement::Gap(gap) => all(bshd, self.gap(gap)),
+            Arrangement::BhsdGap(gap) => all(bhsd, self.gap(gap)),
             Arrangement::SharedBatch => with_kv(|strides| Strides { batch: 0, ..strides }),
             Arrangement::SharedHeads => with_kv(|strides| Strides { head: 0, ..strides }),
             Arrangement::SharedRows => with_kv(|strides| Strides { seq: 0, ..strides }),
@@ -267,6 +267,11 @@ impl Case {
             }),
             Arrangement::FarKeys => with_kv(|strides| Strides { seq: (1 << 25) + 8, ..strides }),
         }
+    }
+
+    /// Elements of a gap of so many elements of 16 bits: of codes twice as many, which keeps rows aligned.
+    pub fn gap(&self, elements: usize) -> usize {
+        if self.problem.types.is_fp8() { 2 * elements } else { elements }
     }
 
     /// The seed of the inputs, different for every problem.

@@ -1,4 +1,5 @@
-//! Q, K and V in e4m3: lengths around tiles, long rows, descales of every form, sequences of their own lengths.
+//! Q, K and V in e4m3: lengths around tiles, long rows, descales of every form, sequences of their own
+//! lengths.
 
 use fa_core::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 

@@ -86,8 +86,8 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
     ))
 }
 
-/// The expected results of rows of numbers that stand for codes: the low-precision ones are an fp8 kernel's, and
-/// the tolerance of those is the noise.
+/// The expected results of rows of numbers that stand for codes: the low-precision ones are an fp8 kernel's,
+/// and the tolerance of those is the noise.
 ///
 /// # Errors
 /// As [`expected`].
@@ -111,7 +111,8 @@ fn expected_of_codes<T: Half>(
     Ok((reference::Forward { out_noise: noise, ..exact }, low))
 }
 
-/// Keys of a tile of the kernel that fp8 results are held to: whichever a kernel has, its error is much the same.
+/// Keys of a tile of the kernel that fp8 results are held to: whichever a kernel has, its error is much the
+/// same.
 const TILE_N: usize = 128;
 
 /// Slopes, sinks and descales of some heads of a sequence.

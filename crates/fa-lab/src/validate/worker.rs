@@ -109,8 +109,9 @@ fn shared(cases: &[Case]) -> Result<HashMap<String, Arc<dyn Any + Send + Sync>>>
 
 fn run_case(session: &Session, case: &Case) {
     let name = case.name();
-    let found = with_half!(case.problem.types.wide(), T => examine::<T>(session, case), else Err(Error::NotTried(
-        format!("no GPU kernel computes in {}", case.problem.types.q))));
+    let types = case.problem.types;
+    let found = with_half!(types.wide(), T => examine::<T>(session, case), else Err(Error::NotTried(
+        format!("no GPU kernel computes in {}", types.q))));
     let fate = |status, detail| CaseResult {
         name: name.clone(),
         kernel: String::new(),

@@ -50,11 +50,13 @@ const OVERHEAD: [u32; 2] = [28, 24];
 /// The same of three warpgroups, which share fewer.
 const OVERHEAD_OF_THREE: u32 = 20;
 
-/// The split of the registers: the producers transpose V.
-const fn split(num_wg: u32) -> SetMaxNReg {
-    match num_wg {
-        2 => SetMaxNReg { mma: 232, producer: 40 },
-        3 => SetMaxNReg { mma: 152, producer: 56 },
+/// The split of the registers: the producers transpose V, and need more with lengths on the device.
+const fn split(num_wg: u32, varied: bool) -> SetMaxNReg {
+    match (num_wg, varied) {
+        (2, false) => SetMaxNReg { mma: 232, producer: 40 },
+        (2, true) => SetMaxNReg { mma: 224, producer: 56 },
+        (3, false) => SetMaxNReg { mma: 152, producer: 56 },
+        (3, true) => SetMaxNReg { mma: 144, producer: 80 },
         _ => SetMaxNReg::of(num_wg),
     }
 }
@@ -75,7 +77,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90FwdFp8) -> Registers {
         3 => OVERHEAD_OF_THREE,
         _ => OVERHEAD[usize::from(kernel.overlap_wg)],
     };
-    let own = split(kernel.num_wg);
+    let own = split(kernel.num_wg, spec.reads.varied);
     Registers {
         s,
         p,
@@ -118,7 +120,10 @@ mod tests {
         assert_eq!((at("q"), at("k")), (Some((0, 16 * kib)), Some((16 * kib, 48 * kib))));
         assert_eq!((at("vt"), at("v")), (Some((64 * kib, 48 * kib)), Some((112 * kib, 24 * kib))));
         assert_eq!((at("q_full"), at("k_empty")), (Some((136 * kib, 8)), Some((136 * kib + 32, 16))));
-        assert_eq!((at("v_empty"), at("tile_slot")), (Some((136 * kib + 88, 8)), Some((136 * kib + 112, 16))));
+        assert_eq!(
+            (at("v_empty"), at("tile_slot")),
+            (Some((136 * kib + 88, 8)), Some((136 * kib + 112, 16)))
+        );
         assert_eq!(plan.total, 137 * kib);
     }
 
@@ -127,8 +132,14 @@ mod tests {
         let total = |head_dim, kernel: Sm90FwdFp8| registers(&spec(head_dim, &kernel), &kernel).total;
         let base = Sm90FwdFp8::default();
         assert_eq!(total(128, Sm90FwdFp8 { tile_n: 192, ..base.clone() }), 96 + 24 + 64 + 28);
-        assert_eq!(total(128, Sm90FwdFp8 { tile_n: 128, overlap_wg: true, ..base.clone() }), 128 + 16 + 64 + 24);
-        assert_eq!(total(128, Sm90FwdFp8 { tile_n: 96, overlap_wg: true, ..base.clone() }), 112 + 12 + 64 + 24);
+        assert_eq!(
+            total(128, Sm90FwdFp8 { tile_n: 128, overlap_wg: true, ..base.clone() }),
+            128 + 16 + 64 + 24
+        );
+        assert_eq!(
+            total(128, Sm90FwdFp8 { tile_n: 96, overlap_wg: true, ..base.clone() }),
+            112 + 12 + 64 + 24
+        );
         assert_eq!(total(256, Sm90FwdFp8 { tile_n: 96, ..base.clone() }), 48 + 12 + 128 + 28);
         assert_eq!(total(256, Sm90FwdFp8 { two_level: false, ..base }), 64 + 16 + 128 + 28);
     }

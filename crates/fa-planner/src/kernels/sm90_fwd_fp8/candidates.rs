@@ -51,9 +51,8 @@ pub fn candidates(
                     exp_poly_of_16: POLY_OF_16,
                     pack_gqa,
                 };
-                let spec_of = |kernel: Sm90FwdFp8| {
-                    KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel)
-                };
+                let spec_of =
+                    |kernel: Sm90FwdFp8| KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel);
                 with_room(kernel, spec_of)
             })
         })
@@ -93,7 +92,14 @@ mod tests {
             (BASE.with_head_dims(256, 256), 900.0),
             (BASE.with_head_dims(192, 128), 800.0),
             (BASE.with_head_dims(80, 80).with_mask(Mask::window(500, 0)), 100.0),
-            (BASE.with_heads_kv(2).with_lengths(Lengths::of(4, Side::packed(9000, 8192), Side::padded(8192).with_used())), 500.0),
+            (
+                BASE.with_heads_kv(2).with_lengths(Lengths::of(
+                    4,
+                    Side::packed(9000, 8192),
+                    Side::padded(8192).with_used(),
+                )),
+                500.0,
+            ),
         ] {
             let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("a plan");
             assert!(plans[0].spec.kernel.computes_in_8_bits() && plans[0].spec.serves(&problem).is_ok());
