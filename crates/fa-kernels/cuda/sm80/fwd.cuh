@@ -492,8 +492,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cp_async_wait<C.stages - 2>();
             cta_sync();
         }
-        // The last tiles of keys may be visible to the work tile's last rows only.
-        if (kMaskProgram || !C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(n_block)) {
+        // Warps without rows, most of them in decoding, convert codes only.
+        const bool idle = T::kCodes && first_row + warp_row >= end_row;
+        if (!idle &&
+            (kMaskProgram || !C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(n_block))) {
             compute(n_block, stage, mask);
         } else {
             load_ahead(n_block, stage);

@@ -128,13 +128,17 @@ fn model(
     // A scheduler without a warp leaves its tensor core, special-function unit and lanes idle.
     let idle = (1.0 / warps_per_scheduler).max(1.0);
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency;
-    let tensor = resident * idle * 2.0 * scores * (hd + hdv) / rate;
+    // Warps without rows convert codes and do nothing else.
+    let rows_of_warp = tile_m / num_warps;
+    let used = tile_m.min((problem.lengths.mean_q() * group) as f64);
+    let busy = if spec.reads_codes() { (used / rows_of_warp).ceil().max(1.0) / num_warps } else { 1.0 };
+    let tensor = resident * idle * busy * 2.0 * scores * (hd + hdv) / rate;
 
     // Every warp reads all of K and V, and its rows of Q unless they are in registers; cp.async writes K and
     // V once.
     let bytes = f64::from(spec.elem_bytes());
     let q_reads = if k.q_in_regs { 0.0 } else { tile_m * hd * bytes };
-    let reads = num_warps * tile_n * (hd + hdv) * bytes + q_reads;
+    let reads = busy * num_warps * tile_n * (hd + hdv) * bytes + q_reads;
     let conflict = if k.swizzle { 1.0 } else { c.row_major_conflict };
     let loads = if k.ldmatrix { 1.0 } else { c.plain_loads };
     let writes = tile_n * (hd + hdv) * bytes;
@@ -150,7 +154,7 @@ fn model(
     // do not see. Those on a window's edges do (NB-067).
     let masked_everywhere = !k.loop_split && spec.mask != MaskKind::Full;
     let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
-    let exp = resident * idle * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
+    let exp = resident * idle * busy * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
         + if masked_everywhere { mask } else { 0.0 }
         + if spec.reads_codes() { resident * tile_n * (hd + hdv) / CODES_PER_CLOCK } else { 0.0 };
 
