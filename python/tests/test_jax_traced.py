@@ -222,6 +222,7 @@ def test_rows_that_are_not_in_use_have_no_results_and_no_gradients(sides):
 @pytest.mark.parametrize(
     ("fault", "call"),
     [
+        ("own under jax.jit", lambda q, k, v: flash_attn_func(q, k, v, mask=jnp.ones((12, 15), bool))),
         ("^bias: masks", lambda q, k, v: dot_product_attention(q, k, v, q)),
         (
             "lengths of one side",
