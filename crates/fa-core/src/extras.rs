@@ -155,7 +155,7 @@ table! {
     };
     /// What the codes of an fp8 Q are multiplied by, per K/V head: `[heads_kv]` or `[batch, heads_kv]`.
     QDescale q_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv] => |problem| {
-        form_of_descale(problem, problem.descales.q)
+        descale_form(problem, problem.descales.q)
     };
     /// What the codes of an 8-bit K are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or for each row of
     /// each head in the layout of K, `[batch, seqlen_k, heads_kv]`, `[total_k, heads_kv]` or `[pages, page,
