@@ -2,7 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm90Wide, Sm100Fwd, each_kernel,
+    Kernel, MaskKind, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Sm90FwdFp8, Sm90Wide, Sm100Fwd,
+    each_kernel,
 };
 use fa_lab::random::Random;
 
