@@ -157,7 +157,8 @@ impl Types {
         if q == Dtype::Int8 {
             return refuse("dtype", q, INT8_Q);
         }
-        if kv != q && !(kv.is_code() && !q.is_code()) {
+        let is_cache = kv.is_code() && !q.is_code();
+        if kv != q && !is_cache {
             return refuse("kv_dtype", kv, MIXED);
         }
         if self.is_fp8() {
