@@ -137,7 +137,8 @@ impl Types {
     pub fn check(&self) -> Result<(), TypesError> {
         let Types { q, kv, out, dkv } = *self;
         let refuse = |name, value, need| Err(TypesError { name, value, q, need });
-        if kv != q && !(kv.is_code() && !q.is_code()) {
+        let is_cache = kv.is_code() && !q.is_code();
+        if kv != q && !is_cache {
             return refuse("kv_dtype", kv, MIXED);
         }
         if out != q {
