@@ -310,6 +310,23 @@ def test_gradients_are_refused_and_compiled_calls_agree():
     assert torch.equal(compiled(q, codes8, descale8), call(q, codes8, descale8))
 
 
+@pytest.mark.parametrize("gap", (0, 1, 64))
+def test_new_rows_beside_a_cache_of_codes_are_not_taken_to_share_its_memory(gap):
+    # Bytes of k_cache, v_cache, k and v, one behind the other.
+    memory = np.zeros(4 * 2 * 8 * 2 * 16 + 4 * gap, np.uint8)
+    size = 2 * 8 * 2 * 16
+    caches = [memory[at : at + size].view(np.int8).reshape(2, 8, 2, 16) for at in (0, size)]
+    at = 2 * size + (-(2 * size + gap)) % 2 + gap + gap % 2
+    k, v = (memory[at + i * 128 :][:128].view(np.float16).reshape(2, 1, 2, 16) for i in range(2))
+    k[...], v[...] = normal(2, 1, 2, 16), normal(2, 1, 2, 16, seed=1)
+    q, used = normal(2, 1, 4, 16).astype(np.float16), np.zeros(2, np.int32)
+    fa_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=used)
+    assert caches[0][:, 0].any() and not caches[0][:, 1:].any()
+    inside = caches[0].reshape(-1)[100:228].view(np.float16).reshape(2, 1, 2, 16)
+    with pytest.raises(fa_attn.InputError, match="k lies in the memory of k_cache"):
+        fa_attn.flash_attn_with_kvcache(q, *caches, inside, v, cache_seqlens=used)
+
+
 @needs_torch
 def test_compiled_appends_write_codes_and_descales():
     import torch

@@ -56,7 +56,7 @@ fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [
     let program = posed.program.as_ref().zip(locked.as_deref());
     let program = program.map(|(own, locked)| program_inputs(own, locked)).transpose()?;
     let arguments = Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) };
-    forward_extras(Options::default(), problem, arguments, &q, &k, &v, &mut to, lse)
+    forward_extras(Options::default(), problem, arguments, &q, k, v, &mut to, lse)
         .map_err(|error| posed.refused(error))?;
     Ok(out)
 }
@@ -199,11 +199,11 @@ fn kv<'a, T: Value>(
     problem: &Problem,
 ) -> Result<KvRef<'a, T>> {
     if !problem.types.kv.is_code() {
-        return Ok(view::<T>(name, input, shape)?.into());
+        return Ok(KvRef::Same(view::<T>(name, input, shape)?));
     }
     let (storage, layout) = input;
     let bits = TensorRef::new(name, bits(name, storage, layout)?, shape, strides(layout)).map_err(refused)?;
-    Ok(bits.into())
+    Ok(KvRef::Codes(bits))
 }
 
 fn zeros<T: Value>(shape: [usize; 4]) -> Vec<T> {

@@ -161,7 +161,7 @@ fn forward_of<T: Element>(
         KvRef::Same(q) => q,
         KvRef::Codes(q) => return fp8::forward(options, problem, arguments, (q, k, v), out, lse),
     };
-    check::check_forward(problem, q, k, v)?;
+    check::check_forward(problem, q, *k, *v)?;
     check::check_out(problem, "out", out.shape())?;
     if let Some(lse) = &lse {
         check::check_lse(problem, lse.len())?;

@@ -59,7 +59,7 @@ impl Case {
     fn exact(&self) -> Forward {
         let [q, k, v] = self.views();
         let inputs: [KvRef<'_, f64>; 3] = [q, k, v].map(KvRef::Codes);
-        reference::forward_extras(&self.problem, &self.extras.view(), &inputs[0], &inputs[1], &inputs[2])
+        reference::forward_extras(&self.problem, &self.extras.view(), inputs[0], inputs[1], inputs[2])
             .unwrap()
     }
 

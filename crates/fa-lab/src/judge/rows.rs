@@ -104,7 +104,7 @@ fn expected_of_codes<T: Half>(
     let view = |i: usize, name| TensorRef::packed(name, &codes[i], tensors[i].shape(), TensorLayout::Bshd);
     let (q, k, v) = (view(0, "q")?, view(1, "k")?, view(2, "v")?);
     let bits: [KvRef<'_, T>; 3] = [q, k, v].map(KvRef::Codes);
-    let exact = reference::forward_extras(problem, arguments, &bits[0], &bits[1], &bits[2])?;
+    let exact = reference::forward_extras(problem, arguments, bits[0], bits[1], bits[2])?;
     let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, Accumulation::exact(TILE_N))?;
     let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
     let low = low_precision::LowForward { out: T::narrowed(&kernel.out), lse: kernel.lse };
