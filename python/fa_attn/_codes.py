@@ -1,9 +1,9 @@
 """K and V in 8 bits: which arrays hold codes, the forms of descales, and the quantisers.
 
-A value is its code (an e4m3 number, or an integer) times a descale: `k_descale` and `v_descale`, float32, of the
-shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv), or one for each row of each
-head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n is the
-batch, else (total_k, heads_kv).
+A value is its code (an e4m3 number, or an integer) times a descale: `k_descale` and `v_descale`, float32, of
+the shapes (1,), (heads_kv,), (batch, heads_kv), each broadcast to (batch, heads_kv), or one for each row of
+each head, in the shape of k without its last axis. Of packed keys (n, heads_kv) is (batch, heads_kv) where n
+is the batch, else (total_k, heads_kv).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _codes_of(name, x, asked):
         if asked == "e4m3":
             return asked
         raise UnsupportedError(
-            f"{name} holds uint8: where its bytes are e4m3 codes give kv_cache_dtype='fp8_e4m3', or view it as "
-            "float8_e4m3fn"
+            f"{name} holds uint8: where its bytes are e4m3 codes give kv_cache_dtype='fp8_e4m3', or view it "
+            "as float8_e4m3fn"
         )
     if held.startswith("float8") and held not in _HELD:
         raise UnsupportedError(f"{name} holds {held}: K and V of 8 bits are float8_e4m3fn or int8")
@@ -73,33 +73,40 @@ def no_codes(name, options):
         raise UnsupportedError(f"kv_cache_dtype: {name} has q, k and v of one type, give them apart")
 
 
-def coded(face, q, k, v, tensors, numbers, asked=None, batch=None, is_packed=False, names=("k", "v")):
-    """(k, v, tensors, numbers) with k and v as bytes, descales by their forms and the codes' name, where k and
-    v hold codes; else what was given."""
-    if asked is None and k.dtype is q.dtype:
+def coded(
+    q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False
+):
+    """(k, v, tensors, numbers) with k and v as bytes, descales by their forms and the codes' name, where k
+    and v hold codes; else what was given. `names`: those of k and v for errors;
+    `is_cache`: gradients are not asked for."""
+    if asked is None and getattr(k, "dtype", None) is getattr(q, "dtype", k):
         return k, v, tensors, numbers
     asked = asked_codes(asked)
-    codes = _codes_of(names[0], array(names[0], k), asked)
-    other = _codes_of(names[1], array(names[1], v), asked)
+    codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     if codes is other is None:
         return k, v, tensors, numbers
+    face = face_of(array("q", q))
+    for name, x in zip(names, (k, v)):
+        array(name, x)
+    batch = q.shape[0] if cu_seqlens_q is None else array("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
     if codes != other:
-        raise InputError(f"{names[0]} holds {_type_of(k)} and {names[1]} {_type_of(v)}: give both in one type")
+        held = f"{names[0]} holds {_type_of(k)} and {names[1]} {_type_of(v)}"
+        raise InputError(f"{held}: give both in one type")
     if len(k.shape) < 3:
         raise InputError(f"{names[0]} has the shape {tuple(k.shape)}: it must have 3 or 4 axes")
     descales = {}
     for name in _DESCALES:
         if name in tensors:
             face.refuse_gradient(name, tensors[name])
-            descales[name] = _form(face, name, tensors[name], k, batch, is_packed)
-    face.refuse_gradient("q", q)
+            descales[name] = _form(face, name, tensors[name], k, batch)
+    if not is_cache:
+        face.refuse_gradient("q", q)
     return face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
 
 
-def _form(face, name, x, k, batch, is_packed):
+def _form(face, name, x, k, batch):
     """Descales in one of the forms that the extension module takes."""
     shape, rows, heads = tuple(array(name, x).shape), tuple(k.shape[:-1]), k.shape[-2]
-    batch = rows[0] if batch is None else batch
     if len(shape) == len(rows) and shape == rows and (len(rows) == 3 or rows[0] != batch):
         return x
     if shape == (heads,):
@@ -109,7 +116,8 @@ def _form(face, name, x, k, batch, is_packed):
     if len(shape) == 2 and shape[0] in (1, batch) and shape[1] in (1, heads):
         return face.expanded(x, (batch, heads))
     raise InputError(
-        f"{name} has the shape {shape}: it must be (1,), ({heads},), ({batch}, {heads}) or, for each row, {rows}"
+        f"{name} has the shape {shape}: it must be (1,), ({heads},), ({batch}, {heads}) or, for each row, "
+        f"{rows}"
     )
 
 
@@ -124,13 +132,13 @@ def quantize_kv(
     per: Literal["tensor", "head", "sequence_head", "token_head"] = "head",
     descale: Optional[Array] = None,
 ) -> Tuple[Any, Any]:
-    """(codes, descale) of keys or values x (batch, seqlen, heads, head_dim), packed (total, heads, head_dim), or
-    in pages (pages, page, heads, head_dim).
+    """(codes, descale) of keys or values x (batch, seqlen, heads, head_dim), packed (total, heads, head_dim),
+    or in pages (pages, page, heads, head_dim).
 
-    `per`: which values share a descale, amax / 448 of e4m3 and amax / 127 of int8 (at least the smallest normal
-    number): all, those of a head, of a sequence and head, or of a row and head. `descale`: descales to use
-    instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped and rounded to
-    nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in int8. Codes are
+    `per`: which values share a descale, amax / 448 of e4m3 and amax / 127 of int8 (at least the smallest
+    normal number): all, those of a head, of a sequence and head, or of a row and head. `descale`: descales to
+    use instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped and rounded
+    to nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in int8. Codes are
     torch.float8_e4m3fn or int8 for torch, else numpy's uint8 (the bits of e4m3; give the functions
     kv_cache_dtype='fp8_e4m3') or int8.
     """
@@ -172,9 +180,8 @@ def broadcast_shape(descale, codes):
         return (*shape, 1)
     if all(n == 1 for n in shape):
         return (1,)
-    raise InputError(
-        f"descale has the shape {shape}: it must be (1,), ({rows[-2]},), {rows[:1] + rows[-2:-1]} or {rows[:-1]}"
-    )
+    need = f"(1,), ({rows[-2]},), {rows[:1] + rows[-2:-1]} or {rows[:-1]}"
+    raise InputError(f"descale has the shape {shape}: it must be {need}")
 
 
 def _quantisers(x):

@@ -44,7 +44,8 @@ _E4M3 = np.where(_BITS & 0x7F == 0x7F, np.nan, np.where(_BITS < 128, 1, -1) * _M
 def decoded(codes, descale, dtype):
     codes = np.asarray(codes)
     if codes.dtype.name not in ("uint8", "int8", "float8_e4m3fn"):
-        raise InputError(f"codes holds {codes.dtype}: it must be uint8 (the bits of e4m3), float8_e4m3fn or int8")
+        need = "uint8 (the bits of e4m3), float8_e4m3fn or int8"
+        raise InputError(f"codes holds {codes.dtype}: it must be {need}")
     is_int8 = codes.dtype == np.int8
     values = codes.astype(np.float32) if is_int8 else _E4M3[codes.view(np.uint8)]
     if descale is not None:

@@ -74,8 +74,8 @@ def run_append(
     page_table,
     cu_q,
     max_q,
-    k_descale,
-    v_descale,
+    k_descale=None,
+    v_descale=None,
 ):
     """(q rotated, or None without tables, and the lengths afterwards)."""
     if k_cache.is_cuda and (k_cache.shape[-1] % 8 or v_cache.shape[-1] % 8):

@@ -197,7 +197,7 @@ _append_operator = torch.library.custom_op(
         "Tensor? cu_new, SymInt max_new",
         tensors("seqused_k", "page_table?", "cu_seqlens_q?"),
         "SymInt max_seqlen_q",
-        "Tensor(c!)? k_descale=None, Tensor(d!)? v_descale=None",
+        "Tensor(c!)? k_descale, Tensor(d!)? v_descale",
         results=2,
     ),
 )

@@ -125,9 +125,7 @@ def flash_attn_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
-    k, v, tensors, numbers = coded(
-        face_of(q), q, k, v, tensors, numbers, options.get("kv_cache_dtype")
-    )
+    k, v, tensors, numbers = coded(q, k, v, tensors, numbers, options.get("kv_cache_dtype"))
     if alibi_slopes is None and not tensors:
         extras = None
     else:
@@ -364,15 +362,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     k, v, tensors, numbers = coded(
-        face,
-        q,
-        k,
-        v,
-        tensors,
-        numbers,
-        options.get("kv_cache_dtype"),
-        batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-        is_packed=cu_seqlens_k is not None,
+        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q
     )
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,

@@ -230,15 +230,15 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
     k_cache, v_cache, tensors, numbers = coded(
-        face,
-        face.detached("q", q) if face.has_autograd else q,
+        q,
         k_cache,
         v_cache,
         tensors,
         numbers,
         options.get("kv_cache_dtype"),
-        batch=batch,
+        cu_seqlens_q,
         names=("k_cache", "v_cache"),
+        is_cache=True,
     )
     if k is not None and face.has_autograd:
         # What joins a cache of codes is quantised, and of q's type.

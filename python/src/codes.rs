@@ -9,8 +9,8 @@ use crate::error::InputError;
 use crate::given::words;
 use crate::slices::{floats, slice_mut};
 
-/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes of as many elements. `kind` is
-/// e4m3 or int8.
+/// Writes the codes nearest to `values` (float32, contiguous) to `codes`, bytes of as many elements. `kind`
+/// is e4m3 or int8.
 #[pyfunction]
 pub(crate) fn encode(values: &Bound<'_, PyAny>, codes: &Bound<'_, PyAny>, kind: &str) -> PyResult<()> {
     let kind = kind.parse::<Dtype>().ok().and_then(Codes::of);

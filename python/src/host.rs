@@ -184,7 +184,8 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         .map_err(|error| raised(error.into()))
 }
 
-/// Descales of a cache: copied where they are read, since arrays may be read-only, or the array that is written.
+/// Descales of a cache: copied where they are read, since arrays may be read-only, or the array that is
+/// written.
 type OwnOrWritten<'a> = (Option<Vec<f32>>, Option<&'a mut [f32]>);
 
 fn descale<'a>(name: &str, view: &'a Option<View<'_>>, form: DescaleForm) -> PyResult<OwnOrWritten<'a>> {

@@ -13,21 +13,26 @@ struct Steps {
     most: i128,
 }
 
-/// Whether an element of one array is where one of the other is. Both are of one type.
+/// Whether an element of one array has a byte in common with one of the other. Those of one type begin where the
+/// other's do, or share nothing.
 pub(crate) fn share_elements(one: &View<'_>, other: &View<'_>) -> bool {
     if one.elements() == 0 || other.elements() == 0 || one.place != other.place {
         return false;
     }
     let bytes = i128::from(other.address()) - i128::from(one.address());
-    let size = i128::from(one.element_bytes());
-    if bytes % size != 0 {
+    let sizes = [one, other].map(|view| i128::from(view.element_bytes()));
+    // New rows and a cache of codes differ: their bytes are compared, which are one more axis.
+    let is_one_type = sizes[0] == sizes[1];
+    let unit = if is_one_type { sizes[0] } else { 1 };
+    if bytes % unit != 0 {
         return false;
     }
-    let axes = |view: &View<'_>| {
+    let axes = |view: &View<'_>, size: i128| {
         let axes = view.shape().iter().zip(view.strides()).filter(|(len, stride)| **len > 1 && **stride > 0);
-        axes.map(|(&len, &stride)| (i128::from(stride), len as i128 - 1)).collect::<Vec<_>>()
+        let axes = axes.map(|(&len, &stride)| (i128::from(stride) * size / unit, len as i128 - 1));
+        axes.chain((size > unit).then_some((1, size - 1))).collect::<Vec<_>>()
     };
-    places_meet(&axes(one), &axes(other), bytes / size)
+    places_meet(&axes(one, sizes[0]), &axes(other, sizes[1]), bytes / unit)
 }
 
 /// Whether steps in one array (stride and most steps of each axis) lead as far as steps in another that

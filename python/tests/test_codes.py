@@ -1,4 +1,4 @@
-"""K and V in 8 bits: quantisers, descales in every form, appends, refusals. numpy, and torch where it is there."""
+"""K and V in 8 bits on numpy, and torch where it is there: quantisers, descales, appends, refusals."""
 
 import importlib.util
 
@@ -27,7 +27,16 @@ def as_array(library, x):
         return x
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(x))
+    return torch.from_numpy(np.array(x) if not x.flags.writeable else np.ascontiguousarray(x))
+
+
+def as_bytes(x):
+    """torch's codes as uint8; others as they are."""
+    if not HAS_TORCH or isinstance(x, np.ndarray):
+        return x
+    import torch
+
+    return x.view(torch.uint8)
 
 
 def as_numpy(x):
@@ -82,8 +91,9 @@ def test_all_codes_come_back(library):
     values = as_numpy(fa_attn.dequantize_kv(as_array(library, bits)))
     assert np.isnan(values[[0x7F, 0xFF]]).all() and np.isnan(values).sum() == 2
     assert (values[0x7E], values[1], values[8], values[0x88]) == (448.0, 2.0**-9, 2.0**-6, -(2.0**-6))
-    again, _ = fa_attn.quantize_kv(as_array(library, values.reshape(1, 1, 1, 256)), descale=as_array(library, np.ones(1, np.float32)))
-    again = np.asarray(again.view(__import__("torch").uint8) if library == "torch" else again).reshape(-1)
+    one = as_array(library, np.ones(1, np.float32))
+    again, _ = fa_attn.quantize_kv(as_array(library, values.reshape(1, 1, 1, 256)), descale=one)
+    again = np.asarray(as_bytes(again)).reshape(-1)
     same = np.ones(256, bool)
     same[0xFF] = False
     assert (again == bits)[same].all()
@@ -125,7 +135,6 @@ def test_packed_and_paged_keys(library, kind):
         order = np.random.default_rng(3).permutation(9)
         table = np.full((3, 5), -1, np.int32)
         caches = [np.zeros((9, 4, 2, 16), np.asarray(as_numpy(x)).dtype) for x in (k_values, v_values)]
-        scales = np.ones((2, 9, 4, 2), np.float32)
         at = iter(order)
         for sequence, (first, length) in enumerate(zip(starts, lens)):
             for row in range(length):
@@ -135,7 +144,6 @@ def test_packed_and_paged_keys(library, kind):
                 for cache, x in zip(caches, (k_values, v_values)):
                     cache[page, row % 4] = x[first + row]
         made = [given(library, kind, x, per) for x in caches]
-        del scales
         paged = fa_attn.flash_attn_with_kvcache(
             as_array(library, q),
             made[0][0],
@@ -172,7 +180,8 @@ def test_descales_broadcast_and_each_is_applied(library):
         spread = np.broadcast_to(two.reshape((1,) * len(shape)), shape)
         assert (call(k_descale=spread, v_descale=spread) == base).all(), shape
     # flashinfer#1023: a descale that is accepted and not applied.
-    assert (call(k_descale=2 * two, v_descale=two) == call(k_descale=two, v_descale=two, softmax_scale=2 * scale)).all()
+    doubled = call(k_descale=two, v_descale=two, softmax_scale=2 * scale)
+    assert (call(k_descale=2 * two, v_descale=two) == doubled).all()
     assert (call(k_descale=two, v_descale=2 * two) == 2 * base).all()
     # flashinfer#2595: tiny descales and 0.
     tiny = np.full(1, 1e-23, np.float32)
@@ -195,14 +204,11 @@ def test_appends_quantise_new_rows_alone(library, kind, form):
     wide = [np.full((5, 4, 2, 2), 0.03125, np.float32) for _ in range(2)]
     if is_per_row:
         scales = [x[..., 0] for x in wide]
-    own = [as_array(library, x) if library == "numpy" else __import__("torch").from_numpy(x) for x in (caches if not is_per_row else caches)]
-    given_scales = scales
-    if library == "torch":
-        torch = __import__("torch")
-        if is_per_row:
-            given_scales = [torch.from_numpy(x)[..., 0] for x in wide]
-        else:
-            given_scales = [None if x is None else torch.from_numpy(x) for x in scales]
+    # These share numpy's memory.
+    own = [as_array(library, x) for x in caches]
+    given_scales = [None if x is None else as_array(library, x) for x in scales]
+    if is_per_row:
+        given_scales = [as_array(library, x)[..., 0] for x in wide]
     before = [x.copy() for x in caches]
     named = {name: x for name, x in zip(("k_descale", "v_descale"), given_scales) if x is not None}
     out = fa_attn.flash_attn_with_kvcache(
@@ -252,10 +258,14 @@ def test_refusals_say_what_works(library):
     q, k = normal(1, 2, 2, 16), normal(1, 9, 2, 16, seed=1)
     k8, descale, _, _ = given(library, "e4m3", k)
     q, k = as_array(library, q), as_array(library, k)
-    bits = k8 if library == "numpy" else k8.view(__import__("torch").uint8)
+    bits = as_bytes(k8)
     long = as_array(library, np.ones((3, 2), np.float32))
     for error, call, part in (
-        (fa_attn.UnsupportedError, lambda: fa_attn.flash_attn_func(q, bits, bits), "give kv_cache_dtype='fp8_e4m3'"),
+        (
+            fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(q, bits, bits),
+            "give kv_cache_dtype='fp8_e4m3'",
+        ),
         (
             fa_attn.UnsupportedError,
             lambda: fa_attn.flash_attn_func(q, bits, bits, kv_cache_dtype="fp8_e5m2"),
@@ -303,6 +313,23 @@ def test_gradients_are_refused_and_compiled_calls_agree():
     assert torch.equal(compiled(q, k8, descale), plain)
     codes8, descale8 = fa_attn.quantize_kv(k, "int8", "token_head")
     assert torch.equal(compiled(q, codes8, descale8), call(q, codes8, descale8))
+
+
+@pytest.mark.parametrize("gap", (0, 1, 64))
+def test_new_rows_beside_a_cache_of_codes_are_not_taken_to_share_its_memory(gap):
+    # Bytes of k_cache, v_cache, k and v, one behind the other.
+    memory = np.zeros(4 * 2 * 8 * 2 * 16 + 4 * gap, np.uint8)
+    size = 2 * 8 * 2 * 16
+    caches = [memory[at : at + size].view(np.int8).reshape(2, 8, 2, 16) for at in (0, size)]
+    at = 2 * size + (-(2 * size + gap)) % 2 + gap + gap % 2
+    k, v = (memory[at + i * 128 :][:128].view(np.float16).reshape(2, 1, 2, 16) for i in range(2))
+    k[...], v[...] = normal(2, 1, 2, 16), normal(2, 1, 2, 16, seed=1)
+    q, used = normal(2, 1, 4, 16).astype(np.float16), np.zeros(2, np.int32)
+    fa_attn.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=used)
+    assert caches[0][:, 0].any() and not caches[0][:, 1:].any()
+    inside = caches[0].reshape(-1)[100:228].view(np.float16).reshape(2, 1, 2, 16)
+    with pytest.raises(fa_attn.InputError, match="k lies in the memory of k_cache"):
+        fa_attn.flash_attn_with_kvcache(q, *caches, inside, v, cache_seqlens=used)
 
 
 @needs_torch

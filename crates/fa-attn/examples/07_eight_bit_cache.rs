@@ -1,6 +1,6 @@
-//! A server's cache in 8 bits: each new key and value is quantised as it is appended to a cache in pages, with a
-//! descale for each row and head, and attention reads codes and descales. The cache takes half the memory of one
-//! in bf16, but for the descales, and steps of a request stay within its rounding.
+//! A server's cache in 8 bits: each new key and value is quantised as it is appended to a cache in pages,
+//! with a descale for each row and head, and attention reads codes and descales. The cache takes half the
+//! memory of one in bf16, but for the descales, and steps of a request stay within its rounding.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example 07_eight_bit_cache

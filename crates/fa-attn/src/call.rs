@@ -195,7 +195,7 @@ impl Call {
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
         cpu.install_tiled(|| {
-            tiled::forward_extras(options, problem, arguments, &q, &k, &v, &mut out, Some(lse))
+            tiled::forward_extras(options, problem, arguments, &q, k, v, &mut out, Some(lse))
         })?;
         Ok(start.elapsed())
     }

@@ -246,8 +246,8 @@ impl Engine {
         Ok(output)
     }
 
-    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the descales
-    /// among the extras.
+    /// [`Engine::forward`] on K and V of 8 bits: the bits of the codes that `problem` names, with the
+    /// descales among the extras.
     ///
     /// ```
     /// use fa_attn::quantize::{Codes, Scales};

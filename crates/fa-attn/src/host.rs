@@ -68,7 +68,7 @@ fn forward<T: Half>(
     let arguments = tensors.arguments();
     let ForwardTensors { q, k, v, mut out, lse, extras, .. } = tensors;
     let problem: &Problem = bound.problem();
-    fa_cpu::check::check_forward(problem, &q, &k, &v)?;
+    fa_cpu::check::check_forward(problem, &q, k, v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::extras::check_extras(problem, Pass::Forward, &extras)?;

@@ -35,7 +35,7 @@ fn forward<T: Element>(
     check::check_lse(problem, lse.len())?;
     let batch = Batch::new(problem, arguments)?;
     let start = Instant::now();
-    let exact = cpu.install(|| reference::forward_extras(problem, arguments, &q, &k, &v))?;
+    let exact = cpu.install(|| reference::forward_extras(problem, arguments, &q, k, v))?;
     let time = start.elapsed();
     let spans = || batch.sequences.iter().map(|sequence| sequence.q);
     let [_, seqlen, heads, _] = out.shape();

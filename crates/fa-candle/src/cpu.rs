@@ -6,10 +6,11 @@ use fa_core::program::{ArrayData, ArrayView, Element as ArrayElement, Inputs};
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::tiled::{BackwardInputs, Options, backward_program, forward_extras};
-use fa_cpu::{Arguments, Element, OwnedExtras, TensorMut, TensorRef};
+use fa_cpu::{Arguments, Element, KvRef, OwnedExtras, TensorMut, TensorRef};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use crate::codes::bits;
 use crate::error::{Error, refused};
 use crate::problem::{Beside, Gradients, Posed, strides};
 use crate::programs;
@@ -47,15 +48,15 @@ fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [
     let problem = &posed.problem;
     let beside = on_host(&posed.beside)?;
     let q = view("q", q, q_shape(problem))?;
-    let k = view::<T>("k", k, k_shape(problem))?;
-    let v = view::<T>("v", v, v_shape(problem))?;
+    let k = kv::<T>("k", k, k_shape(problem), problem)?;
+    let v = kv::<T>("v", v, v_shape(problem), problem)?;
     let mut out: Vec<T> = zeros(out_shape(problem));
     let mut to = written("out", &mut out, out_shape(problem))?;
     let locked = posed.program.as_ref().map(lock);
     let program = posed.program.as_ref().zip(locked.as_deref());
     let program = program.map(|(own, locked)| program_inputs(own, locked)).transpose()?;
     let arguments = Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) };
-    forward_extras(Options::default(), problem, arguments, &q, &k, &v, &mut to, lse)
+    forward_extras(Options::default(), problem, arguments, &q, k, v, &mut to, lse)
         .map_err(|error| posed.refused(error))?;
     Ok(out)
 }
@@ -188,6 +189,21 @@ fn view<'a, T: Value>(
     shape: [usize; 4],
 ) -> Result<TensorRef<'a, T>> {
     TensorRef::new(name, elements(storage, layout)?, shape, strides(layout)).map_err(refused)
+}
+
+/// K or V: of Q's type, or codes.
+fn kv<'a, T: Value>(
+    name: &'static str,
+    input: Input<'a>,
+    shape: [usize; 4],
+    problem: &Problem,
+) -> Result<KvRef<'a, T>> {
+    if !problem.types.kv.is_code() {
+        return Ok(KvRef::Same(view::<T>(name, input, shape)?));
+    }
+    let (storage, layout) = input;
+    let bits = TensorRef::new(name, bits(name, storage, layout)?, shape, strides(layout)).map_err(refused)?;
+    Ok(KvRef::Codes(bits))
 }
 
 fn zeros<T: Value>(shape: [usize; 4]) -> Vec<T> {

@@ -56,6 +56,7 @@
 //! - `cpu`, `cuda`: forward and backward on each device; `kernels`: a GPU's kernels and workspaces.
 
 mod attention;
+mod codes;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;

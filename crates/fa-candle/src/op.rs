@@ -7,7 +7,7 @@ use std::thread::ThreadId;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 
-use crate::error::Error;
+use crate::error::{Error, refused};
 use crate::problem::{Gradients, Posed};
 use crate::{cpu, cuda};
 
@@ -21,6 +21,10 @@ pub(crate) fn apply(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let beside = posed.tracked();
     let tracked = !beside.is_empty() || [q, k, v].iter().any(|tensor| tensor.track_op());
+    if tracked {
+        // What candle differentiates and this crate cannot is refused before anything is computed.
+        posed.problem.check_pass(fa_core::Pass::BACKWARD).map_err(refused)?;
+    }
     let kept = Arc::new(OnceLock::new());
     let pass = Pass { posed, gives: Gives::Out, kept: kept.clone(), needs_lse: needs_lse || tracked };
     if !tracked {

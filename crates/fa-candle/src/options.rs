@@ -25,6 +25,12 @@ pub struct Options<'a> {
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
     pub sinks: Option<&'a Tensor>,
+    /// What K of candle's `F8E4M3` is multiplied by, beside a Q of another type, f32: `(1)`, `(heads)` or
+    /// `(batch, heads)`, or for each row of each head, in the shape of K without its last axis; `None` for 1.
+    /// On the CPU, and without gradients.
+    pub k_descale: Option<&'a Tensor>,
+    /// The same of V.
+    pub v_descale: Option<&'a Tensor>,
     /// Which keys a query sees, `(batch, heads, seqlen_q, seqlen_k)`, beside the windows: u8, 0 where a key
     /// is hidden, as candle's comparisons give, or a float type, which is added to the scores (`-inf` hides).
     /// Axes may be 1 or, in front, missing. Of packed sequences and those in pages `seqlen_q` and `seqlen_k`
@@ -97,6 +103,8 @@ impl Options<'_> {
             softcap: None,
             alibi_slopes: None,
             sinks: None,
+            k_descale: None,
+            v_descale: None,
             mask: None,
             bias: None,
             program: None,
@@ -120,6 +128,8 @@ impl<'a> Options<'a> {
         with_softcap(softcap: Option<f32>),
         with_alibi_slopes(alibi_slopes: Option<&'a Tensor>),
         with_sinks(sinks: Option<&'a Tensor>),
+        with_k_descale(k_descale: Option<&'a Tensor>),
+        with_v_descale(v_descale: Option<&'a Tensor>),
         with_mask(mask: Option<&'a Tensor>),
         with_bias(bias: Option<&'a Tensor>),
         with_program(program: Option<&'a Program>),

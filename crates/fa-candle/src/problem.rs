@@ -1,9 +1,13 @@
 //! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
 
 use candle_core::{DType, Layout, Result, Tensor};
-use fa_core::{Alibi, Dtype, Extra, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
+use fa_core::{
+    Alibi, DescaleForm, Descales, Dtype, Extra, Extras, Lengths, Mask, Problem, ScoreMod, Side, Strides,
+    Types,
+};
 use fa_cpu::CpuError;
 
+use crate::codes::CODES;
 use crate::error::{Error, refused, same_device};
 use crate::options::{Options, Rows};
 use crate::programs;
@@ -56,10 +60,12 @@ impl Posed {
     /// Checks shapes, types and devices, and everything that does not depend on the device.
     pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options<'_>) -> Result<Posed> {
         let dtype = dtype_of(q)?;
+        let is_code = k.dtype() == CODES;
+        let of_kv = if is_code { CODES } else { q.dtype() };
         for (name, tensor) in [("k", k), ("v", v)] {
             same_device(name, tensor, q)?;
-            if tensor.dtype() != q.dtype() {
-                let need = format!("{:?}, the type of q", q.dtype());
+            if tensor.dtype() != of_kv {
+                let need = format!("{of_kv:?}, the type of {}", if is_code { "k" } else { "q" });
                 return Err(Error::Dtype { tensor: name, got: tensor.dtype(), need }.into());
             }
         }
@@ -83,7 +89,13 @@ impl Posed {
         };
         beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
         let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
-        let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), Types::same(dtype))
+        let types = Types::same(dtype).with_kv(if is_code { Dtype::E4m3 } else { dtype });
+        let form = |descale: Option<&Tensor>| match descale.map(Tensor::dims) {
+            None => DescaleForm::None,
+            Some(dims) => DescaleForm::of_shape(dims, lengths.k(), lengths.sequences()),
+        };
+        let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), types)
+            .with_descales(Descales::new(form(options.k_descale), form(options.v_descale)))
             .with_mask(mask(options, &lengths))
             .with_softmax_scale(Some(f64::from(options.softmax_scale)))
             .with_score(
@@ -94,6 +106,8 @@ impl Posed {
                     .with_program(program.as_ref().map(|own| own.program)),
             );
         problem.check().map_err(refused)?;
+        beside.k_descale = descale(Extra::KDescale, options.k_descale, &problem, q)?;
+        beside.v_descale = descale(Extra::VDescale, options.v_descale, &problem, q)?;
         Ok(Posed {
             problem,
             beside,
@@ -279,6 +293,14 @@ fn floats(name: &'static str, tensor: &Tensor, shape: &[usize], q: &Tensor) -> R
         return Err(Error::Dtype { tensor: name, got, need: "f32".to_owned() }.into());
     }
     tensor.to_dtype(DType::F32)?.contiguous()
+}
+
+/// Descales in the problem's form; one for all heads is repeated.
+fn descale(extra: Extra, given: Option<&Tensor>, problem: &Problem, q: &Tensor) -> Result<Option<Tensor>> {
+    let (Some(given), Some(axes)) = (given, extra.axes_of(problem)) else { return Ok(None) };
+    let shape: Vec<usize> = axes.iter().map(|axis| axis.len(problem)).collect();
+    let given = if given.dims() == [1] { given.broadcast_as(shape.as_slice())? } else { given.clone() };
+    floats(extra.name(), &given.detach(), &shape, q).map(Some)
 }
 
 /// The first `columns` of a page table.

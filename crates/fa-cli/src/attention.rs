@@ -75,8 +75,8 @@ impl<T: Element + Stored> KvTensor<T> {
     /// When it is shorter than the problem says.
     pub(crate) fn view(&self, name: &'static str) -> Result<KvRef<'_, T>, fa_attn::Error> {
         Ok(match self {
-            KvTensor::Same(tensor) => tensor.view(name)?.into(),
-            KvTensor::Codes(tensor, _) => tensor.view(name)?.into(),
+            KvTensor::Same(tensor) => KvRef::Same(tensor.view(name)?),
+            KvTensor::Codes(tensor, _) => KvRef::Codes(tensor.view(name)?),
         })
     }
 

@@ -6,9 +6,9 @@
 //! cache's capacity, in a page that does not exist, at a position beyond the tables) are skipped and counted.
 //!
 //! A cache of codes ([`Append::codes`]) gets each value times `1 / descale`, as
-//! [`crate::quantize`] rounds it. Descales per head, or per sequence and head, are read; those per row and head
-//! ([`DescaleForm::TokenHead`]) are written, from the largest magnitude of the row after the rotation. No other
-//! row of the cache or of the descales is touched.
+//! [`crate::quantize`] rounds it. Descales per head, or per sequence and head, are read; those per row and
+//! head ([`DescaleForm::TokenHead`]) are written, from the largest magnitude of the row after the rotation.
+//! No other row of the cache or of the descales is touched.
 
 use serde::{Deserialize, Serialize};
 

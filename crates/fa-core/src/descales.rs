@@ -1,8 +1,8 @@
 //! What the codes of an 8-bit K and V are multiplied by.
 //!
 //! A value is its code (an e4m3 number, or an integer) times a descale. With `s = scale * (q . code_k) *
-//! k_descale`, a soft cap acts on `s` and masks come after it; `O = (sum P code_v * v_descale) / l`. LSE is that
-//! of the descaled scores, and says nothing of V.
+//! k_descale`, a soft cap acts on `s` and masks come after it; `O = (sum P code_v * v_descale) / l`. LSE is
+//! that of the descaled scores, and says nothing of V.
 
 use std::fmt;
 
@@ -52,8 +52,8 @@ impl DescaleForm {
         }
     }
 
-    /// The form of a tensor of this shape, whose axes are then those of [`crate::Extra::axes_of`], beside keys of
-    /// these rows. Of packed keys two axes are `[batch, heads_kv]` where the first is the batch, else
+    /// The form of a tensor of this shape, whose axes are then those of [`crate::Extra::axes_of`], beside
+    /// keys of these rows. Of packed keys two axes are `[batch, heads_kv]` where the first is the batch, else
     /// `[total_k, heads_kv]`.
     pub fn of_shape(shape: &[usize], keys: Side, sequences: usize) -> DescaleForm {
         let is_packed = matches!(keys.rows, SideRows::Packed { .. });

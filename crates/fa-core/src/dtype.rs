@@ -137,7 +137,8 @@ impl Types {
     pub fn check(&self) -> Result<(), TypesError> {
         let Types { q, kv, out, dkv } = *self;
         let refuse = |name, value, need| Err(TypesError { name, value, q, need });
-        if kv != q && !(kv.is_code() && !q.is_code()) {
+        let is_cache = kv.is_code() && !q.is_code();
+        if kv != q && !is_cache {
             return refuse("kv_dtype", kv, MIXED);
         }
         if out != q {
@@ -180,8 +181,8 @@ impl Types {
 
 const MIXED: &str = "K and V have the type of Q, or 8 bits beside a wider Q (e4m3 or int8); convert them and \
                      leave kv_dtype out";
-const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave kv_dtype \
-                            out";
+const NO_GRADIENTS: &str = "8-bit K and V have no gradients; dequantise them into Q's type and leave \
+                            kv_dtype out";
 const FP8: &str = "nothing computes an fp8 forward yet; convert Q, K and V to the type of O";
 const WIDE_OUT: &str = "nothing writes O wider than Q yet; leave out_dtype out, and combine partial results \
                         by their LSE in f32";
@@ -212,30 +213,44 @@ impl FromStr for Dtype {
 impl<'de> Deserialize<'de> for Dtype {
     /// From the name, in any format. The error for an unknown name lists the types of [`Dtype::COMPUTED`].
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Dtype, D::Error> {
-        deserializer.deserialize_enum("Dtype", &NAMES, DtypeVisitor)
+        deserializer.deserialize_enum("Dtype", &NAMES, DtypeVisitor(&NAMES))
     }
 }
 
-const NAMES: [&str; 3] = ["f32", "f16", "bf16"];
+/// Reads the type of K and V, which may be codes: errors offer these too.
+pub(crate) fn of_kv<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Dtype>, D::Error> {
+    struct OfKv(Dtype);
+    impl<'de> Deserialize<'de> for OfKv {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<OfKv, D::Error> {
+            deserializer.deserialize_enum("Dtype", &KV_NAMES, DtypeVisitor(&KV_NAMES)).map(OfKv)
+        }
+    }
+    Ok(Option::<OfKv>::deserialize(deserializer)?.map(|OfKv(dtype)| dtype))
+}
 
-struct DtypeVisitor;
+const NAMES: [&str; 3] = ["f32", "f16", "bf16"];
+const KV_NAMES: [&str; 5] = ["f32", "f16", "bf16", "e4m3", "int8"];
+
+/// With the names that errors offer.
+#[derive(Clone, Copy)]
+struct DtypeVisitor(&'static [&'static str]);
 
 impl<'de> Visitor<'de> for DtypeVisitor {
     type Value = Dtype;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "an element type, one of {}", NAMES.join(", "))
+        write!(f, "an element type, one of {}", self.0.join(", "))
     }
 
     fn visit_enum<A: EnumAccess<'de>>(self, data: A) -> Result<Dtype, A::Error> {
-        let (dtype, variant) = data.variant_seed(DtypeName)?;
+        let (dtype, variant) = data.variant_seed(DtypeName(self))?;
         variant.unit_variant()?;
         Ok(dtype)
     }
 }
 
 /// The name alone.
-struct DtypeName;
+struct DtypeName(DtypeVisitor);
 
 impl<'de> DeserializeSeed<'de> for DtypeName {
     type Value = Dtype;
@@ -249,12 +264,12 @@ impl Visitor<'_> for DtypeName {
     type Value = Dtype;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        DtypeVisitor.expecting(f)
+        self.0.expecting(f)
     }
 
     fn visit_str<E: de::Error>(self, name: &str) -> Result<Dtype, E> {
         let known = Dtype::ALL.into_iter().find(|dtype| dtype.name() == name);
-        known.ok_or_else(|| E::unknown_variant(name, &NAMES))
+        known.ok_or_else(|| E::unknown_variant(name, self.0.0))
     }
 }
 

@@ -158,11 +158,11 @@ table! {
     /// heads_kv]` ([`DescaleForm`]).
     KDescale k_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv],
         [Axis::Batch, Axis::SeqlenK, Axis::HeadsKv], [Axis::TotalK, Axis::HeadsKv],
-        [Axis::CachePages, Axis::Page, Axis::HeadsKv] => |problem| form_of_descale(problem, problem.descales.k);
+        [Axis::CachePages, Axis::Page, Axis::HeadsKv] => |problem| descale_form(problem, problem.descales.k);
     /// The same of V.
     VDescale v_descale: F32 [Axis::HeadsKv], [Axis::Batch, Axis::HeadsKv],
         [Axis::Batch, Axis::SeqlenK, Axis::HeadsKv], [Axis::TotalK, Axis::HeadsKv],
-        [Axis::CachePages, Axis::Page, Axis::HeadsKv] => |problem| form_of_descale(problem, problem.descales.v);
+        [Axis::CachePages, Axis::Page, Axis::HeadsKv] => |problem| descale_form(problem, problem.descales.v);
 }
 
 fn first_if(is_needed: bool) -> Option<usize> {
@@ -170,7 +170,7 @@ fn first_if(is_needed: bool) -> Option<usize> {
 }
 
 /// The place of a descale's form in the table.
-fn form_of_descale(problem: &Problem, form: DescaleForm) -> Option<usize> {
+fn descale_form(problem: &Problem, form: DescaleForm) -> Option<usize> {
     match (form, problem.lengths.k().rows) {
         (DescaleForm::None, _) => None,
         (DescaleForm::Head, _) => Some(0),

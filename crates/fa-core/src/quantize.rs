@@ -86,7 +86,7 @@ pub mod int8 {
     pub const LARGEST: f32 = 127.0;
 
     /// The nearest integer, ties to even, saturating; 0 for NaN.
-    pub const fn encode(value: f32) -> i8 {
+    pub fn encode(value: f32) -> i8 {
         value.clamp(-LARGEST, LARGEST).round_ties_even() as i8
     }
 }
@@ -146,7 +146,7 @@ impl Codes {
     }
 
     /// The bits of the code nearest to a number.
-    pub const fn encode(self, value: f32) -> u8 {
+    pub fn encode(self, value: f32) -> u8 {
         match self {
             Codes::E4m3 => e4m3::encode(value),
             Codes::Int8 => int8::encode(value) as u8,

@@ -87,8 +87,8 @@ pub struct AppendExtras<'a> {
     pub seqused_q: Option<&'a [i32]>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<&'a mut [i32]>,
-    /// Descales of a K of codes, in the shape of [`Append::descale_shape`]: read, or written where they are per
-    /// row and head.
+    /// Descales of a K of codes, in the shape of [`Append::descale_shape`]: read, or written where they are
+    /// per row and head.
     pub k_descale: Option<&'a mut [f32]>,
     /// The same of V.
     pub v_descale: Option<&'a mut [f32]>,

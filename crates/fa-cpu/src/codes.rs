@@ -34,24 +34,6 @@ impl<'a, T: Element> From<&TensorRef<'a, u8>> for KvRef<'a, T> {
     }
 }
 
-impl<'a, T: Element> From<TensorRef<'a, T>> for KvRef<'a, T> {
-    fn from(tensor: TensorRef<'a, T>) -> KvRef<'a, T> {
-        KvRef::Same(tensor)
-    }
-}
-
-impl<'a, T: Element> From<TensorRef<'a, u8>> for KvRef<'a, T> {
-    fn from(tensor: TensorRef<'a, u8>) -> KvRef<'a, T> {
-        KvRef::Codes(tensor)
-    }
-}
-
-impl<'a, T: Element> From<&KvRef<'a, T>> for KvRef<'a, T> {
-    fn from(tensor: &KvRef<'a, T>) -> KvRef<'a, T> {
-        *tensor
-    }
-}
-
 impl<'a, T: Element> KvRef<'a, T> {
     /// The tensor, where its elements are of Q's type.
     pub fn same(&self) -> Option<&TensorRef<'a, T>> {

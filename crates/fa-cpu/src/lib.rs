@@ -12,8 +12,8 @@
 //! Sequences of different lengths, keys in pages, ALiBi slopes and sinks come with a call's [`Extras`];
 //! [`batch`] says where the rows of each sequence lie.
 //!
-//! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16. K and V may be codes of
-//! 8 bits ([`KvRef`]), which the forward decodes tile by tile.
+//! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16. K and V may be
+//! codes of 8 bits ([`KvRef`]), which the forward decodes tile by tile.
 //!
 //! ```
 //! use fa_core::{Dtype, Mask, Problem, TensorLayout};

@@ -4,8 +4,8 @@ use fa_core::Types;
 use std::num::NonZeroUsize;
 
 use fa_attn::{
-    Backend, CpuOptions, Dtype, Element, Engine, Error, Extras, ForwardTensors, Gradients, Isa, Lengths,
-    Mask, Output, Pass, Problem, Side, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
+    Backend, CpuOptions, Dtype, Element, Engine, Error, Extras, ForwardTensors, Gradients, Isa, KvRef,
+    Lengths, Mask, Output, Pass, Problem, Side, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
 };
 
 const PROBLEM: Problem = Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32).with_heads_q(4);
@@ -146,8 +146,8 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     let forward = |output: &mut Output<f32>| {
         call.run(ForwardTensors {
             q: q.view("q")?,
-            k: k.view("k")?.into(),
-            v: v.view("v")?.into(),
+            k: KvRef::Same(k.view("k")?),
+            v: KvRef::Same(v.view("v")?),
             out: output.out.view_mut("out")?,
             lse: &mut output.lse,
             extras: Extras::NONE,

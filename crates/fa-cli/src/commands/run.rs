@@ -89,8 +89,8 @@ heads_kv, dim], and cache_seqlens says how long each sequence is
   alibi_slopes                 f32 [heads_q] or [batch, heads_q]: scores lose slope times the distance from \
 the diagonal
   sinks                        f32 [heads_q]: a logit of each row in the denominator; lse includes it
-  k_descale, v_descale         f32 [heads_kv], [batch, heads_kv] or one for each row of each head, in the shape of \
-k without dim: k and v are F8_E4M3 or I8, and each value is its code times this [default: 1]
+  k_descale, v_descale         f32 [heads_kv], [batch, heads_kv] or one for each row of each head, in the shape \
+of k without dim: k and v are F8_E4M3 or I8, and each value is its code times this [default: 1]
   k_new, v_new                 [batch, new, heads_kv, dim], or packed with cu_seqlens_k_new: appended to the \
 cache k, v behind the cache_seqlens keys that it holds, before attention; the output file has k, v and \
 cache_seqlens as they are then

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Problem, ProblemError};
+use crate::dtype::of_kv;
 use crate::lengths::{Side, SideRows};
 use crate::program::Interned;
 use crate::score_mod::Alibi;
@@ -33,7 +34,7 @@ pub(super) struct Flat {
     head_dim_v: usize,
     mask: Mask,
     dtype: Dtype,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "of_kv", skip_serializing_if = "Option::is_none")]
     kv_dtype: Option<Dtype>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     out_dtype: Option<Dtype>,
@@ -175,6 +176,8 @@ mod tests {
         assert!(text.contains(part), "{text}");
         assert_eq!(ron::from_str::<Problem>(&text).unwrap(), cache);
         assert_eq!(serde_json::from_str::<Problem>(&json(&cache)).unwrap(), cache);
+        let error = ron::from_str::<Problem>(&text.replace("e4m3", "e5m2")).unwrap_err().to_string();
+        assert!(error.contains("e5m2") && error.contains("e4m3") && error.contains("int8"), "{error}");
         let named: Problem = ron::from_str(&format!("Problem{ron}")).unwrap();
         assert_eq!(named, other);
         // What may be left out, and what may not.

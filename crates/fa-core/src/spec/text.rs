@@ -6,6 +6,7 @@ use std::ops::Not;
 use serde::{Deserialize, Serialize};
 
 use super::{Kernel, KernelSpec, MaskKind, Reads, SpecError};
+use crate::dtype::of_kv;
 use crate::program::Interned;
 use crate::{Dtype, ScoreKind, Types, each_kernel};
 
@@ -14,7 +15,7 @@ use crate::{Dtype, ScoreKind, Types, each_kernel};
 #[serde(rename = "KernelSpec", expecting = "the fields of a kernel spec", deny_unknown_fields)]
 pub(super) struct Flat {
     dtype: Dtype,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "of_kv", skip_serializing_if = "Option::is_none")]
     kv_dtype: Option<Dtype>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     out_dtype: Option<Dtype>,

@@ -25,7 +25,7 @@ pub(super) fn forward<R: Real, T: Element, A>(
     round: fn(R) -> R,
     pass: impl FnOnce(&Tensors<'_, R>) -> A,
 ) -> Result<A, CpuError> {
-    check_forward(problem, q, &k, &v)?;
+    check_forward(problem, q, k, v)?;
     check_extras(problem, Pass::Forward, &arguments.extras)?;
     let batch = Batch::new(problem, arguments)?;
     let extras = &arguments.extras;

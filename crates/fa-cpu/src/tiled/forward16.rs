@@ -46,8 +46,8 @@ struct Scratch {
 /// rounding of the LSE: as an exponent of 2 that must stay small. The forward takes the same problems.
 const MAX_SCALE: f32 = 1024.0;
 
-/// Whether this path can take the problem: the kernels are there, scores keep their order when scaled, and K and
-/// V are no codes.
+/// Whether this path can take the problem: the kernels are there, scores keep their order when scaled, and K
+/// and V are no codes.
 pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     let Scores { scale, cap } = Scores::new(problem);
     let lies = !problem.types.kv.is_code();

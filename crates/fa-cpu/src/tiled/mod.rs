@@ -148,7 +148,7 @@ fn forward_of<T: Element>(
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
     check_type::<T>(problem)?;
-    check::check_forward(problem, q, k, v)?;
+    check::check_forward(problem, q, *k, *v)?;
     check::check_out(problem, "out", out.shape())?;
     if let Some(lse) = &lse {
         check::check_lse(problem, lse.len())?;

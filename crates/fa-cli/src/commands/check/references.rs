@@ -28,8 +28,8 @@ pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<Refe
     let program = inputs.program();
     let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
     let (q, [k, v]) = inputs.views()?;
-    let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
-    let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
+    let exact = reference::forward_extras(problem, extras, &q, k, v)?;
+    let low = low_precision::forward_extras(problem, extras, &q, k, v)?;
     let mut references = BTreeMap::from([
         ("out", Reference { exact: exact.out, low: widen(&low.out), noise: exact.out_noise }),
         ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),

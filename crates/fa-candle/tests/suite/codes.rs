@@ -1,0 +1,55 @@
+//! K and V of candle's F8E4M3.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use fa_candle::{Options, attention};
+
+use crate::materialised::{Scores, assert_close, attention as materialised, values};
+
+const SCALE: f32 = 0.3;
+
+#[test]
+fn codes_are_multiplied_by_their_descales() -> Result<()> {
+    let q = values((2, 5, 6, 16), 1);
+    let [k, v] = [2, 3].map(|seed| values((2, 37, 2, 16), seed).affine(3.0, 0.0)?.to_dtype(DType::F8E4M3));
+    let (k, v) = (k?, v?);
+    let device = &Device::Cpu;
+    let one = Tensor::new(&[0.25f32], device)?;
+    let heads = Tensor::new(&[0.25f32, 0.5], device)?;
+    let sequences = Tensor::new(&[[0.25f32, 0.5], [1.0, 0.125]], device)?;
+    let rows = Tensor::rand(0.1f32, 0.5, (2, 37, 2), device)?;
+    let spread = |descale: &Tensor| match descale.dims() {
+        [2, 2] => descale.reshape((2, 1, 2, 1)),
+        [2, 37, 2] => descale.unsqueeze(3),
+        [n] => descale.reshape((1, 1, *n, 1)),
+        dims => panic!("{dims:?}"),
+    };
+    for (of_k, of_v) in [(&one, &heads), (&heads, &sequences), (&sequences, &rows), (&rows, &one)] {
+        let options = Options::causal(SCALE).with_k_descale(Some(of_k)).with_v_descale(Some(of_v));
+        let out = attention(&q, &k, &v, &options)?;
+        let decoded = |codes: &Tensor, descale| codes.to_dtype(DType::F32)?.broadcast_mul(&spread(descale)?);
+        let need = materialised(&q, &decoded(&k, of_k)?, &decoded(&v, of_v)?, SCALE, Scores::CAUSAL)?.0;
+        assert_close("codes", &out, &need, 1e-5);
+    }
+    Ok(())
+}
+
+#[test]
+fn what_has_no_codes_or_no_gradients_is_refused_by_name() -> Result<()> {
+    let q = values((1, 2, 2, 16), 1);
+    let k = values((1, 3, 2, 16), 2);
+    let codes = k.to_dtype(DType::F8E4M3)?;
+    let descale = Tensor::new(&[0.25f32, 0.5, 1.0], &Device::Cpu)?;
+    let options = Options::full(SCALE);
+    let with_descale = options.with_v_descale(Some(&descale));
+    let tracked = Var::from_tensor(&q)?;
+    for (found, part) in [
+        (attention(&q, &codes, &k, &options), "the type of k"),
+        (attention(&q, &k, &k, &with_descale), "v_descale with K and V in f32"),
+        (attention(&q, &codes, &codes, &with_descale), "v_descale"),
+        (attention(&tracked, &codes, &codes, &options), "8-bit K and V have no gradients"),
+    ] {
+        let text = found.expect_err("must be refused").to_string();
+        assert!(text.contains(part), "{text} does not say {part}");
+    }
+    Ok(())
+}
