@@ -59,7 +59,7 @@ fn every_head_dim_has_a_kernel_that_fits() {
 /// Decoding reads half the bytes, and takes little more than half the time where memory is the limit.
 #[test]
 fn decoding_a_cache_of_codes_is_faster() {
-    for (arch, least) in [(Arch::Sm90, 1.5), (Arch::Sm80, 1.0)] {
+    for (arch, least) in [(Arch::Sm90, 1.5), (Arch::Sm80, 1.3)] {
         for head_dim in [64, 128] {
             let seconds = |kv| first(&problem(32, 1, 32 << 10, head_dim, kv), arch, None).cost.seconds;
             let gain = seconds(Dtype::Bf16) / seconds(Dtype::E4m3);
