@@ -1,8 +1,13 @@
 """What `fa_attn.flash_mla` needs of arrays other than torch's."""
 
 
+from typing import Any
+
+
 class Latents:
     """Methods of `fa_attn._arrays.Arrays`, whose `library` has the functions of arrays."""
+
+    library: Any
 
     def chosen(self, indices, rows, lengths):
         """(page table of single rows, rows in use) of `indices` (n, most), of which entries outside of the

@@ -109,7 +109,7 @@ def flash_mla_with_kvcache(
         causal=numbers.causal,
         topk=None if indices is None else indices.shape[-1],
     )
-    q, k_cache = _without_gradients(face, q=q, k_cache=k_cache)
+    tokens, cache = _without_gradients(face, q=q, k_cache=k_cache)
     if indices is None:
         of_indices = {
             "extra_k_cache": extra_k_cache,
@@ -128,19 +128,19 @@ def flash_mla_with_kvcache(
             page_table=face.contiguous(array("block_table", block_table)),
             max_seqlen_q=q.shape[1],
         )
-        keys = k_cache[..., columns:], k_cache[..., :columns]
-        out, lse = face.attention(q, *keys, numbers, extras, metadata.plans)
+        keys = cache[..., columns:], cache[..., :columns]
+        out, lse = face.attention(tokens, *keys, numbers, extras, metadata.plans)
     else:
         if numbers.causal:
             raise InputError("causal with indices: they say which rows a token sees, leave it out")
-        out, lse = _on_indices(face, q, k_cache, columns, numbers, "indices", indices, topk_length)
+        out, lse = _on_indices(face, tokens, cache, columns, numbers, "indices", indices, topk_length)
         if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
             raise InputError("extra_k_cache and extra_indices_in_kvcache belong together: give both")
         if extra_k_cache is not None:
             _columns(q, extra_k_cache, "extra_k_cache", head_dim_v)
-            (extra_k_cache,) = _without_gradients(face, extra_k_cache=extra_k_cache)
+            (cache,) = _without_gradients(face, extra_k_cache=extra_k_cache)
             named = ("extra_indices_in_kvcache", extra_indices_in_kvcache, extra_topk_length)
-            more, more_lse = _on_indices(face, q, extra_k_cache, columns, numbers, *named)
+            more, more_lse = _on_indices(face, tokens, cache, columns, numbers, *named)
             out, lse = merge([out, more], [lse, more_lse])
     return _finished(face, out, lse, attn_sink)
 
@@ -170,12 +170,13 @@ def flash_mla_sparse_fwd(
         raise UnsupportedError(f"kv has {kv.shape[1]} heads: give one, whose rows all heads share")
     columns = _columns(q, kv, "kv", d_v)
     numbers = _numbers(sm_scale, q, False)
-    q, kv = _without_gradients(face, q=q, kv=kv)
-    named = ("indices", indices, topk_length)
-    out, lse = _on_indices(face, q[:, None], kv[:, None], columns, numbers, *named)
+    tokens, rows = _without_gradients(face, q=q, kv=kv)
+    of_tokens: Any = indices
+    named = ("indices", of_tokens, topk_length)
+    out, lse = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
     out, lse = _finished(face, out, lse, attn_sink)
-    chosen = face.chosen(indices[:, 0], kv.shape[0], topk_length)
-    return out[:, 0], face.largest_scores(q, kv[:, 0], *chosen, numbers.scale), lse[..., 0]
+    chosen = face.chosen(of_tokens[:, 0], rows.shape[0], topk_length)
+    return out[:, 0], face.largest_scores(tokens, rows[:, 0], *chosen, numbers.scale), lse[..., 0]
 
 
 def _check_axes(name, value, axes, need):
