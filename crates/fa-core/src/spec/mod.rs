@@ -82,7 +82,7 @@ pub enum Kernel {
     /// Forward by tcgen05 and TMA in tensor memory, on 10.0 and 10.3. Assembled and emulated, never run on a
     /// GPU.
     Sm100Fwd(Sm100Fwd),
-    /// Forward for heads wider than a warpgroup's registers and for latents, by wgmma and TMA; runs on 9.0 only.
+    /// Forward for heads wider than a warpgroup's registers and for latents; runs on 9.0 only.
     Sm90Wide(Sm90Wide),
     /// Forward of e4m3 tensors by wgmma and TMA with warp specialisation; runs on 9.0 only.
     Sm90FwdFp8(Sm90FwdFp8),

@@ -63,8 +63,8 @@ impl Sm90Wide {
         }
         if self.latent && self.overlap && self.kv_stages < 2 {
             return Err(SpecError::Conflict(
-                "latent and overlap need kv_stages of 2 or more: S of a step and P V of the one before read two \
-                 tiles of latents"
+                "latent and overlap need kv_stages of 2 or more: S of a step and P V of the one before read \
+                 two tiles of latents"
                     .into(),
             ));
         }

@@ -1,4 +1,4 @@
-//! What the SM90 forward for wide heads takes of an SM: its shared memory, buffer by buffer, and its registers.
+//! What the SM90 forward for wide heads takes of an SM: shared memory, buffer by buffer, and registers.
 
 use fa_core::{KernelSpec, Sm90Wide};
 
@@ -38,8 +38,8 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Wide) -> SmemPlan {
     plan.round_up(TILE_ALIGN)
 }
 
-/// Registers in addition to the accumulators and P: those of the SM90 forward with P as a register operand and
-/// one product after the other.
+/// Registers in addition to the accumulators and P: those of the SM90 forward with P as a register operand
+/// and one product after the other.
 const OVERHEAD: u32 = 28;
 
 /// Predicted registers of a thread of the leader, which holds S and P beside its half of O's columns.

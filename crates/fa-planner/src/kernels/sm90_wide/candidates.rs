@@ -20,8 +20,8 @@ const LEAST_LATENT: u32 = 256;
 /// The most buffers of keys that are tried: more are not in flight at once.
 const MOST_STAGES: u32 = 4;
 
-/// Every kernel that is tried for `problem`, in order: steps, heads of a group packed or not, keys in one piece
-/// or shared by several CTAs.
+/// Every kernel that is tried for `problem`, in order: steps, heads of a group packed or not, keys in one
+/// piece or shared by several CTAs.
 pub fn candidates(
     problem: &Problem,
     head_dim: u32,
