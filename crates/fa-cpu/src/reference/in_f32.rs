@@ -1,5 +1,5 @@
-//! The formula in f32, nothing else rounded: what the tiled implementation computes for problems with
-//! programs.
+//! The formula in f32, nothing else rounded: what the tiled implementation computes gradients by where an LSE
+//! leaves no fraction.
 
 use fa_core::Problem;
 
