@@ -310,7 +310,8 @@ fn check(own: &Own, seed: u64) {
                 if exact.lse.is_nan() {
                     assert!(lse.is_nan(), "{place}: LSE {lse}");
                 } else if exact.lse.is_finite() {
-                    let allowed = 2e-6 * (1.0 + exact.lse.abs()) + 3e-5;
+                    // The error of polynomial exponentials (`exp2_polynomial`).
+                    let allowed = 2e-6 * (1.0 + exact.lse.abs()) + 8e-5;
                     assert!((lse - exact.lse).abs() <= allowed, "{place}: LSE {lse}, not {}", exact.lse);
                 } else {
                     assert_eq!(lse, exact.lse, "{place}");
@@ -395,15 +396,6 @@ fn e4m3_tensors_of_equal_lengths_give_o_and_lse() {
         (Own { head_dims: (192, 128), ..of(&[], 128, Rows::Uniform(20, 257)) }, 0),
         (Own { heads: (6, 2), ..of(PACKED, 128, Rows::Uniform(3, 300)).masked(Mask::CAUSAL) }, 1),
         (Own { heads: (4, 2), descales: Descales::NONE, ..of(&[], 64, Rows::Uniform(1, 1)) }, 2),
-        (Own { flags: "alibi: true,", ..of(OVERLAP, 64, Rows::Uniform(70, 200)).masked(Mask::CAUSAL) }, 0),
-        (
-            Own {
-                flags: "sinks: true,",
-                heads: (6, 2),
-                ..of(PACKED, 64, Rows::Uniform(30, 200)).masked(window)
-            },
-            1,
-        ),
     ] {
         check(&own, seed);
     }
@@ -436,6 +428,26 @@ fn special_codes_and_descales_are_honoured() {
         (of(TURNS, 64, Rows::Uniform(70, 300)).with(Values::AllCodes), 2),
         (of(&[], 128, Rows::Varied(Lie::Padded)).with(Values::AllCodes).masked(Mask::CAUSAL), 0),
         (Own { heads: (4, 4), ..of(&[], 64, Rows::Uniform(40, 150)).with(Values::Extreme) }, 1),
+    ] {
+        check(&own, seed);
+    }
+}
+
+#[test]
+#[ignore = "emulation"]
+fn e4m3_scores_are_changed() {
+    let window = Mask::window(40, 7);
+    for (own, seed) in [
+        (Own { flags: "alibi: true,", ..of(OVERLAP, 64, Rows::Uniform(70, 200)).masked(Mask::CAUSAL) }, 0),
+        (
+            Own {
+                flags: "sinks: true,",
+                heads: (6, 2),
+                ..of(PACKED, 64, Rows::Uniform(30, 200)).masked(window)
+            },
+            1,
+        ),
+        (of(TURNS, 128, Rows::Uniform(130, 330)).masked(Mask::CAUSAL), 2),
     ] {
         check(&own, seed);
     }
