@@ -1,15 +1,19 @@
 //! K and V in 8 bits: the oracle against itself on decoded tensors, the tiled implementation against the
 //! oracle, and what other implementations get wrong.
 
-use fa_core::quantize::{Codes, Scales};
-use fa_core::{Alibi, DescaleForm, Descales, Dtype, Extra, Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_core::quantize::{Codes, Scales, amax, reciprocal};
+use fa_core::{
+    Alibi, Append, CacheCodes, DescaleForm, Descales, Dtype, Extra, Lengths, Mask, Pass, Problem, Rotary,
+    RotaryPairs, ScoreMod, Side, TensorLayout, Types,
+};
+use fa_cpu::append::{CacheMut, append};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{compare, compare_lse};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::simd::Isa;
 use fa_cpu::tiled::{Options, forward_extras};
-use fa_cpu::{CpuError, Element, Extras, OwnedExtras, TensorMut};
+use fa_cpu::{AppendExtras, AppendTensors, CpuError, Element, Extras, OwnedExtras, Table, TensorMut};
 use half::{bf16, f16};
 
 use crate::inputs::{Inputs, Random, bshd};
@@ -391,6 +395,109 @@ fn quantised_tensors_come_back() {
             let step = if kv == Dtype::E4m3 { 1.0 / 16.0 } else { 1.0 / 254.0 };
             assert!(error <= f64::from(most) * step * 1.001, "{scales:?}, {kv}: {error}");
             case.check();
+        }
+    }
+}
+
+/// An append to codes writes what quantising the cache of an append to 16 bits gives (the rotated keys too), and
+/// touches no other row of codes and descales (sglang#30815).
+#[test]
+fn appended_rows_are_those_of_a_16_bit_cache_quantised() {
+    const DIM: usize = 32;
+    let table = [3, 1, 0, 4];
+    let (before, mut after) = ([3, 0], [0, 0]);
+    let rotary =
+        Rotary { dim: 16, pairs: RotaryPairs::Halves, positions: 16, table: Dtype::F32, queries: None };
+    let plain = Append {
+        sequences: 2,
+        new: Side::padded(5),
+        cache: Side::paged(4, 5, 8),
+        heads_kv: 2,
+        head_dim: DIM,
+        head_dim_v: DIM,
+        dtype: Dtype::Bf16,
+        codes: None,
+        rotary: Some(rotary),
+    };
+    let mut random = Random::new(4);
+    let mut draw =
+        |count: usize| -> Vec<bf16> { (0..count).map(|_| bf16::from_f64(2.0 * random.normal())).collect() };
+    let (of_new, of_cache) = (plain.new_shape(DIM), plain.cache_shape(DIM));
+    let [k_new, v_new] = [(); 2].map(|()| draw(of_new.iter().product()));
+    let angles: Vec<f32> = (0..16 * 8).map(|i| (i as f32 * 0.7).sin()).collect();
+    let count: usize = of_cache.iter().product();
+    let mut halves = [(); 2].map(|()| vec![bf16::ZERO; count]);
+    let layout = TensorLayout::Bshd;
+    let mut run = |what: &Append, caches: [CacheMut<'_, bf16>; 2], descales: [Option<&mut [f32]>; 2]| {
+        let [k_descale, v_descale] = descales;
+        let mut extras = AppendExtras {
+            seqused_k: Some(&before),
+            page_table: Some(&table),
+            used_out: Some(&mut after),
+            k_descale,
+            v_descale,
+            ..AppendExtras::default()
+        };
+        let [k_cache, v_cache] = caches;
+        let mut tensors = AppendTensors {
+            k_new: bshd("k_new", &k_new, of_new),
+            v_new: bshd("v_new", &v_new, of_new),
+            k_cache,
+            v_cache,
+            q: None,
+            tables: Some([Table::F32(&angles), Table::F32(&angles)]),
+        };
+        append(what, &mut extras, &mut tensors)
+    };
+    let caches = halves.each_mut().map(|cache| TensorMut::packed("cache", cache, of_cache, layout).unwrap());
+    assert_eq!(run(&plain, caches.map(CacheMut::from), [None, None]), Ok(0));
+    // Rows of the cache that are written: 5 of each sequence.
+    let place =
+        |sequence: usize, position: usize| table[sequence * 2 + position / 4] as usize * 4 + position % 4;
+    let written: Vec<(usize, usize)> =
+        (0..5).flat_map(|t| [(0, place(0, 3 + t)), (1, place(1, t))]).collect();
+    for form in DescaleForm::ALL {
+        for kind in [Codes::E4m3, Codes::Int8] {
+            let descales = Descales::both(form);
+            let what = Append { codes: Some(CacheCodes { kind, descales }), ..plain };
+            let mut bits = [(); 2].map(|()| vec![9u8; count]);
+            let given: Option<Vec<f32>> = what
+                .descale_shape(form)
+                .map(|shape| (0..shape.iter().product()).map(|i: usize| 0.01 * (i + 1) as f32).collect());
+            let mut own = [given.clone(), given.clone()];
+            let caches =
+                bits.each_mut().map(|cache| TensorMut::packed("cache", cache, of_cache, layout).unwrap());
+            let of_call = own.each_mut().map(Option::as_deref_mut);
+            assert_eq!(run(&what, caches.map(CacheMut::from), of_call), Ok(0));
+            for ((bits, own), halves) in bits.iter().zip(&own).zip(&halves) {
+                for row in 0..20 {
+                    let sequence = written.iter().find(|(_, at)| *at == row).map(|(sequence, _)| *sequence);
+                    for head in 0..2 {
+                        let at = row * 2 + head;
+                        let codes = &bits[at * DIM..][..DIM];
+                        let Some(sequence) = sequence else {
+                            assert!(codes.iter().all(|&code| code == 9));
+                            if form == DescaleForm::TokenHead {
+                                assert_eq!(own.as_ref().unwrap()[at], given.as_ref().unwrap()[at]);
+                            }
+                            continue;
+                        };
+                        let values: Vec<f32> = halves[at * DIM..][..DIM].iter().map(|v| v.to_f32()).collect();
+                        let descale = match form {
+                            DescaleForm::None => 1.0,
+                            DescaleForm::Head => given.as_ref().unwrap()[head],
+                            DescaleForm::SequenceHead => given.as_ref().unwrap()[sequence * 2 + head],
+                            DescaleForm::TokenHead => kind.descale(amax(&values)),
+                        };
+                        let expected: Vec<u8> =
+                            values.iter().map(|value| kind.encode(value * reciprocal(descale))).collect();
+                        assert_eq!(codes, expected, "{form}, {kind:?}, row {row}");
+                        if form == DescaleForm::TokenHead {
+                            assert_eq!(own.as_ref().unwrap()[at], descale);
+                        }
+                    }
+                }
+            }
         }
     }
 }
