@@ -47,7 +47,7 @@ pub(crate) fn forward(
 fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [f32]>) -> Result<Vec<T>> {
     let problem = &posed.problem;
     let beside = on_host(&posed.beside)?;
-    let q = view("q", q, q_shape(problem))?;
+    let q = view::<T>("q", q, q_shape(problem))?;
     let k = kv::<T>("k", k, k_shape(problem), problem)?;
     let v = kv::<T>("v", v, v_shape(problem), problem)?;
     let mut out: Vec<T> = zeros(out_shape(problem));
