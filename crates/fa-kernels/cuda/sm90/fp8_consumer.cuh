@@ -243,7 +243,8 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
                 smem.q_bars.release(q_state, elected);
                 if constexpr (!C.two_level) rescale[0] = rescale[1] = 1.f;
             } else {
-                // One product after the other: with ping-pong another warpgroup's run under this one's softmax.
+                // One product after the other: with ping-pong another warpgroup's products run under this
+                // one's softmax.
                 while (--n_block >= range.begin) {
                     wait_turn();
                     add_pv(accumulate);
