@@ -42,7 +42,9 @@ struct Traits {
     // Registers per thread after setmaxnreg: the consumers get what the producers leave of 64K, in multiples
     // of 8. Producers need more with lengths on the device, with the gather and with codes.
     static constexpr int kMoreRegs = C.num_wg == 1               ? 0
-                                     : kCodes                    ? (C.num_wg == 3 ? 16 : C.head_dim_v > 128 ? 24 : 32)
+                                     : kCodes                    ? (C.num_wg == 3        ? 16
+                                                                    : C.head_dim_v > 128 ? 24
+                                                                                         : 32)
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
                                                                  : 0;
@@ -61,8 +63,8 @@ struct Traits {
     template <class Kv>
     using Codes = CodeTile<SmemTile<C.tile_n, Kv::kPanel * Kv::kPanels, true>, C.tile_n / 2, 32>;
 
-    // With keys in pages, and with codes: warps that load K, and as many that load V; all producer warps; and warps that
-    // signal that a tile of K, or of V, has arrived.
+    // With keys in pages, and with codes: warps that load K, and as many that load V; all producer warps; and
+    // warps that signal that a tile of K, or of V, has arrived.
     static constexpr int kPageWarps = C.gather || kCodes || max_of(K::kPanels, V::kPanels) > 1 ? 2 : 1;
     static constexpr int kProducerWarps = C.paged || kCodes ? 2 * kPageWarps : 1;
     static constexpr int kLoadingWarps = C.gather || kCodes ? kPageWarps : 1;
@@ -105,8 +107,7 @@ struct alignas(1024) SharedStorage {
         T::kCodes,
         CodeStages<T::template Codes<typename T::K>::kBytes, T::template Codes<typename T::V>::kBytes,
                    max_of(C.code_stages, 1), C.tile_n>,
-        NoCodeStages>
-        codes;
+        NoCodeStages> codes;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;
