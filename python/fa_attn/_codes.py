@@ -34,7 +34,14 @@ _SMALLEST_NORMAL = 1.1754943508222875e-38
 _LARGEST_FLOAT = 3.4028234663852886e38
 _PER = ("tensor", "head", "sequence_head", "token_head")
 _DESCALES = ("q_descale", "k_descale", "v_descale")
-_WIDE_Q = "q_descale: q is of 16 bits and has no descale, multiply softmax_scale by it"
+
+
+def _no_descale_of(tensors):
+    """Refuses a descale of a q that holds no codes."""
+    if "q_descale" in tensors:
+        given = short(tensors["q_descale"])
+        advice = "q is of 16 bits and has no descale, multiply softmax_scale by it"
+        raise UnsupportedError(f"q_descale = {given}: {advice}")
 
 
 def _type_of(x):
@@ -84,8 +91,7 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
     `is_cache`: gradients are not asked for."""
     dtype = getattr(q, "dtype", k)
     if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
-        if "q_descale" in tensors:
-            raise UnsupportedError(_WIDE_Q)
+        _no_descale_of(tensors)
         return q, k, v, tensors, numbers
     asked = asked_codes(asked)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
@@ -97,8 +103,8 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
         if not codes == other == _codes_of("q", q, asked):
             types = f"{names[0]} {_type_of(k)} and {names[1]} {_type_of(v)}"
             raise InputError(f"q holds {held}, {types}: give all three in float8_e4m3fn, or q in 16 bits")
-    elif "q_descale" in tensors:
-        raise UnsupportedError(_WIDE_Q)
+    else:
+        _no_descale_of(tensors)
     if codes is other is None:
         return q, k, v, tensors, numbers
     face = face_of(array("q", q))

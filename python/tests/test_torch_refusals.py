@@ -48,9 +48,12 @@ def test_tensors_of_other_layouts_are_refused(layout):
 
 
 def test_types_of_8_bits_are_named():
-    q = torch.ones(1, 4, 2, 16).to(torch.float8_e4m3fn)
-    with pytest.raises(fa_attn.UnsupportedError, match="float8_e4m3fn"):
+    q = torch.ones(1, 4, 2, 16).to(torch.float8_e5m2)
+    with pytest.raises(fa_attn.UnsupportedError, match="float8_e5m2"):
         fa_attn.flash_attn_func(q, q, q)
+    qkv = torch.ones(1, 4, 3, 2, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(fa_attn.UnsupportedError, match="float8_e4m3fn"):
+        fa_attn.flash_attn_qkvpacked_func(qkv)
 
 
 def test_second_derivatives_raise():

@@ -256,7 +256,7 @@ impl Trial {
         let (q, k, v) = (view(0, "q"), view(1, "k"), view(2, "v"));
         let bits: [KvRef<'_, T>; 3] = [q, k, v].map(KvRef::Codes);
         let fits = "the tensors are the problem's";
-        let exact = reference::forward_extras(problem, arguments, &bits[0], &bits[1], &bits[2]).expect(fits);
+        let exact = reference::forward_extras(problem, arguments, bits[0], bits[1], bits[2]).expect(fits);
         let how = fp8::Accumulation::exact(TILE_N);
         let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, how).expect(fits);
         let noise = kernel.tolerance(&exact.out).max(exact.out_noise);

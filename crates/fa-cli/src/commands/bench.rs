@@ -158,7 +158,7 @@ fn on_gpu(args: &BenchArgs) -> bool {
         Backend::Cuda => true,
         Backend::Cpu | Backend::Reference => false,
         Backend::Auto => {
-            let halves = matches!(args.shapes.dtype, Some(Dtype::F16 | Dtype::Bf16));
+            let halves = matches!(args.shapes.dtype, Some(Dtype::F16 | Dtype::Bf16 | Dtype::E4m3));
             let of_the_cpu = args.cpu.isa.is_some() || args.cpu.threads.is_some() || args.seconds.is_some();
             let suited = args.mode != Mode::Both && (halves || args.gpu.given().is_some()) && !of_the_cpu;
             suited && fa_kernels::driver::probe().is_ok()

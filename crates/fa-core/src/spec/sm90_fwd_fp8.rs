@@ -43,8 +43,8 @@ kernel_params! {
 /// Columns of O whose products of a step are in registers at once beside all of O, where O is wide.
 const SLICE: u32 = 64;
 
-/// Keys of a step from which the products of 128 columns come in slices: registers of their scores are those of
-/// the products otherwise.
+/// Keys of a step from which the products of 128 columns come in slices: their scores leave no registers for
+/// all.
 const SLICED_FROM: u32 = 160;
 
 impl Sm90FwdFp8 {

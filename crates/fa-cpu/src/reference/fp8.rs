@@ -32,7 +32,7 @@ pub struct Accumulation {
     /// Whether a tile's products are added up apart, and their sum to O in f32; otherwise all in one
     /// accumulator.
     pub two_level: bool,
-    /// Whether accumulators are those of Hopper's tensor core, which cuts off what is below [`KEPT_BITS`] of
+    /// Whether accumulators are those of Hopper's tensor core, which cuts off what is below 13 bits of
     /// the largest addend; otherwise they are exact.
     pub truncates: bool,
 }

@@ -10,10 +10,10 @@
 
 namespace fa {
 
-// Stores row `row` (0 or 1, a compile-time constant) of the thread's two rows of O, times `factor`, to the row
-// at `out`, up to `columns`. Of 16 columns lane t of a quad holds 4t to 4t + 3: even and odd ones in two blocks
-// of 8 accumulator columns. Neighbouring lanes exchange halves of 32 columns, so that each stores 16 bytes. All
-// lanes take part; `inside` says whether the row exists.
+// Stores row `row` (0 or 1, a compile-time constant) of the thread's two rows of O, times `factor`, to the
+// row at `out`, up to `columns`. Of 16 columns lane t of a quad holds 4t to 4t + 3: even and odd ones in two
+// blocks of 8 accumulator columns. Neighbouring lanes exchange halves of 32 columns, so that each stores 16
+// bytes. All lanes take part; `inside` says whether the row exists.
 template <Dtype T, int N>
 __device__ __forceinline__ void store_permuted_row(int row, u16* out, bool inside, const float (&acc)[N],
                                                    float factor, int columns) {

@@ -7,7 +7,8 @@
 
 namespace fa {
 
-// Rounds four f32 to e4m3 (nearest even, saturating; NaN stays NaN) and packs them, the first in the low byte.
+// Rounds four f32 to e4m3 (nearest even, saturating; NaN stays NaN) and packs them, the first in the low
+// byte.
 __device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
     u32 packed;
     asm("{\n.reg .b16 low, high;\n"
@@ -24,29 +25,29 @@ namespace wgmma {
 template <int N>
 struct MmaE4m3;
 
-#define FA_WGMMA_E4M3(N, R, O0, O1, O2, O3, O4, O5)                                                          \
-    template <>                                                                                             \
-    struct MmaE4m3<N> {                                                                                     \
-        /* A and B by shared-memory descriptors; d = a b + (accumulate ? d : 0). */                         \
-        __device__ __forceinline__ static void ss(float (&d)[R], u64 a, u64 b, int accumulate) {            \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2                                           \
-                         ", 0;\n"                                                                           \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FA_R##R "}, %" #O0    \
-                         ", %" #O1 ", p, 1, 1;\n}\n"                                                        \
-                         : FA_D##R                                                                          \
-                         : "l"(a), "l"(b), "r"(accumulate)                                                  \
-                         : "memory");                                                                       \
-        }                                                                                                   \
-        /* A as four registers of four numbers. */                                                          \
-        __device__ __forceinline__ static void rs(float (&d)[R], const u32* a, u64 b, int accumulate) {     \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5                                           \
-                         ", 0;\n"                                                                           \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FA_R##R "}, {%" #O0   \
-                         ", %" #O1 ", %" #O2 ", %" #O3 "}, %" #O4 ", p, 1, 1;\n}\n"                         \
-                         : FA_D##R                                                                          \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)              \
-                         : "memory");                                                                       \
-        }                                                                                                   \
+#define FA_WGMMA_E4M3(N, R, O0, O1, O2, O3, O4, O5)                                                     \
+    template <>                                                                                         \
+    struct MmaE4m3<N> {                                                                                 \
+        /* A and B by shared-memory descriptors; d = a b + (accumulate ? d : 0). */                     \
+        __device__ __forceinline__ static void ss(float (&d)[R], u64 a, u64 b, int accumulate) {        \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2                                       \
+                         ", 0;\n"                                                                       \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FA_R##R           \
+                         "}, %" #O0 ", %" #O1 ", p, 1, 1;\n}\n"                                         \
+                         : FA_D##R                                                                      \
+                         : "l"(a), "l"(b), "r"(accumulate)                                              \
+                         : "memory");                                                                   \
+        }                                                                                               \
+        /* A as four registers of four numbers. */                                                      \
+        __device__ __forceinline__ static void rs(float (&d)[R], const u32* a, u64 b, int accumulate) { \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5                                       \
+                         ", 0;\n"                                                                       \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FA_R##R           \
+                         "}, {%" #O0 ", %" #O1 ", %" #O2 ", %" #O3 "}, %" #O4 ", p, 1, 1;\n}\n"         \
+                         : FA_D##R                                                                      \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)          \
+                         : "memory");                                                                   \
+        }                                                                                               \
     };
 
 FA_WGMMA_E4M3(32, 16, 16, 17, 18, 19, 20, 21)

@@ -169,21 +169,21 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
         auto end = [&] { return rows.end(seqlen, tile.m_block, tile_rows); };
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
-        const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
-                                                           kLog2e);
-        const float to_log2 = descaled_log2(params, tile.batch, kv_head);
-        // With ALiBi the scores are exponents already.
-        const float scale_log2 = C.alibi ? 1.f : to_log2;
-
-        // Turns products into masked scores.
-        auto modify = [&](float(&s)[C.tile_n / 2], int n_block) {
-            alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
-            if (!range.needs_mask(n_block)) return;
-            auto query_of = [&](int r) { return rows.query(row + 8 * r); };
-            mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
-        };
-
         if (!range.empty()) {
+            const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
+                                                               kLog2e);
+            const float to_log2 = descaled_log2(params, tile.batch, kv_head);
+            // With ALiBi the scores are exponents already.
+            const float scale_log2 = C.alibi ? 1.f : to_log2;
+
+            // Turns products into masked scores.
+            auto modify = [&](float(&s)[C.tile_n / 2], int n_block) {
+                alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
+                if (!range.needs_mask(n_block)) return;
+                auto query_of = [&](int r) { return rows.query(row + 8 * r); };
+                mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
+            };
+
             Softmax<C.exp_poly_of_16, 0, Exponential::Base2Approx, false, kP8Offset> softmax;
             smem.q_bars.wait_full(q_state);
             // The first tile of keys: there is nothing to rescale.
@@ -243,7 +243,8 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
                 smem.q_bars.release(q_state, elected);
                 if constexpr (!C.two_level) rescale[0] = rescale[1] = 1.f;
             } else {
-                // One product after the other: with ping-pong another warpgroup's run under this one's softmax.
+                // One product after the other: with ping-pong another warpgroup's products run under this
+                // one's softmax.
                 while (--n_block >= range.begin) {
                     wait_turn();
                     add_pv(accumulate);

@@ -25,7 +25,10 @@ struct Fp8Traits {
     // Registers per thread after setmaxnreg; the producers transpose V, and need more with lengths on the
     // device.
     static constexpr int kMoreRegs = C.varied && C.num_wg > 1 ? 8 : 0;
-    static constexpr int kProducerRegs = (C.num_wg == 1 ? 56 : C.num_wg == 2 ? 40 : 56) + C.num_wg * kMoreRegs;
+    static constexpr int kProducerRegs = (C.num_wg == 1   ? 56
+                                          : C.num_wg == 2 ? 40
+                                                          : 56) +
+                                         C.num_wg * kMoreRegs;
     static constexpr int kConsumerRegs = (C.num_wg == 1 ? 256 : C.num_wg == 2 ? 232 : 152) - kMoreRegs;
 
     using Q = BytePanelTile<C.tile_m, C.head_dim>;

@@ -1,5 +1,5 @@
-// The producer warpgroup of the SM90 forward of e4m3 tensors: one thread issues all TMA loads (of keys in pages
-// a warp does, a box each lane), and all of its threads transpose V.
+// The producer warpgroup of the SM90 forward of e4m3 tensors: one thread issues all TMA loads (of keys in
+// pages a warp does, a box each lane), and all of its threads transpose V.
 #pragma once
 #include "attn/paged_keys.cuh"
 #include "attn/ragged.cuh"
@@ -72,12 +72,12 @@ struct Fp8Loads {
     }
 
     __device__ __forceinline__ void k(const LoadTile<C>& work, int n_block) {
-        keys<true>(typename T::K{}, smem.k[k_state.stage], map_k, params.varlen.tma_k, smem.k_bars, k_state, work,
-             n_block);
+        keys<true>(typename T::K{}, smem.k[k_state.stage], map_k, params.varlen.tma_k, smem.k_bars, k_state,
+                   work, n_block);
     }
     __device__ __forceinline__ void v(const LoadTile<C>& work, int n_block) {
-        keys<false>(typename T::V{}, smem.v[v_state.stage], map_v, params.varlen.tma_v, smem.v_bars, v_state, work,
-             n_block);
+        keys<false>(typename T::V{}, smem.v[v_state.stage], map_v, params.varlen.tma_v, smem.v_bars, v_state,
+                    work, n_block);
     }
 
     // Rows past the end of a sequence become zeros. Counts: entries of the page table that name no page are

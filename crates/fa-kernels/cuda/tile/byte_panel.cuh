@@ -1,5 +1,5 @@
-// Shared-memory tiles of 8-bit elements: laid out as tiles of 16-bit elements (tile/panel.cuh) are, with a pair
-// of columns in the place of each.
+// Shared-memory tiles of 8-bit elements: laid out as tiles of 16-bit elements (tile/panel.cuh) are, with a
+// pair of columns in the place of each.
 #pragma once
 #include "tile/panel.cuh"
 #include "types.cuh"

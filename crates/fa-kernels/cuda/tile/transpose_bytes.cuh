@@ -1,9 +1,9 @@
-// Transposes a tile of 8-bit elements on chip: rows of wgmma's 8-bit operands run along the contraction, and V
-// comes with a key a row.
+// Transposes a tile of 8-bit elements on chip: rows of wgmma's 8-bit operands run along the contraction, and
+// V comes with a key a row.
 //
 // A matrix load takes pairs of columns for elements. Transposed, it gives a thread keys 2t and 2t + 1 of
-// columns 2g and 2g + 1 (t = lane % 4, g = lane / 4). The bytes of two such matrices, keys 0 to 7 and 8 to 15,
-// are four keys of column 2g, and four of column 2g + 1, in the order in which a thread packs P without
+// columns 2g and 2g + 1 (t = lane % 4, g = lane / 4). The bytes of two such matrices, keys 0 to 7 and 8 to
+// 15, are four keys of column 2g, and four of column 2g + 1, in the order in which a thread packs P without
 // shuffles: of 16 keys 0, 1, 8, 9, 2, 3, 10, 11, .. Columns are stored in another order too, so that no banks
 // conflict: of 16 columns the even ones first. The store of O restores their order (attn/store_permuted.cuh).
 #pragma once

@@ -19,6 +19,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases: Vec<Case> = library(extent, repeat)
         .into_iter()
         .filter(|case| case.action == Action::Once && case.values != Values::Lowest)
+        .filter(|case| case.problem.check_pass(Pass::BACKWARD).is_ok())
         .enumerate()
         .map(|(index, mut case)| {
             let p = &mut case.problem;

@@ -45,7 +45,7 @@ fn model(
     let scores = tile_m * tile_n;
     let tensor = 2.0 * scores * (hd + hdv) / (TENSOR_RATE * limits.tensor_flops) / c.tensor_efficiency;
 
-    // wgmma reads Q (64 rows a warpgroup), K and V; TMA writes K and V; the transposition reads V and writes it.
+    // wgmma reads Q (64 rows a warpgroup), K and V; TMA writes K and V; the transposition reads and writes V.
     let reads = num_wg * ((64.0 + tile_n) * hd + tile_n * hdv) + tile_n * hdv;
     let writes = tile_n * (hd + 2.0 * hdv);
     let smem = (reads + writes) / limits.smem_bytes;
