@@ -353,7 +353,7 @@ pub(crate) fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
     let problem = view.problem();
     let (heads, queries) = match best.shape {
         Shape::Kernel(spec) => {
-            let (traits, group) = (spec.traits(), spec.traits().tiled(&problem).group_size());
+            let (traits, group) = (spec.traits(), spec.traits().tiled(problem).group_size());
             (if traits.packs_gqa { group } else { 1 }, traits.tile_queries(group))
         }
         Shape::Sm100(_) => (1, best.tile_m as usize),

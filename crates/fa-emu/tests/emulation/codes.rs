@@ -181,7 +181,7 @@ fn drawn(
                 _ if column % 31 == 0 => {
                     [random.below(256) as u8].map(|c| if c & 0x7f == 0x7f { 8 } else { c })[0]
                 }
-                _ => codes_of.encode(random.normal()),
+                Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => codes_of.encode(random.normal()),
             };
             codes[index * width + column] = code;
             let number = codes_of.decode(code) * descale(entry, row, head);
@@ -213,7 +213,7 @@ fn check(own: &Own, seed: u64) {
         let values: Vec<f32> = (0..need)
             .map(|i| match form {
                 DescaleForm::TokenHead => small * (0.3 + random.normal().abs()),
-                _ => small * [1.0, 0.5, 2.0, 0.25][i % 4],
+                DescaleForm::None | DescaleForm::Head | DescaleForm::SequenceHead => small * [1.0, 0.5, 2.0, 0.25][i % 4],
             })
             .collect();
         // The sequence of a row of packed or paged keys is found by its page or its start.

@@ -32,7 +32,7 @@ pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<Refe
     let program = inputs.program();
     let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
     let [q, k, v] = inputs.views()?;
-    let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
+    let exact = reference::forward_extras(problem, extras, q, k, v)?;
     if let [Some(q), Some(k), Some(v)] = [q.codes(), k.codes(), v.codes()] {
         let kernel = fp8::as_kernel(problem, extras, q, k, v, Accumulation::exact(TILE_N))?;
         let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
@@ -42,7 +42,7 @@ pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<Refe
             ("lse", Reference { exact: exact.lse, low: lse, noise: 0.0 }),
         ]));
     }
-    let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
+    let low = low_precision::forward_extras(problem, extras, q, k, v)?;
     let mut references = BTreeMap::from([
         ("out", Reference { exact: exact.out, low: widen(&low.out), noise: exact.out_noise }),
         ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),
