@@ -180,7 +180,11 @@ fn register_file(view: &View, fit: &Fit) -> String {
     let own = match fit.shape {
         Shape::Kernel(spec) => match &spec.kernel {
             Kernel::Sm100Fwd(own) => Some(account::roles(&Sm100Tile::of(spec, own))),
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => None,
+            Kernel::Sm80Fwd(_)
+            | Kernel::Sm80Bwd(_)
+            | Kernel::Sm90Fwd(_)
+            | Kernel::Sm90Bwd(_)
+            | Kernel::Sm90Wide(_) => None,
         },
         Shape::Sm100(plan) => Some(plan.roles.clone()),
     };
