@@ -123,8 +123,12 @@ fn title(name: &str, spec: &KernelSpec) -> String {
 /// What a warp is for, in kernels whose warps have roles.
 fn role(spec: &KernelSpec, warp: u32) -> Option<String> {
     match &spec.kernel {
-        Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Wide(_) | Kernel::Sm90Bwd(_) => {
-            Some(if warp < 4 { "producer".to_owned() } else { format!("warpgroup {}", warp / 4 - 1) })
+        Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Wide(_) | Kernel::Sm90Bwd(_) if warp < 4 => {
+            Some("producer".to_owned())
+        }
+        Kernel::Sm90Wide(_) => Some(if warp < 8 { "leader" } else { "follower" }.to_owned()),
+        Kernel::Sm90Fwd(_) | Kernel::Sm90FwdFp8(_) | Kernel::Sm90Bwd(_) => {
+            Some(format!("warpgroup {}", warp / 4 - 1))
         }
         Kernel::Sm100Fwd(own) => {
             let mut end = 0;
