@@ -145,9 +145,9 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd).unwrap();
     let forward = |output: &mut Output<f32>| {
         call.run(ForwardTensors {
-            q: q.view("q")?.into(),
-            k: k.view("k")?.into(),
-            v: v.view("v")?.into(),
+            q: KvRef::Same(q.view("q")?),
+            k: KvRef::Same(k.view("k")?),
+            v: KvRef::Same(v.view("v")?),
             out: output.out.view_mut("out")?,
             lse: &mut output.lse,
             extras: Extras::NONE,

@@ -213,7 +213,9 @@ fn check(own: &Own, seed: u64) {
         let values: Vec<f32> = (0..need)
             .map(|i| match form {
                 DescaleForm::TokenHead => small * (0.3 + random.normal().abs()),
-                DescaleForm::None | DescaleForm::Head | DescaleForm::SequenceHead => small * [1.0, 0.5, 2.0, 0.25][i % 4],
+                DescaleForm::None | DescaleForm::Head | DescaleForm::SequenceHead => {
+                    small * [1.0, 0.5, 2.0, 0.25][i % 4]
+                }
             })
             .collect();
         // The sequence of a row of packed or paged keys is found by its page or its start.
