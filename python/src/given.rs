@@ -282,8 +282,8 @@ impl<'py> Given<'py> {
         }
         if options.latent && head_dim_k.saturating_add(head_dim_v) != head_dim {
             return Err(InputError::new_err(format!(
-                "q has a head dim of {head_dim}: a key begins with its latent, of {head_dim_v} columns, and has \
-                 {head_dim_k} others"
+                "q has a head dim of {head_dim}: a key begins with its latent, of {head_dim_v} columns, and \
+                 has {head_dim_k} others"
             )));
         }
         let sequences = batch.sequences();

@@ -13,8 +13,8 @@ struct Steps {
     most: i128,
 }
 
-/// Whether an element of one array has a byte in common with one of the other. Those of one type begin where the
-/// other's do, or share nothing.
+/// Whether an element of one array has a byte in common with one of the other. Those of one type begin where
+/// the other's do, or share nothing.
 pub(crate) fn share_elements(one: &View<'_>, other: &View<'_>) -> bool {
     if one.elements() == 0 || other.elements() == 0 || one.place != other.place {
         return false;

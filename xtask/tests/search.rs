@@ -121,7 +121,7 @@ fn bad_input_is_named_and_exits_with_2() {
         ("--headdim 0", "head_dim is 0"),
         ("--headdim abc", "'abc' is no head dim"),
         ("--headdim 192-", "'192-' is no head dim"),
-        ("--headdim 513", "1 to 512"),
+        ("--headdim 577", "1 to 576"),
         ("--headdim 99999999999999999999", "no head dim"),
         ("--headdim 64 --mode sideways", "fwd, bwd or both"),
         ("--headdim 64 --arch sm75", "sm80"),

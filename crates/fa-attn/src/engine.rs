@@ -148,8 +148,8 @@ impl Engine {
     /// where the GPU does not compute the problem, and [`crate::Report::gpu_passed_over`] says why.
     ///
     /// # Errors
-    /// [`Error::Problem`]; [`Error::Cpu`] for gradients of keys in pages and of latent problems, which nothing computes; on
-    /// [`Backend::Gpu`] those of planning, compiling and loading.
+    /// [`Error::Problem`]; [`Error::Cpu`] for gradients of keys in pages and of latent problems, which
+    /// nothing computes; on [`Backend::Gpu`] those of planning, compiling and loading.
     pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Call, Error> {
         problem.check_pass(pass)?;
         self.bind_as(problem, pass, &BindOptions::default())

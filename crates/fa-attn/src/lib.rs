@@ -161,10 +161,10 @@ pub use fa_core::{
 #[doc(hidden)]
 pub use fa_cpu::Element as CpuElement;
 pub use fa_cpu::append::{CacheMut, append};
-pub use fa_cpu::codes::{KvRef, bits_of};
 pub use fa_cpu::simd::Isa;
 pub use fa_cpu::tiled::Plan as CpuPlan;
 pub use fa_cpu::{AppendExtras, AppendTensors, Extras, OwnedExtras, Table, TensorMut, TensorRef};
+pub use fa_cpu::{KvRef, bits_of};
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
 pub use merge::merge;

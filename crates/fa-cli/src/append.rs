@@ -12,7 +12,7 @@ use fa_core::extras::OwnedExtras;
 use fa_core::quantize::Codes;
 use fa_core::{CacheCodes, Dtype, Problem, Side, SideRows, TensorLayout, counted};
 
-use crate::attention::KvTensor;
+use crate::kv_tensor::KvTensor;
 use crate::safetensors::{Stored, TensorFile};
 use crate::sequences::{SideTensors, shape_of};
 use crate::term::failure::InputError;

@@ -1,7 +1,7 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
 use fa_attn::quantize::Codes;
-use fa_attn::{Append, AppendExtras, AppendTensors, CacheMut, Element, Engine, KvRef, Pass, Tensor};
+use fa_attn::{Append, AppendExtras, AppendTensors, Element, Engine, KvRef, Pass, Tensor};
 use fa_core::program::{self, OwnedInputs};
 use fa_core::{Alibi, DescaleForm, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types, counted};
 use fa_cpu::{Arguments, TensorRef};
@@ -12,6 +12,7 @@ use safetensors::Dtype as StoredDtype;
 
 use crate::append::{Appended, NewRows};
 use crate::flags::{AttentionArgs, parse_layout};
+use crate::kv_tensor::KvTensor;
 use crate::programs;
 use crate::safetensors::{NewTensor, Stored, TensorFile, codes_of, dtype_of};
 use crate::sequences::{Sequences, SideTensors, shape_of};
@@ -44,59 +45,6 @@ pub(crate) struct Inputs<T> {
     pub new: Option<NewRows<T>>,
     /// Whether they have been.
     pub grown: bool,
-}
-
-/// Q, K or V as the file holds it.
-#[derive(Debug)]
-pub(crate) enum KvTensor<T> {
-    /// Elements of Q's type; of an fp8 problem T is that of O.
-    Same(Tensor<T>),
-    /// The bits of codes.
-    Codes(Tensor<u8>, Codes),
-}
-
-impl<T: Element + Stored> KvTensor<T> {
-    fn read(
-        file: &TensorFile,
-        name: &str,
-        shape: [usize; 4],
-        layout: TensorLayout,
-        codes: Option<Codes>,
-    ) -> anyhow::Result<KvTensor<T>> {
-        Ok(match codes {
-            Some(codes) => KvTensor::Codes(Tensor::with_layout(shape, layout, file.read_bits(name)?)?, codes),
-            None => KvTensor::Same(Tensor::with_layout(shape, layout, file.read(name)?)?),
-        })
-    }
-
-    /// A view for a call.
-    ///
-    /// # Errors
-    /// When it is shorter than the problem says.
-    pub(crate) fn view(&self, name: &'static str) -> Result<KvRef<'_, T>, fa_attn::Error> {
-        Ok(match self {
-            KvTensor::Same(tensor) => KvRef::Same(tensor.view(name)?),
-            KvTensor::Codes(tensor, _) => KvRef::Codes(tensor.view(name)?),
-        })
-    }
-
-    /// A view that is appended to.
-    ///
-    /// # Errors
-    /// As [`KvTensor::view`].
-    pub(crate) fn view_mut(&mut self, name: &'static str) -> Result<CacheMut<'_, T>, fa_attn::Error> {
-        Ok(match self {
-            KvTensor::Same(tensor) => tensor.view_mut(name)?.into(),
-            KvTensor::Codes(tensor, _) => tensor.view_mut(name)?.into(),
-        })
-    }
-
-    fn stored(&self, name: &'static str, packed: bool) -> NewTensor {
-        match self {
-            KvTensor::Same(tensor) => NewTensor::of(name, tensor, packed),
-            KvTensor::Codes(tensor, codes) => NewTensor::of_codes(name, tensor, *codes),
-        }
-    }
 }
 
 /// [`Inputs`] of whichever type the file holds.

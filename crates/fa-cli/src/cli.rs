@@ -105,7 +105,8 @@ mod tests {
     use super::*;
 
     /// Something that each flag takes: the first of these that it accepts.
-    const VALUES: [&str; 23] = [
+    const VALUES: [&str; 24] = [
+        "e4m3",
         "1",
         "64",
         "bf16",

@@ -15,6 +15,7 @@ mod draw;
 mod flags;
 #[cfg(test)]
 mod hostile_numbers;
+mod kv_tensor;
 mod page;
 mod plan;
 mod programs;

@@ -2,9 +2,9 @@
 
 use fa_core::{Dtype, Problem, Side, SideRows};
 
-use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
+use crate::kv_ref::KvRef;
 
 /// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or
 /// pages and rows of a page.

@@ -153,8 +153,8 @@ pub enum CpuError {
     Program(#[from] fa_core::program::InputError),
     /// Gradients of keys that begin with their values were asked for.
     #[error(
-        "a latent problem has no backward: train on the heads before absorption (DeepSeek's 192-128), of which \
-         K and V are projections of the latents"
+        "a latent problem has no backward: train on the heads before absorption (DeepSeek's 192-128), of \
+         which K and V are projections of the latents"
     )]
     LatentBackward,
     /// Gradients of keys that lie in pages were asked for.

@@ -4,10 +4,10 @@ use fa_core::{DescaleForm, Dtype, Pass, Problem, TensorLayout, Types};
 
 use crate::batch::{Batch, Span};
 use crate::check;
-use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras, check_extras};
+use crate::kv_ref::KvRef;
 use crate::real::Real;
 use crate::view::TensorRef;
 

@@ -43,7 +43,7 @@
 pub mod append;
 pub mod batch;
 pub mod check;
-pub mod codes;
+mod codes;
 #[cfg(feature = "reference")]
 pub mod compare;
 pub mod element;
@@ -52,6 +52,7 @@ pub mod extras;
 mod fp8;
 pub mod grid;
 mod keys;
+mod kv_ref;
 pub mod merge;
 pub mod peak;
 pub mod real;
@@ -68,9 +69,9 @@ pub mod tiled;
 pub mod view;
 
 pub use append::{AppendExtras, AppendTensors, Table};
-pub use codes::KvRef;
 pub use element::Element;
 pub use error::CpuError;
 pub use extras::{Arguments, Extras, OwnedExtras, Within};
+pub use kv_ref::{KvRef, bits_of};
 pub use real::Real;
 pub use view::{TensorMut, TensorRef};

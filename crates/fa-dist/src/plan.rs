@@ -157,8 +157,8 @@ impl ShardPlan {
             return refuse(format!("keys in pages of {page} rows"), "pack or pad the keys of each rank");
         }
         if self.problem.latent {
-            let instead = "split the heads between ranks, each of which holds all latents, or their keys, with a \
-                           call on each rank and a merge by LSE";
+            let instead = "split the heads between ranks, each of which holds all latents, or their keys, \
+                           with a call on each rank and a merge by LSE";
             return refuse("latent problems, whose keys begin with their values".to_owned(), instead);
         }
         if lengths.q().used || lengths.k().used {

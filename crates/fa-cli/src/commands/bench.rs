@@ -20,11 +20,12 @@ use fa_planner::Mode;
 use half::{bf16, f16};
 use serde::Serialize;
 
-use crate::attention::{self, Inputs, KvTensor};
+use crate::attention::{self, Inputs};
 use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
 use crate::draw::record;
 use crate::flags::Backend;
+use crate::kv_tensor::KvTensor;
 use crate::safetensors::Stored;
 use crate::sequences::{Sequences, SideTensors};
 use crate::term::destinations::Destinations;

@@ -52,8 +52,8 @@ pub(crate) struct PlanArgs {
     pub problem: ProblemArgs,
     /// Read the problem from a RON file instead: a problem, or a plan as --format ron prints it
     #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
-        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "latent", "causal", "window", "dtype", "softcap",
-        "kv_dtype", "kv_descale", "alibi", "sinks", "packed", "page", "used_q", "used_k"
+        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "latent", "causal", "window", "dtype",
+        "softcap", "kv_dtype", "kv_descale", "alibi", "sinks", "packed", "page", "used_q", "used_k"
     ])]
     pub problem_file: Option<PathBuf>,
     /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm110, sm120, sm121, or a board, as --board

@@ -42,7 +42,7 @@ fn tensors_that_do_not_fit_are_named() {
         (with(tensor("k", "F16", KV)), "", &["'k' holds F16", "q holds F32"]),
         (with(tensor("v", "BF16", KV)), "", &["'v' holds BF16"]),
         (with(tensor("dout", "F64", Q)), "--backward", &["'dout' holds F64"]),
-        (with(tensor("q", "F64", Q)), "", &["'q' holds F64", "F32, F16 and BF16"]),
+        (with(tensor("q", "F64", Q)), "", &["'q' holds F64", "F32, F16, BF16 and F8_E4M3"]),
         (with(tensor("q", "I64", Q)), "", &["'q' holds I64"]),
         (with(tensor("q", "F32", &[1, 4, 3, 8])), "", &["heads_q = 3", "heads_kv = 2"]),
         (with(tensor("q", "F32", &[1, 4, 0, 8])), "", &["heads_q is 0"]),
@@ -346,7 +346,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("batch", "batches", "batches"),
         ("dtype: bf16", "dtype: bf16, bias: 3", "bias"),
         ("bf16", "bf17", "bf17"),
-        ("bf16", "bf17", "`f32`, `f16`, or `bf16`"),
+        ("bf16", "bf17", "`f32`, `f16`, `bf16`, `e4m3`, or `int8`"),
         ("heads_kv: 2", "heads_kv: 3", "heads_kv = 3"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551615", "k has"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551616", "problem"),
@@ -381,7 +381,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("mask: full", "mask: full, bias: true", "bias"),
         ("tile_n: 64", "tile_n: 60", "tile_n = 60"),
         ("bf16", "e4m3", "e4m3"),
-        ("bf16", "half", "`f32`, `f16`, or `bf16`"),
+        ("bf16", "half", "`f32`, `f16`, `bf16`, `e4m3`, or `int8`"),
         ("Sm80Fwd", "Sm70Fwd", "Sm70Fwd"),
     ] {
         std::fs::write(&path, spec.replace(from, to)).unwrap();

@@ -62,10 +62,7 @@ fn latents_give_what_whole_keys_give() {
 #[test]
 fn plans_of_latents_and_wide_heads_have_their_kernel() {
     for (line, parts) in [
-        (
-            "plan --headdim 576-512 --latent --heads 128:1 --seqlen 8192 --seqlen-q 1 --batch 8",
-            ["latent", "parts2"],
-        ),
+        ("plan --headdim 576-512 --latent --heads 128:1 --seqlen 1x8192 --batch 8", ["latent", "parts2"]),
         ("plan --headdim 512 --heads 8:4 --seqlen 4096 --causal", ["sm90_wide", "hd512"]),
     ] {
         let report = fa(line).good();

@@ -46,9 +46,9 @@ pub enum ProblemError {
     },
     /// A latent problem without a softmax scale.
     #[error(
-        "softmax_scale is not given: a latent problem of head_dim = {head_dim} has no default. Give the scale \
-         of the heads before absorption, (d_nope + d_rope)^-0.5: 192^-0.5 = 0.07217 for DeepSeek's 128 + 64, \
-         times what YaRN adds"
+        "softmax_scale is not given: a latent problem of head_dim = {head_dim} has no default. Give the \
+         scale of the heads before absorption, (d_nope + d_rope)^-0.5: 192^-0.5 = 0.07217 for DeepSeek's \
+         128 + 64, times what YaRN adds"
     )]
     LatentScale {
         /// Elements of a key.

@@ -76,8 +76,8 @@ impl Sm90Fwd {
         ]
     }
 
-    /// Stages of the codes of an 8-bit K and V: as many as keep an SM's share of the device memory's bandwidth
-    /// busy while others are converted; 0 for other types.
+    /// Stages of the codes of an 8-bit K and V: as many as keep an SM's share of the device memory's
+    /// bandwidth busy while others are converted; 0 for other types.
     pub fn code_stages(&self, spec: &KernelSpec) -> u32 {
         let step = self.tile_n * (operand_columns(spec.head_dim) + operand_columns(spec.head_dim_v));
         if spec.reads_codes() { (CODE_BYTES / step.max(1)).clamp(2, 4) } else { 0 }

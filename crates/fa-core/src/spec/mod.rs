@@ -255,7 +255,7 @@ impl KernelSpec {
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
         each_kernel!(&self.kernel, kernel => kernel.check(head_dims, mask))?;
         if self.reads_codes() {
-            each_kernel!(&self.kernel, kernel => kernel.check_codes(self))
+            each_kernel!(&self.kernel, kernel => kernel.check_codes(self.types.kv))
         } else {
             Ok(())
         }

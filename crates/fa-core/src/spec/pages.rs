@@ -22,7 +22,8 @@ pub const fn operand_panel(columns: u32) -> u32 {
     panel(operand_columns(columns))
 }
 
-/// Columns of a panel of a tile of 8-bit elements: rows of as many bytes as those of half as many 16-bit ones.
+/// Columns of a panel of a tile of 8-bit elements: rows of as many bytes as those of half as many 16-bit
+/// ones.
 pub const fn byte_panel(columns: u32) -> u32 {
     2 * panel(columns / 2)
 }

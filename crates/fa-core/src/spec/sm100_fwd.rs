@@ -1,11 +1,10 @@
 //! The SM100 forward: tcgen05 and TMA, scores and outputs in tensor memory. Assembled and emulated, never
 //! run on a GPU.
 
-use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
-use crate::{Family, Pass};
+use crate::{Dtype, Family, Pass};
 
 kernel_params! {
     /// Parameters of the SM100 forward, which was assembled and emulated, and never run on a GPU.
@@ -70,8 +69,8 @@ impl Sm100Fwd {
     }
 
     /// K and V of 8 bits are for other kernels.
-    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
-        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
+    pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
     }
 
     pub(super) const fn traits(&self) -> Traits {

@@ -1,10 +1,9 @@
 //! The SM80-class backward: mma.sync and cp.async.
 
-use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
-use crate::{Family, Pass};
+use crate::{Dtype, Family, Pass};
 
 kernel_params! {
     /// Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`
@@ -73,8 +72,8 @@ impl Sm80Bwd {
     }
 
     /// K and V of 8 bits are for other kernels.
-    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
-        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
+    pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
     }
 
     pub(super) const fn traits(&self) -> Traits {

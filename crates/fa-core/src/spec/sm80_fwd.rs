@@ -1,10 +1,9 @@
 //! The SM80-class forward: mma.sync and cp.async.
 
-use super::KernelSpec;
 use super::error::SpecError;
 use super::params::{kernel_params, multiple};
 use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
-use crate::{Family, Pass};
+use crate::{Dtype, Family, Pass};
 
 kernel_params! {
     /// Parameters of the SM80-class forward. Each optimisation is a switch, so that it can be measured alone.
@@ -56,7 +55,7 @@ impl Sm80Fwd {
     }
 
     /// Checks what conversion of codes asks for.
-    pub(super) fn check_codes(&self, _: &KernelSpec) -> Result<(), SpecError> {
+    pub(super) fn check_codes(&self, _: Dtype) -> Result<(), SpecError> {
         if self.swizzle {
             return Ok(());
         }

@@ -1,11 +1,10 @@
 //! The SM90 backward: wgmma and TMA, with warpgroups that load or compute.
 
-use super::KernelSpec;
 use super::error::SpecError;
 use super::pages::operand_columns;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
-use crate::{Family, Pass};
+use crate::{Dtype, Family, Pass};
 
 kernel_params! {
     /// Parameters of the SM90 backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m` queries
@@ -152,8 +151,8 @@ impl Sm90Bwd {
     }
 
     /// K and V of 8 bits are for other kernels.
-    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
-        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
+    pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
     }
 
     pub(super) const fn traits(&self) -> Traits {

@@ -1,11 +1,10 @@
 //! The SM90 forward: wgmma and TMA, with warpgroups that load or compute.
 
-use super::KernelSpec;
 use super::error::SpecError;
 use super::pages::operand_panel;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
-use crate::{Family, Pass};
+use crate::{Dtype, Family, Pass};
 
 kernel_params! {
     /// Parameters of the SM90 forward.
@@ -95,8 +94,8 @@ impl Sm90Fwd {
     }
 
     /// Checks what conversion of codes asks for: two warps convert half of a tile's rows each.
-    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
-        let refuse = |why: &str| Err(SpecError::Conflict(format!("kv_dtype {}: {why}", spec.types.kv)));
+    pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
+        let refuse = |why: &str| Err(SpecError::Conflict(format!("kv_dtype {dtype}: {why}")));
         if self.gather {
             return refuse("codes are copied by threads wherever they lie; use gather = false");
         }

@@ -1,10 +1,9 @@
 //! The SM90 forward of e4m3 tensors: wgmma on 8 bits, V transposed on chip.
 
-use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits, WHOLE_ROW_HEAD_DIM};
-use crate::{Family, Pass};
+use crate::{Dtype, Family, Pass};
 
 kernel_params! {
     /// Parameters of the SM90 forward of e4m3 tensors.
@@ -88,8 +87,8 @@ impl Sm90FwdFp8 {
     }
 
     /// The kernel converts no codes: it multiplies them.
-    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
-        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: "sm90_fwd_fp8" })
+    pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
     }
 
     pub(super) const fn traits(&self) -> Traits {

@@ -1,10 +1,9 @@
 //! The SM90 forward for wide heads: two warpgroups share the columns of O, and V may be K's first columns.
 
-use super::KernelSpec;
 use super::error::SpecError;
 use super::params::kernel_params;
 use super::values::{MAX_HEAD_DIM, MaskKind, Scheduler, TileOrder, Traits};
-use crate::{Family, Pass};
+use crate::{Dtype, Family, Pass};
 
 kernel_params! {
     /// Parameters of the SM90 forward for wide heads, of which two warpgroups share the columns of O.
@@ -89,8 +88,8 @@ impl Sm90Wide {
     }
 
     /// K and V of 8 bits are for other kernels.
-    pub(super) fn check_codes(&self, spec: &KernelSpec) -> Result<(), SpecError> {
-        Err(SpecError::KvDtype { dtype: spec.types.kv, kernel: spec.kernel.name() })
+    pub(super) fn check_codes(&self, dtype: Dtype) -> Result<(), SpecError> {
+        Err(SpecError::KvDtype { dtype, kernel: self.traits().name })
     }
 
     pub(super) const fn traits(&self) -> Traits {

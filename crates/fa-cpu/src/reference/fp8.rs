@@ -8,9 +8,9 @@ use fa_core::quantize::e4m3;
 
 use super::formula::{self, Head, Tensors};
 use super::over;
-use crate::codes::KvRef;
 use crate::error::CpuError;
 use crate::extras::Arguments;
+use crate::kv_ref::KvRef;
 use crate::view::TensorRef;
 
 /// Probabilities are multiplied by this before they are rounded to e4m3, so that those down to 2^-17 of the

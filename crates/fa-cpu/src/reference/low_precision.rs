@@ -12,10 +12,10 @@ use super::Gradients;
 use super::formula::{self, Rows, Tensors};
 use super::over;
 use crate::check::check_len;
-use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras};
+use crate::kv_ref::KvRef;
 use crate::view::TensorRef;
 
 /// Scales, relative to `exp(S - max)`, at which a forward may hold the probabilities when it rounds them: the

@@ -41,10 +41,10 @@ mod vectors;
 
 use fa_core::Problem;
 
-use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras};
+use crate::kv_ref::KvRef;
 use crate::view::TensorRef;
 use formula::{Rows, Tensors};
 

@@ -6,12 +6,13 @@ use super::formula::{Rows, Tensors};
 use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
 use crate::check::{check_backward, check_forward, check_out};
-use crate::codes::{KvRef, Of, Values};
+use crate::codes::{Of, Values};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, check_extras};
 use crate::fp8::Decoded;
 use crate::keys::Keys;
+use crate::kv_ref::KvRef;
 use crate::real::Real;
 use crate::view::TensorRef;
 

@@ -3,23 +3,33 @@
 
 use fa_core::{Problem, TensorLayout};
 
-use super::{Options, forward_of, own};
+use super::own;
 use crate::batch::{Batch, Span};
 use crate::check;
-use crate::codes::KvRef;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Arguments;
 use crate::fp8::Decoded;
+use crate::kv_ref::KvRef;
 use crate::simd::cast;
 use crate::view::{TensorMut, TensorRef};
 
-/// As [`super::forward_extras`], with the bits of Q's codes.
+/// The forward of f32 tensors: its options, the problem, what is beside Q, K and V, O and LSE.
+type OfNumbers<O> = fn(
+    O,
+    &Problem,
+    &Arguments<'_>,
+    [&KvRef<'_, f32>; 3],
+    &mut TensorMut<'_, f32>,
+    Option<&mut [f32]>,
+) -> Result<(), CpuError>;
+
+/// As [`super::forward_extras`], with the bits of Q's codes, by the forward of f32 tensors.
 ///
 /// # Errors
 /// As [`super::forward_extras`].
-pub(super) fn forward<T: Element>(
-    options: Options,
+pub(super) fn forward<T: Element, O>(
+    (forward_of, options): (OfNumbers<O>, O),
     problem: &Problem,
     arguments: &Arguments<'_>,
     (q, k, v): (&TensorRef<'_, u8>, &KvRef<'_, T>, &KvRef<'_, T>),

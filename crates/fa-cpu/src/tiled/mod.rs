@@ -41,11 +41,12 @@ pub use inputs::BackwardInputs;
 
 use crate::batch::Batch;
 use crate::check;
-use crate::codes::{KvRef, Of, Values};
+use crate::codes::{Of, Values};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::{Arguments, Extras, check_extras};
 use crate::keys::Keys;
+use crate::kv_ref::KvRef;
 use crate::simd::{Isa, Kernels};
 use crate::view::{TensorMut, TensorRef};
 
@@ -159,7 +160,9 @@ fn forward_of<T: Element>(
     check_type::<T>(problem)?;
     let q = match q {
         KvRef::Same(q) => q,
-        KvRef::Codes(q) => return fp8::forward(options, problem, arguments, (q, k, v), out, lse),
+        KvRef::Codes(q) => {
+            return fp8::forward((forward_of::<f32>, options), problem, arguments, (q, k, v), out, lse);
+        }
     };
     check::check_forward(problem, q, *k, *v)?;
     check::check_out(problem, "out", out.shape())?;

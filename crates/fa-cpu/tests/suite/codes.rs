@@ -399,8 +399,8 @@ fn quantised_tensors_come_back() {
     }
 }
 
-/// An append to codes writes what quantising the cache of an append to 16 bits gives (the rotated keys too), and
-/// touches no other row of codes and descales (sglang#30815).
+/// An append to codes writes what quantising the cache of an append to 16 bits gives (the rotated keys too),
+/// and touches no other row of codes and descales (sglang#30815).
 #[test]
 fn appended_rows_are_those_of_a_16_bit_cache_quantised() {
     const DIM: usize = 32;

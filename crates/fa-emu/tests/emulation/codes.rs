@@ -53,18 +53,19 @@ const IN_REGISTERS: &str = "Sm80Fwd((tile_m: 128, tile_n: 48, num_warps: 4, stag
 const PACKED: &str = "Sm80Fwd((tile_m: 64, tile_n: 32, num_warps: 4, stages: 3, q_in_regs: true, \
                       blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
                       loop_split: true, reverse_blocks: true, pack_gqa: true))";
-const DECODE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, q_stages: 2, \
-                      kv_stages: 2, ping_pong: false, scheduler: Dynamic, tile_order: LongestFirst, \
-                      cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true))";
+const DECODE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, \
+                      q_stages: 2, kv_stages: 2, ping_pong: false, scheduler: Dynamic, tile_order: \
+                      LongestFirst, cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true))";
 const PREFILL: &str = "Sm90Fwd((tile_m: 128, tile_n: 128, num_wg: 2, pv_is_rs: true, overlap_wg: true, \
                        q_stages: 1, kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: \
-                       LongestFirst, cluster_m: 1, exp_poly_of_16: 4, rescale_threshold: 0, pack_gqa: false))";
+                       LongestFirst, cluster_m: 1, exp_poly_of_16: 4, rescale_threshold: 0, pack_gqa: \
+                       false))";
 const STATIC: &str = "Sm90Fwd((tile_m: 192, tile_n: 96, num_wg: 3, pv_is_rs: false, overlap_wg: false, \
                       q_stages: 1, kv_stages: 1, ping_pong: false, scheduler: Static, tile_order: Natural, \
                       cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))";
-const SIMPLE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
-                      kv_stages: 1, ping_pong: false, scheduler: PerTile, tile_order: Natural, cluster_m: 1, \
-                      exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))";
+const SIMPLE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, \
+                      q_stages: 1, kv_stages: 1, ping_pong: false, scheduler: PerTile, tile_order: Natural, \
+                      cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))";
 
 impl Own {
     const fn of(kernel: &'static str, arch: Arch, types: (Dtype, Dtype), rows: Rows) -> Own {

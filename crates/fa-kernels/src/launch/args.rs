@@ -282,7 +282,8 @@ impl Shape {
         ]
     }
 
-    /// Checks what every kernel requires: a contiguous head dim, other strides in multiples of 16 bytes (axes of length 1 excepted), and for outputs that each axis steps over all that the axes of smaller
+    /// Checks what every kernel requires: a contiguous head dim, other strides in multiples of 16 bytes
+    /// (axes of length 1 excepted), and for outputs that each axis steps over all that the axes of smaller
     /// strides reach, so that no two rows share memory. An empty tensor always passes.
     pub(crate) fn check_strides(&self, strides: &Strides, is_output: bool) -> Result<(), Error> {
         if self.is_empty() {

@@ -115,7 +115,8 @@ impl RawExtras {
         }
     }
 
-    /// The parameters of an 8-bit cache: addresses by the forms of its descales, and what the problem decides.
+    /// The parameters of an 8-bit cache: addresses by the forms of its descales, and what the problem
+    /// decides.
     pub(crate) fn cache(&self, params: CacheParams, descales: Descales) -> CacheParams {
         let of = |own: CodeDescales, form: DescaleForm, address: Option<u64>| {
             let address = ConstF32Ptr(address.unwrap_or(0));

@@ -293,7 +293,12 @@ fn refusals_say_what_works() {
     let wide = BASE.with_head_dim(264);
     for (problem, arch, options, part) in [
         (BASE.with_types(Types::same(Dtype::F32)), Arch::Sm90, options.clone(), "use f16 or bf16"),
-        (BASE.with_types(Types::fp8(Dtype::Bf16)), Arch::Sm80, options.clone(), "computes in e4m3"),
+        (
+            BASE.with_types(Types::fp8(Dtype::Bf16)),
+            Arch::Sm80,
+            options.clone(),
+            "of e4m3 tensors: the forward of sm90",
+        ),
         (wide, Arch::Sm80, options.clone(), "head_dim = 264: GPU kernels take multiples of 8 from 8 to 256"),
         (BASE.with_head_dim(584), Arch::Sm90, options.clone(), "from 8 to 576"),
         (BASE.with_head_dims(64, 260), Arch::Sm80, options.clone(), "head_dim_v = 260"),

@@ -88,7 +88,8 @@ fn taken_freely(spec: &KernelSpec, k: &Sm80Fwd) -> u32 {
 /// Clocks of an SM for each request to the L2 beyond one per 128 bytes, fitted to seeds 1 to 16 (NB-158).
 const REQUEST_CLOCKS: f64 = 0.8;
 
-/// Codes of 8 bits that an SM converts in a clock: some three integer instructions each, 64 of which it issues.
+/// Codes of 8 bits that an SM converts in a clock: some three integer instructions each, 64 of which it
+/// issues.
 const CODES_PER_CLOCK: f64 = 20.0;
 
 /// Requests to the L2 beyond one per 128 bytes by which cp.async copies a row of K or V: one for each block

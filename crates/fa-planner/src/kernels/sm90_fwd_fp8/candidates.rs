@@ -116,6 +116,6 @@ mod tests {
         assert!(matches!(of(BASE, Arch::Sm80, None), PlanError::NoFp8 { family: Family::Sm80, .. }));
         assert!(matches!(of(BASE, Arch::Sm90, Some(Family::Sm80)), PlanError::NoFp8 { .. }));
         let text = of(BASE.with_types(Types::fp8(Dtype::F16)), Arch::Sm90, None).to_string();
-        assert!(text.contains("out_dtype = f16 in e4m3"), "{text}");
+        assert!(text.contains("out_dtype = f16 with K and V in e4m3"), "{text}");
     }
 }
