@@ -515,10 +515,8 @@ class _JaxArrays(Arrays):
         if out is not None:
             raise UnsupportedError(_UNWRITTEN)
         if _is_traced(q, *others, mods):
-            if mods is not None:
-                raise UnsupportedError(_UNTRACED)
             # The work plans of other calls are behind the extras.
-            return self._traced().traced_attention(q, *others[:4], division)
+            return self._traced().traced_attention(q, *others[:4], division, mods)
         if _is_on_gpu(q):
             return self._by_torch("attention", q, *others, division=division, mods=mods)
         return super().attention(q, *others, division=division, mods=mods)
@@ -548,6 +546,9 @@ class _JaxArrays(Arrays):
 
     def stored(self, values, out):
         raise UnsupportedError(_UNWRITTEN)
+
+    def packed_bits(self, mask):
+        return self._traced().packed_bits(mask) if _is_traced(mask) else super().packed_bits(mask)
 
     def is_in_host_memory(self, array):
         return not _is_traced(array) and not _is_on_gpu(array)
@@ -597,10 +598,6 @@ def _mapped(function, values):
     return type(values)(*made) if hasattr(values, "_fields") else tuple(made)
 
 
-_UNTRACED = (
-    "a mask or a change of scores of one's own under jax.jit, grad or vmap: call it eagerly, or give causal, "
-    "window_size, softcap or alibi_slopes"
-)
 _UNWRITTEN = "out: jax arrays cannot be written, leave it out"
 
 

@@ -26,6 +26,14 @@ Allocate = Callable[[int, bool], Any]
 def version() -> str: ...
 def program(text: str) -> str: ...
 def program_with(first: str, second: str) -> str: ...
+def program_tiles(
+    text: str,
+    arrays: Sequence[Tuple[bytes, Sequence[int]]],
+    scalars: Sequence[float],
+    sizes: Tuple[int, int],
+    lengths: Tuple[int, int],
+    block: Tuple[int, int],
+) -> bytes: ...
 def program_eval(
     text: str,
     arrays: Sequence[Tuple[bytes, Sequence[int]]],

@@ -3,13 +3,18 @@ scalars that the extension module takes."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, Optional, Tuple
 
+from ._blocks import of_tensors
 from ._checks import count
 from ._core import InputError, InputTypeError
 from ._faces import face_of
 from ._options import MODIFICATIONS
 from ._programs import Program
+
+# The declaration of an array, and its name.
+_DECLARED = re.compile(r"(\barray\s+(\w+)\s*:[^;]*?\])(?:\s*grad)?\s*;")
 
 
 class Modifications(NamedTuple):
@@ -35,6 +40,14 @@ class Modifications(NamedTuple):
 
     def with_arrays(self, arrays) -> Modifications:
         return self._replace(arrays=tuple(arrays))
+
+    def with_gradients(self, names) -> Modifications:
+        """These, with gradients for the arrays of these names and no others."""
+
+        def declared(found):
+            return found[1] + (" grad;" if found[2] in names else ";")
+
+        return self._replace(texts=tuple(_DECLARED.sub(declared, text) for text in self.texts))
 
     @property
     def programs(self):
@@ -105,9 +118,7 @@ def additive(name: str, array: Any, extents: Optional[Extents], at: str = "b, h,
         array = face_of(array).floats32(array)
     element = _FLOATS.get(type_name(array))
     if element is None:
-        raise InputTypeError(
-            f"{name} holds {type_name(array)}: it must be float32, float16 or bfloat16"
-        )
+        raise InputTypeError(f"{name} holds {type_name(array)}: it must be float32, float16 or bfloat16")
     gradient = " grad" if getattr(array, "requires_grad", False) else ""
     own = f"fa_{name}"
     text = f"array {own}: {element}[_, _, _, _]{gradient};\nscore = s + {own}[{at}];"
@@ -152,6 +163,7 @@ def modifications(
     bias=None,
     mask=None,
     attention_chunk=None,
+    block_sparse_tensors=None,
 ) -> Optional[Modifications]:
     """What a call's options make of its scores; None where they change nothing."""
     parts = []
@@ -166,7 +178,10 @@ def modifications(
         if chunk:
             parts.append(chunked(chunk))
     device = getattr(q, "device", None)
-    if mask_mod is not None:
+    if block_sparse_tensors is not None:
+        lengths = (extents.rows, extents.keys)
+        parts.append(of_program(of_tensors(block_sparse_tensors, mask_mod, lengths)))
+    elif mask_mod is not None:
         parts.append(of_program(Program.of_mask(mask_mod, device)))
     if score_mod is not None:
         parts.append(of_program(Program.of_score(score_mod, device)))

@@ -68,7 +68,6 @@ class Unneeded(NamedTuple):
 
 _NO_FP8 = Only((None,), "no kernel computes in fp8: convert to bfloat16")
 _NO_SCORES = Only((None,), "score_mod is differentiated as it is, and closes over the arrays that it reads")
-_NO_MASKS = Only((None,), "a mask is given by mask_mod or mask, whose empty tiles are found")
 _ONE_PROCESS = "keys of one process are attended to: join its parts by fa_attn.merge"
 
 
@@ -98,8 +97,10 @@ class CommonOptions(TypedDict, total=False):
     score_mod_bwd: Annotated[None, _NO_SCORES]
     aux_tensors: Annotated[None, _NO_SCORES]
     aux_scalars: Annotated[None, _NO_SCORES]
-    block_sparse_tensors: Annotated[None, _NO_MASKS]
-    block_sparse_tensors_bwd: Annotated[None, _NO_MASKS]
+    block_sparse_tensors: Annotated[Any, Modification()]
+    block_sparse_tensors_bwd: Annotated[
+        None, Only((None,), "the backward's lists follow from block_sparse_tensors, leave it out")
+    ]
     gather_kv_indices: Annotated[
         None, Only((None,), "keys are read in order: gather them, or give pages of one row")
     ]

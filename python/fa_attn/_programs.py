@@ -17,7 +17,8 @@ from reprlib import repr as short
 from ._core import InputError, UnsupportedError
 from ._core import program as _described
 from ._core import program_eval as _evaluated
-from ._traced import NeedsConstant, Recorder, Traced, recording
+from ._recorder import Recorder, recording
+from ._traced import NeedsConstant, Traced
 
 _MASK = ("b", "h", "q", "k")
 _SCORE = ("s", *_MASK)
@@ -83,7 +84,7 @@ class Program:
         """(visible, score, slope) at each of the points (s, b, h, hk, q, k, sq, sk, off), in f64."""
         arrays = []
         for array in self.description["arrays"]:
-            arrays.append(_bytes_of(self.arrays[array["name"]], array["element"]))
+            arrays.append(bytes_of(self.arrays[array["name"]], array["element"]))
         scalars = [float(self.scalars[scalar["name"]]) for scalar in self.description["scalars"]]
         return _evaluated(self.text, arrays, scalars, [(float(s), [int(x) for x in at]) for s, *at in points])
 
@@ -118,7 +119,7 @@ def _check_scalar(scalar, value):
         raise InputError(f"the scalar {name} divides, and has to be positive, not {value}")
 
 
-def _bytes_of(array, element):
+def bytes_of(array, element):
     """The bytes of an array's elements, contiguous, and its extents."""
     import numpy as np
 
@@ -157,9 +158,11 @@ def _kept(function, result, names, device):
     return program
 
 
-# torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each
-# time.
-_kept._torchdynamo_disable = True
+def not_compiled(disable):
+    """torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each
+    time."""
+    global _kept
+    _kept = disable(_kept)
 
 
 def _closed_over(function, seen):
@@ -184,6 +187,9 @@ def _closed_over(function, seen):
 def _told(value, seen):
     if value is None or isinstance(value, (bool, int, float, str)):
         return type(value).__name__, repr(value)
+    if "jax" in sys.modules and isinstance(value, sys.modules["jax"].core.Tracer):
+        # Of one trace: another call has another.
+        return None
     if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)) or hasattr(value, "__dlpack__"):
         return id(value), getattr(value, "requires_grad", False)
     if isinstance(value, types.FunctionType):
@@ -221,7 +227,9 @@ def _traced(function, result, names, device):
 
 
 def _text_of(recorder, function, result, names):
-    arguments = [Traced(recorder, name, "f32" if name == "s" else "i32") for name in names]
+    arguments = [
+        Traced(recorder, name, "f32" if name == "s" else "i32", is_natural=name != "s") for name in names
+    ]
     _check_signature(function, result, names)
     with recording(recorder):
         value = _with_recorded(recorder, function, set())(*arguments)

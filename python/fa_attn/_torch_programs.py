@@ -3,12 +3,15 @@ caller's, which are texts, with lists of the arrays and scalars that they read. 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.autograd import forward_ad
 
 from ._core import InputError, UnsupportedError
 from ._modifications import Modifications
 from ._options import NO_EXTRAS, TENSORS, Extras, division_of
+from ._programs import not_compiled
 from ._torch_flops import count_operations
 from ._torch_memory import (
     FLOAT,
@@ -259,3 +262,10 @@ def packed_bits(mask):
 
 
 count_operations()
+not_compiled(
+    partial(
+        torch.compiler.disable,
+        reason="a function of masks or scores is traced by fa_attn, not by torch.compile: with "
+        "fullgraph=True make a fa_attn.Program of it, or a BlockMask, outside of the compiled function",
+    )
+)

@@ -7,12 +7,14 @@ nothing and takes no memory. Torch's own BlockMask is taken as well, with the bl
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from operator import and_, or_
 from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
 
 import torch
 
+from ._blocks import FULL, PARTIAL, block_size, check_cover, states_of, states_of_rows, tiles_of, with_blocks
 from ._checks import count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._modifications import Extents, Modifications, modifications, of_program
@@ -75,17 +77,95 @@ class BlockMask:
     """A mask for `flex_attention`: `mask_mod` over (B, H, *seq_lengths), B and H None for any.
 
     `states`: of lists made elsewhere, 0 for a block without keys, 1 for one where mask_mod says, 2 for one
-    with all keys, uint8 (B or 1, H or 1, blocks of queries, blocks of keys).
+    with all keys, uint8 (B or 1, H or 1, blocks of queries, blocks of keys). Without them nothing is listed:
+    kernels find the empty tiles of the program.
     """
 
     def __init__(self, program, batch, heads, seq_lengths, block_size, mask_mod, states=None):
-        self.program, self.mask_mod, self.states = program, mask_mod, states
+        self._program, self._mask_mod, self.states = program, mask_mod, states
         self.batch, self.heads = batch, heads
         self.seq_lengths, self.BLOCK_SIZE = seq_lengths, block_size
 
     @property
+    def mask_mod(self) -> Any:
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, function: Any) -> None:
+        """As a part of a mask, of which a decoding step takes a block of queries, gets that of its rows."""
+        if self.states is None:
+            self._program = Program.of_mask(function)
+        else:
+            self._program = with_blocks(self.states, self.BLOCK_SIZE, function)
+        self._mask_mod = function
+
+    @property
+    def program(self) -> Program:
+        if self._program is None:
+            raise InputError(
+                "block_mask is a part of another: set its mask_mod, whose q_idx is that of the part"
+            )
+        return self._program
+
+    @property
     def shape(self) -> Tuple[int, ...]:
         return (self.batch or 1, self.heads or 1, *self.seq_lengths)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def _blocks(self) -> torch.Tensor:
+        """The states of blocks: those that are listed, or else those that the program is known to leave."""
+        if self.states is not None:
+            return self.states
+        sizes = (self.batch or 1, self.heads or 1)
+        return torch.from_numpy(tiles_of(self.program, sizes, self.seq_lengths, self.BLOCK_SIZE))
+
+    def to_dense(self) -> torch.Tensor:
+        """1 for the blocks that are computed, int32 (B or 1, H or 1, blocks of queries, blocks of keys)."""
+        return (self._blocks() != 0).int()
+
+    def sparsity(self) -> float:
+        """The percentage of blocks that are not computed."""
+        dense = self.to_dense()
+        return 100.0 * (1.0 - dense.sum().item() / max(dense.numel(), 1))
+
+    def _listed(self, state):
+        there = self._blocks() == state
+        return there.sum(-1, dtype=torch.int32), there.int().argsort(
+            dim=-1, descending=True, stable=True
+        ).int()
+
+    kv_num_blocks = property(lambda self: self._listed(PARTIAL)[0])
+    kv_indices = property(lambda self: self._listed(PARTIAL)[1])
+    full_kv_num_blocks = property(lambda self: self._listed(FULL)[0])
+    full_kv_indices = property(lambda self: self._listed(FULL)[1])
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
+        index = index if isinstance(index, tuple) else (index,)
+        axes = [
+            range(self.batch or 1),
+            range(self.heads or 1),
+            range(-(-self.seq_lengths[0] // self.BLOCK_SIZE[0])),
+        ]
+        if len(index) > len(axes):
+            raise InputError(f"block_mask has {len(index)} indices: B, H and blocks of queries can be given")
+        found = []
+        for axis, at in zip(axes, (*index, slice(None), slice(None))):
+            if not isinstance(at, slice):
+                places = at.reshape(-1).tolist() if isinstance(at, torch.Tensor) else [at]
+                if any(not -len(axis) <= place < len(axis) for place in places):
+                    raise InputError(
+                        f"block_mask has {len(axis)} blocks along an axis, and the index is {at}"
+                    )
+                found.append([place % len(axis) for place in places])
+            else:
+                found.append(list(axis[at]))
+        states = None if self.states is None else self.states[found[0]][:, found[1]][:, :, found[2]]
+        batch = None if self.batch is None else len(found[0])
+        heads = None if self.heads is None else len(found[1])
+        return BlockMask(None, batch, heads, self.seq_lengths, self.BLOCK_SIZE, None, states)
 
     @classmethod
     def from_kv_blocks(
@@ -102,26 +182,31 @@ class BlockMask:
         """The mask of lists: for each block of queries the blocks of keys in which `mask_mod` says what is
         seen, and those of which all is."""
         flag("compute_q_blocks", compute_q_blocks)
-        block = _block_size(BLOCK_SIZE)
-        if kv_indices.dim() < 2 or kv_num_blocks.shape != kv_indices.shape[:-1]:
-            raise InputError(
-                f"kv_indices has the shape {tuple(kv_indices.shape)} and kv_num_blocks "
-                f"{tuple(kv_num_blocks.shape)}: a list for each block of queries, and its length"
-            )
-        if (full_kv_num_blocks is None) != (full_kv_indices is None):
-            raise InputError("full_kv_num_blocks and full_kv_indices belong together: give both or neither")
-        states = _states(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        if seq_lengths is None:
-            seq_lengths = (states.shape[2] * block[0], states.shape[3] * block[1])
-        return cls._of_states(states, tuple(seq_lengths), block, mask_mod)
+        states = states_of(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        return cls._of_states(states, seq_lengths, block_size(BLOCK_SIZE), mask_mod)
+
+    @classmethod
+    def from_csr(
+        cls,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        BLOCK_SIZE: Union[int, Tuple[int, int]] = 128,
+        mask_mod: Optional[Callable[..., Any]] = None,
+        seq_lengths: Optional[Tuple[int, int]] = None,
+    ) -> BlockMask:
+        """The mask of a compressed list, as FlashInfer's: block of queries i sees the blocks of keys
+        `indices[indptr[i] : indptr[i + 1]]`, of them what `mask_mod` says."""
+        block = block_size(BLOCK_SIZE)
+        columns = None if seq_lengths is None else -(-seq_lengths[1] // block[1])
+        return cls._of_states(states_of_rows(indptr, indices, columns), seq_lengths, block, mask_mod)
 
     @classmethod
     def _of_states(cls, states, seq_lengths, block, mask_mod):
-        covered = (states.shape[2] * block[0], states.shape[3] * block[1])
-        if covered[0] < seq_lengths[0] or covered[1] < seq_lengths[1]:
-            raise InputError(f"the lists have blocks for {covered} queries and keys, of {seq_lengths}")
-        program = _with_blocks(states, block, mask_mod)
-        return cls(program, states.shape[0], states.shape[1], seq_lengths, block, mask_mod, states)
+        if seq_lengths is None:
+            seq_lengths = (states.shape[2] * block[0], states.shape[3] * block[1])
+        check_cover(states, block, seq_lengths)
+        program = with_blocks(states, block, mask_mod)
+        return cls(program, states.shape[0], states.shape[1], tuple(seq_lengths), block, mask_mod, states)
 
     def to(self, device: Any) -> BlockMask:
         """The mask of arrays on another device."""
@@ -149,7 +234,8 @@ def create_block_mask(
     _compile: bool = False,
 ) -> BlockMask:
     """The mask of a function (b, h, q_idx, kv_idx), for `flex_attention`. The function is traced once;
-    nothing of size Q_LEN x KV_LEN is computed. `BLOCK_SIZE` has no effect: kernels have tiles of their own.
+    nothing of size Q_LEN x KV_LEN is computed. `BLOCK_SIZE` is that of `to_dense` and the like: kernels have
+    tiles of their own.
 
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1024, 1024)
     """
@@ -158,52 +244,7 @@ def create_block_mask(
     B = None if B is None else count("B", B)
     H = None if H is None else count("H", H)
     program = Program.of_mask(mask_mod, device)
-    return BlockMask(program, B, H, lengths, _block_size(BLOCK_SIZE), mask_mod)
-
-
-def _block_size(size):
-    pair = size if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2 or any(not isinstance(x, int) or x < 1 for x in pair):
-        raise InputError(
-            f"BLOCK_SIZE is {size}: it must be a positive number, or two, of queries and of keys"
-        )
-    return tuple(pair)
-
-
-def _states(partial_counts, partial, full_counts, full):
-    """What a block is, by lists of blocks; entries behind a list's length may hold anything."""
-    *outer, columns = partial.shape
-    states = torch.zeros((*outer, columns + 1), dtype=torch.uint8, device=partial.device)
-    for state, counts, indices in ((1, partial_counts, partial), (2, full_counts, full)):
-        if counts is None:
-            continue
-        there = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-        indices = torch.where(there & (indices >= 0) & (indices < columns), indices, columns)
-        states.scatter_(-1, indices.long(), state)
-    states = states[..., :columns]
-    return states.reshape((1,) * (4 - states.dim()) + states.shape)
-
-
-def _with_blocks(states, block, mask_mod):
-    """The program of block states, and of mask_mod in those that are partial."""
-    rows, keys = block
-    index = f"fa_blocks[b, h, q // {rows}, k // {keys}]"
-    if mask_mod is None or mask_mod is noop_mask or mask_mod is _torch_noop():
-        return Program(f"array fa_blocks: u8[_, _, _, _];\nmask = {index} != 0;", {"fa_blocks": states})
-
-    def mask(b, h, q_idx, kv_idx):
-        state = states[b, h, q_idx // rows, kv_idx // keys]
-        return (state == 2) | ((state == 1) & mask_mod(b, h, q_idx, kv_idx))
-
-    return Program.of_mask(mask, states.device)
-
-
-def _torch_noop():
-    try:
-        from torch.nn.attention.flex_attention import noop_mask as own
-    except ImportError:
-        return None
-    return own
+    return BlockMask(program, B, H, lengths, block_size(BLOCK_SIZE), mask_mod)
 
 
 def _own_mask(block_mask, extents):
@@ -214,8 +255,8 @@ def _own_mask(block_mask, extents):
         lists = (block_mask.kv_num_blocks, block_mask.kv_indices)
         lists += (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         lengths = tuple(getattr(block_mask, "seq_lengths", (extents.rows, extents.keys)))
-        block = _block_size(tuple(block_mask.BLOCK_SIZE))
-        block_mask = BlockMask._of_states(_states(*lists), lengths, block, block_mask.mask_mod)
+        block = block_size(tuple(block_mask.BLOCK_SIZE))
+        block_mask = BlockMask._of_states(states_of(*lists), lengths, block, block_mask.mask_mod)
     if block_mask.seq_lengths != (extents.rows, extents.keys):
         raise InputError(
             f"block_mask is of {block_mask.seq_lengths} queries and keys, and the call of "
@@ -271,6 +312,10 @@ def flex_attention(
     q, k, v = _rows(query, key, value, flag("enable_gqa", enable_gqa))
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     wants_lse = flag("return_lse", return_lse)
+    if wants_lse and return_aux is not None:
+        raise InputError(
+            "return_lse and return_aux: ask for the LSE by return_aux=AuxRequest(lse=True) alone"
+        )
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise UnsupportedError("max_scores: kernels keep no maximum of the scores, ask for lse alone")
     mods = None

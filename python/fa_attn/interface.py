@@ -22,10 +22,11 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   lengths. `score_mod` (score, b, h, q_idx, kv_idx) and `mask_mod` (b, h, q_idx, kv_idx): a function as
   torch's flex_attention takes, a program's text or a `Program`; their indices are raw, and a mask is
   intersected with `causal` and `window_size`. `attention_chunk`: a query sees its chunk of so many keys, 0
-  for all. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
+  for all. `block_sparse_tensors`: FlashAttention 4's lists of blocks, with their block_size; `mask_mod` says what
+  is seen in those that are partial. With torch tensors, biases and arrays that a function reads have gradients (docs/programs.md).
 - arguments that are accepted at their neutral value only: `sm_margin` 0; `qv`, `q_descale`, `k_descale`,
-  `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`,
-  `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size`
+  `v_descale`, `scheduler_metadata`, `score_mod_bwd`, `block_sparse_tensors_bwd`, `aux_tensors`,
+  `aux_scalars`, `gather_kv_indices`, `seqlen_k_per_split`, `num_heads_q`, `q_v` and `cp_tot_seqused_k` None; `cp_world_size`
   1, `cp_rank` 0. Any other value raises an error.
 - arguments that are accepted and not needed: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`,
   `ver`.

@@ -8,8 +8,10 @@ program's own stream, and nothing goes through Python or the host. vmap folds it
 masks and options are those of `fa_attn.interface`; `dot_product_attention` has those of `jax.nn`. Functions
 of `fa_attn` itself come here where jax traces them.
 
-Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is
-divided among devices is gathered, unless the call is within `jax.shard_map`.
+Masks, biases and programs of one's own are computed as well (docs/programs.md), with gradients of what they
+read; vmap calls them once for each element. Second and forward-mode derivatives are not computed; a gradient
+of slopes is NaN. An array that is divided among devices is gathered, unless the call is within
+`jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy as np
 
 from . import _core
 from ._core import UnsupportedError
+from ._modifications import Modifications
 from ._nvrtc import find_nvrtc
 from ._options import NO_EXTRAS, TENSORS, CallOptions, Extras
 from ._types import Window
@@ -47,6 +50,12 @@ class _Call(NamedTuple):
     names: Tuple[str, ...]
     max_seqlen_q: int
     max_seqlen_k: int
+    # Programs: texts, in which no array has a gradient, the names of arrays, and scalars.
+    texts: Tuple[str, ...] = ()
+    arrays: Tuple[str, ...] = ()
+    scalars: Tuple[Tuple[str, float], ...] = ()
+    # The arrays whose gradients are wanted.
+    wants: Tuple[str, ...] = ()
     # (parts of the keys, whether the heads of a group share a tile), each None for the planner's choice.
     division: Tuple[Optional[int], Optional[bool]] = (None, None)
 
@@ -54,11 +63,17 @@ class _Call(NamedTuple):
         """The attribute that the handler reads."""
         fields = self.options._asdict()
         fields.update(extras=self.names, max_seqlen_q=self.max_seqlen_q, max_seqlen_k=self.max_seqlen_k)
+        mods = Modifications(self.texts, self.arrays, (), self.scalars).with_gradients(self.wants)
+        fields.update(texts=mods.texts, arrays=self.arrays, scalars=self.scalars, wants=self.wants)
         return json.dumps(dict(fields, division=self.division, on_gpu=on_gpu))
 
     def folds(self, rank: int) -> bool:
         """Whether a batch of such calls, with queries of that many axes, is a call of the same form."""
-        return rank == 4 and not {"cu_seqlens_q", "cu_seqlens_k", "page_table"} & set(self.names)
+        return (
+            rank == 4
+            and not self.texts
+            and not {"cu_seqlens_q", "cu_seqlens_k", "page_table"} & set(self.names)
+        )
 
 
 @lru_cache(maxsize=None)
@@ -157,6 +172,8 @@ def _backward_of(call: _Call, rank: int) -> Any:
         results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
         if "sinks" in call.names:
             results += (jax.ShapeDtypeStruct(q.shape[-2:-1], jnp.float32),)
+        own = dict(zip(call.arrays, extras[len(call.names) :]))
+        results += tuple(jax.ShapeDtypeStruct(own[name].shape, jnp.float32) for name in call.wants)
         varied = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"} & set(call.names)
         fills = (0,) * len(results) if varied else None
         return _invoke(_BACKWARD, results, call, dout, q, k, v, out, lse, dlse, *extras, fills=fills)
@@ -167,29 +184,50 @@ def _backward_of(call: _Call, rank: int) -> Any:
 
 @lru_cache(maxsize=1024)
 def _attention_of(call: _Call, rank: int) -> Any:
-    """The differentiable function of q, k, v and the extra tensors of a call."""
+    """The differentiable function of q, k, v, the extra tensors of a call and the arrays of its programs."""
+    own = len(call.names)
 
     @jax.custom_vjp
     def attention(q: Any, k: Any, v: Any, *extras: Any) -> Any:
         return _forward_of(call, rank)(q, k, v, *extras)
 
-    def forward(q: Any, k: Any, v: Any, *extras: Any) -> Any:
+    def forward(*given: Any) -> Any:
+        q, k, v, *extras = (x.value for x in given)
+        # An empty tuple is known while jax traces the call, where a truth value is an array.
+        wants = tuple(() if x.perturbed and _is_float(x.value) else None for x in given[3 + own :])
         out, lse = attention(q, k, v, *extras)
-        return (out, lse), (q, k, v, out, lse, extras)
+        return (out, lse), (q, k, v, out, lse, tuple(extras), wants)
 
     def backward(saved: Any, gradients: Any) -> Any:
-        q, k, v, out, lse, extras = saved
-        dout, dlse = gradients
+        q, k, v, out, lse, extras, wants = saved
+        dout, dlse = (_given(x) for x in gradients)
         if "page_table" in call.names:
             raise UnsupportedError("keys in pages have no gradients: pack or pad them")
-        dq, dk, dv, *dsinks = _backward_of(call, rank)(dout, q, k, v, out, lse, dlse, *extras)
-        others = [_no_gradient(x) for x in extras]
-        if dsinks:
-            others[call.names.index("sinks")] = dsinks[0]
+        names = tuple(name for name, wanted in zip(call.arrays, wants) if wanted is not None)
+        compute = _backward_of(call._replace(wants=names), rank)
+        dq, dk, dv, *made = compute(dout, q, k, v, out, lse, dlse, *extras)
+        others = [_no_gradient(x) for x in extras[:own]]
+        if "sinks" in call.names:
+            others[call.names.index("sinks")] = made.pop(0)
+        found = dict(zip(names, made))
+        for name, x in zip(call.arrays, extras[own:]):
+            # Of an array that nothing is differentiated by, jax takes any value.
+            gradient = jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+            others.append(found[name].astype(x.dtype) if name in found else gradient)
         return (dq, dk, dv, *others)
 
-    attention.defvjp(forward, backward)
+    attention.defvjp(forward, backward, symbolic_zeros=True)
     return attention
+
+
+def _given(gradient: Any) -> Any:
+    """A gradient of a result: an array of zeros where jax knows that it is 0."""
+    is_zero = isinstance(gradient, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(gradient.shape, gradient.dtype) if is_zero else gradient
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _no_gradient(x: Any) -> Any:
@@ -200,8 +238,34 @@ def _no_gradient(x: Any) -> Any:
     return jnp.full_like(x, jnp.nan)
 
 
+def packed_bits(mask: Any) -> Any:
+    """A mask's bits along the last axis, in words of 32, the lowest first."""
+    if mask.shape[-1] == 1:
+        return jnp.where(mask, -1, 0).astype(jnp.int32)
+    mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
+    words = mask.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(
+        (words << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32), jnp.int32
+    )
+
+
+# The types that programs read, as tracing declares those that they do not.
+_READ = {"float64": "float32", "int64": "int32", "int16": "int32", "int8": "int32"}
+
+
+def _as_read(x: Any) -> Any:
+    x = jnp.asarray(x)
+    return x.astype(_READ.get(x.dtype.name, x.dtype))
+
+
 def traced_attention(
-    q: Any, k: Any, v: Any, options: CallOptions, extras: Optional[Extras], division: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    options: CallOptions,
+    extras: Optional[Extras],
+    division: Any = None,
+    mods: Optional[Modifications] = None,
 ) -> Any:
     """(out, lse) with gradients, for the functions of `fa_attn.interface`; checked as far as is known while
     jax traces the call."""
@@ -213,9 +277,15 @@ def traced_attention(
     like = [_stand_in(x) for x in (q, k, v)]
     stand_ins = {name: np.zeros(x.shape, x.dtype) for name, x in named.items()}
     bounds = (int(extras.max_seqlen_q), int(extras.max_seqlen_k))
-    _core.check_forward(*like, options, Extras(**stand_ins, max_seqlen_q=bounds[0], max_seqlen_k=bounds[1]))
-    call = _Call(options, tuple(named), *bounds, division or (None, None))
-    return _attention_of(call, q.ndim)(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), *named.values())
+    mods = Modifications() if mods is None else mods.with_gradients(())
+    arrays = [_as_read(x) for x in mods.arrays]
+    given = Extras(**stand_ins, max_seqlen_q=bounds[0], max_seqlen_k=bounds[1])
+    programs = mods.with_arrays(map(_stand_in, arrays)).programs
+    _core.check_forward(*like, options, given, programs=programs)
+    own = (mods.texts, mods.names, mods.scalars)
+    call = _Call(options, tuple(named), *bounds, *own, division=division or (None, None))
+    q, k, v = map(jnp.asarray, (q, k, v))
+    return _attention_of(call, q.ndim)(q, k, v, *named.values(), *arrays)
 
 
 def traced_backward(
@@ -271,15 +341,12 @@ def dot_product_attention(
     """`jax.nn.dot_product_attention`: query (batch, rows, heads, head_dim), key and value (batch, keys,
     heads_kv, head_dim), or each without the batch.
 
-    jax aligns masks to the top left. With lengths, masks are computed where each sequence has as many queries
-    as keys. Rows beyond `query_seq_lengths` and queries that see no key are 0.
+    `bias` is added to the scaled scores, with a gradient, `mask` True where a query sees a key; both are
+    broadcast to (batch, heads, rows, keys). jax aligns `is_causal` and `local_window_size` to the top left:
+    with lengths they are computed where each sequence has as many queries as keys. Rows beyond
+    `query_seq_lengths`, and rows that see no key, are 0.
     `return_residual`: (out, LSE (batch, rows, heads)).
     """
-    for name, value_of in (("bias", bias), ("mask", mask)):
-        if value_of is not None:
-            raise UnsupportedError(
-                f"{name}: masks are causal ones, windows and lengths; use jax.nn for others"
-            )
     has_batch = query.ndim == 4
     q, k, v = (x if has_batch else x[None] for x in (query, key, value))
     window: Window = (-1, -1)
@@ -303,6 +370,8 @@ def dot_product_attention(
         causal=is_causal,
         window_size=window,
         query_offset=offset if is_causal or window != (-1, -1) else 0,
+        bias=bias,
+        mask=mask,
         seqused_q=query_seq_lengths,
         seqused_k=key_value_seq_lengths,
         return_softmax_lse=True,

@@ -58,26 +58,38 @@ impl<'py> CallProgram<'py> {
         (texts, arrays, scalars): Programs<'py>,
         stream: Option<u64>,
     ) -> PyResult<Option<CallProgram<'py>>> {
-        let Some(program) = joined(&texts)? else { return Ok(None) };
+        let views = arrays.iter().map(|(name, object)| Ok((name.clone(), View::of(name, object, stream)?)));
+        CallProgram::of_views(&texts, views.collect::<PyResult<_>>()?, &scalars)
+    }
+
+    /// [`CallProgram::of`] with its arrays as they lie.
+    pub(crate) fn of_views(
+        texts: &[String],
+        mut arrays: Vec<(String, View<'py>)>,
+        scalars: &[(String, f64)],
+    ) -> PyResult<Option<CallProgram<'py>>> {
+        let Some(program) = joined(texts)? else { return Ok(None) };
+        let given = arrays.len();
         let mut of_calls = Vec::new();
         for decl in program.arrays() {
-            let object = taken("array", &decl.name, &arrays)?;
-            let view = View::of(&decl.name, object, stream)?;
+            taken("array", &decl.name, &arrays)?;
+            let at = arrays.iter().position(|(name, _)| *name == decl.name).unwrap_or(0);
+            let (_, view) = arrays.swap_remove(at);
             check_array(&decl.name, (decl.element, decl.rank), &view)?;
             of_calls.push(view);
         }
         let mut values = Vec::new();
         for decl in program.scalars() {
-            let value = *taken("scalar", &decl.name, &scalars)?;
+            let value = *taken("scalar", &decl.name, scalars)?;
             values.push(scalar(&decl.name, decl.ty, decl.positive, value)?);
         }
         let declared = (program.arrays().len(), program.scalars().len());
-        if declared != (arrays.len(), scalars.len()) {
+        if declared != (given, scalars.len()) {
             return Err(InputError::new_err(format!(
                 "the program reads {} arrays and {} scalars, and the call has {} and {}",
                 declared.0,
                 declared.1,
-                arrays.len(),
+                given,
                 scalars.len()
             )));
         }
@@ -94,13 +106,24 @@ impl<'py> CallProgram<'py> {
         gradients: Vec<(String, Bound<'py, PyAny>)>,
         stream: Option<u64>,
     ) -> PyResult<()> {
-        for (name, object) in gradients {
+        let views = gradients.into_iter().map(|(name, object)| {
+            let view = View::of(&name, &object, stream)?;
+            Ok((name, view))
+        });
+        self.want_views(views.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    /// [`CallProgram::want`] with the arrays as they lie.
+    pub(crate) fn want_views(
+        &mut self,
+        gradients: impl IntoIterator<Item = (String, View<'py>)>,
+    ) -> PyResult<()> {
+        for (name, view) in gradients {
             let slot = self.program.arrays().iter().position(|decl| decl.gradient && decl.name == name);
             let Some(slot) = slot else {
                 let message = format!("the program has no array `{name}` with a gradient");
                 return Err(InputError::new_err(message));
             };
-            let view = View::of(&name, &object, stream)?;
             if view.dtype != dlpack::Type::F32
                 || !view.is_contiguous()
                 || view.shape() != self.arrays[slot].shape()

@@ -12,8 +12,9 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
+pub(crate) use self::abi::BFLOAT16;
 use self::abi::{
-    BFLOAT16, CAPSULE, CAPSULE_VERSIONED, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DlDevice, DlDtype, DlManaged,
+    CAPSULE, CAPSULE_VERSIONED, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DlDevice, DlDtype, DlManaged,
     DlManagedVersioned, DlTensor, Exchange, READ_ONLY, USED, USED_VERSIONED, empty,
 };
 pub(crate) use self::exchange::current_stream;
@@ -130,16 +131,9 @@ impl<'py> View<'py> {
         name: &str,
         data: *mut u8,
         place: Place,
-        dtype: Type,
+        (code, bits): (u8, u8),
         shape: &[i64],
     ) -> PyResult<View<'py>> {
-        let (code, bits) = match dtype {
-            Type::F32 => (2, 32),
-            Type::F16 => (2, 16),
-            Type::Bf16 => BFLOAT16,
-            Type::I32 => (0, 32),
-            Type::Other => (3, 8),
-        };
         let mut tensor = empty();
         let (kind, id) = match place {
             Place::Cpu => (CPU, 0),

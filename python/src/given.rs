@@ -191,6 +191,10 @@ impl<'py> Given<'py> {
         stream: Option<u64>,
     ) -> PyResult<Given<'py>> {
         let program = programs.map(|programs| CallProgram::of(programs, stream)).transpose()?.flatten();
+        self.with_program(program)
+    }
+
+    pub(crate) fn with_program(self, program: Option<CallProgram<'py>>) -> PyResult<Given<'py>> {
         program.as_ref().map_or(Ok(()), |program| program.check_place(self.place()))?;
         Ok(Given { program, ..self })
     }

@@ -42,7 +42,7 @@ mod _core {
     #[pymodule_export]
     use super::merging::merge;
     #[pymodule_export]
-    use super::programs::{program, program_eval, program_with};
+    use super::programs::{program, program_eval, program_tiles, program_with};
     #[pymodule_export]
     use super::xla::xla_handlers;
 

@@ -1,7 +1,8 @@
 //! Masks and modifications of scores as programs: checked, described and evaluated.
 
 use fa_core::program::{
-    ArrayData, ArrayView, Deps, Element, Inputs, Point, Precision, Program, ScoreClass, Type, Value,
+    ArrayData, ArrayView, Deps, Element, Inputs, Point, Precision, Program, ScoreClass, Tile, TileState,
+    Type, Value,
 };
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -133,24 +134,69 @@ pub(crate) fn program_eval(
     points: Vec<(f64, [i32; 8])>,
 ) -> PyResult<Vec<(bool, f64, f64)>> {
     let program = parsed(text)?;
-    let elements: Vec<_> = program
-        .arrays()
-        .iter()
-        .zip(&arrays)
-        .map(|(decl, (bytes, _))| Elements::of(decl.element, bytes))
-        .collect();
-    let views = program.arrays().iter().zip(&elements).zip(&arrays);
-    let views = views.map(|((decl, elements), (_, extents))| elements.view(decl.element, extents)).collect();
-    let values = program.scalars().iter().zip(&scalars);
-    let values = values.map(|(decl, &value)| match decl.ty {
-        Type::I32 => Value::I32(value as i32),
-        Type::F32 | Type::Bool => Value::F32(value),
-    });
-    let inputs = Inputs::new(&program, views, values.collect())
-        .map_err(|error| InputError::new_err(error.to_string()))?;
+    let elements = elements_of(&program, &arrays);
+    let inputs = inputs_of(&program, &elements, &arrays, &scalars)?;
     let outcome = |(s, [b, h, hk, q, k, sq, sk, off]): (f64, [i32; 8])| {
         let outcome = program.eval(&inputs, &Point { s, b, h, hk, q, k, sq, sk, off }, Precision::F64);
         (outcome.visible, outcome.score, outcome.slope)
     };
     Ok(points.into_iter().map(outcome).collect())
+}
+
+/// What a program's mask leaves of blocks, by ranges of values: 0 for nothing, 1 for a part, 2 for all; for
+/// each sequence, head, block of queries and block of keys.
+#[pyfunction]
+pub(crate) fn program_tiles(
+    text: &str,
+    arrays: Vec<(Vec<u8>, Vec<usize>)>,
+    scalars: Vec<f64>,
+    sizes: (i32, i32),
+    lengths: (i32, i32),
+    block: (i32, i32),
+) -> PyResult<Vec<u8>> {
+    let ((batch, heads), (sq, sk), (rows, keys)) = (sizes, lengths, block);
+    let program = parsed(text)?;
+    let elements = elements_of(&program, &arrays);
+    let inputs = inputs_of(&program, &elements, &arrays, &scalars)?;
+    let steps = |end: i32, step: i32| {
+        let starts = (0..end).step_by(step.max(1) as usize);
+        starts.map(move |first| first..end.min(first.saturating_add(step.max(1))))
+    };
+    let mut states = Vec::new();
+    for b in 0..batch {
+        for h in 0..heads {
+            for q in steps(sq, rows) {
+                states.extend(steps(sk, keys).map(|k| {
+                    let tile = Tile { b, h, hk: h, q: q.clone(), k, sq, sk, off: sk.wrapping_sub(sq) };
+                    match program.tile_state(&inputs, &tile) {
+                        TileState::Empty => 0,
+                        TileState::Partial => 1,
+                        TileState::Full => 2,
+                    }
+                }));
+            }
+        }
+    }
+    Ok(states)
+}
+
+fn elements_of(program: &Program, arrays: &[(Vec<u8>, Vec<usize>)]) -> Vec<Elements> {
+    let decls = program.arrays().iter().zip(arrays);
+    decls.map(|(decl, (bytes, _))| Elements::of(decl.element, bytes)).collect()
+}
+
+fn inputs_of<'a>(
+    program: &Program,
+    elements: &'a [Elements],
+    arrays: &[(Vec<u8>, Vec<usize>)],
+    scalars: &[f64],
+) -> PyResult<Inputs<'a>> {
+    let views = program.arrays().iter().zip(elements).zip(arrays);
+    let views = views.map(|((decl, elements), (_, extents))| elements.view(decl.element, extents)).collect();
+    let values = program.scalars().iter().zip(scalars);
+    let values = values.map(|(decl, &value)| match decl.ty {
+        Type::I32 => Value::I32(value as i32),
+        Type::F32 | Type::Bool => Value::F32(value),
+    });
+    Inputs::new(program, views, values.collect()).map_err(|error| InputError::new_err(error.to_string()))
 }

@@ -14,8 +14,9 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use serde::Deserialize;
 
+use crate::call_program::CallProgram;
 use crate::calls::{On, run};
-use crate::dlpack::{Place, Type, View};
+use crate::dlpack::{BFLOAT16, Place, Type, View};
 use crate::error::{InputError, UnsupportedError};
 use crate::given::{Beside, Given, Options};
 use crate::host::{Backward, Written};
@@ -153,6 +154,13 @@ struct Call {
     extras: Vec<String>,
     max_seqlen_q: i64,
     max_seqlen_k: i64,
+    /// The texts of programs, the names of their arrays, in the order of their buffers, which follow the extra
+    /// tensors, and their scalars.
+    texts: Vec<String>,
+    arrays: Vec<String>,
+    scalars: Vec<(String, f64)>,
+    /// The arrays whose gradients a backward writes, in the order of its last results.
+    wants: Vec<String>,
     /// A [`Division`].
     division: (Option<usize>, Option<bool>),
     /// Whether the buffers are in the memory of a GPU.
@@ -228,13 +236,14 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
     // SAFETY: as above.
     let (place, stream) = if call.on_gpu { unsafe { stream_of(frame)? } } else { (Place::Cpu, None) };
     // SAFETY: as above; buffers live for the call.
-    let (mut given, written) =
+    let (mut given, mut written) =
         unsafe { (views(&frame.arguments, place)?.into_iter(), views(&frame.results, place)?) };
     let mut next = || given.next().ok_or_else(|| PyRuntimeError::new_err("a call has too few arguments"));
     let dout = if is_backward { Some(next()?) } else { None };
     let (q, k, v) = (next()?, next()?, next()?);
     let results = if is_backward { Some((next()?, next()?, next()?)) } else { None };
     let named = call.extras.iter().map(|name| Ok((name, next()?))).collect::<PyResult<Vec<_>>>()?;
+    let own = call.arrays.into_iter().map(|name| Ok((name, next()?))).collect::<PyResult<Vec<_>>>()?;
     let named = RefCell::new(named);
     let take = |extra: Extra, need: Type| {
         let mut named = named.borrow_mut();
@@ -254,6 +263,12 @@ unsafe fn compute(py: Python<'_>, frame: &Frame, is_backward: bool) -> PyResult<
     };
     extras.dlse = dlse;
     let given = Given::of_views([q, k, v], Beside::bounded(extras, call.max_seqlen_q, call.max_seqlen_k)?)?;
+    let mut program = CallProgram::of_views(&call.texts, own, &call.scalars)?;
+    let gradients = written.split_off(written.len() - call.wants.len().min(written.len()));
+    if let Some(program) = &mut program {
+        program.want_views(call.wants.into_iter().zip(gradients))?;
+    }
+    let given = given.with_program(program)?;
     let problem = given.problem(&call.options)?;
     let (splits, pack_gqa) = call.division;
     let (division, pinned) = (Division { splits, pack_gqa }, call.options.deterministic);
@@ -345,12 +360,16 @@ unsafe fn views<'a>(buffers: &Buffers, place: Place) -> PyResult<Vec<View<'a>>> 
     (0..count).map(view).collect()
 }
 
-fn type_of(dtype: c_int) -> Type {
+/// XLA's types as DLPack has them: code and bits.
+fn type_of(dtype: c_int) -> (u8, u8) {
     match dtype {
-        4 => Type::I32,
-        10 => Type::F16,
-        11 => Type::F32,
-        16 => Type::Bf16,
-        _ => Type::Other,
+        1 => (6, 8),
+        4 => (0, 32),
+        6 => (1, 8),
+        8 => (1, 32),
+        10 => (2, 16),
+        11 => (2, 32),
+        16 => BFLOAT16,
+        _ => (3, 8),
     }
 }

@@ -9,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks  # noqa: E402
+
 import fa_attn  # noqa: E402
 from fa_attn._programs import Program  # noqa: E402
-from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks  # noqa: E402
 
 LENGTH, HEADS, BATCH = 48, 4, 2
 _generator = torch.Generator().manual_seed(7)
@@ -38,6 +39,7 @@ ANCESTORS = ints(0, 2, LENGTH, LENGTH, dtype=torch.bool)
 BUCKETS = draw(32, HEADS)
 FORGET = draw(BATCH, HEADS, LENGTH).cumsum(-1)
 NUMPY_SLOPES = SLOPES.numpy()
+SIGNED = torch.tensor([3, -2, 1, -5])
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -136,6 +138,13 @@ MASKS = {
     "constant": lambda b, h, q, k: True,
     "shifts": lambda b, h, q, k: (q >> 2) << 2 == torch.bitwise_left_shift(k >> 2, 2),
     "numpy": lambda b, h, q, k: NUMPY_SLOPES[h] * q > 0.1 * k,
+    "divisors of either sign": lambda b, h, q, k: (
+        ((q - k) // -3 + (q - k) % -3 + (k - q) // SIGNED[h] + (k - q) % SIGNED[h]) % 2 == 0
+    ),
+    "towards zero": lambda b, h, q, k: (
+        torch.div(q - k, 3, rounding_mode="trunc") + torch.fmod(q - k, -4) + torch.fmod(k - q, SIGNED[h]) > 0
+    ),
+    "slices": lambda b, h, q, k: VALID[:, k][b] & ~VALID[b, ...][q] & VALID[b][:][k],
     "level as float": lambda b, h, q, k: LEVEL[k].float() / 2 <= LEVEL[q].to(torch.float32),
 }
 
@@ -196,6 +205,14 @@ SCORES = {
     "modulo of numbers": lambda s, b, h, q, k: s % 1.5 + (k / 7) // 2,
     "zero-dim tensor": lambda s, b, h, q, k: s * SLOPES[1] + SLOPES.sum(),
     "minimum": lambda s, b, h, q, k: torch.minimum(s, torch.maximum(s * 0 + 0.5, k - q + 0.0)),
+    "activations": lambda s, b, h, q, k: (
+        torch.nn.functional.silu(s)
+        + torch.nn.functional.leaky_relu(s, 0.3)
+        + torch.nn.functional.gelu(s, approximate="tanh")
+        + torch.nn.functional.hardtanh(s, -0.5, 0.7)
+    ),
+    "hyperbolic": lambda s, b, h, q, k: torch.sinh(s * 0.3) + torch.cosh(s) + torch.logaddexp(s, s * 0.5),
+    "round": lambda s, b, h, q, k: torch.round(s * 2) + torch.round((q - k) / 2) + torch.fmod(s, 1.5),
     "numpy functions": lambda s, b, h, q, k: s + np.where(q > k, np.abs(q - k), 0) * np.float32(0.25),
     "other types": lambda s, b, h, q, k: s + (q - k).to(s.dtype) + torch.zeros_like(s) + q.new_ones(()),
 }
@@ -269,6 +286,7 @@ def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
     assert a == b and (a.scalars, b.scalars) == ({"mn0": 5}, {"mn0": 6})
     a, b = Program.of_score(softcap(20.0)), Program.of_score(softcap(50.0))
     assert a == b and a.scalars == {"n0": 20.0}
+
     # Python has to know these: how often a loop runs, and which way a branch goes.
     def unrolled(count):
         def mod(score, b, h, q, k):
@@ -280,6 +298,7 @@ def test_numbers_are_scalars_and_other_numbers_are_the_same_program():
 
     assert Program.of_score(unrolled(2)) != Program.of_score(unrolled(3))
     assert Program.of_score(unrolled(2)).scalars == {}
+
     def table(count):
         return lambda b, h, q, k: torch.arange(count, device=q.device)[q % count] == 1
 
@@ -315,11 +334,11 @@ REFUSED = [
     (lambda b, h, q, k: VALID[b, q:], "not by slices"),
     (lambda b, h, q, k: VALID[b, q, k], "3 indices of an array of 2 axes"),
     (lambda b, h, q, k: (q + 0.5) & 1, "takes integers or truth values"),
-    (lambda b, h, q, k: q // 0 == k, "integers are divided by positive ones, not by 0"),
+    (lambda b, h, q, k: q // 0 == k, "integers are divided by others than 0"),
     (lambda b, h, q, k: BIAS.to(torch.complex64)[b, h, q, k] == 1, "cannot be read: convert it"),
     (lambda b, h, q: q > 1, r"mask_mod takes \(b, h, q_idx, kv_idx\)"),
     (lambda b, h, q, k: q * 0.5, "returns f32, and a mask is a truth value"),
-    (lambda b, h, q, k: BIAS.sum(0)[h] > q, "an array of 3 axes is used whole"),
+    (lambda b, h, q, k: BIAS.sum(0)[h] > q, "an array of 3 axes is used with 1 of its indices"),
     (lambda b, h, q, k: torch.softmax(q, 0) > k, "`softmax` has no equivalent"),
     ("q <", "expected an expression, found the end"),
     ("s + 1", "mask_mod is no mask alone"),

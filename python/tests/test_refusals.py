@@ -235,7 +235,7 @@ def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise
     for name in ("mask_mod", "score_mod"):
         with pytest.raises(fa_attn.InputError, match=f"{name} is a function, a text or a Program, not 3"):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
-    computed = {"learnable_sink", "mask_mod", "min_seqlen_k", "pack_gqa", "score_mod"}
+    computed = {"block_sparse_tensors", "learnable_sink", "mask_mod", "min_seqlen_k", "pack_gqa", "score_mod"}
     for name in sorted(set(neutral) - computed):
         with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})

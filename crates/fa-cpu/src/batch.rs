@@ -1,6 +1,6 @@
 //! The location of each sequence's rows: lengths, starts and page table of a call, checked once.
 
-use fa_core::program::{Inputs, Interned};
+use fa_core::program::{Inputs, Interned, Point};
 use fa_core::{Alibi, Extra, Pass, Problem, Side, SideRows};
 
 use crate::check::q_shape;
@@ -137,6 +137,25 @@ impl<'a> Batch<'a> {
     /// The mask and change of scores of the caller's own, with what it reads.
     pub fn program(&self) -> Option<(Interned, &Inputs<'a>)> {
         self.program.as_ref().map(|(program, inputs)| (*program, inputs))
+    }
+
+    /// Where a head of a sequence is for a program: at its first query and key. `offset` is the mask's.
+    pub(crate) fn point(&self, sequence: usize, [head, kv_head]: [usize; 2], offset: i64) -> Point {
+        let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
+        let Sequence { q, k, .. } = &self.sequences[sequence];
+        let [sq, sk] = self.within.lengths.unwrap_or([q.len, k.len]).map(count);
+        let [first, first_head, first_kv, first_q] = self.within.first.map(count);
+        Point {
+            b: first.wrapping_add(count(sequence)),
+            h: first_head.wrapping_add(count(head)),
+            hk: first_kv.wrapping_add(count(kv_head)),
+            q: first_q,
+            sq,
+            sk,
+            // The mask's offset counts from the queries of this part.
+            off: count(k.len).wrapping_sub(count(q.len)).wrapping_add(offset as i32).wrapping_sub(first_q),
+            ..Point::default()
+        }
     }
 
     /// Where the problem is a part of a larger one.

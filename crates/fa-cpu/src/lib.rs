@@ -53,7 +53,7 @@ pub mod peak;
 pub mod real;
 #[cfg(feature = "reference")]
 pub mod reference;
-/// What is left without the feature: the formula in f32, which the tiled path computes programs by.
+/// What is left without the feature: the formula in f32, for gradients beside biases of -1e9.
 #[cfg(not(feature = "reference"))]
 #[allow(dead_code, unreachable_pub)]
 mod reference;

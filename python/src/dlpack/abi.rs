@@ -79,7 +79,7 @@ pub(super) const USED: &CStr = c"used_dltensor";
 pub(super) const USED_VERSIONED: &CStr = c"used_dltensor_versioned";
 
 /// Code and bits of bfloat16.
-pub(super) const BFLOAT16: (u8, u8) = (4, 16);
+pub(crate) const BFLOAT16: (u8, u8) = (4, 16);
 
 /// A tensor without axes and memory.
 pub(super) fn empty() -> DlTensor {

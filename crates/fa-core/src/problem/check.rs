@@ -66,9 +66,12 @@ impl Problem {
             return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
         }
         let changes = self.score.kind().changes();
-        let own = [("softcap", self.score.softcap.is_some()), ("alibi", self.score.alibi.is_some())];
-        if let Some((name, _)) = own.into_iter().find(|&(_, is_on)| is_on && changes) {
-            return Err(ProblemError::Program { name });
+        let own = [
+            ("softcap", "(cap * tanh(s / cap))", self.score.softcap.is_some()),
+            ("alibi", "(s - slope[h] * abs(q + off - k))", self.score.alibi.is_some()),
+        ];
+        if let Some((name, text, _)) = own.into_iter().find(|&(_, _, is_on)| is_on && changes) {
+            return Err(ProblemError::Program { name, text });
         }
         Ok(())
     }

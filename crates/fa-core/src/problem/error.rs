@@ -90,12 +90,14 @@ pub enum ProblemError {
     },
     /// A program changes the scores, and something else does.
     #[error(
-        "{name} and a program that changes scores: write the program so that it computes both, or give it \
-         without {name}"
+        "{name} and a program that changes scores: leave {name} out and let the program compute both, with \
+         `{text}` in place of `s`"
     )]
     Program {
         /// The other change.
         name: &'static str,
+        /// It as an expression of a program.
+        text: &'static str,
     },
     /// A scalar that must be finite is not, or must be positive and is not.
     #[error("{name} is {value}: it must be {need}")]

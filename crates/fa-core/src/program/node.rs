@@ -264,7 +264,7 @@ impl Binary {
 
 impl Node {
     /// The nodes that a node uses.
-    pub(super) fn operands(self) -> impl Iterator<Item = NodeId> {
+    pub fn operands(self) -> impl Iterator<Item = NodeId> {
         let operands = match self {
             Node::Const(_) | Node::Var(_) | Node::Scalar(_) => [None; 4],
             Node::Load(_, indices) => indices,

@@ -1,9 +1,9 @@
-//! The formula in f32, nothing else rounded: what the tiled implementation computes for problems with
-//! programs.
+//! The formula in f32, nothing else rounded: what the tiled implementation computes gradients by where an LSE
+//! leaves no fraction.
 
 use fa_core::Problem;
 
-use super::formula::{self, Forward, Gradients, Rows, Tensors};
+use super::formula::{self, Gradients, Rows, Tensors};
 use super::over;
 use crate::element::Element;
 use crate::error::CpuError;
@@ -12,15 +12,6 @@ use crate::view::TensorRef;
 
 fn exact(value: f32) -> f32 {
     value
-}
-
-pub(crate) fn forward<T: Element>(
-    problem: &Problem,
-    arguments: &Arguments<'_>,
-    inputs: [&TensorRef<'_, T>; 3],
-) -> Result<Forward<f32>, CpuError> {
-    let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
-    over::forward(problem, arguments, inputs, exact, pass)
 }
 
 pub(crate) fn backward<T: Element>(

@@ -43,26 +43,7 @@ impl<'a> OwnProgram<'a> {
         offset: i64,
     ) -> Option<OwnProgram<'a>> {
         let (program, inputs) = batch.program()?;
-        let sequence = batch.sequences[s];
-        let count = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
-        let within = batch.within();
-        let [q, k] = within.lengths.unwrap_or([sequence.q.len, sequence.k.len]);
-        let (sq, sk) = (count(q), count(k));
-        let [first_s, first_h, first_kv, first_q] = within.first;
-        let at = Point {
-            b: count(first_s + s),
-            h: count(first_h + h),
-            hk: count(first_kv + kv_head),
-            q: count(first_q),
-            sq,
-            sk,
-            // The mask's offset counts from the queries of this part.
-            off: count(sequence.k.len)
-                .wrapping_sub(count(sequence.q.len))
-                .wrapping_add(offset as i32)
-                .wrapping_sub(count(first_q)),
-            ..Point::default()
-        };
+        let at = batch.point(s, [h, kv_head], offset);
         let precision = if size_of::<R>() == 4 { Precision::F32 } else { Precision::F64 };
         Some(OwnProgram { program: program.get(), inputs, at, precision })
     }

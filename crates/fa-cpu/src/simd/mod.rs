@@ -38,6 +38,7 @@ pub use isa::{Isa, ParseIsaError};
 pub use kernels::{Bias, Kernels, Product};
 pub use product::{Init, Order};
 pub use tile::TileShape;
+pub(crate) use vector::{EXP2, ROUND, TANH};
 pub(crate) use widest::{Work, widest};
 
 #[cfg(test)]

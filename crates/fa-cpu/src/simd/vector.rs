@@ -153,12 +153,12 @@ pub(super) unsafe fn counting<V: Vector>(first: f32) -> V {
 }
 
 /// 1.5 * 2^23: adding it leaves the nearest integer in the low bits.
-const ROUND: f32 = 12_582_912.0;
+pub(crate) const ROUND: f32 = 12_582_912.0;
 /// The exponent bias, so that the low bits hold the exponent field of `2^n`.
 const BIAS: f32 = 127.0;
 /// Least-squares minimax fit of `(2^f - 1) / f` on [-1/2, 1/2] for the relative error of `2^f`: 2e-9 before
 /// rounding.
-const EXP2: [f32; 6] =
+pub(crate) const EXP2: [f32; 6] =
     [core::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
 
 /// `2^x` to about one unit in the last place for x up to 127; 0 for x below -126.5, -inf included. NaN stays
@@ -207,7 +207,8 @@ pub(super) unsafe fn exp2_short<V: Vector>(x: V) -> V {
 }
 
 /// Fit of `(tanh(y) / y - 1) / y^2` in powers of `y^2` for |y| up to 0.65.
-const TANH: [f32; 5] = [-0.333_332_75, 0.133_311_9, -0.053_716_96, 0.020_559_607, -0.005_610_772_4];
+pub(crate) const TANH: [f32; 5] =
+    [-0.333_332_75, 0.133_311_9, -0.053_716_96, 0.020_559_607, -0.005_610_772_4];
 /// 2 / ln 2.
 const TWO_LOG2E: f32 = 2.0 * core::f32::consts::LOG2_E;
 

@@ -5,6 +5,9 @@
 //! its own dQ, and these partial sums are added in order afterwards. No sum depends on timing.
 
 use std::ops::Range;
+use std::sync::OnceLock;
+
+use fa_core::program::TileState;
 
 use super::buffer::Buffer;
 use super::cut::{Cut, Sizes, TILE_N, cuts, items, partials};
@@ -13,6 +16,7 @@ use super::dq::Writers;
 use super::inputs::{Backward, Gradients};
 use super::long::{self, STRETCH, Sums};
 use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
+use super::programs::{ArraySums, OwnTile, gathered};
 use super::schedule;
 use super::scores::{Scores, lse_exponent};
 use super::scratch::{QueryTile, Scratch};
@@ -49,11 +53,15 @@ pub(super) fn run<T: Element + Factor>(
 
     let items = items(&cuts, batch, |_| true);
     let partial = partials(&cuts, group);
+    let array_sums: Vec<OnceLock<ArraySums>> = items.iter().map(|_| OnceLock::new()).collect();
     let dsinks = SinkTerms::new(to.dsinks.is_some(), cuts.len(), group);
     schedule::run(
         items.len(),
         threads,
-        || (Scratch::new(problem, &sizes, &cuts, k.converts() || v.converts()), ExactDelta::new(call)),
+        || {
+            let converts = k.converts() || v.converts();
+            (Scratch::new(problem, batch, &sizes, &cuts, converts), ExactDelta::new(call))
+        },
         |(scratch, exact), item| {
             let (index, part) = items[item];
             let cut = &cuts[index];
@@ -70,7 +78,7 @@ pub(super) fn run<T: Element + Factor>(
                 for tile in 0..cut.m_tiles {
                     let queries = &mut scratch.queries[tile];
                     job.read_queries(cut, head, tile, queries, &mut scratch.rows);
-                    if size_of::<T>() == 2 {
+                    if size_of::<T>() == 2 && scratch.own.is_none() {
                         job.exact_deltas(cut, head, tile, queries, exact);
                     }
                     call.take_dlse(sequence, head, job.rows(cut, tile), &mut queries.delta);
@@ -98,10 +106,15 @@ pub(super) fn run<T: Element + Factor>(
             let sums = [(&scratch.dk[..], sizes.ldq), (&scratch.dv[..], sizes.ldo)];
             writers.write_keys(cut.unit, part, keys, sums);
             (scratch.k, scratch.v, scratch.dq) = (k_rows, v_rows, own_dq);
+            let empty = array_sums[item].set(std::mem::take(&mut scratch.sums)).is_ok();
+            debug_assert!(empty, "an item runs once");
         },
     );
     if !partial.is_empty() {
         writers.dq.add_partial(threads, group, &cuts, &partial);
+    }
+    if let Some(darrays) = &mut to.darrays {
+        **darrays = gathered(batch, array_sums.iter().filter_map(OnceLock::get));
     }
     dsinks.by_head(&cuts)
 }
@@ -142,7 +155,7 @@ impl<T: Element + Factor> Job<'_, T> {
         to.dead.clear();
         to.wild.clear();
         let lse = self.call.lse(cut.unit.sequence, head);
-        let hides = !problem.mask.is_full();
+        let hides = !problem.mask.is_full() || problem.score.program.is_some();
         for (i, query) in rows.enumerate() {
             let (q, dout) = (&mut to.q[i * ldq..][..hd], &mut to.dout[i * ldo..][..hdv]);
             if lse[query] == f32::NEG_INFINITY {
@@ -186,7 +199,7 @@ impl<T: Element + Factor> Job<'_, T> {
     /// to dQt. `k` and `v` begin with the first of the keys.
     fn main_loop(
         &self,
-        scratch: &mut Scratch,
+        scratch: &mut Scratch<'_>,
         cut: &Cut,
         head: usize,
         keys: &Range<usize>,
@@ -234,7 +247,7 @@ impl<T: Element + Factor> Job<'_, T> {
     #[allow(clippy::too_many_arguments)]
     fn tile(
         &self,
-        scratch: &mut Scratch,
+        scratch: &mut Scratch<'_>,
         cut: &Cut,
         [head, m_tile]: [usize; 2],
         queries: &Range<usize>,
@@ -246,7 +259,12 @@ impl<T: Element + Factor> Job<'_, T> {
     ) {
         let (Backward { kernels, problem, batch, .. }, sizes, band) = (self.call, self.sizes, &cut.band);
         let Sizes { tile_m, ldq, ldo, .. } = sizes;
-        let Scratch { queries: tiles, dk, dv, s, ds, .. } = scratch;
+        let Scratch { own, sums, queries: tiles, dk, dv, s, ds, .. } = scratch;
+        let own_tile = OwnTile { sequence: cut.unit.sequence, head, queries, keys };
+        let state = own.as_ref().map_or(TileState::Full, |own| own.state(&own_tile));
+        if state == TileState::Empty {
+            return;
+        }
         let tile = &tiles[m_tile];
         let first = keys.start - first_key;
         let (k, v) = (&k[first * ldk..], &v[first * ldv..]);
@@ -262,14 +280,22 @@ impl<T: Element + Factor> Job<'_, T> {
 
         let (scores, dp) = ([rows, columns, problem.head_dim], [rows, columns, problem.head_dim_v]);
         product(scores, (k, ldk), Order::Rows, (&tile.qt, tile_m), (s, tile_m), Init::Zero);
-        let hiding = !band.sees_all(queries, keys);
+        let mut own = own.as_mut().filter(|own| own.evaluates(state));
+        if let Some(own) = &mut own {
+            own.apply(&own_tile, state, s);
+        }
+        let hiding = own.is_some() || !band.sees_all(queries, keys);
         product(dp, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
         let bias = band.bias(batch.slope(cut.unit.sequence, head), queries.start, keys.start);
         kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap, bias);
         // P and dS are 0 where nothing is seen. Hidden scores are not made -inf before: below a soft cap
         // scores of -inf, which infinite keys have, are visible.
+        let hidden = own.as_ref().map_or(&[][..], |own| &own.hidden);
         for tile_of in [&mut *s, &mut *ds] {
+            for (value, &hidden) in tile_of.iter_mut().zip(hidden) {
+                *value = if hidden { 0.0 } else { *value };
+            }
             if hiding {
                 band.hide(queries, keys, tile_of, tile_m, 0.0);
             }
@@ -278,9 +304,17 @@ impl<T: Element + Factor> Job<'_, T> {
             }
         }
 
+        if let Some(own) = &mut own {
+            own.differentiate(&own_tile, ds, sums);
+        }
+
         // 0 times a non-finite value is NaN as well: where a tile is masked in part, such rows of Q, dO and K
         // are added separately, only where they are visible.
-        let seen = |query: usize, key: usize| band.visible(queries.start + query, keys.start + key);
+        let hidden = own.as_ref().map_or(&[][..], |own| &own.hidden);
+        let seen = |query: usize, key: usize| {
+            let is_hidden = hidden.get(key * tile_m + query) == Some(&true);
+            !is_hidden && band.visible(queries.start + query, keys.start + key)
+        };
         let (dv, dk) = (&mut dv[first * ldo..], &mut dk[first * ldq..]);
         let mut from = 0;
         for to in tile.wild.iter().copied().filter(|_| hiding).chain([queries.len()]) {

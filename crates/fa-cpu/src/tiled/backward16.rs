@@ -84,7 +84,10 @@ pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     let Scores { scale, cap } = Scores::new(problem);
     let in_range = scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE);
     // The cap's derivative is computed from its value, to which ALiBi's bias would be added afterwards.
-    kernels.has_bf16() && in_range && !(cap.is_some() && problem.score.alibi.is_some())
+    kernels.has_bf16()
+        && problem.score.program.is_none()
+        && in_range
+        && !(cap.is_some() && problem.score.alibi.is_some())
 }
 
 /// Computes the gradients of all units with more than a few queries whose inputs are finite; returns the

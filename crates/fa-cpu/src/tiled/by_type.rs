@@ -116,5 +116,6 @@ fn cast_gradients<'s, T: Element, U: Element>(to: &'s mut Gradients<'_, T>) -> O
         dk: cast::tensor_mut(&mut to.dk)?.reborrow(),
         dv: cast::tensor_mut(&mut to.dv)?.reborrow(),
         dsinks: to.dsinks.as_deref_mut(),
+        darrays: to.darrays.as_deref_mut(),
     })
 }

@@ -100,9 +100,11 @@ fn most_queries<T: Element>(call: &Forward<'_, T>) -> usize {
     if by_tiles { QUERIES } else { (call.kernels.panel() / PART).max(QUERIES) }
 }
 
-/// Whether this path takes the call's tensors: rows of K and V must be slices.
+/// Whether this path takes the call: rows of K and V must be slices, and a program is evaluated in panels.
 pub(super) fn applies<T: Element>(call: &Forward<'_, T>) -> bool {
-    KeyRows::new(&call.k, call.batch).has_slices() && KeyRows::new(&call.v, call.batch).has_slices()
+    call.problem.score.program.is_none()
+        && KeyRows::new(&call.k, call.batch).has_slices()
+        && KeyRows::new(&call.v, call.batch).has_slices()
 }
 
 /// Computes O and LSE of the given units, all of which it [suits].

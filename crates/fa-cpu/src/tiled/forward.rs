@@ -1,14 +1,13 @@
 //! The forward in f32: panels of queries, tiles of keys.
 
-use std::ops::Range;
-
 use fa_core::Strides;
+use fa_core::program::TileState;
 
-use super::band::Band;
 use super::buffer::Buffer;
 use super::pack::{KeyRows, Shared, all_finite, is_finite, read_rows, row_stride};
 use super::panels::{Panel, Panels};
 use super::parts::{Parts, slot_len};
+use super::programs::{OwnTile, OwnTiles};
 use super::schedule;
 use super::scores::Scores;
 use super::work::{Forward, Item, TILE_N, Unit, items};
@@ -20,7 +19,8 @@ use crate::view::TensorMut;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 pub(super) const PANELS: usize = 8;
 
-struct Scratch {
+struct Scratch<'a> {
+    own: Option<OwnTiles<'a>>,
     /// Qt `[head_dim][panel]`, scaled.
     panels: Vec<Panel<f32>>,
     /// St, then Pt: `[TILE_N][panel]`.
@@ -33,13 +33,11 @@ struct Scratch {
     v: Buffer,
 }
 
-/// Adds `p[i] * value` to the columns of Ot of those `queries` that see `key`.
-fn add_seen(band: &Band, queries: &Range<usize>, key: usize, p: &[f32], value: &[f32], o: &mut [f32]) {
-    for (column, query) in queries.clone().enumerate() {
-        if band.visible(query, key) {
-            for (sum, value) in o[column..].iter_mut().step_by(p.len()).zip(value) {
-                *sum += p[column] * value;
-            }
+/// Adds `p[i] * value` to those columns of Ot that are `seen`.
+fn add_seen(seen: impl Iterator<Item = bool>, p: &[f32], value: &[f32], o: &mut [f32]) {
+    for (column, _) in seen.enumerate().filter(|(_, seen)| *seen) {
+        for (sum, value) in o[column..].iter_mut().step_by(p.len()).zip(value) {
+            *sum += p[column] * value;
         }
     }
 }
@@ -118,11 +116,12 @@ struct Job<'a, T> {
     v: &'a Shared<'a, T>,
 }
 
-impl<T: Element> Job<'_, T> {
-    fn scratch(&self, panels: usize) -> Scratch {
+impl<'a, T: Element> Job<'a, T> {
+    fn scratch(&self, panels: usize) -> Scratch<'a> {
         let Panels { width, ld, .. } = *self.panels;
-        let problem = self.panels.call.problem;
+        let Forward { problem, batch, .. } = *self.panels.call;
         Scratch {
+            own: OwnTiles::new(problem, batch, width, false),
             panels: (0..panels).map(|_| self.panels.panel(problem.head_dim)).collect(),
             s: Buffer::new(TILE_N * width),
             factor: Buffer::new(width),
@@ -133,13 +132,13 @@ impl<T: Element> Job<'_, T> {
     }
 
     /// All of the item's tiles of keys that its panels see, each for every panel.
-    fn main_loop(&self, scratch: &mut Scratch, item: &Item) {
+    fn main_loop(&self, scratch: &mut Scratch<'_>, item: &Item) {
         let scores = self.scores;
         let Panels { call, units, width, .. } = *self.panels;
         let Forward { kernels, problem, batch, .. } = *call;
         let unit = units[item.unit];
         let band = &call.band(unit.sequence);
-        let Scratch { panels, s, factor, k, v, .. } = scratch;
+        let Scratch { own, panels, s, factor, k, v, .. } = scratch;
         let panels = &mut panels[..item.panels.len()];
         let seen = self.panels.seen(item, band, panels);
         for key in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N) {
@@ -153,6 +152,12 @@ impl<T: Element> Job<'_, T> {
                 let seen = band.visible_keys(&queries);
                 let keys = tile.start.max(seen.start)..seen.end.min(tile.end);
                 if keys.is_empty() {
+                    continue;
+                }
+                let (sequence, head) = (unit.sequence, panel.head);
+                let own_tile = OwnTile { sequence, head, queries: &queries, keys: &keys };
+                let state = own.as_ref().map_or(TileState::Full, |own| own.state(&own_tile));
+                if state == TileState::Empty {
                     continue;
                 }
                 let columns = queries.len().next_multiple_of(kernels.lanes());
@@ -177,10 +182,19 @@ impl<T: Element> Job<'_, T> {
                 if let Some(bias) = band.bias(slope, queries.start, keys.start) {
                     kernels.alibi(shape, s, bias);
                 }
-                let hiding = !band.sees_all(&queries, &keys);
+                let mut hiding = !band.sees_all(&queries, &keys);
+                let own = own.as_mut().filter(|own| own.evaluates(state));
+                let hidden = own.map_or(&[][..], |own| {
+                    own.apply(&own_tile, state, s);
+                    &own.hidden
+                });
+                for (s, &hidden) in s.iter_mut().zip(hidden) {
+                    *s = if hidden { f32::NEG_INFINITY } else { *s };
+                }
                 if hiding {
                     band.hide(&queries, &keys, s, width, f32::NEG_INFINITY);
                 }
+                hiding |= !hidden.is_empty();
                 let rescale = kernels.online_softmax(shape, s, &mut panel.max, &mut panel.sum, factor);
                 let mut init = match (panel.started, rescale) {
                     (false, _) => Init::Zero,
@@ -210,8 +224,12 @@ impl<T: Element> Job<'_, T> {
                         init,
                     });
                     if to < keys.end {
-                        let p = &s[(to - keys.start) * width..][..width];
-                        add_seen(band, &queries, to, p, value(to), &mut panel.o);
+                        let row = (to - keys.start) * width..(to - keys.start + 1) * width;
+                        let hidden = hidden.get(row.clone()).unwrap_or(&[]);
+                        let seen = queries.clone().enumerate().map(|(column, query)| {
+                            band.visible(query, to) && hidden.get(column) != Some(&true)
+                        });
+                        add_seen(seen, &s[row], value(to), &mut panel.o);
                     }
                     (init, from) = (Init::Add, to + 1);
                 }

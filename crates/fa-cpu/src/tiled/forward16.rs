@@ -49,7 +49,12 @@ const MAX_SCALE: f32 = 1024.0;
 /// Whether this path can take the problem: the kernels are there and scores keep their order when scaled.
 pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     let Scores { scale, cap } = Scores::new(problem);
-    kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
+    let programs = problem.score.program.is_some();
+    kernels.has_bf16()
+        && !programs
+        && scale.is_normal()
+        && scale > 0.0
+        && (cap.is_some() || scale <= MAX_SCALE)
 }
 
 /// Whether the 16-bit paths are the faster ones for a sequence of so many queries. Their tiles have [`PANEL`]

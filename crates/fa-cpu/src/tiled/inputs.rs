@@ -41,6 +41,8 @@ pub(super) struct Gradients<'a, T> {
     pub dk: TensorMut<'a, T>,
     pub dv: TensorMut<'a, T>,
     pub dsinks: Option<&'a mut [f32]>,
+    /// Of the arrays that a program reads, each packed; empty for those that want none.
+    pub darrays: Option<&'a mut Vec<Vec<f32>>>,
 }
 
 impl<T: Element> Backward<'_, T> {

@@ -16,8 +16,10 @@ mod delta;
 mod dq;
 mod forward;
 mod forward16;
+mod functions;
 mod gate;
 mod inputs;
+mod lanes;
 mod long;
 mod overflow;
 mod own;
@@ -25,6 +27,7 @@ mod pack;
 mod pack16;
 mod panels;
 mod parts;
+mod programs;
 pub(crate) mod schedule;
 mod scores;
 mod scratch;
@@ -146,9 +149,6 @@ pub fn forward_extras<'a, T: Element>(
     check_extras(problem, Pass::Forward, &arguments.extras)?;
     let (batch, kernels) = (Batch::new(problem, arguments)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
-    if own::applies(problem) {
-        return own::forward(problem, &arguments, [q, k, v], out, lse);
-    }
     let Options { threads, .. } = options;
     let call = work::Forward { kernels, threads, problem, batch: &batch, q: *q, k: *k, v: *v };
     by_type::run_forward(&call, out, lse);
@@ -244,7 +244,7 @@ pub fn backward_program<'a, T: Element>(
     scores::Scores::check(problem)?;
     let arguments = arguments.into();
     let (batch, kernels) = (Batch::new(problem, arguments)?, kernels(options)?);
-    if darrays.is_some() && !own::applies(problem) {
+    if darrays.is_some() && problem.score.program.is_none() {
         return Err(CpuError::Extra { name: "darrays", asked: false });
     }
     if batch.is_paged() {
@@ -260,10 +260,10 @@ pub fn backward_program<'a, T: Element>(
     let Options { threads, .. } = options;
     let call = inputs::Backward { kernels, threads, problem, batch: &batch, inputs: *inputs };
     let (dq, dk, dv) = (dq.reborrow(), dk.reborrow(), dv.reborrow());
-    let mut to = inputs::Gradients { dq, dk, dv, dsinks };
-    if own::applies(problem) {
+    let mut to = inputs::Gradients { dq, dk, dv, dsinks, darrays };
+    if own::applies(problem, inputs.lse) {
         let BackwardInputs { q, k, v, dout, .. } = inputs;
-        return own::backward(problem, &arguments, [q, k, v, dout], &mut to, darrays);
+        return own::backward(problem, &arguments, [q, k, v, dout], &mut to);
     }
     by_type::run_backward(&call, &mut to);
     Ok(())

@@ -18,7 +18,8 @@ pub(super) fn normaliser_of<T: Element>(
     const STEP: u32 = 1 << 23;
     // Infinities and NaN carry into the sign.
     let carries = sums.iter().fold(0, |all, sum| all | ((sum.to_bits() & !SIGN) + STEP));
-    if carries & SIGN != 0 && lse.is_finite() && sum_anew(call, query, sums) { 1.0 } else { normaliser }
+    let anew = carries & SIGN != 0 && lse.is_finite() && call.problem.score.program.is_none();
+    if anew && sum_anew(call, query, sums) { 1.0 } else { normaliser }
 }
 
 /// The row in f64; `false` where a value that the query sees is infinite or NaN, as then is the row.

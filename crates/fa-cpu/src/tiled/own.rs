@@ -1,5 +1,5 @@
-//! Problems with a mask or a change of scores of the caller's own: a thread computes a head, row by row, and
-//! evaluates the program for each key that the band leaves visible.
+//! The backward of rows whose LSE holds no probability any more: where a bias is so low that f32 rounds what
+//! else there is to it, as where a mask of -1e9 hides a whole row. Softmaxes are computed anew, row by row.
 
 use fa_core::Problem;
 
@@ -11,46 +11,21 @@ use crate::extras::Arguments;
 use crate::reference::in_f32;
 use crate::view::{TensorMut, TensorRef};
 
-/// Whether a problem is one of these.
-pub(super) fn applies(problem: &Problem) -> bool {
-    problem.score.program.is_some()
+/// The largest LSE that a row's probabilities are found from: beyond, f32 leaves it less than 11 bits behind
+/// the point.
+const LARGEST: f32 = 4096.0;
+
+/// Whether a backward is one of these.
+pub(super) fn applies(problem: &Problem, lse: &[f32]) -> bool {
+    problem.score.kind().changes() && lse.iter().any(|lse| lse.is_finite() && lse.abs() > LARGEST)
 }
 
-/// The forward of checked tensors.
-pub(super) fn forward<T: Element>(
-    problem: &Problem,
-    arguments: &Arguments<'_>,
-    inputs: [&TensorRef<'_, T>; 3],
-    out: &mut TensorMut<'_, T>,
-    lse: Option<&mut [f32]>,
-) -> Result<(), CpuError> {
-    let found = in_f32::forward(problem, arguments, inputs)?;
-    let batch = Batch::new(problem, arguments)?;
-    let rows = |index: usize| {
-        let span = batch.sequences[index].q;
-        (span.batch, span.first..span.first + span.len)
-    };
-    scatter(&found.out, out, (0..batch.sequences.len()).map(rows));
-    if let Some(lse) = lse {
-        let [_, seqlen, heads, _] = crate::check::q_shape(problem);
-        for span in batch.sequences.iter().map(|sequence| sequence.q) {
-            for head in 0..heads {
-                let start = (span.batch * heads + head) * seqlen + span.first;
-                lse[start..start + span.len].copy_from_slice(&found.lse[start..start + span.len]);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The backward of checked tensors. `darrays` takes the gradients of the program's arrays, each packed, and
-/// empty where an array wants none.
+/// The backward of checked tensors.
 pub(super) fn backward<T: Element>(
     problem: &Problem,
     arguments: &Arguments<'_>,
     inputs: [&TensorRef<'_, T>; 4],
     to: &mut Gradients<'_, T>,
-    darrays: Option<&mut Vec<Vec<f32>>>,
 ) -> Result<(), CpuError> {
     let found = in_f32::backward(problem, arguments, inputs)?;
     let batch = Batch::new(problem, arguments)?;
@@ -69,8 +44,8 @@ pub(super) fn backward<T: Element>(
     if let Some(dsinks) = &mut to.dsinks {
         dsinks.copy_from_slice(&found.dsinks);
     }
-    if let Some(darrays) = darrays {
-        *darrays = found.darrays;
+    if let Some(darrays) = &mut to.darrays {
+        **darrays = found.darrays;
     }
     Ok(())
 }

@@ -11,7 +11,8 @@ const MAX_FACTOR: f32 = 1e30;
 /// The same as a softmax scale, which without a soft cap is multiplied by log2(e); rounded down.
 const MAX_SCALE: f32 = 6.93e29;
 
-/// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
+/// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument; before a program,
+/// into a natural score).
 pub(super) struct Scores {
     pub(super) scale: f32,
     /// `cap * log2(e)`.
@@ -21,6 +22,10 @@ pub(super) struct Scores {
 impl Scores {
     pub(super) fn new(problem: &Problem) -> Scores {
         let log2e = std::f64::consts::LOG2_E;
+        // A program takes scores in natural units, and comes with no cap beside it.
+        if problem.score.kind().changes() {
+            return Scores { scale: problem.scale() as f32, cap: None };
+        }
         match problem.score.softcap {
             None => Scores { scale: (problem.scale() * log2e) as f32, cap: None },
             Some(cap) => Scores { scale: (problem.scale() / cap) as f32, cap: Some((cap * log2e) as f32) },
@@ -61,6 +66,12 @@ pub(super) fn finish(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
             (keys / total, origin + total.ln())
         }
     }
+}
+
+/// A natural score in base 2: finite where it is, as biases of the lowest number are.
+pub(super) fn exponent(score: f32) -> f32 {
+    let exponent = score * std::f32::consts::LOG2_E;
+    if score.is_infinite() { score } else { exponent.clamp(-f32::MAX, f32::MAX) }
 }
 
 /// The base-2 LSE that the backward subtracts from a row's scores: finite, as the difference of two

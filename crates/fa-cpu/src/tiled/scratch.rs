@@ -5,6 +5,8 @@ use fa_core::Problem;
 use super::buffer::Buffer;
 use super::cut::{Cut, Sizes, TILE_N};
 use super::long::Sums;
+use super::programs::{ArraySums, OwnTiles};
+use crate::batch::Batch;
 
 /// A tile of queries, in the forms that the five products read.
 pub(super) struct QueryTile {
@@ -28,7 +30,10 @@ pub(super) struct QueryTile {
 }
 
 /// Scratch memory of one worker.
-pub(super) struct Scratch {
+pub(super) struct Scratch<'a> {
+    pub own: Option<OwnTiles<'a>>,
+    /// What an item adds to the gradients of a program's arrays.
+    pub sums: ArraySums,
     pub queries: Vec<QueryTile>,
     /// K and V of the item's keys, where they have to be converted.
     pub k: Buffer,
@@ -47,8 +52,14 @@ pub(super) struct Scratch {
     pub dq: Buffer,
 }
 
-impl Scratch {
-    pub(super) fn new(problem: &Problem, sizes: &Sizes, cuts: &[Cut], converts: bool) -> Scratch {
+impl<'a> Scratch<'a> {
+    pub(super) fn new(
+        problem: &Problem,
+        batch: &'a Batch<'a>,
+        sizes: &Sizes,
+        cuts: &[Cut],
+        converts: bool,
+    ) -> Scratch<'a> {
         let Sizes { tile_m, ldq, ldo, .. } = *sizes;
         let tile = || QueryTile {
             qt: Buffer::new(problem.head_dim * tile_m),
@@ -64,6 +75,8 @@ impl Scratch {
         let keys = most(|cut| cut.keys.min(cut.band.k));
         let converted = if converts { keys } else { 0 };
         Scratch {
+            own: OwnTiles::new(problem, batch, tile_m, true),
+            sums: ArraySums::default(),
             queries: (0..most(|cut| cut.m_tiles)).map(|_| tile()).collect(),
             k: Buffer::new(converted * ldq),
             v: Buffer::new(converted * ldo),

@@ -171,6 +171,53 @@ fn programs_are_as_the_oracle_has_them_in_every_form_of_a_batch() {
     }
 }
 
+#[test]
+fn tiles_that_a_program_leaves_empty_partial_and_whole_are_as_the_oracle_has_them() {
+    let bias = Standard::Bias { element: BiasElement::F32, gradient: true }.text();
+    for (turn, (text, mask)) in [
+        ("mask = q // 80 == k // 80;", Mask::FULL),
+        ("array t: f32[_, _] grad; mask = k <= q; score = s + t[h, max(q - k, 0)];", Mask::window(150, 40)),
+        ("array r: f32[_, _] grad; array c: f32[_] grad; score = s * sigmoid(r[h, q]) + c[k];", Mask::CAUSAL),
+        ("array w: f32[_] grad; mask = k % 160 < 130 or q > 200; score = w[b] * tanh(s * 0.5);", Mask::FULL),
+        (bias.as_str(), Mask::CAUSAL.with_offset(-60)),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let problem = Problem::new(Lengths::uniform(2, 230, 330), (2, 1), (16, 16), Types::same(Dtype::F32))
+            .with_mask(mask)
+            .with_score(scored(text));
+        check::<f32>(&problem, &OwnedExtras::NONE, turn as u64);
+    }
+}
+
+#[test]
+fn rows_under_the_lowest_bias_have_the_probabilities_of_their_scores() {
+    let text = "array m: f32[_, _]; score = s + m[q, k];";
+    let problem = Problem::new(Lengths::uniform(1, 4, 6), (2, 1), (8, 8), Types::same(Dtype::F32))
+        .with_score(scored(text));
+    let inputs = Inputs::<f32>::random(&problem, 9);
+    let Views { q, k, v, dout } = inputs.views(&problem);
+    let program = problem.score.program.unwrap();
+    let mut drawn = OwnedInputs::drawn(&problem, 9).unwrap();
+    for lowest in [f32::MIN, -1e9] {
+        let OwnedData::F32(bias) = &mut drawn.arrays[0].data else { panic!("a bias of f32") };
+        let columns = bias.len() / 4;
+        bias[..columns].fill(lowest);
+        let own = drawn.view(&program).unwrap();
+        let arguments = Arguments { program: Some(&own), ..Arguments::default() };
+        let got = tiled(&problem, &arguments, &inputs);
+        // Beside 1e9 an f32 score is nothing, as in every f32 softmax: the row is the mean.
+        let single =
+            reference::low_precision::backward_extras(&problem, arguments, &q, &k, &v, &dout).unwrap();
+        let means = |dim: usize| (0..6).map(|key| f64::from(inputs.v[key * 8 + dim])).sum::<f64>() / 6.0;
+        let mean: Vec<f64> = (0..8).map(means).collect();
+        assert_close("the mean", &got.out[..8], &mean, 1e-5);
+        let dv: Vec<f64> = single.dv.iter().map(|&value| f64::from(value)).collect();
+        assert_close(&format!("dv beside {lowest}"), &got.gradients[2], &dv, 1e-4);
+    }
+}
+
 /// The oracle's forward and gradients of a program, the bits of a given `problem`.
 fn oracle(problem: &Problem, drawn: Option<&OwnedInputs>, inputs: &Inputs<f64>) -> Found {
     let own = drawn.zip(problem.score.program).map(|(drawn, program)| drawn.view(&program).unwrap());

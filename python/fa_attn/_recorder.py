@@ -1,0 +1,250 @@
+"""The recorder: what a function does to recording scalars is written down as the lines of a program."""
+
+import contextlib
+import math
+import numbers
+import sys
+from reprlib import repr as short
+
+from ._core import UnsupportedError
+from ._traced import Indexed, NeedsConstant, Traced, called, float_text, recorder_of, rounded
+from ._traced_operations import OPERATIONS, SHOWN
+
+# The most run-time scalars of a program; further numbers are constants.
+MOST_SCALARS = 8
+_RANK = {"bool": 0, "i32": 1, "f32": 2}
+_ELEMENTS = {
+    "float32": "f32",
+    "float64": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i32",
+    "int32": "i32",
+    "int16": "i32",
+    "int8": "i32",
+    "uint8": "u8",
+    "bool": "bool",
+}
+_LOADED = {"f32": "f32", "f16": "f32", "bf16": "f32", "i32": "i32", "u8": "i32", "bool": "bool"}
+
+
+class Recorder:
+    """The lines of a program while a function runs."""
+
+    def __init__(self, constants, device=None, prefix=""):
+        # Numbers, in the order in which the function names them, that are to be constants.
+        self.constants = constants
+        # Where a function makes tensors that ask an index for its device.
+        self.device = device
+        # Of the names of arrays and scalars, so that those of two functions differ.
+        self.prefix = prefix
+        self.lines = []
+        self.known = {}
+        self.arrays = {}
+        self.scalars = {}
+        self.numbers = 0
+        # Tensors made of numbers within the function, alive as long as their identities are used.
+        self.made = {}
+        # Tensors computed within the function: another call has others.
+        self.fresh = {}
+
+    # Declarations.
+
+    def number(self, value):
+        """A number that the function closes over: a run-time scalar, unless Python needs its value."""
+        place = self.numbers
+        self.numbers += 1
+        if place in self.constants or place >= MOST_SCALARS:
+            return value
+        if type(value) is int and not -(2**31) <= value < 2**31:
+            return value
+        if type(value) is float and not math.isfinite(rounded(value)):
+            return value
+        name = f"{self.prefix}n{place}"
+        self.scalars[name] = value
+        kind = "i32" if type(value) is int else "f32"
+        return Traced(self, name, kind, scalars={place}, value=value)
+
+    def array(self, tensor):
+        """The name of an array, its kind and its axes."""
+        known = self.arrays.get(id(tensor))
+        if known is None:
+            element = _ELEMENTS.get(str(tensor.dtype).rsplit(".", 1)[-1])
+            if element is None:
+                have = ", ".join(sorted(set(_ELEMENTS)))
+                raise UnsupportedError(f"an array of {tensor.dtype} cannot be read: convert it to {have}")
+            known = self.arrays[id(tensor)] = (f"{self.prefix}a{len(self.arrays)}", element, tensor)
+        return known
+
+    def array_proxy(self, array):
+        """Stands for a numpy array, which would not let recording scalars index it."""
+        return Indexed(self, array)
+
+    def load(self, tensor, indices):
+        """The element of an array at recording scalars and integers, one for each axis."""
+        rank = len(tensor.shape)
+        if not 1 <= rank <= 4:
+            raise UnsupportedError(f"an array of {rank} axes is read in a mod; 1 to 4 can be")
+        name, element, _ = self.array(tensor)
+        at = []
+        for axis, index in enumerate(indices):
+            operand = self.operand(index)
+            if operand is None or operand.kind != "i32":
+                raise UnsupportedError(f"an array is indexed by integers in a mod, not by {short(index)}")
+            if isinstance(operand.value, int) and not operand.scalars and operand.value < 0:
+                operand = self.operand(operand.value + tensor.shape[axis])
+            at.append(operand.name)
+        loaded = self.line(f"{name}[{', '.join(at)}]", _LOADED[element])
+        loaded.is_natural = element == "u8"
+        return loaded
+
+    def arrays_by_name(self):
+        """The arrays that the program reads."""
+        return {name: tensor for name, _, tensor in self.arrays.values()}
+
+    def is_lasting(self):
+        """Whether the arrays are those that the function closes over, and not made when it is called."""
+        return not any(key in self.fresh for key in self.arrays)
+
+    def scalars_by_name(self):
+        """The values of the scalars that the program takes."""
+        used = self.used()
+        return {name: value for name, value in self.scalars.items() if name in used}
+
+    # Expressions.
+
+    def line(self, expression, kind, *operands, is_natural=False):
+        """A new line; the same expression is the same line. `is_natural`: an integer that is not negative."""
+        known = self.known.get(expression)
+        if known is None:
+            name = f"v{len(self.lines)}"
+            self.lines.append((name, expression))
+            scalars = set().union(*(x.scalars for x in operands)) if operands else set()
+            known = self.known[expression] = Traced(self, name, kind, scalars, is_natural=is_natural)
+            known.fixed = bool(operands) and all(x.fixed for x in operands)
+        return known
+
+    def used(self):
+        """The names that lines use."""
+        text = " ".join(expression for _, expression in self.lines) + " " + getattr(self, "result", "")
+        for mark in "()[],+-*/%<>=&|^~":
+            text = text.replace(mark, " ")
+        return set(text.split())
+
+    def text(self, result, value):
+        """The program that gives `value`."""
+        self.result = value.name
+        used = self.used()
+        lines = []
+        for name, element, tensor in self.arrays.values():
+            wants = getattr(tensor, "requires_grad", False) and element in ("f32", "f16", "bf16")
+            axes = ", ".join("_" * len(tensor.shape))
+            lines.append(f"array {name}: {element}[{axes}]{' grad' if wants else ''};")
+        for name, number in self.scalars.items():
+            if name in used:
+                lines.append(f"scalar {name}: {'i32' if type(number) is int else 'f32'};")
+        lines += [f"let {name} = {expression};" for name, expression in self.lines]
+        lines.append(f"{result} = {value.name};")
+        return "\n".join(lines)
+
+    def operand(self, value):
+        """A value as a recording scalar; None if it cannot be one."""
+        if isinstance(value, Traced):
+            return value
+        if isinstance(value, Indexed):
+            return value.whole()
+        if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+            return self._fixed("true" if value else "false", "bool", bool(value))
+        if isinstance(value, numbers.Integral):
+            if not -(2**31) <= int(value) < 2**31:
+                return self._fixed(float_text(float(value)), "f32", float(value))
+            return self._fixed(str(int(value)), "i32", int(value))
+        if isinstance(value, numbers.Real):
+            return self._fixed(float_text(float(value)), "f32", float(value))
+        if hasattr(value, "shape") and hasattr(value, "dtype") and len(value.shape) <= 1:
+            if id(value) in self.made:
+                return self.operand(value.item())
+            if math.prod(value.shape) == 1:
+                return self._element(value)
+        return None
+
+    def _fixed(self, name, kind, value):
+        is_natural = kind == "i32" and value >= 0
+        traced = Traced(self, f"({name})" if name.startswith("-") else name, kind, (), value, is_natural)
+        traced.fixed = True
+        return traced
+
+    def _element(self, tensor):
+        """The element of an array of one."""
+        if len(tensor.shape) == 0:
+            known = self.known.get(("one", id(tensor)))
+            if known is None:
+                # A view of one axis, which has the gradient of the tensor. The tensor stays alive with it.
+                known = self.known["one", id(tensor)] = (tensor.reshape(1), tensor)
+            tensor = known[0]
+        return self.load(tensor, (0,))
+
+    def converted(self, x, kind):
+        """A value of another kind: f32 and i32 as Python converts, bool whether it is not 0."""
+        if x.kind == kind:
+            return x
+        if kind == "bool":
+            zero = "0" if x.kind == "i32" else "0.0"
+            return self.line(f"{x.name} != {zero}", "bool", x)
+        return self.line(f"{kind}({x.name})", kind, x, is_natural=x.kind == "bool")
+
+    def promoted(self, *values):
+        """Operands of one kind, the widest."""
+        kind = max((x.kind for x in values), key=_RANK.__getitem__)
+        return [self.converted(x, kind) for x in values], kind
+
+    def operate(self, name, arguments, options):
+        """What the operation of this name of Python, torch or numpy gives."""
+        operation = OPERATIONS.get(name.strip("_") if name.startswith("__") else name)
+        if operation is None:
+            traced = [one for one in [*arguments, *options.values()] if isinstance(one, Traced)]
+            if traced and all(one.fixed for one in traced):
+                # Of captured numbers alone, as torch.arange(n).
+                raise NeedsConstant(set().union(*(one.scalars for one in traced)))
+            raise UnsupportedError(
+                f"`{name}` has no equivalent in a mask or score function: there are "
+                + ", ".join(sorted(SHOWN))
+            )
+        given = []
+        for argument in arguments:
+            operand = self.operand(argument)
+            given.append(argument if operand is None else operand)
+        try:
+            return operation(self, *given, **options)
+        except (TypeError, AttributeError) as error:
+            shown = ", ".join(map(short, arguments))
+            raise UnsupportedError(f"`{name}` cannot take ({shown}) in a mask or score function") from error
+
+
+# Functions of torch that make tensors of numbers.
+_MAKERS = ("tensor", "scalar_tensor", "full", "zeros", "ones", "as_tensor")
+
+
+@contextlib.contextmanager
+def recording(recorder):
+    """While a function runs, torch's tensors can be indexed by recording scalars."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, kinds, arguments=(), options=None):
+            options = options or {}
+            if recorder_of(arguments, options) is not None:
+                return called(recorder, function, arguments, options)
+            result = function(*arguments, **options)
+            if getattr(function, "__name__", "") in _MAKERS and getattr(result, "ndim", 1) == 0:
+                recorder.made[id(result)] = result
+            elif isinstance(result, torch.Tensor):
+                recorder.fresh[id(result)] = result
+            return result
+
+    with Mode():
+        yield

@@ -1,0 +1,417 @@
+"""The operations of recorded functions, by the names that Python, torch and numpy give them."""
+
+from ._core import UnsupportedError
+from ._traced import NeedsConstant, Traced, float_text
+
+OPERATIONS = {}
+SHOWN = set()
+
+
+def _named(*names):
+    def keep(operation):
+        for name in names:
+            OPERATIONS[name] = operation
+        SHOWN.add(names[0])
+        return operation
+
+    return keep
+
+
+def _binary(symbol, *names, kinds=("i32", "f32")):
+    @_named(*names)
+    def operation(recorder, a, b, alpha=1):
+        if alpha != 1:
+            b = OPERATIONS["mul"](recorder, b, recorder.operand(alpha))
+        (a, b), kind = recorder.promoted(a, b)
+        if kind not in kinds:
+            a, b = (recorder.converted(x, "i32") for x in (a, b))
+            kind = "i32"
+        is_natural = symbol in "+*" and a.is_natural and b.is_natural
+        return recorder.line(f"{a.name} {symbol} {b.name}", kind, a, b, is_natural=is_natural)
+
+
+def _comparison(symbol, *names):
+    @_named(*names)
+    def operation(recorder, a, b):
+        (a, b), kind = recorder.promoted(a, b)
+        if kind == "bool" and symbol not in ("==", "!="):
+            a, b = (recorder.converted(x, "i32") for x in (a, b))
+        return recorder.line(f"{a.name} {symbol} {b.name}", "bool", a, b)
+
+
+def _bits(symbol, *names):
+    @_named(*names)
+    def operation(recorder, a, b):
+        (a, b), kind = recorder.promoted(a, b)
+        if kind == "f32":
+            raise UnsupportedError(f"`{symbol}` takes integers or truth values, not numbers")
+        return recorder.line(f"{a.name} {symbol} {b.name}", kind, a, b)
+
+
+def _logical(symbol, name):
+    @_named(name)
+    def operation(recorder, a, b):
+        a, b = (recorder.converted(x, "bool") for x in (a, b))
+        return recorder.line(f"{a.name} {symbol} {b.name}", "bool", a, b)
+
+
+def _function(text, *names):
+    """A function of one number."""
+
+    @_named(*names)
+    def operation(recorder, x, inplace=False):
+        x = recorder.converted(x, "f32")
+        return recorder.line(text.replace("X", x.name), "f32", x)
+
+
+_binary("+", "add", "add_")
+_binary("-", "sub", "subtract", "sub_")
+_binary("*", "mul", "multiply", "mul_")
+_comparison("<", "lt", "less")
+_comparison("<=", "le", "less_equal")
+_comparison(">", "gt", "greater")
+_comparison(">=", "ge", "greater_equal")
+_comparison("==", "eq", "equal")
+_comparison("!=", "ne", "not_equal")
+_bits("&", "and", "bitwise_and")
+_bits("|", "or", "bitwise_or")
+_bits("^", "xor", "bitwise_xor")
+_bits("<<", "lshift", "bitwise_left_shift", "left_shift")
+_bits(">>", "rshift", "bitwise_right_shift", "right_shift")
+_logical("and", "logical_and")
+_logical("or", "logical_or")
+_logical("!=", "logical_xor")
+_function("exp(X)", "exp")
+_function("exp2(X)", "exp2")
+_function("exp(X) - 1.0", "expm1")
+_function("log(X)", "log")
+_function("log2(X)", "log2")
+_function("log(1.0 + X)", "log1p")
+_function("log2(X) * 0.30102999566398", "log10")
+_function("tanh(X)", "tanh")
+_function("sigmoid(X)", "sigmoid", "expit")
+_function("sqrt(X)", "sqrt")
+_function("rsqrt(X)", "rsqrt")
+_function("1.0 / X", "reciprocal")
+_function("sin(X)", "sin")
+_function("cos(X)", "cos")
+_function("max(X, 0.0) + log(1.0 + exp(-abs(X)))", "softplus")
+_function("X * sigmoid(X)", "silu")
+_function("(exp(X) - exp(-X)) * 0.5", "sinh")
+_function("(exp(X) + exp(-X)) * 0.5", "cosh")
+
+
+@_named("rsub")
+def _rsub(recorder, a, b):
+    return OPERATIONS["sub"](recorder, b, a)
+
+
+@_named("neg", "negative")
+def _neg(recorder, x):
+    x = recorder.converted(x, "i32") if x.kind == "bool" else x
+    return recorder.line(f"-{x.name}", x.kind, x)
+
+
+@_named("pos", "positive", "clone", "detach", "contiguous", "squeeze", "view", "reshape")
+def _same(recorder, x, *_):
+    return x
+
+
+@_named("abs", "absolute", "fabs")
+def _abs(recorder, x):
+    return recorder.line(f"abs({x.name})", x.kind, x, is_natural=x.kind == "i32")
+
+
+@_named("square")
+def _square(recorder, x):
+    return OPERATIONS["mul"](recorder, x, x)
+
+
+@_named("invert", "bitwise_not")
+def _invert(recorder, x):
+    return recorder.line(f"~{x.name}", x.kind, x)
+
+
+@_named("logical_not")
+def _logical_not(recorder, x):
+    return _invert(recorder, recorder.converted(x, "bool"))
+
+
+@_named("div", "truediv", "true_divide", "divide", "div_")
+def _div(recorder, a, b, rounding_mode=None):
+    if rounding_mode == "floor":
+        return _floordiv(recorder, a, b)
+    if rounding_mode == "trunc" and "f32" not in (a.kind, b.kind):
+        return _truncdiv(recorder, a, b)
+    a, b = (recorder.converted(x, "f32") for x in (a, b))
+    ratio = recorder.line(f"{a.name} / {b.name}", "f32", a, b)
+    return _trunc(recorder, ratio) if rounding_mode == "trunc" else ratio
+
+
+def _divisor(recorder, x):
+    """A divisor that the language takes, at least 1, and the sign of what it stands for: None where that is
+    positive."""
+    if x.fixed and x.scalars and (x.name not in recorder.scalars or x.value <= 0):
+        raise NeedsConstant(x.scalars)
+    if x.fixed and x.value == 0:
+        raise UnsupportedError("integers are divided by others than 0")
+    if x.fixed and x.value > 0:
+        return x, None
+    if x.fixed:
+        return recorder.operand(-x.value), recorder.operand(-1)
+    if x.is_natural:
+        return recorder.line(f"max({x.name}, 1)", "i32", x), None
+    sign = recorder.line(f"select({x.name} < 0, -1, 1)", "i32", x)
+    return recorder.line(f"max(abs({x.name}), 1)", "i32", x), sign
+
+
+def _signed(recorder, x, sign):
+    return x if sign is None else recorder.line(f"{x.name} * {sign.name}", "i32", x, sign)
+
+
+@_named("floordiv", "floor_divide")
+def _floordiv(recorder, a, b):
+    (a, b), kind = recorder.promoted(a, b)
+    if kind == "f32":
+        return recorder.line(f"floor({a.name} / {b.name})", "f32", a, b)
+    a, b = (recorder.converted(x, "i32") for x in (a, b))
+    b, sign = _divisor(recorder, b)
+    a, is_natural = _signed(recorder, a, sign), sign is None and a.is_natural
+    return recorder.line(f"{a.name} // {b.name}", "i32", a, b, is_natural=is_natural)
+
+
+@_named("mod", "remainder")
+def _mod(recorder, a, b):
+    (a, b), kind = recorder.promoted(a, b)
+    if kind == "f32":
+        return recorder.line(f"{a.name} - floor({a.name} / {b.name}) * {b.name}", "f32", a, b)
+    a, b = (recorder.converted(x, "i32") for x in (a, b))
+    b, sign = _divisor(recorder, b)
+    a = _signed(recorder, a, sign)
+    rest = recorder.line(f"{a.name} % {b.name}", "i32", a, b, is_natural=True)
+    return _signed(recorder, rest, sign)
+
+
+def _truncdiv(recorder, a, b):
+    """The quotient of integers, rounded towards 0."""
+    a, b = (recorder.converted(x, "i32") for x in (a, b))
+    b, sign = _divisor(recorder, b)
+    a = _signed(recorder, a, sign)
+    if a.is_natural:
+        return recorder.line(f"{a.name} // {b.name}", "i32", a, b, is_natural=True)
+    text = f"select({a.name} < 0, -(-{a.name} // {b.name}), {a.name} // {b.name})"
+    return recorder.line(text, "i32", a, b)
+
+
+@_named("fmod")
+def _fmod(recorder, a, b):
+    """What is left of a division that is rounded towards 0."""
+    (a, b), kind = recorder.promoted(a, b)
+    if kind == "f32":
+        whole = _div(recorder, a, b, rounding_mode="trunc")
+    else:
+        a, b = (recorder.converted(x, "i32") for x in (a, b))
+        whole, kind = _truncdiv(recorder, a, b), "i32"
+    return recorder.line(f"{a.name} - {whole.name} * {b.name}", kind, a, whole, b)
+
+
+@_named("pow", "power", "float_power")
+def _pow(recorder, a, b):
+    if b.scalars:
+        raise NeedsConstant(b.scalars)
+    if b.value is None:
+        if a.value is not None and a.value < 0:
+            raise UnsupportedError(f"a power of {a.value} with an exponent that varies is not computed")
+        # The language has constant exponents.
+        a, b = (recorder.converted(x, "f32") for x in (a, b))
+        return recorder.line(f"exp2({b.name} * log2({a.name}))", "f32", a, b)
+    if a.kind != "f32" and b.kind == "i32" and 0 < b.value <= 8:
+        return recorder.line(" * ".join([a.name] * b.value), "i32", a)
+    a = recorder.converted(a, "f32")
+    exponent = float_text(float(b.value))
+    return recorder.line(f"pow({a.name}, {exponent})", "f32", a)
+
+
+@_named("floor")
+def _floor(recorder, x):
+    return recorder.line(f"floor({x.name})", "f32", x) if x.kind == "f32" else x
+
+
+@_named("ceil")
+def _ceil(recorder, x):
+    return recorder.line(f"-floor(-{x.name})", "f32", x) if x.kind == "f32" else x
+
+
+@_named("trunc", "fix")
+def _trunc(recorder, x):
+    if x.kind != "f32":
+        return x
+    return recorder.line(f"select({x.name} < 0.0, -floor(-{x.name}), floor({x.name}))", "f32", x)
+
+
+@_named("round", "rint")
+def _round(recorder, x, decimals=0):
+    """To the nearest integer, of two to the even one."""
+    if x.kind != "f32":
+        return x
+    if decimals:
+        raise UnsupportedError(f"`round` to {decimals} digits is not computed in a mask or score function")
+    up = recorder.line(f"floor({x.name} + 0.5)", "f32", x)
+    is_odd = f"{up.name} - 2.0 * floor({up.name} * 0.5) != 0.0"
+    text = f"select({up.name} - {x.name} == 0.5 and {is_odd}, {up.name} - 1.0, {up.name})"
+    return recorder.line(text, "f32", x, up)
+
+
+@_named("sign", "sgn")
+def _sign(recorder, x):
+    zero, one = ("0", "1") if x.kind == "i32" else ("0.0", "1.0")
+    text = f"select({zero} < {x.name}, {one}, select({x.name} < {zero}, -{one}, {zero}))"
+    return recorder.line(text, x.kind, x)
+
+
+def _extreme(function, *names):
+    @_named(*names)
+    def operation(recorder, a, b):
+        (a, b), kind = recorder.promoted(a, b)
+        if kind == "bool":
+            symbol = "and" if function == "min" else "or"
+            return recorder.line(f"{a.name} {symbol} {b.name}", "bool", a, b)
+        of = any if function == "max" else all
+        is_natural = kind == "i32" and of(x.is_natural for x in (a, b))
+        return recorder.line(f"{function}({a.name}, {b.name})", kind, a, b, is_natural=is_natural)
+
+
+_extreme("min", "minimum", "min")
+_extreme("max", "maximum", "max")
+
+
+@_named("clamp", "clip", "clamp_")
+def _clamp(recorder, x, low=None, high=None, min=None, max=None, a_min=None, a_max=None):
+    low = next((one for one in (low, min, a_min) if one is not None), None)
+    high = next((one for one in (high, max, a_max) if one is not None), None)
+    if low is not None:
+        x = OPERATIONS["maximum"](recorder, x, recorder.operand(low))
+    if high is not None:
+        x = OPERATIONS["minimum"](recorder, x, recorder.operand(high))
+    return x
+
+
+@_named("clamp_min")
+def _clamp_min(recorder, x, min):
+    return _clamp(recorder, x, low=min)
+
+
+@_named("clamp_max")
+def _clamp_max(recorder, x, max):
+    return _clamp(recorder, x, high=max)
+
+
+@_named("relu")
+def _relu(recorder, x, inplace=False):
+    return _clamp(recorder, x, low=0)
+
+
+@_named("hardtanh")
+def _hardtanh(recorder, x, min_val=-1.0, max_val=1.0, inplace=False):
+    return _clamp(recorder, x, low=min_val, high=max_val)
+
+
+@_named("leaky_relu")
+def _leaky_relu(recorder, x, negative_slope=0.01, inplace=False):
+    x = recorder.converted(x, "f32")
+    slope = recorder.converted(recorder.operand(negative_slope), "f32")
+    return recorder.line(f"select(0.0 < {x.name}, {x.name}, {x.name} * {slope.name})", "f32", x, slope)
+
+
+@_named("gelu")
+def _gelu(recorder, x, approximate="none"):
+    if approximate != "tanh":
+        raise UnsupportedError("`gelu` is computed with approximate='tanh' in a mask or score function")
+    x = recorder.converted(x, "f32")
+    inner = f"0.7978845608 * ({x.name} + 0.044715 * {x.name} * {x.name} * {x.name})"
+    return recorder.line(f"0.5 * {x.name} * (1.0 + tanh({inner}))", "f32", x)
+
+
+@_named("logaddexp")
+def _logaddexp(recorder, a, b):
+    a, b = (recorder.converted(x, "f32") for x in (a, b))
+    text = f"max({a.name}, {b.name}) + log(1.0 + exp(-abs({a.name} - {b.name})))"
+    return recorder.line(text, "f32", a, b)
+
+
+@_named("where")
+def _where(recorder, condition, a, b):
+    (a, b), kind = recorder.promoted(a, b)
+    condition = recorder.converted(condition, "bool")
+    return recorder.line(f"select({condition.name}, {a.name}, {b.name})", kind, condition, a, b)
+
+
+@_named("masked_fill")
+def _masked_fill(recorder, x, condition, value):
+    return recorder.converted(_where(recorder, condition, value, x), x.kind)
+
+
+@_named("isnan")
+def _isnan(recorder, x):
+    return recorder.line(f"{x.name} != {x.name}", "bool", x)
+
+
+@_named("isinf")
+def _isinf(recorder, x):
+    return recorder.line(f"abs({x.name}) == inf", "bool", x)
+
+
+@_named("lerp")
+def _lerp(recorder, a, b, weight):
+    times = OPERATIONS["mul"](recorder, OPERATIONS["sub"](recorder, b, a), recorder.operand(weight))
+    return OPERATIONS["add"](recorder, a, times)
+
+
+def _kind_of(dtype):
+    name = str(dtype).rsplit(".", 1)[-1].strip("'<>").lower()
+    if "bool" in name:
+        return "bool"
+    return "i32" if "int" in name or name == "long" else "f32"
+
+
+@_named("to", "type", "astype")
+def _to(recorder, x, target=None, *_, dtype=None, **__):
+    target = dtype if dtype is not None else target
+    if isinstance(target, Traced):
+        return recorder.converted(x, target.kind)
+    is_kind = type(target).__name__ in ("dtype", "type") or target in (int, float, bool)
+    return recorder.converted(x, _kind_of(target)) if is_kind else x
+
+
+@_named("type_as")
+def _type_as(recorder, x, other):
+    return recorder.converted(x, other.kind)
+
+
+def _conversion(kind, *names):
+    @_named(*names)
+    def operation(recorder, x):
+        return recorder.converted(x, kind)
+
+
+_conversion("f32", "float", "double", "half", "bfloat16")
+_conversion("i32", "int", "long", "short")
+_conversion("bool", "bool")
+
+
+def _filled(value, *names):
+    @_named(*names)
+    def operation(recorder, x, *_, dtype=None, **__):
+        kind = x.kind if dtype is None else _kind_of(dtype)
+        return recorder.converted(recorder.operand(value), kind)
+
+
+_filled(1, "ones_like", "new_ones")
+_filled(0, "zeros_like", "new_zeros")
+
+
+@_named("full_like", "new_full", "new_tensor")
+def _full_like(recorder, x, *values, fill_value=None, dtype=None, **_):
+    value = values[-1] if fill_value is None else fill_value
+    value = recorder.operand(value)
+    return recorder.converted(value, value.kind if dtype is None else _kind_of(dtype))

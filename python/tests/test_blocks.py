@@ -1,0 +1,186 @@
+"""Lists of blocks of the caller's: exactly those that are listed are seen, in forward and backward."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_flex import causal, documents, formula, inputs, same  # noqa: E402
+from torch.nn.attention import flex_attention as flex  # noqa: E402
+
+import fa_attn  # noqa: E402
+from fa_attn import BlockMask, create_block_mask, flex_attention  # noqa: E402
+
+B, H, L, S, D = 2, 4, 70, 90, 16
+BLOCK = (16, 32)
+_generator = torch.Generator().manual_seed(5)
+# 0 for a block that is not listed, 1 for one that a mask decides on, 2 for a whole one.
+STATES = torch.randint(0, 3, (B, H, 5, 3), generator=_generator)
+STATES[0, 0, 1] = 0
+
+
+class BlockSparse(NamedTuple):
+    """As FlashAttention 4's."""
+
+    mask_block_cnt: Any = None
+    mask_block_idx: Any = None
+    full_block_cnt: Any = None
+    full_block_idx: Any = None
+    cu_total_m_blocks: Any = None
+    cu_block_idx_offsets: Any = None
+    block_size: Any = BLOCK
+
+
+def lists(states, state):
+    """Counts and indices, of which those behind the count are of no block."""
+    there = states == state
+    counts, order = there.sum(-1).int(), there.int().argsort(dim=-1, descending=True, stable=True).int()
+    behind = torch.arange(order.shape[-1]) >= counts[..., None]
+    return counts, torch.where(behind, 1 << 30, order)
+
+
+def seen(states, mask_mod=None, block=BLOCK):
+    wide = states.repeat_interleave(block[0], 2)[:, :, :L].repeat_interleave(block[1], 3)[..., :S]
+    own = (
+        torch.ones(L, S, dtype=torch.bool)
+        if mask_mod is None
+        else mask_mod(0, 0, *torch.meshgrid(torch.arange(L), torch.arange(S), indexing="ij"))
+    )
+    return (wide == 2) | ((wide == 1) & own)
+
+
+def draws():
+    return inputs((B, H, L, D), (B, H, S, D), (B, H, S, D))
+
+
+FORMS = {
+    "of ours": lambda mask: BlockMask.from_kv_blocks(
+        *lists(STATES, 1), *lists(STATES, 2), BLOCK, mask, (L, S)
+    ),
+    "of torch": lambda mask: flex.BlockMask.from_kv_blocks(
+        *lists(STATES, 1), *lists(STATES, 2), BLOCK, flex.noop_mask if mask is None else mask, (L, S)
+    ),
+}
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal], ids=["no mask", "causal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_lists_of_flex_are_what_is_seen(form, mask_mod):
+    own, true = draws()
+    got = flex_attention(*own, block_mask=FORMS[form](mask_mod), return_lse=True)
+    same(got, formula(*true, None, seen(STATES, mask_mod)), own, true)
+
+
+@pytest.mark.parametrize("mask_mod", [None, causal, "k <= q", fa_attn.Program("k <= q")], ids=str)
+def test_block_sparse_tensors_of_flash_attention_4(mask_mod):
+    own, true = draws()
+    tensors = BlockSparse(*lists(STATES, 1), *lists(STATES, 2))
+    rows = [x.transpose(1, 2) for x in own]
+    out, lse = fa_attn.flash_attn_func(
+        *rows, block_sparse_tensors=tensors, mask_mod=mask_mod, return_lse=True
+    )
+    want = formula(*true, None, seen(STATES, None if mask_mod is None else causal))
+    same((out.transpose(1, 2), lse), want, own, true)
+    # Lists of one kind alone, shared by sequences and heads, of numpy.
+    counts, indices = (x.numpy() for x in lists(STATES[:1, :1], 2))
+    arrays = [x.detach().numpy() for x in rows]
+    out = fa_attn.flash_attn_func(
+        *arrays, block_sparse_tensors=BlockSparse(full_block_cnt=counts, full_block_idx=indices)
+    )
+    want = formula(*true, None, seen(STATES[:1, :1] // 2 * 2))[0]
+    torch.testing.assert_close(
+        torch.from_numpy(out).transpose(1, 2).double(), want.detach(), atol=2e-5, rtol=1e-4
+    )
+
+
+def test_compressed_rows():
+    own, true = draws()
+    states = (STATES[:1, :1] > 0).int()
+    indices = torch.cat([torch.nonzero(row).flatten() for row in states[0, 0]])
+    indptr = torch.tensor([0, *states[0, 0].sum(-1).cumsum(0).tolist()])
+    for mask_mod in (None, causal):
+        mask = BlockMask.from_csr(indptr, indices, BLOCK, mask_mod, (L, S))
+        same(
+            flex_attention(*own, block_mask=mask, return_lse=True),
+            formula(*true, None, seen(states, mask_mod)),
+            own,
+            true,
+        )
+
+
+def test_a_part_of_a_mask_is_that_of_a_decoding_step():
+    """As gpt-fast decodes: the block of the step, with the mask of its offset."""
+    step = 50
+    (q, k, v), _ = inputs((B, H, 1, D), (B, H, S, D), (B, H, S, D))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, : step + 1], v[:, :, : step + 1])
+    offset = torch.tensor(step)
+    for make in (create_block_mask, flex.create_block_mask):
+        mask = make(causal, B, 1, S, S, device="cpu", BLOCK_SIZE=32)[:, :, step // 32]
+        mask.mask_mod = lambda b, h, q_idx, kv_idx: causal(b, h, q_idx + offset, kv_idx)
+        mask.seq_lengths = (1, S)
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), want, atol=2e-5, rtol=1e-4)
+    listed = BlockMask.from_kv_blocks(*lists(STATES, 1), *lists(STATES, 2), BLOCK, causal, (L, S))[1, 2:4, 3]
+    assert torch.equal(listed.states, STATES[1:2, 2:4, 3:4].to(torch.uint8)) and listed.shape == (1, 2, L, S)
+    with pytest.raises(fa_attn.InputError, match="set its mask_mod"):
+        create_block_mask(causal, B, 1, S, S)[0].program
+
+
+@pytest.mark.parametrize(
+    "mask_mod", [causal, documents, lambda b, h, q, k: k >= 0], ids=["causal", "documents", "all"]
+)
+def test_a_mask_lists_the_blocks_that_torch_lists(mask_mod):
+    ours = create_block_mask(mask_mod, None, None, 50, 50, BLOCK_SIZE=16)
+    torchs = flex.create_block_mask(mask_mod, None, None, 50, 50, device="cpu", BLOCK_SIZE=16)
+    assert torch.equal(ours.to_dense(), torchs.to_dense())
+    assert ours.numel() == torchs.numel() and ours.shape == torchs.shape
+    # Torch counts the last block, of 2 of 16, as whole numbers of positions of its own.
+    assert ours.sparsity() == pytest.approx(100 * (1 - torchs.to_dense().float().mean().item()))
+    full = flex.BlockMask.from_kv_blocks(
+        ours.kv_num_blocks,
+        ours.kv_indices,
+        ours.full_kv_num_blocks,
+        ours.full_kv_indices,
+        16,
+        mask_mod,
+        (50, 50),
+    )
+    (q, k, v), _ = inputs((1, 2, 50, D), (1, 2, 50, D), (1, 2, 50, D))
+    torch.testing.assert_close(
+        flex_attention(q, k, v, block_mask=full), flex_attention(q, k, v, block_mask=ours)
+    )
+
+
+def test_a_mask_of_lists_that_say_nothing_is_an_error():
+    counts, indices = lists(STATES, 1)
+    q, k, v = (torch.zeros(B, n, H, D) for n in (L, S, S))
+    wrong = [
+        (lambda: BlockMask.from_kv_blocks(counts[:, :, 1:], indices), "a list for each block of queries"),
+        (lambda: BlockMask.from_kv_blocks(counts, indices, counts), "full blocks have a list of counts or"),
+        (
+            lambda: BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=8, seq_lengths=(L, S)),
+            "have blocks for",
+        ),
+        (lambda: BlockMask.from_csr(torch.tensor([0, 2]), torch.tensor([1])), "indptr goes from 0 to 1"),
+        (
+            lambda: BlockMask.from_csr(torch.tensor([0, 1]), torch.tensor([7]), 16, None, (L, S)),
+            "has the block 7",
+        ),
+        (lambda: fa_attn.flash_attn_func(q, k, v, block_sparse_tensors=7), "block_sparse_tensors is int"),
+        (
+            lambda: fa_attn.flash_attn_func(
+                q, k, v, block_sparse_tensors=BlockSparse(counts, indices, block_size=None)
+            ),
+            "no block_size",
+        ),
+        (
+            lambda: fa_attn.flash_attn_func(
+                q, k, v, block_sparse_tensors=BlockSparse(counts, indices, cu_total_m_blocks=counts)
+            ),
+            "packed sequences are not read",
+        ),
+        (lambda: fa_attn.flash_attn_func(q, k, v, block_sparse_tensors_bwd=7), "leave it out"),
+    ]
+    for call, message in wrong:
+        with pytest.raises((fa_attn.InputError, fa_attn.UnsupportedError), match=message):
+            call()

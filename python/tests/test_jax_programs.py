@@ -1,0 +1,131 @@
+"""Masks, biases and programs of one's own under jax's jit, grad and vmap, against the formula in jax.
+
+pip install jax pytest && python -m pytest tests/test_jax_programs.py
+"""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+
+import fa_attn
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from fa_attn.jax import dot_product_attention, flash_attn_func  # noqa: E402
+
+B, L, S, H, HK, D = 2, 12, 15, 4, 2, 16
+with jax.default_device(jax.devices("cpu")[0]):
+    KEYS = jax.random.split(jax.random.PRNGKey(0), 7)
+    Q, K, V, DOUT = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(KEYS, [(B, L, H, D), (B, S, HK, D), (B, S, HK, D), (B, L, H, D)])
+    )
+    BIAS, TABLE = jax.random.normal(KEYS[4], (1, H, L, S)), jax.random.normal(KEYS[5], (H, L + S))
+    MASK = jax.random.bernoulli(KEYS[6], 0.6, (B, 1, L, S)).at[:, :, 3].set(False)
+    ROWS, COLUMNS = jnp.arange(L)[:, None], jnp.arange(S)
+CAP = fa_attn.Program("scalar c: f32; score = c * tanh(s / c);", scalars={"c": 2.0})
+
+
+def formula(q, k, v, score=lambda s, x: s, seen=True, x=None):
+    k, v = (jnp.repeat(one, H // HK, 2) for one in (k, v))
+    s = score(jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D), x)
+    s = jnp.where(seen, s, -jnp.inf)
+    top = s.max(-1, keepdims=True)
+    e = jnp.exp(s - jnp.where(jnp.isinf(top), 0.0, top))
+    total = e.sum(-1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", e / jnp.where(total == 0, 1.0, total), v)
+
+
+def relative(table):
+    return lambda s, b, h, q, k: s * 0.5 + table[h, q - k + S]
+
+
+# Names: (options of a call by its array, the formula's score of that array, the keys that are seen, it).
+CASES = {
+    "bias": (lambda x: dict(bias=x), lambda s, x: s + x, True, BIAS),
+    "bias of keys": (lambda x: dict(bias=x), lambda s, x: s + x, True, BIAS[:, :1, :1]),
+    "mask": (lambda x: dict(bias=x, mask=MASK), lambda s, x: s + x, MASK, BIAS),
+    "text": (
+        lambda x: dict(score_mod=CAP, bias=x, mask_mod="k <= q + off"),
+        lambda s, x: 2 * jnp.tanh((s + x) / 2),
+        COLUMNS <= ROWS + S - L,
+        BIAS,
+    ),
+    "function": (
+        lambda x: dict(score_mod=relative(x), mask_mod=lambda b, h, q, k: q + 3 >= k),
+        lambda s, x: s * 0.5 + x[:, ROWS - COLUMNS + S],
+        ROWS + 3 >= COLUMNS,
+        TABLE,
+    ),
+}
+
+
+def near(one, other, limit=2e-5):
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        assert x.shape == y.shape
+        assert np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max(initial=0.0) <= limit
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_under_jit(name):
+    options, score, seen, x = CASES[name]
+    ours = lambda q, k, v, x: (flash_attn_func(q, k, v, **options(x)) * DOUT).sum()  # noqa: E731
+    true = lambda q, k, v, x: (formula(q, k, v, score, seen, x) * DOUT).sum()  # noqa: E731
+    near(flash_attn_func(Q, K, V, **options(x)), formula(Q, K, V, score, seen, x))
+    every = (0, 1, 2, 3)
+    near(
+        jax.jit(jax.value_and_grad(ours, every))(Q, K, V, x),
+        jax.value_and_grad(true, every)(Q, K, V, x),
+        5e-5,
+    )
+    # What is not differentiated has no gradient to compute.
+    near(jax.grad(ours, 0)(Q, K, V, x), jax.grad(true, 0)(Q, K, V, x))
+
+
+def test_vmap_is_each_element_by_itself():
+    biases, queries = jnp.stack([BIAS, 2 * BIAS]), jnp.stack([Q, 2 * Q])
+    added = lambda s, x: s + x  # noqa: E731
+    ours = lambda q, x: flash_attn_func(q, K, V, bias=x)  # noqa: E731
+    want = jnp.stack([formula(q, K, V, added, x=x) for q, x in zip(queries, biases)])
+    near(jax.jit(jax.vmap(ours))(queries, biases), want)
+    slope = jax.vmap(jax.grad(lambda x: (ours(Q, x) * DOUT).sum()))(biases)
+    near(slope[1], jax.grad(lambda x: (formula(Q, K, V, added, x=x) * DOUT).sum())(biases[1]))
+
+
+def test_a_bias_of_16_bits_has_a_gradient_of_its_type():
+    ours = jax.jit(jax.grad(lambda x: (flash_attn_func(Q, K, V, bias=x) * DOUT).sum()))
+    made = ours(BIAS.astype("bfloat16"))
+    assert made.dtype == "bfloat16"
+    true = jax.grad(lambda x: (formula(Q, K, V, lambda s, x: s + x, x=x) * DOUT).sum())(BIAS)
+    near(made, true, 0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(is_causal=True),
+        dict(local_window_size=(3, 2)),
+        dict(bias=BIAS, is_causal=True),
+        dict(mask=MASK.at[:, :, 3].set(True)),
+        dict(bias=BIAS[0], mask=jnp.ones((L, S), bool)),
+    ],
+    ids=["causal", "window", "bias", "mask", "fewer axes"],
+)
+def test_dot_product_attention_is_jax_s_from_the_top_left(options):
+    wide = {name: x[None] if getattr(x, "ndim", 4) == 3 else x for name, x in options.items()}
+    wide = {name: x[None, None] if getattr(x, "ndim", 4) == 2 else x for name, x in wide.items()}
+    want = jax.nn.dot_product_attention(Q, K, V, **wide)
+    near(jax.jit(lambda q: dot_product_attention(q, K, V, **options))(Q), want)
+
+
+def test_what_a_program_refuses_is_refused_under_jit():
+    for fault, options in (
+        ("bias has 3 along keys", dict(bias=BIAS[..., :3])),
+        ("the call lacks t", dict(score_mod="array t: f32[_]; score = s + t[h];")),
+        ("softcap .* program", dict(score_mod="s * 2", softcap=3.0)),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            jax.jit(partial(flash_attn_func, k=K, v=V, **options))(Q)
