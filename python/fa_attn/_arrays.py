@@ -521,11 +521,6 @@ class _JaxArrays(Arrays):
             return self._by_torch("attention", q, *others, division=division, mods=mods)
         return super().attention(q, *others, division=division, mods=mods)
 
-    def packed_bits(self, mask):
-        if _is_traced(mask):
-            raise UnsupportedError(_UNTRACED)
-        return super().packed_bits(mask)
-
     def _traced(self):
         return importlib.import_module("fa_attn.jax")
 

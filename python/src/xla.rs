@@ -154,8 +154,8 @@ struct Call {
     extras: Vec<String>,
     max_seqlen_q: i64,
     max_seqlen_k: i64,
-    /// The texts of programs, the names of their arrays, in the order of their buffers, which follow the extra
-    /// tensors, and their scalars.
+    /// The texts of programs, the names of their arrays, in the order of their buffers, which follow the
+    /// extra tensors, and their scalars.
     texts: Vec<String>,
     arrays: Vec<String>,
     scalars: Vec<(String, f64)>,

@@ -1,5 +1,5 @@
-//! Exponentials in plain Rust that compilers turn into vector code, where the standard library calls a function for
-//! each number.
+//! Exponentials in plain Rust that compilers turn into vector code, where the standard library calls a
+//! function for each number.
 
 use std::f32::consts::LOG2_E;
 
