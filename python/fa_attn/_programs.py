@@ -162,7 +162,8 @@ def not_compiled(disable):
     """torch.compile calls it between two graphs, and does not trace it: numbers and arrays may be others each
     time."""
     global _kept
-    _kept = disable(_kept)
+    if not hasattr(_kept, "__wrapped__"):
+        _kept = disable(_kept)
 
 
 def _closed_over(function, seen):

@@ -3,6 +3,7 @@ caller's, which are texts, with lists of the arrays and scalars that they read. 
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import torch
@@ -262,10 +263,19 @@ def packed_bits(mask):
 
 
 count_operations()
-not_compiled(
-    partial(
-        torch.compiler.disable,
-        reason="a function of masks or scores is traced by fa_attn, not by torch.compile: with "
-        "fullgraph=True make a fa_attn.Program of it, or a BlockMask, outside of the compiled function",
+
+
+def leave_out_of_graphs():
+    """Keeps torch.compile out of what traces the caller's functions. Imports torch's compiler."""
+    not_compiled(
+        partial(
+            torch.compiler.disable,
+            reason="a function of masks or scores is traced by fa_attn, not by torch.compile: with "
+            "fullgraph=True make a fa_attn.Program of it, or a BlockMask, outside of the compiled function",
+        )
     )
-)
+
+
+# Its import takes seconds: programs without it do not pay for it.
+if "torch._dynamo" in sys.modules:
+    leave_out_of_graphs()

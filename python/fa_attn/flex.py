@@ -20,6 +20,7 @@ from ._core import InputError, InputTypeError, UnsupportedError
 from ._modifications import Extents, Modifications, modifications, of_program
 from ._options import call_options
 from ._programs import Program
+from ._torch_programs import leave_out_of_graphs
 from .torch import attention
 
 __all__ = [
@@ -34,6 +35,9 @@ __all__ = [
     "scaled_dot_product_attention",
     "triangle_attention",
 ]
+
+
+leave_out_of_graphs()
 
 
 class AuxRequest(NamedTuple):
