@@ -105,7 +105,8 @@ mod tests {
     use super::*;
 
     /// Something that each flag takes: the first of these that it accepts.
-    const VALUES: [&str; 24] = [
+    const VALUES: [&str; 25] = [
+        "head",
         "e4m3",
         "1",
         "64",
