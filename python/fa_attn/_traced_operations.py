@@ -165,6 +165,13 @@ def _divisor(recorder, x):
     return recorder.line(f"max(abs({x.name}), 1)", "i32", x), sign
 
 
+def _divided(recorder, a, b):
+    """Integers whose quotient is that of a and b, the second at least 1, and the sign that both gave up."""
+    a, b = (recorder.converted(x, "i32") for x in (a, b))
+    b, sign = _divisor(recorder, b)
+    return _signed(recorder, a, sign), b, sign
+
+
 def _signed(recorder, x, sign):
     return x if sign is None else recorder.line(f"{x.name} * {sign.name}", "i32", x, sign)
 
@@ -174,9 +181,8 @@ def _floordiv(recorder, a, b):
     (a, b), kind = recorder.promoted(a, b)
     if kind == "f32":
         return recorder.line(f"floor({a.name} / {b.name})", "f32", a, b)
-    a, b = (recorder.converted(x, "i32") for x in (a, b))
-    b, sign = _divisor(recorder, b)
-    a, is_natural = _signed(recorder, a, sign), sign is None and a.is_natural
+    a, b, sign = _divided(recorder, a, b)
+    is_natural = sign is None and a.is_natural
     return recorder.line(f"{a.name} // {b.name}", "i32", a, b, is_natural=is_natural)
 
 
@@ -185,18 +191,14 @@ def _mod(recorder, a, b):
     (a, b), kind = recorder.promoted(a, b)
     if kind == "f32":
         return recorder.line(f"{a.name} - floor({a.name} / {b.name}) * {b.name}", "f32", a, b)
-    a, b = (recorder.converted(x, "i32") for x in (a, b))
-    b, sign = _divisor(recorder, b)
-    a = _signed(recorder, a, sign)
+    a, b, sign = _divided(recorder, a, b)
     rest = recorder.line(f"{a.name} % {b.name}", "i32", a, b, is_natural=True)
     return _signed(recorder, rest, sign)
 
 
 def _truncdiv(recorder, a, b):
     """The quotient of integers, rounded towards 0."""
-    a, b = (recorder.converted(x, "i32") for x in (a, b))
-    b, sign = _divisor(recorder, b)
-    a = _signed(recorder, a, sign)
+    a, b, _ = _divided(recorder, a, b)
     if a.is_natural:
         return recorder.line(f"{a.name} // {b.name}", "i32", a, b, is_natural=True)
     text = f"select({a.name} < 0, -(-{a.name} // {b.name}), {a.name} // {b.name})"

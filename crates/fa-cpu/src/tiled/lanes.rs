@@ -173,8 +173,8 @@ impl Work for Evaluate<'_, '_> {
                 }
                 Node::Unary(op, x) => match program.ty(x) {
                     Type::F32 => numbers_of_one(op, f(x), ints, floats),
-                    Type::I32 => integers_of_one(op, i(x), ints, floats),
-                    Type::Bool => truths_of_one(op, i(x), ints, floats),
+                    Type::Bool if op == Unary::Not => each(ints, i(x), |x| 1 - x),
+                    Type::I32 | Type::Bool => integers_of_one(op, i(x), ints, floats),
                 },
                 Node::Binary(op, a, b) => match program.ty(a) {
                     Type::F32 => numbers_of_two(op, f(a), f(b), ints, floats),
@@ -279,6 +279,7 @@ fn numbers_of_one(op: Unary, x: &[f32], ints: &mut [i32], floats: &mut [f32]) {
     }
 }
 
+/// Of truths, 0 and 1, all but their negation.
 #[inline(always)]
 fn integers_of_one(op: Unary, x: &[i32], ints: &mut [i32], floats: &mut [f32]) {
     match op {
@@ -287,28 +288,6 @@ fn integers_of_one(op: Unary, x: &[i32], ints: &mut [i32], floats: &mut [f32]) {
         Unary::Not => each(ints, x, |x| !x),
         Unary::ToF32 => each(floats, x, |x| x as f32),
         Unary::ToI32
-        | Unary::Floor
-        | Unary::Exp
-        | Unary::Exp2
-        | Unary::Log
-        | Unary::Log2
-        | Unary::Tanh
-        | Unary::Sigmoid
-        | Unary::Sqrt
-        | Unary::Rsqrt
-        | Unary::Sin
-        | Unary::Cos => ints.copy_from_slice(x),
-    }
-}
-
-#[inline(always)]
-fn truths_of_one(op: Unary, x: &[i32], ints: &mut [i32], floats: &mut [f32]) {
-    match op {
-        Unary::Not => each(ints, x, |x| 1 - x),
-        Unary::ToF32 => each(floats, x, |x| x as f32),
-        Unary::ToI32
-        | Unary::Neg
-        | Unary::Abs
         | Unary::Floor
         | Unary::Exp
         | Unary::Exp2
