@@ -43,8 +43,8 @@ const LANES: usize = 32;
 /// Bytes that boxes start on in shared memory.
 const BOX_ALIGN: usize = 128;
 
-/// The number of which pages must be a multiple, so that TMA boxes can load tiles of `tile_n` rows whose panels
-/// have rows of `row_bytes`; `None` for pages that they can load.
+/// The number of which pages must be a multiple, so that TMA boxes can load tiles of `tile_n` rows in panels
+/// of `row_bytes` a row; `None` for pages that they can load.
 pub const fn boxes_need(page: usize, tile_n: u32, row_bytes: u32) -> Option<usize> {
     let part = page_part(page, tile_n);
     let aligned = BOX_ALIGN / row_bytes as usize;
