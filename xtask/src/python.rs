@@ -203,7 +203,7 @@ fn least_glibc(shown: &str) -> Option<(u32, u32)> {
 /// `maturin` with this command, writing to `to`.
 fn maturin(tools: &Path, command: &str, to: &Path) -> Command {
     let mut maturin = Command::new(tools.join(format!("bin/maturin{}", std::env::consts::EXE_SUFFIX)));
-    maturin.args([command, "--quiet", "--manifest-path", "python/Cargo.toml", "--out"]).arg(to);
+    maturin.args([command, "--manifest-path", "python/Cargo.toml", "--out"]).arg(to);
     maturin.current_dir(workspace::root());
     maturin
 }
@@ -241,7 +241,7 @@ fn build(
 ) -> Result<PathBuf> {
     let before = files(wheels)?;
     let mut maturin = maturin(tools, "build", wheels);
-    maturin.args(["--locked", "--interpreter", python()]);
+    maturin.args(["--quiet", "--locked", "--interpreter", python()]);
     if let Some(target) = target {
         maturin.args(["--target", target]);
     }
