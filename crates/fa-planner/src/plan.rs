@@ -159,7 +159,7 @@ pub enum PlanError {
     /// Keys that begin with their values.
     #[error(
         "a latent problem ({head_dim}-{head_dim_v}: V is the first columns of K): no GPU kernel computes its \
-         {pass}; use the CPU backend for the forward"
+         {pass} in this family; forwards are computed by sm90's and on the CPU"
     )]
     Latent {
         /// Elements of a key.
