@@ -37,7 +37,7 @@ def rows_of_pages(cache, table):
 
 
 def repeated(lengths, times):
-    return lengths.repeat_interleave(times)
+    return lengths[:, None].expand(-1, times).reshape(-1)
 
 
 def largest_scores(q, rows, table, used, scale):

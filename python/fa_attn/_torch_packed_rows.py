@@ -58,6 +58,7 @@ class PackedRows:
         """Rows by their numbers, (.., columns) for `places` (..); without them the cache, in its shape."""
         if places is None:
             return self._values(self.rows, self.scales)[:, :, None]
+        places = places.long()
         at = (places // self.page, places % self.page)
         return self._values(self.rows[at], None if self.scales is None else self.scales[at])
 
