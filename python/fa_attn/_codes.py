@@ -48,6 +48,12 @@ def _type_of(x):
     return str(getattr(x, "dtype", None)).rpartition(".")[2]
 
 
+def holds_codes(x):
+    """Whether an array's elements may be codes: of 8 bits."""
+    held = _type_of(x)
+    return held in ("uint8", "int8") or held.startswith("float8")
+
+
 def asked_codes(cache_dtype):
     """The codes that `kv_cache_dtype` names; None where the arrays say."""
     if cache_dtype is None or cache_dtype == "auto":
@@ -96,7 +102,7 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
     asked = asked_codes(asked)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     held = _type_of(q)
-    is_fp8 = held in ("uint8", "int8") or held.startswith("float8")
+    is_fp8 = holds_codes(q)
     if is_fp8:
         if held == "int8":
             raise UnsupportedError("q holds int8: q of 8 bits is float8_e4m3fn, with k and v like it")

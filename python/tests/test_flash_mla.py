@@ -210,6 +210,8 @@ def test_refusals_name_the_arguments():
 
     wrong, unsupported = fa_attn.InputError, fa_attn.UnsupportedError
     refused(unsupported, "is_fp8_kvcache", call, q, cache, table, used, LATENT, is_fp8_kvcache=True)
+    codes = q.astype(np.uint8)
+    refused(unsupported, "is_fp8_kvcache", call, codes, cache, table, used, LATENT, is_fp8_kvcache=True)
     refused(wrong, "num_splits", call, q, cache, table, used, LATENT, None, 3)
     kind = fa_attn.InputTypeError
     refused(kind, "tile_scheduler_metadata is ndarray", call, q, cache, table, used, LATENT, used)
@@ -246,5 +248,7 @@ def test_problems_and_bound_kernels():
     check(q, cache, table, used, out, np.where(np.isneginf(lse), np.inf, lse), False, 16, np.float32, 0.2)
     with pytest.raises(fa_attn.InputError, match="softmax_scale is not given"):
         fa_attn.problem(2, "1x32", "8:1", "24:16", latent=True)
+    half = {**problem, "dtype": "f16"}
     with pytest.raises(fa_attn.UnsupportedError, match="a latent problem .24-16"):
-        fa_attn.plan({**problem, "dtype": "f16"})
+        fa_attn.plan(half, arch="sm80")
+    assert "sm90_wide" in str(fa_attn.plan(half, arch="sm90"))
