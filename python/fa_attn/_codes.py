@@ -48,6 +48,12 @@ def _type_of(x):
     return str(getattr(x, "dtype", None)).rpartition(".")[2]
 
 
+def holds_codes(x):
+    """Whether an array's elements may be codes: of 8 bits."""
+    held = _type_of(x)
+    return held in ("uint8", "int8") or held.startswith("float8")
+
+
 def asked_codes(cache_dtype):
     """The codes that `kv_cache_dtype` names; None where the arrays say."""
     if cache_dtype is None or cache_dtype == "auto":
@@ -85,10 +91,12 @@ def no_codes(name, options):
             raise UnsupportedError(f"{descale}: {name} is of 16 bits, give q, k and v of 8 bits apart")
 
 
-def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False):
+def coded(
+    q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False, out=None
+):
     """(q, k, v, tensors, numbers) with k and v, and perhaps q, as bytes, descales by their forms and the
     codes' name, where k and v hold codes; else what was given. `names`: those of k and v for errors;
-    `is_cache`: gradients are not asked for."""
+    `is_cache`: gradients are not asked for; `out`: the array that the result is written to."""
     dtype = getattr(q, "dtype", k)
     if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
         _no_descale_of(tensors)
@@ -96,7 +104,7 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
     asked = asked_codes(asked)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     held = _type_of(q)
-    is_fp8 = held in ("uint8", "int8") or held.startswith("float8")
+    is_fp8 = holds_codes(q)
     if is_fp8:
         if held == "int8":
             raise UnsupportedError("q holds int8: q of 8 bits is float8_e4m3fn, with k and v like it")
@@ -122,11 +130,39 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
             face.refuse_gradient(name, tensors[name])
             descales[name] = _form(face, name, tensors[name], k, batch)
     if not is_cache:
-        for name, x in zip(("q", *names), (q, k, v)):
-            face.refuse_gradient(name, x)
+        q = face.cut_off(q, k, v, out)
     if is_fp8:
         q, numbers = face.bits(q), numbers._replace(out_dtype=face.out_of_codes(q))
     return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
+
+
+def joining(q, k, v, descales, numbers):
+    """(q, k, v, descales) for an append to a cache of codes. What holds codes already, by the cache's descales,
+    becomes the values that they are without any."""
+    rows, descales = [k, v], list(descales)
+    for at, name in enumerate("kv"):
+        x = array(name, rows[at])
+        if not holds_codes(x):
+            continue
+        held, kinds = _type_of(x), {"e4m3": ("float8_e4m3fn", "uint8"), "int8": ("int8",)}
+        if held not in kinds[numbers.kv_dtype]:
+            need = f"codes of {kinds[numbers.kv_dtype][0]}, or values of 16 bits"
+            raise InputError(f"{name} holds {held} and {name}_cache codes of {numbers.kv_dtype}: give {need}")
+        if is_per_row(descales[at]):
+            raise InputError(
+                f"{name} holds codes, and {name}_descale is written with each row: give {name} in 16 bits"
+            )
+        made = _quantisers(x)
+        rows[at] = made.decoded(x, None, made.WIDE if holds_codes(q) else q.dtype)
+        descales[at] = None
+    if holds_codes(q):
+        q = _quantisers(q).decoded(q, None, rows[0].dtype)
+    return (q, *rows, descales)
+
+
+def encoded(x):
+    """Values as codes of e4m3 without a descale."""
+    return _quantisers(x).encoded(x)
 
 
 def _form(face, name, x, k, batch):

@@ -28,13 +28,14 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
 - `k_descale`, `v_descale`: what k and v of 8 bits (float8_e4m3fn, int8) are multiplied by, beside a q of 16
   bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
   or one for each row of each head, in the shape of k without its last axis. None for 1. `kv_cache_dtype`:
-  'fp8_e4m3' where k and v are uint8 with the bits of e4m3. There are no gradients. `quantize_kv` makes both.
+  'fp8_e4m3' where k and v are uint8 with the bits of e4m3. Gradients raise an error where they are asked for.
+  `quantize_kv` makes both.
 - `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
   or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32.
 - `qv` (also `q_v`): q's rows of v's columns. Keys are then v followed by k, as in multi-head latent
   attention (MLA): scores are q k^T + qv v^T, and `softmax_scale` is by default 1 / sqrt(head_dim +
-  head_dim_v), FlashAttention-3's; a model has that of its heads before absorption. On the CPU, without
-  gradients; v may have any columns.
+  head_dim_v), FlashAttention-3's; a model has that of its heads before absorption. Without gradients; on the
+  CPU v may have any columns.
 - arguments that are accepted at their neutral value only: `sm_margin` 0; `scheduler_metadata`,
   `score_mod_bwd`, `block_sparse_tensors_bwd`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
   `seqlen_k_per_split`, `num_heads_q` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other
@@ -134,7 +135,8 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     face = face_of(q)
-    q, k, v, tensors, numbers = coded(q, k, v, tensors, numbers, options.get("kv_cache_dtype"))
+    given = q, k, v
+    q, k, v, tensors, numbers = coded(q, k, v, tensors, numbers, options.get("kv_cache_dtype"), out=out)
     if alibi_slopes is None and not tensors:
         extras = None
     else:
@@ -145,6 +147,8 @@ def flash_attn_func(
     out, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
+    if numbers.kv_dtype is not None:
+        out, lse = face.refused((out, lse), *given)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -371,8 +375,9 @@ def flash_attn_varlen_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    given = q, k, v
     q, k, v, tensors, numbers = coded(
-        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q
+        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q, out=out
     )
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,
@@ -391,6 +396,8 @@ def flash_attn_varlen_func(
     out, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
+    if numbers.kv_dtype is not None:
+        out, lse = face.refused((out, lse), *given)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 

@@ -41,7 +41,14 @@ from ._torch_memory import (
 )
 from ._torch_operators import by_operator
 from ._torch_programs import attention_with, narrow, packed_bits
-from ._torch_passes import Attention, PackedAttention, backward_by_operator, run_backward, run_forward
+from ._torch_passes import (
+    Attention,
+    CodesWithoutGradients,
+    PackedAttention,
+    backward_by_operator,
+    run_backward,
+    run_forward,
+)
 
 __all__ = [
     "append",
@@ -52,6 +59,7 @@ __all__ = [
     "check",
     "chosen",
     "contiguous",
+    "cut_off",
     "decoded",
     "detached",
     "differences",
@@ -65,6 +73,7 @@ __all__ = [
     "out_of_codes",
     "packed_attention",
     "refuse_gradient",
+    "refused",
     "repeated",
     "rows_of_pages",
     "run_forward",
@@ -213,6 +222,26 @@ def refuse_gradient(name, tensor):
             f"{name} requires a gradient: with k and v of 8 bits there are none, detach it or call under "
             "torch.no_grad()"
         )
+
+
+def cut_off(q, k, v, out):
+    """q beside K and V of 8 bits, without gradients, which `refused` refuses where they are asked for, as
+    torch does where an operator has none; at once where the result is written in place or a program is
+    made of the call."""
+    wanted = {name: x for name, x in dict(q=q, k=k, v=v).items() if check_tensor(name, x) or x.requires_grad}
+    if not wanted or not torch.is_grad_enabled():
+        return q
+    if out is not None or is_compiling() or is_transforming():
+        for name, x in wanted.items():
+            refuse_gradient(name, x)
+    return q.detach()
+
+
+def refused(results, *tensors):
+    """The results of codes, whose gradients for `tensors` are refused."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return CodesWithoutGradients.apply(*results, *tensors)
+    return results
 
 
 def floats32(tensor):

@@ -246,5 +246,8 @@ def test_problems_and_bound_kernels():
     check(q, cache, table, used, out, np.where(np.isneginf(lse), np.inf, lse), False, 16, np.float32, 0.2)
     with pytest.raises(fa_attn.InputError, match="softmax_scale is not given"):
         fa_attn.problem(2, "1x32", "8:1", "24:16", latent=True)
-    with pytest.raises(fa_attn.UnsupportedError, match="a latent problem .24-16"):
-        fa_attn.plan({**problem, "dtype": "f16"})
+    half = {**problem, "dtype": "f16"}
+    assert "sm90_wide" in str(fa_attn.plan(half, limit=1))
+    for arch in ("sm80", "sm100", "sm120"):
+        with pytest.raises(fa_attn.UnsupportedError, match="a latent problem .24-16"):
+            fa_attn.plan(half, arch)

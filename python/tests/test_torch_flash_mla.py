@@ -125,9 +125,9 @@ def test_a_second_query_on_the_values():
 
 def test_operators_take_latent_problems():
     q, qv, k, v = qkv()
-    # Scale, causal, window, soft cap, deterministic, offset, latent.
-    options = (0.2, True, -1, -1, 0.0, False, 0, True)
-    arguments = (torch.cat([qv, q], -1), k, v, *(None,) * 7, 0, 0, *options)
+    # Scale, causal, window, soft cap, deterministic, offset, latent, codes and the type of out.
+    options = (0.2, True, -1, -1, 0.0, False, 0, True, None, None)
+    arguments = (torch.cat([qv, q], -1), k, v, *(None,) * 10, 0, 0, *options)
     torch.library.opcheck(torch.ops.fa_attn.forward, arguments, test_utils=["test_schema", "test_faketensor"])
 
 

@@ -158,8 +158,8 @@ pub enum PlanError {
     },
     /// Keys that begin with their values.
     #[error(
-        "a latent problem ({head_dim}-{head_dim_v}: V is the first columns of K): no GPU kernel computes its \
-         {pass}; use the CPU backend for the forward"
+        "a latent problem ({head_dim}-{head_dim_v}: V is the first columns of K): no kernel of this family \
+         computes its {pass}; sm90 and the CPU backend compute the forward"
     )]
     Latent {
         /// Elements of a key.
