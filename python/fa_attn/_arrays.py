@@ -280,6 +280,11 @@ class Arrays(Latents):
     def narrow(self, array):
         return array
 
+    @property
+    def codes(self):
+        """The quantisers, which need numpy."""
+        return importlib.import_module("._numpy_codes", __package__)
+
     def floats32(self, array):
         return array.astype("float32")
 
@@ -355,6 +360,10 @@ class Arrays(Latents):
     def refuse_gradient(self, name, array):
         # There are none without autograd.
         pass
+
+    def is_cast(self, *arrays):
+        """Whether arrays become of one type."""
+        return False
 
     def cut_off(self, q, k, v, out):
         return q

@@ -49,7 +49,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
 from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
-from ._codes import coded, no_codes
+from ._codes import coded, holds_codes, no_codes
 from ._core import InputError
 from ._faces import face_of
 from ._modifications import asked, extents_of
@@ -196,8 +196,23 @@ def flash_attn_qkvpacked_func(
     lies."""
     no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
-    no_codes("qkv", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
+    if holds_codes(qkv):
+        return flash_attn_func(
+            *face.unstack(qkv, 2),
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            return_softmax_lse=return_softmax_lse,
+            return_lse=return_lse,
+            **options,
+        )
+    no_codes("qkv", options)
     extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
@@ -448,8 +463,27 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
     no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
-    no_codes("qkv", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
+    if holds_codes(qkv):
+        return flash_attn_varlen_func(
+            *face.unstack(qkv, 1),
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            return_softmax_lse=return_softmax_lse,
+            return_lse=return_lse,
+            **options,
+        )
+    no_codes("qkv", options)
     if max_seqlen is None:
         raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
     max_seqlen = upper_bound("max_seqlen", max_seqlen)

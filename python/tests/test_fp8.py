@@ -91,6 +91,26 @@ def test_descales_are_broadcast(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_q_k_and_v_in_one_array(library):
+    scales = descales(2, 3, seed=4)
+    codes, _ = coded(library, normal(2, 5, 3, 16), scales)
+    stacked = np.asarray(as_bits(codes))[:, :, None]
+    stacked = as_array(library, np.concatenate([stacked, stacked[:, ::-1], stacked], 2).copy())
+    if library == "torch":
+        stacked = stacked.view(codes.dtype)
+    named = {name: as_array(library, scales) for name in ("q_descale", "k_descale", "v_descale")}
+    named.update(said(library), causal=True)
+    q, k, v = (stacked[:, :, at] for at in range(3))
+    want = fa_attn.flash_attn_func(q, k, v, **named)
+    out, lse = fa_attn.flash_attn_qkvpacked_func(stacked, return_lse=True, **named)
+    assert (as_numpy(out) == as_numpy(want)).all() and tuple(lse.shape) == (2, 3, 5)
+    starts = as_array(library, np.array([0, 5, 10], np.int32))
+    flat = stacked.reshape(10, 3, 3, 16)
+    out = fa_attn.flash_attn_varlen_qkvpacked_func(flat, starts, 5, **named)
+    assert (as_numpy(out).reshape(want.shape) == as_numpy(want)).all()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_packed_sequences_and_pages(library):
     lens = [5, 0, 20]
     starts = np.array([0, 5, 5, 25], np.int32)
@@ -217,7 +237,7 @@ def test_refusals_name_the_argument(library):
         (
             fa_attn.UnsupportedError,
             lambda: fa_attn.flash_attn_func(wide, wide, wide, q_descale=as_array(library, ones)),
-            "q is of 16 bits and has no descale",
+            "q holds no codes of 8 bits and has no descale",
         ),
         (
             fa_attn.InputError,

@@ -171,7 +171,8 @@ def test_operators_and_compile(device, dtype):
     q, k, v = tensors(device, dtype, (2, 48, 4, 64), (2, 48, 2, 64), (2, 48, 2, 64))
     (sinks,) = tensors(device, torch.float32, (4,))
     nothing = (None,) * 6
-    arguments = (q, k, v, *nothing, sinks, 0, 0, None, True, -1, -1, 0.0, False, 3)
+    options = (None, True, -1, -1, 0.0, False, 3, False, None, None)
+    arguments = (q, k, v, *nothing, sinks, None, None, None, 0, 0, *options)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     rounding = dict(atol=1e-2, rtol=1e-2) if dtype != torch.float32 else {}
     torch.library.opcheck(torch.ops.fa_attn.forward, arguments, test_utils=tests, **rounding)
