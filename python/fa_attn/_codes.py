@@ -226,7 +226,7 @@ def quantize_kv(
     normal number): all, those of a head, of a sequence and head, or of a row and head. `descale`: descales to
     use instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped and rounded
     to nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in int8. Codes are
-    torch.float8_e4m3fn or int8 for torch, else numpy's uint8 (the bits of e4m3; give the functions
+    float8_e4m3fn or int8 for torch and jax, else numpy's uint8 (the bits of e4m3; give the functions
     kv_cache_dtype='fp8_e4m3') or int8.
     """
     codes = one_of("dtype", dtype, tuple(_LARGEST))
