@@ -280,6 +280,11 @@ class Arrays(Latents):
     def narrow(self, array):
         return array
 
+    @property
+    def codes(self):
+        """The quantisers, which need numpy."""
+        return importlib.import_module("._numpy_codes", __package__)
+
     def floats32(self, array):
         return array.astype("float32")
 
@@ -355,6 +360,16 @@ class Arrays(Latents):
     def refuse_gradient(self, name, array):
         # There are none without autograd.
         pass
+
+    def is_cast(self, *arrays):
+        """Whether arrays become of one type."""
+        return False
+
+    def cut_off(self, q, k, v, out):
+        return q
+
+    def refused(self, results, *arrays):
+        return results
 
     def contiguous(self, array):
         return self.library.contiguous(array)
@@ -557,8 +572,6 @@ class _JaxArrays(Arrays):
             raise UnsupportedError(_UNWRITTEN)
         if _is_traced(q, *others, mods):
             # The work plans of other calls are behind the extras.
-            if others[2].kv_dtype is not None:
-                raise UnsupportedError("k and v of 8 bits under jax.jit, grad or vmap: call it eagerly")
             return self._traced().traced_attention(q, *others[:4], division, mods)
         if _is_on_gpu(q):
             return self._by_torch("attention", q, *others, division=division, mods=mods)
@@ -566,6 +579,50 @@ class _JaxArrays(Arrays):
 
     def _traced(self):
         return importlib.import_module("fa_attn.jax")
+
+    @property
+    def codes(self):
+        return importlib.import_module("._jax_codes", __package__)
+
+    def bits(self, array):
+        # Bytes have no gradients that could be refused.
+        return array if _is_traced(array) else super().bits(array)
+
+    def expanded(self, array, shape):
+        np = self.library.jax.numpy
+        return np.broadcast_to(array.reshape(1) if array.size == 1 else array, shape)
+
+    def chosen(self, indices, rows, lengths):
+        np = self.library.jax.numpy
+        seen = (indices >= 0) & (indices < rows)
+        if lengths is not None:
+            seen &= np.arange(indices.shape[1]) < lengths[:, None]
+        order = np.argsort(~seen, axis=1, stable=True)
+        table = np.take_along_axis(np.where(seen, indices, 0), order, 1)
+        return table.astype(np.int32), seen.sum(1, dtype=np.int32)
+
+    def repeated(self, lengths, times):
+        return self.library.jax.numpy.repeat(lengths, times)
+
+    def largest_scores(self, q, rows, table, used, scale):
+        np = self.library.jax.numpy
+        if not (rows.shape[0] and table.shape[1]):
+            return np.full(q.shape[:2], -np.inf, np.float32)
+        keys = rows[table].astype(np.float32)
+        scores = np.einsum("thd,tjd->thj", q.astype(np.float32), keys) * scale
+        is_seen = np.arange(table.shape[1]) < used[:, None]
+        return np.where(is_seen[:, None], scores, -np.inf).max(-1)
+
+    def sunk(self, out, lse, sinks):
+        np = self.library.jax.numpy
+        is_blind = np.isneginf(lse)
+        above = np.where(is_blind, 0.0, lse) - np.asarray(sinks, np.float32)[:, None]
+        share = np.where(is_blind, 0.0, self.library.jax.nn.sigmoid(above))
+        return (out.astype(np.float32) * np.swapaxes(share, -1, -2)[..., None]).astype(out.dtype)
+
+    def without_blind(self, lse):
+        np = self.library.jax.numpy
+        return np.where(np.isneginf(lse), np.inf, lse)
 
     def backward(self, dout, *others):
         if _is_traced(dout, *others):

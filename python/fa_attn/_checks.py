@@ -230,7 +230,7 @@ def check_out(out, shape, dtype):
     if have != need:
         raise InputError(f"out has the shape {have}: it must be {need}, that of the result")
     if out.dtype != dtype:
-        raise InputError(f"out holds {out.dtype}: it must hold {dtype}, as q does")
+        raise InputError(f"out holds {out.dtype}: it must hold {dtype}, the result's type")
     return out
 
 

@@ -9,7 +9,6 @@ those of rows, per K/V head, and out is of 16 bits.
 
 from __future__ import annotations
 
-from importlib import import_module
 from reprlib import repr as short
 from typing import Any, Literal, Optional, Tuple
 
@@ -25,7 +24,10 @@ _ASKED = {
     "fp8_per_token_head": "e4m3",
     "int8": "int8",
     "int8_per_token_head": "int8",
+    "float8_e4m3fn": "e4m3",
 }
+# Types without codes, which say what the arrays do.
+_NUMBERS = ("float16", "bfloat16", "float32")
 # Codes by the types of arrays.
 _HELD = {"float8_e4m3fn": "e4m3", "int8": "int8"}
 # The largest number of each.
@@ -36,12 +38,15 @@ _PER = ("tensor", "head", "sequence_head", "token_head")
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
-def _no_descale_of(tensors):
-    """Refuses a descale of a q that holds no codes."""
-    if "q_descale" in tensors:
-        given = short(tensors["q_descale"])
-        advice = "q is of 16 bits and has no descale, multiply softmax_scale by it"
-        raise UnsupportedError(f"q_descale = {given}: {advice}")
+def _no_descale_of(tensors, names=DESCALES):
+    """Refuses descales of what holds no codes."""
+    for name in names:
+        if name in tensors:
+            factor = "out" if name == "v_descale" else "softmax_scale"
+            raise UnsupportedError(
+                f"{name} = {short(tensors[name])}: {name[0]} holds no codes of 8 bits and has no descale, leave it "
+                f"out, or multiply {factor} by it"
+            )
 
 
 def _type_of(x):
@@ -54,14 +59,19 @@ def holds_codes(x):
     return held in ("uint8", "int8") or held.startswith("float8")
 
 
-def asked_codes(cache_dtype):
-    """The codes that `kv_cache_dtype` names; None where the arrays say."""
+def asked_codes(cache_dtype, k):
+    """The codes that `kv_cache_dtype` names; None where k says, or is of the type that it names."""
     if cache_dtype is None or cache_dtype == "auto":
         return None
-    if cache_dtype not in _ASKED:
-        need = ", ".join(map(repr, _ASKED))
-        raise UnsupportedError(f"kv_cache_dtype = {short(cache_dtype)}: use 'auto' or one of {need}")
-    return _ASKED[cache_dtype]
+    # A type's name, too.
+    name = str(cache_dtype).rpartition(".")[2]
+    if name not in _ASKED:
+        if name in _NUMBERS and name == _type_of(k):
+            return None
+        need = ", ".join(map(repr, (*_ASKED, *_NUMBERS)))
+        held = f"; k holds {_type_of(k)}" if name in _NUMBERS else ""
+        raise UnsupportedError(f"kv_cache_dtype = {short(cache_dtype)}: use 'auto' or one of {need}{held}")
+    return _ASKED[name]
 
 
 def _codes_of(name, x, asked):
@@ -83,23 +93,24 @@ def _codes_of(name, x, asked):
 
 
 def no_codes(name, options):
-    """Refuses `kv_cache_dtype` where k and v are parts of an array with q."""
-    if asked_codes(options.get("kv_cache_dtype")) is not None:
-        raise UnsupportedError(f"kv_cache_dtype: {name} has q, k and v of one type, give them apart")
-    for descale in DESCALES:
-        if options.get(descale) is not None:
-            raise UnsupportedError(f"{descale}: {name} is of 16 bits, give q, k and v of 8 bits apart")
+    """Refuses what is of codes beside an array of q, k and v that holds none."""
+    for given in ("kv_cache_dtype", *DESCALES):
+        value = options.get(given)
+        if value is not None and not (isinstance(value, str) and value == "auto"):
+            raise UnsupportedError(f"{given}: {name} holds no codes of 8 bits, leave it out")
 
 
-def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False):
+def coded(
+    q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False, out=None
+):
     """(q, k, v, tensors, numbers) with k and v, and perhaps q, as bytes, descales by their forms and the
     codes' name, where k and v hold codes; else what was given. `names`: those of k and v for errors;
-    `is_cache`: gradients are not asked for."""
+    `is_cache`: gradients are not asked for; `out`: the array that the result is written to."""
     dtype = getattr(q, "dtype", k)
     if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
         _no_descale_of(tensors)
         return q, k, v, tensors, numbers
-    asked = asked_codes(asked)
+    asked = asked_codes(asked, k)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     held = _type_of(q)
     is_fp8 = holds_codes(q)
@@ -110,7 +121,7 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
             types = f"{names[0]} {_type_of(k)} and {names[1]} {_type_of(v)}"
             raise InputError(f"q holds {held}, {types}: give all three in float8_e4m3fn, or q in 16 bits")
     else:
-        _no_descale_of(tensors)
+        _no_descale_of(tensors, DESCALES if codes is other is None else ("q_descale",))
     if codes is other is None:
         return q, k, v, tensors, numbers
     face = face_of(array("q", q))
@@ -128,27 +139,73 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
             face.refuse_gradient(name, tensors[name])
             descales[name] = _form(face, name, tensors[name], k, batch)
     if not is_cache:
-        for name, x in zip(("q", *names), (q, k, v)):
-            face.refuse_gradient(name, x)
+        q = face.cut_off(q, k, v, out)
     if is_fp8:
         q, numbers = face.bits(q), numbers._replace(out_dtype=face.out_of_codes(q))
     return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
+
+
+def joining(q, k, v, descales, numbers):
+    """(q, k, v, descales) for an append to a cache of codes. What holds codes already, by the cache's descales,
+    becomes the values that they are without any."""
+    rows, descales = [k, v], list(descales)
+    for at, name in enumerate("kv"):
+        x = array(name, rows[at])
+        if not holds_codes(x):
+            continue
+        held, kinds = _type_of(x), {"e4m3": ("float8_e4m3fn", "uint8"), "int8": ("int8",)}
+        if held not in kinds[numbers.kv_dtype]:
+            need = f"codes of {kinds[numbers.kv_dtype][0]}, or values of 16 bits"
+            raise InputError(f"{name} holds {held} and {name}_cache codes of {numbers.kv_dtype}: give {need}")
+        if is_per_row(descales[at]):
+            raise InputError(
+                f"{name} holds codes, and {name}_descale is written with each row: give {name} in 16 bits"
+            )
+        of_library = face_of(x).codes
+        rows[at] = of_library.decoded(x, None, of_library.WIDE if holds_codes(q) else q.dtype)
+        descales[at] = None
+    if holds_codes(q):
+        q = face_of(q).codes.decoded(q, None, rows[0].dtype)
+    return (q, *rows, descales)
+
+
+def encoded(x):
+    """Values as codes of e4m3 without a descale."""
+    return face_of(x).codes.encoded(x)
 
 
 def _form(face, name, x, k, batch):
     """Descales in one of the forms that the extension module takes."""
     shape, rows, heads = tuple(array(name, x).shape), tuple(k.shape[:-1]), k.shape[-2]
     per_row = name != "q_descale"
-    if per_row and len(shape) == len(rows) and shape == rows and (len(rows) == 3 or rows[0] != batch):
+    if per_row and _are_equal(shape, rows) and (len(rows) == 3 or rows[0] != batch):
         return x
-    if shape == (heads,):
+    if _are_equal(shape, (heads,)):
         return x
     if all(n == 1 for n in shape):
         return face.expanded(x, (heads,))
-    if len(shape) == 2 and shape[0] in (1, batch) and shape[1] in (1, heads):
+    if len(shape) == 2 and _is_broadcast(shape, (batch, heads)):
         return face.expanded(x, (batch, heads))
     rows = f" or, for each row, {rows}" if per_row else ""
     raise InputError(f"{name} has the shape {shape}: it must be (1,), ({heads},), ({batch}, {heads}){rows}")
+
+
+def _are_equal(one, other):
+    """Whether two shapes are equal. torch.compile takes a number and a symbol as different where tuples are
+    compared."""
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other):
+        if a != b:
+            return False
+    return True
+
+
+def _is_broadcast(shape, to):
+    for a, b in zip(shape, to):
+        if a != 1 and a != b:
+            return False
+    return True
 
 
 def is_per_row(x):
@@ -169,7 +226,7 @@ def quantize_kv(
     normal number): all, those of a head, of a sequence and head, or of a row and head. `descale`: descales to
     use instead, of a shape that the functions take. Values are multiplied by 1 / descale, clamped and rounded
     to nearest even; infinities become the largest code; NaN stays NaN in e4m3, and becomes 0 in int8. Codes are
-    torch.float8_e4m3fn or int8 for torch, else numpy's uint8 (the bits of e4m3; give the functions
+    float8_e4m3fn or int8 for torch and jax, else numpy's uint8 (the bits of e4m3; give the functions
     kv_cache_dtype='fp8_e4m3') or int8.
     """
     codes = one_of("dtype", dtype, tuple(_LARGEST))
@@ -188,31 +245,26 @@ def quantize_kv(
     }[per]
     if descale is not None:
         array("descale", descale)
-    face = _quantisers(x)
-    return face.quantized(x, codes, _LARGEST[codes], axes, descale)
+    return face_of(x).codes.quantized(x, codes, _LARGEST[codes], axes, descale)
 
 
 def dequantize_kv(codes: A, descale: Optional[Array] = None, dtype: Any = None) -> Any:
     """The values of codes as `quantize_kv` gives them: float32, or of `dtype`. uint8 is read as e4m3."""
     array("codes", codes)
-    face = _quantisers(codes)
-    return face.decoded(codes, descale, dtype)
+    return face_of(codes).codes.decoded(codes, descale, dtype)
 
 
 def broadcast_shape(descale, codes):
     """The shape in which descales are multiplied with codes (or values)."""
     shape, rows = tuple(descale.shape), tuple(codes.shape)
-    if shape == rows[:-1]:
-        return (*shape, 1)
-    if len(shape) == 2 and len(rows) == 4:
-        return (shape[0], 1, shape[1], 1)
-    if len(shape) == 1 and shape[0] in (1, rows[-2]):
+    if _are_equal(shape, rows[:-1]):
         return (*shape, 1)
     if all(n == 1 for n in shape):
         return (1,)
+    if len(shape) == 2 and len(rows) == 4 and _is_broadcast(shape, (rows[0], rows[2])):
+        return (shape[0], 1, shape[1], 1)
+    if len(shape) == 1 and shape[0] == rows[-2]:
+        return (*shape, 1)
     need = f"(1,), ({rows[-2]},), {rows[:1] + rows[-2:-1]} or {rows[:-1]}"
     raise InputError(f"descale has the shape {shape}: it must be {need}")
 
-
-def _quantisers(x):
-    return import_module("._torch_codes" if face_of(x).has_autograd else "._numpy_codes", __package__)

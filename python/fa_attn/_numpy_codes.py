@@ -8,6 +8,9 @@ from . import _core
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._core import InputError
 
+# A type that holds the value of every code, and that kernels append rows of.
+WIDE = np.float32
+
 
 def _floats(name, x):
     x = np.asarray(x)
@@ -51,3 +54,7 @@ def decoded(codes, descale, dtype):
     if descale is not None:
         values = values * _floats("descale", descale).reshape(broadcast_shape(descale, codes))
     return values if dtype is None else values.astype(dtype)
+
+
+def encoded(x):
+    return quantized(x, "e4m3", 448.0, None, np.ones(1, np.float32))[0]

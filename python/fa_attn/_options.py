@@ -241,7 +241,7 @@ def on_values(face, q, v, options, numbers):
     shape, need = tuple(qv.shape), (*q.shape[:-1], v.shape[-1])
     if len(shape) != len(need) or any(map(surely, map(ne, shape, need))):
         raise InputError(f"{name} has the shape {shape}: it must be {need}, q's rows of v's columns")
-    if qv.dtype != q.dtype:
+    if qv.dtype != q.dtype and not face.is_cast(q, qv):
         raise InputError(f"{name} holds {qv.dtype} and q {q.dtype}: they must be of one type")
     scale = (q.shape[-1] + v.shape[-1]) ** -0.5 if numbers.scale is None else numbers.scale
     return face.side_by_side(qv, q), numbers._replace(scale=scale, latent=True)

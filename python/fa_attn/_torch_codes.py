@@ -7,6 +7,8 @@ import torch
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._torch_memory import FLOAT, check_tensor
 
+# A type that holds the value of every code, and that kernels append rows of.
+WIDE = torch.bfloat16
 _TYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -35,3 +37,7 @@ def decoded(codes, descale, dtype):
         check_tensor("descale", descale)
         values = values * descale.to(FLOAT).reshape(broadcast_shape(descale, codes))
     return values if dtype is None else values.to(dtype)
+
+
+def encoded(x):
+    return quantized(x, "e4m3", 448.0, None, torch.ones(1, device=x.device))[0]

@@ -170,3 +170,18 @@ class PackedAttention(torch.autograd.Function):
         q, k, v = qkv.unbind(ctx.axis)
         dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), ctx.options, extras, dlse)
         return (dqkv, None, dsinks, *(None,) * 3)
+
+
+class CodesWithoutGradients(torch.autograd.Function):
+    """out and LSE of codes, unchanged."""
+
+    @staticmethod
+    def forward(ctx, out, lse, *tensors):
+        return out.view_as(out), None if lse is None else lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise _core.UnsupportedError(
+            "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits to flash_attn_backward with "
+            "this out and LSE, or call under torch.no_grad()"
+        )

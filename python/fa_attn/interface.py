@@ -28,7 +28,8 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
 - `k_descale`, `v_descale`: what k and v of 8 bits (float8_e4m3fn, int8) are multiplied by, beside a q of 16
   bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
   or one for each row of each head, in the shape of k without its last axis. None for 1. `kv_cache_dtype`:
-  'fp8_e4m3' where k and v are uint8 with the bits of e4m3. There are no gradients. `quantize_kv` makes both.
+  'fp8_e4m3' where k and v are uint8 with the bits of e4m3. Gradients raise an error where they are asked for.
+  `quantize_kv` makes both.
 - `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
   or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32. On a GPU, of
   compute capability 9.0, without a soft cap and descales for each row.
@@ -49,7 +50,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
 from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
-from ._codes import coded, no_codes
+from ._codes import coded, holds_codes, no_codes
 from ._core import InputError
 from ._faces import face_of
 from ._modifications import asked, extents_of
@@ -135,7 +136,8 @@ def flash_attn_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     face = face_of(q)
-    q, k, v, tensors, numbers = coded(q, k, v, tensors, numbers, options.get("kv_cache_dtype"))
+    given = q, k, v
+    q, k, v, tensors, numbers = coded(q, k, v, tensors, numbers, options.get("kv_cache_dtype"), out=out)
     if alibi_slopes is None and not tensors:
         extras = None
     else:
@@ -146,6 +148,8 @@ def flash_attn_func(
     out, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
+    if numbers.kv_dtype is not None:
+        out, lse = face.refused((out, lse), *given)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -193,8 +197,23 @@ def flash_attn_qkvpacked_func(
     lies."""
     no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
-    no_codes("qkv", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
+    if holds_codes(qkv):
+        return flash_attn_func(
+            *face.unstack(qkv, 2),
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            return_softmax_lse=return_softmax_lse,
+            return_lse=return_lse,
+            **options,
+        )
+    no_codes("qkv", options)
     extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
@@ -372,8 +391,9 @@ def flash_attn_varlen_func(
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
+    given = q, k, v
     q, k, v, tensors, numbers = coded(
-        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q
+        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q, out=out
     )
     extras = extras_of(
         cu_seqlens_q=cu_seqlens_q,
@@ -392,6 +412,8 @@ def flash_attn_varlen_func(
     out, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
+    if numbers.kv_dtype is not None:
+        out, lse = face.refused((out, lse), *given)
     return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
@@ -442,8 +464,27 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
     no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
-    no_codes("qkv", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
+    if holds_codes(qkv):
+        return flash_attn_varlen_func(
+            *face.unstack(qkv, 1),
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            return_softmax_lse=return_softmax_lse,
+            return_lse=return_lse,
+            **options,
+        )
+    no_codes("qkv", options)
     if max_seqlen is None:
         raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
     max_seqlen = upper_bound("max_seqlen", max_seqlen)

@@ -9,7 +9,7 @@ masks and options are those of `fa_attn.interface`; `dot_product_attention` has 
 of `fa_attn` itself come here where jax traces them.
 
 Masks, biases and programs of one's own are computed as well (docs/programs.md), with gradients of what they
-read; vmap calls them once for each element. Second and forward-mode derivatives are not computed; a gradient
+read; vmap calls them once for each element. K and V of 8 bits, alone or with q, have no gradients. Second and forward-mode derivatives are not computed; a gradient
 of slopes is NaN. An array that is divided among devices is gathered, unless the call is within
 `jax.shard_map`.
 """
@@ -156,8 +156,10 @@ def _with_vmap(call: _Call, folds: bool, compute: Any) -> Any:
 @lru_cache(maxsize=1024)
 def _forward_of(call: _Call, rank: int) -> Any:
     def compute(q: Any, k: Any, v: Any, *extras: Any) -> Any:
+        dtype = {None: q.dtype, "bf16": jnp.bfloat16, "f32": jnp.float32}[call.options.out_dtype]
+        q, k, v = map(_as_bytes, (q, k, v))
         results = (
-            jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
+            jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), dtype),
             jax.ShapeDtypeStruct(_lse_shape(q), jnp.float32),
         )
         fills = (0, -jnp.inf) if {"cu_seqlens_q", "seqused_q"} & set(call.names) else None
@@ -201,6 +203,16 @@ def _attention_of(call: _Call, rank: int) -> Any:
     def backward(saved: Any, gradients: Any) -> Any:
         q, k, v, out, lse, extras, wants = saved
         dout, dlse = (_given(x) for x in gradients)
+        if call.options.kv_dtype is not None:
+            raise UnsupportedError(
+                "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits, or jax.lax.stop_gradient of "
+                "them"
+            )
+        if call.options.latent:
+            raise UnsupportedError(
+                "qv: keys that begin with their values have no gradients, train on the heads before absorption "
+                "(DeepSeek's 192-128), of which k and v are projections"
+            )
         if "page_table" in call.names:
             raise UnsupportedError("keys in pages have no gradients: pack or pad them")
         names = tuple(name for name, wanted in zip(call.arrays, wants) if wanted is not None)
@@ -218,6 +230,11 @@ def _attention_of(call: _Call, rank: int) -> Any:
 
     attention.defvjp(forward, backward, symbolic_zeros=True)
     return attention
+
+
+def _as_bytes(x: Any) -> Any:
+    """Codes as bytes, not before they are within a function whose gradients are refused."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
 
 
 def _given(gradient: Any) -> Any:
@@ -274,6 +291,11 @@ def traced_attention(
     named = {name: jnp.asarray(x) for name, x in zip(TENSORS, extras) if x is not None}
     if "sinks" in named:
         named["sinks"] = named["sinks"].astype(jnp.float32)
+    if q.ndim == 4 and not {"cu_seqlens_k", "page_table"} & set(named):
+        # As vmap folds its axis into the batch.
+        for name in ("q_descale", "k_descale", "v_descale"):
+            if name in named and named[name].ndim == 1:
+                named[name] = jnp.broadcast_to(named[name], (q.shape[0], *named[name].shape))
     like = [_stand_in(x) for x in (q, k, v)]
     stand_ins = {name: np.zeros(x.shape, x.dtype) for name, x in named.items()}
     bounds = (int(extras.max_seqlen_q), int(extras.max_seqlen_k))
@@ -321,7 +343,8 @@ def traced_merge(outs: Any, lses: Any, sinks: Any, dtype: Any) -> Tuple[Any, Any
 
 def _stand_in(x: Any) -> Any:
     """An array of the shape and the type, without memory of its own."""
-    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+    dtype = np.uint8 if x.dtype == jnp.float8_e4m3fn else x.dtype
+    return np.broadcast_to(np.zeros((), dtype), x.shape)
 
 
 def dot_product_attention(

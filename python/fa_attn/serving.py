@@ -17,13 +17,12 @@ from ._checks import (
     count,
     flag,
     int32,
-    is_neutral,
     is_whole,
     lengths_of,
     surely,
     upper_bound,
 )
-from ._codes import coded, is_per_row
+from ._codes import coded, encoded, is_per_row, joining
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._modifications import Extents, asked
@@ -162,7 +161,8 @@ def flash_attn_with_kvcache(
     and k_cache are then of the rotary columns, v_cache of the latents, by which an MLA model decodes. A cache
     of 8 bits (float8_e4m3fn, int8) beside q, k and v of 16: new rows are quantised by `k_descale` and
     `v_descale`, as `quantize_kv` does; descales for each row, in the shape of the cache without its last axis,
-    are written with the rows. Returns out; with `return_softmax_lse` (out, lse). There are no gradients.
+    are written with the rows; k and v that are codes join it as they are. Returns out; with
+    `return_softmax_lse` (out, lse). There are no gradients.
     """
     if (
         k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
@@ -230,6 +230,7 @@ def flash_attn_with_kvcache(
         longest = longest if cu_seqlens_q is None else bound
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
+    given = q
     q, k_cache, v_cache, tensors, numbers = coded(
         q,
         k_cache,
@@ -241,12 +242,20 @@ def flash_attn_with_kvcache(
         names=("k_cache", "v_cache"),
         is_cache=True,
     )
-    if k is not None and numbers.out_dtype is not None:
-        raise UnsupportedError("k and an fp8 q: rows are appended beside a q of 16 bits")
+    # What rotary embedding turns: of q in codes their values.
+    turned, descales = q, (tensors.get("k_descale"), tensors.get("v_descale"))
+    is_fp8 = numbers.out_dtype is not None
+    if k is not None and v is not None and numbers.kv_dtype is not None:
+        turned, k, v, descales = joining(given, k, v, descales, numbers)
+        if is_fp8 and rotary_cos is not None:
+            rotary_cos, rotary_sin = face.floats32(rotary_cos), face.floats32(rotary_sin)
     if k is not None and face.has_autograd:
         # What joins a cache of codes is quantised, and of q's type.
-        like = k_cache if numbers.kv_dtype is None else q
-        q, k, v, rotary_cos, rotary_sin = face.cast_to_cache(like, q, k, v, rotary_cos, rotary_sin)
+        like = k_cache if numbers.kv_dtype is None else turned
+        turned, k, v, rotary_cos, rotary_sin = face.cast_to_cache(
+            like, turned, k, v, rotary_cos, rotary_sin
+        )
+        q = q if is_fp8 else turned
     if cache_batch_idx is not None:
         shape = tuple(cache_batch_idx.shape)
         if shape != (batch,):
@@ -257,7 +266,8 @@ def flash_attn_with_kvcache(
     plans = None
     if scheduler_metadata is not None:
         plans = _plans_of(scheduler_metadata)
-        scheduler_metadata.check(q, k_cache, v_cache, numbers, batch, longest, is_paged)
+        chunk = options.get("attention_chunk")
+        scheduler_metadata.check(given, k_cache, v_cache, numbers, batch, longest, is_paged, chunk)
         division = scheduler_metadata.divided(division)
     used: Any = cache_seqlens
     if type(used) is int or (not getattr(used, "ndim", 0) and is_whole(used)):
@@ -306,13 +316,13 @@ def flash_attn_with_kvcache(
             **tensors,
         )
         face.check(*_on_values(face, q, k_cache, v_cache, options, numbers), extras, out)
-        q, used = face.append(
+        turned, used = face.append(
             Append(
                 k,
                 v,
                 k_cache,
                 v_cache,
-                q,
+                turned,
                 rotary_cos,
                 rotary_sin,
                 interleaved,
@@ -323,10 +333,13 @@ def flash_attn_with_kvcache(
                 table,
                 cu_seqlens_q,
                 longest,
-                tensors.get("k_descale"),
-                tensors.get("v_descale"),
+                *descales,
             )
         )
+        if not is_fp8:
+            q = turned
+        elif rotary_cos is not None:
+            q = face.bits(encoded(turned))
     q, numbers = on_values(face, q, v_cache, options, numbers)
     if (table is not None or cache_leftpad is not None) and used is None:
         used = face.ints(capacity_of(k_cache, table), batch, q)
@@ -465,6 +478,7 @@ class SchedulerMetadata:
     window_size: Window
     has_softcap: bool
     division: Any
+    attention_chunk: int = 0
     plans: Dict[Tuple[int, int], Any] = field(default_factory=dict, repr=False)
 
     def is_of(self, q, k_cache, v_cache, numbers, page):
@@ -482,9 +496,10 @@ class SchedulerMetadata:
             and self.causal is numbers.causal
             and self.window_size == numbers.window
             and self.has_softcap is (numbers.softcap != 0.0)
+            and not self.attention_chunk
         )
 
-    def check(self, q, k_cache, v_cache, numbers, batch, longest, is_paged):
+    def check(self, q, k_cache, v_cache, numbers, batch, longest, is_paged, chunk):
         """Raises an error where the call is not the one that was described."""
         there = {
             "batch_size": batch,
@@ -498,6 +513,7 @@ class SchedulerMetadata:
             "causal": numbers.causal,
             "window_size": numbers.window,
             "has_softcap": numbers.softcap != 0.0,
+            "attention_chunk": 0 if chunk is None else chunk,
         }
         for name, have in there.items():
             need = getattr(self, name)
@@ -562,16 +578,11 @@ def get_scheduler_metadata(
     Arguments are those of FlashAttention-3. The first call that gets the plan reads the lengths on the device
     and plans; later calls on the same stream skip planning. A plan therefore serves the lengths of one step:
     make another when they change. It is optional: without it each call plans its own work, as do calls that
-    are captured in a graph or compiled by torch.compile. Where nothing is planned (on the CPU, or for equal
+    are captured in a graph or compiled by torch.compile, and those with `attention_chunk`. Where nothing is planned (on the CPU, or for equal
     lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls that do not give their own. A call
     that contradicts the arguments raises an error.
     """
     read_options("get_scheduler_metadata", {"sm_margin": sm_margin})
-    if not is_neutral(attention_chunk, (0, None)):
-        raise UnsupportedError(
-            f"attention_chunk = {short(attention_chunk)}: calls with chunks plan their own work, leave "
-            "scheduler_metadata out"
-        )
     division = division_of(num_splits, pack_gqa)
     lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
     lengths.update(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad)
@@ -600,6 +611,7 @@ def get_scheduler_metadata(
         window_size=numbers.window,
         has_softcap=flag("has_softcap", has_softcap),
         division=division,
+        attention_chunk=0 if attention_chunk is None else count("attention_chunk", attention_chunk),
     )
 
 

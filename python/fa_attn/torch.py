@@ -9,8 +9,10 @@ tensors, subclasses) sees the operators `fa_attn::forward` and `fa_attn::backwar
 from __future__ import annotations
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from . import _core
+from . import _torch_codes as codes
 from ._checks import check_cache_rows, check_no_overlap, check_out, int32
 from ._options import Extras
 from ._torch_caches import append, cast_to_cache, host, merge, without_padding
@@ -43,7 +45,15 @@ from ._torch_memory import (
 from ._torch_operators import by_operator
 from ._torch_packed_rows import check_table, numbers_of, packed_rows, places_of
 from ._torch_programs import attention_with, narrow, packed_bits
-from ._torch_passes import Attention, PackedAttention, backward_by_operator, run_backward, run_forward
+from ._torch_passes import (
+    Attention,
+    CodesWithoutGradients,
+    PackedAttention,
+    backward_by_operator,
+    no_tangents,
+    run_backward,
+    run_forward,
+)
 
 __all__ = [
     "append",
@@ -54,7 +64,9 @@ __all__ = [
     "check",
     "check_table",
     "chosen",
+    "codes",
     "contiguous",
+    "cut_off",
     "decoded",
     "detached",
     "differences",
@@ -62,6 +74,7 @@ __all__ = [
     "has_autograd",
     "host",
     "ints",
+    "is_cast",
     "largest_scores",
     "lends",
     "merge",
@@ -72,6 +85,7 @@ __all__ = [
     "packed_rows",
     "places_of",
     "refuse_gradient",
+    "refused",
     "repeated",
     "rows_of_pages",
     "run_forward",
@@ -196,7 +210,17 @@ def check(q, k, v, options, extras, out):
 def bits(tensor):
     """Codes as bytes."""
     check_tensor("q, k or v", tensor)
-    return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+    if tensor.dtype is not torch.float8_e4m3fn:
+        return tensor
+    try:
+        return tensor.detach().view(torch.uint8)
+    except RuntimeError as error:
+        if not is_transforming():
+            raise
+        raise _core.UnsupportedError(
+            "torch.vmap of float8_e4m3fn: torch has no view of it as bytes, give .view(torch.uint8) of q, k and v "
+            "to vmap, and kv_cache_dtype='fp8_e4m3'"
+        ) from error
 
 
 def out_of_codes(_):
@@ -216,6 +240,37 @@ def refuse_gradient(name, tensor):
             f"{name} requires a gradient: with k and v of 8 bits there are none, detach it or call under "
             "torch.no_grad()"
         )
+
+
+def cut_off(q, k, v, out):
+    """q beside K and V of 8 bits, without gradients, which `refused` refuses where they are asked for, as
+    torch does where an operator has none; at once where the result is written in place or a program is
+    made of the call."""
+    named = dict(q=q, k=k, v=v)
+    for name, x in named.items():
+        check_tensor(name, x)
+    if is_dual() and any(unpack_dual(x).tangent is not None for x in named.values()):
+        no_tangents(None)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in named.values())):
+        return q
+    if out is not None or is_compiling() or is_transforming():
+        for name, x in named.items():
+            refuse_gradient(name, x)
+    return q.detach()
+
+
+def is_cast(*tensors):
+    """Whether tensors become of one type, by autocast."""
+    kind = tensors[0].device.type
+    is_on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return is_on and all(x.is_floating_point() for x in tensors)
+
+
+def refused(results, *tensors):
+    """The results of codes, whose gradients for `tensors` are refused."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return CodesWithoutGradients.apply(*results, *tensors)
+    return results
 
 
 def floats32(tensor):

@@ -12,11 +12,6 @@ def _refuse(**given):
             raise UnsupportedError(f"{name}: not computed")
 
 
-def _refuse_uncomputed(attention_chunk, sm_margin):
-    """Refuses arguments that functions here take and no kernel supports."""
-    _refuse(attention_chunk=attention_chunk, sm_margin=sm_margin)
-
-
 def flash_attn_func(
     q,
     k,
@@ -36,7 +31,6 @@ def flash_attn_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(attention_chunk, sm_margin)
     return fa_attn.flash_attn_func(
         q,
         k,
@@ -50,6 +44,8 @@ def flash_attn_func(
         return_softmax_lse=return_attn_probs,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -73,13 +69,14 @@ def flash_attn_qkvpacked_func(
 ):
     """Attention of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim)
     with `num_heads_q`."""
-    _refuse_uncomputed(attention_chunk, sm_margin)
     options = dict(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -120,7 +117,6 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    _refuse_uncomputed(attention_chunk, sm_margin)
     return fa_attn.flash_attn_varlen_func(
         q,
         k,
@@ -140,6 +136,8 @@ def flash_attn_varlen_func(
         return_softmax_lse=return_attn_probs,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -178,7 +176,6 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    _refuse_uncomputed(attention_chunk, sm_margin)
     return fa_attn.flash_attn_with_kvcache(
         q,
         k_cache,
@@ -204,6 +201,8 @@ def flash_attn_with_kvcache(
         scheduler_metadata=scheduler_metadata,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
@@ -252,7 +251,6 @@ def _flash_attn_forward(
     sm_margin=0,
 ):
     """(out, softmax_lse, two empty partial results), without autograd."""
-    _refuse_uncomputed(attention_chunk, sm_margin)
     options = dict(
         qv=qv,
         softmax_scale=softmax_scale,
@@ -263,6 +261,8 @@ def _flash_attn_forward(
         out=out_,
         num_splits=num_splits,
         pack_gqa=pack_gqa,
+        attention_chunk=attention_chunk,
+        sm_margin=sm_margin,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,

@@ -31,14 +31,8 @@ SHIM = pathlib.Path(__file__).resolve().parent
 
 SUITES = {
     "fa2": ("tests", "test_flash_attn", {}),
-    # Chunks are drawn inside of every case that has windows, so that all of them would be left out; fp8 is
-    # computed by no kernel.
-    "fa3": (
-        "hopper",
-        "test_flash_attn",
-        {"FLASH_ATTENTION_DISABLE_LOCAL": "TRUE", "FLASH_ATTENTION_DISABLE_FP8": "TRUE"},
-    ),
-    # The same gradients a thousand times; windows without chunks.
+    "fa3": ("hopper", "test_flash_attn", {}),
+    # The same gradients a thousand times.
     "fa3-determinism": ("hopper", "test_flash_attn_bwd_determinism", {}),
     "fa3-compile": ("hopper", "test_torch_compile_and_export", {}),
     "fa4": ("tests/cute", "test_flash_attn", {}),

@@ -364,6 +364,7 @@ unsafe fn views<'a>(buffers: &Buffers, place: Place) -> PyResult<Vec<View<'a>>> 
 fn type_of(dtype: c_int) -> (u8, u8) {
     match dtype {
         1 => (6, 8),
+        2 => (0, 8),
         4 => (0, 32),
         6 => (1, 8),
         8 => (1, 32),

@@ -273,9 +273,19 @@ def test_refusals_say_what_works(library):
         ),
         (fa_attn.InputError, lambda: fa_attn.flash_attn_func(q, k, k, kv_cache_dtype="fp8"), "holds float32"),
         (
-            fa_attn.InputError,
+            fa_attn.UnsupportedError,
             lambda: fa_attn.flash_attn_func(q, k, k, k_descale=descale),
-            "k_descale with K and V in f32",
+            "k holds no codes of 8 bits and has no descale, leave it out, or multiply softmax_scale by it",
+        ),
+        (
+            fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(q, k, k, v_descale=descale),
+            "v holds no codes of 8 bits and has no descale, leave it out, or multiply out by it",
+        ),
+        (
+            fa_attn.UnsupportedError,
+            lambda: fa_attn.flash_attn_func(q, k, k, kv_cache_dtype="bfloat16"),
+            "k holds float32",
         ),
         (
             fa_attn.InputError,
@@ -296,8 +306,8 @@ def test_gradients_are_refused_and_compiled_calls_agree():
     q, k = torch.from_numpy(normal(1, 2, 4, 16)).bfloat16(), torch.from_numpy(normal(1, 9, 2, 16, seed=1))
     k8, descale = fa_attn.quantize_kv(k)
     wants = q.clone().requires_grad_()
-    with pytest.raises(fa_attn.UnsupportedError, match="q requires a gradient: with k and v of 8 bits"):
-        fa_attn.flash_attn_func(wants, k8, k8)
+    with pytest.raises(fa_attn.UnsupportedError, match="k and v of 8 bits: there are no gradients"):
+        fa_attn.flash_attn_func(wants, k8, k8).sum().backward()
     with torch.no_grad():
         plain = fa_attn.flash_attn_func(wants, k8, k8, k_descale=descale, v_descale=descale)
 
@@ -308,6 +318,49 @@ def test_gradients_are_refused_and_compiled_calls_agree():
     assert torch.equal(compiled(q, k8, descale), plain)
     codes8, descale8 = fa_attn.quantize_kv(k, "int8", "token_head")
     assert torch.equal(compiled(q, codes8, descale8), call(q, codes8, descale8))
+
+
+@pytest.mark.parametrize("library", libraries())
+def test_a_cache_is_named_by_what_it_holds(library):
+    q, k = (as_array(library, normal(1, n, 2, 16, seed=n)) for n in (2, 9))
+    want = fa_attn.flash_attn_func(q, k, k)
+    for name in (None, "auto", "float32", q.dtype):
+        assert (fa_attn.flash_attn_func(q, k, k, kv_cache_dtype=name) == want).all()
+    codes, descale = fa_attn.quantize_kv(k, "int8")
+    want = fa_attn.flash_attn_func(q, codes, codes, k_descale=descale)
+    for name in (None, "auto", "int8", codes.dtype):
+        assert (fa_attn.flash_attn_func(q, codes, codes, k_descale=descale, kv_cache_dtype=name) == want).all()
+
+
+@needs_torch
+def test_transforms_see_codes_as_bytes():
+    import torch
+
+    q, k = (torch.from_numpy(normal(3, n, 2, 16, seed=n)).bfloat16() for n in (4, 9))
+    k8, descale = fa_attn.quantize_kv(k)
+
+    def each(q, k, **named):
+        return fa_attn.flash_attn_func(q[None], k[None], k[None], k_descale=descale, **named)[0]
+
+    want = fa_attn.flash_attn_func(q, k8, k8, k_descale=descale)
+    got = torch.vmap(lambda q, k: each(q, k, kv_cache_dtype="fp8"))(q, k8.view(torch.uint8))
+    assert torch.equal(got, want)
+    with pytest.raises(fa_attn.UnsupportedError, match="torch.vmap of float8_e4m3fn: .* give .view.torch.uint8"):
+        torch.vmap(each)(q, k8)
+    for one in (q, k8):
+        with pytest.raises(fa_attn.UnsupportedError, match="forward-mode derivatives"):
+            torch.func.jvp(lambda q: fa_attn.flash_attn_func(q, k8[:, :4], k8[:, :4]).float(), (one[:, :4],), (one[:, :4],))
+
+    def quantised(q, k):
+        codes, own = fa_attn.quantize_kv(k, "int8", "sequence_head")
+        again = fa_attn.dequantize_kv(codes, own, torch.bfloat16)
+        return fa_attn.flash_attn_func(q, codes, codes, k_descale=own, v_descale=own), again
+
+    compiled = torch.compile(quantised, fullgraph=True, backend="eager", dynamic=True)
+    for batch in (3, 2):
+        own = quantised(q[:batch], k[:batch])
+        assert all(map(torch.equal, compiled(q[:batch], k[:batch]), own))
+        assert (own[1] - k[:batch]).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("gap", (0, 2, 64))

@@ -38,6 +38,10 @@ def coded(library, x, descale):
     return codes, as_numpy(fa_attn.dequantize_kv(codes, as_array(library, descale)))
 
 
+def as_bits(x):
+    return x.view(np.uint8) if isinstance(x, np.ndarray) else x.view(__import__("torch").uint8)
+
+
 def said(library):
     return {"kv_cache_dtype": "fp8_e4m3"} if library == "numpy" else {}
 
@@ -87,6 +91,26 @@ def test_descales_are_broadcast(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_q_k_and_v_in_one_array(library):
+    scales = descales(2, 3, seed=4)
+    codes, _ = coded(library, normal(2, 5, 3, 16), scales)
+    stacked = np.asarray(as_bits(codes))[:, :, None]
+    stacked = as_array(library, np.concatenate([stacked, stacked[:, ::-1], stacked], 2).copy())
+    if library == "torch":
+        stacked = stacked.view(codes.dtype)
+    named = {name: as_array(library, scales) for name in ("q_descale", "k_descale", "v_descale")}
+    named.update(said(library), causal=True)
+    q, k, v = (stacked[:, :, at] for at in range(3))
+    want = fa_attn.flash_attn_func(q, k, v, **named)
+    out, lse = fa_attn.flash_attn_qkvpacked_func(stacked, return_lse=True, **named)
+    assert (as_numpy(out) == as_numpy(want)).all() and tuple(lse.shape) == (2, 3, 5)
+    starts = as_array(library, np.array([0, 5, 10], np.int32))
+    flat = stacked.reshape(10, 3, 3, 16)
+    out = fa_attn.flash_attn_varlen_qkvpacked_func(flat, starts, 5, **named)
+    assert (as_numpy(out).reshape(want.shape) == as_numpy(want)).all()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_packed_sequences_and_pages(library):
     lens = [5, 0, 20]
     starts = np.array([0, 5, 5, 25], np.int32)
@@ -131,6 +155,54 @@ def test_packed_sequences_and_pages(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("is_coded, is_turned", ((True, False), (True, True), (False, False), (False, True)))
+def test_rows_that_join_a_cache(library, is_coded, is_turned):
+    # New rows are codes with the cache's descales, which join it bit by bit, or values, which are quantised.
+    scales = [descales(2, 2, seed=seed) for seed in range(3)]
+    q8, q = coded(library, normal(2, 3, 4, 16), np.repeat(scales[0], 2, 1))
+    k8, _ = coded(library, normal(2, 12, 2, 16, seed=1), scales[1])
+    v8, _ = coded(library, normal(2, 12, 2, 16, seed=2), scales[2])
+    new = [coded(library, normal(2, 3, 2, 16, seed=seed), scales[seed - 2]) for seed in (3, 4)]
+    new_codes, new_values = zip(*new)
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), (as_array(library, x) for x in scales)))
+    used, tables = np.array([4, 9], np.int32), {}
+    if is_turned:
+        angles = np.random.default_rng(8).uniform(0, 6.28, (20, 8)).astype(np.float32)
+        tables = dict(rotary_cos=np.cos(angles), rotary_sin=np.sin(angles))
+    given = new_codes if is_coded else [as_array(library, x) for x in new_values]
+    if library == "torch" and not is_coded:
+        given = [x.bfloat16() for x in given]
+    out = fa_attn.flash_attn_with_kvcache(
+        q8, k8, v8, *given, cache_seqlens=as_array(library, used), causal=True, **named, **said(library),
+        **{name: as_array(library, x) for name, x in tables.items()},
+    )  # fmt: skip
+    k, v = (as_numpy(fa_attn.dequantize_kv(x, as_array(library, d))) for x, d in zip((k8, v8), scales[1:]))
+    want_q, wanted = q, []
+    for b, at in enumerate(used):
+        rows = slice(at, at + 3)
+        if is_turned:
+            cos, sin = (tables[name][rows][:, None] for name in ("rotary_cos", "rotary_sin"))
+            turn = lambda x: np.stack(  # noqa: E731
+                [x[..., 0::2] * cos - x[..., 1::2] * sin, x[..., 0::2] * sin + x[..., 1::2] * cos], -1
+            ).reshape(x.shape)
+            want_q = np.concatenate([want_q[:b], turn(q[b])[None], want_q[b + 1 :]])
+            assert (np.abs(k[b, rows] - turn(new_values[0][b])) <= 0.08 * np.abs(turn(new_values[0][b])) + 0.02).all()
+        elif is_coded:
+            assert np.array_equal(as_numpy(as_bits(k8))[b, rows], as_numpy(as_bits(new_codes[0]))[b])
+        if is_coded:
+            assert np.array_equal(as_numpy(as_bits(v8))[b, rows], as_numpy(as_bits(new_codes[1]))[b])
+        else:
+            assert (np.abs(v[b, rows] - new_values[1][b]) <= 0.07 * np.abs(new_values[1][b]) + 0.02).all()
+        here = slice(b, b + 1)
+        wanted.append(
+            fa_attn.flash_attn_func(want_q[here], k[here, : at + 3], v[here, : at + 3], causal=True)
+        )
+    got, want = as_numpy(out), np.concatenate(wanted)
+    # A turned q is rounded to codes again.
+    assert np.abs(got - want).max() < (0.15 if is_turned else 0.02)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_programs_and_sinks(library):
     ones = np.ones((1, 2), np.float32)
     q8, q = coded(library, normal(1, 6, 2, 16), ones)
@@ -152,6 +224,7 @@ def test_refusals_name_the_argument(library):
     three = as_array(library, np.ones((1, 2, 2), np.float32))
     int8 = fa_attn.quantize_kv(wide, "int8")[0]
     whole = as_array(library, np.zeros((1, 2, 2, 16), np.int32))
+    rows = as_array(library, np.ones((1, 2, 2), np.float32))
     for error, call, part in (
         (fa_attn.UnsupportedError, lambda: fa_attn.flash_attn_func(int8, int8, int8), "q holds"),
         (fa_attn.InputError, lambda: fa_attn.flash_attn_func(q8, int8, int8), "give all three in"),
@@ -164,7 +237,7 @@ def test_refusals_name_the_argument(library):
         (
             fa_attn.UnsupportedError,
             lambda: fa_attn.flash_attn_func(wide, wide, wide, q_descale=as_array(library, ones)),
-            "q is of 16 bits and has no descale",
+            "q holds no codes of 8 bits and has no descale",
         ),
         (
             fa_attn.InputError,
@@ -172,9 +245,14 @@ def test_refusals_name_the_argument(library):
             "out",
         ),
         (
-            fa_attn.UnsupportedError,
-            lambda: fa_attn.flash_attn_with_kvcache(q8, q8, q8, q8, q8, cache_seqlens=1, **named),
-            "k and an fp8 q: rows are appended beside a q of 16 bits",
+            fa_attn.InputError,
+            lambda: fa_attn.flash_attn_with_kvcache(q8, q8, q8, int8, q8, cache_seqlens=1, **named),
+            "k holds int8 and k_cache codes of e4m3",
+        ),
+        (
+            fa_attn.InputError,
+            lambda: fa_attn.flash_attn_with_kvcache(q8, q8, q8, q8, q8, cache_seqlens=1, k_descale=rows, **named),
+            "k holds codes, and k_descale is written with each row",
         ),
     ):
         if library == "numpy" and "all three" in part:
@@ -185,18 +263,51 @@ def test_refusals_name_the_argument(library):
 
 
 @needs_torch
+def test_a_plan_of_codes_and_one_of_chunks():
+    import torch
+
+    q8, k8 = (torch.from_numpy(normal(2, n, 2, 16, seed=n)).to(torch.float8_e4m3fn) for n in (1, 9))
+    used = torch.tensor([9, 4], dtype=torch.int32)
+    made = fa_attn.get_scheduler_metadata(2, 1, 9, 2, 2, 16, used, q8.dtype)
+    want = fa_attn.flash_attn_with_kvcache(q8, k8, k8, cache_seqlens=used)
+    for metadata in (made, fa_attn.get_scheduler_metadata(2, 1, 9, 2, 2, 16, used)):
+        call = dict(cache_seqlens=used, scheduler_metadata=metadata)
+        assert torch.equal(fa_attn.flash_attn_with_kvcache(q8, k8, k8, **call), want)
+    chunks = dict(cache_seqlens=used, causal=True, attention_chunk=4)
+    metadata = fa_attn.get_scheduler_metadata(2, 1, 9, 2, 2, 16, used, causal=True, attention_chunk=4)
+    got = fa_attn.flash_attn_with_kvcache(q8, k8, k8, scheduler_metadata=metadata, **chunks)
+    assert torch.equal(got, fa_attn.flash_attn_with_kvcache(q8, k8, k8, **chunks))
+    assert not torch.equal(got, want)
+    for other in (0, 5):
+        with pytest.raises(fa_attn.InputError, match="scheduler_metadata is of attention_chunk = 4"):
+            fa_attn.flash_attn_with_kvcache(
+                q8, k8, k8, scheduler_metadata=metadata, **{**chunks, "attention_chunk": other}
+            )
+
+
+@needs_torch
 def test_torch_refuses_gradients_and_other_formats():
     import torch
 
     q = torch.from_numpy(normal(1, 4, 2, 16))
     q8 = q.to(torch.float8_e4m3fn)
-    for wants in range(3):
-        three = [q8, q8, q8]
-        three[wants] = q8.clone().requires_grad_()
-        with pytest.raises(fa_attn.UnsupportedError, match="requires a gradient: with k and v of 8 bits"):
-            fa_attn.flash_attn_func(*three)
+    starts = torch.tensor([0, 4], dtype=torch.int32)
+    for wants in range(4):
+        three = [q8, q8, q8] if wants < 3 else [q, q8, q8]
+        three[wants % 3] = three[wants % 3].clone().requires_grad_()
+        packed = [x.detach()[0].requires_grad_(x.requires_grad) for x in three]
         with torch.no_grad():
-            assert fa_attn.flash_attn_func(*three).dtype is torch.bfloat16
+            want = fa_attn.flash_attn_func(*three)
+        # As FlashAttention-3: the forward is computed, the backward refused.
+        for out in (
+            fa_attn.flash_attn_func(*three),
+            fa_attn.flash_attn_varlen_func(*packed, starts, starts, 4, 4)[None],
+        ):
+            assert torch.equal(out, want) and out.requires_grad
+            with pytest.raises(fa_attn.UnsupportedError, match="8 bits: there are no gradients"):
+                out.float().sum().backward()
+        with pytest.raises(fa_attn.UnsupportedError, match="requires a gradient: with k and v of 8 bits"):
+            fa_attn.flash_attn_func(*three, out=torch.empty_like(want))
     with pytest.raises(fa_attn.UnsupportedError, match="float8_e5m2"):
         fa_attn.flash_attn_func(*[q.to(torch.float8_e5m2)] * 3)
     # Gradients in 16 bits from O and LSE of the fp8 forward.

@@ -390,7 +390,8 @@ def test_operators_pass_torchs_checks():
     bias = draw(1, 2, 6, 6).requires_grad_()
     text = "array fa_bias: f32[_, _, _, _] grad;\nscore = s + fa_bias[b, h, q, k];"
     program = (bias, *(None,) * 7, *(0.0,) * 8, text, "fa_bias", "")
-    arguments = (q, k, v, *program, *(None,) * 7, 0, 0, None, True, -1, -1, 0.0, False, 0)
+    options = (None, True, -1, -1, 0.0, False, 0, False, None, None)
+    arguments = (q, k, v, *program, *(None,) * 10, 0, 0, *options)
     torch.library.opcheck(torch.ops.fa_attn.forward_program, arguments)
 
 

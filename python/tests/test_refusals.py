@@ -31,7 +31,7 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "num_splits is 1.5: it must be a whole number", call, q, k, v, num_splits=1.5)
     refused(wrong, "pack_gqa is 2: it must be True or False", call, q, k, v, pack_gqa=2)
     refused(unsupported, "sm_margin = 8", call, q, k, v, sm_margin=8)
-    refused(unsupported, "q is of 16 bits and has no descale", call, q, k, v, q_descale=np.ones(1))
+    refused(unsupported, "q holds no codes of 8 bits and has no descale", call, q, k, v, q_descale=np.ones(1))
     refused(wrong, "attention_chunk", call, q, k, v, attention_chunk=-1)
     refused(unsupported, "float16 and bfloat16", call, *(x.astype(np.float64) for x in (q, k, v)))
     refused(wrong, "of one type", call, q, k.astype(np.float16), v)

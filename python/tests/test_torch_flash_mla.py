@@ -121,6 +121,8 @@ def test_a_second_query_on_the_values():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv)
     assert half.dtype is torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(fa_attn.flash_attn_func(q, k, v, causal=True, qv=qv.bfloat16()), half)
     torch.testing.assert_close(half.float(), want, atol=3e-2, rtol=3e-2)
     each = torch.func.vmap(call)
     torch.testing.assert_close(each(q[:, None], qv[:, None], k[:, None], v[:, None])[:, 0], want)

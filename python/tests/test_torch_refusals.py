@@ -51,9 +51,12 @@ def test_types_of_8_bits_are_named():
     q = torch.ones(1, 4, 2, 16).to(torch.float8_e5m2)
     with pytest.raises(fa_attn.UnsupportedError, match="float8_e5m2"):
         fa_attn.flash_attn_func(q, q, q)
-    qkv = torch.ones(1, 4, 3, 2, 16).to(torch.float8_e4m3fn)
-    with pytest.raises(fa_attn.UnsupportedError, match="float8_e4m3fn"):
-        fa_attn.flash_attn_qkvpacked_func(qkv)
+    qkv = torch.ones(1, 4, 3, 2, 16)
+    with pytest.raises(fa_attn.UnsupportedError, match="float8_e5m2"):
+        fa_attn.flash_attn_qkvpacked_func(qkv.to(torch.float8_e5m2))
+    for given in (dict(kv_cache_dtype="fp8"), dict(v_descale=torch.ones(1))):
+        with pytest.raises(fa_attn.UnsupportedError, match="qkv holds no codes of 8 bits, leave it out"):
+            fa_attn.flash_attn_qkvpacked_func(qkv, **given)
 
 
 def test_second_derivatives_raise():

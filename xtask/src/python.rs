@@ -304,7 +304,9 @@ fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
 }
 
 /// Files of tests that need numpy alone.
-const FILES: [&str; 7] = [
+const FILES: [&str; 9] = [
+    "test_codes.py",
+    "test_fp8.py",
     "test_flash_mla.py",
     "test_numpy.py",
     "test_refusals.py",
@@ -315,14 +317,16 @@ const FILES: [&str; 7] = [
 ];
 
 /// Tests of jax's arrays.
-const JAX_FILES: [&str; 3] = ["test_jax.py", "test_jax_traced.py", "test_jax_programs.py"];
+const JAX_FILES: [&str; 4] = ["test_jax.py", "test_jax_codes.py", "test_jax_traced.py", "test_jax_programs.py"];
 /// A mask of each kind: jax compiles every case anew, half a second of two cores.
 const JAX_CHOSEN: &str =
     "not (full or window or scale or axes1 or options1 or options2 or (bfloat16 and options))";
 
 /// Tests of what programs of torch and transformers rely on: numbers that change under torch.compile, sharded
 /// tensors, ranks, masks and padding. The others (and inductor, which compiles C++) take minutes more.
-const TORCH_FILES: [&str; 9] = [
+const TORCH_FILES: [&str; 11] = [
+    "test_codes.py",
+    "test_fp8.py",
     "test_mla_model.py",
     "test_torch_flash_mla.py",
     "test_stand_in_installed.py",

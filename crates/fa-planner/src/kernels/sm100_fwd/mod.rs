@@ -90,6 +90,10 @@ pub fn explore(
     if problem.types.kv.is_code() {
         return Err(PlanError::KvDtype(problem.types.kv));
     }
+    if problem.latent {
+        let Problem { head_dim, head_dim_v, .. } = *problem;
+        return Err(PlanError::Latent { family: Family::Sm100, head_dim, head_dim_v, pass: "forward" });
+    }
     if !arch.has_tcgen05() {
         return Err(PlanError::NoTensorMemory { arch });
     }
@@ -192,5 +196,7 @@ mod tests {
         let set = explore(&wide, Arch::Sm100, None, None).expect("plans");
         assert!(set.plans.iter().all(|plan| plan.tile.q_tiles == 1));
         assert!(matches!(explore(&problem, Arch::Sm90, None, None), Err(PlanError::NoTensorMemory { .. })));
+        let latent = wide.with_head_dims(256, 128).with_softmax_scale(Some(0.1)).with_latent(true);
+        assert!(matches!(explore(&latent, Arch::Sm100, None, None), Err(PlanError::Latent { .. })));
     }
 }

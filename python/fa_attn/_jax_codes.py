@@ -1,0 +1,40 @@
+"""The quantisers of K and V in jax's operations: those of fa-core, on any device and under jit."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
+
+# A type that holds the value of every code, and that kernels append rows of.
+WIDE = jnp.bfloat16
+_TYPES = {"e4m3": jnp.float8_e4m3fn, "int8": jnp.int8}
+
+
+def quantized(x, codes, largest, axes, descale):
+    values = jnp.asarray(x, jnp.float32)
+    if descale is None:
+        magnitudes = jnp.where(jnp.isfinite(values), jnp.abs(values), 0.0)
+        top = magnitudes.max(axes, initial=0.0)
+        # Of a division by one number XLA makes a product with its inverse, whose bits are others.
+        largest_codes = jnp.where(top < 0.0, 1.0, largest)
+        descale = jnp.atleast_1d(jnp.maximum(top / largest_codes, _SMALLEST_NORMAL))
+    factor = jnp.asarray(descale, jnp.float32).reshape(broadcast_shape(descale, values))
+    inverse = jnp.clip(1.0 / factor, -_LARGEST_FLOAT, _LARGEST_FLOAT)
+    values = jnp.clip(values * jnp.where(factor == 0, 0.0, inverse), -largest, largest)
+    if codes == "int8":
+        values = jnp.round(jnp.where(jnp.isnan(values), 0.0, values))
+    return values.astype(_TYPES[codes]), descale
+
+
+def decoded(codes, descale, dtype):
+    codes = jnp.asarray(codes)
+    codes = codes.view(jnp.float8_e4m3fn) if codes.dtype == jnp.uint8 else codes
+    values = codes.astype(jnp.float32)
+    if descale is not None:
+        values = values * jnp.asarray(descale, jnp.float32).reshape(broadcast_shape(descale, codes))
+    return values if dtype is None else values.astype(dtype)
+
+
+def encoded(x):
+    return quantized(x, "e4m3", 448.0, None, jnp.ones(1))[0]
