@@ -80,7 +80,9 @@ fn check(gpu: &Gpu, name: &str, problem: &Problem, extras: &OwnedExtras, kind: C
 fn check_all(kind: Codes, family: Family) {
     let gpu = gpu();
     if family.runs_on(gpu.arch()) {
-        problems().iter().for_each(|(name, problem, extras)| check(&gpu, name, problem, extras, kind, family));
+        problems()
+            .iter()
+            .for_each(|(name, problem, extras)| check(&gpu, name, problem, extras, kind, family));
     }
 }
 
