@@ -32,8 +32,9 @@ pub fn expected<T: Element>(
             let how = Accumulation::exact(TILE_N);
             let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, how)?;
             let out_noise = kernel.tolerance(&exact.out).max(exact.out_noise);
+            let lse_noise = kernel.lse_tolerance();
             let low = low_precision::LowForward { out: T::narrowed(&kernel.out), lse: kernel.lse };
-            Ok((reference::Forward { out_noise, ..exact }, low))
+            Ok((reference::Forward { out_noise, lse_noise, ..exact }, low))
         }
         KvRef::Same(q) => {
             let exact = of_converted(problem, arguments, &q, [&k, &v])?;
