@@ -2,6 +2,7 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 use fa_core::{Arch, Dtype, Lengths, Problem, Types};
+use fa_dist::MAX_WORLD;
 use fa_dist::cost::{Link, Machine};
 use fa_lab::shape::{HeadDim, whole};
 use fa_planner::Mode;
@@ -55,7 +56,7 @@ pub(crate) enum LinkName {
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
     /// GPUs, each of which has a part of the sequence
-    #[arg(long, default_value_t = 8, value_parser = whole::<usize>)]
+    #[arg(long, default_value_t = 8, value_parser = planned)]
     pub ranks: usize,
     /// Independent sequences
     #[arg(long, default_value_t = 1, value_parser = whole::<usize>)]
@@ -143,6 +144,12 @@ fn gpus(text: &str) -> Result<usize, String> {
     Some(whole::<usize>(text)?)
         .filter(|count| (1..=64).contains(count))
         .ok_or_else(|| "use 1 to 64".to_owned())
+}
+
+/// GPUs that a plan may have.
+fn planned(text: &str) -> Result<usize, String> {
+    let given = Some(whole::<usize>(text)?).filter(|count| (1..=MAX_WORLD).contains(count));
+    given.ok_or_else(|| format!("use 1 to {MAX_WORLD}"))
 }
 
 /// Runs that are compared.
