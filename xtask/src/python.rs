@@ -72,12 +72,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Whether a release can be built here, before minutes are spent on a part of it.
 fn ready_to_ship(args: &Args) -> Result<()> {
-    let bundle = std::env::var_os("FA_BUNDLE").map_or_else(|| workspace::root().join("dist"), PathBuf::from);
-    ensure!(
-        bundle.join("manifest.json").is_file(),
-        "--release: no kernels to ship in {}: run `cargo xtask build`, or let FA_BUNDLE name its folder",
-        bundle.display()
-    );
+    if let Some(bundle) = std::env::var_os("FA_BUNDLE") {
+        ensure!(
+            has_kernels(),
+            "FA_BUNDLE = {}: no kernels are there: run `cargo xtask build`",
+            bundle.display()
+        );
+    }
     if args.aarch64 {
         ensure!(cfg!(target_os = "linux"), "--aarch64: wheels for Linux are built on Linux");
         let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
@@ -93,6 +94,12 @@ fn ready_to_ship(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// Whether there are kernels for a wheel to ship.
+fn has_kernels() -> bool {
+    let bundle = std::env::var_os("FA_BUNDLE").map_or_else(|| workspace::root().join("dist"), PathBuf::from);
+    bundle.join("manifest.json").is_file()
+}
+
 /// Says a wheel's tag, its size and the glibc that it needs; an error if other systems than intended take it.
 fn describe(wheel: &Path, shipping: Option<&Path>) -> Result<()> {
     let tag = tag(wheel).with_context(|| format!("{} has no tag", wheel.display()))?;
@@ -105,6 +112,11 @@ fn describe(wheel: &Path, shipping: Option<&Path>) -> Result<()> {
     let needs =
         glibc.map_or(String::new(), |(major, minor)| format!(", needs glibc {major}.{minor} by auditwheel"));
     println!("{}: {}, tag {tag}{needs}", wheel.display(), megabytes(wheel)?);
+    if !has_kernels() {
+        println!(
+            "no kernels are in it: NVRTC compiles each when it is first needed; `cargo xtask build` ships them"
+        );
+    }
     Ok(())
 }
 

@@ -209,12 +209,11 @@ impl<'a> Profiler<'a> {
     fn find(ncu: &'a Path, program: &'a Path) -> Result<Profiler<'a>> {
         let bad = |why: &str| Error::Request(format!("--ncu {}: {why}", ncu.display()));
         let output = Command::new(ncu).arg("--version").output().map_err(|error| {
-            if error.kind() == ErrorKind::NotFound {
-                bad("no such program: install Nsight Compute, which CUDA's toolkit has as \
-                     /usr/local/cuda/bin/ncu, and give its path")
-            } else {
-                bad(&error.to_string())
+            if error.kind() != ErrorKind::NotFound {
+                return bad(&error.to_string());
             }
+            bad("no such program: install Nsight Compute, which CUDA's toolkit has as \
+                 /usr/local/cuda/bin/ncu, and give its path")
         })?;
         let text = String::from_utf8_lossy(&output.stdout);
         let line = text.lines().find(|line| line.starts_with("Version"));
