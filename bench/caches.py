@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tokens per second of decoders by what their caches hold: layers of a Llama on keys and values in bf16, e4m3 and int8, and of
-DeepSeek's multi-head latent attention (MLA) on latents, absorbed.
+"""Tokens per second of decoders by what their caches hold: layers of a Llama on keys and values in bf16, e4m3 and int8, and
+of DeepSeek's multi-head latent attention (MLA) on latents, absorbed.
 
     python bench/caches.py [cpu|cuda] [--batch N] [--keys N] [--steps N] [--layers N]
 

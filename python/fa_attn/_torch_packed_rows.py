@@ -87,15 +87,15 @@ def packed_rows(name, cache, dtype, descale):
     check_tensor(name, cache)
     if cache.dtype not in _BYTES:
         raise _core.InputError(
-            f"{name} holds {cache.dtype}: with is_fp8_kvcache it must be float8_e4m3fn or uint8, the bytes of "
-            "its rows"
+            f"{name} holds {cache.dtype}: with is_fp8_kvcache it must be float8_e4m3fn or uint8, the bytes "
+            "of its rows"
         )
     form = _FORMS.get(cache.shape[-1])
     if form is None or cache.shape[2] != 1:
         need = ", ".join(map(str, _FORMS))
         raise _core.InputError(
-            f"{name} has the shape {tuple(cache.shape)}: with is_fp8_kvcache it must be (pages, page, 1, bytes of "
-            f"a row), of which there are {need}"
+            f"{name} has the shape {tuple(cache.shape)}: with is_fp8_kvcache it must be (pages, page, 1, "
+            f"bytes of a row), of which there are {need}"
         )
     if cache.stride(-1) != 1:
         raise _core.InputError(f"{name} has bytes of a row at distances of {cache.stride(-1)}: copy it")

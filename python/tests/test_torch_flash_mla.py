@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa_attn
+import fa_attn.torch  # its operators
 from fa_attn import _torch_latents, _torch_packed_rows, flash_mla
 from fa_attn._options import NO_EXTRAS, call_options
 from fa_attn._torch_memory import are_whole_rows, on_whole_rows
@@ -384,3 +387,70 @@ def test_rows_are_rounded_up_for_a_gpu(columns, columns_v, options):
     torch.testing.assert_close(out[..., :columns_v], want, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(lse, want_lse, atol=1e-6, rtol=1e-6)
     assert (out[..., columns_v:] == 0).all()
+
+
+class Recorder(TorchDispatchMode):
+    """The tensors that the forward is given."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.fa_attn.forward.default:
+            self.given.append(args)
+        return function(*args, **(kwargs or {}))
+
+
+def fake(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def on_a_gpu():
+    """Calls on a GPU's tensors: (name, function, columns of q, k and v that the kernel gets, (pages, page) of a
+    latent problem)."""
+    int32, e4m3, uint8 = torch.int32, torch.float8_e4m3fn, torch.uint8
+    step = (fake(2, 5, dtype=int32), fake(2, dtype=int32))
+    cache, narrow, layer = fake(9, 16, 1, 576), fake(9, 16, 1, 36), fake(9, 2, 16, 1, 576)[:, 1]
+    tokens, large = fake(2, 3, 128, 576), fake(4000, 64, 1, 656, dtype=uint8)
+    named = dict(softmax_scale=0.1, indices=fake(2, 3, 100, dtype=int32))
+    half, codes, scale = fake(2, 3, 4, 72), fake(2, 30, 2, 72, dtype=e4m3), fake(1, dtype=torch.float32)
+    mla, attend = flash_mla.flash_mla_with_kvcache, fa_attn.flash_attn_func
+
+    def chosen(rows, **options):
+        return lambda: mla(tokens, rows, None, None, 512, **named, **options)
+
+    def with_qv():
+        keys = fake(2, 30, 1, 64), fake(2, 30, 1, 256)
+        return attend(fake(2, 3, 4, 64), *keys, qv=fake(2, 3, 4, 256))
+
+    wide = (576, 64, 512)
+    return [
+        ("dense", lambda: mla(fake(2, 1, 16, 576), cache, *step, 512), wide, (9, 16)),
+        ("narrow", lambda: mla(fake(2, 1, 16, 36), narrow, *step, 12), (40, 24, 16), (9, 16)),
+        ("rows of choice", chosen(cache), wide, (144, 1)),
+        # From the first row of the first page to the last row of the last.
+        ("of a layer", chosen(layer), wide, (272, 1)),
+        ("packed", chosen(large, is_fp8_kvcache=True), wide, (None, None)),
+        ("qv", with_qv, (320, 64, 256), (None, None)),
+        ("8-bit keys", lambda: attend(half, codes, codes, k_descale=scale), (80, 80, 80), None),
+        ("8 bits", lambda: attend(half.to(e4m3), codes, codes), (80, 80, 80), None),
+    ]
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_what_a_gpu_is_given(at):
+    """Without one: rows are whole, nothing is read on the host, and the planner has a kernel for it."""
+    with FakeTensorMode(), Recorder() as recorder:
+        recorder.given = []
+        name, call, columns, latent = on_a_gpu()[at]
+        out = call()
+        out = out if isinstance(out, torch.Tensor) else out[0]
+    assert out.is_cuda and len(recorder.given) == 1, name
+    q, k, v = recorder.given[0][:3]
+    assert tuple(x.shape[-1] for x in (q, k, v)) == columns, name
+    if latent is None:
+        return
+    pages, page = latent
+    assert page is None or tuple(k.shape[:2]) == (pages, page)
+    problem = fa_attn.problem(
+        q.shape[0], f"{q.shape[1]}x100", f"{q.shape[2]}:1", f"{columns[0]}:{columns[2]}", latent=True,
+        softmax_scale=0.1, used_k=True, pages=pages, page=page,
+    )  # fmt: skip
+    assert "sm90_wide" in str(fa_attn.plan(problem, arch="sm90"))
