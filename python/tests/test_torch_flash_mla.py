@@ -403,8 +403,8 @@ def fake(*shape, dtype=torch.bfloat16):
 
 
 def on_a_gpu():
-    """Calls on a GPU's tensors: (name, function, columns of q, k and v that the kernel gets, (pages, page) of a
-    latent problem)."""
+    """Calls on a GPU's tensors: (name, function, columns of q, k and v that the kernel gets, (pages, page) of
+    a latent problem)."""
     int32, e4m3, uint8 = torch.int32, torch.float8_e4m3fn, torch.uint8
     step = (fake(2, 5, dtype=int32), fake(2, dtype=int32))
     cache, narrow, layer = fake(9, 16, 1, 576), fake(9, 16, 1, 36), fake(9, 2, 16, 1, 576)[:, 1]
