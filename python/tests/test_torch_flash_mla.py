@@ -454,3 +454,42 @@ def test_what_a_gpu_is_given(at):
         softmax_scale=0.1, used_k=True, pages=pages, page=page,
     )  # fmt: skip
     assert "sm90_wide" in str(fa_attn.plan(problem, arch="sm90"))
+
+
+HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="there is no GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype, room", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("heads, seqlen_q, page", [(16, 1, 64), (128, 2, 64), (64, 4, 1), (9, 2, 61)])
+def test_a_gpu_computes_what_the_cpu_does(heads, seqlen_q, page, dtype, room):
+    q, cache, table, used = step(heads=heads, seqlen_q=seqlen_q, page=page, dtype=dtype)
+    there = torch.isfinite(cache[:, :, 0, 0]).flatten().nonzero()[:, 0]
+    indices = there[torch.randint(len(there), (3, seqlen_q, 200))].to(torch.int32)
+    indices[:, :, 100:150], indices[0, 0] = -1, 2147480000
+    as_pages, of_choice = (cache, table, used), (cache, None, None)
+    named = dict(indices=indices, topk_length=torch.tensor([200, 120, 0], dtype=torch.int32))
+    for arguments, options in ((as_pages, dict(causal=True)), (of_choice, named)):
+        want = flash_mla.flash_mla_with_kvcache(q, *arguments, 512, softmax_scale=SCALE, **options)
+        arguments = [None if x is None else x.cuda() for x in (q, *arguments)]
+        options = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+        got = flash_mla.flash_mla_with_kvcache(*arguments, 512, softmax_scale=SCALE, **options)
+        for one, other, most in zip(got, want, (room, 1e-3)):
+            close(one.cpu(), other.double(), most)
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="there is no GPU of compute capability 9.0")
+@pytest.mark.parametrize("width", [656, 584, 576])
+def test_a_gpu_unpacks_rows(width):
+    torch.manual_seed(8)
+    columns = 512 if width == 584 else 576
+    cache, _, descale = packed(torch.randn(12, 64, columns), width)
+    q, table = torch.randn(2, 1, 64, columns).bfloat16(), torch.randperm(12).to(torch.int32).view(2, 6)
+    used, indices = torch.tensor([300, 7], dtype=torch.int32), torch.randint(-1, 768, (2, 1, 128))
+    dense = dict(block_table=table, cache_seqlens=used, causal=True)
+    for own in (dense, dict(block_table=None, cache_seqlens=None, indices=indices.to(torch.int32))):
+        call = dict(own, q=q, k_cache=cache, head_dim_v=512, is_fp8_kvcache=True, descale_k=descale)
+        want = flash_mla.flash_mla_with_kvcache(**call)
+        call = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in call.items()}
+        for one, other, most in zip(flash_mla.flash_mla_with_kvcache(**call), want, (2e-2, 1e-3)):
+            close(one.cpu(), other.double(), most)
