@@ -10,7 +10,7 @@ import torch
 
 from . import _core
 from ._checks import check_pages
-from ._torch_memory import FLOAT, check_tensor
+from ._torch_memory import FLOAT, check_tensor, is_compiling
 
 
 class _Form(NamedTuple):
@@ -42,10 +42,10 @@ class PackedRows:
                 raise _core.InputError(
                     f"k_cache has rows of 584 bytes at distances of {own}: those of a page lie end to end"
                 )
-            shape, at = (self.pages, self.page), cache.storage_offset()
             data = form.codes + 2 * (form.columns - form.codes)
-            self.rows = cache.as_strided((*shape, data), (between, data, 1))
-            self.scales = cache.as_strided((*shape, 8), (between, 8, 1), at + self.page * data)
+            cache = cache.as_strided((self.pages, self.page * width), (between, 1))
+            self.rows = cache[:, : self.page * data].unflatten(1, (self.page, data))
+            self.scales = cache[:, self.page * data :].unflatten(1, (self.page, 8))
         else:
             self.rows, self.scales = cache, None
 
@@ -60,7 +60,7 @@ class PackedRows:
             return self._values(self.rows, self.scales)[:, :, None]
         places = places.long()
         at = (places // self.page, places % self.page)
-        return self._values(self.rows[at], None if self.scales is None else self.scales[at])
+        return self._values(*(None if x is None else _at(x, at) for x in (self.rows, self.scales)))
 
     def _values(self, rows, scales):
         columns, codes, group, scale_bytes = self.form
@@ -79,6 +79,15 @@ class PackedRows:
             turned = rows[..., behind:]
         turned = turned.view(torch.bfloat16).to(self.dtype)
         return torch.cat([values.flatten(-2).to(self.dtype), turned], -1)
+
+
+def _at(rows, at):
+    """Rows of bytes, copied in words of eight where they lie on multiples of them."""
+    if not is_compiling():
+        distances = (*rows.stride()[:-1], rows.storage_offset(), rows.shape[-1])
+        if not any(distance % 8 for distance in distances):
+            return rows.view(torch.int64)[at].view(torch.uint8)
+    return rows[at]
 
 
 def packed_rows(name, cache, dtype, descale):

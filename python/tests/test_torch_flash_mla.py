@@ -340,9 +340,10 @@ def test_refusals_of_packed_rows():
         call(q.numpy(), cache.numpy(), table.numpy(), used.numpy(), 512, **fp8)
 
 
-def test_a_compiled_step_on_rows_of_choice():
-    cache, _, _ = packed(torch.randn(6, 16, 576), 656)
-    q = torch.randn(2, 1, 4, 576)
+@pytest.mark.parametrize("width, columns", [(656, 576), (584, 512)])
+def test_a_compiled_step_on_rows_of_choice(width, columns):
+    cache, _, _ = packed(torch.randn(6, 16, columns), width)
+    q = torch.randn(2, 1, 4, columns)
 
     def step(q, cache, indices):
         return flash_mla.flash_mla_with_kvcache(
@@ -445,15 +446,17 @@ def test_what_a_gpu_is_given(at):
     assert out.is_cuda and len(recorder.given) == 1, name
     q, k, v = recorder.given[0][:3]
     assert tuple(x.shape[-1] for x in (q, k, v)) == columns, name
+    shape = (q.shape[0], f"{q.shape[1]}x100", f"{q.shape[2]}:{k.shape[2]}", f"{columns[0]}:{columns[2]}")
     if latent is None:
-        return
-    pages, page = latent
-    assert page is None or tuple(k.shape[:2]) == (pages, page)
-    problem = fa_attn.problem(
-        q.shape[0], f"{q.shape[1]}x100", f"{q.shape[2]}:1", f"{columns[0]}:{columns[2]}", latent=True,
-        softmax_scale=0.1, used_k=True, pages=pages, page=page,
-    )  # fmt: skip
-    assert "sm90_wide" in str(fa_attn.plan(problem, arch="sm90"))
+        is_fp8 = q.dtype is torch.uint8
+        types = dict(dtype="e4m3", out_dtype="bf16") if is_fp8 else dict(kv_dtype="e4m3", k_descale="head")
+        problem, kernel = {**fa_attn.problem(*shape), **types}, "sm90_fwd_fp8" if is_fp8 else "e4m3kv"
+    else:
+        pages, page = latent
+        assert page is None or tuple(k.shape[:2]) == (pages, page)
+        options = dict(latent=True, softmax_scale=0.1, used_k=True, pages=pages, page=page)
+        problem, kernel = fa_attn.problem(*shape, **options), "sm90_wide"
+    assert kernel in str(fa_attn.plan(problem, arch="sm90"))
 
 
 HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
