@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Tokens per second of decoders by what their caches hold: layers of a Llama on keys and values in bf16, e4m3 and int8, and of
-DeepSeek's multi-head latent attention (MLA) on latents, absorbed.
+"""Tokens per second of decoders by what their caches hold: layers of a Llama on keys and values in bf16, e4m3 and int8, and
+of DeepSeek's multi-head latent attention (MLA) on latents, absorbed.
 
     python bench/caches.py [cpu|cuda] [--batch N] [--keys N] [--steps N] [--layers N]
 
-On a GPU the layers have the sizes of Llama 3 8B and DeepSeek-V3 (with a dense MLP), on the CPU small ones; weights and what
-caches hold are random. A step is everything from the tokens to the next ones: on a GPU one CUDA graph, whose lengths grow from
-replay to replay. Caches are in pages of 64, shuffled; new rows are appended, and quantised, by the call. Beside the rate stand a
-step's time and what of it is attention, the difference to the same step without.
+On a GPU the layers have the sizes of Llama 3 8B and DeepSeek-V3 (with a dense MLP), on the CPU small ones; weights and
+what caches hold are random. A step is everything from the tokens to the next ones: on a GPU one CUDA graph, whose
+lengths grow from replay to replay. Caches are in pages of 64, shuffled; new rows are appended, and quantised, by the
+call. Beside the rate stand a step's time and what of it is attention, the difference to the same step without.
 """
 
 import argparse

@@ -27,8 +27,8 @@ class Latents:
         return np.ascontiguousarray(table, np.int32), seen.sum(1).astype(np.int32)
 
     def rows_of_pages(self, cache, table):
-        """(cache, table): a cache (pages, page, heads, columns) as pages of one row, and a table of its rows as
-        one of those. Copied where pages do not follow each other."""
+        """(cache, table): a cache (pages, page, heads, columns) as pages of one row, and a table of its rows
+        as one of those. Copied where pages do not follow each other."""
         return cache.reshape(-1, 1, *cache.shape[2:]), table
 
     def packed_rows(self, name, *_):

@@ -156,9 +156,9 @@ def row_step(k):
     return 8 if k.element_size() > 1 else 16
 
 
-def are_whole_rows(k, *head_dims):
+def are_whole_rows(k, head_dim, head_dim_v):
     step = row_step(k)
-    return not any(head_dim % step for head_dim in head_dims)
+    return not (head_dim % step or head_dim_v % step)
 
 
 def on_whole_rows(q, k, v, options):

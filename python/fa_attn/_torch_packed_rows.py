@@ -10,7 +10,7 @@ import torch
 
 from . import _core
 from ._checks import check_pages
-from ._torch_memory import FLOAT, check_tensor
+from ._torch_memory import FLOAT, check_tensor, is_compiling
 
 
 class _Form(NamedTuple):
@@ -42,10 +42,10 @@ class PackedRows:
                 raise _core.InputError(
                     f"k_cache has rows of 584 bytes at distances of {own}: those of a page lie end to end"
                 )
-            shape, at = (self.pages, self.page), cache.storage_offset()
             data = form.codes + 2 * (form.columns - form.codes)
-            self.rows = cache.as_strided((*shape, data), (between, data, 1))
-            self.scales = cache.as_strided((*shape, 8), (between, 8, 1), at + self.page * data)
+            cache = cache.as_strided((self.pages, self.page * width), (between, 1))
+            self.rows = cache[:, : self.page * data].unflatten(1, (self.page, data))
+            self.scales = cache[:, self.page * data :].unflatten(1, (self.page, 8))
         else:
             self.rows, self.scales = cache, None
 
@@ -60,7 +60,7 @@ class PackedRows:
             return self._values(self.rows, self.scales)[:, :, None]
         places = places.long()
         at = (places // self.page, places % self.page)
-        return self._values(self.rows[at], None if self.scales is None else self.scales[at])
+        return self._values(*(None if x is None else _at(x, at) for x in (self.rows, self.scales)))
 
     def _values(self, rows, scales):
         columns, codes, group, scale_bytes = self.form
@@ -81,21 +81,30 @@ class PackedRows:
         return torch.cat([values.flatten(-2).to(self.dtype), turned], -1)
 
 
+def _at(rows, at):
+    """Rows of bytes, copied in words of eight where they lie on multiples of them."""
+    if not is_compiling():
+        distances = (*rows.stride()[:-1], rows.storage_offset(), rows.shape[-1])
+        if not any(distance % 8 for distance in distances):
+            return rows.view(torch.int64)[at].view(torch.uint8)
+    return rows[at]
+
+
 def packed_rows(name, cache, dtype, descale):
     """The cache `name` of packed rows, which become numbers of `dtype`. `descale`: float32, of one element,
     what the codes of rows without scales are multiplied by."""
     check_tensor(name, cache)
     if cache.dtype not in _BYTES:
         raise _core.InputError(
-            f"{name} holds {cache.dtype}: with is_fp8_kvcache it must be float8_e4m3fn or uint8, the bytes of "
-            "its rows"
+            f"{name} holds {cache.dtype}: with is_fp8_kvcache it must be float8_e4m3fn or uint8, the bytes "
+            "of its rows"
         )
     form = _FORMS.get(cache.shape[-1])
     if form is None or cache.shape[2] != 1:
         need = ", ".join(map(str, _FORMS))
         raise _core.InputError(
-            f"{name} has the shape {tuple(cache.shape)}: with is_fp8_kvcache it must be (pages, page, 1, bytes of "
-            f"a row), of which there are {need}"
+            f"{name} has the shape {tuple(cache.shape)}: with is_fp8_kvcache it must be (pages, page, 1, "
+            f"bytes of a row), of which there are {need}"
         )
     if cache.stride(-1) != 1:
         raise _core.InputError(f"{name} has bytes of a row at distances of {cache.stride(-1)}: copy it")

@@ -10,9 +10,9 @@ bfloat16, on the CPU also float32. There are no gradients.
 
 On a GPU of compute capability 9.0 a kernel reads the rows where they lie, with values of up to 512 columns,
 nothing is read on the host, and calls can be captured; other GPUs have no such kernel, and an error says so.
-Rows that `indices` names are pages of one row. Rows in codes of 8 bits (`is_fp8_kvcache`; torch's tensors) are
-first copied by torch's operations as numbers of q's type, once for each token that sees them, or all of a small
-cache: of 656 bytes read 1152 are written and read again, beside float32 numbers in between.
+Rows that `indices` names are pages of one row. Rows in codes of 8 bits (`is_fp8_kvcache`; torch's tensors)
+are first copied by torch's operations as numbers of q's type, once for each token that sees them, or all of
+a small cache: of 656 bytes read 1152 are written and read again, beside float32 numbers in between.
 
 >>> from fa_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 >>> meta, _ = get_mla_metadata()

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa_attn
+import fa_attn.torch  # its operators
 from fa_attn import _torch_latents, _torch_packed_rows, flash_mla
 from fa_attn._options import NO_EXTRAS, call_options
 from fa_attn._torch_memory import are_whole_rows, on_whole_rows
@@ -339,9 +342,10 @@ def test_refusals_of_packed_rows():
         call(q.numpy(), cache.numpy(), table.numpy(), used.numpy(), 512, **fp8)
 
 
-def test_a_compiled_step_on_rows_of_choice():
-    cache, _, _ = packed(torch.randn(6, 16, 576), 656)
-    q = torch.randn(2, 1, 4, 576)
+@pytest.mark.parametrize("width, columns", [(656, 576), (584, 512)])
+def test_a_compiled_step_on_rows_of_choice(width, columns):
+    cache, _, _ = packed(torch.randn(6, 16, columns), width)
+    q = torch.randn(2, 1, 4, columns)
 
     def step(q, cache, indices):
         return flash_mla.flash_mla_with_kvcache(
@@ -386,3 +390,111 @@ def test_rows_are_rounded_up_for_a_gpu(columns, columns_v, options):
     torch.testing.assert_close(out[..., :columns_v], want, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(lse, want_lse, atol=1e-6, rtol=1e-6)
     assert (out[..., columns_v:] == 0).all()
+
+
+class Recorder(TorchDispatchMode):
+    """The tensors that the forward is given."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.fa_attn.forward.default:
+            self.given.append(args)
+        return function(*args, **(kwargs or {}))
+
+
+def fake(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def on_a_gpu():
+    """Calls on a GPU's tensors: (name, function, columns of q, k and v that the kernel gets, (pages, page) of
+    a latent problem)."""
+    int32, e4m3, uint8 = torch.int32, torch.float8_e4m3fn, torch.uint8
+    step = (fake(2, 5, dtype=int32), fake(2, dtype=int32))
+    cache, narrow, layer = fake(9, 16, 1, 576), fake(9, 16, 1, 36), fake(9, 2, 16, 1, 576)[:, 1]
+    tokens, large = fake(2, 3, 128, 576), fake(4000, 64, 1, 656, dtype=uint8)
+    named = dict(softmax_scale=0.1, indices=fake(2, 3, 100, dtype=int32))
+    half, codes, scale = fake(2, 3, 4, 72), fake(2, 30, 2, 72, dtype=e4m3), fake(1, dtype=torch.float32)
+    mla, attend = flash_mla.flash_mla_with_kvcache, fa_attn.flash_attn_func
+
+    def chosen(rows, **options):
+        return lambda: mla(tokens, rows, None, None, 512, **named, **options)
+
+    def with_qv():
+        keys = fake(2, 30, 1, 64), fake(2, 30, 1, 256)
+        return attend(fake(2, 3, 4, 64), *keys, qv=fake(2, 3, 4, 256))
+
+    wide = (576, 64, 512)
+    return [
+        ("dense", lambda: mla(fake(2, 1, 16, 576), cache, *step, 512), wide, (9, 16)),
+        ("narrow", lambda: mla(fake(2, 1, 16, 36), narrow, *step, 12), (40, 24, 16), (9, 16)),
+        ("rows of choice", chosen(cache), wide, (144, 1)),
+        # From the first row of the first page to the last row of the last.
+        ("of a layer", chosen(layer), wide, (272, 1)),
+        ("packed", chosen(large, is_fp8_kvcache=True), wide, (None, None)),
+        ("qv", with_qv, (320, 64, 256), (None, None)),
+        ("8-bit keys", lambda: attend(half, codes, codes, k_descale=scale), (80, 80, 80), None),
+        ("8 bits", lambda: attend(half.to(e4m3), codes, codes), (80, 80, 80), None),
+    ]
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_what_a_gpu_is_given(at):
+    """Without one: rows are whole, nothing is read on the host, and the planner has a kernel for it."""
+    with FakeTensorMode(), Recorder() as recorder:
+        recorder.given = []
+        name, call, columns, latent = on_a_gpu()[at]
+        out = call()
+        out = out if isinstance(out, torch.Tensor) else out[0]
+    assert out.is_cuda and len(recorder.given) == 1, name
+    q, k, v = recorder.given[0][:3]
+    assert tuple(x.shape[-1] for x in (q, k, v)) == columns, name
+    shape = (q.shape[0], f"{q.shape[1]}x100", f"{q.shape[2]}:{k.shape[2]}", f"{columns[0]}:{columns[2]}")
+    if latent is None:
+        is_fp8 = q.dtype is torch.uint8
+        types = dict(dtype="e4m3", out_dtype="bf16") if is_fp8 else dict(kv_dtype="e4m3", k_descale="head")
+        problem, kernel = {**fa_attn.problem(*shape), **types}, "sm90_fwd_fp8" if is_fp8 else "e4m3kv"
+    else:
+        pages, page = latent
+        assert page is None or tuple(k.shape[:2]) == (pages, page)
+        options = dict(latent=True, softmax_scale=0.1, used_k=True, pages=pages, page=page)
+        problem, kernel = fa_attn.problem(*shape, **options), "sm90_wide"
+    assert kernel in str(fa_attn.plan(problem, arch="sm90"))
+
+
+HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="there is no GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype, room", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("heads, seqlen_q, page", [(16, 1, 64), (128, 2, 64), (64, 4, 1), (9, 2, 61)])
+def test_a_gpu_computes_what_the_cpu_does(heads, seqlen_q, page, dtype, room):
+    q, cache, table, used = step(heads=heads, seqlen_q=seqlen_q, page=page, dtype=dtype)
+    there = torch.isfinite(cache[:, :, 0, 0]).flatten().nonzero()[:, 0]
+    indices = there[torch.randint(len(there), (3, seqlen_q, 200))].to(torch.int32)
+    indices[:, :, 100:150], indices[0, 0] = -1, 2147480000
+    as_pages, of_choice = (cache, table, used), (cache, None, None)
+    named = dict(indices=indices, topk_length=torch.tensor([200, 120, 0], dtype=torch.int32))
+    for arguments, options in ((as_pages, dict(causal=True)), (of_choice, named)):
+        want = flash_mla.flash_mla_with_kvcache(q, *arguments, 512, softmax_scale=SCALE, **options)
+        arguments = [None if x is None else x.cuda() for x in (q, *arguments)]
+        options = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+        got = flash_mla.flash_mla_with_kvcache(*arguments, 512, softmax_scale=SCALE, **options)
+        for one, other, most in zip(got, want, (room, 1e-3)):
+            close(one.cpu(), other.double(), most)
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="there is no GPU of compute capability 9.0")
+@pytest.mark.parametrize("width", [656, 584, 576])
+def test_a_gpu_unpacks_rows(width):
+    torch.manual_seed(8)
+    columns = 512 if width == 584 else 576
+    cache, _, descale = packed(torch.randn(12, 64, columns), width)
+    q, table = torch.randn(2, 1, 64, columns).bfloat16(), torch.randperm(12).to(torch.int32).view(2, 6)
+    used, indices = torch.tensor([300, 7], dtype=torch.int32), torch.randint(-1, 768, (2, 1, 128))
+    dense = dict(block_table=table, cache_seqlens=used, causal=True)
+    for own in (dense, dict(block_table=None, cache_seqlens=None, indices=indices.to(torch.int32))):
+        call = dict(own, q=q, k_cache=cache, head_dim_v=512, is_fp8_kvcache=True, descale_k=descale)
+        want = flash_mla.flash_mla_with_kvcache(**call)
+        call = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in call.items()}
+        for one, other, most in zip(flash_mla.flash_mla_with_kvcache(**call), want, (2e-2, 1e-3)):
+            close(one.cpu(), other.double(), most)
