@@ -44,8 +44,8 @@ def _no_descale_of(tensors, names=_DESCALES):
         if name in tensors:
             factor = "out" if name == "v_descale" else "softmax_scale"
             raise UnsupportedError(
-                f"{name} = {short(tensors[name])}: {name[0]} holds no codes of 8 bits and has no descale, leave it "
-                f"out, or multiply {factor} by it"
+                f"{name} = {short(tensors[name])}: {name[0]} holds no codes of 8 bits and has no descale, "
+                f"leave it out, or multiply {factor} by it"
             )
 
 
@@ -146,8 +146,8 @@ def coded(
 
 
 def joining(q, k, v, descales, numbers):
-    """(q, k, v, descales) for an append to a cache of codes. What holds codes already, by the cache's descales,
-    becomes the values that they are without any."""
+    """(q, k, v, descales) for an append to a cache of codes. What holds codes already, by the cache's
+    descales, becomes the values that they are without any."""
     rows, descales = [k, v], list(descales)
     for at, name in enumerate("kv"):
         x = array(name, rows[at])

@@ -198,8 +198,11 @@ def flash_attn_qkvpacked_func(
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     if holds_codes(qkv):
+        q, k, v = face.unstack(qkv, 2)
         return flash_attn_func(
-            *face.unstack(qkv, 2),
+            q,
+            k,
+            v,
             dropout_p,
             softmax_scale,
             causal,
@@ -465,8 +468,11 @@ def flash_attn_varlen_qkvpacked_func(
     tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if holds_codes(qkv):
+        q, k, v = face.unstack(qkv, 1)
         return flash_attn_varlen_func(
-            *face.unstack(qkv, 1),
+            q,
+            k,
+            v,
             cu_seqlens,
             cu_seqlens,
             max_seqlen,

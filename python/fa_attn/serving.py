@@ -578,9 +578,9 @@ def get_scheduler_metadata(
     Arguments are those of FlashAttention-3. The first call that gets the plan reads the lengths on the device
     and plans; later calls on the same stream skip planning. A plan therefore serves the lengths of one step:
     make another when they change. It is optional: without it each call plans its own work, as do calls that
-    are captured in a graph or compiled by torch.compile, and those with `attention_chunk`. Where nothing is planned (on the CPU, or for equal
-    lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls that do not give their own. A call
-    that contradicts the arguments raises an error.
+    are captured in a graph or compiled by torch.compile, and those with `attention_chunk`. Where nothing is
+    planned (on the CPU, or for equal lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls
+    that do not give their own. A call that contradicts the arguments raises an error.
     """
     read_options("get_scheduler_metadata", {"sm_margin": sm_margin})
     division = division_of(num_splits, pack_gqa)

@@ -329,7 +329,8 @@ def test_a_cache_is_named_by_what_it_holds(library):
     codes, descale = fa_attn.quantize_kv(k, "int8")
     want = fa_attn.flash_attn_func(q, codes, codes, k_descale=descale)
     for name in (None, "auto", "int8", codes.dtype):
-        assert (fa_attn.flash_attn_func(q, codes, codes, k_descale=descale, kv_cache_dtype=name) == want).all()
+        got = fa_attn.flash_attn_func(q, codes, codes, k_descale=descale, kv_cache_dtype=name)
+        assert (got == want).all()
 
 
 @needs_torch
@@ -345,11 +346,12 @@ def test_transforms_see_codes_as_bytes():
     want = fa_attn.flash_attn_func(q, k8, k8, k_descale=descale)
     got = torch.vmap(lambda q, k: each(q, k, kv_cache_dtype="fp8"))(q, k8.view(torch.uint8))
     assert torch.equal(got, want)
-    with pytest.raises(fa_attn.UnsupportedError, match="torch.vmap of float8_e4m3fn: .* give .view.torch.uint8"):
+    with pytest.raises(fa_attn.UnsupportedError, match="torch.vmap of float8_e4m3fn"):
         torch.vmap(each)(q, k8)
     for one in (q, k8):
         with pytest.raises(fa_attn.UnsupportedError, match="forward-mode derivatives"):
-            torch.func.jvp(lambda q: fa_attn.flash_attn_func(q, k8[:, :4], k8[:, :4]).float(), (one[:, :4],), (one[:, :4],))
+            call = lambda q: fa_attn.flash_attn_func(q, k8[:, :4], k8[:, :4]).float()  # noqa: E731
+            torch.func.jvp(call, (one[:, :4],), (one[:, :4],))
 
     def quantised(q, k):
         codes, own = fa_attn.quantize_kv(k, "int8", "sequence_head")

@@ -268,7 +268,8 @@ const FILES: [&str; 9] = [
 ];
 
 /// Tests of jax's arrays.
-const JAX_FILES: [&str; 4] = ["test_jax.py", "test_jax_codes.py", "test_jax_traced.py", "test_jax_programs.py"];
+const JAX_FILES: [&str; 4] =
+    ["test_jax.py", "test_jax_codes.py", "test_jax_traced.py", "test_jax_programs.py"];
 /// A mask of each kind: jax compiles every case anew, half a second of two cores.
 const JAX_CHOSEN: &str =
     "not (full or window or scale or axes1 or options1 or options2 or (bfloat16 and options))";
