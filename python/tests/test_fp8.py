@@ -237,8 +237,8 @@ def test_refusals_name_the_argument(library):
         ),
         (
             fa_attn.UnsupportedError,
-            lambda: fa_attn.flash_attn_func(wide, wide, wide, q_descale=as_array(library, ones)),
-            "q holds no codes of 8 bits and has no descale",
+            lambda: fa_attn.flash_attn_func(q8, q8, q8, qv=q8, **named),
+            "qv with q of 8 bits: give both in 16 bits",
         ),
         (
             fa_attn.InputError,
