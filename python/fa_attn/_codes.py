@@ -51,7 +51,8 @@ def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
             raise InputError(f"{name} holds {_type_of(x)}: it must be float32, convert it once")
         if appends and name != "q_descale":
             raise UnsupportedError(
-                f"{name} = {short(x)}: what joins a cache without codes of 8 bits has no descale, leave it out"
+                f"{name} = {short(x)}: what joins a cache without codes of 8 bits has no descale, leave it "
+                "out"
             )
         factors[name] = _form(face, name, x, k, batch, per_row=False)
         del tensors[name]
@@ -66,10 +67,8 @@ def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
 
 
 def by_factor(face, out, given, factor):
-    """The result times the descale of v, where `coded` returns one; `given`: the array of the caller's that
-    the result is written to."""
-    if factor is None:
-        return out
+    """The result times the descale of v that `coded` returns; `given`: the array of the caller's that the
+    result is written to."""
     scaled = face.codes.scaled(out, *factor)
     return scaled if given is None else face.stored(scaled, given)
 

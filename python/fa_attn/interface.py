@@ -152,7 +152,9 @@ def flash_attn_func(
     )
     if numbers.kv_dtype is not None:
         made, lse = face.refused((made, lse), *given)
-    return returned(by_factor(face, made, out, factor), lse, return_softmax_lse, return_lse, return_attn_probs)
+    if factor is not None:
+        made = by_factor(face, made, out, factor)
+    return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
 # fmt: off
@@ -419,7 +421,9 @@ def flash_attn_varlen_func(
     )
     if numbers.kv_dtype is not None:
         made, lse = face.refused((made, lse), *given)
-    return returned(by_factor(face, made, out, factor), lse, return_softmax_lse, return_lse, return_attn_probs)
+    if factor is not None:
+        made = by_factor(face, made, out, factor)
+    return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
 # fmt: off

@@ -381,7 +381,8 @@ def flash_attn_with_kvcache(
         wants_lse=wants_lse,
         mods=mods,
     )
-    made = by_factor(face, made, out, factor)
+    if factor is not None:
+        made = by_factor(face, made, out, factor)
     return (made, lse) if wants_lse else made
 
 
