@@ -38,15 +38,39 @@ _PER = ("tensor", "head", "sequence_head", "token_head")
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
-def _no_descale_of(tensors, names=DESCALES):
-    """Refuses descales of what holds no codes."""
-    for name in names:
-        if name in tensors:
-            factor = "out" if name == "v_descale" else "softmax_scale"
+def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
+    """What `coded` returns of a call with descales of what holds no codes, as engines give them whatever a
+    cache holds: factors like any, those of q and k of the queries, that of v of the result."""
+    tensors, factors = dict(tensors), {}
+    for name in DESCALES:
+        x = tensors.get(name)
+        if x is None or (name != "q_descale" and numbers.kv_dtype is not None):
+            continue
+        face.refuse_gradient(name, array(name, x))
+        if _type_of(x) != "float32":
+            raise InputError(f"{name} holds {_type_of(x)}: it must be float32, convert it once")
+        if appends and name != "q_descale":
             raise UnsupportedError(
-                f"{name} = {short(tensors[name])}: {name[0]} holds no codes of 8 bits and has no descale, leave it "
-                f"out, or multiply {factor} by it"
+                f"{name} = {short(x)}: what joins a cache without codes of 8 bits has no descale, leave it "
+                "out"
             )
+        factors[name] = _form(face, name, x, k, batch, per_row=False)
+        del tensors[name]
+    heads_q, heads = q.shape[-2], k.shape[-2]
+    if heads < 1 or heads_q % heads or not factors:
+        # Of heads that do not fit the extension module says so.
+        return q, k, v, tensors, numbers, None
+    group, of_v = heads_q // heads, factors.pop("v_descale", None)
+    for x in factors.values():
+        q = face.codes.scaled(q, x, cu_seqlens_q, group)
+    return q, k, v, tensors, numbers, None if of_v is None else (of_v, cu_seqlens_q, group)
+
+
+def by_factor(face, out, given, factor):
+    """The result times the descale of v that `coded` returns; `given`: the array of the caller's that the
+    result is written to."""
+    scaled = face.codes.scaled(out, *factor)
+    return scaled if given is None else face.stored(scaled, given)
 
 
 def _type_of(x):
@@ -101,15 +125,26 @@ def no_codes(name, options):
 
 
 def coded(
-    q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", "v"), is_cache=False, out=None
+    q,
+    k,
+    v,
+    tensors,
+    numbers,
+    asked=None,
+    cu_seqlens_q=None,
+    names=("k", "v"),
+    is_cache=False,
+    appends=False,
+    out=None,
 ):
-    """(q, k, v, tensors, numbers) with k and v, and perhaps q, as bytes, descales by their forms and the
-    codes' name, where k and v hold codes; else what was given. `names`: those of k and v for errors;
-    `is_cache`: gradients are not asked for; `out`: the array that the result is written to."""
+    """(q, k, v, tensors, numbers, factor) with k and v, and perhaps q, as bytes, descales by their forms and
+    the codes' name, where k and v hold codes; else what was given. `factor`: for `by_factor`, or None.
+    `names`: those of k and v for errors; `is_cache`: gradients are not asked for; `appends`: rows join a
+    cache; `out`: the array that the result is written to."""
     dtype = getattr(q, "dtype", k)
     if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
-        _no_descale_of(tensors)
-        return q, k, v, tensors, numbers
+        if not any(name in tensors for name in DESCALES):
+            return q, k, v, tensors, numbers, None
     asked = asked_codes(asked, k)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
     held = _type_of(q)
@@ -120,10 +155,9 @@ def coded(
         if not codes == other == _codes_of("q", q, asked):
             types = f"{names[0]} {_type_of(k)} and {names[1]} {_type_of(v)}"
             raise InputError(f"q holds {held}, {types}: give all three in float8_e4m3fn, or q in 16 bits")
-    else:
-        _no_descale_of(tensors, DESCALES if codes is other is None else ("q_descale",))
-    if codes is other is None:
-        return q, k, v, tensors, numbers
+    has_descales = any(name in tensors for name in DESCALES)
+    if codes is other is None and not has_descales:
+        return q, k, v, tensors, numbers, None
     face = face_of(array("q", q))
     for name, x in zip(names, (k, v)):
         array(name, x)
@@ -133,21 +167,28 @@ def coded(
         raise InputError(f"{held}: give both in one type")
     if len(k.shape) < 3:
         raise InputError(f"{names[0]} has the shape {tuple(k.shape)}: it must have 3 or 4 axes")
+    numbers = numbers._replace(kv_dtype=codes)
+    if not is_fp8 and has_descales:
+        q, k, v, tensors, numbers, factor = _by_descales(
+            face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends
+        )
+        if codes is None:
+            return q, k, v, tensors, numbers, factor
     descales = {}
     for name in DESCALES:
         if name in tensors:
             face.refuse_gradient(name, tensors[name])
-            descales[name] = _form(face, name, tensors[name], k, batch)
+            descales[name] = _form(face, name, tensors[name], k, batch, name != "q_descale")
     if not is_cache:
         q = face.cut_off(q, k, v, out)
     if is_fp8:
         q, numbers = face.bits(q), numbers._replace(out_dtype=face.out_of_codes(q))
-    return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers._replace(kv_dtype=codes)
+    return q, face.bits(k), face.bits(v), {**tensors, **descales}, numbers, None
 
 
 def joining(q, k, v, descales, numbers):
-    """(q, k, v, descales) for an append to a cache of codes. What holds codes already, by the cache's descales,
-    becomes the values that they are without any."""
+    """(q, k, v, descales) for an append to a cache of codes. What holds codes already, by the cache's
+    descales, becomes the values that they are without any."""
     rows, descales = [k, v], list(descales)
     for at, name in enumerate("kv"):
         x = array(name, rows[at])
@@ -174,10 +215,9 @@ def encoded(x):
     return face_of(x).codes.encoded(x)
 
 
-def _form(face, name, x, k, batch):
+def _form(face, name, x, k, batch, per_row):
     """Descales in one of the forms that the extension module takes."""
     shape, rows, heads = tuple(array(name, x).shape), tuple(k.shape[:-1]), k.shape[-2]
-    per_row = name != "q_descale"
     if per_row and _are_equal(shape, rows) and (len(rows) == 3 or rows[0] != batch):
         return x
     if _are_equal(shape, (heads,)):

@@ -36,5 +36,17 @@ def decoded(codes, descale, dtype):
     return values if dtype is None else values.astype(dtype)
 
 
+def scaled(x, descale, starts, group):
+    """Queries, or a result, times a descale (heads_kv,) or (batch, heads_kv). `starts`: those of packed
+    sequences, or None; `group`: query heads of a K/V head."""
+    factor = jnp.repeat(jnp.asarray(descale, jnp.float32), group, -1)
+    if factor.ndim == 2 and starts is None:
+        factor = factor[:, None]
+    elif factor.ndim == 2 and factor.shape[0] > 0:
+        of_row = jnp.searchsorted(jnp.asarray(starts)[1:], jnp.arange(x.shape[0]), side="right")
+        factor = factor[jnp.minimum(of_row, factor.shape[0] - 1)]
+    return (x * factor[..., None]).astype(x.dtype)
+
+
 def encoded(x):
     return quantized(x, "e4m3", 448.0, None, jnp.ones(1))[0]

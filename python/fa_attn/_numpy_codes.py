@@ -56,5 +56,17 @@ def decoded(codes, descale, dtype):
     return values if dtype is None else values.astype(dtype)
 
 
+def scaled(x, descale, starts, group):
+    """Queries, or a result, times a descale (heads_kv,) or (batch, heads_kv). `starts`: those of packed
+    sequences, or None; `group`: query heads of a K/V head."""
+    factor = np.repeat(_floats("descale", descale), group, -1)
+    if factor.ndim == 2 and starts is None:
+        factor = factor[:, None]
+    elif factor.ndim == 2 and factor.shape[0] > 0:
+        of_row = np.searchsorted(np.asarray(starts)[1:], np.arange(x.shape[0]), side="right")
+        factor = factor[np.minimum(of_row, factor.shape[0] - 1)]
+    return (x * factor[..., None]).astype(x.dtype)
+
+
 def encoded(x):
     return quantized(x, "e4m3", 448.0, None, np.ones(1, np.float32))[0]

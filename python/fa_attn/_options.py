@@ -237,6 +237,14 @@ def on_values(face, q, v, options, numbers):
     if len(given) == 2:
         raise InputError("qv and q_v are two names of one array: give one")
     ((name, qv),) = given.items()
+    if numbers.out_dtype is not None:
+        raise UnsupportedError(f"{name} with q of 8 bits: give both in 16 bits, k and v may be of 8")
+    factors = ("q_descale", "k_descale", "v_descale")[: 1 if numbers.kv_dtype is not None else 3]
+    for factor in factors:
+        if options.get(factor) is not None:
+            raise UnsupportedError(
+                f"{factor} with {name} and {factor[0]} of 16 bits: leave it out, or multiply by it beforehand"
+            )
     of_one_library(name, array(name, qv), q, face)
     shape, need = tuple(qv.shape), (*q.shape[:-1], v.shape[-1])
     if len(shape) != len(need) or any(map(surely, map(ne, shape, need))):

@@ -39,5 +39,22 @@ def decoded(codes, descale, dtype):
     return values if dtype is None else values.to(dtype)
 
 
+def scaled(x, descale, starts, group):
+    """Queries, or a result, times a descale (heads_kv,) or (batch, heads_kv). `starts`: those of packed
+    sequences, or None; `group`: query heads of a K/V head."""
+    factor = descale.detach().to(FLOAT)
+    if factor.dim() == 2 and factor.stride(0) == 0:
+        # One for all sequences, expanded.
+        factor = factor[:1]
+    factor = factor.repeat_interleave(group, -1)
+    if factor.dim() == 2 and starts is None:
+        factor = factor[:, None]
+    elif factor.dim() == 2 and factor.shape[0] > 1:
+        rows = torch.arange(x.shape[0], dtype=starts.dtype, device=x.device)
+        of_row = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
+        factor = factor[of_row.clamp(max=factor.shape[0] - 1)]
+    return (x * factor[..., None]).to(x.dtype)
+
+
 def encoded(x):
     return quantized(x, "e4m3", 448.0, None, torch.ones(1, device=x.device))[0]

@@ -182,6 +182,6 @@ class CodesWithoutGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         raise _core.UnsupportedError(
-            "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits to flash_attn_backward with "
-            "this out and LSE, or call under torch.no_grad()"
+            "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits to flash_attn_backward "
+            "with this out and LSE, or call under torch.no_grad()"
         )

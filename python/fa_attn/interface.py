@@ -27,7 +27,8 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   gradients (docs/programs.md).
 - `k_descale`, `v_descale`: what k and v of 8 bits (float8_e4m3fn, int8) are multiplied by, beside a q of 16
   bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
-  or one for each row of each head, in the shape of k without its last axis. None for 1. `kv_cache_dtype`:
+  or one for each row of each head, in the shape of k without its last axis. None for 1; of k and v without
+  codes (1,), (heads_kv,) or (batch, heads_kv), factors like any. `kv_cache_dtype`:
   'fp8_e4m3' where k and v are uint8 with the bits of e4m3. Gradients raise an error where they are asked for.
   `quantize_kv` makes both.
 - `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
@@ -50,7 +51,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
 from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
-from ._codes import coded, holds_codes, no_codes
+from ._codes import by_factor, coded, holds_codes, no_codes
 from ._core import InputError
 from ._faces import face_of
 from ._modifications import asked, extents_of
@@ -137,7 +138,9 @@ def flash_attn_func(
     )
     face = face_of(q)
     given = q, k, v
-    q, k, v, tensors, numbers = coded(q, k, v, tensors, numbers, options.get("kv_cache_dtype"), out=out)
+    q, k, v, tensors, numbers, factor = coded(
+        q, k, v, tensors, numbers, options.get("kv_cache_dtype"), out=out
+    )
     if alibi_slopes is None and not tensors:
         extras = None
     else:
@@ -145,12 +148,14 @@ def flash_attn_func(
     q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
-    out, lse = face.attention(
+    made, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
     if numbers.kv_dtype is not None:
-        out, lse = face.refused((out, lse), *given)
-    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
+        made, lse = face.refused((made, lse), *given)
+    if factor is not None:
+        made = by_factor(face, made, out, factor)
+    return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
 # fmt: off
@@ -199,8 +204,11 @@ def flash_attn_qkvpacked_func(
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     if holds_codes(qkv):
+        q, k, v = face.unstack(qkv, 2)
         return flash_attn_func(
-            *face.unstack(qkv, 2),
+            q,
+            k,
+            v,
             dropout_p,
             softmax_scale,
             causal,
@@ -392,7 +400,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
     )
     given = q, k, v
-    q, k, v, tensors, numbers = coded(
+    q, k, v, tensors, numbers, factor = coded(
         q, k, v, tensors, numbers, options.get("kv_cache_dtype"), cu_seqlens_q, out=out
     )
     extras = extras_of(
@@ -409,12 +417,14 @@ def flash_attn_varlen_func(
     q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     mods = asked(q, lambda: extents_of(q, k, extras), options)
-    out, lse = face.attention(
+    made, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
     if numbers.kv_dtype is not None:
-        out, lse = face.refused((out, lse), *given)
-    return returned(out, lse, return_softmax_lse, return_lse, return_attn_probs)
+        made, lse = face.refused((made, lse), *given)
+    if factor is not None:
+        made = by_factor(face, made, out, factor)
+    return returned(made, lse, return_softmax_lse, return_lse, return_attn_probs)
 
 
 # fmt: off
@@ -466,8 +476,11 @@ def flash_attn_varlen_qkvpacked_func(
     tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if holds_codes(qkv):
+        q, k, v = face.unstack(qkv, 1)
         return flash_attn_varlen_func(
-            *face.unstack(qkv, 1),
+            q,
+            k,
+            v,
             cu_seqlens,
             cu_seqlens,
             max_seqlen,

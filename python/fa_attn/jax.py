@@ -9,9 +9,9 @@ masks and options are those of `fa_attn.interface`; `dot_product_attention` has 
 of `fa_attn` itself come here where jax traces them.
 
 Masks, biases and programs of one's own are computed as well (docs/programs.md), with gradients of what they
-read; vmap calls them once for each element. K and V of 8 bits, alone or with q, have no gradients. Second and forward-mode derivatives are not computed; a gradient
-of slopes is NaN. An array that is divided among devices is gathered, unless the call is within
-`jax.shard_map`.
+read; vmap calls them once for each element. K and V of 8 bits, alone or with q, and `qv` have no gradients.
+Second and forward-mode derivatives are not computed; a gradient of slopes is NaN. An array that is divided
+among devices is gathered, unless the call is within `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -205,13 +205,13 @@ def _attention_of(call: _Call, rank: int) -> Any:
         dout, dlse = (_given(x) for x in gradients)
         if call.options.kv_dtype is not None:
             raise UnsupportedError(
-                "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits, or jax.lax.stop_gradient of "
-                "them"
+                "k and v of 8 bits: there are no gradients, give q, k and v of 16 bits, or their "
+                "jax.lax.stop_gradient"
             )
         if call.options.latent:
             raise UnsupportedError(
-                "qv: keys that begin with their values have no gradients, train on the heads before absorption "
-                "(DeepSeek's 192-128), of which k and v are projections"
+                "qv: keys that begin with their values have no gradients, train on the heads before "
+                "absorption (DeepSeek's 192-128), of which k and v are projections"
             )
         if "page_table" in call.names:
             raise UnsupportedError("keys in pages have no gradients: pack or pad them")

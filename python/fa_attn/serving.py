@@ -22,7 +22,7 @@ from ._checks import (
     surely,
     upper_bound,
 )
-from ._codes import coded, encoded, is_per_row, joining
+from ._codes import by_factor, coded, encoded, is_per_row, joining
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of, of_one_library
 from ._modifications import Extents, asked
@@ -231,7 +231,7 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     numbers = call_options(softmax_scale, causal, window_size, softcap, False, options.get("query_offset"))
     given = q
-    q, k_cache, v_cache, tensors, numbers = coded(
+    q, k_cache, v_cache, tensors, numbers, factor = coded(
         q,
         k_cache,
         v_cache,
@@ -241,6 +241,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q,
         names=("k_cache", "v_cache"),
         is_cache=True,
+        appends=k is not None,
     )
     # What rotary embedding turns: of q in codes their values.
     turned, descales = q, (tensors.get("k_descale"), tensors.get("v_descale"))
@@ -297,7 +298,8 @@ def flash_attn_with_kvcache(
                 "rotary embedding turns what is appended: give k and v, or turn q beforehand"
             )
         if cu_seqlens_k_new is not None:
-            raise InputError("cu_seqlens_k_new without k and v: leave it out")
+            # Servers give it with every call; nothing is appended.
+            lengths_of("cu_seqlens_k_new", cu_seqlens_k_new, batch + 1, "batch + 1")
     else:
         axes = 4 if cu_seqlens_k_new is None else 3
         if len(k.shape) != axes or len(v.shape) != axes:
@@ -367,7 +369,7 @@ def flash_attn_with_kvcache(
         max_seqlen_k=rows,
         **tensors,
     )
-    out, lse = face.attention(
+    made, lse = face.attention(
         q,
         k_cache,
         v_cache,
@@ -379,7 +381,9 @@ def flash_attn_with_kvcache(
         wants_lse=wants_lse,
         mods=mods,
     )
-    return (out, lse) if wants_lse else out
+    if factor is not None:
+        made = by_factor(face, made, out, factor)
+    return (made, lse) if wants_lse else made
 
 
 def _without_page(tensors, table):
@@ -578,9 +582,9 @@ def get_scheduler_metadata(
     Arguments are those of FlashAttention-3. The first call that gets the plan reads the lengths on the device
     and plans; later calls on the same stream skip planning. A plan therefore serves the lengths of one step:
     make another when they change. It is optional: without it each call plans its own work, as do calls that
-    are captured in a graph or compiled by torch.compile, and those with `attention_chunk`. Where nothing is planned (on the CPU, or for equal
-    lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls that do not give their own. A call
-    that contradicts the arguments raises an error.
+    are captured in a graph or compiled by torch.compile, and those with `attention_chunk`. Where nothing is
+    planned (on the CPU, or for equal lengths) it has no effect. `num_splits` and `pack_gqa` apply to calls
+    that do not give their own. A call that contradicts the arguments raises an error.
     """
     read_options("get_scheduler_metadata", {"sm_margin": sm_margin})
     division = division_of(num_splits, pack_gqa)

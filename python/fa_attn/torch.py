@@ -218,8 +218,8 @@ def bits(tensor):
         if not is_transforming():
             raise
         raise _core.UnsupportedError(
-            "torch.vmap of float8_e4m3fn: torch has no view of it as bytes, give .view(torch.uint8) of q, k and v "
-            "to vmap, and kv_cache_dtype='fp8_e4m3'"
+            "torch.vmap of float8_e4m3fn: torch has no view of it as bytes, give .view(torch.uint8) of q, k "
+            "and v to vmap, and kv_cache_dtype='fp8_e4m3'"
         ) from error
 
 

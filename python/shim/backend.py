@@ -12,7 +12,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 NAME, VERSION = "fa_attn_shim", "0.1.0"
 # The version of flash-attn whose functions these are; the local part keeps both apart.
 FLASH_ATTN = "2.8.3+fa"
-MODULES = ("flash_attn", "flash_attn_interface.py", "flash_attn_interface_2_7.py", "flash_attn_interface_2_8.py")
+MODULES = (
+    "flash_attn",
+    "flash_attn_interface.py",
+    "flash_attn_interface_2_7.py",
+    "flash_attn_interface_2_8.py",
+    "flash_mla",
+)
 OWN = ("pyproject.toml", "backend.py", "README.md", "LICENSE-APACHE", "LICENSE-MIT")
 
 TAGS = "Wheel-Version: 1.0\nGenerator: fa-attn-shim\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -66,7 +72,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     held.update({f"{NAME}-{VERSION}.data/purelib/{name}": data for name, data in stand_in(files).items()})
     held[f"{info}/METADATA"] = metadata().encode()
     held[f"{info}/WHEEL"] = TAGS.encode()
-    held[f"{info}/top_level.txt"] = b"flash_attn\nflash_attn_interface\n"
+    held[f"{info}/top_level.txt"] = b"flash_attn\nflash_attn_interface\nflash_mla\n"
     for licence in ("LICENSE-APACHE", "LICENSE-MIT"):
         held[f"{info}/licenses/{licence}"] = (HERE / licence).read_bytes()
     record = "".join(record_line(name, data) for name, data in held.items()) + f"{info}/RECORD,,\n"

@@ -110,3 +110,16 @@ def test_lengths_of_another_library_beside_a_result_of_ones_own():
     out = torch.empty_like(q)
     got = fa_attn.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, out=out)
     assert got is out and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_starts_of_new_keys_without_any(library):
+    """Servers give them with every call: nothing is appended, and they are checked."""
+    give = given(library)
+    q, k = give(np.ones((2, 1, 2, 8), np.float32)), give(np.ones((2, 20, 2, 8), np.float32))
+    call = dict(cache_seqlens=give(lengths(3, 20)))
+    want = fa_attn.flash_attn_with_kvcache(q, k, k, **call)
+    got = fa_attn.flash_attn_with_kvcache(q, k, k, cu_seqlens_k_new=give(lengths(0, 3, 23)), **call)
+    assert (got == want).all()
+    with pytest.raises(fa_attn.InputError, match="cu_seqlens_k_new has the shape"):
+        fa_attn.flash_attn_with_kvcache(q, k, k, cu_seqlens_k_new=give(lengths(0, 3)), **call)

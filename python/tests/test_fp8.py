@@ -186,7 +186,8 @@ def test_rows_that_join_a_cache(library, is_coded, is_turned):
                 [x[..., 0::2] * cos - x[..., 1::2] * sin, x[..., 0::2] * sin + x[..., 1::2] * cos], -1
             ).reshape(x.shape)
             want_q = np.concatenate([want_q[:b], turn(q[b])[None], want_q[b + 1 :]])
-            assert (np.abs(k[b, rows] - turn(new_values[0][b])) <= 0.08 * np.abs(turn(new_values[0][b])) + 0.02).all()
+            want = turn(new_values[0][b])
+            assert (np.abs(k[b, rows] - want) <= 0.08 * np.abs(want) + 0.02).all()
         elif is_coded:
             assert np.array_equal(as_numpy(as_bits(k8))[b, rows], as_numpy(as_bits(new_codes[0]))[b])
         if is_coded:
@@ -236,8 +237,8 @@ def test_refusals_name_the_argument(library):
         ),
         (
             fa_attn.UnsupportedError,
-            lambda: fa_attn.flash_attn_func(wide, wide, wide, q_descale=as_array(library, ones)),
-            "q holds no codes of 8 bits and has no descale",
+            lambda: fa_attn.flash_attn_func(q8, q8, q8, qv=q8, **named),
+            "qv with q of 8 bits: give both in 16 bits",
         ),
         (
             fa_attn.InputError,
@@ -251,7 +252,9 @@ def test_refusals_name_the_argument(library):
         ),
         (
             fa_attn.InputError,
-            lambda: fa_attn.flash_attn_with_kvcache(q8, q8, q8, q8, q8, cache_seqlens=1, k_descale=rows, **named),
+            lambda: fa_attn.flash_attn_with_kvcache(
+                q8, q8, q8, q8, q8, cache_seqlens=1, k_descale=rows, **named
+            ),
             "k holds codes, and k_descale is written with each row",
         ),
     ):

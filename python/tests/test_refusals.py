@@ -31,7 +31,7 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     refused(wrong, "num_splits is 1.5: it must be a whole number", call, q, k, v, num_splits=1.5)
     refused(wrong, "pack_gqa is 2: it must be True or False", call, q, k, v, pack_gqa=2)
     refused(unsupported, "sm_margin = 8", call, q, k, v, sm_margin=8)
-    refused(unsupported, "q holds no codes of 8 bits and has no descale", call, q, k, v, q_descale=np.ones(1))
+    refused(wrong, "q_descale holds float64: it must be float32", call, q, k, v, q_descale=np.ones(1))
     refused(wrong, "attention_chunk", call, q, k, v, attention_chunk=-1)
     refused(unsupported, "float16 and bfloat16", call, *(x.astype(np.float64) for x in (q, k, v)))
     refused(wrong, "of one type", call, q, k.astype(np.float16), v)
@@ -215,8 +215,8 @@ def test_numbers_of_numpy_and_arrays_without_a_name_beside_them_are_taken():
     numpys = dict(softmax_scale=np.float32(0.5), causal=np.True_, window_size=np.array([1, 0]), softcap=None)
     assert np.array_equal(fa_attn.flash_attn_func(Q, Q, Q, **numpys), want)
     assert fa_attn.problem(np.int64(1), np.int32(5))["seqlen_q"] == 5
-    with pytest.raises(fa_attn.UnsupportedError, match="^q_descale = array"):
-        fa_attn.flash_attn_func(Q, Q, Q, q_descale=np.ones(100_000))
+    with pytest.raises(fa_attn.InputError, match="^q_descale has the shape .100000"):
+        fa_attn.flash_attn_func(Q, Q, Q, q_descale=np.ones(100_000, np.float32))
 
 
 def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise_by_name():
@@ -235,7 +235,11 @@ def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise
         with pytest.raises(fa_attn.InputError, match=f"{name} is a function, a text or a Program, not 3"):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
     computed = {"block_sparse_tensors", "learnable_sink", "mask_mod", "min_seqlen_k", "pack_gqa", "qv", "score_mod"}
-    computed |= {"k_descale", "v_descale"}
+    descales = {"q_descale", "k_descale", "v_descale"}
+    for name in sorted(descales):
+        with pytest.raises(fa_attn.InputTypeError, match=f"^{name} is int: it must be an array"):
+            fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})
+    computed |= descales
     for name in sorted(set(neutral) - computed):
         with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
             fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})

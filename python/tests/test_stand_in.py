@@ -25,7 +25,7 @@ def stand_in(monkeypatch):
     """The shim before what may be installed, and none of its modules afterwards."""
     monkeypatch.syspath_prepend(str(SHIM))
     yield
-    ours = ("flash_attn", "flash_attn_interface")
+    ours = ("flash_attn", "flash_attn_interface", "flash_mla")
     for name in [name for name in sys.modules if name.split(".")[0] in ours]:
         del sys.modules[name]
 
@@ -190,3 +190,56 @@ def test_a_third_generation_forward_on_a_cache():
         assert torch.equal(k[row, keys - 1], new[0, at, 0])
         want = definition(q[at : at + 1], k[row : row + 1, :keys], v[row : row + 1, :keys], causal=True)
         close(out[at : at + 1], want, torch.float32)
+
+
+def test_chunks_and_codes_of_flash_attention_3():
+    import flash_attn_interface
+
+    q, k, v = tensors("cpu", torch.bfloat16, (2, 6, 4, 32), (2, 9, 2, 32), (2, 9, 2, 32))
+    for chunk in (0, 4):
+        want = fa_attn.flash_attn_func(q, k, v, causal=True, attention_chunk=chunk)
+        got = flash_attn_interface.flash_attn_func(q, k, v, causal=True, attention_chunk=chunk)
+        assert torch.equal(got, want)
+        used = torch.tensor([9, 5], dtype=torch.int32)
+        want = fa_attn.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=used, causal=True, attention_chunk=chunk
+        )
+        got = flash_attn_interface.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=used, causal=True, attention_chunk=chunk
+        )
+        assert torch.equal(got, want)
+    with pytest.raises(fa_attn.UnsupportedError, match="sm_margin = 8: kernels use all SMs"):
+        flash_attn_interface.flash_attn_func(q, k, v, sm_margin=8)
+    scale = torch.rand(2, 2) + 0.5
+    codes = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    named = dict(q_descale=scale, k_descale=scale, v_descale=scale)
+    want = fa_attn.flash_attn_func(*codes, **named)
+    needing = [x.requires_grad_() for x in codes]
+    assert torch.equal(flash_attn_interface.flash_attn_func(*needing, **named), want)
+
+
+def test_flash_mla_of_packed_sequences():
+    import flash_mla
+
+    q, k, v = tensors("cpu", torch.float32, (13, 4, 24), (13, 4, 24), (13, 4, 16))
+    starts = torch.tensor([0, 9, 13], dtype=torch.int32)
+    out, lse = flash_mla.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=True)
+    want, want_lse = fa_attn.flash_attn_varlen_func(
+        q, k, v, starts, starts, 9, 9, causal=True, return_softmax_lse=True
+    )
+    assert torch.equal(out, want) and torch.equal(lse, want_lse.T) and lse.shape == (13, 4)
+    for packed in (
+        flash_mla.flash_attn_varlen_kvpacked_func(
+            q, torch.cat([k, v], -1), starts, starts, 9, 9, 24, causal=True
+        ),
+        flash_mla.flash_attn_varlen_qkvpacked_func(torch.cat([q, k, v], -1), starts, 9, 24, causal=True),
+    ):
+        assert torch.equal(packed[0], out) and torch.equal(packed[1], lse)
+    out.sum().backward()
+    assert q.grad is not None and torch.isfinite(q.grad).all()
+    meta, nothing = flash_mla.get_mla_metadata(starts, 4, 1)
+    table, used = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
+    q, cache = torch.randn(1, 2, 4, 24), torch.randn(2, 4, 1, 24)
+    got, _ = flash_mla.flash_mla_with_kvcache(q, cache, table, used, 16, meta, nothing, causal=True)
+    rows = torch.cat([cache[1], cache[0]])[None, :7]
+    close(got, fa_attn.flash_attn_func(q, rows, rows[..., :16], causal=True), torch.float32)

@@ -53,6 +53,9 @@ assert {"flash-attn", "fa-attn-shim"} == set(names["flash_attn"]), names["flash_
 assert names["flash_attn_interface"] == ["fa-attn-shim"] * len(names["flash_attn_interface"])
 owned = {str(file) for file in metadata.distribution("flash-attn").files}
 assert "flash_attn/__init__.py" in owned and "flash_attn/layers/rotary.py" in owned, owned
+assert names["flash_mla"] == ["fa-attn-shim"] * len(names["flash_mla"])
+import flash_mla, fa_attn.flash_mla
+assert flash_mla.flash_mla_with_kvcache is fa_attn.flash_mla.flash_mla_with_kvcache
 """
     done = run(installed, code)
     assert done.returncode == 0, done.stderr
