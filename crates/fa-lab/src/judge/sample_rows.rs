@@ -109,8 +109,7 @@ impl SampleRows {
                 compare::compare(shape, dtype, &out, &block.out, Some(&block.low))?.allowing(block.noise);
             let at = start * heads_q + head * len + first;
             let lse = &outputs.lse[at..at + rows];
-            let lse =
-                compare::compare_lse([1, 1, rows], dtype, lse, &block.lse)?.allowing(block.lse_noise);
+            let lse = compare::compare_lse([1, 1, rows], dtype, lse, &block.lse)?.allowing(block.lse_noise);
             worst.passed &= found.passed() && lse.passed();
             worst.rows += rows;
             let nearer = |a: &Comparison| a.max_abs * worst.tolerance <= worst.max_abs * a.tolerance;
