@@ -18,7 +18,8 @@ def quantized(x, codes, largest, axes, descale):
     if descale is None:
         magnitudes = torch.where(torch.isfinite(values), values.abs(), 0.0)
         top = magnitudes.amax(axes) if values.numel() else magnitudes.sum(axes)
-        descale = (top / largest).clamp(min=_SMALLEST_NORMAL)
+        # By a number, CUDA multiplies by its reciprocal.
+        descale = (top / torch.full((), largest, device=top.device)).clamp(min=_SMALLEST_NORMAL)
         descale = descale.reshape(1) if descale.dim() == 0 else descale
     check_tensor("descale", descale)
     factor = descale.detach().to(FLOAT).reshape(broadcast_shape(descale, x))

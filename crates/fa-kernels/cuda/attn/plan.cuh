@@ -32,9 +32,9 @@ struct Planner : PlanCta<R, N> {
         Cta::sum_over_ctas;
     using Cta::Cta, Cta::smem, Cta::shape, Cta::varlen, Cta::params, Cta::tile_queries, Cta::cta, Cta::ctas;
 
-    // Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is
-    // little work, else four, for a balanced end. `own`: the tiles of keys that this thread has counted.
-    __device__ __forceinline__ int part_length(float own) const {
+    // part_length_of() all tiles. `own`: the tiles of keys that this thread has counted; `most`: those of
+    // queries that there can be.
+    __device__ __forceinline__ int part_length(float own, int most) const {
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) own += shuffle_xor(own, step);
         const int warp = warp_index();  // a shuffle, so all lanes call it
@@ -50,9 +50,7 @@ struct Planner : PlanCta<R, N> {
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) all += shuffle_xor(all, step);
         }
-        const float per_cta = all * float(params.heads) / float(params.slots);
-        const float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
-        return max(1, int(fminf(length, 1e9f) + 0.999f));
+        return part_length_of<R>(params, all, most);
     }
 
     // Bins and counts of a lane's entries.
@@ -156,7 +154,7 @@ struct Planner : PlanCta<R, N> {
             for_sequences(tile_of, [&](const auto&, const auto& tiles) {
                 for (const PlanShare& tile : tiles) own += float(tile.length);
             });
-            chunk = part_length(own);
+            chunk = part_length(own, shape.batch);
             for_kept(tile_of, [&](const auto&, auto& tiles) {
                 for (PlanShare& tile : tiles) tile = cut(tile);
                 count(tiles);
@@ -173,7 +171,7 @@ struct Planner : PlanCta<R, N> {
             for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
                 own += float(tile_of(seqlen, block, valid).length);
             });
-            chunk = part_length(own);
+            chunk = part_length(own, shape.batch * ceil_div(shape.seqlen_q, tile_queries));
             for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
                 const PlanShare parts[1] = {cut(tile_of(seqlen, block, valid))};
                 count(parts);

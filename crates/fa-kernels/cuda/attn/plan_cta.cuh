@@ -51,12 +51,27 @@ struct PlanStorage {
 constexpr int plan_smem_bytes = sizeof(PlanStorage);
 
 // The parts of a kernel's config that determine its tiles and their lengths. `cluster`: whether a launch may
-// have more than one CTA, all of one cluster.
+// have more than one CTA, all of one cluster. `whole_parts`: whether CTAs take so long to begin and to store
+// their part that few parts are better than a balanced end.
 struct PlanRules {
     MaskKind mask;
     int tile_m, tile_n;
-    bool pack_gqa, split, cluster;
+    bool pack_gqa, split, cluster, whole_parts = false;
 };
+
+// Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is little
+// work, else four, for a balanced end. `all`: tiles of keys of a head; `most`: tiles that it can have.
+template <PlanRules R>
+__device__ __forceinline__ int part_length_of(const PlanParams& params, float all, int most) {
+    const float per_cta = all * float(params.heads) / float(params.slots);
+    float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
+    if constexpr (R.whole_parts) {
+        // Undivided tiles of one length fill this much of the CTAs' time.
+        const float rounds = float(most) * float(params.heads) / float(params.slots);
+        if (rounds <= 1.f || rounds >= 0.7f * float(int(rounds + 0.999f))) length = per_cta;
+    }
+    return max(1, int(fminf(length, 1e9f) + 0.999f));
+}
 
 // Exclusive prefix sum over the lanes of a warp.
 __device__ __forceinline__ int warp_scan(int value) {

@@ -15,13 +15,6 @@
 
 namespace fa {
 
-// Tiles of keys per part where all tiles have `all`: as Planner::part_length().
-__device__ __forceinline__ int few_part_length(const PlanParams& params, int all) {
-    const float per_cta = float(all) * float(params.heads) / float(params.slots);
-    const float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
-    return max(1, int(fminf(length, 1e9f) + 0.999f));
-}
-
 // Lists the tiles with their parts of the keys, longest first, and the tiles whose keys are split. A whole
 // warp calls it.
 template <PlanRules R>
@@ -34,7 +27,7 @@ __device__ __forceinline__ void list_few(const FwdParams& params, const PlanCta<
     const int length = has_tile ? cta.key_tiles(seqlen, block) : 0;
     int chunk = 0, splits = has_tile;
     if constexpr (R.split) {
-        chunk = few_part_length(params.plan, warp_sum(length));
+        chunk = part_length_of<R>(params.plan, float(warp_sum(length)), lanes);
         const int most = min(params.split.splits, length);
         if (has_tile) splits = max(1, min(int((u32(length) + chunk / 2) / chunk), most));
     }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use fa_core::spec::WHOLE_ROW_HEAD_DIM;
-use fa_core::{Arch, Family, KernelSpec, Traits, program};
+use fa_core::{Arch, Family, Kernel, KernelSpec, Traits, program};
 
 use crate::jit::array_gradients::{ArrayGradient, array_gradient_smem};
 use crate::jit::code;
@@ -347,10 +347,11 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     };
     let packs = spec.traits().packs_gqa;
     if spec.reads.varied {
+        let whole_parts = if matches!(spec.kernel, Kernel::Sm90Wide(_)) { ", true" } else { "" };
         let _ = writeln!(
             text,
             "\nconstexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
-             config.split, {}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
+             config.split, {}{whole_parts}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
              {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});",
             plans_in_clusters(spec)
         );

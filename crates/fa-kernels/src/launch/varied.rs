@@ -96,8 +96,8 @@ impl PlanBounds {
 }
 
 /// Partial results of a head that a plan asks for at most. A tile is divided into `n / length` parts to the
-/// nearest, two at least, where a part's length is a quarter of what each of `ctas` CTAs does (`part_length`
-/// of attn/plan.cuh): 4/3 of `4 * ctas / heads` parts, and some for what is rounded.
+/// nearest, two at least, where a part's length is at least a quarter of what each of `ctas` CTAs does
+/// (`part_length_of` of attn/plan_cta.cuh): 4/3 of `4 * ctas / heads` parts, and some for what is rounded.
 fn most_slots(heads: usize, ctas: usize) -> usize {
     6 * ctas / heads.max(1) + 2
 }
