@@ -5,6 +5,7 @@ mod append;
 mod awkward;
 mod bits;
 mod case;
+mod codes;
 mod fp8;
 mod gradients;
 mod groups;
