@@ -42,15 +42,13 @@ pub enum Subject {
 const AT_HAND: Arch = Arch::Sm90;
 
 /// Shipped files whose forms are proven as well: every kernel, all masks, deterministic ones.
-const BASES: [&str; 16] = [
+const BASES: [&str; 14] = [
     "sm100/hd128-causal-bf16.ron",
     "sm90/hd64-causal-bf16.ron",
     "sm90/hd128-full-f16.ron",
     "sm90/hd128-window-bf16.ron",
     "sm90/hd576-512-latent-causal-bf16.ron",
     "sm90/hd64-causal-bf16-e4m3kv.ron",
-    "sm90/hd64-causal-e4m3.ron",
-    "sm90/hd128-causal-e4m3.ron",
     "sm90/hd256-causal-e4m3.ron",
     "sm80/hd64-causal-bf16.ron",
     "sm80/hd128-window-bf16.ron",
