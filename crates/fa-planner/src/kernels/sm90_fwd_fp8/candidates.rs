@@ -104,7 +104,7 @@ mod tests {
             let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("a plan");
             assert!(plans[0].spec.kernel.computes_in_8_bits() && plans[0].spec.serves(&problem).is_ok());
             assert!(plans[0].cost.tflops > tflops, "{}: {:.0}", plans[0].spec, plans[0].cost.tflops);
-            assert!(plans[0].cost.tflops < 2.0 * Arch::Sm90.limits().peak_tensor_flops() / 1e12);
+            assert!(plans[0].cost.tflops < Arch::Sm90.limits().peak_tensor_flops_of(Dtype::E4m3) / 1e12);
         }
     }
 
