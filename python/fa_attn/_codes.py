@@ -33,7 +33,7 @@ _LARGEST = {"e4m3": 448.0, "int8": 127.0}
 _SMALLEST_NORMAL = 1.1754943508222875e-38
 _LARGEST_FLOAT = 3.4028234663852886e38
 _PER = ("tensor", "head", "sequence_head", "token_head")
-_DESCALES = ("q_descale", "k_descale", "v_descale")
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def _no_descale_of(tensors):
@@ -80,7 +80,7 @@ def no_codes(name, options):
     """Refuses `kv_cache_dtype` where k and v are parts of an array with q."""
     if asked_codes(options.get("kv_cache_dtype")) is not None:
         raise UnsupportedError(f"kv_cache_dtype: {name} has q, k and v of one type, give them apart")
-    for descale in _DESCALES:
+    for descale in DESCALES:
         if options.get(descale) is not None:
             raise UnsupportedError(f"{descale}: {name} is of 16 bits, give q, k and v of 8 bits apart")
 
@@ -117,7 +117,7 @@ def coded(q, k, v, tensors, numbers, asked=None, cu_seqlens_q=None, names=("k", 
     if len(k.shape) < 3:
         raise InputError(f"{names[0]} has the shape {tuple(k.shape)}: it must have 3 or 4 axes")
     descales = {}
-    for name in _DESCALES:
+    for name in DESCALES:
         if name in tensors:
             face.refuse_gradient(name, tensors[name])
             descales[name] = _form(face, name, tensors[name], k, batch)

@@ -27,6 +27,15 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     rows = _pair(problem["seqlen_q"], problem["seqlen_k"], "x")
     words = [f"batch {problem['batch']}", f"seqlen {rows}", f"heads {heads}", f"head dim {dim}"]
     words += [problem["dtype"], mask_text(problem["mask"])]
+    if problem.get("kv_dtype"):
+        words.append(f"k and v in {problem['kv_dtype']}")
+    if problem.get("out_dtype"):
+        words.append(f"out in {problem['out_dtype']}")
+    words += [
+        f"{side}'s descale per {problem[f'{side}_descale']}"
+        for side in ("q", "k", "v")
+        if problem.get(f"{side}_descale")
+    ]
     if problem.get("page") is not None:
         words.append(f"{problem['pages']} pages of {problem['page']}")
     words += [

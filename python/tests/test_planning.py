@@ -61,6 +61,102 @@ def test_plans_are_those_of_the_command_line():
         fa_attn.plan(problem, mode="forward")
 
 
+@pytest.mark.parametrize(
+    ("options", "fields", "kernel"),
+    [
+        (dict(kv_dtype="int8"), {"kv_dtype": "int8"}, "sm90_fwd-bf16-int8kv-hd128"),
+        (
+            dict(kv_dtype="float8_e4m3fn", descales="token_head", page=16, pages=4096),
+            {"kv_dtype": "e4m3", "k_descale": "token_head", "v_descale": "token_head"},
+            "sm90_fwd-bf16-e4m3kv-hd128-full-varlen-paged",
+        ),
+        (
+            dict(kv_dtype="e4m3", descales={"k": "head", "v": "none"}),
+            {"kv_dtype": "e4m3", "k_descale": "head"},
+            "sm90_fwd-bf16-e4m3kv-hd128",
+        ),
+        (
+            dict(dtype="fp8", descales="sequence_head"),
+            {"dtype": "e4m3", "out_dtype": "bf16", "q_descale": "sequence_head"},
+            "sm90_fwd_fp8-e4m3-hd128",
+        ),
+        (
+            dict(head_dim="576-512", heads="128:1", latent=True, softmax_scale=0.1),
+            {"latent": True, "head_dim": 576, "head_dim_v": 512},
+            "sm90_wide-bf16-hd576-512",
+        ),
+    ],
+)
+def test_eight_bits_and_latents_are_planned(options, fields, kernel):
+    asked = {"seqlen": "1x4096", "heads": "32:8", "head_dim": 128, **options}
+    problem = fa_attn.problem(8, **asked)
+    assert {name: problem.get(name) for name in fields} == fields
+    found = fa_attn.plan(problem, limit=1)["forward"]["plans"][0]
+    assert found["spec"].name.startswith(kernel), found["spec"].name
+    for name in set(fields) & {"kv_dtype", "out_dtype", "k_descale"}:
+        assert str(fields[name]) in repr(problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (dict(kv_dtype="e5m2"), "kv_dtype is 'e5m2'"),
+        (dict(kv_dtype="int8", descales="row"), "'row'"),
+        (dict(kv_dtype="int8", descales={"x": "head"}), "'x'"),
+        (dict(descales="head"), "k_descale with K and V in bf16"),
+        (dict(dtype="e4m3", descales={"q": "token_head"}), "q_descale is token_head"),
+        (dict(dtype="e4m3", out_dtype="e4m3"), "out_dtype is 'e4m3'"),
+        (dict(dtype="e4m3", kv_dtype="int8"), "kv_dtype is int8 and dtype is e4m3"),
+        (dict(latent=True, head_dim="64-32"), "softmax_scale"),
+    ],
+)
+def test_eight_bits_that_are_no_problem_are_named(options, fault):
+    with pytest.raises(fa_attn.InputError, match=fault):
+        fa_attn.problem(1, 8, **options)
+
+
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("form", ["head", "sequence_head", "token_head"])
+def test_kernels_of_eight_bit_caches(kv_dtype, form):
+    problem = fa_attn.problem(
+        2, "5x40", heads="4:2", head_dim=32, dtype="f32", kv_dtype=kv_dtype, descales=form, causal=True
+    )
+    kernels = fa_attn.Kernels(problem)
+    assert list(kernels.report) == ["forward"]
+    q, k, v = arrays(3, (2, 5, 4, 32), (2, 40, 2, 32), (2, 40, 2, 32))
+    (k8, k_descale), (v8, v_descale) = (fa_attn.quantize_kv(x, kv_dtype, per=form) for x in (k, v))
+    per_sequence = {"sequence_head": (2, 2)}.get(form, k_descale.shape)
+    k_descale, v_descale = (x.reshape(per_sequence) for x in (k_descale, v_descale))
+    out, lse = kernels.forward(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
+    k, v = fa_attn.dequantize_kv(k8, k_descale), fa_attn.dequantize_kv(v8, v_descale)
+    for at in range(2):
+        want, want_lse, _ = reference.attention(q[at], k[at], v[at], causal=True)
+        close(out[at], want)
+        close(lse[at], want_lse)
+    with pytest.raises(fa_attn.InputError, match="^k_descale: missing"):
+        kernels.forward(q, k8, v8, v_descale=v_descale)
+    with pytest.raises(fa_attn.InputError, match="^k holds float32: bound is"):
+        kernels.forward(q, k, v8, k_descale=k_descale, v_descale=v_descale)
+    for bad in (-1.0, np.inf, np.nan):
+        wrong = k_descale.copy()
+        wrong.flat[1] = bad
+        with pytest.raises(fa_attn.InputError, match=r"k_descale\[1\] = .*finite number of 0 or more"):
+            kernels.forward(q, k8, v8, k_descale=wrong, v_descale=v_descale)
+
+
+def test_kernels_of_eight_bits():
+    problem = fa_attn.problem(1, 20, heads="4:2", head_dim=32, dtype="e4m3", out_dtype="f32", descales="head")
+    kernels = fa_attn.Kernels(problem)
+    x = arrays(5, (1, 20, 4, 32), (1, 20, 2, 32), (1, 20, 2, 32))
+    codes = [fa_attn.quantize_kv(own, "e4m3", descale=np.float32([0.01]))[0] for own in x]
+    descale = np.float32([0.01, 0.01])
+    out, _ = kernels.forward(*codes, q_descale=descale, k_descale=descale, v_descale=descale)
+    q, k, v = (fa_attn.dequantize_kv(own, np.float32([0.01])) for own in codes)
+    close(out[0], reference.attention(q[0], k[0], v[0])[0])
+    with pytest.raises(fa_attn.InputError, match="bound is"):
+        kernels.forward(*codes, q_descale=descale[None], k_descale=descale, v_descale=descale)
+
+
 def test_kernels_are_bound_once():
     problem = fa_attn.problem(
         1, 40, heads=4, heads_kv=2, head_dim=32, dtype="f32", query_offset=3, causal=True, sinks=True
