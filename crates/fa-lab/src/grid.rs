@@ -23,6 +23,9 @@ mod small;
 pub mod soak;
 mod varied;
 
+pub(crate) use codes::codes;
+pub(crate) use fp8::fp8;
+
 pub use awkward::LENGTHS;
 pub use case::{Action, Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
 pub use gradients::gradients;

@@ -23,7 +23,7 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(actions(repeat));
     cases.extend(programs(repeat));
     cases.extend(fp8(repeat));
-    cases.extend(codes(repeat));
+    cases.extend(codes(extent, repeat));
     cases
 }
 
