@@ -85,7 +85,7 @@ impl Problem {
 
     /// Bytes of one key and its value in one head, with descales of their own.
     pub fn bytes_per_key(&self) -> f64 {
-        let elements = (self.head_dim_k() + self.head_dim_v) as f64;
+        let elements = self.head_dim_k() as f64 + self.head_dim_v as f64;
         let Descales { k, v, .. } = self.descales;
         let descales = [k, v].into_iter().filter(|form| *form == DescaleForm::TokenHead).count();
         elements * self.types.kv.bytes() as f64 + 4.0 * descales as f64
