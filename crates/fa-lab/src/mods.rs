@@ -2,9 +2,9 @@
 
 use fa_core::{Alibi, DescaleForm, Extra, Pass, Problem};
 
+use crate::codes::{forms, kinds, spread};
 use crate::random::Random;
 use crate::sequences::Sequences;
-use crate::tensors::{kinds, spread};
 
 /// The slopes, sinks and descales of a problem; empty where it has none.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -110,9 +110,4 @@ impl Mods {
     pub fn lse_of_nothing(&self, head: usize) -> f32 {
         self.sinks.get(head).copied().unwrap_or(f32::NEG_INFINITY)
     }
-}
-
-/// The forms of the descales of Q, K and V.
-pub(crate) fn forms(problem: &Problem) -> [DescaleForm; 3] {
-    [problem.descales.q, problem.descales.k, problem.descales.v]
 }
