@@ -13,8 +13,8 @@ pub struct Mods {
     pub slopes: Vec<f32>,
     /// A logit for each query head, `[heads_q]`.
     pub sinks: Vec<f32>,
-    /// What codes of Q, K and V are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or `[rows, heads_kv]` of
-    /// the sequences' keys end to end.
+    /// What codes of Q, K and V are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or `[rows, heads_kv]`
+    /// of the sequences' keys end to end.
     pub descales: [Vec<f32>; 3],
 }
 
