@@ -16,11 +16,12 @@ fn is_tracked() -> bool {
 }
 
 /// What decides whether a result is right: oracle, tolerances, cases and their inputs.
-const JUDGE: [&str; 11] = [
+const JUDGE: [&str; 12] = [
     "../fa-cpu/src/compare",
     "../fa-cpu/src/compare.rs",
     "../fa-cpu/src/reference",
     "src/append.rs",
+    "src/codes.rs",
     "src/grid",
     "src/judge",
     "src/memory.rs",

@@ -155,6 +155,8 @@ def test_kernels_of_eight_bits():
     close(out[0], reference.attention(q[0], k[0], v[0])[0])
     with pytest.raises(fa_attn.InputError, match="bound is"):
         kernels.forward(*codes, q_descale=descale[None], k_descale=descale, v_descale=descale)
+    with pytest.raises(fa_attn.InputError, match=r"^q_descale\[0\] = -0.01: a descale is a finite number"):
+        kernels.forward(*codes, q_descale=-descale, k_descale=descale, v_descale=descale)
 
 
 def test_kernels_are_bound_once():

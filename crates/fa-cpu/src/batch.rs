@@ -65,8 +65,9 @@ impl<'a> Batch<'a> {
     /// Lengths and first rows of `problem`'s sequences, of a forward or a backward.
     ///
     /// # Errors
-    /// Those of [`check_extras`]; [`CpuError::Sink`], [`CpuError::Descale`]; [`CpuError::Descending`], [`CpuError::Beyond`] and
-    /// [`CpuError::Page`] for values that point outside the tensors; [`CpuError::Memory`].
+    /// Those of [`check_extras`]; [`CpuError::Sink`], [`CpuError::Descale`]; [`CpuError::Descending`],
+    /// [`CpuError::Beyond`] and [`CpuError::Page`] for values that point outside the tensors;
+    /// [`CpuError::Memory`].
     pub fn new(problem: &Problem, arguments: impl Into<Arguments<'a>>) -> Result<Batch<'a>, CpuError> {
         let arguments = arguments.into();
         let extras = &arguments.extras;

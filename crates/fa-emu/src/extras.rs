@@ -2,6 +2,7 @@
 
 use fa_core::{Extra, Lengths, Pass, Problem, Side};
 use fa_cpu::OwnedExtras;
+use fa_lab::codes::{kinds, spread};
 use fa_lab::random::Random;
 use fa_lab::tensors::{kinds, spread};
 

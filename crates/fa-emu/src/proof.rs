@@ -9,9 +9,9 @@ use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
 use fa_cpu::{Arguments, Element, KvRef, OwnedExtras, TensorRef, reference};
+use fa_lab::codes::{kinds, spread};
 use fa_lab::judge::codes;
 use fa_lab::random::Random;
-use fa_lab::tensors::{kinds, spread};
 use half::{bf16, f16};
 
 use crate::call::{Call, Given};

@@ -14,7 +14,7 @@ use crate::random::Random;
 pub struct AppendInputs<T> {
     /// What is appended.
     pub append: Append,
-    /// New keys and values, the caches of both (empty where these are of codes), and queries (empty for none).
+    /// New keys and values, the caches of both (empty where they are of codes), and queries (empty for none).
     pub tensors: [Vec<T>; 5],
     /// The caches of codes; empty for none.
     codes: [Vec<u8>; 2],

@@ -34,6 +34,7 @@ pub mod append;
 pub mod bench;
 pub mod best;
 pub mod campaign;
+pub mod codes;
 pub mod configs;
 pub mod device;
 mod error;

@@ -5,9 +5,9 @@ use fa_core::{DescaleForm, TensorLayout};
 use fa_cpu::OwnedExtras;
 use rayon::prelude::*;
 
-use crate::mods::forms;
+use crate::codes::{forms, kinds};
 use crate::sequences::{Ragged, Sequences};
-use crate::tensors::{Inputs, kinds};
+use crate::tensors::Inputs;
 
 /// The gradients of a backward.
 #[derive(Clone, Debug, PartialEq)]

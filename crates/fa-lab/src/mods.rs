@@ -2,9 +2,9 @@
 
 use fa_core::{Alibi, DescaleForm, Extra, Pass, Problem};
 
+use crate::codes::{forms, kinds, spread};
 use crate::random::Random;
 use crate::sequences::Sequences;
-use crate::tensors::{kinds, spread};
 
 /// The slopes, sinks and descales of a problem; empty where it has none.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -13,8 +13,8 @@ pub struct Mods {
     pub slopes: Vec<f32>,
     /// A logit for each query head, `[heads_q]`.
     pub sinks: Vec<f32>,
-    /// What codes of Q, K and V are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or `[rows, heads_kv]` of
-    /// the sequences' keys end to end.
+    /// What codes of Q, K and V are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or `[rows, heads_kv]`
+    /// of the sequences' keys end to end.
     pub descales: [Vec<f32>; 3],
 }
 
@@ -110,9 +110,4 @@ impl Mods {
     pub fn lse_of_nothing(&self, head: usize) -> f32 {
         self.sinks.get(head).copied().unwrap_or(f32::NEG_INFINITY)
     }
-}
-
-/// The forms of the descales of Q, K and V.
-pub(crate) fn forms(problem: &Problem) -> [DescaleForm; 3] {
-    [problem.descales.q, problem.descales.k, problem.descales.v]
 }

@@ -2,10 +2,10 @@
 
 use fa_attn::device::{Half, Placement};
 use fa_core::program::{self, OwnedInputs};
-use fa_core::quantize::Codes;
 use fa_core::{Problem, Strides, TensorLayout};
 use rayon::prelude::*;
 
+use crate::codes::{kinds, spread};
 use crate::mods::Mods;
 use crate::random::Random;
 use crate::sequences::Sequences;
@@ -106,21 +106,6 @@ impl<T: Half> Inputs<T> {
             values.par_iter_mut().for_each(|value| *value = T::from_f32(number(value.to_f32())));
         }
         self
-    }
-}
-
-/// The codes that Q, K and V hold; `None` for elements of 16 bits.
-pub fn kinds(problem: &Problem) -> [Option<Codes>; 3] {
-    let of_kv = Codes::of(problem.types.kv);
-    [Codes::of(problem.types.q), of_kv, of_kv]
-}
-
-/// What values of unit variance are multiplied by before they become codes, and descales divided by: integers
-/// are few near 0.
-pub fn spread(codes: Codes) -> f32 {
-    match codes {
-        Codes::E4m3 => 1.0,
-        Codes::Int8 => 32.0,
     }
 }
 

@@ -9,7 +9,8 @@ use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{Arguments, CpuError, Extras, KvRef, TensorRef, Within};
 
 use super::codes::{self, Expected};
-use crate::tensors::{Inputs, kinds};
+use crate::codes::kinds;
+use crate::tensors::Inputs;
 
 /// Query rows of one head.
 #[derive(Clone, Debug, PartialEq)]
