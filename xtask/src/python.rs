@@ -114,7 +114,7 @@ fn describe(wheel: &Path, shipping: Option<&Path>) -> Result<()> {
     println!("{}: {}, tag {tag}{needs}", wheel.display(), megabytes(wheel)?);
     if !has_kernels() {
         println!(
-            "no kernels are in it: NVRTC compiles each when it is first needed; `cargo xtask build` ships them"
+            "no kernels are in it: NVRTC compiles each when it is first needed; `cargo xtask build` adds them"
         );
     }
     Ok(())

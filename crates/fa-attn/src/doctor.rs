@@ -181,8 +181,9 @@ fn compiler() -> Check {
             "nvrtc",
             "no NVRTC library",
             format!(
-                "GPU kernels are compiled with it; without a GPU it is not needed: `pip install nvidia-cuda-nvrtc` (torch with CUDA brings it), \
-                 in the sources `cargo xtask toolkit`, or set {NVRTC_VARIABLE} to one"
+                "GPU kernels are compiled with it; without a GPU it is not needed: `pip install \
+                 nvidia-cuda-nvrtc` (torch with CUDA brings it), in the sources `cargo xtask toolkit`, \
+                 or set {NVRTC_VARIABLE} to one"
             ),
         ),
         Err(error) => {

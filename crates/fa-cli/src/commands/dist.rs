@@ -9,7 +9,7 @@ mod predict;
 mod rank;
 
 pub(crate) use args::DistArgs;
-use args::DistCommand;
+use args::{DistCommand, TransportName};
 
 use crate::term::failure::Verdict;
 
@@ -20,6 +20,9 @@ use crate::term::failure::Verdict;
 pub(crate) fn command(args: &DistArgs) -> anyhow::Result<Verdict> {
     match &args.command {
         DistCommand::Plan(args) => predict::plan(args),
+        DistCommand::Check(args) if args.run.transport == TransportName::Memory => {
+            memory::check_on_cpu(&args.run, args.repeat)
+        }
         DistCommand::Check(args) => parent::check(args),
         DistCommand::Bench(args) => parent::bench(args),
         DistCommand::Rank => rank::command(),

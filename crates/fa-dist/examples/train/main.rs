@@ -3,8 +3,8 @@
 //!
 //! `cargo run --release -p fa-dist --example train [-- RANKS [SCHEME]]`: ranks are threads, attention on the
 //! CPU in f32. With `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` set, as torchrun does, this process
-//! is one rank with a GPU: attention in bf16, over NCCL, RANKS of the environment. Exits with an error when a loss strays from torch's
-//! curve by more than the precision explains.
+//! is one rank with a GPU: attention in bf16, over NCCL, RANKS of the environment. Exits with an error
+//! when a loss strays from torch's curve by more than the precision explains.
 
 mod attention;
 // The model, its text and torch's losses are fa-attn's, by links that a package has as files.

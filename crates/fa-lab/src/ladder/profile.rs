@@ -245,8 +245,8 @@ impl<'a> Profiler<'a> {
         }
         let said = format!("{text}\n{}", String::from_utf8_lossy(&output.stderr));
         if said.contains("ERR_NVGPUCTRPERM") {
-            let why = "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM): run this as root, in a container \
-                       started with --cap-add SYS_ADMIN, or load the driver's module with \
+            let why = "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM): run this as root, in a \
+                       container started with --cap-add SYS_ADMIN, or load the driver's module with \
                        NVreg_RestrictProfilingToAdminUsers=0";
             return Err(Error::Worker(why.to_owned()));
         }

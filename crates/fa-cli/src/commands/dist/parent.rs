@@ -12,7 +12,6 @@ use fa_kernels::cudarc::driver::CudaContext;
 
 use super::args::{CheckArgs, RunArgs, TransportName};
 use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Stage, benches, checks, ends, odd};
-use super::memory;
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -149,12 +148,9 @@ fn find_gpus(ranks: usize, instead: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `fa dist check`.
+/// `fa dist check` on GPUs.
 pub(super) fn check(given: &CheckArgs) -> anyhow::Result<Verdict> {
     let (args, repeat) = (&given.run, given.repeat);
-    if args.transport == TransportName::Memory {
-        return memory::check_on_cpu(args, repeat);
-    }
     find_gpus(args.ranks, ", or threads on the CPU by --transport memory")?;
     let jobs = checks(args.ranks, args.quick, repeat);
     let mut good = true;
