@@ -92,14 +92,20 @@ def problem(
     used_q: bool = False,
     used_k: bool = False,
     latent: bool = False,
+    kv_dtype: Any = None,
+    q_descale: Optional[str] = None,
+    k_descale: Optional[str] = None,
+    v_descale: Optional[str] = None,
 ) -> Problem:
     """An attention problem as a dict, checked.
 
     `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ. `total_q`,
     `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache; `used_q`,
     `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
-    `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16 or bf16, also by the names of numpy and
-    torch or as their types. `query_offset`: keys by which queries lie right of the bottom-right alignment.
+    `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16, bf16 or e4m3 (whose result is bf16), also by
+    the names of numpy and torch or as their types. `kv_dtype`: e4m3 or int8, where k and v are codes beside a
+    q of another type; `k_descale`, `v_descale`: "head", "sequence_head" or "token_head", which values share a
+    descale, as `quantize_kv` has them, None for no descales; `q_descale` of e4m3. `query_offset`: keys by which queries lie right of the bottom-right alignment.
     `alibi`: "per_head" or "per_sequence_head". `latent`: whether v is the first columns of each key, of which
     k has the others (MLA); `softmax_scale` is then needed.
     """
@@ -136,7 +142,14 @@ def problem(
             raise _core.InputError(f"{name} is {value}: it must be finite")
         fields[name] = value if name == "softmax_scale" else value or None
     fields["mask"] = {**sides, "offset": offset("query_offset", query_offset)}
-    fields["dtype"] = _dtype(dtype)
+    fields["dtype"] = _dtype("dtype", dtype, (*_NAMES, "e4m3"))
+    if fields["dtype"] == "e4m3":
+        fields["out_dtype"] = "bf16"
+    if kv_dtype is not None:
+        fields["kv_dtype"] = _dtype("kv_dtype", kv_dtype, (*_NAMES, *_CODES))
+    for name, form in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if form is not None:
+            fields[name] = one_of(name, form, ("head", "sequence_head", "token_head"))
     fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
     for name, value in (
         ("used_q", used_q),
@@ -170,11 +183,15 @@ _NAMES = {
 }
 
 
-def _dtype(value):
-    """The type by its name here, from its name or type in another library."""
+# The types of arrays of codes; numpy has bytes in place of e4m3.
+_CODES = {"e4m3": ("e4m3", "float8_e4m3fn", "fp8", "fp8_e4m3", "uint8"), "int8": ("int8",)}
+
+
+def _dtype(argument, value, of):
+    """The type by its name here, from its name or type in another library, among those of `of`."""
     name = value if isinstance(value, str) else getattr(value, "__name__", str(value)).rpartition(".")[2]
-    found = next((own for own, names in _NAMES.items() if name.lower() in names), None)
-    return one_of("dtype", value if found is None else found, tuple(_NAMES))
+    found = next((own for own, names in {**_NAMES, **_CODES}.items() if name.lower() in names), None)
+    return one_of(argument, value if found is None else found, of)
 
 
 # More than any sequence has.
@@ -292,7 +309,7 @@ class Kernels:
 
     `device`: "cpu", "cuda" or "cuda:1". `forward` and `backward` take arrays of the problem's shapes, and by
     name the other arrays that the problem has: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
-    alibi_slopes, sinks.
+    alibi_slopes, sinks, q_descale, k_descale, v_descale.
     """
 
     @renamed(given="problem")
@@ -313,8 +330,9 @@ class Kernels:
         self.report: Dict[str, Dict[str, Any]] = {
             "forward": json.loads(_core.bind(text, False, False, ordinal))
         }
-        # Keys in pages and latents have no gradients.
-        has_gradients = self.problem.get("page") is None and not self.problem.get("latent")
+        # Keys in pages, latents and codes have no gradients.
+        has_none = (self.problem.get(name) for name in ("page", "latent", "kv_dtype", "out_dtype"))
+        has_gradients = not any(has_none)
         is_wanted = has_gradients if backward is None else flag("backward", backward)
         if is_wanted:
             self.report["backward"] = json.loads(_core.bind(text, True, self.deterministic, ordinal))
@@ -328,6 +346,8 @@ class Kernels:
             self.deterministic,
             mask.get("offset", 0),
             self.problem.get("latent", False),
+            self.problem.get("kv_dtype", "e4m3" if self.problem["dtype"] == "e4m3" else None),
+            self.problem.get("out_dtype"),
         )
 
     def __repr__(self) -> str:
@@ -371,8 +391,10 @@ class Kernels:
         for name, have in (("q", q), ("k", k), ("v", v)):
             if tuple(have.shape) != need[name]:
                 raise _core.InputError(f"{name} has the shape {tuple(have.shape)}: bound is {need[name]}")
-        if str(q.dtype).rpartition(".")[2] not in _NAMES[bound["dtype"]]:
-            raise _core.InputError(f"q holds {q.dtype}: bound is {bound['dtype']}")
+        of_kv = bound.get("kv_dtype", bound["dtype"])
+        for name, x, own in (("q", q, bound["dtype"]), ("k", k, of_kv), ("v", v, of_kv)):
+            if str(x.dtype).rpartition(".")[2] not in {**_NAMES, **_CODES}[own]:
+                raise _core.InputError(f"{name} holds {x.dtype}: bound is {own}")
         if hasattr(q, "__dlpack_device__"):
             try:
                 kind, index = q.__dlpack_device__()
@@ -389,8 +411,10 @@ class Kernels:
     @with_options
     def forward(self, q: A, k: A, v: A, **tensors: Unpack[ExtraTensors]) -> Tuple[A, A]:
         """(out, lse)."""
-        extras = self._extras(q, k, v, tensors)
-        return face_of(q).attention(q, k, v, self._options, extras)
+        extras, face = self._extras(q, k, v, tensors), face_of(q)
+        if self._options.kv_dtype is not None:
+            q, k, v = map(face.bits, (q, k, v))
+        return face.attention(q, k, v, self._options, extras)
 
     @with_options
     def backward(

@@ -35,6 +35,59 @@ def test_names_of_other_libraries_and_of_the_program_are_taken():
         assert fa_attn.plan(problem, arch=name, limit=1)["arch"] == arch
 
 
+def test_problems_of_8_bits():
+    of_cache = fa_attn.problem(
+        2, "1x900", "32:8", 128, kv_dtype="fp8_e4m3", k_descale="token_head", v_descale="head"
+    )
+    assert (of_cache["dtype"], of_cache["kv_dtype"], of_cache["k_descale"]) == ("bf16", "e4m3", "token_head")
+    assert "bf16 on e4m3" in repr(of_cache) and "k_descale token_head" in repr(of_cache)
+    fp8 = fa_attn.problem(2, 900, 8, 128, dtype="float8_e4m3fn", q_descale="sequence_head")
+    assert (fp8["dtype"], fp8["out_dtype"], fp8["q_descale"]) == ("e4m3", "bf16", "sequence_head")
+    assert fa_attn.problem(1, 8, kv_dtype=np.int8)["kv_dtype"] == "int8"
+    for problem, arch, part in (
+        (of_cache, "sm90", "sm90_fwd-bf16-e4m3kv"),
+        (of_cache, "sm80", "sm80_fwd-bf16-e4m3kv"),
+        (fp8, "sm90", "sm90_fwd_fp8-e4m3"),
+    ):
+        assert part in str(fa_attn.plan(problem, arch, limit=1))
+    for problem, arch, part in (
+        (of_cache, "sm100", "no kernel of this family reads K and V in e4m3"),
+        (fp8, "sm100", "the forward of sm90 computes in them"),
+        (fp8, "sm80", "the forward of sm90 computes in them"),
+    ):
+        with pytest.raises(fa_attn.UnsupportedError, match=part):
+            fa_attn.plan(problem, arch)
+    for given, part in (
+        (dict(dtype="int8"), "dtype is 'int8': it must be one of"),
+        (dict(k_descale="tensor"), "k_descale is 'tensor': it must be one of 'head'"),
+        (dict(k_descale="head"), "k_descale"),
+        (dict(dtype="e4m3", q_descale="token_head"), "q_descale"),
+        (dict(kv_dtype="fp8_e5m2"), "kv_dtype is 'fp8_e5m2'"),
+    ):
+        with pytest.raises(fa_attn.InputError, match=part):
+            fa_attn.problem(1, 8, **given)
+
+
+def test_kernels_of_codes():
+    (q, k) = arrays(5, (2, 3, 4, 16), (2, 9, 2, 16))
+    for kind in ("e4m3", "int8"):
+        codes, descale = fa_attn.quantize_kv(k, kind)
+        problem = fa_attn.problem(
+            2, "3x9", "4:2", 16, dtype="f32", kv_dtype=kind, k_descale="head", v_descale="head"
+        )
+        kernels = fa_attn.Kernels(problem)
+        assert list(kernels.report) == ["forward"]
+        out, lse = kernels.forward(q, codes, codes, k_descale=descale, v_descale=descale)
+        values = fa_attn.dequantize_kv(codes, descale)
+        want, want_lse = fa_attn.flash_attn_func(q, values, values, return_lse=True)
+        close(out, want)
+        close(lse, want_lse)
+        with pytest.raises(fa_attn.InputError, match=f"k holds float32: bound is {kind}"):
+            kernels.forward(q, k, codes, k_descale=descale, v_descale=descale)
+        with pytest.raises(fa_attn.InputError, match="k_descale: missing"):
+            kernels.forward(q, codes, codes, v_descale=descale)
+
+
 def test_plans_are_those_of_the_command_line():
     problem = fa_attn.problem(2, 4096, heads=32, heads_kv=8, head_dim=128, causal=True)
     found = fa_attn.plan(problem, mode="both", limit=3)
