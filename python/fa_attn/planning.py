@@ -99,15 +99,16 @@ def problem(
 ) -> Problem:
     """An attention problem as a dict, checked.
 
-    `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ. `total_q`,
-    `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache; `used_q`,
-    `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
-    `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16, bf16 or e4m3 (whose result is bf16), also by
-    the names of numpy and torch or as their types. `kv_dtype`: e4m3 or int8, where k and v are codes beside a
-    q of another type; `k_descale`, `v_descale`: "head", "sequence_head" or "token_head", which values share a
-    descale, as `quantize_kv` has them, None for no descales; `q_descale` of e4m3. `query_offset`: keys by which queries lie right of the bottom-right alignment.
-    `alibi`: "per_head" or "per_sequence_head". `latent`: whether v is the first columns of each key, of which
-    k has the others (MLA); `softmax_scale` is then needed.
+    `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ.
+    `total_q`, `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache;
+    `used_q`, `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as
+    the program `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16, bf16 or e4m3 (whose
+    result is bf16), also by the names of numpy and torch or as their types. `kv_dtype`: e4m3 or int8,
+    where k and v are codes beside a q of another type; `k_descale`, `v_descale`: "head", "sequence_head"
+    or "token_head", which values share a descale, as `quantize_kv` has them, None for no descales;
+    `q_descale` of e4m3. `query_offset`: keys by which queries lie right of the bottom-right alignment.
+    `alibi`: "per_head" or "per_sequence_head". `latent`: whether v is the first columns of each key, of
+    which k has the others (MLA); `softmax_scale` is then needed.
     """
     left, right = window(window_size)
     heads, heads_kv = _pair("heads", heads, ":", "heads_kv", heads_kv)
