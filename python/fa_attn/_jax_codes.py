@@ -8,7 +8,7 @@ from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
 from ._core import InputError
 
 # A type that holds the value of every code, and that kernels append rows of.
-WIDE = jnp.bfloat16
+WIDE = jnp.float16
 _TYPES = {"e4m3": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 

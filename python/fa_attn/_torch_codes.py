@@ -9,7 +9,7 @@ from ._core import InputError
 from ._torch_memory import FLOAT, check_tensor
 
 # A type that holds the value of every code, and that kernels append rows of.
-WIDE = torch.bfloat16
+WIDE = torch.float16
 _TYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
