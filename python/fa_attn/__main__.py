@@ -141,14 +141,15 @@ def _doctor(args: argparse.Namespace) -> int:
         return int(is_broken)
     print(f"fa-attn {_core.version()}")
     for check in checks:
-        print(f"{_MARKS[check['status']]:4}{check['name']:13}{check['found']}")
-        if check["advice"]:
-            print(f"{'':17}{check['advice']}")
+        print(f"{_MARKS[check['status']]:4}{check['name']:14}{check['found']}")
+        if "advice" in check:
+            print(f"{'':18}{check['advice']}")
     return int(is_broken)
 
 
 def _check(name: str, found: str, status: str = "ok", advice: Optional[str] = None) -> Dict[str, Any]:
-    return {"name": name, "status": status, "found": found, "advice": advice}
+    check = {"name": name, "status": status, "found": found}
+    return check if advice is None else dict(check, advice=advice)
 
 
 def _library(name: str, oldest: Any) -> Dict[str, Any]:

@@ -35,14 +35,14 @@ _LARGEST = {"e4m3": 448.0, "int8": 127.0}
 _SMALLEST_NORMAL = 1.1754943508222875e-38
 _LARGEST_FLOAT = 3.4028234663852886e38
 _PER = ("tensor", "head", "sequence_head", "token_head")
-_DESCALES = ("q_descale", "k_descale", "v_descale")
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def _by_descales(face, q, k, v, tensors, numbers, cu_seqlens_q, batch, appends):
     """What `coded` returns of a call with descales of what holds no codes, as engines give them whatever a
     cache holds: factors like any, those of q and k of the queries, that of v of the result."""
     tensors, factors = dict(tensors), {}
-    for name in _DESCALES:
+    for name in DESCALES:
         x = tensors.get(name)
         if x is None or (name != "q_descale" and numbers.kv_dtype is not None):
             continue
@@ -118,7 +118,7 @@ def _codes_of(name, x, asked):
 
 def no_codes(name, options):
     """Refuses what is of codes beside an array of q, k and v that holds none."""
-    for given in ("kv_cache_dtype", *_DESCALES):
+    for given in ("kv_cache_dtype", *DESCALES):
         value = options.get(given)
         if value is not None and not (isinstance(value, str) and value == "auto"):
             raise UnsupportedError(f"{given}: {name} holds no codes of 8 bits, leave it out")
@@ -143,7 +143,7 @@ def coded(
     cache; `out`: the array that the result is written to."""
     dtype = getattr(q, "dtype", k)
     if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
-        if not (tensors and any(name in tensors for name in _DESCALES)):
+        if not (tensors and any(name in tensors for name in DESCALES)):
             return q, k, v, tensors, numbers, None
     asked = asked_codes(asked, k)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))
@@ -155,7 +155,7 @@ def coded(
         if not codes == other == _codes_of("q", q, asked):
             types = f"{names[0]} {_type_of(k)} and {names[1]} {_type_of(v)}"
             raise InputError(f"q holds {held}, {types}: give all three in float8_e4m3fn, or q in 16 bits")
-    has_descales = any(name in tensors for name in _DESCALES)
+    has_descales = any(name in tensors for name in DESCALES)
     if codes is other is None and not has_descales:
         return q, k, v, tensors, numbers, None
     face = face_of(array("q", q))
@@ -175,7 +175,7 @@ def coded(
         if codes is None:
             return q, k, v, tensors, numbers, factor
     descales = {}
-    for name in _DESCALES:
+    for name in DESCALES:
         if name in tensors:
             face.refuse_gradient(name, tensors[name])
             descales[name] = _form(face, name, tensors[name], k, batch, name != "q_descale")

@@ -3,6 +3,11 @@
 
 from typing import Any
 
+from ._core import UnsupportedError
+
+# The most bytes of a copy of rows: work on more is done in parts.
+ROOM = 1 << 28
+
 
 class Latents:
     """Methods of `fa_attn._arrays.Arrays`, whose `library` has the functions of arrays."""
@@ -21,10 +26,18 @@ class Latents:
         table = np.take_along_axis(np.where(seen, indices, 0), order, 1)
         return np.ascontiguousarray(table, np.int32), seen.sum(1).astype(np.int32)
 
-    def rows_of_pages(self, cache):
-        """A cache (pages, page, heads, columns) as pages of one row; copied where pages do not follow each
-        other."""
-        return cache.reshape(-1, 1, *cache.shape[2:])
+    def rows_of_pages(self, cache, table):
+        """(cache, table): a cache (pages, page, heads, columns) as pages of one row, and a table of its rows
+        as one of those. Copied where pages do not follow each other."""
+        return cache.reshape(-1, 1, *cache.shape[2:]), table
+
+    def packed_rows(self, name, *_):
+        raise UnsupportedError(
+            f"{name} with is_fp8_kvcache: rows of codes are unpacked for torch's tensors, give those"
+        )
+
+    def numbers_of(self, *_):
+        self.packed_rows("q")
 
     def repeated(self, lengths, times):
         return self.library.np.repeat(self.library.host(lengths), times)
@@ -46,8 +59,9 @@ class Latents:
         out, lse = self.library.host(out), self.library.host(lse)
         sinks = self.library.host(sinks).astype(np.float32)[:, None]
         is_blind = np.isneginf(lse)
-        with np.errstate(over="ignore"):
-            share = 1 / (1 + np.exp(sinks - np.where(is_blind, np.float32(0), lse)))
+        above = sinks - np.where(is_blind, np.float32(0), lse)
+        # exp(88) is the last that float32 holds.
+        share = np.where(above > 88, np.float32(0), 1 / (1 + np.exp(np.minimum(above, 88))))
         share = np.where(is_blind, np.float32(0), share).swapaxes(-1, -2)[..., None]
         return self.library.give((out.astype(np.float32) * share).astype(out.dtype))
 

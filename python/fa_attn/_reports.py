@@ -26,15 +26,21 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     dim = _pair(problem["head_dim"], problem["head_dim_v"], ":")
     rows = _pair(problem["seqlen_q"], problem["seqlen_k"], "x")
     words = [f"batch {problem['batch']}", f"seqlen {rows}", f"heads {heads}", f"head dim {dim}"]
-    types = problem["dtype"]
-    if problem.get("kv_dtype") is not None:
-        types += f" on {problem['kv_dtype']}"
-    words += [types, mask_text(problem["mask"])]
+    words += [problem["dtype"], mask_text(problem["mask"])]
+    if problem.get("kv_dtype"):
+        words.append(f"k and v in {problem['kv_dtype']}")
+    if problem.get("out_dtype"):
+        words.append(f"out in {problem['out_dtype']}")
+    words += [
+        f"{side}'s descale per {problem[f'{side}_descale']}"
+        for side in ("q", "k", "v")
+        if problem.get(f"{side}_descale")
+    ]
     if problem.get("page") is not None:
         words.append(f"{problem['pages']} pages of {problem['page']}")
     words += [
         f"{name} {problem[name]}"
-        for name in ("total_q", "total_k", "softmax_scale", "softcap", "q_descale", "k_descale", "v_descale")
+        for name in ("total_q", "total_k", "softmax_scale", "softcap")
         if problem.get(name)
     ]
     words += [name for name in ("used_q", "used_k", "alibi", "sinks", "latent") if problem.get(name)]

@@ -7,7 +7,7 @@ import torch
 from . import _core
 from ._checks import LARGEST, capacity_of, check_pages, check_within_cache
 from ._codes import is_per_row
-from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, rows_of, stream_of
+from ._torch_memory import FLOAT, check_tensor, goes_by_operator, pad, row_step, rows_of, stream_of
 from ._torch_shardings import check_caches, distributed
 
 
@@ -78,7 +78,8 @@ def run_append(
     v_descale=None,
 ):
     """(q rotated, or None without tables, and the lengths afterwards)."""
-    if k_cache.is_cuda and (k_cache.shape[-1] % 8 or v_cache.shape[-1] % 8):
+    step = row_step(k_cache)
+    if k_cache.is_cuda and (k_cache.shape[-1] % step or v_cache.shape[-1] % step):
         mask = (interleaved, causal, left, right)
         rows = (cu_new, max_new, used_k, page_table, cu_q, max_q, k_descale, v_descale)
         return append_padded(k, v, k_cache, v_cache, q, cos, sin, *mask, *rows)
@@ -131,10 +132,10 @@ def run_append(
 
 
 def append_padded(k, v, k_cache, v_cache, q, *others):
-    """The same on copies of the caches whose rows are padded to multiples of 8 elements, as a GPU's kernel
+    """The same on copies of the caches whose rows are padded to multiples of 16 bytes, as a GPU's kernel
     needs; FlashAttention does so too."""
-    dim, dim_v = k_cache.shape[-1], v_cache.shape[-1]
-    columns, columns_v = -(-dim // 8) * 8, -(-dim_v // 8) * 8
+    step, dim, dim_v = row_step(k_cache), k_cache.shape[-1], v_cache.shape[-1]
+    columns, columns_v = -(-dim // step) * step, -(-dim_v // step) * step
     k_copy, v_copy = pad(k_cache.detach(), columns), pad(v_cache.detach(), columns_v)
     rotated, after = run_append(pad(k, columns), pad(v, columns_v), k_copy, v_copy, pad(q, columns), *others)
     k_cache.detach().copy_(k_copy[..., :dim])

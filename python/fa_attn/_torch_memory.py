@@ -151,6 +151,33 @@ def pad(x, columns):
     return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
 
 
+def row_step(k):
+    """The elements of which a GPU's kernels read whole multiples in each row: 16 bytes."""
+    return 8 if k.element_size() > 1 else 16
+
+
+def are_whole_rows(k, head_dim, head_dim_v):
+    step = row_step(k)
+    return not (head_dim % step or head_dim_v % step)
+
+
+def on_whole_rows(q, k, v, options):
+    """(q, k, v, options) with the columns of rows rounded up by zeros, as FlashAttention pads them, and the
+    scale that the call had. Of latent keys both parts are rounded up."""
+    step, columns_v = row_step(k), v.shape[-1]
+
+    def whole(x):
+        return pad(x, -(-x.shape[-1] // step) * step)
+
+    if options.scale is None:
+        options = options._replace(scale=q.shape[-1] ** -0.5)
+    if options.latent:
+        q = torch.cat([whole(q[..., :columns_v]), whole(q[..., columns_v:])], -1)
+    else:
+        q = whole(q)
+    return q, whole(k), whole(v), options
+
+
 def is_recorded():
     """Whether a trace or a mode records operators."""
     if not (_is_tracing() or _count_modes()):

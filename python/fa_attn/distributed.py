@@ -7,13 +7,15 @@ NCCL on GPUs, gloo on CPUs.
 - `attention`: keys and values of some heads are gathered while those before them are computed; nothing is
   merged, so that the output has the bits of one GPU. Gradients of K and V are summed in float32.
 - `ulysses_attention`: an exchange turns shards of rows into shards of heads.
+- `decode_attention`: few queries on a cache whose keys are spread over ranks; results are merged.
 - `zigzag_ring_flash_attn_func`, `ring_flash_attn_func`, `llama3_flash_attn_varlen_func` and their relatives:
   the names and arguments of ring-flash-attention. `UlyssesAttention`: those of yunchang.
 - `context_parallel`: as `torch.distributed.tensor.experimental.context_parallel`.
 - `shard`, `unshard`, `positions`: the rows of a rank, and where they are in the sequence.
 
 Rows are dealt "zigzag" (of 2 * world chunks rank r has chunks r and 2 * world - 1 - r, so that a causal mask
-gives every rank as much to do) or "contiguous" (rank r has chunk r).
+gives every rank as much to do) or "contiguous" (rank r has chunk r). All ranks have as many rows: where they
+have not, the process group fails or waits, and TORCH_DISTRIBUTED_DEBUG=DETAIL lets torch name them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from ._checks import window
 from ._core import InputError, UnsupportedError
 from .interface import (
     flash_attn_backward,
@@ -31,11 +34,13 @@ from .interface import (
     flash_attn_varlen_backward,
     flash_attn_varlen_func,
 )
+from .serving import flash_attn_with_kvcache, merge
 
 __all__ = [
     "UlyssesAttention",
     "attention",
     "context_parallel",
+    "decode_attention",
     "llama3_flash_attn_prepare_cu_seqlens",
     "llama3_flash_attn_varlen_func",
     "llama3_flash_attn_varlen_kvpacked_func",
@@ -53,6 +58,20 @@ __all__ = [
 ]
 
 LAYOUTS = ("zigzag", "contiguous")
+
+
+def _place(group):
+    """Ranks of the group, and this one."""
+    is_group = group is None or group is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_group and not isinstance(group, dist.ProcessGroup):
+        raise InputError(
+            f"group is of the type {type(group).__name__}: it must be a process group of torch.distributed "
+            "(dist.new_group, DeviceMesh.get_group), or None for all ranks"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InputError("this process is no rank of group: only those of the group make the call")
+    return dist.get_world_size(group), rank
 
 
 def _chunks(layout, world):
@@ -75,9 +94,11 @@ def _chunk_length(rows, per_rank, layout):
 
 def shard(tensor, dim=1, group=None, layout="zigzag"):
     """This rank's rows of a whole tensor."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    world, rank = _place(group)
     own = _chunks(layout, world)[rank]
     count = world * len(own)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(f"axis {dim} of a tensor of {tensor.dim()} axes")
     if tensor.shape[dim] % count:
         raise InputError(
             f"axis {dim} has {tensor.shape[dim]} rows, which {count} chunks do not divide: pad it, or use "
@@ -89,10 +110,15 @@ def shard(tensor, dim=1, group=None, layout="zigzag"):
 
 def unshard(tensor, dim=1, group=None, layout="zigzag"):
     """The whole tensor, from each rank's rows. Without gradients."""
-    world = dist.get_world_size(group)
+    world, _ = _place(group)
+    return torch.cat(_in_order(_of_all(tensor.detach(), group, world), dim, layout), dim)
+
+
+def _of_all(tensor, group, world):
+    """The tensors of all ranks, which have one shape."""
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world)]
-    dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-    return torch.cat(_in_order(parts, dim, layout), dim)
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
 
 
 def _in_order(parts, dim, layout):
@@ -106,7 +132,8 @@ def _in_order(parts, dim, layout):
 
 def positions(rows, group=None, layout="zigzag", device=None):
     """The positions in the whole sequence of this rank's `rows` rows: what rotary embedding takes."""
-    own = _chunks(layout, dist.get_world_size(group))[dist.get_rank(group)]
+    world, rank = _place(group)
+    own = _chunks(layout, world)[rank]
     length = _chunk_length(rows, len(own), layout)
     return torch.cat([torch.arange(c * length, (c + 1) * length, device=device) for c in own])
 
@@ -114,14 +141,14 @@ def positions(rows, group=None, layout="zigzag", device=None):
 class _Options:
     """What all parts of a call have in common."""
 
-    def __init__(self, scale, causal, window, softcap, deterministic):
-        left, right = (-1 if side is None else int(side) for side in window)
+    def __init__(self, scale, causal, window_size, softcap, deterministic):
+        left, right = window(window_size)
         if causal:
             right = 0
         self.causal, self.left = right == 0, left
         if right > 0 or (left >= 0 and right != 0):
             raise UnsupportedError(
-                f"window_size is {tuple(window)} without causal: over several ranks masks are causal, with "
+                f"window_size is {tuple(window_size)} without causal: over several ranks masks are causal, with "
                 "or without a left side, or none; use ulysses_attention"
             )
         self.common = dict(softmax_scale=scale, softcap=softcap)
@@ -146,7 +173,7 @@ class _Gathered:
         self.world, heads = dist.get_world_size(group), k.shape[2]
         if stages is None:
             stages = max(count for count in range(1, min(8, heads) + 1) if heads % count == 0)
-        if stages < 1 or heads % stages:
+        if not isinstance(stages, int) or stages < 1 or heads % stages:
             raise InputError(f"stages is {stages}: it must divide the {heads} K/V heads")
         self.size, self.stages = heads // stages, stages
 
@@ -174,7 +201,8 @@ class _Gathered:
 
 def _rows(q, group, layout):
     """(own rows, first and last row of the sequence) of each chunk of this rank, the longest keys first."""
-    own = _chunks(layout, dist.get_world_size(group))[dist.get_rank(group)]
+    world, rank = _place(group)
+    own = _chunks(layout, world)[rank]
     length = _chunk_length(q.shape[1], len(own), layout)
     spans = [
         (slice(at * length, (at + 1) * length), chunk * length, (chunk + 1) * length)
@@ -259,8 +287,16 @@ def _check(dropout_p, alibi_slopes, **axes):
     if alibi_slopes is not None:
         raise UnsupportedError("alibi_slopes over several ranks: use ulysses_attention, or one GPU")
     for name, (x, count) in axes.items():
+        if not isinstance(x, torch.Tensor):
+            raise InputError(f"{name} is of the type {type(x).__name__}: it must be a torch tensor")
         if x.dim() != count:
             raise InputError(f"{name} has the shape {tuple(x.shape)}: it must have {count} axes")
+    if axes:
+        heads_q, heads_k, heads_v = (x.shape[-2] for x, _ in axes.values())
+        if not heads_k or heads_q % heads_k or heads_v != heads_k:
+            raise InputError(
+                f"q has {heads_q} heads, k {heads_k} and v {heads_v}: k and v need as many, a divisor of q's"
+            )
 
 
 def attention(
@@ -285,6 +321,7 @@ def attention(
     after the other; a divisor of their number. Returns out, in the shape of q, and with `return_lse`
     (out, lse).
     """
+    _place(group)
     _check(0.0, None, q=(q, 4), k=(k, 4), v=(v, 4))
     options = _Options(softmax_scale, causal, window_size, softcap, deterministic)
     if q.shape[1] != k.shape[1] or k.shape[1] != v.shape[1]:
@@ -343,7 +380,8 @@ def ulysses_attention(q, k, v, *, group=None, layout="contiguous", return_lse=Fa
         raise UnsupportedError("return_lse of ulysses_attention: the LSE is spread over heads, use attention")
     if options.get("alibi_slopes") is not None:
         raise UnsupportedError("alibi_slopes of ulysses_attention: heads are spread over ranks, leave it out")
-    world = dist.get_world_size(group)
+    world, _ = _place(group)
+    _chunk_length(q.shape[1], len(_chunks(layout, world)[0]), layout)
     heads_q, heads_kv = q.shape[2], k.shape[2]
     if heads_q % world or (heads_kv % world and world % heads_kv):
         raise UnsupportedError(
@@ -355,6 +393,40 @@ def ulysses_attention(q, k, v, *, group=None, layout="contiguous", return_lse=Fa
     q, k, v = (_ordered(_Exchange.apply(x, group, True), world, layout) for x in (q, k, v))
     out = flash_attn_func(q, k, v, **options)
     return _Exchange.apply(_ordered(out, world, layout, back=True), group, False)
+
+
+def decode_attention(
+    q, k, v, *, cache_seqlens=None, softmax_scale=None, causal=True, softcap=0.0, group=None, return_lse=False
+):
+    """Attention of the last queries of sequences on keys that are spread over ranks.
+
+    q (batch, seqlen_q, heads_q, head_dim): the same on every rank. k and v (batch, rows, heads_kv, head_dim):
+    this rank's keys, which follow those of the ranks before it, as many on every rank. `cache_seqlens` (int32
+    (batch,)): how many of them are in use, which may differ between ranks; for one query at a time.
+    Results are exchanged once and merged: every rank returns all of out, in the shape of q, and with
+    `return_lse` (out, lse). Without gradients.
+    """
+    world, rank = _place(group)
+    _check(0.0, None, q=(q, 4), k=(k, 4), v=(v, 4))
+    is_masked = causal and q.shape[1] > 1
+    if is_masked and cache_seqlens is not None:
+        raise UnsupportedError(
+            f"cache_seqlens of decode_attention with {q.shape[1]} causal queries: decode one at a time, or "
+            "leave it out"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise UnsupportedError("gradients of decode_attention: use attention, or torch.no_grad()")
+    options = dict(softmax_scale=softmax_scale, softcap=softcap, causal=is_masked)
+    if is_masked:
+        # The diagonal ends at the last key of the last rank.
+        options["query_offset"] = (world - 1 - rank) * k.shape[1]
+    if cache_seqlens is None:
+        own = flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2]
+    else:
+        options["return_softmax_lse"] = True
+        own = flash_attn_with_kvcache(q, k, v, cache_seqlens=cache_seqlens, **options)
+    out, lse = merge(*(_of_all(x, group, world) for x in own))
+    return (out, lse) if return_lse else out
 
 
 def _ring(layout, name):
@@ -611,8 +683,9 @@ def context_parallel(mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buf
         return out.transpose(1, 2)
 
     with torch.no_grad():
-        for x, dim in zip(buffers, dims):
-            own = shard(x, dim, group, layout).clone()
+        # All of them or none.
+        owns = [shard(x, dim, group, layout).clone() for x, dim in zip(buffers, dims)]
+        for x, own in zip(buffers, owns):
             x.resize_(own.shape).copy_(own)
     functional.scaled_dot_product_attention = scaled_dot_product_attention
     try:

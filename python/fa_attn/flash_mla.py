@@ -6,7 +6,13 @@ for each of up to 128 heads. Names, arguments, layouts and results are FlashMLA'
 that other functions here do not have: the default scale is that of the rows, 1 / sqrt(576), although models
 have that of their heads before absorption (192 ** -0.5 for DeepSeek), and LSE is +inf for a row that sees no
 key. Any page size, number of heads and of columns; arrays of numpy, torch and other libraries, of float16 and
-bfloat16, on the CPU also float32. There are no gradients, and no GPU kernel yet: arrays on a GPU are refused.
+bfloat16, on the CPU also float32. There are no gradients.
+
+On a GPU of compute capability 9.0 a kernel reads the rows where they lie, with values of up to 512 columns,
+nothing is read on the host, and calls can be captured; other GPUs have no such kernel, and an error says so.
+Rows that `indices` names are pages of one row. Rows in codes of 8 bits (`is_fp8_kvcache`; torch's tensors)
+are first copied by torch's operations as numbers of q's type, once for each token that sees them, or all of
+a small cache: of 656 bytes read 1152 are written and read again, beside float32 numbers in between.
 
 >>> from fa_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 >>> meta, _ = get_mla_metadata()
@@ -19,9 +25,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple
 
-from ._checks import array, count, flag, lengths_of, surely
+from ._checks import array, check_within_cache, count, flag, lengths_of, surely
+from ._codes import holds_codes
 from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import face_of
+from ._latents import ROOM
 from ._options import call_options, extras_of
 from ._types import A, Array
 from .serving import merge
@@ -72,6 +80,8 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Optional[Array] = None,
     topk_length: Optional[Array] = None,
     extra_topk_length: Optional[Array] = None,
+    descale_q: Optional[Array] = None,
+    descale_k: Optional[Array] = None,
 ) -> Tuple[A, A]:
     """(out, lse) of new tokens on their sequences' rows, or on those that `indices` names.
 
@@ -82,14 +92,21 @@ def flash_mla_with_kvcache(
     place, instead of block_table and cache_seqlens; an entry that is no row of the cache names none, as do
     those from `topk_length` (batch,) on. `extra_k_cache`, `extra_indices_in_kvcache`, `extra_topk_length`: a
     second cache and the rows that each token sees of it. `attn_sink`: float32 (heads_q,), a logit that joins
-    the denominators of out, not lse. Returns out (batch, seqlen_q, heads_q, head_dim_v) and lse float32
-    (batch, heads_q, seqlen_q).
+    the denominators of out, not lse.
+
+    `is_fp8_kvcache`: the caches are bytes (float8_e4m3fn or uint8) of packed rows, in one of three forms. 656
+    bytes (DeepSeek-V3.2): 512 codes, a float32 scale for each 128 of them, 64 bfloat16. 584 (V4, whose 512
+    columns are all values): for the rows of a page 448 codes and 64 bfloat16 each, then for each row 7 scales
+    in e8m0, of 64 codes, and a byte that is not used. 576: codes alone, times `descale_k`, float32 of one
+    element; q may then be codes, too, times `descale_q`, and out is bfloat16.
+
+    Returns out (batch, seqlen_q, heads_q, head_dim_v) and lse float32 (batch, heads_q, seqlen_q).
     """
     face = face_of(array("q", q))
     for name, value, axes in (("q", q, "(batch, seqlen_q"), ("k_cache", k_cache, "(pages, page")):
         _check_axes(name, value, 4, f"{axes}, heads, head_dim)")
-    if flag("is_fp8_kvcache", is_fp8_kvcache):
-        raise UnsupportedError("is_fp8_kvcache: no kernel reads a cache of fp8, convert it to q's type")
+    is_packed = flag("is_fp8_kvcache", is_fp8_kvcache)
+    q = _in_numbers(face, q, is_packed, descale_q, descale_k)
     if num_splits is not None:
         raise InputError("num_splits: how keys are divided is in tile_scheduler_metadata, give None")
     metadata = tile_scheduler_metadata
@@ -98,7 +115,8 @@ def flash_mla_with_kvcache(
     if not isinstance(metadata, FlashMLASchedMeta):
         kind = type(metadata).__name__
         raise InputTypeError(f"tile_scheduler_metadata is {kind}: it must be what get_mla_metadata gives")
-    columns = _columns(q, k_cache, "k_cache", head_dim_v)
+    packed = face.packed_rows("k_cache", k_cache, q.dtype, descale_k) if is_packed else None
+    columns = _columns(q, k_cache if packed is None else packed, "k_cache", head_dim_v)
     numbers = _numbers(softmax_scale, q, causal)
     metadata.check(
         batch=q.shape[0],
@@ -110,6 +128,7 @@ def flash_mla_with_kvcache(
         topk=None if indices is None else indices.shape[-1],
     )
     tokens, cache = _without_gradients(face, q=q, k_cache=k_cache)
+    cache = cache if packed is None else packed
     if indices is None:
         of_indices = {
             "extra_k_cache": extra_k_cache,
@@ -123,13 +142,8 @@ def flash_mla_with_kvcache(
         if block_table is None or cache_seqlens is None:
             raise InputError("block_table and cache_seqlens are missing: give both, or indices")
         lengths_of("cache_seqlens", cache_seqlens, q.shape[0])
-        extras = extras_of(
-            seqused_k=cache_seqlens,
-            page_table=face.contiguous(array("block_table", block_table)),
-            max_seqlen_q=q.shape[1],
-        )
-        keys = cache[..., columns:], cache[..., :columns]
-        out, lse = face.attention(tokens, *keys, numbers, extras, metadata.plans)
+        table = face.contiguous(array("block_table", block_table))
+        out, lse = _on_pages(face, tokens, cache, columns, numbers, table, cache_seqlens, metadata.plans)
     else:
         if numbers.causal:
             raise InputError("causal with indices: they say which rows a token sees, leave it out")
@@ -137,8 +151,11 @@ def flash_mla_with_kvcache(
         if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
             raise InputError("extra_k_cache and extra_indices_in_kvcache belong together: give both")
         if extra_k_cache is not None:
-            _columns(q, extra_k_cache, "extra_k_cache", head_dim_v)
+            _check_axes("extra_k_cache", extra_k_cache, 4, "(pages, page, heads, head_dim)")
             (cache,) = _without_gradients(face, extra_k_cache=extra_k_cache)
+            if is_packed:
+                cache = face.packed_rows("extra_k_cache", extra_k_cache, q.dtype, None)
+            _columns(q, cache, "extra_k_cache", head_dim_v)
             named = ("extra_indices_in_kvcache", extra_indices_in_kvcache, extra_topk_length)
             more, more_lse = _on_indices(face, tokens, cache, columns, numbers, *named)
             out, lse = merge([out, more], [lse, more_lse])
@@ -153,14 +170,17 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: Optional[Array] = None,
     topk_length: Optional[Array] = None,
-) -> Tuple[A, A, A]:
+    return_max_logits: bool = True,
+) -> Tuple[A, Optional[A], A]:
     """(out, max_logits, lse) of tokens on the rows that `indices` names: the prefill of sparse attention.
 
     q (seqlen_q, heads_q, head_dim), kv (seqlen_k, 1, head_dim), of which the first `d_v` columns are the
     values. `indices`: int32 (seqlen_q, 1, topk), the rows that each token sees; an entry outside of kv names
     none, as do those from `topk_length` (seqlen_q,) on. `attn_sink`: float32 (heads_q,), a logit that joins
     the denominators of out. Returns out (seqlen_q, heads_q, d_v) and two float32 (seqlen_q, heads_q): the
-    largest scaled score of each row, -inf where it sees none, and lse, both without the sink.
+    largest scaled score of each row, -inf where it sees none, and lse, both without the sink. The largest
+    scores take a pass of their own over the rows, several times as long as the rest: without
+    `return_max_logits` None is returned in their place.
     """
     face = face_of(array("q", q))
     _check_axes("q", q, 3, "(seqlen_q, heads_q, head_dim)")
@@ -175,8 +195,25 @@ def flash_mla_sparse_fwd(
     named = ("indices", of_tokens, topk_length)
     out, lse = _on_indices(face, tokens[:, None], rows[:, None], columns, numbers, *named)
     out, lse = _finished(face, out, lse, attn_sink)
-    chosen = face.chosen(of_tokens[:, 0], rows.shape[0], topk_length)
-    return out[:, 0], face.largest_scores(tokens, rows[:, 0], *chosen, numbers.scale), lse[..., 0]
+    largest = None
+    if flag("return_max_logits", return_max_logits):
+        chosen = face.chosen(of_tokens[:, 0], rows.shape[0], topk_length)
+        largest = face.largest_scores(tokens, rows[:, 0], *chosen, numbers.scale)
+    return out[:, 0], largest, lse[..., 0]
+
+
+def _in_numbers(face, q, is_packed, descale_q, descale_k):
+    """q, of codes as numbers."""
+    if not is_packed:
+        for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
+            if value is not None:
+                raise InputError(f"{name} without is_fp8_kvcache: it belongs to codes, leave it out")
+        return q
+    if holds_codes(q):
+        return face.numbers_of(q, descale_q)
+    if descale_q is not None:
+        raise InputError(f"descale_q beside a q of {q.dtype}: it belongs to one of codes, leave it out")
+    return q
 
 
 def _check_axes(name, value, axes, need):
@@ -188,7 +225,9 @@ def _columns(q, cache, name, head_dim_v):
     """The columns of a row that are its value."""
     columns = count("head_dim_v", head_dim_v, 1)
     head_dim = q.shape[-1]
-    if array(name, cache).shape[-1] != head_dim:
+    if holds_codes(cache):
+        raise InputError(f"{name} holds {cache.dtype}: rows of codes need is_fp8_kvcache=True")
+    if cache.shape[-1] != head_dim:
         raise InputError(f"{name} has rows of {cache.shape[-1]} columns and q of {head_dim}: as many")
     if columns > head_dim:
         raise InputError(f"head_dim_v is {columns}: it must be at most {head_dim}, the columns of a row")
@@ -206,6 +245,20 @@ def _without_gradients(face, **arrays):
     return tuple(face.detached(name, value) for name, value in arrays.items())
 
 
+def _on_pages(face, q, cache, columns, numbers, table, used, plans):
+    """(out, lse) of tokens on their sequences' pages."""
+    most = table.shape[1] * cache.shape[1]
+    if _is_unpacked_in_parts(cache, q, table.shape[0] * most):
+        host = face.host(used)
+        if host is not None:
+            check_within_cache("cache_seqlens", host, most)
+            face.check_table(table, host, cache)
+        return _in_parts(face, q, cache, columns, numbers, face.places_of(table, cache), used)
+    cache = _unpacked(cache)
+    extras = extras_of(seqused_k=used, page_table=table, max_seqlen_q=q.shape[1])
+    return face.attention(q, cache[..., columns:], cache[..., :columns], numbers, extras, plans)
+
+
 def _on_indices(face, q, cache, columns, numbers, name, indices, lengths):
     """(out, lse) of each token on the rows of its own: a sequence of one query, with pages of one row."""
     batch, rows, heads, head_dim = q.shape
@@ -215,12 +268,40 @@ def _on_indices(face, q, cache, columns, numbers, name, indices, lengths):
     if lengths is not None:
         lengths_of("topk_length", lengths, batch)
         lengths = face.repeated(lengths, rows)
-    cache = face.rows_of_pages(cache)
-    table, used = face.chosen(indices.reshape(batch * rows, indices.shape[2]), cache.shape[0], lengths)
-    extras = extras_of(seqused_k=used, page_table=table, max_seqlen_q=1)
+    named = indices.reshape(batch * rows, indices.shape[2])
+    table, used = face.chosen(named, cache.shape[0] * cache.shape[1], lengths)
     alone = q.reshape(batch * rows, 1, heads, head_dim)
-    out, lse = face.attention(alone, cache[..., columns:], cache[..., :columns], numbers, extras)
+    if _is_unpacked_in_parts(cache, q, table.shape[0] * table.shape[1]):
+        out, lse = _in_parts(face, alone, cache, columns, numbers, table, used)
+    else:
+        cache, table = face.rows_of_pages(_unpacked(cache), table)
+        extras = extras_of(seqused_k=used, page_table=table, max_seqlen_q=1)
+        out, lse = face.attention(alone, cache[..., columns:], cache[..., :columns], numbers, extras)
     return out.reshape(batch, rows, heads, columns), face.swapped(lse.reshape(batch, rows, heads))
+
+
+def _is_unpacked_in_parts(cache, q, seen):
+    """Whether the rows that sequences see, `seen` in all, are unpacked for each, rather than the cache."""
+    rows = cache.shape[0] * cache.shape[1]
+    is_small = rows <= seen and rows * q.shape[-1] * q.dtype.itemsize <= ROOM
+    return hasattr(cache, "unpacked") and not is_small
+
+
+def _unpacked(cache):
+    return cache.unpacked() if hasattr(cache, "unpacked") else cache
+
+
+def _in_parts(face, q, cache, columns, numbers, places, used):
+    """(out, lse) of sequences whose rows are numbered by `places` (batch, most), some sequences at a time."""
+    most = places.shape[1]
+    step = max(1, ROOM // max(1, most * q.shape[-1] * q.dtype.itemsize))
+    parts = []
+    for part in (slice(at, at + step) for at in range(0, max(1, q.shape[0]), step)):
+        rows = cache.unpacked(places[part])[:, :, None]
+        extras = extras_of(seqused_k=used[part], max_seqlen_q=q.shape[1])
+        keys = rows[..., columns:], rows[..., :columns]
+        parts.append(face.attention(q[part], *keys, numbers, extras))
+    return parts[0] if len(parts) == 1 else tuple(map(face.one_after_another, zip(*parts)))
 
 
 def _finished(face, out, lse, sinks):

@@ -32,11 +32,12 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   'fp8_e4m3' where k and v are uint8 with the bits of e4m3. Gradients raise an error where they are asked for.
   `quantize_kv` makes both.
 - `q_descale`: what a q of float8_e4m3fn beside such k and v is multiplied by, per K/V head: (1,), (heads_kv,)
-  or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32.
+  or (batch, heads_kv). The result is bfloat16 as FlashAttention-3's, of numpy's uint8 float32. On a GPU, of
+  compute capability 9.0, without a soft cap and descales for each row.
 - `qv` (also `q_v`): q's rows of v's columns. Keys are then v followed by k, as in multi-head latent
   attention (MLA): scores are q k^T + qv v^T, and `softmax_scale` is by default 1 / sqrt(head_dim +
-  head_dim_v), FlashAttention-3's; a model has that of its heads before absorption. Without gradients; on the
-  CPU v may have any columns.
+  head_dim_v), FlashAttention-3's; a model has that of its heads before absorption. Without gradients. v may
+  have any columns, on a GPU, of compute capability 9.0, 512.
 - arguments that are accepted at their neutral value only: `sm_margin` 0; `scheduler_metadata`,
   `score_mod_bwd`, `block_sparse_tensors_bwd`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
   `seqlen_k_per_split`, `num_heads_q` and `cp_tot_seqused_k` None; `cp_world_size` 1, `cp_rank` 0. Any other

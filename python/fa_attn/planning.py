@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 from . import _core
 from ._checks import array, check_backward, count, flag, number, offset, one_of, window
+from ._codes import DESCALES, coded
 from ._deprecated import renamed
 from ._faces import face_of
 from ._nvrtc import find_nvrtc
@@ -78,6 +79,9 @@ def problem(
     heads_kv: Optional[int] = None,
     head_dim_v: Optional[int] = None,
     dtype: Any = "bf16",
+    kv_dtype: Any = None,
+    out_dtype: Any = None,
+    descales: Union[str, Mapping[str, str], None] = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
     query_offset: Optional[int] = 0,
@@ -92,26 +96,23 @@ def problem(
     used_q: bool = False,
     used_k: bool = False,
     latent: bool = False,
-    kv_dtype: Any = None,
-    q_descale: Optional[str] = None,
-    k_descale: Optional[str] = None,
-    v_descale: Optional[str] = None,
 ) -> Problem:
     """An attention problem as a dict, checked.
 
-    `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ.
-    `total_q`, `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache;
-    `used_q`, `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as
-    the program `fa` takes them: "32:8", "192:128", "1x8192". `dtype`: f32, f16, bf16 or e4m3 (whose
-    result is bf16), also by the names of numpy and torch or as their types. `kv_dtype`: e4m3 or int8,
-    where k and v are codes beside a q of another type; `k_descale`, `v_descale`: "head", "sequence_head"
-    or "token_head", which values share a descale, as `quantize_kv` has them, None for no descales;
-    `q_descale` of e4m3. `query_offset`: keys by which queries lie right of the bottom-right alignment.
-    `alibi`: "per_head" or "per_sequence_head". `latent`: whether v is the first columns of each key, of
-    which k has the others (MLA); `softmax_scale` is then needed.
+    `seqlen`, or `seqlen_q` and `seqlen_k`: rows of a sequence, upper bounds where lengths differ. `total_q`,
+    `total_k`: rows of packed arrays; `page`, `pages`: rows of a page and pages of the cache; `used_q`,
+    `used_k`: whether lengths in use are given. `heads`, `head_dim` and `seqlen` may be pairs as the program
+    `fa` takes them: "32:8", "192:128" (or "192-128"), "1x8192". `dtype`: f32, f16 or bf16, or e4m3 of q, k and
+    v, also by the names of numpy and torch or as their types; out is then `out_dtype`, bf16 unless said.
+    `kv_dtype`: e4m3 or int8 of k and v alone. `descales`: what shares a descale of 8 bits, "none", "head",
+    "sequence_head" or, of k and v, "token_head": one for all, or a dict by "q", "k" and "v". `query_offset`: keys by which queries lie right of the bottom-right alignment.
+    `alibi`: "per_head" or "per_sequence_head". `latent`: whether v is the first columns of each key, of which
+    k has the others (MLA); `softmax_scale` is then needed.
     """
     left, right = window(window_size)
     heads, heads_kv = _pair("heads", heads, ":", "heads_kv", heads_kv)
+    if isinstance(head_dim, str):
+        head_dim = head_dim.replace("-", ":", 1)
     head_dim, head_dim_v = _pair("head_dim", head_dim, ":", "head_dim_v", head_dim_v)
     if isinstance(seqlen, str):
         if seqlen_q is not None:
@@ -143,14 +144,14 @@ def problem(
             raise _core.InputError(f"{name} is {value}: it must be finite")
         fields[name] = value if name == "softmax_scale" else value or None
     fields["mask"] = {**sides, "offset": offset("query_offset", query_offset)}
-    fields["dtype"] = _dtype("dtype", dtype, (*_NAMES, "e4m3"))
-    if fields["dtype"] == "e4m3":
-        fields["out_dtype"] = "bf16"
+    fields["dtype"] = _dtype("dtype", dtype, (*_COMPUTED, "e4m3"))
+    is_fp8 = fields["dtype"] == "e4m3"
     if kv_dtype is not None:
-        fields["kv_dtype"] = _dtype("kv_dtype", kv_dtype, (*_NAMES, *_CODES))
-    for name, form in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if form is not None:
-            fields[name] = one_of(name, form, ("head", "sequence_head", "token_head"))
+        fields["kv_dtype"] = _dtype("kv_dtype", kv_dtype, (*_COMPUTED, *_CODES))
+    if is_fp8 or out_dtype is not None:
+        fields["out_dtype"] = _dtype("out_dtype", "bf16" if out_dtype is None else out_dtype, _COMPUTED)
+    if descales is not None:
+        fields.update(_descales(descales, is_fp8))
     fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
     for name, value in (
         ("used_q", used_q),
@@ -160,6 +161,24 @@ def problem(
     ):
         fields[name] = flag(name, value)
     return Problem(json.loads(_core.problem(json.dumps(fields))))
+
+
+def _descales(descales, is_fp8):
+    """The forms of descales as fields of a problem."""
+    sides = ("q", "k", "v") if is_fp8 else ("k", "v")
+    if isinstance(descales, str):
+        of_q = "head" if descales == "token_head" else descales
+        descales = {side: of_q if side == "q" else descales for side in sides}
+    if not isinstance(descales, Mapping):
+        raise _core.InputTypeError(f"descales is {short(descales)}: it must be a form, or a dict of forms")
+    for side in descales:
+        one_of("a key of descales", side, ("q", "k", "v"))
+    return {
+        f"{side}_descale": one_of(f"descales[{side!r}]", form, _FORMS) for side, form in descales.items()
+    }
+
+
+_FORMS = ("none", "head", "sequence_head", "token_head")
 
 
 def _pair(name, value, between, second_name, second):
@@ -181,18 +200,17 @@ _NAMES = {
     "f32": ("f32", "float32", "float", "fp32", "single"),
     "f16": ("f16", "float16", "half", "fp16"),
     "bf16": ("bf16", "bfloat16"),
+    "e4m3": ("e4m3", "float8_e4m3fn", "fp8", "fp8_e4m3"),
+    "int8": ("int8",),
 }
+_COMPUTED, _CODES = ("f32", "f16", "bf16"), ("e4m3", "int8")
 
 
-# The types of arrays of codes; numpy has bytes in place of e4m3.
-_CODES = {"e4m3": ("e4m3", "float8_e4m3fn", "fp8", "fp8_e4m3", "uint8"), "int8": ("int8",)}
-
-
-def _dtype(argument, value, of):
-    """The type by its name here, from its name or type in another library, among those of `of`."""
+def _dtype(argument, value, known):
+    """The type by its name here, from its name or type in another library."""
     name = value if isinstance(value, str) else getattr(value, "__name__", str(value)).rpartition(".")[2]
-    found = next((own for own, names in {**_NAMES, **_CODES}.items() if name.lower() in names), None)
-    return one_of(argument, value if found is None else found, of)
+    found = next((own for own, names in _NAMES.items() if name.lower() in names), None)
+    return one_of(argument, value if found is None else found, known)
 
 
 # More than any sequence has.
@@ -310,7 +328,8 @@ class Kernels:
 
     `device`: "cpu", "cuda" or "cuda:1". `forward` and `backward` take arrays of the problem's shapes, and by
     name the other arrays that the problem has: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
-    alibi_slopes, sinks, q_descale, k_descale, v_descale.
+    alibi_slopes, sinks, and of 8 bits q_descale, k_descale, v_descale. k and v of 8 bits are float8_e4m3fn
+    (or the bytes, uint8) or int8.
     """
 
     @renamed(given="problem")
@@ -331,9 +350,9 @@ class Kernels:
         self.report: Dict[str, Dict[str, Any]] = {
             "forward": json.loads(_core.bind(text, False, False, ordinal))
         }
-        # Keys in pages, latents and codes have no gradients.
-        has_none = (self.problem.get(name) for name in ("page", "latent", "kv_dtype", "out_dtype"))
-        has_gradients = not any(has_none)
+        # Keys in pages, latents and 8 bits have no gradients.
+        self._codes = self.problem.get("kv_dtype") or {"e4m3": "e4m3"}.get(self.problem["dtype"])
+        has_gradients = self._codes is None and not any(map(self.problem.get, ("page", "latent")))
         is_wanted = has_gradients if backward is None else flag("backward", backward)
         if is_wanted:
             self.report["backward"] = json.loads(_core.bind(text, True, self.deterministic, ordinal))
@@ -347,8 +366,6 @@ class Kernels:
             self.deterministic,
             mask.get("offset", 0),
             self.problem.get("latent", False),
-            self.problem.get("kv_dtype", "e4m3" if self.problem["dtype"] == "e4m3" else None),
-            self.problem.get("out_dtype"),
         )
 
     def __repr__(self) -> str:
@@ -392,9 +409,9 @@ class Kernels:
         for name, have in (("q", q), ("k", k), ("v", v)):
             if tuple(have.shape) != need[name]:
                 raise _core.InputError(f"{name} has the shape {tuple(have.shape)}: bound is {need[name]}")
-        of_kv = bound.get("kv_dtype", bound["dtype"])
-        for name, x, own in (("q", q, bound["dtype"]), ("k", k, of_kv), ("v", v, of_kv)):
-            if str(x.dtype).rpartition(".")[2] not in {**_NAMES, **_CODES}[own]:
+        for name, x, own in (("q", q, bound["dtype"]), ("k", k, self._codes), ("v", v, self._codes)):
+            held = str(x.dtype).rpartition(".")[2]
+            if own is not None and held not in _NAMES[own] and (own, held) != ("e4m3", "uint8"):
                 raise _core.InputError(f"{name} holds {x.dtype}: bound is {own}")
         if hasattr(q, "__dlpack_device__"):
             try:
@@ -412,10 +429,34 @@ class Kernels:
     @with_options
     def forward(self, q: A, k: A, v: A, **tensors: Unpack[ExtraTensors]) -> Tuple[A, A]:
         """(out, lse)."""
-        extras, face = self._extras(q, k, v, tensors), face_of(q)
-        if self._options.kv_dtype is not None:
-            q, k, v = map(face.bits, (q, k, v))
-        return face.attention(q, k, v, self._options, extras)
+        extras, options = self._extras(q, k, v, tensors), self._options
+        if self._codes is not None:
+            asked = {"e4m3": "fp8_e4m3", "int8": "int8"}[self._codes]
+            face = face_of(q)
+            q, k, v, tensors, options = coded(
+                q, k, v, tensors, options, asked, tensors.get("cu_seqlens_q"), is_cache=True
+            )
+            own = self.problem.get("out_dtype")
+            if options.out_dtype != own:
+                raise _core.InputError(f"q of {type(q).__name__} gives {options.out_dtype}: bound is {own}")
+            extras = self._descaled(tensors, extras)
+            return face.attention(q, k, v, options, extras)
+        return face_of(q).attention(q, k, v, options, extras)
+
+    def _descaled(self, tensors, extras):
+        """Extras with descales as `coded` leaves them, in the forms that are bound."""
+        bound = self.problem
+        heads = bound["heads_kv"]
+        rows = [bound["batch"], bound["seqlen_k"]] if "total_k" not in bound else [bound["total_k"]]
+        if "page" in bound:
+            rows = [bound["pages"], bound["page"]]
+        shapes = {"head": (heads,), "sequence_head": (bound["batch"], heads), "token_head": (*rows, heads)}
+        given = {name: tensors[name] for name in DESCALES if tensors.get(name) is not None}
+        for name, x in given.items():
+            need = shapes[bound[name]]
+            if tuple(x.shape) != need:
+                raise _core.InputError(f"{name} has the shape {tuple(x.shape)}: bound is {need}")
+        return extras if extras is None else extras._replace(**given)
 
     @with_options
     def backward(

@@ -19,6 +19,7 @@ from ._torch_caches import append, cast_to_cache, host, merge, without_padding
 from ._torch_latents import chosen, largest_scores, repeated, rows_of_pages, sunk, without_blind
 from ._torch_memory import (
     FLOAT,
+    are_whole_rows,
     autocast,
     check_extras,
     check_tensor,
@@ -32,9 +33,9 @@ from ._torch_memory import (
     is_transforming,
     may_overlap,
     new_gradients,
+    on_whole_rows,
     out_shape,
     out_type,
-    pad,
     rows_of,
     stream_of,
 )
@@ -42,6 +43,7 @@ from ._torch_memory import (
     detached as detached_extras,
 )
 from ._torch_operators import by_operator
+from ._torch_packed_rows import check_table, numbers_of, packed_rows, places_of
 from ._torch_programs import attention_with, narrow, packed_bits
 from ._torch_passes import (
     Attention,
@@ -60,6 +62,7 @@ __all__ = [
     "bits",
     "cast_to_cache",
     "check",
+    "check_table",
     "chosen",
     "codes",
     "contiguous",
@@ -75,8 +78,12 @@ __all__ = [
     "largest_scores",
     "lends",
     "merge",
+    "numbers_of",
+    "one_after_another",
     "out_of_codes",
     "packed_attention",
+    "packed_rows",
+    "places_of",
     "refuse_gradient",
     "refused",
     "repeated",
@@ -110,7 +117,7 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
     if dtype is FLOAT or k.dtype is not dtype or v.dtype is not dtype:
         q, k, v = autocast(q, k, v)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    is_padded = q.is_cuda and (head_dim % 8 or head_dim_v % 8) and not options.latent
+    is_padded = q.is_cuda and not are_whole_rows(k, head_dim, head_dim_v)
     if out is not None:
         _check_out(out, q, k, v, options, extras)
         if as_operator or mods is not None or not is_aligned(out) or is_padded:
@@ -119,11 +126,7 @@ def attention(q, k, v, options, extras, plans=None, *, out=None, division=None, 
             )
             return out.copy_(made), lse
     if is_padded:
-        # Kernels read rows of multiples of 8 elements; FlashAttention pads in the same way.
-        if options.scale is None:
-            options = options._replace(scale=head_dim**-0.5)
-        columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
-        q, k, v = pad(q, columns), pad(k, columns), pad(v, columns_v)
+        q, k, v, options = on_whole_rows(q, k, v, options)
         out, lse = attention(
             q, k, v, options, extras, plans, division=division, wants_lse=wants_lse, mods=mods
         )
@@ -346,6 +349,11 @@ def stored(values, out):
 
 def unstack(tensor, axis):
     return tensor.unbind(axis)
+
+
+def one_after_another(tensors):
+    """Tensors joined along their first axis."""
+    return torch.cat(tensors)
 
 
 def side_by_side(*tensors):

@@ -210,6 +210,8 @@ def test_refusals_name_the_arguments():
 
     wrong, unsupported = fa_attn.InputError, fa_attn.UnsupportedError
     refused(unsupported, "is_fp8_kvcache", call, q, cache, table, used, LATENT, is_fp8_kvcache=True)
+    codes = q.astype(np.uint8)
+    refused(unsupported, "is_fp8_kvcache", call, codes, cache, table, used, LATENT, is_fp8_kvcache=True)
     refused(wrong, "num_splits", call, q, cache, table, used, LATENT, None, 3)
     kind = fa_attn.InputTypeError
     refused(kind, "tile_scheduler_metadata is ndarray", call, q, cache, table, used, LATENT, used)

@@ -35,59 +35,6 @@ def test_names_of_other_libraries_and_of_the_program_are_taken():
         assert fa_attn.plan(problem, arch=name, limit=1)["arch"] == arch
 
 
-def test_problems_of_8_bits():
-    of_cache = fa_attn.problem(
-        2, "1x900", "32:8", 128, kv_dtype="fp8_e4m3", k_descale="token_head", v_descale="head"
-    )
-    assert (of_cache["dtype"], of_cache["kv_dtype"], of_cache["k_descale"]) == ("bf16", "e4m3", "token_head")
-    assert "bf16 on e4m3" in repr(of_cache) and "k_descale token_head" in repr(of_cache)
-    fp8 = fa_attn.problem(2, 900, 8, 128, dtype="float8_e4m3fn", q_descale="sequence_head")
-    assert (fp8["dtype"], fp8["out_dtype"], fp8["q_descale"]) == ("e4m3", "bf16", "sequence_head")
-    assert fa_attn.problem(1, 8, kv_dtype=np.int8)["kv_dtype"] == "int8"
-    for problem, arch, part in (
-        (of_cache, "sm90", "sm90_fwd-bf16-e4m3kv"),
-        (of_cache, "sm80", "sm80_fwd-bf16-e4m3kv"),
-        (fp8, "sm90", "sm90_fwd_fp8-e4m3"),
-    ):
-        assert part in str(fa_attn.plan(problem, arch, limit=1))
-    for problem, arch, part in (
-        (of_cache, "sm100", "no kernel of this family reads K and V in e4m3"),
-        (fp8, "sm100", "the forward of sm90 computes in them"),
-        (fp8, "sm80", "the forward of sm90 computes in them"),
-    ):
-        with pytest.raises(fa_attn.UnsupportedError, match=part):
-            fa_attn.plan(problem, arch)
-    for given, part in (
-        (dict(dtype="int8"), "dtype is 'int8': it must be one of"),
-        (dict(k_descale="tensor"), "k_descale is 'tensor': it must be one of 'head'"),
-        (dict(k_descale="head"), "k_descale"),
-        (dict(dtype="e4m3", q_descale="token_head"), "q_descale"),
-        (dict(kv_dtype="fp8_e5m2"), "kv_dtype is 'fp8_e5m2'"),
-    ):
-        with pytest.raises(fa_attn.InputError, match=part):
-            fa_attn.problem(1, 8, **given)
-
-
-def test_kernels_of_codes():
-    (q, k) = arrays(5, (2, 3, 4, 16), (2, 9, 2, 16))
-    for kind in ("e4m3", "int8"):
-        codes, descale = fa_attn.quantize_kv(k, kind)
-        problem = fa_attn.problem(
-            2, "3x9", "4:2", 16, dtype="f32", kv_dtype=kind, k_descale="head", v_descale="head"
-        )
-        kernels = fa_attn.Kernels(problem)
-        assert list(kernels.report) == ["forward"]
-        out, lse = kernels.forward(q, codes, codes, k_descale=descale, v_descale=descale)
-        values = fa_attn.dequantize_kv(codes, descale)
-        want, want_lse = fa_attn.flash_attn_func(q, values, values, return_lse=True)
-        close(out, want)
-        close(lse, want_lse)
-        with pytest.raises(fa_attn.InputError, match=f"k holds float32: bound is {kind}"):
-            kernels.forward(q, k, codes, k_descale=descale, v_descale=descale)
-        with pytest.raises(fa_attn.InputError, match="k_descale: missing"):
-            kernels.forward(q, codes, codes, v_descale=descale)
-
-
 def test_plans_are_those_of_the_command_line():
     problem = fa_attn.problem(2, 4096, heads=32, heads_kv=8, head_dim=128, causal=True)
     found = fa_attn.plan(problem, mode="both", limit=3)
@@ -112,6 +59,102 @@ def test_plans_are_those_of_the_command_line():
         fa_attn.plan({**problem, "dtype": "f32"})
     with pytest.raises(fa_attn.InputError, match="mode"):
         fa_attn.plan(problem, mode="forward")
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "kernel"),
+    [
+        (dict(kv_dtype="int8"), {"kv_dtype": "int8"}, "sm90_fwd-bf16-int8kv-hd128"),
+        (
+            dict(kv_dtype="float8_e4m3fn", descales="token_head", page=16, pages=4096),
+            {"kv_dtype": "e4m3", "k_descale": "token_head", "v_descale": "token_head"},
+            "sm90_fwd-bf16-e4m3kv-hd128-full-varlen-paged",
+        ),
+        (
+            dict(kv_dtype="e4m3", descales={"k": "head", "v": "none"}),
+            {"kv_dtype": "e4m3", "k_descale": "head"},
+            "sm90_fwd-bf16-e4m3kv-hd128",
+        ),
+        (
+            dict(dtype="fp8", descales="sequence_head"),
+            {"dtype": "e4m3", "out_dtype": "bf16", "q_descale": "sequence_head"},
+            "sm90_fwd_fp8-e4m3-hd128",
+        ),
+        (
+            dict(head_dim="576-512", heads="128:1", latent=True, softmax_scale=0.1),
+            {"latent": True, "head_dim": 576, "head_dim_v": 512},
+            "sm90_wide-bf16-hd576-512",
+        ),
+    ],
+)
+def test_eight_bits_and_latents_are_planned(options, fields, kernel):
+    asked = {"seqlen": "1x4096", "heads": "32:8", "head_dim": 128, **options}
+    problem = fa_attn.problem(8, **asked)
+    assert {name: problem.get(name) for name in fields} == fields
+    found = fa_attn.plan(problem, limit=1)["forward"]["plans"][0]
+    assert found["spec"].name.startswith(kernel), found["spec"].name
+    for name in set(fields) & {"kv_dtype", "out_dtype", "k_descale"}:
+        assert str(fields[name]) in repr(problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (dict(kv_dtype="e5m2"), "kv_dtype is 'e5m2'"),
+        (dict(kv_dtype="int8", descales="row"), "'row'"),
+        (dict(kv_dtype="int8", descales={"x": "head"}), "'x'"),
+        (dict(descales="head"), "k_descale with K and V in bf16"),
+        (dict(dtype="e4m3", descales={"q": "token_head"}), "q_descale is token_head"),
+        (dict(dtype="e4m3", out_dtype="e4m3"), "out_dtype is 'e4m3'"),
+        (dict(dtype="e4m3", kv_dtype="int8"), "kv_dtype is int8 and dtype is e4m3"),
+        (dict(latent=True, head_dim="64-32"), "softmax_scale"),
+    ],
+)
+def test_eight_bits_that_are_no_problem_are_named(options, fault):
+    with pytest.raises(fa_attn.InputError, match=fault):
+        fa_attn.problem(1, 8, **options)
+
+
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("form", ["head", "sequence_head", "token_head"])
+def test_kernels_of_eight_bit_caches(kv_dtype, form):
+    problem = fa_attn.problem(
+        2, "5x40", heads="4:2", head_dim=32, dtype="f32", kv_dtype=kv_dtype, descales=form, causal=True
+    )
+    kernels = fa_attn.Kernels(problem)
+    assert list(kernels.report) == ["forward"]
+    q, k, v = arrays(3, (2, 5, 4, 32), (2, 40, 2, 32), (2, 40, 2, 32))
+    (k8, k_descale), (v8, v_descale) = (fa_attn.quantize_kv(x, kv_dtype, per=form) for x in (k, v))
+    per_sequence = {"sequence_head": (2, 2)}.get(form, k_descale.shape)
+    k_descale, v_descale = (x.reshape(per_sequence) for x in (k_descale, v_descale))
+    out, lse = kernels.forward(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
+    k, v = fa_attn.dequantize_kv(k8, k_descale), fa_attn.dequantize_kv(v8, v_descale)
+    for at in range(2):
+        want, want_lse, _ = reference.attention(q[at], k[at], v[at], causal=True)
+        close(out[at], want)
+        close(lse[at], want_lse)
+    with pytest.raises(fa_attn.InputError, match="^k_descale: missing"):
+        kernels.forward(q, k8, v8, v_descale=v_descale)
+    with pytest.raises(fa_attn.InputError, match="^k holds float32: bound is"):
+        kernels.forward(q, k, v8, k_descale=k_descale, v_descale=v_descale)
+    for bad in (-1.0, np.inf, np.nan):
+        wrong = k_descale.copy()
+        wrong.flat[1] = bad
+        with pytest.raises(fa_attn.InputError, match=r"k_descale\[1\] = .*finite number of 0 or more"):
+            kernels.forward(q, k8, v8, k_descale=wrong, v_descale=v_descale)
+
+
+def test_kernels_of_eight_bits():
+    problem = fa_attn.problem(1, 20, heads="4:2", head_dim=32, dtype="e4m3", out_dtype="f32", descales="head")
+    kernels = fa_attn.Kernels(problem)
+    x = arrays(5, (1, 20, 4, 32), (1, 20, 2, 32), (1, 20, 2, 32))
+    codes = [fa_attn.quantize_kv(own, "e4m3", descale=np.float32([0.01]))[0] for own in x]
+    descale = np.float32([0.01, 0.01])
+    out, _ = kernels.forward(*codes, q_descale=descale, k_descale=descale, v_descale=descale)
+    q, k, v = (fa_attn.dequantize_kv(own, np.float32([0.01])) for own in codes)
+    close(out[0], reference.attention(q[0], k[0], v[0])[0])
+    with pytest.raises(fa_attn.InputError, match="bound is"):
+        kernels.forward(*codes, q_descale=descale[None], k_descale=descale, v_descale=descale)
 
 
 def test_kernels_are_bound_once():

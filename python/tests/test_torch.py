@@ -12,6 +12,8 @@ from torch_cases import close, definition, needs_gpu, on, same_gradients, tensor
 
 import fa_attn  # noqa: E402
 import fa_attn.torch  # noqa: E402, F401 - its operators
+from fa_attn._options import NO_EXTRAS, call_options  # noqa: E402
+from fa_attn._torch_schemas import flat as arguments_of  # noqa: E402
 
 
 MASKS = [dict(), dict(causal=True), dict(window_size=(17, 9)), dict(causal=True, window_size=(30, -1))]
@@ -170,9 +172,8 @@ def test_strides_and_expanded_gradients(device, dtype):
 def test_operators_and_compile(device, dtype):
     q, k, v = tensors(device, dtype, (2, 48, 4, 64), (2, 48, 2, 64), (2, 48, 2, 64))
     (sinks,) = tensors(device, torch.float32, (4,))
-    nothing = (None,) * 6
-    options = (None, True, -1, -1, 0.0, False, 3, False, None, None)
-    arguments = (q, k, v, *nothing, sinks, None, None, None, 0, 0, *options)
+    options = call_options(None, True, (-1, -1), 0.0, False, 3)
+    arguments = (q, k, v, *NO_EXTRAS._replace(sinks=sinks), *arguments_of(options))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     rounding = dict(atol=1e-2, rtol=1e-2) if dtype != torch.float32 else {}
     torch.library.opcheck(torch.ops.fa_attn.forward, arguments, test_utils=tests, **rounding)

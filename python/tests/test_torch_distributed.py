@@ -147,6 +147,30 @@ def test_checkpoints_run_it_again():
     near(over_ranks(again, whole, "zigzag"), over_ranks(distributed.attention, whole, "zigzag"), exact=True)
 
 
+@ranks(3)
+def test_decoding_merges_what_ranks_hold():
+    q, k, v, _ = tensors(48)
+    own_k, own_v = (distributed.shard(x, layout="contiguous") for x in (k, v))
+    for rows, causal in ((1, True), (4, True), (4, False), (20, True)):
+        last = q[:, -rows:].contiguous()
+        out, lse = distributed.decode_attention(last, own_k, own_v, causal=causal, return_lse=True)
+        want, want_lse, _ = fa_attn.flash_attn_func(last, k, v, causal=causal, return_attn_probs=True)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=2e-6)
+    # A short sequence has no keys on the later ranks.
+    used = [[16, 5, 3][dist.get_rank()], [9, 0, 0][dist.get_rank()]]
+    used = torch.tensor(used, dtype=torch.int32)
+    out = distributed.decode_attention(q[:, :1], own_k, own_v, cache_seqlens=used)
+    for at, keys in enumerate(([*range(21), 32, 33, 34], range(9))):
+        one = slice(at, at + 1)
+        want = fa_attn.flash_attn_func(q[one, :1], k[one, list(keys)], v[one, list(keys)])
+        torch.testing.assert_close(out[one], want, rtol=1e-5, atol=2e-6)
+    with pytest.raises(fa_attn.UnsupportedError, match="with 4 causal queries"):
+        distributed.decode_attention(q[:, :4], own_k, own_v, cache_seqlens=used)
+    with pytest.raises(fa_attn.UnsupportedError, match="gradients of decode_attention"):
+        distributed.decode_attention(q[:, :1].requires_grad_(), own_k, own_v)
+
+
 @ranks(2)
 def test_context_parallel_replaces_scaled_dot_product_attention():
     q, k, v, _ = (x.transpose(1, 2).contiguous() for x in tensors(32))
@@ -160,6 +184,12 @@ def test_context_parallel_replaces_scaled_dot_product_attention():
     assert torch.nn.functional.scaled_dot_product_attention is plain
     assert torch.equal(buffers[0], q)
     torch.testing.assert_close(distributed.unshard(out, 2), want, rtol=1e-4, atol=2e-5)
+    for dims, part in (([2, 3], "axis 3 has 15 rows"), ([2, 4], "axis 4 of a tensor of 4 axes")):
+        odd = k[..., :15].clone()
+        with pytest.raises(fa_attn.InputError, match=part):
+            with distributed.context_parallel(None, buffers=[buffers[0], odd], buffer_seq_dims=dims):
+                pass
+        assert torch.equal(buffers[0], q) and torch.equal(odd, k[..., :15])
 
 
 @ranks(2)
@@ -178,6 +208,25 @@ def test_what_is_not_computed_is_refused_by_name():
         distributed.attention(q, k, v, stages=3)
     with pytest.raises(fa_attn.InputError, match="layout is 'striped'"):
         distributed.attention(q, k, v, layout="striped")
+    with pytest.raises(fa_attn.InputError, match="7 rows, which 2 chunks"):
+        distributed.ulysses_attention(q[:, :7], k[:, :7], v[:, :7], layout="zigzag")
+    three, one = torch.zeros(1, 8, 3, 8), torch.zeros(1, 8, 1, 8)
+    for heads in ((three, k, v), (q, k, one), (q, one[:, :, :0], one)):
+        for call in (distributed.attention, distributed.ulysses_attention, distributed.decode_attention):
+            with pytest.raises(fa_attn.InputError, match="a divisor of q's"):
+                call(*heads)
+    for call in (distributed.attention, distributed.decode_attention):
+        with pytest.raises(fa_attn.InputError, match="of the type ndarray: it must be a torch tensor"):
+            call(q.numpy(), k.numpy(), v.numpy())
+    with pytest.raises(fa_attn.InputError, match="window_size is 3: it must be"):
+        distributed.attention(q, k, v, window_size=3)
+    with pytest.raises(fa_attn.InputError, match="group is of the type str"):
+        distributed.shard(q, group="all")
+    first = dist.new_group([0])
+    if dist.get_rank() == 1:
+        for call in (distributed.shard, distributed.unshard):
+            with pytest.raises(fa_attn.InputError, match="no rank of group"):
+                call(q, group=first)
     with pytest.raises(fa_attn.UnsupportedError, match="3 query heads and 3 K/V heads over 2 ranks"):
         distributed.ulysses_attention(*[torch.zeros(1, 8, 3, 8)] * 3)
 

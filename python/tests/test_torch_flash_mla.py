@@ -2,9 +2,15 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa_attn
-from fa_attn import flash_mla
+import fa_attn.torch  # its operators
+from fa_attn import _torch_latents, _torch_packed_rows, flash_mla
+from fa_attn._options import NO_EXTRAS, call_options
+from fa_attn._torch_memory import are_whole_rows, on_whole_rows
+from fa_attn._torch_schemas import flat
 
 SCALE = 192**-0.5
 
@@ -51,7 +57,7 @@ def close(got, want, room):
     assert got.shape == want.shape
     both = torch.isfinite(want)
     assert (torch.isfinite(got) == both).all()
-    assert (got.double() - want)[both].abs().max() <= room
+    assert ((got.double() - want)[both].abs() <= room).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -127,9 +133,8 @@ def test_a_second_query_on_the_values():
 
 def test_operators_take_latent_problems():
     q, qv, k, v = qkv()
-    # Scale, causal, window, soft cap, deterministic, offset, latent, codes and the type of out.
-    options = (0.2, True, -1, -1, 0.0, False, 0, True, None, None)
-    arguments = (torch.cat([qv, q], -1), k, v, *(None,) * 10, 0, 0, *options)
+    options = call_options(0.2, True, (-1, -1), 0.0, False)._replace(latent=True)
+    arguments = (torch.cat([qv, q], -1), k, v, *NO_EXTRAS, *flat(options))
     torch.library.opcheck(torch.ops.fa_attn.forward, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
@@ -160,3 +165,336 @@ def test_a_compiled_step_serves_changing_lengths():
         want, want_lse = reference(q, cache, table, lengths, 512, SCALE, True)
         close(out, want, 2e-6)
         close(lse, want_lse, 1e-4)
+
+
+def test_rows_are_read_where_they_lie():
+    """Rows of single pages: those of one layer among several are a view, others a copy."""
+    layers = torch.arange(5 * 3 * 4 * 8.0).view(5, 3, 4, 1, 8)
+    numbers = torch.tensor([[19, 0, 7]], dtype=torch.int32)
+    padded = torch.nn.functional.pad(layers[:, 1], (0, 2))[..., :8]
+    odd = torch.arange(5 * 36.0).as_strided((5, 4, 1, 8), (36, 8, 8, 1))
+    for cache, is_copied in ((layers[:, 1], False), (layers[:, 0].contiguous(), False), (padded, False)):
+        rows, table = _torch_latents.rows_of_pages(cache, numbers)
+        assert (rows.data_ptr() != cache.data_ptr()) is is_copied
+        assert torch.equal(rows[table[0].long()][:, 0], cache.reshape(20, 1, 8)[numbers[0].long()])
+        assert table.dtype is torch.int32
+    # Pages at distances that are no multiple of a row's.
+    rows, table = _torch_latents.rows_of_pages(odd, numbers)
+    assert rows.is_contiguous() and torch.equal(rows[19, 0, 0], odd[4, 3, 0])
+
+
+def test_entries_that_name_rows_come_first():
+    indices = torch.tensor([[-1, 5, 9, 2, 10, 0], [3, -7, 2147480000, 1, 3, 4]], dtype=torch.int32)
+    table, used = _torch_latents.chosen(indices, 10, None)
+    assert used.tolist() == [4, 4] and used.dtype is table.dtype is torch.int32 and table.is_contiguous()
+    assert [row[:n] for row, n in zip(table.tolist(), used)] == [[5, 9, 2, 0], [3, 1, 3, 4]]
+    table, used = _torch_latents.chosen(indices.long(), 10, torch.tensor([3, 9]))
+    assert [row[:n] for row, n in zip(table.tolist(), used)] == [[5, 9], [3, 1, 3, 4]]
+
+
+@pytest.mark.parametrize("room", [1, 1 << 28])
+def test_the_largest_scores_of_any_number_of_tokens(room, monkeypatch):
+    monkeypatch.setattr(_torch_latents, "ROOM", room)
+    torch.manual_seed(3)
+    q, kv = torch.randn(5, 4, 24), torch.randn(9, 1, 24)
+    kv[0] = torch.nan
+    indices = torch.randint(-2, 12, (5, 1, 7), dtype=torch.int32).masked_fill_(torch.rand(5, 1, 7) < 0.3, -1)
+    indices[indices == 0], indices[2] = 3, -1
+    out, most, lse = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.3, 16)
+    for token, named in enumerate(indices[:, 0].tolist()):
+        keys = kv[[i for i in named if 0 <= i < 9], 0]
+        want = (q[token] @ keys.T * 0.3).amax(-1) if len(keys) else torch.full((4,), -torch.inf)
+        torch.testing.assert_close(most[token], want)
+    same = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.3, 16, return_max_logits=False)
+    assert same[1] is None and torch.equal(same[0], out) and torch.equal(same[2], lse)
+
+
+def packed(rows, width, seed=5):
+    """(a cache of bytes of the rows (pages, page, columns), what they stand for in f64, a descale)."""
+    pages, page, columns = rows.shape
+    codes, group = {656: (512, 128), 584: (448, 64), 576: (576, 576)}[width]
+    groups = rows[..., :codes].unflatten(-1, (-1, group))
+    scales = torch.exp2((groups.abs().amax(-1) / 448).clamp_min(1e-4).log2().ceil())
+    if width == 576:
+        scales = scales.amax() * torch.ones_like(scales) * 0.75
+    values = (groups / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    turned = rows[..., codes:].bfloat16()
+    exact = (values.double() * scales[..., None].double()).flatten(-2)
+    exact = torch.cat([exact, turned.double()], -1)
+    values = values.flatten(-2).view(torch.uint8)
+    if width == 656:
+        parts = [values, scales.contiguous().view(torch.uint8), turned.contiguous().view(torch.uint8)]
+        # Pages with a row behind them that is nobody's.
+        cache = torch.full((pages, page + 1, width), 255, dtype=torch.uint8)[:, :page]
+        cache[:] = torch.cat(parts, -1)
+        return cache[:, :, None], exact, None
+    if width == 576:
+        return values[:, :, None], exact, scales.flatten()[:1].clone()
+    of_rows = torch.cat([values, turned.contiguous().view(torch.uint8)], -1).flatten(1)
+    exponents = (scales.log2() + 127).to(torch.uint8)
+    exponents = torch.nn.functional.pad(exponents, (0, 1), value=255).flatten(1)
+    room = -(-page * width // 576) * 576
+    cache = torch.full((pages, room), 255, dtype=torch.uint8)[:, : page * width]
+    cache[:] = torch.cat([of_rows, exponents], -1)
+    return cache.view(pages, page, 1, width), exact, None
+
+
+@pytest.mark.parametrize("room", [1 << 14, 1 << 28])
+@pytest.mark.parametrize("dtype, most_apart", [(torch.bfloat16, 2e-2), (torch.float32, 3e-6)])
+@pytest.mark.parametrize("width", [656, 584, 576])
+def test_rows_of_codes(width, dtype, most_apart, room, monkeypatch):
+    monkeypatch.setattr(flash_mla, "ROOM", room)
+    torch.manual_seed(4)
+    columns = 512 if width == 584 else 576
+    page, pages, used = 7, 9, torch.tensor([20, 0, 37], dtype=torch.int32)
+    cache, exact, descale = packed(torch.randn(pages, page, columns) * torch.rand(pages, page, 1), width)
+    table = torch.full((3, 6), 2147480000, dtype=torch.int32)
+    table[0, :3], table[2, :6] = torch.tensor([4, 0, 7]), torch.tensor([8, 1, 2, 3, 5, 6])
+    q = torch.randn(3, 2, 5, columns).to(dtype)
+    call = dict(softmax_scale=0.05, is_fp8_kvcache=True, descale_k=descale)
+    # As numbers of q's type, which is all that is rounded.
+    numbers = exact.to(dtype).double()[:, :, None]
+    for causal in (False, True):
+        out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, used, 512, causal=causal, **call)
+        assert out.dtype is dtype
+        want, want_lse = reference(q, numbers, table, used, 512, 0.05, causal)
+        close(out, want, most_apart)
+        close(lse, want_lse, 1e-4)
+    as_codes = cache.view(torch.float8_e4m3fn)
+    indices = torch.randint(0, pages * page, (3, 2, 11), dtype=torch.int32)
+    indices[:, :, 2], indices[1, 1], indices[0, 0, 5] = -1, -1, pages * page
+    sinks, lengths = torch.randn(5), torch.tensor([11, 4, 9], dtype=torch.int32)
+    named = dict(indices=indices, topk_length=lengths, attn_sink=sinks)
+    out, lse = flash_mla.flash_mla_with_kvcache(q, as_codes, None, None, 512, **named, **call)
+    flat_rows = numbers.reshape(-1, columns)
+    for b in range(3):
+        for i in range(2):
+            mine = [n for n in indices[b, i, : lengths[b]].tolist() if 0 <= n < pages * page]
+            scores = q[b, i].double() @ flat_rows[mine].T * 0.05
+            own = torch.logsumexp(scores, -1)
+            close(lse[b, :, i], own.masked_fill(own == -torch.inf, torch.inf), 1e-4)
+            weights = torch.exp(scores - own[:, None]) * torch.sigmoid(own - sinks)[:, None]
+            close(out[b, i], weights @ flat_rows[mine, :512], most_apart)
+    if width == 576:
+        return
+    # Half of them in a second cache.
+    both, both_lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, softmax_scale=0.05, is_fp8_kvcache=True, indices=indices[:, :, :6],
+        extra_k_cache=cache, extra_indices_in_kvcache=indices[:, :, 6:],
+    )  # fmt: skip
+    one, one_lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, softmax_scale=0.05, is_fp8_kvcache=True, indices=indices
+    )
+    close(both, one.double(), most_apart)
+    close(both_lse, one_lse.double(), 1e-4)
+
+
+def test_all_codes_and_scales_of_packed_rows():
+    """NaN stays NaN, powers of two reach from 2^-127 to 2^127."""
+    cache = torch.zeros(1, 1, 1, 584, dtype=torch.uint8)
+    cache[..., :256] = torch.arange(256)
+    cache[..., 576:583] = torch.tensor([0, 127, 254, 255, 1, 128, 120])
+    rows = _torch_packed_rows.packed_rows("k_cache", cache, torch.float32, None).unpacked()[0, 0, 0]
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
+    for group, scale in ((0, 2.0**-127), (1, 1.0), (2, 2.0**127)):
+        at = slice(64 * group, 64 * (group + 1))
+        torch.testing.assert_close(rows[at], (codes[at] * scale).float(), rtol=0, atol=0, equal_nan=True)
+    assert rows[192:256].isnan().all() and (rows[256:] == 0).all()
+
+
+def test_queries_of_codes():
+    torch.manual_seed(6)
+    cache, exact, descale = packed(torch.randn(4, 16, 576), 576)
+    q = torch.randn(1, 1, 8, 576).to(torch.float8_e4m3fn)
+    table, used = torch.arange(4, dtype=torch.int32)[None], torch.tensor([60], dtype=torch.int32)
+    call = dict(softmax_scale=0.05, is_fp8_kvcache=True, descale_k=descale, descale_q=torch.tensor([0.5]))
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, used, 512, **call)
+    assert out.dtype is torch.bfloat16
+    numbers = exact.bfloat16().double()[:, :, None]
+    want, want_lse = reference(q.double() * 0.5, numbers, table, used, 512, 0.05, False)
+    close(out, want, 2e-2)
+    close(lse, want_lse, 1e-4)
+
+
+def test_refusals_of_packed_rows():
+    cache, _, descale = packed(torch.randn(4, 16, 576), 656)
+    q = torch.randn(1, 1, 8, 576)
+    table, used = torch.tensor([[3, 2, 9]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    call, wrong = flash_mla.flash_mla_with_kvcache, fa_attn.InputError
+    fp8 = dict(is_fp8_kvcache=True)
+    cases = [
+        ("rows of codes need is_fp8_kvcache=True", q, cache, used, {}),
+        ("k_cache holds torch.bfloat16", q, cache.bfloat16(), used, fp8),
+        ("of which there are 656, 584, 576", q, cache[..., :600], used, fp8),
+        ("rows of 576 columns and q of 512", q[..., :512], cache, used, fp8),
+        ("descale_k: rows of 656 bytes", q, cache, used, dict(fp8, descale_k=torch.ones(1))),
+        ("descale_q beside a q of torch.float32", q, cache, used, dict(fp8, descale_q=torch.ones(1))),
+        ("descale_k without is_fp8_kvcache", q, cache, used, dict(descale_k=torch.ones(1))),
+        ("descale_k is torch.float32 (2,)", q, cache[..., :576], used, dict(fp8, descale_k=torch.ones(2))),
+        ("[0, 2] is 9", q, cache, used + 15, fp8),
+        ("cache_seqlens", q, cache, used + 40, fp8),
+    ]
+    for part, q, cache, lengths, options in cases:
+        with pytest.raises(wrong) as raised:
+            call(q, cache, table, lengths, 512, **options)
+        assert part in str(raised.value), str(raised.value)
+    with pytest.raises(fa_attn.UnsupportedError, match="k_cache with is_fp8_kvcache: rows of codes"):
+        call(q.numpy(), cache.numpy(), table.numpy(), used.numpy(), 512, **fp8)
+
+
+@pytest.mark.parametrize("width, columns", [(656, 576), (584, 512)])
+def test_a_compiled_step_on_rows_of_choice(width, columns):
+    cache, _, _ = packed(torch.randn(6, 16, columns), width)
+    q = torch.randn(2, 1, 4, columns)
+
+    def step(q, cache, indices):
+        return flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, softmax_scale=0.05, is_fp8_kvcache=True, indices=indices
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        indices = torch.randint(-1, 96, (2, 1, 9), dtype=torch.int32)
+        for got, want in zip(compiled(q, cache, indices), step(q, cache, indices)):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "columns, columns_v, options",
+    [
+        (20, 20, {}),
+        (36, 12, dict(latent=True, scale=0.2)),
+        (24, 20, dict(kv_dtype="e4m3")),
+        (24, 24, dict(kv_dtype="e4m3", out_dtype="bf16")),
+    ],
+)
+def test_rows_are_rounded_up_for_a_gpu(columns, columns_v, options):
+    """What is computed on rows of whole multiples of 16 bytes is what the call asked for."""
+    torch.manual_seed(7)
+    numbers = call_options(None, True, (-1, -1), 0.0, False)._replace(**options)
+    columns_k = columns - columns_v if numbers.latent else columns
+    q = torch.randn(2, 3, 4, columns)
+    k, v = torch.randn(2, 9, 2, columns_k), torch.randn(2, 9, 2, columns_v)
+    if numbers.kv_dtype:
+        k, v = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (k, v))
+    if numbers.out_dtype:
+        q = q.to(torch.float8_e4m3fn).view(torch.uint8)
+    step = 16 if numbers.kv_dtype else 8
+    assert are_whole_rows(k, columns, columns_v) is (columns % step == columns_v % step == 0)
+    wide = on_whole_rows(q, k, v, numbers)
+    assert all(x.shape[-1] % step == 0 for x in wide[:3])
+    face = fa_attn.torch
+    want, want_lse = face.attention(q, k, v, numbers, None)
+    out, lse = face.attention(*wide, None)
+    torch.testing.assert_close(out[..., :columns_v], want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse, want_lse, atol=1e-6, rtol=1e-6)
+    assert (out[..., columns_v:] == 0).all()
+
+
+class Recorder(TorchDispatchMode):
+    """The tensors that the forward is given."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.fa_attn.forward.default:
+            self.given.append(args)
+        return function(*args, **(kwargs or {}))
+
+
+def fake(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def on_a_gpu():
+    """Calls on a GPU's tensors: (name, function, columns of q, k and v that the kernel gets, (pages, page) of
+    a latent problem)."""
+    int32, e4m3, uint8 = torch.int32, torch.float8_e4m3fn, torch.uint8
+    step = (fake(2, 5, dtype=int32), fake(2, dtype=int32))
+    cache, narrow, layer = fake(9, 16, 1, 576), fake(9, 16, 1, 36), fake(9, 2, 16, 1, 576)[:, 1]
+    tokens, large = fake(2, 3, 128, 576), fake(4000, 64, 1, 656, dtype=uint8)
+    named = dict(softmax_scale=0.1, indices=fake(2, 3, 100, dtype=int32))
+    half, codes, scale = fake(2, 3, 4, 72), fake(2, 30, 2, 72, dtype=e4m3), fake(1, dtype=torch.float32)
+    mla, attend = flash_mla.flash_mla_with_kvcache, fa_attn.flash_attn_func
+
+    def chosen(rows, **options):
+        return lambda: mla(tokens, rows, None, None, 512, **named, **options)
+
+    def with_qv():
+        keys = fake(2, 30, 1, 64), fake(2, 30, 1, 256)
+        return attend(fake(2, 3, 4, 64), *keys, qv=fake(2, 3, 4, 256))
+
+    wide = (576, 64, 512)
+    return [
+        ("dense", lambda: mla(fake(2, 1, 16, 576), cache, *step, 512), wide, (9, 16)),
+        ("narrow", lambda: mla(fake(2, 1, 16, 36), narrow, *step, 12), (40, 24, 16), (9, 16)),
+        ("rows of choice", chosen(cache), wide, (144, 1)),
+        # From the first row of the first page to the last row of the last.
+        ("of a layer", chosen(layer), wide, (272, 1)),
+        ("packed", chosen(large, is_fp8_kvcache=True), wide, (None, None)),
+        ("qv", with_qv, (320, 64, 256), (None, None)),
+        ("8-bit keys", lambda: attend(half, codes, codes, k_descale=scale), (80, 80, 80), None),
+        ("8 bits", lambda: attend(half.to(e4m3), codes, codes), (80, 80, 80), None),
+    ]
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_what_a_gpu_is_given(at):
+    """Without one: rows are whole, nothing is read on the host, and the planner has a kernel for it."""
+    with FakeTensorMode(), Recorder() as recorder:
+        recorder.given = []
+        name, call, columns, latent = on_a_gpu()[at]
+        out = call()
+        out = out if isinstance(out, torch.Tensor) else out[0]
+    assert out.is_cuda and len(recorder.given) == 1, name
+    q, k, v = recorder.given[0][:3]
+    assert tuple(x.shape[-1] for x in (q, k, v)) == columns, name
+    shape = (q.shape[0], f"{q.shape[1]}x100", f"{q.shape[2]}:{k.shape[2]}", f"{columns[0]}:{columns[2]}")
+    if latent is None:
+        is_fp8 = q.dtype is torch.uint8
+        types = dict(dtype="e4m3", out_dtype="bf16") if is_fp8 else dict(kv_dtype="e4m3", k_descale="head")
+        problem, kernel = {**fa_attn.problem(*shape), **types}, "sm90_fwd_fp8" if is_fp8 else "e4m3kv"
+    else:
+        pages, page = latent
+        assert page is None or tuple(k.shape[:2]) == (pages, page)
+        options = dict(latent=True, softmax_scale=0.1, used_k=True, pages=pages, page=page)
+        problem, kernel = fa_attn.problem(*shape, **options), "sm90_wide"
+    assert kernel in str(fa_attn.plan(problem, arch="sm90"))
+
+
+HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="there is no GPU of compute capability 9.0")
+@pytest.mark.parametrize("dtype, room", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("heads, seqlen_q, page", [(16, 1, 64), (128, 2, 64), (64, 4, 1), (9, 2, 61)])
+def test_a_gpu_computes_what_the_cpu_does(heads, seqlen_q, page, dtype, room):
+    q, cache, table, used = step(heads=heads, seqlen_q=seqlen_q, page=page, dtype=dtype)
+    there = torch.isfinite(cache[:, :, 0, 0]).flatten().nonzero()[:, 0]
+    indices = there[torch.randint(len(there), (3, seqlen_q, 200))].to(torch.int32)
+    indices[:, :, 100:150], indices[0, 0] = -1, 2147480000
+    as_pages, of_choice = (cache, table, used), (cache, None, None)
+    named = dict(indices=indices, topk_length=torch.tensor([200, 120, 0], dtype=torch.int32))
+    for arguments, options in ((as_pages, dict(causal=True)), (of_choice, named)):
+        want = flash_mla.flash_mla_with_kvcache(q, *arguments, 512, softmax_scale=SCALE, **options)
+        arguments = [None if x is None else x.cuda() for x in (q, *arguments)]
+        options = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+        got = flash_mla.flash_mla_with_kvcache(*arguments, 512, softmax_scale=SCALE, **options)
+        for one, other, most in zip(got, want, (room, 1e-3)):
+            close(one.cpu(), other.double(), most)
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="there is no GPU of compute capability 9.0")
+@pytest.mark.parametrize("width", [656, 584, 576])
+def test_a_gpu_unpacks_rows(width):
+    torch.manual_seed(8)
+    columns = 512 if width == 584 else 576
+    cache, _, descale = packed(torch.randn(12, 64, columns), width)
+    q, table = torch.randn(2, 1, 64, columns).bfloat16(), torch.randperm(12).to(torch.int32).view(2, 6)
+    used, indices = torch.tensor([300, 7], dtype=torch.int32), torch.randint(-1, 768, (2, 1, 128))
+    dense = dict(block_table=table, cache_seqlens=used, causal=True)
+    for own in (dense, dict(block_table=None, cache_seqlens=None, indices=indices.to(torch.int32))):
+        call = dict(own, q=q, k_cache=cache, head_dim_v=512, is_fp8_kvcache=True, descale_k=descale)
+        want = flash_mla.flash_mla_with_kvcache(**call)
+        call = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in call.items()}
+        for one, other, most in zip(flash_mla.flash_mla_with_kvcache(**call), want, (2e-2, 1e-3)):
+            close(one.cpu(), other.double(), most)

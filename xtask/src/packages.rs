@@ -191,6 +191,10 @@ mod tests {
             "fa-kernels" => {
                 vec!["build.rs", "cuda/params.cuh", "cuda/sm90/fwd.cuh", "specs/sm90/hd128-causal-bf16.ron"]
             }
+            // Links to fa-attn's.
+            "fa-dist" => {
+                vec!["examples/train/model.rs", "examples/train/layers.rs", "examples/train/torch.txt"]
+            }
             "fa-emu" => vec!["machine/tensor_memory.cpp", "host/ptx/tcgen05.cuh"],
             "fa-lab" => vec!["build.rs", "peers/peers.py", "peers/fa_peers/helper.py"],
             _ => vec![],

@@ -42,6 +42,9 @@ const TORCH: [&str; 4] = ["torch>=2.11,<2.12", "transformers>=5.24,<6", "numpy>=
 const STAMP: &str = "packages.txt";
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.release {
+        ready_to_ship(args)?;
+    }
     let folder = workspace::target_dir().join("python");
     let tools = tools(&folder.join("tools"), &[&TOOLS[..], &TESTS[..]].concat())?;
     let shipping = if args.release && cfg!(target_os = "linux") { Some(shipping(&folder)?) } else { None };
@@ -50,22 +53,81 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         std::fs::remove_dir_all(&wheels)?;
     }
     let wheel = build(&tools, &wheels, args.release, shipping.as_deref(), None)?;
+    let fresh = Fresh::with(&folder, &wheel)?;
+    if args.release {
+        fresh.computes()?;
+        let mut made = vec![wheel];
+        if args.aarch64 {
+            made.push(build(&tools, &wheels, true, shipping.as_deref(), Some(AARCH64))?);
+        }
+        for wheel in &made {
+            describe(wheel, shipping.as_deref())?;
+        }
+        let sources = source_distribution(&tools, &wheels)?;
+        println!("{}: {}", sources.display(), megabytes(&sources)?);
+    }
     check_types(&folder)?;
-    let mut made = vec![wheel.clone()];
+    fresh.test(&folder)
+}
+
+/// Whether a release can be built here, before minutes are spent on a part of it.
+fn ready_to_ship(args: &Args) -> Result<()> {
+    if let Some(bundle) = std::env::var_os("FA_BUNDLE") {
+        ensure!(
+            has_kernels(),
+            "FA_BUNDLE = {}: no kernels are there: run `cargo xtask build`",
+            bundle.display()
+        );
+    }
     if args.aarch64 {
         ensure!(cfg!(target_os = "linux"), "--aarch64: wheels for Linux are built on Linux");
-        made.push(build(&tools, &wheels, true, shipping.as_deref(), Some(AARCH64))?);
+        let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+        let mut asked = Command::new(&rustc);
+        asked.args(["--print", "target-libdir", "--target", AARCH64]).current_dir(workspace::root());
+        let said = asked.output().with_context(|| format!("{} does not start", rustc.display()))?;
+        let libraries = PathBuf::from(String::from_utf8_lossy(&said.stdout).trim());
+        ensure!(
+            said.status.success() && libraries.is_dir(),
+            "--aarch64: the compiler has no libraries of {AARCH64}: run `rustup target add {AARCH64}`"
+        );
     }
-    if let Some(tools) = &shipping {
-        made.iter().try_for_each(|wheel| audit(tools, wheel))?;
+    Ok(())
+}
+
+/// Whether there are kernels for a wheel to ship.
+fn has_kernels() -> bool {
+    let bundle = std::env::var_os("FA_BUNDLE").map_or_else(|| workspace::root().join("dist"), PathBuf::from);
+    bundle.join("manifest.json").is_file()
+}
+
+/// Says a wheel's tag, its size and the glibc that it needs; an error if other systems than intended take it.
+fn describe(wheel: &Path, shipping: Option<&Path>) -> Result<()> {
+    let tag = tag(wheel).with_context(|| format!("{} has no tag", wheel.display()))?;
+    ensure!(
+        tag.starts_with("cp39-abi3-"),
+        "{}: the wheel is not one for Python 3.9 and later",
+        wheel.display()
+    );
+    let glibc = shipping.map(|tools| audit(tools, wheel)).transpose()?;
+    let needs =
+        glibc.map_or(String::new(), |(major, minor)| format!(", needs glibc {major}.{minor} by auditwheel"));
+    println!("{}: {}, tag {tag}{needs}", wheel.display(), megabytes(wheel)?);
+    if !has_kernels() {
+        println!(
+            "no kernels are in it: NVRTC compiles each when it is first needed; `cargo xtask build` ships them"
+        );
     }
-    if args.release {
-        made.push(source_distribution(&tools, &wheels)?);
-        for file in &made {
-            println!("{}: {:.1} MB", file.display(), file.metadata()?.len() as f64 / 1e6);
-        }
-    }
-    test(&folder, &wheel)
+    Ok(())
+}
+
+/// The tag of a wheel's name: `cp39-abi3-linux_x86_64`.
+fn tag(wheel: &Path) -> Option<&str> {
+    let name = wheel.file_name()?.to_str()?.strip_suffix(".whl")?;
+    name.rsplitn(4, '-').nth(3).and_then(|before| name.get(before.len() + 1..))
+}
+
+fn megabytes(file: &Path) -> Result<String> {
+    Ok(format!("{:.1} MB", file.metadata()?.len() as f64 / 1e6))
 }
 
 /// The wheel of a development build, tested: a step of `cargo xtask ci`.
@@ -124,8 +186,8 @@ fn check_types(folder: &Path) -> Result<()> {
     finish(&mut pyright, "the types of the Python package")
 }
 
-/// Checks that the wheel needs no later glibc than its name says.
-fn audit(tools: &Path, wheel: &Path) -> Result<()> {
+/// The glibc that the wheel needs; an error if it is a later one than its name says.
+fn audit(tools: &Path, wheel: &Path) -> Result<(u32, u32)> {
     let mut show = Command::new(python());
     show.args(["-m", "auditwheel", "show"]).arg(wheel).env("PYTHONPATH", tools);
     let shown = show.output().with_context(|| format!("{} does not start", python()))?;
@@ -135,8 +197,7 @@ fn audit(tools: &Path, wheel: &Path) -> Result<()> {
     let name = wheel.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let is_named = name.contains(&format!("manylinux_{}_{}", GLIBC.0, GLIBC.1));
     ensure!(is_named && needed <= GLIBC, "{name} needs glibc {}.{}: {text}", needed.0, needed.1);
-    println!("{name} needs glibc {}.{} at the most, by auditwheel", needed.0, needed.1);
-    Ok(())
+    Ok(needed)
 }
 
 /// The glibc of manylinux2014.
@@ -154,7 +215,7 @@ fn least_glibc(shown: &str) -> Option<(u32, u32)> {
 /// `maturin` with this command, writing to `to`.
 fn maturin(tools: &Path, command: &str, to: &Path) -> Command {
     let mut maturin = Command::new(tools.join(format!("bin/maturin{}", std::env::consts::EXE_SUFFIX)));
-    maturin.args([command, "--quiet", "--manifest-path", "python/Cargo.toml", "--out"]).arg(to);
+    maturin.args([command, "--manifest-path", "python/Cargo.toml", "--out"]).arg(to);
     maturin.current_dir(workspace::root());
     maturin
 }
@@ -192,7 +253,7 @@ fn build(
 ) -> Result<PathBuf> {
     let before = files(wheels)?;
     let mut maturin = maturin(tools, "build", wheels);
-    maturin.args(["--locked", "--interpreter", python()]);
+    maturin.args(["--quiet", "--locked", "--interpreter", python()]);
     if let Some(target) = target {
         maturin.args(["--target", target]);
     }
@@ -300,33 +361,52 @@ pub(crate) fn fetch_libraries() -> Result<()> {
     tools(&folder.join("torch"), &TORCH).map(drop)
 }
 
-/// Installs the wheel in a fresh environment and runs its tests there.
-fn test(folder: &Path, wheel: &Path) -> Result<()> {
-    let fresh = folder.join("fresh");
-    let mut venv = Command::new(python());
-    venv.args(["-m", "venv", "--clear", "--without-pip"]).arg(&fresh);
-    finish(&mut venv, "Python's module venv is needed")?;
-    let bin = if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" };
-    let program = fresh.join(bin);
-    let site = Command::new(&program)
-        .args(["-c", "import sysconfig; print(sysconfig.get_path('platlib'), end='')"])
-        .output()
-        .with_context(|| format!("{} does not start", program.display()))?;
-    let site = PathBuf::from(String::from_utf8(site.stdout).context("its folder is not UTF-8")?);
-    let file = wheel.to_str().context("the target folder's path is not UTF-8")?;
-    install(&["--no-deps", "--no-index", "--upgrade"], &site, &[file])?;
-    let pytest = |packages: &str, arguments: &[&str]| {
-        let mut pytest = Command::new(&program);
-        pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(arguments);
-        pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join(packages));
-        // Compiled once, and not in the folder of the sources.
-        pytest.env("PYTHONPYCACHEPREFIX", folder.join("compiled")).env("OMP_NUM_THREADS", "1");
-        finish(&mut pytest, "the package's tests")
-    };
-    pytest("tools", &FILES)?;
-    fetch_libraries()?;
-    pytest("jax", &[&JAX_FILES[..], &["-k", JAX_CHOSEN]].concat())?;
-    pytest("torch", &[&TORCH_FILES[..], &["-k", TORCH_CHOSEN]].concat())
+/// An environment that has nothing but the wheel.
+struct Fresh {
+    python: PathBuf,
+}
+
+impl Fresh {
+    fn with(folder: &Path, wheel: &Path) -> Result<Fresh> {
+        let fresh = folder.join("fresh");
+        let mut venv = Command::new(python());
+        venv.args(["-m", "venv", "--clear", "--without-pip"]).arg(&fresh);
+        finish(&mut venv, "Python's module venv is needed")?;
+        let program = fresh.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" });
+        let site = Command::new(&program)
+            .args(["-c", "import sysconfig; print(sysconfig.get_path('platlib'), end='')"])
+            .output()
+            .with_context(|| format!("{} does not start", program.display()))?;
+        let site = PathBuf::from(String::from_utf8(site.stdout).context("its folder is not UTF-8")?);
+        let file = wheel.to_str().context("the target folder's path is not UTF-8")?;
+        install(&["--no-deps", "--no-index", "--upgrade"], &site, &[file])?;
+        Ok(Fresh { python: program })
+    }
+
+    /// Imports the package and lets it compute, away from its sources.
+    fn computes(&self) -> Result<()> {
+        let mut doctor = Command::new(&self.python);
+        doctor.args(["-m", "fa_attn", "doctor"]).current_dir(std::env::temp_dir()).env_remove("PYTHONPATH");
+        finish(&mut doctor, "the wheel does not work in an environment of its own")
+    }
+
+    /// Runs the package's tests.
+    fn test(&self, folder: &Path) -> Result<()> {
+        let pytest = |packages: &str, arguments: &[&str]| {
+            let mut pytest = Command::new(&self.python);
+            pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(arguments);
+            pytest
+                .current_dir(workspace::root().join("python/tests"))
+                .env("PYTHONPATH", folder.join(packages));
+            // Compiled once, and not in the folder of the sources.
+            pytest.env("PYTHONPYCACHEPREFIX", folder.join("compiled")).env("OMP_NUM_THREADS", "1");
+            finish(&mut pytest, "the package's tests")
+        };
+        pytest("tools", &FILES)?;
+        fetch_libraries()?;
+        pytest("jax", &[&JAX_FILES[..], &["-k", JAX_CHOSEN]].concat())?;
+        pytest("torch", &[&TORCH_FILES[..], &["-k", TORCH_CHOSEN]].concat())
+    }
 }
 
 #[cfg(test)]
@@ -347,6 +427,20 @@ mod tests {
         assert_eq!(least_glibc(newer), Some((2, 34)));
         for other in ["", "consistent with the following platform tag: \"linux_x86_64\"", "manylinux_2_17"] {
             assert_eq!(least_glibc(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_tag_is_read_from_a_wheels_name() {
+        let of = |name: &str| tag(Path::new(name)).map(str::to_owned);
+        let shipped = "target/wheels/fa_attn-0.1.0-cp39-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl";
+        assert_eq!(of(shipped).as_deref(), Some("cp39-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64"));
+        assert_eq!(
+            of("fa_attn-0.1.0-1-cp39-abi3-linux_x86_64.whl").as_deref(),
+            Some("cp39-abi3-linux_x86_64")
+        );
+        for other in ["fa_attn-0.1.0.tar.gz", "fa_attn.whl", ""] {
+            assert_eq!(of(other), None, "{other}");
         }
     }
 

@@ -135,12 +135,15 @@ mod clean;
 mod cpu;
 pub mod cuda;
 pub mod device;
+#[cfg(feature = "reference")]
+pub mod doctor;
 mod element;
 mod engine;
 mod error;
 pub mod errors;
 mod extras;
 mod host;
+pub mod machine;
 mod merge;
 #[cfg(feature = "reference")]
 mod reference;

@@ -1,11 +1,11 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
+use fa_attn::machine;
 use fa_attn::quantize::Codes;
 use fa_attn::{Append, AppendExtras, AppendTensors, Element, Engine, KvRef, Pass, Tensor};
 use fa_core::program::{self, OwnedInputs};
 use fa_core::{Alibi, DescaleForm, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types, counted};
 use fa_cpu::{Arguments, TensorRef};
-use fa_lab::machine;
 use fa_lab::shape::{head_dims, pair};
 use half::{bf16, f16};
 use safetensors::Dtype as StoredDtype;

@@ -159,7 +159,7 @@ impl KvArgs {
         }
         let out = self.out_dtype.unwrap_or(problem.types.out);
         let problem = problem.with_types(problem.types.with_out(out));
-        let Some(codes) = self.kv_dtype else {
+        let Some(codes) = self.kv_dtype.or(Codes::of(problem.types.kv)) else {
             return match self.kv_descale {
                 Some(_) => Err(InputError::Usage("--kv-descale is of codes: add --kv-dtype".to_owned())),
                 None => Ok(problem),
@@ -169,12 +169,12 @@ impl KvArgs {
     }
 }
 
-fn parse_codes(text: &str) -> Result<Codes, String> {
+pub(crate) fn parse_codes(text: &str) -> Result<Codes, String> {
     let known = text.parse::<Dtype>().ok().and_then(Codes::of);
     known.ok_or_else(|| format!("'{text}' is no type of codes: use e4m3 or int8, or leave it out"))
 }
 
-fn parse_descale(text: &str) -> Result<DescaleForm, String> {
+pub(crate) fn parse_descale(text: &str) -> Result<DescaleForm, String> {
     let known = DescaleForm::ALL.into_iter().find(|form| form.name() == text);
     known.ok_or_else(|| format!("unknown form '{text}': use none, head, sequence_head or token_head"))
 }

@@ -257,6 +257,7 @@ impl SideTensors {
             CpuError::Descending { name, .. }
             | CpuError::Beyond { name, .. }
             | CpuError::TooLong { name, .. }
+            | CpuError::Descale { name, .. }
             | CpuError::Extra { name, .. } => name,
             CpuError::Length { buffer, .. } => buffer,
             CpuError::Page { .. } => "page_table",

@@ -10,6 +10,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::Dtype;
+
 /// A compute capability that the planner knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -291,6 +293,15 @@ impl ArchLimits {
     /// Peak dense f16/bf16 rate of the board in operations per second.
     pub fn peak_tensor_flops(&self) -> f64 {
         self.tensor_flops * f64::from(self.sms) * self.clock_ghz * 1e9
+    }
+
+    /// The same of products of numbers of `dtype`: those of 8 bits at twice the rate, on boards whose tensor
+    /// cores take them (from 8.9 on).
+    pub fn peak_tensor_flops_of(&self, dtype: Dtype) -> f64 {
+        match dtype {
+            Dtype::E4m3 | Dtype::Int8 => 2.0 * self.peak_tensor_flops(),
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 => self.peak_tensor_flops(),
+        }
     }
 }
 

@@ -4,6 +4,13 @@
 //! q_descale * k_descale`, a soft cap acts on `s` and masks come after it; `O = (sum P code_v * v_descale) /
 //! l`. LSE is that of the descaled scores, and says nothing of V. The descales of Q, too, are per K/V head:
 //! the query heads of a group share one.
+//!
+//! A descale is finite and not negative: a sign belongs to the codes. Calls on host tensors refuse others by
+//! name, of those of each row where a sequence has the row. What lies in device memory is not read on the
+//! host: there a negative, infinite or NaN descale of K or Q per head, or per sequence and head, makes O and
+//! LSE of every row that sees a key NaN (a kernel takes the largest product for the largest score), and one
+//! of V makes O what `P code_v * v_descale` gives. Per row and head, codes become numbers as the rule says,
+//! whatever the sign.
 
 use std::fmt;
 

@@ -4,7 +4,7 @@
 mod codes;
 mod rows;
 
-use fa_core::{Append, QueryPositions, Side, SideRows};
+use fa_core::{Append, DescaleForm, QueryPositions, Side, SideRows};
 
 pub use rows::Table;
 use rows::{Row, Scratch, Turns, copy, write};
@@ -182,6 +182,10 @@ pub fn check<T: Element>(
     {
         let need = append.descale_shape(form).map(|shape| shape.iter().product());
         check_words(name, given.as_deref(), need.is_some(), false, need.unwrap_or(0))?;
+        // Those of each row are written.
+        if form != DescaleForm::TokenHead {
+            crate::batch::check_descales(name, given.as_deref().unwrap_or_default(), 0)?;
+        }
     }
     for (name, starts) in [("cu_new", extras.cu_new), ("cu_seqlens_q", extras.cu_seqlens_q)] {
         let Some(starts) = starts else { continue };

@@ -1,11 +1,11 @@
 //! The location of each sequence's rows: lengths, starts and page table of a call, checked once.
 
 use fa_core::program::{Inputs, Interned, Point};
-use fa_core::{Alibi, Extra, Pass, Problem, Side, SideRows};
+use fa_core::{Alibi, DescaleForm, Extra, Pass, Problem, Side, SideRows};
 
-use crate::check::q_shape;
+use crate::check::{k_shape, q_shape};
 use crate::error::CpuError;
-use crate::extras::{Arguments, Within, check_extras};
+use crate::extras::{Arguments, Extras, Within, check_extras};
 
 /// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +65,7 @@ impl<'a> Batch<'a> {
     /// Lengths and first rows of `problem`'s sequences, of a forward or a backward.
     ///
     /// # Errors
-    /// Those of [`check_extras`]; [`CpuError::Sink`]; [`CpuError::Descending`], [`CpuError::Beyond`] and
+    /// Those of [`check_extras`]; [`CpuError::Sink`], [`CpuError::Descale`]; [`CpuError::Descending`], [`CpuError::Beyond`] and
     /// [`CpuError::Page`] for values that point outside the tensors; [`CpuError::Memory`].
     pub fn new(problem: &Problem, arguments: impl Into<Arguments<'a>>) -> Result<Batch<'a>, CpuError> {
         let arguments = arguments.into();
@@ -104,7 +104,7 @@ impl<'a> Batch<'a> {
         let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
         let mut sequences = room(q.len())?;
         sequences.extend(q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }));
-        Ok(Batch {
+        let batch = Batch {
             sequences,
             pages,
             slopes,
@@ -113,7 +113,33 @@ impl<'a> Batch<'a> {
             program,
             within: arguments.within,
             rows: None,
-        })
+        };
+        batch.check_descales(problem, extras)?;
+        Ok(batch)
+    }
+
+    /// Descales are finite and not negative; of those of each row the rows that sequences have.
+    fn check_descales(&self, problem: &Problem, extras: &Extras<'_>) -> Result<(), CpuError> {
+        check_descales(Extra::QDescale.name(), extras.q_descale.unwrap_or_default(), 0)?;
+        let (heads, [_, inner, ..]) = (problem.heads_kv, k_shape(problem));
+        let forms = [
+            (Extra::KDescale, problem.descales.k, extras.k_descale),
+            (Extra::VDescale, problem.descales.v, extras.v_descale),
+        ];
+        for (extra, form, values) in forms {
+            let values = values.unwrap_or_default();
+            if form != DescaleForm::TokenHead {
+                check_descales(extra.name(), values, 0)?;
+                continue;
+            }
+            for (sequence, own) in self.sequences.iter().enumerate() {
+                for (outer, at) in (0..own.k.len).map(|key| self.key(sequence, key)) {
+                    let first = (outer * inner + at) * heads;
+                    check_descales(extra.name(), &values[first..first + heads], first)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Other sequences over the same rows of K and V: with each the one whose keys it has some of.
@@ -216,6 +242,13 @@ fn room<T>(count: usize) -> Result<Vec<T>, CpuError> {
     Ok(list)
 }
 
+/// Checks descales of which the first is element `first` of their tensor.
+pub(crate) fn check_descales(name: &'static str, descales: &[f32], first: usize) -> Result<(), CpuError> {
+    let is_refused = |descale: &f32| !(*descale >= 0.0 && descale.is_finite());
+    let refused = descales.iter().position(is_refused);
+    refused.map_or(Ok(()), |at| Err(CpuError::Descale { name, index: first + at, value: descales[at] }))
+}
+
 /// Checks that no sink is +inf, of which softmax has no value: every probability is 0 and so is its gradient.
 pub(crate) fn check_sinks(sinks: &[f32]) -> Result<(), CpuError> {
     let refused = sinks.iter().position(|&sink| sink == f32::INFINITY);
@@ -275,10 +308,9 @@ fn spans(
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Lengths, Mask, ScoreMod};
+    use fa_core::{Descales, Dtype, Lengths, Mask, ScoreMod, Types};
 
     use super::*;
-    use crate::Extras;
 
     fn problem(lengths: Lengths) -> Problem {
         Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32).with_lengths(lengths)
@@ -354,6 +386,35 @@ mod tests {
             Batch::new(&paged, &Extras { page_table: Some(&table[..5]), ..extras }).unwrap_err(),
             CpuError::Length { buffer: "page_table", got: 5, need: 6 }
         );
+    }
+
+    #[test]
+    fn descales_are_finite_and_not_negative() {
+        let types = Types::same(Dtype::F32).with_kv(Dtype::E4m3);
+        let paged = problem(Lengths::of(1, Side::padded(1), Side::paged(2, 2, 4))).with_types(types);
+        let extras = Extras { seqused_k: Some(&[3]), page_table: Some(&[1, 0]), ..Extras::NONE };
+        let made = |problem: &Problem, k: &[f32], v: &[f32]| {
+            let extras = Extras { k_descale: Some(k), v_descale: Some(v), ..extras };
+            Batch::new(problem, &extras).map(|_| ())
+        };
+        let refused = |name, index, value| Err(CpuError::Descale { name, index, value });
+        let of_heads = paged.with_descales(Descales::both(DescaleForm::Head));
+        let fine = [0.0, 1e-40];
+        assert_eq!(made(&of_heads, &fine, &fine), Ok(()));
+        assert_eq!(made(&of_heads, &[1.0, -0.5], &fine), refused("k_descale", 1, -0.5));
+        assert_eq!(made(&of_heads, &fine, &[f32::INFINITY, 1.0]), refused("v_descale", 0, f32::INFINITY));
+        let nan = made(&of_heads, &[f32::NAN, 1.0], &fine).expect_err("NaN");
+        assert_eq!(
+            nan.to_string(),
+            "k_descale[0] = NaN: a descale is a finite number of 0 or more; move a sign to the codes"
+        );
+        // Of each row: key 2 is row 0 of page 0, whose row 1 no sequence has.
+        let of_rows = paged.with_descales(Descales::both(DescaleForm::TokenHead));
+        let mut rows = [1.0; 8];
+        (rows[2], rows[3]) = (f32::NAN, -1.0);
+        assert_eq!(made(&of_rows, &rows, &[1.0; 8]), Ok(()));
+        rows[1] = -3.0;
+        assert_eq!(made(&of_rows, &rows, &[1.0; 8]), refused("k_descale", 1, -3.0));
     }
 
     #[test]

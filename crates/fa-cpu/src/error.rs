@@ -86,6 +86,16 @@ pub enum CpuError {
         /// The query head.
         index: usize,
     },
+    /// A descale is negative, infinite or NaN.
+    #[error("{name}[{index}] = {value}: a descale is a finite number of 0 or more; move a sign to the codes")]
+    Descale {
+        /// The field of [`crate::Extras`].
+        name: &'static str,
+        /// The element.
+        index: usize,
+        /// Its value.
+        value: f32,
+    },
     /// Starts of packed sequences descend.
     #[error("{name}[{index}] = {before} and {name}[{}] = {after}: starts must not descend", index + 1)]
     Descending {

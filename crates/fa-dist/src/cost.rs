@@ -353,8 +353,11 @@ impl fmt::Display for Ranking {
                 if cost.same_bits { "of one GPU" } else { "other sums" },
             )?;
         }
-        for (_, error) in &self.refused {
-            writeln!(f, "refused: {error}")?;
+        // Schemes may be refused for one reason.
+        let mut reasons: Vec<String> = self.refused.iter().map(|(_, error)| error.to_string()).collect();
+        reasons.dedup();
+        for reason in reasons {
+            writeln!(f, "refused: {reason}")?;
         }
         if let Some((_, best)) = self.plans.first() {
             writeln!(f, "{}", why(best, self.plans.get(1).map(|(_, cost)| cost), self.world))?;

@@ -245,7 +245,10 @@ impl HostTransport for MemoryTransport {
     fn agree(&mut self, text: &str) -> Result<(), Error> {
         let others: Vec<usize> = (0..self.to.len()).filter(|peer| *peer != self.rank).collect();
         for &peer in &others {
-            self.post(peer, Envelope::Text(text.to_owned()))?;
+            // One that has found another plan may have ended; its text is there, or says below that it is lost.
+            if let Some(to) = &self.to[peer] {
+                to.send(Envelope::Text(text.to_owned())).ok();
+            }
         }
         let end = until(self.deadline);
         for &peer in &others {

@@ -3,6 +3,7 @@
 use fa_core::{Extra, Lengths, Pass, Problem, Side};
 use fa_cpu::OwnedExtras;
 use fa_lab::random::Random;
+use fa_lab::tensors::{kinds, spread};
 
 /// `extras` with slopes, sinks and descales for a problem that has them: slopes as published models have
 /// them, sinks of which some outweigh the keys, and descales of which all differ from their neighbours.
@@ -17,14 +18,16 @@ pub fn with_mods(mut extras: OwnedExtras, problem: &Problem) -> OwnedExtras {
     if problem.score.sinks {
         extras.sinks = Some((0..heads).map(|head| [1.5, -3.0, 4.25, 0.0][head % 4]).collect());
     }
-    let descale = |extra: Extra| {
+    let kinds = kinds(problem);
+    let descale = |extra: Extra, of: usize| {
         let need = extra.need(problem, Pass::Forward)?;
-        Some((0..need.len).map(|i| 0.75 + 0.25 * (i % 5) as f32).collect())
+        let one = 1.0 / kinds[of].map_or(1.0, spread);
+        Some((0..need.len).map(|i| one * (0.75 + 0.25 * (i % 5) as f32)).collect())
     };
     OwnedExtras {
-        q_descale: descale(Extra::QDescale),
-        k_descale: descale(Extra::KDescale),
-        v_descale: descale(Extra::VDescale),
+        q_descale: descale(Extra::QDescale, 0),
+        k_descale: descale(Extra::KDescale, 1),
+        v_descale: descale(Extra::VDescale, 2),
         ..extras
     }
 }

@@ -3,14 +3,15 @@
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
 use fa_core::program::OwnedInputs;
-use fa_core::quantize::e4m3;
-use fa_core::{Dtype, Pass, Problem, TensorLayout};
+use fa_core::quantize::Codes;
+use fa_core::{DescaleForm, Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
-use fa_cpu::reference::fp8;
 use fa_cpu::{Arguments, Element, KvRef, OwnedExtras, TensorRef, reference};
+use fa_lab::judge::codes;
 use fa_lab::random::Random;
+use fa_lab::tensors::{kinds, spread};
 use half::{bf16, f16};
 
 use crate::call::{Call, Given};
@@ -34,15 +35,22 @@ pub struct Trial {
     /// Of queries and of keys: whether each row belongs to a sequence; empty where all do.
     rows: [Vec<bool>; 2],
     /// q, k, v and, of a backward, out and dout.
-    inputs: Vec<Vec<u16>>,
-    /// q, k and v of fp8, in place of `inputs`.
-    codes: Vec<Vec<u8>>,
+    inputs: Vec<Values>,
     lse: Vec<f32>,
     expected: Vec<Expected>,
     expected_lse: Vec<f64>,
     expected_dsinks: Option<ExpectedSinks>,
     /// Of each array of the program; `None` for those without a gradient.
     expected_darrays: Vec<Option<ExpectedSinks>>,
+}
+
+/// The elements of a tensor.
+#[derive(Clone, Debug)]
+enum Values {
+    /// The bits of 16.
+    Halves(Vec<u16>),
+    /// Codes of 8 bits.
+    Codes(Vec<u8>),
 }
 
 /// Expected gradients of the sinks, or of an array.
@@ -129,7 +137,7 @@ impl Trial {
     }
 
     /// The same of given values: q, k, v and dout, packed `[batch, seqlen, heads, dim]`, as bits. (A forward
-    /// reads no dout.) Of fp8 they are rounded to codes.
+    /// reads no dout.) Those of tensors of codes are the numbers of codes.
     ///
     /// # Panics
     /// On a dtype that kernels do not take, and on values and extras that do not fit the problem.
@@ -182,15 +190,16 @@ impl Trial {
         };
         let (q, k, v, dout) = (view(0, "q"), view(1, "k"), view(2, "v"), view(3, "dout"));
         let fits = "the tensors are the problem's";
-        if problem.types.is_fp8() {
-            let codes = [0, 1, 2].map(|i| host[i].iter().map(|value| e4m3::encode(value.to_f32())).collect());
-            return Trial::of_codes::<T>(problem, placement, extras, &codes, rows);
+        if problem.types.kv.is_code() {
+            let call = (own, program.clone());
+            return Trial::of_codes(problem, placement, extras, call, host, rows);
         }
         let low = reference::low_precision::forward_extras(problem, of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
             let bits: Vec<u16> = values.iter().map(|value| value.bits()).collect();
-            place(&bits, POISON, (shapes[i], of_keys), placement, &rows[usize::from(of_keys)])
+            let rows = &rows[usize::from(of_keys)];
+            Values::Halves(place(&bits, POISON, (shapes[i], of_keys), placement, rows))
         };
         let bits = |values: &[T]| values.iter().map(|value| value.bits()).collect();
         let expected =
@@ -202,7 +211,6 @@ impl Trial {
             extras: extras.clone(),
             program: program.clone(),
             inputs: (0..3).map(|i| placed(&host[i], i)).collect(),
-            codes: Vec::new(),
             lse: Vec::new(),
             expected: Vec::new(),
             expected_lse: Vec::new(),
@@ -241,41 +249,62 @@ impl Trial {
         trial
     }
 
-    /// A forward of fp8, whose low-precision results are a kernel's, and the noise the tolerance of those.
+    /// A forward over codes, whose numbers are given. Descales of rows that belong to no sequence are NaN.
     fn of_codes<T: Half>(
         problem: &Problem,
         placement: Placement,
         extras: &OwnedExtras,
-        codes: &[Vec<u8>; 3],
+        (arguments, program): (Arguments<'_>, Option<OwnedInputs>),
+        host: &[Vec<T>; 4],
         rows: [Vec<bool>; 2],
     ) -> Trial {
-        let (shapes, arguments) = (shapes(problem), Arguments::from(&extras.view()));
-        let view = |i: usize, name| {
-            TensorRef::packed(name, &codes[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
-        };
-        let (q, k, v) = (view(0, "q"), view(1, "k"), view(2, "v"));
-        let bits: [KvRef<'_, T>; 3] = [q, k, v].map(KvRef::Codes);
+        let shapes = shapes(problem);
+        let kinds = kinds(problem);
+        let bits = [0, 1, 2].map(|i| {
+            let of = |codes: Codes| host[i].iter().map(|value| codes.encode(value.to_f32())).collect();
+            kinds[i].map_or_else(Vec::new, of)
+        });
         let fits = "the tensors are the problem's";
-        let exact = reference::forward_extras(problem, arguments, bits[0], bits[1], bits[2]).expect(fits);
-        let how = fp8::Accumulation::exact(TILE_N);
-        let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, how).expect(fits);
-        let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
-        let low = kernel.out.iter().map(|&value| T::from_f32(value).bits()).collect();
-        let placed = |i: usize| {
-            let of_keys = i > 0;
-            place(&codes[i], u8::MAX, (shapes[i], of_keys), placement, &rows[usize::from(of_keys)])
+        let view = |i: usize, name| {
+            TensorRef::packed(name, &bits[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
         };
+        let q = match kinds[0] {
+            Some(_) => KvRef::Codes(view(0, "q")),
+            None => KvRef::Same(TensorRef::packed("q", &host[0], shapes[0], TensorLayout::Bshd).expect(fits)),
+        };
+        let (exact, low) = codes::expected(problem, arguments, q, [view(1, "k"), view(2, "v")]).expect(fits);
+        let placed = |i: usize| {
+            let of = ((shapes[i], i > 0), placement, &rows[usize::from(i > 0)]);
+            match kinds[i] {
+                Some(_) => Values::Codes(place(&bits[i], u8::MAX, of.0, of.1, of.2)),
+                None => {
+                    let halves: Vec<u16> = host[i].iter().map(|value| value.bits()).collect();
+                    Values::Halves(place(&halves, POISON, of.0, of.1, of.2))
+                }
+            }
+        };
+        let inputs = (0..3).map(placed).collect();
+        let mut extras = extras.clone();
+        for (form, descales) in
+            [(problem.descales.k, &mut extras.k_descale), (problem.descales.v, &mut extras.v_descale)]
+        {
+            if let (DescaleForm::TokenHead, Some(descales)) = (form, descales) {
+                let of_rows = descales.chunks_mut(problem.heads_kv).zip(&rows[1]);
+                of_rows.filter(|(_, own)| !**own).for_each(|(row, _)| row.fill(f32::NAN));
+            }
+        }
+        let low = low.out.iter().map(|value| value.bits()).collect();
+        let (exact, lse, noise) = (exact.out, exact.lse, exact.out_noise);
         Trial {
             problem: *problem,
             pass: Pass::Forward,
             placement,
-            extras: extras.clone(),
-            program: None,
-            codes: (0..3).map(placed).collect(),
-            inputs: Vec::new(),
+            extras,
+            program,
+            inputs,
             lse: Vec::new(),
-            expected: vec![Expected { name: "out", shape: shapes[3], exact: exact.out, low, noise }],
-            expected_lse: exact.lse,
+            expected: vec![Expected { name: "out", shape: shapes[3], exact, low, noise }],
+            expected_lse: lse,
             expected_dsinks: None,
             expected_darrays: Vec::new(),
             rows,
@@ -297,9 +326,13 @@ impl Trial {
             if self.pass == Pass::Forward { vec![q, k, v] } else { vec![q, k, v, out, out] }
         };
         let strides = |i: usize| self.placement.input_strides(matches!(i, 1 | 2), shapes[i]);
-        let codes = self.codes.iter().enumerate().map(|(i, codes)| Given::Codes(codes, strides(i)));
-        let inputs = self.inputs.iter().enumerate().map(|(i, values)| Given::Input(values, strides(i)));
-        let mut tensors: Vec<Given> = codes.chain(inputs).collect();
+        let mut tensors: Vec<Given> = Vec::new();
+        for (i, values) in self.inputs.iter().enumerate() {
+            tensors.push(match values {
+                Values::Halves(bits) => Given::Input(bits, strides(i)),
+                Values::Codes(bits) => Given::Codes(bits, strides(i)),
+            });
+        }
         let outputs = self.expected.iter().map(|own| own.shape);
         tensors.extend(
             outputs.map(|shape| Given::Output(self.placement.len(shape), self.placement.strides(shape))),
@@ -331,7 +364,7 @@ impl Trial {
         if finished && self.pass == Pass::Forward {
             let [batch, seqlen, heads, _] = q_shape(&self.problem);
             let shape = [batch, heads, seqlen];
-            let found = compare_lse(shape, self.problem.types.q, &outcome.lse, &self.expected_lse);
+            let found = compare_lse(shape, self.problem.types.wide(), &outcome.lse, &self.expected_lse);
             values.push(("lse", found.expect("of the same shape")));
         }
         if let Some(own) = self.expected_dsinks.as_ref().filter(|_| finished) {
@@ -410,15 +443,19 @@ fn of_bits<T: Half>(bits: &[u16]) -> Vec<T> {
     bits.iter().map(|&bits| T::of_bits(bits)).collect()
 }
 
+/// Roughly normal values; of tensors of codes the numbers of codes.
 fn normal<T: Half>(problem: &Problem) -> [Vec<T>; 4] {
     let shapes = shapes(problem);
-    [0, 1, 2, 3].map(|i| values(i, shapes[i]))
-}
-
-/// Reproducible values, roughly normal, for tensor number `i`.
-fn values<T: Element>(i: usize, shape: [usize; 4]) -> Vec<T> {
-    let mut random = Random::new(i as u64 + 1);
-    (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect()
+    let [q, k, v] = kinds(problem);
+    let kinds = [q, k, v, None];
+    [0, 1, 2, 3].map(|i| {
+        let number = |value: f32| match kinds[i] {
+            Some(codes) => codes.decode(codes.encode(value * spread(codes))),
+            None => value,
+        };
+        let mut random = Random::new(i as u64 + 1);
+        (0..shapes[i].iter().product()).map(|_| T::from_f32(number(random.normal()))).collect()
+    })
 }
 
 /// Indices into a shape, in packed order.
@@ -426,10 +463,6 @@ fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [u
     (0..batch * seqlen * heads * dim)
         .map(move |i| [i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim])
 }
-
-/// Keys of a tile of the kernel that fp8 results are held to: whichever a kernel has, its error is much the
-/// same.
-const TILE_N: usize = 128;
 
 /// NaN in every 16-bit type.
 const POISON: u16 = 0xffff;

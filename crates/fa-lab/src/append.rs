@@ -3,6 +3,7 @@
 use fa_attn::device::Half;
 use fa_attn::{AppendExtras, AppendTensors, Table, TensorLayout};
 use fa_core::{Append, Dtype, Side, SideRows};
+use fa_cpu::append::CacheMut;
 use fa_cpu::{TensorMut, TensorRef};
 
 use crate::error::Result;
@@ -13,8 +14,12 @@ use crate::random::Random;
 pub struct AppendInputs<T> {
     /// What is appended.
     pub append: Append,
-    /// New keys and values, the caches of both, and queries (empty for none).
+    /// New keys and values, the caches of both (empty where these are of codes), and queries (empty for none).
     pub tensors: [Vec<T>; 5],
+    /// The caches of codes; empty for none.
+    codes: [Vec<u8>; 2],
+    /// Their descales.
+    descales: [Option<Vec<f32>>; 2],
     /// Cosines and sines in f32.
     exact: [Vec<f32>; 2],
     /// The same, rounded to the tensors' type.
@@ -42,14 +47,41 @@ fn shapes(append: &Append) -> [[usize; 4]; 5] {
     ]
 }
 
+/// A cache as a call takes it.
+fn cache<'a, T: Half>(
+    name: &'static str,
+    (same, codes): (&'a mut [T], &'a mut [u8]),
+    shape: [usize; 4],
+    of_codes: bool,
+) -> Result<CacheMut<'a, T>> {
+    let layout = TensorLayout::Bshd;
+    Ok(match of_codes {
+        true => CacheMut::Codes(TensorMut::packed(name, codes, shape, layout)?),
+        false => CacheMut::Same(TensorMut::packed(name, same, shape, layout)?),
+    })
+}
+
 impl<T: Half> AppendInputs<T> {
     /// Random rows. Some caches are empty and some nearly full, pages are in random order, and about one
     /// table entry in forty names no page.
     pub fn random(append: &Append, seed: u64) -> AppendInputs<T> {
         let mut random = Random::new(seed);
         let count = |shape: [usize; 4]| shape.iter().product::<usize>();
-        let tensors =
-            shapes(append).map(|shape| (0..count(shape)).map(|_| T::from_f32(random.normal())).collect());
+        let shapes = shapes(append);
+        let of_codes = append.codes.is_some();
+        let tensors = [0, 1, 2, 3, 4].map(|i| {
+            let len = if of_codes && matches!(i, 2 | 3) { 0 } else { count(shapes[i]) };
+            (0..len).map(|_| T::from_f32(random.normal())).collect()
+        });
+        let codes = [2, 3].map(|i| {
+            let len = if of_codes { count(shapes[i]) } else { 0 };
+            (0..len).map(|_| random.below(256) as u8).collect()
+        });
+        let [k, v] = [append.descales().k, append.descales().v].map(|form| append.descale_shape(form));
+        let descales = [k, v].map(|shape| {
+            let len = shape?.iter().product::<usize>();
+            Some((0..len).map(|i| [0.01, 0.004, 0.0, 1e-30][(i + random.below(2)) % 4]).collect::<Vec<f32>>())
+        });
         let entries = append.rotary.map_or(0, |rotary| rotary.positions * rotary.dim / 2);
         let half = append.rotary.map_or(1, |rotary| rotary.dim / 2);
         let angle = |i: usize| {
@@ -98,6 +130,8 @@ impl<T: Half> AppendInputs<T> {
         AppendInputs {
             append: *append,
             tensors,
+            codes,
+            descales,
             exact,
             same,
             cu,
@@ -136,7 +170,9 @@ impl<T: Half> AppendInputs<T> {
         &mut self,
         act: impl FnOnce(&mut AppendExtras<'_>, &mut AppendTensors<'_, T>) -> Result<usize>,
     ) -> Result<()> {
-        let AppendInputs { append, tensors, exact, same, cu, used, seqused_k, used_out, dropped, .. } = self;
+        let AppendInputs { append, tensors, codes, descales, exact, same, cu, used, .. } = self;
+        let (seqused_k, used_out, dropped) = (&self.seqused_k, &mut self.used_out, &mut self.dropped);
+        let [k_descale, v_descale] = descales;
         let is_packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
         let of_q = append.queries().map(|queries| queries.rows);
         let mut extras = AppendExtras {
@@ -147,19 +183,22 @@ impl<T: Half> AppendInputs<T> {
             cu_seqlens_q: cu.as_deref().filter(|_| of_q.is_some_and(is_packed)),
             seqused_q: used.as_deref().filter(|_| of_q.is_some_and(|side| side.used)),
             used_out: Some(used_out),
-            ..AppendExtras::default()
+            k_descale: k_descale.as_deref_mut(),
+            v_descale: v_descale.as_deref_mut(),
         };
         let is_f32 = append.rotary.is_some_and(|rotary| rotary.table == Dtype::F32);
         let tables = [0, 1]
             .map(|table: usize| if is_f32 { Table::F32(&exact[table]) } else { Table::Same(&same[table]) });
         let (shapes, layout) = (shapes(append), TensorLayout::Bshd);
         let [k_new, v_new, k_cache, v_cache, q] = tensors;
+        let [k_codes, v_codes] = codes;
+        let of_codes = append.codes.is_some();
         let q = append.queries().map(|_| TensorMut::packed("q", q, shapes[4], layout)).transpose()?;
         let mut tensors = AppendTensors {
             k_new: TensorRef::packed("k_new", k_new, shapes[0], layout)?,
             v_new: TensorRef::packed("v_new", v_new, shapes[1], layout)?,
-            k_cache: TensorMut::packed("k_cache", k_cache, shapes[2], layout)?.into(),
-            v_cache: TensorMut::packed("v_cache", v_cache, shapes[3], layout)?.into(),
+            k_cache: cache("k_cache", (k_cache, k_codes), shapes[2], of_codes)?,
+            v_cache: cache("v_cache", (v_cache, v_codes), shapes[3], of_codes)?,
             q,
             tables: append.rotary.map(|_| tables),
         };
@@ -187,6 +226,20 @@ impl<T: Half> AppendInputs<T> {
                 return Some(format!("{wrong} elements of {name} differ, the first in row {row}"));
             }
         }
+        for (i, name) in ["k_cache", "v_cache"].into_iter().enumerate() {
+            let (have, need) = (&other.codes[i], &self.codes[i]);
+            if let Some(first) = have.iter().zip(need).position(|(have, need)| have != need) {
+                let row = first / shapes(&self.append)[2 + i][3];
+                return Some(format!("codes of {name} differ, the first in row {row}"));
+            }
+            let bits = |of: &Option<Vec<f32>>| -> Vec<u32> {
+                of.iter().flatten().map(|value| value.to_bits()).collect()
+            };
+            let (have, need) = (bits(&other.descales[i]), bits(&self.descales[i]));
+            if let Some(first) = have.iter().zip(&need).position(|(have, need)| have != need) {
+                return Some(format!("descales of {name} differ, the first is {first}"));
+            }
+        }
         if self.used_out != other.used_out {
             return Some(format!("the lengths afterwards are {:?}, not {:?}", other.used_out, self.used_out));
         }
@@ -208,6 +261,8 @@ mod tests {
         let appends: Vec<Append> = cases.iter().filter_map(|case| case.append).collect();
         assert!(appends.len() > 40, "{}", appends.len());
         let mut dropped = 0;
+        let of_codes = appends.iter().filter(|append| append.codes.is_some()).count();
+        assert!(of_codes > 12, "{of_codes}");
         for append in appends.iter().filter(|append| append.dtype == Dtype::Bf16) {
             let before = AppendInputs::<bf16>::random(append, 7);
             let mut after = before.clone();
@@ -217,6 +272,11 @@ mod tests {
             let mut again = before.clone();
             again.on_cpu().expect("as before");
             assert_eq!(after.difference(&again), None);
+            if append.codes.is_some() {
+                *again.codes[1].last_mut().expect("a cache") ^= 1;
+                assert!(after.difference(&again).is_some_and(|text| text.contains("codes of v_cache")));
+                continue;
+            }
             let last = again.tensors[3].len() - 1;
             again.tensors[3][last] = bf16::from_bits(again.tensors[3][last].to_bits() ^ 1);
             assert!(after.difference(&again).is_some_and(|text| text.contains("1 elements of v_cache")));

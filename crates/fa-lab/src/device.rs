@@ -5,12 +5,12 @@ mod placed;
 mod timer;
 
 use fa_attn::device::{BindOptions, Bound, Gpu, Half};
+use fa_attn::machine;
 use fa_core::{Arch, Division, KernelSpec, Pass, Problem};
 use fa_kernels::{Error, driver};
 use serde::Serialize;
 
 use crate::error::{self, gpu_only};
-use crate::machine;
 
 pub use call::{Calls, Captured, Plans, capture_calls};
 pub use placed::{PlacedBackward, PlacedForward, place_backward, place_forward};

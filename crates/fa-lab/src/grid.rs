@@ -5,6 +5,7 @@ mod append;
 mod awkward;
 mod bits;
 mod case;
+mod codes;
 mod fp8;
 mod gradients;
 mod groups;
@@ -21,6 +22,9 @@ mod serving;
 mod small;
 pub mod soak;
 mod varied;
+
+pub(crate) use codes::codes;
+pub(crate) use fp8::fp8;
 
 pub use awkward::LENGTHS;
 pub use case::{Action, Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};

@@ -3,6 +3,7 @@
 #[cfg(test)]
 mod agree;
 mod arrays;
+pub mod codes;
 pub mod forward;
 pub mod gradients;
 mod heads;

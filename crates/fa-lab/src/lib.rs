@@ -43,7 +43,6 @@ mod kernels;
 pub mod ladder;
 pub mod ledger;
 pub mod log;
-pub mod machine;
 pub mod marks;
 pub mod memory;
 pub mod mods;

@@ -1,10 +1,13 @@
 //! Tensors as laid out in device memory: rows of the sequences at their positions, NaN everywhere else.
 
 use fa_attn::device::{DeviceGradients, Half, Placement, Stored};
+use fa_core::{DescaleForm, TensorLayout};
 use fa_cpu::OwnedExtras;
+use rayon::prelude::*;
 
+use crate::mods::forms;
 use crate::sequences::{Ragged, Sequences};
-use crate::tensors::{Inputs, codes_of};
+use crate::tensors::{Inputs, kinds};
 
 /// The gradients of a backward.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,7 +42,13 @@ impl<T: Half> Inputs<T> {
     /// The arrays of these inputs.
     pub fn arrays(&self) -> OwnedExtras {
         let given = |values: &[f32]| (!values.is_empty()).then(|| values.to_vec());
-        let [q_descale, k_descale, v_descale] = self.mods.descales.each_ref().map(|own| given(own));
+        let forms = forms(&self.problem);
+        let [q_descale, k_descale, v_descale] = [0, 1, 2].map(|of| match forms[of] {
+            DescaleForm::TokenHead => Some(self.row_descales(&self.mods.descales[of])),
+            DescaleForm::None | DescaleForm::Head | DescaleForm::SequenceHead => {
+                given(&self.mods.descales[of])
+            }
+        });
         OwnedExtras {
             alibi_slopes: given(&self.mods.slopes),
             sinks: given(&self.mods.sinks),
@@ -50,6 +59,13 @@ impl<T: Half> Inputs<T> {
         }
     }
 
+    /// A descale for each row and head in the layout of K; NaN for rows of no sequence.
+    fn row_descales(&self, values: &[f32]) -> Vec<f32> {
+        let rows = &self.sequences.k;
+        let shape = rows.shape(self.problem.heads_kv, 1);
+        place(values, rows, &Placement::packed(shape, TensorLayout::Bshd), f32::NAN)
+    }
+
     /// Q, K and V as laid out in memory.
     pub fn stored(&self) -> [Vec<T>; 3] {
         let Sequences { q, k } = &self.sequences;
@@ -57,17 +73,20 @@ impl<T: Half> Inputs<T> {
         [store(&self.values[0], q, of_q), store(&self.values[1], k, of_k), store(&self.values[2], k, of_v)]
     }
 
-    /// The codes of an fp8 Q, K and V as laid out in memory.
-    pub(crate) fn stored_codes(&self) -> [Vec<u8>; 3] {
+    /// Those of Q, K and V that hold codes, as laid out in memory.
+    pub(crate) fn stored_codes(&self) -> [Option<Vec<u8>>; 3] {
         let Sequences { q, k } = &self.sequences;
-        let [of_q, of_k, of_v, _] = &self.placements;
-        let [q8, k8, v8] = self.values.each_ref().map(|values| codes_of(values));
-        [store(&q8, q, of_q), store(&k8, k, of_k), store(&v8, k, of_v)]
+        let kinds = kinds(&self.problem);
+        [0, 1, 2].map(|i| {
+            let codes = kinds[i]?;
+            let bits = self.values[i].par_iter().map(|value| codes.encode(value.to_f32()));
+            Some(store(&bits.collect::<Vec<u8>>(), if i == 0 { q } else { k }, &self.placements[i]))
+        })
     }
 
     /// Whether there are no lengths, pages, slopes, sinks, codes or descales to pass with the tensors.
     pub fn is_plain(&self) -> bool {
-        self.arrays() == OwnedExtras::default() && !self.problem.types.is_fp8()
+        self.arrays() == OwnedExtras::default() && !self.problem.types.kv.is_code()
     }
 }
 
@@ -87,8 +106,12 @@ fn each_row(rows: &Ragged, placement: &Placement, mut row: impl FnMut(usize, usi
 
 /// `values`, `[rows, heads, dim]` end to end, at their positions in memory; NaN everywhere else.
 pub fn store<T: Stored>(values: &[T], rows: &Ragged, placement: &Placement) -> Vec<T> {
+    place(values, rows, placement, T::nan())
+}
+
+fn place<T: Copy>(values: &[T], rows: &Ragged, placement: &Placement, elsewhere: T) -> Vec<T> {
     let dim = placement.shape[3];
-    let mut memory = vec![T::nan(); placement.span()];
+    let mut memory = vec![elsewhere; placement.span()];
     each_row(rows, placement, |to, from| {
         memory[to..to + dim].copy_from_slice(&values[from..from + dim]);
     });

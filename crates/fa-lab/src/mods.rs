@@ -1,8 +1,10 @@
 //! A problem's slopes, sinks and descales.
 
-use fa_core::{Alibi, Extra, Pass, Problem};
+use fa_core::{Alibi, DescaleForm, Extra, Pass, Problem};
 
 use crate::random::Random;
+use crate::sequences::Sequences;
+use crate::tensors::{kinds, spread};
 
 /// The slopes, sinks and descales of a problem; empty where it has none.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -11,7 +13,8 @@ pub struct Mods {
     pub slopes: Vec<f32>,
     /// A logit for each query head, `[heads_q]`.
     pub sinks: Vec<f32>,
-    /// What the codes of an fp8 Q, K and V are multiplied by, `[heads_kv]` or `[batch, heads_kv]`.
+    /// What codes of Q, K and V are multiplied by: `[heads_kv]`, `[batch, heads_kv]`, or `[rows, heads_kv]` of
+    /// the sequences' keys end to end.
     pub descales: [Vec<f32>; 3],
 }
 
@@ -19,8 +22,9 @@ const DESCALES: [Extra; 3] = [Extra::QDescale, Extra::KDescale, Extra::VDescale]
 
 impl Mods {
     /// ALiBi's slopes, halved from head to head, different for each sequence where the problem has slopes per
-    /// sequence; sinks of the magnitude of scores. The same for the same seed.
-    pub fn random(problem: &Problem, seed: u64) -> Mods {
+    /// sequence; sinks of the magnitude of scores; descales about those that suit the codes. The same for the
+    /// same seed.
+    pub fn random(problem: &Problem, sequences: &Sequences, seed: u64) -> Mods {
         let mut random = Random::new(seed ^ 0x2545_f491_4f6c_dd1d);
         random.bits();
         let heads = problem.heads_q;
@@ -36,11 +40,18 @@ impl Mods {
             .collect();
         let sinks = if problem.score.sinks { heads } else { 0 };
         let sinks = (0..sinks).map(|_| 2.0 * random.normal()).collect();
-        let mut descale = |extra: Extra| {
-            let len = extra.need(problem, Pass::Forward).map_or(0, |need| need.len);
-            (0..len).map(|_| 0.5 + random.below(17) as f32 / 16.0).collect()
+        let kinds = kinds(problem);
+        let mut descale = |of: usize| {
+            let len = match forms(problem)[of] {
+                DescaleForm::TokenHead => sequences.k.total() * problem.heads_kv,
+                DescaleForm::None | DescaleForm::Head | DescaleForm::SequenceHead => {
+                    DESCALES[of].need(problem, Pass::Forward).map_or(0, |need| need.len)
+                }
+            };
+            let one = 1.0 / kinds[of].map_or(1.0, spread);
+            (0..len).map(|_| one * (0.5 + random.below(17) as f32 / 16.0)).collect()
         };
-        Mods { slopes, sinks, descales: DESCALES.map(&mut descale) }
+        Mods { slopes, sinks, descales: [0, 1, 2].map(&mut descale) }
     }
 
     /// As many slopes and sinks up to the largest number of f32, among ordinary ones: in turns by head.
@@ -74,11 +85,24 @@ impl Mods {
         if problem.score.sinks { self.sinks.get(heads) } else { None }
     }
 
-    /// The descales of Q, K and V of a K/V head of a sequence; none where there are none.
-    pub fn descales_of(&self, problem: &Problem, sequence: usize, kv_head: usize) -> [Option<&[f32]>; 3] {
-        self.descales.each_ref().map(|own| {
-            let of_sequence = if own.len() > problem.heads_kv { sequence * problem.heads_kv } else { 0 };
-            own.get(of_sequence + kv_head..of_sequence + kv_head + 1)
+    /// The descales of Q, K and V of a K/V head of a sequence with keys at `rows`: one, or one for each of
+    /// the rows; none where there are none.
+    pub fn descales_of(
+        &self,
+        problem: &Problem,
+        sequence: usize,
+        kv_head: usize,
+        rows: std::ops::Range<usize>,
+    ) -> [Option<Vec<f32>>; 3] {
+        let heads = problem.heads_kv;
+        [0, 1, 2].map(|of| {
+            let at = |row: usize| self.descales[of][row * heads + kv_head];
+            match forms(problem)[of] {
+                DescaleForm::None => None,
+                DescaleForm::Head => Some(vec![at(0)]),
+                DescaleForm::SequenceHead => Some(vec![at(sequence)]),
+                DescaleForm::TokenHead => Some(rows.clone().map(at).collect()),
+            }
         })
     }
 
@@ -86,4 +110,9 @@ impl Mods {
     pub fn lse_of_nothing(&self, head: usize) -> f32 {
         self.sinks.get(head).copied().unwrap_or(f32::NEG_INFINITY)
     }
+}
+
+/// The forms of the descales of Q, K and V.
+pub(crate) fn forms(problem: &Problem) -> [DescaleForm; 3] {
+    [problem.descales.q, problem.descales.k, problem.descales.v]
 }

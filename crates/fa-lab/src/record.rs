@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 
 use fa_attn::atomic_file;
 use fa_attn::device::Gpu;
+use fa_attn::machine;
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::error::{Context, Result};
-use crate::machine;
 
 /// The commit that this library was built from, for records of measurements; `development` in a development
 /// build.

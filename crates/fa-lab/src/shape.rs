@@ -3,7 +3,7 @@
 use std::num::{IntErrorKind, ParseIntError};
 use std::str::FromStr;
 
-use fa_core::{Append, Dtype, Merge, Problem, Rotary, Side, SideRows};
+use fa_core::{Append, CacheCodes, Descales, Dtype, Merge, Problem, Rotary, Side, SideRows};
 use serde::{Deserialize, Serialize};
 
 /// `a`, or `a` and `b` where they differ, as in `192-128`.
@@ -179,6 +179,9 @@ pub fn append_name(append: &Append) -> String {
         append.head_dim_v,
         append.dtype
     );
+    if let Some(CacheCodes { kind, descales: Descales { k, v, .. } }) = append.codes {
+        name += &format!(" as {} descales {k} {v}", kind.dtype());
+    }
     if let Some(Rotary { dim, pairs, positions, table, queries }) = append.rotary {
         name += &format!(" rotary{dim}/{positions} {pairs:?} {table}").to_lowercase();
         if let Some(queries) = queries {

@@ -2,7 +2,7 @@
 
 use fa_attn::device::{Half, Placement};
 use fa_core::program::{self, OwnedInputs};
-use fa_core::quantize::e4m3;
+use fa_core::quantize::Codes;
 use fa_core::{Problem, Strides, TensorLayout};
 use rayon::prelude::*;
 
@@ -35,13 +35,13 @@ pub(crate) use with_half;
 pub struct Inputs<T> {
     /// The problem.
     pub problem: Problem,
-    /// Q, K and V, rows end to end; of an fp8 problem the numbers of codes.
+    /// Q, K and V, rows end to end; the numbers of codes where a tensor holds these.
     pub values: [Vec<T>; 3],
     /// Placement of Q, K, V and O on the GPU.
     pub placements: [Placement; 4],
     /// The sequences.
     pub sequences: Sequences,
-    /// The slopes and sinks; may be empty.
+    /// The slopes, sinks and descales; may be empty.
     pub mods: Mods,
     /// The arrays and scalars of the problem's program.
     pub program: Option<OwnedInputs>,
@@ -75,6 +75,16 @@ impl<T: Half> Inputs<T> {
         placements: [Placement; 4],
         seed: u64,
     ) -> Inputs<T> {
+        Inputs::drawn(problem, sequences, placements, seed).held()
+    }
+
+    /// The same before the values of codes are rounded.
+    pub(crate) fn drawn(
+        problem: &Problem,
+        sequences: Sequences,
+        placements: [Placement; 4],
+        seed: u64,
+    ) -> Inputs<T> {
         let values = [0usize, 1, 2].map(|i| {
             let rows = if i == 0 { &sequences.q } else { &sequences.k };
             let [_, _, heads, dim] = placements[i].shape;
@@ -83,25 +93,35 @@ impl<T: Half> Inputs<T> {
             repeat_broadcast(&mut values, &placements[i]);
             values
         });
-        let mods = Mods::random(problem, seed);
+        let mods = Mods::random(problem, &sequences, seed);
         let program = OwnedInputs::drawn(problem, seed);
-        let mut inputs = Inputs { problem: *problem, values, placements, sequences, mods, program };
-        inputs.hold_codes();
-        inputs
+        Inputs { problem: *problem, values, placements, sequences, mods, program }
     }
 
-    /// Rounds the values of an fp8 problem to those that codes have.
-    pub(crate) fn hold_codes(&mut self) {
-        if self.problem.types.is_fp8() {
-            let round = |value: &mut T| *value = T::from_f32(e4m3::decode(e4m3::encode(value.to_f32())));
-            self.values.iter_mut().for_each(|values| values.par_iter_mut().for_each(round));
+    /// With the numbers of codes in place of the values of tensors that hold codes.
+    pub(crate) fn held(mut self) -> Inputs<T> {
+        for (values, codes) in self.values.iter_mut().zip(kinds(&self.problem)) {
+            let Some(codes) = codes else { continue };
+            let number = |value: f32| codes.decode(codes.encode(value * spread(codes)));
+            values.par_iter_mut().for_each(|value| *value = T::from_f32(number(value.to_f32())));
         }
+        self
     }
 }
 
-/// The codes of values that have one.
-pub(crate) fn codes_of<T: Half>(values: &[T]) -> Vec<u8> {
-    values.par_iter().map(|value| e4m3::encode(value.to_f32())).collect()
+/// The codes that Q, K and V hold; `None` for elements of 16 bits.
+pub fn kinds(problem: &Problem) -> [Option<Codes>; 3] {
+    let of_kv = Codes::of(problem.types.kv);
+    [Codes::of(problem.types.q), of_kv, of_kv]
+}
+
+/// What values of unit variance are multiplied by before they become codes, and descales divided by: integers
+/// are few near 0.
+pub fn spread(codes: Codes) -> f32 {
+    match codes {
+        Codes::E4m3 => 1.0,
+        Codes::Int8 => 32.0,
+    }
 }
 
 fn normal<T: Half>(len: usize, seed: u64) -> Vec<T> {

@@ -23,7 +23,7 @@ use crate::worker::Program;
 
 pub use event::{CaseResult, PassedOver, Status};
 pub(crate) use options::Job;
-pub use options::{Cases, Options, Resume};
+pub use options::{Cases, Kind, Options, Resume};
 use supervise::Limits;
 
 /// The result of a validation.
@@ -91,7 +91,8 @@ pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) ->
             [] => String::new(),
             groups => format!(" of the groups {} of this pass", groups.join(", ")),
         };
-        return Err(Error::Request(format!("no case{groups} has '{filter}' in its name")));
+        let kind = options.kind.text();
+        return Err(Error::Request(format!("no case{kind}{groups} has '{filter}' in its name")));
     }
     report(options, family, results, start.elapsed())
 }

@@ -161,10 +161,12 @@ pub enum PlanError {
     },
     /// Keys that begin with their values.
     #[error(
-        "a latent problem ({head_dim}-{head_dim_v}: V is the first columns of K): no kernel of this family \
-         computes its {pass}; sm90 and the CPU backend compute the forward"
+        "there is no {family} kernel for the {pass} of a latent problem ({head_dim}-{head_dim_v}: V is the \
+         first columns of K): its forward alone is computed, on sm90 and by the CPU backend"
     )]
     Latent {
+        /// The family asked for.
+        family: Family,
         /// Elements of a key.
         head_dim: usize,
         /// Elements of a value.
@@ -359,7 +361,7 @@ fn for_each(
     let own = kernels.iter().find(|kernel| planned::of(kernel).takes(problem));
     if own.is_none() && problem.latent {
         let Problem { head_dim, head_dim_v, .. } = *problem;
-        return Err(PlanError::Latent { head_dim, head_dim_v, pass: options.pass.name() });
+        return Err(PlanError::Latent { family, head_dim, head_dim_v, pass: options.pass.name() });
     }
     let kernel = planned::of(own.unwrap_or(widest));
     let [head_dim, wider] = padded(kernel.head_dims(), "head_dim", problem.head_dim)?;

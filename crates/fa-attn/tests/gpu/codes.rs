@@ -76,17 +76,38 @@ fn check(gpu: &Gpu, name: &str, problem: &Problem, extras: &OwnedExtras, kind: C
     assert!(found.out.iter().any(|value| value.to_f32().is_finite() && value.to_f32() != 0.0), "{name}");
 }
 
+/// All problems by the kernels of `family`, where the GPU runs it.
+fn check_all(kind: Codes, family: Family) {
+    let gpu = gpu();
+    if family.runs_on(gpu.arch()) {
+        problems()
+            .iter()
+            .for_each(|(name, problem, extras)| check(&gpu, name, problem, extras, kind, family));
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
-fn codes_give_the_bits_of_their_numbers() {
-    let gpu = gpu();
-    for (name, problem, extras) in problems() {
-        for kind in [Codes::E4m3, Codes::Int8] {
-            for family in [Family::Sm80, Family::Sm90].into_iter().filter(|f| f.runs_on(gpu.arch())) {
-                check(&gpu, name, &problem, &extras, kind, family);
-            }
-        }
-    }
+fn e4m3_codes_give_the_bits_of_their_numbers_by_mma_sync() {
+    check_all(Codes::E4m3, Family::Sm80);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn e4m3_codes_give_the_bits_of_their_numbers_by_wgmma() {
+    check_all(Codes::E4m3, Family::Sm90);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn int8_codes_give_the_bits_of_their_numbers_by_mma_sync() {
+    check_all(Codes::Int8, Family::Sm80);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn int8_codes_give_the_bits_of_their_numbers_by_wgmma() {
+    check_all(Codes::Int8, Family::Sm90);
 }
 
 /// Host tensors through the engine, with a descale per row: as the CPU's, within the rounding of a row.

@@ -163,8 +163,8 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
     assert!(wrong_type.contains("dtype"), "{wrong_type}");
     let f32_problem = BASE.with_types(Types::same(Dtype::F32));
     assert!(bind_forward(&gpu, &f32_problem, None).unwrap_err().to_string().contains("use f16 or bf16"));
-    let wide = BASE.with_head_dim(264);
-    assert!(bind_forward(&gpu, &wide, None).unwrap_err().to_string().contains("head_dim = 264"));
+    let wide = BASE.with_head_dim(584);
+    assert!(bind_forward(&gpu, &wide, None).unwrap_err().to_string().contains("head_dim = 584"));
     let negative = BASE.with_softmax_scale(Some(-1.0));
     assert!(matches!(
         bind_forward(&gpu, &negative, None),

@@ -9,11 +9,11 @@ mod table;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use fa_attn::machine;
 use fa_attn::{Element, Engine, Tensor};
 use fa_core::program::OwnedInputs;
 use fa_core::quantize::Codes;
 use fa_core::{Dtype, Pass, Problem, TensorLayout, counted};
-use fa_lab::machine;
 use fa_lab::random::Random;
 use fa_lab::shape::Shape;
 use fa_planner::Mode;

@@ -1,7 +1,9 @@
 //! `fa dist`: attention over several GPUs, planned, checked and measured.
 
 mod args;
+mod found;
 mod jobs;
+mod memory;
 mod parent;
 mod predict;
 mod rank;

@@ -40,6 +40,9 @@ pub(crate) fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
         ("--causal", args.mask.causal),
         ("--window", args.mask.window.is_some()),
         ("--query-offset", args.mask.query_offset != 0),
+        ("--kv-dtype", args.kv.kv_dtype.is_some()),
+        ("--kv-descale", args.kv.kv_descale.is_some()),
+        ("--out-dtype", args.kv.out_dtype.is_some()),
     ];
     if let (true, None, Some((flag, _))) =
         (args.mutate, &args.spec, of_one.into_iter().find(|(_, given)| *given))

@@ -12,6 +12,7 @@ use anyhow::Context;
 use fa_attn::atomic_file;
 use fa_core::counted;
 use fa_kernels::Headers;
+use fa_lab::device;
 use fa_lab::ledger::{self, BLOCK, JUDGE, Ledger, Run, Same, Standing, Summary, Tier, Workshop};
 use fa_lab::record;
 
@@ -43,6 +44,10 @@ struct Session<'a> {
 /// A ledger that cannot be read or written; for a tier on a GPU, no GPU.
 pub(crate) fn command(args: &ProveArgs) -> anyhow::Result<Verdict> {
     args.check_flags()?;
+    if !args.check && args.tier.is_some_and(runs_on_gpu) {
+        // Before units are compiled, which takes minutes.
+        device::open()?;
+    }
     if !args.check {
         build::probe(&args.results)?;
     }
@@ -91,6 +96,11 @@ pub(crate) fn command(args: &ProveArgs) -> anyhow::Result<Verdict> {
     session.write()?;
     output::print(&session.text(&session.summary()))?;
     Ok(if done { Verdict::Good } else { Verdict::Bad })
+}
+
+/// Whether a tier's cases are launches.
+fn runs_on_gpu(tier: Tier) -> bool {
+    tier.is_on_gpu() || matches!(tier, Tier::Soak | Tier::Sanitized)
 }
 
 impl Session<'_> {

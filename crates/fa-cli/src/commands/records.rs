@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use fa_core::counted;
 use fa_lab::campaign::{self, End, Options, Row, Wanted};
-use fa_lab::{Program, record, summary};
+use fa_lab::{Program, device, record, summary};
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
@@ -86,7 +86,8 @@ fn part_of_a_file_name(text: &str) -> Result<String, String> {
 /// Runs the command: a bad verdict where a step failed, was too slow or is left.
 ///
 /// # Errors
-/// Records that cannot be read, a folder that cannot be written, a filter that no step passes.
+/// Records that cannot be read, a folder that cannot be written, a filter that no step passes, no GPU for
+/// steps to run on.
 pub(crate) fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
     if !args.summarise.is_empty() {
         for record in &args.summarise {
@@ -125,6 +126,8 @@ pub(crate) fn command(args: &RecordsArgs) -> anyhow::Result<Verdict> {
         output::print(&table(&rows, true))?;
         return Ok(Verdict::Good);
     }
+    // A step that fails for want of a GPU would count as run.
+    device::open()?;
     let executable = std::env::current_exe().context("cannot find this program to start it again")?;
     let program = Program { executable, arguments: Vec::new() };
     let rows = campaign::run(&steps, &program, &options, &mut progress::steps())?;

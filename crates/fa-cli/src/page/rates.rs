@@ -222,7 +222,8 @@ fn sweep_table(view: &View, sweep: &[At]) -> String {
 /// The roofline: this problem, the same at other lengths, and what was measured.
 pub(crate) fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -> String {
     let limits = view.limits();
-    let (peak, bandwidth) = (limits.peak_tensor_flops() / 1e12, limits.hbm_bytes_per_s / 1e12);
+    let peak = limits.peak_tensor_flops_of(view.problem().types.q) / 1e12;
+    let bandwidth = limits.hbm_bytes_per_s / 1e12;
     let sustained = peak * CostConstants::of(view.planned.arch).power_cap;
     let intensity = |problem: &Problem| problem.flops(view.pass) / problem.bytes(view.pass).max(1.0);
     let point = |problem: &Problem, tflops: f64, what: &str| {

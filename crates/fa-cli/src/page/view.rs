@@ -125,7 +125,7 @@ impl<'a> View<'a> {
     /// What the rate cannot exceed.
     pub(crate) fn peak(&self) -> f64 {
         match self.unit {
-            Unit::Tflops => self.limits().peak_tensor_flops() / 1e12,
+            Unit::Tflops => self.limits().peak_tensor_flops_of(self.problem().types.q) / 1e12,
             Unit::Bytes => self.limits().hbm_bytes_per_s / 1e9,
         }
     }

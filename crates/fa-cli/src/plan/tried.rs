@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, ArchLimits, KernelSpec, Pass, Problem, counted};
+use fa_core::{Arch, ArchLimits, Dtype, KernelSpec, Pass, Problem, counted};
 use fa_kernels::launch::Launches;
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
@@ -136,7 +136,8 @@ impl Shown for Tried {
         if let Some(best) = fits.first() {
             text.push('\n');
             let moves_bytes = pass == Pass::Forward && splits::moves_bytes(problem);
-            text += &table(&fits[..fits.len().min(limit)], limits, moves_bytes.then(|| problem.bytes(pass)));
+            let bytes = moves_bytes.then(|| problem.bytes(pass));
+            text += &table(&fits[..fits.len().min(limit)], limits, problem.types.q, bytes);
             text.push('\n');
             text += &account(best, problem, pass, limits);
             if let Shape::Kernel(spec) = best.shape
@@ -148,7 +149,8 @@ impl Shown for Tried {
                     0 => "no workspace".to_owned(),
                     bytes => format!("{} of workspace", si(bytes as f64, "B")),
                 };
-                let memory = format!("{} of tensors, {workspace}", si(problem.bytes_held(pass), "B"));
+                let codes = of_codes(problem);
+                let memory = format!("{} of tensors{codes}, {workspace}", si(problem.bytes_held(pass), "B"));
                 line(&mut text, "memory", &memory);
             }
             if let Tried::Kernels(PlanSet { plans, .. }) = self
@@ -165,14 +167,26 @@ impl Shown for Tried {
     }
 }
 
+/// What K and V in 8 bits and their descales take of a problem's memory.
+fn of_codes(problem: &Problem) -> String {
+    if !problem.types.kv.is_code() {
+        return String::new();
+    }
+    let keys = si(problem.bytes_of_keys(), "B");
+    match problem.descale_bytes() {
+        0.0 => format!(" ({keys} of codes of K and V)"),
+        descales => format!(" ({keys} of codes of K and V, {} of descales)", si(descales, "B")),
+    }
+}
+
 fn line(text: &mut String, name: &str, value: &str) {
     writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
 }
 
 /// The plans, with the rate at which they move `bytes` where that is what counts, and with splits where one
-/// has any.
-fn table(fits: &[Fit], limits: &ArchLimits, bytes: Option<f64>) -> String {
-    let peak = limits.peak_tensor_flops() / 1e12;
+/// has any. Rates are shares of the peak of products of `dtype`.
+fn table(fits: &[Fit], limits: &ArchLimits, dtype: Dtype, bytes: Option<f64>) -> String {
+    let peak = limits.peak_tensor_flops_of(dtype) / 1e12;
     let has_splits = fits.iter().any(|fit| fit.cost.splits > 1);
     let mut headers = vec![
         "#",
@@ -184,7 +198,7 @@ fn table(fits: &[Fit], limits: &ArchLimits, bytes: Option<f64>) -> String {
         "blocks/SM",
         "time",
         "TFLOP/s",
-        "of peak",
+        if dtype.is_code() { "of 8-bit peak" } else { "of peak" },
         "bottleneck",
     ];
     headers.extend(bytes.map(|_| "GB/s"));

@@ -218,3 +218,43 @@ fn refusals_name_the_tensor_or_the_flag() {
     let both = fa(&format!("bench --backend cpu {flags} --mode both"));
     refused(&both, &["8-bit K and V have no gradients"], "bench");
 }
+
+#[test]
+fn plans_show_the_peak_of_8_bits_and_the_bytes_of_codes() {
+    let fp8 = fa("plan --dtype e4m3 --batch 2 --seqlen 8192 -n 1");
+    assert_eq!(fp8.code, 0, "{fp8:?}");
+    assert!(fp8.stdout.contains("of 8-bit peak"), "{}", fp8.stdout);
+    // 2 products of 2 operations for 2 x 16 heads x 8192^2 pairs of 128 columns; 1,979 TFLOP/s in 8 bits.
+    let row = fp8.stdout.lines().find(|line| line.starts_with(" 1 ")).expect("a plan");
+    let percent = row.split(" %").next().and_then(|text| text.rsplit(' ').next()).expect("a share");
+    let rate = row.split_whitespace().rev().nth(3).and_then(|text| text.parse::<f64>().ok()).expect(row);
+    let expected = 100.0 * rate / 1979.0;
+    assert!((percent.parse::<f64>().expect(row) - expected).abs() < 0.7, "{row}: {expected}");
+    let half = fa("plan --batch 2 --seqlen 8192 -n 1");
+    assert!(half.stdout.contains("  of peak") && !half.stdout.contains("8-bit"), "{}", half.stdout);
+    assert!(!half.stdout.contains("codes"), "{}", half.stdout);
+
+    let decode = "plan --batch 64 --heads 32:8 --seqlen 1x4096 --page 16 --kv-dtype int8 -n 1";
+    let shown = |form: &str| fa(&format!("{decode} --kv-descale {form}")).stdout;
+    // 64 x 4096 keys of 8 heads: 128 bytes of K and of V, and two descales of 4 bytes.
+    let of_rows = shown("token_head");
+    assert!(of_rows.contains("(537 MB of codes of K and V, 16.8 MB of descales)"), "{of_rows}");
+    assert!(shown("head").contains("(537 MB of codes of K and V, 64.0 B of descales)"));
+    assert!(shown("none").contains("(537 MB of codes of K and V)"));
+}
+
+#[test]
+fn validation_refuses_kinds_that_it_does_not_choose_by() {
+    for (line, part) in [
+        ("validate --kv-dtype f16", "no type of codes"),
+        ("validate --kv-descale row", "use none, head, sequence_head or token_head"),
+        ("validate --dtype e5m2", "unknown dtype"),
+        ("validate --soak 3 --kv-dtype e4m3", "--kv-dtype"),
+        ("validate --all-configs --latent", "--latent"),
+        ("validate --sanitize --dtype e4m3", "--dtype"),
+    ] {
+        let outcome = fa(line);
+        assert_eq!((outcome.code, outcome.stdout.as_str()), (2, ""), "{line}: {outcome:?}");
+        assert!(outcome.stderr.contains(part), "{line}: {}", outcome.stderr);
+    }
+}

@@ -23,6 +23,10 @@ fn flags_of_one_kernel_and_of_many_do_not_mix() {
         ("emulate --random 2 --kernels sm70_fwd", "sm90_bwd"),
         ("emulate --sample 1 --log x.jsonl", "--random"),
         ("emulate --sample 1 --from 3", "--random"),
+        ("emulate --sample 1 --kv-dtype e4m3", "--kv-dtype"),
+        ("emulate --random 2 --dtype e4m3", "--dtype"),
+        ("emulate --mutate --kv-dtype int8", "leave out --kv-dtype"),
+        ("emulate --grid --kv-descale head y.ron", "--kv-descale"),
     ] {
         refuses(line, part);
     }
@@ -38,6 +42,10 @@ fn what_a_kernel_does_not_heed_is_refused() {
         (vec!["--slack", "3"], "--slack is for sequences of different lengths"),
         (vec!["--headdim", "72"], "multiples of 8 up to 64"),
         (vec!["--window", "3,3"], "the kernel computes causal"),
+        (vec!["--latent"], "sm80_fwd has no form for latents"),
+        (vec!["--dtype", "e4m3"], "dtype e4m3 is not supported by sm80_fwd"),
+        (vec!["--kv-descale", "head"], "add --kv-dtype"),
+        (vec!["--kv-dtype", "f16"], "no type of codes"),
         (vec!["--scale", "0"], "softmax_scale"),
         (vec!["--gap", "18446744073709551608"], "of at most 65536"),
         (vec!["--gap", "12"], "a multiple of 8"),

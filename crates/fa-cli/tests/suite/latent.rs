@@ -81,7 +81,10 @@ fn what_latents_do_not_have_is_refused_by_name() {
         (format!("run {latent} --scale 0.2"), "add --latent"),
         (format!("run {latent} --latent --scale 0.2 --backward"), "absorbed heads have no gradients"),
         ("plan --headdim 576-512 --latent --heads 128:1 --arch sm80".into(), "a latent problem (576-512"),
-        ("plan --headdim 512 --latent --mode bwd".into(), "no kernel of this family computes its backward"),
+        (
+            "plan --headdim 512 --latent --mode bwd".into(),
+            "no sm90 kernel for the backward of a latent problem",
+        ),
         (
             "plan --headdim 512 --arch sm80".into(),
             "head_dim = 512: GPU kernels take multiples of 8 from 8 to 256",

@@ -8,6 +8,7 @@ mod check;
 mod check_mod;
 mod codes;
 mod common;
+mod dist;
 mod emulate;
 mod files;
 mod forms;

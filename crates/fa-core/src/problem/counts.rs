@@ -1,7 +1,7 @@
 //! What a problem costs by the conventions of the field: visible pairs, operations and bytes moved.
 
 use super::Problem;
-use crate::Pass;
+use crate::{DescaleForm, Descales, Pass};
 
 impl Problem {
     /// Visible (query, key) pairs over all heads and sequences. Where lengths are on the device this is an
@@ -53,15 +53,42 @@ impl Problem {
         self.bytes_held(Pass::BACKWARD) - self.unseen_bytes()
     }
 
-    /// Bytes of the tensors that a pass reads and writes: Q, K, V, O and LSE, and for the backward dO, dQ, dK
-    /// and dV.
+    /// Bytes of the tensors that a pass reads and writes: Q, K, V, their descales, O and LSE, and for the
+    /// backward dO, dQ, dK and dV.
     pub fn bytes_held(&self, pass: Pass) -> f64 {
         let (q, k, v, o) = self.elements();
         let [of_q, of_kv, of_out, of_dkv] =
             [self.types.q, self.types.kv, self.types.out, self.types.dkv].map(|dtype| dtype.bytes() as f64);
-        let forward = of_q * q + of_kv * (k + v) + of_out * o;
+        let forward = of_q * q + of_kv * (k + v) + self.descale_bytes() + of_out * o;
         let gradients = of_q * q + of_dkv * (k + v) + of_out * o;
         forward + if pass.is_backward() { gradients } else { 0.0 } + 4.0 * self.rows()
+    }
+
+    /// Bytes of K and V themselves, in all of the cache that sequences reach.
+    pub fn bytes_of_keys(&self) -> f64 {
+        let (_, k, v, _) = self.elements();
+        self.types.kv.bytes() as f64 * (k + v)
+    }
+
+    /// Bytes of the descales of Q, K and V; of those of each row as far as sequences reach.
+    pub fn descale_bytes(&self) -> f64 {
+        let heads = self.heads_kv as f64;
+        let Descales { q, k, v } = self.descales;
+        let of = |form: DescaleForm| match form {
+            DescaleForm::None => 0.0,
+            DescaleForm::Head => heads,
+            DescaleForm::SequenceHead => self.lengths.sequences() as f64 * heads,
+            DescaleForm::TokenHead => self.lengths.reach_k() as f64 * heads,
+        };
+        4.0 * (of(q) + of(k) + of(v))
+    }
+
+    /// Bytes of one key and its value in one head, with descales of their own.
+    pub fn bytes_per_key(&self) -> f64 {
+        let elements = self.head_dim_k() as f64 + self.head_dim_v as f64;
+        let Descales { k, v, .. } = self.descales;
+        let descales = [k, v].into_iter().filter(|form| *form == DescaleForm::TokenHead).count();
+        elements * self.types.kv.bytes() as f64 + 4.0 * descales as f64
     }
 
     /// Bytes of K and V that no query sees: those before a window. Where lengths are on the device an
@@ -69,8 +96,8 @@ impl Problem {
     fn unseen_bytes(&self) -> f64 {
         let (mean_q, mean_k) = (self.lengths.mean_q(), self.lengths.mean_k());
         let seen = self.mask.keys_of_all(mean_q, mean_k).len() as f64;
-        let (_, k, v, _) = self.elements();
-        self.types.kv.bytes() as f64 * (k + v) * (1.0 - seen / (mean_k as f64).max(1.0))
+        let keys = self.heads_kv as f64 * self.lengths.reach_k() as f64;
+        keys * self.bytes_per_key() * (1.0 - seen / (mean_k as f64).max(1.0))
     }
 
     /// Query rows over all heads and sequences: the number of LSE values (at most, where lengths are on the
@@ -89,7 +116,7 @@ impl Problem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Lengths, Mask};
+    use crate::{Dtype, Lengths, Mask, Types};
 
     const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
 
@@ -112,6 +139,15 @@ mod tests {
         assert_eq!(held, token.with_mask(Mask::CAUSAL).bytes_forward());
         assert_eq!(held - moved, 2.0 * 16.0 * (1024.0 - 128.0) * 2.0 * 128.0 * 2.0);
         assert_eq!(token.bytes_held(Pass::BACKWARD) - token.bytes_backward(), held - moved);
+        // 8-bit keys with a descale for each row, of which a window sees as many as of the rows.
+        let of_rows = Descales::both(DescaleForm::TokenHead);
+        let codes = token.with_types(Types::same(Dtype::Bf16).with_kv(Dtype::E4m3)).with_descales(of_rows);
+        assert_eq!(codes.descale_bytes(), 2.0 * 16.0 * 1024.0 * 2.0 * 4.0);
+        assert_eq!(codes.bytes_of_keys(), 2.0 * 16.0 * 1024.0 * 2.0 * 128.0);
+        let unseen = codes.bytes_held(Pass::Forward) - codes.bytes_forward();
+        assert_eq!(unseen, 2.0 * 16.0 * (1024.0 - 128.0) * 2.0 * (128.0 + 4.0));
+        let of_heads = codes.with_descales(Descales::both(DescaleForm::Head));
+        assert_eq!(of_heads.descale_bytes(), 16.0 * 2.0 * 4.0);
     }
 
     #[test]

@@ -118,6 +118,9 @@ pub(crate) struct Forward<R> {
     pub lse: Vec<R>,
     /// Per row of O, see [`Norms`]; head by head.
     pub out_terms: Vec<R>,
+    /// Per row, the largest magnitude of its scores before biases, where a product's roundings are in them;
+    /// head by head.
+    pub score_terms: Vec<R>,
 }
 
 /// The forward of f64 tensors or of tensors that f64 stands for.
@@ -156,6 +159,7 @@ pub(super) fn forward_by<R: Real>(
         out: interleave(&out, &spans, check::out_shape(problem)),
         lse,
         out_terms: heads.iter().flat_map(|head| &head.out_terms).copied().collect(),
+        score_terms: heads.iter().flat_map(|head| &head.score_terms).copied().collect(),
     }
 }
 
@@ -417,7 +421,7 @@ impl<'a, R: Real> Head<'a, R> {
                 out_terms.push(terms.fold(R::ZERO, |sum, term| sum + term));
             }
         }
-        Forward { out, lse, out_terms }
+        Forward { out, lse, out_terms, score_terms: vec![] }
     }
 
     /// The gradients of this query head alone.

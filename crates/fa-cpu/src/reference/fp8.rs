@@ -8,6 +8,7 @@ use fa_core::quantize::e4m3;
 
 use super::formula::{self, Head, Tensors};
 use super::over;
+use crate::compare::LSE_TOLERANCE_16;
 use crate::error::CpuError;
 use crate::extras::Arguments;
 use crate::kv_ref::KvRef;
@@ -53,6 +54,8 @@ pub struct AsKernel {
     pub lse: Vec<f32>,
     /// The largest magnitude of the values that some row sees.
     pub largest_v: f64,
+    /// The largest magnitude of the scores that some row sees, before ALiBi.
+    pub largest_score: f64,
 }
 
 impl AsKernel {
@@ -61,6 +64,12 @@ impl AsKernel {
     pub fn tolerance(&self, exact: &[f64]) -> f64 {
         let errors = self.out.iter().zip(exact).map(|(&value, exact)| (f64::from(value) - exact).abs());
         3.0 * errors.filter(|error| error.is_finite()).fold(0.0, f64::max) + self.largest_v / 256.0
+    }
+
+    /// What an fp8 kernel's LSE may be off by: that of 16-bit inputs, and 2^-10 of the largest score, whose
+    /// product is cut off below 13 bits in each of its steps (on an H200, 2^-11.3 of it at head dim 256).
+    pub fn lse_tolerance(&self) -> f64 {
+        LSE_TOLERANCE_16 + self.largest_score / 1024.0
     }
 }
 
@@ -84,15 +93,16 @@ pub fn as_kernel<'a>(
     let inputs: [KvRef<'_, f32>; 3] = [q, k, v].map(|tensor| KvRef::Codes(*tensor));
     let [q, k, v] = &inputs;
     let found = over::forward(problem, &arguments.into(), [q, k, v], |value| value, pass)?;
-    let largest_v = found.out_terms.iter().fold(0.0, |max: f32, &value| max.max(value));
-    Ok(AsKernel { out: found.out, lse: found.lse, largest_v: f64::from(largest_v) })
+    let largest = |terms: &[f32]| f64::from(terms.iter().fold(0.0, |max: f32, &value| max.max(value)));
+    let [largest_v, largest_score] = [&found.out_terms, &found.score_terms].map(|terms| largest(terms));
+    Ok(AsKernel { out: found.out, lse: found.lse, largest_v, largest_score })
 }
 
 impl Head<'_, f32> {
     /// The forward of this query head alone; the terms of a row are the largest magnitude of V that it sees.
     fn as_kernel(&self, how: Accumulation) -> formula::Forward<f32> {
         let dim = self.problem.head_dim_v;
-        let (mut out, mut lse, mut out_terms) = (vec![], vec![], vec![]);
+        let (mut out, mut lse, mut out_terms, mut score_terms) = (vec![], vec![], vec![], vec![]);
         let blocks = formula::blocks(0..self.seqlens[0], formula::QUERIES);
         let rows = blocks.flat_map(|queries| queries.clone().zip(self.scores(queries)));
         for (i, (keys, scores)) in rows {
@@ -135,8 +145,9 @@ impl Head<'_, f32> {
             let factor = if total == 0.0 { 0.0 } else { of_keys / (total * HELD_AT) };
             out.extend(row.into_iter().map(|value| value * factor));
             out_terms.push(largest);
+            score_terms.push(scores.iter().fold(0.0, |max: f32, score| max.max(score.abs())));
         }
-        formula::Forward { out, lse, out_terms }
+        formula::Forward { out, lse, out_terms, score_terms }
     }
 
     /// Adds the products of a tile to a row of O.

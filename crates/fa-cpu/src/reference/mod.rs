@@ -57,6 +57,9 @@ pub struct Forward {
     pub lse: Vec<f64>,
     /// Bound of the noise of f32 arithmetic in O: see [`Gradients::dq_noise`].
     pub out_noise: f64,
+    /// What a kernel's scores may be off by beyond f32's roundings: see [`fp8::AsKernel::lse_tolerance`]; 0
+    /// for products of 16 bits and more.
+    pub lse_noise: f64,
 }
 
 /// Gradients in f64.
@@ -132,9 +135,9 @@ pub fn forward_extras<'a, T: Element>(
 ) -> Result<Forward, CpuError> {
     let pass = |tensors: &Tensors<'_, f64>| formula::forward_f64(problem, tensors);
     let inputs = [&q.into(), &k.into(), &v.into()];
-    let formula::Forward { out, lse, out_terms } =
+    let formula::Forward { out, lse, out_terms, .. } =
         over::forward(problem, &arguments.into(), inputs, exact, pass)?;
-    Ok(Forward { out, lse, out_noise: noise(out_terms) })
+    Ok(Forward { out, lse, out_noise: noise(out_terms), lse_noise: 0.0 })
 }
 
 /// The gradients of `sum(O * dO)`, and of `sum(LSE * dLSE)` where extras hold one, with respect to Q, K

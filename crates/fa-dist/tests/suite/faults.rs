@@ -97,6 +97,19 @@ fn ranks_with_other_plans_are_told_so() {
             assert!(matches!(error, Some(Error::Mismatch { .. })), "{error:?}");
         }
     }
+    // The first that finds out ends before others have sent theirs.
+    for world in [3, 8] {
+        let plan = |len| {
+            let problem = problem(1, (len, len), (8, 8), Mask::CAUSAL);
+            ShardPlan::new(&problem, world, Scheme::Gather, Layout::Zigzag).unwrap()
+        };
+        let (ours, theirs) = (plan(64), plan(63));
+        let found = MemoryTransport::run(world, &MemoryOptions::default(), |transport| {
+            let is_last = fa_dist::HostTransport::rank(&transport) + 1 == world;
+            HostAttention::new(if is_last { &theirs } else { &ours }, transport).err()
+        });
+        assert!(found.iter().all(|error| matches!(error, Some(Error::Mismatch { .. }))), "{found:?}");
+    }
     let three = MemoryTransport::connect(3, &MemoryOptions::default()).remove(0);
     let error = HostAttention::new(&plan(base, Scheme::Gather), three).err().unwrap().to_string();
     assert!(error.contains("world = 3: use the 2 ranks of the plan"), "{error}");

@@ -4,17 +4,17 @@
 #[allow(dead_code)]
 #[path = "../../examples/train/attention.rs"]
 mod attention;
-#[path = "../../../fa-attn/examples/train/layers.rs"]
+#[path = "../../examples/train/layers.rs"]
 mod layers;
 #[allow(dead_code)]
-#[path = "../../../fa-attn/examples/train/model.rs"]
+#[path = "../../examples/train/model.rs"]
 mod model;
 
 use fa_dist::{MemoryOptions, MemoryTransport, Scheme};
 
 #[test]
 fn losses_over_ranks_are_torchs() {
-    let torch = include_str!("../../../fa-attn/examples/train/torch.txt");
+    let torch = include_str!("../../examples/train/torch.txt");
     for (ranks, scheme) in [(2, Scheme::Gather), (4, Scheme::Ring)] {
         let plan = attention::plan(ranks, scheme).unwrap();
         MemoryTransport::run(ranks, &MemoryOptions::default(), |transport| {

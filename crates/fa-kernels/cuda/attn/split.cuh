@@ -82,18 +82,23 @@ struct CombineStorage {
 };
 constexpr int combine_smem_bytes = sizeof(CombineStorage<kMaxHeadDim>);
 
-// Adds `Count` parts of a row to the lane's columns of O: `split` and every `Stride`-th after it. All their
-// loads are in flight at once.
+// CTAs that share a row of `Columns` columns where each row has a CTA of its own.
+template <int Columns>
+constexpr int kCombineRowCtas = Columns > kMaxHeadDim ? Columns / 128 : 1;
+
+// Adds `Count` parts of a row to the lane's columns of O, from `first` on: `split` and every `Stride`-th
+// after it. All their loads are in flight at once.
 template <int Count, int Stride, int Parts>
 __device__ __forceinline__ void add_parts(float4 (&acc)[Parts], const float* lse, const float* out,
-                                          float base, float factor, int split, i64 step, int columns) {
+                                          float base, float factor, int split, i64 step, int columns,
+                                          int first) {
     float weight[Count];
 #pragma unroll
     for (int i = 0; i < Count; ++i)
         weight[i] = exp2_approx((lse[(split + i * Stride) * step] - base) * kLog2e) * factor;
 #pragma unroll
     for (int part = 0; part < Parts; ++part) {
-        const int column = 128 * part + 4 * lane_index();
+        const int column = first + 128 * part + 4 * lane_index();
         if (column >= columns) continue;
         float4 own[Count];
 #pragma unroll
@@ -116,19 +121,22 @@ __device__ __forceinline__ void add_parts(float4 (&acc)[Parts], const float* lse
 }
 
 // Combines the parts' results into O and LSE, for every `stride`-th of `rows` rows from row `index` on. A row
-// is combined by a warp, or, if Shared, by the warps of a CTA, which share the parts. O has at most `Columns`
-// columns.
+// is combined by a warp, or, if Shared, by the warps of a CTA, which share the parts; of rows wider than
+// most, by a CTA for each 128 columns. O has at most `Columns` columns.
 template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks, int Columns, bool Shared>
 __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, i64 index, i64 stride) {
-    constexpr int kParts = Columns / 128;  // of 4 columns for each lane of a warp
+    constexpr int kCtas = Shared ? kCombineRowCtas<Columns> : 1;  // of a row
+    constexpr int kParts = Columns / (128 * kCtas);               // of 4 columns for each lane of a warp
     auto& smem = shared_memory<CombineStorage<Columns>>();
     const int lane = lane_index(), warp = warp_index(), thread = thread_index();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int slot_rows = params.split.slot_rows, columns = params.shape.head_dim_v;
 #pragma unroll 1
-    for (; index < rows; index += stride) {
-        const int row = int(index % slot_rows);
-        const int tile_head = int(index / slot_rows), head = tile_head % heads, number = tile_head / heads;
+    for (; index < kCtas * rows; index += stride) {
+        const i64 of_row = kCtas > 1 ? index / kCtas : index;
+        const int first_column = kCtas > 1 ? 128 * int(index % kCtas) : 0;
+        const int row = int(of_row % slot_rows);
+        const int tile_head = int(of_row / slot_rows), head = tile_head % heads, number = tile_head / heads;
         PlanItem tile;
         if constexpr (Varied) {
             tile = WorkPlan{params.plan}.split_items()[number];
@@ -171,28 +179,30 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
         int split = Shared ? warp : 0;
 #pragma unroll 1
         for (; split + (kCombineBatch - 1) * kStride < splits; split += kCombineBatch * kStride)
-            add_parts<kCombineBatch, kStride>(acc, lse, out, base, factor, split, step, columns);
+            add_parts<kCombineBatch, kStride>(acc, lse, out, base, factor, split, step, columns,
+                                              first_column);
 #pragma unroll 1
         for (; split < splits; split += kStride)
-            add_parts<1, kStride>(acc, lse, out, base, factor, split, step, columns);
+            add_parts<1, kStride>(acc, lse, out, base, factor, split, step, columns, first_column);
         if constexpr (Shared) {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 const int column = 128 * part + 4 * lane;
-                if (column < columns) *reinterpret_cast<float4*>(&smem.sums[warp][column]) = acc[part];
+                if (first_column + column < columns)
+                    *reinterpret_cast<float4*>(&smem.sums[warp][column]) = acc[part];
             }
             cta_sync();
 #pragma unroll
-            for (int part = 0; part < Columns / (2 * kCombineThreads); ++part) {
+            for (int part = 0; part < max_of(1, kParts / 2); ++part) {
                 const int column = 2 * kCombineThreads * part + 2 * thread;
-                if (column >= columns) continue;
+                if (column >= 128 * kParts || first_column + column >= columns) continue;
                 float a = 0.f, b = 0.f;
 #pragma unroll
                 for (int i = 0; i < kCombineWarps; ++i) {
                     a += smem.sums[i][column];
                     b += smem.sums[i][column + 1];
                 }
-                *reinterpret_cast<u32*>(target.out + column) = pack<T>(a, b);
+                *reinterpret_cast<u32*>(target.out + first_column + column) = pack<T>(a, b);
             }
         } else {
 #pragma unroll
@@ -204,7 +214,7 @@ __device__ __forceinline__ void combine_rows(const FwdParams& params, i64 rows, 
                 to[1] = pack<T>(acc[part].z, acc[part].w);
             }
         }
-        if (params.lse != nullptr && (Shared ? thread : lane) == 0)
+        if (params.lse != nullptr && (Shared ? thread : lane) == 0 && first_column == 0)
             params.lse[target.lse] = sum > 0.f ? base + logf(sum) : minus_infinity();
         if constexpr (Shared) cta_sync();
     }
@@ -218,7 +228,7 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
     const int tiles =
         Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;
     const i64 rows = i64(tiles) * heads * params.split.slot_rows;
-    if (rows > cta_count()) {
+    if (kCombineRowCtas<Columns> * rows > cta_count()) {
         combine_rows<T, TileM, PackGqa, Varied, Sinks, Columns, false>(
             params, rows, i64(cta_index()) * kCombineWarps + warp_index(), i64(cta_count()) * kCombineWarps);
     } else {

@@ -73,7 +73,7 @@ impl Launches {
         if has_work && rows > 0 {
             // With a plan, the upper bound on divided rows.
             let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
-            let grid = combine_ctas(rows, sms as usize) as u32;
+            let grid = combine_ctas(rows, spec.head_dim_v, sms as usize) as u32;
             let combine = Launch::plain(COMBINE, grid, COMBINE_THREADS, combine_smem(spec));
             steps.push(Step::Launch(combine.early(arch)));
         }

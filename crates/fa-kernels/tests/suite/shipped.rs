@@ -35,7 +35,7 @@ fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
             wanted.push(ShippedSpec { archs: vec![archs[0]], spec });
         }
     }
-    assert_eq!(wanted.len(), 6, "{wanted:?}");
+    assert_eq!(wanted.len(), 7, "{wanted:?}");
     let built = ship::build(&wanted, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
     assert!(built.failures.is_empty(), "{:?}", built.failures);
     assert!(built.rows.iter().all(|row| row.actual_blocks >= row.planned_blocks), "{:?}", built.rows);

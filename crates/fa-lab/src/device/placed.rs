@@ -19,19 +19,19 @@ use crate::tensors::{Inputs, dout_placement};
 /// Tensors of a forward.
 pub struct PlacedForward<T> {
     tensors: DeviceForward<T>,
-    /// Q, K and V of fp8, in whose place `tensors` has placements without elements.
-    codes: Option<[DeviceTensor<u8>; 3]>,
+    /// Those of Q, K and V that hold codes, in whose places `tensors` has placements without elements.
+    codes: [Option<DeviceTensor<u8>>; 3],
     /// The sequences, where lengths, pages, slopes or sinks are passed with the tensors.
     sequences: Option<Sequences>,
     heads_q: usize,
 }
 
 /// Q, K and V of a forward.
-pub(super) enum PlacedInputs<T> {
-    /// Elements of O's type.
-    Same([DeviceTensor<T>; 3]),
+pub(super) struct PlacedInputs<T> {
+    /// Elements of O's type; of a tensor of codes a placement without elements.
+    tensors: [DeviceTensor<T>; 3],
     /// Codes.
-    Codes([DeviceTensor<u8>; 3]),
+    codes: [Option<DeviceTensor<u8>>; 3],
 }
 
 /// Tensors of a backward.
@@ -75,16 +75,9 @@ pub fn place_forward<T: Half>(
         let mut tensors =
             DeviceForward::place(stream, &inputs.problem, workspace, values, &inputs.placements)?;
         tensors.extras.program = program(stream, inputs)?;
-        return Ok(PlacedForward { tensors, codes: None, sequences: None, heads_q });
+        return Ok(PlacedForward { tensors, codes: [None, None, None], sequences: None, heads_q });
     }
-    let ([q, k, v], codes) = match place_inputs(stream, inputs)? {
-        PlacedInputs::Same(tensors) => (tensors, None),
-        PlacedInputs::Codes(codes) => {
-            let [q, k, v, _] = inputs.placements;
-            let none = |placement| tensor(stream, &[T::default()], placement);
-            ([none(q)?, none(k)?, none(v)?], Some(codes))
-        }
-    };
+    let PlacedInputs { tensors: [q, k, v], codes } = place_inputs(stream, inputs)?;
     let rows = inputs.sequences.q.lse_len(heads_q);
     // Zero before its first use, as kernels require.
     let zeroed = stream.alloc_zeros(workspace.max(16)).map_err(doing("allocating device memory"))?;
@@ -124,19 +117,21 @@ pub(super) fn place_inputs<T: Half>(
     inputs: &Inputs<T>,
 ) -> Result<PlacedInputs<T>, Error> {
     let [of_q, of_k, of_v, _] = inputs.placements;
-    if inputs.problem.types.is_fp8() {
-        let [q, k, v] = inputs.stored_codes();
-        let codes = [tensor(stream, &q, of_q)?, tensor(stream, &k, of_k)?, tensor(stream, &v, of_v)?];
-        return Ok(PlacedInputs::Codes(codes));
-    }
     if inputs.is_plain() {
         let [q, k, v] = [&inputs.values[0], &inputs.values[1], &inputs.values[2]];
         let place = |values, placement| DeviceTensor::place(stream, values, placement);
-        return Ok(PlacedInputs::Same([place(q, of_q)?, place(k, of_k)?, place(v, of_v)?]));
+        let tensors = [place(q, of_q)?, place(k, of_k)?, place(v, of_v)?];
+        return Ok(PlacedInputs { tensors, codes: [None, None, None] });
     }
-    let [q, k, v] = inputs.stored();
-    let own = [tensor(stream, &q, of_q)?, tensor(stream, &k, of_k)?, tensor(stream, &v, of_v)?];
-    Ok(PlacedInputs::Same(own))
+    let (stored, coded) = (inputs.stored(), inputs.stored_codes());
+    let own = |i: usize, placement| match &coded[i] {
+        Some(codes) => {
+            Ok((tensor(stream, &[T::default()], placement)?, Some(tensor(stream, codes, placement)?)))
+        }
+        None => Ok::<_, Error>((tensor(stream, &stored[i], placement)?, None)),
+    };
+    let [(q, q8), (k, k8), (v, v8)] = [own(0, of_q)?, own(1, of_k)?, own(2, of_v)?];
+    Ok(PlacedInputs { tensors: [q, k, v], codes: [q8, k8, v8] })
 }
 
 /// `dout`, rows end to end, on the GPU, placed beside the tensors of its forward.
@@ -177,25 +172,19 @@ pub fn place_backward<T: Half>(
 impl<T: Half> PlacedForward<T> {
     /// Exchanges Q, K and V for those of another copy, of the same shapes and strides.
     pub(super) fn swap_inputs(&mut self, inputs: &mut PlacedInputs<T>) {
-        match inputs {
-            PlacedInputs::Same([q, k, v]) => {
-                swap(&mut self.tensors.q, q);
-                swap(&mut self.tensors.k, k);
-                swap(&mut self.tensors.v, v);
-            }
-            PlacedInputs::Codes(codes) => self.codes.iter_mut().for_each(|own| swap(own, codes)),
-        }
+        let [q, k, v] = &mut inputs.tensors;
+        swap(&mut self.tensors.q, q);
+        swap(&mut self.tensors.k, k);
+        swap(&mut self.tensors.v, v);
+        swap(&mut self.codes, &mut inputs.codes);
     }
 
     /// The addresses.
     fn raw(&mut self, stream: &CudaStream) -> RawForwardArgs {
         let args = self.tensors.raw(stream);
-        match &self.codes {
-            None => args,
-            Some([q, k, v]) => {
-                RawForwardArgs { q: q.raw(stream), k: k.raw(stream), v: v.raw(stream), ..args }
-            }
-        }
+        let [q, k, v] = self.codes.each_ref().map(|codes| codes.as_ref().map(|codes| codes.raw(stream)));
+        let (q, k, v) = (q.unwrap_or(args.q), k.unwrap_or(args.k), v.unwrap_or(args.v));
+        RawForwardArgs { q, k, v, ..args }
     }
 
     /// Launches `forward` without allocating or waiting.
@@ -203,10 +192,13 @@ impl<T: Half> PlacedForward<T> {
     /// # Errors
     /// What the kernel refuses.
     pub fn run(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
-        let Some([q, k, v]) = &self.codes else { return self.tensors.run(forward, stream) };
-        let DeviceForward { out, lse, workspace, extras, page_faults, .. } = &mut self.tensors;
+        let [of_q, Some(k), Some(v)] = &self.codes else { return self.tensors.run(forward, stream) };
+        let DeviceForward { q, out, lse, workspace, extras, page_faults, .. } = &mut self.tensors;
         let (lse, page_faults) = (Some(lse), page_faults.as_mut());
-        ForwardCall { q, k, v, out, lse, workspace, extras, page_faults }.run(forward, stream)
+        match of_q {
+            Some(q) => ForwardCall { q, k, v, out, lse, workspace, extras, page_faults }.run(forward, stream),
+            None => ForwardCall { q, k, v, out, lse, workspace, extras, page_faults }.run(forward, stream),
+        }
     }
 
     /// A launch by addresses, taken before a capture begins: taking them orders streams by events.
@@ -268,14 +260,13 @@ impl<T: Half> PlacedForward<T> {
     pub fn write(&mut self, stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<(), Error> {
         assert_eq!(self.tensors.placements(), inputs.placements, "other inputs lie as those before");
         let DeviceForward { q, k, v, extras, .. } = &mut self.tensors;
-        if let Some(codes) = &mut self.codes {
-            for (to, from) in codes.iter_mut().zip(inputs.stored_codes()) {
-                stream.memcpy_htod(&from, &mut to.data).map_err(doing("copying to the GPU"))?;
+        let coded = self.codes.iter_mut().zip(inputs.stored_codes());
+        for ((to, from), coded) in [q, k, v].into_iter().zip(inputs.stored()).zip(coded) {
+            match coded {
+                (Some(to), Some(from)) => stream.memcpy_htod(&from, &mut to.data),
+                (_, _) => stream.memcpy_htod(&from, &mut to.data),
             }
-        } else {
-            for (to, from) in [q, k, v].into_iter().zip(inputs.stored()) {
-                stream.memcpy_htod(&from, &mut to.data).map_err(doing("copying to the GPU"))?;
-            }
+            .map_err(doing("copying to the GPU"))?;
         }
         extras.update(stream, &inputs.arrays().view())?;
         self.sequences = Some(inputs.sequences.clone());

@@ -1,6 +1,10 @@
 //! New keys and values for a cache, keys and queries rotated by their positions.
 
-use fa_core::{Append, Dtype, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side, Types};
+use fa_core::quantize::Codes;
+use fa_core::{
+    Append, CacheCodes, DescaleForm, Descales, Dtype, QueryPositions, Rotary, RotaryPairs, RotaryQueries,
+    Side, Types,
+};
 
 use super::case::{Action, BASE, Case, Extent, case};
 
@@ -75,4 +79,23 @@ pub(super) fn append(extent: Extent) -> Vec<Case> {
         }
     }
     cases
+}
+
+/// Descales of caches of codes: read, written per row, none.
+const DESCALES: [Descales; 3] = [
+    Descales::both(DescaleForm::TokenHead),
+    Descales::new(DescaleForm::Head, DescaleForm::SequenceHead),
+    Descales::NONE,
+];
+
+/// Appends to caches of codes, those of [`append`] with head dims whose rows of codes are aligned.
+pub(super) fn append_codes(extent: Extent) -> Vec<Case> {
+    let of_16_bits = append(extent).into_iter().filter_map(|case| Some((case.append?, case)));
+    let aligned = of_16_bits.filter(|(append, _)| append.head_dim_v.is_multiple_of(16));
+    let of = |(turn, (append, case)): (usize, (Append, Case))| {
+        let kind = [Codes::E4m3, Codes::Int8][turn % 2];
+        let codes = CacheCodes { kind, descales: DESCALES[turn / 2 % DESCALES.len()] };
+        Case { append: Some(Append { codes: Some(codes), ..append }), ..case }
+    };
+    aligned.enumerate().map(of).collect()
 }

@@ -5,7 +5,7 @@ use fa_core::{Alibi, KernelSpec, Lengths, Problem};
 
 use super::case::{Arrangement, BASE, Case, NamedSpec, Values, case, case_of};
 use super::paged::loads_pages;
-use super::problem::problem_of;
+use super::problem::{descales, narrower, problem_of};
 use crate::random::Random;
 use crate::sequences::{Ragged, Sequences};
 
@@ -86,7 +86,7 @@ fn of_shapes(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
     let of_shape =
         |(turn, &(seqlen_q, seqlen_k, heads_q, heads_kv)): (usize, &(usize, usize, usize, usize))| {
             let sequences = if turn == 1 { 2 } else { 1 };
-            let mut problem = problem(spec, (heads_q, heads_kv), turn == 6);
+            let mut problem = problem(spec, (heads_q, heads_kv), turn);
             problem.lengths = Lengths::uniform(sequences, seqlen_q, seqlen_k);
             let arrangement = if turn == 2 { Arrangement::BhsdGap(8) } else { Arrangement::Bshd };
             Case { arrangement, ..case(group, problem) }
@@ -120,7 +120,7 @@ fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
         plain(uneven, (2, 2), Rows::PackedUsed, 48, 9),
     ];
     let of_batch = |(turn, batch): (usize, &Batch)| {
-        let mut problem = problem(spec, batch.heads, turn == 6);
+        let mut problem = problem(spec, batch.heads, turn);
         if turn == 5 {
             problem.score.alibi = problem.score.alibi.map(|_| Alibi::PerSequenceHead);
         }
@@ -162,14 +162,16 @@ impl Batch {
     }
 }
 
-/// A problem for the kernel; the caller sets the lengths.
-fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bool) -> Problem {
+/// A problem for the kernel, with head dims that it pads in turn 6; the caller sets the lengths.
+fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), turn: usize) -> Problem {
     // Two heads of wide rows take as long as four of narrow ones; groups that leave rows idle stay so.
     let few = spec.head_dim > 128 && heads_q.is_power_of_two();
     let heads_q = if few { heads_q.min(2) } else { heads_q };
     let widest = problem_of(spec, BASE.lengths, (heads_q, heads_kv));
-    let narrower = if is_narrow { 8 } else { 0 };
-    widest.with_head_dims(widest.head_dim - narrower, widest.head_dim_v - narrower)
+    let narrow = if turn == 6 { narrower(spec) } else { 0 };
+    widest
+        .with_head_dims(widest.head_dim - narrow, widest.head_dim_v - narrow)
+        .with_descales(descales(spec, turn))
 }
 
 #[cfg(test)]

@@ -201,6 +201,9 @@ impl Case {
             p.mask,
             p.types.q
         );
+        if p.types.kv != p.types.q {
+            name += &format!(" {}kv", p.types.kv);
+        }
         if p.descales != Descales::NONE {
             let Descales { q, k, v, .. } = p.descales;
             name += &format!(" descales {q} {k} {v}");
@@ -271,7 +274,7 @@ impl Case {
 
     /// Elements of a gap of so many elements of 16 bits: of codes twice as many, which keeps rows aligned.
     pub fn gap(&self, elements: usize) -> usize {
-        if self.problem.types.is_fp8() { 2 * elements } else { elements }
+        if self.problem.types.kv.is_code() { 2 * elements } else { elements }
     }
 
     /// The seed of the inputs, different for every problem.
@@ -284,7 +287,7 @@ impl Case {
 
     /// The inputs.
     pub fn inputs<T: Half>(&self) -> Inputs<T> {
-        let mut inputs = Inputs::<T>::placed(&self.problem, self.sequences(), self.placements(), self.seed());
+        let mut inputs = Inputs::<T>::drawn(&self.problem, self.sequences(), self.placements(), self.seed());
         let Problem { heads_kv, head_dim, .. } = self.problem;
         let Sequences { k: of_k, .. } = inputs.sequences.clone();
         let mut scale = |tensor: usize, factor: &(dyn Fn(usize) -> f32 + Sync)| {
@@ -317,8 +320,7 @@ impl Case {
             }
             Values::Edges => inputs.mods = inputs.mods.at_the_edges(),
         }
-        inputs.hold_codes();
-        inputs
+        inputs.held()
     }
 
     /// Bytes of device memory that the tensors take.

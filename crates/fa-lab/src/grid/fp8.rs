@@ -21,7 +21,7 @@ fn of(turn: usize, dims: (usize, usize)) -> Problem {
         .with_descales(Descales::all(FORMS[turn % 3]))
 }
 
-pub(super) fn fp8(repeat: usize) -> Vec<Case> {
+pub(crate) fn fp8(repeat: usize) -> Vec<Case> {
     let dims = [(128, 128), (64, 64), (256, 256), (96, 96), (48, 112)];
     let lengths = [
         (200, 333),

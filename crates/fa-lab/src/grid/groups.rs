@@ -1,7 +1,7 @@
 //! The groups that cases are chosen by.
 
 /// Every group of the grid: the first parts of cases' names.
-pub const GROUPS: [&str; 28] = [
+pub const GROUPS: [&str; 29] = [
     "shapes",
     "padded",
     "heads",
@@ -26,6 +26,7 @@ pub const GROUPS: [&str; 28] = [
     "known",
     "programs",
     "fp8",
+    "codes",
     "append",
     "merge",
     "shipped",

@@ -4,6 +4,7 @@ use fa_core::{Dtype, Lengths, Mask, ScoreMod, Types};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
 use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, Values, case};
+use super::codes::codes;
 use super::fp8::fp8;
 use super::programs::programs;
 
@@ -22,6 +23,7 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(actions(repeat));
     cases.extend(programs(repeat));
     cases.extend(fp8(repeat));
+    cases.extend(codes(extent, repeat));
     cases
 }
 

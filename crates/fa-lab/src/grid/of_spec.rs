@@ -6,6 +6,7 @@ use fa_cpu::grid::SHAPES;
 use super::awkward::awkward;
 use super::case::{Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
 use super::paged::{PAGES, loads_pages, pages_of};
+use super::problem::{descales, narrower};
 use super::varied::packed_of;
 use crate::sequences::{Ragged, Sequences};
 
@@ -37,8 +38,7 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
     for &mask in masks {
         for (turn, &(seqlen_q, seqlen_k)) in lengths.iter().enumerate() {
             // Some problems narrower than the tile.
-            let step = if spec.types.is_fp8() { 16 } else { 8 };
-            let narrow = if turn % 3 == 2 { step } else { 0 };
+            let narrow = if turn % 3 == 2 { narrower(spec) } else { 0 };
             let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
             let traits = spec.traits();
             let scale = traits.is_latent.then(|| 1.0 / f64::from(spec.head_dim).sqrt());
@@ -50,6 +50,7 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
                 .with_head_dims(spec.head_dim as usize - narrow, spec.head_dim_v as usize - narrow)
                 .with_mask(mask)
                 .with_types(spec.types)
+                .with_descales(descales(spec, turn))
                 .with_score(
                     ScoreMod::NONE
                         .with_softcap(spec.score.softcap.then_some(7.0))

@@ -4,7 +4,7 @@ use fa_core::{Alibi, DescaleForm, Descales, KernelSpec, Lengths, Mask, MaskKind,
 
 /// A problem that a kernel of `spec` computes: its head dims and types, a mask of its kind (a window of 40
 /// keys before the diagonal and 7 after it), its score modifiers (a soft cap of 15, a slope per head), and
-/// the descales of fp8 (per sequence and head). There are at most as many K/V heads as query heads.
+/// descales of codes (per sequence and head). There are at most as many K/V heads as query heads.
 pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usize, usize)) -> Problem {
     let mask = match spec.mask {
         MaskKind::Full => Mask::FULL,
@@ -13,8 +13,6 @@ pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usi
     };
     let traits = spec.traits();
     let scale = traits.is_latent.then(|| 1.0 / f64::from(spec.head_dim).sqrt());
-    let of_fp8 = Descales::all(DescaleForm::SequenceHead);
-    let descales = if spec.types.is_fp8() { of_fp8 } else { Descales::NONE };
     Problem::new(
         lengths,
         (heads_q * traits.head_parts as usize, heads_kv.min(heads_q)),
@@ -24,7 +22,7 @@ pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usi
     .with_latent(traits.is_latent)
     .with_softmax_scale(scale)
     .with_mask(mask)
-    .with_descales(descales)
+    .with_descales(descales(spec, 0))
     .with_score(
         ScoreMod::NONE
             .with_softcap(spec.score.softcap.then_some(15.0))
@@ -32,4 +30,33 @@ pub fn problem_of(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usi
             .with_sinks(spec.score.sinks)
             .with_program(spec.score.program),
     )
+}
+
+/// Forms of the descales of a K and V of codes, of which kernels read any.
+const OF_CACHES: [(DescaleForm, DescaleForm); 6] = [
+    (DescaleForm::SequenceHead, DescaleForm::SequenceHead),
+    (DescaleForm::TokenHead, DescaleForm::TokenHead),
+    (DescaleForm::Head, DescaleForm::TokenHead),
+    (DescaleForm::None, DescaleForm::None),
+    (DescaleForm::TokenHead, DescaleForm::SequenceHead),
+    (DescaleForm::Head, DescaleForm::Head),
+];
+
+/// Those of fp8.
+const OF_FP8: [DescaleForm; 3] = [DescaleForm::SequenceHead, DescaleForm::Head, DescaleForm::None];
+
+/// Descales that a kernel of `spec` reads, in turns of every form; none beside tensors of 16 bits.
+pub(super) fn descales(spec: &KernelSpec, turn: usize) -> Descales {
+    let (k, v) = OF_CACHES[turn % OF_CACHES.len()];
+    match (spec.types.is_fp8(), spec.reads_codes()) {
+        (true, _) => Descales::all(OF_FP8[turn % OF_FP8.len()]),
+        (false, true) => Descales::new(k, v),
+        (false, false) => Descales::NONE,
+    }
+}
+
+/// Columns by which a head dim is narrower than a kernel's, where rows stay aligned: of codes these are
+/// 16 bytes, too.
+pub(super) fn narrower(spec: &KernelSpec) -> usize {
+    if spec.types.kv.is_code() { 16 } else { 8 }
 }

@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use fa_attn::device::Half;
-use fa_core::quantize::e4m3;
+use fa_core::quantize::Codes;
 use fa_core::{Alibi, Lengths, Problem, ScoreMod, Strides, TensorLayout};
-use fa_cpu::reference::fp8::{self, Accumulation};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{Arguments, CpuError, Extras, KvRef, TensorRef, Within};
 
-use crate::tensors::Inputs;
+use super::codes::{self, Expected};
+use crate::tensors::{Inputs, kinds};
 
 /// Query rows of one head.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,9 +41,6 @@ fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
         .with_score(per_head(problem.score))
 }
 
-/// The f64 result of some rows, and the same formula in the kernels' precision.
-pub(super) type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
-
 /// Computes the expected results of some rows of `inputs`. Shifting the mask would change ALiBi's distances:
 /// with ALiBi, rows extend to their sequence's end.
 ///
@@ -69,16 +66,41 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
     let k = view("k", 1, first_kv * dim_k, [1, keys, 1, dim_k], heads_kv, dim_k)?;
     let v = view("v", 2, first_kv * head_dim_v, [1, keys, 1, head_dim_v], heads_kv, head_dim_v)?;
     let program = inputs.program();
+    let [q_descale, k_descale, v_descale] = {
+        let first = sequences.k.start(block.batch);
+        inputs.mods.descales_of(problem, block.batch, head_kv, first..first + keys)
+    };
     let arguments = Arguments {
-        extras: extras(inputs, block.batch, block.head..block.head + 1),
+        extras: Extras {
+            q_descale: q_descale.as_deref(),
+            k_descale: k_descale.as_deref(),
+            v_descale: v_descale.as_deref(),
+            ..extras(inputs, block.batch, block.head..block.head + 1)
+        },
         program: program.as_ref(),
         within: Within {
             first: [block.batch, block.head, head_kv, block.rows.start],
             lengths: Some([seqlen_q, seqlen_k]),
         },
     };
-    if problem.types.is_fp8() {
-        return expected_of_codes(&of_rows, arguments, [&q, &k, &v]);
+    let kinds = kinds(problem);
+    if let [of_q, Some(of_k), Some(of_v)] = kinds {
+        // Packed: the rows of a tensor of a single head lie apart.
+        let bits = |tensor: &TensorRef<'_, T>, codes: Codes| {
+            let [_, rows, _, dim] = tensor.shape();
+            let row = |at: usize| (0..dim).map(move |d| codes.encode(tensor.at(0, at, 0, d).to_f32()));
+            (0..rows).flat_map(row).collect::<Vec<u8>>()
+        };
+        let packed =
+            |name, bits, of: &TensorRef<'_, T>| TensorRef::packed(name, bits, of.shape(), TensorLayout::Bshd);
+        let of_q = of_q.map(|codes| bits(&q, codes));
+        let (k8, v8) = (bits(&k, of_k), bits(&v, of_v));
+        let queries = match &of_q {
+            Some(q8) => KvRef::Codes(packed("q", q8, &q)?),
+            None => KvRef::Same(q),
+        };
+        let sides = [packed("k", &k8, &k)?, packed("v", &v8, &v)?];
+        return codes::expected(&of_rows, arguments, queries, sides);
     }
     Ok((
         reference::forward_extras(&of_rows, arguments, &q, &k, &v)?,
@@ -86,44 +108,10 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
     ))
 }
 
-/// The expected results of rows of numbers that stand for codes: the low-precision ones are an fp8 kernel's,
-/// and the tolerance of those is the noise.
-///
-/// # Errors
-/// As [`expected`].
-fn expected_of_codes<T: Half>(
-    problem: &Problem,
-    arguments: Arguments<'_>,
-    tensors: [&TensorRef<'_, T>; 3],
-) -> Result<Expected<T>, CpuError> {
-    let codes = tensors.map(|tensor| {
-        let [_, rows, _, dim] = tensor.shape();
-        let row = |at: usize| (0..dim).map(move |d| e4m3::encode(tensor.at(0, at, 0, d).to_f32()));
-        (0..rows).flat_map(row).collect::<Vec<u8>>()
-    });
-    let view = |i: usize, name| TensorRef::packed(name, &codes[i], tensors[i].shape(), TensorLayout::Bshd);
-    let (q, k, v) = (view(0, "q")?, view(1, "k")?, view(2, "v")?);
-    let bits: [KvRef<'_, T>; 3] = [q, k, v].map(KvRef::Codes);
-    let exact = reference::forward_extras(problem, arguments, bits[0], bits[1], bits[2])?;
-    let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, Accumulation::exact(TILE_N))?;
-    let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
-    let low = low_precision::LowForward { out: T::narrowed(&kernel.out), lse: kernel.lse };
-    Ok((reference::Forward { out_noise: noise, ..exact }, low))
-}
-
-/// Keys of a tile of the kernel that fp8 results are held to: whichever a kernel has, its error is much the
-/// same.
-const TILE_N: usize = 128;
-
-/// Slopes, sinks and descales of some heads of a sequence.
+/// Slopes and sinks of some heads of a sequence.
 pub(super) fn extras<T>(inputs: &Inputs<T>, sequence: usize, heads: Range<usize>) -> Extras<'_> {
     let (problem, mods) = (&inputs.problem, &inputs.mods);
-    let kv_head = heads.start / problem.group_size();
-    let [q_descale, k_descale, v_descale] = mods.descales_of(problem, sequence, kv_head);
     Extras {
-        q_descale,
-        k_descale,
-        v_descale,
         alibi_slopes: mods.slopes_of(problem, sequence, heads.clone()),
         sinks: mods.sinks_of(problem, heads),
         ..Extras::default()

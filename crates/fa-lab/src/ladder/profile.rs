@@ -2,14 +2,16 @@
 //! and where Nsight Compute is on the machine its counters beside what the plan predicts of the same.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use fa_core::{Arch, Family, KernelSpec, Problem};
-use fa_kernels::{Cache, Compiler, CompilerKind, Headers, Source, smem_bytes};
+use fa_kernels::{Cache, Compiler, CompilerKind, ENTRY, Headers, Source, smem_bytes};
 use fa_planner::plan::{PlanOptions, plan_spec};
 use serde::Serialize;
 
+use crate::device;
 use crate::error::{Context, Error, Result};
 use crate::progress::{Progress, Step};
 use crate::record::{KernelRecord, without_logs};
@@ -53,6 +55,9 @@ pub struct Options {
     pub ncu: Option<PathBuf>,
 }
 
+/// Counters by the names of the record.
+type Counters = BTreeMap<&'static str, f64>;
+
 /// A run.
 #[derive(Debug, Serialize)]
 pub struct Report {
@@ -60,7 +65,7 @@ pub struct Report {
     pub arch: Arch,
     /// The compiler.
     pub compiler: String,
-    /// The profiler's version, or why it did not run.
+    /// The profiler's version; `not asked` without one.
     pub profiler: String,
     /// The kernels.
     pub kernels: Vec<KernelRecord>,
@@ -100,7 +105,8 @@ pub struct Row {
 /// Compiles, plans and, with a profiler, runs every step of the ladders once.
 ///
 /// # Errors
-/// No compiler, and a family that has no ladder there.
+/// No compiler, and a family that has no ladder there; of counters no profiler, no permission, and a GPU of
+/// another architecture.
 pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     let arch = options.arch;
     let ladders = match options.family {
@@ -110,11 +116,24 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
             return Err(Error::Request("sm100 kernels have no ladder: use sm80 or sm90".to_owned()));
         }
     };
+    let profiler = options.ncu.as_deref().map(|ncu| Profiler::find(ncu, &options.program)).transpose()?;
+    if profiler.is_some() {
+        let own = device::open()?.arch();
+        if own != arch {
+            let why =
+                format!("--target {arch}: counters are those of this machine's GPU: use --target {own}");
+            return Err(Error::Request(why));
+        }
+    }
     let compiler = Compiler::find(CompilerKind::Nvrtc)?;
     let (cache, headers) = (Cache::open_default(), Headers::embedded());
-    let profiler = options.ncu.as_deref().map_or_else(|| "not asked".to_owned(), version);
-    let mut report =
-        Report { arch, compiler: compiler.version()?, profiler, kernels: Vec::new(), rows: Vec::new() };
+    let mut report = Report {
+        arch,
+        compiler: compiler.version()?,
+        profiler: profiler.as_ref().map_or("not asked".to_owned(), |own| own.version.clone()),
+        kernels: Vec::new(),
+        rows: Vec::new(),
+    };
     progress(Step::Total(ladders.iter().map(|ladder| ladder.steps.len()).sum()));
     for ladder in &ladders {
         for step in &ladder.steps {
@@ -128,10 +147,10 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
                     Ok(registers) => {
                         row.registers = Some(registers);
                         KernelRecord::add(&mut report.kernels, spec, arch)?;
-                        if let Some(ncu) = &options.ncu {
-                            match count(ncu, &options.program, &ladder.problem, spec) {
+                        if let Some(profiler) = &profiler {
+                            match profiler.count(&ladder.problem, spec)? {
                                 Ok(measured) => row.measured = measured,
-                                Err(error) => row.error = Some(without_logs(&error.to_string())),
+                                Err(why) => row.error = Some(format!("ncu: {why}")),
                             }
                         }
                     }
@@ -179,39 +198,68 @@ fn row(ladder: &Ladder, step: &str, spec: &KernelSpec, arch: Arch) -> Row {
     row
 }
 
-fn version(ncu: &Path) -> String {
-    let output = Command::new(ncu).arg("--version").output();
-    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-    let line = text.lines().find(|line| line.starts_with("Version"));
-    line.map_or_else(|| format!("{} gives no version", ncu.display()), |line| format!("ncu {line}"))
+/// Nsight Compute, and what it runs.
+struct Profiler<'a> {
+    ncu: &'a Path,
+    program: &'a Path,
+    version: String,
 }
 
-/// Runs one launch of the kernel under the profiler.
-fn count(
-    ncu: &Path,
-    program: &Path,
-    problem: &Problem,
-    spec: &KernelSpec,
-) -> Result<BTreeMap<&'static str, f64>> {
-    let file = tempfile::Builder::new().suffix(".ron").tempfile().context("a file for the spec")?;
-    std::fs::write(file.path(), spec.to_ron()).context("a file for the spec")?;
-    let metrics: Vec<&str> = METRICS.iter().map(|(_, metric)| *metric).collect();
-    let mut command = Command::new(ncu);
-    // The warm-up launches are skipped.
-    command.args(["--csv", "--page", "raw", "--kernel-name", "fa_kernel", "--launch-skip", "2"]);
-    command.args(["--launch-count", "1", "--metrics", &metrics.join(",")]);
-    command.arg(program).args(["bench", "--backend", "cuda", "--reps", "1", "--json", "-", "--spec"]);
-    command.arg(file.path()).args(flags(problem));
-    let output = command.output().context(ncu.display().to_string())?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let found = parse(&text);
-    if found.is_empty() {
-        let errors = String::from_utf8_lossy(&output.stderr);
-        let said =
-            text.lines().chain(errors.lines()).find(|line| line.contains("ERR")).unwrap_or("no counters");
-        return Err(Error::Request(format!("ncu: {}", said.trim_start_matches("==ERROR== "))));
+impl<'a> Profiler<'a> {
+    fn find(ncu: &'a Path, program: &'a Path) -> Result<Profiler<'a>> {
+        let bad = |why: &str| Error::Request(format!("--ncu {}: {why}", ncu.display()));
+        let output = Command::new(ncu).arg("--version").output().map_err(|error| {
+            if error.kind() != ErrorKind::NotFound {
+                return bad(&error.to_string());
+            }
+            bad("no such program: install Nsight Compute, which CUDA's toolkit has as \
+                 /usr/local/cuda/bin/ncu, and give its path")
+        })?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let line = text.lines().find(|line| line.starts_with("Version"));
+        let line = line.ok_or_else(|| bad("not Nsight Compute: --version names no version"))?;
+        Ok(Profiler { ncu, program, version: format!("ncu {line}") })
     }
-    Ok(found)
+
+    /// The counters of one launch of the kernel, or why there are none of it.
+    ///
+    /// # Errors
+    /// What no other kernel would escape.
+    fn count(&self, problem: &Problem, spec: &KernelSpec) -> Result<Result<Counters, String>> {
+        let file = tempfile::Builder::new().suffix(".ron").tempfile().context("a file for the spec")?;
+        std::fs::write(file.path(), spec.to_ron()).context("a file for the spec")?;
+        let metrics: Vec<&str> = METRICS.iter().map(|(_, metric)| *metric).collect();
+        let mut command = Command::new(self.ncu);
+        // Numbers and units that do not depend on the user's language or on their size.
+        command.env("LC_ALL", "C").args(["--csv", "--page", "raw", "--print-units", "base"]);
+        // The first launches warm up.
+        command.args(["--kernel-name", ENTRY, "--launch-skip", "2", "--launch-count", "1"]);
+        command.args(["--metrics", &metrics.join(",")]);
+        command.arg(self.program).args(["bench", "--backend", "cuda", "--reps", "1", "--spec"]);
+        command.arg(file.path()).args(flags(problem));
+        let output = command.output().context(self.ncu.display().to_string())?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let found = parse(&text);
+        if !found.is_empty() {
+            return Ok(Ok(found));
+        }
+        let said = format!("{text}\n{}", String::from_utf8_lossy(&output.stderr));
+        if said.contains("ERR_NVGPUCTRPERM") {
+            let why = "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM): run this as root, in a container \
+                       started with --cap-add SYS_ADMIN, or load the driver's module with \
+                       NVreg_RestrictProfilingToAdminUsers=0";
+            return Err(Error::Worker(why.to_owned()));
+        }
+        Ok(Err(why(&said)))
+    }
+}
+
+/// Of what the profiler and the program printed, the line that says why there are no counters.
+fn why(said: &str) -> String {
+    // What the program says of itself explains what the profiler says of it.
+    let prefixes = ["error: ", "==ERROR== ", "==WARNING== "];
+    let of = |prefix: &&str| said.lines().find_map(|line| line.trim().strip_prefix(*prefix));
+    prefixes.iter().find_map(of).unwrap_or("no counters").to_owned()
 }
 
 /// The flags by which `fa bench` has this problem.
@@ -236,7 +284,7 @@ fn flags(problem: &Problem) -> Vec<String> {
 
 /// The metrics of the first kernel in the profiler's raw page as CSV: a line of names, one of units, one of
 /// values for each launch; other lines are the program's and the profiler's own.
-fn parse(text: &str) -> BTreeMap<&'static str, f64> {
+fn parse(text: &str) -> Counters {
     let mut lines = text.lines().skip_while(|line| !line.starts_with("\"ID\"")).map(cells);
     let (Some(names), Some(_), Some(values)) = (lines.next(), lines.next(), lines.next()) else {
         return BTreeMap::new();
@@ -259,17 +307,53 @@ mod tests {
 
     use super::*;
 
+    /// Answers as Nsight Compute does, by the name of the program that it is to profile.
+    #[cfg(unix)]
+    fn ask(program: &str) -> Result<Result<Counters, String>> {
+        let ncu = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/ncu.sh");
+        let problem = Problem::square(2, 1024, 8, 128, Mask::CAUSAL, Dtype::F16);
+        let ladders = sm80::ladders(Arch::Sm90, &[1024]).expect("plans");
+        let spec = &ladders[0].steps[0].specs.as_ref().expect("a kernel")[0];
+        let profiler = Profiler::find(&ncu, Path::new(program)).expect("it says its version");
+        assert_eq!(profiler.version, "ncu Version 2025.3.1.0 (build 36398880) (public-release)");
+        profiler.count(&problem, spec)
+    }
+
+    #[cfg(unix)]
     #[test]
     fn counters_are_read_from_the_profilers_csv() {
-        let text = "==PROF== Connected to process 1\n{\"rows\": []}\n\
-            \"ID\",\"Kernel Name\",\"launch__registers_per_thread\",\
-            \"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum\"\n\
-            \"\",\"\",\"register/thread\",\"\"\n\"0\",\"fa_kernel\",\"168\",\"1,183,744\"\n";
-        let found = parse(text);
-        assert_eq!(found.get("registers"), Some(&168.0));
-        assert_eq!(found.get("shared_load_conflicts"), Some(&1_183_744.0));
-        assert_eq!(found.len(), 2);
-        assert!(parse("==ERROR== ERR_NVGPUCTRPERM").is_empty());
+        let found = ask("counted").expect("it runs").expect("counters");
+        let known = [
+            ("registers", 168.0),
+            ("theoretical_occupancy_pct", 18.75),
+            ("tensor_pipe_pct", 61.42),
+            ("shared_load_conflicts", 1_183_744.0),
+        ];
+        // A counter that the GPU does not have is not there.
+        assert_eq!(found, Counters::from(known));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn what_the_profiler_lacks_is_said() {
+        let refused = ask("refused").expect_err("no permission").to_string();
+        for part in ["ERR_NVGPUCTRPERM", "root", "SYS_ADMIN", "NVreg_RestrictProfilingToAdminUsers=0"] {
+            assert!(refused.contains(part), "{part}: {refused}");
+        }
+        let cases = [
+            ("unknown", "Failed to find metric regex:^sm__pipe_none"),
+            ("failing", "no CUDA driver"),
+            ("idle", "No kernels were profiled."),
+            ("silent", "no counters"),
+        ];
+        for (program, part) in cases {
+            let why = ask(program).expect("it runs").expect_err("no counters");
+            assert!(why.contains(part), "{program}: {why}");
+        }
+        for (ncu, part) in [("/no/such/ncu", "/usr/local/cuda/bin/ncu"), ("true", "not Nsight Compute")] {
+            let error = Profiler::find(Path::new(ncu), Path::new("fa")).err().expect("no profiler");
+            assert!(error.is_request() && error.to_string().contains(part), "{error}");
+        }
     }
 
     #[test]

@@ -118,6 +118,7 @@ fn machine_code_fault(spec: &KernelSpec, cubin: &[u8]) -> Result<Option<String>>
     let words: HashSet<&str> = text.split_whitespace().filter_map(|word| word.split('.').next()).collect();
     let wanted: &[&str] = match spec.kernel.family() {
         Family::Sm80 => &["HMMA", "LDSM", "LDGSTS"],
+        Family::Sm90 if spec.kernel.computes_in_8_bits() => &["QGMMA", "UTMALDG", "USETMAXREG"],
         Family::Sm90 => &["HGMMA", "UTMALDG", "USETMAXREG"],
         Family::Sm100 => &["UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "USETMAXREG"],
     };
@@ -180,14 +181,15 @@ fn words(unit: &Unit, case: &Case, sms: u32, entries: &mut BTreeSet<&'static str
             launches.words(&[q, k, v, out, out, q, k, v])
         }
         (_, Some(append), _) => {
-            entries.insert(fa_kernels::APPEND);
+            let of_codes = append.codes.is_some();
+            entries.insert(if of_codes { fa_kernels::APPEND_CODES } else { fa_kernels::APPEND });
             AppendLaunch::new(append, sms)?.words()
         }
         (_, _, Some(merge)) => {
             entries.insert(fa_kernels::MERGE);
             MergeLaunch::new(merge, sms)?.words()
         }
-        (Subject::Append | Subject::Merge, None, None) => Vec::new(),
+        (Subject::Append | Subject::AppendCodes | Subject::Merge, None, None) => Vec::new(),
     })
 }
 

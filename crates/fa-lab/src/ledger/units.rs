@@ -1,8 +1,8 @@
 //! What is proven: every shipped kernel, forms of some with variable lengths, pages, splits, slopes and
-//! sinks, the append and the merge kernel.
+//! sinks, the append kernels and the merge kernel.
 
-use fa_core::{Arch, KernelSpec, Reads};
-use fa_kernels::{APPEND, Headers, MERGE, Source, smem_bytes};
+use fa_core::{Arch, Dtype, KernelSpec, Reads};
+use fa_kernels::{APPEND, APPEND_CODES, Headers, MERGE, Source, smem_bytes};
 use fa_planner::account::{account, missing_code};
 
 use super::choices::choices;
@@ -13,7 +13,7 @@ use crate::kernels;
 /// A kernel in one form, for one architecture.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unit {
-    /// Its name: a shipped file and a form, `append`, `merge`, or a spec.
+    /// Its name: a shipped file and a form, `append`, `append_codes`, `merge`, or a spec.
     pub name: String,
     /// What it computes.
     pub subject: Subject,
@@ -32,6 +32,8 @@ pub enum Subject {
     Attention(Box<KernelSpec>),
     /// Rows appended to a cache.
     Append,
+    /// Rows appended to a cache of 8 bits.
+    AppendCodes,
     /// Results merged.
     Merge,
 }
@@ -40,14 +42,17 @@ pub enum Subject {
 const AT_HAND: Arch = Arch::Sm90;
 
 /// Shipped files whose forms are proven as well: every kernel, all masks, deterministic ones.
-const BASES: [&str; 11] = [
+const BASES: [&str; 14] = [
     "sm100/hd128-causal-bf16.ron",
     "sm90/hd64-causal-bf16.ron",
     "sm90/hd128-full-f16.ron",
     "sm90/hd128-window-bf16.ron",
     "sm90/hd576-512-latent-causal-bf16.ron",
+    "sm90/hd64-causal-bf16-e4m3kv.ron",
+    "sm90/hd256-causal-e4m3.ron",
     "sm80/hd64-causal-bf16.ron",
     "sm80/hd128-window-bf16.ron",
+    "sm80/hd64-causal-bf16-e4m3kv.ron",
     "sm90/hd64-causal-bf16-bwd.ron",
     "sm90/hd128-causal-deterministic-bf16-bwd.ron",
     "sm80/hd64-causal-bf16-bwd.ron",
@@ -68,7 +73,7 @@ impl Unit {
     pub fn spec(&self) -> Option<&KernelSpec> {
         match &self.subject {
             Subject::Attention(spec) => Some(spec),
-            Subject::Append | Subject::Merge => None,
+            Subject::Append | Subject::AppendCodes | Subject::Merge => None,
         }
     }
 
@@ -80,6 +85,7 @@ impl Unit {
         Ok(match &self.subject {
             Subject::Attention(spec) => Source::new(spec, self.arch, Some(smem_bytes(spec)), headers)?,
             Subject::Append => Source::append(self.arch, headers)?,
+            Subject::AppendCodes => Source::append_codes(self.arch, headers)?,
             Subject::Merge => Source::merge(self.arch, headers)?,
         })
     }
@@ -92,7 +98,8 @@ impl Unit {
         };
         match &self.subject {
             Subject::Attention(spec) => of_spec("shipped", &self.name, spec, extent),
-            Subject::Append => of(|case| case.append.is_some()),
+            Subject::Append => of(|case| case.append.is_some_and(|append| append.codes.is_none())),
+            Subject::AppendCodes => of(|case| case.append.is_some_and(|append| append.codes.is_some())),
             Subject::Merge => of(|case| case.merge.is_some()),
         }
     }
@@ -100,8 +107,7 @@ impl Unit {
     /// Whether a GPU of `arch` runs it, with the same code as that of its own architecture.
     pub fn runs_on(&self, arch: Arch) -> bool {
         self.spec().is_none_or(|spec| {
-            let code = |arch| kernels::of(&spec.kernel).code_for(arch);
-            code(arch) == code(self.arch) && account(spec, arch).is_ok()
+            code_for(spec, arch) == code_for(spec, self.arch) && account(spec, arch).is_ok()
         })
     }
 }
@@ -132,7 +138,8 @@ pub fn units() -> Result<Vec<Unit>> {
             }
         }
     }
-    for (name, subject) in [(APPEND, Subject::Append), (MERGE, Subject::Merge)] {
+    let single = [(APPEND, Subject::Append), (APPEND_CODES, Subject::AppendCodes), (MERGE, Subject::Merge)];
+    for (name, subject) in single {
         let name = name.trim_start_matches("fa_").to_owned();
         all.push(Unit { name, subject, arch: AT_HAND, archs: Vec::new(), is_proven: true });
     }
@@ -153,22 +160,28 @@ impl Unit {
 /// The architecture whose code is proven in place of that for `arch`: the GPUs' at hand if they run the
 /// kernel by the same device code.
 fn home(spec: &KernelSpec, arch: Arch) -> Arch {
-    let kernel = kernels::of(&spec.kernel);
     let runs = spec.check_arch(AT_HAND).is_ok() && account(spec, AT_HAND).is_ok();
-    if runs && kernel.code_for(AT_HAND) == kernel.code_for(arch) { AT_HAND } else { arch }
+    if runs && code_for(spec, AT_HAND) == code_for(spec, arch) { AT_HAND } else { arch }
 }
 
 /// The architectures in groups that compile the same device code.
 fn alike(spec: &KernelSpec, archs: &[Arch]) -> Vec<Vec<Arch>> {
-    let code = |arch: Arch| kernels::of(&spec.kernel).code_for(arch);
     let mut groups: Vec<Vec<Arch>> = Vec::new();
     for &arch in archs {
-        match groups.iter_mut().find(|own| code(own[0]) == code(arch)) {
+        match groups.iter_mut().find(|own| code_for(spec, own[0]) == code_for(spec, arch)) {
             Some(group) => group.push(arch),
             None => groups.push(vec![arch]),
         }
     }
     groups
+}
+
+/// Which device code of a kernel `arch` compiles, and whether it converts e4m3 to f16 by an instruction:
+/// architectures with equal values run the same.
+fn code_for(spec: &KernelSpec, arch: Arch) -> (u32, bool) {
+    let converts = (spec.types.q, spec.types.kv) == (Dtype::F16, Dtype::E4m3);
+    let has_instruction = arch.compute_capability() >= (8, 9);
+    (kernels::of(&spec.kernel).code_for(arch), converts && has_instruction)
 }
 
 /// SMs of an emulated GPU for a kernel of `spec`: keys are divided where SMs would be idle.
@@ -217,7 +230,9 @@ mod tests {
             let forms = all.iter().filter(|own| own.name.starts_with(&format!("{base} "))).count();
             assert!(forms > 1, "{base}: {forms}");
         }
-        for part in ["varlen", "paged", "split", "append", "merge"] {
+        for part in
+            ["varlen", "paged", "split", "append", "append_codes", "merge", "e4m3kv", "int8kv", "e4m3.ron"]
+        {
             assert!(all.iter().any(|own| own.is_proven && own.name.contains(part)), "{part}");
         }
         assert!(all.iter().all(|own| own.runs_on(own.arch)));

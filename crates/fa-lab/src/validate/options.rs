@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use fa_core::{Family, KernelSpec, Pass};
+use fa_core::{DescaleForm, Dtype, Family, KernelSpec, Pass};
 use serde::{Deserialize, Serialize};
 
-use crate::grid::Extent;
+use crate::grid::{Case, Extent};
 use crate::shape::HeadDim;
 
 /// What to validate, and how.
@@ -21,10 +21,54 @@ pub struct Options {
     /// Only cases of these groups; all, if empty.
     #[serde(default)]
     pub groups: Vec<String>,
+    /// Only cases of problems of this kind.
+    #[serde(default)]
+    pub kind: Kind,
     /// Only cases whose names contain this.
     pub filter: Option<String>,
     /// Seconds after which a case on the GPU counts as hung.
     pub watchdog: u32,
+}
+
+/// A kind of problems: what is `None` or `false` may be anything.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kind {
+    /// The type of Q.
+    pub dtype: Option<Dtype>,
+    /// The type of K and V.
+    pub kv_dtype: Option<Dtype>,
+    /// The form of K's descales, or of V's.
+    pub kv_descale: Option<DescaleForm>,
+    /// Whether keys begin with their values.
+    pub latent: bool,
+}
+
+impl Kind {
+    /// Whether a case is of this kind.
+    pub(super) fn has(&self, case: &Case) -> bool {
+        let Kind { dtype, kv_dtype, kv_descale, latent } = *self;
+        let (problem, append) = (&case.problem, &case.append);
+        let (q, kv, descales) = match append {
+            Some(append) => (append.dtype, append.cache_dtype(), append.descales()),
+            None => (problem.types.q, problem.types.kv, problem.descales),
+        };
+        dtype.is_none_or(|dtype| dtype == q)
+            && kv_dtype.is_none_or(|dtype| dtype == kv)
+            && kv_descale.is_none_or(|form| kv.is_code() && [descales.k, descales.v].contains(&form))
+            && (!latent || problem.latent)
+    }
+
+    /// As an error says it, between spaces.
+    pub(super) fn text(&self) -> String {
+        let Kind { dtype, kv_dtype, kv_descale, latent } = self;
+        let parts = [
+            dtype.map(|dtype| format!(" of {dtype}")),
+            kv_dtype.map(|dtype| format!(" with K and V in {dtype}")),
+            kv_descale.map(|form| format!(" with descales {form}")),
+            latent.then(|| " of latents".to_owned()),
+        ];
+        parts.into_iter().flatten().collect()
+    }
 }
 
 /// Which cases are run.

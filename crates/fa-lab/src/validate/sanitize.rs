@@ -68,7 +68,9 @@ pub fn cases(pass: Pass) -> Vec<Case> {
         pairs < 4e8 && case.sequences().count() < 50 && case.action == Action::Once
     };
     let all = match pass {
-        Pass::Forward => grid::serving(Extent::Quick, 2),
+        Pass::Forward => {
+            [grid::serving(Extent::Quick, 2), grid::codes(Extent::Quick, 2), grid::fp8(2)].concat()
+        }
         Pass::Backward { .. } => grid::serving_gradients(Extent::Quick, 2),
     };
     // A few of every group: the tools slow kernels down a hundredfold.

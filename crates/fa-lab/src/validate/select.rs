@@ -48,6 +48,7 @@ pub(super) fn select(options: &Options, arch: Arch, family: Family) -> Result<Ve
     if !options.groups.is_empty() {
         chosen.retain(|case| options.groups.iter().any(|group| group == case.group));
     }
+    chosen.retain(|case| options.kind.has(case));
     if let Some(filter) = &options.filter {
         chosen.retain(|case| case.name().contains(filter.as_str()));
     }
@@ -80,6 +81,9 @@ fn of_grid(pass: Pass, extent: Extent, repeat: usize, arch: Arch, family: Family
 
 #[cfg(test)]
 mod tests {
+    use fa_core::{DescaleForm, Dtype};
+
+    use super::super::options::Kind;
     use super::*;
 
     #[test]
@@ -90,6 +94,7 @@ mod tests {
                 pass,
                 cases: Cases::Grid { extent: Extent::Quick, repeat: 100 },
                 groups: groups.iter().map(|&group| group.to_owned()).collect(),
+                kind: Kind::default(),
                 filter: filter.map(str::to_owned),
                 watchdog: 60,
             };
@@ -104,12 +109,39 @@ mod tests {
     }
 
     #[test]
+    fn kinds_choose_8_bit_caches_fp8_and_latents() {
+        let count = |kind| {
+            let options = Options {
+                family: Some(Family::Sm90),
+                pass: Pass::Forward,
+                cases: Cases::Grid { extent: Extent::Quick, repeat: 100 },
+                groups: Vec::new(),
+                kind,
+                filter: None,
+                watchdog: 60,
+            };
+            let cases = select(&options, Arch::Sm90, Family::Sm90).expect("cases");
+            assert!(cases.iter().all(|case| kind.has(case)));
+            let appends = cases.iter().filter(|case| case.append.is_some()).count();
+            (cases.len() > 20, appends > 0)
+        };
+        let fp8 = Kind { dtype: Some(Dtype::E4m3), ..Kind::default() };
+        let int8 = Kind { kv_dtype: Some(Dtype::Int8), ..Kind::default() };
+        let of_rows = Kind { kv_descale: Some(DescaleForm::TokenHead), ..int8 };
+        let latent = Kind { latent: true, ..Kind::default() };
+        assert_eq!([fp8, int8, of_rows].map(count), [(true, false), (true, true), (true, true)]);
+        assert!(!count(latent).1);
+        assert!(!count(Kind { dtype: Some(Dtype::F32), ..Kind::default() }).0);
+    }
+
+    #[test]
     fn kernels_that_ship_for_other_architectures_are_validated_where_they_run() {
         let options = Options {
             family: Some(Family::Sm80),
             pass: Pass::BACKWARD,
             cases: Cases::Grid { extent: Extent::Quick, repeat: 100 },
             groups: Vec::new(),
+            kind: Kind::default(),
             filter: None,
             watchdog: 60,
         };

@@ -154,7 +154,7 @@ mod tests {
 
     use super::*;
     use crate::grid::Extent;
-    use crate::validate::options::{Cases, Options};
+    use crate::validate::options::{Cases, Kind, Options};
 
     fn run_script(script: &str, watchdog: Duration) -> Result<Vec<CaseResult>> {
         run_until(script, watchdog, None)
@@ -169,6 +169,7 @@ mod tests {
             pass: Pass::Forward,
             cases,
             groups: Vec::new(),
+            kind: Kind::default(),
             filter: None,
             watchdog: 1,
         };

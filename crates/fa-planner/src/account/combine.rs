@@ -1,5 +1,7 @@
 //! Parts of a tile's keys, and the kernel that combines their results.
 
+use fa_core::spec::WHOLE_ROW_HEAD_DIM;
+
 /// The most CTAs that share the keys of a tile's rows: the combine kernel holds their LSEs.
 pub const MAX_SPLITS: usize = 256;
 
@@ -18,9 +20,13 @@ pub(crate) fn shares_rows(rows: usize, sms: usize) -> bool {
     rows <= COMBINE_SHARED_ROWS * sms
 }
 
-/// CTAs of the combine kernel for `rows` rows on `sms` SMs. As many as there are rows: a CTA takes a row;
-/// fewer: a warp does.
-pub fn combine_ctas(rows: usize, sms: usize) -> usize {
-    let ctas = if shares_rows(rows, sms) { rows } else { rows.div_ceil(COMBINE_WARPS) };
+/// CTAs that share a row of more columns than [`WHOLE_ROW_HEAD_DIM`].
+const WIDE_ROW_CTAS: usize = 4;
+
+/// CTAs of the combine kernel for `rows` rows of `columns` columns on `sms` SMs. As many as there are rows, or
+/// more where rows are wide: a CTA takes a row, or its share of one; fewer: a warp takes a row.
+pub fn combine_ctas(rows: usize, columns: u32, sms: usize) -> usize {
+    let of_row = if columns > WHOLE_ROW_HEAD_DIM { WIDE_ROW_CTAS } else { 1 };
+    let ctas = if shares_rows(rows, sms) { of_row * rows } else { rows.div_ceil(COMBINE_WARPS) };
     ctas.min(COMBINE_CTAS * sms)
 }

@@ -547,8 +547,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let scores = tile_m * tile_n;
         let width = f64::from(model.head_dim + model.head_dim_v);
         let element = problem.types.q.bytes() as f64;
-        // Products of 8-bit numbers take half the time of those of 16 bits.
-        let peak = limits.peak_tensor_flops() * 2.0 / element;
+        let peak = limits.peak_tensor_flops_of(problem.types.q);
         let power = steps * 2.0 * scores * width / (peak * c.power_cap);
 
         let tile_bytes = tile_m * width * element;
@@ -617,7 +616,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
 /// Compulsory bytes, and for every further wave of a head's tiles the part of K and V that L2 does not hold.
 /// A wave reads the keys that its queries see.
 fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
-    let width = (problem.head_dim_k() + problem.head_dim_v) as f64 * problem.types.kv.bytes() as f64;
+    let width = problem.bytes_per_key();
     if work.tiles == 0.0 {
         return 0.0;
     }

@@ -5,6 +5,7 @@ mod bert;
 mod decoder;
 mod encoder;
 mod generate;
+mod mla;
 
 use candle_core::Tensor;
 

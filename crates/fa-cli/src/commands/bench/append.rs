@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use fa_attn::machine;
 use fa_core::Dtype;
 use fa_lab::bench::append::{self, AppendReport, AppendRow};
-use fa_lab::machine;
 use fa_lab::record::COMMIT;
 use serde::Serialize;
 

@@ -36,10 +36,11 @@ pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<Refe
     if let [Some(q), Some(k), Some(v)] = [q.codes(), k.codes(), v.codes()] {
         let kernel = fp8::as_kernel(problem, extras, q, k, v, Accumulation::exact(TILE_N))?;
         let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
+        let lse_noise = kernel.lse_tolerance();
         let [out, lse] = [&kernel.out, &kernel.lse].map(|values| widen(values));
         return Ok(BTreeMap::from([
             ("out", Reference { exact: exact.out, low: out, noise }),
-            ("lse", Reference { exact: exact.lse, low: lse, noise: 0.0 }),
+            ("lse", Reference { exact: exact.lse, low: lse, noise: lse_noise }),
         ]));
     }
     let low = low_precision::forward_extras(problem, extras, q, k, v)?;

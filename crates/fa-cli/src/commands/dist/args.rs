@@ -2,6 +2,7 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 use fa_core::{Arch, Dtype, Lengths, Problem, Types};
+use fa_dist::MAX_WORLD;
 use fa_dist::cost::{Link, Machine};
 use fa_lab::shape::{HeadDim, whole};
 use fa_planner::Mode;
@@ -21,6 +22,9 @@ Examples:
   fa dist plan --ranks 8 --seqlen 131072 --heads 32:8 --causal
   fa dist plan --ranks 2 --seqlen 1x1048576 --heads 32:8 --causal --link pcie
   fa dist check --ranks 2           beside one GPU, with ranks that end and ranks that disagree
+  fa dist check --repeat 200        200 runs with the same bits
+  fa dist check --transport network                over sockets, as between machines
+  fa dist check --transport memory --ranks 4       threads on the CPU, without a GPU
   fa dist bench --ranks 2           beside one GPU that computes the same, in the same run";
 
 /// The commands of `fa dist`.
@@ -29,7 +33,7 @@ pub(crate) enum DistCommand {
     /// Predict every scheme for a problem over several GPUs, and say what is hidden under what
     Plan(PlanArgs),
     /// Compare several GPUs of this machine with one of them, and test what happens when a rank fails
-    Check(RunArgs),
+    Check(CheckArgs),
     /// Measure several GPUs of this machine beside one of them
     Bench(RunArgs),
     /// One rank of `fa dist check` and `fa dist bench`, whose jobs are on standard input
@@ -52,7 +56,7 @@ pub(crate) enum LinkName {
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
     /// GPUs, each of which has a part of the sequence
-    #[arg(long, default_value_t = 8, value_parser = whole::<usize>)]
+    #[arg(long, default_value_t = 8, value_parser = planned)]
     pub ranks: usize,
     /// Independent sequences
     #[arg(long, default_value_t = 1, value_parser = whole::<usize>)]
@@ -94,12 +98,36 @@ pub(crate) struct PlanArgs {
     pub json: bool,
 }
 
+/// What ranks send by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TransportName {
+    /// What NCCL chooses: NVLink or PCIe between the GPUs of a machine
+    Nccl,
+    /// NCCL over the network alone, as between machines (NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1)
+    Network,
+    /// Memory: threads on the CPU, without a GPU
+    Memory,
+}
+
+/// `fa dist check`.
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Runs of every shape, whose bits have to be equal
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = runs)]
+    pub repeat: usize,
+}
+
 /// `fa dist check` and `fa dist bench`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// GPUs: a process for each
     #[arg(long, default_value_t = 2, value_parser = gpus)]
     pub ranks: usize,
+    /// What ranks send by
+    #[arg(long, value_enum, default_value = "nccl")]
+    pub transport: TransportName,
     /// Fewer shapes
     #[arg(long)]
     pub quick: bool,
@@ -116,6 +144,18 @@ fn gpus(text: &str) -> Result<usize, String> {
     Some(whole::<usize>(text)?)
         .filter(|count| (1..=64).contains(count))
         .ok_or_else(|| "use 1 to 64".to_owned())
+}
+
+/// GPUs that a plan may have.
+fn planned(text: &str) -> Result<usize, String> {
+    let given = Some(whole::<usize>(text)?).filter(|count| (1..=MAX_WORLD).contains(count));
+    given.ok_or_else(|| format!("use 1 to {MAX_WORLD}"))
+}
+
+/// Runs that are compared.
+fn runs(text: &str) -> Result<usize, String> {
+    let given = Some(whole::<usize>(text)?).filter(|count| (2..=100_000).contains(count));
+    given.ok_or_else(|| "use 2 to 100000".to_owned())
 }
 
 /// Seconds, up to a day.

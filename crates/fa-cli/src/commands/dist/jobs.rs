@@ -1,7 +1,7 @@
 //! What ranks are asked to do, and what they answer.
 
 use fa_core::{Dtype, Lengths, Mask, Problem};
-use fa_dist::{Layout, Scheme};
+use fa_dist::{Error, Layout, Scheme};
 use serde::{Deserialize, Serialize};
 
 /// The variable by which the parent says how long to wait.
@@ -17,8 +17,39 @@ pub(super) enum Kind {
         /// Passes of one measurement.
         iterations: usize,
     },
-    /// Forwards without end: until the rank, or another one, is killed.
-    Endless,
+    /// The last rank stops at this stage, and waits to be killed.
+    Ends(Stage),
+}
+
+/// Where a rank is when it is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Stage {
+    /// The ranks are connected.
+    Joined,
+    /// They have agreed on the plan.
+    Planned,
+    /// A forward is enqueued.
+    Forward,
+    /// The forward is done.
+    Between,
+    /// A backward is enqueued.
+    Backward,
+    /// One forward follows the other.
+    Running,
+}
+
+impl Stage {
+    /// In words that follow `rank 1 killed`.
+    pub(super) fn words(self) -> &'static str {
+        match self {
+            Stage::Joined => "after joining",
+            Stage::Planned => "before the forward",
+            Stage::Forward => "in the forward",
+            Stage::Between => "after the forward",
+            Stage::Backward => "in the backward",
+            Stage::Running => "among forwards",
+        }
+    }
 }
 
 /// One thing that all ranks do together.
@@ -36,6 +67,10 @@ pub(super) struct Job {
     pub backward: bool,
     /// What is done.
     pub kind: Kind,
+    /// Whether O and LSE have the bits of one process.
+    pub same_bits: bool,
+    /// Runs whose bits are compared.
+    pub repeat: usize,
     /// A rank that takes one row less: ranks that disagree.
     pub odd_rank: Option<usize>,
 }
@@ -53,14 +88,38 @@ pub(super) struct Answer {
     pub same_bits: Option<bool>,
     /// Largest difference of O, dQ, dK and dV from one GPU's, over the largest value.
     pub errors: Vec<f64>,
-    /// Whether a second run gave the same bits.
-    pub repeats: Option<bool>,
+    /// The first run with other bits than the first one, and the tensor: `run 17: dK`.
+    pub differs: Option<String>,
     /// Seconds of a pass over all ranks: forward, and backward.
     pub seconds: Vec<f64>,
     /// Seconds of one GPU with the whole problem.
     pub one_gpu: Vec<f64>,
     /// Device memory of the plan, in bytes.
     pub memory: usize,
+}
+
+impl Answer {
+    /// Of a rank that has found nothing yet.
+    pub(super) fn of(job: usize, rank: usize) -> Answer {
+        Answer {
+            job,
+            rank,
+            error: None,
+            same_bits: None,
+            errors: Vec::new(),
+            differs: None,
+            seconds: Vec::new(),
+            one_gpu: Vec::new(),
+            memory: 0,
+        }
+    }
+
+    /// Of a rank that fails.
+    pub(super) fn failed(job: usize, rank: usize, error: &Error) -> Answer {
+        let debug = format!("{error:?}");
+        let variant = debug.split([' ', '(', '{']).next().unwrap_or_default().to_owned();
+        Answer { error: Some((variant, error.to_string())), ..Answer::of(job, rank) }
+    }
 }
 
 fn problem(len: (usize, usize), heads: (usize, usize), mask: Mask) -> Problem {
@@ -72,11 +131,12 @@ fn problem(len: (usize, usize), heads: (usize, usize), mask: Mask) -> Problem {
 fn job(problem: Problem, scheme: Scheme, kind: Kind) -> Job {
     let backward = scheme != Scheme::Decode;
     let layout = if scheme == Scheme::Decode { Layout::Contiguous } else { Layout::Zigzag };
-    Job { problem, scheme, layout, stages: None, backward, kind, odd_rank: None }
+    let same_bits = matches!(scheme, Scheme::Gather | Scheme::Ulysses);
+    Job { problem, scheme, layout, stages: None, backward, kind, same_bits, repeat: 2, odd_rank: None }
 }
 
 /// What `fa dist check` compares.
-pub(super) fn checks(world: usize, quick: bool) -> Vec<Job> {
+pub(super) fn checks(world: usize, quick: bool, repeat: usize) -> Vec<Job> {
     let of = |len, heads, mask, scheme| job(problem((len, len), heads, mask), scheme, Kind::Check);
     let mut jobs = Vec::new();
     let schemes = [Scheme::Gather, Scheme::Ulysses, Scheme::Ring];
@@ -90,6 +150,31 @@ pub(super) fn checks(world: usize, quick: bool) -> Vec<Job> {
     jobs.push(of(8192, (8 * world, 2 * world), Mask::causal_window(1000), Scheme::Gather));
     jobs.push(of(5003, (8 * world, 2 * world), Mask::CAUSAL, Scheme::Ulysses));
     jobs.push(job(problem((1, 65_536), (32, 8), Mask::CAUSAL), Scheme::Decode, Kind::Check));
+    jobs.into_iter().map(|job| Job { repeat, ..job }).collect()
+}
+
+/// Rows and keys that a thread takes at a time.
+pub(super) const TILE: usize = 64;
+
+/// What `fa dist check --transport memory` compares: f32 on the CPU, where one process computes it as well.
+pub(super) fn checks_in_memory(world: usize, quick: bool, repeat: usize) -> Vec<Job> {
+    let len = 2 * TILE * if world <= 4 { world } else { 2 };
+    let of = |(q, k): (usize, usize), mask, scheme| {
+        let problem = Problem::square(1, q, 2 * world, 32, mask, Dtype::F32).with_heads_kv(world);
+        let job = job(problem.with_lengths(Lengths::uniform(1, q, k)), scheme, Kind::Check);
+        // One process takes keys by tiles, too, which shards cut elsewhere.
+        let is_cut = scheme == Scheme::Gather && q % (2 * TILE * world) != 0;
+        Job { repeat, same_bits: job.same_bits && !is_cut, ..job }
+    };
+    let mut jobs = Vec::new();
+    for scheme in [Scheme::Gather, Scheme::Ulysses, Scheme::Ring] {
+        jobs.push(of((len, len), Mask::CAUSAL, scheme));
+        if !quick {
+            jobs.push(of((len, len), Mask::FULL, scheme));
+            jobs.push(of((203, 203), Mask::causal_window(50), scheme));
+        }
+    }
+    jobs.push(of((1, 1000), Mask::CAUSAL, Scheme::Decode));
     jobs
 }
 
@@ -122,9 +207,25 @@ pub(super) fn benches(quick: bool) -> Vec<Job> {
     jobs
 }
 
-/// Ranks that run until one is killed.
-pub(super) fn endless(scheme: Scheme) -> Job {
-    job(problem((8192, 8192), (16, 16), Mask::CAUSAL), scheme, Kind::Endless)
+/// Ranks of which the last is killed at each stage.
+pub(super) fn ends(quick: bool) -> Vec<(Stage, Job)> {
+    use Stage::{Backward, Between, Forward, Joined, Planned, Running};
+    let heads = |scheme| if scheme == Scheme::Decode { (1, 65_536) } else { (8192, 8192) };
+    let of = |scheme| {
+        move |stage| (stage, job(problem(heads(scheme), (16, 16), Mask::CAUSAL), scheme, Kind::Ends(stage)))
+    };
+    // Before the forward the scheme is nothing yet.
+    let mut all: Vec<_> =
+        [Joined, Planned, Forward, Between, Backward, Running].into_iter().map(of(Scheme::Gather)).collect();
+    if quick {
+        all.push(of(Scheme::Ring)(Running));
+        return all;
+    }
+    for scheme in [Scheme::Ulysses, Scheme::Ring] {
+        all.extend([Forward, Backward, Running].into_iter().map(of(scheme)));
+    }
+    all.extend([Forward, Running].into_iter().map(of(Scheme::Decode)));
+    all
 }
 
 /// Ranks of which the last has another problem.

@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_attn::device::{Bound, DeviceBackward, DeviceForward, DeviceTensor, Gpu, Placement, shapes};
 use fa_core::{Lengths, Pass, Problem, TensorLayout};
-use fa_cpu::TensorRef;
+use fa_cpu::{Element, TensorRef};
 use fa_dist::{Bootstrap, DeviceAttention, Error, Rank, RankOptions, Scheme, ShardPlan, Shards, one_gpu};
 use half::bf16;
 
-use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Kind};
+use super::found::{Found, repeated};
+use super::jobs::{Answer, DEADLINE_VARIABLE, Job, Kind, Stage};
 use crate::term::failure::Verdict;
 
 /// Does the jobs on standard input.
@@ -27,7 +28,7 @@ pub(super) fn command() -> anyhow::Result<Verdict> {
     let mut rank = match Rank::join(&gpu, &bootstrap, place, &options) {
         Ok(rank) => rank,
         Err(error) => {
-            print(&failed(0, place.rank, &error))?;
+            print(&Answer::failed(0, place.rank, &error))?;
             return Ok(Verdict::Bad);
         }
     };
@@ -39,7 +40,7 @@ pub(super) fn command() -> anyhow::Result<Verdict> {
                 rank = back;
             }
             Err(error) => {
-                print(&failed(number, place.rank, &error))?;
+                print(&Answer::failed(number, place.rank, &error))?;
                 return Ok(Verdict::Bad);
             }
         }
@@ -53,33 +54,23 @@ fn print(answer: &Answer) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
-fn answer(job: usize, rank: usize) -> Answer {
-    Answer {
-        job,
-        rank,
-        error: None,
-        same_bits: None,
-        errors: Vec::new(),
-        repeats: None,
-        seconds: Vec::new(),
-        one_gpu: Vec::new(),
-        memory: 0,
+/// Where this rank is to be killed, says that it is there, and waits for it.
+fn reached(is_here: bool, answer: &Answer) {
+    if is_here {
+        print(answer).ok();
+        loop {
+            std::thread::park();
+        }
     }
 }
 
-fn failed(job: usize, rank: usize, error: &Error) -> Answer {
-    let debug = format!("{error:?}");
-    let variant = debug.split([' ', '(', '{']).next().unwrap_or_default().to_owned();
-    Answer { error: Some((variant, error.to_string())), ..answer(job, rank) }
-}
-
 /// Values in [-1, 1): a block of random ones again and again, since gigabytes are filled.
-fn values(len: usize, seed: u64) -> Vec<bf16> {
-    let block: Vec<bf16> = (0..len.min(1_000_003))
+pub(super) fn values<T: Element>(len: usize, seed: u64) -> Vec<T> {
+    let block: Vec<T> = (0..len.min(1_000_003))
         .map(|i| {
             let mixed =
                 (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ seed.wrapping_mul(0xff51_afd7_ed55_8ccd));
-            bf16::from_f32(((mixed >> 40) as f32 / (1u64 << 23) as f32) - 1.0)
+            T::from_f32(((mixed >> 40) as f32 / (1u64 << 23) as f32) - 1.0)
         })
         .collect();
     let mut all = Vec::with_capacity(len);
@@ -141,11 +132,12 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
         problem = problem.with_lengths(Lengths::uniform(1, lengths.max_q() - 1, lengths.max_k() - 1));
     }
     let world = rank.place().world;
+    reached(own + 1 == world && job.kind == Kind::Ends(Stage::Joined), &Answer::of(number, own));
     let gpu = rank.gpu().clone();
     let pass = job.backward.then_some(Pass::DETERMINISTIC_BACKWARD);
     let pass = match job.kind {
         Kind::Check => pass,
-        Kind::Bench { .. } | Kind::Endless => job.backward.then_some(Pass::BACKWARD),
+        Kind::Bench { .. } | Kind::Ends(_) => job.backward.then_some(Pass::BACKWARD),
     };
     let mut plan = ShardPlan::new(&problem, world, job.scheme, job.layout)?;
     if let Some(stages) = job.stages {
@@ -156,7 +148,7 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
     let (rows, keys) = bound.spec().tile();
     let plan = plan.with_tiles(rows as usize, keys as usize);
     let mut attention = DeviceAttention::new(rank, &plan, pass)?;
-    let mut answer = Answer { memory: attention.workspace_bytes(), ..answer(number, own) };
+    let mut answer = Answer { memory: attention.workspace_bytes(), ..Answer::of(number, own) };
 
     let of = shapes(&problem);
     let mut seed = 0;
@@ -180,29 +172,23 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
             let mut alone =
                 tensors(&gpu, &problem, &whole, Some(&bound), bound_backward.as_ref(), job.backward)?;
             run_alone(&mut alone, &bound, bound_backward.as_ref(), &gpu)?;
-            let found = run(&mut attention, &mut mine, &stream)?;
-            let again = run(&mut attention, &mut mine, &stream)?;
-            answer.repeats = Some(found == again);
+            let found = repeated(job.repeat, &mut answer, |_| run(&mut attention, &mut mine, &stream))?;
             let want = alone.forward.read(&stream)?;
-            let width = of[3][2] * of[3][3];
-            let want_out = plan.queries().scatter(queries, &want.out, width);
             let heads = problem.heads_q;
             let len = problem.lengths.max_q();
-            let want_lse: Vec<f32> = (0..heads)
+            let rows = |i: usize, values: &[bf16]| {
+                let (shards, rank) = shards[i];
+                shards.scatter(rank, values, of[i][2] * of[i][3])
+            };
+            let lse = (0..heads)
                 .flat_map(|head| plan.queries().scatter(queries, &want.lse[head * len..][..len], 1))
                 .collect();
-            let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
-            let same_out = found.out.iter().zip(&want_out).all(|(a, b)| a.to_bits() == b.to_bits());
-            answer.same_bits = Some(same_out && bits(&found.lse) == bits(&want_lse));
-            answer.errors.push(worst(&found.out, &want_out));
+            let mut one = Found { out: rows(3, &want.out), lse, gradients: Vec::new() };
             if let Some(backward) = &alone.backward {
                 let want = backward.read(&stream)?;
-                for i in 0..3 {
-                    let (shards, rank) = shards[i];
-                    let rows = shards.scatter(rank, &want.values[i], of[i][2] * of[i][3]);
-                    answer.errors.push(worst(&found.gradients[i], &rows));
-                }
+                one.gradients.extend((0..3).map(|i| rows(i, &want.values[i])));
             }
+            found.judge(&one, &mut answer);
         }
         Kind::Bench { iterations } => {
             {
@@ -241,25 +227,32 @@ fn work(rank: Rank, number: usize, job: &Job, own: usize) -> Result<(Rank, Answe
                 answer.seconds.push(best);
             }
         }
-        Kind::Endless => {
+        Kind::Ends(stage) => {
+            let last = own + 1 == world;
+            reached(last && stage == Stage::Planned, &answer);
             attention.forward(&mut mine.forward, &stream)?;
+            reached(last && stage == Stage::Forward, &answer);
             attention.rank().wait(&stream)?;
-            print(&answer).ok();
-            loop {
-                attention.forward(&mut mine.forward, &stream)?;
+            reached(last && stage == Stage::Between, &answer);
+            if let Some(backward) = &mut mine.backward {
+                attention.backward(&mine.forward, backward, &stream)?;
+                reached(last && stage == Stage::Backward, &answer);
                 attention.rank().wait(&stream)?;
             }
+            if last {
+                print(&answer).ok();
+            }
+            if stage == Stage::Running {
+                loop {
+                    attention.forward(&mut mine.forward, &stream)?;
+                    attention.rank().wait(&stream)?;
+                }
+            }
+            // Who needs nothing more of it learns of it here.
+            attention.rank().gather("the end")?;
         }
     }
     Ok((attention.into_rank(), answer))
-}
-
-/// What a rank computed.
-#[derive(PartialEq)]
-struct Found {
-    out: Vec<bf16>,
-    lse: Vec<f32>,
-    gradients: Vec<Vec<bf16>>,
 }
 
 /// A forward and a backward into poisoned outputs.
@@ -267,7 +260,7 @@ fn run(
     attention: &mut DeviceAttention,
     mine: &mut Tensors,
     stream: &Arc<fa_kernels::cudarc::driver::CudaStream>,
-) -> Result<Found, Error> {
+) -> Result<Found<bf16>, Error> {
     mine.forward.poison(stream)?;
     attention.forward(&mut mine.forward, stream)?;
     attention.rank().wait(stream)?;
@@ -326,12 +319,4 @@ fn time_alone(
         times.push(best);
     }
     Ok(times)
-}
-
-/// The largest difference over the largest value; NaN anywhere is infinite.
-fn worst(found: &[bf16], want: &[bf16]) -> f64 {
-    let largest = want.iter().map(|value| f64::from(value.to_f32().abs())).fold(1e-30, f64::max);
-    let differences = found.iter().zip(want).map(|(a, b)| f64::from((a.to_f32() - b.to_f32()).abs()));
-    let worst = differences.map(|d| if d.is_nan() { f64::INFINITY } else { d }).fold(0.0, f64::max);
-    if found.len() == want.len() { worst / largest } else { f64::INFINITY }
 }

@@ -3,20 +3,20 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use fa_core::{Alibi, Arch, KernelSpec, TensorLayout};
+use fa_core::{Alibi, Arch, Dtype, KernelSpec, TensorLayout};
 use fa_emu::{Lie, Options};
 use fa_kernels::Headers;
 use fa_lab::shape::{HeadDim, whole};
 
 use crate::flags::lengths::parse_alibi;
-use crate::flags::{Heads, MaskArgs, Seqlen};
+use crate::flags::{Heads, KvArgs, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
 /// Flags that describe the one problem, or the one run, of a given kernel.
-const OF_ONE: [&str; 26] = with(OF_ONE_UNSEEDED, "seeds");
+const OF_ONE: [&str; 31] = with(OF_ONE_UNSEEDED, "seeds");
 
 /// The same without the seed, which other modes use as well.
-const OF_ONE_UNSEEDED: [&str; 25] = [
+const OF_ONE_UNSEEDED: [&str; 30] = [
     "arch",
     "seqlen",
     "batch",
@@ -30,6 +30,11 @@ const OF_ONE_UNSEEDED: [&str; 25] = [
     "sinks",
     "heads",
     "headdim",
+    "latent",
+    "dtype",
+    "kv_dtype",
+    "kv_descale",
+    "out_dtype",
     "causal",
     "window",
     "scale",
@@ -45,17 +50,35 @@ const OF_ONE_UNSEEDED: [&str; 25] = [
 ];
 
 /// Flags that describe the problem alone.
-const OF_PROBLEM: [&str; 18] = [
-    "seqlen", "batch", "lengths", "rows_q", "rows_k", "page", "slack", "split", "alibi", "sinks", "heads",
-    "headdim", "causal", "window", "scale", "softcap", "layout", "gap",
+const OF_PROBLEM: [&str; 20] = [
+    "seqlen",
+    "batch",
+    "lengths",
+    "rows_q",
+    "rows_k",
+    "page",
+    "slack",
+    "split",
+    "alibi",
+    "sinks",
+    "heads",
+    "headdim",
+    "kv_descale",
+    "out_dtype",
+    "causal",
+    "window",
+    "scale",
+    "softcap",
+    "layout",
+    "gap",
 ];
 
 /// Flags that --mutate rules out; its own name them too: clap asks for no flag that another rules out.
 const OF_NO_REMOVAL: [&str; 8] = ["seeds", "sms", "steps", "json", "report", "cta", "headers", "grid"];
 
 /// `names` and one more.
-const fn with(names: [&'static str; 25], more: &'static str) -> [&'static str; 26] {
-    let mut all = [more; 26];
+const fn with(names: [&'static str; 30], more: &'static str) -> [&'static str; 31] {
+    let mut all = [more; 31];
     let mut at = 0;
     while at < names.len() {
         all[at] = names[at];
@@ -128,6 +151,17 @@ pub(crate) struct EmulateArgs {
     #[arg(long, value_name = "D[-DV]")]
     #[arg(requires = "spec")]
     pub headdim: Option<HeadDim>,
+    /// Element type, using the kernel's form of it: bf16, f16; e4m3 of kernels that compute in it [default:
+    /// the kernel's]
+    #[arg(long)]
+    #[arg(requires = "spec")]
+    pub dtype: Option<Dtype>,
+    /// V is the first columns of K (MLA), using the kernel's form for latents, as in --headdim 576-512
+    #[arg(long)]
+    #[arg(requires = "spec")]
+    pub latent: bool,
+    #[command(flatten)]
+    pub kv: KvArgs,
     #[command(flatten)]
     pub mask: MaskArgs,
     /// Factor on Q K^T [default: 1/sqrt(head_dim)]
@@ -233,6 +267,7 @@ Examples:
   fa emulate my.ron --grid                                 the cases of fa validate --all-configs
   fa emulate my.ron --headers my/cuda                      device sources that are being written
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
+  fa emulate my.ron --kv-dtype e4m3 --kv-descale token_head       the kernel's form for 8-bit caches
   fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
   fa emulate --random 200 --seed 7 --log random.jsonl      kernels and problems drawn at random
   fa emulate --mutate                                      is the removal of each barrier noticed?

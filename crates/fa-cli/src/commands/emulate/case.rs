@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fa_core::{Arch, KernelSpec, Lengths, Problem};
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, Lengths, Problem, Types};
 use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
 use fa_emu::{Batch, Lie, Placement, with_mods};
@@ -32,6 +32,21 @@ pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpe
     spec.score.alibi |= args.alibi.is_some();
     spec.score.sinks |= args.sinks;
     spec.split |= args.split;
+    if let Some(dtype) = args.dtype {
+        let fp8 = || Types::fp8(args.kv.out_dtype.unwrap_or(Dtype::Bf16));
+        spec.types = if dtype == Dtype::E4m3 { fp8() } else { Types::same(dtype) };
+    }
+    if let Some(codes) = args.kv.kv_dtype {
+        spec.types = spec.types.with_kv(codes.dtype());
+    }
+    if args.latent {
+        let Kernel::Sm90Wide(kernel) = &mut spec.kernel else {
+            let name = spec.kernel.name();
+            let message = format!("--latent: {name} has no form for latents; use a spec of sm90_wide");
+            return Err(InputError::Usage(message).into());
+        };
+        kernel.latent = true;
+    }
     spec.check()?;
     let shipped =
         std::fs::read_to_string(path).ok().and_then(|text| fa_core::ShippedSpec::from_ron(&text).ok());
@@ -105,8 +120,10 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::R
         .with_heads_kv(heads_kv)
         .with_head_dims(head_dim, head_dim_v)
         .with_mask(mask)
-        .with_softmax_scale(args.scale)
+        .with_softmax_scale(args.scale.or(of_spec.softmax_scale))
         .with_score(score);
+    let has_own = args.kv.kv_descale.is_some() || args.kv.out_dtype.is_some();
+    let problem = if has_own { args.kv.of(problem)? } else { problem };
     problem.check()?;
     // What takes seconds of emulation takes a GPU microseconds.
     const LIMIT: f64 = 4e11;

@@ -5,7 +5,7 @@ use fa_lab::Program;
 use fa_lab::device::{self, DeviceInfo};
 use fa_lab::grid::Extent;
 use fa_lab::ledger::{self, Group, Standing, Tier};
-use fa_lab::validate::{self, CaseResult, Cases, Options, Resume, Status, sanitize};
+use fa_lab::validate::{self, CaseResult, Cases, Kind, Options, Resume, Status, sanitize};
 
 use super::Session;
 use crate::commands::worker;
@@ -153,6 +153,7 @@ impl Session<'_> {
             pass: group.pass,
             cases,
             groups: Vec::new(),
+            kind: Kind::default(),
             filter: None,
             watchdog: self.args.watchdog,
         }

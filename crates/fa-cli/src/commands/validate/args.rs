@@ -3,18 +3,22 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use fa_core::{Family, Pass};
+use fa_core::quantize::Codes;
+use fa_core::{DescaleForm, Dtype, Family, Pass};
 use fa_lab::configs::HEAD_DIMS;
 use fa_lab::grid::{Extent, check_group};
 use fa_lab::shape::{HeadDim, whole};
 use fa_lab::spec_file::read_spec_of;
-use fa_lab::validate::{Cases, Options};
+use fa_lab::validate::{Cases, Kind, Options};
 
-use crate::flags::{self, HeadersArgs, pass_of};
+use crate::flags::{self, HeadersArgs, parse_codes, parse_descale, pass_of};
 
 /// Flags that validate a grid or a kernel. Flags of other validations name these as well: clap does not
 /// require a flag that conflicts with another.
 const OF_GRID: [&str; 7] = ["quick", "full", "filter", "groups", "spec", "repeat", "sanitize"];
+
+/// Validations whose problems are drawn, or listed by head dims.
+const OTHERS: [&str; 3] = ["soak", "sanitize", "all_configs"];
 
 /// `fa validate`.
 #[derive(Debug, Args)]
@@ -41,6 +45,18 @@ pub(crate) struct ValidateArgs {
     #[arg(long = "group", value_name = "GROUP,..", value_delimiter = ',', value_parser = check_group)]
     #[arg(conflicts_with_all = ["spec", "soak", "all_configs"])]
     pub groups: Vec<String>,
+    /// Only cases with a Q of this type: bf16, f16, or e4m3 of Q, K and V
+    #[arg(long, value_name = "DTYPE", conflicts_with_all = OTHERS)]
+    pub dtype: Option<Dtype>,
+    /// Only cases with K and V in 8 bits: e4m3, int8
+    #[arg(long, value_name = "TYPE", value_parser = parse_codes, conflicts_with_all = OTHERS)]
+    pub kv_dtype: Option<Codes>,
+    /// Only cases with descales of K or V in this form: none, head, sequence_head, token_head
+    #[arg(long, value_name = "FORM", value_parser = parse_descale, conflicts_with_all = OTHERS)]
+    pub kv_descale: Option<DescaleForm>,
+    /// Only cases whose keys begin with their values (MLA)
+    #[arg(long, conflicts_with_all = OTHERS)]
+    pub latent: bool,
     /// Validate the one kernel in this file (RON, or JSON as in the kernel cache)
     #[arg(long, value_name = "FILE")]
     pub spec: Option<PathBuf>,
@@ -103,6 +119,8 @@ Examples:
   fa validate --spec kernel.ron                 one kernel
   fa validate --mode bwd --family sm90          gradients
   fa validate --group packed,used,paged,split   packed batches, caches, pages, keys split over CTAs
+  fa validate --kv-dtype e4m3                   8-bit caches: decode, splits, prefill, appends
+  fa validate --dtype e4m3 --full               Q, K and V in e4m3
   fa validate --group known --mode bwd          problems on which other libraries failed
   fa validate --soak 600 --seed 7               random problems for ten minutes
   fa validate --all-configs                     predicted and measured rates of every configuration
@@ -139,8 +157,14 @@ impl ValidateArgs {
             | Cases::Sanitize
             | Cases::Configs { .. } => self.family,
         };
+        let kind = Kind {
+            dtype: self.dtype,
+            kv_dtype: self.kv_dtype.map(Codes::dtype),
+            kv_descale: self.kv_descale,
+            latent: self.latent,
+        };
         let (filter, watchdog) = (self.filter.clone(), self.watchdog);
-        Ok(Options { family, pass, cases, groups: self.groups.clone(), filter, watchdog })
+        Ok(Options { family, pass, cases, groups: self.groups.clone(), kind, filter, watchdog })
     }
 
     /// What the names of records say about the pass.

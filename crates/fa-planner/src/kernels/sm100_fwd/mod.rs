@@ -95,7 +95,12 @@ pub fn explore(
     }
     if problem.latent {
         let Problem { head_dim, head_dim_v, .. } = *problem;
-        return Err(PlanError::Latent { head_dim, head_dim_v, pass: "forward" });
+        return Err(PlanError::Latent {
+            family: fa_core::Family::Sm100,
+            head_dim,
+            head_dim_v,
+            pass: "forward",
+        });
     }
     if !arch.has_tcgen05() {
         return Err(PlanError::NoTensorMemory { arch });

@@ -1,0 +1,1 @@
+../../../fa-attn/examples/train/layers.rs

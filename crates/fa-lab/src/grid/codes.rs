@@ -1,0 +1,89 @@
+//! K and V in 8 bits beside a Q of 16: decoding from pages, splits, chunks, prefill, descales of every form.
+
+use fa_core::{Alibi, DescaleForm, Descales, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
+
+use super::case::{Action, Arrangement, BASE, Case, Extent, Values, case, case_of};
+use super::paged::pages_of;
+use super::varied::packed_of;
+use crate::sequences::{Ragged, Sequences};
+
+const TYPES: [(Dtype, Dtype); 4] = [
+    (Dtype::Bf16, Dtype::E4m3),
+    (Dtype::Bf16, Dtype::Int8),
+    (Dtype::F16, Dtype::E4m3),
+    (Dtype::F16, Dtype::Int8),
+];
+
+const FORMS: [Descales; 5] = [
+    Descales::both(DescaleForm::TokenHead),
+    Descales::both(DescaleForm::Head),
+    Descales::new(DescaleForm::SequenceHead, DescaleForm::TokenHead),
+    Descales::NONE,
+    Descales::new(DescaleForm::TokenHead, DescaleForm::Head),
+];
+
+const MASKS: [Mask; 4] = [Mask::CAUSAL, Mask::FULL, Mask::causal_window(130), Mask::window(70, 9)];
+
+fn of(turn: usize, head_dim: usize) -> Problem {
+    let (heads_q, heads_kv) = [(8, 2), (4, 4), (6, 1)][turn % 3];
+    let (q, kv) = TYPES[turn % 4];
+    BASE.with_heads(heads_q, heads_kv)
+        .with_head_dims(head_dim, head_dim)
+        .with_mask(MASKS[turn / 2 % 4])
+        .with_types(Types::same(q).with_kv(kv))
+        .with_descales(FORMS[turn % 5])
+}
+
+/// The cases of the library's own choice of kernel; a third of them where not all are asked for.
+pub(crate) fn codes(extent: Extent, repeat: usize) -> Vec<Case> {
+    let lengths = [(200, 333), (1, 257), (129, 127), (300, 70), (5, 0), (4, 1000), (1, 4096), (64, 16384)];
+    let mut cases = Vec::new();
+    for (turn, head_dim) in [128, 64, 256, 96, 80].into_iter().enumerate() {
+        for (step, (seqlen_q, seqlen_k)) in lengths.into_iter().enumerate() {
+            let problem = of(turn + step, head_dim).with_lengths(Lengths::uniform(2, seqlen_q, seqlen_k));
+            let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][(turn + step) % 3];
+            cases.push(Case { arrangement, ..case("codes", problem) });
+        }
+        for (step, page) in [16, 1, 64, 256, 17].into_iter().enumerate() {
+            let cache = [700, 33, 0, 250, 1, 2049];
+            for queries in [1, 3] {
+                let sequences =
+                    Sequences { q: Ragged::uniform(6, queries), k: pages_of(&cache, page, turn as u64) };
+                let problem = of(turn + step + queries, head_dim);
+                cases.push(case_of("codes", "decode", problem, sequences.clone()));
+                cases.push(Case { split: true, ..case_of("codes", "split", problem, sequences) });
+            }
+        }
+        let queries = [100, 0, 1, 64, 257];
+        for (step, keys) in [[130, 7, 0, 64, 300], [1, 500, 129, 0, 255]].into_iter().enumerate() {
+            let Sequences { q, k } = packed_of(&queries, &keys, turn + step);
+            let problem = of(turn + step, head_dim);
+            let page = [16, 64, 1, 128, 5][turn];
+            for (what, keys) in [("packed", k), ("paged", pages_of(&keys, page, turn as u64))] {
+                cases.push(case_of("codes", what, problem, Sequences { q: q.clone(), k: keys }));
+            }
+            let used = Sequences { q: Ragged::padded(&queries, 260), k: Ragged::padded(&keys, 512) };
+            cases.push(case_of("codes", "used", problem, used));
+        }
+    }
+    if extent != Extent::Full {
+        cases = cases.into_iter().step_by(3).collect();
+    }
+    let whole = of(0, 128).with_lengths(Lengths::uniform(2, 700, 900));
+    let changed =
+        [ScoreMod::NONE.with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true), ScoreMod::softcap(9.0)];
+    for (score, head_dim) in changed.into_iter().zip([128, 64]) {
+        cases.push(case("codes", whole.with_score(score).with_head_dims(head_dim, head_dim)));
+    }
+    for values in [Values::Rising, Values::Falling, Values::Equal] {
+        cases.push(Case { values, ..case("codes", whole) });
+    }
+    let lens = [2000, 1, 0, 300];
+    let sequences = Sequences { q: Ragged::uniform(4, 2), k: pages_of(&lens, 16, 3) };
+    let launch = |turn| case_of("codes", "launch", of(turn, 128), sequences.clone());
+    cases.push(Case { action: Action::Repeat(repeat), ..launch(0) });
+    cases.push(Case { action: Action::Graph, ..launch(1) });
+    cases.push(Case { action: Action::Relength, ..launch(0) });
+    cases.push(Case { action: Action::AsContiguous, ..launch(0) });
+    cases
+}

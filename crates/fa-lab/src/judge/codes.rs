@@ -1,0 +1,96 @@
+//! The expected results of problems whose K and V, or Q as well, are codes of 8 bits.
+
+use fa_core::quantize::Codes;
+use fa_core::{DescaleForm, Descales, Dtype, Problem, ScoreMod, TensorLayout, Types};
+use fa_cpu::batch::Batch;
+use fa_cpu::reference::fp8::{self, Accumulation};
+use fa_cpu::reference::{self, low_precision};
+use fa_cpu::{Arguments, CpuError, Element, Extras, KvRef, TensorRef};
+
+/// The f64 result, and the same formula in the kernels' precision.
+pub type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
+
+/// Keys of a tile of the kernel that fp8 results are held to: whichever a kernel has, its error is much the
+/// same.
+const TILE_N: usize = 128;
+
+/// The expected results of a forward over an 8-bit K and V beside a Q of type `T`, or one of fp8 with O of
+/// type `T`. The low-precision ones of fp8 are a kernel's, and the tolerance of those is the noise.
+///
+/// # Errors
+/// Tensors that do not fit the problem.
+pub fn expected<T: Element>(
+    problem: &Problem,
+    arguments: Arguments<'_>,
+    q: KvRef<'_, T>,
+    [k, v]: [TensorRef<'_, u8>; 2],
+) -> Result<Expected<T>, CpuError> {
+    match q {
+        KvRef::Codes(q) => {
+            let bits: [KvRef<'_, T>; 3] = [q, k, v].map(KvRef::Codes);
+            let exact = reference::forward_extras(problem, arguments, bits[0], bits[1], bits[2])?;
+            let how = Accumulation::exact(TILE_N);
+            let kernel = fp8::as_kernel(problem, arguments, &q, &k, &v, how)?;
+            let out_noise = kernel.tolerance(&exact.out).max(exact.out_noise);
+            let lse_noise = kernel.lse_tolerance();
+            let low = low_precision::LowForward { out: T::narrowed(&kernel.out), lse: kernel.lse };
+            Ok((reference::Forward { out_noise, lse_noise, ..exact }, low))
+        }
+        KvRef::Same(q) => {
+            let exact = of_converted(problem, arguments, &q, [&k, &v])?;
+            Ok((exact, low_precision::forward_extras(problem, arguments, &q, &k, &v)?))
+        }
+    }
+}
+
+/// The f64 result on the numbers that a kernel computes with: those of codes are exact, but with a descale of
+/// their own rows become elements of Q's type.
+fn of_converted<T: Element>(
+    problem: &Problem,
+    arguments: Arguments<'_>,
+    q: &TensorRef<'_, T>,
+    sides: [&TensorRef<'_, u8>; 2],
+) -> Result<reference::Forward, CpuError> {
+    let descales = problem.descales;
+    let plain = problem.with_types(Types::same(Dtype::F32)).with_descales(Descales::NONE);
+    let given = arguments.extras;
+    let extras = Extras { k_descale: None, v_descale: None, ..given };
+    let rows = Extras { alibi_slopes: None, sinks: None, dlse: None, ..extras };
+    let batch = Batch::new(&plain.with_score(ScoreMod::NONE), &rows)?;
+    let codes = Codes::of(problem.types.kv).expect("K and V are codes");
+    let [k, v] = [(descales.k, given.k_descale), (descales.v, given.v_descale)];
+    let [k_numbers, v_numbers] = [(k, sides[0]), (v, sides[1])].map(|((form, values), bits)| {
+        let [outer, inner, heads, dim] = bits.shape();
+        let mut numbers = vec![0f32; outer * inner * heads * dim];
+        for (sequence, own) in batch.sequences.iter().enumerate() {
+            for (entry, at) in (0..own.k.len).map(|key| batch.key(sequence, key)) {
+                for head in 0..heads {
+                    let row = (entry * inner + at) * heads + head;
+                    let descale = values.map_or(1.0, |values| match form {
+                        DescaleForm::None => 1.0,
+                        DescaleForm::Head => values[head],
+                        DescaleForm::SequenceHead => values[sequence * heads + head],
+                        DescaleForm::TokenHead => values[row],
+                    });
+                    for (column, number) in numbers[row * dim..(row + 1) * dim].iter_mut().enumerate() {
+                        let value = codes.decode(bits.at(entry, at, head, column)) * descale;
+                        let is_rounded = form == DescaleForm::TokenHead;
+                        *number = if is_rounded { T::from_f32(value).to_f32() } else { value };
+                    }
+                }
+            }
+        }
+        numbers
+    });
+    let [batches, queries, heads, dim] = q.shape();
+    let places = (0..batches * queries * heads * dim).map(|i| {
+        let (row, column) = (i / dim, i % dim);
+        q.at(row / heads / queries, row / heads % queries, row % heads, column).to_f32()
+    });
+    let q_numbers: Vec<f32> = places.collect();
+    let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd);
+    let q = view("q", &q_numbers, q.shape())?;
+    let k = view("k", &k_numbers, sides[0].shape())?;
+    let v = view("v", &v_numbers, sides[1].shape())?;
+    reference::forward_extras(&plain, Arguments { extras, ..arguments }, &q, &k, &v)
+}
