@@ -143,7 +143,7 @@ def coded(
     cache; `out`: the array that the result is written to."""
     dtype = getattr(q, "dtype", k)
     if asked is None and getattr(k, "dtype", None) is dtype and getattr(dtype, "itemsize", 2) > 1:
-        if not any(name in tensors for name in DESCALES):
+        if not (tensors and any(name in tensors for name in DESCALES)):
             return q, k, v, tensors, numbers, None
     asked = asked_codes(asked, k)
     codes, other = (_codes_of(name, x, asked) for name, x in zip(names, (k, v)))

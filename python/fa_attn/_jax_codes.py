@@ -5,13 +5,16 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
+from ._core import InputError
 
 # A type that holds the value of every code, and that kernels append rows of.
-WIDE = jnp.bfloat16
+WIDE = jnp.float16
 _TYPES = {"e4m3": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
 def quantized(x, codes, largest, axes, descale):
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        raise InputError(f"x holds {x.dtype}: it must be floating point, of 16 bits or more")
     values = jnp.asarray(x, jnp.float32)
     if descale is None:
         magnitudes = jnp.where(jnp.isfinite(values), jnp.abs(values), 0.0)
@@ -29,6 +32,9 @@ def quantized(x, codes, largest, axes, descale):
 
 def decoded(codes, descale, dtype):
     codes = jnp.asarray(codes)
+    if codes.dtype not in (jnp.uint8, *_TYPES.values()):
+        need = "uint8 (the bits of e4m3), float8_e4m3fn or int8"
+        raise InputError(f"codes holds {codes.dtype}: it must be {need}")
     codes = codes.view(jnp.float8_e4m3fn) if codes.dtype == jnp.uint8 else codes
     values = codes.astype(jnp.float32)
     if descale is not None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 
 from ._codes import _LARGEST_FLOAT, _SMALLEST_NORMAL, broadcast_shape
+from ._core import InputError
 from ._torch_memory import FLOAT, check_tensor
 
 # A type that holds the value of every code, and that kernels append rows of.
-WIDE = torch.bfloat16
+WIDE = torch.float16
 _TYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def quantized(x, codes, largest, axes, descale):
     check_tensor("x", x)
+    if not x.is_floating_point() or x.itemsize == 1:
+        raise InputError(f"x holds {x.dtype}: it must be floating point, of 16 bits or more")
     values = x.detach().to(FLOAT)
     if descale is None:
         magnitudes = torch.where(torch.isfinite(values), values.abs(), 0.0)
@@ -32,6 +35,9 @@ def quantized(x, codes, largest, axes, descale):
 
 def decoded(codes, descale, dtype):
     check_tensor("codes", codes)
+    if codes.dtype not in (torch.uint8, *_TYPES.values()):
+        need = "uint8 (the bits of e4m3), float8_e4m3fn or int8"
+        raise InputError(f"codes holds {codes.dtype}: it must be {need}")
     codes = codes.view(torch.float8_e4m3fn) if codes.dtype is torch.uint8 else codes
     values = codes.to(FLOAT)
     if descale is not None:

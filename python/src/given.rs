@@ -252,7 +252,10 @@ impl<'py> Given<'py> {
         for (name, view, own) in [("q", q, dtype), ("k", k, kv)] {
             if own.is_code() && named != Some(*own) {
                 let held = view.type_name();
-                let message = format!("{name} holds {held}: attention computes in float16 and bfloat16");
+                let message = format!(
+                    "{name} holds {held}: attention computes in float16 and bfloat16, and flash_attn_func and its \
+                     like in codes of 8 bits"
+                );
                 return Err(UnsupportedError::new_err(message));
             }
         }

@@ -272,6 +272,8 @@ def test_refusals_say_what_works(library):
             "use 'auto' or one of 'fp8'",
         ),
         (fa_attn.InputError, lambda: fa_attn.flash_attn_func(q, k, k, kv_cache_dtype="fp8"), "holds float32"),
+        (fa_attn.InputError, lambda: fa_attn.quantize_kv(k8), "it must be floating point"),
+        (fa_attn.InputError, lambda: fa_attn.dequantize_kv(k), "codes holds"),
         (
             fa_attn.UnsupportedError,
             lambda: fa_attn.flash_attn_with_kvcache(q, k, k, k, k, cache_seqlens=0, k_descale=descale),

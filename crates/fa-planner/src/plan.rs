@@ -125,7 +125,10 @@ pub enum PlanError {
     #[error("no GPU kernel computes in {0}: use f16 or bf16 (or the CPU backend, which also takes f32)")]
     Dtype(Dtype),
     /// No kernel reads K and V of this type.
-    #[error("no GPU kernel reads K and V in {0}: dequantise them into Q's type, or use the CPU backend")]
+    #[error(
+        "no kernel of this family reads K and V in {0}: sm80 and sm90 do, as the CPU backend does; elsewhere \
+         dequantise them into Q's type"
+    )]
     KvDtype(Dtype),
     /// No kernel has tiles for this head dim.
     #[error(

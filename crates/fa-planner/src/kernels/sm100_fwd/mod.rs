@@ -10,7 +10,7 @@ pub mod candidates;
 mod cost;
 pub mod timeline;
 
-use fa_core::{Arch, ArchLimits, KernelSpec, Problem, Sm100Fwd};
+use fa_core::{Arch, ArchLimits, Dtype, Family, KernelSpec, Problem, Sm100Fwd};
 use serde::Serialize;
 
 use crate::account::code::Code;
@@ -84,6 +84,9 @@ pub fn explore(
     board: Option<ArchLimits>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
+    if problem.types.q == Dtype::E4m3 {
+        return Err(PlanError::NoFp8 { family: Family::Sm100, pass: "forward" });
+    }
     if !problem.types.q.is_half() {
         return Err(PlanError::Dtype(problem.types.q));
     }
@@ -181,7 +184,7 @@ impl Sm100Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Mask, Types};
 
     #[test]
     fn two_query_tiles_win_where_they_fit() {
@@ -203,5 +206,7 @@ mod tests {
         assert!(matches!(explore(&problem, Arch::Sm90, None, None), Err(PlanError::NoTensorMemory { .. })));
         let latent = wide.with_head_dims(256, 128).with_softmax_scale(Some(0.1)).with_latent(true);
         assert!(matches!(explore(&latent, Arch::Sm100, None, None), Err(PlanError::Latent { .. })));
+        let fp8 = problem.with_types(Types::fp8(Dtype::Bf16));
+        assert!(matches!(explore(&fp8, Arch::Sm100, None, None), Err(PlanError::NoFp8 { .. })));
     }
 }
