@@ -3,8 +3,8 @@
 use fa_core::{Extra, Lengths, Pass, Problem, Side};
 use fa_cpu::OwnedExtras;
 use fa_lab::codes::{kinds, spread};
+use fa_lab::codes::{kinds, spread};
 use fa_lab::random::Random;
-use fa_lab::tensors::{kinds, spread};
 
 /// `extras` with slopes, sinks and descales for a problem that has them: slopes as published models have
 /// them, sinks of which some outweigh the keys, and descales of which all differ from their neighbours.
