@@ -3,7 +3,6 @@
 use fa_core::{Extra, Lengths, Pass, Problem, Side};
 use fa_cpu::OwnedExtras;
 use fa_lab::codes::{kinds, spread};
-use fa_lab::codes::{kinds, spread};
 use fa_lab::random::Random;
 
 /// `extras` with slopes, sinks and descales for a problem that has them: slopes as published models have

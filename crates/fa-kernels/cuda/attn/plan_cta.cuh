@@ -59,8 +59,8 @@ struct PlanRules {
     bool pack_gqa, split, cluster, whole_parts = false;
 };
 
-// Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is little
-// work, else four, for a balanced end. `all`: tiles of keys of a head; `most`: tiles that it can have.
+// Tiles of keys per part, chosen so that all CTAs have about equal work: one part per CTA where that is
+// little work, else four, for a balanced end. `all`: tiles of keys of a head; `most`: tiles that it can have.
 template <PlanRules R>
 __device__ __forceinline__ int part_length_of(const PlanParams& params, float all, int most) {
     const float per_cta = all * float(params.heads) / float(params.slots);
