@@ -433,13 +433,13 @@ class Kernels:
         if self._codes is not None:
             asked = {"e4m3": "fp8_e4m3", "int8": "int8"}[self._codes]
             face = face_of(q)
-            q, k, v, tensors, options = coded(
+            q, k, v, coded_tensors, options, _ = coded(
                 q, k, v, tensors, options, asked, tensors.get("cu_seqlens_q"), is_cache=True
             )
             own = self.problem.get("out_dtype")
             if options.out_dtype != own:
                 raise _core.InputError(f"q of {type(q).__name__} gives {options.out_dtype}: bound is {own}")
-            extras = self._descaled(tensors, extras)
+            extras = self._descaled(coded_tensors, extras)
             return face.attention(q, k, v, options, extras)
         return face_of(q).attention(q, k, v, options, extras)
 
