@@ -42,8 +42,8 @@ pub struct Options<'a> {
     /// A mask or a change of scores by a text of the caller's own, before mask and bias.
     pub program: Option<&'a Program>,
     /// Multi-head latent attention: every key is V's row followed by K's, of which Q has the columns in that
-    /// order; see [`fa_core::Problem`]. The scale is that of the heads before absorption. On the CPU and on GPUs
-    /// of compute capability 9.0, without gradients.
+    /// order; see [`fa_core::Problem`]. The scale is that of the heads before absorption. On the CPU and on
+    /// GPUs of compute capability 9.0, without gradients.
     pub latent: bool,
     /// Whether gradients are the same bits from run to run on a GPU, at some cost of time. On the CPU they
     /// are, whatever this says.

@@ -25,7 +25,6 @@ use fa_core::Dtype;
 use crate::check::check_len;
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::reference::fp8::AsKernel;
 use crate::view::Row;
 use sums::Sums;
 
@@ -163,23 +162,6 @@ pub fn compare<T: Element, L: Element>(
         [index / (seq * heads * dim), index / (heads * dim) % seq, index / dim % heads, index % dim]
     };
     Ok(measure(dtype, out, reference, low_max_abs, tolerance, (shape[3], position)))
-}
-
-/// Compares the output of an fp8 kernel, packed `[batch, seq, head, dim]`, with the f64 reference by the
-/// [tolerance](AsKernel::tolerance) of `kernel`.
-///
-/// # Errors
-/// [`CpuError::Length`] as for [`compare`].
-pub fn compare_fp8<T: Element>(
-    shape: [usize; 4],
-    dtype: Dtype,
-    out: &[T],
-    reference: &[f64],
-    kernel: &AsKernel,
-) -> Result<Comparison, CpuError> {
-    let found = compare(shape, dtype, out, reference, Some(&kernel.out))?;
-    let tolerance = kernel.tolerance(reference);
-    Ok(Comparison { tolerance, verdict: verdict(found.mismatches, found.max_abs, tolerance), ..found })
 }
 
 /// Compares LSEs, `[batch, heads, seqlen_q]` both, of a problem whose inputs are `dtype`: within

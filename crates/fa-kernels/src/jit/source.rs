@@ -351,8 +351,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         let _ = writeln!(
             text,
             "\nconstexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
-             config.split, {}{whole_parts}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
-             {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});",
+             config.split, {}{whole_parts}}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads \
+             == {PLAN_THREADS} && kPlanCtas == {PLAN_CTAS});",
             plans_in_clusters(spec)
         );
         let function = if spec.kernel.is_backward() {

@@ -23,8 +23,8 @@ pub(crate) fn shares_rows(rows: usize, sms: usize) -> bool {
 /// CTAs that share a row of more columns than [`WHOLE_ROW_HEAD_DIM`].
 const WIDE_ROW_CTAS: usize = 4;
 
-/// CTAs of the combine kernel for `rows` rows of `columns` columns on `sms` SMs. As many as there are rows, or
-/// more where rows are wide: a CTA takes a row, or its share of one; fewer: a warp takes a row.
+/// CTAs of the combine kernel for `rows` rows of `columns` columns on `sms` SMs. As many as there are rows,
+/// or more where rows are wide: a CTA takes a row, or its share of one; fewer: a warp takes a row.
 pub fn combine_ctas(rows: usize, columns: u32, sms: usize) -> usize {
     let of_row = if columns > WHOLE_ROW_HEAD_DIM { WIDE_ROW_CTAS } else { 1 };
     let ctas = if shares_rows(rows, sms) { of_row * rows } else { rows.div_ceil(COMBINE_WARPS) };

@@ -65,8 +65,8 @@ struct Layer {
     gate: Linear,
     inner: Linear,
     down: Linear,
-    /// Keys and values of each head; absorbed, the key's columns that all heads share, and latents: a fifth of
-    /// the numbers here, a 71st in DeepSeek-V3.
+    /// Keys and values of each head; absorbed, the key's columns that all heads share, and latents: a fifth
+    /// of the numbers here, a 71st in DeepSeek-V3.
     cache: KvCache,
     absorbed: bool,
 }

@@ -15,7 +15,19 @@ use crate::flags::{self, HeadersArgs, parse_codes, parse_descale, pass_of};
 
 /// Flags that validate a grid or a kernel. Flags of other validations name these as well: clap does not
 /// require a flag that conflicts with another.
-const OF_GRID: [&str; 7] = ["quick", "full", "filter", "groups", "spec", "repeat", "sanitize"];
+const OF_GRID: [&str; 11] = [
+    "quick",
+    "full",
+    "filter",
+    "groups",
+    "dtype",
+    "kv_dtype",
+    "kv_descale",
+    "latent",
+    "spec",
+    "repeat",
+    "sanitize",
+];
 
 /// Validations whose problems are drawn, or listed by head dims.
 const OTHERS: [&str; 3] = ["soak", "sanitize", "all_configs"];
@@ -127,7 +139,7 @@ Examples:
 
 Each case fills its outputs with NaN, runs on the GPU and is compared with an f64 computation of the same \
 (rounded) inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in \
-the kernel's precision; LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must \
+the kernel's precision; LSEs within 1e-3, of Q and K in e4m3 and 2^-10 of the largest score. Of large problems, rows from everywhere are compared, and all must \
 be written.
 Memory that is no sequence's (gaps, rows behind the last sequence, unused pages) holds NaN, unused entries \
 of page tables hold garbage, and nothing may be written there.

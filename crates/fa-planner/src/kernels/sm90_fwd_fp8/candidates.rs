@@ -9,8 +9,8 @@ use crate::kernels::{has_idle_warps, packings};
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 7] = [64, 96, 128, 160, 192, 224, 256];
 
-/// Of 16 exponentials those by polynomial: none, since the issue slots that they take are worth more (on an H200
-/// 4 of 16 cost 1 to 8 %, 8 of 16 6 to 19 %).
+/// Of 16 exponentials those by polynomial: none, since the issue slots that they take are worth more (on an
+/// H200 4 of 16 cost 1 to 8 %, 8 of 16 6 to 19 %).
 const POLY_OF_16: u32 = 0;
 
 /// Every forward that is tried for `problem`. In order: warpgroups, keys per step, intra-warpgroup overlap or
