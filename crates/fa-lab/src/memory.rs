@@ -3,7 +3,6 @@
 use fa_attn::device::{DeviceGradients, Half, Placement, Stored};
 use fa_core::{DescaleForm, TensorLayout};
 use fa_cpu::OwnedExtras;
-use rayon::prelude::*;
 
 use crate::codes::{forms, kinds};
 use crate::sequences::{Ragged, Sequences};
@@ -79,7 +78,8 @@ impl<T: Half> Inputs<T> {
         let kinds = kinds(&self.problem);
         [0, 1, 2].map(|i| {
             let codes = kinds[i]?;
-            let bits = self.values[i].par_iter().map(|value| codes.encode(value.to_f32()));
+            // On this thread: it may hold the GPU, and would wait for itself where rayon gives it another case.
+            let bits = self.values[i].iter().map(|value| codes.encode(value.to_f32()));
             Some(store(&bits.collect::<Vec<u8>>(), if i == 0 { q } else { k }, &self.placements[i]))
         })
     }
