@@ -253,8 +253,8 @@ impl<'py> Given<'py> {
             if own.is_code() && named != Some(*own) {
                 let held = view.type_name();
                 let message = format!(
-                    "{name} holds {held}: attention computes in float16 and bfloat16, and flash_attn_func and \
-                     its like in codes of 8 bits"
+                    "{name} holds {held}: attention computes in float16 and bfloat16, and flash_attn_func \
+                     and its like in codes of 8 bits"
                 );
                 return Err(UnsupportedError::new_err(message));
             }

@@ -78,7 +78,7 @@ impl<T: Half> Inputs<T> {
         let kinds = kinds(&self.problem);
         [0, 1, 2].map(|i| {
             let codes = kinds[i]?;
-            // On this thread: it may hold the GPU, and would wait for itself where rayon gives it another case.
+            // On this thread: it may hold the GPU, and would wait for itself if rayon gave it another case.
             let bits = self.values[i].iter().map(|value| codes.encode(value.to_f32()));
             Some(store(&bits.collect::<Vec<u8>>(), if i == 0 { q } else { k }, &self.placements[i]))
         })

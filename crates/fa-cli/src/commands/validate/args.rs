@@ -139,8 +139,8 @@ Examples:
 
 Each case fills its outputs with NaN, runs on the GPU and is compared with an f64 computation of the same \
 (rounded) inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in \
-the kernel's precision; LSEs within 1e-3, of Q and K in e4m3 and 2^-10 of the largest score. Of large problems, rows from everywhere are compared, and all must \
-be written.
+the kernel's precision; LSEs within 1e-3, of Q and K in e4m3 and 2^-10 of the largest score. Of large \
+problems, rows from everywhere are compared, and all must be written.
 Memory that is no sequence's (gaps, rows behind the last sequence, unused pages) holds NaN, unused entries \
 of page tables hold garbage, and nothing may be written there.
 A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
