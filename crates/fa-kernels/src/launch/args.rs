@@ -231,7 +231,7 @@ pub struct Shape {
     pub heads: usize,
     /// Elements of a row.
     pub dim: usize,
-    /// Elements that its strides are multiples of: [`STEP`], or twice as many of one byte.
+    /// Elements that its strides are multiples of: 8, or 16 of one byte.
     pub step: i64,
 }
 
