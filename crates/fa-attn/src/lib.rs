@@ -35,9 +35,9 @@
 //! let mut output = Output::new(&problem, TensorLayout::Bshd)?;
 //! for _ in 0..3 {
 //!     call.run(ForwardTensors {
-//!         q: q.view("q")?.into(),
-//!         k: q.view("k")?.into(),
-//!         v: q.view("v")?.into(),
+//!         q: (&q.view("q")?).into(),
+//!         k: (&q.view("k")?).into(),
+//!         v: (&q.view("v")?).into(),
 //!         out: output.out.view_mut("out")?,
 //!         lse: &mut output.lse,
 //!         extras: Extras::NONE,
