@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::passed::Passed;
+use crate::passed::{Check, Passed};
 use crate::runner::{self, Tally, Which};
 use crate::{candle, device, packages, python, toolkit, workspace};
 
@@ -84,8 +84,8 @@ fn build() -> Result<()> {
     workspace::cargo(&["test", "--workspace", "--tests", "--no-run", "--quiet"])
 }
 
-/// Runs the tests. Documentation and its tests, and what stands on crates that are built by now, candle's
-/// side and the Python package, come meanwhile: neither that nor the tests fill the cores alone.
+/// Runs the tests. Documentation and its tests, what stands on crates that are built by now, candle's side
+/// and the Python package come meanwhile, in two rows: none of the three fills the cores alone.
 fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
     // The same random problems in every run, so that what fails is the change's; `cargo test` draws others.
     let mut variables = vec![];
@@ -94,11 +94,11 @@ fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
     }
     let passed = Passed::read(args.full)?;
     let (own, of_docs) = std::thread::scope(|scope| {
+        let python = scope.spawn(|| passed.check(Check::Python, python::check));
         let rest = scope.spawn(|| {
             docs()?;
             if args.full { packages::verify() } else { packages::check() }?;
-            candle::check()?;
-            python::check()?;
+            passed.check(Check::Candle, candle::check)?;
             doc_tests()
         });
         let left = passed.left();
@@ -108,12 +108,13 @@ fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
                 own.skipped -= (emulated.passed + emulated.failed).min(own.skipped);
                 own.passed += emulated.passed;
             }
+            passed.keep_packages()?;
             Ok(own)
         });
         let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        python.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok::<_, anyhow::Error>((tests?, rest?))
     })?;
-    passed.keep()?;
     for part in [own, of_docs] {
         tally.passed += part.passed;
         tally.skipped += part.skipped;

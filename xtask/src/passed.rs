@@ -1,9 +1,10 @@
-//! Packages whose tests have passed on these very files: `cargo xtask ci` does not run them again, and counts
-//! their tests as skipped.
+//! Packages whose tests have passed on these very files, and candle's and Python's sides likewise: `cargo
+//! xtask ci` does not run them again, and counts their tests as skipped.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 
@@ -12,11 +13,37 @@ use crate::workspace;
 /// Variables that tests read begin so.
 const VARIABLES: [&str; 4] = ["FA_", "PROPTEST_", "RUST_", "CXX"];
 
-/// The packages by name, with a hash of what their tests depend on; and those that passed.
+/// Files that are no Rust sources and which packages' tests read them, in which a test looks for their names;
+/// pages beside Cargo.toml are read as docs/ is. All other files count for all.
+const READERS: [(&str, &[&str]); 2] = [
+    ("docs/", &["crates/fa-cli", "crates/fa-emu", "crates/fa-lab"]),
+    ("python/", &["crates/fa-cli", "python"]),
+];
+
+/// A check that is no test of the workspace's packages.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Check {
+    /// Others' tests and models on fa-candle.
+    Candle,
+    /// The Python package's types and its tests.
+    Python,
+}
+
+impl Check {
+    /// Its name in the file, and the package that it depends on.
+    const fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Check::Candle => ("candle", "fa-candle-models"),
+            Check::Python => ("python", "fa-python"),
+        }
+    }
+}
+
+/// The packages by name, with a hash of what their tests depend on; and what has passed.
 pub(crate) struct Passed {
     file: PathBuf,
     inputs: BTreeMap<String, u64>,
-    passed: BTreeMap<String, u64>,
+    passed: Mutex<BTreeMap<String, u64>>,
 }
 
 /// A package by its folder, and the folders of those in the workspace that it or its tests use.
@@ -33,19 +60,43 @@ impl Passed {
             None => uses.keys().map(|folder| (folder.clone(), 0)).collect(),
         };
         let named = |(folder, hash)| (names[&folder].clone(), hash);
-        let passed = passed.filter(|_| !again).unwrap_or_default();
+        let passed = Mutex::new(passed.filter(|_| !again).unwrap_or_default());
         Ok(Passed { file, inputs: inputs.into_iter().map(named).collect(), passed })
+    }
+
+    /// Whether `name` has not passed on the files that `package` depends on.
+    fn is_left(&self, name: &str, package: &str) -> bool {
+        let hash = self.inputs.get(package).copied().unwrap_or_default();
+        let passed = self.passed.lock().unwrap_or_else(PoisonError::into_inner);
+        hash == 0 || passed.get(name) != Some(&hash)
     }
 
     /// The packages whose tests have not passed on these files.
     pub(crate) fn left(&self) -> Vec<&str> {
-        let is_left = |(name, hash): &(&String, &u64)| **hash == 0 || self.passed.get(*name) != Some(*hash);
-        self.inputs.iter().filter(is_left).map(|(name, _)| name.as_str()).collect()
+        self.inputs.keys().map(String::as_str).filter(|name| self.is_left(name, name)).collect()
+    }
+
+    /// Runs a check unless it has passed on these files, and keeps that it has.
+    pub(crate) fn check(&self, check: Check, run: impl FnOnce() -> Result<()>) -> Result<()> {
+        let (name, package) = check.names();
+        if !self.is_left(name, package) {
+            println!("{name}: passed on these files");
+            return Ok(());
+        }
+        run()?;
+        self.keep(&[(name, package)])
     }
 
     /// Keeps that all packages have passed.
-    pub(crate) fn keep(&self) -> Result<()> {
-        let text = ron::ser::to_string_pretty(&self.inputs, ron::ser::PrettyConfig::new())?;
+    pub(crate) fn keep_packages(&self) -> Result<()> {
+        self.keep(&self.inputs.keys().map(|name| (name.as_str(), name.as_str())).collect::<Vec<_>>())
+    }
+
+    /// Keeps that these have passed on what the packages beside them depend on.
+    fn keep(&self, names: &[(&str, &str)]) -> Result<()> {
+        let mut passed = self.passed.lock().unwrap_or_else(PoisonError::into_inner);
+        passed.extend(names.iter().map(|(name, package)| ((*name).to_owned(), self.inputs[*package])));
+        let text = ron::ser::to_string_pretty(&*passed, ron::ser::PrettyConfig::new())?;
         std::fs::write(&self.file, text).with_context(|| format!("{} cannot be written", self.file.display()))
     }
 }
@@ -99,28 +150,56 @@ fn reached(folder: &Path, direct: &Uses) -> BTreeSet<PathBuf> {
     found
 }
 
-/// For each package a hash of the Rust sources of the crates that it uses, and of all other files: tests read
-/// records, examples, kernels and manifests anywhere. Of `xtask`, whose tests read everything, also of
-/// all Rust sources; and xtask's own count for all, since it runs them.
+/// What has to be tested again when a file changes.
+enum Of<'a> {
+    /// The package in this folder, whose Rust source it is, and those that use it.
+    Users(&'a Path),
+    /// The packages in these folders, which read it.
+    Readers(&'static [&'static str]),
+    /// All packages: tests read examples, kernels and manifests anywhere.
+    All,
+}
+
+impl<'a> Of<'a> {
+    fn file(root: &Path, name: &str, uses: &'a Uses) -> Of<'a> {
+        let is_in = |folder: &&PathBuf| root.join(name).starts_with(folder) && !folder.ends_with("xtask");
+        let is_page = !name.contains('/') && name.ends_with(".md");
+        let read = READERS.iter().find(|(begin, _)| name.starts_with(begin) || is_page && *begin == "docs/");
+        match (uses.keys().find(is_in).filter(|_| name.ends_with(".rs")), read) {
+            (Some(folder), _) => Of::Users(folder),
+            (None, Some((_, readers))) => Of::Readers(readers),
+            (None, None) => Of::All,
+        }
+    }
+
+    /// Whether it counts for the package in `folder`, which uses those in `used`.
+    fn counts(&self, root: &Path, folder: &Path, used: &BTreeSet<PathBuf>) -> bool {
+        match self {
+            Of::Users(of) => used.contains(*of),
+            Of::Readers(readers) => readers.iter().any(|reader| root.join(reader) == folder),
+            Of::All => true,
+        }
+    }
+}
+
+/// For each package a hash of the Rust sources of the crates that it uses, and of the other files that its
+/// tests may read. Of `xtask`, whose tests read everything, of all files; and xtask's own count for all,
+/// since it runs them.
 fn inputs(root: &Path, files: &[String], uses: &Uses, variables: &str) -> BTreeMap<PathBuf, u64> {
-    let xtask = root.join("xtask");
-    // The hash of a file, and the package whose Rust source it is.
-    let hashed: Vec<(Option<&PathBuf>, u64)> = files
+    let hashed: Vec<(Of<'_>, u64)> = files
         .iter()
         .map(|name| {
-            let path = root.join(name);
             let mut hasher = DefaultHasher::new();
             // A file that was removed but not committed is none.
-            (name, std::fs::read(&path).ok()).hash(&mut hasher);
-            let of = uses.keys().find(|folder| path.starts_with(folder) && **folder != xtask);
-            (of.filter(|_| name.ends_with(".rs")), hasher.finish())
+            (name, std::fs::read(root.join(name)).ok()).hash(&mut hasher);
+            (Of::file(root, name, uses), hasher.finish())
         })
         .collect();
     let of = |folder: &Path, used: &BTreeSet<PathBuf>| {
         let mut hasher = DefaultHasher::new();
         variables.hash(&mut hasher);
-        let counts = |of: Option<&PathBuf>| folder == xtask || of.is_none_or(|of| used.contains(of));
-        hashed.iter().filter(|(of, _)| counts(*of)).for_each(|(_, file)| file.hash(&mut hasher));
+        let counts = |of: &Of<'_>| folder.ends_with("xtask") || of.counts(root, folder, used);
+        hashed.iter().filter(|(of, _)| counts(of)).for_each(|(_, file)| file.hash(&mut hasher));
         hasher.finish()
     };
     uses.iter().map(|(folder, used)| (folder.clone(), of(folder, used))).collect()
@@ -134,7 +213,18 @@ mod tests {
     fn changed(change: impl FnOnce(&Path), variables: &str) -> Vec<String> {
         let own = tempfile::tempdir().unwrap();
         let root = own.path();
-        let files = ["core/a.rs", "core/tests/a.rs", "core/x.cuh", "lab/b.rs", "xtask/c.rs", "docs/d.ron"];
+        let files = [
+            "core/a.rs",
+            "core/tests/a.rs",
+            "core/x.cuh",
+            "lab/b.rs",
+            "xtask/c.rs",
+            "docs/d.ron",
+            "README.md",
+            "python/e.py",
+            "python/e.rs",
+            "specs/f.ron",
+        ];
         for name in files {
             let path = root.join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -143,7 +233,8 @@ mod tests {
         let direct = Uses::from([
             (root.join("core"), BTreeSet::new()),
             (root.join("lab"), BTreeSet::from([root.join("core")])),
-            (root.join("cli"), BTreeSet::from([root.join("lab")])),
+            (root.join("crates/fa-cli"), BTreeSet::from([root.join("lab")])),
+            (root.join("python"), BTreeSet::from([root.join("core")])),
             (root.join("xtask"), BTreeSet::new()),
         ]);
         let uses: Uses = direct.keys().map(|own| (own.clone(), reached(own, &direct))).collect();
@@ -156,17 +247,48 @@ mod tests {
     }
 
     #[test]
-    fn rust_sources_count_where_they_are_used_and_other_files_everywhere() {
+    fn files_count_where_they_are_used_or_read() {
         let write = |name: &'static str| move |root: &Path| std::fs::write(root.join(name), "new").unwrap();
         assert_eq!(changed(|_| (), "one"), [""; 0]);
-        assert_eq!(changed(write("core/tests/a.rs"), "one"), ["cli", "core", "lab", "xtask"]);
-        assert_eq!(changed(write("lab/b.rs"), "one"), ["cli", "lab", "xtask"]);
-        let all = ["cli", "core", "lab", "xtask"];
-        for other in ["core/x.cuh", "docs/d.ron", "xtask/c.rs"] {
-            assert_eq!(changed(write(other), "one"), all, "{other}");
+        let all = ["core", "fa-cli", "lab", "python", "xtask"];
+        let cases = [
+            ("core/tests/a.rs", &all[..]),
+            ("lab/b.rs", &["fa-cli", "lab", "xtask"]),
+            ("python/e.rs", &["python", "xtask"]),
+            ("python/e.py", &["fa-cli", "python", "xtask"]),
+            ("docs/d.ron", &["fa-cli", "xtask"]),
+            ("README.md", &["fa-cli", "xtask"]),
+            ("core/x.cuh", &all),
+            ("specs/f.ron", &all),
+            ("xtask/c.rs", &all),
+        ];
+        for (file, wanted) in cases {
+            let mut found = changed(write(file), "one");
+            found.sort();
+            assert_eq!(found, wanted, "{file}");
         }
-        assert_eq!(changed(|root| std::fs::remove_file(root.join("docs/d.ron")).unwrap(), "one"), all);
-        assert_eq!(changed(|_| (), "two"), all);
+        assert_eq!(changed(|root| std::fs::remove_file(root.join("specs/f.ron")).unwrap(), "one").len(), 5);
+        assert_eq!(changed(|_| (), "two").len(), 5);
+    }
+
+    /// [`READERS`] names all whose code, but for comments, names such a file.
+    #[test]
+    fn readers_are_all_who_name_such_files() {
+        let sources = workspace::sources(workspace::root(), "rs");
+        for (folder, readers) in READERS {
+            let mut found = BTreeSet::new();
+            for (name, text) in sources.iter().filter(|(name, _)| !name.starts_with("xtask/")) {
+                let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+                let named = [format!("\"{folder}"), format!("../{folder}")];
+                if code.clone().any(|line| named.iter().any(|path| line.contains(path))) {
+                    let depth = if name.starts_with("crates/") { 2 } else { 1 };
+                    found.insert(name.split('/').take(depth).collect::<Vec<_>>().join("/"));
+                }
+            }
+            assert!(!found.is_empty(), "{folder} is named by nobody");
+            let others: Vec<&String> = found.iter().filter(|own| !readers.contains(&own.as_str())).collect();
+            assert!(others.is_empty(), "{others:?} read {folder}: name them in READERS");
+        }
     }
 
     #[test]
@@ -187,14 +309,28 @@ mod tests {
         let file = own.path().join("passed.ron");
         let read = |a: u64| {
             let text = std::fs::read_to_string(&file).unwrap_or_else(|_| "{}".to_owned());
-            let inputs = BTreeMap::from([("a".to_owned(), a), ("b".to_owned(), 7)]);
-            Passed { file: file.clone(), inputs, passed: ron::from_str(&text).unwrap() }
+            let named = [("a", a), ("b", 7), ("fa-python", a)];
+            let inputs = BTreeMap::from(named.map(|(name, hash)| (name.to_owned(), hash)));
+            Passed { file: file.clone(), inputs, passed: Mutex::new(ron::from_str(&text).unwrap()) }
         };
-        assert_eq!(read(1).left(), ["a", "b"]);
-        read(1).keep().unwrap();
+        assert_eq!(read(1).left(), ["a", "b", "fa-python"]);
+        read(1).keep_packages().unwrap();
         assert_eq!(read(1).left(), [""; 0]);
-        assert_eq!(read(2).left(), ["a"]);
+        assert_eq!(read(2).left(), ["a", "fa-python"]);
         // Without a hash nothing is known.
-        assert_eq!(read(0).left(), ["a"]);
+        assert_eq!(read(0).left(), ["a", "fa-python"]);
+        // A check runs until it has passed on what its package depends on.
+        let runs = |a: u64, passes: bool| {
+            let mut runs = false;
+            let checked = read(a).check(Check::Python, || {
+                runs = true;
+                if passes { Ok(()) } else { anyhow::bail!("wrong") }
+            });
+            assert_eq!(checked.is_ok(), passes || !runs);
+            runs
+        };
+        assert!(runs(1, false) && runs(1, true));
+        assert!(!runs(1, true) && runs(2, true) && runs(0, true));
+        assert_eq!(read(1).left(), [""; 0]);
     }
 }

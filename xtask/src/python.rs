@@ -390,7 +390,8 @@ impl Fresh {
         finish(&mut doctor, "the wheel does not work in an environment of its own")
     }
 
-    /// Runs the package's tests.
+    /// Runs the package's tests, those of jax, which compiles for most of the time, beside those of torch;
+    /// what they print is shown when they end.
     fn test(&self, folder: &Path) -> Result<()> {
         let pytest = |packages: &str, arguments: &[&str]| {
             let mut pytest = Command::new(&self.python);
@@ -400,12 +401,24 @@ impl Fresh {
                 .env("PYTHONPATH", folder.join(packages));
             // Compiled once, and not in the folder of the sources.
             pytest.env("PYTHONPYCACHEPREFIX", folder.join("compiled")).env("OMP_NUM_THREADS", "1");
-            finish(&mut pytest, "the package's tests")
+            let output =
+                pytest.output().with_context(|| format!("{} does not start", self.python.display()))?;
+            let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+            println!("{out}{err}");
+            ensure!(
+                output.status.success(),
+                "the package's tests with {packages} failed ({})",
+                output.status
+            );
+            Ok(())
         };
         pytest("tools", &FILES)?;
         fetch_libraries()?;
-        pytest("jax", &[&JAX_FILES[..], &["-k", JAX_CHOSEN]].concat())?;
-        pytest("torch", &[&TORCH_FILES[..], &["-k", TORCH_CHOSEN]].concat())
+        std::thread::scope(|scope| {
+            let jax = scope.spawn(|| pytest("jax", &[&JAX_FILES[..], &["-k", JAX_CHOSEN]].concat()));
+            let torch = pytest("torch", &[&TORCH_FILES[..], &["-k", TORCH_CHOSEN]].concat());
+            jax.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)).and(torch)
+        })
     }
 }
 

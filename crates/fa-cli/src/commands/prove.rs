@@ -52,6 +52,10 @@ pub(crate) fn command(args: &ProveArgs) -> anyhow::Result<Verdict> {
         build::probe(&args.results)?;
     }
     let file = args.results.join(FILE);
+    if args.check && !file.is_file() {
+        let message = format!("{}: no ledger is there: --results names its folder", file.display());
+        return Err(InputError::Usage(message).into());
+    }
     let ledger = Ledger::read(&file)?;
     let folder = args.kernels.clone().or_else(fa_kernels::cache::default_root);
     let workshop = Workshop::open(&folder.unwrap_or_else(|| std::env::temp_dir().join("fa-prove")));

@@ -86,6 +86,8 @@ fn what_is_no_ledger_or_cannot_be_written_is_refused() {
         &["cannot write /proc"],
         "a folder that takes no files",
     );
+    let none = prove(text(folder.root()), &["--check"]);
+    refused(&none, &["no ledger is there", "--results"], "a folder without one");
     std::fs::write(folder.path("proof.ron"), "(units: [").unwrap();
     let done = prove(text(folder.root()), &["--check"]);
     assert!(done.code != 0 && done.stderr.contains("proof.ron"), "{done:?}");

@@ -141,14 +141,14 @@ impl<T: Element> Case<T> {
     }
 }
 
-const SCORES: [ScoreMod; 4] = [
+pub(crate) const SCORES: [ScoreMod; 4] = [
     ScoreMod::NONE,
     ScoreMod::NONE.with_sinks(true),
     ScoreMod::NONE.with_alibi(Some(Alibi::PerHead)),
     ScoreMod::NONE.with_softcap(Some(2.5)).with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true),
 ];
 
-const LENS: [&[(usize, usize)]; 3] = [
+pub(crate) const LENS: [&[(usize, usize)]; 3] = [
     &[(0, 0), (5, 7), (0, 9), (64, 64), (3, 0), (33, 130), (1, 1)],
     &[(1, 200), (1, 0), (1, 77), (1, 700), (1, 1)],
     &[(70, 300), (130, 33)],

@@ -2,7 +2,7 @@
 //! tensors, a kernel's roundings, and what other implementations get wrong.
 
 use fa_core::quantize::{Codes, e4m3};
-use fa_core::{Alibi, DescaleForm, Descales, Dtype, Extra, Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_core::{DescaleForm, Descales, Dtype, Extra, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{compare, compare_lse};
@@ -13,6 +13,7 @@ use fa_cpu::tiled::{BackwardInputs, Options, backward_with, forward_extras};
 use fa_cpu::{CpuError, Element, KvRef, OwnedExtras, TensorMut, TensorRef};
 use half::{bf16, f16};
 
+use crate::codes::{LENS, SCORES};
 use crate::inputs::{Random, bshd};
 use crate::varied::{Lie, MASKS, problem, rows_of};
 
@@ -147,19 +148,6 @@ impl Case {
         assert!(verdict.passed(), "out of {problem:?} as a kernel: {verdict}");
     }
 }
-
-const SCORES: [ScoreMod; 4] = [
-    ScoreMod::NONE,
-    ScoreMod::NONE.with_sinks(true),
-    ScoreMod::NONE.with_alibi(Some(Alibi::PerHead)),
-    ScoreMod::NONE.with_softcap(Some(2.5)).with_alibi(Some(Alibi::PerSequenceHead)).with_sinks(true),
-];
-
-const LENS: [&[(usize, usize)]; 3] = [
-    &[(0, 0), (5, 7), (0, 9), (64, 64), (3, 0), (33, 130), (1, 1)],
-    &[(1, 200), (1, 0), (1, 77), (1, 700), (1, 1)],
-    &[(70, 300), (130, 33)],
-];
 
 #[test]
 fn every_layout_and_form_is_within_tolerance() {

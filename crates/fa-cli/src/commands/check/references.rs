@@ -3,14 +3,12 @@
 use std::collections::BTreeMap;
 
 use fa_attn::Element;
-use fa_cpu::reference::fp8::{self, Accumulation};
+use fa_cpu::KvRef;
 use fa_cpu::reference::{self, low_precision};
+use fa_lab::judge::codes;
 
 use crate::attention::Inputs;
 use crate::safetensors::Stored;
-
-/// Keys of a tile of the fp8 kernel that outputs are held to.
-const TILE_N: usize = 128;
 
 /// By name of the output.
 pub(crate) type References = BTreeMap<&'static str, Reference>;
@@ -32,21 +30,16 @@ pub(crate) fn references<T: Element + Stored>(inputs: &Inputs<T>) -> Result<Refe
     let program = inputs.program();
     let (problem, extras) = (&inputs.problem, &inputs.arguments(program.as_ref()));
     let [q, k, v] = inputs.views()?;
-    let exact = reference::forward_extras(problem, extras, q, k, v)?;
-    if let [Some(q), Some(k), Some(v)] = [q.codes(), k.codes(), v.codes()] {
-        let kernel = fp8::as_kernel(problem, extras, q, k, v, Accumulation::exact(TILE_N))?;
-        let noise = kernel.tolerance(&exact.out).max(exact.out_noise);
-        let lse_noise = kernel.lse_tolerance();
-        let [out, lse] = [&kernel.out, &kernel.lse].map(|values| widen(values));
-        return Ok(BTreeMap::from([
-            ("out", Reference { exact: exact.out, low: out, noise }),
-            ("lse", Reference { exact: exact.lse, low: lse, noise: lse_noise }),
-        ]));
-    }
-    let low = low_precision::forward_extras(problem, extras, q, k, v)?;
+    let (exact, low) = match [q, k, v] {
+        [KvRef::Codes(_), KvRef::Codes(k), KvRef::Codes(v)] => codes::expected(problem, *extras, q, [k, v])?,
+        _ => (
+            reference::forward_extras(problem, extras, q, k, v)?,
+            low_precision::forward_extras(problem, extras, q, k, v)?,
+        ),
+    };
     let mut references = BTreeMap::from([
         ("out", Reference { exact: exact.out, low: widen(&low.out), noise: exact.out_noise }),
-        ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),
+        ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: exact.lse_noise }),
     ]);
     if let Some(dout) = inputs.dout_view()? {
         let [q, k, v] = inputs.differentiable()?;

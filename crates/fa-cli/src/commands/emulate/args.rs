@@ -12,43 +12,6 @@ use crate::flags::lengths::parse_alibi;
 use crate::flags::{Heads, KvArgs, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
 
-/// Flags that describe the one problem, or the one run, of a given kernel.
-const OF_ONE: [&str; 31] = with(OF_ONE_UNSEEDED, "seeds");
-
-/// The same without the seed, which other modes use as well.
-const OF_ONE_UNSEEDED: [&str; 30] = [
-    "arch",
-    "seqlen",
-    "batch",
-    "lengths",
-    "rows_q",
-    "rows_k",
-    "page",
-    "slack",
-    "split",
-    "alibi",
-    "sinks",
-    "heads",
-    "headdim",
-    "latent",
-    "dtype",
-    "kv_dtype",
-    "kv_descale",
-    "out_dtype",
-    "causal",
-    "window",
-    "scale",
-    "softcap",
-    "layout",
-    "gap",
-    "sms",
-    "steps",
-    "json",
-    "report",
-    "cta",
-    "statement",
-];
-
 /// Flags that describe the problem alone.
 const OF_PROBLEM: [&str; 20] = [
     "seqlen",
@@ -73,19 +36,13 @@ const OF_PROBLEM: [&str; 20] = [
     "gap",
 ];
 
+/// Flags that choose the form of a given kernel, or belong to the one run of it. Other modes use the seed as
+/// well.
+const OF_RUN: [&str; 10] =
+    ["arch", "latent", "dtype", "kv_dtype", "sms", "steps", "json", "report", "cta", "statement"];
+
 /// Flags that --mutate rules out; its own name them too: clap asks for no flag that another rules out.
 const OF_NO_REMOVAL: [&str; 8] = ["seeds", "sms", "steps", "json", "report", "cta", "headers", "grid"];
-
-/// `names` and one more.
-const fn with(names: [&'static str; 30], more: &'static str) -> [&'static str; 31] {
-    let mut all = [more; 31];
-    let mut at = 0;
-    while at < names.len() {
-        all[at] = names[at];
-        at += 1;
-    }
-    all
-}
 
 /// `fa emulate`.
 #[derive(Debug, Args)]
@@ -215,7 +172,8 @@ pub(crate) struct EmulateArgs {
     pub grid: bool,
     /// Run this many of the planner's other configurations at awkward shapes, a different sample each day
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate"])]
-    #[arg(conflicts_with_all = OF_ONE, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(conflicts_with_all = OF_PROBLEM, conflicts_with_all = OF_RUN, conflicts_with = "seeds")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub sample: Option<u32>,
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
@@ -224,7 +182,8 @@ pub(crate) struct EmulateArgs {
     /// Run this many kernels drawn at random (the planner's first choices, its other candidates, some with a
     /// switch changed), each on random problems that it computes
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "sample"])]
-    #[arg(conflicts_with_all = OF_ONE_UNSEEDED, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(conflicts_with_all = OF_PROBLEM, conflicts_with_all = OF_RUN)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub random: Option<u32>,
     /// With --random: the number of the first kernel to draw, as a report counts them [default: 0]
     #[arg(long, value_name = "TURN", conflicts_with = "spec", value_parser = clap::value_parser!(u32))]
