@@ -90,14 +90,22 @@ impl Posed {
         };
         beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
         let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
-        let types = Types::same(dtype).with_kv(if is_code { Dtype::E4m3 } else { dtype });
+        let types = match dtype {
+            Dtype::E4m3 => Types::fp8(Dtype::Bf16),
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::Int8 => {
+                Types::same(dtype).with_kv(if is_code { Dtype::E4m3 } else { dtype })
+            }
+        };
         let form = |descale: Option<&Tensor>| match descale.map(Tensor::dims) {
             None => DescaleForm::None,
             Some(dims) => DescaleForm::of_shape(dims, lengths.k(), lengths.sequences()),
         };
         let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), types)
             .with_latent(options.latent)
-            .with_descales(Descales::new(form(options.k_descale), form(options.v_descale)))
+            .with_descales(
+                Descales::new(form(options.k_descale), form(options.v_descale))
+                    .with_q(form(options.q_descale)),
+            )
             .with_mask(mask(options, &lengths))
             .with_softmax_scale(Some(f64::from(options.softmax_scale)))
             .with_score(
@@ -108,6 +116,7 @@ impl Posed {
                     .with_program(program.as_ref().map(|own| own.program)),
             );
         problem.check().map_err(refused)?;
+        beside.q_descale = descale(Extra::QDescale, options.q_descale, &problem, q)?;
         beside.k_descale = descale(Extra::KDescale, options.k_descale, &problem, q)?;
         beside.v_descale = descale(Extra::VDescale, options.v_descale, &problem, q)?;
         Ok(Posed {
@@ -251,11 +260,16 @@ pub(crate) fn strides(layout: &Layout) -> Strides {
 
 /// The type of Q, K and V.
 fn dtype_of(q: &Tensor) -> Result<Dtype> {
-    let computed = [(DType::F32, Dtype::F32), (DType::F16, Dtype::F16), (DType::BF16, Dtype::Bf16)];
+    let computed = [
+        (DType::F32, Dtype::F32),
+        (DType::F16, Dtype::F16),
+        (DType::BF16, Dtype::Bf16),
+        (CODES, Dtype::E4m3),
+    ];
     let got = q.dtype();
     let found = computed.into_iter().find(|(theirs, _)| *theirs == got).map(|(_, ours)| ours);
     Ok(found.ok_or_else(|| {
-        let need = "f16 or bf16, on the CPU also f32: convert by `to_dtype`".to_owned();
+        let need = "f16, bf16 or f8e4m3, on the CPU also f32: convert by `to_dtype`".to_owned();
         Error::Dtype { tensor: "q", got, need }
     })?)
 }
