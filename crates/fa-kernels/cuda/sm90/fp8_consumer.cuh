@@ -7,6 +7,7 @@
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
+#include "attn/score_mod.cuh"
 #include "attn/softmax.cuh"
 #include "attn/store_permuted.cuh"
 #include "config.cuh"
@@ -47,11 +48,15 @@ __device__ __forceinline__ void add_products(float (&o)[N], const float (&produc
     for (int i = 0; i < Products; ++i) o[first + i] = fmaf(o[first + i], rescale[i >> 1 & 1], products[i]);
 }
 
-// The factor from products to exponents of 2 in a work tile, with Q's and K's descales.
-__device__ __forceinline__ float descaled_log2(const FwdParams& params, int batch, int kv_head) {
+// The factors of a work tile's scores: those of the launch times Q's and K's descales, which a soft cap takes
+// before it caps.
+__device__ __forceinline__ ScoreParams descaled_scores(const FwdParams& params, int batch, int kv_head) {
     const CacheParams& descales = cache_of(params);
-    return TileScores<true>::at_least(params.score.scale_log2 * head_descale(descales.q, batch, kv_head) *
-                                      head_descale(descales.k, batch, kv_head));
+    const float q = head_descale(descales.q, batch, kv_head), k = head_descale(descales.k, batch, kv_head);
+    ScoreParams scores = params.score;
+    scores.scale_log2 = TileScores<true>::at_least(scores.scale_log2 * q * k);
+    scores.softcap_exponent = scores.softcap_exponent * q * k;
+    return scores;
 }
 
 template <Sm90FwdFp8Config C>
@@ -172,12 +177,15 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
         if (!range.empty()) {
             const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
                                                                kLog2e);
-            const float to_log2 = descaled_log2(params, tile.batch, kv_head);
+            const ScoreParams scores = descaled_scores(params, tile.batch, kv_head);
+            const ScoreMod<C.softcap> score_mod{scores};
+            const float to_log2 = score_mod.to_log2();
             // With ALiBi the scores are exponents already.
             const float scale_log2 = C.alibi ? 1.f : to_log2;
 
             // Turns products into masked scores.
             auto modify = [&](float(&s)[C.tile_n / 2], int n_block) {
+                score_mod.apply(s);
                 alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
                 if (!range.needs_mask(n_block)) return;
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
