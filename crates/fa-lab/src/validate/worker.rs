@@ -128,9 +128,7 @@ fn run_case(session: &Session, case: &Case) {
         }
         Err(Error::NotTried(why)) => fate(Status::Skipped, why),
         // The library refuses problems without a kernel with the same error.
-        Err(error) if (is_serving(case.group) || case.group == "fp8") && is_unplanned(&error) => {
-            fate(Status::Skipped, message(&error))
-        }
+        Err(error) if may_be_refused(case) && is_unplanned(&error) => fate(Status::Skipped, message(&error)),
         // No kernel with a switch that this compiler ignores ships or is chosen by the library.
         Err(error) if case.group == "knobs" && is_refused(&error) => fate(Status::Skipped, message(&error)),
         Err(error) => fate(Status::Failed, message(&error)),
@@ -159,6 +157,11 @@ fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
         }
     };
     Ok(Found { passed_over, ..found })
+}
+
+/// Whether no kernel may compute a case: pages whose boxes no kernel of a family loads.
+fn may_be_refused(case: &Case) -> bool {
+    is_serving(case.group) || case.group == "fp8" || (case.group == "soak" && case.problem.types.is_fp8())
 }
 
 fn is_unplanned(error: &Error) -> bool {
