@@ -61,9 +61,9 @@ impl Kind {
         }
     }
 
-    /// O and LSE by the library's choice.
+    /// O and LSE by the library's choice of those that keep a row's keys together.
     fn of(self, gpu: &Gpu, fp8: &Problem, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
-        let found = self.run(gpu, &self.bind(gpu, fp8, None), inputs, &OwnedExtras::NONE);
+        let found = self.run(gpu, &self.bind(gpu, fp8, Some(1)), inputs, &OwnedExtras::NONE);
         (found.out.iter().map(|own| f64::from(own.to_f32())).collect(), to_f64(&found.lse))
     }
 }
@@ -181,12 +181,11 @@ fn a_sink_leaves_the_sum_whole() {
         raise(&problem, &q, &mut inputs.codes[1][..128], most + above);
         let (paged, shuffled, extras) = in_pages(&problem, &inputs, 64);
         for kind in kinds(&gpu) {
-            let splits = (kind != Kind::Fp8).then_some(8);
             for (what, problem, inputs, extras) in [
                 ("in one piece", &problem, &inputs, &OwnedExtras::NONE),
                 ("in pages", &paged, &shuffled, &extras),
             ] {
-                let found = kind.run(&gpu, &kind.bind(&gpu, problem, splits), inputs, extras);
+                let found = kind.run(&gpu, &kind.bind(&gpu, problem, Some(8)), inputs, extras);
                 let far = found.out.iter().map(|own| (own.to_f32() - 1.0).abs()).fold(0.0, f32::max);
                 assert!(far <= 1.0 / 256.0, "{kind:?} {what}, {above} above: {far} from 1");
             }
@@ -353,13 +352,14 @@ fn every_code_is_read_and_nan_reaches_those_who_see_it() {
     }
 }
 
-/// Any number of splits gives the same bits from run to run, and what one piece gives, also of very many
-/// keys.
+/// Any number of splits gives the same bits from run to run, and the result, also of very many keys.
 #[test]
 #[ignore = "needs a GPU"]
 fn any_number_of_splits_keeps_its_bits() {
     let gpu = gpu();
-    for kind in kinds(&gpu).filter(|kind| *kind != Kind::Fp8) {
+    for kind in kinds(&gpu) {
+        // Of P in e4m3 and Q as well the errors of 20,000 keys average out less.
+        let most = if kind == Kind::Fp8 { 5e-3 } else { 2e-3 };
         for (keys, splits) in [(20_000, 1..=32), (200_000, 8..=8)] {
             let problem = problem(1, (1, keys), (8, 1), 128, Mask::FULL);
             let inputs = Inputs::of(&problem, [1.0, 0.6, 1.3], |x| x);
@@ -375,7 +375,7 @@ fn any_number_of_splits_keeps_its_bits() {
                 for (truth, head) in truth.iter().zip([0, 5]) {
                     for (column, need) in truth.iter().enumerate() {
                         let got = f64::from(first.out[head * 128 + column].to_f32());
-                        assert!((got - need).abs() < 2e-3, "{kind:?}, {splits} splits: {got}, not {need}");
+                        assert!((got - need).abs() < most, "{kind:?}, {splits} splits: {got}, not {need}");
                     }
                 }
             }

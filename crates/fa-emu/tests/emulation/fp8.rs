@@ -426,6 +426,31 @@ fn e4m3_tensors_of_other_lengths_give_o_and_lse() {
 
 #[test]
 #[ignore = "emulation"]
+fn e4m3_keys_are_divided_among_ctas() {
+    let window = Mask::window(40, 7);
+    const SPLIT: &str = "split: true,";
+    const SUNK: &str = "split: true, sinks: true,";
+    for (own, seed) in [
+        (Own { flags: SPLIT, ..of(SMALL, 64, Rows::Uniform(3, 500)) }, 0),
+        (Own { flags: SUNK, ..of(OVERLAP, 128, Rows::Uniform(70, 400)).masked(Mask::CAUSAL) }, 1),
+        (Own { flags: SPLIT, ..of(WIDE, 256, Rows::Uniform(10, 300)).masked(window) }, 2),
+        (Own { flags: SPLIT, ..of(TURNS, 96, Rows::Varied(Lie::Packed)).masked(Mask::CAUSAL) }, 0),
+        (Own { flags: SUNK, heads: (6, 2), ..of(PACKED, 64, Rows::Varied(Lie::Paged(24))) }, 1),
+        (
+            Own {
+                flags: SPLIT,
+                heads: (6, 2),
+                ..of(PACKED, 80, Rows::Varied(Lie::Padded)).masked(Mask::CAUSAL)
+            },
+            2,
+        ),
+    ] {
+        check(&own, seed);
+    }
+}
+
+#[test]
+#[ignore = "emulation"]
 fn special_codes_and_descales_are_honoured() {
     for (own, seed) in [
         (of(TURNS, 128, Rows::Uniform(70, 400)).with(Values::Even), 0),
