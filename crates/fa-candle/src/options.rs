@@ -92,6 +92,15 @@ pub enum Rows<'a> {
         /// Upper bound on the keys of a sequence.
         max_seqlen_k: usize,
     },
+    /// Each query sees the keys that it names, as DeepSeek's sparse attention: Q is `(tokens, heads, dim)`, K
+    /// and V are `(rows, 1, heads, dim)`, of which masks and windows see only the order that they are named
+    /// in.
+    Named {
+        /// `(tokens, most)`: rows of K and V. What is behind those that count may hold anything.
+        indices: &'a Tensor,
+        /// `(tokens)`: how many of its entries count for a query, from the first one on.
+        lengths: &'a Tensor,
+    },
 }
 
 impl Rows<'_> {

@@ -78,6 +78,7 @@ impl Posed {
             Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q, max_seqlen_k } => {
                 paged(inputs, [seqlens_q, seqlens_k], block_table, [max_seqlen_q, max_seqlen_k])?
             }
+            Rows::Named { indices, lengths } => named(inputs, indices, lengths)?,
         };
         let Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v } = sides;
         let alibi = match options.alibi_slopes {
@@ -237,6 +238,30 @@ fn paged(
         page_table: Some(table(block_table, batch, lengths.table_columns(), q)?),
         ..Beside::NONE
     };
+    Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
+}
+
+/// Each query as a sequence of its own, with pages of one row.
+fn named(inputs: Inputs<'_>, indices: &Tensor, lengths: &Tensor) -> Result<(Sides, Beside)> {
+    let Inputs { q, k, v, .. } = inputs;
+    let [tokens, heads_q, head_dim] = dims(q, "q", "(tokens, heads, head_dim)")?;
+    let [rows, page, heads_kv, _] = dims(k, "k", "(rows, 1, heads_kv, head_dim)")?;
+    let [_, _, _, head_dim_v] = dims(v, "v", "(rows, 1, heads_kv, head_dim_v)")?;
+    let [_, most] = dims(indices, "indices", "(tokens, most)")?;
+    if page != 1 {
+        let need = format!("({rows}, 1, {heads_kv}, head_dim): reshape pages of several rows");
+        return Err(Error::Shape { tensor: "k", shape: k.dims().to_vec(), need }.into());
+    }
+    inputs.check(&[rows, 1, heads_kv], head_dim, head_dim_v)?;
+    let count = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
+    let starts = Tensor::arange(0, count(tokens).saturating_add(1), q.device())?;
+    let beside = Beside {
+        cu_seqlens_q: Some(integers("seqlens_q", &starts, &[tokens + 1], q)?),
+        seqused_k: Some(integers("lengths", lengths, &[tokens], q)?),
+        page_table: Some(integers("indices", indices, &[tokens, most], q)?),
+        ..Beside::NONE
+    };
+    let lengths = Lengths::of(tokens, Side::packed(tokens, 1), Side::paged(1, rows, most));
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }
 

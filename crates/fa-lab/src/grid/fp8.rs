@@ -71,5 +71,13 @@ pub(crate) fn fp8(repeat: usize) -> Vec<Case> {
     cases.push(case_of("fp8", "softcap", of(1, (128, 128)).with_score(capped), cache));
     cases.push(Case { action: Action::Repeat(repeat), ..case("fp8", whole) });
     cases.push(Case { action: Action::Graph, ..case("fp8", whole.with_mask(Mask::CAUSAL)) });
+    let lens = [2000, 1, 0, 300];
+    for (turn, page) in [(0, 64), (1, 16)] {
+        let cache = Sequences { q: Ragged::uniform(4, 2), k: pages_of(&lens, page, 3) };
+        let launch = || case_of("fp8", "launch", of(turn, (128, 128)), cache.clone());
+        cases.push(Case { action: Action::Repeat(repeat), ..launch() });
+        cases.push(Case { action: Action::Relength, ..launch() });
+        cases.push(Case { split: true, ..launch() });
+    }
     cases
 }

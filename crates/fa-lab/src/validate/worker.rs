@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_attn::device::Half;
-use fa_core::Pass;
+use fa_core::spec::WHOLE_ROW_HEAD_DIM;
+use fa_core::{Pass, Problem};
 use rayon::prelude::*;
 
 use super::event::{CaseResult, Event, Status, tell};
@@ -159,9 +160,15 @@ fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
     Ok(Found { passed_over, ..found })
 }
 
-/// Whether no kernel may compute a case: pages whose boxes no kernel of a family loads.
+/// Whether a family may have no kernel for a case: pages whose boxes none loads, latent keys and wide heads.
 fn may_be_refused(case: &Case) -> bool {
-    is_serving(case.group) || case.group == "fp8" || (case.group == "soak" && case.problem.types.is_fp8())
+    let Problem { latent, head_dim, types, .. } = case.problem;
+    match case.group {
+        "fp8" => true,
+        "soak" => types.is_fp8(),
+        "sanitize" => latent || head_dim > WHOLE_ROW_HEAD_DIM as usize,
+        group => is_serving(group),
+    }
 }
 
 fn is_unplanned(error: &Error) -> bool {
