@@ -22,7 +22,15 @@ impl PlannedKernel for Sm90FwdFp8 {
     }
 
     fn code(&self) -> Code {
-        Code { varied: true, paged: true, programs: false, packs_gqa: true, codes: true, ..Code::DENSE }
+        Code {
+            varied: true,
+            paged: true,
+            split: true,
+            programs: false,
+            packs_gqa: true,
+            codes: true,
+            ..Code::DENSE
+        }
     }
 
     fn candidates<'a>(&self, wanted: Wanted<'a>) -> Box<dyn Iterator<Item = KernelSpec> + 'a> {
