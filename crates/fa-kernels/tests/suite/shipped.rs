@@ -36,7 +36,7 @@ fn uses(spec: &KernelSpec) -> Vec<Problem> {
         Side::paged(page, batch * 4096 / page, 4096)
     });
     let uses = match (spec.reads.varied, spec.reads.paged) {
-        _ if traits.is_latent => vec![(Lengths::uniform(128, 1, 4096), (128, 1))],
+        _ if traits.is_latent => vec![(Lengths::uniform(128, 1, 4096), (64, 1))],
         (false, _) => vec![
             (Lengths::uniform(2, 8192, 8192), (alone, alone)),
             (Lengths::uniform(2, 8192, 8192), (32, 8)),
