@@ -17,7 +17,7 @@ from ._checks import (
 )
 from ._codes import is_per_row
 from ._core import InputError, InputTypeError, UnsupportedError
-from ._latents import Latents
+from ._latents import Latents, with_scales
 from ._nvrtc import find_nvrtc
 from ._options import Extras
 
@@ -603,6 +603,23 @@ class _JaxArrays(Arrays):
 
     def repeated(self, lengths, times):
         return self.library.jax.numpy.repeat(lengths, times)
+
+    # jax has no longer integers by default.
+    _index = "int32"
+
+    @property
+    def _operations(self):
+        return self.library.jax.numpy
+
+    def _own(self, array):
+        return self.library.jax.numpy.asarray(array)
+
+    def _of_bytes(self, name, cache, form):
+        # jax's own arrays are contiguous.
+        pages, page, _, width = cache.shape
+        if form.scale_bytes != 1:
+            return cache[:, :, 0], None
+        return with_scales(cache.reshape(pages, page * width), page, form)
 
     def largest_scores(self, q, rows, table, used, scale):
         np = self.library.jax.numpy

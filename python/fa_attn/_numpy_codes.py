@@ -41,7 +41,7 @@ _MAGNITUDES = np.where(
     (1 + (_BITS & 7) / 8) * 2.0 ** ((_BITS >> 3 & 15) - 7.0),
     (_BITS & 7) / 512,
 )
-_E4M3 = np.where(_BITS & 0x7F == 0x7F, np.nan, np.where(_BITS < 128, 1, -1) * _MAGNITUDES).astype(np.float32)
+E4M3 = np.where(_BITS & 0x7F == 0x7F, np.nan, np.where(_BITS < 128, 1, -1) * _MAGNITUDES).astype(np.float32)
 
 
 def decoded(codes, descale, dtype):
@@ -50,7 +50,7 @@ def decoded(codes, descale, dtype):
         need = "uint8 (the bits of e4m3), float8_e4m3fn or int8"
         raise InputError(f"codes holds {codes.dtype}: it must be {need}")
     is_int8 = codes.dtype == np.int8
-    values = codes.astype(np.float32) if is_int8 else _E4M3[codes.view(np.uint8)]
+    values = codes.astype(np.float32) if is_int8 else E4M3[codes.view(np.uint8)]
     if descale is not None:
         values = values * _floats("descale", descale).reshape(broadcast_shape(descale, codes))
     return values if dtype is None else values.astype(dtype)

@@ -1,31 +1,14 @@
-"""Rows of latents in codes of 8 bits as servers pack them, unpacked by torch's operations on the tensors'
-device: the columns of the latent are e4m3 codes times a scale for each group of them, those that rotary
-embedding turned are bfloat16."""
+"""Rows of latents in codes of 8 bits (`fa_attn._packed_rows`), unpacked by torch's operations on the tensors'
+device."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from . import _core
 from ._checks import check_pages
+from ._core import InputError
+from ._packed_rows import form_of, one_number, refuse_distance
 from ._torch_memory import FLOAT, check_tensor, is_compiling
-
-
-class _Form(NamedTuple):
-    """A row by its bytes. `group`: columns that share a scale of `scale_bytes`: a float32 behind the row's
-    codes, or a power of two in e8m0 behind all rows of the page; 0 where one scale is given for all."""
-
-    columns: int
-    codes: int
-    group: int
-    scale_bytes: int
-
-
-# DeepSeek-V3.2's, DeepSeek-V4's, and rows of codes alone.
-_FORMS = {656: _Form(576, 512, 128, 4), 584: _Form(512, 448, 64, 1), 576: _Form(576, 576, 0, 0)}
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 class PackedRows:
@@ -39,10 +22,8 @@ class PackedRows:
             # Eight bytes of scales for each row, of which the last is not used.
             between, own, _ = cache.stride()
             if self.page > 1 and own != width:
-                raise _core.InputError(
-                    f"k_cache has rows of 584 bytes at distances of {own}: those of a page lie end to end"
-                )
-            data = form.codes + 2 * (form.columns - form.codes)
+                refuse_distance(own)
+            data = form.data_bytes
             cache = cache.as_strided((self.pages, self.page * width), (between, 1))
             self.rows = cache[:, : self.page * data].unflatten(1, (self.page, data))
             self.scales = cache[:, self.page * data :].unflatten(1, (self.page, 8))
@@ -94,35 +75,18 @@ def packed_rows(name, cache, dtype, descale):
     """The cache `name` of packed rows, which become numbers of `dtype`. `descale`: float32, of one element,
     what the codes of rows without scales are multiplied by."""
     check_tensor(name, cache)
-    if cache.dtype not in _BYTES:
-        raise _core.InputError(
-            f"{name} holds {cache.dtype}: with is_fp8_kvcache it must be float8_e4m3fn or uint8, the bytes "
-            "of its rows"
-        )
-    form = _FORMS.get(cache.shape[-1])
-    if form is None or cache.shape[2] != 1:
-        need = ", ".join(map(str, _FORMS))
-        raise _core.InputError(
-            f"{name} has the shape {tuple(cache.shape)}: with is_fp8_kvcache it must be (pages, page, 1, "
-            f"bytes of a row), of which there are {need}"
-        )
+    form = form_of(name, str(cache.dtype), cache.shape, descale)
     if cache.stride(-1) != 1:
-        raise _core.InputError(f"{name} has bytes of a row at distances of {cache.stride(-1)}: copy it")
-    if descale is not None and form.group:
-        raise _core.InputError(
-            f"descale_k: rows of {cache.shape[-1]} bytes of {name} have scales of their own, leave it out"
-        )
-    return PackedRows(form, cache.detach().view(torch.uint8), dtype, one_number("descale_k", descale))
+        raise InputError(f"{name} has bytes of a row at distances of {cache.stride(-1)}: copy it")
+    return PackedRows(form, cache.detach().view(torch.uint8), dtype, _number("descale_k", descale))
 
 
-def one_number(name, descale):
+def _number(name, descale):
     """A descale of one element, or None."""
     if descale is None:
         return None
     check_tensor(name, descale)
-    if descale.dtype is not FLOAT or descale.numel() != 1:
-        shape = tuple(descale.shape)
-        raise _core.InputError(f"{name} is {descale.dtype} {shape}: it must be float32 of one element")
+    one_number(name, str(descale.dtype), descale.shape, descale.numel())
     return descale.detach().reshape(())
 
 
@@ -142,6 +106,6 @@ def check_table(table, used, cache):
 
 def numbers_of(q, descale):
     """A q of e4m3 codes as bfloat16."""
-    descale = one_number("descale_q", descale)
+    descale = _number("descale_q", descale)
     values = q.detach().view(torch.float8_e4m3fn).to(FLOAT)
     return (values if descale is None else values * descale).to(torch.bfloat16)

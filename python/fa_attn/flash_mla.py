@@ -10,9 +10,9 @@ bfloat16, on the CPU also float32. There are no gradients.
 
 On a GPU of compute capability 9.0 a kernel reads the rows where they lie, with values of up to 512 columns,
 nothing is read on the host, and calls can be captured; other GPUs have no such kernel, and an error says so.
-Rows that `indices` names are pages of one row. Rows in codes of 8 bits (`is_fp8_kvcache`; torch's tensors)
-are first copied by torch's operations as numbers of q's type, once for each token that sees them, or all of
-a small cache: of 656 bytes read 1152 are written and read again, beside float32 numbers in between.
+Rows that `indices` names are pages of one row. Rows in codes of 8 bits (`is_fp8_kvcache`) are first copied
+by the array library's operations as numbers of q's type, once for each token that sees them, or all of a
+small cache: of 656 bytes read 1152 are written and read again, beside float32 numbers in between.
 
 >>> from fa_attn.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 >>> meta, _ = get_mla_metadata()
@@ -98,7 +98,8 @@ def flash_mla_with_kvcache(
     bytes (DeepSeek-V3.2): 512 codes, a float32 scale for each 128 of them, 64 bfloat16. 584 (V4, whose 512
     columns are all values): for the rows of a page 448 codes and 64 bfloat16 each, then for each row 7 scales
     in e8m0, of 64 codes, and a byte that is not used. 576: codes alone, times `descale_k`, float32 of one
-    element; q may then be codes, too, times `descale_q`, and out is bfloat16.
+    element; q may then be codes, too, times `descale_q`, and out is bfloat16, beside other arrays than torch's
+    in uint8 float32.
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v) and lse float32 (batch, heads_q, seqlen_q).
     """

@@ -244,6 +244,33 @@ def test_appends_quantise_new_rows_alone(library, kind, form):
             assert (wide[i][~touched] == 0.03125).all() and (wide[i][..., 1] == 0.03125).all()
 
 
+@pytest.mark.parametrize("library", libraries())
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_tokens_change_nothing_before_them(library, kind):
+    """TransformerEngine#3248: with a descale for each row, or given ones, no token sees the future's amax."""
+    q, k, v = (normal(1, 20, 2, 16, seed=seed) for seed in (0, 1, 2))
+    at, out = 13, {}
+    for name, factor in (("as it is", 1.0), ("changed", 100.0)):
+        k_own, v_own = k.copy(), v.copy()
+        k_own[:, at:] *= factor
+        v_own[:, at:] *= factor
+        for per in ("token_head", "given", "tensor"):
+            fixed = {} if per != "given" else {"descale": as_array(library, np.full(1, 0.02, np.float32))}
+            made = [
+                fa_attn.quantize_kv(as_array(library, x), kind, **(fixed or {"per": per}))
+                for x in (k_own, v_own)
+            ]
+            call = dict(k_descale=made[0][1], v_descale=made[1][1], causal=True)
+            if library == "numpy" and ASKED[kind] is not None:
+                call["kv_cache_dtype"] = ASKED[kind]
+            found = fa_attn.flash_attn_func(as_array(library, q), made[0][0], made[1][0], **call)
+            out[name, per] = as_numpy(found)[:, :at]
+    for per in ("token_head", "given"):
+        assert (out["as it is", per] == out["changed", per]).all()
+    # One descale for all is of all that it is computed from.
+    assert (out["as it is", "tensor"] != out["changed", "tensor"]).any()
+
+
 def test_numpy_types_of_ml_dtypes():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     q, k = normal(1, 2, 2, 16), normal(1, 9, 2, 16, seed=1)

@@ -7,6 +7,7 @@ from reference import arrays, close
 
 import fa_attn
 from fa_attn import flash_mla
+from fa_attn._arrays import numpy_face
 
 COLUMNS, LATENT = 576, 512
 SCALE = 192**-0.5
@@ -68,9 +69,11 @@ def test_tokens_on_their_pages(heads, seqlen_q, page, causal):
         flash_mla.flash_mla_with_kvcache(q[:1], cache, table[:1], used[:1], *call[3:])
 
 
-@pytest.mark.parametrize("columns, latent", [(512, 512), (320, 256), (40, 16), (17, 9)])
-def test_rows_of_other_columns(columns, latent):
-    q, cache, table, used = step(2, 3, 2, 5, 16, [33, 0, 7], np.float32, columns)
+@pytest.mark.parametrize(
+    "columns, latent, page", [(512, 512, 16), (512, 512, 1), (320, 256, 16), (40, 16, 16), (17, 9, 16)]
+)
+def test_rows_of_other_columns(columns, latent, page):
+    q, cache, table, used = step(2, 3, 2, 5, page, [33, 0, 7], np.float32, columns)
     out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, used, latent, causal=True)
     check(q, cache, table, used, out, lse, True, latent, np.float32, columns**-0.5)
 
@@ -133,6 +136,93 @@ def test_tokens_on_rows_of_their_choice(with_lengths):
     )
     close(both, one, np.float16)
     close(both_lse, one_lse, np.float32, 20)
+
+
+def packed(rows, width):
+    """(a cache of bytes of the rows (pages, page, columns), what they stand for, a descale)."""
+    pages, page, columns = rows.shape
+    codes, group = {656: (512, 128), 584: (448, 64), 576: (576, 576)}[width]
+    groups = rows[..., :codes].reshape(pages, page, -1, group)
+    scales = np.exp2(np.ceil(np.log2(np.maximum(np.abs(groups).max(-1) / 448, 1e-4)))).astype(np.float32)
+    if width == 576:
+        scales = np.full_like(scales, scales.max() * 0.75)
+    if width == 656:
+        # No powers of two.
+        scales = scales * np.float32(1.3)
+    values = (groups / scales[..., None]).astype(np.float32)
+    made, _ = fa_attn.quantize_kv(values.reshape(-1, 1, group), "e4m3", descale=np.ones(1, np.float32))
+    exact = fa_attn.dequantize_kv(made, None).reshape(groups.shape).astype(np.float64) * scales[..., None]
+    made = np.asarray(made).view(np.uint8).reshape(pages, page, codes)
+    turned = (rows[..., codes:].astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    exact_turned = (turned.astype(np.uint32) << 16).view(np.float32)
+    exact = np.concatenate([exact.reshape(pages, page, codes), exact_turned], -1)
+    turned = np.ascontiguousarray(turned).view(np.uint8)
+    if width == 656:
+        # Pages with a row behind them that is nobody's.
+        cache = np.full((pages, page + 1, 1, width), 255, np.uint8)[:, :page]
+        cache[:, :, 0] = np.concatenate([made, scales.view(np.uint8), turned], -1)
+        return cache, exact, None
+    if width == 576:
+        return made[:, :, None], exact, scales.reshape(-1)[:1].copy()
+    exponents = np.full((pages, page, 8), 255, np.uint8)
+    exponents[..., :7] = np.log2(scales) + 127
+    parts = [np.concatenate([made, turned], -1), exponents]
+    # Pages of whole multiples of 576 bytes.
+    room = np.full((pages, -(-page * width // 576) * 576), 255, np.uint8)
+    room[:, : page * width] = np.concatenate([part.reshape(pages, -1) for part in parts], -1)
+    between = room.strides[0]
+    return np.lib.stride_tricks.as_strided(room, (pages, page, 1, width), (between, width, width, 1)), exact, None
+
+
+@pytest.mark.parametrize("room", [1 << 14, 1 << 28])
+@pytest.mark.parametrize("width", [656, 584, 576])
+def test_rows_of_codes(width, room, monkeypatch):
+    monkeypatch.setattr(flash_mla, "ROOM", room)
+    rng = np.random.default_rng(width)
+    columns, pages, page, lengths = 512 if width == 584 else 576, 9, 7, [20, 0, 37]
+    rows = rng.standard_normal((pages, page, columns)) * rng.random((pages, page, 1))
+    cache, exact, descale = packed(rows, width)
+    table = np.full((3, 6), 2147480000, np.int32)
+    table[0, :3], table[2, :6] = [4, 0, 7], [8, 1, 2, 3, 5, 6]
+    q = rng.standard_normal((3, 2, 5, columns)).astype(np.float32)
+    used = np.array(lengths, np.int32)
+    call = dict(softmax_scale=0.05, is_fp8_kvcache=True, descale_k=descale)
+    numbers = exact.astype(np.float32)[:, :, None]
+    for causal in (False, True):
+        out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, used, 512, causal=causal, **call)
+        check(q, numbers, table, lengths, out, lse, causal, 512, np.float32, 0.05)
+    indices = chosen(rng, 3, 2, 11, np.arange(pages * page))
+    topk = np.array([11, 4, 9], np.int32)
+    named = dict(indices=indices, topk_length=topk)
+    got = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, **named, **call)
+    want = flash_mla.flash_mla_with_kvcache(q, numbers, None, None, 512, softmax_scale=0.05, **named)
+    for one, other in zip(got, want):
+        assert (np.isinf(one) == np.isinf(other)).all()
+        close(np.nan_to_num(one, posinf=0), np.nan_to_num(other, posinf=0))
+    if width != 576:
+        return
+    # Queries of codes.
+    codes, _ = fa_attn.quantize_kv(q, "e4m3", descale=np.ones(1, np.float32))
+    half = dict(call, descale_q=np.array([0.5], np.float32))
+    out, lse = flash_mla.flash_mla_with_kvcache(codes, cache, table, used, 512, **half)
+    exact_q = np.float32(0.5) * fa_attn.dequantize_kv(codes, None)
+    assert out.dtype == np.float32
+    check(exact_q, numbers, table, lengths, out, lse, False, 512, np.float32, 0.05)
+
+
+def test_all_codes_and_scales_of_packed_rows():
+    """NaN stays NaN, powers of two reach from 2^-127 to 2^127."""
+    cache = np.zeros((1, 1, 1, 584), np.uint8)
+    cache[..., :256] = np.arange(256)
+    cache[..., 576:583] = [0, 127, 254, 255, 1, 128, 120]
+    with np.errstate(over="ignore"):
+        rows = numpy_face().packed_rows("k_cache", cache, np.dtype("float32"), None).unpacked()[0, 0, 0]
+    codes = fa_attn.dequantize_kv(np.arange(256, dtype=np.uint8)[:, None], None)[:, 0].astype(np.float64)
+    with np.errstate(over="ignore"):
+        for group, scale in ((0, 2.0**-127), (1, 1.0), (2, 2.0**127)):
+            at = slice(64 * group, 64 * (group + 1))
+            np.testing.assert_array_equal(rows[at], (codes[at] * scale).astype(np.float32))
+    assert np.isnan(rows[192:256]).all() and (rows[256:] == 0).all()
 
 
 def test_prefill_on_rows_of_its_choice():
@@ -209,9 +299,20 @@ def test_refusals_name_the_arguments():
         assert part in str(raised.value), str(raised.value)
 
     wrong, unsupported = fa_attn.InputError, fa_attn.UnsupportedError
-    refused(unsupported, "is_fp8_kvcache", call, q, cache, table, used, LATENT, is_fp8_kvcache=True)
-    codes = q.astype(np.uint8)
-    refused(unsupported, "is_fp8_kvcache", call, codes, cache, table, used, LATENT, is_fp8_kvcache=True)
+    fp8 = dict(is_fp8_kvcache=True)
+    refused(wrong, "k_cache holds float16", call, q, cache, table, used, LATENT, **fp8)
+    bytes_of_rows = np.zeros((4, 16, 1, 600), np.uint8)
+    refused(wrong, "there are 656, 584, 576", call, q, bytes_of_rows, table, used, LATENT, **fp8)
+    rows = np.zeros((4, 16, 1, 656), np.uint8)
+    one = np.ones(1, np.float32)
+    refused(wrong, "of their own", call, q, rows, table, used, LATENT, **fp8, descale_k=one)
+    apart = np.zeros((4, 16, 1, 600), np.uint8)[..., :584]
+    narrow = q[..., :512]
+    refused(wrong, "at distances of 600", call, narrow, apart, table, used, LATENT, **fp8)
+    two = dict(fp8, descale_k=np.ones(2, np.float32))
+    refused(wrong, "descale_k is float32 (2,)", call, q, rows[..., :576], table, used, LATENT, **two)
+    garbage = np.full_like(table, 9)
+    refused(wrong, "is 9: the cache has 4 pages", call, q, rows, garbage, used, LATENT, **fp8)
     refused(wrong, "num_splits", call, q, cache, table, used, LATENT, None, 3)
     kind = fa_attn.InputTypeError
     refused(kind, "tile_scheduler_metadata is ndarray", call, q, cache, table, used, LATENT, used)

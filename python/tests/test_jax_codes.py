@@ -117,3 +117,41 @@ def test_latent_rows():
             for got, need in zip(own(*map(jnp.asarray, arguments)), want):
                 assert (np.isinf(got) == np.isinf(need)).all()
                 near(np.nan_to_num(got, posinf=1, neginf=-1), np.nan_to_num(need, posinf=1, neginf=-1))
+
+
+@pytest.mark.parametrize("width", [656, 584, 576])
+def test_packed_rows(width):
+    """jax's arrays, eagerly and under jit, give what numpy's do."""
+    rng = np.random.default_rng(width)
+    columns, page = 512 if width == 584 else 576, 4
+    rows = rng.integers(0, 256, (5, page, 1, width), dtype=np.uint8)
+    if width == 584:
+        data = rows.reshape(5, page * width)
+        data[:, page * 576 :] = rng.integers(120, 130, (5, page * 8), dtype=np.uint8)
+        data[:, : page * 576].reshape(5, page, 576)[..., 448:] = 61
+        data[:, : page * 576].reshape(5, page, 576)[..., :448] &= 0xBF
+    else:
+        rows[..., :576] &= 0xBF
+        if width == 656:
+            rows[..., 512:528] = rng.standard_normal((5, page, 1, 4)).astype(np.float32).view(np.uint8)
+            rows[..., 528:] = 61
+    descale = np.array([0.5], np.float32) if width == 576 else None
+    q = rng.standard_normal((2, 3, 4, columns), dtype=np.float32)
+    table, used = np.array([[3, 0], [1, 4]], np.int32), np.array([0, 7], np.int32)
+    indices = rng.integers(-2, 21, (2, 3, 6), dtype=np.int32)
+
+    def dense(q, rows, table, used):
+        call = dict(causal=True, softmax_scale=0.02, is_fp8_kvcache=True, descale_k=descale)
+        return flash_mla.flash_mla_with_kvcache(q, rows, table, used, 512, **call)
+
+    def sparse(q, rows, indices):
+        call = dict(softmax_scale=0.02, is_fp8_kvcache=True, descale_k=descale)
+        return flash_mla.flash_mla_with_kvcache(q, rows, None, None, 512, indices=indices, **call)
+
+    for function, arguments in ((dense, (q, rows, table, used)), (sparse, (q, rows, indices))):
+        want = function(*arguments)
+        assert np.isfinite(want[0]).all() and np.abs(want[0]).max() > 0.1
+        for own in (function, jax.jit(function)):
+            for got, need in zip(own(*map(jnp.asarray, arguments)), want):
+                assert (np.isinf(got) == np.isinf(need)).all()
+                near(np.nan_to_num(got, posinf=1), np.nan_to_num(need, posinf=1))

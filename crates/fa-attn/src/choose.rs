@@ -50,8 +50,12 @@ impl Chooser {
             let choices = self.memory.choices();
             (choices.get(&key).cloned(), choices.preferred.contains_key(&key), choices.age)
         };
-        let native = Family::native(kernels.arch());
-        let wanted = family.unwrap_or(native);
+        // Of several those that come first, and the others where none of theirs compiles cleanly.
+        let families = match family {
+            Some(family) => vec![family],
+            None => fa_planner::plan::families(like, pass, kernels.arch()),
+        };
+        let wanted = families[0];
         if let Some(Choice { spec, splits }) = remembered {
             match kernels.bind(problem, &spec, division.splits.or(splits)) {
                 Ok(bound) => {
@@ -67,13 +71,6 @@ impl Chooser {
                 Err(error) => return Err(error.into()),
             }
         }
-        // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles
-        // cleanly.
-        let families = match family {
-            Some(family) => vec![family],
-            None if native == Family::Sm80 => vec![native],
-            None => vec![native, Family::Sm80],
-        };
         let tuned = if is_tuned { self.tuned(kernels, asked, wanted) } else { None };
         let (bound, choice) = match tuned {
             Some(tuned) => tuned,

@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, DType, Layout, Result};
 
 use crate::error::Error;
 
-/// The type of K and V that are codes.
+/// The type of tensors that are codes: of K and V, or of Q as well.
 pub(crate) const CODES: DType = DType::F8E4M3;
 
 /// The bits of codes from the layout's first on.

@@ -34,7 +34,7 @@ pub(crate) fn forward(
     let q = inputs[0].1.dims();
     let mut lse = with_lse.then(|| vec![0f32; lse_len(&posed.problem)]);
     let to = lse.as_deref_mut();
-    let storage = match posed.problem.types.q {
+    let storage = match posed.problem.types.wide() {
         Dtype::F32 => CpuStorage::F32(output(posed, inputs, to)?),
         Dtype::F16 => CpuStorage::F16(output(posed, inputs, to)?),
         Dtype::Bf16 => CpuStorage::BF16(output(posed, inputs, to)?),
@@ -47,16 +47,17 @@ pub(crate) fn forward(
 fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [f32]>) -> Result<Vec<T>> {
     let problem = &posed.problem;
     let beside = on_host(&posed.beside)?;
-    let q = view::<T>("q", q, q_shape(problem))?;
-    let k = kv::<T>("k", k, k_shape(problem), problem)?;
-    let v = kv::<T>("v", v, v_shape(problem), problem)?;
+    let types = problem.types;
+    let q = input::<T>("q", q, q_shape(problem), types.q)?;
+    let k = input::<T>("k", k, k_shape(problem), types.kv)?;
+    let v = input::<T>("v", v, v_shape(problem), types.kv)?;
     let mut out: Vec<T> = zeros(out_shape(problem));
     let mut to = written("out", &mut out, out_shape(problem))?;
     let locked = posed.program.as_ref().map(lock);
     let program = posed.program.as_ref().zip(locked.as_deref());
     let program = program.map(|(own, locked)| program_inputs(own, locked)).transpose()?;
     let arguments = Arguments { program: program.as_ref(), ..Arguments::from(&beside.view()) };
-    forward_extras(Options::default(), problem, arguments, &q, k, v, &mut to, lse)
+    forward_extras(Options::default(), problem, arguments, q, k, v, &mut to, lse)
         .map_err(|error| posed.refused(error))?;
     Ok(out)
 }
@@ -191,14 +192,14 @@ fn view<'a, T: Value>(
     TensorRef::new(name, elements(storage, layout)?, shape, strides(layout)).map_err(refused)
 }
 
-/// K or V: of Q's type, or codes.
-fn kv<'a, T: Value>(
+/// Q, K or V: of O's type, or codes.
+fn input<'a, T: Value>(
     name: &'static str,
     input: Input<'a>,
     shape: [usize; 4],
-    problem: &Problem,
+    dtype: Dtype,
 ) -> Result<KvRef<'a, T>> {
-    if !problem.types.kv.is_code() {
+    if !dtype.is_code() {
         return Ok(KvRef::Same(view::<T>(name, input, shape)?));
     }
     let (storage, layout) = input;

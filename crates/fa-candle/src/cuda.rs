@@ -14,7 +14,7 @@ use fa_kernels::cudarc::driver::{
     CudaSlice, CudaStream, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
 };
 use fa_kernels::launch::{RawArray, RawProgram};
-use fa_kernels::{BackwardArgs, Element, Extras, ForwardArgs, Input, Output};
+use fa_kernels::{BackwardArgs, Element, Extras, ForwardArgs, Input, KvElement, Output};
 use half::{bf16, f16};
 
 use crate::error::{Error, refused};
@@ -38,7 +38,7 @@ pub(crate) fn forward(
     with_lse: bool,
 ) -> Result<(CudaStorage, Shape, Option<Tensor>)> {
     let q = inputs[0].1.dims();
-    let (storage, lse) = match posed.problem.types.q {
+    let (storage, lse) = match posed.problem.types.wide() {
         Dtype::F16 => output::<f16>(posed, inputs, with_lse)?,
         Dtype::Bf16 => output::<bf16>(posed, inputs, with_lse)?,
         Dtype::F32 | Dtype::E4m3 | Dtype::Int8 => return Err(unknown(inputs[0].0.dtype())),
@@ -48,12 +48,29 @@ pub(crate) fn forward(
     Ok((storage, Shape::from(posed.out_shape(q)), lse))
 }
 
-fn output<T: Value>(
+/// O, and LSE where it is asked for.
+type Made = (CudaStorage, Option<CudaSlice<f32>>);
+
+/// An input's elements, and its strides.
+type Located<'a, T> = (CudaView<'a, T>, fa_core::Strides);
+
+fn output<T: Value>(posed: &Posed, [q, k, v]: [Given<'_>; 3], with_lse: bool) -> Result<Made> {
+    let (types, device) = (posed.problem.types, q.0.device());
+    match (types.q.is_code(), types.kv.is_code()) {
+        (false, false) => launch::<T, T, T>(posed, device, view(q)?, [view(k)?, view(v)?], with_lse),
+        (false, true) => launch::<T, u8, T>(posed, device, view(q)?, [codes(k)?, codes(v)?], with_lse),
+        (true, _) => launch::<T, u8, u8>(posed, device, codes(q)?, [codes(k)?, codes(v)?], with_lse),
+    }
+}
+
+fn launch<T: Value, K: KvElement, Q: KvElement>(
     posed: &Posed,
-    [q, k, v]: [Given<'_>; 3],
+    device: &CudaDevice,
+    (q, q_strides): Located<'_, Q>,
+    [(k, k_strides), (v, v_strides)]: [Located<'_, K>; 2],
     with_lse: bool,
-) -> Result<(CudaStorage, Option<CudaSlice<f32>>)> {
-    let (problem, device) = (&posed.problem, q.0.device());
+) -> Result<Made> {
+    let problem = &posed.problem;
     let stream = device.cuda_stream();
     let kernels = Device::of(stream.context())?;
     let bound = kernels.bind(problem, Pass::Forward)?;
@@ -68,7 +85,6 @@ fn output<T: Value>(
     let arrays = posed.program.as_ref().map(lock_arrays);
     let arrays = posed.program.as_ref().zip(arrays.as_deref());
     let program = arrays.map(|(own, arrays)| raw_program(own, arrays, &stream)).transpose()?;
-    let [(q, q_strides), (k, k_strides), (v, v_strides)] = [view::<T>(q)?, view(k)?, view(v)?];
     kernels.with_workspace(&stream, forward.workspace_bytes(), |workspace| {
         let args = ForwardArgs {
             q: Input { data: &q, strides: q_strides },
@@ -247,10 +263,21 @@ fn on_gpu<'a>((storage, layout): &'a (StorageRef<'_>, &Layout)) -> Result<Given<
 }
 
 /// The elements from the layout's first on, with their strides.
-fn view<'a, T: CudaDType>((storage, layout): Given<'a>) -> Result<(CudaView<'a, T>, fa_core::Strides)> {
+fn view<'a, T: CudaDType>((storage, layout): Given<'a>) -> Result<Located<'a, T>> {
     let slice = storage.as_cuda_slice::<T>()?;
     let offset = layout.start_offset().min(slice.len());
     Ok((slice.slice(offset..), strides(layout)))
+}
+
+/// The bits of codes from the layout's first on, with their strides.
+fn codes<'a>((storage, layout): Given<'a>) -> Result<Located<'a, u8>> {
+    let CudaStorageSlice::F8E4M3(slice) = &storage.slice else {
+        return Err(unknown(storage.dtype()));
+    };
+    // SAFETY: an F8E4M3 is a byte by its representation, of which every pattern is valid.
+    let whole = unsafe { slice.transmute::<u8>(slice.len()) };
+    let offset = layout.start_offset().min(slice.len());
+    Ok((whole.ok_or(Error::NoForward)?.slice(offset..), strides(layout)))
 }
 
 fn floats<'a>(given: Given<'a>) -> Result<CudaView<'a, f32>> {

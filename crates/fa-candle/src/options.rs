@@ -25,9 +25,12 @@ pub struct Options<'a> {
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
     pub sinks: Option<&'a Tensor>,
-    /// What K of candle's `F8E4M3` is multiplied by, beside a Q of another type, f32: `(1)`, `(heads)` or
-    /// `(batch, heads)`, or for each row of each head, in the shape of K without its last axis; `None` for 1.
-    /// On the CPU, and without gradients.
+    /// What Q of candle's `F8E4M3` is multiplied by, beside K and V of that type and an output in bf16, f32:
+    /// `(1)`, `(heads)` or `(batch, heads)`, with K's heads; `None` for 1. Without gradients; on GPUs of
+    /// compute capability 9.0.
+    pub q_descale: Option<&'a Tensor>,
+    /// What K of candle's `F8E4M3` is multiplied by, f32: as `q_descale`, or beside a Q of another type for
+    /// each row of each head, in the shape of K without its last axis; `None` for 1. Without gradients.
     pub k_descale: Option<&'a Tensor>,
     /// The same of V.
     pub v_descale: Option<&'a Tensor>,
@@ -89,6 +92,15 @@ pub enum Rows<'a> {
         /// Upper bound on the keys of a sequence.
         max_seqlen_k: usize,
     },
+    /// Each query sees the keys that it names, as DeepSeek's sparse attention: Q is `(tokens, heads, dim)`, K
+    /// and V are `(rows, 1, heads, dim)`, of which masks and windows see only the order that they are named
+    /// in.
+    Named {
+        /// `(tokens, most)`: rows of K and V. What is behind those that count may hold anything.
+        indices: &'a Tensor,
+        /// `(tokens)`: how many of its entries count for a query, from the first one on.
+        lengths: &'a Tensor,
+    },
 }
 
 impl Rows<'_> {
@@ -107,6 +119,7 @@ impl Options<'_> {
             softcap: None,
             alibi_slopes: None,
             sinks: None,
+            q_descale: None,
             k_descale: None,
             v_descale: None,
             mask: None,
@@ -133,6 +146,7 @@ impl<'a> Options<'a> {
         with_softcap(softcap: Option<f32>),
         with_alibi_slopes(alibi_slopes: Option<&'a Tensor>),
         with_sinks(sinks: Option<&'a Tensor>),
+        with_q_descale(q_descale: Option<&'a Tensor>),
         with_k_descale(k_descale: Option<&'a Tensor>),
         with_v_descale(v_descale: Option<&'a Tensor>),
         with_mask(mask: Option<&'a Tensor>),

@@ -78,6 +78,7 @@ impl Posed {
             Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q, max_seqlen_k } => {
                 paged(inputs, [seqlens_q, seqlens_k], block_table, [max_seqlen_q, max_seqlen_k])?
             }
+            Rows::Named { indices, lengths } => named(inputs, indices, lengths)?,
         };
         let Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v } = sides;
         let alibi = match options.alibi_slopes {
@@ -90,14 +91,22 @@ impl Posed {
         };
         beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
         let program = programs::ProgramCall::new(options, &lengths, heads_q, q)?;
-        let types = Types::same(dtype).with_kv(if is_code { Dtype::E4m3 } else { dtype });
+        let types = match dtype {
+            Dtype::E4m3 => Types::fp8(Dtype::Bf16),
+            Dtype::F32 | Dtype::F16 | Dtype::Bf16 | Dtype::Int8 => {
+                Types::same(dtype).with_kv(if is_code { Dtype::E4m3 } else { dtype })
+            }
+        };
         let form = |descale: Option<&Tensor>| match descale.map(Tensor::dims) {
             None => DescaleForm::None,
             Some(dims) => DescaleForm::of_shape(dims, lengths.k(), lengths.sequences()),
         };
         let problem = Problem::new(lengths, (heads_q, heads_kv), (head_dim, head_dim_v), types)
             .with_latent(options.latent)
-            .with_descales(Descales::new(form(options.k_descale), form(options.v_descale)))
+            .with_descales(
+                Descales::new(form(options.k_descale), form(options.v_descale))
+                    .with_q(form(options.q_descale)),
+            )
             .with_mask(mask(options, &lengths))
             .with_softmax_scale(Some(f64::from(options.softmax_scale)))
             .with_score(
@@ -108,6 +117,7 @@ impl Posed {
                     .with_program(program.as_ref().map(|own| own.program)),
             );
         problem.check().map_err(refused)?;
+        beside.q_descale = descale(Extra::QDescale, options.q_descale, &problem, q)?;
         beside.k_descale = descale(Extra::KDescale, options.k_descale, &problem, q)?;
         beside.v_descale = descale(Extra::VDescale, options.v_descale, &problem, q)?;
         Ok(Posed {
@@ -231,6 +241,30 @@ fn paged(
     Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
 }
 
+/// Each query as a sequence of its own, with pages of one row.
+fn named(inputs: Inputs<'_>, indices: &Tensor, lengths: &Tensor) -> Result<(Sides, Beside)> {
+    let Inputs { q, k, v, .. } = inputs;
+    let [tokens, heads_q, head_dim] = dims(q, "q", "(tokens, heads, head_dim)")?;
+    let [rows, page, heads_kv, _] = dims(k, "k", "(rows, 1, heads_kv, head_dim)")?;
+    let [_, _, _, head_dim_v] = dims(v, "v", "(rows, 1, heads_kv, head_dim_v)")?;
+    let [_, most] = dims(indices, "indices", "(tokens, most)")?;
+    if page != 1 {
+        let need = format!("({rows}, 1, {heads_kv}, head_dim): reshape pages of several rows");
+        return Err(Error::Shape { tensor: "k", shape: k.dims().to_vec(), need }.into());
+    }
+    inputs.check(&[rows, 1, heads_kv], head_dim, head_dim_v)?;
+    let count = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
+    let starts = Tensor::arange(0, count(tokens).saturating_add(1), q.device())?;
+    let beside = Beside {
+        cu_seqlens_q: Some(integers("seqlens_q", &starts, &[tokens + 1], q)?),
+        seqused_k: Some(integers("lengths", lengths, &[tokens], q)?),
+        page_table: Some(integers("indices", indices, &[tokens, most], q)?),
+        ..Beside::NONE
+    };
+    let lengths = Lengths::of(tokens, Side::packed(tokens, 1), Side::paged(1, rows, most));
+    Ok((Sides { lengths, heads_q, head_dim, heads_kv, head_dim_v }, beside))
+}
+
 /// `ends - begins`. On the CPU sums that descend give negative numbers, which the kernels refuse.
 fn differences(ends: &Tensor, begins: &Tensor) -> Result<Tensor> {
     if !ends.device().is_cpu() {
@@ -251,11 +285,16 @@ pub(crate) fn strides(layout: &Layout) -> Strides {
 
 /// The type of Q, K and V.
 fn dtype_of(q: &Tensor) -> Result<Dtype> {
-    let computed = [(DType::F32, Dtype::F32), (DType::F16, Dtype::F16), (DType::BF16, Dtype::Bf16)];
+    let computed = [
+        (DType::F32, Dtype::F32),
+        (DType::F16, Dtype::F16),
+        (DType::BF16, Dtype::Bf16),
+        (CODES, Dtype::E4m3),
+    ];
     let got = q.dtype();
     let found = computed.into_iter().find(|(theirs, _)| *theirs == got).map(|(_, ours)| ours);
     Ok(found.ok_or_else(|| {
-        let need = "f16 or bf16, on the CPU also f32: convert by `to_dtype`".to_owned();
+        let need = "f16, bf16 or f8e4m3, on the CPU also f32: convert by `to_dtype`".to_owned();
         Error::Dtype { tensor: "q", got, need }
     })?)
 }

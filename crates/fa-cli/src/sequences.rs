@@ -61,13 +61,9 @@ impl SideTensors {
         })
     }
 
-    /// Those of a problem of equal lengths for timing: its descales.
+    /// Those of a problem of equal lengths for timing: its descales, and its pages in order.
     pub(crate) fn even(problem: &Problem) -> SideTensors {
-        let OwnedExtras { q_descale, k_descale, v_descale, .. } = OwnedExtras::even(problem);
-        SideTensors {
-            values: OwnedExtras { q_descale, k_descale, v_descale, ..OwnedExtras::NONE },
-            ..SideTensors::default()
-        }
+        SideTensors { values: OwnedExtras::even(problem), ..SideTensors::default() }
     }
 
     /// As arguments of a call.

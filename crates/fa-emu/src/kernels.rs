@@ -138,7 +138,7 @@ impl EmulatedKernel for Sm90FwdFp8 {
                 ("kv_stages", |k, random| k.kv_stages = 1 + random.below(4) as u32),
                 ("v_stages", |k, _| k.v_stages = other_of_two(k.v_stages)),
             ],
-            false,
+            true,
             random,
         )
     }

@@ -10,7 +10,7 @@ use fa_core::lengths::SideRows;
 use fa_core::{Arch, Family, KernelSpec, Lengths, Pass, Problem, Side};
 use fa_cpu::check::q_shape;
 use fa_kernels::Headers;
-use fa_lab::grid::{self, small};
+use fa_lab::grid::{self, Form, small};
 use fa_lab::random::Random;
 use fa_planner::plan::{PlanOptions, plan, plan_spec};
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,8 @@ use crate::proof::Trial;
 use crate::sweep::{Attempts, try_all};
 
 /// The kernels that are drawn, in turns.
-pub const KERNELS: [&str; 5] = ["sm80_fwd", "sm80_bwd", "sm90_fwd", "sm90_bwd", "sm100_fwd"];
+pub const KERNELS: [&str; 7] =
+    ["sm80_fwd", "sm80_bwd", "sm90_fwd", "sm90_bwd", "sm100_fwd", "sm90_fwd_fp8", "sm90_wide"];
 
 /// Problems of a kernel: what it is planned for, and others that it serves.
 const PROBLEMS: usize = 4;
@@ -83,7 +84,8 @@ pub struct Tried {
 impl Tried {
     /// `sm90_bwd` of the kernel's name.
     pub fn family(&self) -> &str {
-        KERNELS.into_iter().find(|name| self.kernel.starts_with(name)).unwrap_or(&self.kernel)
+        let name = self.kernel.split('-').next().unwrap_or(&self.kernel);
+        KERNELS.into_iter().find(|own| *own == name).unwrap_or(&self.kernel)
     }
 }
 
@@ -108,10 +110,15 @@ pub fn draw(seed: u64, turn: u64) -> Option<Drawn> {
         true => Pass::Backward { deterministic: random.below(3) == 0 },
         false => Pass::Forward,
     };
+    let form = match kernel {
+        "sm90_fwd_fp8" => Form::Fp8,
+        "sm90_wide" => Form::Wide,
+        _ => Form::Half,
+    };
     let options = PlanOptions::default().with_family(Some(family)).with_pass(pass);
     // A problem may have no kernel: head dims whose tiles do not fit.
     let (first, plans) = (0..20).find_map(|_| {
-        let case = small(random, family, pass, None)?;
+        let case = small(random, (family, form), pass, None)?;
         // Kernels are listed for long sequences as well, whose tiles are larger.
         let planned = if random.below(2) == 0 { case.problem } else { longer(&case.problem, random) };
         Some((case, plan(&planned, arch, &options).ok()?))
@@ -129,7 +136,7 @@ pub fn draw(seed: u64, turn: u64) -> Option<Drawn> {
         }
     }
     let own = spec.serves(&first.problem).is_ok().then_some(first);
-    let others = (0..PROBLEMS).filter_map(|_| small(random, family, pass, Some(&spec)));
+    let others = (0..PROBLEMS).filter_map(|_| small(random, (family, form), pass, Some(&spec)));
     let cases: Vec<grid::Case> = own.into_iter().chain(others).take(PROBLEMS).collect();
     let problems: Vec<Drawing> = cases
         .into_iter()
@@ -216,7 +223,7 @@ pub fn attempt(
 }
 
 fn trial(case: &grid::Case, has_dlse: bool) -> Trial {
-    let (values, mut extras) = case.bits().expect("16-bit types are drawn");
+    let (values, mut extras) = case.bits().expect("types that kernels compute in");
     if has_dlse {
         let [batch, seqlen, heads, _] = q_shape(&case.problem);
         let of = |row: usize| (row % 13) as f32 / 4.0 - 1.5;

@@ -7,7 +7,10 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use fa_attn::atomic_file;
-use fa_core::{Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Side};
+use fa_core::{
+    Alibi, Arch, DescaleForm, Descales, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod,
+    Side,
+};
 use fa_kernels::{CompileFailure, Compiler, Headers, Source, smem_bytes};
 use fa_planner::account::Reason;
 use fa_planner::cost::{CostConstants, predict};
@@ -56,7 +59,8 @@ const PASSES: [Pass; 3] =
     [Pass::Forward, Pass::Backward { deterministic: false }, Pass::Backward { deterministic: true }];
 
 /// Every kind of problem: passes, families, head dims, masks; short and long sequences of both types; lengths
-/// on the device, pages, decoding; soft caps, slopes and sinks, each and some together.
+/// on the device, pages, decoding; soft caps, slopes and sinks, each and some together; K and V in 8 bits, and
+/// Q as well.
 pub fn kinds() -> Vec<Kind> {
     let mut kinds = Vec::new();
     for pass in PASSES {
@@ -125,7 +129,22 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
         all.extend([prefill(64), prefill(1), token(16), token(1), decode, f16(&decode), chunk, paged_chunk]);
         all.extend([capped, sloped, sunk].map(|score| of_score(&prefill(16), score)));
         all.extend([capped, sloped, sunk].map(|score| of_score(&token(64), score)));
+        let caches = [prefill(64), token(16), decode, *long, middle, packed];
+        all.extend(caches.iter().flat_map(|problem| in_8_bits(problem, capped)));
     }
+    all
+}
+
+/// `problem` with K and V in 8 bits, with a Q of each type, and in e4m3 with a Q of it as well.
+fn in_8_bits(problem: &Problem, capped: ScoreMod) -> Vec<Problem> {
+    let descales = Descales::both(DescaleForm::Head);
+    let codes = [(Dtype::Bf16, Dtype::E4m3), (Dtype::Bf16, Dtype::Int8), (Dtype::F16, Dtype::E4m3)];
+    let codes =
+        codes.map(|(q, kv)| problem.with_types(fa_core::Types::same(q).with_kv(kv)).with_descales(descales));
+    let fp8 =
+        problem.with_types(fa_core::Types::fp8(Dtype::Bf16)).with_descales(Descales::all(DescaleForm::Head));
+    let mut all = codes.to_vec();
+    all.extend([codes[0].with_score(capped), fp8, fp8.with_score(capped)]);
     all
 }
 

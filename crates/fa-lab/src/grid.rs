@@ -34,4 +34,4 @@ pub use library::library;
 pub use of_spec::of_spec;
 pub use problem::problem_of;
 pub use serving::{serving, serving_gradients};
-pub use small::small;
+pub use small::{Form, small};

@@ -7,7 +7,7 @@ use std::path::Path;
 use fa_attn::atomic_file;
 
 use fa_core::{Arch, KernelSpec};
-use fa_planner::refusals::{self, KEYS, Refusal, Refusals};
+use fa_planner::refusals::{self, KEYS, KV_DTYPE, NO_CODES, Refusal, Refusals, params_of};
 use rayon::prelude::*;
 
 use crate::best::{Kind, Said, Verdict, name};
@@ -130,7 +130,7 @@ fn part<'v>(values: &'v Values, of: &[usize]) -> Vec<&'v String> {
 fn rank(name: &str, at: usize) -> (u8, usize) {
     match name {
         "dtype" | "sinks" => (2, at),
-        "mask" | "softcap" | "varied" | "paged" | "alibi" | "split" => (0, at),
+        KV_DTYPE | "mask" | "softcap" | "varied" | "paged" | "alibi" | "split" => (0, at),
         _ => (1, at),
     }
 }
@@ -146,9 +146,8 @@ fn refusals_of(judged: &[Judged]) -> Vec<Refusal> {
     for own in judged {
         // Nothing is said of kernels like which none is refused.
         let Some(alike) = all.get_mut(&key(own)) else { continue };
-        let params = own.spec.params();
-        let others = params.iter().filter(|param| !KEYS.contains(&param.name));
-        let (names, values) = others.map(|param| (param.name, param.value.to_string())).unzip();
+        let params = params_of(&own.spec).into_iter();
+        let (names, values) = params.filter(|(name, _)| !KEYS.contains(name)).unzip();
         alike.names = names;
         if own.refused {
             alike.refused.insert(values)
@@ -173,7 +172,8 @@ fn refusals_of(judged: &[Judged]) -> Vec<Refusal> {
 }
 
 /// All values that a parameter may have: it tells nothing then.
-const WHOLE: [&[&str]; 3] = [&["false", "true"], &["bf16", "f16"], &["causal", "full", "window"]];
+const WHOLE: [&[&str]; 4] =
+    [&["false", "true"], &["bf16", "f16"], &["causal", "full", "window"], &["e4m3", "int8", NO_CODES]];
 
 /// Fewer refusals that cover the same: of those that differ in one parameter one with all values.
 fn merged(mut refusals: Vec<Refusal>) -> Vec<Refusal> {

@@ -98,6 +98,9 @@ pub struct Shape {
     /// The soft cap of the scores, where there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f64>,
+    /// Keys of a page, where they lie in pages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub page: Option<usize>,
 }
 
 impl From<&Problem> for Shape {
@@ -116,6 +119,7 @@ impl From<&Problem> for Shape {
             dtype: problem.types.q,
             kv_dtype: (problem.types.kv != problem.types.q).then_some(problem.types.kv),
             softcap: problem.score.softcap,
+            page: problem.lengths.page(),
         }
     }
 }
@@ -149,6 +153,12 @@ impl Shape {
     /// Sequence lengths as in flags.
     pub fn seqlens(&self) -> String {
         pair(self.seqlen_q, self.seqlen_k, 'x')
+    }
+
+    /// The same, and the pages that keys lie in.
+    pub fn rows(&self) -> String {
+        let pages = self.page.map_or_else(String::new, |page| format!(" in pages of {page}"));
+        self.seqlens() + &pages
     }
 }
 

@@ -80,8 +80,7 @@ fn padded(extents: &[u32], name: &'static str, head_dim: usize) -> Result<[u32; 
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// Kernels to choose from; `None` for the fastest that the architecture runs, and where none of those
-    /// fits, those of the SM80 class, which run everywhere.
+    /// Kernels to choose from; `None` for those of the first of [`families`] of which one fits.
     pub family: Option<Family>,
     /// Constants of the cost model; `None` for those of the architecture's board.
     pub constants: Option<CostConstants>,
@@ -284,25 +283,61 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
     )
 }
 
+/// The most query rows of a K/V head, heads of a group included, for which keys in 8 bits are left to the SM80
+/// class: a tile of its forward.
+const FEW_ROWS: usize = 64;
+
+/// The families whose kernels are tried for a forward or backward on `arch` where none is named, in order: the
+/// fastest that the architecture runs, and where none of its kernels fits, the SM80 class, which runs
+/// everywhere. A few rows over an 8-bit K and V are the other way about: what takes time is the conversion of
+/// codes, which all warps of the SM80 class share and a single warpgroup of the SM90 kernel does (64 x 4k,
+/// 32:8 heads of 128 on an H200: 262 and 290 us, NB-175). The cost model knows one family at a time and does
+/// not tell.
+pub fn families(problem: &Problem, pass: Pass, arch: Arch) -> Vec<Family> {
+    let native = Family::native(arch);
+    let is_forward = !pass.is_backward();
+    let widest = *head_dims(Family::Sm80).last().unwrap_or(&0) as usize;
+    let fits_sm80 = !problem.latent && problem.head_dim.max(problem.head_dim_v) <= widest;
+    let rows = problem.lengths.max_q().saturating_mul(problem.group_size());
+    let converts = is_forward && problem.types.kv.is_code() && !problem.types.is_fp8();
+    match native {
+        Family::Sm80 => vec![native],
+        // No kernel of the SM80 class multiplies e4m3 numbers.
+        Family::Sm90 | Family::Sm100 if problem.types.is_fp8() => vec![native],
+        Family::Sm90 | Family::Sm100 if converts && fits_sm80 && rows <= FEW_ROWS => {
+            vec![Family::Sm80, native]
+        }
+        Family::Sm90 | Family::Sm100 => vec![native, Family::Sm80],
+    }
+}
+
 /// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the
-/// reason.
+/// reason. Without a family in `options` those of [`families`], as far as the first of which a kernel fits.
 ///
 /// # Errors
-/// [`PlanError`] where no candidate can be formed; a set without plans is no error.
+/// [`PlanError`] where no candidate of the first family can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
-    let mut set = explore_native(problem, arch, options)?;
-    let has_others = Family::native(arch) != Family::Sm80 && !problem.types.is_fp8();
-    if set.plans.is_empty() && options.family.is_none() && has_others {
-        let options = options.clone().with_family(Some(Family::Sm80));
-        let other = explore_native(problem, arch, &options)?;
-        set.plans = other.plans;
-        set.rejected.extend(other.rejected);
+    let families = options.family.map_or_else(|| families(problem, options.pass, arch), |own| vec![own]);
+    let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
+    for (at, &family) in families.iter().enumerate() {
+        match explore_family(problem, arch, &options.clone().with_family(Some(family))) {
+            Ok(own) => {
+                set.plans = own.plans;
+                set.rejected.extend(own.rejected);
+            }
+            Err(error) if at == 0 => return Err(error),
+            // Of the others none can be formed; what is said is why the first ones do not fit.
+            Err(_) => {}
+        }
+        if !set.plans.is_empty() {
+            break;
+        }
     }
     Ok(set)
 }
 
 /// [`explore`] among the kernels of one family.
-fn explore_native(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
+fn explore_family(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     let (limits, constants) = (options.limits(arch), options.constants(arch));
     let gpu = Gpu { arch, limits: &limits, constants: &constants };
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
@@ -327,7 +362,7 @@ fn is_whole(problem: &Problem, plan: &Plan, options: &PlanOptions) -> bool {
         && problem.lengths.is_uniform()
 }
 
-/// Gives every candidate of the family asked for, or of the architecture's own, to `judge`, in the order of
+/// Gives every candidate of the family asked for, or of the first of [`families`], to `judge`, in the order of
 /// enumeration.
 fn for_each(
     problem: &Problem,
@@ -344,7 +379,7 @@ fn for_each(
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
         return Err(PlanError::PagedBackward { page });
     }
-    let family = options.family.unwrap_or(Family::native(arch));
+    let family = options.family.unwrap_or_else(|| families(problem, options.pass, arch)[0]);
     if !family.runs_on(arch) {
         return Err(PlanError::Family { family, arch });
     }

@@ -22,6 +22,20 @@ pub const SHIPPED: &str = include_str!("refusals/nvrtc-13.0.txt");
 /// Parameters by which refusals are found: every refusal names them.
 pub const KEYS: [&str; 4] = ["head_dim", "head_dim_v", "tile_m", "tile_n"];
 
+/// The parameter that says which codes K and V are: `e4m3`, `int8`, or [`NO_CODES`].
+pub const KV_DTYPE: &str = "kv_dtype";
+
+/// The value of [`KV_DTYPE`] where K and V have Q's type.
+pub const NO_CODES: &str = "same";
+
+/// The parameters of a kernel by which it is told from others, with their values as refusals have them: those
+/// of its spec, and [`KV_DTYPE`].
+pub fn params_of(spec: &KernelSpec) -> Vec<(&'static str, String)> {
+    let kv = if spec.reads_codes() { spec.types.kv.to_string() } else { NO_CODES.to_owned() };
+    let own = spec.params().into_iter().map(|param| (param.name, param.value.to_string()));
+    own.chain([(KV_DTYPE, kv)]).collect()
+}
+
 /// Kernels that are refused: those whose parameters have one of these values each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
@@ -37,14 +51,11 @@ pub struct Refusal {
 impl Refusal {
     /// Whether the kernel of `spec`, which has the kernel's name and the values of [`KEYS`], is one of them.
     fn covers(&self, spec: &KernelSpec) -> bool {
-        let own = spec.params();
-        self.params.iter().skip(KEYS.len()).all(|(name, values)| {
-            let param = own.iter().find(|param| param.name == name);
-            param.is_some_and(|param| {
-                let value = param.value.to_string();
-                values.contains(&value)
-            })
-        })
+        let own = params_of(spec);
+        self.params
+            .iter()
+            .skip(KEYS.len())
+            .all(|(name, values)| own.iter().any(|(own, value)| own == name && values.contains(value)))
     }
 
     /// Every combination of values of [`KEYS`].
@@ -159,12 +170,34 @@ mod tests {
             let of_name = |kernel: &Kernel| kernel.name() == refusal.kernel;
             let kernel = Kernel::defaults().into_iter().find(of_name).expect("its name is a kernel's");
             let problem = Problem::square(1, 64, 1, 64, Mask::FULL, Dtype::Bf16);
-            let params = KernelSpec::for_problem(&problem, [64, 64], kernel).params();
+            let params = params_of(&KernelSpec::for_problem(&problem, [64, 64], kernel));
             for (name, values) in &refusal.params {
-                assert!(params.iter().any(|param| param.name == name), "{refusal}");
+                assert!(params.iter().any(|(own, _)| own == name), "{refusal}");
                 assert!(!values.is_empty() && !values.contains(&String::new()), "{refusal}");
             }
             assert!(!refusal.keys().is_empty(), "{refusal}");
+        }
+    }
+
+    /// A line without a type of K and V is of all; one with it is of those codes alone.
+    #[test]
+    fn codes_are_told_from_what_they_stand_for() {
+        let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+        let of = |kv| {
+            let types = fa_core::Types::same(Dtype::Bf16).with_kv(kv);
+            let kernel = Sm90Fwd { tile_m: 128, tile_n: 96, num_wg: 2, ..Sm90Fwd::default() };
+            KernelSpec::for_problem(&problem.with_types(types), [128, 128], kernel)
+        };
+        let line = "sm90 sm90_fwd head_dim=128 head_dim_v=128 tile_m=128 tile_n=96";
+        for (more, covered) in [
+            ("", [true; 3]),
+            (" kv_dtype=e4m3", [false, true, false]),
+            (" kv_dtype=e4m3|int8", [false, true, true]),
+            (" kv_dtype=same", [true, false, false]),
+        ] {
+            let refusals = Refusals::of(&[format!("{line}{more}").parse().expect("a refusal")]);
+            let has = [Dtype::Bf16, Dtype::E4m3, Dtype::Int8].map(|kv| refusals.has(&of(kv), Arch::Sm90));
+            assert_eq!(has, covered, "{more}");
         }
     }
 

@@ -74,8 +74,8 @@ fn planned<S: Seat>(
     Err(first_error.unwrap_or(Error::Plan(PlanError::NoneFits { arch, tried: 0, nearest: Vec::new() })))
 }
 
-/// The kernel that is predicted to be fastest of those compiled `ahead`; `None` when none computes the
-/// problem.
+/// The kernel that is predicted to be fastest of those compiled `ahead`, of the first family that has one;
+/// `None` when none computes the problem.
 fn best_ahead<'a>(
     arch: Arch,
     asked: &Asked<'_>,
@@ -86,11 +86,15 @@ fn best_ahead<'a>(
     let constants = CostConstants::of(arch);
     let suits = |spec: &&KernelSpec| {
         let serves = spec.serves(like).is_ok() && division.admits(spec, like);
-        families.contains(&spec.kernel.family()) && spec.kernel.pass() == pass && serves
+        spec.kernel.pass() == pass && serves
     };
+    let place = |spec: &KernelSpec| families.iter().position(|family| *family == spec.kernel.family());
     ahead
         .filter(suits)
-        .map(|spec| (predict(like, spec, arch, &constants).seconds, spec))
-        .min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.to_string().cmp(&b.1.to_string())))
-        .map(|(_, spec)| spec)
+        .filter_map(|spec| Some((place(spec)?, predict(like, spec, arch, &constants).seconds, spec)))
+        .min_by(|a, b| {
+            let by_time = a.0.cmp(&b.0).then(a.1.total_cmp(&b.1));
+            by_time.then_with(|| a.2.to_string().cmp(&b.2.to_string()))
+        })
+        .map(|(.., spec)| spec)
 }

@@ -33,6 +33,7 @@ macro_rules! run {
         device.read(stream).unwrap()
     }};
 }
+pub(crate) use run;
 
 /// The kernel of `forward` for K and V of Q's type, with the same tile and parts of keys.
 fn alike(gpu: &Gpu, forward: &Forward, plain: &Problem) -> Forward {

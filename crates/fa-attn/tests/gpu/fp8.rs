@@ -21,7 +21,7 @@ fn normal(seed: &mut u64) -> f32 {
     (0..12).map(|_| uniform()).sum::<f32>() - 6.0
 }
 
-fn problem(
+pub(crate) fn problem(
     batch: usize,
     (q, k): (usize, usize),
     heads: (usize, usize),
@@ -34,14 +34,15 @@ fn problem(
 }
 
 /// Q, K and V as codes, with descales of Q, K and V.
-struct Inputs {
+#[derive(Clone)]
+pub(crate) struct Inputs {
     shapes: [[usize; 4]; 3],
-    codes: [Vec<u8>; 3],
-    descales: [Vec<f32>; 3],
+    pub(crate) codes: [Vec<u8>; 3],
+    pub(crate) descales: [Vec<f32>; 3],
 }
 
 impl Inputs {
-    fn of(problem: &Problem, descales: [f32; 3], value: impl Fn(f32) -> f32) -> Inputs {
+    pub(crate) fn of(problem: &Problem, descales: [f32; 3], value: impl Fn(f32) -> f32) -> Inputs {
         let (lengths, hd) = (problem.lengths, problem.head_dim);
         let batch = lengths.sequences();
         let keys = [batch, lengths.max_k(), problem.heads_kv, hd];
@@ -77,7 +78,7 @@ impl Inputs {
     }
 
     /// O and LSE of a row in f64.
-    fn row(&self, problem: &Problem, [entry, query, head]: [usize; 3]) -> (Vec<f64>, f64) {
+    pub(crate) fn row(&self, problem: &Problem, [entry, query, head]: [usize; 3]) -> (Vec<f64>, f64) {
         let kv_head = head / problem.group_size();
         let descale = |i: usize| f64::from(self.descales[i][entry * problem.heads_kv + kv_head]);
         let (all, keys) = (problem.lengths.max_q(), problem.lengths.max_k());

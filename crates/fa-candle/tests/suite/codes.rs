@@ -1,4 +1,4 @@
-//! K and V of candle's F8E4M3.
+//! K and V, or Q as well, of candle's F8E4M3.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use fa_candle::{Options, attention};
@@ -34,6 +34,45 @@ fn codes_are_multiplied_by_their_descales() -> Result<()> {
 }
 
 #[test]
+fn fp8_tensors_give_bf16() -> Result<()> {
+    let codes = |shape, seed| values(shape, seed).affine(3.0, 0.0)?.to_dtype(DType::F8E4M3);
+    let (q, k, v) = (codes((2, 5, 6, 16), 1)?, codes((2, 37, 2, 16), 2)?, codes((2, 37, 2, 16), 3)?);
+    let device = &Device::Cpu;
+    let one = Tensor::new(&[0.25f32], device)?;
+    let heads = Tensor::new(&[0.25f32, 0.5], device)?;
+    let sequences = Tensor::new(&[[0.25f32, 0.5], [1.0, 0.125]], device)?;
+    // Each of `heads` of a tensor, of which `group` share a descale.
+    let decoded = |codes: &Tensor, descale: &Tensor, group: usize| {
+        let (rows, given) = match descale.dims() {
+            [rows, given] => (*rows, *given),
+            dims => (1, dims[0]),
+        };
+        let each = descale.reshape((rows, 1, given, 1, 1))?;
+        let (batch, len, heads, dim) = codes.dims4()?;
+        let grouped = codes.to_dtype(DType::F32)?.reshape((batch, len, heads / group, group, dim))?;
+        grouped.broadcast_mul(&each)?.reshape((batch, len, heads, dim))
+    };
+    for (of_q, of_k, of_v) in [(&one, &heads, &sequences), (&sequences, &one, &heads), (&heads, &one, &one)] {
+        for softcap in [None, Some(2.0)] {
+            let options = Options::causal(SCALE)
+                .with_q_descale(Some(of_q))
+                .with_k_descale(Some(of_k))
+                .with_v_descale(Some(of_v))
+                .with_softcap(softcap);
+            let out = attention(&q, &k, &v, &options)?;
+            assert_eq!(out.dtype(), DType::BF16);
+            let (q, k, v) = (decoded(&q, of_q, 3)?, decoded(&k, of_k, 1)?, decoded(&v, of_v, 1)?);
+            let scores = Scores { softcap, ..Scores::CAUSAL };
+            let need = materialised(&q, &k, &v, SCALE, scores)?.0;
+            let largest = need.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
+            assert!(largest > 0.1, "{largest}");
+            assert_close("fp8", &out, &need, largest / 256.0);
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn what_has_no_codes_or_no_gradients_is_refused_by_name() -> Result<()> {
     let q = values((1, 2, 2, 16), 1);
     let k = values((1, 3, 2, 16), 2);
@@ -47,6 +86,9 @@ fn what_has_no_codes_or_no_gradients_is_refused_by_name() -> Result<()> {
         (attention(&q, &k, &k, &with_descale), "v_descale with K and V in f32"),
         (attention(&q, &codes, &codes, &with_descale), "v_descale"),
         (attention(&tracked, &codes, &codes, &options), "8-bit K and V have no gradients"),
+        (attention(&codes, &codes, &k, &options), "the type of k"),
+        (attention(&codes, &k, &k, &options), "the type of q"),
+        (attention(&q, &codes, &codes, &options.with_q_descale(Some(&descale))), "q_descale"),
     ] {
         let text = found.expect_err("must be refused").to_string();
         assert!(text.contains(part), "{text} does not say {part}");

@@ -214,3 +214,42 @@ fn absorbed_heads_give_what_their_own_keys_do() -> Result<()> {
     assert!(text.contains("a latent problem has no backward"), "{text}");
     Ok(())
 }
+
+/// Sparse attention on latents: each token on the rows that it names, by itself.
+#[test]
+fn tokens_see_the_rows_that_they_name() -> Result<()> {
+    let (tokens, heads, latent, rotary) = (4, 6, 24, 8);
+    let q = values((tokens, heads, latent + rotary), 1);
+    let cache = values((9, 1, 1, latent + rotary), 2);
+    let (v, k) = (cache.narrow(3, 0, latent)?, cache.narrow(3, latent, rotary)?);
+    // Entries behind those that count name no row.
+    let named: [&[u32]; 4] = [&[3, 8, 0, 3], &[], &[5, 1, 2, 7, 4], &[6]];
+    let gone = 1_000_000u32;
+    let entries: Vec<u32> = named
+        .iter()
+        .flat_map(|own| own.iter().copied().chain(std::iter::repeat_n(gone, 5 - own.len())))
+        .collect();
+    let device = &Device::Cpu;
+    let indices = &Tensor::from_vec(entries, (tokens, 5), device)?;
+    let counts: Vec<u32> = named.iter().map(|own| own.len() as u32).collect();
+    let lengths = &Tensor::new(counts, device)?;
+    let options = Options::full(SCALE).with_rows(Rows::Named { indices, lengths }).with_latent(true);
+    let (out, lse) = attention_with_lse(&q, &k, &v, &options)?;
+    assert_eq!((out.dims(), lse.dims()), (&[tokens, heads, latent][..], &[heads, tokens][..]));
+    for (token, own) in named.into_iter().enumerate() {
+        let got = out.narrow(0, token, 1)?;
+        if own.is_empty() {
+            assert_close("no rows", &got, &got.zeros_like()?, 0.0);
+            continue;
+        }
+        let rows = cache.index_select(&Tensor::new(own, device)?, 0)?.squeeze(1)?.unsqueeze(0)?;
+        let query = q.narrow(0, token, 1)?.unsqueeze(0)?;
+        let values = rows.narrow(3, 0, latent)?;
+        let need = materialised(&query, &rows, &values, SCALE, Scores::default())?.0.squeeze(0)?;
+        assert_close("named rows", &got, &need, 2e-6);
+    }
+    let error = attention(&q, &k.reshape((3, 3, 1, rotary))?, &v.reshape((3, 3, 1, latent))?, &options);
+    let text = error.expect_err("pages of three rows").to_string();
+    assert!(text.contains("reshape pages of several rows"), "{text}");
+    Ok(())
+}

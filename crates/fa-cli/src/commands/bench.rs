@@ -106,7 +106,7 @@ pub(crate) fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if let Some(flag) = args.gpu.given() {
         return Err(InputError::Usage(format!("{flag} is for GPUs: use --backend cuda")).into());
     }
-    let problems = args.shapes.problems(Dtype::F32)?;
+    let problems = args.in_pages(args.shapes.problems(Dtype::F32)?)?;
     problems.iter().try_for_each(|problem| attention::check_memory(problem, args.mode != Mode::Fwd))?;
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref(), &[])?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
@@ -318,7 +318,7 @@ fn table(report: &Report) -> String {
             row.shape.types(),
             row.shape.batch.to_string(),
             row.shape.heads(),
-            row.shape.seqlens(),
+            row.shape.rows(),
             row.shape.head_dims(),
             row.shape.mask.clone(),
             format!("{:.3}", row.ms_median),
@@ -334,7 +334,8 @@ fn draw(report: &Report, args: &BenchArgs) -> anyhow::Result<String> {
     let mut series: Vec<Series> = Vec::new();
     let mut shapes: Vec<String> = Vec::new();
     for row in &report.rows {
-        let shape = format!("hd {} {}", row.shape.head_dims(), row.shape.mask);
+        let pages = row.shape.page.map_or_else(String::new, |page| format!(", pages of {page}"));
+        let shape = format!("hd {} {}{pages}", row.shape.head_dims(), row.shape.mask);
         let color = shapes.iter().position(|known| *known == shape).unwrap_or_else(|| {
             shapes.push(shape.clone());
             shapes.len() - 1

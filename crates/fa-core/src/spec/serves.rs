@@ -45,8 +45,8 @@ impl Problem {
         self.check_8_bits()
     }
 
-    /// No program over 8 bits. Of an fp8 Q as well: head dims in whole steps of its products, O in bf16,
-    /// descales that are the same for all keys of a head, and no soft cap.
+    /// No program over 8 bits. Of an fp8 Q as well: head dims in whole steps of its products, O in bf16, and
+    /// descales that are the same for all keys of a head.
     fn check_8_bits(&self) -> Result<(), Unserved> {
         let dtype = self.types.kv;
         let refuse = |what, value, need| Err(Unserved::Codes { dtype, what, value, need });
@@ -69,10 +69,7 @@ impl Problem {
                 return refuse(what, form.to_string(), "head or sequence_head");
             }
         }
-        match self.score.softcap {
-            Some(softcap) => refuse("softcap", softcap.to_string(), "none, or Q, K and V in 16 bits"),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// The softmax scale is positive, and it, its product with log2(e) and what goes with a soft cap are
@@ -352,7 +349,9 @@ mod tests {
         let fp8 = BASE.with_types(Types::fp8(Dtype::Bf16)).with_descales(Descales::all(DescaleForm::Head));
         assert_eq!(fp8.check_gpu(), Ok(()));
         let sloped = ScoreMod::NONE.with_alibi(Some(crate::Alibi::PerHead)).with_sinks(true);
-        assert_eq!(fp8.with_score(sloped).with_head_dims(48, 16).check_gpu(), Ok(()));
+        for score in [sloped, ScoreMod::softcap(30.0)] {
+            assert_eq!(fp8.with_score(score).with_head_dims(48, 16).check_gpu(), Ok(()));
+        }
         let program = crate::program::Program::parse("k <= q + off").unwrap().intern().unwrap();
         for (problem, what, part) in [
             (
@@ -371,7 +370,6 @@ mod tests {
                 "v_descale",
                 "need head or sequence_head",
             ),
-            (fp8.with_score(ScoreMod::softcap(30.0)), "softcap", "softcap = 30 with K and V in e4m3"),
             (
                 fp8.with_score(ScoreMod::NONE.with_program(Some(program))),
                 "program",

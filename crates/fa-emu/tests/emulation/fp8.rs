@@ -48,6 +48,9 @@ enum Values {
     Extreme,
 }
 
+/// Scores of a few are well within it, and others beyond.
+const SOFTCAP: f64 = 3.0;
+
 const BASE: [(&str, &str); 13] = [
     ("tile_m", "128"),
     ("tile_n", "128"),
@@ -115,6 +118,7 @@ impl Own {
             (Rows::Varied(_), batch) => batch.expect("of its own lengths").lengths(),
         };
         let score = ScoreMod::NONE
+            .with_softcap(self.flags.contains("softcap").then_some(SOFTCAP))
             .with_alibi(self.flags.contains("alibi").then_some(Alibi::PerHead))
             .with_sinks(self.flags.contains("sinks"));
         Problem::square(1, 1, self.heads.0, self.head_dims.0, self.mask, Dtype::Bf16)
@@ -287,7 +291,8 @@ fn check(own: &Own, seed: u64) {
                         };
                         let diagonal = (query + keys.len()) as f64 - q.len as f64;
                         let slope = extras.alibi_slopes.as_ref().map_or(0.0, |own| f64::from(own[head]));
-                        factor * (0..problem.head_dim).map(product).sum::<f64>()
+                        let score = factor * (0..problem.head_dim).map(product).sum::<f64>();
+                        problem.score.softcap.map_or(score, |cap| cap * (score / cap).tanh())
                             - slope * (diagonal - key as f64).abs()
                     })
                     .collect();
@@ -421,6 +426,31 @@ fn e4m3_tensors_of_other_lengths_give_o_and_lse() {
 
 #[test]
 #[ignore = "emulation"]
+fn e4m3_keys_are_divided_among_ctas() {
+    let window = Mask::window(40, 7);
+    const SPLIT: &str = "split: true,";
+    const SUNK: &str = "split: true, sinks: true,";
+    for (own, seed) in [
+        (Own { flags: SPLIT, ..of(SMALL, 64, Rows::Uniform(3, 500)) }, 0),
+        (Own { flags: SUNK, ..of(OVERLAP, 128, Rows::Uniform(70, 400)).masked(Mask::CAUSAL) }, 1),
+        (Own { flags: SPLIT, ..of(WIDE, 256, Rows::Uniform(10, 300)).masked(window) }, 2),
+        (Own { flags: SPLIT, ..of(TURNS, 96, Rows::Varied(Lie::Packed)).masked(Mask::CAUSAL) }, 0),
+        (Own { flags: SUNK, heads: (6, 2), ..of(PACKED, 64, Rows::Varied(Lie::Paged(24))) }, 1),
+        (
+            Own {
+                flags: SPLIT,
+                heads: (6, 2),
+                ..of(PACKED, 80, Rows::Varied(Lie::Padded)).masked(Mask::CAUSAL)
+            },
+            2,
+        ),
+    ] {
+        check(&own, seed);
+    }
+}
+
+#[test]
+#[ignore = "emulation"]
 fn special_codes_and_descales_are_honoured() {
     for (own, seed) in [
         (of(TURNS, 128, Rows::Uniform(70, 400)).with(Values::Even), 0),
@@ -448,6 +478,22 @@ fn e4m3_scores_are_changed() {
             1,
         ),
         (of(TURNS, 128, Rows::Uniform(130, 330)).masked(Mask::CAUSAL), 2),
+        (Own { flags: "softcap: true,", ..of(TURNS, 128, Rows::Uniform(70, 200)).masked(Mask::CAUSAL) }, 0),
+        (
+            Own {
+                flags: "softcap: true, alibi: true, sinks: true,",
+                ..of(OVERLAP, 64, Rows::Uniform(70, 150))
+            },
+            1,
+        ),
+        (
+            Own {
+                flags: "softcap: true,",
+                heads: (6, 2),
+                ..of(PACKED, 64, Rows::Varied(Lie::Paged(24))).with(Values::Extreme).masked(window)
+            },
+            2,
+        ),
     ] {
         check(&own, seed);
     }

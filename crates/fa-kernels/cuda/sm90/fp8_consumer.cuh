@@ -7,7 +7,9 @@
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
+#include "attn/score_mod.cuh"
 #include "attn/softmax.cuh"
+#include "attn/split.cuh"
 #include "attn/store_permuted.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
@@ -39,6 +41,28 @@ __device__ __forceinline__ void store_output8(const FwdParams& params, const Seq
     }
 }
 
+// The same for a part of the keys: O in f32, in the order of its columns, and LSE. `own_row` is the thread's
+// first row within its tile. Of 16 columns a lane of a quad has four next to each other.
+template <int N>
+__device__ __forceinline__ void store_partial8(const PartialRows& rows, int columns, const float (&o)[N],
+                                               const float (&factor)[2], const float (&lse)[2], int row,
+                                               int end, int own_row) {
+    const int lane = thread_index() % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (row + 8 * r >= end) continue;
+        float* out = rows.out + i64(own_row + 8 * r) * rows.stride + 4 * lane;
+#pragma unroll
+        for (int block = 0; block < N / 8; ++block) {
+            const int i = 8 * block + 2 * r;
+            if (16 * block < columns)
+                *reinterpret_cast<float4*>(out + 16 * block) = {o[i] * factor[r], o[i + 4] * factor[r],
+                                                                o[i + 1] * factor[r], o[i + 5] * factor[r]};
+        }
+        if (lane == 0) rows.lse[own_row + 8 * r] = lse[r];
+    }
+}
+
 // O = O * rescale + products, for the columns of `Products` registers from `first` on.
 template <int N, int Products>
 __device__ __forceinline__ void add_products(float (&o)[N], const float (&products)[Products], int first,
@@ -47,11 +71,15 @@ __device__ __forceinline__ void add_products(float (&o)[N], const float (&produc
     for (int i = 0; i < Products; ++i) o[first + i] = fmaf(o[first + i], rescale[i >> 1 & 1], products[i]);
 }
 
-// The factor from products to exponents of 2 in a work tile, with Q's and K's descales.
-__device__ __forceinline__ float descaled_log2(const FwdParams& params, int batch, int kv_head) {
+// The factors of a work tile's scores: those of the launch times Q's and K's descales, which a soft cap takes
+// before it caps.
+__device__ __forceinline__ ScoreParams descaled_scores(const FwdParams& params, int batch, int kv_head) {
     const CacheParams& descales = cache_of(params);
-    return TileScores<true>::at_least(params.score.scale_log2 * head_descale(descales.q, batch, kv_head) *
-                                      head_descale(descales.k, batch, kv_head));
+    const float q = head_descale(descales.q, batch, kv_head), k = head_descale(descales.k, batch, kv_head);
+    ScoreParams scores = params.score;
+    scores.scale_log2 = TileScores<true>::at_least(scores.scale_log2 * q * k);
+    scores.softcap_exponent = scores.softcap_exponent * q * k;
+    return scores;
 }
 
 template <Sm90FwdFp8Config C>
@@ -172,12 +200,15 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
         if (!range.empty()) {
             const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
                                                                kLog2e);
-            const float to_log2 = descaled_log2(params, tile.batch, kv_head);
+            const ScoreParams scores = descaled_scores(params, tile.batch, kv_head);
+            const ScoreMod<C.softcap> score_mod{scores};
+            const float to_log2 = score_mod.to_log2();
             // With ALiBi the scores are exponents already.
             const float scale_log2 = C.alibi ? 1.f : to_log2;
 
             // Turns products into masked scores.
             auto modify = [&](float(&s)[C.tile_n / 2], int n_block) {
+                score_mod.apply(s);
                 alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
                 if (!range.needs_mask(n_block)) return;
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
@@ -192,9 +223,11 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
                 float s[C.tile_n / 2];
                 smem.k_bars.wait_full(k_state);
                 issue_s(s);
-                // Loaded under the product.
-                float sink[2];
-                if constexpr (C.sinks) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
+                // Loaded under the product. With split keys the combine kernel adds them.
+                float sink[2] = {minus_infinity(), minus_infinity()};
+                if constexpr (C.sinks) {
+                    if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
+                }
                 if constexpr (C.two_level) {
 #pragma unroll
                     for (float& sum : o) sum = 0.f;
@@ -266,14 +299,21 @@ __device__ __forceinline__ void consume8(Fp8Storage<C>& smem, const FwdParams& p
             float factor[2], lse[2];
             softmax.finish(factor, lse);
             if constexpr (C.sinks) {
-                if (softmax.is_beyond_sinks(lse)) {
+                if ((!C.split || tile.splits == 1) && softmax.is_beyond_sinks(lse)) {
                     float sink[2];
                     load_sinks<C.pack_gqa>(params, row, tile.head, sink);
                     softmax.relate_to_sinks(sink, lse);
                 }
             }
             descale_rows(params, tile.batch, kv_head, factor);
-            store_output8<C>(params, seqlen, o, factor, lse, row, end(), tile);
+            if (C.split && tile.splits > 1) {
+                store_partial8(workspace_rows(params, tile, heads), params.shape.head_dim_v, o, factor, lse,
+                               row, end(), own_row);
+            } else {
+                store_output8<C>(params, seqlen, o, factor, lse, row, end(), tile);
+            }
+        } else if (C.split && tile.splits > 1) {
+            store_nothing_partial(workspace_rows(params, tile, heads), row, end(), own_row);
         } else {
             store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, end(), tile.head, tile.batch);
         }

@@ -17,7 +17,6 @@ struct Fp8Traits {
     static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
     static_assert(C.head_dim_v % C.slice == 0);
     static_assert(C.num_wg >= 2 || !C.ping_pong);
-    static_assert(!C.softcap && !C.split);
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;

@@ -4,6 +4,7 @@
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/address.cuh"
+#include "ptx/grid.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sync.cuh"
@@ -45,6 +46,8 @@ __device__ __forceinline__ void sm90_fwd_fp8(const FwdParams& params, const Tens
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
         sm90::produce8<C>(smem, params, map_q, map_k, map_v, warp);
+        // Not before: CTAs of the combination that wait would crowd on idle SMs (NB-167).
+        if constexpr (C.split) let_next_launch_start();
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume8<C>(smem, params, warp / 4 - 1);

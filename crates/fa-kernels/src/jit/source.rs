@@ -413,8 +413,9 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
             "\nstatic_assert({bytes} == {} && kCombineThreads == {COMBINE_THREADS});",
             combine_smem(spec)
         );
+        let dtype = if spec.kernel.computes_in_8_bits() { "config.out_dtype" } else { "config.dtype" };
         let function =
-            format!("combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks{columns}>");
+            format!("combine<{dtype}, config.tile_m, {packs}, config.varied, config.sinks{columns}>");
         text.push_str(&body(COMBINE, COMBINE_THREADS, function));
     }
     if spec.kernel.is_backward() {

@@ -59,7 +59,25 @@ pub(crate) fn fp8(repeat: usize) -> Vec<Case> {
     let whole = of(0, (128, 128)).with_lengths(Lengths::uniform(2, 700, 900));
     cases.push(case("fp8", whole.with_score(sloped)));
     cases.push(case("fp8", of(1, (64, 64)).with_lengths(Lengths::uniform(2, 300, 500)).with_score(sloped)));
+    // As Gemma 2 has it: a cap on scores beside windows, in groups of two.
+    let capped = ScoreMod::softcap(50.0);
+    let gemma = of(0, (256, 256)).with_heads(8, 4).with_lengths(Lengths::uniform(1, 300, 700));
+    for mask in [Mask::CAUSAL, Mask::causal_window(130)] {
+        cases.push(case("fp8", gemma.with_mask(mask).with_score(capped)));
+    }
+    let sharp = sloped.with_softcap(Some(3.0));
+    cases.push(case("fp8", of(2, (64, 64)).with_lengths(Lengths::uniform(2, 200, 500)).with_score(sharp)));
+    let cache = Sequences { q: Ragged::uniform(3, 2), k: pages_of(&[300, 0, 77], 16, 5) };
+    cases.push(case_of("fp8", "softcap", of(1, (128, 128)).with_score(capped), cache));
     cases.push(Case { action: Action::Repeat(repeat), ..case("fp8", whole) });
     cases.push(Case { action: Action::Graph, ..case("fp8", whole.with_mask(Mask::CAUSAL)) });
+    let lens = [2000, 1, 0, 300];
+    for (turn, page) in [(0, 64), (1, 16)] {
+        let cache = Sequences { q: Ragged::uniform(4, 2), k: pages_of(&lens, page, 3) };
+        let launch = || case_of("fp8", "launch", of(turn, (128, 128)), cache.clone());
+        cases.push(Case { action: Action::Repeat(repeat), ..launch() });
+        cases.push(Case { action: Action::Relength, ..launch() });
+        cases.push(Case { split: true, ..launch() });
+    }
     cases
 }

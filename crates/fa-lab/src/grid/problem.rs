@@ -42,15 +42,20 @@ const OF_CACHES: [(DescaleForm, DescaleForm); 6] = [
     (DescaleForm::Head, DescaleForm::Head),
 ];
 
+/// Descales of a cache, in turns.
+pub(super) fn of_caches(turn: usize) -> Descales {
+    let (k, v) = OF_CACHES[turn % OF_CACHES.len()];
+    Descales::new(k, v)
+}
+
 /// Those of fp8.
-const OF_FP8: [DescaleForm; 3] = [DescaleForm::SequenceHead, DescaleForm::Head, DescaleForm::None];
+pub(super) const OF_FP8: [DescaleForm; 3] = [DescaleForm::SequenceHead, DescaleForm::Head, DescaleForm::None];
 
 /// Descales that a kernel of `spec` reads, in turns of every form; none beside tensors of 16 bits.
 pub(super) fn descales(spec: &KernelSpec, turn: usize) -> Descales {
-    let (k, v) = OF_CACHES[turn % OF_CACHES.len()];
     match (spec.types.is_fp8(), spec.reads_codes()) {
         (true, _) => Descales::all(OF_FP8[turn % OF_FP8.len()]),
-        (false, true) => Descales::new(k, v),
+        (false, true) => of_caches(turn),
         (false, false) => Descales::NONE,
     }
 }

@@ -1,9 +1,13 @@
 //! Random problems that an emulation runs in seconds: every feature, with short rows.
 
-use fa_core::{Alibi, Dtype, Family, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Types};
+use fa_core::spec::WHOLE_ROW_HEAD_DIM;
+use fa_core::{
+    Alibi, Descales, Dtype, Family, KernelSpec, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Types,
+};
 use fa_planner::plan::head_dims;
 
 use super::case::{self, Arrangement, Case, NamedSpec, Values, case_of};
+use super::problem::{OF_FP8, descales, of_caches};
 use crate::random::Random;
 use crate::sequences::{Ragged, Sequences, Store};
 
@@ -20,9 +24,37 @@ const PAGES: [usize; 16] = [1, 2, 3, 5, 7, 8, 16, 17, 24, 40, 48, 64, 100, 128, 
 /// Query heads of a K/V head.
 const GROUPS: [usize; 16] = [1, 1, 1, 1, 2, 2, 3, 4, 5, 7, 8, 12, 16, 24, 32, 64];
 
-/// A random problem for kernels of `family` that compute `pass`; with `spec` one that this kernel serves.
-/// `None` where none was found, as for a kernel of a form that problems seldom have.
-pub fn small(random: &mut Random, family: Family, pass: Pass, spec: Option<&KernelSpec>) -> Option<Case> {
+/// What kernels are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Tensors of 16 bits, some with K and V of 8.
+    Half,
+    /// Q, K and V in e4m3.
+    Fp8,
+    /// Heads wider than most, and keys that begin with their values.
+    Wide,
+}
+
+impl Form {
+    /// That of a kernel.
+    pub fn of(spec: &KernelSpec) -> Form {
+        match spec.types.is_fp8() {
+            true => Form::Fp8,
+            false if spec.head_dim.max(spec.head_dim_v) > WHOLE_ROW_HEAD_DIM => Form::Wide,
+            false if spec.traits().is_latent => Form::Wide,
+            false => Form::Half,
+        }
+    }
+}
+
+/// A random problem of `form` for kernels of `family` that compute `pass`; with `spec` one that this kernel
+/// serves. `None` where none was found, as for a kernel of a form that problems seldom have.
+pub fn small(
+    random: &mut Random,
+    (family, form): (Family, Form),
+    pass: Pass,
+    spec: Option<&KernelSpec>,
+) -> Option<Case> {
     let serves = |case: &Case| {
         let problem = &case.problem;
         problem.check().is_ok()
@@ -32,7 +64,7 @@ pub fn small(random: &mut Random, family: Family, pass: Pass, spec: Option<&Kern
     };
     let named = |spec: &KernelSpec| NamedSpec { name: spec.to_string(), spec: spec.clone() };
     (0..ATTEMPTS)
-        .map(|_| Case { pass, kernel: spec.map(named), ..draw(random, family, pass, spec) })
+        .map(|_| Case { pass, kernel: spec.map(named), ..draw(random, (family, form), pass, spec) })
         .find(serves)
 }
 
@@ -58,48 +90,76 @@ fn flops(case: &Case) -> f64 {
     products * pairs * (head_dim + head_dim_v) as f64
 }
 
-fn draw(random: &mut Random, family: Family, pass: Pass, spec: Option<&KernelSpec>) -> Case {
-    let (head_dim, head_dim_v) = dims(random, family, spec);
-    let heads_kv = random.of(&[1, 1, 1, 2, 3]);
+fn draw(random: &mut Random, (family, form): (Family, Form), pass: Pass, spec: Option<&KernelSpec>) -> Case {
+    let types = types(random, (family, form), pass, spec);
+    let is_latent = match spec {
+        Some(spec) => spec.traits().is_latent,
+        None => form == Form::Wide && random.below(3) > 0,
+    };
+    let (head_dim, head_dim_v) = match form {
+        Form::Half | Form::Fp8 => dims(random, family, spec),
+        Form::Wide => wide_dims(random, is_latent, spec),
+    };
+    // Rows of codes are whole 16 bytes.
+    let step = if types.kv.is_code() { 16 } else { 8 };
+    let [head_dim, head_dim_v] = [head_dim, head_dim_v].map(|dim| dim.next_multiple_of(step));
+    let heads_kv = if is_latent { 1 } else { random.of(&[1, 1, 1, 2, 3]) };
     let packs = spec.is_some_and(|spec| spec.traits().packs_gqa);
-    let group = random.of(if packs { &GROUPS[4..] } else { &GROUPS });
-    let dtype = random.of(&[Dtype::Bf16, Dtype::F16]);
+    let parts = spec.map_or(1, |spec| spec.traits().head_parts as usize);
+    let group = random.of(if packs { &GROUPS[4..] } else { &GROUPS }) * parts;
     let score = match spec.map(|spec| spec.score) {
         Some(own) => [own.softcap, own.alibi, own.sinks],
         None => [random.below(7) == 0, random.below(6) == 0, random.below(5) == 0],
     };
-    let values = random.of(&[
-        Values::Normal,
-        Values::Normal,
-        Values::Rising,
-        Values::Falling,
-        Values::Spikes,
-        Values::Equal,
-        Values::Sharp,
-    ]);
+    // In e4m3 errors are those of ordinary numbers.
+    let values = random.of(match form {
+        Form::Fp8 => &[Values::Normal, Values::Equal][..],
+        Form::Half | Form::Wide => &[
+            Values::Normal,
+            Values::Normal,
+            Values::Rising,
+            Values::Falling,
+            Values::Spikes,
+            Values::Equal,
+            Values::Sharp,
+        ],
+    });
     // LSEs are compared within 1e-3: a few roundings of scores in the thousands exceed that.
     let is_large = matches!(values, Values::Rising | Values::Falling | Values::Spikes | Values::Sharp);
     let scales: &[f64] = if is_large { &[0.01, 0.05] } else { &[0.01, 0.2, 1.0, 2.0] };
+    let has_scale = is_latent || random.below(6) == 0;
+    let turn = random.below(6);
     let problem = case::BASE
         .with_heads(heads_kv * group, heads_kv)
         .with_head_dims(head_dim, head_dim_v)
+        .with_latent(is_latent)
         .with_mask(mask(random, spec))
-        .with_types(spec.map_or(Types::same(dtype), |spec| spec.types))
-        .with_softmax_scale((random.below(6) == 0).then(|| random.of(scales)))
+        .with_types(types)
+        .with_descales(match (spec, types.is_fp8(), types.kv.is_code()) {
+            (Some(spec), ..) => descales(spec, turn),
+            (None, true, _) => Descales::all(OF_FP8[turn % OF_FP8.len()]),
+            (None, false, true) => of_caches(turn),
+            (None, false, false) => Descales::NONE,
+        })
+        .with_softmax_scale(has_scale.then(|| random.of(if is_latent { &[0.01, 0.05] } else { scales })))
         .with_score(
             ScoreMod::NONE
                 .with_softcap(score[0].then(|| random.of(&[1.0, 10.0, 50.0])))
                 .with_alibi(score[1].then(|| random.of(&[Alibi::PerHead, Alibi::PerSequenceHead])))
                 .with_sinks(score[2]),
         );
-    let arrangement = random.of(&[
-        Arrangement::Bshd,
-        Arrangement::Bshd,
-        Arrangement::Bhsd,
-        Arrangement::Gap(8),
-        Arrangement::Gap(56),
-        Arrangement::BhsdGap(24),
-    ]);
+    let is_plain = form == Form::Half && !types.kv.is_code();
+    let arrangement = random.of(match is_plain {
+        true => &[
+            Arrangement::Bshd,
+            Arrangement::Bshd,
+            Arrangement::Bhsd,
+            Arrangement::Gap(8),
+            Arrangement::Gap(56),
+            Arrangement::BhsdGap(24),
+        ][..],
+        false => &[Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)],
+    });
     let is_varied = spec.map_or_else(|| random.below(5) < 3, |spec| spec.reads.varied);
     if is_varied {
         let paged = match spec {
@@ -112,12 +172,51 @@ fn draw(random: &mut Random, family: Family, pass: Pass, spec: Option<&KernelSpe
     let (q, k) = lengths(random, pass);
     let lengths = Lengths::uniform(random.of(&[1, 1, 1, 2, 3]), q, k);
     let (arrangement, values) = match random.below(12) {
+        _ if !is_plain => (arrangement, values),
         0 => (Arrangement::SharedBatch, Values::Normal),
         1 => (Arrangement::SharedHeads, Values::Normal),
         2 => (Arrangement::SharedRows, Values::Normal),
         _ => (arrangement, values),
     };
     Case { arrangement, values, ..case::case("small", problem.with_lengths(lengths)) }
+}
+
+/// Types of the tensors: of a kernel its own.
+fn types(
+    random: &mut Random,
+    (family, form): (Family, Form),
+    pass: Pass,
+    spec: Option<&KernelSpec>,
+) -> Types {
+    let half = Types::same(random.of(&[Dtype::Bf16, Dtype::F16]));
+    let has_codes = !pass.is_backward() && family != Family::Sm100 && random.below(5) == 0;
+    match (spec, form) {
+        (Some(spec), _) => spec.types,
+        (None, Form::Fp8) => Types::fp8(Dtype::Bf16),
+        (None, Form::Half) if has_codes => half.with_kv(random.of(&[Dtype::E4m3, Dtype::Int8])),
+        (None, Form::Half | Form::Wide) => half,
+    }
+}
+
+/// Head dims of wide kernels: of latent keys those of values and of what is behind them.
+fn wide_dims(random: &mut Random, is_latent: bool, spec: Option<&KernelSpec>) -> (usize, usize) {
+    let (most, most_v) = spec.map_or((576, 512), |spec| (spec.head_dim as usize, spec.head_dim_v as usize));
+    let narrower = |random: &mut Random, most: usize| match random.below(3) {
+        0 => most.saturating_sub(8 * random.below(8)).max(8),
+        _ => most,
+    };
+    match (is_latent, spec) {
+        (true, _) => {
+            let most_v = if spec.is_some() { most_v } else { random.of(&[512, 256]) };
+            let values = narrower(random, most_v);
+            (values + random.of(&[0, 8, 64]).min(most - most_v), values)
+        }
+        (false, Some(_)) => (narrower(random, most), narrower(random, most_v)),
+        (false, None) => {
+            let dim = 264 + 8 * random.below(32);
+            (dim, if random.below(3) == 0 { 8 * (1 + random.below(64)) } else { dim })
+        }
+    }
 }
 
 /// Head dims: those of models, any multiples of 8, different ones for values; for a given kernel, as wide as
@@ -243,7 +342,8 @@ mod tests {
     use super::*;
 
     fn drawn(family: Family, pass: Pass, count: u64) -> Vec<Case> {
-        let one = |turn| small(&mut Random::new(turn), family, pass, None).expect("within the bounds");
+        let form = (family, Form::Half);
+        let one = |turn| small(&mut Random::new(turn), form, pass, None).expect("within the bounds");
         (0..count).map(one).collect()
     }
 
@@ -267,6 +367,8 @@ mod tests {
             c.problem.mask.left.is_none() && c.problem.mask.right.is_some_and(|right| right > 0)
         });
         of("a token", &|c| c.problem.lengths.max_q() == 1 && c.problem.lengths.max_k() > 500);
+        of("codes", &|c| c.problem.types.kv.is_code());
+        of("a descale of each row", &|c| c.problem.descales.v == fa_core::DescaleForm::TokenHead);
         of("large scores", &|c| c.values == Values::Sharp && c.problem.types.q == Dtype::F16);
         assert!(cases.iter().all(|case| flops(case) <= most_flops(case)));
     }
@@ -279,6 +381,26 @@ mod tests {
     }
 
     #[test]
+    fn problems_in_8_bits_and_of_wide_heads_have_kernels() {
+        let options = PlanOptions::default().with_family(Some(Family::Sm90));
+        for form in [Form::Fp8, Form::Wide] {
+            let (mut planned, mut served) = (0, 0);
+            for turn in 0..40 {
+                let random = &mut Random::new(turn);
+                let of = (Family::Sm90, form);
+                let Some(case) = small(random, of, Pass::Forward, None) else { continue };
+                assert_eq!(case.problem.types.is_fp8(), form == Form::Fp8, "{}", case.name());
+                let Ok(plans) = plan(&case.problem, Arch::Sm90, &options) else { continue };
+                let spec = &plans[turn as usize % plans.len()].spec;
+                assert_eq!(Form::of(spec), form, "{spec}");
+                planned += 1;
+                served += usize::from(small(random, of, Pass::Forward, Some(spec)).is_some());
+            }
+            assert!(planned > 25 && served > planned * 3 / 4, "{form:?}: {served} of {planned}");
+        }
+    }
+
+    #[test]
     fn problems_of_a_kernel_are_served_by_it() {
         let mut served = 0;
         for (turn, case) in drawn(Family::Sm90, Pass::Forward, 40).into_iter().enumerate() {
@@ -286,7 +408,8 @@ mod tests {
             let Ok(plans) = plan(&case.problem, Arch::Sm90, &options) else { continue };
             let spec = &plans[turn % plans.len()].spec;
             let random = &mut Random::new(turn as u64);
-            for own in (0..3).filter_map(|_| small(random, Family::Sm90, Pass::Forward, Some(spec))) {
+            let form = (Family::Sm90, Form::of(spec));
+            for own in (0..3).filter_map(|_| small(random, form, Pass::Forward, Some(spec))) {
                 assert!(spec.serves(&own.problem).is_ok(), "{}", own.name());
                 served += 1;
             }

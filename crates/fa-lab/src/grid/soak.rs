@@ -1,6 +1,6 @@
 //! Random problems, reproducible by their seed.
 
-use fa_core::{Alibi, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_core::{Alibi, DescaleForm, Descales, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_planner::plan::head_dims;
 
 use super::case::{self, Action, Arrangement, Case, Values, case_of};
@@ -11,7 +11,7 @@ use crate::sequences::{Ragged, Sequences, Store};
 /// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one
 /// deterministic.
 pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
-    let mut case = case(seed, turn, family);
+    let mut case = in_16_bits(seed, turn, family);
     let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
     (case.problem.heads_q, case.problem.heads_kv) = (group * heads_kv, heads_kv);
     // Keys in pages have no gradients.
@@ -29,8 +29,78 @@ pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
 }
 
 /// Problem number `turn` of the sequence of `seed`, for kernels of `family`: every second one has different
-/// lengths, pages, slopes or sinks, or several of these.
+/// lengths, pages, slopes or sinks, or several of these. Of families that compute them some have K and V in
+/// 8 bits, some Q as well, and some keys that begin with their values.
 pub fn case(seed: u64, turn: u64, family: Family) -> Case {
+    let case = in_16_bits(seed, turn, family);
+    let random = &mut Random::new(seed.wrapping_mul(0xc2b2_ae35) ^ turn);
+    random.bits();
+    match (family, random.below(8)) {
+        (Family::Sm80 | Family::Sm90, 0 | 1) => with_codes(case, random),
+        (Family::Sm90, 2) => in_fp8(case, random),
+        (Family::Sm90, 3) => latent(random),
+        (Family::Sm80 | Family::Sm90 | Family::Sm100, _) => case,
+    }
+}
+
+/// `case` with rows of codes: of whole 16 bytes, and each in its own place.
+fn of_bytes(case: Case) -> Case {
+    let [head_dim, head_dim_v] =
+        [case.problem.head_dim, case.problem.head_dim_v].map(|dim| dim.next_multiple_of(16));
+    let arrangement = match case.arrangement {
+        Arrangement::SharedBatch | Arrangement::SharedHeads | Arrangement::BhsdGap(_) => Arrangement::Bhsd,
+        other => other,
+    };
+    Case { arrangement, problem: case.problem.with_head_dims(head_dim, head_dim_v), ..case }
+}
+
+/// `case` with K and V in 8 bits.
+fn with_codes(case: Case, random: &mut Random) -> Case {
+    let case = of_bytes(case);
+    let kv = random.of(&[Dtype::E4m3, Dtype::Int8]);
+    let forms = [DescaleForm::None, DescaleForm::Head, DescaleForm::SequenceHead, DescaleForm::TokenHead];
+    let descales = Descales::new(random.of(&forms), random.of(&forms));
+    let types = case.problem.types.with_kv(kv);
+    Case { problem: case.problem.with_types(types).with_descales(descales), ..case }
+}
+
+/// `case` with Q, K and V in e4m3.
+fn in_fp8(case: Case, random: &mut Random) -> Case {
+    let case = of_bytes(case);
+    let form = random.of(&[DescaleForm::None, DescaleForm::Head, DescaleForm::SequenceHead]);
+    let problem = case.problem.with_types(Types::fp8(Dtype::Bf16)).with_descales(Descales::all(form));
+    let action = if case.action == Action::Relength { Action::Once } else { case.action };
+    Case { values: Values::Normal, action, problem, ..case }
+}
+
+/// A few queries on a cache of latent rows, in pages or in one piece.
+fn latent(random: &mut Random) -> Case {
+    let batch = random.of(&[1, 2, 5, 12]);
+    let most = 1 + random.below(12_000 / batch);
+    let lens: Vec<usize> = (0..batch).map(|_| random.below(most + 1)).collect();
+    let queries = random.of(&[1, 1, 2, 4]);
+    let k = match random.below(3) {
+        0 => Ragged::padded(&lens, most),
+        _ => {
+            let (page, spare) = (random.of(&PAGES), random.below(5));
+            Ragged::paged(&lens, page, spare, random)
+        }
+    };
+    let dims = random.of(&[(576, 512), (576, 512), (512, 512), (320, 256)]);
+    let problem = case::BASE
+        .with_heads(random.of(&[8, 16, 32, 64, 128]), 1)
+        .with_head_dims(dims.0, dims.1)
+        .with_latent(true)
+        .with_softmax_scale(Some(1.0 / f64::from(dims.0 as u32).sqrt()))
+        .with_types(Types::same(random.of(&[Dtype::Bf16, Dtype::F16])))
+        .with_mask(random.of(&[Mask::CAUSAL, Mask::FULL]));
+    let action = random.of(&[Action::Once, Action::Once, Action::Once, Action::Repeat(20)]);
+    let sequences = Sequences { q: Ragged::uniform(batch, queries), k };
+    Case { action, ..case_of("soak", "", problem, sequences) }
+}
+
+/// Problem number `turn` of the sequence of `seed` in 16 bits.
+fn in_16_bits(seed: u64, turn: u64, family: Family) -> Case {
     if turn.is_multiple_of(2) {
         return dense(seed, turn / 2, family);
     }
@@ -162,6 +232,9 @@ fn dense(seed: u64, turn: u64, family: Family) -> Case {
 
 #[cfg(test)]
 mod tests {
+    use fa_core::Arch;
+    use fa_planner::plan::{PlanOptions, best};
+
     use super::*;
 
     #[test]
@@ -169,7 +242,8 @@ mod tests {
         let cases: Vec<Case> = (0..500).map(|turn| case(1, turn, Family::Sm90)).collect();
         for case in &cases {
             case.problem.check().unwrap_or_else(|error| panic!("{}: {error}", case.name()));
-            assert!(case.problem.head_dim <= 256 && case.problem.head_dim_v.is_multiple_of(8));
+            let widest = if case.problem.latent { 576 } else { 256 };
+            assert!(case.problem.head_dim <= widest && case.problem.head_dim_v.is_multiple_of(8));
         }
         let names: std::collections::HashSet<String> = cases.iter().map(Case::name).collect();
         assert!(names.len() > 490, "{}", names.len());
@@ -183,6 +257,10 @@ mod tests {
             ("sinks in pages", of(&|c| c.problem.score.sinks && c.problem.lengths.page().is_some())),
             ("other lengths", of(&|c| c.action == Action::Relength)),
             ("dense", of(&|c| c.sequences.is_none())),
+            ("codes", of(&|c| c.problem.types.kv.is_code() && !c.problem.types.is_fp8())),
+            ("a descale of each row", of(&|c| c.problem.descales.k == DescaleForm::TokenHead)),
+            ("fp8", of(&|c| c.problem.types.is_fp8())),
+            ("latent", of(&|c| c.problem.latent)),
         ] {
             assert!(found > 4, "{what}: {found}");
         }
@@ -190,6 +268,19 @@ mod tests {
         assert_ne!(case(2, 0, Family::Sm90).name(), cases[0].name());
         assert!(cases.iter().any(|case| case.problem.mask.left.is_some()));
         assert!(cases.iter().any(|case| case.problem.lengths.max_k() == 0));
+    }
+
+    /// Pages whose boxes no fp8 kernel loads are refused by name, and skipped.
+    #[test]
+    fn what_is_drawn_in_8_bits_or_with_latent_keys_has_a_plan() {
+        for (family, arch) in [(Family::Sm90, Arch::Sm90), (Family::Sm80, Arch::Sm80)] {
+            let special = |case: &Case| case.problem.types.kv.is_code() || case.problem.latent;
+            for case in (0..160).map(|turn| case(5, turn, family)).filter(special) {
+                let paged_fp8 = case.problem.types.is_fp8() && case.problem.lengths.page().is_some();
+                let plan = best(&case.problem, arch, &PlanOptions::default());
+                assert!(plan.is_ok() || paged_fp8, "{}: {}", case.name(), plan.unwrap_err());
+            }
+        }
     }
 
     #[test]

@@ -15,7 +15,9 @@ use super::options::{Cases, Job, Options};
 use crate::device;
 use crate::error::{Context, Error, Result};
 use crate::grid::{self, Action, Arrangement, BASE, Case, Extent};
+use crate::random::Random;
 use crate::record::Provenance;
+use crate::sequences::{Ragged, Sequences};
 use crate::worker::Program;
 
 const TOOLS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
@@ -62,6 +64,9 @@ pub fn cases(pass: Pass) -> Vec<Case> {
             cases.push(case);
         }
     }
+    if pass == Pass::Forward {
+        cases.extend(wide());
+    }
     let small = |case: &Case| {
         let Problem { heads_q, head_dim, mask, .. } = case.problem;
         let pairs = case.sequences().pairs(&mask) * (heads_q * head_dim) as f64;
@@ -81,6 +86,21 @@ pub fn cases(pass: Pass) -> Vec<Case> {
         *count % 4 == 1 && *count < 32
     }));
     cases
+}
+
+/// Heads wider than most, and keys that begin with their values.
+fn wide() -> impl Iterator<Item = Case> {
+    let latent = BASE.with_heads(16, 1).with_latent(true).with_softmax_scale(Some(0.1));
+    let wide = BASE.with_heads(2, 1);
+    [(latent, (576, 512), (3, 200)), (latent, (512, 512), (1, 333)), (wide, (512, 512), (100, 150))]
+        .into_iter()
+        .flat_map(|(problem, dims, (queries, keys))| {
+            let problem = problem.with_head_dims(dims.0, dims.1);
+            let dense = problem.with_lengths(Lengths::uniform(1, queries, keys));
+            let pages = Ragged::paged(&[keys, 7], 16, 1, &mut Random::new(1));
+            let cache = Sequences { q: Ragged::uniform(2, queries), k: pages };
+            [grid::case("sanitize", dense), grid::case_of("sanitize", "paged", problem, cache)]
+        })
 }
 
 /// The results of the tools.

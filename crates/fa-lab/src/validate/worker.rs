@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_attn::device::Half;
-use fa_core::Pass;
+use fa_core::spec::WHOLE_ROW_HEAD_DIM;
+use fa_core::{Pass, Problem};
 use rayon::prelude::*;
 
 use super::event::{CaseResult, Event, Status, tell};
@@ -128,9 +129,7 @@ fn run_case(session: &Session, case: &Case) {
         }
         Err(Error::NotTried(why)) => fate(Status::Skipped, why),
         // The library refuses problems without a kernel with the same error.
-        Err(error) if (is_serving(case.group) || case.group == "fp8") && is_unplanned(&error) => {
-            fate(Status::Skipped, message(&error))
-        }
+        Err(error) if may_be_refused(case) && is_unplanned(&error) => fate(Status::Skipped, message(&error)),
         // No kernel with a switch that this compiler ignores ships or is chosen by the library.
         Err(error) if case.group == "knobs" && is_refused(&error) => fate(Status::Skipped, message(&error)),
         Err(error) => fate(Status::Failed, message(&error)),
@@ -159,6 +158,17 @@ fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
         }
     };
     Ok(Found { passed_over, ..found })
+}
+
+/// Whether a family may have no kernel for a case: pages whose boxes none loads, latent keys and wide heads.
+fn may_be_refused(case: &Case) -> bool {
+    let Problem { latent, head_dim, types, .. } = case.problem;
+    match case.group {
+        "fp8" => true,
+        "soak" => types.is_fp8(),
+        "sanitize" => latent || head_dim > WHOLE_ROW_HEAD_DIM as usize,
+        group => is_serving(group),
+    }
 }
 
 fn is_unplanned(error: &Error) -> bool {

@@ -133,7 +133,7 @@ impl Tried {
         let is_named = family.is_some();
         match family.unwrap_or(native) {
             PlanFamily::Kernels(family) => {
-                // None named: where the architecture's own fit nothing, the SM80 class, as the library does.
+                // None named: the families in the library's order.
                 let options = PlanOptions::default()
                     .with_family(is_named.then_some(family))
                     .with_board(board)

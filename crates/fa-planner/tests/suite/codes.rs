@@ -5,7 +5,7 @@ use fa_core::{
     Types,
 };
 use fa_planner::account::{account, smem};
-use fa_planner::plan::{Plan, PlanError, PlanOptions, best, plan};
+use fa_planner::plan::{Plan, PlanError, PlanOptions, best, families, plan};
 
 /// `queries` of 32 heads on `keys` of 8 in each of `batch` sequences.
 fn problem(batch: usize, queries: usize, keys: usize, head_dim: usize, kv: Dtype) -> Problem {
@@ -54,6 +54,32 @@ fn every_head_dim_has_a_kernel_that_fits() {
             }
         }
     }
+}
+
+/// All warps of the SM80 class convert codes; a prompt's products are worth the SM90 kernel.
+#[test]
+fn few_rows_over_codes_are_left_to_the_sm80_class() {
+    for (queries, heads, kv, head_dim, family) in [
+        (1, (32, 8), Dtype::E4m3, 128, Family::Sm80),
+        (4, (32, 8), Dtype::Int8, 64, Family::Sm80),
+        (16, (32, 8), Dtype::E4m3, 256, Family::Sm80),
+        (17, (32, 8), Dtype::E4m3, 128, Family::Sm90),
+        (512, (32, 8), Dtype::E4m3, 128, Family::Sm90),
+        (1, (128, 1), Dtype::E4m3, 128, Family::Sm90),
+        (1, (32, 8), Dtype::Bf16, 128, Family::Sm90),
+    ] {
+        let own = problem(64, queries, 4096, head_dim, kv).with_heads(heads.0, heads.1);
+        let chosen = first(&own, Arch::Sm90, None).spec.kernel.family();
+        assert_eq!(chosen, family, "{queries} queries of {heads:?} heads over {kv}");
+        let others = families(&own, Pass::Forward, Arch::Sm90);
+        assert!(others.contains(&Family::Sm80) && others.contains(&Family::Sm90), "the other one is left");
+        let all = plan(&own, Arch::Sm90, &PlanOptions::default()).expect("plans");
+        assert_eq!(all[0].spec, first(&own, Arch::Sm90, None).spec);
+        assert_eq!(families(&own, Pass::Forward, Arch::Sm80), [Family::Sm80]);
+    }
+    let fp8 = problem(64, 1, 4096, 128, Dtype::E4m3).with_types(Types::fp8(Dtype::Bf16));
+    assert_eq!(families(&fp8, Pass::Forward, Arch::Sm90), [Family::Sm90]);
+    assert!(first(&fp8, Arch::Sm90, None).spec.kernel.computes_in_8_bits());
 }
 
 /// Decoding reads half the bytes, and takes little more than half the time where memory is the limit.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use fa_core::{Lengths, Problem, Side};
 use fa_lab::bench::Change;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
@@ -11,9 +12,10 @@ use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
 use crate::flags::{self, Backend, CpuArgs, HeadersArgs, OF_SHAPES, ShapeArgs};
+use crate::term::failure::InputError;
 
 /// What shapes drawn at random go without, besides the flags of shapes.
-const BESIDE_RANDOM: [&str; 6] = ["append", "beside_choice", "draw", "filter", "marks", "specs"];
+const BESIDE_RANDOM: [&str; 7] = ["append", "beside_choice", "draw", "filter", "marks", "page", "specs"];
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -27,6 +29,10 @@ pub(crate) struct BenchArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub shapes: ShapeArgs,
+    /// Keys lie in pages of N keys, as of a server's cache, in random order on the GPU
+    #[arg(long, alias = "page-size", value_name = "N", value_parser = parse_page)]
+    #[arg(conflicts_with_all = ["append", "draw", "marks"])]
+    pub page: Option<usize>,
     /// Measure appending to a cache instead, for a fixed list: one token and prefill, paged and contiguous,
     /// with and without rotary embedding, in bytes read and written per second
     #[arg(long, conflicts_with_all = OF_SHAPES.into_iter().filter(|flag| *flag != "dtype"))]
@@ -75,6 +81,7 @@ Examples:
   fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
   fa bench --backend cuda --marks plan
+  fa bench --backend cuda --batch 64 --heads 32:8 --headdim 128 --seqlen 1x4096 --page 16 --kv-dtype e4m3
   fa bench --append --backend cpu
   fa bench --append --backend cuda --json append.json
 
@@ -140,6 +147,36 @@ pub(crate) struct GpuArgs {
     /// Timed launches of each kernel, in rounds of about six [default: 24]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: Option<u16>,
+}
+
+impl BenchArgs {
+    /// The shapes with their keys in pages, where these are asked for.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for gradients, which keys in pages do not have.
+    pub(crate) fn in_pages(&self, problems: Vec<Problem>) -> Result<Vec<Problem>, InputError> {
+        let Some(page) = self.page else { return Ok(problems) };
+        if self.mode != Mode::Fwd {
+            let message = format!("--page {page}: keys in pages have no gradients: leave out --mode");
+            return Err(InputError::Usage(message));
+        }
+        let paged = |problem: Problem| {
+            let (batch, keys) = (problem.lengths.sequences(), problem.lengths.max_k());
+            let pages = batch.saturating_mul(keys.div_ceil(page)).max(1);
+            let queries = problem.lengths.q();
+            let problem = problem.with_lengths(Lengths::of(batch, queries, Side::paged(page, pages, keys)));
+            problem.check().map_err(|error| InputError::Usage(format!("--page {page}: {error}")))?;
+            Ok(problem)
+        };
+        problems.into_iter().map(paged).collect()
+    }
+}
+
+fn parse_page(text: &str) -> Result<usize, String> {
+    match whole::<usize>(text)? {
+        0 => Err("a page of 0 keys: use 1 or more".to_owned()),
+        page => Ok(page),
+    }
 }
 
 impl GpuArgs {

@@ -78,10 +78,11 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
         }
         (None, Some(count)) => (bench::packed::batches(usize::from(count), seed), Vec::new()),
         (None, None) => {
-            let problems = args.shapes.problems_of_halves()?;
+            let problems = args.in_pages(args.shapes.problems_of_halves()?)?;
             let spec = |path: &PathBuf| spec_for(path, pass, &problems);
             let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;
-            (problems.into_iter().map(|problem| Wanted::new(problem, "all")).collect(), specs)
+            let of = if pass.is_backward() { Wanted::new } else { bench::row_of };
+            (problems.into_iter().map(|problem| of(problem, "all")).collect(), specs)
         }
     };
     let (peers, turns) = (args.gpu.peers, args.gpu.turns());

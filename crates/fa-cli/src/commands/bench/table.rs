@@ -68,7 +68,7 @@ fn rows(report: &Report) -> String {
             row.shape.head_dims(),
             row.shape.heads(),
             row.shape.batch.to_string(),
-            row.shape.seqlens(),
+            row.shape.rows(),
             row.shape.mask.clone(),
             row.shape.types(),
             row.spec.clone(),

@@ -55,8 +55,8 @@ pub(crate) struct BuildArgs {
     #[arg(requires = "all_configs", conflicts_with_all = OF_LISTED)]
     pub json: Option<PathBuf>,
     /// Compile the planner's best N kernels instead for every kind of problem (passes, families, head dims,
-    /// masks, types, packed, paged, decoding, soft caps, slopes, sinks), except those that an earlier run has
-    /// compiled
+    /// masks, types, 8 bits, packed, paged, decoding, soft caps, slopes, sinks), except those that an earlier
+    /// run has compiled
     #[arg(long, value_name = "N", conflicts_with_all = ["all_configs", "arch"])]
     #[arg(value_parser = clap::value_parser!(u16).range(1..))]
     pub best: Option<u16>,

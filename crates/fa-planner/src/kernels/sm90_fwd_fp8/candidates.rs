@@ -4,7 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Division, KernelSpec, MaskKind, Problem, Reads, Sm90FwdFp8};
 
 use super::account::smem;
-use crate::kernels::{has_idle_warps, packings};
+use crate::kernels::{has_idle_warps, packings, split_choices};
 
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 7] = [64, 96, 128, 160, 192, 224, 256];
@@ -14,7 +14,7 @@ pub const TILE_N: [u32; 7] = [64, 96, 128, 160, 192, 224, 256];
 const POLY_OF_16: u32 = 0;
 
 /// Every forward that is tried for `problem`. In order: warpgroups, keys per step, intra-warpgroup overlap or
-/// not, heads of a group packed or not. All add in two levels.
+/// not, heads of a group packed or not, keys in one piece or shared by several CTAs. All add in two levels.
 pub fn candidates(
     problem: &Problem,
     head_dim: u32,
@@ -35,7 +35,11 @@ pub fn candidates(
         .flat_map(move |((num_wg, tile_n), overlap_wg)| {
             let has_rows = move |pack_gqa: &&bool| !has_idle_warps(&problem, 64 * num_wg, **pack_gqa);
             let packings = packings(&problem, 64 * num_wg, division).iter().filter(has_rows);
-            packings.map(move |&pack_gqa| {
+            let choices = packings.flat_map(move |&pack_gqa| {
+                let splits = split_choices(&problem, 64 * num_wg, tile_n, pack_gqa, division);
+                splits.iter().map(move |&split| (pack_gqa, split))
+            });
+            choices.map(move |(pack_gqa, split)| {
                 let kernel = Sm90FwdFp8 {
                     tile_m: 64 * num_wg,
                     tile_n,
@@ -51,8 +55,10 @@ pub fn candidates(
                     exp_poly_of_16: POLY_OF_16,
                     pack_gqa,
                 };
-                let spec_of =
-                    |kernel: Sm90FwdFp8| KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel);
+                let spec_of = |kernel: Sm90FwdFp8| KernelSpec {
+                    split,
+                    ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel)
+                };
                 with_room(kernel, spec_of)
             })
         })

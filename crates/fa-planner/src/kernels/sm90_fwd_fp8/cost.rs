@@ -6,7 +6,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{ArchLimits, KernelSpec, Problem, Sm90FwdFp8};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{KernelModel, Launch, Memory, f32_lanes, overlap, softmax_clocks};
+use crate::cost::core::{KernelModel, Launch, Memory, f32_lanes, overlap, score_costs, softmax_clocks};
 use crate::kernels::planned::Forward;
 use crate::work::Queue;
 
@@ -52,8 +52,11 @@ fn model(
 
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
     let sums = hdv / tile_n;
-    let ops = c.sm90_softmax_ops[0] + PACK_OPS + sums + poly * c.poly_ops;
-    let exp = scores * softmax_clocks(limits, 1.0 - poly, ops);
+    // Of a soft cap an exponential and a reciprocal.
+    let (_, cap_ops) = score_costs(spec.score, c);
+    let cap_mufu = if spec.score.softcap { 2.0 } else { 0.0 };
+    let ops = c.sm90_softmax_ops[0] + PACK_OPS + sums + poly * c.poly_ops + cap_ops;
+    let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);
 
     let group = (k.num_wg.clamp(1, 3) - 1) as usize;
     let ping_pong = if k.ping_pong { c.sm90_ping_pong } else { 0.0 };

@@ -25,7 +25,7 @@ impl PlannedKernel for Sm90FwdFp8 {
         Code {
             varied: true,
             paged: true,
-            softcap: false,
+            split: true,
             programs: false,
             packs_gqa: true,
             codes: true,
