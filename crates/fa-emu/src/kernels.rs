@@ -72,6 +72,7 @@ impl EmulatedKernel for Sm80Fwd {
                 ("reverse_blocks", |k, _| k.reverse_blocks = !k.reverse_blocks),
                 ("pack_gqa", |k, _| k.pack_gqa = !k.pack_gqa),
                 ("exact_div", |k, _| k.exact_div = !k.exact_div),
+                ("divide_keys", |k, _| k.divide_keys = !k.divide_keys),
             ],
             true,
             random,

@@ -34,11 +34,11 @@ struct Sm80FwdConfig {
     bool sinks;
     // Split keys: several CTAs share the keys of a tile.
     bool split;
-    // Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
+    // Query rows of a CTA; a multiple of `16 * num_warps` up to 256, or 16 or 32 with `divide_keys`.
     int tile_m;
     // Keys per step; a multiple of 16 up to 256.
     int tile_n;
-    // Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows.
+    // Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows, or keys with `divide_keys`.
     int num_warps;
     // K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
     int stages;
@@ -63,6 +63,9 @@ struct Sm80FwdConfig {
     bool pack_gqa;
     // With `fast_math`: divide exactly at the end all the same.
     bool exact_div;
+    // The warps divide the keys of a step, 16 or 32 to each, and each has all rows: for few rows, as in
+    // decoding. Codes of 8 bits are converted in registers.
+    bool divide_keys;
     // Type of K and V in device memory: `dtype`, or codes of 8 bits.
     Dtype kv_dtype;
 };

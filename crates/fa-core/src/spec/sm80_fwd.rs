@@ -8,11 +8,11 @@ use crate::{Dtype, Family, Pass};
 kernel_params! {
     /// Parameters of the SM80-class forward. Each optimisation is a switch, so that it can be measured alone.
     pub struct Sm80Fwd {
-        /// Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
+        /// Query rows of a CTA; a multiple of `16 * num_warps` up to 256, or 16 or 32 with `divide_keys`.
         tile_m: u32 = 64,
         /// Keys per step; a multiple of 16 up to 256.
         tile_n: u32 = 64 => multiple(16, 16, 256),
-        /// Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows.
+        /// Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows, or keys with `divide_keys`.
         num_warps: u32 = 4 => range(1, 16),
         /// K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
         stages: u32 = 2 => range(1, 4),
@@ -39,19 +39,41 @@ kernel_params! {
         /// With `fast_math`: divide exactly at the end all the same.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         exact_div: bool = false,
+        /// The warps divide the keys of a step, 16 or 32 to each, and each has all rows: for few rows, as in
+        /// decoding. Codes of 8 bits are converted in registers.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        divide_keys: bool = false,
     }
 }
 
 impl Sm80Fwd {
     /// Checks the fields against the kernel's rules.
-    pub(super) fn check(&self, _: (u32, u32), _: MaskKind) -> Result<(), SpecError> {
+    pub(super) fn check(&self, head_dims: (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
         if self.exact_div && !self.fast_math {
             let why = "exact_div turns off the approximate division of fast_math: leave it out with \
                        fast_math = false";
             return Err(SpecError::Conflict(why.to_owned()));
         }
+        if self.divide_keys {
+            return self.check_divided(head_dims);
+        }
         multiple("tile_m", self.tile_m, 16 * self.num_warps, 16 * self.num_warps, 256)
+    }
+
+    /// Checks what `divide_keys` asks for.
+    fn check_divided(&self, head_dims: (u32, u32)) -> Result<(), SpecError> {
+        let refused = [
+            (!self.swizzle || !self.ldmatrix, "swizzle = true and ldmatrix = true, as its copies have them"),
+            (self.stages < 2, "stages = 2 to 4: copies run under the products of a stage before"),
+            (self.num_warps < 2, "num_warps = 2 to 16: one warp has no keys to divide"),
+            (head_dims.0 % 32 != 0 || head_dims.1 % 32 != 0, "head dims that are multiples of 32"),
+        ];
+        if let Some((_, need)) = refused.iter().find(|(applies, _)| *applies) {
+            return Err(SpecError::Conflict(format!("divide_keys needs {need}")));
+        }
+        multiple("tile_m", self.tile_m, 16, 16, 32)?;
+        multiple("tile_n", self.tile_n, 16 * self.num_warps, 16 * self.num_warps, 32 * self.num_warps)
     }
 
     /// Checks what conversion of codes asks for.
@@ -101,6 +123,7 @@ impl Sm80Fwd {
             reverse_blocks,
             pack_gqa,
             exact_div,
+            divide_keys,
         } = self;
         vec![
             (true, format!("w{num_warps}")),
@@ -115,6 +138,7 @@ impl Sm80Fwd {
             (*reverse_blocks, "rev".into()),
             (*pack_gqa, "pack".into()),
             (*exact_div, "xdiv".into()),
+            (*divide_keys, "divk".into()),
         ]
     }
 }

@@ -277,7 +277,7 @@ fn parameters_are_those_of_the_text_in_its_order() {
         // Of the parameters of all kernels, those that came later are written where they are on.
         let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
         if matches!(spec.kernel, Kernel::Sm80Fwd(_)) {
-            later.extend(["pack_gqa", "exact_div"]);
+            later.extend(["pack_gqa", "exact_div", "divide_keys"]);
         }
         later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
         later.extend(matches!(spec.kernel, Kernel::Sm90Bwd(_)).then_some("persistent"));

@@ -21,6 +21,16 @@ EMU_INLINE u32 bytes_of(u32 low, u32 high) {
     return bytes;
 }
 
+template <u32 Selector>
+EMU_INLINE u32 signed_bytes_of(u32 word) {
+    u32 bytes = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 digit = Selector >> 4 * i & 15, byte = word >> 8 * (digit & 3) & 0xff;
+        bytes |= (digit & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
+    }
+    return bytes;
+}
+
 constexpr bool kConvertsE4m3 = __CUDA_ARCH__ >= 890;
 
 EMU_INLINE u32 f16_of_e4m3(u16 codes) {

@@ -53,6 +53,12 @@ const IN_REGISTERS: &str = "Sm80Fwd((tile_m: 128, tile_n: 48, num_warps: 4, stag
 const PACKED: &str = "Sm80Fwd((tile_m: 64, tile_n: 32, num_warps: 4, stages: 3, q_in_regs: true, \
                       blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
                       loop_split: true, reverse_blocks: true, pack_gqa: true))";
+const DIVIDED: &str = "Sm80Fwd((tile_m: 16, tile_n: 128, num_warps: 4, stages: 2, q_in_regs: true, \
+                       blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
+                       loop_split: true, reverse_blocks: true, pack_gqa: true, divide_keys: true))";
+const DIVIDED_ROWS: &str = "Sm80Fwd((tile_m: 32, tile_n: 32, num_warps: 2, stages: 3, q_in_regs: false, \
+                            blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: false, fast_math: false, \
+                            loop_split: false, reverse_blocks: false, divide_keys: true))";
 const DECODE: &str = "Sm90Fwd((tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, \
                       q_stages: 2, kv_stages: 2, ping_pong: false, scheduler: Dynamic, tile_order: \
                       LongestFirst, cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true))";
@@ -297,6 +303,35 @@ fn codes_give_the_bits_of_their_numbers() {
     check(&Own::of(SIMPLE, Arch::Sm90, F16, Rows::Uniform(40, 100)), 1);
     let paged = Own::of(DECODE, Arch::Sm90, BF16_INT8, Rows::Varied(Lie::Paged(17), true));
     check(&paged.with(64, Mask::CAUSAL, "varied: true, paged: true, split: true,", TOKENS), 2);
+}
+
+#[test]
+#[ignore = "emulation"]
+fn divided_codes_give_the_bits_of_their_numbers() {
+    let of = |kernel, types, rows| Own::of(kernel, Arch::Sm80, types, rows);
+    let window = Mask::window(40, 7);
+    let nan = |own: Own| Own { nan: true, ..own };
+    let cases = [
+        of(DIVIDED, BF16, Rows::Uniform(1, 700)).with(128, Mask::CAUSAL, "split: true,", MIXED),
+        of(DIVIDED, F16, Rows::Uniform(3, 330)).with(64, Mask::CAUSAL, "softcap: true, sinks: true,", NONE),
+        of(DIVIDED_ROWS, BF16_INT8, Rows::Uniform(40, 150)).with(96, window, "", MIXED),
+        of(DIVIDED_ROWS, F16_INT8, Rows::Uniform(70, 70)).with(32, Mask::FULL, "alibi: true,", TOKENS),
+        of(DIVIDED, BF16, Rows::Varied(Lie::Paged(1), true)).with(128, Mask::CAUSAL, PAGED, TOKENS),
+        of(DIVIDED, F16_INT8, Rows::Varied(Lie::Paged(17), true)).with(
+            256,
+            Mask::CAUSAL,
+            "varied: true, paged: true, split: true, sinks: true,",
+            MIXED,
+        ),
+        of(DIVIDED_ROWS, F16, Rows::Varied(Lie::Packed, false)).with(64, window, VARIED, MIXED),
+        of(DIVIDED, BF16_INT8, Rows::Varied(Lie::PackedUsed, true)).with(64, Mask::FULL, VARIED, TOKENS),
+        of(DIVIDED_ROWS, BF16, Rows::Varied(Lie::Padded, false)).with(128, Mask::CAUSAL, VARIED, TOKENS),
+        nan(of(DIVIDED, BF16, Rows::Uniform(1, 200)).with(128, Mask::FULL, "", NONE)),
+        nan(of(DIVIDED_ROWS, F16, Rows::Uniform(20, 60)).with(64, Mask::CAUSAL, "", MIXED)),
+    ];
+    for (case, seed) in cases.iter().zip([0, 1, 2].into_iter().cycle()) {
+        check(case, seed);
+    }
 }
 
 #[test]

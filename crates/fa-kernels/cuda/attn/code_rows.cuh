@@ -1,4 +1,5 @@
-// Where the rows of an 8-bit cache lie, whether it is padded, packed or in pages.
+// Where the rows of K or V lie, whether padded, packed or in pages, for copies row by row: those of an 8-bit
+// cache, or of 16-bit elements whose rows begin on 16 bytes.
 #pragma once
 #include "attn/descales.cuh"
 #include "attn/paged_keys.cuh"
@@ -11,8 +12,8 @@
 
 namespace fa {
 
-// The rows of one sequence and head of K or V.
-template <bool Paged>
+// The rows of one sequence and head of K or V, whose elements have `Bytes` bytes.
+template <bool Paged, int Bytes = 1>
 struct CodeRows {
     const VarlenParams& varlen;
     const u8* first;            // the head's row 0, of the sequence or of page 0
@@ -34,11 +35,11 @@ struct CodeRows {
             row = seqlen.k_offset() + (params.varlen.total_k > 0 ? 0 : i64(batch) * params.shape.seqlen_k);
         }
         return {params.varlen,
-                static_cast<const u8*>(tensor.data) + bytes,
+                static_cast<const u8*>(tensor.data) + bytes * Bytes,
                 descales.of_rows == nullptr ? nullptr : descales.of_rows + row * heads + head,
                 Paged ? params.varlen.page_table + i64(batch) * params.varlen.table_stride : nullptr,
-                u32(u64(strides.seq) / 16),
-                Paged ? u32(u64(strides.batch) / 16) : 0,
+                u32(u64(strides.seq) * Bytes / 16),
+                Paged ? u32(u64(strides.batch) * Bytes / 16) : 0,
                 heads,
                 seqlen.k()};
     }

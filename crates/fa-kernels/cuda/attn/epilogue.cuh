@@ -32,17 +32,17 @@ struct OutputRow {
 };
 
 // Stores the thread's two rows, `row` and `row` + 8, if they are before `end`: O scaled by `factor`, whose
-// columns begin at `shift` in the tile, and LSE.
+// columns begin at `shift` in the tile, and LSE if `has_lse`.
 template <Dtype T, bool PackGqa, bool Varied, int N>
 __device__ __forceinline__ void store_output(const FwdParams& params, const Seqlen<Varied>& seqlen,
                                              const float (&o)[N], const float (&factor)[2],
                                              const float (&lse)[2], int row, int end, int head, int batch,
-                                             int shift) {
+                                             int shift, bool has_lse = true) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, end, head, batch);
         store_fragment_row<T>(r, target.out, target.inside, o, factor[r], -shift, params.shape.head_dim_v);
-        if (params.lse != nullptr && thread_index() % 4 == 0 && target.inside)
+        if (has_lse && params.lse != nullptr && thread_index() % 4 == 0 && target.inside)
             params.lse[target.lse] = lse[r];
     }
 }

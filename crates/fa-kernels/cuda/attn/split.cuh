@@ -42,7 +42,7 @@ __device__ __forceinline__ PartialRows workspace_rows(const FwdParams& params, c
 template <int N>
 __device__ __forceinline__ void store_partial(const PartialRows& rows, int columns, const float (&o)[N],
                                               const float (&factor)[2], const float (&lse)[2], int row,
-                                              int end, int row_in_tile, int shift) {
+                                              int end, int row_in_tile, int shift, bool has_lse = true) {
     const int lane = thread_index() % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_partial(const PartialRows& rows, int colum
             if (u32(8 * block - shift) < u32(columns))
                 *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r], o[i + 1] * factor[r]};
         }
-        if (lane == 0) rows.lse[row_in_tile + 8 * r] = lse[r];
+        if (has_lse && lane == 0) rows.lse[row_in_tile + 8 * r] = lse[r];
     }
 }
 

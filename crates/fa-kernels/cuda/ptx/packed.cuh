@@ -25,6 +25,15 @@ __device__ __forceinline__ u32 bytes_of(u32 low, u32 high) {
     return __byte_perm(low, high, Selector);
 }
 
+// Four bytes of `word`, byte i by the i-th hex digit of `Selector` counted from the right: 0 to 3 for the byte
+// itself, 8 to 11 for eight copies of the sign of byte 0 to 3.
+template <u32 Selector>
+__device__ __forceinline__ u32 signed_bytes_of(u32 word) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(word), "n"(Selector));
+    return bytes;
+}
+
 // Whether there is an instruction that converts e4m3.
 #if __CUDA_ARCH__ >= 890
 constexpr bool kConvertsE4m3 = true;

@@ -1,5 +1,5 @@
 // Attention forward for SM80 and later, by cp.async and mma.sync: all warps load, and each computes its own
-// query rows.
+// query rows, or with divide_keys its own keys.
 #pragma once
 #include "attn/alibi.cuh"
 #include "attn/block_list.cuh"
@@ -29,6 +29,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
+#include "sm80/fwd_divided.cuh"
 #include "tile/codes.cuh"
 #include "tile/copy_tile.cuh"
 #include "tile/fragment.cuh"
@@ -41,7 +42,7 @@ namespace fa::sm80 {
 
 template <Sm80FwdConfig C>
 struct Traits {
-    static_assert(C.tile_m % (16 * C.num_warps) == 0, "a warp owns whole m16 fragments");
+    static_assert(C.divide_keys || C.tile_m % (16 * C.num_warps) == 0, "a warp owns whole m16 fragments");
     static_assert(C.tile_n % 16 == 0, "the k16 steps of P V");
     static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0,
                   "the k16 steps of Q K^T and the n8 pairs of P V");
@@ -52,7 +53,8 @@ struct Traits {
     static_assert(C.swizzle || !kCodes);
 
     static constexpr int kThreads = 32 * C.num_warps;
-    static constexpr int kWarpRows = C.tile_m / C.num_warps;
+    static constexpr int kWarpRows = C.divide_keys ? C.tile_m : C.tile_m / C.num_warps;
+    static constexpr int kWarpKeys = C.divide_keys ? C.tile_n / C.num_warps : C.tile_n;  // of a step
     static constexpr int kFragments =
         kWarpRows / 16;  // m16 fragments per warp; they share the fragments of K and V
 
@@ -102,7 +104,13 @@ struct alignas(128) SharedStorage {
 // The tile's row of a thread's first accumulator.
 template <Sm80FwdConfig C>
 __device__ __forceinline__ int own_row(int thread) {
-    return thread / 32 * Traits<C>::kWarpRows + thread % 32 / 4;
+    return (C.divide_keys ? 0 : thread / 32 * Traits<C>::kWarpRows) + thread % 32 / 4;
+}
+
+// The first of a warp's keys in a step.
+template <Sm80FwdConfig C>
+__device__ __forceinline__ int own_key(int thread) {
+    return C.divide_keys ? thread / 32 * Traits<C>::kWarpKeys : 0;
 }
 
 // ---- Codes --------------------------------------------------------------------------------------
@@ -224,7 +232,7 @@ template <Sm80FwdConfig C>
 struct POperand {
     using T = Traits<C>;
     static constexpr int kBlocks = T::kFragments;
-    const float (&s)[T::kFragments][C.tile_n / 2];
+    const float (&s)[T::kFragments][T::kWarpKeys / 2];
 
     __device__ __forceinline__ void read(u32 (&regs)[4], u32, int block, int step) const {
 #pragma unroll
@@ -238,13 +246,13 @@ struct POperand {
 template <Sm80FwdConfig C>
 struct Exponentials {
     using T = Traits<C>;
-    float (&s)[T::kFragments][C.tile_n / 2];
+    float (&s)[T::kFragments][T::kWarpKeys / 2];
     typename T::RowState (&rows)[T::kFragments];
     float scale;
 
     template <int Rounds>
     __device__ __forceinline__ void round(int number) const {
-        constexpr int kSteps = C.tile_n / 16, kBlocks = Rounds / kSteps;
+        constexpr int kSteps = T::kWarpKeys / 16, kBlocks = Rounds / kSteps;
         constexpr int kScores = 8 * T::kFragments, kShare = ceil_div(kScores, kBlocks);
         const int k = number / kBlocks, n = number % kBlocks;
 #pragma unroll
@@ -262,7 +270,8 @@ struct Exponentials {
 namespace fa {
 
 template <Sm80FwdConfig C>
-constexpr int sm80_fwd_smem_bytes = sizeof(sm80::SharedStorage<C>);
+constexpr int sm80_fwd_smem_bytes =
+    sizeof(Either<C.divide_keys, sm80::DividedStorage<C>, sm80::SharedStorage<C>>);
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
@@ -270,8 +279,10 @@ template <Sm80FwdConfig C>
 __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     using T = sm80::Traits<C>;
     using Smem = sm80::SharedStorage<C>;
-    const u32 smem = smem_address(shared_memory<Smem>().bytes);
-    const u32 smem_q = smem + Smem::kQ;
+    using Divided = sm80::DividedStorage<C>;
+    const u32 smem =
+        smem_address(shared_memory<Either<C.divide_keys, Divided, Smem>>().bytes);
+    const u32 smem_q = smem + (C.divide_keys ? 0 : Smem::kQ);
 
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     // The grid is sized for the most tiles that sequences of unknown lengths can have.
@@ -292,9 +303,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     BlockRange range = all;
     if constexpr (C.split) range = part_of(all, tile.split, tile.splits);
 
-    const int warp_row = thread_index() / 32 * T::kWarpRows;  // the warp's first row within the tile
+    // The warp's first row within the tile.
+    const int warp_row = C.divide_keys ? 0 : thread_index() / 32 * T::kWarpRows;
 
     if (range.empty()) {
+        if (C.divide_keys && thread_index() >= 32) return;  // one warp has all rows
         for (int f = 0; f < T::kFragments; ++f) {
             const int row = sm80::own_row<C>(thread_index()) + 16 * f;
             if (C.split && tile.splits > 1) {
@@ -319,7 +332,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         slope = alibi_slope<C.mask>(params.mods, tile.batch, tile.head, unit);
 
     float o[T::kFragments][C.head_dim_v / 2];
-    float s[T::kFragments][C.tile_n / 2];
+    float s[T::kFragments][T::kWarpKeys / 2];
     u32 q[C.q_in_regs ? C.head_dim / 16 : 1][T::kFragments][4];
     typename T::RowState rows[T::kFragments];
 #pragma unroll
@@ -371,26 +384,47 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         }
     };
     auto load_q = [&] { copy_q.template start<true>(smem_q, first_row, end_row); };
+    // The warp's own keys, with divide_keys.
+    using Tiles = Either<C.divide_keys, sm80::DividedTiles<C>, sm80::NoCodeCopy>;
+    [[maybe_unused]] auto tiles = Tiles::of(params, seqlen, tile.batch, kv_head, smem);
+    [[maybe_unused]] auto load_own = [&](int i, int stage) {
+        if (i >= range.begin) {
+            tiles.start(stage, blocks.at(i) * C.tile_n);
+            if (i - 1 >= range.begin) tiles.read_entry(blocks.at(i - 1) * C.tile_n);
+        }
+        cp_async_commit();
+    };
 
     // ---- Products -------------------------------------------------------------------------------
 
-    const sm80::QOperand<C> q_operand(q, warp_row);
+    const Either<C.divide_keys, sm80::DividedQ<C>, sm80::QOperand<C>> q_operand(q, warp_row);
     const sm80::KOperand<C> k_operand;
     const sm80::VOperand<C> v_operand;
-    auto multiply_s = [&](u32 tile_k) {
+    auto multiply_s = [&](int stage) {
+        if constexpr (C.divide_keys) {
+            tiles.multiply_s(s, q_operand, smem_q, stage);
+        } else {
 #pragma unroll
-        for (int f = 0; f < T::kFragments; ++f) {
+            for (int f = 0; f < T::kFragments; ++f) {
 #pragma unroll
-            for (int i = 0; i < C.tile_n / 2; ++i) s[f][i] = 0.f;
+                for (int i = 0; i < T::kWarpKeys / 2; ++i) s[f][i] = 0.f;
+            }
+            warp_multiply<C.dtype, C.head_dim / 16, 0, T::kAhead>(s, q_operand, smem_q, k_operand,
+                                                                  stage_k(stage));
         }
-        warp_multiply<C.dtype, C.head_dim / 16, 0, T::kAhead>(s, q_operand, smem_q, k_operand, tile_k);
     };
-    auto multiply_o = [&](u32 tile_v) {
+    auto multiply_o = [&](int stage) {
         const sm80::Exponentials<C> exponentials{s, rows, scale};
+        const sm80::POperand<C> p{s};
+        constexpr int kFirst = C.divide_keys ? T::kWarpKeys / 2 : 8;
 #pragma unroll
-        for (int f = 0; f < T::kFragments; ++f) rows[f].template exponentiate<8>(s[f], 0, scale);
-        warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, sm80::POperand<C>{s}, 0, v_operand, tile_v,
-                                                            exponentials);
+        for (int f = 0; f < T::kFragments; ++f) rows[f].template exponentiate<kFirst>(s[f], 0, scale);
+        if constexpr (C.divide_keys) {
+            tiles.multiply_o(o, p, s, stage);
+        } else {
+            warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, p, 0, v_operand, stage_v(stage),
+                                                                exponentials);
+        }
     };
 
     // ---- One tile of keys -----------------------------------------------------------------------
@@ -405,7 +439,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             if constexpr (C.alibi) {
                 const int thread = thread_index_volatile();
                 const int row = first_row + sm80::own_row<C>(thread) + 16 * f;
-                const int first_key = n_block * C.tile_n + 2 * (thread % 4);
+                const int first_key = n_block * C.tile_n + sm80::own_key<C>(thread) + 2 * (thread % 4);
                 if constexpr (C.pack_gqa) {
                     const AlibiRows<true, C.mask, true> alibi(params, seqlen, row, tile.head, tile.batch,
                                                               unit);
@@ -419,7 +453,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
                 const int thread = thread_index_volatile();
                 const auto place = row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
                                                          first_row + sm80::own_row<C>(thread) + 16 * f,
-                                                         n_block * C.tile_n + 2 * (thread % 4));
+                                                         n_block * C.tile_n + sm80::own_key<C>(thread) +
+                                                             2 * (thread % 4));
                 apply_programs(s[f], params, place, unit, !blocks.full(i));
             }
             if (mask) {
@@ -427,20 +462,23 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
                 auto query_of = [&](int r) {
                     return queries.query(first_row + sm80::own_row<C>(thread) + 16 * f + 8 * r);
                 };
-                mask_tile(s[f], visible, query_of, n_block * C.tile_n + 2 * (thread % 4));
+                mask_tile(s[f], visible, query_of,
+                          n_block * C.tile_n + sm80::own_key<C>(thread) + 2 * (thread % 4));
             }
         }
     };
     // Starts the copy of a later tile into the stage that the previous tile has released.
     auto load_ahead = [&](int n_block, int stage) {
-        if constexpr (C.stages > 1 && !T::kCodes) {
+        if constexpr (C.divide_keys) {
+            load_own(n_block - (C.stages - 1), stage == 0 ? C.stages - 1 : stage - 1);
+        } else if constexpr (C.stages > 1 && !T::kCodes) {
             const int ahead = n_block - (C.stages - 1);
             if (ahead >= range.begin) load(ahead, stage == 0 ? C.stages - 1 : stage - 1);
             cp_async_commit();
         }
     };
     auto compute = [&](int n_block, int stage, bool mask) {
-        multiply_s(stage_k(stage));
+        multiply_s(stage);
         // Issued here, so that the products' first reads precede the copy's instructions.
         load_ahead(n_block, stage);
         modify(n_block, mask);
@@ -456,21 +494,26 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 #pragma unroll
             for (int f = 0; f < T::kFragments; ++f) scale_rows(o[f], rescale[f]);
         }
-        multiply_o(stage_v(stage));
+        multiply_o(stage);
     };
-    // Whether the warp's rows see no key of tile `n_block`.
+    // Whether the warp's rows see no key of its part of tile `n_block`.
     auto hidden = [&](int n_block) {
         const int first = queries.query(first_row + warp_row);
         const int last = queries.query(first_row + warp_row + T::kWarpRows - 1);
-        return n_block * C.tile_n >= visible.keys_end(last) ||
-               (n_block + 1) * C.tile_n <= visible.keys_begin(first);
+        const int first_key = n_block * C.tile_n + sm80::own_key<C>(thread_index());
+        return first_key >= visible.keys_end(last) ||
+               first_key + T::kWarpKeys <= visible.keys_begin(first);
     };
 
     // ---- Mainloop: tiles of keys from the last to the first -------------------------------------
 
     int stage = 0;
     auto step = [&](int n_block, bool mask) {
-        if constexpr (T::kCodes) {
+        if constexpr (C.divide_keys) {
+            // As below, with the warp's copies alone.
+            cp_async_wait<C.stages - 2>();
+            warp_sync();
+        } else if constexpr (T::kCodes) {
             cp_async_wait<C.stages - 1>();
             // All threads' copies have arrived, and the previous step's tiles have been read.
             cta_sync();
@@ -493,9 +536,9 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cta_sync();
         }
         // Warps without rows, most of them in decoding, convert codes only.
-        const bool idle = T::kCodes && first_row + warp_row >= end_row;
-        if (!idle &&
-            (kMaskProgram || !C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(n_block))) {
+        const bool idle = T::kCodes && !C.divide_keys && first_row + warp_row >= end_row;
+        const bool has_whole_tiles = C.mask == MaskKind::Full && !C.divide_keys;
+        if (!idle && (kMaskProgram || !C.loop_split || has_whole_tiles || !mask || !hidden(n_block))) {
             compute(n_block, stage, mask);
         } else {
             load_ahead(n_block, stage);
@@ -503,7 +546,16 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         stage = stage + 1 == C.stages ? 0 : stage + 1;
     };
 
-    if constexpr (C.q_in_regs) {
+    if constexpr (C.divide_keys) {
+        tiles.read_entry(blocks.at(range.end - 1) * C.tile_n);
+        load_q();
+        cp_async_commit();
+#pragma unroll
+        for (int i = 0; i < C.stages - 1; ++i) load_own(range.end - 1 - i, i);
+        cp_async_wait<C.stages - 1>();
+        cta_sync();
+        if constexpr (C.q_in_regs) q_operand.read_all(smem_q);
+    } else if constexpr (C.q_in_regs) {
         // The first K does not overlap Q.
         constexpr bool kClear = Smem::kQ >= (T::kCodes ? Smem::kK : T::K::kBytes);
         load_q();
@@ -521,16 +573,21 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         load_q();
         load_first_k();
     }
-    load_first_v();
-    cp_async_commit();
-#pragma unroll
-    for (int i = 1; i < C.stages - (T::kCodes ? 0 : 1); ++i) {
-        if (range.end - 1 - i >= range.begin) load(range.end - 1 - i, i);
+    if constexpr (!C.divide_keys) {
+        load_first_v();
         cp_async_commit();
+#pragma unroll
+        for (int i = 1; i < C.stages - (T::kCodes ? 0 : 1); ++i) {
+            if (range.end - 1 - i >= range.begin) load(range.end - 1 - i, i);
+            cp_async_commit();
+        }
     }
 
     int n_block = range.end - 1;
-    if constexpr (C.loop_split && !kMaskProgram) {
+    if constexpr (C.loop_split && C.divide_keys && !kMaskProgram) {
+        // One loop: a mask on the few scores of a warp costs less than the code of another.
+        for (; n_block >= range.begin; --n_block) step(n_block, range.needs_mask(n_block));
+    } else if constexpr (C.loop_split && !kMaskProgram) {
         for (; n_block >= max(range.begin, range.full_end); --n_block) step(n_block, true);
         for (; n_block >= max(range.begin, range.full_begin); --n_block) step(n_block, false);
         if constexpr (C.mask == MaskKind::Window) {
@@ -550,26 +607,38 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const int output_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
     const int row = output.m_block * output_rows + own_row;
     const int end = Rows<C.pack_gqa>(params.shape).end(output_len, output.m_block, output_rows);
+    // Stores `sums`, whose columns begin at `column`.
+    auto store = [&](const auto& sums, int column) {
 #pragma unroll
-    for (int f = 0; f < T::kFragments; ++f) {
-        float factor[2], lse[2];
-        auto descale = [&] {
-            if constexpr (T::kCodes) {
-                const int head = C.pack_gqa ? output.head : output.head / params.shape.group_size;
-                descale_rows(params, output.batch, head, factor);
+        for (int f = 0; f < T::kFragments; ++f) {
+            float factor[2], lse[2];
+            auto descale = [&] {
+                if constexpr (T::kCodes) {
+                    const int head = C.pack_gqa ? output.head : output.head / params.shape.group_size;
+                    descale_rows(params, output.batch, head, factor);
+                }
+            };
+            if (C.split && output.splits > 1) {
+                rows[f].finish(factor, lse);
+                descale();
+                store_partial(workspace_rows(params, output, heads), params.shape.head_dim_v, sums[f], factor,
+                              lse, row + 16 * f, end, own_row + 16 * f, -column, column == 0);
+            } else {
+                finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
+                descale();
+                store_output<C.dtype, C.pack_gqa>(params, output_len, sums[f], factor, lse, row + 16 * f, end,
+                                                  output.head, output.batch, -column, column == 0);
             }
-        };
-        if (C.split && output.splits > 1) {
-            rows[f].finish(factor, lse);
-            descale();
-            store_partial(workspace_rows(params, output, heads), params.shape.head_dim_v, o[f], factor, lse,
-                          row + 16 * f, end, own_row + 16 * f, 0);
-        } else {
-            finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
-            descale();
-            store_output<C.dtype, C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f, end,
-                                              output.head, output.batch, 0);
         }
+    };
+    if constexpr (C.divide_keys) {
+        // A warp stores some of the columns of all rows.
+        constexpr int kBlocks = sm80::DividedTraits<C>::kOwnBlocks;
+        float own[T::kFragments][8 * kBlocks];
+        sm80::combine_warps<C>(shared_memory<Divided>().bytes, o, rows, own);
+        store(own, 16 * kBlocks * warp_index());
+    } else {
+        store(o, 0);
     }
 }
 

@@ -24,6 +24,28 @@ struct Decoder {
     static constexpr bool kF16 = T == Dtype::F16;
     static constexpr bool kConverts = kF16 && kConvertsE4m3;
 
+    // The codes of a word as two pairs of numbers: the lower and the upper two, or with Apart the even and the
+    // odd. NaN comes out as +-480.
+    template <bool Apart>
+    __device__ __forceinline__ static void decode_pairs(u32 word, u32 (&values)[2]) {
+        if constexpr (Code == Dtype::Int8) {
+            decode_int8(Apart ? bytes_of<0x3120>(word, 0) : word, values);
+        } else if constexpr (kConverts) {
+            decode_e4m3(Apart ? bytes_of<0x3120>(word, 0) : word, values);
+        } else {
+            // The byte above a code is its sign, eight times. Shifted, sign, exponent and mantissa are in
+            // their places in T, 2^(bias of T - bias of e4m3) too small.
+            constexpr u32 kPlaces = kF16 ? 0xbf80bf80 : 0x87f087f0;
+            constexpr u32 kFactor = kF16 ? 0x5c005c00 : 0x7b807b80;  // 2^8, 2^120
+            constexpr u32 kNothing = 0x80008000;                     // -0
+            const u32 extended[2] = {signed_bytes_of<Apart ? 0xa280 : 0x9180>(word),
+                                     signed_bytes_of<Apart ? 0xb391 : 0xb3a2>(word)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                values[i] = fma_packed<T>(extended[i] << (kF16 ? 7 : 4) & kPlaces, kFactor, kNothing);
+        }
+    }
+
     // The lower and the upper two codes of a word, as numbers: NaN comes out as +-480.
     __device__ __forceinline__ static void decode_e4m3(u32 word, u32 (&values)[2]) {
         if constexpr (kConverts) {
@@ -94,6 +116,10 @@ struct Decoder {
         }
     }
 };
+
+// Whether decode_pairs() gives +-480 for NaN.
+template <Dtype Code, Dtype T>
+constexpr bool kHidesNan = Code == Dtype::E4m3 && !(T == Dtype::F16 && kConvertsE4m3);
 
 // Multiplies eight numbers by `factor` in f32 and rounds the products.
 template <Dtype T>

@@ -49,6 +49,7 @@ pub(super) fn memory() -> Ladder {
         reverse_blocks: false,
         pack_gqa: false,
         exact_div: false,
+        divide_keys: false,
     };
     let swizzle = Sm80Fwd { swizzle: true, ..naive.clone() };
     let pipelined = Sm80Fwd { stages: 2, ..swizzle.clone() };
@@ -87,6 +88,7 @@ pub(super) fn arithmetic() -> Ladder {
         reverse_blocks: false,
         pack_gqa: false,
         exact_div: false,
+        divide_keys: false,
     };
     let exp2 = Sm80Fwd { exp2: true, fast_math: true, exact_div: true, ..basic.clone() };
     let plain = Sm80Fwd { ldmatrix: false, ..exp2.clone() };
@@ -132,6 +134,7 @@ fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
         reverse_blocks: false,
         pack_gqa: false,
         exact_div: false,
+        divide_keys: false,
     };
     let large = Sm80Fwd { tile_m: 128, tile_n: 128, num_warps: 8, blocks_per_sm: 1, ..small.clone() };
     let fast = Sm80Fwd { fast_math: true, ..large.clone() };

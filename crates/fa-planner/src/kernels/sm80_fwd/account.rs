@@ -39,7 +39,12 @@ const PAGES: u32 = 20;
 /// The epilogue uses none: O goes from registers to global memory. With Q in registers, `q` overlays the end
 /// of K's and V's memory: it is read before those stages are filled, and the first K, at the other end, does
 /// not wait for it.
+///
+/// With the keys of a step divided among the warps, see [`divided_smem`].
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
+    if kernel.divide_keys {
+        return divided_smem(spec, kernel);
+    }
     let bytes = spec.elem_bytes();
     let q = kernel.tile_m * spec.head_dim * bytes;
     let rows = kernel.stages * kernel.tile_n;
@@ -70,17 +75,46 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
     plan.round_up(ALIGN)
 }
 
+/// The shared memory of a CTA whose warps divide the keys: `q`, then `kv` `[stages][warp]`, of each warp its
+/// keys of K and of V as they are stored, and where these are codes `descales` `[stages][2][tile_n]` f32. The
+/// warps' results, O `[warp][tile_m, hdv + 8]` and maxima and sums `[2][warp][tile_m]`, all f32, overlay the
+/// stages at the end.
+fn divided_smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
+    let mut plan = SmemPlan::default();
+    plan.push("q", kernel.tile_m * spec.head_dim * spec.elem_bytes(), ALIGN);
+    let rows = kernel.stages * kernel.tile_n;
+    let bytes = spec.types.kv.bytes() as u32;
+    let first = plan.total;
+    plan.push("kv", rows * (spec.head_dim + spec.head_dim_v) * bytes, ALIGN);
+    if spec.reads_codes() {
+        plan.push("descales", rows * 2 * 4, ALIGN);
+    }
+    let results = kernel.num_warps * kernel.tile_m * (spec.head_dim_v + 8 + 2) * 4;
+    plan.buffers.push(SmemBuffer {
+        name: "results".into(),
+        size: results,
+        offset: first,
+        align: ALIGN,
+        alias_of: Some("kv".into()),
+    });
+    plan.total = plan.total.max(first + results);
+    plan.round_up(ALIGN)
+}
+
 /// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler on an SM of
 /// `limits`.
 ///
 /// A warp holds `tile_m / num_warps` rows of S and O in f32 over its 32 lanes, and of Q packed in pairs if it
-/// keeps Q. P takes the registers of S: four accumulators become two operand registers as P V proceeds.
+/// keeps Q, or all rows where the warps divide the keys. P takes the registers of S: four accumulators become two operand registers as P V proceeds.
 pub fn registers(spec: &KernelSpec, kernel: &Sm80Fwd, limits: &ArchLimits) -> Registers {
     let threads = WARP * kernel.num_warps;
     let s = kernel.tile_m * kernel.tile_n / threads;
-    let o = kernel.tile_m * spec.head_dim_v / threads;
-    let q = if kernel.q_in_regs { kernel.tile_m * spec.head_dim / 2 / threads } else { 0 };
+    let threads_of_rows = if kernel.divide_keys { WARP } else { threads };
+    let o = kernel.tile_m * spec.head_dim_v / threads_of_rows;
+    let q = if kernel.q_in_regs { kernel.tile_m * spec.head_dim / 2 / threads_of_rows } else { 0 };
     let of_rows = match (spec.reads.paged, spec.reads.varied) {
+        // A warp that copies its own keys looks up one of them in each lane.
+        _ if kernel.divide_keys => 0,
         (true, _) if spec.mask != MaskKind::Full => PAGES,
         (false, true) if spec.mask != MaskKind::Causal => LENGTHS,
         _ => 0,

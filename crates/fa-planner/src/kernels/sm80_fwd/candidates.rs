@@ -22,11 +22,77 @@ pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 /// each of five (NB-097, NB-138).
 const MASKED_BLOCKS_PER_SM: [u32; 4] = [2, 1, 3, 4];
 
+/// Rows of a CTA whose warps divide the keys, in order.
+const DIVIDED_TILE_M: [u32; 2] = [16, 32];
+
+/// Warps of such a CTA, keys of each in a step, stages and CTAs per SM that are tried. Eight warps, and more
+/// CTAs than these, were slower (NB-176).
+const DIVIDED: [(u32, u32, u32, u32); 8] = [
+    (4, 32, 3, 2),
+    (4, 32, 2, 2),
+    (4, 32, 2, 3),
+    (4, 32, 3, 3),
+    (4, 32, 3, 4),
+    (4, 16, 3, 2),
+    (4, 16, 3, 3),
+    (4, 16, 2, 2),
+];
+
 /// Every SM80-class forward that is tried for `problem`, with all of the kernel's optimisation steps on.
 ///
-/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, heads of a group
-/// packed or not, keys in one piece or shared by several CTAs.
+/// In order: those whose warps divide the keys, for a few rows over K and V in 8 bits, then rows and warps,
+/// keys per step, stages, Q in registers or not, CTAs per SM, heads of a group packed or not, keys in one
+/// piece or shared by several CTAs.
 pub fn candidates(
+    problem: &Problem,
+    head_dim: u32,
+    head_dim_v: u32,
+    division: Division,
+) -> impl Iterator<Item = KernelSpec> {
+    divided(problem, [head_dim, head_dim_v], division).chain(whole(problem, head_dim, head_dim_v, division))
+}
+
+/// Forwards whose warps divide the keys, where the rows of each K/V head fit one tile of them.
+fn divided(
+    problem: &Problem,
+    head_dims: [u32; 2],
+    division: Division,
+) -> impl Iterator<Item = KernelSpec> + use<> {
+    let problem = *problem;
+    let mask = MaskKind::of(&problem.mask);
+    let group = problem.group_size().max(1);
+    let pack_gqa = group > 1 && division.pack_gqa != Some(false);
+    let rows = problem.lengths.max_q().max(1) * if pack_gqa { group } else { 1 };
+    let is_served = problem.types.kv.is_code() && head_dims.iter().all(|dim| dim % 32 == 0);
+    let tile_m = DIVIDED_TILE_M.into_iter().find(|&tile_m| is_served && rows <= tile_m as usize);
+    tile_m.into_iter().flat_map(move |tile_m| {
+        let both = [true, false].into_iter();
+        both.flat_map(|q_in_regs| DIVIDED.into_iter().map(move |own| (q_in_regs, own))).flat_map(
+            move |(q_in_regs, (num_warps, keys, stages, blocks_per_sm))| {
+                let tile_n = num_warps * keys;
+                let choices = split_choices(&problem, tile_m, tile_n, pack_gqa, division);
+                choices.iter().map(move |&split| {
+                    let kernel = Sm80Fwd {
+                        tile_m,
+                        tile_n,
+                        num_warps,
+                        stages,
+                        q_in_regs,
+                        blocks_per_sm,
+                        reverse_blocks: mask != MaskKind::Full,
+                        pack_gqa,
+                        divide_keys: true,
+                        ..Sm80Fwd::default()
+                    };
+                    KernelSpec { split, ..KernelSpec::for_problem(&problem, head_dims, kernel) }
+                })
+            },
+        )
+    })
+}
+
+/// Forwards whose warps have rows of their own.
+fn whole(
     problem: &Problem,
     head_dim: u32,
     head_dim_v: u32,
@@ -74,6 +140,7 @@ pub fn candidates(
                 reverse_blocks: mask != MaskKind::Full,
                 pack_gqa,
                 exact_div: false,
+                divide_keys: false,
             };
             KernelSpec { split, ..KernelSpec::for_problem(&problem, [head_dim, head_dim_v], kernel) }
         })

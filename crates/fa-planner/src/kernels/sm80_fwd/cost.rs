@@ -21,7 +21,8 @@ use super::account::{registers, smem};
 impl ForwardTime for Sm80Fwd {
     /// With the keys of a tile divided, an SM has more CTAs than undivided tiles would fill it with, if that
     /// is faster by [`WAVES_GAIN`] (compute-bound rows were, by 17 to 24 %) and device memory is not the
-    /// limit (decoding was slower, by 2 to 11 %; NB-173).
+    /// limit (decoding was slower, by 2 to 11 %; NB-173). CTAs whose warps divide the keys are as many as fit
+    /// an SM: a few warps alone wait for one another's instructions (NB-176).
     fn best_split(&self, forward: &Forward<'_>, below: f64) -> Option<Cost> {
         let Forward { spec, work, limits, .. } = *forward;
         let blocks = blocks(spec, self, limits);
@@ -31,6 +32,9 @@ impl ForwardTime for Sm80Fwd {
         let best_of = |resident: u32, below: f64| {
             best_of(&launch(self, forward, f64::from(resident)), spec.split, below)
         };
+        if self.divide_keys {
+            return best_of(most, below);
+        }
         let mut best = best_of(least, if most > least { below * WAVES_GAIN } else { below });
         for resident in least + 1..=most {
             let to_beat = best.as_ref().map_or(f64::INFINITY, |best| best.seconds / WAVES_GAIN);
@@ -92,6 +96,9 @@ const REQUEST_CLOCKS: f64 = 0.8;
 /// issues.
 const CODES_PER_CLOCK: f64 = 20.0;
 
+/// The same where the warps divide the keys: in registers, between the products (NB-176).
+const DIVIDED_CODES_PER_CLOCK: f64 = 28.0;
+
 /// Requests to the L2 beyond one per 128 bytes by which cp.async copies a row of K or V: one for each block
 /// of 128, 64 or 32 bytes, whichever the rows begin on. Where they begin in the middle of 32 bytes, as every
 /// other head's do at head dims 72 and 88, it asks for both sectors of each two chunks (NB-157).
@@ -129,22 +136,30 @@ fn model(
     // A scheduler without a warp leaves its tensor core, special-function unit and lanes idle.
     let idle = (1.0 / warps_per_scheduler).max(1.0);
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency;
-    // Warps without rows convert codes and do nothing else.
+    // Warps without rows convert codes and do nothing else, unless all have all rows.
     let rows_of_warp = tile_m / num_warps;
     let used = tile_m.min((problem.lengths.mean_q() * group) as f64);
-    let busy = if spec.reads_codes() { (used / rows_of_warp).ceil().max(1.0) / num_warps } else { 1.0 };
+    let converts_alone = spec.reads_codes() && !k.divide_keys;
+    let busy = if converts_alone { (used / rows_of_warp).ceil().max(1.0) / num_warps } else { 1.0 };
     let tensor = resident * idle * busy * 2.0 * scores * (hd + hdv) / rate;
 
     // Every warp reads all of K and V, and its rows of Q unless they are in registers; cp.async writes K and
-    // V once.
-    let bytes = f64::from(spec.elem_bytes());
-    let q_reads = if k.q_in_regs { 0.0 } else { tile_m * hd * bytes };
-    let reads = busy * num_warps * tile_n * (hd + hdv) * bytes + q_reads;
+    // V once. With the keys divided a warp reads its part of K and V as it is stored, and all rows of Q.
+    let stored = problem.types.kv.bytes() as f64;
+    let bytes = if k.divide_keys { stored } else { f64::from(spec.elem_bytes()) };
+    let q_bytes = tile_m * hd * f64::from(spec.elem_bytes());
+    let readers = if k.divide_keys { 1.0 } else { busy * num_warps };
+    let q_reads = match (k.q_in_regs, k.divide_keys) {
+        (true, _) => 0.0,
+        (false, true) => num_warps * q_bytes,
+        (false, false) => q_bytes,
+    };
+    let reads = readers * tile_n * (hd + hdv) * bytes + q_reads;
     let conflict = if k.swizzle { 1.0 } else { c.row_major_conflict };
     let loads = if k.ldmatrix { 1.0 } else { c.plain_loads };
     let writes = tile_n * (hd + hdv) * bytes;
     // Codes are written and read once more before they are converted.
-    let staged = if spec.reads_codes() { 2.0 * tile_n * (hd + hdv) } else { 0.0 };
+    let staged = if converts_alone { 2.0 * tile_n * (hd + hdv) } else { 0.0 };
     let smem = resident * (reads * conflict * loads + writes + staged) / limits.smem_bytes;
 
     let (cap_mufu, cap_ops) = score_costs(spec.score, c);
@@ -157,7 +172,11 @@ fn model(
     let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
     let exp = resident * idle * busy * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
         + if masked_everywhere { mask } else { 0.0 }
-        + if spec.reads_codes() { resident * tile_n * (hd + hdv) / CODES_PER_CLOCK } else { 0.0 };
+        + match (spec.reads_codes(), k.divide_keys) {
+            (false, _) => 0.0,
+            (true, false) => resident * tile_n * (hd + hdv) / CODES_PER_CLOCK,
+            (true, true) => resident * tile_n * (hd + hdv) / DIVIDED_CODES_PER_CLOCK,
+        };
 
     let warps = warps_per_scheduler / (warps_per_scheduler + 2.0);
     let exponent = 1.0 + c.sm80_fwd_overlap * warps + c.sm80_apart * (resident - 1.0);
@@ -169,7 +188,7 @@ fn model(
         0.0
     };
     // Reading Q into registers is a step by itself, under which nothing runs; else each step reads it.
-    let q_read = resident * tile_m * hd * bytes / limits.smem_bytes;
+    let q_read = resident * q_bytes / limits.smem_bytes;
     let (in_step, in_tile) =
         if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
     let rows = (resident * c.sm80_rows + c.sm80_rows_alone) * tile_m * (hd + hdv) / (128.0 * 256.0);
