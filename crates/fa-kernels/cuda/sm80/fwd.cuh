@@ -388,11 +388,13 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     using Tiles = Either<C.divide_keys, sm80::DividedTiles<C>, sm80::NoCodeCopy>;
     [[maybe_unused]] auto tiles = Tiles::of(params, seqlen, tile.batch, kv_head, smem);
     [[maybe_unused]] auto load_own = [&](int i, int stage) {
-        if (i >= range.begin) {
-            tiles.start(stage, blocks.at(i) * C.tile_n);
-            if (i - 1 >= range.begin) tiles.read_entry(blocks.at(i - 1) * C.tile_n);
+        if constexpr (C.divide_keys) {
+            if (i >= range.begin) {
+                tiles.start(stage, blocks.at(i) * C.tile_n);
+                if (i - 1 >= range.begin) tiles.read_entry(blocks.at(i - 1) * C.tile_n);
+            }
+            cp_async_commit();
         }
-        cp_async_commit();
     };
 
     // ---- Products -------------------------------------------------------------------------------

@@ -193,6 +193,10 @@ fn sm80() -> Vec<NamedSpec> {
     change("exact division", Sm80Fwd { exact_div: true, ..base.clone() });
     change("one loop", Sm80Fwd { loop_split: false, ..base.clone() });
     change("natural order", Sm80Fwd { reverse_blocks: false, ..base.clone() });
+    for (tile_m, num_warps, tile_n, stages) in [(16, 4, 128, 3), (32, 2, 32, 2), (16, 8, 128, 4)] {
+        let divided = Sm80Fwd { tile_m, num_warps, tile_n, stages, divide_keys: true, ..base.clone() };
+        change(&format!("keys divided by {num_warps} warps, tile_m {tile_m}"), divided);
+    }
     changed
         .into_iter()
         .map(|(name, kernel)| NamedSpec { name, spec: spec(128, MaskKind::Causal, Kernel::Sm80Fwd(kernel)) })

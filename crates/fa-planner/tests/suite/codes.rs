@@ -1,7 +1,7 @@
 //! K and V in 8 bits: which kernels are planned, in how much shared memory, and how fast.
 
 use fa_core::{
-    Arch, Dtype, Family, Kernel, Lengths, Mask, MaskKind, Pass, Problem, ScoreMod, Side, Sm80Fwd, Sm90Fwd,
+    Arch, Dtype, Family, Kernel, Lengths, Mask, MaskKind, ParamValue, Pass, Problem, ScoreMod, Side, Sm80Fwd, Sm90Fwd,
     Types,
 };
 use fa_planner::account::{account, smem};
@@ -46,8 +46,12 @@ fn every_head_dim_has_a_kernel_that_fits() {
                         assert_eq!(plan.spec.types, own.types, "{}", plan.spec);
                         assert_eq!(plan.spec.serves(&own), Ok(()), "{}", plan.spec);
                         assert!(plan.spec.traits().tensor_maps.len() < 2 && plan.spec.traits().copies_rows());
-                        let names = ["k_codes", "v_codes", "descales"];
+                        let divides = plan.spec.kernel.param("divide_keys") == Some(ParamValue::Switch(true));
+                        let names: &[&str] =
+                            if divides { &["kv", "descales"] } else { &["k_codes", "v_codes", "descales"] };
                         assert!(names.iter().all(|name| plan.smem.buffer(name).is_some()), "{}", plan.spec);
+                        let few = queries == 1 && head_dim % 32 == 0;
+                        assert_eq!(divides, few, "{}", plan.spec);
                         assert!(plan.smem.total <= arch.limits().smem_per_block);
                     }
                 }
