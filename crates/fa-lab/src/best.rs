@@ -130,22 +130,25 @@ fn of(long: &Problem, pass: Pass) -> Vec<Problem> {
         all.extend([capped, sloped, sunk].map(|score| of_score(&prefill(16), score)));
         all.extend([capped, sloped, sunk].map(|score| of_score(&token(64), score)));
         let caches = [prefill(64), token(16), decode, *long, middle, packed];
-        all.extend(caches.iter().flat_map(|problem| in_8_bits(problem, capped)));
+        all.extend(caches.iter().flat_map(in_8_bits));
+        // Other codes, another Q, and a soft cap: of one each, since all take long to compile.
+        let [of_codes, fp8] = in_8_bits(&middle);
+        let types = [(Dtype::Bf16, Dtype::Int8), (Dtype::F16, Dtype::E4m3)];
+        let types = types.map(|(q, kv)| fa_core::Types::same(q).with_kv(kv));
+        all.extend(types.map(|types| of_codes.with_types(types)));
+        all.extend([of_codes, fp8].map(|problem| of_score(&problem, capped)));
     }
     all
 }
 
-/// `problem` with K and V in 8 bits, with a Q of each type, and in e4m3 with a Q of it as well.
-fn in_8_bits(problem: &Problem, capped: ScoreMod) -> Vec<Problem> {
-    let descales = Descales::both(DescaleForm::Head);
-    let codes = [(Dtype::Bf16, Dtype::E4m3), (Dtype::Bf16, Dtype::Int8), (Dtype::F16, Dtype::E4m3)];
-    let codes =
-        codes.map(|(q, kv)| problem.with_types(fa_core::Types::same(q).with_kv(kv)).with_descales(descales));
-    let fp8 =
-        problem.with_types(fa_core::Types::fp8(Dtype::Bf16)).with_descales(Descales::all(DescaleForm::Head));
-    let mut all = codes.to_vec();
-    all.extend([codes[0].with_score(capped), fp8, fp8.with_score(capped)]);
-    all
+/// `problem` with K and V in e4m3, and with Q as well.
+fn in_8_bits(problem: &Problem) -> [Problem; 2] {
+    use fa_core::Types;
+    let codes = problem.with_types(Types::same(Dtype::Bf16).with_kv(Dtype::E4m3));
+    [
+        codes.with_descales(Descales::both(DescaleForm::Head)),
+        problem.with_types(Types::fp8(Dtype::Bf16)).with_descales(Descales::all(DescaleForm::Head)),
+    ]
 }
 
 impl Kind {

@@ -47,10 +47,8 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
 fn of_bytes(case: Case) -> Case {
     let [head_dim, head_dim_v] =
         [case.problem.head_dim, case.problem.head_dim_v].map(|dim| dim.next_multiple_of(16));
-    let arrangement = match case.arrangement {
-        Arrangement::SharedBatch | Arrangement::SharedHeads | Arrangement::BhsdGap(_) => Arrangement::Bhsd,
-        other => other,
-    };
+    let is_apart = matches!(case.arrangement, Arrangement::Bshd | Arrangement::Bhsd | Arrangement::Gap(_));
+    let arrangement = if is_apart { case.arrangement } else { Arrangement::Bhsd };
     Case { arrangement, problem: case.problem.with_head_dims(head_dim, head_dim_v), ..case }
 }
 
