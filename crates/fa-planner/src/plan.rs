@@ -283,15 +283,15 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
     )
 }
 
-/// The most query rows of a K/V head, heads of a group included, for which keys in 8 bits are left to the SM80
-/// class: a tile of its forward.
+/// The most query rows of a K/V head, heads of a group included, for which keys in 8 bits are left to the
+/// SM80 class: a tile of its forward.
 const FEW_ROWS: usize = 64;
 
-/// The families whose kernels are tried for a forward or backward on `arch` where none is named, in order: the
-/// fastest that the architecture runs, and where none of its kernels fits, the SM80 class, which runs
+/// The families whose kernels are tried for a forward or backward on `arch` where none is named, in order:
+/// the fastest that the architecture runs, and where none of its kernels fits, the SM80 class, which runs
 /// everywhere. A few rows over an 8-bit K and V are the other way about: what takes time is the conversion of
 /// codes, which all warps of the SM80 class share and a single warpgroup of the SM90 kernel does (64 x 4k,
-/// 32:8 heads of 128 on an H200: 262 and 290 us, NB-175). The cost model knows one family at a time and does
+/// 32:8 heads of 128 on an H200: 151 and 326 us, NB-176). The cost model knows one family at a time and does
 /// not tell.
 pub fn families(problem: &Problem, pass: Pass, arch: Arch) -> Vec<Family> {
     let native = Family::native(arch);
@@ -362,8 +362,8 @@ fn is_whole(problem: &Problem, plan: &Plan, options: &PlanOptions) -> bool {
         && problem.lengths.is_uniform()
 }
 
-/// Gives every candidate of the family asked for, or of the first of [`families`], to `judge`, in the order of
-/// enumeration.
+/// Gives every candidate of the family asked for, or of the first of [`families`], to `judge`, in the order
+/// of enumeration.
 fn for_each(
     problem: &Problem,
     arch: Arch,

@@ -166,7 +166,8 @@ fn in_pages(problem: &Problem, inputs: &Inputs, page: usize) -> (Problem, Inputs
     (problem.with_lengths(lengths), inputs, extras)
 }
 
-/// A first key far above all others takes nothing of the sum of the rest, in one piece, in pages, or in parts.
+/// A first key far above all others takes nothing of the sum of the rest, in one piece, in pages, or in
+/// parts.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_sink_leaves_the_sum_whole() {

@@ -26,7 +26,8 @@ fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
     }
 }
 
-/// What specs are for: two sequences of 8k with 2,048 columns in all heads, or with groups of four, and more of
+/// What specs are for: two sequences of 8k with 2,048 columns in all heads, or with groups of four, and more
+/// of
 /// 4k and 1k; packed chats; chunks of prompts, and decoding, on pages; latents are decoded.
 fn uses(spec: &KernelSpec) -> Vec<Problem> {
     let traits = spec.traits();
@@ -74,8 +75,8 @@ fn uses(spec: &KernelSpec) -> Vec<Problem> {
     uses.into_iter().map(of).collect()
 }
 
-/// What is compiled ahead is what the library chooses first: else it is compiled once more, or never used. This
-/// is of the SM90 forwards, and of the SM80-class ones that decode from 8-bit caches; others ship by
+/// What is compiled ahead is what the library chooses first: else it is compiled once more, or never used.
+/// This is of the SM90 forwards, and of the SM80-class ones that decode from 8-bit caches; others ship by
 /// measurement, as alternatives, or for GPUs with less shared memory.
 #[test]
 fn shipped_forwards_are_the_planners_first_choices() {

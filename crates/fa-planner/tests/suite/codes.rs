@@ -1,8 +1,8 @@
 //! K and V in 8 bits: which kernels are planned, in how much shared memory, and how fast.
 
 use fa_core::{
-    Arch, Dtype, Family, Kernel, Lengths, Mask, MaskKind, ParamValue, Pass, Problem, ScoreMod, Side, Sm80Fwd, Sm90Fwd,
-    Types,
+    Arch, Dtype, Family, Kernel, Lengths, Mask, MaskKind, ParamValue, Pass, Problem, ScoreMod, Side, Sm80Fwd,
+    Sm90Fwd, Types,
 };
 use fa_planner::account::{account, smem};
 use fa_planner::plan::{Plan, PlanError, PlanOptions, best, families, plan};

@@ -105,7 +105,8 @@ fn divided_smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
 /// `limits`.
 ///
 /// A warp holds `tile_m / num_warps` rows of S and O in f32 over its 32 lanes, and of Q packed in pairs if it
-/// keeps Q, or all rows where the warps divide the keys. P takes the registers of S: four accumulators become two operand registers as P V proceeds.
+/// keeps Q, or all rows where the warps divide the keys. P takes the registers of S: four accumulators become
+/// two operand registers as P V proceeds.
 pub fn registers(spec: &KernelSpec, kernel: &Sm80Fwd, limits: &ArchLimits) -> Registers {
     let threads = WARP * kernel.num_warps;
     let s = kernel.tile_m * kernel.tile_n / threads;
