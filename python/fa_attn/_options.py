@@ -54,6 +54,10 @@ class Modification(NamedTuple):
     """An argument that masks or changes scores, which `modifications` reads."""
 
 
+class State(NamedTuple):
+    """An argument that is the state of a generator, which `dropping` reads."""
+
+
 class Only(NamedTuple):
     """An argument that is accepted at these values only, and what would work instead of others."""
 
@@ -129,6 +133,7 @@ class Options(CommonOptions, total=False):
     """Those of the functions but `flash_attn_with_kvcache`, to which these are more than options."""
 
     num_splits: Annotated[Optional[int], Division()]
+    rng_state: Annotated[Any, State()]
     scheduler_metadata: Annotated[
         Any, Only((None,), "it is for flash_attn_with_kvcache, other calls plan their own work")
     ]
@@ -223,7 +228,7 @@ def read_options(function, options):
         elif isinstance(row, OnValues):
             if value is not None and "packed" in function:
                 raise UnsupportedError(f"{name} with keys and values in one array: give q, k and v apart")
-        elif not isinstance(row, (Codes, Division, Modification, Number)):
+        elif not isinstance(row, (Codes, Division, Modification, Number, State)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division
 

@@ -17,6 +17,7 @@ import torch
 from ._blocks import FULL, PARTIAL, block_size, check_cover, states_of, states_of_rows, tiles_of, with_blocks
 from ._checks import count, flag, number
 from ._core import InputError, InputTypeError, UnsupportedError
+from ._dropout import dropping
 from ._modifications import Extents, Modifications, modifications, of_program
 from ._options import call_options
 from ._programs import Program
@@ -375,18 +376,17 @@ def scaled_dot_product_attention(
     """Torch's scaled_dot_product_attention: query (.., Hq, L, E), key (.., H, S, E), value (.., H, S, Ev).
 
     `attn_mask`: broadcast to (.., Hq, L, S); True where a query sees a key, or added to the scaled scores,
-    with a gradient where it asks for one. `is_causal` is aligned at the top left. A query that sees no key
+    with a gradient where it asks for one. `dropout_p`: probabilities are dropped by torch's generator, with
+    FlashAttention-2's bits. `is_causal` is aligned at the top left. A query that sees no key
     gives 0.
     """
-    if number("dropout_p", dropout_p):
-        raise UnsupportedError(f"dropout_p = {dropout_p}: there is no dropout, leave it at 0")
     is_causal = flag("is_causal", is_causal)
     if is_causal and attn_mask is not None:
         raise InputError("attn_mask and is_causal: write the mask so that it is causal, or leave one out")
     if not isinstance(query, torch.Tensor) or query.dim() < 2:
         raise InputError("query must be a torch tensor (.., seqlen, head_dim)")
     if query.dim() != 4:
-        return _with_other_axes(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return _with_other_axes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     enable_gqa = flag("enable_gqa", enable_gqa)
     if not enable_gqa:
         query, key, value = _broadcast(query, key, value)
@@ -394,6 +394,7 @@ def scaled_dot_product_attention(
     q, k, v = _rows(query, key, value, enable_gqa or key.shape[1] == 1)
     extents = Extents(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     mods = None if attn_mask is None else modifications(q, extents, mask=attn_mask)
+    mods = dropping(mods, q, lambda: extents, dropout_p, None)
     # At the top left query i sees the keys up to its own.
     offset = q.shape[1] - k.shape[1] if is_causal else 0
     return _attention(q, k, v, mods, scale, is_causal, offset)[0]
@@ -431,7 +432,7 @@ def _with_other_axes(query, key, value, attn_mask, *options):
         q, k, v = (x.expand(*batch, *x.shape[-3:]).flatten(0, -4) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 3:
             attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
-    out = scaled_dot_product_attention(q, k, v, attn_mask, 0.0, *options)
+    out = scaled_dot_product_attention(q, k, v, attn_mask, *options)
     if axes < 4:
         return out[(0,) * (4 - axes)]
     return out.unflatten(0, batch)

@@ -50,9 +50,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, overload
 
-from ._checks import array, check_backward, check_lse, no_dropout, upper_bound
+from ._checks import array, check_backward, check_lse, upper_bound
 from ._codes import by_factor, coded, holds_codes, no_codes
 from ._core import InputError
+from ._dropout import dropping
 from ._faces import face_of
 from ._modifications import asked, extents_of
 from ._options import Options, call_options, extras_of, on_values, read_options, returned, with_options
@@ -76,6 +77,14 @@ __all__ = [
     "get_scheduler_metadata",
     "merge",
 ]
+
+
+def _asked(q, extents, options, dropout_p):
+    """What the keywords of a call and its dropout make of its scores and probabilities."""
+    mods = asked(q, extents, options)
+    if type(dropout_p) is float and dropout_p == 0.0 and not options:
+        return mods
+    return dropping(mods, q, extents, dropout_p, options.get("rng_state"))
 
 
 # fmt: off
@@ -131,7 +140,6 @@ def flash_attn_func(
     `return_attn_probs` (out, softmax_lse, None), with `return_softmax_lse` (also `return_lse`) (out,
     softmax_lse). The options of every function (`sinks`, `num_splits`, ..): see the module.
     """
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_func", options)
     numbers = call_options(
         softmax_scale, causal, window_size, softcap, deterministic, options.get("query_offset")
@@ -147,7 +155,7 @@ def flash_attn_func(
         extras = extras_of(alibi_slopes=alibi_slopes, **tensors)
     q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
     made, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
@@ -200,7 +208,6 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     if holds_codes(qkv):
@@ -228,7 +235,7 @@ def flash_attn_qkvpacked_func(
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     stacked: Any = qkv
-    mods = asked(qkv, lambda: extents_of(stacked[:, :, 0], stacked[:, :, 0], extras), options)
+    mods = _asked(qkv, lambda: extents_of(stacked[:, :, 0], stacked[:, :, 0], extras), options, dropout_p)
     out, lse = face.packed_attention(
         qkv, 2, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
     )
@@ -381,7 +388,6 @@ def flash_attn_varlen_func(
     see `flash_attn_func`. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). With torch
     tensors on a GPU, and where `out` is given, rows of out that belong to no sequence are not written.
     """
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_varlen_func", options)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
@@ -416,7 +422,7 @@ def flash_attn_varlen_func(
     )
     q, numbers = on_values(face, q, v, options, numbers)
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
-    mods = asked(q, lambda: extents_of(q, k, extras), options)
+    mods = _asked(q, lambda: extents_of(q, k, extras), options, dropout_p)
     made, lse = face.attention(
         q, k, v, numbers, extras, out=out, division=division, wants_lse=wants_lse, mods=mods
     )
@@ -472,7 +478,6 @@ def flash_attn_varlen_qkvpacked_func(
     **options: Unpack[Options],
 ) -> Any:
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
-    no_dropout(dropout_p)
     tensors, division = read_options("flash_attn_varlen_qkvpacked_func", options)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     if holds_codes(qkv):
@@ -514,7 +519,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
     wants_lse = not (return_softmax_lse is return_lse is return_attn_probs is False)
     stacked: Any = qkv
-    mods = asked(qkv, lambda: extents_of(stacked[:, 0], stacked[:, 0], extras), options)
+    mods = _asked(qkv, lambda: extents_of(stacked[:, 0], stacked[:, 0], extras), options, dropout_p)
     out, lse = face.packed_attention(
         qkv, 1, numbers, extras, division=division, wants_lse=wants_lse, mods=mods
     )

@@ -6,7 +6,7 @@ use super::{Problem, ProblemError};
 use crate::lengths::{Side, SideRows};
 use crate::program::Interned;
 use crate::score_mod::Alibi;
-use crate::{DescaleForm, Descales, Dtype, Lengths, Mask, ScoreMod, Types};
+use crate::{DescaleForm, Descales, Dropout, Dtype, Lengths, Mask, ScoreMod, Types};
 
 /// A problem as text.
 #[derive(Serialize, Deserialize)]
@@ -57,6 +57,8 @@ pub(super) struct Flat {
     sinks: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     program: Option<Interned>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dropout: Option<Dropout>,
 }
 
 impl TryFrom<Flat> for Problem {
@@ -89,7 +91,8 @@ impl TryFrom<Flat> for Problem {
                 .with_softcap(flat.softcap)
                 .with_alibi(flat.alibi)
                 .with_sinks(flat.sinks)
-                .with_program(flat.program),
+                .with_program(flat.program)
+                .with_dropout(flat.dropout),
         ))
     }
 }
@@ -135,6 +138,7 @@ impl From<Problem> for Flat {
             alibi: score.alibi,
             sinks: score.sinks,
             program: score.program,
+            dropout: score.dropout,
         }
     }
 }

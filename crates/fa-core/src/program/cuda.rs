@@ -55,6 +55,7 @@ impl Program {
         functions.extend(self.mask().map(|node| ("mask".to_owned(), node)));
         functions.extend(self.score().map(|node| ("score".to_owned(), node)));
         functions.extend(self.slope().map(|node| ("slope".to_owned(), node)));
+        functions.extend(self.weight().map(|node| ("weight".to_owned(), node)));
         match self.class() {
             Some(ScoreClass::Additive { addend }) => functions.push(("addend".to_owned(), addend)),
             Some(ScoreClass::Affine { gain, addend }) => {
@@ -134,6 +135,7 @@ impl Printer<'_> {
         let flags = [
             ("kMask", program.mask().is_some()),
             ("kScore", program.score().is_some()),
+            ("kWeight", program.weight().is_some()),
             ("kAdditive", matches!(class, Some(ScoreClass::Additive { .. }))),
             ("kAffine", matches!(class, Some(ScoreClass::Additive { .. } | ScoreClass::Affine { .. }))),
         ];
@@ -173,6 +175,7 @@ impl Printer<'_> {
         for (name, ty, takes, result) in [
             ("mask", "bool", "", "true"),
             ("score", "float", "float s, ", "s"),
+            ("weight", "float", "", "1.f"),
             ("slope", "float", "float, ", "1.f"),
             ("gain", "float", "", "1.f"),
             ("addend", "float", "", "0.f"),
@@ -262,7 +265,7 @@ impl Printer<'_> {
     fn function(&mut self, name: &str, root: NodeId) {
         let rate = self.rate(root);
         let ty = cuda_type(self.program.ty(root));
-        let takes_score = !matches!(name, "mask" | "gain" | "addend");
+        let takes_score = !matches!(name, "mask" | "weight" | "gain" | "addend");
         let score = if takes_score { "float s, " } else { "" };
         let _ = writeln!(
             self.text,

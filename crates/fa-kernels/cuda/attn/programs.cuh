@@ -1,4 +1,4 @@
-// Masks and changes of scores of the caller's own. The unit of a kernel that has them defines FA_PROGRAMS and
+// Masks, changes of scores and weights of probabilities of the caller's own. The unit of a kernel that has them defines FA_PROGRAMS and
 // includes the generated mods.cuh first, whose struct Mods is the program. All other kernels have none.
 #pragma once
 #include "config.cuh"
@@ -11,7 +11,7 @@ namespace fa {
 #ifndef FA_PROGRAMS
 // No program. Nothing of it is called.
 struct Mods {
-    static constexpr bool kMask = false, kScore = false, kAdditive = false;
+    static constexpr bool kMask = false, kScore = false, kWeight = false, kAdditive = false;
     struct Row {};
     struct Column {};
     __device__ __forceinline__ Mods(const ProgramParams&, int, int, int, int, int, int) {}
@@ -19,12 +19,14 @@ struct Mods {
     __device__ __forceinline__ Column column(int) const { return {}; }
     __device__ __forceinline__ bool mask(const Row&, const Column&) const { return true; }
     __device__ __forceinline__ float score(float s, const Row&, const Column&) const { return s; }
+    __device__ __forceinline__ float weight(const Row&, const Column&) const { return 1.f; }
     __device__ __forceinline__ float slope(float, const Row&, const Column&) const { return 1.f; }
 };
 #endif
 
-// Of masks, of changes of scores, and of those whose derivative by the score is not 1.
+// Of masks, of changes of scores, of weights, and of changes whose derivative by the score is not 1.
 constexpr bool kMaskProgram = Mods::kMask, kScoreProgram = Mods::kScore;
+constexpr bool kWeightProgram = Mods::kWeight;
 constexpr bool kScoreSlope = Mods::kScore && !Mods::kAdditive;
 
 // A launch's parameters, with those of its program behind them.
@@ -110,6 +112,16 @@ __device__ __forceinline__ void apply_programs(float (&s)[N], const Params& para
                                        });
         }
     }
+}
+
+// Multiplies normalised probabilities, or their gradients, by the program's weights.
+template <bool Transposed, int N, class Params>
+__device__ __forceinline__ void weigh(float (&p)[N], const Params& params,
+                                      const ScorePlace<Transposed>& place) {
+    place.template for_each<N>(programs_of(params),
+                               [&](int i, const auto& mods, const auto& row, const auto& column) {
+                                   p[i] *= mods.weight(row, column);
+                               });
 }
 
 // The slopes of the scores that are made of products.

@@ -220,16 +220,27 @@ struct VOperand {
 };
 
 // P, packed from the registers of S, which are in the order of an A operand (PTX ISA, mma.m16n8k16).
-template <Sm80FwdConfig C>
+// `weigh(p, fragment, step)` multiplies those of a step by a program's weights.
+template <Sm80FwdConfig C, class Weigh>
 struct POperand {
     using T = Traits<C>;
     static constexpr int kBlocks = T::kFragments;
     const float (&s)[T::kFragments][C.tile_n / 2];
+    const Weigh& weigh;
 
     __device__ __forceinline__ void read(u32 (&regs)[4], u32, int block, int step) const {
+        if constexpr (kWeightProgram) {
+            float p[8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            regs[i] = pack<C.dtype>(s[block][8 * step + 2 * i], s[block][8 * step + 2 * i + 1]);
+            for (int i = 0; i < 8; ++i) p[i] = s[block][8 * step + i];
+            weigh(p, block, step);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) regs[i] = pack<C.dtype>(p[2 * i], p[2 * i + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                regs[i] = pack<C.dtype>(s[block][8 * step + 2 * i], s[block][8 * step + 2 * i + 1]);
+        }
     }
 };
 
@@ -385,12 +396,20 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         }
         warp_multiply<C.dtype, C.head_dim / 16, 0, T::kAhead>(s, q_operand, smem_q, k_operand, tile_k);
     };
-    auto multiply_o = [&](u32 tile_v) {
+    auto multiply_o = [&](u32 tile_v, int place) {
         const sm80::Exponentials<C> exponentials{s, rows, scale};
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) rows[f].template exponentiate<8>(s[f], 0, scale);
-        warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, sm80::POperand<C>{s}, 0, v_operand, tile_v,
-                                                            exponentials);
+        // Weights the probabilities of 16 keys of a fragment.
+        auto weigh_step = [&](float(&p)[8], int f, int step) {
+            const int thread = thread_index_volatile();
+            weigh(p, params,
+                  row_place<C.pack_gqa>(params.shape, seqlen, tile.batch, tile.head,
+                                        first_row + sm80::own_row<C>(thread) + 16 * f,
+                                        blocks.at(place) * C.tile_n + 16 * step + 2 * (thread % 4)));
+        };
+        const sm80::POperand<C, decltype(weigh_step)> p_operand{s, weigh_step};
+        warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, p_operand, 0, v_operand, tile_v, exponentials);
     };
 
     // ---- One tile of keys -----------------------------------------------------------------------
@@ -456,7 +475,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 #pragma unroll
             for (int f = 0; f < T::kFragments; ++f) scale_rows(o[f], rescale[f]);
         }
-        multiply_o(stage_v(stage));
+        multiply_o(stage_v(stage), n_block);
     };
     // Whether the warp's rows see no key of tile `n_block`.
     auto hidden = [&](int n_block) {

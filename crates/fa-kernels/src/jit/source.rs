@@ -48,6 +48,12 @@ pub const MERGE: &str = "fa_merge";
 /// Threads of a CTA of [`MERGE`]: a warp a row.
 pub(crate) const MERGE_THREADS: u32 = 128;
 
+/// The entry of the dropout kernel's unit.
+pub const DROPOUT: &str = "fa_dropout";
+
+/// Threads of a CTA of [`DROPOUT`].
+pub(crate) const DROPOUT_THREADS: u32 = 256;
+
 /// Threads of a CTA of the entries before and after the main one.
 pub(crate) const PROCESS_THREADS: u32 = 256;
 
@@ -223,6 +229,19 @@ impl Source {
             "// merge\n#include \"merge/merge.cuh\"\n\nusing namespace fa;\n\n\
              extern \"C\" __global__ void __launch_bounds__({MERGE_THREADS})\n\
              {MERGE}(const __grid_constant__ MergeParams params) {{\n    merge(params);\n}}\n"
+        );
+        Source::of(unit, arch, headers)
+    }
+
+    /// The source of the dropout kernel, which all problems share.
+    ///
+    /// # Errors
+    /// [`Error::MissingHeader`].
+    pub fn dropout(arch: Arch, headers: &Headers) -> Result<Source, Error> {
+        let unit = format!(
+            "// dropout\n#include \"dropout/dropout.cuh\"\n\nusing namespace fa;\n\n\
+             extern \"C\" __global__ void __launch_bounds__({DROPOUT_THREADS})\n\
+             {DROPOUT}(const __grid_constant__ DropoutParams params) {{\n    dropout(params);\n}}\n"
         );
         Source::of(unit, arch, headers)
     }
