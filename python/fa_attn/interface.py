@@ -25,6 +25,9 @@ In addition to FlashAttention-2's arguments, every function takes these of its s
   for all. `block_sparse_tensors`: FlashAttention 4's lists of blocks, with their block_size; `mask_mod` says
   what is seen in those that are partial. With torch tensors, biases and arrays that a function reads have
   gradients (docs/programs.md).
+- `rng_state`: (seed, offset) of dropout, whose bits are then FlashAttention-2's: two integers, or with torch
+  an int64 tensor of both. Without it `dropout_p` takes torch's generator; numpy and jax have to give it, jax
+  also a key of jax.random. The LSE is that without dropout (docs/programs.md).
 - `k_descale`, `v_descale`: what k and v of 8 bits (float8_e4m3fn, int8) are multiplied by, beside a q of 16
   bits (on the CPU also float32). float32 (1,), (heads_kv,) or (batch, heads_kv), broadcast, with any strides,
   or one for each row of each head, in the shape of k without its last axis. None for 1; of k and v without
@@ -133,7 +136,8 @@ def flash_attn_func(
     """softmax(mask(softmax_scale * q k^T)) v for each query head of each sequence.
 
     q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`:
-    None for 1 / sqrt(head_dim). `window_size`: (left, right) keys around the diagonal, -1 for no limit.
+    None for 1 / sqrt(head_dim). `dropout_p`: the share of probabilities that are dropped. `window_size`:
+    (left, right) keys around the diagonal, -1 for no limit.
     `softcap`: cap * tanh(score / cap), 0 for none. `alibi_slopes`: float32 (heads_q,) or (batch, heads_q).
     `deterministic`: gradients have the same bits in every run. `out`: an array of the result's shape and
     type, to which the result is written, without gradients. Returns out, in the shape of q; with

@@ -2,7 +2,7 @@
 
 use fa_core::program::{
     ArrayData, ArrayView, BiasElement, Deps, Inputs, Point, Precision, Program, ProgramProblem, RowValues,
-    ScoreClass, Standard, Value,
+    ScoreClass, Standard, Type, Value,
 };
 
 use crate::random::{Random, random_program};

@@ -7,6 +7,7 @@ use super::case::{Action, Case, Extent};
 use super::known::known;
 use super::merge::merge;
 use super::paged::{paged, split};
+use super::dropout::varied_dropout;
 use super::programs::varied_programs;
 use super::scores::{alibi, edges, mixed, sinks};
 use super::varied::{packed, used};
@@ -23,6 +24,7 @@ pub fn serving(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(mixed(extent));
     cases.extend(known());
     cases.extend(varied_programs());
+    cases.extend(varied_dropout());
     cases.extend(append(extent));
     cases.extend(append_codes(extent));
     cases.extend(merge());
