@@ -662,7 +662,8 @@ class _JaxArrays(Arrays):
         raise UnsupportedError(_UNWRITTEN)
 
     def kept(self, q, extents, threshold, rng_state):
-        return self._traced().kept_bits(extents, threshold, rng_state)
+        bits = self._traced().kept_bits(extents, threshold, rng_state)
+        return bits if _is_traced(q, bits) else self.library.np.asarray(bits)
 
     def packed_bits(self, mask):
         return self._traced().packed_bits(mask) if _is_traced(mask) else super().packed_bits(mask)

@@ -135,8 +135,27 @@ class BlockMask:
         dense = self.to_dense()
         return 100.0 * (1.0 - dense.sum().item() / max(dense.numel(), 1))
 
-    def _listed(self, state):
+    def to_string(self, limit: int = 4) -> str:
+        """A picture of the first masks: a mark for each block, dark where all of it is seen."""
+        marks = {FULL: "\u2588\u2588", PARTIAL: "\u2591\u2591"}
+        blocks, pictures = self._blocks(), []
+        for at in range(min(count("limit", limit), blocks.shape[0] * blocks.shape[1])):
+            b, h = divmod(at, blocks.shape[1])
+            rows = ["".join(marks.get(state, "  ") for state in row) for row in blocks[b, h].tolist()]
+            pictures.append("\n".join([f"({b}, {h})", *rows, ""]))
+        return "\n".join(pictures)
+
+    def as_tuple(self, flatten: bool = True) -> Tuple[Any, ...]:
+        """Lengths, lists of blocks, the block's size and the function, in the order of torch's."""
+        lists = [self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices]
+        lists += [self.q_num_blocks, self.q_indices, self.full_q_num_blocks, self.full_q_indices]
+        if flag("flatten", flatten):
+            return (*self.seq_lengths, *lists, *self.BLOCK_SIZE, self.mask_mod)
+        return (self.seq_lengths, *lists, self.BLOCK_SIZE, self.mask_mod)
+
+    def _listed(self, state, by_keys=False):
         there = self._blocks() == state
+        there = there.mT if by_keys else there
         return there.sum(-1, dtype=torch.int32), there.int().argsort(
             dim=-1, descending=True, stable=True
         ).int()
@@ -145,6 +164,10 @@ class BlockMask:
     kv_indices = property(lambda self: self._listed(PARTIAL)[1])
     full_kv_num_blocks = property(lambda self: self._listed(FULL)[0])
     full_kv_indices = property(lambda self: self._listed(FULL)[1])
+    q_num_blocks = property(lambda self: self._listed(PARTIAL, True)[0])
+    q_indices = property(lambda self: self._listed(PARTIAL, True)[1])
+    full_q_num_blocks = property(lambda self: self._listed(FULL, True)[0])
+    full_q_indices = property(lambda self: self._listed(FULL, True)[1])
 
     def __getitem__(self, index: Any) -> BlockMask:
         """The part of some sequences, heads and blocks of queries, as torch's; `mask_mod` is to be set."""
