@@ -96,7 +96,7 @@ class _Numpy:
     def kept(self, extents, threshold, rng_state):
         """The bits that dropout keeps."""
         if rng_state is None:
-            raise InputError("dropout_p without rng_state: numpy has no generator of torch's kind, give (seed, offset)")
+            raise InputError("dropout_p without rng_state: give (seed, offset), numpy has no state to take")
         batch, heads, rows, keys = extents
         bits = self.np.empty((batch, heads, rows, -(-keys // 32)), self.np.int32)
         dropout_bits(bits, None, (*halves(rng_state), threshold), None)
@@ -301,7 +301,7 @@ class Arrays(Latents):
     def kept(self, q, extents, threshold, rng_state):
         """The bits that dropout keeps, of arrays in host memory."""
         if not self.is_in_host_memory(q):
-            raise UnsupportedError("dropout_p with arrays of this library on a GPU: give those of torch or jax")
+            raise UnsupportedError("dropout_p with arrays of this library on a GPU: give those of torch")
         return self.library.kept(extents, threshold, rng_state)
 
     def packed_bits(self, mask):

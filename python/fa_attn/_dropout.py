@@ -1,5 +1,5 @@
-"""Dropout of probabilities as a modification of a call: the bits of what is kept are FlashAttention-2's for the
-same seed and offset, on every device and in both passes."""
+"""Dropout of probabilities as a modification of a call: the bits of what is kept are FlashAttention-2's for
+the same seed and offset, on every device and in both passes."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def halves(rng_state):
         seed, offset = rng_state
         seed, offset = seed.__index__(), offset.__index__()
     except (AttributeError, TypeError, ValueError):
-        raise InputError(
-            f"rng_state is {rng_state!r}: it must be (seed, offset), two integers"
-        ) from None
+        raise InputError(f"rng_state is {rng_state!r}: it must be (seed, offset), two integers") from None
     for name, value in (("seed", seed), ("offset", offset)):
         if not -(2**63) <= value < 2**64:
             raise InputError(f"rng_state has the {name} {value}: it must fit 64 bits")

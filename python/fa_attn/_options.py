@@ -228,7 +228,10 @@ def read_options(function, options):
         elif isinstance(row, OnValues):
             if value is not None and "packed" in function:
                 raise UnsupportedError(f"{name} with keys and values in one array: give q, k and v apart")
-        elif not isinstance(row, (Codes, Division, Modification, Number, State)):
+        elif isinstance(row, State):
+            if value is not None and ("kvcache" in function or "backward" in function):
+                raise UnsupportedError(f"{name}: {function} has no dropout, leave it out")
+        elif not isinstance(row, (Codes, Division, Modification, Number)):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return extras, division
 

@@ -27,7 +27,8 @@ _SCORE = ("s", *_MASK)
 class Program:
     """A mask, a modification of scores, weights of probabilities, or several of these.
 
-    text: the canonical text. arrays and scalars: what a call passes, by name. mask, score, weight: which it has.
+    text: the canonical text. arrays and scalars: what a call passes, by name. mask, score, weight: which it
+    has.
     gradients: the names of arrays that want a gradient. description: what fa_attn knows of it.
     """
 
@@ -35,7 +36,8 @@ class Program:
         description = _description(text)
         self.description = description
         self.text = description["text"]
-        self.mask, self.score, self.weight = (description[one] for one in ("mask", "score", "weight"))
+        self.mask, self.score = description["mask"], description["score"]
+        self.weight = description["weight"]
         self.arrays = _by_name("array", description["arrays"], arrays or {})
         self.scalars = _by_name("scalar", description["scalars"], scalars or {})
         for scalar in description["scalars"]:

@@ -29,8 +29,8 @@ def _state(q, threshold, heads):
     if torch.cuda.is_current_stream_capturing():
         # A replay draws another seed.
         seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-        rest = torch.stack([torch.full((), value, dtype=torch.int64, device=q.device) for value in (0, threshold)])
-        return torch.cat([seed, rest])
+        rest = [torch.full((1,), value, dtype=torch.int64, device=q.device) for value in (0, threshold)]
+        return torch.cat([seed, *rest])
     generator = torch.cuda.default_generators[q.device.index]
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + ADVANCE * heads)
@@ -54,8 +54,8 @@ def kept(q, extents, threshold, rng_state):
     if isinstance(rng_state, torch.Tensor):
         if rng_state.dtype not in (torch.int64, torch.uint64) or tuple(rng_state.shape) != (2,):
             raise InputError(
-                f"rng_state holds {tuple(rng_state.shape)} {rng_state.dtype}: it must be (2,) int64, the seed "
-                "and the offset"
+                f"rng_state holds {tuple(rng_state.shape)} {rng_state.dtype}: it must be (2,) int64, the "
+                "seed and the offset"
             )
         state = rng_state.detach().view(torch.int64).to(q.device)
         return torch.cat([state, state.new_full((1,), threshold)])

@@ -282,7 +282,7 @@ def _product(x: Any, by: int) -> Any:
 
 
 def kept_bits(extents: Any, threshold: int, rng_state: Any) -> Any:
-    """The bits that dropout keeps: a function of the state, which is (seed, offset) or a key, and the place."""
+    """The bits that dropout keeps, by the state, which is (seed, offset) or a key, and the place."""
     if rng_state is None:
         raise InputError("dropout_p without rng_state: give (seed, offset), or a key of jax.random")
     if isinstance(rng_state, jax.Array):
@@ -290,7 +290,8 @@ def kept_bits(extents: Any, threshold: int, rng_state: Any) -> Any:
         data = jax.random.key_data(rng_state) if is_key else rng_state
         if data.shape != (2,) or data.dtype != jnp.uint32:
             raise InputError(
-                f"rng_state holds {data.shape} {data.dtype}: it must be a key of jax.random, or (seed, offset)"
+                f"rng_state holds {data.shape} {data.dtype}: it must be a key of jax.random, or (seed, "
+                "offset)"
             )
         (upper, lower), offset = (data[0], data[1]), (jnp.uint32(0), jnp.uint32(0))
         seed = lower, upper

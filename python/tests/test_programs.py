@@ -149,7 +149,9 @@ MASKS = {
     "intervals": lambda b, h, q, k: (
         torch.searchsorted(EDGES, q, right=True) == torch.bucketize(k, EDGES, right=True)
     ),
-    "near": lambda b, h, q, k: torch.isclose(q.float(), k.float(), atol=4.0) & torch.isfinite(BIAS[b, h, q, k]),
+    "near": lambda b, h, q, k: (
+        torch.isclose(q.float(), k.float(), atol=4.0) & torch.isfinite(BIAS[b, h, q, k])
+    ),
     "level as float": lambda b, h, q, k: LEVEL[k].float() / 2 <= LEVEL[q].to(torch.float32),
 }
 

@@ -1,5 +1,6 @@
-// Masks, changes of scores and weights of probabilities of the caller's own. The unit of a kernel that has them defines FA_PROGRAMS and
-// includes the generated mods.cuh first, whose struct Mods is the program. All other kernels have none.
+// Masks, changes of scores and weights of probabilities of the caller's own. The unit of a kernel that has
+// them defines FA_PROGRAMS and includes the generated mods.cuh first, whose struct Mods is the program. All
+// other kernels have none.
 #pragma once
 #include "config.cuh"
 #include "program_params.cuh"
@@ -24,9 +25,8 @@ struct Mods {
 };
 #endif
 
-// Of masks, of changes of scores, of weights, and of changes whose derivative by the score is not 1.
+// Of masks, of changes of scores, and of those whose derivative by the score is not 1.
 constexpr bool kMaskProgram = Mods::kMask, kScoreProgram = Mods::kScore;
-constexpr bool kWeightProgram = Mods::kWeight;
 constexpr bool kScoreSlope = Mods::kScore && !Mods::kAdditive;
 
 // A launch's parameters, with those of its program behind them.

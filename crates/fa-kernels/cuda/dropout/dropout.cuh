@@ -1,5 +1,5 @@
-// The dropout kernel: the bits of the probabilities that are kept, by Philox 4x32 of 7 rounds. A function of the
-// seed, the offset and the place alone, which fa-core's dropout.rs describes.
+// The dropout kernel: the bits of the probabilities that are kept, by Philox 4x32 of 7 rounds. A function of
+// the seed, the offset and the place alone, which fa-core's dropout.rs describes.
 #pragma once
 #include "dropout/dropout_params.cuh"
 #include "ptx/thread.cuh"
@@ -31,7 +31,8 @@ __device__ __forceinline__ u32 kept_pairs(const PhiloxWords& random, int half, u
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 pair = random.words[i] >> (16 * half);
-        const u32 low = (pair & 0xff) <= threshold ? 1u : 0u, high = (pair >> 8 & 0xff) <= threshold ? 2u : 0u;
+        const u32 low = (pair & 0xff) <= threshold ? 1u : 0u,
+                  high = (pair >> 8 & 0xff) <= threshold ? 2u : 0u;
         bits |= (low | high) << (8 * i + first_bit);
     }
     return bits;
@@ -57,7 +58,8 @@ __device__ __forceinline__ void dropout(const DropoutParams& params) {
         const i64 rest = index / params.words;
         const int block = int(rest % blocks), head = int(rest / blocks);
         const unsigned long long low = begin + 32ull * u32(head) + u32(lane);
-        const PhiloxWords random = philox({{u32(low), u32(low >> 32), u32(block), u32(word)}}, seed[0], seed[1]);
+        const PhiloxWords random =
+            philox({{u32(low), u32(low >> 32), u32(block), u32(word)}}, seed[0], seed[1]);
         u32 upper = kept_pairs(random, 0, threshold, 2 * (lane % 4));
         u32 lower = kept_pairs(random, 1, threshold, 2 * (lane % 4));
         upper |= shuffle_xor(upper, 1);

@@ -213,7 +213,8 @@ struct BwdGroup {
     // Fragment `f` of a step's S or dP, as programs see it.
     __device__ __forceinline__ ScorePlace<false> score_place(BwdStep step, int f) const {
         const Here place(step.m_block);
-        const int query = block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + place.lane / 4;
+        const int query =
+            block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + place.lane / 4;
         return {tile.batch,
                 queries(),
                 keys(),

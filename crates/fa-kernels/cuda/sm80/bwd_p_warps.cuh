@@ -28,18 +28,19 @@ struct PWarps : BwdGroup<C> {
     // P as held in a register until it is stored. With a soft cap the register packs P and P times the cap's
     // derivative, 1 - share^2, each rounded. The dS warps could not recover the derivative from the rounded
     // P: where the cap saturates, the derivative is far below that rounding. A masked score has the share
-    // -inf and P 0. The same holds for the slope of a program. A program's weight is a factor of the first: dV
-    // has weighed probabilities, dS has not.
+    // -inf and P 0. The same holds for the slope of a program. A program's weight is a factor of the first:
+    // dV has weighed probabilities, dS has not.
     __device__ __forceinline__ static float kept(float p, float share, float weight) {
         if constexpr (!kSlopedP<C>) return p;
         const float sloped = C.softcap ? p * ScoreMod<C.softcap>::slope(share) : p;
-        return float_of_bits(pack<C.dtype>(kWeightProgram ? p * weight : p, sloped));
+        return float_of_bits(pack<C.dtype>(Mods::kWeight ? p * weight : p, sloped));
     }
     // The weights of fragment `f` of a step.
-    __device__ __forceinline__ void read_weights(float (&weights)[CutS::kRegisters], BwdStep step, int f) const {
+    __device__ __forceinline__ void read_weights(float (&weights)[CutS::kRegisters], BwdStep step,
+                                                 int f) const {
 #pragma unroll
         for (int i = 0; i < CutS::kRegisters; ++i) weights[i] = 1.f;
-        if constexpr (kWeightProgram) weigh(weights, params, this->score_place(step, f));
+        if constexpr (Mods::kWeight) weigh(weights, params, this->score_place(step, f));
     }
     __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
         if constexpr (kSlopedP<C>) {
@@ -117,13 +118,13 @@ struct PWarps : BwdGroup<C> {
             float weights[CutS::kRegisters];
 #pragma unroll
             for (int i = 0; i < CutS::kRegisters; ++i) weights[i] = 1.f;
-            if constexpr (kWeightProgram) weigh(weights, params, place);
+            if constexpr (Mods::kWeight) weigh(weights, params, place);
 #pragma unroll
             for (int i = 0; i < CutS::kRegisters; ++i) {
                 const float p = probability(s[i], lse[i >> 1 & 1]);
                 if constexpr (kSlopedP<C>) {
                     const float own = kScoreSlope ? sloped(p, slopes[i]) : p;
-                    s[i] = float_of_bits(pack<C.dtype>(kWeightProgram ? p * weights[i] : p, own));
+                    s[i] = float_of_bits(pack<C.dtype>(Mods::kWeight ? p * weights[i] : p, own));
                 } else {
                     s[i] = p;
                 }

@@ -20,7 +20,8 @@ fn own(text: &str) -> ScoreMod {
 
 /// What joins it, and the mask. Gradients of arrays are a backward's.
 fn scores(gradient: &str) -> [(&'static str, ScoreMod, Mask); 6] {
-    let bias = format!("array bias: bf16[_, _, _] {gradient}; mask = (q + k) % 5 != 0; score = s + bias[h, q, k];");
+    let bias =
+        format!("array bias: bf16[_, _, _] {gradient}; mask = (q + k) % 5 != 0; score = s + bias[h, q, k];");
     [
         ("alone", ScoreMod::NONE, Mask::FULL),
         ("causal", ScoreMod::NONE, Mask::CAUSAL),

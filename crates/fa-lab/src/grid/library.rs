@@ -5,8 +5,8 @@ use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
 use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, Values, case};
 use super::codes::codes;
-use super::fp8::fp8;
 use super::dropout::dropout;
+use super::fp8::fp8;
 use super::programs::programs;
 
 /// The cases of the library's own choice of kernel.

@@ -4,10 +4,10 @@ use fa_core::{Pass, SideRows};
 
 use super::append::{append, append_codes};
 use super::case::{Action, Case, Extent};
+use super::dropout::varied_dropout;
 use super::known::known;
 use super::merge::merge;
 use super::paged::{paged, split};
-use super::dropout::varied_dropout;
 use super::programs::varied_programs;
 use super::scores::{alibi, edges, mixed, sinks};
 use super::varied::{packed, used};
